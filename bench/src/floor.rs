@@ -37,7 +37,7 @@ pub const TOOL: &str = "bench.noop";
 pub const DATABASE: &str = "floor.sqlite";
 
 /// The work that a call does.
-pub type Tool = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
+pub type BaselineTool = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
 const RESULT: &str = "{}";
 const SOURCE: &str = "builtin";
@@ -59,7 +59,7 @@ const SOURCE: &str = "builtin";
 pub async fn serve(
     listener: tokio::net::TcpListener,
     dir: &Path,
-    tool: Option<Tool>,
+    tool: Option<BaselineTool>,
 ) -> anyhow::Result<()> {
     let path = dir.join(DATABASE);
     let opened = tokio::task::spawn_blocking(move || {
@@ -74,7 +74,8 @@ pub async fn serve(
         .name("floor-writer".to_owned())
         .spawn(move || storage::write_loop(&writer, &queue, &commits))
         .context("cannot start the floor's writer")?;
-    let floor = Arc::new(Floor { ops, reader: Mutex::new(reader), committed, tool });
+    let floor =
+        Arc::new(BaselineServer { write_queue: ops, reader: Mutex::new(reader), committed, tool });
     let router = Router::new()
         .route("/v1/tools/{name}/invoke", post(invoke))
         .route("/v1/tool_calls/{id}", get(read_call))
@@ -85,33 +86,33 @@ pub async fn serve(
     axum::serve(listener, router).await.context("the floor stopped serving")
 }
 
-struct Floor {
-    ops: mpsc::Sender<storage::Op>,
+struct BaselineServer {
+    write_queue: mpsc::Sender<storage::WriteRequest>,
     reader: Mutex<Connection>,
     /// Changes with every commit; requests that wait for a call then read it again.
     committed: watch::Receiver<()>,
-    tool: Option<Tool>,
+    tool: Option<BaselineTool>,
 }
 
-impl Floor {
+impl BaselineServer {
     /// Sends a change to the writer; the receiver resolves once the change is flushed.
-    fn change(&self, change: storage::Change) -> oneshot::Receiver<()> {
+    fn submit_change(&self, change: storage::Change) -> oneshot::Receiver<()> {
         let (done, flushed) = oneshot::channel();
         // If the writer has stopped, the sender is dropped here and the receiver returns an error.
-        let _ = self.ops.send(storage::Op { change, done });
+        let _ = self.write_queue.send(storage::WriteRequest { change, flushed: done });
         flushed
     }
 
-    fn find(&self, id: &str) -> Result<Option<Call>, Failure> {
+    fn find(&self, id: &str) -> Result<Option<BaselineCall>, ErrorResponse> {
         // Reading one row from memory takes less time than a round trip to another thread.
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
-        storage::find(&reader, id).optional().map_err(Failure::storage)
+        storage::find(&reader, id).optional().map_err(ErrorResponse::storage)
     }
 }
 
 /// A call, as stored and as returned.
 #[derive(Debug, Clone, Serialize)]
-struct Call {
+struct BaselineCall {
     tool_call_id: String,
     run_id: String,
     tool_name: String,
@@ -131,35 +132,35 @@ struct Ticket<'a> {
 }
 
 #[derive(Deserialize)]
-struct Invoke {
+struct InvokeBody {
     run_id: String,
     args: Box<RawValue>,
 }
 
 #[derive(Deserialize)]
-struct Wait {
+struct WaitQuery {
     wait_ms: Option<u64>,
 }
 
-impl Wait {
+impl WaitQuery {
     fn deadline(&self) -> Option<Instant> {
         self.wait_ms.map(|millis| Instant::now() + Duration::from_millis(millis.min(3_600_000)))
     }
 }
 
 async fn invoke(
-    State(floor): State<Arc<Floor>>,
+    State(floor): State<Arc<BaselineServer>>,
     UrlPath(name): UrlPath<String>,
-    Query(wait): Query<Wait>,
+    Query(wait): Query<WaitQuery>,
     body: Bytes,
-) -> Result<Response, Failure> {
+) -> Result<Response, ErrorResponse> {
     if name != TOOL {
-        return Err(Failure(StatusCode::NOT_FOUND, "no such tool".to_owned()));
+        return Err(ErrorResponse(StatusCode::NOT_FOUND, "no such tool".to_owned()));
     }
-    let invoke: Invoke = serde_json::from_slice(&body)
-        .map_err(|error| Failure(StatusCode::BAD_REQUEST, error.to_string()))?;
+    let invoke: InvokeBody = serde_json::from_slice(&body)
+        .map_err(|error| ErrorResponse(StatusCode::BAD_REQUEST, error.to_string()))?;
     let deadline = wait.deadline();
-    let call = Arc::new(Call {
+    let call = Arc::new(BaselineCall {
         tool_call_id: format!("tc_{}", Ulid::generate()),
         run_id: invoke.run_id,
         tool_name: name,
@@ -171,7 +172,10 @@ async fn invoke(
         created_at: now(),
         completed_at: None,
     });
-    floor.change(storage::Change::Insert(Arc::clone(&call))).await.map_err(Failure::lost)?;
+    floor
+        .submit_change(storage::Change::Insert(Arc::clone(&call)))
+        .await
+        .map_err(ErrorResponse::commit_failed)?;
 
     // The tool runs here, between the two flushes. Without a tool, nothing runs.
     if let Some(tool) = &floor.tool {
@@ -182,44 +186,44 @@ async fn invoke(
     let finish = storage::Change::Finish(id, completed_at.clone());
     let Some(deadline) = deadline else {
         // The writer finishes the call even if no request waits for it.
-        drop(floor.change(finish));
+        drop(floor.submit_change(finish));
         let ticket = Ticket { tool_call_id: &call.tool_call_id, status: call.status };
-        return json(StatusCode::ACCEPTED, &ticket);
+        return json_response(StatusCode::ACCEPTED, &ticket);
     };
-    match tokio::time::timeout_at(deadline, floor.change(finish)).await {
-        Ok(flushed) => flushed.map_err(Failure::lost)?,
+    match tokio::time::timeout_at(deadline, floor.submit_change(finish)).await {
+        Ok(flushed) => flushed.map_err(ErrorResponse::commit_failed)?,
         // The wait has timed out: return the last state that is known to be flushed.
-        Err(_) => return json(StatusCode::ACCEPTED, &*call),
+        Err(_) => return json_response(StatusCode::ACCEPTED, &*call),
     }
     // The writer has dropped its reference by now, so this takes the call without a copy.
     let mut call = Arc::unwrap_or_clone(call);
     call.status = "SUCCEEDED";
     call.result = RawValue::from_string(RESULT.to_owned()).ok();
     call.completed_at = Some(completed_at);
-    json(StatusCode::ACCEPTED, &call)
+    json_response(StatusCode::ACCEPTED, &call)
 }
 
 async fn read_call(
-    State(floor): State<Arc<Floor>>,
+    State(floor): State<Arc<BaselineServer>>,
     UrlPath(id): UrlPath<String>,
-    Query(wait): Query<Wait>,
-) -> Result<Response, Failure> {
+    Query(wait): Query<WaitQuery>,
+) -> Result<Response, ErrorResponse> {
     let deadline = wait.deadline();
     let mut committed = floor.committed.clone();
     loop {
         // Marked before the read, so that a commit between the read and the wait is not missed.
         committed.mark_unchanged();
         let found = floor.find(&id)?;
-        let call =
-            found.ok_or_else(|| Failure(StatusCode::NOT_FOUND, "no such tool call".to_owned()))?;
+        let call = found
+            .ok_or_else(|| ErrorResponse(StatusCode::NOT_FOUND, "no such tool call".to_owned()))?;
         match deadline {
             Some(deadline) if call.status == "RUNNING" => {
                 let change = tokio::time::timeout_at(deadline, committed.changed()).await;
                 if !matches!(change, Ok(Ok(()))) {
-                    return json(StatusCode::OK, &call);
+                    return json_response(StatusCode::OK, &call);
                 }
             }
-            _ => return json(StatusCode::OK, &call),
+            _ => return json_response(StatusCode::OK, &call),
         }
     }
 }
@@ -228,25 +232,25 @@ fn now() -> String {
     jiff::Timestamp::now().to_string()
 }
 
-fn json(status: StatusCode, value: &impl Serialize) -> Result<Response, Failure> {
-    let body = serde_json::to_vec(value).map_err(Failure::storage)?;
+fn json_response(status: StatusCode, value: &impl Serialize) -> Result<Response, ErrorResponse> {
+    let body = serde_json::to_vec(value).map_err(ErrorResponse::storage)?;
     Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
 /// A response that reports an error.
-struct Failure(StatusCode, String);
+struct ErrorResponse(StatusCode, String);
 
-impl Failure {
+impl ErrorResponse {
     fn storage(error: impl std::fmt::Display) -> Self {
         Self(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
     }
 
-    fn lost(_: oneshot::error::RecvError) -> Self {
+    fn commit_failed(_: oneshot::error::RecvError) -> Self {
         Self::storage("the change could not be committed")
     }
 }
 
-impl IntoResponse for Failure {
+impl IntoResponse for ErrorResponse {
     fn into_response(self) -> Response {
         let body = serde_json::json!({ "error": self.1 }).to_string();
         (self.0, [(header::CONTENT_TYPE, "application/json")], body).into_response()

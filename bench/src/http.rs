@@ -51,14 +51,14 @@ fn authorization(bearer: Option<&str>) -> String {
 
 /// A response, borrowed from its connection.
 #[derive(Debug)]
-pub struct Answer<'a> {
+pub struct HttpResponse<'a> {
     /// The status code.
     pub status: u16,
     /// The body, with any chunked encoding removed.
     pub body: &'a [u8],
 }
 
-impl Answer<'_> {
+impl HttpResponse<'_> {
     /// Returns true if the status is 2xx.
     #[must_use]
     pub fn is_success(&self) -> bool {
@@ -74,7 +74,7 @@ impl Answer<'_> {
 
     /// Returns the number of calls of a batch that the body reports as successful.
     #[must_use]
-    pub fn went_well(&self) -> usize {
+    pub fn count_ok_entries(&self) -> usize {
         const WORD: &[u8] = b"\"ok\":true";
         self.body.windows(WORD.len()).filter(|part| *part == WORD).count()
     }
@@ -115,7 +115,7 @@ impl Connection {
     ///
     /// When the connection breaks or the response is not HTTP. The connection is unusable
     /// afterwards.
-    pub async fn round_trip(&mut self, request: &[u8]) -> io::Result<Answer<'_>> {
+    pub async fn round_trip(&mut self, request: &[u8]) -> io::Result<HttpResponse<'_>> {
         // Closed until the response is complete, so that a cancelled request also leaves it closed.
         if !std::mem::replace(&mut self.open, false) {
             return Err(io::ErrorKind::NotConnected.into());
@@ -131,43 +131,43 @@ impl Connection {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             if self.input.len() > MAX_ANSWER {
-                return Err(bad("the answer has no end"));
+                return Err(invalid_data("the answer has no end"));
             }
             // Grows with the response, so that a long page is not read in tiny pieces.
             self.input.reserve(self.input.len().max(2048));
             ended = self.stream.read_buf(&mut self.input).await? == 0;
         };
-        if parsed.used != self.input.len() {
-            return Err(bad("bytes after the answer that nobody asked for"));
+        if parsed.bytes_used != self.input.len() {
+            return Err(invalid_data("bytes after the answer that nobody asked for"));
         }
         self.open = parsed.keep_alive && !ended;
         let body = match parsed.body {
-            Body::InPlace(range) => self.input.get(range).unwrap_or_default(),
-            Body::Joined => &self.joined,
+            ResponseBody::InPlace(range) => self.input.get(range).unwrap_or_default(),
+            ResponseBody::Joined => &self.joined,
         };
-        Ok(Answer { status: parsed.status, body })
+        Ok(HttpResponse { status: parsed.status, body })
     }
 }
 
-fn bad(why: &str) -> io::Error {
+fn invalid_data(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
 #[derive(Debug, PartialEq)]
-enum Body {
+enum ResponseBody {
     InPlace(Range<usize>),
     Joined,
 }
 
 #[derive(Debug, PartialEq)]
-struct Parsed {
+struct ParsedResponse {
     status: u16,
-    body: Body,
-    used: usize,
+    body: ResponseBody,
+    bytes_used: usize,
     keep_alive: bool,
 }
 
-struct Head {
+struct ResponseHead {
     status: u16,
     length: Option<usize>,
     chunked: bool,
@@ -178,12 +178,16 @@ struct Head {
 ///
 /// It starts from the beginning each time: most responses arrive in one read, so keeping state is
 /// not worth the effort.
-fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<Parsed>> {
+fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<ParsedResponse>> {
     let mut start = 0;
     let (head, at) = loop {
         let rest = input.get(start..).unwrap_or_default();
         let Some(length) = head_length(rest) else {
-            return if rest.len() > MAX_HEAD { Err(bad("a head without end")) } else { Ok(None) };
+            return if rest.len() > MAX_HEAD {
+                Err(invalid_data("a head without end"))
+            } else {
+                Ok(None)
+            };
         };
         let head = parse_head(rest.get(..length).unwrap_or_default())?;
         start += length;
@@ -193,24 +197,30 @@ fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<P
         }
     };
     let (body, used) = if matches!(head.status, 204 | 304) {
-        (Body::InPlace(at..at), at)
+        (ResponseBody::InPlace(at..at), at)
     } else if head.chunked {
         let Some(used) = join_chunks(input, at, joined)? else {
             return Ok(None);
         };
-        (Body::Joined, used)
+        (ResponseBody::Joined, used)
     } else if let Some(length) = head.length {
-        let end = at.checked_add(length).ok_or_else(|| bad("a content-length too large"))?;
+        let end =
+            at.checked_add(length).ok_or_else(|| invalid_data("a content-length too large"))?;
         if input.len() < end {
             return Ok(None);
         }
-        (Body::InPlace(at..end), end)
+        (ResponseBody::InPlace(at..end), end)
     } else if ended {
-        (Body::InPlace(at..input.len()), input.len())
+        (ResponseBody::InPlace(at..input.len()), input.len())
     } else {
         return Ok(None);
     };
-    Ok(Some(Parsed { status: head.status, body, used, keep_alive: head.keep_alive }))
+    Ok(Some(ParsedResponse {
+        status: head.status,
+        body,
+        bytes_used: used,
+        keep_alive: head.keep_alive,
+    }))
 }
 
 /// Returns the length of the head, including its empty line.
@@ -218,22 +228,24 @@ fn head_length(input: &[u8]) -> Option<usize> {
     input.windows(4).position(|part| part == b"\r\n\r\n").map(|at| at + 4)
 }
 
-fn parse_head(head: &[u8]) -> io::Result<Head> {
-    let head = std::str::from_utf8(head).map_err(|_| bad("a head that is not text"))?;
+fn parse_head(head: &[u8]) -> io::Result<ResponseHead> {
+    let head = std::str::from_utf8(head).map_err(|_| invalid_data("a head that is not text"))?;
     let mut lines = head.split("\r\n");
     let mut first = lines.next().unwrap_or_default().splitn(3, ' ');
     let version = first.next().unwrap_or_default();
     let status = first.next().and_then(|code| code.parse().ok());
     let (Some(status), true) = (status, version.starts_with("HTTP/1.")) else {
-        return Err(bad("not an HTTP/1 status line"));
+        return Err(invalid_data("not an HTTP/1 status line"));
     };
     let mut parsed =
-        Head { status, length: None, chunked: false, keep_alive: version != "HTTP/1.0" };
+        ResponseHead { status, length: None, chunked: false, keep_alive: version != "HTTP/1.0" };
     for line in lines.take_while(|line| !line.is_empty()) {
-        let (name, value) = line.split_once(':').ok_or_else(|| bad("a header without colon"))?;
+        let (name, value) =
+            line.split_once(':').ok_or_else(|| invalid_data("a header without colon"))?;
         let value = value.trim();
         if name.eq_ignore_ascii_case("content-length") {
-            let length = value.parse().map_err(|_| bad("a content-length that is no number"))?;
+            let length =
+                value.parse().map_err(|_| invalid_data("a content-length that is no number"))?;
             parsed.length = Some(length);
         } else if name.eq_ignore_ascii_case("transfer-encoding") {
             parsed.chunked = value.to_ascii_lowercase().ends_with("chunked");
@@ -264,7 +276,7 @@ fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<O
             .ok()
             .and_then(|digits| usize::from_str_radix(digits, 16).ok())
             .filter(|&size| size <= MAX_ANSWER)
-            .ok_or_else(|| bad("a chunk size that is no number"))?;
+            .ok_or_else(|| invalid_data("a chunk size that is no number"))?;
         if size == 0 {
             break;
         }
@@ -272,7 +284,7 @@ fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<O
             return Ok(None);
         };
         if end != b"\r\n" {
-            return Err(bad("a chunk that does not end where it said"));
+            return Err(invalid_data("a chunk that does not end where it said"));
         }
         joined.extend_from_slice(input.get(at..at + size).unwrap_or_default());
         at += size + 2;
@@ -300,7 +312,7 @@ mod tests {
     use super::*;
 
     /// Parses every prefix of the response: it must be complete at the last byte and not before.
-    fn feed(text: &str) -> (Parsed, Vec<u8>) {
+    fn feed(text: &str) -> (ParsedResponse, Vec<u8>) {
         let bytes = text.as_bytes();
         let mut joined = Vec::new();
         for end in 0..bytes.len() {
@@ -308,10 +320,10 @@ mod tests {
             assert_eq!(parsed, None, "whole after {end} bytes");
         }
         let parsed = parse(bytes, false, &mut joined).unwrap().unwrap();
-        assert_eq!(parsed.used, bytes.len());
+        assert_eq!(parsed.bytes_used, bytes.len());
         let body = match &parsed.body {
-            Body::InPlace(range) => bytes[range.clone()].to_vec(),
-            Body::Joined => joined,
+            ResponseBody::InPlace(range) => bytes[range.clone()].to_vec(),
+            ResponseBody::Joined => joined,
         };
         (parsed, body)
     }
@@ -351,7 +363,7 @@ mod tests {
         let mut joined = Vec::new();
         assert_eq!(parse(text, false, &mut joined).unwrap(), None);
         let parsed = parse(text, true, &mut joined).unwrap().unwrap();
-        assert_eq!(parsed.body, Body::InPlace(19..text.len()));
+        assert_eq!(parsed.body, ResponseBody::InPlace(19..text.len()));
         assert!(!parsed.keep_alive);
     }
 
@@ -387,11 +399,11 @@ mod tests {
 
     #[test]
     fn success_needs_both_status_and_word() {
-        let answer = |status, body| Answer { status, body };
+        let answer = |status, body| HttpResponse { status, body };
         assert!(answer(202, br#"{"status":"SUCCEEDED"}"#.as_slice()).has_succeeded());
         assert!(!answer(202, b"RUNNING".as_slice()).has_succeeded());
         assert!(!answer(500, b"SUCCEEDED".as_slice()).has_succeeded());
         let batch = br#"{"results":[{"ok":true},{"ok":false},{"ok":true}]}"#.as_slice();
-        assert_eq!(answer(200, batch).went_well(), 2);
+        assert_eq!(answer(200, batch).count_ok_entries(), 2);
     }
 }

@@ -21,34 +21,34 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use tokio::task::JoinSet;
 
-use crate::http::{self, Answer, Connection};
+use crate::http::{self, Connection, HttpResponse};
 use crate::sample::{BurstSample, Sample, micros};
 
 /// Maximum time to wait for outstanding responses after the measured time is over.
 const GRACE: Duration = Duration::from_secs(30);
 /// Pause after a failed connection, so that a dead server does not make the worker spin.
-const AFTER_FAILURE: Duration = Duration::from_millis(10);
+const FAILURE_PAUSE: Duration = Duration::from_millis(10);
 /// Pause between two attempts while a server starts; it bounds the error of
 /// [`time_to_first_success`].
-const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
+const ATTEMPT_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A server and a prepared request to it.
 #[derive(Clone)]
-struct Target {
+struct LoadTarget {
     addr: Arc<str>,
     request: Arc<[u8]>,
     /// Decides if a response counts as good.
-    ok: Judge,
+    is_ok: ResponseCheck,
 }
 
-type Judge = Arc<dyn Fn(&Answer<'_>) -> bool + Send + Sync>;
+type ResponseCheck = Arc<dyn Fn(&HttpResponse<'_>) -> bool + Send + Sync>;
 
-impl Target {
+impl LoadTarget {
     fn post(addr: &str, path: &str, body: &str, bearer: Option<&str>) -> Self {
         Self {
             addr: addr.into(),
             request: http::post(addr, path, body, bearer).into(),
-            ok: Arc::new(|answer| answer.has_succeeded()),
+            is_ok: Arc::new(|answer| answer.has_succeeded()),
         }
     }
 
@@ -73,27 +73,27 @@ impl Target {
         let answer = connection.round_trip(&self.request).await?;
         // Checking a long response takes time that must not count as the server's.
         let took = begun.elapsed();
-        Ok((self.ok)(&answer).then_some(took))
+        Ok((self.is_ok)(&answer).then_some(took))
     }
 }
 
 /// The results of one worker. They outlive the worker's future, so that nothing is lost when the
 /// worker is cancelled during a call.
 #[derive(Default)]
-struct Tally {
+struct WorkerStats {
     latencies: Vec<u64>,
     errors: u64,
 }
 
-impl Tally {
+impl WorkerStats {
     /// Makes one call and records its result.
-    async fn call(&mut self, target: &Target, connection: &mut Connection) {
+    async fn call(&mut self, target: &LoadTarget, connection: &mut Connection) {
         match target.call(connection).await {
             Ok(Some(took)) => self.latencies.push(micros(took)),
             Ok(None) => self.errors += 1,
             Err(_) => {
                 self.errors += 1;
-                tokio::time::sleep(AFTER_FAILURE).await;
+                tokio::time::sleep(FAILURE_PAUSE).await;
             }
         }
     }
@@ -123,7 +123,8 @@ pub async fn closed_loop(
     body: &str,
     bearer: Option<&str>,
 ) -> anyhow::Result<Sample> {
-    closed_loop_of(addr, concurrency, duration, http::post(addr, path, body, bearer)).await
+    closed_loop_with_request(addr, concurrency, duration, http::post(addr, path, body, bearer))
+        .await
 }
 
 /// Like [`closed_loop`], with a prepared request.
@@ -131,14 +132,14 @@ pub async fn closed_loop(
 /// # Errors
 ///
 /// Like [`closed_loop`].
-pub async fn closed_loop_of(
+pub async fn closed_loop_with_request(
     addr: &str,
     concurrency: usize,
     duration: Duration,
     request: Vec<u8>,
 ) -> anyhow::Result<Sample> {
-    let ok: Judge = Arc::new(|answer| answer.has_succeeded());
-    let target = Target { addr: addr.into(), request: request.into(), ok };
+    let ok: ResponseCheck = Arc::new(|answer| answer.has_succeeded());
+    let target = LoadTarget { addr: addr.into(), request: request.into(), is_ok: ok };
     let connections = target.connect(concurrency).await?;
     let begun = Instant::now();
     let end = begun + duration;
@@ -146,7 +147,7 @@ pub async fn closed_loop_of(
     for mut connection in connections {
         let target = target.clone();
         workers.spawn(async move {
-            let mut tally = Tally::default();
+            let mut tally = WorkerStats::default();
             let work = async {
                 while Instant::now() < end {
                     tally.call(&target, &mut connection).await;
@@ -159,7 +160,7 @@ pub async fn closed_loop_of(
             tally
         });
     }
-    let mut total = Tally::default();
+    let mut total = WorkerStats::default();
     while let Some(tally) = workers.join_next().await {
         total.merge(tally.context("a worker of the load generator died")?);
     }
@@ -184,17 +185,17 @@ pub async fn burst(
     body: &str,
     bearer: Option<&str>,
 ) -> anyhow::Result<BurstSample> {
-    let target = Target::post(addr, path, body, bearer);
+    let target = LoadTarget::post(addr, path, body, bearer);
     let mut connections = target.connect(n).await?;
     let mut times = Vec::with_capacity(rounds);
-    let mut total = Tally::default();
+    let mut total = WorkerStats::default();
     for _ in 0..rounds {
         let mut calls = JoinSet::new();
         let begun = Instant::now();
         for mut connection in connections.drain(..) {
             let target = target.clone();
             calls.spawn(async move {
-                let mut tally = Tally::default();
+                let mut tally = WorkerStats::default();
                 let call = tally.call(&target, &mut connection);
                 if tokio::time::timeout(GRACE, call).await.is_err() {
                     tally.errors += 1;
@@ -220,7 +221,7 @@ pub async fn burst(
 ///
 /// When the connection cannot be opened, or a batch has no response after 30 s. Batches with
 /// another response are counted in [`Sample::errors`].
-pub async fn batches(
+pub async fn batch_loop(
     addr: &str,
     entries: usize,
     duration: Duration,
@@ -228,11 +229,12 @@ pub async fn batches(
     body: &str,
     bearer: Option<&str>,
 ) -> anyhow::Result<Sample> {
-    let ok: Judge = Arc::new(move |answer| answer.is_success() && answer.went_well() == entries);
-    let target = Target { ok, ..Target::post(addr, path, body, bearer) };
+    let ok: ResponseCheck =
+        Arc::new(move |answer| answer.is_success() && answer.count_ok_entries() == entries);
+    let target = LoadTarget { is_ok: ok, ..LoadTarget::post(addr, path, body, bearer) };
     let mut connection =
         Connection::open(addr).await.with_context(|| format!("cannot connect to {addr}"))?;
-    let mut tally = Tally::default();
+    let mut tally = WorkerStats::default();
     let begun = Instant::now();
     while begun.elapsed() < duration {
         tokio::time::timeout(GRACE, tally.call(&target, &mut connection))
@@ -254,14 +256,14 @@ pub async fn get_latencies(
     count: usize,
     bearer: Option<&str>,
 ) -> anyhow::Result<Sample> {
-    let target = Target {
+    let target = LoadTarget {
         addr: addr.into(),
         request: http::get(addr, path, bearer).into(),
-        ok: Arc::new(|answer| answer.is_success()),
+        is_ok: Arc::new(|answer| answer.is_success()),
     };
     let mut connection =
         Connection::open(addr).await.with_context(|| format!("cannot connect to {addr}"))?;
-    let mut tally = Tally::default();
+    let mut tally = WorkerStats::default();
     let begun = Instant::now();
     for _ in 0..count {
         tokio::time::timeout(GRACE, tally.call(&target, &mut connection))
@@ -279,7 +281,7 @@ pub async fn get_latencies(
 /// # Errors
 ///
 /// When no call succeeds within `give_up` of `since`; the error names the last result.
-pub async fn first_answer(
+pub async fn time_to_first_success(
     addr: &str,
     since: Instant,
     path: &str,
@@ -291,12 +293,12 @@ pub async fn first_answer(
     let mut last_seen = "nothing".to_owned();
     let attempts = async {
         loop {
-            match first_attempt(addr, &request).await {
+            match try_first_call(addr, &request).await {
                 Ok(None) => return since.elapsed(),
                 Ok(Some(seen)) => last_seen = seen,
                 Err(error) => last_seen = error.to_string(),
             }
-            tokio::time::sleep(BETWEEN_ATTEMPTS).await;
+            tokio::time::sleep(ATTEMPT_INTERVAL).await;
         }
     };
     let outcome = tokio::time::timeout_at((since + give_up).into(), attempts).await;
@@ -306,7 +308,7 @@ pub async fn first_answer(
 }
 
 /// Returns `None` when the call was ok, else a description of the response.
-async fn first_attempt(addr: &str, request: &[u8]) -> io::Result<Option<String>> {
+async fn try_first_call(addr: &str, request: &[u8]) -> io::Result<Option<String>> {
     let mut connection = Connection::open(addr).await?;
     let answer = connection.round_trip(request).await?;
     if answer.has_succeeded() {

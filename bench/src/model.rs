@@ -23,17 +23,17 @@ use serde_json::{Value, json};
 
 /// The scripted reaction to one request.
 #[derive(Debug, Clone)]
-pub enum Turn {
+pub enum ScriptedBehavior {
     /// Answers.
-    Say(Answer),
+    Reply(ScriptedAnswer),
     /// Refuses with this status, `Retry-After` and body.
     Refuse(u16, Option<&'static str>, Value),
     /// Breaks the connection after this many events of the stream.
-    Cut(Answer, usize),
+    Disconnect(ScriptedAnswer, usize),
     /// Ends the stream after this many events, as if it were complete.
-    End(Answer, usize),
+    EndEarly(ScriptedAnswer, usize),
     /// Sends this many events, and then nothing, forever.
-    Stall(Answer, usize),
+    Stall(ScriptedAnswer, usize),
     /// Streams events without end.
     Endless,
     /// Sends exactly these bytes, with this content type.
@@ -42,7 +42,7 @@ pub enum Turn {
 
 /// A valid answer.
 #[derive(Debug, Clone, Default)]
-pub struct Answer {
+pub struct ScriptedAnswer {
     pub text: String,
     /// Id, name and arguments of each tool call.
     pub calls: Vec<(String, String, String)>,
@@ -51,57 +51,57 @@ pub struct Answer {
     /// Prompt and completion tokens.
     pub usage: (u64, u64),
     /// Delay before the first event.
-    pub thinks: Duration,
+    pub delay: Duration,
     /// Number of characters of text or arguments per event.
-    pub piece: usize,
+    pub chunk_chars: usize,
 }
 
-impl Answer {
+impl ScriptedAnswer {
     /// Creates an answer with this text.
     #[must_use]
     pub fn text(text: impl Into<String>) -> Self {
-        Self { text: text.into(), usage: (10, 5), piece: 7, ..Self::default() }
+        Self { text: text.into(), usage: (10, 5), chunk_chars: 7, ..Self::default() }
     }
 
     /// Adds a tool call.
     #[must_use]
-    pub fn call(mut self, id: &str, name: &str, arguments: impl Into<String>) -> Self {
+    pub fn with_call(mut self, id: &str, name: &str, arguments: impl Into<String>) -> Self {
         self.calls.push((id.to_owned(), name.to_owned(), arguments.into()));
         self
     }
 
     /// Delays the answer.
     #[must_use]
-    pub fn after(self, thinks: Duration) -> Self {
-        Self { thinks, ..self }
+    pub fn with_delay(self, thinks: Duration) -> Self {
+        Self { delay: thinks, ..self }
     }
 }
 
 /// Creates an answer with text only.
 #[must_use]
-pub fn say(text: impl Into<String>) -> Turn {
-    Turn::Say(Answer::text(text))
+pub fn text_reply(text: impl Into<String>) -> ScriptedBehavior {
+    ScriptedBehavior::Reply(ScriptedAnswer::text(text))
 }
 
 /// Creates an answer with one tool call.
 #[must_use]
-pub fn call(id: &str, name: &str, arguments: &Value) -> Turn {
-    Turn::Say(Answer::text("").call(id, name, arguments.to_string()))
+pub fn tool_call_reply(id: &str, name: &str, arguments: &Value) -> ScriptedBehavior {
+    ScriptedBehavior::Reply(ScriptedAnswer::text("").with_call(id, name, arguments.to_string()))
 }
 
 /// A request that the model received.
 #[derive(Debug, Clone)]
-pub struct Asked {
+pub struct RecordedRequest {
     pub path: String,
     pub headers: HeaderMap,
     pub body: Value,
     /// The time when the first event of the answer was passed to the connection.
-    pub first: Arc<Mutex<Option<Instant>>>,
+    pub first_event_at: Arc<Mutex<Option<Instant>>>,
     /// True if the requester disconnected while the model stalled.
-    pub left: Arc<AtomicBool>,
+    pub has_caller_left: Arc<AtomicBool>,
 }
 
-impl Asked {
+impl RecordedRequest {
     /// Returns the messages of the conversation.
     #[must_use]
     pub fn messages(&self) -> &[Value] {
@@ -110,14 +110,14 @@ impl Asked {
 
     /// Returns the content of the last message as text.
     #[must_use]
-    pub fn last(&self) -> String {
+    pub fn last_content(&self) -> String {
         let content = self.messages().last().map_or(&Value::Null, |message| &message["content"]);
         content.as_str().map_or_else(|| content.to_string(), str::to_owned)
     }
 
     /// Returns the names of the tools in the request.
     #[must_use]
-    pub fn tools(&self) -> Vec<String> {
+    pub fn tool_names(&self) -> Vec<String> {
         let tools = self.body["tools"].as_array().map_or(&[][..], Vec::as_slice);
         let name = |tool: &Value| {
             let name = tool["function"]["name"].as_str().or(tool["name"].as_str());
@@ -128,39 +128,39 @@ impl Asked {
 
     /// Returns the time when the first event of the answer was sent, if it was.
     #[must_use]
-    pub fn first_said(&self) -> Option<Instant> {
-        *self.first.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn first_event_time(&self) -> Option<Instant> {
+        *self.first_event_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-type Script = dyn Fn(&Asked) -> Turn + Send + Sync;
+type Script = dyn Fn(&RecordedRequest) -> ScriptedBehavior + Send + Sync;
 
 /// A running model; it lives as long as the runtime.
 #[derive(Clone)]
-pub struct Scripted {
+pub struct ScriptedModel {
     /// The value for the setting `base_url`.
     pub url: String,
-    seen: Arc<Mutex<Vec<Asked>>>,
+    recorded: Arc<Mutex<Vec<RecordedRequest>>>,
     script: Arc<Script>,
 }
 
-impl Scripted {
+impl ScriptedModel {
     /// Starts a model that chooses its reaction from the request.
     ///
     /// # Errors
     ///
     /// When no loopback port can be bound.
-    pub async fn deciding(
-        script: impl Fn(&Asked) -> Turn + Send + Sync + 'static,
+    pub async fn start_with_script(
+        script: impl Fn(&RecordedRequest) -> ScriptedBehavior + Send + Sync + 'static,
     ) -> anyhow::Result<Self> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0");
         let listener = listener.await.context("cannot bind a loopback port")?;
         let url = format!("http://{}/v1", listener.local_addr()?);
         let (seen, script) = (Arc::default(), Arc::new(script));
-        let model = Self { url, seen, script };
+        let model = Self { url, recorded: seen, script };
         let router = Router::new()
-            .route("/v1/chat/completions", post(answer))
-            .route("/v1/messages", post(answer))
+            .route("/v1/chat/completions", post(handle_request))
+            .route("/v1/messages", post(handle_request))
             .layer(DefaultBodyLimit::disable())
             .with_state(model.clone());
         tokio::spawn(async move {
@@ -178,12 +178,18 @@ impl Scripted {
     /// # Errors
     ///
     /// When no loopback port can be bound.
-    pub async fn saying(turns: impl IntoIterator<Item = Turn>) -> anyhow::Result<Self> {
-        let turns: Mutex<VecDeque<Turn>> = Mutex::new(turns.into_iter().collect());
-        Self::deciding(move |_| {
+    pub async fn start_with_replies(
+        turns: impl IntoIterator<Item = ScriptedBehavior>,
+    ) -> anyhow::Result<Self> {
+        let turns: Mutex<VecDeque<ScriptedBehavior>> = Mutex::new(turns.into_iter().collect());
+        Self::start_with_script(move |_| {
             let mut turns = turns.lock().unwrap_or_else(PoisonError::into_inner);
             turns.pop_front().unwrap_or_else(|| {
-                Turn::Refuse(500, None, json!({ "error": { "message": "the script is over" } }))
+                ScriptedBehavior::Refuse(
+                    500,
+                    None,
+                    json!({ "error": { "message": "the script is over" } }),
+                )
             })
         })
         .await
@@ -191,44 +197,62 @@ impl Scripted {
 
     /// Returns the requests that it received, in order.
     #[must_use]
-    pub fn asked(&self) -> Vec<Asked> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn requests(&self) -> Vec<RecordedRequest> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-async fn answer(
-    State(model): State<Scripted>,
+async fn handle_request(
+    State(model): State<ScriptedModel>,
     uri: Uri,
     headers: HeaderMap,
     body: Bytes,
 ) -> Response<Body> {
     let body: Value = serde_json::from_slice(&body).unwrap_or_default();
     let (path, first, left) = (uri.path().to_owned(), Arc::default(), Arc::default());
-    let asked = Asked { path, headers, body, first, left };
-    model.seen.lock().unwrap_or_else(PoisonError::into_inner).push(asked.clone());
+    let asked =
+        RecordedRequest { path, headers, body, first_event_at: first, has_caller_left: left };
+    model.recorded.lock().unwrap_or_else(PoisonError::into_inner).push(asked.clone());
     let turn = (model.script)(&asked);
     let streams = asked.body["stream"] == true;
-    let events = |answer: &Answer| wire::events(&asked, answer);
+    let events = |answer: &ScriptedAnswer| wire::events(&asked, answer);
     match turn {
-        Turn::Say(answer) if !streams => {
-            tokio::time::sleep(answer.thinks).await;
-            axum::Json(wire::whole(&asked, &answer)).into_response()
+        ScriptedBehavior::Reply(answer) if !streams => {
+            tokio::time::sleep(answer.delay).await;
+            axum::Json(wire::complete_document(&asked, &answer)).into_response()
         }
-        Turn::Say(answer) => stream_of(&asked, answer.thinks, events(&answer), Then::End),
-        Turn::End(answer, after) => {
-            stream_of(&asked, answer.thinks, first_of(events(&answer), after), Then::End)
+        ScriptedBehavior::Reply(answer) => {
+            stream_response(&asked, answer.delay, events(&answer), StreamEnding::End)
         }
-        Turn::Cut(answer, after) => {
-            stream_of(&asked, answer.thinks, first_of(events(&answer), after), Then::Break)
+        ScriptedBehavior::EndEarly(answer, after) => stream_response(
+            &asked,
+            answer.delay,
+            take_events(events(&answer), after),
+            StreamEnding::End,
+        ),
+        ScriptedBehavior::Disconnect(answer, after) => stream_response(
+            &asked,
+            answer.delay,
+            take_events(events(&answer), after),
+            StreamEnding::Break,
+        ),
+        ScriptedBehavior::Stall(answer, after) => stream_response(
+            &asked,
+            answer.delay,
+            take_events(events(&answer), after),
+            StreamEnding::Hang,
+        ),
+        ScriptedBehavior::Endless => {
+            let chatter =
+                ScriptedAnswer { chunk_chars: 4_096, ..ScriptedAnswer::text("x".repeat(65_536)) };
+            stream_response(
+                &asked,
+                Duration::ZERO,
+                take_events(events(&chatter), 10),
+                StreamEnding::Repeat,
+            )
         }
-        Turn::Stall(answer, after) => {
-            stream_of(&asked, answer.thinks, first_of(events(&answer), after), Then::Hang)
-        }
-        Turn::Endless => {
-            let chatter = Answer { piece: 4_096, ..Answer::text("x".repeat(65_536)) };
-            stream_of(&asked, Duration::ZERO, first_of(events(&chatter), 10), Then::Repeat)
-        }
-        Turn::Refuse(status, retry_after, body) => {
+        ScriptedBehavior::Refuse(status, retry_after, body) => {
             let mut response = axum::Json(body).into_response();
             *response.status_mut() = status.try_into().unwrap_or_default();
             if let Some(after) = retry_after {
@@ -237,18 +261,20 @@ async fn answer(
             }
             response
         }
-        Turn::Raw(kind, bytes) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
+        ScriptedBehavior::Raw(kind, bytes) => {
+            ([(header::CONTENT_TYPE, kind)], bytes).into_response()
+        }
     }
 }
 
-fn first_of(events: Vec<String>, count: usize) -> Vec<String> {
+fn take_events(events: Vec<String>, count: usize) -> Vec<String> {
     events.into_iter().take(count).collect()
 }
 
 /// Records that the reader of a stream has disconnected.
-struct Leaving(Arc<AtomicBool>);
+struct DisconnectNotice(Arc<AtomicBool>);
 
-impl Drop for Leaving {
+impl Drop for DisconnectNotice {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -256,15 +282,20 @@ impl Drop for Leaving {
 
 /// The way in which a stream continues after its events.
 #[derive(Clone, Copy)]
-enum Then {
+enum StreamEnding {
     End,
     Break,
     Hang,
     Repeat,
 }
 
-fn stream_of(asked: &Asked, thinks: Duration, events: Vec<String>, then: Then) -> Response<Body> {
-    let first = asked.first.clone();
+fn stream_response(
+    asked: &RecordedRequest,
+    thinks: Duration,
+    events: Vec<String>,
+    then: StreamEnding,
+) -> Response<Body> {
+    let first = asked.first_event_at.clone();
     let again = events.last().cloned().unwrap_or_default();
     let said = stream::iter(events).enumerate().then(move |(n, event)| {
         let first = first.clone();
@@ -281,8 +312,8 @@ fn stream_of(asked: &Asked, thinks: Duration, events: Vec<String>, then: Then) -
         }
     });
     let body = match then {
-        Then::End => Body::from_stream(said),
-        Then::Break => {
+        StreamEnding::End => Body::from_stream(said),
+        StreamEnding::Break => {
             let broken = stream::once(async {
                 // While no further event is ready, the previous ones are written to the socket.
                 tokio::task::yield_now().await;
@@ -290,15 +321,15 @@ fn stream_of(asked: &Asked, thinks: Duration, events: Vec<String>, then: Then) -
             });
             Body::from_stream(said.chain(broken))
         }
-        Then::Hang => {
-            let leaving = Leaving(asked.left.clone());
+        StreamEnding::Hang => {
+            let leaving = DisconnectNotice(asked.has_caller_left.clone());
             let silent = stream::once(async move {
                 let _leaving = leaving;
                 std::future::pending().await
             });
             Body::from_stream(said.chain(silent))
         }
-        Then::Repeat => {
+        StreamEnding::Repeat => {
             let more = stream::repeat(again).map(|event| Ok(Bytes::from(event)));
             Body::from_stream(said.chain(more))
         }

@@ -13,7 +13,7 @@ use anyhow::Context;
 /// When the process does not exist or is not visible to this user, or the system has no such
 /// `/proc`.
 pub fn resident_bytes(pid: u32) -> anyhow::Result<u64> {
-    figure(pid, "VmRSS:")
+    read_status_field(pid, "VmRSS:")
 }
 
 /// Returns the peak resident memory of a process in bytes (`VmHWM`).
@@ -22,7 +22,7 @@ pub fn resident_bytes(pid: u32) -> anyhow::Result<u64> {
 ///
 /// Like [`resident_bytes`].
 pub fn peak_resident_bytes(pid: u32) -> anyhow::Result<u64> {
-    figure(pid, "VmHWM:")
+    read_status_field(pid, "VmHWM:")
 }
 
 /// Returns a loopback port that was free a moment ago, for a child process that needs its address
@@ -40,14 +40,14 @@ pub fn free_port() -> anyhow::Result<u16> {
     Ok(listener.local_addr()?.port())
 }
 
-fn figure(pid: u32, name: &str) -> anyhow::Result<u64> {
+fn read_status_field(pid: u32, name: &str) -> anyhow::Result<u64> {
     let path = format!("/proc/{pid}/status");
     let status = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    line(&status, name).with_context(|| format!("no {name} in {path}"))
+    parse_status_line(&status, name).with_context(|| format!("no {name} in {path}"))
 }
 
 /// Parses `VmRSS:  12345 kB`, where the kernel's "kB" is 1024 bytes.
-fn line(status: &str, name: &str) -> Option<u64> {
+fn parse_status_line(status: &str, name: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
@@ -61,10 +61,10 @@ mod tests {
     #[test]
     fn reads_the_resident_line() {
         let status = "Name:\tx\nVmHWM:\t  900 kB\nVmRSS:\t   512 kB\nThreads:\t1\n";
-        assert_eq!(line(status, "VmRSS:"), Some(512 * 1024));
-        assert_eq!(line(status, "VmHWM:"), Some(900 * 1024));
-        assert_eq!(line("Name:\tkthread\n", "VmRSS:"), None);
-        assert_eq!(line("VmRSS:\t many kB\n", "VmRSS:"), None);
+        assert_eq!(parse_status_line(status, "VmRSS:"), Some(512 * 1024));
+        assert_eq!(parse_status_line(status, "VmHWM:"), Some(900 * 1024));
+        assert_eq!(parse_status_line("Name:\tkthread\n", "VmRSS:"), None);
+        assert_eq!(parse_status_line("VmRSS:\t many kB\n", "VmRSS:"), None);
     }
 
     #[cfg(target_os = "linux")]

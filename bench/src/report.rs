@@ -37,7 +37,7 @@ impl Limit {
 
 /// One figure of the report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Measure {
+pub struct Measurement {
     /// The name of the measurement in the table.
     pub name: String,
     /// The unit of `value` and `baseline`: `calls/s`, `µs`, `MiB`.
@@ -45,17 +45,18 @@ pub struct Measure {
     /// The figure of the product.
     pub value: f64,
     /// The figure of the baseline in the same run.
-    pub floor: Option<f64>,
+    #[serde(rename = "floor")]
+    pub baseline: Option<f64>,
     /// `value / baseline`; absent when there is no baseline or it was not above zero.
     pub ratio: Option<f64>,
     /// The limit that the figure has to meet.
     pub limit: Limit,
 }
 
-impl Measure {
+impl Measurement {
     /// Creates a measurement with a baseline: the limit applies to `value / baseline`.
     #[must_use]
-    pub fn against_floor(
+    pub fn against_baseline(
         name: impl Into<String>,
         unit: impl Into<String>,
         value: f64,
@@ -63,32 +64,33 @@ impl Measure {
         limit: Limit,
     ) -> Self {
         let ratio = (floor > 0.0).then_some(value / floor).filter(|ratio| ratio.is_finite());
-        Self { floor: Some(floor), ratio, ..Self::alone(name, unit, value, limit) }
+        Self { baseline: Some(floor), ratio, ..Self::absolute(name, unit, value, limit) }
     }
 
     /// Creates a measurement without a baseline: the limit applies to `value`.
     #[must_use]
-    pub fn alone(
+    pub fn absolute(
         name: impl Into<String>,
         unit: impl Into<String>,
         value: f64,
         limit: Limit,
     ) -> Self {
-        Self { name: name.into(), unit: unit.into(), value, floor: None, ratio: None, limit }
+        Self { name: name.into(), unit: unit.into(), value, baseline: None, ratio: None, limit }
     }
 
     /// Returns true if the limit holds (always, when there is none).
     #[must_use]
     pub fn passed(&self) -> bool {
-        let judged = if self.floor.is_some() { self.ratio.unwrap_or(f64::NAN) } else { self.value };
+        let judged =
+            if self.baseline.is_some() { self.ratio.unwrap_or(f64::NAN) } else { self.value };
         self.limit.allows(judged)
     }
 
     fn cells(&self) -> [String; 6] {
-        let with_unit = |value: f64| format!("{} {}", figure(value), self.unit);
+        let with_unit = |value: f64| format!("{} {}", format_figure(value), self.unit);
         // A limit on a ratio is printed as a ratio, so that the two columns can be compared.
         let bound = |sign: &str, bound: f64| {
-            if self.floor.is_some() {
+            if self.baseline.is_some() {
                 format!("{sign} {bound:.2}x")
             } else {
                 format!("{sign} {}", with_unit(bound))
@@ -103,7 +105,7 @@ impl Measure {
         [
             self.name.clone(),
             with_unit(self.value),
-            self.floor.map_or_else(absent, with_unit),
+            self.baseline.map_or_else(absent, with_unit),
             self.ratio.map_or_else(absent, |ratio| format!("{ratio:.2}x")),
             limit,
             outcome.to_owned(),
@@ -125,7 +127,7 @@ pub struct Report {
     /// The machine on which it was measured.
     pub machine: Machine,
     /// The measurements, in the order in which they are printed.
-    pub measures: Vec<Measure>,
+    pub measures: Vec<Measurement>,
 }
 
 impl Report {
@@ -136,14 +138,14 @@ impl Report {
     }
 
     /// Adds a measurement at the end.
-    pub fn push(&mut self, measure: Measure) {
+    pub fn push(&mut self, measure: Measurement) {
         self.measures.push(measure);
     }
 
     /// Returns true if every limit holds.
     #[must_use]
     pub fn passed(&self) -> bool {
-        self.measures.iter().all(Measure::passed)
+        self.measures.iter().all(Measurement::passed)
     }
 
     /// Formats the report for people: the facts in two lines, then one aligned line per
@@ -157,12 +159,12 @@ impl Report {
             self.date,
             machine.cores,
             machine.kernel,
-            figure(machine.fsync_append_per_s),
-            figure(machine.fsync_overwrite_per_s),
+            format_figure(machine.fsync_append_per_s),
+            format_figure(machine.fsync_overwrite_per_s),
         );
         let heads = ["measure", "value", "floor", "ratio", "limit", ""].map(str::to_owned);
         let rows: Vec<[String; 6]> =
-            std::iter::once(heads).chain(self.measures.iter().map(Measure::cells)).collect();
+            std::iter::once(heads).chain(self.measures.iter().map(Measurement::cells)).collect();
         let mut widths = [0; 6];
         for row in &rows {
             for (width, cell) in widths.iter_mut().zip(row) {
@@ -204,7 +206,7 @@ fn push_row(text: &mut String, row: &[String; 6], widths: &[usize; 6]) {
 
 /// Formats a figure with enough digits to compare: none after the decimal point from a hundred on,
 /// more for small figures.
-fn figure(value: f64) -> String {
+fn format_figure(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
         size if size >= 10.0 => format!("{value:.1}"),
@@ -217,8 +219,8 @@ fn figure(value: f64) -> String {
 mod tests {
     use super::*;
 
-    fn calls(value: f64, floor: f64, limit: Limit) -> Measure {
-        Measure::against_floor("invoke", "calls/s", value, floor, limit)
+    fn calls(value: f64, floor: f64, limit: Limit) -> Measurement {
+        Measurement::against_baseline("invoke", "calls/s", value, floor, limit)
     }
 
     #[test]
@@ -231,9 +233,9 @@ mod tests {
 
     #[test]
     fn the_limit_is_on_the_value_when_there_is_no_floor() {
-        assert!(Measure::alone("memory", "MiB", 40.0, Limit::AtMost(40.0)).passed());
-        assert!(!Measure::alone("memory", "MiB", 41.0, Limit::AtMost(40.0)).passed());
-        assert!(Measure::alone("memory", "MiB", 1e9, Limit::None).passed());
+        assert!(Measurement::absolute("memory", "MiB", 40.0, Limit::AtMost(40.0)).passed());
+        assert!(!Measurement::absolute("memory", "MiB", 41.0, Limit::AtMost(40.0)).passed());
+        assert!(Measurement::absolute("memory", "MiB", 1e9, Limit::None).passed());
     }
 
     #[test]
@@ -242,15 +244,15 @@ mod tests {
         assert_eq!(measure.ratio, None);
         assert!(!measure.passed());
         assert!(!calls(f64::NAN, 10.0, Limit::AtLeast(0.0)).passed());
-        assert!(!Measure::alone("x", "s", f64::NAN, Limit::AtMost(1.0)).passed());
+        assert!(!Measurement::absolute("x", "s", f64::NAN, Limit::AtMost(1.0)).passed());
         assert!(calls(50.0, 0.0, Limit::None).passed());
     }
 
     fn report() -> Report {
         let mut report = Report::new("0.1.0", "2025-06-01", Machine::default());
         report.push(calls(900.0, 1000.0, Limit::AtLeast(0.5)));
-        report.push(Measure::against_floor("p50", "µs", 900.0, 300.0, Limit::AtMost(2.0)));
-        report.push(Measure::alone("resident memory", "MiB", 21.25, Limit::None));
+        report.push(Measurement::against_baseline("p50", "µs", 900.0, 300.0, Limit::AtMost(2.0)));
+        report.push(Measurement::absolute("resident memory", "MiB", 21.25, Limit::None));
         report
     }
 
@@ -289,8 +291,8 @@ mod tests {
 
     #[test]
     fn figures_keep_three_digits() {
-        assert_eq!(figure(12345.6), "12346");
-        assert_eq!(figure(12.345), "12.3");
-        assert_eq!(figure(0.123), "0.12");
+        assert_eq!(format_figure(12345.6), "12346");
+        assert_eq!(format_figure(12.345), "12.3");
+        assert_eq!(format_figure(0.123), "0.12");
     }
 }

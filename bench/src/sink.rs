@@ -11,13 +11,13 @@ use axum::extract::DefaultBodyLimit;
 use axum::routing::post;
 
 /// A running endpoint, on its own thread; it lives as long as the process.
-pub struct Sink {
+pub struct OtlpSink {
     /// The export URL: `http://127.0.0.1:port`.
     pub url: String,
     bytes: Arc<AtomicU64>,
 }
 
-impl Sink {
+impl OtlpSink {
     /// Starts an endpoint on a free loopback port.
     ///
     /// # Errors

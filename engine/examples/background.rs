@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use tokio::sync::{Notify, mpsc};
-use toolcrib::{Caller, Effect, Engine, FnTool, Invocation};
+use toolcrib::{CallRequest, Caller, Effect, Engine, FnTool};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 struct Month {
@@ -37,11 +37,11 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
 
     // The turn of a model: one call that is waited for, one that is not.
     for (call_id, tool) in [("call_0", "report.build"), ("call_1", "calendar.days")] {
-        let mut asked = Invocation::new(tool, r#"{"month": 5}"#)?;
+        let mut asked = CallRequest::new(tool, r#"{"month": 5}"#)?;
         (asked.run_id, asked.call_id) = ("run_1".to_owned(), Some(call_id.to_owned()));
         let ticket = engine.invoke(&caller, asked).await?;
-        if !ticket.call.asked.background {
-            engine.finished(&caller, &ticket.call.id).await?;
+        if !ticket.call.origin.background {
+            engine.wait_until_finished(&caller, &ticket.call.id).await?;
         }
     }
     let mut shown = engine.prompt(&caller, "run_1", 50, 400).await?.text;
@@ -58,8 +58,8 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     context.on_tool_call(|_, _| Err("this listener is always out of luck".into()));
 
     paper.notify_one();
-    while context.pending().next().is_some() {
-        engine.follow(&caller, &mut context, 10_000).await?;
+    while context.pending_calls().next().is_some() {
+        engine.refresh_context(&caller, &mut context, 10_000).await?;
     }
     let heard = told.recv().await.ok_or("the listener was told")?;
     shown.push_str(&format!("\nheard: {heard}\n"));

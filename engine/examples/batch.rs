@@ -5,8 +5,8 @@
 
 use std::fmt::Write;
 
-use toolcrib::batch::Mode;
-use toolcrib::dialect::Format;
+use toolcrib::batch::BatchMode;
+use toolcrib::dialect::ToolFormat;
 use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
@@ -40,13 +40,13 @@ pub async fn turn() -> Result<String, Box<dyn std::error::Error>> {
     let caller = Caller::local("default");
 
     let mut shown = String::from("tools for the model:\n");
-    for tool in engine.definitions(&caller, Format::OpenAi) {
-        writeln!(shown, "  {}", tool.value()["function"]["name"])?;
+    for tool in engine.model_tool_definitions(&caller, ToolFormat::OpenAi) {
+        writeln!(shown, "  {}", tool.to_value()["function"]["name"])?;
     }
 
     let entries = TOOL_CALLS.iter().map(|call| Json::parse(call)).collect::<Result<_, _>>()?;
-    let batch = Batch { mode: Mode::Parallel, ..Batch::new("run_1", entries) };
-    let answer = engine.batch(&caller, batch).await?;
+    let batch = Batch { mode: BatchMode::Parallel, ..Batch::new("run_1", entries) };
+    let answer = engine.run_batch(&caller, batch).await?;
 
     writeln!(shown, "messages for the model:")?;
     for message in &answer.messages {

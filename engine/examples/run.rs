@@ -10,9 +10,12 @@ use std::fmt::Write;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use toolcrib::engine::NewRun;
-use toolcrib::model::{Chosen, Listener, Model, Models, Prompt, Reply, Silence, Wanted};
-use toolcrib::turn::{Next, Talk, Terms};
+use toolcrib::engine::RunRequest;
+use toolcrib::model::{
+    DeltaListener, Model, ModelError, ModelReply, ModelRequest, ModelResolver, ResolvedModel,
+    ToolCallRequest,
+};
+use toolcrib::turn::{Conversation, RunOptions, StepOutcome};
 use toolcrib::{Caller, Effect, Engine, FnTool};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
@@ -26,7 +29,11 @@ struct Traveller;
 
 #[async_trait]
 impl Model for Traveller {
-    async fn reply(&self, prompt: &Prompt, _: Listener<'_>) -> Result<Reply, Silence> {
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        _: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
         let told: Vec<&str> = prompt
             .messages
             .iter()
@@ -34,25 +41,25 @@ impl Model for Traveller {
             .filter_map(|message| message["content"].as_str())
             .collect();
         if told.is_empty() {
-            let ask = |(n, city): (usize, &str)| Wanted {
+            let ask = |(n, city): (usize, &str)| ToolCallRequest {
                 id: format!("call_{n}"),
                 name: "weather__now".to_owned(),
                 arguments: format!("{{\"city\":\"{city}\"}}"),
             };
             let calls = ["Oslo", "Rome"].into_iter().enumerate().map(ask).collect();
-            return Ok(Reply { calls, ..Reply::default() });
+            return Ok(ModelReply { calls, ..ModelReply::default() });
         }
         let text = format!("Go south: {}.", told.join(", "));
-        Ok(Reply { text, ..Reply::default() })
+        Ok(ModelReply { text, ..ModelReply::default() })
     }
 }
 
 /// The only model there is.
 struct Only;
 
-impl Models for Only {
-    fn find(&self, name: &str) -> Option<Chosen> {
-        let chosen = || Chosen { model: Arc::new(Traveller), name: name.to_owned() };
+impl ModelResolver for Only {
+    fn find(&self, name: &str) -> Option<ResolvedModel> {
+        let chosen = || ResolvedModel { model: Arc::new(Traveller), name: name.to_owned() };
         (name == "traveller").then(chosen)
     }
 
@@ -73,22 +80,24 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let mut shown = String::new();
 
     // In this process: the conversation is yours, between any two turns.
-    let mut talk = Talk::question("Where is it warmer?");
-    let terms = Terms::new("traveller", "run_1");
-    while let Next::GoesOn = engine.run_turn(&caller, &Traveller, &terms, &mut talk).await? {
+    let mut talk = Conversation::from_user_text("Where is it warmer?");
+    let terms = RunOptions::new("traveller", "run_1");
+    while let StepOutcome::Continue =
+        engine.run_agent_step(&caller, &Traveller, &terms, &mut talk).await?
+    {
         writeln!(shown, "turn {}: {} calls", talk.progress.steps, talk.progress.calls)?;
     }
     let last = talk.messages.last().map(|message| message["content"].clone());
     writeln!(shown, "answer: {}", last.unwrap_or_default())?;
 
     // Kept: with a store on a disk it goes on after a crash.
-    let new = NewRun {
+    let new = RunRequest {
         model: "traveller".to_owned(),
-        messages: Talk::question("Where is it warmer?").messages,
-        ..NewRun::default()
+        messages: Conversation::from_user_text("Where is it warmer?").messages,
+        ..RunRequest::default()
     };
     let started = engine.start_run(&caller, new).await?;
-    let run = engine.wait_run(&caller, &started.run.id, 10_000).await?;
+    let run = engine.wait_for_run(&caller, &started.run.id, 10_000).await?;
     let answer = run.answer.map(|answer| answer.text).unwrap_or_default();
     writeln!(shown, "{} after {} steps: {answer}", run.status.as_str(), run.progress.steps)?;
     Ok(shown)

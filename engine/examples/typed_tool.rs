@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use toolcrib::{Caller, Effect, Engine, FnTool, Invocation, Risk, Status};
+use toolcrib::{CallRequest, Caller, Effect, Engine, FnTool, Risk, Status};
 
 /// What the tool is called with. The comments become descriptions in the schema.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
@@ -40,18 +40,19 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
 
     let mut shown = String::new();
     let tool = engine.tool(&caller, "car.consumption")?;
-    let schema = tool.definition.input_schema.value();
+    let schema = tool.definition.input_schema.to_value();
     writeln!(shown, "required: {}", schema["required"])?;
 
     for args in [r#"{"km": 480, "litres": 30}"#, r#"{"km": "far"}"#, r#"{"km": 0, "litres": 1}"#] {
-        let ticket = match engine.invoke(&caller, Invocation::new("car.consumption", args)?).await {
+        let ticket = match engine.invoke(&caller, CallRequest::new("car.consumption", args)?).await
+        {
             Ok(ticket) => ticket,
             Err(refused) => {
                 writeln!(shown, "refused: {refused}")?;
                 continue;
             }
         };
-        let call = engine.finished(&caller, &ticket.call.id).await?;
+        let call = engine.wait_until_finished(&caller, &ticket.call.id).await?;
         let outcome = call.outcome.as_ref().ok_or("an ended call has an outcome")?;
         match (&outcome.data, &outcome.error) {
             (Some(data), _) if call.status == Status::Succeeded => {

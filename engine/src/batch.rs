@@ -25,12 +25,12 @@ use crate::dialect;
 use crate::engine::Engine;
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
-use run::Run;
+use run::BatchExecution;
 
-pub(crate) use answer::within;
-pub use answer::{BatchAnswer, Settled, State, pending};
-pub use run::Write;
-pub(crate) use shares::divided;
+pub(crate) use answer::render_within_budget;
+pub use answer::{BatchAnswer, BatchEntryResult, BatchEntryState, pending_notice};
+pub use run::EntryRenderer;
+pub(crate) use shares::divide_budget;
 
 /// Maximum length of a batch's idempotency key, in bytes. The keys derived for its entries are
 /// slightly longer.
@@ -38,7 +38,7 @@ pub const MAX_KEY_BYTES: usize = 240;
 
 /// Selects the entries of a batch that run concurrently.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Mode {
+pub enum BatchMode {
     /// One after another: each entry starts when the one before it has ended.
     #[default]
     Serial,
@@ -54,7 +54,7 @@ pub struct Batch {
     pub run_id: String,
     /// The entries, each in any format that [`crate::dialect`] parses.
     pub entries: Vec<Json>,
-    pub mode: Mode,
+    pub mode: BatchMode,
     /// Maximum number of entries in flight at the same time. Defaults to the engine's limit.
     pub max_parallel: Option<usize>,
     /// Maximum number of tokens of all messages together. Unlimited by default.
@@ -66,7 +66,7 @@ pub struct Batch {
     pub idempotency_key: Option<String>,
     /// Idempotency key of each entry, in the order of the entries. Takes precedence over keys
     /// derived from the batch's key.
-    pub keys: Vec<String>,
+    pub entry_keys: Vec<String>,
     /// Timeout of each entry that sets none itself.
     pub timeout_ms: Option<u64>,
     /// Number of retries of each entry that sets none itself.
@@ -80,7 +80,7 @@ pub struct Batch {
     /// If true, entries that have not started when the wait is over are stored and answered with a
     /// ticket: each starts when its predecessor has ended. If false, they are answered with a fault
     /// and never start.
-    pub later: bool,
+    pub defer_unstarted: bool,
 }
 
 impl Batch {
@@ -89,18 +89,18 @@ impl Batch {
         Self {
             run_id: run_id.into(),
             entries,
-            mode: Mode::default(),
+            mode: BatchMode::default(),
             max_parallel: None,
             budget_tokens: None,
             wait_ms: None,
             idempotency_key: None,
-            keys: Vec::new(),
+            entry_keys: Vec::new(),
             timeout_ms: None,
             retry: None,
             user_id: None,
             traceparent: None,
             callback_url: None,
-            later: true,
+            defer_unstarted: true,
         }
     }
 }
@@ -138,45 +138,45 @@ impl Engine {
     /// assert!(answer.messages[1].text().contains("not JSON"));
     /// # Ok(()) }
     /// ```
-    pub async fn batch(&self, caller: &Caller, batch: Batch) -> Result<BatchAnswer, Error> {
-        self.batch_written(caller, batch, None).await
+    pub async fn run_batch(&self, caller: &Caller, batch: Batch) -> Result<BatchAnswer, Error> {
+        self.run_batch_with_renderer(caller, batch, None).await
     }
 
     /// Runs a batch and renders each result with `write`.
     ///
     /// Where possible the rendering happens while the calls are being stored, so that it adds no
     /// latency.
-    pub async fn batch_written(
+    pub async fn run_batch_with_renderer(
         &self,
         caller: &Caller,
         batch: Batch,
-        write: Option<Write>,
+        write: Option<EntryRenderer>,
     ) -> Result<BatchAnswer, Error> {
-        self.check(&batch)?;
+        self.validate_batch(&batch)?;
         if let Some(url) = &batch.callback_url {
-            self.inner.check_callback(caller, url)?;
+            self.core.check_callback_url(caller, url)?;
         }
         let read: Vec<_> = batch.entries.iter().map(dialect::parse).collect();
         if !caller.may_invoke() {
             // Every entry would be refused for the same reason, so the whole batch is.
             let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
-            self.inner.check_permission(&self.inner.catalog(), caller, first).await?;
+            self.core.authorize_call(&self.core.catalog(), caller, first).await?;
         }
         let budget = batch.budget_tokens;
-        let run = Arc::new(Run::new(self, caller, batch, read, write));
-        BatchAnswer::of(run.all().await, budget, write).await
+        let run = Arc::new(BatchExecution::new(self, caller, batch, read, write));
+        BatchAnswer::assemble(run.run().await, budget, write).await
     }
 
-    fn check(&self, batch: &Batch) -> Result<(), Error> {
+    fn validate_batch(&self, batch: &Batch) -> Result<(), Error> {
         let limits = self.limits();
         let refused = |field: &str, message: String| {
             let detail = json!({ "pointer": format!("/{field}") });
-            let fault = Fault::new(Code::ValidationError, message).not_happened();
+            let fault = Fault::new(Code::ValidationError, message).without_side_effect();
             Err(Error::from(fault.with_detail(detail)))
         };
         if self.is_draining() {
             let message = "the server is shutting down; nothing was done, a retry is safe";
-            return Err(Error::later(Code::Overloaded, message, 1_000));
+            return Err(Error::retry_later(Code::Overloaded, message, 1_000));
         }
         let (count, most) = (batch.entries.len(), limits.max_batch_entries);
         if count == 0 || count > most {

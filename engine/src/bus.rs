@@ -28,30 +28,30 @@ pub enum Topic {
 
 /// The number of wakeups of a topic, and the listeners that wait for the next one.
 #[derive(Default)]
-struct Wakes {
+struct WakeCounter {
     count: AtomicU64,
-    waiting: Notify,
+    notify: Notify,
 }
 
 /// Waits for wakeups on one topic.
 pub struct Listener {
     seen: u64,
     // Also keeps the topic registered while the listener exists; see `LocalBus::wake`.
-    wakes: Arc<Wakes>,
-    _followed: Option<Followed>,
+    wakes: Arc<WakeCounter>,
+    _followed: Option<BroadListenerGuard>,
 }
 
 /// Counts one listener for as long as the guard lives.
-struct Followed(Arc<AtomicUsize>);
+struct BroadListenerGuard(Arc<AtomicUsize>);
 
-impl Followed {
+impl BroadListenerGuard {
     fn new(count: &Arc<AtomicUsize>) -> Self {
         count.fetch_add(1, Ordering::AcqRel);
         Self(count.clone())
     }
 }
 
-impl Drop for Followed {
+impl Drop for BroadListenerGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -59,9 +59,9 @@ impl Drop for Followed {
 
 impl Listener {
     /// Waits for the first wakeup since the listener was created or last returned.
-    pub async fn woken(&mut self) {
+    pub async fn wait_for_wake(&mut self) {
         loop {
-            let mut woken = std::pin::pin!(self.wakes.waiting.notified());
+            let mut woken = std::pin::pin!(self.wakes.notify.notified());
             // Register before reading the count, so that a wakeup between the two is not missed.
             woken.as_mut().enable();
             let count = self.wakes.count.load(Ordering::Acquire);
@@ -84,7 +84,7 @@ pub trait Bus: Send + Sync + 'static {
 
     /// Returns true if a listener may wait on more than a single call. Callers check it before they
     /// build such a topic.
-    fn is_followed(&self) -> bool {
+    fn has_broad_listeners(&self) -> bool {
         true
     }
 }
@@ -92,9 +92,9 @@ pub trait Bus: Send + Sync + 'static {
 /// Delivers wakeups within one process.
 #[derive(Default)]
 pub struct LocalBus {
-    topics: Mutex<HashMap<Topic, Arc<Wakes>>>,
+    topics: Mutex<HashMap<Topic, Arc<WakeCounter>>>,
     /// Number of listeners on runs, projects, inboxes, the outbox and the directory.
-    followed: Arc<AtomicUsize>,
+    broad_listeners: Arc<AtomicUsize>,
 }
 
 impl Bus for LocalBus {
@@ -108,7 +108,7 @@ impl Bus for LocalBus {
             return;
         }
         wakes.count.fetch_add(1, Ordering::AcqRel);
-        wakes.waiting.notify_waiters();
+        wakes.notify.notify_waiters();
     }
 
     fn listen(&self, topic: Topic) -> Listener {
@@ -116,13 +116,14 @@ impl Bus for LocalBus {
         if topics.len() > 1024 && topics.len().is_power_of_two() {
             topics.retain(|_, wakes| Arc::strong_count(wakes) > 1);
         }
-        let followed = (!matches!(topic, Topic::Call(_))).then(|| Followed::new(&self.followed));
+        let followed = (!matches!(topic, Topic::Call(_)))
+            .then(|| BroadListenerGuard::new(&self.broad_listeners));
         let wakes = topics.entry(topic).or_default().clone();
         Listener { seen: wakes.count.load(Ordering::Acquire), wakes, _followed: followed }
     }
 
-    fn is_followed(&self) -> bool {
-        self.followed.load(Ordering::Acquire) > 0
+    fn has_broad_listeners(&self) -> bool {
+        self.broad_listeners.load(Ordering::Acquire) > 0
     }
 }
 
@@ -135,9 +136,9 @@ mod tests {
         let bus = LocalBus::default();
         let mut listener = bus.listen(Topic::Directory);
         bus.wake(&Topic::Directory);
-        listener.woken().await;
+        listener.wait_for_wake().await;
         drop(listener);
-        assert!(!bus.is_followed());
+        assert!(!bus.has_broad_listeners());
         bus.wake(&Topic::Directory);
         assert!(bus.topics.lock().is_empty(), "a topic without listeners is forgotten");
     }

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::dialogue::Dialogue;
+use crate::dialogue::Elicitation;
 use crate::fault::Fault;
 use crate::id::CallId;
 use crate::json::Json;
@@ -70,11 +70,11 @@ pub enum Hold {
     /// Waits for its next attempt.
     Retry { at_ms: u64 },
     /// Handed to a remote executor that has not acknowledged it yet.
-    Parked,
+    Unacknowledged,
     /// Waits for answers to its tool's elicitation.
     Input,
     /// Waits for its predecessor to end ([`Origin::predecessor`]), then has `timeout_ms` to finish.
-    After { timeout_ms: u64 },
+    Predecessor { timeout_ms: u64 },
 }
 
 impl Hold {
@@ -83,9 +83,9 @@ impl Hold {
         match self {
             Self::Queue => "queue",
             Self::Retry { .. } => "retry",
-            Self::Parked => "parked",
+            Self::Unacknowledged => "parked",
             Self::Input => "input",
-            Self::After { .. } => "after",
+            Self::Predecessor { .. } => "after",
         }
     }
 }
@@ -103,10 +103,10 @@ pub struct Target {
 
 /// The requester of a call, and the data that came with the request.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Asked {
+pub struct Origin {
     pub agent: String,
     /// The caller's id for this call.
-    pub call_id: Option<String>,
+    pub caller_call_id: Option<String>,
     /// The client this call is pinned to.
     pub client_id: Option<String>,
     /// A label from the caller; it never affects a decision.
@@ -117,11 +117,11 @@ pub struct Asked {
     /// True for a background task: the caller does not wait, and the result arrives later.
     pub background: bool,
     /// The UTP turn that made the call; boxed, because most calls have none.
-    pub turn: Option<Box<crate::utp::Route>>,
+    pub route: Option<Box<crate::utp::Route>>,
     /// The webhook URL to notify when the call has ended.
     pub callback_url: Option<String>,
     /// The call that has to end before this one is queued.
-    pub after: Option<CallId>,
+    pub predecessor: Option<CallId>,
 }
 
 /// One request to run a tool.
@@ -134,10 +134,10 @@ pub struct Call {
     pub tool_name: String,
     /// The requested arguments; those of a fallback are in `target`.
     pub args: Json,
-    pub asked: Asked,
+    pub origin: Origin,
     pub target: Target,
     /// The remaining fallbacks for the target, in order.
-    pub alternates: Vec<Target>,
+    pub fallbacks: Vec<Target>,
     pub max_retries: u32,
     pub backoff: Backoff,
     pub status: Status,
@@ -148,11 +148,11 @@ pub struct Call {
     /// Attempts on the current target.
     pub target_attempts: u32,
     /// Id of the client that acknowledged the attempt in flight.
-    pub taken_by: Option<String>,
+    pub acknowledged_by: Option<String>,
     /// The tool's elicitation: its questions and the answers so far.
-    pub dialogue: Option<Box<Dialogue>>,
+    pub elicitation: Option<Box<Elicitation>>,
     /// The last attempt whose reported failure led to another attempt.
-    pub failed: Option<Box<FailedAttempt>>,
+    pub failed_attempt: Option<Box<FailedAttempt>>,
     /// The process that executes the attempt or handed it to a remote executor.
     pub node: Option<String>,
     pub created_ms: u64,
@@ -160,7 +160,7 @@ pub struct Call {
     /// Time when the first attempt started.
     pub started_ms: Option<u64>,
     /// Time when the attempt in flight, or the last one, was given to its executor.
-    pub attempt_ms: Option<u64>,
+    pub attempt_dispatched_ms: Option<u64>,
     pub completed_ms: Option<u64>,
     pub outcome: Option<Outcome>,
     /// Counts the saved states, from 1.
@@ -184,14 +184,14 @@ impl FailedAttempt {
     }
 
     /// Returns true if a report on this attempt has the same fault.
-    pub fn is_same(&self, attempt: u32, fault: &Fault) -> bool {
+    pub fn matches_report(&self, attempt: u32, fault: &Fault) -> bool {
         self.attempt == attempt && self.code == fault.code.as_str() && self.message == fault.message
     }
 }
 
 impl Call {
     /// Returns the approximate size of the serialized call.
-    pub fn bytes(&self) -> usize {
+    pub fn estimated_bytes(&self) -> usize {
         let outcome = self.outcome.as_ref();
         let data = outcome.and_then(|outcome| outcome.data.as_ref());
         let detail = outcome.and_then(|outcome| outcome.error.as_ref()?.detail.as_ref());
@@ -201,20 +201,20 @@ impl Call {
     }
 
     /// Returns true if an attempt is in flight: running, or handed to a remote executor.
-    pub fn attempt_is_out(&self) -> bool {
-        self.status == Status::Running || self.hold == Some(Hold::Parked)
+    pub fn has_attempt_in_flight(&self) -> bool {
+        self.status == Status::Running || self.hold == Some(Hold::Unacknowledged)
     }
 
     /// Returns true if the attempt continues when the process that started it is gone.
-    pub fn goes_on_elsewhere(&self) -> bool {
-        let handed = self.dialogue.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
-        self.attempt_is_out() && (self.target.executor.parks() || handed)
+    pub fn survives_node_loss(&self) -> bool {
+        let handed = self.elicitation.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
+        self.has_attempt_in_flight() && (self.target.executor.reports_later() || handed)
     }
 
     /// Returns the dispatch time that the other timestamps imply in the normal case. A store need
     /// not persist a dispatch time that equals this value.
-    pub fn usual_attempt_ms(&self) -> Option<u64> {
-        let parks = self.target.executor.parks();
+    pub fn implied_dispatch_ms(&self) -> Option<u64> {
+        let parks = self.target.executor.reports_later();
         let given_ms = if parks { Some(self.created_ms) } else { self.started_ms };
         given_ms.filter(|_| self.attempt == 1)
     }
@@ -237,12 +237,12 @@ pub struct Outcome {
     pub partial: bool,
     pub data: Option<Json>,
     pub error: Option<Fault>,
-    pub metrics: Metrics,
+    pub metrics: CallMetrics,
 }
 
 /// Timing and attempt counts of an ended call.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Metrics {
+pub struct CallMetrics {
     /// Time from acceptance to the outcome.
     pub latency_ms: u64,
     /// Time from acceptance to the first attempt.
@@ -251,9 +251,14 @@ pub struct Metrics {
     pub retries: u32,
 }
 
-impl Metrics {
+impl CallMetrics {
     /// Computes the metrics from a call's timestamps.
-    pub fn of(created_ms: u64, started_ms: Option<u64>, completed_ms: u64, attempts: u32) -> Self {
+    pub fn from_timestamps(
+        created_ms: u64,
+        started_ms: Option<u64>,
+        completed_ms: u64,
+        attempts: u32,
+    ) -> Self {
         Self {
             latency_ms: completed_ms.saturating_sub(created_ms),
             queue_ms: started_ms.unwrap_or(completed_ms).saturating_sub(created_ms),

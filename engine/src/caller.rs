@@ -38,7 +38,7 @@ impl FromStr for Role {
 
 /// The method that authenticated the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trust {
+pub enum AuthMethod {
     /// A key: the project's rules decide which tools it may call.
     Key,
     /// A loopback caller of a server without keys, or the embedding program: may call everything.
@@ -46,9 +46,9 @@ pub enum Trust {
 }
 
 /// Authenticates callers by credentials other than Toolcrib's keys, such as an issuer's tokens.
-pub trait Recognise: Send + Sync + 'static {
+pub trait Authenticator: Send + Sync + 'static {
     /// Returns the bearer of this token, or `None` if the token is not valid.
-    fn recognise(&self, token: &str) -> Option<Caller>;
+    fn authenticate(&self, token: &str) -> Option<Caller>;
 }
 
 /// The authenticated requester of an operation.
@@ -58,14 +58,14 @@ pub struct Caller {
     /// The name the key was created for. For a provider, the owner of its clients.
     pub agent: String,
     pub role: Role,
-    pub trust: Trust,
+    pub auth_method: AuthMethod,
 }
 
 impl Caller {
     /// Returns the embedding program as a caller, or any loopback caller while no key exists.
     pub fn local(project: impl Into<String>) -> Self {
-        let (agent, role, trust) = ("default".into(), Role::Admin, Trust::Local);
-        Self { project: project.into(), agent, role, trust }
+        let (agent, role, auth_method) = ("default".into(), Role::Admin, AuthMethod::Local);
+        Self { project: project.into(), agent, role, auth_method }
     }
 
     /// Returns true if this caller may call tools.

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 /// A boxed sleep future.
-pub type Sleep<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
+pub type SleepFuture<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
 /// Reads the time and sleeps until a time.
 pub trait Clock: Send + Sync + 'static {
@@ -16,7 +16,7 @@ pub trait Clock: Send + Sync + 'static {
     fn now_ms(&self) -> u64;
 
     /// Returns once `now_ms` has reached `at_ms`.
-    fn sleep_until(&self, at_ms: u64) -> Sleep<'_>;
+    fn sleep_until(&self, at_ms: u64) -> SleepFuture<'_>;
 }
 
 /// The machine's clock. It reads the wall clock once and then counts monotonically, so a change of
@@ -38,7 +38,7 @@ impl Clock for SystemClock {
         self.wall_ms + self.started.elapsed().as_millis() as u64
     }
 
-    fn sleep_until(&self, at_ms: u64) -> Sleep<'_> {
+    fn sleep_until(&self, at_ms: u64) -> SleepFuture<'_> {
         let wait = Duration::from_millis(at_ms.saturating_sub(self.now_ms()));
         Box::pin(tokio::time::sleep(wait))
     }
@@ -69,7 +69,7 @@ impl Clock for ManualClock {
         *self.now.0.lock()
     }
 
-    fn sleep_until(&self, at_ms: u64) -> Sleep<'_> {
+    fn sleep_until(&self, at_ms: u64) -> SleepFuture<'_> {
         Box::pin(async move {
             loop {
                 let mut turned = std::pin::pin!(self.now.1.notified());

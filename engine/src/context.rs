@@ -42,12 +42,12 @@ use crate::call::{Call, Status};
 use crate::fault::Fault;
 use crate::id::CallId;
 use crate::json::Json;
-use crate::tool::Definition;
+use crate::tool::ToolDefinition;
 
-use listeners::Listeners;
-pub use listeners::{ListenerError, Told};
-pub use messages::Conversation;
-pub use prompt::{DEFAULT_BUDGET_TOKENS, LeftOut, Prompt};
+use listeners::ResultListeners;
+pub use listeners::{ListenerError, ListenerResult};
+pub use messages::ContextMessages;
+pub use prompt::{ContextPrompt, DEFAULT_BUDGET_TOKENS, OmittedCounts};
 pub(crate) use saved::definitions;
 
 /// One tool call.
@@ -73,7 +73,8 @@ pub struct ToolCall {
     number: u64,
     /// Number of the step that made the call, from 1. The context assigns it.
     #[serde(default)]
-    turn: u64,
+    #[serde(rename = "turn")]
+    step: u64,
 }
 
 impl ToolCall {
@@ -88,7 +89,7 @@ impl ToolCall {
             status: Status::Running,
             created_ms: None,
             number: 0,
-            turn: 0,
+            step: 0,
         }
     }
 
@@ -106,15 +107,15 @@ impl ToolCall {
 impl From<&Call> for ToolCall {
     fn from(call: &Call) -> Self {
         Self {
-            call_id: call.asked.call_id.clone().unwrap_or_else(|| call.id.to_string()),
+            call_id: call.origin.caller_call_id.clone().unwrap_or_else(|| call.id.to_string()),
             tool_call_id: Some(call.id.clone()),
             name: call.tool_name.clone(),
             args: call.args.clone(),
-            background: call.asked.background,
+            background: call.origin.background,
             status: call.status,
             created_ms: Some(call.created_ms),
             number: 0,
-            turn: 0,
+            step: 0,
         }
     }
 }
@@ -139,7 +140,7 @@ pub struct ToolResult {
 
 impl ToolResult {
     /// Creates the result of the call with this id.
-    pub fn of(call_id: impl Into<String>, outcome: Result<Json, Fault>) -> Self {
+    pub fn new(call_id: impl Into<String>, outcome: Result<Json, Fault>) -> Self {
         let call_id = call_id.into();
         Self { call_id, tool_call_id: None, outcome, completed_ms: None, number: 0 }
     }
@@ -155,7 +156,7 @@ impl ToolResult {
     }
 
     /// Returns the result of a call, or `None` if it has not ended.
-    pub fn of_call(call: &Call) -> Option<Self> {
+    pub fn from_call(call: &Call) -> Option<Self> {
         let outcome = call.outcome.as_ref()?;
         let result = match &outcome.error {
             // The raw output of a tool whose result was rejected is meant for operators only.
@@ -163,7 +164,7 @@ impl ToolResult {
             None => Ok(outcome.data.clone().unwrap_or_else(Json::null)),
         };
         Some(Self {
-            call_id: call.asked.call_id.clone().unwrap_or_else(|| call.id.to_string()),
+            call_id: call.origin.caller_call_id.clone().unwrap_or_else(|| call.id.to_string()),
             tool_call_id: Some(call.id.clone()),
             outcome: result,
             completed_ms: call.completed_ms,
@@ -174,13 +175,13 @@ impl ToolResult {
 
 /// The reason why a result was not recorded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Unmatched {
+pub enum ResultMatchError {
     /// The context has no call with this id.
     #[error("there is no call \"{0}\" in this context; set_tool_calls records it first")]
-    Unknown(String),
+    UnknownCall(String),
     /// Every call with this id already has a different result.
     #[error("call \"{0}\" has another result already")]
-    Answered(String),
+    AlreadyAnswered(String),
 }
 
 /// The tools of one run, its calls, and their results.
@@ -188,7 +189,7 @@ pub enum Unmatched {
 pub struct ToolCallContext {
     run_id: String,
     #[serde(with = "saved::definitions")]
-    tool_definitions: Vec<Definition>,
+    tool_definitions: Vec<ToolDefinition>,
     tool_calls: Vec<ToolCall>,
     tool_results: Vec<ToolResult>,
     /// True if older calls of the run were omitted.
@@ -196,12 +197,14 @@ pub struct ToolCallContext {
     truncated: bool,
     /// Number of the newest call.
     #[serde(default)]
-    numbers: u64,
+    #[serde(rename = "numbers")]
+    last_call_number: u64,
     /// Number of the newest step.
     #[serde(default)]
-    turns: u64,
+    #[serde(rename = "turns")]
+    last_step: u64,
     #[serde(skip)]
-    listeners: Listeners,
+    listeners: ResultListeners,
 }
 
 impl ToolCallContext {
@@ -216,7 +219,7 @@ impl ToolCallContext {
     }
 
     /// Returns the tools that the model receives, in the order they were set.
-    pub fn tool_definitions(&self) -> &[Definition] {
+    pub fn tool_definitions(&self) -> &[ToolDefinition] {
         &self.tool_definitions
     }
 
@@ -240,7 +243,7 @@ impl ToolCallContext {
     }
 
     /// Replaces the tools that the model receives.
-    pub fn set_tool_definitions(&mut self, tools: impl IntoIterator<Item = Definition>) {
+    pub fn set_tool_definitions(&mut self, tools: impl IntoIterator<Item = ToolDefinition>) {
         self.tool_definitions = tools.into_iter().collect();
     }
 
@@ -248,7 +251,7 @@ impl ToolCallContext {
     /// call, even under an id that was used before. The exception is a ticket that the context
     /// already holds: it stays one call, and its status is updated.
     pub fn set_tool_calls(&mut self, calls: impl IntoIterator<Item = ToolCall>) {
-        self.turns += 1;
+        self.last_step += 1;
         for mut call in calls {
             let same = |known: &&mut ToolCall| {
                 call.tool_call_id.is_some() && known.tool_call_id == call.tool_call_id
@@ -259,9 +262,9 @@ impl ToolCallContext {
                 }
                 continue;
             }
-            self.numbers += 1;
-            call.number = self.numbers;
-            call.turn = self.turns;
+            self.last_call_number += 1;
+            call.number = self.last_call_number;
+            call.step = self.last_step;
             self.tool_calls.push(call);
         }
     }
@@ -271,8 +274,8 @@ impl ToolCallContext {
     /// The result answers the call with its ticket, or else the newest unanswered call with its id.
     /// Recording the same result again has no effect and notifies no listener; a different result
     /// is refused.
-    pub fn set_tool_call_result(&mut self, mut result: ToolResult) -> Result<(), Unmatched> {
-        let Some(at) = self.place_of(&result)? else { return Ok(()) };
+    pub fn set_tool_call_result(&mut self, mut result: ToolResult) -> Result<(), ResultMatchError> {
+        let Some(at) = self.find_unanswered_call(&result)? else { return Ok(()) };
         let call = &mut self.tool_calls[at];
         result.number = call.number;
         result.tool_call_id = call.tool_call_id.clone();
@@ -282,14 +285,14 @@ impl ToolCallContext {
         }
         self.tool_results.push(result);
         if let Some(result) = self.tool_results.last() {
-            self.listeners.tell(&self.tool_calls[at], result);
+            self.listeners.notify(&self.tool_calls[at], result);
         }
         Ok(())
     }
 
     /// Returns the index of the call that a result answers, or `None` if that call already has this
     /// result.
-    fn place_of(&self, result: &ToolResult) -> Result<Option<usize>, Unmatched> {
+    fn find_unanswered_call(&self, result: &ToolResult) -> Result<Option<usize>, ResultMatchError> {
         let named = |call: &ToolCall| match (&result.tool_call_id, &call.tool_call_id) {
             (Some(ticket), known) => Some(ticket) == known.as_ref(),
             (None, _) => call.call_id == result.call_id,
@@ -302,9 +305,9 @@ impl ToolCallContext {
             }
         }
         match known {
-            None => Err(Unmatched::Unknown(result.call_id.clone())),
+            None => Err(ResultMatchError::UnknownCall(result.call_id.clone())),
             Some(other) if other.outcome == result.outcome => Ok(None),
-            Some(_) => Err(Unmatched::Answered(result.call_id.clone())),
+            Some(_) => Err(ResultMatchError::AlreadyAnswered(result.call_id.clone())),
         }
     }
 
@@ -314,14 +317,14 @@ impl ToolCallContext {
     }
 
     /// Returns the calls that have no result yet, oldest first.
-    pub fn pending(&self) -> impl Iterator<Item = &ToolCall> {
+    pub fn pending_calls(&self) -> impl Iterator<Item = &ToolCall> {
         let results = self.tool_results.iter();
         let answered: HashSet<u64> = results.map(|result| result.number).collect();
         self.tool_calls.iter().filter(move |call| !answered.contains(&call.number))
     }
 
     /// Returns the calls that have a result, in the order the results arrived.
-    pub fn finished(&self) -> impl DoubleEndedIterator<Item = (&ToolCall, &ToolResult)> {
+    pub fn finished_calls(&self) -> impl DoubleEndedIterator<Item = (&ToolCall, &ToolResult)> {
         self.tool_results.iter().filter_map(|result| {
             let at = self.tool_calls.binary_search_by_key(&result.number, |call| call.number);
             Some((self.tool_calls.get(at.ok()?)?, result))
@@ -336,7 +339,7 @@ impl ToolCallContext {
     /// the result; in async code, hand long work to a task or a channel.
     pub fn on_tool_call<F>(&mut self, listener: F)
     where
-        F: Fn(&ToolCall, &ToolResult) -> Told + Send + Sync + 'static,
+        F: Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync + 'static,
     {
         self.listeners.add(listener);
     }

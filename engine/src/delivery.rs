@@ -11,19 +11,19 @@ use std::str::FromStr;
 
 use crate::call::Call;
 use crate::id::CallId;
-use crate::retry::chance;
+use crate::retry::seeded_fraction;
 
 /// Maximum number of stored attempts per delivery; the oldest are dropped first.
-pub const KEPT_TRIES: u32 = 100;
+pub const MAX_STORED_ATTEMPTS: u32 = 100;
 
 /// Maximum delay of a retry that a receiver may request.
-const MAX_PUT_OFF_MS: u64 = 86_400_000;
+const MAX_RETRY_AFTER_MS: u64 = 86_400_000;
 
 /// Status of a delivery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DeliveryStatus {
     /// The call has not ended.
-    Waiting,
+    AwaitingOutcome,
     /// Due for its first attempt or for a retry.
     Pending,
     /// The receiver responded with 2xx.
@@ -37,12 +37,12 @@ pub enum DeliveryStatus {
 impl DeliveryStatus {
     /// Every status.
     pub const ALL: [Self; 5] =
-        [Self::Waiting, Self::Pending, Self::Delivered, Self::Gone, Self::Exhausted];
+        [Self::AwaitingOutcome, Self::Pending, Self::Delivered, Self::Gone, Self::Exhausted];
 
     /// Returns the status as stored and as written on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
-            Self::Waiting => "waiting",
+            Self::AwaitingOutcome => "waiting",
             Self::Pending => "pending",
             Self::Delivered => "delivered",
             Self::Gone => "gone",
@@ -70,7 +70,7 @@ pub struct Delivery {
     /// Time of the next attempt; set exactly while pending.
     pub due_ms: Option<u64>,
     /// Number of attempts so far.
-    pub tries: u32,
+    pub attempts: u32,
     /// Failed attempts since the delivery became due or was requested again: the position in the
     /// schedule.
     pub failures: u32,
@@ -82,7 +82,7 @@ pub struct Delivery {
 
 /// One attempt, as stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Try {
+pub struct DeliveryAttempt {
     /// Counts from 1.
     pub number: u32,
     pub at_ms: u64,
@@ -95,20 +95,20 @@ pub struct Try {
 
 /// The result of one attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answer {
+pub struct DeliveryResponse {
     /// The receiver's HTTP status, or the reason why there is none.
     pub result: Result<u16, String>,
     /// The delay that the receiver requested with `Retry-After`.
     pub retry_after_ms: Option<u64>,
 }
 
-impl Answer {
+impl DeliveryResponse {
     /// Returns true if the receiver is overloaded, so that other deliveries to it should wait too.
-    pub fn asks_for_quiet(&self) -> bool {
+    pub fn is_receiver_overloaded(&self) -> bool {
         matches!(self.result, Ok(429 | 502 | 503 | 504))
     }
 
-    fn error(&self) -> Option<String> {
+    fn error_message(&self) -> Option<String> {
         match &self.result {
             Ok(200..=299) => None,
             Ok(410) => Some("answered 410: it wants no more of this".to_owned()),
@@ -123,14 +123,14 @@ impl Answer {
 
 /// Retry schedule of a delivery.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Schedule {
+pub struct RetrySchedule {
     /// The delay after the first failure, after the second, and so on; no retry follows the last.
     pub retry_ms: Vec<u64>,
     /// Maximum random extension of a delay, as a fraction from 0 to 1 of its length.
     pub jitter: f64,
 }
 
-impl Default for Schedule {
+impl Default for RetrySchedule {
     /// The schedule of the specification: ten attempts over about three days.
     fn default() -> Self {
         const HOUR_MS: u64 = 3_600_000;
@@ -140,21 +140,21 @@ impl Default for Schedule {
     }
 }
 
-impl Schedule {
+impl RetrySchedule {
     fn wait_ms(&self, failures: u32, seed: &str) -> Option<u64> {
         let wait_ms = *self.retry_ms.get(failures.checked_sub(1)? as usize)?;
-        let more = wait_ms as f64 * self.jitter * chance(seed, failures);
+        let more = wait_ms as f64 * self.jitter * seeded_fraction(seed, failures);
         Some(wait_ms + more.round() as u64)
     }
 }
 
 impl Delivery {
     /// Returns the delivery that a new call requests, if any.
-    pub fn of(call: &Call) -> Option<Self> {
-        let url = call.asked.callback_url.clone()?;
+    pub fn for_call(call: &Call) -> Option<Self> {
+        let url = call.origin.callback_url.clone()?;
         let status = match call.completed_ms {
             Some(_) => DeliveryStatus::Pending,
-            None => DeliveryStatus::Waiting,
+            None => DeliveryStatus::AwaitingOutcome,
         };
         Some(Self {
             project: call.project.clone(),
@@ -162,7 +162,7 @@ impl Delivery {
             url,
             status,
             due_ms: call.completed_ms,
-            tries: 0,
+            attempts: 0,
             failures: 0,
             last_error: None,
             version: 1,
@@ -183,8 +183,8 @@ impl Delivery {
     }
 
     /// Returns the next state after the call has ended, or `None` if it does not wait for that.
-    pub fn made_due(&self, at_ms: u64) -> Option<Self> {
-        let waits = self.status == DeliveryStatus::Waiting;
+    pub fn after_call_ended(&self, at_ms: u64) -> Option<Self> {
+        let waits = self.status == DeliveryStatus::AwaitingOutcome;
         waits.then(|| Self {
             status: DeliveryStatus::Pending,
             due_ms: Some(at_ms),
@@ -194,13 +194,13 @@ impl Delivery {
     }
 
     /// Returns the next state after an attempt, and the record of the attempt.
-    pub fn tried(
+    pub fn after_attempt(
         &self,
-        answer: &Answer,
+        answer: &DeliveryResponse,
         (at_ms, now_ms): (u64, u64),
-        schedule: &Schedule,
-    ) -> (Self, Try) {
-        let (mut next, tried) = self.noted(answer, (at_ms, now_ms));
+        schedule: &RetrySchedule,
+    ) -> (Self, DeliveryAttempt) {
+        let (mut next, tried) = self.with_attempt_recorded(answer, (at_ms, now_ms));
         next.due_ms = None;
         match (&answer.result, &tried.error) {
             (_, None) => {
@@ -210,7 +210,7 @@ impl Delivery {
             (Ok(410), _) => next.status = DeliveryStatus::Gone,
             _ => match schedule.wait_ms(next.failures, self.call_id.as_str()) {
                 Some(wait_ms) => {
-                    let put_off_ms = answer.retry_after_ms.unwrap_or(0).min(MAX_PUT_OFF_MS);
+                    let put_off_ms = answer.retry_after_ms.unwrap_or(0).min(MAX_RETRY_AFTER_MS);
                     next.due_ms = Some(now_ms + wait_ms.max(put_off_ms));
                 }
                 None => next.status = DeliveryStatus::Exhausted,
@@ -221,16 +221,20 @@ impl Delivery {
 
     /// Records an attempt without changing the schedule. Used for an attempt that started before a
     /// redelivery was requested: the requested attempt is still due.
-    pub fn noted(&self, answer: &Answer, (at_ms, now_ms): (u64, u64)) -> (Self, Try) {
-        let tried = Try {
-            number: self.tries + 1,
+    pub fn with_attempt_recorded(
+        &self,
+        answer: &DeliveryResponse,
+        (at_ms, now_ms): (u64, u64),
+    ) -> (Self, DeliveryAttempt) {
+        let tried = DeliveryAttempt {
+            number: self.attempts + 1,
             at_ms,
             duration_ms: now_ms.saturating_sub(at_ms),
             status_code: answer.result.as_ref().ok().copied(),
-            error: answer.error(),
+            error: answer.error_message(),
         };
         let next = Self {
-            tries: tried.number,
+            attempts: tried.number,
             failures: self.failures + u32::from(tried.error.is_some()),
             last_error: tried.error.clone(),
             version: self.version + 1,
@@ -241,8 +245,9 @@ impl Delivery {
 
     /// Returns the next state after the same URL responded with 410 to another delivery; `None` if
     /// no attempt is due.
-    pub fn unwanted(&self) -> Option<Self> {
-        let to_come = matches!(self.status, DeliveryStatus::Waiting | DeliveryStatus::Pending);
+    pub fn after_url_gone(&self) -> Option<Self> {
+        let to_come =
+            matches!(self.status, DeliveryStatus::AwaitingOutcome | DeliveryStatus::Pending);
         to_come.then(|| Self {
             status: DeliveryStatus::Gone,
             due_ms: None,
@@ -253,8 +258,8 @@ impl Delivery {
     }
 
     /// Returns the next state after a redelivery request; `None` while the call has not ended.
-    pub fn asked_again(&self, now_ms: u64) -> Option<Self> {
-        let ended = self.status != DeliveryStatus::Waiting;
+    pub fn after_redelivery_request(&self, now_ms: u64) -> Option<Self> {
+        let ended = self.status != DeliveryStatus::AwaitingOutcome;
         ended.then(|| Self {
             status: DeliveryStatus::Pending,
             due_ms: Some(now_ms),
@@ -276,21 +281,21 @@ mod tests {
             url: "https://hooks.example:8443/a?b=/c".into(),
             status: DeliveryStatus::Pending,
             due_ms: Some(1_000),
-            tries: 0,
+            attempts: 0,
             failures: 0,
             last_error: None,
             version: 2,
         }
     }
 
-    fn answered(code: u16) -> Answer {
-        Answer { result: Ok(code), retry_after_ms: None }
+    fn answered(code: u16) -> DeliveryResponse {
+        DeliveryResponse { result: Ok(code), retry_after_ms: None }
     }
 
     #[test]
     fn every_answer_has_its_meaning() {
         use DeliveryStatus::{Delivered, Gone, Pending};
-        let schedule = Schedule::default();
+        let schedule = RetrySchedule::default();
         let codes = [
             (200, Delivered),
             (204, Delivered),
@@ -305,57 +310,60 @@ mod tests {
             (503, Pending),
         ];
         for (code, expected) in codes {
-            let (next, tried) = pending().tried(&answered(code), (1_000, 1_020), &schedule);
+            let (next, tried) = pending().after_attempt(&answered(code), (1_000, 1_020), &schedule);
             assert_eq!(next.status, expected, "{code}");
             assert_eq!(next.due_ms.is_some(), expected == Pending, "{code}");
             assert_eq!(tried.error.is_none(), expected == Delivered, "{code}");
             assert_eq!((tried.number, tried.duration_ms), (1, 20));
-            assert_eq!((next.tries, next.version), (1, 3));
+            assert_eq!((next.attempts, next.version), (1, 3));
         }
-        let silent = Answer { result: Err("timed out".into()), retry_after_ms: None };
-        let (next, tried) = pending().tried(&silent, (1_000, 1_020), &schedule);
+        let silent = DeliveryResponse { result: Err("timed out".into()), retry_after_ms: None };
+        let (next, tried) = pending().after_attempt(&silent, (1_000, 1_020), &schedule);
         assert_eq!((next.status, tried.status_code), (Pending, None));
         assert_eq!(next.last_error.as_deref(), Some("timed out"));
     }
 
     #[test]
     fn the_schedule_is_gone_through_once() {
-        let schedule = Schedule { jitter: 0.0, ..Schedule::default() };
+        let schedule = RetrySchedule { jitter: 0.0, ..RetrySchedule::default() };
         let (mut delivery, mut now_ms, mut waits) = (pending(), 1_000, Vec::new());
         while delivery.status == DeliveryStatus::Pending {
-            delivery = delivery.tried(&answered(500), (now_ms, now_ms), &schedule).0;
+            delivery = delivery.after_attempt(&answered(500), (now_ms, now_ms), &schedule).0;
             waits.extend(delivery.due_ms.map(|due_ms| (due_ms - now_ms) / 1_000));
             now_ms = delivery.due_ms.unwrap_or(now_ms);
         }
         let hours = |hours: u64| hours * 3_600;
         let expected = [5, 300, 1_800, hours(2), hours(5), hours(10), hours(14), hours(20)];
         assert_eq!(waits, expected.into_iter().chain([hours(24)]).collect::<Vec<_>>());
-        assert_eq!((delivery.status, delivery.tries), (DeliveryStatus::Exhausted, 10));
-        let again = delivery.asked_again(now_ms).unwrap();
+        assert_eq!((delivery.status, delivery.attempts), (DeliveryStatus::Exhausted, 10));
+        let again = delivery.after_redelivery_request(now_ms).unwrap();
         assert_eq!((again.status, again.due_ms), (DeliveryStatus::Pending, Some(now_ms)));
-        let (next, tried) = again.tried(&answered(500), (now_ms, now_ms), &schedule);
+        let (next, tried) = again.after_attempt(&answered(500), (now_ms, now_ms), &schedule);
         assert_eq!(next.due_ms, Some(now_ms + 5_000), "from the beginning of the schedule");
         assert_eq!(tried.number, 11);
     }
 
     #[test]
     fn waits_spread_and_a_receiver_may_put_them_off() {
-        let schedule = Schedule::default();
+        let schedule = RetrySchedule::default();
         let dues: std::collections::HashSet<u64> = (0..100)
             .map(|n| {
                 let call_id = format!("tc_{n}").parse().unwrap();
                 let delivery = Delivery { call_id, ..pending() };
-                delivery.tried(&answered(500), (0, 0), &schedule).0.due_ms.unwrap()
+                delivery.after_attempt(&answered(500), (0, 0), &schedule).0.due_ms.unwrap()
             })
             .collect();
         assert!(dues.len() > 50, "{dues:?}");
         assert!(dues.iter().all(|due_ms| (5_000..=6_000).contains(due_ms)));
-        let later = Answer { retry_after_ms: Some(120_000), ..answered(503) };
-        assert_eq!(pending().tried(&later, (0, 0), &schedule).0.due_ms, Some(120_000));
-        let never = Answer { retry_after_ms: Some(u64::MAX), ..answered(503) };
-        assert_eq!(pending().tried(&never, (0, 0), &schedule).0.due_ms, Some(MAX_PUT_OFF_MS));
-        let soon = Answer { retry_after_ms: Some(1), ..answered(429) };
-        assert!(pending().tried(&soon, (0, 0), &schedule).0.due_ms >= Some(5_000));
+        let later = DeliveryResponse { retry_after_ms: Some(120_000), ..answered(503) };
+        assert_eq!(pending().after_attempt(&later, (0, 0), &schedule).0.due_ms, Some(120_000));
+        let never = DeliveryResponse { retry_after_ms: Some(u64::MAX), ..answered(503) };
+        assert_eq!(
+            pending().after_attempt(&never, (0, 0), &schedule).0.due_ms,
+            Some(MAX_RETRY_AFTER_MS)
+        );
+        let soon = DeliveryResponse { retry_after_ms: Some(1), ..answered(429) };
+        assert!(pending().after_attempt(&soon, (0, 0), &schedule).0.due_ms >= Some(5_000));
     }
 
     #[test]
@@ -372,25 +380,26 @@ mod tests {
 
     #[test]
     fn only_what_waits_becomes_due() {
-        let waiting = Delivery { status: DeliveryStatus::Waiting, due_ms: None, ..pending() };
-        assert_eq!(waiting.asked_again(5), None);
-        assert_eq!(waiting.made_due(5).unwrap().due_ms, Some(5));
-        assert_eq!(pending().made_due(5), None);
+        let waiting =
+            Delivery { status: DeliveryStatus::AwaitingOutcome, due_ms: None, ..pending() };
+        assert_eq!(waiting.after_redelivery_request(5), None);
+        assert_eq!(waiting.after_call_ended(5).unwrap().due_ms, Some(5));
+        assert_eq!(pending().after_call_ended(5), None);
     }
 
     #[test]
     fn only_what_is_to_come_is_unwanted() {
-        use DeliveryStatus::{Gone, Pending, Waiting};
+        use DeliveryStatus::{AwaitingOutcome, Gone, Pending};
         for status in DeliveryStatus::ALL {
             let due_ms = (status == Pending).then_some(7);
             let before = Delivery { status, due_ms, ..pending() };
-            let Some(next) = before.unwanted() else {
-                assert!(!matches!(status, Waiting | Pending), "{status:?}");
+            let Some(next) = before.after_url_gone() else {
+                assert!(!matches!(status, AwaitingOutcome | Pending), "{status:?}");
                 continue;
             };
             assert_eq!((next.status, next.due_ms, next.version), (Gone, None, 3));
-            assert_eq!(next.made_due(9), None, "the end of its call changes nothing");
-            let again = next.asked_again(9).unwrap();
+            assert_eq!(next.after_call_ended(9), None, "the end of its call changes nothing");
+            let again = next.after_redelivery_request(9).unwrap();
             assert_eq!((again.status, again.due_ms), (Pending, Some(9)));
         }
     }

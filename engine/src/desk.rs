@@ -26,22 +26,22 @@ use crate::clock::Clock;
 use crate::id::CallId;
 use crate::json::Json;
 use crate::source::{Attempt, ProgressSink, Source, Started};
-use crate::tool::{Definition, Effect, Executor};
+use crate::tool::{Effect, Executor, ToolDefinition};
 use crate::trace::TraceParent;
 
+use state::ClientQueueState;
 pub use state::ClientView;
-use state::State;
 
 /// Lease of a polled work item that its client has not acknowledged.
 pub const POLL_LEASE_MS: u64 = 30_000;
 
 /// Time a client may stay disconnected before its acknowledged items that are safe to repeat go to
 /// another client.
-pub const AWAY_GRACE_MS: u64 = 30_000;
+pub const DISCONNECT_GRACE_MS: u64 = 30_000;
 
 /// A work item: one attempt queued for a client.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct WorkItem {
     pub call_id: CallId,
     pub project: String,
     pub run_id: String,
@@ -58,8 +58,8 @@ pub struct Request {
 
 /// A message to a connected client.
 #[derive(Debug, Clone)]
-pub enum Message {
-    Request(Request),
+pub enum ClientMessage {
+    Execute(WorkItem),
     /// The attempt is canceled; its result is no longer needed.
     Cancel {
         call_id: CallId,
@@ -69,86 +69,86 @@ pub enum Message {
 
 /// The acknowledged items that a client receives again after it reconnects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Memory {
+pub enum Redelivery {
     /// The client may execute an item twice: irreversible items that it acknowledged are not
     /// redelivered.
-    Forgets,
+    ReversibleOnly,
     /// The client keeps a record and answers from it: every unanswered item is redelivered.
-    Remembers,
+    All,
 }
 
 /// Kind of a client's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Line {
+pub enum Transport {
     /// The connection stays open; items that are not acknowledged return to the queue when it ends.
-    Open,
+    Streaming,
     /// One request, one response. An item that was handed out and not acknowledged returns to the
     /// queue after [`POLL_LEASE_MS`]; an item that the response did not carry returns at once.
-    Poll,
+    Polling,
 }
 
 /// A client's request to connect.
 #[derive(Debug, Clone)]
-pub struct Arrival {
+pub struct ConnectRequest {
     pub project: String,
     pub client_id: String,
-    pub offers: HashSet<String>,
+    pub tools: HashSet<String>,
     pub window: usize,
-    pub memory: Memory,
-    pub line: Line,
+    pub redelivery: Redelivery,
+    pub transport: Transport,
 }
 
 /// The queue of work items for connected clients.
-pub struct Desk {
-    state: Arc<Mutex<State>>,
+pub struct ClientQueue {
+    state: Arc<Mutex<ClientQueueState>>,
     clock: Arc<dyn Clock>,
 }
 
 /// One connection of a client; dropping it disconnects.
-pub struct Session {
-    state: Arc<Mutex<State>>,
+pub struct ClientSession {
+    state: Arc<Mutex<ClientQueueState>>,
     clock: Arc<dyn Clock>,
     client: (String, String),
     number: u64,
-    inbox: mpsc::UnboundedReceiver<Message>,
+    inbox: mpsc::UnboundedReceiver<ClientMessage>,
     /// Cancellations that were read and not passed on yet.
-    kept: Vec<Message>,
+    deferred_cancels: Vec<ClientMessage>,
 }
 
-impl Desk {
+impl ClientQueue {
     /// Creates an empty queue.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         Self { state: Arc::default(), clock }
     }
 
     /// Connects a client and sends it the items that wait for it.
-    pub fn connect(&self, arrival: Arrival) -> Session {
+    pub fn connect(&self, arrival: ConnectRequest) -> ClientSession {
         let (sender, inbox) = mpsc::unbounded_channel();
         let client = (arrival.project.clone(), arrival.client_id.clone());
         let number = self.state.lock().connect(arrival, sender, self.clock.now_ms());
         let (state, clock) = (self.state.clone(), self.clock.clone());
-        Session { state, clock, client, number, inbox, kept: Vec::new() }
+        ClientSession { state, clock, client, number, inbox, deferred_cancels: Vec::new() }
     }
 
     /// Replaces the set of tools that a client provides.
-    pub fn reoffer(&self, project: &str, client_id: &str, offers: &HashSet<String>) {
-        self.state.lock().reoffer(project, client_id, offers, self.clock.now_ms());
+    pub fn set_tools(&self, project: &str, client_id: &str, offers: &HashSet<String>) {
+        self.state.lock().set_tools(project, client_id, offers, self.clock.now_ms());
     }
 
     /// Records that a client acknowledged an item: the item now stays with that client.
-    pub fn acknowledged(&self, project: &str, client_id: &str, call_id: &CallId) {
+    pub fn acknowledge(&self, project: &str, client_id: &str, call_id: &CallId) {
         let now_ms = self.clock.now_ms();
-        self.state.lock().acknowledged(project, client_id, call_id, now_ms);
+        self.state.lock().acknowledge(project, client_id, call_id, now_ms);
     }
 
     /// Returns the client that holds the lease on this item.
-    pub fn holder(&self, call_id: &CallId) -> Option<String> {
-        self.state.lock().holder(call_id)
+    pub fn lease_holder(&self, call_id: &CallId) -> Option<String> {
+        self.state.lock().lease_holder(call_id)
     }
 
     /// Returns the clients of a project that are or were connected.
     pub fn clients(&self, project: &str) -> Vec<ClientView> {
-        self.state.lock().view(project)
+        self.state.lock().list_clients(project)
     }
 
     /// Returns true if a client is connected or has unanswered items.
@@ -157,8 +157,8 @@ impl Desk {
     }
 
     /// Removes a client that has no connection, no lease and no queued item.
-    pub fn forget(&self, project: &str, client_id: &str) {
-        self.state.lock().forget(&(project.to_owned(), client_id.to_owned()));
+    pub fn remove_if_idle(&self, project: &str, client_id: &str) {
+        self.state.lock().remove_if_idle(&(project.to_owned(), client_id.to_owned()));
     }
 
     /// Disconnects every client and refuses new connections.
@@ -167,74 +167,74 @@ impl Desk {
     }
 
     /// Returns the number of open connections.
-    pub fn connections(&self) -> usize {
-        self.state.lock().connections()
+    pub fn connection_count(&self) -> usize {
+        self.state.lock().connection_count()
     }
 
     /// Requeues polled items that were never acknowledged, and acknowledged items of clients that
     /// stayed away, if the tool is safe to repeat.
-    pub fn run_once(&self) {
-        self.state.lock().return_overdue(self.clock.now_ms());
+    pub fn requeue_expired(&self) {
+        self.state.lock().requeue_expired(self.clock.now_ms());
     }
 }
 
-impl Session {
+impl ClientSession {
     /// Waits for the next message; `None` once the queue is closed.
-    pub async fn next(&mut self) -> Option<Message> {
+    pub async fn next(&mut self) -> Option<ClientMessage> {
         self.inbox.recv().await
     }
 
     /// Starts the poll lease: the item leaves with the response and may be acknowledged later, so
     /// it stays with the client for [`POLL_LEASE_MS`] although this connection ends.
-    pub fn lend(&self, call_id: &CallId) {
-        self.state.lock().lend(&self.client, call_id, self.clock.now_ms());
+    pub fn start_poll_lease(&self, call_id: &CallId) {
+        self.state.lock().start_poll_lease(&self.client, call_id, self.clock.now_ms());
     }
 
     /// Returns a message that has already arrived.
-    pub fn ready(&mut self) -> Option<Message> {
+    pub fn try_next(&mut self) -> Option<ClientMessage> {
         self.inbox.try_recv().ok()
     }
 
     /// Defers a message to a later response. A deferred cancellation survives the end of this
     /// connection until [`ClientSession::take_cancels`] returns it.
-    pub fn keep(&mut self, message: Message) {
-        if let Message::Cancel { .. } = message {
-            self.kept.push(message);
+    pub fn defer_cancel(&mut self, message: ClientMessage) {
+        if let ClientMessage::Cancel { .. } = message {
+            self.deferred_cancels.push(message);
         }
     }
 
     /// Returns all cancellations so far: the deferred ones and those that have arrived since. Work
     /// items that arrived too return to the queue when this connection ends.
-    pub fn canceled(&mut self) -> Vec<Message> {
-        while let Some(message) = self.ready() {
-            self.keep(message);
+    pub fn take_cancels(&mut self) -> Vec<ClientMessage> {
+        while let Some(message) = self.try_next() {
+            self.defer_cancel(message);
         }
-        std::mem::take(&mut self.kept)
+        std::mem::take(&mut self.deferred_cancels)
     }
 }
 
-impl Drop for Session {
+impl Drop for ClientSession {
     fn drop(&mut self) {
         let (state, now_ms) = (self.state.clone(), self.clock.now_ms());
         // While the lock is held no message arrives: unread cancellations go to another connection.
         let mut state = state.lock();
-        let unheard = self.canceled();
-        state.hang_up(&self.client, self.number, unheard, now_ms);
+        let unheard = self.take_cancels();
+        state.disconnect(&self.client, self.number, unheard, now_ms);
     }
 }
 
 #[async_trait]
-impl Source for Desk {
+impl Source for ClientQueue {
     fn executor(&self) -> Executor {
         Executor::Client
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         Vec::new()
     }
 
     async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
-        let request = Request {
+        let request = WorkItem {
             call_id: attempt.call_id,
             project: attempt.project,
             run_id: attempt.run_id,
@@ -244,19 +244,19 @@ impl Source for Desk {
             effect: attempt.effect,
             deadline_ms: attempt.deadline_ms,
             traceparent: attempt.traceparent,
-            redelivered: attempt.again,
+            redelivered: attempt.redelivered,
         };
         let now_ms = self.clock.now_ms();
-        self.state.lock().put(request, attempt.client_id, attempt.taken_by, now_ms);
-        Started::Parked
+        self.state.lock().enqueue(request, attempt.client_id, attempt.acknowledged_by, now_ms);
+        Started::Accepted
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {
         self.state.lock().cancel(call_id, attempt);
     }
 
-    fn settled(&self, call_id: &CallId, _attempt: u32) {
-        self.state.lock().settled(call_id, self.clock.now_ms());
+    fn release_attempt(&self, call_id: &CallId, _attempt: u32) {
+        self.state.lock().release(call_id, self.clock.now_ms());
     }
 }
 

@@ -17,16 +17,16 @@ mod tests;
 
 use serde::Serialize;
 
-use crate::call::Metrics;
+use crate::call::CallMetrics;
 use crate::fault::{Code, Fault};
 use crate::json::Json;
-use fields::Fields;
+use fields::RawFields;
 
-pub use definitions::{Format, definition, takes_object};
+pub use definitions::{ToolFormat, accepts_object, describe_tool};
 
 /// The format of a tool call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum CallFormat {
     /// `{call_id, name, args, timeout_ms, retry, idempotency_key}`.
     Envelope,
     /// `{id, type: "function", function: {name, arguments: "…"}}`.
@@ -39,8 +39,8 @@ pub enum Form {
 
 /// A parsed tool call, whatever its format was.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Entry {
-    pub form: Form,
+pub struct ParsedToolCall {
+    pub form: CallFormat,
     /// The caller's own id. Models repeat theirs; the id is returned in the answer and never
     /// compared.
     pub id: Option<String>,
@@ -54,11 +54,11 @@ pub struct Entry {
     pub callback_url: Option<String>,
 }
 
-impl Entry {
-    fn new(form: Form, id: Option<String>, name: String, args: Json) -> Self {
+impl ParsedToolCall {
+    fn new(form: CallFormat, id: Option<String>, name: String, args: Json) -> Self {
         Self {
             form,
-            id: said(form, id),
+            id: normalize_id(form, id),
             name,
             args,
             timeout_ms: None,
@@ -71,23 +71,23 @@ impl Entry {
 
 /// A tool call that cannot be parsed, with the parts that could be read.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Misfit {
-    pub form: Form,
+pub struct CallParseError {
+    pub form: CallFormat,
     pub id: Option<String>,
     pub name: Option<String>,
     /// The problem and its location.
     pub fault: Box<Fault>,
 }
 
-impl Misfit {
-    fn new(form: Form, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
-        Self { form, id: said(form, id), name, fault: Box::new(fault) }
+impl CallParseError {
+    fn new(form: CallFormat, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
+        Self { form, id: normalize_id(form, id), name, fault: Box::new(fault) }
     }
 }
 
 /// Treats an empty id from a model as missing. An envelope keeps it, so that validation reports it.
-fn said(form: Form, id: Option<String>) -> Option<String> {
-    id.filter(|id| form == Form::Envelope || !id.is_empty())
+fn normalize_id(form: CallFormat, id: Option<String>) -> Option<String> {
+    id.filter(|id| form == CallFormat::Envelope || !id.is_empty())
 }
 
 /// Parses one tool call in any supported format.
@@ -100,61 +100,61 @@ fn said(form: Form, id: Option<String>) -> Option<String> {
 /// assert_eq!((entry.form, entry.args.text()), (dialect::Form::OpenAi, r#"{"a":1}"#));
 /// # Ok::<(), toolcrib::json::NotJson>(())
 /// ```
-pub fn parse(entry: &Json) -> Result<Entry, Misfit> {
-    let unreadable = |fault| Misfit::new(Form::Envelope, None, None, fault);
-    let fields = Fields::of(entry).map_err(unreadable)?;
-    let of_any = || fields.hint("call_id").or_else(|| fields.hint("id"));
-    let form = form_of(&fields).map_err(|fault| {
-        let (id, name) = (of_any(), fields.hint("name"));
-        Misfit::new(Form::Envelope, id, name, fault)
+pub fn parse(entry: &Json) -> Result<ParsedToolCall, CallParseError> {
+    let unreadable = |fault| CallParseError::new(CallFormat::Envelope, None, None, fault);
+    let fields = RawFields::parse(entry).map_err(unreadable)?;
+    let of_any = || fields.text_if_valid("call_id").or_else(|| fields.text_if_valid("id"));
+    let form = detect_format(&fields).map_err(|fault| {
+        let (id, name) = (of_any(), fields.text_if_valid("name"));
+        CallParseError::new(CallFormat::Envelope, id, name, fault)
     })?;
     let read = match form {
-        Form::Envelope => envelope::read(&fields),
-        Form::OpenAi => openai::read(&fields),
-        Form::Responses => responses::read(&fields),
-        Form::Anthropic => anthropic::read(&fields),
+        CallFormat::Envelope => envelope::read(&fields),
+        CallFormat::OpenAi => openai::read(&fields),
+        CallFormat::Responses => responses::read(&fields),
+        CallFormat::Anthropic => anthropic::read(&fields),
     };
     read.map_err(|fault| {
         let id = match form {
-            Form::Envelope | Form::Responses => fields.hint("call_id"),
-            Form::OpenAi | Form::Anthropic => fields.hint("id"),
+            CallFormat::Envelope | CallFormat::Responses => fields.text_if_valid("call_id"),
+            CallFormat::OpenAi | CallFormat::Anthropic => fields.text_if_valid("id"),
         };
         let name = match form {
-            Form::OpenAi => openai::name_hint(&fields),
-            _ => fields.hint("name"),
+            CallFormat::OpenAi => openai::name_hint(&fields),
+            _ => fields.text_if_valid("name"),
         };
-        Misfit::new(form, id, name, fault)
+        CallParseError::new(form, id, name, fault)
     })
 }
 
-fn form_of(fields: &Fields<'_>) -> Result<Form, Fault> {
-    match fields.word("type")?.as_deref() {
-        Some("function") => Ok(Form::OpenAi),
-        Some("function_call") => Ok(Form::Responses),
-        Some("tool_use") => Ok(Form::Anthropic),
+fn detect_format(fields: &RawFields<'_>) -> Result<CallFormat, Fault> {
+    match fields.borrowed_text("type")?.as_deref() {
+        Some("function") => Ok(CallFormat::OpenAi),
+        Some("function_call") => Ok(CallFormat::Responses),
+        Some("tool_use") => Ok(CallFormat::Anthropic),
         // Some OpenAI-compatible servers omit the type.
-        None if fields.has("function") => Ok(Form::OpenAi),
-        None => Ok(Form::Envelope),
+        None if fields.has("function") => Ok(CallFormat::OpenAi),
+        None => Ok(CallFormat::Envelope),
         Some(other) => {
             let shown: String = other.chars().take(40).collect();
             let message = format!(
                 "an entry of the type \"{shown}\" is not a call of a tool here; known are \
                  \"function\", \"function_call\" and \"tool_use\", and the envelope has no type"
             );
-            Err(misfit("/type", message))
+            Err(parse_fault("/type", message))
         }
     }
 }
 
 /// Returns a validation fault that points at a location in the entry.
-fn misfit(pointer: &str, message: impl Into<String>) -> Fault {
+fn parse_fault(pointer: &str, message: impl Into<String>) -> Fault {
     let detail = serde_json::json!({ "pointer": pointer });
-    Fault::new(Code::ValidationError, message).not_happened().with_detail(detail)
+    Fault::new(Code::ValidationError, message).without_side_effect().with_detail(detail)
 }
 
 /// The content of an answer to one entry.
 #[derive(Debug, Clone, Copy)]
-pub struct Answer<'a> {
+pub struct EntryAnswer<'a> {
     /// Success or failure of the call; `None` while it is open.
     pub ok: Option<bool>,
     /// Text for a model: the result, the fault or the state.
@@ -162,14 +162,14 @@ pub struct Answer<'a> {
     /// Result for the envelope, unless `content` replaces it.
     pub data: Option<&'a Json>,
     pub error: Option<&'a Fault>,
-    pub metrics: Option<Metrics>,
+    pub metrics: Option<CallMetrics>,
     /// The ticket of a call that is still open.
-    pub pending: Option<Pending<'a>>,
+    pub pending: Option<PendingNotice<'a>>,
 }
 
 /// The notice about a call that is still open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Pending<'a> {
+pub struct PendingNotice<'a> {
     /// Always `pending`.
     pub status: &'static str,
     pub tool_call_id: &'a str,
@@ -180,25 +180,25 @@ pub struct Pending<'a> {
 }
 
 /// Formats the answer to an entry in the entry's own format.
-pub fn message(form: Form, id: Option<&str>, answer: &Answer<'_>) -> Json {
+pub fn answer_message(form: CallFormat, id: Option<&str>, answer: &EntryAnswer<'_>) -> Json {
     match form {
-        Form::Envelope => envelope::message(id, answer),
-        Form::OpenAi => openai::message(id.unwrap_or_default(), answer),
-        Form::Responses => responses::message(id.unwrap_or_default(), answer),
-        Form::Anthropic => anthropic::message(id.unwrap_or_default(), answer),
+        CallFormat::Envelope => envelope::message(id, answer),
+        CallFormat::OpenAi => openai::message(id.unwrap_or_default(), answer),
+        CallFormat::Responses => responses::message(id.unwrap_or_default(), answer),
+        CallFormat::Anthropic => anthropic::message(id.unwrap_or_default(), answer),
     }
 }
 
 /// A fault as models and callers see it.
 #[derive(Serialize)]
-struct Said<'a> {
+struct FaultBody<'a> {
     code: &'static str,
     message: &'a str,
     detail: Option<&'a serde_json::Value>,
     retryable: bool,
 }
 
-impl<'a> From<&'a Fault> for Said<'a> {
+impl<'a> From<&'a Fault> for FaultBody<'a> {
     fn from(fault: &'a Fault) -> Self {
         Self {
             code: fault.code.as_str(),
@@ -212,10 +212,10 @@ impl<'a> From<&'a Fault> for Said<'a> {
 /// Formats a fault as message content: `{"error":{code, message, detail, retryable}}`.
 pub fn fault_content(fault: &Fault) -> String {
     #[derive(Serialize)]
-    struct Content<'a> {
-        error: Said<'a>,
+    struct FaultContent<'a> {
+        error: FaultBody<'a>,
     }
-    written(&Content { error: fault.into() }).text().to_owned()
+    to_json(&FaultContent { error: fault.into() }).text().to_owned()
 }
 
 /// Formats a result as message content: a string as plain text, everything else as JSON.
@@ -228,11 +228,11 @@ pub fn data_content(data: &Json) -> String {
 }
 
 /// Formats a ticket as message content.
-pub fn pending_content(pending: &Pending<'_>) -> String {
-    written(pending).text().to_owned()
+pub fn pending_content(pending: &PendingNotice<'_>) -> String {
+    to_json(pending).text().to_owned()
 }
 
 /// Serializes a value. Structs of strings, numbers and JSON always serialize.
-fn written<T: Serialize>(value: &T) -> Json {
-    Json::of(value).unwrap_or_else(|_| Json::null())
+fn to_json<T: Serialize>(value: &T) -> Json {
+    Json::from_serialize(value).unwrap_or_else(|_| Json::null())
 }

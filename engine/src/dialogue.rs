@@ -13,74 +13,79 @@ use crate::fault::{Code, Fault};
 pub const MAX_QUESTIONS: usize = 64;
 
 /// Maximum size of all questions, and of all answers to them, as JSON.
-pub const MAX_DIALOGUE_BYTES: usize = 256 * 1024;
+pub const MAX_ELICITATION_BYTES: usize = 256 * 1024;
 
 /// Questions by a key that the tool chooses. The source defines each question's JSON form.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Questions {
-    pub asked: Map<String, Value>,
+pub struct ElicitationRequest {
+    #[serde(rename = "asked")]
+    pub questions: Map<String, Value>,
     /// State that the source receives back with the answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub note: Option<String>,
+    #[serde(rename = "note")]
+    pub source_state: Option<String>,
 }
 
-impl Questions {
+impl ElicitationRequest {
     /// Returns the reason why the request is invalid, if any.
-    pub fn problem(&self) -> Option<String> {
-        if self.asked.is_empty() {
+    pub fn find_problem(&self) -> Option<String> {
+        if self.questions.is_empty() {
             return Some("the tool asks, and says not what".to_owned());
         }
-        if self.asked.len() > MAX_QUESTIONS {
+        if self.questions.len() > MAX_QUESTIONS {
             return Some(format!("the tool asks more than {MAX_QUESTIONS} questions at once"));
         }
-        let bytes = size(&self.asked) + self.note.as_ref().map_or(0, String::len);
-        let over = bytes > MAX_DIALOGUE_BYTES;
-        over.then(|| format!("the tool's questions are over {MAX_DIALOGUE_BYTES} bytes"))
+        let bytes = json_size(&self.questions) + self.source_state.as_ref().map_or(0, String::len);
+        let over = bytes > MAX_ELICITATION_BYTES;
+        over.then(|| format!("the tool's questions are over {MAX_ELICITATION_BYTES} bytes"))
     }
 }
 
 /// Rejects answers over the size limit.
-pub fn check(answers: &Map<String, Value>) -> Result<(), Fault> {
-    if size(answers) <= MAX_DIALOGUE_BYTES {
+pub fn check_answers_size(answers: &Map<String, Value>) -> Result<(), Fault> {
+    if json_size(answers) <= MAX_ELICITATION_BYTES {
         return Ok(());
     }
-    let message = format!("the answers are over the limit of {MAX_DIALOGUE_BYTES} bytes");
-    Err(Fault::new(Code::PayloadTooLarge, message).not_happened())
+    let message = format!("the answers are over the limit of {MAX_ELICITATION_BYTES} bytes");
+    Err(Fault::new(Code::PayloadTooLarge, message).without_side_effect())
 }
 
-fn size(words: &Map<String, Value>) -> usize {
+fn json_size(words: &Map<String, Value>) -> usize {
     words.iter().map(|(key, value)| key.len() + value.to_string().len()).sum()
 }
 
 /// The current round of a call's questions and answers.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Dialogue {
+pub struct Elicitation {
     /// Questions without an answer.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
-    pub open: Map<String, Value>,
+    #[serde(rename = "open")]
+    pub unanswered: Map<String, Value>,
     /// The answers so far.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub answers: Map<String, Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub note: Option<String>,
+    #[serde(rename = "note")]
+    pub source_state: Option<String>,
     /// The executor's handle for the attempt in flight. With it, another process can resume the
     /// attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub handle: Option<String>,
 }
 
-impl Dialogue {
+impl Elicitation {
     /// Starts a new round. The answers of the previous round were already delivered.
-    pub fn asking(questions: &Questions) -> Self {
-        let (open, note) = (questions.asked.clone(), questions.note.clone());
-        Self { open, answers: Map::new(), note, handle: None }
+    pub fn from_request(questions: &ElicitationRequest) -> Self {
+        let (unanswered, source_state) =
+            (questions.questions.clone(), questions.source_state.clone());
+        Self { unanswered, answers: Map::new(), source_state, handle: None }
     }
 
     /// Accepts the answers to open questions and ignores all others. Returns the accepted keys.
-    pub fn answered(&mut self, answers: &Map<String, Value>) -> Vec<String> {
+    pub fn accept_answers(&mut self, answers: &Map<String, Value>) -> Vec<String> {
         let mut keys = Vec::new();
         for (key, answer) in answers {
-            if self.open.remove(key).is_some() {
+            if self.unanswered.remove(key).is_some() {
                 self.answers.insert(key.clone(), answer.clone());
                 keys.push(key.clone());
             }

@@ -27,10 +27,10 @@ use std::borrow::Cow;
 
 use crate::id::CallId;
 use crate::json::Json;
-use crate::json::cursor::unquoted;
-use crate::piece::escaped;
+use crate::json::cursor::decode_string;
+use crate::piece::escape_key;
 use crate::tokens;
-use skeleton::{Map, Node, skeleton};
+use skeleton::{SampleNode, SampleObject, sample_document};
 use table::Table;
 
 /// From this budget on, a digest always states the size of the result, the call it belongs to, and
@@ -43,14 +43,14 @@ pub const MIN_BUDGET: usize = 64;
 const BYTES_PER_TOKEN: usize = 24;
 
 /// Maximum number of values of a document that are sampled, whatever the budget.
-const MOST_VALUES: usize = 100_000;
+const MAX_VALUES: usize = 100_000;
 
 /// Number of detail levels.
-const RUNGS: u32 = 24;
+const DETAIL_LEVELS: u32 = 24;
 
 /// The origin of a result, and a hint about its purpose.
 #[derive(Debug, Clone, Copy)]
-pub struct Source<'a> {
+pub struct DigestSource<'a> {
     pub call_id: &'a CallId,
     pub tool: &'a str,
     /// The question or the call's arguments. Their words make a part of the result relevant.
@@ -68,14 +68,14 @@ pub struct Digest {
 }
 
 /// Returns a digest of a result that exceeds the budget, or `None` if the result fits unchanged.
-pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<Digest> {
+pub fn digest(data: &Json, budget_tokens: usize, source: &DigestSource<'_>) -> Option<Digest> {
     let whole = data.text();
     if !tokens::exceeds(whole, budget_tokens) {
         return None;
     }
-    let root = skeleton(whole, budget_tokens.saturating_mul(4).min(MOST_VALUES));
-    let what = What::of(&root);
-    let note = what.note(whole.len(), budget_tokens, source);
+    let root = sample_document(whole, budget_tokens.saturating_mul(4).min(MAX_VALUES));
+    let what = MainContent::find(&root);
+    let note = what.header(whole.len(), budget_tokens, source);
     let mut room = budget_tokens.saturating_sub(tokens::count(&note) + 1);
     let mut text = note.clone();
     // The parts may tokenize differently when they are joined than alone.
@@ -92,58 +92,58 @@ pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<
 }
 
 /// The main content of a result, and its location.
-enum What<'n, 'a> {
+enum MainContent<'n, 'a> {
     Text { pointer: String, text: Cow<'a, str>, lines: usize },
     Table { pointer: String, table: Table<'n, 'a> },
     Json,
 }
 
-impl<'n, 'a> What<'n, 'a> {
+impl<'n, 'a> MainContent<'n, 'a> {
     /// Descends to the value that makes up most of the document.
-    fn of(root: &'n Node<'a>) -> Self {
-        let (mut node, mut beside, mut pointer): (_, Option<&Map<'a>>, _) =
+    fn find(root: &'n SampleNode<'a>) -> Self {
+        let (mut node, mut beside, mut pointer): (_, Option<&SampleObject<'a>>, _) =
             (root, None, String::new());
         loop {
             match node {
-                Node::Text(written) => {
-                    let text = unquoted(written);
+                SampleNode::Text(written) => {
+                    let text = decode_string(written);
                     let lines = text::line_count(&text);
                     return Self::Text { pointer, text, lines };
                 }
-                Node::List(list) => {
+                SampleNode::Array(list) => {
                     // Next to a table that is almost the whole document, other items need no room.
                     let nearly_all = list.bytes > root.bytes() / 10 * 9;
-                    if let Some(table) = nearly_all.then(|| Table::of(list, beside)).flatten() {
+                    if let Some(table) = nearly_all.then(|| Table::detect(list, beside)).flatten() {
                         return Self::Table { pointer, table };
                     }
-                    let heaviest = list.seen().max_by_key(|(_, item)| item.bytes());
+                    let heaviest = list.sampled_items().max_by_key(|(_, item)| item.bytes());
                     let most = heaviest.filter(|(_, item)| item.bytes() > list.bytes / 10 * 7);
                     let Some((place, item)) = most else { return Self::Json };
                     pointer = format!("{pointer}/{place}");
                     (node, beside) = (item, None);
                 }
-                Node::Map(map) => {
+                SampleNode::Object(map) => {
                     let heaviest = map.entries.iter().max_by_key(|(_, value)| value.bytes());
                     let most = heaviest.filter(|(_, value)| value.bytes() > map.bytes / 10 * 7);
                     let Some((key, value)) = most else { return Self::Json };
-                    pointer = format!("{pointer}/{}", escaped(&unquoted(key)));
+                    pointer = format!("{pointer}/{}", escape_key(&decode_string(key)));
                     (node, beside) = (value, Some(map));
                 }
-                Node::Plain(_) => return Self::Json,
+                SampleNode::Scalar(_) => return Self::Json,
             }
         }
     }
 
     /// Returns the header that states the omission and how to read the rest, in the longest form
     /// that fits.
-    fn note(&self, bytes: usize, budget: usize, source: &Source<'_>) -> String {
-        let Source { call_id, tool, .. } = source;
+    fn header(&self, bytes: usize, budget: usize, source: &DigestSource<'_>) -> String {
+        let DigestSource { call_id, tool, .. } = source;
         let (what, part) = match self {
             Self::Text { pointer, lines, .. } => {
-                (format!("{lines} lines of text"), example(pointer, 100))
+                (format!("{lines} lines of text"), read_arguments_example(pointer, 100))
             }
             Self::Table { pointer, table } => {
-                (format!("a table of {} rows", table.count), example(pointer, 20))
+                (format!("a table of {} rows", table.count), read_arguments_example(pointer, 20))
             }
             Self::Json => ("JSON".to_owned(), r#","pointer":"/…""#.to_owned()),
         };
@@ -171,15 +171,17 @@ impl<'n, 'a> What<'n, 'a> {
         forms.into_iter().enumerate().find(fits).map(|(_, form)| form).unwrap_or_default()
     }
 
-    fn body(&self, root: &Node<'a>, source: &Source<'_>, room: usize) -> String {
+    fn body(&self, root: &SampleNode<'a>, source: &DigestSource<'_>, room: usize) -> String {
         match self {
             Self::Text { pointer, text, .. } => {
-                let around = if pointer.is_empty() { String::new() } else { frame(root, room / 5) };
+                let around =
+                    if pointer.is_empty() { String::new() } else { enclosing_line(root, room / 5) };
                 let rest = room.saturating_sub(tokens::count(&around));
                 around + &text::render(text, source.hint, rest)
             }
             Self::Table { pointer, table } => {
-                let around = if pointer.is_empty() { String::new() } else { frame(root, room / 5) };
+                let around =
+                    if pointer.is_empty() { String::new() } else { enclosing_line(root, room / 5) };
                 let rest = room.saturating_sub(tokens::count(&around));
                 around + &table.render(pointer, rest)
             }
@@ -189,7 +191,7 @@ impl<'n, 'a> What<'n, 'a> {
 }
 
 /// Returns example arguments for `result.read`.
-fn example(pointer: &str, limit: usize) -> String {
+fn read_arguments_example(pointer: &str, limit: usize) -> String {
     let pointer = match pointer {
         "" => String::new(),
         pointer => format!(r#","pointer":{}"#, serde_json::Value::from(pointer)),
@@ -198,18 +200,18 @@ fn example(pointer: &str, limit: usize) -> String {
 }
 
 /// Renders the object that encloses the main content, in one line.
-fn frame(root: &Node<'_>, room: usize) -> String {
-    let around = json::around(root, room.saturating_sub(1));
+fn enclosing_line(root: &SampleNode<'_>, room: usize) -> String {
+    let around = json::render_enclosing(root, room.saturating_sub(1));
     if around.is_empty() { around } else { around + "\n" }
 }
 
 /// Returns the most detailed of several renderings that fits, or a truncated form of the least
 /// detailed one.
-fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
+fn render_most_detailed(room: usize, render: impl Fn(u32) -> String) -> String {
     let fits = |text: &str| {
         text.len() <= room.saturating_mul(BYTES_PER_TOKEN) && !tokens::exceeds(text, room)
     };
-    let (mut low, mut high) = (0, RUNGS);
+    let (mut low, mut high) = (0, DETAIL_LEVELS);
     let mut best = None;
     while low < high {
         let middle = low.midpoint(high);
@@ -221,20 +223,20 @@ fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
             low = middle + 1;
         }
     }
-    best.unwrap_or_else(|| cut(&render(RUNGS), room))
+    best.unwrap_or_else(|| truncate_to_tokens(&render(DETAIL_LEVELS), room))
 }
 
 /// Scales a number down for each detail level that is given up.
-fn scaled(number: usize, factor: f64, rung: u32, least: usize) -> usize {
+fn scale_down(number: usize, factor: f64, rung: u32, least: usize) -> usize {
     ((number as f64 * factor.powf(f64::from(rung))) as usize).max(least)
 }
 
 /// Truncates a text to `room` tokens and marks the truncation.
-fn cut(text: &str, room: usize) -> String {
+fn truncate_to_tokens(text: &str, room: usize) -> String {
     if !tokens::exceeds(text, room) {
         return text.to_owned();
     }
-    let mut begin = tokens::first(text, room.saturating_sub(1));
+    let mut begin = tokens::prefix_within(text, room.saturating_sub(1));
     loop {
         let marked = format!("{begin}…");
         if !tokens::exceeds(&marked, room) {

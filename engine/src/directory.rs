@@ -7,13 +7,13 @@
 
 use crate::caller::Role;
 use crate::json::Json;
-use crate::policy::Rule;
-use crate::tool::Definition;
-use crate::utp::Member;
+use crate::policy::AccessRule;
+use crate::tool::ToolDefinition;
+use crate::utp::AgentEntry;
 
 /// An API key without its secret: only the digest is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Key {
+pub struct ApiKey {
     /// `key_…`: identifies the key and grants nothing.
     pub id: String,
     /// SHA-256 of the secret, in hexadecimal.
@@ -37,7 +37,7 @@ pub struct Client {
 
 /// Records that a client provides a tool.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Offer {
+pub struct ToolOffer {
     pub project: String,
     pub tool: String,
     pub client_id: String,
@@ -69,25 +69,25 @@ pub struct Upstream {
 pub struct Directory {
     pub version: u64,
     /// The tools of clients, projects and upstreams.
-    pub tools: Vec<Definition>,
+    pub tools: Vec<ToolDefinition>,
     pub projects: Vec<Project>,
     /// The agents that Toolcrib can wake.
-    pub roster: Vec<Member>,
+    pub roster: Vec<AgentEntry>,
     pub clients: Vec<Client>,
-    pub offers: Vec<Offer>,
-    pub keys: Vec<Key>,
-    pub rules: Vec<Rule>,
+    pub offers: Vec<ToolOffer>,
+    pub keys: Vec<ApiKey>,
+    pub rules: Vec<AccessRule>,
     pub upstreams: Vec<Upstream>,
 }
 
 /// One change to the directory.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Change {
+pub enum DirectoryChange {
     /// Registers a client's tools; each definition is added or replaces the one of the same name.
     Register {
         client: Client,
-        tools: Vec<Definition>,
-        others: Others,
+        tools: Vec<ToolDefinition>,
+        unlisted_tools: UnlistedTools,
     },
     /// Withdraws one tool of a client; a tool that no client provides is removed.
     Withdraw {
@@ -103,24 +103,24 @@ pub enum Change {
     AddProject(Project),
     /// Sets tools of the project itself; earlier definitions stay available to the calls that used
     /// them.
-    PutTools(Vec<Definition>),
+    PutTools(Vec<ToolDefinition>),
     DropTool {
         project: String,
         name: String,
     },
     /// Replaces the agent's entry.
-    PutMember(Member),
-    DropMember {
+    PutAgent(AgentEntry),
+    DropAgent {
         project: String,
         agent_id: String,
     },
-    AddKey(Key),
+    AddKey(ApiKey),
     RevokeKey {
         id: String,
         at_ms: u64,
     },
     /// Replaces the rule on the same agent and pattern.
-    PutRule(Rule),
+    PutRule(AccessRule),
     DropRule {
         project: String,
         agent: String,
@@ -137,13 +137,13 @@ pub enum Change {
     SetUpstreamTools {
         project: String,
         upstream: String,
-        tools: Vec<Definition>,
+        tools: Vec<ToolDefinition>,
     },
 }
 
 /// The treatment of tools that a client registered before and does not list now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Others {
+pub enum UnlistedTools {
     Keep,
     Withdraw,
 }

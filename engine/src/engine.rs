@@ -53,49 +53,54 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::bus::Bus;
-use crate::caller::Recognise;
+use crate::caller::Authenticator;
 use crate::clock::Clock;
-use crate::desk::Desk;
+use crate::desk::ClientQueue;
 use crate::fault::{Code, Error};
-use crate::id::Minter;
-use crate::model::Models;
+use crate::id::IdGenerator;
+use crate::model::ModelResolver;
 use crate::observe::Observer;
-use crate::retry::{ExecutionPolicy, PolicyPatch};
+use crate::retry::{ExecutionPolicy, ExecutionPolicyPatch};
 use crate::source::Source;
 use crate::store::{Store, StoreError};
-use crate::tool::{Alternate, Executor};
-use crate::turn::Asking;
+use crate::tool::{Executor, Fallback};
+use crate::turn::ModelRequestPolicy;
 
-pub use crate::store::utp::{Judged, WrittenReport};
-pub use admin::{NewKey, ShownKey};
-pub use builder::Builder;
-pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
-pub use contexts::{CONTEXT_CALLS, RunTools, Style};
-pub use ingest::{Ingested, Rejected, ToolReport, Unreadable};
-pub use ingress::Connecting;
-pub(crate) use invoke::Among;
-pub use invoke::{Invocation, Ticket};
-pub use loops::{Difference, LiveNote, NewRun, Replayed, RunNews, RunPage, RunQuery, StartedRun};
+pub use crate::store::utp::{ReportDisposition, SharedTableReport};
+pub use admin::{CreatedKey, NewKey};
+pub use builder::EngineBuilder;
+pub use catalog::{Catalog, CatalogEntry, ClientRegistration};
+pub use contexts::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
+pub use ingest::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
+pub use ingress::ConnectOptions;
+pub(crate) use invoke::BatchMembership;
+pub use invoke::{CallRequest, Ticket};
+pub use loops::{
+    ReplayDifference, ReplayReport, RunDelta, RunPage, RunQuery, RunRequest, RunSubscription,
+    StartedRun,
+};
 pub use notices::{DeliveryPage, DeliveryQuery};
-pub use projects::{DEFAULT_PROJECT, check_arrays};
-pub use record::{MAX_RECORDED, OwnCall, OwnResult};
-pub use report::Report;
-pub use result::{Given, RESULT_READ};
-pub use search::Found;
-pub use threads::Thread;
-pub use turns::{Dispatch, Dispatched, Lease, Resumed, StepCall, StepResult};
+pub use projects::{DEFAULT_PROJECT, check_array_items};
+pub use record::{MAX_RECORDED, ReportedCall, ReportedResult};
+pub use report::AttemptReport;
+pub use result::{RESULT_READ, ResultForModel};
+pub use search::ToolMatch;
+pub use threads::SavedConversation;
+pub use turns::{
+    DispatchRequest, DispatchedStep, ResumedTurn, StepCallRequest, StepResult, TurnLeaseRequest,
+};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
-use behind::Behind;
-use gate::Gate;
-use live::Live;
-use notices::Notices;
-pub(crate) use notices::{Entered, Lane};
-use search::Indexes;
+use behind::Dependents;
+use gate::ConcurrencyLimiter;
+use live::OpenCalls;
+use notices::WebhookQueue;
+pub(crate) use notices::{DeliveryAdmission, DeliverySlot};
+use search::SearchIndexes;
 
 /// Limits on everything that can grow without bound.
 #[derive(Debug, Clone)]
-pub struct Limits {
+pub struct EngineLimits {
     /// Maximum size of the arguments of one call.
     pub max_args_bytes: usize,
     /// Maximum size of the result of one call.
@@ -125,7 +130,7 @@ pub struct Limits {
     pub max_open_runs: usize,
 }
 
-impl Default for Limits {
+impl Default for EngineLimits {
     fn default() -> Self {
         Self {
             max_args_bytes: 1 << 20,
@@ -147,62 +152,62 @@ impl Default for Limits {
 
 /// Execution policies set by the operator: global, per project and per tool.
 #[derive(Debug, Clone, Default)]
-pub struct Policies {
+pub struct ExecutionPolicies {
     pub global: ExecutionPolicy,
-    pub projects: HashMap<String, PolicyPatch>,
+    pub projects: HashMap<String, ExecutionPolicyPatch>,
     pub tools: HashMap<String, ToolOverride>,
 }
 
 /// Policy and fallback tools that the operator set for one tool.
 #[derive(Debug, Clone, Default)]
 pub struct ToolOverride {
-    pub policy: PolicyPatch,
-    pub fallback: Vec<Alternate>,
+    pub policy: ExecutionPolicyPatch,
+    pub fallback: Vec<Fallback>,
 }
 
 /// The engine. Cloning is cheap; all clones share one state.
 #[derive(Clone)]
 pub struct Engine {
-    pub(crate) inner: Arc<Inner>,
+    pub(crate) core: Arc<Core>,
 }
 
-pub(crate) struct Inner {
+pub(crate) struct Core {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) bus: Arc<dyn Bus>,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) sources: HashMap<Executor, Arc<dyn Source>>,
-    pub(crate) desk: Arc<Desk>,
+    pub(crate) client_queue: Arc<ClientQueue>,
     pub(crate) catalog: RwLock<Arc<Catalog>>,
-    pub(crate) indexes: Indexes,
+    pub(crate) search_indexes: SearchIndexes,
     /// Authenticates callers that have no API key.
-    pub(crate) recognise: Option<Arc<dyn Recognise>>,
-    pub(crate) models: Arc<dyn Models>,
+    pub(crate) authenticator: Option<Arc<dyn Authenticator>>,
+    pub(crate) models: Arc<dyn ModelResolver>,
     /// Name of the model that summarizes long results.
-    pub(crate) summaries: Option<String>,
-    pub(crate) asking: Asking,
+    pub(crate) summary_model: Option<String>,
+    pub(crate) model_request_policy: ModelRequestPolicy,
     /// Serializes directory changes made by this process.
-    pub(crate) changing: tokio::sync::Mutex<()>,
-    pub(crate) live: Live,
-    pub(crate) behind: Behind,
-    pub(crate) loops: loops::Loops,
-    pub(crate) gate: Arc<Gate>,
-    pub(crate) notices: Arc<Notices>,
-    pub(crate) minter: Minter,
-    pub(crate) limits: Limits,
-    pub(crate) policies: Policies,
+    pub(crate) directory_lock: tokio::sync::Mutex<()>,
+    pub(crate) open_calls: OpenCalls,
+    pub(crate) dependents: Dependents,
+    pub(crate) active_runs: loops::ActiveRuns,
+    pub(crate) limiter: Arc<ConcurrencyLimiter>,
+    pub(crate) webhook_queue: Arc<WebhookQueue>,
+    pub(crate) id_generator: IdGenerator,
+    pub(crate) limits: EngineLimits,
+    pub(crate) policies: ExecutionPolicies,
     /// Id of this process. A restart gets a new one.
     pub(crate) node: String,
     /// True if a publisher drains the outbox.
-    pub(crate) publishes: bool,
+    pub(crate) publishes_outbox: bool,
     /// Trace contexts of the reports that are being processed, by call.
-    pub(crate) inbound: parking_lot::Mutex<HashMap<crate::id::CallId, String>>,
+    pub(crate) report_traceparents: parking_lot::Mutex<HashMap<crate::id::CallId, String>>,
     /// Set if metrics must, or must not, carry the names of projects' tools. By default they do as
     /// long as no API key exists.
-    pub(crate) tool_names: Option<bool>,
+    pub(crate) tool_names_in_metrics: Option<bool>,
     pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
-    pub(crate) stopping: CancellationToken,
+    pub(crate) shutdown: CancellationToken,
     /// Tasks of the attempts that run in this process.
     pub(crate) attempts: TaskTracker,
     /// Tasks of the reconcilers.
@@ -211,105 +216,108 @@ pub(crate) struct Inner {
 
 impl Engine {
     /// Returns a builder for an engine.
-    pub fn builder() -> Builder {
-        Builder::default()
+    pub fn builder() -> EngineBuilder {
+        EngineBuilder::default()
     }
 
     /// Returns the language models that are configured.
-    pub fn models(&self) -> &Arc<dyn Models> {
-        &self.inner.models
+    pub fn models(&self) -> &Arc<dyn ModelResolver> {
+        &self.core.models
     }
 
     /// Returns the default policy for model requests and their retries.
-    pub fn asking(&self) -> &Asking {
-        &self.inner.asking
+    pub fn model_request_policy(&self) -> &ModelRequestPolicy {
+        &self.core.model_request_policy
     }
 
     /// Returns the limits in force.
-    pub fn limits(&self) -> &Limits {
-        &self.inner.limits
+    pub fn limits(&self) -> &EngineLimits {
+        &self.core.limits
     }
 
     /// Returns the time of the engine's clock, in Unix milliseconds.
     pub fn now_ms(&self) -> u64 {
-        self.inner.clock.now_ms()
+        self.core.clock.now_ms()
     }
 
     /// Returns true once the engine has adopted every call that was open at startup.
-    pub fn recovered(&self) -> bool {
-        self.inner.recovered.load(Ordering::Acquire)
+    pub fn is_recovered(&self) -> bool {
+        self.core.recovered.load(Ordering::Acquire)
     }
 
     /// Returns true if the engine is shutting down and accepts no more calls.
     pub fn is_draining(&self) -> bool {
-        self.inner.draining.load(Ordering::Acquire)
+        self.core.draining.load(Ordering::Acquire)
     }
 
     /// Checks that the store can be read and written.
     pub async fn check_store(&self) -> Result<(), Error> {
-        self.inner.store.check().await.map_err(unavailable)
+        self.core.store.check_health().await.map_err(from_store_error)
     }
 
     /// Returns the health of each source's dependencies, ordered by name.
-    pub fn sources_health(&self) -> Vec<crate::source::Health> {
-        let mut all: Vec<_> = self.inner.sources.values().filter_map(|s| s.health()).collect();
+    pub fn sources_health(&self) -> Vec<crate::source::SourceHealth> {
+        let mut all: Vec<_> = self.core.sources.values().filter_map(|s| s.health()).collect();
         all.sort_by_key(|health| health.name);
         all
     }
 
     /// Returns the size of the store.
     pub async fn store_size_bytes(&self) -> Result<u64, Error> {
-        self.inner.store.size_bytes().await.map_err(unavailable)
+        self.core.store.size_bytes().await.map_err(from_store_error)
     }
 
     /// Returns the number of calls without an outcome.
-    pub fn open_calls(&self) -> usize {
-        self.inner.live.len()
+    pub fn open_call_count(&self) -> usize {
+        self.core.open_calls.len()
     }
 
     /// Returns the number of calls without an outcome, by state.
     pub fn open_calls_by_state(&self) -> [(&'static str, usize); 6] {
-        self.inner.live.states()
+        self.core.open_calls.count_by_state()
     }
 
     /// Returns the number of calls queued for a free slot.
-    pub fn waiting_calls(&self) -> usize {
-        self.inner.gate.waiting()
+    pub fn queued_call_count(&self) -> usize {
+        self.core.limiter.queued_count()
     }
 
     /// Returns the age of the oldest open call, or 0 if no call is open.
     pub fn oldest_open_call_age_ms(&self) -> u64 {
-        let now_ms = self.inner.clock.now_ms();
-        self.inner.live.oldest_ms().map_or(0, |oldest_ms| now_ms.saturating_sub(oldest_ms))
+        let now_ms = self.core.clock.now_ms();
+        self.core
+            .open_calls
+            .oldest_created_ms()
+            .map_or(0, |oldest_ms| now_ms.saturating_sub(oldest_ms))
     }
 
     /// Stops accepting work and waits, at most `limit`, for attempts that run in this process. The
     /// next start finds and settles the calls that have not finished by then.
     pub async fn shut_down(&self, limit: std::time::Duration) {
-        self.inner.draining.store(true, Ordering::Release);
-        self.inner.attempts.close();
-        let _ = tokio::time::timeout(limit, self.inner.attempts.wait()).await;
-        self.inner.stopping.cancel();
-        self.inner.desk.close();
-        self.inner.tasks.close();
-        self.inner.tasks.wait().await;
+        self.core.draining.store(true, Ordering::Release);
+        self.core.attempts.close();
+        let _ = tokio::time::timeout(limit, self.core.attempts.wait()).await;
+        self.core.shutdown.cancel();
+        self.core.client_queue.close();
+        self.core.tasks.close();
+        self.core.tasks.wait().await;
     }
 }
 
 /// Converts a store error. An unavailable store is logged and reported to the caller as
 /// `overloaded`; corrupt data is an internal error.
-pub(crate) fn unavailable(error: StoreError) -> Error {
+pub(crate) fn from_store_error(error: StoreError) -> Error {
     match error {
         StoreError::Unavailable(why) => {
             tracing::error!(%why, "the store is not available");
             let message = "the store cannot be used now; nothing was done, a retry is safe";
-            Error::later(Code::Overloaded, message, 1_000)
+            Error::retry_later(Code::Overloaded, message, 1_000)
         }
         corrupt @ StoreError::Corrupt(_) => Error::Internal(Box::new(corrupt)),
     }
 }
 
 /// Converts the failure of a blocking task into an internal error.
-pub(crate) fn unavailable_thread(error: tokio::task::JoinError) -> Error {
+pub(crate) fn from_join_error(error: tokio::task::JoinError) -> Error {
     Error::Internal(Box::new(error))
 }

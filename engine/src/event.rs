@@ -6,46 +6,46 @@ use serde_json::Value;
 
 use crate::call::Call;
 use crate::id::CallId;
-pub use facts::Facts;
+pub use facts::EventData;
 
 /// Kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum EventKind {
     Requested,
     Started,
-    Taken,
+    Acknowledged,
     Progress,
     Retrying,
     Fallback,
     /// The tool requests input before it continues.
-    Asked,
-    Answered,
+    InputRequired,
+    InputProvided,
     Recovered,
     Finished,
     Failed,
     Timeout,
     Canceled,
     /// A report that was late, repeated or from the wrong executor, and had no effect.
-    Late,
+    ReportIgnored,
 }
 
-impl Kind {
+impl EventKind {
     /// Every kind.
     pub const ALL: [Self; 14] = [
         Self::Requested,
         Self::Started,
-        Self::Taken,
+        Self::Acknowledged,
         Self::Progress,
         Self::Retrying,
         Self::Fallback,
-        Self::Asked,
-        Self::Answered,
+        Self::InputRequired,
+        Self::InputProvided,
         Self::Recovered,
         Self::Finished,
         Self::Failed,
         Self::Timeout,
         Self::Canceled,
-        Self::Late,
+        Self::ReportIgnored,
     ];
 
     /// Returns the name as stored and streamed.
@@ -53,18 +53,18 @@ impl Kind {
         match self {
             Self::Requested => "tool.call.requested",
             Self::Started => "tool.call.started",
-            Self::Taken => "tool.call.taken",
+            Self::Acknowledged => "tool.call.taken",
             Self::Progress => "tool.call.progress",
             Self::Retrying => "tool.call.retrying",
             Self::Fallback => "tool.call.fallback",
-            Self::Asked => "tool.call.asked",
-            Self::Answered => "tool.call.answered",
+            Self::InputRequired => "tool.call.asked",
+            Self::InputProvided => "tool.call.answered",
             Self::Recovered => "tool.call.recovered",
             Self::Finished => "tool.call.finished",
             Self::Failed => "tool.call.failed",
             Self::Timeout => "tool.call.timeout",
             Self::Canceled => "tool.call.canceled",
-            Self::Late => "tool.call.late",
+            Self::ReportIgnored => "tool.call.late",
         }
     }
 
@@ -81,17 +81,17 @@ impl Kind {
 
 /// One line of a call's history, before it has a number.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Record {
-    pub kind: Kind,
+pub struct EventRecord {
+    pub kind: EventKind,
     pub at_ms: u64,
     pub attempt: u32,
-    pub data: Facts,
+    pub data: EventData,
 }
 
-impl Record {
+impl EventRecord {
     /// Creates a record without data.
-    pub fn new(kind: Kind, at_ms: u64, attempt: u32) -> Self {
-        Self { kind, at_ms, attempt, data: Facts::default() }
+    pub fn new(kind: EventKind, at_ms: u64, attempt: u32) -> Self {
+        Self { kind, at_ms, attempt, data: EventData::default() }
     }
 
     /// Adds one data field.
@@ -102,12 +102,12 @@ impl Record {
 
     /// Adds the ids of a background task if the call is one. A subscriber of a run sees the events
     /// of many calls and matches later results by these ids.
-    pub fn about_task(self, call: &Call) -> Self {
-        if !call.asked.background {
+    pub fn with_task_ids(self, call: &Call) -> Self {
+        if !call.origin.background {
             return self;
         }
         let named = self.with("task_id", call.id.as_str());
-        match &call.asked.call_id {
+        match &call.origin.caller_call_id {
             Some(call_id) => named.with("call_id", call_id.as_str()),
             None => named,
         }
@@ -116,12 +116,12 @@ impl Record {
 
 /// A stored record. The store numbers all events in commit order.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Event {
+pub struct CallEvent {
     pub number: u64,
     pub call_id: CallId,
     /// The run that the call belongs to.
     pub run_id: String,
     /// The caller's id for the call.
-    pub asked_as: Option<String>,
-    pub record: Record,
+    pub caller_call_id: Option<String>,
+    pub record: EventRecord,
 }

@@ -230,7 +230,7 @@ impl Code {
     }
 
     /// Returns the UTP code.
-    pub fn utp(self) -> &'static str {
+    pub fn utp_code(self) -> &'static str {
         self.row().utp
     }
 
@@ -240,7 +240,7 @@ impl Code {
     }
 
     /// Returns true if the same request can succeed later.
-    pub fn retryable(self) -> bool {
+    pub fn is_retryable(self) -> bool {
         self.row().retryable
     }
 
@@ -273,11 +273,11 @@ impl fmt::Display for Code {
 
 /// Possible side effect of a failed attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Happened {
+pub enum SideEffect {
     /// The attempt certainly had no effect: it never reached its executor.
-    No,
+    None,
     /// The attempt ran, or may have run.
-    Maybe,
+    Possible,
 }
 
 /// Field of a fault's detail that holds the retry delay.
@@ -292,7 +292,7 @@ pub struct Fault {
     /// Structured data: problems with pointers, similar names, the recorded state.
     pub detail: Option<Value>,
     pub retryable: bool,
-    pub happened: Happened,
+    pub side_effect: SideEffect,
     /// The tool's rejected output, for operators. It is never part of a response to an agent.
     pub raw: Option<Json>,
 }
@@ -304,8 +304,8 @@ impl Fault {
             code,
             message: message.into(),
             detail: None,
-            retryable: code.retryable(),
-            happened: Happened::Maybe,
+            retryable: code.is_retryable(),
+            side_effect: SideEffect::Possible,
             raw: None,
         }
     }
@@ -317,7 +317,7 @@ impl Fault {
 
     /// Creates the fault of an unreachable executor: the attempt had no side effect.
     pub fn unreachable(message: impl Into<String>) -> Self {
-        Self { happened: Happened::No, ..Self::new(Code::UpstreamUnavailable, message) }
+        Self { side_effect: SideEffect::None, ..Self::new(Code::UpstreamUnavailable, message) }
     }
 
     /// Adds structured data.
@@ -326,7 +326,7 @@ impl Fault {
     }
 
     /// Adds the retry delay that the executor requested, if any.
-    pub fn come_again_after(self, retry_after_ms: Option<u64>) -> Self {
+    pub fn with_retry_after(self, retry_after_ms: Option<u64>) -> Self {
         match retry_after_ms {
             Some(ms) => self.with_detail(serde_json::json!({ RETRY_AFTER_MS: ms })),
             None => self,
@@ -344,8 +344,8 @@ impl Fault {
     }
 
     /// Marks the fault as free of side effects.
-    pub fn not_happened(self) -> Self {
-        Self { happened: Happened::No, ..self }
+    pub fn without_side_effect(self) -> Self {
+        Self { side_effect: SideEffect::None, ..self }
     }
 
     /// Overrides whether a retry can help.
@@ -395,8 +395,8 @@ impl Error {
     }
 
     /// Creates a refusal that says when to retry.
-    pub fn later(code: Code, message: impl Into<String>, retry_after_ms: u64) -> Self {
-        let fault = Fault::new(code, message).not_happened();
+    pub fn retry_later(code: Code, message: impl Into<String>, retry_after_ms: u64) -> Self {
+        let fault = Fault::new(code, message).without_side_effect();
         Self::Refused { fault, retry_after_ms: Some(retry_after_ms) }
     }
 

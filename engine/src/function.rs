@@ -19,28 +19,28 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
-use crate::event::{Kind, Record};
+use crate::event::{EventKind, EventRecord};
 use crate::fault::{Code, Fault};
 use crate::id::CallId;
 use crate::json::Json;
-use crate::retry::PolicyPatch;
+use crate::retry::ExecutionPolicyPatch;
 use crate::source::{Attempt, ProgressSink, Source, Started};
-use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
+use crate::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 use crate::trace::TraceParent;
 
 /// Progress of an attempt.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Progress {
+pub struct AttemptProgress {
     /// From 0 to 100.
     pub percent: Option<f64>,
     pub message: Option<String>,
     pub data: Option<Value>,
 }
 
-impl Progress {
+impl AttemptProgress {
     /// Converts the progress to a record; cuts a long message and drops oversized data.
-    pub(crate) fn record(self, now_ms: u64, attempt: u32) -> Record {
-        let mut record = Record::new(Kind::Progress, now_ms, attempt);
+    pub(crate) fn into_record(self, now_ms: u64, attempt: u32) -> EventRecord {
+        let mut record = EventRecord::new(EventKind::Progress, now_ms, attempt);
         if let Some(percent) = self.percent {
             record = record.with("percent", percent.clamp(0.0, 100.0));
         }
@@ -73,7 +73,7 @@ pub struct ToolContext {
 
 impl ToolContext {
     /// Reports progress; the call's event stream shows it.
-    pub fn progress(&self, progress: Progress) {
+    pub fn report_progress(&self, progress: AttemptProgress) {
         (self.progress)(progress);
     }
 }
@@ -82,19 +82,19 @@ impl ToolContext {
 #[async_trait]
 pub trait Tool: Send + Sync + 'static {
     /// Returns the tool's definition.
-    fn definition(&self) -> Definition;
+    fn definition(&self) -> ToolDefinition;
 
     /// Runs the tool on arguments that match its schema.
     async fn call(&self, args: Json, context: ToolContext) -> Result<Json, Fault>;
 }
 
-type Answer = Pin<Box<dyn Future<Output = Result<Json, Fault>> + Send>>;
-type Body = Box<dyn Fn(Json, ToolContext) -> Answer + Send + Sync>;
+type ToolFuture = Pin<Box<dyn Future<Output = Result<Json, Fault>> + Send>>;
+type ToolBody = Box<dyn Fn(Json, ToolContext) -> ToolFuture + Send + Sync>;
 
 /// A tool made from a typed async function.
 pub struct FnTool {
-    definition: Definition,
-    body: Body,
+    definition: ToolDefinition,
+    body: ToolBody,
 }
 
 impl FnTool {
@@ -119,7 +119,7 @@ impl FnTool {
         F: Fn(A, ToolContext) -> Fut + Send + Sync + 'static,
         Fut: Future<Output = Result<R, E>> + Send + 'static,
     {
-        let body: Body = Box::new(move |args, context| match parse_args(&args) {
+        let body: ToolBody = Box::new(move |args, context| match parse_args(&args) {
             Ok(args) => {
                 let answer = function(args, context);
                 Box::pin(async move { to_json(&answer.await.map_err(Into::into)?) })
@@ -132,21 +132,21 @@ impl FnTool {
                 .as_object()
                 .is_some_and(|map| map.keys().any(|key| key != "$schema" && key != "title"))
         };
-        let definition = Definition {
+        let definition = ToolDefinition {
             project: None,
             name: name.to_owned(),
             description: description.to_owned(),
             executor: Executor::Builtin,
-            input_schema: Json::of_value(&schemars::schema_for!(A).to_value()),
-            output_schema: says_something(&output).then(|| Json::of_value(&output)),
+            input_schema: Json::from_value(&schemars::schema_for!(A).to_value()),
+            output_schema: says_something(&output).then(|| Json::from_value(&output)),
             timeout_ms: 30_000,
             background: false,
             effect: Effect::default(),
             risk: Risk::default(),
-            policy: PolicyPatch::default(),
+            policy: ExecutionPolicyPatch::default(),
             fallback: Vec::new(),
             metadata: None,
-            utp: None,
+            binding: None,
         };
         Self { definition, body }
     }
@@ -176,13 +176,13 @@ impl FnTool {
     }
 
     /// Sets the tool's execution limits.
-    pub fn policy(mut self, policy: PolicyPatch) -> Self {
+    pub fn policy(mut self, policy: ExecutionPolicyPatch) -> Self {
         self.definition.policy = policy;
         self
     }
 
     /// Sets the fallbacks, used when the tool certainly had no effect.
-    pub fn fallback(mut self, alternates: Vec<Alternate>) -> Self {
+    pub fn fallback(mut self, alternates: Vec<Fallback>) -> Self {
         self.definition.fallback = alternates;
         self
     }
@@ -191,17 +191,18 @@ impl FnTool {
 fn parse_args<A: DeserializeOwned>(args: &Json) -> Result<A, Fault> {
     serde_json::from_str(args.text()).map_err(|error| {
         Fault::new(Code::ValidationError, format!("the arguments cannot be read: {error}"))
-            .not_happened()
+            .without_side_effect()
     })
 }
 
 fn to_json<R: Serialize>(answer: &R) -> Result<Json, Fault> {
-    Json::of(answer).map_err(|error| Fault::runtime(format!("the result is not JSON: {error}")))
+    Json::from_serialize(answer)
+        .map_err(|error| Fault::runtime(format!("the result is not JSON: {error}")))
 }
 
 #[async_trait]
 impl Tool for FnTool {
-    fn definition(&self) -> Definition {
+    fn definition(&self) -> ToolDefinition {
         self.definition.clone()
     }
 
@@ -212,12 +213,12 @@ impl Tool for FnTool {
 
 /// The source of the tools that run in this process.
 #[derive(Default)]
-pub struct Functions {
+pub struct BuiltinSource {
     tools: HashMap<String, Arc<dyn Tool>, RandomState>,
     running: Mutex<HashMap<(CallId, u32), CancellationToken, RandomState>>,
 }
 
-impl Functions {
+impl BuiltinSource {
     /// Creates a source of these tools.
     pub fn new(tools: impl IntoIterator<Item = Arc<dyn Tool>>) -> Self {
         let tools = tools.into_iter().map(|tool| (tool.definition().name, tool)).collect();
@@ -226,12 +227,12 @@ impl Functions {
 }
 
 #[async_trait]
-impl Source for Functions {
+impl Source for BuiltinSource {
     fn executor(&self) -> Executor {
         Executor::Builtin
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         let mut tools: Vec<_> = self.tools.values().map(|tool| tool.definition()).collect();
         tools.sort_by(|a, b| a.name.cmp(&b.name));
         tools
@@ -240,8 +241,8 @@ impl Source for Functions {
     async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started {
         let Some(tool) = self.tools.get(&attempt.tool) else {
             let message = format!("this server has no built-in tool \"{}\"", attempt.tool);
-            let fault = Fault::new(Code::ToolNotFound, message).not_happened();
-            return Started::Done(Err(fault));
+            let fault = Fault::new(Code::ToolNotFound, message).without_side_effect();
+            return Started::Finished(Err(fault));
         };
         let canceled = CancellationToken::new();
         let place = (attempt.call_id.clone(), attempt.number);
@@ -261,11 +262,11 @@ impl Source for Functions {
         let result = tokio::select! {
             biased;
             result = run.catch_unwind() => result.unwrap_or_else(|panic| {
-                Err(Fault::runtime(format!("the tool panicked: {}", panic_text(&*panic))))
+                Err(Fault::runtime(format!("the tool panicked: {}", panic_message(&*panic))))
             }),
             () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "canceled")),
         };
-        Started::Done(result)
+        Started::Finished(result)
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {
@@ -274,12 +275,12 @@ impl Source for Functions {
         }
     }
 
-    fn settled(&self, call_id: &CallId, attempt: u32) {
+    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
         self.running.lock().remove(&(call_id.clone(), attempt));
     }
 }
 
-pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }

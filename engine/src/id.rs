@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// The error for a text that is not an id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("\"{given}\" is not an id of the form {prefix}…")]
-pub struct NotAnId {
+pub struct InvalidId {
     /// The input, truncated to a readable length.
     pub given: String,
     /// The prefix of such ids.
@@ -34,29 +34,29 @@ impl CallId {
     }
 
     /// Returns the smallest id that a call created at this time can have.
-    pub fn floor_at(unix_ms: u64) -> Self {
+    pub fn min_at(unix_ms: u64) -> Self {
         let ulid = ulid::Ulid::from_parts(unix_ms, 0);
         Self(format!("{}{ulid}", Self::PREFIX).into())
     }
 }
 
 impl FromStr for CallId {
-    type Err = NotAnId;
+    type Err = InvalidId;
 
-    fn from_str(text: &str) -> Result<Self, NotAnId> {
+    fn from_str(text: &str) -> Result<Self, InvalidId> {
         let body = text.strip_prefix(Self::PREFIX).unwrap_or_default();
         if body.is_empty() || body.len() > 64 || !body.bytes().all(|b| b.is_ascii_alphanumeric()) {
             let given = text.chars().take(80).collect();
-            return Err(NotAnId { given, prefix: Self::PREFIX });
+            return Err(InvalidId { given, prefix: Self::PREFIX });
         }
         Ok(Self(text.into()))
     }
 }
 
 impl TryFrom<String> for CallId {
-    type Error = NotAnId;
+    type Error = InvalidId;
 
-    fn try_from(text: String) -> Result<Self, NotAnId> {
+    fn try_from(text: String) -> Result<Self, InvalidId> {
         text.parse()
     }
 }
@@ -80,20 +80,20 @@ impl fmt::Debug for CallId {
 }
 
 /// Creates unique ids that sort in the order of their creation.
-pub struct Minter {
+pub struct IdGenerator {
     last: Mutex<ulid::Ulid>,
 }
 
-impl Default for Minter {
+impl Default for IdGenerator {
     fn default() -> Self {
         Self { last: Mutex::new(ulid::Ulid::nil()) }
     }
 }
 
-impl Minter {
+impl IdGenerator {
     /// Creates a call id for this time.
-    pub fn call(&self, now_ms: u64) -> CallId {
-        let (next, mut buffer) = (self.next(now_ms), [0; ulid::ULID_LEN]);
+    pub fn next_call_id(&self, now_ms: u64) -> CallId {
+        let (next, mut buffer) = (self.next_ulid(now_ms), [0; ulid::ULID_LEN]);
         let mut text = [0; CallId::PREFIX.len() + ulid::ULID_LEN];
         text[..CallId::PREFIX.len()].copy_from_slice(CallId::PREFIX.as_bytes());
         text[CallId::PREFIX.len()..].copy_from_slice(next.array_to_str(&mut buffer).as_bytes());
@@ -101,11 +101,11 @@ impl Minter {
     }
 
     /// Creates an id with the given prefix.
-    pub fn text(&self, prefix: &str, now_ms: u64) -> String {
-        format!("{prefix}{}", self.next(now_ms))
+    pub fn next_id(&self, prefix: &str, now_ms: u64) -> String {
+        format!("{prefix}{}", self.next_ulid(now_ms))
     }
 
-    fn next(&self, now_ms: u64) -> ulid::Ulid {
+    fn next_ulid(&self, now_ms: u64) -> ulid::Ulid {
         let mut last = self.last.lock();
         let fresh = || ulid::Ulid::from_parts(now_ms, ulid::Ulid::generate().random());
         // Within one millisecond (or while the clock stands still) the next id is the last plus
@@ -125,12 +125,12 @@ mod tests {
 
     #[test]
     fn ids_sort_in_the_order_they_were_made() {
-        let minter = Minter::default();
+        let minter = IdGenerator::default();
         let ids: Vec<CallId> =
-            (0..1000).map(|n| minter.call(1_700_000_000_000 + n / 100)).collect();
+            (0..1000).map(|n| minter.next_call_id(1_700_000_000_000 + n / 100)).collect();
         assert!(ids.windows(2).all(|pair| pair[0] < pair[1]));
-        assert!(CallId::floor_at(1_700_000_000_000) <= ids[0]);
-        assert!(CallId::floor_at(1_700_000_000_011) > ids[999]);
+        assert!(CallId::min_at(1_700_000_000_000) <= ids[0]);
+        assert!(CallId::min_at(1_700_000_000_011) > ids[999]);
     }
 
     #[test]

@@ -15,9 +15,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-pub use canonical::canonical;
-pub use check::{check, mended};
-pub use rounded::rounded;
+pub use canonical::canonicalize;
+pub use check::{check, replace_lone_surrogates};
+pub use rounded::find_lossy_integer;
 
 /// Maximum nesting depth of a document, enforced everywhere.
 pub const MAX_DEPTH: usize = 64;
@@ -29,7 +29,7 @@ pub struct Json(Arc<RawValue>);
 /// The reason why a text is not acceptable JSON, and the location.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason} at line {line} column {column}")]
-pub struct NotJson {
+pub struct JsonError {
     /// The problem.
     pub reason: String,
     /// Line, from 1.
@@ -40,30 +40,30 @@ pub struct NotJson {
 
 impl Json {
     /// Validates a text and wraps it.
-    pub fn parse(text: &str) -> Result<Self, NotJson> {
+    pub fn parse(text: &str) -> Result<Self, JsonError> {
         check(text.as_bytes())?;
-        Self::kept(text)
+        Self::from_stored(text)
     }
 
     /// Wraps a text from a store, which was validated before it was stored.
-    pub fn kept(text: &str) -> Result<Self, NotJson> {
-        let raw: Box<RawValue> = serde_json::from_str(text).map_err(NotJson::from)?;
+    pub fn from_stored(text: &str) -> Result<Self, JsonError> {
+        let raw: Box<RawValue> = serde_json::from_str(text).map_err(JsonError::from)?;
         Ok(Self(raw.into()))
     }
 
     /// Wraps a part of a validated document.
-    pub(crate) fn part(raw: &RawValue) -> Self {
+    pub(crate) fn from_raw(raw: &RawValue) -> Self {
         Self(raw.to_owned().into())
     }
 
     /// Serializes a value.
-    pub fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, serde_json::Error> {
+    pub fn from_serialize<T: Serialize + ?Sized>(value: &T) -> Result<Self, serde_json::Error> {
         serde_json::value::to_raw_value(value).map(|raw| Self(raw.into()))
     }
 
     /// Serializes a value tree, which cannot fail.
-    pub fn of_value(value: &Value) -> Self {
-        Self::of(value).unwrap_or_else(|_| Self::null())
+    pub fn from_value(value: &Value) -> Self {
+        Self::from_serialize(value).unwrap_or_else(|_| Self::null())
     }
 
     /// Returns `null`.
@@ -73,7 +73,7 @@ impl Json {
 
     /// Returns `{}`.
     pub fn empty_object() -> Self {
-        Self::of_value(&Value::Object(serde_json::Map::new()))
+        Self::from_value(&Value::Object(serde_json::Map::new()))
     }
 
     /// Returns the text.
@@ -84,16 +84,16 @@ impl Json {
     /// Returns the items of an array, or `None` if the document is not an array.
     pub fn items(&self) -> Option<Vec<Self>> {
         let items: Vec<&RawValue> = serde_json::from_str(self.text()).ok()?;
-        Some(items.into_iter().map(Self::part).collect())
+        Some(items.into_iter().map(Self::from_raw).collect())
     }
 
     /// Returns the document in its canonical spelling, which is used to compare documents.
-    pub fn canonical(&self) -> String {
-        canonical(self.text())
+    pub fn canonical_text(&self) -> String {
+        canonicalize(self.text())
     }
 
     /// Parses the value tree. The text was validated on arrival, so this cannot fail in practice.
-    pub fn value(&self) -> Value {
+    pub fn to_value(&self) -> Value {
         serde_json::from_str(self.0.get()).unwrap_or(Value::Null)
     }
 }
@@ -108,7 +108,7 @@ impl fmt::Debug for Json {
 /// compared as written, not as the nearest doubles.
 impl PartialEq for Json {
     fn eq(&self, other: &Self) -> bool {
-        self.text() == other.text() || self.canonical() == other.canonical()
+        self.text() == other.text() || self.canonical_text() == other.canonical_text()
     }
 }
 
@@ -126,9 +126,9 @@ impl<'de> Deserialize<'de> for Json {
     }
 }
 
-impl NotJson {
+impl JsonError {
     /// Returns an error at a byte offset of a text.
-    pub fn at(text: &[u8], at: usize, reason: &str) -> Self {
+    pub fn at_offset(text: &[u8], at: usize, reason: &str) -> Self {
         let before = &text[..at];
         let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
         let column = at - before.iter().rposition(|byte| *byte == b'\n').map_or(0, |n| n + 1) + 1;
@@ -136,7 +136,7 @@ impl NotJson {
     }
 }
 
-impl From<serde_json::Error> for NotJson {
+impl From<serde_json::Error> for JsonError {
     fn from(error: serde_json::Error) -> Self {
         let (line, column) = (error.line(), error.column());
         let full = error.to_string();
@@ -176,7 +176,7 @@ mod tests {
             assert!(serde_json::from_str::<BTreeMap<String, Json>>(&inside).is_err(), "{text}");
         }
         let whole = Json::parse(r#"["\ud83d\ude00", 1e300]"#).unwrap();
-        assert_eq!(whole.value(), serde_json::json!(["😀", 1e300]));
+        assert_eq!(whole.to_value(), serde_json::json!(["😀", 1e300]));
     }
 
     #[test]

@@ -21,15 +21,15 @@ mod said;
 
 use serde_json::{Map, Value};
 
-use crate::call::{Call, Hold, Metrics, Outcome, Status};
-use crate::dialogue::{Dialogue, Questions};
-use crate::event::{Kind, Record};
+use crate::call::{Call, CallMetrics, Hold, Outcome, Status};
+use crate::dialogue::{Elicitation, ElicitationRequest};
+use crate::event::{EventKind, EventRecord};
 use crate::fault::{Code, Fault};
 use crate::json::Json;
 use crate::tool::{Effect, Executor};
-use after::its_turn;
-use elsewhere::{handed, told};
-use reported::{failed, may_report, report};
+use after::start_after_predecessor;
+use elsewhere::{apply_remote_outcome, detach};
+use reported::{apply_report, check_report, retry_or_fail};
 
 /// An input of the state machine.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,30 +38,30 @@ pub enum Event {
     Claim { node: String },
     /// A remote executor acknowledged the attempt. `instead_of` names the client that acknowledged
     /// it before, stayed away, and lost its lease to this one.
-    Taken { attempt: u32, by: String, instead_of: Option<String> },
+    Acknowledged { attempt: u32, by: String, instead_of: Option<String> },
     /// The result of an attempt. Without an attempt number it is about the one in flight.
     Report { attempt: Option<u32>, by: Option<String>, result: Result<Json, Fault> },
     /// An attempt ended with questions.
-    Ask { attempt: u32, questions: Questions },
+    InputRequired { attempt: u32, questions: ElicitationRequest },
     /// A caller or client answers some of the questions.
-    Answer { by: String, answers: Map<String, Value> },
+    InputProvided { by: String, answers: Map<String, Value> },
     /// An attempt continues at the executor, which finds it by this handle.
-    Handed { attempt: u32, handle: String },
+    Detached { attempt: u32, handle: String },
     /// A tool service ended an attempt otherwise than with a plain success or failure.
-    Told { attempt: u32, by: String, told: Told },
+    RemoteOutcome { attempt: u32, by: String, told: RemoteOutcome },
     /// The predecessor has ended.
-    ItsTurn,
+    PredecessorEnded,
     /// The clock reached the call's deadline.
     Deadline,
     /// A cancel request.
     Cancel { by: String, reason: Option<String> },
     /// The process that owned the call is gone.
-    Lost { node: String },
+    OwnerLost { node: String },
 }
 
 /// Outcomes that only a tool service can report.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Told {
+pub enum RemoteOutcome {
     /// The tool succeeded in part.
     Partial(Json),
     /// The tool service's own timeout passed.
@@ -76,22 +76,22 @@ pub enum Action {
     /// Start the attempt in flight at its source.
     Start,
     /// Deliver the attempt in flight to its source again: it may have been delivered before.
-    StartAgain,
+    Redeliver,
     /// Tell the source to stop this attempt.
     Stop { attempt: u32 },
     /// Queue the call for a free slot (now, or when its retry is due).
     Enqueue,
     /// Watch the predecessor and apply [`Event::PredecessorEnded`] when it has ended.
-    Follow,
+    AwaitPredecessor,
     /// The call ended.
-    Ended,
+    NotifyEnded,
 }
 
 /// The next state of a call, with its records and actions.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Step {
+pub struct Transition {
     pub call: Call,
-    pub records: Vec<Record>,
+    pub records: Vec<EventRecord>,
     pub actions: Vec<Action>,
 }
 
@@ -99,51 +99,59 @@ pub struct Step {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Refusal {
     /// The event repeats what is already recorded; it gets the same reply as the first.
-    Repeated,
+    Duplicate,
     /// The call has already ended otherwise; recorded as an event.
-    Ended(Record),
+    AlreadyEnded(EventRecord),
     /// The event is about an attempt that is not in flight; recorded as an event.
-    WrongAttempt(Record),
+    WrongAttempt(EventRecord),
     /// The event is too early, or does not apply to this state.
-    NotNow,
+    NotApplicable,
 }
 
 /// Decides the effect of an event on a call.
-pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
+pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refusal> {
     match event {
         Event::Claim { node } => {
-            may_claim(call, now_ms)?;
+            check_claim(call, now_ms)?;
             Ok(claim(call.clone(), node, now_ms))
         }
-        Event::Taken { attempt, by, instead_of } => {
-            taken(call, *attempt, by, instead_of.as_deref(), now_ms)
+        Event::Acknowledged { attempt, by, instead_of } => {
+            acknowledge(call, *attempt, by, instead_of.as_deref(), now_ms)
         }
         Event::Report { attempt, by, result } => {
-            may_report(call, *attempt, by.as_deref(), result, now_ms)?;
-            Ok(report(call.clone(), by.as_deref(), result, now_ms))
+            check_report(call, *attempt, by.as_deref(), result, now_ms)?;
+            Ok(apply_report(call.clone(), by.as_deref(), result, now_ms))
         }
-        Event::Ask { attempt, questions } => ask(call, *attempt, questions, now_ms),
-        Event::Answer { by, answers } => answer(call, by, answers, now_ms),
-        Event::Handed { attempt, handle } => handed(call, *attempt, handle, now_ms),
-        Event::Told { attempt, by, told: how } => told(call, *attempt, by, how, now_ms),
-        Event::ItsTurn => its_turn(call, now_ms),
-        Event::Deadline => deadline(call, now_ms),
+        Event::InputRequired { attempt, questions } => {
+            require_input(call, *attempt, questions, now_ms)
+        }
+        Event::InputProvided { by, answers } => provide_input(call, by, answers, now_ms),
+        Event::Detached { attempt, handle } => detach(call, *attempt, handle, now_ms),
+        Event::RemoteOutcome { attempt, by, told: how } => {
+            apply_remote_outcome(call, *attempt, by, how, now_ms)
+        }
+        Event::PredecessorEnded => start_after_predecessor(call, now_ms),
+        Event::Deadline => time_out(call, now_ms),
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
-        Event::Lost { node } => lost(call, node, now_ms),
+        Event::OwnerLost { node } => recover_from_owner_loss(call, node, now_ms),
     }
 }
 
 /// Like [`step`], for the only owner of the call: moves the call into the transition where it can,
 /// instead of cloning it. A refusal returns the call.
-pub fn step_on(call: Call, event: &Event, now_ms: u64) -> Result<Step, Box<(Call, Refusal)>> {
+pub fn step_owned(
+    call: Call,
+    event: &Event,
+    now_ms: u64,
+) -> Result<Transition, Box<(Call, Refusal)>> {
     let refusal = match event {
-        Event::Claim { node } => match may_claim(&call, now_ms) {
+        Event::Claim { node } => match check_claim(&call, now_ms) {
             Ok(()) => return Ok(claim(call, node, now_ms)),
             Err(refusal) => refusal,
         },
         Event::Report { attempt, by, result } => {
-            match may_report(&call, *attempt, by.as_deref(), result, now_ms) {
-                Ok(()) => return Ok(report(call, by.as_deref(), result, now_ms)),
+            match check_report(&call, *attempt, by.as_deref(), result, now_ms) {
+                Ok(()) => return Ok(apply_report(call, by.as_deref(), result, now_ms)),
                 Err(refusal) => refusal,
             }
         }
@@ -155,127 +163,138 @@ pub fn step_on(call: Call, event: &Event, now_ms: u64) -> Result<Step, Box<(Call
     Err(Box::new((call, refusal)))
 }
 
-fn may_claim(call: &Call, now_ms: u64) -> Result<(), Refusal> {
+fn check_claim(call: &Call, now_ms: u64) -> Result<(), Refusal> {
     let due = match (call.status, call.hold) {
         (Status::Pending, Some(Hold::Queue)) => true,
         (Status::Pending, Some(Hold::Retry { at_ms })) => at_ms <= now_ms,
         _ => false,
     };
     if !due || now_ms >= call.deadline_ms {
-        return Err(Refusal::NotNow);
+        return Err(Refusal::NotApplicable);
     }
     Ok(())
 }
 
-fn claim(mut next: Call, node: &str, now_ms: u64) -> Step {
+fn claim(mut next: Call, node: &str, now_ms: u64) -> Transition {
     next.attempt += 1;
     next.target_attempts += 1;
-    next.attempt_ms = Some(now_ms);
+    next.attempt_dispatched_ms = Some(now_ms);
     next.node = Some(node.to_owned());
-    next.taken_by = None;
-    if let Some(dialogue) = &mut next.dialogue {
+    next.acknowledged_by = None;
+    if let Some(dialogue) = &mut next.elicitation {
         dialogue.handle = None;
     }
     // The caller executes its own calls: the attempt needs no acknowledgement.
-    if next.target.executor.parks() && next.target.executor != Executor::Caller {
-        next.hold = Some(Hold::Parked);
-        return committed(next, vec![], vec![Action::Start]);
+    if next.target.executor.reports_later() && next.target.executor != Executor::Caller {
+        next.hold = Some(Hold::Unacknowledged);
+        return into_transition(next, vec![], vec![Action::Start]);
     }
-    let record = begin(&mut next, now_ms);
-    committed(next, vec![record], vec![Action::Start])
+    let record = begin_attempt(&mut next, now_ms);
+    into_transition(next, vec![record], vec![Action::Start])
 }
 
-fn taken(
+fn acknowledge(
     call: &Call,
     attempt: u32,
     by: &str,
     instead_of: Option<&str>,
     now_ms: u64,
-) -> Result<Step, Refusal> {
+) -> Result<Transition, Refusal> {
     if call.status.is_terminal() {
-        return Err(Refusal::Ended(late(call, now_ms, "taken after the end").with("by", by)));
+        return Err(Refusal::AlreadyEnded(
+            ignored_record(call, now_ms, "taken after the end").with("by", by),
+        ));
     }
     let same = call.status == Status::Running
         && call.attempt == attempt
-        && call.taken_by.as_deref() == Some(by);
+        && call.acknowledged_by.as_deref() == Some(by);
     if same {
-        return Err(Refusal::Repeated);
+        return Err(Refusal::Duplicate);
     }
-    let handed_over = call.target.executor.parks() && call.status == Status::Running;
-    if (call.hold != Some(Hold::Parked) && !handed_over) || call.attempt != attempt {
+    let handed_over = call.target.executor.reports_later() && call.status == Status::Running;
+    if (call.hold != Some(Hold::Unacknowledged) && !handed_over) || call.attempt != attempt {
         let why = "taken, but this attempt is not out";
-        return Err(Refusal::WrongAttempt(late(call, now_ms, why).with("by", by)));
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why).with("by", by)));
     }
     // Another client may acknowledge the attempt only after the lease moved to it, which happens
     // only for tools that are safe to repeat.
-    let holder = call.taken_by.as_deref().filter(|_| handed_over);
+    let holder = call.acknowledged_by.as_deref().filter(|_| handed_over);
     let given_on = instead_of == holder && call.target.effect != Effect::Irreversible;
     if holder.is_some() && !given_on {
         let why = "taken, but another has taken it before";
-        return Err(Refusal::WrongAttempt(late(call, now_ms, why).with("by", by)));
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why).with("by", by)));
     }
     let mut next = call.clone();
-    next.taken_by = Some(by.to_owned());
-    let mut records = vec![Record::new(Kind::Taken, now_ms, attempt).with("by", by)];
+    next.acknowledged_by = Some(by.to_owned());
+    let mut records =
+        vec![EventRecord::new(EventKind::Acknowledged, now_ms, attempt).with("by", by)];
     if !handed_over {
-        records.insert(0, begin(&mut next, now_ms));
+        records.insert(0, begin_attempt(&mut next, now_ms));
     }
-    Ok(committed(next, records, vec![]))
+    Ok(into_transition(next, records, vec![]))
 }
 
 /// Ends an attempt with questions: the call waits for answers with no attempt in flight.
-fn ask(call: &Call, attempt: u32, questions: &Questions, now_ms: u64) -> Result<Step, Refusal> {
+fn require_input(
+    call: &Call,
+    attempt: u32,
+    questions: &ElicitationRequest,
+    now_ms: u64,
+) -> Result<Transition, Refusal> {
     if call.status.is_terminal() {
-        return Err(Refusal::Ended(late(call, now_ms, "asked after the end")));
+        return Err(Refusal::AlreadyEnded(ignored_record(call, now_ms, "asked after the end")));
     }
-    if !call.attempt_is_out() || call.attempt != attempt {
+    if !call.has_attempt_in_flight() || call.attempt != attempt {
         let why = "asked by an attempt that is not out";
-        return Err(Refusal::WrongAttempt(late(call, now_ms, why)));
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why)));
     }
     let mut next = call.clone();
     next.status = Status::Pending;
     next.hold = Some(Hold::Input);
-    next.taken_by = None;
+    next.acknowledged_by = None;
     // An elicitation is not a failure: it costs no retry.
     next.target_attempts = next.target_attempts.saturating_sub(1);
-    next.dialogue = Some(Box::new(Dialogue::asking(questions)));
-    let keys: Vec<&str> = questions.asked.keys().map(String::as_str).collect();
-    let record = Record::new(Kind::Asked, now_ms, attempt).with("questions", keys);
-    Ok(committed(next, vec![record], vec![]))
+    next.elicitation = Some(Box::new(Elicitation::from_request(questions)));
+    let keys: Vec<&str> = questions.questions.keys().map(String::as_str).collect();
+    let record =
+        EventRecord::new(EventKind::InputRequired, now_ms, attempt).with("questions", keys);
+    Ok(into_transition(next, vec![record], vec![]))
 }
 
 /// Accepts answers. The last answer queues the call.
-fn answer(
+fn provide_input(
     call: &Call,
     by: &str,
     answers: &Map<String, Value>,
     now_ms: u64,
-) -> Result<Step, Refusal> {
+) -> Result<Transition, Refusal> {
     if call.status.is_terminal() {
-        return Err(Refusal::Ended(late(call, now_ms, "answered after the end").with("by", by)));
+        return Err(Refusal::AlreadyEnded(
+            ignored_record(call, now_ms, "answered after the end").with("by", by),
+        ));
     }
     if call.hold != Some(Hold::Input) {
-        return Err(Refusal::NotNow);
+        return Err(Refusal::NotApplicable);
     }
     let mut next = call.clone();
-    let dialogue = next.dialogue.get_or_insert_default();
-    let keys = dialogue.answered(answers);
+    let dialogue = next.elicitation.get_or_insert_default();
+    let keys = dialogue.accept_answers(answers);
     if keys.is_empty() {
-        return Err(Refusal::Repeated);
+        return Err(Refusal::Duplicate);
     }
-    let record = Record::new(Kind::Answered, now_ms, call.attempt).with("by", by);
+    let record = EventRecord::new(EventKind::InputProvided, now_ms, call.attempt).with("by", by);
     let record = record.with("questions", keys);
     let mut actions = Vec::new();
-    if dialogue.open.is_empty() {
+    if dialogue.unanswered.is_empty() {
         next.hold = Some(Hold::Queue);
         actions.push(Action::Enqueue);
     }
-    Ok(committed(next, vec![record], actions))
+    Ok(into_transition(next, vec![record], actions))
 }
 
-fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
+fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status.is_terminal() || now_ms < call.deadline_ms {
-        return Err(Refusal::NotNow);
+        return Err(Refusal::NotApplicable);
     }
     let allowed_ms = call.deadline_ms.saturating_sub(call.created_ms);
     let message = match (call.status, call.hold, call.target.effect) {
@@ -287,7 +306,7 @@ fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
             "{} did not answer within {allowed_ms} ms; it was under way and may have taken effect",
             call.target.tool
         ),
-        (_, Some(Hold::Parked), _) => {
+        (_, Some(Hold::Unacknowledged), _) => {
             let who = match call.target.executor {
                 Executor::Utp => "is its tool service running, and NATS there",
                 _ => "is the client that offers it connected",
@@ -300,65 +319,67 @@ fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
         (_, Some(Hold::Retry { .. }), _) => {
             format!("{} failed and its {allowed_ms} ms ended before the next try", call.target.tool)
         }
-        (_, Some(Hold::After { .. }), _) => {
+        (_, Some(Hold::Predecessor { .. }), _) => {
             format!("the call before {} had not ended after {allowed_ms} ms", call.target.tool)
         }
         _ => format!("no place was free for {} within {allowed_ms} ms", call.target.tool),
     };
     let mut fault = Fault::new(Code::Timeout, message);
     if call.status != Status::Running {
-        fault = fault.not_happened().retryable(true);
+        fault = fault.without_side_effect().retryable(true);
     } else if call.target.effect == Effect::Read {
         fault = fault.retryable(true);
     }
-    let mut actions = stop(call);
-    actions.push(Action::Ended);
-    let end = end(call.clone(), Status::Timeout, (false, None, Some(fault)), now_ms);
-    let record = ending(&end, Kind::Timeout, now_ms);
-    Ok(committed(end, vec![record], actions))
+    let mut actions = stop_actions(call);
+    actions.push(Action::NotifyEnded);
+    let end = end_call(call.clone(), Status::Timeout, (false, None, Some(fault)), now_ms);
+    let record = end_record(&end, EventKind::Timeout, now_ms);
+    Ok(into_transition(end, vec![record], actions))
 }
 
-fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Step, Refusal> {
+fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status == Status::Canceled {
-        return Err(Refusal::Repeated);
+        return Err(Refusal::Duplicate);
     }
     if call.status.is_terminal() {
-        return Err(Refusal::Ended(late(call, now_ms, "canceled after the end").with("by", by)));
+        return Err(Refusal::AlreadyEnded(
+            ignored_record(call, now_ms, "canceled after the end").with("by", by),
+        ));
     }
     let under_way = call.status == Status::Running && call.target.effect != Effect::Read;
     let because = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
     let may = if under_way { "; it was under way and may have taken effect" } else { "" };
     let fault = Fault::new(Code::Canceled, format!("canceled by {by}{because}{may}"));
-    let mut actions = stop(call);
-    actions.push(Action::Ended);
-    let end = end(call.clone(), Status::Canceled, (false, None, Some(fault)), now_ms);
-    let mut record = ending(&end, Kind::Canceled, now_ms).with("by", by);
+    let mut actions = stop_actions(call);
+    actions.push(Action::NotifyEnded);
+    let end = end_call(call.clone(), Status::Canceled, (false, None, Some(fault)), now_ms);
+    let mut record = end_record(&end, EventKind::Canceled, now_ms).with("by", by);
     if let Some(reason) = reason {
         record = record.with("reason", reason);
     }
-    Ok(committed(end, vec![record], actions))
+    Ok(into_transition(end, vec![record], actions))
 }
 
 /// Recovers a call whose owner process is gone. An attempt that survives the process is delivered
 /// again; one that ran inside it is retried only if the tool is safe to repeat.
-fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
+fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status.is_terminal() {
-        return Err(Refusal::NotNow);
+        return Err(Refusal::NotApplicable);
     }
     let mut next = call.clone();
     next.node = Some(node.to_owned());
-    let recovered = Record::new(Kind::Recovered, now_ms, call.attempt);
-    if !call.attempt_is_out() {
+    let recovered = EventRecord::new(EventKind::Recovered, now_ms, call.attempt);
+    if !call.has_attempt_in_flight() {
         // A call that waits for input keeps waiting; a call that waits for a slot is queued.
         let actions = match call.hold {
             Some(Hold::Input) => vec![],
-            Some(Hold::After { .. }) => vec![Action::Follow],
+            Some(Hold::Predecessor { .. }) => vec![Action::AwaitPredecessor],
             _ => vec![Action::Enqueue],
         };
-        return Ok(committed(next, vec![recovered], actions));
+        return Ok(into_transition(next, vec![recovered], actions));
     }
-    if call.goes_on_elsewhere() {
-        return Ok(committed(next, vec![recovered], vec![Action::StartAgain]));
+    if call.survives_node_loss() {
+        return Ok(into_transition(next, vec![recovered], vec![Action::Redeliver]));
     }
     let retryable = next.target.effect != Effect::Irreversible;
     let (tool, attempt) = (&call.target.tool, call.attempt);
@@ -370,22 +391,24 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     let fault = Fault::new(Code::OutcomeUnknown, message);
     // A crash is not the tool's failure, but it costs an attempt: a call that brings the process
     // down each time must end.
-    Ok(failed(next, vec![recovered], &fault.retryable(retryable), now_ms))
+    Ok(retry_or_fail(next, vec![recovered], &fault.retryable(retryable), now_ms))
 }
 
 /// Marks the attempt as running.
-fn begin(next: &mut Call, now_ms: u64) -> Record {
+fn begin_attempt(next: &mut Call, now_ms: u64) -> EventRecord {
     next.status = Status::Running;
     next.hold = None;
     next.started_ms.get_or_insert(now_ms);
-    Record::new(Kind::Started, now_ms, next.attempt).with("tool", next.target.tool.as_str())
+    EventRecord::new(EventKind::Started, now_ms, next.attempt)
+        .with("tool", next.target.tool.as_str())
 }
 
-type End = (bool, Option<Json>, Option<Fault>);
+type OutcomeParts = (bool, Option<Json>, Option<Fault>);
 
-fn end(mut call: Call, status: Status, (ok, data, error): End, now_ms: u64) -> Call {
+fn end_call(mut call: Call, status: Status, (ok, data, error): OutcomeParts, now_ms: u64) -> Call {
     let completed_ms = now_ms.max(call.created_ms);
-    let metrics = Metrics::of(call.created_ms, call.started_ms, completed_ms, call.attempt);
+    let metrics =
+        CallMetrics::from_timestamps(call.created_ms, call.started_ms, completed_ms, call.attempt);
     call.status = status;
     call.hold = None;
     call.completed_ms = Some(completed_ms);
@@ -393,29 +416,29 @@ fn end(mut call: Call, status: Status, (ok, data, error): End, now_ms: u64) -> C
     call
 }
 
-fn ending(end: &Call, kind: Kind, now_ms: u64) -> Record {
+fn end_record(end: &Call, kind: EventKind, now_ms: u64) -> EventRecord {
     let metrics = end.outcome.as_ref().map(|outcome| outcome.metrics).unwrap_or_default();
-    Record::new(kind, now_ms, end.attempt)
+    EventRecord::new(kind, now_ms, end.attempt)
         .with("latency_ms", metrics.latency_ms)
         .with("queue_ms", metrics.queue_ms)
         .with("tool", end.target.tool.as_str())
-        .about_task(end)
+        .with_task_ids(end)
 }
 
-fn stop(call: &Call) -> Vec<Action> {
-    if call.attempt_is_out() { vec![Action::Stop { attempt: call.attempt }] } else { vec![] }
+fn stop_actions(call: &Call) -> Vec<Action> {
+    if call.has_attempt_in_flight() { vec![Action::Stop { attempt: call.attempt }] } else { vec![] }
 }
 
-fn committed(mut call: Call, records: Vec<Record>, actions: Vec<Action>) -> Step {
+fn into_transition(mut call: Call, records: Vec<EventRecord>, actions: Vec<Action>) -> Transition {
     call.version += 1;
-    Step { call, records, actions }
+    Transition { call, records, actions }
 }
 
-fn late(call: &Call, now_ms: u64, why: &str) -> Record {
-    Record::new(Kind::Late, now_ms, call.attempt).with("why", why)
+fn ignored_record(call: &Call, now_ms: u64, why: &str) -> EventRecord {
+    EventRecord::new(EventKind::ReportIgnored, now_ms, call.attempt).with("why", why)
 }
 
-fn with_report(record: Record, by: Option<&str>, result: &Result<Json, Fault>) -> Record {
+fn with_report(record: EventRecord, by: Option<&str>, result: &Result<Json, Fault>) -> EventRecord {
     let record = by.into_iter().fold(record, |record, by| record.with("by", by));
     match result {
         Ok(data) => record.with("reported", "SUCCEEDED").with("result_bytes", data.text().len()),

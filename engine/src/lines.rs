@@ -4,26 +4,26 @@
 //! a text without line breaks can also be read in slices.
 
 /// Maximum bytes of one line.
-pub(crate) const LONGEST: usize = 2_000;
+pub(crate) const MAX_LINE_BYTES: usize = 2_000;
 
 /// Iterates over the lines of a text, each with its line break.
-pub(crate) struct Lines<'a> {
+pub(crate) struct BoundedLines<'a> {
     rest: &'a str,
 }
 
 /// Returns the lines of a text.
-pub(crate) fn lines(text: &str) -> Lines<'_> {
-    Lines { rest: text }
+pub(crate) fn bounded_lines(text: &str) -> BoundedLines<'_> {
+    BoundedLines { rest: text }
 }
 
-impl<'a> Iterator for Lines<'a> {
+impl<'a> Iterator for BoundedLines<'a> {
     type Item = &'a str;
 
     fn next(&mut self) -> Option<&'a str> {
         if self.rest.is_empty() {
             return None;
         }
-        let most = self.rest.floor_char_boundary(LONGEST);
+        let most = self.rest.floor_char_boundary(MAX_LINE_BYTES);
         let end = match self.rest[..most].find('\n') {
             Some(at) => at + 1,
             None => most,
@@ -40,12 +40,12 @@ mod tests {
 
     #[test]
     fn lines_keep_their_breaks_and_long_ones_are_several() {
-        let found: Vec<&str> = lines("a\n\nb").collect();
+        let found: Vec<&str> = bounded_lines("a\n\nb").collect();
         assert_eq!(found, ["a\n", "\n", "b"]);
-        let long = "é".repeat(LONGEST);
-        let found: Vec<&str> = lines(&long).collect();
+        let long = "é".repeat(MAX_LINE_BYTES);
+        let found: Vec<&str> = bounded_lines(&long).collect();
         assert_eq!(found.len(), 2);
         assert_eq!(found.concat(), long);
-        assert_eq!(lines("").count(), 0);
+        assert_eq!(bounded_lines("").count(), 0);
     }
 }

@@ -14,7 +14,7 @@ use crate::fault::Fault;
 
 /// A request to a model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Prompt {
+pub struct ModelRequest {
     /// The model, as its endpoint names it.
     pub model: String,
     /// The conversation, in the chat format.
@@ -31,7 +31,7 @@ pub struct Prompt {
 /// A tool call that a model requests. The arguments are the model's own text, which need not be
 /// JSON.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wanted {
+pub struct ToolCallRequest {
     pub id: String,
     pub name: String,
     pub arguments: String,
@@ -40,7 +40,7 @@ pub struct Wanted {
 /// The reason why a model stopped.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Stopped {
+pub enum FinishReason {
     #[default]
     Stop,
     ToolCalls,
@@ -51,12 +51,12 @@ pub enum Stopped {
 
 /// The tokens that a reply cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Usage {
+pub struct TokenUsage {
     pub prompt_tokens: u64,
     pub completion_tokens: u64,
 }
 
-impl std::ops::AddAssign for Usage {
+impl std::ops::AddAssign for TokenUsage {
     fn add_assign(&mut self, more: Self) {
         self.prompt_tokens = self.prompt_tokens.saturating_add(more.prompt_tokens);
         self.completion_tokens = self.completion_tokens.saturating_add(more.completion_tokens);
@@ -65,14 +65,15 @@ impl std::ops::AddAssign for Usage {
 
 /// A complete reply of a model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Reply {
+pub struct ModelReply {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub text: String,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub calls: Vec<Wanted>,
-    pub stopped: Stopped,
+    pub calls: Vec<ToolCallRequest>,
+    #[serde(rename = "stopped")]
+    pub finish_reason: FinishReason,
     #[serde(default)]
-    pub usage: Usage,
+    pub usage: TokenUsage,
     /// The model that replied, if the endpoint reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
@@ -81,7 +82,7 @@ pub struct Reply {
 /// One streamed part of a reply. Deltas are only for display: the loop acts on the complete
 /// [`ModelReply`] alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Piece {
+pub enum Delta {
     Text(String),
     /// More of the call at this index of the reply. Id and name come with its first delta. An id
     /// that the endpoint sends later comes with that delta and replaces the earlier one.
@@ -94,48 +95,52 @@ pub enum Piece {
 }
 
 /// Receives the deltas of a reply while it is streamed.
-pub type Listener<'a> = &'a (dyn Fn(Piece) + Send + Sync);
+pub type DeltaListener<'a> = &'a (dyn Fn(Delta) + Send + Sync);
 
 /// The reason why there is no reply.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Silence {
+pub struct ModelError {
     /// Description of the failure, without any secret.
     pub fault: Fault,
     /// True if a retry may help: status 429 or 5xx, a timeout, an interrupted stream.
-    pub passing: bool,
+    pub is_transient: bool,
     /// Delay that the endpoint requested before the next attempt.
     pub retry_after: Option<Duration>,
 }
 
-impl fmt::Display for Silence {
+impl fmt::Display for ModelError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.fault.message.fmt(f)
     }
 }
 
-impl std::error::Error for Silence {}
+impl std::error::Error for ModelError {}
 
 /// A language model.
 #[async_trait]
 pub trait Model: Send + Sync + 'static {
     /// Sends one request. Dropping the future cancels it. A stream that ends before the model
     /// reported completion is a [`ModelError`], whatever it delivered before.
-    async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence>;
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        listener: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError>;
 
     /// Returns the labels for usage metrics.
-    fn counted_as(&self) -> CountedAs<'_> {
-        CountedAs::default()
+    fn usage_label(&self) -> UsageLabel<'_> {
+        UsageLabel::default()
     }
 }
 
 /// Labels of a model's token usage in metrics: low in cardinality, and never text from a caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CountedAs<'a> {
+pub struct UsageLabel<'a> {
     pub provider: &'static str,
     pub model: &'a str,
 }
 
-impl Default for CountedAs<'_> {
+impl Default for UsageLabel<'_> {
     fn default() -> Self {
         Self { provider: "other", model: "other" }
     }
@@ -143,16 +148,16 @@ impl Default for CountedAs<'_> {
 
 /// A model found by its name.
 #[derive(Clone)]
-pub struct Chosen {
+pub struct ResolvedModel {
     pub model: Arc<dyn Model>,
     /// Name of the model at its endpoint, for [`ModelRequest::model`].
     pub name: String,
 }
 
 /// The available models, by the names that callers use.
-pub trait Models: Send + Sync + 'static {
+pub trait ModelResolver: Send + Sync + 'static {
     /// Returns the model with this name, or `None` if there is none.
-    fn find(&self, name: &str) -> Option<Chosen>;
+    fn find(&self, name: &str) -> Option<ResolvedModel>;
 
     /// Returns the available names; the first is the default.
     fn names(&self) -> Vec<String>;
@@ -162,8 +167,8 @@ pub trait Models: Send + Sync + 'static {
 #[derive(Debug, Default)]
 pub struct NoModels;
 
-impl Models for NoModels {
-    fn find(&self, _name: &str) -> Option<Chosen> {
+impl ModelResolver for NoModels {
+    fn find(&self, _name: &str) -> Option<ResolvedModel> {
         None
     }
 

@@ -25,28 +25,30 @@ const HASH_DIGITS: usize = 8;
 /// assert_eq!(for_model("calculation.eval"), "calculation__eval");
 /// assert_eq!(for_model("mcp/github.create"), "mcp--github__create");
 /// ```
-pub fn for_model(name: &str) -> String {
-    let mapped = mapped(name);
-    if mapped.len() <= MAX_LENGTH { mapped } else { hashed(name, &mapped) }
+pub fn name_for_model(name: &str) -> String {
+    let mapped = replace_separators(name);
+    if mapped.len() <= MAX_LENGTH { mapped } else { append_hash(name, &mapped) }
 }
 
 /// Returns the model-facing name with part of the name's hash at its end, for tools whose mapped
 /// names collide.
-pub fn told_apart(name: &str) -> String {
-    hashed(name, &mapped(name))
+pub fn hashed_name_for_model(name: &str) -> String {
+    append_hash(name, &replace_separators(name))
 }
 
 /// Returns the model-facing names of these tools, in the same order and all distinct: if the mapped
 /// names of two tools collide, both end in part of their own hash.
-pub fn for_models<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let named: Vec<(&str, String)> = names.map(|name| (name, for_model(name))).collect();
+pub fn names_for_model<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let named: Vec<(&str, String)> = names.map(|name| (name, name_for_model(name))).collect();
     let mut taken: HashMap<&str, usize> = HashMap::new();
     for (_, told) in &named {
         *taken.entry(told).or_default() += 1;
     }
     let alone: Vec<bool> = named.iter().map(|(_, told)| taken[told.as_str()] == 1).collect();
     let pairs = named.into_iter().zip(alone);
-    pairs.map(|((name, told), alone)| if alone { told } else { told_apart(name) }).collect()
+    pairs
+        .map(|((name, told), alone)| if alone { told } else { hashed_name_for_model(name) })
+        .collect()
 }
 
 /// Maximum length of a name for which similar names are searched: the maximum length of a tool
@@ -55,7 +57,10 @@ pub fn for_models<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
 const MAX_COMPARED: usize = 128;
 
 /// Returns up to three names that are most similar to `name`, best first.
-pub(crate) fn nearest<'n>(name: &str, others: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
+pub(crate) fn suggest_similar<'n>(
+    name: &str,
+    others: impl Iterator<Item = &'n str>,
+) -> Vec<&'n str> {
     if name.len() > MAX_COMPARED {
         return Vec::new();
     }
@@ -67,11 +72,11 @@ pub(crate) fn nearest<'n>(name: &str, others: impl Iterator<Item = &'n str>) -> 
     near.into_iter().take(3).map(|(_, name)| name).collect()
 }
 
-fn mapped(name: &str) -> String {
+fn replace_separators(name: &str) -> String {
     name.replace('.', "__").replace('/', "--")
 }
 
-fn hashed(name: &str, mapped: &str) -> String {
+fn append_hash(name: &str, mapped: &str) -> String {
     let hash = hex(&Sha256::digest(name.as_bytes()));
     let kept: String = mapped.chars().take(MAX_LENGTH - 1 - HASH_DIGITS).collect();
     format!("{kept}_{}", &hash[..HASH_DIGITS])
@@ -89,38 +94,43 @@ mod tests {
     #[test]
     fn a_name_is_compared_with_others_only_where_it_can_be_one() {
         let others = ["calc.add", "calc.sub", "weather.query"];
-        assert_eq!(nearest("calc.ad", others.into_iter()), ["calc.add", "calc.sub"]);
+        assert_eq!(suggest_similar("calc.ad", others.into_iter()), ["calc.add", "calc.sub"]);
         let long = format!("calc.add{}", "d".repeat(MAX_COMPARED));
-        assert_eq!(nearest(&long, others.into_iter()), [""; 0]);
+        assert_eq!(suggest_similar(&long, others.into_iter()), [""; 0]);
     }
 
     #[test]
     fn every_name_becomes_one_that_models_take() {
         let long = format!("{}.{}", "a".repeat(60), "b".repeat(60));
         for name in ["weather.query", "a", "mcp/github.create-issue", "9.x_y", long.as_str()] {
-            assert!(is_plain(&for_model(name)), "{name}: {}", for_model(name));
-            assert!(is_plain(&told_apart(name)), "{name}: {}", told_apart(name));
+            assert!(is_plain(&name_for_model(name)), "{name}: {}", name_for_model(name));
+            assert!(
+                is_plain(&hashed_name_for_model(name)),
+                "{name}: {}",
+                hashed_name_for_model(name)
+            );
         }
-        assert_eq!(for_model("weather.query"), "weather__query");
-        assert_eq!(for_model("plain_name-2"), "plain_name-2");
+        assert_eq!(name_for_model("weather.query"), "weather__query");
+        assert_eq!(name_for_model("plain_name-2"), "plain_name-2");
     }
 
     #[test]
     fn long_names_stay_different() {
         let head = "a".repeat(100);
-        let (one, two) = (for_model(&format!("{head}.one")), for_model(&format!("{head}.two")));
+        let (one, two) =
+            (name_for_model(&format!("{head}.one")), name_for_model(&format!("{head}.two")));
         assert_ne!(one, two);
         assert_eq!((one.len(), two.len()), (64, 64));
-        assert_eq!(one, for_model(&format!("{head}.one")), "always the same");
+        assert_eq!(one, name_for_model(&format!("{head}.one")), "always the same");
         let exactly = "b".repeat(64);
-        assert_eq!(for_model(&exactly), exactly);
+        assert_eq!(name_for_model(&exactly), exactly);
     }
 
     #[test]
     fn names_that_would_be_the_same_both_get_a_hash() {
-        let told = for_models(["a.b", "a__b", "c.d"].into_iter());
-        assert_eq!(told[0], told_apart("a.b"));
-        assert_eq!(told[1], told_apart("a__b"));
+        let told = names_for_model(["a.b", "a__b", "c.d"].into_iter());
+        assert_eq!(told[0], hashed_name_for_model("a.b"));
+        assert_eq!(told[1], hashed_name_for_model("a__b"));
         assert_eq!(told[2], "c__d");
         assert!(told[0].starts_with("a__b_") && told[0] != told[1], "{told:?}");
     }

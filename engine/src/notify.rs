@@ -8,11 +8,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 use crate::call::Call;
-use crate::delivery::{Answer, Delivery, Schedule};
+use crate::delivery::{Delivery, DeliveryResponse, RetrySchedule};
 
 /// The content of one delivery attempt.
 #[derive(Debug, Clone)]
-pub struct Notice {
+pub struct WebhookMessage {
     pub delivery: Delivery,
     /// The call with its outcome.
     pub call: Arc<Call>,
@@ -20,27 +20,27 @@ pub struct Notice {
 
 /// Sends messages to the URLs that callers gave.
 #[async_trait]
-pub trait Notifier: Send + Sync + 'static {
+pub trait WebhookSender: Send + Sync + 'static {
     /// Returns the URL as stored, or the reason why it is not acceptable. The engine checks it
     /// before it accepts a call.
-    fn check(&self, project: &str, url: &str) -> Result<String, String>;
+    fn check_url(&self, project: &str, url: &str) -> Result<String, String>;
 
     /// Makes one attempt. The implementation limits its duration.
-    async fn deliver(&self, notice: Notice) -> Answer;
+    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse;
 }
 
 /// Settings of webhook delivery.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Notifying {
-    pub schedule: Schedule,
+pub struct DeliverySettings {
+    pub schedule: RetrySchedule,
     /// Maximum attempts in flight.
     pub max_parallel: usize,
     /// Maximum attempts in flight to one receiver, so that a slow one does not delay the others.
     pub max_parallel_per_receiver: usize,
 }
 
-impl Default for Notifying {
+impl Default for DeliverySettings {
     fn default() -> Self {
-        Self { schedule: Schedule::default(), max_parallel: 64, max_parallel_per_receiver: 8 }
+        Self { schedule: RetrySchedule::default(), max_parallel: 64, max_parallel_per_receiver: 8 }
     }
 }

@@ -6,12 +6,12 @@
 
 use crate::call::Call;
 use crate::fault::Code;
-use crate::trace::Ids;
+use crate::trace::SpanIds;
 
 /// An ended attempt of a sampled call.
-pub struct Attempted<'a> {
+pub struct EndedAttempt<'a> {
     /// Ids of the call's spans.
-    pub ids: Ids,
+    pub ids: SpanIds,
     /// The call while the attempt was in flight: its number and target are those of the attempt.
     pub call: &'a Call,
     /// The client that executed it.
@@ -22,9 +22,9 @@ pub struct Attempted<'a> {
 }
 
 /// An ended call.
-pub struct Ended<'a> {
+pub struct EndedCall<'a> {
     /// Ids of the call's spans.
-    pub ids: Ids,
+    pub ids: SpanIds,
     pub call: &'a Call,
     /// Returns the tool's description, if the tool still exists.
     pub description: &'a dyn Fn() -> Option<String>,
@@ -34,11 +34,11 @@ pub struct Ended<'a> {
 pub trait Observer: Send + Sync + 'static {
     /// Returns true if the spans of a call with these ids are recorded. The answer must be the same
     /// for the same ids: the executor receives it too.
-    fn samples(&self, ids: &Ids) -> bool;
+    fn is_sampled(&self, ids: &SpanIds) -> bool;
 
     /// Called when an attempt of a sampled call has ended.
-    fn attempted(&self, attempted: &Attempted<'_>);
+    fn attempt_ended(&self, attempted: &EndedAttempt<'_>);
 
     /// Called when a call has ended.
-    fn ended(&self, ended: &Ended<'_>);
+    fn call_ended(&self, ended: &EndedCall<'_>);
 }

@@ -12,9 +12,9 @@ use serde_json::{Value, json};
 
 use crate::fault::{Code, Fault};
 use crate::json::Json;
-use crate::json::cursor::{Cursor, Kind, unquoted};
-use crate::lines::lines;
-pub(crate) use pointer::escaped;
+use crate::json::cursor::{JsonCursor, JsonKind, decode_string};
+use crate::lines::bounded_lines;
+pub(crate) use pointer::escape_key;
 
 /// Number of members returned if the query sets no limit.
 pub const DEFAULT_LIMIT: u64 = 100;
@@ -25,7 +25,7 @@ pub const MAX_GREP: usize = 1_000;
 
 /// Selects a slice of a result.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Part {
+pub struct SliceQuery {
     /// A JSON pointer; empty selects the whole result.
     pub pointer: String,
     /// Index of the first member; with `grep`, of the first match.
@@ -38,10 +38,10 @@ pub struct Part {
 
 /// A slice of a result.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Piece {
+pub struct Slice {
     pub pointer: String,
     /// Type of the selected value.
-    pub kind: Kind,
+    pub kind: JsonKind,
     /// Size of the selected value in bytes.
     pub bytes: usize,
     /// Number of items, entries or lines; `None` for a scalar.
@@ -53,58 +53,59 @@ pub struct Piece {
     pub next_offset: Option<usize>,
     /// True if the slice is smaller than requested because of the size limit.
     pub truncated: bool,
-    pub content: Content,
+    pub content: SliceContent,
 }
 
 /// The content of a slice.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Content {
+pub enum SliceContent {
     /// The members in a container of the same type (an array, an object or a text), or a scalar.
     Value(Json),
     /// The members that match the pattern, and the total number of matches.
-    Matches { matches: Vec<Match>, matched: usize },
+    Matches { matches: Vec<GrepMatch>, matched: usize },
     /// The prefix of a single member that exceeds the size limit. `pointer` selects it for reading
     /// in slices.
-    Beginning { text: String, pointer: String },
+    Prefix { text: String, pointer: String },
 }
 
 /// One member that matches the pattern.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Match {
+pub struct GrepMatch {
     pub pointer: String,
     /// Line number, if the match is a line.
     pub line: Option<usize>,
     /// The member; for a long one, its prefix as text.
     pub value: Json,
     /// True if the value is only a prefix.
-    pub cut: bool,
+    pub is_truncated: bool,
 }
 
 /// Returns a fault for an invalid field of a query.
-pub(crate) fn invalid(field: &str, message: String) -> Fault {
+pub(crate) fn invalid_field(field: &str, message: String) -> Fault {
     let problem = json!({ "pointer": format!("/{field}"), "message": message });
     Fault::new(Code::ValidationError, message)
         .with_detail(json!({ "field": field, "problems": [problem] }))
-        .not_happened()
+        .without_side_effect()
 }
 
 /// Reads a slice of a result, with a size of about `most_bytes` at most.
-pub fn read(data: &Json, part: &Part, most_bytes: usize) -> Result<Piece, Fault> {
+pub fn read_slice(data: &Json, part: &SliceQuery, most_bytes: usize) -> Result<Slice, Fault> {
     let limit = part.limit.unwrap_or(DEFAULT_LIMIT);
     if !(1..=MAX_LIMIT).contains(&limit) {
-        return Err(invalid("limit", format!("limit must be from 1 to {MAX_LIMIT}")));
+        return Err(invalid_field("limit", format!("limit must be from 1 to {MAX_LIMIT}")));
     }
     let offset = usize::try_from(part.offset)
-        .map_err(|_| invalid("offset", "offset is larger than any result".into()))?;
+        .map_err(|_| invalid_field("offset", "offset is larger than any result".into()))?;
     let pattern = part.grep.as_deref().map(search::compile).transpose()?;
-    let cursor = pointer::find(data.text(), &part.pointer)?;
-    let written = { cursor }.skip();
-    let mut take = Take { offset, limit: limit as usize, most_bytes, ..Take::default() };
+    let cursor = pointer::resolve_pointer(data.text(), &part.pointer)?;
+    let written = { cursor }.read_value();
+    let mut take =
+        MemberWindow { offset, limit: limit as usize, most_bytes, ..MemberWindow::default() };
     let (total, content) = match pattern {
-        Some(pattern) => search::matches(written, &part.pointer, &pattern, &mut take),
-        None => members(written, &part.pointer, &mut take),
+        Some(pattern) => search::grep_members(written, &part.pointer, &pattern, &mut take),
+        None => read_members(written, &part.pointer, &mut take),
     };
-    Ok(Piece {
+    Ok(Slice {
         pointer: part.pointer.clone(),
         kind: cursor.kind(),
         bytes: written.len(),
@@ -112,14 +113,14 @@ pub fn read(data: &Json, part: &Part, most_bytes: usize) -> Result<Piece, Fault>
         offset,
         shown: take.shown,
         next_offset: take.next_offset(),
-        truncated: take.full,
+        truncated: take.is_full,
         content,
     })
 }
 
 /// Counts members as they are visited and decides which of them to include.
 #[derive(Debug, Default)]
-struct Take {
+struct MemberWindow {
     offset: usize,
     limit: usize,
     most_bytes: usize,
@@ -127,84 +128,100 @@ struct Take {
     shown: usize,
     bytes: usize,
     /// True if another member would have exceeded the size limit.
-    full: bool,
+    is_full: bool,
 }
 
 /// The decision about a member.
-enum Verdict {
-    Give,
+enum MemberDecision {
+    Include,
     /// The member alone exceeds the size limit.
-    Begin,
-    Leave,
+    IncludePrefix,
+    Skip,
 }
 
-impl Take {
-    fn next(&mut self, bytes: usize) -> Verdict {
+impl MemberWindow {
+    fn admit(&mut self, bytes: usize) -> MemberDecision {
         let place = self.seen;
         self.seen += 1;
-        if place < self.offset || place >= self.offset.saturating_add(self.limit) || self.full {
-            return Verdict::Leave;
+        if place < self.offset || place >= self.offset.saturating_add(self.limit) || self.is_full {
+            return MemberDecision::Skip;
         }
         if self.bytes + bytes > self.most_bytes {
-            self.full = true;
-            return if self.shown == 0 { Verdict::Begin } else { Verdict::Leave };
+            self.is_full = true;
+            return if self.shown == 0 {
+                MemberDecision::IncludePrefix
+            } else {
+                MemberDecision::Skip
+            };
         }
         self.bytes += bytes;
         self.shown += 1;
-        Verdict::Give
+        MemberDecision::Include
     }
 
     fn next_offset(&self) -> Option<usize> {
         // A member that exceeds the limit on its own is skipped: it is read at its own pointer.
-        let passed = usize::from(self.full && self.shown == 0);
+        let passed = usize::from(self.is_full && self.shown == 0);
         let next = self.offset.saturating_add(self.shown + passed);
         (next < self.seen).then_some(next)
     }
 }
 
 /// Returns the selected members of a raw JSON value, in a container of the same type.
-fn members(written: &str, pointer: &str, take: &mut Take) -> (Option<usize>, Content) {
-    match Kind::of(written) {
-        Kind::Array => collect(written, pointer, take, '['),
-        Kind::Object => collect(written, pointer, take, '{'),
-        Kind::Text => {
-            let (text, mut given) = (unquoted(written), String::new());
-            for line in lines(&text) {
+fn read_members(
+    written: &str,
+    pointer: &str,
+    take: &mut MemberWindow,
+) -> (Option<usize>, SliceContent) {
+    match JsonKind::of(written) {
+        JsonKind::Array => collect_members(written, pointer, take, '['),
+        JsonKind::Object => collect_members(written, pointer, take, '{'),
+        JsonKind::Text => {
+            let (text, mut given) = (decode_string(written), String::new());
+            for line in bounded_lines(&text) {
                 // A line is never too long to include.
-                if let Verdict::Give | Verdict::Begin = take.next(line.len()) {
+                if let MemberDecision::Include | MemberDecision::IncludePrefix =
+                    take.admit(line.len())
+                {
                     given.push_str(line);
                     take.shown = take.shown.max(1);
                 }
             }
-            (Some(take.seen), Content::Value(Json::of_value(&Value::from(given))))
+            (Some(take.seen), SliceContent::Value(Json::from_value(&Value::from(given))))
         }
-        Kind::Number | Kind::Bool | Kind::Null => {
+        JsonKind::Number | JsonKind::Bool | JsonKind::Null => {
             take.shown = 1;
             if written.len() <= take.most_bytes {
-                return (None, Content::Value(raw(written)));
+                return (None, SliceContent::Value(json_from_span(written)));
             }
-            take.full = true;
-            (None, beginning(written, take.most_bytes, pointer.to_owned()))
+            take.is_full = true;
+            (None, prefix_content(written, take.most_bytes, pointer.to_owned()))
         }
     }
 }
 
-fn collect(written: &str, pointer: &str, take: &mut Take, open: char) -> (Option<usize>, Content) {
+fn collect_members(
+    written: &str,
+    pointer: &str,
+    take: &mut MemberWindow,
+    open: char,
+) -> (Option<usize>, SliceContent) {
     let mut given = String::from(open);
     let mut long = None;
-    let mut cursor = Cursor::new(written);
+    let mut cursor = JsonCursor::new(written);
     cursor.enter();
-    while cursor.more() {
+    while cursor.advance() {
         let place = take.seen;
-        let key = (open == '{').then(|| cursor.key());
-        let value = cursor.skip();
-        match take.next(value.len() + key.map_or(0, str::len)) {
-            Verdict::Leave => {}
-            Verdict::Begin => {
-                let step = key.map_or_else(|| place.to_string(), |key| escaped(&unquoted(key)));
-                long = Some(beginning(value, take.most_bytes, format!("{pointer}/{step}")));
+        let key = (open == '{').then(|| cursor.read_key());
+        let value = cursor.read_value();
+        match take.admit(value.len() + key.map_or(0, str::len)) {
+            MemberDecision::Skip => {}
+            MemberDecision::IncludePrefix => {
+                let step =
+                    key.map_or_else(|| place.to_string(), |key| escape_key(&decode_string(key)));
+                long = Some(prefix_content(value, take.most_bytes, format!("{pointer}/{step}")));
             }
-            Verdict::Give => {
+            MemberDecision::Include => {
                 if take.shown > 1 {
                     given.push(',');
                 }
@@ -217,17 +234,17 @@ fn collect(written: &str, pointer: &str, take: &mut Take, open: char) -> (Option
         }
     }
     given.push(if open == '{' { '}' } else { ']' });
-    (Some(take.seen), long.unwrap_or_else(|| Content::Value(raw(&given))))
+    (Some(take.seen), long.unwrap_or_else(|| SliceContent::Value(json_from_span(&given))))
 }
 
-fn beginning(written: &str, most_bytes: usize, pointer: String) -> Content {
+fn prefix_content(written: &str, most_bytes: usize, pointer: String) -> SliceContent {
     let text = written[..written.floor_char_boundary(most_bytes)].to_owned();
-    Content::Beginning { text, pointer }
+    SliceContent::Prefix { text, pointer }
 }
 
 /// Wraps text that was cut out of valid JSON at value boundaries.
-fn raw(written: &str) -> Json {
-    Json::parse(written).unwrap_or_else(|_| Json::of_value(&Value::from(written)))
+fn json_from_span(written: &str) -> Json {
+    Json::parse(written).unwrap_or_else(|_| Json::from_value(&Value::from(written)))
 }
 
 #[cfg(test)]

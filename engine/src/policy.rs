@@ -9,12 +9,12 @@ use serde::{Deserialize, Serialize};
 /// The verdict of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum RuleVerdict {
     Allow,
     Deny,
 }
 
-impl Verdict {
+impl RuleVerdict {
     /// Returns the verdict's name on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -26,18 +26,18 @@ impl Verdict {
 
 /// One rule of a project's access list.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rule {
+pub struct AccessRule {
     pub project: String,
     /// An agent's name, or `*` for every agent of the project.
     pub agent: String,
     /// `weather.query`, `weather.*` or `*`.
     pub pattern: String,
-    pub verdict: Verdict,
+    pub verdict: RuleVerdict,
 }
 
 /// The result of an access check.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Decision {
+pub enum AccessDecision {
     Allowed,
     /// Denied, with the reason in words.
     Denied(String),
@@ -55,7 +55,7 @@ pub fn check_pattern(pattern: &str) -> Result<(), String> {
 }
 
 /// Returns whether a name matches a pattern. `*` matches any run of characters, including none.
-pub fn matches(pattern: &str, name: &str) -> bool {
+pub fn pattern_matches(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
     let first = parts.next().unwrap_or_default();
     let Some(mut rest) = name.strip_prefix(first) else { return false };
@@ -72,65 +72,68 @@ pub fn matches(pattern: &str, name: &str) -> bool {
 
 /// Returns a description of the rule that denies this name. A call that an agent executes itself
 /// needs no rule that allows it, but a rule that denies the name still applies.
-pub fn denied<'a>(
-    rules: impl Iterator<Item = &'a Rule>,
+pub fn find_denial<'a>(
+    rules: impl Iterator<Item = &'a AccessRule>,
     project: &str,
     agent: &str,
     tool: &str,
 ) -> Option<String> {
-    let about = |rule: &&Rule| {
+    let about = |rule: &&AccessRule| {
         rule.project == project
             && (rule.agent == "*" || rule.agent == agent)
-            && rule.verdict == Verdict::Deny
-            && matches(&rule.pattern, tool)
+            && rule.verdict == RuleVerdict::Deny
+            && pattern_matches(&rule.pattern, tool)
     };
     let mut rules = rules;
-    rules.find(about).map(|rule| words(rule, project))
+    rules.find(about).map(|rule| describe_rule(rule, project))
 }
 
-fn words(rule: &Rule, project: &str) -> String {
+fn describe_rule(rule: &AccessRule, project: &str) -> String {
     format!("rule \"deny {} for agent {}\" of project \"{project}\"", rule.pattern, rule.agent)
 }
 
 /// Evaluates a project's rules.
 pub fn decide<'a>(
-    rules: impl Iterator<Item = &'a Rule>,
+    rules: impl Iterator<Item = &'a AccessRule>,
     project: &str,
     agent: &str,
     tool: &str,
-) -> Decision {
+) -> AccessDecision {
     let mut allowed = false;
     for rule in rules {
         let about = rule.project == project && (rule.agent == "*" || rule.agent == agent);
-        if !about || !matches(&rule.pattern, tool) {
+        if !about || !pattern_matches(&rule.pattern, tool) {
             continue;
         }
         match rule.verdict {
-            Verdict::Allow => allowed = true,
-            Verdict::Deny => return Decision::Denied(words(rule, project)),
+            RuleVerdict::Allow => allowed = true,
+            RuleVerdict::Deny => return AccessDecision::Denied(describe_rule(rule, project)),
         }
     }
     if allowed {
-        return Decision::Allowed;
+        return AccessDecision::Allowed;
     }
-    Decision::Denied(format!("no rule of project \"{project}\" allows it to agent \"{agent}\""))
+    AccessDecision::Denied(format!(
+        "no rule of project \"{project}\" allows it to agent \"{agent}\""
+    ))
 }
 
 /// Evaluates a project's rules for a companion tool, which comes with all others: an agent that may
 /// call any tool may call it, unless a rule denies it.
 pub fn decide_companion<'a>(
-    rules: impl Iterator<Item = &'a Rule> + Clone,
+    rules: impl Iterator<Item = &'a AccessRule> + Clone,
     project: &str,
     agent: &str,
     tool: &str,
-) -> Decision {
+) -> AccessDecision {
     let decision = decide(rules.clone(), project, agent, tool);
     let about =
-        |rule: &&Rule| rule.project == project && (rule.agent == "*" || rule.agent == agent);
+        |rule: &&AccessRule| rule.project == project && (rule.agent == "*" || rule.agent == agent);
     let mut own = rules.filter(about);
-    let denied = own.clone().any(|r| r.verdict == Verdict::Deny && matches(&r.pattern, tool));
-    if !denied && own.any(|rule| rule.verdict == Verdict::Allow) {
-        return Decision::Allowed;
+    let denied =
+        own.clone().any(|r| r.verdict == RuleVerdict::Deny && pattern_matches(&r.pattern, tool));
+    if !denied && own.any(|rule| rule.verdict == RuleVerdict::Allow) {
+        return AccessDecision::Allowed;
     }
     decision
 }
@@ -139,8 +142,8 @@ pub fn decide_companion<'a>(
 mod tests {
     use super::*;
 
-    fn rule(agent: &str, pattern: &str, verdict: Verdict) -> Rule {
-        Rule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
+    fn rule(agent: &str, pattern: &str, verdict: RuleVerdict) -> AccessRule {
+        AccessRule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
     }
 
     #[test]
@@ -157,40 +160,44 @@ mod tests {
             ("a*b*c", "axxcyyb", false),
             ("a*a", "a", false),
         ] {
-            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+            assert_eq!(pattern_matches(pattern, name), fits, "{pattern} {name}");
         }
     }
 
     #[test]
     fn a_companion_comes_with_anything_that_is_allowed() {
-        let ask = |rules: &[Rule]| decide_companion(rules.iter(), "p", "ada", "result.read");
-        let weather = rule("ada", "weather.*", Verdict::Allow);
-        assert_eq!(ask(std::slice::from_ref(&weather)), Decision::Allowed);
-        assert!(matches!(ask(&[]), Decision::Denied(_)));
-        assert!(matches!(ask(&[rule("bob", "*", Verdict::Allow)]), Decision::Denied(_)));
-        let denied = [weather, rule("*", "result.*", Verdict::Deny)];
-        assert!(matches!(ask(&denied), Decision::Denied(why) if why.contains("result.*")));
+        let ask = |rules: &[AccessRule]| decide_companion(rules.iter(), "p", "ada", "result.read");
+        let weather = rule("ada", "weather.*", RuleVerdict::Allow);
+        assert_eq!(ask(std::slice::from_ref(&weather)), AccessDecision::Allowed);
+        assert!(matches!(ask(&[]), AccessDecision::Denied(_)));
+        assert!(matches!(ask(&[rule("bob", "*", RuleVerdict::Allow)]), AccessDecision::Denied(_)));
+        let denied = [weather, rule("*", "result.*", RuleVerdict::Deny)];
+        assert!(matches!(ask(&denied), AccessDecision::Denied(why) if why.contains("result.*")));
     }
 
     #[test]
     fn deny_wins_and_silence_denies() {
         let rules = [
-            rule("*", "weather.*", Verdict::Allow),
-            rule("ada", "*", Verdict::Allow),
-            rule("*", "file.*", Verdict::Deny),
+            rule("*", "weather.*", RuleVerdict::Allow),
+            rule("ada", "*", RuleVerdict::Allow),
+            rule("*", "file.*", RuleVerdict::Deny),
         ];
         let ask = |agent, tool| decide(rules.iter(), "p", agent, tool);
-        assert_eq!(ask("bob", "weather.query"), Decision::Allowed);
-        assert_eq!(ask("ada", "calc.add"), Decision::Allowed);
-        assert!(matches!(ask("bob", "calc.add"), Decision::Denied(why) if why.contains("no rule")));
-        assert!(matches!(ask("ada", "file.read"), Decision::Denied(why) if why.contains("file.*")));
-        let own = |tool| denied(rules.iter(), "p", "ada", tool);
+        assert_eq!(ask("bob", "weather.query"), AccessDecision::Allowed);
+        assert_eq!(ask("ada", "calc.add"), AccessDecision::Allowed);
+        assert!(
+            matches!(ask("bob", "calc.add"), AccessDecision::Denied(why) if why.contains("no rule"))
+        );
+        assert!(
+            matches!(ask("ada", "file.read"), AccessDecision::Denied(why) if why.contains("file.*"))
+        );
+        let own = |tool| find_denial(rules.iter(), "p", "ada", tool);
         assert_eq!(own("calc.add"), None, "no rule need allow what one runs oneself");
         assert!(own("file.read").is_some_and(|why| why.contains("file.*")));
-        assert_eq!(denied(rules.iter(), "other", "ada", "file.read"), None);
+        assert_eq!(find_denial(rules.iter(), "other", "ada", "file.read"), None);
         assert!(matches!(
             decide(rules.iter(), "other", "ada", "weather.query"),
-            Decision::Denied(_)
+            AccessDecision::Denied(_)
         ));
     }
 }

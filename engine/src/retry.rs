@@ -37,7 +37,7 @@ impl Default for ExecutionPolicy {
 /// The fields of a policy that one level sets.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct PolicyPatch {
+pub struct ExecutionPolicyPatch {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_parallel: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -48,9 +48,9 @@ pub struct PolicyPatch {
     pub backoff: Option<Backoff>,
 }
 
-impl PolicyPatch {
+impl ExecutionPolicyPatch {
     /// Returns the first invalid field as a message, if any.
-    pub fn problem(&self) -> Option<String> {
+    pub fn find_problem(&self) -> Option<String> {
         if self.max_parallel == Some(0) {
             return Some("max_parallel must be at least 1".into());
         }
@@ -74,7 +74,7 @@ impl PolicyPatch {
 impl ExecutionPolicy {
     /// Returns this policy with a more specific one applied to it. `max_parallel` is not inherited:
     /// each level has its own limit, and all of them apply.
-    pub fn overlaid(&self, patch: &PolicyPatch) -> Self {
+    pub fn with_patch(&self, patch: &ExecutionPolicyPatch) -> Self {
         Self {
             max_parallel: patch.max_parallel,
             default_timeout_ms: patch.default_timeout_ms.unwrap_or(self.default_timeout_ms),
@@ -108,13 +108,13 @@ impl Backoff {
         let exponent = attempts.saturating_sub(1).min(64);
         let full = (self.initial_ms as f64) * self.factor.powi(exponent as i32);
         let capped = full.min(self.max_ms as f64);
-        let chance = chance(seed, attempts);
+        let chance = seeded_fraction(seed, attempts);
         (capped * (1.0 - self.jitter * chance)).round() as u64
     }
 }
 
 /// Returns a number from 0 to 1 that depends only on the arguments (FNV-1a, then a mix).
-pub(crate) fn chance(seed: &str, salt: u32) -> f64 {
+pub(crate) fn seeded_fraction(seed: &str, salt: u32) -> f64 {
     let mut hash: u64 = 0xcbf2_9ce4_8422_2325 ^ u64::from(salt);
     for byte in seed.bytes() {
         hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
@@ -144,18 +144,23 @@ mod tests {
     #[test]
     fn a_more_exact_policy_wins_field_by_field() {
         let global = ExecutionPolicy::default();
-        let patch = PolicyPatch { max_retries: Some(7), ..PolicyPatch::default() };
-        let policy = global.overlaid(&patch);
+        let patch =
+            ExecutionPolicyPatch { max_retries: Some(7), ..ExecutionPolicyPatch::default() };
+        let policy = global.with_patch(&patch);
         assert_eq!((policy.max_retries, policy.default_timeout_ms), (7, 30_000));
         assert_eq!(policy.max_parallel, None);
     }
 
     #[test]
     fn nonsense_is_named() {
-        let zero = PolicyPatch { max_parallel: Some(0), ..PolicyPatch::default() };
-        assert!(zero.problem().unwrap().contains("max_parallel"));
-        let long = PolicyPatch { default_timeout_ms: Some(86_400_001), ..PolicyPatch::default() };
-        assert!(long.problem().unwrap().contains("default_timeout_ms"));
-        assert_eq!(PolicyPatch::default().problem(), None);
+        let zero =
+            ExecutionPolicyPatch { max_parallel: Some(0), ..ExecutionPolicyPatch::default() };
+        assert!(zero.find_problem().unwrap().contains("max_parallel"));
+        let long = ExecutionPolicyPatch {
+            default_timeout_ms: Some(86_400_001),
+            ..ExecutionPolicyPatch::default()
+        };
+        assert!(long.find_problem().unwrap().contains("default_timeout_ms"));
+        assert_eq!(ExecutionPolicyPatch::default().find_problem(), None);
     }
 }

@@ -8,10 +8,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::caller::{Caller, Role, Trust};
-use crate::event::Event;
+use crate::caller::{AuthMethod, Caller, Role};
+use crate::event::CallEvent;
 use crate::fault::{Code, Fault};
-use crate::turn::{FinalAnswer, Progress, Terms};
+use crate::turn::{FinalAnswer, RunOptions, RunProgress};
 
 /// Status of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -43,7 +43,7 @@ impl RunStatus {
     }
 
     /// Returns whether the run has ended. An ended run can still be resumed.
-    pub fn is_over(self) -> bool {
+    pub fn is_terminal(self) -> bool {
         !matches!(self, Self::Running | Self::Waiting)
     }
 }
@@ -58,7 +58,7 @@ impl FromStr for RunStatus {
 
 /// The caller that a run acts for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Asker {
+pub struct RunOwner {
     pub agent: String,
     pub role: String,
     /// True if the caller was authenticated as local, without a key.
@@ -69,18 +69,18 @@ pub struct Asker {
     pub keyed: bool,
 }
 
-impl Asker {
+impl RunOwner {
     /// Returns whether this caller is the same, with the same permissions.
-    pub fn is(&self, caller: &Caller) -> bool {
+    pub fn matches(&self, caller: &Caller) -> bool {
         let other = Self { keyed: self.keyed, ..Self::from(caller) };
         *self == other
     }
 }
 
-impl From<&Caller> for Asker {
+impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
         let (agent, role) = (caller.agent.clone(), caller.role.as_str().to_owned());
-        Self { agent, role, local: caller.trust == Trust::Local, keyed: false }
+        Self { agent, role, local: caller.auth_method == AuthMethod::Local, keyed: false }
     }
 }
 
@@ -115,19 +115,22 @@ impl From<Trouble> for Fault {
 pub struct Run {
     pub id: String,
     pub project: String,
-    pub asker: Asker,
+    #[serde(rename = "asker")]
+    pub owner: RunOwner,
     /// The model name from the request.
     pub model: String,
     pub status: RunStatus,
-    pub terms: Terms,
-    pub progress: Progress,
+    #[serde(rename = "terms")]
+    pub options: RunOptions,
+    pub progress: RunProgress,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answer: Option<FinalAnswer>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Trouble>,
     /// User messages that are not in the conversation yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub said: Vec<Value>,
+    #[serde(rename = "said")]
+    pub queued_messages: Vec<Value>,
     pub created_ms: u64,
     pub updated_ms: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -144,41 +147,41 @@ impl Run {
     pub fn caller(&self) -> Caller {
         Caller {
             project: self.project.clone(),
-            agent: self.asker.agent.clone(),
-            role: self.asker.role.parse().unwrap_or(Role::Agent),
-            trust: if self.asker.local { Trust::Local } else { Trust::Key },
+            agent: self.owner.agent.clone(),
+            role: self.owner.role.parse().unwrap_or(Role::Agent),
+            auth_method: if self.owner.local { AuthMethod::Local } else { AuthMethod::Key },
         }
     }
 }
 
 /// The kind of a journal record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum EntryKind {
+pub enum JournalKind {
     Created,
     /// The model replied.
     Replied,
     /// The calls of the reply were executed.
-    Results,
+    ToolResults,
     /// A late result arrived.
-    Late,
+    LateResult,
     Waiting,
     /// The user sent a message.
-    Said,
+    UserMessage,
     Resumed,
     Finished,
     Failed,
     Canceled,
 }
 
-impl EntryKind {
+impl JournalKind {
     /// All kinds.
     pub const ALL: [Self; 10] = [
         Self::Created,
         Self::Replied,
-        Self::Results,
-        Self::Late,
+        Self::ToolResults,
+        Self::LateResult,
         Self::Waiting,
-        Self::Said,
+        Self::UserMessage,
         Self::Resumed,
         Self::Finished,
         Self::Failed,
@@ -190,10 +193,10 @@ impl EntryKind {
         match self {
             Self::Created => "run.created",
             Self::Replied => "run.replied",
-            Self::Results => "run.results",
-            Self::Late => "run.late",
+            Self::ToolResults => "run.results",
+            Self::LateResult => "run.late",
             Self::Waiting => "run.waiting",
-            Self::Said => "run.said",
+            Self::UserMessage => "run.said",
             Self::Resumed => "run.resumed",
             Self::Finished => "run.finished",
             Self::Failed => "run.failed",
@@ -202,7 +205,7 @@ impl EntryKind {
     }
 }
 
-impl FromStr for EntryKind {
+impl FromStr for JournalKind {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
@@ -212,40 +215,40 @@ impl FromStr for EntryKind {
 
 /// One record of a run's journal.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Entry {
-    pub kind: EntryKind,
+pub struct JournalRecord {
+    pub kind: JournalKind,
     pub at_ms: u64,
     pub data: Value,
     /// The messages that it added to the conversation.
     pub messages: Vec<Value>,
 }
 
-impl Entry {
+impl JournalRecord {
     /// Creates a record that adds nothing to the conversation.
-    pub fn new(kind: EntryKind, at_ms: u64, data: Value) -> Self {
+    pub fn new(kind: JournalKind, at_ms: u64, data: Value) -> Self {
         Self { kind, at_ms, data, messages: Vec::new() }
     }
 
     /// Adds messages to the record.
-    pub fn adding(self, messages: Vec<Value>) -> Self {
+    pub fn with_messages(self, messages: Vec<Value>) -> Self {
         Self { messages, ..self }
     }
 }
 
 /// A journal record with its run and its number, which is unique among all events.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Noted {
+pub struct JournalEntry {
     pub number: u64,
     pub run_id: String,
-    pub entry: Entry,
+    pub record: JournalRecord,
 }
 
 /// Removes duplicate replies from a journal. Older servers recorded a reply again when they resumed
 /// it after a crash.
-pub fn without_doubles(mut journal: Vec<Noted>) -> Vec<Noted> {
+pub fn dedup_replies(mut journal: Vec<JournalEntry>) -> Vec<JournalEntry> {
     let mut last = None;
-    journal.retain(|Noted { entry, .. }| {
-        if entry.kind != EntryKind::Replied {
+    journal.retain(|JournalEntry { record: entry, .. }| {
+        if entry.kind != JournalKind::Replied {
             return true;
         }
         let step = entry.data.get("step").and_then(Value::as_u64);
@@ -257,12 +260,12 @@ pub fn without_doubles(mut journal: Vec<Noted>) -> Vec<Noted> {
 
 /// An event of a run: of the run itself or of one of its calls.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Happened {
-    Run(Noted),
-    Call(Event),
+pub enum RunEvent {
+    Run(JournalEntry),
+    Call(CallEvent),
 }
 
-impl Happened {
+impl RunEvent {
     /// Returns the event's position among all events.
     pub fn number(&self) -> u64 {
         match self {

@@ -24,9 +24,9 @@ mod problem;
 #[cfg(test)]
 mod tests;
 
-use guard::Passed;
-use meter::{Meter, Metered, View};
-use pattern::Pattern;
+use guard::SchemaProfile;
+use meter::{MeteredJson, MeteredValue, StepMeter};
+use pattern::MeteredPattern;
 
 /// Maximum number of problems listed for one instance; a caller fixes those first and retries.
 pub const MAX_PROBLEMS: usize = 32;
@@ -44,14 +44,14 @@ const MAX_RECURSION: usize = 2048;
 /// A compiled schema. Clones share the compiled form.
 #[derive(Clone)]
 pub struct Schema {
-    inner: Arc<Inner>,
+    inner: Arc<CompiledSchema>,
 }
 
-struct Inner {
-    validator: Validator<Metered>,
+struct CompiledSchema {
+    validator: Validator<MeteredJson>,
     /// The schema document, used to look up failed keywords when problems are explained.
     source: Value,
-    passed: Passed,
+    passed: SchemaProfile,
 }
 
 /// The reason why a schema was refused, and the location.
@@ -64,7 +64,7 @@ pub struct SchemaError {
 
 /// One problem of an instance.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Problem {
+pub struct SchemaProblem {
     /// JSON pointer into the instance; for a missing property, the location where it is expected.
     pub pointer: String,
     pub expected: String,
@@ -99,72 +99,77 @@ impl Schema {
         let share = PATTERN_BYTES / passed.patterns.max(1);
         let limit = share.min(ONE_PATTERN_BYTES);
         let patterns = move || PatternOptions::regex().size_limit(limit);
-        let validator = jsonschema::options_for::<Metered>()
+        let validator = jsonschema::options_for::<MeteredJson>()
             .with_draft(passed.draft)
             .should_validate_formats(true)
             .with_pattern_options(patterns())
             .with_keyword("pattern", move |_, value, _| {
                 let text = value.as_str().unwrap_or_default();
-                match Pattern::compile(text, patterns()) {
+                match MeteredPattern::compile(text, patterns()) {
                     Some(pattern) => Ok(Box::new(pattern)),
-                    None => Err(ValidationError::schema(problem::about_pattern(text))),
+                    None => Err(ValidationError::schema(problem::pattern_refusal_reason(text))),
                 }
             })
             .build(schema)
-            .map_err(|error| refusal(schema, &error))?;
-        let inner = Inner { validator, source: schema.clone(), passed };
+            .map_err(|error| schema_error_from(schema, &error))?;
+        let inner = CompiledSchema { validator, source: schema.clone(), passed };
         Ok(Schema { inner: Arc::new(inner) })
     }
 
     /// Returns the problems of an instance: an empty list if it is valid, and never more than
     /// [`MAX_PROBLEMS`].
-    pub fn problems(&self, instance: &Value) -> Vec<Problem> {
-        let Inner { validator, source, passed } = self.inner.as_ref();
+    pub fn problems(&self, instance: &Value) -> Vec<SchemaProblem> {
+        let CompiledSchema { validator, source, passed } = self.inner.as_ref();
         let levels = MAX_LEVELS.min(MAX_RECURSION / (passed.chain as usize).max(1));
-        if deeper_than(instance, levels) {
+        if nests_deeper_than(instance, levels) {
             return vec![problem::too_deep(instance, levels)];
         }
-        let meter = Meter::for_verdict(passed);
-        let valid = validator.is_valid(View::new(instance, &meter));
-        if meter.is_spent() {
-            return vec![problem::too_much(instance)];
+        let meter = StepMeter::for_validity(passed);
+        let valid = validator.is_valid(MeteredValue::new(instance, &meter));
+        if meter.is_exhausted() {
+            return vec![problem::too_large(instance)];
         }
         if valid {
             return Vec::new();
         }
-        let meter = Meter::for_errors(passed);
-        let errors = validator.iter_errors(View::new(instance, &meter));
+        let meter = StepMeter::for_errors(passed);
+        let errors = validator.iter_errors(MeteredValue::new(instance, &meter));
         let genuine: Vec<_> = errors.filter(meter::is_genuine).collect();
         problem::explain(source, instance, &genuine)
     }
 
     /// Returns the problems without any content of the instance: the location, the expected value,
     /// and the type of the given value.
-    pub fn problems_unquoted(&self, instance: &Value) -> Vec<Problem> {
+    pub fn problems_redacted(&self, instance: &Value) -> Vec<SchemaProblem> {
         let problems = self.problems(instance).into_iter();
-        problems.map(|problem| problem::unquoted(problem, instance)).collect()
+        problems.map(|problem| problem::redact_value(problem, instance)).collect()
     }
 }
 
 /// Converts a compile error, with the pointer to its location.
-fn refusal(schema: &Value, error: &ValidationError<'_>) -> SchemaError {
+fn schema_error_from(schema: &Value, error: &ValidationError<'_>) -> SchemaError {
     let pointer = error.instance_path().as_str().to_string();
     let reason = match error.kind() {
         ValidationErrorKind::Format { format } if format == "regex" => {
             let at = error.instance().as_str().or_else(|| schema.pointer(&pointer)?.as_str());
-            problem::about_pattern(at.or_else(|| pointer.rsplit('/').next()).unwrap_or_default())
+            problem::pattern_refusal_reason(
+                at.or_else(|| pointer.rsplit('/').next()).unwrap_or_default(),
+            )
         }
         ValidationErrorKind::Custom { message, .. } => message.clone(),
         ValidationErrorKind::AnyOf { .. } | ValidationErrorKind::OneOfNotValid { .. } => {
-            format!("{} is not a valid value for this keyword", problem::given(error.instance()))
+            format!(
+                "{} is not a valid value for this keyword",
+                problem::describe_value(error.instance())
+            )
         }
-        _ => problem::cut(&error.to_string(), 300),
+        _ => problem::truncate_chars(&error.to_string(), 300),
     };
     SchemaError { pointer, reason }
 }
 
 /// Returns whether containers nest deeper than `levels`. Iterative, because the depth is unknown.
-fn deeper_than(instance: &Value, levels: usize) -> bool {
+fn nests_deeper_than(instance: &Value, levels: usize) -> bool {
     let mut stack = vec![(instance, 1)];
     while let Some((value, depth)) = stack.pop() {
         let nested = |v: &&Value| v.is_object() || v.is_array();

@@ -9,12 +9,12 @@ use async_trait::async_trait;
 use futures::future::BoxFuture;
 
 use crate::call::Call;
-use crate::dialogue::{Dialogue, Questions};
+use crate::dialogue::{Elicitation, ElicitationRequest};
 use crate::fault::Fault;
-use crate::function::Progress;
+use crate::function::AttemptProgress;
 use crate::id::CallId;
 use crate::json::Json;
-use crate::tool::{Definition, Effect, Executor};
+use crate::tool::{Effect, Executor, ToolDefinition};
 use crate::trace::TraceParent;
 use crate::utp::{Binding, Route};
 
@@ -33,21 +33,21 @@ pub struct Attempt {
     /// The span of the attempt; everything it does is part of it.
     pub traceparent: Option<TraceParent>,
     /// The command for a tool service; only for tools that a tool service or an HTTP API executes.
-    pub command: Option<Box<Command>>,
+    pub command: Option<Box<ToolCommand>>,
     /// The client the call is pinned to.
     pub client_id: Option<String>,
     /// The client that acknowledged this attempt before (the attempt is being redelivered).
-    pub taken_by: Option<String>,
+    pub acknowledged_by: Option<String>,
     /// True if this attempt may have been delivered before.
-    pub again: bool,
+    pub redelivered: bool,
     /// The elicitation of the previous attempt with its answers, or answers that were given in
     /// advance.
-    pub dialogue: Option<Box<Dialogue>>,
+    pub elicitation: Option<Box<Elicitation>>,
 }
 
 /// The data that a tool service or an HTTP source needs to execute an attempt.
 #[derive(Debug, Clone)]
-pub struct Command {
+pub struct ToolCommand {
     pub call: Arc<Call>,
     pub route: Route,
     pub binding: Binding,
@@ -60,37 +60,37 @@ pub struct Command {
 /// Result of starting an attempt.
 pub enum Started {
     /// The attempt has ended with this result.
-    Done(Result<Json, Fault>),
+    Finished(Result<Json, Fault>),
     /// An executor accepted the attempt and reports later.
-    Parked,
+    Accepted,
     /// The tool needs input first: this attempt has ended, and the next one receives the answers.
-    Asks(Questions),
+    NeedsInput(ElicitationRequest),
     /// The attempt continues at the executor under this handle. Once the handle is stored, the
     /// engine awaits `rest`; after a crash it starts the attempt again with the handle.
-    GoesOn { handle: String, rest: BoxFuture<'static, Started> },
+    Detached { handle: String, rest: BoxFuture<'static, Started> },
 }
 
 impl std::fmt::Debug for Started {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Done(result) => f.debug_tuple("Done").field(result).finish(),
-            Self::Parked => f.write_str("Parked"),
-            Self::Asks(questions) => f.debug_tuple("Asks").field(questions).finish(),
-            Self::GoesOn { handle, .. } => f.debug_tuple("GoesOn").field(handle).finish(),
+            Self::Finished(result) => f.debug_tuple("Done").field(result).finish(),
+            Self::Accepted => f.write_str("Parked"),
+            Self::NeedsInput(questions) => f.debug_tuple("Asks").field(questions).finish(),
+            Self::Detached { handle, .. } => f.debug_tuple("GoesOn").field(handle).finish(),
         }
     }
 }
 
 /// Health of a dependency of a source.
 #[derive(Debug, Clone)]
-pub struct Health {
+pub struct SourceHealth {
     pub name: &'static str,
     /// The problem, or `None` if the dependency is healthy.
-    pub trouble: Option<String>,
+    pub problem: Option<String>,
 }
 
 /// Receives an attempt's progress.
-pub type ProgressSink = std::sync::Arc<dyn Fn(Progress) + Send + Sync>;
+pub type ProgressSink = std::sync::Arc<dyn Fn(AttemptProgress) + Send + Sync>;
 
 /// Executes tools of one kind.
 #[async_trait]
@@ -99,7 +99,7 @@ pub trait Source: Send + Sync + 'static {
     fn executor(&self) -> Executor;
 
     /// Returns the tools that the source itself defines, not those that others register.
-    fn list(&self) -> Vec<Definition>;
+    fn list(&self) -> Vec<ToolDefinition>;
 
     /// Starts an attempt.
     async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started;
@@ -108,30 +108,30 @@ pub trait Source: Send + Sync + 'static {
     fn cancel(&self, call_id: &CallId, attempt: u32);
 
     /// Returns the health of the executor, if it is known.
-    fn health(&self) -> Option<Health> {
+    fn health(&self) -> Option<SourceHealth> {
         None
     }
 
     /// Releases the state of an attempt, which has ended in any way.
-    fn settled(&self, _call_id: &CallId, _attempt: u32) {}
+    fn release_attempt(&self, _call_id: &CallId, _attempt: u32) {}
 }
 
 /// The source of calls that callers execute themselves: it starts, stops and releases nothing; the
 /// caller reports the result.
-pub(crate) struct Callers;
+pub(crate) struct CallerSource;
 
 #[async_trait]
-impl Source for Callers {
+impl Source for CallerSource {
     fn executor(&self) -> Executor {
         Executor::Caller
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         Vec::new()
     }
 
     async fn start(&self, _attempt: Attempt, _progress: ProgressSink) -> Started {
-        Started::Parked
+        Started::Accepted
     }
 
     fn cancel(&self, _call_id: &CallId, _attempt: u32) {}

@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use async_trait::async_trait;
 
 use crate::call::{Call, Status};
-use crate::delivery::{Delivery, DeliveryStatus, Try};
-use crate::directory::{AuditEntry, Change, Directory};
-use crate::event::{Event, Kind, Record};
+use crate::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
+use crate::directory::{AuditEntry, Directory, DirectoryChange};
+use crate::event::{CallEvent, EventKind, EventRecord};
 use crate::id::CallId;
 use crate::json::Json;
 
@@ -38,42 +38,42 @@ pub enum StoreError {
 #[derive(Debug)]
 pub struct NewCall {
     pub call: Arc<Call>,
-    pub records: Vec<Record>,
+    pub records: Vec<EventRecord>,
     pub key: Option<IdempotencyKey>,
     /// Set if the call is part of a group; dropped once the call is queued for writing.
-    pub coming: Option<Coming>,
+    pub group_member: Option<GroupMember>,
 }
 
 /// Counts the new calls on their way to the store. A store that commits in groups waits for the
 /// pending members.
 #[derive(Debug, Clone, Default)]
-pub struct Together(Arc<AtomicUsize>);
+pub struct CommitGroup(Arc<AtomicUsize>);
 
-impl Together {
+impl CommitGroup {
     /// Adds a member; it counts as pending until it arrives or is dropped.
-    pub fn expect(&self) -> Coming {
+    pub fn add_member(&self) -> GroupMember {
         self.0.fetch_add(1, Ordering::Relaxed);
-        Coming(self.clone())
+        GroupMember(self.clone())
     }
 
     /// Returns true if a member is still pending.
-    pub fn more(&self) -> bool {
+    pub fn has_pending(&self) -> bool {
         self.0.load(Ordering::Acquire) > 0
     }
 }
 
 /// A pending member of a group; dropping it removes it from the count.
 #[derive(Debug)]
-pub struct Coming(Together);
+pub struct GroupMember(CommitGroup);
 
-impl Coming {
+impl GroupMember {
     /// Returns the group.
-    pub fn together(&self) -> Together {
+    pub fn group(&self) -> CommitGroup {
         self.0.clone()
     }
 }
 
-impl Drop for Coming {
+impl Drop for GroupMember {
     fn drop(&mut self) {
         self.0.0.fetch_sub(1, Ordering::Release);
     }
@@ -91,7 +91,7 @@ pub struct IdempotencyKey {
 
 /// Result of creating a call.
 #[derive(Debug)]
-pub enum Created {
+pub enum CreateCallResult {
     New,
     /// The key was used before for the same request; this is the stored call.
     Replayed(Box<Call>),
@@ -101,10 +101,10 @@ pub enum Created {
 
 /// Result of saving a call.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Saved {
-    Yes,
+pub enum SaveResult {
+    Saved,
     /// Another writer saved a newer version first.
-    Stale,
+    Conflict,
 }
 
 /// Selects the calls to list, newest first.
@@ -122,13 +122,13 @@ pub struct CallFilter {
     pub before: Option<CallId>,
     pub limit: usize,
     /// Page size in bytes ([`Call::estimated_bytes`]): calls beyond it need not be read.
-    pub enough_bytes: Option<usize>,
+    pub max_bytes: Option<usize>,
 }
 
 impl CallFilter {
     /// Returns true if a page of this many bytes is full.
-    pub fn is_enough(&self, bytes: usize) -> bool {
-        self.enough_bytes.is_some_and(|enough| bytes >= enough)
+    pub fn is_page_full(&self, bytes: usize) -> bool {
+        self.max_bytes.is_some_and(|enough| bytes >= enough)
     }
 }
 
@@ -144,8 +144,8 @@ pub struct DeliveryFilter {
 
 /// One open call, with its position in commit order.
 #[derive(Debug, Clone)]
-pub struct Open {
-    pub place: u64,
+pub struct OpenCallRow {
+    pub position: u64,
     pub call: Call,
 }
 
@@ -159,7 +159,7 @@ pub enum EventScope {
 
 /// The tool definitions stored for a run.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Run {
+pub struct RunToolDefinitions {
     pub project: String,
     pub run_id: String,
     /// The tools set for the run.
@@ -169,11 +169,11 @@ pub struct Run {
 
 /// Result of a purge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Purged {
+pub struct PurgeResult {
     /// Number of deleted calls.
     pub calls: usize,
     /// True if one kind of record reached the limit, so that more may remain.
-    pub more: bool,
+    pub has_more: bool,
 }
 
 /// Stores calls, their history and the directory.
@@ -181,26 +181,30 @@ pub struct Purged {
 pub trait Store: Send + Sync + 'static {
     /// Stores a new call, unless its idempotency key was used before, together with the delivery
     /// that it requests ([`Delivery::for_call`]).
-    async fn create(&self, new: NewCall) -> Result<Created, StoreError>;
+    async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError>;
 
     /// Returns the call or mismatch for a used key, never [`CreateCallResult::New`]; `None` if the
     /// key is unused.
-    async fn used(
+    async fn find_by_idempotency_key(
         &self,
         project: &str,
         key: &IdempotencyKey,
-    ) -> Result<Option<Created>, StoreError>;
+    ) -> Result<Option<CreateCallResult>, StoreError>;
 
     /// Replaces a call whose stored version is exactly one lower, and appends to its history. If
     /// the call has ended, its delivery becomes due ([`Delivery::after_call_ended`]).
-    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError>;
+    async fn save_call(
+        &self,
+        call: Arc<Call>,
+        records: Vec<EventRecord>,
+    ) -> Result<SaveResult, StoreError>;
 
     /// Appends to a call's history without changing the call.
-    async fn append(
+    async fn append_records(
         &self,
         project: &str,
         id: &CallId,
-        records: Vec<Record>,
+        records: Vec<EventRecord>,
     ) -> Result<(), StoreError>;
 
     /// Returns one call of a project.
@@ -210,7 +214,7 @@ pub trait Store: Send + Sync + 'static {
     async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError>;
 
     /// Returns open calls after this position, in the order of their creation.
-    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError>;
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError>;
 
     /// Returns events with a number above `after`, in order.
     async fn events(
@@ -218,25 +222,29 @@ pub trait Store: Send + Sync + 'static {
         scope: EventScope,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Event>, StoreError>;
+    ) -> Result<Vec<CallEvent>, StoreError>;
 
     /// Returns a number that no event in scope exceeds: a subscriber that starts there sees every
     /// later event. 0 if there are no events.
-    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError>;
+    async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError>;
 
     /// Returns the tool definitions set for a run, or `None` if none were set.
-    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError>;
+    async fn run_tool_definitions(
+        &self,
+        project: &str,
+        run_id: &str,
+    ) -> Result<Option<RunToolDefinitions>, StoreError>;
 
     /// Replaces the tool definitions of a run.
-    async fn put_run(&self, run: Run) -> Result<(), StoreError>;
+    async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError>;
 
     /// Returns the newest record of this kind in a call's history.
-    async fn newest_record(
+    async fn last_record(
         &self,
         project: &str,
         id: &CallId,
-        kind: Kind,
-    ) -> Result<Option<Record>, StoreError>;
+        kind: EventKind,
+    ) -> Result<Option<EventRecord>, StoreError>;
 
     /// Returns pending deliveries after this one, ordered by due time.
     async fn pending_deliveries(
@@ -253,7 +261,7 @@ pub trait Store: Send + Sync + 'static {
         &self,
         project: &str,
         id: &CallId,
-    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError>;
+    ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError>;
 
     /// Replaces a delivery whose stored version is exactly one lower, and stores the attempt that
     /// led to it. At most [`crate::delivery::MAX_STORED_ATTEMPTS`] attempts are kept, the latest
@@ -261,13 +269,13 @@ pub trait Store: Send + Sync + 'static {
     async fn save_delivery(
         &self,
         delivery: Delivery,
-        tried: Option<Try>,
-    ) -> Result<Saved, StoreError>;
+        tried: Option<DeliveryAttempt>,
+    ) -> Result<SaveResult, StoreError>;
 
     /// Deletes up to `limit` calls that ended before this time, with everything that belongs to
     /// them; and up to as many of each other kind: tool definitions of runs last changed before it
     /// and without calls, runs that ended before it, audit log entries older than it.
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError>;
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError>;
 
     /// Returns the version of the directory.
     async fn directory_version(&self) -> Result<u64, StoreError>;
@@ -276,15 +284,15 @@ pub trait Store: Send + Sync + 'static {
     async fn directory(&self) -> Result<Directory, StoreError>;
 
     /// Applies a change that was decided on this version of the directory, with its audit entry.
-    async fn change(
+    async fn change_directory(
         &self,
-        change: Change,
+        change: DirectoryChange,
         decided_on: u64,
         audit: Option<AuditEntry>,
-    ) -> Result<Saved, StoreError>;
+    ) -> Result<SaveResult, StoreError>;
 
     /// Appends an entry to the audit log.
-    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError>;
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError>;
 
     /// Returns the audit log, newest first.
     async fn audit_log(
@@ -294,16 +302,16 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<Vec<AuditEntry>, StoreError>;
 
     /// Checks that the store can be read and written now.
-    async fn check(&self) -> Result<(), StoreError>;
+    async fn check_health(&self) -> Result<(), StoreError>;
 
     /// Returns the store of cards, turns and inboxes.
     fn utp(&self) -> &dyn utp::UtpStore;
 
     /// Returns the store of runs and their journals.
-    fn loops(&self) -> &dyn loops::LoopStore;
+    fn runs(&self) -> &dyn loops::RunStore;
 
     /// Returns the store of upstream credentials.
-    fn grants(&self) -> &dyn grants::GrantStore;
+    fn credentials(&self) -> &dyn grants::UpstreamCredentialStore;
 
     /// Returns the size of the store.
     async fn size_bytes(&self) -> Result<u64, StoreError>;

@@ -14,12 +14,12 @@ use crate::engine::Engine;
 
 /// Starts all reconcilers; they end when the engine shuts down.
 pub(crate) fn spawn_all(engine: &Engine, retention_ms: Option<u64>) {
-    let tasks = &engine.inner.tasks;
+    let tasks = &engine.core.tasks;
     tasks.spawn(dispatch::run(engine.clone()));
     tasks.spawn(sweep::run(engine.clone()));
     tasks.spawn(refresh::run(engine.clone()));
     tasks.spawn(watchdog::run(engine.clone()));
-    if engine.inner.notices.notifier.is_some() {
+    if engine.core.webhook_queue.sender.is_some() {
         tasks.spawn(notify::run(engine.clone()));
     }
     if let Some(retention_ms) = retention_ms {
@@ -39,15 +39,15 @@ async fn recover_until_done(engine: &Engine) {
         tracing::warn!(%error, "cannot recover open calls yet; retrying");
         tokio::select! {
             () = tokio::time::sleep(std::time::Duration::from_secs(1)) => {}
-            () = engine.inner.stopping.cancelled() => return,
+            () = engine.core.shutdown.cancelled() => return,
         }
     }
     // After the calls, so that a run finds the calls it waits for already recovered.
-    while let Err(error) = engine.take_up_runs().await {
+    while let Err(error) = engine.adopt_orphaned_runs().await {
         tracing::warn!(%error, "cannot resume runs yet; retrying");
         tokio::select! {
             () = tokio::time::sleep(std::time::Duration::from_secs(1)) => {}
-            () = engine.inner.stopping.cancelled() => return,
+            () = engine.core.shutdown.cancelled() => return,
         }
     }
 }

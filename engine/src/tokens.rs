@@ -8,7 +8,7 @@ use bpe_openai::{Tokenizer, o200k_base};
 
 /// Maximum bytes of a token in this encoding. A text of `n` times this many bytes therefore has at
 /// least `n` tokens.
-const LONGEST_TOKEN: usize = 128;
+const MAX_TOKEN_BYTES: usize = 128;
 
 fn tokenizer() -> &'static Tokenizer {
     o200k_base()
@@ -25,7 +25,7 @@ pub fn exceeds(text: &str, budget: usize) -> bool {
     if text.len() <= budget {
         return false;
     }
-    if text.len() > budget.saturating_mul(LONGEST_TOKEN) {
+    if text.len() > budget.saturating_mul(MAX_TOKEN_BYTES) {
         return true;
     }
     let tokenizer = tokenizer();
@@ -43,11 +43,11 @@ pub fn exceeds(text: &str, budget: usize) -> bool {
 ///
 /// A prefix on its own can differ by a token or two from the same text in its context; the returned
 /// prefix on its own is within the budget.
-pub fn first(text: &str, budget: usize) -> &str {
+pub fn prefix_within(text: &str, budget: usize) -> &str {
     if text.len() <= budget {
         return text;
     }
-    let most = budget.saturating_mul(LONGEST_TOKEN).min(text.len());
+    let most = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
     let text = &text[..text.floor_char_boundary(most)];
     let tokenizer = tokenizer();
     let (mut end, mut left) = (0, budget);
@@ -70,8 +70,8 @@ pub fn first(text: &str, budget: usize) -> &str {
 }
 
 /// Returns the longest suffix of the text within the budget, in whole characters.
-pub fn last(text: &str, budget: usize) -> &str {
-    let most = budget.saturating_mul(LONGEST_TOKEN).min(text.len());
+pub fn suffix_within(text: &str, budget: usize) -> &str {
+    let most = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
     let text = &text[text.ceil_char_boundary(text.len() - most)..];
     let tokenizer = tokenizer();
     let pieces: Vec<&str> = tokenizer.split(text).collect();
@@ -111,7 +111,7 @@ mod tests {
     fn no_token_is_longer_than_said() {
         let bpe = &tokenizer().bpe;
         let tokens = u32::try_from(bpe.num_tokens()).unwrap();
-        assert_eq!((0..tokens).map(|token| bpe.token_len(token)).max(), Some(LONGEST_TOKEN));
+        assert_eq!((0..tokens).map(|token| bpe.token_len(token)).max(), Some(MAX_TOKEN_BYTES));
     }
 
     #[test]
@@ -133,7 +133,7 @@ mod tests {
             "Zeile 1: Grüße, 日本語 and \u{1F469}\u{200D}\u{1F680} 12345 errors\n\n".repeat(40);
         let whole = count(&text);
         for budget in 0..whole + 2 {
-            let (head, tail) = (first(&text, budget), last(&text, budget));
+            let (head, tail) = (prefix_within(&text, budget), suffix_within(&text, budget));
             assert!(text.starts_with(head) && text.ends_with(tail));
             assert!(count(head) <= budget && count(tail) <= budget, "{budget}");
             let least = budget.min(whole).saturating_sub(6);

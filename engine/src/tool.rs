@@ -6,9 +6,9 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::args::Rules;
+use crate::args::ArgumentRules;
 use crate::json::Json;
-use crate::retry::PolicyPatch;
+use crate::retry::ExecutionPolicyPatch;
 
 /// The executor of a tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -56,7 +56,7 @@ impl Executor {
 
     /// Returns true if a remote executor reports the result later. Such a call is PENDING until the
     /// executor acknowledges it; a caller-executed call counts as acknowledged from the start.
-    pub fn parks(self) -> bool {
+    pub fn reports_later(self) -> bool {
         matches!(self, Self::Client | Self::Utp | Self::Caller)
     }
 }
@@ -118,17 +118,17 @@ impl Risk {
 
 /// A tool to use instead when the first one certainly had no effect.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Alternate {
+pub struct Fallback {
     /// Name of the fallback tool.
     pub tool: String,
     /// Mapping from the first tool's arguments; `None` passes the same arguments.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub args: Option<crate::args::Mapping>,
+    pub args: Option<crate::args::ArgumentMapping>,
 }
 
 /// One tool, as its owner described it.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Definition {
+pub struct ToolDefinition {
     /// The project it belongs to; `None` for a tool of every project (built-in tools).
     pub project: Option<String>,
     pub name: String,
@@ -142,14 +142,14 @@ pub struct Definition {
     pub background: bool,
     pub effect: Effect,
     pub risk: Risk,
-    pub policy: PolicyPatch,
-    pub fallback: Vec<Alternate>,
+    pub policy: ExecutionPolicyPatch,
+    pub fallback: Vec<Fallback>,
     pub metadata: Option<Json>,
     /// Execution settings; only for tools that a tool service or an HTTP API executes.
-    pub utp: Option<crate::utp::Binding>,
+    pub binding: Option<crate::utp::Binding>,
 }
 
-impl Definition {
+impl ToolDefinition {
     /// Returns a fingerprint of everything that matters to callers and approvers of the tool.
     pub fn version(&self) -> String {
         let mut hash = Sha256::new();
@@ -157,25 +157,25 @@ impl Definition {
         hash.update([0]);
         hash.update(self.description.as_bytes());
         hash.update([0]);
-        hash.update(self.input_schema.canonical().as_bytes());
+        hash.update(self.input_schema.canonical_text().as_bytes());
         if let Some(output) = &self.output_schema {
             hash.update([1]);
-            hash.update(output.canonical().as_bytes());
+            hash.update(output.canonical_text().as_bytes());
         }
         hash.update([self.effect as u8, self.risk as u8, self.executor as u8]);
-        if let Some(utp) = &self.utp {
+        if let Some(utp) = &self.binding {
             hash.update([2, utp.after_execution as u8]);
             hash.update(utp.target_subject.as_deref().unwrap_or_default().as_bytes());
             hash.update([0]);
-            hash.update(utp.options.canonical().as_bytes());
+            hash.update(utp.options.canonical_text().as_bytes());
             if let Some(parameters) = &utp.parameters {
                 hash.update([3]);
-                hash.update(parameters.canonical().as_bytes());
+                hash.update(parameters.canonical_text().as_bytes());
             }
         }
         // People and models see the title in place of the name.
         let metadata = self.metadata.as_ref().filter(|metadata| metadata.text().contains("title"));
-        let title = metadata.and_then(|metadata| metadata.value().get("title").cloned());
+        let title = metadata.and_then(|metadata| metadata.to_value().get("title").cloned());
         if let Some(title) = title.as_ref().and_then(serde_json::Value::as_str) {
             hash.update([4]);
             hash.update(title.as_bytes());
@@ -184,14 +184,14 @@ impl Definition {
     }
 }
 
-impl Definition {
+impl ToolDefinition {
     /// Returns the argument rules, and the schema that the executed arguments must match.
-    pub(crate) fn rules(&self) -> (Option<Rules>, serde_json::Value) {
-        let Some(utp) = &self.utp else { return (None, self.input_schema.value()) };
-        let full = utp.parameters.as_ref().unwrap_or(&self.input_schema).value();
-        match Rules::of(&utp.options.value()) {
+    pub(crate) fn argument_rules(&self) -> (Option<ArgumentRules>, serde_json::Value) {
+        let Some(utp) = &self.binding else { return (None, self.input_schema.to_value()) };
+        let full = utp.parameters.as_ref().unwrap_or(&self.input_schema).to_value();
+        match ArgumentRules::from_options(&utp.options.to_value()) {
             Some(rules) => {
-                let executed = rules.executed(&full);
+                let executed = rules.schema_for_execution(&full);
                 (Some(rules), executed)
             }
             None => (None, full),
@@ -200,11 +200,11 @@ impl Definition {
 
     /// Restricts the input schema to the arguments that a model may set; keeps the full schema for
     /// execution.
-    pub fn hide(&mut self) {
-        let Some(utp) = &mut self.utp else { return };
-        let Some(rules) = Rules::of(&utp.options.value()) else { return };
+    pub fn hide_preset_arguments(&mut self) {
+        let Some(utp) = &mut self.binding else { return };
+        let Some(rules) = ArgumentRules::from_options(&utp.options.to_value()) else { return };
         let full = utp.parameters.clone().unwrap_or_else(|| self.input_schema.clone());
-        let visible = Json::of_value(&rules.visible(&full.value()));
+        let visible = Json::from_value(&rules.schema_for_model(&full.to_value()));
         if visible != full {
             utp.parameters = Some(full);
             self.input_schema = visible;
@@ -227,11 +227,11 @@ pub fn hex(bytes: &[u8]) -> String {
     "\"{0}\" is not a tool name: 1 to 128 letters, digits, '_', '-', '/' and single dots, \
      beginning with a letter or digit"
 )]
-pub struct NotAName(pub String);
+pub struct InvalidToolName(pub String);
 
 /// Checks a tool's name.
-pub fn check_name(name: &str) -> Result<(), NotAName> {
-    let refused = || NotAName(name.chars().take(80).collect());
+pub fn check_tool_name(name: &str) -> Result<(), InvalidToolName> {
+    let refused = || InvalidToolName(name.chars().take(80).collect());
     let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'/' | b'.');
     let fits = !name.is_empty() && name.len() <= 128 && name.bytes().all(plain);
     let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
@@ -266,11 +266,11 @@ mod tests {
     #[test]
     fn names() {
         for good in ["weather.query", "a", "file_read-2", "9lives", "mcp/github.create"] {
-            assert!(check_name(good).is_ok(), "{good}");
+            assert!(check_tool_name(good).is_ok(), "{good}");
         }
         let long = "a".repeat(129);
         for bad in ["", ".a", "a..b", "a.", "a b", "tür", "a\n", "-a", long.as_str()] {
-            assert!(check_name(bad).is_err(), "{bad:?}");
+            assert!(check_tool_name(bad).is_err(), "{bad:?}");
         }
     }
 

@@ -25,7 +25,7 @@ pub struct TraceParent {
 /// The error for a text that is not a `traceparent`; callers treat it like a missing one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a traceparent of W3C's trace context")]
-pub struct NotATraceParent;
+pub struct InvalidTraceParent;
 
 impl TraceParent {
     /// Returns true if the sender records the trace.
@@ -41,31 +41,32 @@ impl TraceParent {
     }
 
     /// Returns another span of the same trace.
-    fn with(self, span_id: [u8; 8], sampled: bool) -> Self {
+    fn with_span(self, span_id: [u8; 8], sampled: bool) -> Self {
         let flags = self.flags & !SAMPLED | if sampled { SAMPLED } else { 0 };
         Self { span_id, flags, ..self }
     }
 }
 
 impl FromStr for TraceParent {
-    type Err = NotATraceParent;
+    type Err = InvalidTraceParent;
 
     /// Parses version 00, and the version 00 part of later versions, as W3C requires.
-    fn from_str(text: &str) -> Result<Self, NotATraceParent> {
+    fn from_str(text: &str) -> Result<Self, InvalidTraceParent> {
         let bytes = text.as_bytes();
         let dashes = |at: usize| bytes.get(at) == Some(&b'-');
         if bytes.len() < 55 || !dashes(2) || !dashes(35) || !dashes(52) {
-            return Err(NotATraceParent);
+            return Err(InvalidTraceParent);
         }
-        let [version] = hex::<1>(&bytes[..2])?;
+        let [version] = parse_hex::<1>(&bytes[..2])?;
         let ends_well = bytes.len() == 55 || version > 0 && dashes(55);
         if version == 0xff || !ends_well {
-            return Err(NotATraceParent);
+            return Err(InvalidTraceParent);
         }
-        let (trace_id, span_id) = (hex::<16>(&bytes[3..35])?, hex::<8>(&bytes[36..52])?);
-        let [flags] = hex::<1>(&bytes[53..55])?;
+        let (trace_id, span_id) =
+            (parse_hex::<16>(&bytes[3..35])?, parse_hex::<8>(&bytes[36..52])?);
+        let [flags] = parse_hex::<1>(&bytes[53..55])?;
         if trace_id == [0; 16] || span_id == [0; 8] {
-            return Err(NotATraceParent);
+            return Err(InvalidTraceParent);
         }
         Ok(Self { trace_id, span_id, flags: flags & KNOWN_FLAGS })
     }
@@ -82,11 +83,11 @@ impl fmt::Display for TraceParent {
 }
 
 /// Parses lowercase digits only: W3C permits no others.
-fn hex<const N: usize>(text: &[u8]) -> Result<[u8; N], NotATraceParent> {
+fn parse_hex<const N: usize>(text: &[u8]) -> Result<[u8; N], InvalidTraceParent> {
     let digit = |byte: u8| match byte {
         b'0'..=b'9' => Ok(byte - b'0'),
         b'a'..=b'f' => Ok(byte - b'a' + 10),
-        _ => Err(NotATraceParent),
+        _ => Err(InvalidTraceParent),
     };
     let mut bytes = [0; N];
     for (byte, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
@@ -105,31 +106,32 @@ fn write_hex(text: &mut [u8], bytes: &[u8]) {
 
 /// The ids of a call's spans.
 #[derive(Debug, Clone, Copy)]
-pub struct Ids {
+pub struct SpanIds {
     /// The `traceparent` of the request; `None` if the trace starts here.
     pub parent: Option<TraceParent>,
     /// The call's span.
     call: TraceParent,
-    attempts: u64,
+    attempt_seed: u64,
 }
 
-impl Ids {
+impl SpanIds {
     /// Returns the ids of this call's spans; the same call always has the same ids.
-    pub fn of(call: &Call) -> Self {
-        Self::new(&call.id, call.asked.traceparent.as_deref())
+    pub fn for_call(call: &Call) -> Self {
+        Self::new(&call.id, call.origin.traceparent.as_deref())
     }
 
     fn new(id: &CallId, traceparent: Option<&str>) -> Self {
         let parent = traceparent.and_then(|text| text.parse().ok());
         // An id of zeros is invalid.
-        let [first, second, own, attempts] = spread(id.as_str().as_bytes()).map(|id| id.max(1));
+        let [first, second, own, attempt_seed] =
+            hash_to_words(id.as_str().as_bytes()).map(|id| id.max(1));
         let begun_here = || TraceParent {
             trace_id: (u128::from(first) << 64 | u128::from(second)).to_be_bytes(),
             span_id: [0; 8],
             flags: 0,
         };
         let trace = parent.unwrap_or_else(begun_here);
-        Self { parent, call: trace.with(own.to_be_bytes(), trace.is_sampled()), attempts }
+        Self { parent, call: trace.with_span(own.to_be_bytes(), trace.is_sampled()), attempt_seed }
     }
 
     /// Returns the trace id.
@@ -139,22 +141,22 @@ impl Ids {
 
     /// Returns the call's span.
     pub fn call(&self, sampled: bool) -> TraceParent {
-        self.call.with(self.call.span_id, sampled)
+        self.call.with_span(self.call.span_id, sampled)
     }
 
     /// Returns the span of one attempt, which the executor receives.
     pub fn attempt(&self, number: u32, sampled: bool) -> TraceParent {
         // An odd step visits every other id before it returns to the first.
         let step = u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let span_id = self.attempts.wrapping_add(step).max(1).to_be_bytes();
-        self.call.with(span_id, sampled)
+        let span_id = self.attempt_seed.wrapping_add(step).max(1).to_be_bytes();
+        self.call.with_span(span_id, sampled)
     }
 }
 
 /// Hashes bytes to four numbers that look random. They need not resist an attacker: the call's id
 /// is no secret from a reader of its spans. A cryptographic digest would cost each call ten times
 /// as much.
-fn spread(bytes: &[u8]) -> [u64; 4] {
+fn hash_to_words(bytes: &[u8]) -> [u64; 4] {
     let (mut one, mut other) = (bytes.len() as u64, !(bytes.len() as u64));
     for chunk in bytes.chunks(8) {
         let mut word = [0; 8];
@@ -218,15 +220,15 @@ mod tests {
             "0é-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         ];
         for text in bad {
-            assert_eq!(text.parse::<TraceParent>(), Err(NotATraceParent), "{text}");
+            assert_eq!(text.parse::<TraceParent>(), Err(InvalidTraceParent), "{text}");
         }
     }
 
     #[test]
     fn ids_follow_from_the_call() {
         let id = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap();
-        let ids = Ids::new(&id, None);
-        assert_eq!(ids.call(true), Ids::new(&id, None).call(true), "always the same");
+        let ids = SpanIds::new(&id, None);
+        assert_eq!(ids.call(true), SpanIds::new(&id, None).call(true), "always the same");
         assert!(ids.parent.is_none());
         let spans = [ids.call(true), ids.attempt(1, true), ids.attempt(2, true)];
         for (n, span) in spans.iter().enumerate() {
@@ -234,22 +236,22 @@ mod tests {
             assert_eq!(span.trace_id, ids.trace_id());
             assert!(spans[..n].iter().all(|other| other.span_id != span.span_id));
         }
-        let within = Ids::new(&id, Some(GIVEN));
+        let within = SpanIds::new(&id, Some(GIVEN));
         assert_eq!(within.parent.map(|parent| parent.to_string()).as_deref(), Some(GIVEN));
         assert_eq!(within.call(true).trace_id_text(), "0af7651916cd43dd8448eb211c80319c");
         assert_eq!(within.call(true).span_id, ids.call(true).span_id);
         assert!(!within.attempt(1, false).is_sampled());
-        let nonsense = Ids::new(&id, Some("nonsense"));
+        let nonsense = SpanIds::new(&id, Some("nonsense"));
         assert_eq!(nonsense.trace_id(), ids.trace_id(), "as if none were given");
     }
 
     #[test]
     fn ids_of_calls_that_follow_each_other_are_spread_evenly() {
-        let minter = crate::id::Minter::default();
+        let minter = crate::id::IdGenerator::default();
         let mut seen = std::collections::HashSet::new();
         let mut upper = 0;
         for n in 0..20_000 {
-            let ids = Ids::new(&minter.call(1_700_000_000_000 + n / 1_000), None);
+            let ids = SpanIds::new(&minter.next_call_id(1_700_000_000_000 + n / 1_000), None);
             let trace_id = u128::from_be_bytes(ids.trace_id());
             upper += u64::from(trace_id as u64 >> 63 == 1);
             assert!(seen.insert(trace_id), "two calls in one trace");

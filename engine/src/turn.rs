@@ -23,16 +23,16 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::batch::{Mode, Settled};
+use crate::batch::{BatchEntryResult, BatchMode};
 use crate::fault::Fault;
 use crate::id::CallId;
-use crate::model::{Piece, Reply, Stopped, Usage, Wanted};
+use crate::model::{Delta, FinishReason, ModelReply, TokenUsage, ToolCallRequest};
 use crate::retry::{Backoff, MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 
-pub use drive::Loop;
-pub use offer::check_tools;
+pub use drive::AgentLoop;
+pub use offer::check_tool_patterns;
 pub use rules::check_messages;
-pub(crate) use rules::{closing_of, readdressed, same_call};
+pub(crate) use rules::{call_fingerprint, replace_late_call_id, stop_reason_of};
 
 #[cfg(doc)]
 use crate::engine::Engine;
@@ -41,7 +41,7 @@ use crate::engine::Engine;
 /// tools, for the best answer it can give.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Limits {
+pub struct RunLimits {
     /// Maximum number of requests to the model, not counting the last one.
     pub steps: u32,
     /// Maximum number of tool calls.
@@ -59,7 +59,7 @@ pub struct Limits {
     pub failures: u32,
 }
 
-impl Default for Limits {
+impl Default for RunLimits {
     fn default() -> Self {
         Self {
             steps: 32,
@@ -73,9 +73,9 @@ impl Default for Limits {
     }
 }
 
-impl Limits {
+impl RunLimits {
     /// Returns the first invalid field and its valid range.
-    pub fn problem(&self) -> Option<(&'static str, String)> {
+    pub fn invalid_field(&self) -> Option<(&'static str, String)> {
         let ranges = [
             ("steps", u64::from(self.steps), 1, 10_000),
             ("calls", u64::from(self.calls), 0, 100_000),
@@ -94,7 +94,7 @@ impl Limits {
 /// Settings for requests to the model and their retries.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Asking {
+pub struct ModelRequestPolicy {
     /// Maximum number of retries after a transient error.
     pub retries: u32,
     pub backoff: Backoff,
@@ -104,7 +104,7 @@ pub struct Asking {
     pub max_answer_bytes: usize,
 }
 
-impl Default for Asking {
+impl Default for ModelRequestPolicy {
     fn default() -> Self {
         Self {
             retries: 4,
@@ -118,9 +118,9 @@ impl Default for Asking {
 /// Settings for the execution of calls.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Acting {
+pub struct ExecutionOptions {
     /// Selects the calls of one reply that run concurrently; by default the read-only ones.
-    pub mode: Side,
+    pub mode: Concurrency,
     pub max_parallel: Option<usize>,
     /// Timeout of each call. Defaults to the tool's own.
     pub timeout_ms: Option<u64>,
@@ -133,9 +133,12 @@ pub struct Acting {
     pub result_tokens: Option<usize>,
 }
 
-impl Acting {
+impl ExecutionOptions {
     /// Returns the first invalid field and its valid range.
-    pub fn problem(&self, limits: &crate::engine::Limits) -> Option<(&'static str, String)> {
+    pub fn invalid_field(
+        &self,
+        limits: &crate::engine::EngineLimits,
+    ) -> Option<(&'static str, String)> {
         let number = |value: Option<usize>| value.map(|value| value as u64);
         let ranges = [
             ("max_parallel", number(self.max_parallel), 1, limits.max_batch_parallel as u64),
@@ -152,24 +155,24 @@ impl Acting {
 }
 
 /// Default for the number of tokens of the results of one reply together.
-pub const RESULT_TOKENS: usize = 8_000;
+pub const DEFAULT_RESULT_TOKENS: usize = 8_000;
 
 /// Serializable form of [`BatchMode`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Side {
+pub enum Concurrency {
     Serial,
     #[default]
     Parallel,
     Unordered,
 }
 
-impl From<Side> for Mode {
-    fn from(side: Side) -> Self {
+impl From<Concurrency> for BatchMode {
+    fn from(side: Concurrency) -> Self {
         match side {
-            Side::Serial => Self::Serial,
-            Side::Parallel => Self::Parallel,
-            Side::Unordered => Self::Unordered,
+            Concurrency::Serial => Self::Serial,
+            Concurrency::Parallel => Self::Parallel,
+            Concurrency::Unordered => Self::Unordered,
         }
     }
 }
@@ -177,7 +180,7 @@ impl From<Side> for Mode {
 /// Options of a conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Terms {
+pub struct RunOptions {
     /// The model, as its endpoint names it.
     pub model: String,
     /// Id that groups the calls of the conversation.
@@ -187,22 +190,26 @@ pub struct Terms {
     pub tools: Option<Vec<String>>,
     /// Tools that the caller executes itself, in the chat format. The loop returns their calls to
     /// the caller.
-    pub own_tools: Vec<Value>,
+    #[serde(rename = "own_tools")]
+    pub caller_tools: Vec<Value>,
     /// Other fields of each request to the model: `temperature`, `max_tokens`, ….
     pub settings: Map<String, Value>,
-    pub limits: Limits,
-    pub asking: Asking,
-    pub acting: Acting,
+    pub limits: RunLimits,
+    #[serde(rename = "asking")]
+    pub model_request_policy: ModelRequestPolicy,
+    #[serde(rename = "acting")]
+    pub execution_options: ExecutionOptions,
     /// Prefix of the calls' idempotency keys, followed by the step and the call's index, so that a
     /// step repeated after a crash executes no call twice. Must be unique to one conversation.
-    pub key: Option<String>,
+    #[serde(rename = "key")]
+    pub idempotency_prefix: Option<String>,
     /// A label of the calls; never used for a decision.
     pub user_id: Option<String>,
     /// W3C `traceparent` of the trace that the calls belong to.
     pub traceparent: Option<String>,
 }
 
-impl Terms {
+impl RunOptions {
     /// Creates options for this model, with all tools that the caller may call.
     pub fn new(model: impl Into<String>, run_id: impl Into<String>) -> Self {
         Self { model: model.into(), run_id: run_id.into(), ..Self::default() }
@@ -211,7 +218,7 @@ impl Terms {
 
 /// A call whose result arrives late.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Awaited {
+pub struct PendingCall {
     pub tool_call_id: CallId,
     /// The model's own id of the call.
     pub call_id: String,
@@ -221,16 +228,17 @@ pub struct Awaited {
 
 /// Counts consecutive identical calls with the same result.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seen {
+pub struct RepeatCounter {
     pub times: u32,
     /// Hash of the content that the model received.
-    pub told: u64,
+    #[serde(rename = "told")]
+    pub content_hash: u64,
 }
 
 /// The reason why the next request to the model is the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Closing {
+pub enum StopReason {
     Steps,
     Calls,
     Tokens,
@@ -241,7 +249,7 @@ pub enum Closing {
     Failures,
 }
 
-impl Closing {
+impl StopReason {
     /// All reasons.
     pub const ALL: [Self; 6] =
         [Self::Steps, Self::Calls, Self::Tokens, Self::Time, Self::Repeats, Self::Failures];
@@ -261,96 +269,105 @@ impl Closing {
 
 /// Usage at the time of the last user message: limits count from there.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Spent {
+pub struct UsageBaseline {
     pub steps: u32,
     pub calls: u32,
     pub tokens: u64,
-    pub spent_ms: u64,
+    #[serde(rename = "spent_ms")]
+    pub active_ms: u64,
 }
 
 /// Progress of a conversation, apart from its messages.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Progress {
+pub struct RunProgress {
     /// Number of replies of the model so far.
     pub steps: u32,
     pub calls: u32,
     pub failed_calls: u32,
-    pub usage: Usage,
+    pub usage: TokenUsage,
     /// Active time so far.
-    pub spent_ms: u64,
-    pub since: Spent,
+    #[serde(rename = "spent_ms")]
+    pub active_ms: u64,
+    #[serde(rename = "since")]
+    pub baseline: UsageBaseline,
     /// A reply whose calls have not been executed yet.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reply: Option<Reply>,
+    #[serde(rename = "reply")]
+    pub pending_reply: Option<ModelReply>,
     /// True if the calls of that reply were canceled: calls that have not started are not executed.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub canceled: bool,
     /// Calls whose results arrive late.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub awaited: Vec<Awaited>,
+    #[serde(rename = "awaited")]
+    pub pending_calls: Vec<PendingCall>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub seen: BTreeMap<String, Seen>,
+    #[serde(rename = "seen")]
+    pub repeat_counters: BTreeMap<String, RepeatCounter>,
     /// Number of consecutive steps that contained nothing but repeated calls.
-    pub stubborn: u32,
+    #[serde(rename = "stubborn")]
+    pub repeated_steps: u32,
     /// Number of consecutive steps in which every call failed.
-    pub failures: u32,
+    #[serde(rename = "failures")]
+    pub failed_steps: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub closing: Option<Closing>,
+    #[serde(rename = "closing")]
+    pub stop_reason: Option<StopReason>,
 }
 
-impl Progress {
+impl RunProgress {
     /// Returns the usage so far.
-    pub fn spent(&self) -> Spent {
+    pub fn usage_so_far(&self) -> UsageBaseline {
         let tokens = self.usage.prompt_tokens.saturating_add(self.usage.completion_tokens);
-        Spent { steps: self.steps, calls: self.calls, tokens, spent_ms: self.spent_ms }
+        UsageBaseline { steps: self.steps, calls: self.calls, tokens, active_ms: self.active_ms }
     }
 
     /// Resets the counters of the limits when the conversation is resumed.
-    pub(crate) fn count_anew(&mut self) {
-        self.since = self.spent();
-        (self.stubborn, self.failures) = (0, 0);
-        if self.reply.is_none() {
-            self.closing = None;
+    pub(crate) fn reset_baseline(&mut self) {
+        self.baseline = self.usage_so_far();
+        (self.repeated_steps, self.failed_steps) = (0, 0);
+        if self.pending_reply.is_none() {
+            self.stop_reason = None;
         }
     }
 }
 
 /// An open conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Talk {
+pub struct Conversation {
     /// The messages, in the chat format.
     pub messages: Vec<Value>,
     #[serde(default)]
-    pub progress: Progress,
+    pub progress: RunProgress,
 }
 
-impl Talk {
+impl Conversation {
     /// Creates a conversation that begins with these messages.
     pub fn new(messages: Vec<Value>) -> Self {
-        Self { messages, progress: Progress::default() }
+        Self { messages, progress: RunProgress::default() }
     }
 
     /// Creates a conversation that begins with a user message.
-    pub fn question(text: &str) -> Self {
+    pub fn from_user_text(text: &str) -> Self {
         Self::new(vec![serde_json::json!({ "role": "user", "content": text })])
     }
 
     /// Adds user messages and resets the counters of the limits.
-    pub fn say(&mut self, messages: Vec<Value>) {
+    pub fn add_user_messages(&mut self, messages: Vec<Value>) {
         self.messages.extend(messages);
         let before = std::mem::take(&mut self.progress);
-        self.progress = Progress {
+        self.progress = RunProgress {
             // Step numbers are part of the calls' idempotency keys and are never reused.
             steps: before.steps,
             calls: before.calls,
             failed_calls: before.failed_calls,
             usage: before.usage,
-            spent_ms: before.spent_ms,
-            since: before.spent(),
-            awaited: before.awaited,
-            reply: before.reply,
-            ..Progress::default()
+            active_ms: before.active_ms,
+            baseline: before.usage_so_far(),
+            pending_calls: before.pending_calls,
+            pending_reply: before.pending_reply,
+            ..RunProgress::default()
         };
     }
 }
@@ -359,48 +376,50 @@ impl Talk {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FinalAnswer {
     pub text: String,
-    pub stopped: Stopped,
+    #[serde(rename = "stopped")]
+    pub finish_reason: FinishReason,
     /// The limit that triggered the last request, if one did.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub closing: Option<Closing>,
+    #[serde(rename = "closing")]
+    pub stop_reason: Option<StopReason>,
 }
 
 /// The outcome of a step.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Next {
+pub enum StepOutcome {
     /// The calls were executed and their results are in the conversation: the next request can
     /// follow.
-    GoesOn,
+    Continue,
     /// The model gave its final answer.
     Answered(FinalAnswer),
     /// The model called caller tools. The Toolcrib calls of the same reply have been executed and
     /// answered in the conversation; these calls await messages from the caller.
-    HandedBack(Vec<Wanted>),
+    CallerToolCalls(Vec<ToolCallRequest>),
     /// The model has nothing to do until late results arrive. Any text of its reply is in the
     /// conversation.
-    Sleeps,
+    AwaitingResults,
 }
 
 /// An event of the agent loop, emitted as it happens.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Happening<'a> {
+pub enum LoopEvent<'a> {
     /// A request is sent to the model.
-    Asking { step: u32, last: bool },
+    ModelRequested { step: u32, last: bool },
     /// A delta of the reply.
-    Piece { step: u32, piece: Piece },
+    ReplyDelta { step: u32, piece: Delta },
     /// The request failed and is retried after a wait. Deltas emitted so far are void.
-    AskingAgain { step: u32, retry: u32, wait_ms: u64, why: &'a Fault },
+    ModelRetryScheduled { step: u32, retry: u32, wait_ms: u64, why: &'a Fault },
     /// The complete reply. None of its calls has been executed.
-    Replied { step: u32, reply: &'a Reply },
+    ModelReplied { step: u32, reply: &'a ModelReply },
     /// A call ended, continues in the background, or was refused.
-    Settled { step: u32, settled: &'a Settled, message: &'a Value },
+    CallAnswered { step: u32, settled: &'a BatchEntryResult, message: &'a Value },
     /// A late result was added to the conversation.
-    Late { call: &'a Awaited, message: &'a Value },
+    LateResult { call: &'a PendingCall, message: &'a Value },
 }
 
 /// Receives the events of an agent loop.
-pub type Watch<'a> = &'a (dyn Fn(Happening<'_>) + Send + Sync);
+pub type EventSink<'a> = &'a (dyn Fn(LoopEvent<'_>) + Send + Sync);
 
 /// Discards an event.
-pub fn unwatched(_: Happening<'_>) {}
+pub fn ignore_events(_: LoopEvent<'_>) {}

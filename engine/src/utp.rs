@@ -81,7 +81,7 @@ pub struct Binding {
 impl Binding {
     /// Returns the timeout of a call, if the options set one.
     pub fn timeout_ms(&self) -> Option<u64> {
-        let options = self.options.value();
+        let options = self.options.to_value();
         let named = ["suspend_timeout_seconds", "timeout_seconds"];
         let seconds = named.iter().find_map(|name| options.get(*name).and_then(Value::as_f64))?;
         (seconds > 0.0).then_some((seconds * 1_000.0) as u64)
@@ -116,7 +116,7 @@ impl ToolStatus {
     }
 
     /// Returns the status of an ended call; `None` while it is open.
-    pub fn of(call: &Call) -> Option<Self> {
+    pub fn from_call(call: &Call) -> Option<Self> {
         let partial = call.outcome.as_ref().is_some_and(|outcome| outcome.partial);
         match call.status {
             Status::Succeeded if partial => Some(Self::Partial),
@@ -161,19 +161,19 @@ pub struct Route {
 
 impl Route {
     /// Returns the route of a call. A call outside any turn uses its run as the turn, with epoch 1.
-    pub fn of(call: &Call) -> Self {
-        if let Some(turn) = &call.asked.turn {
+    pub fn for_call(call: &Call) -> Self {
+        if let Some(turn) = &call.origin.route {
             let mut route = turn.as_ref().clone();
-            route.tool_call_id = numbered(&route.tool_call_id, call);
+            route.tool_call_id = id_for_target(&route.tool_call_id, call);
             return route;
         }
         let body = call.id.as_str().trim_start_matches(crate::id::CallId::PREFIX);
         Self {
-            agent_id: call.asked.agent.clone(),
+            agent_id: call.origin.agent.clone(),
             turn_id: call.run_id.clone(),
             epoch: 1,
             step_id: format!("step_{body}"),
-            tool_call_id: numbered(call.id.as_str(), call),
+            tool_call_id: id_for_target(call.id.as_str(), call),
             channel: DEFAULT_CHANNEL.to_owned(),
             parent_step_id: None,
             tracestate: None,
@@ -186,7 +186,7 @@ impl Route {
 
 /// Returns the call id for the current target. A tool service answers a known id from memory, so a
 /// fallback needs a separate id.
-fn numbered(id: &str, call: &Call) -> String {
+fn id_for_target(id: &str, call: &Call) -> String {
     match call.target.tool == call.tool_name {
         true => id.to_owned(),
         false => format!("{id}-a{}", call.attempt - call.target_attempts.min(call.attempt) + 1),
@@ -220,7 +220,7 @@ impl TurnStatus {
     }
 
     /// Returns true if the turn can never continue.
-    pub fn is_over(self) -> bool {
+    pub fn is_terminal(self) -> bool {
         matches!(self, Self::Finished | Self::Stopped)
     }
 }
@@ -278,7 +278,7 @@ impl Turn {
 
 /// One call of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Waiting {
+pub struct StepCall {
     pub project: String,
     pub agent_id: String,
     pub turn_id: String,
@@ -323,7 +323,7 @@ pub struct InboxItem {
 
 /// A message to publish after the commit of the change that it announces.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Letter {
+pub struct OutboxMessage {
     /// Also the message id at the broker, which drops duplicates.
     pub id: String,
     /// The subject without the prefix `cg.<version>.`.
@@ -352,18 +352,20 @@ pub struct DeadLetter {
     pub payload: String,
     /// True if the payload was truncated; such a message cannot be redriven.
     #[serde(default)]
-    pub cut: bool,
+    #[serde(rename = "cut")]
+    pub truncated: bool,
     pub created_ms: u64,
     #[serde(default)]
     pub redriven_ms: Option<u64>,
     /// Result of the last redrive.
     #[serde(default)]
-    pub last_try: Option<String>,
+    #[serde(rename = "last_try")]
+    pub last_redrive_result: Option<String>,
 }
 
 /// An agent that Toolcrib can wake.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Member {
+pub struct AgentEntry {
     pub project: String,
     pub agent_id: String,
     /// Target of its wakeups: `cmd.agent.<worker_target>.wakeup`.

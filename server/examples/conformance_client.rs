@@ -16,11 +16,11 @@ use serde_json::{Map, Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use toolcrib::call::Hold;
-use toolcrib::{Call, Caller, Engine, Invocation, Json};
-use toolcrib_server::assemble::{self, Served};
+use toolcrib::{Call, CallRequest, Caller, Engine, Json};
+use toolcrib_server::assemble::{self, ServerRuntime};
 use toolcrib_server::config::Config;
 use toolcrib_server::serve;
-use toolcrib_server::sources::mcp::{McpOauth, McpSettings};
+use toolcrib_server::sources::mcp::{McpOauthSettings, McpServerSettings};
 
 const NAME: &str = "suite";
 
@@ -39,12 +39,12 @@ async fn main() -> anyhow::Result<()> {
     let url = std::env::args().next_back().context("the address of the suite's server")?;
     let directory = tempfile::tempdir()?;
     let revision = std::env::var("MCP_CONFORMANCE_PROTOCOL_VERSION").unwrap_or_default();
-    let upstream = McpSettings {
+    let upstream = McpServerSettings {
         name: NAME.to_owned(),
         url: Some(url),
         oauth: Some(oauth(&context())?),
         older: !revision.is_empty() && revision.as_str() < "2026",
-        ..McpSettings::default()
+        ..McpServerSettings::default()
     };
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;
@@ -54,9 +54,9 @@ async fn main() -> anyhow::Result<()> {
         mcp: vec![upstream],
         ..Config::default()
     };
-    let served = assemble::engine(&config).await?;
-    let (router, stop) = (served.router(&config), CancellationToken::new());
-    let serving = serve::on(listener, router, &config, stop.clone());
+    let served = assemble::start_server(&config).await?;
+    let (router, stop) = (served.http_router(&config), CancellationToken::new());
+    let serving = serve::serve_listener(listener, router, &config, stop.clone());
     let crib = format!("http://{address}/v1/sources/mcp/{NAME}");
     let running = async {
         tokio::select! {
@@ -71,7 +71,7 @@ async fn main() -> anyhow::Result<()> {
     };
     let (done, ()) = tokio::join!(working, serving);
     served.engine.shut_down(Duration::ZERO).await;
-    served.close().await;
+    served.stop_mcp_servers().await;
     done.context("it took too long")?
 }
 
@@ -82,7 +82,7 @@ fn context() -> Value {
 }
 
 /// Returns the OAuth settings, with the credentials that the suite provides.
-fn oauth(context: &Value) -> anyhow::Result<McpOauth> {
+fn oauth(context: &Value) -> anyhow::Result<McpOauthSettings> {
     let mut settings = json!({ "client_metadata_url": CLIENT });
     for (ours, theirs) in [
         ("client_id", "client_id"),
@@ -142,11 +142,11 @@ async fn there(crib: &str) -> anyhow::Result<()> {
     }
 }
 
-async fn run(served: &Served, crib: &str) -> anyhow::Result<()> {
+async fn run(served: &ServerRuntime, crib: &str) -> anyhow::Result<()> {
     let (engine, caller) = (&served.engine, Caller::local("default"));
     there(crib).await?;
     for (tool, args) in calls(engine, &caller) {
-        let invocation = || Invocation::of(format!("{NAME}.{tool}"), Json::of_value(&args));
+        let invocation = || CallRequest::of(format!("{NAME}.{tool}"), Json::from_value(&args));
         let mut called = call(engine, &caller, invocation()).await;
         if more_rights(crib).await? {
             called = call(engine, &caller, invocation()).await;
@@ -156,15 +156,15 @@ async fn run(served: &Served, crib: &str) -> anyhow::Result<()> {
             Err(error) => println!("{tool} {args}: {error}"),
         }
     }
-    let shelf = served.shelf();
-    use toolcrib_server::doors::mcp::Shelf;
+    let shelf = served.mcp_passthrough();
+    use toolcrib_server::doors::mcp::PassthroughProvider;
     for resource in shelf.resources(&caller, None).await.unwrap_or_default() {
         let asked = rmcp::model::ReadResourceRequestParams::new(resource.uri);
-        let _ = shelf.read(&caller, None, asked).await;
+        let _ = shelf.read_resource(&caller, None, asked).await;
     }
     for prompt in shelf.prompts(&caller).await.unwrap_or_default() {
         let asked = rmcp::model::GetPromptRequestParams::new(prompt.name);
-        let _ = shelf.prompt(&caller, asked).await;
+        let _ = shelf.get_prompt(&caller, asked).await;
     }
     Ok(())
 }
@@ -196,7 +196,7 @@ fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
         let named = |tool: &&std::sync::Arc<toolcrib::engine::CatalogEntry>| {
             tool.definition.name.strip_prefix("suite.") == Some(name)
         };
-        tools.iter().find(named).map(|tool| tool.definition.input_schema.value())
+        tools.iter().find(named).map(|tool| tool.definition.input_schema.to_value())
     };
     for tool in &tools {
         let Some(theirs) = tool.definition.name.strip_prefix("suite.") else { continue };
@@ -206,7 +206,7 @@ fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
         let args = match theirs {
             // This tool expects the schema of another tool.
             "json_schema_echo" => json!({ "schema": schema_of("json_schema_2020_12_tool") }),
-            _ => fitting(&tool.definition.input_schema.value()),
+            _ => fitting(&tool.definition.input_schema.to_value()),
         };
         calls.push((theirs.to_owned(), args));
     }
@@ -239,17 +239,17 @@ fn fitting(schema: &Value) -> Value {
 }
 
 /// Runs a call to its end and answers its elicitations.
-async fn call(engine: &Engine, caller: &Caller, asked: Invocation) -> anyhow::Result<Call> {
+async fn call(engine: &Engine, caller: &Caller, asked: CallRequest) -> anyhow::Result<Call> {
     let ticket = engine.invoke(caller, asked).await?;
     let mut call = ticket.call.clone();
     while !call.status.is_terminal() {
         if call.hold == Some(Hold::Input) {
-            let open = call.dialogue.as_ref().map(|dialogue| dialogue.open.clone());
+            let open = call.elicitation.as_ref().map(|dialogue| dialogue.unanswered.clone());
             let answers = open.unwrap_or_default().into_iter().map(answered).collect();
-            call = engine.answer(caller, &call.id, answers).await?;
+            call = engine.answer_elicitation(caller, &call.id, answers).await?;
             continue;
         }
-        call = engine.news(caller, &ticket, call.version, 10_000).await?;
+        call = engine.wait_for_change(caller, &ticket, call.version, 10_000).await?;
     }
     Ok((*call).clone())
 }

@@ -9,116 +9,128 @@ use std::time::Duration;
 use anyhow::Context;
 use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
 
-use crate::auth::oauth::Oauth;
+use crate::auth::oauth::JwtAuthenticator;
 use crate::config::Config;
-use crate::doors::http::{Door, Settings, Sources};
+use crate::doors::http::{HttpState, HttpTransportSettings, SourceAdmin};
 use crate::doors::mcp;
 use crate::kept;
-use crate::models::Shelf;
-use crate::operation::jina::Places;
+use crate::models::ModelRegistry;
+use crate::operation::jina::JinaEndpoints;
 use crate::sources::builtin;
-use crate::sources::http::HttpTools;
-use crate::sources::mcp::Upstreams;
-use crate::sources::utp::Commands;
-use crate::telemetry::{self, Otlp};
-use crate::upstreams::Keeper;
-use crate::utp::Link;
-use crate::webhooks::Webhooks;
+use crate::sources::http::HttpSource;
+use crate::sources::mcp::McpSource;
+use crate::sources::utp::UtpSource;
+use crate::telemetry::{self, OtlpExporter};
+use crate::upstreams::McpServerReconciler;
+use crate::utp::NatsConnection;
+use crate::webhooks::HttpWebhookSender;
 
 /// A started server: the engine, its transports and its MCP servers, with the lock that keeps a
 /// SQLite database exclusive to this process.
-pub struct Served {
+pub struct ServerRuntime {
     pub engine: Engine,
-    keeper: Arc<Keeper>,
-    _nats: Option<crate::doors::nats::Open>,
-    _rows: Option<crate::doors::rows::Open>,
-    otlp: Option<Arc<Otlp>>,
+    mcp_reconciler: Arc<McpServerReconciler>,
+    _nats_transport: Option<crate::doors::nats::NatsTransportHandle>,
+    _postgres_reports: Option<crate::doors::rows::PostgresReportsHandle>,
+    otlp: Option<Arc<OtlpExporter>>,
     _lock: Option<File>,
 }
 
-impl Served {
+impl ServerRuntime {
     /// Returns the router of all HTTP transports, including MCP.
-    pub fn router(&self, config: &Config) -> axum::Router {
-        doors(config, &self.engine, Some(&self.keeper))
+    pub fn http_router(&self, config: &Config) -> axum::Router {
+        build_router(config, &self.engine, Some(&self.mcp_reconciler))
     }
 
     /// Returns the MCP transport of the server.
-    pub fn mcp_door(&self, config: &Config) -> mcp::Door {
+    pub fn mcp_transport(&self, config: &Config) -> mcp::McpTransport {
         let settings = mcp_settings(config);
-        mcp::Door::with_shelf(self.engine.clone(), settings, self.keeper.shelf())
+        mcp::McpTransport::with_passthrough(
+            self.engine.clone(),
+            settings,
+            self.mcp_reconciler.passthrough(),
+        )
     }
 
     /// Returns true if the MCP server is connected. Waits until that is decided, at most `limit`.
-    pub async fn ready(&self, project: &str, upstream: &str, limit: Duration) -> bool {
-        self.keeper.ready(project, upstream, limit).await
+    pub async fn wait_for_mcp_server(
+        &self,
+        project: &str,
+        upstream: &str,
+        limit: Duration,
+    ) -> bool {
+        self.mcp_reconciler.wait_until_ready(project, upstream, limit).await
     }
 
     /// Returns the current problem of an MCP server, or an empty string.
-    pub fn problem(&self, project: &str, upstream: &str) -> String {
-        self.keeper.problem(project, upstream).unwrap_or_default()
+    pub fn mcp_server_problem(&self, project: &str, upstream: &str) -> String {
+        self.mcp_reconciler.problem(project, upstream).unwrap_or_default()
     }
 
     /// Sets the address that the server listens on as the base of its browser-facing URLs, unless
     /// the settings give a public URL.
-    pub fn listens(&self, config: &Config, address: SocketAddr) {
-        if config.upstreams.public_url.is_none() {
-            self.keeper.set_base(crate::config::local_url(address));
+    pub fn set_listen_address(&self, config: &Config, address: SocketAddr) {
+        if config.mcp_servers.public_url.is_none() {
+            self.mcp_reconciler.set_public_base_url(crate::config::local_url(address));
         }
     }
 
     /// Returns the passthrough for what upstreams offer besides tools: resources and prompts.
-    pub fn shelf(&self) -> Arc<crate::upstreams::Beside> {
-        self.keeper.shelf()
+    pub fn mcp_passthrough(&self) -> Arc<crate::upstreams::UpstreamPassthrough> {
+        self.mcp_reconciler.passthrough()
     }
 
     /// Stops the MCP servers that were started as child processes. Call it after the engine's
     /// shutdown.
-    pub async fn close(&self) {
-        self.keeper.close().await;
+    pub async fn stop_mcp_servers(&self) {
+        self.mcp_reconciler.close().await;
     }
 
     /// Sends the queued spans and metrics, for at most `limit`. Call it after the engine's
     /// shutdown.
-    pub async fn flush(&self, limit: Duration) {
+    pub async fn flush_telemetry(&self, limit: Duration) {
         let Some(otlp) = self.otlp.clone() else { return };
         let _ = tokio::task::spawn_blocking(move || otlp.stop(limit)).await;
     }
 }
 
 /// Starts a server: opens its store exclusively, resumes open calls and starts the reconcilers.
-pub async fn engine(config: &Config) -> anyhow::Result<Served> {
+pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     // Installed before the first call: anything counted without a recorder is lost.
-    telemetry::metrics();
-    let (store, lock) = kept::serve(&config.kept()?).await?;
-    let otlp = Otlp::start(&config.telemetry).await?;
-    let link = match config.nats.address() {
-        Some(address) => Some(Link::connect(&address, "toolcrib").await.context("NATS")?),
+    telemetry::metrics_handle();
+    let (store, lock) = kept::open_exclusive(&config.store_location()?).await?;
+    let otlp = OtlpExporter::start(&config.telemetry).await?;
+    let link = match config.nats.endpoint() {
+        Some(address) => Some(NatsConnection::connect(&address, "toolcrib").await.context("NATS")?),
         None => None,
     };
-    let upstreams = Arc::new(Upstreams::new(
-        crate::upstreams::outbound(&config.upstreams),
+    let upstreams = Arc::new(McpSource::new(
+        crate::upstreams::outbound_policy(&config.mcp_servers),
         config.public_url(),
     ));
     let mut builder = Engine::builder()
         .store(store)
         .source(upstreams.clone())
-        .source(Arc::new(Commands::new(link.clone())))
-        .source(Arc::new(http_tools(config)?))
-        .publishes(link.is_some())
+        .source(Arc::new(UtpSource::new(link.clone())))
+        .source(Arc::new(build_http_source(config)?))
+        .publishes_outbox(link.is_some())
         .limits(config.limits())
         .policies(config.policies())
-        .notifier(Arc::new(webhooks(config)?), config.webhooks.notifying())
-        .models(Arc::new(Shelf::new(&config.llm)))
-        .asking(config.llm.asking())
+        .webhook_sender(
+            Arc::new(build_webhook_sender(config)?),
+            config.webhooks.delivery_settings(),
+        )
+        .models(Arc::new(ModelRegistry::new(&config.llm)))
+        .model_request_policy(config.llm.request_policy())
         .tools(builtin_tools(config)?);
     if config.builtin.enabled {
-        builder = builder.result_read();
+        builder = builder.with_result_read_tool();
     }
     if let Some(model) = &config.llm.summary_model {
-        builder = builder.summaries(model);
+        builder = builder.summary_model(model);
     }
     if let Some(settings) = &config.auth.oauth {
-        builder = builder.recognise(Oauth::start(settings.clone()).await?);
+        builder = builder.authenticator(JwtAuthenticator::start(settings.clone()).await?);
     }
     let days = config.retention.finished_calls_days;
     if days > 0.0 {
@@ -131,43 +143,59 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
         builder = builder.observer(otlp.clone());
     }
     let engine = builder.start().await?;
-    let nats = link.map(|link| crate::doors::nats::open(engine.clone(), link));
-    let (configured, settings) = (config.mcp.clone(), config.upstreams.clone());
-    let keeper = Keeper::start(engine.clone(), upstreams, configured, settings);
-    let rows = crate::doors::rows::open(engine.clone());
-    Ok(Served { engine, keeper, otlp, _nats: nats, _rows: rows, _lock: lock })
+    let nats = link.map(|link| crate::doors::nats::start(engine.clone(), link));
+    let (configured, settings) = (config.mcp.clone(), config.mcp_servers.clone());
+    let keeper = McpServerReconciler::start(engine.clone(), upstreams, configured, settings);
+    let rows = crate::doors::rows::start(engine.clone());
+    Ok(ServerRuntime {
+        engine,
+        mcp_reconciler: keeper,
+        otlp,
+        _nats_transport: nats,
+        _postgres_reports: rows,
+        _lock: lock,
+    })
 }
 
 /// Opens an engine for administration: it reads and changes the directory but executes nothing, so
 /// it is safe to use beside a running server.
-pub async fn operator(config: &Config) -> anyhow::Result<Engine> {
-    let store = kept::look(&config.kept()?).await?;
-    Ok(Engine::builder().store(store).limits(config.limits()).idle().await?)
+pub async fn open_admin_engine(config: &Config) -> anyhow::Result<Engine> {
+    let store = kept::open_shared(&config.store_location()?).await?;
+    Ok(Engine::builder().store(store).limits(config.limits()).build_idle().await?)
 }
 
 /// Builds the state that the handlers of the HTTP transport share.
-fn door(config: &Config, engine: Engine, keeper: Option<&Arc<Keeper>>) -> Door {
-    let settings = Settings {
+fn http_transport_state(
+    config: &Config,
+    engine: Engine,
+    keeper: Option<&Arc<McpServerReconciler>>,
+) -> HttpState {
+    let settings = HttpTransportSettings {
         max_body_bytes: config.limits.max_body_bytes,
         heartbeat_ms: config.ingress.heartbeat_ms,
         dead_after_ms: config.ingress.dead_after_ms,
-        window: config.ingress.window as usize,
+        default_max_in_flight: config.ingress.window as usize,
         default_allow: config.auth.default_allow.clone(),
         utp_version: config.nats.version.clone(),
-        jina: Places::read(&config.http.jina.search_url, &config.http.jina.reader_url).ok(),
+        jina: JinaEndpoints::parse(&config.http.jina.search_url, &config.http.jina.reader_url).ok(),
     };
-    let sources = keeper.map(|keeper| keeper.clone() as Arc<dyn Sources>);
-    Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics(), sources }
+    let sources = keeper.map(|keeper| keeper.clone() as Arc<dyn SourceAdmin>);
+    HttpState {
+        engine,
+        settings: Arc::new(settings),
+        metrics: telemetry::metrics_handle(),
+        sources,
+    }
 }
 
-fn mcp_settings(config: &Config) -> mcp::Settings {
-    let doors = &config.doors.mcp;
+fn mcp_settings(config: &Config) -> mcp::McpTransportSettings {
+    let doors = &config.transports.mcp;
     let days = config.retention.finished_calls_days;
-    mcp::Settings {
+    mcp::McpTransportSettings {
         task_after_ms: doors.task_after_ms,
         wait_ms: doors.wait_ms.min(config.limits.max_wait_ms),
         page_size: doors.page_size,
-        catalogue_over: doors.catalogue_over,
+        catalogue_threshold: doors.catalogue_over,
         result_tokens: doors.result_tokens,
         ttl_ms: doors.ttl_ms,
         retention_ms: (days > 0.0).then_some((days * 86_400_000.0) as u64),
@@ -175,41 +203,47 @@ fn mcp_settings(config: &Config) -> mcp::Settings {
         max_sessions: doors.max_sessions,
         allowed_origins: doors.allowed_origins.clone(),
         allowed_hosts: doors.allowed_hosts.clone(),
-        issuer: config.auth.oauth.as_ref().map(|oauth| mcp::Issuer {
-            issuer: oauth.issuer.clone(),
-            resource: oauth.resource.clone(),
+        protected_resource: config.auth.oauth.as_ref().map(|oauth| {
+            mcp::ProtectedResourceMetadata {
+                issuer: oauth.issuer.clone(),
+                resource: oauth.resource.clone(),
+            }
         }),
     }
 }
 
 /// Returns the router of all HTTP transports of an engine that has no MCP servers.
-pub fn router(config: &Config, engine: Engine) -> axum::Router {
-    doors(config, &engine, None)
+pub fn router_without_mcp_servers(config: &Config, engine: Engine) -> axum::Router {
+    build_router(config, &engine, None)
 }
 
-fn doors(config: &Config, engine: &Engine, keeper: Option<&Arc<Keeper>>) -> axum::Router {
-    let router = crate::doors::http::router(door(config, engine.clone(), keeper));
-    if !config.doors.mcp.enabled {
+fn build_router(
+    config: &Config,
+    engine: &Engine,
+    keeper: Option<&Arc<McpServerReconciler>>,
+) -> axum::Router {
+    let router = crate::doors::http::router(http_transport_state(config, engine.clone(), keeper));
+    if !config.transports.mcp.enabled {
         return router;
     }
     let (engine, settings) = (engine.clone(), mcp_settings(config));
     let door = match keeper {
-        Some(keeper) => mcp::Door::with_shelf(engine, settings, keeper.shelf()),
-        None => mcp::Door::new(engine, settings),
+        Some(keeper) => mcp::McpTransport::with_passthrough(engine, settings, keeper.passthrough()),
+        None => mcp::McpTransport::new(engine, settings),
     };
     router.merge(mcp::router(door))
 }
 
 /// Builds the source that calls HTTP APIs.
-pub fn http_tools(config: &Config) -> anyhow::Result<HttpTools> {
-    HttpTools::new(config.http.clone()).map_err(|why| anyhow::anyhow!("http.{why}"))
+pub fn build_http_source(config: &Config) -> anyhow::Result<HttpSource> {
+    HttpSource::new(config.http.clone()).map_err(|why| anyhow::anyhow!("http.{why}"))
 }
 
-fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {
+fn build_webhook_sender(config: &Config) -> anyhow::Result<HttpWebhookSender> {
     let settings = &config.webhooks;
     let timeout = Duration::from_millis(settings.timeout_ms);
-    let (keys, outbound) = (settings.key_ring(), settings.outbound());
-    Webhooks::new(keys, outbound, timeout, settings.max_data_bytes)
+    let (keys, outbound) = (settings.signing_keys(), settings.outbound());
+    HttpWebhookSender::new(keys, outbound, timeout, settings.max_data_bytes)
         .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))
 }
 
@@ -217,7 +251,7 @@ fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {
 pub fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
     let mut tools = Vec::new();
     if config.builtin.enabled {
-        tools = builtin::tools(builtin::Settings {
+        tools = builtin::tools(builtin::BuiltinToolSettings {
             data_dir: config.data_dir.clone(),
             database: config.builtin.database.clone(),
             weather: config.builtin.weather.clone(),
@@ -225,18 +259,19 @@ pub fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
         .map_err(|error| anyhow::anyhow!("the built-in tools cannot be set up: {error}"))?;
     }
     if std::env::var_os("TOOLCRIB_BENCH_NOOP").is_some() {
-        tools.push(Arc::new(noop()));
+        tools.push(Arc::new(noop_tool()));
     }
     Ok(tools)
 }
 
 /// Arguments of a tool that ignores them.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
-struct Anything {}
+#[schemars(rename = "Anything")]
+struct NoopArgs {}
 
 /// The minimal tool that the benchmark calls.
-fn noop() -> FnTool {
-    let nothing = |_: Anything| async { Ok::<_, String>(serde_json::json!({})) };
+fn noop_tool() -> FnTool {
+    let nothing = |_: NoopArgs| async { Ok::<_, String>(serde_json::json!({})) };
     FnTool::new("bench.noop", "Does nothing and returns {}: for the benchmark", nothing)
         .effect(Effect::Read)
         .risk(Risk::Low)

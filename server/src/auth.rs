@@ -10,7 +10,7 @@ use toolcrib::{Caller, Engine};
 pub const SECRET_PREFIX: &str = "tck_";
 
 /// Returns a new secret with at least 256 random bits, in letters and digits.
-pub fn new_secret() -> String {
+pub fn generate_secret() -> String {
     const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
     let mut bits = Vec::with_capacity(52);
     // Each ULID has 80 random bits, of which 65 are used.
@@ -25,9 +25,9 @@ pub fn new_secret() -> String {
 /// Returns the caller of a request. If the server has any key, the request needs one, and the key
 /// determines the caller. Without keys, every request to the loopback address counts as the
 /// operator's.
-pub fn caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
+pub fn authenticate_request(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
     if engine.has_keys() {
-        let secret = bearer(headers).ok_or_else(|| {
+        let secret = bearer_token(headers).ok_or_else(|| {
             let message = "this server needs a key: send Authorization: Bearer KEY";
             Error::refused(Code::Unauthenticated, message)
         })?;
@@ -35,7 +35,7 @@ pub fn caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
             Error::refused(Code::Unauthenticated, "this key is unknown or was revoked")
         });
     }
-    refuse_foreign_pages(headers)?;
+    reject_foreign_origins(headers)?;
     let project = headers.get("x-toolcrib-project").map(|value| value.to_str().unwrap_or(""));
     let project = project.unwrap_or("default");
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
@@ -49,27 +49,27 @@ pub fn caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
 /// The caller of a request and its credentials, for streams and waits that outlive the
 /// authentication: the key may be revoked meanwhile.
 #[derive(Clone)]
-pub struct Standing {
+pub struct RequestCredentials {
     caller: Caller,
     headers: HeaderMap,
 }
 
-impl Standing {
+impl RequestCredentials {
     /// Returns the credentials of a caller that these headers authenticated.
     pub fn new(caller: &Caller, headers: &HeaderMap) -> Self {
         Self { caller: caller.clone(), headers: headers.clone() }
     }
 
     /// Refuses if the credentials no longer authenticate the same caller.
-    pub fn check(&self, engine: &Engine) -> Result<(), Error> {
-        if caller(engine, &self.headers)? == self.caller {
+    pub fn revalidate(&self, engine: &Engine) -> Result<(), Error> {
+        if authenticate_request(engine, &self.headers)? == self.caller {
             return Ok(());
         }
         Err(Error::refused(Code::Unauthenticated, "this key is another's now"))
     }
 }
 
-fn bearer(headers: &HeaderMap) -> Option<&str> {
+fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
     let (scheme, secret) = value.split_once(' ')?;
     scheme.eq_ignore_ascii_case("bearer").then(|| secret.trim())
@@ -77,11 +77,11 @@ fn bearer(headers: &HeaderMap) -> Option<&str> {
 
 /// Refuses requests with a foreign host or origin. Without keys only the loopback address protects
 /// the server, and a web page in the operator's browser can reach it.
-fn refuse_foreign_pages(headers: &HeaderMap) -> Result<(), Error> {
+fn reject_foreign_origins(headers: &HeaderMap) -> Result<(), Error> {
     let foreign = |value: &axum::http::HeaderValue| {
         let text = value.to_str().unwrap_or("");
         let host = text.split_once("://").map_or(text, |(_, rest)| rest);
-        !is_loopback_name(host)
+        !is_loopback_host(host)
     };
     let host = headers.get(header::HOST).is_some_and(foreign);
     let origin = headers.get(header::ORIGIN).is_some_and(foreign);
@@ -94,7 +94,7 @@ fn refuse_foreign_pages(headers: &HeaderMap) -> Result<(), Error> {
 }
 
 /// Returns whether `host` or `host:port` names the loopback interface.
-pub fn is_loopback_name(host: &str) -> bool {
+pub fn is_loopback_host(host: &str) -> bool {
     let bare = match host.strip_prefix('[') {
         Some(rest) => rest.split_once(']').map_or("", |(inside, _)| inside),
         None => host.split_once(':').map_or(host, |(name, _)| name),
@@ -110,7 +110,8 @@ mod tests {
 
     #[test]
     fn secrets_differ_and_are_long() {
-        let secrets: std::collections::HashSet<String> = (0..100).map(|_| new_secret()).collect();
+        let secrets: std::collections::HashSet<String> =
+            (0..100).map(|_| generate_secret()).collect();
         assert_eq!(secrets.len(), 100);
         assert!(secrets.iter().all(|secret| secret.len() == 56 && secret.starts_with("tck_")));
     }
@@ -119,12 +120,12 @@ mod tests {
     fn loopback_names() {
         for host in ["localhost", "localhost:8080", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "[::1]"]
         {
-            assert!(is_loopback_name(host), "{host}");
+            assert!(is_loopback_host(host), "{host}");
         }
         for host in
             ["example.com", "localhost.example.com", "10.0.0.1:80", "", "[::2]", "127.0.0.1.nip.io"]
         {
-            assert!(!is_loopback_name(host), "{host}");
+            assert!(!is_loopback_host(host), "{host}");
         }
     }
 }

@@ -30,9 +30,9 @@ use std::path::PathBuf;
 use clap::parser::ValueSource;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::config::{Config, Overrides};
-use client::{Client, DEFAULT_SERVER};
-use failure::{Failure, exit};
+use crate::config::{Config, ConfigOverrides};
+use client::{ApiClient, DEFAULT_SERVER};
+use failure::{CommandFailure, exit};
 use output::Output;
 
 const EXAMPLES: &str = "\
@@ -54,14 +54,14 @@ Exit codes:
 #[command(name = "toolcrib", version, after_help = EXAMPLES, max_term_width = 100)]
 pub struct Cli {
     #[command(flatten)]
-    global: Global,
+    global: GlobalArgs,
     #[command(subcommand)]
-    command: Option<Command>,
+    command: Option<CliCommand>,
 }
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Everywhere")]
-struct Global {
+struct GlobalArgs {
     /// Configuration file [default: toolcrib.toml in the current directory, if it exists]
     #[arg(long, global = true, value_name = "FILE", env = "TOOLCRIB_CONFIG")]
     config: Option<PathBuf>,
@@ -83,7 +83,7 @@ struct Global {
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum CliCommand {
     /// Start the server
     #[command(after_help = "\
 Examples:
@@ -94,7 +94,7 @@ Examples:
     /// List the tools you may call, or show one with its schema
     Tools(tools::ToolsArgs),
     /// Call a tool and wait for its result
-    Call(call::CallArgs),
+    Call(call::CallCommandArgs),
     /// List, show, read, answer or cancel calls, and show their events
     Calls(calls::CallsArgs),
     /// Send a question to a model and show its tool calls
@@ -110,9 +110,9 @@ Examples:
     /// Create, list and revoke keys
     Keys(admin::KeysArgs),
     /// Allow an agent to call tools
-    Allow(admin::VerdictArgs),
+    Allow(admin::AllowDenyArgs),
     /// Deny an agent tools; deny takes precedence over allow
-    Deny(admin::VerdictArgs),
+    Deny(admin::AllowDenyArgs),
     /// List or remove rules
     Rules(admin::RulesArgs),
     /// Show denied calls and administrative changes
@@ -122,13 +122,13 @@ Examples:
     /// Measure throughput, latency, memory and startup on this machine, each against its limit
     Bench(bench::BenchArgs),
     #[command(hide = true)]
-    BenchFloor(bench::FloorArgs),
+    BenchBaseline(bench::BenchBaselineArgs),
     #[command(hide = true)]
-    BenchFill(bench::FillArgs),
+    BenchFill(bench::BenchFillArgs),
     #[command(hide = true)]
-    BenchUtp(bench::HostArgs),
+    BenchToolService(bench::BenchToolServiceArgs),
     #[command(hide = true)]
-    BenchUpstream(bench::UpstreamArgs),
+    BenchMcpServer(bench::BenchMcpServerArgs),
 }
 
 #[derive(Debug, Default, Args)]
@@ -140,12 +140,12 @@ struct ServeArgs {
     #[arg(long, value_name = "URL")]
     nats: Option<String>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
 /// Options that select the stored data, for commands that work on it directly.
 #[derive(Debug, Default, Clone, Args)]
-struct Place {
+struct StorageArgs {
     /// Directory for all stored data
     #[arg(long, value_name = "DIR", global = true)]
     data_dir: Option<PathBuf>,
@@ -155,31 +155,35 @@ struct Place {
     store: Option<String>,
 }
 
-impl Place {
+impl StorageArgs {
     /// Returns true if a location was given.
-    fn is_named(&self) -> bool {
+    fn is_given(&self) -> bool {
         self.data_dir.is_some() || self.store.is_some()
     }
 }
 
 /// Context shared by all commands.
-struct Context {
-    global: Global,
+struct CommandContext {
+    global: GlobalArgs,
     output: Output,
     /// True if `--server` was given as a flag, not only in the environment.
-    server_typed: bool,
+    server_from_flag: bool,
 }
 
-impl Context {
+impl CommandContext {
     /// Returns the client for the server that user commands talk to.
-    fn client(&self) -> Result<Client, Failure> {
+    fn client(&self) -> Result<ApiClient, CommandFailure> {
         let server = self.global.server.as_deref().unwrap_or(DEFAULT_SERVER);
-        Client::new(server, self.global.key.as_deref(), self.global.project.as_deref())
+        ApiClient::new(server, self.global.key.as_deref(), self.global.project.as_deref())
     }
 
-    fn config(&self, listen: Option<&String>, place: &Place) -> Result<Config, Failure> {
+    fn config(
+        &self,
+        listen: Option<&String>,
+        place: &StorageArgs,
+    ) -> Result<Config, CommandFailure> {
         let (data_dir, store) = (place.data_dir.clone(), place.store.clone());
-        let overrides = Overrides { listen: listen.cloned(), data_dir, store };
+        let overrides = ConfigOverrides { listen: listen.cloned(), data_dir, store };
         Ok(Config::load(self.global.config.as_deref(), &overrides)?)
     }
 
@@ -190,39 +194,43 @@ impl Context {
 }
 
 /// A parsed command line.
-pub struct Ready {
-    context: Context,
-    command: Command,
+pub struct ParsedCommand {
+    context: CommandContext,
+    command: CliCommand,
 }
 
-impl Ready {
+impl ParsedCommand {
     /// Returns true if the command needs a multi-threaded runtime because it serves many requests.
     /// For all others one thread is enough and cheaper.
-    pub fn serves(&self) -> bool {
+    pub fn needs_multi_thread(&self) -> bool {
         matches!(
             self.command,
-            Command::Serve(_)
-                | Command::Run(_)
-                | Command::Mcp(_)
-                | Command::Utp(_)
-                | Command::BenchFloor(_)
-                | Command::BenchFill(_)
-                | Command::BenchUpstream(_)
+            CliCommand::Serve(_)
+                | CliCommand::Run(_)
+                | CliCommand::Mcp(_)
+                | CliCommand::Utp(_)
+                | CliCommand::BenchBaseline(_)
+                | CliCommand::BenchFill(_)
+                | CliCommand::BenchMcpServer(_)
         )
     }
 }
 
 /// Parses the command line. On failure, and after `--help`, prints the message and returns the exit
 /// code.
-pub fn read(arguments: Vec<OsString>) -> Result<Ready, u8> {
+pub fn parse_command_line(arguments: Vec<OsString>) -> Result<ParsedCommand, u8> {
     // Read before parsing, because parsing can fail.
     let has = |flag: &str| arguments.iter().any(|argument| argument == flag);
     let (json, no_color) = (has("--json"), has("--no-color"));
     let output = Output::new(json, no_color);
-    parse(arguments, json, no_color).map_err(|error| usage(output, &error))
+    parse_arguments(arguments, json, no_color).map_err(|error| report_usage_error(output, &error))
 }
 
-fn parse(arguments: Vec<OsString>, json: bool, no_color: bool) -> Result<Ready, clap::Error> {
+fn parse_arguments(
+    arguments: Vec<OsString>,
+    json: bool,
+    no_color: bool,
+) -> Result<ParsedCommand, clap::Error> {
     let mut command = Cli::command();
     if no_color || json {
         command = command.color(clap::ColorChoice::Never);
@@ -236,17 +244,22 @@ fn parse(arguments: Vec<OsString>, json: bool, no_color: bool) -> Result<Ready, 
     global.key = global.key.take().filter(|key| !key.is_empty());
     global.config = global.config.take().filter(|file| !file.as_os_str().is_empty());
     let output = Output::new(cli.global.json, cli.global.no_color);
-    let command = cli.command.unwrap_or_else(|| Command::Serve(ServeArgs::default()));
-    Ok(Ready { context: Context { global: cli.global, output, server_typed }, command })
+    let command = cli.command.unwrap_or_else(|| CliCommand::Serve(ServeArgs::default()));
+    Ok(ParsedCommand {
+        context: CommandContext { global: cli.global, output, server_from_flag: server_typed },
+        command,
+    })
 }
 
-fn usage(output: Output, error: &clap::Error) -> u8 {
+fn report_usage_error(output: Output, error: &clap::Error) -> u8 {
     if error.use_stderr() && output.json {
         // The message ends at the first empty line; usage and help follow it.
         let text = error.to_string();
         let lines = text.lines().take_while(|line| !line.is_empty()).map(str::trim);
         let message = lines.collect::<Vec<_>>().join(" ");
-        output.failure(&Failure::usage(message.strip_prefix("error: ").unwrap_or(&message)));
+        output.print_failure(&CommandFailure::usage(
+            message.strip_prefix("error: ").unwrap_or(&message),
+        ));
     } else {
         // If standard error is closed, only the exit code reports the error.
         let _ = error.print();
@@ -255,55 +268,59 @@ fn usage(output: Output, error: &clap::Error) -> u8 {
 }
 
 /// Runs the command to its end and returns the exit code.
-pub async fn run(ready: Ready) -> u8 {
-    let Ready { context, command } = ready;
+pub async fn run(ready: ParsedCommand) -> u8 {
+    let ParsedCommand { context, command } = ready;
     let outcome = match command {
         // Serving commands finish running work first, so they handle signals themselves.
-        Command::Serve(args) => serve(&context, args).await,
-        Command::Utp(args) => utp::run(&context, args).await,
+        CliCommand::Serve(args) => serve(&context, args).await,
+        CliCommand::Utp(args) => utp::run(&context, args).await,
         command => tokio::select! {
             // Poll the command first: one that handles the interrupt itself reports it.
             biased;
             outcome = dispatch(&context, command) => outcome,
             // Dropping the command closes its connections and ends its child processes.
-            _ = tokio::signal::ctrl_c() => Err(Failure::interrupted()),
+            _ = tokio::signal::ctrl_c() => Err(CommandFailure::interrupted()),
         },
     };
     match outcome {
         Ok(()) => exit::OK,
         Err(failure) => {
-            context.output.failure(&failure);
+            context.output.print_failure(&failure);
             failure.exit
         }
     }
 }
 
-async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
+async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), CommandFailure> {
     match command {
-        Command::Serve(args) => serve(context, args).await,
-        Command::Tools(args) => tools::run(context, args).await,
-        Command::Call(args) => call::run(context, args).await,
-        Command::Calls(args) => calls::run(context, args).await,
-        Command::Run(args) => run::run(context, args).await,
-        Command::Watch(args) => watch::run(context, args).await,
-        Command::Mcp(args) => mcp::run(context, args).await,
-        Command::Utp(args) => utp::run(context, args).await,
-        Command::Webhooks(args) => webhooks::run(context, args).await,
-        Command::Keys(args) => admin::keys(context, args).await,
-        Command::Allow(args) => admin::set(context, args, toolcrib::policy::Verdict::Allow).await,
-        Command::Deny(args) => admin::set(context, args, toolcrib::policy::Verdict::Deny).await,
-        Command::Rules(args) => admin::rules(context, args).await,
-        Command::Audit(args) => admin::audit(context, args).await,
-        Command::Doctor(args) => doctor::run(context, args).await,
-        Command::Bench(args) => bench::run(context, args).await,
-        Command::BenchFloor(args) => bench::floor(args).await,
-        Command::BenchUtp(args) => bench::host(args).await,
-        Command::BenchUpstream(args) => bench::upstream(args).await,
-        Command::BenchFill(args) => bench::fill(args).await,
+        CliCommand::Serve(args) => serve(context, args).await,
+        CliCommand::Tools(args) => tools::run(context, args).await,
+        CliCommand::Call(args) => call::run(context, args).await,
+        CliCommand::Calls(args) => calls::run(context, args).await,
+        CliCommand::Run(args) => run::run(context, args).await,
+        CliCommand::Watch(args) => watch::run(context, args).await,
+        CliCommand::Mcp(args) => mcp::run(context, args).await,
+        CliCommand::Utp(args) => utp::run(context, args).await,
+        CliCommand::Webhooks(args) => webhooks::run(context, args).await,
+        CliCommand::Keys(args) => admin::keys(context, args).await,
+        CliCommand::Allow(args) => {
+            admin::set_rules(context, args, toolcrib::policy::RuleVerdict::Allow).await
+        }
+        CliCommand::Deny(args) => {
+            admin::set_rules(context, args, toolcrib::policy::RuleVerdict::Deny).await
+        }
+        CliCommand::Rules(args) => admin::rules(context, args).await,
+        CliCommand::Audit(args) => admin::audit(context, args).await,
+        CliCommand::Doctor(args) => doctor::run(context, args).await,
+        CliCommand::Bench(args) => bench::run(context, args).await,
+        CliCommand::BenchBaseline(args) => bench::run_baseline(args).await,
+        CliCommand::BenchToolService(args) => bench::run_tool_service(args).await,
+        CliCommand::BenchMcpServer(args) => bench::run_mcp_server(args).await,
+        CliCommand::BenchFill(args) => bench::fill_store(args).await,
     }
 }
 
-async fn serve(context: &Context, args: ServeArgs) -> Result<(), Failure> {
+async fn serve(context: &CommandContext, args: ServeArgs) -> Result<(), CommandFailure> {
     let mut config = context.config(args.listen.as_ref(), &args.place)?;
     if args.nats.is_some() {
         config.nats.url = args.nats;

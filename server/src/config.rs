@@ -26,22 +26,22 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::engine::{Policies, ToolOverride};
-use toolcrib::retry::{Backoff, ExecutionPolicy, PolicyPatch};
-use toolcrib::tool::Alternate;
+use toolcrib::engine::{ExecutionPolicies, ToolOverride};
+use toolcrib::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
+use toolcrib::tool::Fallback;
 
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 use crate::sources::http::HttpSettings;
 
-pub use doors::{DoorSettings, McpSettings};
-pub use kept::Kept;
+pub use doors::{McpEndpointSettings, TransportSettings};
+pub use kept::StoreLocation;
 pub use layers::ConfigError;
 pub use llm::{LlmSettings, ModelKind, NamedModelSettings};
 pub use nats::NatsSettings;
 pub use oauth::OauthSettings;
 pub use telemetry::TelemetrySettings;
 pub(crate) use telemetry::check_endpoint;
-pub use upstreams::{UpstreamSettings, local_url};
+pub use upstreams::{McpServerAdmissionSettings, local_url};
 pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when `--config` names no other.
@@ -80,13 +80,15 @@ pub struct Config {
     /// The built-in tools.
     pub builtin: BuiltinSettings,
     /// Transports: the interfaces that callers use.
-    pub doors: DoorSettings,
+    #[serde(rename = "doors")]
+    pub transports: TransportSettings,
     /// Tools over NATS.
     pub nats: NatsSettings,
     /// MCP servers whose tools Toolcrib offers: `[[mcp]]`.
-    pub mcp: Vec<crate::sources::mcp::McpSettings>,
+    pub mcp: Vec<crate::sources::mcp::McpServerSettings>,
     /// Rules for MCP servers that are added over the API.
-    pub upstreams: UpstreamSettings,
+    #[serde(rename = "upstreams")]
+    pub mcp_servers: McpServerAdmissionSettings,
     /// Language models.
     pub llm: LlmSettings,
     /// Tools that are operations of HTTP APIs.
@@ -116,10 +118,10 @@ impl Default for Config {
             ingress: IngressSettings::default(),
             webhooks: WebhookSettings::default(),
             builtin: BuiltinSettings::default(),
-            doors: DoorSettings::default(),
+            transports: TransportSettings::default(),
             nats: NatsSettings::default(),
             mcp: Vec::new(),
-            upstreams: UpstreamSettings::default(),
+            mcp_servers: McpServerAdmissionSettings::default(),
             llm: LlmSettings::default(),
             http: HttpSettings::default(),
             telemetry: TelemetrySettings::default(),
@@ -225,7 +227,7 @@ struct BackoffSettings {
 pub struct ProjectSettings {
     /// The same fields as in `[policy]`, each optional.
     #[schemars(with = "PolicySettings")]
-    pub policy: PolicyPatch,
+    pub policy: ExecutionPolicyPatch,
 }
 
 /// Settings of one tool.
@@ -234,10 +236,10 @@ pub struct ProjectSettings {
 pub struct ToolSettings {
     /// The same fields as in `[policy]`, each optional.
     #[schemars(with = "PolicySettings")]
-    pub policy: PolicyPatch,
+    pub policy: ExecutionPolicyPatch,
     /// Tools to use instead, in this order, when an attempt is known to have had no effect.
     #[schemars(with = "Vec<AlternateSettings>")]
-    pub fallback: Vec<Alternate>,
+    pub fallback: Vec<Fallback>,
 }
 
 /// Schema of the engine's alternate, used to check keys.
@@ -303,7 +305,7 @@ pub struct LimitSettings {
 
 impl Default for LimitSettings {
     fn default() -> Self {
-        let limits = toolcrib::Limits::default();
+        let limits = toolcrib::EngineLimits::default();
         Self {
             max_args_bytes: limits.max_args_bytes,
             max_result_bytes: limits.max_result_bytes,
@@ -393,7 +395,7 @@ impl Default for BuiltinSettings {
 
 /// Settings given as flags; they take precedence over everything else.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Overrides {
+pub struct ConfigOverrides {
     pub listen: Option<String>,
     pub data_dir: Option<PathBuf>,
     /// Replaces `store.url`.
@@ -403,7 +405,7 @@ pub struct Overrides {
 impl Config {
     /// Reads the file and the environment of this process, applies the flags and validates the
     /// result.
-    pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Self, ConfigError> {
+    pub fn load(file: Option<&Path>, overrides: &ConfigOverrides) -> Result<Self, ConfigError> {
         Self::from_parts(file, std::env::vars_os(), overrides)
     }
 
@@ -411,9 +413,9 @@ impl Config {
     pub(crate) fn from_parts(
         file: Option<&Path>,
         environment: impl Iterator<Item = (std::ffi::OsString, std::ffi::OsString)>,
-        overrides: &Overrides,
+        overrides: &ConfigOverrides,
     ) -> Result<Self, ConfigError> {
-        let mut config = layers::read(Self::file_in_use(file).as_deref(), environment)?;
+        let mut config = layers::read_layers(Self::resolve_file(file).as_deref(), environment)?;
         if let Some(listen) = &overrides.listen {
             config.listen.clone_from(listen);
         }
@@ -429,7 +431,7 @@ impl Config {
 
     /// Returns the file to read: the given one, or the default file if it exists in the current
     /// directory.
-    pub fn file_in_use(named: Option<&Path>) -> Option<PathBuf> {
+    pub fn resolve_file(named: Option<&Path>) -> Option<PathBuf> {
         match named {
             Some(path) => Some(path.to_owned()),
             None => Some(PathBuf::from(DEFAULT_FILE)).filter(|path| path.exists()),
@@ -437,9 +439,9 @@ impl Config {
     }
 
     /// Builds the engine's execution policies.
-    pub fn policies(&self) -> Policies {
+    pub fn policies(&self) -> ExecutionPolicies {
         let policy = &self.policy;
-        Policies {
+        ExecutionPolicies {
             global: ExecutionPolicy {
                 max_parallel: Some(policy.max_parallel),
                 default_timeout_ms: policy.default_timeout_ms,
@@ -463,9 +465,9 @@ impl Config {
     }
 
     /// Builds the engine's limits.
-    pub fn limits(&self) -> toolcrib::Limits {
+    pub fn limits(&self) -> toolcrib::EngineLimits {
         let limits = &self.limits;
-        toolcrib::Limits {
+        toolcrib::EngineLimits {
             max_args_bytes: limits.max_args_bytes,
             max_result_bytes: limits.max_result_bytes,
             max_open_calls: limits.max_open_calls,

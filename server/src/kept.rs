@@ -9,19 +9,21 @@ use anyhow::{Context, bail};
 use toolcrib::store::Store;
 use toolcrib_store::{PostgresStore, SqliteStore, private};
 
-use crate::config::Kept;
+use crate::config::StoreLocation;
 
 /// Opens the store exclusively for a server. Returns the lock that must be held while a SQLite file
 /// is in use; PostgreSQL needs none here.
-pub async fn serve(kept: &Kept) -> anyhow::Result<(Arc<dyn Store>, Option<File>)> {
-    let cannot = || format!("cannot open {}", kept.shown());
+pub async fn open_exclusive(
+    kept: &StoreLocation,
+) -> anyhow::Result<(Arc<dyn Store>, Option<File>)> {
+    let cannot = || format!("cannot open {}", kept.redacted());
     match kept {
-        Kept::File(path) => {
-            let lock = lock(path).await?;
-            let opened = in_file(path, SqliteStore::open).await?;
+        StoreLocation::Sqlite(path) => {
+            let lock = acquire_lock(path).await?;
+            let opened = open_blocking(path, SqliteStore::open).await?;
             Ok((Arc::new(opened.with_context(cannot)?), Some(lock)))
         }
-        Kept::Postgres(url) => {
+        StoreLocation::Postgres(url) => {
             let opened = PostgresStore::open(url).await;
             Ok((Arc::new(opened.with_context(cannot)?), None))
         }
@@ -29,21 +31,21 @@ pub async fn serve(kept: &Kept) -> anyhow::Result<(Arc<dyn Store>, Option<File>)
 }
 
 /// Opens the store for a read or a single change, possibly while a server is using it.
-pub async fn look(kept: &Kept) -> anyhow::Result<Arc<dyn Store>> {
-    let cannot = || format!("cannot open {}", kept.shown());
+pub async fn open_shared(kept: &StoreLocation) -> anyhow::Result<Arc<dyn Store>> {
+    let cannot = || format!("cannot open {}", kept.redacted());
     match kept {
-        Kept::File(path) => {
-            let opened = in_file(path, SqliteStore::open_briefly).await?;
+        StoreLocation::Sqlite(path) => {
+            let opened = open_blocking(path, SqliteStore::open_for_admin).await?;
             Ok(Arc::new(opened.with_context(cannot)?))
         }
-        Kept::Postgres(url) => {
-            let opened = PostgresStore::open_briefly(url).await;
+        StoreLocation::Postgres(url) => {
+            let opened = PostgresStore::open_for_admin(url).await;
             Ok(Arc::new(opened.with_context(cannot)?))
         }
     }
 }
 
-async fn in_file<T: Send + 'static>(
+async fn open_blocking<T: Send + 'static>(
     path: &Path,
     open: fn(&Path) -> T,
 ) -> Result<T, tokio::task::JoinError> {
@@ -56,14 +58,14 @@ async fn in_file<T: Send + 'static>(
 /// Two servers on one database would each assume that it is the only writer. The first holds this
 /// lock until its process ends, however it ends. A child process that a stopped server was just
 /// starting may hold the lock a moment longer, so this function retries briefly.
-async fn lock(store: &Path) -> anyhow::Result<File> {
+async fn acquire_lock(store: &Path) -> anyhow::Result<File> {
     let path = store.with_extension("lock");
-    private::make(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    private::create_owner_only(&path).with_context(|| format!("cannot make {}", path.display()))?;
     let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    for _ in 0..LOCK_LOOKS {
+    for _ in 0..LOCK_ATTEMPTS {
         match file.try_lock() {
             Ok(()) => return Ok(file),
-            Err(std::fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_LOOK).await,
+            Err(std::fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_RETRY_INTERVAL).await,
             Err(std::fs::TryLockError::Error(error)) => {
                 return Err(error).with_context(|| format!("cannot lock {}", path.display()));
             }
@@ -76,11 +78,11 @@ async fn lock(store: &Path) -> anyhow::Result<File> {
 }
 
 /// Returns true if a server holds the lock of this database.
-pub fn is_served(store: &Path) -> bool {
+pub fn is_locked_by_server(store: &Path) -> bool {
     let lock = File::open(store.with_extension("lock"));
     lock.is_ok_and(|file| matches!(file.try_lock(), Err(std::fs::TryLockError::WouldBlock)))
 }
 
 /// Number of attempts to acquire the lock, and the pause between them.
-const LOCK_LOOKS: u32 = 40;
-const LOCK_LOOK: std::time::Duration = std::time::Duration::from_millis(25);
+const LOCK_ATTEMPTS: u32 = 40;
+const LOCK_RETRY_INTERVAL: std::time::Duration = std::time::Duration::from_millis(25);

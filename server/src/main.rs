@@ -8,14 +8,16 @@ use std::process::ExitCode;
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    if let Some(code) = toolcrib_server::orphans::watch(std::env::args_os().nth(1).as_deref()) {
+    if let Some(code) =
+        toolcrib_server::orphans::run_if_reaper(std::env::args_os().nth(1).as_deref())
+    {
         return code;
     }
-    let ready = match toolcrib_server::cli::read(std::env::args_os().collect()) {
+    let ready = match toolcrib_server::cli::parse_command_line(std::env::args_os().collect()) {
         Ok(ready) => ready,
         Err(code) => return code.into(),
     };
-    let mut builder = if ready.serves() {
+    let mut builder = if ready.needs_multi_thread() {
         tokio::runtime::Builder::new_multi_thread()
     } else {
         tokio::runtime::Builder::new_current_thread()

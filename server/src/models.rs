@@ -15,27 +15,27 @@ mod openai;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use toolcrib::model::{Chosen, Model, Models};
+use toolcrib::model::{Model, ModelResolver, ResolvedModel};
 
 use crate::config::LlmSettings;
-use counted::{Counted, OTHER};
+use counted::{MeteredModel, UNNAMED_MODEL};
 
-pub use anthropic::Anthropic;
-pub use demo::Demo;
-pub use http::{Endpoint, KeyPlace, Patience};
-pub use openai::OpenAi;
+pub use anthropic::AnthropicModel;
+pub use demo::DemoModel;
+pub use http::{ApiKeySource, ModelEndpoint, ModelResponseLimits};
+pub use openai::OpenAiModel;
 
 /// The name of the scripted model.
 pub const DEMO: &str = "demo";
 
 /// The API that an endpoint implements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum ModelApi {
     OpenAi,
     Anthropic,
 }
 
-impl Kind {
+impl ModelApi {
     /// Returns the name of the API in the configuration.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -45,7 +45,7 @@ impl Kind {
     }
 
     /// Returns the base URL of the vendor's own endpoint.
-    pub fn usual_base(self) -> &'static str {
+    pub fn default_base_url(self) -> &'static str {
         match self {
             Self::OpenAi => "https://api.openai.com/v1",
             Self::Anthropic => "https://api.anthropic.com/v1",
@@ -54,75 +54,79 @@ impl Kind {
 }
 
 /// All configured models.
-pub struct Shelf {
+pub struct ModelRegistry {
     /// The model of requests that name none.
-    usual: Option<String>,
-    named: BTreeMap<String, Known>,
+    default_model: Option<String>,
+    named: BTreeMap<String, RegisteredModel>,
     /// The endpoint for names that are not registered.
-    others: Option<Arc<dyn Model>>,
+    fallback: Option<Arc<dyn Model>>,
 }
 
 #[derive(Clone)]
-struct Known {
+struct RegisteredModel {
     model: Arc<dyn Model>,
     /// The name of the model at its endpoint.
-    upstream: String,
+    remote_name: String,
 }
 
-impl Shelf {
+impl ModelRegistry {
     /// Builds the registry from the configuration, and adds the demo.
     pub fn new(settings: &LlmSettings) -> Self {
-        let demo = Counted::over(Arc::new(Demo), DEMO, DEMO);
-        let demo = Known { model: demo, upstream: DEMO.into() };
+        let demo = MeteredModel::wrap(Arc::new(DemoModel), DEMO, DEMO);
+        let demo = RegisteredModel { model: demo, remote_name: DEMO.into() };
         let mut named = BTreeMap::from([(DEMO.to_owned(), demo)]);
-        let mut others = None;
+        let mut fallback = None;
         if let Some(endpoint) = settings.endpoint() {
-            let (provider, model) = (endpoint.kind.as_str(), at(endpoint));
+            let (provider, model) = (endpoint.kind.as_str(), build_model(endpoint));
             if let Some(name) = &settings.model {
-                let model = Counted::over(model.clone(), provider, name);
-                named.insert(name.clone(), Known { model, upstream: name.clone() });
+                let model = MeteredModel::wrap(model.clone(), provider, name);
+                named.insert(name.clone(), RegisteredModel { model, remote_name: name.clone() });
             }
-            others = settings.other_models.then(|| Counted::over(model, provider, OTHER));
+            fallback =
+                settings.other_models.then(|| MeteredModel::wrap(model, provider, UNNAMED_MODEL));
         }
-        for (name, upstream, endpoint) in settings.named() {
+        for (name, upstream, endpoint) in settings.named_endpoints() {
             let provider = endpoint.kind.as_str();
-            let model = Counted::over(at(endpoint), provider, name);
-            named.insert(name.clone(), Known { model, upstream });
+            let model = MeteredModel::wrap(build_model(endpoint), provider, name);
+            named.insert(name.clone(), RegisteredModel { model, remote_name: upstream });
         }
         // A single configured model is the default.
         let only = settings.models.keys().next().filter(|_| settings.models.len() == 1).cloned();
-        Self { usual: settings.model.clone().or(only), named, others }
+        Self { default_model: settings.model.clone().or(only), named, fallback }
     }
 }
 
-impl Models for Shelf {
-    fn find(&self, name: &str) -> Option<Chosen> {
+impl ModelResolver for ModelRegistry {
+    fn find(&self, name: &str) -> Option<ResolvedModel> {
         if let Some(known) = self.named.get(name) {
-            return Some(Chosen { model: known.model.clone(), name: known.upstream.clone() });
+            return Some(ResolvedModel {
+                model: known.model.clone(),
+                name: known.remote_name.clone(),
+            });
         }
-        let others = self.others.as_ref().filter(|_| is_name(name))?;
-        Some(Chosen { model: others.clone(), name: name.to_owned() })
+        let others = self.fallback.as_ref().filter(|_| is_model_name(name))?;
+        Some(ResolvedModel { model: others.clone(), name: name.to_owned() })
     }
 
     fn names(&self) -> Vec<String> {
-        let others = self.named.keys().filter(|name| Some(*name) != self.usual.as_ref());
-        self.usual.iter().chain(others).cloned().collect()
+        let others = self.named.keys().filter(|name| Some(*name) != self.default_model.as_ref());
+        self.default_model.iter().chain(others).cloned().collect()
     }
 }
 
 /// Returns whether a name may be sent to an endpoint.
-pub(crate) fn is_name(name: &str) -> bool {
+pub(crate) fn is_model_name(name: &str) -> bool {
     (1..=200).contains(&name.len()) && !name.chars().any(char::is_control)
 }
 
-fn at(endpoint: Endpoint) -> Arc<dyn Model> {
+fn build_model(endpoint: ModelEndpoint) -> Arc<dyn Model> {
     match endpoint.kind {
-        Kind::OpenAi => Arc::new(OpenAi::at(endpoint)),
-        Kind::Anthropic => Arc::new(Anthropic::at(endpoint)),
+        ModelApi::OpenAi => Arc::new(OpenAiModel::new(endpoint)),
+        ModelApi::Anthropic => Arc::new(AnthropicModel::new(endpoint)),
     }
 }
 
-fn shown(name: &str) -> String {
+fn sanitize_name(name: &str) -> String {
     name.chars().filter(|c| !c.is_control()).take(80).collect()
 }
 

@@ -14,21 +14,21 @@ mod security;
 mod tests;
 
 use serde_json::{Value, json};
-use toolcrib::engine::check_arrays;
+use toolcrib::engine::check_array_items;
 use toolcrib::json::Json;
-use toolcrib::retry::PolicyPatch;
-use toolcrib::tool::{Definition, Effect, Executor, Risk, check_name};
+use toolcrib::retry::ExecutionPolicyPatch;
+use toolcrib::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
 use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES};
 
-use crate::operation::{METHODS, Operation, Plan};
-use document::Document;
+use crate::operation::{HttpOperation, HttpToolSpec, METHODS};
+use document::OpenApiDocument;
 
 /// Maximum number of operations in one document.
 pub const MAX_OPERATIONS: usize = 500;
 
 /// Options of an import.
 #[derive(Debug, Clone, Default)]
-pub struct Wanted {
+pub struct ImportOptions {
     /// Prefix of every tool name, followed by a dot.
     pub prefix: Option<String>,
     /// Base URL of the API. Default: the server in the document.
@@ -37,8 +37,8 @@ pub struct Wanted {
 
 /// An operation that became a tool.
 #[derive(Debug, Clone)]
-pub struct Imported {
-    pub definition: Definition,
+pub struct ImportedTool {
+    pub definition: ToolDefinition,
     /// For example `GET /pets/{id}`.
     pub operation: String,
     pub url: String,
@@ -48,35 +48,35 @@ pub struct Imported {
 
 /// An operation that could not become a tool.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Skipped {
+pub struct SkippedOperation {
     pub operation: String,
     pub reason: String,
 }
 
 /// The result of an import.
 #[derive(Debug, Default)]
-pub struct Import {
-    pub tools: Vec<Imported>,
-    pub skipped: Vec<Skipped>,
+pub struct ImportReport {
+    pub tools: Vec<ImportedTool>,
+    pub skipped: Vec<SkippedOperation>,
 }
 
 /// Imports a document for a project. Fails if it is not a valid OpenAPI document.
 pub fn import(
     document: &Value,
     project: &str,
-    wanted: &Wanted,
+    wanted: &ImportOptions,
     timeout_ms: u64,
-) -> Result<Import, String> {
-    let document = Document::new(document)?;
+) -> Result<ImportReport, String> {
+    let document = OpenApiDocument::new(document)?;
     let paths = document.root["paths"].as_object();
     let paths = paths.ok_or("the document has no paths, so there is nothing to import")?;
-    let mut import = Import::default();
+    let mut import = ImportReport::default();
     let mut names = std::collections::BTreeSet::new();
     for (path, given) in paths {
-        let item = match document.resolved(given) {
+        let item = match document.resolve(given) {
             Ok(item) => item,
             Err(reason) => {
-                import.skipped.push(Skipped { operation: path.clone(), reason });
+                import.skipped.push(SkippedOperation { operation: path.clone(), reason });
                 continue;
             }
         };
@@ -85,23 +85,25 @@ pub fn import(
             if import.tools.len() + import.skipped.len() >= MAX_OPERATIONS {
                 return Err(format!("the document has more than {MAX_OPERATIONS} operations"));
             }
-            let place = At { path, method, item, operation };
+            let place = DocumentOperation { path, method, item, operation };
             let named = format!("{method} {path}");
-            match tool(&document, &place, project, wanted, timeout_ms) {
+            match import_operation(&document, &place, project, wanted, timeout_ms) {
                 Ok(tool) if names.insert(tool.definition.name.clone()) => import.tools.push(tool),
                 // Of two operations with one `operationId`, the second is named by its method and
                 // path.
-                Ok(mut tool) => match name(&place, wanted.prefix.as_deref(), By::Path) {
-                    Ok(other) if names.insert(other.clone()) => {
-                        tool.definition.name = other;
-                        import.tools.push(tool);
+                Ok(mut tool) => {
+                    match tool_name(&place, wanted.prefix.as_deref(), NameOrigin::MethodAndPath) {
+                        Ok(other) if names.insert(other.clone()) => {
+                            tool.definition.name = other;
+                            import.tools.push(tool);
+                        }
+                        _ => {
+                            let reason = format!("its name {} is another's", tool.definition.name);
+                            import.skipped.push(SkippedOperation { operation: named, reason });
+                        }
                     }
-                    _ => {
-                        let reason = format!("its name {} is another's", tool.definition.name);
-                        import.skipped.push(Skipped { operation: named, reason });
-                    }
-                },
-                Err(reason) => import.skipped.push(Skipped { operation: named, reason }),
+                }
+                Err(reason) => import.skipped.push(SkippedOperation { operation: named, reason }),
             }
         }
     }
@@ -109,68 +111,68 @@ pub fn import(
 }
 
 /// One operation and its position in the document.
-struct At<'a> {
+struct DocumentOperation<'a> {
     path: &'a str,
     method: &'a str,
     item: &'a Value,
     operation: &'a Value,
 }
 
-fn tool(
-    document: &Document<'_>,
-    at: &At<'_>,
+fn import_operation(
+    document: &OpenApiDocument<'_>,
+    at: &DocumentOperation<'_>,
     project: &str,
-    wanted: &Wanted,
+    wanted: &ImportOptions,
     timeout_ms: u64,
-) -> Result<Imported, String> {
+) -> Result<ImportedTool, String> {
     if at.method == "TRACE" {
         return Err("the method TRACE is not sent".to_owned());
     }
-    let name = name(at, wanted.prefix.as_deref(), By::Id)?;
+    let name = tool_name(at, wanted.prefix.as_deref(), NameOrigin::OperationId)?;
     let scope = wanted.prefix.as_deref().unwrap_or(document.title);
-    let made = operations::read(document, at, wanted.server.as_deref(), scope)?;
-    check_arrays(&made.parameters, "")?;
+    let made = operations::parse_operation(document, at, wanted.server.as_deref(), scope)?;
+    check_array_items(&made.parameters, "")?;
     let options = json!({ "http": made.http });
     let envs: Vec<String> =
         made.http.auth.iter().flat_map(|auth| auth.envs()).map(str::to_owned).collect();
     let url = made.http.url.clone();
-    let plan = Plan::of(&options)?;
-    let definition = Definition {
+    let plan = HttpToolSpec::from_options(&options)?;
+    let definition = ToolDefinition {
         project: Some(project.to_owned()),
         name,
         description: description(at),
         executor: Executor::Http,
-        input_schema: Json::of_value(&made.parameters),
+        input_schema: Json::from_value(&made.parameters),
         output_schema: None,
         // The call's timeout must not be shorter than the operation's own.
         timeout_ms: plan.timeout_ms(&options).map_or(timeout_ms, |own_ms| own_ms.max(timeout_ms)),
         background: false,
-        effect: effect(at)?,
+        effect: infer_effect(at)?,
         risk: Risk::default(),
-        policy: PolicyPatch::default(),
+        policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),
         metadata: None,
-        utp: Some(Binding {
+        binding: Some(Binding {
             target_subject: None,
             after_execution: AfterExecution::Suspend,
-            options: Json::of_value(&options),
+            options: Json::from_value(&options),
             parameters: None,
         }),
     };
     let entry = toolcrib::engine::CatalogEntry::compile(definition);
     let definition = entry.map_err(|fault| fault.message)?.definition;
-    Ok(Imported { definition, operation: format!("{} {}", at.method, at.path), url, envs })
+    Ok(ImportedTool { definition, operation: format!("{} {}", at.method, at.path), url, envs })
 }
 
 /// An operation and the schema of its arguments.
-struct Made {
-    http: Operation,
+struct ParsedOperation {
+    http: HttpOperation,
     parameters: Value,
 }
 
 /// Infers the effect from the method: GET and HEAD read, PUT and DELETE are idempotent, the rest is
 /// irreversible. `x-toolcrib-effect` overrides it.
-fn effect(at: &At<'_>) -> Result<Effect, String> {
+fn infer_effect(at: &DocumentOperation<'_>) -> Result<Effect, String> {
     let said = at.operation.get("x-toolcrib-effect").or_else(|| at.item.get("x-toolcrib-effect"));
     match said {
         Some(said) => serde_json::from_value(said.clone()).map_err(|_| {
@@ -186,20 +188,24 @@ fn effect(at: &At<'_>) -> Result<Effect, String> {
 
 /// The origin of a tool name.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum By {
+enum NameOrigin {
     /// The `operationId`, if there is one.
-    Id,
+    OperationId,
     /// The method and the path.
-    Path,
+    MethodAndPath,
 }
 
 /// Returns the tool name: the `operationId`, or the method and the path, in the characters that a
 /// name may have.
-fn name(at: &At<'_>, prefix: Option<&str>, by: By) -> Result<String, String> {
+fn tool_name(
+    at: &DocumentOperation<'_>,
+    prefix: Option<&str>,
+    by: NameOrigin,
+) -> Result<String, String> {
     let own = at.operation["operationId"].as_str().map(str::trim).filter(|id| !id.is_empty());
-    let base = match own.filter(|_| by == By::Id) {
-        Some(id) => worded(id),
-        None => worded(&format!("{}_{}", at.method.to_ascii_lowercase(), at.path)),
+    let base = match own.filter(|_| by == NameOrigin::OperationId) {
+        Some(id) => sanitize_name(id),
+        None => sanitize_name(&format!("{}_{}", at.method.to_ascii_lowercase(), at.path)),
     };
     let name = match prefix {
         Some(prefix) => format!("{prefix}.{base}"),
@@ -207,7 +213,7 @@ fn name(at: &At<'_>, prefix: Option<&str>, by: By) -> Result<String, String> {
     };
     let name: String = name.chars().take(128).collect();
     let name = name.trim_end_matches(['.', '_', '-']).to_owned();
-    check_name(&name).map_err(|error| error.to_string())?;
+    check_tool_name(&name).map_err(|error| error.to_string())?;
     if RESERVED_NAMES.contains(&name.as_str()) {
         return Err(format!("{name} is a reserved name; import with a prefix"));
     }
@@ -215,7 +221,7 @@ fn name(at: &At<'_>, prefix: Option<&str>, by: By) -> Result<String, String> {
 }
 
 /// Replaces every sequence of other characters with one underscore.
-fn worded(text: &str) -> String {
+fn sanitize_name(text: &str) -> String {
     let mut made = String::with_capacity(text.len());
     for c in text.chars() {
         let keep = c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
@@ -230,7 +236,7 @@ fn worded(text: &str) -> String {
     made.trim_start_matches(['_', '-', '.']).trim_end_matches(['_', '.']).to_owned()
 }
 
-fn description(at: &At<'_>) -> String {
+fn description(at: &DocumentOperation<'_>) -> String {
     let text = |of: &Value, name: &str| of[name].as_str().unwrap_or_default().trim().to_owned();
     let (summary, more) = (text(at.operation, "summary"), text(at.operation, "description"));
     let whole = match (summary.is_empty(), more.is_empty()) {

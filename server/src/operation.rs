@@ -15,14 +15,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::fault::{Code, Fault};
 
-pub use request::{Environment, Request, encoded};
+pub use request::{EnvironmentLookup, OperationRequest, percent_encode};
 
 /// One operation of an HTTP API.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Operation {
+pub struct HttpOperation {
     /// Default: `GET`.
-    #[serde(default = "get")]
+    #[serde(default = "default_method")]
     pub method: String,
     /// With path parameters in braces: `https://api.example.com/pets/{id}`.
     pub url: String,
@@ -31,24 +31,24 @@ pub struct Operation {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub parameters: Vec<Parameter>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub body: Option<BodyPlan>,
+    pub body: Option<RequestBodySpec>,
     /// Headers that are always sent.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub headers: BTreeMap<String, String>,
     /// Credentials, by the names of environment variables.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub auth: Vec<Auth>,
+    pub auth: Vec<OperationAuth>,
     /// True if the request is sent without credentials when their variables are not set.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub auth_optional: bool,
     /// Timeout of the response in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_s: Option<f64>,
-    #[serde(default, skip_serializing_if = "Mapping::is_plain")]
-    pub response: Mapping,
+    #[serde(default, skip_serializing_if = "ResponseMapping::is_whole_body")]
+    pub response: ResponseMapping,
 }
 
-fn get() -> String {
+fn default_method() -> String {
     "GET".to_owned()
 }
 
@@ -59,13 +59,13 @@ pub struct Parameter {
     /// The name in the request.
     pub name: String,
     #[serde(rename = "in")]
-    pub place: Place,
+    pub location: ParameterLocation,
     /// The name of the argument, if it differs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arg: Option<String>,
     /// The serialization of lists and objects, as OpenAPI defines it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub style: Option<Style>,
+    pub style: Option<ParameterStyle>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub explode: Option<bool>,
     /// True if the value is serialized as JSON.
@@ -76,7 +76,7 @@ pub struct Parameter {
 /// A location in a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Place {
+pub enum ParameterLocation {
     Path,
     Query,
     Header,
@@ -86,7 +86,7 @@ pub enum Place {
 /// The serialization of a list or an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Style {
+pub enum ParameterStyle {
     Simple,
     Form,
     SpaceDelimited,
@@ -97,7 +97,7 @@ pub enum Style {
 /// The content of the body.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct BodyPlan {
+pub struct RequestBodySpec {
     /// The argument that is the entire body.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arg: Option<String>,
@@ -105,10 +105,10 @@ pub struct BodyPlan {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub args: Vec<String>,
     #[serde(default)]
-    pub encoding: Encoding,
+    pub encoding: BodyEncoding,
     /// The serialization of form fields, if it is not the default.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub fields: BTreeMap<String, Field>,
+    pub fields: BTreeMap<String, FormFieldStyle>,
     /// Overrides the content type of the encoding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content_type: Option<String>,
@@ -117,9 +117,9 @@ pub struct BodyPlan {
 /// The serialization of one form field, as OpenAPI defines it.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Field {
+pub struct FormFieldStyle {
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub style: Option<Style>,
+    pub style: Option<ParameterStyle>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub explode: Option<bool>,
     /// True if the value is serialized as JSON.
@@ -130,7 +130,7 @@ pub struct Field {
 /// The encoding of a body.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Encoding {
+pub enum BodyEncoding {
     #[default]
     Json,
     Form,
@@ -140,13 +140,13 @@ pub enum Encoding {
 /// A credential and its location in the request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
-pub enum Auth {
+pub enum OperationAuth {
     Bearer {
         env: String,
     },
     ApiKey {
         #[serde(rename = "in")]
-        place: Place,
+        location: ParameterLocation,
         name: String,
         env: String,
     },
@@ -156,7 +156,7 @@ pub enum Auth {
     },
 }
 
-impl Auth {
+impl OperationAuth {
     /// Returns the environment variables that the credential needs.
     pub fn envs(&self) -> Vec<&str> {
         match self {
@@ -169,35 +169,35 @@ impl Auth {
 /// The part of the response that becomes the result.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Mapping {
+pub struct ResponseMapping {
     /// A JSON pointer into the body. Default: the full body.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pointer: Option<String>,
 }
 
-impl Mapping {
-    fn is_plain(&self) -> bool {
+impl ResponseMapping {
+    fn is_whole_body(&self) -> bool {
         self.pointer.is_none()
     }
 }
 
 /// The kind of request that a tool makes: an HTTP operation, or a Jina request.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Plan {
-    Http(Box<Operation>),
+pub enum HttpToolSpec {
+    Http(Box<HttpOperation>),
     Jina,
 }
 
-impl Plan {
+impl HttpToolSpec {
     /// Returns whether the options describe an HTTP request.
-    pub fn is_in(options: &Value) -> bool {
+    pub fn is_present(options: &Value) -> bool {
         ["http", "jina", "openapi"].iter().any(|name| options.get(*name).is_some())
     }
 
     /// Parses the options of a definition. The error says what is wrong with them.
-    pub fn of(options: &Value) -> Result<Self, String> {
+    pub fn from_options(options: &Value) -> Result<Self, String> {
         if let Some(http) = options.get("http") {
-            let read: Operation = serde_json::from_value(http.clone())
+            let read: HttpOperation = serde_json::from_value(http.clone())
                 .map_err(|error| format!("options.http: {error}"))?;
             read.check().map_err(|why| format!("options.http.{why}"))?;
             return Ok(Self::Http(Box::new(read)));
@@ -211,7 +211,7 @@ impl Plan {
             Self::Http(operation) => operation.timeout_s,
             Self::Jina => jina::timeout_s(options),
         };
-        seconds.map(in_ms)
+        seconds.map(seconds_to_ms)
     }
 
     /// Returns whether the method is GET, which only reads.
@@ -224,7 +224,7 @@ impl Plan {
 }
 
 /// Converts seconds to milliseconds, at least one.
-pub fn in_ms(seconds: f64) -> u64 {
+pub fn seconds_to_ms(seconds: f64) -> u64 {
     (seconds * 1_000.0).max(1.0) as u64
 }
 
@@ -233,10 +233,10 @@ pub const METHODS: [&str; 8] =
     ["GET", "PUT", "POST", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE"];
 
 /// Headers of the connection itself, which a definition must not set.
-const NOT_OURS: [&str; 6] =
+const RESERVED_HEADERS: [&str; 6] =
     ["host", "content-length", "transfer-encoding", "connection", "upgrade", "te"];
 
-impl Operation {
+impl HttpOperation {
     fn check(&self) -> Result<(), String> {
         if !METHODS[..7].contains(&self.method.to_ascii_uppercase().as_str()) {
             return Err(format!("method: \"{}\" is not one of HTTP's", self.method));
@@ -249,16 +249,18 @@ impl Operation {
         if authority.is_empty() || authority.contains(['{', '}', '@']) {
             return Err("url must name its host, and have nothing in braces there".to_owned());
         }
-        let in_headers = self.parameters.iter().filter(|p| p.place == Place::Header);
+        let in_headers = self.parameters.iter().filter(|p| p.location == ParameterLocation::Header);
         let named = in_headers.map(|p| &p.name).chain(self.headers.keys());
         let keys = self.auth.iter().filter_map(|auth| match auth {
-            Auth::ApiKey { place: Place::Header, name, .. } => Some(name),
-            Auth::ApiKey { .. } | Auth::Bearer { .. } | Auth::Basic { .. } => None,
+            OperationAuth::ApiKey { location: ParameterLocation::Header, name, .. } => Some(name),
+            OperationAuth::ApiKey { .. }
+            | OperationAuth::Bearer { .. }
+            | OperationAuth::Basic { .. } => None,
         });
         for name in named.chain(keys) {
             check_header(name)?;
         }
-        if let Some(BodyPlan { arg: Some(_), args, .. }) = &self.body
+        if let Some(RequestBodySpec { arg: Some(_), args, .. }) = &self.body
             && !args.is_empty()
         {
             return Err("body: give arg or args, not both".to_owned());
@@ -278,13 +280,13 @@ fn check_header(name: &str) -> Result<(), String> {
     if reqwest::header::HeaderName::from_bytes(name.as_bytes()).is_err() {
         return Err(format!("headers: \"{name}\" is not a header's name"));
     }
-    match NOT_OURS.contains(&name.to_ascii_lowercase().as_str()) {
+    match RESERVED_HEADERS.contains(&name.to_ascii_lowercase().as_str()) {
         true => Err(format!("headers: {name} cannot be set")),
         false => Ok(()),
     }
 }
 
 /// Returns the fault for a definition or arguments that cannot make a request.
-pub fn bad(message: impl Into<String>) -> Fault {
-    Fault::new(Code::BadRequest, message).not_happened()
+pub fn bad_request_fault(message: impl Into<String>) -> Fault {
+    Fault::new(Code::BadRequest, message).without_side_effect()
 }

@@ -12,33 +12,33 @@ use std::ffi::OsStr;
 use std::process::ExitCode;
 
 /// The command-line argument that makes the program run as the reaper.
-const WORD: &str = "watch-for-orphans";
+const REAPER_ARGUMENT: &str = "watch-for-orphans";
 
 /// A process group that the reaper terminates when the server is gone. Dropping the guard
 /// unregisters the group.
-pub(crate) struct Kept(#[cfg_attr(not(unix), allow(dead_code))] i32);
+pub(crate) struct ProcessGroupGuard(#[cfg_attr(not(unix), allow(dead_code))] i32);
 
 #[cfg(unix)]
-impl Drop for Kept {
+impl Drop for ProcessGroupGuard {
     fn drop(&mut self) {
-        unix::tell(self.0, false);
+        unix::update_group(self.0, false);
     }
 }
 
 /// Registers a process group with the reaper.
-pub(crate) fn keep(group: i32) -> Kept {
+pub(crate) fn guard_process_group(group: i32) -> ProcessGroupGuard {
     #[cfg(unix)]
-    unix::tell(group, true);
-    Kept(group)
+    unix::update_group(group, true);
+    ProcessGroupGuard(group)
 }
 
 /// Runs the reaper if this process was started as one, and returns its exit code. Otherwise returns
 /// `None`, and from then on this process may start a reaper.
-pub fn watch(first: Option<&OsStr>) -> Option<ExitCode> {
+pub fn run_if_reaper(first: Option<&OsStr>) -> Option<ExitCode> {
     #[cfg(unix)]
     {
-        if first.is_some_and(|word| word == WORD) {
-            unix::watch();
+        if first.is_some_and(|word| word == REAPER_ARGUMENT) {
+            unix::run_reaper();
             return Some(ExitCode::SUCCESS);
         }
         unix::enable();
@@ -70,25 +70,29 @@ mod unix {
     const AGAIN: Duration = Duration::from_secs(1);
 
     /// The server's view of the reaper.
-    struct Watched {
-        able: bool,
+    struct ReaperState {
+        enabled: bool,
         groups: BTreeSet<i32>,
         /// Standard input of the current reaper.
         input: Option<ChildStdin>,
-        started: u64,
+        generation: u64,
     }
 
-    static WATCHED: Mutex<Watched> =
-        Mutex::new(Watched { able: false, groups: BTreeSet::new(), input: None, started: 0 });
+    static REAPER: Mutex<ReaperState> = Mutex::new(ReaperState {
+        enabled: false,
+        groups: BTreeSet::new(),
+        input: None,
+        generation: 0,
+    });
 
     pub(super) fn enable() {
-        WATCHED.lock().able = true;
+        REAPER.lock().enabled = true;
     }
 
     /// Reports to the reaper that a group exists, or that it is gone.
-    pub(super) fn tell(group: i32, here: bool) {
-        let mut watched = WATCHED.lock();
-        if !watched.able {
+    pub(super) fn update_group(group: i32, here: bool) {
+        let mut watched = REAPER.lock();
+        if !watched.enabled {
             return;
         }
         let changed = match here {
@@ -96,30 +100,30 @@ mod unix {
             false => watched.groups.remove(&group),
         };
         let sign = if here { '+' } else { '-' };
-        if changed && watched.say(&format!("{sign}{group}\n")).is_err() {
-            watched.begin();
+        if changed && watched.write_line(&format!("{sign}{group}\n")).is_err() {
+            watched.start_reaper();
         }
     }
 
-    impl Watched {
-        fn say(&mut self, line: &str) -> std::io::Result<()> {
+    impl ReaperState {
+        fn write_line(&mut self, line: &str) -> std::io::Result<()> {
             let input = self.input.as_mut().ok_or(std::io::ErrorKind::NotConnected)?;
             input.write_all(line.as_bytes())
         }
 
         /// Starts a reaper, possibly replacing one that died, and sends it all groups.
-        fn begin(&mut self) {
+        fn start_reaper(&mut self) {
             self.input = None;
             if self.groups.is_empty() {
                 return;
             }
             let lines: String = self.groups.iter().map(|group| format!("+{group}\n")).collect();
-            let begun = start().and_then(|mut watcher| {
+            let begun = spawn_reaper_process().and_then(|mut watcher| {
                 self.input = watcher.stdin.take();
-                self.started += 1;
-                let number = self.started;
-                std::thread::Builder::new().spawn(move || replace(watcher, number))?;
-                self.say(&lines)
+                self.generation += 1;
+                let number = self.generation;
+                std::thread::Builder::new().spawn(move || restart_when_ended(watcher, number))?;
+                self.write_line(&lines)
             });
             if let Err(error) = begun {
                 tracing::warn!(%error, "child processes may outlive this server if it is killed");
@@ -128,22 +132,22 @@ mod unix {
     }
 
     /// Waits for a reaper to exit and starts another, unless a newer one already runs.
-    fn replace(mut watcher: Child, number: u64) {
+    fn restart_when_ended(mut watcher: Child, number: u64) {
         let _ = watcher.wait();
         std::thread::sleep(AGAIN);
-        let mut watched = WATCHED.lock();
-        if watched.started == number {
-            watched.begin();
+        let mut watched = REAPER.lock();
+        if watched.generation == number {
+            watched.start_reaper();
         }
     }
 
-    fn start() -> std::io::Result<Child> {
+    fn spawn_reaper_process() -> std::io::Result<Child> {
         // This path refers to the running program even after its file was replaced.
         let itself = PathBuf::from("/proc/self/exe");
         let program = if itself.exists() { itself } else { std::env::current_exe()? };
         Command::new(program)
             .arg0("toolcrib")
-            .arg(super::WORD)
+            .arg(super::REAPER_ARGUMENT)
             .env_clear()
             .current_dir("/")
             .stdin(Stdio::piped())
@@ -153,7 +157,7 @@ mod unix {
     }
 
     /// Reads the list of groups until the server is gone, then terminates those that are left.
-    pub(super) fn watch() {
+    pub(super) fn run_reaper() {
         // A new session, so that signals to the server's terminal or process group do not reach the
         // reaper.
         let _ = setsid();

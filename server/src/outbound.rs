@@ -17,7 +17,7 @@ use reqwest::{ClientBuilder, Url, redirect};
 
 /// The rules for outbound connections, as the operator configures them.
 #[derive(Debug, Clone)]
-pub struct Outbound {
+pub struct OutboundPolicy {
     allow_private: bool,
     allow_hosts: Vec<String>,
     /// The configuration table of the rules, for error messages.
@@ -27,16 +27,16 @@ pub struct Outbound {
 /// The error for a host that has only addresses in private networks.
 #[derive(Debug, thiserror::Error)]
 #[error("{host} has only addresses of private networks, which {table}.allow_private forbids")]
-pub struct PrivateAddress {
+pub struct PrivateAddressError {
     host: String,
     table: &'static str,
 }
 
-impl Outbound {
+impl OutboundPolicy {
     /// Returns the rules. `allow_hosts` are names, addresses, or `*.name`, for which private
     /// addresses are allowed.
     pub fn new(table: &'static str, allow_private: bool, allow_hosts: &[String]) -> Self {
-        let allow_hosts = allow_hosts.iter().map(|host| bare(host)).collect();
+        let allow_hosts = allow_hosts.iter().map(|host| normalize_host(host)).collect();
         Self { allow_private, allow_hosts, table }
     }
 
@@ -49,7 +49,7 @@ impl Outbound {
         if !url.username().is_empty() || url.password().is_some() {
             return Err("must not have a user name or password in it".to_owned());
         }
-        let Some(host) = url.host_str().map(bare) else {
+        let Some(host) = url.host_str().map(normalize_host) else {
             return Err("must name a host".to_owned());
         };
         if url.port() == Some(0) {
@@ -68,8 +68,8 @@ impl Outbound {
 
     /// Returns the builder of a client that connects only to permitted addresses. It uses no proxy,
     /// which would resolve names itself, and follows no redirects.
-    pub fn client(&self) -> ClientBuilder {
-        self.client_resolving(|host| {
+    pub fn client_builder(&self) -> ClientBuilder {
+        self.client_builder_with_lookup(|host| {
             Box::pin(async move {
                 let found = tokio::net::lookup_host((host.as_str(), 0)).await?;
                 Ok(found.collect())
@@ -77,8 +77,8 @@ impl Outbound {
         })
     }
 
-    fn client_resolving(&self, lookup: impl Lookup) -> ClientBuilder {
-        let guard = Guard { rules: self.clone(), lookup: Arc::new(lookup) };
+    fn client_builder_with_lookup(&self, lookup: impl HostLookup) -> ClientBuilder {
+        let guard = GuardedResolver { rules: self.clone(), lookup: Arc::new(lookup) };
         reqwest::Client::builder()
             .dns_resolver(guard)
             .redirect(redirect::Policy::none())
@@ -97,7 +97,7 @@ impl Outbound {
     }
 
     fn permits(&self, host: &str, address: IpAddr) -> bool {
-        self.allow_private || is_public(address) || self.is_listed(&bare(host))
+        self.allow_private || is_public(address) || self.is_listed(&normalize_host(host))
     }
 
     fn is_listed(&self, host: &str) -> bool {
@@ -109,28 +109,28 @@ impl Outbound {
 }
 
 /// Returns a host in lower case, without the brackets of IPv6 and without a final dot.
-fn bare(host: &str) -> String {
+fn normalize_host(host: &str) -> String {
     let host = host.trim_start_matches('[').trim_end_matches(']').trim_end_matches('.');
     host.to_ascii_lowercase()
 }
 
-trait Lookup:
+trait HostLookup:
     Fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> + Send + Sync + 'static
 {
 }
 
-impl<F> Lookup for F where
+impl<F> HostLookup for F where
     F: Fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> + Send + Sync + 'static
 {
 }
 
 /// Resolves names to permitted addresses.
-struct Guard {
-    rules: Outbound,
-    lookup: Arc<dyn Lookup>,
+struct GuardedResolver {
+    rules: OutboundPolicy,
+    lookup: Arc<dyn HostLookup>,
 }
 
-impl Resolve for Guard {
+impl Resolve for GuardedResolver {
     fn resolve(&self, name: Name) -> Resolving {
         let (rules, lookup, host) =
             (self.rules.clone(), self.lookup.clone(), name.as_str().to_owned());
@@ -141,7 +141,7 @@ impl Resolve for Guard {
             }
             found.retain(|address| rules.permits(&host, address.ip()));
             if found.is_empty() {
-                return Err(PrivateAddress { host, table: rules.table }.into());
+                return Err(PrivateAddressError { host, table: rules.table }.into());
             }
             Ok(Box::new(found.into_iter()) as Addrs)
         })
@@ -149,7 +149,7 @@ impl Resolve for Guard {
 }
 
 /// Describes a request error with its causes, without the URL, which may contain a secret.
-pub fn plainly(error: reqwest::Error) -> String {
+pub fn error_chain_without_url(error: reqwest::Error) -> String {
     let error = error.without_url();
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(&error);
@@ -161,7 +161,7 @@ pub fn plainly(error: reqwest::Error) -> String {
 }
 
 /// Returns the rule that prevented a request, if there is one.
-pub fn forbidden(error: &reqwest::Error) -> Option<&PrivateAddress> {
+pub fn find_private_address_error(error: &reqwest::Error) -> Option<&PrivateAddressError> {
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {
         if let Some(private) = error.downcast_ref() {
@@ -174,11 +174,11 @@ pub fn forbidden(error: &reqwest::Error) -> Option<&PrivateAddress> {
 
 /// Returns the delay of a `Retry-After` header in either of its forms.
 pub fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
-    read_retry_after(headers.get(RETRY_AFTER)?.to_str().ok()?)
+    parse_retry_after_ms(headers.get(RETRY_AFTER)?.to_str().ok()?)
 }
 
 /// Parses the text of a `Retry-After` header.
-pub fn read_retry_after(text: &str) -> Option<u64> {
+pub fn parse_retry_after_ms(text: &str) -> Option<u64> {
     let text = text.trim();
     if let Ok(seconds) = text.parse::<u64>() {
         return Some(seconds.saturating_mul(1_000));

@@ -12,7 +12,7 @@ mod linux {
     use rustix::mm::{Advice, madvise};
 
     /// Returns the mappings of this program's code: start address and length.
-    pub(super) fn code(maps: &str, program: &Path) -> Vec<(usize, usize)> {
+    pub(super) fn code_ranges(maps: &str, program: &Path) -> Vec<(usize, usize)> {
         let mapped = maps.lines().filter_map(|line| {
             let mut words = line.split_ascii_whitespace();
             let (range, rights, path) = (words.next()?, words.next()?, words.nth(3)?);
@@ -27,10 +27,10 @@ mod linux {
         mapped.collect()
     }
 
-    pub(super) fn let_go() -> std::io::Result<()> {
+    pub(super) fn release_code_pages() -> std::io::Result<()> {
         let program = std::fs::read_link("/proc/self/exe")?;
         let maps = std::fs::read_to_string("/proc/self/maps")?;
-        for (begin, length) in code(&maps, &program) {
+        for (begin, length) in code_ranges(&maps, &program) {
             let begin = std::ptr::with_exposed_provenance_mut(begin);
             // SAFETY: these pages are private, read-only and file-backed: a released page is read
             // from the file again, unchanged, when it is next touched.
@@ -44,9 +44,9 @@ mod linux {
 }
 
 /// Releases the code pages that startup touched.
-pub(crate) fn let_go() {
+pub(crate) fn release_startup_pages() {
     #[cfg(target_os = "linux")]
-    if let Err(error) = linux::let_go() {
+    if let Err(error) = linux::release_code_pages() {
         tracing::debug!(%error, "cannot release the code pages that startup used");
     }
 }
@@ -72,14 +72,14 @@ mod tests {
 7f0000-7f1000 r-xp 00000000 fe:00 99 /lib/libc.so.6
 7f2000-7f3000 r-xp 00000000 00:00 0 [vdso]
 ";
-        let found = super::linux::code(maps, Path::new("/opt/toolcrib"));
+        let found = super::linux::code_ranges(maps, Path::new("/opt/toolcrib"));
         assert_eq!(found, [(0x56d000, 0x11000)]);
     }
 
     #[test]
     fn what_is_let_go_of_comes_back_when_it_is_needed() {
         let before = resident_kib();
-        super::linux::let_go().unwrap();
+        super::linux::release_code_pages().unwrap();
         let after = resident_kib();
         assert!(after < before, "{after} of {before} KiB");
     }

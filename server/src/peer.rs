@@ -17,39 +17,39 @@ use tokio::net::TcpStream;
 /// A response extension: the connection is considered dead when the peer leaves data of this
 /// response unacknowledged for this long.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct DeadAfter(pub(crate) Duration);
+pub(crate) struct AckTimeout(pub(crate) Duration);
 
 /// Shares the timeout requested by the current response with its connection, in milliseconds. 0
 /// keeps the system's default.
 #[derive(Clone, Default)]
-pub(crate) struct Patience(Arc<AtomicU32>);
+pub(crate) struct AckTimeoutHandle(Arc<AtomicU32>);
 
-impl Patience {
-    pub(crate) fn ask(&self, dead_after: Option<&DeadAfter>) {
-        let ms = dead_after.map_or(0, |DeadAfter(limit)| limit.as_millis());
+impl AckTimeoutHandle {
+    pub(crate) fn set(&self, dead_after: Option<&AckTimeout>) {
+        let ms = dead_after.map_or(0, |AckTimeout(limit)| limit.as_millis());
         self.0.store(u32::try_from(ms).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 }
 
 /// A TCP stream that applies the timeout its responses request.
-pub(crate) struct Peer {
+pub(crate) struct AckTimeoutStream {
     stream: TcpStream,
-    asked: Patience,
+    timeout: AckTimeoutHandle,
     /// The value last passed to the system.
-    set_ms: u32,
+    applied_ms: u32,
 }
 
-impl Peer {
-    pub(crate) fn new(stream: TcpStream) -> (Self, Patience) {
-        let asked = Patience::default();
-        (Self { stream, asked: asked.clone(), set_ms: 0 }, asked)
+impl AckTimeoutStream {
+    pub(crate) fn new(stream: TcpStream) -> (Self, AckTimeoutHandle) {
+        let asked = AckTimeoutHandle::default();
+        (Self { stream, timeout: asked.clone(), applied_ms: 0 }, asked)
     }
 
-    fn heed(&mut self) {
-        let ms = self.asked.0.load(Ordering::Relaxed);
-        if ms != self.set_ms {
-            self.set_ms = ms;
-            if let Err(error) = set_patience(&self.stream, ms) {
+    fn apply_timeout(&mut self) {
+        let ms = self.timeout.0.load(Ordering::Relaxed);
+        if ms != self.applied_ms {
+            self.applied_ms = ms;
+            if let Err(error) = set_tcp_user_timeout(&self.stream, ms) {
                 tracing::debug!(%error, "a connection keeps the system's TCP_USER_TIMEOUT");
             }
         }
@@ -57,7 +57,7 @@ impl Peer {
 }
 
 #[cfg(target_os = "linux")]
-fn set_patience(stream: &TcpStream, ms: u32) -> io::Result<()> {
+fn set_tcp_user_timeout(stream: &TcpStream, ms: u32) -> io::Result<()> {
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, ms)?)
 }
 
@@ -67,7 +67,7 @@ fn set_patience(_: &TcpStream, _: u32) -> io::Result<()> {
     Ok(())
 }
 
-impl AsyncRead for Peer {
+impl AsyncRead for AckTimeoutStream {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -77,14 +77,14 @@ impl AsyncRead for Peer {
     }
 }
 
-impl AsyncWrite for Peer {
+impl AsyncWrite for AckTimeoutStream {
     fn poll_write(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        this.heed();
+        this.apply_timeout();
         Pin::new(&mut this.stream).poll_write(context, bytes)
     }
 
@@ -94,7 +94,7 @@ impl AsyncWrite for Peer {
         pieces: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        this.heed();
+        this.apply_timeout();
         Pin::new(&mut this.stream).poll_write_vectored(context, pieces)
     }
 

@@ -20,16 +20,16 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
 
-use crate::config::{Config, Kept};
-use crate::doors::http::Place;
-use crate::peer::{DeadAfter, Peer};
+use crate::config::{Config, StoreLocation};
+use crate::doors::http::ConnectionPermit;
+use crate::peer::{AckTimeout, AckTimeoutStream};
 use crate::{assemble, pages, telemetry};
 
 /// Maximum time that connections have to finish after the calls have ended.
-const HANG_UP: Duration = Duration::from_secs(2);
+const CONNECTION_DRAIN: Duration = Duration::from_secs(2);
 
 /// Maximum time to send the last spans and metrics.
-const FLUSH: Duration = Duration::from_secs(3);
+const TELEMETRY_FLUSH: Duration = Duration::from_secs(3);
 
 /// Runs the server until SIGTERM or Ctrl-C.
 pub async fn run(config: Config) -> anyhow::Result<()> {
@@ -37,33 +37,33 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     telemetry::start_logging(&config.log.level, config.log.format);
     let listener = bind(&config.listen).await?;
     let address = listener.local_addr().context("the listener has no address")?;
-    let served = assemble::engine(&config).await?;
+    let served = assemble::start_server(&config).await?;
     let engine = served.engine.clone();
-    refuse_open_door(&engine, address)?;
-    served.listens(&config, address);
-    let router = served.router(&config);
-    first_screen(&config, &engine, address, began.elapsed());
-    pages::let_go();
+    require_keys_or_loopback(&engine, address)?;
+    served.set_listen_address(&config, address);
+    let router = served.http_router(&config);
+    print_banner(&config, &engine, address, began.elapsed());
+    pages::release_startup_pages();
     let stopping = CancellationToken::new();
-    let limits = Limits::of(&config);
+    let limits = ConnectionLimits::from_config(&config);
     let connections = TaskTracker::new();
     let stop = async {
-        told_to_stop().await;
+        shutdown_signal().await;
         tracing::info!("stopping: no new calls are accepted, running calls may finish");
         engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
     };
     // The listener stays open during the drain: new requests are refused with a "retry later" error
     // instead of waiting for a response that never comes.
     tokio::select! {
-        () = accept(&listener, router, &limits, &connections, &stopping) => {}
+        () = accept_connections(&listener, router, &limits, &connections, &stopping) => {}
         () = stop => {}
     }
     drop(listener);
     stopping.cancel();
     connections.close();
-    let _ = tokio::time::timeout(HANG_UP, connections.wait()).await;
-    served.close().await;
-    served.flush(FLUSH).await;
+    let _ = tokio::time::timeout(CONNECTION_DRAIN, connections.wait()).await;
+    served.stop_mcp_servers().await;
+    served.flush_telemetry(TELEMETRY_FLUSH).await;
     Ok(())
 }
 
@@ -83,7 +83,7 @@ async fn bind(address: &str) -> anyhow::Result<TcpListener> {
 
 /// Refuses to listen beyond loopback while there are no keys: without keys every request is allowed
 /// everything.
-fn refuse_open_door(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> {
+fn require_keys_or_loopback(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> {
     if address.ip().is_loopback() || engine.has_keys() {
         return Ok(());
     }
@@ -95,19 +95,19 @@ fn refuse_open_door(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> 
 }
 
 /// Describes where data is stored, without credentials.
-fn data(config: &Config) -> String {
+fn describe_storage(config: &Config) -> String {
     let directory = config.data_dir.display().to_string();
-    match config.kept() {
-        Ok(kept @ Kept::Postgres(_)) => format!("{} and {directory}", kept.shown()),
+    match config.store_location() {
+        Ok(kept @ StoreLocation::Postgres(_)) => format!("{} and {directory}", kept.redacted()),
         _ => directory,
     }
 }
 
-fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
+fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
     let tools = engine.tools(&Caller::local("default"));
     let own = tools.iter().filter(|tool| tool.definition.executor == Executor::Builtin);
     let names: Vec<&str> = own.map(|tool| tool.definition.name.as_str()).collect();
-    tracing::info!(%address, data = data(config), tools = names.len(), "ready");
+    tracing::info!(%address, data = describe_storage(config), tools = names.len(), "ready");
     if !std::io::stdout().is_terminal() && std::env::var_os("TOOLCRIB_QUIET").is_some() {
         return;
     }
@@ -134,7 +134,7 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
          {:>10}-d '{{\"run_id\":\"run_001\",\"args\":{{\"expression\":\"2*21\"}}}}'\n",
         env!("CARGO_PKG_VERSION"),
         took.as_millis(),
-        data(config),
+        describe_storage(config),
         names.len(),
         names.join("  "),
         "",
@@ -143,38 +143,43 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
 
 /// Serves a router on a listener until `stop` is cancelled. For commands that have their own
 /// startup and shutdown.
-pub async fn on(listener: TcpListener, router: Router, config: &Config, stop: CancellationToken) {
-    let (limits, connections) = (Limits::of(config), TaskTracker::new());
+pub async fn serve_listener(
+    listener: TcpListener,
+    router: Router,
+    config: &Config,
+    stop: CancellationToken,
+) {
+    let (limits, connections) = (ConnectionLimits::from_config(config), TaskTracker::new());
     tokio::select! {
-        () = accept(&listener, router, &limits, &connections, &stop) => {}
+        () = accept_connections(&listener, router, &limits, &connections, &stop) => {}
         () = stop.cancelled() => {}
     }
     connections.close();
-    let _ = tokio::time::timeout(HANG_UP, connections.wait()).await;
+    let _ = tokio::time::timeout(CONNECTION_DRAIN, connections.wait()).await;
 }
 
-struct Limits {
-    connections: usize,
-    header: Duration,
+struct ConnectionLimits {
+    max_connections: usize,
+    header_timeout: Duration,
 }
 
-impl Limits {
-    fn of(config: &Config) -> Self {
+impl ConnectionLimits {
+    fn from_config(config: &Config) -> Self {
         Self {
-            connections: config.limits.max_connections,
-            header: Duration::from_millis(config.limits.request_header_timeout_ms),
+            max_connections: config.limits.max_connections,
+            header_timeout: Duration::from_millis(config.limits.request_header_timeout_ms),
         }
     }
 }
 
-async fn accept(
+async fn accept_connections(
     listener: &TcpListener,
     router: Router,
-    limits: &Limits,
+    limits: &ConnectionLimits,
     connections: &TaskTracker,
     stopping: &CancellationToken,
 ) {
-    let places = Arc::new(Semaphore::new(limits.connections));
+    let places = Arc::new(Semaphore::new(limits.max_connections));
     loop {
         // Beyond the limit, connections wait in the kernel's accept queue until one ends.
         let Ok(place) = places.clone().acquire_owned().await else { return };
@@ -188,8 +193,8 @@ async fn accept(
                 continue;
             }
         };
-        let (router, stopping, header) = (router.clone(), stopping.clone(), limits.header);
-        let place = Place(Arc::new(place));
+        let (router, stopping, header) = (router.clone(), stopping.clone(), limits.header_timeout);
+        let place = ConnectionPermit(Arc::new(place));
         connections.spawn(serve_connection(stream, router, header, stopping, place));
     }
 }
@@ -199,11 +204,11 @@ async fn serve_connection(
     router: Router,
     header: Duration,
     stopping: CancellationToken,
-    place: Place,
+    place: ConnectionPermit,
 ) {
     // Responses are small and written whole: Nagle's algorithm would only delay them.
     let _ = stream.set_nodelay(true);
-    let (peer, patience) = Peer::new(stream);
+    let (peer, patience) = AckTimeoutStream::new(stream);
     let service =
         hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
             let router = router.clone();
@@ -214,8 +219,8 @@ async fn serve_connection(
             }
             let patience = patience.clone();
             async move {
-                let answer = crate::doors::http::answer(router, request).await;
-                patience.ask(answer.extensions().get::<DeadAfter>());
+                let answer = crate::doors::http::serve_request(router, request).await;
+                patience.set(answer.extensions().get::<AckTimeout>());
                 Ok::<_, Infallible>(answer)
             }
         });
@@ -235,7 +240,7 @@ async fn serve_connection(
 }
 
 /// Returns on SIGTERM or Ctrl-C.
-pub(crate) async fn told_to_stop() {
+pub(crate) async fn shutdown_signal() {
     let interrupted = tokio::signal::ctrl_c();
     let terminated = async {
         match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {

@@ -6,42 +6,42 @@ use serde_json::Value;
 const MAX_EVENT_BYTES: usize = 64 << 20;
 
 /// Some servers send a byte order mark before the first line.
-const BYTE_ORDER: &[u8] = "\u{feff}".as_bytes();
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 /// One event.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Message {
+pub struct SseEvent {
     pub id: Option<String>,
     pub data: String,
 }
 
-impl Message {
+impl SseEvent {
     /// Returns the data as JSON, or as a JSON string if it is not valid JSON.
-    pub fn value(&self) -> Value {
+    pub fn to_json(&self) -> Value {
         serde_json::from_str(&self.data).unwrap_or_else(|_| Value::from(self.data.as_str()))
     }
 }
 
 /// The error for an event over the maximum size.
 #[derive(Debug)]
-pub struct TooLong;
+pub struct SseEventTooLong;
 
 /// Assembles events from chunks of any size.
 #[derive(Debug, Default)]
-pub struct Parser {
+pub struct SseParser {
     line: Vec<u8>,
     /// True if the last byte was a carriage return, so that a line feed now belongs to it.
     after_return: bool,
-    message: Message,
+    message: SseEvent,
     has_data: bool,
     last_id: Option<String>,
     /// True after the first line, before which a byte order mark may stand.
-    begun: bool,
+    bom_checked: bool,
 }
 
-impl Parser {
+impl SseParser {
     /// Adds a chunk and returns the events that it completes.
-    pub fn push(&mut self, piece: &[u8]) -> Result<Vec<Message>, TooLong> {
+    pub fn push(&mut self, piece: &[u8]) -> Result<Vec<SseEvent>, SseEventTooLong> {
         let mut done = Vec::new();
         for &byte in piece {
             let follows_return = std::mem::replace(&mut self.after_return, byte == b'\r');
@@ -52,7 +52,7 @@ impl Parser {
             }
         }
         if self.line.len() + self.message.data.len() > MAX_EVENT_BYTES {
-            return Err(TooLong);
+            return Err(SseEventTooLong);
         }
         Ok(done)
     }
@@ -62,9 +62,10 @@ impl Parser {
         self.last_id.as_deref()
     }
 
-    fn end_of_line(&mut self) -> Option<Message> {
+    fn end_of_line(&mut self) -> Option<SseEvent> {
         let line = std::mem::take(&mut self.line);
-        let marked = if std::mem::replace(&mut self.begun, true) { &[][..] } else { BYTE_ORDER };
+        let marked =
+            if std::mem::replace(&mut self.bom_checked, true) { &[][..] } else { BYTE_ORDER_MARK };
         let line = line.strip_prefix(marked).unwrap_or(&line);
         if line.is_empty() {
             let message = std::mem::take(&mut self.message);
@@ -107,7 +108,7 @@ mod tests {
     fn events_come_out_whole_however_they_arrive() {
         let bytes = STREAM.as_bytes();
         for size in [1, 2, 3, 7, bytes.len()] {
-            let mut parser = Parser::default();
+            let mut parser = SseParser::default();
             let mut all = Vec::new();
             for piece in bytes.chunks(size) {
                 all.extend(parser.push(piece).unwrap());
@@ -126,9 +127,9 @@ mod tests {
     #[test]
     fn a_mark_of_the_byte_order_is_no_part_of_the_first_line() {
         for size in [1, 2, 100] {
-            let mut parser = Parser::default();
+            let mut parser = SseParser::default();
             let pieces = "\u{feff}data: one\n\n\u{feff}data: two\n\n".as_bytes().chunks(size);
-            let all: Vec<Message> = pieces.flat_map(|piece| parser.push(piece).unwrap()).collect();
+            let all: Vec<SseEvent> = pieces.flat_map(|piece| parser.push(piece).unwrap()).collect();
             let seen: Vec<&str> = all.iter().map(|message| message.data.as_str()).collect();
             assert_eq!(seen, ["one"], "only at the beginning");
         }
@@ -136,9 +137,9 @@ mod tests {
 
     #[test]
     fn odd_bytes_do_no_harm() {
-        let mut parser = Parser::default();
+        let mut parser = SseParser::default();
         let all = parser.push(b"data: \xff\xfe\nid: 99999999999999999999999\n\n").unwrap();
         assert_eq!(all[0].id, None);
-        assert!(all[0].value().is_string());
+        assert!(all[0].to_json().is_string());
     }
 }

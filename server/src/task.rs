@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 use serde_json::Value;
-use toolcrib::event::Kind;
+use toolcrib::event::EventKind;
 use toolcrib::fault::Fault;
 use toolcrib::{Call, Json, Status};
 use utoipa::ToSchema;
@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 pub const MAX_DATA_BYTES: usize = 256 << 10;
 
 /// Returns the name of a task's status. Task statuses map one to one to call statuses.
-pub fn status_word(status: Status) -> &'static str {
+pub fn task_status(status: Status) -> &'static str {
     match status {
         Status::Pending => "submitted",
         Status::Running => "running",
@@ -26,32 +26,33 @@ pub fn status_word(status: Status) -> &'static str {
 
 /// Parses a task status.
 pub fn parse_status(word: &str) -> Option<Status> {
-    Status::ALL.into_iter().find(|status| status_word(*status) == word)
+    Status::ALL.into_iter().find(|status| task_status(*status) == word)
 }
 
 /// Returns the name of the task event for an event of a call, or `None` if tasks have no such
 /// event. A task that was canceled or timed out reports `task.failed`; its `status` gives the
 /// cause.
-pub fn event_name(kind: Kind) -> Option<&'static str> {
+pub fn task_event_name(kind: EventKind) -> Option<&'static str> {
     match kind {
-        Kind::Requested => Some("task.submit"),
-        Kind::Progress => Some("task.progress"),
-        Kind::Finished => Some("task.completed"),
-        Kind::Failed | Kind::Timeout | Kind::Canceled => Some("task.failed"),
-        Kind::Started
-        | Kind::Taken
-        | Kind::Retrying
-        | Kind::Fallback
-        | Kind::Asked
-        | Kind::Answered
-        | Kind::Recovered
-        | Kind::Late => None,
+        EventKind::Requested => Some("task.submit"),
+        EventKind::Progress => Some("task.progress"),
+        EventKind::Finished => Some("task.completed"),
+        EventKind::Failed | EventKind::Timeout | EventKind::Canceled => Some("task.failed"),
+        EventKind::Started
+        | EventKind::Acknowledged
+        | EventKind::Retrying
+        | EventKind::Fallback
+        | EventKind::InputRequired
+        | EventKind::InputProvided
+        | EventKind::Recovered
+        | EventKind::ReportIgnored => None,
     }
 }
 
 /// The outcome of a task.
 #[derive(Debug, Serialize, ToSchema)]
-pub struct TaskEnd<'a> {
+#[schema(as = TaskEnd)]
+pub struct TaskOutcome<'a> {
     pub task_id: &'a str,
     /// The same as `task_id`.
     pub tool_call_id: &'a str,
@@ -67,7 +68,7 @@ pub struct TaskEnd<'a> {
     pub data: Option<Json>,
     /// Set when the result is too large to include.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub data_omitted: Option<Omitted>,
+    pub data_omitted: Option<OmittedData>,
     #[schema(value_type = Option<Object>)]
     pub error: Option<TaskFault<'a>>,
     pub metrics: TaskMetrics,
@@ -77,7 +78,8 @@ pub struct TaskEnd<'a> {
 
 /// Describes a result that was omitted.
 #[derive(Debug, Serialize, ToSchema)]
-pub struct Omitted {
+#[schema(as = Omitted)]
+pub struct OmittedData {
     pub bytes: usize,
     /// The path to read the result from.
     pub read_at: String,
@@ -102,9 +104,9 @@ pub struct TaskMetrics {
     pub attempts: u32,
 }
 
-impl<'a> TaskEnd<'a> {
+impl<'a> TaskOutcome<'a> {
     /// Builds the outcome from an ended call. Omits a result of more than `max_data_bytes`.
-    pub fn of(call: &'a Call, max_data_bytes: usize) -> Self {
+    pub fn from_call(call: &'a Call, max_data_bytes: usize) -> Self {
         let outcome = call.outcome.as_ref();
         let data = outcome.and_then(|outcome| outcome.data.as_ref());
         let bytes = data.map_or(0, |data| data.text().len());
@@ -114,14 +116,14 @@ impl<'a> TaskEnd<'a> {
         Self {
             task_id: call.id.as_str(),
             tool_call_id: call.id.as_str(),
-            call_id: call.asked.call_id.as_deref(),
+            call_id: call.origin.caller_call_id.as_deref(),
             run_id: &call.run_id,
             tool_name: &call.tool_name,
-            status: status_word(call.status),
+            status: task_status(call.status),
             ok: outcome.is_some_and(|outcome| outcome.ok),
             data: data.filter(|_| !too_large).cloned(),
             data_omitted: too_large
-                .then(|| Omitted { bytes, read_at: format!("/v1/tool_calls/{}", call.id) }),
+                .then(|| OmittedData { bytes, read_at: format!("/v1/tool_calls/{}", call.id) }),
             error: fault.map(TaskFault::of),
             metrics: TaskMetrics {
                 latency_ms: metrics.latency_ms,
@@ -135,7 +137,7 @@ impl<'a> TaskEnd<'a> {
     }
 
     /// Returns the name of the event that reports this outcome.
-    pub fn event(&self) -> &'static str {
+    pub fn event_name(&self) -> &'static str {
         if self.ok { "task.completed" } else { "task.failed" }
     }
 }
@@ -158,15 +160,15 @@ mod tests {
     #[test]
     fn every_status_has_its_own_word() {
         for status in Status::ALL {
-            assert_eq!(parse_status(status_word(status)), Some(status));
+            assert_eq!(parse_status(task_status(status)), Some(status));
         }
         assert_eq!(parse_status("SUCCEEDED"), None);
     }
 
     #[test]
     fn a_task_is_submitted_once_and_ends_once() {
-        for kind in Kind::ALL {
-            let ends = event_name(kind)
+        for kind in EventKind::ALL {
+            let ends = task_event_name(kind)
                 .is_some_and(|name| ["task.completed", "task.failed"].contains(&name));
             assert_eq!(ends, kind.is_terminal(), "{kind:?}");
         }

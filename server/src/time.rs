@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 /// The longest duration accepted: a thousand days.
-const LONGEST: Duration = Duration::from_secs(86_400_000);
+const MAX_DURATION: Duration = Duration::from_secs(86_400_000);
 
 /// Parses `500ms`, `30s`, `5m`, `1h` or `2d`. A bare number is in seconds.
-pub fn duration(text: &str) -> Result<Duration, String> {
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("\"{text}\" is not a time such as 500ms, 30s, 5m, 1h or 2d");
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -20,7 +20,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     };
     let count: f64 = number.parse().map_err(|_| wrong())?;
     let time = Duration::try_from_secs_f64(count * seconds_each).map_err(|_| wrong())?;
-    if time > LONGEST { Err(wrong()) } else { Ok(time) }
+    if time > MAX_DURATION { Err(wrong()) } else { Ok(time) }
 }
 
 #[cfg(test)]
@@ -30,11 +30,11 @@ mod tests {
 
     #[test]
     fn times() {
-        assert_eq!(duration("500ms").unwrap(), Duration::from_millis(500));
-        assert_eq!(duration("30").unwrap(), Duration::from_secs(30));
-        assert_eq!(duration("1.5h").unwrap(), Duration::from_secs(5_400));
+        assert_eq!(parse_duration("500ms").unwrap(), Duration::from_millis(500));
+        assert_eq!(parse_duration("30").unwrap(), Duration::from_secs(30));
+        assert_eq!(parse_duration("1.5h").unwrap(), Duration::from_secs(5_400));
         for odd in ["", "s", "-1s", "1x", "1e9s", "..s", "99999999d", "1 s", "٣s", "NaN"] {
-            assert!(duration(odd).is_err(), "{odd:?}");
+            assert!(parse_duration(odd).is_err(), "{odd:?}");
         }
     }
 }

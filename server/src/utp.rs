@@ -9,8 +9,8 @@ pub mod report;
 pub mod turn;
 pub mod wire;
 
-pub use host::{Answer, Host, Job};
-pub use link::Link;
+pub use host::{ToolHost, ToolJob, ToolJobResult};
+pub use link::NatsConnection;
 
 /// Default protocol version.
 pub const DEFAULT_VERSION: &str = "v1r3";

@@ -15,18 +15,18 @@ use jiff::Timestamp;
 use reqwest::header::{CONTENT_TYPE, HeaderMap};
 use serde::Serialize;
 use toolcrib::Call;
-use toolcrib::delivery::Answer;
-use toolcrib::notify::{Notice, Notifier};
+use toolcrib::delivery::DeliveryResponse;
+use toolcrib::notify::{WebhookMessage, WebhookSender};
 
-use crate::outbound::{Outbound, forbidden, retry_after_ms};
-use crate::task::TaskEnd;
+use crate::outbound::{OutboundPolicy, find_private_address_error, retry_after_ms};
+use crate::task::TaskOutcome;
 
-pub use signing::{KEY_PREFIX, KeyPlace, KeyRing, new_key};
+pub use signing::{KEY_PREFIX, SigningKeySource, SigningKeySources, encode_key};
 
 /// Sends webhooks.
-pub struct Webhooks {
-    keys: KeyRing,
-    outbound: Outbound,
+pub struct HttpWebhookSender {
+    keys: SigningKeySources,
+    outbound: OutboundPolicy,
     timeout: Duration,
     max_data_bytes: usize,
     /// Created by the first delivery, because loading certificates takes time.
@@ -35,19 +35,19 @@ pub struct Webhooks {
 
 /// The body of a webhook.
 #[derive(Serialize)]
-struct Payload<'a> {
+struct WebhookPayload<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
     /// The time at which the call ended.
     timestamp: String,
-    data: TaskEnd<'a>,
+    data: TaskOutcome<'a>,
 }
 
-impl Webhooks {
+impl HttpWebhookSender {
     /// Returns a sender with these keys, outbound rules and limits. Fails if a key is invalid.
     pub fn new(
-        keys: KeyRing,
-        outbound: Outbound,
+        keys: SigningKeySources,
+        outbound: OutboundPolicy,
         timeout: Duration,
         max_data_bytes: usize,
     ) -> Result<Self, String> {
@@ -59,14 +59,14 @@ impl Webhooks {
         if let Some(client) = self.client.get() {
             return Ok(client);
         }
-        let made = self.outbound.client().build();
+        let made = self.outbound.client_builder().build();
         let made = made.map_err(|error| format!("no HTTP client: {error}"))?;
         Ok(self.client.get_or_init(|| made))
     }
 
-    async fn send(&self, notice: &Notice) -> Result<(u16, HeaderMap), String> {
+    async fn send(&self, notice: &WebhookMessage) -> Result<(u16, HeaderMap), String> {
         let delivery = &notice.delivery;
-        let keys = self.keys.keys(&delivery.project)?;
+        let keys = self.keys.load_keys(&delivery.project)?;
         // The rules may have changed since the URL was accepted.
         let url = self.outbound.check(&delivery.url).map_err(|why| format!("the URL {why}"))?;
         let payload = self.payload(&notice.call)?;
@@ -82,25 +82,28 @@ impl Webhooks {
             .header("webhook-timestamp", timestamp)
             .header("webhook-signature", signature)
             .body(payload);
-        let answer = request.send().await.map_err(|error| self.why(&error))?;
+        let answer = request.send().await.map_err(|error| self.describe_error(&error))?;
         Ok((answer.status().as_u16(), answer.headers().clone()))
     }
 
     fn payload(&self, call: &Call) -> Result<String, String> {
-        let end = TaskEnd::of(call, self.max_data_bytes);
+        let end = TaskOutcome::from_call(call, self.max_data_bytes);
         let ended_ms = i64::try_from(call.completed_ms.unwrap_or_default()).unwrap_or_default();
         let timestamp = Timestamp::from_millisecond(ended_ms).unwrap_or_default();
-        let payload =
-            Payload { kind: end.event(), timestamp: format!("{timestamp:.3}"), data: end };
+        let payload = WebhookPayload {
+            kind: end.event_name(),
+            timestamp: format!("{timestamp:.3}"),
+            data: end,
+        };
         serde_json::to_string(&payload).map_err(|error| format!("no payload: {error}"))
     }
 
     /// Describes why there was no response, without the URL, which may contain a secret.
-    fn why(&self, error: &reqwest::Error) -> String {
+    fn describe_error(&self, error: &reqwest::Error) -> String {
         if error.is_timeout() {
             return format!("no answer within {} ms", self.timeout.as_millis());
         }
-        if let Some(private) = forbidden(error) {
+        if let Some(private) = find_private_address_error(error) {
             return private.to_string();
         }
         let (mut cause, mut last) = (error.source(), None);
@@ -114,19 +117,19 @@ impl Webhooks {
 }
 
 #[async_trait]
-impl Notifier for Webhooks {
-    fn check(&self, project: &str, url: &str) -> Result<String, String> {
+impl WebhookSender for HttpWebhookSender {
+    fn check_url(&self, project: &str, url: &str) -> Result<String, String> {
         let url = self.outbound.check(url)?;
-        self.keys.keys(project).map_err(|why| format!("cannot be used: {why}"))?;
+        self.keys.load_keys(project).map_err(|why| format!("cannot be used: {why}"))?;
         Ok(url.into())
     }
 
-    async fn deliver(&self, notice: Notice) -> Answer {
+    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse {
         match self.send(&notice).await {
             Ok((code, headers)) => {
-                Answer { result: Ok(code), retry_after_ms: retry_after_ms(&headers) }
+                DeliveryResponse { result: Ok(code), retry_after_ms: retry_after_ms(&headers) }
             }
-            Err(why) => Answer { result: Err(why), retry_after_ms: None },
+            Err(why) => DeliveryResponse { result: Err(why), retry_after_ms: None },
         }
     }
 }

@@ -4,15 +4,15 @@ use serde_json::Value;
 
 /// Parses one document. `no` and `yes` are strings, and a duplicate key is an error.
 pub fn parse(text: &str) -> Result<Value, String> {
-    within(text, 20_000)
+    parse_with_budget(text, 20_000)
 }
 
 /// Parses a large document, such as the description of an API.
-pub fn parse_long(text: &str) -> Result<Value, String> {
-    within(text, 500_000)
+pub fn parse_large(text: &str) -> Result<Value, String> {
+    parse_with_budget(text, 500_000)
 }
 
-fn within(text: &str, max_nodes: usize) -> Result<Value, String> {
+fn parse_with_budget(text: &str, max_nodes: usize) -> Result<Value, String> {
     let options = serde_saphyr::options! {
         strict_booleans: true,
         with_snippet: false,

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use toolcrib::{Caller, Effect, Engine, FnTool, Invocation};
+use toolcrib::{CallRequest, Caller, Effect, Engine, FnTool};
 use toolcrib_store::SqliteStore;
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
@@ -39,7 +39,7 @@ pub async fn show(file: &Path) -> Result<String, Box<dyn std::error::Error>> {
     let mut shown = String::new();
 
     let first = engine(file, true).await?;
-    let mut asked = Invocation::new("demo.greet", r#"{"name": "Ada"}"#)?;
+    let mut asked = CallRequest::new("demo.greet", r#"{"name": "Ada"}"#)?;
     asked.idempotency_key = Some("greet-ada".to_owned());
     let ticket = first.invoke(&caller, asked.clone()).await?;
     writeln!(shown, "before the restart: {}", ticket.call.status.as_str())?;
@@ -48,7 +48,7 @@ pub async fn show(file: &Path) -> Result<String, Box<dyn std::error::Error>> {
     drop((first, ticket.clone()));
 
     let second = engine(file, false).await?;
-    let call = second.finished(&caller, &ticket.call.id).await?;
+    let call = second.wait_until_finished(&caller, &ticket.call.id).await?;
     let answer = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
     writeln!(shown, "after the restart: {}", call.status.as_str())?;
     writeln!(shown, "answer: {}", answer.ok_or("there is an answer")?.text())?;

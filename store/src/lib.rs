@@ -11,9 +11,9 @@ pub mod private;
 mod row;
 pub mod sqlite;
 
-pub use migrate::SCHEMA_VERSION;
-pub use postgres::{PostgresError, PostgresStore};
-pub use sqlite::{OpenError, SqliteStore};
+pub use migrate::SQLITE_SCHEMA_VERSION;
+pub use postgres::{PostgresOpenError, PostgresStore};
+pub use sqlite::{SqliteOpenError, SqliteStore};
 
 /// The guide for Rust users. Its code is compiled and run here because this crate has both
 /// libraries as dependencies.

@@ -4,7 +4,7 @@
 
 use rusqlite::{Connection, TransactionBehavior};
 
-use crate::sqlite::OpenError;
+use crate::sqlite::SqliteOpenError;
 
 const MIGRATIONS: [&str; 9] = [
     include_str!("../migrations/sqlite/0001_init.sql"),
@@ -19,7 +19,7 @@ const MIGRATIONS: [&str; 9] = [
 ];
 
 /// The schema version that this program writes.
-pub const SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;
+pub const SQLITE_SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;
 
 /// The `application_id` of Toolcrib's database files: "TCRB".
 const APPLICATION_ID: i64 = 0x5443_5242;
@@ -27,27 +27,27 @@ const APPLICATION_ID: i64 = 0x5443_5242;
 /// Returns the schema version of a database that belongs to Toolcrib, or 0 for an empty one.
 ///
 /// Fails when the database belongs to another program or to a newer version of Toolcrib.
-pub(crate) fn check(connection: &Connection) -> Result<i64, OpenError> {
+pub(crate) fn check_schema_version(connection: &Connection) -> Result<i64, SqliteOpenError> {
     let version: i64 = connection.pragma_query_value(None, "user_version", |r| r.get(0))?;
     let owner: i64 = connection.pragma_query_value(None, "application_id", |r| r.get(0))?;
-    if version > SCHEMA_VERSION && owner == APPLICATION_ID {
-        return Err(OpenError::Newer { found: version, known: SCHEMA_VERSION });
+    if version > SQLITE_SCHEMA_VERSION && owner == APPLICATION_ID {
+        return Err(SqliteOpenError::NewerSchema { found: version, known: SQLITE_SCHEMA_VERSION });
     }
     if owner != APPLICATION_ID {
         let tables: i64 =
             connection.query_row("SELECT count(*) FROM sqlite_schema", [], |r| r.get(0))?;
         if version != 0 || tables != 0 {
-            return Err(OpenError::NotOurs);
+            return Err(SqliteOpenError::ForeignDatabase);
         }
     }
     Ok(version)
 }
 
 /// Migrates a database to [`SQLITE_SCHEMA_VERSION`].
-pub(crate) fn migrate(connection: &mut Connection) -> Result<(), OpenError> {
+pub(crate) fn migrate(connection: &mut Connection) -> Result<(), SqliteOpenError> {
     loop {
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-        let version = check(&transaction)?;
+        let version = check_schema_version(&transaction)?;
         let Some(migration) = MIGRATIONS.get(version as usize) else { return Ok(()) };
         transaction.execute_batch(migration)?;
         transaction.pragma_update(None, "user_version", version + 1)?;

@@ -21,27 +21,27 @@ use async_trait::async_trait;
 use serde_json::Value;
 use tokio::sync::oneshot;
 use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, Try};
-use toolcrib::directory::{AuditEntry, Change, Directory};
-use toolcrib::event::{Event, Kind, Record};
+use toolcrib::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::directory::{AuditEntry, Directory, DirectoryChange};
+use toolcrib::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Purged, Run,
-    Saved, Store, StoreError,
+    CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow,
+    PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
 };
 
-use crate::row::{CallRow, Fields, decode, record_rows};
-use calls::{Appending, Columns, Creating, Saving};
-use ears::Ears;
-use lease::Lease;
-use link::{Address, Broke};
-use pool::Pool;
-use writer::{Desk, Job, Numbers, Work, Writer};
+use crate::row::{CallRow, RowReader, decode, encode_events};
+use calls::{CallInsert, CallUpdate, EventColumns, EventInsert};
+use ears::ReportListener;
+use lease::WriterLease;
+use link::{Connector, SessionError};
+use pool::SessionPool;
+use writer::{ChangeFn, FunctionChange, PostgresWriter, SequenceCounters, WriterConnection};
 
 /// The reason why a PostgreSQL database was not opened. No message contains the URL, which holds a
 /// password.
 #[derive(Debug, thiserror::Error)]
-pub enum PostgresError {
+pub enum PostgresOpenError {
     /// The URL cannot be used.
     #[error("{0}")]
     Url(&'static str),
@@ -50,37 +50,37 @@ pub enum PostgresError {
         "the database has schema version {found}, and this program knows up to {known}: it was \
          used by a newer toolcrib; start that one, or restore an older copy"
     )]
-    Newer { found: i64, known: i64 },
+    NewerSchema { found: i64, known: i64 },
     /// The database has tables with the same names that another program created.
     #[error(
         "the database has tables that another program made (public.cards, resource.tools, …): \
          give the crib a database of its own"
     )]
-    NotOurs,
+    ForeignTables,
     /// Another server holds the writer lease of the database.
     #[error("another toolcrib serves this database: stop it, or choose another with --store")]
-    Taken,
+    AlreadyServed,
     /// PostgreSQL returned an error or cannot be reached.
     #[error("{0}")]
     Postgres(String),
 }
 
-use PostgresError as OpenError;
+use PostgresOpenError as OpenError;
 
-impl From<Broke> for OpenError {
-    fn from(broke: Broke) -> Self {
-        Self::Postgres(broke.said())
+impl From<SessionError> for OpenError {
+    fn from(broke: SessionError) -> Self {
+        Self::Postgres(broke.message())
     }
 }
 
 /// A store in one PostgreSQL database.
 pub struct PostgresStore {
-    writer: Writer,
-    pool: Pool,
+    writer: PostgresWriter,
+    pool: SessionPool,
     /// Set only for a server, which accepts the reports that tool services write into the tables.
-    ears: Option<Ears>,
+    report_listener: Option<ReportListener>,
     /// Changes when a tool service has written a report.
-    news: tokio::sync::watch::Receiver<u64>,
+    report_signal: tokio::sync::watch::Receiver<u64>,
 }
 
 impl PostgresStore {
@@ -93,25 +93,33 @@ impl PostgresStore {
 
     /// Opens a database for an administrative command that reads or changes the directory while a
     /// server runs.
-    pub async fn open_briefly(url: &str) -> Result<Self, OpenError> {
+    pub async fn open_for_admin(url: &str) -> Result<Self, OpenError> {
         Self::open_as(url, false).await
     }
 
     async fn open_as(url: &str, serves: bool) -> Result<Self, OpenError> {
-        let address = Address::parse(url)?;
+        let address = Connector::parse(url)?;
         let session = address.connect(None).await?;
         if serves {
-            lease::lock(&session).await?;
+            lease::acquire_lock(&session).await?;
         }
         migrate::migrate(&session).await?;
         let (lease, numbers) = match serves {
-            true => Lease::take(&session).await.map(|(lease, numbers)| (Some(lease), numbers))?,
-            false => (None, Numbers::default()),
+            true => WriterLease::acquire(&session)
+                .await
+                .map(|(lease, numbers)| (Some(lease), numbers))?,
+            false => (None, SequenceCounters::default()),
         };
-        let writer = Writer::start(Desk::new(session, lease, numbers), address.clone());
+        let writer =
+            PostgresWriter::start(WriterConnection::new(session, lease, numbers), address.clone());
         let (told, news) = tokio::sync::watch::channel(0);
-        let ears = serves.then(|| Ears::open(address.clone(), told));
-        Ok(Self { writer, pool: Pool::new(address), ears, news })
+        let ears = serves.then(|| ReportListener::spawn(address.clone(), told));
+        Ok(Self {
+            writer,
+            pool: SessionPool::new(address),
+            report_listener: ears,
+            report_signal: news,
+        })
     }
 
     /// Returns true if this is the URL of a PostgreSQL database.
@@ -123,38 +131,42 @@ impl PostgresStore {
     async fn write<A: Send + Sync + 'static, T: Send + 'static>(
         &self,
         given: A,
-        doing: Work<A, T>,
+        doing: ChangeFn<A, T>,
     ) -> Result<T, StoreError> {
         let (reply, answer) = oneshot::channel();
-        self.writer.send(Box::new(Job::new(given, doing, reply)))?;
-        answered(answer).await
+        self.writer.send(Box::new(FunctionChange::new(given, doing, reply)))?;
+        await_reply(answer).await
     }
 }
 
 /// Waits for the writer's reply.
-async fn answered<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
+async fn await_reply<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
     let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
     answer.await.map_err(gone)?
 }
 
 /// Converts a limit to a parameter.
-fn limited(limit: usize) -> i64 {
+fn limit_param(limit: usize) -> i64 {
     i64::try_from(limit).unwrap_or(i64::MAX)
 }
 
 /// Removes NUL characters from a value, because JSONB cannot store them.
-fn storable(value: Value) -> Value {
+fn strip_nul_chars(value: Value) -> Value {
     match value {
         Value::String(text) => Value::String(text.replace('\0', "")),
-        Value::Array(all) => all.into_iter().map(storable).collect(),
-        Value::Object(map) => {
-            map.into_iter().map(|(name, value)| (name.replace('\0', ""), storable(value))).collect()
-        }
+        Value::Array(all) => all.into_iter().map(strip_nul_chars).collect(),
+        Value::Object(map) => map
+            .into_iter()
+            .map(|(name, value)| (name.replace('\0', ""), strip_nul_chars(value)))
+            .collect(),
         other => other,
     }
 }
 
-async fn put_run(desk: &mut Desk, run: &Run) -> Result<(), Broke> {
+async fn put_run_tools(
+    desk: &mut WriterConnection,
+    run: &RunToolDefinitions,
+) -> Result<(), SessionError> {
     let sql = "INSERT INTO runs VALUES ($1, $2, $3, $4) ON CONFLICT (project, run_id) DO UPDATE \
                SET tool_definitions = excluded.tool_definitions, updated_ms = excluded.updated_ms";
     let text = run.tool_definitions.text();
@@ -164,7 +176,7 @@ async fn put_run(desk: &mut Desk, run: &Run) -> Result<(), Broke> {
 }
 
 /// Writes a value that has no reader: a probe that writes nothing would not detect a full disk.
-async fn write_check(desk: &mut Desk, _: &()) -> Result<(), Broke> {
+async fn write_probe(desk: &mut WriterConnection, _: &()) -> Result<(), SessionError> {
     let sql = "UPDATE counters SET value = value + 1 WHERE name = 'checks'";
     desk.session.execute(sql, &[]).await?;
     Ok(())
@@ -172,60 +184,67 @@ async fn write_check(desk: &mut Desk, _: &()) -> Result<(), Broke> {
 
 #[async_trait]
 impl Store for PostgresStore {
-    async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
-        let records = Columns::new(record_rows(new.records)?);
-        let row = Box::new(CallRow::first(new.call)?);
+    async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
+        let records = EventColumns::new(encode_events(new.records)?);
+        let row = Box::new(CallRow::for_insert(new.call)?);
         let (reply, answer) = oneshot::channel();
         let (key, known) = (new.key, None);
-        let creating = Creating { row, records, key, reply, place: 0, key_used: false, known };
+        let creating =
+            CallInsert { row, records, key, reply, place: 0, is_key_taken: false, existing: known };
         self.writer.send(Box::new(creating))?;
-        drop(new.coming);
-        answered(answer).await
+        drop(new.group_member);
+        await_reply(answer).await
     }
 
-    async fn used(
+    async fn find_by_idempotency_key(
         &self,
         project: &str,
         key: &IdempotencyKey,
-    ) -> Result<Option<Created>, StoreError> {
-        let lent = self.pool.lend().await?;
-        calls::used(&lent, project, key).await.map_err(Broke::into_error)
+    ) -> Result<Option<CreateCallResult>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        calls::find_by_idempotency_key(&lent, project, key)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
-    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
-        let row = Box::new(CallRow::next(call)?);
-        let records = Columns::new(record_rows(records)?);
+    async fn save_call(
+        &self,
+        call: Arc<Call>,
+        records: Vec<EventRecord>,
+    ) -> Result<SaveResult, StoreError> {
+        let row = Box::new(CallRow::for_update(call)?);
+        let records = EventColumns::new(encode_events(records)?);
         let (reply, answer) = oneshot::channel();
-        self.writer.send(Box::new(Saving { row, records, reply, saved: false }))?;
-        answered(answer).await
+        self.writer.send(Box::new(CallUpdate { row, records, reply, saved: false }))?;
+        await_reply(answer).await
     }
 
-    async fn append(
+    async fn append_records(
         &self,
         project: &str,
         id: &CallId,
-        records: Vec<Record>,
+        records: Vec<EventRecord>,
     ) -> Result<(), StoreError> {
         let (project, id) = (project.to_owned(), id.clone());
-        let records = Columns::new(record_rows(records)?);
+        let records = EventColumns::new(encode_events(records)?);
         let (reply, answer) = oneshot::channel();
-        self.writer.send(Box::new(Appending { project, id, records, reply }))?;
-        answered(answer).await
+        self.writer.send(Box::new(EventInsert { project, id, records, reply }))?;
+        await_reply(answer).await
     }
 
     async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
-        let lent = self.pool.lend().await?;
-        calls::call(&lent, project, id).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        calls::find_call(&lent, project, id).await.map_err(SessionError::into_store_error)
     }
 
     async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
-        let lent = self.pool.lend().await?;
-        calls::calls(&lent, &filter).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        calls::list_calls(&lent, &filter).await.map_err(SessionError::into_store_error)
     }
 
-    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
-        let lent = self.pool.lend().await?;
-        calls::open_calls(&lent, after, limit).await.map_err(Broke::into_error)
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        calls::list_open_calls(&lent, after, limit).await.map_err(SessionError::into_store_error)
     }
 
     async fn events(
@@ -233,42 +252,53 @@ impl Store for PostgresStore {
         scope: EventScope,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Event>, StoreError> {
-        let lent = self.pool.lend().await?;
-        history::events(&lent, &scope, after, limit).await.map_err(Broke::into_error)
+    ) -> Result<Vec<CallEvent>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        history::list_events(&lent, &scope, after, limit)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
-    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
-        let lent = self.pool.lend().await?;
-        history::newest_event(&lent, &scope).await.map_err(Broke::into_error)
+    async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
+        let lent = self.pool.acquire().await?;
+        history::newest_event(&lent, &scope).await.map_err(SessionError::into_store_error)
     }
 
-    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+    async fn run_tool_definitions(
+        &self,
+        project: &str,
+        run_id: &str,
+    ) -> Result<Option<RunToolDefinitions>, StoreError> {
         let sql =
             "SELECT tool_definitions, updated_ms FROM runs WHERE project = $1 AND run_id = $2";
-        let lent = self.pool.lend().await?;
-        let found = lent.row(sql, &[&project, &run_id]).await.map_err(Broke::into_error)?;
+        let lent = self.pool.acquire().await?;
+        let found = lent
+            .query_first(sql, &[&project, &run_id])
+            .await
+            .map_err(SessionError::into_store_error)?;
         let Some(row) = found else { return Ok(None) };
-        Ok(Some(Run {
+        Ok(Some(RunToolDefinitions {
             project: project.to_owned(),
             run_id: run_id.to_owned(),
             tool_definitions: decode(&row.text(0)?)?,
-            updated_ms: row.whole(1)?,
+            updated_ms: row.unsigned(1)?,
         }))
     }
 
-    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
-        self.write(run, |desk, run| Box::pin(put_run(desk, run))).await
+    async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
+        self.write(run, |desk, run| Box::pin(put_run_tools(desk, run))).await
     }
 
-    async fn newest_record(
+    async fn last_record(
         &self,
         project: &str,
         id: &CallId,
-        kind: Kind,
-    ) -> Result<Option<Record>, StoreError> {
-        let lent = self.pool.lend().await?;
-        history::newest_record(&lent, project, id, kind).await.map_err(Broke::into_error)
+        kind: EventKind,
+    ) -> Result<Option<EventRecord>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        history::newest_record(&lent, project, id, kind)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
     async fn pending_deliveries(
@@ -276,59 +306,64 @@ impl Store for PostgresStore {
         after: Option<(u64, CallId)>,
         limit: usize,
     ) -> Result<Vec<Delivery>, StoreError> {
-        let lent = self.pool.lend().await?;
-        deliveries::pending(&lent, after.as_ref(), limit).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        deliveries::list_pending(&lent, after.as_ref(), limit)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
     async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError> {
-        let lent = self.pool.lend().await?;
-        deliveries::list(&lent, &filter).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        deliveries::list(&lent, &filter).await.map_err(SessionError::into_store_error)
     }
 
     async fn delivery(
         &self,
         project: &str,
         id: &CallId,
-    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
-        let lent = self.pool.lend().await?;
-        deliveries::one(&lent, project, id).await.map_err(Broke::into_error)
+    ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        deliveries::find_delivery(&lent, project, id).await.map_err(SessionError::into_store_error)
     }
 
     async fn save_delivery(
         &self,
         delivery: Delivery,
-        tried: Option<Try>,
-    ) -> Result<Saved, StoreError> {
-        self.write((delivery, tried), |desk, given| Box::pin(deliveries::save(desk, given))).await
+        tried: Option<DeliveryAttempt>,
+    ) -> Result<SaveResult, StoreError> {
+        self.write((delivery, tried), |desk, given| {
+            Box::pin(deliveries::save_delivery(desk, given))
+        })
+        .await
     }
 
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError> {
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError> {
         self.write((ended_before_ms, limit), |desk, given| Box::pin(calls::purge(desk, given)))
             .await
     }
 
     async fn directory_version(&self) -> Result<u64, StoreError> {
-        let lent = self.pool.lend().await?;
-        directory::version(&lent).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        directory::read_version(&lent).await.map_err(SessionError::into_store_error)
     }
 
     async fn directory(&self) -> Result<Directory, StoreError> {
-        let lent = self.pool.lend().await?;
-        directory::load(lent).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        directory::load(lent).await.map_err(SessionError::into_store_error)
     }
 
-    async fn change(
+    async fn change_directory(
         &self,
-        change: Change,
+        change: DirectoryChange,
         decided_on: u64,
         audit: Option<AuditEntry>,
-    ) -> Result<Saved, StoreError> {
+    ) -> Result<SaveResult, StoreError> {
         let given = (change, decided_on, audit);
-        self.write(given, |desk, given| Box::pin(directory::change(desk, given))).await
+        self.write(given, |desk, given| Box::pin(directory::apply_change(desk, given))).await
     }
 
-    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(entry, |desk, entry| Box::pin(directory::audit(desk, entry))).await
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.write(entry, |desk, entry| Box::pin(directory::append_audit_entry(desk, entry))).await
     }
 
     async fn audit_log(
@@ -336,31 +371,33 @@ impl Store for PostgresStore {
         project: Option<String>,
         limit: usize,
     ) -> Result<Vec<AuditEntry>, StoreError> {
-        let lent = self.pool.lend().await?;
-        directory::audit_log(&lent, project.as_deref(), limit).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        directory::list_audit_entries(&lent, project.as_deref(), limit)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check_health(&self) -> Result<(), StoreError> {
         self.directory_version().await?;
-        self.write((), |desk, given| Box::pin(write_check(desk, given))).await
+        self.write((), |desk, given| Box::pin(write_probe(desk, given))).await
     }
 
     fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
         self
     }
 
-    fn grants(&self) -> &dyn toolcrib::store::grants::GrantStore {
+    fn credentials(&self) -> &dyn toolcrib::store::grants::UpstreamCredentialStore {
         self
     }
 
-    fn loops(&self) -> &dyn toolcrib::store::loops::LoopStore {
+    fn runs(&self) -> &dyn toolcrib::store::loops::RunStore {
         self
     }
 
     async fn size_bytes(&self) -> Result<u64, StoreError> {
-        let lent = self.pool.lend().await?;
+        let lent = self.pool.acquire().await?;
         let sql = "SELECT pg_database_size(current_database())";
-        let row = lent.row(sql, &[]).await.map_err(Broke::into_error)?;
-        row.map_or(Ok(0), |row| row.whole(0))
+        let row = lent.query_first(sql, &[]).await.map_err(SessionError::into_store_error)?;
+        row.map_or(Ok(0), |row| row.unsigned(0))
     }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 /// Creates the file and its directory, readable by their owner alone. Existing files and
 /// directories keep their permissions, which were set by the user who created them. The WAL next to
 /// the file inherits the permissions of the file.
-pub fn make(path: &Path) -> io::Result<()> {
+pub fn create_owner_only(path: &Path) -> io::Result<()> {
     let (mut directories, mut files) = (DirBuilder::new(), OpenOptions::new());
     directories.recursive(true);
     files.append(true).create(true);

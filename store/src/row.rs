@@ -13,25 +13,25 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::call::{Asked, Call, FailedAttempt, Hold, Metrics, Outcome, Status, Target};
-use toolcrib::dialogue::Dialogue;
-use toolcrib::event::{Kind, Record};
-use toolcrib::fault::{Code, Fault, Happened};
+use toolcrib::call::{Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target};
+use toolcrib::dialogue::Elicitation;
+use toolcrib::event::{EventKind, EventRecord};
+use toolcrib::fault::{Code, Fault, SideEffect};
 use toolcrib::json::Json;
 use toolcrib::retry::Backoff;
 use toolcrib::store::StoreError;
 use toolcrib::tool::{Effect, Executor};
 use toolcrib::utp::Route;
 
-pub(crate) use definition::{definition_text, read_definition};
+pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, read_delivery, read_try};
 pub(crate) use directory::{
     read_audit, read_client, read_key, read_offer, read_project, read_rule, read_tool,
     read_upstream,
 };
-pub(crate) use fields::Fields;
-pub(crate) use implied::{Facts, Implied};
-pub(crate) use looped::{LoopRow, read_entry, read_run, run_of};
+pub(crate) use fields::RowReader;
+pub(crate) use implied::{CallEventFacts, ImpliedEvent};
+pub(crate) use looped::{RunRow, decode_run, read_journal_entry, read_run};
 
 /// The columns of `calls` that [`read_call`] reads, in this order.
 pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
@@ -41,7 +41,7 @@ pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, ex
 /// The part of a call that never changes after the insert. Borrows its fields when it is written
 /// and owns them when it is read.
 #[derive(Serialize, Deserialize)]
-struct Envelope<'a> {
+struct StoredCallEnvelope<'a> {
     agent: Cow<'a, str>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     call_id: Option<Cow<'a, str>>,
@@ -60,10 +60,11 @@ struct Envelope<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     callback_url: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    after: Option<Cow<'a, str>>,
+    #[serde(rename = "after")]
+    predecessor: Option<Cow<'a, str>>,
     max_retries: u32,
     /// Omitted when it is the default.
-    #[serde(default, skip_serializing_if = "is_usual")]
+    #[serde(default, skip_serializing_if = "is_default_backoff")]
     backoff: Cow<'a, Backoff>,
 }
 
@@ -71,12 +72,12 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-fn is_usual(backoff: &Backoff) -> bool {
+fn is_default_backoff(backoff: &Backoff) -> bool {
     *backoff == Backoff::default()
 }
 
 #[derive(Serialize, Deserialize)]
-struct State<'a> {
+struct StoredCallState<'a> {
     attempt: u32,
     target_attempts: u32,
     target: StoredTarget<'a>,
@@ -86,7 +87,8 @@ struct State<'a> {
     retry_at_ms: Option<u64>,
     /// Timeout that starts when the predecessor ends. Set only while the call waits for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    after_timeout_ms: Option<u64>,
+    #[serde(rename = "after_timeout_ms")]
+    predecessor_timeout_ms: Option<u64>,
     /// Set only for a call with a predecessor: the `deadline_ms` column holds the deadline of the
     /// insert, which moves when the predecessor ends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -95,13 +97,16 @@ struct State<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     attempt_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    taken_by: Option<Cow<'a, str>>,
+    #[serde(rename = "taken_by")]
+    acknowledged_by: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     node: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    dialogue: Option<Cow<'a, Dialogue>>,
+    #[serde(rename = "dialogue")]
+    elicitation: Option<Cow<'a, Elicitation>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    failed: Option<Cow<'a, FailedAttempt>>,
+    #[serde(rename = "failed")]
+    failed_attempt: Option<Cow<'a, FailedAttempt>>,
     #[serde(default, skip_serializing_if = "is_false")]
     partial: bool,
 }
@@ -131,7 +136,8 @@ struct StoredFault {
     detail: Option<Value>,
     retryable: bool,
     #[serde(default)]
-    not_happened: bool,
+    #[serde(rename = "not_happened")]
+    no_side_effect: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     raw: Option<Json>,
 }
@@ -149,9 +155,9 @@ pub(crate) struct CallRow {
 }
 
 /// An event record in the form that the writer binds.
-pub(crate) struct RecordRow {
+pub(crate) struct EventRow {
     /// Set when the call's own row already contains this event, which then needs no row.
-    pub(crate) implied: Option<Implied>,
+    pub(crate) implied: Option<ImpliedEvent>,
     pub(crate) kind: &'static str,
     pub(crate) at_ms: i64,
     pub(crate) attempt: u32,
@@ -173,28 +179,28 @@ pub(crate) fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreEr
 impl CallRow {
     /// Builds the row of a call that is stored for the first time; `args` are the requested
     /// arguments.
-    pub(crate) fn first(call: Arc<Call>) -> Result<Self, StoreError> {
-        let envelope = encode(&Envelope {
-            agent: Cow::Borrowed(&call.asked.agent),
-            call_id: call.asked.call_id.as_deref().map(Cow::Borrowed),
-            client_id: call.asked.client_id.as_deref().map(Cow::Borrowed),
-            user_id: call.asked.user_id.as_deref().map(Cow::Borrowed),
-            idempotency_key: call.asked.idempotency_key.as_deref().map(Cow::Borrowed),
-            traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
-            background: call.asked.background,
-            turn: call.asked.turn.as_deref().map(Cow::Borrowed),
-            callback_url: call.asked.callback_url.as_deref().map(Cow::Borrowed),
-            after: call.asked.after.as_ref().map(|id| Cow::Borrowed(id.as_str())),
+    pub(crate) fn for_insert(call: Arc<Call>) -> Result<Self, StoreError> {
+        let envelope = encode(&StoredCallEnvelope {
+            agent: Cow::Borrowed(&call.origin.agent),
+            call_id: call.origin.caller_call_id.as_deref().map(Cow::Borrowed),
+            client_id: call.origin.client_id.as_deref().map(Cow::Borrowed),
+            user_id: call.origin.user_id.as_deref().map(Cow::Borrowed),
+            idempotency_key: call.origin.idempotency_key.as_deref().map(Cow::Borrowed),
+            traceparent: call.origin.traceparent.as_deref().map(Cow::Borrowed),
+            background: call.origin.background,
+            turn: call.origin.route.as_deref().map(Cow::Borrowed),
+            callback_url: call.origin.callback_url.as_deref().map(Cow::Borrowed),
+            predecessor: call.origin.predecessor.as_ref().map(|id| Cow::Borrowed(id.as_str())),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
-        let mut row = Self::next(call)?;
+        let mut row = Self::for_update(call)?;
         row.envelope = envelope;
         Ok(row)
     }
 
     /// Builds the row of a call that is already stored. Its envelope and arguments do not change.
-    pub(crate) fn next(call: Arc<Call>) -> Result<Self, StoreError> {
+    pub(crate) fn for_update(call: Arc<Call>) -> Result<Self, StoreError> {
         let replaced = call.target.args != call.args;
         let outcome = call.outcome.as_ref();
         let error = outcome.and_then(|outcome| outcome.error.as_ref());
@@ -204,36 +210,38 @@ impl CallRow {
                 message: fault.message.clone(),
                 detail: fault.detail.clone(),
                 retryable: fault.retryable,
-                not_happened: fault.happened == Happened::No,
+                no_side_effect: fault.side_effect == SideEffect::None,
                 raw: fault.raw.clone(),
             })
         });
-        let state = State {
+        let state = StoredCallState {
             attempt: call.attempt,
             target_attempts: call.target_attempts,
-            target: stored_target(&call, &call.target, replaced),
-            alternates: call.alternates.iter().map(|t| stored_target(&call, t, true)).collect(),
+            target: encode_target(&call, &call.target, replaced),
+            alternates: call.fallbacks.iter().map(|t| encode_target(&call, t, true)).collect(),
             retry_at_ms: match call.hold {
                 Some(Hold::Retry { at_ms }) => Some(at_ms),
                 _ => None,
             },
-            after_timeout_ms: match call.hold {
-                Some(Hold::After { timeout_ms }) => Some(timeout_ms),
+            predecessor_timeout_ms: match call.hold {
+                Some(Hold::Predecessor { timeout_ms }) => Some(timeout_ms),
                 _ => None,
             },
-            deadline_ms: call.asked.after.is_some().then_some(call.deadline_ms),
-            attempt_ms: call.attempt_ms.filter(|_| call.attempt_ms != call.usual_attempt_ms()),
-            taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
+            deadline_ms: call.origin.predecessor.is_some().then_some(call.deadline_ms),
+            attempt_ms: call
+                .attempt_dispatched_ms
+                .filter(|_| call.attempt_dispatched_ms != call.implied_dispatch_ms()),
+            acknowledged_by: call.acknowledged_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
-            dialogue: call.dialogue.as_deref().map(Cow::Borrowed),
-            failed: call.failed.as_deref().map(Cow::Borrowed),
+            elicitation: call.elicitation.as_deref().map(Cow::Borrowed),
+            failed_attempt: call.failed_attempt.as_deref().map(Cow::Borrowed),
             partial: outcome.is_some_and(|outcome| outcome.partial),
         };
         let state = encode(&state)?;
         Ok(Self {
             // The `hold` column has no value for some holds; fields of the state distinguish them.
             hold: call.hold.map(|hold| match hold {
-                Hold::Input | Hold::After { .. } => Hold::Queue.as_str(),
+                Hold::Input | Hold::Predecessor { .. } => Hold::Queue.as_str(),
                 hold => hold.as_str(),
             }),
             args: call.args.clone(),
@@ -246,7 +254,7 @@ impl CallRow {
     }
 }
 
-fn stored_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> StoredTarget<'a> {
+fn encode_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> StoredTarget<'a> {
     StoredTarget {
         tool: (target.tool != call.tool_name).then_some(Cow::Borrowed(target.tool.as_str())),
         version: Cow::Borrowed(&target.version),
@@ -256,7 +264,12 @@ fn stored_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> Stored
     }
 }
 
-fn target_of(stored: StoredTarget<'_>, tool_name: &str, executor: Executor, args: &Json) -> Target {
+fn decode_target(
+    stored: StoredTarget<'_>,
+    tool_name: &str,
+    executor: Executor,
+    args: &Json,
+) -> Target {
     Target {
         tool: stored.tool.map_or_else(|| tool_name.to_owned(), Cow::into_owned),
         version: stored.version.into_owned(),
@@ -267,25 +280,26 @@ fn target_of(stored: StoredTarget<'_>, tool_name: &str, executor: Executor, args
 }
 
 /// Returns the id by which the caller knows a call, from the call's envelope.
-pub(crate) fn asked_as(envelope: &str) -> Result<Option<String>, StoreError> {
-    let envelope: Envelope<'_> = decode(envelope)?;
+pub(crate) fn decode_caller_call_id(envelope: &str) -> Result<Option<String>, StoreError> {
+    let envelope: StoredCallEnvelope<'_> = decode(envelope)?;
     Ok(envelope.call_id.map(Cow::into_owned))
 }
 
 /// Reads a call and its place.
-pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
+pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError> {
     let text = |n: usize| row.text(n);
-    let number = |n: usize| row.number(n);
-    let time = |n: usize| row.maybe_number(n);
-    let maybe = |n: usize| row.maybe_text(n);
-    let parse = |text: &str| Json::kept(text).map_err(|e| StoreError::Corrupt(e.to_string()));
-    let envelope: Envelope<'_> = decode(&text(16)?)?;
-    let state: State<'_> = decode(&text(17)?)?;
+    let number = |n: usize| row.integer(n);
+    let time = |n: usize| row.optional_integer(n);
+    let maybe = |n: usize| row.optional_text(n);
+    let parse =
+        |text: &str| Json::from_stored(text).map_err(|e| StoreError::Corrupt(e.to_string()));
+    let envelope: StoredCallEnvelope<'_> = decode(&text(16)?)?;
+    let state: StoredCallState<'_> = decode(&text(17)?)?;
     let args = parse(&text(13)?)?;
     let status_text = text(6)?;
     let status: Status =
         status_text.parse().map_err(|()| StoreError::Corrupt(format!("status {status_text}")))?;
-    let hold = hold_of(maybe(7)?.as_deref(), &state);
+    let hold = decode_hold(maybe(7)?.as_deref(), &state);
     let data = maybe(14)?.map(|text| parse(&text)).transpose()?;
     let error = maybe(15)?.map(|text| read_fault(&text)).transpose()?;
     let (created_ms, started_ms) = (number(8)? as u64, time(10)?.map(|ms| ms as u64));
@@ -295,12 +309,12 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
         partial: state.partial,
         data,
         error,
-        metrics: Metrics::of(created_ms, started_ms, completed_ms, state.attempt),
+        metrics: CallMetrics::from_timestamps(created_ms, started_ms, completed_ms, state.attempt),
     });
     let (tool_name, executor) = (text(4)?, text(5)?);
     let executor: Executor =
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
-    let target = |stored| target_of(stored, &tool_name, executor, &args);
+    let target = |stored| decode_target(stored, &tool_name, executor, &args);
     let id = text(1)?;
     let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
@@ -308,49 +322,49 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
         run_id: text(3)?,
         tool_name: tool_name.clone(),
         args: args.clone(),
-        asked: Asked {
+        origin: Origin {
             agent: envelope.agent.into_owned(),
-            call_id: envelope.call_id.map(Cow::into_owned),
+            caller_call_id: envelope.call_id.map(Cow::into_owned),
             client_id: envelope.client_id.map(Cow::into_owned),
             user_id: envelope.user_id.map(Cow::into_owned),
             idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
             traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
-            turn: envelope.turn.map(|turn| Box::new(turn.into_owned())),
+            route: envelope.turn.map(|turn| Box::new(turn.into_owned())),
             callback_url: envelope.callback_url.map(Cow::into_owned),
-            after: envelope.after.and_then(|id| id.parse().ok()),
+            predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
         },
         target: target(state.target),
-        alternates: state.alternates.into_iter().map(target).collect(),
+        fallbacks: state.alternates.into_iter().map(target).collect(),
         max_retries: envelope.max_retries,
         backoff: envelope.backoff.into_owned(),
         status,
         hold,
         attempt: state.attempt,
         target_attempts: state.target_attempts,
-        taken_by: state.taken_by.map(Cow::into_owned),
+        acknowledged_by: state.acknowledged_by.map(Cow::into_owned),
         node: state.node.map(Cow::into_owned),
-        dialogue: state.dialogue.map(|dialogue| Box::new(dialogue.into_owned())),
-        failed: state.failed.map(|failed| Box::new(failed.into_owned())),
+        elicitation: state.elicitation.map(|dialogue| Box::new(dialogue.into_owned())),
+        failed_attempt: state.failed_attempt.map(|failed| Box::new(failed.into_owned())),
         created_ms,
         deadline_ms: state.deadline_ms.map_or_else(|| number(9).map(|ms| ms as u64), Ok)?,
         started_ms,
-        attempt_ms: state.attempt_ms,
+        attempt_dispatched_ms: state.attempt_ms,
         completed_ms,
         outcome,
         version: number(12)? as u64,
     };
-    call.attempt_ms = call.attempt_ms.or_else(|| call.usual_attempt_ms());
+    call.attempt_dispatched_ms = call.attempt_dispatched_ms.or_else(|| call.implied_dispatch_ms());
     Ok((number(0)? as u64, call))
 }
 
-fn hold_of(column: Option<&str>, state: &State<'_>) -> Option<Hold> {
-    let asks = state.dialogue.as_ref().is_some_and(|dialogue| !dialogue.open.is_empty());
-    match (column?, state.after_timeout_ms) {
+fn decode_hold(column: Option<&str>, state: &StoredCallState<'_>) -> Option<Hold> {
+    let asks = state.elicitation.as_ref().is_some_and(|dialogue| !dialogue.unanswered.is_empty());
+    match (column?, state.predecessor_timeout_ms) {
         ("queue", _) if asks => Some(Hold::Input),
-        ("queue", Some(timeout_ms)) => Some(Hold::After { timeout_ms }),
+        ("queue", Some(timeout_ms)) => Some(Hold::Predecessor { timeout_ms }),
         ("queue", None) => Some(Hold::Queue),
-        ("parked", _) => Some(Hold::Parked),
+        ("parked", _) => Some(Hold::Unacknowledged),
         ("retry", _) => Some(Hold::Retry { at_ms: state.retry_at_ms.unwrap_or_default() }),
         _ => None,
     }
@@ -358,24 +372,24 @@ fn hold_of(column: Option<&str>, state: &State<'_>) -> Option<Hold> {
 
 fn read_fault(text: &str) -> Result<Fault, StoreError> {
     let stored: StoredFault = decode(text)?;
-    let happened = if stored.not_happened { Happened::No } else { Happened::Maybe };
+    let happened = if stored.no_side_effect { SideEffect::None } else { SideEffect::Possible };
     Ok(Fault {
         code: Code::parse(&stored.code).unwrap_or(Code::Internal),
         message: stored.message,
         detail: stored.detail,
         retryable: stored.retryable,
-        happened,
+        side_effect: happened,
         raw: stored.raw,
     })
 }
 
 /// Encodes the events of a new call. Events that the call's row implies are marked and need no row.
-pub(crate) fn first_records(
+pub(crate) fn encode_new_call_events(
     call: &Call,
-    records: Vec<Record>,
-) -> Result<Vec<RecordRow>, StoreError> {
+    records: Vec<EventRecord>,
+) -> Result<Vec<EventRow>, StoreError> {
     let result = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
-    let facts = Facts {
+    let facts = CallEventFacts {
         tool_name: &call.tool_name,
         args_bytes: call.args.text().len(),
         created_ms: call.created_ms,
@@ -385,9 +399,9 @@ pub(crate) fn first_records(
     };
     let mut rows = Vec::with_capacity(records.len());
     for record in records {
-        let implied = facts.implies(&record);
+        let implied = facts.find_implied(&record);
         let data = if implied.is_some() { String::new() } else { encode(&record.data)? };
-        rows.push(RecordRow {
+        rows.push(EventRow {
             implied,
             kind: record.kind.as_str(),
             at_ms: record.at_ms as i64,
@@ -399,9 +413,9 @@ pub(crate) fn first_records(
 }
 
 /// Encodes events for binding.
-pub(crate) fn record_rows(records: Vec<Record>) -> Result<Vec<RecordRow>, StoreError> {
+pub(crate) fn encode_events(records: Vec<EventRecord>) -> Result<Vec<EventRow>, StoreError> {
     let rows = records.into_iter().map(|record| {
-        Ok(RecordRow {
+        Ok(EventRow {
             implied: None,
             kind: record.kind.as_str(),
             at_ms: record.at_ms as i64,
@@ -413,11 +427,11 @@ pub(crate) fn record_rows(records: Vec<Record>) -> Result<Vec<RecordRow>, StoreE
 }
 
 /// Reads `kind, at_ms, attempt, data`.
-pub(crate) fn read_record(row: &impl Fields) -> Result<Record, StoreError> {
+pub(crate) fn read_record(row: &impl RowReader) -> Result<EventRecord, StoreError> {
     let kind = row.text(0)?;
-    Ok(Record {
-        kind: Kind::parse(&kind).ok_or_else(|| StoreError::Corrupt(format!("kind {kind}")))?,
-        at_ms: row.whole(1)?,
+    Ok(EventRecord {
+        kind: EventKind::parse(&kind).ok_or_else(|| StoreError::Corrupt(format!("kind {kind}")))?,
+        at_ms: row.unsigned(1)?,
         attempt: row.count(2)?,
         data: decode(&row.text(3)?)?,
     })

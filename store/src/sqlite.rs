@@ -25,39 +25,39 @@ use async_trait::async_trait;
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::{Semaphore, oneshot};
 use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, Try};
-use toolcrib::directory::{AuditEntry, Change, Directory};
-use toolcrib::event::{Event, Kind, Record};
+use toolcrib::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::directory::{AuditEntry, Directory, DirectoryChange};
+use toolcrib::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Coming, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Purged,
-    Run, Saved, Store, StoreError,
+    CallFilter, CreateCallResult, DeliveryFilter, EventScope, GroupMember, IdempotencyKey, NewCall,
+    OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
 };
 
-use crate::migrate::{check, migrate};
+use crate::migrate::{check_schema_version, migrate};
 use crate::private;
-use crate::row::{CallRow, first_records, record_rows};
-use op::Op;
+use crate::row::{CallRow, encode_events, encode_new_call_events};
+use op::SqliteChange;
 use open::OpenCalls;
-use reader::Readers;
-use writer::Writer;
+use reader::ReadConnectionPool;
+use writer::SqliteWriter;
 
 /// Maximum number of concurrent reads. Each has a thread, a connection and a page cache; more would
 /// only compete for the same disk and cores.
-const MAX_READING: usize = 16;
+const MAX_CONCURRENT_READS: usize = 16;
 
 /// The reason why a SQLite database was not opened.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum SqliteOpenError {
     /// The database was written by a newer version of Toolcrib.
     #[error(
         "the database has schema version {found}, and this program knows up to {known}: it was \
          used by a newer toolcrib; start that one, or restore an older copy"
     )]
-    Newer { found: i64, known: i64 },
+    NewerSchema { found: i64, known: i64 },
     /// The file is a database of another program.
     #[error("the file is a database of another program; choose another data directory")]
-    NotOurs,
+    ForeignDatabase,
     /// SQLite returned an error.
     #[error("the database cannot be opened")]
     Sqlite(#[from] rusqlite::Error),
@@ -68,69 +68,69 @@ pub enum OpenError {
 
 /// A store in one SQLite file.
 pub struct SqliteStore {
-    writer: Writer,
-    readers: Arc<Readers>,
-    turns: Arc<Semaphore>,
-    open: OpenCalls,
+    writer: SqliteWriter,
+    readers: Arc<ReadConnectionPool>,
+    read_permits: Arc<Semaphore>,
+    open_calls: OpenCalls,
     path: PathBuf,
 }
 
 impl SqliteStore {
     /// Opens a database, creates it if it does not exist, and migrates it to the current schema
     /// version.
-    pub fn open(path: &Path) -> Result<Self, OpenError> {
-        Self::open_with(path, writer::Log::Grown)
+    pub fn open(path: &Path) -> Result<Self, SqliteOpenError> {
+        Self::open_with(path, writer::WalPreallocation::Enabled)
     }
 
     /// Opens a database like [`open`](Self::open), but without the preparation for many commits:
     /// for a command that reads the store or makes a single change.
-    pub fn open_briefly(path: &Path) -> Result<Self, OpenError> {
-        Self::open_with(path, writer::Log::AsItIs)
+    pub fn open_for_admin(path: &Path) -> Result<Self, SqliteOpenError> {
+        Self::open_with(path, writer::WalPreallocation::Disabled)
     }
 
-    fn open_with(path: &Path, log: writer::Log) -> Result<Self, OpenError> {
-        private::make(path)?;
+    fn open_with(path: &Path, log: writer::WalPreallocation) -> Result<Self, SqliteOpenError> {
+        private::create_owner_only(path)?;
         // Only one thread uses this connection, so SQLite need not lock it.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
             | OpenFlags::SQLITE_OPEN_CREATE
             | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let mut connection = Connection::open_with_flags(path, flags)?;
-        connection.busy_timeout(writer::BUSY)?;
+        connection.busy_timeout(writer::BUSY_TIMEOUT)?;
         // Check before any change: the switch to WAL mode is written into the file.
-        check(&connection)?;
+        check_schema_version(&connection)?;
         connection.execute_batch(
             "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON;",
         )?;
         migrate(&mut connection)?;
         let open = OpenCalls::load(&connection)?;
-        let writer = Writer::start(connection, path, log, open.clone())?;
-        let readers = Arc::new(Readers::new(path.to_owned()));
-        let turns = Arc::new(Semaphore::new(MAX_READING));
-        Ok(Self { writer, readers, turns, open, path: path.to_owned() })
+        let writer = SqliteWriter::start(connection, path, log, open.clone())?;
+        let readers = Arc::new(ReadConnectionPool::new(path.to_owned()));
+        let turns = Arc::new(Semaphore::new(MAX_CONCURRENT_READS));
+        Ok(Self { writer, readers, read_permits: turns, open_calls: open, path: path.to_owned() })
     }
 
     /// Runs SQLite's quick integrity check and returns its report: `ok`, or the first problem.
-    pub async fn integrity(&self) -> Result<String, StoreError> {
+    pub async fn check_integrity(&self) -> Result<String, StoreError> {
         self.read(|connection| {
             connection
                 .query_row("PRAGMA quick_check(1)", [], |row| row.get(0))
-                .map_err(|error| reader::failed(&error))
+                .map_err(|error| reader::to_store_error(&error))
         })
         .await
     }
 
     async fn write<T: Send + 'static>(
         &self,
-        op: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> Op,
+        op: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> SqliteChange,
     ) -> Result<T, StoreError> {
         let (reply, answer) = oneshot::channel();
         self.writer.send(op(reply))?;
-        answered(answer).await
+        await_reply(answer).await
     }
 
     /// Runs a closure in the writer's next commit. The closure must not fail because of the data it
     /// handles: an error fails every change that shares the commit.
-    async fn work<T: Send + 'static>(
+    async fn write_with<T: Send + 'static>(
         &self,
         mut work: impl FnMut(&Connection) -> rusqlite::Result<T> + Send + 'static,
     ) -> Result<T, StoreError> {
@@ -140,7 +140,7 @@ impl SqliteStore {
             *slot.lock() = Some(work(connection)?);
             Ok(())
         });
-        self.write(|reply| Op::Work { work, reply }).await?;
+        self.write(|reply| SqliteChange::Closure { closure: work, reply }).await?;
         let gone = || StoreError::Unavailable("the writer has stopped".to_owned());
         made.lock().take().ok_or_else(gone)
     }
@@ -150,76 +150,88 @@ impl SqliteStore {
         look: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
         let gone = |_| StoreError::Unavailable("the store is closed".to_owned());
-        let turn = self.turns.clone().acquire_owned().await.map_err(gone)?;
+        let turn = self.read_permits.clone().acquire_owned().await.map_err(gone)?;
         let readers = self.readers.clone();
         // The permit is released when the read ends, even if its caller no longer waits.
-        let read = tokio::task::spawn_blocking(move || (readers.with(look), turn).0).await;
+        let read =
+            tokio::task::spawn_blocking(move || (readers.with_connection(look), turn).0).await;
         read.map_err(|error| StoreError::Unavailable(error.to_string()))?
     }
 }
 
 /// Waits for the writer's reply.
-async fn answered<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
+async fn await_reply<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
     let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
     answer.await.map_err(gone)?
 }
 
 #[async_trait]
 impl Store for SqliteStore {
-    async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
-        let records = first_records(&new.call, new.records)?;
-        let row = Box::new(CallRow::first(new.call)?);
-        let (key, together) = (new.key, new.coming.as_ref().map(Coming::together));
+    async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
+        let records = encode_new_call_events(&new.call, new.records)?;
+        let row = Box::new(CallRow::for_insert(new.call)?);
+        let (key, together) = (new.key, new.group_member.as_ref().map(GroupMember::group));
         let (reply, answer) = oneshot::channel();
-        self.writer.send(Op::Create { row, records, key, together: together.clone(), reply })?;
-        drop(new.coming);
-        if together.is_some_and(|together| !together.more()) {
-            self.writer.all_came();
+        self.writer.send(SqliteChange::CreateCall {
+            row,
+            records,
+            key,
+            group: together.clone(),
+            reply,
+        })?;
+        drop(new.group_member);
+        if together.is_some_and(|together| !together.has_pending()) {
+            self.writer.notify_group_complete();
         }
-        answered(answer).await
+        await_reply(answer).await
     }
 
-    async fn used(
+    async fn find_by_idempotency_key(
         &self,
         project: &str,
         key: &IdempotencyKey,
-    ) -> Result<Option<Created>, StoreError> {
+    ) -> Result<Option<CreateCallResult>, StoreError> {
         let (project, key) = (project.to_owned(), key.clone());
         self.read(move |connection| {
-            changes::used(connection, &project, &key).map_err(|error| reader::failed(&error))
+            changes::find_by_idempotency_key(connection, &project, &key)
+                .map_err(|error| reader::to_store_error(&error))
         })
         .await
     }
 
-    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
-        let row = Box::new(CallRow::next(call)?);
-        let records = record_rows(records)?;
-        self.write(|reply| Op::Save { row, records, reply }).await
+    async fn save_call(
+        &self,
+        call: Arc<Call>,
+        records: Vec<EventRecord>,
+    ) -> Result<SaveResult, StoreError> {
+        let row = Box::new(CallRow::for_update(call)?);
+        let records = encode_events(records)?;
+        self.write(|reply| SqliteChange::SaveCall { row, records, reply }).await
     }
 
-    async fn append(
+    async fn append_records(
         &self,
         project: &str,
         id: &CallId,
-        records: Vec<Record>,
+        records: Vec<EventRecord>,
     ) -> Result<(), StoreError> {
-        let (project, id, records) = (project.to_owned(), id.clone(), record_rows(records)?);
-        self.write(|reply| Op::Append { project, id, records, reply }).await
+        let (project, id, records) = (project.to_owned(), id.clone(), encode_events(records)?);
+        self.write(|reply| SqliteChange::AppendEvents { project, id, records, reply }).await
     }
 
     async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
         let (project, id) = (project.to_owned(), id.clone());
-        self.read(move |connection| reader::call(connection, &project, &id)).await
+        self.read(move |connection| reader::find_call(connection, &project, &id)).await
     }
 
     async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
-        let open = self.open.clone();
-        self.read(move |connection| reader::calls(connection, &filter, &open)).await
+        let open = self.open_calls.clone();
+        self.read(move |connection| reader::list_calls(connection, &filter, &open)).await
     }
 
-    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
-        let open = self.open.clone();
-        self.read(move |connection| reader::open_calls(connection, &open, after, limit)).await
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
+        let open = self.open_calls.clone();
+        self.read(move |connection| reader::list_open_calls(connection, &open, after, limit)).await
     }
 
     async fn events(
@@ -227,30 +239,34 @@ impl Store for SqliteStore {
         scope: EventScope,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Event>, StoreError> {
-        self.read(move |connection| history::events(connection, &scope, after, limit)).await
+    ) -> Result<Vec<CallEvent>, StoreError> {
+        self.read(move |connection| history::list_events(connection, &scope, after, limit)).await
     }
 
-    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
+    async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
         self.read(move |connection| history::newest_event(connection, &scope)).await
     }
 
-    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+    async fn run_tool_definitions(
+        &self,
+        project: &str,
+        run_id: &str,
+    ) -> Result<Option<RunToolDefinitions>, StoreError> {
         let (project, run_id) = (project.to_owned(), run_id.to_owned());
-        self.read(move |connection| runs::run(connection, &project, &run_id)).await
+        self.read(move |connection| runs::find_run_tools(connection, &project, &run_id)).await
     }
 
-    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+    async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
         let run = Box::new(run);
-        self.write(|reply| Op::PutRun { run, reply }).await
+        self.write(|reply| SqliteChange::PutRunTools { run, reply }).await
     }
 
-    async fn newest_record(
+    async fn last_record(
         &self,
         project: &str,
         id: &CallId,
-        kind: Kind,
-    ) -> Result<Option<Record>, StoreError> {
+        kind: EventKind,
+    ) -> Result<Option<EventRecord>, StoreError> {
         let (project, id) = (project.to_owned(), id.clone());
         self.read(move |connection| history::newest_record(connection, &project, &id, kind)).await
     }
@@ -260,7 +276,8 @@ impl Store for SqliteStore {
         after: Option<(u64, CallId)>,
         limit: usize,
     ) -> Result<Vec<Delivery>, StoreError> {
-        self.read(move |connection| deliveries::pending(connection, after.as_ref(), limit)).await
+        self.read(move |connection| deliveries::list_pending(connection, after.as_ref(), limit))
+            .await
     }
 
     async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError> {
@@ -271,44 +288,50 @@ impl Store for SqliteStore {
         &self,
         project: &str,
         id: &CallId,
-    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+    ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError> {
         let (project, id) = (project.to_owned(), id.clone());
-        self.read(move |connection| deliveries::one(connection, &project, &id)).await
+        self.read(move |connection| deliveries::find_delivery(connection, &project, &id)).await
     }
 
     async fn save_delivery(
         &self,
         delivery: Delivery,
-        tried: Option<Try>,
-    ) -> Result<Saved, StoreError> {
+        tried: Option<DeliveryAttempt>,
+    ) -> Result<SaveResult, StoreError> {
         let delivery = Box::new(delivery);
-        self.write(|reply| Op::Deliver { delivery, tried, reply }).await
+        self.write(|reply| SqliteChange::SaveDelivery { delivery, tried, reply }).await
     }
 
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError> {
-        self.write(|reply| Op::Purge { ended_before_ms, limit, reply }).await
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError> {
+        self.write(|reply| SqliteChange::Purge { ended_before_ms, limit, reply }).await
     }
 
     async fn directory_version(&self) -> Result<u64, StoreError> {
-        self.read(directory::version).await
+        self.read(directory::read_version).await
     }
 
     async fn directory(&self) -> Result<Directory, StoreError> {
         self.read(directory::load).await
     }
 
-    async fn change(
+    async fn change_directory(
         &self,
-        change: Change,
+        change: DirectoryChange,
         decided_on: u64,
         audit: Option<AuditEntry>,
-    ) -> Result<Saved, StoreError> {
+    ) -> Result<SaveResult, StoreError> {
         let change = Box::new(change);
-        self.write(|reply| Op::Change { change, decided_on, audit, reply }).await
+        self.write(|reply| SqliteChange::ChangeDirectory {
+            change,
+            expected_version: decided_on,
+            audit,
+            reply,
+        })
+        .await
     }
 
-    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(|reply| Op::Audit { entry, reply }).await
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.write(|reply| SqliteChange::AppendAudit { entry, reply }).await
     }
 
     async fn audit_log(
@@ -316,24 +339,26 @@ impl Store for SqliteStore {
         project: Option<String>,
         limit: usize,
     ) -> Result<Vec<AuditEntry>, StoreError> {
-        self.read(move |connection| directory::audit_log(connection, project.as_deref(), limit))
-            .await
+        self.read(move |connection| {
+            directory::list_audit_entries(connection, project.as_deref(), limit)
+        })
+        .await
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
-        self.read(|connection| directory::version(connection).map(|_| ())).await?;
-        self.write(|reply| Op::Check { reply }).await
+    async fn check_health(&self) -> Result<(), StoreError> {
+        self.read(|connection| directory::read_version(connection).map(|_| ())).await?;
+        self.write(|reply| SqliteChange::WriteProbe { reply }).await
     }
 
     fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
         self
     }
 
-    fn loops(&self) -> &dyn toolcrib::store::loops::LoopStore {
+    fn runs(&self) -> &dyn toolcrib::store::loops::RunStore {
         self
     }
 
-    fn grants(&self) -> &dyn toolcrib::store::grants::GrantStore {
+    fn credentials(&self) -> &dyn toolcrib::store::grants::UpstreamCredentialStore {
         self
     }
 

@@ -10,7 +10,7 @@ use rusqlite::{Connection, Row, params};
 use serde_json::value::RawValue;
 use tokio::sync::{oneshot, watch};
 
-use super::{Call, RESULT, SOURCE};
+use super::{BaselineCall, RESULT, SOURCE};
 
 /// Maximum number of changes that share a flush.
 const MAX_GROUP: usize = 512;
@@ -24,16 +24,16 @@ const LOG_MIB: usize = 40;
 /// A change of one row.
 pub(super) enum Change {
     /// A new call.
-    Insert(Arc<Call>),
+    Insert(Arc<BaselineCall>),
     /// The call with this id succeeded, at this time.
     Finish(String, String),
 }
 
 /// A change, and the channel that is notified once it is flushed; dropped without a message when
 /// the change could not be committed.
-pub(super) struct Op {
+pub(super) struct WriteRequest {
     pub(super) change: Change,
-    pub(super) done: oneshot::Sender<()>,
+    pub(super) flushed: oneshot::Sender<()>,
 }
 
 /// Opens the database for the writer, creates the table, and preallocates the WAL.
@@ -92,7 +92,7 @@ fn grow_log(connection: &Connection) -> rusqlite::Result<()> {
 /// Commits queued changes until all senders are gone.
 pub(super) fn write_loop(
     connection: &Connection,
-    queue: &mpsc::Receiver<Op>,
+    queue: &mpsc::Receiver<WriteRequest>,
     commits: &watch::Sender<()>,
 ) {
     let mut group = Vec::with_capacity(MAX_GROUP);
@@ -103,7 +103,7 @@ pub(super) fn write_loop(
         group.extend(queue.try_iter().take(MAX_GROUP - 1));
         match commit(connection, &group) {
             Ok(()) => {
-                for Op { change, done } in group.drain(..) {
+                for WriteRequest { change, flushed: done } in group.drain(..) {
                     // Drop the reference to the call first, so that the notified request is its
                     // only owner.
                     drop(change);
@@ -123,7 +123,7 @@ pub(super) fn write_loop(
     }
 }
 
-fn commit(connection: &Connection, group: &[Op]) -> rusqlite::Result<()> {
+fn commit(connection: &Connection, group: &[WriteRequest]) -> rusqlite::Result<()> {
     connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
     let mut insert = connection.prepare_cached(
         "INSERT INTO tool_calls (id, run_id, tool_name, status, args, created_at)
@@ -153,13 +153,13 @@ fn commit(connection: &Connection, group: &[Op]) -> rusqlite::Result<()> {
 }
 
 /// Returns the call with this id.
-pub(super) fn find(connection: &Connection, id: &str) -> rusqlite::Result<Call> {
+pub(super) fn find(connection: &Connection, id: &str) -> rusqlite::Result<BaselineCall> {
     let mut select = connection.prepare_cached(
         "SELECT id, run_id, tool_name, status, args, result, created_at, completed_at
          FROM tool_calls WHERE id = ?1",
     )?;
     select.query_row([id], |row| {
-        Ok(Call {
+        Ok(BaselineCall {
             tool_call_id: row.get(0)?,
             run_id: row.get(1)?,
             tool_name: row.get(2)?,
@@ -168,8 +168,8 @@ pub(super) fn find(connection: &Connection, id: &str) -> rusqlite::Result<Call> 
                 "SUCCEEDED" => "SUCCEEDED",
                 _ => "RUNNING",
             },
-            args: raw(row, 4)?.unwrap_or_default(),
-            result: raw(row, 5)?,
+            args: raw_json(row, 4)?.unwrap_or_default(),
+            result: raw_json(row, 5)?,
             error: None,
             created_at: row.get(6)?,
             completed_at: row.get(7)?,
@@ -178,7 +178,7 @@ pub(super) fn find(connection: &Connection, id: &str) -> rusqlite::Result<Call> 
 }
 
 /// Reads JSON that was validated when it arrived and is returned unchanged.
-fn raw(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<Box<RawValue>>> {
+fn raw_json(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<Box<RawValue>>> {
     let text: Option<String> = row.get(column)?;
     Ok(text.and_then(|text| RawValue::from_string(text).ok()))
 }

@@ -2,18 +2,18 @@
 
 use serde_json::{Value, json};
 
-use super::{Answer, Asked};
+use super::{RecordedRequest, ScriptedAnswer};
 
-fn is_anthropic(asked: &Asked) -> bool {
+fn is_anthropic(asked: &RecordedRequest) -> bool {
     asked.path.ends_with("/messages")
 }
 
 /// Returns the whole answer as one document.
-pub(super) fn whole(asked: &Asked, answer: &Answer) -> Value {
+pub(super) fn complete_document(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
     if is_anthropic(asked) {
-        return message(asked, answer);
+        return anthropic_message(asked, answer);
     }
-    let calls: Vec<Value> = answer.calls.iter().map(call).collect();
+    let calls: Vec<Value> = answer.calls.iter().map(tool_call_json).collect();
     let content = (!answer.text.is_empty()).then_some(&answer.text);
     let mut message = json!({ "role": "assistant", "content": content, "refusal": null });
     if !calls.is_empty() {
@@ -23,15 +23,15 @@ pub(super) fn whole(asked: &Asked, answer: &Answer) -> Value {
         "id": "chatcmpl-scripted", "object": "chat.completion", "created": 1_700_000_000,
         "model": asked.body["model"],
         "choices": [{ "index": 0, "message": message, "logprobs": null,
-            "finish_reason": finish(answer) }],
+            "finish_reason": finish_reason(answer) }],
         "usage": usage(answer),
     })
 }
 
 /// Returns the events of a stream, each in its wire format.
-pub(super) fn events(asked: &Asked, answer: &Answer) -> Vec<String> {
+pub(super) fn events(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
     if is_anthropic(asked) {
-        return blocks(asked, answer);
+        return anthropic_events(asked, answer);
     }
     let chunk = |choices: Value, usage: Value| {
         let chunk = json!({
@@ -48,19 +48,19 @@ pub(super) fn events(asked: &Asked, answer: &Answer) -> Vec<String> {
     };
     let first = json!({ "role": "assistant", "content": "", "refusal": null });
     let mut events = vec![delta(first, Value::Null)];
-    for piece in pieces(&answer.text, answer.piece) {
+    for piece in split_text(&answer.text, answer.chunk_chars) {
         events.push(delta(json!({ "content": piece }), Value::Null));
     }
     for (n, (id, name, arguments)) in answer.calls.iter().enumerate() {
         let head = json!({ "index": n, "id": id, "type": "function",
             "function": { "name": name, "arguments": "" } });
         events.push(delta(json!({ "tool_calls": [head] }), Value::Null));
-        for piece in pieces(arguments, answer.piece) {
+        for piece in split_text(arguments, answer.chunk_chars) {
             let more = json!({ "index": n, "function": { "arguments": piece } });
             events.push(delta(json!({ "tool_calls": [more] }), Value::Null));
         }
     }
-    events.push(delta(json!({}), finish(answer)));
+    events.push(delta(json!({}), finish_reason(answer)));
     if asked.body["stream_options"]["include_usage"] == true {
         events.push(chunk(json!([]), usage(answer)));
     }
@@ -68,33 +68,33 @@ pub(super) fn events(asked: &Asked, answer: &Answer) -> Vec<String> {
     events
 }
 
-fn call((id, name, arguments): &(String, String, String)) -> Value {
+fn tool_call_json((id, name, arguments): &(String, String, String)) -> Value {
     json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } })
 }
 
-fn finish(answer: &Answer) -> Value {
+fn finish_reason(answer: &ScriptedAnswer) -> Value {
     let usual = if answer.calls.is_empty() { "stop" } else { "tool_calls" };
     answer.finish.unwrap_or(usual).into()
 }
 
-fn usage(answer: &Answer) -> Value {
+fn usage(answer: &ScriptedAnswer) -> Value {
     let (prompt, completion) = answer.usage;
     json!({ "prompt_tokens": prompt, "completion_tokens": completion,
         "total_tokens": prompt + completion })
 }
 
 /// Splits the text into pieces of this many characters.
-fn pieces(text: &str, size: usize) -> Vec<String> {
+fn split_text(text: &str, size: usize) -> Vec<String> {
     let all: Vec<char> = text.chars().collect();
     all.chunks(size.max(1)).map(|piece| piece.iter().collect()).collect()
 }
 
-fn stop_reason(answer: &Answer) -> Value {
+fn stop_reason(answer: &ScriptedAnswer) -> Value {
     let usual = if answer.calls.is_empty() { "end_turn" } else { "tool_use" };
     answer.finish.unwrap_or(usual).into()
 }
 
-fn message(asked: &Asked, answer: &Answer) -> Value {
+fn anthropic_message(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
     let mut content = Vec::new();
     if !answer.text.is_empty() {
         content.push(json!({ "type": "text", "text": answer.text }));
@@ -111,7 +111,7 @@ fn message(asked: &Asked, answer: &Answer) -> Value {
     })
 }
 
-fn blocks(asked: &Asked, answer: &Answer) -> Vec<String> {
+fn anthropic_events(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
     let event = |event: Value| {
         let kind = event["type"].as_str().unwrap_or_default().to_owned();
         format!("event: {kind}\ndata: {event}\n\n")
@@ -139,12 +139,12 @@ fn blocks(asked: &Asked, answer: &Answer) -> Vec<String> {
     };
     if !answer.text.is_empty() {
         let delta = |text: String| json!({ "type": "text_delta", "text": text });
-        let deltas = pieces(&answer.text, answer.piece).into_iter().map(delta);
+        let deltas = split_text(&answer.text, answer.chunk_chars).into_iter().map(delta);
         block(json!({ "type": "text", "text": "" }), deltas.collect());
     }
     for (id, name, arguments) in &answer.calls {
         let delta = |json: String| json!({ "type": "input_json_delta", "partial_json": json });
-        let deltas = pieces(arguments, answer.piece).into_iter().map(delta);
+        let deltas = split_text(arguments, answer.chunk_chars).into_iter().map(delta);
         let begin = json!({ "type": "tool_use", "id": id, "name": name, "input": {} });
         block(begin, deltas.collect());
     }

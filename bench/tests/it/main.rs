@@ -40,7 +40,7 @@ async fn every_call_counted_is_in_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let addr = start(dir.path()).await;
     let give_up = Duration::from_secs(60);
-    load::first_answer(&addr, Instant::now(), PATH, BODY, None, give_up).await.unwrap();
+    load::time_to_first_success(&addr, Instant::now(), PATH, BODY, None, give_up).await.unwrap();
     let mut expected = 1;
 
     // The loop is bounded by time, so it runs again until it has made a hundred calls.
@@ -111,8 +111,9 @@ async fn what_is_refused_is_counted_as_an_error() {
 async fn a_server_that_never_comes_is_given_up() {
     let addr = format!("127.0.0.1:{}", process::free_port().unwrap());
     let give_up = Duration::from_millis(50);
-    let error =
-        load::first_answer(&addr, Instant::now(), PATH, BODY, None, give_up).await.unwrap_err();
+    let error = load::time_to_first_success(&addr, Instant::now(), PATH, BODY, None, give_up)
+        .await
+        .unwrap_err();
     assert!(error.to_string().contains(&addr));
     let time = Duration::from_millis(10);
     assert!(load::closed_loop(&addr, 1, time, PATH, BODY, None).await.is_err());
@@ -120,7 +121,7 @@ async fn a_server_that_never_comes_is_given_up() {
 
 #[tokio::test]
 async fn a_sink_counts_the_spans_it_is_sent() {
-    let sink = toolcrib_bench::sink::Sink::start().await.unwrap();
+    let sink = toolcrib_bench::sink::OtlpSink::start().await.unwrap();
     let addr = sink.url.strip_prefix("http://").unwrap();
     for (path, body) in [("/v1/traces", "12345"), ("/v1/metrics", "123"), ("/v1/traces", "1")] {
         let mut connection = Connection::open(addr).await.unwrap();

@@ -14,42 +14,42 @@ use crate::utp::{Route, trace};
 
 /// The argument rules of a definition: `options.args` and `options.envs`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Rules {
+pub struct ArgumentRules {
     defaults: Map<String, Value>,
     fixed: Map<String, Value>,
     envs: BTreeMap<String, String>,
-    hidden: BTreeSet<String>,
+    hidden_from_model: BTreeSet<String>,
 }
 
 /// Arguments as executed and stored, and the changes that the rules made to them.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Applied {
+pub struct AppliedArguments {
     pub args: Value,
     /// Names of the defaults that were applied, in order.
     pub defaults: Vec<String>,
     /// Names of the fixed values that were applied, in order.
     pub fixed: Vec<String>,
     /// Arguments from the caller that were dropped because an environment variable supplies them.
-    pub dropped: Vec<String>,
+    pub overridden_by_env: Vec<String>,
 }
 
-impl Rules {
+impl ArgumentRules {
     /// Reads the rules from a definition's options; `None` if the options have none.
-    pub fn of(options: &Value) -> Option<Self> {
+    pub fn from_options(options: &Value) -> Option<Self> {
         let map = |of: &Value, name: &str| of[name].as_object().cloned().unwrap_or_default();
         let args = &options["args"];
         let (defaults, fixed) = (map(args, "defaults"), map(args, "fixed"));
-        let envs = envs(options);
+        let envs = parse_env_arguments(options);
         let given = map(options, "envs");
         let hidden: BTreeSet<String> = fixed.keys().chain(given.keys()).cloned().collect();
         if defaults.is_empty() && hidden.is_empty() {
             return None;
         }
-        Some(Self { defaults, fixed, envs, hidden })
+        Some(Self { defaults, fixed, envs, hidden_from_model: hidden })
     }
 
     /// Returns the first problem in the argument part of the options, if any.
-    pub fn problem(options: &Value) -> Option<String> {
+    pub fn find_problem(options: &Value) -> Option<String> {
         let parts = [
             ("options.args", options.get("args")),
             ("options.args.defaults", options["args"].get("defaults")),
@@ -63,16 +63,21 @@ impl Rules {
     }
 
     /// For each argument that comes from the environment, the variable's name.
-    pub fn envs(&self) -> &BTreeMap<String, String> {
+    pub fn env_arguments(&self) -> &BTreeMap<String, String> {
         &self.envs
     }
 
     /// Returns the arguments to execute. A value that is not an object stays unchanged, so that
     /// schema validation rejects it.
-    pub fn applied(&self, args: &Value, vars: &Vars) -> Applied {
+    pub fn apply(&self, args: &Value, vars: &TemplateVars) -> AppliedArguments {
         let (mut defaults, mut fixed, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
         let Value::Object(given) = args else {
-            return Applied { args: args.clone(), defaults, fixed, dropped };
+            return AppliedArguments {
+                args: args.clone(),
+                defaults,
+                fixed,
+                overridden_by_env: dropped,
+            };
         };
         let mut made = given.clone();
         for name in self.envs.keys() {
@@ -83,22 +88,22 @@ impl Rules {
         for (name, value) in &self.defaults {
             // An explicit null counts as a given value.
             if !made.contains_key(name) && !self.envs.contains_key(name) {
-                made.insert(name.clone(), vars.rendered(value));
+                made.insert(name.clone(), vars.render_value(value));
                 defaults.push(name.clone());
             }
         }
         for (name, value) in self.fixed.iter().filter(|(name, _)| !self.envs.contains_key(*name)) {
-            made.insert(name.clone(), vars.rendered(value));
+            made.insert(name.clone(), vars.render_value(value));
             fixed.push(name.clone());
         }
         defaults.sort();
         fixed.sort();
-        Applied { args: Value::Object(made), defaults, fixed, dropped }
+        AppliedArguments { args: Value::Object(made), defaults, fixed, overridden_by_env: dropped }
     }
 
     /// Returns the schema for models: without the arguments that a model cannot set.
-    pub fn visible(&self, parameters: &Value) -> Value {
-        let mut schema = without(parameters, |name| self.hidden.contains(name));
+    pub fn schema_for_model(&self, parameters: &Value) -> Value {
+        let mut schema = omit_properties(parameters, |name| self.hidden_from_model.contains(name));
         let properties = schema.get_mut("properties").and_then(Value::as_object_mut);
         for (name, property) in properties.into_iter().flatten() {
             let Some(default) = self.defaults.get(name) else { continue };
@@ -112,13 +117,13 @@ impl Rules {
     }
 
     /// Returns the schema for the executed arguments: without those that the environment supplies.
-    pub fn executed(&self, parameters: &Value) -> Value {
-        without(parameters, |name| self.envs.contains_key(name))
+    pub fn schema_for_execution(&self, parameters: &Value) -> Value {
+        omit_properties(parameters, |name| self.envs.contains_key(name))
     }
 
     /// Returns the metadata of the `tool.call` card that records which rules were applied.
-    pub fn audit(&self, asked: &Value) -> Map<String, Value> {
-        let applied = self.applied(asked, &Vars::default());
+    pub fn audit_metadata(&self, asked: &Value) -> Map<String, Value> {
+        let applied = self.apply(asked, &TemplateVars::default());
         let audit = json!({
             "tool_args_defaults_applied": applied.defaults,
             "tool_args_fixed_applied": applied.fixed,
@@ -133,13 +138,13 @@ impl Rules {
 
 /// Reads `options.envs`: the variable for each argument. Ignores values that are blank or not
 /// strings.
-pub fn envs(options: &Value) -> BTreeMap<String, String> {
+pub fn parse_env_arguments(options: &Value) -> BTreeMap<String, String> {
     let given = options["envs"].as_object().into_iter().flatten();
     let named = given.filter_map(|(name, value)| Some((name, value.as_str()?.trim())));
     named.filter(|(_, env)| !env.is_empty()).map(|(n, env)| (n.clone(), env.to_owned())).collect()
 }
 
-fn without(parameters: &Value, hidden: impl Fn(&str) -> bool) -> Value {
+fn omit_properties(parameters: &Value, hidden: impl Fn(&str) -> bool) -> Value {
     if parameters.as_object().is_none_or(Map::is_empty) {
         return json!({ "type": "object", "properties": {} });
     }
@@ -155,12 +160,12 @@ fn without(parameters: &Value, hidden: impl Fn(&str) -> bool) -> Value {
 
 /// The values of the `{name}` placeholders in templates.
 #[derive(Debug, Clone, Default)]
-pub struct Vars(BTreeMap<&'static str, String>);
+pub struct TemplateVars(BTreeMap<&'static str, String>);
 
-impl Vars {
+impl TemplateVars {
     /// Returns the variables of a call.
-    pub fn of(call: &Call) -> Self {
-        let route = Route::of(call);
+    pub fn for_call(call: &Call) -> Self {
+        let route = Route::for_call(call);
         let optional = [
             ("parent_step_id", route.parent_step_id),
             ("trace_id", Some(trace::trace_id_of(call))),
@@ -181,7 +186,7 @@ impl Vars {
     }
 
     /// Fills in the templates of a string; returns every other value unchanged.
-    fn rendered(&self, value: &Value) -> Value {
+    fn render_value(&self, value: &Value) -> Value {
         match value {
             Value::String(text) if text.contains('{') => Value::String(self.render(text)),
             other => other.clone(),

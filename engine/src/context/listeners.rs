@@ -5,37 +5,37 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::{ToolCall, ToolResult};
-use crate::function::panic_text;
+use crate::function::panic_message;
 
 /// The error of a listener.
 pub type ListenerError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The return value of a listener.
-pub type Told = Result<(), ListenerError>;
+pub type ListenerResult = Result<(), ListenerError>;
 
-type Listener = Arc<dyn Fn(&ToolCall, &ToolResult) -> Told + Send + Sync>;
+type ResultListener = Arc<dyn Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync>;
 
 /// Listeners in the order they were added.
 #[derive(Clone, Default)]
-pub(super) struct Listeners {
-    all: Vec<Listener>,
+pub(super) struct ResultListeners {
+    all: Vec<ResultListener>,
 }
 
-impl fmt::Debug for Listeners {
+impl fmt::Debug for ResultListeners {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} listeners", self.all.len())
     }
 }
 
-impl Listeners {
+impl ResultListeners {
     pub(super) fn add(
         &mut self,
-        listener: impl Fn(&ToolCall, &ToolResult) -> Told + Send + Sync + 'static,
+        listener: impl Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync + 'static,
     ) {
         self.all.push(Arc::new(listener));
     }
 
-    pub(super) fn tell(&self, call: &ToolCall, result: &ToolResult) {
+    pub(super) fn notify(&self, call: &ToolCall, result: &ToolResult) {
         for listener in &self.all {
             // Unwind safe: a listener only borrows two records and cannot leave the context
             // half-updated.
@@ -43,7 +43,7 @@ impl Listeners {
             let why = match told {
                 Ok(Ok(())) => continue,
                 Ok(Err(error)) => error.to_string(),
-                Err(panic) => format!("it panicked: {}", panic_text(&*panic)),
+                Err(panic) => format!("it panicked: {}", panic_message(&*panic)),
             };
             let (tool, call_id) = (&call.name, &call.call_id);
             tracing::error!(tool, call_id, why, "a listener of tool calls failed");

@@ -8,17 +8,17 @@ use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::prompt::{cut, shown, span};
+use super::prompt::{format_elapsed, render_result, truncate_to_tokens};
 use super::{ToolCall, ToolCallContext, ToolResult};
-use crate::batch::divided;
-use crate::dialect::{self, Answer, Form, Format, data_content, fault_content};
+use crate::batch::divide_budget;
+use crate::dialect::{self, CallFormat, EntryAnswer, ToolFormat, data_content, fault_content};
 use crate::json::Json;
 use crate::names;
 use crate::tokens;
 
 /// Calls and results in the format of a model API.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Conversation {
+pub struct ContextMessages {
     /// Assistant messages with calls, each followed by the messages that answer them.
     pub messages: Vec<Json>,
     /// The tools, described in the format of the same API.
@@ -26,35 +26,35 @@ pub struct Conversation {
 }
 
 #[derive(Serialize)]
-struct Asking<'a> {
+struct AssistantMessage<'a> {
     role: &'static str,
     /// Serialized as `null` because some servers require the field.
     content: Option<&'a str>,
-    tool_calls: Vec<Function<'a>>,
+    tool_calls: Vec<OpenAiToolCall<'a>>,
 }
 
 #[derive(Serialize)]
-struct Function<'a> {
+struct OpenAiToolCall<'a> {
     id: &'a str,
     #[serde(rename = "type")]
     kind: &'static str,
-    function: Named<'a>,
+    function: OpenAiFunctionCall<'a>,
 }
 
 #[derive(Serialize)]
-struct Named<'a> {
+struct OpenAiFunctionCall<'a> {
     name: &'a str,
     arguments: &'a str,
 }
 
 #[derive(Serialize)]
-struct Blocks {
+struct AnthropicMessage {
     role: &'static str,
     content: Vec<Json>,
 }
 
 #[derive(Serialize)]
-struct ToolUse<'a> {
+struct ToolUseBlock<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
     id: &'a str,
@@ -63,7 +63,7 @@ struct ToolUse<'a> {
 }
 
 /// A call with its result, and its id and name in the conversation.
-struct Told<'a> {
+struct ConversationCall<'a> {
     call: &'a ToolCall,
     result: Option<&'a ToolResult>,
     id: String,
@@ -73,69 +73,81 @@ struct Told<'a> {
 impl ToolCallContext {
     /// Renders the calls and results as OpenAI chat messages, as of `now_ms`. With a budget, the
     /// answers have at most that many tokens together; long ones become digests.
-    pub fn openai(&self, budget_tokens: Option<usize>, now_ms: u64) -> Conversation {
-        let told = self.told();
-        let mut contents = contents(&told, budget_tokens, now_ms).into_iter();
+    pub fn to_openai(&self, budget_tokens: Option<usize>, now_ms: u64) -> ContextMessages {
+        let told = self.conversation_calls();
+        let mut contents = render_contents(&told, budget_tokens, now_ms).into_iter();
         let mut messages = Vec::new();
-        for turn in told.chunk_by(|a, b| a.call.turn == b.call.turn) {
-            let tool_calls = turn.iter().map(|told| Function {
+        for turn in told.chunk_by(|a, b| a.call.step == b.call.step) {
+            let tool_calls = turn.iter().map(|told| OpenAiToolCall {
                 id: &told.id,
                 kind: "function",
-                function: Named { name: &told.name, arguments: told.call.args.text() },
+                function: OpenAiFunctionCall { name: &told.name, arguments: told.call.args.text() },
             });
             let tool_calls = tool_calls.collect();
-            messages.push(written(&Asking { role: "assistant", content: None, tool_calls }));
+            messages.push(to_json(&AssistantMessage {
+                role: "assistant",
+                content: None,
+                tool_calls,
+            }));
             let answers = turn.iter().zip(&mut contents);
-            messages.extend(answers.map(|(told, text)| told.message(Form::OpenAi, &text)));
+            messages.extend(answers.map(|(told, text)| told.message(CallFormat::OpenAi, &text)));
         }
-        Conversation { messages, tools: self.tools(Format::OpenAi) }
+        ContextMessages { messages, tools: self.describe_tools(ToolFormat::OpenAi) }
     }
 
     /// Renders the calls and results as Anthropic messages, with assistant and user messages
     /// alternating.
-    pub fn anthropic(&self, budget_tokens: Option<usize>, now_ms: u64) -> Conversation {
-        let told = self.told();
-        let mut contents = contents(&told, budget_tokens, now_ms).into_iter();
+    pub fn to_anthropic(&self, budget_tokens: Option<usize>, now_ms: u64) -> ContextMessages {
+        let told = self.conversation_calls();
+        let mut contents = render_contents(&told, budget_tokens, now_ms).into_iter();
         let mut messages = Vec::new();
-        for turn in told.chunk_by(|a, b| a.call.turn == b.call.turn) {
+        for turn in told.chunk_by(|a, b| a.call.step == b.call.step) {
             let calls = turn.iter().map(|told| {
                 // The Anthropic API accepts only objects as input.
                 let object = told.call.args.text().trim_start().starts_with('{');
                 let input = if object { told.call.args.clone() } else { Json::empty_object() };
-                written(&ToolUse { kind: "tool_use", id: &told.id, name: &told.name, input })
+                to_json(&ToolUseBlock { kind: "tool_use", id: &told.id, name: &told.name, input })
             });
-            messages.push(written(&Blocks { role: "assistant", content: calls.collect() }));
+            messages
+                .push(to_json(&AnthropicMessage { role: "assistant", content: calls.collect() }));
             let answers = turn.iter().zip(&mut contents);
-            let answers = answers.map(|(told, text)| told.message(Form::Anthropic, &text));
-            messages.push(written(&Blocks { role: "user", content: answers.collect() }));
+            let answers = answers.map(|(told, text)| told.message(CallFormat::Anthropic, &text));
+            messages.push(to_json(&AnthropicMessage { role: "user", content: answers.collect() }));
         }
-        Conversation { messages, tools: self.tools(Format::Anthropic) }
+        ContextMessages { messages, tools: self.describe_tools(ToolFormat::Anthropic) }
     }
 
-    fn tools(&self, format: Format) -> Vec<Json> {
-        let names = names::for_models(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
+    fn describe_tools(&self, format: ToolFormat) -> Vec<Json> {
+        let names =
+            names::names_for_model(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
         let tools = self.tool_definitions.iter().zip(&names);
-        let tools = tools.filter(|(tool, _)| dialect::takes_object(tool));
-        tools.map(|(tool, name)| dialect::definition(format, name, tool)).collect()
+        let tools = tools.filter(|(tool, _)| dialect::accepts_object(tool));
+        tools.map(|(tool, name)| dialect::describe_tool(format, name, tool)).collect()
     }
 
-    fn told(&self) -> Vec<Told<'_>> {
-        let names = names::for_models(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
+    fn conversation_calls(&self) -> Vec<ConversationCall<'_>> {
+        let names =
+            names::names_for_model(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
         let mut used = HashSet::new();
         let calls = self.tool_calls.iter();
         calls
             .map(|call| {
                 let known = self.tool_definitions.iter().position(|tool| tool.name == call.name);
                 let name =
-                    known.map_or_else(|| names::for_model(&call.name), |at| names[at].clone());
-                Told { call, result: self.result_of(call), id: id_of(call, &mut used), name }
+                    known.map_or_else(|| names::name_for_model(&call.name), |at| names[at].clone());
+                ConversationCall {
+                    call,
+                    result: self.result_of(call),
+                    id: usable_call_id(call, &mut used),
+                    name,
+                }
             })
             .collect()
     }
 }
 
 /// Returns the call's own id if an API accepts it and it is unused, otherwise its ticket.
-fn id_of<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
+fn usable_call_id<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
     let id = call.call_id.as_str();
     let fits = (1..=64).contains(&id.len()) && id.bytes().all(plain);
@@ -148,7 +160,7 @@ fn id_of<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
     }
 }
 
-impl Told<'_> {
+impl ConversationCall<'_> {
     /// Returns the full answer as a text for a model.
     fn content(&self, now_ms: u64) -> String {
         match self.result.map(|result| &result.outcome) {
@@ -156,7 +168,7 @@ impl Told<'_> {
             Some(Err(fault)) => fault_content(fault),
             None => {
                 let place = if self.call.background { " in the background" } else { "" };
-                let since = self.call.created_ms.map(|at_ms| span(at_ms, now_ms));
+                let since = self.call.created_ms.map(|at_ms| format_elapsed(at_ms, now_ms));
                 let since = since.map(|span| format!(" for {span} now")).unwrap_or_default();
                 format!(
                     "still running{place}{since}; you will be told its result when it has come, \
@@ -167,24 +179,28 @@ impl Told<'_> {
     }
 
     /// Returns the most useful text within `room` tokens.
-    fn shortened(&self, content: &str, room: usize) -> String {
+    fn shorten(&self, content: &str, room: usize) -> String {
         match self.result.map(|result| &result.outcome) {
-            Some(Ok(data)) => shown(self.call, data, room),
-            Some(Err(fault)) => cut(&format!("failed: {fault}"), room),
-            None => tokens::first(content, room).to_owned(),
+            Some(Ok(data)) => render_result(self.call, data, room),
+            Some(Err(fault)) => truncate_to_tokens(&format!("failed: {fault}"), room),
+            None => tokens::prefix_within(content, room).to_owned(),
         }
     }
 
-    fn message(&self, form: Form, content: &str) -> Json {
+    fn message(&self, form: CallFormat, content: &str) -> Json {
         let ok = self.result.map(ToolResult::ok);
         let (data, error, metrics, pending) = (None, None, None, None);
-        let answer = Answer { ok, content, data, error, metrics, pending };
-        dialect::message(form, Some(&self.id), &answer)
+        let answer = EntryAnswer { ok, content, data, error, metrics, pending };
+        dialect::answer_message(form, Some(&self.id), &answer)
     }
 }
 
 /// Renders the text of each answer, together in at most `budget_tokens` tokens.
-fn contents(told: &[Told<'_>], budget_tokens: Option<usize>, now_ms: u64) -> Vec<String> {
+fn render_contents(
+    told: &[ConversationCall<'_>],
+    budget_tokens: Option<usize>,
+    now_ms: u64,
+) -> Vec<String> {
     let mut contents: Vec<String> = told.iter().map(|told| told.content(now_ms)).collect();
     let bytes: usize = contents.iter().map(String::len).sum();
     // Every token has at least one byte.
@@ -193,13 +209,13 @@ fn contents(told: &[Told<'_>], budget_tokens: Option<usize>, now_ms: u64) -> Vec
         if tokens::exceeds(content, budget) { budget + 1 } else { tokens::count(content) }
     };
     let needs: Vec<usize> = contents.iter().map(need).collect();
-    let shares = divided(budget, &needs);
+    let shares = divide_budget(budget, &needs);
     for (at, told) in told.iter().enumerate().filter(|(at, _)| needs[*at] > shares[*at]) {
-        contents[at] = told.shortened(&contents[at], shares[at]);
+        contents[at] = told.shorten(&contents[at], shares[at]);
     }
     contents
 }
 
-fn written<T: Serialize>(value: &T) -> Json {
-    Json::of(value).unwrap_or_else(|_| Json::null())
+fn to_json<T: Serialize>(value: &T) -> Json {
+    Json::from_serialize(value).unwrap_or_else(|_| Json::null())
 }

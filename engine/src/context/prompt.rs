@@ -17,27 +17,27 @@ use crate::tokens;
 pub const DEFAULT_BUDGET_TOKENS: usize = 1_000;
 
 /// Maximum number of results shown, newest first.
-const JUST_FINISHED: usize = 10;
+const MAX_FINISHED_SHOWN: usize = 10;
 
 /// Maximum tokens of a tool's description line, and of a call's arguments.
 const LINE_TOKENS: usize = 32;
 
 /// Minimum and maximum tokens of one result.
-const RESULT_TOKENS: (usize, usize) = (24, 240);
+const RESULT_TOKEN_RANGE: (usize, usize) = (24, 240);
 
 /// A text for a system prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Prompt {
+pub struct ContextPrompt {
     pub text: String,
     /// Number of tokens of the text; never more than the budget.
     pub tokens: usize,
     /// Number of tools, pending calls and finished calls that the text omits.
-    pub left_out: LeftOut,
+    pub omitted: OmittedCounts,
 }
 
 /// Counts of what a prompt omits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct LeftOut {
+pub struct OmittedCounts {
     pub tools: usize,
     pub pending: usize,
     pub finished: usize,
@@ -55,53 +55,53 @@ const SHORT_GUIDE: &str = "\
     later: do not call them again meanwhile.";
 
 /// One section of the text: some of its lines, and a note about the others.
-struct Section {
+struct PromptSection {
     title: &'static str,
     lines: Vec<String>,
     /// Number of lines in total; more than `lines` if some were omitted from the start.
-    all: usize,
+    total: usize,
     shown: usize,
     /// End of the note "and 3 …".
-    others: &'static str,
+    omission_note: &'static str,
 }
 
-impl Section {
+impl PromptSection {
     fn write(&self, text: &mut String) {
-        if self.all == 0 {
+        if self.total == 0 {
             return;
         }
         if self.shown == 0 {
-            text.push_str(&format!("\n{}: {}, not shown here\n", self.title, self.all));
+            text.push_str(&format!("\n{}: {}, not shown here\n", self.title, self.total));
             return;
         }
-        text.push_str(&format!("\n## {} ({})\n", self.title, self.all));
+        text.push_str(&format!("\n## {} ({})\n", self.title, self.total));
         for line in &self.lines[..self.shown] {
             text.push_str(line);
             text.push('\n');
         }
-        let left = self.left();
+        let left = self.omitted();
         if left > 0 {
-            text.push_str(&format!("and {left} {}\n", self.others));
+            text.push_str(&format!("and {left} {}\n", self.omission_note));
         }
     }
 
-    fn left(&self) -> usize {
-        self.all - self.shown
+    fn omitted(&self) -> usize {
+        self.total - self.shown
     }
 }
 
 /// The text in preparation.
-struct Draft {
+struct PromptDraft {
     guide: &'static str,
     /// Tools, pending, finished: in reading order.
-    sections: [Section; 3],
+    sections: [PromptSection; 3],
 }
 
 const TOOLS: usize = 0;
 const PENDING: usize = 1;
 const FINISHED: usize = 2;
 
-impl Draft {
+impl PromptDraft {
     fn text(&self) -> String {
         let mut text = String::from("# Tools\n");
         if !self.guide.is_empty() {
@@ -119,7 +119,7 @@ impl Draft {
     }
 
     /// Shows as many lines of a section as fit, at most `at_most` and never fewer than now.
-    fn fill(&mut self, section: usize, at_most: usize, budget: usize) {
+    fn show_what_fits(&mut self, section: usize, at_most: usize, budget: usize) {
         let mut least = self.sections[section].shown;
         let mut most = self.sections[section].lines.len().min(at_most).max(least);
         // Showing all lines needs no note about omitted ones, so all may fit where one fewer does
@@ -140,11 +140,11 @@ impl Draft {
         self.sections[section].shown = least;
     }
 
-    fn left_out(&self) -> LeftOut {
-        LeftOut {
-            tools: self.sections[TOOLS].left(),
-            pending: self.sections[PENDING].left(),
-            finished: self.sections[FINISHED].left(),
+    fn omitted_counts(&self) -> OmittedCounts {
+        OmittedCounts {
+            tools: self.sections[TOOLS].omitted(),
+            pending: self.sections[PENDING].omitted(),
+            finished: self.sections[FINISHED].omitted(),
         }
     }
 }
@@ -152,9 +152,9 @@ impl Draft {
 impl ToolCallContext {
     /// Renders the state of the tools for a system prompt, in at most `budget_tokens` tokens, as of
     /// `now_ms`. Tools appear under their model-facing names; the order is deterministic.
-    pub fn prompt(&self, budget_tokens: usize, now_ms: u64) -> Prompt {
+    pub fn prompt(&self, budget_tokens: usize, now_ms: u64) -> ContextPrompt {
         let mut draft = self.draft(budget_tokens, now_ms);
-        let all = draft.left_out();
+        let all = draft.omitted_counts();
         for guide in [GUIDE, SHORT_GUIDE, ""] {
             draft.guide = guide;
             // The guide is useless without room for the content that it explains.
@@ -163,55 +163,58 @@ impl ToolCallContext {
             }
         }
         if !draft.fits(budget_tokens) {
-            return last_resort(all, budget_tokens);
+            return counts_only_prompt(all, budget_tokens);
         }
         // Show one line of the most important sections first, then distribute the shares.
-        draft.fill(PENDING, 1, budget_tokens);
-        draft.fill(FINISHED, 1, budget_tokens);
+        draft.show_what_fits(PENDING, 1, budget_tokens);
+        draft.show_what_fits(FINISHED, 1, budget_tokens);
         let said = tokens::count(&draft.text());
         let room = budget_tokens.saturating_sub(said);
         let shares = [(PENDING, 2), (FINISHED, 3), (TOOLS, 4), (PENDING, 4), (FINISHED, 4)];
         for (section, quarters) in shares {
-            draft.fill(section, usize::MAX, said + room * quarters / 4);
+            draft.show_what_fits(section, usize::MAX, said + room * quarters / 4);
         }
         let text = draft.text();
-        Prompt { tokens: tokens::count(&text), text, left_out: draft.left_out() }
+        ContextPrompt { tokens: tokens::count(&text), text, omitted: draft.omitted_counts() }
     }
 
     /// Returns a draft with all lines prepared and none shown yet.
-    fn draft(&self, budget_tokens: usize, now_ms: u64) -> Draft {
-        let names = names::for_models(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
+    fn draft(&self, budget_tokens: usize, now_ms: u64) -> PromptDraft {
+        let names =
+            names::names_for_model(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
         let tools: Vec<String> = self
             .tool_definitions
             .iter()
             .zip(&names)
             .map(|(tool, name)| {
                 let kind = if tool.background { "async" } else { "sync" };
-                let about = cut(first_line(&tool.description), LINE_TOKENS);
+                let about = truncate_to_tokens(first_line(&tool.description), LINE_TOKENS);
                 let colon = if about.is_empty() { "" } else { ": " };
                 format!("- {name} ({kind}){colon}{about}")
             })
             .collect();
         let told = |name: &str| {
             let known = self.tool_definitions.iter().position(|tool| tool.name == name);
-            known.map_or_else(|| names::for_model(name), |at| names[at].clone())
+            known.map_or_else(|| names::name_for_model(name), |at| names[at].clone())
         };
-        let pending: Vec<String> =
-            self.pending().map(|call| pending_line(call, &told(&call.name), now_ms)).collect();
-        let (least, most) = RESULT_TOKENS;
+        let pending: Vec<String> = self
+            .pending_calls()
+            .map(|call| pending_line(call, &told(&call.name), now_ms))
+            .collect();
+        let (least, most) = RESULT_TOKEN_RANGE;
         let room = (budget_tokens / 6).clamp(least, most);
         let finished: Vec<String> = self
-            .finished()
+            .finished_calls()
             .rev()
-            .take(JUST_FINISHED)
+            .take(MAX_FINISHED_SHOWN)
             .map(|(call, result)| finished_line(call, result, &told(&call.name), room, now_ms))
             .collect();
         let section = |title, lines: Vec<String>, all, others| {
             let shown = 0;
-            Section { title, lines, all, shown, others }
+            PromptSection { title, lines, total: all, shown, omission_note: others }
         };
         let (all_tools, all_pending) = (tools.len(), pending.len());
-        Draft {
+        PromptDraft {
             guide: "",
             sections: [
                 section("Available", tools, all_tools, "more tools that are not shown here"),
@@ -223,21 +226,22 @@ impl ToolCallContext {
 }
 
 /// Returns only the counts, or an empty text, if not even the headings fit.
-fn last_resort(all: LeftOut, budget_tokens: usize) -> Prompt {
-    let LeftOut { tools, pending, finished } = all;
+fn counts_only_prompt(all: OmittedCounts, budget_tokens: usize) -> ContextPrompt {
+    let OmittedCounts { tools, pending, finished } = all;
     let forms = [
         format!("Tools: {tools} available, {pending} pending, {finished} finished.\n"),
         format!("{pending} tool calls pending.\n"),
     ];
     let fits = |form: &String| !tokens::exceeds(form, budget_tokens);
     let text = forms.into_iter().find(fits).unwrap_or_default();
-    Prompt { tokens: tokens::count(&text), text, left_out: all }
+    ContextPrompt { tokens: tokens::count(&text), text, omitted: all }
 }
 
 fn pending_line(call: &ToolCall, name: &str, now_ms: u64) -> String {
     let kind = if call.background { "async, in the background" } else { "sync" };
-    let args = cut(&one_line(call.args.text()), LINE_TOKENS);
-    let since = call.created_ms.map(|at_ms| format!(", pending for {}", span(at_ms, now_ms)));
+    let args = truncate_to_tokens(&one_line(call.args.text()), LINE_TOKENS);
+    let since =
+        call.created_ms.map(|at_ms| format!(", pending for {}", format_elapsed(at_ms, now_ms)));
     format!("- {name} ({kind}), call_id {}{}: {args}", call.call_id, since.unwrap_or_default())
 }
 
@@ -248,19 +252,19 @@ fn finished_line(
     room: usize,
     now_ms: u64,
 ) -> String {
-    let ago = result.completed_ms.map(|at_ms| format!(", {} ago", span(at_ms, now_ms)));
+    let ago = result.completed_ms.map(|at_ms| format!(", {} ago", format_elapsed(at_ms, now_ms)));
     let said = match &result.outcome {
-        Ok(data) => format!("ok: {}", one_line(&shown(call, data, room))),
-        Err(fault) => cut(&one_line(&format!("failed: {fault}")), room),
+        Ok(data) => format!("ok: {}", one_line(&render_result(call, data, room))),
+        Err(fault) => truncate_to_tokens(&one_line(&format!("failed: {fault}")), room),
     };
     format!("- {name}, call_id {}{}, {said}", call.call_id, ago.unwrap_or_default())
 }
 
 /// Renders a result in at most `room` tokens: unchanged, or as a digest.
-pub(super) fn shown(call: &ToolCall, data: &Json, room: usize) -> String {
+pub(super) fn render_result(call: &ToolCall, data: &Json, room: usize) -> String {
     let whole = || data_content(data);
-    let Some(call_id) = &call.tool_call_id else { return cut(&whole(), room) };
-    let source = digest::Source { call_id, tool: &call.name, hint: Some(call.args.text()) };
+    let Some(call_id) = &call.tool_call_id else { return truncate_to_tokens(&whole(), room) };
+    let source = digest::DigestSource { call_id, tool: &call.name, hint: Some(call.args.text()) };
     digest(data, room, &source).map_or_else(whole, |digest| digest.text)
 }
 
@@ -275,16 +279,16 @@ fn one_line(text: &str) -> String {
 }
 
 /// Truncates a text to `most` tokens and marks the truncation.
-pub(super) fn cut(text: &str, most: usize) -> String {
+pub(super) fn truncate_to_tokens(text: &str, most: usize) -> String {
     if !tokens::exceeds(text, most) {
         return text.to_owned();
     }
-    let marked = format!("{}…", tokens::first(text, most.saturating_sub(1)).trim_end());
-    tokens::first(&marked, most).to_owned()
+    let marked = format!("{}…", tokens::prefix_within(text, most.saturating_sub(1)).trim_end());
+    tokens::prefix_within(&marked, most).to_owned()
 }
 
 /// Formats the time since `at_ms` in its two largest units.
-pub(super) fn span(at_ms: u64, now_ms: u64) -> String {
+pub(super) fn format_elapsed(at_ms: u64, now_ms: u64) -> String {
     let seconds = now_ms.saturating_sub(at_ms) / 1_000;
     match seconds {
         0..60 => format!("{seconds} s"),

@@ -24,11 +24,11 @@ pub(super) mod outcome {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
     use serde_json::Value;
 
-    use crate::fault::{Code, Fault, Happened};
+    use crate::fault::{Code, Fault, SideEffect};
     use crate::json::Json;
 
     #[derive(Serialize, Deserialize)]
-    struct Saved {
+    struct SavedOutcome {
         ok: bool,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         data: Option<Json>,
@@ -43,11 +43,11 @@ pub(super) mod outcome {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         detail: Option<Value>,
         retryable: bool,
-        #[serde(default = "may")]
+        #[serde(default = "default_side_effect_possible")]
         happened: bool,
     }
 
-    fn may() -> bool {
+    fn default_side_effect_possible() -> bool {
         true
     }
 
@@ -60,16 +60,16 @@ pub(super) mod outcome {
             message: fault.message.clone(),
             detail: fault.detail.clone(),
             retryable: fault.retryable,
-            happened: fault.happened == Happened::Maybe,
+            happened: fault.side_effect == SideEffect::Possible,
         });
         let data = outcome.as_ref().ok().cloned();
-        Saved { ok: outcome.is_ok(), data, error }.serialize(to)
+        SavedOutcome { ok: outcome.is_ok(), data, error }.serialize(to)
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
         from: D,
     ) -> Result<Result<Json, Fault>, D::Error> {
-        let saved = Saved::deserialize(from)?;
+        let saved = SavedOutcome::deserialize(from)?;
         if saved.ok {
             return Ok(Ok(saved.data.unwrap_or_else(Json::null)));
         }
@@ -77,13 +77,13 @@ pub(super) mod outcome {
             return Ok(Err(Fault::runtime("the tool failed and did not say why")));
         };
         let code = Code::parse(&error.code).unwrap_or(Code::Internal);
-        let happened = if error.happened { Happened::Maybe } else { Happened::No };
+        let happened = if error.happened { SideEffect::Possible } else { SideEffect::None };
         Ok(Err(Fault {
             code,
             message: error.message,
             detail: error.detail,
             retryable: error.retryable,
-            happened,
+            side_effect: happened,
             raw: None,
         }))
     }
@@ -95,11 +95,11 @@ pub(crate) mod definitions {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
     use crate::json::Json;
-    use crate::retry::PolicyPatch;
-    use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
+    use crate::retry::ExecutionPolicyPatch;
+    use crate::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 
     #[derive(Serialize, Deserialize)]
-    struct Saved {
+    struct SavedDefinition {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         project: Option<String>,
         name: String,
@@ -116,15 +116,18 @@ pub(crate) mod definitions {
         #[serde(default)]
         risk: Risk,
         #[serde(default)]
-        policy: PolicyPatch,
+        policy: ExecutionPolicyPatch,
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        fallback: Vec<Alternate>,
+        fallback: Vec<Fallback>,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         metadata: Option<Json>,
     }
 
-    pub(crate) fn serialize<S: Serializer>(all: &[Definition], to: S) -> Result<S::Ok, S::Error> {
-        to.collect_seq(all.iter().map(|tool| Saved {
+    pub(crate) fn serialize<S: Serializer>(
+        all: &[ToolDefinition],
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.collect_seq(all.iter().map(|tool| SavedDefinition {
             project: tool.project.clone(),
             name: tool.name.clone(),
             description: tool.description.clone(),
@@ -143,9 +146,9 @@ pub(crate) mod definitions {
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
         from: D,
-    ) -> Result<Vec<Definition>, D::Error> {
-        let saved = Vec::<Saved>::deserialize(from)?;
-        let read = saved.into_iter().map(|tool| Definition {
+    ) -> Result<Vec<ToolDefinition>, D::Error> {
+        let saved = Vec::<SavedDefinition>::deserialize(from)?;
+        let read = saved.into_iter().map(|tool| ToolDefinition {
             project: tool.project,
             name: tool.name,
             description: tool.description,
@@ -159,7 +162,7 @@ pub(crate) mod definitions {
             policy: tool.policy,
             fallback: tool.fallback,
             metadata: tool.metadata,
-            utp: None,
+            binding: None,
         });
         Ok(read.collect())
     }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::fault::Code;
-use crate::retry::PolicyPatch;
+use crate::retry::ExecutionPolicyPatch;
 use crate::tokens;
 use crate::tool::{Effect, Executor, Risk};
 
@@ -15,8 +15,8 @@ fn json(text: &str) -> Json {
     Json::parse(text).unwrap()
 }
 
-fn tool(name: &str, description: &str) -> Definition {
-    Definition {
+fn tool(name: &str, description: &str) -> ToolDefinition {
+    ToolDefinition {
         project: None,
         name: name.into(),
         description: description.into(),
@@ -27,10 +27,10 @@ fn tool(name: &str, description: &str) -> Definition {
         background: false,
         effect: Effect::Read,
         risk: Risk::Low,
-        policy: PolicyPatch::default(),
+        policy: ExecutionPolicyPatch::default(),
         fallback: vec![],
         metadata: None,
-        utp: None,
+        binding: None,
     }
 }
 
@@ -39,7 +39,7 @@ fn asked(call_id: &str, name: &str) -> ToolCall {
 }
 
 fn answer(call_id: &str, text: &str) -> ToolResult {
-    ToolResult::of(call_id, Ok(Json::of(text).unwrap())).at_ms(NOW + 5_000)
+    ToolResult::new(call_id, Ok(Json::from_serialize(text).unwrap())).at_ms(NOW + 5_000)
 }
 
 fn answered(context: &ToolCallContext) -> Vec<Option<String>> {
@@ -66,14 +66,14 @@ fn a_repeated_id_answers_the_newest_call_that_waits() {
     context.set_tool_call_result(answer("call_1", "new")).unwrap();
     context.set_tool_call_result(answer("call_1", "old")).unwrap();
     assert_eq!(answered(&context), [said("first"), said("old"), said("second"), said("new")]);
-    assert_eq!(context.pending().count(), 0);
-    let order: Vec<&str> = context.finished().map(|(call, _)| call.name.as_str()).collect();
+    assert_eq!(context.pending_calls().count(), 0);
+    let order: Vec<&str> = context.finished_calls().map(|(call, _)| call.name.as_str()).collect();
     assert_eq!(order, ["a", "c", "d", "b"], "as the results came");
 }
 
 #[test]
 fn a_ticket_decides_whatever_the_id_says() {
-    let ticket = |n: u64| Some(CallId::floor_at(n));
+    let ticket = |n: u64| Some(CallId::min_at(n));
     let with = |n| ToolCall { tool_call_id: ticket(n), ..asked("call_0", "a") };
     let mut context = ToolCallContext::new("run");
     context.set_tool_calls([with(1), with(2)]);
@@ -96,12 +96,12 @@ fn what_matches_nothing_is_refused_and_what_is_said_again_changes_nothing() {
         Ok(())
     });
     let unknown = context.set_tool_call_result(answer("call_9", "x"));
-    assert_eq!(unknown, Err(Unmatched::Unknown("call_9".into())));
+    assert_eq!(unknown, Err(ResultMatchError::UnknownCall("call_9".into())));
     context.set_tool_calls([asked("call_0", "a")]);
     context.set_tool_call_result(answer("call_0", "x")).unwrap();
     context.set_tool_call_result(answer("call_0", "x")).unwrap();
     let other = context.set_tool_call_result(answer("call_0", "y"));
-    assert_eq!(other, Err(Unmatched::Answered("call_0".into())));
+    assert_eq!(other, Err(ResultMatchError::AlreadyAnswered("call_0".into())));
     assert_eq!((context.tool_results().len(), heard.load(Ordering::SeqCst)), (1, 1));
 }
 
@@ -147,7 +147,7 @@ fn a_listener_that_fails_or_panics_is_logged_and_stops_nobody() {
     let heard = Arc::new(parking_lot::Mutex::new(Vec::new()));
     let note = |n: u32| {
         let heard = heard.clone();
-        move |call: &ToolCall, result: &ToolResult| -> Told {
+        move |call: &ToolCall, result: &ToolResult| -> ListenerResult {
             heard.lock().push((n, call.name.clone(), result.ok()));
             Ok(())
         }
@@ -160,7 +160,7 @@ fn a_listener_that_fails_or_panics_is_logged_and_stops_nobody() {
         context.on_tool_call(note(2));
         context.set_tool_calls([asked("call_0", "a.tool"), asked("call_1", "b.tool")]);
         context.set_tool_call_result(answer("call_0", "x")).unwrap();
-        let broke = ToolResult::of("call_1", Err(Fault::runtime("broke")));
+        let broke = ToolResult::new("call_1", Err(Fault::runtime("broke")));
         context.set_tool_call_result(broke).unwrap();
     });
     let all: Vec<_> = heard.lock().clone();
@@ -181,7 +181,7 @@ fn a_listener_that_fails_or_panics_is_logged_and_stops_nobody() {
 #[test]
 fn a_context_is_saved_and_read_back() {
     let mut context = ToolCallContext::new("run");
-    let rich = Definition {
+    let rich = ToolDefinition {
         output_schema: Some(json("true")),
         metadata: Some(json(r#"{"a":1.10}"#)),
         background: true,
@@ -189,10 +189,10 @@ fn a_context_is_saved_and_read_back() {
     };
     context.set_tool_definitions([rich.clone(), tool("c", "")]);
     context.set_tool_calls([asked("call_0", "a.b").background(), asked("call_1", "c")]);
-    context.set_tool_call_result(ToolResult::of("call_0", Ok(json("[1.10]")))).unwrap();
-    let fault = Fault::new(Code::PermissionDenied, "no").not_happened();
+    context.set_tool_call_result(ToolResult::new("call_0", Ok(json("[1.10]")))).unwrap();
+    let fault = Fault::new(Code::PermissionDenied, "no").without_side_effect();
     let fault = fault.with_detail(serde_json::json!({ "rule": 7 }));
-    context.set_tool_call_result(ToolResult::of("call_1", Err(fault))).unwrap();
+    context.set_tool_call_result(ToolResult::new("call_1", Err(fault))).unwrap();
     context.set_tool_calls([asked("call_0", "c")]);
     let text = serde_json::to_string(&context).unwrap();
     assert!(text.contains("[1.10]"), "to the letter: {text}");
@@ -202,7 +202,7 @@ fn a_context_is_saved_and_read_back() {
     assert_eq!(read.tool_results(), context.tool_results());
     // The restored context continues where the saved one stopped.
     read.set_tool_call_result(answer("call_0", "later")).unwrap();
-    assert_eq!(read.pending().count(), 0);
+    assert_eq!(read.pending_calls().count(), 0);
     assert_eq!(read.result_of(&read.tool_calls()[0]).unwrap().outcome, Ok(json("[1.10]")));
 }
 
@@ -211,14 +211,14 @@ fn lively() -> ToolCallContext {
     let mut context = ToolCallContext::new("run");
     context.set_tool_definitions([
         tool("calc.add", "Adds two integers. Nothing else."),
-        Definition { background: true, ..tool("report.build", "Builds\na report") },
+        ToolDefinition { background: true, ..tool("report.build", "Builds\na report") },
         tool("mute", ""),
     ]);
     context.set_tool_calls([asked("call_0", "report.build").background()]);
     context.set_tool_calls([asked("call_0", "calc.add"), asked("call_1", "mute")]);
     context.set_tool_call_result(answer("call_0", "42")).unwrap();
     let fault = Fault::runtime("no paper");
-    let failed = ToolResult::of("call_1", Err(fault)).at_ms(NOW + 60_000);
+    let failed = ToolResult::new("call_1", Err(fault)).at_ms(NOW + 60_000);
     context.set_tool_call_result(failed).unwrap();
     context
 }
@@ -267,7 +267,7 @@ fn a_prompt_is_within_any_budget_and_says_what_is_left_out() {
         let prompt = context.prompt(budget, NOW);
         assert!(tokens::count(&prompt.text) <= budget, "{budget}: {}", prompt.tokens);
         assert_eq!(prompt.tokens, tokens::count(&prompt.text));
-        let left = prompt.left_out;
+        let left = prompt.omitted;
         let said = |count: usize, title: &str, what: &str| {
             let forms = [format!("and {count} {what}"), format!("{title}: {count}, not shown")];
             budget < 40 || count == 0 || forms.iter().any(|form| prompt.text.contains(form))
@@ -283,7 +283,7 @@ fn a_prompt_is_within_any_budget_and_says_what_is_left_out() {
             before = prompt.tokens;
         }
     }
-    let everything = context.prompt(100_000, NOW).left_out;
+    let everything = context.prompt(100_000, NOW).omitted;
     assert_eq!((everything.tools, everything.pending), (0, 0));
     assert_eq!(everything.finished, 32 - 10, "only the newest are news");
 }
@@ -291,8 +291,8 @@ fn a_prompt_is_within_any_budget_and_says_what_is_left_out() {
 #[test]
 fn every_call_of_a_conversation_is_answered_under_an_id_of_its_own() {
     let context = lively();
-    let openai = context.openai(None, NOW + 65_000);
-    let said: Vec<serde_json::Value> = openai.messages.iter().map(Json::value).collect();
+    let openai = context.to_openai(None, NOW + 65_000);
+    let said: Vec<serde_json::Value> = openai.messages.iter().map(Json::to_value).collect();
     assert_eq!(said.len(), 5, "two turns: 1 + 1 and 1 + 2 messages");
     assert_eq!(
         said[0],
@@ -310,10 +310,10 @@ fn every_call_of_a_conversation_is_answered_under_an_id_of_its_own() {
     assert_eq!(said[2]["tool_calls"][0]["id"], "call_n2");
     assert_eq!(said[3]["content"], "42");
     assert!(said[4]["content"].as_str().unwrap().contains("no paper"));
-    assert_eq!(openai.tools[0].value()["function"]["name"], "calc__add");
+    assert_eq!(openai.tools[0].to_value()["function"]["name"], "calc__add");
 
-    let anthropic = context.anthropic(None, NOW + 65_000);
-    let said: Vec<serde_json::Value> = anthropic.messages.iter().map(Json::value).collect();
+    let anthropic = context.to_anthropic(None, NOW + 65_000);
+    let said: Vec<serde_json::Value> = anthropic.messages.iter().map(Json::to_value).collect();
     let roles: Vec<&str> = said.iter().map(|m| m["role"].as_str().unwrap()).collect();
     assert_eq!(roles, ["assistant", "user", "assistant", "user"]);
     for pair in said.chunks(2) {
@@ -332,14 +332,14 @@ fn the_answers_of_a_conversation_keep_to_their_budget() {
     let mut context = ToolCallContext::new("run");
     for n in 0..4 {
         let id = format!("call_{n}");
-        let ticket = Some(CallId::floor_at(n));
+        let ticket = Some(CallId::min_at(n));
         context.set_tool_calls([ToolCall { tool_call_id: ticket, ..asked(&id, "a") }]);
         let long = "many words of a result ".repeat(if n == 0 { 1 } else { 500 });
         context.set_tool_call_result(answer(&id, &long)).unwrap();
     }
     let contents = |budget| -> Vec<String> {
-        let messages = context.openai(budget, NOW).messages;
-        let values = messages.iter().map(Json::value).filter(|m| m["role"] == "tool");
+        let messages = context.to_openai(budget, NOW).messages;
+        let values = messages.iter().map(Json::to_value).filter(|m| m["role"] == "tool");
         values.map(|m| m["content"].as_str().unwrap().to_owned()).collect()
     };
     for budget in [1, 10, 100, 500, 1_000] {

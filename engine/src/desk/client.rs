@@ -4,15 +4,15 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::{Line, Message, POLL_LEASE_MS, Request};
+use super::{ClientMessage, POLL_LEASE_MS, Transport, WorkItem};
 use crate::id::CallId;
 use crate::tool::Effect;
 
 /// Maximum cancellations buffered for a disconnected client; it learns of further ones when it
 /// reports.
-const MAX_UNHEARD: usize = 256;
+const MAX_UNDELIVERED_CANCELS: usize = 256;
 
-pub(super) struct InHand {
+pub(super) struct Lease {
     pub(super) acknowledged: bool,
     /// The connection that received the item; `None` if the client has disconnected.
     pub(super) session: Option<u64>,
@@ -23,10 +23,10 @@ pub(super) struct InHand {
     pub(super) lease_until_ms: Option<u64>,
 }
 
-impl InHand {
+impl Lease {
     /// Sets the lease of an acknowledged item. A client whose disconnect cannot be detected keeps
     /// an item that is safe to repeat for half of the call's remaining time.
-    pub(super) fn stays(&mut self, request: &Request, now_ms: u64) {
+    pub(super) fn extend(&mut self, request: &WorkItem, now_ms: u64) {
         let rest_ms = request.deadline_ms.saturating_sub(now_ms);
         let until_ms = now_ms.saturating_add(POLL_LEASE_MS.max(rest_ms / 2));
         let harmless = request.effect != Effect::Irreversible;
@@ -35,43 +35,43 @@ impl InHand {
 }
 
 #[derive(Default)]
-pub(super) struct Client {
-    pub(super) offers: HashSet<String>,
-    pub(super) sessions: Vec<Connection>,
+pub(super) struct QueueClient {
+    pub(super) tools: HashSet<String>,
+    pub(super) sessions: Vec<ClientConnection>,
     /// Items queued for this client alone.
     pub(super) pinned: BTreeMap<u64, CallId>,
     /// Keyed by id, so that redelivered items arrive in the order of the requests.
-    pub(super) in_hand: BTreeMap<CallId, InHand>,
+    pub(super) leases: BTreeMap<CallId, Lease>,
     /// Cancellations for the next connection: none was open when they occurred.
-    pub(super) unheard: VecDeque<Message>,
-    pub(super) last_turn: u64,
+    pub(super) undelivered_cancels: VecDeque<ClientMessage>,
+    pub(super) last_assigned: u64,
     pub(super) last_seen_ms: u64,
 }
 
-pub(super) struct Connection {
+pub(super) struct ClientConnection {
     pub(super) number: u64,
-    pub(super) sender: UnboundedSender<Message>,
+    pub(super) sender: UnboundedSender<ClientMessage>,
     pub(super) window: usize,
-    pub(super) line: Line,
+    pub(super) line: Transport,
 }
 
-impl Client {
+impl QueueClient {
     /// Returns the connection for the next item, if the client has capacity.
-    pub(super) fn open_place(&self) -> Option<&Connection> {
-        let in_hand = self.in_hand.values().filter(|held| held.session.is_some()).count();
+    pub(super) fn connection_with_capacity(&self) -> Option<&ClientConnection> {
+        let in_hand = self.leases.values().filter(|held| held.session.is_some()).count();
         self.sessions.iter().rev().find(|connection| in_hand < connection.window)
     }
 
     /// Sends a message on this connection, or on another one, or buffers it for the next one. A
     /// polling client receives it in the pending poll or in the next one.
-    pub(super) fn tell(&mut self, session: Option<u64>, message: Message) {
+    pub(super) fn send_or_buffer(&mut self, session: Option<u64>, message: ClientMessage) {
         let given_on = self.sessions.iter().find(|c| Some(c.number) == session);
         match given_on.or_else(|| self.sessions.last()) {
             Some(connection) => drop(connection.sender.send(message)),
             None => {
-                self.unheard.push_back(message);
-                if self.unheard.len() > MAX_UNHEARD {
-                    self.unheard.pop_front();
+                self.undelivered_cancels.push_back(message);
+                if self.undelivered_cancels.len() > MAX_UNDELIVERED_CANCELS {
+                    self.undelivered_cancels.pop_front();
                 }
             }
         }
@@ -80,7 +80,7 @@ impl Client {
     /// Returns true if removing the client loses nothing: it has no connection, no lease, no queued
     /// item and no undelivered cancellation.
     pub(super) fn is_idle(&self) -> bool {
-        let nothing_out = self.sessions.is_empty() && self.in_hand.is_empty();
-        nothing_out && self.pinned.is_empty() && self.unheard.is_empty()
+        let nothing_out = self.sessions.is_empty() && self.leases.is_empty();
+        nothing_out && self.pinned.is_empty() && self.undelivered_cancels.is_empty()
     }
 }

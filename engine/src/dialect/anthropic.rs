@@ -3,22 +3,22 @@
 
 use serde::Serialize;
 
-use super::fields::Fields;
-use super::{Answer, Entry, Form, misfit, written};
+use super::fields::RawFields;
+use super::{CallFormat, EntryAnswer, ParsedToolCall, parse_fault, to_json};
 use crate::fault::Fault;
 use crate::json::Json;
 
-pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
-    let (id, name) = (fields.text("id")?, fields.needed("name")?);
-    let input = fields.raw("input").unwrap_or_else(Json::empty_object);
+pub(super) fn read(fields: &RawFields<'_>) -> Result<ParsedToolCall, Fault> {
+    let (id, name) = (fields.text("id")?, fields.required_text("name")?);
+    let input = fields.json("input").unwrap_or_else(Json::empty_object);
     if !input.text().starts_with('{') {
-        return Err(misfit("/input", "input must be an object"));
+        return Err(parse_fault("/input", "input must be an object"));
     }
-    Ok(Entry::new(Form::Anthropic, id, name, input))
+    Ok(ParsedToolCall::new(CallFormat::Anthropic, id, name, input))
 }
 
 #[derive(Serialize)]
-struct Block<'a> {
+struct ToolResultBlock<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
     tool_use_id: &'a str,
@@ -27,8 +27,8 @@ struct Block<'a> {
     is_error: bool,
 }
 
-pub(super) fn message(id: &str, answer: &Answer<'_>) -> Json {
+pub(super) fn message(id: &str, answer: &EntryAnswer<'_>) -> Json {
     let is_error = answer.ok == Some(false);
     let (kind, content) = ("tool_result", answer.content);
-    written(&Block { kind, tool_use_id: id, content, is_error })
+    to_json(&ToolResultBlock { kind, tool_use_id: id, content, is_error })
 }

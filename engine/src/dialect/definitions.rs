@@ -5,13 +5,13 @@ use std::str::FromStr;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::written;
+use super::to_json;
 use crate::json::Json;
-use crate::tool::{Definition, Effect};
+use crate::tool::{Effect, ToolDefinition};
 
 /// The format of a tool description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub enum ToolFormat {
     /// OpenAI chat completions: `tools` of a request.
     OpenAi,
     /// OpenAI Responses: `tools` of a request.
@@ -22,7 +22,7 @@ pub enum Format {
     Mcp,
 }
 
-impl Format {
+impl ToolFormat {
     /// All formats.
     pub const ALL: [Self; 4] = [Self::OpenAi, Self::OpenAiResponses, Self::Anthropic, Self::Mcp];
 
@@ -37,7 +37,7 @@ impl Format {
     }
 }
 
-impl FromStr for Format {
+impl FromStr for ToolFormat {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
@@ -46,21 +46,21 @@ impl FromStr for Format {
 }
 
 #[derive(Serialize)]
-struct Function<'a> {
+struct FunctionDefinition<'a> {
     name: &'a str,
     description: &'a str,
     parameters: Json,
 }
 
 #[derive(Serialize)]
-struct OpenAi<'a> {
+struct OpenAiTool<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
-    function: Function<'a>,
+    function: FunctionDefinition<'a>,
 }
 
 #[derive(Serialize)]
-struct Responses<'a> {
+struct ResponsesTool<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
     name: &'a str,
@@ -72,7 +72,7 @@ struct Responses<'a> {
 }
 
 #[derive(Serialize)]
-struct Anthropic<'a> {
+struct AnthropicTool<'a> {
     name: &'a str,
     description: &'a str,
     input_schema: Json,
@@ -80,7 +80,7 @@ struct Anthropic<'a> {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Mcp<'a> {
+struct McpTool<'a> {
     name: &'a str,
     /// The tool's name for people.
     title: &'a str,
@@ -88,37 +88,40 @@ struct Mcp<'a> {
     input_schema: Json,
     #[serde(skip_serializing_if = "Option::is_none")]
     output_schema: Option<&'a Json>,
-    annotations: Annotations,
+    annotations: ToolAnnotations,
 }
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Annotations {
+struct ToolAnnotations {
     read_only_hint: bool,
     destructive_hint: bool,
     idempotent_hint: bool,
 }
 
 /// Describes a tool in a format, under a given name.
-pub fn definition(format: Format, name: &str, tool: &Definition) -> Json {
-    let (description, parameters) = (tool.description.as_str(), object_schema(&tool.input_schema));
+pub fn describe_tool(format: ToolFormat, name: &str, tool: &ToolDefinition) -> Json {
+    let (description, parameters) =
+        (tool.description.as_str(), with_object_type(&tool.input_schema));
     match format {
-        Format::OpenAi => {
-            let function = Function { name, description, parameters };
-            written(&OpenAi { kind: "function", function })
+        ToolFormat::OpenAi => {
+            let function = FunctionDefinition { name, description, parameters };
+            to_json(&OpenAiTool { kind: "function", function })
         }
-        Format::OpenAiResponses => {
+        ToolFormat::OpenAiResponses => {
             let (kind, strict) = ("function", false);
-            written(&Responses { kind, name, description, parameters, strict })
+            to_json(&ResponsesTool { kind, name, description, parameters, strict })
         }
-        Format::Anthropic => written(&Anthropic { name, description, input_schema: parameters }),
-        Format::Mcp => written(&Mcp {
+        ToolFormat::Anthropic => {
+            to_json(&AnthropicTool { name, description, input_schema: parameters })
+        }
+        ToolFormat::Mcp => to_json(&McpTool {
             name,
             title: &tool.name,
             description,
             input_schema: parameters,
-            output_schema: tool.output_schema.as_ref().filter(|schema| is_of_object(schema)),
-            annotations: Annotations {
+            output_schema: tool.output_schema.as_ref().filter(|schema| describes_object(schema)),
+            annotations: ToolAnnotations {
                 read_only_hint: tool.effect == Effect::Read,
                 destructive_hint: tool.effect != Effect::Read,
                 idempotent_hint: tool.effect != Effect::Irreversible,
@@ -128,8 +131,8 @@ pub fn definition(format: Format, name: &str, tool: &Definition) -> Json {
 }
 
 /// Returns whether a model can call the tool, because models always pass an object as arguments.
-pub fn takes_object(tool: &Definition) -> bool {
-    match tool.input_schema.value().get("type") {
+pub fn accepts_object(tool: &ToolDefinition) -> bool {
+    match tool.input_schema.to_value().get("type") {
         Some(Value::String(kind)) => kind == "object",
         Some(Value::Array(kinds)) => kinds.iter().any(|kind| kind == "object"),
         _ => true,
@@ -138,20 +141,20 @@ pub fn takes_object(tool: &Definition) -> bool {
 
 /// Returns the schema with `"type": "object"`. Adds or narrows the type if needed, because the APIs
 /// require it and arguments from a model are always an object.
-fn object_schema(schema: &Json) -> Json {
-    match schema.value() {
+fn with_object_type(schema: &Json) -> Json {
+    match schema.to_value() {
         Value::Object(map) if map.get("type").is_some_and(|kind| kind == "object") => {
             schema.clone()
         }
         Value::Object(mut map) => {
             map.insert("type".into(), "object".into());
-            Json::of_value(&Value::Object(map))
+            Json::from_value(&Value::Object(map))
         }
-        _ => Json::of_value(&serde_json::json!({ "type": "object" })),
+        _ => Json::from_value(&serde_json::json!({ "type": "object" })),
     }
 }
 
 /// Returns whether a schema describes an object. MCP allows structured results only for objects.
-fn is_of_object(schema: &Json) -> bool {
-    schema.value().get("type").is_some_and(|kind| kind == "object")
+fn describes_object(schema: &Json) -> bool {
+    schema.to_value().get("type").is_some_and(|kind| kind == "object")
 }

@@ -3,12 +3,14 @@
 
 use serde::Serialize;
 
-use super::fields::Fields;
-use super::{Answer, Entry, Form, Pending, Said, misfit, written};
+use super::fields::RawFields;
+use super::{
+    CallFormat, EntryAnswer, FaultBody, ParsedToolCall, PendingNotice, parse_fault, to_json,
+};
 use crate::fault::Fault;
 use crate::json::Json;
 
-pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
+pub(super) fn read(fields: &RawFields<'_>) -> Result<ParsedToolCall, Fault> {
     // Arguments under the field name of another format would be ignored silently, and the tool
     // would run without them.
     for (field, kind) in [("arguments", "function_call"), ("input", "tool_use")] {
@@ -17,54 +19,55 @@ pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
                 "an envelope has its arguments in \"args\"; an entry with \"{field}\" says \
                  \"type\":\"{kind}\""
             );
-            return Err(misfit(&format!("/{field}"), message));
+            return Err(parse_fault(&format!("/{field}"), message));
         }
     }
-    let (id, name) = (fields.text("call_id")?, fields.needed("name")?);
-    let args = fields.raw("args").unwrap_or_else(Json::empty_object);
-    Ok(Entry {
+    let (id, name) = (fields.text("call_id")?, fields.required_text("name")?);
+    let args = fields.json("args").unwrap_or_else(Json::empty_object);
+    Ok(ParsedToolCall {
         timeout_ms: fields.number("timeout_ms")?,
         retry: fields.number("retry")?,
         idempotency_key: fields.text("idempotency_key")?,
         callback_url: fields.text("callback_url")?,
-        ..Entry::new(Form::Envelope, id, name, args)
+        ..ParsedToolCall::new(CallFormat::Envelope, id, name, args)
     })
 }
 
 #[derive(Serialize)]
-struct Message<'a> {
+struct EnvelopeMessage<'a> {
     call_id: Option<&'a str>,
     ok: Option<bool>,
     /// The result, or the text that replaces it.
-    data: Option<Shown<'a>>,
-    error: Option<Said<'a>>,
-    metrics: Option<Took>,
+    data: Option<EnvelopeData<'a>>,
+    error: Option<FaultBody<'a>>,
+    metrics: Option<EnvelopeMetrics>,
     #[serde(flatten)]
-    pending: Option<Pending<'a>>,
+    pending: Option<PendingNotice<'a>>,
 }
 
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Shown<'a> {
+enum EnvelopeData<'a> {
     Whole(&'a Json),
-    Instead(&'a str),
+    Substitute(&'a str),
 }
 
 #[derive(Serialize)]
-struct Took {
+struct EnvelopeMetrics {
     latency_ms: u64,
     retries: u32,
 }
 
-pub(super) fn message(id: Option<&str>, answer: &Answer<'_>) -> Json {
-    let whole = answer.data.map(Shown::Whole);
-    let instead = || (answer.ok == Some(true)).then_some(Shown::Instead(answer.content));
-    let metrics = answer.metrics.map(|m| Took { latency_ms: m.latency_ms, retries: m.retries });
-    written(&Message {
+pub(super) fn message(id: Option<&str>, answer: &EntryAnswer<'_>) -> Json {
+    let whole = answer.data.map(EnvelopeData::Whole);
+    let instead = || (answer.ok == Some(true)).then_some(EnvelopeData::Substitute(answer.content));
+    let metrics =
+        answer.metrics.map(|m| EnvelopeMetrics { latency_ms: m.latency_ms, retries: m.retries });
+    to_json(&EnvelopeMessage {
         call_id: id,
         ok: answer.ok,
         data: whole.or_else(instead),
-        error: answer.error.map(Said::from),
+        error: answer.error.map(FaultBody::from),
         metrics,
         pending: answer.pending,
     })

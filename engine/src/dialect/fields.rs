@@ -6,30 +6,30 @@ use std::fmt;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::misfit;
+use super::parse_fault;
 use crate::fault::Fault;
 use crate::json::Json;
 
 /// The fields of an object, borrowed from its text. A field that is `null` counts as missing,
 /// because model libraries serialize missing fields that way. If a field is repeated, the last one
 /// wins.
-pub(super) struct Fields<'a> {
+pub(super) struct RawFields<'a> {
     fields: Vec<(Cow<'a, str>, &'a RawValue)>,
     /// JSON pointer of the object within the entry.
     place: &'static str,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> RawFields<'a> {
     /// Parses the fields of an entry.
-    pub(super) fn of(entry: &'a Json) -> Result<Self, Fault> {
-        Self::within(entry.text(), "")
+    pub(super) fn parse(entry: &'a Json) -> Result<Self, Fault> {
+        Self::parse_object(entry.text(), "")
     }
 
-    fn within(object: &'a str, place: &'static str) -> Result<Self, Fault> {
-        let read: Result<Object<'a>, _> = serde_json::from_str(object);
-        let Ok(Object(mut fields)) = read else {
+    fn parse_object(object: &'a str, place: &'static str) -> Result<Self, Fault> {
+        let read: Result<RawObject<'a>, _> = serde_json::from_str(object);
+        let Ok(RawObject(mut fields)) = read else {
             let shown: String = object.chars().take(40).collect();
-            return Err(misfit(place, format!("a call of a tool is an object, not {shown}")));
+            return Err(parse_fault(place, format!("a call of a tool is an object, not {shown}")));
         };
         fields.retain(|(_, value)| value.get() != "null");
         Ok(Self { fields, place })
@@ -44,42 +44,42 @@ impl<'a> Fields<'a> {
         self.get(name).is_some()
     }
 
-    pub(super) fn raw(&self, name: &str) -> Option<Json> {
-        self.get(name).map(Json::part)
+    pub(super) fn json(&self, name: &str) -> Option<Json> {
+        self.get(name).map(Json::from_raw)
     }
 
     /// Returns a field's raw JSON.
-    pub(super) fn written(&self, name: &str) -> Option<&'a RawValue> {
+    pub(super) fn raw_value(&self, name: &str) -> Option<&'a RawValue> {
         self.get(name)
     }
 
     /// Returns an optional string, borrowed where possible.
-    pub(super) fn word(&self, name: &str) -> Result<Option<Cow<'a, str>>, Fault> {
+    pub(super) fn borrowed_text(&self, name: &str) -> Result<Option<Cow<'a, str>>, Fault> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let refused = |_| self.refused(name, "must be a text");
-        serde_json::from_str(value.get()).map(|Key(word)| Some(word)).map_err(refused)
+        let refused = |_| self.field_fault(name, "must be a text");
+        serde_json::from_str(value.get()).map(|BorrowedText(word)| Some(word)).map_err(refused)
     }
 
     /// Parses the object in a field.
     pub(super) fn object(&self, name: &str, place: &'static str) -> Result<Self, Fault> {
         match self.get(name) {
-            Some(object) => Self::within(object.get(), place),
-            None => Err(misfit(place, format!("{name} is missing"))),
+            Some(object) => Self::parse_object(object.get(), place),
+            None => Err(parse_fault(place, format!("{name} is missing"))),
         }
     }
 
     /// Returns an optional string.
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, Fault> {
-        Ok(self.word(name)?.map(Cow::into_owned))
+        Ok(self.borrowed_text(name)?.map(Cow::into_owned))
     }
 
     /// Returns a required string.
-    pub(super) fn needed(&self, name: &str) -> Result<String, Fault> {
-        self.text(name)?.ok_or_else(|| self.refused(name, "is missing"))
+    pub(super) fn required_text(&self, name: &str) -> Result<String, Fault> {
+        self.text(name)?.ok_or_else(|| self.field_fault(name, "is missing"))
     }
 
     /// Returns a string if the field holds one. Used to identify an entry that cannot be parsed.
-    pub(super) fn hint(&self, name: &str) -> Option<String> {
+    pub(super) fn text_if_valid(&self, name: &str) -> Option<String> {
         self.text(name).ok().flatten()
     }
 
@@ -90,27 +90,27 @@ impl<'a> Fields<'a> {
     {
         let Some(value) = self.get(name) else { return Ok(None) };
         let refused =
-            |_| self.refused(name, "must be a whole number, not below 0 and not too large");
+            |_| self.field_fault(name, "must be a whole number, not below 0 and not too large");
         serde_json::from_str(value.get()).map(Some).map_err(refused)
     }
 
-    fn refused(&self, name: &str, what: &str) -> Fault {
-        misfit(&format!("{}/{name}", self.place), format!("{name} {what}"))
+    fn field_fault(&self, name: &str, what: &str) -> Fault {
+        parse_fault(&format!("{}/{name}", self.place), format!("{name} {what}"))
     }
 }
 
 /// The fields of an object, in order and not copied.
-struct Object<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
+struct RawObject<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
 
-impl<'de: 'a, 'a> Deserialize<'de> for Object<'a> {
+impl<'de: 'a, 'a> Deserialize<'de> for RawObject<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(InOrder).map(Object)
+        deserializer.deserialize_map(RawObjectVisitor).map(RawObject)
     }
 }
 
-struct InOrder;
+struct RawObjectVisitor;
 
-impl<'de> Visitor<'de> for InOrder {
+impl<'de> Visitor<'de> for RawObjectVisitor {
     type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -119,7 +119,7 @@ impl<'de> Visitor<'de> for InOrder {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut fields = Vec::with_capacity(8);
-        while let Some((Key(key), value)) = map.next_entry()? {
+        while let Some((BorrowedText(key), value)) = map.next_entry()? {
             fields.push((key, value));
         }
         Ok(fields)
@@ -128,4 +128,4 @@ impl<'de> Visitor<'de> for InOrder {
 
 /// A string, borrowed if it contains no escapes.
 #[derive(serde::Deserialize)]
-pub(super) struct Key<'a>(#[serde(borrow)] pub(super) Cow<'a, str>);
+pub(super) struct BorrowedText<'a>(#[serde(borrow)] pub(super) Cow<'a, str>);

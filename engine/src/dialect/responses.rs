@@ -3,25 +3,29 @@
 
 use serde::Serialize;
 
-use super::fields::Fields;
-use super::{Answer, Entry, Form, arguments, written};
+use super::fields::RawFields;
+use super::{CallFormat, EntryAnswer, ParsedToolCall, arguments, to_json};
 use crate::fault::Fault;
 use crate::json::Json;
 
-pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
-    let (id, name) = (fields.text("call_id")?, fields.needed("name")?);
-    let args = arguments::read(fields.written("arguments"), "/arguments")?;
-    Ok(Entry::new(Form::Responses, id, name, args))
+pub(super) fn read(fields: &RawFields<'_>) -> Result<ParsedToolCall, Fault> {
+    let (id, name) = (fields.text("call_id")?, fields.required_text("name")?);
+    let args = arguments::read(fields.raw_value("arguments"), "/arguments")?;
+    Ok(ParsedToolCall::new(CallFormat::Responses, id, name, args))
 }
 
 #[derive(Serialize)]
-struct Item<'a> {
+struct FunctionCallOutput<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
     call_id: &'a str,
     output: &'a str,
 }
 
-pub(super) fn message(id: &str, answer: &Answer<'_>) -> Json {
-    written(&Item { kind: "function_call_output", call_id: id, output: answer.content })
+pub(super) fn message(id: &str, answer: &EntryAnswer<'_>) -> Json {
+    to_json(&FunctionCallOutput {
+        kind: "function_call_output",
+        call_id: id,
+        output: answer.content,
+    })
 }

@@ -3,25 +3,25 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::tool::{Definition, Effect, Executor, Risk};
+use crate::tool::{Effect, Executor, Risk, ToolDefinition};
 
-fn read(text: &str) -> Result<Entry, Misfit> {
+fn read(text: &str) -> Result<ParsedToolCall, CallParseError> {
     parse(&Json::parse(text).unwrap())
 }
 
-fn fault(text: &str) -> (Misfit, Value) {
+fn fault(text: &str) -> (CallParseError, Value) {
     let misfit = read(text).unwrap_err();
     assert_eq!(misfit.fault.code, Code::ValidationError);
     let detail = misfit.fault.detail.clone().unwrap();
     (misfit, detail)
 }
 
-fn answered(form: Form, ok: bool) -> Value {
+fn answered(form: CallFormat, ok: bool) -> Value {
     let data = Json::parse(r#"{"temp": 1.10}"#).unwrap();
     let fault = Fault::runtime("no rain today");
     let failed = fault_content(&fault);
-    let metrics = Some(Metrics { latency_ms: 12, queue_ms: 1, attempts: 1, retries: 0 });
-    let answer = Answer {
+    let metrics = Some(CallMetrics { latency_ms: 12, queue_ms: 1, attempts: 1, retries: 0 });
+    let answer = EntryAnswer {
         ok: Some(ok),
         content: if ok { data.text() } else { &failed },
         data: ok.then_some(&data),
@@ -29,7 +29,7 @@ fn answered(form: Form, ok: bool) -> Value {
         metrics,
         pending: None,
     };
-    message(form, Some("call_0"), &answer).value()
+    answer_message(form, Some("call_0"), &answer).to_value()
 }
 
 #[test]
@@ -39,12 +39,12 @@ fn the_chat_form() {
             "function": {"name": "get_weather", "arguments": "{\"location\": \"Paris\", \"n\": 1.10}"}}"#,
     )
     .unwrap();
-    assert_eq!((entry.form, entry.id.as_deref()), (Form::OpenAi, Some("call_abc123")));
+    assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::OpenAi, Some("call_abc123")));
     assert_eq!(entry.name, "get_weather");
     assert_eq!(entry.args.text(), r#"{"location": "Paris", "n": 1.10}"#);
     let said = json!({"role": "tool", "tool_call_id": "call_0", "content": "{\"temp\": 1.10}"});
-    assert_eq!(answered(Form::OpenAi, true), said);
-    let failed = answered(Form::OpenAi, false);
+    assert_eq!(answered(CallFormat::OpenAi, true), said);
+    let failed = answered(CallFormat::OpenAi, false);
     let content: Value = serde_json::from_str(failed["content"].as_str().unwrap()).unwrap();
     assert_eq!(content["error"]["code"], "RUNTIME_ERROR");
     assert_eq!(content["error"]["message"], "no rain today");
@@ -53,7 +53,10 @@ fn the_chat_form() {
 #[test]
 fn servers_that_speak_the_chat_form_loosely() {
     let entry = read(r#"{"function": {"name": "a", "arguments": {"x": 1}}}"#).unwrap();
-    assert_eq!((entry.form, entry.id, entry.args.text()), (Form::OpenAi, None, r#"{"x": 1}"#));
+    assert_eq!(
+        (entry.form, entry.id, entry.args.text()),
+        (CallFormat::OpenAi, None, r#"{"x": 1}"#)
+    );
     for arguments in [r#""""#, r#""  ""#, "null"] {
         let text = format!(r#"{{"function": {{"name": "a", "arguments": {arguments}}}}}"#);
         assert_eq!(read(&text).unwrap().args.text(), "{}", "{text}");
@@ -68,9 +71,9 @@ fn the_responses_form() {
             "name": "get_weather", "arguments": "{\"location\":\"Paris\"}"}"#,
     )
     .unwrap();
-    assert_eq!((entry.form, entry.id.as_deref()), (Form::Responses, Some("call_xyz")));
+    assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::Responses, Some("call_xyz")));
     assert_eq!(entry.args.text(), r#"{"location":"Paris"}"#);
-    let item = answered(Form::Responses, true);
+    let item = answered(CallFormat::Responses, true);
     let said = "{\"temp\": 1.10}";
     let expected = json!({"type": "function_call_output", "call_id": "call_0", "output": said});
     assert_eq!(item, expected);
@@ -83,15 +86,15 @@ fn the_anthropic_form() {
             "input": {"location": "San Francisco, CA", "unit": "celsius"}}"#,
     )
     .unwrap();
-    assert_eq!(entry.form, Form::Anthropic);
+    assert_eq!(entry.form, CallFormat::Anthropic);
     assert_eq!(entry.id.as_deref(), Some("toolu_01A09q90qw90lq917835lq9"));
-    assert_eq!(entry.args.value()["unit"], "celsius");
-    let block = answered(Form::Anthropic, true);
+    assert_eq!(entry.args.to_value()["unit"], "celsius");
+    let block = answered(CallFormat::Anthropic, true);
     let said = "{\"temp\": 1.10}";
     assert_eq!(block, json!({"type": "tool_result", "tool_use_id": "call_0", "content": said}));
-    assert_eq!(answered(Form::Anthropic, false)["is_error"], true);
+    assert_eq!(answered(CallFormat::Anthropic, false)["is_error"], true);
     let (misfit, detail) = fault(r#"{"type": "tool_use", "id": "t", "name": "a", "input": "{}"}"#);
-    assert_eq!((misfit.form, detail["pointer"].as_str()), (Form::Anthropic, Some("/input")));
+    assert_eq!((misfit.form, detail["pointer"].as_str()), (CallFormat::Anthropic, Some("/input")));
 }
 
 #[test]
@@ -101,13 +104,16 @@ fn the_envelope() {
             "idempotency_key": null}"#,
     )
     .unwrap();
-    assert_eq!((entry.form, entry.timeout_ms, entry.retry), (Form::Envelope, Some(8_000), Some(1)));
+    assert_eq!(
+        (entry.form, entry.timeout_ms, entry.retry),
+        (CallFormat::Envelope, Some(8_000), Some(1))
+    );
     assert_eq!(entry.idempotency_key, None, "null is nothing");
     assert_eq!(read(r#"{"name": "a"}"#).unwrap().args.text(), "{}");
-    let said = answered(Form::Envelope, true);
+    let said = answered(CallFormat::Envelope, true);
     assert_eq!((&said["ok"], &said["data"]), (&json!(true), &json!({"temp": 1.10})));
     assert_eq!(said["metrics"], json!({"latency_ms": 12, "retries": 0}));
-    let said = answered(Form::Envelope, false);
+    let said = answered(CallFormat::Envelope, false);
     assert_eq!((&said["data"], &said["error"]["code"]), (&Value::Null, &json!("RUNTIME_ERROR")));
 }
 
@@ -116,7 +122,7 @@ fn arguments_that_are_not_json_say_where() {
     let text = r#"{"id": "call_1", "type": "function",
         "function": {"name": "w", "arguments": "{\"city\":\n \"Köln\", \"days\": three}"}}"#;
     let (misfit, detail) = fault(text);
-    assert_eq!((misfit.form, misfit.id.as_deref()), (Form::OpenAi, Some("call_1")));
+    assert_eq!((misfit.form, misfit.id.as_deref()), (CallFormat::OpenAi, Some("call_1")));
     assert_eq!(misfit.name.as_deref(), Some("w"));
     assert_eq!(detail["pointer"], "/function/arguments");
     let arguments = "{\"city\":\n \"Köln\", \"days\": three}";
@@ -169,8 +175,8 @@ fn texts_are_given_as_texts() {
     assert_eq!(data_content(&Json::parse("[1.10]").unwrap()), "[1.10]");
 }
 
-fn tool(schema: &str, effect: Effect) -> Definition {
-    Definition {
+fn tool(schema: &str, effect: Effect) -> ToolDefinition {
+    ToolDefinition {
         project: None,
         name: "calc.add".into(),
         description: "Adds".into(),
@@ -184,7 +190,7 @@ fn tool(schema: &str, effect: Effect) -> Definition {
         policy: Default::default(),
         fallback: Vec::new(),
         metadata: None,
-        utp: None,
+        binding: None,
     }
 }
 
@@ -192,24 +198,24 @@ fn tool(schema: &str, effect: Effect) -> Definition {
 fn definitions() {
     let schema = r#"{"type":"object","properties":{"a":{"type":"integer","default":1.0}}}"#;
     let tool = tool(schema, Effect::Idempotent);
-    let told = |format| definition(format, "calc__add", &tool).text().to_owned();
+    let told = |format| describe_tool(format, "calc__add", &tool).text().to_owned();
     assert_eq!(
-        told(Format::OpenAi),
+        told(ToolFormat::OpenAi),
         format!(
             r#"{{"type":"function","function":{{"name":"calc__add","description":"Adds","parameters":{schema}}}}}"#
         )
     );
     assert_eq!(
-        told(Format::OpenAiResponses),
+        told(ToolFormat::OpenAiResponses),
         format!(
             r#"{{"type":"function","name":"calc__add","description":"Adds","parameters":{schema},"strict":false}}"#
         )
     );
     assert_eq!(
-        told(Format::Anthropic),
+        told(ToolFormat::Anthropic),
         format!(r#"{{"name":"calc__add","description":"Adds","input_schema":{schema}}}"#)
     );
-    let mcp: Value = serde_json::from_str(&told(Format::Mcp)).unwrap();
+    let mcp: Value = serde_json::from_str(&told(ToolFormat::Mcp)).unwrap();
     assert_eq!(mcp["title"], "calc.add");
     assert_eq!(
         (&mcp["inputSchema"]["type"], &mcp["outputSchema"]["type"]),
@@ -217,7 +223,7 @@ fn definitions() {
     );
     let hints = json!({"readOnlyHint": false, "destructiveHint": true, "idempotentHint": true});
     assert_eq!(mcp["annotations"], hints);
-    for format in Format::ALL {
+    for format in ToolFormat::ALL {
         assert_eq!(format.as_str().parse(), Ok(format));
     }
 }
@@ -226,11 +232,11 @@ fn definitions() {
 fn a_schema_that_says_no_type_is_one_of_objects() {
     for schema in ["{}", "true", r#"{"required":["a"]}"#, r#"{"type":["object","null"]}"#] {
         let tool = tool(schema, Effect::Read);
-        let told = definition(Format::Anthropic, "x", &tool).value();
+        let told = describe_tool(ToolFormat::Anthropic, "x", &tool).to_value();
         assert_eq!(told["input_schema"]["type"], "object", "{schema}");
-        assert!(takes_object(&tool), "{schema}");
+        assert!(accepts_object(&tool), "{schema}");
     }
     for schema in [r#"{"type":"string"}"#, r#"{"type":["array","null"]}"#] {
-        assert!(!takes_object(&tool(schema, Effect::Read)), "{schema}");
+        assert!(!accepts_object(&tool(schema, Effect::Read)), "{schema}");
     }
 }

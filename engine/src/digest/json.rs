@@ -3,19 +3,19 @@
 
 use std::fmt::Write;
 
-use super::shape::shape;
-use super::skeleton::{List, Map, Node};
-use super::{BYTES_PER_TOKEN, ladder, scaled};
-use crate::json::cursor::unquoted;
+use super::shape::describe_shape;
+use super::skeleton::{SampleArray, SampleNode, SampleObject};
+use super::{BYTES_PER_TOKEN, render_most_detailed, scale_down};
+use crate::json::cursor::decode_string;
 
 /// Limits on the amount of detail in a rendering.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Detail {
+pub(super) struct RenderLimits {
     /// Maximum items of an array at the top level; fewer at deeper levels.
     items: usize,
     least_items: usize,
     /// Arrays with at most this many items are shown in full.
-    short: usize,
+    full_up_to_items: usize,
     /// Maximum entries of an object.
     keys: usize,
     /// Maximum bytes of a string.
@@ -26,21 +26,21 @@ pub(super) struct Detail {
     most_bytes: usize,
 }
 
-impl Detail {
+impl RenderLimits {
     /// Returns the limits of a detail level, from everything the budget could hold (0) down to the
     /// least.
-    pub(super) fn rung(rung: u32, room: usize) -> Self {
+    pub(super) fn at_level(rung: u32, room: usize) -> Self {
         Self {
-            items: scaled(room / 4, 0.7, rung, 0),
+            items: scale_down(room / 4, 0.7, rung, 0),
             least_items: match rung {
                 0..14 => 3,
                 14..18 => 2,
                 18..23 => 1,
                 _ => 0,
             },
-            short: 0,
-            keys: scaled(512, 0.7, rung, 4),
-            text: scaled(4_096, 0.6, rung, 16),
+            full_up_to_items: 0,
+            keys: scale_down(512, 0.7, rung, 4),
+            text: scale_down(4_096, 0.6, rung, 16),
             depth: 10_usize.saturating_sub(rung as usize / 4).max(2),
             most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
         }
@@ -52,32 +52,32 @@ impl Detail {
 }
 
 /// Renders the shape and the data in at most `room` tokens.
-pub(super) fn render(root: &Node<'_>, room: usize) -> String {
-    let shape = format!("shape: {}", shape(root, room / 3));
+pub(super) fn render(root: &SampleNode<'_>, room: usize) -> String {
+    let shape = format!("shape: {}", describe_shape(root, room / 3));
     let rest = room.saturating_sub(crate::tokens::count(&shape) + 3);
-    let data = ladder(rest, |rung| {
+    let data = render_most_detailed(rest, |rung| {
         let mut text = "data: ".to_owned();
-        write(&mut text, root, &Detail::rung(rung, rest), 0);
+        write(&mut text, root, &RenderLimits::at_level(rung, rest), 0);
         text
     });
     format!("{shape}\n{data}")
 }
 
 /// Writes a value as JSON, with `…` and counts in place of omitted parts.
-pub(super) fn write(out: &mut String, node: &Node<'_>, detail: &Detail, depth: usize) {
+pub(super) fn write(out: &mut String, node: &SampleNode<'_>, detail: &RenderLimits, depth: usize) {
     // Stop writing a text that is far too long, because it would be discarded.
     if out.len() > detail.most_bytes {
         return;
     }
     match node {
-        Node::Plain(text) => write_plain(out, text, detail),
-        Node::Text(text) => write_text(out, text, detail),
-        Node::List(list) => write_list(out, list, detail, depth),
-        Node::Map(map) => write_map(out, map, detail, depth),
+        SampleNode::Scalar(text) => write_plain(out, text, detail),
+        SampleNode::Text(text) => write_text(out, text, detail),
+        SampleNode::Array(list) => write_list(out, list, detail, depth),
+        SampleNode::Object(map) => write_map(out, map, detail, depth),
     }
 }
 
-fn write_plain(out: &mut String, text: &str, detail: &Detail) {
+fn write_plain(out: &mut String, text: &str, detail: &RenderLimits) {
     // A number may have any number of digits.
     let most = detail.text.max(40);
     match text.get(..most).filter(|_| text.len() > most) {
@@ -88,7 +88,7 @@ fn write_plain(out: &mut String, text: &str, detail: &Detail) {
     }
 }
 
-fn write_text(out: &mut String, text: &str, detail: &Detail) {
+fn write_text(out: &mut String, text: &str, detail: &RenderLimits) {
     if text.len() <= detail.text + 16 {
         out.push_str(text);
         return;
@@ -100,12 +100,13 @@ fn write_text(out: &mut String, text: &str, detail: &Detail) {
     let _ = write!(out, "{begin}…\" +{} bytes", text.len() - begin.len() - 1);
 }
 
-fn write_list(out: &mut String, list: &List<'_>, detail: &Detail, depth: usize) {
+fn write_list(out: &mut String, list: &SampleArray<'_>, detail: &RenderLimits, depth: usize) {
     if depth >= detail.depth && list.count > 0 {
         let _ = write!(out, "[{} items]", list.count);
         return;
     }
-    let most = if list.count <= detail.short { list.count } else { detail.items_at(depth) };
+    let most =
+        if list.count <= detail.full_up_to_items { list.count } else { detail.items_at(depth) };
     let shown = list.head.len().min(most);
     out.push('[');
     for (n, item) in list.head[..shown].iter().enumerate() {
@@ -122,7 +123,7 @@ fn write_list(out: &mut String, list: &List<'_>, detail: &Detail, depth: usize) 
     out.push(']');
 }
 
-fn write_map(out: &mut String, map: &Map<'_>, detail: &Detail, depth: usize) {
+fn write_map(out: &mut String, map: &SampleObject<'_>, detail: &RenderLimits, depth: usize) {
     if depth >= detail.depth && map.count > 0 {
         let _ = write!(out, "{{{} keys}}", map.count);
         return;
@@ -146,8 +147,8 @@ fn write_map(out: &mut String, map: &Map<'_>, detail: &Detail, depth: usize) {
 }
 
 /// Formats a key for display outside JSON.
-pub(super) fn key_text(key: &str) -> String {
-    let plain = unquoted(key);
+pub(super) fn display_key(key: &str) -> String {
+    let plain = decode_string(key);
     let simple =
         !plain.is_empty() && plain.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c));
     let text: &str = if simple { &plain } else { key };
@@ -159,18 +160,18 @@ pub(super) fn key_text(key: &str) -> String {
 
 /// Renders the object that encloses the main content: its other entries, with long ones reduced to
 /// their size.
-pub(super) fn around(root: &Node<'_>, room: usize) -> String {
-    let detail = |rung: u32| Detail {
+pub(super) fn render_enclosing(root: &SampleNode<'_>, room: usize) -> String {
+    let detail = |rung: u32| RenderLimits {
         items: 3,
         least_items: 0,
         // No table is this short, so the main content is not shown twice.
-        short: 3,
-        keys: scaled(64, 0.8, rung, 3),
-        text: scaled(400, 0.75, rung, 12),
+        full_up_to_items: 3,
+        keys: scale_down(64, 0.8, rung, 3),
+        text: scale_down(400, 0.75, rung, 12),
         depth: 4_usize.saturating_sub(rung as usize / 4).max(1),
         most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
     };
-    ladder(room, |rung| {
+    render_most_detailed(room, |rung| {
         let mut text = "around it: ".to_owned();
         write(&mut text, root, &detail(rung), 0);
         text

@@ -3,27 +3,27 @@
 
 use std::fmt::Write;
 
-use super::json::key_text;
-use super::skeleton::{List, Map, Node};
+use super::json::display_key;
+use super::skeleton::{SampleArray, SampleNode, SampleObject};
 
 /// The type of a value, or of several values at the same location.
 #[derive(Default, Clone)]
 pub(super) struct Shape<'a> {
     /// Names of scalar types, in the order encountered.
-    plain: Vec<&'static str>,
-    list: Option<ListShape<'a>>,
-    map: Option<MapShape<'a>>,
+    scalar_types: Vec<&'static str>,
+    list: Option<ArrayShape<'a>>,
+    map: Option<ObjectShape<'a>>,
 }
 
 #[derive(Clone)]
-struct ListShape<'a> {
+struct ArrayShape<'a> {
     least: usize,
     most: usize,
     item: Option<Box<Shape<'a>>>,
 }
 
 #[derive(Clone)]
-struct MapShape<'a> {
+struct ObjectShape<'a> {
     /// Number of objects merged into this shape.
     seen: usize,
     entries: Vec<(&'a str, usize, Shape<'a>)>,
@@ -35,20 +35,20 @@ struct MapShape<'a> {
 const MANY_KEYS: usize = 48;
 
 /// Describes the shape in about `room` tokens at most.
-pub(super) fn shape(node: &Node<'_>, room: usize) -> String {
+pub(super) fn describe_shape(node: &SampleNode<'_>, room: usize) -> String {
     let shape = Shape::of(node);
     let written = |rung: u32| {
         let mut text = String::new();
         let depth = 8_usize.saturating_sub(rung as usize / 2);
-        let keys = super::scaled(MANY_KEYS, 0.85, rung, 3);
+        let keys = super::scale_down(MANY_KEYS, 0.85, rung, 3);
         shape.write(&mut text, depth, keys);
         text
     };
-    super::ladder(room, written)
+    super::render_most_detailed(room, written)
 }
 
 /// Returns the scalar type of a JSON text.
-pub(super) fn plain_type(text: &str) -> &'static str {
+pub(super) fn scalar_type(text: &str) -> &'static str {
     match text.as_bytes().first() {
         Some(b't' | b'f') => "boolean",
         Some(b'n') => "null",
@@ -58,38 +58,38 @@ pub(super) fn plain_type(text: &str) -> &'static str {
 }
 
 impl<'a> Shape<'a> {
-    pub(super) fn of(node: &Node<'a>) -> Self {
+    pub(super) fn of(node: &SampleNode<'a>) -> Self {
         let mut shape = Self::default();
         shape.add(node);
         shape
     }
 
-    pub(super) fn add(&mut self, node: &Node<'a>) {
+    pub(super) fn add(&mut self, node: &SampleNode<'a>) {
         match node {
-            Node::Plain(text) | Node::Text(text) => {
-                let name = plain_type(text);
-                if !self.plain.contains(&name) {
-                    self.plain.push(name);
+            SampleNode::Scalar(text) | SampleNode::Text(text) => {
+                let name = scalar_type(text);
+                if !self.scalar_types.contains(&name) {
+                    self.scalar_types.push(name);
                 }
             }
-            Node::List(list) => self.add_list(list),
-            Node::Map(map) => self.add_map(map),
+            SampleNode::Array(list) => self.add_list(list),
+            SampleNode::Object(map) => self.add_map(map),
         }
     }
 
-    fn add_list(&mut self, list: &List<'a>) {
+    fn add_list(&mut self, list: &SampleArray<'a>) {
         let (least, most) = (list.count, list.count);
-        let shape = self.list.get_or_insert(ListShape { least, most, item: None });
+        let shape = self.list.get_or_insert(ArrayShape { least, most, item: None });
         shape.least = shape.least.min(list.count);
         shape.most = shape.most.max(list.count);
-        for (_, item) in list.seen() {
+        for (_, item) in list.sampled_items() {
             shape.item.get_or_insert_default().add(item);
         }
     }
 
-    fn add_map(&mut self, map: &Map<'a>) {
+    fn add_map(&mut self, map: &SampleObject<'a>) {
         let shape =
-            self.map.get_or_insert_with(|| MapShape { seen: 0, entries: Vec::new(), more: 0 });
+            self.map.get_or_insert_with(|| ObjectShape { seen: 0, entries: Vec::new(), more: 0 });
         // An object that was not sampled in full says nothing about its other keys.
         if shape.seen > 0 && map.entries.len() < map.count {
             return;
@@ -120,7 +120,7 @@ impl<'a> Shape<'a> {
             }
             before = true;
         };
-        for name in &self.plain {
+        for name in &self.scalar_types {
             or(out);
             out.push_str(name);
         }
@@ -135,7 +135,7 @@ impl<'a> Shape<'a> {
     }
 }
 
-impl ListShape<'_> {
+impl ArrayShape<'_> {
     fn write(&self, out: &mut String, depth: usize, keys: usize) {
         let _ = match (self.least, self.most) {
             (least, most) if least == most => write!(out, "[{most}"),
@@ -149,7 +149,7 @@ impl ListShape<'_> {
     }
 }
 
-impl MapShape<'_> {
+impl ObjectShape<'_> {
     fn write(&self, out: &mut String, depth: usize, keys: usize) {
         let all = self.entries.len() + self.more;
         if depth == 0 {
@@ -161,7 +161,7 @@ impl MapShape<'_> {
             if n > 0 {
                 out.push_str(", ");
             }
-            out.push_str(&key_text(key));
+            out.push_str(&display_key(key));
             // Some of the merged objects lack this key.
             if *times < self.seen {
                 out.push('?');

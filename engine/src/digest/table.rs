@@ -5,11 +5,11 @@
 
 use std::fmt::Write;
 
-use super::json::{self, Detail, key_text};
+use super::json::{self, RenderLimits, display_key};
 use super::shape::Shape;
-use super::skeleton::{List, Map, Node};
-use super::{ladder, scaled};
-use crate::json::cursor::unquoted;
+use super::skeleton::{SampleArray, SampleNode, SampleObject};
+use super::{render_most_detailed, scale_down};
+use crate::json::cursor::decode_string;
 
 /// Arrays with fewer rows are shown as JSON just as well.
 const LEAST_ROWS: usize = 4;
@@ -18,18 +18,21 @@ pub(super) struct Table<'n, 'a> {
     pub(super) count: usize,
     columns: Vec<(String, Shape<'a>)>,
     /// Sampled rows with their indexes, with cells in column order.
-    rows: Vec<(usize, Vec<&'n Node<'a>>)>,
+    rows: Vec<(usize, Vec<&'n SampleNode<'a>>)>,
 }
 
 impl<'n, 'a> Table<'n, 'a> {
     /// Interprets an array as a table if it is one. `beside` is the object that contains the array.
-    pub(super) fn of(list: &'n List<'a>, beside: Option<&Map<'a>>) -> Option<Self> {
+    pub(super) fn detect(
+        list: &'n SampleArray<'a>,
+        beside: Option<&SampleObject<'a>>,
+    ) -> Option<Self> {
         if list.count < LEAST_ROWS || list.head.len() < 2 {
             return None;
         }
         let (names, rows) = match list.head.first()? {
-            Node::Map(first) => objects(list, first)?,
-            Node::List(first) => arrays(list, first, beside)?,
+            SampleNode::Object(first) => rows_of_objects(list, first)?,
+            SampleNode::Array(first) => rows_of_arrays(list, first, beside)?,
             _ => return None,
         };
         let shape = |column: usize| {
@@ -43,14 +46,14 @@ impl<'n, 'a> Table<'n, 'a> {
 
     /// Renders columns and rows in at most `room` tokens.
     pub(super) fn render(&self, pointer: &str, room: usize) -> String {
-        ladder(room, |rung| self.written(pointer, rung, room))
+        render_most_detailed(room, |rung| self.render_at_level(pointer, rung, room))
     }
 
-    fn written(&self, pointer: &str, rung: u32, room: usize) -> String {
+    fn render_at_level(&self, pointer: &str, rung: u32, room: usize) -> String {
         let place = if pointer.is_empty() { String::new() } else { format!(" {pointer}") };
         let (rows, columns) = (self.count, self.columns.len());
         let mut text = format!("table{place}: {rows} rows, {columns} columns\ncolumns: ");
-        let names = scaled(256, 0.8, rung, 4);
+        let names = scale_down(256, 0.8, rung, 4);
         for (n, (name, shape)) in self.columns.iter().take(names).enumerate() {
             if n > 0 {
                 text.push_str(", ");
@@ -61,9 +64,9 @@ impl<'n, 'a> Table<'n, 'a> {
         if columns > names {
             let _ = write!(text, ", … {} more", columns - names);
         }
-        let detail = Detail::rung(rung + 6, room);
+        let detail = RenderLimits::at_level(rung + 6, room);
         let mut after = 0;
-        for place in self.sample(scaled(room / 3, 0.7, rung, 0)) {
+        for place in self.sample(scale_down(room / 3, 0.7, rung, 0)) {
             let (row, cells) = &self.rows[place];
             if *row > after {
                 let _ = write!(text, "\n… {} rows", row - after);
@@ -103,16 +106,19 @@ impl<'n, 'a> Table<'n, 'a> {
     }
 }
 
-type Rows<'n, 'a> = Vec<(usize, Vec<&'n Node<'a>>)>;
+type TableRows<'n, 'a> = Vec<(usize, Vec<&'n SampleNode<'a>>)>;
 
 /// Reads rows that are objects with the same keys as the first one.
-fn objects<'n, 'a>(list: &'n List<'a>, first: &Map<'a>) -> Option<(Vec<String>, Rows<'n, 'a>)> {
+fn rows_of_objects<'n, 'a>(
+    list: &'n SampleArray<'a>,
+    first: &SampleObject<'a>,
+) -> Option<(Vec<String>, TableRows<'n, 'a>)> {
     let keys: Vec<&str> = first.entries.iter().map(|(key, _)| *key).collect();
     if keys.is_empty() || keys.len() != first.count {
         return None;
     }
-    let row = |node: &'n Node<'a>| {
-        let Node::Map(map) = node else { return None };
+    let row = |node: &'n SampleNode<'a>| {
+        let SampleNode::Object(map) = node else { return None };
         if map.count != keys.len() || map.entries.len() != map.count {
             return None;
         }
@@ -124,33 +130,33 @@ fn objects<'n, 'a>(list: &'n List<'a>, first: &Map<'a>) -> Option<(Vec<String>, 
         };
         keys.iter().enumerate().map(cell).collect::<Option<Vec<_>>>()
     };
-    let rows = rows(list, row)?;
-    Some((keys.into_iter().map(key_text).collect(), rows))
+    let rows = uniform_rows(list, row)?;
+    Some((keys.into_iter().map(display_key).collect(), rows))
 }
 
 /// Reads rows that are arrays of the same length as the first one, with column names from a sibling
 /// entry.
-fn arrays<'n, 'a>(
-    list: &'n List<'a>,
-    first: &List<'a>,
-    beside: Option<&Map<'a>>,
-) -> Option<(Vec<String>, Rows<'n, 'a>)> {
+fn rows_of_arrays<'n, 'a>(
+    list: &'n SampleArray<'a>,
+    first: &SampleArray<'a>,
+    beside: Option<&SampleObject<'a>>,
+) -> Option<(Vec<String>, TableRows<'n, 'a>)> {
     let width = first.count;
     if width == 0 {
         return None;
     }
-    let row = |node: &'n Node<'a>| match node {
-        Node::List(row) if row.count == width && row.head.len() == width => {
+    let row = |node: &'n SampleNode<'a>| match node {
+        SampleNode::Array(row) if row.count == width && row.head.len() == width => {
             Some(row.head.iter().collect())
         }
         _ => None,
     };
-    let rows = rows(list, row)?;
+    let rows = uniform_rows(list, row)?;
     let named = beside.and_then(|map| {
         let columns =
             map.entries.iter().find(|(key, _)| matches!(*key, "\"columns\"" | "\"fields\""));
         match columns? {
-            (_, Node::List(names)) if names.head.len() == width => {
+            (_, SampleNode::Array(names)) if names.head.len() == width => {
                 names.head.iter().map(column_name).collect::<Option<Vec<_>>>()
             }
             _ => None,
@@ -160,13 +166,13 @@ fn arrays<'n, 'a>(
     Some((named.unwrap_or_else(numbered), rows))
 }
 
-fn column_name(node: &Node<'_>) -> Option<String> {
+fn column_name(node: &SampleNode<'_>) -> Option<String> {
     match node {
-        Node::Text(name) => Some(key_text(name)),
-        Node::Map(column) => {
-            let name = column.entries.iter().find(|(key, _)| unquoted(key) == "name")?;
+        SampleNode::Text(name) => Some(display_key(name)),
+        SampleNode::Object(column) => {
+            let name = column.entries.iter().find(|(key, _)| decode_string(key) == "name")?;
             match &name.1 {
-                Node::Text(name) => Some(key_text(name)),
+                SampleNode::Text(name) => Some(display_key(name)),
                 _ => None,
             }
         }
@@ -176,17 +182,17 @@ fn column_name(node: &Node<'_>) -> Option<String> {
 
 /// Returns the sampled rows, or `None` if one of them does not match the others. Rows whose content
 /// was not sampled in full, which can be the last ones, are skipped.
-fn rows<'n, 'a>(
-    list: &'n List<'a>,
-    row: impl Fn(&'n Node<'a>) -> Option<Vec<&'n Node<'a>>>,
-) -> Option<Rows<'n, 'a>> {
-    let hollow = |node: &Node<'a>| match node {
-        Node::Map(map) => map.entries.len() < map.count,
-        Node::List(list) => list.head.len() < list.count,
+fn uniform_rows<'n, 'a>(
+    list: &'n SampleArray<'a>,
+    row: impl Fn(&'n SampleNode<'a>) -> Option<Vec<&'n SampleNode<'a>>>,
+) -> Option<TableRows<'n, 'a>> {
+    let hollow = |node: &SampleNode<'a>| match node {
+        SampleNode::Object(map) => map.entries.len() < map.count,
+        SampleNode::Array(list) => list.head.len() < list.count,
         _ => false,
     };
     let mut rows = Vec::new();
-    for (place, node) in list.seen() {
+    for (place, node) in list.sampled_items() {
         match row(node) {
             Some(cells) => rows.push((place, cells)),
             None if hollow(node) => {}

@@ -11,8 +11,8 @@ fn call_id() -> CallId {
 #[track_caller]
 fn digested(data: &Value, budget: usize, hint: Option<&str>) -> Digest {
     let call_id = call_id();
-    let source = Source { call_id: &call_id, tool: "some.tool", hint };
-    let data = Json::of_value(data);
+    let source = DigestSource { call_id: &call_id, tool: "some.tool", hint };
+    let data = Json::from_value(data);
     let digest = digest(&data, budget, &source).expect("over the budget");
     assert_eq!(digest.tokens, tokens::count(&digest.text));
     assert!(digest.tokens <= budget, "{} of {budget}:\n{}", digest.tokens, digest.text);
@@ -35,7 +35,7 @@ fn has(digest: &Digest, parts: &[&str]) {
 #[test]
 fn what_fits_needs_no_digest() {
     let call_id = call_id();
-    let source = Source { call_id: &call_id, tool: "some.tool", hint: None };
+    let source = DigestSource { call_id: &call_id, tool: "some.tool", hint: None };
     let data = Json::parse(r#"{"sum": 42}"#).unwrap();
     let tokens = tokens::count(data.text());
     assert_eq!(digest(&data, tokens, &source), None);
@@ -181,9 +181,9 @@ fn a_digest_of_anything_is_within_any_budget() {
     for round in 0..150 {
         let value = json!([dice.value(0), dice.value(1)]);
         let value = if round % 3 == 0 { value[0].clone() } else { value };
-        let data = Json::of_value(&value);
+        let data = Json::from_value(&value);
         let hint = dice.text();
-        let source = Source { call_id: &call_id, tool: "some.tool", hint: Some(&hint) };
+        let source = DigestSource { call_id: &call_id, tool: "some.tool", hint: Some(&hint) };
         for budget in [dice.roll(8), dice.roll(64), dice.roll(400), 64 + dice.roll(2_000)] {
             let Some(digest) = digest(&data, budget, &source) else {
                 assert!(tokens::count(data.text()) <= budget);

@@ -3,11 +3,11 @@
 
 use sha2::{Digest, Sha256};
 
-use super::{Engine, Inner, unavailable};
-use crate::caller::{Caller, Role, Trust};
-use crate::directory::{AuditEntry, Change, Key};
+use super::{Core, Engine, from_store_error};
+use crate::caller::{AuthMethod, Caller, Role};
+use crate::directory::{ApiKey, AuditEntry, DirectoryChange};
 use crate::fault::{Code, Error};
-use crate::policy::{Rule, Verdict, check_pattern};
+use crate::policy::{AccessRule, RuleVerdict, check_pattern};
 use crate::tool::hex;
 
 /// A request to create an API key.
@@ -22,13 +22,13 @@ pub struct NewKey {
 
 /// A new key with its secret. The secret is returned only here; the store has its digest.
 #[derive(Debug, Clone)]
-pub struct ShownKey {
-    pub key: Key,
+pub struct CreatedKey {
+    pub key: ApiKey,
     pub secret: String,
 }
 
 /// Returns the SHA-256 digest of a secret, the only form in which it is stored.
-pub fn digest(secret: &str) -> String {
+pub fn secret_digest(secret: &str) -> String {
     hex(&Sha256::digest(secret.as_bytes()))
 }
 
@@ -36,26 +36,26 @@ impl Engine {
     /// Returns the caller that a secret authenticates. The whole secret is hashed and the digest
     /// looked up, so the time this takes reveals nothing about how much of a guess was right.
     pub fn authenticate(&self, secret: &str) -> Option<Caller> {
-        let catalog = self.inner.catalog();
-        let Some(key) = catalog.key(&digest(secret)) else {
-            return self.inner.recognise.as_ref()?.recognise(secret);
+        let catalog = self.core.catalog();
+        let Some(key) = catalog.key(&secret_digest(secret)) else {
+            return self.core.authenticator.as_ref()?.authenticate(secret);
         };
         Some(Caller {
             project: key.project.clone(),
             agent: key.agent.clone(),
             role: key.role,
-            trust: Trust::Key,
+            auth_method: AuthMethod::Key,
         })
     }
 
     /// Returns true if callers must present an API key or a token.
     pub fn has_keys(&self) -> bool {
-        self.inner.recognise.is_some() || self.inner.catalog().has_keys()
+        self.core.authenticator.is_some() || self.core.catalog().has_keys()
     }
 
     /// Returns true if an active key authenticates this caller.
-    pub(super) fn has_key_of(&self, caller: &Caller) -> bool {
-        self.inner.catalog().has_key_of(caller)
+    pub(super) fn has_active_key(&self, caller: &Caller) -> bool {
+        self.core.catalog().has_active_key(caller)
     }
 
     /// Creates a key. `secret` holds at least 32 random bytes in a printable form.
@@ -64,22 +64,22 @@ impl Engine {
         caller: &Caller,
         new: NewKey,
         secret: String,
-    ) -> Result<ShownKey, Error> {
+    ) -> Result<CreatedKey, Error> {
         self.require_admin(caller, Some(&new.project))?;
-        check_word("project", &new.project)?;
-        check_word("agent", &new.agent)?;
+        check_identifier("project", &new.project)?;
+        check_identifier("agent", &new.agent)?;
         if new.agent.contains('*') || new.project.contains('*') {
             // In a rule, `*` stands for every agent, so no agent can have it in its name.
             return Err(invalid("a key's agent and project cannot have a * in them".to_owned()));
         }
-        let inner = &self.inner;
+        let inner = &self.core;
         for pattern in &new.allow {
             check_pattern(pattern).map_err(invalid)?;
         }
         let now_ms = inner.clock.now_ms();
-        let key = Key {
-            id: inner.minter.text("key_", now_ms),
-            digest: digest(&secret),
+        let key = ApiKey {
+            id: inner.id_generator.next_id("key_", now_ms),
+            digest: secret_digest(&secret),
             project: new.project.clone(),
             agent: new.agent.clone(),
             role: new.role,
@@ -88,20 +88,23 @@ impl Engine {
         };
         for pattern in new.allow {
             let (project, agent) = (new.project.clone(), new.agent.clone());
-            let rule = Rule { project, agent, pattern, verdict: Verdict::Allow };
+            let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };
             self.set_rule(caller, rule).await?;
         }
-        let entry = inner.entry(caller, &key.project, "key.created", &key.id, new.role.as_str());
-        inner.change(|_| Ok((Change::AddKey(key.clone()), Some(entry.clone())))).await?;
-        Ok(ShownKey { key, secret })
+        let entry =
+            inner.audit_entry(caller, &key.project, "key.created", &key.id, new.role.as_str());
+        inner
+            .change_directory(|_| Ok((DirectoryChange::AddKey(key.clone()), Some(entry.clone()))))
+            .await?;
+        Ok(CreatedKey { key, secret })
     }
 
     /// Returns the keys of the caller's project, or of all projects for the local operator.
-    pub fn keys(&self, caller: &Caller) -> Result<Vec<Key>, Error> {
+    pub fn keys(&self, caller: &Caller) -> Result<Vec<ApiKey>, Error> {
         self.require_admin(caller, None)?;
-        let catalog = self.inner.catalog();
+        let catalog = self.core.catalog();
         let keys = catalog.directory().keys.iter();
-        let all = caller.trust == Trust::Local;
+        let all = caller.auth_method == AuthMethod::Local;
         Ok(keys.filter(|key| all || key.project == caller.project).cloned().collect())
     }
 
@@ -111,26 +114,28 @@ impl Engine {
         let Some(key) = known else {
             return Err(Error::refused(Code::NotFound, format!("there is no key \"{id}\"")));
         };
-        let inner = &self.inner;
+        let inner = &self.core;
         let at_ms = inner.clock.now_ms();
-        let entry = inner.entry(caller, &key.project, "key.revoked", id, key.role.as_str());
-        let change = Change::RevokeKey { id: id.to_owned(), at_ms };
-        inner.change(|_| Ok((change.clone(), Some(entry.clone())))).await
+        let entry = inner.audit_entry(caller, &key.project, "key.revoked", id, key.role.as_str());
+        let change = DirectoryChange::RevokeKey { id: id.to_owned(), at_ms };
+        inner.change_directory(|_| Ok((change.clone(), Some(entry.clone())))).await
     }
 
     /// Allows or denies tools to an agent.
-    pub async fn set_rule(&self, caller: &Caller, rule: Rule) -> Result<(), Error> {
+    pub async fn set_rule(&self, caller: &Caller, rule: AccessRule) -> Result<(), Error> {
         self.require_admin(caller, Some(&rule.project))?;
         check_pattern(&rule.pattern).map_err(invalid)?;
-        check_word("agent", &rule.agent)?;
+        check_identifier("agent", &rule.agent)?;
         if rule.agent.contains('*') && rule.agent != "*" {
             // Agent names are not patterns, so such a rule would match no agent.
             return Err(invalid("agent must be the name of one agent, or * for all".to_owned()));
         }
-        let inner = &self.inner;
+        let inner = &self.core;
         let what = format!("{} {} for {}", rule.verdict.as_str(), rule.pattern, rule.agent);
-        let entry = inner.entry(caller, &rule.project, "rule.set", &rule.pattern, &what);
-        inner.change(|_| Ok((Change::PutRule(rule.clone()), Some(entry.clone())))).await
+        let entry = inner.audit_entry(caller, &rule.project, "rule.set", &rule.pattern, &what);
+        inner
+            .change_directory(|_| Ok((DirectoryChange::PutRule(rule.clone()), Some(entry.clone()))))
+            .await
     }
 
     /// Removes a rule.
@@ -142,17 +147,18 @@ impl Engine {
         pattern: &str,
     ) -> Result<(), Error> {
         self.require_admin(caller, Some(project))?;
-        let inner = &self.inner;
-        let entry = inner.entry(caller, project, "rule.removed", pattern, agent);
+        let inner = &self.core;
+        let entry = inner.audit_entry(caller, project, "rule.removed", pattern, agent);
         inner
-            .change(|catalog| {
-                let is_it =
-                    |r: &&Rule| r.project == project && r.agent == agent && r.pattern == pattern;
+            .change_directory(|catalog| {
+                let is_it = |r: &&AccessRule| {
+                    r.project == project && r.agent == agent && r.pattern == pattern
+                };
                 if catalog.directory().rules.iter().find(is_it).is_none() {
                     let message = format!("agent \"{agent}\" has no rule on \"{pattern}\"");
                     return Err(Error::refused(Code::NotFound, message));
                 }
-                let change = Change::DropRule {
+                let change = DirectoryChange::DropRule {
                     project: project.to_owned(),
                     agent: agent.to_owned(),
                     pattern: pattern.to_owned(),
@@ -163,9 +169,9 @@ impl Engine {
     }
 
     /// Returns the rules of the caller's project.
-    pub fn rules(&self, caller: &Caller) -> Result<Vec<Rule>, Error> {
+    pub fn rules(&self, caller: &Caller) -> Result<Vec<AccessRule>, Error> {
         self.require_admin(caller, None)?;
-        let catalog = self.inner.catalog();
+        let catalog = self.core.catalog();
         let rules = catalog.directory().rules.iter();
         Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())
     }
@@ -174,7 +180,7 @@ impl Engine {
     pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
         self.require_admin(caller, None)?;
         let project = Some(caller.project.clone());
-        self.inner.store.audit_log(project, limit).await.map_err(unavailable)
+        self.core.store.audit_log(project, limit).await.map_err(from_store_error)
     }
 
     /// Requires administrative rights. A key with the admin role administers its own project; only
@@ -185,7 +191,7 @@ impl Engine {
         project: Option<&str>,
     ) -> Result<(), Error> {
         let own = project.is_none_or(|project| project == caller.project);
-        if caller.may_administer() && (own || caller.trust == Trust::Local) {
+        if caller.may_administer() && (own || caller.auth_method == AuthMethod::Local) {
             return Ok(());
         }
         let message = if caller.may_administer() {
@@ -197,8 +203,8 @@ impl Engine {
     }
 }
 
-impl Inner {
-    pub(super) fn entry(
+impl Core {
+    pub(super) fn audit_entry(
         &self,
         caller: &Caller,
         project: &str,
@@ -222,7 +228,7 @@ fn invalid(message: String) -> Error {
 }
 
 /// Checks the name of a project or an agent: short, visible ASCII, no spaces.
-pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
+pub(super) fn check_identifier(field: &str, word: &str) -> Result<(), Error> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-.@:*".contains(c);
     if (1..=64).contains(&word.len()) && word.chars().all(plain) {
         return Ok(());

@@ -11,79 +11,87 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 
-use super::{Inner, measure};
+use super::{Core, measure};
 use crate::call::Call;
-use crate::event::Record;
-use crate::function::Progress;
-use crate::lifecycle::{self, Event, Step};
+use crate::event::EventRecord;
+use crate::function::AttemptProgress;
+use crate::lifecycle::{self, Event, Transition};
 use crate::source::{ProgressSink, Started};
 use crate::tool::{Effect, Executor};
 
 /// State of a read-only attempt before its call is committed.
-pub(super) enum Ahead {
+pub(super) enum Speculation {
     /// The attempt must not start before the commit.
-    Waits,
+    NotEligible,
     /// The attempt is running.
-    UnderWay(UnderWay),
+    Running(RunningSpeculation),
     /// The attempt has finished.
-    Over(Done),
+    Finished(SpeculationResult),
 }
 
 /// Result of a finished read, and the progress it reported.
-pub(super) struct Done {
+pub(super) struct SpeculationResult {
     result: Result<crate::Json, crate::Fault>,
-    said: Vec<Progress>,
+    progress: Vec<AttemptProgress>,
 }
 
 /// A running read that continues once its call is committed.
-pub(super) struct UnderWay {
+pub(super) struct RunningSpeculation {
     attempt: BoxFuture<'static, Started>,
-    held: Arc<Held>,
+    progress: Arc<ProgressBuffer>,
 }
 
 /// Progress that cannot be stored yet because its call is not in the store.
 #[derive(Default)]
-struct Held(Mutex<Option<Vec<Progress>>>);
+struct ProgressBuffer(Mutex<Option<Vec<AttemptProgress>>>);
 
-impl Inner {
+impl Core {
     /// Starts the attempt of a call that is about to be committed as claimed, if it is eligible.
-    pub(super) fn begin_ahead(self: &Arc<Self>, call: &Arc<Call>) -> Ahead {
+    pub(super) fn start_speculation(self: &Arc<Self>, call: &Arc<Call>) -> Speculation {
         let target = &call.target;
         if target.effect != Effect::Read || target.executor != Executor::Builtin {
-            return Ahead::Waits;
+            return Speculation::NotEligible;
         }
-        let Some(source) = self.sources.get(&target.executor).cloned() else { return Ahead::Waits };
-        let held = Arc::new(Held(Mutex::new(Some(Vec::new()))));
-        let sink = self.held_sink(call, &held);
-        let attempt = self.attempt(call, false);
+        let Some(source) = self.sources.get(&target.executor).cloned() else {
+            return Speculation::NotEligible;
+        };
+        let held = Arc::new(ProgressBuffer(Mutex::new(Some(Vec::new()))));
+        let sink = self.buffering_progress_sink(call, &held);
+        let attempt = self.build_attempt(call, false);
         let starting = source.clone();
         let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
         match (&mut attempt).now_or_never() {
-            None => Ahead::UnderWay(UnderWay { attempt, held }),
-            Some(Started::Parked | Started::Asks(_) | Started::GoesOn { .. }) => Ahead::Waits,
-            Some(Started::Done(result)) => {
-                measure::attempted(target.executor, result.is_ok());
-                source.settled(&call.id, call.attempt);
+            None => Speculation::Running(RunningSpeculation { attempt, progress: held }),
+            Some(Started::Accepted | Started::NeedsInput(_) | Started::Detached { .. }) => {
+                Speculation::NotEligible
+            }
+            Some(Started::Finished(result)) => {
+                measure::count_attempt(target.executor, result.is_ok());
+                source.release_attempt(&call.id, call.attempt);
                 let said = held.0.lock().take().unwrap_or_default();
-                Ahead::Over(Done { result, said })
+                Speculation::Finished(SpeculationResult { result, progress: said })
             }
         }
     }
 
     /// Applies the result of a finished read to its call. Returns the call unchanged if `step`
     /// refuses the result.
-    pub(super) fn over(&self, call: Call, done: Done) -> Result<Step, Box<Call>> {
-        let result = self.checked(&call, done.result);
+    pub(super) fn apply_speculation(
+        &self,
+        call: Call,
+        done: SpeculationResult,
+    ) -> Result<Transition, Box<Call>> {
+        let result = self.validate_result(&call, done.result);
         let (attempt, version, now_ms) = (call.attempt, call.version, self.clock.now_ms());
         let event = Event::Report { attempt: Some(attempt), by: None, result };
-        let mut step = match lifecycle::step_on(call, &event, now_ms) {
+        let mut step = match lifecycle::step_owned(call, &event, now_ms) {
             Ok(step) => step,
             Err(refused) => return Err(Box::new(refused.0)),
         };
-        if !done.said.is_empty() {
-            let said = done.said.into_iter();
-            let said = said.map(|p| p.record(now_ms, attempt).about_task(&step.call));
-            let said: Vec<Record> = said.collect();
+        if !done.progress.is_empty() {
+            let said = done.progress.into_iter();
+            let said = said.map(|p| p.into_record(now_ms, attempt).with_task_ids(&step.call));
+            let said: Vec<EventRecord> = said.collect();
             step.records.splice(0..0, said);
         }
         // The call is stored once, in this state, so it keeps the version of a first commit.
@@ -91,25 +99,33 @@ impl Inner {
         Ok(step)
     }
 
-    fn held_sink(self: &Arc<Self>, call: &Arc<Call>, held: &Arc<Held>) -> ProgressSink {
+    fn buffering_progress_sink(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        held: &Arc<ProgressBuffer>,
+    ) -> ProgressSink {
         let (inner, call, held) = (self.clone(), call.clone(), held.clone());
         let most = self.limits.max_progress_events as usize;
-        Arc::new(move |progress: Progress| {
+        Arc::new(move |progress: AttemptProgress| {
             if let Some(held) = held.0.lock().as_mut() {
                 if held.len() < most {
                     held.push(progress);
                 }
                 return;
             }
-            inner.note_progress_soon(&call, progress);
+            inner.spawn_progress_record(&call, progress);
         })
     }
 
     /// Continues the read after its call has been committed.
-    pub(super) fn go_on(self: &Arc<Self>, call: &Arc<Call>, read: UnderWay) {
-        let said = read.held.0.lock().take().unwrap_or_default();
-        said.into_iter().for_each(|progress| self.note_progress_soon(call, progress));
+    pub(super) fn continue_speculation(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        read: RunningSpeculation,
+    ) {
+        let said = read.progress.0.lock().take().unwrap_or_default();
+        said.into_iter().for_each(|progress| self.spawn_progress_record(call, progress));
         let (inner, call) = (self.clone(), call.clone());
-        self.attempts.spawn(async move { inner.take_back(&call, read.attempt.await).await });
+        self.attempts.spawn(async move { inner.handle_started(&call, read.attempt.await).await });
     }
 }

@@ -5,87 +5,87 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::catalog::{Catalog, Entry as Compiled, not_found};
-use super::envelope::{check_envelope, misfit};
-use super::target::check_client;
-use super::{Inner, Invocation};
-use crate::args::{Rules, Vars};
+use super::catalog::{Catalog, CatalogEntry as Compiled, tool_not_found};
+use super::envelope::{check_request, schema_fault};
+use super::target::check_pinned_client;
+use super::{CallRequest, Core};
+use crate::args::{ArgumentRules, TemplateVars};
 use crate::call::Call;
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
-use crate::json::{Json, rounded};
+use crate::json::{Json, find_lossy_integer};
 use crate::tool::Executor;
 
 /// Applies the definition's argument rules, and returns the arguments to execute. Those are the
 /// ones that must match the schema. An argument that the definition takes from the environment is
 /// removed from the caller's arguments before they are stored.
-pub(super) fn ruled(
+pub(super) fn apply_argument_rules(
     tool: &Compiled,
-    rules: &Rules,
+    rules: &ArgumentRules,
     given: &Value,
     call: &mut Call,
 ) -> Result<Json, Error> {
-    let applied = rules.applied(given, &Vars::of(call));
-    fits(tool, &applied.args)?;
-    if !applied.dropped.is_empty() {
-        let names = applied.dropped.join(", ");
+    let applied = rules.apply(given, &TemplateVars::for_call(call));
+    check_schema(tool, &applied.args)?;
+    if !applied.overridden_by_env.is_empty() {
+        let names = applied.overridden_by_env.join(", ");
         tracing::warn!(tool = call.tool_name, args = names, "dropped: set from the environment");
         let mut kept = given.clone();
         if let Value::Object(kept) = &mut kept {
-            kept.retain(|name, _| !applied.dropped.contains(name));
+            kept.retain(|name, _| !applied.overridden_by_env.contains(name));
         }
-        call.args = Json::of_value(&kept);
+        call.args = Json::from_value(&kept);
     }
-    Ok(Json::of_value(&applied.args))
+    Ok(Json::from_value(&applied.args))
 }
 
 /// Checks the arguments before anything is stored or started. If the definition has argument rules,
 /// the check happens after they are applied, in [`apply_argument_rules`].
 pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
-    if tool.rules.is_some() { Ok(()) } else { fits(tool, args) }
+    if tool.rules.is_some() { Ok(()) } else { check_schema(tool, args) }
 }
 
 /// Rejects numbers that lose precision. HTTP requests and UTP cards are written from parsed JSON,
 /// so a number of more than 64 bits would arrive as a different one.
-fn check_numbers(tool: &Compiled, given: &Json) -> Result<(), Error> {
+fn check_number_precision(tool: &Compiled, given: &Json) -> Result<(), Error> {
     if !matches!(tool.definition.executor, Executor::Http | Executor::Utp) {
         return Ok(());
     }
-    let Some(number) = rounded(given.text()) else { return Ok(()) };
+    let Some(number) = find_lossy_integer(given.text()) else { return Ok(()) };
     let shown: String = number.chars().take(80).collect();
     let name = &tool.definition.name;
     let message = format!(
         "{shown} has more than 64 bits: {name} would get another number; give it as a text"
     );
-    Err(Fault::new(Code::ValidationError, message).not_happened().into())
+    Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
 }
 
-fn fits(tool: &Compiled, args: &Value) -> Result<(), Error> {
-    let problems = tool.input.problems(args);
+fn check_schema(tool: &Compiled, args: &Value) -> Result<(), Error> {
+    let problems = tool.input_schema.problems(args);
     if problems.is_empty() {
         return Ok(());
     }
     let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
-    Err(misfit(&what, &problems).not_happened().into())
+    Err(schema_fault(&what, &problems).without_side_effect().into())
 }
 
-impl Inner {
+impl Core {
     /// Returns the tool if it exists and the request is valid for it.
-    pub(super) fn fitting(
+    pub(super) fn validate_request(
         &self,
         catalog: &Catalog,
         caller: &Caller,
         found: Option<Arc<Compiled>>,
-        asked: &mut Invocation,
+        asked: &mut CallRequest,
         args: &Value,
     ) -> Result<Arc<Compiled>, Error> {
-        let tool = found.ok_or_else(|| not_found(catalog, caller, &asked.tool))?;
-        check_envelope(asked, self.limits.max_args_bytes)?;
+        let tool = found.ok_or_else(|| tool_not_found(catalog, caller, &asked.tool))?;
+        check_request(asked, self.limits.max_args_bytes)?;
         check_args(&tool, args)?;
-        check_numbers(&tool, &asked.args)?;
-        check_client(catalog, caller, &tool, asked.client_id.as_deref())?;
+        check_number_precision(&tool, &asked.args)?;
+        check_pinned_client(catalog, caller, &tool, asked.client_id.as_deref())?;
         if let Some(url) = &asked.callback_url {
-            asked.callback_url = Some(self.check_callback(caller, url)?);
+            asked.callback_url = Some(self.check_callback_url(caller, url)?);
         }
         Ok(tool)
     }

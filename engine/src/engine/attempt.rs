@@ -2,32 +2,32 @@
 
 use std::sync::Arc;
 
-use super::{Inner, measure};
+use super::{Core, measure};
 use crate::call::Call;
-use crate::dialogue::Questions;
+use crate::dialogue::ElicitationRequest;
 use crate::fault::{Code, Fault};
-use crate::function::Progress;
+use crate::function::AttemptProgress;
 use crate::lifecycle::Event;
-use crate::source::{Attempt, Command, ProgressSink, Started};
+use crate::source::{Attempt, ProgressSink, Started, ToolCommand};
 use crate::tool::Executor;
 use crate::utp;
 
-impl Inner {
+impl Core {
     /// Starts the attempt that the call's state has in flight. It runs in a separate task, and
     /// every result of that task is reported.
     pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
-        let mut attempt = self.attempt(call, again);
+        let mut attempt = self.build_attempt(call, again);
         let (inner, call) = (self.clone(), call.clone());
         self.attempts.spawn(async move {
             let executor = call.target.executor;
             let Some(source) = inner.sources.get(&executor).cloned() else {
                 let message = format!("this server has no source \"{}\"", executor.as_str());
-                let fault = Fault::new(Code::UpstreamUnavailable, message).not_happened();
+                let fault = Fault::new(Code::UpstreamUnavailable, message).without_side_effect();
                 return Box::pin(inner.report_attempt(&call, Err(fault.retryable(false)))).await;
             };
             if matches!(executor, Executor::Utp | Executor::Http) {
-                let command = match inner.command(&call).await {
-                    Ok(command) => inner.shown(&call, command).await,
+                let command = match inner.build_command(&call).await {
+                    Ok(command) => inner.publish_command_card(&call, command).await,
                     Err(fault) => Err(fault),
                 };
                 attempt.command = match command {
@@ -39,44 +39,44 @@ impl Inner {
             // Boxed to keep this future small: most attempts of remote sources end at `Accepted`,
             // and their results arrive on another path.
             match source.start(attempt, sink).await {
-                Started::Parked => {
-                    measure::parked(executor);
+                Started::Accepted => {
+                    measure::count_parked(executor);
                     // The call may have ended before the source accepted the attempt. Nothing else
                     // would remove the attempt from the source.
-                    if inner.live.get(&call.id).is_none() {
+                    if inner.open_calls.get(&call.id).is_none() {
                         source.cancel(&call.id, call.attempt);
-                        source.settled(&call.id, call.attempt);
+                        source.release_attempt(&call.id, call.attempt);
                     }
                 }
-                started => Box::pin(inner.take_back(&call, started)).await,
+                started => Box::pin(inner.handle_started(&call, started)).await,
             }
         });
     }
 
     /// Handles the result of a started attempt.
-    pub(super) async fn take_back(self: &Arc<Self>, call: &Call, started: Started) {
+    pub(super) async fn handle_started(self: &Arc<Self>, call: &Call, started: Started) {
         let executor = call.target.executor;
         match started {
-            Started::Parked => measure::parked(executor),
-            Started::Done(result) => {
-                measure::attempted(executor, result.is_ok());
+            Started::Accepted => measure::count_parked(executor),
+            Started::Finished(result) => {
+                measure::count_attempt(executor, result.is_ok());
                 self.report_attempt(call, result).await;
             }
-            Started::Asks(questions) => self.ask(call, questions).await,
-            Started::GoesOn { handle, rest } => {
-                let event = Event::Handed { attempt: call.attempt, handle };
-                self.advance_surely(&call.project, &call.id, event).await;
-                Box::pin(self.take_back(call, rest.await)).await;
+            Started::NeedsInput(questions) => self.request_input(call, questions).await,
+            Started::Detached { handle, rest } => {
+                let event = Event::Detached { attempt: call.attempt, handle };
+                self.advance_with_retry(&call.project, &call.id, event).await;
+                Box::pin(self.handle_started(call, rest.await)).await;
             }
         }
     }
 
-    async fn ask(self: &Arc<Self>, call: &Call, questions: Questions) {
-        if let Some(problem) = questions.problem() {
+    async fn request_input(self: &Arc<Self>, call: &Call, questions: ElicitationRequest) {
+        if let Some(problem) = questions.find_problem() {
             return self.report_attempt(call, Err(Fault::runtime(problem).retryable(false))).await;
         }
-        let event = Event::Ask { attempt: call.attempt, questions };
-        self.advance_surely(&call.project, &call.id, event).await;
+        let event = Event::InputRequired { attempt: call.attempt, questions };
+        self.advance_with_retry(&call.project, &call.id, event).await;
     }
 
     async fn report_attempt(
@@ -86,40 +86,44 @@ impl Inner {
     ) {
         // An attempt that was stopped because its call had ended has nothing to report.
         let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
-        if stopped && self.live.get(&call.id).is_none() {
+        if stopped && self.open_calls.get(&call.id).is_none() {
             return;
         }
-        let result = self.checked(call, result);
+        let result = self.validate_result(call, result);
         let event = Event::Report { attempt: Some(call.attempt), by: None, result };
-        self.advance_surely(&call.project, &call.id, event).await;
+        self.advance_with_retry(&call.project, &call.id, event).await;
     }
 
     /// Builds the command that a tool service or an HTTP API receives for the attempt in flight.
-    async fn command(&self, call: &Arc<Call>) -> Result<Command, Fault> {
-        let found = self.binding_of(call).await.map_err(|error| {
+    async fn build_command(&self, call: &Arc<Call>) -> Result<ToolCommand, Fault> {
+        let found = self.load_binding(call).await.map_err(|error| {
             let message = format!("the definition cannot be read: {error}");
-            Fault::new(Code::UpstreamUnavailable, message).not_happened()
+            Fault::new(Code::UpstreamUnavailable, message).without_side_effect()
         })?;
         let Some(binding) = found else {
             let message = format!("the definition of {} is gone", call.target.tool);
-            return Err(Fault::new(Code::Internal, message).not_happened().retryable(false));
+            return Err(Fault::new(Code::Internal, message).without_side_effect().retryable(false));
         };
-        let card_id = utp::card::id_of(&call.id, utp::card::TOOL_CALL);
-        let handed_on = self.handed_on(call).map(|span| span.to_string());
-        let traceparent = handed_on.unwrap_or_else(|| utp::trace::of_call(call));
-        let (route, call) = (utp::Route::of(call), call.clone());
-        Ok(Command { call, route, binding, card_id, traceparent })
+        let card_id = utp::card::derived_id(&call.id, utp::card::TOOL_CALL);
+        let handed_on = self.attempt_traceparent(call).map(|span| span.to_string());
+        let traceparent = handed_on.unwrap_or_else(|| utp::trace::call_traceparent(call));
+        let (route, call) = (utp::Route::for_call(call), call.clone());
+        Ok(ToolCommand { call, route, binding, card_id, traceparent })
     }
 
     fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
         let (inner, call) = (self.clone(), call.clone());
-        Arc::new(move |progress: Progress| inner.note_progress_soon(&call, progress))
+        Arc::new(move |progress: AttemptProgress| inner.spawn_progress_record(&call, progress))
     }
 
-    pub(super) fn note_progress_soon(self: &Arc<Self>, call: &Arc<Call>, progress: Progress) {
+    pub(super) fn spawn_progress_record(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        progress: AttemptProgress,
+    ) {
         let (inner, call) = (self.clone(), call.clone());
         tokio::spawn(async move {
-            let noted = inner.note_progress(&call.id, call.attempt, progress).await;
+            let noted = inner.record_progress(&call.id, call.attempt, progress).await;
             if let Err(error) = noted {
                 tracing::debug!(call = %call.id, %error, "progress was not stored");
             }
@@ -127,25 +131,25 @@ impl Inner {
     }
 }
 
-impl Inner {
+impl Core {
     /// Builds the attempt that the call's state has in flight.
-    pub(super) fn attempt(&self, call: &Call, again: bool) -> Attempt {
+    pub(super) fn build_attempt(&self, call: &Call, again: bool) -> Attempt {
         Attempt {
             call_id: call.id.clone(),
             project: call.project.clone(),
             run_id: call.run_id.clone(),
-            agent: call.asked.agent.clone(),
+            agent: call.origin.agent.clone(),
             number: call.attempt,
             tool: call.target.tool.clone(),
             effect: call.target.effect,
             args: call.target.args.clone(),
             deadline_ms: call.deadline_ms,
-            traceparent: self.handed_on(call),
+            traceparent: self.attempt_traceparent(call),
             command: None,
-            client_id: call.asked.client_id.clone(),
-            taken_by: call.taken_by.clone(),
-            again,
-            dialogue: call.dialogue.clone(),
+            client_id: call.origin.client_id.clone(),
+            acknowledged_by: call.acknowledged_by.clone(),
+            redelivered: again,
+            elicitation: call.elicitation.clone(),
         }
     }
 }

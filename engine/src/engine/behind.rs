@@ -8,65 +8,80 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::Inner;
-use super::gate::{Caps, Place, Slot};
+use super::Core;
+use super::gate::{ConcurrencyCaps, Slot, SlotScope};
 use crate::call::{Call, Hold};
 use crate::id::CallId;
 use crate::lifecycle::Event;
 
 /// Delay before another read of an unavailable store.
-const STORE_AWAY: Duration = Duration::from_secs(1);
+const STORE_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Calls held until their predecessor ends, by the predecessor's id.
 #[derive(Default)]
-pub(crate) struct Behind {
-    waiting: Mutex<HashMap<CallId, Vec<CallId>>>,
+pub(crate) struct Dependents {
+    by_predecessor: Mutex<HashMap<CallId, Vec<CallId>>>,
 }
 
 /// Makes a call that is not yet stored the dependent of another. Until its predecessor ends, its
 /// deadline is the predecessor's plus its own timeout.
-pub(super) fn put_behind(call: &mut Call, before: &Call) {
+pub(super) fn set_predecessor(call: &mut Call, before: &Call) {
     let timeout_ms = call.deadline_ms.saturating_sub(call.created_ms);
-    call.hold = Some(Hold::After { timeout_ms });
+    call.hold = Some(Hold::Predecessor { timeout_ms });
     call.deadline_ms = before.deadline_ms.max(call.created_ms).saturating_add(timeout_ms);
-    call.asked.after = Some(before.id.clone());
+    call.origin.predecessor = Some(before.id.clone());
 }
 
-impl Inner {
+impl Core {
     /// Acquires a slot for a new call, if the call may start and a slot is free.
-    pub(super) fn place_at_once(&self, call: &Call, place: &Place, caps: &Caps) -> Option<Slot> {
+    pub(super) fn try_acquire_slot(
+        &self,
+        call: &Call,
+        place: &SlotScope,
+        caps: &ConcurrencyCaps,
+    ) -> Option<Slot> {
         let may_begin = call.hold == Some(Hold::Queue);
-        may_begin.then(|| self.gate.try_enter(place, caps)).flatten()
+        may_begin.then(|| self.limiter.try_acquire(place, caps)).flatten()
     }
 
     /// Queues a new call that has no slot, or holds it until its predecessor has ended.
-    pub(super) fn stand_by(self: &Arc<Self>, call: &Arc<Call>, place: Place, caps: Caps) {
+    pub(super) fn queue_or_hold(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        place: SlotScope,
+        caps: ConcurrencyCaps,
+    ) {
         match call.hold {
-            Some(Hold::After { .. }) => self.follow(call),
-            _ => self.gate.wait(call.id.clone(), place, caps),
+            Some(Hold::Predecessor { .. }) => self.register_dependent(call),
+            _ => self.limiter.enqueue(call.id.clone(), place, caps),
         }
     }
 
     /// Ensures that this call is queued once its predecessor has ended.
-    pub(crate) fn follow(self: &Arc<Self>, call: &Arc<Call>) {
-        let Some(before) = call.asked.after.clone() else { return };
+    pub(crate) fn register_dependent(self: &Arc<Self>, call: &Arc<Call>) {
+        let Some(before) = call.origin.predecessor.clone() else { return };
         // The order matters: register first, then check. The task that ends the predecessor
         // releases its dependents after the end, so no end is missed.
-        self.behind.waiting.lock().entry(before.clone()).or_default().push(call.id.clone());
+        self.dependents
+            .by_predecessor
+            .lock()
+            .entry(before.clone())
+            .or_default()
+            .push(call.id.clone());
         let (inner, project) = (self.clone(), call.project.clone());
         self.tasks.spawn(async move {
             if inner.has_ended(&project, &before).await {
-                inner.let_follow(&project, &before);
+                inner.release_dependents(&project, &before);
             }
         });
     }
 
     /// Releases the dependents of a call that has ended.
-    pub(crate) fn let_follow(self: &Arc<Self>, project: &str, ended: &CallId) {
-        for id in self.behind.waiting.lock().remove(ended).unwrap_or_default() {
+    pub(crate) fn release_dependents(self: &Arc<Self>, project: &str, ended: &CallId) {
+        for id in self.dependents.by_predecessor.lock().remove(ended).unwrap_or_default() {
             let (inner, project) = (self.clone(), project.to_owned());
             self.tasks.spawn(async move {
-                inner.advance_surely(&project, &id, Event::ItsTurn).await;
+                inner.advance_with_retry(&project, &id, Event::PredecessorEnded).await;
             });
         }
     }
@@ -74,7 +89,7 @@ impl Inner {
     /// Returns true if a call has ended or no longer exists.
     async fn has_ended(&self, project: &str, id: &CallId) -> bool {
         loop {
-            if let Some(entry) = self.live.get(id) {
+            if let Some(entry) = self.open_calls.get(id) {
                 return entry.call().status.is_terminal();
             }
             match self.store.call(project, id).await {
@@ -82,8 +97,8 @@ impl Inner {
                 Err(error) => tracing::warn!(call = %id, %error, "call not read; will retry"),
             }
             tokio::select! {
-                () = tokio::time::sleep(STORE_AWAY) => {}
-                () = self.stopping.cancelled() => return false,
+                () = tokio::time::sleep(STORE_RETRY_DELAY) => {}
+                () = self.shutdown.cancelled() => return false,
             }
         }
     }

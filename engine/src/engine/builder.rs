@@ -8,53 +8,53 @@ use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::behind::Behind;
-use super::catalog::{Catalog, Entry};
-use super::gate::Gate;
-use super::live::Live;
-use super::notices::Notices;
-use super::result::{self, Handle, RESULT_READ};
-use super::{Engine, Inner, Limits, Policies, measure};
+use super::behind::Dependents;
+use super::catalog::{Catalog, CatalogEntry};
+use super::gate::ConcurrencyLimiter;
+use super::live::OpenCalls;
+use super::notices::WebhookQueue;
+use super::result::{self, EngineHandle, RESULT_READ};
+use super::{Core, Engine, EngineLimits, ExecutionPolicies, measure};
 use crate::bus::{Bus, LocalBus};
-use crate::caller::Recognise;
+use crate::caller::Authenticator;
 use crate::clock::{Clock, SystemClock};
-use crate::desk::Desk;
+use crate::desk::ClientQueue;
 use crate::fault::{Code, Error};
-use crate::function::{Functions, Tool};
-use crate::id::Minter;
-use crate::model::{Models, NoModels};
-use crate::notify::{Notifier, Notifying};
+use crate::function::{BuiltinSource, Tool};
+use crate::id::IdGenerator;
+use crate::model::{ModelResolver, NoModels};
+use crate::notify::{DeliverySettings, WebhookSender};
 use crate::observe::Observer;
-use crate::source::{Callers, Source};
+use crate::source::{CallerSource, Source};
 use crate::store::{MemoryStore, Store};
 use crate::task;
-use crate::tool::{Executor, check_name};
-use crate::turn::Asking;
+use crate::tool::{Executor, check_tool_name};
+use crate::turn::ModelRequestPolicy;
 
 /// Collects the parts of an engine. Every part has a default that needs no external service.
 #[derive(Default)]
-pub struct Builder {
+pub struct EngineBuilder {
     store: Option<Arc<dyn Store>>,
     bus: Option<Arc<dyn Bus>>,
     clock: Option<Arc<dyn Clock>>,
     tools: Vec<Arc<dyn Tool>>,
     sources: Vec<Arc<dyn Source>>,
-    limits: Limits,
-    policies: Policies,
+    limits: EngineLimits,
+    policies: ExecutionPolicies,
     retention_ms: Option<u64>,
-    publishes: bool,
-    reads_results: bool,
-    notifier: Option<Arc<dyn Notifier>>,
-    notifying: Notifying,
+    publishes_outbox: bool,
+    has_result_read: bool,
+    webhook_sender: Option<Arc<dyn WebhookSender>>,
+    webhook_settings: DeliverySettings,
     observer: Option<Arc<dyn Observer>>,
-    tool_names: Option<bool>,
-    recognise: Option<Arc<dyn Recognise>>,
-    models: Option<Arc<dyn Models>>,
-    summaries: Option<String>,
-    asking: Asking,
+    tool_names_in_metrics: Option<bool>,
+    authenticator: Option<Arc<dyn Authenticator>>,
+    models: Option<Arc<dyn ModelResolver>>,
+    summary_model: Option<String>,
+    model_request_policy: ModelRequestPolicy,
 }
 
-impl Builder {
+impl EngineBuilder {
     /// Sets the store. The default keeps everything in memory.
     pub fn store(mut self, store: Arc<dyn Store>) -> Self {
         self.store = Some(store);
@@ -88,8 +88,8 @@ impl Builder {
     /// omitted. No other tool can then have this name. A caller that may call any tool may call
     /// this one unless a rule denies it, because it returns only what that caller can read anyway.
     /// [`Engine::tools`] lists it for an agent only if a rule names it.
-    pub fn result_read(mut self) -> Self {
-        self.reads_results = true;
+    pub fn with_result_read_tool(mut self) -> Self {
+        self.has_result_read = true;
         self
     }
 
@@ -101,44 +101,48 @@ impl Builder {
 
     /// Sets the authenticator for callers without an API key. Every caller then needs a key or a
     /// token.
-    pub fn recognise(mut self, recognise: Arc<dyn Recognise>) -> Self {
-        self.recognise = Some(recognise);
+    pub fn authenticator(mut self, recognise: Arc<dyn Authenticator>) -> Self {
+        self.authenticator = Some(recognise);
         self
     }
 
     /// Sets the name of the model that summarizes long results for other models.
-    pub fn summaries(mut self, model: impl Into<String>) -> Self {
-        self.summaries = Some(model.into());
+    pub fn summary_model(mut self, model: impl Into<String>) -> Self {
+        self.summary_model = Some(model.into());
         self
     }
 
     /// Sets the language models that runs can use.
-    pub fn models(mut self, models: Arc<dyn Models>) -> Self {
+    pub fn models(mut self, models: Arc<dyn ModelResolver>) -> Self {
         self.models = Some(models);
         self
     }
 
     /// Sets the default policy for model requests and their retries.
-    pub fn asking(mut self, asking: Asking) -> Self {
-        self.asking = asking;
+    pub fn model_request_policy(mut self, asking: ModelRequestPolicy) -> Self {
+        self.model_request_policy = asking;
         self
     }
 
     /// Replaces the default limits.
-    pub fn limits(mut self, limits: Limits) -> Self {
+    pub fn limits(mut self, limits: EngineLimits) -> Self {
         self.limits = limits;
         self
     }
 
     /// Replaces the default policies.
-    pub fn policies(mut self, policies: Policies) -> Self {
+    pub fn policies(mut self, policies: ExecutionPolicies) -> Self {
         self.policies = policies;
         self
     }
 
     /// Sets the sender of webhooks. Without one, the engine refuses requests with a callback URL.
-    pub fn notifier(mut self, notifier: Arc<dyn Notifier>, notifying: Notifying) -> Self {
-        (self.notifier, self.notifying) = (Some(notifier), notifying);
+    pub fn webhook_sender(
+        mut self,
+        notifier: Arc<dyn WebhookSender>,
+        notifying: DeliverySettings,
+    ) -> Self {
+        (self.webhook_sender, self.webhook_settings) = (Some(notifier), notifying);
         self
     }
 
@@ -149,8 +153,8 @@ impl Builder {
     }
 
     /// Declares that a publisher drains the outbox. Only then are wake-ups written to it.
-    pub fn publishes(mut self, publishes: bool) -> Self {
-        self.publishes = publishes;
+    pub fn publishes_outbox(mut self, publishes: bool) -> Self {
+        self.publishes_outbox = publishes;
         self
     }
 
@@ -163,102 +167,102 @@ impl Builder {
     /// Sets whether metrics carry the names of projects' tools. By default they do as long as no
     /// API key exists.
     pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
-        self.tool_names = Some(named);
+        self.tool_names_in_metrics = Some(named);
         self
     }
 
     /// Builds an engine that adopts the store's open calls and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
-        measure::ready();
-        let engine = self.idle().await?;
-        engine.inner.gate.begin_counting();
+        measure::register_counters();
+        let engine = self.build_idle().await?;
+        engine.core.limiter.begin_recovery();
         task::spawn_all(&engine, retention_ms);
         Ok(engine)
     }
 
     /// Builds an engine without background work: for commands that only read or change the
     /// directory, and for tests that run the reconcilers by hand.
-    pub async fn idle(self) -> Result<Engine, Error> {
+    pub async fn build_idle(self) -> Result<Engine, Error> {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
-        let desk = Arc::new(Desk::new(clock.clone()));
-        let own_handle = Handle::default();
+        let desk = Arc::new(ClientQueue::new(clock.clone()));
+        let own_handle = EngineHandle::default();
         let mut tools = self.tools;
-        if self.reads_results {
-            tools.push(Arc::new(result::tool(own_handle.clone())));
+        if self.has_result_read {
+            tools.push(Arc::new(result::result_read_tool(own_handle.clone())));
         }
-        check_unique(&tools)?;
-        let functions: Arc<dyn Source> = Arc::new(Functions::new(tools));
+        check_unique_names(&tools)?;
+        let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
         let mut sources: HashMap<Executor, Arc<dyn Source>> = HashMap::new();
-        let own = [functions, desk.clone() as Arc<dyn Source>, Arc::new(Callers)];
+        let own = [functions, desk.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
         for source in own.into_iter().chain(self.sources) {
             sources.insert(source.executor(), source);
         }
         let mut shared = HashMap::new();
         for definition in sources.values().flat_map(|source| source.list()) {
-            check_name(&definition.name)
+            check_tool_name(&definition.name)
                 .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))?;
             let name = definition.name.clone();
-            let entry = Arc::new(Entry::compile(definition)?);
+            let entry = Arc::new(CatalogEntry::compile(definition)?);
             if shared.insert(name.clone(), entry).is_some() {
-                return Err(named_twice(&name));
+                return Err(duplicate_name(&name));
             }
         }
-        let minter = Minter::default();
-        let node = minter.text("node_", clock.now_ms());
-        let inner = Arc::new(Inner {
+        let minter = IdGenerator::default();
+        let node = minter.next_id("node_", clock.now_ms());
+        let inner = Arc::new(Core {
             store: self.store.unwrap_or_else(|| Arc::new(MemoryStore::default())),
             bus: self.bus.unwrap_or_else(|| Arc::new(LocalBus::default())),
             clock,
             sources,
-            desk,
+            client_queue: desk,
             catalog: RwLock::new(Arc::new(Catalog::new(shared))),
-            indexes: Default::default(),
-            recognise: self.recognise,
+            search_indexes: Default::default(),
+            authenticator: self.authenticator,
             models: self.models.unwrap_or_else(|| Arc::new(NoModels)),
-            summaries: self.summaries,
-            asking: self.asking,
-            changing: tokio::sync::Mutex::new(()),
-            live: Live::default(),
-            behind: Behind::default(),
-            loops: Default::default(),
-            gate: Arc::new(Gate::default()),
-            notices: Arc::new(Notices::new(self.notifier, self.notifying)),
-            minter,
+            summary_model: self.summary_model,
+            model_request_policy: self.model_request_policy,
+            directory_lock: tokio::sync::Mutex::new(()),
+            open_calls: OpenCalls::default(),
+            dependents: Dependents::default(),
+            active_runs: Default::default(),
+            limiter: Arc::new(ConcurrencyLimiter::default()),
+            webhook_queue: Arc::new(WebhookQueue::new(self.webhook_sender, self.webhook_settings)),
+            id_generator: minter,
             limits: self.limits,
             policies: self.policies,
             node,
-            publishes: self.publishes,
-            inbound: parking_lot::Mutex::default(),
-            tool_names: self.tool_names,
+            publishes_outbox: self.publishes_outbox,
+            report_traceparents: parking_lot::Mutex::default(),
+            tool_names_in_metrics: self.tool_names_in_metrics,
             observer: self.observer,
             draining: AtomicBool::new(false),
             recovered: AtomicBool::new(false),
-            stopping: CancellationToken::new(),
+            shutdown: CancellationToken::new(),
             attempts: TaskTracker::new(),
             tasks: TaskTracker::new(),
         });
         // The handle was created above, so this is its only `set`.
         let _ = own_handle.set(Arc::downgrade(&inner));
-        inner.renew_catalog().await?;
-        Ok(Engine { inner })
+        inner.reload_catalog().await?;
+        Ok(Engine { core: inner })
     }
 }
 
 /// Rejects two in-process tools with one name: the second would silently replace the first.
-fn check_unique(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
+fn check_unique_names(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
     let mut names = HashSet::new();
     for tool in tools {
         let name = tool.definition().name;
         if names.contains(&name) {
-            return Err(named_twice(&name));
+            return Err(duplicate_name(&name));
         }
         names.insert(name);
     }
     Ok(())
 }
 
-fn named_twice(name: &str) -> Error {
+fn duplicate_name(name: &str) -> Error {
     let mut message = format!("there are two built-in tools named \"{name}\"");
     if name == RESULT_READ {
         message.push_str("; one is the engine's own: rename yours, or build without result_read()");

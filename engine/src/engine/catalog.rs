@@ -11,35 +11,35 @@ use std::sync::{Arc, OnceLock};
 
 use serde_json::json;
 
-use super::{Engine, Inner, RESULT_READ, unavailable};
-use crate::args::Rules;
+use super::{Core, Engine, RESULT_READ, from_store_error};
+use crate::args::ArgumentRules;
 use crate::bus::Topic;
-use crate::caller::{Caller, Trust};
-use crate::directory::{AuditEntry, Change, Client, Directory, Key, Others};
+use crate::caller::{AuthMethod, Caller};
+use crate::directory::{ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use crate::fault::{Code, Error, Fault};
 use crate::names;
-use crate::policy::{self, Decision};
+use crate::policy::{self, AccessDecision};
 use crate::retry::TIMEOUT_MS_RANGE;
 use crate::schema::Schema;
-use crate::store::Saved;
-use crate::tool::{Definition, check_name};
-use places::{ByName, Places};
+use crate::store::SaveResult;
+use crate::tool::{ToolDefinition, check_tool_name};
+use places::{NameMap, ProjectMap};
 
 /// A tool with its compiled schemas, ready to be called.
 #[derive(Debug)]
-pub struct Entry {
-    pub definition: Definition,
+pub struct CatalogEntry {
+    pub definition: ToolDefinition,
     pub version: String,
     /// Schema that the executed arguments must match.
-    pub input: Schema,
-    pub output: Option<Schema>,
+    pub input_schema: Schema,
+    pub output_schema: Option<Schema>,
     /// Argument rules of the definition.
-    pub rules: Option<Rules>,
+    pub rules: Option<ArgumentRules>,
 }
 
-impl Entry {
+impl CatalogEntry {
     /// Compiles a definition.
-    pub fn compile(definition: Definition) -> Result<Self, Fault> {
+    pub fn compile(definition: ToolDefinition) -> Result<Self, Fault> {
         let refused = |field: &str, error: crate::schema::SchemaError| {
             let (name, place) = (&definition.name, &error.pointer);
             let reason = &error.reason;
@@ -51,16 +51,22 @@ impl Entry {
             });
             Fault::new(Code::ValidationError, message).with_detail(detail)
         };
-        let (rules, executed) = definition.rules();
+        let (rules, executed) = definition.argument_rules();
         let input = Schema::compile(&executed).map_err(|error| refused("schema", error))?;
         let output = match &definition.output_schema {
             Some(schema) => Some(
-                Schema::compile(&schema.value())
+                Schema::compile(&schema.to_value())
                     .map_err(|error| refused("output_schema", error))?,
             ),
             None => None,
         };
-        Ok(Self { version: definition.version(), definition, input, output, rules })
+        Ok(Self {
+            version: definition.version(),
+            definition,
+            input_schema: input,
+            output_schema: output,
+            rules,
+        })
     }
 }
 
@@ -68,32 +74,35 @@ impl Entry {
 #[derive(Default)]
 pub struct Catalog {
     version: u64,
-    shared: ByName<Arc<Entry>>,
-    own: Places<Arc<Entry>>,
-    offered_by: Places<Vec<String>>,
+    shared_tools: NameMap<Arc<CatalogEntry>>,
+    project_tools: ProjectMap<Arc<CatalogEntry>>,
+    clients_offering: ProjectMap<Vec<String>>,
     /// Position of each client in the directory.
-    clients: Places<usize>,
-    keys: HashMap<String, Key>,
+    client_positions: ProjectMap<usize>,
+    keys: HashMap<String, ApiKey>,
     directory: Directory,
     /// Tools by the names that models use. Built at the first lookup by such a name.
-    for_models: OnceLock<ByName<Vec<Arc<Entry>>>>,
+    by_model_name: OnceLock<NameMap<Vec<Arc<CatalogEntry>>>>,
 }
 
 impl Catalog {
-    pub(super) fn new(shared: HashMap<String, Arc<Entry>>) -> Self {
-        Self { shared: shared.into_iter().collect(), ..Self::default() }
+    pub(super) fn new(shared: HashMap<String, Arc<CatalogEntry>>) -> Self {
+        Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
     }
 
     /// Builds the next version and reuses entries that are already compiled.
-    pub(super) fn renewed(&self, directory: Directory) -> Self {
-        let mut next = Self { shared: self.shared.clone(), ..Self::default() };
+    pub(super) fn rebuild(&self, directory: Directory) -> Self {
+        let mut next = Self { shared_tools: self.shared_tools.clone(), ..Self::default() };
         for definition in &directory.tools {
             let project = definition.project.as_deref().unwrap_or_default();
             let name = definition.name.as_str();
-            let kept = self.own.get(project, name).filter(|entry| entry.definition == *definition);
+            let kept = self
+                .project_tools
+                .get(project, name)
+                .filter(|entry| entry.definition == *definition);
             let entry = match kept {
                 Some(entry) => entry.clone(),
-                None => match Entry::compile(definition.clone()) {
+                None => match CatalogEntry::compile(definition.clone()) {
                     Ok(entry) => Arc::new(entry),
                     Err(fault) => {
                         tracing::warn!(tool = definition.name, %fault, "skipped an invalid tool");
@@ -101,13 +110,15 @@ impl Catalog {
                     }
                 },
             };
-            next.own.insert(project, name, entry);
+            next.project_tools.insert(project, name, entry);
         }
         for offer in &directory.offers {
-            next.offered_by.at(&offer.project, &offer.tool).push(offer.client_id.clone());
+            next.clients_offering
+                .entry_or_default(&offer.project, &offer.tool)
+                .push(offer.client_id.clone());
         }
         for (place, client) in directory.clients.iter().enumerate() {
-            next.clients.insert(&client.project, &client.client_id, place);
+            next.client_positions.insert(&client.project, &client.client_id, place);
         }
         let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
         next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
@@ -117,29 +128,32 @@ impl Catalog {
     }
 
     /// Returns the tool with this name in this project.
-    pub fn find(&self, project: &str, name: &str) -> Option<Arc<Entry>> {
-        self.shared.get(name).or_else(|| self.own.get(project, name)).cloned()
+    pub fn find(&self, project: &str, name: &str) -> Option<Arc<CatalogEntry>> {
+        self.shared_tools.get(name).or_else(|| self.project_tools.get(project, name)).cloned()
     }
 
     /// Resolves a name to a tool: its exact name, or the name that models use for it. A model's
     /// name is looked up only among the tools the caller may call, so that no others are revealed.
     /// A name that matches two of them resolves to neither.
-    pub fn named(&self, caller: &Caller, name: &str) -> Option<Arc<Entry>> {
+    pub fn resolve(&self, caller: &Caller, name: &str) -> Option<Arc<CatalogEntry>> {
         let exact = self.find(&caller.project, name);
         // A tool whose exact name has the form of a model's name is chosen only if the caller may
         // call it.
         let model_form = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
-        if exact.is_some() && (!model_form() || self.decide(caller, name) == Decision::Allowed) {
+        if exact.is_some()
+            && (!model_form() || self.authorize(caller, name) == AccessDecision::Allowed)
+        {
             return exact;
         }
         let meant = || {
-            let index = self.for_models.get_or_init(|| self.index());
-            let here = |entry: &Entry| match &entry.definition.project {
+            let index = self.by_model_name.get_or_init(|| self.build_model_name_index());
+            let here = |entry: &CatalogEntry| match &entry.definition.project {
                 Some(project) => *project == caller.project,
                 None => true,
             };
-            let allowed =
-                |entry: &Entry| self.decide(caller, &entry.definition.name) == Decision::Allowed;
+            let allowed = |entry: &CatalogEntry| {
+                self.authorize(caller, &entry.definition.name) == AccessDecision::Allowed
+            };
             let mut meant = index.get(name)?.iter().filter(|entry| here(entry) && allowed(entry));
             let first = meant.next()?;
             meant.next().is_none().then(|| first.clone())
@@ -147,11 +161,11 @@ impl Catalog {
         meant().or(exact)
     }
 
-    fn index(&self) -> ByName<Vec<Arc<Entry>>> {
-        let mut index = ByName::<Vec<Arc<Entry>>>::default();
-        for entry in self.shared.values().chain(self.own.values()) {
+    fn build_model_name_index(&self) -> NameMap<Vec<Arc<CatalogEntry>>> {
+        let mut index = NameMap::<Vec<Arc<CatalogEntry>>>::default();
+        for entry in self.shared_tools.values().chain(self.project_tools.values()) {
             let name = &entry.definition.name;
-            let (told, apart) = (names::for_model(name), names::told_apart(name));
+            let (told, apart) = (names::name_for_model(name), names::hashed_name_for_model(name));
             if told != apart {
                 index.entry(apart).or_default().push(entry.clone());
             }
@@ -161,41 +175,41 @@ impl Catalog {
     }
 
     /// Returns every tool available in a project, sorted by name.
-    pub fn tools(&self, project: &str) -> Vec<Arc<Entry>> {
-        let own = self.own.of(project);
-        let mut tools: Vec<_> = self.shared.values().chain(own).cloned().collect();
+    pub fn tools(&self, project: &str) -> Vec<Arc<CatalogEntry>> {
+        let own = self.project_tools.values_in(project);
+        let mut tools: Vec<_> = self.shared_tools.values().chain(own).cloned().collect();
         tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
         tools
     }
 
     /// Returns the clients that offer a tool.
     pub fn offered_by(&self, project: &str, tool: &str) -> &[String] {
-        self.offered_by.get(project, tool).map(Vec::as_slice).unwrap_or_default()
+        self.clients_offering.get(project, tool).map(Vec::as_slice).unwrap_or_default()
     }
 
     /// Returns the tools that a client offers.
-    pub fn offers_of(&self, project: &str, client_id: &str) -> HashSet<String> {
+    pub fn tools_offered_by(&self, project: &str, client_id: &str) -> HashSet<String> {
         let offers = self.directory.offers.iter();
         let mine = offers.filter(|o| o.project == project && o.client_id == client_id);
         mine.map(|offer| offer.tool.clone()).collect()
     }
 
     pub(super) fn client(&self, project: &str, client_id: &str) -> Option<&Client> {
-        self.directory.clients.get(*self.clients.get(project, client_id)?)
+        self.directory.clients.get(*self.client_positions.get(project, client_id)?)
     }
 
     pub(super) fn directory(&self) -> &Directory {
         &self.directory
     }
 
-    pub(super) fn key(&self, digest: &str) -> Option<&Key> {
+    pub(super) fn key(&self, digest: &str) -> Option<&ApiKey> {
         self.keys.get(digest)
     }
 
     /// Returns true if an active key authenticates exactly this caller.
-    pub(super) fn has_key_of(&self, caller: &Caller) -> bool {
-        let Caller { project, agent, role, trust } = caller;
-        *trust == Trust::Key
+    pub(super) fn has_active_key(&self, caller: &Caller) -> bool {
+        let Caller { project, agent, role, auth_method: trust } = caller;
+        *trust == AuthMethod::Key
             && self
                 .keys
                 .values()
@@ -213,16 +227,16 @@ impl Catalog {
     }
 
     /// Decides whether the caller may call a tool with this name, even if no such tool exists.
-    pub fn decide(&self, caller: &Caller, tool: &str) -> Decision {
+    pub fn authorize(&self, caller: &Caller, tool: &str) -> AccessDecision {
         if !caller.may_invoke() {
             let role = caller.role.as_str();
-            return Decision::Denied(format!("a key with the role {role} cannot call tools"));
+            return AccessDecision::Denied(format!("a key with the role {role} cannot call tools"));
         }
-        if caller.trust == Trust::Local || caller.may_administer() {
-            return Decision::Allowed;
+        if caller.auth_method == AuthMethod::Local || caller.may_administer() {
+            return AccessDecision::Allowed;
         }
         let rules = self.directory.rules.iter();
-        if tool == RESULT_READ && self.shared.contains_key(tool) {
+        if tool == RESULT_READ && self.shared_tools.contains_key(tool) {
             return policy::decide_companion(rules, &caller.project, &caller.agent, tool);
         }
         policy::decide(rules, &caller.project, &caller.agent, tool)
@@ -231,55 +245,56 @@ impl Catalog {
     /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
     /// any other tool, is listed only if a rule names it, so that a list shows exactly what the
     /// operator allowed.
-    pub(super) fn lists(&self, caller: &Caller, tool: &str) -> bool {
-        if self.decide(caller, tool) != Decision::Allowed {
+    pub(super) fn is_listed(&self, caller: &Caller, tool: &str) -> bool {
+        if self.authorize(caller, tool) != AccessDecision::Allowed {
             return false;
         }
         let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
         tool != RESULT_READ
-            || caller.trust == Trust::Local
+            || caller.auth_method == AuthMethod::Local
             || caller.may_administer()
-            || policy::decide(rules, &caller.project, agent, tool) == Decision::Allowed
+            || policy::decide(rules, &caller.project, agent, tool) == AccessDecision::Allowed
     }
 
     /// Returns similar names of tools that the caller may call.
-    pub fn nearest(&self, caller: &Caller, name: &str) -> Vec<String> {
+    pub fn suggest_names(&self, caller: &Caller, name: &str) -> Vec<String> {
         let tools = self.tools(&caller.project);
         let names = tools.iter().map(|entry| entry.definition.name.as_str());
-        let allowed = names.filter(|name| self.decide(caller, name) == Decision::Allowed);
-        names::nearest(name, allowed).into_iter().map(str::to_owned).collect()
+        let allowed = names.filter(|name| self.authorize(caller, name) == AccessDecision::Allowed);
+        names::suggest_similar(name, allowed).into_iter().map(str::to_owned).collect()
     }
 }
 
 /// A request by a client to offer tools.
 #[derive(Debug, Clone)]
-pub struct Registration {
+pub struct ClientRegistration {
     pub client_id: String,
-    pub tools: Vec<Definition>,
-    pub others: Others,
+    pub tools: Vec<ToolDefinition>,
+    pub unlisted_tools: UnlistedTools,
 }
 
 impl Engine {
     /// Returns the tools that are listed for the caller.
-    pub fn tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
-        let catalog = self.inner.catalog();
+    pub fn tools(&self, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
+        let catalog = self.core.catalog();
         let mut tools = catalog.tools(&caller.project);
-        tools.retain(|entry| catalog.lists(caller, &entry.definition.name));
+        tools.retain(|entry| catalog.is_listed(caller, &entry.definition.name));
         tools
     }
 
     /// Returns one tool, if the caller may call it.
-    pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
-        let catalog = self.inner.catalog();
-        let allowed =
-            |e: &Arc<Entry>| catalog.decide(caller, &e.definition.name) == Decision::Allowed;
-        let found = catalog.named(caller, name).filter(allowed);
-        found.ok_or_else(|| not_found(&catalog, caller, name))
+    pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
+        let catalog = self.core.catalog();
+        let allowed = |e: &Arc<CatalogEntry>| {
+            catalog.authorize(caller, &e.definition.name) == AccessDecision::Allowed
+        };
+        let found = catalog.resolve(caller, name).filter(allowed);
+        found.ok_or_else(|| tool_not_found(&catalog, caller, name))
     }
 
     /// Returns the timeout of a call whose tool and request set none.
     pub fn default_timeout_ms(&self, caller: &Caller) -> u64 {
-        let policies = &self.inner.policies;
+        let policies = &self.core.policies;
         let own = policies.projects.get(&caller.project).and_then(|p| p.default_timeout_ms);
         own.unwrap_or(policies.global.default_timeout_ms)
     }
@@ -288,10 +303,10 @@ impl Engine {
     pub async fn register(
         &self,
         caller: &Caller,
-        registration: Registration,
+        registration: ClientRegistration,
     ) -> Result<usize, Error> {
         require_provider(caller)?;
-        let inner = &self.inner;
+        let inner = &self.core;
         check_client_id(&registration.client_id)?;
         let limit = inner.limits.max_tools_per_registration;
         if registration.tools.len() > limit {
@@ -308,19 +323,19 @@ impl Engine {
         }
         let count = registration.tools.len();
         inner
-            .change(|catalog| {
-                offers::check_against(catalog, caller, &registration, &inner.limits)?;
+            .change_directory(|catalog| {
+                offers::check_registration(catalog, caller, &registration, &inner.limits)?;
                 let client = Client {
                     project: caller.project.clone(),
                     client_id: registration.client_id.clone(),
                     owner: caller.agent.clone(),
                     registered_ms: inner.clock.now_ms(),
                 };
-                let (tools, others) = (registration.tools.clone(), registration.others);
-                Ok((Change::Register { client, tools, others }, None))
+                let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
+                Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))
             })
             .await?;
-        inner.reoffer(&caller.project, &registration.client_id);
+        inner.refresh_client_offers(&caller.project, &registration.client_id);
         Ok(count)
     }
 
@@ -333,69 +348,69 @@ impl Engine {
     ) -> Result<(), Error> {
         require_provider(caller)?;
         let project = caller.project.clone();
-        self.inner
-            .change(|catalog| {
-                require_owner(catalog, caller, client_id)?;
-                if !catalog.offers_of(&project, client_id).contains(tool) {
+        self.core
+            .change_directory(|catalog| {
+                require_client_owner(catalog, caller, client_id)?;
+                if !catalog.tools_offered_by(&project, client_id).contains(tool) {
                     let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
                     return Err(Error::refused(Code::NotFound, message));
                 }
                 let (client_id, tool) = (client_id.to_owned(), tool.to_owned());
-                Ok((Change::Withdraw { project: project.clone(), client_id, tool }, None))
+                Ok((DirectoryChange::Withdraw { project: project.clone(), client_id, tool }, None))
             })
             .await?;
-        self.inner.reoffer(&caller.project, client_id);
+        self.core.refresh_client_offers(&caller.project, client_id);
         Ok(())
     }
 }
 
-impl Inner {
+impl Core {
     pub(crate) fn catalog(&self) -> Arc<Catalog> {
         self.catalog.read().clone()
     }
 
     /// Reloads the directory if this or another process changed it.
-    pub(crate) async fn renew_catalog(&self) -> Result<(), Error> {
-        let version = self.store.directory_version().await.map_err(unavailable)?;
+    pub(crate) async fn reload_catalog(&self) -> Result<(), Error> {
+        let version = self.store.directory_version().await.map_err(from_store_error)?;
         if version == self.catalog().version() {
             return Ok(());
         }
-        let directory = self.store.directory().await.map_err(unavailable)?;
-        let next = Arc::new(self.catalog().renewed(directory));
+        let directory = self.store.directory().await.map_err(from_store_error)?;
+        let next = Arc::new(self.catalog().rebuild(directory));
         *self.catalog.write() = next;
-        self.gate.look_again();
+        self.limiter.recheck_queues();
         self.bus.wake(&Topic::Directory);
         Ok(())
     }
 
     /// Decides a change on the present directory and stores it. Decides again if another process
     /// changed the directory first.
-    pub(crate) async fn change<F>(&self, decide: F) -> Result<(), Error>
+    pub(crate) async fn change_directory<F>(&self, decide: F) -> Result<(), Error>
     where
-        F: Fn(&Catalog) -> Result<(Change, Option<AuditEntry>), Error>,
+        F: Fn(&Catalog) -> Result<(DirectoryChange, Option<AuditEntry>), Error>,
     {
-        let _one_at_a_time = self.changing.lock().await;
+        let _one_at_a_time = self.directory_lock.lock().await;
         for _ in 0..16 {
-            self.renew_catalog().await?;
+            self.reload_catalog().await?;
             let catalog = self.catalog();
             let (change, audit) = decide(&catalog)?;
-            let made = self.store.change(change, catalog.version(), audit).await;
-            if made.map_err(unavailable)? == Saved::Yes {
-                return self.renew_catalog().await;
+            let made = self.store.change_directory(change, catalog.version(), audit).await;
+            if made.map_err(from_store_error)? == SaveResult::Saved {
+                return self.reload_catalog().await;
             }
         }
-        Err(Error::later(Code::Overloaded, "the directory changes too fast; try again", 100))
+        Err(Error::retry_later(Code::Overloaded, "the directory changes too fast; try again", 100))
     }
 
-    pub(super) fn reoffer(&self, project: &str, client_id: &str) {
-        let offers = self.catalog().offers_of(project, client_id);
-        self.desk.reoffer(project, client_id, &offers);
+    pub(super) fn refresh_client_offers(&self, project: &str, client_id: &str) {
+        let offers = self.catalog().tools_offered_by(project, client_id);
+        self.client_queue.set_tools(project, client_id, &offers);
     }
 }
 
-pub(super) fn not_found(catalog: &Catalog, caller: &Caller, name: &str) -> Error {
+pub(super) fn tool_not_found(catalog: &Catalog, caller: &Caller, name: &str) -> Error {
     let shown: String = name.chars().take(128).collect();
-    let nearest = catalog.nearest(caller, name);
+    let nearest = catalog.suggest_names(caller, name);
     let hint = match nearest.first() {
         Some(first) => format!("; did you mean \"{first}\"?"),
         None => "; GET /v1/tools lists what you may call".to_owned(),
@@ -419,7 +434,7 @@ pub(super) fn require_provider(caller: &Caller) -> Result<(), Error> {
 
 /// Requires that the caller owns the client. A client belongs to the agent that registered it
 /// first.
-pub(super) fn require_owner(
+pub(super) fn require_client_owner(
     catalog: &Catalog,
     caller: &Caller,
     client_id: &str,
@@ -454,9 +469,9 @@ pub(super) fn check_client_id(client_id: &str) -> Result<(), Error> {
     Err(Error::refused(Code::ValidationError, message))
 }
 
-pub(super) fn check_definition(tool: &Definition) -> Result<(), Error> {
+pub(super) fn check_definition(tool: &ToolDefinition) -> Result<(), Error> {
     let invalid = |message: String| Error::refused(Code::ValidationError, message);
-    check_name(&tool.name).map_err(|error| invalid(error.to_string()))?;
+    check_tool_name(&tool.name).map_err(|error| invalid(error.to_string()))?;
     if !TIMEOUT_MS_RANGE.contains(&tool.timeout_ms) {
         let message = format!("{}: timeout_ms must be from 1 to 86400000 (24 h)", tool.name);
         return Err(invalid(message));
@@ -464,11 +479,11 @@ pub(super) fn check_definition(tool: &Definition) -> Result<(), Error> {
     if tool.description.len() > 16_384 {
         return Err(invalid(format!("{}: description is over 16384 bytes", tool.name)));
     }
-    if let Some(problem) = tool.policy.problem() {
+    if let Some(problem) = tool.policy.find_problem() {
         return Err(invalid(format!("{}: {problem}", tool.name)));
     }
     if tool.fallback.len() > 8 {
         return Err(invalid(format!("{}: at most 8 fallback tools", tool.name)));
     }
-    Entry::compile(tool.clone()).map(|_| ()).map_err(Error::from)
+    CatalogEntry::compile(tool.clone()).map(|_| ()).map_err(Error::from)
 }

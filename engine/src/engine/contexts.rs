@@ -10,37 +10,41 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::catalog::check_definition;
-use super::envelope::check_word;
-use super::{Engine, unavailable};
+use super::envelope::check_label;
+use super::{Engine, from_store_error};
 use crate::bus::Topic;
 use crate::call::{Call, Status};
 use crate::caller::Caller;
-use crate::context::{Conversation, Prompt, ToolCall, ToolCallContext, ToolResult, definitions};
+use crate::context::{
+    ContextMessages, ContextPrompt, ToolCall, ToolCallContext, ToolResult, definitions,
+};
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
-use crate::policy::Decision;
-use crate::store::{CallFilter, Run};
-use crate::tool::{Definition, Executor};
+use crate::policy::AccessDecision;
+use crate::store::{CallFilter, RunToolDefinitions};
+use crate::tool::{Executor, ToolDefinition};
 
 /// Number of a run's calls in a context: default and maximum.
-pub const CONTEXT_CALLS: (usize, usize) = (50, 200);
+pub const CONTEXT_CALL_LIMITS: (usize, usize) = (50, 200);
 
 /// Interval at which a waiter polls the store when no wake-up arrives.
-const LOOK_AGAIN_MS: u64 = 2_000;
+const CONTEXT_POLL_MS: u64 = 2_000;
 
 /// The tools that a run presents to its model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct RunTools {
+pub struct RunToolSelection {
     /// Tools that the caller executes itself. Each hides a Toolcrib tool with the same name.
     #[serde(with = "definitions")]
-    pub own: Vec<Definition>,
+    #[serde(rename = "own")]
+    pub caller_tools: Vec<ToolDefinition>,
     /// Names of Toolcrib's tools; `None` means all that the caller may call.
-    pub crib: Option<Vec<String>>,
+    #[serde(rename = "crib")]
+    pub toolcrib_tools: Option<Vec<String>>,
 }
 
 /// Message format in which a run's calls and results are rendered for a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Style {
+pub enum MessageFormat {
     OpenAi,
     Anthropic,
 }
@@ -54,12 +58,12 @@ impl Engine {
         run_id: &str,
         limit: usize,
     ) -> Result<ToolCallContext, Error> {
-        check_word("run_id", run_id)?;
+        check_label("run_id", run_id)?;
         let mut context = ToolCallContext::new(run_id);
         context.set_tool_definitions(self.run_tools(caller, run_id).await?);
-        let (calls, truncated) = self.calls_of_run(caller, run_id, limit).await?;
+        let (calls, truncated) = self.load_run_calls(caller, run_id, limit).await?;
         context.set_truncated(truncated);
-        take_in(&mut context, &calls);
+        add_calls(&mut context, &calls);
         Ok(context)
     }
 
@@ -70,7 +74,7 @@ impl Engine {
         run_id: &str,
         limit: usize,
         budget_tokens: usize,
-    ) -> Result<Prompt, Error> {
+    ) -> Result<ContextPrompt, Error> {
         let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
         // Token counting is CPU-bound and would block this async worker thread.
         let made = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
@@ -84,34 +88,39 @@ impl Engine {
         caller: &Caller,
         run_id: &str,
         limit: usize,
-        style: Style,
+        style: MessageFormat,
         budget_tokens: Option<usize>,
-    ) -> Result<(Conversation, bool), Error> {
+    ) -> Result<(ContextMessages, bool), Error> {
         let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
         let made = tokio::task::spawn_blocking(move || match style {
-            Style::OpenAi => (context.openai(budget_tokens, now_ms), context.truncated()),
-            Style::Anthropic => (context.anthropic(budget_tokens, now_ms), context.truncated()),
+            MessageFormat::OpenAi => {
+                (context.to_openai(budget_tokens, now_ms), context.truncated())
+            }
+            MessageFormat::Anthropic => {
+                (context.to_anthropic(budget_tokens, now_ms), context.truncated())
+            }
         });
         made.await.map_err(|error| Error::Internal(Box::new(error)))
     }
 
     /// Refreshes a context with its run's new calls and results; its listeners are notified of the
     /// results. Waits until a result arrives, at most `wait_ms`. Returns the number of new results.
-    pub async fn follow(
+    pub async fn refresh_context(
         &self,
         caller: &Caller,
         context: &mut ToolCallContext,
         wait_ms: u64,
     ) -> Result<usize, Error> {
-        let inner = &self.inner;
+        let inner = &self.core;
         let (project, run_id) = (caller.project.clone(), context.run_id().to_owned());
         let mut news = inner.bus.listen(Topic::Run { project, run_id: run_id.clone() });
         let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
         loop {
             let before = context.tool_results().len();
-            let (mut calls, _) = self.calls_of_run(caller, &run_id, CONTEXT_CALLS.1).await?;
+            let (mut calls, _) =
+                self.load_run_calls(caller, &run_id, CONTEXT_CALL_LIMITS.1).await?;
             let listed: HashSet<_> = calls.iter().map(|call| call.id.clone()).collect();
-            let older = context.pending().filter_map(|call| call.tool_call_id.clone());
+            let older = context.pending_calls().filter_map(|call| call.tool_call_id.clone());
             let older: Vec<_> = older.filter(|id| !listed.contains(id)).collect();
             for id in older {
                 // A call that was purged in the meantime has nothing to add.
@@ -119,16 +128,16 @@ impl Engine {
                     calls.push(call.as_ref().clone());
                 }
             }
-            take_in(context, &calls);
+            add_calls(context, &calls);
             let came = context.tool_results().len() - before;
             let now_ms = inner.clock.now_ms();
-            if came > 0 || now_ms >= until_ms || inner.stopping.is_cancelled() {
+            if came > 0 || now_ms >= until_ms || inner.shutdown.is_cancelled() {
                 return Ok(came);
             }
             tokio::select! {
-                () = news.woken() => {}
-                () = inner.clock.sleep_until(until_ms.min(now_ms + LOOK_AGAIN_MS)) => {}
-                () = inner.stopping.cancelled() => {}
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + CONTEXT_POLL_MS)) => {}
+                () = inner.shutdown.cancelled() => {}
             }
         }
     }
@@ -138,19 +147,20 @@ impl Engine {
         &self,
         caller: &Caller,
         run_id: &str,
-        mut tools: RunTools,
-    ) -> Result<Vec<Definition>, Error> {
-        check_word("run_id", run_id)?;
+        mut tools: RunToolSelection,
+    ) -> Result<Vec<ToolDefinition>, Error> {
+        check_label("run_id", run_id)?;
         self.check_run_tools(caller, &mut tools)?;
-        let text = Json::of(&tools).map_err(|error| Error::Internal(Box::new(error)))?;
-        let run = Run {
+        let text =
+            Json::from_serialize(&tools).map_err(|error| Error::Internal(Box::new(error)))?;
+        let run = RunToolDefinitions {
             project: caller.project.clone(),
             run_id: run_id.to_owned(),
             tool_definitions: text,
             updated_ms: self.now_ms(),
         };
-        self.inner.store.put_run(run).await.map_err(unavailable)?;
-        Ok(self.told(caller, tools))
+        self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)?;
+        Ok(self.resolve_run_tools(caller, tools))
     }
 
     /// Returns the tools that a run presents to its model, sorted by name.
@@ -158,19 +168,25 @@ impl Engine {
         &self,
         caller: &Caller,
         run_id: &str,
-    ) -> Result<Vec<Definition>, Error> {
-        let stored = self.inner.store.run(&caller.project, run_id).await.map_err(unavailable)?;
+    ) -> Result<Vec<ToolDefinition>, Error> {
+        let stored = self
+            .core
+            .store
+            .run_tool_definitions(&caller.project, run_id)
+            .await
+            .map_err(from_store_error)?;
         let set = match stored {
-            None => RunTools::default(),
+            None => RunToolSelection::default(),
             Some(run) => serde_json::from_str(run.tool_definitions.text())
                 .map_err(|error| Error::Internal(Box::new(error)))?,
         };
-        Ok(self.told(caller, set))
+        Ok(self.resolve_run_tools(caller, set))
     }
 
-    fn told(&self, caller: &Caller, set: RunTools) -> Vec<Definition> {
-        let mut tools = set.own;
-        let named = |name: &String| set.crib.as_ref().is_none_or(|names| names.contains(name));
+    fn resolve_run_tools(&self, caller: &Caller, set: RunToolSelection) -> Vec<ToolDefinition> {
+        let mut tools = set.caller_tools;
+        let named =
+            |name: &String| set.toolcrib_tools.as_ref().is_none_or(|names| names.contains(name));
         for entry in self.tools(caller) {
             let name = &entry.definition.name;
             if named(name) && !tools.iter().any(|own| own.name == *name) {
@@ -183,33 +199,36 @@ impl Engine {
 
     /// Validates a tool selection. Toolcrib's tools may be given by the names that models use; the
     /// exact names are stored.
-    fn check_run_tools(&self, caller: &Caller, tools: &mut RunTools) -> Result<(), Error> {
+    fn check_run_tools(&self, caller: &Caller, tools: &mut RunToolSelection) -> Result<(), Error> {
         if !caller.may_invoke() {
             let message = "a provider's key cannot set the tools of a run";
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        let limit = self.inner.limits.max_tools_per_registration;
-        let crib = tools.crib.as_deref_mut().unwrap_or_default();
-        if tools.own.len().max(crib.len()) > limit {
+        let limit = self.core.limits.max_tools_per_registration;
+        let crib = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
+        if tools.caller_tools.len().max(crib.len()) > limit {
             let message = format!("a run is told of at most {limit} tools of a kind");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
-        let catalog = self.inner.catalog();
-        for (n, tool) in tools.own.iter().enumerate() {
+        let catalog = self.core.catalog();
+        for (n, tool) in tools.caller_tools.iter().enumerate() {
             let place = format!("tool_definitions/{n}");
-            check_definition(tool).map_err(|error| at(&place, error))?;
-            if let Decision::Denied(why) = catalog.decide_own(caller, &tool.name) {
+            check_definition(tool).map_err(|error| with_pointer(&place, error))?;
+            if let AccessDecision::Denied(why) = catalog.authorize_reported_call(caller, &tool.name)
+            {
                 let message = format!("{place}/name: \"{}\" is denied by {why}", tool.name);
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
-            if tools.own[..n].iter().any(|other| other.name == tool.name) {
+            if tools.caller_tools[..n].iter().any(|other| other.name == tool.name) {
                 let message = format!("{place}/name: \"{}\" is there twice", tool.name);
                 return Err(Error::refused(Code::ValidationError, message));
             }
         }
         for (n, name) in crib.iter_mut().enumerate() {
             let place = format!("crib_tools/{n}");
-            let found = self.tool(caller, name).map_err(|error| as_invalid(at(&place, error)))?;
+            let found = self
+                .tool(caller, name)
+                .map_err(|error| into_validation_error(with_pointer(&place, error)))?;
             *name = found.definition.name.clone();
         }
         Ok(())
@@ -217,29 +236,30 @@ impl Engine {
 
     /// Loads the newest calls of a run and those still open, oldest first. Also returns whether
     /// older calls were omitted.
-    async fn calls_of_run(
+    async fn load_run_calls(
         &self,
         caller: &Caller,
         run_id: &str,
         limit: usize,
     ) -> Result<(Vec<Call>, bool), Error> {
-        let limit = limit.clamp(1, CONTEXT_CALLS.1);
+        let limit = limit.clamp(1, CONTEXT_CALL_LIMITS.1);
         let filter = CallFilter {
             project: caller.project.clone(),
             run_id: Some(run_id.to_owned()),
             limit: limit + 1,
             ..CallFilter::default()
         };
-        let store = &self.inner.store;
-        let mut calls = store.calls(filter.clone()).await.map_err(unavailable)?;
+        let store = &self.core.store;
+        let mut calls = store.calls(filter.clone()).await.map_err(from_store_error)?;
         let truncated = calls.len() > limit;
         calls.truncate(limit);
         if truncated {
             let before = calls.last().map(|call| call.id.clone());
             for status in [Status::Pending, Status::Running] {
                 let (status, before) = (Some(status), before.clone());
-                let open = CallFilter { status, before, limit: CONTEXT_CALLS.1, ..filter.clone() };
-                calls.extend(store.calls(open).await.map_err(unavailable)?);
+                let open =
+                    CallFilter { status, before, limit: CONTEXT_CALL_LIMITS.1, ..filter.clone() };
+                calls.extend(store.calls(open).await.map_err(from_store_error)?);
             }
         }
         calls.sort_by(|a, b| a.id.cmp(&b.id));
@@ -249,13 +269,13 @@ impl Engine {
 }
 
 /// Adds calls in order of creation, and their results in order of completion.
-fn take_in(context: &mut ToolCallContext, calls: &[Call]) {
-    for turn in turns(calls) {
+fn add_calls(context: &mut ToolCallContext, calls: &[Call]) {
+    for turn in group_concurrent_calls(calls) {
         context.set_tool_calls(turn.iter().map(ToolCall::from));
     }
     let mut ended: Vec<&Call> = calls.iter().filter(|call| call.outcome.is_some()).collect();
     ended.sort_by_key(|call| (call.completed_ms, call.id.clone()));
-    for result in ended.into_iter().filter_map(ToolResult::of_call) {
+    for result in ended.into_iter().filter_map(ToolResult::from_call) {
         // The call was added above and an outcome never changes, so this cannot fail.
         let _ = context.set_tool_call_result(result);
     }
@@ -263,8 +283,8 @@ fn take_in(context: &mut ToolCallContext, calls: &[Call]) {
 
 /// Groups calls that ran concurrently into one step. The caller does not wait for a background
 /// call, so a call made after it belongs to a new step.
-fn turns(calls: &[Call]) -> Vec<&[Call]> {
-    let over_ms = |call: &Call| match call.asked.background {
+fn group_concurrent_calls(calls: &[Call]) -> Vec<&[Call]> {
+    let over_ms = |call: &Call| match call.origin.background {
         true => call.created_ms,
         false => call.completed_ms.unwrap_or(u64::MAX),
     };
@@ -283,7 +303,7 @@ fn turns(calls: &[Call]) -> Vec<&[Call]> {
 }
 
 /// Adds the position in the request that a refusal is about.
-pub(super) fn at(place: &str, error: Error) -> Error {
+pub(super) fn with_pointer(place: &str, error: Error) -> Error {
     let Error::Refused { mut fault, retry_after_ms } = error else { return error };
     fault.message = format!("{place}: {}", fault.message);
     if fault.detail.is_none() {
@@ -294,15 +314,15 @@ pub(super) fn at(place: &str, error: Error) -> Error {
 
 /// Converts an unknown name in a request body into a validation error: the body is wrong, not the
 /// path.
-fn as_invalid(error: Error) -> Error {
+fn into_validation_error(error: Error) -> Error {
     let Error::Refused { fault, .. } = error else { return error };
-    let invalid = Fault::new(Code::ValidationError, fault.message).not_happened();
+    let invalid = Fault::new(Code::ValidationError, fault.message).without_side_effect();
     invalid.with_detail(fault.detail.unwrap_or_default()).into()
 }
 
 /// Builds a definition for a caller tool of which only the name is known.
-pub(super) fn own_tool(project: &str, name: &str, timeout_ms: u64) -> Definition {
-    Definition {
+pub(super) fn caller_tool_definition(project: &str, name: &str, timeout_ms: u64) -> ToolDefinition {
+    ToolDefinition {
         project: Some(project.to_owned()),
         name: name.to_owned(),
         description: String::new(),
@@ -316,6 +336,6 @@ pub(super) fn own_tool(project: &str, name: &str, timeout_ms: u64) -> Definition
         policy: Default::default(),
         fallback: Vec::new(),
         metadata: None,
-        utp: None,
+        binding: None,
     }
 }

@@ -5,19 +5,19 @@ use std::collections::HashMap;
 use std::hash::Hash;
 
 /// Number of keys that stay in the map at zero. Most of them are used again at once.
-const KEPT: usize = 1_024;
+const MAX_IDLE_KEYS: usize = 1_024;
 
 /// Counts by key. A missing key counts as zero.
-pub(crate) struct Counts<K>(HashMap<K, u32, foldhash::fast::RandomState>);
+pub(crate) struct KeyCounts<K>(HashMap<K, u32, foldhash::fast::RandomState>);
 
-impl<K> Default for Counts<K> {
+impl<K> Default for KeyCounts<K> {
     fn default() -> Self {
         Self(HashMap::default())
     }
 }
 
-impl<K: Hash + Eq + Clone> Counts<K> {
-    pub(crate) fn of<Q: Hash + Eq + ?Sized>(&self, name: &Q) -> u32
+impl<K: Hash + Eq + Clone> KeyCounts<K> {
+    pub(crate) fn get<Q: Hash + Eq + ?Sized>(&self, name: &Q) -> u32
     where
         K: Borrow<Q>,
     {
@@ -25,7 +25,7 @@ impl<K: Hash + Eq + Clone> Counts<K> {
     }
 
     /// Increments a count and returns the new value.
-    pub(crate) fn raise(&mut self, name: &K) -> u32 {
+    pub(crate) fn increment(&mut self, name: &K) -> u32 {
         match self.0.get_mut(name) {
             Some(count) => {
                 *count += 1;
@@ -39,11 +39,11 @@ impl<K: Hash + Eq + Clone> Counts<K> {
     }
 
     /// Decrements a count, unless it is zero.
-    pub(crate) fn lower<Q: Hash + Eq + ?Sized>(&mut self, name: &Q)
+    pub(crate) fn decrement<Q: Hash + Eq + ?Sized>(&mut self, name: &Q)
     where
         K: Borrow<Q>,
     {
-        let many = self.0.len() > KEPT;
+        let many = self.0.len() > MAX_IDLE_KEYS;
         if let Some(count) = self.0.get_mut(name) {
             *count = count.saturating_sub(1);
             if *count == 0 && many {
@@ -59,16 +59,16 @@ mod tests {
 
     #[test]
     fn names_that_are_gone_do_not_pile_up() {
-        let mut counts = Counts::<String>::default();
-        for n in 0..10 * KEPT {
+        let mut counts = KeyCounts::<String>::default();
+        for n in 0..10 * MAX_IDLE_KEYS {
             let name = format!("name {n}");
-            assert_eq!((counts.raise(&name), counts.raise(&name)), (1, 2));
-            counts.lower(name.as_str());
-            assert_eq!(counts.of(name.as_str()), 1);
-            counts.lower(name.as_str());
-            counts.lower(name.as_str());
-            assert_eq!(counts.of(name.as_str()), 0);
+            assert_eq!((counts.increment(&name), counts.increment(&name)), (1, 2));
+            counts.decrement(name.as_str());
+            assert_eq!(counts.get(name.as_str()), 1);
+            counts.decrement(name.as_str());
+            counts.decrement(name.as_str());
+            assert_eq!(counts.get(name.as_str()), 0);
         }
-        assert!(counts.0.len() <= KEPT + 1, "{}", counts.0.len());
+        assert!(counts.0.len() <= MAX_IDLE_KEYS + 1, "{}", counts.0.len());
     }
 }

@@ -3,25 +3,25 @@
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::invoke::Invocation;
+use super::invoke::CallRequest;
 use crate::caller::Caller;
 use crate::dialogue;
 use crate::fault::{Code, Error, Fault};
 use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
-use crate::schema::Problem;
+use crate::schema::SchemaProblem;
 use crate::store::IdempotencyKey;
 use crate::tool::hex;
 
-pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
+pub(super) fn check_request(asked: &CallRequest, max_args_bytes: usize) -> Result<(), Error> {
     let invalid = |message: String| {
-        let fault = Fault::new(Code::ValidationError, message).not_happened();
+        let fault = Fault::new(Code::ValidationError, message).without_side_effect();
         Err(Error::from(fault))
     };
     if asked.args.text().len() > max_args_bytes {
         let message = format!("args are over the limit of {max_args_bytes} bytes");
         return Err(Error::refused(Code::PayloadTooLarge, message));
     }
-    asked.answers.as_ref().map_or(Ok(()), dialogue::check)?;
+    asked.answers.as_ref().map_or(Ok(()), dialogue::check_answers_size)?;
     if asked.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
         return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
     }
@@ -37,22 +37,22 @@ pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Resul
     ];
     for (field, word) in words {
         let Some(word) = word else { continue };
-        check_word(field, word)?;
+        check_label(field, word)?;
     }
     Ok(())
 }
 
 /// Checks an id or a label that the caller chose.
-pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
+pub(super) fn check_label(field: &str, word: &str) -> Result<(), Error> {
     if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
         let message = format!("{field} must be 1 to 255 bytes without control characters");
-        return Err(Fault::new(Code::ValidationError, message).not_happened().into());
+        return Err(Fault::new(Code::ValidationError, message).without_side_effect().into());
     }
     Ok(())
 }
 
 /// Builds a fault that lists every problem.
-pub(super) fn misfit(what: &str, problems: &[Problem]) -> Fault {
+pub(super) fn schema_fault(what: &str, problems: &[SchemaProblem]) -> Fault {
     let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
     let message = format!("{what}: {}", listed.join("; "));
     Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
@@ -60,7 +60,10 @@ pub(super) fn misfit(what: &str, problems: &[Problem]) -> Fault {
 
 /// Builds the idempotency key with a fingerprint of the request, so that the same key cannot be
 /// used for a different one.
-pub(super) fn idempotency_key(caller: &Caller, asked: &Invocation) -> Option<IdempotencyKey> {
+pub(super) fn build_idempotency_key(
+    caller: &Caller,
+    asked: &CallRequest,
+) -> Option<IdempotencyKey> {
     let key = asked.idempotency_key.clone()?;
     let mut hash = Sha256::new();
     let rest = json!([
@@ -75,7 +78,7 @@ pub(super) fn idempotency_key(caller: &Caller, asked: &Invocation) -> Option<Ide
     if let Some(url) = &asked.callback_url {
         hash.update(Value::from(url.as_str()).to_string().as_bytes());
     }
-    hash.update(asked.args.canonical().as_bytes());
+    hash.update(asked.args.canonical_text().as_bytes());
     let fingerprint = hex(&hash.finalize());
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
 }

@@ -3,29 +3,29 @@
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::{Engine, Inner, unavailable};
+use super::{Core, Engine, from_store_error};
 use crate::bus::Topic;
 use crate::call::{Call, Status};
-use crate::caller::{Caller, Trust};
+use crate::caller::{AuthMethod, Caller};
 use crate::fault::{Code, Error};
-use crate::store::utp::Delivered;
+use crate::store::utp::InboxPutResult;
 use crate::tool::{Executor, hex};
 use crate::utp::card::{Card, into_map};
-use crate::utp::{InboxItem, Letter, Member, Route, trace};
+use crate::utp::{AgentEntry, InboxItem, OutboxMessage, Route, trace};
 
 /// Interval at which a waiter polls the store when no wake-up arrives.
-const LOOK_AGAIN_MS: u64 = 2_000;
+const INBOX_POLL_MS: u64 = 2_000;
 /// Time after which an unpublished wake-up is dropped: by then another has been sent.
-const WAKEUP_MS: u64 = 60_000;
+const WAKEUP_TTL_MS: u64 = 60_000;
 
 /// Returns the id of a call's outcome in its agent's inbox. It is derived from the call, so that
 /// repeated reports of one outcome share one id.
 pub(super) fn inbox_id(call: &Call) -> String {
-    let route = Route::of(call);
-    inbox_id_of(&call.project, &route.turn_id, &route.tool_call_id)
+    let route = Route::for_call(call);
+    derive_inbox_id(&call.project, &route.turn_id, &route.tool_call_id)
 }
 
-pub(super) fn inbox_id_of(project: &str, turn_id: &str, tool_call_id: &str) -> String {
+pub(super) fn derive_inbox_id(project: &str, turn_id: &str, tool_call_id: &str) -> String {
     let named = json!([project, turn_id, tool_call_id]).to_string();
     format!("inbox_{}", hex(&Sha256::digest(named.as_bytes())[..16]))
 }
@@ -41,21 +41,21 @@ impl Engine {
         wait_ms: u64,
     ) -> Result<Vec<InboxItem>, Error> {
         self.require_agent(caller, agent_id)?;
-        let inner = &self.inner;
+        let inner = &self.core;
         let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
         let project = caller.project.clone();
         let mut news = inner.bus.listen(Topic::Inbox { project, agent: agent_id.to_owned() });
         loop {
             let found = inner.store.utp().inbox(&caller.project, agent_id, limit).await;
-            let items = found.map_err(unavailable)?;
+            let items = found.map_err(from_store_error)?;
             let now_ms = inner.clock.now_ms();
-            if !items.is_empty() || now_ms >= until_ms || inner.stopping.is_cancelled() {
+            if !items.is_empty() || now_ms >= until_ms || inner.shutdown.is_cancelled() {
                 return Ok(items);
             }
             tokio::select! {
-                () = news.woken() => {}
-                () = inner.clock.sleep_until(until_ms.min(now_ms + LOOK_AGAIN_MS)) => {}
-                () = inner.stopping.cancelled() => {}
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + INBOX_POLL_MS)) => {}
+                () = inner.shutdown.cancelled() => {}
             }
         }
     }
@@ -68,16 +68,16 @@ impl Engine {
         inbox_ids: &[String],
     ) -> Result<usize, Error> {
         self.require_agent(caller, agent_id)?;
-        let now_ms = self.inner.clock.now_ms();
-        let utp = self.inner.store.utp();
-        let taken = utp.take_from_inbox(&caller.project, agent_id, inbox_ids, now_ms).await;
-        taken.map_err(unavailable)
+        let now_ms = self.core.clock.now_ms();
+        let utp = self.core.store.utp();
+        let taken = utp.acknowledge_inbox_items(&caller.project, agent_id, inbox_ids, now_ms).await;
+        taken.map_err(from_store_error)
     }
 
     /// Requires that the caller is this agent, or administers the project. An agent's key gives
     /// access to its own inbox and turns only.
     pub(super) fn require_agent(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
-        let rules = caller.trust == Trust::Local || caller.may_administer();
+        let rules = caller.auth_method == AuthMethod::Local || caller.may_administer();
         if rules || caller.may_invoke() && caller.agent == agent_id {
             return Ok(());
         }
@@ -86,72 +86,80 @@ impl Engine {
     }
 
     /// Returns outbox messages to publish, each with its number: oldest first, after this number.
-    pub async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, Error> {
-        self.inner.store.utp().outbox(after, limit).await.map_err(unavailable)
+    pub async fn outbox(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<(u64, OutboxMessage)>, Error> {
+        self.core.store.utp().outbox(after, limit).await.map_err(from_store_error)
     }
 
     /// Removes messages that were published or are no longer needed.
-    pub async fn posted(&self, ids: &[String]) -> Result<(), Error> {
-        self.inner.store.utp().posted(ids).await.map_err(unavailable)
+    pub async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), Error> {
+        self.core.store.utp().remove_from_outbox(ids).await.map_err(from_store_error)
     }
 
     /// Adds a message to the outbox.
-    pub async fn post(&self, caller: &Caller, letter: Letter) -> Result<(), Error> {
+    pub async fn enqueue_outbox(
+        &self,
+        caller: &Caller,
+        letter: OutboxMessage,
+    ) -> Result<(), Error> {
         self.require_admin(caller, None)?;
-        self.inner.store.utp().post(vec![letter]).await.map_err(unavailable)?;
-        self.inner.bus.wake(&Topic::Outbox);
+        self.core.store.utp().append_to_outbox(vec![letter]).await.map_err(from_store_error)?;
+        self.core.bus.wake(&Topic::Outbox);
         Ok(())
     }
 
     /// Subscribes to new outbox messages.
-    pub fn outbox_news(&self) -> crate::bus::Listener {
-        self.inner.bus.listen(Topic::Outbox)
+    pub fn subscribe_outbox(&self) -> crate::bus::Listener {
+        self.core.bus.listen(Topic::Outbox)
     }
 }
 
-impl Inner {
+impl Core {
     /// Returns true if the outcome of a call goes to an inbox. That holds for calls made in a turn,
     /// and for a tool service's calls of an agent that is on the roster.
-    pub(super) fn has_inbox(&self, call: &Call) -> bool {
-        call.asked.turn.is_some()
+    pub(super) fn uses_inbox(&self, call: &Call) -> bool {
+        call.origin.route.is_some()
             || call.target.executor == Executor::Utp
-                && self.member(&call.project, &call.asked.agent).is_some()
+                && self.find_agent_entry(&call.project, &call.origin.agent).is_some()
     }
 
     /// Delivers the outcome of a call that has ended to the inbox. If this fails, the watchdog
     /// delivers it later.
-    pub(super) async fn ended(&self, call: &Call) {
-        if !self.has_inbox(call) {
+    pub(super) async fn deliver_outcome(&self, call: &Call) {
+        if !self.uses_inbox(call) {
             return;
         }
         // Boxed to keep the caller's future small: every call passes here, few are delivered.
-        if let Err(error) = Box::pin(self.deliver(call)).await {
+        if let Err(error) = Box::pin(self.deliver_to_inbox(call)).await {
             tracing::warn!(call = %call.id, %error, "outcome not in the inbox; will retry");
         }
     }
 
-    pub(crate) async fn deliver(&self, call: &Call) -> Result<(), Error> {
+    pub(crate) async fn deliver_to_inbox(&self, call: &Call) -> Result<(), Error> {
         let Some(card) = self.result_card(call).await? else { return Ok(()) };
-        let route = Route::of(call);
-        let inbound = self.inbound.lock().get(&call.id).cloned();
-        let own = trace::of_call(call);
+        let route = Route::for_call(call);
+        let inbound = self.report_traceparents.lock().get(&call.id).cloned();
+        let own = trace::call_traceparent(call);
         // A report from another trace must not move the call into that trace.
         let same = |text: &String| {
             let id = |text: &str| trace::parse(text).map(|(trace_id, _)| trace_id);
             id(text) == id(&own)
         };
         let parent = inbound.filter(same).unwrap_or_else(|| own.clone());
-        let item = self.item(call, &route, &card, &parent);
-        let letter = self.wakeup(&item, &route.channel);
+        let item = self.build_inbox_item(call, &route, &card, &parent);
+        let letter = self.build_wakeup(&item, &route.channel);
         let wakes = letter.is_some();
-        let delivered = self.store.utp().deliver(item, &card.card_id, letter).await;
-        if delivered.map_err(unavailable)? == Delivered::New {
-            self.announce_inbox(&call.project, &route.agent_id, wakes);
+        let delivered = self.store.utp().deliver_to_inbox(item, &card.card_id, letter).await;
+        if delivered.map_err(from_store_error)? == InboxPutResult::New {
+            self.wake_inbox_listeners(&call.project, &route.agent_id, wakes);
         }
         Ok(())
     }
 
-    pub(super) fn announce_inbox(&self, project: &str, agent_id: &str, wakes: bool) {
+    pub(super) fn wake_inbox_listeners(&self, project: &str, agent_id: &str, wakes: bool) {
         let (project, agent) = (project.to_owned(), agent_id.to_owned());
         self.bus.wake(&Topic::Inbox { project, agent });
         if wakes {
@@ -159,7 +167,7 @@ impl Inner {
         }
     }
 
-    fn item(&self, call: &Call, route: &Route, card: &Card, parent: &str) -> InboxItem {
+    fn build_inbox_item(&self, call: &Call, route: &Route, card: &Card, parent: &str) -> InboxItem {
         let by_clock = call.status == Status::Timeout && card.author_id == "worker.watchdog";
         let inbox_id = inbox_id(call);
         let payload = json!({
@@ -179,7 +187,7 @@ impl Inner {
             turn_id: route.turn_id.clone(),
             tool_call_id: route.tool_call_id.clone(),
             payload: into_map(payload),
-            traceparent: trace::child(parent, &inbox_id),
+            traceparent: trace::child_traceparent(parent, &inbox_id),
             tracestate: route.tracestate.clone(),
             parent_step_id: Some(route.step_id.clone()),
             source_agent_id: Some(card.author_id.clone()),
@@ -191,9 +199,10 @@ impl Inner {
 
     /// Builds the wake-up message for an inbox item. Returns `None` if the agent has no worker or
     /// no publisher drains the outbox.
-    pub(crate) fn wakeup(&self, item: &InboxItem, channel: &str) -> Option<Letter> {
-        let Member { worker_target, .. } = self.member(&item.project, &item.agent_id)?;
-        if !self.publishes {
+    pub(crate) fn build_wakeup(&self, item: &InboxItem, channel: &str) -> Option<OutboxMessage> {
+        let AgentEntry { worker_target, .. } =
+            self.find_agent_entry(&item.project, &item.agent_id)?;
+        if !self.publishes_outbox {
             return None;
         }
         let mut headers = vec![
@@ -202,7 +211,7 @@ impl Inner {
             ("CG-Recursion-Depth".to_owned(), item.depth.to_string()),
         ];
         headers.extend(item.tracestate.clone().map(|state| ("tracestate".to_owned(), state)));
-        Some(Letter {
+        Some(OutboxMessage {
             id: format!("wake-{}", item.inbox_id),
             subject: format!("{}.{channel}.cmd.agent.{worker_target}.wakeup", item.project),
             headers,
@@ -212,7 +221,7 @@ impl Inner {
                 "reason": item.message_type,
                 "metadata": { "agent_turn_id": item.turn_id },
             }),
-            expires_ms: self.clock.now_ms() + WAKEUP_MS,
+            expires_ms: self.clock.now_ms() + WAKEUP_TTL_MS,
         })
     }
 }

@@ -5,24 +5,24 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::advance::Advanced;
-use super::cards::{Found, take_after};
-use super::inbox::inbox_id_of;
-use super::{Engine, Inner, unavailable};
+use super::advance::AdvanceOutcome;
+use super::cards::{RouteLookup, copy_lineage};
+use super::inbox::derive_inbox_id;
+use super::{Core, Engine, from_store_error};
 use crate::call::Call;
 use crate::caller::Caller;
-use crate::event::{Kind, Record};
+use crate::event::{EventKind, EventRecord};
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
-use crate::lifecycle::{Event, Refusal, Told};
-use crate::store::utp::CardPut;
+use crate::lifecycle::{Event, Refusal, RemoteOutcome};
+use crate::store::utp::PutCardResult;
 use crate::tool::Executor;
 use crate::utp::card::{self, Card, TOOL_RESULT};
 use crate::utp::{AfterExecution, DeadLetter, MAX_DEPTH, Route, ToolStatus};
 
 /// A tool service's report, as far as it could be parsed.
 #[derive(Debug, Clone, Default)]
-pub struct ToolReport {
+pub struct ToolServiceReport {
     pub tool_call_id: String,
     pub turn_id: String,
     pub epoch: u64,
@@ -33,48 +33,51 @@ pub struct ToolReport {
     /// The result card itself, sent along to save a request.
     pub card: Option<Value>,
     /// True if the report contains its result inline, which the protocol forbids.
-    pub inline_result: bool,
+    pub has_inline_result: bool,
     pub depth: Option<u32>,
     pub traceparent: Option<String>,
     /// Id of the reporting service.
-    pub source: Option<String>,
+    pub reported_by: Option<String>,
 }
 
 /// Result of an accepted report.
 #[derive(Debug, Clone)]
-pub struct Ingested {
+pub struct ReportReceipt {
     pub call: Arc<Call>,
     /// Id of the inbox item; `None` if the agent has no inbox.
     pub inbox_id: Option<String>,
     /// True if this report was received before.
-    pub duplicate: bool,
+    pub is_duplicate: bool,
     /// True if the call had already ended differently. The report is recorded and has no effect.
-    pub late: bool,
+    pub is_late: bool,
 }
 
 /// The reason why a report was refused.
 #[derive(Debug)]
-pub struct Rejected {
+pub struct ReportRejection {
     /// Reason code for the dead letter; `None` if no dead letter is due, for example because a
     /// retry can help.
-    pub reason: Option<&'static str>,
+    pub dead_letter_reason: Option<&'static str>,
     pub error: Error,
 }
 
-impl From<Error> for Rejected {
+impl From<Error> for ReportRejection {
     fn from(error: Error) -> Self {
         let lasting = !matches!(error.code(), Code::Overloaded | Code::Internal);
-        Self { reason: lasting.then_some("refused"), error }
+        Self { dead_letter_reason: lasting.then_some("refused"), error }
     }
 }
 
-fn reject(reason: &'static str, code: Code, message: impl Into<String>) -> Rejected {
-    Rejected { reason: Some(reason), error: Fault::new(code, message).not_happened().into() }
+fn reject_report(reason: &'static str, code: Code, message: impl Into<String>) -> ReportRejection {
+    ReportRejection {
+        dead_letter_reason: Some(reason),
+        error: Fault::new(code, message).without_side_effect().into(),
+    }
 }
 
 /// A message that could not be processed.
 #[derive(Debug, Clone, Default)]
-pub struct Unreadable {
+pub struct UnprocessableMessage {
     pub kind: &'static str,
     pub reason: String,
     pub message: String,
@@ -82,19 +85,19 @@ pub struct Unreadable {
     pub headers: Map<String, Value>,
     pub payload: String,
     /// True if the sender already truncated the message.
-    pub cut: bool,
+    pub is_truncated: bool,
 }
 
 /// Maximum size of a payload, and of each other part, in a dead letter.
-const KEPT_BYTES: usize = 262_144;
-const KEPT_MESSAGE: usize = 4_096;
-const KEPT_SUBJECT: usize = 1_024;
-const KEPT_REASON: usize = 64;
-const KEPT_HEADERS: usize = 16_384;
+const MAX_DEAD_LETTER_PAYLOAD: usize = 262_144;
+const MAX_DEAD_LETTER_MESSAGE: usize = 4_096;
+const MAX_DEAD_LETTER_SUBJECT: usize = 1_024;
+const MAX_DEAD_LETTER_REASON: usize = 64;
+const MAX_DEAD_LETTER_HEADERS: usize = 16_384;
 
 /// Reason codes used as metric labels. Senders choose reasons freely, so all others count as
 /// "other".
-const REASONS: [&str; 14] = [
+const KNOWN_REASONS: [&str; 14] = [
     "after_execution_mismatch",
     "malformed",
     "no_card",
@@ -112,7 +115,7 @@ const REASONS: [&str; 14] = [
 ];
 
 /// Truncates a text to `limit` bytes. Also returns whether anything was cut off.
-fn cut_to(mut text: String, limit: usize) -> (String, bool) {
+fn truncate_text(mut text: String, limit: usize) -> (String, bool) {
     let cut = text.len() > limit;
     if cut {
         let end = (0..=limit).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
@@ -122,8 +125,8 @@ fn cut_to(mut text: String, limit: usize) -> (String, bool) {
 }
 
 /// Keeps the headers that fit the limit. Also returns whether some were dropped.
-fn kept_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
-    let (count, mut room) = (headers.len(), KEPT_HEADERS);
+fn limit_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
+    let (count, mut room) = (headers.len(), MAX_DEAD_LETTER_HEADERS);
     let fits = |(name, value): &(String, Value)| {
         let size = name.len() + value.as_str().map_or_else(|| value.to_string().len(), str::len);
         let fits = size <= room;
@@ -137,37 +140,41 @@ fn kept_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
 
 impl Engine {
     /// Ingests a report.
-    pub async fn ingest(&self, caller: &Caller, report: ToolReport) -> Result<Ingested, Rejected> {
+    pub async fn ingest_report(
+        &self,
+        caller: &Caller,
+        report: ToolServiceReport,
+    ) -> Result<ReportReceipt, ReportRejection> {
         if !caller.may_provide() {
             let message = format!("a key with the role {} cannot report", caller.role.as_str());
-            return Err(Rejected {
-                reason: None,
+            return Err(ReportRejection {
+                dead_letter_reason: None,
                 error: Error::refused(Code::PermissionDenied, message),
             });
         }
-        let inner = &self.inner;
-        let call = inner.identified(&caller.project, &report).await?;
-        let route = Route::of(&call);
-        if report.inline_result {
+        let inner = &self.core;
+        let call = inner.identify_call(&caller.project, &report).await?;
+        let route = Route::for_call(&call);
+        if report.has_inline_result {
             let message = "payload.result is forbidden: write a tool.result card and report it";
             let fault = Fault::new(Code::BadRequest, message);
-            inner.settle_with(&call, &report, Err(fault.clone())).await?;
-            return Err(Rejected { reason: None, error: fault.into() });
+            inner.apply_report(&call, &report, Err(fault.clone())).await?;
+            return Err(ReportRejection { dead_letter_reason: None, error: fault.into() });
         }
-        let (status, expected) = inner.checked_fields(&call, &report).await?;
-        let card = match inner.implied_card(&call, &report)? {
+        let (status, expected) = inner.validate_report_fields(&call, &report).await?;
+        let card = match inner.derive_result_card(&call, &report)? {
             Some(card) => card,
-            None => self.reported_card(caller, &call, &report, status).await?,
+            None => self.load_reported_card(caller, &call, &report, status).await?,
         };
         check_card(&card, &route, status)?;
         if let Some(traceparent) = report.traceparent.clone() {
-            inner.inbound.lock().insert(call.id.clone(), traceparent);
+            inner.report_traceparents.lock().insert(call.id.clone(), traceparent);
         }
-        let ingested = inner.settle_with(&call, &report, Ok((status, &card))).await;
-        inner.inbound.lock().remove(&call.id);
+        let ingested = inner.apply_report(&call, &report, Ok((status, &card))).await;
+        inner.report_traceparents.lock().remove(&call.id);
         let ingested = ingested?;
-        if ingested.late && report.card.is_some() {
-            inner.keep_late_card(card).await?;
+        if ingested.is_late && report.card.is_some() {
+            inner.store_late_card(card).await?;
         }
         tracing::debug!(call = %call.id, status = status.as_str(), after = expected.as_str(), "reported");
         Ok(ingested)
@@ -175,71 +182,79 @@ impl Engine {
 
     /// Loads the card of a report. A card that comes with the report is stored only after it passed
     /// the checks: a refused report leaves nothing behind that could later pass for a result.
-    async fn reported_card(
+    async fn load_reported_card(
         &self,
         caller: &Caller,
         call: &Call,
-        report: &ToolReport,
+        report: &ToolServiceReport,
         status: ToolStatus,
-    ) -> Result<Card, Rejected> {
+    ) -> Result<Card, ReportRejection> {
         if let Some(given) = &report.card {
             let named = given.get("card_id").and_then(Value::as_str);
             if report.card_id.is_some() && named != report.card_id.as_deref() {
                 let message = "tool_result_card_id is not the id of the card that came with it";
-                return Err(reject("wrong_card", Code::BadRequest, message));
+                return Err(reject_report("wrong_card", Code::BadRequest, message));
             }
-            let card = self.read_card(caller, given).await?;
-            check_card(&card, &Route::of(call), status)?;
-            let there = match self.inner.store.utp().put_card(card.clone()).await {
-                Ok(CardPut::Other(there)) => there.card_id,
-                stored => return stored.map(|_| card).map_err(|error| unavailable(error).into()),
+            let card = self.validate_card(caller, given).await?;
+            check_card(&card, &Route::for_call(call), status)?;
+            let there = match self.core.store.utp().put_card(card.clone()).await {
+                Ok(PutCardResult::Conflict(there)) => there.card_id,
+                stored => {
+                    return stored.map(|_| card).map_err(|error| from_store_error(error).into());
+                }
             };
-            let utp = self.inner.store.utp();
+            let utp = self.core.store.utp();
             let (turn, id) = (&report.turn_id, &report.tool_call_id);
-            let known = utp.result_card(&caller.project, turn, id).await.map_err(unavailable)?;
+            let known =
+                utp.result_card(&caller.project, turn, id).await.map_err(from_store_error)?;
             // The first result stands. While the call is open, a different one must not replace it.
-            let now = self.inner.call_of(&call.project, &call.id).await?;
+            let now = self.core.find_call(&call.project, &call.id).await?;
             let ended = now.is_none_or(|call| call.status.is_terminal());
             let stands = |known: &Card| ended || known.content == card.content;
             let message = format!("card \"{}\" contradicts \"{there}\"", card.card_id);
-            let contradicts = || reject("wrong_card", Code::Conflict, message);
+            let contradicts = || reject_report("wrong_card", Code::Conflict, message);
             return known.filter(stands).ok_or_else(contradicts);
         }
         let Some(card_id) = report.card_id.as_deref().filter(|id| !id.trim().is_empty()) else {
             let message = "tool_result_card_id is missing";
-            return Err(reject("malformed", Code::BadRequest, message));
+            return Err(reject_report("malformed", Code::BadRequest, message));
         };
-        let found = self.inner.find_card(&caller.project, card_id).await?;
+        let found = self.core.find_card(&caller.project, card_id).await?;
         found.ok_or_else(|| {
             let message = format!("there is no card \"{card_id}\"");
-            reject("no_card", Code::NotFound, message)
+            reject_report("no_card", Code::NotFound, message)
         })
     }
 
     /// Stores a message that could not be processed as a dead letter.
-    pub async fn bury(&self, project: &str, what: Unreadable) -> Result<DeadLetter, Error> {
-        let inner = &self.inner;
+    pub async fn dead_letter(
+        &self,
+        project: &str,
+        what: UnprocessableMessage,
+    ) -> Result<DeadLetter, Error> {
+        let inner = &self.core;
         let now_ms = inner.clock.now_ms();
-        let (payload, cut) = cut_to(what.payload, KEPT_BYTES);
-        let (headers, fewer) = kept_headers(what.headers);
-        let (subject, shorter) = cut_to(what.subject, KEPT_SUBJECT);
+        let (payload, cut) = truncate_text(what.payload, MAX_DEAD_LETTER_PAYLOAD);
+        let (headers, fewer) = limit_headers(what.headers);
+        let (subject, shorter) = truncate_text(what.subject, MAX_DEAD_LETTER_SUBJECT);
         let letter = DeadLetter {
-            id: inner.minter.text("dl_", now_ms),
+            id: inner.id_generator.next_id("dl_", now_ms),
             project: project.to_owned(),
             kind: what.kind.to_owned(),
-            reason: cut_to(what.reason, KEPT_REASON).0,
-            message: cut_to(what.message, KEPT_MESSAGE).0,
+            reason: truncate_text(what.reason, MAX_DEAD_LETTER_REASON).0,
+            message: truncate_text(what.message, MAX_DEAD_LETTER_MESSAGE).0,
             subject,
             headers,
             payload,
-            cut: what.cut || cut || fewer || shorter,
+            truncated: what.is_truncated || cut || fewer || shorter,
             created_ms: now_ms,
             redriven_ms: None,
-            last_try: None,
+            last_redrive_result: None,
         };
-        let counted = REASONS.iter().find(|known| **known == letter.reason).unwrap_or(&"other");
+        let counted =
+            KNOWN_REASONS.iter().find(|known| **known == letter.reason).unwrap_or(&"other");
         metrics::counter!("toolcrib_dead_letters_total", "reason" => *counted).increment(1);
-        inner.store.utp().bury(letter.clone()).await.map_err(unavailable)?;
+        inner.store.utp().save_dead_letter(letter.clone()).await.map_err(from_store_error)?;
         Ok(letter)
     }
 
@@ -251,61 +266,65 @@ impl Engine {
         limit: usize,
     ) -> Result<Vec<DeadLetter>, Error> {
         self.require_admin(caller, None)?;
-        let found = self.inner.store.utp().dead_letters(&caller.project, before, limit).await;
-        found.map_err(unavailable)
+        let found = self.core.store.utp().dead_letters(&caller.project, before, limit).await;
+        found.map_err(from_store_error)
     }
 
     /// Returns one dead letter.
-    pub async fn dead_letter(&self, caller: &Caller, id: &str) -> Result<DeadLetter, Error> {
+    pub async fn find_dead_letter(&self, caller: &Caller, id: &str) -> Result<DeadLetter, Error> {
         self.require_admin(caller, None)?;
-        let found = self.inner.store.utp().dead_letter(&caller.project, id).await;
-        found.map_err(unavailable)?.ok_or_else(|| {
+        let found = self.core.store.utp().dead_letter(&caller.project, id).await;
+        found.map_err(from_store_error)?.ok_or_else(|| {
             let shown: String = id.chars().take(80).collect();
             Error::refused(Code::NotFound, format!("there is no dead letter \"{shown}\""))
         })
     }
 
     /// Records the result of redriving a dead letter.
-    pub async fn redriven(&self, mut letter: DeadLetter, came_to: &str) -> Result<(), Error> {
-        letter.redriven_ms = Some(self.inner.clock.now_ms());
-        letter.last_try = Some(came_to.to_owned());
-        self.inner.store.utp().bury(letter).await.map_err(unavailable)
+    pub async fn record_redrive(&self, mut letter: DeadLetter, came_to: &str) -> Result<(), Error> {
+        letter.redriven_ms = Some(self.core.clock.now_ms());
+        letter.last_redrive_result = Some(came_to.to_owned());
+        self.core.store.utp().save_dead_letter(letter).await.map_err(from_store_error)
     }
 }
 
-impl Inner {
+impl Core {
     /// Finds the call that a report names, and checks that the report may concern it.
-    async fn identified(&self, project: &str, report: &ToolReport) -> Result<Arc<Call>, Rejected> {
+    async fn identify_call(
+        &self,
+        project: &str,
+        report: &ToolServiceReport,
+    ) -> Result<Arc<Call>, ReportRejection> {
         let (turn, id) = (&report.turn_id, &report.tool_call_id);
         let call = match self.find_by_route(project, turn, id).await? {
-            Found::Call(call) => call,
-            Found::WrongTurn(call) => {
+            RouteLookup::Call(call) => call,
+            RouteLookup::WrongTurn(call) => {
                 let message = format!("call \"{id}\" is not of turn \"{turn}\"");
-                self.note_refused(&call, "reported for another turn", report).await?;
-                return Err(reject("wrong_turn", Code::Conflict, message));
+                self.record_refused_report(&call, "reported for another turn", report).await?;
+                return Err(reject_report("wrong_turn", Code::Conflict, message));
             }
-            Found::Nothing => {
+            RouteLookup::NotFound => {
                 let message = format!("there is no call \"{id}\" of turn \"{turn}\"");
-                return Err(reject("orphan", Code::NotFound, message));
+                return Err(reject_report("orphan", Code::NotFound, message));
             }
         };
-        let route = Route::of(&call);
+        let route = Route::for_call(&call);
         if call.target.executor != Executor::Utp {
             let message = format!("{} is not executed by a tool service", call.target.tool);
-            return Err(reject("wrong_call", Code::Conflict, message));
+            return Err(reject_report("wrong_call", Code::Conflict, message));
         }
         if route.agent_id != report.agent_id {
             let message = format!("call \"{id}\" is not of agent \"{}\"", report.agent_id);
-            self.note_refused(&call, "reported for another agent", report).await?;
-            return Err(reject("wrong_agent", Code::Conflict, message));
+            self.record_refused_report(&call, "reported for another agent", report).await?;
+            return Err(reject_report("wrong_agent", Code::Conflict, message));
         }
         if route.epoch != report.epoch {
             let (is, given) = (route.epoch, report.epoch);
             let message = format!("call \"{id}\" is of turn_epoch {is}, not {given}");
-            self.note_refused(&call, "reported for another epoch", report).await?;
-            return Err(reject("wrong_epoch", Code::Conflict, message));
+            self.record_refused_report(&call, "reported for another epoch", report).await?;
+            return Err(reject_report("wrong_epoch", Code::Conflict, message));
         }
-        self.refuse_left_behind(&call, report).await?;
+        self.check_current_epoch(&call, report).await?;
         Ok(call)
     }
 
@@ -313,53 +332,62 @@ impl Inner {
     /// epoch, and its present holder did not request this call; so while the call is open, the
     /// report is not accepted. For a call that has ended, `step` decides whether the report is a
     /// duplicate or late.
-    async fn refuse_left_behind(&self, call: &Call, report: &ToolReport) -> Result<(), Rejected> {
-        let Some(route) = call.asked.turn.as_ref().filter(|_| !call.status.is_terminal()) else {
+    async fn check_current_epoch(
+        &self,
+        call: &Call,
+        report: &ToolServiceReport,
+    ) -> Result<(), ReportRejection> {
+        let Some(route) = call.origin.route.as_ref().filter(|_| !call.status.is_terminal()) else {
             return Ok(());
         };
         let turn = self.store.utp().turn(&call.project, &route.turn_id).await;
-        match turn.map_err(unavailable)? {
+        match turn.map_err(from_store_error)? {
             Some(turn) if turn.epoch != route.epoch => {
                 let (is, given) = (turn.epoch, route.epoch);
                 let message = format!(
                     "turn \"{}\" is in turn_epoch {is}: nobody waits for what was asked in {given}",
                     route.turn_id
                 );
-                self.note_refused(call, "reported for an epoch that is over", report).await?;
-                Err(reject("wrong_epoch", Code::Conflict, message))
+                self.record_refused_report(call, "reported for an epoch that is over", report)
+                    .await?;
+                Err(reject_report("wrong_epoch", Code::Conflict, message))
             }
             Some(_) | None => Ok(()),
         }
     }
 
-    async fn note_refused(
+    async fn record_refused_report(
         &self,
         call: &Call,
         why: &str,
-        report: &ToolReport,
-    ) -> Result<(), Rejected> {
-        let by = report.source.as_deref().unwrap_or("tool");
-        let record = Record::new(Kind::Late, self.clock.now_ms(), call.attempt)
+        report: &ToolServiceReport,
+    ) -> Result<(), ReportRejection> {
+        let by = report.reported_by.as_deref().unwrap_or("tool");
+        let record = EventRecord::new(EventKind::ReportIgnored, self.clock.now_ms(), call.attempt)
             .with("why", why)
             .with("by", by)
             .with("agent_turn_id", report.turn_id.as_str())
             .with("turn_epoch", report.epoch);
-        Ok(self.append_late(call, record).await?)
+        Ok(self.append_late_event(call, record).await?)
     }
 
     /// Returns the card of a report that uses the call's own result card id. Such a card adds
     /// nothing to the card derived from the ended call, so it need not be stored.
-    fn implied_card(&self, call: &Call, report: &ToolReport) -> Result<Option<Card>, Rejected> {
+    fn derive_result_card(
+        &self,
+        call: &Call,
+        report: &ToolServiceReport,
+    ) -> Result<Option<Card>, ReportRejection> {
         let Some(given) = &report.card else { return Ok(None) };
-        let own = card::id_of(&call.id, TOOL_RESULT);
+        let own = card::derived_id(&call.id, TOOL_RESULT);
         if given.get("card_id").and_then(Value::as_str) != Some(&own) {
             return Ok(None);
         }
         let now_ms = self.clock.now_ms();
         let mut card = Card::parse(given, &call.project, now_ms, String::new)
-            .map_err(|fault| Rejected::from(Error::from(fault)))?;
-        take_after(&mut card, call)?;
-        const SAID: [&str; 7] = [
+            .map_err(|fault| ReportRejection::from(Error::from(fault)))?;
+        copy_lineage(&mut card, call)?;
+        const CALL_METADATA: [&str; 7] = [
             "agent_turn_id",
             "step_id",
             "tool_call_id",
@@ -368,32 +396,32 @@ impl Inner {
             "role",
             "function_name",
         ];
-        let by = report.source.as_deref().unwrap_or("tool");
-        let nothing_more = card.metadata.keys().all(|name| SAID.contains(&name.as_str()));
+        let by = report.reported_by.as_deref().unwrap_or("tool");
+        let nothing_more = card.metadata.keys().all(|name| CALL_METADATA.contains(&name.as_str()));
         if card.content_text("status") != Some("success") || !nothing_more || card.author_id != by {
             let message = "only a plain success, signed by who reports it, can have the call's own \
                            card id; give it another";
-            return Err(reject("wrong_card", Code::BadRequest, message));
+            return Err(reject_report("wrong_card", Code::BadRequest, message));
         }
         Ok(Some(card))
     }
 
     /// Stores a late card under a separate id: the call's own result card is a different one.
-    async fn keep_late_card(&self, card: Card) -> Result<(), Rejected> {
-        let hash = inbox_id_of(&card.project, "late", &card.card_id);
+    async fn store_late_card(&self, card: Card) -> Result<(), ReportRejection> {
+        let hash = derive_inbox_id(&card.project, "late", &card.card_id);
         let card_id = format!("late{}", hash.trim_start_matches("inbox_"));
         let card = Card { card_id, ..card };
-        self.store.utp().put_card(card).await.map_err(unavailable)?;
+        self.store.utp().put_card(card).await.map_err(from_store_error)?;
         Ok(())
     }
 
     /// Validates the status, `after_execution` and depth of a report.
-    async fn checked_fields(
+    async fn validate_report_fields(
         &self,
         call: &Call,
-        report: &ToolReport,
-    ) -> Result<(ToolStatus, AfterExecution), Rejected> {
-        let malformed = |message: String| reject("malformed", Code::BadRequest, message);
+        report: &ToolServiceReport,
+    ) -> Result<(ToolStatus, AfterExecution), ReportRejection> {
+        let malformed = |message: String| reject_report("malformed", Code::BadRequest, message);
         let given = report.status.as_deref().unwrap_or_default();
         let status: ToolStatus = given.parse().map_err(|()| {
             let known = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
@@ -403,7 +431,7 @@ impl Inner {
         let after: AfterExecution = given.parse().map_err(|()| {
             malformed(format!("after_execution \"{given}\" is neither suspend nor terminate"))
         })?;
-        let binding = self.binding_of(call).await?;
+        let binding = self.load_binding(call).await?;
         let expected = binding.map_or(after, |binding| binding.after_execution);
         if after != expected {
             let (is, given) = (expected.as_str(), after.as_str());
@@ -411,9 +439,9 @@ impl Inner {
                 "after_execution of the call is {is}, not {given}; a result changes it with \
                  __cg_control"
             );
-            return Err(reject("after_execution_mismatch", Code::BadRequest, message));
+            return Err(reject_report("after_execution_mismatch", Code::BadRequest, message));
         }
-        let depth = Route::of(call).depth;
+        let depth = Route::for_call(call).depth;
         if report.depth.is_some_and(|given| given >= MAX_DEPTH) {
             let message = format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1);
             return Err(malformed(message));
@@ -425,59 +453,63 @@ impl Inner {
     }
 
     /// Applies the report to its call through `step`.
-    async fn settle_with(
+    async fn apply_report(
         self: &Arc<Self>,
         call: &Arc<Call>,
-        report: &ToolReport,
+        report: &ToolServiceReport,
         said: Result<(ToolStatus, &Card), Fault>,
-    ) -> Result<Ingested, Rejected> {
-        let by = report.source.clone().unwrap_or_else(|| "tool".to_owned());
+    ) -> Result<ReportReceipt, ReportRejection> {
+        let by = report.reported_by.clone().unwrap_or_else(|| "tool".to_owned());
         let event = match said {
             Err(fault) => Event::Report {
                 attempt: Some(call.attempt),
                 by: Some(by),
                 result: Err(fault.retryable(false)),
             },
-            Ok((status, card)) => self.event(call, by, status, card),
+            Ok((status, card)) => self.build_event(call, by, status, card),
         };
         let (project, id) = (call.project.clone(), call.id.clone());
         let inner = self.clone();
         let advancing = async move { inner.advance(&project, &id, event).await };
-        let advanced = self.surely(advancing).await?;
+        let advanced = self.detach_on_drop(advancing).await?;
         let (call, duplicate, late) = match advanced {
-            Advanced::Done(call) => (call, false, false),
-            Advanced::Repeated(call) => (call, true, false),
-            Advanced::Refused(call, Refusal::Ended(_)) => (call, false, true),
-            Advanced::Refused(call, _) => {
+            AdvanceOutcome::Committed(call) => (call, false, false),
+            AdvanceOutcome::Duplicate(call) => (call, true, false),
+            AdvanceOutcome::Refused(call, Refusal::AlreadyEnded(_)) => (call, false, true),
+            AdvanceOutcome::Refused(call, _) => {
                 let message = format!("this attempt of call \"{}\" is not out", call.id);
-                return Err(reject("wrong_attempt", Code::Conflict, message));
+                return Err(reject_report("wrong_attempt", Code::Conflict, message));
             }
         };
-        let inbox_id = self.has_inbox(&call).then(|| super::inbox::inbox_id(&call));
-        Ok(Ingested { call, inbox_id, duplicate, late })
+        let inbox_id = self.uses_inbox(&call).then(|| super::inbox::inbox_id(&call));
+        Ok(ReportReceipt { call, inbox_id, is_duplicate: duplicate, is_late: late })
     }
 
-    fn event(&self, call: &Call, by: String, status: ToolStatus, card: &Card) -> Event {
+    fn build_event(&self, call: &Call, by: String, status: ToolStatus, card: &Card) -> Event {
         let (result, fault) = card.outcome();
-        let data = self.checked(call, Ok(Json::of_value(&result)));
+        let data = self.validate_result(call, Ok(Json::from_value(&result)));
         let attempt = call.attempt;
         let told = match (status, data) {
             (ToolStatus::Failed, _) => {
                 return Event::Report { attempt: Some(attempt), by: Some(by), result: Err(fault) };
             }
-            (ToolStatus::Timeout, _) => Told::TimedOut(Fault { code: Code::Timeout, ..fault }),
-            (ToolStatus::Canceled, _) => Told::Canceled(Fault { code: Code::Canceled, ..fault }),
-            (ToolStatus::Partial, Ok(data)) => Told::Partial(data),
+            (ToolStatus::Timeout, _) => {
+                RemoteOutcome::TimedOut(Fault { code: Code::Timeout, ..fault })
+            }
+            (ToolStatus::Canceled, _) => {
+                RemoteOutcome::Canceled(Fault { code: Code::Canceled, ..fault })
+            }
+            (ToolStatus::Partial, Ok(data)) => RemoteOutcome::Partial(data),
             (_, result) => {
                 return Event::Report { attempt: Some(attempt), by: Some(by), result };
             }
         };
-        Event::Told { attempt, by, told }
+        Event::RemoteOutcome { attempt, by, told }
     }
 }
 
-fn check_card(card: &Card, route: &Route, status: ToolStatus) -> Result<(), Rejected> {
-    let wrong = |message: String| reject("wrong_card", Code::BadRequest, message);
+fn check_card(card: &Card, route: &Route, status: ToolStatus) -> Result<(), ReportRejection> {
+    let wrong = |message: String| reject_report("wrong_card", Code::BadRequest, message);
     let id = &card.card_id;
     if card.kind != TOOL_RESULT {
         return Err(wrong(format!("card \"{id}\" is a {}, not a tool.result", card.kind)));

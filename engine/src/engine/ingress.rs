@@ -3,52 +3,56 @@
 use std::collections::BTreeMap;
 
 use super::Engine;
-use super::catalog::{check_client_id, require_owner, require_provider, require_registered};
+use super::catalog::{check_client_id, require_client_owner, require_provider, require_registered};
 use crate::caller::Caller;
-use crate::desk::{Arrival, ClientView, Line, Memory, Session};
-use crate::directory::Change;
+use crate::desk::{ClientSession, ClientView, ConnectRequest, Redelivery, Transport};
+use crate::directory::DirectoryChange;
 use crate::fault::{Code, Error};
 
 /// A request of a client to connect and receive work.
 #[derive(Debug, Clone)]
-pub struct Connecting {
+pub struct ConnectOptions {
     pub client_id: String,
     /// Number of requests the client handles at the same time.
     pub window: usize,
-    pub memory: Memory,
-    pub line: Line,
+    pub redelivery: Redelivery,
+    pub transport: Transport,
 }
 
 impl Engine {
     /// Connects a client to the client queue.
-    pub fn connect(&self, caller: &Caller, connecting: Connecting) -> Result<Session, Error> {
+    pub fn connect(
+        &self,
+        caller: &Caller,
+        connecting: ConnectOptions,
+    ) -> Result<ClientSession, Error> {
         require_provider(caller)?;
         check_client_id(&connecting.client_id)?;
-        let catalog = self.inner.catalog();
-        require_owner(&catalog, caller, &connecting.client_id)?;
+        let catalog = self.core.catalog();
+        require_client_owner(&catalog, caller, &connecting.client_id)?;
         require_registered(&catalog, &caller.project, &connecting.client_id)?;
-        Ok(self.inner.desk.connect(Arrival {
+        Ok(self.core.client_queue.connect(ConnectRequest {
             project: caller.project.clone(),
-            offers: catalog.offers_of(&caller.project, &connecting.client_id),
+            tools: catalog.tools_offered_by(&caller.project, &connecting.client_id),
             client_id: connecting.client_id,
             window: connecting.window,
-            memory: connecting.memory,
-            line: connecting.line,
+            redelivery: connecting.redelivery,
+            transport: connecting.transport,
         }))
     }
 
     /// Removes a client, with all tools it offers. It must be disconnected and hold no leases.
-    pub async fn forget_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
+    pub async fn remove_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
         require_provider(caller)?;
         let project = &caller.project;
-        self.inner
-            .change(|catalog| {
-                require_owner(catalog, caller, client_id)?;
+        self.core
+            .change_directory(|catalog| {
+                require_client_owner(catalog, caller, client_id)?;
                 if catalog.client(project, client_id).is_none() {
                     let message = format!("there is no client \"{client_id}\"");
                     return Err(Error::refused(Code::NotFound, message));
                 }
-                if self.inner.desk.is_busy(project, client_id) {
+                if self.core.client_queue.is_busy(project, client_id) {
                     let message = format!(
                         "client \"{client_id}\" is connected or has requests in hand; close its \
                          connections and answer them first"
@@ -56,11 +60,11 @@ impl Engine {
                     return Err(Error::refused(Code::Conflict, message));
                 }
                 let (project, client_id) = (project.clone(), client_id.to_owned());
-                Ok((Change::DropClient { project, client_id }, None))
+                Ok((DirectoryChange::DropClient { project, client_id }, None))
             })
             .await?;
-        self.inner.reoffer(project, client_id);
-        self.inner.desk.forget(project, client_id);
+        self.core.refresh_client_offers(project, client_id);
+        self.core.client_queue.remove_if_idle(project, client_id);
         Ok(())
     }
 
@@ -72,16 +76,16 @@ impl Engine {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let project = &caller.project;
-        let seen = self.inner.desk.clients(project).into_iter();
+        let seen = self.core.client_queue.clients(project).into_iter();
         let mut views: BTreeMap<String, ClientView> =
             seen.map(|view| (view.client_id.clone(), view)).collect();
-        let catalog = self.inner.catalog();
+        let catalog = self.core.catalog();
         let directory = catalog.directory();
         for client in directory.clients.iter().filter(|client| client.project == *project) {
             views.entry(client.client_id.clone()).or_insert_with(|| ClientView {
                 client_id: client.client_id.clone(),
                 connections: 0,
-                in_hand: 0,
+                leased: 0,
                 tools: Vec::new(),
                 last_seen_ms: None,
             });
@@ -100,7 +104,7 @@ impl Engine {
     }
 
     /// Returns the number of open client connections, over all projects.
-    pub fn client_connections(&self) -> usize {
-        self.inner.desk.connections()
+    pub fn client_connection_count(&self) -> usize {
+        self.core.client_queue.connection_count()
     }
 }

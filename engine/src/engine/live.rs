@@ -8,17 +8,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, OnceCell};
 
-use super::counts::Counts;
-use super::gate::{Line, Slot};
+use super::counts::KeyCounts;
+use super::gate::{QueueKey, Slot};
 use crate::call::{Call, Hold};
 use crate::id::CallId;
 
 /// A call without an outcome.
-pub(crate) struct Entry {
+pub(crate) struct OpenCall {
     /// Held while an event is decided and committed.
-    pub(crate) deciding: tokio::sync::Mutex<()>,
+    pub(crate) decision_lock: tokio::sync::Mutex<()>,
     /// The last committed state.
-    shown: RwLock<Arc<Call>>,
+    committed: RwLock<Arc<Call>>,
     /// Slot of the attempt in flight.
     slot: Mutex<Option<Slot>>,
     /// Number of progress events. Unset until first needed if the call was loaded from the
@@ -26,45 +26,53 @@ pub(crate) struct Entry {
     progress_events: OnceCell<AtomicU32>,
 }
 
-impl Entry {
+impl OpenCall {
     /// Creates the entry of a call that this process accepted.
     pub(crate) fn new(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
-        Self::with(call, slot, OnceCell::new_with(Some(AtomicU32::new(0))))
+        Self::with_progress_count(call, slot, OnceCell::new_with(Some(AtomicU32::new(0))))
     }
 
     /// Creates the entry of a call loaded from the store.
-    pub(crate) fn found(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
-        Self::with(call, slot, OnceCell::new())
+    pub(crate) fn from_store(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
+        Self::with_progress_count(call, slot, OnceCell::new())
     }
 
-    fn with(
+    fn with_progress_count(
         call: Arc<Call>,
         slot: Option<Slot>,
         progress_events: OnceCell<AtomicU32>,
     ) -> Arc<Self> {
         let (shown, slot) = (RwLock::new(call), Mutex::new(slot));
-        Arc::new(Self { deciding: tokio::sync::Mutex::new(()), shown, slot, progress_events })
+        Arc::new(Self {
+            decision_lock: tokio::sync::Mutex::new(()),
+            committed: shown,
+            slot,
+            progress_events,
+        })
     }
 
     pub(crate) fn call(&self) -> Arc<Call> {
-        self.shown.read().clone()
+        self.committed.read().clone()
     }
 
-    pub(crate) fn show(&self, call: Arc<Call>) {
-        *self.shown.write() = call;
+    pub(crate) fn set_committed(&self, call: Arc<Call>) {
+        *self.committed.write() = call;
     }
 
-    pub(crate) fn take_place(&self, slot: Slot) {
+    pub(crate) fn set_slot(&self, slot: Slot) {
         *self.slot.lock() = Some(slot);
     }
 
-    pub(crate) fn free_place(&self) {
+    pub(crate) fn release_slot(&self) {
         self.slot.lock().take();
     }
 
     /// Returns the number of the next progress event, from 1. Calls `stored` at most once, to learn
     /// how many events the store has.
-    pub(crate) async fn count_progress<F, E>(&self, stored: impl FnOnce() -> F) -> Result<u32, E>
+    pub(crate) async fn next_progress_number<F, E>(
+        &self,
+        stored: impl FnOnce() -> F,
+    ) -> Result<u32, E>
     where
         F: Future<Output = Result<u32, E>>,
     {
@@ -75,93 +83,98 @@ impl Entry {
 }
 
 #[derive(Default)]
-struct State {
-    calls: HashMap<CallId, Arc<Entry>>,
-    per_project: Counts<String>,
+struct OpenCallsState {
+    calls: HashMap<CallId, Arc<OpenCall>>,
+    count_by_project: KeyCounts<String>,
     /// Timers: the time at which each call is due.
     due: BTreeSet<(u64, CallId)>,
 }
 
 /// All open calls and their timers.
 #[derive(Default)]
-pub(crate) struct Live {
-    state: Mutex<State>,
+pub(crate) struct OpenCalls {
+    state: Mutex<OpenCallsState>,
     /// Notified when the earliest timer moves forward.
-    sooner: Notify,
+    earlier_due: Notify,
 }
 
 /// The limit of open calls that was reached.
-pub(crate) enum Full {
+pub(crate) enum CapacityExceeded {
     Engine,
     Project,
 }
 
 /// Capacity for one call. It is released if the call is not committed, or when the call ends.
-pub(crate) struct Room<'a> {
-    live: &'a Live,
-    line: Arc<Line>,
-    kept: bool,
+pub(crate) struct Reservation<'a> {
+    open_calls: &'a OpenCalls,
+    queue: Arc<QueueKey>,
+    is_committed: bool,
 }
 
-impl Room<'_> {
+impl Reservation<'_> {
     /// Keeps the capacity: the call exists now and releases it when it ends.
-    pub(crate) fn keep(mut self) {
-        self.kept = true;
+    pub(crate) fn commit(mut self) {
+        self.is_committed = true;
     }
 }
 
-impl Drop for Room<'_> {
+impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        if !self.kept {
-            self.live.state.lock().per_project.lower(&self.line.project);
+        if !self.is_committed {
+            self.open_calls.state.lock().count_by_project.decrement(&self.queue.project);
         }
     }
 }
 
-impl Live {
+impl OpenCalls {
     /// Reserves capacity for one more call of this project.
-    pub(crate) fn room(&self, line: &Arc<Line>, all: usize, each: usize) -> Result<Room<'_>, Full> {
+    pub(crate) fn reserve(
+        &self,
+        line: &Arc<QueueKey>,
+        all: usize,
+        each: usize,
+    ) -> Result<Reservation<'_>, CapacityExceeded> {
         let mut state = self.state.lock();
         if state.calls.len() >= all {
-            return Err(Full::Engine);
+            return Err(CapacityExceeded::Engine);
         }
-        if state.per_project.raise(&line.project) as usize > each {
-            state.per_project.lower(&line.project);
-            return Err(Full::Project);
+        if state.count_by_project.increment(&line.project) as usize > each {
+            state.count_by_project.decrement(&line.project);
+            return Err(CapacityExceeded::Project);
         }
-        Ok(Room { live: self, line: line.clone(), kept: false })
+        Ok(Reservation { open_calls: self, queue: line.clone(), is_committed: false })
     }
 
     /// Adopts a call loaded from the store, regardless of the limits. Returns false if it is
     /// already present: it may have been accepted during the scan of the store.
-    pub(crate) fn take_in(&self, entry: Arc<Entry>) -> bool {
+    pub(crate) fn adopt(&self, entry: Arc<OpenCall>) -> bool {
         let call = entry.call();
         {
             let mut state = self.state.lock();
             if state.calls.contains_key(&call.id) {
                 return false;
             }
-            state.per_project.raise(&call.project);
+            state.count_by_project.increment(&call.project);
         }
         self.insert(entry);
         true
     }
 
-    pub(crate) fn get(&self, id: &CallId) -> Option<Arc<Entry>> {
+    pub(crate) fn get(&self, id: &CallId) -> Option<Arc<OpenCall>> {
         self.state.lock().calls.get(id).cloned()
     }
 
-    pub(crate) fn insert(&self, entry: Arc<Entry>) {
+    pub(crate) fn insert(&self, entry: Arc<OpenCall>) {
         let call = entry.call();
         let mut state = self.state.lock();
         if let Some(due_ms) = call.due_ms() {
-            self.note_due(&mut state, due_ms, call.id.clone());
+            self.schedule(&mut state, due_ms, call.id.clone());
         }
         state.calls.insert(call.id.clone(), entry);
     }
 
     /// Updates the timer of a call after a transition, and removes the call if it has ended.
-    pub(crate) fn moved(&self, before: &Call, after: &Call) {
+    pub(crate) fn apply_transition(&self, before: &Call, after: &Call) {
         let mut state = self.state.lock();
         if let Some(due_ms) = before.due_ms() {
             state.due.remove(&(due_ms, before.id.clone()));
@@ -170,30 +183,30 @@ impl Live {
         }
         if after.status.is_terminal() {
             if state.calls.remove(&after.id).is_some() {
-                state.per_project.lower(&after.project);
+                state.count_by_project.decrement(&after.project);
             }
         } else if let Some(due_ms) = after.due_ms() {
-            self.note_due(&mut state, due_ms, after.id.clone());
+            self.schedule(&mut state, due_ms, after.id.clone());
         }
     }
 
-    fn note_due(&self, state: &mut State, due_ms: u64, id: CallId) {
+    fn schedule(&self, state: &mut OpenCallsState, due_ms: u64, id: CallId) {
         let first = state.due.first().is_none_or(|(first_ms, _)| due_ms < *first_ms);
         state.due.insert((due_ms, id));
         if first {
-            self.sooner.notify_one();
+            self.earlier_due.notify_one();
         }
     }
 
     /// Returns the calls that are due.
-    pub(crate) fn due(&self, now_ms: u64, limit: usize) -> Vec<CallId> {
+    pub(crate) fn due_calls(&self, now_ms: u64, limit: usize) -> Vec<CallId> {
         let state = self.state.lock();
         let due = state.due.iter().take_while(|(due_ms, _)| *due_ms <= now_ms);
         due.take(limit).map(|(_, id)| id.clone()).collect()
     }
 
     /// Moves the timer of a call whose retry is now queued: only its deadline remains.
-    pub(crate) fn due_later(&self, id: &CallId, was_ms: u64, deadline_ms: u64) {
+    pub(crate) fn reschedule(&self, id: &CallId, was_ms: u64, deadline_ms: u64) {
         let mut state = self.state.lock();
         if state.due.remove(&(was_ms, id.clone())) {
             state.due.insert((deadline_ms, id.clone()));
@@ -206,8 +219,8 @@ impl Live {
     }
 
     /// Waits until `next_due_ms` has become earlier.
-    pub(crate) async fn sooner(&self) {
-        self.sooner.notified().await;
+    pub(crate) async fn wait_earlier_due(&self) {
+        self.earlier_due.notified().await;
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -215,7 +228,7 @@ impl Live {
     }
 
     /// Returns the number of open calls by state.
-    pub(crate) fn states(&self) -> [(&'static str, usize); 6] {
+    pub(crate) fn count_by_state(&self) -> [(&'static str, usize); 6] {
         let mut counts = ["running", "queue", "parked", "retry", "input", "after"].map(|s| (s, 0));
         let state = self.state.lock();
         for entry in state.calls.values() {
@@ -228,7 +241,7 @@ impl Live {
     }
 
     /// Returns the creation time of the oldest open call.
-    pub(crate) fn oldest_ms(&self) -> Option<u64> {
+    pub(crate) fn oldest_created_ms(&self) -> Option<u64> {
         let state = self.state.lock();
         state.calls.values().map(|entry| entry.call().created_ms).min()
     }

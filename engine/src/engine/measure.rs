@@ -10,27 +10,27 @@ use std::sync::{LazyLock, OnceLock};
 use metrics::{Counter, Histogram, counter, histogram};
 use parking_lot::RwLock;
 
-use crate::call::{Call, Metrics, Status};
-use crate::model::{CountedAs, Usage};
+use crate::call::{Call, CallMetrics, Status};
+use crate::model::{TokenUsage, UsageLabel};
 use crate::tool::Executor;
 
-struct Usual {
+struct SourceMetrics {
     accepted: Counter,
     succeeded: Counter,
-    tools: RwLock<HashMap<String, Timing>>,
+    tools: RwLock<HashMap<String, ToolTimings>>,
     /// Timings of all unnamed tools together. Created on first use.
-    other: OnceLock<Timing>,
+    unnamed_tools: OnceLock<ToolTimings>,
     /// Attempts by result: ok, failed, parked.
     attempts: [Counter; 3],
 }
 
 /// Duration histograms of one tool.
-struct Timing {
+struct ToolTimings {
     latency: Histogram,
     queue: Histogram,
 }
 
-impl Timing {
+impl ToolTimings {
     fn of(source: &'static str, tool: &str) -> Self {
         let name = || tool.to_owned();
         Self {
@@ -43,7 +43,7 @@ impl Timing {
         }
     }
 
-    fn record(&self, metrics: &Metrics) {
+    fn record(&self, metrics: &CallMetrics) {
         let seconds = |ms: u64| ms as f64 / 1_000.0;
         self.latency.record(seconds(metrics.latency_ms));
         self.queue.record(seconds(metrics.queue_ms));
@@ -52,23 +52,23 @@ impl Timing {
 
 /// Maximum number of tools per source with their own label. Each costs about thirty lines of
 /// `/metrics`.
-const MAX_NAMED: usize = 100;
+const MAX_NAMED_TOOLS: usize = 100;
 
-const ATTEMPTS: [&str; 3] = ["ok", "failed", "parked"];
+const ATTEMPT_OUTCOMES: [&str; 3] = ["ok", "failed", "parked"];
 
 /// Metrics by executor, in the order of [`Executor::ALL`].
-static USUAL: LazyLock<Vec<Usual>> = LazyLock::new(|| {
+static SOURCE_METRICS: LazyLock<Vec<SourceMetrics>> = LazyLock::new(|| {
     let of = |executor: &Executor| {
         let source = executor.as_str();
-        Usual {
+        SourceMetrics {
             accepted: counter!("toolcrib_tool_calls_accepted_total", "source" => source),
             succeeded: counter!(
                 "toolcrib_tool_calls_total",
                 "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
             ),
             tools: RwLock::default(),
-            other: OnceLock::new(),
-            attempts: ATTEMPTS.map(|outcome| {
+            unnamed_tools: OnceLock::new(),
+            attempts: ATTEMPT_OUTCOMES.map(|outcome| {
                 counter!(
                     "toolcrib_dispatch_attempts_total",
                     "source" => source, "outcome" => outcome
@@ -79,38 +79,38 @@ static USUAL: LazyLock<Vec<Usual>> = LazyLock::new(|| {
     Executor::ALL.iter().map(of).collect()
 });
 
-static ALLOWED: LazyLock<Counter> =
+static ALLOWED_DECISIONS: LazyLock<Counter> =
     LazyLock::new(|| counter!("toolcrib_policy_decisions_total", "decision" => "allow"));
 
-fn usual(executor: Executor) -> &'static Usual {
-    &USUAL[executor as usize]
+fn source_metrics(executor: Executor) -> &'static SourceMetrics {
+    &SOURCE_METRICS[executor as usize]
 }
 
-pub(super) fn allowed() {
-    ALLOWED.increment(1);
+pub(super) fn count_allowed() {
+    ALLOWED_DECISIONS.increment(1);
 }
 
-pub(super) fn accepted(call: &Call) {
-    usual(call.target.executor).accepted.increment(1);
+pub(super) fn count_accepted(call: &Call) {
+    source_metrics(call.target.executor).accepted.increment(1);
 }
 
 /// Registers the common counters, so that they are exported before their first increment.
-pub(super) fn ready() {
-    LazyLock::force(&USUAL);
-    LazyLock::force(&ALLOWED);
+pub(super) fn register_counters() {
+    LazyLock::force(&SOURCE_METRICS);
+    LazyLock::force(&ALLOWED_DECISIONS);
 }
 
 /// Records a transition of a call. `named` returns whether the tool's name may be exported.
-pub(super) fn moved(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
+pub(super) fn record_transition(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
     if !before.status.is_terminal() {
-        ended(after, named);
+        record_end(after, named);
     }
 }
 
 /// Records the outcome of a call, if it has one.
-pub(super) fn ended(after: &Call, named: impl FnOnce() -> bool) {
+pub(super) fn record_end(after: &Call, named: impl FnOnce() -> bool) {
     let Some(outcome) = &after.outcome else { return };
-    let usual = usual(after.target.executor);
+    let usual = source_metrics(after.target.executor);
     match &outcome.error {
         None => usual.succeeded.increment(1),
         Some(fault) => counter!(
@@ -121,13 +121,13 @@ pub(super) fn ended(after: &Call, named: impl FnOnce() -> bool) {
         )
         .increment(1),
     }
-    usual.time(after, &outcome.metrics, named);
+    usual.record_timings(after, &outcome.metrics, named);
 }
 
-impl Usual {
-    fn time(&self, call: &Call, metrics: &Metrics, named: impl FnOnce() -> bool) {
+impl SourceMetrics {
+    fn record_timings(&self, call: &Call, metrics: &CallMetrics, named: impl FnOnce() -> bool) {
         let source = call.target.executor.as_str();
-        let other = || self.other.get_or_init(|| Timing::of(source, "other"));
+        let other = || self.unnamed_tools.get_or_init(|| ToolTimings::of(source, "other"));
         if !named() {
             return other().record(metrics);
         }
@@ -135,35 +135,35 @@ impl Usual {
             return timing.record(metrics);
         }
         let mut tools = self.tools.write();
-        if tools.len() >= MAX_NAMED && !tools.contains_key(&call.tool_name) {
+        if tools.len() >= MAX_NAMED_TOOLS && !tools.contains_key(&call.tool_name) {
             return other().record(metrics);
         }
-        let made = || Timing::of(source, &call.tool_name);
+        let made = || ToolTimings::of(source, &call.tool_name);
         tools.entry(call.tool_name.clone()).or_insert_with(made).record(metrics);
     }
 }
 
-pub(super) fn attempted(executor: Executor, ok: bool) {
-    usual(executor).attempts[usize::from(!ok)].increment(1);
+pub(super) fn count_attempt(executor: Executor, ok: bool) {
+    source_metrics(executor).attempts[usize::from(!ok)].increment(1);
 }
 
-pub(super) fn parked(executor: Executor) {
-    usual(executor).attempts[2].increment(1);
+pub(super) fn count_parked(executor: Executor) {
+    source_metrics(executor).attempts[2].increment(1);
 }
 
 /// Counts a run that has ended.
-pub(crate) fn run_over(status: &'static str) {
+pub(crate) fn count_run_end(status: &'static str) {
     counter!("toolcrib_runs_total", "status" => status).increment(1);
 }
 
 /// Counts a model request by outcome: `ok`, `again` (a transient error that is retried) or
 /// `failed`.
-pub(crate) fn asked(outcome: &'static str) {
+pub(crate) fn count_model_request(outcome: &'static str) {
     counter!("toolcrib_model_requests_total", "outcome" => outcome).increment(1);
 }
 
 /// Counts the tokens of a model's reply.
-pub(crate) fn answered(model: CountedAs<'_>, usage: &Usage) {
+pub(crate) fn count_model_tokens(model: UsageLabel<'_>, usage: &TokenUsage) {
     for (kind, tokens) in [("input", usage.prompt_tokens), ("output", usage.completion_tokens)] {
         let name = model.model.to_owned();
         let labels = [("provider", model.provider.into()), ("model", name), ("type", kind.into())];

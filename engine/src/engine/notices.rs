@@ -8,21 +8,21 @@ use parking_lot::Mutex;
 use serde_json::json;
 use tokio::sync::Notify;
 
-use super::{Engine, Inner, unavailable};
+use super::{Core, Engine, from_store_error};
 use crate::caller::Caller;
-use crate::delivery::{Delivery, DeliveryStatus, Try};
-use crate::event::{Kind, Record};
+use crate::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
+use crate::event::{EventKind, EventRecord};
 use crate::fault::{Code, Error, Fault};
 use crate::id::CallId;
-use crate::notify::{Notifier, Notifying};
-use crate::store::{DeliveryFilter, Saved};
+use crate::notify::{DeliverySettings, WebhookSender};
+use crate::store::{DeliveryFilter, SaveResult};
 
 /// Maximum length of a callback URL.
 const MAX_URL_BYTES: usize = 2_048;
 
 /// Maximum number of paused receivers. Beyond it all are forgotten; each will ask for a delay
 /// again.
-const MANY_RECEIVERS: usize = 1_024;
+const MAX_PAUSED_RECEIVERS: usize = 1_024;
 
 /// Filter for a list of deliveries.
 #[derive(Debug, Clone, Default)]
@@ -38,7 +38,7 @@ pub struct DeliveryQuery {
 pub struct DeliveryPage {
     pub deliveries: Vec<Delivery>,
     /// Cursor for the next page, if there is one.
-    pub before: Option<CallId>,
+    pub next_before: Option<CallId>,
 }
 
 impl Engine {
@@ -48,7 +48,7 @@ impl Engine {
         caller: &Caller,
         query: DeliveryQuery,
     ) -> Result<DeliveryPage, Error> {
-        require_caller(caller)?;
+        require_invoker(caller)?;
         let limit = query.limit.clamp(1, 200);
         let filter = DeliveryFilter {
             project: caller.project.clone(),
@@ -57,11 +57,11 @@ impl Engine {
             // One more than requested shows whether there is another page.
             limit: limit + 1,
         };
-        let mut listed = self.inner.store.deliveries(filter).await.map_err(unavailable)?;
+        let mut listed = self.core.store.deliveries(filter).await.map_err(from_store_error)?;
         let more = listed.len() > limit;
         listed.truncate(limit);
         let before = listed.last().filter(|_| more).map(|last| last.call_id.clone());
-        Ok(DeliveryPage { deliveries: listed, before })
+        Ok(DeliveryPage { deliveries: listed, next_before: before })
     }
 
     /// Returns the delivery of a call with its last attempts; `None` if the call has no callback
@@ -70,27 +70,27 @@ impl Engine {
         &self,
         caller: &Caller,
         id: &CallId,
-    ) -> Result<Option<(Delivery, Vec<Try>)>, Error> {
-        require_caller(caller)?;
+    ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, Error> {
+        require_invoker(caller)?;
         self.call(caller, id).await?;
-        self.inner.store.delivery(&caller.project, id).await.map_err(unavailable)
+        self.core.store.delivery(&caller.project, id).await.map_err(from_store_error)
     }
 
     /// Delivers a webhook again, whatever its previous result: now, and with a new retry schedule.
-    pub async fn repeat_delivery(&self, caller: &Caller, id: &CallId) -> Result<Delivery, Error> {
+    pub async fn redeliver(&self, caller: &Caller, id: &CallId) -> Result<Delivery, Error> {
         loop {
             let Some((delivery, _)) = self.delivery(caller, id).await? else {
                 let message = format!("call \"{id}\" was made without a callback_url");
                 return Err(Error::refused(Code::NotFound, message));
             };
-            let Some(again) = delivery.asked_again(self.inner.clock.now_ms()) else {
+            let Some(again) = delivery.after_redelivery_request(self.core.clock.now_ms()) else {
                 let message =
                     format!("call \"{id}\" has not ended; its delivery follows when it has");
                 return Err(Error::refused(Code::Conflict, message));
             };
-            let saved = self.inner.store.save_delivery(again.clone(), None).await;
-            if saved.map_err(unavailable)? == Saved::Yes {
-                self.inner.notices.wake();
+            let saved = self.core.store.save_delivery(again.clone(), None).await;
+            if saved.map_err(from_store_error)? == SaveResult::Saved {
+                self.core.webhook_queue.wake();
                 return Ok(again);
             }
         }
@@ -101,14 +101,14 @@ impl Engine {
         &self,
         caller: &Caller,
         id: &CallId,
-    ) -> Result<Option<Record>, Error> {
-        let read = self.inner.store.newest_record(&caller.project, id, Kind::Progress).await;
-        read.map_err(unavailable)
+    ) -> Result<Option<EventRecord>, Error> {
+        let read = self.core.store.last_record(&caller.project, id, EventKind::Progress).await;
+        read.map_err(from_store_error)
     }
 }
 
 /// Requires a caller that may make calls. Receiver URLs are not for keys that only provide tools.
-fn require_caller(caller: &Caller) -> Result<(), Error> {
+fn require_invoker(caller: &Caller) -> Result<(), Error> {
     if caller.may_invoke() {
         return Ok(());
     }
@@ -116,116 +116,120 @@ fn require_caller(caller: &Caller) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-impl Inner {
+impl Core {
     /// Validates a callback URL and returns it in the form to store.
-    pub(crate) fn check_callback(&self, caller: &Caller, url: &str) -> Result<String, Error> {
+    pub(crate) fn check_callback_url(&self, caller: &Caller, url: &str) -> Result<String, Error> {
         let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
             Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
-        } else if let Some(notifier) = &self.notices.notifier {
-            notifier.check(&caller.project, url)
+        } else if let Some(notifier) = &self.webhook_queue.sender {
+            notifier.check_url(&caller.project, url)
         } else {
             Err("cannot be used here: nobody was set up to deliver callbacks".to_owned())
         };
         checked.map_err(|why| {
             let fault = Fault::new(Code::ValidationError, format!("callback_url {why}"));
-            fault.not_happened().with_detail(json!({ "pointer": "/callback_url" })).into()
+            fault.without_side_effect().with_detail(json!({ "pointer": "/callback_url" })).into()
         })
     }
 }
 
 /// The webhook sender and the deliveries in flight.
 #[derive(Default)]
-pub(crate) struct Notices {
-    pub(crate) notifier: Option<Arc<dyn Notifier>>,
-    pub(crate) settings: Notifying,
-    news: Notify,
-    traffic: Mutex<Traffic>,
+pub(crate) struct WebhookQueue {
+    pub(crate) sender: Option<Arc<dyn WebhookSender>>,
+    pub(crate) settings: DeliverySettings,
+    wake_signal: Notify,
+    in_flight: Mutex<InFlightDeliveries>,
 }
 
 #[derive(Default)]
-struct Traffic {
-    under_way: HashSet<CallId>,
+struct InFlightDeliveries {
+    call_ids: HashSet<CallId>,
     per_receiver: HashMap<String, usize>,
     /// Receivers that asked for a delay, with the time until which they are paused.
-    quiet: HashMap<String, u64>,
+    paused_until_ms: HashMap<String, u64>,
 }
 
 /// Decision whether a delivery may be attempted now.
-pub(crate) enum Entered {
-    Yes(Lane),
+pub(crate) enum DeliveryAdmission {
+    Admitted(DeliverySlot),
     /// The limit of attempts in flight is reached. The end of any attempt wakes the dispatcher.
-    Full,
+    AtCapacity,
     /// This delivery must wait. Either it is in flight or its receiver is at its limit (`None`: a
     /// wake-up follows), or its receiver is paused until the given time.
-    NotNow(Option<u64>),
+    Deferred(Option<u64>),
 }
 
 /// A delivery attempt in flight. Dropping it releases its capacity.
-pub(crate) struct Lane {
-    notices: Arc<Notices>,
+pub(crate) struct DeliverySlot {
+    queue: Arc<WebhookQueue>,
     call_id: CallId,
     receiver: String,
 }
 
-impl Notices {
-    pub(crate) fn new(notifier: Option<Arc<dyn Notifier>>, settings: Notifying) -> Self {
-        Self { notifier, settings, ..Self::default() }
+impl WebhookQueue {
+    pub(crate) fn new(sender: Option<Arc<dyn WebhookSender>>, settings: DeliverySettings) -> Self {
+        Self { sender, settings, ..Self::default() }
     }
 
     /// Signals that a delivery may be due.
     pub(crate) fn wake(&self) {
-        self.news.notify_one();
+        self.wake_signal.notify_one();
     }
 
     /// Returns true if an attempt of this delivery is in flight.
-    pub(crate) fn is_under_way(&self, call_id: &CallId) -> bool {
-        self.traffic.lock().under_way.contains(call_id)
+    pub(crate) fn is_in_flight(&self, call_id: &CallId) -> bool {
+        self.in_flight.lock().call_ids.contains(call_id)
     }
 
     /// Waits until a delivery may be due.
-    pub(crate) async fn woken(&self) {
-        self.news.notified().await;
+    pub(crate) async fn wait_woken(&self) {
+        self.wake_signal.notified().await;
     }
 
-    pub(crate) fn enter(self: &Arc<Self>, delivery: &Delivery, now_ms: u64) -> Entered {
-        let mut traffic = self.traffic.lock();
-        if traffic.under_way.len() >= self.settings.max_parallel {
-            return Entered::Full;
+    pub(crate) fn try_admit(
+        self: &Arc<Self>,
+        delivery: &Delivery,
+        now_ms: u64,
+    ) -> DeliveryAdmission {
+        let mut traffic = self.in_flight.lock();
+        if traffic.call_ids.len() >= self.settings.max_parallel {
+            return DeliveryAdmission::AtCapacity;
         }
         let receiver = delivery.receiver();
-        if let Some(until_ms) = traffic.quiet.get(receiver).copied() {
+        if let Some(until_ms) = traffic.paused_until_ms.get(receiver).copied() {
             if now_ms < until_ms {
-                return Entered::NotNow(Some(until_ms));
+                return DeliveryAdmission::Deferred(Some(until_ms));
             }
-            traffic.quiet.remove(receiver);
+            traffic.paused_until_ms.remove(receiver);
         }
         let there = traffic.per_receiver.get(receiver).copied().unwrap_or(0);
         if there >= self.settings.max_parallel_per_receiver
-            || !traffic.under_way.insert(delivery.call_id.clone())
+            || !traffic.call_ids.insert(delivery.call_id.clone())
         {
-            return Entered::NotNow(None);
+            return DeliveryAdmission::Deferred(None);
         }
         *traffic.per_receiver.entry(receiver.to_owned()).or_default() += 1;
         let (call_id, receiver) = (delivery.call_id.clone(), receiver.to_owned());
-        Entered::Yes(Lane { notices: self.clone(), call_id, receiver })
+        DeliveryAdmission::Admitted(DeliverySlot { queue: self.clone(), call_id, receiver })
     }
 }
 
-impl Lane {
+impl DeliverySlot {
     /// Pauses an overloaded receiver: no delivery goes there until `until_ms`.
-    pub(crate) fn quiet_until(&self, until_ms: u64) {
-        let mut traffic = self.notices.traffic.lock();
-        if traffic.quiet.len() >= MANY_RECEIVERS {
-            traffic.quiet.clear();
+    pub(crate) fn pause_receiver_until(&self, until_ms: u64) {
+        let mut traffic = self.queue.in_flight.lock();
+        if traffic.paused_until_ms.len() >= MAX_PAUSED_RECEIVERS {
+            traffic.paused_until_ms.clear();
         }
-        traffic.quiet.insert(self.receiver.clone(), until_ms);
+        traffic.paused_until_ms.insert(self.receiver.clone(), until_ms);
     }
 }
 
-impl Drop for Lane {
+impl Drop for DeliverySlot {
     fn drop(&mut self) {
-        let mut traffic = self.notices.traffic.lock();
-        traffic.under_way.remove(&self.call_id);
+        let mut traffic = self.queue.in_flight.lock();
+        traffic.call_ids.remove(&self.call_id);
         if let Some(count) = traffic.per_receiver.get_mut(&self.receiver) {
             *count -= 1;
             if *count == 0 {
@@ -233,6 +237,6 @@ impl Drop for Lane {
             }
         }
         drop(traffic);
-        self.notices.wake();
+        self.queue.wake();
     }
 }

@@ -1,77 +1,79 @@
 //! Notifies the observer, if there is one, and propagates trace context.
 
-use super::{Engine, Inner};
+use super::{Core, Engine};
 use crate::call::Call;
-use crate::event::{Kind, Record};
+use crate::event::{EventKind, EventRecord};
 use crate::fault::Code;
-use crate::observe::{Attempted, Ended};
+use crate::observe::{EndedAttempt, EndedCall};
 use crate::tool::Executor;
-use crate::trace::{Ids, TraceParent};
+use crate::trace::{SpanIds, TraceParent};
 
 /// Result of an attempt that has ended.
-pub(super) struct Over {
-    failed: Option<Code>,
+pub(super) struct AttemptEnd {
+    fault_code: Option<Code>,
 }
 
 impl Engine {
     /// Returns the call's span if it is sampled, otherwise the span of the caller, if any.
-    pub fn trace_of(&self, call: &Call) -> Option<TraceParent> {
-        let Some(observer) = &self.inner.observer else { return asked_in(call) };
-        let ids = Ids::of(call);
-        if observer.samples(&ids) { Some(ids.call(true)) } else { ids.parent }
+    pub fn call_traceparent(&self, call: &Call) -> Option<TraceParent> {
+        let Some(observer) = &self.core.observer else { return caller_traceparent(call) };
+        let ids = SpanIds::for_call(call);
+        if observer.is_sampled(&ids) { Some(ids.call(true)) } else { ids.parent }
     }
 }
 
-impl Inner {
+impl Core {
     /// Returns the trace context for the executor of the attempt: the attempt's span or, without an
     /// observer, the caller's context unchanged.
-    pub(super) fn handed_on(&self, call: &Call) -> Option<TraceParent> {
-        let Some(observer) = &self.observer else { return asked_in(call) };
-        let ids = Ids::of(call);
-        Some(ids.attempt(call.attempt, observer.samples(&ids)))
+    pub(super) fn attempt_traceparent(&self, call: &Call) -> Option<TraceParent> {
+        let Some(observer) = &self.observer else { return caller_traceparent(call) };
+        let ids = SpanIds::for_call(call);
+        Some(ids.attempt(call.attempt, observer.is_sampled(&ids)))
     }
 
     /// Returns true if the observer samples the call.
-    pub(super) fn is_recorded(&self, call: &Call) -> bool {
-        self.observer.as_ref().is_some_and(|observer| observer.samples(&Ids::of(call)))
+    pub(super) fn is_sampled(&self, call: &Call) -> bool {
+        self.observer.as_ref().is_some_and(|observer| observer.is_sampled(&SpanIds::for_call(call)))
     }
 
     /// Returns true if `/metrics`, which needs no key, may name the call's tool. Built-in tools are
     /// public; the tools of a project are private to it.
-    pub(super) fn may_name(&self, call: &Call) -> bool {
+    pub(super) fn can_name_tool(&self, call: &Call) -> bool {
         let shared = call.target.executor == Executor::Builtin;
-        shared || self.tool_names.unwrap_or_else(|| !self.catalog().has_keys())
+        shared || self.tool_names_in_metrics.unwrap_or_else(|| !self.catalog().has_keys())
     }
 
     /// Detects whether a transition ended the attempt in flight. Called before the records are
     /// consumed.
-    pub(super) fn attempt_over(
+    pub(super) fn detect_attempt_end(
         &self,
         before: &Call,
         after: &Call,
-        records: &[Record],
-    ) -> Option<Over> {
+        records: &[EventRecord],
+    ) -> Option<AttemptEnd> {
         self.observer.as_ref()?;
-        if !before.attempt_is_out() || after.attempt_is_out() {
+        if !before.has_attempt_in_flight() || after.has_attempt_in_flight() {
             return None;
         }
         if let Some(outcome) = &after.outcome {
-            return Some(Over { failed: outcome.error.as_ref().map(|fault| fault.code) });
+            return Some(AttemptEnd { fault_code: outcome.error.as_ref().map(|fault| fault.code) });
         }
-        let again = |record: &&Record| matches!(record.kind, Kind::Retrying | Kind::Fallback);
+        let again = |record: &&EventRecord| {
+            matches!(record.kind, EventKind::Retrying | EventKind::Fallback)
+        };
         let record = records.iter().rev().find(again);
         let code =
             record.and_then(|record| record.data.get("code")?.as_str()).and_then(Code::parse);
-        Some(Over { failed: Some(code.unwrap_or(Code::RuntimeError)) })
+        Some(AttemptEnd { fault_code: Some(code.unwrap_or(Code::RuntimeError)) })
     }
 
     /// Notifies the observer of an ended attempt and an ended call. `before` is needed only for an
     /// attempt.
-    pub(super) fn tell_observer(
+    pub(super) fn notify_observer(
         &self,
         before: Option<&Call>,
         after: &Call,
-        attempt: Option<Over>,
+        attempt: Option<AttemptEnd>,
         now_ms: u64,
     ) {
         let Some(observer) = &self.observer else { return };
@@ -79,24 +81,24 @@ impl Inner {
         if attempt.is_none() && !ended {
             return;
         }
-        let ids = Ids::of(after);
-        let attempt = attempt.filter(|_| observer.samples(&ids));
+        let ids = SpanIds::for_call(after);
+        let attempt = attempt.filter(|_| observer.is_sampled(&ids));
         if let (Some(over), Some(before)) = (attempt, before) {
-            let taken_by = before.taken_by.as_deref().or(after.taken_by.as_deref());
-            let failed = over.failed;
+            let taken_by = before.acknowledged_by.as_deref().or(after.acknowledged_by.as_deref());
+            let failed = over.fault_code;
             let (call, ended_ms) = (before, now_ms);
-            observer.attempted(&Attempted { ids, call, taken_by, ended_ms, failed });
+            observer.attempt_ended(&EndedAttempt { ids, call, taken_by, ended_ms, failed });
         }
         if ended {
             let description = || {
                 let entry = self.catalog().find(&after.project, &after.tool_name)?;
                 Some(entry.definition.description.clone())
             };
-            observer.ended(&Ended { ids, call: after, description: &description });
+            observer.call_ended(&EndedCall { ids, call: after, description: &description });
         }
     }
 }
 
-fn asked_in(call: &Call) -> Option<TraceParent> {
-    call.asked.traceparent.as_deref()?.parse().ok()
+fn caller_traceparent(call: &Call) -> Option<TraceParent> {
+    call.origin.traceparent.as_deref()?.parse().ok()
 }

@@ -3,38 +3,41 @@
 use serde_json::json;
 
 use super::catalog::Catalog;
-use super::{Inner, measure, unavailable};
+use super::{Core, from_store_error, measure};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
-use crate::policy::Decision;
+use crate::policy::AccessDecision;
 
-impl Inner {
+impl Core {
     /// Checks that the caller may call the tool. A denial is audited and returned with its reason.
-    pub(crate) async fn check_permission(
+    pub(crate) async fn authorize_call(
         &self,
         catalog: &Catalog,
         caller: &Caller,
         tool: &str,
     ) -> Result<(), Error> {
-        self.permitted(caller, tool, catalog.decide(caller, tool)).await
+        self.enforce_decision(caller, tool, catalog.authorize(caller, tool)).await
     }
 
-    pub(super) async fn permitted(
+    pub(super) async fn enforce_decision(
         &self,
         caller: &Caller,
         tool: &str,
-        decision: Decision,
+        decision: AccessDecision,
     ) -> Result<(), Error> {
-        let Decision::Denied(reason) = decision else {
-            measure::allowed();
+        let AccessDecision::Denied(reason) = decision else {
+            measure::count_allowed();
             return Ok(());
         };
         metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
         let shown: String = tool.chars().take(128).collect();
-        let entry = self.entry(caller, &caller.project, "call.denied", &shown, &reason);
-        self.store.audit(entry).await.map_err(unavailable)?;
+        let entry = self.audit_entry(caller, &caller.project, "call.denied", &shown, &reason);
+        self.store.append_audit_entry(entry).await.map_err(from_store_error)?;
         let message = format!("agent \"{}\" may not call \"{shown}\": {reason}", caller.agent);
         let detail = json!({ "agent": caller.agent, "tool": shown, "rule": reason });
-        Err(Fault::new(Code::PermissionDenied, message).not_happened().with_detail(detail).into())
+        Err(Fault::new(Code::PermissionDenied, message)
+            .without_side_effect()
+            .with_detail(detail)
+            .into())
     }
 }

@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::admin::check_word;
-use super::catalog::{Catalog, Entry, require_provider};
-use super::{Engine, Inner, unavailable};
+use super::admin::check_identifier;
+use super::catalog::{Catalog, CatalogEntry, require_provider};
+use super::{Core, Engine, from_store_error};
 use crate::call::Call;
-use crate::caller::{Caller, Trust};
-use crate::directory::{Change, Project};
+use crate::caller::{AuthMethod, Caller};
+use crate::directory::{DirectoryChange, Project};
 use crate::fault::{Code, Error, Fault};
-use crate::tool::{Definition, Executor, check_name};
-use crate::utp::{Binding, Member, RESERVED_NAMES, is_token};
+use crate::tool::{Executor, ToolDefinition, check_tool_name};
+use crate::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
 
 /// The project that always exists.
 pub const DEFAULT_PROJECT: &str = "default";
@@ -25,9 +25,9 @@ impl Engine {
         id: &str,
         title: &str,
     ) -> Result<Project, Error> {
-        let inner = &self.inner;
+        let inner = &self.core;
         self.require_admin(caller, Some(id))?;
-        check_word("project_id", id)?;
+        check_identifier("project_id", id)?;
         if !is_token(id) {
             let message = "project_id must be able to stand in a NATS subject: no dot, no *";
             return Err(Error::refused(Code::ValidationError, message));
@@ -35,12 +35,12 @@ impl Engine {
         let created_ms = inner.clock.now_ms();
         let project = Project { id: id.to_owned(), title: title.to_owned(), created_ms };
         inner
-            .change(|catalog| {
+            .change_directory(|catalog| {
                 if catalog.directory().projects.iter().any(|known| known.id == id) {
                     let message = format!("there is a project \"{id}\" already");
                     return Err(Error::refused(Code::Conflict, message));
                 }
-                Ok((Change::AddProject(project.clone()), None))
+                Ok((DirectoryChange::AddProject(project.clone()), None))
             })
             .await?;
         Ok(project)
@@ -48,7 +48,7 @@ impl Engine {
 
     /// Returns the projects the caller may see: its own, or all of them for the local operator.
     pub fn projects(&self, caller: &Caller) -> Vec<Project> {
-        let catalog = self.inner.catalog();
+        let catalog = self.core.catalog();
         let mut projects = catalog.directory().projects.clone();
         let keys = catalog.directory().keys.iter().map(|key| (&key.project, key.created_ms));
         let implied = std::iter::once((&caller.project, 0)).chain(keys);
@@ -57,24 +57,26 @@ impl Engine {
                 projects.push(Project { id: id.clone(), title: String::new(), created_ms });
             }
         }
-        projects.retain(|project| caller.trust == Trust::Local || project.id == caller.project);
+        projects.retain(|project| {
+            caller.auth_method == AuthMethod::Local || project.id == caller.project
+        });
         projects.sort_by(|a, b| a.id.cmp(&b.id));
         projects
     }
 
     /// Returns the caller, switched to the named project. A key gives access to its own project
     /// only; any other project is answered exactly as one that does not exist.
-    pub fn in_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
+    pub fn switch_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
         let there = self.projects(caller).iter().any(|known| known.id == project);
-        if there || project == DEFAULT_PROJECT && caller.trust == Trust::Local {
+        if there || project == DEFAULT_PROJECT && caller.auth_method == AuthMethod::Local {
             return Ok(Caller { project: project.to_owned(), ..caller.clone() });
         }
-        Err(no_project(project))
+        Err(project_not_found(project))
     }
 
     /// Requires that a project exists: created explicitly, or implied by a key, a tool or an agent.
     pub fn require_project(&self, project: &str) -> Result<(), Error> {
-        let catalog = self.inner.catalog();
+        let catalog = self.core.catalog();
         let directory = catalog.directory();
         let there = project == DEFAULT_PROJECT
             || directory.projects.iter().any(|known| known.id == project)
@@ -83,7 +85,7 @@ impl Engine {
             || directory.tools.iter().any(|tool| tool.project.as_deref() == Some(project));
         match there {
             true => Ok(()),
-            false => Err(no_project(project)),
+            false => Err(project_not_found(project)),
         }
     }
 
@@ -92,22 +94,26 @@ impl Engine {
     pub async fn put_tool(
         &self,
         caller: &Caller,
-        definition: Definition,
-    ) -> Result<Arc<Entry>, Error> {
+        definition: ToolDefinition,
+    ) -> Result<Arc<CatalogEntry>, Error> {
         let name = definition.name.clone();
         self.put_tools(caller, vec![definition]).await?;
         self.project_tool(caller, &name)
     }
 
     /// Adds or replaces several tools atomically.
-    pub async fn put_tools(&self, caller: &Caller, tools: Vec<Definition>) -> Result<(), Error> {
+    pub async fn put_tools(
+        &self,
+        caller: &Caller,
+        tools: Vec<ToolDefinition>,
+    ) -> Result<(), Error> {
         require_provider(caller)?;
         for tool in &tools {
-            check_name(&tool.name).map_err(|error| bad(error.to_string()))?;
-            refuse_reserved(&tool.name, "define")?;
-            Entry::compile(tool.clone()).map_err(|fault| bad(fault.message))?;
+            check_tool_name(&tool.name).map_err(|error| bad_request(error.to_string()))?;
+            check_name_not_reserved(&tool.name, "define")?;
+            CatalogEntry::compile(tool.clone()).map_err(|fault| bad_request(fault.message))?;
         }
-        let inner = &self.inner;
+        let inner = &self.core;
         let limit = inner.limits.max_tools_per_project;
         let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
         let listed: String = names.join(" ").chars().take(500).collect();
@@ -116,53 +122,59 @@ impl Engine {
             names.iter().filter(own).count()
         };
         inner
-            .change(|catalog| {
+            .change_directory(|catalog| {
                 for name in &names {
-                    refuse_taken(catalog, &caller.project, name)?;
+                    check_name_free(catalog, &caller.project, name)?;
                 }
                 if catalog.tools(&caller.project).len() + more(catalog) > limit {
                     let message = format!("the project would have more than {limit} tools");
                     return Err(Error::refused(Code::PayloadTooLarge, message));
                 }
-                let entry = inner.entry(caller, &caller.project, "tool.set", &listed, "");
-                Ok((Change::PutTools(tools.clone()), Some(entry)))
+                let entry = inner.audit_entry(caller, &caller.project, "tool.set", &listed, "");
+                Ok((DirectoryChange::PutTools(tools.clone()), Some(entry)))
             })
             .await
     }
 
     /// Returns a tool defined by the project, with its full definition.
-    pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
-        require_owner(caller)?;
-        let found = self.inner.catalog().find(&caller.project, name).filter(is_projects_own);
+    pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
+        require_definition_access(caller)?;
+        let found = self.core.catalog().find(&caller.project, name).filter(is_project_defined);
         found.ok_or_else(|| Error::refused(Code::NotFound, format!("tool not found: \"{name}\"")))
     }
 
     /// Returns the tools defined by the project, sorted by name, with their full definitions.
-    pub fn project_tools(&self, caller: &Caller) -> Result<Vec<Arc<Entry>>, Error> {
-        require_owner(caller)?;
-        let mut tools = self.inner.catalog().tools(&caller.project);
-        tools.retain(is_projects_own);
+    pub fn project_tools(&self, caller: &Caller) -> Result<Vec<Arc<CatalogEntry>>, Error> {
+        require_definition_access(caller)?;
+        let mut tools = self.core.catalog().tools(&caller.project);
+        tools.retain(is_project_defined);
         Ok(tools)
     }
 
     /// Removes a tool of the project. Calls already made with it continue.
-    pub async fn drop_tool(&self, caller: &Caller, name: &str) -> Result<(), Error> {
+    pub async fn remove_tool(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         require_provider(caller)?;
-        refuse_reserved(name, "delete")?;
-        let inner = &self.inner;
+        check_name_not_reserved(name, "delete")?;
+        let inner = &self.core;
         inner
-            .change(|_| {
+            .change_directory(|_| {
                 self.project_tool(caller, name)?;
-                let change =
-                    Change::DropTool { project: caller.project.clone(), name: name.to_owned() };
-                let entry = inner.entry(caller, &caller.project, "tool.removed", name, "");
+                let change = DirectoryChange::DropTool {
+                    project: caller.project.clone(),
+                    name: name.to_owned(),
+                };
+                let entry = inner.audit_entry(caller, &caller.project, "tool.removed", name, "");
                 Ok((change, Some(entry)))
             })
             .await
     }
 
     /// Adds an agent to the roster, or replaces its entry.
-    pub async fn put_member(&self, caller: &Caller, mut member: Member) -> Result<Member, Error> {
+    pub async fn put_agent_entry(
+        &self,
+        caller: &Caller,
+        mut member: AgentEntry,
+    ) -> Result<AgentEntry, Error> {
         self.require_admin(caller, Some(&member.project))?;
         for (field, word) in
             [("agent_id", &member.agent_id), ("worker_target", &member.worker_target)]
@@ -174,34 +186,36 @@ impl Engine {
                 return Err(fault.with_detail(json!({ "pointer": format!("/{field}") })).into());
             }
         }
-        member.updated_ms = self.inner.clock.now_ms();
-        self.inner.change(|_| Ok((Change::PutMember(member.clone()), None))).await?;
+        member.updated_ms = self.core.clock.now_ms();
+        self.core
+            .change_directory(|_| Ok((DirectoryChange::PutAgent(member.clone()), None)))
+            .await?;
         Ok(member)
     }
 
     /// Removes an agent from the roster.
-    pub async fn drop_member(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
+    pub async fn remove_agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
         self.require_admin(caller, None)?;
-        self.member(caller, agent_id)?;
+        self.agent_entry(caller, agent_id)?;
         let (project, agent_id) = (caller.project.clone(), agent_id.to_owned());
-        self.inner
-            .change(|_| {
+        self.core
+            .change_directory(|_| {
                 let (project, agent_id) = (project.clone(), agent_id.clone());
-                Ok((Change::DropMember { project, agent_id }, None))
+                Ok((DirectoryChange::DropAgent { project, agent_id }, None))
             })
             .await
     }
 
     /// Returns the project's roster.
-    pub fn roster(&self, caller: &Caller) -> Vec<Member> {
-        let catalog = self.inner.catalog();
+    pub fn roster(&self, caller: &Caller) -> Vec<AgentEntry> {
+        let catalog = self.core.catalog();
         let mine = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
         mine.cloned().collect()
     }
 
     /// Returns one agent of the roster.
-    pub fn member(&self, caller: &Caller, agent_id: &str) -> Result<Member, Error> {
-        let found = self.inner.member(&caller.project, agent_id);
+    pub fn agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<AgentEntry, Error> {
+        let found = self.core.find_agent_entry(&caller.project, agent_id);
         found.ok_or_else(|| {
             let message = format!("agent \"{agent_id}\" is not on the roster");
             Error::refused(Code::NotFound, message)
@@ -209,15 +223,15 @@ impl Engine {
     }
 }
 
-impl Inner {
-    pub(super) fn member(&self, project: &str, agent_id: &str) -> Option<Member> {
+impl Core {
+    pub(super) fn find_agent_entry(&self, project: &str, agent_id: &str) -> Option<AgentEntry> {
         let catalog = self.catalog();
         let roster = &catalog.directory().roster;
         roster.iter().find(|m| m.project == project && m.agent_id == agent_id).cloned()
     }
 
     /// Loads the binding of a call's tool, in the version that the call was made with.
-    pub(super) async fn binding_of(&self, call: &Call) -> Result<Option<Binding>, Error> {
+    pub(super) async fn load_binding(&self, call: &Call) -> Result<Option<Binding>, Error> {
         let target = &call.target;
         if !matches!(target.executor, Executor::Utp | Executor::Http) {
             return Ok(None);
@@ -225,17 +239,17 @@ impl Inner {
         if let Some(entry) = self.catalog().find(&call.project, &target.tool)
             && entry.version == target.version
         {
-            return Ok(entry.definition.utp.clone());
+            return Ok(entry.definition.binding.clone());
         }
         let utp = self.store.utp();
         let old = utp.tool_version(&call.project, &target.tool, &target.version).await;
-        Ok(old.map_err(unavailable)?.and_then(|definition| definition.utp))
+        Ok(old.map_err(from_store_error)?.and_then(|definition| definition.binding))
     }
 }
 
 /// Requires the right to read definitions. They contain what no model sees: preset arguments, names
 /// of secrets, addresses.
-fn require_owner(caller: &Caller) -> Result<(), Error> {
+fn require_definition_access(caller: &Caller) -> Result<(), Error> {
     if caller.may_provide() {
         return Ok(());
     }
@@ -246,17 +260,17 @@ fn require_owner(caller: &Caller) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-fn no_project(project: &str) -> Error {
+fn project_not_found(project: &str) -> Error {
     let shown: String = project.chars().take(80).collect();
     Error::refused(Code::NotFound, format!("project not found: \"{shown}\""))
 }
 
-fn is_projects_own(entry: &Arc<Entry>) -> bool {
+fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
     let by_others = matches!(entry.definition.executor, Executor::Client | Executor::Mcp);
     entry.definition.project.is_some() && !by_others
 }
 
-fn refuse_taken(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
+fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
     let taken = catalog.find(project, name).is_some_and(|known| {
         known.definition.project.is_none()
             || matches!(known.definition.executor, Executor::Client | Executor::Mcp)
@@ -269,19 +283,21 @@ fn refuse_taken(catalog: &Catalog, project: &str, name: &str) -> Result<(), Erro
     Ok(())
 }
 
-fn refuse_reserved(name: &str, verb: &str) -> Result<(), Error> {
+fn check_name_not_reserved(name: &str, verb: &str) -> Result<(), Error> {
     if RESERVED_NAMES.contains(&name) {
-        return Err(bad(format!("cannot {verb} internal tool \"{name}\": the name is reserved")));
+        return Err(bad_request(format!(
+            "cannot {verb} internal tool \"{name}\": the name is reserved"
+        )));
     }
     Ok(())
 }
 
-fn bad(message: String) -> Error {
-    Fault::new(Code::BadRequest, message).not_happened().into()
+fn bad_request(message: String) -> Error {
+    Fault::new(Code::BadRequest, message).without_side_effect().into()
 }
 
 /// Checks that every array in a schema has `items`. Without them models invent elements.
-pub fn check_arrays(schema: &Value, pointer: &str) -> Result<(), String> {
+pub fn check_array_items(schema: &Value, pointer: &str) -> Result<(), String> {
     let Value::Object(map) = schema else { return Ok(()) };
     let is_array = match map.get("type") {
         Some(Value::String(kind)) => kind == "array",
@@ -294,17 +310,17 @@ pub fn check_arrays(schema: &Value, pointer: &str) -> Result<(), String> {
         return Err(format!("parameters{pointer} is an array and needs a non-empty object items"));
     }
     if let Some(items) = map.get("items") {
-        check_arrays(items, &format!("{pointer}/items"))?;
+        check_array_items(items, &format!("{pointer}/items"))?;
     }
     for name in ["properties", "$defs", "definitions"] {
         for (key, inner) in map.get(name).and_then(Value::as_object).into_iter().flatten() {
-            check_arrays(inner, &format!("{pointer}/{name}/{key}"))?;
+            check_array_items(inner, &format!("{pointer}/{name}/{key}"))?;
         }
     }
     for name in ["anyOf", "oneOf", "allOf"] {
         let all = map.get(name).and_then(Value::as_array).into_iter().flatten();
         for (n, inner) in all.enumerate() {
-            check_arrays(inner, &format!("{pointer}/{name}/{n}"))?;
+            check_array_items(inner, &format!("{pointer}/{name}/{n}"))?;
         }
     }
     Ok(())

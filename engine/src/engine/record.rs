@@ -9,31 +9,31 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::arguments::check_args;
-use super::catalog::{Catalog, Entry};
-use super::contexts::{at, own_tool};
-use super::envelope::{check_envelope, check_word, idempotency_key, misfit};
-use super::invoke::{Among, Invocation};
-use super::report::settled;
-use super::{Engine, Inner, unavailable};
+use super::catalog::{Catalog, CatalogEntry};
+use super::contexts::{caller_tool_definition, with_pointer};
+use super::envelope::{build_idempotency_key, check_label, check_request, schema_fault};
+use super::invoke::{BatchMembership, CallRequest};
+use super::report::require_accepted;
+use super::{Core, Engine, from_store_error};
 use crate::call::{Call, Status};
-use crate::caller::{Caller, Trust};
+use crate::caller::{AuthMethod, Caller};
 use crate::fault::{Code, Error, Fault};
 use crate::id::CallId;
 use crate::json::Json;
 use crate::lifecycle::Event;
 use crate::names;
-use crate::policy::{self, Decision};
-use crate::retry::PolicyPatch;
+use crate::policy::{self, AccessDecision};
+use crate::retry::ExecutionPolicyPatch;
 use crate::store::{CallFilter, IdempotencyKey};
-use crate::tool::{Definition, Executor, check_name};
+use crate::tool::{Executor, ToolDefinition, check_tool_name};
 
 /// Maximum number of calls or results in one request.
 pub const MAX_RECORDED: usize = 128;
 
 /// A call that the caller executes, or has executed, itself.
 #[derive(Debug, Clone)]
-pub struct OwnCall {
-    pub asked: Invocation,
+pub struct ReportedCall {
+    pub request: CallRequest,
     /// True if the result comes later. If `None`, the run's definition of the tool decides.
     pub background: Option<bool>,
     /// The result, if it is known already.
@@ -42,7 +42,7 @@ pub struct OwnCall {
 
 /// The result of a call that the caller executed itself.
 #[derive(Debug, Clone)]
-pub struct OwnResult {
+pub struct ReportedResult {
     /// Id of the call. Takes precedence over `call_id`.
     pub tool_call_id: Option<CallId>,
     /// The caller's own id of the call. It names the newest unanswered call with this id.
@@ -51,7 +51,7 @@ pub struct OwnResult {
 }
 
 /// A call that passed every check and is not stored yet.
-struct Ready {
+struct ValidatedCall {
     call: Call,
     key: Option<IdempotencyKey>,
     result: Option<Result<Json, Fault>>,
@@ -64,23 +64,25 @@ impl Engine {
         &self,
         caller: &Caller,
         run_id: &str,
-        calls: Vec<OwnCall>,
+        calls: Vec<ReportedCall>,
     ) -> Result<Vec<Arc<Call>>, Error> {
-        let inner = &self.inner;
+        let inner = &self.core;
         if inner.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
-            return Err(Error::later(Code::Overloaded, message, 1_000));
+            return Err(Error::retry_later(Code::Overloaded, message, 1_000));
         }
-        check_word("run_id", run_id)?;
+        check_label("run_id", run_id)?;
         check_count("tool_calls", calls.len())?;
         let tools = self.run_tools(caller, run_id).await?;
         let mut ready = Vec::with_capacity(calls.len());
         for (n, own) in calls.into_iter().enumerate() {
-            let checked = self.prepare(caller, run_id, &tools, own).await;
-            ready.push(checked.map_err(|error| at(&format!("tool_calls/{n}"), error))?);
+            let checked = self.validate_reported_call(caller, run_id, &tools, own).await;
+            ready.push(checked.map_err(|error| with_pointer(&format!("tool_calls/{n}"), error))?);
         }
         // Concurrently, so that they share a commit.
-        let stored = ready.into_iter().map(|ready| inner.surely(inner.clone().store_own(ready)));
+        let stored = ready
+            .into_iter()
+            .map(|ready| inner.detach_on_drop(inner.clone().store_reported_call(ready)));
         futures::future::join_all(stored).await.into_iter().collect()
     }
 
@@ -89,77 +91,80 @@ impl Engine {
         &self,
         caller: &Caller,
         run_id: &str,
-        results: Vec<OwnResult>,
+        results: Vec<ReportedResult>,
     ) -> Result<Vec<Arc<Call>>, Error> {
         if !caller.may_invoke() {
             let message = "a provider's key reports on calls with POST /internal/tool_calls/…";
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        check_word("run_id", run_id)?;
+        check_label("run_id", run_id)?;
         check_count("tool_results", results.len())?;
         let tools = self.run_tools(caller, run_id).await?;
         let mut calls = Vec::with_capacity(results.len());
         for (n, own) in results.into_iter().enumerate() {
             let recorded = self.record_result(caller, run_id, &tools, own).await;
-            calls.push(recorded.map_err(|error| at(&format!("tool_results/{n}"), error))?);
+            calls
+                .push(recorded.map_err(|error| with_pointer(&format!("tool_results/{n}"), error))?);
         }
         Ok(calls)
     }
 
-    async fn prepare(
+    async fn validate_reported_call(
         &self,
         caller: &Caller,
         run_id: &str,
-        tools: &[Definition],
-        own: OwnCall,
-    ) -> Result<Ready, Error> {
-        let inner = &self.inner;
-        let OwnCall { mut asked, background, result } = own;
+        tools: &[ToolDefinition],
+        own: ReportedCall,
+    ) -> Result<ValidatedCall, Error> {
+        let inner = &self.core;
+        let ReportedCall { request: mut asked, background, result } = own;
         asked.run_id = run_id.to_owned();
-        let known = named(tools, &asked.tool);
+        let known = find_definition(tools, &asked.tool);
         asked.tool = known.map_or(asked.tool, |tool| tool.name.clone());
-        check_name(&asked.tool)
+        check_tool_name(&asked.tool)
             .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
         let catalog = inner.catalog();
-        let decision = catalog.decide_own(caller, &asked.tool);
-        inner.permitted(caller, &asked.tool, decision).await?;
+        let decision = catalog.authorize_reported_call(caller, &asked.tool);
+        inner.enforce_decision(caller, &asked.tool, decision).await?;
         if asked.retry.is_some_and(|retry| retry > 0) {
             let message = "retry: what you run yourself is not tried again by the crib";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        check_envelope(&asked, inner.limits.max_args_bytes)?;
+        check_request(&asked, inner.limits.max_args_bytes)?;
         let default_ms = self.default_timeout_ms(caller);
-        let tool = own_form(known, &caller.project, &asked.tool, default_ms)?;
-        let args = asked.args.value();
+        let tool = compile_caller_tool(known, &caller.project, &asked.tool, default_ms)?;
+        let args = asked.args.to_value();
         check_args(&tool, &args)?;
-        let key = idempotency_key(caller, &asked);
-        let drafted = inner.draft(&catalog, caller, &Arc::new(tool), asked, &args)?;
-        let mut call = Call { max_retries: 0, alternates: Vec::new(), ..drafted };
-        call.asked.background = background.unwrap_or(call.asked.background);
+        let key = build_idempotency_key(caller, &asked);
+        let drafted = inner.build_call(&catalog, caller, &Arc::new(tool), asked, &args)?;
+        let mut call = Call { max_retries: 0, fallbacks: Vec::new(), ..drafted };
+        call.origin.background = background.unwrap_or(call.origin.background);
         let result = match result {
-            Some(result) => Some(inner.checked_own(&call, known, result)?),
+            Some(result) => Some(inner.validate_reported_result(&call, known, result)?),
             None => None,
         };
-        Ok(Ready { call, key, result })
+        Ok(ValidatedCall { call, key, result })
     }
 
     async fn record_result(
         &self,
         caller: &Caller,
         run_id: &str,
-        tools: &[Definition],
-        own: OwnResult,
+        tools: &[ToolDefinition],
+        own: ReportedResult,
     ) -> Result<Arc<Call>, Error> {
         let call = match (&own.tool_call_id, &own.call_id) {
             (Some(ticket), _) => {
                 let call = self.call(caller, ticket).await?;
                 Some(call).filter(|call| call.run_id == run_id)
             }
-            (None, Some(call_id)) => match self.find_own(caller, run_id, call_id).await? {
-                Some(call) => Some(call),
-                // A call without a caller's id is found by its ticket.
-                None => self.by_ticket(caller, run_id, call_id).await,
-            },
+            (None, Some(call_id)) => {
+                match self.find_reported_call(caller, run_id, call_id).await? {
+                    Some(call) => Some(call),
+                    // A call without a caller's id is found by its ticket.
+                    None => self.find_by_ticket(caller, run_id, call_id).await,
+                }
+            }
             (None, None) => {
                 let message = "call_id: say which call it is the result of";
                 return Err(Error::refused(Code::ValidationError, message));
@@ -181,38 +186,38 @@ impl Engine {
             );
             return Err(Error::refused(Code::Conflict, message));
         }
-        if let (Some(given), Some(known)) = (&own.call_id, &call.asked.call_id)
+        if let (Some(given), Some(known)) = (&own.call_id, &call.origin.caller_call_id)
             && given != known
         {
             let message = format!("call_id: call \"{}\" has the call_id \"{known}\"", call.id);
             return Err(Error::refused(Code::ValidationError, message));
         }
-        if call.asked.agent != caller.agent && !caller.may_administer() {
+        if call.origin.agent != caller.agent && !caller.may_administer() {
             let message = format!("call \"{}\" was recorded by another agent", call.id);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        let known = named(tools, &call.tool_name);
-        let result = self.inner.checked_own(&call, known, own.result)?;
+        let known = find_definition(tools, &call.tool_name);
+        let result = self.core.validate_reported_result(&call, known, own.result)?;
         let event = Event::Report { attempt: None, by: None, result };
-        settled(self.inner.decide(caller, &call.id, event).await?)
+        require_accepted(self.core.apply_event(caller, &call.id, event).await?)
     }
 
-    async fn by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
+    async fn find_by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
         let call = self.call(caller, &id.parse().ok()?).await.ok()?;
-        Some(call).filter(|call| call.run_id == run_id && call.asked.call_id.is_none())
+        Some(call).filter(|call| call.run_id == run_id && call.origin.caller_call_id.is_none())
     }
 
     /// Finds the newest unanswered call with this id that the caller may answer; failing that, the
     /// newest call with this id.
-    async fn find_own(
+    async fn find_reported_call(
         &self,
         caller: &Caller,
         run_id: &str,
         call_id: &str,
     ) -> Result<Option<Arc<Call>>, Error> {
         let mine = |call: &Call| {
-            let is_id = call.asked.call_id.as_deref() == Some(call_id);
-            is_id && (call.asked.agent == caller.agent || caller.may_administer())
+            let is_id = call.origin.caller_call_id.as_deref() == Some(call_id);
+            is_id && (call.origin.agent == caller.agent || caller.may_administer())
         };
         let own = |call: &Call| call.target.executor == Executor::Caller && mine(call);
         let mut filter = CallFilter {
@@ -223,7 +228,7 @@ impl Engine {
             ..CallFilter::default()
         };
         loop {
-            let page = self.inner.store.calls(filter.clone()).await.map_err(unavailable)?;
+            let page = self.core.store.calls(filter.clone()).await.map_err(from_store_error)?;
             let (count, last) = (page.len(), page.last().map(|call| call.id.clone()));
             if let Some(call) = page.into_iter().find(own) {
                 return Ok(Some(Arc::new(call)));
@@ -234,7 +239,7 @@ impl Engine {
             filter.before = last;
         }
         let filter = CallFilter { status: None, before: None, ..filter };
-        let page = self.inner.store.calls(filter).await.map_err(unavailable)?;
+        let page = self.core.store.calls(filter).await.map_err(from_store_error)?;
         let found = page.iter().find(|call| own(call)).or_else(|| page.iter().find(|c| mine(c)));
         Ok(found.map(|call| Arc::new(call.clone())))
     }
@@ -244,75 +249,84 @@ impl Catalog {
     /// Decides whether the caller may record a call of this name that it executed itself. Only a
     /// rule that denies the name forbids it. No rule needs to allow the name, because Toolcrib
     /// executes nothing for it; whether such a tool exists is irrelevant.
-    pub(super) fn decide_own(&self, caller: &Caller, tool: &str) -> Decision {
-        if caller.may_invoke() && caller.trust == Trust::Key && !caller.may_administer() {
+    pub(super) fn authorize_reported_call(&self, caller: &Caller, tool: &str) -> AccessDecision {
+        if caller.may_invoke() && caller.auth_method == AuthMethod::Key && !caller.may_administer()
+        {
             let rules = self.directory().rules.iter();
-            let denied = policy::denied(rules, &caller.project, &caller.agent, tool);
-            return denied.map_or(Decision::Allowed, Decision::Denied);
+            let denied = policy::find_denial(rules, &caller.project, &caller.agent, tool);
+            return denied.map_or(AccessDecision::Allowed, AccessDecision::Denied);
         }
-        self.decide(caller, tool)
+        self.authorize(caller, tool)
     }
 }
 
-impl Inner {
-    async fn store_own(self: Arc<Self>, ready: Ready) -> Result<Arc<Call>, Error> {
-        let call = self.clone().accept(ready.call, ready.key, Among::default()).await?.call;
+impl Core {
+    async fn store_reported_call(
+        self: Arc<Self>,
+        ready: ValidatedCall,
+    ) -> Result<Arc<Call>, Error> {
+        let call =
+            self.clone().commit_call(ready.call, ready.key, BatchMembership::default()).await?.call;
         let Some(result) = ready.result else { return Ok(call) };
         let event = Event::Report { attempt: None, by: None, result };
-        settled(self.advance(&call.project, &call.id, event).await?)
+        require_accepted(self.advance(&call.project, &call.id, event).await?)
     }
 
     /// Checks a result against the size limit and, if the run's definition has one, the output
     /// schema.
-    fn checked_own(
+    fn validate_reported_result(
         &self,
         call: &Call,
-        known: Option<&Definition>,
+        known: Option<&ToolDefinition>,
         result: Result<Json, Fault>,
     ) -> Result<Result<Json, Fault>, Error> {
-        let data = match self.checked(call, result) {
+        let data = match self.validate_result(call, result) {
             Ok(data) => data,
             Err(fault) => return Ok(Err(fault)),
         };
         let Some(schema) = known.and_then(|tool| tool.output_schema.clone()) else {
             return Ok(Ok(data));
         };
-        let form = Definition { output_schema: Some(schema), ..own_tool("", &call.tool_name, 1) };
-        let tool = Entry::compile(form)?;
-        let problems = tool.output.as_ref().map(|output| output.problems_unquoted(&data.value()));
+        let form = ToolDefinition {
+            output_schema: Some(schema),
+            ..caller_tool_definition("", &call.tool_name, 1)
+        };
+        let tool = CatalogEntry::compile(form)?;
+        let problems =
+            tool.output_schema.as_ref().map(|output| output.problems_redacted(&data.to_value()));
         let problems = problems.unwrap_or_default();
         if problems.is_empty() {
             return Ok(Ok(data));
         }
         let what = format!("the result of {} does not fit its output schema", call.tool_name);
-        Ok(Err(misfit(&what, &problems).with_raw(data)))
+        Ok(Err(schema_fault(&what, &problems).with_raw(data)))
     }
 }
 
 /// Finds a tool by its exact name, or by the name that models use.
-fn named<'a>(tools: &'a [Definition], name: &str) -> Option<&'a Definition> {
+fn find_definition<'a>(tools: &'a [ToolDefinition], name: &str) -> Option<&'a ToolDefinition> {
     if let Some(tool) = tools.iter().find(|tool| tool.name == name) {
         return Some(tool);
     }
-    let told = names::for_models(tools.iter().map(|tool| tool.name.as_str()));
+    let told = names::names_for_model(tools.iter().map(|tool| tool.name.as_str()));
     told.iter().position(|told| told == name).map(|at| &tools[at])
 }
 
 /// Compiles a tool as one that the caller executes, whatever its executor is otherwise.
-fn own_form(
-    known: Option<&Definition>,
+fn compile_caller_tool(
+    known: Option<&ToolDefinition>,
     project: &str,
     name: &str,
     default_ms: u64,
-) -> Result<Entry, Error> {
-    let unknown = own_tool(project, name, default_ms);
-    let definition = known.map_or(unknown, |tool| Definition {
+) -> Result<CatalogEntry, Error> {
+    let unknown = caller_tool_definition(project, name, default_ms);
+    let definition = known.map_or(unknown, |tool| ToolDefinition {
         executor: Executor::Caller,
-        policy: PolicyPatch::default(),
+        policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),
         ..tool.clone()
     });
-    Ok(Entry::compile(definition)?)
+    Ok(CatalogEntry::compile(definition)?)
 }
 
 fn check_count(field: &str, count: usize) -> Result<(), Error> {
@@ -320,5 +334,5 @@ fn check_count(field: &str, count: usize) -> Result<(), Error> {
         return Ok(());
     }
     let message = format!("{field} must have 1 to {MAX_RECORDED} entries, not {count}");
-    Err(Fault::new(Code::ValidationError, message).not_happened().into())
+    Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
 }

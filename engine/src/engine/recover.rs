@@ -8,28 +8,28 @@ use std::sync::atomic::Ordering;
 
 use futures::StreamExt;
 
-use super::live::Entry;
-use super::{Engine, Inner, unavailable};
+use super::live::OpenCall;
+use super::{Core, Engine, from_store_error};
 use crate::call::Call;
 use crate::fault::Error;
 use crate::lifecycle::Event;
 
 /// Number of calls read, and number decided concurrently, at a time.
-const PAGE: usize = 1_000;
-const AT_ONCE: usize = 128;
+const PAGE_SIZE: usize = 1_000;
+const MAX_CONCURRENT: usize = 128;
 
 impl Engine {
     /// Adopts every open call that this process does not hold. Returns their number.
     pub async fn recover(&self) -> Result<usize, Error> {
-        let inner = &self.inner;
+        let inner = &self.core;
         // All are loaded before any continues, so that attempts still in flight elsewhere get their
         // slots before a new call can take them.
-        let found = inner.left_open().await?;
-        let taken: Vec<_> = found.into_iter().filter_map(|call| inner.take_up(call)).collect();
-        inner.gate.end_counting();
+        let found = inner.find_orphaned_calls().await?;
+        let taken: Vec<_> = found.into_iter().filter_map(|call| inner.adopt_call(call)).collect();
+        inner.limiter.end_recovery();
         let count = taken.len();
         let lost = futures::stream::iter(taken);
-        lost.for_each_concurrent(AT_ONCE, |entry| inner.lose(entry)).await;
+        lost.for_each_concurrent(MAX_CONCURRENT, |entry| inner.report_owner_lost(entry)).await;
         inner.recovered.store(true, Ordering::Release);
         if count > 0 {
             metrics::counter!("toolcrib_reconciled_calls_total").increment(count as u64);
@@ -39,35 +39,37 @@ impl Engine {
     }
 }
 
-impl Inner {
+impl Core {
     /// Finds the open calls of other processes.
-    async fn left_open(&self) -> Result<Vec<Arc<Call>>, Error> {
+    async fn find_orphaned_calls(&self) -> Result<Vec<Arc<Call>>, Error> {
         let (mut after, mut found) = (0, Vec::new());
         loop {
-            let page = self.store.open_calls(after, PAGE).await.map_err(unavailable)?;
+            let page = self.store.open_calls(after, PAGE_SIZE).await.map_err(from_store_error)?;
             let Some(last) = page.last() else { return Ok(found) };
-            after = last.place;
+            after = last.position;
             let mine = Some(self.node.as_str());
             let others = page.into_iter().filter(|listed| listed.call.node.as_deref() != mine);
             found.extend(others.map(|listed| Arc::new(listed.call)));
         }
     }
 
-    fn take_up(self: &Arc<Self>, call: Arc<Call>) -> Option<Arc<Entry>> {
-        let slot = call.goes_on_elsewhere().then(|| self.gate.enter(self.place(&call).0));
-        let entry = Entry::found(call, slot);
-        self.live.take_in(entry.clone()).then_some(entry)
+    fn adopt_call(self: &Arc<Self>, call: Arc<Call>) -> Option<Arc<OpenCall>> {
+        let slot = call
+            .survives_node_loss()
+            .then(|| self.limiter.force_acquire(self.resolve_slot_scope(&call).0));
+        let entry = OpenCall::from_store(call, slot);
+        self.open_calls.adopt(entry.clone()).then_some(entry)
     }
 
-    async fn lose(self: &Arc<Self>, entry: Arc<Entry>) {
+    async fn report_owner_lost(self: &Arc<Self>, entry: Arc<OpenCall>) {
         let found = entry.call();
-        let lost = Event::Lost { node: self.node.clone() };
-        self.advance_surely(&found.project, &found.id, lost).await;
+        let lost = Event::OwnerLost { node: self.node.clone() };
+        self.advance_with_retry(&found.project, &found.id, lost).await;
         // The call may have ended between the scan and its adoption.
         let now = entry.call();
         if now.status.is_terminal() {
-            self.live.moved(&found, &now);
-            entry.free_place();
+            self.open_calls.apply_transition(&found, &now);
+            entry.release_slot();
         }
     }
 }

@@ -7,14 +7,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{Engine, Inner};
+use super::{Core, Engine};
 use crate::call::{Call, Status};
-use crate::caller::{Caller, Role, Trust};
+use crate::caller::{AuthMethod, Caller, Role};
 use crate::fault::{Code, Error, Fault};
 use crate::function::{FnTool, ToolContext};
 use crate::id::CallId;
 use crate::json::Json;
-use crate::piece::{self, Content, Part, Piece};
+use crate::piece::{self, Slice, SliceContent, SliceQuery};
 use crate::tool::{Effect, Risk};
 use crate::{digest, tokens};
 
@@ -22,13 +22,13 @@ use crate::{digest, tokens};
 pub const RESULT_READ: &str = "result.read";
 
 /// Maximum size of one slice.
-const MOST_BYTES: usize = 256 << 10;
+const MAX_SLICE_BYTES: usize = 256 << 10;
 /// Maximum size of a slice for [`RESULT_READ`], whose output goes to a model.
-const TOOL_BYTES: usize = 16_000;
+const MAX_TOOL_BYTES: usize = 16_000;
 /// Maximum number of tokens in one output of [`RESULT_READ`].
-const TOOL_TOKENS: usize = 4_000;
+const MAX_TOOL_TOKENS: usize = 4_000;
 /// Results larger than this are read on a blocking thread.
-const LARGE: usize = 64 << 10;
+const BLOCKING_READ_BYTES: usize = 64 << 10;
 
 impl Engine {
     /// Returns a slice of a call's result. Every caller that may read the call may read its result.
@@ -36,54 +36,59 @@ impl Engine {
         &self,
         caller: &Caller,
         id: &CallId,
-        part: Part,
-    ) -> Result<Piece, Error> {
-        self.inner.read_result(caller, id, part, MOST_BYTES).await
+        part: SliceQuery,
+    ) -> Result<Slice, Error> {
+        self.core.read_result(caller, id, part, MAX_SLICE_BYTES).await
     }
 
     /// Returns a slice of a result that did not match the tool's output schema. For operators only:
     /// it was refused as a result, and an agent must not mistake it for one.
-    pub async fn read_raw(&self, caller: &Caller, id: &CallId, part: Part) -> Result<Piece, Error> {
+    pub async fn read_raw_result(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        part: SliceQuery,
+    ) -> Result<Slice, Error> {
         if !caller.may_administer() {
             let role = caller.role.as_str();
             let message = format!("raw values are for operators; this key has the role {role}");
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let call = self.call(caller, id).await?;
-        let outcome = ended(&call)?;
+        let outcome = require_outcome(&call)?;
         let raw = outcome.error.as_ref().and_then(|fault| fault.raw.clone());
         let Some(data) = raw.or_else(|| outcome.data.clone()) else {
             let message = format!("call \"{id}\" is {} and has no raw value", call.status.as_str());
             return Err(Error::refused(Code::NotFound, message));
         };
-        Ok(read(data, part, MOST_BYTES).await?)
+        Ok(read_slice(data, part, MAX_SLICE_BYTES).await?)
     }
 }
 
 impl Engine {
     /// Renders a call's result for a model: the whole if it fits the budget, otherwise its digest.
     /// The `hint` tells the digest what is relevant; the default is the call's arguments.
-    pub async fn given_result(
+    pub async fn render_result_for_model(
         &self,
         caller: &Caller,
         id: &CallId,
         budget_tokens: usize,
         hint: Option<String>,
-    ) -> Result<Given, Error> {
+    ) -> Result<ResultForModel, Error> {
         if budget_tokens == 0 {
             let message = "budget_tokens must be 1 or more";
-            return Err(piece::invalid("budget_tokens", message.into()).into());
+            return Err(piece::invalid_field("budget_tokens", message.into()).into());
         }
         let call = self.call(caller, id).await?;
-        let data = data(&call)?;
-        let large = data.text().len() > LARGE;
+        let data = require_data(&call)?;
+        let large = data.text().len() > BLOCKING_READ_BYTES;
         let give = move || {
             let hint = hint.as_deref().unwrap_or(call.args.text());
             let (call_id, tool) = (&call.id, call.tool_name.as_str());
-            let source = digest::Source { call_id, tool, hint: Some(hint) };
+            let source = digest::DigestSource { call_id, tool, hint: Some(hint) };
             match digest::digest(&data, budget_tokens, &source) {
-                Some(digest) => Given::Digest(digest),
-                None => Given::Whole { tokens: tokens::count(data.text()), data },
+                Some(digest) => ResultForModel::Digest(digest),
+                None => ResultForModel::Whole { tokens: tokens::count(data.text()), data },
             }
         };
         if !large {
@@ -96,7 +101,7 @@ impl Engine {
 
 /// A result as rendered for a model.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Given {
+pub enum ResultForModel {
     /// The result fits the budget.
     Whole {
         data: Json,
@@ -105,22 +110,22 @@ pub enum Given {
     Digest(digest::Digest),
 }
 
-impl Inner {
+impl Core {
     async fn read_result(
         &self,
         caller: &Caller,
         id: &CallId,
-        part: Part,
+        part: SliceQuery,
         most_bytes: usize,
-    ) -> Result<Piece, Error> {
-        let call = self.own_call(caller, id).await?;
-        let data = data(&call)?;
-        Ok(read(data, part, most_bytes).await?)
+    ) -> Result<Slice, Error> {
+        let call = self.find_project_call(caller, id).await?;
+        let data = require_data(&call)?;
+        Ok(read_slice(data, part, most_bytes).await?)
     }
 }
 
 /// Returns the outcome of a call, or a conflict if the call has not ended.
-fn ended(call: &Call) -> Result<&crate::call::Outcome, Fault> {
+fn require_outcome(call: &Call) -> Result<&crate::call::Outcome, Fault> {
     call.outcome.as_ref().ok_or_else(|| {
         let status = call.status.as_str();
         let message =
@@ -128,13 +133,13 @@ fn ended(call: &Call) -> Result<&crate::call::Outcome, Fault> {
         Fault::new(Code::Conflict, message)
             .with_detail(json!({ "status": status }))
             .retryable(true)
-            .not_happened()
+            .without_side_effect()
     })
 }
 
 /// Returns the result data of a call. If it has none, the fault states why.
-fn data(call: &Call) -> Result<Json, Fault> {
-    let outcome = ended(call)?;
+fn require_data(call: &Call) -> Result<Json, Fault> {
+    let outcome = require_outcome(call)?;
     if call.status == Status::Succeeded {
         return Ok(outcome.data.clone().unwrap_or_else(Json::null));
     }
@@ -150,26 +155,27 @@ fn data(call: &Call) -> Result<Json, Fault> {
     });
     let message = format!("call \"{}\" is {status} and has no result{why}", call.id);
     let detail = json!({ "status": status, "error": error });
-    Err(Fault::new(Code::Conflict, message).with_detail(detail).not_happened())
+    Err(Fault::new(Code::Conflict, message).with_detail(detail).without_side_effect())
 }
 
 /// Reads a slice: small results inline, large ones on a blocking thread.
-async fn read(data: Json, part: Part, most_bytes: usize) -> Result<Piece, Fault> {
-    if data.text().len() <= LARGE {
-        return piece::read(&data, &part, most_bytes);
+async fn read_slice(data: Json, part: SliceQuery, most_bytes: usize) -> Result<Slice, Fault> {
+    if data.text().len() <= BLOCKING_READ_BYTES {
+        return piece::read_slice(&data, &part, most_bytes);
     }
-    let reading = tokio::task::spawn_blocking(move || piece::read(&data, &part, most_bytes));
+    let reading = tokio::task::spawn_blocking(move || piece::read_slice(&data, &part, most_bytes));
     reading.await.unwrap_or_else(|_| Err(Fault::new(Code::Internal, "the result was not read")))
 }
 
 /// Reference to the engine for a tool that the engine owns. Weak, because a strong one would form a
 /// cycle and leak both.
-pub(super) type Handle = Arc<OnceLock<Weak<Inner>>>;
+pub(super) type EngineHandle = Arc<OnceLock<Weak<Core>>>;
 
 /// The slice to read.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct Args {
+#[schemars(rename = "Args")]
+struct ResultReadArgs {
     /// The call whose result to read: tc_…
     tool_call_id: String,
     /// The part to read, as a JSON pointer such as /rows/10; default: the whole result
@@ -191,7 +197,8 @@ struct Args {
 
 /// The slice that was read.
 #[derive(Debug, Serialize, JsonSchema)]
-struct Answer {
+#[schemars(rename = "Answer")]
+struct ResultReadOutput {
     pointer: String,
     /// Type of the value at the pointer: array, object, text, number, boolean or null
     #[serde(rename = "type")]
@@ -211,7 +218,7 @@ struct Answer {
     value: Option<Json>,
     /// With grep: the matches
     #[serde(skip_serializing_if = "Option::is_none")]
-    matches: Option<Vec<MatchAnswer>>,
+    matches: Option<Vec<ResultReadMatch>>,
     /// With grep: total number of matches
     #[serde(skip_serializing_if = "Option::is_none")]
     matched: Option<usize>,
@@ -223,7 +230,8 @@ struct Answer {
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
-struct MatchAnswer {
+#[schemars(rename = "MatchAnswer")]
+struct ResultReadMatch {
     pointer: String,
     /// Line number of the match within the text at the pointer
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -235,8 +243,8 @@ struct MatchAnswer {
     cut: Option<bool>,
 }
 
-impl From<Piece> for Answer {
-    fn from(piece: Piece) -> Self {
+impl From<Slice> for ResultReadOutput {
+    fn from(piece: Slice) -> Self {
         let mut answer = Self {
             pointer: piece.pointer,
             kind: piece.kind.as_str(),
@@ -253,18 +261,18 @@ impl From<Piece> for Answer {
             next_pointer: None,
         };
         match piece.content {
-            Content::Value(value) => answer.value = Some(value),
-            Content::Matches { matches, matched } => {
-                let given = matches.into_iter().map(|found| MatchAnswer {
+            SliceContent::Value(value) => answer.value = Some(value),
+            SliceContent::Matches { matches, matched } => {
+                let given = matches.into_iter().map(|found| ResultReadMatch {
                     pointer: found.pointer,
                     line: found.line,
                     value: found.value,
-                    cut: found.cut.then_some(true),
+                    cut: found.is_truncated.then_some(true),
                 });
                 answer.matches = Some(given.collect());
                 answer.matched = Some(matched);
             }
-            Content::Beginning { text, pointer } => {
+            SliceContent::Prefix { text, pointer } => {
                 answer.beginning = Some(text);
                 answer.next_pointer = Some(pointer);
             }
@@ -274,15 +282,15 @@ impl From<Piece> for Answer {
 }
 
 /// Builds the tool `result.read` of the engine that the handle will refer to.
-pub(super) fn tool(handle: Handle) -> FnTool {
+pub(super) fn result_read_tool(handle: EngineHandle) -> FnTool {
     let description = "Reads a part of the result of an earlier tool call: what a digest left \
          out. Name the part with pointer (/rows/10), page with offset and limit, or search with \
          grep (a regular expression).";
-    let function = move |args: Args, context: ToolContext| {
+    let function = move |args: ResultReadArgs, context: ToolContext| {
         let engine = handle.get().and_then(Weak::upgrade);
         async move {
             let stopped = || Fault::new(Code::Overloaded, "the engine is being shut down");
-            answer(&*engine.ok_or_else(stopped)?, args, &context).await
+            execute_result_read(&*engine.ok_or_else(stopped)?, args, &context).await
         }
     };
     FnTool::with_context(RESULT_READ, description, function)
@@ -291,7 +299,11 @@ pub(super) fn tool(handle: Handle) -> FnTool {
         .timeout_ms(10_000)
 }
 
-async fn answer(engine: &Inner, args: Args, context: &ToolContext) -> Result<Answer, Fault> {
+async fn execute_result_read(
+    engine: &Core,
+    args: ResultReadArgs,
+    context: &ToolContext,
+) -> Result<ResultReadOutput, Fault> {
     let no_such = || {
         let given: String = args.tool_call_id.chars().take(80).collect();
         Fault::new(Code::NotFound, format!("tool_call_id: there is no call \"{given}\""))
@@ -302,11 +314,11 @@ async fn answer(engine: &Inner, args: Args, context: &ToolContext) -> Result<Ans
         project: context.project.clone(),
         agent: context.agent.clone(),
         role: Role::Agent,
-        trust: Trust::Key,
+        auth_method: AuthMethod::Key,
     };
-    let mut most_bytes = TOOL_BYTES;
+    let mut most_bytes = MAX_TOOL_BYTES;
     loop {
-        let part = Part {
+        let part = SliceQuery {
             pointer: args.pointer.clone().unwrap_or_default(),
             offset: args.offset.unwrap_or_default(),
             limit: args.limit,
@@ -317,9 +329,9 @@ async fn answer(engine: &Inner, args: Args, context: &ToolContext) -> Result<Ans
             Error::Refused { fault, .. } => fault,
             Error::Internal(_) => Fault::new(Code::Internal, "the result cannot be read"),
         })?;
-        let answer = Answer::from(piece);
+        let answer = ResultReadOutput::from(piece);
         let text = serde_json::to_string(&answer).unwrap_or_default();
-        if most_bytes < 500 || !tokens::exceeds(&text, TOOL_TOKENS) {
+        if most_bytes < 500 || !tokens::exceeds(&text, MAX_TOOL_TOKENS) {
             return Ok(answer);
         }
         most_bytes /= 2;

@@ -12,41 +12,41 @@ use bm25::{Document, Language, SearchEngine, SearchEngineBuilder};
 use parking_lot::Mutex;
 use serde_json::Value;
 
-use super::catalog::{Catalog, Entry};
-use super::{Engine, unavailable_thread};
+use super::catalog::{Catalog, CatalogEntry};
+use super::{Engine, from_join_error};
 use crate::bus::Topic;
 use crate::caller::Caller;
 use crate::fault::{Code, Error};
-use crate::tool::Definition;
+use crate::tool::ToolDefinition;
 
 /// Maximum length of a query. More text would not improve the matches.
 const MAX_QUERY_BYTES: usize = 1_000;
 
 /// Maximum number of cached indexes. Beyond it all are dropped and rebuilt.
-const KEPT: usize = 64;
+const MAX_CACHED_INDEXES: usize = 64;
 
 /// Weight of a word in the name, relative to one in the description.
 const NAME_WEIGHT: usize = 3;
 
 /// A tool that matches a query.
 #[derive(Debug, Clone)]
-pub struct Found {
-    pub entry: Arc<Entry>,
+pub struct ToolMatch {
+    pub entry: Arc<CatalogEntry>,
     /// Relevance. Comparable only within one response.
     pub score: f32,
 }
 
 /// The index of one project at one version of the directory.
-struct Index {
+struct SearchIndex {
     version: u64,
-    words: SearchEngine<u32>,
-    tools: Vec<Arc<Entry>>,
+    ranking: SearchEngine<u32>,
+    tools: Vec<Arc<CatalogEntry>>,
 }
 
 /// Cached indexes by project.
 #[derive(Default)]
-pub(crate) struct Indexes {
-    kept: Mutex<HashMap<String, Arc<Index>>>,
+pub(crate) struct SearchIndexes {
+    by_project: Mutex<HashMap<String, Arc<SearchIndex>>>,
 }
 
 impl Engine {
@@ -56,7 +56,7 @@ impl Engine {
         caller: &Caller,
         query: &str,
         limit: usize,
-    ) -> Result<Vec<Found>, Error> {
+    ) -> Result<Vec<ToolMatch>, Error> {
         if query.trim().is_empty() || query.len() > MAX_QUERY_BYTES {
             let message = format!("query must be 1 to {MAX_QUERY_BYTES} bytes of text");
             return Err(Error::refused(Code::ValidationError, message));
@@ -64,49 +64,49 @@ impl Engine {
         let (engine, caller, query) = (self.clone(), caller.clone(), query.to_owned());
         // Building an index is CPU-bound, and so is searching a large one.
         let searching = tokio::task::spawn_blocking(move || {
-            let catalog = engine.inner.catalog();
-            let index = engine.inner.indexes.of(&catalog, &caller.project);
-            index.found(&catalog, &caller, &query, limit)
+            let catalog = engine.core.catalog();
+            let index = engine.core.search_indexes.for_project(&catalog, &caller.project);
+            index.rank(&catalog, &caller, &query, limit)
         });
-        searching.await.map_err(unavailable_thread)
+        searching.await.map_err(from_join_error)
     }
 
     /// Returns the version of the directory of tools, keys and rules. While it stays the same, so
     /// does everything derived from them.
     pub fn directory_version(&self) -> u64 {
-        self.inner.catalog().version()
+        self.core.catalog().version()
     }
 
     /// Waits until the directory has a version other than `seen`, and returns it. Returns `None`
     /// when the engine is shutting down.
-    pub async fn directory_changed(&self, seen: u64) -> Option<u64> {
-        let inner = &self.inner;
+    pub async fn wait_for_directory_change(&self, seen: u64) -> Option<u64> {
+        let inner = &self.core;
         let mut news = inner.bus.listen(Topic::Directory);
         loop {
             let version = self.directory_version();
-            if inner.stopping.is_cancelled() {
+            if inner.shutdown.is_cancelled() {
                 return None;
             }
             if version != seen {
                 return Some(version);
             }
             tokio::select! {
-                () = news.woken() => {}
-                () = inner.stopping.cancelled() => {}
+                () = news.wait_for_wake() => {}
+                () = inner.shutdown.cancelled() => {}
             }
         }
     }
 }
 
-impl Indexes {
-    fn of(&self, catalog: &Catalog, project: &str) -> Arc<Index> {
-        let known = self.kept.lock().get(project).cloned();
+impl SearchIndexes {
+    fn for_project(&self, catalog: &Catalog, project: &str) -> Arc<SearchIndex> {
+        let known = self.by_project.lock().get(project).cloned();
         if let Some(index) = known.filter(|index| index.version == catalog.version()) {
             return index;
         }
-        let index = Arc::new(Index::new(catalog, project));
-        let mut kept = self.kept.lock();
-        if kept.len() >= KEPT {
+        let index = Arc::new(SearchIndex::new(catalog, project));
+        let mut kept = self.by_project.lock();
+        if kept.len() >= MAX_CACHED_INDEXES {
             kept.clear();
         }
         kept.insert(project.to_owned(), index.clone());
@@ -114,20 +114,26 @@ impl Indexes {
     }
 }
 
-impl Index {
+impl SearchIndex {
     fn new(catalog: &Catalog, project: &str) -> Self {
         let tools = catalog.tools(project);
         let documents = tools
             .iter()
             .zip(0_u32..)
-            .map(|(entry, id)| Document { id, contents: words_of(&entry.definition) });
-        let words = SearchEngineBuilder::with_documents(Language::English, documents).build();
-        Self { version: catalog.version(), words, tools }
+            .map(|(entry, id)| Document { id, contents: searchable_text(&entry.definition) });
+        let ranking = SearchEngineBuilder::with_documents(Language::English, documents).build();
+        Self { version: catalog.version(), ranking, tools }
     }
 
-    fn found(&self, catalog: &Catalog, caller: &Caller, query: &str, limit: usize) -> Vec<Found> {
+    fn rank(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        query: &str,
+        limit: usize,
+    ) -> Vec<ToolMatch> {
         let mut scores: HashMap<u32, f32> = HashMap::new();
-        for result in self.words.search(&plain(query), self.tools.len()) {
+        for result in self.ranking.search(&split_into_words(query), self.tools.len()) {
             scores.insert(result.document.id, result.score);
         }
         // Part of a name is a valid query too.
@@ -140,14 +146,16 @@ impl Index {
                 *scores.entry(id).or_default() += 10.0;
             }
         }
-        let mut found: Vec<Found> = scores
+        let mut found: Vec<ToolMatch> = scores
             .into_iter()
             .filter_map(|(id, score)| {
                 let entry = self.tools.get(id as usize)?.clone();
-                catalog.lists(caller, &entry.definition.name).then_some(Found { entry, score })
+                catalog
+                    .is_listed(caller, &entry.definition.name)
+                    .then_some(ToolMatch { entry, score })
             })
             .collect();
-        let name = |found: &Found| found.entry.definition.name.clone();
+        let name = |found: &ToolMatch| found.entry.definition.name.clone();
         found.sort_by(|a, b| b.score.total_cmp(&a.score).then_with(|| name(a).cmp(&name(b))));
         found.truncate(limit);
         found
@@ -155,27 +163,27 @@ impl Index {
 }
 
 /// Returns the searchable text of a tool.
-fn words_of(definition: &Definition) -> String {
-    let name = plain(&definition.name);
+fn searchable_text(definition: &ToolDefinition) -> String {
+    let name = split_into_words(&definition.name);
     let mut words = [name.as_str(); NAME_WEIGHT].join(" ");
     words.push(' ');
     words.push_str(&definition.description);
-    let title = definition.metadata.as_ref().map(|metadata| metadata.value());
+    let title = definition.metadata.as_ref().map(|metadata| metadata.to_value());
     if let Some(title) = title.as_ref().and_then(|metadata| metadata.get("title")?.as_str()) {
         words.push(' ');
         words.push_str(title);
     }
-    let schema = definition.input_schema.value();
+    let schema = definition.input_schema.to_value();
     let parameters = schema.get("properties").and_then(Value::as_object);
     for parameter in parameters.into_iter().flat_map(|all| all.keys()) {
         words.push(' ');
-        words.push_str(&plain(parameter));
+        words.push_str(&split_into_words(parameter));
     }
     words
 }
 
 /// Splits a name into words: `issueTracker.create_issue` becomes `issue Tracker create issue`.
-fn plain(name: &str) -> String {
+fn split_into_words(name: &str) -> String {
     let mut words = String::with_capacity(name.len() + 8);
     let mut before_was_lower = false;
     for letter in name.chars() {

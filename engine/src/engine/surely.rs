@@ -8,29 +8,29 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use super::Inner;
+use super::Core;
 
 /// A future that is moved to a background task if it is dropped before completion.
-pub(super) struct Surely<F>
+pub(super) struct DetachOnDrop<F>
 where
     F: Future + Send + 'static,
     F::Output: Send,
 {
-    rest: Option<Pin<Box<F>>>,
-    inner: Arc<Inner>,
+    work: Option<Pin<Box<F>>>,
+    core: Arc<Core>,
 }
 
-impl Inner {
-    pub(super) fn surely<F>(self: &Arc<Self>, work: F) -> Surely<F>
+impl Core {
+    pub(super) fn detach_on_drop<F>(self: &Arc<Self>, work: F) -> DetachOnDrop<F>
     where
         F: Future + Send + 'static,
         F::Output: Send,
     {
-        Surely { rest: Some(Box::pin(work)), inner: self.clone() }
+        DetachOnDrop { work: Some(Box::pin(work)), core: self.clone() }
     }
 }
 
-impl<F> Future for Surely<F>
+impl<F> Future for DetachOnDrop<F>
 where
     F: Future + Send + 'static,
     F::Output: Send,
@@ -38,25 +38,25 @@ where
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
-        let Some(rest) = self.rest.as_mut() else { return Poll::Pending };
+        let Some(rest) = self.work.as_mut() else { return Poll::Pending };
         let answer = rest.as_mut().poll(context);
         if answer.is_ready() {
-            self.rest = None;
+            self.work = None;
         }
         answer
     }
 }
 
-impl<F> Drop for Surely<F>
+impl<F> Drop for DetachOnDrop<F>
 where
     F: Future + Send + 'static,
     F::Output: Send,
 {
     fn drop(&mut self) {
-        let Some(rest) = self.rest.take() else { return };
+        let Some(rest) = self.work.take() else { return };
         // Without a runtime the process is exiting, and the next start recovers the work.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            self.inner.attempts.spawn_on(
+            self.core.attempts.spawn_on(
                 async move {
                     rest.await;
                 },

@@ -5,21 +5,21 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::Inner;
-use super::catalog::{Catalog, Entry as Compiled};
-use super::gate::{Caps, Line, Place};
+use super::Core;
+use super::catalog::{Catalog, CatalogEntry as Compiled};
+use super::gate::{ConcurrencyCaps, QueueKey, SlotScope};
 use crate::args;
 use crate::call::{Call, Target};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
-use crate::policy::Decision;
+use crate::policy::AccessDecision;
 use crate::tool::Executor;
 
-impl Inner {
+impl Core {
     /// Resolves the fallbacks that could execute this call: existing, allowed, with valid
     /// arguments, and offered by the client that the call is pinned to.
-    pub(super) fn alternates(
+    pub(super) fn resolve_fallbacks(
         &self,
         catalog: &Catalog,
         caller: &Caller,
@@ -29,55 +29,63 @@ impl Inner {
     ) -> Vec<Target> {
         let over = self.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
         let named = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
-        let pinned = call.asked.client_id.as_deref();
+        let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
         for alternate in named {
-            let allowed = catalog.decide(caller, &alternate.tool) == Decision::Allowed;
+            let allowed = catalog.authorize(caller, &alternate.tool) == AccessDecision::Allowed;
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
             let by_client = other.definition.executor == Executor::Client;
-            if by_client && !may_execute(catalog, &caller.project, &other, pinned) {
+            if by_client && !can_execute(catalog, &caller.project, &other, pinned) {
                 continue;
             }
-            let mut mapped = args::mapped(alternate.args.as_ref(), args);
+            let mut mapped = args::map_arguments(alternate.args.as_ref(), args);
             if let Some(rules) = &other.rules {
-                mapped = rules.applied(&mapped, &args::Vars::of(call)).args;
+                mapped = rules.apply(&mapped, &args::TemplateVars::for_call(call)).args;
             }
-            if other.input.problems(&mapped).is_empty() {
-                targets.push(target(&other, Json::of_value(&mapped)));
+            if other.input_schema.problems(&mapped).is_empty() {
+                targets.push(build_target(&other, Json::from_value(&mapped)));
             }
         }
         targets
     }
 
     /// Returns the scope that an attempt's slot counts against, and its limits.
-    pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
+    pub(super) fn resolve_slot_scope(&self, call: &Call) -> (SlotScope, ConcurrencyCaps) {
         // Calls that the caller executes take no slot of any tool. No tool can have this name.
-        let line =
-            |tool: &str| Arc::new(Line { project: call.project.clone(), tool: tool.to_owned() });
+        let line = |tool: &str| {
+            Arc::new(QueueKey { project: call.project.clone(), tool: tool.to_owned() })
+        };
         if call.target.executor == Executor::Caller {
-            return (Place { line: line("(caller)"), local: false }, Caps::default());
+            return (
+                SlotScope { queue: line("(caller)"), is_local: false },
+                ConcurrencyCaps::default(),
+            );
         }
-        let (line, local) = (line(&call.target.tool), !call.target.executor.parks());
-        let caps = self.caps(&line).unwrap_or_else(|| self.caps_around(&call.project));
-        (Place { line, local }, caps)
+        let (line, local) = (line(&call.target.tool), !call.target.executor.reports_later());
+        let caps = self.resolve_caps(&line).unwrap_or_else(|| self.project_caps(&call.project));
+        (SlotScope { queue: line, is_local: local }, caps)
     }
 
     /// Returns the present concurrency limits of a queue; `None` if its tool no longer exists.
-    pub(crate) fn caps(&self, line: &Line) -> Option<Caps> {
+    pub(crate) fn resolve_caps(&self, line: &QueueKey) -> Option<ConcurrencyCaps> {
         let entry = self.catalog().find(&line.project, &line.tool)?;
         let over = self.policies.tools.get(&line.tool).and_then(|o| o.policy.max_parallel);
         let tool = over.or(entry.definition.policy.max_parallel);
-        Some(Caps { tool, ..self.caps_around(&line.project) })
+        Some(ConcurrencyCaps { tool, ..self.project_caps(&line.project) })
     }
 
-    fn caps_around(&self, project: &str) -> Caps {
+    fn project_caps(&self, project: &str) -> ConcurrencyCaps {
         let of_project = self.policies.projects.get(project).and_then(|p| p.max_parallel);
-        Caps { global: self.policies.global.max_parallel, project: of_project, tool: None }
+        ConcurrencyCaps {
+            global: self.policies.global.max_parallel,
+            project: of_project,
+            tool: None,
+        }
     }
 }
 
-pub(super) fn target(tool: &Compiled, args: Json) -> Target {
+pub(super) fn build_target(tool: &Compiled, args: Json) -> Target {
     Target {
         tool: tool.definition.name.clone(),
         version: tool.version.clone(),
@@ -88,23 +96,23 @@ pub(super) fn target(tool: &Compiled, args: Json) -> Target {
 }
 
 /// Checks that the client that a call is pinned to offers the tool.
-pub(super) fn check_client(
+pub(super) fn check_pinned_client(
     catalog: &Catalog,
     caller: &Caller,
     tool: &Compiled,
     client_id: Option<&str>,
 ) -> Result<(), Error> {
     let Some(client_id) = client_id else { return Ok(()) };
-    if may_execute(catalog, &caller.project, tool, Some(client_id)) {
+    if can_execute(catalog, &caller.project, tool, Some(client_id)) {
         return Ok(());
     }
     let message = format!("client \"{client_id}\" does not offer \"{}\"", tool.definition.name);
-    let fault = Fault::new(Code::ValidationError, message).not_happened();
+    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }
 
 /// Returns true if the call is not pinned to a client, or that client offers this tool.
-fn may_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
+fn can_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
     let offered_by = || catalog.offered_by(project, &tool.definition.name);
     client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
 }

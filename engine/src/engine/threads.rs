@@ -6,61 +6,73 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Engine, unavailable};
+use super::{Engine, from_store_error};
 use crate::caller::Caller;
 use crate::fault::Error;
 use crate::json::Json;
-use crate::store::Run;
-use crate::turn::Awaited;
+use crate::store::RunToolDefinitions;
+use crate::turn::PendingCall;
 
 /// A saved conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Thread {
+pub struct SavedConversation {
     /// Messages in the chat format.
     pub messages: Vec<Value>,
     /// Calls whose results arrive later.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub awaited: Vec<Awaited>,
+    #[serde(rename = "awaited")]
+    pub pending_calls: Vec<PendingCall>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Kept<T> {
+struct StoredConversation<T> {
     /// Owner. An agent cannot load the conversations of another.
     agent: String,
-    thread: T,
+    #[serde(rename = "thread")]
+    conversation: T,
 }
 
 impl Engine {
     /// Saves a conversation under this id, replacing any earlier one.
-    pub async fn keep_thread(
+    pub async fn save_conversation(
         &self,
         caller: &Caller,
         id: &str,
-        thread: &Thread,
+        thread: &SavedConversation,
     ) -> Result<(), Error> {
-        let kept = Kept { agent: caller.agent.clone(), thread };
-        let run = Run {
+        let kept = StoredConversation { agent: caller.agent.clone(), conversation: thread };
+        let run = RunToolDefinitions {
             project: caller.project.clone(),
-            run_id: place(id),
-            tool_definitions: Json::of(&kept).map_err(|error| Error::Internal(Box::new(error)))?,
+            run_id: storage_key(id),
+            tool_definitions: Json::from_serialize(&kept)
+                .map_err(|error| Error::Internal(Box::new(error)))?,
             updated_ms: self.now_ms(),
         };
-        self.inner.store.put_run(run).await.map_err(unavailable)
+        self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)
     }
 
     /// Loads the conversation that this caller saved under this id.
-    pub async fn thread(&self, caller: &Caller, id: &str) -> Result<Option<Thread>, Error> {
-        let stored =
-            self.inner.store.run(&caller.project, &place(id)).await.map_err(unavailable)?;
+    pub async fn load_saved_conversation(
+        &self,
+        caller: &Caller,
+        id: &str,
+    ) -> Result<Option<SavedConversation>, Error> {
+        let stored = self
+            .core
+            .store
+            .run_tool_definitions(&caller.project, &storage_key(id))
+            .await
+            .map_err(from_store_error)?;
         let Some(stored) = stored else { return Ok(None) };
-        let kept: Kept<Thread> = serde_json::from_str(stored.tool_definitions.text())
-            .map_err(|error| Error::Internal(Box::new(error)))?;
-        Ok((kept.agent == caller.agent).then_some(kept.thread))
+        let kept: StoredConversation<SavedConversation> =
+            serde_json::from_str(stored.tool_definitions.text())
+                .map_err(|error| Error::Internal(Box::new(error)))?;
+        Ok((kept.agent == caller.agent).then_some(kept.conversation))
     }
 }
 
 /// Returns the storage key, which shares a namespace with the run ids of callers. No run id can
 /// contain a control character, so they never collide.
-fn place(id: &str) -> String {
+fn storage_key(id: &str) -> String {
     format!("\u{1}thread/{id}")
 }

@@ -8,29 +8,29 @@ mod stop;
 
 use serde_json::{Value, json};
 
-use super::{Engine, Inner, unavailable};
+use super::{Core, Engine, from_store_error};
 use crate::bus::Topic;
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
-use crate::store::Saved;
+use crate::store::SaveResult;
 use crate::store::utp::TurnChange;
-use crate::utp::news::{News, Step, Task};
+use crate::utp::news::{StepProgress, TurnCompletion, TurnEvent};
 use crate::utp::{
-    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, Turn, TurnStatus, Waiting, is_token, trace,
+    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, StepCall, Turn, TurnStatus, is_token, trace,
 };
 
-pub use dispatch::{Dispatch, Dispatched, StepCall};
+pub use dispatch::{DispatchRequest, DispatchedStep, StepCallRequest};
 
 /// Default duration of a lease.
-const LEASE_MS: u64 = 300_000;
+const DEFAULT_LEASE_MS: u64 = 300_000;
 const LEASE_RANGE_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
 
 /// Maximum number of attempts to save a turn that others change concurrently.
-const TRIES: usize = 8;
+const MAX_CONFLICT_RETRIES: usize = 8;
 
 /// A request to lease a turn.
 #[derive(Debug, Clone, Default)]
-pub struct Lease {
+pub struct TurnLeaseRequest {
     /// Generated if `None`.
     pub turn_id: Option<String>,
     pub channel: Option<String>,
@@ -58,14 +58,14 @@ pub struct StepResult {
 
 /// A turn that was resumed, or ended by its results.
 #[derive(Debug, Clone)]
-pub struct Resumed {
+pub struct ResumedTurn {
     pub turn: Turn,
     pub results: Vec<StepResult>,
 }
 
 /// A change that an agent requests for its running turn.
-enum Wish {
-    Renew,
+enum TurnTransition {
+    RenewLease,
     Suspend,
     Finish(Option<String>),
 }
@@ -79,8 +79,8 @@ fn conflict(turn: &Turn, message: String) -> Error {
     Fault::new(Code::Conflict, message).with_detail(detail).into()
 }
 
-fn too_fast() -> Error {
-    Error::later(Code::Overloaded, "the turn changes too fast; try again", 100)
+fn too_many_conflicts() -> Error {
+    Error::retry_later(Code::Overloaded, "the turn changes too fast; try again", 100)
 }
 
 fn invalid(message: impl Into<String>) -> Error {
@@ -89,17 +89,17 @@ fn invalid(message: impl Into<String>) -> Error {
 
 impl Engine {
     /// Leases a turn: a new one, or one whose lease has expired.
-    pub async fn lease(
+    pub async fn lease_turn(
         &self,
         caller: &Caller,
         agent_id: &str,
-        wanted: Lease,
+        wanted: TurnLeaseRequest,
     ) -> Result<Turn, Error> {
         self.require_agent(caller, agent_id)?;
-        self.member(caller, agent_id)?;
-        let inner = &self.inner;
+        self.agent_entry(caller, agent_id)?;
+        let inner = &self.core;
         let now_ms = inner.clock.now_ms();
-        let lease_ms = wanted.lease_ms.unwrap_or(LEASE_MS);
+        let lease_ms = wanted.lease_ms.unwrap_or(DEFAULT_LEASE_MS);
         if !LEASE_RANGE_MS.contains(&lease_ms) {
             return Err(invalid("lease_ms must be from 1000 to 86400000 (24 h)"));
         }
@@ -107,7 +107,7 @@ impl Engine {
             return Err(invalid(format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1)));
         }
         check_lineage(&wanted)?;
-        let turn_id = wanted.turn_id.unwrap_or_else(|| inner.minter.text("turn_", now_ms));
+        let turn_id = wanted.turn_id.unwrap_or_else(|| inner.id_generator.next_id("turn_", now_ms));
         let channel = wanted.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
         let words = [
             ("project_id", &caller.project),
@@ -120,9 +120,9 @@ impl Engine {
             }
         }
         let known = inner.store.utp().turn(&caller.project, &turn_id).await;
-        let asked = wanted.traceparent.as_deref().and_then(trace::normal);
-        let turn = match known.map_err(unavailable)? {
-            Some(known) => taken_over(known, agent_id, now_ms, lease_ms)?,
+        let asked = wanted.traceparent.as_deref().and_then(trace::normalize);
+        let turn = match known.map_err(from_store_error)? {
+            Some(known) => take_over_turn(known, agent_id, now_ms, lease_ms)?,
             None => Turn {
                 project: caller.project.clone(),
                 agent_id: agent_id.to_owned(),
@@ -146,7 +146,7 @@ impl Engine {
                 turn_id,
             },
         };
-        inner.save_turn(turn, TurnChange::default(), News::default()).await
+        inner.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await
     }
 
     /// Returns one turn of an agent.
@@ -157,8 +157,8 @@ impl Engine {
         turn_id: &str,
     ) -> Result<Turn, Error> {
         self.require_agent(caller, agent_id)?;
-        let found = self.inner.store.utp().turn(&caller.project, turn_id).await;
-        let found = found.map_err(unavailable)?.filter(|turn| turn.agent_id == agent_id);
+        let found = self.core.store.utp().turn(&caller.project, turn_id).await;
+        let found = found.map_err(from_store_error)?.filter(|turn| turn.agent_id == agent_id);
         found.ok_or_else(|| {
             let shown: String = turn_id.chars().take(80).collect();
             let message = format!("agent \"{agent_id}\" has no turn \"{shown}\"");
@@ -167,10 +167,10 @@ impl Engine {
     }
 
     /// Returns the calls of every step that the turn waits for, or last waited for.
-    pub async fn step_calls(&self, turn: &Turn) -> Result<Vec<Waiting>, Error> {
+    pub async fn step_calls(&self, turn: &Turn) -> Result<Vec<StepCall>, Error> {
         let mut calls = Vec::new();
         for step_id in turn.last_steps() {
-            calls.extend(self.inner.calls_of(turn, step_id).await?);
+            calls.extend(self.core.load_step_calls(turn, step_id).await?);
         }
         Ok(calls)
     }
@@ -183,32 +183,34 @@ impl Engine {
         turn_id: &str,
         epoch: u64,
     ) -> Result<Turn, Error> {
-        self.change_running(caller, agent_id, turn_id, epoch, Wish::Renew).await
+        self.transition_running_turn(caller, agent_id, turn_id, epoch, TurnTransition::RenewLease)
+            .await
     }
 
     /// Suspends a turn until the results of its calls are in.
-    pub async fn suspend(
+    pub async fn suspend_turn(
         &self,
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
         epoch: u64,
     ) -> Result<Turn, Error> {
-        self.change_running(caller, agent_id, turn_id, epoch, Wish::Suspend).await
+        self.transition_running_turn(caller, agent_id, turn_id, epoch, TurnTransition::Suspend)
+            .await
     }
 
     /// Resumes a turn with the results of everything dispatched since the last resume, once all of
     /// them are in; waits for that, at most `wait_ms`. If a result terminates the turn, the turn
     /// ends instead.
-    pub async fn resume(
+    pub async fn resume_turn(
         &self,
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
         epoch: u64,
         wait_ms: u64,
-    ) -> Result<Resumed, Error> {
-        let inner = &self.inner;
+    ) -> Result<ResumedTurn, Error> {
+        let inner = &self.core;
         let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
         let (project, agent) = (caller.project.clone(), agent_id.to_owned());
         let mut news = inner.bus.listen(Topic::Inbox { project, agent });
@@ -229,21 +231,21 @@ impl Engine {
                 break (turn, calls);
             }
             let now_ms = inner.clock.now_ms();
-            if now_ms >= until_ms || inner.stopping.is_cancelled() {
+            if now_ms >= until_ms || inner.shutdown.is_cancelled() {
                 let message = format!("{} of {} calls are not in", open.len(), calls.len());
                 let detail = json!({ "waiting": open, "status": "suspended", "turn_epoch": epoch });
                 return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
             }
             tokio::select! {
-                () = news.woken() => {}
+                () = news.wait_for_wake() => {}
                 () = inner.clock.sleep_until(until_ms.min(now_ms + 2_000)) => {}
-                () = inner.stopping.cancelled() => {}
+                () = inner.shutdown.cancelled() => {}
             }
         };
-        let results = inner.results(&turn, &calls).await?;
+        let results = inner.load_step_results(&turn, &calls).await?;
         let ends = results.iter().find(|r| r.after_execution == AfterExecution::Terminate);
         let now_ms = inner.clock.now_ms();
-        let mut turn = next(turn);
+        let mut turn = bump_version(turn);
         turn.epoch += 1;
         turn.steps.clear();
         turn.resume_deadline_ms = None;
@@ -254,16 +256,20 @@ impl Engine {
         };
         turn.reason = ends.map(|result| format!("terminated by {}", result.tool_name));
         let taken = calls.into_iter().filter_map(|call| call.inbox_id).collect();
-        let change = TurnChange { taken, ..TurnChange::default() };
+        let change = TurnChange { acknowledged_inbox_ids: taken, ..TurnChange::default() };
         let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
-        let step = Some(Step { phase: "completed", new_card_ids });
-        let news = News { step, task: ends.map(|_| ended_by(&results)), ..News::default() };
-        let turn = inner.save_turn(turn, change, news).await?;
-        Ok(Resumed { turn, results })
+        let step = Some(StepProgress { phase: "completed", new_card_ids });
+        let news = TurnEvent {
+            step,
+            completion: ends.map(|_| task_from_results(&results)),
+            ..TurnEvent::default()
+        };
+        let turn = inner.save_and_publish_turn(turn, change, news).await?;
+        Ok(ResumedTurn { turn, results })
     }
 
     /// Finishes a running turn.
-    pub async fn finish(
+    pub async fn finish_turn(
         &self,
         caller: &Caller,
         agent_id: &str,
@@ -271,64 +277,78 @@ impl Engine {
         epoch: u64,
         reason: Option<String>,
     ) -> Result<Turn, Error> {
-        self.change_running(caller, agent_id, turn_id, epoch, Wish::Finish(reason)).await
+        self.transition_running_turn(
+            caller,
+            agent_id,
+            turn_id,
+            epoch,
+            TurnTransition::Finish(reason),
+        )
+        .await
     }
 
     /// Changes a turn that is running in this epoch. Retries if a concurrent change, such as a
     /// renewed lease, leaves it running.
-    async fn change_running(
+    async fn transition_running_turn(
         &self,
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
         epoch: u64,
-        wish: Wish,
+        wish: TurnTransition,
     ) -> Result<Turn, Error> {
-        for _ in 0..TRIES {
-            let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
-            let news = self.granted(&mut turn, &wish).await?;
-            let (turn, change) = (next(turn), TurnChange::default());
+        for _ in 0..MAX_CONFLICT_RETRIES {
+            let mut turn = self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
+            let news = self.apply_turn_transition(&mut turn, &wish).await?;
+            let (turn, change) = (bump_version(turn), TurnChange::default());
             let saved = match news {
-                Some(news) => self.inner.save_turn(turn, change, news).await,
-                None => self.inner.keep_turn(turn, change).await,
+                Some(news) => self.core.save_and_publish_turn(turn, change, news).await,
+                None => self.core.store_turn(turn, change).await,
             };
             match saved {
                 Err(error) if error.code() == Code::Conflict => {}
                 other => return other,
             }
         }
-        Err(too_fast())
+        Err(too_many_conflicts())
     }
 
     /// Applies the transition to a turn. Returns the event to publish, if there is one.
-    async fn granted(&self, turn: &mut Turn, wish: &Wish) -> Result<Option<News>, Error> {
+    async fn apply_turn_transition(
+        &self,
+        turn: &mut Turn,
+        wish: &TurnTransition,
+    ) -> Result<Option<TurnEvent>, Error> {
         match wish {
-            Wish::Renew => {
-                turn.lease_until_ms = self.inner.clock.now_ms() + turn.lease_ms;
+            TurnTransition::RenewLease => {
+                turn.lease_until_ms = self.core.clock.now_ms() + turn.lease_ms;
                 Ok(None)
             }
-            Wish::Suspend => {
+            TurnTransition::Suspend => {
                 let calls = self.step_calls(turn).await?;
                 if !calls.iter().any(|call| call.epoch == turn.epoch) {
                     let message = "there is nothing to wait for: no call is out";
                     return Err(conflict(turn, message.into()));
                 }
                 turn.status = TurnStatus::Suspended;
-                Ok(Some(News { waiting: open_calls(&calls), ..News::default() }))
+                Ok(Some(TurnEvent {
+                    pending_tool_call_ids: open_step_call_ids(&calls),
+                    ..TurnEvent::default()
+                }))
             }
-            Wish::Finish(reason) => {
+            TurnTransition::Finish(reason) => {
                 turn.status = TurnStatus::Finished;
                 turn.reason = reason.clone();
                 let (tool_result_card_id, error_code, error) = (None, None, None);
                 let status = "success".to_owned();
-                let task = Task { status, tool_result_card_id, error_code, error };
-                Ok(Some(News { task: Some(task), ..News::default() }))
+                let task = TurnCompletion { status, tool_result_card_id, error_code, error };
+                Ok(Some(TurnEvent { completion: Some(task), ..TurnEvent::default() }))
             }
         }
     }
 
     /// Returns the turn if it is running in this epoch under a valid lease.
-    async fn running(
+    async fn require_running_turn(
         &self,
         caller: &Caller,
         agent_id: &str,
@@ -343,7 +363,7 @@ impl Engine {
         if turn.status != TurnStatus::Running {
             return Err(conflict(&turn, format!("the turn is {}", turn.status.as_str())));
         }
-        if turn.lease_until_ms <= self.inner.clock.now_ms() {
+        if turn.lease_until_ms <= self.core.clock.now_ms() {
             return Err(conflict(&turn, "the lease has run out; lease the turn again".into()));
         }
         Ok(turn)
@@ -351,8 +371,8 @@ impl Engine {
 }
 
 /// Checks the lineage of a turn. It is copied into headers and commands, so it must be valid there.
-fn check_lineage(wanted: &Lease) -> Result<(), Error> {
-    if wanted.tracestate.as_deref().is_some_and(|state| !trace::is_state(state)) {
+fn check_lineage(wanted: &TurnLeaseRequest) -> Result<(), Error> {
+    if wanted.tracestate.as_deref().is_some_and(|state| !trace::is_valid_tracestate(state)) {
         return Err(invalid("tracestate must be at most 512 printable ASCII characters"));
     }
     let ids =
@@ -363,7 +383,7 @@ fn check_lineage(wanted: &Lease) -> Result<(), Error> {
     }
 }
 
-fn taken_over(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result<Turn, Error> {
+fn take_over_turn(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result<Turn, Error> {
     if known.agent_id != agent_id {
         return Err(conflict(&known, "the turn is another agent's".into()));
     }
@@ -376,7 +396,7 @@ fn taken_over(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result
         };
         return Err(conflict(&known, format!("the turn cannot be leased: {what}")));
     }
-    let mut turn = next(known);
+    let mut turn = bump_version(known);
     turn.epoch += 1;
     turn.status = TurnStatus::Running;
     turn.lease_ms = lease_ms;
@@ -389,11 +409,11 @@ fn taken_over(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result
 
 /// Derives the turn's completion from the results that terminate it: the first one that did not
 /// succeed decides.
-fn ended_by(results: &[StepResult]) -> Task {
+fn task_from_results(results: &[StepResult]) -> TurnCompletion {
     let ending = || results.iter().filter(|r| r.after_execution == AfterExecution::Terminate);
     let decides = ending().find(|result| result.status != "success").or_else(|| ending().next());
     let error = |name: &str| decides.and_then(|r| r.error[name].as_str()).map(str::to_owned);
-    Task {
+    TurnCompletion {
         status: decides.map_or_else(|| "success".to_owned(), |result| result.status.clone()),
         tool_result_card_id: decides.map(|result| result.card_id.clone()),
         error_code: decides.filter(|r| r.status != "success").map(|_| "tool_failed"),
@@ -402,52 +422,56 @@ fn ended_by(results: &[StepResult]) -> Task {
 }
 
 /// Returns the model's ids of the calls whose results are not in yet.
-fn open_calls(calls: &[Waiting]) -> Vec<String> {
+fn open_step_call_ids(calls: &[StepCall]) -> Vec<String> {
     let open = calls.iter().filter(|call| call.inbox_id.is_none());
     open.map(|call| call.tool_call_id.clone()).collect()
 }
 
-fn next(turn: Turn) -> Turn {
+fn bump_version(turn: Turn) -> Turn {
     Turn { version: turn.version + 1, ..turn }
 }
 
-impl Inner {
+impl Core {
     /// Saves a turn together with the events that announce it, and wakes the publisher.
-    async fn save_turn(
+    async fn save_and_publish_turn(
         &self,
         turn: Turn,
         mut change: TurnChange,
-        news: News,
+        news: TurnEvent,
     ) -> Result<Turn, Error> {
-        if self.publishes {
+        if self.publishes_outbox {
             let turn = Turn { updated_ms: self.clock.now_ms(), ..turn.clone() };
-            change.letters.extend(news.letters(&turn));
+            change.outbox.extend(news.into_messages(&turn));
         }
-        let saved = self.keep_turn(turn, change).await?;
-        if self.publishes {
+        let saved = self.store_turn(turn, change).await?;
+        if self.publishes_outbox {
             self.bus.wake(&Topic::Outbox);
         }
         Ok(saved)
     }
 
-    async fn keep_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
+    async fn store_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
         turn.updated_ms = self.clock.now_ms();
         let saved = self.store.utp().save_turn(turn.clone(), change).await;
-        match saved.map_err(unavailable)? {
-            Saved::Yes => Ok(turn),
-            Saved::Stale => {
+        match saved.map_err(from_store_error)? {
+            SaveResult::Saved => Ok(turn),
+            SaveResult::Conflict => {
                 let message = "somebody else changed the turn meanwhile; look at it again";
                 Err(conflict(&turn, message.to_owned()))
             }
         }
     }
 
-    async fn calls_of(&self, turn: &Turn, step_id: &str) -> Result<Vec<Waiting>, Error> {
-        let found = self.store.utp().waiting(&turn.project, &turn.turn_id, step_id).await;
-        found.map_err(unavailable)
+    async fn load_step_calls(&self, turn: &Turn, step_id: &str) -> Result<Vec<StepCall>, Error> {
+        let found = self.store.utp().step_calls(&turn.project, &turn.turn_id, step_id).await;
+        found.map_err(from_store_error)
     }
 
-    async fn results(&self, turn: &Turn, calls: &[Waiting]) -> Result<Vec<StepResult>, Error> {
+    async fn load_step_results(
+        &self,
+        turn: &Turn,
+        calls: &[StepCall],
+    ) -> Result<Vec<StepResult>, Error> {
         let mut results = Vec::with_capacity(calls.len());
         for call in calls {
             let Some(card_id) = &call.result_card_id else { continue };

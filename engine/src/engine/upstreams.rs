@@ -10,23 +10,23 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use serde_json::json;
 
-use super::catalog::{Catalog, Entry, check_definition};
-use super::{Engine, unavailable};
+use super::catalog::{Catalog, CatalogEntry, check_definition};
+use super::{Engine, from_store_error};
 use crate::caller::Caller;
-use crate::directory::{AuditEntry, Change, Upstream};
+use crate::directory::{AuditEntry, DirectoryChange, Upstream};
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
-use crate::policy::Decision;
-use crate::tool::{Definition, Executor, check_upstream_name};
+use crate::policy::AccessDecision;
+use crate::tool::{Executor, ToolDefinition, check_upstream_name};
 
 impl Engine {
     /// Returns every upstream of all projects, for the source that connects to them.
     pub fn upstreams(&self) -> Vec<Upstream> {
-        self.inner.catalog().directory().upstreams.clone()
+        self.core.catalog().directory().upstreams.clone()
     }
 
     /// Requires that this caller may add and remove the upstreams of its project.
-    pub fn check_upstreams(&self, caller: &Caller) -> Result<(), Error> {
+    pub fn require_upstream_admin(&self, caller: &Caller) -> Result<(), Error> {
         self.require_admin(caller, Some(&caller.project))
     }
 
@@ -38,21 +38,26 @@ impl Engine {
         kind: &str,
         settings: Json,
     ) -> Result<Upstream, Error> {
-        self.check_upstreams(caller)?;
+        self.require_upstream_admin(caller)?;
         check_upstream_name(name).map_err(|why| {
             Error::from(Fault::new(Code::ValidationError, why).with_detail(json!({
                 "pointer": "/name",
             })))
         })?;
-        let (inner, project) = (&self.inner, caller.project.clone());
+        let (inner, project) = (&self.core, caller.project.clone());
         let added_ms = inner.clock.now_ms();
         let (name, kind) = (name.to_owned(), kind.to_owned());
         let upstream = Upstream { project, name, kind, settings, added_ms };
-        let entry =
-            inner.entry(caller, &upstream.project, "upstream.set", &upstream.name, &upstream.kind);
+        let entry = inner.audit_entry(
+            caller,
+            &upstream.project,
+            "upstream.set",
+            &upstream.name,
+            &upstream.kind,
+        );
         inner
-            .change(|_| {
-                let change = Change::PutUpstream(Box::new(upstream.clone()));
+            .change_directory(|_| {
+                let change = DirectoryChange::PutUpstream(Box::new(upstream.clone()));
                 Ok((change, Some(entry.clone())))
             })
             .await?;
@@ -60,36 +65,38 @@ impl Engine {
     }
 
     /// Removes an upstream with its tools. Calls already made with them run to completion.
-    pub async fn drop_upstream(&self, caller: &Caller, name: &str) -> Result<(), Error> {
-        self.check_upstreams(caller)?;
-        let (inner, project) = (&self.inner, &caller.project);
-        let entry = inner.entry(caller, project, "upstream.removed", name, "");
+    pub async fn remove_upstream(&self, caller: &Caller, name: &str) -> Result<(), Error> {
+        self.require_upstream_admin(caller)?;
+        let (inner, project) = (&self.core, &caller.project);
+        let entry = inner.audit_entry(caller, project, "upstream.removed", name, "");
         inner
-            .change(|catalog| {
+            .change_directory(|catalog| {
                 let mut known = catalog.directory().upstreams.iter();
                 if !known.any(|known| known.project == *project && known.name == name) {
                     let shown: String = name.chars().take(80).collect();
                     let message = format!("there is no source \"{shown}\"");
                     return Err(Error::refused(Code::NotFound, message));
                 }
-                let change =
-                    Change::DropUpstream { project: project.clone(), name: name.to_owned() };
+                let change = DirectoryChange::DropUpstream {
+                    project: project.clone(),
+                    name: name.to_owned(),
+                };
                 Ok((change, Some(entry.clone())))
             })
             .await
     }
 
     /// Returns the stored tools of an upstream, sorted by name.
-    pub fn upstream_tools(&self, project: &str, upstream: &str) -> Vec<Arc<Entry>> {
-        let mut tools = self.inner.catalog().tools(project);
-        tools.retain(|entry| belongs(&entry.definition, upstream));
+    pub fn upstream_tools(&self, project: &str, upstream: &str) -> Vec<Arc<CatalogEntry>> {
+        let mut tools = self.core.catalog().tools(project);
+        tools.retain(|entry| belongs_to_upstream(&entry.definition, upstream));
         tools
     }
 
     /// Returns the project and name of each upstream that has tools here, whether or not it is
     /// still configured.
     pub fn upstreams_with_tools(&self) -> HashSet<(String, String)> {
-        let catalog = self.inner.catalog();
+        let catalog = self.core.catalog();
         let brought = catalog.directory().tools.iter().filter(|t| t.executor == Executor::Mcp);
         let whose = brought.filter_map(|tool| {
             let (upstream, _) = tool.name.split_once('.')?;
@@ -104,16 +111,16 @@ impl Engine {
         &self,
         project: &str,
         upstream: &str,
-        tools: Vec<Definition>,
+        tools: Vec<ToolDefinition>,
         why: &str,
     ) -> Result<Vec<(String, String)>, Error> {
-        let inner = &self.inner;
+        let inner = &self.core;
         let mut unusable = Vec::new();
         let mut usable = Vec::with_capacity(tools.len());
         for tool in tools {
             match check_definition(&tool) {
                 Ok(()) => usable.push(tool),
-                Err(error) => unusable.push((tool.name, told(&error))),
+                Err(error) => unusable.push((tool.name, error_message(&error))),
             }
         }
         let limit = inner.limits.max_tools_per_project;
@@ -127,11 +134,11 @@ impl Engine {
             reason: why.to_owned(),
         };
         inner
-            .change(|catalog| {
-                let (fit, rest) = fitting(catalog, project, upstream, &usable, limit);
+            .change_directory(|catalog| {
+                let (fit, rest) = select_registrable(catalog, project, upstream, &usable, limit);
                 *refused.lock() = rest;
                 let (project, upstream) = (project.to_owned(), upstream.to_owned());
-                let change = Change::SetUpstreamTools { project, upstream, tools: fit };
+                let change = DirectoryChange::SetUpstreamTools { project, upstream, tools: fit };
                 Ok((change, Some(entry.clone())))
             })
             .await?;
@@ -140,62 +147,62 @@ impl Engine {
     }
 
     /// Removes the tools of an upstream that is no longer configured.
-    pub async fn forget_upstream(&self, project: &str, upstream: &str) -> Result<(), Error> {
+    pub async fn remove_upstream_tools(&self, project: &str, upstream: &str) -> Result<(), Error> {
         let (project, name) = (project.to_owned(), upstream.to_owned());
-        let change = Change::DropUpstream { project, name };
-        self.inner.change(|_| Ok((change.clone(), None))).await
+        let change = DirectoryChange::DropUpstream { project, name };
+        self.core.change_directory(|_| Ok((change.clone(), None))).await
     }
 
     /// Returns the stored OAuth credential of an upstream. Only for the source that connects to it.
-    pub async fn upstream_grant(
+    pub async fn upstream_credential(
         &self,
         project: &str,
         upstream: &str,
     ) -> Result<Option<String>, Error> {
-        self.inner.store.grants().grant(project, upstream).await.map_err(unavailable)
+        self.core.store.credentials().credential(project, upstream).await.map_err(from_store_error)
     }
 
     /// Stores the OAuth credential of an upstream, or deletes it.
-    pub async fn keep_upstream_grant(
+    pub async fn set_upstream_credential(
         &self,
         project: &str,
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), Error> {
-        let kept = self.inner.store.grants().keep_grant(project, upstream, grant).await;
-        kept.map_err(unavailable)
+        let kept = self.core.store.credentials().set_credential(project, upstream, grant).await;
+        kept.map_err(from_store_error)
     }
 
     /// Returns the project and name of each upstream that has a stored credential.
-    pub async fn upstream_grants(&self) -> Result<Vec<(String, String)>, Error> {
-        self.inner.store.grants().grants().await.map_err(unavailable)
+    pub async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, Error> {
+        self.core.store.credentials().upstreams_with_credentials().await.map_err(from_store_error)
     }
 
     /// Returns true if the access rules allow the caller to use this name, be it a tool or another
     /// feature of an upstream.
-    pub fn may_use(&self, caller: &Caller, name: &str) -> bool {
-        self.inner.catalog().decide(caller, name) == Decision::Allowed
+    pub fn is_allowed(&self, caller: &Caller, name: &str) -> bool {
+        self.core.catalog().authorize(caller, name) == AccessDecision::Allowed
     }
 }
 
 /// Returns true if the tool was imported from this upstream. A source's own tools have no project.
-fn belongs(tool: &Definition, upstream: &str) -> bool {
+fn belongs_to_upstream(tool: &ToolDefinition, upstream: &str) -> bool {
     let whose = tool.name.split_once('.').map(|(upstream, _)| upstream);
     tool.executor == Executor::Mcp && tool.project.is_some() && whose == Some(upstream)
 }
 
 /// Selects the tools whose names are free, up to the limit. Also returns the refused ones, each
 /// with the reason.
-fn fitting(
+fn select_registrable(
     catalog: &Catalog,
     project: &str,
     upstream: &str,
-    tools: &[Definition],
+    tools: &[ToolDefinition],
     limit: usize,
-) -> (Vec<Definition>, Vec<(String, String)>) {
+) -> (Vec<ToolDefinition>, Vec<(String, String)>) {
     let others = catalog.tools(project);
     let mut taken: HashSet<&str> = HashSet::new();
-    for entry in others.iter().filter(|entry| !belongs(&entry.definition, upstream)) {
+    for entry in others.iter().filter(|entry| !belongs_to_upstream(&entry.definition, upstream)) {
         taken.insert(entry.definition.name.as_str());
     }
     let mut room = limit.saturating_sub(taken.len());
@@ -215,7 +222,7 @@ fn fitting(
     (fit, rest)
 }
 
-fn told(error: &Error) -> String {
+fn error_message(error: &Error) -> String {
     match error {
         Error::Refused { fault, .. } => fault.message.clone(),
         Error::Internal(_) => "internal error".to_owned(),

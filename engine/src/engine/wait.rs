@@ -6,12 +6,12 @@
 use std::sync::Arc;
 
 use super::invoke::Ticket;
-use super::live::Entry;
-use super::{Engine, Inner, unavailable};
+use super::live::OpenCall;
+use super::{Core, Engine, from_store_error};
 use crate::bus::Topic;
 use crate::call::{Call, Status};
 use crate::caller::Caller;
-use crate::event::Event;
+use crate::event::CallEvent;
 use crate::fault::{Code, Error};
 use crate::id::CallId;
 use crate::store::{CallFilter, EventScope};
@@ -20,7 +20,7 @@ use crate::store::{CallFilter, EventScope};
 const PAGE_BYTES: usize = 16 << 20;
 
 /// Interval at which a waiter polls the store when no wake-up arrives.
-const LOOK_AGAIN_MS: u64 = 2_000;
+const CALL_POLL_MS: u64 = 2_000;
 
 /// Filter for a list of calls.
 #[derive(Debug, Clone, Default)]
@@ -41,7 +41,7 @@ pub struct CallQuery {
 pub struct CallPage {
     pub calls: Vec<Call>,
     /// Cursor for the next page, if there is one.
-    pub before: Option<CallId>,
+    pub next_before: Option<CallId>,
 }
 
 /// Scope of the events to follow.
@@ -55,13 +55,13 @@ pub enum EventQuery {
 impl Engine {
     /// Returns one call.
     pub async fn call(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
-        self.inner.own_call(caller, id).await
+        self.core.find_project_call(caller, id).await
     }
 
     /// Returns a ticket for a call, to wait for it.
     pub async fn ticket(&self, caller: &Caller, id: &CallId) -> Result<Ticket, Error> {
         let call = self.call(caller, id).await?;
-        Ok(Ticket { entry: self.inner.live.get(id), call, replayed: true })
+        Ok(Ticket { open_call: self.core.open_calls.get(id), call, replayed: true })
     }
 
     /// Waits until a call has ended, at most `wait_ms`, and returns it.
@@ -71,12 +71,12 @@ impl Engine {
         id: &CallId,
         wait_ms: u64,
     ) -> Result<Arc<Call>, Error> {
-        let entry = self.inner.live.get(id).filter(|e| e.call().project == caller.project);
-        self.wait_for(caller, id, entry, wait_ms).await
+        let entry = self.core.open_calls.get(id).filter(|e| e.call().project == caller.project);
+        self.wait_until_ended(caller, id, entry, wait_ms).await
     }
 
     /// Waits until the call of a ticket has ended, at most `wait_ms`, and returns it.
-    pub async fn outcome(
+    pub async fn wait_for_outcome(
         &self,
         caller: &Caller,
         ticket: &Ticket,
@@ -85,11 +85,11 @@ impl Engine {
         if ticket.call.status.is_terminal() {
             return Ok(ticket.call.clone());
         }
-        self.wait_for(caller, &ticket.call.id, ticket.entry.clone(), wait_ms).await
+        self.wait_until_ended(caller, &ticket.call.id, ticket.open_call.clone(), wait_ms).await
     }
 
     /// Waits until the call of a ticket has a version other than `seen`, at most `wait_ms`.
-    pub async fn news(
+    pub async fn wait_for_change(
         &self,
         caller: &Caller,
         ticket: &Ticket,
@@ -97,14 +97,14 @@ impl Engine {
         wait_ms: u64,
     ) -> Result<Arc<Call>, Error> {
         let differs = |call: &Call| call.version != seen;
-        self.wait_until(caller, &ticket.call.id, ticket.entry.clone(), wait_ms, differs).await
+        self.wait_until(caller, &ticket.call.id, ticket.open_call.clone(), wait_ms, differs).await
     }
 
-    async fn wait_for(
+    async fn wait_until_ended(
         &self,
         caller: &Caller,
         id: &CallId,
-        entry: Option<Arc<Entry>>,
+        entry: Option<Arc<OpenCall>>,
         wait_ms: u64,
     ) -> Result<Arc<Call>, Error> {
         self.wait_until(caller, id, entry, wait_ms, |call| call.status.is_terminal()).await
@@ -115,11 +115,11 @@ impl Engine {
         &self,
         caller: &Caller,
         id: &CallId,
-        entry: Option<Arc<Entry>>,
+        entry: Option<Arc<OpenCall>>,
         wait_ms: u64,
         enough: impl Fn(&Call) -> bool,
     ) -> Result<Arc<Call>, Error> {
-        let inner = &self.inner;
+        let inner = &self.core;
         let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
         let mut news = inner.bus.listen(Topic::Call(id.clone()));
         loop {
@@ -128,25 +128,29 @@ impl Engine {
                 None => self.call(caller, id).await?,
             };
             let now_ms = inner.clock.now_ms();
-            if enough(&call) || now_ms >= until_ms || inner.stopping.is_cancelled() {
+            if enough(&call) || now_ms >= until_ms || inner.shutdown.is_cancelled() {
                 return Ok(call);
             }
             tokio::select! {
-                () = news.woken() => {}
-                () = inner.clock.sleep_until(until_ms.min(now_ms + LOOK_AGAIN_MS)) => {}
-                () = inner.stopping.cancelled() => {}
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + CALL_POLL_MS)) => {}
+                () = inner.shutdown.cancelled() => {}
             }
         }
     }
 
     /// Waits until a call has ended. Every call has a deadline, so this returns.
-    pub async fn finished(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
+    pub async fn wait_until_finished(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+    ) -> Result<Arc<Call>, Error> {
         loop {
-            let call = self.wait(caller, id, self.inner.limits.max_wait_ms).await?;
+            let call = self.wait(caller, id, self.core.limits.max_wait_ms).await?;
             if call.status.is_terminal() {
                 return Ok(call);
             }
-            if self.inner.stopping.is_cancelled() {
+            if self.core.shutdown.is_cancelled() {
                 let message = "the engine has been shut down";
                 return Err(Error::refused(Code::Overloaded, message));
             }
@@ -166,24 +170,24 @@ impl Engine {
             before: query.before,
             // One more than requested shows whether there is another page.
             limit: limit + 1,
-            enough_bytes: Some(PAGE_BYTES),
+            max_bytes: Some(PAGE_BYTES),
         };
-        let mut listed = self.inner.store.calls(filter.clone()).await.map_err(unavailable)?;
+        let mut listed = self.core.store.calls(filter.clone()).await.map_err(from_store_error)?;
         for stored in &listed {
-            self.inner.until_shown(&stored.id, |call| call.version >= stored.version).await;
+            self.core.wait_until_visible(&stored.id, |call| call.version >= stored.version).await;
         }
         let mut bytes = 0;
         let fits = listed.iter().take_while(|call| {
-            let fits = !filter.is_enough(bytes);
-            bytes += call.bytes();
+            let fits = !filter.is_page_full(bytes);
+            bytes += call.estimated_bytes();
             fits
         });
         let count = fits.count().min(limit);
         // A page that ended at the size limit may or may not be the last.
-        let more = listed.len() > count || filter.is_enough(bytes);
+        let more = listed.len() > count || filter.is_page_full(bytes);
         listed.truncate(count);
         let before = listed.last().filter(|_| more).map(|last| last.id.clone());
-        Ok(CallPage { calls: listed, before })
+        Ok(CallPage { calls: listed, next_before: before })
     }
 
     /// Returns events after this number, and waits until there is one. Returns an empty list when
@@ -194,8 +198,8 @@ impl Engine {
         query: &EventQuery,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Event>, Error> {
-        let inner = &self.inner;
+    ) -> Result<Vec<CallEvent>, Error> {
+        let inner = &self.core;
         let project = caller.project.clone();
         let (scope, topic) = match query {
             EventQuery::Call(id) => {
@@ -214,17 +218,17 @@ impl Engine {
                 _ => false,
             };
             let read = inner.store.events(scope.clone(), after, limit).await;
-            let events = read.map_err(unavailable)?;
+            let events = read.map_err(from_store_error)?;
             for event in events.iter().filter(|event| event.record.kind.is_terminal()) {
-                inner.until_shown(&event.call_id, |call| call.status.is_terminal()).await;
+                inner.wait_until_visible(&event.call_id, |call| call.status.is_terminal()).await;
             }
-            if !events.is_empty() || ended || inner.stopping.is_cancelled() {
+            if !events.is_empty() || ended || inner.shutdown.is_cancelled() {
                 return Ok(events);
             }
             tokio::select! {
-                () = news.woken() => {}
-                () = inner.clock.sleep_until(inner.clock.now_ms() + LOOK_AGAIN_MS) => {}
-                () = inner.stopping.cancelled() => {}
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(inner.clock.now_ms() + CALL_POLL_MS) => {}
+                () = inner.shutdown.cancelled() => {}
             }
         }
     }
@@ -232,19 +236,19 @@ impl Engine {
     /// Returns the number of the newest event, to follow only later ones.
     pub async fn newest_event(&self, caller: &Caller) -> Result<u64, Error> {
         let scope = EventScope::Project(caller.project.clone());
-        let newest = self.inner.store.newest_event(scope).await;
-        newest.map_err(unavailable)
+        let newest = self.core.store.last_event_number(scope).await;
+        newest.map_err(from_store_error)
     }
 }
 
-impl Inner {
+impl Core {
     /// Waits until the state in memory has caught up with the store. A call is stored a moment
     /// before its new state is visible; a caller that saw the stored state must not read an older
     /// one afterwards.
-    pub(crate) async fn until_shown(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
-        if let Some(entry) = self.live.get(id).filter(|entry| !is_so(&entry.call())) {
+    pub(crate) async fn wait_until_visible(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
+        if let Some(entry) = self.open_calls.get(id).filter(|entry| !is_so(&entry.call())) {
             // The lock is held from before the commit until the new state is visible.
-            drop(entry.deciding.lock().await);
+            drop(entry.decision_lock.lock().await);
         }
     }
 }

@@ -3,19 +3,19 @@
 
 use tokio::sync::watch;
 
-use super::{Engine, Inner, unavailable};
+use super::{Core, Engine, from_store_error};
 use crate::call::Call;
 use crate::fault::{Code, Error, Fault};
-use crate::source::Command;
-use crate::store::utp::{Judged, WrittenReport};
+use crate::source::ToolCommand;
+use crate::store::utp::{ReportDisposition, SharedTableReport};
 use crate::tool::Executor;
 use crate::utp::card;
 
 impl Engine {
     /// Subscribes to reports that may have been written to the shared tables. Returns `None` for a
     /// store that only this process writes to.
-    pub fn written_news(&self) -> Option<watch::Receiver<u64>> {
-        Some(self.inner.store.utp().shared()?.news())
+    pub fn subscribe_written_reports(&self) -> Option<watch::Receiver<u64>> {
+        Some(self.core.store.utp().shared_tables()?.watch_reports())
     }
 
     /// Returns unprocessed reports from the shared tables, in order, after this number.
@@ -23,30 +23,39 @@ impl Engine {
         &self,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<WrittenReport>, Error> {
-        let Some(shared) = self.inner.store.utp().shared() else { return Ok(Vec::new()) };
-        shared.written_reports(after, limit).await.map_err(unavailable)
+    ) -> Result<Vec<SharedTableReport>, Error> {
+        let Some(shared) = self.core.store.utp().shared_tables() else { return Ok(Vec::new()) };
+        shared.pending_reports(after, limit).await.map_err(from_store_error)
     }
 
     /// Records the disposition of a report.
-    pub async fn judged(&self, number: u64, judged: Judged) -> Result<(), Error> {
-        let Some(shared) = self.inner.store.utp().shared() else { return Ok(()) };
-        shared.judged(number, judged).await.map_err(unavailable)
+    pub async fn record_report_disposition(
+        &self,
+        number: u64,
+        judged: ReportDisposition,
+    ) -> Result<(), Error> {
+        let Some(shared) = self.core.store.utp().shared_tables() else { return Ok(()) };
+        shared.record_disposition(number, judged).await.map_err(from_store_error)
     }
 }
 
-impl Inner {
+impl Core {
     /// Writes the command's card to the shared tables, where the tool service may read it, before
     /// the command is sent.
-    pub(super) async fn shown(&self, call: &Call, command: Command) -> Result<Command, Fault> {
-        let shared = self.store.utp().shared().filter(|_| call.target.executor == Executor::Utp);
+    pub(super) async fn publish_command_card(
+        &self,
+        call: &Call,
+        command: ToolCommand,
+    ) -> Result<ToolCommand, Fault> {
+        let shared =
+            self.store.utp().shared_tables().filter(|_| call.target.executor == Executor::Utp);
         let Some(shared) = shared else { return Ok(command) };
-        let card = card::of_call(call, Some(&command.binding));
-        match shared.show_command(card, &command.route, &command.traceparent).await {
+        let card = card::call_card(call, Some(&command.binding));
+        match shared.write_command(card, &command.route, &command.traceparent).await {
             Ok(()) => Ok(command),
             Err(error) => {
                 let message = format!("the command's card is not stored: {error}");
-                Err(Fault::new(Code::UpstreamUnavailable, message).not_happened())
+                Err(Fault::new(Code::UpstreamUnavailable, message).without_side_effect())
             }
         }
     }

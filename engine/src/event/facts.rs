@@ -10,11 +10,11 @@ use serde_json::Value;
 /// A few named fields, a JSON object. Every call creates some and each has few, so they are a list:
 /// static names need no allocation, and a linear search is fast.
 #[derive(Debug, Clone, Default)]
-pub struct Facts(Vec<(Cow<'static, str>, Value)>);
+pub struct EventData(Vec<(Cow<'static, str>, Value)>);
 
-impl Facts {
+impl EventData {
     /// Initial capacity; most records have no more fields.
-    const USUAL: usize = 4;
+    const TYPICAL_LEN: usize = 4;
 
     /// Returns the field with this name.
     pub fn get(&self, name: &str) -> Option<&Value> {
@@ -28,7 +28,7 @@ impl Facts {
             Some((_, known)) => *known = value,
             None => {
                 if self.0.is_empty() {
-                    self.0.reserve_exact(Self::USUAL);
+                    self.0.reserve_exact(Self::TYPICAL_LEN);
                 }
                 self.0.push((name, value));
             }
@@ -58,7 +58,7 @@ impl Facts {
 }
 
 /// Returns `Value::Null` for a missing field.
-impl std::ops::Index<&str> for Facts {
+impl std::ops::Index<&str> for EventData {
     type Output = Value;
 
     fn index(&self, name: &str) -> &Value {
@@ -67,32 +67,32 @@ impl std::ops::Index<&str> for Facts {
 }
 
 /// Ignores the order of the fields.
-impl PartialEq for Facts {
+impl PartialEq for EventData {
     fn eq(&self, other: &Self) -> bool {
         let same = |(name, value)| other.get(name) == Some(value);
         self.len() == other.len() && self.iter().all(same)
     }
 }
 
-impl Serialize for Facts {
+impl Serialize for EventData {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.iter())
     }
 }
 
-impl<'de> Deserialize<'de> for Facts {
+impl<'de> Deserialize<'de> for EventData {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Each;
+        struct EventDataVisitor;
 
-        impl<'de> Visitor<'de> for Each {
-            type Value = Facts;
+        impl<'de> Visitor<'de> for EventDataVisitor {
+            type Value = EventData;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Facts, A::Error> {
-                let mut facts = Facts::default();
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<EventData, A::Error> {
+                let mut facts = EventData::default();
                 while let Some((name, value)) = map.next_entry::<String, Value>()? {
                     facts.insert(name, value);
                 }
@@ -100,7 +100,7 @@ impl<'de> Deserialize<'de> for Facts {
             }
         }
 
-        deserializer.deserialize_map(Each)
+        deserializer.deserialize_map(EventDataVisitor)
     }
 }
 
@@ -112,18 +112,18 @@ mod tests {
 
     #[test]
     fn an_object_and_back() {
-        let mut facts = Facts::default();
+        let mut facts = EventData::default();
         facts.insert("tool", json!("a.tool"));
         facts.insert("by", json!("nobody"));
         facts.insert("by", json!("c1"));
         let value = serde_json::to_value(&facts).unwrap();
         assert_eq!(value, json!({ "by": "c1", "tool": "a.tool" }));
-        let read: Facts = serde_json::from_str(r#"{"by":"c1","tool":"a.tool"}"#).unwrap();
+        let read: EventData = serde_json::from_str(r#"{"by":"c1","tool":"a.tool"}"#).unwrap();
         assert_eq!(read, facts, "whatever the order");
         assert_eq!((read.get("by"), read.get("to"), read.len()), (Some(&json!("c1")), None, 2));
         facts.remove("by");
         assert_ne!(read, facts);
         assert_ne!(facts, read);
-        assert!(serde_json::from_str::<Facts>("[]").is_err());
+        assert!(serde_json::from_str::<EventData>("[]").is_err());
     }
 }

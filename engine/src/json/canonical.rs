@@ -8,25 +8,25 @@ use std::borrow::Cow;
 
 use serde_json::{Number, Value};
 
-use super::cursor::{Cursor, Kind, unquoted};
+use super::cursor::{JsonCursor, JsonKind, decode_string};
 
 /// Returns the document without whitespace, with its object keys sorted and its numbers and escapes
 /// in one spelling. The text must be valid JSON.
-pub fn canonical(text: &str) -> String {
+pub fn canonicalize(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    write(&mut Cursor::new(text), &mut out);
+    write(&mut JsonCursor::new(text), &mut out);
     out
 }
 
-fn write(cursor: &mut Cursor<'_>, out: &mut String) {
+fn write(cursor: &mut JsonCursor<'_>, out: &mut String) {
     match cursor.kind() {
-        Kind::Object => {
+        JsonKind::Object => {
             cursor.enter();
-            let mut members: Vec<(Cow<'_, str>, &str, Cursor<'_>)> = Vec::new();
-            while cursor.more() {
-                let key = cursor.key();
-                members.push((unquoted(key), key, *cursor));
-                cursor.skip();
+            let mut members: Vec<(Cow<'_, str>, &str, JsonCursor<'_>)> = Vec::new();
+            while cursor.advance() {
+                let key = cursor.read_key();
+                members.push((decode_string(key), key, *cursor));
+                cursor.read_value();
             }
             // If a name is repeated, the last value counts, as it does for every parser.
             members.reverse();
@@ -43,11 +43,11 @@ fn write(cursor: &mut Cursor<'_>, out: &mut String) {
             }
             out.push('}');
         }
-        Kind::Array => {
+        JsonKind::Array => {
             cursor.enter();
             out.push('[');
             let mut first = true;
-            while cursor.more() {
+            while cursor.advance() {
                 if !std::mem::take(&mut first) {
                     out.push(',');
                 }
@@ -55,16 +55,16 @@ fn write(cursor: &mut Cursor<'_>, out: &mut String) {
             }
             out.push(']');
         }
-        Kind::Text => write_string(cursor.skip(), out),
-        Kind::Number => out.push_str(&number(cursor.skip())),
-        Kind::Bool | Kind::Null => out.push_str(cursor.skip()),
+        JsonKind::Text => write_string(cursor.read_value(), out),
+        JsonKind::Number => out.push_str(&number(cursor.read_value())),
+        JsonKind::Bool | JsonKind::Null => out.push_str(cursor.read_value()),
     }
 }
 
 fn write_string(written: &str, out: &mut String) {
     match written.contains('\\') {
         // Escapes have several spellings; use the serializer's.
-        true => out.push_str(&Value::from(unquoted(written)).to_string()),
+        true => out.push_str(&Value::from(decode_string(written)).to_string()),
         false => out.push_str(written),
     }
 }
@@ -109,7 +109,7 @@ mod tests {
 
     fn all_same(texts: &[&str]) {
         for text in texts {
-            assert_eq!(canonical(text), canonical(texts[0]), "{text}");
+            assert_eq!(canonicalize(text), canonicalize(texts[0]), "{text}");
         }
     }
 
@@ -122,7 +122,7 @@ mod tests {
         all_same(&["100.0", "1e2", "1E+2", "1000e-1"]);
         all_same(&["18446744073709551616", "18446744073709551616.0", "1844674407370955161600e-2"]);
         assert_eq!(
-            canonical(r#"{"":[],"a b":{}, "c":[true,null]}"#),
+            canonicalize(r#"{"":[],"a b":{}, "c":[true,null]}"#),
             r#"{"":[],"a b":{},"c":[true,null]}"#
         );
     }
@@ -139,7 +139,7 @@ mod tests {
             ("[1,2]", "[12]"),
             (r#""1""#, "1"),
         ] {
-            assert_ne!(canonical(one), canonical(two));
+            assert_ne!(canonicalize(one), canonicalize(two));
         }
     }
 
@@ -153,7 +153,7 @@ mod tests {
             "123456789.125",
         ] {
             let value: Value = serde_json::from_str(text).unwrap();
-            assert_eq!(canonical(text), value.to_string());
+            assert_eq!(canonicalize(text), value.to_string());
         }
     }
 }

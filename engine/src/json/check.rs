@@ -4,22 +4,22 @@
 
 use std::borrow::Cow;
 
-use super::{MAX_DEPTH, NotJson};
+use super::{JsonError, MAX_DEPTH};
 
 /// Numbers with fewer characters and no exponent are always in range: the largest has 309 digits.
-const SURELY_IN_RANGE: usize = 300;
+const MAX_IN_RANGE_DIGITS: usize = 300;
 
 /// Escape of U+FFFD, the replacement character. It has the same length as any other `\u` escape.
 const REPLACEMENT: &[u8; 6] = b"\\ufffd";
 
 /// Refuses a text that may be JSON but could not be read as a value, before anything parses it.
-pub fn check(bytes: &[u8]) -> Result<(), NotJson> {
-    scan(bytes, |at| Err(NotJson::at(bytes, at, "half of a surrogate pair")))
+pub fn check(bytes: &[u8]) -> Result<(), JsonError> {
+    scan(bytes, |at| Err(JsonError::at_offset(bytes, at, "half of a surrogate pair")))
 }
 
 /// Checks a reported payload like [`check`], but replaces lone surrogates with U+FFFD. They appear
 /// if a text was truncated within an emoji.
-pub fn mended(bytes: &[u8]) -> Result<Cow<'_, [u8]>, NotJson> {
+pub fn replace_lone_surrogates(bytes: &[u8]) -> Result<Cow<'_, [u8]>, JsonError> {
     let mut halves = Vec::new();
     scan(bytes, |at| {
         halves.push(at);
@@ -32,7 +32,10 @@ pub fn mended(bytes: &[u8]) -> Result<Cow<'_, [u8]>, NotJson> {
     Ok(mended)
 }
 
-fn scan(bytes: &[u8], mut half: impl FnMut(usize) -> Result<(), NotJson>) -> Result<(), NotJson> {
+fn scan(
+    bytes: &[u8],
+    mut half: impl FnMut(usize) -> Result<(), JsonError>,
+) -> Result<(), JsonError> {
     let (mut at, mut depth) = (0, 0_usize);
     while let Some(byte) = bytes.get(at) {
         match byte {
@@ -48,7 +51,7 @@ fn scan(bytes: &[u8], mut half: impl FnMut(usize) -> Result<(), NotJson>) -> Res
                 depth += 1;
                 if depth > MAX_DEPTH {
                     let reason = format!("nested deeper than {MAX_DEPTH} levels");
-                    return Err(NotJson::at(bytes, at, &reason));
+                    return Err(JsonError::at_offset(bytes, at, &reason));
                 }
             }
             b']' | b'}' => depth = depth.saturating_sub(1),
@@ -63,8 +66,8 @@ fn scan(bytes: &[u8], mut half: impl FnMut(usize) -> Result<(), NotJson>) -> Res
 fn string_end(
     bytes: &[u8],
     mut at: usize,
-    half: &mut impl FnMut(usize) -> Result<(), NotJson>,
-) -> Result<usize, NotJson> {
+    half: &mut impl FnMut(usize) -> Result<(), JsonError>,
+) -> Result<usize, JsonError> {
     loop {
         let rest = bytes.get(at..).unwrap_or_default();
         let Some(next) = rest.iter().position(|byte| matches!(byte, b'"' | b'\\')) else {
@@ -74,7 +77,7 @@ fn string_end(
         if bytes[at] == b'"' {
             return Ok(at + 1);
         }
-        at += match (unit(bytes, at), unit(bytes, at + 6)) {
+        at += match (escaped_code_unit(bytes, at), escaped_code_unit(bytes, at + 6)) {
             (Some(0xd800..=0xdbff), Some(0xdc00..=0xdfff)) => 12,
             (Some(0xd800..=0xdfff), _) => {
                 half(at)?;
@@ -86,20 +89,20 @@ fn string_end(
 }
 
 /// Returns the code unit of the escape `\uXXXX` at an offset, if there is one.
-fn unit(bytes: &[u8], at: usize) -> Option<u32> {
+fn escaped_code_unit(bytes: &[u8], at: usize) -> Option<u32> {
     let digits = bytes.get(at..at + 6)?.strip_prefix(b"\\u")?;
     digits.iter().try_fold(0, |unit, digit| Some(unit * 16 + char::from(*digit).to_digit(16)?))
 }
 
 /// Returns the offset after a number, or an error if the number is out of range.
-fn number_end(bytes: &[u8], at: usize) -> Result<usize, NotJson> {
+fn number_end(bytes: &[u8], at: usize) -> Result<usize, JsonError> {
     let in_number = |byte: &u8| matches!(byte, b'0'..=b'9' | b'.' | b'e' | b'E' | b'+' | b'-');
     let length = bytes[at..].iter().position(|byte| !in_number(byte)).unwrap_or(bytes.len() - at);
     let number = &bytes[at..at + length];
-    if length > SURELY_IN_RANGE || number.iter().any(|byte| matches!(byte, b'e' | b'E')) {
+    if length > MAX_IN_RANGE_DIGITS || number.iter().any(|byte| matches!(byte, b'e' | b'E')) {
         let read = std::str::from_utf8(number).ok().and_then(|number| number.parse::<f64>().ok());
         if read.is_some_and(f64::is_infinite) {
-            return Err(NotJson::at(bytes, at, "number out of range"));
+            return Err(JsonError::at_offset(bytes, at, "number out of range"));
         }
     }
     Ok(at + length)
@@ -159,11 +162,14 @@ mod tests {
     #[test]
     fn halves_are_mended_and_whole_ones_kept() {
         let text = br#"["\ud83d", "\ud83d\ude00", "x\ude00y", "\ud83d"]"#;
-        let mended = mended(text).unwrap();
+        let mended = replace_lone_surrogates(text).unwrap();
         let value: Value = serde_json::from_slice(&mended).unwrap();
         assert_eq!(value, serde_json::json!(["\u{fffd}", "😀", "x\u{fffd}y", "\u{fffd}"]));
-        assert!(matches!(super::mended(br#""\ud83d\ude00""#), Ok(Cow::Borrowed(_))));
-        assert!(super::mended(b"1e400").is_err());
+        assert!(matches!(
+            super::replace_lone_surrogates(br#""\ud83d\ude00""#),
+            Ok(Cow::Borrowed(_))
+        ));
+        assert!(super::replace_lone_surrogates(b"1e400").is_err());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 
 /// The type of a JSON value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum JsonKind {
     Object,
     Array,
     Text,
@@ -18,10 +18,10 @@ pub enum Kind {
     Null,
 }
 
-impl Kind {
+impl JsonKind {
     /// Returns the type of the value that a text begins with.
     pub fn of(text: &str) -> Self {
-        Cursor::new(text).kind()
+        JsonCursor::new(text).kind()
     }
 
     /// Returns the type's name on the wire.
@@ -39,12 +39,12 @@ impl Kind {
 
 /// A position in a JSON text, before a value.
 #[derive(Debug, Clone, Copy)]
-pub struct Cursor<'a> {
+pub struct JsonCursor<'a> {
     text: &'a str,
     at: usize,
 }
 
-impl<'a> Cursor<'a> {
+impl<'a> JsonCursor<'a> {
     /// Creates a cursor before the value that the text begins with.
     pub fn new(text: &'a str) -> Self {
         let mut cursor = Self { text, at: 0 };
@@ -53,24 +53,24 @@ impl<'a> Cursor<'a> {
     }
 
     /// Returns a cursor before a value at another offset of the same text.
-    pub fn moved_to(&self, at: usize) -> Self {
+    pub fn at_position(&self, at: usize) -> Self {
         Self { text: self.text, at: at.min(self.text.len()) }
     }
 
     /// Returns the byte offset of the cursor.
-    pub fn at(&self) -> usize {
+    pub fn position(&self) -> usize {
         self.at
     }
 
     /// Returns the type of the next value.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> JsonKind {
         match self.byte() {
-            Some(b'{') => Kind::Object,
-            Some(b'[') => Kind::Array,
-            Some(b'"') => Kind::Text,
-            Some(b't' | b'f') => Kind::Bool,
-            Some(b'n') | None => Kind::Null,
-            Some(_) => Kind::Number,
+            Some(b'{') => JsonKind::Object,
+            Some(b'[') => JsonKind::Array,
+            Some(b'"') => JsonKind::Text,
+            Some(b't' | b'f') => JsonKind::Bool,
+            Some(b'n') | None => JsonKind::Null,
+            Some(_) => JsonKind::Number,
         }
     }
 
@@ -81,7 +81,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Returns whether there is another item or entry; if not, steps out past the closing bracket.
-    pub fn more(&mut self) -> bool {
+    pub fn advance(&mut self) -> bool {
         self.skip_space();
         if self.byte() == Some(b',') {
             self.at += 1;
@@ -98,8 +98,8 @@ impl<'a> Cursor<'a> {
     }
 
     /// Steps over an entry's key and returns it as raw JSON, with its quotes.
-    pub fn key(&mut self) -> &'a str {
-        let key = self.skip();
+    pub fn read_key(&mut self) -> &'a str {
+        let key = self.read_value();
         self.skip_space();
         if self.byte() == Some(b':') {
             self.at += 1;
@@ -109,7 +109,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Steps over a value and returns it as raw JSON.
-    pub fn skip(&mut self) -> &'a str {
+    pub fn read_value(&mut self) -> &'a str {
         let begin = self.at;
         match self.byte() {
             Some(b'"') => self.skip_string(),
@@ -174,24 +174,24 @@ fn string_end(bytes: &[u8], begin: usize) -> usize {
 }
 
 /// Decodes a raw JSON string with its quotes.
-pub fn unquoted(written: &str) -> Cow<'_, str> {
+pub fn decode_string(written: &str) -> Cow<'_, str> {
     let inner = written.strip_prefix('"').unwrap_or(written);
     let inner = inner.strip_suffix('"').unwrap_or(inner);
     if !inner.as_bytes().contains(&b'\\') {
         return Cow::Borrowed(inner);
     }
     // A lone surrogate is valid JSON but not text; such a string is returned as written.
-    unescaped(inner).map_or(Cow::Borrowed(inner), Cow::Owned)
+    unescape(inner).map_or(Cow::Borrowed(inner), Cow::Owned)
 }
 
 /// Unescapes a string into one allocation that is large enough from the start, so that a long text
 /// is not copied while it grows.
-fn unescaped(inner: &str) -> Option<String> {
+fn unescape(inner: &str) -> Option<String> {
     let mut text = String::with_capacity(inner.len());
     let mut rest = inner;
     while let Some(at) = rest.find('\\') {
         text.push_str(&rest[..at]);
-        let (character, behind) = escape(&rest[at + 1..])?;
+        let (character, behind) = decode_escape(&rest[at + 1..])?;
         text.push(character);
         rest = behind;
     }
@@ -200,7 +200,7 @@ fn unescaped(inner: &str) -> Option<String> {
 }
 
 /// Decodes an escape and returns its character and the remaining text.
-fn escape(written: &str) -> Option<(char, &str)> {
+fn decode_escape(written: &str) -> Option<(char, &str)> {
     let mut characters = written.chars();
     let character = match characters.next()? {
         'n' => '\n',
@@ -208,13 +208,13 @@ fn escape(written: &str) -> Option<(char, &str)> {
         't' => '\t',
         'b' => '\u{8}',
         'f' => '\u{c}',
-        'u' => return code_point(characters.as_str()),
+        'u' => return decode_code_point(characters.as_str()),
         other => other,
     };
     Some((character, characters.as_str()))
 }
 
-fn code_point(written: &str) -> Option<(char, &str)> {
+fn decode_code_point(written: &str) -> Option<(char, &str)> {
     let unit = |text: &str| u16::from_str_radix(text.get(..4)?, 16).ok();
     let (first, rest) = (unit(written)?, written.get(4..)?);
     // A character beyond U+FFFF is written as two escapes.
@@ -232,33 +232,33 @@ mod tests {
     #[test]
     fn steps_over_and_into_values() {
         let text = r#" {"a" : [1, "]\"", {"x":null}] , "b":-1.5e3,"c":true, "d\n":{} } "#;
-        let mut cursor = Cursor::new(text);
-        assert_eq!(cursor.kind(), Kind::Object);
+        let mut cursor = JsonCursor::new(text);
+        assert_eq!(cursor.kind(), JsonKind::Object);
         let mut found = Vec::new();
         cursor.enter();
-        while cursor.more() {
-            let key = unquoted(cursor.key());
-            found.push((key.into_owned(), cursor.kind(), cursor.skip()));
+        while cursor.advance() {
+            let key = decode_string(cursor.read_key());
+            found.push((key.into_owned(), cursor.kind(), cursor.read_value()));
         }
         let expected = [
-            ("a", Kind::Array, r#"[1, "]\"", {"x":null}]"#),
-            ("b", Kind::Number, "-1.5e3"),
-            ("c", Kind::Bool, "true"),
-            ("d\n", Kind::Object, "{}"),
+            ("a", JsonKind::Array, r#"[1, "]\"", {"x":null}]"#),
+            ("b", JsonKind::Number, "-1.5e3"),
+            ("c", JsonKind::Bool, "true"),
+            ("d\n", JsonKind::Object, "{}"),
         ];
         let expected = expected.map(|(key, kind, text)| (key.to_owned(), kind, text));
         assert_eq!(found, expected);
-        assert_eq!(text[cursor.at()..].trim(), "");
+        assert_eq!(text[cursor.position()..].trim(), "");
     }
 
     #[test]
     fn a_walk_over_anything_ends() {
         for text in ["", "[", "[,,", "{", "{\"", "[1 2", "\"\\", "]", "{]}", "[é,\"é"] {
-            let mut cursor = Cursor::new(text);
+            let mut cursor = JsonCursor::new(text);
             let mut steps = 0;
             cursor.enter();
-            while cursor.more() {
-                cursor.skip();
+            while cursor.advance() {
+                cursor.read_value();
                 steps += 1;
                 assert!(steps < 100, "{text}");
             }
@@ -267,8 +267,8 @@ mod tests {
 
     #[test]
     fn half_a_surrogate_pair_is_shown_as_written() {
-        assert_eq!(unquoted(r#""a\ud800""#), r"a\ud800");
-        assert_eq!(unquoted(r#""\u00e9\n""#), "é\n");
+        assert_eq!(decode_string(r#""a\ud800""#), r"a\ud800");
+        assert_eq!(decode_string(r#""\u00e9\n""#), "é\n");
     }
 
     #[test]
@@ -282,10 +282,10 @@ mod tests {
             r#""\u0000\u001f""#,
         ] {
             let expected: String = serde_json::from_str(written).unwrap();
-            assert_eq!(unquoted(written), expected, "{written}");
+            assert_eq!(decode_string(written), expected, "{written}");
         }
         for odd in [r#""\udd80\ud83e""#, r#""\ud83e\u0041""#, r#""\ud83ex""#] {
-            assert_eq!(unquoted(odd), odd.trim_matches('"'));
+            assert_eq!(decode_string(odd), odd.trim_matches('"'));
         }
     }
 }

@@ -2,18 +2,18 @@
 
 /// Returns the first integer of a JSON text that changes when it is read as a number: one that does
 /// not fit 64 bits and differs from the nearest floating-point number.
-pub fn rounded(text: &str) -> Option<&str> {
+pub fn find_lossy_integer(text: &str) -> Option<&str> {
     let bytes = text.as_bytes();
     let mut at = 0;
     while at < bytes.len() {
         match bytes[at] {
-            b'"' => at = after_text(bytes, at),
+            b'"' => at = string_end(bytes, at),
             b'-' | b'0'..=b'9' => {
                 let part =
                     |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
                 let end = at + bytes[at..].iter().take_while(|byte| part(byte)).count();
                 let number = &text[at..end];
-                if changes(number) {
+                if loses_precision(number) {
                     return Some(number);
                 }
                 at = end;
@@ -25,7 +25,7 @@ pub fn rounded(text: &str) -> Option<&str> {
 }
 
 /// Returns the offset after a string that begins at `at`.
-fn after_text(bytes: &[u8], at: usize) -> usize {
+fn string_end(bytes: &[u8], at: usize) -> usize {
     let mut at = at + 1;
     while at < bytes.len() && bytes[at] != b'"' {
         at += if bytes[at] == b'\\' { 2 } else { 1 };
@@ -33,7 +33,7 @@ fn after_text(bytes: &[u8], at: usize) -> usize {
     at + 1
 }
 
-fn changes(number: &str) -> bool {
+fn loses_precision(number: &str) -> bool {
     let whole = !number.contains(['.', 'e', 'E']);
     let kept = || number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok();
     let near = || number.parse().map_or(String::new(), |near: f64| format!("{near:.0}"));
@@ -42,7 +42,7 @@ fn changes(number: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::rounded;
+    use super::find_lossy_integer;
 
     #[test]
     fn only_whole_numbers_that_would_change_are_found() {
@@ -53,16 +53,16 @@ mod tests {
             r#"{"wei": "123456789012345678901234567890", "\"1": 1}"#,
             r#"{"a\\": 10000000000000000000000, "u": "é\""}"#,
         ] {
-            assert_eq!(rounded(kept), None, "{kept}");
+            assert_eq!(find_lossy_integer(kept), None, "{kept}");
         }
         for (text, number) in [
             (r#"{"wei":123456789012345678901234567890}"#, "123456789012345678901234567890"),
             (r#"["\\", {"a": [-9223372036854775809]}]"#, "-9223372036854775809"),
             (r#"18446744073709551617"#, "18446744073709551617"),
         ] {
-            assert_eq!(rounded(text), Some(number), "{text}");
+            assert_eq!(find_lossy_integer(text), Some(number), "{text}");
         }
         let long = "9".repeat(400);
-        assert_eq!(rounded(&long), Some(long.as_str()));
+        assert_eq!(find_lossy_integer(&long), Some(long.as_str()));
     }
 }

@@ -1,111 +1,127 @@
 //! Reports on attempts, and the transitions that follow: the end, a retry, or a fallback.
 
-use super::said::{said_before, says_the_same};
-use super::{Action, Refusal, Step, begin, committed, end, ending, late, with_report};
+use super::said::{matches_outcome, repeats_failed_attempt};
+use super::{
+    Action, Refusal, Transition, begin_attempt, end_call, end_record, ignored_record,
+    into_transition, with_report,
+};
 use crate::call::{Call, FailedAttempt, Hold, Status};
-use crate::event::{Kind, Record};
-use crate::fault::{Fault, Happened};
+use crate::event::{EventKind, EventRecord};
+use crate::fault::{Fault, SideEffect};
 use crate::json::Json;
 use crate::tool::Effect;
 
-pub(super) fn may_report(
+pub(super) fn check_report(
     call: &Call,
     attempt: Option<u32>,
     by: Option<&str>,
     result: &Result<Json, Fault>,
     now_ms: u64,
 ) -> Result<(), Refusal> {
-    if said_before(call, attempt, result) {
-        return Err(Refusal::Repeated);
+    if repeats_failed_attempt(call, attempt, result) {
+        return Err(Refusal::Duplicate);
     }
     if call.status.is_terminal() {
-        if says_the_same(call, result) {
-            return Err(Refusal::Repeated);
+        if matches_outcome(call, result) {
+            return Err(Refusal::Duplicate);
         }
         let why = format!("reported after the call was {}", call.status.as_str());
-        return Err(Refusal::Ended(with_report(late(call, now_ms, &why), by, result)));
+        return Err(Refusal::AlreadyEnded(with_report(
+            ignored_record(call, now_ms, &why),
+            by,
+            result,
+        )));
     }
     let this_one = attempt.is_none_or(|attempt| attempt == call.attempt);
-    if !call.attempt_is_out() || !this_one {
+    if !call.has_attempt_in_flight() || !this_one {
         let why = "reported for an attempt that is not out";
-        return Err(Refusal::WrongAttempt(with_report(late(call, now_ms, why), by, result)));
+        return Err(Refusal::WrongAttempt(with_report(
+            ignored_record(call, now_ms, why),
+            by,
+            result,
+        )));
     }
     Ok(())
 }
 
-pub(super) fn report(
+pub(super) fn apply_report(
     mut next: Call,
     by: Option<&str>,
     result: &Result<Json, Fault>,
     now_ms: u64,
-) -> Step {
+) -> Transition {
     let mut records = Vec::new();
     if next.status == Status::Pending {
-        records.push(begin(&mut next, now_ms));
+        records.push(begin_attempt(&mut next, now_ms));
     }
     if let Some(by) = by {
-        next.taken_by = Some(by.to_owned());
+        next.acknowledged_by = Some(by.to_owned());
     }
     match result {
         Ok(data) => {
             let size = data.text().len();
             let outcome = (true, Some(data.clone()), None);
-            let end = end(next, Status::Succeeded, outcome, now_ms);
-            let record = ending(&end, Kind::Finished, now_ms).with("result_bytes", size);
+            let end = end_call(next, Status::Succeeded, outcome, now_ms);
+            let record = end_record(&end, EventKind::Finished, now_ms).with("result_bytes", size);
             records.push(record);
-            committed(end, records, vec![Action::Ended])
+            into_transition(end, records, vec![Action::NotifyEnded])
         }
-        Err(fault) => failed(next, records, fault, now_ms),
+        Err(fault) => retry_or_fail(next, records, fault, now_ms),
     }
 }
 
 /// Handles a failed attempt: retries, falls back, or ends the call.
-pub(super) fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) -> Step {
-    let harmless = fault.happened == Happened::No;
+pub(super) fn retry_or_fail(
+    mut next: Call,
+    mut records: Vec<EventRecord>,
+    fault: &Fault,
+    now_ms: u64,
+) -> Transition {
+    let harmless = fault.side_effect == SideEffect::None;
     let may_repeat = harmless || next.target.effect != Effect::Irreversible;
     let backoff_ms = next.backoff.wait_ms(next.target_attempts, next.id.as_str());
     // Do not retry before the delay that the executor requested.
     let wait_ms = backoff_ms.max(fault.retry_after_ms().unwrap_or(0));
     let at_ms = now_ms.saturating_add(wait_ms);
     let tries_left = next.target_attempts <= next.max_retries;
-    let duration_ms = now_ms.saturating_sub(next.attempt_ms.unwrap_or(now_ms));
-    let failed = |kind: Kind, call: &Call| {
-        Record::new(kind, now_ms, call.attempt)
+    let duration_ms = now_ms.saturating_sub(next.attempt_dispatched_ms.unwrap_or(now_ms));
+    let failed = |kind: EventKind, call: &Call| {
+        EventRecord::new(kind, now_ms, call.attempt)
             .with("code", fault.code.as_str())
             .with("message", fault.message.as_str())
             .with("duration_ms", duration_ms)
     };
     if fault.retryable && may_repeat && tries_left && at_ms < next.deadline_ms {
         records.push(
-            failed(Kind::Retrying, &next)
+            failed(EventKind::Retrying, &next)
                 .with("tool", next.target.tool.as_str())
                 .with("next_attempt_at_ms", at_ms),
         );
-        put_back(&mut next, fault, at_ms);
-        return committed(next, records, vec![Action::Enqueue]);
+        schedule_next_attempt(&mut next, fault, at_ms);
+        return into_transition(next, records, vec![Action::Enqueue]);
     }
     let may_replace = harmless || next.target.effect == Effect::Read;
-    if may_replace && !next.alternates.is_empty() && now_ms < next.deadline_ms {
-        let alternate = next.alternates.remove(0);
+    if may_replace && !next.fallbacks.is_empty() && now_ms < next.deadline_ms {
+        let alternate = next.fallbacks.remove(0);
         records.push(
-            failed(Kind::Fallback, &next)
+            failed(EventKind::Fallback, &next)
                 .with("from", next.target.tool.as_str())
                 .with("to", alternate.tool.as_str())
                 .with("args_bytes", alternate.args.text().len()),
         );
         next.target = alternate;
         next.target_attempts = 0;
-        put_back(&mut next, fault, now_ms);
-        return committed(next, records, vec![Action::Enqueue]);
+        schedule_next_attempt(&mut next, fault, now_ms);
+        return into_transition(next, records, vec![Action::Enqueue]);
     }
-    let end = end(next, Status::Failed, (false, None, Some(fault.clone())), now_ms);
-    records.push(ending(&end, Kind::Failed, now_ms).with("code", fault.code.as_str()));
-    committed(end, records, vec![Action::Ended])
+    let end = end_call(next, Status::Failed, (false, None, Some(fault.clone())), now_ms);
+    records.push(end_record(&end, EventKind::Failed, now_ms).with("code", fault.code.as_str()));
+    into_transition(end, records, vec![Action::NotifyEnded])
 }
 
-fn put_back(next: &mut Call, fault: &Fault, at_ms: u64) {
-    next.failed = Some(Box::new(FailedAttempt::new(next.attempt, fault)));
+fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {
+    next.failed_attempt = Some(Box::new(FailedAttempt::new(next.attempt, fault)));
     next.status = Status::Pending;
     next.hold = Some(Hold::Retry { at_ms });
-    next.taken_by = None;
+    next.acknowledged_by = None;
 }

@@ -5,7 +5,7 @@ mod after;
 mod again;
 
 use super::*;
-use crate::call::{Asked, Target};
+use crate::call::{Origin, Target};
 use crate::id::CallId;
 use crate::retry::Backoff;
 use crate::tool::Executor;
@@ -103,7 +103,7 @@ fn call(executor: Executor, effect: Effect) -> Call {
         run_id: "r".into(),
         tool_name: "t".into(),
         args: Json::empty_object(),
-        asked: Asked::default(),
+        origin: Origin::default(),
         target: Target {
             tool: "t".into(),
             version: "v".into(),
@@ -111,21 +111,21 @@ fn call(executor: Executor, effect: Effect) -> Call {
             effect,
             args: Json::empty_object(),
         },
-        alternates: Vec::new(),
+        fallbacks: Vec::new(),
         max_retries: 2,
         backoff: Backoff { initial_ms: 100, factor: 2.0, max_ms: 1_000, jitter: 0.0 },
         status: Status::Pending,
         hold: Some(Hold::Queue),
         attempt: 0,
         target_attempts: 0,
-        taken_by: None,
-        dialogue: None,
-        failed: None,
+        acknowledged_by: None,
+        elicitation: None,
+        failed_attempt: None,
         node: None,
         created_ms: CREATED,
         deadline_ms: DEADLINE,
         started_ms: None,
-        attempt_ms: None,
+        attempt_dispatched_ms: None,
         completed_ms: None,
         outcome: None,
         version: 1,
@@ -155,7 +155,7 @@ fn standing(at: At) -> Call {
         At::RetryLater => call.hold = Some(Hold::Retry { at_ms: NOW + 1 }),
         At::Parked => {
             out(&mut call);
-            call.hold = Some(Hold::Parked);
+            call.hold = Some(Hold::Unacknowledged);
         }
         At::Input => {
             let asks = event(Did::Asks).0;
@@ -165,7 +165,7 @@ fn standing(at: At) -> Call {
             out(&mut call);
             (call.status, call.hold) = (Status::Running, None);
             call.started_ms = Some(NOW);
-            call.taken_by = Some("c1".into());
+            call.acknowledged_by = Some("c1".into());
         }
         At::Succeeded => call = ended(&standing(At::Running), done(result()), NOW),
         At::Failed => {
@@ -181,26 +181,30 @@ fn standing(at: At) -> Call {
     call
 }
 
-fn questions() -> crate::dialogue::Questions {
+fn questions() -> crate::dialogue::ElicitationRequest {
     let asked = ["name", "city"].map(|key| (key.to_owned(), Value::from("?")));
-    crate::dialogue::Questions { asked: asked.into_iter().collect(), note: Some("n".into()) }
+    crate::dialogue::ElicitationRequest {
+        questions: asked.into_iter().collect(),
+        source_state: Some("n".into()),
+    }
 }
 
 fn answers(keys: &[&str]) -> Event {
     let answers = keys.iter().map(|key| ((*key).to_owned(), Value::from("!"))).collect();
-    Event::Answer { by: "a".into(), answers }
+    Event::InputProvided { by: "a".into(), answers }
 }
 
 fn event(did: Did) -> (Event, u64) {
-    let taken = |attempt, by: &str| Event::Taken { attempt, by: by.into(), instead_of: None };
-    let told = |attempt, told| Event::Told { attempt, by: "c1".into(), told };
+    let taken =
+        |attempt, by: &str| Event::Acknowledged { attempt, by: by.into(), instead_of: None };
+    let told = |attempt, told| Event::RemoteOutcome { attempt, by: "c1".into(), told };
     let event = match did {
-        Did::ToldPartial => told(2, Told::Partial(result())),
-        Did::ToldTimedOut => told(2, Told::TimedOut(Fault::new(Code::Timeout, "slow"))),
-        Did::ToldCanceled => told(2, Told::Canceled(Fault::new(Code::Canceled, "no"))),
-        Did::ToldOldAttempt => told(1, Told::Partial(result())),
-        Did::Handed => Event::Handed { attempt: 2, handle: "there".into() },
-        Did::HandedOldAttempt => Event::Handed { attempt: 1, handle: "there".into() },
+        Did::ToldPartial => told(2, RemoteOutcome::Partial(result())),
+        Did::ToldTimedOut => told(2, RemoteOutcome::TimedOut(Fault::new(Code::Timeout, "slow"))),
+        Did::ToldCanceled => told(2, RemoteOutcome::Canceled(Fault::new(Code::Canceled, "no"))),
+        Did::ToldOldAttempt => told(1, RemoteOutcome::Partial(result())),
+        Did::Handed => Event::Detached { attempt: 2, handle: "there".into() },
+        Did::HandedOldAttempt => Event::Detached { attempt: 1, handle: "there".into() },
         Did::Claim => Event::Claim { node: "n2".into() },
         Did::Taken => taken(2, "c1"),
         Did::TakenByOther => taken(2, "c2"),
@@ -212,13 +216,13 @@ fn event(did: Did) -> (Event, u64) {
         }
         Did::FailedForGood => failed_with(Fault::runtime("broken").retryable(false)),
         Did::DeadlineEarly | Did::DeadlineDue => Event::Deadline,
-        Did::Asks => Event::Ask { attempt: 2, questions: questions() },
-        Did::AsksOldAttempt => Event::Ask { attempt: 1, questions: questions() },
+        Did::Asks => Event::InputRequired { attempt: 2, questions: questions() },
+        Did::AsksOldAttempt => Event::InputRequired { attempt: 1, questions: questions() },
         Did::AnswersAll => answers(&["name", "city"]),
         Did::AnswersSome => answers(&["city", "nobody asked"]),
         Did::AnswersNothing => answers(&["nobody asked"]),
         Did::Cancel => Event::Cancel { by: "a".into(), reason: None },
-        Did::Lost => Event::Lost { node: "n2".into() },
+        Did::Lost => Event::OwnerLost { node: "n2".into() },
     };
     (event, if did == Did::DeadlineDue { DEADLINE } else { NOW })
 }
@@ -301,16 +305,16 @@ fn every_status_times_every_event() {
                     check_next(&before, &step, at, did);
                     Expect::To(step.call.status, step.call.hold.map(Hold::as_str))
                 }
-                Err(Refusal::Repeated) => Expect::Repeated,
-                Err(Refusal::Ended(record)) => {
-                    assert_eq!(record.kind, Kind::Late);
+                Err(Refusal::Duplicate) => Expect::Repeated,
+                Err(Refusal::AlreadyEnded(record)) => {
+                    assert_eq!(record.kind, EventKind::ReportIgnored);
                     Expect::Ended
                 }
                 Err(Refusal::WrongAttempt(record)) => {
-                    assert_eq!(record.kind, Kind::Late);
+                    assert_eq!(record.kind, EventKind::ReportIgnored);
                     Expect::WrongAttempt
                 }
-                Err(Refusal::NotNow) => Expect::NotNow,
+                Err(Refusal::NotApplicable) => Expect::NotNow,
             };
             assert_eq!(got, expected(at, did), "{at:?} × {did:?}");
             rows += 1;
@@ -320,20 +324,24 @@ fn every_status_times_every_event() {
 }
 
 /// Checks the invariants of every transition.
-fn check_next(before: &Call, step: &Step, at: At, did: Did) {
+fn check_next(before: &Call, step: &Transition, at: At, did: Did) {
     let (call, row) = (&step.call, format!("{at:?} × {did:?}"));
     assert!(!before.status.is_terminal(), "{row}: a terminal status never changes");
     assert_eq!(call.version, before.version + 1, "{row}");
     assert_eq!(call.status == Status::Pending, call.hold.is_some(), "{row}");
     assert_eq!(call.status.is_terminal(), call.completed_ms.is_some(), "{row}");
     assert_eq!(call.status.is_terminal(), call.outcome.is_some(), "{row}");
-    assert_eq!(call.status.is_terminal(), step.actions.contains(&Action::Ended), "{row}");
+    assert_eq!(call.status.is_terminal(), step.actions.contains(&Action::NotifyEnded), "{row}");
     assert!(call.status != Status::Running || call.started_ms.is_some(), "{row}");
     // An executor that reported the end needs no stop request.
     let told = matches!(did, Did::ToldTimedOut | Did::ToldCanceled);
     let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !told;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
-    assert_eq!(stops, stopped && before.attempt_is_out(), "{row}: cancel reaches the executor");
+    assert_eq!(
+        stops,
+        stopped && before.has_attempt_in_flight(),
+        "{row}: cancel reaches the executor"
+    );
     if call.status.is_terminal() {
         let ends = step.records.iter().filter(|record| record.kind.is_terminal()).count();
         assert_eq!(ends, 1, "{row}: one ending is written down");
@@ -402,7 +410,7 @@ fn a_fallback_is_used_only_where_nothing_happened() {
         (Idempotent, Fault::runtime("broken"), false),
     ] {
         let mut call = running(effect);
-        (call.max_retries, call.alternates) = (0, vec![alternate.clone()]);
+        (call.max_retries, call.fallbacks) = (0, vec![alternate.clone()]);
         let step = step(&call, &failed_with(fault), NOW).unwrap();
         assert_eq!(step.call.status == Status::Pending, used, "{effect:?}");
         if used {
@@ -411,7 +419,7 @@ fn a_fallback_is_used_only_where_nothing_happened() {
                 ("other", "t")
             );
             assert_eq!(step.call.target_attempts, 0);
-            assert!(step.records.iter().any(|record| record.kind == Kind::Fallback));
+            assert!(step.records.iter().any(|record| record.kind == EventKind::Fallback));
         }
     }
 }
@@ -421,26 +429,26 @@ fn answers_reach_the_next_attempt_and_asking_costs_no_retry() {
     let waiting = standing(At::Input);
     assert_eq!((waiting.attempt, waiting.target_attempts), (2, 1));
     let some = step(&waiting, &answers(&["city", "nobody asked"]), NOW).unwrap();
-    let dialogue = some.call.dialogue.as_ref().unwrap();
-    assert_eq!(dialogue.open.keys().collect::<Vec<_>>(), ["name"]);
+    let dialogue = some.call.elicitation.as_ref().unwrap();
+    assert_eq!(dialogue.unanswered.keys().collect::<Vec<_>>(), ["name"]);
     assert!(some.actions.is_empty());
     let all = step(&some.call, &answers(&["name"]), NOW).unwrap();
     assert_eq!(all.actions, [Action::Enqueue]);
     let next = step(&all.call, &Event::Claim { node: "n1".into() }, NOW).unwrap().call;
-    let dialogue = next.dialogue.as_ref().unwrap();
+    let dialogue = next.elicitation.as_ref().unwrap();
     let heard: Vec<&str> = dialogue.answers.keys().map(String::as_str).collect();
-    assert_eq!((heard, dialogue.note.as_deref()), (vec!["city", "name"], Some("n")));
+    assert_eq!((heard, dialogue.source_state.as_deref()), (vec!["city", "name"], Some("n")));
     // A second elicitation starts a new round.
-    let again = Event::Ask { attempt: next.attempt, questions: questions() };
+    let again = Event::InputRequired { attempt: next.attempt, questions: questions() };
     let again = step(&next, &again, NOW).unwrap().call;
-    assert!(again.dialogue.unwrap().answers.is_empty());
+    assert!(again.elicitation.unwrap().answers.is_empty());
     let message = step(&waiting, &Event::Deadline, DEADLINE).unwrap().call.outcome.unwrap();
     assert!(message.error.unwrap().message.contains("no answer"));
 }
 
 #[test]
 fn a_crash_never_runs_an_irreversible_tool_twice() {
-    let lost = Event::Lost { node: "n2".into() };
+    let lost = Event::OwnerLost { node: "n2".into() };
     let ended = step(&running(Effect::Irreversible), &lost, NOW).unwrap().call;
     let fault = ended.outcome.unwrap().error.unwrap();
     assert_eq!((ended.status, fault.code), (Status::Failed, Code::OutcomeUnknown));
@@ -468,16 +476,16 @@ fn messages_say_whether_it_may_have_happened() {
 #[test]
 fn what_a_tool_service_told_is_answered_the_same_when_told_again() {
     let telling = [
-        Told::Partial(result()),
-        Told::TimedOut(Fault::new(Code::Timeout, "slow")),
-        Told::Canceled(Fault::new(Code::Canceled, "no")),
+        RemoteOutcome::Partial(result()),
+        RemoteOutcome::TimedOut(Fault::new(Code::Timeout, "slow")),
+        RemoteOutcome::Canceled(Fault::new(Code::Canceled, "no")),
     ];
     for told in telling {
-        let event = Event::Told { attempt: 2, by: "c1".into(), told: told.clone() };
+        let event = Event::RemoteOutcome { attempt: 2, by: "c1".into(), told: told.clone() };
         let ended = step(&standing(At::Running), &event, NOW).unwrap().call;
         let outcome = ended.outcome.as_ref().unwrap();
-        assert_eq!(outcome.partial, matches!(told, Told::Partial(_)));
-        assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Repeated), "{told:?}");
+        assert_eq!(outcome.partial, matches!(told, RemoteOutcome::Partial(_)));
+        assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Duplicate), "{told:?}");
     }
 }
 
@@ -487,8 +495,8 @@ fn the_callers_own_call_runs_from_the_first_moment_and_once() {
     let own = Call { max_retries: 0, ..call(Executor::Caller, Effect::Irreversible) };
     let claimed = step(&own, &Event::Claim { node: "n1".into() }, NOW).unwrap();
     assert_eq!((claimed.call.status, claimed.call.hold), (Status::Running, None));
-    assert_eq!(claimed.records[0].kind, Kind::Started);
-    let lost = step(&claimed.call, &Event::Lost { node: "n2".into() }, NOW).unwrap();
+    assert_eq!(claimed.records[0].kind, EventKind::Started);
+    let lost = step(&claimed.call, &Event::OwnerLost { node: "n2".into() }, NOW).unwrap();
     assert_eq!((lost.call.status, lost.call.attempt), (Status::Running, 1), "it is the caller's");
     let harmless = failed_with(Fault::unreachable("refused"));
     let failed = step(&lost.call, &harmless, NOW).unwrap().call;

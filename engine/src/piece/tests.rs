@@ -9,16 +9,18 @@ const PLENTY: usize = 100_000;
 fn rows() -> Json {
     let rows: Vec<Value> = (0..250).map(|n| json!({ "id": n, "name": format!("n{n}") })).collect();
     let log: Vec<String> = (0..300).map(|n| format!("{n} line of the log")).collect();
-    Json::of_value(&json!({ "rows": rows, "log": log.join("\n"), "a/b": { "~": 1.5 }, "n": null }))
+    Json::from_value(
+        &json!({ "rows": rows, "log": log.join("\n"), "a/b": { "~": 1.5 }, "n": null }),
+    )
 }
 
-fn at(pointer: &str) -> Part {
-    Part { pointer: pointer.into(), ..Part::default() }
+fn at(pointer: &str) -> SliceQuery {
+    SliceQuery { pointer: pointer.into(), ..SliceQuery::default() }
 }
 
-fn value(piece: &Piece) -> Value {
+fn value(piece: &Slice) -> Value {
     match &piece.content {
-        Content::Value(value) => value.value(),
+        SliceContent::Value(value) => value.to_value(),
         other => panic!("{other:?}"),
     }
 }
@@ -32,15 +34,16 @@ fn a_pointer_finds_any_part() {
         ("/a~1b/~0", json!(1.5)),
         ("/n", Value::Null),
     ] {
-        let piece = read(&data, &at(pointer), PLENTY).unwrap();
+        let piece = read_slice(&data, &at(pointer), PLENTY).unwrap();
         assert_eq!(value(&piece), expected, "{pointer}");
         assert_eq!(piece.next_offset, None);
     }
     // The text is returned as written, not serialized again.
     let data = Json::parse(r#"{"x": {"price": 1.10}}"#).unwrap();
-    let piece = read(&data, &at("/x"), PLENTY).unwrap();
-    assert_eq!(piece.content, Content::Value(Json::parse(r#"{"price":1.10}"#).unwrap()));
-    let Content::Value(text) = read(&data, &at("/x/price"), PLENTY).unwrap().content else {
+    let piece = read_slice(&data, &at("/x"), PLENTY).unwrap();
+    assert_eq!(piece.content, SliceContent::Value(Json::parse(r#"{"price":1.10}"#).unwrap()));
+    let SliceContent::Value(text) = read_slice(&data, &at("/x/price"), PLENTY).unwrap().content
+    else {
         panic!("a value")
     };
     assert_eq!(text.text(), "1.10");
@@ -49,25 +52,26 @@ fn a_pointer_finds_any_part() {
 #[test]
 fn arrays_objects_and_texts_come_in_portions() {
     let data = rows();
-    let part = Part { offset: 240, limit: Some(7), ..at("/rows") };
-    let piece = read(&data, &part, PLENTY).unwrap();
+    let part = SliceQuery { offset: 240, limit: Some(7), ..at("/rows") };
+    let piece = read_slice(&data, &part, PLENTY).unwrap();
     assert_eq!((piece.total, piece.shown, piece.next_offset), (Some(250), 7, Some(247)));
     assert_eq!(value(&piece)[0]["id"], 240);
-    let part = Part { offset: 247, ..part };
-    let piece = read(&data, &part, PLENTY).unwrap();
+    let part = SliceQuery { offset: 247, ..part };
+    let piece = read_slice(&data, &part, PLENTY).unwrap();
     assert_eq!((piece.shown, piece.next_offset, piece.truncated), (3, None, false));
 
-    let piece = read(&data, &Part { offset: 1, limit: Some(1), ..at("") }, PLENTY).unwrap();
-    assert_eq!((piece.kind, piece.total, piece.next_offset), (Kind::Object, Some(4), Some(2)));
+    let piece =
+        read_slice(&data, &SliceQuery { offset: 1, limit: Some(1), ..at("") }, PLENTY).unwrap();
+    assert_eq!((piece.kind, piece.total, piece.next_offset), (JsonKind::Object, Some(4), Some(2)));
     assert_eq!(value(&piece).as_object().unwrap().len(), 1);
 
-    let part = Part { offset: 298, ..at("/log") };
-    let piece = read(&data, &part, PLENTY).unwrap();
-    assert_eq!((piece.kind, piece.total, piece.shown), (Kind::Text, Some(300), 2));
+    let part = SliceQuery { offset: 298, ..at("/log") };
+    let piece = read_slice(&data, &part, PLENTY).unwrap();
+    assert_eq!((piece.kind, piece.total, piece.shown), (JsonKind::Text, Some(300), 2));
     assert_eq!(value(&piece), json!("298 line of the log\n299 line of the log"));
 
-    let part = Part { offset: 9_999, ..at("/log") };
-    let piece = read(&data, &part, PLENTY).unwrap();
+    let part = SliceQuery { offset: 9_999, ..at("/log") };
+    let piece = read_slice(&data, &part, PLENTY).unwrap();
     assert_eq!((piece.shown, piece.next_offset, value(&piece)), (0, None, json!("")));
 }
 
@@ -77,8 +81,8 @@ fn portions_put_together_are_the_whole() {
     for (pointer, most_bytes) in [("/rows", 300), ("/log", 100), ("", PLENTY)] {
         let (mut offset, mut items, mut text, mut turns) = (0, 0, String::new(), 0);
         loop {
-            let part = Part { offset, limit: Some(1_000), ..at(pointer) };
-            let piece = read(&data, &part, most_bytes).unwrap();
+            let part = SliceQuery { offset, limit: Some(1_000), ..at(pointer) };
+            let piece = read_slice(&data, &part, most_bytes).unwrap();
             match value(&piece) {
                 Value::String(part) => text += &part,
                 Value::Array(part) => items += part.len(),
@@ -90,8 +94,11 @@ fn portions_put_together_are_the_whole() {
             assert!(piece.truncated && next as u64 > offset);
             offset = next as u64;
         }
-        let whole =
-            if pointer.is_empty() { data.value() } else { data.value()[&pointer[1..]].clone() };
+        let whole = if pointer.is_empty() {
+            data.to_value()
+        } else {
+            data.to_value()[&pointer[1..]].clone()
+        };
         match whole {
             Value::String(whole) => assert_eq!(text, whole),
             Value::Array(whole) => assert_eq!(items, whole.len()),
@@ -103,21 +110,21 @@ fn portions_put_together_are_the_whole() {
 
 #[test]
 fn what_is_too_long_by_itself_shows_its_beginning_and_where_to_read_it() {
-    let data = Json::of_value(&json!([1, "é".repeat(5_000), 3]));
-    let piece = read(&data, &Part { offset: 1, ..at("") }, 1_001).unwrap();
-    let Content::Beginning { text, pointer } = &piece.content else { panic!("{piece:?}") };
+    let data = Json::from_value(&json!([1, "é".repeat(5_000), 3]));
+    let piece = read_slice(&data, &SliceQuery { offset: 1, ..at("") }, 1_001).unwrap();
+    let SliceContent::Prefix { text, pointer } = &piece.content else { panic!("{piece:?}") };
     assert!(text.len() <= 1_001 && pointer == "/1");
     assert_eq!((piece.truncated, piece.next_offset), (true, Some(2)));
-    let inside = read(&data, &at("/1"), 100_000).unwrap();
+    let inside = read_slice(&data, &at("/1"), 100_000).unwrap();
     assert_eq!(inside.total, Some(5), "a long line is several");
     let digits = Json::parse(&"7".repeat(300)).unwrap();
-    let piece = read(&digits, &at(""), 100).unwrap();
-    assert!(matches!(piece.content, Content::Beginning { .. }) && piece.truncated);
+    let piece = read_slice(&digits, &at(""), 100).unwrap();
+    assert!(matches!(piece.content, SliceContent::Prefix { .. }) && piece.truncated);
 }
 
-fn found(piece: &Piece) -> (Vec<(String, Option<usize>)>, usize) {
+fn found(piece: &Slice) -> (Vec<(String, Option<usize>)>, usize) {
     match &piece.content {
-        Content::Matches { matches, matched } => {
+        SliceContent::Matches { matches, matched } => {
             (matches.iter().map(|m| (m.pointer.clone(), m.line)).collect(), *matched)
         }
         other => panic!("{other:?}"),
@@ -128,46 +135,48 @@ fn found(piece: &Piece) -> (Vec<(String, Option<usize>)>, usize) {
 fn grep_gives_what_fits_and_where_it_is() {
     let data = rows();
     let grep = |pattern: &str| Some(pattern.to_owned());
-    let piece = read(&data, &Part { grep: grep("n24[0-2]"), ..at("/rows") }, PLENTY).unwrap();
+    let piece =
+        read_slice(&data, &SliceQuery { grep: grep("n24[0-2]"), ..at("/rows") }, PLENTY).unwrap();
     let expected = ["/rows/240", "/rows/241", "/rows/242"].map(|p| (p.to_owned(), None));
     assert_eq!(found(&piece), (expected.to_vec(), 3));
     assert_eq!((piece.total, piece.next_offset), (Some(250), None));
 
     // At the top level, only the matching rows and lines are returned.
-    let piece = read(&data, &Part { grep: grep("n123\"|^77 line"), ..at("") }, PLENTY).unwrap();
+    let piece =
+        read_slice(&data, &SliceQuery { grep: grep("n123\"|^77 line"), ..at("") }, PLENTY).unwrap();
     let (mut places, matched) = found(&piece);
     places.sort();
     assert_eq!(places, [("/log".to_owned(), Some(77)), ("/rows/123".to_owned(), None)]);
     assert_eq!(matched, 2);
 
-    let part = Part { grep: grep("line"), offset: 5, limit: Some(2), ..at("/log") };
-    let piece = read(&data, &part, PLENTY).unwrap();
+    let part = SliceQuery { grep: grep("line"), offset: 5, limit: Some(2), ..at("/log") };
+    let piece = read_slice(&data, &part, PLENTY).unwrap();
     assert_eq!(found(&piece).0, [("/log".to_owned(), Some(5)), ("/log".to_owned(), Some(6))]);
     assert_eq!((found(&piece).1, piece.next_offset), (300, Some(7)));
 
-    let piece = read(&data, &Part { grep: grep("nowhere"), ..at("") }, PLENTY).unwrap();
+    let piece = read_slice(&data, &SliceQuery { grep: grep("nowhere"), ..at("") }, PLENTY).unwrap();
     assert_eq!((found(&piece), piece.shown), ((vec![], 0), 0));
-    let piece = read(&data, &Part { grep: grep("^a/b$"), ..at("") }, PLENTY).unwrap();
+    let piece = read_slice(&data, &SliceQuery { grep: grep("^a/b$"), ..at("") }, PLENTY).unwrap();
     assert_eq!(found(&piece).0, [("/a~1b".to_owned(), None)], "by its key");
 }
 
 #[test]
 fn what_is_wrong_is_named() {
     let data = rows();
-    let ask = |part: Part| read(&data, &part, PLENTY).unwrap_err();
-    let refused = |part: Part, field: &str| {
+    let ask = |part: SliceQuery| read_slice(&data, &part, PLENTY).unwrap_err();
+    let refused = |part: SliceQuery, field: &str| {
         let fault = ask(part);
         assert_eq!(fault.code, Code::ValidationError, "{fault}");
         assert!(fault.message.contains(field), "{fault}");
         assert_eq!(fault.detail.unwrap()["field"], field);
     };
-    refused(Part { limit: Some(0), ..Part::default() }, "limit");
-    refused(Part { limit: Some(1_001), ..Part::default() }, "limit");
+    refused(SliceQuery { limit: Some(0), ..SliceQuery::default() }, "limit");
+    refused(SliceQuery { limit: Some(1_001), ..SliceQuery::default() }, "limit");
     refused(at("rows"), "pointer");
     refused(at("/~2"), "pointer");
-    refused(Part { grep: Some("(".into()), ..Part::default() }, "grep");
-    refused(Part { grep: Some("a{1000}{1000}".into()), ..Part::default() }, "grep");
-    refused(Part { grep: Some("x".repeat(1_001)), ..Part::default() }, "grep");
+    refused(SliceQuery { grep: Some("(".into()), ..SliceQuery::default() }, "grep");
+    refused(SliceQuery { grep: Some("a{1000}{1000}".into()), ..SliceQuery::default() }, "grep");
+    refused(SliceQuery { grep: Some("x".repeat(1_001)), ..SliceQuery::default() }, "grep");
 }
 
 #[test]
@@ -182,7 +191,7 @@ fn a_pointer_that_goes_astray_says_what_is_nearest() {
         ("/log/1", "/log", "has no parts"),
         ("/a~1b/x/y", "/a~1b", "\"~\""),
     ] {
-        let fault = read(&data, &at(pointer), PLENTY).unwrap_err();
+        let fault = read_slice(&data, &at(pointer), PLENTY).unwrap_err();
         assert_eq!(fault.code, Code::NotFound);
         assert!(fault.message.contains(says), "{fault}");
         assert_eq!(fault.detail.unwrap()["nearest"], nearest);

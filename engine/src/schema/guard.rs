@@ -35,7 +35,7 @@ pub(super) const MAX_CHAIN: u32 = 32;
 
 /// Properties of an accepted schema that the rest of the module needs.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Passed {
+pub(super) struct SchemaProfile {
     pub draft: Draft,
     /// Longest chain of subschemas on one instance value.
     pub chain: u32,
@@ -47,42 +47,45 @@ pub(super) struct Passed {
     pub patterns: usize,
 }
 
-pub(super) fn check(schema: &Value) -> Result<Passed, SchemaError> {
+pub(super) fn check(schema: &Value) -> Result<SchemaProfile, SchemaError> {
     if !schema.is_object() && !schema.is_boolean() {
-        return Err(fault("", "a schema must be a JSON object or a boolean"));
+        return Err(schema_error("", "a schema must be a JSON object or a boolean"));
     }
-    let doc = Doc::index(schema)?;
-    let draft = dialect(schema)?;
+    let doc = SchemaDocument::index(schema)?;
+    let draft = detect_draft(schema)?;
     let resource = draft.create_resource_ref(schema);
     // The compiler names the document the same way, so both resolve references alike.
     let id = resource.id().unwrap_or("json-schema:///").trim_end_matches('#');
-    let wrong_id = |e: jsonschema::ReferencingError| fault("/$id", format!("not usable: {e}"));
+    let wrong_id =
+        |e: jsonschema::ReferencingError| schema_error("/$id", format!("not usable: {e}"));
     let base = jsonschema::uri::from_str(id).map_err(wrong_id)?;
     let registry = Registry::new()
-        .retriever(Nowhere)
+        .retriever(OfflineRetriever)
         .draft(draft)
         .add(base.as_str(), resource)
         .and_then(|builder| builder.prepare())
-        .map_err(|e| fault(doc.blame(&e.to_string()), format!("cannot be resolved: {e}")))?;
-    let graph = graph::Graph::new(doc, draft, &registry, Arc::new(base))?;
-    load::measure(&graph)
+        .map_err(|e| {
+            schema_error(doc.locate_reference(&e.to_string()), format!("cannot be resolved: {e}"))
+        })?;
+    let graph = graph::SchemaGraph::new(doc, draft, &registry, Arc::new(base))?;
+    load::measure_profile(&graph)
 }
 
 /// Answers every fetch with the `true` schema, so that the registry can be built and the offending
 /// reference can then be reported with its pointer.
-struct Nowhere;
+struct OfflineRetriever;
 
-impl Retrieve for Nowhere {
+impl Retrieve for OfflineRetriever {
     fn retrieve(&self, _: &Uri<String>) -> Result<Value, Box<dyn std::error::Error + Send + Sync>> {
         Ok(Value::Bool(true))
     }
 }
 
-fn fault(pointer: impl Into<String>, reason: impl Into<String>) -> SchemaError {
+fn schema_error(pointer: impl Into<String>, reason: impl Into<String>) -> SchemaError {
     SchemaError { pointer: pointer.into(), reason: reason.into() }
 }
 
-fn dialect(schema: &Value) -> Result<Draft, SchemaError> {
+fn detect_draft(schema: &Value) -> Result<Draft, SchemaError> {
     let Some(named) = schema.get("$schema") else {
         return Ok(Draft::Draft202012);
     };
@@ -93,7 +96,7 @@ fn dialect(schema: &Value) -> Result<Draft, SchemaError> {
         {
             Ok(known)
         }
-        _ => Err(fault(
+        _ => Err(schema_error(
             "/$schema",
             "this dialect is not supported; use JSON Schema 2020-12 or draft-07",
         )),
@@ -101,15 +104,15 @@ fn dialect(schema: &Value) -> Result<Draft, SchemaError> {
 }
 
 #[derive(Clone, Copy)]
-enum Segment<'a> {
+enum PointerSegment<'a> {
     Key(&'a str),
     Index(usize),
 }
 
 /// Every value of the document, so that any of them can be named by its pointer. Stores parents
 /// instead of pointers, because one very long key would otherwise be copied thousands of times.
-struct Doc<'a> {
-    values: Vec<(&'a Value, Option<(usize, Segment<'a>)>)>,
+struct SchemaDocument<'a> {
+    values: Vec<(&'a Value, Option<(usize, PointerSegment<'a>)>)>,
     by_address: HashMap<usize, usize>,
 }
 
@@ -117,10 +120,10 @@ fn address(value: &Value) -> usize {
     std::ptr::from_ref(value) as usize
 }
 
-impl<'a> Doc<'a> {
+impl<'a> SchemaDocument<'a> {
     /// Indexes the document iteratively, because its depth is not yet known to be safe.
-    fn index(root: &'a Value) -> Result<Doc<'a>, SchemaError> {
-        let mut doc = Doc { values: Vec::new(), by_address: HashMap::new() };
+    fn index(root: &'a Value) -> Result<SchemaDocument<'a>, SchemaError> {
+        let mut doc = SchemaDocument { values: Vec::new(), by_address: HashMap::new() };
         let mut stack = vec![(root, None, 0)];
         while let Some((value, parent, depth)) = stack.pop() {
             let index = doc.values.len();
@@ -128,38 +131,41 @@ impl<'a> Doc<'a> {
             doc.by_address.insert(address(value), index);
             if (value.is_object() || value.is_array()) && depth >= MAX_DEPTH {
                 let reason = format!("the schema is nested deeper than {MAX_DEPTH} levels");
-                return Err(fault(doc.pointer(index), reason));
+                return Err(schema_error(doc.pointer(index), reason));
             }
             if index > MAX_BYTES {
-                return Err(Self::oversize());
+                return Err(Self::too_large_error());
             }
             let below = |seg| Some((index, seg));
             match value {
                 Value::Object(map) => stack.extend(
-                    map.iter().map(|(key, v)| (v, below(Segment::Key(key.as_str())), depth + 1)),
+                    map.iter()
+                        .map(|(key, v)| (v, below(PointerSegment::Key(key.as_str())), depth + 1)),
                 ),
                 Value::Array(list) => stack.extend(
-                    list.iter().enumerate().map(|(i, v)| (v, below(Segment::Index(i)), depth + 1)),
+                    list.iter()
+                        .enumerate()
+                        .map(|(i, v)| (v, below(PointerSegment::Index(i)), depth + 1)),
                 ),
                 _ => {}
             }
         }
         // Recursion is safe from here on; the writer stops at the limit instead of filling memory.
-        let mut room = Room(MAX_BYTES);
-        serde_json::to_writer(&mut room, root).map_err(|_| Self::oversize())?;
+        let mut room = LimitedSink(MAX_BYTES);
+        serde_json::to_writer(&mut room, root).map_err(|_| Self::too_large_error())?;
         Ok(doc)
     }
 
-    fn oversize() -> SchemaError {
-        fault("", format!("the schema is larger than {} KiB", MAX_BYTES / 1024))
+    fn too_large_error() -> SchemaError {
+        schema_error("", format!("the schema is larger than {} KiB", MAX_BYTES / 1024))
     }
 
     fn pointer(&self, mut index: usize) -> String {
         let mut parts = Vec::new();
         while let Some((_, Some((parent, segment)))) = self.values.get(index) {
             parts.push(match segment {
-                Segment::Key(key) => key.replace('~', "~0").replace('/', "~1"),
-                Segment::Index(i) => i.to_string(),
+                PointerSegment::Key(key) => key.replace('~', "~0").replace('/', "~1"),
+                PointerSegment::Index(i) => i.to_string(),
             });
             index = *parent;
         }
@@ -168,19 +174,19 @@ impl<'a> Doc<'a> {
 
     /// Locates a bad reference. The registry reports only an address and no pointer, so this
     /// searches for the value that contains it.
-    fn blame(&self, message: &str) -> String {
+    fn locate_reference(&self, message: &str) -> String {
         let named = |v: &Value| v.as_str().is_some_and(|s| !s.is_empty() && message.contains(s));
-        let wrote = |(v, parent): &(&Value, Option<(usize, Segment)>)| {
-            matches!(parent, Some((_, Segment::Key(k))) if k.starts_with('$')) && named(v)
+        let wrote = |(v, parent): &(&Value, Option<(usize, PointerSegment)>)| {
+            matches!(parent, Some((_, PointerSegment::Key(k))) if k.starts_with('$')) && named(v)
         };
         self.values.iter().position(wrote).map_or_else(String::new, |i| self.pointer(i))
     }
 }
 
 /// A sink with limited capacity, used to measure a document without storing it.
-struct Room(usize);
+struct LimitedSink(usize);
 
-impl std::io::Write for Room {
+impl std::io::Write for LimitedSink {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         match self.0.checked_sub(bytes.len()) {
             Some(left) => self.0 = left,

@@ -17,7 +17,7 @@ use jsonschema::JsonType;
 use jsonschema::json::{Array, Json, Node, NodeIdentity, Object, cmp};
 use serde_json::{Map, Number, Value};
 
-use super::guard::Passed;
+use super::guard::SchemaProfile;
 
 /// Maximum number of steps of one validation; a step is one access to a value, about 20 ns of work.
 pub(super) const MAX_STEPS: u64 = 20_000_000;
@@ -27,15 +27,15 @@ const ERROR_STEPS: u64 = 200;
 const BYTES_PER_STEP: usize = 4;
 
 /// Replaces every value after the steps are exhausted.
-static NOTHING: Value = Value::Null;
+static EXHAUSTED_VALUE: Value = Value::Null;
 /// Replaces the instance in errors that were created after the steps were exhausted.
-static SPENT: Value = Value::Bool(true);
+static EXHAUSTED_ERROR_VALUE: Value = Value::Bool(true);
 
 /// The representation of JSON that the validator is compiled for.
-pub(super) struct Metered;
+pub(super) struct MeteredJson;
 
 #[derive(Debug)]
-pub(super) struct Meter {
+pub(super) struct StepMeter {
     left: Cell<u64>,
     /// Cost of a member: its name may pass through `propertyNames`, which is not metered.
     per_name: u64,
@@ -43,80 +43,80 @@ pub(super) struct Meter {
     name_weight: usize,
 }
 
-impl Meter {
+impl StepMeter {
     /// Creates a meter for a check of validity alone.
-    pub(super) fn for_verdict(passed: &Passed) -> Meter {
-        let Passed { per_name, name_weight, .. } = *passed;
-        Meter { left: Cell::new(MAX_STEPS), per_name: 1 + per_name, name_weight }
+    pub(super) fn for_validity(passed: &SchemaProfile) -> StepMeter {
+        let SchemaProfile { per_name, name_weight, .. } = *passed;
+        StepMeter { left: Cell::new(MAX_STEPS), per_name: 1 + per_name, name_weight }
     }
 
     /// Creates a meter for listing errors; each evaluation of a property name may create one.
-    pub(super) fn for_errors(passed: &Passed) -> Meter {
-        let Passed { per_name, name_weight, .. } = *passed;
+    pub(super) fn for_errors(passed: &SchemaProfile) -> StepMeter {
+        let SchemaProfile { per_name, name_weight, .. } = *passed;
         let per_name = 1 + per_name * ERROR_STEPS;
-        Meter { left: Cell::new(MAX_STEPS), per_name, name_weight }
+        StepMeter { left: Cell::new(MAX_STEPS), per_name, name_weight }
     }
 
-    pub(super) fn is_spent(&self) -> bool {
+    pub(super) fn is_exhausted(&self) -> bool {
         self.left.get() == 0
     }
 
     fn charge(&self, steps: usize) -> bool {
         self.left.set(self.left.get().saturating_sub(steps as u64));
-        !self.is_spent()
+        !self.is_exhausted()
     }
 }
 
 /// Returns the steps for matching that many bytes against a pattern: for each byte the engine
 /// advances all active states, which are about half of them at worst.
-fn heavy(length: usize, weight: usize) -> usize {
+fn pattern_steps(length: usize, weight: usize) -> usize {
     length.saturating_mul(weight) / 2
 }
 
 /// Returns whether an error stems from a value that was really accessed.
 pub(super) fn is_genuine(error: &jsonschema::ValidationError<'_>) -> bool {
-    error.instance().as_ref() != &SPENT
+    error.instance().as_ref() != &EXHAUSTED_ERROR_VALUE
 }
 
 /// One value seen through the meter. Property names have none.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct View<'a> {
+pub(super) struct MeteredValue<'a> {
     value: &'a Value,
-    meter: Option<&'a Meter>,
+    meter: Option<&'a StepMeter>,
     /// Length of the path to this value, because every error contains it.
     path: usize,
 }
 
-impl<'a> View<'a> {
-    pub(super) fn new(value: &'a Value, meter: &'a Meter) -> View<'a> {
-        View { value, meter: Some(meter), path: 0 }
+impl<'a> MeteredValue<'a> {
+    pub(super) fn new(value: &'a Value, meter: &'a StepMeter) -> MeteredValue<'a> {
+        MeteredValue { value, meter: Some(meter), path: 0 }
     }
 
-    fn look(&self, steps: usize) -> &'a Value {
+    fn charged_value(&self, steps: usize) -> &'a Value {
         match self.meter {
-            Some(meter) if !meter.charge(steps) => &NOTHING,
+            Some(meter) if !meter.charge(steps) => &EXHAUSTED_VALUE,
             _ => self.value,
         }
     }
 
-    fn member(&self, value: &'a Value, name: usize) -> View<'a> {
-        View { value, meter: self.meter, path: self.path + name + 1 }
+    fn member(&self, value: &'a Value, name: usize) -> MeteredValue<'a> {
+        MeteredValue { value, meter: self.meter, path: self.path + name + 1 }
     }
 
     /// Returns the value, charged for a match against a pattern of that weight.
-    pub(super) fn read(&self, weight: usize) -> &'a Value {
+    pub(super) fn charged_for_pattern(&self, weight: usize) -> &'a Value {
         let length = self.value.as_str().map_or(0, str::len);
-        self.look(1 + length / BYTES_PER_STEP + heavy(length, weight))
+        self.charged_value(1 + length / BYTES_PER_STEP + pattern_steps(length, weight))
     }
 
     fn text(&self) -> Option<&'a str> {
         let length = self.value.as_str().map_or(0, str::len);
-        self.look(1 + length / BYTES_PER_STEP).as_str()
+        self.charged_value(1 + length / BYTES_PER_STEP).as_str()
     }
 }
 
-impl Json for Metered {
-    type Node<'a> = View<'a>;
+impl Json for MeteredJson {
+    type Node<'a> = MeteredValue<'a>;
     type PreparedKey = String;
     type StringBuffer = Value;
 
@@ -124,25 +124,29 @@ impl Json for Metered {
         key.to_owned()
     }
 
-    fn with_string_node<T>(buffer: &mut Value, string: &str, f: impl FnOnce(View<'_>) -> T) -> T {
+    fn with_string_node<T>(
+        buffer: &mut Value,
+        string: &str,
+        f: impl FnOnce(MeteredValue<'_>) -> T,
+    ) -> T {
         *buffer = Value::String(string.to_owned());
-        f(View { value: buffer, meter: None, path: 0 })
+        f(MeteredValue { value: buffer, meter: None, path: 0 })
     }
 }
 
-impl<'a> Node<'a, Metered> for View<'a> {
-    type Object = Members<'a>;
-    type Array = Items<'a>;
+impl<'a> Node<'a, MeteredJson> for MeteredValue<'a> {
+    type Object = MeteredObject<'a>;
+    type Array = MeteredArray<'a>;
     type Number = &'a Number;
 
-    fn as_object(&self) -> Option<Members<'a>> {
-        let map = self.look(1).as_object()?;
-        Some(Members { map, view: *self })
+    fn as_object(&self) -> Option<MeteredObject<'a>> {
+        let map = self.charged_value(1).as_object()?;
+        Some(MeteredObject { map, view: *self })
     }
 
-    fn as_array(&self) -> Option<Items<'a>> {
-        let list = self.look(1).as_array()?;
-        Some(Items { list, view: *self })
+    fn as_array(&self) -> Option<MeteredArray<'a>> {
+        let list = self.charged_value(1).as_array()?;
+        Some(MeteredArray { list, view: *self })
     }
 
     fn as_string(&self) -> Option<Cow<'a, str>> {
@@ -150,19 +154,19 @@ impl<'a> Node<'a, Metered> for View<'a> {
     }
 
     fn as_number(&self) -> Option<&'a Number> {
-        self.look(1).as_number()
+        self.charged_value(1).as_number()
     }
 
     fn as_boolean(&self) -> Option<bool> {
-        self.look(1).as_bool()
+        self.charged_value(1).as_bool()
     }
 
     fn is_null(&self) -> bool {
-        self.look(1).is_null()
+        self.charged_value(1).is_null()
     }
 
     fn json_type(&self) -> JsonType {
-        match self.look(1) {
+        match self.charged_value(1) {
             Value::Null => JsonType::Null,
             Value::Bool(_) => JsonType::Boolean,
             Value::Number(_) => JsonType::Number,
@@ -186,18 +190,21 @@ impl<'a> Node<'a, Metered> for View<'a> {
             }
             _ => 0,
         };
-        cmp::equal(self.look(1 + compared), expected)
+        cmp::equal(self.charged_value(1 + compared), expected)
     }
 
     /// Only errors call this. They get no copy of the instance, which within `anyOf` would be one
     /// full copy per error; `problem.rs` finds the value by its path.
     fn to_value(&self) -> Cow<'a, Value> {
         match self.meter {
-            None => Cow::Owned(Value::String(super::problem::cut(self.text().unwrap_or(""), 80))),
+            None => Cow::Owned(Value::String(super::problem::truncate_chars(
+                self.text().unwrap_or(""),
+                80,
+            ))),
             Some(meter) if meter.charge(ERROR_STEPS as usize + self.path) => {
-                Cow::Borrowed(&NOTHING)
+                Cow::Borrowed(&EXHAUSTED_VALUE)
             }
-            Some(_) => Cow::Borrowed(&SPENT),
+            Some(_) => Cow::Borrowed(&EXHAUSTED_ERROR_VALUE),
         }
     }
 
@@ -206,13 +213,13 @@ impl<'a> Node<'a, Metered> for View<'a> {
     }
 }
 
-pub(super) struct Members<'a> {
+pub(super) struct MeteredObject<'a> {
     map: &'a Map<String, Value>,
-    view: View<'a>,
+    view: MeteredValue<'a>,
 }
 
-impl<'a> Object<'a, Metered> for Members<'a> {
-    type Node = View<'a>;
+impl<'a> Object<'a, MeteredJson> for MeteredObject<'a> {
+    type Node = MeteredValue<'a>;
     type MemberName = &'a str;
     type MembersIter = MembersIter<'a>;
 
@@ -220,8 +227,8 @@ impl<'a> Object<'a, Metered> for Members<'a> {
         self.map.len()
     }
 
-    fn get(&self, key: &String) -> Option<View<'a>> {
-        self.view.look(1);
+    fn get(&self, key: &String) -> Option<MeteredValue<'a>> {
+        self.view.charged_value(1);
         self.map.get(key).map(|value| self.view.member(value, key.len()))
     }
 
@@ -232,16 +239,16 @@ impl<'a> Object<'a, Metered> for Members<'a> {
 
 pub(super) struct MembersIter<'a> {
     rest: serde_json::map::Iter<'a>,
-    view: View<'a>,
+    view: MeteredValue<'a>,
 }
 
 impl<'a> Iterator for MembersIter<'a> {
-    type Item = (&'a str, View<'a>);
+    type Item = (&'a str, MeteredValue<'a>);
 
     fn next(&mut self) -> Option<Self::Item> {
         let (name, value) = self.rest.next()?;
         if let Some(meter) = self.view.meter {
-            let read = name.len() / BYTES_PER_STEP + heavy(name.len(), meter.name_weight);
+            let read = name.len() / BYTES_PER_STEP + pattern_steps(name.len(), meter.name_weight);
             let steps = meter.per_name as usize + read;
             if !meter.charge(steps) {
                 return None;
@@ -251,13 +258,13 @@ impl<'a> Iterator for MembersIter<'a> {
     }
 }
 
-pub(super) struct Items<'a> {
+pub(super) struct MeteredArray<'a> {
     list: &'a [Value],
-    view: View<'a>,
+    view: MeteredValue<'a>,
 }
 
-impl<'a> Array<'a, Metered> for Items<'a> {
-    type Node = View<'a>;
+impl<'a> Array<'a, MeteredJson> for MeteredArray<'a> {
+    type Node = MeteredValue<'a>;
     type ElementsIter = ItemsIter<'a>;
 
     fn len(&self) -> usize {
@@ -271,7 +278,7 @@ impl<'a> Array<'a, Metered> for Items<'a> {
     /// The default implementation compares by a hash that all nested empty arrays share, which
     /// makes a crafted array quadratic. Comparing canonical text avoids that.
     fn is_unique(&self) -> bool {
-        repeated(self.list, |written| {
+        find_duplicates(self.list, |written| {
             self.view.meter.is_none_or(|meter| meter.charge(1 + written / 4))
         })
         .is_none()
@@ -280,13 +287,13 @@ impl<'a> Array<'a, Metered> for Items<'a> {
 
 pub(super) struct ItemsIter<'a> {
     rest: std::slice::Iter<'a, Value>,
-    view: View<'a>,
+    view: MeteredValue<'a>,
 }
 
 impl<'a> Iterator for ItemsIter<'a> {
-    type Item = View<'a>;
+    type Item = MeteredValue<'a>;
 
-    fn next(&mut self) -> Option<View<'a>> {
+    fn next(&mut self) -> Option<MeteredValue<'a>> {
         let value = self.rest.next()?;
         if let Some(meter) = self.view.meter
             && !meter.charge(1)
@@ -299,7 +306,10 @@ impl<'a> Iterator for ItemsIter<'a> {
 }
 
 /// Returns the first two equal items, or `None` if `go_on` stops the search early.
-pub(super) fn repeated(items: &[Value], go_on: impl Fn(usize) -> bool) -> Option<(usize, usize)> {
+pub(super) fn find_duplicates(
+    items: &[Value],
+    go_on: impl Fn(usize) -> bool,
+) -> Option<(usize, usize)> {
     let mut seen = HashMap::with_capacity(items.len().min(1024));
     for (index, item) in items.iter().enumerate() {
         let mut text = String::new();

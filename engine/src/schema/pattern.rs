@@ -9,26 +9,26 @@
 use jsonschema::{Keyword, PatternOptions, Regex, ValidationError, Validator};
 use serde_json::{Value, json};
 
-use super::meter::{Metered, View};
+use super::meter::{MeteredJson, MeteredValue};
 
 /// The `pattern` keyword, replacing the built-in one, which is not metered.
-pub(super) struct Pattern {
+pub(super) struct MeteredPattern {
     inner: Validator,
     weight: usize,
     text: String,
 }
 
-impl Pattern {
+impl MeteredPattern {
     /// Compiles a pattern, or returns `None` if the engine rejects it.
-    pub(super) fn compile(text: &str, options: PatternOptions<Regex>) -> Option<Pattern> {
+    pub(super) fn compile(text: &str, options: PatternOptions<Regex>) -> Option<MeteredPattern> {
         let schema = json!({ "pattern": text });
         let inner = jsonschema::options().with_pattern_options(options).build(&schema).ok()?;
-        Some(Pattern { inner, weight: weight(text), text: text.to_string() })
+        Some(MeteredPattern { inner, weight: pattern_weight(text), text: text.to_string() })
     }
 }
 
-impl<'i> Keyword<'i, Metered> for Pattern {
-    fn validate(&self, instance: View<'i>) -> Result<(), ValidationError<'i>> {
+impl<'i> Keyword<'i, MeteredJson> for MeteredPattern {
+    fn validate(&self, instance: MeteredValue<'i>) -> Result<(), ValidationError<'i>> {
         if self.is_valid(instance) {
             return Ok(());
         }
@@ -36,13 +36,13 @@ impl<'i> Keyword<'i, Metered> for Pattern {
         Err(ValidationError::custom(self.text.as_str()))
     }
 
-    fn is_valid(&self, instance: View<'i>) -> bool {
-        self.inner.is_valid(instance.read(self.weight))
+    fn is_valid(&self, instance: MeteredValue<'i>) -> bool {
+        self.inner.is_valid(instance.charged_for_pattern(self.weight))
     }
 }
 
 /// Returns an upper bound on the number of states of an expression that are active at once.
-pub(super) fn weight(pattern: &str) -> usize {
+pub(super) fn pattern_weight(pattern: &str) -> usize {
     // In an anchored expression, the first repetition is active in only one state: the current
     // position in the text. This spares the most common kind, `^[a-z]{1,4096}$`.
     let mut first = pattern.starts_with('^') && !pattern.contains('|');
@@ -80,7 +80,7 @@ pub(super) fn weight(pattern: &str) -> usize {
                 (sum, atom, group) = (sum.saturating_add(atom), 1, false);
             }
             '[' => {
-                skip_class(&mut rest);
+                skip_char_class(&mut rest);
                 (sum, atom, group) = (sum.saturating_add(atom), 1, false);
             }
             _ => (sum, atom, group) = (sum.saturating_add(atom), 1, false),
@@ -90,7 +90,7 @@ pub(super) fn weight(pattern: &str) -> usize {
     open.saturating_add(sum).saturating_add(atom).min(1 << 32)
 }
 
-fn skip_class(rest: &mut std::iter::Peekable<std::str::Chars<'_>>) {
+fn skip_char_class(rest: &mut std::iter::Peekable<std::str::Chars<'_>>) {
     let mut escaped = false;
     for c in rest.by_ref() {
         if c == ']' && !escaped {
@@ -104,5 +104,5 @@ fn skip_class(rest: &mut std::iter::Peekable<std::str::Chars<'_>>) {
 /// matched against each of them.
 pub(super) fn name_weight(schema: &Value) -> usize {
     let patterns = schema.get("patternProperties").and_then(Value::as_object);
-    patterns.into_iter().flat_map(|map| map.keys()).map(|pattern| weight(pattern)).sum()
+    patterns.into_iter().flat_map(|map| map.keys()).map(|pattern| pattern_weight(pattern)).sum()
 }

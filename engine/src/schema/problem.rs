@@ -12,25 +12,32 @@ use jsonschema::ValidationError;
 use jsonschema::error::{TypeKind, ValidationErrorKind as Kind};
 use serde_json::Value;
 
-use super::{MAX_PROBLEMS, Problem};
+use super::{MAX_PROBLEMS, SchemaProblem};
 
 mod words;
 
-pub(super) use words::{about_pattern, cut, given, unquoted};
-use words::{count, format_words, label, listed, place, quoted, short_json, type_words};
+pub(super) use words::{describe_value, pattern_refusal_reason, redact_value, truncate_chars};
+use words::{
+    format_phrase, join_values, pluralize, pointer_label, pointer_location, quote, short_json,
+    type_phrase,
+};
 
 /// Maximum nesting of unions whose branches are distinguished; deeper ones are only listed.
 const MAX_UNIONS: usize = 128;
 /// Maximum number of branches of a union that a sentence mentions.
 const MAX_BRANCHES: usize = 6;
 
-type Errors<'e> = [ValidationError<'e>];
+type ErrorSlice<'e> = [ValidationError<'e>];
 
-pub(super) fn explain(source: &Value, instance: &Value, errors: &Errors<'_>) -> Vec<Problem> {
-    let teller = Teller { source, instance, name: None };
-    let mut problems: Vec<Problem> = Vec::new();
+pub(super) fn explain(
+    source: &Value,
+    instance: &Value,
+    errors: &ErrorSlice<'_>,
+) -> Vec<SchemaProblem> {
+    let teller = ProblemExplainer { source, instance, name: None };
+    let mut problems: Vec<SchemaProblem> = Vec::new();
     for error in errors {
-        for problem in teller.tell(error, 0) {
+        for problem in teller.explain_error(error, 0) {
             if !problems.contains(&problem) {
                 problems.push(problem);
             }
@@ -42,7 +49,7 @@ pub(super) fn explain(source: &Value, instance: &Value, errors: &Errors<'_>) -> 
     problems.truncate(MAX_PROBLEMS);
     if problems.is_empty() {
         // The value is invalid, but the steps were exhausted before a single error was complete.
-        problems.push(whole(
+        problems.push(whole_value_problem(
             instance,
             "a value that fits the schema",
             "the value does not fit the schema, and in too many ways to list; \
@@ -53,53 +60,61 @@ pub(super) fn explain(source: &Value, instance: &Value, errors: &Errors<'_>) -> 
     problems
 }
 
-pub(super) fn too_deep(instance: &Value, levels: usize) -> Problem {
+pub(super) fn too_deep(instance: &Value, levels: usize) -> SchemaProblem {
     let expected = format!("a value nested at most {levels} levels deep");
     let message = format!("the value is nested deeper than the {levels} levels that are checked");
-    whole(instance, &expected, message)
+    whole_value_problem(instance, &expected, message)
 }
 
-pub(super) fn too_much(instance: &Value) -> Problem {
-    whole(
+pub(super) fn too_large(instance: &Value) -> SchemaProblem {
+    whole_value_problem(
         instance,
         "a value small enough to be checked",
         "the value is too large to be checked against this schema; send a smaller one".to_string(),
     )
 }
 
-fn whole(instance: &Value, expected: &str, message: String) -> Problem {
+fn whole_value_problem(instance: &Value, expected: &str, message: String) -> SchemaProblem {
     let (pointer, expected) = (String::new(), expected.to_string());
-    Problem { pointer, expected, given: given(instance), message }
+    SchemaProblem { pointer, expected, given: describe_value(instance), message }
 }
 
-struct Teller<'a> {
+struct ProblemExplainer<'a> {
     source: &'a Value,
     instance: &'a Value,
     /// Set while errors about a property name are explained; their path is that of its object.
     name: Option<&'a Value>,
 }
 
-impl<'a> Teller<'a> {
-    fn tell(&self, error: &ValidationError<'_>, unions: usize) -> Vec<Problem> {
+impl<'a> ProblemExplainer<'a> {
+    fn explain_error(&self, error: &ValidationError<'_>, unions: usize) -> Vec<SchemaProblem> {
         let pointer = error.instance_path().as_str();
         match error.kind() {
             Kind::AnyOf { context } | Kind::OneOfNotValid { context } if unions < MAX_UNIONS => {
-                self.tell_union(pointer, context, unions)
+                self.explain_union(pointer, context, unions)
             }
-            Kind::OneOfMultipleValid { context } => vec![self.tell_ambiguous(pointer, context)],
-            Kind::AdditionalProperties { unexpected } => {
-                self.tell_unknown(error, unexpected, self.known(error, false))
+            Kind::OneOfMultipleValid { context } => {
+                vec![self.explain_ambiguous_union(pointer, context)]
             }
-            Kind::UnevaluatedProperties { unexpected } => {
-                self.tell_unknown(error, unexpected, self.known(error, true))
+            Kind::AdditionalProperties { unexpected } => self.explain_unknown_properties(
+                error,
+                unexpected,
+                self.known_properties(error, false),
+            ),
+            Kind::UnevaluatedProperties { unexpected } => self.explain_unknown_properties(
+                error,
+                unexpected,
+                self.known_properties(error, true),
+            ),
+            Kind::Required { property } => vec![self.explain_missing_property(error, property)],
+            Kind::PropertyNames { error: inner } => {
+                self.explain_property_name(pointer, inner, unions)
             }
-            Kind::Required { property } => vec![self.tell_missing(error, property)],
-            Kind::PropertyNames { error: inner } => self.tell_name(pointer, inner, unions),
-            _ => vec![self.tell_simple(pointer, self.at(pointer), error)],
+            _ => vec![self.explain_value(pointer, self.value_at(pointer), error)],
         }
     }
 
-    fn at(&self, pointer: &str) -> &'a Value {
+    fn value_at(&self, pointer: &str) -> &'a Value {
         self.name.or_else(|| self.instance.pointer(pointer)).unwrap_or(&Value::Null)
     }
 
@@ -107,13 +122,13 @@ impl<'a> Teller<'a> {
     /// be".
     fn expected(&self, error: &ValidationError<'_>) -> Option<String> {
         Some(match error.kind() {
-            Kind::Type { kind: TypeKind::Single(only) } => type_words([only.as_str()]),
+            Kind::Type { kind: TypeKind::Single(only) } => type_phrase([only.as_str()]),
             Kind::Type { kind: TypeKind::Multiple(several) } => {
-                type_words(several.iter().map(|one| one.as_str()))
+                type_phrase(several.iter().map(|one| one.as_str()))
             }
             Kind::Enum { options } => match options.as_array() {
-                Some(options) if options.len() > 1 => format!("one of {}", listed(options)),
-                Some(options) => format!("exactly {}", listed(options)),
+                Some(options) if options.len() > 1 => format!("one of {}", join_values(options)),
+                Some(options) => format!("exactly {}", join_values(options)),
                 None => "one of the allowed values".to_string(),
             },
             Kind::Constant { expected_value } => format!("exactly {}", short_json(expected_value)),
@@ -123,14 +138,14 @@ impl<'a> Teller<'a> {
             Kind::ExclusiveMaximum { limit } => format!("less than {limit}"),
             Kind::MultipleOf { multiple_of } => format!("a multiple of {multiple_of}"),
             Kind::Pattern { pattern } | Kind::Custom { message: pattern, .. } => {
-                format!("a string that matches the pattern {}", cut(pattern, 200))
+                format!("a string that matches the pattern {}", truncate_chars(pattern, 200))
             }
-            Kind::Format { format } => format_words(format),
+            Kind::Format { format } => format_phrase(format),
             Kind::ContentEncoding { content_encoding } => {
-                format!("a string in the encoding {}", cut(content_encoding, 80))
+                format!("a string in the encoding {}", truncate_chars(content_encoding, 80))
             }
             Kind::ContentMediaType { content_media_type } => {
-                format!("a document of the media type {}", cut(content_media_type, 80))
+                format!("a document of the media type {}", truncate_chars(content_media_type, 80))
             }
             Kind::FalseSchema => "left out, as nothing is allowed here".to_string(),
             Kind::Not { schema } => format!("something that does not fit {}", short_json(schema)),
@@ -139,7 +154,7 @@ impl<'a> Teller<'a> {
     }
 
     /// Returns a size limit and the actual size: "at least 2 items", "1 item".
-    fn amount(&self, error: &ValidationError<'_>, value: &Value) -> Option<(String, String)> {
+    fn size_limit(&self, error: &ValidationError<'_>, value: &Value) -> Option<(String, String)> {
         let length = || value.as_str().map_or(0, |text| text.chars().count() as u64);
         let items = || value.as_array().map_or(0, Vec::len) as u64;
         let members = || value.as_object().map_or(0, serde_json::Map::len) as u64;
@@ -153,13 +168,18 @@ impl<'a> Teller<'a> {
             Kind::MaxProperties { limit } => ("at most", *limit, members(), "property"),
             _ => return None,
         };
-        Some((format!("{bound} {}", count(limit, what)), count(has, what)))
+        Some((format!("{bound} {}", pluralize(limit, what)), pluralize(has, what)))
     }
 
-    fn tell_simple(&self, pointer: &str, value: &Value, error: &ValidationError<'_>) -> Problem {
-        let (here, given) = (label(pointer), given(value));
-        let problem = |expected: String, message: String| Problem {
-            pointer: cut(pointer, 512),
+    fn explain_value(
+        &self,
+        pointer: &str,
+        value: &Value,
+        error: &ValidationError<'_>,
+    ) -> SchemaProblem {
+        let (here, given) = (pointer_label(pointer), describe_value(value));
+        let problem = |expected: String, message: String| SchemaProblem {
+            pointer: truncate_chars(pointer, 512),
             expected,
             given: given.clone(),
             message,
@@ -168,14 +188,14 @@ impl<'a> Teller<'a> {
             let message = format!("{here} must be {expected}, but {given} was given");
             return problem(expected, message);
         }
-        if let Some((expected, has)) = self.amount(error, value) {
+        if let Some((expected, has)) = self.size_limit(error, value) {
             let message = format!("{here} must have {expected}, but has {has}");
             return problem(expected, message);
         }
         match error.kind() {
             Kind::UniqueItems => {
                 let items = value.as_array().map_or(&[][..], Vec::as_slice);
-                let which = super::meter::repeated(items, |_| true)
+                let which = super::meter::find_duplicates(items, |_| true)
                     .map_or_else(String::new, |(a, b)| {
                         format!(", but items {a} and {b} are equal")
                     });
@@ -183,12 +203,12 @@ impl<'a> Teller<'a> {
                 problem("an array without repeated items".to_string(), message)
             }
             Kind::Contains => {
-                let expected = self.contains(error);
+                let expected = self.expected_contents(error);
                 let message = format!("{here} must contain {expected}, but {given} was given");
                 problem(format!("an array that contains {expected}"), message)
             }
             Kind::UnevaluatedItems { unexpected } => {
-                let more = count(unexpected.len() as u64, "item");
+                let more = pluralize(unexpected.len() as u64, "item");
                 let message = format!("{here} has {more} more than the schema describes");
                 problem("no items beyond those the schema describes".to_string(), message)
             }
@@ -200,7 +220,7 @@ impl<'a> Teller<'a> {
         }
     }
 
-    fn contains(&self, error: &ValidationError<'_>) -> String {
+    fn expected_contents(&self, error: &ValidationError<'_>) -> String {
         let path = error.schema_path().as_str();
         let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
         let schema = self.source.pointer(parent).unwrap_or(&Value::Null);
@@ -208,15 +228,19 @@ impl<'a> Teller<'a> {
         let limit = |key: &str| schema.get(key).and_then(Value::as_u64);
         let amount = match (limit("minContains"), limit("maxContains")) {
             (None, None) => "at least 1 item".to_string(),
-            (min, None) => format!("at least {}", count(min.unwrap_or(1), "item")),
+            (min, None) => format!("at least {}", pluralize(min.unwrap_or(1), "item")),
             (min, Some(max)) => {
-                format!("between {} and {}", min.unwrap_or(1), count(max, "item"))
+                format!("between {} and {}", min.unwrap_or(1), pluralize(max, "item"))
             }
         };
         format!("{amount} fitting {wanted}")
     }
 
-    fn tell_missing(&self, error: &ValidationError<'_>, property: &Value) -> Problem {
+    fn explain_missing_property(
+        &self,
+        error: &ValidationError<'_>,
+        property: &Value,
+    ) -> SchemaProblem {
         let name = property.as_str().unwrap_or_default();
         let pointer = error.instance_path().as_str();
         let path = error.schema_path().as_str();
@@ -224,61 +248,61 @@ impl<'a> Teller<'a> {
         let schema = self.source.pointer(parent).unwrap_or(&Value::Null);
         let described = schema.get("properties").and_then(|known| known.get(name));
         let expected = match described.and_then(|schema| schema.get("type")) {
-            Some(Value::String(only)) => type_words([only.as_str()]),
-            Some(Value::Array(several)) => type_words(several.iter().filter_map(Value::as_str)),
+            Some(Value::String(only)) => type_phrase([only.as_str()]),
+            Some(Value::Array(several)) => type_phrase(several.iter().filter_map(Value::as_str)),
             _ => "a value".to_string(),
         };
         // `dependentRequired` names the properties whose presence requires this one.
         let asks = schema.get(keyword).and_then(Value::as_object).into_iter().flatten();
-        let present = |key: &str| self.at(pointer).get(key).is_some();
+        let present = |key: &str| self.value_at(pointer).get(key).is_some();
         let because = asks
             .filter(|(_, list)| list.as_array().is_some_and(|list| list.contains(property)))
             .find(|(key, _)| present(key))
-            .map(|(key, _)| format!(", because {} is present", quoted(key)));
+            .map(|(key, _)| format!(", because {} is present", quote(key)));
         let because = because.unwrap_or_default();
-        Problem {
-            pointer: cut(&below(pointer, name), 512),
+        SchemaProblem {
+            pointer: truncate_chars(&child_pointer(pointer, name), 512),
             expected,
             given: "nothing".to_string(),
             message: format!(
                 "the required property {} is missing {}{because}",
-                quoted(name),
-                place(pointer)
+                quote(name),
+                pointer_location(pointer)
             ),
         }
     }
 
-    fn tell_unknown(
+    fn explain_unknown_properties(
         &self,
         error: &ValidationError<'_>,
         unexpected: &[String],
         known: BTreeSet<&str>,
-    ) -> Vec<Problem> {
+    ) -> Vec<SchemaProblem> {
         let pointer = error.instance_path().as_str();
-        let object = self.at(pointer);
+        let object = self.value_at(pointer);
         let of = match pointer {
             "" => String::new(),
-            _ => format!(" of {}", label(pointer)),
+            _ => format!(" of {}", pointer_label(pointer)),
         };
         let names: Vec<Value> = known.iter().map(|name| Value::from(*name)).collect();
         let tell = |name: &String| {
-            let mut message = format!("{} is not a known property{of}", quoted(name));
-            if let Some(meant) = words::nearest(name, &known) {
-                message += &format!("; did you mean {}?", quoted(meant));
+            let mut message = format!("{} is not a known property{of}", quote(name));
+            if let Some(meant) = words::nearest_name(name, &known) {
+                message += &format!("; did you mean {}?", quote(meant));
             }
             let expected = match names.as_slice() {
                 [] => "no such property".to_string(),
                 names => {
                     let separator = if message.ends_with('?') { "" } else { ";" };
-                    message += &format!("{separator} known are: {}", listed(names));
-                    format!("only the known properties: {}", listed(names))
+                    message += &format!("{separator} known are: {}", join_values(names));
+                    format!("only the known properties: {}", join_values(names))
                 }
             };
             let value = object.get(name).unwrap_or(&Value::Null);
-            Problem {
-                pointer: cut(&below(pointer, name), 512),
+            SchemaProblem {
+                pointer: truncate_chars(&child_pointer(pointer, name), 512),
                 expected,
-                given: given(value),
+                given: describe_value(value),
                 message,
             }
         };
@@ -286,17 +310,17 @@ impl<'a> Teller<'a> {
     }
 
     /// Returns the property names that the schema around a failed keyword describes.
-    fn known(&self, error: &ValidationError<'_>, everywhere: bool) -> BTreeSet<&'a str> {
+    fn known_properties(&self, error: &ValidationError<'_>, everywhere: bool) -> BTreeSet<&'a str> {
         let path = error.schema_path().as_str();
         let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
         let mut names = BTreeSet::new();
         if let Some(schema) = self.source.pointer(parent) {
-            self.gather(schema, if everywhere { 5 } else { 0 }, &mut names);
+            self.collect_properties(schema, if everywhere { 5 } else { 0 }, &mut names);
         }
         names
     }
 
-    fn gather(&self, schema: &'a Value, depth: usize, names: &mut BTreeSet<&'a str>) {
+    fn collect_properties(&self, schema: &'a Value, depth: usize, names: &mut BTreeSet<&'a str>) {
         let own = schema.get("properties").and_then(Value::as_object);
         names.extend(own.into_iter().flat_map(|own| own.keys().map(String::as_str)));
         if depth == 0 || names.len() > 200 {
@@ -308,79 +332,95 @@ impl<'a> Teller<'a> {
         let branches = lists.filter_map(Value::as_array).flatten();
         let ones = ["then", "else"].into_iter().filter_map(|key| schema.get(key));
         for next in target.into_iter().chain(branches).chain(ones) {
-            self.gather(next, depth - 1, names);
+            self.collect_properties(next, depth - 1, names);
         }
     }
 
-    fn tell_name(&self, at: &str, inner: &ValidationError<'_>, unions: usize) -> Vec<Problem> {
+    fn explain_property_name(
+        &self,
+        at: &str,
+        inner: &ValidationError<'_>,
+        unions: usize,
+    ) -> Vec<SchemaProblem> {
         // The name is the only instance that an error carries, already truncated.
         let name = inner.instance().as_str().unwrap_or_default();
-        let teller =
-            Teller { source: self.source, instance: self.instance, name: Some(inner.instance()) };
-        let expected = match teller.tell(inner, unions + 1).into_iter().next() {
+        let teller = ProblemExplainer {
+            source: self.source,
+            instance: self.instance,
+            name: Some(inner.instance()),
+        };
+        let expected = match teller.explain_error(inner, unions + 1).into_iter().next() {
             Some(problem) => problem.expected,
             None => "a name that fits the schema".to_string(),
         };
-        vec![Problem {
-            pointer: cut(&below(at, name), 512),
-            given: given(inner.instance()),
+        vec![SchemaProblem {
+            pointer: truncate_chars(&child_pointer(at, name), 512),
+            given: describe_value(inner.instance()),
             message: format!(
                 "the property name {} {} is not allowed; a name must be {expected}",
-                quoted(name),
-                place(at)
+                quote(name),
+                pointer_location(at)
             ),
             expected,
         }]
     }
 
-    fn tell_ambiguous(&self, pointer: &str, context: &[Vec<ValidationError<'static>>]) -> Problem {
+    fn explain_ambiguous_union(
+        &self,
+        pointer: &str,
+        context: &[Vec<ValidationError<'static>>],
+    ) -> SchemaProblem {
         let fits = context.iter().enumerate().filter(|(_, errors)| errors.is_empty());
         let fits: Vec<Value> = fits.map(|(i, _)| Value::from(i + 1)).collect();
-        let (here, given, total) = (label(pointer), given(self.at(pointer)), context.len());
-        Problem {
-            pointer: cut(pointer, 512),
+        let (here, given, total) =
+            (pointer_label(pointer), describe_value(self.value_at(pointer)), context.len());
+        SchemaProblem {
+            pointer: truncate_chars(pointer, 512),
             expected: format!("a value that fits exactly one of {total} alternatives"),
             message: format!(
                 "{here} must fit exactly one of {total} alternatives, but {given} fits \
                  several of them (numbers {})",
-                listed(&fits)
+                join_values(&fits)
             ),
             given,
         }
     }
 
-    fn tell_union(
+    fn explain_union(
         &self,
         pointer: &str,
         context: &[Vec<ValidationError<'static>>],
         unions: usize,
-    ) -> Vec<Problem> {
-        let value = self.at(pointer);
-        let right_type = |errors: &&Vec<_>| !wrong_type(errors, pointer, value);
+    ) -> Vec<SchemaProblem> {
+        let value = self.value_at(pointer);
+        let right_type = |errors: &&Vec<_>| !is_wrong_type(errors, pointer, value);
         let fitting: Vec<_> = context.iter().filter(right_type).collect();
         if fitting.is_empty() {
-            return vec![self.none_of(pointer, &self.tell_each(context, unions))];
+            return vec![self.explain_no_branch(pointer, &self.explain_branches(context, unions))];
         }
-        let untagged = |errors: &&Vec<_>| tag(errors, pointer).is_none();
+        let untagged = |errors: &&Vec<_>| find_tag_error(errors, pointer).is_none();
         let meant: Vec<_> = fitting.iter().copied().filter(untagged).collect();
         match (meant.as_slice(), fitting.as_slice()) {
-            ([only], _) | (_, [only]) => self.tell_all(only, unions),
+            ([only], _) | (_, [only]) => self.explain_all(only, unions),
             ([], _) => {
-                let tags: Vec<_> = fitting.iter().filter_map(|e| tag(e, pointer)).collect();
+                let tags: Vec<_> =
+                    fitting.iter().filter_map(|e| find_tag_error(e, pointer)).collect();
                 let paths: BTreeSet<&str> =
                     tags.iter().map(|e| e.instance_path().as_str()).collect();
                 match paths.first() {
-                    Some(at) if paths.len() == 1 => vec![self.wrong_tag(at, &tags)],
-                    _ => vec![self.none_of(pointer, &self.tell_each(fitting, unions))],
+                    Some(at) if paths.len() == 1 => vec![self.explain_wrong_tag(at, &tags)],
+                    _ => vec![
+                        self.explain_no_branch(pointer, &self.explain_branches(fitting, unions)),
+                    ],
                 }
             }
             _ => {
                 // Requirements shared by all branches apply whichever branch was intended.
-                let branches = self.tell_each(meant, unions);
+                let branches = self.explain_branches(meant, unions);
                 let mut common = branches.first().cloned().unwrap_or_default();
                 common.retain(|problem| branches.iter().all(|told| told.contains(problem)));
                 if common.is_empty() {
-                    common.push(self.none_of(pointer, &branches));
+                    common.push(self.explain_no_branch(pointer, &branches));
                 }
                 common
             }
@@ -389,20 +429,23 @@ impl<'a> Teller<'a> {
 
     /// Explains every error once: explaining errors twice per union would double the work with
     /// every union.
-    fn tell_all(&self, errors: &Errors<'_>, unions: usize) -> Vec<Problem> {
-        let told = errors.iter().take(MAX_PROBLEMS).flat_map(|error| self.tell(error, unions + 1));
+    fn explain_all(&self, errors: &ErrorSlice<'_>, unions: usize) -> Vec<SchemaProblem> {
+        let told = errors
+            .iter()
+            .take(MAX_PROBLEMS)
+            .flat_map(|error| self.explain_error(error, unions + 1));
         told.take(MAX_PROBLEMS).collect()
     }
 
-    fn tell_each<'c>(
+    fn explain_branches<'c>(
         &self,
         branches: impl IntoIterator<Item = &'c Vec<ValidationError<'static>>>,
         unions: usize,
-    ) -> Vec<Vec<Problem>> {
-        branches.into_iter().map(|errors| self.tell_all(errors, unions)).collect()
+    ) -> Vec<Vec<SchemaProblem>> {
+        branches.into_iter().map(|errors| self.explain_all(errors, unions)).collect()
     }
 
-    fn wrong_tag(&self, pointer: &str, tags: &[&ValidationError<'_>]) -> Problem {
+    fn explain_wrong_tag(&self, pointer: &str, tags: &[&ValidationError<'_>]) -> SchemaProblem {
         let mut allowed: Vec<Value> = Vec::new();
         for tag in tags {
             match tag.kind() {
@@ -413,18 +456,20 @@ impl<'a> Teller<'a> {
                 _ => {}
             }
         }
-        let expected = format!("one of {}", listed(&allowed));
-        let given = given(self.at(pointer));
-        let message = format!("{} must be {expected}, but {given} was given", label(pointer));
-        Problem { pointer: cut(pointer, 512), expected, given, message }
+        let expected = format!("one of {}", join_values(&allowed));
+        let given = describe_value(self.value_at(pointer));
+        let message =
+            format!("{} must be {expected}, but {given} was given", pointer_label(pointer));
+        SchemaProblem { pointer: truncate_chars(pointer, 512), expected, given, message }
     }
 
     /// Explains a union in which no branch stands out: lists briefly what each branch requires.
-    fn none_of(&self, pointer: &str, branches: &[Vec<Problem>]) -> Problem {
+    fn explain_no_branch(&self, pointer: &str, branches: &[Vec<SchemaProblem>]) -> SchemaProblem {
         let mut wants: Vec<String> = Vec::new();
         for told in branches.iter().take(MAX_BRANCHES) {
-            let brief: Vec<_> = told.iter().take(2).map(|p| words::brief(p, pointer)).collect();
-            let brief = cut(&brief.join(" and "), 300);
+            let brief: Vec<_> =
+                told.iter().take(2).map(|p| words::alternative_phrase(p, pointer)).collect();
+            let brief = truncate_chars(&brief.join(" and "), 300);
             if !wants.contains(&brief) {
                 wants.push(brief);
             }
@@ -433,18 +478,19 @@ impl<'a> Teller<'a> {
             wants.push(format!("{} more", branches.len() - MAX_BRANCHES));
         }
         let expected = wants.join(", or ");
-        let given = given(self.at(pointer));
-        let message = format!("{} must be {expected}, but {given} was given", label(pointer));
-        Problem { pointer: cut(pointer, 512), expected, given, message }
+        let given = describe_value(self.value_at(pointer));
+        let message =
+            format!("{} must be {expected}, but {given} was given", pointer_label(pointer));
+        SchemaProblem { pointer: truncate_chars(pointer, 512), expected, given, message }
     }
 }
 
-fn below(pointer: &str, name: &str) -> String {
+fn child_pointer(pointer: &str, name: &str) -> String {
     format!("{pointer}/{}", name.replace('~', "~0").replace('/', "~1"))
 }
 
 /// Returns whether a branch was not intended because it does not admit the value's type.
-fn wrong_type(errors: &Errors<'_>, pointer: &str, value: &Value) -> bool {
+fn is_wrong_type(errors: &ErrorSlice<'_>, pointer: &str, value: &Value) -> bool {
     let alike = |other: &Value| std::mem::discriminant(other) == std::mem::discriminant(value);
     errors.iter().filter(|error| error.instance_path().as_str() == pointer).any(|error| match error
         .kind()
@@ -458,7 +504,10 @@ fn wrong_type(errors: &Errors<'_>, pointer: &str, value: &Value) -> bool {
 
 /// Returns the error about a direct member of the value, its tag, which shows that a branch was not
 /// intended.
-fn tag<'e, 'v>(errors: &'e Errors<'v>, pointer: &str) -> Option<&'e ValidationError<'v>> {
+fn find_tag_error<'e, 'v>(
+    errors: &'e ErrorSlice<'v>,
+    pointer: &str,
+) -> Option<&'e ValidationError<'v>> {
     errors.iter().find(|error| {
         let member = error.instance_path().as_str().strip_prefix(pointer);
         let member = member.and_then(|rest| rest.strip_prefix('/'));

@@ -11,17 +11,18 @@ const DRAFT7: &str = "http://json-schema.org/draft-07/schema#";
 
 fn refused(schema: &Value) -> SchemaError {
     match Schema::compile(schema) {
-        Ok(_) => panic!("accepted {}", problem::cut(&schema.to_string(), 300)),
+        Ok(_) => panic!("accepted {}", problem::truncate_chars(&schema.to_string(), 300)),
         Err(error) => error,
     }
 }
 
 fn compiled(schema: &Value) -> Schema {
-    Schema::compile(schema)
-        .unwrap_or_else(|error| panic!("{error}: {}", problem::cut(&schema.to_string(), 300)))
+    Schema::compile(schema).unwrap_or_else(|error| {
+        panic!("{error}: {}", problem::truncate_chars(&schema.to_string(), 300))
+    })
 }
 
-fn problems(schema: Value, instance: Value) -> Vec<Problem> {
+fn problems(schema: Value, instance: Value) -> Vec<SchemaProblem> {
     compiled(&schema).problems(&instance)
 }
 
@@ -373,7 +374,7 @@ fn patterns_are_weighed_by_what_they_unfold_to() {
         ("[a{9}]", 1),
         ("a\\{9}", 4),
     ] {
-        assert_eq!(pattern::weight(pattern), weight, "{pattern}");
+        assert_eq!(pattern::pattern_weight(pattern), weight, "{pattern}");
     }
 }
 
@@ -384,7 +385,7 @@ fn schemas_and_problems_travel() {
     let found = std::thread::spawn(move || copy.problems(&json!(1))).join().unwrap();
     assert_eq!(found, schema.problems(&json!(1)));
     let text = serde_json::to_string(&found).unwrap();
-    assert_eq!(serde_json::from_str::<Vec<Problem>>(&text).unwrap(), found);
+    assert_eq!(serde_json::from_str::<Vec<SchemaProblem>>(&text).unwrap(), found);
     assert!(format!("{schema:?}").contains("string"));
     let error = refused(&json!({"type": 1})).to_string();
     assert!(error.starts_with("schema is not usable at /type: "), "{error}");

@@ -7,12 +7,13 @@ use super::StoreError;
 
 /// Stores one credential text for each upstream. Removing the upstream removes its credential.
 #[async_trait]
-pub trait GrantStore: Send + Sync {
+pub trait UpstreamCredentialStore: Send + Sync {
     /// Returns the credential of an upstream.
-    async fn grant(&self, project: &str, upstream: &str) -> Result<Option<String>, StoreError>;
+    async fn credential(&self, project: &str, upstream: &str)
+    -> Result<Option<String>, StoreError>;
 
     /// Replaces the credential of an upstream; `None` removes it.
-    async fn keep_grant(
+    async fn set_credential(
         &self,
         project: &str,
         upstream: &str,
@@ -20,5 +21,5 @@ pub trait GrantStore: Send + Sync {
     ) -> Result<(), StoreError>;
 
     /// Returns the projects and names of upstreams with a credential.
-    async fn grants(&self) -> Result<Vec<(String, String)>, StoreError>;
+    async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, StoreError>;
 }

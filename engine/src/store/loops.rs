@@ -3,12 +3,12 @@
 
 use async_trait::async_trait;
 
-use super::{IdempotencyKey, Saved, StoreError};
-use crate::run::{Entry, Happened, Noted, Run, RunStatus};
+use super::{IdempotencyKey, SaveResult, StoreError};
+use crate::run::{JournalEntry, JournalRecord, Run, RunEvent, RunStatus};
 
 /// Result of creating a run.
 #[derive(Debug, Clone, PartialEq)]
-pub enum RunCreated {
+pub enum CreateRunResult {
     New,
     /// The key was used before for the same request; this is the stored run.
     Replayed(Box<Run>),
@@ -31,40 +31,44 @@ pub struct RunFilter {
 
 /// Stores runs.
 #[async_trait]
-pub trait LoopStore: Send + Sync {
+pub trait RunStore: Send + Sync {
     /// Stores a new run with the start of its journal, unless its idempotency key was used before.
-    async fn create_loop(
+    async fn create_run(
         &self,
         run: Run,
         key: Option<IdempotencyKey>,
-        entries: Vec<Entry>,
-    ) -> Result<RunCreated, StoreError>;
+        entries: Vec<JournalRecord>,
+    ) -> Result<CreateRunResult, StoreError>;
 
     /// Replaces a run whose stored version is exactly one lower, and appends to its journal.
-    async fn save_loop(&self, run: Run, entries: Vec<Entry>) -> Result<Saved, StoreError>;
+    async fn save_run(
+        &self,
+        run: Run,
+        entries: Vec<JournalRecord>,
+    ) -> Result<SaveResult, StoreError>;
 
     /// Returns one run of a project.
-    async fn loop_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError>;
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError>;
 
     /// Returns a page of runs, newest first.
-    async fn loop_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError>;
+    async fn list_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError>;
 
     /// Returns runs of all projects that have not ended, after this one.
-    async fn open_loops(
+    async fn list_open_runs(
         &self,
         after: Option<(String, String)>,
         limit: usize,
     ) -> Result<Vec<Run>, StoreError>;
 
     /// Returns a run's whole journal, in order.
-    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<Noted>, StoreError>;
+    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<JournalEntry>, StoreError>;
 
     /// Returns the events of a run and of its calls after this number, in order, as one snapshot.
-    async fn happened(
+    async fn run_events(
         &self,
         project: &str,
         run_id: &str,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Happened>, StoreError>;
+    ) -> Result<Vec<RunEvent>, StoreError>;
 }

@@ -15,70 +15,74 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 
 use super::{
-    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Purged, Run,
-    Saved, Store, StoreError,
+    CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow,
+    PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
 };
 use crate::call::Call;
-use crate::delivery::{Delivery, KEPT_TRIES, Try};
-use crate::directory::{AuditEntry, Change, Directory};
-use crate::event::{Event, Kind, Record};
+use crate::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
+use crate::directory::{AuditEntry, Directory, DirectoryChange};
+use crate::event::{CallEvent, EventKind, EventRecord};
 use crate::id::CallId;
 
 #[derive(Default)]
-struct State {
-    places: u64,
-    numbers: u64,
+struct MemoryState {
+    last_position: u64,
+    last_number: u64,
     calls: BTreeMap<u64, Call>,
     by_id: HashMap<CallId, u64>,
-    events: BTreeMap<u64, Event>,
+    events: BTreeMap<u64, CallEvent>,
     keys: HashMap<(String, String, String), (CallId, String)>,
-    runs: BTreeMap<(String, String), Run>,
-    deliveries: BTreeMap<CallId, (Delivery, Vec<Try>)>,
+    run_tool_definitions: BTreeMap<(String, String), RunToolDefinitions>,
+    deliveries: BTreeMap<CallId, (Delivery, Vec<DeliveryAttempt>)>,
     directory: Directory,
     /// The tools of the projects themselves.
-    own: Vec<crate::tool::Definition>,
+    project_tools: Vec<crate::tool::ToolDefinition>,
     /// The tools of upstreams, each with its upstream's name.
-    brought: Vec<(String, crate::tool::Definition)>,
+    upstream_tools: Vec<(String, crate::tool::ToolDefinition)>,
     audit: Vec<AuditEntry>,
-    loops: loops::Loops,
-    grants: grants::Grants,
+    runs: loops::MemoryRuns,
+    credentials: grants::Credentials,
 }
 
 /// Stores everything in memory.
 #[derive(Default)]
 pub struct MemoryStore {
-    state: Mutex<State>,
-    utp: utp::Utp,
+    state: Mutex<MemoryState>,
+    utp: utp::UtpMemoryStore,
 }
 
-impl State {
+impl MemoryState {
     fn call(&self, project: &str, id: &CallId) -> Option<&Call> {
         let call = self.by_id.get(id).and_then(|place| self.calls.get(place));
         call.filter(|call| call.project == project)
     }
 
-    fn record(&mut self, call: &Call, records: Vec<Record>) {
+    fn append_events(&mut self, call: &Call, records: Vec<EventRecord>) {
         for record in records {
-            self.numbers += 1;
+            self.last_number += 1;
             let (call_id, run_id) = (call.id.clone(), call.run_id.clone());
-            let (number, asked_as) = (self.numbers, call.asked.call_id.clone());
-            let event = Event { number, call_id, run_id, asked_as, record };
-            self.events.insert(self.numbers, event);
+            let (number, asked_as) = (self.last_number, call.origin.caller_call_id.clone());
+            let event = CallEvent { number, call_id, run_id, caller_call_id: asked_as, record };
+            self.events.insert(self.last_number, event);
         }
     }
 
-    fn known(&self, project: &str, key: &IdempotencyKey) -> Option<Created> {
+    fn find_by_idempotency_key(
+        &self,
+        project: &str,
+        key: &IdempotencyKey,
+    ) -> Option<CreateCallResult> {
         let place = (project.to_owned(), key.agent.clone(), key.key.clone());
         let (id, fingerprint) = self.keys.get(&place)?;
         if *fingerprint != key.fingerprint {
-            return Some(Created::Mismatch(id.clone()));
+            return Some(CreateCallResult::Mismatch(id.clone()));
         }
         let call = self.by_id.get(id).and_then(|place| self.calls.get(place))?;
-        Some(Created::Replayed(Box::new(call.clone())))
+        Some(CreateCallResult::Replayed(Box::new(call.clone())))
     }
 
-    fn purge_runs(&mut self, before_ms: u64, limit: usize) -> usize {
-        let Self { runs, calls, .. } = self;
+    fn purge_run_tool_definitions(&mut self, before_ms: u64, limit: usize) -> usize {
+        let Self { run_tool_definitions: runs, calls, .. } = self;
         let mut left = limit;
         runs.retain(|(project, run_id), run| {
             let mine = |call: &Call| call.project == *project && call.run_id == *run_id;
@@ -89,7 +93,7 @@ impl State {
         limit - left
     }
 
-    fn in_scope(&self, event: &Event, scope: &EventScope) -> bool {
+    fn in_scope(&self, event: &CallEvent, scope: &EventScope) -> bool {
         let call = || self.by_id.get(&event.call_id).and_then(|place| self.calls.get(place));
         match scope {
             EventScope::Call { project, id } => {
@@ -105,62 +109,68 @@ impl State {
 
 #[async_trait]
 impl Store for MemoryStore {
-    async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
+    async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
         let mut state = self.state.lock();
         if let Some(key) = &new.key {
-            if let Some(known) = state.known(&new.call.project, key) {
+            if let Some(known) = state.find_by_idempotency_key(&new.call.project, key) {
                 return Ok(known);
             }
             let place = (new.call.project.clone(), key.agent.clone(), key.key.clone());
             state.keys.insert(place, (new.call.id.clone(), key.fingerprint.clone()));
         }
-        state.places += 1;
-        let place = state.places;
+        state.last_position += 1;
+        let place = state.last_position;
         state.by_id.insert(new.call.id.clone(), place);
-        state.record(&new.call, new.records);
-        if let Some(delivery) = Delivery::of(&new.call) {
+        state.append_events(&new.call, new.records);
+        if let Some(delivery) = Delivery::for_call(&new.call) {
             state.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
         }
         state.calls.insert(place, Arc::unwrap_or_clone(new.call));
-        Ok(Created::New)
+        Ok(CreateCallResult::New)
     }
 
-    async fn used(
+    async fn find_by_idempotency_key(
         &self,
         project: &str,
         key: &IdempotencyKey,
-    ) -> Result<Option<Created>, StoreError> {
-        Ok(self.state.lock().known(project, key))
+    ) -> Result<Option<CreateCallResult>, StoreError> {
+        Ok(self.state.lock().find_by_idempotency_key(project, key))
     }
 
-    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
+    async fn save_call(
+        &self,
+        call: Arc<Call>,
+        records: Vec<EventRecord>,
+    ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
-        let Some(place) = state.by_id.get(&call.id).copied() else { return Ok(Saved::Stale) };
+        let Some(place) = state.by_id.get(&call.id).copied() else {
+            return Ok(SaveResult::Conflict);
+        };
         let follows =
             |stored: &Call| stored.project == call.project && stored.version + 1 == call.version;
         if !state.calls.get(&place).is_some_and(follows) {
-            return Ok(Saved::Stale);
+            return Ok(SaveResult::Conflict);
         }
-        state.record(&call, records);
+        state.append_events(&call, records);
         if let Some(ended_ms) = call.completed_ms
             && let Some((delivery, _)) = state.deliveries.get_mut(&call.id)
-            && let Some(due) = delivery.made_due(ended_ms)
+            && let Some(due) = delivery.after_call_ended(ended_ms)
         {
             *delivery = due;
         }
         state.calls.insert(place, Arc::unwrap_or_clone(call));
-        Ok(Saved::Yes)
+        Ok(SaveResult::Saved)
     }
 
-    async fn append(
+    async fn append_records(
         &self,
         project: &str,
         id: &CallId,
-        records: Vec<Record>,
+        records: Vec<EventRecord>,
     ) -> Result<(), StoreError> {
         let mut state = self.state.lock();
         if let Some(call) = state.call(project, id).cloned() {
-            state.record(&call, records);
+            state.append_events(&call, records);
         }
         Ok(())
     }
@@ -176,7 +186,7 @@ impl Store for MemoryStore {
                 && filter.run_id.as_ref().is_none_or(|run| *run == call.run_id)
                 && filter.tool_name.as_ref().is_none_or(|tool| *tool == call.tool_name)
                 && filter.status.is_none_or(|status| status == call.status)
-                && (!filter.background || call.asked.background)
+                && (!filter.background || call.origin.background)
                 && filter.since_ms.is_none_or(|since| call.created_ms >= since)
         };
         let older = |call: &Call| filter.before.as_ref().is_none_or(|before| call.id < *before);
@@ -185,20 +195,20 @@ impl Store for MemoryStore {
         all.sort_by(|a, b| b.id.cmp(&a.id));
         let mut bytes = 0;
         let wanted = all.into_iter().take(filter.limit).take_while(|call| {
-            let wanted = !filter.is_enough(bytes);
-            bytes += call.bytes();
+            let wanted = !filter.is_page_full(bytes);
+            bytes += call.estimated_bytes();
             wanted
         });
         Ok(wanted.cloned().collect())
     }
 
-    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
         let state = self.state.lock();
         let open = state.calls.range(after.saturating_add(1)..);
         let open = open.filter(|(_, call)| !call.status.is_terminal());
         Ok(open
             .take(limit)
-            .map(|(place, call)| Open { place: *place, call: call.clone() })
+            .map(|(place, call)| OpenCallRow { position: *place, call: call.clone() })
             .collect())
     }
 
@@ -207,35 +217,39 @@ impl Store for MemoryStore {
         scope: EventScope,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Event>, StoreError> {
+    ) -> Result<Vec<CallEvent>, StoreError> {
         let state = self.state.lock();
         let later = state.events.range(after.saturating_add(1)..).map(|(_, event)| event);
         Ok(later.filter(|event| state.in_scope(event, &scope)).take(limit).cloned().collect())
     }
 
-    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
+    async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
         let state = self.state.lock();
         let newest = state.events.values().rev().find(|event| state.in_scope(event, &scope));
         Ok(newest.map_or(0, |event| event.number))
     }
 
-    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+    async fn run_tool_definitions(
+        &self,
+        project: &str,
+        run_id: &str,
+    ) -> Result<Option<RunToolDefinitions>, StoreError> {
         let place = (project.to_owned(), run_id.to_owned());
-        Ok(self.state.lock().runs.get(&place).cloned())
+        Ok(self.state.lock().run_tool_definitions.get(&place).cloned())
     }
 
-    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+    async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
         let place = (run.project.clone(), run.run_id.clone());
-        self.state.lock().runs.insert(place, run);
+        self.state.lock().run_tool_definitions.insert(place, run);
         Ok(())
     }
 
-    async fn newest_record(
+    async fn last_record(
         &self,
         project: &str,
         id: &CallId,
-        kind: Kind,
-    ) -> Result<Option<Record>, StoreError> {
+        kind: EventKind,
+    ) -> Result<Option<EventRecord>, StoreError> {
         let state = self.state.lock();
         let scope = EventScope::Call { project: project.to_owned(), id: id.clone() };
         let mut newest_first = state.events.values().rev();
@@ -272,7 +286,7 @@ impl Store for MemoryStore {
         &self,
         project: &str,
         id: &CallId,
-    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+    ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError> {
         let state = self.state.lock();
         let found = state.deliveries.get(id);
         Ok(found.filter(|(delivery, _)| delivery.project == project).cloned())
@@ -281,23 +295,23 @@ impl Store for MemoryStore {
     async fn save_delivery(
         &self,
         delivery: Delivery,
-        tried: Option<Try>,
-    ) -> Result<Saved, StoreError> {
+        tried: Option<DeliveryAttempt>,
+    ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
         let known = state.deliveries.get_mut(&delivery.call_id);
         let Some((stored, tries)) = known.filter(|(stored, _)| {
             stored.project == delivery.project && stored.version + 1 == delivery.version
         }) else {
-            return Ok(Saved::Stale);
+            return Ok(SaveResult::Conflict);
         };
         *stored = delivery;
         tries.extend(tried);
-        let over = tries.len().saturating_sub(KEPT_TRIES as usize);
+        let over = tries.len().saturating_sub(MAX_STORED_ATTEMPTS as usize);
         tries.drain(..over);
-        Ok(Saved::Yes)
+        Ok(SaveResult::Saved)
     }
 
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError> {
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError> {
         let mut state = self.state.lock();
         let old: Vec<(u64, CallId)> = state
             .calls
@@ -314,9 +328,9 @@ impl Store for MemoryStore {
             state.deliveries.remove(id);
         }
         let oldest = state.calls.values().map(|call| call.created_ms).min();
-        self.utp.forget(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
-        let runs = state.purge_runs(ended_before_ms, limit);
-        let loops = state.purge_loops(ended_before_ms, limit);
+        self.utp.purge_replaced(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
+        let runs = state.purge_run_tool_definitions(ended_before_ms, limit);
+        let loops = state.purge_ended_runs(ended_before_ms, limit);
         let mut left = limit;
         state.audit.retain(|entry| {
             let goes = entry.at_ms < ended_before_ms && left > 0;
@@ -325,7 +339,7 @@ impl Store for MemoryStore {
         });
         let calls = old.len();
         let most = calls.max(runs).max(loops).max(limit - left);
-        Ok(Purged { calls, more: most == limit })
+        Ok(PurgeResult { calls, has_more: most == limit })
     }
 
     async fn directory_version(&self) -> Result<u64, StoreError> {
@@ -335,36 +349,38 @@ impl Store for MemoryStore {
     async fn directory(&self) -> Result<Directory, StoreError> {
         let state = self.state.lock();
         let mut directory = state.directory.clone();
-        directory.tools.extend(state.own.iter().cloned());
-        directory.tools.extend(state.brought.iter().map(|(_, tool)| tool.clone()));
+        directory.tools.extend(state.project_tools.iter().cloned());
+        directory.tools.extend(state.upstream_tools.iter().map(|(_, tool)| tool.clone()));
         Ok(directory)
     }
 
-    async fn change(
+    async fn change_directory(
         &self,
-        change: Change,
+        change: DirectoryChange,
         decided_on: u64,
         audit: Option<AuditEntry>,
-    ) -> Result<Saved, StoreError> {
+    ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
         if state.directory.version != decided_on {
-            return Ok(Saved::Stale);
+            return Ok(SaveResult::Conflict);
         }
         state.directory.version += 1;
         let at_ms = audit.as_ref().map(|entry| entry.at_ms);
         match &change {
-            Change::PutTools(tools) => {
-                tools.iter().for_each(|tool| self.utp.remember(tool, at_ms));
+            DirectoryChange::PutTools(tools) => {
+                tools.iter().for_each(|tool| self.utp.put_definition(tool, at_ms));
             }
-            Change::DropTool { project, name } => self.utp.retire(project, name, at_ms),
+            DirectoryChange::DropTool { project, name } => {
+                self.utp.mark_replaced(project, name, at_ms)
+            }
             _ => {}
         }
         state.apply(change);
         state.audit.extend(audit);
-        Ok(Saved::Yes)
+        Ok(SaveResult::Saved)
     }
 
-    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError> {
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
         self.state.lock().audit.push(entry);
         Ok(())
     }
@@ -379,7 +395,7 @@ impl Store for MemoryStore {
         Ok(state.audit.iter().rev().filter(about).take(limit).cloned().collect())
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check_health(&self) -> Result<(), StoreError> {
         Ok(())
     }
 
@@ -387,11 +403,11 @@ impl Store for MemoryStore {
         &self.utp
     }
 
-    fn loops(&self) -> &dyn super::loops::LoopStore {
+    fn runs(&self) -> &dyn super::loops::RunStore {
         self
     }
 
-    fn grants(&self) -> &dyn super::grants::GrantStore {
+    fn credentials(&self) -> &dyn super::grants::UpstreamCredentialStore {
         self
     }
 
@@ -400,24 +416,25 @@ impl Store for MemoryStore {
     }
 }
 
-impl State {
-    fn apply(&mut self, change: Change) {
-        let named = |known: &crate::tool::Definition, project: Option<&str>, name: &str| {
+impl MemoryState {
+    fn apply(&mut self, change: DirectoryChange) {
+        let named = |known: &crate::tool::ToolDefinition, project: Option<&str>, name: &str| {
             known.project.as_deref() == project && known.name == name
         };
         match change {
-            Change::PutTools(tools) => {
+            DirectoryChange::PutTools(tools) => {
                 for tool in tools {
-                    self.own.retain(|known| !named(known, tool.project.as_deref(), &tool.name));
-                    self.own.push(tool);
+                    self.project_tools
+                        .retain(|known| !named(known, tool.project.as_deref(), &tool.name));
+                    self.project_tools.push(tool);
                 }
             }
-            Change::DropTool { project, name } => {
-                self.own.retain(|known| !named(known, Some(&project), &name));
+            DirectoryChange::DropTool { project, name } => {
+                self.project_tools.retain(|known| !named(known, Some(&project), &name));
             }
-            Change::PutUpstream(_)
-            | Change::DropUpstream { .. }
-            | Change::SetUpstreamTools { .. } => self.change_upstream(change),
+            DirectoryChange::PutUpstream(_)
+            | DirectoryChange::DropUpstream { .. }
+            | DirectoryChange::SetUpstreamTools { .. } => self.change_upstream(change),
             other => directory::apply(&mut self.directory, other),
         }
     }

@@ -4,42 +4,42 @@
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use super::{Saved, StoreError};
-use crate::tool::Definition;
-use crate::utp::{Card, DeadLetter, InboxItem, Letter, Route, Turn, Waiting};
+use super::{SaveResult, StoreError};
+use crate::tool::ToolDefinition;
+use crate::utp::{Card, DeadLetter, InboxItem, OutboxMessage, Route, StepCall, Turn};
 
 /// Result of writing a card.
 #[derive(Debug, Clone, PartialEq)]
-pub enum CardPut {
+pub enum PutCardResult {
     New,
     /// An identical card is already stored.
-    Same,
+    Identical,
     /// Another card has this id, or the call has another result.
-    Other(Box<Card>),
+    Conflict(Box<Card>),
 }
 
 /// Result of putting an item into an inbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Delivered {
+pub enum InboxPutResult {
     New,
     /// The call's outcome is already in the inbox, under this id.
-    Known(String),
+    Duplicate(String),
 }
 
 /// The changes that belong in the same commit as a new state of a turn.
 #[derive(Debug, Clone, Default)]
 pub struct TurnChange {
     /// The calls of a new step.
-    pub waiting: Vec<Waiting>,
+    pub step_calls: Vec<StepCall>,
     /// Ids of the inbox items that the agent acknowledges with this change.
-    pub taken: Vec<String>,
+    pub acknowledged_inbox_ids: Vec<String>,
     pub inbox: Vec<InboxItem>,
-    pub letters: Vec<Letter>,
+    pub outbox: Vec<OutboxMessage>,
 }
 
 /// A report that a tool service wrote into the shared tables and that is not processed yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WrittenReport {
+pub struct SharedTableReport {
     /// Its position in the order of arrival.
     pub number: u64,
     pub project: String,
@@ -56,23 +56,23 @@ pub struct WrittenReport {
 
 /// The disposition of a report from the shared tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Judged {
+pub enum ReportDisposition {
     /// The report was applied, or was a duplicate.
-    Taken,
+    Applied,
     /// The report was too late: it was recorded and had no effect.
     Late,
     /// The report is invalid.
-    Refused,
+    Rejected,
 }
 
 /// Time after the replacement of a definition in which a call made with it may still be stored.
-pub const REPLACED_FOR_MS: u64 = 60_000;
+pub const REPLACED_DEFINITION_GRACE_MS: u64 = 60_000;
 
 /// Stores cards, turns and inboxes.
 #[async_trait]
 pub trait UtpStore: Send + Sync {
     /// Returns the tables that tool services access, or `None` if only this program has access.
-    fn shared(&self) -> Option<&dyn SharedTables> {
+    fn shared_tables(&self) -> Option<&dyn SharedTables> {
         None
     }
 
@@ -82,10 +82,10 @@ pub trait UtpStore: Send + Sync {
         project: &str,
         tool: &str,
         version: &str,
-    ) -> Result<Option<Definition>, StoreError>;
+    ) -> Result<Option<ToolDefinition>, StoreError>;
 
     /// Writes a card. A call of a turn has at most one `tool.result`.
-    async fn put_card(&self, card: Card) -> Result<CardPut, StoreError>;
+    async fn put_card(&self, card: Card) -> Result<PutCardResult, StoreError>;
 
     /// Returns one card of a project.
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError>;
@@ -102,42 +102,42 @@ pub trait UtpStore: Send + Sync {
     async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError>;
 
     /// Saves a turn whose stored version is exactly one lower (a new turn has version 1).
-    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<Saved, StoreError>;
+    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError>;
 
     /// Returns running turns whose lease has expired.
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError>;
 
     /// Returns the calls of a turn's step.
-    async fn waiting(
+    async fn step_calls(
         &self,
         project: &str,
         turn_id: &str,
         step_id: &str,
-    ) -> Result<Vec<Waiting>, StoreError>;
+    ) -> Result<Vec<StepCall>, StoreError>;
 
     /// Returns one call of a turn; without a turn, the newest call with this id in any turn.
-    async fn waiting_call(
+    async fn step_call(
         &self,
         project: &str,
         turn_id: Option<&str>,
         tool_call_id: &str,
-    ) -> Result<Option<Waiting>, StoreError>;
+    ) -> Result<Option<StepCall>, StoreError>;
 
     /// Returns calls of turns whose outcome is in no inbox yet, oldest first, after this one.
-    async fn undelivered(
+    async fn undelivered_step_calls(
         &self,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<(u64, Waiting)>, StoreError>;
+    ) -> Result<Vec<(u64, StepCall)>, StoreError>;
 
     /// Puts an outcome into an inbox, marks its call as delivered, and adds the message to the
     /// outbox, all in one commit.
-    async fn deliver(
+    async fn deliver_to_inbox(
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<Letter>,
-    ) -> Result<Delivered, StoreError>;
+        letter: Option<OutboxMessage>,
+    ) -> Result<InboxPutResult, StoreError>;
 
     /// Returns an agent's unread items, in the order of arrival.
     async fn inbox(
@@ -148,7 +148,7 @@ pub trait UtpStore: Send + Sync {
     ) -> Result<Vec<InboxItem>, StoreError>;
 
     /// Acknowledges items. Returns the number that were still unread.
-    async fn take_from_inbox(
+    async fn acknowledge_inbox_items(
         &self,
         project: &str,
         agent_id: &str,
@@ -158,7 +158,7 @@ pub trait UtpStore: Send + Sync {
 
     /// Returns each agent's oldest unread item with its number, if it arrived before this time;
     /// oldest first, after this number.
-    async fn waiting_agents(
+    async fn agents_with_unread_items(
         &self,
         before_ms: u64,
         after: u64,
@@ -166,16 +166,20 @@ pub trait UtpStore: Send + Sync {
     ) -> Result<Vec<(u64, InboxItem)>, StoreError>;
 
     /// Adds messages to the outbox.
-    async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError>;
+    async fn append_to_outbox(&self, letters: Vec<OutboxMessage>) -> Result<(), StoreError>;
 
     /// Returns messages to publish, oldest first, after this one.
-    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError>;
+    async fn outbox(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<(u64, OutboxMessage)>, StoreError>;
 
     /// Removes messages that were published or have expired.
-    async fn posted(&self, ids: &[String]) -> Result<(), StoreError>;
+    async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError>;
 
     /// Stores a dead letter, or the result of redriving it.
-    async fn bury(&self, letter: DeadLetter) -> Result<(), StoreError>;
+    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError>;
 
     /// Returns dead letters of a project, newest first, older than this one.
     async fn dead_letters(
@@ -197,11 +201,11 @@ pub trait UtpStore: Send + Sync {
 #[async_trait]
 pub trait SharedTables: Send + Sync {
     /// Returns a watch that changes when a tool service may have written a report.
-    fn news(&self) -> watch::Receiver<u64>;
+    fn watch_reports(&self) -> watch::Receiver<u64>;
 
     /// Writes a command's card, and the record that it was sent, to the tables that tool services
     /// read.
-    async fn show_command(
+    async fn write_command(
         &self,
         card: Card,
         route: &Route,
@@ -209,12 +213,16 @@ pub trait SharedTables: Send + Sync {
     ) -> Result<(), StoreError>;
 
     /// Returns unprocessed reports after this one, in order.
-    async fn written_reports(
+    async fn pending_reports(
         &self,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<WrittenReport>, StoreError>;
+    ) -> Result<Vec<SharedTableReport>, StoreError>;
 
     /// Records the disposition of a report.
-    async fn judged(&self, number: u64, judged: Judged) -> Result<(), StoreError>;
+    async fn record_disposition(
+        &self,
+        number: u64,
+        judged: ReportDisposition,
+    ) -> Result<(), StoreError>;
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::engine::{Engine, unavailable};
+use crate::engine::{Engine, from_store_error};
 use crate::fault::Error;
 
 const EVERY: Duration = Duration::from_secs(60);
@@ -16,22 +16,22 @@ pub(crate) async fn run(engine: Engine, retention_ms: u64) {
         }
         tokio::select! {
             () = tokio::time::sleep(EVERY) => {}
-            () = engine.inner.stopping.cancelled() => return,
+            () = engine.core.shutdown.cancelled() => return,
         }
     }
 }
 
 /// Purges everything that is old enough. Returns the number of deleted calls.
 pub async fn run_once(engine: &Engine, retention_ms: u64) -> Result<usize, Error> {
-    let inner = &engine.inner;
+    let inner = &engine.core;
     let before_ms = inner.clock.now_ms().saturating_sub(retention_ms);
     let mut count = 0;
     loop {
-        let purged = inner.store.purge(before_ms, STEP).await.map_err(unavailable)?;
+        let purged = inner.store.purge(before_ms, STEP).await.map_err(from_store_error)?;
         count += purged.calls;
-        let utp = inner.store.utp().purge_utp(before_ms, STEP).await.map_err(unavailable)?;
-        let more = purged.more || utp >= STEP;
-        if !more || inner.stopping.is_cancelled() {
+        let utp = inner.store.utp().purge_utp(before_ms, STEP).await.map_err(from_store_error)?;
+        let more = purged.has_more || utp >= STEP;
+        if !more || inner.shutdown.is_cancelled() {
             return Ok(count);
         }
         tokio::task::yield_now().await;

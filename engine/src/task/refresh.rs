@@ -11,15 +11,15 @@ pub(crate) async fn run(engine: Engine) {
     loop {
         tokio::select! {
             () = tokio::time::sleep(EVERY) => run_once(&engine).await,
-            () = engine.inner.stopping.cancelled() => return,
+            () = engine.core.shutdown.cancelled() => return,
         }
     }
 }
 
 /// Runs one pass.
 pub async fn run_once(engine: &Engine) {
-    engine.inner.desk.run_once();
-    if let Err(error) = engine.inner.renew_catalog().await {
+    engine.core.client_queue.requeue_expired();
+    if let Err(error) = engine.core.reload_catalog().await {
         tracing::debug!(%error, "the directory could not be read");
     }
 }

@@ -3,52 +3,57 @@
 
 use std::collections::HashMap;
 
-use super::act::key;
-use super::{Awaited, Progress, RESULT_TOKENS, Terms};
+use super::act::idempotency_key;
+use super::{DEFAULT_RESULT_TOKENS, PendingCall, RunOptions, RunProgress};
 use crate::caller::Caller;
-use crate::engine::{Engine, unavailable};
+use crate::engine::{Engine, from_store_error};
 use crate::fault::Error;
-use crate::store::{Created, IdempotencyKey};
+use crate::store::{CreateCallResult, IdempotencyKey};
 
 /// Earlier results of a reply's calls.
 #[derive(Default)]
-pub(super) struct Before {
+pub(super) struct PriorResults {
     /// Content of each call that was made before, by its index in the reply.
-    pub(super) made: HashMap<usize, String>,
+    pub(super) contents: HashMap<usize, String>,
 }
 
-impl Before {
-    pub(super) async fn of(
+impl PriorResults {
+    pub(super) async fn load(
         engine: &Engine,
         caller: &Caller,
-        terms: &Terms,
-        progress: &Progress,
+        terms: &RunOptions,
+        progress: &RunProgress,
     ) -> Result<Self, Error> {
         let (mut awaited, mut places) = (Vec::new(), HashMap::new());
-        let budget = terms.acting.result_tokens.unwrap_or(RESULT_TOKENS);
-        let calls = progress.reply.iter().flat_map(|reply| &reply.calls);
+        let budget = terms.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
+        let calls = progress.pending_reply.iter().flat_map(|reply| &reply.calls);
         for (place, call) in calls.enumerate() {
-            let Some(key) = key(terms, progress, place) else { break };
+            let Some(key) = idempotency_key(terms, progress, place) else { break };
             // The lookup only checks whether the key was used, so the fingerprint does not matter.
             let (agent, fingerprint) = (caller.agent.clone(), String::new());
             let key = IdempotencyKey { agent, key, fingerprint };
-            let used = engine.inner.store.used(&caller.project, &key).await.map_err(unavailable)?;
+            let used = engine
+                .core
+                .store
+                .find_by_idempotency_key(&caller.project, &key)
+                .await
+                .map_err(from_store_error)?;
             let tool_call_id = match used {
-                Some(Created::Mismatch(id)) => id,
-                Some(Created::Replayed(known)) => known.id,
-                Some(Created::New) | None => continue,
+                Some(CreateCallResult::Mismatch(id)) => id,
+                Some(CreateCallResult::Replayed(known)) => known.id,
+                Some(CreateCallResult::New) | None => continue,
             };
             places.insert(tool_call_id.clone(), place);
             let (call_id, name) = (call.id.clone(), call.name.clone());
-            awaited.push(Awaited { tool_call_id, call_id, name });
+            awaited.push(PendingCall { tool_call_id, call_id, name });
         }
-        let (ended, _) = engine.late_contents(caller, &awaited, budget).await?;
+        let (ended, _) = engine.render_late_results(caller, &awaited, budget).await?;
         let goes_on = "it was begun, goes on, and its tool has been withdrawn";
         let mut made: HashMap<usize, String> =
             places.values().map(|place| (*place, goes_on.to_owned())).collect();
         for (call, content) in ended {
             made.extend(places.get(&call.tool_call_id).map(|place| (*place, content)));
         }
-        Ok(Self { made })
+        Ok(Self { contents: made })
     }
 }

@@ -2,38 +2,41 @@
 
 use serde_json::Value;
 
-use super::act::Plan;
-use super::ask::Request;
-use super::before::Before;
-use super::offer::Offer;
-use super::{FinalAnswer, Happening, Next, RESULT_TOKENS, Talk, Terms, Watch, rules, unwatched};
+use super::act::ExecutionPlan;
+use super::ask::ModelRequester;
+use super::before::PriorResults;
+use super::offer::ToolSelection;
+use super::{
+    Conversation, DEFAULT_RESULT_TOKENS, EventSink, FinalAnswer, LoopEvent, RunOptions,
+    StepOutcome, ignore_events, rules,
+};
 use crate::bus::Topic;
 use crate::caller::Caller;
 use crate::engine::{Engine, measure};
 use crate::fault::{Code, Error};
-use crate::model::{Model, Prompt, Wanted};
+use crate::model::{Model, ModelRequest, ToolCallRequest};
 
 /// Extra time for the last request after the time limit.
-const GRACE_MS: u64 = 60_000;
+const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
 
 /// Polling interval while the loop waits for late results, in case a wake-up is missed.
-const LOOK_AGAIN_MS: u64 = 2_000;
+const LATE_RESULT_POLL_MS: u64 = 2_000;
 
 /// An agent loop over one conversation. [`Engine::run_agent_loop`] runs it as a whole; a program
 /// that stores the conversation in between alternates [`AgentLoop::request_reply`] and
 /// [`AgentLoop::execute_reply`].
-pub struct Loop<'a> {
+pub struct AgentLoop<'a> {
     engine: &'a Engine,
     caller: &'a Caller,
     model: &'a dyn Model,
-    terms: &'a Terms,
-    watch: Watch<'a>,
-    offer: Offer,
+    terms: &'a RunOptions,
+    watch: EventSink<'a>,
+    tool_selection: ToolSelection,
     /// True if the pending reply existed before this loop requested one, so that its calls may
     /// already have been made.
-    again: bool,
+    is_reply_resumed: bool,
     /// True if an empty reply is acceptable even if no late results are pending.
-    pub(crate) may_be_silent: bool,
+    pub(crate) allows_empty_reply: bool,
 }
 
 impl Engine {
@@ -42,14 +45,14 @@ impl Engine {
     ///
     /// If the model gives no reply after its retries, this returns an error with the code
     /// `UPSTREAM_UNAVAILABLE`; the conversation is unchanged, and the step can be repeated.
-    pub async fn run_turn(
+    pub async fn run_agent_step(
         &self,
         caller: &Caller,
         model: &dyn Model,
-        terms: &Terms,
-        talk: &mut Talk,
-    ) -> Result<Next, Error> {
-        Loop::new(self, caller, model, terms, &unwatched)?.turn(talk).await
+        terms: &RunOptions,
+        talk: &mut Conversation,
+    ) -> Result<StepOutcome, Error> {
+        AgentLoop::new(self, caller, model, terms, &ignore_events)?.run_step(talk).await
     }
 
     /// Runs steps until the model gives its final answer, also at a limit, or calls a caller tool.
@@ -95,261 +98,300 @@ impl Engine {
     /// assert_eq!(answer.text, "It is 42.");
     /// # Ok(()) }
     /// ```
-    pub async fn run(
+    pub async fn run_agent_loop(
         &self,
         caller: &Caller,
         model: &dyn Model,
-        terms: &Terms,
-        talk: &mut Talk,
-    ) -> Result<Next, Error> {
-        Loop::new(self, caller, model, terms, &unwatched)?.all(talk).await
+        terms: &RunOptions,
+        talk: &mut Conversation,
+    ) -> Result<StepOutcome, Error> {
+        AgentLoop::new(self, caller, model, terms, &ignore_events)?.run(talk).await
     }
 }
 
-impl<'a> Loop<'a> {
+impl<'a> AgentLoop<'a> {
     /// Creates a loop that reports its events to `watch`. Refuses invalid options.
     pub fn new(
         engine: &'a Engine,
         caller: &'a Caller,
         model: &'a dyn Model,
-        terms: &'a Terms,
-        watch: Watch<'a>,
+        terms: &'a RunOptions,
+        watch: EventSink<'a>,
     ) -> Result<Self, Error> {
-        require(caller)?;
-        let offer = Offer::checked(engine, caller, terms)?;
-        Ok(Self { engine, caller, model, terms, watch, offer, again: false, may_be_silent: false })
+        require_run_permission(caller)?;
+        let offer = ToolSelection::validated(engine, caller, terms)?;
+        Ok(Self {
+            engine,
+            caller,
+            model,
+            terms,
+            watch,
+            tool_selection: offer,
+            is_reply_resumed: false,
+            allows_empty_reply: false,
+        })
     }
 
     /// Creates a loop with options that were validated before: tools that no longer exist are
     /// skipped.
-    pub(crate) fn lenient(
+    pub(crate) fn with_available_tools(
         engine: &'a Engine,
         caller: &'a Caller,
         model: &'a dyn Model,
-        terms: &'a Terms,
-        watch: Watch<'a>,
+        terms: &'a RunOptions,
+        watch: EventSink<'a>,
     ) -> Result<Self, Error> {
-        require(caller)?;
-        let offer = Offer::of(engine, caller, terms);
-        Ok(Self { engine, caller, model, terms, watch, offer, again: false, may_be_silent: false })
+        require_run_permission(caller)?;
+        let offer = ToolSelection::new(engine, caller, terms);
+        Ok(Self {
+            engine,
+            caller,
+            model,
+            terms,
+            watch,
+            tool_selection: offer,
+            is_reply_resumed: false,
+            allows_empty_reply: false,
+        })
     }
 
     /// Runs steps until there is a final answer or a call of a caller tool.
-    pub async fn all(&mut self, talk: &mut Talk) -> Result<Next, Error> {
+    pub async fn run(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
         loop {
-            match self.turn(talk).await? {
-                Next::GoesOn => {}
-                Next::Sleeps => self.sleep(talk).await?,
+            match self.run_step(talk).await? {
+                StepOutcome::Continue => {}
+                StepOutcome::AwaitingResults => self.wait_for_late_result(talk).await?,
                 next => return Ok(next),
             }
         }
     }
 
     /// Runs one step.
-    pub async fn turn(&mut self, talk: &mut Talk) -> Result<Next, Error> {
-        self.ask(talk).await?;
-        self.act(talk).await
+    pub async fn run_step(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
+        self.request_reply(talk).await?;
+        self.execute_reply(talk).await
     }
 
     /// Sends a request to the model, unless a reply is already pending. Late results that have
     /// arrived are part of the request. The reply is then in [`super::RunProgress::pending_reply`].
-    pub async fn ask(&mut self, talk: &mut Talk) -> Result<(), Error> {
-        if talk.progress.reply.is_some() {
-            self.again = true;
+    pub async fn request_reply(&mut self, talk: &mut Conversation) -> Result<(), Error> {
+        if talk.progress.pending_reply.is_some() {
+            self.is_reply_resumed = true;
             return Ok(());
         }
-        self.renew_offer();
-        self.take_late(talk).await?;
+        self.refresh_tools();
+        self.add_late_results(talk).await?;
         let limits = &self.terms.limits;
-        if talk.progress.closing.is_none()
-            && let Some(closing) = rules::due(limits, &talk.progress)
+        if talk.progress.stop_reason.is_none()
+            && let Some(closing) = rules::reached_limit(limits, &talk.progress)
         {
-            talk.progress.closing = Some(closing);
-            talk.messages.push(rules::closing_message(closing, limits));
+            talk.progress.stop_reason = Some(closing);
+            talk.messages.push(rules::stop_message(closing, limits));
         }
-        let (step, last) = (talk.progress.steps + 1, talk.progress.closing.is_some());
-        let prompt = self.prompt(talk, last);
-        let clock = self.engine.inner.clock.as_ref();
+        let (step, last) = (talk.progress.steps + 1, talk.progress.stop_reason.is_some());
+        let prompt = self.build_request(talk, last);
+        let clock = self.engine.core.clock.as_ref();
         let began_ms = clock.now_ms();
-        let grace_ms = if last { GRACE_MS } else { 0 };
-        let left_ms = rules::left_ms(limits, &talk.progress);
-        (self.watch)(Happening::Asking { step, last });
-        let request = Request {
+        let grace_ms = if last { FINAL_REQUEST_GRACE_MS } else { 0 };
+        let left_ms = rules::remaining_ms(limits, &talk.progress);
+        (self.watch)(LoopEvent::ModelRequested { step, last });
+        let request = ModelRequester {
             model: self.model,
             prompt: &prompt,
-            asking: &self.terms.asking,
+            asking: &self.terms.model_request_policy,
             clock,
             step,
             until_ms: began_ms.saturating_add(left_ms.max(grace_ms)),
-            may_be_empty: last || self.may_be_silent || !talk.progress.awaited.is_empty(),
+            allows_empty_reply: last
+                || self.allows_empty_reply
+                || !talk.progress.pending_calls.is_empty(),
             watch: self.watch,
         };
-        let answer = request.answer().await;
+        let answer = request.request_reply().await;
         let progress = &mut talk.progress;
-        progress.spent_ms += clock.now_ms().saturating_sub(began_ms);
+        progress.active_ms += clock.now_ms().saturating_sub(began_ms);
         let reply = match answer {
             Ok(reply) => reply,
             // The time limit passed during a request: that is a limit, not a failure.
             Err(none) if none.out_of_time && !last => {
-                progress.closing = Some(super::Closing::Time);
-                talk.messages.push(rules::closing_message(super::Closing::Time, limits));
-                return Box::pin(self.ask(talk)).await;
+                progress.stop_reason = Some(super::StopReason::Time);
+                talk.messages.push(rules::stop_message(super::StopReason::Time, limits));
+                return Box::pin(self.request_reply(talk)).await;
             }
-            Err(none) => return Err(Error::from(none.silence.fault)),
+            Err(none) => return Err(Error::from(none.error.fault)),
         };
-        let guess_of: usize = if reply.usage == Default::default() { size(&prompt) } else { 0 };
+        let guess_of: usize =
+            if reply.usage == Default::default() { request_bytes(&prompt) } else { 0 };
         progress.steps = step;
-        let usage = rules::usage_or_guess(&reply, guess_of);
-        measure::answered(self.model.counted_as(), &usage);
+        let usage = rules::usage_or_estimate(&reply, guess_of);
+        measure::count_model_tokens(self.model.usage_label(), &usage);
         progress.usage += usage;
-        let reply = rules::with_usable_ids(reply, step, &progress.awaited);
-        (self.watch)(Happening::Replied { step, reply: &reply });
-        progress.reply = Some(reply);
+        let reply = rules::assign_call_ids(reply, step, &progress.pending_calls);
+        (self.watch)(LoopEvent::ModelReplied { step, reply: &reply });
+        progress.pending_reply = Some(reply);
         Ok(())
     }
 
     /// Executes the calls of the pending reply. A step repeated with the same idempotency prefix
     /// executes no call twice.
-    pub async fn act(&mut self, talk: &mut Talk) -> Result<Next, Error> {
-        let Some(reply) = talk.progress.reply.clone() else { return Ok(Next::GoesOn) };
-        if let Some(closing) = talk.progress.closing {
-            return Ok(Next::Answered(self.close(talk, reply, closing)));
+    pub async fn execute_reply(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
+        let Some(reply) = talk.progress.pending_reply.clone() else {
+            return Ok(StepOutcome::Continue);
+        };
+        if let Some(closing) = talk.progress.stop_reason {
+            return Ok(StepOutcome::Answered(self.finish_at_limit(talk, reply, closing)));
         }
         if reply.calls.is_empty() {
-            talk.progress.reply = None;
+            talk.progress.pending_reply = None;
             if !reply.text.is_empty() {
                 talk.messages.push(rules::assistant_message(&reply, false));
             }
-            if !talk.progress.awaited.is_empty() {
-                return Ok(Next::Sleeps);
+            if !talk.progress.pending_calls.is_empty() {
+                return Ok(StepOutcome::AwaitingResults);
             }
-            let (text, stopped, closing) = (reply.text, reply.stopped, None);
-            return Ok(Next::Answered(FinalAnswer { text, stopped, closing }));
+            let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
+            return Ok(StepOutcome::Answered(FinalAnswer {
+                text,
+                finish_reason: stopped,
+                stop_reason: closing,
+            }));
         }
-        self.renew_offer();
+        self.refresh_tools();
         let began_ms = self.engine.now_ms();
         let most = self.engine.limits().max_batch_entries;
-        let before = match std::mem::take(&mut self.again) {
-            true => Before::of(self.engine, self.caller, self.terms, &talk.progress).await?,
-            false => Before::default(),
+        let before = match std::mem::take(&mut self.is_reply_resumed) {
+            true => {
+                PriorResults::load(self.engine, self.caller, self.terms, &talk.progress).await?
+            }
+            false => PriorResults::default(),
         };
-        let plan = Plan::of(&reply, &self.offer, self.terms, (&talk.progress, &before), most);
-        let own = plan.own();
+        let plan = ExecutionPlan::new(
+            &reply,
+            &self.tool_selection,
+            self.terms,
+            (&talk.progress, &before),
+            most,
+        );
+        let own = plan.caller_calls();
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = talk.progress.clone();
         let watch = self.watch;
         let results =
-            plan.carried_out(self.engine, self.caller, self.terms, &mut progress, watch).await?;
-        (progress.reply, progress.canceled) = (None, false);
-        progress.spent_ms += self.engine.now_ms().saturating_sub(began_ms);
+            plan.execute(self.engine, self.caller, self.terms, &mut progress, watch).await?;
+        (progress.pending_reply, progress.canceled) = (None, false);
+        progress.active_ms += self.engine.now_ms().saturating_sub(began_ms);
         talk.progress = progress;
         talk.messages.push(rules::assistant_message(&reply, true));
         talk.messages.extend(results);
-        Ok(if own.is_empty() { Next::GoesOn } else { Next::HandedBack(own) })
+        Ok(if own.is_empty() { StepOutcome::Continue } else { StepOutcome::CallerToolCalls(own) })
     }
 
     /// Answers the calls of the pending reply without executing anything. `told` returns the
     /// content of each answer and whether the call counts as made.
-    pub(crate) fn act_with(
+    pub(crate) fn answer_calls_with(
         &self,
-        talk: &mut Talk,
-        mut told: impl FnMut(&Wanted) -> (String, bool),
-    ) -> Next {
-        let Some(reply) = talk.progress.reply.take() else { return Next::GoesOn };
-        if let Some(closing) = talk.progress.closing {
-            return Next::Answered(self.close(talk, reply, closing));
+        talk: &mut Conversation,
+        mut told: impl FnMut(&ToolCallRequest) -> (String, bool),
+    ) -> StepOutcome {
+        let Some(reply) = talk.progress.pending_reply.take() else { return StepOutcome::Continue };
+        if let Some(closing) = talk.progress.stop_reason {
+            return StepOutcome::Answered(self.finish_at_limit(talk, reply, closing));
         }
         talk.messages.push(rules::assistant_message(&reply, true));
         if reply.calls.is_empty() {
-            let (text, stopped, closing) = (reply.text, reply.stopped, None);
-            return Next::Answered(FinalAnswer { text, stopped, closing });
+            let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
+            return StepOutcome::Answered(FinalAnswer {
+                text,
+                finish_reason: stopped,
+                stop_reason: closing,
+            });
         }
         for call in &reply.calls {
             let (content, made) = told(call);
             talk.progress.calls += u32::from(made);
             talk.messages.push(rules::tool_message(&call.id, &content));
         }
-        Next::GoesOn
+        StepOutcome::Continue
     }
 
     /// Waits until a late result arrives, and adds it to the conversation.
-    pub async fn sleep(&mut self, talk: &mut Talk) -> Result<(), Error> {
-        let inner = &self.engine.inner;
+    pub async fn wait_for_late_result(&mut self, talk: &mut Conversation) -> Result<(), Error> {
+        let inner = &self.engine.core;
         let topic =
             Topic::Run { project: self.caller.project.clone(), run_id: self.terms.run_id.clone() };
         let mut news = inner.bus.listen(topic);
         loop {
-            if self.take_late(talk).await? > 0 || talk.progress.awaited.is_empty() {
+            if self.add_late_results(talk).await? > 0 || talk.progress.pending_calls.is_empty() {
                 return Ok(());
             }
-            if inner.stopping.is_cancelled() {
+            if inner.shutdown.is_cancelled() {
                 let message = "the engine has been shut down";
                 return Err(Error::refused(Code::Overloaded, message));
             }
             tokio::select! {
-                () = news.woken() => {}
-                () = inner.clock.sleep_until(inner.clock.now_ms() + LOOK_AGAIN_MS) => {}
-                () = inner.stopping.cancelled() => {}
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(inner.clock.now_ms() + LATE_RESULT_POLL_MS) => {}
+                () = inner.shutdown.cancelled() => {}
             }
         }
     }
 
     /// Adds late results that have arrived to the conversation and returns their number.
-    pub async fn take_late(&self, talk: &mut Talk) -> Result<usize, Error> {
-        let budget = self.terms.acting.result_tokens.unwrap_or(RESULT_TOKENS);
-        let awaited = &talk.progress.awaited;
-        let (ended, cost) = self.engine.late_contents(self.caller, awaited, budget).await?;
+    pub async fn add_late_results(&self, talk: &mut Conversation) -> Result<usize, Error> {
+        let budget = self.terms.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
+        let awaited = &talk.progress.pending_calls;
+        let (ended, cost) = self.engine.render_late_results(self.caller, awaited, budget).await?;
         talk.progress.usage += cost;
         let came = ended.len();
         for (call, content) in ended {
             let message = rules::late_message(&call, &content);
-            (self.watch)(Happening::Late { call: &call, message: &message });
+            (self.watch)(LoopEvent::LateResult { call: &call, message: &message });
             talk.messages.push(message);
-            talk.progress.awaited.retain(|other| other.tool_call_id != call.tool_call_id);
+            talk.progress.pending_calls.retain(|other| other.tool_call_id != call.tool_call_id);
         }
         Ok(came)
     }
 
     /// Returns the final answer at a limit, whatever the reply to the last request contains.
-    fn close(
+    fn finish_at_limit(
         &self,
-        talk: &mut Talk,
-        reply: crate::model::Reply,
-        closing: super::Closing,
+        talk: &mut Conversation,
+        reply: crate::model::ModelReply,
+        closing: super::StopReason,
     ) -> FinalAnswer {
-        talk.progress.reply = None;
+        talk.progress.pending_reply = None;
         let said = !reply.text.trim().is_empty();
-        let text = if said { reply.text } else { rules::stand_in(closing, &talk.progress) };
-        let said = crate::model::Reply { text: text.clone(), ..Default::default() };
+        let text = if said { reply.text } else { rules::fallback_answer(closing, &talk.progress) };
+        let said = crate::model::ModelReply { text: text.clone(), ..Default::default() };
         talk.messages.push(rules::assistant_message(&said, false));
-        FinalAnswer { text, stopped: reply.stopped, closing: Some(closing) }
+        FinalAnswer { text, finish_reason: reply.finish_reason, stop_reason: Some(closing) }
     }
 
-    fn prompt(&self, talk: &Talk, last: bool) -> Prompt {
+    fn build_request(&self, talk: &Conversation, last: bool) -> ModelRequest {
         let mut settings = self.terms.settings.clone();
         let forced = settings.get("tool_choice").is_some_and(|choice| choice != "none");
         // A permanently forced tool choice would keep the model from ever giving a final answer.
-        if last || (forced && talk.progress.steps > talk.progress.since.steps) {
+        if last || (forced && talk.progress.steps > talk.progress.baseline.steps) {
             settings.remove("tool_choice");
         }
-        let tools: Vec<Value> = if last { Vec::new() } else { self.offer.tools.clone() };
+        let tools: Vec<Value> = if last { Vec::new() } else { self.tool_selection.tools.clone() };
         if tools.is_empty() {
             settings.remove("tool_choice");
             settings.remove("parallel_tool_calls");
         }
         let (model, messages) = (self.terms.model.clone(), talk.messages.clone());
-        Prompt { model, messages, tools, settings }
+        ModelRequest { model, messages, tools, settings }
     }
 
     /// Refreshes the tool selection, because tools can change during a conversation.
-    fn renew_offer(&mut self) {
-        if self.offer.version != self.engine.directory_version() {
-            self.offer = Offer::of(self.engine, self.caller, self.terms);
+    fn refresh_tools(&mut self) {
+        if self.tool_selection.version != self.engine.directory_version() {
+            self.tool_selection = ToolSelection::new(self.engine, self.caller, self.terms);
         }
     }
 }
 
-fn require(caller: &Caller) -> Result<(), Error> {
+fn require_run_permission(caller: &Caller) -> Result<(), Error> {
     if caller.may_invoke() {
         return Ok(());
     }
@@ -358,7 +400,7 @@ fn require(caller: &Caller) -> Result<(), Error> {
 }
 
 /// Returns the size of a request's tools and messages as JSON text.
-fn size(prompt: &Prompt) -> usize {
+fn request_bytes(prompt: &ModelRequest) -> usize {
     let tools = serde_json::to_string(&prompt.tools).map_or(0, |text| text.len());
     tools + serde_json::to_string(&prompt.messages).map_or(0, |text| text.len())
 }

@@ -4,43 +4,49 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::{Value, json};
 
-use super::Terms;
+use super::RunOptions;
 use crate::caller::Caller;
-use crate::dialect::{Format, definition};
+use crate::dialect::{ToolFormat, describe_tool};
 use crate::engine::{Engine, RESULT_READ};
 use crate::fault::{Code, Error, Fault};
 use crate::names;
 use crate::policy;
 
 /// The tools of one conversation.
-pub(super) struct Offer {
+pub(super) struct ToolSelection {
     /// Tool descriptions, in the chat format.
     pub(super) tools: Vec<Value>,
     /// Toolcrib's tools, by their model-facing names.
-    pub(super) crib: HashMap<String, String>,
+    pub(super) tool_names: HashMap<String, String>,
     /// Names of the caller tools.
-    pub(super) own: HashSet<String>,
+    pub(super) caller_tools: HashSet<String>,
     /// Version of the directory that the tools were read from.
     pub(super) version: u64,
 }
 
-impl Offer {
+impl ToolSelection {
     /// Selects the tools; refuses options that name a tool that does not exist.
-    pub(super) fn checked(engine: &Engine, caller: &Caller, terms: &Terms) -> Result<Self, Error> {
-        check_tools(engine, caller, terms.tools.as_deref().unwrap_or_default())?;
-        Ok(Self::of(engine, caller, terms))
+    pub(super) fn validated(
+        engine: &Engine,
+        caller: &Caller,
+        terms: &RunOptions,
+    ) -> Result<Self, Error> {
+        check_tool_patterns(engine, caller, terms.tools.as_deref().unwrap_or_default())?;
+        Ok(Self::new(engine, caller, terms))
     }
 
     /// Selects the tools of the options that exist.
-    pub(super) fn of(engine: &Engine, caller: &Caller, terms: &Terms) -> Self {
+    pub(super) fn new(engine: &Engine, caller: &Caller, terms: &RunOptions) -> Self {
         let version = engine.directory_version();
         let own: HashSet<String> =
-            terms.own_tools.iter().filter_map(own_name).map(str::to_owned).collect();
+            terms.caller_tools.iter().filter_map(function_name).map(str::to_owned).collect();
         let mut tools = engine.tools_for_model(caller);
         if let Some(patterns) = &terms.tools {
             let fits = |name: &str| {
-                let told = names::for_model(name);
-                patterns.iter().any(|p| policy::matches(p, name) || policy::matches(p, &told))
+                let told = names::name_for_model(name);
+                patterns
+                    .iter()
+                    .any(|p| policy::pattern_matches(p, name) || policy::pattern_matches(p, &told))
             };
             tools.retain(|entry| fits(&entry.definition.name));
         }
@@ -49,37 +55,48 @@ impl Offer {
             // The model needs it to read the omitted parts of a digest.
             tools.extend(engine.tool(caller, RESULT_READ));
         }
-        let told = names::for_models(tools.iter().map(|entry| entry.definition.name.as_str()));
-        let mut offer = Self { tools: terms.own_tools.clone(), crib: HashMap::new(), own, version };
+        let told = names::names_for_model(tools.iter().map(|entry| entry.definition.name.as_str()));
+        let mut offer = Self {
+            tools: terms.caller_tools.clone(),
+            tool_names: HashMap::new(),
+            caller_tools: own,
+            version,
+        };
         for (entry, told) in tools.iter().zip(told) {
-            if offer.own.contains(&told) {
+            if offer.caller_tools.contains(&told) {
                 continue;
             }
-            offer.tools.push(definition(Format::OpenAi, &told, &entry.definition).value());
-            offer.crib.insert(told, entry.definition.name.clone());
+            offer
+                .tools
+                .push(describe_tool(ToolFormat::OpenAi, &told, &entry.definition).to_value());
+            offer.tool_names.insert(told, entry.definition.name.clone());
         }
         offer
     }
 
     /// Returns the Toolcrib tool that the model means.
     pub(super) fn tool(&self, name: &str) -> Option<&str> {
-        let by_own_name = || self.crib.values().find(|real| *real == name);
-        self.crib.get(name).or_else(by_own_name).map(String::as_str)
+        let by_own_name = || self.tool_names.values().find(|real| *real == name);
+        self.tool_names.get(name).or_else(by_own_name).map(String::as_str)
     }
 
     /// Returns every name that the model received.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
-        self.crib.keys().chain(&self.own).map(String::as_str)
+        self.tool_names.keys().chain(&self.caller_tools).map(String::as_str)
     }
 }
 
 /// Returns the name of a tool in the chat format.
-fn own_name(tool: &Value) -> Option<&str> {
+fn function_name(tool: &Value) -> Option<&str> {
     tool.get("function")?.get("name")?.as_str()
 }
 
 /// Checks the tools of a run. A pattern may match nothing yet; a plain name must exist.
-pub fn check_tools(engine: &Engine, caller: &Caller, patterns: &[String]) -> Result<(), Error> {
+pub fn check_tool_patterns(
+    engine: &Engine,
+    caller: &Caller,
+    patterns: &[String],
+) -> Result<(), Error> {
     for (n, pattern) in patterns.iter().enumerate() {
         let problem = match policy::check_pattern(pattern) {
             Err(problem) => problem,
@@ -91,7 +108,7 @@ pub fn check_tools(engine: &Engine, caller: &Caller, patterns: &[String]) -> Res
             },
         };
         let message = format!("tools/{n}: {problem}");
-        let fault = Fault::new(Code::ValidationError, message).not_happened();
+        let fault = Fault::new(Code::ValidationError, message).without_side_effect();
         return Err(fault.with_detail(json!({ "pointer": format!("/tools/{n}") })).into());
     }
     Ok(())

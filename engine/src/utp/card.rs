@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{AfterExecution, Binding, Route, ToolStatus, trace};
-use crate::args::Rules;
+use crate::args::ArgumentRules;
 use crate::call::{Call, Status};
 use crate::fault::{Code, Fault};
 use crate::id::CallId;
@@ -20,7 +20,7 @@ pub const TOOL_CALL: &str = "tool.call";
 pub const TOOL_RESULT: &str = "tool.result";
 
 /// Every card type.
-const TYPES: [&str; 12] = [
+const CARD_TYPES: [&str; 12] = [
     "task.instruction",
     "agent.thought",
     TOOL_CALL,
@@ -36,7 +36,7 @@ const TYPES: [&str; 12] = [
 ];
 
 /// The content types, each with its required and optional keys.
-const CONTENTS: [(&str, &[&str], &[&str]); 6] = [
+const CONTENT_FIELDS: [(&str, &[&str], &[&str]); 6] = [
     ("ToolCallContent", &["tool_name", "arguments", "status"], &["target_subject"]),
     ("ToolResultContent", &["status", "after_execution"], &["result", "error"]),
     ("JsonContent", &["data"], &[]),
@@ -67,7 +67,7 @@ pub struct Card {
 
 impl Card {
     /// Returns a text field of the metadata.
-    pub fn said(&self, name: &str) -> Option<&str> {
+    pub fn metadata_text(&self, name: &str) -> Option<&str> {
         self.metadata.get(name).and_then(Value::as_str).filter(|text| !text.is_empty())
     }
 
@@ -78,25 +78,25 @@ impl Card {
 
     /// Returns the turn it belongs to.
     pub fn turn_id(&self) -> Option<&str> {
-        self.said("agent_turn_id")
+        self.metadata_text("agent_turn_id")
     }
 
     /// Returns true if two cards are equal except for their creation time.
-    pub fn says_the_same(&self, other: &Self) -> bool {
+    pub fn equals_ignoring_time(&self, other: &Self) -> bool {
         let same = Self { created_ms: other.created_ms, ..self.clone() };
         same == *other
     }
 
     /// Parses a card from outside; rejects ids that are reserved for the derived cards of calls.
-    pub fn read(
+    pub fn parse_external(
         given: &Value,
         project: &str,
         now_ms: u64,
         mint: impl FnOnce() -> String,
     ) -> Result<Self, Fault> {
         let card = Self::parse(given, project, now_ms, mint)?;
-        if made_from(&card.card_id).is_some() {
-            return Err(refused("card_id is one of the crib's own"));
+        if parse_derived_id(&card.card_id).is_some() {
+            return Err(bad_request("card_id is one of the crib's own"));
         }
         Ok(card)
     }
@@ -108,7 +108,7 @@ impl Card {
         now_ms: u64,
         mint: impl FnOnce() -> String,
     ) -> Result<Self, Fault> {
-        let Value::Object(fields) = given else { return Err(refused("a card is an object")) };
+        let Value::Object(fields) = given else { return Err(bad_request("a card is an object")) };
         const KNOWN: [&str; 10] = [
             "card_id",
             "project_id",
@@ -122,35 +122,35 @@ impl Card {
             "ttl_seconds",
         ];
         if let Some(name) = fields.keys().find(|name| !KNOWN.contains(&name.as_str())) {
-            return Err(refused(format!("a card has no field \"{name}\"")));
+            return Err(bad_request(format!("a card has no field \"{name}\"")));
         }
         let text = |name: &str| match fields.get(name) {
             None | Some(Value::Null) => Ok(None),
             Some(Value::String(text)) if !text.trim().is_empty() => Ok(Some(text.clone())),
-            Some(_) => Err(refused(format!("{name} must be a text"))),
+            Some(_) => Err(bad_request(format!("{name} must be a text"))),
         };
         let object = |name: &str| match fields.get(name) {
             None | Some(Value::Null) => Ok(Map::new()),
             Some(Value::Object(map)) => Ok(map.clone()),
-            Some(_) => Err(refused(format!("{name} must be an object"))),
+            Some(_) => Err(bad_request(format!("{name} must be an object"))),
         };
         let card_id = text("card_id")?.unwrap_or_else(mint);
         let plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
         if card_id.len() > 128 || !card_id.chars().all(plain) {
-            return Err(refused("card_id must be up to 128 letters, digits, '_' and '-'"));
+            return Err(bad_request("card_id must be up to 128 letters, digits, '_' and '-'"));
         }
         if text("project_id")?.is_some_and(|named| named != project) {
-            return Err(refused("project_id is another project than the one it is sent to"));
+            return Err(bad_request("project_id is another project than the one it is sent to"));
         }
-        let kind = text("type")?.ok_or_else(|| refused("type is missing"))?;
+        let kind = text("type")?.ok_or_else(|| bad_request("type is missing"))?;
         let ttl = fields.get("ttl_seconds").filter(|ttl| !ttl.is_null());
-        let wrong_ttl = || refused("ttl_seconds must be a whole number from 0");
+        let wrong_ttl = || bad_request("ttl_seconds must be a whole number from 0");
         let card = Self {
             card_id,
             project: project.to_owned(),
             content: object("content")?,
             created_ms: now_ms,
-            author_id: text("author_id")?.ok_or_else(|| refused("author_id is missing"))?,
+            author_id: text("author_id")?.ok_or_else(|| bad_request("author_id is missing"))?,
             metadata: object("metadata")?,
             tool_calls: fields.get("tool_calls").filter(|calls| !calls.is_null()).cloned(),
             tool_call_id: text("tool_call_id")?,
@@ -158,20 +158,21 @@ impl Card {
             kind,
         };
         card.check()?;
-        Ok(card.completed())
+        Ok(card.with_tool_call_id())
     }
 
     fn check(&self) -> Result<(), Fault> {
-        if !TYPES.contains(&self.kind.as_str()) {
-            return Err(refused(format!(
+        if !CARD_TYPES.contains(&self.kind.as_str()) {
+            return Err(bad_request(format!(
                 "type \"{}\" is not one of {}",
                 self.kind,
-                TYPES.join(" ")
+                CARD_TYPES.join(" ")
             )));
         }
         let name = self.content_text("__type__").unwrap_or_default();
-        let Some((_, required, more)) = CONTENTS.iter().find(|(known, ..)| *known == name) else {
-            return Err(refused(format!("content.__type__ \"{name}\" is not a known content")));
+        let Some((_, required, more)) = CONTENT_FIELDS.iter().find(|(known, ..)| *known == name)
+        else {
+            return Err(bad_request(format!("content.__type__ \"{name}\" is not a known content")));
         };
         let wanted = match self.kind.as_str() {
             TOOL_CALL => Some("ToolCallContent"),
@@ -179,23 +180,23 @@ impl Card {
             _ => None,
         };
         if let Some(wanted) = wanted.filter(|wanted| *wanted != name) {
-            return Err(refused(format!("the content of a {} must be {wanted}", self.kind)));
+            return Err(bad_request(format!("the content of a {} must be {wanted}", self.kind)));
         }
         if let Some(missing) = required.iter().find(|key| !self.content.contains_key(**key)) {
-            return Err(refused(format!("content.{missing} is missing")));
+            return Err(bad_request(format!("content.{missing} is missing")));
         }
         let known = |key: &str| key == "__type__" || required.contains(&key) || more.contains(&key);
         if let Some(other) = self.content.keys().find(|key| !known(key)) {
-            return Err(refused(format!("{name} has no field \"{other}\"")));
+            return Err(bad_request(format!("{name} has no field \"{other}\"")));
         }
         match name {
             "ToolCallContent" => self.check_call(),
             "ToolResultContent" => self.check_result(),
             "TextContent" if self.content_text("text").is_none() => {
-                Err(refused("content.text must be a text"))
+                Err(bad_request("content.text must be a text"))
             }
             "FieldsSchemaContent" if !self.content.get("fields").is_some_and(Value::is_array) => {
-                Err(refused("content.fields must be a list"))
+                Err(bad_request("content.fields must be a list"))
             }
             _ => Ok(()),
         }
@@ -203,18 +204,18 @@ impl Card {
 
     fn check_call(&self) -> Result<(), Fault> {
         if self.content_text("tool_name").is_none_or(|name| name.trim().is_empty()) {
-            return Err(refused("content.tool_name must be a text"));
+            return Err(bad_request("content.tool_name must be a text"));
         }
         if self.content_text("status").is_none() {
-            return Err(refused("content.status must be a text"));
+            return Err(bad_request("content.status must be a text"));
         }
         let target = self.content.get("target_subject").filter(|target| !target.is_null());
         if target.is_some_and(|target| !target.is_string()) {
-            return Err(refused("content.target_subject must be a text"));
+            return Err(bad_request("content.target_subject must be a text"));
         }
         match self.content.get("arguments") {
             Some(Value::Object(_)) => Ok(()),
-            _ => Err(refused("content.arguments must be an object")),
+            _ => Err(bad_request("content.arguments must be an object")),
         }
     }
 
@@ -222,16 +223,16 @@ impl Card {
         let status: ToolStatus =
             self.content_text("status").unwrap_or_default().parse().map_err(|()| {
                 let known = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
-                refused(format!("content.status must be one of {known}"))
+                bad_request(format!("content.status must be one of {known}"))
             })?;
         let after = self.content_text("after_execution").unwrap_or_default();
         if after.parse::<AfterExecution>().is_err() {
-            return Err(refused("content.after_execution must be suspend or terminate"));
+            return Err(bad_request("content.after_execution must be suspend or terminate"));
         }
         let error = self.content.get("error").filter(|error| !error.is_null());
         match (status, error) {
             (ToolStatus::Success, Some(_)) => {
-                return Err(refused("content.error must be null when the status is success"));
+                return Err(bad_request("content.error must be null when the status is success"));
             }
             (ToolStatus::Success, None) => {}
             (_, error) => {
@@ -242,27 +243,27 @@ impl Card {
                 if !has("code") || !has("message") {
                     let message = "content.error must be an object with code and message unless \
                                    the status is success";
-                    return Err(refused(message));
+                    return Err(bad_request(message));
                 }
             }
         }
-        let named = self.said("tool_call_id").or(self.tool_call_id.as_deref());
+        let named = self.metadata_text("tool_call_id").or(self.tool_call_id.as_deref());
         if self.turn_id().is_none() || named.is_none() {
             let message = "metadata of a tool.result must have agent_turn_id and tool_call_id";
-            return Err(refused(message));
+            return Err(bad_request(message));
         }
-        let differs = |id: &str| Some(id) != self.said("tool_call_id");
+        let differs = |id: &str| Some(id) != self.metadata_text("tool_call_id");
         let both = self.metadata.contains_key("tool_call_id");
         if both && self.tool_call_id.as_deref().is_some_and(differs) {
-            return Err(refused("tool_call_id and metadata.tool_call_id are different"));
+            return Err(bad_request("tool_call_id and metadata.tool_call_id are different"));
         }
         Ok(())
     }
 
     /// Sets the tool call id in both places where the protocol stores it.
-    fn completed(mut self) -> Self {
+    fn with_tool_call_id(mut self) -> Self {
         if self.kind == TOOL_RESULT || self.kind == TOOL_CALL {
-            let named = self.said("tool_call_id").map(str::to_owned);
+            let named = self.metadata_text("tool_call_id").map(str::to_owned);
             self.tool_call_id = self.tool_call_id.or(named);
             if let Some(id) = &self.tool_call_id {
                 self.metadata.entry("tool_call_id").or_insert_with(|| id.as_str().into());
@@ -274,7 +275,7 @@ impl Card {
     /// Returns the result and the error of a `tool.result`.
     pub fn outcome(&self) -> (Value, Fault) {
         let result = self.content.get("result").cloned().unwrap_or(Value::Null);
-        (result, fault_of(self.content.get("error")))
+        (result, fault_from_error(self.content.get("error")))
     }
 
     /// Returns the effect on the turn: the result's own control field, else the card's field.
@@ -288,7 +289,7 @@ impl Card {
 }
 
 /// Converts a UTP error to a fault. The detail keeps a code that Toolcrib does not have.
-pub fn fault_of(error: Option<&Value>) -> Fault {
+pub fn fault_from_error(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message: String =
         text("message").unwrap_or("the tool did not say why").chars().take(8_000).collect();
@@ -305,12 +306,12 @@ pub fn fault_of(error: Option<&Value>) -> Fault {
     }
 }
 
-fn refused(message: impl Into<String>) -> Fault {
-    Fault::new(Code::BadRequest, message).not_happened()
+fn bad_request(message: impl Into<String>) -> Fault {
+    Fault::new(Code::BadRequest, message).without_side_effect()
 }
 
 /// Parses the id of a derived card into the call's id and the card type.
-pub fn made_from(card_id: &str) -> Option<(CallId, &'static str)> {
+pub fn parse_derived_id(card_id: &str) -> Option<(CallId, &'static str)> {
     let (body, kind) = match card_id.strip_prefix("card_")? {
         rest if rest.ends_with("_call") => (rest.strip_suffix("_call")?, TOOL_CALL),
         rest => (rest.strip_suffix("_result")?, TOOL_RESULT),
@@ -319,16 +320,16 @@ pub fn made_from(card_id: &str) -> Option<(CallId, &'static str)> {
 }
 
 /// Returns the id of a call's derived card of this type.
-pub fn id_of(call: &CallId, kind: &str) -> String {
+pub fn derived_id(call: &CallId, kind: &str) -> String {
     let body = call.as_str().trim_start_matches(CallId::PREFIX);
     let end = if kind == TOOL_CALL { "call" } else { "result" };
     format!("card_{body}_{end}")
 }
 
 /// Returns the `tool.call` card of a call.
-pub fn of_call(call: &Call, binding: Option<&Binding>) -> Card {
-    let route = Route::of(call);
-    let arguments = match call.target.args.value() {
+pub fn call_card(call: &Call, binding: Option<&Binding>) -> Card {
+    let route = Route::for_call(call);
+    let arguments = match call.target.args.to_value() {
         Value::Object(arguments) => Value::Object(arguments),
         other => json!({ "_raw": other }),
     };
@@ -339,18 +340,19 @@ pub fn of_call(call: &Call, binding: Option<&Binding>) -> Card {
         "status": "called",
         "target_subject": binding.and_then(|binding| binding.target_subject.as_deref()),
     });
-    let mut metadata = lineage(call, &route);
-    let rules = binding.and_then(|binding| Rules::of(&binding.options.value()));
+    let mut metadata = lineage_metadata(call, &route);
+    let rules =
+        binding.and_then(|binding| ArgumentRules::from_options(&binding.options.to_value()));
     if let Some(rules) = rules.filter(|_| call.target.tool == call.tool_name) {
-        metadata.extend(rules.audit(&call.args.value()));
+        metadata.extend(rules.audit_metadata(&call.args.to_value()));
     }
     Card {
-        card_id: id_of(&call.id, TOOL_CALL),
+        card_id: derived_id(&call.id, TOOL_CALL),
         project: call.project.clone(),
         kind: TOOL_CALL.to_owned(),
         content: into_map(content),
         created_ms: call.created_ms,
-        author_id: call.asked.agent.clone(),
+        author_id: call.origin.agent.clone(),
         metadata,
         tool_calls: None,
         tool_call_id: Some(route.tool_call_id),
@@ -359,8 +361,8 @@ pub fn of_call(call: &Call, binding: Option<&Binding>) -> Card {
 }
 
 /// Returns the `tool.result` card of an ended call.
-pub fn of_outcome(call: &Call, binding: Option<&Binding>) -> Option<Card> {
-    let status = ToolStatus::of(call)?;
+pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
+    let status = ToolStatus::from_call(call)?;
     let outcome = call.outcome.as_ref()?;
     let by_clock = call.status == Status::Timeout;
     let source = match (by_clock, call.target.executor) {
@@ -368,10 +370,10 @@ pub fn of_outcome(call: &Call, binding: Option<&Binding>) -> Option<Card> {
         (false, Executor::Builtin) => "worker",
         _ => "tool",
     };
-    let error = outcome.error.as_ref().map(|fault| error_of(fault, source));
+    let error = outcome.error.as_ref().map(|fault| error_json(fault, source));
     let result = match &error {
-        None => outcome.data.as_ref().map_or(Value::Null, |data| data.value()),
-        Some(error) => mirrored(error),
+        None => outcome.data.as_ref().map_or(Value::Null, |data| data.to_value()),
+        Some(error) => error_as_result(error),
     };
     let after = binding.map_or(AfterExecution::Suspend, |binding| binding.after_execution);
     let content = json!({
@@ -381,18 +383,22 @@ pub fn of_outcome(call: &Call, binding: Option<&Binding>) -> Option<Card> {
         "result": result,
         "error": error,
     });
-    let route = Route::of(call);
-    let mut metadata = lineage(call, &route);
+    let route = Route::for_call(call);
+    let mut metadata = lineage_metadata(call, &route);
     metadata.insert("role".into(), "tool".into());
     metadata.insert("function_name".into(), call.target.tool.as_str().into());
     let author = if by_clock { "worker.watchdog" } else { "tool.crib" };
     Some(Card {
-        card_id: id_of(&call.id, TOOL_RESULT),
+        card_id: derived_id(&call.id, TOOL_RESULT),
         project: call.project.clone(),
         kind: TOOL_RESULT.to_owned(),
         content: into_map(content),
         created_ms: call.completed_ms.unwrap_or(call.created_ms),
-        author_id: call.taken_by.clone().filter(|_| !by_clock).unwrap_or_else(|| author.into()),
+        author_id: call
+            .acknowledged_by
+            .clone()
+            .filter(|_| !by_clock)
+            .unwrap_or_else(|| author.into()),
         metadata,
         tool_calls: None,
         tool_call_id: Some(route.tool_call_id),
@@ -401,9 +407,9 @@ pub fn of_outcome(call: &Call, binding: Option<&Binding>) -> Option<Card> {
 }
 
 /// Returns a fault in UTP's form.
-pub fn error_of(fault: &Fault, source: &str) -> Value {
+pub fn error_json(fault: &Fault, source: &str) -> Value {
     json!({
-        "code": fault.code.utp(),
+        "code": fault.code.utp_code(),
         "message": fault.message,
         "source": source,
         "detail": fault.detail,
@@ -413,7 +419,7 @@ pub fn error_of(fault: &Fault, source: &str) -> Value {
 }
 
 /// Returns the `result` that accompanies an error.
-pub fn mirrored(error: &Value) -> Value {
+pub fn error_as_result(error: &Value) -> Value {
     json!({
         "error_code": error["code"],
         "error_message": error["message"],
@@ -423,7 +429,7 @@ pub fn mirrored(error: &Value) -> Value {
 }
 
 /// Returns the lineage of a call; both of its cards carry it.
-pub fn lineage(call: &Call, route: &Route) -> Map<String, Value> {
+pub fn lineage_metadata(call: &Call, route: &Route) -> Map<String, Value> {
     into_map(json!({
         "agent_turn_id": route.turn_id,
         "step_id": route.step_id,

@@ -2,23 +2,23 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Letter, Turn, TurnStatus, trace};
+use super::{OutboxMessage, Turn, TurnStatus, trace};
 
 /// Lifetime of an unpublished event; the event stream itself keeps events for a week.
-const NEWS_MS: u64 = 86_400_000;
+const EVENT_TTL_MS: u64 = 86_400_000;
 
 /// The content of the events about a turn's new state.
 #[derive(Debug, Clone, Default)]
-pub struct News {
+pub struct TurnEvent {
     /// The calls in flight, by the model's ids.
-    pub waiting: Vec<String>,
-    pub step: Option<Step>,
-    pub task: Option<Task>,
+    pub pending_tool_call_ids: Vec<String>,
+    pub step: Option<StepProgress>,
+    pub completion: Option<TurnCompletion>,
 }
 
 /// Progress of a step.
 #[derive(Debug, Clone)]
-pub struct Step {
+pub struct StepProgress {
     /// `executing` or `completed`.
     pub phase: &'static str,
     pub new_card_ids: Vec<String>,
@@ -26,7 +26,7 @@ pub struct Step {
 
 /// The end of a turn; published once.
 #[derive(Debug, Clone)]
-pub struct Task {
+pub struct TurnCompletion {
     /// One of the values of [`super::ToolStatus`].
     pub status: String,
     pub tool_result_card_id: Option<String>,
@@ -34,10 +34,11 @@ pub struct Task {
     pub error: Option<String>,
 }
 
-impl News {
+impl TurnEvent {
     /// Builds the messages to publish.
-    pub fn letters(self, turn: &Turn) -> Vec<Letter> {
-        let mut letters = vec![letter(turn, "state", state(turn, &self.waiting))];
+    pub fn into_messages(self, turn: &Turn) -> Vec<OutboxMessage> {
+        let mut letters =
+            vec![event_message(turn, "state", state_payload(turn, &self.pending_tool_call_ids))];
         if let (Some(step), Some(step_id)) = (self.step, &turn.step_id) {
             let payload = json!({
                 "agent_turn_id": turn.turn_id,
@@ -46,9 +47,9 @@ impl News {
                 "metadata": { "turn_epoch": turn.epoch },
                 "new_card_ids": step.new_card_ids,
             });
-            letters.push(letter(turn, "step", payload));
+            letters.push(event_message(turn, "step", payload));
         }
-        if let Some(task) = self.task {
+        if let Some(task) = self.completion {
             let mut payload = json!({
                 "agent_turn_id": turn.turn_id,
                 "status": task.status,
@@ -64,13 +65,13 @@ impl News {
                     payload[name] = word.into();
                 }
             }
-            letters.push(letter(turn, "task", payload));
+            letters.push(event_message(turn, "task", payload));
         }
         letters
     }
 }
 
-fn state(turn: &Turn, waiting: &[String]) -> Value {
+fn state_payload(turn: &Turn, waiting: &[String]) -> Value {
     let status = match turn.status {
         TurnStatus::Running => "running",
         TurnStatus::Suspended => "suspended",
@@ -81,7 +82,8 @@ fn state(turn: &Turn, waiting: &[String]) -> Value {
     if turn.status == TurnStatus::Suspended {
         metadata.insert("waiting_tool_count".into(), waiting.len().into());
         metadata.insert("waiting_tool_call_ids".into(), json!(waiting));
-        metadata.insert("resume_deadline".into(), turn.resume_deadline_ms.map(iso).into());
+        metadata
+            .insert("resume_deadline".into(), turn.resume_deadline_ms.map(format_iso8601).into());
     }
     if let Some(reason) = &turn.reason {
         metadata.insert("error".into(), reason.as_str().into());
@@ -91,31 +93,31 @@ fn state(turn: &Turn, waiting: &[String]) -> Value {
         "agent_turn_id": turn.turn_id,
         "status": status,
         "turn_epoch": turn.epoch,
-        "updated_at": iso(turn.updated_ms),
+        "updated_at": format_iso8601(turn.updated_ms),
         "metadata": metadata,
     })
 }
 
-fn letter(turn: &Turn, kind: &str, payload: Value) -> Letter {
+fn event_message(turn: &Turn, kind: &str, payload: Value) -> OutboxMessage {
     let id = format!("evt-{kind}-{}-{}-{}", turn.project, turn.turn_id, turn.version);
     let parent = turn.traceparent.clone().unwrap_or_default();
     let mut headers = vec![
-        ("traceparent".to_owned(), trace::child(&parent, &id)),
+        ("traceparent".to_owned(), trace::child_traceparent(&parent, &id)),
         ("CG-Msg-Type".to_owned(), format!("agent.{kind}")),
         ("CG-Recursion-Depth".to_owned(), turn.depth.to_string()),
     ];
     headers.extend(turn.tracestate.clone().map(|state| ("tracestate".to_owned(), state)));
-    Letter {
+    OutboxMessage {
         id,
         subject: format!("{}.{}.evt.agent.{}.{kind}", turn.project, turn.channel, turn.agent_id),
         headers,
         payload,
-        expires_ms: turn.updated_ms + NEWS_MS,
+        expires_ms: turn.updated_ms + EVENT_TTL_MS,
     }
 }
 
 /// Formats Unix milliseconds as ISO 8601 in UTC.
-pub fn iso(unix_ms: u64) -> String {
+pub fn format_iso8601(unix_ms: u64) -> String {
     let (seconds, ms) = (unix_ms / 1_000, unix_ms % 1_000);
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     // Years that start in March have their leap day at the end, and so have eras of 400 such years.
@@ -147,7 +149,7 @@ mod tests {
             (1_735_689_599_001, "2024-12-31T23:59:59.001Z"),
             (4_107_542_400_000, "2100-03-01T00:00:00.000Z"),
         ] {
-            assert_eq!(iso(unix_ms), text);
+            assert_eq!(format_iso8601(unix_ms), text);
         }
     }
 }

@@ -43,7 +43,7 @@ pub fn is_command_of(text: &str, project: &str) -> bool {
 
 /// Validates the target of a tool's commands and returns it in full: `cmd.tool.x.y` is short for
 /// `cg.<version>.{project_id}.{channel_id}.cmd.tool.x.y`.
-pub fn check_target(text: &str, version: &str, project: &str) -> Result<String, String> {
+pub fn expand_target(text: &str, version: &str, project: &str) -> Result<String, String> {
     let full = match text.starts_with("cmd.") {
         true => format!("cg.{version}.{{project_id}}.{{channel_id}}.{text}"),
         false => text.replace("{version}", version),
@@ -84,7 +84,7 @@ pub fn check_target(text: &str, version: &str, project: &str) -> Result<String, 
 
 /// Fills in a template under this protocol version, even if it was written for another one. Fails
 /// if a value is not a valid token of a subject.
-pub fn fill(
+pub fn fill_template(
     template: &str,
     version: &str,
     project: &str,
@@ -144,14 +144,20 @@ mod tests {
     #[test]
     fn targets_are_commands_for_tools() {
         let full = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.run";
-        assert_eq!(check_target(full, "v1r3", "p").as_deref(), Ok(full));
-        let short = check_target("cmd.tool.search.run", "v1r3", "p").unwrap();
+        assert_eq!(expand_target(full, "v1r3", "p").as_deref(), Ok(full));
+        let short = expand_target("cmd.tool.search.run", "v1r3", "p").unwrap();
         assert_eq!(short, full, "written out");
         let filled_in = "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run";
-        assert_eq!(check_target(filled_in, "v1r3", "p").as_deref(), Ok(full));
-        assert_eq!(fill(&short, "v1r3", "p", "c", "a").unwrap(), "cg.v1r3.p.c.cmd.tool.search.run");
+        assert_eq!(expand_target(filled_in, "v1r3", "p").as_deref(), Ok(full));
+        assert_eq!(
+            fill_template(&short, "v1r3", "p", "c", "a").unwrap(),
+            "cg.v1r3.p.c.cmd.tool.search.run"
+        );
         // A server with a newer version has its streams under that version.
-        assert_eq!(fill(full, "v1r4", "p", "c", "a").unwrap(), "cg.v1r4.p.c.cmd.tool.search.run");
+        assert_eq!(
+            fill_template(full, "v1r4", "p", "c", "a").unwrap(),
+            "cg.v1r4.p.c.cmd.tool.search.run"
+        );
         for bad in [
             "zzz.cmd.tool.",
             "cmd.tool.search",
@@ -165,8 +171,8 @@ mod tests {
             "cmd.tool.search.run.fast",
             "cg.v1r4.{project_id}.{channel_id}.cmd.tool.search.run",
         ] {
-            assert!(check_target(bad, "v1r3", "p").is_err(), "{bad}");
+            assert!(expand_target(bad, "v1r3", "p").is_err(), "{bad}");
         }
-        assert!(fill(&short, "v1r3", "p.q", "c", "a").is_err());
+        assert!(fill_template(&short, "v1r3", "p.q", "c", "a").is_err());
     }
 }

@@ -4,7 +4,7 @@ use sha2::{Digest, Sha256};
 
 use crate::call::Call;
 use crate::tool::hex;
-use crate::trace::{Ids, TraceParent};
+use crate::trace::{SpanIds, TraceParent};
 
 /// Returns the trace id and span id of a `traceparent`, or `None` if it is not valid. Lenient, as
 /// UTP is: accepts upper case and ignores the values of version and flags.
@@ -22,17 +22,17 @@ pub fn parse(text: &str) -> Option<(String, String)> {
 
 /// Normalizes a `traceparent` to W3C's form, which permits no capitals and no zero span id. A
 /// stricter reader would otherwise start another trace.
-pub fn normal(text: &str) -> Option<String> {
+pub fn normalize(text: &str) -> Option<String> {
     let text = text.trim().to_ascii_lowercase();
     parse(&text)?;
     Some(match text.parse::<TraceParent>() {
         Ok(parsed) => parsed.to_string(),
-        Err(_) => child(&text, &text),
+        Err(_) => child_traceparent(&text, &text),
     })
 }
 
 /// Returns true if a text is a valid `tracestate`: at most 512 printable characters.
-pub fn is_state(text: &str) -> bool {
+pub fn is_valid_tracestate(text: &str) -> bool {
     text.len() <= 512 && text.bytes().all(|byte| matches!(byte, b' '..=b'~'))
 }
 
@@ -43,27 +43,27 @@ pub fn from_seed(seed: &str) -> String {
 }
 
 /// Derives a child span from a parent and a seed.
-pub fn child(parent: &str, seed: &str) -> String {
+pub fn child_traceparent(parent: &str, seed: &str) -> String {
     let Some((trace_id, _)) = parse(parent) else { return from_seed(seed) };
     let hash = Sha256::digest(seed.as_bytes());
     format!("00-{trace_id}-{}-01", hex(&hash[..8]))
 }
 
 /// Returns the `traceparent` of a call: that of its request, or a derived one.
-pub fn of_call(call: &Call) -> String {
-    parent_of(call).to_string()
+pub fn call_traceparent(call: &Call) -> String {
+    parse_or_derive_parent(call).to_string()
 }
 
 /// Returns the id of a call's trace.
 pub fn trace_id_of(call: &Call) -> String {
-    parent_of(call).trace_id_text()
+    parse_or_derive_parent(call).trace_id_text()
 }
 
-fn parent_of(call: &Call) -> TraceParent {
+fn parse_or_derive_parent(call: &Call) -> TraceParent {
     // Parses as strictly as the code that derives the spans; otherwise the two would be in
     // different traces.
-    let asked = call.asked.traceparent.as_deref().and_then(|text| text.parse().ok());
-    asked.unwrap_or_else(|| Ids::of(call).call(true))
+    let asked = call.origin.traceparent.as_deref().and_then(|text| text.parse().ok());
+    asked.unwrap_or_else(|| SpanIds::for_call(call).call(true))
 }
 
 #[cfg(test)]
@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn a_child_has_its_parents_trace() {
         let parent = "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01";
-        let child = child(parent, "x");
+        let child = child_traceparent(parent, "x");
         assert!(child.starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-"), "{child}");
         assert_ne!(parse(&child).unwrap().1, parse(parent).unwrap().1);
         for bad in ["", "00-0-0-01", &parent[..54], &"0".repeat(55)] {
@@ -87,12 +87,12 @@ mod tests {
     #[test]
     fn what_utp_reads_and_others_do_not_is_written_so_that_all_do() {
         let usual = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        assert_eq!(normal(usual).as_deref(), Some(usual));
-        assert_eq!(normal(&usual.to_uppercase()).as_deref(), Some(usual));
+        assert_eq!(normalize(usual).as_deref(), Some(usual));
+        assert_eq!(normalize(&usual.to_uppercase()).as_deref(), Some(usual));
         let no_span = usual.replace("00f067aa0ba902b7", "0000000000000000");
-        let other = normal(&no_span).unwrap();
+        let other = normalize(&no_span).unwrap();
         assert!(other.parse::<TraceParent>().is_ok(), "{other}");
         assert_eq!(parse(&other).unwrap().0, parse(usual).unwrap().0, "the same trace");
-        assert_eq!(normal("nonsense"), None);
+        assert_eq!(normalize("nonsense"), None);
     }
 }

@@ -8,10 +8,11 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use tokio::sync::Notify;
 use toolcrib::engine::EventQuery;
-use toolcrib::event::Kind;
-use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::event::EventKind;
+use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::{
-    Caller, Effect, Engine, Fault, FnTool, Invocation, Limits, Progress, Status, ToolContext,
+    AttemptProgress, CallRequest, Caller, Effect, Engine, EngineLimits, Fault, FnTool, Status,
+    ToolContext,
 };
 
 use crate::support::{Chance, FlakyStore};
@@ -19,15 +20,15 @@ use crate::support::{Chance, FlakyStore};
 #[derive(Deserialize, JsonSchema)]
 struct Nothing {}
 
-fn ask(tool: &str) -> Invocation {
-    Invocation::new(tool, "{}").unwrap()
+fn ask(tool: &str) -> CallRequest {
+    CallRequest::new(tool, "{}").unwrap()
 }
 
 fn caller() -> Caller {
     Caller::local("default")
 }
 
-async fn kinds(engine: &Engine, id: &toolcrib::CallId) -> Vec<Kind> {
+async fn kinds(engine: &Engine, id: &toolcrib::CallId) -> Vec<EventKind> {
     let query = EventQuery::Call(id.clone());
     let events = engine.events(&caller(), &query, 0, 100).await.unwrap();
     events.into_iter().map(|event| event.record.kind).collect()
@@ -51,10 +52,10 @@ async fn a_read_that_is_over_at_once_is_stored_as_what_it_came_to() {
     let ticket = engine.invoke(&caller(), ask("t.read")).await.unwrap();
     assert_eq!(ticket.call.status, Status::Succeeded);
     assert_eq!(ticket.call.version, 1, "one commit");
-    assert_eq!(engine.open_calls(), 0);
+    assert_eq!(engine.open_call_count(), 0);
     let stored = engine.call(&caller(), &ticket.call.id).await.unwrap();
     assert_eq!(*stored, *ticket.call);
-    let told = [Kind::Requested, Kind::Started, Kind::Finished];
+    let told = [EventKind::Requested, EventKind::Started, EventKind::Finished];
     assert_eq!(kinds(&engine, &stored.id).await, told);
 }
 
@@ -92,7 +93,7 @@ async fn a_read_whose_ticket_cannot_be_stored_is_stopped() {
     store.fail(100);
     assert!(engine.invoke(&caller(), ask("t.read")).await.is_err());
     stopped.notified().await;
-    assert_eq!(engine.open_calls(), 0);
+    assert_eq!(engine.open_call_count(), 0);
 }
 
 #[tokio::test]
@@ -103,32 +104,38 @@ async fn progress_that_is_told_before_the_ticket_is_stored_is_kept() {
         FnTool::with_context("t.slow", "Waits", move |_: Nothing, context: ToolContext| {
             let go = go.clone();
             async move {
-                context.progress(Progress { percent: Some(10.0), ..Progress::default() });
+                context.report_progress(AttemptProgress {
+                    percent: Some(10.0),
+                    ..AttemptProgress::default()
+                });
                 go.notified().await;
                 Ok::<u32, Fault>(1)
             }
         })
     };
     let quick = FnTool::with_context("t.quick", "Does not", |_: Nothing, context: ToolContext| {
-        context.progress(Progress { message: Some("half".into()), ..Progress::default() });
+        context.report_progress(AttemptProgress {
+            message: Some("half".into()),
+            ..AttemptProgress::default()
+        });
         async { Ok::<u32, Fault>(1) }
     });
     let builder = Engine::builder().tool(slow.effect(Effect::Read));
     let engine = builder.tool(quick.effect(Effect::Read)).start().await.unwrap();
     let quick = engine.invoke(&caller(), ask("t.quick")).await.unwrap();
-    let told = [Kind::Requested, Kind::Started, Kind::Progress, Kind::Finished];
+    let told = [EventKind::Requested, EventKind::Started, EventKind::Progress, EventKind::Finished];
     assert_eq!(kinds(&engine, &quick.call.id).await, told);
 
     let slow = engine.invoke(&caller(), ask("t.slow")).await.unwrap();
     assert_eq!(slow.call.status, Status::Running);
     let query = EventQuery::Call(slow.call.id.clone());
     let mut told = engine.events(&caller(), &query, 0, 100).await.unwrap();
-    while told.last().unwrap().record.kind != Kind::Progress {
+    while told.last().unwrap().record.kind != EventKind::Progress {
         let after = told.last().unwrap().number;
         told.extend(engine.events(&caller(), &query, after, 100).await.unwrap());
     }
     go.notify_one();
-    let ended = engine.finished(&caller(), &slow.call.id).await.unwrap();
+    let ended = engine.wait_until_finished(&caller(), &slow.call.id).await.unwrap();
     assert_eq!(ended.status, Status::Succeeded);
 }
 
@@ -136,22 +143,24 @@ async fn progress_that_is_told_before_the_ticket_is_stored_is_kept() {
 async fn of_too_much_progress_the_first_is_kept() {
     let chatty = FnTool::with_context("t.chatty", "Talks", |_: Nothing, context: ToolContext| {
         for n in 0..10_000 {
-            context
-                .progress(Progress { percent: Some(f64::from(n) / 100.0), ..Progress::default() });
+            context.report_progress(AttemptProgress {
+                percent: Some(f64::from(n) / 100.0),
+                ..AttemptProgress::default()
+            });
         }
         async { Ok::<u32, Fault>(1) }
     });
-    let limits = Limits { max_progress_events: 3, ..Limits::default() };
+    let limits = EngineLimits { max_progress_events: 3, ..EngineLimits::default() };
     let builder = Engine::builder().limits(limits).tool(chatty.effect(Effect::Read));
     let engine = builder.start().await.unwrap();
     let ticket = engine.invoke(&caller(), ask("t.chatty")).await.unwrap();
     let told = [
-        Kind::Requested,
-        Kind::Started,
-        Kind::Progress,
-        Kind::Progress,
-        Kind::Progress,
-        Kind::Finished,
+        EventKind::Requested,
+        EventKind::Started,
+        EventKind::Progress,
+        EventKind::Progress,
+        EventKind::Progress,
+        EventKind::Finished,
     ];
     assert_eq!(kinds(&engine, &ticket.call.id).await, told);
 }
@@ -165,12 +174,15 @@ async fn a_read_that_fails_at_once_is_tried_again() {
         async move { if first { Err(Fault::runtime("not yet").retryable(true)) } else { Ok(7_u32) } }
     });
     let backoff = Backoff { initial_ms: 1, ..Backoff::default() };
-    let again =
-        PolicyPatch { max_retries: Some(2), backoff: Some(backoff), ..PolicyPatch::default() };
+    let again = ExecutionPolicyPatch {
+        max_retries: Some(2),
+        backoff: Some(backoff),
+        ..ExecutionPolicyPatch::default()
+    };
     let tool = tool.effect(Effect::Read).policy(again);
     let engine = Engine::builder().tool(tool).start().await.unwrap();
     let ticket = engine.invoke(&caller(), ask("t.read")).await.unwrap();
-    let ended = engine.finished(&caller(), &ticket.call.id).await.unwrap();
+    let ended = engine.wait_until_finished(&caller(), &ticket.call.id).await.unwrap();
     assert_eq!((ended.status, ended.attempt), (Status::Succeeded, 2));
     assert_eq!(ran.load(Ordering::SeqCst), 2);
 }
@@ -181,9 +193,9 @@ async fn a_key_that_was_used_runs_nothing_again() {
     let engine =
         Engine::builder().tool(counting("t.read", Effect::Read, &ran)).start().await.unwrap();
     for _ in 0..3 {
-        let asked = Invocation { idempotency_key: Some("k".into()), ..ask("t.read") };
+        let asked = CallRequest { idempotency_key: Some("k".into()), ..ask("t.read") };
         let ticket = engine.invoke(&caller(), asked).await.unwrap();
-        engine.finished(&caller(), &ticket.call.id).await.unwrap();
+        engine.wait_until_finished(&caller(), &ticket.call.id).await.unwrap();
     }
     assert_eq!(ran.load(Ordering::SeqCst), 1);
 }
@@ -193,9 +205,9 @@ async fn a_key_that_was_used_is_answered_while_nothing_new_is_taken() {
     let hang = FnTool::new("t.hang", "Never ends", |_: Nothing| {
         std::future::pending::<Result<u32, Fault>>()
     });
-    let limits = Limits { max_open_calls: 1, ..Limits::default() };
+    let limits = EngineLimits { max_open_calls: 1, ..EngineLimits::default() };
     let engine = Engine::builder().limits(limits).tool(hang).start().await.unwrap();
-    let asked = || Invocation { idempotency_key: Some("k".into()), ..ask("t.hang") };
+    let asked = || CallRequest { idempotency_key: Some("k".into()), ..ask("t.hang") };
     let first = engine.invoke(&caller(), asked()).await.unwrap();
     assert!(engine.invoke(&caller(), ask("t.hang")).await.is_err(), "there is no room");
     let again = engine.invoke(&caller(), asked()).await.unwrap();
@@ -221,16 +233,16 @@ async fn who_hangs_up_while_the_ticket_is_stored_leaves_a_call_that_ends() {
     let store = FlakyStore::new(Chance::of(1));
     let tool = counting("t.write", Effect::Irreversible, &ran);
     let engine = Engine::builder().store(store.clone()).tool(tool).start().await.unwrap();
-    let asked = Invocation { run_id: "run_gone".into(), ..ask("t.write") };
+    let asked = CallRequest { run_id: "run_gone".into(), ..ask("t.write") };
     hang_up(&store, engine.invoke(&caller(), asked)).await;
     let query = EventQuery::Run("run_gone".into());
     let mut told = engine.events(&caller(), &query, 0, 100).await.unwrap();
-    while told.last().unwrap().record.kind != Kind::Finished {
+    while told.last().unwrap().record.kind != EventKind::Finished {
         let after = told.last().unwrap().number;
         told.extend(engine.events(&caller(), &query, after, 100).await.unwrap());
     }
     assert_eq!(ran.load(Ordering::SeqCst), 1);
-    assert_eq!(engine.open_calls(), 0);
+    assert_eq!(engine.open_call_count(), 0);
 }
 
 #[tokio::test]
@@ -243,7 +255,7 @@ async fn who_hangs_up_while_a_cancel_is_stored_has_canceled() {
     let ticket = engine.invoke(&caller(), ask("t.hang")).await.unwrap();
     let who = caller();
     hang_up(&store, engine.cancel(&who, &ticket.call.id, None)).await;
-    let ended = engine.finished(&caller(), &ticket.call.id).await.unwrap();
+    let ended = engine.wait_until_finished(&caller(), &ticket.call.id).await.unwrap();
     assert_eq!(ended.status, Status::Canceled);
-    assert_eq!(engine.open_calls(), 0, "and nothing of it is kept");
+    assert_eq!(engine.open_call_count(), 0, "and nothing of it is kept");
 }

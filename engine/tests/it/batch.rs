@@ -11,7 +11,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::{Barrier, Notify};
-use toolcrib::batch::{Mode, Settled, State};
+use toolcrib::batch::{BatchEntryResult, BatchEntryState, BatchMode};
 use toolcrib::clock::ManualClock;
 use toolcrib::engine::CallQuery;
 use toolcrib::fault::Code;
@@ -64,20 +64,20 @@ fn envelope(name: &str, n: usize) -> Value {
     json!({ "call_id": "call_0", "name": name, "args": { "n": n } })
 }
 
-fn batch(mode: Mode, entries: impl IntoIterator<Item = Value>) -> Batch {
-    let entries = entries.into_iter().map(|entry| Json::of_value(&entry)).collect();
+fn batch(mode: BatchMode, entries: impl IntoIterator<Item = Value>) -> Batch {
+    let entries = entries.into_iter().map(|entry| Json::from_value(&entry)).collect();
     Batch { mode, ..Batch::new("run_1", entries) }
 }
 
 async fn run(engine: &Engine, batch: Batch) -> BatchAnswer {
-    engine.batch(&caller(), batch).await.unwrap()
+    engine.run_batch(&caller(), batch).await.unwrap()
 }
 
 fn numbers(answer: &BatchAnswer) -> Vec<Value> {
-    answer.results.iter().map(|r| r.data().map_or(Value::Null, Json::value)).collect()
+    answer.results.iter().map(|r| r.data().map_or(Value::Null, Json::to_value)).collect()
 }
 
-fn code(settled: &Settled) -> Code {
+fn code(settled: &BatchEntryResult) -> Code {
     settled.error().unwrap().code
 }
 
@@ -91,7 +91,8 @@ async fn serial_is_one_after_the_other_in_the_order_asked() {
     let notes = Arc::new(Mutex::new(Vec::new()));
     let engine = Engine::builder().tool(noting("t.read", Effect::Read, &notes));
     let engine = engine.start().await.unwrap();
-    let answer = run(&engine, batch(Mode::Serial, (0..5).map(|n| envelope("t.read", n)))).await;
+    let answer =
+        run(&engine, batch(BatchMode::Serial, (0..5).map(|n| envelope("t.read", n)))).await;
     assert_eq!(numbers(&answer), [0, 1, 2, 3, 4].map(Value::from));
     let expected: Vec<String> = (0..5).flat_map(|n| [format!("+{n}"), format!("-{n}")]).collect();
     assert_eq!(*notes.lock(), expected);
@@ -120,7 +121,7 @@ async fn all_meet(count: usize) {
     .effect(Effect::Read);
     let engine = Engine::builder().tool(meet).start().await.unwrap();
     let entries = (0..count).map(|n| envelope("t.meet", n));
-    let answer = run(&engine, batch(Mode::Parallel, entries)).await;
+    let answer = run(&engine, batch(BatchMode::Parallel, entries)).await;
     let expected: Vec<Value> = (0..count).map(Value::from).collect();
     assert_eq!(numbers(&answer), expected, "in the order asked");
 }
@@ -149,7 +150,7 @@ async fn in_parallel_what_changes_the_world_keeps_its_order_and_does_not_hold_up
     let engine = engine.tool(noting("t.put", Effect::Idempotent, &notes)).start().await.unwrap();
     let asked = [envelope("t.first", 0), envelope("t.put", 1), envelope("t.put", 2)];
     let asked = asked.into_iter().chain([envelope("t.look", 3)]);
-    let answer = run(&engine, batch(Mode::Parallel, asked)).await;
+    let answer = run(&engine, batch(BatchMode::Parallel, asked)).await;
     assert_eq!(numbers(&answer), [0, 1, 2, 3].map(Value::from));
     assert_eq!(*notes.lock(), ["first", "+1", "-1", "+2", "-2"]);
 }
@@ -165,7 +166,8 @@ async fn told_so_everything_runs_side_by_side() {
         }
     });
     let engine = Engine::builder().tool(meet).start().await.unwrap();
-    let answer = run(&engine, batch(Mode::Unordered, (0..3).map(|n| envelope("t.write", n)))).await;
+    let answer =
+        run(&engine, batch(BatchMode::Unordered, (0..3).map(|n| envelope("t.write", n)))).await;
     assert_eq!(numbers(&answer), [0, 1, 2].map(Value::from));
 }
 
@@ -189,7 +191,9 @@ async fn max_parallel_is_hard() {
     };
     let engine = Engine::builder().tool(counting("t.read", Effect::Read));
     let engine = engine.tool(counting("t.write", Effect::Irreversible)).start().await.unwrap();
-    for (width, mode) in [(3, Mode::Parallel), (2, Mode::Unordered), (1, Mode::Parallel)] {
+    for (width, mode) in
+        [(3, BatchMode::Parallel), (2, BatchMode::Unordered), (1, BatchMode::Parallel)]
+    {
         most.store(0, Ordering::SeqCst);
         let tools = ["t.read", "t.write"].into_iter().cycle();
         let entries = tools.take(40).map(|tool| envelope(tool, 0));
@@ -203,7 +207,7 @@ async fn max_parallel_is_hard() {
 #[tokio::test]
 async fn one_failure_takes_nobody_with_it() {
     let engine = Engine::builder().tool(picky()).start().await.unwrap();
-    for mode in [Mode::Serial, Mode::Parallel] {
+    for mode in [BatchMode::Serial, BatchMode::Parallel] {
         let entries = [
             envelope("t.picky", 0),
             envelope("t.picky", 1),
@@ -216,7 +220,7 @@ async fn one_failure_takes_nobody_with_it() {
             envelope("t.picky", 8),
         ];
         let answer = run(&engine, batch(mode, entries)).await;
-        let oks: Vec<Option<bool>> = answer.results.iter().map(Settled::ok).collect();
+        let oks: Vec<Option<bool>> = answer.results.iter().map(BatchEntryResult::ok).collect();
         let expected = [true, false, false, false, false, false, false, true].map(Some);
         assert_eq!(oks, expected, "{mode:?}");
         let codes: Vec<Code> = answer.results[1..7].iter().map(code).collect();
@@ -225,9 +229,9 @@ async fn one_failure_takes_nobody_with_it() {
         assert_eq!(codes, expected, "{mode:?}");
         assert!(answer.results[2].error().unwrap().message.contains("did you mean"));
         assert_eq!(answer.messages.len(), 8);
-        let not_json = answer.messages[5].value();
+        let not_json = answer.messages[5].to_value();
         assert_eq!((&not_json["role"], &not_json["tool_call_id"]), (&json!("tool"), &json!("a")));
-        assert!(!answer.is_open());
+        assert!(!answer.has_open_calls());
     }
     assert_eq!(stored(&engine).await, 6, "each call is one of its own; what was refused is none");
 }
@@ -237,22 +241,22 @@ async fn a_background_entry_is_not_waited_for() {
     let notes = Arc::new(Mutex::new(Vec::new()));
     let engine = Engine::builder().tool(stuck("t.slow").background());
     let engine = engine.tool(noting("t.read", Effect::Read, &notes)).start().await.unwrap();
-    for mode in [Mode::Serial, Mode::Parallel] {
+    for mode in [BatchMode::Serial, BatchMode::Parallel] {
         let entries = [
             json!({ "id": "call_0", "type": "function", "function": { "name": "t__slow" } }),
             envelope("t.slow", 1),
             envelope("t.read", 2),
         ];
         let answer = run(&engine, batch(mode, entries)).await;
-        assert!(answer.is_open());
+        assert!(answer.has_open_calls());
         assert_eq!(answer.results[2].ok(), Some(true), "the rest goes on");
-        let State::Open(call) = &answer.results[0].state else { panic!() };
+        let BatchEntryState::Open(call) = &answer.results[0].state else { panic!() };
         assert_eq!(call.status, Status::Running);
-        let message = answer.messages[0].value();
+        let message = answer.messages[0].to_value();
         let told: Value = serde_json::from_str(message["content"].as_str().unwrap()).unwrap();
         assert_eq!(told["task_id"], call.id.as_str());
         assert!(told["message"].as_str().unwrap().contains("in the background"), "{told}");
-        let neutral = answer.messages[1].value();
+        let neutral = answer.messages[1].to_value();
         assert_eq!((&neutral["ok"], &neutral["status"]), (&Value::Null, &json!("pending")));
     }
 }
@@ -265,7 +269,7 @@ async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
     let engine = engine.tool(noting("t.read", Effect::Read, &notes)).clock(Arc::new(clock.clone()));
     let engine = engine.start().await.unwrap();
     let entries = [envelope("t.stuck", 0), envelope("t.read", 1), envelope("t.too", 2)];
-    let asked = Batch { wait_ms: Some(200), ..batch(Mode::Parallel, entries.clone()) };
+    let asked = Batch { wait_ms: Some(200), ..batch(BatchMode::Parallel, entries.clone()) };
     let one_ended = async {
         let query = CallQuery { status: Some(Status::Succeeded), limit: 5, ..CallQuery::default() };
         while engine.calls(&caller(), query.clone()).await.unwrap().calls.is_empty() {
@@ -274,14 +278,15 @@ async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
         clock.advance(200);
     };
     let (answer, ()) = tokio::join!(run(&engine, asked), one_ended);
-    let oks: Vec<Option<bool>> = answer.results.iter().map(Settled::ok).collect();
+    let oks: Vec<Option<bool>> = answer.results.iter().map(BatchEntryResult::ok).collect();
     assert_eq!(oks, [None, Some(true), None]);
-    let message = answer.messages[0].value();
+    let message = answer.messages[0].to_value();
     assert_eq!(message["tool_call_id"], answer.results[0].call().unwrap().id.as_str());
     // In serial mode only the first call has started; with `later: false` the others never start.
     notes.lock().clear();
     let before = stored(&engine).await;
-    let asked = Batch { wait_ms: Some(0), later: false, ..batch(Mode::Serial, entries) };
+    let asked =
+        Batch { wait_ms: Some(0), defer_unstarted: false, ..batch(BatchMode::Serial, entries) };
     let answer = run(&engine, asked).await;
     assert_eq!(answer.results[0].ok(), None);
     for late in &answer.results[1..] {
@@ -300,10 +305,10 @@ async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
 async fn without_any_wait_what_has_a_place_is_begun() {
     let engine = Engine::builder().tool(stuck("t.stuck")).start().await.unwrap();
     let entries = (0..5).map(|n| envelope("t.stuck", n));
-    let asked = batch(Mode::Parallel, entries);
+    let asked = batch(BatchMode::Parallel, entries);
     let answer = run(&engine, Batch { wait_ms: Some(0), ..asked.clone() }).await;
     assert!(answer.results.iter().all(|settled| settled.ok().is_none()), "all are tickets");
-    let narrow = Batch { wait_ms: Some(0), max_parallel: Some(2), later: false, ..asked };
+    let narrow = Batch { wait_ms: Some(0), max_parallel: Some(2), defer_unstarted: false, ..asked };
     let answer = run(&engine, narrow).await;
     let open = answer.results.iter().filter(|settled| settled.ok().is_none()).count();
     assert_eq!(open, 2, "and no more than max_parallel");
@@ -318,9 +323,9 @@ async fn repeated_ids_never_collide() {
                 "function": { "name": "t__picky", "arguments": arguments } })
     });
     for _ in 0..2 {
-        let answer = run(&engine, batch(Mode::Parallel, entries.clone())).await;
+        let answer = run(&engine, batch(BatchMode::Parallel, entries.clone())).await;
         assert_eq!(numbers(&answer), [0, 2, 0].map(Value::from));
-        assert!(answer.messages.iter().all(|said| said.value()["tool_call_id"] == "call_0"));
+        assert!(answer.messages.iter().all(|said| said.to_value()["tool_call_id"] == "call_0"));
         assert!(!answer.is_replayed());
     }
     assert_eq!(stored(&engine).await, 6);
@@ -330,12 +335,12 @@ async fn repeated_ids_never_collide() {
 async fn the_same_batch_with_the_same_key_is_the_same_calls() {
     let engine = Engine::builder().tool(picky()).tool(stuck("t.stuck")).start().await.unwrap();
     let ids = |answer: &BatchAnswer| -> Vec<String> {
-        let calls = answer.results.iter().filter_map(Settled::call);
+        let calls = answer.results.iter().filter_map(BatchEntryResult::call);
         calls.map(|call| call.id.to_string()).collect()
     };
     let asked = |entries: Vec<Value>| {
         let key = Some("turn-7".to_owned());
-        Batch { idempotency_key: key, ..batch(Mode::Serial, entries) }
+        Batch { idempotency_key: key, ..batch(BatchMode::Serial, entries) }
     };
     let entries = vec![envelope("t.picky", 2), envelope("t.picky", 2), envelope("t.picky", 3)];
     let first = run(&engine, asked(entries.clone())).await;
@@ -350,13 +355,13 @@ async fn the_same_batch_with_the_same_key_is_the_same_calls() {
     other.push(envelope("t.picky", 6));
     let mixed = run(&engine, asked(other)).await;
     assert_eq!(code(&mixed.results[1]), Code::IdempotencyMismatch);
-    assert_eq!(mixed.results[3].data().map(Json::value), Some(json!(6)));
+    assert_eq!(mixed.results[3].data().map(Json::to_value), Some(json!(6)));
     assert_eq!((mixed.results[0].replayed, mixed.results[3].replayed), (true, false));
     assert_eq!(stored(&engine).await, 4);
     // An entry's key takes precedence over the batch's.
     let mut own = envelope("t.picky", 8);
     own["idempotency_key"] = json!("mine");
-    let one = run(&engine, batch(Mode::Serial, [own.clone()])).await;
+    let one = run(&engine, batch(BatchMode::Serial, [own.clone()])).await;
     let two = run(&engine, asked(vec![own])).await;
     assert_eq!(ids(&one), ids(&two));
 }
@@ -378,9 +383,9 @@ async fn a_batch_that_was_cut_short_goes_on_with_the_same_key() {
     let entries = vec![envelope("t.wait", 0), envelope("t.picky", 2)];
     let asked = |wait_ms| Batch {
         idempotency_key: Some("k".into()),
-        later: false,
+        defer_unstarted: false,
         wait_ms,
-        ..batch(Mode::Serial, entries.clone())
+        ..batch(BatchMode::Serial, entries.clone())
     };
     let first = run(&engine, asked(Some(10))).await;
     assert_eq!((first.results[0].ok(), first.results[1].ok()), (None, Some(false)));

@@ -4,18 +4,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use toolcrib::desk::{Line, Memory, Message, Request, Session};
-use toolcrib::directory::Others;
-use toolcrib::engine::{Connecting, EventQuery, Registration, Report};
-use toolcrib::event::Kind;
+use toolcrib::desk::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
+use toolcrib::directory::UnlistedTools;
+use toolcrib::engine::{AttemptReport, ClientRegistration, ConnectOptions, EventQuery};
+use toolcrib::event::EventKind;
 use toolcrib::fault::Code;
-use toolcrib::retry::PolicyPatch;
+use toolcrib::retry::ExecutionPolicyPatch;
 use toolcrib::store::MemoryStore;
 use toolcrib::task::dispatch;
-use toolcrib::tool::Alternate;
+use toolcrib::tool::Fallback;
 use toolcrib::{
-    Call, CallId, Caller, Definition, Effect, Engine, Fault, Invocation, Json, Limits, Progress,
-    Status,
+    AttemptProgress, Call, CallId, CallRequest, Caller, Effect, Engine, EngineLimits, Fault, Json,
+    Status, ToolDefinition,
 };
 
 use crate::support::client_tool;
@@ -25,37 +25,38 @@ fn here() -> Caller {
 }
 
 /// A tool with a limit on concurrent calls.
-fn limited(max_parallel: Option<u32>) -> Definition {
-    let policy = PolicyPatch { max_parallel, ..PolicyPatch::default() };
-    Definition { policy, ..client_tool("x.one", Effect::Idempotent) }
+fn limited(max_parallel: Option<u32>) -> ToolDefinition {
+    let policy = ExecutionPolicyPatch { max_parallel, ..ExecutionPolicyPatch::default() };
+    ToolDefinition { policy, ..client_tool("x.one", Effect::Idempotent) }
 }
 
-async fn register(engine: &Engine, client_id: &str, tools: Vec<Definition>) {
-    let (client_id, others) = (client_id.to_owned(), Others::Withdraw);
-    let registration = Registration { client_id, tools, others };
+async fn register(engine: &Engine, client_id: &str, tools: Vec<ToolDefinition>) {
+    let (client_id, others) = (client_id.to_owned(), UnlistedTools::Withdraw);
+    let registration = ClientRegistration { client_id, tools, unlisted_tools: others };
     engine.register(&here(), registration).await.unwrap();
 }
 
 async fn invoke(engine: &Engine, tool: &str, client_id: Option<&str>) -> CallId {
-    let mut asked = Invocation::new(tool, "{}").unwrap();
+    let mut asked = CallRequest::new(tool, "{}").unwrap();
     (asked.client_id, asked.retry) = (client_id.map(str::to_owned), Some(0));
     engine.invoke(&here(), asked).await.unwrap().call.id.clone()
 }
 
-fn connect(engine: &Engine, client_id: &str) -> Session {
-    let (window, memory, line) = (10, Memory::Forgets, Line::Open);
-    let connecting = Connecting { client_id: client_id.into(), window, memory, line };
+fn connect(engine: &Engine, client_id: &str) -> ClientSession {
+    let (window, memory, line) = (10, Redelivery::ReversibleOnly, Transport::Streaming);
+    let connecting =
+        ConnectOptions { client_id: client_id.into(), window, redelivery: memory, transport: line };
     engine.connect(&here(), connecting).unwrap()
 }
 
-async fn given(session: &mut Session) -> Request {
+async fn given(session: &mut ClientSession) -> WorkItem {
     let message = tokio::time::timeout(Duration::from_secs(30), session.next()).await;
-    let Ok(Some(Message::Request(request))) = message else { panic!("{message:?}") };
+    let Ok(Some(ClientMessage::Execute(request))) = message else { panic!("{message:?}") };
     request
 }
 
 async fn take(engine: &Engine, id: &CallId, client_id: &str) -> Result<Arc<Call>, Code> {
-    engine.take(&here(), id, client_id, None).await.map_err(|error| error.code())
+    engine.acknowledge_call(&here(), id, client_id, None).await.map_err(|error| error.code())
 }
 
 async fn report(
@@ -64,7 +65,7 @@ async fn report(
     client_id: Option<&str>,
     result: Result<Json, Fault>,
 ) -> Result<Arc<Call>, Code> {
-    let report = Report { attempt: None, client_id: client_id.map(str::to_owned), result };
+    let report = AttemptReport { attempt: None, client_id: client_id.map(str::to_owned), result };
     engine.report(&here(), id, report).await.map_err(|error| error.code())
 }
 
@@ -78,18 +79,18 @@ async fn settle() {
 #[tokio::test]
 async fn what_is_out_keeps_its_place_over_a_restart() {
     let store = Arc::new(MemoryStore::default());
-    let before = Engine::builder().store(store.clone()).idle().await.unwrap();
+    let before = Engine::builder().store(store.clone()).build_idle().await.unwrap();
     register(&before, "c1", vec![limited(Some(1))]).await;
     let first = invoke(&before, "x.one", None).await;
     let second = invoke(&before, "x.one", None).await;
     let mut session = connect(&before, "c1");
     assert_eq!(given(&mut session).await.call_id, first);
     take(&before, &first, "c1").await.unwrap();
-    let after = Engine::builder().store(store).idle().await.unwrap();
+    let after = Engine::builder().store(store).build_idle().await.unwrap();
     assert_eq!(after.recover().await.unwrap(), 2);
     assert_eq!(dispatch::run_once(&after).await, 0, "the only place is taken");
     let third = invoke(&after, "x.one", None).await;
-    assert_eq!(after.waiting_calls(), 2);
+    assert_eq!(after.queued_call_count(), 2);
     assert_eq!(after.call(&here(), &first).await.unwrap().status, Status::Running);
     settle().await;
     report(&after, &first, Some("c1"), Ok(Json::empty_object())).await.unwrap();
@@ -111,19 +112,19 @@ async fn another_limit_holds_for_what_stands_in_line() {
         ids.push(invoke(&engine, "x.one", None).await);
     }
     assert_eq!(given(&mut session).await.call_id, ids[0]);
-    assert_eq!(engine.waiting_calls(), 5);
+    assert_eq!(engine.queued_call_count(), 5);
     register(&engine, "c1", vec![limited(Some(3))]).await;
     for id in &ids[1..3] {
         assert_eq!(given(&mut session).await.call_id, *id);
     }
-    assert_eq!(engine.waiting_calls(), 3);
+    assert_eq!(engine.queued_call_count(), 3);
     // Lowered again: calls in flight continue, and no further call starts until they have ended.
     register(&engine, "c1", vec![limited(Some(1))]).await;
     for id in &ids[..2] {
         report(&engine, id, None, Ok(Json::empty_object())).await.unwrap();
     }
     settle().await;
-    assert_eq!(engine.waiting_calls(), 3);
+    assert_eq!(engine.queued_call_count(), 3);
     report(&engine, &ids[2], None, Ok(Json::empty_object())).await.unwrap();
     assert_eq!(given(&mut session).await.call_id, ids[3]);
     register(&engine, "c1", vec![limited(None)]).await;
@@ -136,8 +137,8 @@ async fn another_limit_holds_for_what_stands_in_line() {
 #[tokio::test]
 async fn a_pinned_call_falls_back_only_on_what_its_client_offers() {
     let engine = Engine::builder().start().await.unwrap();
-    let fallback = vec![Alternate { tool: "x.alt".into(), args: None }];
-    let main = Definition { fallback, ..client_tool("x.main", Effect::Read) };
+    let fallback = vec![Fallback { tool: "x.alt".into(), args: None }];
+    let main = ToolDefinition { fallback, ..client_tool("x.main", Effect::Read) };
     let alt = client_tool("x.alt", Effect::Read);
     register(&engine, "c2", vec![alt.clone()]).await;
     register(&engine, "c3", vec![main.clone()]).await;
@@ -146,7 +147,7 @@ async fn a_pinned_call_falls_back_only_on_what_its_client_offers() {
         register(&engine, "c3", tools).await;
         let id = invoke(&engine, "x.main", Some("c3")).await;
         assert_eq!(given(&mut session).await.tool, "x.main");
-        let failed = Err(Fault::runtime("no").not_happened());
+        let failed = Err(Fault::runtime("no").without_side_effect());
         let call = report(&engine, &id, Some("c3"), failed).await.unwrap();
         if falls_back {
             assert_eq!(given(&mut session).await.tool, "x.alt");
@@ -169,7 +170,7 @@ async fn a_pinned_call_waits_until_its_client_offers_the_tool_again() {
     settle().await;
     let mut session = connect(&engine, "c1");
     assert_eq!(given(&mut session).await.call_id, other, "it is not held up");
-    assert!(session.ready().is_none());
+    assert!(session.try_next().is_none());
     register(&engine, "c1", vec![tool("x.one"), tool("x.two")]).await;
     assert_eq!(given(&mut session).await.call_id, pinned);
     engine.shut_down(Duration::ZERO).await;
@@ -186,11 +187,12 @@ async fn a_pinned_call_is_nobody_elses_to_take_or_to_answer() {
     assert_eq!(take(&engine, &id, "p2").await.err(), Some(Code::PermissionDenied));
     let posing = report(&engine, &id, Some("p2"), Ok(Json::empty_object())).await;
     assert_eq!(posing.err(), Some(Code::PermissionDenied));
-    let progress = engine.progress(&here(), &id, Some("p2"), None, Progress::default()).await;
+    let progress =
+        engine.report_progress(&here(), &id, Some("p2"), None, AttemptProgress::default()).await;
     assert_eq!(progress.err().map(|error| error.code()), Some(Code::PermissionDenied));
     assert_eq!(engine.call(&here(), &id).await.unwrap().status, Status::Pending);
     let call = take(&engine, &id, "p1").await.unwrap();
-    assert_eq!(call.taken_by.as_deref(), Some("p1"));
+    assert_eq!(call.acknowledged_by.as_deref(), Some("p1"));
     let call = report(&engine, &id, None, Ok(Json::empty_object())).await.unwrap();
     assert_eq!(call.status, Status::Succeeded, "who does not say who it is may answer");
     engine.shut_down(Duration::ZERO).await;
@@ -224,8 +226,9 @@ async fn only_a_client_that_offers_the_tool_can_take_a_call() {
 async fn progress_from_before_a_restart_counts() {
     let store = Arc::new(MemoryStore::default());
     let start = async || {
-        let limits = Limits { max_progress_events: 5, ..Limits::default() };
-        let engine = Engine::builder().store(store.clone()).limits(limits).idle().await.unwrap();
+        let limits = EngineLimits { max_progress_events: 5, ..EngineLimits::default() };
+        let engine =
+            Engine::builder().store(store.clone()).limits(limits).build_idle().await.unwrap();
         engine.recover().await.unwrap();
         engine
     };
@@ -234,22 +237,25 @@ async fn progress_from_before_a_restart_counts() {
     let id = invoke(&engine, "x.one", None).await;
     for _ in 0..3 {
         for _ in 0..3 {
-            engine.progress(&here(), &id, None, None, Progress::default()).await.unwrap();
+            engine
+                .report_progress(&here(), &id, None, None, AttemptProgress::default())
+                .await
+                .unwrap();
         }
         engine = start().await;
     }
     let events = engine.events(&here(), &EventQuery::Call(id), 0, 100).await.unwrap();
-    assert_eq!(events.iter().filter(|event| event.record.kind == Kind::Progress).count(), 5);
+    assert_eq!(events.iter().filter(|event| event.record.kind == EventKind::Progress).count(), 5);
 }
 
 #[tokio::test]
 async fn what_ends_before_it_is_parked_is_given_to_nobody() {
-    let engine = Engine::builder().idle().await.unwrap();
+    let engine = Engine::builder().build_idle().await.unwrap();
     register(&engine, "c1", vec![client_tool("x.one", Effect::Read)]).await;
     // Its work item is on the way to the client queue when the call ends.
     let id = invoke(&engine, "x.one", None).await;
     engine.cancel(&here(), &id, None).await.unwrap();
     settle().await;
     let mut session = connect(&engine, "c1");
-    assert!(session.ready().is_none());
+    assert!(session.try_next().is_none());
 }

@@ -6,16 +6,16 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::caller::{Role, Trust};
+use toolcrib::caller::{AuthMethod, Role};
 use toolcrib::clock::ManualClock;
 use toolcrib::context::{ToolCall, ToolCallContext};
-use toolcrib::engine::{NewKey, OwnCall, OwnResult, RunTools, Style};
+use toolcrib::engine::{MessageFormat, NewKey, ReportedCall, ReportedResult, RunToolSelection};
 use toolcrib::fault::Code;
-use toolcrib::policy::{Rule, Verdict};
+use toolcrib::policy::{AccessRule, RuleVerdict};
 use toolcrib::store::MemoryStore;
 use toolcrib::task::sweep;
 use toolcrib::{
-    Caller, Definition, Engine, Executor, Fault, FnTool, Invocation, Json, Status, Tool,
+    CallRequest, Caller, Engine, Executor, Fault, FnTool, Json, Status, Tool, ToolDefinition,
 };
 
 #[derive(Deserialize, JsonSchema)]
@@ -41,16 +41,16 @@ fn slow(release: Arc<tokio::sync::Notify>) -> FnTool {
     .background()
 }
 
-fn asked(tool: &str, call_id: &str) -> Invocation {
-    Invocation { call_id: Some(call_id.into()), ..Invocation::new(tool, "{}").unwrap() }
+fn asked(tool: &str, call_id: &str) -> CallRequest {
+    CallRequest { call_id: Some(call_id.into()), ..CallRequest::new(tool, "{}").unwrap() }
 }
 
-fn own(tool: &str, call_id: &str) -> OwnCall {
-    OwnCall { asked: asked(tool, call_id), background: None, result: None }
+fn own(tool: &str, call_id: &str) -> ReportedCall {
+    ReportedCall { request: asked(tool, call_id), background: None, result: None }
 }
 
-fn result(call_id: &str, result: Result<Json, Fault>) -> OwnResult {
-    OwnResult { tool_call_id: None, call_id: Some(call_id.into()), result }
+fn result(call_id: &str, result: Result<Json, Fault>) -> ReportedResult {
+    ReportedResult { tool_call_id: None, call_id: Some(call_id.into()), result }
 }
 
 const RUN: &str = "run_default";
@@ -67,11 +67,11 @@ async fn a_context_is_followed_and_its_listeners_hear_of_background_results() {
     let caller = Caller::local("default");
     let ticket = engine.invoke(&caller, asked("t.slow", "call_0")).await.unwrap();
     let quick = engine.invoke(&caller, asked("t.quick", "call_0")).await.unwrap();
-    engine.finished(&caller, &quick.call.id).await.unwrap();
+    engine.wait_until_finished(&caller, &quick.call.id).await.unwrap();
 
     let mut context = engine.context(&caller, RUN, 50).await.unwrap();
     assert_eq!(ids(context.tool_calls()), ["call_0", "call_0"]);
-    let pending: Vec<_> = context.pending().map(|call| call.tool_call_id.clone()).collect();
+    let pending: Vec<_> = context.pending_calls().map(|call| call.tool_call_id.clone()).collect();
     assert_eq!(pending, [Some(ticket.call.id.clone())], "matched by the ticket, not by the id");
     let heard = Arc::new(Mutex::new(Vec::new()));
     context.on_tool_call(|_, _| panic!("a listener that is no good"));
@@ -80,14 +80,14 @@ async fn a_context_is_followed_and_its_listeners_hear_of_background_results() {
         note.lock().push((call.name.clone(), result.outcome.clone()));
         Ok(())
     });
-    assert_eq!(engine.follow(&caller, &mut context, 0).await.unwrap(), 0, "nothing new");
+    assert_eq!(engine.refresh_context(&caller, &mut context, 0).await.unwrap(), 0, "nothing new");
     release.notify_one();
-    assert_eq!(engine.follow(&caller, &mut context, 60_000).await.unwrap(), 1);
+    assert_eq!(engine.refresh_context(&caller, &mut context, 60_000).await.unwrap(), 1);
     assert_eq!(*heard.lock(), [("t.slow".to_owned(), Ok(json("\"at last\"")))]);
-    assert_eq!(context.pending().count(), 0);
+    assert_eq!(context.pending_calls().count(), 0);
     let third = engine.invoke(&caller, asked("t.quick", "call_1")).await.unwrap();
-    engine.finished(&caller, &third.call.id).await.unwrap();
-    assert_eq!(engine.follow(&caller, &mut context, 60_000).await.unwrap(), 1);
+    engine.wait_until_finished(&caller, &third.call.id).await.unwrap();
+    assert_eq!(engine.refresh_context(&caller, &mut context, 60_000).await.unwrap(), 1);
     assert_eq!(ids(context.tool_calls()), ["call_0", "call_0", "call_1"]);
 }
 
@@ -100,7 +100,7 @@ async fn an_old_call_that_is_still_open_is_never_left_out() {
     engine.invoke(&caller, asked("t.slow", "old")).await.unwrap();
     for n in 0..8 {
         let made = engine.invoke(&caller, asked("t.quick", &format!("q{n}"))).await.unwrap();
-        engine.finished(&caller, &made.call.id).await.unwrap();
+        engine.wait_until_finished(&caller, &made.call.id).await.unwrap();
     }
     let context = engine.context(&caller, RUN, 3).await.unwrap();
     assert_eq!(ids(context.tool_calls()), ["old", "q5", "q6", "q7"]);
@@ -109,8 +109,8 @@ async fn an_old_call_that_is_still_open_is_never_left_out() {
     let prompt = engine.prompt(&caller, RUN, 3, 400).await.unwrap();
     assert!(prompt.text.contains("t__slow (async, in the background), call_id old"), "{prompt:?}");
     let (openai, truncated) =
-        engine.conversation(&caller, RUN, 3, Style::OpenAi, None).await.unwrap();
-    let answers = openai.messages.iter().filter(|message| message.value()["role"] == "tool");
+        engine.conversation(&caller, RUN, 3, MessageFormat::OpenAi, None).await.unwrap();
+    let answers = openai.messages.iter().filter(|message| message.to_value()["role"] == "tool");
     assert!(truncated && answers.count() == 4, "{openai:?}");
 }
 
@@ -118,7 +118,7 @@ async fn an_old_call_that_is_still_open_is_never_left_out() {
 async fn what_the_caller_ran_itself_is_recorded_the_same_way() {
     let engine = Engine::builder().tool(quick()).start().await.unwrap();
     let caller = Caller::local("default");
-    let done = OwnCall { result: Some(Ok(json("[7]"))), ..own("my.search", "call_0") };
+    let done = ReportedCall { result: Some(Ok(json("[7]"))), ..own("my.search", "call_0") };
     let made =
         engine.record_calls(&caller, RUN, vec![done, own("my.mail", "call_1")]).await.unwrap();
     let statuses: Vec<Status> = made.iter().map(|call| call.status).collect();
@@ -149,14 +149,17 @@ async fn a_repeated_id_means_the_newest_call_that_waits() {
     let ended = engine.record_results(&caller, RUN, both).await.unwrap();
     assert_eq!([&ended[0].id, &ended[1].id], [&second[0].id, &first[0].id]);
     let third = engine.record_calls(&caller, RUN, vec![own("my.c", "call_0")]).await.unwrap();
-    let by_ticket =
-        OwnResult { tool_call_id: Some(third[0].id.clone()), call_id: None, result: Ok(json("3")) };
+    let by_ticket = ReportedResult {
+        tool_call_id: Some(third[0].id.clone()),
+        call_id: None,
+        result: Ok(json("3")),
+    };
     let ended = engine.record_results(&caller, RUN, vec![by_ticket]).await.unwrap();
     assert_eq!((&ended[0].id, ended[0].status), (&third[0].id, Status::Succeeded));
 }
 
-fn my_tool(name: &str) -> Definition {
-    Definition {
+fn my_tool(name: &str) -> ToolDefinition {
+    ToolDefinition {
         project: None,
         name: name.into(),
         executor: Executor::Caller,
@@ -174,10 +177,13 @@ async fn the_tools_of_a_run_are_set_told_and_checked_against() {
         context.tool_definitions().iter().map(|tool| tool.name.clone()).collect()
     };
     assert_eq!(told(engine.context(&caller, RUN, 1).await.unwrap()), ["t.quick", "t.slow"]);
-    let tools = RunTools { own: vec![my_tool("my.tool")], crib: Some(vec!["t__slow".into()]) };
+    let tools = RunToolSelection {
+        caller_tools: vec![my_tool("my.tool")],
+        toolcrib_tools: Some(vec!["t__slow".into()]),
+    };
     engine.set_run_tools(&caller, RUN, tools).await.unwrap();
     assert_eq!(told(engine.context(&caller, RUN, 1).await.unwrap()), ["my.tool", "t.slow"]);
-    let beside = RunTools { own: vec![my_tool("t.quick")], crib: None };
+    let beside = RunToolSelection { caller_tools: vec![my_tool("t.quick")], toolcrib_tools: None };
     let set = engine.set_run_tools(&caller, "other_run", beside).await.unwrap();
     assert_eq!(set.len(), 2, "one's own stands for the crib's of the same name");
     assert_eq!(set[0].executor, Executor::Caller);
@@ -187,7 +193,7 @@ async fn the_tools_of_a_run_are_set_told_and_checked_against() {
     assert_eq!(error.code(), Code::ValidationError);
     assert!(error.to_string().contains("tool_calls/0"), "{error}");
     let mut fitting = own("my__tool", "call_0");
-    fitting.asked.args = json(r#"{"q":1}"#);
+    fitting.request.args = json(r#"{"q":1}"#);
     fitting.result = Some(Ok(json("\"no integer\"")));
     let made = engine.record_calls(&caller, RUN, vec![fitting]).await.unwrap();
     assert_eq!((made[0].tool_name.as_str(), made[0].status), ("my.tool", Status::Failed));
@@ -195,9 +201,21 @@ async fn the_tools_of_a_run_are_set_told_and_checked_against() {
     assert!(fault.message.contains("output schema"), "{fault}");
 
     for (tools, field) in [
-        (RunTools { own: vec![], crib: Some(vec!["t.quik".into()]) }, "crib_tools/0"),
-        (RunTools { own: vec![my_tool("a"), my_tool("a")], crib: None }, "tool_definitions/1"),
-        (RunTools { own: vec![my_tool("no name")], crib: None }, "tool_definitions/0"),
+        (
+            RunToolSelection { caller_tools: vec![], toolcrib_tools: Some(vec!["t.quik".into()]) },
+            "crib_tools/0",
+        ),
+        (
+            RunToolSelection {
+                caller_tools: vec![my_tool("a"), my_tool("a")],
+                toolcrib_tools: None,
+            },
+            "tool_definitions/1",
+        ),
+        (
+            RunToolSelection { caller_tools: vec![my_tool("no name")], toolcrib_tools: None },
+            "tool_definitions/0",
+        ),
     ] {
         let error = engine.set_run_tools(&caller, RUN, tools).await.err().unwrap();
         assert_eq!(error.code(), Code::ValidationError, "{error}");
@@ -217,10 +235,16 @@ async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
     engine.create_key(&operator, new, format!("secret of {name}")).await.unwrap();
     if let Some(pattern) = deny {
         let (project, agent) = ("p".to_owned(), name.to_owned());
-        let rule = Rule { project, agent, pattern: pattern.into(), verdict: Verdict::Deny };
+        let rule =
+            AccessRule { project, agent, pattern: pattern.into(), verdict: RuleVerdict::Deny };
         engine.set_rule(&operator, rule).await.unwrap();
     }
-    Caller { project: "p".into(), agent: name.into(), role: Role::Agent, trust: Trust::Key }
+    Caller {
+        project: "p".into(),
+        agent: name.into(),
+        role: Role::Agent,
+        auth_method: AuthMethod::Key,
+    }
 }
 
 #[tokio::test]
@@ -244,16 +268,17 @@ async fn who_may_record_and_who_may_answer() {
     let by_id = engine.record_results(&bob, RUN, vec![answer.clone()]).await.err().unwrap();
     assert_eq!(by_id.code(), Code::NotFound);
     let ticket = Some(made[0].id.clone());
-    let by_ticket = OwnResult { tool_call_id: ticket, ..answer.clone() };
+    let by_ticket = ReportedResult { tool_call_id: ticket, ..answer.clone() };
     let refused = engine.record_results(&bob, RUN, vec![by_ticket.clone()]).await.err().unwrap();
     assert_eq!(refused.code(), Code::PermissionDenied);
-    let report = toolcrib::engine::Report { attempt: None, client_id: None, result: Ok(json("1")) };
+    let report =
+        toolcrib::engine::AttemptReport { attempt: None, client_id: None, result: Ok(json("1")) };
     let reported = engine.report(&provider, &made[0].id, report).await;
     assert_eq!(reported.err().unwrap().code(), Code::PermissionDenied, "it is not the provider's");
     let ended = engine.record_results(&ada, RUN, vec![answer]).await.unwrap();
     assert_eq!(ended[0].status, Status::Succeeded);
     // A caller cannot answer a call that Toolcrib executes.
-    let theirs = engine.invoke(&ada, Invocation { run_id: RUN.into(), ..asked("t.quick", "q") });
+    let theirs = engine.invoke(&ada, CallRequest { run_id: RUN.into(), ..asked("t.quick", "q") });
     theirs.await.unwrap();
     let refused = engine.record_results(&ada, RUN, vec![result("q", Ok(json("1")))]).await;
     assert_eq!(refused.err().unwrap().code(), Code::Conflict);
@@ -265,19 +290,19 @@ async fn a_recorded_call_outlives_a_restart_and_ends_at_its_deadline() {
     let store = Arc::new(MemoryStore::default());
     let start = || {
         let builder = Engine::builder().clock(Arc::new(clock.clone())).store(store.clone());
-        async { builder.idle().await.unwrap() }
+        async { builder.build_idle().await.unwrap() }
     };
     let caller = Caller::local("default");
     let engine = start().await;
     let mut later = own("my.tool", "call_0");
-    later.asked.timeout_ms = Some(5_000);
+    later.request.timeout_ms = Some(5_000);
     let id = engine.record_calls(&caller, RUN, vec![later]).await.unwrap()[0].id.clone();
     drop(engine);
     let engine = start().await;
     assert_eq!(engine.recover().await.unwrap(), 1);
     let call = engine.call(&caller, &id).await.unwrap();
     assert_eq!((call.status, call.attempt), (Status::Running, 1), "still the caller's");
-    assert_eq!(engine.context(&caller, RUN, 1).await.unwrap().pending().count(), 1);
+    assert_eq!(engine.context(&caller, RUN, 1).await.unwrap().pending_calls().count(), 1);
     clock.advance(5_000);
     sweep::run_once(&engine).await;
     assert_eq!(engine.call(&caller, &id).await.unwrap().status, Status::Timeout);

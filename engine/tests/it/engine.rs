@@ -5,19 +5,20 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use toolcrib::args::{From as Comes, Mapping};
+use toolcrib::args::{ArgumentMapping, ArgumentSource as Comes};
 use toolcrib::call::Hold;
 use toolcrib::clock::ManualClock;
-use toolcrib::engine::{CallQuery, EventQuery, Policies};
-use toolcrib::event::Kind;
+use toolcrib::engine::{CallQuery, EventQuery, ExecutionPolicies};
+use toolcrib::event::EventKind;
 use toolcrib::fault::Code;
 use toolcrib::json::Json;
-use toolcrib::retry::{Backoff, PolicyPatch};
-use toolcrib::store::{MemoryStore, Run, Store};
+use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
+use toolcrib::store::{MemoryStore, RunToolDefinitions, Store};
 use toolcrib::task::{dispatch, purge, sweep};
-use toolcrib::tool::Alternate;
+use toolcrib::tool::Fallback;
 use toolcrib::{
-    Call, Caller, Effect, Engine, Fault, FnTool, Invocation, Limits, Progress, Status, ToolContext,
+    AttemptProgress, Call, CallRequest, Caller, Effect, Engine, EngineLimits, Fault, FnTool,
+    Status, ToolContext,
 };
 
 use crate::support::{Chance, FlakyStore};
@@ -44,8 +45,8 @@ fn adder() -> FnTool {
 
 async fn call(engine: &Engine, tool: &str, args: &str) -> Arc<Call> {
     let caller = Caller::local("default");
-    let ticket = engine.invoke(&caller, Invocation::new(tool, args).unwrap()).await.unwrap();
-    engine.finished(&caller, &ticket.call.id).await.unwrap()
+    let ticket = engine.invoke(&caller, CallRequest::new(tool, args).unwrap()).await.unwrap();
+    engine.wait_until_finished(&caller, &ticket.call.id).await.unwrap()
 }
 
 fn fault(call: &Call) -> &Fault {
@@ -59,7 +60,7 @@ async fn a_typed_function_is_a_tool() {
     assert_eq!(call.status, Status::Succeeded);
     assert_eq!(call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), r#"{"sum":42}"#);
     let tool = engine.tool(&Caller::local("default"), "calc.add").unwrap();
-    let schema = tool.definition.input_schema.value();
+    let schema = tool.definition.input_schema.to_value();
     assert_eq!(schema["required"], serde_json::json!(["a", "b"]));
     assert!(tool.definition.output_schema.is_some());
     engine.shut_down(std::time::Duration::from_secs(1)).await;
@@ -69,7 +70,7 @@ async fn a_typed_function_is_a_tool() {
 async fn arguments_that_do_not_fit_are_refused_before_anything_is_stored() {
     let engine = Engine::builder().tool(adder()).start().await.unwrap();
     let caller = Caller::local("default");
-    let asked = Invocation::new("calc.add", r#"{"a": "x"}"#).unwrap();
+    let asked = CallRequest::new("calc.add", r#"{"a": "x"}"#).unwrap();
     let error = engine.invoke(&caller, asked).await.err().unwrap();
     assert_eq!(error.code(), Code::ValidationError);
     let toolcrib::Error::Refused { fault, .. } = error else { panic!() };
@@ -104,12 +105,12 @@ async fn a_read_tool_is_retried_and_an_irreversible_one_is_not() {
         })
         .effect(effect)
     };
-    let policies = Policies {
+    let policies = ExecutionPolicies {
         global: toolcrib::retry::ExecutionPolicy {
             backoff: Backoff { initial_ms: 1, ..Backoff::default() },
             ..Default::default()
         },
-        ..Policies::default()
+        ..ExecutionPolicies::default()
     };
     let engine = Engine::builder()
         .tool(flaky("t.read", Effect::Read))
@@ -131,11 +132,11 @@ async fn a_fallback_takes_over_with_mapped_arguments() {
     let gone = FnTool::new("t.gone", "Never there", |_: Add| async {
         Err::<Sum, _>(Fault::unreachable("no route"))
     })
-    .policy(PolicyPatch { max_retries: Some(0), ..PolicyPatch::default() })
-    .fallback(vec![Alternate {
+    .policy(ExecutionPolicyPatch { max_retries: Some(0), ..ExecutionPolicyPatch::default() })
+    .fallback(vec![Fallback {
         tool: "calc.add".into(),
-        args: Some(Mapping::from([
-            ("a".to_owned(), Comes::From("/b".into())),
+        args: Some(ArgumentMapping::from([
+            ("a".to_owned(), Comes::Pointer("/b".into())),
             ("b".to_owned(), Comes::Value(100.into())),
         ])),
     }]);
@@ -161,7 +162,7 @@ async fn max_parallel_holds_and_the_rest_waits_in_line() {
                 Ok::<_, Fault>(now)
             }
         })
-        .policy(PolicyPatch { max_parallel: Some(2), ..PolicyPatch::default() })
+        .policy(ExecutionPolicyPatch { max_parallel: Some(2), ..ExecutionPolicyPatch::default() })
     };
     let engine = Engine::builder().tool(tool).start().await.unwrap();
     let calls = (0..50).map(|_| call(&engine, "t.slow", "{}"));
@@ -176,13 +177,13 @@ async fn a_full_crib_says_when_to_come_again() {
     let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
         std::future::pending::<Result<u32, Fault>>().await
     });
-    let limits = Limits { max_open_calls: 3, ..Limits::default() };
+    let limits = EngineLimits { max_open_calls: 3, ..EngineLimits::default() };
     let engine = Engine::builder().tool(stuck).limits(limits).start().await.unwrap();
     let caller = Caller::local("default");
     for _ in 0..3 {
-        engine.invoke(&caller, Invocation::new("t.stuck", "{}").unwrap()).await.unwrap();
+        engine.invoke(&caller, CallRequest::new("t.stuck", "{}").unwrap()).await.unwrap();
     }
-    let refused = engine.invoke(&caller, Invocation::new("t.stuck", "{}").unwrap()).await.err();
+    let refused = engine.invoke(&caller, CallRequest::new("t.stuck", "{}").unwrap()).await.err();
     let Some(toolcrib::Error::Refused { fault, retry_after_ms }) = refused else { panic!() };
     assert_eq!((fault.code, retry_after_ms.is_some()), (Code::Overloaded, true));
 }
@@ -198,11 +199,11 @@ async fn deadlines_retries_and_retention_follow_the_clock() {
         Err::<u32, _>(Fault::unreachable("no"))
     });
     let engine = Engine::builder().clock(Arc::new(clock.clone())).tool(stuck).tool(failing);
-    let engine = engine.idle().await.unwrap();
+    let engine = engine.build_idle().await.unwrap();
     let caller = Caller::local("default");
-    let asked = Invocation::new("t.stuck", "{}").unwrap();
+    let asked = CallRequest::new("t.stuck", "{}").unwrap();
     let stuck = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
-    let asked = Invocation::new("t.failing", "{}").unwrap();
+    let asked = CallRequest::new("t.failing", "{}").unwrap();
     let failing = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
     while engine.call(&caller, &failing).await.unwrap().status == Status::Running {
         tokio::task::yield_now().await;
@@ -228,8 +229,8 @@ async fn who_stops_does_not_wait_for_a_store_that_cannot_write() {
         std::future::pending::<Result<u32, Fault>>().await
     });
     let engine = Engine::builder().store(store.clone()).clock(Arc::new(clock.clone()));
-    let engine = engine.tool(stuck.timeout_ms(5_000)).idle().await.unwrap();
-    let asked = Invocation::new("t.stuck", "{}").unwrap();
+    let engine = engine.tool(stuck.timeout_ms(5_000)).build_idle().await.unwrap();
+    let asked = CallRequest::new("t.stuck", "{}").unwrap();
     engine.invoke(&Caller::local("default"), asked).await.unwrap();
     store.fail(100);
     clock.advance(5_000);
@@ -246,19 +247,22 @@ async fn who_stops_does_not_wait_for_a_store_that_cannot_write() {
 #[tokio::test]
 async fn many_old_runs_without_calls_go_at_once() {
     let store = Arc::new(MemoryStore::default());
-    let run = |n: u32| Run {
+    let run = |n: u32| RunToolDefinitions {
         project: "default".to_owned(),
         run_id: format!("run_{n}"),
         tool_definitions: Json::parse("[]").unwrap(),
         updated_ms: 1,
     };
     for n in 0..450 {
-        store.put_run(run(n)).await.unwrap();
+        store.put_run_tool_definitions(run(n)).await.unwrap();
     }
-    let engine = Engine::builder().store(store.clone()).idle().await.unwrap();
+    let engine = Engine::builder().store(store.clone()).build_idle().await.unwrap();
     purge::run_once(&engine, 1_000).await.unwrap();
     for n in 0..450 {
-        assert!(store.run("default", &format!("run_{n}")).await.unwrap().is_none(), "{n}");
+        assert!(
+            store.run_tool_definitions("default", &format!("run_{n}")).await.unwrap().is_none(),
+            "{n}"
+        );
     }
 }
 
@@ -270,7 +274,10 @@ async fn cancel_reaches_the_function_and_progress_the_events() {
         FnTool::with_context("t.long", "Waits", move |_: Nothing, context: ToolContext| {
             let seen = seen.clone();
             async move {
-                context.progress(Progress { percent: Some(50.0), ..Progress::default() });
+                context.report_progress(AttemptProgress {
+                    percent: Some(50.0),
+                    ..AttemptProgress::default()
+                });
                 tokio::spawn(async move {
                     context.canceled.cancelled().await;
                     seen.notify_one();
@@ -281,14 +288,14 @@ async fn cancel_reaches_the_function_and_progress_the_events() {
     };
     let engine = Engine::builder().tool(tool).start().await.unwrap();
     let caller = Caller::local("default");
-    let asked = Invocation::new("t.long", "{}").unwrap();
+    let asked = CallRequest::new("t.long", "{}").unwrap();
     let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
     let query = EventQuery::Call(id.clone());
     let mut after = 0;
     'progress: loop {
         for event in engine.events(&caller, &query, after, 10).await.unwrap() {
             after = event.number;
-            if event.record.kind == Kind::Progress {
+            if event.record.kind == EventKind::Progress {
                 assert_eq!(event.record.data["percent"], 50.0);
                 break 'progress;
             }
@@ -304,9 +311,9 @@ async fn cancel_reaches_the_function_and_progress_the_events() {
 async fn one_project_does_not_see_another() {
     let engine = Engine::builder().tool(adder()).start().await.unwrap();
     let (here, there) = (Caller::local("here"), Caller::local("there"));
-    let asked = Invocation::new("calc.add", r#"{"a":1,"b":1}"#).unwrap();
+    let asked = CallRequest::new("calc.add", r#"{"a":1,"b":1}"#).unwrap();
     let id = engine.invoke(&here, asked).await.unwrap().call.id.clone();
-    engine.finished(&here, &id).await.unwrap();
+    engine.wait_until_finished(&here, &id).await.unwrap();
     assert_eq!(engine.call(&there, &id).await.err().unwrap().code(), Code::NotFound);
     assert_eq!(engine.cancel(&there, &id, None).await.err().unwrap().code(), Code::NotFound);
     let page = engine.calls(&there, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
@@ -323,7 +330,7 @@ async fn what_is_told_of_a_call_is_also_shown_of_it() {
     });
     let engine = Engine::builder().store(store.clone()).tool(hang).start().await.unwrap();
     let caller = Caller::local("default");
-    let asked = Invocation::new("t.hang", "{}").unwrap();
+    let asked = CallRequest::new("t.hang", "{}").unwrap();
     let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
     let held = store.answering.write().await;
     let canceling = engine.cancel(&caller, &id, None);
@@ -333,7 +340,7 @@ async fn what_is_told_of_a_call_is_also_shown_of_it() {
         loop {
             let told = engine.events(&caller, &query, after, 10).await.unwrap();
             after = told.last().unwrap().number;
-            if told.last().unwrap().record.kind == Kind::Canceled {
+            if told.last().unwrap().record.kind == EventKind::Canceled {
                 return engine.call(&caller, &id).await.unwrap().status;
             }
         }

@@ -9,14 +9,16 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use tokio::sync::Notify;
 use toolcrib::clock::ManualClock;
-use toolcrib::delivery::{Answer, Delivery, DeliveryStatus, Schedule, Try};
+use toolcrib::delivery::{
+    Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, RetrySchedule,
+};
 use toolcrib::engine::{DeliveryQuery, EventQuery};
-use toolcrib::event::Kind;
+use toolcrib::event::EventKind;
 use toolcrib::fault::Code;
-use toolcrib::notify::{Notice, Notifier, Notifying};
+use toolcrib::notify::{DeliverySettings, WebhookMessage, WebhookSender};
 use toolcrib::store::{MemoryStore, Store};
 use toolcrib::task::{notify, purge};
-use toolcrib::{CallId, Caller, Engine, Fault, FnTool, Invocation, Role, Status};
+use toolcrib::{CallId, CallRequest, Caller, Engine, Fault, FnTool, Role, Status};
 
 use crate::support::{Chance, FlakyStore};
 
@@ -28,8 +30,8 @@ struct Nothing {}
 /// A receiver that records messages and responds with the next scripted response, or else 200.
 #[derive(Default)]
 struct Receiver {
-    told: Mutex<Vec<Notice>>,
-    answers: Mutex<Vec<Answer>>,
+    told: Mutex<Vec<WebhookMessage>>,
+    answers: Mutex<Vec<DeliveryResponse>>,
     /// Releases the responses for URLs that contain `slow`.
     slow: Notify,
     waiting: AtomicUsize,
@@ -46,18 +48,18 @@ impl Receiver {
     }
 }
 
-fn answered(code: u16) -> Answer {
-    Answer { result: Ok(code), retry_after_ms: None }
+fn answered(code: u16) -> DeliveryResponse {
+    DeliveryResponse { result: Ok(code), retry_after_ms: None }
 }
 
 #[async_trait]
-impl Notifier for Receiver {
-    fn check(&self, project: &str, url: &str) -> Result<String, String> {
+impl WebhookSender for Receiver {
+    fn check_url(&self, project: &str, url: &str) -> Result<String, String> {
         assert_eq!(project, "default");
         if url.starts_with("https://") { Ok(url.to_owned()) } else { Err("must be https".into()) }
     }
 
-    async fn deliver(&self, notice: Notice) -> Answer {
+    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse {
         let slow = notice.delivery.url.contains("slow");
         self.told.lock().push(notice);
         if slow {
@@ -87,8 +89,9 @@ impl World {
     }
 
     async fn on(store: Arc<dyn Store>, clock: ManualClock, receiver: Arc<Receiver>) -> Self {
-        let schedule = Schedule { retry_ms: vec![5_000, 300_000], jitter: 0.0 };
-        let notifying = Notifying { schedule, max_parallel: 4, max_parallel_per_receiver: 2 };
+        let schedule = RetrySchedule { retry_ms: vec![5_000, 300_000], jitter: 0.0 };
+        let notifying =
+            DeliverySettings { schedule, max_parallel: 4, max_parallel_per_receiver: 2 };
         let engine = Engine::builder()
             .store(store)
             .clock(Arc::new(clock.clone()))
@@ -96,18 +99,18 @@ impl World {
             .tool(FnTool::new("t.long", "Never ends", |_: Nothing| async {
                 std::future::pending::<Result<u32, Fault>>().await
             }))
-            .notifier(receiver.clone(), notifying)
-            .idle()
+            .webhook_sender(receiver.clone(), notifying)
+            .build_idle()
             .await
             .unwrap();
         Self { engine, clock, receiver, caller: Caller::local("default") }
     }
 
     async fn ended(&self, url: &str) -> CallId {
-        let mut asked = Invocation::new("t.job", "{}").unwrap();
+        let mut asked = CallRequest::new("t.job", "{}").unwrap();
         asked.callback_url = Some(url.to_owned());
         let ticket = self.engine.invoke(&self.caller, asked).await.unwrap();
-        self.engine.finished(&self.caller, &ticket.call.id).await.unwrap();
+        self.engine.wait_until_finished(&self.caller, &ticket.call.id).await.unwrap();
         ticket.call.id.clone()
     }
 
@@ -115,7 +118,7 @@ impl World {
         notify::run_once(&self.engine).await.unwrap()
     }
 
-    async fn delivery(&self, id: &CallId) -> (Delivery, Vec<Try>) {
+    async fn delivery(&self, id: &CallId) -> (Delivery, Vec<DeliveryAttempt>) {
         self.engine.delivery(&self.caller, id).await.unwrap().unwrap()
     }
 }
@@ -132,7 +135,7 @@ async fn it_is_tried_again_by_the_schedule_and_then_never() {
     world.clock.advance(300_000);
     assert_eq!(world.run().await, 1);
     let (delivery, tries) = world.delivery(&id).await;
-    assert_eq!((delivery.status, delivery.tries), (DeliveryStatus::Exhausted, 3));
+    assert_eq!((delivery.status, delivery.attempts), (DeliveryStatus::Exhausted, 3));
     let codes: Vec<_> = tries.iter().map(|tried| tried.status_code.unwrap()).collect();
     assert_eq!(codes, [500, 302, 404]);
     assert_eq!(tries[2].at_ms, NOW + 305_000);
@@ -151,13 +154,13 @@ async fn a_receiver_that_is_gone_is_left_alone_until_somebody_asks_again() {
     assert_eq!(world.delivery(&id).await.0.status, DeliveryStatus::Gone);
     world.clock.advance(86_400_000);
     assert_eq!(world.run().await, 0);
-    let again = world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
+    let again = world.engine.redeliver(&world.caller, &id).await.unwrap();
     assert_eq!(again.status, DeliveryStatus::Pending);
     assert_eq!(world.run().await, 1);
     let (delivery, tries) = world.delivery(&id).await;
     assert_eq!((delivery.status, tries.len()), (DeliveryStatus::Delivered, 2));
     // Redelivery also works after a successful delivery.
-    world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
+    world.engine.redeliver(&world.caller, &id).await.unwrap();
     assert_eq!(world.run().await, 1);
     assert_eq!(world.receiver.told().len(), 3);
 }
@@ -170,7 +173,7 @@ async fn a_url_that_is_gone_is_sent_nothing_more_of_what_was_asked_before() {
     world.run().await;
     let [second, elsewhere] = [world.ended(gone).await, world.ended(other).await];
     // This call is still running when the receiver responds with 410.
-    let mut asked = Invocation::new("t.long", "{}").unwrap();
+    let mut asked = CallRequest::new("t.long", "{}").unwrap();
     asked.callback_url = Some(gone.to_owned());
     let open = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
     assert_eq!(world.run().await, 2);
@@ -184,7 +187,7 @@ async fn a_url_that_is_gone_is_sent_nothing_more_of_what_was_asked_before() {
     let (delivery, tries) = world.delivery(&open).await;
     assert!(delivery.last_error.unwrap().contains("410") && tries.is_empty());
     // A redelivery request, or a new call with the URL, is attempted again.
-    world.engine.repeat_delivery(&world.caller, &open).await.unwrap();
+    world.engine.redeliver(&world.caller, &open).await.unwrap();
     let later = world.ended(gone).await;
     assert_eq!(world.run().await, 2);
     for id in [&open, &later] {
@@ -226,7 +229,7 @@ async fn a_slow_receiver_does_not_hold_up_the_others() {
 
 #[tokio::test]
 async fn an_overloaded_receiver_is_left_alone_and_says_for_how_long() {
-    let busy = Answer { result: Ok(429), retry_after_ms: Some(30_000) };
+    let busy = DeliveryResponse { result: Ok(429), retry_after_ms: Some(30_000) };
     let receiver = Arc::new(Receiver { answers: Mutex::new(vec![busy]), ..Receiver::default() });
     let world = World::with(receiver).await;
     let first = world.ended("https://busy.example/1").await;
@@ -249,7 +252,7 @@ async fn asking_again_while_a_try_is_under_way_brings_another() {
     while world.receiver.waiting.load(Ordering::SeqCst) == 0 {
         tokio::task::yield_now().await;
     }
-    world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
+    world.engine.redeliver(&world.caller, &id).await.unwrap();
     world.receiver.slow.notify_waiters();
     assert_eq!(round.await.unwrap(), 1);
     let (delivery, tries) = world.delivery(&id).await;
@@ -262,15 +265,18 @@ async fn asking_again_while_a_try_is_under_way_brings_another() {
 #[tokio::test]
 async fn a_running_engine_delivers_by_itself() {
     let receiver = Receiver::answering(&[503]);
-    let schedule = Schedule { retry_ms: vec![1], jitter: 0.0 };
+    let schedule = RetrySchedule { retry_ms: vec![1], jitter: 0.0 };
     let engine = Engine::builder()
         .tool(tool())
-        .notifier(receiver.clone(), Notifying { schedule, ..Notifying::default() })
+        .webhook_sender(
+            receiver.clone(),
+            DeliverySettings { schedule, ..DeliverySettings::default() },
+        )
         .start()
         .await
         .unwrap();
     let caller = Caller::local("default");
-    let mut asked = Invocation::new("t.job", "{}").unwrap();
+    let mut asked = CallRequest::new("t.job", "{}").unwrap();
     asked.callback_url = Some("https://a.example/x".into());
     let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
     let delivered = async {
@@ -291,7 +297,7 @@ async fn a_running_engine_delivers_by_itself() {
 async fn what_cannot_be_is_refused() {
     let world = World::with(Receiver::answering(&[])).await;
     for url in ["", "ftp://a.example", &format!("https://a.example/{}", "x".repeat(2_048))] {
-        let mut asked = Invocation::new("t.job", "{}").unwrap();
+        let mut asked = CallRequest::new("t.job", "{}").unwrap();
         asked.callback_url = Some(url.to_owned());
         let error = world.engine.invoke(&world.caller, asked).await.err().unwrap();
         assert_eq!(error.code(), Code::ValidationError);
@@ -299,15 +305,15 @@ async fn what_cannot_be_is_refused() {
         assert!(fault.message.starts_with("callback_url must"), "{}", fault.message);
         assert_eq!(fault.detail.unwrap()["pointer"], "/callback_url");
     }
-    let plain = Engine::builder().tool(tool()).idle().await.unwrap();
-    let mut asked = Invocation::new("t.job", "{}").unwrap();
+    let plain = Engine::builder().tool(tool()).build_idle().await.unwrap();
+    let mut asked = CallRequest::new("t.job", "{}").unwrap();
     asked.callback_url = Some("https://a.example".into());
     let error = plain.invoke(&world.caller, asked).await.err().unwrap();
     assert_eq!(error.code(), Code::ValidationError);
 
-    let asked = Invocation::new("t.job", "{}").unwrap();
+    let asked = CallRequest::new("t.job", "{}").unwrap();
     let without = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
-    let repeated = world.engine.repeat_delivery(&world.caller, &without).await;
+    let repeated = world.engine.redeliver(&world.caller, &without).await;
     assert_eq!(repeated.err().unwrap().code(), Code::NotFound);
     let provider = Caller { role: Role::Provider, ..world.caller.clone() };
     let query = DeliveryQuery { limit: 10, ..DeliveryQuery::default() };
@@ -318,10 +324,10 @@ async fn what_cannot_be_is_refused() {
 #[tokio::test]
 async fn the_same_key_with_another_url_is_another_request() {
     let world = World::with(Receiver::answering(&[])).await;
-    let asked = |url: Option<&str>| Invocation {
+    let asked = |url: Option<&str>| CallRequest {
         idempotency_key: Some("k".into()),
         callback_url: url.map(str::to_owned),
-        ..Invocation::new("t.job", "{}").unwrap()
+        ..CallRequest::new("t.job", "{}").unwrap()
     };
     let first = Some("https://a.example/1");
     world.engine.invoke(&world.caller, asked(first)).await.unwrap();
@@ -348,13 +354,13 @@ async fn a_purged_call_takes_its_delivery_along() {
 #[tokio::test]
 async fn the_events_of_a_task_name_it() {
     let world = World::with(Receiver::answering(&[])).await;
-    let mut asked = Invocation::new("t.job", "{}").unwrap();
+    let mut asked = CallRequest::new("t.job", "{}").unwrap();
     asked.call_id = Some("mine-7".into());
     let id = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
-    world.engine.finished(&world.caller, &id).await.unwrap();
+    world.engine.wait_until_finished(&world.caller, &id).await.unwrap();
     let query = EventQuery::Run("run_default".into());
     let events = world.engine.events(&world.caller, &query, 0, 10).await.unwrap();
-    let ends = [Kind::Requested, Kind::Finished];
+    let ends = [EventKind::Requested, EventKind::Finished];
     for event in events.iter().filter(|event| ends.contains(&event.record.kind)) {
         assert_eq!(event.record.data["task_id"], id.as_str());
         assert_eq!(event.record.data["call_id"], "mine-7");
@@ -366,7 +372,7 @@ async fn who_is_told_of_an_end_finds_it_so() {
     let store = FlakyStore::new(Chance::of(1));
     let receiver = Receiver::answering(&[]);
     let world = World::on(store.clone(), ManualClock::at(NOW), receiver).await;
-    let mut asked = Invocation::new("t.long", "{}").unwrap();
+    let mut asked = CallRequest::new("t.long", "{}").unwrap();
     asked.callback_url = Some("https://a.example/x".to_owned());
     let id = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
     // The end is stored and not yet visible.

@@ -7,11 +7,11 @@ use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::fault::Code;
-use toolcrib::observe::{Attempted, Ended, Observer};
-use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::observe::{EndedAttempt, EndedCall, Observer};
+use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::store::{MemoryStore, Store};
-use toolcrib::trace::{Ids, TraceParent};
-use toolcrib::{Caller, Effect, Engine, Fault, FnTool, Invocation, ToolContext};
+use toolcrib::trace::{SpanIds, TraceParent};
+use toolcrib::{CallRequest, Caller, Effect, Engine, Fault, FnTool, ToolContext};
 
 const GIVEN: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
@@ -28,33 +28,33 @@ struct Heard {
 struct Ear(Mutex<Heard>);
 
 impl Observer for Ear {
-    fn samples(&self, ids: &Ids) -> bool {
+    fn is_sampled(&self, ids: &SpanIds) -> bool {
         ids.parent.is_some_and(|parent| parent.is_sampled())
     }
 
-    fn attempted(&self, attempted: &Attempted<'_>) {
+    fn attempt_ended(&self, attempted: &EndedAttempt<'_>) {
         let number = attempted.call.attempt;
-        let began_ms = attempted.call.attempt_ms.unwrap();
+        let began_ms = attempted.call.attempt_dispatched_ms.unwrap();
         assert!(began_ms <= attempted.ended_ms);
         let span = attempted.ids.attempt(number, true);
         self.0.lock().attempts.push((number, attempted.failed, span));
     }
 
-    fn ended(&self, ended: &Ended<'_>) {
+    fn call_ended(&self, ended: &EndedCall<'_>) {
         let status = ended.call.status.as_str().to_owned();
         let span = ended.ids.call(true);
         self.0.lock().ends.push((status, (ended.description)(), span));
     }
 }
 
-fn asked() -> Invocation {
+fn asked() -> CallRequest {
     let traceparent = Some(GIVEN.to_owned());
-    Invocation { traceparent, ..Invocation::new("t.read", "{}").unwrap() }
+    CallRequest { traceparent, ..CallRequest::new("t.read", "{}").unwrap() }
 }
 
-fn quick() -> PolicyPatch {
+fn quick() -> ExecutionPolicyPatch {
     let backoff = Backoff { initial_ms: 1, ..Backoff::default() };
-    PolicyPatch { backoff: Some(backoff), ..PolicyPatch::default() }
+    ExecutionPolicyPatch { backoff: Some(backoff), ..ExecutionPolicyPatch::default() }
 }
 
 #[tokio::test]
@@ -71,14 +71,14 @@ async fn every_attempt_and_the_end_is_heard_and_the_trace_is_handed_on() {
     let engine = Engine::builder().tool(tool).observer(ear.clone()).start().await.unwrap();
     let caller = Caller::local("default");
     let ticket = engine.invoke(&caller, asked()).await.unwrap();
-    engine.finished(&caller, &ticket.call.id).await.unwrap();
+    engine.wait_until_finished(&caller, &ticket.call.id).await.unwrap();
     engine.shut_down(std::time::Duration::from_secs(10)).await;
     let heard = ear.0.lock();
     let attempts: Vec<_> = heard.attempts.iter().map(|(n, code, _)| (*n, *code)).collect();
     assert_eq!(attempts, [(1, Some(Code::UpstreamUnavailable)), (2, None)]);
     let handed_on: Vec<TraceParent> = heard.attempts.iter().map(|(.., span)| *span).collect();
     assert_eq!(*told.lock(), handed_on, "below the span of each attempt");
-    let own = engine.trace_of(&ticket.call);
+    let own = engine.call_traceparent(&ticket.call);
     let ends: Vec<_> =
         heard.ends.iter().map(|(s, about, _)| (s.as_str(), about.as_deref())).collect();
     assert_eq!(ends, [("SUCCEEDED", Some("Fails once"))]);
@@ -101,7 +101,7 @@ async fn an_attempt_that_its_process_did_not_survive_is_heard_by_the_next() {
     let ear = Arc::new(Ear::default());
     let second = Engine::builder().store(store).tool(works.effect(Effect::Read).policy(quick()));
     let second = second.observer(ear.clone()).start().await.unwrap();
-    second.finished(&caller, &ticket.call.id).await.unwrap();
+    second.wait_until_finished(&caller, &ticket.call.id).await.unwrap();
     second.shut_down(std::time::Duration::from_secs(10)).await;
     let heard = ear.0.lock();
     let attempts: Vec<_> = heard.attempts.iter().map(|(n, code, _)| (*n, *code)).collect();

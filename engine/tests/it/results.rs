@@ -4,10 +4,10 @@
 use serde_json::{Value, json};
 use toolcrib::engine::RESULT_READ;
 use toolcrib::fault::Code;
-use toolcrib::piece::{Content, Part};
+use toolcrib::piece::{SliceContent, SliceQuery};
 use toolcrib::{
-    CallId, Caller, Definition, Engine, Error, Fault, FnTool, Invocation, Json, Role, Status, Tool,
-    ToolContext,
+    CallId, CallRequest, Caller, Engine, Error, Fault, FnTool, Json, Role, Status, Tool,
+    ToolContext, ToolDefinition,
 };
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
@@ -24,21 +24,21 @@ struct Liar;
 
 #[async_trait::async_trait]
 impl Tool for Liar {
-    fn definition(&self) -> Definition {
+    fn definition(&self) -> ToolDefinition {
         let honest = FnTool::new("t.lies", "Lies", |_: Nothing| async { Ok::<i64, Fault>(1) });
         honest.definition()
     }
 
     async fn call(&self, _args: Json, _context: ToolContext) -> Result<Json, Fault> {
-        Ok(Json::of_value(&json!({ "not": "a number" })))
+        Ok(Json::from_value(&json!({ "not": "a number" })))
     }
 }
 
 async fn called(engine: &Engine, tool: &str, args: Value) -> std::sync::Arc<toolcrib::Call> {
     let caller = Caller::local("default");
-    let asked = Invocation::new(tool, &args.to_string()).unwrap();
+    let asked = CallRequest::new(tool, &args.to_string()).unwrap();
     let ticket = engine.invoke(&caller, asked).await.unwrap();
-    engine.finished(&caller, &ticket.call.id).await.unwrap()
+    engine.wait_until_finished(&caller, &ticket.call.id).await.unwrap()
 }
 
 fn code(error: &Error) -> Code {
@@ -47,18 +47,18 @@ fn code(error: &Error) -> Code {
 
 #[tokio::test]
 async fn a_program_and_a_model_read_the_same_part() {
-    let engine = Engine::builder().tool(lister()).result_read().start().await.unwrap();
+    let engine = Engine::builder().tool(lister()).with_result_read_tool().start().await.unwrap();
     let caller = Caller::local("default");
     let listed = called(&engine, "list.all", json!({})).await;
-    let part = Part { pointer: "/999/n".into(), ..Part::default() };
+    let part = SliceQuery { pointer: "/999/n".into(), ..SliceQuery::default() };
     let piece = engine.read_result(&caller, &listed.id, part).await.unwrap();
-    assert_eq!(piece.content, Content::Value(Json::parse("999").unwrap()));
+    assert_eq!(piece.content, SliceContent::Value(Json::parse("999").unwrap()));
     let args = json!({ "tool_call_id": listed.id, "pointer": "/999/n" });
     let read = called(&engine, RESULT_READ, args).await;
-    let data = read.outcome.as_ref().unwrap().data.as_ref().unwrap().value();
+    let data = read.outcome.as_ref().unwrap().data.as_ref().unwrap().to_value();
     assert_eq!((&data["value"], &data["type"]), (&json!(999), &json!("number")));
     let other = Caller::local("other");
-    let error = engine.read_result(&other, &listed.id, Part::default()).await.unwrap_err();
+    let error = engine.read_result(&other, &listed.id, SliceQuery::default()).await.unwrap_err();
     assert_eq!(code(&error), Code::NotFound);
 }
 
@@ -70,35 +70,37 @@ async fn a_result_that_does_not_fit_is_kept_for_operators() {
     assert_eq!(failed.status, Status::Failed);
     let fault = failed.outcome.as_ref().unwrap().error.as_ref().unwrap();
     assert_eq!(fault.code, Code::ValidationError);
-    let piece = engine.read_raw(&boss, &failed.id, Part::default()).await.unwrap();
-    let given = Json::of_value(&json!({ "not": "a number" }));
-    assert_eq!(piece.content, Content::Value(given));
+    let piece = engine.read_raw_result(&boss, &failed.id, SliceQuery::default()).await.unwrap();
+    let given = Json::from_value(&json!({ "not": "a number" }));
+    assert_eq!(piece.content, SliceContent::Value(given));
     let agent = Caller { role: Role::Agent, ..boss };
-    let error = engine.read_raw(&agent, &failed.id, Part::default()).await.unwrap_err();
+    let error =
+        engine.read_raw_result(&agent, &failed.id, SliceQuery::default()).await.unwrap_err();
     assert_eq!(code(&error), Code::PermissionDenied);
-    let error = engine.read_result(&agent, &failed.id, Part::default()).await.unwrap_err();
+    let error = engine.read_result(&agent, &failed.id, SliceQuery::default()).await.unwrap_err();
     assert_eq!(code(&error), Code::Conflict);
 }
 
 #[tokio::test]
 async fn the_name_of_the_tool_can_be_had_only_once() {
     let own = || FnTool::new(RESULT_READ, "Mine", |_: Nothing| async { Ok::<i64, Fault>(1) });
-    let error = Engine::builder().tool(own()).result_read().idle().await.err().unwrap();
+    let error =
+        Engine::builder().tool(own()).with_result_read_tool().build_idle().await.err().unwrap();
     assert_eq!(code(&error), Code::Conflict);
     assert!(error.to_string().contains("result_read()"), "{error}");
     let engine = Engine::builder().tool(own()).start().await.unwrap();
     let call = called(&engine, RESULT_READ, json!({})).await;
     assert_eq!(call.status, Status::Succeeded);
-    let twice = Engine::builder().tool(lister()).tool(lister()).idle().await.err().unwrap();
+    let twice = Engine::builder().tool(lister()).tool(lister()).build_idle().await.err().unwrap();
     assert!(twice.to_string().contains("list.all"), "{twice}");
 }
 
 #[tokio::test]
 async fn an_engine_with_the_tool_can_be_let_go() {
-    let engine = Engine::builder().result_read().start().await.unwrap();
+    let engine = Engine::builder().with_result_read_tool().start().await.unwrap();
     engine.shut_down(std::time::Duration::from_secs(1)).await;
     let id: CallId = "tc_00000000000000000000000000".parse().unwrap();
     let caller = Caller::local("default");
-    let error = engine.read_result(&caller, &id, Part::default()).await.unwrap_err();
+    let error = engine.read_result(&caller, &id, SliceQuery::default()).await.unwrap_err();
     assert_eq!(code(&error), Code::NotFound);
 }

@@ -13,13 +13,13 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
-use toolcrib::caller::{Role, Trust};
-use toolcrib::engine::{LiveNote, NewRun, RunQuery};
-use toolcrib::model::{Listener, Model, Prompt, Reply, Silence};
+use toolcrib::caller::{AuthMethod, Role};
+use toolcrib::engine::{RunDelta, RunQuery, RunRequest};
+use toolcrib::model::{DeltaListener, Model, ModelError, ModelReply, ModelRequest};
 use toolcrib::retry::Backoff;
-use toolcrib::run::{EntryKind, Happened, Run, RunStatus};
+use toolcrib::run::{JournalKind, Run, RunEvent, RunStatus};
 use toolcrib::store::{MemoryStore, Store};
-use toolcrib::turn::{Asking, Closing};
+use toolcrib::turn::{ModelRequestPolicy, StopReason};
 use toolcrib::{Caller, Code, Effect, Engine, FnTool, Status};
 
 use crate::script::{Only, Script};
@@ -58,23 +58,27 @@ impl Site {
     }
 }
 
-fn new_run(text: &str) -> NewRun {
+fn new_run(text: &str) -> RunRequest {
     let backoff = Backoff { initial_ms: 1, factor: 1.0, max_ms: 1, jitter: 0.0 };
-    NewRun {
+    RunRequest {
         model: "scripted".into(),
         messages: vec![json!({ "role": "user", "content": text })],
-        asking: Some(Asking { retries: 1, backoff, ..Asking::default() }),
-        ..NewRun::default()
+        model_request_policy: Some(ModelRequestPolicy {
+            retries: 1,
+            backoff,
+            ..ModelRequestPolicy::default()
+        }),
+        ..RunRequest::default()
     }
 }
 
 async fn ended(engine: &Engine, run_id: &str) -> Run {
-    engine.wait_run(&me(), run_id, 30_000).await.unwrap()
+    engine.wait_for_run(&me(), run_id, 30_000).await.unwrap()
 }
 
 async fn messages(engine: &Engine, run_id: &str) -> Vec<Value> {
-    let journal = engine.journal(&me(), run_id).await.unwrap();
-    journal.into_iter().flat_map(|noted| noted.entry.messages).collect()
+    let journal = engine.run_journal(&me(), run_id).await.unwrap();
+    journal.into_iter().flat_map(|noted| noted.record.messages).collect()
 }
 
 /// A model that waits before each reply until the test sends a message.
@@ -86,7 +90,11 @@ struct Gated {
 
 #[async_trait]
 impl Model for Gated {
-    async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence> {
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        listener: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
         let turn = self.waiting.lock().pop();
         self.asked.notify_one();
         if let Some(turn) = turn {
@@ -104,7 +112,7 @@ async fn a_run_is_stored_step_by_step_to_its_answer() {
     let site = Site::new();
     let script = Script::default().calls(&[("c1", "calc__add", SUM)]).says("It is 42.");
     let engine = site.engine(Arc::new(script)).await;
-    let new = NewRun { listens: true, ..new_run("How much?") };
+    let new = RunRequest { subscribes: true, ..new_run("How much?") };
     let mut started = engine.start_run(&me(), new).await.unwrap();
     let id = started.run.id.clone();
     assert!(id.starts_with("run_") && started.run.status == RunStatus::Running);
@@ -117,11 +125,11 @@ async fn a_run_is_stored_step_by_step_to_its_answer() {
     assert_eq!(roles, ["user", "assistant", "tool", "assistant"]);
     assert_eq!(said[2]["content"], "42");
     let mut live = Vec::new();
-    while let Some(note) = started.news.take() {
+    while let Some(note) = started.subscription.try_next() {
         live.push(note);
     }
-    assert!(live.contains(&LiveNote::Asking { step: 1, last: false }), "{live:?}");
-    assert!(live.contains(&LiveNote::Text { step: 2, text: "It is 42.".into() }), "{live:?}");
+    assert!(live.contains(&RunDelta::RequestStarted { step: 1, last: false }), "{live:?}");
+    assert!(live.contains(&RunDelta::Text { step: 2, text: "It is 42.".into() }), "{live:?}");
 }
 
 #[tokio::test]
@@ -136,8 +144,8 @@ async fn what_happens_in_a_run_and_to_its_calls_is_one_story() {
         let Some(last) = happened.last() else { break };
         after = last.number();
         story.extend(happened.into_iter().map(|happened| match happened {
-            Happened::Run(noted) => noted.entry.kind.as_str(),
-            Happened::Call(event) => event.record.kind.as_str(),
+            RunEvent::Run(noted) => noted.record.kind.as_str(),
+            RunEvent::Call(event) => event.record.kind.as_str(),
         }));
     }
     assert_eq!(
@@ -178,7 +186,7 @@ async fn a_model_that_is_down_fails_the_run_which_goes_on_when_resumed() {
     let again = engine.resume_run(&me(), &id).await.unwrap_err();
     assert_eq!(again.code(), Code::Conflict);
 
-    let unknown = NewRun { model: "nobody".into(), ..new_run("?") };
+    let unknown = RunRequest { model: "nobody".into(), ..new_run("?") };
     let id = engine.start_run(&me(), unknown).await.unwrap().run.id;
     let error = ended(&engine, &id).await.error.unwrap();
     assert_eq!(error.code, "UPSTREAM_UNAVAILABLE");
@@ -193,13 +201,13 @@ async fn the_user_speaks_again_and_the_run_goes_on() {
     let id = engine.start_run(&me(), new_run("Hi")).await.unwrap().run.id;
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "Hello.");
     let more = vec![json!({ "role": "user", "content": "Which day is it?" })];
-    let run = engine.say_to_run(&me(), &id, more).await.unwrap();
+    let run = engine.add_run_messages(&me(), &id, more).await.unwrap();
     assert_eq!(run.status, RunStatus::Running);
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "It is Tuesday.");
     let told = script.asked(1).messages;
     let texts: Vec<&Value> = told.iter().map(|message| &message["content"]).collect();
     assert_eq!(texts, ["Hi", "Hello.", "Which day is it?"]);
-    let nonsense = engine.say_to_run(&me(), &id, vec![json!("hi")]).await.unwrap_err();
+    let nonsense = engine.add_run_messages(&me(), &id, vec![json!("hi")]).await.unwrap_err();
     assert_eq!(nonsense.code(), Code::ValidationError);
 }
 
@@ -216,7 +224,7 @@ async fn who_speaks_while_the_model_answers_is_heard() {
     let id = engine.start_run(&me(), new_run("one")).await.unwrap().run.id;
     gated.asked.notified().await;
     let more = vec![json!({ "role": "user", "content": "two" })];
-    engine.say_to_run(&me(), &id, more).await.unwrap();
+    engine.add_run_messages(&me(), &id, more).await.unwrap();
     go.send(()).unwrap();
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "Second.");
     let told = gated.script.asked(1).messages;
@@ -257,23 +265,23 @@ async fn a_canceled_run_and_its_calls_end_and_it_can_be_taken_up_again() {
 async fn a_key_makes_one_run_and_projects_do_not_see_each_others() {
     let site = Site::new();
     let engine = site.engine(Arc::new(Script::default().says("once"))).await;
-    let keyed = || NewRun { idempotency_key: Some("k".into()), ..new_run("hi") };
+    let keyed = || RunRequest { idempotency_key: Some("k".into()), ..new_run("hi") };
     let first = engine.start_run(&me(), keyed()).await.unwrap();
     let second = engine.start_run(&me(), keyed()).await.unwrap();
     assert!(second.replayed && second.run.id == first.run.id);
-    let other = NewRun { idempotency_key: Some("k".into()), ..new_run("something else") };
+    let other = RunRequest { idempotency_key: Some("k".into()), ..new_run("something else") };
     let refused = engine.start_run(&me(), other).await.err().unwrap();
     assert_eq!(refused.code(), Code::IdempotencyMismatch);
     let id = first.run.id;
     ended(&engine, &id).await;
     let stranger = Caller::local("other");
-    assert_eq!(engine.loop_run(&stranger, &id).await.unwrap_err().code(), Code::NotFound);
+    assert_eq!(engine.find_run(&stranger, &id).await.unwrap_err().code(), Code::NotFound);
     let more = vec![json!({ "role": "user", "content": "x" })];
-    let refused = engine.say_to_run(&stranger, &id, more).await.unwrap_err();
+    let refused = engine.add_run_messages(&stranger, &id, more).await.unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
     let query = || RunQuery { limit: 10, ..RunQuery::default() };
-    assert!(engine.loop_runs(&stranger, query()).await.unwrap().runs.is_empty());
-    assert_eq!(engine.loop_runs(&me(), query()).await.unwrap().runs.len(), 1);
+    assert!(engine.list_runs(&stranger, query()).await.unwrap().runs.is_empty());
+    assert_eq!(engine.list_runs(&me(), query()).await.unwrap().runs.len(), 1);
 }
 
 #[tokio::test]
@@ -282,14 +290,15 @@ async fn only_who_started_a_run_and_an_admin_may_go_on_with_it() {
     let engine = site.engine(Arc::new(Script::default().says("one").says("two"))).await;
     let id = engine.start_run(&me(), new_run("hi")).await.unwrap().run.id;
     ended(&engine, &id).await;
-    let other = Caller { agent: "eve".into(), role: Role::Agent, trust: Trust::Key, ..me() };
+    let other =
+        Caller { agent: "eve".into(), role: Role::Agent, auth_method: AuthMethod::Key, ..me() };
     let more = || vec![json!({ "role": "user", "content": "Send me the money." })];
-    let refused = engine.say_to_run(&other, &id, more()).await.unwrap_err();
+    let refused = engine.add_run_messages(&other, &id, more()).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     let refused = engine.resume_run(&other, &id).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     let admin = Caller { role: Role::Admin, ..other };
-    engine.say_to_run(&admin, &id, more()).await.unwrap();
+    engine.add_run_messages(&admin, &id, more()).await.unwrap();
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "two");
 }
 
@@ -300,12 +309,15 @@ async fn nonsense_is_refused_by_its_name_and_nothing_is_stored() {
     let mut no_steps = new_run("?");
     no_steps.limits.steps = 0;
     let mut no_time = new_run("?");
-    no_time.acting.timeout_ms = Some(0);
+    no_time.execution_options.timeout_ms = Some(0);
     let bad = [
-        (NewRun { messages: Vec::new(), ..new_run("?") }, "messages"),
-        (NewRun { messages: vec![json!({ "role": "king" })], ..new_run("?") }, "messages/0/role"),
-        (NewRun { model: String::new(), ..new_run("?") }, "model"),
-        (NewRun { tools: Some(vec!["calc.sub".into()]), ..new_run("?") }, "tools/0"),
+        (RunRequest { messages: Vec::new(), ..new_run("?") }, "messages"),
+        (
+            RunRequest { messages: vec![json!({ "role": "king" })], ..new_run("?") },
+            "messages/0/role",
+        ),
+        (RunRequest { model: String::new(), ..new_run("?") }, "model"),
+        (RunRequest { tools: Some(vec!["calc.sub".into()]), ..new_run("?") }, "tools/0"),
         (no_steps, "limits/steps"),
         (no_time, "policy/timeout_ms"),
     ];
@@ -315,7 +327,7 @@ async fn nonsense_is_refused_by_its_name_and_nothing_is_stored() {
         assert!(error.to_string().contains(field), "{error}");
     }
     let query = RunQuery { limit: 10, ..RunQuery::default() };
-    assert!(engine.loop_runs(&me(), query).await.unwrap().runs.is_empty());
+    assert!(engine.list_runs(&me(), query).await.unwrap().runs.is_empty());
 }
 
 /// A model that panics.
@@ -323,7 +335,11 @@ struct Broken;
 
 #[async_trait]
 impl Model for Broken {
-    async fn reply(&self, _: &Prompt, _: Listener<'_>) -> Result<Reply, Silence> {
+    async fn reply(
+        &self,
+        _: &ModelRequest,
+        _: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
         panic!("this model is broken")
     }
 }
@@ -346,5 +362,8 @@ async fn limits_of_a_run_end_it_with_an_answer() {
     new.limits.steps = 1;
     let id = engine.start_run(&me(), new).await.unwrap().run.id;
     let answer = ended(&engine, &id).await.answer.unwrap();
-    assert_eq!((answer.text.as_str(), answer.closing), ("Only this far.", Some(Closing::Steps)));
+    assert_eq!(
+        (answer.text.as_str(), answer.stop_reason),
+        ("Only this far.", Some(StopReason::Steps))
+    );
 }

@@ -7,23 +7,24 @@ use std::time::Duration;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use toolcrib::model::{
-    Chosen, Listener, Model, Models, Piece, Prompt, Reply, Silence, Stopped, Wanted,
+    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, ModelResolver,
+    ResolvedModel, ToolCallRequest,
 };
 use toolcrib::{Code, Fault};
 
-pub type Line = Box<dyn FnOnce(&Prompt) -> Result<Reply, Silence> + Send>;
+pub type Line = Box<dyn FnOnce(&ModelRequest) -> Result<ModelReply, ModelError> + Send>;
 
 /// Replies with its lines in order, and records its prompts.
 #[derive(Default)]
 pub struct Script {
     lines: Mutex<VecDeque<Line>>,
-    asked: Mutex<Vec<Prompt>>,
+    asked: Mutex<Vec<ModelRequest>>,
 }
 
 impl Script {
     pub fn line(
         self,
-        line: impl FnOnce(&Prompt) -> Result<Reply, Silence> + Send + 'static,
+        line: impl FnOnce(&ModelRequest) -> Result<ModelReply, ModelError> + Send + 'static,
     ) -> Self {
         self.lines.lock().push_back(Box::new(line));
         self
@@ -31,36 +32,46 @@ impl Script {
 
     pub fn says(self, text: &str) -> Self {
         let text = text.to_owned();
-        self.line(move |_| Ok(Reply { text, ..Reply::default() }))
+        self.line(move |_| Ok(ModelReply { text, ..ModelReply::default() }))
     }
 
     pub fn calls(self, calls: &[(&str, &str, &str)]) -> Self {
-        let calls: Vec<Wanted> = calls.iter().map(wanted).collect();
-        self.line(move |_| Ok(Reply { calls, stopped: Stopped::ToolCalls, ..Reply::default() }))
+        let calls: Vec<ToolCallRequest> = calls.iter().map(wanted).collect();
+        self.line(move |_| {
+            Ok(ModelReply {
+                calls,
+                finish_reason: FinishReason::ToolCalls,
+                ..ModelReply::default()
+            })
+        })
     }
 
     pub fn fails(self, passing: bool, retry_after: Option<Duration>) -> Self {
         let fault = Fault::new(Code::UpstreamUnavailable, "the endpoint said 503");
-        self.line(move |_| Err(Silence { fault, passing, retry_after }))
+        self.line(move |_| Err(ModelError { fault, is_transient: passing, retry_after }))
     }
 
-    pub fn asked(&self, n: usize) -> Prompt {
+    pub fn asked(&self, n: usize) -> ModelRequest {
         self.asked.lock()[n].clone()
     }
 }
 
-pub fn wanted((id, name, arguments): &(&str, &str, &str)) -> Wanted {
-    Wanted { id: (*id).into(), name: (*name).into(), arguments: (*arguments).into() }
+pub fn wanted((id, name, arguments): &(&str, &str, &str)) -> ToolCallRequest {
+    ToolCallRequest { id: (*id).into(), name: (*name).into(), arguments: (*arguments).into() }
 }
 
 #[async_trait]
 impl Model for Script {
-    async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence> {
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        listener: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
         self.asked.lock().push(prompt.clone());
         let line = self.lines.lock().pop_front();
         let reply = line.unwrap_or_else(|| panic!("asked once too often: {prompt:?}"))(prompt)?;
         if !reply.text.is_empty() {
-            listener(Piece::Text(reply.text.clone()));
+            listener(Delta::Text(reply.text.clone()));
         }
         Ok(reply)
     }
@@ -69,10 +80,10 @@ impl Model for Script {
 /// A registry with a single model.
 pub struct Only(pub Arc<dyn Model>);
 
-impl Models for Only {
-    fn find(&self, name: &str) -> Option<Chosen> {
+impl ModelResolver for Only {
+    fn find(&self, name: &str) -> Option<ResolvedModel> {
         let known = name == "scripted";
-        known.then(|| Chosen { model: self.0.clone(), name: "the-endpoints-name".into() })
+        known.then(|| ResolvedModel { model: self.0.clone(), name: "the-endpoints-name".into() })
     }
 
     fn names(&self) -> Vec<String> {

@@ -12,14 +12,14 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde_json::Value;
 use toolcrib::clock::{Clock, ManualClock};
-use toolcrib::desk::{Line, Memory, Message, Request, Session};
-use toolcrib::directory::Others;
-use toolcrib::engine::{Connecting, Policies, Registration, Report};
-use toolcrib::event::Kind;
-use toolcrib::retry::{Backoff, ExecutionPolicy, PolicyPatch};
+use toolcrib::desk::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
+use toolcrib::directory::UnlistedTools;
+use toolcrib::engine::{AttemptReport, ClientRegistration, ConnectOptions, ExecutionPolicies};
+use toolcrib::event::EventKind;
+use toolcrib::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
 use toolcrib::store::{CallFilter, EventScope, Store};
 use toolcrib::task::{dispatch, refresh, sweep};
-use toolcrib::{CallId, Caller, Effect, Engine, Fault, FnTool, Invocation, Json, Status};
+use toolcrib::{CallId, CallRequest, Caller, Effect, Engine, Fault, FnTool, Json, Status};
 
 use crate::support::{Chance, FlakyStore, client_tool};
 
@@ -37,9 +37,9 @@ struct World {
     caller: Caller,
     executions: Executions,
     accepted: Vec<(CallId, String)>,
-    session: Option<Session>,
+    session: Option<ClientSession>,
     /// Items that the client received and may still answer, even long after the deadline.
-    given: Vec<Request>,
+    given: Vec<WorkItem>,
 }
 
 /// A tool that takes a while, fails at times, and counts its executions per call.
@@ -57,7 +57,7 @@ fn tool(name: &str, effect: Effect, world: (Chance, ManualClock, Executions)) ->
             }
         }
     };
-    let policy = PolicyPatch { max_parallel: Some(3), ..PolicyPatch::default() };
+    let policy = ExecutionPolicyPatch { max_parallel: Some(3), ..ExecutionPolicyPatch::default() };
     FnTool::with_context(name, "simulated", body).effect(effect).timeout_ms(20_000).policy(policy)
 }
 
@@ -66,7 +66,7 @@ async fn node(world: (&Chance, &ManualClock, &Executions), store: &Arc<FlakyStor
     // Jitter derives from a call's id, which differs in every run.
     let backoff = Backoff { jitter: 0.0, ..Backoff::default() };
     let global = ExecutionPolicy { backoff, ..ExecutionPolicy::default() };
-    let policies = Policies { global, ..Policies::default() };
+    let policies = ExecutionPolicies { global, ..ExecutionPolicies::default() };
     let parts = || (chance.clone(), clock.clone(), executions.clone());
     Engine::builder()
         .store(store.clone())
@@ -74,7 +74,7 @@ async fn node(world: (&Chance, &ManualClock, &Executions), store: &Arc<FlakyStor
         .clock(Arc::new(clock.clone()))
         .tool(tool("sim.read", Effect::Read, parts()))
         .tool(tool("sim.once", Effect::Irreversible, parts()))
-        .idle()
+        .build_idle()
         .await
         .unwrap()
 }
@@ -91,7 +91,11 @@ impl World {
             client_tool("client.read", Effect::Read),
             client_tool("client.once", Effect::Irreversible),
         ];
-        let registration = Registration { client_id: "c".into(), tools, others: Others::Keep };
+        let registration = ClientRegistration {
+            client_id: "c".into(),
+            tools,
+            unlisted_tools: UnlistedTools::Keep,
+        };
         engine.register(&caller, registration).await.unwrap();
         let (accepted, session, given) = (Vec::new(), None, Vec::new());
         Self { seed, chance, clock, store, engine, caller, executions, accepted, session, given }
@@ -122,7 +126,7 @@ impl World {
     async fn invoke(&mut self) {
         let names = ["sim.read", "sim.once", "client.read", "client.once"];
         let name = *self.chance.pick(&names).unwrap();
-        let mut asked = Invocation::new(name, "{}").unwrap();
+        let mut asked = CallRequest::new(name, "{}").unwrap();
         if self.chance.percent(30) {
             asked.idempotency_key = Some(format!("{name}-{}", self.chance.below(5)));
         }
@@ -134,14 +138,19 @@ impl World {
     fn connect(&mut self) {
         self.session = None;
         let remembers = self.chance.percent(30);
-        let memory = if remembers { Memory::Remembers } else { Memory::Forgets };
-        let connecting = Connecting { client_id: "c".into(), window: 4, memory, line: Line::Open };
+        let memory = if remembers { Redelivery::All } else { Redelivery::ReversibleOnly };
+        let connecting = ConnectOptions {
+            client_id: "c".into(),
+            window: 4,
+            redelivery: memory,
+            transport: Transport::Streaming,
+        };
         self.session = self.engine.connect(&self.caller, connecting).ok();
     }
 
     fn receive(&mut self) {
-        while let Some(message) = self.session.as_mut().and_then(Session::ready) {
-            if let Message::Request(request) = message {
+        while let Some(message) = self.session.as_mut().and_then(ClientSession::try_next) {
+            if let ClientMessage::Execute(request) = message {
                 self.given.push(request);
             }
         }
@@ -152,7 +161,8 @@ impl World {
         let Some(request) = self.chance.pick(&self.given).cloned() else { return };
         let id = &request.call_id;
         if self.chance.percent(60) {
-            let _ = self.engine.take(&self.caller, id, "c", Some(request.attempt)).await;
+            let _ =
+                self.engine.acknowledge_call(&self.caller, id, "c", Some(request.attempt)).await;
         }
         if self.chance.percent(70) {
             let result = match self.chance.below(4) {
@@ -160,7 +170,7 @@ impl World {
                 1 => Ok(Json::parse("2").unwrap()),
                 _ => Ok(Json::parse("1").unwrap()),
             };
-            let report = Report { attempt: Some(request.attempt), client_id: None, result };
+            let report = AttemptReport { attempt: Some(request.attempt), client_id: None, result };
             let _ = self.engine.report(&self.caller, id, report).await;
         }
     }
@@ -190,7 +200,7 @@ impl World {
         }
         let open = self.store.open_calls(0, 10).await.unwrap();
         assert!(open.is_empty(), "seed {}: never ended: {open:?}", self.seed);
-        assert_eq!(self.engine.open_calls(), 0, "seed {}: still in memory", self.seed);
+        assert_eq!(self.engine.open_call_count(), 0, "seed {}: still in memory", self.seed);
     }
 
     async fn check(&self) {
@@ -201,13 +211,14 @@ impl World {
             assert!(call.status.is_terminal(), "seed {seed}: {call:?}");
             let scope = EventScope::Call { project: "default".into(), id: id.clone() };
             let events = self.store.events(scope, 0, 10_000).await.unwrap();
-            let ends: Vec<Kind> =
+            let ends: Vec<EventKind> =
                 events.iter().map(|e| e.record.kind).filter(|kind| kind.is_terminal()).collect();
             assert_eq!(ends, [ending(call.status)], "seed {seed}: {id} must end once");
-            assert_eq!(events[0].record.kind, Kind::Requested, "seed {seed}");
+            assert_eq!(events[0].record.kind, EventKind::Requested, "seed {seed}");
             let ran = self.executions.lock().get(id).copied().unwrap_or(0);
             if name == "sim.once" {
-                let refused = events.iter().filter(|e| e.record.kind == Kind::Retrying).count();
+                let refused =
+                    events.iter().filter(|e| e.record.kind == EventKind::Retrying).count();
                 assert!(ran <= 1 + refused as u32, "seed {seed}: {id} ran {ran} times");
             }
         }
@@ -220,12 +231,12 @@ impl World {
     }
 }
 
-fn ending(status: Status) -> Kind {
+fn ending(status: Status) -> EventKind {
     match status {
-        Status::Succeeded => Kind::Finished,
-        Status::Failed => Kind::Failed,
-        Status::Timeout => Kind::Timeout,
-        Status::Canceled => Kind::Canceled,
+        Status::Succeeded => EventKind::Finished,
+        Status::Failed => EventKind::Failed,
+        Status::Timeout => EventKind::Timeout,
+        Status::Canceled => EventKind::Canceled,
         open => panic!("{open:?} is no end"),
     }
 }

@@ -5,20 +5,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use toolcrib::delivery::{Delivery, Try};
-use toolcrib::directory::{AuditEntry, Change, Directory};
-use toolcrib::event::{Event, Kind, Record};
+use toolcrib::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::directory::{AuditEntry, Directory, DirectoryChange};
+use toolcrib::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::id::CallId;
-use toolcrib::retry::PolicyPatch;
+use toolcrib::retry::ExecutionPolicyPatch;
 use toolcrib::store::{
-    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, MemoryStore, NewCall, Open,
-    Run, Saved, Store, StoreError,
+    CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, MemoryStore, NewCall,
+    OpenCallRow, RunToolDefinitions, SaveResult, Store, StoreError,
 };
-use toolcrib::{Call, Definition, Effect, Executor, Json, Risk};
+use toolcrib::{Call, Effect, Executor, Json, Risk, ToolDefinition};
 
 /// A tool that clients execute.
-pub fn client_tool(name: &str, effect: Effect) -> Definition {
-    Definition {
+pub fn client_tool(name: &str, effect: Effect) -> ToolDefinition {
+    ToolDefinition {
         project: Some("default".into()),
         name: name.into(),
         description: String::new(),
@@ -28,11 +28,11 @@ pub fn client_tool(name: &str, effect: Effect) -> Definition {
         timeout_ms: 30_000,
         effect,
         risk: Risk::Low,
-        policy: PolicyPatch::default(),
+        policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),
         background: false,
         metadata: None,
-        utp: None,
+        binding: None,
     }
 }
 
@@ -96,36 +96,40 @@ impl FlakyStore {
 
 #[async_trait]
 impl Store for FlakyStore {
-    async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
+    async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
         self.trouble()?;
-        let created = self.inner.create(new).await;
+        let created = self.inner.create_call(new).await;
         drop(self.answering.read().await);
         created
     }
 
-    async fn used(
+    async fn find_by_idempotency_key(
         &self,
         project: &str,
         key: &IdempotencyKey,
-    ) -> Result<Option<Created>, StoreError> {
-        self.inner.used(project, key).await
+    ) -> Result<Option<CreateCallResult>, StoreError> {
+        self.inner.find_by_idempotency_key(project, key).await
     }
 
-    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
+    async fn save_call(
+        &self,
+        call: Arc<Call>,
+        records: Vec<EventRecord>,
+    ) -> Result<SaveResult, StoreError> {
         self.trouble()?;
-        let saved = self.inner.save(call, records).await;
+        let saved = self.inner.save_call(call, records).await;
         drop(self.answering.read().await);
         saved
     }
 
-    async fn append(
+    async fn append_records(
         &self,
         project: &str,
         id: &CallId,
-        records: Vec<Record>,
+        records: Vec<EventRecord>,
     ) -> Result<(), StoreError> {
         self.trouble()?;
-        self.inner.append(project, id, records).await
+        self.inner.append_records(project, id, records).await
     }
 
     async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
@@ -136,7 +140,7 @@ impl Store for FlakyStore {
         self.inner.calls(filter).await
     }
 
-    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
         self.inner.open_calls(after, limit).await
     }
 
@@ -145,30 +149,34 @@ impl Store for FlakyStore {
         scope: EventScope,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Event>, StoreError> {
+    ) -> Result<Vec<CallEvent>, StoreError> {
         self.inner.events(scope, after, limit).await
     }
 
-    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
-        self.inner.newest_event(scope).await
+    async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
+        self.inner.last_event_number(scope).await
     }
 
-    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
-        self.inner.run(project, run_id).await
+    async fn run_tool_definitions(
+        &self,
+        project: &str,
+        run_id: &str,
+    ) -> Result<Option<RunToolDefinitions>, StoreError> {
+        self.inner.run_tool_definitions(project, run_id).await
     }
 
-    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+    async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
         self.trouble()?;
-        self.inner.put_run(run).await
+        self.inner.put_run_tool_definitions(run).await
     }
 
-    async fn newest_record(
+    async fn last_record(
         &self,
         project: &str,
         id: &CallId,
-        kind: Kind,
-    ) -> Result<Option<Record>, StoreError> {
-        self.inner.newest_record(project, id, kind).await
+        kind: EventKind,
+    ) -> Result<Option<EventRecord>, StoreError> {
+        self.inner.last_record(project, id, kind).await
     }
 
     async fn pending_deliveries(
@@ -187,15 +195,15 @@ impl Store for FlakyStore {
         &self,
         project: &str,
         id: &CallId,
-    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+    ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError> {
         self.inner.delivery(project, id).await
     }
 
     async fn save_delivery(
         &self,
         delivery: Delivery,
-        tried: Option<Try>,
-    ) -> Result<Saved, StoreError> {
+        tried: Option<DeliveryAttempt>,
+    ) -> Result<SaveResult, StoreError> {
         self.trouble()?;
         self.inner.save_delivery(delivery, tried).await
     }
@@ -204,7 +212,7 @@ impl Store for FlakyStore {
         &self,
         ended_before_ms: u64,
         limit: usize,
-    ) -> Result<toolcrib::store::Purged, StoreError> {
+    ) -> Result<toolcrib::store::PurgeResult, StoreError> {
         self.inner.purge(ended_before_ms, limit).await
     }
 
@@ -216,17 +224,17 @@ impl Store for FlakyStore {
         self.inner.directory().await
     }
 
-    async fn change(
+    async fn change_directory(
         &self,
-        change: Change,
+        change: DirectoryChange,
         decided_on: u64,
         audit: Option<AuditEntry>,
-    ) -> Result<Saved, StoreError> {
-        self.inner.change(change, decided_on, audit).await
+    ) -> Result<SaveResult, StoreError> {
+        self.inner.change_directory(change, decided_on, audit).await
     }
 
-    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.inner.audit(entry).await
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.inner.append_audit_entry(entry).await
     }
 
     async fn audit_log(
@@ -237,7 +245,7 @@ impl Store for FlakyStore {
         self.inner.audit_log(project, limit).await
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check_health(&self) -> Result<(), StoreError> {
         self.trouble()
     }
 
@@ -245,12 +253,12 @@ impl Store for FlakyStore {
         self.inner.utp()
     }
 
-    fn loops(&self) -> &dyn toolcrib::store::loops::LoopStore {
-        self.inner.loops()
+    fn runs(&self) -> &dyn toolcrib::store::loops::RunStore {
+        self.inner.runs()
     }
 
-    fn grants(&self) -> &dyn toolcrib::store::grants::GrantStore {
-        self.inner.grants()
+    fn credentials(&self) -> &dyn toolcrib::store::grants::UpstreamCredentialStore {
+        self.inner.credentials()
     }
 
     async fn size_bytes(&self) -> Result<u64, StoreError> {

@@ -7,9 +7,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use toolcrib::model::{Listener, Model, Piece, Prompt, Reply, Silence, Stopped, Usage, Wanted};
+use toolcrib::model::{
+    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
+    ToolCallRequest,
+};
 use toolcrib::retry::Backoff;
-use toolcrib::turn::{Asking, Closing, Happening, Loop, Next, Talk, Terms, unwatched};
+use toolcrib::turn::{
+    AgentLoop, Conversation, LoopEvent, ModelRequestPolicy, RunOptions, StepOutcome, StopReason,
+    ignore_events,
+};
 use toolcrib::{Caller, Code, Effect, Engine, Fault, FnTool};
 
 use crate::script::{Script, wanted};
@@ -44,30 +50,30 @@ async fn bench() -> Bench {
     Bench { engine, made }
 }
 
-fn terms() -> Terms {
+fn terms() -> RunOptions {
     let backoff = Backoff { initial_ms: 1, factor: 1.0, max_ms: 1, jitter: 0.0 };
-    let asking = Asking { retries: 2, backoff, ..Asking::default() };
-    Terms { asking, ..Terms::new("scripted", "run_1") }
+    let asking = ModelRequestPolicy { retries: 2, backoff, ..ModelRequestPolicy::default() };
+    RunOptions { model_request_policy: asking, ..RunOptions::new("scripted", "run_1") }
 }
 
 async fn run(
     bench: &Bench,
     script: &Script,
-    terms: &Terms,
-) -> (Result<Next, toolcrib::Error>, Talk) {
-    let mut talk = Talk::question("How much is it?");
+    terms: &RunOptions,
+) -> (Result<StepOutcome, toolcrib::Error>, Conversation) {
+    let mut talk = Conversation::from_user_text("How much is it?");
     let caller = Caller::local("default");
-    (bench.engine.run(&caller, script, terms, &mut talk).await, talk)
+    (bench.engine.run_agent_loop(&caller, script, terms, &mut talk).await, talk)
 }
 
-fn answer(next: Result<Next, toolcrib::Error>) -> (String, Option<Closing>) {
+fn answer(next: Result<StepOutcome, toolcrib::Error>) -> (String, Option<StopReason>) {
     match next.unwrap() {
-        Next::Answered(answer) => (answer.text, answer.closing),
+        StepOutcome::Answered(answer) => (answer.text, answer.stop_reason),
         other => panic!("{other:?}"),
     }
 }
 
-fn told(talk: &Talk, call_id: &str) -> String {
+fn told(talk: &Conversation, call_id: &str) -> String {
     let mut messages = talk.messages.iter();
     let message = messages.find(|message| message["tool_call_id"] == call_id).unwrap();
     message["content"].as_str().unwrap().to_owned()
@@ -79,9 +85,9 @@ const SUM: &str = r#"{"a":20,"b":22}"#;
 async fn all_calls_of_an_answer_are_executed_and_told_beside_its_text() {
     let bench = bench().await;
     let both = [("c1", "calc__add", SUM), ("c2", "calc__add", r#"{"a":1,"b":1}"#)];
-    let calls: Vec<Wanted> = both.iter().map(wanted).collect();
+    let calls: Vec<ToolCallRequest> = both.iter().map(wanted).collect();
     let script = Script::default()
-        .line(|_| Ok(Reply { text: "I add.".into(), calls, ..Reply::default() }))
+        .line(|_| Ok(ModelReply { text: "I add.".into(), calls, ..ModelReply::default() }))
         .says("42 and 2");
     let (next, talk) = run(&bench, &script, &terms()).await;
     assert_eq!(answer(next), ("42 and 2".into(), None));
@@ -164,7 +170,7 @@ async fn a_limit_ends_in_one_last_request_without_tools() {
         .calls(&[("c2", "calc__add", r#"{"a":1,"b":1}"#)])
         .says("I could only add twice.");
     let (next, _) = run(&bench, &script, &terms).await;
-    assert_eq!(answer(next), ("I could only add twice.".into(), Some(Closing::Steps)));
+    assert_eq!(answer(next), ("I could only add twice.".into(), Some(StopReason::Steps)));
     let last = script.asked(2);
     assert!(last.tools.is_empty());
     let words = last.messages.last().unwrap()["content"].as_str().unwrap().to_owned();
@@ -184,7 +190,7 @@ async fn a_model_that_calls_even_then_is_answered_for() {
     let (next, talk) = run(&bench, &script, &terms).await;
     let (text, closing) = answer(next);
     assert!(text.contains("no complete answer") && text.contains("1 tool calls"), "{text}");
-    assert_eq!(closing, Some(Closing::Calls));
+    assert_eq!(closing, Some(StopReason::Calls));
     assert_eq!(bench.made.load(Ordering::SeqCst), 1);
     assert!(talk.messages.last().unwrap().get("tool_calls").is_none());
 }
@@ -202,7 +208,7 @@ async fn the_same_call_again_and_again_is_told_and_then_broken() {
         .calls(&again)
         .says("It stays 42.");
     let (next, talk) = run(&bench, &script, &terms()).await;
-    assert_eq!(answer(next), ("It stays 42.".into(), Some(Closing::Repeats)));
+    assert_eq!(answer(next), ("It stays 42.".into(), Some(StopReason::Repeats)));
     assert_eq!(bench.made.load(Ordering::SeqCst), 3);
     let told: Vec<&str> = talk
         .messages
@@ -224,16 +230,16 @@ async fn tools_that_keep_failing_end_in_an_answer_that_says_so() {
     }
     let script = script.says("The printer has no paper.");
     let (next, talk) = run(&bench, &script, &terms()).await;
-    assert_eq!(answer(next), ("The printer has no paper.".into(), Some(Closing::Failures)));
+    assert_eq!(answer(next), ("The printer has no paper.".into(), Some(StopReason::Failures)));
     assert!(told(&talk, "c").contains("out of paper"));
 }
 
 #[tokio::test]
 async fn faults_of_the_model_that_pass_are_asked_again_and_others_are_not() {
     let bench = bench().await;
-    let cut = |_: &Prompt| {
+    let cut = |_: &ModelRequest| {
         let fault = Fault::new(Code::UpstreamUnavailable, "the stream was cut");
-        Err(Silence { fault, passing: true, retry_after: None })
+        Err(ModelError { fault, is_transient: true, retry_after: None })
     };
     let script =
         Script::default().fails(true, Some(Duration::from_millis(5))).line(cut).says("here I am");
@@ -247,7 +253,7 @@ async fn faults_of_the_model_that_pass_are_asked_again_and_others_are_not() {
     // Nothing is lost: the same conversation continues.
     let script = Script::default().says("back");
     let caller = Caller::local("default");
-    let next = bench.engine.run(&caller, &script, &terms(), &mut talk).await;
+    let next = bench.engine.run_agent_loop(&caller, &script, &terms(), &mut talk).await;
     assert_eq!(answer(next).0, "back");
     assert_eq!(talk.messages.len(), 2);
 
@@ -260,10 +266,14 @@ struct Endless(bool);
 
 #[async_trait]
 impl Model for Endless {
-    async fn reply(&self, _: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence> {
+    async fn reply(
+        &self,
+        _: &ModelRequest,
+        listener: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
         loop {
             if self.0 {
-                listener(Piece::Text("a".repeat(100_000)));
+                listener(Delta::Text("a".repeat(100_000)));
             }
             tokio::task::yield_now().await;
         }
@@ -275,11 +285,12 @@ async fn a_model_that_answers_for_ever_or_nothing_is_cut_off() {
     let bench = bench().await;
     let caller = Caller::local("default");
     let mut terms = terms();
-    terms.asking.request_ms = 20;
-    terms.asking.retries = 1;
+    terms.model_request_policy.request_ms = 20;
+    terms.model_request_policy.retries = 1;
     for (model, words) in [(Endless(true), "longer than"), (Endless(false), "within 20 ms")] {
-        let mut talk = Talk::question("?");
-        let error = bench.engine.run(&caller, &model, &terms, &mut talk).await.unwrap_err();
+        let mut talk = Conversation::from_user_text("?");
+        let error =
+            bench.engine.run_agent_loop(&caller, &model, &terms, &mut talk).await.unwrap_err();
         assert_eq!(error.code(), Code::UpstreamUnavailable);
         assert!(error.to_string().contains(words), "{error}");
     }
@@ -287,7 +298,7 @@ async fn a_model_that_answers_for_ever_or_nothing_is_cut_off() {
     let error = run(&bench, &script, &terms).await.0.unwrap_err();
     assert!(error.to_string().contains("answered with nothing"), "{error}");
     let huge = "x".repeat(5 << 20);
-    let script = Script::default().line(|_| Ok(Reply { text: huge, ..Reply::default() }));
+    let script = Script::default().line(|_| Ok(ModelReply { text: huge, ..ModelReply::default() }));
     assert!(run(&bench, &script, &terms).await.0.is_err());
 }
 
@@ -296,7 +307,9 @@ async fn arguments_that_were_cut_off_are_not_executed() {
     let bench = bench().await;
     let calls = vec![wanted(&("c1", "calc__add", r#"{"a":20,"b":2"#))];
     let script = Script::default()
-        .line(|_| Ok(Reply { calls, stopped: Stopped::Length, ..Reply::default() }))
+        .line(|_| {
+            Ok(ModelReply { calls, finish_reason: FinishReason::Length, ..ModelReply::default() })
+        })
         .says("sorry");
     let (next, talk) = run(&bench, &script, &terms()).await;
     assert_eq!(answer(next).0, "sorry");
@@ -309,17 +322,17 @@ async fn the_askers_own_tools_are_handed_back_beside_what_is_done_here() {
     let bench = bench().await;
     let mut terms = terms();
     let function = json!({ "name": "open_door", "parameters": { "type": "object" } });
-    terms.own_tools = vec![json!({ "type": "function", "function": function })];
+    terms.caller_tools = vec![json!({ "type": "function", "function": function })];
     let script = Script::default()
         .calls(&[("c1", "calc__add", SUM), ("c2", "open_door", "{}")])
         .says("It is 42, and the door is open.");
     let (next, mut talk) = run(&bench, &script, &terms).await;
-    let Next::HandedBack(own) = next.unwrap() else { panic!() };
+    let StepOutcome::CallerToolCalls(own) = next.unwrap() else { panic!() };
     assert_eq!(own, [wanted(&("c2", "open_door", "{}"))]);
     assert_eq!(told(&talk, "c1"), "42");
     talk.messages.push(json!({ "role": "tool", "tool_call_id": "c2", "content": "open" }));
     let caller = Caller::local("default");
-    let next = bench.engine.run(&caller, &script, &terms, &mut talk).await;
+    let next = bench.engine.run_agent_loop(&caller, &script, &terms, &mut talk).await;
     assert_eq!(answer(next).0, "It is 42, and the door is open.");
 }
 
@@ -357,19 +370,19 @@ async fn a_late_result_wakes_who_waits_only_for_it() {
         .says("It runs; I wait.")
         .says("The report is there.");
     let seen = Mutex::new(Vec::new());
-    let watch = |happening: Happening<'_>| match happening {
-        Happening::Asking { step, .. } => seen.lock().push(format!("ask {step}")),
-        Happening::Replied { step: 2, .. } => {
+    let watch = |happening: LoopEvent<'_>| match happening {
+        LoopEvent::ModelRequested { step, .. } => seen.lock().push(format!("ask {step}")),
+        LoopEvent::ModelReplied { step: 2, .. } => {
             // The call ends only now.
             go.lock().take().unwrap().send(()).unwrap();
         }
-        Happening::Late { call, .. } => seen.lock().push(format!("late {}", call.call_id)),
+        LoopEvent::LateResult { call, .. } => seen.lock().push(format!("late {}", call.call_id)),
         _ => {}
     };
     let (caller, terms) = (Caller::local("default"), terms());
-    let mut talk = Talk::question("Make a report");
-    let mut turns = Loop::new(&engine, &caller, &script, &terms, &watch).unwrap();
-    assert_eq!(answer(turns.all(&mut talk).await).0, "The report is there.");
+    let mut talk = Conversation::from_user_text("Make a report");
+    let mut turns = AgentLoop::new(&engine, &caller, &script, &terms, &watch).unwrap();
+    assert_eq!(answer(turns.run(&mut talk).await).0, "The report is there.");
     assert_eq!(*seen.lock(), ["ask 1", "ask 2", "late c1", "ask 3"]);
     assert!(told(&talk, "c1").contains("pending"));
     let late = script.asked(2).messages.last().unwrap()["content"].clone();
@@ -388,14 +401,14 @@ async fn results_that_come_late_together_share_the_tokens_of_one_answer() {
     let calls = calls.map(|(id, arguments)| (id, "job__start", arguments));
     let script = Script::default().calls(&calls).says("done");
     let (caller, mut terms) = (Caller::local("default"), terms());
-    terms.acting.result_tokens = Some(1_000);
-    let mut talk = Talk::question("Tell me");
-    let mut turns = Loop::new(&engine, &caller, &script, &terms, &unwatched).unwrap();
-    assert_eq!(turns.turn(&mut talk).await.unwrap(), Next::GoesOn);
-    for call in talk.progress.awaited.clone() {
+    terms.execution_options.result_tokens = Some(1_000);
+    let mut talk = Conversation::from_user_text("Tell me");
+    let mut turns = AgentLoop::new(&engine, &caller, &script, &terms, &ignore_events).unwrap();
+    assert_eq!(turns.run_step(&mut talk).await.unwrap(), StepOutcome::Continue);
+    for call in talk.progress.pending_calls.clone() {
         engine.wait(&caller, &call.tool_call_id, 30_000).await.unwrap();
     }
-    turns.ask(&mut talk).await.unwrap();
+    turns.request_reply(&mut talk).await.unwrap();
     let asked = script.asked(1).messages;
     let come =
         asked.iter().filter_map(|message| message["content"].as_str()?.split_once("come:\n"));
@@ -412,13 +425,13 @@ async fn tokens_are_counted_as_the_endpoint_says_and_limited() {
     let bench = bench().await;
     let mut terms = terms();
     terms.limits.tokens = 100;
-    let usage = Usage { prompt_tokens: 90, completion_tokens: 15 };
+    let usage = TokenUsage { prompt_tokens: 90, completion_tokens: 15 };
     let calls = vec![wanted(&("c1", "calc__add", SUM))];
     let script = Script::default()
-        .line(move |_| Ok(Reply { calls, usage, ..Reply::default() }))
+        .line(move |_| Ok(ModelReply { calls, usage, ..ModelReply::default() }))
         .says("short");
     let (next, talk) = run(&bench, &script, &terms).await;
-    assert_eq!(answer(next), ("short".into(), Some(Closing::Tokens)));
+    assert_eq!(answer(next), ("short".into(), Some(StopReason::Tokens)));
     assert_eq!(told(&talk, "c1"), "42", "what was asked for is still done");
 }
 
@@ -426,12 +439,12 @@ async fn tokens_are_counted_as_the_endpoint_says_and_limited() {
 async fn an_answer_with_more_calls_than_anybody_means_is_refused_whole() {
     let bench = bench().await;
     let many = |count: usize| {
-        let call = |n| Wanted {
+        let call = |n| ToolCallRequest {
             id: format!("c{n}"),
             name: "calc__add".into(),
             arguments: format!("{{\"a\":{n},\"b\":0}}"),
         };
-        Reply { calls: (0..count).map(call).collect(), ..Reply::default() }
+        ModelReply { calls: (0..count).map(call).collect(), ..ModelReply::default() }
     };
     let script = Script::default().line(move |_| Ok(many(1_000))).says("enough");
     let (next, talk) = run(&bench, &script, &terms()).await;

@@ -3,17 +3,17 @@
 use std::sync::Arc;
 
 use toolcrib::clock::ManualClock;
-use toolcrib::dialect::Format;
-use toolcrib::engine::Lease;
-use toolcrib::task::watchdog::{self, Rung};
-use toolcrib::utp::Member;
+use toolcrib::dialect::ToolFormat;
+use toolcrib::engine::TurnLeaseRequest;
+use toolcrib::task::watchdog::{self, WakeupThrottle};
+use toolcrib::utp::AgentEntry;
 use toolcrib::{Caller, Engine, Fault, FnTool, Json};
 
 /// Returns the subjects of the messages in the outbox, and empties it.
 async fn published(engine: &Engine) -> Vec<String> {
     let letters = engine.outbox(0, 100).await.unwrap();
     let ids: Vec<String> = letters.iter().map(|(_, letter)| letter.id.clone()).collect();
-    engine.posted(&ids).await.unwrap();
+    engine.remove_from_outbox(&ids).await.unwrap();
     letters.into_iter().map(|(_, letter)| letter.subject).collect()
 }
 
@@ -24,9 +24,10 @@ struct Nothing {}
 #[tokio::test]
 async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
     let clock = Arc::new(ManualClock::at(1_700_000_000_000));
-    let engine = Engine::builder().clock(clock.clone()).publishes(true).idle().await.unwrap();
+    let engine =
+        Engine::builder().clock(clock.clone()).publishes_outbox(true).build_idle().await.unwrap();
     let caller = Caller::local("p");
-    let member = Member {
+    let member = AgentEntry {
         project: "p".into(),
         agent_id: "ada".into(),
         worker_target: "w1".into(),
@@ -34,16 +35,16 @@ async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
         allowed_tools: None,
         updated_ms: 0,
     };
-    engine.put_member(&caller, member).await.unwrap();
-    let wanted = Lease { channel: Some("u_1".into()), ..Lease::default() };
-    let turn = engine.lease(&caller, "ada", wanted).await.unwrap();
+    engine.put_agent_entry(&caller, member).await.unwrap();
+    let wanted = TurnLeaseRequest { channel: Some("u_1".into()), ..TurnLeaseRequest::default() };
+    let turn = engine.lease_turn(&caller, "ada", wanted).await.unwrap();
     engine.stop_turn(&caller, "ada", &turn.turn_id, None).await.unwrap();
     let wakeup = "p.u_1.cmd.agent.w1.wakeup";
     let news = ["p.u_1.evt.agent.ada.state", "p.u_1.evt.agent.ada.task"];
     let said = published(&engine).await;
     assert!(said.iter().any(|subject| subject == wakeup), "{said:?}");
     assert!(news.iter().all(|news| said.iter().any(|subject| subject == news)), "{said:?}");
-    let rung = Rung::default();
+    let rung = WakeupThrottle::default();
     watchdog::run_once(&engine, &rung).await.unwrap();
     assert_eq!(published(&engine).await, [""; 0], "there was time enough to come");
     clock.advance(6_000);
@@ -65,10 +66,11 @@ async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
 #[tokio::test]
 async fn however_many_wait_each_is_rung_for_again() {
     let clock = Arc::new(ManualClock::at(1_700_000_000_000));
-    let engine = Engine::builder().clock(clock.clone()).publishes(true).idle().await.unwrap();
+    let engine =
+        Engine::builder().clock(clock.clone()).publishes_outbox(true).build_idle().await.unwrap();
     let caller = Caller::local("p");
     for n in 0..2_100 {
-        let member = Member {
+        let member = AgentEntry {
             project: "p".into(),
             agent_id: format!("a{n}"),
             worker_target: format!("w{n}"),
@@ -76,13 +78,16 @@ async fn however_many_wait_each_is_rung_for_again() {
             allowed_tools: None,
             updated_ms: 0,
         };
-        engine.put_member(&caller, member).await.unwrap();
-        let turn = engine.lease(&caller, &format!("a{n}"), Lease::default()).await.unwrap();
+        engine.put_agent_entry(&caller, member).await.unwrap();
+        let turn = engine
+            .lease_turn(&caller, &format!("a{n}"), TurnLeaseRequest::default())
+            .await
+            .unwrap();
         engine.stop_turn(&caller, &format!("a{n}"), &turn.turn_id, None).await.unwrap();
     }
     while !published(&engine).await.is_empty() {}
     clock.advance(6_000);
-    let state = Rung::default();
+    let state = WakeupThrottle::default();
     for _ in 0..2 {
         watchdog::run_once(&engine, &state).await.unwrap();
     }
@@ -101,10 +106,10 @@ async fn however_many_wait_each_is_rung_for_again() {
 async fn a_model_is_shown_what_the_roster_allows_its_agent() {
     let tool = |name: &str| FnTool::new(name, "Does it", async |_: Nothing| Ok::<_, Fault>(1));
     let engine = Engine::builder().tool(tool("a.one")).tool(tool("a.two")).tool(tool("b.one"));
-    let engine = engine.idle().await.unwrap();
+    let engine = engine.build_idle().await.unwrap();
     let shown = |caller: &Caller| -> Vec<String> {
-        let all = engine.definitions(caller, Format::OpenAi);
-        let name = |json: &Json| json.value()["function"]["name"].as_str().unwrap().to_owned();
+        let all = engine.model_tool_definitions(caller, ToolFormat::OpenAi);
+        let name = |json: &Json| json.to_value()["function"]["name"].as_str().unwrap().to_owned();
         all.iter().map(name).collect()
     };
     let caller = Caller { agent: "ada".into(), ..Caller::local("p") };
@@ -115,7 +120,7 @@ async fn a_model_is_shown_what_the_roster_allows_its_agent() {
         (Some(Vec::new()), &[]),
     ];
     for (allowed_tools, names) in expected {
-        let member = Member {
+        let member = AgentEntry {
             project: "p".into(),
             agent_id: "ada".into(),
             worker_target: "w1".into(),
@@ -123,7 +128,7 @@ async fn a_model_is_shown_what_the_roster_allows_its_agent() {
             allowed_tools,
             updated_ms: 0,
         };
-        engine.put_member(&caller, member).await.unwrap();
+        engine.put_agent_entry(&caller, member).await.unwrap();
         assert_eq!(shown(&caller), names);
     }
 }

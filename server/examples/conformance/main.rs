@@ -21,10 +21,10 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
-use toolcrib_server::config::{Config, UpstreamSettings};
-use toolcrib_server::doors::mcp::{self, Door};
-use toolcrib_server::sources::mcp::{McpSettings, Upstreams};
-use toolcrib_server::upstreams::{Keeper, outbound};
+use toolcrib_server::config::{Config, McpServerAdmissionSettings};
+use toolcrib_server::doors::mcp::{self, McpTransport};
+use toolcrib_server::sources::mcp::{McpServerSettings, McpSource};
+use toolcrib_server::upstreams::{McpServerReconciler, outbound_policy};
 use toolcrib_server::{serve, upstreams};
 use toolcrib_store::SqliteStore;
 
@@ -40,30 +40,39 @@ async fn main() -> anyhow::Result<()> {
     let listen = given.unwrap_or_else(|| "127.0.0.1:3000".to_owned());
     let directory = tempfile::tempdir()?;
     let store = SqliteStore::open(&directory.path().join("toolcrib.db"))?;
-    let behind = Arc::new(Upstreams::new(outbound(&UpstreamSettings::default()), String::new()));
+    let behind = Arc::new(McpSource::new(
+        outbound_policy(&McpServerAdmissionSettings::default()),
+        String::new(),
+    ));
     let engine = Engine::builder()
         .store(Arc::new(store))
         .source(Arc::new(source::Tools::new(behind.clone())))
         .start()
         .await?;
     let program = std::env::current_exe()?;
-    let settings = McpSettings {
+    let settings = McpServerSettings {
         name: tools::SUITE.to_owned(),
         command: program.to_str().map(str::to_owned),
         args: vec![UPSTREAM.to_owned()],
-        ..McpSettings::default()
+        ..McpServerSettings::default()
     };
-    let keeper = Keeper::start(engine.clone(), behind, vec![settings], UpstreamSettings::default());
-    if !keeper.ready("default", tools::SUITE, Duration::from_secs(30)).await {
+    let keeper = McpServerReconciler::start(
+        engine.clone(),
+        behind,
+        vec![settings],
+        McpServerAdmissionSettings::default(),
+    );
+    if !keeper.wait_until_ready("default", tools::SUITE, Duration::from_secs(30)).await {
         bail!("its MCP server: {}", keeper.problem("default", tools::SUITE).unwrap_or_default());
     }
-    let settings = mcp::Settings { task_after_ms: 300, ..mcp::Settings::default() };
-    let shelf: Arc<upstreams::Beside> = keeper.shelf();
-    let router = mcp::router(Door::with_shelf(engine, settings, shelf));
+    let settings =
+        mcp::McpTransportSettings { task_after_ms: 300, ..mcp::McpTransportSettings::default() };
+    let shelf: Arc<upstreams::UpstreamPassthrough> = keeper.passthrough();
+    let router = mcp::router(McpTransport::with_passthrough(engine, settings, shelf));
     let listener = tokio::net::TcpListener::bind(&listen)
         .await
         .with_context(|| format!("cannot listen on {listen}"))?;
     println!("listening on {}", listener.local_addr()?);
-    serve::on(listener, router, &Config::default(), CancellationToken::new()).await;
+    serve::serve_listener(listener, router, &Config::default(), CancellationToken::new()).await;
     Ok(())
 }

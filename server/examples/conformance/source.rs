@@ -8,33 +8,33 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use toolcrib::dialogue::Questions;
+use toolcrib::dialogue::ElicitationRequest;
 use toolcrib::source::{Attempt, ProgressSink, Source, Started};
-use toolcrib::{CallId, Code, Definition, Executor, Fault, Json, Progress};
-use toolcrib_server::sources::mcp::Upstreams;
+use toolcrib::{AttemptProgress, CallId, Code, Executor, Fault, Json, ToolDefinition};
+use toolcrib_server::sources::mcp::McpSource;
 
 use super::tools::{self, SUITE};
 
 /// Dispatches attempts to the upstream or to the local tools.
 pub struct Tools {
-    behind: Arc<Upstreams>,
+    behind: Arc<McpSource>,
     own: Vec<String>,
     running: Mutex<HashMap<CallId, CancellationToken>>,
 }
 
 impl Tools {
     /// Creates the source with this upstream.
-    pub fn new(behind: Arc<Upstreams>) -> Self {
+    pub fn new(behind: Arc<McpSource>) -> Self {
         let own = tools::own().into_iter().map(|tool| tool.name).collect();
         Self { behind, own, running: Mutex::default() }
     }
 
     async fn run(&self, attempt: &Attempt, progress: &ProgressSink) -> Result<Started, Fault> {
-        let args = attempt.args.value();
+        let args = attempt.args.to_value();
         let name = attempt.tool.strip_prefix(SUITE).and_then(|rest| rest.strip_prefix('.'));
         let name = name.unwrap_or_default();
         if let Some(asks) = asks(name, &args, attempt) {
-            return Ok(Started::Asks(asks));
+            return Ok(Started::NeedsInput(asks));
         }
         let result = match name {
             "test_tool_with_logging" | "test_logging_tool" => {
@@ -52,7 +52,7 @@ impl Tools {
             }
             _ => answered(name, attempt).await,
         };
-        Ok(Started::Done(Ok(Json::of_value(&result))))
+        Ok(Started::Finished(Ok(Json::from_value(&result))))
     }
 
     async fn slow(&self, attempt: &Attempt, args: &Value) -> Result<Value, Fault> {
@@ -74,26 +74,26 @@ async fn answered(name: &str, attempt: &Attempt) -> Value {
         // Long enough to become a task.
         tokio::time::sleep(Duration::from_millis(800)).await;
     }
-    let answers = attempt.dialogue.as_ref().map(|dialogue| dialogue.answers.clone());
+    let answers = attempt.elicitation.as_ref().map(|dialogue| dialogue.answers.clone());
     text(&format!("Answered: {}", Value::Object(answers.unwrap_or_default())))
 }
 
 /// Returns the input requests of a tool that are not all answered yet.
-fn asks(tool: &str, args: &Value, attempt: &Attempt) -> Option<Questions> {
+fn asks(tool: &str, args: &Value, attempt: &Attempt) -> Option<ElicitationRequest> {
     let asked = tools::questions(tool, args)?;
-    let dialogue = attempt.dialogue.as_deref();
+    let dialogue = attempt.elicitation.as_deref();
     let heard = |key: &String| dialogue.is_some_and(|dialogue| dialogue.answers.contains_key(key));
     let open = !asked.keys().all(heard);
-    open.then(|| Questions { asked, note: Some("first".to_owned()) })
+    open.then(|| ElicitationRequest { questions: asked, source_state: Some("first".to_owned()) })
 }
 
 fn text(text: &str) -> Value {
     json!({ "content": [{ "type": "text", "text": text }], "isError": false })
 }
 
-fn logged(message: &str) -> Progress {
+fn logged(message: &str) -> AttemptProgress {
     let log = json!({ "log": { "level": "info", "logger": "fixtures", "data": message } });
-    Progress { data: Some(log), ..Progress::default() }
+    AttemptProgress { data: Some(log), ..AttemptProgress::default() }
 }
 
 #[async_trait]
@@ -102,7 +102,7 @@ impl Source for Tools {
         Executor::Mcp
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         tools::own()
     }
 
@@ -112,7 +112,7 @@ impl Source for Tools {
         }
         match self.run(&attempt, &progress).await {
             Ok(started) => started,
-            Err(fault) => Started::Done(Err(fault)),
+            Err(fault) => Started::Finished(Err(fault)),
         }
     }
 
@@ -123,8 +123,8 @@ impl Source for Tools {
         }
     }
 
-    fn settled(&self, call_id: &CallId, attempt: u32) {
-        self.behind.settled(call_id, attempt);
+    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+        self.behind.release_attempt(call_id, attempt);
         self.running.lock().remove(call_id);
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rmcp::model::{Tool, ToolAnnotations};
 use serde_json::{Map, Value, json};
-use toolcrib::{Definition, Effect, Executor, Json, Risk};
+use toolcrib::{Effect, Executor, Json, Risk, ToolDefinition};
 
 /// Name of the upstream; the suite sees only its tools.
 pub const SUITE: &str = "suite";
@@ -63,13 +63,13 @@ pub fn described(name: &str, schema: Value) -> Tool {
 }
 
 /// Returns a tool of the local source, under the upstream's name.
-fn tool(name: &str, schema: Value) -> Definition {
-    Definition {
+fn tool(name: &str, schema: Value) -> ToolDefinition {
+    ToolDefinition {
         project: None,
         name: format!("{SUITE}.{name}"),
         description: format!("{name}: for the conformance suite"),
         executor: Executor::Mcp,
-        input_schema: Json::of_value(&schema),
+        input_schema: Json::from_value(&schema),
         output_schema: None,
         timeout_ms: 120_000,
         background: false,
@@ -77,30 +77,30 @@ fn tool(name: &str, schema: Value) -> Definition {
         risk: Risk::Low,
         policy: Default::default(),
         fallback: Vec::new(),
-        utp: None,
+        binding: None,
         metadata: None,
     }
 }
 
-fn plain(name: &str) -> Definition {
+fn plain(name: &str) -> ToolDefinition {
     tool(name, object_of(json!({}), &[]))
 }
 
-fn background(mut definition: Definition) -> Definition {
+fn background(mut definition: ToolDefinition) -> ToolDefinition {
     definition.background = true;
     definition
 }
 
-fn saying(mut definition: Definition, metadata: Value) -> Definition {
-    definition.metadata = Some(Json::of_value(&metadata));
+fn saying(mut definition: ToolDefinition, metadata: Value) -> ToolDefinition {
+    definition.metadata = Some(Json::from_value(&metadata));
     definition
 }
 
 /// Returns the tools of the local source, with behavior that MCP cannot express for an upstream's
 /// tools: they are always tasks, require a capability of the MCP client, fail as Toolcrib itself
 /// does, or log.
-pub fn own() -> Vec<Definition> {
-    let mut tools: Vec<Definition> =
+pub fn own() -> Vec<ToolDefinition> {
+    let mut tools: Vec<ToolDefinition> =
         ["test_tool_with_logging", "test_logging_tool", "test_tool_with_task"].map(plain).into();
     let sampling = json!({ "client_capabilities": { "sampling": {} } });
     tools.push(saying(plain("test_missing_capability"), sampling));

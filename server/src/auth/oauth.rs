@@ -15,19 +15,19 @@ use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode, decode_header};
 use parking_lot::RwLock;
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
-use toolcrib::caller::{Recognise, Trust};
+use toolcrib::caller::{AuthMethod, Authenticator};
 use toolcrib::{Caller, Role};
 
 use crate::config::OauthSettings;
 
 /// Interval at which the issuer's keys are fetched.
-const RENEW: Duration = Duration::from_secs(300);
+const REFRESH_INTERVAL: Duration = Duration::from_secs(300);
 
 /// Minimum interval between two fetches.
-const PAUSE: Duration = Duration::from_secs(10);
+const MIN_REFRESH_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Maximum size of a key set in bytes.
-const MAX_BYTES: usize = 1 << 20;
+const MAX_JWKS_BYTES: usize = 1 << 20;
 
 /// Asymmetric signature algorithms. Those with a shared secret are excluded, so that only the
 /// issuer can sign.
@@ -44,34 +44,35 @@ const ALGORITHMS: [Algorithm; 9] = [
 ];
 
 /// Authenticates tokens of the issuer.
-pub struct Oauth {
+pub struct JwtAuthenticator {
     settings: OauthSettings,
     keys: RwLock<JwkSet>,
-    wanted: Notify,
+    refresh_requested: Notify,
 }
 
-impl Oauth {
+impl JwtAuthenticator {
     /// Fetches the issuer's keys and refreshes them in the background. If the issuer is
     /// unreachable, the fetch is retried and its tokens are refused until it succeeds.
     pub async fn start(settings: OauthSettings) -> anyhow::Result<Arc<Self>> {
         let keys = JwkSet { keys: Vec::new() };
-        let oauth = Arc::new(Self { settings, keys: RwLock::new(keys), wanted: Notify::new() });
+        let oauth =
+            Arc::new(Self { settings, keys: RwLock::new(keys), refresh_requested: Notify::new() });
         let client = reqwest::Client::builder()
             .timeout(Duration::from_secs(10))
             .redirect(reqwest::redirect::Policy::limited(3))
             .build()
             .context("no HTTP client for the issuer's keys")?;
-        match oauth.read(&client).await {
+        match oauth.fetch_keys(&client).await {
             Ok(keys) => *oauth.keys.write() = keys,
             // A missing file is a configuration error; a server may come back.
             Err(error) if oauth.settings.jwks_file.is_some() => return Err(error),
             Err(error) => tracing::warn!(%error, "the issuer's keys cannot be read yet"),
         }
-        tokio::spawn(renew(Arc::downgrade(&oauth), client));
+        tokio::spawn(refresh_keys_periodically(Arc::downgrade(&oauth), client));
         Ok(oauth)
     }
 
-    async fn read(&self, client: &reqwest::Client) -> anyhow::Result<JwkSet> {
+    async fn fetch_keys(&self, client: &reqwest::Client) -> anyhow::Result<JwkSet> {
         let text = match (&self.settings.jwks_file, &self.settings.jwks_url) {
             (Some(path), _) => tokio::task::spawn_blocking({
                 let path = path.clone();
@@ -82,8 +83,8 @@ impl Oauth {
             (None, Some(url)) => {
                 let answer = client.get(url).send().await?.error_for_status()?;
                 let bytes = answer.bytes().await?;
-                if bytes.len() > MAX_BYTES {
-                    bail!("{url} is over {MAX_BYTES} bytes");
+                if bytes.len() > MAX_JWKS_BYTES {
+                    bail!("{url} is over {MAX_JWKS_BYTES} bytes");
                 }
                 String::from_utf8(bytes.into())?
             }
@@ -93,7 +94,7 @@ impl Oauth {
     }
 
     /// Returns the key that a token names, or the only key if the token names none.
-    fn key(&self, kid: Option<&str>) -> Option<Jwk> {
+    fn find_key(&self, kid: Option<&str>) -> Option<Jwk> {
         let keys = self.keys.read();
         match kid {
             Some(kid) => keys.find(kid).cloned(),
@@ -101,13 +102,13 @@ impl Oauth {
         }
     }
 
-    fn verified(&self, token: &str) -> Option<Map<String, Value>> {
+    fn verify(&self, token: &str) -> Option<Map<String, Value>> {
         let header = decode_header(token).ok()?;
         if !ALGORITHMS.contains(&header.alg) {
             return None;
         }
-        let Some(jwk) = self.key(header.kid.as_deref()) else {
-            self.wanted.notify_one();
+        let Some(jwk) = self.find_key(header.kid.as_deref()) else {
+            self.refresh_requested.notify_one();
             return None;
         };
         let key = DecodingKey::from_jwk(&jwk).ok()?;
@@ -120,13 +121,13 @@ impl Oauth {
     }
 }
 
-impl Recognise for Oauth {
-    fn recognise(&self, token: &str) -> Option<Caller> {
+impl Authenticator for JwtAuthenticator {
+    fn authenticate(&self, token: &str) -> Option<Caller> {
         // An API key of Toolcrib contains no dots.
         if token.split('.').count() != 3 {
             return None;
         }
-        let claims = self.verified(token)?;
+        let claims = self.verify(token)?;
         let settings = &self.settings;
         let word = |name: &str| claims.get(name).and_then(Value::as_str).map(str::to_owned);
         let project = match claims.get(&settings.project_claim) {
@@ -146,18 +147,22 @@ impl Recognise for Oauth {
             project,
             agent,
             role,
-            trust: Trust::Key,
+            auth_method: AuthMethod::Key,
         })
     }
 }
 
 /// Refreshes the keys for as long as the authenticator is in use.
-async fn renew(oauth: Weak<Oauth>, client: reqwest::Client) {
+async fn refresh_keys_periodically(oauth: Weak<JwtAuthenticator>, client: reqwest::Client) {
     loop {
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(MIN_REFRESH_INTERVAL).await;
         let Some(oauth) = oauth.upgrade() else { return };
-        let _ = tokio::time::timeout(RENEW - PAUSE, oauth.wanted.notified()).await;
-        match oauth.read(&client).await {
+        let _ = tokio::time::timeout(
+            REFRESH_INTERVAL - MIN_REFRESH_INTERVAL,
+            oauth.refresh_requested.notified(),
+        )
+        .await;
+        match oauth.fetch_keys(&client).await {
             Ok(keys) => *oauth.keys.write() = keys,
             Err(error) => tracing::warn!(%error, "cannot read the issuer's keys; using old ones"),
         }

@@ -9,12 +9,12 @@ mod crib;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
 use toolcrib::Role;
-use toolcrib::policy::Verdict;
+use toolcrib::policy::RuleVerdict;
 
-use super::failure::Failure;
-use super::output::{moment, number, plain, text};
-use super::{Context, Place};
-use crib::{Crib, KeyWanted};
+use super::failure::CommandFailure;
+use super::output::{format_local_time, sanitize_line, str_member, u64_member};
+use super::{CommandContext, StorageArgs};
+use crib::{AdminTarget, KeyRequest};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -27,21 +27,21 @@ Examples:
   KEY=$(toolcrib keys create --agent ci --allow '*')")]
 pub struct KeysArgs {
     #[command(subcommand)]
-    verb: Option<KeysVerb>,
+    verb: Option<KeysCommand>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
 #[derive(Debug, Subcommand)]
-enum KeysVerb {
+enum KeysCommand {
     /// Create a key; its secret is printed once
     Create {
         /// The agent the key is for
         #[arg(long, value_name = "NAME")]
         agent: String,
         /// The role of the key
-        #[arg(long, value_enum, default_value_t = RoleName::Agent)]
-        role: RoleName,
+        #[arg(long, value_enum, default_value_t = RoleArg::Agent)]
+        role: RoleArg,
         /// Pattern of tools that the agent may call; can be repeated
         #[arg(long, value_name = "PATTERN")]
         allow: Vec<String>,
@@ -58,7 +58,7 @@ enum KeysVerb {
 
 /// A role as a command-line value.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum RoleName {
+enum RoleArg {
     /// Calls tools
     Agent,
     /// Provides tools and reports results
@@ -67,12 +67,12 @@ enum RoleName {
     Admin,
 }
 
-impl From<RoleName> for Role {
-    fn from(name: RoleName) -> Self {
+impl From<RoleArg> for Role {
+    fn from(name: RoleArg) -> Self {
         match name {
-            RoleName::Agent => Self::Agent,
-            RoleName::Provider => Self::Provider,
-            RoleName::Admin => Self::Admin,
+            RoleArg::Agent => Self::Agent,
+            RoleArg::Provider => Self::Provider,
+            RoleArg::Admin => Self::Admin,
         }
     }
 }
@@ -84,7 +84,7 @@ A pattern is a tool's name in which * stands for any characters. Quote it for th
 Examples:
   toolcrib allow --agent ada 'weather.*' calculation.eval
   toolcrib deny --agent '*' 'file.*'")]
-pub struct VerdictArgs {
+pub struct AllowDenyArgs {
     /// The agent; '*' for every agent of the project
     #[arg(long, value_name = "NAME")]
     agent: String,
@@ -92,7 +92,7 @@ pub struct VerdictArgs {
     #[arg(value_name = "PATTERN", required = true)]
     patterns: Vec<String>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
 #[derive(Debug, Args)]
@@ -102,13 +102,13 @@ Examples:
   toolcrib rules rm --agent ada 'weather.*'")]
 pub struct RulesArgs {
     #[command(subcommand)]
-    verb: Option<RulesVerb>,
+    verb: Option<RulesCommand>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
 #[derive(Debug, Subcommand)]
-enum RulesVerb {
+enum RulesCommand {
     /// List the project's rules
     #[command(alias = "list")]
     Ls,
@@ -133,45 +133,51 @@ pub struct AuditArgs {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     limit: u32,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
-pub async fn keys(context: &Context, args: KeysArgs) -> Result<(), Failure> {
+pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), CommandFailure> {
     let output = context.output;
-    match args.verb.unwrap_or(KeysVerb::Ls) {
-        KeysVerb::Create { agent, role, allow } => {
-            let crib = Crib::to_change(context, &args.place).await?;
-            let wanted = KeyWanted { agent, role: role.into(), allow };
-            created(context, &crib.create_key(wanted).await?)
+    match args.verb.unwrap_or(KeysCommand::Ls) {
+        KeysCommand::Create { agent, role, allow } => {
+            let crib = AdminTarget::open_or_create(context, &args.place).await?;
+            let wanted = KeyRequest { agent, role: role.into(), allow };
+            print_created_key(context, &crib.create_key(wanted).await?)
         }
-        KeysVerb::Ls => {
-            let keys = Crib::to_look(context, &args.place).await?.keys().await?;
+        KeysCommand::Ls => {
+            let keys = AdminTarget::open_existing(context, &args.place).await?.keys().await?;
             if output.json {
-                return output.value(&keys);
+                return output.print_json(&keys);
             }
             let row = |key: &Value| {
-                let at = |member| number(key, member).map(moment).unwrap_or_default();
-                let words = ["id", "project", "agent", "role"].map(|m| text(key, m).to_owned());
+                let at =
+                    |member| u64_member(key, member).map(format_local_time).unwrap_or_default();
+                let words =
+                    ["id", "project", "agent", "role"].map(|m| str_member(key, m).to_owned());
                 words.into_iter().chain([at("created_at_ms"), at("revoked_at_ms")]).collect()
             };
             let heads = ["ID", "PROJECT", "AGENT", "ROLE", "CREATED", "REVOKED"];
             let none = "no keys: whoever reaches the loopback address may do everything";
-            output.table(&heads, members(&keys, "keys").iter().map(row).collect(), none)
+            output.print_table(&heads, array_member(&keys, "keys").iter().map(row).collect(), none)
         }
-        KeysVerb::Revoke { id } => {
-            Crib::to_look(context, &args.place).await?.revoke_key(&id).await?;
-            done(context, &json!({"id": id, "revoked": true}), &format!("revoked {}", plain(&id)))
+        KeysCommand::Revoke { id } => {
+            AdminTarget::open_existing(context, &args.place).await?.revoke_key(&id).await?;
+            print_change(
+                context,
+                &json!({"id": id, "revoked": true}),
+                &format!("revoked {}", sanitize_line(&id)),
+            )
         }
     }
 }
 
-fn created(context: &Context, made: &Value) -> Result<(), Failure> {
+fn print_created_key(context: &CommandContext, made: &Value) -> Result<(), CommandFailure> {
     let output = context.output;
     if output.json {
-        return output.value(made);
+        return output.print_json(made);
     }
-    let part = |member| plain(text(made, member));
-    output.note(&format!(
+    let part = |member| sanitize_line(str_member(made, member));
+    output.print_note(&format!(
         "{} for agent {} of project {}, role {}",
         part("id"),
         part("agent"),
@@ -179,78 +185,93 @@ fn created(context: &Context, made: &Value) -> Result<(), Failure> {
         part("role"),
     ));
     if made["first"] == true {
-        output.note("this is the first key: from now on every request needs one");
+        output.print_note("this is the first key: from now on every request needs one");
     }
-    if text(made, "role") == "agent" && made["allow"].as_array().is_some_and(Vec::is_empty) {
+    if str_member(made, "role") == "agent" && made["allow"].as_array().is_some_and(Vec::is_empty) {
         let agent = part("agent");
-        output.note(&format!("it may call nothing yet: toolcrib allow --agent {agent} PATTERN"));
+        output.print_note(&format!(
+            "it may call nothing yet: toolcrib allow --agent {agent} PATTERN"
+        ));
     }
-    output.note("the secret is shown this once, and is not kept:");
-    output.line(&part("key"))
+    output.print_note("the secret is shown this once, and is not kept:");
+    output.print_line(&part("key"))
 }
 
-pub async fn set(context: &Context, args: VerdictArgs, verdict: Verdict) -> Result<(), Failure> {
+pub async fn set_rules(
+    context: &CommandContext,
+    args: AllowDenyArgs,
+    verdict: RuleVerdict,
+) -> Result<(), CommandFailure> {
     for pattern in &args.patterns {
         // All or nothing: a typing error in the third pattern must not leave the first two applied.
-        toolcrib::policy::check_pattern(pattern).map_err(Failure::usage)?;
+        toolcrib::policy::check_pattern(pattern).map_err(CommandFailure::usage)?;
     }
-    let crib = Crib::to_change(context, &args.place).await?;
+    let crib = AdminTarget::open_or_create(context, &args.place).await?;
     let mut rules = Vec::new();
     for pattern in &args.patterns {
         rules.push(crib.set_rule(&args.agent, pattern, verdict).await?);
     }
-    let (word, agent) = (verdict.as_str(), plain(&args.agent));
-    let text = format!("{word} {} for agent {agent}", plain(&args.patterns.join(" ")));
-    done(context, &json!({ "rules": rules }), &text)
+    let (word, agent) = (verdict.as_str(), sanitize_line(&args.agent));
+    let text = format!("{word} {} for agent {agent}", sanitize_line(&args.patterns.join(" ")));
+    print_change(context, &json!({ "rules": rules }), &text)
 }
 
-pub async fn rules(context: &Context, args: RulesArgs) -> Result<(), Failure> {
-    let crib = Crib::to_look(context, &args.place).await?;
-    match args.verb.unwrap_or(RulesVerb::Ls) {
-        RulesVerb::Ls => {
+pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), CommandFailure> {
+    let crib = AdminTarget::open_existing(context, &args.place).await?;
+    match args.verb.unwrap_or(RulesCommand::Ls) {
+        RulesCommand::Ls => {
             let rules = crib.rules().await?;
             if context.output.json {
-                return context.output.value(&rules);
+                return context.output.print_json(&rules);
             }
             let row = |rule: &Value| {
-                ["agent", "verdict", "pattern"].map(|member| text(rule, member).to_owned()).into()
+                ["agent", "verdict", "pattern"]
+                    .map(|member| str_member(rule, member).to_owned())
+                    .into()
             };
-            let rows = members(&rules, "rules").iter().map(row).collect();
+            let rows = array_member(&rules, "rules").iter().map(row).collect();
             let none = "no rules: keys of the role agent may call nothing (toolcrib allow)";
-            context.output.table(&["AGENT", "VERDICT", "PATTERN"], rows, none)
+            context.output.print_table(&["AGENT", "VERDICT", "PATTERN"], rows, none)
         }
-        RulesVerb::Rm { agent, pattern } => {
+        RulesCommand::Rm { agent, pattern } => {
             crib.remove_rule(&agent, &pattern).await?;
-            let said =
-                format!("removed the rule on {} for agent {}", plain(&pattern), plain(&agent));
-            done(context, &json!({"agent": agent, "pattern": pattern, "removed": true}), &said)
+            let said = format!(
+                "removed the rule on {} for agent {}",
+                sanitize_line(&pattern),
+                sanitize_line(&agent)
+            );
+            print_change(
+                context,
+                &json!({"agent": agent, "pattern": pattern, "removed": true}),
+                &said,
+            )
         }
     }
 }
 
-pub async fn audit(context: &Context, args: AuditArgs) -> Result<(), Failure> {
-    let log = Crib::to_look(context, &args.place).await?.audit(args.limit).await?;
+pub async fn audit(context: &CommandContext, args: AuditArgs) -> Result<(), CommandFailure> {
+    let log = AdminTarget::open_existing(context, &args.place).await?.audit(args.limit).await?;
     if context.output.json {
-        return context.output.value(&log);
+        return context.output.print_json(&log);
     }
     let row = |entry: &Value| {
-        let at = number(entry, "at_ms").map(moment).unwrap_or_default();
+        let at = u64_member(entry, "at_ms").map(format_local_time).unwrap_or_default();
         let words = ["agent", "action", "subject", "reason"];
-        [at].into_iter().chain(words.map(|member| text(entry, member).to_owned())).collect()
+        [at].into_iter().chain(words.map(|member| str_member(entry, member).to_owned())).collect()
     };
-    let rows = members(&log, "audit").iter().map(row).collect();
+    let rows = array_member(&log, "audit").iter().map(row).collect();
     let heads = ["TIME", "AGENT", "ACTION", "SUBJECT", "REASON"];
-    context.output.table(&heads, rows, "nothing was denied and nothing was changed")
+    context.output.print_table(&heads, rows, "nothing was denied and nothing was changed")
 }
 
-fn done(context: &Context, value: &Value, text: &str) -> Result<(), Failure> {
+fn print_change(context: &CommandContext, value: &Value, text: &str) -> Result<(), CommandFailure> {
     if context.output.json {
-        return context.output.value(value);
+        return context.output.print_json(value);
     }
-    context.output.note(text);
+    context.output.print_note(text);
     Ok(())
 }
 
-fn members<'v>(value: &'v Value, name: &str) -> &'v [Value] {
+fn array_member<'v>(value: &'v Value, name: &str) -> &'v [Value] {
     value[name].as_array().map(Vec::as_slice).unwrap_or_default()
 }

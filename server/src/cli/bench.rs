@@ -16,14 +16,14 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use toolcrib_bench::report::Report;
 
-use super::Context;
+use super::CommandContext;
 use super::doctor::disk;
-use super::failure::{Failure, exit};
-use child::Scratch;
-use measure::{Bench, Plan};
+use super::failure::{CommandFailure, exit};
+use child::ScratchDir;
+use measure::{Bench, BenchPlan};
 
 /// Number of finished calls in a store that has been in use for a while.
-const STORED: u64 = 1_000_000;
+const FULL_STORE_CALLS: u64 = 1_000_000;
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -50,7 +50,7 @@ pub struct BenchArgs {
     stored: Option<u64>,
     /// Only this part (can be repeated)
     #[arg(long, value_enum, value_name = "PART")]
-    only: Vec<Part>,
+    only: Vec<BenchSuite>,
     /// Directory for the measured stores [default: the system's temporary directory]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -62,7 +62,7 @@ pub struct BenchArgs {
 /// The parts that can be measured separately. The variants have plain comments, because doc
 /// comments would lengthen the help.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Part {
+pub enum BenchSuite {
     // Startup, memory, single calls, concurrent calls and batches
     Calls,
     // Tracing compared with no tracing
@@ -78,7 +78,7 @@ pub enum Part {
 }
 
 #[derive(Debug, Args)]
-pub struct FloorArgs {
+pub struct BenchBaselineArgs {
     #[arg(long)]
     listen: String,
     #[arg(long)]
@@ -89,7 +89,7 @@ pub struct FloorArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct FillArgs {
+pub struct BenchFillArgs {
     #[arg(long)]
     data_dir: PathBuf,
     #[arg(long)]
@@ -97,7 +97,7 @@ pub struct FillArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct HostArgs {
+pub struct BenchToolServiceArgs {
     #[arg(long)]
     nats: String,
     /// Serve the commands of the baseline
@@ -106,71 +106,73 @@ pub struct HostArgs {
 }
 
 /// Runs the tool service of the benchmark until it is killed.
-pub async fn host(args: HostArgs) -> Result<(), Failure> {
+pub async fn run_tool_service(args: BenchToolServiceArgs) -> Result<(), CommandFailure> {
     match args.bare {
-        true => Ok(bare::service(&args.nats).await?),
-        false => Ok(utp::host(&args.nats).await?),
+        true => Ok(bare::run_service(&args.nats).await?),
+        false => Ok(utp::run_tool_service(&args.nats).await?),
     }
 }
 
 #[derive(Debug, Args)]
-pub struct UpstreamArgs {
+pub struct BenchMcpServerArgs {
     #[arg(long)]
     listen: String,
 }
 
 /// Runs the upstream MCP server of the benchmark until it is killed.
-pub async fn upstream(args: UpstreamArgs) -> Result<(), Failure> {
-    Ok(upstream::serve(&args.listen).await?)
+pub async fn run_mcp_server(args: BenchMcpServerArgs) -> Result<(), CommandFailure> {
+    Ok(upstream::serve_mcp(&args.listen).await?)
 }
 
 /// Runs the baseline server until it is killed.
-pub async fn floor(args: FloorArgs) -> Result<(), Failure> {
+pub async fn run_baseline(args: BenchBaselineArgs) -> Result<(), CommandFailure> {
     let listener = tokio::net::TcpListener::bind(&args.listen).await?;
     let tool = match &args.nats {
-        Some(url) => Some(bare::tool(url).await?),
+        Some(url) => Some(bare::remote_tool(url).await?),
         None => None,
     };
     Ok(toolcrib_bench::floor::serve(listener, &args.dir, tool).await?)
 }
 
 /// Fills a store with finished calls.
-pub async fn fill(args: FillArgs) -> Result<(), Failure> {
+pub async fn fill_store(args: BenchFillArgs) -> Result<(), CommandFailure> {
     std::fs::create_dir_all(&args.data_dir)?;
-    Ok(crate::bench_fill::run(&args.data_dir, args.count).await?)
+    Ok(crate::bench_fill::fill_store(&args.data_dir, args.count).await?)
 }
 
-pub async fn run(context: &Context, args: BenchArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: BenchArgs) -> Result<(), CommandFailure> {
     let output = context.output;
     if cfg!(debug_assertions) {
-        output.note("this is a debug build: its figures mean nothing (cargo build --release)");
+        output
+            .print_note("this is a debug build: its figures mean nothing (cargo build --release)");
     }
     let parent = args.dir.clone().unwrap_or_else(std::env::temp_dir);
-    if disk::filesystem(&parent).is_some_and(|kind| disk::is_memory(&kind)) {
+    if disk::filesystem_type(&parent).is_some_and(|kind| disk::is_memory_filesystem(&kind)) {
         let parent = parent.display();
-        output.note(&format!("{parent} is memory, where a flush costs nothing: name a --dir"));
+        output
+            .print_note(&format!("{parent} is memory, where a flush costs nothing: name a --dir"));
     }
-    let stored = args.stored.or(args.full.then_some(STORED));
-    let plan = Plan::new(args.quick, args.seconds, stored).only(args.only);
-    let scratch = Scratch::new(&parent)?;
+    let stored = args.stored.or(args.full.then_some(FULL_STORE_CALLS));
+    let plan = BenchPlan::new(args.quick, args.seconds, stored).restrict_to(args.only);
+    let scratch = ScratchDir::new(&parent)?;
     let bench = Bench::new(&scratch, plan, context.output)?;
     let report = bench.run().await?;
     if let Some(out) = &args.out {
         let json = report.json().map_err(anyhow::Error::from)?;
         std::fs::write(out, json + "\n").map_err(|error| {
             let message = format!("cannot write {}: {error}", out.display());
-            Failure::new(exit::FAILURE, "IO", message)
+            CommandFailure::new(exit::FAILURE, "IO", message)
         })?;
     }
-    print(context, &report)
+    print_report(context, &report)
 }
 
-fn print(context: &Context, report: &Report) -> Result<(), Failure> {
+fn print_report(context: &CommandContext, report: &Report) -> Result<(), CommandFailure> {
     let output = context.output;
     if output.json {
-        output.line(&report.json().map_err(anyhow::Error::from)?)?;
+        output.print_line(&report.json().map_err(anyhow::Error::from)?)?;
     } else {
-        output.line(report.table().trim_end())?;
+        output.print_line(report.table().trim_end())?;
     }
     let missed: Vec<&str> = report
         .measures
@@ -182,6 +184,6 @@ fn print(context: &Context, report: &Report) -> Result<(), Failure> {
         return Ok(());
     }
     let message = format!("over the limit: {}", missed.join("; "));
-    Err(Failure::new(exit::FAILURE, "LIMIT_MISSED", message)
+    Err(CommandFailure::new(exit::FAILURE, "LIMIT_MISSED", message)
         .hint("is the machine busy with something else? run it again when it is not"))
 }

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-use super::client::Ask;
-use super::failure::Failure;
-use super::output::{age, duration, now_ms, number, plain, text};
-use super::{Context, call, watch};
+use super::client::ApiRequest;
+use super::failure::CommandFailure;
+use super::output::{format_age, format_duration, now_ms, sanitize_line, str_member, u64_member};
+use super::{CommandContext, call, watch};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -26,23 +26,23 @@ Examples:
   toolcrib calls cancel tc_01K… --reason 'no longer wanted'")]
 pub struct CallsArgs {
     #[command(subcommand)]
-    verb: Option<Verb>,
+    verb: Option<CallsCommand>,
     #[command(flatten)]
-    filters: Filters,
+    filters: CallFilters,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
+enum CallsCommand {
     /// List calls, newest first
     #[command(alias = "list")]
-    Ls(Filters),
+    Ls(CallFilters),
     /// Show one call
     Get {
         /// The ticket, tc_…
         id: String,
         /// Wait for the outcome, up to this long (1m if no time is given)
         #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "60s",
-            value_parser = crate::time::duration)]
+            value_parser = crate::time::parse_duration)]
         wait: Option<Duration>,
     },
     /// Cancel a call that has not ended
@@ -56,7 +56,7 @@ enum Verb {
     /// Answer a question that a tool asked before it continues
     Answer(answer::AnswerArgs),
     /// Read the result of a call, or part of it
-    Result(ResultArgs),
+    Result(ReadResultArgs),
     /// Show the events of a call; follows a call that has not ended
     Events {
         /// The ticket, tc_…
@@ -65,7 +65,7 @@ enum Verb {
 }
 
 #[derive(Debug, Args)]
-struct ResultArgs {
+struct ReadResultArgs {
     /// The ticket, tc_…
     id: String,
     /// Part of the result, as a JSON pointer: /rows/10
@@ -86,7 +86,7 @@ struct ResultArgs {
 }
 
 #[derive(Debug, Default, PartialEq, Args)]
-struct Filters {
+struct CallFilters {
     /// PENDING, RUNNING, SUCCEEDED, FAILED, TIMEOUT or CANCELED
     #[arg(long)]
     status: Option<String>,
@@ -97,7 +97,7 @@ struct Filters {
     #[arg(long, value_name = "ID")]
     run: Option<String>,
     /// Only calls created within this time: 10m, 1h, 2d
-    #[arg(long, value_name = "TIME", value_parser = crate::time::duration)]
+    #[arg(long, value_name = "TIME", value_parser = crate::time::parse_duration)]
     since: Option<Duration>,
     /// Maximum number of calls, up to 200 [default: 50]
     #[arg(long, value_name = "N")]
@@ -107,155 +107,167 @@ struct Filters {
     cursor: Option<String>,
 }
 
-pub async fn run(context: &Context, args: CallsArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: CallsArgs) -> Result<(), CommandFailure> {
     let CallsArgs { verb, filters } = args;
     let Some(verb) = verb else { return list(context, filters).await };
-    if filters != Filters::default() {
+    if filters != CallFilters::default() {
         let message = "filters are for the list: write toolcrib calls ls --status …";
-        return Err(Failure::usage(message));
+        return Err(CommandFailure::usage(message));
     }
     match verb {
-        Verb::Ls(filters) => list(context, filters).await,
-        Verb::Get { id, wait } => get(context, &id, wait).await,
-        Verb::Cancel { id, reason } => cancel(context, &id, reason).await,
-        Verb::Answer(args) => answer::run(context, args).await,
-        Verb::Result(args) => result(context, args).await,
-        Verb::Events { id } => watch::call_events(context, &id).await,
+        CallsCommand::Ls(filters) => list(context, filters).await,
+        CallsCommand::Get { id, wait } => get(context, &id, wait).await,
+        CallsCommand::Cancel { id, reason } => cancel(context, &id, reason).await,
+        CallsCommand::Answer(args) => answer::run(context, args).await,
+        CallsCommand::Result(args) => print_result(context, args).await,
+        CallsCommand::Events { id } => watch::call_events(context, &id).await,
     }
 }
 
-async fn list(context: &Context, filters: Filters) -> Result<(), Failure> {
+async fn list(context: &CommandContext, filters: CallFilters) -> Result<(), CommandFailure> {
     let since = filters.since.map(|ago| now_ms().saturating_sub(ago.as_millis() as u64));
-    let ask = Ask::get(&["v1", "tool_calls"])
+    let ask = ApiRequest::get(&["v1", "tool_calls"])
         .query("status", filters.status.map(|status| status.to_uppercase()))
         .query("tool_name", filters.tool)
         .query("run_id", filters.run)
         .query("since", since)
         .query("limit", filters.limit)
         .query("cursor", filters.cursor);
-    let answer = context.client()?.ask(ask).await?;
+    let answer = context.client()?.request_json(ask).await?;
     let output = context.output;
     if output.json {
-        return output.value(&answer);
+        return output.print_json(&answer);
     }
     let calls = answer["tool_calls"].as_array().map(Vec::as_slice).unwrap_or_default();
     let now = now_ms();
     let heads = ["AGE", "STATUS", "TOOL", "SOURCE", "ATTEMPT", "TIME", "ERROR", "ID"];
     let rows = calls.iter().map(|call| row(call, now)).collect();
-    output.table(&heads, rows, "no calls")?;
+    output.print_table(&heads, rows, "no calls")?;
     if let Some(cursor) = answer["next_cursor"].as_str() {
-        output.note(&format!("there are more: --cursor {}", plain(cursor)));
+        output.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
     }
     Ok(())
 }
 
 fn row(call: &Value, now: u64) -> Vec<String> {
-    let created = number(call, "created_at_ms");
+    let created = u64_member(call, "created_at_ms");
     vec![
-        created.map(|ms| age(now.saturating_sub(ms))).unwrap_or_default(),
-        text(call, "status").to_owned(),
-        text(call, "tool_name").to_owned(),
-        text(call, "source").to_owned(),
-        number(call, "attempt").map(|n| n.to_string()).unwrap_or_default(),
-        took_ms(call).map(duration).unwrap_or_default(),
-        text(&call["error"], "code").to_owned(),
-        text(call, "tool_call_id").to_owned(),
+        created.map(|ms| format_age(now.saturating_sub(ms))).unwrap_or_default(),
+        str_member(call, "status").to_owned(),
+        str_member(call, "tool_name").to_owned(),
+        str_member(call, "source").to_owned(),
+        u64_member(call, "attempt").map(|n| n.to_string()).unwrap_or_default(),
+        elapsed_ms(call).map(format_duration).unwrap_or_default(),
+        str_member(&call["error"], "code").to_owned(),
+        str_member(call, "tool_call_id").to_owned(),
     ]
 }
 
 /// Returns the duration of a call, up to now if it has not ended.
-pub fn took_ms(call: &Value) -> Option<u64> {
-    if let Some(ms) = number(&call["outcome"]["metrics"], "latency_ms") {
+pub fn elapsed_ms(call: &Value) -> Option<u64> {
+    if let Some(ms) = u64_member(&call["outcome"]["metrics"], "latency_ms") {
         return Some(ms);
     }
-    let end = number(call, "completed_at_ms").unwrap_or_else(now_ms);
-    number(call, "created_at_ms").map(|begin| end.saturating_sub(begin))
+    let end = u64_member(call, "completed_at_ms").unwrap_or_else(now_ms);
+    u64_member(call, "created_at_ms").map(|begin| end.saturating_sub(begin))
 }
 
-async fn get(context: &Context, id: &str, wait: Option<Duration>) -> Result<(), Failure> {
+async fn get(
+    context: &CommandContext,
+    id: &str,
+    wait: Option<Duration>,
+) -> Result<(), CommandFailure> {
     let client = context.client()?;
-    let found = client.ask(Ask::get(&["v1", "tool_calls", id])).await?;
+    let found = client.request_json(ApiRequest::get(&["v1", "tool_calls", id])).await?;
     let Some(wait) = wait else {
-        context.output.note(&call::headline(context, &found));
-        return context.output.value(&found);
+        context.output.print_note(&call::summary_line(context, &found));
+        return context.output.print_json(&found);
     };
-    let spinner = context.output.spinner(id);
+    let spinner = context.output.start_spinner(id);
     let ended = call::await_outcome(&client, &spinner, found, Instant::now() + wait).await;
     spinner.finish_and_clear();
-    call::conclude(context, &ended?, wait)
+    call::print_outcome(context, &ended?, wait)
 }
 
-async fn cancel(context: &Context, id: &str, reason: Option<String>) -> Result<(), Failure> {
+async fn cancel(
+    context: &CommandContext,
+    id: &str,
+    reason: Option<String>,
+) -> Result<(), CommandFailure> {
     let body = reason.map_or_else(|| json!({}), |reason| json!({ "reason": reason }));
     let path = ["v1", "tool_calls", id, "cancel"];
-    let canceled = context.client()?.ask(Ask::post(&path, body)).await?;
+    let canceled = context.client()?.request_json(ApiRequest::post(&path, body)).await?;
     if context.output.json {
-        return context.output.value(&canceled);
+        return context.output.print_json(&canceled);
     }
-    context.output.note(&call::headline(context, &canceled));
+    context.output.print_note(&call::summary_line(context, &canceled));
     Ok(())
 }
 
-async fn result(context: &Context, args: ResultArgs) -> Result<(), Failure> {
-    let ask = Ask::get(&["v1", "tool_calls", &args.id, "result"])
+async fn print_result(
+    context: &CommandContext,
+    args: ReadResultArgs,
+) -> Result<(), CommandFailure> {
+    let ask = ApiRequest::get(&["v1", "tool_calls", &args.id, "result"])
         .query("pointer", args.pointer)
         .query("offset", args.offset)
         .query("limit", args.limit)
         .query("grep", args.grep)
         .query("raw", args.raw.then_some(true));
-    let piece = context.client()?.ask(ask).await?;
+    let piece = context.client()?.request_json(ask).await?;
     let output = context.output;
     if output.json {
-        return output.value(&piece);
+        return output.print_json(&piece);
     }
     match (&piece["matches"], &piece["value"], &piece["beginning"]) {
         (Value::Array(matches), ..) => {
             for found in matches {
-                let line = number(found, "line").map(|n| format!(":{n}")).unwrap_or_default();
-                let place = format!("{}{line}", plain(text(found, "pointer")));
-                output.line(&format!("{place}  {}", shown(&found["value"])))?;
+                let line = u64_member(found, "line").map(|n| format!(":{n}")).unwrap_or_default();
+                let place = format!("{}{line}", sanitize_line(str_member(found, "pointer")));
+                output.print_line(&format!("{place}  {}", format_value(&found["value"])))?;
             }
         }
-        (_, Value::String(lines), _) => output.line(&shown_lines(lines))?,
+        (_, Value::String(lines), _) => output.print_line(&format_lines(lines))?,
         (_, Value::Null, Value::String(beginning)) => {
-            output.line(&format!("{}…", plain(beginning)))?
+            output.print_line(&format!("{}…", sanitize_line(beginning)))?
         }
-        (_, value, _) => output.value(value)?,
+        (_, value, _) => output.print_json(value)?,
     }
-    output.note(&rest(&piece));
+    output.print_note(&slice_note(&piece));
     Ok(())
 }
 
 /// Formats a value as one line.
-fn shown(value: &Value) -> String {
+fn format_value(value: &Value) -> String {
     match value {
-        Value::String(text) => plain(text),
-        other => plain(&other.to_string()),
+        Value::String(text) => sanitize_line(text),
+        other => sanitize_line(&other.to_string()),
     }
 }
 
-fn shown_lines(text: &str) -> String {
-    text.lines().map(plain).collect::<Vec<_>>().join("\n")
+fn format_lines(text: &str) -> String {
+    text.lines().map(sanitize_line).collect::<Vec<_>>().join("\n")
 }
 
 /// Describes the size of a slice and the option that shows more.
-fn rest(piece: &Value) -> String {
-    let what = match text(piece, "type") {
+fn slice_note(piece: &Value) -> String {
+    let what = match str_member(piece, "type") {
         "array" => "items",
         "object" => "entries",
         "text" => "lines",
         _ => "values",
     };
-    let count = number(piece, "shown").unwrap_or_default();
-    let mut said = match (number(piece, "matched"), number(piece, "total")) {
+    let count = u64_member(piece, "shown").unwrap_or_default();
+    let mut said = match (u64_member(piece, "matched"), u64_member(piece, "total")) {
         (Some(matched), _) => format!("{count} of {matched} matches"),
         (None, Some(total)) => format!("{count} of {total} {what}"),
-        (None, None) => text(piece, "type").to_owned(),
+        (None, None) => str_member(piece, "type").to_owned(),
     };
     if let Some(next) = piece["next_pointer"].as_str() {
-        said = format!("{said}; one is too long to be shown whole: --pointer {}", plain(next));
+        said =
+            format!("{said}; one is too long to be shown whole: --pointer {}", sanitize_line(next));
     }
-    match number(piece, "next_offset") {
+    match u64_member(piece, "next_offset") {
         Some(next) => format!("{said}; there are more: --offset {next}"),
         None => said,
     }
@@ -268,12 +280,12 @@ mod tests {
     #[test]
     fn what_was_read_says_how_to_see_more() {
         let page = json!({"type": "array", "total": 500, "shown": 20, "next_offset": 20});
-        assert_eq!(rest(&page), "20 of 500 items; there are more: --offset 20");
+        assert_eq!(slice_note(&page), "20 of 500 items; there are more: --offset 20");
         let found = json!({"type": "text", "total": 9, "shown": 2, "matched": 2});
-        assert_eq!(rest(&found), "2 of 2 matches");
+        assert_eq!(slice_note(&found), "2 of 2 matches");
         let long = json!({"type": "array", "total": 1, "shown": 0, "next_pointer": "/0"});
-        assert!(rest(&long).ends_with("--pointer /0"));
-        assert_eq!(rest(&json!({"type": "number"})), "number");
+        assert!(slice_note(&long).ends_with("--pointer /0"));
+        assert_eq!(slice_note(&json!({"type": "number"})), "number");
     }
 
     #[test]

@@ -7,45 +7,45 @@ use reqwest::header::{self, HeaderMap};
 use reqwest::{Method, Response, StatusCode, Url};
 use serde_json::Value;
 
-use super::failure::{Failure, exit, refused};
-use super::output::plain;
+use super::failure::{CommandFailure, exit, failure_for_code};
+use super::output::sanitize_line;
 
 /// The server that commands use unless `--server` names another.
 pub const DEFAULT_SERVER: &str = "http://127.0.0.1:8080";
 
 /// The header that identifies a Toolcrib server in every response.
-const OURS: &str = "toolcrib-version";
+const VERSION_HEADER: &str = "toolcrib-version";
 
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time for a response, in addition to the wait that the request specifies.
-const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum silence of a stream; the server sends heartbeats more often.
-const SILENCE_LIMIT: Duration = Duration::from_secs(90);
+const STREAM_IDLE_TIMEOUT: Duration = Duration::from_secs(90);
 /// Larger than any response under the limits a server is likely to have.
-const MAX_ANSWER_BYTES: usize = 256 << 20;
+const MAX_RESPONSE_BYTES: usize = 256 << 20;
 
 /// A server with the credentials to use there.
 #[derive(Clone)]
-pub struct Client {
+pub struct ApiClient {
     http: reqwest::Client,
     base: Url,
 }
 
 /// A request before it is sent.
-pub struct Ask<'a> {
+pub struct ApiRequest<'a> {
     method: Method,
     path: Vec<&'a str>,
     query: Vec<(&'static str, String)>,
     body: Option<Value>,
     wait: Duration,
     /// True if a permission error means that a policy denied the call of a tool.
-    calls_tool: bool,
+    is_tool_call: bool,
 }
 
-impl<'a> Ask<'a> {
+impl<'a> ApiRequest<'a> {
     pub fn new(method: Method, path: &[&'a str]) -> Self {
         let (query, wait) = (Vec::new(), Duration::ZERO);
-        Self { method, path: path.to_vec(), query, body: None, wait, calls_tool: false }
+        Self { method, path: path.to_vec(), query, body: None, wait, is_tool_call: false }
     }
 
     pub fn get(path: &[&'a str]) -> Self {
@@ -71,31 +71,36 @@ impl<'a> Ask<'a> {
         Self { wait, ..self }.query("wait_ms", Some(wait.as_millis()))
     }
 
-    pub fn calls_tool(self) -> Self {
-        Self { calls_tool: true, ..self }
+    pub fn for_tool_call(self) -> Self {
+        Self { is_tool_call: true, ..self }
     }
 }
 
-impl Client {
-    pub fn new(server: &str, key: Option<&str>, project: Option<&str>) -> Result<Self, Failure> {
+impl ApiClient {
+    pub fn new(
+        server: &str,
+        key: Option<&str>,
+        project: Option<&str>,
+    ) -> Result<Self, CommandFailure> {
         let base = base_url(server)?;
         let mut headers = HeaderMap::new();
         if let Some(key) = key {
             let mut value = header::HeaderValue::from_str(&format!("Bearer {key}"))
-                .map_err(|_| Failure::usage("the key has characters that no key has"))?;
+                .map_err(|_| CommandFailure::usage("the key has characters that no key has"))?;
             value.set_sensitive(true);
             headers.insert(header::AUTHORIZATION, value);
         }
         if let Some(project) = project {
-            let value = header::HeaderValue::from_str(project)
-                .map_err(|_| Failure::usage("the project's name has characters it cannot have"))?;
+            let value = header::HeaderValue::from_str(project).map_err(|_| {
+                CommandFailure::usage("the project's name has characters it cannot have")
+            })?;
             headers.insert("x-toolcrib-project", value);
         }
-        Ok(Self { http: http(&base, headers)?, base })
+        Ok(Self { http: build_http_client(&base, headers)?, base })
     }
 
     /// Returns the HTTP client that sends the key and the project with every request.
-    pub fn http(&self) -> reqwest::Client {
+    pub fn http_client(&self) -> reqwest::Client {
         self.http.clone()
     }
 
@@ -105,10 +110,10 @@ impl Client {
     }
 
     /// Sends a request and reads the response as JSON.
-    pub async fn ask(&self, ask: Ask<'_>) -> Result<Value, Failure> {
-        let calls_tool = ask.calls_tool;
-        let limit = ask.wait + ANSWER_LIMIT;
-        let response = self.send(ask, Some(limit)).await?;
+    pub async fn request_json(&self, ask: ApiRequest<'_>) -> Result<Value, CommandFailure> {
+        let calls_tool = ask.is_tool_call;
+        let limit = ask.wait + RESPONSE_TIMEOUT;
+        let response = self.execute(ask, Some(limit)).await?;
         let status = response.status();
         let kind = content_type(&response);
         let bytes = self.body(response).await?;
@@ -117,45 +122,55 @@ impl Client {
         }
         match serde_json::from_slice(&bytes) {
             Ok(value) if status.is_success() => Ok(value),
-            Ok(value) => Err(problem(status, &value, calls_tool)),
-            Err(_) => Err(self.not_json(status, &kind, &bytes)),
+            Ok(value) => Err(failure_from_problem(status, &value, calls_tool)),
+            Err(_) => Err(self.unexpected_response(status, &kind, &bytes)),
         }
     }
 
     /// Returns true if a healthy Toolcrib server responds. Any program may own the port, so this
     /// request does not carry the key.
-    pub async fn is_alive(&self) -> bool {
-        let (Ok(stranger), Ok(url)) = (http(&self.base, HeaderMap::new()), self.url(&["healthz"]))
+    pub async fn is_toolcrib_alive(&self) -> bool {
+        let (Ok(stranger), Ok(url)) =
+            (build_http_client(&self.base, HeaderMap::new()), self.url(&["healthz"]))
         else {
             return false;
         };
-        match stranger.get(url).timeout(CONNECT_LIMIT).send().await {
-            Ok(response) => response.status().is_success() && response.headers().contains_key(OURS),
+        match stranger.get(url).timeout(CONNECT_TIMEOUT).send().await {
+            Ok(response) => {
+                response.status().is_success() && response.headers().contains_key(VERSION_HEADER)
+            }
             Err(_) => false,
         }
     }
 
     /// Opens a stream of the events after the one with this id.
-    pub async fn stream(
+    pub async fn open_event_stream(
         &self,
         path: &[&str],
         last_event_id: Option<&str>,
-    ) -> Result<Response, Failure> {
+    ) -> Result<Response, CommandFailure> {
         let mut request = self.request(Method::GET, path)?;
         if let Some(id) = last_event_id {
             request = request.header("last-event-id", id);
         }
-        self.opened(request).await
+        self.send_stream_request(request).await
     }
 
     /// Sends a request that responds with a stream of events.
-    pub async fn stream_of(&self, path: &[&str], body: Value) -> Result<Response, Failure> {
-        self.opened(self.request(Method::POST, path)?.json(&body)).await
+    pub async fn post_event_stream(
+        &self,
+        path: &[&str],
+        body: Value,
+    ) -> Result<Response, CommandFailure> {
+        self.send_stream_request(self.request(Method::POST, path)?.json(&body)).await
     }
 
-    async fn opened(&self, request: reqwest::RequestBuilder) -> Result<Response, Failure> {
+    async fn send_stream_request(
+        &self,
+        request: reqwest::RequestBuilder,
+    ) -> Result<Response, CommandFailure> {
         let request = request.header(header::ACCEPT, "text/event-stream");
-        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+        let response = request.send().await.map_err(|error| self.transport_failure(&error))?;
         let status = response.status();
         let kind = content_type(&response);
         if status.is_success() && kind.starts_with("text/event-stream") {
@@ -163,16 +178,24 @@ impl Client {
         }
         let bytes = self.body(response).await?;
         match serde_json::from_slice(&bytes) {
-            Ok(value) if !status.is_success() => Err(problem(status, &value, false)),
-            _ => Err(self.not_json(status, &kind, &bytes)),
+            Ok(value) if !status.is_success() => Err(failure_from_problem(status, &value, false)),
+            _ => Err(self.unexpected_response(status, &kind, &bytes)),
         }
     }
 
-    fn request(&self, method: Method, path: &[&str]) -> Result<reqwest::RequestBuilder, Failure> {
+    fn request(
+        &self,
+        method: Method,
+        path: &[&str],
+    ) -> Result<reqwest::RequestBuilder, CommandFailure> {
         Ok(self.http.request(method, self.url(path)?))
     }
 
-    async fn send(&self, ask: Ask<'_>, limit: Option<Duration>) -> Result<Response, Failure> {
+    async fn execute(
+        &self,
+        ask: ApiRequest<'_>,
+        limit: Option<Duration>,
+    ) -> Result<Response, CommandFailure> {
         let mut request = self.request(ask.method, &ask.path)?.query(&ask.query);
         if let Some(body) = &ask.body {
             request = request.json(body);
@@ -180,73 +203,81 @@ impl Client {
         if let Some(limit) = limit {
             request = request.timeout(limit);
         }
-        request.send().await.map_err(|error| self.unreachable(&error))
+        request.send().await.map_err(|error| self.transport_failure(&error))
     }
 
     /// Returns the URL of a path. The parts may contain any characters.
-    fn url(&self, path: &[&str]) -> Result<Url, Failure> {
+    fn url(&self, path: &[&str]) -> Result<Url, CommandFailure> {
         let mut url = self.base.clone();
         for part in path {
             // These would not name a resource but move to another path.
             if matches!(*part, "" | "." | "..") {
-                return Err(Failure::usage(format!("\"{part}\" is not a name")));
+                return Err(CommandFailure::usage(format!("\"{part}\" is not a name")));
             }
         }
         match url.path_segments_mut() {
             Ok(mut segments) => segments.pop_if_empty().extend(path),
-            Err(()) => return Err(Failure::usage(format!("\"{}\" is not a server", self.base))),
+            Err(()) => {
+                return Err(CommandFailure::usage(format!("\"{}\" is not a server", self.base)));
+            }
         };
         Ok(url)
     }
 
-    async fn body(&self, mut response: Response) -> Result<Vec<u8>, Failure> {
+    async fn body(&self, mut response: Response) -> Result<Vec<u8>, CommandFailure> {
         let mut bytes = Vec::new();
-        while let Some(chunk) = response.chunk().await.map_err(|error| self.unreachable(&error))? {
+        while let Some(chunk) =
+            response.chunk().await.map_err(|error| self.transport_failure(&error))?
+        {
             bytes.extend_from_slice(&chunk);
-            if bytes.len() > MAX_ANSWER_BYTES {
+            if bytes.len() > MAX_RESPONSE_BYTES {
                 let message = format!("{} answers without an end", self.server());
-                return Err(Failure::new(exit::FAILURE, "NOT_JSON", message));
+                return Err(CommandFailure::new(exit::FAILURE, "NOT_JSON", message));
             }
         }
         Ok(bytes)
     }
 
-    fn unreachable(&self, error: &reqwest::Error) -> Failure {
+    fn transport_failure(&self, error: &reqwest::Error) -> CommandFailure {
         let server = self.server();
         if error.is_timeout() && !error.is_connect() {
             let message = format!("{server} did not answer in time");
-            let failure = Failure { sent: true, ..Failure::unreachable(message) };
+            let failure =
+                CommandFailure { may_have_been_sent: true, ..CommandFailure::unreachable(message) };
             return failure.hint("is it overloaded? toolcrib doctor looks");
         }
-        let message = format!("cannot reach {server}: {}", chain(error));
-        Failure { sent: !error.is_connect(), ..Failure::unreachable(message) }
-            .hint("start one with: toolcrib serve   or name another with --server URL")
+        let message = format!("cannot reach {server}: {}", root_cause(error));
+        CommandFailure {
+            may_have_been_sent: !error.is_connect(),
+            ..CommandFailure::unreachable(message)
+        }
+        .hint("start one with: toolcrib serve   or name another with --server URL")
     }
 
-    fn not_json(&self, status: StatusCode, kind: &str, bytes: &[u8]) -> Failure {
+    fn unexpected_response(&self, status: StatusCode, kind: &str, bytes: &[u8]) -> CommandFailure {
         let start: String = String::from_utf8_lossy(bytes).chars().take(100).collect();
         let kind = if kind.is_empty() { "no content type" } else { kind };
         let message = format!(
             "{} answered with something that is not ours: status {}, {kind}: {}",
             self.server(),
             status.as_u16(),
-            plain(start.trim()),
+            sanitize_line(start.trim()),
         );
         let exit = match status {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::AUTH,
             _ => exit::FAILURE,
         };
-        Failure::new(exit, "NOT_JSON", message)
+        CommandFailure::new(exit, "NOT_JSON", message)
             .hint("is this a Toolcrib server, with no proxy in between? check --server")
     }
 }
 
 /// Builds an HTTP client that sends these headers with every request.
-fn http(base: &Url, headers: HeaderMap) -> Result<reqwest::Client, Failure> {
+fn build_http_client(base: &Url, headers: HeaderMap) -> Result<reqwest::Client, CommandFailure> {
     let mut builder = reqwest::Client::builder()
         .default_headers(headers)
-        .connect_timeout(CONNECT_LIMIT)
-        .read_timeout(SILENCE_LIMIT)
+        .connect_timeout(CONNECT_TIMEOUT)
+        .read_timeout(STREAM_IDLE_TIMEOUT)
         // The key is for this server, not for a server it redirects to.
         .redirect(reqwest::redirect::Policy::none())
         .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
@@ -255,16 +286,20 @@ fn http(base: &Url, headers: HeaderMap) -> Result<reqwest::Client, Failure> {
         builder = builder.no_proxy();
     }
     builder.build().map_err(|error| {
-        Failure::new(exit::FAILURE, "FAILED", format!("no HTTP client: {}", chain(&error)))
+        CommandFailure::new(
+            exit::FAILURE,
+            "FAILED",
+            format!("no HTTP client: {}", root_cause(&error)),
+        )
     })
 }
 
 /// Parses a server URL. `host:port` means `http://host:port`.
-fn base_url(server: &str) -> Result<Url, Failure> {
+fn base_url(server: &str) -> Result<Url, CommandFailure> {
     let full = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
     let refused = || {
-        let message = format!("\"{}\" is not the address of a server", plain(server));
-        Failure::usage(message).hint("write it as http://127.0.0.1:8080")
+        let message = format!("\"{}\" is not the address of a server", sanitize_line(server));
+        CommandFailure::usage(message).hint("write it as http://127.0.0.1:8080")
     };
     let mut url = Url::parse(&full).map_err(|_| refused())?;
     if !matches!(url.scheme(), "http" | "https") || !url.has_host() {
@@ -286,7 +321,7 @@ fn content_type(response: &Response) -> String {
 }
 
 /// Returns the innermost cause: "connection refused" is more helpful than "error sending request".
-fn chain(error: &dyn std::error::Error) -> String {
+fn root_cause(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(next) = cause.source() {
         cause = next;
@@ -295,14 +330,17 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 /// Converts a problem+json response to a failure.
-fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
+fn failure_from_problem(status: StatusCode, body: &Value, calls_tool: bool) -> CommandFailure {
     let error = &body["error"];
     let code = error["code"].as_str().unwrap_or("HTTP");
     let message = error["message"]
         .as_str()
         .or_else(|| body["detail"].as_str())
         .or_else(|| body["title"].as_str())
-        .map_or_else(|| format!("the server answered with status {}", status.as_u16()), plain);
+        .map_or_else(
+            || format!("the server answered with status {}", status.as_u16()),
+            sanitize_line,
+        );
     let exit = match status {
         StatusCode::FORBIDDEN if calls_tool && code == "PERMISSION_DENIED" => exit::DENIED,
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::AUTH,
@@ -311,15 +349,15 @@ fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
         _ if code == "VALIDATION_ERROR" && error["detail"]["problems"].is_null() => exit::USAGE,
         _ => exit::FAILURE,
     };
-    let mut failure = refused(code, message, exit);
+    let mut failure = failure_for_code(code, message, exit);
     if exit == exit::USAGE {
         failure.hint = Some("--help shows what can be said here".to_owned());
     }
     if failure.hint.is_none() {
         // An unknown code comes from a newer server, which includes its own hint.
-        failure.hint = body["hint"].as_str().map(plain);
+        failure.hint = body["hint"].as_str().map(sanitize_line);
     }
-    let problems = problems(&failure.message, &error["detail"]);
+    let problems = format_problems(&failure.message, &error["detail"]);
     failure.message.push_str(&problems);
     failure.retryable = error["retryable"].as_bool().unwrap_or(false);
     failure.detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
@@ -327,7 +365,7 @@ fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
 }
 
 /// Lists the problems with the arguments, one per line, unless the message already contains them.
-fn problems(message: &str, detail: &Value) -> String {
+fn format_problems(message: &str, detail: &Value) -> String {
     let mut text = String::new();
     for problem in detail["problems"].as_array().into_iter().flatten().take(20) {
         let pointer = problem["pointer"].as_str().unwrap_or_default();
@@ -336,7 +374,7 @@ fn problems(message: &str, detail: &Value) -> String {
             continue;
         }
         let place = if why.contains(pointer) { String::new() } else { format!("{pointer}: ") };
-        text.push_str(&format!("\n  {}", plain(&format!("{place}{why}"))));
+        text.push_str(&format!("\n  {}", sanitize_line(&format!("{place}{why}"))));
     }
     text
 }
@@ -347,8 +385,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn client(server: &str) -> Client {
-        Client::new(server, Some("tck_x"), None).unwrap()
+    fn client(server: &str) -> ApiClient {
+        ApiClient::new(server, Some("tck_x"), None).unwrap()
     }
 
     #[test]
@@ -369,9 +407,9 @@ mod tests {
         assert_eq!(url("https://example.com/crib/"), "https://example.com/crib/healthz");
         assert_eq!(url("localhost:1"), "http://localhost:1/healthz");
         for odd in ["", "ftp://x", "http://", "mailto:a", "http://[::"] {
-            assert!(Client::new(odd, None, None).is_err(), "{odd}");
+            assert!(ApiClient::new(odd, None, None).is_err(), "{odd}");
         }
-        assert!(Client::new("http://x", Some("a\nb"), None).is_err(), "no header injection");
+        assert!(ApiClient::new("http://x", Some("a\nb"), None).is_err(), "no header injection");
     }
 
     #[tokio::test]
@@ -385,21 +423,21 @@ mod tests {
             let address = listener.local_addr().unwrap().to_string();
             let router = axum::Router::new().route("/healthz", axum::routing::get(healthz));
             tokio::spawn(async move { axum::serve(listener, router).await });
-            assert_eq!(client(&address).is_alive().await, ours, "{name}");
+            assert_eq!(client(&address).is_toolcrib_alive().await, ours, "{name}");
         }
     }
 
     #[test]
     fn refusals_become_exit_codes() {
         let body = |code: &str| json!({"error": {"code": code, "message": "m\u{1b}"}});
-        let exit = |status, code, calls| problem(status, &body(code), calls).exit;
+        let exit = |status, code, calls| failure_from_problem(status, &body(code), calls).exit;
         assert_eq!(exit(StatusCode::UNAUTHORIZED, "UNAUTHENTICATED", true), exit::AUTH);
         assert_eq!(exit(StatusCode::FORBIDDEN, "PERMISSION_DENIED", true), exit::DENIED);
         assert_eq!(exit(StatusCode::FORBIDDEN, "PERMISSION_DENIED", false), exit::AUTH);
         assert_eq!(exit(StatusCode::NOT_FOUND, "TOOL_NOT_FOUND", true), exit::FAILURE);
         let unusable = StatusCode::UNPROCESSABLE_ENTITY;
         assert_eq!(exit(unusable, "VALIDATION_ERROR", true), exit::USAGE);
-        let odd = problem(StatusCode::BAD_GATEWAY, &json!([1]), false);
+        let odd = failure_from_problem(StatusCode::BAD_GATEWAY, &json!([1]), false);
         assert_eq!(odd.message, "the server answered with status 502");
     }
 
@@ -408,7 +446,7 @@ mod tests {
         let body = json!({"error": {"code": "VALIDATION_ERROR", "message": "args do not fit",
             "detail": {"problems": [{"pointer": "/q", "message": "is missing"},
                 {"pointer": "/n", "message": "/n must be a number"}, {"message": "not fit"}, 5]}}});
-        let failure = problem(StatusCode::UNPROCESSABLE_ENTITY, &body, true);
+        let failure = failure_from_problem(StatusCode::UNPROCESSABLE_ENTITY, &body, true);
         assert_eq!(failure.message, "args do not fit\n  /q: is missing\n  /n must be a number");
         assert_eq!(failure.exit, exit::FAILURE);
     }

@@ -8,9 +8,9 @@ mod port;
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::failure::{Failure, exit};
-use super::output::{Tone, plain};
-use super::{Context, Place};
+use super::failure::{CommandFailure, exit};
+use super::output::{TextStyle, sanitize_line};
+use super::{CommandContext, StorageArgs};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -26,95 +26,103 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
 /// State of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    Good,
-    Doubtful,
-    Bad,
+enum CheckState {
+    Ok,
+    Warning,
+    Error,
 }
 
 /// Result of one check.
 #[derive(Debug)]
-struct Finding {
-    what: &'static str,
-    state: State,
+struct CheckResult {
+    check: &'static str,
+    state: CheckState,
     message: String,
     hint: Option<String>,
 }
 
-impl Finding {
-    fn good(what: &'static str, message: impl Into<String>) -> Self {
-        Self { what, state: State::Good, message: message.into(), hint: None }
+impl CheckResult {
+    fn ok(check: &'static str, message: impl Into<String>) -> Self {
+        Self { check, state: CheckState::Ok, message: message.into(), hint: None }
     }
 
-    fn doubtful(what: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { state: State::Doubtful, hint: Some(hint.into()), ..Self::good(what, message) }
+    fn warning(what: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { state: CheckState::Warning, hint: Some(hint.into()), ..Self::ok(what, message) }
     }
 
-    fn bad(what: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { state: State::Bad, hint: Some(hint.into()), ..Self::good(what, message) }
+    fn error(what: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { state: CheckState::Error, hint: Some(hint.into()), ..Self::ok(what, message) }
     }
 
     fn json(&self) -> Value {
         let state = match self.state {
-            State::Good => "ok",
-            State::Doubtful => "warning",
-            State::Bad => "error",
+            CheckState::Ok => "ok",
+            CheckState::Warning => "warning",
+            CheckState::Error => "error",
         };
-        json!({"check": self.what, "state": state, "message": self.message, "hint": self.hint})
+        json!({"check": self.check, "state": state, "message": self.message, "hint": self.hint})
     }
 }
 
-pub async fn run(context: &Context, args: DoctorArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: DoctorArgs) -> Result<(), CommandFailure> {
     let loaded = context.config(args.listen.as_ref(), &args.place);
-    let mut findings = vec![checks::configuration(context, &loaded)];
+    let mut findings = vec![checks::check_config(context, &loaded)];
     if let Ok(config) = &loaded {
-        findings.extend(checks::data_directory(config));
-        findings.push(checks::open_files(config));
+        findings.extend(checks::check_data_dir(config));
+        findings.push(checks::check_open_files(config));
         let (port, runs) = port::check(context, config).await;
         findings.push(port);
-        let (store, has_keys) = checks::store(config).await;
+        let (store, has_keys) = checks::check_store(config).await;
         findings.push(store);
-        findings.extend(checks::owner(config, runs));
-        findings.push(checks::keys(config, has_keys));
+        findings.extend(checks::check_store_lock(config, runs));
+        findings.push(checks::check_keys(config, has_keys));
         findings.push(nats::check(config).await);
         if args.network {
-            findings.push(checks::database(config).await);
-            findings.push(checks::weather(config).await);
+            findings.push(checks::check_database(config).await);
+            findings.push(checks::check_weather(config).await);
         }
     }
     report(context, &findings)
 }
 
-fn report(context: &Context, findings: &[Finding]) -> Result<(), Failure> {
+fn report(context: &CommandContext, findings: &[CheckResult]) -> Result<(), CommandFailure> {
     let output = context.output;
-    let bad = findings.iter().filter(|finding| finding.state == State::Bad).count();
+    let bad = findings.iter().filter(|finding| finding.state == CheckState::Error).count();
     if output.json {
-        let checks: Vec<Value> = findings.iter().map(Finding::json).collect();
-        output.value(&json!({"ok": bad == 0, "checks": checks}))?;
+        let checks: Vec<Value> = findings.iter().map(CheckResult::json).collect();
+        output.print_json(&json!({"ok": bad == 0, "checks": checks}))?;
     } else {
         for finding in findings {
             let (mark, tone) = match finding.state {
-                State::Good => ("✓", Tone::Good),
-                State::Doubtful => ("!", Tone::Doubtful),
-                State::Bad => ("✗", Tone::Bad),
+                CheckState::Ok => ("✓", TextStyle::Success),
+                CheckState::Warning => ("!", TextStyle::Warning),
+                CheckState::Error => ("✗", TextStyle::Error),
             };
-            let mark = output.tone(mark, tone);
-            output.line(&format!("{mark} {:<9} {}", finding.what, plain(&finding.message)))?;
+            let mark = output.paint(mark, tone);
+            output.print_line(&format!(
+                "{mark} {:<9} {}",
+                finding.check,
+                sanitize_line(&finding.message)
+            ))?;
             if let Some(hint) = &finding.hint {
-                output.line(&format!("    hint: {}", plain(hint)))?;
+                output.print_line(&format!("    hint: {}", sanitize_line(hint)))?;
             }
         }
     }
     match bad {
         0 => Ok(()),
         // The results are the error; with --json they are already on standard output.
-        _ if output.json => Err(Failure::said(exit::FAILURE)),
-        1 => Err(Failure::new(exit::FAILURE, "UNHEALTHY", "one thing must be put right")),
-        n => Err(Failure::new(exit::FAILURE, "UNHEALTHY", format!("{n} things must be put right"))),
+        _ if output.json => Err(CommandFailure::already_reported(exit::FAILURE)),
+        1 => Err(CommandFailure::new(exit::FAILURE, "UNHEALTHY", "one thing must be put right")),
+        n => Err(CommandFailure::new(
+            exit::FAILURE,
+            "UNHEALTHY",
+            format!("{n} things must be put right"),
+        )),
     }
 }

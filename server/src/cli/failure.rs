@@ -24,7 +24,7 @@ pub mod exit {
 
 /// The failure of a command.
 #[derive(Debug)]
-pub struct Failure {
+pub struct CommandFailure {
     pub exit: u8,
     /// Error code for programs.
     pub code: String,
@@ -33,12 +33,12 @@ pub struct Failure {
     pub detail: Option<Value>,
     pub retryable: bool,
     /// The request may have reached the server, so its effect is unknown.
-    pub sent: bool,
+    pub may_have_been_sent: bool,
     /// Nothing is printed: the failure is already reported, or the reader is gone.
-    pub silent: bool,
+    pub is_reported: bool,
 }
 
-impl Failure {
+impl CommandFailure {
     pub fn new(exit: u8, code: &str, message: impl Into<String>) -> Self {
         Self {
             exit,
@@ -47,8 +47,8 @@ impl Failure {
             hint: None,
             detail: None,
             retryable: false,
-            sent: false,
-            silent: false,
+            may_have_been_sent: false,
+            is_reported: false,
         }
     }
 
@@ -64,12 +64,12 @@ impl Failure {
 
     /// The user interrupted the command.
     pub fn interrupted() -> Self {
-        Self { silent: true, ..Self::new(exit::INTERRUPTED, "INTERRUPTED", "interrupted") }
+        Self { is_reported: true, ..Self::new(exit::INTERRUPTED, "INTERRUPTED", "interrupted") }
     }
 
     /// Ends the command with this exit code; everything is already reported.
-    pub fn said(exit: u8) -> Self {
-        Self { silent: true, ..Self::new(exit, "FAILED", "") }
+    pub fn already_reported(exit: u8) -> Self {
+        Self { is_reported: true, ..Self::new(exit, "FAILED", "") }
     }
 
     /// Adds advice on fixing the problem.
@@ -92,23 +92,23 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CommandFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
     }
 }
 
 /// A closed pipe (`toolcrib calls | head`) is not a failure.
-impl From<std::io::Error> for Failure {
+impl From<std::io::Error> for CommandFailure {
     fn from(error: std::io::Error) -> Self {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
-            return Self::said(exit::OK);
+            return Self::already_reported(exit::OK);
         }
         Self::new(exit::FAILURE, "IO", error.to_string())
     }
 }
 
-impl From<anyhow::Error> for Failure {
+impl From<anyhow::Error> for CommandFailure {
     fn from(error: anyhow::Error) -> Self {
         match error.downcast::<ConfigError>() {
             Ok(config) => config.into(),
@@ -117,7 +117,7 @@ impl From<anyhow::Error> for Failure {
     }
 }
 
-impl From<ConfigError> for Failure {
+impl From<ConfigError> for CommandFailure {
     fn from(error: ConfigError) -> Self {
         let hint = error.hint();
         Self::new(exit::USAGE, "CONFIGURATION", error.to_string()).hint(hint)
@@ -125,13 +125,13 @@ impl From<ConfigError> for Failure {
 }
 
 /// A refusal by the engine when a command uses it directly, not over HTTP.
-impl From<toolcrib::Error> for Failure {
+impl From<toolcrib::Error> for CommandFailure {
     fn from(error: toolcrib::Error) -> Self {
         match error {
             toolcrib::Error::Refused { fault, .. } => Self {
                 detail: fault.detail,
                 retryable: fault.retryable,
-                ..refused(fault.code.as_str(), fault.message, exit_of(fault.code))
+                ..failure_for_code(fault.code.as_str(), fault.message, exit_code_for(fault.code))
             },
             toolcrib::Error::Internal(source) => {
                 let message = format!("internal error: {source}");
@@ -143,8 +143,8 @@ impl From<toolcrib::Error> for Failure {
 
 /// Builds the failure for an error code, with a hint from the error table or, for some codes, a
 /// command to run.
-pub fn refused(code: &str, message: String, exit: u8) -> Failure {
-    let failure = Failure::new(exit, code, message);
+pub fn failure_for_code(code: &str, message: String, exit: u8) -> CommandFailure {
+    let failure = CommandFailure::new(exit, code, message);
     let Some(known) = Code::parse(code) else { return failure };
     failure.hint(match known {
         Code::ValidationError => "toolcrib tools NAME shows what the tool takes",
@@ -162,7 +162,7 @@ pub fn refused(code: &str, message: String, exit: u8) -> Failure {
     })
 }
 
-fn exit_of(code: Code) -> u8 {
+fn exit_code_for(code: Code) -> u8 {
     match code {
         Code::Unauthenticated | Code::PermissionDenied => exit::AUTH,
         Code::Timeout => exit::TIMED_OUT,
@@ -178,17 +178,17 @@ mod tests {
     #[test]
     fn a_closed_pipe_is_no_failure() {
         let gone = std::io::Error::from(std::io::ErrorKind::BrokenPipe);
-        let failure = Failure::from(gone);
-        assert_eq!((failure.exit, failure.silent), (exit::OK, true));
+        let failure = CommandFailure::from(gone);
+        assert_eq!((failure.exit, failure.is_reported), (exit::OK, true));
     }
 
     #[test]
     fn refusals_carry_the_tables_help_and_the_exit_code() {
         let refused = toolcrib::Error::refused(Code::PermissionDenied, "no");
-        let failure = Failure::from(refused);
+        let failure = CommandFailure::from(refused);
         assert_eq!(failure.exit, exit::AUTH);
         assert!(failure.hint.as_ref().unwrap().contains("--role admin"));
-        let denied = super::refused("PERMISSION_DENIED", "no".into(), exit::DENIED);
+        let denied = super::failure_for_code("PERMISSION_DENIED", "no".into(), exit::DENIED);
         assert!(denied.hint.unwrap().contains("toolcrib allow"));
         assert_eq!(failure.json()["error"]["code"], "PERMISSION_DENIED");
     }
@@ -197,7 +197,7 @@ mod tests {
     fn a_configuration_error_is_told_as_one_even_through_anyhow() {
         let error = crate::config::Config { listen: "x".into(), ..Default::default() };
         let error = anyhow::Error::from(error.validate().unwrap_err());
-        let failure = Failure::from(error);
+        let failure = CommandFailure::from(error);
         assert_eq!((failure.exit, failure.code.as_str()), (exit::USAGE, "CONFIGURATION"));
         assert!(failure.hint.is_some());
     }

@@ -4,12 +4,12 @@ use std::io::Read;
 
 use serde_json::{Map, Value};
 
-use super::failure::Failure;
+use super::failure::CommandFailure;
 
 /// Builds the arguments of a call: `--args` first, then each `name=value` over it.
-pub fn arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Failure> {
+pub fn parse_arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, CommandFailure> {
     let mut value = match json {
-        Some(json) => document(json)?,
+        Some(json) => read_json(json)?,
         None => Value::Object(Map::new()),
     };
     if pairs.is_empty() {
@@ -17,11 +17,11 @@ pub fn arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Failure>
     }
     let Value::Object(object) = &mut value else {
         let message = "name=value needs --args to be an object, or no --args";
-        return Err(Failure::usage(message));
+        return Err(CommandFailure::usage(message));
     };
     for pair in pairs {
         let Some((name, text)) = pair.split_once('=').filter(|(name, _)| !name.is_empty()) else {
-            return Err(Failure::usage(format!("\"{pair}\" is not name=value"))
+            return Err(CommandFailure::usage(format!("\"{pair}\" is not name=value"))
                 .hint("write query=\"weather in Beijing\", or --args '{\"query\": …}'"));
         };
         // A value that parses as JSON is JSON; everything else is text, so that text needs no
@@ -33,22 +33,29 @@ pub fn arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Failure>
 }
 
 /// Reads JSON from the argument itself, from `@file`, or with `-` from standard input.
-fn document(json: &str) -> Result<Value, Failure> {
+fn read_json(json: &str) -> Result<Value, CommandFailure> {
     let (place, text) = match json.strip_prefix('@') {
         _ if json == "-" => {
             let mut text = String::new();
             let read = std::io::stdin().read_to_string(&mut text);
-            read.map_err(|error| Failure::usage(format!("cannot read standard input: {error}")))?;
+            read.map_err(|error| {
+                CommandFailure::usage(format!("cannot read standard input: {error}"))
+            })?;
             ("standard input", text)
         }
         Some(file) => {
             let read = std::fs::read_to_string(file);
-            (file, read.map_err(|error| Failure::usage(format!("cannot read {file}: {error}")))?)
+            (
+                file,
+                read.map_err(|error| {
+                    CommandFailure::usage(format!("cannot read {file}: {error}"))
+                })?,
+            )
         }
         None => ("--args", json.to_owned()),
     };
     serde_json::from_str(&text).map_err(|error| {
-        Failure::usage(format!("{place} is not JSON: {error}"))
+        CommandFailure::usage(format!("{place} is not JSON: {error}"))
             .hint("quote it for the shell: --args '{\"expression\": \"2*21\"}'")
     })
 }
@@ -70,15 +77,19 @@ mod tests {
         let wanted = json!({
             "q": "weather in Beijing", "n": 5, "on": true, "list": [1, 2], "e": "", "eq": "a=b"
         });
-        assert_eq!(arguments(None, &given).unwrap(), wanted);
+        assert_eq!(parse_arguments(None, &given).unwrap(), wanted);
     }
 
     #[test]
     fn pairs_are_laid_over_the_document() {
-        let made = arguments(Some(r#"{"a":1,"b":2}"#), &pairs(&["b=3"])).unwrap();
+        let made = parse_arguments(Some(r#"{"a":1,"b":2}"#), &pairs(&["b=3"])).unwrap();
         assert_eq!(made, json!({"a": 1, "b": 3}));
-        assert_eq!(arguments(Some("[1]"), &[]).unwrap(), json!([1]), "the schema decides, not us");
-        assert!(arguments(Some("[1]"), &pairs(&["a=1"])).is_err());
+        assert_eq!(
+            parse_arguments(Some("[1]"), &[]).unwrap(),
+            json!([1]),
+            "the schema decides, not us"
+        );
+        assert!(parse_arguments(Some("[1]"), &pairs(&["a=1"])).is_err());
     }
 
     #[test]
@@ -86,19 +97,22 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "{\"a\": 1}").unwrap();
         let name = format!("@{}", file.path().display());
-        assert_eq!(arguments(Some(&name), &[]).unwrap(), json!({"a": 1}));
+        assert_eq!(parse_arguments(Some(&name), &[]).unwrap(), json!({"a": 1}));
         assert!(
-            arguments(Some("@/nonexistent"), &[]).unwrap_err().message.contains("/nonexistent")
+            parse_arguments(Some("@/nonexistent"), &[])
+                .unwrap_err()
+                .message
+                .contains("/nonexistent")
         );
     }
 
     #[test]
     fn odd_input_is_refused_in_words() {
         for odd in ["x", "=1", ""] {
-            assert!(arguments(None, &pairs(&[odd])).is_err(), "{odd:?}");
+            assert!(parse_arguments(None, &pairs(&[odd])).is_err(), "{odd:?}");
         }
-        assert!(arguments(Some("{"), &[]).unwrap_err().message.contains("not JSON"));
+        assert!(parse_arguments(Some("{"), &[]).unwrap_err().message.contains("not JSON"));
         let deep = format!("a={}", "[".repeat(100_000));
-        assert!(arguments(None, &[deep]).unwrap()["a"].is_string(), "too deep to be JSON");
+        assert!(parse_arguments(None, &[deep]).unwrap()["a"].is_string(), "too deep to be JSON");
     }
 }

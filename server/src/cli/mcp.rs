@@ -28,10 +28,10 @@ use toolcrib::Caller;
 use toolcrib::fault::Code;
 use toolcrib_store::private;
 
-use super::failure::{Failure, exit};
-use super::{Context, Place};
+use super::failure::{CommandFailure, exit};
+use super::{CommandContext, StorageArgs};
 use crate::config::Config;
-use crate::doors::mcp::Catalogue;
+use crate::doors::mcp::CatalogueMode;
 use crate::{assemble, telemetry};
 
 #[derive(Debug, Args)]
@@ -58,93 +58,96 @@ MCP servers behind the crib:
 #[command(args_conflicts_with_subcommands = true)]
 pub struct McpArgs {
     #[command(subcommand)]
-    verb: Option<upstreams::Verb>,
+    verb: Option<upstreams::McpServersCommand>,
     /// Present each tool, or only three tools that search, describe and call
     #[arg(long, value_name = "HOW")]
-    catalogue: Option<Shown>,
+    catalogue: Option<CatalogueArg>,
     /// Only the tools of this upstream MCP server, under their own names
     #[arg(long, value_name = "NAME", conflicts_with = "catalogue")]
     source: Option<String>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Shown {
+enum CatalogueArg {
     Full,
     Search,
 }
 
 /// Maximum time to close the connection to the server.
-const LEAVING: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum time to wait for open requests after the MCP client has closed its input: it may be a
 /// script that wrote all its requests at once.
-const ANSWERING: Duration = Duration::from_secs(5);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Serves until standard input is closed.
-pub async fn run(context: &Context, args: McpArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: McpArgs) -> Result<(), CommandFailure> {
     if let Some(verb) = args.verb {
         return upstreams::run(context, verb, &args.place).await;
     }
     let named = context.global.server.is_some();
-    if args.place.is_named() && !context.server_typed {
-        return embedded(context, &args).await;
+    if args.place.is_given() && !context.server_from_flag {
+        return run_embedded(context, &args).await;
     }
     // Without an explicit choice: the server on this machine if one is running, otherwise the data
     // directory.
-    if named || context.client()?.is_alive().await {
-        return bridge(context, &args).await;
+    if named || context.client()?.is_toolcrib_alive().await {
+        return run_bridge(context, &args).await;
     }
-    embedded(context, &args).await
+    run_embedded(context, &args).await
 }
 
 /// Serves from an engine in this process, on the data directory.
-async fn embedded(context: &Context, args: &McpArgs) -> Result<(), Failure> {
+async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), CommandFailure> {
     let mut config = context.config(None, &args.place)?;
     // A configuration that names the default directory counts as unset.
-    let unsaid = !args.place.is_named() && config.data_dir == Config::default().data_dir;
+    let unsaid = !args.place.is_given() && config.data_dir == Config::default().data_dir;
     if unsaid
         && config.store.url.is_none()
-        && let Some(place) = elsewhere(&config.data_dir, |name| std::env::var_os(name))
+        && let Some(place) = fallback_data_dir(&config.data_dir, |name| std::env::var_os(name))
     {
         let (here, there) = (config.data_dir.display(), place.display());
-        context.output.note(&format!("{here} cannot be written: data is kept in {there}"));
+        context.output.print_note(&format!("{here} cannot be written: data is kept in {there}"));
         config.data_dir = place;
     }
     telemetry::start_logging(&config.log.level, config.log.format);
-    let served = assemble::engine(&config).await?;
+    let served = assemble::start_server(&config).await?;
     let engine = served.engine.clone();
     let caller = match (engine.has_keys(), context.global.key.as_deref()) {
         (false, _) => Caller::local(context.project()),
         (true, Some(key)) => engine.authenticate(key).ok_or_else(|| {
             let message = "this key is unknown or was revoked";
-            Failure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)
+            CommandFailure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)
         })?,
         (true, None) => {
             let message = "there are keys in this data directory, so one is needed";
-            return Err(Failure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)
+            return Err(CommandFailure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)
                 .hint("give it with --key or TOOLCRIB_KEY"));
         }
     };
-    let door = served.mcp_door(&config);
+    let door = served.mcp_transport(&config);
     let catalogue = args.catalogue.map(|shown| match shown {
-        Shown::Full => Catalogue::Full,
-        Shown::Search => Catalogue::Search,
+        CatalogueArg::Full => CatalogueMode::Full,
+        CatalogueArg::Search => CatalogueMode::Search,
     });
     let (input, output) = (tokio::io::stdin(), tokio::io::stdout());
     let ended = door.serve_pipes(caller, catalogue, args.source.clone(), input, output).await;
     let drain = Duration::from_millis(config.shutdown.drain_ms);
     engine.shut_down(drain).await;
-    served.close().await;
-    served.flush(drain).await;
-    ended.map_err(|error| Failure::new(exit::FAILURE, "MCP", error.to_string()))
+    served.stop_mcp_servers().await;
+    served.flush_telemetry(drain).await;
+    ended.map_err(|error| CommandFailure::new(exit::FAILURE, "MCP", error.to_string()))
 }
 
 /// Returns a fallback data directory if this one is not writable and none was chosen: desktop
 /// applications start programs in any directory, often in `/`.
-fn elsewhere(directory: &Path, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
-    if private::make(&directory.join("toolcrib.lock")).is_ok() {
+fn fallback_data_dir(
+    directory: &Path,
+    variable: impl Fn(&str) -> Option<OsString>,
+) -> Option<PathBuf> {
+    if private::create_owner_only(&directory.join("toolcrib.lock")).is_ok() {
         return None;
     }
     let named = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -153,30 +156,30 @@ fn elsewhere(directory: &Path, variable: impl Fn(&str) -> Option<OsString>) -> O
 }
 
 /// Relays messages between the pipes and a server, unchanged.
-async fn bridge(context: &Context, args: &McpArgs) -> Result<(), Failure> {
+async fn run_bridge(context: &CommandContext, args: &McpArgs) -> Result<(), CommandFailure> {
     let client = context.client()?;
     let query = match (args.catalogue, &args.source) {
-        (Some(Shown::Full), _) => "?catalogue=full".to_owned(),
-        (Some(Shown::Search), _) => "?catalogue=search".to_owned(),
+        (Some(CatalogueArg::Full), _) => "?catalogue=full".to_owned(),
+        (Some(CatalogueArg::Search), _) => "?catalogue=search".to_owned(),
         (None, Some(source)) => format!("/{source}"),
         (None, None) => String::new(),
     };
     let url = format!("{}/mcp{query}", client.server());
     // This client sends the key and the project with every request.
     let config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
-    let far = StreamableHttpClientTransport::with_client(client.http(), config);
+    let far = StreamableHttpClientTransport::with_client(client.http_client(), config);
     let near = AsyncRwTransport::new_server(tokio::io::stdin(), tokio::io::stdout());
-    pass(near, far, &url).await
+    relay_messages(near, far, &url).await
 }
 
 /// Relays messages until one side closes. Messages are sent in the order in which they arrived: a
 /// message that is not a request is delivered before the next one is sent. Requests run
 /// concurrently.
-async fn pass(
+async fn relay_messages(
     mut near: impl Transport<RoleServer>,
     mut far: impl Transport<RoleClient>,
     url: &str,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let mut requests = FuturesUnordered::new();
     let mut first = Fuse::terminated();
     // Ids of the requests that await a response, and the drain deadline once the near side has
@@ -186,12 +189,12 @@ async fn pass(
         let answer = tokio::select! {
             said = near.receive(), if first.is_terminated() && until.is_none() => match said {
                 None => {
-                    until = Some(Instant::now() + ANSWERING);
+                    until = Some(Instant::now() + DRAIN_TIMEOUT);
                     continue;
                 }
                 Some(message) => {
-                    open.extend(id_of(&message).filter(|_| !is_listening(&message)));
-                    let (id, sending) = (id_of(&message), far.send(message));
+                    open.extend(request_id(&message).filter(|_| !is_subscription_request(&message)));
+                    let (id, sending) = (request_id(&message), far.send(message));
                     let is_request = id.is_some();
                     let mut sending = Box::pin(async move { (id, sending.await.err()) });
                     match is_request {
@@ -203,7 +206,7 @@ async fn pass(
                                 continue;
                             }
                             Poll::Ready((_, None)) => continue,
-                            Poll::Ready((id, Some(error))) => refused(url, id, &error),
+                            Poll::Ready((id, Some(error))) => relay_error(url, id, &error),
                         },
                         false => {
                             first = sending.fuse();
@@ -212,14 +215,14 @@ async fn pass(
                     }
                 }
             },
-            () = over(until) => break,
+            () = sleep_until_or_forever(until) => break,
             (id, failed) = &mut first => match failed {
                 None => continue,
-                Some(error) => refused(url, id, &error),
+                Some(error) => relay_error(url, id, &error),
             },
             Some((id, failed)) = requests.next() => match failed {
                 None => continue,
-                Some(error) => refused(url, id, &error),
+                Some(error) => relay_error(url, id, &error),
             },
             said = far.receive() => match said {
                 Some(message) => message,
@@ -228,12 +231,12 @@ async fn pass(
                     let failed = requests.next().now_or_never().flatten();
                     let why = failed.and_then(|(_, error)| Some(format!(": {}", error?)));
                     let message = format!("{url} does not answer{}", why.unwrap_or_default());
-                    return Err(Failure::unreachable(message)
+                    return Err(CommandFailure::unreachable(message)
                         .hint("is the server running, and the key right? toolcrib doctor"));
                 }
             },
         };
-        if let Some(id) = answered(&answer) {
+        if let Some(id) = answered_request_id(&answer) {
             open.remove(id);
         }
         if near.send(answer).await.is_err() {
@@ -241,12 +244,12 @@ async fn pass(
         }
     }
     // Responses that are still in flight have no reader.
-    let _ = tokio::time::timeout(LEAVING, far.close()).await;
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, far.close()).await;
     Ok(())
 }
 
 /// Builds the error for the near side about a message that was not delivered.
-fn refused(
+fn relay_error(
     url: &str,
     id: Option<RequestId>,
     error: &impl std::error::Error,
@@ -256,7 +259,7 @@ fn refused(
 }
 
 /// Sleeps until this time, or forever if there is none.
-async fn over(until: Option<Instant>) {
+async fn sleep_until_or_forever(until: Option<Instant>) {
     match until {
         Some(until) => tokio::time::sleep_until(until).await,
         None => std::future::pending().await,
@@ -264,13 +267,13 @@ async fn over(until: Option<Instant>) {
 }
 
 /// Returns true if the request is a subscription, which is answered only when it ends.
-fn is_listening(message: &ClientJsonRpcMessage) -> bool {
+fn is_subscription_request(message: &ClientJsonRpcMessage) -> bool {
     let ClientJsonRpcMessage::Request(request) = message else { return false };
     matches!(request.request, ClientRequest::SubscriptionsListenRequest(_))
 }
 
 /// Returns the id of the request that a message answers.
-fn answered(message: &ServerJsonRpcMessage) -> Option<&RequestId> {
+fn answered_request_id(message: &ServerJsonRpcMessage) -> Option<&RequestId> {
     match message {
         ServerJsonRpcMessage::Response(answer) => Some(&answer.id),
         ServerJsonRpcMessage::Error(error) => error.id.as_ref(),
@@ -278,7 +281,7 @@ fn answered(message: &ServerJsonRpcMessage) -> Option<&RequestId> {
     }
 }
 
-fn id_of(message: &ClientJsonRpcMessage) -> Option<RequestId> {
+fn request_id(message: &ClientJsonRpcMessage) -> Option<RequestId> {
     match message {
         ClientJsonRpcMessage::Request(request) => Some(request.id.clone()),
         _ => None,
@@ -307,7 +310,7 @@ mod tests {
             }
         };
         let here = directory.path().join("toolcrib-data");
-        assert_eq!(elsewhere(&here, own(&[("HOME", "/home/ada")])), None);
+        assert_eq!(fallback_data_dir(&here, own(&[("HOME", "/home/ada")])), None);
         // A file in its place: even a user who may write everywhere cannot use it as a directory.
         let taken = directory.path().join("taken");
         std::fs::write(&taken, "a file").unwrap();
@@ -320,7 +323,11 @@ mod tests {
             ),
             (&[], None),
         ] {
-            assert_eq!(elsewhere(&taken, own(known)).as_deref(), place.map(Path::new), "{known:?}");
+            assert_eq!(
+                fallback_data_dir(&taken, own(known)).as_deref(),
+                place.map(Path::new),
+                "{known:?}"
+            );
         }
     }
 
@@ -391,7 +398,7 @@ mod tests {
             says.send(serde_json::from_value(message).unwrap()).unwrap();
         }
         let far = Far { came: came.clone(), open: opened };
-        let passing = tokio::spawn(pass(Near(near), far, "http://there"));
+        let passing = tokio::spawn(relay_messages(Near(near), far, "http://there"));
         let seen = || came.lock().clone();
         while seen().len() < 3 {
             tokio::task::yield_now().await;

@@ -9,7 +9,7 @@ use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
-use super::failure::Failure;
+use super::failure::CommandFailure;
 
 /// Output settings of this process.
 #[derive(Debug, Clone, Copy)]
@@ -21,22 +21,22 @@ pub struct Output {
 
 /// Text styles by meaning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tone {
-    Good,
-    Bad,
-    Doubtful,
-    Quiet,
-    Strong,
+pub enum TextStyle {
+    Success,
+    Error,
+    Warning,
+    Dim,
+    Bold,
 }
 
-impl Tone {
+impl TextStyle {
     fn code(self) -> &'static str {
         match self {
-            Self::Good => "32",
-            Self::Bad => "31",
-            Self::Doubtful => "33",
-            Self::Quiet => "2",
-            Self::Strong => "1",
+            Self::Success => "32",
+            Self::Error => "31",
+            Self::Warning => "33",
+            Self::Dim => "2",
+            Self::Bold => "1",
         }
     }
 }
@@ -54,12 +54,12 @@ impl Output {
 
     /// Returns true if a person reads the messages: standard error is a terminal and `--json` is
     /// off.
-    pub fn is_watched(self) -> bool {
+    pub fn is_interactive(self) -> bool {
         !self.json && io::stderr().is_terminal()
     }
 
     /// Prints a line of data.
-    pub fn line(self, text: &str) -> Result<(), Failure> {
+    pub fn print_line(self, text: &str) -> Result<(), CommandFailure> {
         let mut out = io::stdout().lock();
         writeln!(out, "{text}")?;
         out.flush()?;
@@ -67,17 +67,17 @@ impl Output {
     }
 
     /// Prints a value as indented JSON.
-    pub fn value(self, value: &Value) -> Result<(), Failure> {
-        self.line(&indented(value))
+    pub fn print_json(self, value: &Value) -> Result<(), CommandFailure> {
+        self.print_line(&pretty_json(value))
     }
 
     /// Prints a value as one line of JSON, for programs that read line by line.
-    pub fn value_line(self, value: &Value) -> Result<(), Failure> {
-        self.line(&harmless(&value.to_string()))
+    pub fn print_json_line(self, value: &Value) -> Result<(), CommandFailure> {
+        self.print_line(&escape_control_chars(&value.to_string()))
     }
 
     /// Prints a message to standard error, except with `--json`.
-    pub fn note(self, text: &str) {
+    pub fn print_note(self, text: &str) {
         if !self.json {
             // A closed standard error is no reason to fail.
             let _ = writeln!(io::stderr(), "{text}");
@@ -85,21 +85,21 @@ impl Output {
     }
 
     /// Prints the failure of a command.
-    pub fn failure(self, failure: &Failure) {
-        if failure.silent {
+    pub fn print_failure(self, failure: &CommandFailure) {
+        if failure.is_reported {
             return;
         }
         let mut err = io::stderr().lock();
         // If standard error is closed, only the exit code reports the failure.
         let _ = if self.json {
-            writeln!(err, "{}", harmless(&failure.json().to_string()))
+            writeln!(err, "{}", escape_control_chars(&failure.json().to_string()))
         } else {
-            let error = self.message_tone("error:", Tone::Bad);
-            writeln!(err, "{error} {}", paragraph(&failure.message)).and_then(|()| {
+            let error = self.paint_message("error:", TextStyle::Error);
+            writeln!(err, "{error} {}", sanitize_text(&failure.message)).and_then(|()| {
                 match &failure.hint {
                     Some(hint) => {
-                        let word = self.message_tone("hint: ", Tone::Doubtful);
-                        writeln!(err, "{word} {}", paragraph(hint))
+                        let word = self.paint_message("hint: ", TextStyle::Warning);
+                        writeln!(err, "{word} {}", sanitize_text(hint))
                     }
                     None => Ok(()),
                 }
@@ -108,9 +108,14 @@ impl Output {
     }
 
     /// Prints a table and sanitizes its cells. Prints the note `none` if there are no rows.
-    pub fn table(self, heads: &[&str], rows: Vec<Vec<String>>, none: &str) -> Result<(), Failure> {
+    pub fn print_table(
+        self,
+        heads: &[&str],
+        rows: Vec<Vec<String>>,
+        none: &str,
+    ) -> Result<(), CommandFailure> {
         if rows.is_empty() {
-            self.note(none);
+            self.print_note(none);
             return Ok(());
         }
         let mut table = Table::new();
@@ -128,56 +133,56 @@ impl Output {
         };
         table.set_header(heads.iter().map(head));
         for row in rows {
-            table.add_row(row.iter().map(|cell| plain(cell)));
+            table.add_row(row.iter().map(|cell| sanitize_line(cell)));
         }
         for column in table.column_iter_mut() {
             column.set_padding((0, 2));
         }
         let text = table.trim_fmt();
         let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
-        self.line(&lines.join("\n"))
+        self.print_line(&lines.join("\n"))
     }
 
     /// Styles text for standard output.
-    pub fn tone(self, text: &str, tone: Tone) -> String {
-        painted(text, tone, self.colour)
+    pub fn paint(self, text: &str, tone: TextStyle) -> String {
+        apply_style(text, tone, self.colour)
     }
 
     /// Styles text for standard error.
-    pub fn message_tone(self, text: &str, tone: Tone) -> String {
-        painted(text, tone, self.colour_messages)
+    pub fn paint_message(self, text: &str, tone: TextStyle) -> String {
+        apply_style(text, tone, self.colour_messages)
     }
 
     /// Shows a spinner during a wait; hidden when the output is not interactive.
-    pub fn spinner(self, message: &str) -> ProgressBar {
-        if !self.is_watched() {
+    pub fn start_spinner(self, message: &str) -> ProgressBar {
+        if !self.is_interactive() {
             return ProgressBar::hidden();
         }
         let spinner = ProgressBar::new_spinner();
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
             spinner.set_style(style);
         }
-        spinner.set_message(plain(message));
+        spinner.set_message(sanitize_line(message));
         spinner.enable_steady_tick(std::time::Duration::from_millis(100));
         spinner
     }
 }
 
-fn painted(text: &str, tone: Tone, wanted: bool) -> String {
+fn apply_style(text: &str, tone: TextStyle, wanted: bool) -> String {
     if wanted { format!("\u{1b}[{}m{text}\u{1b}[0m", tone.code()) } else { text.to_owned() }
 }
 
 /// Returns the text as one line without control characters.
-pub fn plain(text: &str) -> String {
-    text.chars().map(visible).collect()
+pub fn sanitize_line(text: &str) -> String {
+    text.chars().map(replace_control_char).collect()
 }
 
 /// Same as [`sanitize_line`], but keeps line breaks.
-pub fn paragraph(text: &str) -> String {
-    text.chars().map(|c| if c == '\n' { c } else { visible(c) }).collect()
+pub fn sanitize_text(text: &str) -> String {
+    text.chars().map(|c| if c == '\n' { c } else { replace_control_char(c) }).collect()
 }
 
-fn visible(c: char) -> char {
+fn replace_control_char(c: char) -> char {
     match c {
         '\n' | '\r' | '\t' => ' ',
         // Bidirectional marks can make one text look like another.
@@ -188,13 +193,13 @@ fn visible(c: char) -> char {
 }
 
 /// Formats a value as indented JSON.
-pub fn indented(value: &Value) -> String {
-    harmless(&serde_json::to_string_pretty(value).unwrap_or_else(|_| value.to_string()))
+pub fn pretty_json(value: &Value) -> String {
+    escape_control_chars(&serde_json::to_string_pretty(value).unwrap_or_else(|_| value.to_string()))
 }
 
 /// Escapes control characters beyond ASCII, which JSON permits unescaped and some terminals obey.
 /// They only occur within strings, so the escape does not change the value.
-fn harmless(json: &str) -> String {
+fn escape_control_chars(json: &str) -> String {
     let obeyed = |c: char| matches!(c, '\u{7f}'..='\u{9f}' | '\u{202a}'..='\u{202e}');
     if !json.contains(obeyed) {
         return json.to_owned();
@@ -211,17 +216,17 @@ fn harmless(json: &str) -> String {
 }
 
 /// Returns the string member of an object, or "".
-pub fn text<'v>(value: &'v Value, member: &str) -> &'v str {
+pub fn str_member<'v>(value: &'v Value, member: &str) -> &'v str {
     value.get(member).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// Returns the number member of an object.
-pub fn number(value: &Value, member: &str) -> Option<u64> {
+pub fn u64_member(value: &Value, member: &str) -> Option<u64> {
     value.get(member).and_then(Value::as_u64)
 }
 
 /// Formats an age: `12s`, `3m`, `5h`, `2d`.
-pub fn age(ms: u64) -> String {
+pub fn format_age(ms: u64) -> String {
     match ms / 1_000 {
         seconds @ 0..60 => format!("{seconds}s"),
         seconds @ 60..3_600 => format!("{}m", seconds / 60),
@@ -231,7 +236,7 @@ pub fn age(ms: u64) -> String {
 }
 
 /// Formats a duration: `212 ms`, `3.4 s`, `12 min`.
-pub fn duration(ms: u64) -> String {
+pub fn format_duration(ms: u64) -> String {
     match ms {
         0..1_000 => format!("{ms} ms"),
         1_000..120_000 => format!("{:.1} s", ms as f64 / 1_000.0),
@@ -240,7 +245,7 @@ pub fn duration(ms: u64) -> String {
 }
 
 /// Formats a size: `21.3 MiB`.
-pub fn bytes(count: u64) -> String {
+pub fn format_bytes(count: u64) -> String {
     const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
     let (mut size, mut unit) = (count as f64, 0);
     while size >= 1_024.0 && unit + 1 < UNITS.len() {
@@ -257,16 +262,16 @@ pub fn now_ms() -> u64 {
 
 /// Formats a time in the local time zone: `2026-05-01 12:03:04`. Returns "" for a time out of
 /// range.
-pub fn moment(ms: u64) -> String {
-    local(ms).map(|at| at.strftime("%Y-%m-%d %H:%M:%S").to_string()).unwrap_or_default()
+pub fn format_local_time(ms: u64) -> String {
+    to_local_time(ms).map(|at| at.strftime("%Y-%m-%d %H:%M:%S").to_string()).unwrap_or_default()
 }
 
 /// Formats a time of day in the local time zone: `12:03:04.123`.
-pub fn clock(ms: u64) -> String {
-    local(ms).map(|at| at.strftime("%H:%M:%S%.3f").to_string()).unwrap_or_default()
+pub fn format_clock_time(ms: u64) -> String {
+    to_local_time(ms).map(|at| at.strftime("%H:%M:%S%.3f").to_string()).unwrap_or_default()
 }
 
-fn local(ms: u64) -> Option<jiff::Zoned> {
+fn to_local_time(ms: u64) -> Option<jiff::Zoned> {
     let at = jiff::Timestamp::from_millisecond(i64::try_from(ms).ok()?).ok()?;
     Some(at.to_zoned(jiff::tz::TimeZone::system()))
 }
@@ -278,8 +283,8 @@ mod tests {
 
     #[test]
     fn other_peoples_text_moves_no_cursor() {
-        assert_eq!(plain("a\u{1b}[2Jb\nc\u{9b}d"), "a\u{fffd}[2Jb c\u{fffd}d");
-        let json = indented(&Value::from("x\u{9b}y\u{1b}"));
+        assert_eq!(sanitize_line("a\u{1b}[2Jb\nc\u{9b}d"), "a\u{fffd}[2Jb c\u{fffd}d");
+        let json = pretty_json(&Value::from("x\u{9b}y\u{1b}"));
         assert_eq!(json, "\"x\\u009by\\u001b\"");
         let back: Value = serde_json::from_str(&json).unwrap();
         assert_eq!(back, "x\u{9b}y\u{1b}");
@@ -288,15 +293,15 @@ mod tests {
     #[test]
     fn times_and_sizes() {
         assert_eq!(
-            [age(0), age(61_000), age(7_200_000), age(200_000_000)],
+            [format_age(0), format_age(61_000), format_age(7_200_000), format_age(200_000_000)],
             ["0s", "1m", "2h", "2d"]
         );
         assert_eq!(
-            [duration(212), duration(3_400), duration(720_000)],
+            [format_duration(212), format_duration(3_400), format_duration(720_000)],
             ["212 ms", "3.4 s", "12 min"]
         );
-        assert_eq!([bytes(5), bytes(2 << 20)], ["5 bytes", "2.0 MiB"]);
-        assert_eq!(moment(u64::MAX), "");
-        assert_eq!(clock(1_500).len(), "00:00:01.500".len());
+        assert_eq!([format_bytes(5), format_bytes(2 << 20)], ["5 bytes", "2.0 MiB"]);
+        assert_eq!(format_local_time(u64::MAX), "");
+        assert_eq!(format_clock_time(1_500).len(), "00:00:01.500".len());
     }
 }

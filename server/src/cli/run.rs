@@ -16,19 +16,19 @@ use reqwest::Response;
 use serde_json::{Map, Value, json};
 use tokio_util::sync::CancellationToken;
 
-use self::view::View;
-use super::client::{Ask, Client};
-use super::failure::{Failure, exit};
-use super::output::{number, text};
-use super::{Context, Place};
-use crate::assemble::{self, Served};
-use crate::sse::Parser;
+use self::view::RunView;
+use super::client::{ApiClient, ApiRequest};
+use super::failure::{CommandFailure, exit};
+use super::output::{str_member, u64_member};
+use super::{CommandContext, StorageArgs};
+use crate::assemble::{self, ServerRuntime};
+use crate::sse::SseParser;
 
-const PAUSE: Duration = Duration::from_millis(500);
+const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
 /// Maximum time to reconnect to an unreachable server.
-const PATIENCE: Duration = Duration::from_secs(60);
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that an embedded engine has to finish running work.
-const DRAIN: Duration = Duration::from_secs(2);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -72,42 +72,42 @@ pub struct RunArgs {
     #[arg(long, value_name = "RUN", group = "which")]
     replay: Option<String>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
 /// The server of the run: a running one, or one embedded in this process.
-struct Site {
-    client: Client,
-    own: Option<(Served, CancellationToken)>,
+struct RunServer {
+    client: ApiClient,
+    embedded: Option<(ServerRuntime, CancellationToken)>,
 }
 
-pub async fn run(context: &Context, args: RunArgs) -> Result<(), Failure> {
-    let question = question(&args)?;
-    let site = site(context, &args).await?;
+pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandFailure> {
+    let question = read_question(&args)?;
+    let site = connect_or_embed(context, &args).await?;
     let known = Mutex::new(String::new());
     let outcome = tokio::select! {
         biased;
-        outcome = act(context, &site.client, &args, question, &known) => outcome,
+        outcome = start_and_watch(context, &site.client, &args, question, &known) => outcome,
         _ = tokio::signal::ctrl_c() => {
-            let how = if site.own.is_some() { "when a server is started here" } else { "there" };
+            let how = if site.embedded.is_some() { "when a server is started here" } else { "there" };
             let run = known.lock().clone();
             if !run.is_empty() {
                 let come_back = format!("toolcrib run --follow {run}");
-                context.output.note(&format!("\nthe run goes on {how}; {come_back}"));
+                context.output.print_note(&format!("\nthe run goes on {how}; {come_back}"));
             }
-            Err(Failure::interrupted())
+            Err(CommandFailure::interrupted())
         }
     };
-    if let Some((served, stop)) = site.own {
-        served.engine.shut_down(DRAIN).await;
+    if let Some((served, stop)) = site.embedded {
+        served.engine.shut_down(SHUTDOWN_TIMEOUT).await;
         stop.cancel();
-        served.flush(DRAIN).await;
+        served.flush_telemetry(SHUTDOWN_TIMEOUT).await;
     }
     outcome
 }
 
 /// Reads the question. Returns `None` for options that take no question.
-fn question(args: &RunArgs) -> Result<Option<String>, Failure> {
+fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
     let silent = args.resume.is_some() || args.follow.is_some() || args.replay.is_some();
     let given = match args.question.as_deref() {
         Some("-") => {
@@ -118,65 +118,80 @@ fn question(args: &RunArgs) -> Result<Option<String>, Failure> {
         other => other.map(str::to_owned),
     };
     match given {
-        Some(_) if silent => Err(Failure::usage("there is nothing to ask with this option")),
-        None if !silent => Err(Failure::usage("what is the question?")
+        Some(_) if silent => Err(CommandFailure::usage("there is nothing to ask with this option")),
+        None if !silent => Err(CommandFailure::usage("what is the question?")
             .hint("toolcrib run --model demo 'What is 6 * 7?'")),
-        Some(text) if text.is_empty() => Err(Failure::usage("the question is empty")),
+        Some(text) if text.is_empty() => Err(CommandFailure::usage("the question is empty")),
         given => Ok(given),
     }
 }
 
-async fn site(context: &Context, args: &RunArgs) -> Result<Site, Failure> {
+async fn connect_or_embed(
+    context: &CommandContext,
+    args: &RunArgs,
+) -> Result<RunServer, CommandFailure> {
     let client = context.client()?;
-    let embeds = args.place.is_named() && !context.server_typed;
-    if !embeds && (context.global.server.is_some() || client.is_alive().await) {
-        return Ok(Site { client, own: None });
+    let embeds = args.place.is_given() && !context.server_from_flag;
+    if !embeds && (context.global.server.is_some() || client.is_toolcrib_alive().await) {
+        return Ok(RunServer { client, embedded: None });
     }
     let config = context.config(Some(&"127.0.0.1:0".to_owned()), &args.place)?;
-    let served = assemble::engine(&config).await?;
+    let served = assemble::start_server(&config).await?;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let address = format!("http://{}", listener.local_addr()?);
-    let router = assemble::router(&config, served.engine.clone());
+    let router = assemble::router_without_mcp_servers(&config, served.engine.clone());
     let stop = CancellationToken::new();
     let stopped = stop.clone();
-    tokio::spawn(async move { crate::serve::on(listener, router, &config, stopped).await });
+    tokio::spawn(
+        async move { crate::serve::serve_listener(listener, router, &config, stopped).await },
+    );
     let (key, project) = (context.global.key.as_deref(), context.global.project.as_deref());
-    Ok(Site { client: Client::new(&address, key, project)?, own: Some((served, stop)) })
+    Ok(RunServer {
+        client: ApiClient::new(&address, key, project)?,
+        embedded: Some((served, stop)),
+    })
 }
 
-async fn act(
-    context: &Context,
-    client: &Client,
+async fn start_and_watch(
+    context: &CommandContext,
+    client: &ApiClient,
     args: &RunArgs,
     question: Option<String>,
     known: &Mutex<String>,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     if let Some(run) = &args.replay {
-        return replay::run(context, client, run, args.model.as_deref()).await;
+        return replay::replay_run(context, client, run, args.model.as_deref()).await;
     }
-    let mut view = View::new(context.output);
+    let mut view = RunView::new(context.output);
     let watched = if let Some(run) = &args.follow {
         // A run id that only groups calls has events too, but its stream never ends.
-        client.ask(Ask::get(&["v1", "runs", run])).await?;
-        Watched::of(run)
+        client.request_json(ApiRequest::get(&["v1", "runs", run])).await?;
+        RunWatcher::from_start(run)
     } else if let Some(run) = &args.resume {
-        let resumed = client.ask(Ask::post(&["v1", "runs", run, "resume"], json!({}))).await?;
-        Watched { since_ms: number(&resumed, "updated_at_ms"), ..Watched::of(run) }
+        let resumed = client
+            .request_json(ApiRequest::post(&["v1", "runs", run, "resume"], json!({})))
+            .await?;
+        RunWatcher {
+            since_ms: u64_member(&resumed, "updated_at_ms"),
+            ..RunWatcher::from_start(run)
+        }
     } else if let Some(run) = &args.more {
         let body = json!({ "messages": [{ "role": "user", "content": question }] });
-        let heard = client.ask(Ask::post(&["v1", "runs", run, "messages"], body)).await?;
-        Watched { since_ms: number(&heard, "updated_at_ms"), ..Watched::of(run) }
+        let heard =
+            client.request_json(ApiRequest::post(&["v1", "runs", run, "messages"], body)).await?;
+        RunWatcher { since_ms: u64_member(&heard, "updated_at_ms"), ..RunWatcher::from_start(run) }
     } else {
-        let stream = client.stream_of(&["v1", "runs"], body(args, question)).await?;
+        let stream =
+            client.post_event_stream(&["v1", "runs"], run_request_body(args, question)).await?;
         let id = stream.headers().get("toolcrib-run-id").and_then(|id| id.to_str().ok());
-        let watched = Watched::of(id.unwrap_or_default());
-        Watched { stream: Some(stream), ..watched }
+        let watched = RunWatcher::from_start(id.unwrap_or_default());
+        RunWatcher { stream: Some(stream), ..watched }
     };
     known.lock().clone_from(&watched.run);
-    watched.until_the_end(client, &mut view).await
+    watched.watch_to_end(client, &mut view).await
 }
 
-fn body(args: &RunArgs, question: Option<String>) -> Value {
+fn run_request_body(args: &RunArgs, question: Option<String>) -> Value {
     let mut messages = Vec::new();
     if let Some(system) = &args.system {
         messages.push(json!({ "role": "system", "content": system }));
@@ -198,68 +213,72 @@ fn body(args: &RunArgs, question: Option<String>) -> Value {
 }
 
 /// Reads a stream of events, batch by batch.
-struct Messages {
+struct RunEventReader {
     stream: Response,
-    parser: Parser,
+    parser: SseParser,
 }
 
-impl Messages {
+impl RunEventReader {
     fn new(stream: Response) -> Self {
-        Self { stream, parser: Parser::default() }
+        Self { stream, parser: SseParser::default() }
     }
 
     /// Returns the next messages, or `None` at the end of the stream. An error is a broken
     /// connection.
-    async fn next(&mut self) -> Result<Option<Vec<crate::sse::Message>>, Failure> {
-        let lost = |_| Failure::unreachable("the connection to the server broke");
+    async fn next(&mut self) -> Result<Option<Vec<crate::sse::SseEvent>>, CommandFailure> {
+        let lost = |_| CommandFailure::unreachable("the connection to the server broke");
         let Some(bytes) = self.stream.chunk().await.map_err(lost)? else { return Ok(None) };
         let messages = self.parser.push(&bytes).map_err(|_| {
             let message = "the server sends an event without an end";
-            Failure::new(exit::FAILURE, "NOT_SSE", message)
+            CommandFailure::new(exit::FAILURE, "NOT_SSE", message)
         })?;
         Ok(Some(messages))
     }
 }
 
 /// Watches a run.
-struct Watched {
+struct RunWatcher {
     run: String,
     /// Id of the last stored event that was received.
-    last: Option<String>,
+    last_event_id: Option<String>,
     /// Earlier events are not shown. Cleared at the first event at or after this time.
     since_ms: Option<u64>,
     stream: Option<Response>,
 }
 
-impl Watched {
+impl RunWatcher {
     /// Watches the run from its start.
-    fn of(run: &str) -> Self {
-        Self { run: run.to_owned(), last: None, since_ms: None, stream: None }
+    fn from_start(run: &str) -> Self {
+        Self { run: run.to_owned(), last_event_id: None, since_ms: None, stream: None }
     }
 
-    async fn until_the_end(mut self, client: &Client, view: &mut View) -> Result<(), Failure> {
+    async fn watch_to_end(
+        mut self,
+        client: &ApiClient,
+        view: &mut RunView,
+    ) -> Result<(), CommandFailure> {
         let mut away_since: Option<tokio::time::Instant> = None;
         loop {
             let stream = match self.stream.take() {
                 Some(stream) => stream,
-                None => match self.reopened(client).await {
+                None => match self.reopen_stream(client).await {
                     Ok(stream) => stream,
                     Err(failure) if failure.exit == exit::UNREACHABLE => {
                         let since = *away_since.get_or_insert_with(tokio::time::Instant::now);
-                        if since.elapsed() > PATIENCE {
+                        if since.elapsed() > RECONNECT_TIMEOUT {
                             return Err(failure.hint(format!(
                                 "the run is kept: toolcrib run --follow {}",
                                 self.run
                             )));
                         }
-                        tokio::time::sleep(PAUSE).await;
+                        tokio::time::sleep(RECONNECT_PAUSE).await;
                         continue;
                     }
                     Err(failure) => return Err(failure),
                 },
             };
             away_since = None;
-            let mut messages = Messages::new(stream);
+            let mut messages = RunEventReader::new(stream);
             let over = loop {
                 let batch = match messages.next().await {
                     Ok(Some(batch)) => batch,
@@ -267,24 +286,24 @@ impl Watched {
                     Err(_) => break false,
                 };
                 for message in batch {
-                    let event = message.value();
+                    let event = message.to_json();
                     if self.run.is_empty() {
-                        self.run = text(&event, "run_id").to_owned();
+                        self.run = str_member(&event, "run_id").to_owned();
                     }
                     if self.is_new(&event) {
-                        view.show(&event)?;
+                        view.show_event(&event)?;
                     }
-                    self.last = message.id.or(self.last.take());
+                    self.last_event_id = message.id.or(self.last_event_id.take());
                 }
             };
-            if let Some(end) = view.end() {
+            if let Some(end) = view.outcome() {
                 return end;
             }
-            view.broken();
+            view.note_disconnect();
             // The server's clock may have been set back meanwhile: too many events are better than
             // none.
             if over && self.since_ms.take().is_some() {
-                self.last = None;
+                self.last_event_id = None;
             }
         }
     }
@@ -293,14 +312,16 @@ impl Watched {
     /// opened, so it is found however long the run's journal is.
     fn is_new(&mut self, event: &Value) -> bool {
         let Some(since_ms) = self.since_ms else { return true };
-        let is_new = number(event, "at_ms").is_some_and(|at_ms| at_ms >= since_ms);
+        let is_new = u64_member(event, "at_ms").is_some_and(|at_ms| at_ms >= since_ms);
         if is_new {
             self.since_ms = None;
         }
         is_new
     }
 
-    async fn reopened(&self, client: &Client) -> Result<Response, Failure> {
-        client.stream(&["v1", "runs", &self.run, "events"], self.last.as_deref()).await
+    async fn reopen_stream(&self, client: &ApiClient) -> Result<Response, CommandFailure> {
+        client
+            .open_event_stream(&["v1", "runs", &self.run, "events"], self.last_event_id.as_deref())
+            .await
     }
 }

@@ -8,15 +8,16 @@ use clap::CommandFactory;
 
 use super::*;
 
-pub fn context(json: bool) -> Context {
+pub fn context(json: bool) -> CommandContext {
     let global =
-        Global { config: None, server: None, key: None, project: None, json, no_color: true };
-    Context { global, output: Output::new(json, true), server_typed: false }
+        GlobalArgs { config: None, server: None, key: None, project: None, json, no_color: true };
+    CommandContext { global, output: Output::new(json, true), server_from_flag: false }
 }
 
-fn typed(line: &str) -> Result<Ready, i32> {
+fn typed(line: &str) -> Result<ParsedCommand, i32> {
     let words = std::iter::once("toolcrib").chain(line.split_whitespace());
-    parse(words.map(Into::into).collect(), false, false).map_err(|error| error.exit_code())
+    parse_arguments(words.map(Into::into).collect(), false, false)
+        .map_err(|error| error.exit_code())
 }
 
 #[test]
@@ -26,9 +27,9 @@ fn the_definition_is_sound() {
 
 #[test]
 fn alone_it_serves() {
-    assert!(matches!(typed("").unwrap().command, Command::Serve(_)));
+    assert!(matches!(typed("").unwrap().command, CliCommand::Serve(_)));
     let ready = typed("--config x.toml").unwrap();
-    assert!(matches!(ready.command, Command::Serve(_)));
+    assert!(matches!(ready.command, CliCommand::Serve(_)));
     assert_eq!(ready.context.global.config.unwrap().to_str(), Some("x.toml"));
 }
 
@@ -108,7 +109,7 @@ fn wrong_lines_are_usage_errors() {
 
 #[test]
 fn whether_a_server_was_typed_is_known() {
-    assert!(typed("keys ls --server http://x").unwrap().context.server_typed);
-    assert!(typed("--server http://x keys ls").unwrap().context.server_typed);
-    assert!(!typed("keys ls").unwrap().context.server_typed);
+    assert!(typed("keys ls --server http://x").unwrap().context.server_from_flag);
+    assert!(typed("--server http://x keys ls").unwrap().context.server_from_flag);
+    assert!(!typed("keys ls").unwrap().context.server_from_flag);
 }

@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use serde_json::Value;
 
-use super::Context;
-use super::client::{Ask, Client};
-use super::failure::Failure;
-use super::output::{Tone, duration, indented, number, plain, text};
+use super::CommandContext;
+use super::client::{ApiClient, ApiRequest};
+use super::failure::CommandFailure;
+use super::output::{
+    TextStyle, format_duration, pretty_json, sanitize_line, str_member, u64_member,
+};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -54,129 +56,138 @@ struct ImportArgs {
     dry_run: bool,
 }
 
-pub async fn run(context: &Context, args: ToolsArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: ToolsArgs) -> Result<(), CommandFailure> {
     let client = context.client()?;
     if let Some(ToolsCommand::Import(args)) = args.command {
         return import(context, &client, &args).await;
     }
     if let Some(format) = &args.format {
-        let ask = Ask::get(&["v1", "tools"]).query("format", Some(format));
-        return context.output.value(&client.ask(ask).await?["tools"]);
+        let ask = ApiRequest::get(&["v1", "tools"]).query("format", Some(format));
+        return context.output.print_json(&client.request_json(ask).await?["tools"]);
     }
     match args.name.as_deref() {
         None | Some("ls") => {
-            let answer = client.ask(Ask::get(&["v1", "tools"])).await?;
+            let answer = client.request_json(ApiRequest::get(&["v1", "tools"])).await?;
             list(context, &answer)
         }
         Some(name) => {
-            let tool = client.ask(Ask::get(&["v1", "tools", name])).await?;
+            let tool = client.request_json(ApiRequest::get(&["v1", "tools", name])).await?;
             show(context, &tool)
         }
     }
 }
 
-async fn import(context: &Context, client: &Client, args: &ImportArgs) -> Result<(), Failure> {
+async fn import(
+    context: &CommandContext,
+    client: &ApiClient,
+    args: &ImportArgs,
+) -> Result<(), CommandFailure> {
     let (output, shown) = (context.output, args.file.display());
     let text = std::fs::read_to_string(&args.file)
-        .map_err(|error| Failure::usage(format!("cannot read {shown}: {error}")))?;
-    let document = crate::yaml::parse_long(&text)
-        .map_err(|error| Failure::usage(format!("{shown} cannot be read: {error}")))?;
+        .map_err(|error| CommandFailure::usage(format!("cannot read {shown}: {error}")))?;
+    let document = crate::yaml::parse_large(&text)
+        .map_err(|error| CommandFailure::usage(format!("{shown} cannot be read: {error}")))?;
     let project = match context.global.project.as_deref() {
         Some(project) => project.to_owned(),
-        None => own_project(client).await?,
+        None => resolve_project(client).await?,
     };
-    let ask = Ask::post(&["projects", &project, "tools", "import"], document)
+    let ask = ApiRequest::post(&["projects", &project, "tools", "import"], document)
         .query("prefix", args.prefix.as_ref())
         .query("server", args.api_url.as_ref())
         .query("dry_run", args.dry_run.then_some(true));
-    let answer = client.ask(ask).await?;
+    let answer = client.request_json(ask).await?;
     if output.json {
-        return output.value(&answer);
+        return output.print_json(&answer);
     }
     let list = |name: &str| answer[name].as_array().cloned().unwrap_or_default();
     let row = |tool: &Value| {
         let envs = tool["envs"].as_array().into_iter().flatten().filter_map(Value::as_str);
         vec![
-            text_of(tool, "tool_name"),
-            text_of(tool, "operation"),
-            text_of(tool, "effect"),
+            owned_str_member(tool, "tool_name"),
+            owned_str_member(tool, "operation"),
+            owned_str_member(tool, "effect"),
             envs.collect::<Vec<_>>().join(" "),
         ]
     };
     let heads = ["NAME", "OPERATION", "EFFECT", "NEEDS"];
-    output.table(&heads, list("imported").iter().map(row).collect(), "nothing")?;
+    output.print_table(&heads, list("imported").iter().map(row).collect(), "nothing")?;
     for skipped in list("skipped") {
-        let (operation, reason) = (text_of(&skipped, "operation"), text_of(&skipped, "reason"));
-        output.line(&format!("left out: {}: {}", plain(&operation), plain(&reason)))?;
+        let (operation, reason) =
+            (owned_str_member(&skipped, "operation"), owned_str_member(&skipped, "reason"));
+        output.print_line(&format!(
+            "left out: {}: {}",
+            sanitize_line(&operation),
+            sanitize_line(&reason)
+        ))?;
     }
     Ok(())
 }
 
-fn text_of(value: &Value, name: &str) -> String {
-    text(value, name).to_owned()
+fn owned_str_member(value: &Value, name: &str) -> String {
+    str_member(value, name).to_owned()
 }
 
 /// Returns the project of the key, or `default` if there is more than one project or none.
-async fn own_project(client: &Client) -> Result<String, Failure> {
-    let projects = client.ask(Ask::get(&["projects"])).await?;
+async fn resolve_project(client: &ApiClient) -> Result<String, CommandFailure> {
+    let projects = client.request_json(ApiRequest::get(&["projects"])).await?;
     let ids: Vec<&str> =
-        projects.as_array().into_iter().flatten().map(|p| text(p, "project_id")).collect();
+        projects.as_array().into_iter().flatten().map(|p| str_member(p, "project_id")).collect();
     Ok(match ids.as_slice() {
         [only] => (*only).to_owned(),
         _ => "default".to_owned(),
     })
 }
 
-fn list(context: &Context, answer: &Value) -> Result<(), Failure> {
+fn list(context: &CommandContext, answer: &Value) -> Result<(), CommandFailure> {
     let output = context.output;
     if output.json {
-        return output.value(answer);
+        return output.print_json(answer);
     }
     let tools = answer["tools"].as_array().map(Vec::as_slice).unwrap_or_default();
     let row = |tool: &Value| {
         vec![
-            text(tool, "name").to_owned(),
-            text(tool, "source").to_owned(),
-            text(tool, "effect").to_owned(),
-            number(tool, "timeout_ms").map(duration).unwrap_or_default(),
-            first_sentence(text(tool, "description")),
+            str_member(tool, "name").to_owned(),
+            str_member(tool, "source").to_owned(),
+            str_member(tool, "effect").to_owned(),
+            u64_member(tool, "timeout_ms").map(format_duration).unwrap_or_default(),
+            first_sentence(str_member(tool, "description")),
         ]
     };
     let heads = ["NAME", "SOURCE", "EFFECT", "TIMEOUT", "DESCRIPTION"];
     let none = "no tools: none are registered, or your key may call none (toolcrib allow)";
-    output.table(&heads, tools.iter().map(row).collect(), none)
+    output.print_table(&heads, tools.iter().map(row).collect(), none)
 }
 
-fn show(context: &Context, tool: &Value) -> Result<(), Failure> {
+fn show(context: &CommandContext, tool: &Value) -> Result<(), CommandFailure> {
     let output = context.output;
     if output.json {
-        return output.value(tool);
+        return output.print_json(tool);
     }
-    let name = plain(text(tool, "name"));
-    output.line(&output.tone(&name, Tone::Strong))?;
-    output.line(&format!("  {}", plain(text(tool, "description"))))?;
+    let name = sanitize_line(str_member(tool, "name"));
+    output.print_line(&output.paint(&name, TextStyle::Bold))?;
+    output.print_line(&format!("  {}", sanitize_line(str_member(tool, "description"))))?;
     let facts = [
-        ("executor", text(tool, "executor").to_owned()),
-        ("effect", text(tool, "effect").to_owned()),
-        ("risk", text(tool, "risk").to_owned()),
-        ("timeout", number(tool, "timeout_ms").map(duration).unwrap_or_default()),
-        ("version", text(tool, "version").to_owned()),
+        ("executor", str_member(tool, "executor").to_owned()),
+        ("effect", str_member(tool, "effect").to_owned()),
+        ("risk", str_member(tool, "risk").to_owned()),
+        ("timeout", u64_member(tool, "timeout_ms").map(format_duration).unwrap_or_default()),
+        ("version", str_member(tool, "version").to_owned()),
     ];
     for (fact, value) in facts.iter().filter(|(_, value)| !value.is_empty()) {
-        output.line(&format!("  {fact:<10}{}", plain(value)))?;
+        output.print_line(&format!("  {fact:<10}{}", sanitize_line(value)))?;
     }
-    output.line("arguments")?;
-    output.line(&indented(&tool["schema"]))?;
+    output.print_line("arguments")?;
+    output.print_line(&pretty_json(&tool["schema"]))?;
     if !tool["output_schema"].is_null() {
-        output.line("result")?;
-        output.line(&indented(&tool["output_schema"]))?;
+        output.print_line("result")?;
+        output.print_line(&pretty_json(&tool["output_schema"]))?;
     }
     Ok(())
 }
 
 /// Returns a one-line summary of a description: its first sentence, at most 80 characters.
 fn first_sentence(description: &str) -> String {
-    let line = plain(description);
+    let line = sanitize_line(description);
     let end = line.find(". ").map_or(line.len(), |at| at + 1);
     let sentence = &line[..end];
     if sentence.chars().count() <= 80 {

@@ -12,20 +12,20 @@ use tokio_util::sync::CancellationToken;
 use toolcrib::call::Status;
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::utp::ToolStatus;
-use toolcrib::{Caller, Engine, Invocation};
+use toolcrib::{CallRequest, Caller, Engine};
 
-use super::failure::Failure;
-use super::{Context, Place};
-use crate::telemetry::Otlp;
-use crate::utp::link::Address;
-use crate::utp::{Answer, Host, Job, Link};
-use letters::ListArgs;
-use shelf::Shelf;
+use super::failure::CommandFailure;
+use super::{CommandContext, StorageArgs};
+use crate::telemetry::OtlpExporter;
+use crate::utp::link::NatsEndpoint;
+use crate::utp::{NatsConnection, ToolHost, ToolJob, ToolJobResult};
+use letters::DeadLetterListArgs;
+use shelf::UtpToolCatalogue;
 
 /// Retention of an ended call in this process.
-const KEPT_MS: u64 = 60_000;
+const RETENTION_MS: u64 = 60_000;
 /// Maximum time to send the last spans.
-const FLUSH: Duration = Duration::from_secs(2);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -48,13 +48,13 @@ enum UtpCommand {
 Examples:
   toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
   toolcrib --project shop utp serve --target crib --data-dir /var/lib/toolcrib")]
-    Serve(HostArgs),
+    Serve(UtpServeArgs),
     /// List the dead letters (messages that could not be processed), newest first
     #[command(after_help = "\
 Examples:
   toolcrib utp dead-letters
   toolcrib --json utp dead-letters --limit 1")]
-    DeadLetters(ListArgs),
+    DeadLetters(DeadLetterListArgs),
     /// Redrive a dead letter: a report is ingested as if it arrived now, any other message is
     /// published again
     #[command(after_help = "\
@@ -67,7 +67,7 @@ Examples:
 }
 
 #[derive(Debug, Args)]
-struct HostArgs {
+struct UtpServeArgs {
     /// The target in cmd.tool.TARGET.*
     #[arg(long, value_name = "NAME")]
     target: String,
@@ -75,10 +75,10 @@ struct HostArgs {
     #[arg(long, value_name = "URL")]
     nats: Option<String>,
     #[command(flatten)]
-    place: Place,
+    place: StorageArgs,
 }
 
-pub(super) async fn run(context: &Context, args: UtpArgs) -> Result<(), Failure> {
+pub(super) async fn run(context: &CommandContext, args: UtpArgs) -> Result<(), CommandFailure> {
     let args = match args.command {
         UtpCommand::Serve(args) => args,
         UtpCommand::DeadLetters(args) => return letters::list(context, args).await,
@@ -86,13 +86,13 @@ pub(super) async fn run(context: &Context, args: UtpArgs) -> Result<(), Failure>
     };
     if !toolcrib::utp::is_token(&args.target) {
         let message = format!("--target \"{}\" cannot be part of a NATS subject", args.target);
-        return Err(Failure::usage(message));
+        return Err(CommandFailure::usage(message));
     }
     let mut config = context.config(None, &args.place)?;
     crate::telemetry::start_logging(&config.log.level, config.log.format);
     config.nats.url = args.nats.or(config.nats.url);
-    let Some(address) = config.nats.address() else {
-        return Err(Failure::usage("name the NATS server: --nats nats://127.0.0.1:4222"));
+    let Some(address) = config.nats.endpoint() else {
+        return Err(CommandFailure::usage("name the NATS server: --nats nats://127.0.0.1:4222"));
     };
     let project = context.global.project.clone();
     Ok(serve(&config, &address, &args.target, project).await?)
@@ -100,90 +100,91 @@ pub(super) async fn run(context: &Context, args: UtpArgs) -> Result<(), Failure>
 
 async fn serve(
     config: &crate::config::Config,
-    address: &Address,
+    address: &NatsEndpoint,
     target: &str,
     project: Option<String>,
 ) -> anyhow::Result<()> {
-    crate::telemetry::metrics();
-    let otlp = Otlp::start(&config.telemetry).await?;
+    crate::telemetry::metrics_handle();
+    let otlp = OtlpExporter::start(&config.telemetry).await?;
     let mut builder = Engine::builder()
         .tools(crate::assemble::builtin_tools(config)?)
-        .source(Arc::new(crate::assemble::http_tools(config)?))
+        .source(Arc::new(crate::assemble::build_http_source(config)?))
         .limits(config.limits())
         // The sender of the command stores the outcome; this process needs it only until it is
         // reported.
-        .retention_ms(KEPT_MS);
+        .retention_ms(RETENTION_MS);
     if let Some(otlp) = &otlp {
         builder = builder.observer(otlp.clone());
     }
     let engine = builder.start().await?;
-    let link = Link::connect(address, "toolcrib utp serve").await?;
-    let shelf = Arc::new(Shelf::new(config.clone(), engine, project));
-    println!("serving cmd.tool.{target}.*: {}", shelf.names().await.join("  "));
-    let host = Host::over(link).named("tool.toolcrib").any(move |job| {
-        let shelf = shelf.clone();
-        async move {
-            match shelf.ready(&job).await {
-                Ok(caller) => run_tool(&shelf.engine, &caller, job).await,
-                Err(error) => refused(&job.tool_name, error),
+    let link = NatsConnection::connect(address, "toolcrib utp serve").await?;
+    let shelf = Arc::new(UtpToolCatalogue::new(config.clone(), engine, project));
+    println!("serving cmd.tool.{target}.*: {}", shelf.tool_names().await.join("  "));
+    let host =
+        ToolHost::with_connection(link).with_sender("tool.toolcrib").with_fallback(move |job| {
+            let shelf = shelf.clone();
+            async move {
+                match shelf.prepare_call(&job).await {
+                    Ok(caller) => run_tool(&shelf.engine, &caller, job).await,
+                    Err(error) => failed_result(&job.tool_name, error),
+                }
             }
-        }
-    });
+        });
     let stop = CancellationToken::new();
     let limit = Duration::from_millis(config.shutdown.drain_ms);
     let mut serving = std::pin::pin!(host.serve(target, stop.cancelled()));
     let ended = tokio::select! {
         ended = &mut serving => ended,
-        () = crate::serve::told_to_stop() => {
+        () = crate::serve::shutdown_signal() => {
             stop.cancel();
             // Commands that are not finished by then are redelivered to another service.
             tokio::time::timeout(limit, serving).await.unwrap_or(Ok(()))
         }
     };
     if let Some(otlp) = otlp {
-        let _ = tokio::task::spawn_blocking(move || otlp.stop(FLUSH)).await;
+        let _ = tokio::task::spawn_blocking(move || otlp.stop(FLUSH_TIMEOUT)).await;
     }
     ended
 }
 
 /// Runs a tool of this process for another system's call.
-async fn run_tool(engine: &Engine, caller: &Caller, job: Job) -> Answer {
+async fn run_tool(engine: &Engine, caller: &Caller, job: ToolJob) -> ToolJobResult {
     let name = job.tool_name.clone();
     let outcome = async {
-        let mut asked = Invocation::new(name.as_str(), &job.args.to_string())
+        let mut asked = CallRequest::new(name.as_str(), &job.args.to_string())
             .map_err(|error| Error::refused(Code::BadRequest, error.to_string()))?;
         asked.traceparent = Some(job.traceparent.clone());
-        asked.turn = Some(Box::new(job.route.clone()));
+        asked.route = Some(Box::new(job.route.clone()));
         let left_ms = job.deadline_ms.map(|at_ms| at_ms.saturating_sub(engine.now_ms()).max(1));
         asked.timeout_ms = left_ms;
         let ticket = engine.invoke(caller, asked).await?;
-        engine.finished(caller, &ticket.call.id).await
+        engine.wait_until_finished(caller, &ticket.call.id).await
     };
     let call = match outcome.await {
         Ok(call) => call,
-        Err(error) => return refused(&name, error),
+        Err(error) => return failed_result(&name, error),
     };
     let ended = call.outcome.as_ref();
-    let data = ended.and_then(|outcome| outcome.data.as_ref()).map(|data| data.value());
+    let data = ended.and_then(|outcome| outcome.data.as_ref()).map(|data| data.to_value());
     match ended.and_then(|outcome| outcome.error.clone()) {
-        None => Answer::success(data.unwrap_or(json!(null))),
+        None => ToolJobResult::success(data.unwrap_or(json!(null))),
         Some(fault) => {
             let status = match call.status {
                 Status::Timeout => ToolStatus::Timeout,
                 Status::Canceled => ToolStatus::Canceled,
                 _ => ToolStatus::Failed,
             };
-            Answer { status, ..Answer::failed(fault) }
+            ToolJobResult { status, ..ToolJobResult::failed(fault) }
         }
     }
 }
 
-fn refused(tool: &str, error: Error) -> Answer {
+fn failed_result(tool: &str, error: Error) -> ToolJobResult {
     match error {
-        Error::Refused { fault, .. } => Answer::failed(fault),
+        Error::Refused { fault, .. } => ToolJobResult::failed(fault),
         Error::Internal(error) => {
             tracing::error!(%error, tool, "internal error");
-            Answer::failed(Fault::new(Code::Internal, "internal error"))
+            ToolJobResult::failed(Fault::new(Code::Internal, "internal error"))
         }
     }
 }

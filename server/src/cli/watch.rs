@@ -9,16 +9,16 @@ use clap::Args;
 use reqwest::Response;
 use serde_json::Value;
 
-use super::Context;
-use super::client::Client;
-use super::failure::{Failure, exit};
-use super::output::{Tone, clock, number, plain, text};
-use crate::sse::{Message, Parser};
+use super::CommandContext;
+use super::client::ApiClient;
+use super::failure::{CommandFailure, exit};
+use super::output::{TextStyle, format_clock_time, sanitize_line, str_member, u64_member};
+use crate::sse::{SseEvent, SseParser};
 
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
+const MAX_BACKOFF: Duration = Duration::from_secs(10);
 /// Late reports follow the end of a call; those already stored arrive within this time.
-const AFTER_THE_END: Duration = Duration::from_millis(300);
+const LATE_EVENT_WAIT: Duration = Duration::from_millis(300);
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -32,148 +32,159 @@ pub struct WatchArgs {
     run: Option<String>,
 }
 
-pub async fn run(context: &Context, args: WatchArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: WatchArgs) -> Result<(), CommandFailure> {
     let client = context.client()?;
     let path = match &args.run {
         Some(run) => vec!["v1", "runs", run.as_str(), "events"],
         None => vec!["v1", "events"],
     };
     let watched = format!("watching {} (Ctrl-C to stop)", client.server());
-    Watching { context, client, path, last: None, until_end: false }.run(Some(&watched)).await
+    EventWatcher { context, client, path, last_event_id: None, stops_at_call_end: false }
+        .run(Some(&watched))
+        .await
 }
 
 /// Prints all events of one call up to its end.
-pub async fn call_events(context: &Context, id: &str) -> Result<(), Failure> {
+pub async fn call_events(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
     let client = context.client()?;
     let path = vec!["v1", "tool_calls", id, "events"];
-    Watching { context, client, path, last: None, until_end: true }.run(None).await
+    EventWatcher { context, client, path, last_event_id: None, stops_at_call_end: true }
+        .run(None)
+        .await
 }
 
-struct Watching<'a> {
-    context: &'a Context,
-    client: Client,
+struct EventWatcher<'a> {
+    context: &'a CommandContext,
+    client: ApiClient,
     path: Vec<&'a str>,
-    last: Option<String>,
+    last_event_id: Option<String>,
     /// True if watching stops at the end of the call.
-    until_end: bool,
+    stops_at_call_end: bool,
 }
 
 /// The reason why reading a stream stopped.
-enum Stop {
+enum StreamEnd {
     /// The call has ended.
-    End,
+    CallEnded,
     /// The server closed the stream cleanly.
     Closed,
     /// The connection broke.
     Lost,
 }
 
-impl Watching<'_> {
-    async fn run(mut self, begin: Option<&str>) -> Result<(), Failure> {
+impl EventWatcher<'_> {
+    async fn run(mut self, begin: Option<&str>) -> Result<(), CommandFailure> {
         let output = self.context.output;
         // The first attempt is not retried: an unreachable server is probably a wrong URL.
-        let mut stream = self.client.stream(&self.path, None).await?;
+        let mut stream = self.client.open_event_stream(&self.path, None).await?;
         if let Some(begin) = begin {
-            output.note(begin);
+            output.print_note(begin);
         }
         loop {
-            let seen = self.last.clone();
-            match self.follow(stream).await? {
-                Stop::End => return Ok(()),
+            let seen = self.last_event_id.clone();
+            match self.read_stream(stream).await? {
+                StreamEnd::CallEnded => return Ok(()),
                 // A stream that closes cleanly without a new event has no more events.
-                Stop::Closed if self.until_end && seen == self.last => return Ok(()),
-                Stop::Closed | Stop::Lost => output.note("stream lost; connecting again"),
+                StreamEnd::Closed if self.stops_at_call_end && seen == self.last_event_id => {
+                    return Ok(());
+                }
+                StreamEnd::Closed | StreamEnd::Lost => {
+                    output.print_note("stream lost; connecting again")
+                }
             }
             stream = self.reconnect().await?;
-            output.note("connected again");
+            output.print_note("connected again");
         }
     }
 
-    async fn reconnect(&self) -> Result<Response, Failure> {
-        let mut pause = FIRST_PAUSE;
+    async fn reconnect(&self) -> Result<Response, CommandFailure> {
+        let mut pause = INITIAL_BACKOFF;
         loop {
             tokio::time::sleep(pause).await;
-            match self.client.stream(&self.path, self.last.as_deref()).await {
+            match self.client.open_event_stream(&self.path, self.last_event_id.as_deref()).await {
                 Ok(stream) => return Ok(stream),
                 Err(failure) if failure.exit == exit::UNREACHABLE || failure.retryable => {
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    pause = (pause * 2).min(MAX_BACKOFF);
                 }
                 Err(failure) => return Err(failure),
             }
         }
     }
 
-    async fn follow(&mut self, mut stream: Response) -> Result<Stop, Failure> {
-        let mut parser = Parser::default();
+    async fn read_stream(&mut self, mut stream: Response) -> Result<StreamEnd, CommandFailure> {
+        let mut parser = SseParser::default();
         let mut ended = false;
         loop {
             let chunk = if ended {
-                match tokio::time::timeout(AFTER_THE_END, stream.chunk()).await {
+                match tokio::time::timeout(LATE_EVENT_WAIT, stream.chunk()).await {
                     Ok(chunk) => chunk,
-                    Err(_) => return Ok(Stop::End),
+                    Err(_) => return Ok(StreamEnd::CallEnded),
                 }
             } else {
                 stream.chunk().await
             };
             let messages = match chunk {
-                _ if ended && !matches!(chunk, Ok(Some(_))) => return Ok(Stop::End),
+                _ if ended && !matches!(chunk, Ok(Some(_))) => return Ok(StreamEnd::CallEnded),
                 Ok(Some(bytes)) => parser.push(&bytes).map_err(|_| {
                     let message = "the server sends an event without an end";
-                    Failure::new(exit::FAILURE, "NOT_SSE", message)
+                    CommandFailure::new(exit::FAILURE, "NOT_SSE", message)
                 })?,
-                Ok(None) => return Ok(Stop::Closed),
-                Err(_) => return Ok(Stop::Lost),
+                Ok(None) => return Ok(StreamEnd::Closed),
+                Err(_) => return Ok(StreamEnd::Lost),
             };
             for message in messages {
-                ended |= self.until_end && is_end(&message);
-                self.show(&message)?;
+                ended |= self.stops_at_call_end && is_call_end(&message);
+                self.print_event(&message)?;
             }
-            self.last = parser.last_id().map(str::to_owned).or(self.last.take());
+            self.last_event_id = parser.last_id().map(str::to_owned).or(self.last_event_id.take());
         }
     }
 
-    fn show(&self, message: &Message) -> Result<(), Failure> {
-        let event = message.value();
+    fn print_event(&self, message: &SseEvent) -> Result<(), CommandFailure> {
+        let event = message.to_json();
         let output = self.context.output;
         if output.json {
-            return output.value_line(&event);
+            return output.print_json_line(&event);
         }
-        let kind = text(&event, "type");
+        let kind = str_member(&event, "type");
         let word = kind.strip_prefix("tool.call.").unwrap_or(kind);
-        let word = output.tone(&format!("{:<10}", plain(word)), tone(word));
-        let at = number(&event, "at_ms").map(clock).unwrap_or_default();
-        let at = output.tone(&at, Tone::Quiet);
-        let id = plain(text(&event, "tool_call_id"));
-        let attempt = number(&event, "attempt").unwrap_or_default();
-        let tool = plain(text(&event, "tool"));
-        let line = format!("{at}  {word}  {tool:<20}  {id}  attempt {attempt}{}", facts(&event));
-        output.line(line.trim_end())
+        let word = output.paint(&format!("{:<10}", sanitize_line(word)), event_style(word));
+        let at = u64_member(&event, "at_ms").map(format_clock_time).unwrap_or_default();
+        let at = output.paint(&at, TextStyle::Dim);
+        let id = sanitize_line(str_member(&event, "tool_call_id"));
+        let attempt = u64_member(&event, "attempt").unwrap_or_default();
+        let tool = sanitize_line(str_member(&event, "tool"));
+        let line = format!(
+            "{at}  {word}  {tool:<20}  {id}  attempt {attempt}{}",
+            format_other_fields(&event)
+        );
+        output.print_line(line.trim_end())
     }
 }
 
-fn is_end(message: &Message) -> bool {
-    let event = message.value();
-    let kind = text(&event, "type");
+fn is_call_end(message: &SseEvent) -> bool {
+    let event = message.to_json();
+    let kind = str_member(&event, "type");
     let word = kind.strip_prefix("tool.call.").unwrap_or_default();
     matches!(word, "finished" | "failed" | "timeout" | "canceled")
 }
 
-fn tone(word: &str) -> Tone {
+fn event_style(word: &str) -> TextStyle {
     match word {
-        "finished" => Tone::Good,
-        "failed" | "timeout" => Tone::Bad,
-        "canceled" | "retrying" | "fallback" | "recovered" | "late" => Tone::Doubtful,
-        _ => Tone::Strong,
+        "finished" => TextStyle::Success,
+        "failed" | "timeout" => TextStyle::Error,
+        "canceled" | "retrying" | "fallback" | "recovered" | "late" => TextStyle::Warning,
+        _ => TextStyle::Bold,
     }
 }
 
 /// Formats the other fields of the event, shortened.
-fn facts(event: &Value) -> String {
+fn format_other_fields(event: &Value) -> String {
     // The run id and the caller's call id are for programs; the line is long enough without them.
     const SAID: [&str; 8] =
         ["number", "type", "tool_call_id", "run_id", "call_id", "at_ms", "attempt", "tool"];
     let Some(members) = event.as_object() else {
-        return format!("  {}", plain(&event.to_string()));
+        return format!("  {}", sanitize_line(&event.to_string()));
     };
     let mut text = String::new();
     for (name, value) in members {
@@ -181,15 +192,15 @@ fn facts(event: &Value) -> String {
             continue;
         }
         let shown = match value {
-            Value::String(word) => plain(word),
+            Value::String(word) => sanitize_line(word),
             Value::Object(error) if error.contains_key("message") => {
                 let part = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default();
-                plain(&format!("{}: {}", part("code"), part("message")))
+                sanitize_line(&format!("{}: {}", part("code"), part("message")))
             }
-            other => plain(&other.to_string()),
+            other => sanitize_line(&other.to_string()),
         };
         let short: String = shown.chars().take(120).collect();
-        text.push_str(&format!("  {}={short}", plain(name)));
+        text.push_str(&format!("  {}={short}", sanitize_line(name)));
     }
     text
 }
@@ -203,18 +214,18 @@ mod tests {
     fn an_event_is_one_harmless_line() {
         let event = json!({"number": 1, "type": "tool.call.failed", "tool_name": "a\u{1b}b\n",
             "error": {"code": "TIMEOUT", "message": "m"}, "next_ms": 5, "gone": null});
-        let line = facts(&event);
+        let line = format_other_fields(&event);
         assert!(line.contains("tool_name=a\u{fffd}b "), "{line}");
         assert!(line.contains("error=TIMEOUT: m") && line.contains("next_ms=5"), "{line}");
         assert!(!line.contains('\n') && !line.contains("gone"), "{line}");
-        assert_eq!(facts(&json!("x")), "  \"x\"");
+        assert_eq!(format_other_fields(&json!("x")), "  \"x\"");
     }
 
     #[test]
     fn the_end_of_a_call_is_recognised() {
-        let message = |data: &str| Message { id: None, data: data.to_owned() };
-        assert!(is_end(&message(r#"{"type":"tool.call.finished"}"#)));
-        assert!(!is_end(&message(r#"{"type":"tool.call.late"}"#)));
-        assert!(!is_end(&message("nonsense")));
+        let message = |data: &str| SseEvent { id: None, data: data.to_owned() };
+        assert!(is_call_end(&message(r#"{"type":"tool.call.finished"}"#)));
+        assert!(!is_call_end(&message(r#"{"type":"tool.call.late"}"#)));
+        assert!(!is_call_end(&message("nonsense")));
     }
 }

@@ -4,11 +4,13 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::Context;
-use super::client::Ask;
-use super::failure::Failure;
-use super::output::{age, duration, moment, now_ms, number, plain, text};
-use crate::webhooks::new_key;
+use super::CommandContext;
+use super::client::ApiRequest;
+use super::failure::CommandFailure;
+use super::output::{
+    format_age, format_duration, format_local_time, now_ms, sanitize_line, str_member, u64_member,
+};
+use crate::webhooks::encode_key;
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -19,11 +21,11 @@ Examples:
   toolcrib webhooks repeat tc_01K…")]
 pub struct WebhooksArgs {
     #[command(subcommand)]
-    verb: Verb,
+    verb: WebhooksCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
+enum WebhooksCommand {
     /// List deliveries, or show every attempt of one
     Deliveries {
         /// The ticket, tc_…
@@ -47,96 +49,100 @@ enum Verb {
     Key,
 }
 
-pub async fn run(context: &Context, args: WebhooksArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: WebhooksArgs) -> Result<(), CommandFailure> {
     match args.verb {
-        Verb::Deliveries { id: Some(id), .. } => tries(context, &id).await,
-        Verb::Deliveries { status, limit, cursor, .. } => {
-            let ask = Ask::get(&["v1", "deliveries"])
+        WebhooksCommand::Deliveries { id: Some(id), .. } => show_delivery(context, &id).await,
+        WebhooksCommand::Deliveries { status, limit, cursor, .. } => {
+            let ask = ApiRequest::get(&["v1", "deliveries"])
                 .query("status", status)
                 .query("limit", limit)
                 .query("cursor", cursor);
             list(context, ask).await
         }
-        Verb::Repeat { id } => repeat(context, &id).await,
-        Verb::Key => {
+        WebhooksCommand::Repeat { id } => repeat(context, &id).await,
+        WebhooksCommand::Key => {
             // A generated secret has more than 256 random bits; its digest is a key of 32 bytes.
-            let random: [u8; 32] = Sha256::digest(crate::auth::new_secret()).into();
-            context.output.line(&new_key(&random))
+            let random: [u8; 32] = Sha256::digest(crate::auth::generate_secret()).into();
+            context.output.print_line(&encode_key(&random))
         }
     }
 }
 
-async fn list(context: &Context, ask: Ask<'_>) -> Result<(), Failure> {
-    let answer = context.client()?.ask(ask).await?;
+async fn list(context: &CommandContext, ask: ApiRequest<'_>) -> Result<(), CommandFailure> {
+    let answer = context.client()?.request_json(ask).await?;
     let output = context.output;
     if output.json {
-        return output.value(&answer);
+        return output.print_json(&answer);
     }
     let row = |delivery: &Value| {
         vec![
-            text(delivery, "status").to_owned(),
-            number(delivery, "tries").map(|n| n.to_string()).unwrap_or_default(),
-            number(delivery, "next_try_at_ms").map(from_now).unwrap_or_default(),
-            text(delivery, "url").to_owned(),
-            text(delivery, "last_error").to_owned(),
-            text(delivery, "tool_call_id").to_owned(),
+            str_member(delivery, "status").to_owned(),
+            u64_member(delivery, "tries").map(|n| n.to_string()).unwrap_or_default(),
+            u64_member(delivery, "next_try_at_ms").map(format_time_until).unwrap_or_default(),
+            str_member(delivery, "url").to_owned(),
+            str_member(delivery, "last_error").to_owned(),
+            str_member(delivery, "tool_call_id").to_owned(),
         ]
     };
     let heads = ["STATUS", "TRIES", "NEXT", "URL", "LAST ERROR", "ID"];
-    output.table(&heads, members(&answer, "deliveries").iter().map(row).collect(), "none")?;
+    output.print_table(
+        &heads,
+        array_member(&answer, "deliveries").iter().map(row).collect(),
+        "none",
+    )?;
     if let Some(cursor) = answer["next_cursor"].as_str() {
-        output.note(&format!("there are more: --cursor {}", plain(cursor)));
+        output.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
     }
     Ok(())
 }
 
-fn from_now(at_ms: u64) -> String {
+fn format_time_until(at_ms: u64) -> String {
     match at_ms.saturating_sub(now_ms()) {
         0 => "now".to_owned(),
-        ms => format!("in {}", age(ms)),
+        ms => format!("in {}", format_age(ms)),
     }
 }
 
-async fn tries(context: &Context, id: &str) -> Result<(), Failure> {
-    let ask = Ask::get(&["v1", "tool_calls", id, "deliveries"]);
-    let answer = context.client()?.ask(ask).await?;
+async fn show_delivery(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
+    let ask = ApiRequest::get(&["v1", "tool_calls", id, "deliveries"]);
+    let answer = context.client()?.request_json(ask).await?;
     let output = context.output;
     if output.json {
-        return output.value(&answer);
+        return output.print_json(&answer);
     }
-    let Some(delivery) = members(&answer, "deliveries").first() else {
-        output.note("this call was made without a callback_url");
+    let Some(delivery) = array_member(&answer, "deliveries").first() else {
+        output.print_note("this call was made without a callback_url");
         return Ok(());
     };
-    let part = |member| plain(text(delivery, member));
-    output.note(&format!("{} to {}: {}", part("webhook_id"), part("url"), part("status")));
-    if let Some(at_ms) = number(delivery, "next_try_at_ms") {
-        output.note(&format!("next try {}", from_now(at_ms)));
+    let part = |member| sanitize_line(str_member(delivery, member));
+    output.print_note(&format!("{} to {}: {}", part("webhook_id"), part("url"), part("status")));
+    if let Some(at_ms) = u64_member(delivery, "next_try_at_ms") {
+        output.print_note(&format!("next try {}", format_time_until(at_ms)));
     }
     let row = |tried: &Value| {
         vec![
-            number(tried, "number").map(|n| n.to_string()).unwrap_or_default(),
-            number(tried, "at_ms").map(moment).unwrap_or_default(),
-            number(tried, "duration_ms").map(duration).unwrap_or_default(),
-            number(tried, "status_code").map(|code| code.to_string()).unwrap_or_default(),
-            text(tried, "error").to_owned(),
+            u64_member(tried, "number").map(|n| n.to_string()).unwrap_or_default(),
+            u64_member(tried, "at_ms").map(format_local_time).unwrap_or_default(),
+            u64_member(tried, "duration_ms").map(format_duration).unwrap_or_default(),
+            u64_member(tried, "status_code").map(|code| code.to_string()).unwrap_or_default(),
+            str_member(tried, "error").to_owned(),
         ]
     };
-    let rows = members(delivery, "log").iter().map(row).collect();
-    output.table(&["TRY", "TIME", "TOOK", "ANSWER", "ERROR"], rows, "not tried yet")
+    let rows = array_member(delivery, "log").iter().map(row).collect();
+    output.print_table(&["TRY", "TIME", "TOOK", "ANSWER", "ERROR"], rows, "not tried yet")
 }
 
-async fn repeat(context: &Context, id: &str) -> Result<(), Failure> {
-    let ask = Ask::post(&["v1", "tool_calls", id, "deliveries", "repeat"], json!({}));
-    let answer = context.client()?.ask(ask).await?;
+async fn repeat(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
+    let ask = ApiRequest::post(&["v1", "tool_calls", id, "deliveries", "repeat"], json!({}));
+    let answer = context.client()?.request_json(ask).await?;
     if context.output.json {
-        return context.output.value(&answer);
+        return context.output.print_json(&answer);
     }
-    let url = plain(text(&answer, "url"));
-    context.output.note(&format!("{} is delivered to {url} again", plain(id)));
+    let url = sanitize_line(str_member(&answer, "url"));
+    context.output.print_note(&format!("{} is delivered to {url} again", sanitize_line(id)));
     Ok(())
 }
 
-fn members<'v>(value: &'v Value, name: &str) -> &'v [Value] {
+fn array_member<'v>(value: &'v Value, name: &str) -> &'v [Value] {
     value[name].as_array().map(Vec::as_slice).unwrap_or_default()
 }

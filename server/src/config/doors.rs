@@ -8,15 +8,17 @@ use crate::doors::mcp;
 /// Transports: the interfaces that callers use.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct DoorSettings {
+#[schemars(rename = "DoorSettings")]
+pub struct TransportSettings {
     /// The MCP endpoint.
-    pub mcp: McpSettings,
+    pub mcp: McpEndpointSettings,
 }
 
 /// The MCP endpoint.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct McpSettings {
+#[schemars(rename = "McpSettings")]
+pub struct McpEndpointSettings {
     /// Serves `/mcp`.
     pub enabled: bool,
     /// Time an MCP client that supports tasks waits for a result before it receives a task.
@@ -42,15 +44,15 @@ pub struct McpSettings {
     pub allowed_hosts: Vec<String>,
 }
 
-impl Default for McpSettings {
+impl Default for McpEndpointSettings {
     fn default() -> Self {
-        let settings = mcp::Settings::default();
+        let settings = mcp::McpTransportSettings::default();
         Self {
             enabled: true,
             task_after_ms: settings.task_after_ms,
             wait_ms: settings.wait_ms,
             page_size: settings.page_size,
-            catalogue_over: settings.catalogue_over,
+            catalogue_over: settings.catalogue_threshold,
             result_tokens: settings.result_tokens,
             ttl_ms: settings.ttl_ms,
             max_sessions: settings.max_sessions,

@@ -8,33 +8,33 @@ use toolcrib_store::PostgresStore;
 use super::{Config, ConfigError, StoreSettings};
 
 /// The database that stores calls. Does not implement `Debug`, because a URL may hold a password.
-pub enum Kept {
+pub enum StoreLocation {
     /// A SQLite file.
-    File(PathBuf),
+    Sqlite(PathBuf),
     /// The URL of a PostgreSQL database.
     Postgres(String),
 }
 
-impl Kept {
+impl StoreLocation {
     /// Returns the location for display, without user and password.
-    pub fn shown(&self) -> String {
+    pub fn redacted(&self) -> String {
         match self {
-            Self::File(path) => path.display().to_string(),
-            Self::Postgres(url) => shown(url),
+            Self::Sqlite(path) => path.display().to_string(),
+            Self::Postgres(url) => redact_url(url),
         }
     }
 
     /// Returns true if the database may already exist, so that reading it would not create it.
-    pub fn may_be_there(&self) -> bool {
+    pub fn may_exist(&self) -> bool {
         match self {
-            Self::File(path) => path.exists(),
+            Self::Sqlite(path) => path.exists(),
             Self::Postgres(_) => true,
         }
     }
 }
 
 /// Returns the host and database of a URL, without credentials.
-fn shown(url: &str) -> String {
+fn redact_url(url: &str) -> String {
     let (_, rest) = url.split_once("://").unwrap_or_default();
     let rest = rest.split(['?', '#']).next().unwrap_or_default();
     let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
@@ -45,23 +45,24 @@ fn shown(url: &str) -> String {
 impl fmt::Debug for StoreSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let url = self.url.as_deref();
-        let url = url.map(|url| if PostgresStore::is_url(url) { shown(url) } else { url.into() });
+        let url =
+            url.map(|url| if PostgresStore::is_url(url) { redact_url(url) } else { url.into() });
         f.debug_struct("StoreSettings").field("url", &url).finish()
     }
 }
 
 impl Config {
     /// Returns the location of the store. Default: a SQLite file in the data directory.
-    pub fn kept(&self) -> Result<Kept, ConfigError> {
+    pub fn store_location(&self) -> Result<StoreLocation, ConfigError> {
         let Some(url) = &self.store.url else {
-            return Ok(Kept::File(self.data_dir.join("toolcrib.db")));
+            return Ok(StoreLocation::Sqlite(self.data_dir.join("toolcrib.db")));
         };
         if PostgresStore::is_url(url) {
-            return Ok(Kept::Postgres(url.clone()));
+            return Ok(StoreLocation::Postgres(url.clone()));
         }
         let path = url.strip_prefix("sqlite:").map(|rest| rest.strip_prefix("//").unwrap_or(rest));
         match path {
-            Some(path) if !path.is_empty() => Ok(Kept::File(PathBuf::from(path))),
+            Some(path) if !path.is_empty() => Ok(StoreLocation::Sqlite(PathBuf::from(path))),
             // The URL of another database may hold a password, so the message shows only its
             // scheme.
             _ => Err(ConfigError::invalid(
@@ -78,7 +79,7 @@ impl Config {
 
 #[cfg(test)]
 mod tests {
-    use super::shown;
+    use super::redact_url;
 
     #[test]
     fn neither_user_nor_password_is_shown() {
@@ -87,8 +88,8 @@ mod tests {
             "postgresql://u:p%40@h:5432/crib?sslmode=disable",
             "postgres://u:p@ss@h:5432/crib",
         ] {
-            assert_eq!(shown(url), "postgres://h:5432/crib");
+            assert_eq!(redact_url(url), "postgres://h:5432/crib");
         }
-        assert_eq!(shown("postgres://h/crib?password=p"), "postgres://h/crib");
+        assert_eq!(redact_url("postgres://h/crib?password=p"), "postgres://h/crib");
     }
 }

@@ -16,12 +16,12 @@ const PREFIX: &str = "TOOLCRIB_";
 
 /// Variables with the `TOOLCRIB_` prefix that are not settings: they configure the command line and
 /// logging.
-const NOT_SETTINGS: [&str; 5] =
+const RESERVED_VARIABLES: [&str; 5] =
     ["TOOLCRIB_SERVER", "TOOLCRIB_KEY", "TOOLCRIB_CONFIG", "TOOLCRIB_LOG", "TOOLCRIB_QUIET"];
 
 /// Prefixes of variables that are not settings. `TOOLCRIB_WEBHOOK_` variables hold signing keys;
 /// Kubernetes sets the last two for a service named `toolcrib`.
-const NOT_SETTINGS_BEGIN: [&str; 5] = [
+const RESERVED_PREFIXES: [&str; 5] = [
     "TOOLCRIB_TEST_",
     "TOOLCRIB_BENCH_",
     "TOOLCRIB_WEBHOOK_",
@@ -69,15 +69,15 @@ fn did_you_mean(nearest: Option<&str>) -> String {
 }
 
 /// Builds the configuration from the file (if any), the environment and the defaults.
-pub(super) fn read(
+pub(super) fn read_layers(
     file: Option<&Path>,
     environment: impl Iterator<Item = (OsString, OsString)>,
 ) -> Result<Config, ConfigError> {
     let mut all = match file {
-        Some(path) => from_file(path)?,
+        Some(path) => read_file(path)?,
         None => Map::new(),
     };
-    let mut variables: Vec<_> = environment.filter_map(setting).collect();
+    let mut variables: Vec<_> = environment.filter_map(as_setting_variable).collect();
     // Sorted, so that the same environment always produces the same first error.
     variables.sort();
     for (name, value) in variables {
@@ -86,7 +86,7 @@ pub(super) fn read(
         };
         // Many compose files unset a variable with `TOOLCRIB_LISTEN=`.
         if !text.is_empty() {
-            lay_over(&mut all, from_variable(&name, text)?);
+            merge(&mut all, read_variable(&name, text)?);
         }
     }
     let config: Config = serde_json::from_value(Value::Object(all))
@@ -95,15 +95,15 @@ pub(super) fn read(
 }
 
 /// Returns the variable if it is a Toolcrib setting.
-fn setting((name, value): (OsString, OsString)) -> Option<(String, OsString)> {
+fn as_setting_variable((name, value): (OsString, OsString)) -> Option<(String, OsString)> {
     let name = name.into_string().ok()?;
     let ours = name.starts_with(PREFIX)
-        && !NOT_SETTINGS.contains(&name.as_str())
-        && !NOT_SETTINGS_BEGIN.iter().any(|begin| name.starts_with(begin));
+        && !RESERVED_VARIABLES.contains(&name.as_str())
+        && !RESERVED_PREFIXES.iter().any(|begin| name.starts_with(begin));
     ours.then_some((name, value))
 }
 
-fn from_file(path: &Path) -> Result<Map<String, Value>, ConfigError> {
+fn read_file(path: &Path) -> Result<Map<String, Value>, ConfigError> {
     let file = path.display().to_string();
     let text = std::fs::read_to_string(path)
         .map_err(|source| ConfigError::Unreadable { file: file.clone(), source })?;
@@ -116,9 +116,10 @@ fn from_file(path: &Path) -> Result<Map<String, Value>, ConfigError> {
         ConfigError::NotToml { file: file.clone(), cause: cause.trim().to_owned() }
     })?;
     let tree: Map<String, Value> =
-        parsed.into_iter().map(|(key, value)| (key, plain(value))).collect();
+        parsed.into_iter().map(|(key, value)| (key, to_json(value))).collect();
     let tree = Value::Object(tree);
-    Place { origin: &file, path: Vec::new(), variable: false }.check(schema(), &tree)?;
+    SettingLocation { origin: &file, path: Vec::new(), from_environment: false }
+        .check_value(schema(), &tree)?;
     match tree {
         Value::Object(tree) => Ok(tree),
         _ => Ok(Map::new()),
@@ -127,21 +128,22 @@ fn from_file(path: &Path) -> Result<Map<String, Value>, ConfigError> {
 
 /// Converts `TOOLCRIB_A__B=v` to the tree `{a: {b: v}}`, with `v` parsed as the type of the
 /// setting.
-fn from_variable(name: &str, text: &str) -> Result<Map<String, Value>, ConfigError> {
+fn read_variable(name: &str, text: &str) -> Result<Map<String, Value>, ConfigError> {
     let path: Vec<String> = name
         .strip_prefix(PREFIX)
         .unwrap_or(name)
         .split("__")
         .map(str::to_ascii_lowercase)
         .collect();
-    let mut place = Place { origin: "environment", path: Vec::new(), variable: true };
+    let mut place =
+        SettingLocation { origin: "environment", path: Vec::new(), from_environment: true };
     let mut here = schema();
     for part in &path {
         place.path.push(part.clone());
-        here = member(here, part).ok_or_else(|| place.unknown(schema()))?;
+        here = member_schema(here, part).ok_or_else(|| place.unknown_key_error(schema()))?;
     }
-    let value = read_text(here, text);
-    place.check(here, &value)?;
+    let value = parse_text(here, text);
+    place.check_value(here, &value)?;
     let nested = path.into_iter().rev().fold(value, |inner, part| {
         let mut outer = Map::new();
         outer.insert(part, inner);
@@ -155,9 +157,9 @@ fn from_variable(name: &str, text: &str) -> Result<Map<String, Value>, ConfigErr
 
 /// Parses text from the environment as the expected type. Text that cannot be parsed remains a
 /// string, and the check reports it.
-fn read_text(schema: &Value, text: &str) -> Value {
+fn parse_text(schema: &Value, text: &str) -> Value {
     let as_text = || Value::String(text.to_owned());
-    match kind(schema) {
+    match expected_type(schema) {
         "boolean" => match text.to_ascii_lowercase().as_str() {
             "true" | "1" | "yes" | "on" => Value::Bool(true),
             "false" | "0" | "no" | "off" => Value::Bool(false),
@@ -175,10 +177,10 @@ fn read_text(schema: &Value, text: &str) -> Value {
 }
 
 /// Merges one tree into another: tables are joined, everything else is replaced.
-fn lay_over(base: &mut Map<String, Value>, over: Map<String, Value>) {
+fn merge(base: &mut Map<String, Value>, over: Map<String, Value>) {
     for (key, value) in over {
         match (base.get_mut(&key), value) {
-            (Some(Value::Object(below)), Value::Object(above)) => lay_over(below, above),
+            (Some(Value::Object(below)), Value::Object(above)) => merge(below, above),
             (_, value) => {
                 base.insert(key, value);
             }
@@ -186,7 +188,7 @@ fn lay_over(base: &mut Map<String, Value>, over: Map<String, Value>) {
     }
 }
 
-fn plain(given: Given) -> Value {
+fn to_json(given: Given) -> Value {
     match given.kind {
         ValueKind::Nil => Value::Null,
         ValueKind::Boolean(value) => value.into(),
@@ -196,9 +198,9 @@ fn plain(given: Given) -> Value {
         ValueKind::U128(value) => value.to_string().into(),
         ValueKind::Float(value) => value.into(),
         ValueKind::String(value) => value.into(),
-        ValueKind::Array(items) => items.into_iter().map(plain).collect(),
+        ValueKind::Array(items) => items.into_iter().map(to_json).collect(),
         ValueKind::Table(table) => {
-            Value::Object(table.into_iter().map(|(key, value)| (key, plain(value))).collect())
+            Value::Object(table.into_iter().map(|(key, value)| (key, to_json(value))).collect())
         }
     }
 }
@@ -215,15 +217,15 @@ pub(super) fn schema() -> &'static Value {
 }
 
 /// Returns the schema of an optional setting's value, without the `null` alternative.
-fn present(schema: &Value) -> &Value {
+fn unwrap_optional(schema: &Value) -> &Value {
     let parts = schema.get("anyOf").and_then(Value::as_array);
     let not_null = |part: &&Value| part.get("type").is_none_or(|kind| kind != "null");
     parts.and_then(|parts| parts.iter().find(not_null)).unwrap_or(schema)
 }
 
 /// Returns the expected type, or "" if any type is allowed.
-fn kind(schema: &Value) -> &str {
-    match present(schema).get("type") {
+fn expected_type(schema: &Value) -> &str {
+    match unwrap_optional(schema).get("type") {
         Some(Value::String(kind)) => kind,
         Some(Value::Array(kinds)) => {
             kinds.iter().filter_map(Value::as_str).find(|kind| *kind != "null").unwrap_or("")
@@ -233,8 +235,8 @@ fn kind(schema: &Value) -> &str {
 }
 
 /// Returns the schema of a table's member, or `None` if there is no such setting.
-fn member<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
-    let schema = present(schema);
+fn member_schema<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
+    let schema = unwrap_optional(schema);
     if let Some(member) = schema.get("properties").and_then(|properties| properties.get(name)) {
         return Some(member);
     }
@@ -242,39 +244,39 @@ fn member<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
 }
 
 /// The location of a value: its layer and its path.
-struct Place<'o> {
+struct SettingLocation<'o> {
     origin: &'o str,
     path: Vec<String>,
-    variable: bool,
+    from_environment: bool,
 }
 
-impl Place<'_> {
-    fn check(&mut self, schema: &Value, value: &Value) -> Result<(), ConfigError> {
-        let wanted = kind(schema);
+impl SettingLocation<'_> {
+    fn check_value(&mut self, schema: &Value, value: &Value) -> Result<(), ConfigError> {
+        let wanted = expected_type(schema);
         let fits = match wanted {
-            "string" => value.is_string() && self.is_word(schema, value),
+            "string" => value.is_string() && self.is_allowed_value(schema, value),
             "boolean" => value.is_boolean(),
             "integer" => fits_integer(schema, value),
             "number" => value.is_number(),
             "array" => value.is_array(),
             "object" => value.is_object(),
-            _ => self.is_word(schema, value),
+            _ => self.is_allowed_value(schema, value),
         };
         if !fits {
             return Err(ConfigError::WrongType {
-                key: self.key(&self.path),
+                key: self.format_key(&self.path),
                 origin: self.origin.to_owned(),
-                expected: expected(schema),
-                given: shown(value),
+                expected: describe_expected(schema),
+                given: describe_value(value),
             });
         }
         match value {
             Value::Object(table) if wanted == "object" => self.check_table(schema, table),
             Value::Array(items) => {
-                let Some(each) = present(schema).get("items") else { return Ok(()) };
+                let Some(each) = unwrap_optional(schema).get("items") else { return Ok(()) };
                 for (n, item) in items.iter().enumerate() {
                     self.path.push(n.to_string());
-                    self.check(each, item)?;
+                    self.check_value(each, item)?;
                     self.path.pop();
                 }
                 Ok(())
@@ -290,16 +292,17 @@ impl Place<'_> {
     ) -> Result<(), ConfigError> {
         for (name, value) in table {
             self.path.push(name.clone());
-            let member = member(schema, name).ok_or_else(|| self.unknown(self::schema()))?;
-            self.check(member, value)?;
+            let member = member_schema(schema, name)
+                .ok_or_else(|| self.unknown_key_error(self::schema()))?;
+            self.check_value(member, value)?;
             self.path.pop();
         }
         Ok(())
     }
 
     /// Returns true if the schema allows any value or lists this one.
-    fn is_word(&self, schema: &Value, value: &Value) -> bool {
-        match present(schema).get("enum").and_then(Value::as_array) {
+    fn is_allowed_value(&self, schema: &Value, value: &Value) -> bool {
+        match unwrap_optional(schema).get("enum").and_then(Value::as_array) {
             Some(words) => words.contains(value),
             None => true,
         }
@@ -307,8 +310,8 @@ impl Place<'_> {
 
     /// Formats the key as its layer writes it: `policy.max_parallel` or
     /// `TOOLCRIB_POLICY__MAX_PARALLEL`.
-    fn key(&self, path: &[String]) -> String {
-        if self.variable {
+    fn format_key(&self, path: &[String]) -> String {
+        if self.from_environment {
             return format!("{PREFIX}{}", path.join("__").to_ascii_uppercase());
         }
         let bare = |part: &str| {
@@ -319,32 +322,34 @@ impl Place<'_> {
         path.iter().map(quoted).collect::<Vec<_>>().join(".")
     }
 
-    fn unknown(&self, root: &Value) -> ConfigError {
+    fn unknown_key_error(&self, root: &Value) -> ConfigError {
         ConfigError::UnknownKey {
-            key: self.key(&self.path),
+            key: self.format_key(&self.path),
             origin: self.origin.to_owned(),
-            nearest: nearest(root, &self.path).map(|path| self.key(&path)),
+            nearest: suggest_key(root, &self.path).map(|path| self.format_key(&path)),
         }
     }
 }
 
 fn fits_integer(schema: &Value, value: &Value) -> bool {
     let Some(number) = value.as_u64() else { return false };
-    match present(schema).get("format").and_then(Value::as_str) {
+    match unwrap_optional(schema).get("format").and_then(Value::as_str) {
         Some("uint32") => u32::try_from(number).is_ok(),
         _ => true,
     }
 }
 
-fn expected(schema: &Value) -> String {
-    if let Some(words) = present(schema).get("enum").and_then(Value::as_array) {
+fn describe_expected(schema: &Value) -> String {
+    if let Some(words) = unwrap_optional(schema).get("enum").and_then(Value::as_array) {
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
         return format!("one of {}", words.join(", "));
     }
-    match kind(schema) {
+    match expected_type(schema) {
         "string" => "text".to_owned(),
         "boolean" => "true or false".to_owned(),
-        "integer" if present(schema).get("format").is_some_and(|format| format == "uint32") => {
+        "integer"
+            if unwrap_optional(schema).get("format").is_some_and(|format| format == "uint32") =>
+        {
             format!("a whole number from 0 to {}", u32::MAX)
         }
         "integer" => "a whole number, 0 or more".to_owned(),
@@ -354,7 +359,7 @@ fn expected(schema: &Value) -> String {
     }
 }
 
-fn shown(value: &Value) -> String {
+fn describe_value(value: &Value) -> String {
     match value {
         Value::String(text) if text.chars().count() > 60 => "a long text".to_owned(),
         Value::String(_) => format!("the text {value}"),
@@ -367,40 +372,41 @@ fn shown(value: &Value) -> String {
 
 /// Returns the known key that was probably meant: a similar one in the same table, or else one in
 /// another table with the same last part.
-fn nearest(root: &Value, path: &[String]) -> Option<Vec<String>> {
+fn suggest_key(root: &Value, path: &[String]) -> Option<Vec<String>> {
     let (last, parents) = path.split_last()?;
     let mut beside = root;
     for part in parents {
-        beside = member(beside, part).or_else(|| present(beside).get("items"))?;
+        beside = member_schema(beside, part).or_else(|| unwrap_optional(beside).get("items"))?;
     }
-    let names = present(beside).get("properties").and_then(Value::as_object)?.keys();
+    let names = unwrap_optional(beside).get("properties").and_then(Value::as_object)?.keys();
     let alike = names
-        .map(|name| (distance(last, name), name))
+        .map(|name| (edit_distance(last, name), name))
         .min()
         .filter(|(distance, name)| *distance <= 2.max(name.len() / 3));
     if let Some((_, name)) = alike {
         return Some(parents.iter().chain([name]).cloned().collect());
     }
     let mut all = Vec::new();
-    collect(root, &mut Vec::new(), &mut all);
+    collect_keys(root, &mut Vec::new(), &mut all);
     all.into_iter().find(|known| known.last() == Some(last))
 }
 
-fn collect(schema: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String>>) {
-    let Some(properties) = present(schema).get("properties").and_then(Value::as_object) else {
+fn collect_keys(schema: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String>>) {
+    let Some(properties) = unwrap_optional(schema).get("properties").and_then(Value::as_object)
+    else {
         return;
     };
     for (name, member) in properties {
         path.push(name.clone());
         all.push(path.clone());
-        collect(member, path, all);
+        collect_keys(member, path, all);
         path.pop();
     }
 }
 
 /// Returns the edit distance: the number of characters to change, insert, delete or swap with their
 /// neighbor.
-fn distance(one: &str, two: &str) -> usize {
+fn edit_distance(one: &str, two: &str) -> usize {
     let (one, two): (Vec<char>, Vec<char>) = (one.chars().collect(), two.chars().collect());
     let width = two.len() + 1;
     let mut rows: Vec<usize> = (0..width).collect();

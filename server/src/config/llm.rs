@@ -8,10 +8,10 @@ use reqwest::Url;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::retry::{Backoff, MAX_RETRIES_LIMIT};
-use toolcrib::turn::Asking;
+use toolcrib::turn::ModelRequestPolicy;
 
 use super::ConfigError;
-use crate::models::{DEMO, Endpoint, KeyPlace, Kind, Patience};
+use crate::models::{ApiKeySource, DEMO, ModelApi, ModelEndpoint, ModelResponseLimits};
 
 /// The longest time a setting may give a model to answer: an hour.
 const HOUR_MS: u64 = 3_600_000;
@@ -60,7 +60,7 @@ pub struct LlmSettings {
 
 impl Default for LlmSettings {
     fn default() -> Self {
-        let patience = Patience::default();
+        let patience = ModelResponseLimits::default();
         Self {
             kind: ModelKind::default(),
             base_url: None,
@@ -68,11 +68,11 @@ impl Default for LlmSettings {
             api_key_env: None,
             api_key_file: None,
             max_tokens: None,
-            timeout_ms: patience.whole.as_millis() as u64,
+            timeout_ms: patience.total.as_millis() as u64,
             idle_timeout_ms: patience.idle.as_millis() as u64,
-            max_answer_bytes: patience.bytes,
-            max_retries: Asking::default().retries,
-            retry_backoff_ms: Asking::default().backoff.initial_ms,
+            max_answer_bytes: patience.max_bytes,
+            max_retries: ModelRequestPolicy::default().retries,
+            retry_backoff_ms: ModelRequestPolicy::default().backoff.initial_ms,
             other_models: true,
             summary_model: None,
             models: BTreeMap::new(),
@@ -91,7 +91,7 @@ pub enum ModelKind {
     Anthropic,
 }
 
-impl From<ModelKind> for Kind {
+impl From<ModelKind> for ModelApi {
     fn from(kind: ModelKind) -> Self {
         match kind {
             ModelKind::Openai => Self::OpenAi,
@@ -127,11 +127,11 @@ pub struct NamedModelSettings {
 
 impl LlmSettings {
     /// Builds the engine's policy for model requests and their retries.
-    pub fn asking(&self) -> Asking {
-        let usual = Asking::default();
+    pub fn request_policy(&self) -> ModelRequestPolicy {
+        let usual = ModelRequestPolicy::default();
         let named = self.models.values().filter_map(|model| model.timeout_ms);
         let backoff = Backoff { initial_ms: self.retry_backoff_ms, ..usual.backoff };
-        Asking {
+        ModelRequestPolicy {
             retries: self.max_retries,
             backoff,
             // An upper bound for all endpoints; each endpoint's own timeout ends sooner.
@@ -146,58 +146,59 @@ impl LlmSettings {
     }
 
     /// Returns the endpoint of `[llm]` itself.
-    pub fn endpoint(&self) -> Option<Endpoint> {
-        self.has_endpoint().then(|| Endpoint {
+    pub fn endpoint(&self) -> Option<ModelEndpoint> {
+        self.has_endpoint().then(|| ModelEndpoint {
             kind: self.kind.into(),
-            base_url: address(self.base_url.as_deref(), self.kind.into()),
-            key: key_place(self.api_key_env.as_deref(), self.api_key_file.clone(), self.kind),
+            base_url: base_url_or_default(self.base_url.as_deref(), self.kind.into()),
+            key: api_key_source(self.api_key_env.as_deref(), self.api_key_file.clone(), self.kind),
             max_tokens: self.max_tokens,
-            patience: Patience {
-                whole: Duration::from_millis(self.timeout_ms),
+            limits: ModelResponseLimits {
+                total: Duration::from_millis(self.timeout_ms),
                 idle: Duration::from_millis(self.idle_timeout_ms),
-                bytes: self.max_answer_bytes,
+                max_bytes: self.max_answer_bytes,
             },
         })
     }
 
     /// Returns each further model: its name, its name at the endpoint, and the endpoint.
-    pub fn named(&self) -> impl Iterator<Item = (&String, String, Endpoint)> {
+    pub fn named_endpoints(&self) -> impl Iterator<Item = (&String, String, ModelEndpoint)> {
         self.models.iter().map(|(name, settings)| {
             let model = settings.model.clone().unwrap_or_else(|| name.clone());
             (name, model, self.named_endpoint(settings))
         })
     }
 
-    fn named_endpoint(&self, named: &NamedModelSettings) -> Endpoint {
+    fn named_endpoint(&self, named: &NamedModelSettings) -> ModelEndpoint {
         let kind = named.kind.unwrap_or(self.kind);
         let same_kind = kind == self.kind;
         let base = named.base_url.as_deref();
         let base = base.or_else(|| self.base_url.as_deref().filter(|_| same_kind));
-        let base_url = address(base, kind.into());
-        let same = same_kind && base_url == address(self.base_url.as_deref(), self.kind.into());
+        let base_url = base_url_or_default(base, kind.into());
+        let same = same_kind
+            && base_url == base_url_or_default(self.base_url.as_deref(), self.kind.into());
         let own_key = named.api_key_env.is_some() || named.api_key_file.is_some();
         // A key is sent only to the endpoint it was meant for.
         let key = if own_key {
-            key_place(named.api_key_env.as_deref(), named.api_key_file.clone(), kind)
+            api_key_source(named.api_key_env.as_deref(), named.api_key_file.clone(), kind)
         } else if same {
-            key_place(self.api_key_env.as_deref(), self.api_key_file.clone(), kind)
-        } else if base_url == address(None, kind.into()) {
-            key_place(None, None, kind)
+            api_key_source(self.api_key_env.as_deref(), self.api_key_file.clone(), kind)
+        } else if base_url == base_url_or_default(None, kind.into()) {
+            api_key_source(None, None, kind)
         } else {
             // The usual variable may hold the key of `[llm]` or of the vendor.
-            KeyPlace { variable: None, file: None, needed: false }
+            ApiKeySource { variable: None, file: None, is_required: false }
         };
         let whole = named.timeout_ms.unwrap_or(self.timeout_ms);
         let idle = named.idle_timeout_ms.unwrap_or(self.idle_timeout_ms);
-        Endpoint {
+        ModelEndpoint {
             kind: kind.into(),
             base_url,
             key,
             max_tokens: named.max_tokens.or(self.max_tokens),
-            patience: Patience {
-                whole: Duration::from_millis(whole),
+            limits: ModelResponseLimits {
+                total: Duration::from_millis(whole),
                 idle: Duration::from_millis(idle),
-                bytes: self.max_answer_bytes,
+                max_bytes: self.max_answer_bytes,
             },
         }
     }
@@ -205,7 +206,7 @@ impl LlmSettings {
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         check_url("llm.base_url", self.base_url.as_deref())?;
         check_variable("llm.api_key_env", self.api_key_env.as_deref())?;
-        check_word("llm.model", self.model.as_deref())?;
+        check_model_name("llm.model", self.model.as_deref())?;
         check_time("llm.timeout_ms", Some(self.timeout_ms))?;
         check_time("llm.idle_timeout_ms", Some(self.idle_timeout_ms))?;
         check_tokens("llm.max_tokens", self.max_tokens)?;
@@ -223,10 +224,10 @@ impl LlmSettings {
                 let why = "is the scripted model that comes with the server: choose another name";
                 return Err(ConfigError::invalid("llm.models.demo", why));
             }
-            check_word("llm.models", Some(name))?;
+            check_model_name("llm.models", Some(name))?;
             check_url(&key("base_url"), named.base_url.as_deref())?;
             check_variable(&key("api_key_env"), named.api_key_env.as_deref())?;
-            check_word(&key("model"), named.model.as_deref())?;
+            check_model_name(&key("model"), named.model.as_deref())?;
             check_time(&key("timeout_ms"), named.timeout_ms)?;
             check_time(&key("idle_timeout_ms"), named.idle_timeout_ms)?;
             check_tokens(&key("max_tokens"), named.max_tokens)?;
@@ -244,20 +245,20 @@ impl LlmSettings {
     }
 }
 
-fn address(given: Option<&str>, kind: Kind) -> String {
-    given.unwrap_or(kind.usual_base()).trim_end_matches('/').to_owned()
+fn base_url_or_default(given: Option<&str>, kind: ModelApi) -> String {
+    given.unwrap_or(kind.default_base_url()).trim_end_matches('/').to_owned()
 }
 
-fn key_place(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> KeyPlace {
+fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> ApiKeySource {
     let usual = match kind {
         ModelKind::Openai => "OPENAI_API_KEY",
         ModelKind::Anthropic => "ANTHROPIC_API_KEY",
     };
     match variable {
-        Some("") => KeyPlace { variable: None, file, needed: false },
-        Some(named) => KeyPlace { variable: Some(named.to_owned()), file, needed: true },
+        Some("") => ApiKeySource { variable: None, file, is_required: false },
+        Some(named) => ApiKeySource { variable: Some(named.to_owned()), file, is_required: true },
         // Endpoints on the local machine require no key.
-        None => KeyPlace { variable: Some(usual.to_owned()), file, needed: false },
+        None => ApiKeySource { variable: Some(usual.to_owned()), file, is_required: false },
     }
 }
 
@@ -287,7 +288,7 @@ fn check_variable(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
     Ok(())
 }
 
-fn check_word(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
+fn check_model_name(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
     let fits = |word: &str| (1..=200).contains(&word.len()) && !word.chars().any(char::is_control);
     if given.is_some_and(|word| !fits(word)) {
         return Err(ConfigError::invalid(key, "must be a name of 1 to 200 bytes"));

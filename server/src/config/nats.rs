@@ -25,8 +25,8 @@ impl Default for NatsSettings {
 
 impl NatsSettings {
     /// Returns the endpoint to connect to, if NATS is configured.
-    pub fn address(&self) -> Option<crate::utp::link::Address> {
+    pub fn endpoint(&self) -> Option<crate::utp::link::NatsEndpoint> {
         let (version, credentials) = (self.version.clone(), self.credentials.clone());
-        Some(crate::utp::link::Address { url: self.url.clone()?, credentials, version })
+        Some(crate::utp::link::NatsEndpoint { url: self.url.clone()?, credentials, version })
     }
 }

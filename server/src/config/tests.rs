@@ -8,13 +8,13 @@ use std::path::Path;
 use super::*;
 
 fn load(toml: &str, variables: &[(&str, &str)]) -> Result<Config, ConfigError> {
-    load_with(toml, variables, &Overrides::default())
+    load_with(toml, variables, &ConfigOverrides::default())
 }
 
 fn load_with(
     toml: &str,
     variables: &[(&str, &str)],
-    overrides: &Overrides,
+    overrides: &ConfigOverrides,
 ) -> Result<Config, ConfigError> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("toolcrib.toml");
@@ -34,7 +34,7 @@ fn nothing_given_is_the_defaults() {
     assert_eq!(load("", &[]).unwrap(), Config::default());
     let config = Config::default();
     assert_eq!(config.listen, "127.0.0.1:8080");
-    assert_eq!(config.kept().unwrap().shown(), "./toolcrib-data/toolcrib.db");
+    assert_eq!(config.store_location().unwrap().redacted(), "./toolcrib-data/toolcrib.db");
     assert_eq!(config.policies().global, ExecutionPolicy::default());
     assert_eq!(config.limits.max_body_bytes, 2_097_152);
 }
@@ -43,7 +43,8 @@ fn nothing_given_is_the_defaults() {
 fn flags_go_before_environment_before_file_before_defaults() {
     let toml = "listen = \"127.0.0.1:1\"\ndata_dir = \"/file\"\n[policy]\nmax_parallel = 7\n";
     let variables = [("TOOLCRIB_LISTEN", "127.0.0.1:2"), ("TOOLCRIB_DATA_DIR", "/env")];
-    let overrides = Overrides { listen: Some("127.0.0.1:3".into()), ..Overrides::default() };
+    let overrides =
+        ConfigOverrides { listen: Some("127.0.0.1:3".into()), ..ConfigOverrides::default() };
     let config = load_with(toml, &variables, &overrides).unwrap();
     assert_eq!(config.listen, "127.0.0.1:3");
     assert_eq!(config.data_dir, Path::new("/env"));
@@ -148,7 +149,7 @@ fn what_is_not_toml_says_where() {
     let none = Config::from_parts(
         Some(Path::new("/nonexistent.toml")),
         std::iter::empty::<(OsString, OsString)>(),
-        &Overrides::default(),
+        &ConfigOverrides::default(),
     );
     assert!(none.unwrap_err().to_string().contains("/nonexistent.toml"));
 }
@@ -233,9 +234,9 @@ fn addresses_and_filters_that_are_fine() {
         assert!(load(&format!("[log]\nlevel = \"{level}\""), &[]).is_ok(), "{level}");
     }
     let config = load("[store]\nurl = \"sqlite:///var/x.db\"", &[]).unwrap();
-    assert_eq!(config.kept().unwrap().shown(), "/var/x.db");
+    assert_eq!(config.store_location().unwrap().redacted(), "/var/x.db");
     let config = load("[store]\nurl = \"postgres://u:secret@h/x\"", &[]).unwrap();
-    assert_eq!(config.kept().unwrap().shown(), "postgres://h/x");
+    assert_eq!(config.store_location().unwrap().redacted(), "postgres://h/x");
     assert!(!format!("{config:?}").contains("secret"), "passwords are not printed");
 }
 
@@ -300,7 +301,7 @@ fn models_are_configured_by_the_environment_too() {
     let endpoint = config.llm.endpoint().unwrap();
     assert_eq!(endpoint.base_url, "http://127.0.0.1:9/v1");
     assert_eq!(endpoint.key.variable.as_deref(), Some("OPENAI_API_KEY"));
-    let named: Vec<_> = config.llm.named().collect();
+    let named: Vec<_> = config.llm.named_endpoints().collect();
     let (name, model, claude) = &named[0];
     assert_eq!((name.as_str(), model.as_str()), ("claude", "claude"));
     assert_eq!(claude.base_url, "https://api.anthropic.com/v1", "not the address of another kind");

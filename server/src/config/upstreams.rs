@@ -11,7 +11,8 @@ use super::{Config, ConfigError};
 /// Rules for MCP servers that an API key adds. A local operator may add any server.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct UpstreamSettings {
+#[schemars(rename = "UpstreamSettings")]
+pub struct McpServerAdmissionSettings {
     /// Lets an admin key add commands, which the server runs as child processes on its machine.
     pub allow_commands: bool,
     /// Lets an admin key use values from the server's environment.
@@ -39,12 +40,12 @@ impl Config {
             Ok(address) => local_url(address),
             Err(_) => format!("http://{}", self.listen),
         };
-        let url = self.upstreams.public_url.clone().unwrap_or_else(listens);
+        let url = self.mcp_servers.public_url.clone().unwrap_or_else(listens);
         url.trim_end_matches('/').to_owned()
     }
 
     fn check_public_url(&self) -> Result<(), ConfigError> {
-        let Some(url) = &self.upstreams.public_url else { return Ok(()) };
+        let Some(url) = &self.mcp_servers.public_url else { return Ok(()) };
         let fine = reqwest::Url::parse(url).is_ok_and(|url| {
             let plain = url.query().is_none() && url.fragment().is_none();
             matches!(url.scheme(), "http" | "https") && url.has_host() && plain

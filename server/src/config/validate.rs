@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 
 use toolcrib::policy::check_pattern;
-use toolcrib::retry::PolicyPatch;
-use toolcrib::tool::check_name;
+use toolcrib::retry::ExecutionPolicyPatch;
+use toolcrib::tool::check_tool_name;
 
 use super::{Config, ConfigError};
 
@@ -17,7 +17,7 @@ impl Config {
     /// Checks what the types alone cannot express.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_listen()?;
-        self.kept()?;
+        self.store_location()?;
         if self.data_dir.as_os_str().is_empty() {
             return Err(ConfigError::invalid("data_dir", "must name a directory"));
         }
@@ -64,7 +64,7 @@ impl Config {
         for pattern in &http.allow_envs {
             check_pattern(pattern).map_err(|why| ConfigError::invalid("http.allow_envs", why))?;
         }
-        crate::sources::http::HttpTools::new(http.clone()).map(|_| ()).map_err(|why| {
+        crate::sources::http::HttpSource::new(http.clone()).map(|_| ()).map_err(|why| {
             let (field, why) = why.split_once(": ").unwrap_or(("hosts", why.as_str()));
             ConfigError::invalid(&format!("http.{field}"), why)
         })
@@ -103,7 +103,7 @@ impl Config {
     }
 
     fn check_policies(&self) -> Result<(), ConfigError> {
-        let global = PolicyPatch {
+        let global = ExecutionPolicyPatch {
             max_parallel: Some(self.policy.max_parallel),
             default_timeout_ms: Some(self.policy.default_timeout_ms),
             max_retries: Some(self.policy.max_retries),
@@ -115,11 +115,11 @@ impl Config {
         }
         for (name, tool) in &self.tools {
             let key = format!("tools.\"{name}\"");
-            check_name(name).map_err(|why| ConfigError::invalid(&key, why.to_string()))?;
+            check_tool_name(name).map_err(|why| ConfigError::invalid(&key, why.to_string()))?;
             check_policy(&format!("{key}.policy"), &tool.policy)?;
             for alternate in &tool.fallback {
                 let key = format!("{key}.fallback");
-                check_name(&alternate.tool)
+                check_tool_name(&alternate.tool)
                     .map_err(|why| ConfigError::invalid(&key, why.to_string()))?;
                 if alternate.tool == *name {
                     return Err(ConfigError::invalid(&key, "a tool cannot stand in for itself"));
@@ -136,8 +136,8 @@ impl Config {
             ("limits.request_header_timeout_ms", limits.request_header_timeout_ms),
             ("ingress.heartbeat_ms", self.ingress.heartbeat_ms),
             ("ingress.dead_after_ms", self.ingress.dead_after_ms),
-            ("doors.mcp.task_after_ms", self.doors.mcp.task_after_ms),
-            ("doors.mcp.wait_ms", self.doors.mcp.wait_ms),
+            ("doors.mcp.task_after_ms", self.transports.mcp.task_after_ms),
+            ("doors.mcp.wait_ms", self.transports.mcp.wait_ms),
             ("telemetry.export_interval_ms", self.telemetry.export_interval_ms),
             ("telemetry.metrics_interval_ms", self.telemetry.metrics_interval_ms),
             ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),
@@ -167,10 +167,10 @@ impl Config {
             ("limits.max_open_runs", limits.max_open_runs),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
-            ("doors.mcp.catalogue_over", self.doors.mcp.catalogue_over),
-            ("doors.mcp.result_tokens", self.doors.mcp.result_tokens),
-            ("doors.mcp.page_size", self.doors.mcp.page_size),
-            ("doors.mcp.max_sessions", self.doors.mcp.max_sessions),
+            ("doors.mcp.catalogue_over", self.transports.mcp.catalogue_over),
+            ("doors.mcp.result_tokens", self.transports.mcp.result_tokens),
+            ("doors.mcp.page_size", self.transports.mcp.page_size),
+            ("doors.mcp.max_sessions", self.transports.mcp.max_sessions),
             ("ingress.window", self.ingress.window as usize),
             ("builtin.database.max_rows", self.builtin.database.max_rows),
             ("builtin.database.max_bytes", self.builtin.database.max_bytes),
@@ -223,8 +223,8 @@ impl Config {
     }
 }
 
-fn check_policy(key: &str, policy: &PolicyPatch) -> Result<(), ConfigError> {
-    match policy.problem() {
+fn check_policy(key: &str, policy: &ExecutionPolicyPatch) -> Result<(), ConfigError> {
+    match policy.find_problem() {
         // The problem starts with the name of the field, which completes the key.
         Some(problem) => match problem.split_once(' ') {
             Some((field, why)) => Err(ConfigError::invalid(&format!("{key}.{field}"), why)),

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::delivery::Schedule;
-use toolcrib::notify::Notifying;
+use toolcrib::delivery::RetrySchedule;
+use toolcrib::notify::DeliverySettings;
 
 use super::ConfigError;
-use crate::outbound::Outbound;
+use crate::outbound::OutboundPolicy;
 use crate::task::MAX_DATA_BYTES;
-use crate::webhooks::{KEY_PREFIX, KeyPlace, KeyRing};
+use crate::webhooks::{KEY_PREFIX, SigningKeySource, SigningKeySources};
 
 /// The longest wait in the retry schedule: a week in milliseconds.
 const WEEK_MS: u64 = 604_800_000;
@@ -50,7 +50,7 @@ pub struct WebhookSettings {
 
 impl Default for WebhookSettings {
     fn default() -> Self {
-        let notifying = Notifying::default();
+        let notifying = DeliverySettings::default();
         Self {
             signing_key_env: "TOOLCRIB_WEBHOOK_SIGNING_KEY".into(),
             signing_key_file: None,
@@ -79,27 +79,30 @@ pub struct WebhookKeySettings {
 
 impl WebhookSettings {
     /// Returns the sources of the signing keys.
-    pub fn key_ring(&self) -> KeyRing {
-        let usual = KeyPlace {
+    pub fn signing_keys(&self) -> SigningKeySources {
+        let usual = SigningKeySource {
             variable: Some(self.signing_key_env.clone()),
             file: self.signing_key_file.clone(),
         };
         let projects = self.projects.iter().map(|(name, key)| {
             let (variable, file) = (key.signing_key_env.clone(), key.signing_key_file.clone());
-            (name.clone(), KeyPlace { variable, file })
+            (name.clone(), SigningKeySource { variable, file })
         });
-        KeyRing { usual, projects: projects.collect() }
+        SigningKeySources { default: usual, projects: projects.collect() }
     }
 
     /// Returns the rules for addresses that webhooks may be sent to.
-    pub fn outbound(&self) -> Outbound {
-        Outbound::new("webhooks", self.allow_private, &self.allow_hosts)
+    pub fn outbound(&self) -> OutboundPolicy {
+        OutboundPolicy::new("webhooks", self.allow_private, &self.allow_hosts)
     }
 
     /// Builds the engine's delivery settings.
-    pub fn notifying(&self) -> Notifying {
-        Notifying {
-            schedule: Schedule { retry_ms: self.retry_schedule_ms.clone(), jitter: self.jitter },
+    pub fn delivery_settings(&self) -> DeliverySettings {
+        DeliverySettings {
+            schedule: RetrySchedule {
+                retry_ms: self.retry_schedule_ms.clone(),
+                jitter: self.jitter,
+            },
             max_parallel: self.max_parallel as usize,
             max_parallel_per_receiver: self.max_parallel_per_receiver as usize,
         }

@@ -7,11 +7,11 @@ use toolcrib::fault::{Code, Error};
 use toolcrib::schema::Schema;
 
 /// Refuses answers that do not match the schemas of a call's unanswered questions.
-pub(super) fn check(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
-    let open = call.dialogue.as_ref().map(|dialogue| &dialogue.open);
+pub(super) fn check_answers(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
+    let open = call.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
     for (key, question) in open.into_iter().flatten() {
         if let Some(answer) = answers.get(key) {
-            check_form(key, question, answer)?;
+            check_answer(key, question, answer)?;
         }
     }
     Ok(())
@@ -19,7 +19,7 @@ pub(super) fn check(call: &Call, answers: &Map<String, Value>) -> Result<(), Err
 
 /// Refuses an accepted answer that does not match the `requestedSchema` of its question. Fields
 /// that have a default may be left out.
-fn check_form(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
+fn check_answer(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
     let form = question.pointer("/params/requestedSchema");
     let Some(form) = form.filter(|_| answer["action"] == "accept") else { return Ok(()) };
     // A schema that does not compile is no reason to refuse an answer.

@@ -29,24 +29,26 @@ use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 
-use crate::operation::jina::Places;
-pub use answer::{Problem, refusal};
-use answer::{problem, problem_as};
-use docs::Security;
+use crate::operation::jina::JinaEndpoints;
+pub use answer::{ProblemDetails, error_response};
+use answer::{problem_response, problem_with_status};
+use docs::BearerSecurity;
 pub use docs::errors_page;
-pub use v1::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
+pub use v1::{
+    OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+};
 
 /// The axum state of every HTTP handler.
 #[derive(Clone)]
-pub struct Door {
+pub struct HttpState {
     pub engine: Engine,
-    pub settings: Arc<Settings>,
+    pub settings: Arc<HttpTransportSettings>,
     pub metrics: Option<PrometheusHandle>,
     /// Administers tool sources; `None` if this server manages none.
-    pub sources: Option<Arc<dyn Sources>>,
+    pub sources: Option<Arc<dyn SourceAdmin>>,
 }
 
-impl Door {
+impl HttpState {
     /// Maximum size of a body that carries a result: the result and the JSON around it.
     fn max_result_body_bytes(&self) -> usize {
         self.settings.max_body_bytes.max(self.engine.limits().max_result_bytes + 4_096)
@@ -62,31 +64,31 @@ impl Door {
 /// A permit from the limit on open connections. A WebSocket outlives the request that started it
 /// and holds the permit until it closes.
 #[derive(Clone)]
-pub struct Place(pub Arc<OwnedSemaphorePermit>);
+pub struct ConnectionPermit(pub Arc<OwnedSemaphorePermit>);
 
 /// Limits and defaults of the HTTP transport.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct HttpTransportSettings {
     pub max_body_bytes: usize,
     pub heartbeat_ms: u64,
     pub dead_after_ms: u64,
     /// Default number of requests in flight per client.
-    pub window: usize,
+    pub default_max_in_flight: usize,
     /// Tool patterns that a new agent key may call by default.
     pub default_allow: Vec<String>,
     /// UTP version: a part of the NATS subjects in tool definitions.
     pub utp_version: String,
     /// Jina endpoints, for tools that use Jina.
-    pub jina: Option<Places>,
+    pub jina: Option<JinaEndpoints>,
 }
 
-impl Default for Settings {
+impl Default for HttpTransportSettings {
     fn default() -> Self {
         Self {
             max_body_bytes: 2 << 20,
             heartbeat_ms: 15_000,
             dead_after_ms: 45_000,
-            window: 16,
+            default_max_in_flight: 16,
             default_allow: Vec::new(),
             utp_version: crate::utp::DEFAULT_VERSION.to_owned(),
             jina: None,
@@ -109,12 +111,12 @@ impl Default for Settings {
         (name = "providers", description = "Offering tools and executing calls"),
         (name = "operators", description = "Keys, rules, health")
     ),
-    modifiers(&Security)
+    modifiers(&BearerSecurity)
 )]
-struct Api;
+struct ApiDoc;
 
-fn routes() -> OpenApiRouter<Door> {
-    OpenApiRouter::with_openapi(Api::openapi())
+fn routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::with_openapi(ApiDoc::openapi())
         .merge(v1::routes())
         .merge(openai::routes())
         .merge(internal::routes())
@@ -125,42 +127,46 @@ fn routes() -> OpenApiRouter<Door> {
 
 /// Returns the OpenAPI document as JSON text.
 pub fn openapi_json() -> String {
-    let document = docs::distinct(routes().split_for_parts().1);
+    let document = docs::deduplicate_operation_ids(routes().split_for_parts().1);
     let mut text = document.to_pretty_json().unwrap_or_default();
     text.push('\n');
     text
 }
 
 /// Builds the router of the HTTP transport.
-pub fn router(door: Door) -> Router {
+pub fn router(door: HttpState) -> Router {
     let (router, _) = routes().split_for_parts();
     router
         .with_state(door)
-        .merge(docs::pages())
-        .fallback(unknown_path)
-        .method_not_allowed_fallback(wrong_method)
+        .merge(docs::docs_router())
+        .fallback(path_not_found)
+        .method_not_allowed_fallback(method_not_allowed)
         // `extract::JsonBody` reads and limits bodies, and reports errors as problem details.
         .layer(DefaultBodyLimit::disable())
 }
 
-async fn unknown_path(request: Request) -> Response {
+async fn path_not_found(request: Request) -> Response {
     let path: String = request.uri().path().chars().take(200).collect();
     let message = format!("there is nothing at {path}; /docs shows what there is");
-    problem(&Fault::new(Code::NotFound, message), None)
+    problem_response(&Fault::new(Code::NotFound, message), None)
 }
 
-async fn wrong_method(request: Request) -> Response {
+async fn method_not_allowed(request: Request) -> Response {
     let path: String = request.uri().path().chars().take(200).collect();
     let message = format!("{path} does not answer {}", request.method());
-    problem_as(StatusCode::METHOD_NOT_ALLOWED, &Fault::new(Code::BadRequest, message), None)
+    problem_with_status(
+        StatusCode::METHOD_NOT_ALLOWED,
+        &Fault::new(Code::BadRequest, message),
+        None,
+    )
 }
 
 /// Turns a panic into a 500 response for that one request, and logs it.
-fn panicked(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
+fn panic_response(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
     tracing::error!(panic = text, "a request panicked");
-    problem(&Fault::new(Code::Internal, "internal error"), None).into_response()
+    problem_response(&Fault::new(Code::Internal, "internal error"), None).into_response()
 }
 
 const REQUEST_ID: &str = "x-request-id";
@@ -168,7 +174,7 @@ const REQUEST_ID: &str = "x-request-id";
 /// Serves one request: sets the headers common to all responses and turns a panic into a response.
 /// This wraps the router instead of being layers of it, because each layer costs a few allocations
 /// per call.
-pub async fn answer(mut router: Router, request: Request) -> Response {
+pub async fn serve_request(mut router: Router, request: Request) -> Response {
     let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
     let id = given.unwrap_or_else(|| {
         let fresh = format!("req_{}", ulid::Ulid::generate());
@@ -180,15 +186,15 @@ pub async fn answer(mut router: Router, request: Request) -> Response {
     let mut answer = match answered {
         Ok(Ok(answer)) => answer,
         Ok(Err(never)) => match never {},
-        Err(panic) => panicked(panic),
+        Err(panic) => panic_response(panic),
     };
     if answer.status().is_server_error() {
         tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "server error");
     }
     if !answer.status().is_success() {
-        answer = answer::completed(answer, &asked, trace.as_ref());
+        answer = answer::with_request_details(answer, &asked, trace.as_ref());
     }
-    paging::linked(&mut answer, &asked);
+    paging::add_link_header(&mut answer, &asked);
     let headers = answer.headers_mut();
     headers.insert(REQUEST_ID, id);
     headers.insert("toolcrib-version", HeaderValue::from_static(env!("CARGO_PKG_VERSION")));

@@ -27,15 +27,17 @@ use std::sync::Arc;
 use rmcp::model::CacheScope;
 use toolcrib::{Caller, Engine};
 
-pub use catalogue::Catalogue;
+pub use catalogue::CatalogueMode;
 pub use http::router;
-pub use shelf::{Change, Changed, Changes, Shelf};
+pub use shelf::{
+    PassthroughChange, PassthroughChangeKind, PassthroughChangeStream, PassthroughProvider,
+};
 
-use server::{Server, Shared, View};
+use server::{CallerView, McpHandler, McpTransportState};
 
 /// Limits and defaults of the MCP transport.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct McpTransportSettings {
     /// Maximum time to wait for a result before an MCP client that supports tasks gets a task.
     pub task_after_ms: u64,
     /// Maximum time any other MCP client waits before it gets a text with the id of the pending
@@ -45,7 +47,7 @@ pub struct Settings {
     pub page_size: usize,
     /// Number of tools above which the list is replaced by the three catalogue tools, unless the
     /// MCP client chooses a mode.
-    pub catalogue_over: usize,
+    pub catalogue_threshold: usize,
     /// Number of tokens above which a result is returned as a digest with a link to the full
     /// result.
     pub result_tokens: usize,
@@ -64,24 +66,24 @@ pub struct Settings {
     /// server has API keys; without keys only loopback names are accepted.
     pub allowed_hosts: Vec<String>,
     /// The issuer whose OAuth tokens are accepted, if any.
-    pub issuer: Option<Issuer>,
+    pub protected_resource: Option<ProtectedResourceMetadata>,
 }
 
 /// Metadata that tells an MCP client without a token where to get one (RFC 9728).
 #[derive(Debug, Clone)]
-pub struct Issuer {
+pub struct ProtectedResourceMetadata {
     pub issuer: String,
     /// The URL of this transport.
     pub resource: String,
 }
 
-impl Default for Settings {
+impl Default for McpTransportSettings {
     fn default() -> Self {
         Self {
             task_after_ms: 2_000,
             wait_ms: 45_000,
             page_size: 1_000,
-            catalogue_over: 200,
+            catalogue_threshold: 200,
             result_tokens: 10_000,
             ttl_ms: 60_000,
             retention_ms: None,
@@ -89,31 +91,43 @@ impl Default for Settings {
             max_sessions: 10_000,
             allowed_origins: Vec::new(),
             allowed_hosts: Vec::new(),
-            issuer: None,
+            protected_resource: None,
         }
     }
 }
 
 /// The MCP transport of one engine.
 #[derive(Clone)]
-pub struct Door {
-    shared: Arc<Shared>,
+pub struct McpTransport {
+    shared: Arc<McpTransportState>,
 }
 
-impl Door {
+impl McpTransport {
     /// Returns a transport without resources and prompts of MCP servers.
-    pub fn new(engine: Engine, settings: Settings) -> Self {
-        Self::with_shelf(engine, settings, Arc::new(shelf::Empty))
+    pub fn new(engine: Engine, settings: McpTransportSettings) -> Self {
+        Self::with_passthrough(engine, settings, Arc::new(shelf::EmptyPassthrough))
     }
 
     /// Returns a transport that also offers the resources and prompts of `passthrough`.
-    pub fn with_shelf(engine: Engine, settings: Settings, shelf: Arc<dyn Shelf>) -> Self {
+    pub fn with_passthrough(
+        engine: Engine,
+        settings: McpTransportSettings,
+        shelf: Arc<dyn PassthroughProvider>,
+    ) -> Self {
         let (lists, peers) = Default::default();
-        Self { shared: Arc::new(Shared { engine, settings, lists, shelf, peers }) }
+        Self {
+            shared: Arc::new(McpTransportState {
+                engine,
+                settings,
+                tool_lists: lists,
+                passthrough: shelf,
+                legacy_sessions: peers,
+            }),
+        }
     }
 
-    fn server(&self, view: View) -> Server {
-        Server { shared: self.shared.clone(), view, session: Arc::default() }
+    fn new_handler(&self, view: CallerView) -> McpHandler {
+        McpHandler { shared: self.shared.clone(), view, session: Arc::default() }
     }
 
     /// Serves one MCP client over these pipes until they are closed. The MCP client sees every
@@ -121,7 +135,7 @@ impl Door {
     pub async fn serve_pipes<R, W>(
         &self,
         caller: Caller,
-        catalogue: Option<Catalogue>,
+        catalogue: Option<CatalogueMode>,
         source: Option<String>,
         input: R,
         output: W,
@@ -130,11 +144,17 @@ impl Door {
         R: tokio::io::AsyncRead + Send + Unpin + 'static,
         W: tokio::io::AsyncWrite + Send + Unpin + 'static,
     {
-        if let Some(name) = source.as_deref().filter(|name| !self.shared.shelf.has(&caller, name)) {
+        if let Some(name) =
+            source.as_deref().filter(|name| !self.shared.passthrough.has_source(&caller, name))
+        {
             return Err(format!("there is no source \"{name}\"").into());
         }
-        let server =
-            self.server(View { caller, standing: None, catalogue, source: source.map(Into::into) });
+        let server = self.new_handler(CallerView {
+            caller,
+            credentials: None,
+            catalogue,
+            source: source.map(Into::into),
+        });
         let running = rmcp::serve_server(server, (input, output)).await?;
         running.waiting().await?;
         Ok(())
@@ -142,6 +162,10 @@ impl Door {
 }
 
 /// Sets the cache hints of a list: its lifetime, and that it is private to one caller.
-fn hints<T>(result: T, settings: &Settings, set: impl FnOnce(T, u64, CacheScope) -> T) -> T {
+fn with_cache_hints<T>(
+    result: T,
+    settings: &McpTransportSettings,
+    set: impl FnOnce(T, u64, CacheScope) -> T,
+) -> T {
     set(result, settings.ttl_ms, CacheScope::Private)
 }

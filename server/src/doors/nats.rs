@@ -16,33 +16,33 @@ use async_nats::Message;
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use toolcrib::caller::{Role, Trust};
+use toolcrib::caller::{AuthMethod, Role};
 use toolcrib::fault::{Code, Error};
 use toolcrib::utp::subject::{self, Subject};
 use toolcrib::{Caller, Engine};
 
-use crate::utp::{Link, wire};
-use places::{Place, Places};
+use crate::utp::{NatsConnection, wire};
+use places::{RequestLimiter, RequestPermit};
 
 /// A handle to the running transport, which stops when the handle is dropped.
-pub struct Open {
+pub struct NatsTransportHandle {
     stop: CancellationToken,
 }
 
-impl Drop for Open {
+impl Drop for NatsTransportHandle {
     fn drop(&mut self) {
         self.stop.cancel();
     }
 }
 
 /// Starts the transport.
-pub fn open(engine: Engine, link: Link) -> Open {
+pub fn start(engine: Engine, link: NatsConnection) -> NatsTransportHandle {
     let stop = CancellationToken::new();
     for component in ["sys", "agent"] {
         let (engine, link, stop) = (engine.clone(), link.clone(), stop.clone());
         tokio::spawn(async move {
             tokio::select! {
-                () = answer_all(engine, link, component) => {}
+                () = serve_subscription(engine, link, component) => {}
                 () = stop.cancelled() => {}
             }
         });
@@ -50,15 +50,15 @@ pub fn open(engine: Engine, link: Link) -> Open {
     let publishing = stop.clone();
     tokio::spawn(async move {
         tokio::select! {
-            () = outbox::publish(engine, link) => {}
+            () = outbox::run_publisher(engine, link) => {}
             () = publishing.cancelled() => {}
         }
     });
-    Open { stop }
+    NatsTransportHandle { stop }
 }
 
-async fn answer_all(engine: Engine, link: Link, component: &'static str) {
-    let places = Places::new();
+async fn serve_subscription(engine: Engine, link: NatsConnection, component: &'static str) {
+    let places = RequestLimiter::new();
     let subject = format!("cg.{}.*.*.rpc.{component}.*.*", link.version());
     loop {
         let queue = "toolcrib".to_owned();
@@ -71,52 +71,57 @@ async fn answer_all(engine: Engine, link: Link, component: &'static str) {
             }
         };
         while let Some(request) = requests.next().await {
-            let Some(mut place) = places.take().await else { return };
+            let Some(mut place) = places.acquire().await else { return };
             let (engine, link) = (engine.clone(), link.clone());
-            tokio::spawn(async move { answer(&engine, &link, request, &mut place).await });
+            tokio::spawn(async move { handle_request(&engine, &link, request, &mut place).await });
         }
     }
 }
 
-async fn answer(engine: &Engine, link: &Link, request: Message, place: &mut Place) {
+async fn handle_request(
+    engine: &Engine,
+    link: &NatsConnection,
+    request: Message,
+    place: &mut RequestPermit,
+) {
     let answered = match subject::parse(&request.subject) {
         Some(parts) => route(engine, link, &parts, &request, place).await,
         None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
     };
-    let refused = |error| wire::refusal(&error).to_string().into_bytes();
+    let refused = |error| wire::error_json(&error).to_string().into_bytes();
     let mut bytes = answered.unwrap_or_else(refused);
     let Some(reply) = request.reply else { return };
     // The broker would drop a reply over its payload limit, so send an error instead.
     let limit = link.client().max_payload();
     if limit > 0 && bytes.len() > limit {
-        bytes = refused(too_large(limit));
+        bytes = refused(reply_too_large(limit));
     }
     if let Err(error) = link.client().publish(reply, bytes.into()).await {
         tracing::debug!(%error, "a reply was not sent");
     }
 }
 
-fn too_large(limit: usize) -> Error {
+fn reply_too_large(limit: usize) -> Error {
     let message = format!("the answer is over NATS's limit of {limit} bytes; ask over HTTP");
     Error::refused(Code::PayloadTooLarge, message)
 }
 
 async fn route(
     engine: &Engine,
-    link: &Link,
+    link: &NatsConnection,
     parts: &Subject<'_>,
     request: &Message,
-    place: &mut Place,
+    place: &mut RequestPermit,
 ) -> Result<Vec<u8>, Error> {
     match parts.component {
         "sys" => {
             let sender = sender(request);
             let caller = caller(engine, parts.project, &sender, Role::Provider);
-            sys::answer(engine, link, &caller, parts, request, &sender).await
+            sys::handle_request(engine, link, &caller, parts, request, &sender).await
         }
         _ => {
             let caller = caller(engine, parts.project, parts.target, Role::Agent);
-            let answer = agent::answer(engine, &caller, parts, request, place).await?;
+            let answer = agent::handle_request(engine, &caller, parts, request, place).await?;
             Ok(answer.to_string().into_bytes())
         }
     }
@@ -131,14 +136,14 @@ fn sender(request: &Message) -> String {
 /// as on every other.
 fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
     let (role, trust) = match engine.has_keys() {
-        true => (role, Trust::Key),
-        false => (Role::Admin, Trust::Local),
+        true => (role, AuthMethod::Key),
+        false => (Role::Admin, AuthMethod::Local),
     };
-    Caller { project: project.to_owned(), agent: agent.to_owned(), role, trust }
+    Caller { project: project.to_owned(), agent: agent.to_owned(), role, auth_method: trust }
 }
 
 /// Returns the request body, which must be an object. An empty body counts as `{}`.
-fn body(request: &Message) -> Result<Value, Error> {
+fn parse_body(request: &Message) -> Result<Value, Error> {
     let unreadable =
         |why: String| Error::refused(Code::BadRequest, format!("the request is not JSON: {why}"));
     if request.payload.is_empty() {
@@ -153,7 +158,7 @@ fn body(request: &Message) -> Result<Value, Error> {
     }
 }
 
-fn unknown(parts: &Subject<'_>) -> Error {
+fn unknown_subject(parts: &Subject<'_>) -> Error {
     let asked = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
     Error::refused(Code::NotFound, format!("there is nothing at {asked}"))
 }

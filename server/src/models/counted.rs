@@ -3,20 +3,20 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use toolcrib::model::{CountedAs, Listener, Model, Prompt, Reply, Silence};
+use toolcrib::model::{DeltaListener, Model, ModelError, ModelReply, ModelRequest, UsageLabel};
 
 /// The metric label of models that the configuration does not name.
-pub(super) const OTHER: &str = "other";
+pub(super) const UNNAMED_MODEL: &str = "other";
 
-pub(super) struct Counted {
+pub(super) struct MeteredModel {
     model: Arc<dyn Model>,
     provider: &'static str,
     name: String,
 }
 
-impl Counted {
+impl MeteredModel {
     /// Wraps a model and initializes its token counters with 0.
-    pub(super) fn over(
+    pub(super) fn wrap(
         model: Arc<dyn Model>,
         provider: &'static str,
         name: &str,
@@ -32,12 +32,16 @@ impl Counted {
 }
 
 #[async_trait]
-impl Model for Counted {
-    async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence> {
+impl Model for MeteredModel {
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        listener: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
         self.model.reply(prompt, listener).await
     }
 
-    fn counted_as(&self) -> CountedAs<'_> {
-        CountedAs { provider: self.provider, model: &self.name }
+    fn usage_label(&self) -> UsageLabel<'_> {
+        UsageLabel { provider: self.provider, model: &self.name }
     }
 }

@@ -5,8 +5,11 @@
 
 use async_trait::async_trait;
 use serde_json::{Deserializer, Value, json};
-use toolcrib::model::{Listener, Model, Piece, Prompt, Reply, Silence, Stopped, Usage, Wanted};
-use toolcrib::names::for_model;
+use toolcrib::model::{
+    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
+    ToolCallRequest,
+};
+use toolcrib::names::name_for_model;
 use toolcrib::tokens;
 
 use super::DEMO;
@@ -21,41 +24,45 @@ const EXAMPLE: &str = "6 * 7";
 const MAX_CALLS: usize = 8;
 
 /// The scripted model.
-pub struct Demo;
+pub struct DemoModel;
 
 #[async_trait]
-impl Model for Demo {
-    async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence> {
-        let question = last_question(&prompt.messages);
+impl Model for DemoModel {
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        listener: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
+        let question = last_user_message(&prompt.messages);
         let since = question.as_ref().map_or(0, |(place, _)| place + 1);
         let since = &prompt.messages[since..];
         let asked = question.map(|(_, text)| text).unwrap_or_default();
-        let (text, calls) = match results(since) {
-            found if !found.is_empty() => (summary(&found, &asked), Vec::new()),
-            _ => wanted(&asked, &offered(&prompt.tools), prompt.messages.len()),
+        let (text, calls) = match collect_results(since) {
+            found if !found.is_empty() => (summarize_results(&found, &asked), Vec::new()),
+            _ => plan_reply(&asked, &offered_tool_names(&prompt.tools), prompt.messages.len()),
         };
         for word in text.split_inclusive(' ') {
-            listener(Piece::Text(word.to_owned()));
+            listener(Delta::Text(word.to_owned()));
             // Lets a subscriber show this word before the next one.
             tokio::task::yield_now().await;
         }
         for (index, call) in calls.iter().enumerate() {
             let (id, name) = (Some(call.id.clone()), Some(call.name.clone()));
-            listener(Piece::Call { index, id, name, arguments: call.arguments.clone() });
+            listener(Delta::Call { index, id, name, arguments: call.arguments.clone() });
         }
         let said: String = calls.iter().map(|call| call.arguments.as_str()).collect();
         let read: String = prompt.messages.iter().map(Value::to_string).collect();
-        let usage = Usage {
+        let usage = TokenUsage {
             prompt_tokens: tokens::count(&read) as u64,
             completion_tokens: tokens::count(&format!("{text}{said}")) as u64,
         };
-        let stopped = if calls.is_empty() { Stopped::Stop } else { Stopped::ToolCalls };
-        Ok(Reply { text, calls, stopped, usage, model: Some(DEMO.into()) })
+        let stopped = if calls.is_empty() { FinishReason::Stop } else { FinishReason::ToolCalls };
+        Ok(ModelReply { text, calls, finish_reason: stopped, usage, model: Some(DEMO.into()) })
     }
 }
 
 /// Returns the index and the text of the last user message.
-fn last_question(messages: &[Value]) -> Option<(usize, String)> {
+fn last_user_message(messages: &[Value]) -> Option<(usize, String)> {
     let place = messages.iter().rposition(|message| message["role"] == "user")?;
     let text = match &messages[place]["content"] {
         Value::String(text) => text.clone(),
@@ -69,19 +76,20 @@ fn last_question(messages: &[Value]) -> Option<(usize, String)> {
 }
 
 /// Returns the names of the tools that may be called.
-fn offered(tools: &[Value]) -> Vec<&str> {
+fn offered_tool_names(tools: &[Value]) -> Vec<&str> {
     tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).collect()
 }
 
 /// Returns the first reply: a short text and calls, or only text.
-fn wanted(question: &str, tools: &[&str], place: usize) -> (String, Vec<Wanted>) {
+fn plan_reply(question: &str, tools: &[&str], place: usize) -> (String, Vec<ToolCallRequest>) {
     let tool = |name: &str| {
-        let told = for_model(name);
+        let told = name_for_model(name);
         tools.iter().find(|offered| **offered == told || **offered == name).copied()
     };
     let mut asked: Vec<(&str, Value)> = Vec::new();
     for name in tools {
-        asked.extend(spelled_out(question, name).into_iter().map(|args| (*name, args)));
+        asked
+            .extend(parse_explicit_arguments(question, name).into_iter().map(|args| (*name, args)));
     }
     if let (Some(name), true) = (tool(WEATHER), asked.is_empty())
         && question.to_lowercase().contains("weather")
@@ -91,7 +99,7 @@ fn wanted(question: &str, tools: &[&str], place: usize) -> (String, Vec<Wanted>)
     }
     let calculator = tool(CALCULATOR);
     if let (Some(name), true) = (calculator, asked.is_empty()) {
-        let found = expressions(question);
+        let found = find_expressions(question);
         asked.extend(found.into_iter().map(|found| (name, json!({ "expression": found }))));
     }
     let understood = !asked.is_empty();
@@ -105,7 +113,7 @@ fn wanted(question: &str, tools: &[&str], place: usize) -> (String, Vec<Wanted>)
         (true, _) => "Let me ask the tools.",
         (false, _) => "I am a scripted model and understood nothing of this. To show you a call:",
     };
-    let calls = asked.into_iter().enumerate().map(|(n, (name, args))| Wanted {
+    let calls = asked.into_iter().enumerate().map(|(n, (name, args))| ToolCallRequest {
         id: format!("call_{place}_{n}"),
         name: name.to_owned(),
         arguments: args.to_string(),
@@ -114,7 +122,7 @@ fn wanted(question: &str, tools: &[&str], place: usize) -> (String, Vec<Wanted>)
 }
 
 /// Returns arguments that are written after a tool's name: `report.make {"pages": 7}`.
-fn spelled_out(question: &str, name: &str) -> Vec<Value> {
+fn parse_explicit_arguments(question: &str, name: &str) -> Vec<Value> {
     let dotted = name.replace("--", "/").replace("__", ".");
     let mut found = Vec::new();
     for spelling in [name, dotted.as_str()] {
@@ -131,7 +139,7 @@ fn spelled_out(question: &str, name: &str) -> Vec<Value> {
 }
 
 /// Returns the parts of a sentence that are arithmetic: they contain a digit and an operator.
-fn expressions(question: &str) -> Vec<String> {
+fn find_expressions(question: &str) -> Vec<String> {
     let words = [(" plus ", "+"), (" minus ", "-"), (" times ", "*"), (" divided by ", "/")];
     let mut text = question.replace(['×', '·'], "*").replace('÷', "/");
     for (word, sign) in words {
@@ -152,7 +160,7 @@ fn expressions(question: &str) -> Vec<String> {
 }
 
 /// Returns the calls since the question, each with its result.
-fn results(since: &[Value]) -> Vec<(String, String)> {
+fn collect_results(since: &[Value]) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for message in since.iter().filter(|message| message["role"] == "tool") {
         let id = &message["tool_call_id"];
@@ -173,7 +181,7 @@ fn results(since: &[Value]) -> Vec<(String, String)> {
     found
 }
 
-fn summary(found: &[(String, String)], question: &str) -> String {
+fn summarize_results(found: &[(String, String)], question: &str) -> String {
     let mut lines = Vec::new();
     for (what, content) in found {
         let value: Value = serde_json::from_str(content).unwrap_or_default();
@@ -199,7 +207,7 @@ mod tests {
 
     #[test]
     fn arithmetic_is_found_in_a_sentence() {
-        let found = |text: &str| expressions(text);
+        let found = |text: &str| find_expressions(text);
         assert_eq!(found("What is 12*7, and 2 ^ 10?"), ["12*7", "2 ^ 10"]);
         assert_eq!(found("6 times 7."), ["6*7"]);
         assert_eq!(found("(1 + 2) * 3"), ["(1 + 2) * 3"]);
@@ -210,9 +218,9 @@ mod tests {
 
     #[test]
     fn arguments_are_read_behind_a_name() {
-        let found = spelled_out("call report.make {\"pages\": 7} now", "report__make");
+        let found = parse_explicit_arguments("call report.make {\"pages\": 7} now", "report__make");
         assert_eq!(found, [json!({ "pages": 7 })]);
-        assert!(spelled_out("report.make seven", "report__make").is_empty());
+        assert!(parse_explicit_arguments("report.make seven", "report__make").is_empty());
     }
 
     #[tokio::test]
@@ -220,9 +228,9 @@ mod tests {
         let tools = vec![json!({ "type": "function",
             "function": { "name": "calculation__eval", "parameters": {} } })];
         let user = json!({ "role": "user", "content": "12*7 and 1/0" });
-        let mut prompt = Prompt { messages: vec![user], tools, ..Prompt::default() };
-        let first = Demo.reply(&prompt, &|_| {}).await.unwrap();
-        assert_eq!(first.stopped, Stopped::ToolCalls);
+        let mut prompt = ModelRequest { messages: vec![user], tools, ..ModelRequest::default() };
+        let first = DemoModel.reply(&prompt, &|_| {}).await.unwrap();
+        assert_eq!(first.finish_reason, FinishReason::ToolCalls);
         let asked: Vec<&str> = first.calls.iter().map(|call| call.arguments.as_str()).collect();
         assert_eq!(asked, [r#"{"expression":"12*7"}"#, r#"{"expression":"1/0"}"#]);
         let calls: Vec<Value> = first
@@ -242,7 +250,7 @@ mod tests {
                 .messages
                 .push(json!({ "role": "tool", "tool_call_id": call.id, "content": content }));
         }
-        let last = Demo.reply(&prompt, &|_| {}).await.unwrap();
+        let last = DemoModel.reply(&prompt, &|_| {}).await.unwrap();
         assert!(last.calls.is_empty());
         assert_eq!(last.text, "12*7 = 84\n1/0 could not be done: division by zero");
     }

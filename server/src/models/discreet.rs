@@ -4,20 +4,20 @@
 //! may. Listeners thus never see it.
 
 use parking_lot::Mutex;
-use toolcrib::model::{Listener, Piece, Reply};
+use toolcrib::model::{Delta, DeltaListener, ModelReply};
 
 /// The replacement for a key.
-const HIDDEN: &str = "…";
+const REDACTED: &str = "…";
 
 /// Minimum length of a key that is always redacted.
-const SECRET_BYTES: usize = 8;
+const MIN_SECRET_BYTES: usize = 8;
 
 /// Minimum length of a key that is redacted if it contains letters and digits.
-const MIXED_BYTES: usize = 6;
+const MIN_MIXED_SECRET_BYTES: usize = 6;
 
 /// Placeholder keys for local endpoints that require some key. They are not secret and may occur in
 /// an ordinary reply.
-const WORDS: [&str; 15] = [
+const PLACEHOLDER_KEYS: [&str; 15] = [
     "anything",
     "dummy-key",
     "fake-key",
@@ -36,96 +36,96 @@ const WORDS: [&str; 15] = [
 ];
 
 /// Returns whether a key must be redacted.
-fn is_secret(key: &str) -> bool {
+fn should_redact(key: &str) -> bool {
     let digits = key.bytes().any(|byte| byte.is_ascii_digit());
     let letters = key.chars().any(char::is_alphabetic);
     match key.len() {
-        SECRET_BYTES.. => {
+        MIN_SECRET_BYTES.. => {
             let word = key.to_lowercase().replace('_', "-");
-            !WORDS.contains(&word.as_str())
+            !PLACEHOLDER_KEYS.contains(&word.as_str())
         }
-        MIXED_BYTES.. => digits && letters,
+        MIN_MIXED_SECRET_BYTES.. => digits && letters,
         _ => false,
     }
 }
 
 /// Returns the text with the key redacted, whatever the length of the key.
-pub(super) fn without(text: &str, key: Option<&str>) -> String {
+pub(super) fn redact_key(text: &str, key: Option<&str>) -> String {
     match key.filter(|key| !key.is_empty()) {
-        Some(key) => hidden(text, &key.chars().collect::<Vec<_>>()),
+        Some(key) => redact_all(text, &key.chars().collect::<Vec<_>>()),
         None => text.to_owned(),
     }
 }
 
-fn hidden(text: &str, key: &[char]) -> String {
+fn redact_all(text: &str, key: &[char]) -> String {
     let mut held = String::new();
-    let said = told(&mut held, text, key);
+    let said = release_safe_prefix(&mut held, text, key);
     said + &held
 }
 
 /// Redacts the key from deltas before they reach the listener.
-pub(super) struct Discreet<'a> {
+pub(super) struct KeyRedactor<'a> {
     key: Option<Vec<char>>,
-    listener: Listener<'a>,
-    held: Mutex<Held>,
+    listener: DeltaListener<'a>,
+    buffer: Mutex<RedactionBuffer>,
 }
 
 /// Text that may be the start of the key. It is released once that is decided.
 #[derive(Default)]
-struct Held {
+struct RedactionBuffer {
     text: String,
     /// By call, for the arguments.
     calls: Vec<String>,
 }
 
-impl<'a> Discreet<'a> {
-    pub(super) fn new(key: Option<String>, listener: Listener<'a>) -> Self {
-        let key = key.filter(|key| is_secret(key)).map(|key| key.chars().collect());
-        Self { key, listener, held: Mutex::default() }
+impl<'a> KeyRedactor<'a> {
+    pub(super) fn new(key: Option<String>, listener: DeltaListener<'a>) -> Self {
+        let key = key.filter(|key| should_redact(key)).map(|key| key.chars().collect());
+        Self { key, listener, buffer: Mutex::default() }
     }
 
     /// Forwards the part of a delta that is safe to release.
-    pub(super) fn tell(&self, piece: Piece) {
+    pub(super) fn push(&self, piece: Delta) {
         let Some(key) = &self.key else { return (self.listener)(piece) };
-        let mut held = self.held.lock();
+        let mut held = self.buffer.lock();
         match piece {
-            Piece::Text(text) => {
-                let said = told(&mut held.text, &text, key);
+            Delta::Text(text) => {
+                let said = release_safe_prefix(&mut held.text, &text, key);
                 if !said.is_empty() {
-                    (self.listener)(Piece::Text(said));
+                    (self.listener)(Delta::Text(said));
                 }
             }
-            Piece::Call { index, id, name, arguments } => {
+            Delta::Call { index, id, name, arguments } => {
                 if held.calls.len() <= index {
                     held.calls.resize_with(index + 1, String::new);
                 }
                 let empty = arguments.is_empty();
-                let arguments = told(&mut held.calls[index], &arguments, key);
+                let arguments = release_safe_prefix(&mut held.calls[index], &arguments, key);
                 // A delta that is held back completely is not forwarded.
                 if id.is_some() || name.is_some() || empty || !arguments.is_empty() {
-                    let [id, name] = [id, name].map(|said| said.map(|s| hidden(&s, key)));
-                    (self.listener)(Piece::Call { index, id, name, arguments });
+                    let [id, name] = [id, name].map(|said| said.map(|s| redact_all(&s, key)));
+                    (self.listener)(Delta::Call { index, id, name, arguments });
                 }
             }
         }
     }
 
     /// Releases the held text after the last delta, and returns the reply with the key redacted.
-    pub(super) fn end(self, mut reply: Reply) -> Reply {
+    pub(super) fn finish(self, mut reply: ModelReply) -> ModelReply {
         let Some(key) = &self.key else { return reply };
-        let held = self.held.into_inner();
+        let held = self.buffer.into_inner();
         if !held.text.is_empty() {
-            (self.listener)(Piece::Text(held.text));
+            (self.listener)(Delta::Text(held.text));
         }
         for (index, arguments) in held.calls.into_iter().enumerate() {
             if !arguments.is_empty() {
-                (self.listener)(Piece::Call { index, id: None, name: None, arguments });
+                (self.listener)(Delta::Call { index, id: None, name: None, arguments });
             }
         }
         let calls = reply.calls.iter_mut();
         let said = calls.flat_map(|call| [&mut call.id, &mut call.name, &mut call.arguments]);
         for text in said.chain([&mut reply.text]).chain(&mut reply.model) {
-            *text = hidden(text, key);
+            *text = redact_all(text, key);
         }
         reply
     }
@@ -133,17 +133,17 @@ impl<'a> Discreet<'a> {
 
 /// Returns the part of a text that is safe to release, after the text held back before; the rest
 /// stays in the buffer.
-fn told(held: &mut String, more: &str, key: &[char]) -> String {
+fn release_safe_prefix(held: &mut String, more: &str, key: &[char]) -> String {
     held.push_str(more);
     let (mut said, mut at) = (String::new(), 0);
     while let Some(first) = held[at..].chars().next() {
-        match begins(&held[at..], key) {
-            Begins::Whole(length) => {
-                said.push_str(HIDDEN);
+        match match_key(&held[at..], key) {
+            KeyMatch::Full(length) => {
+                said.push_str(REDACTED);
                 at += length;
             }
-            Begins::Maybe => break,
-            Begins::No => {
+            KeyMatch::Partial => break,
+            KeyMatch::Mismatch => {
                 said.push(first);
                 at += first.len_utf8();
             }
@@ -154,46 +154,46 @@ fn told(held: &mut String, more: &str, key: &[char]) -> String {
 }
 
 /// The result of matching the start of a text against the key.
-enum Begins {
+enum KeyMatch {
     /// The text starts with the full key, which takes this many bytes.
-    Whole(usize),
+    Full(usize),
     /// The text ends before the key is complete.
-    Maybe,
-    No,
+    Partial,
+    Mismatch,
 }
 
-fn begins(text: &str, key: &[char]) -> Begins {
+fn match_key(text: &str, key: &[char]) -> KeyMatch {
     let mut at = 0;
     for wanted in key {
-        let Some(first) = text[at..].chars().next() else { return Begins::Maybe };
+        let Some(first) = text[at..].chars().next() else { return KeyMatch::Partial };
         at += match first {
             same if same == *wanted => same.len_utf8(),
-            '\\' => match escaped(&text[at..], *wanted) {
-                Begins::Whole(length) => length,
+            '\\' => match match_escaped_char(&text[at..], *wanted) {
+                KeyMatch::Full(length) => length,
                 other => return other,
             },
-            _ => return Begins::No,
+            _ => return KeyMatch::Mismatch,
         };
     }
-    Begins::Whole(at)
+    KeyMatch::Full(at)
 }
 
 /// Matches the start of a text against a character in JSON's escaped form: `\/`, `\u002b`.
-fn escaped(text: &str, wanted: char) -> Begins {
+fn match_escaped_char(text: &str, wanted: char) -> KeyMatch {
     let mut rest = text.chars().skip(1);
     match rest.next() {
-        None => Begins::Maybe,
+        None => KeyMatch::Partial,
         Some('u') => {
             let digits: String = rest.take(4).collect();
             let number = format!("{:04x}", u32::from(wanted));
             match number.starts_with(&digits.to_ascii_lowercase()) {
-                true if digits.len() == number.len() => Begins::Whole(6),
-                true => Begins::Maybe,
-                false => Begins::No,
+                true if digits.len() == number.len() => KeyMatch::Full(6),
+                true => KeyMatch::Partial,
+                false => KeyMatch::Mismatch,
             }
         }
-        Some(same) if same == wanted && matches!(same, '/' | '"' | '\\') => Begins::Whole(2),
-        Some(_) => Begins::No,
+        Some(same) if same == wanted && matches!(same, '/' | '"' | '\\') => KeyMatch::Full(2),
+        Some(_) => KeyMatch::Mismatch,
     }
 }
 
@@ -205,15 +205,15 @@ mod tests {
 
     fn heard(pieces: &[&str], key: &str) -> (Vec<String>, String) {
         let heard = Mutex::new(Vec::new());
-        let listener = |piece: Piece| match piece {
-            Piece::Text(text) => heard.lock().push(text),
-            Piece::Call { .. } => unreachable!(),
+        let listener = |piece: Delta| match piece {
+            Delta::Text(text) => heard.lock().push(text),
+            Delta::Call { .. } => unreachable!(),
         };
-        let discreet = Discreet::new(Some(key.to_owned()), &listener);
+        let discreet = KeyRedactor::new(Some(key.to_owned()), &listener);
         for piece in pieces {
-            discreet.tell(Piece::Text((*piece).to_owned()));
+            discreet.push(Delta::Text((*piece).to_owned()));
         }
-        let reply = discreet.end(Reply { text: pieces.concat(), ..Reply::default() });
+        let reply = discreet.finish(ModelReply { text: pieces.concat(), ..ModelReply::default() });
         (heard.into_inner(), reply.text)
     }
 
@@ -265,19 +265,19 @@ mod tests {
     #[test]
     fn the_pieces_of_a_call_have_no_key() {
         let heard = Mutex::new(Vec::new());
-        let listener = |piece: Piece| heard.lock().push(piece);
-        let call = |index: usize, id: Option<&str>, arguments: &str| Piece::Call {
+        let listener = |piece: Delta| heard.lock().push(piece);
+        let call = |index: usize, id: Option<&str>, arguments: &str| Delta::Call {
             index,
             id: id.map(str::to_owned),
             name: None,
             arguments: arguments.to_owned(),
         };
-        let discreet = Discreet::new(Some(KEY.to_owned()), &listener);
-        discreet.tell(call(0, Some(KEY), r#"{"a":"sk-sk-"#));
-        discreet.tell(call(1, Some("b"), "sk-"));
-        discreet.tell(call(0, None, "test-"));
-        discreet.tell(call(0, None, r#"12345"}"#));
-        discreet.end(Reply::default());
+        let discreet = KeyRedactor::new(Some(KEY.to_owned()), &listener);
+        discreet.push(call(0, Some(KEY), r#"{"a":"sk-sk-"#));
+        discreet.push(call(1, Some("b"), "sk-"));
+        discreet.push(call(0, None, "test-"));
+        discreet.push(call(0, None, r#"12345"}"#));
+        discreet.finish(ModelReply::default());
         let wanted = [
             call(0, Some("…"), r#"{"a":""#),
             call(1, Some("b"), ""),

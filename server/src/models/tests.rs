@@ -5,7 +5,7 @@ use crate::config::NamedModelSettings;
 
 #[test]
 fn without_a_configuration_there_is_the_demo() {
-    let shelf = Shelf::new(&LlmSettings::default());
+    let shelf = ModelRegistry::new(&LlmSettings::default());
     assert_eq!(shelf.names(), ["demo"]);
     assert_eq!(shelf.find("demo").unwrap().name, "demo");
     assert!(shelf.find("gpt-9").is_none());
@@ -16,14 +16,14 @@ fn names_of_tables_go_before_names_of_the_endpoint() {
     let mut settings = LlmSettings { model: Some("large".into()), ..LlmSettings::default() };
     let fast = NamedModelSettings { model: Some("small-2".into()), ..Default::default() };
     settings.models.insert("fast".into(), fast);
-    let shelf = Shelf::new(&settings);
+    let shelf = ModelRegistry::new(&settings);
     assert_eq!(shelf.names(), ["large", "demo", "fast"], "the usual one first");
     let upstream = |name| shelf.find(name).map(|found| found.name);
     assert_eq!(upstream("fast").as_deref(), Some("small-2"));
     assert_eq!(upstream("another").as_deref(), Some("another"));
     assert_eq!((upstream(""), upstream("a\nb")), (None, None));
     settings.other_models = false;
-    assert!(Shelf::new(&settings).find("another").is_none());
+    assert!(ModelRegistry::new(&settings).find("another").is_none());
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn a_key_goes_only_where_it_was_meant_for() {
     };
     settings.models.insert("own".into(), own);
     let place = |name: &str| {
-        let found = settings.named().find(|(named, ..)| *named == name).unwrap();
+        let found = settings.named_endpoints().find(|(named, ..)| *named == name).unwrap();
         (found.2.base_url, found.2.key.variable)
     };
     assert_eq!(place("same"), ("https://one.example/v1".into(), Some("ONE_KEY".into())));

@@ -11,14 +11,14 @@ const MAX_HOPS: usize = 16;
 const MAX_PARTS: usize = 200;
 
 /// A document that declares itself as OpenAPI 3.
-pub(super) struct Document<'a> {
+pub(super) struct OpenApiDocument<'a> {
     pub(super) root: &'a Value,
     pub(super) title: &'a str,
     /// True for version 3.0, whose schemas differ from JSON Schema.
-    pub(super) old: bool,
+    pub(super) is_version_3_0: bool,
 }
 
-impl<'a> Document<'a> {
+impl<'a> OpenApiDocument<'a> {
     pub(super) fn new(root: &'a Value) -> Result<Self, String> {
         if !root.is_object() {
             return Err("the document must be a mapping".to_owned());
@@ -36,11 +36,11 @@ impl<'a> Document<'a> {
             });
         }
         let title = root["info"]["title"].as_str().unwrap_or("api");
-        Ok(Self { root, title, old })
+        Ok(Self { root, title, is_version_3_0: old })
     }
 
     /// Returns the target of a reference within the document.
-    pub(super) fn find(&self, reference: &str) -> Result<&'a Value, String> {
+    pub(super) fn resolve_pointer(&self, reference: &str) -> Result<&'a Value, String> {
         let shown: String = reference.chars().take(120).collect();
         let Some(pointer) = reference.strip_prefix('#') else {
             return Err(format!("$ref \"{shown}\" leads out of the document"));
@@ -52,14 +52,14 @@ impl<'a> Document<'a> {
     }
 
     /// Follows references and returns the final target, or the value itself.
-    pub(super) fn resolved<'b>(&self, given: &'b Value) -> Result<&'b Value, String>
+    pub(super) fn resolve<'b>(&self, given: &'b Value) -> Result<&'b Value, String>
     where
         'a: 'b,
     {
         let mut value = given;
         for _ in 0..MAX_HOPS {
             match value.get("$ref").and_then(Value::as_str) {
-                Some(reference) => value = self.find(reference)?,
+                Some(reference) => value = self.resolve_pointer(reference)?,
                 None => return Ok(value),
             }
         }
@@ -67,7 +67,7 @@ impl<'a> Document<'a> {
     }
 
     /// Returns whether a schema has constraints besides its `$ref`. They count since 3.1.
-    pub(super) fn says_more(&self, schema: &Value) -> bool {
+    pub(super) fn has_ref_siblings(&self, schema: &Value) -> bool {
         const WORDS: [&str; 6] =
             ["$ref", "description", "title", "example", "examples", "deprecated"];
         let more = |fields: &Map<String, Value>| {
@@ -76,17 +76,17 @@ impl<'a> Document<'a> {
                     .keys()
                     .any(|name| !WORDS.contains(&name.as_str()) && !name.starts_with("x-"))
         };
-        !self.old && schema.as_object().is_some_and(more)
+        !self.is_version_3_0 && schema.as_object().is_some_and(more)
     }
 
     /// Returns whether a property is read-only: it is not sent, even if it is listed as required.
-    pub(super) fn only_answered(&self, property: &Value) -> bool {
+    pub(super) fn is_read_only(&self, property: &Value) -> bool {
         let said = |schema: &Value| schema["readOnly"] == Value::Bool(true);
-        said(property) || self.resolved(property).is_ok_and(said)
+        said(property) || self.resolve(property).is_ok_and(said)
     }
 
     /// Returns the names of an object's read-only properties, including those of its `allOf` parts.
-    pub(super) fn answered_names<'b>(&self, schema: &'b Value) -> Vec<String>
+    pub(super) fn read_only_names<'b>(&self, schema: &'b Value) -> Vec<String>
     where
         'a: 'b,
     {
@@ -97,9 +97,11 @@ impl<'a> Document<'a> {
                 continue;
             }
             let properties = schema["properties"].as_object().into_iter().flatten();
-            let own = properties.filter(|(_, property)| self.only_answered(property));
+            let own = properties.filter(|(_, property)| self.is_read_only(property));
             names.extend(own.map(|(name, _)| name.clone()));
-            left.extend(schema["$ref"].as_str().and_then(|reference| self.find(reference).ok()));
+            left.extend(
+                schema["$ref"].as_str().and_then(|reference| self.resolve_pointer(reference).ok()),
+            );
             left.extend(schema["allOf"].as_array().into_iter().flatten());
         }
         names

@@ -3,19 +3,21 @@
 use serde_json::{Map, Value, json};
 
 use super::body;
-use super::document::Document;
-use super::schema::Schemas;
+use super::document::OpenApiDocument;
+use super::schema::SchemaTranslator;
 use super::security;
-use super::{At, Made};
-use crate::operation::{Mapping, Operation, Parameter, Place, Style};
+use super::{DocumentOperation, ParsedOperation};
+use crate::operation::{
+    HttpOperation, Parameter, ParameterLocation, ParameterStyle, ResponseMapping,
+};
 
 /// The schema of arguments while it is being built.
-pub(super) struct Arguments {
+pub(super) struct ArgumentSchema {
     pub(super) properties: Map<String, Value>,
     pub(super) required: Vec<String>,
 }
 
-impl Arguments {
+impl ArgumentSchema {
     pub(super) fn add(&mut self, name: &str, schema: Value, required: bool) {
         self.properties.insert(name.to_owned(), schema);
         if required {
@@ -24,38 +26,42 @@ impl Arguments {
     }
 }
 
-pub(super) fn read(
-    document: &Document<'_>,
-    at: &At<'_>,
+pub(super) fn parse_operation(
+    document: &OpenApiDocument<'_>,
+    at: &DocumentOperation<'_>,
     server: Option<&str>,
     scope: &str,
-) -> Result<Made, String> {
-    let mut schemas = Schemas::new(document);
-    let mut arguments = Arguments { properties: Map::new(), required: Vec::new() };
+) -> Result<ParsedOperation, String> {
+    let mut schemas = SchemaTranslator::new(document);
+    let mut arguments = ArgumentSchema { properties: Map::new(), required: Vec::new() };
     let mut parameters = Vec::new();
-    for given in all_parameters(document, at)? {
-        if let Some(parameter) = parameter(given, &mut schemas, &mut arguments)? {
+    for given in merge_parameters(document, at)? {
+        if let Some(parameter) = parse_parameter(given, &mut schemas, &mut arguments)? {
             parameters.push(parameter);
         }
     }
-    for name in in_braces(at.path) {
-        let known = parameters.iter().any(|p: &Parameter| p.place == Place::Path && p.name == name);
+    for name in path_placeholders(at.path) {
+        let known = parameters
+            .iter()
+            .any(|p: &Parameter| p.location == ParameterLocation::Path && p.name == name);
         if !known {
             return Err(format!("the path has {{{name}}} and no parameter of that name"));
         }
     }
-    let body = body::read(document, at, &mut schemas, &mut arguments)?;
-    let (auth, auth_optional) = security::read(document, at, scope)?;
-    let http = Operation {
+    let body = body::parse_body(document, at, &mut schemas, &mut arguments)?;
+    let (auth, auth_optional) = security::parse_security(document, at, scope)?;
+    let http = HttpOperation {
         method: at.method.to_owned(),
-        url: format!("{}{}", base(document, at, server)?, at.path),
+        url: format!("{}{}", server_url(document, at, server)?, at.path),
         parameters,
         body,
         headers: [("accept".to_owned(), "application/json, */*;q=0.5".to_owned())].into(),
         auth,
         auth_optional,
-        timeout_s: seconds(at)?,
-        response: Mapping { pointer: at.operation["x-toolcrib-result"].as_str().map(Into::into) },
+        timeout_s: parse_timeout(at)?,
+        response: ResponseMapping {
+            pointer: at.operation["x-toolcrib-result"].as_str().map(Into::into),
+        },
     };
     let mut schema = json!({
         "type": "object",
@@ -69,10 +75,10 @@ pub(super) fn read(
     if !defs.is_empty() {
         schema["$defs"] = Value::Object(defs);
     }
-    Ok(Made { http, parameters: schema })
+    Ok(ParsedOperation { http, parameters: schema })
 }
 
-fn seconds(at: &At<'_>) -> Result<Option<f64>, String> {
+fn parse_timeout(at: &DocumentOperation<'_>) -> Result<Option<f64>, String> {
     match at.operation.get("x-toolcrib-timeout-s") {
         None => Ok(None),
         Some(said) => match said.as_f64().filter(|seconds| *seconds > 0.0) {
@@ -82,17 +88,20 @@ fn seconds(at: &At<'_>) -> Result<Option<f64>, String> {
     }
 }
 
-fn in_braces(path: &str) -> Vec<&str> {
+fn path_placeholders(path: &str) -> Vec<&str> {
     path.split('{').skip(1).filter_map(|part| part.split_once('}')).map(|(name, _)| name).collect()
 }
 
 /// Returns the parameters of the path and of the operation. Of two with the same name and location,
 /// the operation's wins.
-fn all_parameters<'a>(document: &Document<'a>, at: &At<'a>) -> Result<Vec<&'a Value>, String> {
+fn merge_parameters<'a>(
+    document: &OpenApiDocument<'a>,
+    at: &DocumentOperation<'a>,
+) -> Result<Vec<&'a Value>, String> {
     let mut all: Vec<&Value> = Vec::new();
     for list in [&at.item["parameters"], &at.operation["parameters"]] {
         for given in list.as_array().into_iter().flatten() {
-            let parameter = document.resolved(given)?;
+            let parameter = document.resolve(given)?;
             let same = |known: &&Value| {
                 known["name"] == parameter["name"] && known["in"] == parameter["in"]
             };
@@ -103,22 +112,22 @@ fn all_parameters<'a>(document: &Document<'a>, at: &At<'a>) -> Result<Vec<&'a Va
     Ok(all)
 }
 
-fn parameter(
+fn parse_parameter(
     given: &Value,
-    schemas: &mut Schemas<'_>,
-    arguments: &mut Arguments,
+    schemas: &mut SchemaTranslator<'_>,
+    arguments: &mut ArgumentSchema,
 ) -> Result<Option<Parameter>, String> {
     let name = given["name"].as_str().filter(|name| !name.is_empty());
     let name = name.ok_or("a parameter has no name")?;
     let place = given["in"].as_str().unwrap_or_default();
-    let place: Place = serde_json::from_value(json!(place))
+    let place: ParameterLocation = serde_json::from_value(json!(place))
         .map_err(|_| format!("the parameter {name} is in \"{place}\", which is no place"))?;
     // OpenAPI reserves these headers, even if a document lists them as parameters.
     let ignored = ["accept", "content-type", "authorization"];
-    if place == Place::Header && ignored.contains(&name.to_ascii_lowercase().as_str()) {
+    if place == ParameterLocation::Header && ignored.contains(&name.to_ascii_lowercase().as_str()) {
         return Ok(None);
     }
-    let style = style(given, &format!("the parameter {name}"))?;
+    let style = parse_style(given, &format!("the parameter {name}"))?;
     let content = given["content"].as_object().and_then(|content| content.iter().next());
     let (json, schema) = match content {
         Some((kind, media)) => (kind.contains("json"), &media["schema"]),
@@ -126,14 +135,14 @@ fn parameter(
     };
     let anything = json!({});
     let schema = if schema.is_null() { &anything } else { schema };
-    let mut schema = schemas.translated(schema)?;
+    let mut schema = schemas.translate(schema)?;
     describe(&mut schema, given);
-    let arg = free_name(name, place, arguments);
-    let required = place == Place::Path || given["required"] == json!(true);
+    let arg = unique_argument_name(name, place, arguments);
+    let required = place == ParameterLocation::Path || given["required"] == json!(true);
     arguments.add(&arg, schema, required);
     Ok(Some(Parameter {
         name: name.to_owned(),
-        place,
+        location: place,
         arg: (arg != name).then_some(arg),
         style,
         explode: given["explode"].as_bool(),
@@ -142,22 +151,26 @@ fn parameter(
 }
 
 /// Returns the serialization of lists and objects, if the document specifies one.
-pub(super) fn style(given: &Value, whose: &str) -> Result<Option<Style>, String> {
+pub(super) fn parse_style(given: &Value, whose: &str) -> Result<Option<ParameterStyle>, String> {
     let Some(style) = given["style"].as_str() else { return Ok(None) };
     let read = serde_json::from_value(json!(style));
     read.map(Some).map_err(|_| format!("{whose} has the style \"{style}\", which is not written"))
 }
 
 /// Returns a unique argument name: two parameters may have one name in different locations.
-fn free_name(name: &str, place: Place, arguments: &Arguments) -> String {
+fn unique_argument_name(
+    name: &str,
+    place: ParameterLocation,
+    arguments: &ArgumentSchema,
+) -> String {
     if !arguments.properties.contains_key(name) {
         return name.to_owned();
     }
     let place = match place {
-        Place::Path => "path",
-        Place::Query => "query",
-        Place::Header => "header",
-        Place::Cookie => "cookie",
+        ParameterLocation::Path => "path",
+        ParameterLocation::Query => "query",
+        ParameterLocation::Header => "header",
+        ParameterLocation::Cookie => "cookie",
     };
     let mut free = format!("{place}_{name}");
     // The document may have a parameter of that name, too.
@@ -179,7 +192,11 @@ fn describe(schema: &mut Value, given: &Value) {
 
 /// Returns the base URL of the API: the requested one, or the first server of the operation, the
 /// path or the document, with the defaults of its variables.
-fn base(document: &Document<'_>, at: &At<'_>, asked: Option<&str>) -> Result<String, String> {
+fn server_url(
+    document: &OpenApiDocument<'_>,
+    at: &DocumentOperation<'_>,
+    asked: Option<&str>,
+) -> Result<String, String> {
     let servers = [&at.operation["servers"], &at.item["servers"], &document.root["servers"]];
     let server = servers.into_iter().find_map(|servers| servers.get(0));
     let said = server.and_then(|server| server["url"].as_str());

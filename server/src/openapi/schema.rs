@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::document::Document;
+use super::document::OpenApiDocument;
 
 /// Maximum number of schemas that one tool may refer to.
 const MAX_DEFS: usize = 400;
@@ -13,19 +13,19 @@ const MAX_DEFS: usize = 400;
 const MAX_DEPTH: usize = 64;
 
 /// Translates the schemas of one operation, which share their definitions.
-pub(super) struct Schemas<'a> {
-    document: &'a Document<'a>,
+pub(super) struct SchemaTranslator<'a> {
+    document: &'a OpenApiDocument<'a>,
     /// By reference: the name, and the schema once it is translated.
     defs: BTreeMap<String, (String, Option<Value>)>,
 }
 
-impl<'a> Schemas<'a> {
-    pub(super) fn new(document: &'a Document<'a>) -> Self {
+impl<'a> SchemaTranslator<'a> {
+    pub(super) fn new(document: &'a OpenApiDocument<'a>) -> Self {
         Self { document, defs: BTreeMap::new() }
     }
 
     /// Translates one schema.
-    pub(super) fn translated(&mut self, schema: &Value) -> Result<Value, String> {
+    pub(super) fn translate(&mut self, schema: &Value) -> Result<Value, String> {
         self.walk(schema, 0, &[])
     }
 
@@ -43,19 +43,19 @@ impl<'a> Schemas<'a> {
         let Value::Object(fields) = schema else { return Ok(schema.clone()) };
         let mut made = Map::new();
         if let Some(reference) = fields.get("$ref").and_then(Value::as_str) {
-            let name = self.referred(reference, depth)?;
+            let name = self.define_reference(reference, depth)?;
             made.insert("$ref".into(), format!("#/$defs/{name}").into());
             // Siblings of `$ref` count since 3.1.
-            if self.document.old {
+            if self.document.is_version_3_0 {
                 return Ok(Value::Object(made));
             }
         }
         let mut hidden = hidden.to_vec();
-        hidden.extend(self.document.answered_names(schema));
+        hidden.extend(self.document.read_only_names(schema));
         for (name, value) in fields {
             let value = match name.as_str() {
                 "$ref" if made.contains_key("$ref") => continue,
-                "required" => match without(value, &hidden) {
+                "required" => match required_without(value, &hidden) {
                     Some(value) => value,
                     None => continue,
                 },
@@ -64,7 +64,7 @@ impl<'a> Schemas<'a> {
                     continue;
                 }
                 "properties" | "patternProperties" | "$defs" | "definitions"
-                | "dependentSchemas" => self.each(value, depth)?,
+                | "dependentSchemas" => self.translate_map(value, depth)?,
                 "items"
                 | "additionalProperties"
                 | "not"
@@ -75,15 +75,15 @@ impl<'a> Schemas<'a> {
                 | "propertyNames"
                 | "unevaluatedProperties"
                 | "unevaluatedItems" => self.walk(value, depth + 1, &[])?,
-                "allOf" | "anyOf" | "oneOf" => self.all(value, depth, &hidden)?,
-                "prefixItems" => self.all(value, depth, &[])?,
+                "allOf" | "anyOf" | "oneOf" => self.translate_list(value, depth, &hidden)?,
+                "prefixItems" => self.translate_list(value, depth, &[])?,
                 name if name.starts_with("x-") => continue,
                 _ => value.clone(),
             };
             made.insert(name.clone(), value);
         }
-        if self.document.old {
-            modernise(&mut made);
+        if self.document.is_version_3_0 {
+            upgrade_from_3_0(&mut made);
         }
         // An array without `items` must say that any item is allowed; otherwise models leave it
         // empty.
@@ -93,13 +93,18 @@ impl<'a> Schemas<'a> {
         Ok(Value::Object(made))
     }
 
-    fn all(&mut self, schemas: &Value, depth: usize, hidden: &[String]) -> Result<Value, String> {
+    fn translate_list(
+        &mut self,
+        schemas: &Value,
+        depth: usize,
+        hidden: &[String],
+    ) -> Result<Value, String> {
         let Value::Array(schemas) = schemas else { return Ok(schemas.clone()) };
         let all = schemas.iter().map(|inner| self.walk(inner, depth + 1, hidden));
         all.collect::<Result<_, _>>().map(Value::Array)
     }
 
-    fn each(&mut self, schemas: &Value, depth: usize) -> Result<Value, String> {
+    fn translate_map(&mut self, schemas: &Value, depth: usize) -> Result<Value, String> {
         let Value::Object(schemas) = schemas else { return Ok(schemas.clone()) };
         let each = schemas.iter().map(|(n, s)| Ok((n.clone(), self.walk(s, depth + 1, &[])?)));
         each.collect::<Result<Map<_, _>, String>>().map(Value::Object)
@@ -107,11 +112,11 @@ impl<'a> Schemas<'a> {
 
     /// Returns the name of the definition for a reference. Each is translated once, even if it
     /// refers to itself.
-    fn referred(&mut self, reference: &str, depth: usize) -> Result<String, String> {
+    fn define_reference(&mut self, reference: &str, depth: usize) -> Result<String, String> {
         if let Some((name, _)) = self.defs.get(reference) {
             return Ok(name.clone());
         }
-        let target = self.document.find(reference)?;
+        let target = self.document.resolve_pointer(reference)?;
         if self.defs.len() >= MAX_DEFS {
             return Err(format!("its schemas refer to more than {MAX_DEFS} others"));
         }
@@ -133,7 +138,7 @@ impl<'a> Schemas<'a> {
 }
 
 /// Returns the required names without read-only ones, or `None` if no name is left.
-fn without(required: &Value, hidden: &[String]) -> Option<Value> {
+fn required_without(required: &Value, hidden: &[String]) -> Option<Value> {
     let Value::Array(names) = required else { return Some(required.clone()) };
     let sent = |name: &&Value| !name.as_str().is_some_and(|n| hidden.iter().any(|h| h == n));
     let left: Vec<Value> = names.iter().filter(sent).cloned().collect();
@@ -141,7 +146,7 @@ fn without(required: &Value, hidden: &[String]) -> Option<Value> {
 }
 
 /// Converts `nullable` and boolean exclusive limits to JSON Schema.
-fn modernise(schema: &mut Map<String, Value>) {
+fn upgrade_from_3_0(schema: &mut Map<String, Value>) {
     for (flag, limit) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
         match schema.get(flag) {
             Some(Value::Bool(true)) => match schema.remove(limit) {

@@ -83,16 +83,16 @@ components:
     bearer: {type: http, scheme: bearer, x-toolcrib-env: PET_TOKEN}
 "##;
 
-fn pets() -> Import {
-    let document = crate::yaml::parse_long(PETS).unwrap();
-    let wanted = Wanted { prefix: Some("pets".into()), server: None };
+fn pets() -> ImportReport {
+    let document = crate::yaml::parse_large(PETS).unwrap();
+    let wanted = ImportOptions { prefix: Some("pets".into()), server: None };
     import(&document, "p", &wanted, 30_000).unwrap()
 }
 
-fn tool(import: &Import, name: &str) -> (Definition, Value) {
+fn tool(import: &ImportReport, name: &str) -> (ToolDefinition, Value) {
     let found = import.tools.iter().find(|tool| tool.definition.name == name);
     let found = found.unwrap_or_else(|| panic!("{name}: {:?}", import.skipped));
-    let options = found.definition.utp.as_ref().unwrap().options.value();
+    let options = found.definition.binding.as_ref().unwrap().options.to_value();
     (found.definition.clone(), options["http"].clone())
 }
 
@@ -113,7 +113,7 @@ fn an_operation_becomes_a_tool_with_one_schema() {
         "required": ["petId"],
         "additionalProperties": false,
     });
-    assert_eq!(get.input_schema.value(), expected, "Accept is not a parameter");
+    assert_eq!(get.input_schema.to_value(), expected, "Accept is not a parameter");
     assert_eq!(http["parameters"][1], json!({ "name": "fields", "in": "query", "explode": false }));
     let auth =
         json!([{ "type": "api_key", "in": "header", "name": "X-Key", "env": "PETS_API_KEY" }]);
@@ -124,7 +124,7 @@ fn an_operation_becomes_a_tool_with_one_schema() {
 fn the_body_is_merged_or_one_argument() {
     let import = pets();
     let (create, http) = tool(&import, "pets.createPet");
-    let schema = create.input_schema.value();
+    let schema = create.input_schema.to_value();
     assert_eq!(schema["required"], json!(["name"]));
     let pet = "#/$defs/Pet";
     let expected = json!({
@@ -144,7 +144,7 @@ fn the_body_is_merged_or_one_argument() {
     let (replace, http) = tool(&import, "pets.pets.replace");
     assert_eq!(replace.effect, Effect::Idempotent);
     assert_eq!(http["body"]["arg"], "body", "petId is taken by the path");
-    assert_eq!(replace.input_schema.value()["required"], json!(["petId", "body"]));
+    assert_eq!(replace.input_schema.to_value()["required"], json!(["petId", "body"]));
     let (patch, http) = tool(&import, "pets.patch_pets");
     assert_eq!(patch.effect, Effect::Idempotent, "x-toolcrib-effect");
     assert_eq!(http["body"]["content_type"], "application/merge-patch+json");
@@ -178,7 +178,7 @@ fn what_cannot_be_imported_is_left_out_and_named() {
 }
 
 fn refused(document: Value) -> String {
-    import(&document, "p", &Wanted::default(), 1).unwrap_err()
+    import(&document, "p", &ImportOptions::default(), 1).unwrap_err()
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn references_in_circles_end() {
         },
         "components": { "parameters": { "A": { "$ref": "#/components/parameters/A" } } },
     });
-    let import = import(&document, "p", &Wanted::default(), 1).unwrap();
+    let import = import(&document, "p", &ImportOptions::default(), 1).unwrap();
     assert!(import.tools.is_empty());
     let reasons: Vec<&str> = import.skipped.iter().map(|s| s.reason.as_str()).collect();
     for (reason, word) in reasons.iter().zip(["circle", "circle", "nowhere", "{id}", "whole URL"]) {
@@ -226,9 +226,9 @@ fn names_are_made_of_what_names_may_have() {
         ("a..b", "a.b"),
         ("_x_", "x"),
     ] {
-        assert_eq!(worded(id), expected);
+        assert_eq!(sanitize_name(id), expected);
     }
-    assert_eq!(worded("get_/pets/{petId}/toys"), "get_pets_petId_toys");
+    assert_eq!(sanitize_name("get_/pets/{petId}/toys"), "get_pets_petId_toys");
 }
 
 #[test]
@@ -238,7 +238,7 @@ fn an_id_that_two_operations_have_is_the_firsts() {
         "openapi": "3.1.0", "info": { "title": "x" }, "servers": [{ "url": "https://x.y" }],
         "paths": { "/cats": same("cats"), "/dogs": same("dogs"), "/emus": same("emus") },
     });
-    let wanted = Wanted { prefix: Some("zoo".into()), server: None };
+    let wanted = ImportOptions { prefix: Some("zoo".into()), server: None };
     let import = import(&document, "p", &wanted, 1_000).unwrap();
     let named: Vec<(&str, &str)> = import
         .tools
@@ -262,9 +262,9 @@ fn parameters_of_one_name_are_arguments_of_their_own() {
             parameter("id", "query"), parameter("id", "header"),
         ] } } },
     });
-    let import = import(&document, "p", &Wanted::default(), 1_000).unwrap();
+    let import = import(&document, "p", &ImportOptions::default(), 1_000).unwrap();
     let (definition, options) = tool(&import, "a");
-    let names: Vec<String> = definition.input_schema.value()["properties"]
+    let names: Vec<String> = definition.input_schema.to_value()["properties"]
         .as_object()
         .unwrap()
         .keys()
@@ -276,7 +276,7 @@ fn parameters_of_one_name_are_arguments_of_their_own() {
 }
 
 /// Imports a document with one operation, `POST /x`, that has this body.
-fn with_body(version: &str, kind: &str, media: Value) -> Import {
+fn with_body(version: &str, kind: &str, media: Value) -> ImportReport {
     let ro = json!({ "type": "object", "required": ["id", "at", "name"], "properties": {
         "id": { "type": "integer", "readOnly": true },
         "at": { "$ref": "#/components/schemas/Stamp" },
@@ -290,12 +290,12 @@ fn with_body(version: &str, kind: &str, media: Value) -> Import {
             "Ro": ro, "Stamp": { "type": "string", "readOnly": true },
         }},
     });
-    import(&document, "p", &Wanted::default(), 30_000).unwrap()
+    import(&document, "p", &ImportOptions::default(), 30_000).unwrap()
 }
 
-fn fits(definition: &Definition, args: Value) -> Vec<String> {
+fn fits(definition: &ToolDefinition, args: Value) -> Vec<String> {
     let entry = toolcrib::engine::CatalogEntry::compile(definition.clone()).unwrap();
-    entry.input.problems(&args).iter().map(|problem| format!("{problem:?}")).collect()
+    entry.input_schema.problems(&args).iter().map(|problem| format!("{problem:?}")).collect()
 }
 
 #[test]
@@ -343,7 +343,7 @@ fn what_stands_beside_a_reference_counts_since_3_1() {
     let schema = json!({ "type": "object", "properties": { "one": property } });
     let made = |version: &str| {
         let import = with_body(version, "application/json", json!({ "schema": schema }));
-        tool(&import, "x").0.input_schema.value()["properties"]["one"].clone()
+        tool(&import, "x").0.input_schema.to_value()["properties"]["one"].clone()
     };
     let expected = json!({ "$ref": "#/$defs/Ro", "description": "Which one", "required": ["z"] });
     assert_eq!(made("3.1.0"), expected);
@@ -376,13 +376,15 @@ fn fields_of_a_form_are_written_as_the_document_says() {
     });
     let args = json!({ "amount": 1, "metadata": { "order": "7" }, "csv": ["a", "b"],
         "many": ["a", "b"], "raw": { "x": [1] } });
-    let sent = |import: &Import, args: &Value| {
-        let options = tool(import, "x").0.utp.unwrap().options.value();
-        let crate::operation::Plan::Http(operation) = crate::operation::Plan::of(&options).unwrap()
+    let sent = |import: &ImportReport, args: &Value| {
+        let options = tool(import, "x").0.binding.unwrap().options.to_value();
+        let crate::operation::HttpToolSpec::Http(operation) =
+            crate::operation::HttpToolSpec::from_options(&options).unwrap()
         else {
             panic!("{options}")
         };
-        let made = operation.request(args.as_object().unwrap(), Default::default(), &|_| None);
+        let made =
+            operation.build_request(args.as_object().unwrap(), Default::default(), &|_| None);
         let (_, bytes) = made.unwrap().body.unwrap();
         let pairs: Vec<(String, String)> = reqwest::Url::parse("http://x/?")
             .map(|mut url| {
@@ -411,7 +413,7 @@ fn a_call_has_at_least_the_time_that_its_answer_may_take() {
             "openapi": "3.1.0", "servers": [{ "url": "https://a.b" }],
             "paths": { "/x": { "get": { "operationId": "x", "x-toolcrib-timeout-s": said } } },
         });
-        let import = import(&document, "p", &Wanted::default(), 30_000).unwrap();
+        let import = import(&document, "p", &ImportOptions::default(), 30_000).unwrap();
         assert_eq!(tool(&import, "x").0.timeout_ms, expected);
     }
 }

@@ -5,7 +5,7 @@ use reqwest::Url;
 
 /// One entry: `api.example.com`, `*.example.com`, `api.example.com:8443`, `http://10.0.0.7:8080`.
 #[derive(Debug, Clone, PartialEq)]
-struct Entry {
+struct HostPattern {
     scheme: String,
     host: String,
     port: u16,
@@ -13,17 +13,17 @@ struct Entry {
 
 /// The list of allowed hosts.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Allowed(Vec<Entry>);
+pub struct HostAllowlist(Vec<HostPattern>);
 
-impl Allowed {
+impl HostAllowlist {
     /// Parses the entries. The error names the entry that is invalid.
-    pub fn read(entries: &[String]) -> Result<Self, String> {
-        entries.iter().map(|text| entry(text)).collect::<Result<_, _>>().map(Self)
+    pub fn parse(entries: &[String]) -> Result<Self, String> {
+        entries.iter().map(|text| parse_host_pattern(text)).collect::<Result<_, _>>().map(Self)
     }
 
     /// Returns whether the host, scheme and port of a URL are on the list.
     pub fn allows(&self, url: &Url) -> bool {
-        let Some(host) = url.host_str().map(bare) else { return false };
+        let Some(host) = url.host_str().map(normalize_host) else { return false };
         let port = url.port_or_known_default();
         self.0.iter().any(|entry| {
             let named = match entry.host.strip_prefix("*.") {
@@ -35,11 +35,11 @@ impl Allowed {
     }
 }
 
-fn bare(host: &str) -> String {
+fn normalize_host(host: &str) -> String {
     host.trim_end_matches('.').to_ascii_lowercase()
 }
 
-fn entry(text: &str) -> Result<Entry, String> {
+fn parse_host_pattern(text: &str) -> Result<HostPattern, String> {
     let wrong = || {
         format!(
             "\"{text}\" is no host: write api.example.com, *.example.com, \
@@ -59,7 +59,11 @@ fn entry(text: &str) -> Result<Entry, String> {
     let plain = url.path() == "/" && url.query().is_none() && url.username().is_empty();
     match (url.host_str(), url.port_or_known_default()) {
         (Some(host), Some(port)) if plain && !host.is_empty() && !host.contains('*') => {
-            Ok(Entry { scheme: scheme.to_owned(), host: format!("{wild}{}", bare(host)), port })
+            Ok(HostPattern {
+                scheme: scheme.to_owned(),
+                host: format!("{wild}{}", normalize_host(host)),
+                port,
+            })
         }
         _ => Err(wrong()),
     }
@@ -70,7 +74,7 @@ mod tests {
     use super::*;
 
     fn allows(entry: &str, url: &str) -> bool {
-        Allowed::read(&[entry.to_owned()]).unwrap().allows(&Url::parse(url).unwrap())
+        HostAllowlist::parse(&[entry.to_owned()]).unwrap().allows(&Url::parse(url).unwrap())
     }
 
     #[test]
@@ -104,7 +108,7 @@ mod tests {
     fn nonsense_is_refused() {
         for text in ["", "*", "ftp://x", "a/b", "user@host", "a b", "x:99999", "a.*.b", "https://"]
         {
-            assert!(Allowed::read(&[text.to_owned()]).is_err(), "{text}");
+            assert!(HostAllowlist::parse(&[text.to_owned()]).is_err(), "{text}");
         }
     }
 }

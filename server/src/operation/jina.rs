@@ -5,23 +5,23 @@ use reqwest::Url;
 use serde_json::{Map, Value};
 use toolcrib::fault::Fault;
 
-use super::request::{Environment, into_query, refuse_dots};
-use super::secrets::Secrets;
-use super::{Mapping, Request, bad, check_header, encoded};
+use super::request::{EnvironmentLookup, append_query, reject_dot_segments};
+use super::secrets::SecretRedactor;
+use super::{OperationRequest, ResponseMapping, bad_request_fault, check_header, percent_encode};
 
 /// Default environment variable for the key.
-const KEY: &str = "JINA_API_KEY";
+const DEFAULT_KEY_VARIABLE: &str = "JINA_API_KEY";
 
 /// The base URLs of Jina.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Places {
+pub struct JinaEndpoints {
     pub search: Url,
     pub reader: Url,
 }
 
-impl Places {
+impl JinaEndpoints {
     /// Parses the URLs of the settings.
-    pub fn read(search: &str, reader: &str) -> Result<Self, String> {
+    pub fn parse(search: &str, reader: &str) -> Result<Self, String> {
         let url = |name: &str, text: &str| {
             Url::parse(text).map_err(|error| format!("jina.{name}: {error}"))
         };
@@ -30,12 +30,12 @@ impl Places {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
+enum JinaMode {
     Search,
     Reader,
 }
 
-impl Mode {
+impl JinaMode {
     fn as_str(self) -> &'static str {
         match self {
             Self::Search => "search",
@@ -45,13 +45,13 @@ impl Mode {
 }
 
 /// Both option tables. `jina` takes precedence over `openapi`.
-struct Options<'a> {
+struct JinaOptions<'a> {
     jina: &'a Value,
     openapi: &'a Value,
 }
 
-impl<'a> Options<'a> {
-    fn of(options: &'a Value) -> Result<Self, String> {
+impl<'a> JinaOptions<'a> {
+    fn from_options(options: &'a Value) -> Result<Self, String> {
         let (jina, openapi) = (&options["jina"], &options["openapi"]);
         for (name, table) in [("jina", jina), ("openapi", openapi)] {
             if !table.is_null() && !table.is_object() {
@@ -73,14 +73,14 @@ impl<'a> Options<'a> {
 
 /// Checks the parts of the options that do not depend on arguments.
 pub(super) fn check(options: &Value) -> Result<(), String> {
-    let read = Options::of(options)?;
+    let read = JinaOptions::from_options(options)?;
     for table in [read.openapi, read.jina] {
         for (name, _) in table["headers"].as_object().into_iter().flatten() {
             check_header(name).map_err(|why| format!("options.jina.{why}"))?;
         }
     }
     match read.text("mode") {
-        Some(mode) if named(mode).is_none() => {
+        Some(mode) if parse_mode(mode).is_none() => {
             Err(format!("options.jina.mode must be search or reader, not \"{mode}\""))
         }
         _ => Ok(()),
@@ -88,63 +88,63 @@ pub(super) fn check(options: &Value) -> Result<(), String> {
 }
 
 /// Checks that the options have a mode and that their base URL is on Jina's host for it.
-pub fn check_place(options: &Value, places: &Places) -> Result<(), String> {
-    let read = Options::of(options)?;
-    mode_and_base(&read, places).map(drop).map_err(|fault| fault.message)
+pub fn check_endpoint(options: &Value, places: &JinaEndpoints) -> Result<(), String> {
+    let read = JinaOptions::from_options(options)?;
+    resolve_mode_and_base(&read, places).map(drop).map_err(|fault| fault.message)
 }
 
-fn named(mode: &str) -> Option<Mode> {
+fn parse_mode(mode: &str) -> Option<JinaMode> {
     match mode {
-        "search" => Some(Mode::Search),
-        "reader" | "read" | "crawl" => Some(Mode::Reader),
+        "search" => Some(JinaMode::Search),
+        "reader" | "read" | "crawl" => Some(JinaMode::Reader),
         _ => None,
     }
 }
 
 /// Returns the method in upper case.
 pub(super) fn method(options: &Value) -> String {
-    let read = Options::of(options);
+    let read = JinaOptions::from_options(options);
     let said = read.ok().and_then(|read| read.text("method").map(str::to_ascii_uppercase));
     said.unwrap_or_else(|| "GET".to_owned())
 }
 
 /// Builds the request for these arguments. They include values from the environment, which are in
 /// `secrets` as well.
-pub fn request(
+pub fn build_request(
     options: &Value,
-    places: &Places,
+    places: &JinaEndpoints,
     args: &Map<String, Value>,
-    mut secrets: Secrets,
-    environment: Environment<'_>,
-) -> Result<Request, Fault> {
-    let read = Options::of(options).map_err(bad)?;
-    let (mode, base) = mode_and_base(&read, places)?;
+    mut secrets: SecretRedactor,
+    environment: EnvironmentLookup<'_>,
+) -> Result<OperationRequest, Fault> {
+    let read = JinaOptions::from_options(options).map_err(bad_request_fault)?;
+    let (mode, base) = resolve_mode_and_base(&read, places)?;
     let mut asked = read.jina["defaults"].as_object().cloned().unwrap_or_default();
     asked.extend(args.clone());
     let path = match mode {
-        Mode::Search => {
-            let query = taken(&mut asked, ["q", "query"])
-                .ok_or_else(|| bad("q (or query) is needed: what to search for"))?;
+        JinaMode::Search => {
+            let query = take_first_present(&mut asked, ["q", "query"])
+                .ok_or_else(|| bad_request_fault("q (or query) is needed: what to search for"))?;
             asked.insert("q".into(), query);
             read.text("path").unwrap_or("/search").to_owned()
         }
-        Mode::Reader => {
-            let url = taken(&mut asked, ["url", "target_url"])
-                .ok_or_else(|| bad("url (or target_url) is needed: what to read"))?;
+        JinaMode::Reader => {
+            let url = take_first_present(&mut asked, ["url", "target_url"])
+                .ok_or_else(|| bad_request_fault("url (or target_url) is needed: what to read"))?;
             let url = url.as_str().map(str::to_owned).unwrap_or_else(|| url.to_string());
             let template = read.text("endpoint_template").unwrap_or("/{url}");
-            template.replace("{url}", &encoded(&url))
+            template.replace("{url}", &percent_encode(&url))
         }
     };
     let mut url = base;
     let joined = format!("{}/{}", url.path().trim_end_matches('/'), path.trim_start_matches('/'));
-    refuse_dots(&joined)?;
+    reject_dot_segments(&joined)?;
     url.set_path(&joined);
     let method = method(options);
     let mut body = None;
     if method == "GET" {
         let mut query = Vec::new();
-        into_query(&asked, &mut query);
+        append_query(&asked, &mut query);
         if !query.is_empty() {
             url.query_pairs_mut().extend_pairs(query);
         }
@@ -152,13 +152,23 @@ pub fn request(
         let bytes = Value::Object(asked).to_string().into_bytes();
         body = Some(("application/json".to_owned(), bytes));
     }
-    let headers = headers(&read, &mut secrets, environment);
-    let (timeout_s, mapping) = (timeout_s(options), Mapping::default());
-    Ok(Request { method, url, headers, body, basic: None, secrets, timeout_s, mapping, jina: true })
+    let headers = build_headers(&read, &mut secrets, environment);
+    let (timeout_s, mapping) = (timeout_s(options), ResponseMapping::default());
+    Ok(OperationRequest {
+        method,
+        url,
+        headers,
+        body,
+        basic_auth: None,
+        secrets,
+        timeout_s,
+        mapping,
+        jina: true,
+    })
 }
 
 /// Removes both arguments and returns the first that is not empty.
-fn taken(args: &mut Map<String, Value>, names: [&str; 2]) -> Option<Value> {
+fn take_first_present(args: &mut Map<String, Value>, names: [&str; 2]) -> Option<Value> {
     let found = names.map(|name| args.remove(name));
     found.into_iter().flatten().find(|value| match value {
         Value::String(text) => !text.trim().is_empty(),
@@ -167,10 +177,14 @@ fn taken(args: &mut Map<String, Value>, names: [&str; 2]) -> Option<Value> {
     })
 }
 
-fn mode_and_base(read: &Options<'_>, places: &Places) -> Result<(Mode, Url), Fault> {
+fn resolve_mode_and_base(
+    read: &JinaOptions<'_>,
+    places: &JinaEndpoints,
+) -> Result<(JinaMode, Url), Fault> {
     let base = match read.text("base_url") {
         Some(text) => {
-            let unreadable = |error| bad(format!("options.jina.base_url is not a URL: {error}"));
+            let unreadable =
+                |error| bad_request_fault(format!("options.jina.base_url is not a URL: {error}"));
             Some(Url::parse(text).map_err(unreadable)?)
         }
         None => None,
@@ -179,35 +193,39 @@ fn mode_and_base(read: &Options<'_>, places: &Places) -> Result<(Mode, Url), Fau
     let by_host = || {
         let is = |place: &Url| host.is_some() && place.host_str() == host;
         match (is(&places.search), is(&places.reader)) {
-            (true, _) => Some(Mode::Search),
-            (_, true) => Some(Mode::Reader),
+            (true, _) => Some(JinaMode::Search),
+            (_, true) => Some(JinaMode::Reader),
             _ => None,
         }
     };
     let by_path = || {
-        (read.openapi["path"].as_str().map(str::trim) == Some("/search")).then_some(Mode::Search)
+        (read.openapi["path"].as_str().map(str::trim) == Some("/search"))
+            .then_some(JinaMode::Search)
     };
     let mode = match read.text("mode") {
-        Some(mode) => named(mode),
+        Some(mode) => parse_mode(mode),
         None => by_host().or_else(by_path),
     };
-    let mode = mode.ok_or_else(|| bad("options.jina.mode must be search or reader"))?;
+    let mode =
+        mode.ok_or_else(|| bad_request_fault("options.jina.mode must be search or reader"))?;
     let place = match mode {
-        Mode::Search => &places.search,
-        Mode::Reader => &places.reader,
+        JinaMode::Search => &places.search,
+        JinaMode::Reader => &places.reader,
     };
     let base = base.unwrap_or_else(|| place.clone());
     if base.host_str() != place.host_str() {
         let (mode, host) = (mode.as_str(), place.host_str().unwrap_or_default());
-        return Err(bad(format!("options.jina.base_url must be on {host} for the mode {mode}")));
+        return Err(bad_request_fault(format!(
+            "options.jina.base_url must be on {host} for the mode {mode}"
+        )));
     }
     Ok((mode, base))
 }
 
-fn headers(
-    read: &Options<'_>,
-    secrets: &mut Secrets,
-    environment: Environment<'_>,
+fn build_headers(
+    read: &JinaOptions<'_>,
+    secrets: &mut SecretRedactor,
+    environment: EnvironmentLookup<'_>,
 ) -> Vec<(String, String)> {
     let mut headers: Vec<(String, String)> = Vec::new();
     let mut set = |name: &str, value: String| {
@@ -229,7 +247,7 @@ fn headers(
         set("accept", accept);
     }
     let own = read.jina["auth_env"].as_str().map(str::trim).filter(|name| !name.is_empty());
-    let name = own.or_else(|| read.openapi["auth"]["env"].as_str()).unwrap_or(KEY);
+    let name = own.or_else(|| read.openapi["auth"]["env"].as_str()).unwrap_or(DEFAULT_KEY_VARIABLE);
     match environment(name) {
         Some(key) => {
             secrets.add(&key);

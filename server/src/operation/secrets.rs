@@ -6,7 +6,7 @@ use base64::engine::general_purpose::{STANDARD, URL_SAFE};
 use serde_json::{Map, Value};
 
 /// The replacement for a secret.
-pub const SCRUBBED: &str = "[secret]";
+pub const REDACTED: &str = "[secret]";
 
 /// Minimum length of a match within a text. A shorter secret is redacted only if it is the entire
 /// text: as a part it would match in most words.
@@ -14,18 +14,18 @@ const SHORT: usize = 4;
 
 /// The secrets of one request.
 #[derive(Clone, Default)]
-pub struct Secrets {
+pub struct SecretRedactor {
     /// Each secret as is and in base64; other encodings are decoded from the text.
-    known: Vec<Vec<char>>,
+    forms: Vec<Vec<char>>,
 }
 
-impl std::fmt::Debug for Secrets {
+impl std::fmt::Debug for SecretRedactor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} forms of secrets", self.known.len())
+        write!(f, "{} forms of secrets", self.forms.len())
     }
 }
 
-impl Secrets {
+impl SecretRedactor {
     /// Adds a secret.
     pub fn add(&mut self, secret: &str) {
         if secret.is_empty() {
@@ -36,53 +36,53 @@ impl Secrets {
             // Padding is often omitted.
             for form in [form, form.trim_end_matches('=')] {
                 let form: Vec<char> = form.chars().collect();
-                if !form.is_empty() && !self.known.contains(&form) {
-                    self.known.push(form);
+                if !form.is_empty() && !self.forms.contains(&form) {
+                    self.forms.push(form);
                 }
             }
         }
     }
 
     /// Returns the text with secrets redacted, or `None` if it contains none.
-    pub fn scrubbed(&self, text: &str) -> Option<String> {
-        let whole = |form: &Vec<char>| spelled(form, text, 0).contains(&text.len());
-        if self.known.iter().any(whole) {
-            return Some(SCRUBBED.to_owned());
+    pub fn redact_if_present(&self, text: &str) -> Option<String> {
+        let whole = |form: &Vec<char>| match_ends(form, text, 0).contains(&text.len());
+        if self.forms.iter().any(whole) {
+            return Some(REDACTED.to_owned());
         }
         let (mut made, mut kept, mut at) = (String::new(), 0, 0);
         while let Some(first) = text[at..].chars().next() {
-            let Some(end) = self.longest(text, at).filter(|end| end - at >= SHORT) else {
+            let Some(end) = self.longest_match_at(text, at).filter(|end| end - at >= SHORT) else {
                 at += first.len_utf8();
                 continue;
             };
             made.push_str(&text[kept..at]);
-            made.push_str(SCRUBBED);
+            made.push_str(REDACTED);
             (at, kept) = (end, end);
         }
         (kept > 0).then(|| made + &text[kept..])
     }
 
     /// Returns the end of the longest secret that starts at this position.
-    fn longest(&self, text: &str, at: usize) -> Option<usize> {
-        let first = readings(&text[at..]).map(|reading| reading.map(|(read, _)| read));
+    fn longest_match_at(&self, text: &str, at: usize) -> Option<usize> {
+        let first = decode_first_char(&text[at..]).map(|reading| reading.map(|(read, _)| read));
         let begins = |form: &&Vec<char>| form.len() > 1 && first.contains(&form.first().copied());
-        let forms = self.known.iter().filter(begins);
-        forms.filter_map(|form| spelled(form, text, at).into_iter().max()).max()
+        let forms = self.forms.iter().filter(begins);
+        forms.filter_map(|form| match_ends(form, text, at).into_iter().max()).max()
     }
 
     /// Returns the text with secrets redacted.
-    pub fn clean(&self, text: &str) -> String {
-        self.scrubbed(text).unwrap_or_else(|| text.to_owned())
+    pub fn redact(&self, text: &str) -> String {
+        self.redact_if_present(text).unwrap_or_else(|| text.to_owned())
     }
 
     /// Redacts secrets in a JSON value: in strings, in names, and in numbers that equal one.
     /// Returns whether there were any.
-    pub fn scrub(&self, value: &mut Value) -> bool {
-        if self.known.is_empty() {
+    pub fn redact_json(&self, value: &mut Value) -> bool {
+        if self.forms.is_empty() {
             return false;
         }
         match value {
-            Value::String(text) => match self.scrubbed(text) {
+            Value::String(text) => match self.redact_if_present(text) {
                 Some(clean) => {
                     *text = clean;
                     true
@@ -91,22 +91,24 @@ impl Secrets {
             },
             Value::Number(number) => {
                 let number = number.to_string();
-                let known = self.known.iter().any(|form| number.chars().eq(form.iter().copied()));
+                let known = self.forms.iter().any(|form| number.chars().eq(form.iter().copied()));
                 if known {
-                    *value = Value::from(SCRUBBED);
+                    *value = Value::from(REDACTED);
                 }
                 known
             }
-            Value::Array(items) => items.iter_mut().fold(false, |any, i| self.scrub(i) | any),
-            Value::Object(map) => self.scrub_map(map),
+            Value::Array(items) => items.iter_mut().fold(false, |any, i| self.redact_json(i) | any),
+            Value::Object(map) => self.redact_object(map),
             Value::Null | Value::Bool(_) => false,
         }
     }
 
-    fn scrub_map(&self, map: &mut Map<String, Value>) -> bool {
-        let mut any = map.values_mut().fold(false, |any, value| self.scrub(value) | any);
-        let named: Vec<(String, String)> =
-            map.keys().filter_map(|name| Some((name.clone(), self.scrubbed(name)?))).collect();
+    fn redact_object(&self, map: &mut Map<String, Value>) -> bool {
+        let mut any = map.values_mut().fold(false, |any, value| self.redact_json(value) | any);
+        let named: Vec<(String, String)> = map
+            .keys()
+            .filter_map(|name| Some((name.clone(), self.redact_if_present(name)?)))
+            .collect();
         for (name, clean) in named {
             if let Some(value) = map.remove(&name) {
                 map.insert(clean, value);
@@ -119,12 +121,12 @@ impl Secrets {
 
 /// Returns the possible ends of a secret that starts at this position, with each character in any
 /// encoding. Empty if the secret does not start here.
-fn spelled(form: &[char], text: &str, at: usize) -> Vec<usize> {
+fn match_ends(form: &[char], text: &str, at: usize) -> Vec<usize> {
     let mut ends = vec![at];
     for wanted in form {
         let mut next = Vec::new();
         for at in ends {
-            let readings = readings(&text[at..]);
+            let readings = decode_first_char(&text[at..]);
             let fitting = readings.into_iter().flatten().filter(|(read, _)| read == wanted);
             next.extend(fitting.map(|(_, length)| at + length));
         }
@@ -141,19 +143,19 @@ fn spelled(form: &[char], text: &str, at: usize) -> Vec<usize> {
 
 /// Returns the characters that the start of a text can stand for, each with its length: the
 /// character itself, or its encoding in URLs, forms, JSON and HTML.
-fn readings(text: &str) -> [Option<(char, usize)>; 3] {
+fn decode_first_char(text: &str) -> [Option<(char, usize)>; 3] {
     let Some(first) = text.chars().next() else { return [None; 3] };
     let escaped = match first {
-        '%' => percent(text),
-        '\\' => backslash(text),
-        '&' => entity(text),
+        '%' => decode_percent(text),
+        '\\' => decode_backslash(text),
+        '&' => decode_html_entity(text),
         _ => None,
     };
     [Some((first, first.len_utf8())), escaped, (first == '+').then_some((' ', 1))]
 }
 
 /// Decodes `%2F` or `%c3%bc`: as many bytes as the character has.
-fn percent(text: &str) -> Option<(char, usize)> {
+fn decode_percent(text: &str) -> Option<(char, usize)> {
     let mut bytes = Vec::with_capacity(4);
     let mut rest = text;
     while let Some(digits) = rest.strip_prefix('%').and_then(|rest| rest.get(..2)) {
@@ -167,7 +169,7 @@ fn percent(text: &str) -> Option<(char, usize)> {
 }
 
 /// Decodes `\/`, `\n` or `\u002b`, and surrogate pairs for characters outside the basic plane.
-fn backslash(text: &str) -> Option<(char, usize)> {
+fn decode_backslash(text: &str) -> Option<(char, usize)> {
     let unit = |text: &str| {
         let digits = text.strip_prefix("\\u").and_then(|rest| rest.get(..4))?;
         u16::from_str_radix(digits, 16).ok()
@@ -191,7 +193,7 @@ fn backslash(text: &str) -> Option<(char, usize)> {
 }
 
 /// Decodes `&amp;`, `&#39;` or `&#x2F;`.
-fn entity(text: &str) -> Option<(char, usize)> {
+fn decode_html_entity(text: &str) -> Option<(char, usize)> {
     // The longest entity is `&#x10FFFF;`.
     let end = text.bytes().take(10).position(|byte| byte == b';')?;
     let read = match text.get(1..end)? {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::secrets::Secrets;
+use super::secrets::SecretRedactor;
 use super::*;
 
 fn environment(name: &str) -> Option<String> {
@@ -18,9 +18,13 @@ fn map(value: Value) -> Map<String, Value> {
     value.as_object().cloned().unwrap()
 }
 
-fn built(operation: Value, args: Value) -> Result<Request, Fault> {
-    let Plan::Http(operation) = Plan::of(&json!({ "http": operation })).unwrap() else { panic!() };
-    operation.request(&map(args), Secrets::default(), &environment)
+fn built(operation: Value, args: Value) -> Result<OperationRequest, Fault> {
+    let HttpToolSpec::Http(operation) =
+        HttpToolSpec::from_options(&json!({ "http": operation })).unwrap()
+    else {
+        panic!()
+    };
+    operation.build_request(&map(args), SecretRedactor::default(), &environment)
 }
 
 fn url(operation: Value, args: Value) -> String {
@@ -117,7 +121,7 @@ fn credentials_come_from_the_environment_and_are_kept_as_secrets() {
     };
     let made = with(json!({ "type": "bearer", "env": "TOKEN" })).unwrap();
     assert_eq!(made.headers, [("authorization".to_owned(), "Bearer tok en/1".to_owned())]);
-    assert_eq!(made.secrets.clean("got tok en/1 and tok%20en%2F1"), "got [secret] and [secret]");
+    assert_eq!(made.secrets.redact("got tok en/1 and tok%20en%2F1"), "got [secret] and [secret]");
     let key = |place: &str| json!({ "type": "api_key", "in": place, "name": "k", "env": "TOKEN" });
     assert_eq!(with(key("query")).unwrap().url.as_str(), "https://a.b/?k=tok+en%2F1");
     assert_eq!(with(key("header")).unwrap().headers[0].0, "k");
@@ -125,7 +129,7 @@ fn credentials_come_from_the_environment_and_are_kept_as_secrets() {
     let basic = json!({
         "type": "basic", "username_env": "USER_NAME", "password_env": "PASSWORD",
     });
-    assert_eq!(with(basic).unwrap().basic, Some(("ada".to_owned(), "pass".to_owned())));
+    assert_eq!(with(basic).unwrap().basic_auth, Some(("ada".to_owned(), "pass".to_owned())));
     let fault = with(json!({ "type": "bearer", "env": "NOT_SET" })).unwrap_err();
     assert_eq!(fault.code, Code::Unauthenticated);
     assert!(fault.message.contains("NOT_SET"), "{fault}");
@@ -152,14 +156,14 @@ fn wrong_definitions_are_named() {
         (json!({ "url": "https://x.y", "timeout_s": -1 }), "timeout_s"),
         (json!({ "url": "https://x.y", "timeout_s": 0 }), "timeout_s"),
     ] {
-        let why = Plan::of(&json!({ "http": http })).unwrap_err();
+        let why = HttpToolSpec::from_options(&json!({ "http": http })).unwrap_err();
         assert!(why.contains(word), "{word}: {why}");
     }
 }
 
 #[test]
 fn secrets_are_found_in_every_spelling() {
-    let mut secrets = Secrets::default();
+    let mut secrets = SecretRedactor::default();
     secrets.add("s3cr\"et/ü");
     secrets.add("123456");
     secrets.add("ab");
@@ -167,7 +171,7 @@ fn secrets_are_found_in_every_spelling() {
         "plain": "x s3cr\"et/ü y", "url": "k=s3cr%22et%2F%C3%BC", "low": "s3cr%22et%2f%c3%bc",
         "n": 123456, "list": ["ab", "cab", true], "key 123456": 1, "escaped": "s3cr\\\"et/ü",
     });
-    assert!(secrets.scrub(&mut value));
+    assert!(secrets.redact_json(&mut value));
     let expected = json!({
         "plain": "x [secret] y", "url": "k=[secret]", "low": "k".replace('k', "[secret]"),
         "n": "[secret]", "list": ["[secret]", "cab", true], "key [secret]": 1,
@@ -175,12 +179,12 @@ fn secrets_are_found_in_every_spelling() {
     });
     assert_eq!(value, expected);
     assert!(!format!("{secrets:?}").contains("s3cr"));
-    assert!(!Secrets::default().scrub(&mut json!({ "a": "b" })));
+    assert!(!SecretRedactor::default().redact_json(&mut json!({ "a": "b" })));
 }
 
 #[test]
 fn secrets_are_found_however_an_upstream_writes_them() {
-    let mut secrets = Secrets::default();
+    let mut secrets = SecretRedactor::default();
     secrets.add("Ab+c/D&e f\"ü😀");
     let spellings = [
         "Ab+c/D&e f\"ü😀",
@@ -198,40 +202,40 @@ fn secrets_are_found_however_an_upstream_writes_them() {
         "QWIrYy9EJmUgZiLDvPCfmIA%3D",
     ];
     for spelling in spellings {
-        assert_eq!(secrets.clean(spelling), "[secret]", "{spelling}");
-        assert_eq!(secrets.clean(&format!("<{spelling}> ")), "<[secret]> ", "{spelling}");
+        assert_eq!(secrets.redact(spelling), "[secret]", "{spelling}");
+        assert_eq!(secrets.redact(&format!("<{spelling}> ")), "<[secret]> ", "{spelling}");
     }
     let twice = format!("{} and {}", spellings[1], spellings[8]);
-    assert_eq!(secrets.clean(&twice), "[secret] and [secret]");
+    assert_eq!(secrets.redact(&twice), "[secret] and [secret]");
     for other in ["Ab+c/D&e f", "%", "\\", "&", "%4", "&amp;", "\\u00", "100 % + ü; &c;"] {
-        assert_eq!(secrets.scrubbed(other), None, "{other}");
+        assert_eq!(secrets.redact_if_present(other), None, "{other}");
     }
 }
 
 #[test]
 fn a_secret_in_base64_is_found_in_both_alphabets() {
-    let mut secrets = Secrets::default();
+    let mut secrets = SecretRedactor::default();
     secrets.add("k?~>key");
     for spelling in
         ["az9+PmtleQ==", "az9+PmtleQ", "az9-PmtleQ==", "az9-PmtleQ", "az9%2BPmtleQ%3D%3D"]
     {
-        assert_eq!(secrets.clean(&format!("x={spelling};")), "x=[secret];", "{spelling}");
+        assert_eq!(secrets.redact(&format!("x={spelling};")), "x=[secret];", "{spelling}");
     }
     // A key that ends in padding itself is often shown without it.
     secrets.add("c2VjcmV0IQ==");
-    assert_eq!(secrets.clean("key c2VjcmV0IQ,"), "key [secret],");
+    assert_eq!(secrets.redact("key c2VjcmV0IQ,"), "key [secret],");
     // A text of nothing but escapes does not take exponential time.
     secrets.add(&"\\".repeat(64));
-    assert_eq!(secrets.clean(&"\\".repeat(4_000)).len(), 4_000 / 128 * "[secret]".len() + 32);
+    assert_eq!(secrets.redact(&"\\".repeat(4_000)).len(), 4_000 / 128 * "[secret]".len() + 32);
 }
 
-fn places() -> jina::Places {
+fn places() -> jina::JinaEndpoints {
     let url = |text: &str| reqwest::Url::parse(text).unwrap();
-    jina::Places { search: url("https://s.jina.ai"), reader: url("https://r.jina.ai") }
+    jina::JinaEndpoints { search: url("https://s.jina.ai"), reader: url("https://r.jina.ai") }
 }
 
-fn asked(options: Value, args: Value) -> Result<Request, Fault> {
-    jina::request(&options, &places(), &map(args), Secrets::default(), &environment)
+fn asked(options: Value, args: Value) -> Result<OperationRequest, Fault> {
+    jina::build_request(&options, &places(), &map(args), SecretRedactor::default(), &environment)
 }
 
 #[test]
@@ -275,10 +279,10 @@ fn jinas_mode_is_said_or_follows_from_the_host_or_the_old_path() {
         json!({ "jina": { "mode": "reader", "base_url": "nonsense" } }),
     ] {
         assert_eq!(path(wrong.clone(), q.clone()).unwrap_err().code, Code::BadRequest, "{wrong}");
-        assert!(jina::check_place(&wrong, &places()).is_err(), "{wrong}");
+        assert!(jina::check_endpoint(&wrong, &places()).is_err(), "{wrong}");
     }
-    assert!(Plan::of(&json!({ "jina": { "mode": "dance" } })).is_err());
-    assert!(Plan::of(&json!({ "jina": [] })).is_err());
+    assert!(HttpToolSpec::from_options(&json!({ "jina": { "mode": "dance" } })).is_err());
+    assert!(HttpToolSpec::from_options(&json!({ "jina": [] })).is_err());
     let fault = asked(json!({}), q).unwrap_err();
     assert_eq!(fault.message, "missing options.jina/options.openapi config");
 }

@@ -6,13 +6,13 @@ use tokio::net::TcpListener;
 
 use super::*;
 
-fn strict() -> Outbound {
-    Outbound::new("webhooks", false, &[])
+fn strict() -> OutboundPolicy {
+    OutboundPolicy::new("webhooks", false, &[])
 }
 
-fn listing(hosts: &[&str]) -> Outbound {
+fn listing(hosts: &[&str]) -> OutboundPolicy {
     let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-    Outbound::new("webhooks", false, &hosts)
+    OutboundPolicy::new("webhooks", false, &hosts)
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn urls_that_are_fine() {
     ] {
         assert_eq!(strict().check(url).unwrap().as_str(), kept);
     }
-    let open = Outbound::new("webhooks", true, &[]);
+    let open = OutboundPolicy::new("webhooks", true, &[]);
     assert!(open.check("http://localhost:1/").is_ok());
     assert!(open.check("http://10.0.0.1/").is_ok());
     let some = listing(&["Hooks.internal", "*.svc.local", "127.0.0.1", "::1"]);
@@ -171,17 +171,17 @@ async fn a_name_that_leads_to_a_private_address_is_not_connected_to() {
     let (address, came) = listener().await;
     let lookup = move |_| -> BoxFuture<'static, _> { Box::pin(async move { Ok(vec![address]) }) };
     let url = format!("http://hooks.example:{}/", address.port());
-    let client = strict().client_resolving(lookup).build().unwrap();
+    let client = strict().client_builder_with_lookup(lookup).build().unwrap();
     let error = client.post(&url).send().await.unwrap_err();
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(&error);
-    while let Some(cause) = source.filter(|cause| !cause.is::<PrivateAddress>()) {
+    while let Some(cause) = source.filter(|cause| !cause.is::<PrivateAddressError>()) {
         source = cause.source();
     }
     let why = source.expect("the rules refused it").to_string();
     assert!(why.contains("hooks.example") && why.contains("webhooks.allow_private"), "{why}");
     assert_eq!(came.load(Ordering::SeqCst), 0);
     // With the host allowed the connection succeeds, so it was the rule that prevented it.
-    let client = listing(&["hooks.example"]).client_resolving(lookup).build().unwrap();
+    let client = listing(&["hooks.example"]).client_builder_with_lookup(lookup).build().unwrap();
     assert!(client.post(&url).send().await.is_err(), "it hangs up");
     assert!(came.load(Ordering::SeqCst) > 0);
 }
@@ -197,7 +197,7 @@ async fn a_name_that_changes_its_answer_gains_nothing() {
         let first = counting.fetch_add(1, Ordering::SeqCst) == 0;
         Box::pin(async move { Ok(if first { vec![public, address] } else { vec![address] }) })
     };
-    let client = strict().client_resolving(lookup);
+    let client = strict().client_builder_with_lookup(lookup);
     let client = client.timeout(std::time::Duration::from_millis(200)).build().unwrap();
     let url = format!("http://rebind.example:{}/", address.port());
     for _ in 0..3 {

@@ -19,7 +19,7 @@ use toolcrib::Tool;
 
 /// Settings of the built-in tools.
 #[derive(Debug, Clone, Default)]
-pub struct Settings {
+pub struct BuiltinToolSettings {
     /// Directory of the sample database, which is created if no database is configured.
     pub data_dir: PathBuf,
     pub database: DatabaseSettings,
@@ -94,10 +94,10 @@ impl Default for WeatherSettings {
 /// An error in the settings of a built-in tool. The message names the setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Unusable(pub String);
+pub struct BuiltinSetupError(pub String);
 
 /// Creates the built-in tools.
-pub fn tools(settings: Settings) -> Result<Vec<Arc<dyn Tool>>, Unusable> {
+pub fn tools(settings: BuiltinToolSettings) -> Result<Vec<Arc<dyn Tool>>, BuiltinSetupError> {
     Ok(vec![
         Arc::new(calculation::tool()),
         Arc::new(database::tool(&settings.data_dir, settings.database)?),
@@ -114,7 +114,10 @@ mod tests {
     #[test]
     fn three_tools_that_only_read() {
         let folder = tempfile::tempdir().unwrap();
-        let settings = Settings { data_dir: folder.path().join("new"), ..Settings::default() };
+        let settings = BuiltinToolSettings {
+            data_dir: folder.path().join("new"),
+            ..BuiltinToolSettings::default()
+        };
         let tools = tools(settings).unwrap();
         let definitions: Vec<_> = tools.iter().map(|tool| tool.definition()).collect();
         let names: Vec<_> = definitions.iter().map(|d| d.name.as_str()).collect();
@@ -122,7 +125,7 @@ mod tests {
         for definition in &definitions {
             assert_eq!(definition.effect, Effect::Read);
             assert!(definition.output_schema.is_some(), "{}", definition.name);
-            let input = definition.input_schema.value();
+            let input = definition.input_schema.to_value();
             assert_eq!(input["additionalProperties"], serde_json::json!(false));
         }
     }

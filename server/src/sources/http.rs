@@ -24,14 +24,14 @@ use toolcrib::fault::{Code, Fault};
 use toolcrib::json::Json;
 use toolcrib::policy;
 use toolcrib::source::{Attempt, ProgressSink, Source, Started};
-use toolcrib::tool::{Definition, Executor};
+use toolcrib::tool::{Executor, ToolDefinition};
 
-use crate::operation::allow::Allowed;
-use crate::operation::jina::{self, Places};
-use crate::operation::secrets::Secrets;
-use crate::operation::{Plan, Request, bad, in_ms};
-use crate::outbound::Outbound;
-use client::Upstream;
+use crate::operation::allow::HostAllowlist;
+use crate::operation::jina::{self, JinaEndpoints};
+use crate::operation::secrets::SecretRedactor;
+use crate::operation::{HttpToolSpec, OperationRequest, bad_request_fault, seconds_to_ms};
+use crate::outbound::OutboundPolicy;
+use client::HttpApiClient;
 
 /// Tools that are operations of HTTP APIs.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
@@ -92,29 +92,37 @@ impl Default for JinaSettings {
 }
 
 /// Executes tools by calling HTTP APIs.
-pub struct HttpTools {
-    allowed: Allowed,
-    outbound: Outbound,
-    places: Places,
+pub struct HttpSource {
+    allowed: HostAllowlist,
+    outbound: OutboundPolicy,
+    jina_endpoints: JinaEndpoints,
     settings: HttpSettings,
-    upstream: Upstream,
+    client: HttpApiClient,
     running: Mutex<HashMap<(CallId, u32), CancellationToken>>,
 }
 
-impl HttpTools {
+impl HttpSource {
     /// Creates the source, or returns an error message about the settings.
     pub fn new(settings: HttpSettings) -> Result<Self, String> {
-        let places = Places::read(&settings.jina.search_url, &settings.jina.reader_url)?;
-        let allowed = Allowed::read(&settings.hosts).map_err(|why| format!("hosts: {why}"))?;
-        let outbound = Outbound::new("http", settings.allow_private, &settings.allow_hosts);
-        let upstream = Upstream::new(outbound.clone(), settings.max_response_bytes);
-        Ok(Self { allowed, outbound, places, settings, upstream, running: Mutex::default() })
+        let places = JinaEndpoints::parse(&settings.jina.search_url, &settings.jina.reader_url)?;
+        let allowed =
+            HostAllowlist::parse(&settings.hosts).map_err(|why| format!("hosts: {why}"))?;
+        let outbound = OutboundPolicy::new("http", settings.allow_private, &settings.allow_hosts);
+        let upstream = HttpApiClient::new(outbound.clone(), settings.max_response_bytes);
+        Ok(Self {
+            allowed,
+            outbound,
+            jina_endpoints: places,
+            settings,
+            client: upstream,
+            running: Mutex::default(),
+        })
     }
 
     /// Returns the value of a variable that a definition may name, if it is set and not empty.
-    fn variable(&self, name: &str) -> Option<String> {
+    fn read_variable(&self, name: &str) -> Option<String> {
         let own = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
-        let named = self.settings.allow_envs.iter().any(|p| policy::matches(p, name));
+        let named = self.settings.allow_envs.iter().any(|p| policy::pattern_matches(p, name));
         if own || !named {
             tracing::warn!(variable = name, "http.allow_envs does not allow this variable");
             return None;
@@ -122,38 +130,40 @@ impl HttpTools {
         std::env::var(name).ok().filter(|value| !value.is_empty())
     }
 
-    fn request(&self, options: &Value, given: &Json) -> Result<Request, Fault> {
-        let plan = Plan::of(options).map_err(bad)?;
-        let Value::Object(mut given) = given.value() else {
-            return Err(bad("the arguments must be an object"));
+    fn build_request(&self, options: &Value, given: &Json) -> Result<OperationRequest, Fault> {
+        let plan = HttpToolSpec::from_options(options).map_err(bad_request_fault)?;
+        let Value::Object(mut given) = given.to_value() else {
+            return Err(bad_request_fault("the arguments must be an object"));
         };
-        let mut secrets = Secrets::default();
-        self.put_environment(&plan, options, &mut given, &mut secrets);
-        let look = |name: &str| self.variable(name);
+        let mut secrets = SecretRedactor::default();
+        self.insert_env_args(&plan, options, &mut given, &mut secrets);
+        let look = |name: &str| self.read_variable(name);
         let request = match &plan {
-            Plan::Http(operation) => operation.request(&given, secrets, &look),
-            Plan::Jina => jina::request(options, &self.places, &given, secrets, &look),
+            HttpToolSpec::Http(operation) => operation.build_request(&given, secrets, &look),
+            HttpToolSpec::Jina => {
+                jina::build_request(options, &self.jina_endpoints, &given, secrets, &look)
+            }
         }?;
-        self.check(&request.url)?;
+        self.check_destination(&request.url)?;
         Ok(request)
     }
 
     /// Inserts the arguments from the environment. The operator's variables override the
     /// definition's.
-    fn put_environment(
+    fn insert_env_args(
         &self,
-        plan: &Plan,
+        plan: &HttpToolSpec,
         options: &Value,
         given: &mut Map<String, Value>,
-        secrets: &mut Secrets,
+        secrets: &mut SecretRedactor,
     ) {
-        let mut envs = args::envs(options);
+        let mut envs = args::parse_env_arguments(options);
         envs.extend(self.settings.envs.clone());
-        if *plan == Plan::Jina {
+        if *plan == HttpToolSpec::Jina {
             envs.extend(self.settings.jina.envs.clone());
         }
         for (arg, name) in envs {
-            match self.variable(&name) {
+            match self.read_variable(&name) {
                 Some(value) => {
                     secrets.add(&value);
                     given.insert(arg, Value::String(value));
@@ -163,11 +173,12 @@ impl HttpTools {
         }
     }
 
-    fn check(&self, url: &Url) -> Result<(), Fault> {
-        let refused =
-            |why: String| Fault::new(Code::PermissionDenied, why).not_happened().retryable(false);
+    fn check_destination(&self, url: &Url) -> Result<(), Fault> {
+        let refused = |why: String| {
+            Fault::new(Code::PermissionDenied, why).without_side_effect().retryable(false)
+        };
         if !self.allowed.allows(url) {
-            let place = place(url);
+            let place = origin(url);
             let message = format!("{place} may not be asked: it is not in the setting http.hosts");
             return Err(refused(message));
         }
@@ -177,33 +188,35 @@ impl HttpTools {
 
     async fn run(&self, attempt: &Attempt) -> Result<Json, Fault> {
         let Some(command) = &attempt.command else {
-            return Err(Fault::new(Code::Internal, "the definition is gone").not_happened());
+            return Err(Fault::new(Code::Internal, "the definition is gone").without_side_effect());
         };
-        let request = self.request(&command.binding.options.value(), &attempt.args)?;
-        let own_ms = request.timeout_s.map(in_ms);
+        let request = self.build_request(&command.binding.options.to_value(), &attempt.args)?;
+        let own_ms = request.timeout_s.map(seconds_to_ms);
         let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
         let left_ms = attempt.deadline_ms.saturating_sub(now_ms);
         let limit = Duration::from_millis(own_ms.unwrap_or(self.settings.timeout_ms).min(left_ms));
         let began = std::time::Instant::now();
-        let came = self.upstream.ask(&request, limit).await;
-        let about =
-            answer::About { tool: &attempt.tool, tool_call_id: &command.route.tool_call_id };
-        answer::read(&request, came, began.elapsed(), &about)
+        let came = self.client.send(&request, limit).await;
+        let about = answer::HttpCallContext {
+            tool: &attempt.tool,
+            tool_call_id: &command.route.tool_call_id,
+        };
+        answer::interpret_response(&request, came, began.elapsed(), &about)
     }
 }
 
 /// Returns a URL's scheme, host and port, which contain no secret.
-fn place(url: &Url) -> String {
+fn origin(url: &Url) -> String {
     url.origin().ascii_serialization()
 }
 
 #[async_trait]
-impl Source for HttpTools {
+impl Source for HttpSource {
     fn executor(&self) -> Executor {
         Executor::Http
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         Vec::new()
     }
 
@@ -216,7 +229,7 @@ impl Source for HttpTools {
             () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "stopped")),
         };
         self.running.lock().remove(&place);
-        Started::Done(done)
+        Started::Finished(done)
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {

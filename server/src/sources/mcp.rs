@@ -40,19 +40,21 @@ use tokio_util::task::TaskTracker;
 use toolcrib::CallId;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::source::{Attempt, ProgressSink, Source, Started};
-use toolcrib::tool::{Definition, Executor};
+use toolcrib::tool::{Executor, ToolDefinition};
 
-pub use ears::News;
-pub use oauth::{Algorithm, GrantKind, McpOauth, PassShown, SignIn};
-pub use settings::{McpSettings, McpToolSettings, Wrong, of_desktop_clients, shown_url};
-pub use state::{Phase, Shown, State};
+pub use ears::UpstreamChange;
+pub use oauth::{AuthorizationStatus, GrantKind, McpOauthSettings, SignInLink, SigningAlgorithm};
+pub use settings::{
+    McpServerSettings, McpSettingsError, McpToolSettings, parse_desktop_config, redact_url,
+};
+pub use state::{UpstreamPhase, UpstreamState, UpstreamStatus};
 pub use tools::ToolChange;
 
-use call::Try;
-use oauth::{Base, Pass};
-use upstream::Upstream;
+use call::UpstreamAttempt;
+use oauth::{Authorizer, SharedPublicBaseUrl};
+use upstream::UpstreamServer;
 
-use crate::outbound::Outbound;
+use crate::outbound::OutboundPolicy;
 
 /// Maximum time spent on notifying an upstream that a call is canceled.
 const TELLING: Duration = Duration::from_secs(2);
@@ -62,25 +64,25 @@ const NEWS: usize = 256;
 
 /// The durable record of the tools and credentials of upstreams.
 #[async_trait]
-pub trait Ledger: Send + Sync + 'static {
+pub trait UpstreamRegistry: Send + Sync + 'static {
     /// Returns the accepted tools of an upstream, by name.
-    fn known(&self, project: &str, upstream: &str) -> BTreeMap<String, Definition>;
+    fn accepted_tools(&self, project: &str, upstream: &str) -> BTreeMap<String, ToolDefinition>;
 
     /// Replaces the tools of an upstream. Returns the names of those that were rejected, with the
     /// reasons.
-    async fn keep(
+    async fn set_tools(
         &self,
         project: &str,
         upstream: &str,
-        tools: Vec<Definition>,
+        tools: Vec<ToolDefinition>,
         why: &str,
     ) -> Result<Vec<(String, String)>, String>;
 
     /// Returns the stored OAuth credential of an upstream, if any.
-    async fn grant(&self, project: &str, upstream: &str) -> Result<Option<String>, String>;
+    async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, String>;
 
     /// Stores the OAuth credential of an upstream, or deletes it when it is `None`.
-    async fn keep_grant(
+    async fn set_credential(
         &self,
         project: &str,
         upstream: &str,
@@ -91,55 +93,55 @@ pub trait Ledger: Send + Sync + 'static {
     fn default_timeout_ms(&self, project: &str) -> u64;
 }
 
-type Place = (String, String);
+type UpstreamKey = (String, String);
 
 /// All upstreams, as a source of tools.
-pub struct Upstreams {
-    known: Mutex<HashMap<Place, Arc<Upstream>>>,
-    ledger: OnceLock<Arc<dyn Ledger>>,
-    news: broadcast::Sender<(Place, News)>,
+pub struct McpSource {
+    servers: Mutex<HashMap<UpstreamKey, Arc<UpstreamServer>>>,
+    registry: OnceLock<Arc<dyn UpstreamRegistry>>,
+    changes: broadcast::Sender<(UpstreamKey, UpstreamChange)>,
     tasks: TaskTracker,
-    outbound: Arc<Outbound>,
-    base: Base,
+    outbound: Arc<OutboundPolicy>,
+    public_base_url: SharedPublicBaseUrl,
 }
 
-impl Upstreams {
+impl McpSource {
     /// Creates a source without upstreams. `outbound` limits the addresses of upstreams that were
     /// added with an API key; `base` is the URL at which a person's browser reaches the server.
-    pub fn new(outbound: Outbound, base: String) -> Self {
-        let (known, ledger) = Default::default();
-        let (news, tasks) = (broadcast::Sender::new(NEWS), TaskTracker::new());
+    pub fn new(outbound: OutboundPolicy, base: String) -> Self {
+        let (servers, registry) = Default::default();
+        let (changes, tasks) = (broadcast::Sender::new(NEWS), TaskTracker::new());
         Self {
-            known,
-            ledger,
-            news,
+            servers,
+            registry,
+            changes,
             tasks,
             outbound: Arc::new(outbound),
-            base: Base::new(base.into()),
+            public_base_url: SharedPublicBaseUrl::new(base.into()),
         }
     }
 
     /// Sets the URL at which a person's browser reaches the server.
-    pub fn set_base(&self, base: String) {
-        *self.base.write() = base;
+    pub fn set_public_base_url(&self, base: String) {
+        *self.public_base_url.write() = base;
     }
 
     /// Returns the URL at which a person's browser reaches the server.
-    pub fn base(&self) -> String {
-        self.base.read().clone()
+    pub fn public_base_url(&self) -> String {
+        self.public_base_url.read().clone()
     }
 
     /// Sets the registry that records the offered tools. Only the first call has an effect.
-    pub fn open(&self, ledger: Arc<dyn Ledger>) {
-        let _ = self.ledger.set(ledger);
+    pub fn set_registry(&self, ledger: Arc<dyn UpstreamRegistry>) {
+        let _ = self.registry.set(ledger);
     }
 
     /// Sets the desired upstreams: connects to new ones, shuts down removed ones, and restarts
     /// those whose settings changed.
-    pub fn set(&self, wanted: Vec<McpSettings>) {
-        let Some(ledger) = self.ledger.get() else { return };
-        let mut known = self.known.lock();
-        let mut next: HashMap<Place, McpSettings> = HashMap::new();
+    pub fn set_servers(&self, wanted: Vec<McpServerSettings>) {
+        let Some(ledger) = self.registry.get() else { return };
+        let mut known = self.servers.lock();
+        let mut next: HashMap<UpstreamKey, McpServerSettings> = HashMap::new();
         for settings in wanted {
             next.insert((settings.project.clone(), settings.name.clone()), settings);
         }
@@ -157,9 +159,9 @@ impl Upstreams {
             let news = broadcast::Sender::new(NEWS);
             let heard = news.subscribe();
             let outbound = &self.outbound;
-            let pass = Pass::of(&settings, ledger, outbound, &self.base);
-            let upstream = Upstream::new(settings, news, outbound.clone(), pass);
-            self.tasks.spawn(pass_on(place.clone(), heard, self.news.clone()));
+            let pass = Authorizer::for_server(&settings, ledger, outbound, &self.public_base_url);
+            let upstream = UpstreamServer::new(settings, news, outbound.clone(), pass);
+            self.tasks.spawn(forward_changes(place.clone(), heard, self.changes.clone()));
             self.tasks.spawn(upstream.clone().supervise(ledger.clone()));
             known.insert(place, upstream);
         }
@@ -167,24 +169,24 @@ impl Upstreams {
 
     /// Shuts down all upstreams and waits until none of their tasks is left.
     pub async fn close(&self) {
-        self.known.lock().drain().for_each(|(_, upstream)| upstream.stop.cancel());
+        self.servers.lock().drain().for_each(|(_, upstream)| upstream.stop.cancel());
         self.tasks.close();
         self.tasks.wait().await;
     }
 
-    fn find(&self, project: &str, name: &str) -> Option<Arc<Upstream>> {
-        self.known.lock().get(&(project.to_owned(), name.to_owned())).cloned()
+    fn find(&self, project: &str, name: &str) -> Option<Arc<UpstreamServer>> {
+        self.servers.lock().get(&(project.to_owned(), name.to_owned())).cloned()
     }
 
-    fn of_tool(&self, project: &str, tool: &str) -> Option<Arc<Upstream>> {
+    fn find_by_tool(&self, project: &str, tool: &str) -> Option<Arc<UpstreamServer>> {
         self.find(project, tool.split_once('.')?.0)
     }
 
     /// Returns the status of each upstream of a project, sorted by name.
-    pub fn shown(&self, project: &str) -> Vec<Shown> {
-        let known = self.known.lock();
+    pub fn statuses(&self, project: &str) -> Vec<UpstreamStatus> {
+        let known = self.servers.lock();
         let here = known.iter().filter(|((owner, _), _)| owner == project);
-        let mut all: Vec<Shown> = here.map(|(_, upstream)| shown(upstream)).collect();
+        let mut all: Vec<UpstreamStatus> = here.map(|(_, upstream)| status_of(upstream)).collect();
         all.sort_by(|a, b| a.settings.name.cmp(&b.settings.name));
         all
     }
@@ -195,16 +197,17 @@ impl Upstreams {
     }
 
     /// Counts the upstreams of all projects by phase.
-    pub fn counted(&self) -> [(&'static str, usize); 5] {
-        let known = self.known.lock();
-        let phases: Vec<Phase> = known.values().map(|known| known.state.lock().phase).collect();
-        Phase::ALL
+    pub fn count_by_phase(&self) -> [(&'static str, usize); 5] {
+        let known = self.servers.lock();
+        let phases: Vec<UpstreamPhase> =
+            known.values().map(|known| known.state.lock().phase).collect();
+        UpstreamPhase::ALL
             .map(|phase| (phase.as_str(), phases.iter().filter(|known| **known == phase).count()))
     }
 
     /// Returns the status of one upstream.
-    pub fn one(&self, project: &str, name: &str) -> Option<Shown> {
-        self.find(project, name).map(|upstream| shown(&upstream))
+    pub fn status(&self, project: &str, name: &str) -> Option<UpstreamStatus> {
+        self.find(project, name).map(|upstream| status_of(&upstream))
     }
 
     /// Accepts the current definitions of the given tools, or of all tools, of one upstream.
@@ -214,7 +217,7 @@ impl Upstreams {
         name: &str,
         wanted: Option<&[String]>,
     ) -> Result<Vec<ToolChange>, String> {
-        let (Some(upstream), Some(ledger)) = (self.find(project, name), self.ledger.get()) else {
+        let (Some(upstream), Some(ledger)) = (self.find(project, name), self.registry.get()) else {
             return Ok(Vec::new());
         };
         upstream.accept(&**ledger, wanted).await
@@ -222,86 +225,86 @@ impl Upstreams {
 
     /// Reconnects an upstream at once, or refreshes its tool list if it is connected, and waits
     /// until that is done or the time is over.
-    pub async fn look_again(&self, project: &str, name: &str, until: tokio::time::Instant) {
+    pub async fn refresh(&self, project: &str, name: &str, until: tokio::time::Instant) {
         if let Some(upstream) = self.find(project, name) {
-            let _ = tokio::time::timeout_at(until, upstream.look_again()).await;
+            let _ = tokio::time::timeout_at(until, upstream.request_refresh()).await;
         }
     }
 
     /// Waits until an upstream is known to be available or unavailable, or the time is over.
-    pub async fn known_by(&self, project: &str, name: &str, until: tokio::time::Instant) {
+    pub async fn wait_until_known(&self, project: &str, name: &str, until: tokio::time::Instant) {
         if let Some(upstream) = self.find(project, name) {
-            let _ = tokio::time::timeout_at(until, upstream.begun()).await;
+            let _ = tokio::time::timeout_at(until, upstream.wait_until_known()).await;
         }
     }
 
     /// Starts a sign-in by a person.
     pub async fn sign_in(&self, project: &str, name: &str) -> Result<(), String> {
         let upstream = self.find(project, name);
-        let pass = upstream.as_ref().and_then(|upstream| upstream.pass.as_ref());
+        let pass = upstream.as_ref().and_then(|upstream| upstream.authorizer.as_ref());
         let pass = pass.ok_or_else(|| "it is not signed in to: it takes no tokens".to_owned())?;
-        pass.sign_in_anew().await
+        pass.restart_sign_in().await
     }
 
     /// Deletes the upstream's tokens and reconnects without them.
     pub async fn sign_out(&self, project: &str, name: &str) -> Result<(), String> {
         let Some(upstream) = self.find(project, name) else { return Ok(()) };
-        if let Some(pass) = &upstream.pass {
+        if let Some(pass) = &upstream.authorizer {
             pass.sign_out().await?;
         }
-        upstream.leave.notify_one();
+        upstream.reconnect_requested.notify_one();
         Ok(())
     }
 
     /// Completes a sign-in after the browser was redirected back from the issuer. Returns the name
     /// of the upstream it was for, or `None` if no upstream expects this sign-in.
-    pub async fn signed_in(
+    pub async fn complete_sign_in(
         &self,
         state: &str,
         code: Result<&str, &str>,
         issuer: Option<&str>,
     ) -> Option<(String, Result<(), String>)> {
-        let waits = |upstream: &&Arc<Upstream>| {
-            upstream.pass.as_ref().is_some_and(|pass| pass.expects(state))
+        let waits = |upstream: &&Arc<UpstreamServer>| {
+            upstream.authorizer.as_ref().is_some_and(|pass| pass.expects_state(state))
         };
-        let upstream = self.known.lock().values().find(waits).cloned()?;
-        let (pass, name) = (upstream.pass.as_ref()?, upstream.settings.name.clone());
+        let upstream = self.servers.lock().values().find(waits).cloned()?;
+        let (pass, name) = (upstream.authorizer.as_ref()?, upstream.settings.name.clone());
         let finished = match code {
-            Ok(code) => pass.finish(state, code, issuer).await,
+            Ok(code) => pass.complete_sign_in(state, code, issuer).await,
             Err(why) => {
-                pass.declined(state, why).await;
+                pass.decline_sign_in(state, why).await;
                 Err(why.to_owned())
             }
         };
-        upstream.again.notify_one();
+        upstream.retry_now.notify_one();
         Some((name, finished))
     }
 
     /// Returns the usable connections of a project, by the names of their upstreams.
     pub fn peers(&self, project: &str) -> BTreeMap<String, Peer<RoleClient>> {
-        let known = self.known.lock();
+        let known = self.servers.lock();
         let here = known.iter().filter(|((owner, _), _)| owner == project);
         let peers = here.filter_map(|((_, name), upstream)| {
-            Some((name.clone(), upstream.connected()?.peer.clone()))
+            Some((name.clone(), upstream.current_connection()?.peer.clone()))
         });
         peers.collect()
     }
 
     /// Redacts the secrets of an upstream's settings and tokens from a text.
-    pub fn clean(&self, project: &str, name: &str, text: &str) -> String {
-        self.find(project, name).map_or_else(|| text.to_owned(), |upstream| upstream.clean(text))
+    pub fn redact(&self, project: &str, name: &str, text: &str) -> String {
+        self.find(project, name).map_or_else(|| text.to_owned(), |upstream| upstream.redact(text))
     }
 
     /// Records a problem of an upstream that does not concern its tools, unless one is already
     /// recorded.
-    pub fn complain(&self, project: &str, name: &str, why: &str) {
+    pub fn report_problem(&self, project: &str, name: &str, why: &str) {
         if let Some(upstream) = self.find(project, name) {
             upstream.state.lock().problem.get_or_insert_with(|| why.to_owned());
         }
     }
 
     /// Clears a problem that was recorded with `report_problem`.
-    pub fn withdraw(&self, project: &str, name: &str, why: &str) {
+    pub fn clear_problem(&self, project: &str, name: &str, why: &str) {
         if let Some(upstream) = self.find(project, name) {
             let mut state = upstream.state.lock();
             state.problem = state.problem.take().filter(|known| known != why);
@@ -309,15 +312,15 @@ impl Upstreams {
     }
 
     /// Subscribes to changes of resources and prompts, each with its project and upstream.
-    pub fn changes(&self) -> broadcast::Receiver<(Place, News)> {
-        self.news.subscribe()
+    pub fn subscribe_changes(&self) -> broadcast::Receiver<(UpstreamKey, UpstreamChange)> {
+        self.changes.subscribe()
     }
 }
 
-async fn pass_on(
-    place: Place,
-    mut heard: broadcast::Receiver<News>,
-    all: broadcast::Sender<(Place, News)>,
+async fn forward_changes(
+    place: UpstreamKey,
+    mut heard: broadcast::Receiver<UpstreamChange>,
+    all: broadcast::Sender<(UpstreamKey, UpstreamChange)>,
 ) {
     loop {
         match heard.recv().await {
@@ -328,75 +331,75 @@ async fn pass_on(
     }
 }
 
-fn shown(upstream: &Upstream) -> Shown {
-    Shown {
+fn status_of(upstream: &UpstreamServer) -> UpstreamStatus {
+    UpstreamStatus {
         settings: upstream.settings.clone(),
         state: upstream.state.lock().clone(),
-        stderr: upstream.complaints.lines(),
-        pass: upstream.pass.as_ref().map(|pass| pass.shown()),
+        stderr: upstream.stderr.lines(),
+        authorization: upstream.authorizer.as_ref().map(|pass| pass.status()),
     }
 }
 
 #[async_trait]
-impl Source for Upstreams {
+impl Source for McpSource {
     fn executor(&self) -> Executor {
         Executor::Mcp
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         Vec::new()
     }
 
     async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started {
-        let Some(upstream) = self.of_tool(&attempt.project, &attempt.tool) else {
+        let Some(upstream) = self.find_by_tool(&attempt.project, &attempt.tool) else {
             let message = format!("the MCP server of {} is not there any more", attempt.tool);
-            let fault = Fault::new(Code::UpstreamUnavailable, message).not_happened();
-            return Started::Done(Err(fault.retryable(false)));
+            let fault = Fault::new(Code::UpstreamUnavailable, message).without_side_effect();
+            return Started::Finished(Err(fault.retryable(false)));
         };
-        let running = upstream.begin(&attempt);
-        let started = Try { upstream, attempt, progress, running }.run().await;
+        let running = upstream.register_attempt(&attempt);
+        let started = UpstreamAttempt { upstream, attempt, progress, running }.run().await;
         CALLS.count(&started);
         started
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {
-        self.each(|upstream| upstream.cancel(call_id, attempt));
+        self.for_each_server(|upstream| upstream.cancel(call_id, attempt));
     }
 
-    fn settled(&self, call_id: &CallId, attempt: u32) {
-        self.each(|upstream| upstream.settled(call_id, attempt));
+    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+        self.for_each_server(|upstream| upstream.release_attempt(call_id, attempt));
     }
 }
 
-impl Upstreams {
+impl McpSource {
     /// Calls `act` for each upstream. There are few, and only one of them knows the call.
-    fn each(&self, mut act: impl FnMut(&Arc<Upstream>)) {
-        self.known.lock().values().for_each(&mut act);
+    fn for_each_server(&self, mut act: impl FnMut(&Arc<UpstreamServer>)) {
+        self.servers.lock().values().for_each(&mut act);
     }
 }
 
 /// Counters of attempts by outcome.
-struct Counted {
+struct AttemptCounters {
     ok: Counter,
     failed: Counter,
     asked: Counter,
     task: Counter,
 }
 
-impl Counted {
+impl AttemptCounters {
     fn count(&self, started: &Started) {
         match started {
-            Started::Done(Ok(_)) => self.ok.increment(1),
-            Started::Asks(_) => self.asked.increment(1),
-            Started::GoesOn { .. } => self.task.increment(1),
+            Started::Finished(Ok(_)) => self.ok.increment(1),
+            Started::NeedsInput(_) => self.asked.increment(1),
+            Started::Detached { .. } => self.task.increment(1),
             _ => self.failed.increment(1),
         }
     }
 }
 
-static CALLS: LazyLock<Counted> = LazyLock::new(|| {
+static CALLS: LazyLock<AttemptCounters> = LazyLock::new(|| {
     let of = |outcome: &'static str| metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome);
-    Counted { ok: of("ok"), failed: of("failed"), asked: of("asked"), task: of("task") }
+    AttemptCounters { ok: of("ok"), failed: of("failed"), asked: of("asked"), task: of("task") }
 });
 
 /// Returns the current time in milliseconds since 1970.

@@ -14,88 +14,88 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use toolcrib::CallId;
 use toolcrib::fault::{Code, Fault};
-use toolcrib::source::{Attempt, Health, ProgressSink, Source, Started};
-use toolcrib::tool::{Definition, Executor};
+use toolcrib::source::{Attempt, ProgressSink, Source, SourceHealth, Started};
+use toolcrib::tool::{Executor, ToolDefinition};
 
-use crate::utp::{DEFAULT_VERSION, Link};
-use post::{Outgoing, Post, Waiting};
+use crate::utp::{DEFAULT_VERSION, NatsConnection};
+use post::{CommandPublisher, OutgoingCommand, UnacknowledgedCommands};
 
 /// Publishes commands for tool services.
-pub struct Commands {
-    link: Option<Link>,
-    waiting: Waiting,
-    line: UnboundedSender<Outgoing>,
-    _goes: DropGuard,
+pub struct UtpSource {
+    link: Option<NatsConnection>,
+    unacknowledged: UnacknowledgedCommands,
+    queue: UnboundedSender<OutgoingCommand>,
+    _stop_on_drop: DropGuard,
 }
 
-impl Commands {
+impl UtpSource {
     /// Creates the source for this connection. Without one, calls wait until their deadline.
-    pub fn new(link: Option<Link>) -> Self {
-        let (waiting, gone) = (Waiting::default(), CancellationToken::new());
-        let (line, taken) = unbounded_channel();
+    pub fn new(link: Option<NatsConnection>) -> Self {
+        let (unacknowledged, gone) = (UnacknowledgedCommands::default(), CancellationToken::new());
+        let (queue, taken) = unbounded_channel();
         if let Some(link) = link.clone() {
-            let (post, gone) = (Post::new(link, waiting.clone()), gone.clone());
+            let (post, gone) = (CommandPublisher::new(link, unacknowledged.clone()), gone.clone());
             tokio::spawn(async move { gone.run_until_cancelled(post.run(taken)).await });
         }
-        Self { link, waiting, line, _goes: gone.drop_guard() }
+        Self { link, unacknowledged, queue, _stop_on_drop: gone.drop_guard() }
     }
 
-    fn give_up(&self, call_id: &CallId, attempt: u32) {
-        self.waiting.lock().remove(&(call_id.clone(), attempt));
+    fn drop_command(&self, call_id: &CallId, attempt: u32) {
+        self.unacknowledged.lock().remove(&(call_id.clone(), attempt));
     }
 }
 
 #[async_trait]
-impl Source for Commands {
+impl Source for UtpSource {
     fn executor(&self) -> Executor {
         Executor::Utp
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         Vec::new()
     }
 
     async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
         // A tool service has acknowledged the command and works on it: do not send it again.
-        if attempt.again && attempt.taken_by.is_some() {
-            return Started::Parked;
+        if attempt.redelivered && attempt.acknowledged_by.is_some() {
+            return Started::Accepted;
         }
-        let version = self.link.as_ref().map_or(DEFAULT_VERSION, Link::version);
-        match Outgoing::new(version, attempt) {
+        let version = self.link.as_ref().map_or(DEFAULT_VERSION, NatsConnection::version);
+        match OutgoingCommand::new(version, attempt) {
             Ok(Some(outgoing)) if self.link.is_some() => {
-                self.waiting.lock().insert(outgoing.place());
+                self.unacknowledged.lock().insert(outgoing.attempt_key());
                 // Fails only when the server shuts down; the next process publishes the command.
-                let _ = self.line.send(outgoing);
-                Started::Parked
+                let _ = self.queue.send(outgoing);
+                Started::Accepted
             }
-            Ok(_) => Started::Parked,
+            Ok(_) => Started::Accepted,
             Err(why) => {
-                let fault = Fault::new(Code::ValidationError, why).not_happened();
-                Started::Done(Err(fault))
+                let fault = Fault::new(Code::ValidationError, why).without_side_effect();
+                Started::Finished(Err(fault))
             }
         }
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {
-        self.give_up(call_id, attempt);
+        self.drop_command(call_id, attempt);
     }
 
-    fn settled(&self, call_id: &CallId, attempt: u32) {
-        self.give_up(call_id, attempt);
+    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+        self.drop_command(call_id, attempt);
     }
 
-    fn health(&self) -> Option<Health> {
+    fn health(&self) -> Option<SourceHealth> {
         let link = self.link.as_ref()?;
-        let waiting = self.waiting.lock().len();
+        let waiting = self.unacknowledged.lock().len();
         metrics::gauge!("toolcrib_utp_commands_waiting").set(waiting as f64);
         let away =
             || format!("NATS does not answer; {waiting} commands wait, everything else works");
         let down = || "wakeups and events are not published; see the server's log".to_owned();
-        let trouble = match (link.is_up(), link.outbox_is_down()) {
+        let trouble = match (link.is_connected(), link.is_outbox_down()) {
             (false, _) => Some(away()),
             (true, true) => Some(down()),
             (true, false) => None,
         };
-        Some(Health { name: "nats", trouble })
+        Some(SourceHealth { name: "nats", problem: trouble })
     }
 }

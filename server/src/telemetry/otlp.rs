@@ -26,48 +26,49 @@ use opentelemetry_sdk::trace::{
 };
 use parking_lot::Mutex;
 
-use super::sampling::Sampling;
+use super::sampling::TraceSampler;
 use crate::config::{TelemetrySettings, check_endpoint};
 
 /// Maximum time the endpoint takes to respond.
-const PATIENCE: Duration = Duration::from_secs(10);
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Minimum time between two log lines about a failing endpoint.
-const SAY_AGAIN: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum number of spans in one export.
-const BATCH: usize = 512;
+const MAX_BATCH_SPANS: usize = 512;
 
 /// Exports spans and metrics to the configured endpoint.
-pub struct Otlp {
-    spans: Option<Spans>,
+pub struct OtlpExporter {
+    spans: Option<SpanQueue>,
     meters: Option<SdkMeterProvider>,
     pub(super) duration: Option<Histogram<f64>>,
-    pub(super) sampling: Sampling,
+    pub(super) sampling: TraceSampler,
     pub(super) capture_content: bool,
 }
 
 /// The bounded queue of spans.
-struct Spans {
+struct SpanQueue {
     processor: BatchSpanProcessor,
     queued: Arc<AtomicUsize>,
     max_queued: usize,
 }
 
 /// The URLs and headers of the export.
-struct Destination {
+struct OtlpDestination {
     traces: Option<String>,
     metrics: Option<String>,
     headers: HashMap<String, String>,
 }
 
-impl Otlp {
+impl OtlpExporter {
     /// Starts the configured export. Returns `None` if nothing is exported.
     pub async fn start(settings: &TelemetrySettings) -> anyhow::Result<Option<Arc<Self>>> {
         let variable = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
-        let Some(to) = Destination::configured(settings, variable)? else { return Ok(None) };
-        let sampling =
-            Sampling::configured(settings.sample_ratio, variable).map_err(anyhow::Error::msg)?;
-        let resource = resource(settings.service_name.as_deref(), variable);
-        let shown = |url: &Option<String>| url.as_deref().map_or_else(|| "-".to_owned(), origin);
+        let Some(to) = OtlpDestination::from_settings(settings, variable)? else { return Ok(None) };
+        let sampling = TraceSampler::from_settings(settings.sample_ratio, variable)
+            .map_err(anyhow::Error::msg)?;
+        let resource = build_resource(settings.service_name.as_deref(), variable);
+        let shown =
+            |url: &Option<String>| url.as_deref().map_or_else(|| "-".to_owned(), url_origin);
         tracing::info!(
             traces = shown(&to.traces),
             metrics = shown(&to.metrics),
@@ -77,27 +78,27 @@ impl Otlp {
         let settings = settings.clone();
         // The blocking client must not be built on a thread of the async runtime.
         let made =
-            tokio::task::spawn_blocking(move || Self::made(&settings, &to, &resource, sampling));
+            tokio::task::spawn_blocking(move || Self::build(&settings, &to, &resource, sampling));
         Ok(Some(Arc::new(made.await??)))
     }
 
-    fn made(
+    fn build(
         settings: &TelemetrySettings,
-        to: &Destination,
+        to: &OtlpDestination,
         resource: &Resource,
-        sampling: Sampling,
+        sampling: TraceSampler,
     ) -> anyhow::Result<Self> {
         let spans = match &to.traces {
-            Some(url) => Some(Spans::made(settings, url, &to.headers, resource)?),
+            Some(url) => Some(SpanQueue::build(settings, url, &to.headers, resource)?),
             None => None,
         };
         let meters = match &to.metrics {
-            Some(url) => Some(meters(settings, url, &to.headers, resource)?),
+            Some(url) => Some(build_meter_provider(settings, url, &to.headers, resource)?),
             None => None,
         };
         let duration = meters.as_ref().map(|meters| {
             let bounds = (0..14).map(|n| 0.01 * f64::from(1 << n)).collect();
-            let meter = meters.meter_with_scope(super::spans::scope());
+            let meter = meters.meter_with_scope(super::spans::instrumentation_scope());
             meter
                 .f64_histogram("gen_ai.execute_tool.duration")
                 .with_description("How long tool calls took, from being accepted to the outcome")
@@ -115,11 +116,11 @@ impl Otlp {
     }
 
     /// Queues a span for export. Drops and counts it if the queue is full.
-    pub(super) fn send(&self, span: SpanData) {
+    pub(super) fn enqueue_span(&self, span: SpanData) {
         let Some(spans) = &self.spans else { return };
         if spans.queued.fetch_add(1, Ordering::Relaxed) >= spans.max_queued {
             spans.queued.fetch_sub(1, Ordering::Relaxed);
-            counted("dropped", 1);
+            count_spans("dropped", 1);
             return;
         }
         spans.processor.on_end(span);
@@ -156,12 +157,12 @@ impl Otlp {
     }
 }
 
-fn counted(outcome: &'static str, count: usize) {
+fn count_spans(outcome: &'static str, count: usize) {
     metrics::counter!("toolcrib_otlp_spans_total", "outcome" => outcome).increment(count as u64);
 }
 
-impl Spans {
-    fn made(
+impl SpanQueue {
+    fn build(
         settings: &TelemetrySettings,
         url: &str,
         headers: &HashMap<String, String>,
@@ -169,18 +170,22 @@ impl Spans {
     ) -> anyhow::Result<Self> {
         let exporter = SpanExporter::builder()
             .with_http()
-            .with_http_client(client(url)?)
+            .with_http_client(build_http_client(url)?)
             .with_protocol(Protocol::HttpBinary)
             .with_endpoint(url)
-            .with_timeout(PATIENCE)
+            .with_timeout(EXPORT_TIMEOUT)
             .with_headers(headers.clone())
             .build()
             .context("spans cannot be exported")?;
         let queued = Arc::new(AtomicUsize::new(0));
-        let watched = Watched { exporter, queued: queued.clone(), said: Said::new("spans", url) };
+        let watched = MonitoredExporter {
+            exporter,
+            queued: queued.clone(),
+            failure_log: ExportFailureLog::new("spans", url),
+        };
         let batches = BatchConfigBuilder::default()
             .with_max_queue_size(settings.max_queued_spans)
-            .with_max_export_batch_size(BATCH.min(settings.max_queued_spans))
+            .with_max_export_batch_size(MAX_BATCH_SPANS.min(settings.max_queued_spans))
             .with_scheduled_delay(Duration::from_millis(settings.export_interval_ms))
             .build();
         let mut processor = BatchSpanProcessor::new(watched, batches);
@@ -189,7 +194,7 @@ impl Spans {
     }
 }
 
-fn meters(
+fn build_meter_provider(
     settings: &TelemetrySettings,
     url: &str,
     headers: &HashMap<String, String>,
@@ -197,23 +202,24 @@ fn meters(
 ) -> anyhow::Result<SdkMeterProvider> {
     let exporter = MetricExporter::builder()
         .with_http()
-        .with_http_client(client(url)?)
+        .with_http_client(build_http_client(url)?)
         .with_protocol(Protocol::HttpBinary)
         .with_endpoint(url)
-        .with_timeout(PATIENCE)
+        .with_timeout(EXPORT_TIMEOUT)
         .with_headers(headers.clone())
         .build()
         .context("metrics cannot be exported")?;
     let queued = Arc::new(AtomicUsize::new(0));
-    let watched = Watched { exporter, queued, said: Said::new("metrics", url) };
+    let watched =
+        MonitoredExporter { exporter, queued, failure_log: ExportFailureLog::new("metrics", url) };
     let interval = Duration::from_millis(settings.metrics_interval_ms);
     let reader = PeriodicReader::builder(watched).with_interval(interval).build();
     Ok(SdkMeterProvider::builder().with_reader(reader).with_resource(resource.clone()).build())
 }
 
-fn client(url: &str) -> anyhow::Result<reqwest::blocking::Client> {
+fn build_http_client(url: &str) -> anyhow::Result<reqwest::blocking::Client> {
     let mut builder = reqwest::blocking::Client::builder()
-        .timeout(PATIENCE)
+        .timeout(EXPORT_TIMEOUT)
         .redirect(reqwest::redirect::Policy::none())
         .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
     // A collector on this machine is never behind a proxy, even if the environment sets one.
@@ -229,7 +235,7 @@ fn client(url: &str) -> anyhow::Result<reqwest::blocking::Client> {
 }
 
 /// Describes this process in traces and metrics.
-fn resource(name: Option<&str>, variable: impl Fn(&str) -> Option<String>) -> Resource {
+fn build_resource(name: Option<&str>, variable: impl Fn(&str) -> Option<String>) -> Resource {
     let named = variable("OTEL_SERVICE_NAME").is_some()
         || variable("OTEL_RESOURCE_ATTRIBUTES").is_some_and(|text| text.contains("service.name="));
     let builder = Resource::builder().with_attributes([
@@ -242,9 +248,9 @@ fn resource(name: Option<&str>, variable: impl Fn(&str) -> Option<String>) -> Re
     }
 }
 
-impl Destination {
+impl OtlpDestination {
     /// Reads the settings, or else OpenTelemetry's variables.
-    fn configured(
+    fn from_settings(
         settings: &TelemetrySettings,
         variable: impl Fn(&str) -> Option<String>,
     ) -> anyhow::Result<Option<Self>> {
@@ -277,7 +283,7 @@ impl Destination {
                     format!("telemetry.otlp_headers_env: there is no variable {name}")
                 })?;
                 // The value is a secret, so the message does not repeat it.
-                headers(&text).with_context(|| {
+                parse_headers(&text).with_context(|| {
                     format!("the variable {name} must be written as name=value,name=value")
                 })?
             }
@@ -288,16 +294,16 @@ impl Destination {
 }
 
 /// Parses `name=value,name=value`, with percent-encoding in the values.
-fn headers(text: &str) -> Option<HashMap<String, String>> {
+fn parse_headers(text: &str) -> Option<HashMap<String, String>> {
     let pairs = text.split(',').filter(|pair| !pair.trim().is_empty());
     let read = pairs.map(|pair| {
         let (name, value) = pair.split_once('=')?;
-        Some((name.trim().to_ascii_lowercase(), unescaped(value.trim())?))
+        Some((name.trim().to_ascii_lowercase(), percent_decode(value.trim())?))
     });
     read.collect()
 }
 
-fn unescaped(text: &str) -> Option<String> {
+fn percent_decode(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {
@@ -312,27 +318,27 @@ fn unescaped(text: &str) -> Option<String> {
 }
 
 /// Returns the origin of a URL for logs: paths and queries of tracing services may contain keys.
-fn origin(url: &str) -> String {
+fn url_origin(url: &str) -> String {
     let url = reqwest::Url::parse(url).ok();
     url.map(|url| url.origin().ascii_serialization()).unwrap_or_default()
 }
 
 /// Logs at intervals that the endpoint fails, and once that it works again.
 #[derive(Debug)]
-struct Said {
-    what: &'static str,
+struct ExportFailureLog {
+    signal: &'static str,
     host: String,
-    last: Mutex<Option<Instant>>,
+    last_logged: Mutex<Option<Instant>>,
 }
 
-impl Said {
-    fn new(what: &'static str, url: &str) -> Self {
-        Self { what, host: origin(url), last: Mutex::new(None) }
+impl ExportFailureLog {
+    fn new(signal: &'static str, url: &str) -> Self {
+        Self { signal, host: url_origin(url), last_logged: Mutex::new(None) }
     }
 
-    fn hear(&self, result: &OTelSdkResult) {
-        let (what, endpoint) = (self.what, &self.host);
-        let mut last = self.last.lock();
+    fn record_result(&self, result: &OTelSdkResult) {
+        let (what, endpoint) = (self.signal, &self.host);
+        let mut last = self.last_logged.lock();
         match result {
             Ok(()) => {
                 if last.take().is_some() {
@@ -340,7 +346,7 @@ impl Said {
                 }
             }
             Err(error) => {
-                if last.is_none_or(|last| last.elapsed() >= SAY_AGAIN) {
+                if last.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
                     tracing::warn!(what, endpoint, %error, "the OTLP endpoint does not take them");
                     *last = Some(Instant::now());
                 }
@@ -351,19 +357,19 @@ impl Said {
 
 /// An exporter that counts its spans and logs its failures.
 #[derive(Debug)]
-struct Watched<E> {
+struct MonitoredExporter<E> {
     exporter: E,
     queued: Arc<AtomicUsize>,
-    said: Said,
+    failure_log: ExportFailureLog,
 }
 
-impl ExportSpans for Watched<SpanExporter> {
+impl ExportSpans for MonitoredExporter<SpanExporter> {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
         let count = batch.len();
         let result = self.exporter.export(batch).await;
         self.queued.fetch_sub(count, Ordering::Relaxed);
-        counted(if result.is_ok() { "sent" } else { "failed" }, count);
-        self.said.hear(&result);
+        count_spans(if result.is_ok() { "sent" } else { "failed" }, count);
+        self.failure_log.record_result(&result);
         result
     }
 
@@ -380,10 +386,10 @@ impl ExportSpans for Watched<SpanExporter> {
     }
 }
 
-impl PushMetricExporter for Watched<MetricExporter> {
+impl PushMetricExporter for MonitoredExporter<MetricExporter> {
     async fn export(&self, metrics: &ResourceMetrics) -> OTelSdkResult {
         let result = self.exporter.export(metrics).await;
-        self.said.hear(&result);
+        self.failure_log.record_result(&result);
         result
     }
 

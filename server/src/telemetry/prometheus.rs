@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 /// Metric names with their descriptions.
-type Names = &'static [(&'static str, &'static str)];
+type MetricDescriptions = &'static [(&'static str, &'static str)];
 
-const COUNTERS: Names = &[
+const COUNTERS: MetricDescriptions = &[
     ("toolcrib_tool_calls_accepted_total", "Calls accepted"),
     ("toolcrib_tool_calls_total", "Calls ended, by status and error code"),
     ("toolcrib_dispatch_attempts_total", "Attempts started, by outcome: ok, failed, parked"),
@@ -26,7 +26,7 @@ const COUNTERS: Names = &[
     ("toolcrib_otlp_spans_total", "Spans sent by OTLP, not taken by the endpoint, or dropped"),
 ];
 
-const GAUGES: Names = &[
+const GAUGES: MetricDescriptions = &[
     ("toolcrib_tool_calls_open", "Calls that have not ended, by what they are doing"),
     ("toolcrib_tool_calls_waiting", "Calls that wait for a free place"),
     ("toolcrib_oldest_open_call_age_seconds", "How long the oldest open call has been open"),
@@ -37,7 +37,7 @@ const GAUGES: Names = &[
     ("toolcrib_build_info", "Always 1; the version is a label"),
 ];
 
-const HISTOGRAMS: Names = &[
+const HISTOGRAMS: MetricDescriptions = &[
     ("toolcrib_tool_call_duration_seconds", "From being accepted to the outcome, by tool"),
     ("toolcrib_tool_call_queue_seconds", "From being accepted to the first attempt, by tool"),
     ("toolcrib_store_commit_duration_seconds", "A group commit with its flush"),
@@ -45,12 +45,12 @@ const HISTOGRAMS: Names = &[
 ];
 
 /// Returns the handle of the process-wide recorder, which the first call installs.
-pub fn metrics() -> Option<PrometheusHandle> {
+pub fn metrics_handle() -> Option<PrometheusHandle> {
     static COLLECTED: OnceLock<Option<PrometheusHandle>> = OnceLock::new();
-    COLLECTED.get_or_init(start_metrics).clone()
+    COLLECTED.get_or_init(install_recorder).clone()
 }
 
-fn start_metrics() -> Option<PrometheusHandle> {
+fn install_recorder() -> Option<PrometheusHandle> {
     // Buckets double from 10 ms to 82 s for calls and are finer for commits.
     let calls: Vec<f64> = (0..14).map(|n| 0.01 * f64::from(1 << n)).collect();
     let commits: Vec<f64> = (0..14).map(|n| 0.0001 * f64::from(1 << n)).collect();

@@ -1,20 +1,20 @@
 //! Decides which traces are recorded.
 
-use toolcrib::trace::Ids;
+use toolcrib::trace::SpanIds;
 
 /// Samples traces. The decision depends on the trace id alone, so it is the same in every process
 /// and after a restart. Services that use the same rule and ratio record the same traces.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sampling {
+pub struct TraceSampler {
     /// Records a caller's trace when the caller records it.
     pub follow_parent: bool,
     /// Share of the other traces that is recorded.
     pub ratio: f64,
 }
 
-impl Sampling {
+impl TraceSampler {
     /// Builds the sampler from the setting, or else from OpenTelemetry's variables.
-    pub fn configured(
+    pub fn from_settings(
         ratio: Option<f64>,
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, String> {
@@ -45,7 +45,7 @@ impl Sampling {
     }
 
     /// Returns true if the spans of a call with these ids are recorded.
-    pub fn takes(&self, ids: &Ids) -> bool {
+    pub fn is_sampled(&self, ids: &SpanIds) -> bool {
         if let Some(parent) = ids.parent.filter(|_| self.follow_parent) {
             return parent.is_sampled();
         }
@@ -64,8 +64,8 @@ impl Sampling {
 mod tests {
     use super::*;
 
-    fn configured(ratio: Option<f64>, variables: &[(&str, &str)]) -> Result<Sampling, String> {
-        Sampling::configured(ratio, |wanted| {
+    fn configured(ratio: Option<f64>, variables: &[(&str, &str)]) -> Result<TraceSampler, String> {
+        TraceSampler::from_settings(ratio, |wanted| {
             let found = variables.iter().find(|(name, _)| *name == wanted);
             found.map(|(_, value)| (*value).to_owned())
         })
@@ -74,15 +74,15 @@ mod tests {
     #[test]
     fn the_setting_goes_before_the_variables() {
         let always_off = [("OTEL_TRACES_SAMPLER", "always_off")];
-        let set = Sampling { follow_parent: true, ratio: 0.5 };
+        let set = TraceSampler { follow_parent: true, ratio: 0.5 };
         assert_eq!(configured(Some(0.5), &always_off), Ok(set));
         assert_eq!(configured(None, &always_off).unwrap().ratio, 0.0);
-        assert_eq!(configured(None, &[]), Ok(Sampling { follow_parent: true, ratio: 1.0 }));
+        assert_eq!(configured(None, &[]), Ok(TraceSampler { follow_parent: true, ratio: 1.0 }));
         let ratio = [
             ("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"),
             ("OTEL_TRACES_SAMPLER_ARG", "0.25"),
         ];
-        assert_eq!(configured(None, &ratio), Ok(Sampling { follow_parent: true, ratio: 0.25 }));
+        assert_eq!(configured(None, &ratio), Ok(TraceSampler { follow_parent: true, ratio: 0.25 }));
         assert!(configured(None, &[("OTEL_TRACES_SAMPLER", "jaeger_remote")]).is_err());
         let bad = [("OTEL_TRACES_SAMPLER", "traceidratio"), ("OTEL_TRACES_SAMPLER_ARG", "7")];
         assert!(configured(None, &bad).is_err());

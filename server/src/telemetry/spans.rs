@@ -16,11 +16,11 @@ use opentelemetry::{InstrumentationScope, KeyValue};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use toolcrib::call::Call;
 use toolcrib::fault::Code;
-use toolcrib::observe::{Attempted, Ended, Observer};
-use toolcrib::trace::{Ids, TraceParent};
+use toolcrib::observe::{EndedAttempt, EndedCall, Observer};
+use toolcrib::trace::{SpanIds, TraceParent};
 use toolcrib::{Executor, Json};
 
-use super::otlp::Otlp;
+use super::otlp::OtlpExporter;
 
 /// The version of the conventions used here; all of them are still in development.
 const SCHEMA: &str = "https://opentelemetry.io/schemas/gen-ai/1.42.0";
@@ -29,7 +29,7 @@ const SCHEMA: &str = "https://opentelemetry.io/schemas/gen-ai/1.42.0";
 const MAX_CONTENT_BYTES: usize = 32 << 10;
 
 /// Returns the instrumentation scope of Toolcrib.
-pub(super) fn scope() -> InstrumentationScope {
+pub(super) fn instrumentation_scope() -> InstrumentationScope {
     static SCOPE: LazyLock<InstrumentationScope> = LazyLock::new(|| {
         InstrumentationScope::builder("toolcrib")
             .with_version(env!("CARGO_PKG_VERSION"))
@@ -39,23 +39,23 @@ pub(super) fn scope() -> InstrumentationScope {
     SCOPE.clone()
 }
 
-impl Observer for Otlp {
-    fn samples(&self, ids: &Ids) -> bool {
-        self.has_spans() && self.sampling.takes(ids)
+impl Observer for OtlpExporter {
+    fn is_sampled(&self, ids: &SpanIds) -> bool {
+        self.has_spans() && self.sampling.is_sampled(ids)
     }
 
-    fn attempted(&self, attempted: &Attempted<'_>) {
-        self.send(attempt_span(attempted));
+    fn attempt_ended(&self, attempted: &EndedAttempt<'_>) {
+        self.enqueue_span(attempt_span(attempted));
     }
 
-    fn ended(&self, ended: &Ended<'_>) {
+    fn call_ended(&self, ended: &EndedCall<'_>) {
         let call = ended.call;
         if let (Some(duration), Some(outcome)) = (&self.duration, &call.outcome) {
             let error = outcome.error.as_ref().map(|fault| fault.code);
             let seconds = outcome.metrics.latency_ms as f64 / 1_000.0;
-            measured(call, error, |attributes| duration.record(seconds, attributes));
+            record_with_attributes(call, error, |attributes| duration.record(seconds, attributes));
         }
-        if !self.samples(&ended.ids) {
+        if !self.is_sampled(&ended.ids) {
             return;
         }
         let mut span = call_span(ended);
@@ -66,16 +66,17 @@ impl Observer for Otlp {
                 ("gen_ai.tool.call.result", result),
             ];
             for (name, json) in content {
-                span.attributes.extend(json.map(|json| KeyValue::new(name, shown(json))));
+                span.attributes
+                    .extend(json.map(|json| KeyValue::new(name, truncate_content(json))));
             }
         }
-        self.send(span);
+        self.enqueue_span(span);
     }
 }
 
 /// Attributes of a recent measurement on this thread. Every call needs attributes and few are new,
 /// so each thread caches them.
-struct Lately {
+struct RecentMetricAttributes {
     tool_name: String,
     agent: String,
     executor: Executor,
@@ -84,12 +85,12 @@ struct Lately {
 }
 
 /// Maximum number of cached attribute sets per thread.
-const LATELY: usize = 16;
+const MAX_RECENT: usize = 16;
 
-impl Lately {
+impl RecentMetricAttributes {
     /// Builds the attributes from agent and tool, never from ids: a metric needs low cardinality.
-    fn of(call: &Call, error: Option<Code>) -> Self {
-        let (tool_name, agent) = (call.tool_name.clone(), call.asked.agent.clone());
+    fn new(call: &Call, error: Option<Code>) -> Self {
+        let (tool_name, agent) = (call.tool_name.clone(), call.origin.agent.clone());
         let executor = call.target.executor;
         let mut attributes = vec![
             KeyValue::new("gen_ai.tool.name", tool_name.clone()),
@@ -100,24 +101,24 @@ impl Lately {
         Self { tool_name, agent, executor, error, attributes }
     }
 
-    fn is_of(&self, call: &Call, error: Option<Code>) -> bool {
+    fn matches(&self, call: &Call, error: Option<Code>) -> bool {
         (self.executor, self.error) == (call.target.executor, error)
             && self.tool_name == call.tool_name
-            && self.agent == call.asked.agent
+            && self.agent == call.origin.agent
     }
 }
 
-fn measured(call: &Call, error: Option<Code>, record: impl FnOnce(&[KeyValue])) {
+fn record_with_attributes(call: &Call, error: Option<Code>, record: impl FnOnce(&[KeyValue])) {
     thread_local! {
-        static LATELY_MEASURED: RefCell<VecDeque<Lately>> = const { RefCell::new(VecDeque::new()) };
+        static RECENT: RefCell<VecDeque<RecentMetricAttributes>> = const { RefCell::new(VecDeque::new()) };
     }
-    LATELY_MEASURED.with_borrow_mut(|lately| {
-        if let Some(known) = lately.iter().find(|known| known.is_of(call, error)) {
+    RECENT.with_borrow_mut(|lately| {
+        if let Some(known) = lately.iter().find(|known| known.matches(call, error)) {
             return record(&known.attributes);
         }
-        let new = Lately::of(call, error);
+        let new = RecentMetricAttributes::new(call, error);
         record(&new.attributes);
-        lately.truncate(LATELY - 1);
+        lately.truncate(MAX_RECENT - 1);
         lately.push_front(new);
     });
 }
@@ -132,7 +133,7 @@ fn tool_type(executor: Executor) -> &'static str {
 }
 
 /// Builds the span of a call, from its acceptance to its outcome.
-fn call_span(ended: &Ended<'_>) -> SpanData {
+fn call_span(ended: &EndedCall<'_>) -> SpanData {
     let (ids, call) = (&ended.ids, ended.call);
     let outcome = call.outcome.as_ref();
     let error = outcome.and_then(|outcome| outcome.error.as_ref()).map(|fault| fault.code);
@@ -142,40 +143,40 @@ fn call_span(ended: &Ended<'_>) -> SpanData {
         KeyValue::new("gen_ai.tool.name", call.tool_name.clone()),
         KeyValue::new("gen_ai.tool.call.id", call.id.to_string()),
         KeyValue::new("gen_ai.tool.type", tool_type(call.target.executor)),
-        KeyValue::new("gen_ai.agent.name", call.asked.agent.clone()),
-        KeyValue::new("gen_ai.agent.id", call.asked.agent.clone()),
+        KeyValue::new("gen_ai.agent.name", call.origin.agent.clone()),
+        KeyValue::new("gen_ai.agent.id", call.origin.agent.clone()),
         KeyValue::new("gen_ai.conversation.id", call.run_id.clone()),
         KeyValue::new("toolcrib.project", call.project.clone()),
         KeyValue::new("toolcrib.source", call.target.executor.as_str()),
         KeyValue::new("toolcrib.call.status", call.status.as_str()),
         KeyValue::new("toolcrib.call.attempt", i64::from(call.attempt)),
-        KeyValue::new("toolcrib.call.queue_ms", signed(metrics.queue_ms)),
-        KeyValue::new("toolcrib.call.args_bytes", size(&call.args)),
+        KeyValue::new("toolcrib.call.queue_ms", saturating_i64(metrics.queue_ms)),
+        KeyValue::new("toolcrib.call.args_bytes", byte_len(&call.args)),
     ];
     let optional = [
         ("gen_ai.tool.description", (ended.description)().filter(|text| !text.is_empty())),
-        ("toolcrib.call.asked_as", call.asked.call_id.clone()),
-        ("toolcrib.client.id", call.taken_by.clone()),
+        ("toolcrib.call.asked_as", call.origin.caller_call_id.clone()),
+        ("toolcrib.client.id", call.acknowledged_by.clone()),
         ("toolcrib.ran_tool", Some(&call.target.tool).filter(|t| **t != call.tool_name).cloned()),
         ("error.type", error.map(|code| code.as_str().to_owned())),
     ];
     attributes
         .extend(optional.into_iter().filter_map(|(name, value)| Some(KeyValue::new(name, value?))));
     let result = outcome.and_then(|outcome| outcome.data.as_ref());
-    attributes.extend(result.map(|r| KeyValue::new("toolcrib.call.result_bytes", size(r))));
+    attributes.extend(result.map(|r| KeyValue::new("toolcrib.call.result_bytes", byte_len(r))));
     let times = (call.created_ms, call.completed_ms.unwrap_or(call.created_ms));
     let name = format!("execute_tool {}", call.tool_name);
     SpanData {
         parent_span_id: ids.parent.map_or(SpanId::INVALID, |p| SpanId::from_bytes(p.span_id)),
         parent_span_is_remote: ids.parent.is_some(),
         attributes,
-        status: status(error),
-        ..span(ids.call(true), name, SpanKind::Internal, times)
+        status: span_status(error),
+        ..base_span(ids.call(true), name, SpanKind::Internal, times)
     }
 }
 
 /// Builds the span of one attempt, from its dispatch to the executor until its end.
-fn attempt_span(attempted: &Attempted<'_>) -> SpanData {
+fn attempt_span(attempted: &EndedAttempt<'_>) -> SpanData {
     let (ids, call) = (&attempted.ids, attempted.call);
     let mut attributes = vec![
         KeyValue::new("gen_ai.tool.name", call.target.tool.clone()),
@@ -187,7 +188,7 @@ fn attempt_span(attempted: &Attempted<'_>) -> SpanData {
     attributes.extend(taken_by.map(|client| KeyValue::new("toolcrib.client.id", client)));
     let error = attempted.failed;
     attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
-    let began_ms = call.attempt_ms.or(call.started_ms).unwrap_or(call.created_ms);
+    let began_ms = call.attempt_dispatched_ms.or(call.started_ms).unwrap_or(call.created_ms);
     // An executor elsewhere continues the trace below a client span.
     let here = call.target.executor == Executor::Builtin;
     let kind = if here { SpanKind::Internal } else { SpanKind::Client };
@@ -195,12 +196,12 @@ fn attempt_span(attempted: &Attempted<'_>) -> SpanData {
     SpanData {
         parent_span_id: SpanId::from_bytes(ids.call(true).span_id),
         attributes,
-        status: status(error),
-        ..span(ids.attempt(call.attempt, true), name, kind, (began_ms, attempted.ended_ms))
+        status: span_status(error),
+        ..base_span(ids.attempt(call.attempt, true), name, kind, (began_ms, attempted.ended_ms))
     }
 }
 
-fn span(own: TraceParent, name: String, kind: SpanKind, times: (u64, u64)) -> SpanData {
+fn base_span(own: TraceParent, name: String, kind: SpanKind, times: (u64, u64)) -> SpanData {
     let (trace_id, span_id) = (TraceId::from_bytes(own.trace_id), SpanId::from_bytes(own.span_id));
     let flags = TraceFlags::SAMPLED;
     SpanData {
@@ -209,35 +210,35 @@ fn span(own: TraceParent, name: String, kind: SpanKind, times: (u64, u64)) -> Sp
         parent_span_is_remote: false,
         span_kind: kind,
         name: name.into(),
-        start_time: time(times.0),
-        end_time: time(times.1.max(times.0)),
+        start_time: system_time(times.0),
+        end_time: system_time(times.1.max(times.0)),
         attributes: Vec::new(),
         dropped_attributes_count: 0,
         events: SpanEvents::default(),
         links: SpanLinks::default(),
         status: Status::Unset,
-        instrumentation_scope: scope(),
+        instrumentation_scope: instrumentation_scope(),
     }
 }
 
-fn status(error: Option<Code>) -> Status {
+fn span_status(error: Option<Code>) -> Status {
     error.map_or(Status::Unset, |code| Status::error(code.title()))
 }
 
-fn time(ms: u64) -> SystemTime {
+fn system_time(ms: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_millis(ms)
 }
 
-fn size(json: &Json) -> i64 {
+fn byte_len(json: &Json) -> i64 {
     json.text().len() as i64
 }
 
-fn signed(ms: u64) -> i64 {
+fn saturating_i64(ms: u64) -> i64 {
     i64::try_from(ms).unwrap_or(i64::MAX)
 }
 
 /// Truncates content to the size that a span may carry.
-fn shown(json: &Json) -> String {
+fn truncate_content(json: &Json) -> String {
     let text = json.text();
     let mut end = text.len().min(MAX_CONTENT_BYTES);
     while !text.is_char_boundary(end) {

@@ -5,19 +5,24 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde_json::{Map, Value, json};
-use toolcrib::caller::Trust;
+use toolcrib::caller::AuthMethod;
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::{Caller, Engine, Json};
 
-use super::{KIND, Keeper, outbound};
-use crate::doors::http::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
-use crate::sources::mcp::{McpSettings, PassShown, Shown, ToolChange, Wrong, of_desktop_clients};
+use super::{MCP_UPSTREAM_KIND, McpServerReconciler, outbound_policy};
+use crate::doors::http::{
+    OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+};
+use crate::sources::mcp::{
+    AuthorizationStatus, McpServerSettings, McpSettingsError, ToolChange, UpstreamStatus,
+    parse_desktop_config,
+};
 
 /// Maximum number of servers in one request.
 const MOST: usize = 100;
 
 /// Returns the servers in a desktop client's configuration document, or `None` if it is not one.
-pub fn imported(document: &mut Value) -> Option<&mut Map<String, Value>> {
+pub fn find_desktop_servers(document: &mut Value) -> Option<&mut Map<String, Value>> {
     let mut keys = ["mcpServers", "servers"].into_iter();
     let key = keys.find(|key| document.get(key).is_some_and(Value::is_object))?;
     document.get_mut(key)?.as_object_mut()
@@ -25,20 +30,20 @@ pub fn imported(document: &mut Value) -> Option<&mut Map<String, Value>> {
 
 /// Parses the servers to add: a single server, or the `mcpServers` of a desktop client. A server
 /// that is pinned stays pinned when it is imported again, unless the document sets `pin`.
-pub fn to_add(
+pub fn parse_servers_to_add(
     engine: &Engine,
     caller: &Caller,
     mut document: Value,
-) -> Result<Vec<McpSettings>, Error> {
+) -> Result<Vec<McpServerSettings>, Error> {
     let pinned = |name: &str| {
         let mut known = engine.upstreams().into_iter();
         let known = known.find(|known| known.project == caller.project && known.name == name);
-        known.is_some_and(|known| known.settings.value()["pin"] == true)
+        known.is_some_and(|known| known.settings.to_value()["pin"] == true)
     };
-    let settings = match imported(&mut document).is_some() {
-        true => of_desktop_clients(&document, pinned).map_err(invalid)?,
+    let settings = match find_desktop_servers(&mut document).is_some() {
+        true => parse_desktop_config(&document, pinned).map_err(invalid_settings_error)?,
         false => {
-            let one: McpSettings = serde_json::from_value(document).map_err(|error| {
+            let one: McpServerSettings = serde_json::from_value(document).map_err(|error| {
                 Error::refused(Code::ValidationError, format!("the source cannot be read: {error}"))
             })?;
             vec![one]
@@ -50,16 +55,16 @@ pub fn to_add(
     }
     let mut names = HashSet::new();
     for one in &settings {
-        one.check().map_err(invalid)?;
+        one.check().map_err(invalid_settings_error)?;
         if !names.insert(one.name.as_str()) {
             let why = format!("has two servers whose name here would be \"{}\"", one.name);
-            return Err(invalid(Wrong { field: "mcpServers", why }));
+            return Err(invalid_settings_error(McpSettingsError { field: "mcpServers", why }));
         }
     }
     Ok(settings)
 }
 
-fn invalid(wrong: Wrong) -> Error {
+fn invalid_settings_error(wrong: McpSettingsError) -> Error {
     let message = format!("{}: {}", wrong.field, wrong.why);
     let detail = json!({ "pointer": format!("/{}", wrong.field) });
     Fault::new(Code::ValidationError, message).with_detail(detail).into()
@@ -67,23 +72,27 @@ fn invalid(wrong: Wrong) -> Error {
 
 /// Returns the settings in their stored form. The project is stored beside them, so it is reset
 /// here.
-pub fn stored(settings: &McpSettings) -> Json {
-    let plain = McpSettings { project: "default".to_owned(), ..settings.clone() };
-    Json::of(&plain).unwrap_or_else(|_| Json::empty_object())
+pub fn to_stored_settings(settings: &McpServerSettings) -> Json {
+    let plain = McpServerSettings { project: "default".to_owned(), ..settings.clone() };
+    Json::from_serialize(&plain).unwrap_or_else(|_| Json::empty_object())
 }
 
-impl Keeper {
+impl McpServerReconciler {
     /// Checks that the caller may add these settings. Starting programs, reading the environment
     /// and reaching private networks are for the operator of the machine to allow, not for the
     /// holder of an API key.
-    fn check(&self, caller: &Caller, settings: &mut McpSettings) -> Result<(), Error> {
+    fn check_admission(
+        &self,
+        caller: &Caller,
+        settings: &mut McpServerSettings,
+    ) -> Result<(), Error> {
         settings.guarded = false;
         settings.project.clone_from(&caller.project);
         if self.is_configured(&caller.project, &settings.name) {
             let message = format!("\"{}\" is in the server's configuration", settings.name);
             return Err(Error::refused(Code::Conflict, message));
         }
-        if caller.trust == Trust::Local {
+        if caller.auth_method == AuthMethod::Local {
             return Ok(());
         }
         let denied = |message: &str| Err(Error::refused(Code::PermissionDenied, message));
@@ -102,8 +111,9 @@ impl Keeper {
         }
         if let Some(url) = &settings.url {
             settings.guarded = true;
-            let checked = outbound(&self.settings).check(url);
-            checked.map_err(|why| invalid(Wrong { field: "url", why }))?;
+            let checked = outbound_policy(&self.settings).check(url);
+            checked
+                .map_err(|why| invalid_settings_error(McpSettingsError { field: "url", why }))?;
         }
         Ok(())
     }
@@ -112,17 +122,17 @@ impl Keeper {
         self.configured.iter().any(|known| known.project == project && known.name == name)
     }
 
-    fn body(&self, shown: Shown, all: bool) -> SourceBody {
+    fn to_source_body(&self, shown: UpstreamStatus, all: bool) -> SourceBody {
         let configured = self.is_configured(&shown.settings.project, &shown.settings.name);
-        let Shown { settings, state, stderr, pass } = shown;
-        let place = settings.place();
+        let UpstreamStatus { settings, state, stderr, authorization: pass } = shown;
+        let place = settings.display_address();
         let program = settings.command.is_some();
         let (server_name, server_version) = state.server.unzip();
         let skipped = state.skipped.into_iter().take(if all { 1_000 } else { 10 });
         SourceBody {
             name: settings.name,
             project: settings.project,
-            kind: KIND,
+            kind: MCP_UPSTREAM_KIND,
             transport: if program { "stdio" } else { "http" },
             place,
             origin: if configured { "configuration" } else { "api" },
@@ -137,19 +147,19 @@ impl Keeper {
             server_version,
             tools: state.tools,
             pinned: settings.pin,
-            skipped: skipped.map(|(tool, why)| SourceSkipped { tool, why }).collect(),
+            skipped: skipped.map(|(tool, why)| SkippedToolBody { tool, why }).collect(),
             flagged: state.flagged,
-            pending: state.pending.into_iter().map(change).collect(),
-            changes: state.changes.into_iter().rev().map(change).collect(),
+            pending: state.pending.into_iter().map(to_source_change).collect(),
+            changes: state.changes.into_iter().rev().map(to_source_change).collect(),
             env: settings.env.into_keys().chain(settings.env_from).collect(),
             headers: settings.headers.into_keys().collect(),
-            oauth: pass.map(oauth),
+            oauth: pass.map(to_source_oauth),
             stderr: all.then_some(stderr),
         }
     }
 }
 
-fn oauth(pass: PassShown) -> SourceOauth {
+fn to_source_oauth(pass: AuthorizationStatus) -> SourceOauth {
     let (url, expires_ms) = pass.sign_in.map(|wanted| (wanted.url, wanted.expires_ms)).unzip();
     SourceOauth {
         grant: pass.grant.as_str(),
@@ -161,8 +171,8 @@ fn oauth(pass: PassShown) -> SourceOauth {
     }
 }
 
-fn change(change: ToolChange) -> SourceChange {
-    SourceChange {
+fn to_source_change(change: ToolChange) -> SourceToolChange {
+    SourceToolChange {
         tool: change.tool,
         change: change.change,
         fields: change.fields,
@@ -170,23 +180,23 @@ fn change(change: ToolChange) -> SourceChange {
     }
 }
 
-fn unknown(name: &str) -> Error {
+fn source_not_found(name: &str) -> Error {
     let shown: String = name.chars().take(80).collect();
     Error::refused(Code::NotFound, format!("there is no source \"{shown}\""))
 }
 
 #[async_trait]
-impl Sources for Keeper {
+impl SourceAdmin for McpServerReconciler {
     fn list(&self, caller: &Caller) -> Result<Vec<SourceBody>, Error> {
-        self.engine.check_upstreams(caller)?;
-        let all = self.upstreams.shown(&caller.project);
-        Ok(all.into_iter().map(|shown| self.body(shown, false)).collect())
+        self.engine.require_upstream_admin(caller)?;
+        let all = self.upstreams.statuses(&caller.project);
+        Ok(all.into_iter().map(|shown| self.to_source_body(shown, false)).collect())
     }
 
-    fn one(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error> {
-        self.engine.check_upstreams(caller)?;
-        let found = self.upstreams.one(&caller.project, name);
-        found.map(|shown| self.body(shown, true)).ok_or_else(|| unknown(name))
+    fn get(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error> {
+        self.engine.require_upstream_admin(caller)?;
+        let found = self.upstreams.status(&caller.project, name);
+        found.map(|shown| self.to_source_body(shown, true)).ok_or_else(|| source_not_found(name))
     }
 
     async fn add(
@@ -195,32 +205,34 @@ impl Sources for Keeper {
         document: Value,
         wait: Duration,
     ) -> Result<Vec<SourceBody>, Error> {
-        self.engine.check_upstreams(caller)?;
-        let mut settings = to_add(&self.engine, caller, document)?;
+        self.engine.require_upstream_admin(caller)?;
+        let mut settings = parse_servers_to_add(&self.engine, caller, document)?;
         for one in &mut settings {
-            self.check(caller, one)?;
+            self.check_admission(caller, one)?;
         }
         for one in &settings {
-            self.engine.put_upstream(caller, &one.name, KIND, stored(one)).await?;
+            self.engine
+                .put_upstream(caller, &one.name, MCP_UPSTREAM_KIND, to_stored_settings(one))
+                .await?;
         }
-        self.look();
+        self.reconcile();
         let until = tokio::time::Instant::now() + wait;
         let mut bodies = Vec::new();
         for one in &settings {
-            self.upstreams.known_by(&caller.project, &one.name, until).await;
-            bodies.push(self.one(caller, &one.name)?);
+            self.upstreams.wait_until_known(&caller.project, &one.name, until).await;
+            bodies.push(self.get(caller, &one.name)?);
         }
         Ok(bodies)
     }
 
     async fn remove(&self, caller: &Caller, name: &str) -> Result<(), Error> {
-        self.engine.check_upstreams(caller)?;
+        self.engine.require_upstream_admin(caller)?;
         if self.is_configured(&caller.project, name) {
             let message = format!("\"{name}\" is in the server's configuration: remove it there");
             return Err(Error::refused(Code::Conflict, message));
         }
-        self.engine.drop_upstream(caller, name).await?;
-        self.look();
+        self.engine.remove_upstream(caller, name).await?;
+        self.reconcile();
         Ok(())
     }
 
@@ -229,11 +241,12 @@ impl Sources for Keeper {
         caller: &Caller,
         name: &str,
         tools: Option<Vec<String>>,
-    ) -> Result<Vec<SourceChange>, Error> {
-        self.one(caller, name)?;
+    ) -> Result<Vec<SourceToolChange>, Error> {
+        self.get(caller, name)?;
         let accepting = self.upstreams.accept(&caller.project, name, tools.as_deref());
-        let accepted = accepting.await.map_err(|why| Error::later(Code::Overloaded, why, 1_000))?;
-        Ok(accepted.into_iter().map(change).collect())
+        let accepted =
+            accepting.await.map_err(|why| Error::retry_later(Code::Overloaded, why, 1_000))?;
+        Ok(accepted.into_iter().map(to_source_change).collect())
     }
 
     async fn refresh(
@@ -242,38 +255,41 @@ impl Sources for Keeper {
         name: &str,
         wait: Duration,
     ) -> Result<SourceBody, Error> {
-        self.one(caller, name)?;
+        self.get(caller, name)?;
         let until = tokio::time::Instant::now() + wait;
-        self.upstreams.look_again(&caller.project, name, until).await;
-        self.one(caller, name)
+        self.upstreams.refresh(&caller.project, name, until).await;
+        self.get(caller, name)
     }
 
     async fn sign_in(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error> {
-        self.one(caller, name)?;
+        self.get(caller, name)?;
         let begun = self.upstreams.sign_in(&caller.project, name).await;
         begun.map_err(|why| {
             Error::from(Fault::new(Code::Conflict, format!("{name}: {why}")).retryable(false))
         })?;
-        self.one(caller, name)
+        self.get(caller, name)
     }
 
     async fn sign_out(&self, caller: &Caller, name: &str) -> Result<(), Error> {
-        self.one(caller, name)?;
+        self.get(caller, name)?;
         let done = self.upstreams.sign_out(&caller.project, name).await;
-        done.map_err(|why| Error::later(Code::Overloaded, why, 1_000))
+        done.map_err(|why| Error::retry_later(Code::Overloaded, why, 1_000))
     }
 
-    async fn signed_in(&self, returned: Returned) -> Option<(String, Result<(), String>)> {
-        let Returned { state, code, issuer } = returned;
+    async fn complete_sign_in(
+        &self,
+        returned: OauthCallback,
+    ) -> Option<(String, Result<(), String>)> {
+        let OauthCallback { state, code, issuer } = returned;
         let code = code.as_deref().map_err(String::as_str);
-        self.upstreams.signed_in(&state, code, issuer.as_deref()).await
+        self.upstreams.complete_sign_in(&state, code, issuer.as_deref()).await
     }
 
-    fn counted(&self) -> Vec<(&'static str, usize)> {
-        self.upstreams.counted().to_vec()
+    fn count_by_state(&self) -> Vec<(&'static str, usize)> {
+        self.upstreams.count_by_phase().to_vec()
     }
 
-    fn base(&self) -> String {
-        self.upstreams.base()
+    fn public_base_url(&self) -> String {
+        self.upstreams.public_base_url()
     }
 }

@@ -14,136 +14,140 @@ use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::TryRecvError;
 use tokio::time::Instant;
 
-use crate::sources::mcp::{News, Upstreams, pages};
+use crate::sources::mcp::{McpSource, UpstreamChange, pages};
 
 /// Maximum time an upstream may take to return a list. A slower one is left out.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time a list stays cached, unless the upstream reports a change.
-const BELIEVED: Duration = Duration::from_secs(5);
+const CACHE_TTL: Duration = Duration::from_secs(5);
 
 /// Time an upstream that timed out is not queried again.
-const LEFT_ALONE: Duration = Duration::from_secs(60);
+const UNRESPONSIVE_TTL: Duration = Duration::from_secs(60);
 
-type Place = (String, String);
+type UpstreamKey = (String, String);
 
 /// The cached list of one upstream.
-struct Said<T> {
+struct CachedList<T> {
     list: Arc<Vec<T>>,
-    until: Instant,
+    expires_at: Instant,
 }
 
 /// The cached lists of one kind.
-struct Kind<T> {
+struct ListCache<T> {
     method: &'static str,
-    said: Mutex<HashMap<Place, Said<T>>>,
+    entries: Mutex<HashMap<UpstreamKey, CachedList<T>>>,
 }
 
-impl<T> Kind<T> {
+impl<T> ListCache<T> {
     fn new(method: &'static str) -> Self {
-        Self { method, said: Mutex::default() }
+        Self { method, entries: Mutex::default() }
     }
 
-    fn forget(&self, place: &Place) {
-        self.said.lock().remove(place);
+    fn invalidate(&self, place: &UpstreamKey) {
+        self.entries.lock().remove(place);
     }
 
-    fn forget_old(&self, now: Instant) {
-        self.said.lock().retain(|_, said| said.until > now);
+    fn evict_expired(&self, now: Instant) {
+        self.entries.lock().retain(|_, said| said.expires_at > now);
     }
 
     /// Returns the list of one upstream, from the cache or freshly fetched.
-    async fn of(
+    async fn get_or_fetch(
         &self,
-        upstreams: &Upstreams,
-        place: Place,
+        upstreams: &McpSource,
+        place: UpstreamKey,
         asking: impl Future<Output = Result<Vec<T>, ServiceError>>,
     ) -> Arc<Vec<T>> {
-        if let Some(said) = self.said.lock().get(&place) {
+        if let Some(said) = self.entries.lock().get(&place) {
             return said.list.clone();
         }
-        let (list, kept) = match tokio::time::timeout(PATIENCE, asking).await {
-            Ok(Ok(list)) => (list, Some(BELIEVED)),
-            Ok(Err(ServiceError::McpError(_))) => (Vec::new(), Some(BELIEVED)),
+        let (list, kept) = match tokio::time::timeout(REQUEST_TIMEOUT, asking).await {
+            Ok(Ok(list)) => (list, Some(CACHE_TTL)),
+            Ok(Err(ServiceError::McpError(_))) => (Vec::new(), Some(CACHE_TTL)),
             Ok(Err(_)) => (Vec::new(), None),
-            Err(_) => (Vec::new(), Some(LEFT_ALONE)),
+            Err(_) => (Vec::new(), Some(UNRESPONSIVE_TTL)),
         };
         let why = format!("it does not answer {}", self.method);
-        match kept == Some(LEFT_ALONE) {
-            true => upstreams.complain(&place.0, &place.1, &why),
-            false => upstreams.withdraw(&place.0, &place.1, &why),
+        match kept == Some(UNRESPONSIVE_TTL) {
+            true => upstreams.report_problem(&place.0, &place.1, &why),
+            false => upstreams.clear_problem(&place.0, &place.1, &why),
         }
         let list = Arc::new(list);
         if let Some(time) = kept {
-            let said = Said { list: list.clone(), until: Instant::now() + time };
-            self.said.lock().insert(place, said);
+            let said = CachedList { list: list.clone(), expires_at: Instant::now() + time };
+            self.entries.lock().insert(place, said);
         }
         list
     }
 }
 
 /// All cached lists.
-pub(super) struct Lists {
-    upstreams: Arc<Upstreams>,
-    heard: Mutex<broadcast::Receiver<(Place, News)>>,
-    resources: Kind<Resource>,
-    templates: Kind<ResourceTemplate>,
-    prompts: Kind<Prompt>,
+pub(super) struct UpstreamLists {
+    upstreams: Arc<McpSource>,
+    changes: Mutex<broadcast::Receiver<(UpstreamKey, UpstreamChange)>>,
+    resources: ListCache<Resource>,
+    templates: ListCache<ResourceTemplate>,
+    prompts: ListCache<Prompt>,
 }
 
-impl Lists {
-    pub(super) fn new(upstreams: Arc<Upstreams>) -> Self {
+impl UpstreamLists {
+    pub(super) fn new(upstreams: Arc<McpSource>) -> Self {
         Self {
-            heard: Mutex::new(upstreams.changes()),
+            changes: Mutex::new(upstreams.subscribe_changes()),
             upstreams,
-            resources: Kind::new("resources/list"),
-            templates: Kind::new("resources/templates/list"),
-            prompts: Kind::new("prompts/list"),
+            resources: ListCache::new("resources/list"),
+            templates: ListCache::new("resources/templates/list"),
+            prompts: ListCache::new("prompts/list"),
         }
     }
 
     /// Drops the entries that have expired or that an upstream reported as changed.
-    fn look(&self) {
-        let mut heard = self.heard.lock();
+    fn apply_changes(&self) {
+        let mut heard = self.changes.lock();
         let mut now = Instant::now();
         loop {
             match heard.try_recv() {
-                Ok((place, News::Resources)) => {
-                    self.resources.forget(&place);
-                    self.templates.forget(&place);
+                Ok((place, UpstreamChange::ResourceList)) => {
+                    self.resources.invalidate(&place);
+                    self.templates.invalidate(&place);
                 }
-                Ok((place, News::Prompts)) => self.prompts.forget(&place),
-                Ok((_, News::Resource(_))) => {}
+                Ok((place, UpstreamChange::PromptList)) => self.prompts.invalidate(&place),
+                Ok((_, UpstreamChange::ResourceContent(_))) => {}
                 // Some changes were missed, so every entry expires.
-                Err(TryRecvError::Lagged(_)) => now += LEFT_ALONE + BELIEVED,
+                Err(TryRecvError::Lagged(_)) => now += UNRESPONSIVE_TTL + CACHE_TTL,
                 Err(TryRecvError::Empty | TryRecvError::Closed) => break,
             }
         }
-        self.resources.forget_old(now);
-        self.templates.forget_old(now);
-        self.prompts.forget_old(now);
+        self.resources.evict_expired(now);
+        self.templates.evict_expired(now);
+        self.prompts.evict_expired(now);
     }
 
     pub(super) async fn resources(
         &self,
-        place: Place,
+        place: UpstreamKey,
         peer: &Peer<RoleClient>,
     ) -> Arc<Vec<Resource>> {
-        self.look();
-        self.resources.of(&self.upstreams, place, pages::resources(peer)).await
+        self.apply_changes();
+        self.resources.get_or_fetch(&self.upstreams, place, pages::resources(peer)).await
     }
 
-    pub(super) async fn templates(
+    pub(super) async fn resource_templates(
         &self,
-        place: Place,
+        place: UpstreamKey,
         peer: &Peer<RoleClient>,
     ) -> Arc<Vec<ResourceTemplate>> {
-        self.look();
-        self.templates.of(&self.upstreams, place, pages::templates(peer)).await
+        self.apply_changes();
+        self.templates.get_or_fetch(&self.upstreams, place, pages::resource_templates(peer)).await
     }
 
-    pub(super) async fn prompts(&self, place: Place, peer: &Peer<RoleClient>) -> Arc<Vec<Prompt>> {
-        self.look();
-        self.prompts.of(&self.upstreams, place, pages::prompts(peer)).await
+    pub(super) async fn prompts(
+        &self,
+        place: UpstreamKey,
+        peer: &Peer<RoleClient>,
+    ) -> Arc<Vec<Prompt>> {
+        self.apply_changes();
+        self.prompts.get_or_fetch(&self.upstreams, place, pages::prompts(peer)).await
     }
 }

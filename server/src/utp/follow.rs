@@ -10,24 +10,24 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 /// Time for which a tool service receives cards after it has registered.
-pub const FOLLOWS: Duration = Duration::from_secs(15);
+pub const FOLLOW_TTL: Duration = Duration::from_secs(15);
 /// Maximum number of targets that have followers.
-const MOST: usize = 10_000;
+const MAX_FOLLOWED_TARGETS: usize = 10_000;
 
-struct Follower {
+struct CardFollower {
     inbox: Arc<str>,
     until: Instant,
 }
 
 /// The followers of each target, by project and target.
 #[derive(Default)]
-pub struct Followers {
-    known: Mutex<HashMap<String, HashMap<String, Vec<Follower>>>>,
+pub struct CardFollowers {
+    known: Mutex<HashMap<String, HashMap<String, Vec<CardFollower>>>>,
 }
 
-impl Followers {
+impl CardFollowers {
     /// Registers an inbox for the cards of a target, and removes expired followers.
-    pub fn follow(&self, project: &str, target: &str, inbox: &str) {
+    pub fn register(&self, project: &str, target: &str, inbox: &str) {
         let (now, mut known) = (Instant::now(), self.known.lock());
         known.retain(|_, targets| {
             targets.retain(|_, followers| {
@@ -36,18 +36,18 @@ impl Followers {
             });
             !targets.is_empty()
         });
-        if known.values().map(HashMap::len).sum::<usize>() >= MOST {
+        if known.values().map(HashMap::len).sum::<usize>() >= MAX_FOLLOWED_TARGETS {
             return;
         }
         let targets = known.entry(project.to_owned()).or_default();
         let followers = targets.entry(target.to_owned()).or_default();
-        followers.push(Follower { inbox: inbox.into(), until: now + FOLLOWS });
+        followers.push(CardFollower { inbox: inbox.into(), until: now + FOLLOW_TTL });
     }
 
     /// Returns the inbox for the cards of a target. Returns `None` while several processes serve
     /// the target: the broker decides which of them gets the command, and the others would receive
     /// the card for nothing.
-    pub fn of(&self, project: &str, target: &str) -> Option<Arc<str>> {
+    pub fn sole_inbox(&self, project: &str, target: &str) -> Option<Arc<str>> {
         let (now, known) = (Instant::now(), self.known.lock());
         let mut there =
             known.get(project)?.get(target)?.iter().filter(|follower| follower.until > now);
@@ -62,14 +62,14 @@ mod tests {
 
     #[test]
     fn the_only_follower_of_a_target_is_sent_its_cards() {
-        let followers = Followers::default();
-        assert_eq!(followers.of("p", "t"), None);
-        followers.follow("p", "t", "_INBOX.a");
-        followers.follow("p", "t", "_INBOX.a");
-        assert_eq!(followers.of("p", "t").as_deref(), Some("_INBOX.a"));
-        assert_eq!(followers.of("p", "other"), None);
-        assert_eq!(followers.of("other", "t"), None);
-        followers.follow("p", "t", "_INBOX.b");
-        assert_eq!(followers.of("p", "t"), None, "which of the two?");
+        let followers = CardFollowers::default();
+        assert_eq!(followers.sole_inbox("p", "t"), None);
+        followers.register("p", "t", "_INBOX.a");
+        followers.register("p", "t", "_INBOX.a");
+        assert_eq!(followers.sole_inbox("p", "t").as_deref(), Some("_INBOX.a"));
+        assert_eq!(followers.sole_inbox("p", "other"), None);
+        assert_eq!(followers.sole_inbox("other", "t"), None);
+        followers.register("p", "t", "_INBOX.b");
+        assert_eq!(followers.sole_inbox("p", "t"), None, "which of the two?");
     }
 }

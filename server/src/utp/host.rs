@@ -45,30 +45,30 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::tool::hex;
-use toolcrib::utp::card::{error_of, mirrored};
+use toolcrib::utp::card::{error_as_result, error_json};
 use toolcrib::utp::{Route, ToolStatus};
 
 use super::DEFAULT_VERSION;
-use super::link::{Address, Link};
-use ahead::Ahead;
-use command::{Command, Trouble};
-use crib::{Asked, Crib, Told};
-use together::Asker;
+use super::link::{NatsConnection, NatsEndpoint};
+use ahead::PrefetchedCards;
+use command::{CommandError, ReceivedCommand};
+use crib::{CardArguments, ReportOutcome, ServerClient};
+use together::HostRpcClient;
 
 /// Time the broker waits for an acknowledgement before it redelivers a command.
 const ACK_WAIT: Duration = Duration::from_secs(30);
 /// Delay before the broker redelivers a command that could not be answered.
-const GIVE_AGAIN: Duration = Duration::from_secs(2);
+const REDELIVERY_DELAY: Duration = Duration::from_secs(2);
 /// Duration below which a tool finishes without an announcement that its call was taken.
-const SAY_AFTER: Duration = Duration::from_millis(20);
+const ANNOUNCE_AFTER: Duration = Duration::from_millis(20);
 /// Time the broker holds a pull request for commands.
-const ASKED_FOR: Duration = Duration::from_secs(5);
+const PULL_EXPIRY: Duration = Duration::from_secs(5);
 /// Default number of commands that run concurrently.
-const AT_ONCE: usize = 64;
+const DEFAULT_CONCURRENCY: usize = 64;
 
 /// A command to execute.
 #[derive(Debug, Clone)]
-pub struct Job {
+pub struct ToolJob {
     pub tool_name: String,
     pub args: Value,
     pub project: String,
@@ -85,14 +85,14 @@ pub struct Job {
 
 /// The result of a job.
 #[derive(Debug, Clone)]
-pub struct Answer {
+pub struct ToolJobResult {
     pub status: ToolStatus,
     pub result: Value,
     /// Required unless the status is success.
     pub error: Option<Fault>,
 }
 
-impl Answer {
+impl ToolJobResult {
     /// Returns a successful result.
     pub fn success(result: Value) -> Self {
         Self { status: ToolStatus::Success, result, error: None }
@@ -100,12 +100,12 @@ impl Answer {
 
     /// Returns a failed result.
     pub fn failed(fault: Fault) -> Self {
-        let result = mirrored(&error_of(&fault, "tool"));
+        let result = error_as_result(&error_json(&fault, "tool"));
         Self { status: ToolStatus::Failed, result, error: Some(fault) }
     }
 }
 
-impl From<Result<Value, Fault>> for Answer {
+impl From<Result<Value, Fault>> for ToolJobResult {
     fn from(result: Result<Value, Fault>) -> Self {
         match result {
             Ok(result) => Self::success(result),
@@ -114,76 +114,79 @@ impl From<Result<Value, Fault>> for Answer {
     }
 }
 
-type Run = Arc<dyn Fn(Job) -> BoxFuture<'static, Answer> + Send + Sync>;
+type ToolHandler = Arc<dyn Fn(ToolJob) -> BoxFuture<'static, ToolJobResult> + Send + Sync>;
 
 /// A tool service.
-pub struct Host {
-    link: Link,
-    tools: HashMap<String, Run>,
-    any: Option<Run>,
+pub struct ToolHost {
+    connection: NatsConnection,
+    tools: HashMap<String, ToolHandler>,
+    fallback: Option<ToolHandler>,
     name: String,
-    at_once: usize,
+    max_concurrency: usize,
     ack_wait: Duration,
 }
 
-impl Host {
+impl ToolHost {
     /// Connects to a broker, with the default protocol version.
     pub async fn connect(url: &str) -> anyhow::Result<Self> {
-        let address =
-            Address { url: url.to_owned(), credentials: None, version: DEFAULT_VERSION.to_owned() };
-        Ok(Self::over(Link::connect(&address, "toolcrib tool service").await?))
+        let address = NatsEndpoint {
+            url: url.to_owned(),
+            credentials: None,
+            version: DEFAULT_VERSION.to_owned(),
+        };
+        Ok(Self::with_connection(NatsConnection::connect(&address, "toolcrib tool service").await?))
     }
 
     /// Uses an existing connection.
-    pub fn over(link: Link) -> Self {
+    pub fn with_connection(connection: NatsConnection) -> Self {
         Self {
-            link,
+            connection,
             tools: HashMap::new(),
-            any: None,
+            fallback: None,
             name: "tool.rust".to_owned(),
-            at_once: AT_ONCE,
+            max_concurrency: DEFAULT_CONCURRENCY,
             ack_wait: ACK_WAIT,
         }
     }
 
     /// Adds a tool.
-    pub fn tool<F, Fut>(mut self, name: &str, run: F) -> Self
+    pub fn with_tool<F, Fut>(mut self, name: &str, run: F) -> Self
     where
-        F: Fn(Job) -> Fut + Send + Sync + 'static,
+        F: Fn(ToolJob) -> Fut + Send + Sync + 'static,
         Fut: Future<Output = Result<Value, Fault>> + Send + 'static,
     {
-        let run = move |job: Job| {
+        let run = move |job: ToolJob| {
             let running = run(job);
-            async move { Answer::from(running.await) }.boxed()
+            async move { ToolJobResult::from(running.await) }.boxed()
         };
         self.tools.insert(name.to_owned(), Arc::new(run));
         self
     }
 
     /// Sets the handler of every tool that has none itself. It may return any of the five statuses.
-    pub fn any<F, Fut>(mut self, run: F) -> Self
+    pub fn with_fallback<F, Fut>(mut self, run: F) -> Self
     where
-        F: Fn(Job) -> Fut + Send + Sync + 'static,
-        Fut: Future<Output = Answer> + Send + 'static,
+        F: Fn(ToolJob) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = ToolJobResult> + Send + 'static,
     {
-        self.any = Some(Arc::new(move |job: Job| run(job).boxed()));
+        self.fallback = Some(Arc::new(move |job: ToolJob| run(job).boxed()));
         self
     }
 
     /// Sets the sender name in reports and result cards.
-    pub fn named(mut self, name: &str) -> Self {
+    pub fn with_sender(mut self, name: &str) -> Self {
         self.name = name.to_owned();
         self
     }
 
     /// Sets the number of commands that run concurrently.
-    pub fn at_once(mut self, at_once: usize) -> Self {
-        self.at_once = at_once.max(1);
+    pub fn with_max_concurrency(mut self, at_once: usize) -> Self {
+        self.max_concurrency = at_once.max(1);
         self
     }
 
     /// Sets the time the broker waits for a heartbeat before it redelivers a command.
-    pub fn ack_wait(mut self, ack_wait: Duration) -> Self {
+    pub fn with_ack_wait(mut self, ack_wait: Duration) -> Self {
         self.ack_wait = ack_wait;
         self
     }
@@ -194,24 +197,33 @@ impl Host {
         if !toolcrib::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
         }
-        let asker = Asker { link: self.link.clone(), name: self.name.clone() };
-        let serving = Arc::new(Serving {
-            ahead: Ahead::new(asker.clone(), target),
-            crib: Crib::new(asker),
+        let asker =
+            HostRpcClient { connection: self.connection.clone(), sender: self.name.clone() };
+        let serving = Arc::new(CommandHandler {
+            prefetched: PrefetchedCards::new(asker.clone(), target),
+            server: ServerClient::new(asker),
             tools: self.tools,
-            any: self.any,
+            fallback: self.fallback,
             running: Mutex::default(),
-            returned: Mutex::default(),
+            returned_unstarted: Mutex::default(),
             ack_wait: self.ack_wait,
-            dropped: CancellationToken::new(),
+            canceled: CancellationToken::new(),
         });
         // If the caller drops this future, running commands are canceled.
-        let _dropped = serving.dropped.clone().drop_guard();
-        let (places, tasks) = (Arc::new(Semaphore::new(self.at_once)), TaskTracker::new());
+        let _dropped = serving.canceled.clone().drop_guard();
+        let (places, tasks) = (Arc::new(Semaphore::new(self.max_concurrency)), TaskTracker::new());
         let stopping = CancellationToken::new();
         let taking = async {
             while !stopping.is_cancelled() {
-                let taken = take(&self.link, target, &serving, &places, &tasks, &stopping).await;
+                let taken = consume_commands(
+                    &self.connection,
+                    target,
+                    &serving,
+                    &places,
+                    &tasks,
+                    &stopping,
+                )
+                .await;
                 if let Err(error) = taken {
                     tracing::warn!(%error, "commands cannot be received; retrying");
                 }
@@ -226,18 +238,18 @@ impl Host {
         tokio::join!(taking, stop);
         tasks.close();
         tasks.wait().await;
-        let _ = self.link.client().flush().await;
+        let _ = self.connection.client().flush().await;
         Ok(())
     }
 }
 
 /// Opens the consumer of a target's commands and the subscription for prefetched cards.
-async fn open(
-    link: &Link,
+async fn open_consumer(
+    link: &NatsConnection,
     target: &str,
-    serving: &Serving,
+    serving: &CommandHandler,
 ) -> anyhow::Result<(PullConsumer, Subscriber)> {
-    link.up().await;
+    link.wait_until_connected().await;
     link.ensure_streams().await?;
     let safe: String =
         target.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
@@ -263,37 +275,37 @@ async fn open(
         name = format!("{name}_{}", &hex(&Sha256::digest(target.as_bytes()))[..8]);
         consumer = stream.get_or_create_consumer(&name, config(&name)).await?;
     }
-    Ok((consumer, link.client().subscribe(serving.ahead.inbox.clone()).await?))
+    Ok((consumer, link.client().subscribe(serving.prefetched.inbox.clone()).await?))
 }
 
 /// Takes commands until the connection breaks or `stopping` is canceled. It pulls no more commands
 /// than there are free permits: other processes that serve the target take the rest, and a command
 /// that waited here would look to them like one that had started.
-async fn take(
-    link: &Link,
+async fn consume_commands(
+    link: &NatsConnection,
     target: &str,
-    serving: &Arc<Serving>,
+    serving: &Arc<CommandHandler>,
     places: &Arc<Semaphore>,
     tasks: &TaskTracker,
     stopping: &CancellationToken,
 ) -> anyhow::Result<()> {
-    let opened = stopping.run_until_cancelled(open(link, target, serving)).await;
+    let opened = stopping.run_until_cancelled(open_consumer(link, target, serving)).await;
     let Some(opened) = opened else { return Ok(()) };
     let (consumer, mut cards) = opened?;
     // Commands that were requested over a broken connection do not arrive over the next one.
-    let mut again = std::pin::pin!(link.connected_again());
+    let mut again = std::pin::pin!(link.wait_for_reconnect());
     again.as_mut().enable();
     while !stopping.is_cancelled() {
-        let free = serving.keeping(&mut cards, free_places(places));
+        let free = serving.await_collecting_cards(&mut cards, acquire_free_permits(places));
         let Some(free) = stopping.run_until_cancelled(free).await else { break };
         let mut free = free?;
-        let asking = consumer.batch().max_messages(free.num_permits()).expires(ASKED_FOR);
+        let asking = consumer.batch().max_messages(free.num_permits()).expires(PULL_EXPIRY);
         let mut commands = asking.messages().await?;
         // This process starts every command that it has received, even while stopping.
         loop {
             let message = tokio::select! {
                 biased;
-                message = serving.keeping(&mut cards, commands.next()) => message,
+                message = serving.await_collecting_cards(&mut cards, commands.next()) => message,
                 () = stopping.cancelled() => commands.next().now_or_never().flatten(),
                 () = &mut again => return Ok(()),
             };
@@ -302,14 +314,16 @@ async fn take(
             };
             let Some(place) = free.split(1) else { break };
             // Boxed, because the future of a command is large and spawning moves it.
-            tasks.spawn(Box::pin(serving.clone().unless_dropped(message, place)));
+            tasks.spawn(Box::pin(serving.clone().handle_until_dropped(message, place)));
         }
     }
     Ok(())
 }
 
 /// Waits for a free permit and returns all free permits.
-async fn free_places(places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, AcquireError> {
+async fn acquire_free_permits(
+    places: &Arc<Semaphore>,
+) -> Result<OwnedSemaphorePermit, AcquireError> {
     let mut free = places.clone().acquire_owned().await?;
     let more = u32::try_from(places.available_permits()).unwrap_or(u32::MAX);
     if let Ok(more) = places.clone().try_acquire_many_owned(more) {
@@ -318,63 +332,69 @@ async fn free_places(places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Ac
     Ok(free)
 }
 
-struct Serving {
-    ahead: Arc<Ahead>,
-    crib: Crib,
-    tools: HashMap<String, Run>,
-    any: Option<Run>,
+struct CommandHandler {
+    prefetched: Arc<PrefetchedCards>,
+    server: ServerClient,
+    tools: HashMap<String, ToolHandler>,
+    fallback: Option<ToolHandler>,
     /// Calls that run in this process; a redelivery of one is ignored.
     running: Mutex<HashSet<(String, String, String)>>,
     /// Calls that this process returned without starting, with the delivery count.
-    returned: Mutex<HashMap<(String, String, String), i64>>,
+    returned_unstarted: Mutex<HashMap<(String, String, String), i64>>,
     ack_wait: Duration,
-    dropped: CancellationToken,
+    canceled: CancellationToken,
 }
 
-impl Serving {
+impl CommandHandler {
     /// Awaits a future and stores the cards that arrive meanwhile. Cards are polled first, so that
     /// a card sent before a command is present when the command is handled.
-    async fn keeping<T>(&self, cards: &mut Subscriber, wanted: impl Future<Output = T>) -> T {
+    async fn await_collecting_cards<T>(
+        &self,
+        cards: &mut Subscriber,
+        wanted: impl Future<Output = T>,
+    ) -> T {
         let mut wanted = std::pin::pin!(wanted);
         loop {
             tokio::select! {
                 biased;
-                Some(sent) = cards.next() => self.ahead.keep(&sent),
+                Some(sent) = cards.next() => self.prefetched.store(&sent),
                 came = &mut wanted => return came,
             }
         }
     }
 
-    async fn unless_dropped(self: Arc<Self>, message: Message, place: OwnedSemaphorePermit) {
-        self.dropped.run_until_cancelled(self.handle(&message)).await;
+    async fn handle_until_dropped(self: Arc<Self>, message: Message, place: OwnedSemaphorePermit) {
+        self.canceled.run_until_cancelled(self.handle(&message)).await;
         drop(place);
     }
 
     async fn handle(&self, message: &Message) {
         let deliveries = message.info().map_or(1, |info| info.delivered);
-        let command = match Command::read(message) {
+        let command = match ReceivedCommand::parse(message) {
             Ok(command) => command,
-            Err(why) => return self.bury(message, &why).await,
+            Err(why) => return self.dead_letter(message, &why).await,
         };
-        if !self.running.lock().insert(command.anchor()) {
+        if !self.running.lock().insert(command.call_key()) {
             return;
         }
-        let working = self.work(&command, deliveries);
-        let told = self.alive(message, working).await;
-        self.running.lock().remove(&command.anchor());
+        let working = self.execute(&command, deliveries);
+        let told = self.with_heartbeats(message, working).await;
+        self.running.lock().remove(&command.call_key());
         match told {
-            Told::Taken => finish(message, AckKind::Ack).await,
+            ReportOutcome::Accepted => acknowledge(message, AckKind::Ack).await,
             // The server has recorded the report, and redelivery would change nothing.
-            Told::Refused(why) => {
+            ReportOutcome::Rejected(why) => {
                 tracing::warn!(call = command.tool_call_id, why, "the report was refused");
-                finish(message, AckKind::Ack).await;
+                acknowledge(message, AckKind::Ack).await;
             }
-            Told::Nobody => finish(message, AckKind::Nak(Some(GIVE_AGAIN))).await,
+            ReportOutcome::NoReply => {
+                acknowledge(message, AckKind::Nak(Some(REDELIVERY_DELAY))).await
+            }
         }
     }
 
     /// Sends heartbeats until the work is done.
-    async fn alive<T>(&self, message: &Message, work: impl Future<Output = T>) -> T {
+    async fn with_heartbeats<T>(&self, message: &Message, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         loop {
             tokio::select! {
@@ -388,98 +408,124 @@ impl Serving {
         }
     }
 
-    async fn work(&self, command: &Command, deliveries: i64) -> Told {
-        let prepared = match command.check() {
-            Ok(()) => self.arguments(command, deliveries).await,
+    async fn execute(&self, command: &ReceivedCommand, deliveries: i64) -> ReportOutcome {
+        let prepared = match command.validate() {
+            Ok(()) => self.load_arguments(command, deliveries).await,
             Err(trouble) => Err(trouble),
         };
         let (answer, meta) = match prepared {
-            Ok(Asked { tool_name, args, meta, ended, looked }) => {
+            Ok(CardArguments {
+                tool_name,
+                args,
+                meta,
+                is_call_ended: ended,
+                is_announced: looked,
+            }) => {
                 let again = deliveries > 1 && !self.was_returned(command, deliveries);
-                if again && let Some(told) = self.crib.report_known(command).await {
+                if again && let Some(told) = self.server.report_stored_result(command).await {
                     return told;
                 }
                 let answer = match (ended, again && command.is_irreversible()) {
-                    (true, _) => not_begun(&tool_name),
-                    (false, true) => Answer::failed(unknown_outcome(&tool_name)),
+                    (true, _) => not_started_result(&tool_name),
+                    (false, true) => ToolJobResult::failed(unknown_outcome_fault(&tool_name)),
                     (false, false) => {
                         let running = self.run(command, &tool_name, args, &meta);
-                        if looked { running.await } else { self.say_soon(command, running).await }
+                        if looked {
+                            running.await
+                        } else {
+                            self.run_and_announce(command, running).await
+                        }
                     }
                 };
                 (answer, meta)
             }
-            Err(Trouble::Away) => {
-                self.returned.lock().insert(command.anchor(), deliveries);
-                return Told::Nobody;
+            Err(CommandError::ServerUnavailable) => {
+                self.returned_unstarted.lock().insert(command.call_key(), deliveries);
+                return ReportOutcome::NoReply;
             }
-            Err(Trouble::Wrong(answer)) => (*answer, Value::Null),
+            Err(CommandError::Rejected(answer)) => (*answer, Value::Null),
         };
-        self.crib.report(command, answer, &meta).await
+        self.server.report(command, answer, &meta).await
     }
 
     /// Returns the arguments of a command: from a prefetched card, or from the server.
-    async fn arguments(&self, command: &Command, deliveries: i64) -> Result<Asked, Trouble> {
-        self.ahead.follow(&Crib::place(command));
+    async fn load_arguments(
+        &self,
+        command: &ReceivedCommand,
+        deliveries: i64,
+    ) -> Result<CardArguments, CommandError> {
+        self.prefetched.request_prefetch(&ServerClient::subject_prefix(command));
         let card_id = command.card_id.as_deref().unwrap_or_default();
-        match self.ahead.take(card_id).filter(|_| deliveries == 1) {
-            Some(card) => Crib::asked(command, card, false),
-            None => self.crib.arguments(command).await,
+        match self.prefetched.take(card_id).filter(|_| deliveries == 1) {
+            Some(card) => ServerClient::parse_card(command, card, false),
+            None => self.server.load_arguments(command).await,
         }
     }
 
     /// Runs the tool, and announces after a delay that the call was taken. The server learns that
     /// from the request for the call's card, so for a slow tool the card is requested while the
     /// tool runs.
-    async fn say_soon<T>(&self, command: &Command, running: impl Future<Output = T>) -> T {
+    async fn run_and_announce<T>(
+        &self,
+        command: &ReceivedCommand,
+        running: impl Future<Output = T>,
+    ) -> T {
         let mut running = std::pin::pin!(running);
         tokio::select! {
             done = &mut running => done,
-            () = tokio::time::sleep(SAY_AFTER) => {
-                let (done, _) = tokio::join!(running, self.crib.look(command));
+            () = tokio::time::sleep(ANNOUNCE_AFTER) => {
+                let (done, _) = tokio::join!(running, self.server.announce_taken(command));
                 done
             }
         }
     }
 
     /// Returns true if this process had the previous delivery and returned it without starting.
-    fn was_returned(&self, command: &Command, deliveries: i64) -> bool {
-        self.returned.lock().remove(&command.anchor()) == Some(deliveries - 1)
+    fn was_returned(&self, command: &ReceivedCommand, deliveries: i64) -> bool {
+        self.returned_unstarted.lock().remove(&command.call_key()) == Some(deliveries - 1)
     }
 
-    async fn run(&self, command: &Command, tool_name: &str, args: Value, meta: &Value) -> Answer {
-        let Some(run) = self.tools.get(tool_name).or(self.any.as_ref()) else {
+    async fn run(
+        &self,
+        command: &ReceivedCommand,
+        tool_name: &str,
+        args: Value,
+        meta: &Value,
+    ) -> ToolJobResult {
+        let Some(run) = self.tools.get(tool_name).or(self.fallback.as_ref()) else {
             let message = format!("there is no tool \"{tool_name}\" here");
-            return Answer::failed(Fault::new(Code::NotFound, message).not_happened());
+            return ToolJobResult::failed(
+                Fault::new(Code::NotFound, message).without_side_effect(),
+            );
         };
-        let job = command.job(tool_name, args, meta);
+        let job = command.to_job(tool_name, args, meta);
         // Also catches a panic of the handler before its first await.
         let running = async move { run(job).await };
         match std::panic::AssertUnwindSafe(running).catch_unwind().await {
             Ok(answer) => answer,
-            Err(_) => Answer::failed(Fault::runtime(format!("{tool_name} panicked"))),
+            Err(_) => ToolJobResult::failed(Fault::runtime(format!("{tool_name} panicked"))),
         }
     }
 
-    async fn bury(&self, message: &Message, why: &str) {
+    async fn dead_letter(&self, message: &Message, why: &str) {
         let subject = message.subject.as_str();
-        let kind = match self.crib.bury(message, why).await {
-            Told::Taken => {
+        let kind = match self.server.dead_letter(message, why).await {
+            ReportOutcome::Accepted => {
                 tracing::warn!(subject, why, "a command became a dead letter");
                 AckKind::Term
             }
             // The dead letter is not stored, and redelivery would change nothing.
-            Told::Refused(refused) => {
+            ReportOutcome::Rejected(refused) => {
                 tracing::error!(subject, why, refused, "a command was dropped");
                 AckKind::Term
             }
-            Told::Nobody => AckKind::Nak(Some(GIVE_AGAIN)),
+            ReportOutcome::NoReply => AckKind::Nak(Some(REDELIVERY_DELAY)),
         };
-        finish(message, kind).await;
+        acknowledge(message, kind).await;
     }
 }
 
-fn unknown_outcome(tool_name: &str) -> Fault {
+fn unknown_outcome_fault(tool_name: &str) -> Fault {
     let message = format!(
         "{tool_name} was begun before and its result is not known: it may have happened, and was \
          not begun again"
@@ -489,13 +535,13 @@ fn unknown_outcome(tool_name: &str) -> Fault {
 
 /// Returns the result for a call that has already ended by timeout or cancellation. Its effect is
 /// no longer expected, so the tool does not run.
-fn not_begun(tool_name: &str) -> Answer {
+fn not_started_result(tool_name: &str) -> ToolJobResult {
     let message = format!("{tool_name} was not begun: its call has ended");
-    let fault = Fault::new(Code::Canceled, message).not_happened();
-    Answer { status: ToolStatus::Canceled, ..Answer::failed(fault) }
+    let fault = Fault::new(Code::Canceled, message).without_side_effect();
+    ToolJobResult { status: ToolStatus::Canceled, ..ToolJobResult::failed(fault) }
 }
 
-async fn finish(message: &Message, kind: AckKind) {
+async fn acknowledge(message: &Message, kind: AckKind) {
     if let Err(error) = message.ack_with(kind).await {
         tracing::debug!(%error, "an acknowledgement was not sent");
     }

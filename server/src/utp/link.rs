@@ -18,20 +18,20 @@ use futures::StreamExt;
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use super::follow::Followers;
+use super::follow::CardFollowers;
 use super::wire;
 
 /// Timeout of a publish before it is retried.
-const ACK_PATIENCE: Duration = Duration::from_secs(5);
+const ACK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for which the broker remembers message ids. It holds them in memory, so a full day would be
 /// too many; before an older command is published again, the stream is searched for its id.
-const REMEMBERS: Duration = Duration::from_secs(120);
+const DUPLICATE_WINDOW: Duration = Duration::from_secs(120);
 /// Time for which commands are stored.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
 /// The reason why a message was not published.
 #[derive(Debug, thiserror::Error)]
-pub enum NotPublished {
+pub enum NatsPublishError {
     /// Permanent while the broker's limit stays the same.
     #[error("it is over the broker's limit for a message (max_payload)")]
     TooLarge,
@@ -40,25 +40,25 @@ pub enum NotPublished {
     NoStream,
     /// The message can never be published.
     #[error("{0}")]
-    Never(String),
+    Invalid(String),
     /// Publishing can be retried.
     #[error("{0}")]
-    Later(String),
+    Retryable(String),
 }
 
-impl From<PublishError> for NotPublished {
+impl From<PublishError> for NatsPublishError {
     fn from(error: PublishError) -> Self {
         match error.kind() {
             PublishErrorKind::MaxPayloadExceeded => Self::TooLarge,
             PublishErrorKind::StreamNotFound => Self::NoStream,
-            _ => Self::Later(error.to_string()),
+            _ => Self::Retryable(error.to_string()),
         }
     }
 }
 
 /// The address of a NATS broker.
 #[derive(Debug, Clone)]
-pub struct Address {
+pub struct NatsEndpoint {
     pub url: String,
     /// Path of a NATS credentials file.
     pub credentials: Option<std::path::PathBuf>,
@@ -68,22 +68,22 @@ pub struct Address {
 
 /// A connection to NATS. Cheap to clone.
 #[derive(Clone)]
-pub struct Link {
+pub struct NatsConnection {
     client: Client,
     jetstream: jetstream::Context,
     version: Arc<str>,
-    came_up: Arc<Notify>,
-    streams_known: Arc<AtomicBool>,
+    on_connected: Arc<Notify>,
+    are_streams_ready: Arc<AtomicBool>,
     /// The duplicate window of the command stream, which another program may have created.
-    remembers_ms: Arc<AtomicU64>,
-    followers: Arc<Followers>,
+    duplicate_window_ms: Arc<AtomicU64>,
+    followers: Arc<CardFollowers>,
     /// True if the outbox publisher has stopped and not yet recovered.
     outbox_down: Arc<AtomicBool>,
 }
 
-impl Link {
+impl NatsConnection {
     /// Connects. If the broker is unavailable, connection attempts continue in the background.
-    pub async fn connect(address: &Address, name: &str) -> anyhow::Result<Self> {
+    pub async fn connect(address: &NatsEndpoint, name: &str) -> anyhow::Result<Self> {
         let (came_up, streams_known) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
         let (up, known) = (came_up.clone(), streams_known.clone());
         let was_up = Arc::new(AtomicBool::new(false));
@@ -122,15 +122,15 @@ impl Link {
         let urls: Vec<&str> = address.url.split(',').map(str::trim).collect();
         let client = options.connect(urls).await?;
         let mut jetstream = jetstream::new(client.clone());
-        jetstream.set_timeout(ACK_PATIENCE);
+        jetstream.set_timeout(ACK_TIMEOUT);
         let version = address.version.as_str().into();
         Ok(Self {
             client,
             jetstream,
             version,
-            came_up,
-            streams_known,
-            remembers_ms: Arc::default(),
+            on_connected: came_up,
+            are_streams_ready: streams_known,
+            duplicate_window_ms: Arc::default(),
             followers: Arc::default(),
             outbox_down: Arc::default(),
         })
@@ -147,41 +147,42 @@ impl Link {
     }
 
     /// Returns whether the broker is connected.
-    pub fn is_up(&self) -> bool {
+    pub fn is_connected(&self) -> bool {
         self.client.connection_state() == State::Connected
     }
 
     /// Returns a future that completes at the next reconnect.
-    pub fn connected_again(&self) -> Notified<'_> {
-        self.came_up.notified()
+    pub fn wait_for_reconnect(&self) -> Notified<'_> {
+        self.on_connected.notified()
     }
 
     /// Waits until the broker is connected.
-    pub async fn up(&self) {
-        while !self.is_up() {
+    pub async fn wait_until_connected(&self) {
+        while !self.is_connected() {
             // Polled as well, so that a missed event costs only a short delay.
-            let _ = tokio::time::timeout(Duration::from_millis(500), self.came_up.notified()).await;
+            let _ = tokio::time::timeout(Duration::from_millis(500), self.on_connected.notified())
+                .await;
         }
     }
 
     /// Returns the tool services that receive cards in advance.
-    pub fn followers(&self) -> &Followers {
+    pub fn followers(&self) -> &CardFollowers {
         &self.followers
     }
 
     /// Records whether the outbox is being published.
-    pub fn publishes(&self, well: bool) {
+    pub fn set_outbox_healthy(&self, well: bool) {
         self.outbox_down.store(!well, Ordering::Release);
     }
 
     /// Returns true if the outbox is not being published although the broker is connected.
-    pub fn outbox_is_down(&self) -> bool {
+    pub fn is_outbox_down(&self) -> bool {
         self.outbox_down.load(Ordering::Acquire)
     }
 
     /// Makes the next publish check the streams again.
-    pub fn forget_streams(&self) {
-        self.streams_known.store(false, Ordering::Release);
+    pub fn invalidate_streams(&self) {
+        self.are_streams_ready.store(false, Ordering::Release);
     }
 
     /// Returns the name of the command stream.
@@ -190,8 +191,8 @@ impl Link {
     }
 
     /// Creates the streams that are missing.
-    pub async fn ensure_streams(&self) -> Result<(), NotPublished> {
-        if self.streams_known.load(Ordering::Acquire) {
+    pub async fn ensure_streams(&self) -> Result<(), NatsPublishError> {
+        if self.are_streams_ready.load(Ordering::Acquire) {
             return Ok(());
         }
         let version = &self.version;
@@ -200,25 +201,27 @@ impl Link {
             (format!("cg_evt_{version}"), format!("cg.{version}.*.*.evt.*.*.>"), 7 * DAY),
         ];
         for (name, subject, max_age) in streams {
-            let made = self.jetstream.get_or_create_stream(stream(name, subject, max_age)).await;
-            let made = made.map_err(|error| NotPublished::Later(format!("no stream: {error}")))?;
+            let made =
+                self.jetstream.get_or_create_stream(stream_config(name, subject, max_age)).await;
+            let made =
+                made.map_err(|error| NatsPublishError::Retryable(format!("no stream: {error}")))?;
             let config = &made.cached_info().config;
             if config.name == self.command_stream() {
                 let remembers_ms = config.duplicate_window.as_millis() as u64;
-                self.remembers_ms.store(remembers_ms, Ordering::Release);
+                self.duplicate_window_ms.store(remembers_ms, Ordering::Release);
             }
         }
-        self.streams_known.store(true, Ordering::Release);
+        self.are_streams_ready.store(true, Ordering::Release);
         Ok(())
     }
 
     /// Returns the time for which the broker drops a command with a known id.
-    pub fn remembers_ms(&self) -> u64 {
-        self.remembers_ms.load(Ordering::Acquire)
+    pub fn duplicate_window_ms(&self) -> u64 {
+        self.duplicate_window_ms.load(Ordering::Acquire)
     }
 
     /// Returns those of these ids that belong to commands published on a subject since `since_ms`.
-    pub async fn published(
+    pub async fn find_published_ids(
         &self,
         subject: &str,
         since_ms: u64,
@@ -237,7 +240,7 @@ impl Link {
         let mut left = consumer.cached_info().num_pending;
         let mut messages = consumer.messages().await?;
         while left > 0 && found.len() < ids.len() {
-            let next = tokio::time::timeout(ACK_PATIENCE, messages.next()).await?;
+            let next = tokio::time::timeout(ACK_TIMEOUT, messages.next()).await?;
             let message = next.ok_or("the stream of commands has ended")??;
             left = message.info()?.pending;
             let headers = message.headers.as_ref();
@@ -260,26 +263,26 @@ impl Link {
         mut headers: HeaderMap,
         payload: Vec<u8>,
         id: &str,
-    ) -> Result<(), NotPublished> {
+    ) -> Result<(), NatsPublishError> {
         self.ensure_streams().await?;
-        if !wire::set(&mut headers, NATS_MESSAGE_ID, id) {
-            return Err(NotPublished::Never("its id has a line break in it".to_owned()));
+        if !wire::set_header(&mut headers, NATS_MESSAGE_ID, id) {
+            return Err(NatsPublishError::Invalid("its id has a line break in it".to_owned()));
         }
         let message = PublishMessage::build().payload(payload.into()).headers(headers);
         let sent = async { self.jetstream.send_publish(subject, message).await?.await };
-        match tokio::time::timeout(ACK_PATIENCE, sent).await {
+        match tokio::time::timeout(ACK_TIMEOUT, sent).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(why)) => {
-                self.forget_streams();
+                self.invalidate_streams();
                 Err(why.into())
             }
-            Err(_) => Err(NotPublished::Later("the broker did not answer".to_owned())),
+            Err(_) => Err(NatsPublishError::Retryable("the broker did not answer".to_owned())),
         }
     }
 }
 
 /// Returns the configuration of Toolcrib's streams.
-pub fn stream(name: String, subject: String, max_age: Duration) -> StreamConfig {
+pub fn stream_config(name: String, subject: String, max_age: Duration) -> StreamConfig {
     StreamConfig {
         name,
         subjects: vec![subject],
@@ -287,7 +290,7 @@ pub fn stream(name: String, subject: String, max_age: Duration) -> StreamConfig 
         storage: StorageType::File,
         num_replicas: 1,
         max_age,
-        duplicate_window: REMEMBERS,
+        duplicate_window: DUPLICATE_WINDOW,
         ..StreamConfig::default()
     }
 }

@@ -1,97 +1,104 @@
 //! Parses reports of any transport, and stores a rejected report as a dead letter.
 
 use serde_json::Value;
-use toolcrib::engine::{Ingested, Rejected, ToolReport, Unreadable};
+use toolcrib::engine::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::json;
 use toolcrib::utp::subject;
 use toolcrib::{Caller, Engine};
 
-use super::wire::Headers;
+use super::wire::UtpHeaders;
 
 /// A report as received.
-pub struct Incoming<'a> {
+pub struct IncomingReport<'a> {
     /// The NATS subject, or the HTTP path.
     pub subject: &'a str,
-    pub headers: Headers<'a>,
+    pub headers: UtpHeaders<'a>,
     pub body: &'a [u8],
 }
 
 /// Ingests a report. A report that can never be accepted becomes a dead letter.
-pub async fn take(
+pub async fn ingest_report(
     engine: &Engine,
     caller: &Caller,
-    incoming: Incoming<'_>,
-) -> Result<Ingested, Error> {
-    let rejected = match read(engine, &caller.project, &incoming) {
-        Ok(report) => match engine.ingest(caller, report).await {
+    incoming: IncomingReport<'_>,
+) -> Result<ReportReceipt, Error> {
+    let rejected = match parse_report(engine, &caller.project, &incoming) {
+        Ok(report) => match engine.ingest_report(caller, report).await {
             Ok(ingested) => return Ok(ingested),
             Err(rejected) => rejected,
         },
         Err(rejected) => rejected,
     };
-    let Rejected { reason, error } = rejected;
+    let ReportRejection { dead_letter_reason: reason, error } = rejected;
     if let Some(reason) = reason {
-        let letter = Unreadable {
+        let letter = UnprocessableMessage {
             kind: "report",
             reason: reason.to_owned(),
-            message: message_of(&error),
+            message: error_message(&error),
             subject: incoming.subject.to_owned(),
-            headers: incoming.headers.map(),
+            headers: incoming.headers.to_lowercase_map(),
             payload: String::from_utf8_lossy(incoming.body).into_owned(),
-            cut: false,
+            is_truncated: false,
         };
-        engine.bury(&caller.project, letter).await?;
+        engine.dead_letter(&caller.project, letter).await?;
     }
     Err(error)
 }
 
 /// Ingests a rejected report again.
-pub async fn take_again(
+pub async fn reingest_report(
     engine: &Engine,
     caller: &Caller,
-    incoming: &Incoming<'_>,
-) -> Result<Ingested, Error> {
-    let report = read(engine, &caller.project, incoming).map_err(|rejected| rejected.error)?;
-    engine.ingest(caller, report).await.map_err(|rejected| rejected.error)
+    incoming: &IncomingReport<'_>,
+) -> Result<ReportReceipt, Error> {
+    let report =
+        parse_report(engine, &caller.project, incoming).map_err(|rejected| rejected.error)?;
+    engine.ingest_report(caller, report).await.map_err(|rejected| rejected.error)
 }
 
-fn message_of(error: &Error) -> String {
+fn error_message(error: &Error) -> String {
     match error {
         Error::Refused { fault, .. } => fault.message.clone(),
         Error::Internal(_) => "internal error".to_owned(),
     }
 }
 
-fn malformed(message: impl Into<String>) -> Rejected {
-    let fault = Fault::new(Code::BadRequest, message).not_happened();
-    Rejected { reason: Some("malformed"), error: fault.into() }
+fn malformed_report(message: impl Into<String>) -> ReportRejection {
+    let fault = Fault::new(Code::BadRequest, message).without_side_effect();
+    ReportRejection { dead_letter_reason: Some("malformed"), error: fault.into() }
 }
 
 /// Parses the fields of a report. A field that the payload lacks is read from the headers.
-fn read(engine: &Engine, project: &str, incoming: &Incoming<'_>) -> Result<ToolReport, Rejected> {
+fn parse_report(
+    engine: &Engine,
+    project: &str,
+    incoming: &IncomingReport<'_>,
+) -> Result<ToolServiceReport, ReportRejection> {
     let limit = engine.limits().max_result_bytes + 16_384;
     if incoming.body.len() > limit {
         let message = format!("the report is over the limit of {limit} bytes");
-        let fault = Fault::new(Code::PayloadTooLarge, message).not_happened();
-        return Err(Rejected { reason: Some("too_large"), error: fault.into() });
+        let fault = Fault::new(Code::PayloadTooLarge, message).without_side_effect();
+        return Err(ReportRejection { dead_letter_reason: Some("too_large"), error: fault.into() });
     }
-    let unreadable = |why: String| malformed(format!("the report is not JSON: {why}"));
+    let unreadable = |why: String| malformed_report(format!("the report is not JSON: {why}"));
     json::check(incoming.body).map_err(|error| unreadable(error.to_string()))?;
     let mut body: Value =
         serde_json::from_slice(incoming.body).map_err(|error| unreadable(error.to_string()))?;
-    let Value::Object(fields) = &mut body else { return Err(malformed("a report is an object")) };
+    let Value::Object(fields) = &mut body else {
+        return Err(malformed_report("a report is an object"));
+    };
     // Moved, not copied: the card is most of the report.
     let card = fields.get_mut("card").filter(|card| card.is_object()).map(Value::take);
     let fields = &*fields;
     let header = |name: &str| incoming.headers.get(name);
     if header("cg-project-id").is_some_and(|given| given != project) {
-        return Err(malformed("CG-Project-Id is not the project that is reported to"));
+        return Err(malformed_report("CG-Project-Id is not the project that is reported to"));
     }
     // A report over HTTP has no channel.
     let channel = subject::parse(incoming.subject).map(|parts| parts.channel);
     if header("cg-channel-id").is_some_and(|given| channel.is_some_and(|is| is != given)) {
-        return Err(malformed("CG-Channel-Id is not the channel that is reported under"));
+        return Err(malformed_report("CG-Channel-Id is not the channel that is reported under"));
     }
     let field = |name: &str, in_header: &str| {
         let given = fields.get(name).filter(|given| !given.is_null());
@@ -103,25 +110,25 @@ fn read(engine: &Engine, project: &str, incoming: &Incoming<'_>) -> Result<ToolR
         given.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
     };
     let needed = |name: &str, in_header: &str| {
-        field(name, in_header).ok_or_else(|| malformed(format!("{name} is missing")))
+        field(name, in_header).ok_or_else(|| malformed_report(format!("{name} is missing")))
     };
     let epoch = needed("turn_epoch", "cg-turn-epoch")?;
     let depth = header("cg-recursion-depth").map(|text| {
-        let whole = || malformed("CG-Recursion-Depth must be a whole number from 0");
+        let whole = || malformed_report("CG-Recursion-Depth must be a whole number from 0");
         text.trim().parse::<u32>().map_err(|_| whole())
     });
-    Ok(ToolReport {
+    Ok(ToolServiceReport {
         tool_call_id: needed("tool_call_id", "cg-tool-call-id")?,
         turn_id: needed("agent_turn_id", "cg-turn-id")?,
         agent_id: needed("agent_id", "cg-agent-id")?,
-        epoch: epoch.parse().map_err(|_| malformed("turn_epoch must be a whole number"))?,
+        epoch: epoch.parse().map_err(|_| malformed_report("turn_epoch must be a whole number"))?,
         after_execution: field("after_execution", ""),
         status: field("status", ""),
         card_id: field("tool_result_card_id", ""),
         card,
-        inline_result: fields.contains_key("result"),
+        has_inline_result: fields.contains_key("result"),
         depth: depth.transpose()?,
         traceparent: header("traceparent").map(str::to_owned),
-        source: field("source_agent_id", "cg-sender"),
+        reported_by: field("source_agent_id", "cg-sender"),
     })
 }

@@ -2,8 +2,8 @@
 
 use serde::Deserialize;
 use serde_json::{Value, json};
-use toolcrib::engine::{Dispatch, Lease, Resumed, StepCall};
-use toolcrib::utp::{Turn, Waiting};
+use toolcrib::engine::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
+use toolcrib::utp::{StepCall, Turn};
 use utoipa::ToSchema;
 
 /// A request to lease a turn.
@@ -28,8 +28,8 @@ pub struct LeaseBody {
 
 impl LeaseBody {
     /// Converts the body into an engine request.
-    pub fn lease(self) -> Lease {
-        Lease {
+    pub fn into_lease(self) -> TurnLeaseRequest {
+        TurnLeaseRequest {
             turn_id: self.agent_turn_id,
             channel: self.channel_id,
             lease_ms: self.lease_ms,
@@ -70,29 +70,29 @@ pub struct StepCallBody {
 
 impl DispatchBody {
     /// Converts the body into an engine request.
-    pub fn dispatch(self) -> Dispatch {
-        let calls = self.calls.into_iter().map(|call| StepCall {
+    pub fn into_dispatch(self) -> DispatchRequest {
+        let calls = self.calls.into_iter().map(|call| StepCallRequest {
             tool_call_id: call.tool_call_id,
             tool_name: call.tool_name,
             arguments: call.arguments,
             timeout_ms: call.timeout_ms,
         });
-        Dispatch {
+        DispatchRequest {
             epoch: self.turn_epoch,
             step_id: self.step_id,
             calls: calls.collect(),
-            suspend: self.suspend.unwrap_or(true),
+            suspends_turn: self.suspend.unwrap_or(true),
         }
     }
 }
 
 /// Truncates the reason for the end of a turn to the length that is stored and published.
-pub fn reason(given: &str) -> String {
+pub fn truncate_reason(given: &str) -> String {
     given.chars().take(500).collect()
 }
 
 /// Returns the JSON body of a turn.
-pub fn turn_body(turn: &Turn, calls: &[Waiting]) -> Value {
+pub fn turn_body(turn: &Turn, calls: &[StepCall]) -> Value {
     let shown: Vec<Value> = calls
         .iter()
         .map(|call| {
@@ -128,7 +128,7 @@ pub fn turn_body(turn: &Turn, calls: &[Waiting]) -> Value {
 }
 
 /// Returns the JSON body of a resumed turn with its results.
-pub fn resumed_body(resumed: &Resumed) -> Value {
+pub fn resumed_body(resumed: &ResumedTurn) -> Value {
     let mut body = turn_body(&resumed.turn, &[]);
     let results = resumed.results.iter().map(|result| {
         json!({

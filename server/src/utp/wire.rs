@@ -6,10 +6,10 @@ use async_nats::{HeaderMap, HeaderName, HeaderValue};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::Ingested;
+use toolcrib::engine::ReportReceipt;
 use toolcrib::fault::{Error, Fault};
-use toolcrib::source::{Attempt, Command};
-use toolcrib::utp::{Card, InboxItem, Letter, trace};
+use toolcrib::source::{Attempt, ToolCommand};
+use toolcrib::utp::{Card, InboxItem, OutboxMessage, trace};
 
 /// Names of the headers that every message has, built once.
 pub mod names {
@@ -25,18 +25,18 @@ pub mod names {
 }
 
 /// Returns the headers that every command and event has.
-pub fn headers(version: &str, kind: &str, traceparent: &str) -> HeaderMap {
+pub fn base_headers(version: &str, kind: &str, traceparent: &str) -> HeaderMap {
     let mut headers = HeaderMap::new();
-    set(&mut headers, names::TRACEPARENT, traceparent);
-    set(&mut headers, names::TIMESTAMP, &now_ms().to_string());
-    set(&mut headers, names::VERSION, version);
-    set(&mut headers, names::KIND, kind);
-    set(&mut headers, names::SENDER, "toolcrib");
+    set_header(&mut headers, names::TRACEPARENT, traceparent);
+    set_header(&mut headers, names::TIMESTAMP, &now_ms().to_string());
+    set_header(&mut headers, names::VERSION, version);
+    set_header(&mut headers, names::KIND, kind);
+    set_header(&mut headers, names::SENDER, "toolcrib");
     headers
 }
 
 /// Sets a header. Returns `false`, and sets nothing, if the value contains a line break.
-pub fn set(headers: &mut HeaderMap, name: HeaderName, value: &str) -> bool {
+pub fn set_header(headers: &mut HeaderMap, name: HeaderName, value: &str) -> bool {
     let Ok(value) = HeaderValue::from_str(value) else { return false };
     headers.insert(name, value);
     true
@@ -52,14 +52,14 @@ pub fn now_ms() -> i64 {
 #[derive(Serialize)]
 struct CommandBody<'a> {
     #[serde(flatten)]
-    identity: Option<Identity<'a>>,
+    identity: Option<CommandIdentity<'a>>,
     tool_name: &'a str,
     after_execution: &'a str,
     tool_call_card_id: &'a str,
 }
 
 #[derive(Serialize)]
-struct Identity<'a> {
+struct CommandIdentity<'a> {
     project_id: &'a str,
     channel: &'a str,
     agent_id: &'a str,
@@ -74,25 +74,25 @@ struct Identity<'a> {
 
 /// Encodes a command as its subject, headers and payload, or returns the reason why that is
 /// impossible.
-pub fn command(
+pub fn encode_command(
     version: &str,
     attempt: &Attempt,
-    command: &Command,
+    command: &ToolCommand,
 ) -> Result<(String, HeaderMap, Vec<u8>), String> {
-    let Command { route, binding, card_id, traceparent, .. } = command;
-    let subject = toolcrib::utp::subject::fill(
+    let ToolCommand { route, binding, card_id, traceparent, .. } = command;
+    let subject = toolcrib::utp::subject::fill_template(
         binding.target_subject.as_deref().unwrap_or_default(),
         version,
         &attempt.project,
         &route.channel,
         &route.agent_id,
     )?;
-    let mut headers = headers(version, "ToolCommand", traceparent);
-    set(&mut headers, names::DEPTH, &route.depth.to_string());
+    let mut headers = base_headers(version, "ToolCommand", traceparent);
+    set_header(&mut headers, names::DEPTH, &route.depth.to_string());
     if let Some(state) = &route.tracestate {
-        set(&mut headers, names::TRACESTATE, state);
+        set_header(&mut headers, names::TRACESTATE, state);
     }
-    let in_headers = version == HEADERS_SINCE;
+    let in_headers = version == HEADER_IDENTITY_VERSION;
     if in_headers {
         let identity: [(&'static str, &str); 9] = [
             ("CG-Project-Id", &attempt.project),
@@ -102,17 +102,17 @@ pub fn command(
             ("CG-Turn-Epoch", &route.epoch.to_string()),
             ("CG-Step-Id", &route.step_id),
             ("CG-Tool-Call-Id", &route.tool_call_id),
-            (EFFECT, attempt.effect.as_str()),
-            (DEADLINE, &attempt.deadline_ms.to_string()),
+            (EFFECT_HEADER, attempt.effect.as_str()),
+            (DEADLINE_HEADER, &attempt.deadline_ms.to_string()),
         ];
         for (name, value) in identity {
             // A tool service could not report without these headers.
-            if !set(&mut headers, HeaderName::from_static(name), value) {
+            if !set_header(&mut headers, HeaderName::from_static(name), value) {
                 return Err(format!("{name} cannot be a header: it has a line break in it"));
             }
         }
     }
-    let identity = (!in_headers).then(|| Identity {
+    let identity = (!in_headers).then(|| CommandIdentity {
         project_id: &attempt.project,
         channel: &route.channel,
         agent_id: &route.agent_id,
@@ -135,22 +135,22 @@ pub fn command(
 }
 
 /// The version that moves the identity into headers.
-pub const HEADERS_SINCE: &str = "v1r4";
+pub const HEADER_IDENTITY_VERSION: &str = "v1r4";
 /// Headers for fields that the payload of that version lacks: the effect, which says whether the
 /// tool may run twice, and the deadline of the call.
-pub const EFFECT: &str = "Toolcrib-Effect";
-pub const DEADLINE: &str = "Toolcrib-Deadline-At-Ms";
+pub const EFFECT_HEADER: &str = "Toolcrib-Effect";
+pub const DEADLINE_HEADER: &str = "Toolcrib-Deadline-At-Ms";
 
 /// Encodes the headers and the payload of an outbox message for a protocol version. A value that is
 /// not a valid header is left out.
-pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
-    let mut headers = headers(version, "dict", "");
+pub fn encode_outbox_message(version: &str, letter: &OutboxMessage) -> (HeaderMap, Value) {
+    let mut headers = base_headers(version, "dict", "");
     for (name, value) in &letter.headers {
         let Ok(name) = HeaderName::from_str(name) else { continue };
-        set(&mut headers, name, value);
+        set_header(&mut headers, name, value);
     }
     let mut payload = letter.payload.clone();
-    if let (HEADERS_SINCE, Value::Object(fields)) = (version, &mut payload) {
+    if let (HEADER_IDENTITY_VERSION, Value::Object(fields)) = (version, &mut payload) {
         let identity = [
             ("agent_id", "CG-Agent-Id"),
             ("agent_turn_id", "CG-Turn-Id"),
@@ -160,7 +160,7 @@ pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
         for (field, header) in identity {
             let Some(value) = fields.remove(field) else { continue };
             let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-            set(&mut headers, HeaderName::from_static(header), &text);
+            set_header(&mut headers, HeaderName::from_static(header), &text);
         }
     }
     (headers, payload)
@@ -168,7 +168,7 @@ pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
 
 /// The JSON form of a card.
 #[derive(Serialize)]
-pub struct CardBody<'a> {
+pub struct WireCard<'a> {
     card_id: &'a str,
     project_id: &'a str,
     #[serde(rename = "type")]
@@ -182,15 +182,15 @@ pub struct CardBody<'a> {
     ttl_seconds: Option<u64>,
 }
 
-impl<'a> CardBody<'a> {
+impl<'a> WireCard<'a> {
     /// Returns the JSON form of this card.
-    pub fn of(card: &'a Card) -> Self {
+    pub fn new(card: &'a Card) -> Self {
         Self {
             card_id: &card.card_id,
             project_id: &card.project,
             kind: &card.kind,
             content: &card.content,
-            created_at: time(card.created_ms),
+            created_at: format_rfc3339(card.created_ms),
             author_id: &card.author_id,
             metadata: &card.metadata,
             tool_calls: card.tool_calls.as_ref(),
@@ -202,23 +202,23 @@ impl<'a> CardBody<'a> {
 
 /// Cards that are sent before the commands that name them.
 #[derive(Serialize)]
-pub struct CardsAhead<'a> {
+pub struct PrefetchedCardsBody<'a> {
     pub cards: &'a [Box<RawValue>],
 }
 
 /// Returns a card as a JSON value.
-pub fn card(card: &Card) -> Value {
-    serde_json::to_value(CardBody::of(card)).unwrap_or_default()
+pub fn card_json(card: &Card) -> Value {
+    serde_json::to_value(WireCard::new(card)).unwrap_or_default()
 }
 
 /// Formats a time as RFC 3339.
-pub fn time(unix_ms: u64) -> String {
+pub fn format_rfc3339(unix_ms: u64) -> String {
     let ms = i64::try_from(unix_ms).unwrap_or_default();
     jiff::Timestamp::from_millisecond(ms).map(|time| time.to_string()).unwrap_or_default()
 }
 
 /// Returns the JSON form of an inbox item.
-pub fn inbox_item(item: &InboxItem) -> Value {
+pub fn inbox_item_json(item: &InboxItem) -> Value {
     json!({
         "inbox_id": item.inbox_id,
         "project_id": item.project,
@@ -232,7 +232,7 @@ pub fn inbox_item(item: &InboxItem) -> Value {
         "parent_step_id": item.parent_step_id,
         "source_agent_id": item.source_agent_id,
         "recursion_depth": item.depth,
-        "created_at": time(item.created_ms),
+        "created_at": format_rfc3339(item.created_ms),
     })
 }
 
@@ -249,12 +249,12 @@ pub struct IngestedBody<'a> {
 
 impl<'a> IngestedBody<'a> {
     /// Returns the reply for this receipt.
-    pub fn of(ingested: &'a Ingested) -> Self {
+    pub fn new(ingested: &'a ReportReceipt) -> Self {
         Self {
             ok: true,
             inbox_id: ingested.inbox_id.as_deref(),
-            duplicate: ingested.duplicate,
-            late: ingested.late,
+            duplicate: ingested.is_duplicate,
+            late: ingested.is_late,
             call_id: ingested.call.id.as_str(),
             call_status: ingested.call.status.as_str(),
         }
@@ -262,12 +262,12 @@ impl<'a> IngestedBody<'a> {
 }
 
 /// Returns the reply to an accepted report as a JSON value.
-pub fn ingested(ingested: &Ingested) -> Value {
-    serde_json::to_value(IngestedBody::of(ingested)).unwrap_or_default()
+pub fn ingested_json(ingested: &ReportReceipt) -> Value {
+    serde_json::to_value(IngestedBody::new(ingested)).unwrap_or_default()
 }
 
 /// Returns the JSON form of an error.
-pub fn refusal(error: &Error) -> Value {
+pub fn error_json(error: &Error) -> Value {
     let internal = Fault::new(toolcrib::Code::Internal, "internal error; see the server's log");
     let fault = match error {
         Error::Refused { fault, .. } => fault,
@@ -278,7 +278,7 @@ pub fn refusal(error: &Error) -> Value {
     };
     let detail = fault.detail.clone().unwrap_or(Value::Null);
     let error = json!({
-        "code": fault.code.utp(),
+        "code": fault.code.utp_code(),
         "message": fault.message,
         "detail": detail,
         "retryable": fault.retryable,
@@ -288,29 +288,29 @@ pub fn refusal(error: &Error) -> Value {
 
 /// Returns headers as a map with names in lower case.
 pub fn header_map(headers: Option<&HeaderMap>) -> Map<String, Value> {
-    Headers::of(headers).map()
+    UtpHeaders::from_message(headers).to_lowercase_map()
 }
 
 /// Headers with case-insensitive lookup.
 #[derive(Debug, Clone, Default)]
-pub struct Headers<'a>(Vec<(&'a str, &'a str)>);
+pub struct UtpHeaders<'a>(Vec<(&'a str, &'a str)>);
 
-impl<'a> Headers<'a> {
+impl<'a> UtpHeaders<'a> {
     /// Returns the headers of a message, with the first value of each name.
-    pub fn of(headers: Option<&'a HeaderMap>) -> Self {
+    pub fn from_message(headers: Option<&'a HeaderMap>) -> Self {
         let all = headers.into_iter().flat_map(HeaderMap::iter);
         let all = all.filter_map(|(name, values)| Some((name.as_ref(), values.first()?.as_str())));
         Self(all.collect())
     }
 
     /// Reads headers from a JSON object. Values that are not strings are ignored.
-    pub fn written(headers: &'a Map<String, Value>) -> Self {
+    pub fn from_json(headers: &'a Map<String, Value>) -> Self {
         let all = headers.iter();
         Self(all.filter_map(|(name, value)| Some((name.as_str(), value.as_str()?))).collect())
     }
 
     /// Adds the headers of `others` as fallbacks for missing names.
-    pub fn or(mut self, others: &Self) -> Self {
+    pub fn or_fallback(mut self, others: &Self) -> Self {
         self.0.extend(&others.0);
         self
     }
@@ -321,13 +321,13 @@ impl<'a> Headers<'a> {
     }
 
     /// Returns the headers as a map with names in lower case.
-    pub fn map(&self) -> Map<String, Value> {
+    pub fn to_lowercase_map(&self) -> Map<String, Value> {
         let all = self.0.iter().rev();
         all.map(|(name, value)| (name.to_lowercase(), Value::from(*value))).collect()
     }
 }
 
-impl<'a> FromIterator<(&'a str, &'a str)> for Headers<'a> {
+impl<'a> FromIterator<(&'a str, &'a str)> for UtpHeaders<'a> {
     fn from_iter<I: IntoIterator<Item = (&'a str, &'a str)>>(all: I) -> Self {
         Self(all.into_iter().collect())
     }

@@ -19,7 +19,7 @@ const KEY_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
 
 /// The source of a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeyPlace {
+pub struct SigningKeySource {
     pub variable: Option<String>,
     /// Takes precedence over the variable.
     pub file: Option<PathBuf>,
@@ -27,49 +27,49 @@ pub struct KeyPlace {
 
 /// The sources of all keys: the default, and those of single projects.
 #[derive(Debug, Clone)]
-pub struct KeyRing {
-    pub usual: KeyPlace,
-    pub projects: BTreeMap<String, KeyPlace>,
+pub struct SigningKeySources {
+    pub default: SigningKeySource,
+    pub projects: BTreeMap<String, SigningKeySource>,
 }
 
 /// Keys to sign with: the newest first, then older ones that receivers still use.
-pub struct Keys(Vec<Vec<u8>>);
+pub struct SigningKeys(Vec<Vec<u8>>);
 
-impl KeyRing {
+impl SigningKeySources {
     /// Returns the keys of a project. The error says what is missing.
-    pub fn keys(&self, project: &str) -> Result<Keys, String> {
-        let place = self.projects.get(project).unwrap_or(&self.usual);
+    pub fn load_keys(&self, project: &str) -> Result<SigningKeys, String> {
+        let place = self.projects.get(project).unwrap_or(&self.default);
         // Callers see this error, so it does not name the path, which is for the operator only.
-        let text = place.text().map_err(|why| {
+        let text = place.read().map_err(|why| {
             tracing::warn!(why, "the webhook signing key cannot be read");
             "the signing key cannot be read; the server's log says why".to_owned()
         })?;
         match text {
-            Some(text) => Keys::parse(&text).map_err(|why| {
-                tracing::warn!(place = place.named(), why, "the webhook signing key is invalid");
+            Some(text) => SigningKeys::parse(&text).map_err(|why| {
+                tracing::warn!(place = place.describe(), why, "the webhook signing key is invalid");
                 format!("the signing key cannot be used: {why}")
             }),
             None => Err(format!(
                 "there is no signing key: the operator makes one with `toolcrib webhooks key` \
                  and puts it into {}",
-                place.named()
+                place.describe()
             )),
         }
     }
 
     /// Checks the keys that are set. A missing key is an error only when it is used.
     pub fn check(&self) -> Result<(), String> {
-        for place in self.projects.values().chain([&self.usual]) {
-            if let Some(text) = place.text()? {
-                Keys::parse(&text).map_err(|why| format!("{}: {why}", place.named()))?;
+        for place in self.projects.values().chain([&self.default]) {
+            if let Some(text) = place.read()? {
+                SigningKeys::parse(&text).map_err(|why| format!("{}: {why}", place.describe()))?;
             }
         }
         Ok(())
     }
 }
 
-impl KeyPlace {
-    fn named(&self) -> String {
+impl SigningKeySource {
+    fn describe(&self) -> String {
         match (&self.file, &self.variable) {
             (Some(file), _) => format!("the file {}", file.display()),
             (None, Some(variable)) => format!("the environment variable {variable}"),
@@ -77,17 +77,17 @@ impl KeyPlace {
         }
     }
 
-    fn text(&self) -> Result<Option<String>, String> {
+    fn read(&self) -> Result<Option<String>, String> {
         if let Some(file) = &self.file {
             let read = std::fs::read_to_string(file);
-            return read.map(Some).map_err(|error| format!("{}: {error}", self.named()));
+            return read.map(Some).map_err(|error| format!("{}: {error}", self.describe()));
         }
         let value = self.variable.as_ref().and_then(|variable| std::env::var(variable).ok());
         Ok(value.filter(|text| !text.trim().is_empty()))
     }
 }
 
-impl Keys {
+impl SigningKeys {
     /// Parses one or more keys, separated by spaces. The error never contains the given value.
     fn parse(text: &str) -> Result<Self, String> {
         let wrong = "a signing key is whsec_ and then 24 to 64 bytes in base64";
@@ -116,7 +116,7 @@ impl Keys {
 }
 
 /// Encodes 32 random bytes as a new key.
-pub fn new_key(random: &[u8; 32]) -> String {
+pub fn encode_key(random: &[u8; 32]) -> String {
     format!("{KEY_PREFIX}{}", STANDARD.encode(random))
 }
 
@@ -130,7 +130,7 @@ mod tests {
     /// signature.
     #[test]
     fn a_known_message_has_its_known_signature() {
-        let keys = Keys::parse(KEY).unwrap();
+        let keys = SigningKeys::parse(KEY).unwrap();
         let signed =
             keys.sign("msg_p5jXN8AQM9LWM0D4loKWxJek", 1_614_265_330, r#"{"test": 2432232314}"#);
         assert_eq!(signed, "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=");
@@ -138,11 +138,11 @@ mod tests {
 
     #[test]
     fn with_two_keys_there_are_two_signatures() {
-        let other = new_key(&[7; 32]);
-        let both = Keys::parse(&format!("{other}\n{KEY}")).unwrap().sign("msg_1", 5, "{}");
+        let other = encode_key(&[7; 32]);
+        let both = SigningKeys::parse(&format!("{other}\n{KEY}")).unwrap().sign("msg_1", 5, "{}");
         let (new, old) = both.split_once(' ').unwrap();
-        assert_eq!(new, Keys::parse(&other).unwrap().sign("msg_1", 5, "{}"));
-        assert_eq!(old, Keys::parse(KEY).unwrap().sign("msg_1", 5, "{}"));
+        assert_eq!(new, SigningKeys::parse(&other).unwrap().sign("msg_1", 5, "{}"));
+        assert_eq!(old, SigningKeys::parse(KEY).unwrap().sign("msg_1", 5, "{}"));
     }
 
     #[test]
@@ -151,29 +151,29 @@ mod tests {
         let long = format!("whsec_{}", STANDARD.encode([1; 65]));
         let unprefixed = STANDARD.encode([1; 32]);
         for text in ["", " ", "secret-word", "whsec_", "whsec_!!!", &short, &long, &unprefixed] {
-            let error = Keys::parse(text).err().unwrap();
+            let error = SigningKeys::parse(text).err().unwrap();
             assert!(!error.contains("secret-word") && error.contains("whsec_"), "{error}");
         }
-        assert!(Keys::parse(&new_key(&[3; 32])).is_ok());
+        assert!(SigningKeys::parse(&encode_key(&[3; 32])).is_ok());
     }
 
     #[test]
     fn a_file_goes_before_a_variable_and_a_project_before_all() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("key");
-        let place = |file: &PathBuf| KeyPlace {
+        let place = |file: &PathBuf| SigningKeySource {
             variable: Some("TOOLCRIB_WEBHOOK_NOT_SET".into()),
             file: Some(file.clone()),
         };
-        let variable = KeyPlace { file: None, ..place(&file) };
+        let variable = SigningKeySource { file: None, ..place(&file) };
         let projects = BTreeMap::from([("acme".to_owned(), place(&file))]);
-        let ring = KeyRing { usual: variable, projects };
-        let none = ring.keys("other").err().unwrap();
+        let ring = SigningKeySources { default: variable, projects };
+        let none = ring.load_keys("other").err().unwrap();
         assert!(none.contains("TOOLCRIB_WEBHOOK_NOT_SET"), "{none}");
-        assert!(ring.keys("acme").is_err(), "there is no such file yet");
+        assert!(ring.load_keys("acme").is_err(), "there is no such file yet");
         assert!(ring.check().is_err());
         std::fs::write(&file, format!("{KEY}\n")).unwrap();
-        assert!(ring.keys("acme").is_ok());
+        assert!(ring.load_keys("acme").is_ok());
         assert!(ring.check().is_ok(), "a variable that is not set is no mistake");
     }
 }

@@ -11,7 +11,7 @@ mod streaming;
 mod summaries;
 
 use serde_json::{Value, json};
-use toolcrib_bench::model::{Asked, Scripted, Turn};
+use toolcrib_bench::model::{RecordedRequest, ScriptedBehavior, ScriptedModel};
 
 use crate::support::Server;
 
@@ -19,12 +19,12 @@ use crate::support::Server;
 const MODEL: &str = "large";
 
 /// A server whose model follows this script.
-async fn serving(turns: impl IntoIterator<Item = Turn>) -> (Server, Scripted) {
-    let scripted = Scripted::saying(turns).await.unwrap();
+async fn serving(turns: impl IntoIterator<Item = ScriptedBehavior>) -> (Server, ScriptedModel) {
+    let scripted = ScriptedModel::start_with_replies(turns).await.unwrap();
     (served_by(&scripted).await, scripted)
 }
 
-async fn served_by(scripted: &Scripted) -> Server {
+async fn served_by(scripted: &ScriptedModel) -> Server {
     Server::with(|config| {
         config.llm.base_url = Some(scripted.url.clone());
         config.llm.model = Some(MODEL.into());
@@ -52,7 +52,7 @@ fn eval(expression: &str) -> Value {
 }
 
 /// The roles of a conversation, with the calls and what they answer.
-fn shape(asked: &Asked) -> Vec<String> {
+fn shape(asked: &RecordedRequest) -> Vec<String> {
     let describe = |message: &Value| {
         let role = message["role"].as_str().unwrap();
         let calls = message["tool_calls"].as_array();

@@ -8,40 +8,42 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use toolcrib::model::{Model, Piece, Prompt, Reply, Silence};
-use toolcrib_bench::model::Scripted;
-use toolcrib_server::models::{Anthropic, Endpoint, KeyPlace, Kind, OpenAi, Patience};
+use toolcrib::model::{Delta, Model, ModelError, ModelReply, ModelRequest};
+use toolcrib_bench::model::ScriptedModel;
+use toolcrib_server::models::{
+    AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, ModelResponseLimits, OpenAiModel,
+};
 
 /// Where a scripted model is asked, with this patience.
-fn endpoint(model: &Scripted, kind: Kind) -> Endpoint {
-    Endpoint {
+fn endpoint(model: &ScriptedModel, kind: ModelApi) -> ModelEndpoint {
+    ModelEndpoint {
         kind,
         base_url: model.url.clone(),
-        key: KeyPlace { variable: None, file: None, needed: false },
+        key: ApiKeySource { variable: None, file: None, is_required: false },
         max_tokens: None,
-        patience: Patience::default(),
+        limits: ModelResponseLimits::default(),
     }
 }
 
-fn openai(model: &Scripted) -> OpenAi {
-    OpenAi::at(endpoint(model, Kind::OpenAi))
+fn openai(model: &ScriptedModel) -> OpenAiModel {
+    OpenAiModel::new(endpoint(model, ModelApi::OpenAi))
 }
 
-fn anthropic(model: &Scripted) -> Anthropic {
-    Anthropic::at(endpoint(model, Kind::Anthropic))
+fn anthropic(model: &ScriptedModel) -> AnthropicModel {
+    AnthropicModel::new(endpoint(model, ModelApi::Anthropic))
 }
 
 /// With little patience.
-fn hasty(model: &Scripted, patience: Patience) -> OpenAi {
-    OpenAi::at(Endpoint { patience, ..endpoint(model, Kind::OpenAi) })
+fn hasty(model: &ScriptedModel, patience: ModelResponseLimits) -> OpenAiModel {
+    OpenAiModel::new(ModelEndpoint { limits: patience, ..endpoint(model, ModelApi::OpenAi) })
 }
 
-fn prompt() -> Prompt {
-    Prompt {
+fn prompt() -> ModelRequest {
+    ModelRequest {
         model: "large-1".into(),
         messages: vec![json!({ "role": "user", "content": "What is 6 * 7?" })],
         tools: vec![tool("calculation__eval")],
-        ..Prompt::default()
+        ..ModelRequest::default()
     }
 }
 
@@ -51,16 +53,19 @@ fn tool(name: &str) -> Value {
 }
 
 /// The answer, and what was told while it came.
-async fn asked(model: &dyn Model, prompt: &Prompt) -> (Result<Reply, Silence>, Vec<Piece>) {
+async fn asked(
+    model: &dyn Model,
+    prompt: &ModelRequest,
+) -> (Result<ModelReply, ModelError>, Vec<Delta>) {
     let told = Mutex::new(Vec::new());
     let reply = model.reply(prompt, &|piece| told.lock().unwrap().push(piece)).await;
     (reply, told.into_inner().unwrap())
 }
 
-fn text_of(told: &[Piece]) -> String {
-    let text = |piece: &Piece| match piece {
-        Piece::Text(text) => text.clone(),
-        Piece::Call { .. } => String::new(),
+fn text_of(told: &[Delta]) -> String {
+    let text = |piece: &Delta| match piece {
+        Delta::Text(text) => text.clone(),
+        Delta::Call { .. } => String::new(),
     };
     told.iter().map(text).collect()
 }

@@ -7,13 +7,15 @@ mod late;
 mod streaming;
 
 use serde_json::{Value, json};
-use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
+use toolcrib_bench::model::{
+    ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
+};
 
 use crate::support::{Api, Server};
 
 /// A server whose model says this, one after the other.
-async fn site(turns: impl IntoIterator<Item = Turn>) -> (Server, Scripted) {
-    let model = Scripted::saying(turns).await.unwrap();
+async fn site(turns: impl IntoIterator<Item = ScriptedBehavior>) -> (Server, ScriptedModel) {
+    let model = ScriptedModel::start_with_replies(turns).await.unwrap();
     let url = model.url.clone();
     let server = Server::with(|config| {
         config.llm.base_url = Some(url);
@@ -29,8 +31,8 @@ fn question(text: &str) -> Value {
     json!({ "model": "large-1", "messages": [{ "role": "user", "content": text }] })
 }
 
-fn eval(id: &str, expression: &str) -> Turn {
-    call(id, "calculation__eval", &json!({ "expression": expression }))
+fn eval(id: &str, expression: &str) -> ScriptedBehavior {
+    tool_call_reply(id, "calculation__eval", &json!({ "expression": expression }))
 }
 
 /// Starts a run and waits for its end.
@@ -41,7 +43,7 @@ async fn run(api: &Api, mut body: Value) -> Value {
 
 #[tokio::test]
 async fn a_conversation_goes_in_and_an_answer_comes_out() {
-    let (server, model) = site([eval("c1", "6*7"), say("It is 42.")]).await;
+    let (server, model) = site([eval("c1", "6*7"), text_reply("It is 42.")]).await;
     let run = run(&server.api(), question("What is 6 * 7?")).await;
     assert_eq!((&run["status"], &run["answer"]), (&json!("SUCCEEDED"), &json!("It is 42.")));
     assert_eq!(
@@ -60,15 +62,19 @@ async fn a_conversation_goes_in_and_an_answer_comes_out() {
     assert_eq!((&made["run_id"], &made["status"]), (&run["run_id"], &json!("SUCCEEDED")));
     assert_eq!(run["messages"].as_array().unwrap().len(), 4);
     // The model was offered the crib's tools, and told what came of its call.
-    let asked = model.asked();
-    assert!(asked[0].tools().contains(&"calculation__eval".to_owned()), "{:?}", asked[0].tools());
+    let asked = model.requests();
+    assert!(
+        asked[0].tool_names().contains(&"calculation__eval".to_owned()),
+        "{:?}",
+        asked[0].tool_names()
+    );
     assert_eq!(asked[1].messages()[2]["tool_call_id"], "c1");
-    assert!(asked[1].last().contains("42"), "{}", asked[1].last());
+    assert!(asked[1].last_content().contains("42"), "{}", asked[1].last_content());
 }
 
 #[tokio::test]
 async fn a_ticket_is_answered_at_once_and_the_run_is_found_by_it() {
-    let (server, _model) = site([say("Hello.")]).await;
+    let (server, _model) = site([text_reply("Hello.")]).await;
     let api = server.api();
     let answer = api.post("/v1/runs", question("Hi")).await;
     let place = answer.header("location").unwrap().to_owned();
@@ -82,7 +88,7 @@ async fn a_ticket_is_answered_at_once_and_the_run_is_found_by_it() {
 
 #[tokio::test]
 async fn runs_are_listed_newest_first_by_status_and_page() {
-    let (server, _model) = site((0..3).map(|n| say(format!("answer {n}")))).await;
+    let (server, _model) = site((0..3).map(|n| text_reply(format!("answer {n}")))).await;
     let api = server.api();
     let mut ids = Vec::new();
     for n in 0..3 {
@@ -108,7 +114,7 @@ async fn runs_are_listed_newest_first_by_status_and_page() {
 
 #[tokio::test]
 async fn the_user_speaks_again() {
-    let (server, model) = site([say("Hello."), say("It is Tuesday.")]).await;
+    let (server, model) = site([text_reply("Hello."), text_reply("It is Tuesday.")]).await;
     let api = server.api();
     let id = run(&api, question("Hi")).await["run_id"].as_str().unwrap().to_owned();
     let more = json!({
@@ -116,7 +122,7 @@ async fn the_user_speaks_again() {
     });
     let answer = api.post(&format!("/v1/runs/{id}/messages"), more).await.is(200);
     assert_eq!(answer["answer"], "It is Tuesday.", "{answer}");
-    assert_eq!(model.asked()[1].messages().len(), 3);
+    assert_eq!(model.requests()[1].messages().len(), 3);
     let bad = json!({ "messages": "hello" });
     api.post(&format!("/v1/runs/{id}/messages"), bad).await.refused(422, "VALIDATION_ERROR");
     let more = json!({ "messages": [{ "role": "user", "content": "?" }] });
@@ -125,21 +131,21 @@ async fn the_user_speaks_again() {
 
 #[tokio::test]
 async fn only_the_tools_that_were_named_are_offered() {
-    let (server, model) = site([say("ok"), say("ok")]).await;
+    let (server, model) = site([text_reply("ok"), text_reply("ok")]).await;
     let mut body = question("?");
     body["tools"] = json!(["calculation.*"]);
     run(&server.api(), body).await;
-    assert_eq!(model.asked()[0].tools(), ["calculation__eval", "result__read"]);
+    assert_eq!(model.requests()[0].tool_names(), ["calculation__eval", "result__read"]);
     // Who may call little is offered little.
     let agent = server.keyed("p", "ada", "agent", &["time.*"]).await;
     run(&agent, question("?")).await;
-    let offered = model.asked()[1].tools();
+    let offered = model.requests()[1].tool_names();
     assert!(offered.iter().all(|tool| tool.starts_with("time__") || tool == "result__read"));
 }
 
 #[tokio::test]
 async fn a_key_makes_one_run() {
-    let (server, model) = site([say("once")]).await;
+    let (server, model) = site([text_reply("once")]).await;
     let api = server.api();
     let mut body = question("?");
     body["idempotency_key"] = "k-1".into();
@@ -147,7 +153,7 @@ async fn a_key_makes_one_run() {
     let again = api.post("/v1/runs?wait_ms=30000", body.clone()).await;
     assert_eq!(again.header("idempotent-replayed"), Some("true"));
     assert_eq!(again.is(200)["run_id"], first["run_id"]);
-    assert_eq!(model.asked().len(), 1);
+    assert_eq!(model.requests().len(), 1);
     body["messages"][0]["content"] = "something else".into();
     api.post("/v1/runs", body).await.refused(422, "IDEMPOTENCY_MISMATCH");
 }
@@ -187,18 +193,19 @@ async fn a_request_that_makes_no_sense_is_refused_by_its_field() {
         assert!(error["message"].as_str().unwrap().contains(field), "{field}: {error}");
     }
     api.post_raw("/v1/runs", "{\"messages\": [").await.refused(400, "BAD_REQUEST");
-    assert!(model.asked().is_empty());
+    assert!(model.requests().is_empty());
     assert!(api.get("/v1/runs").await.is(200)["runs"].as_array().unwrap().is_empty());
 }
 
 #[tokio::test]
 async fn more_calls_than_are_shown_with_a_run_are_said_to_be_more() {
-    let mut answer = Answer::text("");
+    let mut answer = ScriptedAnswer::text("");
     for n in 0..201 {
         let sum = format!("{{\"expression\":\"{n}\"}}");
-        answer = answer.call(&format!("c{n}"), "calculation__eval", sum);
+        answer = answer.with_call(&format!("c{n}"), "calculation__eval", sum);
     }
-    let (server, _model) = site([Turn::Say(answer), say("many"), say("few")]).await;
+    let (server, _model) =
+        site([ScriptedBehavior::Reply(answer), text_reply("many"), text_reply("few")]).await;
     let mut body = question("?");
     body["limits"] = json!({ "calls_per_step": 256 });
     let many = run(&server.api(), body).await;
@@ -210,7 +217,7 @@ async fn more_calls_than_are_shown_with_a_run_are_said_to_be_more() {
 
 #[tokio::test]
 async fn a_run_that_is_canceled_takes_no_calls_of_other_agents_along() {
-    let (server, _model) = site([call("c1", "slow__tool", &json!({}))]).await;
+    let (server, _model) = site([tool_call_reply("c1", "slow__tool", &json!({}))]).await;
     let ada = server.keyed("default", "ada", "agent", &["slow.*"]).await;
     let bob = server.keyed("default", "bob", "agent", &["slow.*"]).await;
     let tools = server.keyed("default", "tools", "provider", &[]).await;

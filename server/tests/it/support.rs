@@ -25,7 +25,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
-use toolcrib_server::assemble::Served;
+use toolcrib_server::assemble::ServerRuntime;
 use toolcrib_server::config::Config;
 use toolcrib_server::{assemble, serve};
 
@@ -42,7 +42,7 @@ pub struct Server {
     stop: CancellationToken,
     dir: Arc<TempDir>,
     /// Keeps the data its own.
-    served: Option<Served>,
+    served: Option<ServerRuntime>,
 }
 
 impl Server {
@@ -61,8 +61,8 @@ impl Server {
 
     async fn on(dir: Arc<TempDir>, config: Config) -> Self {
         std::fs::create_dir_all(&config.data_dir).unwrap();
-        let served = assemble::engine(&config).await.unwrap();
-        let (router, engine) = (served.router(&config), served.engine.clone());
+        let served = assemble::start_server(&config).await.unwrap();
+        let (router, engine) = (served.http_router(&config), served.engine.clone());
         let mut server = Self::open(dir, config, engine, router).await;
         server.served = Some(served);
         server
@@ -72,7 +72,7 @@ impl Server {
     pub async fn of(engine: Engine) -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
         let config = Config::default();
-        let router = assemble::router(&config, engine.clone());
+        let router = assemble::router_without_mcp_servers(&config, engine.clone());
         Self::open(dir, config, engine, router).await
     }
 
@@ -83,7 +83,7 @@ impl Server {
         let serving = (router, config.clone(), stop.clone());
         tokio::spawn(async move {
             let (router, config, stop) = serving;
-            serve::on(listener, router, &config, stop).await;
+            serve::serve_listener(listener, router, &config, stop).await;
         });
         Self { address, engine, config, stop, dir, served: None }
     }
@@ -121,7 +121,7 @@ impl Server {
             allow: allow.iter().map(|pattern| (*pattern).to_owned()).collect(),
         };
         let operator = toolcrib::Caller::local("default");
-        let secret = toolcrib_server::auth::new_secret();
+        let secret = toolcrib_server::auth::generate_secret();
         let shown = self.engine.create_key(&operator, new, secret).await.unwrap();
         self.with_key(&shown.secret)
     }

@@ -12,12 +12,12 @@ mod panicking;
 mod tasks;
 
 use serde_json::{Value, json};
-use toolcrib_server::sources::mcp::McpSettings;
+use toolcrib_server::sources::mcp::McpServerSettings;
 
 use crate::support::{Api, Server, until};
 
 /// A server with these upstreams in its configuration, all of them there.
-async fn server(upstreams: Vec<McpSettings>) -> Server {
+async fn server(upstreams: Vec<McpServerSettings>) -> Server {
     let names: Vec<String> = upstreams.iter().map(|upstream| upstream.name.clone()).collect();
     let server = Server::with(|config| config.mcp = upstreams).await;
     for name in names {
@@ -51,6 +51,10 @@ fn words(call: &Value) -> &str {
 }
 
 /// An upstream over HTTP.
-fn at(url: &str) -> McpSettings {
-    McpSettings { name: "fixture".into(), url: Some(url.to_owned()), ..McpSettings::default() }
+fn at(url: &str) -> McpServerSettings {
+    McpServerSettings {
+        name: "fixture".into(),
+        url: Some(url.to_owned()),
+        ..McpServerSettings::default()
+    }
 }

@@ -4,16 +4,18 @@ use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::call::{Call, Status};
 use toolcrib::id::CallId;
-use toolcrib::store::{CallFilter, Created, IdempotencyKey, Open, Purged, Saved, StoreError};
+use toolcrib::store::{
+    CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError,
+};
 
-use super::link::{Broke, Session};
-use super::writer::{Change, Desk, Doing, Numbers};
-use super::{deliveries, limited};
-use crate::row::{CALL_COLUMNS, CallRow, Fields, RecordRow, read_call};
+use super::link::{Session, SessionError};
+use super::writer::{Change, ChangeFuture, SequenceCounters, WriterConnection};
+use super::{deliveries, limit_param};
+use crate::row::{CALL_COLUMNS, CallRow, EventRow, RowReader, read_call};
 
 /// The events of one call as columns, for one statement.
 #[derive(Default)]
-pub(super) struct Columns {
+pub(super) struct EventColumns {
     numbers: Vec<i64>,
     kinds: Vec<&'static str>,
     times: Vec<i64>,
@@ -21,8 +23,8 @@ pub(super) struct Columns {
     data: Vec<String>,
 }
 
-impl Columns {
-    pub(super) fn new(records: Vec<RecordRow>) -> Self {
+impl EventColumns {
+    pub(super) fn new(records: Vec<EventRow>) -> Self {
         let mut all = Self::default();
         for record in records {
             all.kinds.push(record.kind);
@@ -33,26 +35,26 @@ impl Columns {
         all
     }
 
-    pub(super) fn number(&mut self, numbers: &mut Numbers) {
-        let first = numbers.event + 1;
-        numbers.event += self.kinds.len() as i64;
-        self.numbers = (first..=numbers.event).collect();
+    pub(super) fn assign_numbers(&mut self, numbers: &mut SequenceCounters) {
+        let first = numbers.last_event + 1;
+        numbers.last_event += self.kinds.len() as i64;
+        self.numbers = (first..=numbers.last_event).collect();
     }
 }
 
 /// The insert of a new call.
-pub(super) struct Creating {
+pub(super) struct CallInsert {
     pub(super) row: Box<CallRow>,
-    pub(super) records: Columns,
+    pub(super) records: EventColumns,
     pub(super) key: Option<IdempotencyKey>,
-    pub(super) reply: oneshot::Sender<Result<Created, StoreError>>,
+    pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
     pub(super) place: i64,
     /// Set when the idempotency key is already in use; `existing` then holds the call it created.
-    pub(super) key_used: bool,
-    pub(super) known: Option<Created>,
+    pub(super) is_key_taken: bool,
+    pub(super) existing: Option<CreateCallResult>,
 }
 
-const INSERT: &str = "WITH made AS (INSERT INTO calls (place, id, project, run_id, tool_name, \
+const INSERT_CALL_SQL: &str = "WITH made AS (INSERT INTO calls (place, id, project, run_id, tool_name, \
      executor, status, hold, created_ms, deadline_ms, started_ms, completed_ms, version, \
      background, args, result, error, envelope, state) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, \
      $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)) \
@@ -60,20 +62,20 @@ const INSERT: &str = "WITH made AS (INSERT INTO calls (place, id, project, run_i
      SELECT e.n, $1, $3, e.k, e.a, e.t, e.d FROM unnest($20::bigint[], $21::text[], \
      $22::bigint[], $23::bigint[], $24::text[]) AS e (n, k, a, t, d)";
 
-impl Creating {
-    async fn insert(&mut self, session: &Session) -> Result<(), Broke> {
+impl CallInsert {
+    async fn insert(&mut self, session: &Session) -> Result<(), SessionError> {
         let (call, row, records) = (&self.row.call, &self.row, &self.records);
         if let Some(key) = &self.key {
             let sql = "INSERT INTO idempotency_keys VALUES ($1, $2, $3, $4, $5) \
                        ON CONFLICT DO NOTHING";
-            let bound: super::link::Bound<'_> =
+            let bound: super::link::SqlParams<'_> =
                 &[&call.project, &key.agent, &key.key, &key.fingerprint, &self.place];
-            self.key_used = session.execute(sql, bound).await? == 0;
-            if self.key_used {
+            self.is_key_taken = session.execute(sql, bound).await? == 0;
+            if self.is_key_taken {
                 return Ok(());
             }
         }
-        let bound: super::link::Bound<'_> = &[
+        let bound: super::link::SqlParams<'_> = &[
             &self.place,
             &call.id.as_str(),
             &call.project,
@@ -87,7 +89,7 @@ impl Creating {
             &call.started_ms.map(|ms| ms as i64),
             &call.completed_ms.map(|ms| ms as i64),
             &(call.version as i64),
-            &call.asked.background,
+            &call.origin.background,
             &row.args.text(),
             &row.result.as_ref().map(|result| result.text()),
             &row.error,
@@ -99,65 +101,68 @@ impl Creating {
             &records.attempts,
             &records.data,
         ];
-        session.execute(INSERT, bound).await?;
-        deliveries::add(session, call, self.place).await
+        session.execute(INSERT_CALL_SQL, bound).await?;
+        deliveries::insert_delivery(session, call, self.place).await
     }
 }
 
-impl Change for Creating {
-    fn number(&mut self, numbers: &mut Numbers) {
-        numbers.place += 1;
-        self.place = numbers.place;
-        self.records.number(numbers);
-        (self.key_used, self.known) = (false, None);
+impl Change for CallInsert {
+    fn assign_numbers(&mut self, numbers: &mut SequenceCounters) {
+        numbers.last_place += 1;
+        self.place = numbers.last_place;
+        self.records.assign_numbers(numbers);
+        (self.is_key_taken, self.existing) = (false, None);
     }
 
-    fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>> {
+    fn start_pipelined<'a>(
+        &'a mut self,
+        desk: &'a WriterConnection,
+    ) -> Option<ChangeFuture<'a, ()>> {
         Some(Box::pin(async move {
-            desk.may_number()?;
+            desk.require_lease()?;
             self.insert(&desk.session).await
         }))
     }
 
-    fn run<'a>(&'a mut self, desk: &'a mut Desk) -> Option<Doing<'a, ()>> {
-        let key = self.key.as_ref().filter(|_| self.key_used)?;
-        let (known, project) = (&mut self.known, &self.row.call.project);
+    fn run_alone<'a>(&'a mut self, desk: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>> {
+        let key = self.key.as_ref().filter(|_| self.is_key_taken)?;
+        let (known, project) = (&mut self.existing, &self.row.call.project);
         Some(Box::pin(async move {
-            *known = used(&desk.session, project, key).await?;
+            *known = find_by_idempotency_key(&desk.session, project, key).await?;
             Ok(())
         }))
     }
 
-    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
-        let known = self.known.unwrap_or(Created::New);
+    fn reply(self: Box<Self>, committed: Result<(), StoreError>) {
+        let known = self.existing.unwrap_or(CreateCallResult::New);
         let _ = self.reply.send(committed.map(|()| known));
     }
 }
 
 /// The update of a stored call, with its new events.
-pub(super) struct Saving {
+pub(super) struct CallUpdate {
     pub(super) row: Box<CallRow>,
-    pub(super) records: Columns,
-    pub(super) reply: oneshot::Sender<Result<Saved, StoreError>>,
+    pub(super) records: EventColumns,
+    pub(super) reply: oneshot::Sender<Result<SaveResult, StoreError>>,
     pub(super) saved: bool,
 }
 
-const SAVED: &str = "WITH saved AS (UPDATE calls SET executor = $3, status = $4, hold = $5, \
+const UPDATE_CALL_SQL: &str = "WITH saved AS (UPDATE calls SET executor = $3, status = $4, hold = $5, \
      started_ms = $6, completed_ms = $7, version = $8, result = $9, error = $10, state = $11 \
      WHERE project = $1 AND id = $2 AND version = $8::bigint - 1 RETURNING place), \
      noted AS (INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
      SELECT e.n, saved.place, $1, e.k, e.a, e.t, e.d FROM saved, unnest($12::bigint[], \
      $13::text[], $14::bigint[], $15::bigint[], $16::text[]) AS e (n, k, a, t, d))";
-const DUE: &str = ", due AS (UPDATE deliveries SET status = 'pending', due_ms = $7, \
+const MARK_DELIVERY_DUE_SQL: &str = ", due AS (UPDATE deliveries SET status = 'pending', due_ms = $7, \
      version = deliveries.version + 1 FROM saved WHERE deliveries.place = saved.place \
      AND deliveries.status = 'waiting' AND $7 IS NOT NULL)";
 
-impl Saving {
-    async fn update(&mut self, session: &Session) -> Result<(), Broke> {
+impl CallUpdate {
+    async fn update(&mut self, session: &Session) -> Result<(), SessionError> {
         let (call, row, records) = (&self.row.call, &self.row, &self.records);
-        let due = if call.asked.callback_url.is_some() { DUE } else { "" };
-        let sql = format!("{SAVED}{due} SELECT place FROM saved");
-        let bound: super::link::Bound<'_> = &[
+        let due = if call.origin.callback_url.is_some() { MARK_DELIVERY_DUE_SQL } else { "" };
+        let sql = format!("{UPDATE_CALL_SQL}{due} SELECT place FROM saved");
+        let bound: super::link::SqlParams<'_> = &[
             &call.project,
             &call.id.as_str(),
             &call.target.executor.as_str(),
@@ -175,55 +180,61 @@ impl Saving {
             &records.attempts,
             &records.data,
         ];
-        self.saved = session.row(&sql, bound).await?.is_some();
+        self.saved = session.query_first(&sql, bound).await?.is_some();
         Ok(())
     }
 }
 
-impl Change for Saving {
-    fn number(&mut self, numbers: &mut Numbers) {
-        self.records.number(numbers);
+impl Change for CallUpdate {
+    fn assign_numbers(&mut self, numbers: &mut SequenceCounters) {
+        self.records.assign_numbers(numbers);
     }
 
-    fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>> {
+    fn start_pipelined<'a>(
+        &'a mut self,
+        desk: &'a WriterConnection,
+    ) -> Option<ChangeFuture<'a, ()>> {
         Some(Box::pin(async move {
-            desk.may_number()?;
+            desk.require_lease()?;
             self.update(&desk.session).await
         }))
     }
 
-    fn run<'a>(&'a mut self, _: &'a mut Desk) -> Option<Doing<'a, ()>> {
+    fn run_alone<'a>(&'a mut self, _: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>> {
         None
     }
 
-    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
-        let saved = if self.saved { Saved::Yes } else { Saved::Stale };
+    fn reply(self: Box<Self>, committed: Result<(), StoreError>) {
+        let saved = if self.saved { SaveResult::Saved } else { SaveResult::Conflict };
         let _ = self.reply.send(committed.map(|()| saved));
     }
 }
 
 /// More events of a stored call.
-pub(super) struct Appending {
+pub(super) struct EventInsert {
     pub(super) project: String,
     pub(super) id: CallId,
-    pub(super) records: Columns,
+    pub(super) records: EventColumns,
     pub(super) reply: oneshot::Sender<Result<(), StoreError>>,
 }
 
-impl Change for Appending {
-    fn number(&mut self, numbers: &mut Numbers) {
-        self.records.number(numbers);
+impl Change for EventInsert {
+    fn assign_numbers(&mut self, numbers: &mut SequenceCounters) {
+        self.records.assign_numbers(numbers);
     }
 
-    fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>> {
+    fn start_pipelined<'a>(
+        &'a mut self,
+        desk: &'a WriterConnection,
+    ) -> Option<ChangeFuture<'a, ()>> {
         let sql = "INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
                    SELECT e.n, c.place, $1, e.k, e.a, e.t, e.d FROM calls c, \
                    unnest($3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[]) \
                    AS e (n, k, a, t, d) WHERE c.project = $1 AND c.id = $2";
         Some(Box::pin(async move {
-            desk.may_number()?;
+            desk.require_lease()?;
             let (id, records) = (self.id.as_str(), &self.records);
-            let bound: super::link::Bound<'_> = &[
+            let bound: super::link::SqlParams<'_> = &[
                 &self.project,
                 &id,
                 &records.numbers,
@@ -237,56 +248,59 @@ impl Change for Appending {
         }))
     }
 
-    fn run<'a>(&'a mut self, _: &'a mut Desk) -> Option<Doing<'a, ()>> {
+    fn run_alone<'a>(&'a mut self, _: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>> {
         None
     }
 
-    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
+    fn reply(self: Box<Self>, committed: Result<(), StoreError>) {
         let _ = self.reply.send(committed);
     }
 }
 
 /// Returns the call that was created with this idempotency key, if there is one.
-pub(super) async fn used(
+pub(super) async fn find_by_idempotency_key(
     session: &Session,
     project: &str,
     key: &IdempotencyKey,
-) -> Result<Option<Created>, Broke> {
+) -> Result<Option<CreateCallResult>, SessionError> {
     let sql = format!(
         "SELECT {CALL_COLUMNS}, fingerprint FROM calls JOIN \
          (SELECT fingerprint, place AS at FROM idempotency_keys \
          WHERE project = $1 AND agent = $2 AND key = $3) k ON k.at = calls.place"
     );
-    let found = session.row(&sql, &[&project, &key.agent, &key.key]).await?;
+    let found = session.query_first(&sql, &[&project, &key.agent, &key.key]).await?;
     let Some(row) = found else { return Ok(None) };
     let (_, call) = read_call(&row)?;
     if row.text(18)? != key.fingerprint {
-        return Ok(Some(Created::Mismatch(call.id)));
+        return Ok(Some(CreateCallResult::Mismatch(call.id)));
     }
-    Ok(Some(Created::Replayed(Box::new(call))))
+    Ok(Some(CreateCallResult::Replayed(Box::new(call))))
 }
 
-pub(super) async fn call(
+pub(super) async fn find_call(
     session: &Session,
     project: &str,
     id: &CallId,
-) -> Result<Option<Call>, Broke> {
+) -> Result<Option<Call>, SessionError> {
     let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = $1 AND id = $2");
-    let found = session.row(&sql, &[&project, &id.as_str()]).await?;
+    let found = session.query_first(&sql, &[&project, &id.as_str()]).await?;
     Ok(found.map(|row| read_call(&row)).transpose()?.map(|(_, call)| call))
 }
 
 /// Lists a page of calls. The statement contains only the conditions that the filter sets, so that
 /// PostgreSQL can choose an index for them.
-pub(super) async fn calls(session: &Session, filter: &CallFilter) -> Result<Vec<Call>, Broke> {
+pub(super) async fn list_calls(
+    session: &Session,
+    filter: &CallFilter,
+) -> Result<Vec<Call>, SessionError> {
     let mut sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = $1");
     // Every id sorts before this.
     let before = filter.before.as_ref().map_or("u", CallId::as_str);
     // An id starts with the creation time of its call.
     let since_ms = filter.since_ms.unwrap_or(0);
-    let floor = CallId::floor_at(since_ms.min((1 << 48) - 1));
+    let floor = CallId::min_at(since_ms.min((1 << 48) - 1));
     let since = i64::try_from(since_ms).unwrap_or(i64::MAX);
-    let limit = limited(filter.limit);
+    let limit = limit_param(filter.limit);
     sql.push_str(" AND id < $2 AND id >= $3 AND created_ms >= $4");
     let mut bound: Vec<&(dyn tokio_postgres::types::ToSql + Sync)> = vec![&filter.project, &before];
     let floor = floor.as_str();
@@ -314,42 +328,44 @@ pub(super) async fn calls(session: &Session, filter: &CallFilter) -> Result<Vec<
     }
     bound.push(&limit);
     sql.push_str(&format!(" ORDER BY id DESC LIMIT ${}", bound.len()));
-    let mut rows = std::pin::pin!(session.stream(&sql, &bound).await?);
+    let mut rows = std::pin::pin!(session.query_stream(&sql, &bound).await?);
     let (mut calls, mut bytes) = (Vec::new(), 0);
-    while !filter.is_enough(bytes) {
+    while !filter.is_page_full(bytes) {
         let Some(row) = rows.next().await else { break };
         let call = read_call(&row?)?.1;
-        bytes += call.bytes();
+        bytes += call.estimated_bytes();
         calls.push(call);
     }
     Ok(calls)
 }
 
-pub(super) async fn open_calls(
+pub(super) async fn list_open_calls(
     session: &Session,
     after: u64,
     limit: usize,
-) -> Result<Vec<Open>, Broke> {
+) -> Result<Vec<OpenCallRow>, SessionError> {
     let sql = format!(
         "SELECT {CALL_COLUMNS} FROM calls WHERE completed_ms IS NULL AND place > $1 \
          ORDER BY place LIMIT $2"
     );
     let after = i64::try_from(after).unwrap_or(i64::MAX);
-    let read = |row: &tokio_postgres::Row| read_call(row).map(|(place, call)| Open { place, call });
-    session.collect(&sql, &[&after, &limited(limit)], read).await
+    let read = |row: &tokio_postgres::Row| {
+        read_call(row).map(|(place, call)| OpenCallRow { position: place, call })
+    };
+    session.query_map(&sql, &[&after, &limit_param(limit)], read).await
 }
 
 /// Deletes calls that ended before this time, with everything that belongs to them, and old audit
 /// entries and runs.
 pub(super) async fn purge(
-    desk: &mut Desk,
+    desk: &mut WriterConnection,
     (before, limit): &(u64, usize),
-) -> Result<Purged, Broke> {
+) -> Result<PurgeResult, SessionError> {
     let session = &desk.session;
     let before = i64::try_from(*before).unwrap_or(i64::MAX);
-    let limit = limited(*limit);
+    let limit = limit_param(*limit);
     let sql = "SELECT place FROM calls WHERE completed_ms < $1 ORDER BY completed_ms LIMIT $2";
-    let places = session.collect(sql, &[&before, &limit], |row| row.number(0)).await?;
+    let places = session.query_map(sql, &[&before, &limit], |row| row.integer(0)).await?;
     let mut more = places.len() as i64 == limit;
     if !places.is_empty() {
         for table in ["events", "idempotency_keys", "tries", "deliveries", "calls"] {
@@ -371,5 +387,5 @@ pub(super) async fn purge(
     ] {
         more |= session.execute(sql, &[&before, &limit]).await? == limit as u64;
     }
-    Ok(Purged { calls: places.len(), more })
+    Ok(PurgeResult { calls: places.len(), has_more: more })
 }

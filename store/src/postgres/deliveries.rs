@@ -2,29 +2,33 @@
 
 use tokio_postgres::types::ToSql;
 use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, KEPT_TRIES, Try};
+use toolcrib::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
 use toolcrib::id::CallId;
-use toolcrib::store::{DeliveryFilter, Saved};
+use toolcrib::store::{DeliveryFilter, SaveResult};
 
-use super::limited;
-use super::link::{Broke, Session};
-use super::writer::Desk;
-use crate::row::{DELIVERY_COLUMNS as COLUMNS, Fields, read_delivery, read_try};
+use super::limit_param;
+use super::link::{Session, SessionError};
+use super::writer::WriterConnection;
+use crate::row::{DELIVERY_COLUMNS as COLUMNS, RowReader, read_delivery, read_try};
 
 /// Inserts the delivery that a new call requests, if any.
-pub(super) async fn add(session: &Session, call: &Call, place: i64) -> Result<(), Broke> {
-    let Some(delivery) = Delivery::of(call) else { return Ok(()) };
+pub(super) async fn insert_delivery(
+    session: &Session,
+    call: &Call,
+    place: i64,
+) -> Result<(), SessionError> {
+    let Some(delivery) = Delivery::for_call(call) else { return Ok(()) };
     let sql = format!(
         "INSERT INTO deliveries ({COLUMNS}, place) \
          VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
     );
-    let bound: super::link::Bound<'_> = &[
+    let bound: super::link::SqlParams<'_> = &[
         &delivery.project,
         &delivery.call_id.as_str(),
         &delivery.url,
         &delivery.status.as_str(),
         &delivery.due_ms.map(|ms| ms as i64),
-        &i64::from(delivery.tries),
+        &i64::from(delivery.attempts),
         &i64::from(delivery.failures),
         &delivery.last_error,
         &(delivery.version as i64),
@@ -34,28 +38,28 @@ pub(super) async fn add(session: &Session, call: &Call, place: i64) -> Result<()
     Ok(())
 }
 
-pub(super) async fn save(
-    desk: &mut Desk,
-    (delivery, tried): &(Delivery, Option<Try>),
-) -> Result<Saved, Broke> {
+pub(super) async fn save_delivery(
+    desk: &mut WriterConnection,
+    (delivery, tried): &(Delivery, Option<DeliveryAttempt>),
+) -> Result<SaveResult, SessionError> {
     let session = &desk.session;
     let sql = "UPDATE deliveries SET status = $1, due_ms = $2, tries = $3, failures = $4, \
                last_error = $5, version = $6 \
                WHERE project = $7 AND call_id = $8 AND version = $6::bigint - 1 RETURNING place";
-    let bound: super::link::Bound<'_> = &[
+    let bound: super::link::SqlParams<'_> = &[
         &delivery.status.as_str(),
         &delivery.due_ms.map(|ms| ms as i64),
-        &i64::from(delivery.tries),
+        &i64::from(delivery.attempts),
         &i64::from(delivery.failures),
         &delivery.last_error.as_ref().map(|error| error.replace('\0', "")),
         &(delivery.version as i64),
         &delivery.project,
         &delivery.call_id.as_str(),
     ];
-    let Some(row) = session.row(sql, bound).await? else { return Ok(Saved::Stale) };
-    let place = row.number(0)?;
+    let Some(row) = session.query_first(sql, bound).await? else { return Ok(SaveResult::Conflict) };
+    let place = row.integer(0)?;
     if let Some(tried) = tried {
-        let bound: super::link::Bound<'_> = &[
+        let bound: super::link::SqlParams<'_> = &[
             &place,
             &i64::from(tried.number),
             &(tried.at_ms as i64),
@@ -64,33 +68,33 @@ pub(super) async fn save(
             &tried.error.as_ref().map(|error| error.replace('\0', "")),
         ];
         session.execute("INSERT INTO tries VALUES ($1, $2, $3, $4, $5, $6)", bound).await?;
-        let kept = i64::from(tried.number) - i64::from(KEPT_TRIES);
+        let kept = i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS);
         let sql = "DELETE FROM tries WHERE place = $1 AND number <= $2";
         session.execute(sql, &[&place, &kept]).await?;
     }
-    Ok(Saved::Yes)
+    Ok(SaveResult::Saved)
 }
 
-pub(super) async fn pending(
+pub(super) async fn list_pending(
     session: &Session,
     after: Option<&(u64, CallId)>,
     limit: usize,
-) -> Result<Vec<Delivery>, Broke> {
+) -> Result<Vec<Delivery>, SessionError> {
     let (after_ms, after_id) = after.map_or((-1, ""), |(ms, id)| (*ms as i64, id.as_str()));
     let sql = format!(
         "SELECT {COLUMNS} FROM deliveries WHERE due_ms IS NOT NULL \
          AND (due_ms, call_id) > ($1, $2) ORDER BY due_ms, call_id LIMIT $3"
     );
-    let bound: super::link::Bound<'_> = &[&after_ms, &after_id, &limited(limit)];
-    session.collect(&sql, bound, read_delivery).await
+    let bound: super::link::SqlParams<'_> = &[&after_ms, &after_id, &limit_param(limit)];
+    session.query_map(&sql, bound, read_delivery).await
 }
 
 pub(super) async fn list(
     session: &Session,
     filter: &DeliveryFilter,
-) -> Result<Vec<Delivery>, Broke> {
+) -> Result<Vec<Delivery>, SessionError> {
     let mut sql = format!("SELECT {COLUMNS} FROM deliveries WHERE project = $1");
-    let (status, limit) = (filter.status.map(|status| status.as_str()), limited(filter.limit));
+    let (status, limit) = (filter.status.map(|status| status.as_str()), limit_param(filter.limit));
     let before = filter.before.as_ref().map(CallId::as_str);
     let mut bound: Vec<&(dyn ToSql + Sync)> = vec![&filter.project];
     if let Some(status) = &status {
@@ -103,19 +107,21 @@ pub(super) async fn list(
     }
     bound.push(&limit);
     sql.push_str(&format!(" ORDER BY call_id DESC LIMIT ${}", bound.len()));
-    session.collect(&sql, &bound, read_delivery).await
+    session.query_map(&sql, &bound, read_delivery).await
 }
 
-pub(super) async fn one(
+pub(super) async fn find_delivery(
     session: &Session,
     project: &str,
     id: &CallId,
-) -> Result<Option<(Delivery, Vec<Try>)>, Broke> {
+) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, SessionError> {
     let sql =
         format!("SELECT {COLUMNS}, place FROM deliveries WHERE project = $1 AND call_id = $2");
-    let Some(row) = session.row(&sql, &[&project, &id.as_str()]).await? else { return Ok(None) };
+    let Some(row) = session.query_first(&sql, &[&project, &id.as_str()]).await? else {
+        return Ok(None);
+    };
     let sql = "SELECT number, at_ms, duration_ms, status_code, error FROM tries \
                WHERE place = $1 ORDER BY number";
-    let tries = session.collect(sql, &[&row.number(9)?], read_try).await?;
+    let tries = session.query_map(sql, &[&row.integer(9)?], read_try).await?;
     Ok(Some((read_delivery(&row)?, tries)))
 }

@@ -3,26 +3,26 @@
 //! `resource.tools` and `resource.project_agents`.
 
 use serde_json::Value;
-use toolcrib::directory::{AuditEntry, Change, Client, Directory, Others};
+use toolcrib::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use toolcrib::json::Json;
-use toolcrib::store::{Saved, StoreError};
-use toolcrib::tool::Definition;
-use toolcrib::utp::Member;
+use toolcrib::store::{SaveResult, StoreError};
+use toolcrib::tool::ToolDefinition;
+use toolcrib::utp::AgentEntry;
 
-use super::link::{Bound, Broke, Session};
-use super::pool::Lent;
-use super::writer::Desk;
-use super::{limited, storable};
+use super::link::{Session, SessionError, SqlParams};
+use super::pool::PooledSession;
+use super::writer::WriterConnection;
+use super::{limit_param, strip_nul_chars};
 use crate::row::{
-    Fields, decode, definition_text, encode, read_audit, read_client, read_key, read_offer,
+    RowReader, decode, encode, encode_definition, read_audit, read_client, read_key, read_offer,
     read_project, read_rule, read_tool, read_upstream,
 };
 
-pub(super) async fn version(session: &Session) -> Result<u64, Broke> {
+pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
     let sql = "SELECT value FROM counters WHERE name = 'directory_version'";
-    let row = session.row(sql, &[]).await?;
+    let row = session.query_first(sql, &[]).await?;
     let none = || StoreError::Corrupt("there is no directory_version".to_owned());
-    Ok(row.ok_or_else(none)?.whole(0)?)
+    Ok(row.ok_or_else(none)?.unsigned(0)?)
 }
 
 const TOOLS: &str = "SELECT project, name, definition FROM tools UNION ALL \
@@ -39,116 +39,119 @@ const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profi
      FROM resource.project_agents ORDER BY project_id COLLATE \"C\", agent_id COLLATE \"C\"";
 
 /// Loads the whole directory from one snapshot.
-pub(super) async fn load(mut lent: Lent) -> Result<Directory, Broke> {
-    lent.begin().await?;
+pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionError> {
+    lent.begin_snapshot().await?;
     let session = &*lent;
     let directory = Directory {
-        version: version(session).await?,
-        tools: session.collect(TOOLS, &[], read_tool).await?,
+        version: read_version(session).await?,
+        tools: session.query_map(TOOLS, &[], read_tool).await?,
         projects: session
-            .collect("SELECT id, title, created_ms FROM projects ORDER BY id", &[], read_project)
+            .query_map("SELECT id, title, created_ms FROM projects ORDER BY id", &[], read_project)
             .await?,
-        roster: session.collect(ROSTER, &[], read_member).await?,
-        clients: session.collect(CLIENTS, &[], read_client).await?,
+        roster: session.query_map(ROSTER, &[], read_agent_entry).await?,
+        clients: session.query_map(CLIENTS, &[], read_client).await?,
         offers: session
-            .collect("SELECT project, tool, client_id FROM offers", &[], read_offer)
+            .query_map("SELECT project, tool, client_id FROM offers", &[], read_offer)
             .await?,
-        keys: session.collect(KEYS, &[], read_key).await?,
+        keys: session.query_map(KEYS, &[], read_key).await?,
         rules: session
-            .collect("SELECT project, agent, pattern, verdict FROM rules", &[], read_rule)
+            .query_map("SELECT project, agent, pattern, verdict FROM rules", &[], read_rule)
             .await?,
-        upstreams: session.collect(UPSTREAMS, &[], read_upstream).await?,
+        upstreams: session.query_map(UPSTREAMS, &[], read_upstream).await?,
     };
-    lent.end().await?;
+    lent.end_snapshot().await?;
     Ok(directory)
 }
 
-fn read_member(row: &tokio_postgres::Row) -> Result<Member, StoreError> {
-    let (profile, allowed) = (row.maybe_text(3)?, row.maybe_text(4)?);
-    Ok(Member {
+fn read_agent_entry(row: &tokio_postgres::Row) -> Result<AgentEntry, StoreError> {
+    let (profile, allowed) = (row.optional_text(3)?, row.optional_text(4)?);
+    Ok(AgentEntry {
         project: row.text(0)?,
         agent_id: row.text(1)?,
         worker_target: row.text(2)?,
         profile: profile.map(|text| decode(&text)).transpose()?,
         allowed_tools: allowed.map(|text| decode(&text)).transpose()?,
-        updated_ms: row.whole(5)?,
+        updated_ms: row.unsigned(5)?,
     })
 }
 
 /// Applies a change, unless the directory has changed since the caller decided on it.
-pub(super) async fn change(
-    desk: &mut Desk,
-    (change, decided_on, entry): &(Change, u64, Option<AuditEntry>),
-) -> Result<Saved, Broke> {
+pub(super) async fn apply_change(
+    desk: &mut WriterConnection,
+    (change, decided_on, entry): &(DirectoryChange, u64, Option<AuditEntry>),
+) -> Result<SaveResult, SessionError> {
     let session = &desk.session;
     let sql = "UPDATE counters SET value = value + 1 \
                WHERE name = 'directory_version' AND value = $1";
     if session.execute(sql, &[&(*decided_on as i64)]).await? == 0 {
-        return Ok(Saved::Stale);
+        return Ok(SaveResult::Conflict);
     }
     match change {
-        Change::Register { client, tools, others } => {
-            register(session, client, tools, *others).await?;
+        DirectoryChange::Register { client, tools, unlisted_tools: others } => {
+            register_client(session, client, tools, *others).await?;
         }
-        Change::Withdraw { project, client_id, tool } => {
+        DirectoryChange::Withdraw { project, client_id, tool } => {
             let sql = "DELETE FROM offers WHERE project = $1 AND client_id = $2 AND tool = $3";
             session.execute(sql, &[project, client_id, tool]).await?;
-            drop_orphans(session, project).await?;
+            delete_unoffered_tools(session, project).await?;
         }
-        Change::DropClient { project, client_id } => {
+        DirectoryChange::DropClient { project, client_id } => {
             for sql in [
                 "DELETE FROM offers WHERE project = $1 AND client_id = $2",
                 "DELETE FROM clients WHERE project = $1 AND client_id = $2",
             ] {
                 session.execute(sql, &[project, client_id]).await?;
             }
-            drop_orphans(session, project).await?;
+            delete_unoffered_tools(session, project).await?;
         }
-        Change::PutTools(tools) => {
+        DirectoryChange::PutTools(tools) => {
             for tool in tools {
                 put_tool(session, tool, entry.as_ref().map(|entry| entry.at_ms as i64)).await?;
             }
         }
-        Change::DropTool { project, name } => {
+        DirectoryChange::DropTool { project, name } => {
             let at_ms = entry.as_ref().map(|entry| entry.at_ms as i64);
             retire_versions(session, project, name, at_ms).await?;
             let sql = "DELETE FROM resource.tools WHERE project_id = $1 AND tool_name = $2";
             session.execute(sql, &[project, name]).await?;
         }
-        Change::PutMember(member) => put_member(session, member).await?,
-        Change::SetUpstreamTools { project, upstream, tools } => {
+        DirectoryChange::PutAgent(member) => put_agent_entry(session, member).await?,
+        DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
             set_upstream_tools(session, project, upstream, tools).await?;
         }
-        Change::AddProject(_)
-        | Change::DropMember { .. }
-        | Change::AddKey(_)
-        | Change::RevokeKey { .. }
-        | Change::PutRule(_)
-        | Change::DropRule { .. }
-        | Change::PutUpstream(_)
-        | Change::DropUpstream { .. } => simple(session, change).await?,
+        DirectoryChange::AddProject(_)
+        | DirectoryChange::DropAgent { .. }
+        | DirectoryChange::AddKey(_)
+        | DirectoryChange::RevokeKey { .. }
+        | DirectoryChange::PutRule(_)
+        | DirectoryChange::DropRule { .. }
+        | DirectoryChange::PutUpstream(_)
+        | DirectoryChange::DropUpstream { .. } => apply_simple_change(session, change).await?,
     }
     if let Some(entry) = entry {
-        write_audit(session, entry).await?;
+        insert_audit_entry(session, entry).await?;
     }
-    Ok(Saved::Yes)
+    Ok(SaveResult::Saved)
 }
 
 /// Applies a change that takes one or two statements.
-async fn simple(session: &Session, change: &Change) -> Result<(), Broke> {
+async fn apply_simple_change(
+    session: &Session,
+    change: &DirectoryChange,
+) -> Result<(), SessionError> {
     let ms = |at_ms: u64| at_ms as i64;
     let done = match change {
-        Change::AddProject(project) => {
+        DirectoryChange::AddProject(project) => {
             let sql = "INSERT INTO projects VALUES ($1, $2, $3) ON CONFLICT DO NOTHING";
             session.execute(sql, &[&project.id, &project.title, &ms(project.created_ms)]).await
         }
-        Change::DropMember { project, agent_id } => {
+        DirectoryChange::DropAgent { project, agent_id } => {
             let sql = "DELETE FROM resource.project_agents \
                        WHERE project_id = $1 AND agent_id = $2";
             session.execute(sql, &[project, agent_id]).await
         }
-        Change::AddKey(key) => {
-            let bound: Bound<'_> = &[
+        DirectoryChange::AddKey(key) => {
+            let bound: SqlParams<'_> = &[
                 &key.id,
                 &key.digest,
                 &key.project,
@@ -159,28 +162,28 @@ async fn simple(session: &Session, change: &Change) -> Result<(), Broke> {
             ];
             session.execute("INSERT INTO keys VALUES ($1, $2, $3, $4, $5, $6, $7)", bound).await
         }
-        Change::RevokeKey { id, at_ms } => {
+        DirectoryChange::RevokeKey { id, at_ms } => {
             let sql = "UPDATE keys SET revoked_ms = greatest(created_ms, $2) \
                        WHERE id = $1 AND revoked_ms IS NULL";
             session.execute(sql, &[id, &ms(*at_ms)]).await
         }
-        Change::PutRule(rule) => {
+        DirectoryChange::PutRule(rule) => {
             let sql = "INSERT INTO rules VALUES ($1, $2, $3, $4) \
                        ON CONFLICT (project, agent, pattern) \
                        DO UPDATE SET verdict = excluded.verdict";
-            let bound: Bound<'_> =
+            let bound: SqlParams<'_> =
                 &[&rule.project, &rule.agent, &rule.pattern, &rule.verdict.as_str()];
             session.execute(sql, bound).await
         }
-        Change::DropRule { project, agent, pattern } => {
+        DirectoryChange::DropRule { project, agent, pattern } => {
             let sql = "DELETE FROM rules WHERE project = $1 AND agent = $2 AND pattern = $3";
             session.execute(sql, &[project, agent, pattern]).await
         }
-        Change::PutUpstream(upstream) => {
+        DirectoryChange::PutUpstream(upstream) => {
             let sql = "INSERT INTO upstreams VALUES ($1, $2, $3, $4, $5) \
                        ON CONFLICT (project, name) DO UPDATE SET kind = excluded.kind, \
                        settings = excluded.settings, added_ms = excluded.added_ms";
-            let bound: Bound<'_> = &[
+            let bound: SqlParams<'_> = &[
                 &upstream.project,
                 &upstream.name,
                 &upstream.kind,
@@ -189,7 +192,7 @@ async fn simple(session: &Session, change: &Change) -> Result<(), Broke> {
             ];
             session.execute(sql, bound).await
         }
-        Change::DropUpstream { project, name } => {
+        DirectoryChange::DropUpstream { project, name } => {
             let sql = "DELETE FROM upstreams WHERE project = $1 AND name = $2";
             session.execute(sql, &[project, name]).await?;
             let sql = "DELETE FROM upstream_grants WHERE project = $1 AND upstream = $2";
@@ -206,12 +209,12 @@ async fn set_upstream_tools(
     session: &Session,
     project: &str,
     upstream: &str,
-    tools: &[Definition],
-) -> Result<(), Broke> {
+    tools: &[ToolDefinition],
+) -> Result<(), SessionError> {
     let sql = "DELETE FROM upstream_tools WHERE project = $1 AND upstream = $2";
     session.execute(sql, &[&project, &upstream]).await?;
     for tool in tools {
-        let text = definition_text(tool)?;
+        let text = encode_definition(tool)?;
         let sql = "INSERT INTO upstream_tools VALUES ($1, $2, $3, $4)";
         session.execute(sql, &[&project, &tool.name, &upstream, &text]).await?;
     }
@@ -220,14 +223,18 @@ async fn set_upstream_tools(
 
 /// Stores a tool in the columns that the protocol defines, with the full definition in a column of
 /// Toolcrib.
-async fn put_tool(session: &Session, tool: &Definition, at_ms: Option<i64>) -> Result<(), Broke> {
+async fn put_tool(
+    session: &Session,
+    tool: &ToolDefinition,
+    at_ms: Option<i64>,
+) -> Result<(), SessionError> {
     let project = tool.project.clone().unwrap_or_default();
-    let (text, version) = (definition_text(tool)?, tool.version());
+    let (text, version) = (encode_definition(tool)?, tool.version());
     retire_versions(session, &project, &tool.name, at_ms).await?;
-    let binding = tool.utp.as_ref();
+    let binding = tool.binding.as_ref();
     let parameters = binding.and_then(|binding| binding.parameters.as_ref());
     let parameters = parameters.unwrap_or(&tool.input_schema);
-    let json = |json: &Json| storable(json.value());
+    let json = |json: &Json| strip_nul_chars(json.to_value());
     let options = binding.map_or_else(|| Value::Object(Default::default()), |b| json(&b.options));
     let sql = "INSERT INTO resource.tools (project_id, tool_name, description, parameters, \
                target_subject, after_execution, options, toolcrib_version, toolcrib_definition) \
@@ -238,7 +245,7 @@ async fn put_tool(session: &Session, tool: &Definition, at_ms: Option<i64>) -> R
                after_execution = excluded.after_execution, options = excluded.options, \
                toolcrib_version = excluded.toolcrib_version, \
                toolcrib_definition = excluded.toolcrib_definition";
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &project,
         &tool.name,
         &tool.description.replace('\0', ""),
@@ -263,14 +270,14 @@ async fn retire_versions(
     project: &str,
     name: &str,
     at_ms: Option<i64>,
-) -> Result<(), Broke> {
+) -> Result<(), SessionError> {
     let sql = "UPDATE tool_versions SET replaced_ms = $3 \
                WHERE project = $1 AND name = $2 AND replaced_ms IS NULL";
     session.execute(sql, &[&project, &name, &at_ms]).await?;
     Ok(())
 }
 
-async fn put_member(session: &Session, member: &Member) -> Result<(), Broke> {
+async fn put_agent_entry(session: &Session, member: &AgentEntry) -> Result<(), SessionError> {
     let allowed = member.allowed_tools.as_ref().map(encode).transpose()?;
     let sql = "INSERT INTO resource.project_agents (project_id, agent_id, worker_target, \
                toolcrib_profile, toolcrib_allowed_tools, updated_at) \
@@ -280,7 +287,7 @@ async fn put_member(session: &Session, member: &Member) -> Result<(), Broke> {
                toolcrib_profile = excluded.toolcrib_profile, \
                toolcrib_allowed_tools = excluded.toolcrib_allowed_tools, \
                updated_at = excluded.updated_at";
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &member.project,
         &member.agent_id,
         &member.worker_target,
@@ -292,47 +299,50 @@ async fn put_member(session: &Session, member: &Member) -> Result<(), Broke> {
     Ok(())
 }
 
-async fn register(
+async fn register_client(
     session: &Session,
     client: &Client,
-    tools: &[Definition],
-    others: Others,
-) -> Result<(), Broke> {
+    tools: &[ToolDefinition],
+    others: UnlistedTools,
+) -> Result<(), SessionError> {
     let sql = "INSERT INTO clients VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING";
     let registered = client.registered_ms as i64;
-    let bound: Bound<'_> = &[&client.project, &client.client_id, &client.owner, &registered];
+    let bound: SqlParams<'_> = &[&client.project, &client.client_id, &client.owner, &registered];
     session.execute(sql, bound).await?;
-    if others == Others::Withdraw {
+    if others == UnlistedTools::Withdraw {
         let sql = "DELETE FROM offers WHERE project = $1 AND client_id = $2";
         session.execute(sql, &[&client.project, &client.client_id]).await?;
     }
     for tool in tools {
-        let text = definition_text(tool)?;
+        let text = encode_definition(tool)?;
         let sql = "INSERT INTO tools VALUES ($1, $2, $3) \
                    ON CONFLICT (project, name) DO UPDATE SET definition = excluded.definition";
         session.execute(sql, &[&client.project, &tool.name, &text]).await?;
         let sql = "INSERT INTO offers VALUES ($1, $2, $3) ON CONFLICT DO NOTHING";
         session.execute(sql, &[&client.project, &tool.name, &client.client_id]).await?;
     }
-    drop_orphans(session, &client.project).await
+    delete_unoffered_tools(session, &client.project).await
 }
 
 /// Deletes the tools that no client offers any more.
-async fn drop_orphans(session: &Session, project: &str) -> Result<(), Broke> {
+async fn delete_unoffered_tools(session: &Session, project: &str) -> Result<(), SessionError> {
     let sql = "DELETE FROM tools WHERE project = $1 AND NOT EXISTS \
                (SELECT 1 FROM offers o WHERE o.project = tools.project AND o.tool = tools.name)";
     session.execute(sql, &[&project]).await?;
     Ok(())
 }
 
-pub(super) async fn audit(desk: &mut Desk, entry: &AuditEntry) -> Result<(), Broke> {
-    write_audit(&desk.session, entry).await
+pub(super) async fn append_audit_entry(
+    desk: &mut WriterConnection,
+    entry: &AuditEntry,
+) -> Result<(), SessionError> {
+    insert_audit_entry(&desk.session, entry).await
 }
 
-async fn write_audit(session: &Session, entry: &AuditEntry) -> Result<(), Broke> {
+async fn insert_audit_entry(session: &Session, entry: &AuditEntry) -> Result<(), SessionError> {
     let sql = "INSERT INTO audit (at_ms, project, agent, action, subject, reason) \
                VALUES ($1, $2, $3, $4, $5, $6)";
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &(entry.at_ms as i64),
         &entry.project,
         &entry.agent,
@@ -344,12 +354,12 @@ async fn write_audit(session: &Session, entry: &AuditEntry) -> Result<(), Broke>
     Ok(())
 }
 
-pub(super) async fn audit_log(
+pub(super) async fn list_audit_entries(
     session: &Session,
     project: Option<&str>,
     limit: usize,
-) -> Result<Vec<AuditEntry>, Broke> {
+) -> Result<Vec<AuditEntry>, SessionError> {
     let sql = "SELECT at_ms, project, agent, action, subject, reason FROM audit \
                WHERE $1::text IS NULL OR project = $1 ORDER BY number DESC LIMIT $2";
-    session.collect(sql, &[&project, &limited(limit)], read_audit).await
+    session.query_map(sql, &[&project, &limit_param(limit)], read_audit).await
 }

@@ -7,36 +7,36 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use super::link::Address;
+use super::link::Connector;
 
 /// Interval at which the listener checks its connection, and delay before it reconnects.
-const LOOK: Duration = Duration::from_secs(1);
+const HEALTH_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A task that listens until this value is dropped.
-pub(super) struct Ears(JoinHandle<()>);
+pub(super) struct ReportListener(JoinHandle<()>);
 
-impl Ears {
-    pub(super) fn open(address: Address, news: watch::Sender<u64>) -> Self {
+impl ReportListener {
+    pub(super) fn spawn(address: Connector, news: watch::Sender<u64>) -> Self {
         Self(tokio::spawn(listen(address, news)))
     }
 }
 
-impl Drop for Ears {
+impl Drop for ReportListener {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
-async fn listen(address: Address, news: watch::Sender<u64>) {
+async fn listen(address: Connector, news: watch::Sender<u64>) {
     loop {
         if let Ok(session) = address.connect(Some(news.clone())).await
-            && session.run("LISTEN toolcrib_reports").await.is_ok()
+            && session.batch_execute("LISTEN toolcrib_reports").await.is_ok()
         {
             news.send_modify(|count| *count += 1);
             while !session.is_closed() {
-                tokio::time::sleep(LOOK).await;
+                tokio::time::sleep(HEALTH_CHECK_INTERVAL).await;
             }
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(HEALTH_CHECK_INTERVAL).await;
     }
 }

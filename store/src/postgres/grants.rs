@@ -2,16 +2,19 @@
 
 use async_trait::async_trait;
 use toolcrib::store::StoreError;
-use toolcrib::store::grants::GrantStore;
+use toolcrib::store::grants::UpstreamCredentialStore;
 
 use super::PostgresStore;
-use super::link::Broke;
-use super::writer::Desk;
-use crate::row::Fields;
+use super::link::SessionError;
+use super::writer::WriterConnection;
+use crate::row::RowReader;
 
-type Grant = (String, String, Option<String>);
+type GrantUpdate = (String, String, Option<String>);
 
-async fn keep(desk: &mut Desk, (project, upstream, grant): &Grant) -> Result<(), Broke> {
+async fn write_grant(
+    desk: &mut WriterConnection,
+    (project, upstream, grant): &GrantUpdate,
+) -> Result<(), SessionError> {
     let session = &desk.session;
     match grant {
         Some(grant) => {
@@ -28,28 +31,35 @@ async fn keep(desk: &mut Desk, (project, upstream, grant): &Grant) -> Result<(),
 }
 
 #[async_trait]
-impl GrantStore for PostgresStore {
-    async fn grant(&self, project: &str, upstream: &str) -> Result<Option<String>, StoreError> {
+impl UpstreamCredentialStore for PostgresStore {
+    async fn credential(
+        &self,
+        project: &str,
+        upstream: &str,
+    ) -> Result<Option<String>, StoreError> {
         let sql = "SELECT body FROM upstream_grants WHERE project = $1 AND upstream = $2";
-        let lent = self.pool.lend().await?;
-        let found = lent.row(sql, &[&project, &upstream]).await.map_err(Broke::into_error)?;
+        let lent = self.pool.acquire().await?;
+        let found = lent
+            .query_first(sql, &[&project, &upstream])
+            .await
+            .map_err(SessionError::into_store_error)?;
         found.map(|row| row.text(0)).transpose()
     }
 
-    async fn keep_grant(
+    async fn set_credential(
         &self,
         project: &str,
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), StoreError> {
         let given = (project.to_owned(), upstream.to_owned(), grant);
-        self.write(given, |desk, given| Box::pin(keep(desk, given))).await
+        self.write(given, |desk, given| Box::pin(write_grant(desk, given))).await
     }
 
-    async fn grants(&self) -> Result<Vec<(String, String)>, StoreError> {
+    async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, StoreError> {
         let sql = "SELECT project, upstream FROM upstream_grants ORDER BY 1, 2";
-        let lent = self.pool.lend().await?;
+        let lent = self.pool.acquire().await?;
         let read = |row: &tokio_postgres::Row| Ok((row.text(0)?, row.text(1)?));
-        lent.collect(sql, &[], read).await.map_err(Broke::into_error)
+        lent.query_map(sql, &[], read).await.map_err(SessionError::into_store_error)
     }
 }

@@ -16,16 +16,16 @@ use toolcrib::store::StoreError;
 use super::OpenError;
 
 /// Maximum time to establish a connection.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The parameters of a statement.
-pub(super) type Bound<'a> = &'a [&'a (dyn ToSql + Sync)];
+pub(super) type SqlParams<'a> = &'a [&'a (dyn ToSql + Sync)];
 
 /// Opens connections to one database. Never printed, because its configuration holds a password.
 #[derive(Clone)]
-pub(super) struct Address(Config, Handle);
+pub(super) struct Connector(Config, Handle);
 
-impl Address {
+impl Connector {
     pub(super) fn parse(url: &str) -> Result<Self, OpenError> {
         // The parser's own message could repeat a part of the URL, and with it the password.
         let mut config: Config = url.parse().map_err(|_| OpenError::Url(BAD_URL))?;
@@ -38,7 +38,7 @@ impl Address {
         if config.get_application_name().is_none() {
             config.application_name("toolcrib");
         }
-        config.connect_timeout(CONNECT);
+        config.connect_timeout(CONNECT_TIMEOUT);
         // Both sides detect a network that has gone silent.
         config.keepalives_idle(Duration::from_secs(15));
         config.keepalives_interval(Duration::from_secs(5)).keepalives_retries(3);
@@ -49,14 +49,15 @@ impl Address {
 
     /// Opens a connection that forwards its notifications to `told`. The connection lives in the
     /// store's runtime, because the task that requests it may end before the connection does.
-    pub(super) async fn connect(&self, told: Option<Sender<u64>>) -> Result<Session, Broke> {
+    pub(super) async fn connect(&self, told: Option<Sender<u64>>) -> Result<Session, SessionError> {
         let connecting = connect(self.0.clone(), told);
-        let gone = |_| Broke::Store(StoreError::Unavailable("the store is closed".to_owned()));
+        let gone =
+            |_| SessionError::Store(StoreError::Unavailable("the store is closed".to_owned()));
         self.1.spawn(connecting).await.map_err(gone)?
     }
 }
 
-async fn connect(config: Config, told: Option<Sender<u64>>) -> Result<Session, Broke> {
+async fn connect(config: Config, told: Option<Sender<u64>>) -> Result<Session, SessionError> {
     let (client, mut connection) = config.connect(NoTls).await?;
     let driver = tokio::spawn(async move {
         let messages = futures::stream::poll_fn(move |context| connection.poll_message(context));
@@ -67,7 +68,7 @@ async fn connect(config: Config, told: Option<Sender<u64>>) -> Result<Session, B
             }
         }
     });
-    client.batch_execute(SET_UP).await?;
+    client.batch_execute(SESSION_SETUP_SQL).await?;
     Ok(Session { client, driver: driver.abort_handle(), statements: Mutex::default() })
 }
 
@@ -77,7 +78,7 @@ const NO_TLS: &str = "sslmode=require is not supported: connect through a tunnel
 
 /// Toolcrib's tables are found without their schema name, and an acknowledged commit is durable
 /// whatever the server's own settings are.
-const SET_UP: &str = "SET search_path TO toolcrib, pg_catalog; \
+const SESSION_SETUP_SQL: &str = "SET search_path TO toolcrib, pg_catalog; \
      SET tcp_keepalives_idle = 15; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; \
      SELECT set_config('synchronous_commit', 'on', false) \
      WHERE current_setting('synchronous_commit') IN ('off', 'local')";
@@ -92,7 +93,7 @@ pub(super) struct Session {
 
 impl Session {
     /// Ends the connection, even if statements are in flight on it.
-    pub(super) fn hang_up(&self) {
+    pub(super) fn abort(&self) {
         self.driver.abort();
     }
 
@@ -100,11 +101,11 @@ impl Session {
         self.client.is_closed()
     }
 
-    pub(super) async fn run(&self, sql: &str) -> Result<(), Broke> {
-        self.client.batch_execute(sql).await.map_err(Broke::from)
+    pub(super) async fn batch_execute(&self, sql: &str) -> Result<(), SessionError> {
+        self.client.batch_execute(sql).await.map_err(SessionError::from)
     }
 
-    pub(super) async fn prepared(&self, sql: &str) -> Result<Statement, Broke> {
+    pub(super) async fn prepare_cached(&self, sql: &str) -> Result<Statement, SessionError> {
         let known = self.statements.lock().get(sql).cloned();
         if let Some(known) = known {
             return Ok(known);
@@ -114,95 +115,111 @@ impl Session {
         Ok(statement)
     }
 
-    pub(super) async fn rows(&self, sql: &str, bound: Bound<'_>) -> Result<Vec<Row>, Broke> {
-        let statement = self.prepared(sql).await?;
+    pub(super) async fn query(
+        &self,
+        sql: &str,
+        bound: SqlParams<'_>,
+    ) -> Result<Vec<Row>, SessionError> {
+        let statement = self.prepare_cached(sql).await?;
         Ok(self.client.query(&statement, bound).await?)
     }
 
     /// Returns the first row, if there is one.
-    pub(super) async fn row(&self, sql: &str, bound: Bound<'_>) -> Result<Option<Row>, Broke> {
-        Ok(self.rows(sql, bound).await?.into_iter().next())
+    pub(super) async fn query_first(
+        &self,
+        sql: &str,
+        bound: SqlParams<'_>,
+    ) -> Result<Option<Row>, SessionError> {
+        Ok(self.query(sql, bound).await?.into_iter().next())
     }
 
     /// Runs a statement and returns the number of rows it changed.
-    pub(super) async fn execute(&self, sql: &str, bound: Bound<'_>) -> Result<u64, Broke> {
-        let statement = self.prepared(sql).await?;
+    pub(super) async fn execute(
+        &self,
+        sql: &str,
+        bound: SqlParams<'_>,
+    ) -> Result<u64, SessionError> {
+        let statement = self.prepare_cached(sql).await?;
         Ok(self.client.execute(&statement, bound).await?)
     }
 
     /// Returns the rows one by one; rows that are not read are not held in memory.
-    pub(super) async fn stream(&self, sql: &str, bound: Bound<'_>) -> Result<RowStream, Broke> {
-        let statement = self.prepared(sql).await?;
+    pub(super) async fn query_stream(
+        &self,
+        sql: &str,
+        bound: SqlParams<'_>,
+    ) -> Result<RowStream, SessionError> {
+        let statement = self.prepare_cached(sql).await?;
         Ok(self.client.query_raw(&statement, bound.iter().copied()).await?)
     }
 
     /// Runs a query and converts its rows.
-    pub(super) async fn collect<T>(
+    pub(super) async fn query_map<T>(
         &self,
         sql: &str,
-        bound: Bound<'_>,
+        bound: SqlParams<'_>,
         read: impl Fn(&Row) -> Result<T, StoreError>,
-    ) -> Result<Vec<T>, Broke> {
-        let rows = self.rows(sql, bound).await?;
+    ) -> Result<Vec<T>, SessionError> {
+        let rows = self.query(sql, bound).await?;
         Ok(rows.iter().map(read).collect::<Result<_, _>>()?)
     }
 }
 
 /// The reason why an operation on a session failed.
 #[derive(Debug)]
-pub(super) enum Broke {
+pub(super) enum SessionError {
     /// PostgreSQL rejected the operation or cannot be reached.
     Postgres(tokio_postgres::Error),
     /// The operation succeeded, but its result cannot be decoded.
     Store(StoreError),
 }
 
-impl From<tokio_postgres::Error> for Broke {
+impl From<tokio_postgres::Error> for SessionError {
     fn from(error: tokio_postgres::Error) -> Self {
         Self::Postgres(error)
     }
 }
 
-impl From<StoreError> for Broke {
+impl From<StoreError> for SessionError {
     fn from(error: StoreError) -> Self {
         Self::Store(error)
     }
 }
 
-impl Broke {
+impl SessionError {
     /// Returns true if the connection is lost or about to end: PostgreSQL reports it, or the socket
     /// failed.
-    pub(super) fn is_loss(&self) -> bool {
+    pub(super) fn is_connection_lost(&self) -> bool {
         let Self::Postgres(error) = self else { return false };
-        let Some(code) = error.code() else { return error.is_closed() || is_io(error) };
+        let Some(code) = error.code() else { return error.is_closed() || is_io_error(error) };
         // Shut down by an administrator, crashed, cannot connect now.
         code.code().starts_with("57P") || code.code().starts_with("08")
     }
 
     /// Returns the message for the log and for the caller, without any data.
-    pub(super) fn said(&self) -> String {
+    pub(super) fn message(&self) -> String {
         match self {
             Self::Store(error) => error.to_string(),
-            Self::Postgres(error) => said(error),
+            Self::Postgres(error) => error_message(error),
         }
     }
 
-    pub(super) fn into_error(self) -> StoreError {
+    pub(super) fn into_store_error(self) -> StoreError {
         match self {
             Self::Store(error) => error,
-            Self::Postgres(error) => StoreError::Unavailable(said(&error)),
+            Self::Postgres(error) => StoreError::Unavailable(error_message(&error)),
         }
     }
 }
 
-fn is_io(error: &tokio_postgres::Error) -> bool {
+fn is_io_error(error: &tokio_postgres::Error) -> bool {
     let source = std::error::Error::source(error);
     source.is_some_and(|source| source.is::<std::io::Error>())
 }
 
 /// Returns the message of PostgreSQL or of the network. Leaves out the details of a database error,
 /// which can contain data.
-pub(super) fn said(error: &tokio_postgres::Error) -> String {
+pub(super) fn error_message(error: &tokio_postgres::Error) -> String {
     if let Some(refusal) = error.as_db_error() {
         return format!("PostgreSQL: {} ({})", refusal.message(), refusal.code().code());
     }

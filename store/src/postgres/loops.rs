@@ -2,30 +2,33 @@
 //! as call events, so a subscriber of a run sees both in commit order.
 
 use async_trait::async_trait;
-use toolcrib::run::{Entry, Happened, Noted, Run};
-use toolcrib::store::loops::{LoopStore, RunCreated, RunFilter};
-use toolcrib::store::{EventScope, IdempotencyKey, Saved, StoreError};
+use toolcrib::run::{JournalEntry, JournalRecord, Run, RunEvent};
+use toolcrib::store::loops::{CreateRunResult, RunFilter, RunStore};
+use toolcrib::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
-use super::link::{Bound, Broke, Session};
-use super::writer::Desk;
-use super::{PostgresStore, history, limited};
-use crate::row::{Fields, LoopRow, read_entry, read_run, run_of};
+use super::link::{Session, SessionError, SqlParams};
+use super::writer::WriterConnection;
+use super::{PostgresStore, history, limit_param};
+use crate::row::{RowReader, RunRow, decode_run, read_journal_entry, read_run};
 
 /// Stores a new run. If its idempotency key already created one, returns the body and the
 /// fingerprint of that run instead.
-async fn create(desk: &mut Desk, row: &LoopRow) -> Result<Option<(String, String)>, Broke> {
+async fn create_run(
+    desk: &mut WriterConnection,
+    row: &RunRow,
+) -> Result<Option<(String, String)>, SessionError> {
     let run = &row.run;
     if let Some(key) = &row.key {
         let sql = "SELECT body, fingerprint FROM loops \
                    WHERE project = $1 AND agent = $2 AND key = $3";
-        let known = desk.session.row(sql, &[&run.project, &key.agent, &key.key]).await?;
+        let known = desk.session.query_first(sql, &[&run.project, &key.agent, &key.key]).await?;
         if let Some(known) = known {
             return Ok(Some((known.text(0)?, known.text(1)?)));
         }
     }
     let key = row.key.as_ref();
     let sql = "INSERT INTO loops VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)";
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &run.project,
         &run.id,
         &run.status.as_str(),
@@ -33,21 +36,21 @@ async fn create(desk: &mut Desk, row: &LoopRow) -> Result<Option<(String, String
         &(run.created_ms as i64),
         &run.ended_ms.map(|ms| ms as i64),
         &(run.version as i64),
-        &key.map_or(run.asker.agent.as_str(), |key| key.agent.as_str()),
+        &key.map_or(run.owner.agent.as_str(), |key| key.agent.as_str()),
         &key.map(|key| key.key.as_str()),
         &key.map(|key| key.fingerprint.as_str()),
         &row.body,
     ];
     desk.session.execute(sql, bound).await?;
-    note(desk, row).await?;
+    append_journal(desk, row).await?;
     Ok(None)
 }
 
-async fn save(desk: &mut Desk, row: &LoopRow) -> Result<Saved, Broke> {
+async fn save_run(desk: &mut WriterConnection, row: &RunRow) -> Result<SaveResult, SessionError> {
     let run = &row.run;
     let sql = "UPDATE loops SET status = $1, ended_ms = $2, version = $3, body = $4 \
                WHERE project = $5 AND run_id = $6 AND version = $3::bigint - 1";
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &run.status.as_str(),
         &run.ended_ms.map(|ms| ms as i64),
         &(run.version as i64),
@@ -56,19 +59,19 @@ async fn save(desk: &mut Desk, row: &LoopRow) -> Result<Saved, Broke> {
         &run.id,
     ];
     if desk.session.execute(sql, bound).await? == 0 {
-        return Ok(Saved::Stale);
+        return Ok(SaveResult::Conflict);
     }
-    note(desk, row).await?;
-    Ok(Saved::Yes)
+    append_journal(desk, row).await?;
+    Ok(SaveResult::Saved)
 }
 
-async fn note(desk: &mut Desk, row: &LoopRow) -> Result<(), Broke> {
-    desk.may_number()?;
+async fn append_journal(desk: &mut WriterConnection, row: &RunRow) -> Result<(), SessionError> {
+    desk.require_lease()?;
     for entry in &row.entries {
-        desk.numbers.event += 1;
+        desk.counters.last_event += 1;
         let sql = "INSERT INTO loop_entries VALUES ($1, $2, $3, $4, $5, $6, $7)";
-        let bound: Bound<'_> = &[
-            &desk.numbers.event,
+        let bound: SqlParams<'_> = &[
+            &desk.counters.last_event,
             &row.run.project,
             &row.run.id,
             &entry.kind,
@@ -81,21 +84,21 @@ async fn note(desk: &mut Desk, row: &LoopRow) -> Result<(), Broke> {
     Ok(())
 }
 
-async fn entries(
+async fn list_journal_entries(
     session: &Session,
     project: &str,
     run_id: &str,
     after: u64,
     limit: usize,
-) -> Result<Vec<Noted>, Broke> {
+) -> Result<Vec<JournalEntry>, SessionError> {
     let sql = "SELECT number, run_id, kind, at_ms, data, messages FROM loop_entries \
                WHERE project = $1 AND run_id = $2 AND number > $3 ORDER BY number LIMIT $4";
     let after = i64::try_from(after).unwrap_or(i64::MAX);
-    let bound: Bound<'_> = &[&project, &run_id, &after, &limited(limit)];
-    session.collect(sql, bound, read_entry).await
+    let bound: SqlParams<'_> = &[&project, &run_id, &after, &limit_param(limit)];
+    session.query_map(sql, bound, read_journal_entry).await
 }
 
-async fn page(session: &Session, filter: &RunFilter) -> Result<Vec<Run>, Broke> {
+async fn list_runs(session: &Session, filter: &RunFilter) -> Result<Vec<Run>, SessionError> {
     let sql = "SELECT body FROM loops WHERE project = $1 AND run_id < $2 \
                AND ($3::text IS NULL OR status = $3) AND ($4::text IS NULL OR model = $4) \
                AND created_ms >= $5 ORDER BY run_id DESC LIMIT $6";
@@ -103,48 +106,53 @@ async fn page(session: &Session, filter: &RunFilter) -> Result<Vec<Run>, Broke> 
     let before = filter.before.as_deref().unwrap_or("s");
     let since_ms = i64::try_from(filter.since_ms.unwrap_or(0)).unwrap_or(i64::MAX);
     let status = filter.status.map(|status| status.as_str());
-    let limit = limited(filter.limit);
-    let bound: Bound<'_> = &[&filter.project, &before, &status, &filter.model, &since_ms, &limit];
-    session.collect(sql, bound, read_run).await
+    let limit = limit_param(filter.limit);
+    let bound: SqlParams<'_> =
+        &[&filter.project, &before, &status, &filter.model, &since_ms, &limit];
+    session.query_map(sql, bound, read_run).await
 }
 
 #[async_trait]
-impl LoopStore for PostgresStore {
-    async fn create_loop(
+impl RunStore for PostgresStore {
+    async fn create_run(
         &self,
         run: Run,
         key: Option<IdempotencyKey>,
-        entries: Vec<Entry>,
-    ) -> Result<RunCreated, StoreError> {
+        entries: Vec<JournalRecord>,
+    ) -> Result<CreateRunResult, StoreError> {
         let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
-        let row = LoopRow::new(run, key, entries)?;
-        let known = self.write(*row, |desk, row| Box::pin(create(desk, row))).await?;
-        let Some((body, used_for)) = known else { return Ok(RunCreated::New) };
-        let run = run_of(&body)?;
+        let row = RunRow::new(run, key, entries)?;
+        let known = self.write(*row, |desk, row| Box::pin(create_run(desk, row))).await?;
+        let Some((body, used_for)) = known else { return Ok(CreateRunResult::New) };
+        let run = decode_run(&body)?;
         Ok(match Some(used_for) == fingerprint {
-            true => RunCreated::Replayed(Box::new(run)),
-            false => RunCreated::Mismatch(run.id),
+            true => CreateRunResult::Replayed(Box::new(run)),
+            false => CreateRunResult::Mismatch(run.id),
         })
     }
 
-    async fn save_loop(&self, run: Run, entries: Vec<Entry>) -> Result<Saved, StoreError> {
-        let row = LoopRow::new(run, None, entries)?;
-        self.write(*row, |desk, row| Box::pin(save(desk, row))).await
+    async fn save_run(
+        &self,
+        run: Run,
+        entries: Vec<JournalRecord>,
+    ) -> Result<SaveResult, StoreError> {
+        let row = RunRow::new(run, None, entries)?;
+        self.write(*row, |desk, row| Box::pin(save_run(desk, row))).await
     }
 
-    async fn loop_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
         let sql = "SELECT body FROM loops WHERE project = $1 AND run_id = $2";
-        let lent = self.pool.lend().await?;
-        let found = lent.collect(sql, &[&project, &run_id], read_run).await;
-        Ok(found.map_err(Broke::into_error)?.pop())
+        let lent = self.pool.acquire().await?;
+        let found = lent.query_map(sql, &[&project, &run_id], read_run).await;
+        Ok(found.map_err(SessionError::into_store_error)?.pop())
     }
 
-    async fn loop_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
-        let lent = self.pool.lend().await?;
-        page(&lent, &filter).await.map_err(Broke::into_error)
+    async fn list_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        list_runs(&lent, &filter).await.map_err(SessionError::into_store_error)
     }
 
-    async fn open_loops(
+    async fn list_open_runs(
         &self,
         after: Option<(String, String)>,
         limit: usize,
@@ -152,39 +160,41 @@ impl LoopStore for PostgresStore {
         let (project, run_id) = after.unwrap_or_default();
         let sql = "SELECT body FROM loops WHERE ended_ms IS NULL \
                    AND (project, run_id) > ($1, $2) ORDER BY project, run_id LIMIT $3";
-        let lent = self.pool.lend().await?;
-        let bound: Bound<'_> = &[&project, &run_id, &limited(limit)];
-        lent.collect(sql, bound, read_run).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        let bound: SqlParams<'_> = &[&project, &run_id, &limit_param(limit)];
+        lent.query_map(sql, bound, read_run).await.map_err(SessionError::into_store_error)
     }
 
-    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<Noted>, StoreError> {
-        let lent = self.pool.lend().await?;
-        entries(&lent, project, run_id, 0, usize::MAX).await.map_err(Broke::into_error)
+    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<JournalEntry>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        list_journal_entries(&lent, project, run_id, 0, usize::MAX)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
-    async fn happened(
+    async fn run_events(
         &self,
         project: &str,
         run_id: &str,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Happened>, StoreError> {
-        let mut lent = self.pool.lend().await?;
+    ) -> Result<Vec<RunEvent>, StoreError> {
+        let mut lent = self.pool.acquire().await?;
         let both = async {
             // Both reads use one snapshot: otherwise an entry committed between them could be
             // skipped.
-            lent.begin().await?;
-            let noted = entries(&lent, project, run_id, after, limit).await?;
+            lent.begin_snapshot().await?;
+            let noted = list_journal_entries(&lent, project, run_id, after, limit).await?;
             let (project, run_id) = (project.to_owned(), run_id.to_owned());
             let scope = EventScope::Run { project, run_id };
-            let events = history::events(&lent, &scope, after, limit).await?;
-            lent.end().await?;
-            Ok::<_, Broke>((noted, events))
+            let events = history::list_events(&lent, &scope, after, limit).await?;
+            lent.end_snapshot().await?;
+            Ok::<_, SessionError>((noted, events))
         };
-        let (noted, events) = both.await.map_err(Broke::into_error)?;
-        let mut all: Vec<Happened> = noted.into_iter().map(Happened::Run).collect();
-        all.extend(events.into_iter().map(Happened::Call));
-        all.sort_by_key(Happened::number);
+        let (noted, events) = both.await.map_err(SessionError::into_store_error)?;
+        let mut all: Vec<RunEvent> = noted.into_iter().map(RunEvent::Run).collect();
+        all.extend(events.into_iter().map(RunEvent::Call));
+        all.sort_by_key(RunEvent::number);
         all.truncate(limit);
         Ok(all)
     }

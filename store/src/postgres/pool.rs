@@ -7,36 +7,40 @@ use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use toolcrib::store::StoreError;
 
-use super::link::{Address, Broke, Session};
+use super::link::{Connector, Session, SessionError};
 
 /// Maximum number of sessions in use at once, and of idle sessions that the pool retains.
-const MAX_READING: usize = 8;
-const KEPT: usize = 4;
+const MAX_ACTIVE_SESSIONS: usize = 8;
+const MAX_IDLE_SESSIONS: usize = 4;
 
 /// A pool of read sessions.
-pub(super) struct Pool {
-    address: Address,
+pub(super) struct SessionPool {
+    address: Connector,
     idle: Arc<Mutex<Vec<Arc<Session>>>>,
-    turns: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
 }
 
 /// A session that returns to the pool when it is dropped.
-pub(super) struct Lent {
+pub(super) struct PooledSession {
     session: Arc<Session>,
     idle: Arc<Mutex<Vec<Arc<Session>>>>,
     /// The session is inside a transaction and must not return to the pool.
-    busy: bool,
-    _turn: OwnedSemaphorePermit,
+    in_transaction: bool,
+    _permit: OwnedSemaphorePermit,
 }
 
-impl Pool {
-    pub(super) fn new(address: Address) -> Self {
-        Self { address, idle: Arc::default(), turns: Arc::new(Semaphore::new(MAX_READING)) }
+impl SessionPool {
+    pub(super) fn new(address: Connector) -> Self {
+        Self {
+            address,
+            idle: Arc::default(),
+            permits: Arc::new(Semaphore::new(MAX_ACTIVE_SESSIONS)),
+        }
     }
 
-    pub(super) async fn lend(&self) -> Result<Lent, StoreError> {
+    pub(super) async fn acquire(&self) -> Result<PooledSession, StoreError> {
         let gone = |_| StoreError::Unavailable("the store is closed".to_owned());
-        let turn = self.turns.clone().acquire_owned().await.map_err(gone)?;
+        let turn = self.permits.clone().acquire_owned().await.map_err(gone)?;
         let idle = {
             let mut idle = self.idle.lock();
             idle.retain(|session| !session.is_closed());
@@ -46,29 +50,29 @@ impl Pool {
             Some(session) => session,
             None => {
                 let made = self.address.connect(None).await;
-                Arc::new(made.map_err(Broke::into_error)?)
+                Arc::new(made.map_err(SessionError::into_store_error)?)
             }
         };
         let idle = self.idle.clone();
-        Ok(Lent { session, idle, busy: false, _turn: turn })
+        Ok(PooledSession { session, idle, in_transaction: false, _permit: turn })
     }
 }
 
-impl Lent {
+impl PooledSession {
     /// Begins a transaction: all reads until [`PooledSession::end_snapshot`] see one snapshot.
-    pub(super) async fn begin(&mut self) -> Result<(), Broke> {
-        self.busy = true;
-        self.run("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await
+    pub(super) async fn begin_snapshot(&mut self) -> Result<(), SessionError> {
+        self.in_transaction = true;
+        self.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await
     }
 
-    pub(super) async fn end(&mut self) -> Result<(), Broke> {
-        self.run("COMMIT").await?;
-        self.busy = false;
+    pub(super) async fn end_snapshot(&mut self) -> Result<(), SessionError> {
+        self.batch_execute("COMMIT").await?;
+        self.in_transaction = false;
         Ok(())
     }
 }
 
-impl Deref for Lent {
+impl Deref for PooledSession {
     type Target = Session;
 
     fn deref(&self) -> &Session {
@@ -76,10 +80,10 @@ impl Deref for Lent {
     }
 }
 
-impl Drop for Lent {
+impl Drop for PooledSession {
     fn drop(&mut self) {
         let mut idle = self.idle.lock();
-        if !self.busy && !self.session.is_closed() && idle.len() < KEPT {
+        if !self.in_transaction && !self.session.is_closed() && idle.len() < MAX_IDLE_SESSIONS {
             idle.push(self.session.clone());
         }
     }

@@ -10,31 +10,35 @@ use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use toolcrib::store::utp::{
-    CardPut, Delivered, Judged, SharedTables, TurnChange, UtpStore, WrittenReport,
+    InboxPutResult, PutCardResult, ReportDisposition, SharedTableReport, SharedTables, TurnChange,
+    UtpStore,
 };
-use toolcrib::store::{Saved, StoreError};
-use toolcrib::tool::Definition;
-use toolcrib::utp::{Card, DeadLetter, InboxItem, Letter, Route, Turn, Waiting};
+use toolcrib::store::{SaveResult, StoreError};
+use toolcrib::tool::ToolDefinition;
+use toolcrib::utp::{Card, DeadLetter, InboxItem, OutboxMessage, Route, StepCall, Turn};
 
-use super::link::{Bound, Broke};
-use super::writer::Desk;
-use super::{PostgresStore, limited};
-use crate::row::{Fields, decode, encode, read_definition};
+use super::link::{SessionError, SqlParams};
+use super::writer::WriterConnection;
+use super::{PostgresStore, limit_param};
+use crate::row::{RowReader, decode, decode_definition, encode};
 
 impl PostgresStore {
     /// Returns the bodies that a query finds, in its order.
-    async fn bodies<T: DeserializeOwned>(
+    async fn query_bodies<T: DeserializeOwned>(
         &self,
         sql: &str,
-        bound: Bound<'_>,
+        bound: SqlParams<'_>,
     ) -> Result<Vec<T>, StoreError> {
-        let lent = self.pool.lend().await?;
-        let found = lent.collect(sql, bound, |row| decode(&row.text(0)?)).await;
-        found.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        let found = lent.query_map(sql, bound, |row| decode(&row.text(0)?)).await;
+        found.map_err(SessionError::into_store_error)
     }
 }
 
-async fn post(desk: &mut Desk, letters: &Vec<Letter>) -> Result<(), Broke> {
+async fn insert_outbox_messages(
+    desk: &mut WriterConnection,
+    letters: &Vec<OutboxMessage>,
+) -> Result<(), SessionError> {
     for letter in letters {
         let sql = "INSERT INTO outbox (id, body) VALUES ($1, $2) ON CONFLICT DO NOTHING";
         desk.session.execute(sql, &[&letter.id, &encode(letter)?]).await?;
@@ -42,12 +46,18 @@ async fn post(desk: &mut Desk, letters: &Vec<Letter>) -> Result<(), Broke> {
     Ok(())
 }
 
-async fn posted(desk: &mut Desk, ids: &Vec<String>) -> Result<(), Broke> {
+async fn delete_outbox_messages(
+    desk: &mut WriterConnection,
+    ids: &Vec<String>,
+) -> Result<(), SessionError> {
     desk.session.execute("DELETE FROM outbox WHERE id = ANY($1)", &[ids]).await?;
     Ok(())
 }
 
-async fn bury(desk: &mut Desk, letter: &DeadLetter) -> Result<(), Broke> {
+async fn insert_dead_letter(
+    desk: &mut WriterConnection,
+    letter: &DeadLetter,
+) -> Result<(), SessionError> {
     let sql = "INSERT INTO dead_letters VALUES ($1, $2, $3, $4) \
                ON CONFLICT (id) DO UPDATE SET body = excluded.body";
     let (created_ms, body) = (letter.created_ms as i64, encode(letter)?);
@@ -57,8 +67,8 @@ async fn bury(desk: &mut Desk, letter: &DeadLetter) -> Result<(), Broke> {
 
 #[async_trait]
 impl UtpStore for PostgresStore {
-    fn shared(&self) -> Option<&dyn SharedTables> {
-        self.ears.as_ref().map(|_| self as &dyn SharedTables)
+    fn shared_tables(&self) -> Option<&dyn SharedTables> {
+        self.report_listener.as_ref().map(|_| self as &dyn SharedTables)
     }
 
     async fn tool_version(
@@ -66,22 +76,22 @@ impl UtpStore for PostgresStore {
         project: &str,
         tool: &str,
         version: &str,
-    ) -> Result<Option<Definition>, StoreError> {
+    ) -> Result<Option<ToolDefinition>, StoreError> {
         let sql = "SELECT definition FROM tool_versions \
                    WHERE project = $1 AND name = $2 AND version = $3";
-        let lent = self.pool.lend().await?;
-        let found = lent.row(sql, &[&project, &tool, &version]).await;
-        let Some(row) = found.map_err(Broke::into_error)? else { return Ok(None) };
-        read_definition(project.to_owned(), tool.to_owned(), &row.text(0)?).map(Some)
+        let lent = self.pool.acquire().await?;
+        let found = lent.query_first(sql, &[&project, &tool, &version]).await;
+        let Some(row) = found.map_err(SessionError::into_store_error)? else { return Ok(None) };
+        decode_definition(project.to_owned(), tool.to_owned(), &row.text(0)?).map(Some)
     }
 
-    async fn put_card(&self, card: Card) -> Result<CardPut, StoreError> {
-        self.write(card, |desk, card| Box::pin(cards::put(desk, card))).await
+    async fn put_card(&self, card: Card) -> Result<PutCardResult, StoreError> {
+        self.write(card, |desk, card| Box::pin(cards::put_card(desk, card))).await
     }
 
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError> {
-        let lent = self.pool.lend().await?;
-        cards::by_id(&lent, project, card_id).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        cards::find_card(&lent, project, card_id).await.map_err(SessionError::into_store_error)
     }
 
     async fn result_card(
@@ -90,69 +100,70 @@ impl UtpStore for PostgresStore {
         turn_id: &str,
         tool_call_id: &str,
     ) -> Result<Option<Card>, StoreError> {
-        let lent = self.pool.lend().await?;
-        let found = cards::result(&lent, project, Some(turn_id), Some(tool_call_id)).await;
-        found.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        let found =
+            cards::find_result_card(&lent, project, Some(turn_id), Some(tool_call_id)).await;
+        found.map_err(SessionError::into_store_error)
     }
 
     async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError> {
         let sql = "SELECT body FROM turns WHERE project = $1 AND turn_id = $2";
-        Ok(self.bodies(sql, &[&project, &turn_id]).await?.pop())
+        Ok(self.query_bodies(sql, &[&project, &turn_id]).await?.pop())
     }
 
-    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<Saved, StoreError> {
-        self.write((turn, change), |desk, given| Box::pin(turns::save(desk, given))).await
+    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
+        self.write((turn, change), |desk, given| Box::pin(turns::save_turn(desk, given))).await
     }
 
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError> {
         let sql = "SELECT body FROM turns WHERE status = 'running' AND lease_until_ms <= $1 \
                    ORDER BY lease_until_ms LIMIT $2";
-        self.bodies(sql, &[&(now_ms as i64), &limited(limit)]).await
+        self.query_bodies(sql, &[&(now_ms as i64), &limit_param(limit)]).await
     }
 
-    async fn waiting(
+    async fn step_calls(
         &self,
         project: &str,
         turn_id: &str,
         step_id: &str,
-    ) -> Result<Vec<Waiting>, StoreError> {
+    ) -> Result<Vec<StepCall>, StoreError> {
         let sql = "SELECT body FROM turn_calls WHERE project = $1 AND turn_id = $2 \
                    AND step_id = $3 ORDER BY number";
-        self.bodies(sql, &[&project, &turn_id, &step_id]).await
+        self.query_bodies(sql, &[&project, &turn_id, &step_id]).await
     }
 
-    async fn waiting_call(
+    async fn step_call(
         &self,
         project: &str,
         turn_id: Option<&str>,
         tool_call_id: &str,
-    ) -> Result<Option<Waiting>, StoreError> {
+    ) -> Result<Option<StepCall>, StoreError> {
         let sql = "SELECT body FROM turn_calls WHERE project = $1 AND tool_call_id = $2 \
                    AND ($3::text IS NULL OR turn_id = $3) ORDER BY number DESC LIMIT 1";
-        Ok(self.bodies(sql, &[&project, &tool_call_id, &turn_id]).await?.pop())
+        Ok(self.query_bodies(sql, &[&project, &tool_call_id, &turn_id]).await?.pop())
     }
 
-    async fn undelivered(
+    async fn undelivered_step_calls(
         &self,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<(u64, Waiting)>, StoreError> {
+    ) -> Result<Vec<(u64, StepCall)>, StoreError> {
         let sql = "SELECT number, body FROM turn_calls WHERE inbox_id IS NULL AND number > $1 \
                    AND call_id IS NOT NULL ORDER BY number LIMIT $2";
-        let lent = self.pool.lend().await?;
-        let read = |row: &tokio_postgres::Row| Ok((row.whole(0)?, decode(&row.text(1)?)?));
-        let found = lent.collect(sql, &[&(after as i64), &limited(limit)], read).await;
-        found.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        let read = |row: &tokio_postgres::Row| Ok((row.unsigned(0)?, decode(&row.text(1)?)?));
+        let found = lent.query_map(sql, &[&(after as i64), &limit_param(limit)], read).await;
+        found.map_err(SessionError::into_store_error)
     }
 
-    async fn deliver(
+    async fn deliver_to_inbox(
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<Letter>,
-    ) -> Result<Delivered, StoreError> {
+        letter: Option<OutboxMessage>,
+    ) -> Result<InboxPutResult, StoreError> {
         let given = (item, result_card_id.to_owned(), letter.into_iter().collect());
-        self.write(given, |desk, given| Box::pin(inbox::deliver(desk, given))).await
+        self.write(given, |desk, given| Box::pin(inbox::deliver_to_inbox(desk, given))).await
     }
 
     async fn inbox(
@@ -161,11 +172,13 @@ impl UtpStore for PostgresStore {
         agent_id: &str,
         limit: usize,
     ) -> Result<Vec<InboxItem>, StoreError> {
-        let lent = self.pool.lend().await?;
-        inbox::waiting(&lent, project, agent_id, limit).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        inbox::list_pending_items(&lent, project, agent_id, limit)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
-    async fn take_from_inbox(
+    async fn acknowledge_inbox_items(
         &self,
         project: &str,
         agent_id: &str,
@@ -173,37 +186,43 @@ impl UtpStore for PostgresStore {
         now_ms: u64,
     ) -> Result<usize, StoreError> {
         let given = (project.to_owned(), agent_id.to_owned(), inbox_ids.to_vec(), now_ms);
-        self.write(given, |desk, given| Box::pin(inbox::take(desk, given))).await
+        self.write(given, |desk, given| Box::pin(inbox::consume_inbox_items(desk, given))).await
     }
 
-    async fn waiting_agents(
+    async fn agents_with_unread_items(
         &self,
         before_ms: u64,
         after: u64,
         limit: usize,
     ) -> Result<Vec<(u64, InboxItem)>, StoreError> {
-        let lent = self.pool.lend().await?;
-        inbox::oldest(&lent, before_ms, after, limit).await.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        inbox::list_oldest_per_agent(&lent, before_ms, after, limit)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
-    async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError> {
-        self.write(letters, |desk, letters| Box::pin(post(desk, letters))).await
+    async fn append_to_outbox(&self, letters: Vec<OutboxMessage>) -> Result<(), StoreError> {
+        self.write(letters, |desk, letters| Box::pin(insert_outbox_messages(desk, letters))).await
     }
 
-    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError> {
+    async fn outbox(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<(u64, OutboxMessage)>, StoreError> {
         let sql = "SELECT number, body FROM outbox WHERE number > $1 ORDER BY number LIMIT $2";
-        let lent = self.pool.lend().await?;
-        let read = |row: &tokio_postgres::Row| Ok((row.whole(0)?, decode(&row.text(1)?)?));
-        let found = lent.collect(sql, &[&(after as i64), &limited(limit)], read).await;
-        found.map_err(Broke::into_error)
+        let lent = self.pool.acquire().await?;
+        let read = |row: &tokio_postgres::Row| Ok((row.unsigned(0)?, decode(&row.text(1)?)?));
+        let found = lent.query_map(sql, &[&(after as i64), &limit_param(limit)], read).await;
+        found.map_err(SessionError::into_store_error)
     }
 
-    async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {
-        self.write(ids.to_vec(), |desk, ids| Box::pin(posted(desk, ids))).await
+    async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError> {
+        self.write(ids.to_vec(), |desk, ids| Box::pin(delete_outbox_messages(desk, ids))).await
     }
 
-    async fn bury(&self, letter: DeadLetter) -> Result<(), StoreError> {
-        self.write(letter, |desk, letter| Box::pin(bury(desk, letter))).await
+    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
+        self.write(letter, |desk, letter| Box::pin(insert_dead_letter(desk, letter))).await
     }
 
     async fn dead_letters(
@@ -214,45 +233,54 @@ impl UtpStore for PostgresStore {
     ) -> Result<Vec<DeadLetter>, StoreError> {
         let sql = "SELECT body FROM dead_letters WHERE project = $1 \
                    AND ($2::text IS NULL OR id < $2) ORDER BY id DESC LIMIT $3";
-        self.bodies(sql, &[&project, &before, &limited(limit)]).await
+        self.query_bodies(sql, &[&project, &before, &limit_param(limit)]).await
     }
 
     async fn dead_letter(&self, project: &str, id: &str) -> Result<Option<DeadLetter>, StoreError> {
         let sql = "SELECT body FROM dead_letters WHERE project = $1 AND id = $2";
-        Ok(self.bodies(sql, &[&project, &id]).await?.pop())
+        Ok(self.query_bodies(sql, &[&project, &id]).await?.pop())
     }
 
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.write((before_ms, limit), |desk, given| Box::pin(turns::purge(desk, given))).await
+        self.write((before_ms, limit), |desk, given| Box::pin(turns::purge_utp(desk, given))).await
     }
 }
 
 #[async_trait]
 impl SharedTables for PostgresStore {
-    fn news(&self) -> watch::Receiver<u64> {
-        self.news.clone()
+    fn watch_reports(&self) -> watch::Receiver<u64> {
+        self.report_signal.clone()
     }
 
-    async fn show_command(
+    async fn write_command(
         &self,
         card: Card,
         route: &Route,
         traceparent: &str,
     ) -> Result<(), StoreError> {
         let given = (card, route.clone(), traceparent.to_owned());
-        self.write(given, |desk, given| Box::pin(reports::show(desk, given))).await
+        self.write(given, |desk, given| Box::pin(reports::publish_command_card(desk, given))).await
     }
 
-    async fn written_reports(
+    async fn pending_reports(
         &self,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<WrittenReport>, StoreError> {
-        let lent = self.pool.lend().await?;
-        reports::written(&lent, after, limit).await.map_err(Broke::into_error)
+    ) -> Result<Vec<SharedTableReport>, StoreError> {
+        let lent = self.pool.acquire().await?;
+        reports::list_pending_reports(&lent, after, limit)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
-    async fn judged(&self, number: u64, judged: Judged) -> Result<(), StoreError> {
-        self.write((number, judged), |desk, given| Box::pin(reports::judged(desk, given))).await
+    async fn record_disposition(
+        &self,
+        number: u64,
+        judged: ReportDisposition,
+    ) -> Result<(), StoreError> {
+        self.write((number, judged), |desk, given| {
+            Box::pin(reports::record_report_verdict(desk, given))
+        })
+        .await
     }
 }

@@ -19,56 +19,63 @@ use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use toolcrib::store::StoreError;
 
-use super::lease::{Lease, claim, end, holder};
-use super::link::{Address, Broke, Session};
-use crate::row::Fields;
+use super::lease::{WriterLease, current_backend, terminate_backend, try_lock};
+use super::link::{Connector, Session, SessionError};
+use crate::row::RowReader;
 
 /// Maximum number of changes that share a transaction.
 const MAX_GROUP: usize = 512;
 /// Maximum number of queued changes. More are refused, because they would only wait longer.
-const MAX_WAITING: usize = 65_536;
+const MAX_QUEUED_CHANGES: usize = 65_536;
 /// First and longest delay before an attempt to reconnect.
-const AGAIN_FIRST: Duration = Duration::from_millis(100);
-const AGAIN_MOST: Duration = Duration::from_secs(2);
+const RECONNECT_DELAY_MIN: Duration = Duration::from_millis(100);
+const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// Work in progress on the writer's connection.
-pub(super) type Doing<'a, T> = BoxFuture<'a, Result<T, Broke>>;
+pub(super) type ChangeFuture<'a, T> = BoxFuture<'a, Result<T, SessionError>>;
 
 /// A change, with the channel for its reply. It may have to be made more than once.
 pub(super) trait Change: Send {
     /// Starts the statements that can be pipelined with those of other changes.
-    fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>>;
+    fn start_pipelined<'a>(
+        &'a mut self,
+        desk: &'a WriterConnection,
+    ) -> Option<ChangeFuture<'a, ()>>;
     /// Assigns the numbers that the change needs, before anything is sent.
-    fn number(&mut self, _numbers: &mut Numbers) {}
+    fn assign_numbers(&mut self, _numbers: &mut SequenceCounters) {}
     /// Runs what must run alone, after the pipelined statements of the group.
-    fn run<'a>(&'a mut self, desk: &'a mut Desk) -> Option<Doing<'a, ()>>;
+    fn run_alone<'a>(&'a mut self, desk: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>>;
     /// Sends the result to the caller, after the commit or the failure.
-    fn tell(self: Box<Self>, committed: Result<(), StoreError>);
+    fn reply(self: Box<Self>, committed: Result<(), StoreError>);
 }
 
 /// The last numbers that were assigned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Numbers {
-    pub(super) event: i64,
-    pub(super) place: i64,
+pub(super) struct SequenceCounters {
+    pub(super) last_event: i64,
+    pub(super) last_place: i64,
 }
 
 /// The writer's connection, with its counters and its lease.
-pub(super) struct Desk {
+pub(super) struct WriterConnection {
     pub(super) session: Session,
-    pub(super) numbers: Numbers,
+    pub(super) counters: SequenceCounters,
     /// `None` when this process does not serve the database and therefore assigns no numbers.
-    lease: Option<Lease>,
+    lease: Option<WriterLease>,
 }
 
-impl Desk {
-    pub(super) fn new(session: Session, lease: Option<Lease>, numbers: Numbers) -> Self {
-        Self { session, numbers, lease }
+impl WriterConnection {
+    pub(super) fn new(
+        session: Session,
+        lease: Option<WriterLease>,
+        counters: SequenceCounters,
+    ) -> Self {
+        Self { session, counters, lease }
     }
 
     /// Fails unless this process serves the database: only the server assigns numbers to calls and
     /// events.
-    pub(super) fn may_number(&self) -> Result<(), Broke> {
+    pub(super) fn require_lease(&self) -> Result<(), SessionError> {
         if self.lease.is_some() {
             return Ok(());
         }
@@ -79,10 +86,10 @@ impl Desk {
 
 /// The reason why nothing can be written at present, shared with the senders of changes.
 #[derive(Clone, Default)]
-pub(super) struct Trouble(Arc<Mutex<Option<String>>>);
+pub(super) struct WriterOutage(Arc<Mutex<Option<String>>>);
 
-impl Trouble {
-    fn is(&self) -> Option<String> {
+impl WriterOutage {
+    fn reason(&self) -> Option<String> {
         self.0.lock().clone()
     }
 
@@ -92,25 +99,30 @@ impl Trouble {
 }
 
 /// A handle to the writer task.
-pub(super) struct Writer {
-    line: mpsc::Sender<Box<dyn Change>>,
-    trouble: Trouble,
+pub(super) struct PostgresWriter {
+    queue: mpsc::Sender<Box<dyn Change>>,
+    outage: WriterOutage,
 }
 
-impl Writer {
-    pub(super) fn start(desk: Desk, address: Address) -> Self {
-        let (line, waiting) = mpsc::channel(MAX_WAITING);
-        let trouble = Trouble::default();
-        let clerk = Clerk { desk, address, trouble: trouble.clone(), waiting };
-        tokio::spawn(clerk.work());
-        Self { line, trouble }
+impl PostgresWriter {
+    pub(super) fn start(desk: WriterConnection, address: Connector) -> Self {
+        let (queue, waiting) = mpsc::channel(MAX_QUEUED_CHANGES);
+        let outage = WriterOutage::default();
+        let clerk = WriterTask {
+            connection: desk,
+            connector: address,
+            outage: outage.clone(),
+            queue: waiting,
+        };
+        tokio::spawn(clerk.run());
+        Self { queue, outage }
     }
 
     pub(super) fn send(&self, change: Box<dyn Change>) -> Result<(), StoreError> {
-        if let Some(why) = self.trouble.is() {
+        if let Some(why) = self.outage.reason() {
             return Err(StoreError::Unavailable(why));
         }
-        self.line.try_send(change).map_err(|refused| {
+        self.queue.try_send(change).map_err(|refused| {
             let why = match refused {
                 mpsc::error::TrySendError::Full(_) => "too much waits to be written",
                 mpsc::error::TrySendError::Closed(_) => "the writer has stopped",
@@ -120,192 +132,198 @@ impl Writer {
     }
 }
 
-struct Clerk {
-    desk: Desk,
-    address: Address,
-    trouble: Trouble,
-    waiting: Waiting,
+struct WriterTask {
+    connection: WriterConnection,
+    connector: Connector,
+    outage: WriterOutage,
+    queue: ChangeReceiver,
 }
 
-type Group = Vec<Box<dyn Change>>;
-type Waiting = mpsc::Receiver<Box<dyn Change>>;
+type ChangeGroup = Vec<Box<dyn Change>>;
+type ChangeReceiver = mpsc::Receiver<Box<dyn Change>>;
 
-impl Clerk {
-    async fn work(mut self) {
+impl WriterTask {
+    async fn run(mut self) {
         let mut group = Vec::with_capacity(MAX_GROUP);
-        while self.waiting.recv_many(&mut group, MAX_GROUP).await > 0 {
-            self.commit(std::mem::take(&mut group)).await;
-            if self.desk.session.is_closed() {
+        while self.queue.recv_many(&mut group, MAX_GROUP).await > 0 {
+            self.commit_group(std::mem::take(&mut group)).await;
+            if self.connection.session.is_closed() {
                 self.reconnect().await;
             }
         }
     }
 
     /// Commits a group, or reports to every caller in it why it failed.
-    async fn commit(&mut self, mut group: Group) {
+    async fn commit_group(&mut self, mut group: ChangeGroup) {
         let (began, size) = (Instant::now(), group.len());
         loop {
             // The connection was lost while the writer was idle: no transaction is in flight whose
             // fate has to be determined.
-            if self.desk.session.is_closed() && !self.connect_once().await {
-                let why = self.trouble.is().unwrap_or_default();
-                return refuse(group, &why);
+            if self.connection.session.is_closed() && !self.try_reconnect().await {
+                let why = self.outage.reason().unwrap_or_default();
+                return fail_group(group, &why);
             }
-            let Err(broke) = self.write(&mut group).await else { break };
-            if self.desk.session.is_closed() || broke.is_loss() {
-                tracing::warn!(why = broke.said(), "the connection to PostgreSQL is lost");
-                match self.resolve().await {
-                    Became::Committed => break,
-                    Became::Nothing => continue,
-                    Became::Unknown => {
-                        let why = self.trouble.is().unwrap_or_else(|| UNKNOWN.to_owned());
-                        return refuse(group, &why);
+            let Err(broke) = self.write_group(&mut group).await else { break };
+            if self.connection.session.is_closed() || broke.is_connection_lost() {
+                tracing::warn!(why = broke.message(), "the connection to PostgreSQL is lost");
+                match self.resolve_commit_fate().await {
+                    CommitFate::Committed => break,
+                    CommitFate::RolledBack => continue,
+                    CommitFate::Unknown => {
+                        let why =
+                            self.outage.reason().unwrap_or_else(|| COMMIT_FATE_UNKNOWN.to_owned());
+                        return fail_group(group, &why);
                     }
                 }
             }
-            let _ = self.desk.session.run("ROLLBACK").await;
+            let _ = self.connection.session.batch_execute("ROLLBACK").await;
             if size == 1 {
-                tracing::error!(why = broke.said(), "a change was refused by PostgreSQL");
-                let error = broke.into_error();
-                return group.into_iter().for_each(|one| one.tell(Err(copy(&error))));
+                tracing::error!(why = broke.message(), "a change was refused by PostgreSQL");
+                let error = broke.into_store_error();
+                return group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
             }
-            tracing::debug!(why = broke.said(), size, "retrying the changes of a group separately");
+            tracing::debug!(
+                why = broke.message(),
+                size,
+                "retrying the changes of a group separately"
+            );
             for one in group {
-                Box::pin(self.commit(vec![one])).await;
+                Box::pin(self.commit_group(vec![one])).await;
             }
             return;
         }
         metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
         metrics::histogram!("toolcrib_store_commit_group_size").record(size as f64);
-        group.into_iter().for_each(|one| one.tell(Ok(())));
+        group.into_iter().for_each(|one| one.reply(Ok(())));
     }
 
     /// Commits a group in one transaction. Restores the counters if the transaction fails.
-    async fn write(&mut self, group: &mut [Box<dyn Change>]) -> Result<(), Broke> {
-        let before = self.desk.numbers;
-        let written = self.attempt(group).await;
+    async fn write_group(&mut self, group: &mut [Box<dyn Change>]) -> Result<(), SessionError> {
+        let before = self.connection.counters;
+        let written = self.run_transaction(group).await;
         if written.is_err() {
-            self.desk.numbers = before;
+            self.connection.counters = before;
         }
         written
     }
 
-    async fn attempt(&mut self, group: &mut [Box<dyn Change>]) -> Result<(), Broke> {
-        let mut numbers = self.desk.numbers;
-        group.iter_mut().for_each(|one| one.number(&mut numbers));
-        self.desk.numbers = numbers;
+    async fn run_transaction(&mut self, group: &mut [Box<dyn Change>]) -> Result<(), SessionError> {
+        let mut numbers = self.connection.counters;
+        group.iter_mut().for_each(|one| one.assign_numbers(&mut numbers));
+        self.connection.counters = numbers;
         {
-            let desk = &self.desk;
-            let begun = desk.session.run("BEGIN");
-            let mut sent: Vec<Doing<'_, ()>> = vec![Box::pin(begun)];
-            sent.extend(group.iter_mut().filter_map(|one| one.send(desk)));
+            let desk = &self.connection;
+            let begun = desk.session.batch_execute("BEGIN");
+            let mut sent: Vec<ChangeFuture<'_, ()>> = vec![Box::pin(begun)];
+            sent.extend(group.iter_mut().filter_map(|one| one.start_pipelined(desk)));
             futures::future::try_join_all(sent).await?;
         }
         for one in group.iter_mut() {
-            if let Some(running) = one.run(&mut self.desk) {
+            if let Some(running) = one.run_alone(&mut self.connection) {
                 running.await?;
             }
         }
-        if let Some(lease) = &self.desk.lease {
-            lease.mark(&self.desk.session, self.desk.numbers).await?;
+        if let Some(lease) = &self.connection.lease {
+            lease.record_commit(&self.connection.session, self.connection.counters).await?;
         }
-        self.desk.session.run("COMMIT").await?;
-        if let Some(lease) = &mut self.desk.lease {
+        self.connection.session.batch_execute("COMMIT").await?;
+        if let Some(lease) = &mut self.connection.lease {
             lease.commits += 1;
         }
         Ok(())
     }
 
     /// Determines what became of the transaction in flight when the connection was lost.
-    async fn resolve(&mut self) -> Became {
+    async fn resolve_commit_fate(&mut self) -> CommitFate {
         // The connection may only appear lost from this side: nothing more must happen on it.
-        self.desk.session.hang_up();
-        let Some(lease) = &self.desk.lease else { return Became::Unknown };
+        self.connection.session.abort();
+        let Some(lease) = &self.connection.lease else { return CommitFate::Unknown };
         let counted = lease.commits + 1;
         if !self.reconnect().await {
-            return Became::Unknown;
+            return CommitFate::Unknown;
         }
-        match self.desk.lease.as_ref().is_some_and(|lease| lease.commits == counted) {
-            true => Became::Committed,
-            false => Became::Nothing,
+        match self.connection.lease.as_ref().is_some_and(|lease| lease.commits == counted) {
+            true => CommitFate::Committed,
+            false => CommitFate::RolledBack,
         }
     }
 
     /// Reconnects, with as many attempts as it takes, and fails the changes queued meanwhile.
     /// Returns false when another server has taken over the database or the store is closed.
     async fn reconnect(&mut self) -> bool {
-        let mut pause = AGAIN_FIRST;
-        while !self.connect_once().await {
-            let why = self.trouble.is().unwrap_or_default();
-            refuse(std::iter::from_fn(|| self.waiting.try_recv().ok()).collect(), &why);
-            if why == GONE || self.waiting.is_closed() {
+        let mut pause = RECONNECT_DELAY_MIN;
+        while !self.try_reconnect().await {
+            let why = self.outage.reason().unwrap_or_default();
+            fail_group(std::iter::from_fn(|| self.queue.try_recv().ok()).collect(), &why);
+            if why == LEASE_LOST || self.queue.is_closed() {
                 return false;
             }
             tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(AGAIN_MOST);
+            pause = (pause * 2).min(RECONNECT_DELAY_MAX);
         }
         true
     }
 
     /// Tries once to reconnect, and publishes the result to the senders of changes.
-    async fn connect_once(&mut self) -> bool {
-        if self.trouble.is().as_deref() == Some(GONE) {
+    async fn try_reconnect(&mut self) -> bool {
+        if self.outage.reason().as_deref() == Some(LEASE_LOST) {
             return false;
         }
-        let why = match self.connect_again().await {
+        let why = match self.restore_session().await {
             Ok(true) => None,
-            Ok(false) => Some(GONE.to_owned()),
-            Err(broke) => Some(format!("the connection is lost: {}", broke.said())),
+            Ok(false) => Some(LEASE_LOST.to_owned()),
+            Err(broke) => Some(format!("the connection is lost: {}", broke.message())),
         };
         match &why {
             None => tracing::info!("connected to PostgreSQL again"),
-            Some(why) if self.trouble.is().is_none() => tracing::error!("{why}"),
+            Some(why) if self.outage.reason().is_none() => tracing::error!("{why}"),
             Some(_) => {}
         }
-        self.trouble.set(why.clone());
+        self.outage.set(why.clone());
         why.is_none()
     }
 
-    async fn connect_again(&mut self) -> Result<bool, Broke> {
-        let session = self.address.connect(None).await?;
-        if let Some(lease) = &mut self.desk.lease {
-            if !claim(&session).await? {
-                end(&session, &lease.holder).await?;
+    async fn restore_session(&mut self) -> Result<bool, SessionError> {
+        let session = self.connector.connect(None).await?;
+        if let Some(lease) = &mut self.connection.lease {
+            if !try_lock(&session).await? {
+                terminate_backend(&session, &lease.backend).await?;
                 let why = "the lock of this server's lost connection is still held";
                 return Err(StoreError::Unavailable(why.to_owned()).into());
             }
             let sql = "SELECT owner, commits, last_event, last_place FROM writer";
-            let Some(row) = session.row(sql, &[]).await? else { return Ok(false) };
-            if row.number(0)? != lease.owner {
+            let Some(row) = session.query_first(sql, &[]).await? else { return Ok(false) };
+            if row.integer(0)? != lease.generation {
                 return Ok(false);
             }
-            lease.commits = row.number(1)?;
-            lease.holder = holder(&session).await?;
-            self.desk.numbers = Numbers { event: row.number(2)?, place: row.number(3)? };
+            lease.commits = row.integer(1)?;
+            lease.backend = current_backend(&session).await?;
+            self.connection.counters =
+                SequenceCounters { last_event: row.integer(2)?, last_place: row.integer(3)? };
         }
-        self.desk.session = session;
+        self.connection.session = session;
         Ok(true)
     }
 }
 
 /// The fate of a transaction whose COMMIT was not answered.
-enum Became {
+enum CommitFate {
     Committed,
-    Nothing,
+    RolledBack,
     Unknown,
 }
 
-const UNKNOWN: &str = "the connection was lost before PostgreSQL answered: look whether it was \
+const COMMIT_FATE_UNKNOWN: &str = "the connection was lost before PostgreSQL answered: look whether it was \
      done before you do it again";
-const GONE: &str = "another toolcrib has served this database since the connection was lost; \
+const LEASE_LOST: &str = "another toolcrib has served this database since the connection was lost; \
      restart this one";
 
-fn refuse(group: Group, why: &str) {
+fn fail_group(group: ChangeGroup, why: &str) {
     let error = StoreError::Unavailable(why.to_owned());
-    group.into_iter().for_each(|one| one.tell(Err(copy(&error))));
+    group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
 }
 
-fn copy(error: &StoreError) -> StoreError {
+fn clone_error(error: &StoreError) -> StoreError {
     match error {
         StoreError::Unavailable(why) => StoreError::Unavailable(why.clone()),
         StoreError::Corrupt(why) => StoreError::Corrupt(why.clone()),
@@ -313,43 +331,43 @@ fn copy(error: &StoreError) -> StoreError {
 }
 
 /// A change made by a function that runs alone on the connection, with its input.
-pub(super) struct Job<A, T> {
-    given: A,
-    doing: Work<A, T>,
-    made: Option<T>,
+pub(super) struct FunctionChange<A, T> {
+    input: A,
+    function: ChangeFn<A, T>,
+    output: Option<T>,
     reply: oneshot::Sender<Result<T, StoreError>>,
 }
 
 /// The function of a [`FunctionChange`].
-pub(super) type Work<A, T> = for<'a> fn(&'a mut Desk, &'a A) -> Doing<'a, T>;
+pub(super) type ChangeFn<A, T> = for<'a> fn(&'a mut WriterConnection, &'a A) -> ChangeFuture<'a, T>;
 
-impl<A, T> Job<A, T> {
+impl<A, T> FunctionChange<A, T> {
     pub(super) fn new(
-        given: A,
-        doing: Work<A, T>,
+        input: A,
+        function: ChangeFn<A, T>,
         reply: oneshot::Sender<Result<T, StoreError>>,
     ) -> Self {
-        Self { given, doing, made: None, reply }
+        Self { input, function, output: None, reply }
     }
 }
 
-impl<A: Send + Sync, T: Send> Change for Job<A, T> {
-    fn send<'a>(&'a mut self, _: &'a Desk) -> Option<Doing<'a, ()>> {
+impl<A: Send + Sync, T: Send> Change for FunctionChange<A, T> {
+    fn start_pipelined<'a>(&'a mut self, _: &'a WriterConnection) -> Option<ChangeFuture<'a, ()>> {
         None
     }
 
-    fn run<'a>(&'a mut self, desk: &'a mut Desk) -> Option<Doing<'a, ()>> {
-        let (given, doing, made) = (&self.given, self.doing, &mut self.made);
+    fn run_alone<'a>(&'a mut self, desk: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>> {
+        let (given, doing, made) = (&self.input, self.function, &mut self.output);
         Some(Box::pin(async move {
             *made = Some(doing(desk, given).await?);
             Ok(())
         }))
     }
 
-    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
+    fn reply(self: Box<Self>, committed: Result<(), StoreError>) {
         let gone = || StoreError::Unavailable("the writer has stopped".to_owned());
         // The caller may have gone away; the change is committed all the same.
-        let made = self.made;
+        let made = self.output;
         let _ = self.reply.send(committed.and_then(|()| made.ok_or_else(gone)));
     }
 }

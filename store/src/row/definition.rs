@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 use toolcrib::json::Json;
-use toolcrib::retry::PolicyPatch;
+use toolcrib::retry::ExecutionPolicyPatch;
 use toolcrib::store::StoreError;
-use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+use toolcrib::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 use toolcrib::utp::Binding;
 
 use super::{decode, encode, is_false};
@@ -22,9 +22,9 @@ struct StoredDefinition {
     effect: Effect,
     risk: Risk,
     #[serde(default)]
-    policy: PolicyPatch,
+    policy: ExecutionPolicyPatch,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    fallback: Vec<Alternate>,
+    fallback: Vec<Fallback>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     metadata: Option<Json>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -32,7 +32,7 @@ struct StoredDefinition {
 }
 
 /// Encodes a tool definition as text. Its project and name are columns.
-pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
+pub(crate) fn encode_definition(tool: &ToolDefinition) -> Result<String, StoreError> {
     encode(&StoredDefinition {
         description: tool.description.clone(),
         executor: tool.executor,
@@ -45,18 +45,18 @@ pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
         policy: tool.policy.clone(),
         fallback: tool.fallback.clone(),
         metadata: tool.metadata.clone(),
-        utp: tool.utp.clone(),
+        utp: tool.binding.clone(),
     })
 }
 
 /// Decodes a tool definition from its text.
-pub(crate) fn read_definition(
+pub(crate) fn decode_definition(
     project: String,
     name: String,
     text: &str,
-) -> Result<Definition, StoreError> {
+) -> Result<ToolDefinition, StoreError> {
     let stored: StoredDefinition = decode(text)?;
-    Ok(Definition {
+    Ok(ToolDefinition {
         project: Some(project),
         name,
         description: stored.description,
@@ -70,6 +70,6 @@ pub(crate) fn read_definition(
         policy: stored.policy,
         fallback: stored.fallback,
         metadata: stored.metadata,
-        utp: stored.utp,
+        binding: stored.utp,
     })
 }

@@ -1,77 +1,77 @@
 //! Reads the parts of the directory from rows.
 
-use toolcrib::directory::{AuditEntry, Client, Key, Offer, Project, Upstream};
-use toolcrib::policy::{Rule, Verdict};
+use toolcrib::directory::{ApiKey, AuditEntry, Client, Project, ToolOffer, Upstream};
+use toolcrib::policy::{AccessRule, RuleVerdict};
 use toolcrib::store::StoreError;
-use toolcrib::tool::Definition;
+use toolcrib::tool::ToolDefinition;
 
-use super::{Fields, decode, read_definition};
+use super::{RowReader, decode, decode_definition};
 
 /// Reads `project, client_id, owner, registered_ms`.
-pub(crate) fn read_client(row: &impl Fields) -> Result<Client, StoreError> {
+pub(crate) fn read_client(row: &impl RowReader) -> Result<Client, StoreError> {
     Ok(Client {
         project: row.text(0)?,
         client_id: row.text(1)?,
         owner: row.text(2)?,
-        registered_ms: row.whole(3)?,
+        registered_ms: row.unsigned(3)?,
     })
 }
 
 /// Reads `project, tool, client_id`.
-pub(crate) fn read_offer(row: &impl Fields) -> Result<Offer, StoreError> {
-    Ok(Offer { project: row.text(0)?, tool: row.text(1)?, client_id: row.text(2)? })
+pub(crate) fn read_offer(row: &impl RowReader) -> Result<ToolOffer, StoreError> {
+    Ok(ToolOffer { project: row.text(0)?, tool: row.text(1)?, client_id: row.text(2)? })
 }
 
 /// Reads `project, agent, pattern, verdict`.
-pub(crate) fn read_rule(row: &impl Fields) -> Result<Rule, StoreError> {
+pub(crate) fn read_rule(row: &impl RowReader) -> Result<AccessRule, StoreError> {
     let allow = row.text(3)? == "allow";
-    Ok(Rule {
+    Ok(AccessRule {
         project: row.text(0)?,
         agent: row.text(1)?,
         pattern: row.text(2)?,
-        verdict: if allow { Verdict::Allow } else { Verdict::Deny },
+        verdict: if allow { RuleVerdict::Allow } else { RuleVerdict::Deny },
     })
 }
 
 /// Reads `id, digest, project, agent, role, created_ms, revoked_ms`.
-pub(crate) fn read_key(row: &impl Fields) -> Result<Key, StoreError> {
+pub(crate) fn read_key(row: &impl RowReader) -> Result<ApiKey, StoreError> {
     let role = row.text(4)?;
-    Ok(Key {
+    Ok(ApiKey {
         id: row.text(0)?,
         digest: row.text(1)?,
         project: row.text(2)?,
         agent: row.text(3)?,
         role: role.parse().map_err(|()| StoreError::Corrupt(format!("role {role}")))?,
-        created_ms: row.whole(5)?,
-        revoked_ms: row.maybe_whole(6)?,
+        created_ms: row.unsigned(5)?,
+        revoked_ms: row.optional_unsigned(6)?,
     })
 }
 
 /// Reads `id, title, created_ms`.
-pub(crate) fn read_project(row: &impl Fields) -> Result<Project, StoreError> {
-    Ok(Project { id: row.text(0)?, title: row.text(1)?, created_ms: row.whole(2)? })
+pub(crate) fn read_project(row: &impl RowReader) -> Result<Project, StoreError> {
+    Ok(Project { id: row.text(0)?, title: row.text(1)?, created_ms: row.unsigned(2)? })
 }
 
 /// Reads `project, name, definition`.
-pub(crate) fn read_tool(row: &impl Fields) -> Result<Definition, StoreError> {
-    read_definition(row.text(0)?, row.text(1)?, &row.text(2)?)
+pub(crate) fn read_tool(row: &impl RowReader) -> Result<ToolDefinition, StoreError> {
+    decode_definition(row.text(0)?, row.text(1)?, &row.text(2)?)
 }
 
 /// Reads `project, name, kind, settings, added_ms`.
-pub(crate) fn read_upstream(row: &impl Fields) -> Result<Upstream, StoreError> {
+pub(crate) fn read_upstream(row: &impl RowReader) -> Result<Upstream, StoreError> {
     Ok(Upstream {
         project: row.text(0)?,
         name: row.text(1)?,
         kind: row.text(2)?,
         settings: decode(&row.text(3)?)?,
-        added_ms: row.whole(4)?,
+        added_ms: row.unsigned(4)?,
     })
 }
 
 /// Reads `at_ms, project, agent, action, subject, reason`.
-pub(crate) fn read_audit(row: &impl Fields) -> Result<AuditEntry, StoreError> {
+pub(crate) fn read_audit(row: &impl RowReader) -> Result<AuditEntry, StoreError> {
     Ok(AuditEntry {
-        at_ms: row.whole(0)?,
+        at_ms: row.unsigned(0)?,
         project: row.text(1)?,
         agent: row.text(2)?,
         action: row.text(3)?,

@@ -6,24 +6,24 @@ use toolcrib::id::CallId;
 use toolcrib::store::StoreError;
 
 /// A row of a query. The columns have the same order in both databases.
-pub(crate) trait Fields {
+pub(crate) trait RowReader {
     fn text(&self, n: usize) -> Result<String, StoreError>;
-    fn maybe_text(&self, n: usize) -> Result<Option<String>, StoreError>;
-    fn number(&self, n: usize) -> Result<i64, StoreError>;
-    fn maybe_number(&self, n: usize) -> Result<Option<i64>, StoreError>;
+    fn optional_text(&self, n: usize) -> Result<Option<String>, StoreError>;
+    fn integer(&self, n: usize) -> Result<i64, StoreError>;
+    fn optional_integer(&self, n: usize) -> Result<Option<i64>, StoreError>;
 
     /// Returns a timestamp, a version or an event number.
-    fn whole(&self, n: usize) -> Result<u64, StoreError> {
-        self.number(n).map(|number| number as u64)
+    fn unsigned(&self, n: usize) -> Result<u64, StoreError> {
+        self.integer(n).map(|number| number as u64)
     }
 
-    fn maybe_whole(&self, n: usize) -> Result<Option<u64>, StoreError> {
-        Ok(self.maybe_number(n)?.map(|number| number as u64))
+    fn optional_unsigned(&self, n: usize) -> Result<Option<u64>, StoreError> {
+        Ok(self.optional_integer(n)?.map(|number| number as u64))
     }
 
     /// Returns a value that fits into 32 bits, such as a counter.
     fn count(&self, n: usize) -> Result<u32, StoreError> {
-        let number = self.number(n)?;
+        let number = self.integer(n)?;
         u32::try_from(number).map_err(|_| StoreError::Corrupt(format!("a count of {number}")))
     }
 
@@ -33,49 +33,49 @@ pub(crate) trait Fields {
     }
 }
 
-fn of_sqlite<T: FromSql>(row: &rusqlite::Row<'_>, n: usize) -> Result<T, StoreError> {
+fn get_sqlite<T: FromSql>(row: &rusqlite::Row<'_>, n: usize) -> Result<T, StoreError> {
     row.get(n).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
-impl Fields for rusqlite::Row<'_> {
+impl RowReader for rusqlite::Row<'_> {
     fn text(&self, n: usize) -> Result<String, StoreError> {
-        of_sqlite(self, n)
+        get_sqlite(self, n)
     }
 
-    fn maybe_text(&self, n: usize) -> Result<Option<String>, StoreError> {
-        of_sqlite(self, n)
+    fn optional_text(&self, n: usize) -> Result<Option<String>, StoreError> {
+        get_sqlite(self, n)
     }
 
-    fn number(&self, n: usize) -> Result<i64, StoreError> {
-        of_sqlite(self, n)
+    fn integer(&self, n: usize) -> Result<i64, StoreError> {
+        get_sqlite(self, n)
     }
 
-    fn maybe_number(&self, n: usize) -> Result<Option<i64>, StoreError> {
-        of_sqlite(self, n)
+    fn optional_integer(&self, n: usize) -> Result<Option<i64>, StoreError> {
+        get_sqlite(self, n)
     }
 }
 
-fn of_postgres<'a, T: tokio_postgres::types::FromSql<'a>>(
+fn get_postgres<'a, T: tokio_postgres::types::FromSql<'a>>(
     row: &'a tokio_postgres::Row,
     n: usize,
 ) -> Result<T, StoreError> {
     row.try_get(n).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
-impl Fields for tokio_postgres::Row {
+impl RowReader for tokio_postgres::Row {
     fn text(&self, n: usize) -> Result<String, StoreError> {
-        of_postgres(self, n)
+        get_postgres(self, n)
     }
 
-    fn maybe_text(&self, n: usize) -> Result<Option<String>, StoreError> {
-        of_postgres(self, n)
+    fn optional_text(&self, n: usize) -> Result<Option<String>, StoreError> {
+        get_postgres(self, n)
     }
 
-    fn number(&self, n: usize) -> Result<i64, StoreError> {
-        of_postgres(self, n)
+    fn integer(&self, n: usize) -> Result<i64, StoreError> {
+        get_postgres(self, n)
     }
 
-    fn maybe_number(&self, n: usize) -> Result<Option<i64>, StoreError> {
-        of_postgres(self, n)
+    fn optional_integer(&self, n: usize) -> Result<Option<i64>, StoreError> {
+        get_postgres(self, n)
     }
 }

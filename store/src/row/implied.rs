@@ -1,23 +1,23 @@
 //! Events that need no row because the row of their call contains the same facts.
 
 use serde_json::Value;
-use toolcrib::event::{Kind, Record};
+use toolcrib::event::{EventKind, EventRecord};
 
 /// An event that follows from the row of its call: the request, or the start of the first attempt.
 /// Nearly every call has both, so implying them saves nearly every call two rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Implied {
+pub(crate) enum ImpliedEvent {
     Requested,
     Started,
     /// The end of a call that had already finished when it was first stored.
     Finished,
 }
 
-impl Implied {
+impl ImpliedEvent {
     pub(crate) const ALL: [Self; 3] = [Self::Requested, Self::Started, Self::Finished];
 
     /// Returns the code that follows the event's number in the call's event list.
-    pub(crate) fn letter(self) -> char {
+    pub(crate) fn code(self) -> char {
         match self {
             Self::Requested => 'r',
             Self::Started => 's',
@@ -27,7 +27,7 @@ impl Implied {
 }
 
 /// The facts in a call's row from which its events follow.
-pub(crate) struct Facts<'a> {
+pub(crate) struct CallEventFacts<'a> {
     pub(crate) tool_name: &'a str,
     pub(crate) args_bytes: usize,
     pub(crate) created_ms: u64,
@@ -37,31 +37,31 @@ pub(crate) struct Facts<'a> {
     pub(crate) result_bytes: Option<usize>,
 }
 
-impl Facts<'_> {
+impl CallEventFacts<'_> {
     /// Returns the implied event that equals this record, if the call's row contains all its facts.
     /// The facts are compared one by one: building the implied events only to compare them would
     /// dominate the cost of a call.
-    pub(super) fn implies(&self, record: &Record) -> Option<Implied> {
+    pub(super) fn find_implied(&self, record: &EventRecord) -> Option<ImpliedEvent> {
         let says = |name: &str| record.data.get(name);
         let number = |name: &str, value: u64| says(name).and_then(Value::as_u64) == Some(value);
         let same_tool = says("tool").and_then(Value::as_str) == Some(self.tool_name);
         let (facts, at_ms, attempt) = (record.data.len(), record.at_ms, record.attempt);
         let (implied, same) = match record.kind {
-            Kind::Requested => {
+            EventKind::Requested => {
                 let same = (facts, at_ms, attempt) == (2, self.created_ms, 0);
-                (Implied::Requested, same && number("args_bytes", self.args_bytes as u64))
+                (ImpliedEvent::Requested, same && number("args_bytes", self.args_bytes as u64))
             }
-            Kind::Started => {
+            EventKind::Started => {
                 let same = (facts, Some(at_ms), attempt) == (1, self.started_ms, 1);
-                (Implied::Started, same)
+                (ImpliedEvent::Started, same)
             }
-            Kind::Finished => {
+            EventKind::Finished => {
                 let latency_ms = at_ms.saturating_sub(self.created_ms);
                 let same = (facts, Some(at_ms), attempt) == (4, self.completed_ms, 1)
                     && number("latency_ms", latency_ms)
                     && number("queue_ms", self.queue_ms())
                     && number("result_bytes", self.result_bytes? as u64);
-                (Implied::Finished, same)
+                (ImpliedEvent::Finished, same)
             }
             _ => return None,
         };
@@ -74,21 +74,22 @@ impl Facts<'_> {
     }
 
     /// Builds the record of an implied event; `None` when the row lacks a needed fact.
-    pub(crate) fn record(&self, implied: Implied) -> Option<Record> {
+    pub(crate) fn build_record(&self, implied: ImpliedEvent) -> Option<EventRecord> {
         match implied {
-            Implied::Requested => Some(
-                Record::new(Kind::Requested, self.created_ms, 0)
+            ImpliedEvent::Requested => Some(
+                EventRecord::new(EventKind::Requested, self.created_ms, 0)
                     .with("tool", self.tool_name)
                     .with("args_bytes", self.args_bytes),
             ),
-            Implied::Started => {
-                Some(Record::new(Kind::Started, self.started_ms?, 1).with("tool", self.tool_name))
-            }
-            Implied::Finished => {
+            ImpliedEvent::Started => Some(
+                EventRecord::new(EventKind::Started, self.started_ms?, 1)
+                    .with("tool", self.tool_name),
+            ),
+            ImpliedEvent::Finished => {
                 let completed_ms = self.completed_ms?;
                 let latency_ms = completed_ms.saturating_sub(self.created_ms);
                 Some(
-                    Record::new(Kind::Finished, completed_ms, 1)
+                    EventRecord::new(EventKind::Finished, completed_ms, 1)
                         .with("latency_ms", latency_ms)
                         .with("queue_ms", self.queue_ms())
                         .with("tool", self.tool_name)

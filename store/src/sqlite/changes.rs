@@ -3,24 +3,24 @@
 use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::call::Call;
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, IdempotencyKey, Purged, Saved};
+use toolcrib::store::{CreateCallResult, IdempotencyKey, PurgeResult, SaveResult};
 
-use super::history::marks;
-use super::newcomers::numbers;
-use super::writer::Desk;
+use super::history::parse_event_refs;
+use super::newcomers::format_event_refs;
+use super::writer::WriterThread;
 use super::{loops, runs};
-use crate::row::{CALL_COLUMNS, CallRow, RecordRow, read_call};
+use crate::row::{CALL_COLUMNS, CallRow, EventRow, read_call};
 
-impl Desk {
+impl WriterThread {
     pub(super) fn create(
         &mut self,
         row: &CallRow,
-        records: &[RecordRow],
+        records: &[EventRow],
         key: Option<&IdempotencyKey>,
-    ) -> rusqlite::Result<Created> {
+    ) -> rusqlite::Result<CreateCallResult> {
         let call = &row.call;
         if let Some(key) = key
-            && let Some(known) = used(&self.connection, &call.project, key)?
+            && let Some(known) = find_by_idempotency_key(&self.connection, &call.project, key)?
         {
             return Ok(known);
         }
@@ -30,30 +30,34 @@ impl Desk {
                 .prepare_cached("INSERT INTO idempotency_keys VALUES (?1, ?2, ?3, ?4, ?5)")?
                 .execute(params![call.project, key.agent, key.key, key.fingerprint, place])?;
         }
-        self.created(place, call, records)?;
-        Ok(Created::New)
+        self.finish_insert(place, call, records)?;
+        Ok(CreateCallResult::New)
     }
 
     /// Completes the insert of a call at this place: its events, task and delivery.
-    pub(super) fn created(
+    pub(super) fn finish_insert(
         &mut self,
         place: i64,
         call: &Call,
-        records: &[RecordRow],
+        records: &[EventRow],
     ) -> rusqlite::Result<()> {
         if call.completed_ms.is_none() {
-            self.opened.push((place, call.id.clone()));
-            self.places.insert(call.id.clone(), (call.project.as_str().into(), place));
+            self.opened_in_group.push((place, call.id.clone()));
+            self.open_call_places.insert(call.id.clone(), (call.project.as_str().into(), place));
         }
-        self.record(place, records)?;
-        self.add_extras(call, place)
+        self.insert_events(place, records)?;
+        self.insert_task_and_delivery(call, place)
     }
 
-    pub(super) fn save(&mut self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<Saved> {
+    pub(super) fn save(
+        &mut self,
+        row: &CallRow,
+        records: &[EventRow],
+    ) -> rusqlite::Result<SaveResult> {
         let call = &row.call;
         let before = call.version as i64 - 1;
-        let Some(place) = self.place_of(&call.project, &call.id)? else {
-            return Ok(Saved::Stale);
+        let Some(place) = self.find_place(&call.project, &call.id)? else {
+            return Ok(SaveResult::Conflict);
         };
         let saved = self
             .connection
@@ -72,38 +76,38 @@ impl Desk {
                 row.result.as_ref().map(|result| result.text()),
                 row.error,
                 row.state,
-                numbers(self.last_number, records),
+                format_event_refs(self.last_event_number, records),
                 place,
                 before,
             ])?;
         if saved == 0 {
-            return Ok(Saved::Stale);
+            return Ok(SaveResult::Conflict);
         }
         if let Some(ended_ms) = call.completed_ms {
-            self.ended.push((place, call.id.clone()));
-            if call.asked.callback_url.is_some() {
-                self.make_due(place, ended_ms)?;
+            self.ended_in_group.push((place, call.id.clone()));
+            if call.origin.callback_url.is_some() {
+                self.mark_delivery_due(place, ended_ms)?;
             }
         }
-        self.record(place, records)?;
-        Ok(Saved::Yes)
+        self.insert_events(place, records)?;
+        Ok(SaveResult::Saved)
     }
 
     pub(super) fn append(
         &mut self,
         project: &str,
         id: &CallId,
-        records: &[RecordRow],
+        records: &[EventRow],
     ) -> rusqlite::Result<()> {
-        let Some(place) = self.place_of(project, id)? else { return Ok(()) };
+        let Some(place) = self.find_place(project, id)? else { return Ok(()) };
         self.connection
             .prepare_cached("UPDATE calls SET events = events || ?1 WHERE place = ?2")?
-            .execute(params![numbers(self.last_number, records), place])?;
-        self.record(place, records)
+            .execute(params![format_event_refs(self.last_event_number, records), place])?;
+        self.insert_events(place, records)
     }
 
     /// Writes a value that has no reader.
-    pub(super) fn check(&self) -> rusqlite::Result<()> {
+    pub(super) fn write_probe(&self) -> rusqlite::Result<()> {
         self.connection
             .prepare_cached(
                 "INSERT INTO counters VALUES ('checks', 1) \
@@ -114,8 +118,8 @@ impl Desk {
     }
 
     /// Finds the place of a call. The places of open calls that this writer inserted are in memory.
-    fn place_of(&self, project: &str, id: &CallId) -> rusqlite::Result<Option<i64>> {
-        if let Some((owner, place)) = self.places.get(id)
+    fn find_place(&self, project: &str, id: &CallId) -> rusqlite::Result<Option<i64>> {
+        if let Some((owner, place)) = self.open_call_places.get(id)
             && **owner == *project
         {
             return Ok(Some(*place));
@@ -127,16 +131,16 @@ impl Desk {
     }
 
     /// Assigns numbers to the events, and inserts those that their call's row does not imply.
-    fn record(&mut self, place: i64, records: &[RecordRow]) -> rusqlite::Result<()> {
+    fn insert_events(&mut self, place: i64, records: &[EventRow]) -> rusqlite::Result<()> {
         for record in records {
-            self.last_number += 1;
+            self.last_event_number += 1;
             if record.implied.is_some() {
                 continue;
             }
             self.connection
                 .prepare_cached("INSERT INTO events VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?
                 .execute(params![
-                self.last_number,
+                self.last_event_number,
                 place,
                 record.kind,
                 record.at_ms,
@@ -149,7 +153,11 @@ impl Desk {
 
     /// Deletes ended calls. Scans the calls in insertion order up to the first that is too young: a
     /// call that ended before a time was also created before it.
-    pub(super) fn purge(&mut self, ended_before_ms: u64, limit: usize) -> rusqlite::Result<Purged> {
+    pub(super) fn purge(
+        &mut self,
+        ended_before_ms: u64,
+        limit: usize,
+    ) -> rusqlite::Result<PurgeResult> {
         let before_ms = i64::try_from(ended_before_ms).unwrap_or(i64::MAX);
         let mut places = Vec::new();
         {
@@ -172,7 +180,7 @@ impl Desk {
                 .connection
                 .prepare_cached("SELECT events FROM calls WHERE place = ?1")?
                 .query_row([place], |row| row.get(0))?;
-            for mark in marks(&list) {
+            for mark in parse_event_refs(&list) {
                 self.connection
                     .prepare_cached("DELETE FROM events WHERE number = ?1")?
                     .execute([mark.number as i64])?;
@@ -190,7 +198,7 @@ impl Desk {
         }
         self.connection
             .prepare_cached("INSERT OR REPLACE INTO counters VALUES ('last_event', ?1)")?
-            .execute([self.last_number])?;
+            .execute([self.last_event_number])?;
         let audited = self
             .connection
             .prepare_cached(
@@ -198,8 +206,8 @@ impl Desk {
                  WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
             )?
             .execute(params![before_ms, limit as i64])?;
-        let runs = runs::purge(&self.connection, before_ms, limit)?;
-        let loops = loops::purge(&self.connection, before_ms, limit)?;
+        let runs = runs::purge_run_tools(&self.connection, before_ms, limit)?;
+        let loops = loops::purge_runs(&self.connection, before_ms, limit)?;
         // SQLite reuses the places of the newest calls after they are purged: the low watermark
         // must not be ahead of them.
         self.connection
@@ -210,16 +218,16 @@ impl Desk {
             .execute([])?;
         let calls = places.len();
         let more = [calls, audited, runs, loops].contains(&limit);
-        Ok(Purged { calls, more })
+        Ok(PurgeResult { calls, has_more: more })
     }
 }
 
 /// Returns the call that was created with this idempotency key, if there is one.
-pub(super) fn used(
+pub(super) fn find_by_idempotency_key(
     connection: &Connection,
     project: &str,
     key: &IdempotencyKey,
-) -> rusqlite::Result<Option<Created>> {
+) -> rusqlite::Result<Option<CreateCallResult>> {
     let used: Option<(String, i64)> = connection
         .prepare_cached(
             "SELECT fingerprint, place FROM idempotency_keys \
@@ -234,7 +242,7 @@ pub(super) fn used(
     let row = rows.next()?.ok_or(rusqlite::Error::QueryReturnedNoRows)?;
     let (_, call) = read_call(row).map_err(|_| rusqlite::Error::InvalidQuery)?;
     if fingerprint != key.fingerprint {
-        return Ok(Some(Created::Mismatch(call.id)));
+        return Ok(Some(CreateCallResult::Mismatch(call.id)));
     }
-    Ok(Some(Created::Replayed(Box::new(call))))
+    Ok(Some(CreateCallResult::Replayed(Box::new(call))))
 }

@@ -3,23 +3,23 @@
 
 use rusqlite::{Connection, OptionalExtension, ToSql, params};
 use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, KEPT_TRIES, Try};
+use toolcrib::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
 use toolcrib::id::CallId;
-use toolcrib::store::{DeliveryFilter, Saved, StoreError};
+use toolcrib::store::{DeliveryFilter, SaveResult, StoreError};
 
-use super::reader::collect;
-use super::writer::Desk;
+use super::reader::query_map;
+use super::writer::WriterThread;
 use crate::row::{DELIVERY_COLUMNS as COLUMNS, read_delivery as read, read_try};
 
-impl Desk {
+impl WriterThread {
     /// Inserts the task and the delivery that belong to a new call.
-    pub(super) fn add_extras(&self, call: &Call, place: i64) -> rusqlite::Result<()> {
-        if call.asked.background {
+    pub(super) fn insert_task_and_delivery(&self, call: &Call, place: i64) -> rusqlite::Result<()> {
+        if call.origin.background {
             self.connection
                 .prepare_cached("INSERT INTO tasks VALUES (?1, ?2, ?3)")?
                 .execute(params![call.project, call.id.as_str(), place])?;
         }
-        let Some(delivery) = Delivery::of(call) else { return Ok(()) };
+        let Some(delivery) = Delivery::for_call(call) else { return Ok(()) };
         let sql = format!(
             "INSERT INTO deliveries ({COLUMNS}, place) \
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)"
@@ -30,7 +30,7 @@ impl Desk {
             delivery.url,
             delivery.status.as_str(),
             delivery.due_ms.map(|ms| ms as i64),
-            delivery.tries,
+            delivery.attempts,
             delivery.failures,
             delivery.last_error,
             delivery.version as i64,
@@ -40,7 +40,7 @@ impl Desk {
     }
 
     /// Marks the delivery of the call at this place as due: the call has ended.
-    pub(super) fn make_due(&self, place: i64, at_ms: u64) -> rusqlite::Result<()> {
+    pub(super) fn mark_delivery_due(&self, place: i64, at_ms: u64) -> rusqlite::Result<()> {
         self.connection
             .prepare_cached(
                 "UPDATE deliveries SET status = 'pending', due_ms = ?1, version = version + 1 \
@@ -53,8 +53,8 @@ impl Desk {
     pub(super) fn save_delivery(
         &self,
         delivery: &Delivery,
-        tried: Option<&Try>,
-    ) -> rusqlite::Result<Saved> {
+        tried: Option<&DeliveryAttempt>,
+    ) -> rusqlite::Result<SaveResult> {
         let place: Option<i64> = self
             .connection
             .prepare_cached(
@@ -66,7 +66,7 @@ impl Desk {
                 params![
                     delivery.status.as_str(),
                     delivery.due_ms.map(|ms| ms as i64),
-                    delivery.tries,
+                    delivery.attempts,
                     delivery.failures,
                     delivery.last_error,
                     delivery.version as i64,
@@ -76,7 +76,7 @@ impl Desk {
                 |row| row.get(0),
             )
             .optional()?;
-        let Some(place) = place else { return Ok(Saved::Stale) };
+        let Some(place) = place else { return Ok(SaveResult::Conflict) };
         if let Some(tried) = tried {
             self.connection
                 .prepare_cached("INSERT INTO tries VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?
@@ -90,13 +90,16 @@ impl Desk {
                 ])?;
             self.connection
                 .prepare_cached("DELETE FROM tries WHERE place = ?1 AND number <= ?2")?
-                .execute(params![place, i64::from(tried.number) - i64::from(KEPT_TRIES)])?;
+                .execute(params![
+                    place,
+                    i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS)
+                ])?;
         }
-        Ok(Saved::Yes)
+        Ok(SaveResult::Saved)
     }
 }
 
-pub(super) fn pending(
+pub(super) fn list_pending(
     connection: &Connection,
     after: Option<&(u64, CallId)>,
     limit: usize,
@@ -108,7 +111,7 @@ pub(super) fn pending(
          ORDER BY due_ms, call_id LIMIT ?3"
     );
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    collect(connection, &sql, params![after_ms, after_id, limit], |row| read(row))
+    query_map(connection, &sql, params![after_ms, after_id, limit], |row| read(row))
 }
 
 pub(super) fn list(
@@ -128,20 +131,20 @@ pub(super) fn list(
     let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
     sql.push_str(&format!(" ORDER BY call_id DESC LIMIT {limit}"));
     let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
-    collect(connection, &sql, &bound, |row| read(row))
+    query_map(connection, &sql, &bound, |row| read(row))
 }
 
-pub(super) fn one(
+pub(super) fn find_delivery(
     connection: &Connection,
     project: &str,
     id: &CallId,
-) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError> {
     let sql = format!("SELECT {COLUMNS} FROM deliveries WHERE project = ?1 AND call_id = ?2");
-    let found = collect(connection, &sql, params![project, id.as_str()], |row| read(row))?.pop();
+    let found = query_map(connection, &sql, params![project, id.as_str()], |row| read(row))?.pop();
     let Some(delivery) = found else { return Ok(None) };
     let sql = "SELECT number, at_ms, duration_ms, status_code, error FROM tries \
                WHERE place = (SELECT place FROM deliveries WHERE project = ?1 AND call_id = ?2) \
                ORDER BY number";
-    let tries = collect(connection, sql, params![project, id.as_str()], |row| read_try(row))?;
+    let tries = query_map(connection, sql, params![project, id.as_str()], |row| read_try(row))?;
     Ok(Some((delivery, tries)))
 }

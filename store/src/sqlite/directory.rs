@@ -1,90 +1,94 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
 use rusqlite::{Connection, Row, params};
-use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Others, Project};
+use toolcrib::directory::{
+    ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
+};
 use toolcrib::json::Json;
-use toolcrib::store::{Saved, StoreError};
-use toolcrib::tool::Definition;
-use toolcrib::utp::Member;
+use toolcrib::store::{SaveResult, StoreError};
+use toolcrib::tool::ToolDefinition;
+use toolcrib::utp::AgentEntry;
 
-use super::reader::{collect, failed};
+use super::reader::{query_map, to_store_error};
 use super::upstreams;
 use crate::row::{
-    Fields, decode, definition_text, read_audit, read_client, read_key, read_offer, read_project,
-    read_rule, read_tool,
+    RowReader, decode, encode_definition, read_audit, read_client, read_key, read_offer,
+    read_project, read_rule, read_tool,
 };
 
-pub(super) fn version(connection: &Connection) -> Result<u64, StoreError> {
+pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
     connection
         .prepare_cached("SELECT value FROM counters WHERE name = 'directory_version'")
         .and_then(|mut select| select.query_row([], |row| row.get::<_, i64>(0)))
         .map(|version| version as u64)
-        .map_err(|error| failed(&error))
+        .map_err(|error| to_store_error(&error))
 }
 
 /// Loads the whole directory from one snapshot.
 pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
-    let moment = connection.unchecked_transaction().map_err(|error| failed(&error))?;
+    let moment = connection.unchecked_transaction().map_err(|error| to_store_error(&error))?;
     let directory = Directory {
-        version: version(&moment)?,
+        version: read_version(&moment)?,
         tools: tools(&moment)?,
         projects: projects(&moment)?,
         roster: roster(&moment)?,
-        clients: all(
+        clients: query_rows(
             &moment,
             "SELECT project, client_id, owner, registered_ms FROM clients",
             |row| read_client(row),
         )?,
-        offers: all(&moment, "SELECT project, tool, client_id FROM offers", |row| read_offer(row))?,
+        offers: query_rows(&moment, "SELECT project, tool, client_id FROM offers", |row| {
+            read_offer(row)
+        })?,
         keys: keys(&moment)?,
-        rules: all(&moment, "SELECT project, agent, pattern, verdict FROM rules", |row| {
+        rules: query_rows(&moment, "SELECT project, agent, pattern, verdict FROM rules", |row| {
             read_rule(row)
         })?,
-        upstreams: upstreams::all(&moment)?,
+        upstreams: upstreams::list_upstreams(&moment)?,
     };
     Ok(directory)
 }
 
-fn all<T>(
+fn query_rows<T>(
     connection: &Connection,
     sql: &str,
     read: impl Fn(&Row<'_>) -> Result<T, StoreError>,
 ) -> Result<Vec<T>, StoreError> {
-    collect(connection, sql, &[], read)
+    query_map(connection, sql, &[], read)
 }
 
-const TOOLS: &str = "SELECT project, name, definition FROM tools UNION ALL \
+const TOOLS_SQL: &str = "SELECT project, name, definition FROM tools UNION ALL \
      SELECT project, name, definition FROM project_tools UNION ALL \
      SELECT project, name, definition FROM upstream_tools";
 
 fn projects(connection: &Connection) -> Result<Vec<Project>, StoreError> {
-    all(connection, "SELECT id, title, created_ms FROM projects ORDER BY id", |row| {
+    query_rows(connection, "SELECT id, title, created_ms FROM projects ORDER BY id", |row| {
         read_project(row)
     })
 }
 
-fn roster(connection: &Connection) -> Result<Vec<Member>, StoreError> {
+fn roster(connection: &Connection) -> Result<Vec<AgentEntry>, StoreError> {
     let sql = "SELECT project, agent_id, worker_target, profile, allowed_tools, updated_ms \
                FROM roster ORDER BY project, agent_id";
-    all(connection, sql, |row| {
-        let (profile, allowed) = (row.maybe_text(3)?, row.maybe_text(4)?);
-        Ok(Member {
+    query_rows(connection, sql, |row| {
+        let (profile, allowed) = (row.optional_text(3)?, row.optional_text(4)?);
+        Ok(AgentEntry {
             project: row.text(0)?,
             agent_id: row.text(1)?,
             worker_target: row.text(2)?,
             profile: profile.map(|text| Json::parse(&text)).transpose().unwrap_or_default(),
             allowed_tools: allowed.map(|text| decode(&text)).transpose()?,
-            updated_ms: row.whole(5)?,
+            updated_ms: row.unsigned(5)?,
         })
     })
 }
 
 fn put_tool(
     connection: &Connection,
-    tool: &Definition,
+    tool: &ToolDefinition,
     at_ms: Option<i64>,
 ) -> rusqlite::Result<()> {
-    let text = definition_text(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
+    let text = encode_definition(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
     retire_versions(connection, tool.project.as_deref().unwrap_or_default(), &tool.name, at_ms)?;
     for sql in [
         "INSERT OR REPLACE INTO project_tools VALUES (?1, ?2, ?3, ?4)",
@@ -111,7 +115,7 @@ fn retire_versions(
     Ok(())
 }
 
-fn put_member(connection: &Connection, member: &Member) -> rusqlite::Result<()> {
+fn put_agent_entry(connection: &Connection, member: &AgentEntry) -> rusqlite::Result<()> {
     let allowed = member.allowed_tools.as_ref().map(serde_json::to_string).transpose();
     connection.execute(
         "INSERT OR REPLACE INTO roster VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
@@ -127,41 +131,41 @@ fn put_member(connection: &Connection, member: &Member) -> rusqlite::Result<()> 
     Ok(())
 }
 
-fn tools(connection: &Connection) -> Result<Vec<Definition>, StoreError> {
-    all(connection, TOOLS, |row| read_tool(row))
+fn tools(connection: &Connection) -> Result<Vec<ToolDefinition>, StoreError> {
+    query_rows(connection, TOOLS_SQL, |row| read_tool(row))
 }
 
-fn keys(connection: &Connection) -> Result<Vec<Key>, StoreError> {
+fn keys(connection: &Connection) -> Result<Vec<ApiKey>, StoreError> {
     let sql = "SELECT id, digest, project, agent, role, created_ms, revoked_ms FROM keys \
                ORDER BY id";
-    all(connection, sql, |row| read_key(row))
+    query_rows(connection, sql, |row| read_key(row))
 }
 
 /// Applies a change to the projects, their own tools or their roster of agents.
-fn change_project(
+fn apply_project_change(
     connection: &Connection,
-    change: &Change,
+    change: &DirectoryChange,
     at_ms: Option<i64>,
 ) -> rusqlite::Result<()> {
     match change {
-        Change::AddProject(project) => {
+        DirectoryChange::AddProject(project) => {
             connection.execute(
                 "INSERT OR IGNORE INTO projects VALUES (?1, ?2, ?3)",
                 params![project.id, project.title, project.created_ms as i64],
             )?;
         }
-        Change::PutTools(tools) => {
+        DirectoryChange::PutTools(tools) => {
             tools.iter().try_for_each(|tool| put_tool(connection, tool, at_ms))?;
         }
-        Change::DropTool { project, name } => {
+        DirectoryChange::DropTool { project, name } => {
             retire_versions(connection, project, name, at_ms)?;
             connection.execute(
                 "DELETE FROM project_tools WHERE project = ?1 AND name = ?2",
                 [project, name],
             )?;
         }
-        Change::PutMember(member) => put_member(connection, member)?,
-        Change::DropMember { project, agent_id } => {
+        DirectoryChange::PutAgent(member) => put_agent_entry(connection, member)?,
+        DirectoryChange::DropAgent { project, agent_id } => {
             connection.execute(
                 "DELETE FROM roster WHERE project = ?1 AND agent_id = ?2",
                 [project, agent_id],
@@ -173,43 +177,47 @@ fn change_project(
 }
 
 /// Applies a change, unless the directory has changed since the caller decided on it.
-pub(super) fn change(
+pub(super) fn apply_change(
     connection: &Connection,
-    change: &Change,
+    change: &DirectoryChange,
     decided_on: u64,
     entry: Option<&AuditEntry>,
-) -> rusqlite::Result<Saved> {
+) -> rusqlite::Result<SaveResult> {
     let moved = connection
         .prepare_cached(
             "UPDATE counters SET value = value + 1 WHERE name = 'directory_version' AND value = ?1",
         )?
         .execute([decided_on as i64])?;
     if moved == 0 {
-        return Ok(Saved::Stale);
+        return Ok(SaveResult::Conflict);
     }
     match change {
-        Change::Register { client, tools, others } => {
-            register(connection, client, tools, *others)?;
+        DirectoryChange::Register { client, tools, unlisted_tools: others } => {
+            register_client(connection, client, tools, *others)?;
         }
-        Change::Withdraw { project, client_id, tool } => {
+        DirectoryChange::Withdraw { project, client_id, tool } => {
             connection.execute(
                 "DELETE FROM offers WHERE project = ?1 AND client_id = ?2 AND tool = ?3",
                 params![project, client_id, tool],
             )?;
-            drop_orphans(connection, project)?;
+            delete_unoffered_tools(connection, project)?;
         }
-        Change::DropClient { project, client_id } => drop_client(connection, project, client_id)?,
-        Change::AddProject(_)
-        | Change::PutTools(_)
-        | Change::DropTool { .. }
-        | Change::PutMember(_)
-        | Change::DropMember { .. } => {
-            change_project(connection, change, entry.map(|entry| entry.at_ms as i64))?
+        DirectoryChange::DropClient { project, client_id } => {
+            delete_client(connection, project, client_id)?
         }
-        Change::PutUpstream(_) | Change::DropUpstream { .. } | Change::SetUpstreamTools { .. } => {
-            upstreams::change(connection, change)?
+        DirectoryChange::AddProject(_)
+        | DirectoryChange::PutTools(_)
+        | DirectoryChange::DropTool { .. }
+        | DirectoryChange::PutAgent(_)
+        | DirectoryChange::DropAgent { .. } => {
+            apply_project_change(connection, change, entry.map(|entry| entry.at_ms as i64))?
         }
-        Change::AddKey(key) => {
+        DirectoryChange::PutUpstream(_)
+        | DirectoryChange::DropUpstream { .. }
+        | DirectoryChange::SetUpstreamTools { .. } => {
+            upstreams::apply_upstream_change(connection, change)?
+        }
+        DirectoryChange::AddKey(key) => {
             connection.execute(
                 "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
                 params![
@@ -223,20 +231,20 @@ pub(super) fn change(
                 ],
             )?;
         }
-        Change::RevokeKey { id, at_ms } => {
+        DirectoryChange::RevokeKey { id, at_ms } => {
             connection.execute(
                 "UPDATE keys SET revoked_ms = max(created_ms, ?2) \
                  WHERE id = ?1 AND revoked_ms IS NULL",
                 params![id, *at_ms as i64],
             )?;
         }
-        Change::PutRule(rule) => {
+        DirectoryChange::PutRule(rule) => {
             connection.execute(
                 "INSERT OR REPLACE INTO rules VALUES (?1, ?2, ?3, ?4)",
                 params![rule.project, rule.agent, rule.pattern, rule.verdict.as_str()],
             )?;
         }
-        Change::DropRule { project, agent, pattern } => {
+        DirectoryChange::DropRule { project, agent, pattern } => {
             connection.execute(
                 "DELETE FROM rules WHERE project = ?1 AND agent = ?2 AND pattern = ?3",
                 params![project, agent, pattern],
@@ -244,29 +252,29 @@ pub(super) fn change(
         }
     }
     if let Some(entry) = entry {
-        audit(connection, entry)?;
+        insert_audit_entry(connection, entry)?;
     }
-    Ok(Saved::Yes)
+    Ok(SaveResult::Saved)
 }
 
-fn register(
+fn register_client(
     connection: &Connection,
     client: &Client,
-    tools: &[Definition],
-    others: Others,
+    tools: &[ToolDefinition],
+    others: UnlistedTools,
 ) -> rusqlite::Result<()> {
     connection.execute(
         "INSERT OR IGNORE INTO clients VALUES (?1, ?2, ?3, ?4)",
         params![client.project, client.client_id, client.owner, client.registered_ms as i64],
     )?;
-    if others == Others::Withdraw {
+    if others == UnlistedTools::Withdraw {
         connection.execute(
             "DELETE FROM offers WHERE project = ?1 AND client_id = ?2",
             params![client.project, client.client_id],
         )?;
     }
     for tool in tools {
-        let text = definition_text(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
+        let text = encode_definition(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
         connection
             .prepare_cached(
                 "INSERT INTO tools VALUES (?1, ?2, ?3) \
@@ -277,21 +285,21 @@ fn register(
             .prepare_cached("INSERT OR IGNORE INTO offers VALUES (?1, ?2, ?3)")?
             .execute(params![client.project, tool.name, client.client_id])?;
     }
-    drop_orphans(connection, &client.project)
+    delete_unoffered_tools(connection, &client.project)
 }
 
-fn drop_client(connection: &Connection, project: &str, client_id: &str) -> rusqlite::Result<()> {
+fn delete_client(connection: &Connection, project: &str, client_id: &str) -> rusqlite::Result<()> {
     for sql in [
         "DELETE FROM offers WHERE project = ?1 AND client_id = ?2",
         "DELETE FROM clients WHERE project = ?1 AND client_id = ?2",
     ] {
         connection.execute(sql, params![project, client_id])?;
     }
-    drop_orphans(connection, project)
+    delete_unoffered_tools(connection, project)
 }
 
 /// Deletes the tools that no client offers any more.
-fn drop_orphans(connection: &Connection, project: &str) -> rusqlite::Result<()> {
+fn delete_unoffered_tools(connection: &Connection, project: &str) -> rusqlite::Result<()> {
     connection.execute(
         "DELETE FROM tools WHERE project = ?1 AND NOT EXISTS \
          (SELECT 1 FROM offers o WHERE o.project = tools.project AND o.tool = tools.name)",
@@ -300,7 +308,10 @@ fn drop_orphans(connection: &Connection, project: &str) -> rusqlite::Result<()> 
     Ok(())
 }
 
-pub(super) fn audit(connection: &Connection, entry: &AuditEntry) -> rusqlite::Result<()> {
+pub(super) fn insert_audit_entry(
+    connection: &Connection,
+    entry: &AuditEntry,
+) -> rusqlite::Result<()> {
     connection
         .prepare_cached(
             "INSERT INTO audit (at_ms, project, agent, action, subject, reason) \
@@ -317,12 +328,12 @@ pub(super) fn audit(connection: &Connection, entry: &AuditEntry) -> rusqlite::Re
     Ok(())
 }
 
-pub(super) fn audit_log(
+pub(super) fn list_audit_entries(
     connection: &Connection,
     project: Option<&str>,
     limit: usize,
 ) -> Result<Vec<AuditEntry>, StoreError> {
     let sql = "SELECT at_ms, project, agent, action, subject, reason FROM audit \
                WHERE ?1 IS NULL OR project = ?1 ORDER BY number DESC LIMIT ?2";
-    collect(connection, sql, params![project, limit as i64], |row| read_audit(row))
+    query_map(connection, sql, params![project, limit as i64], |row| read_audit(row))
 }

@@ -3,31 +3,35 @@
 use async_trait::async_trait;
 use rusqlite::{OptionalExtension, params};
 use toolcrib::store::StoreError;
-use toolcrib::store::grants::GrantStore;
+use toolcrib::store::grants::UpstreamCredentialStore;
 
 use super::SqliteStore;
-use super::reader::failed;
+use super::reader::to_store_error;
 
 #[async_trait]
-impl GrantStore for SqliteStore {
-    async fn grant(&self, project: &str, upstream: &str) -> Result<Option<String>, StoreError> {
+impl UpstreamCredentialStore for SqliteStore {
+    async fn credential(
+        &self,
+        project: &str,
+        upstream: &str,
+    ) -> Result<Option<String>, StoreError> {
         let (project, upstream) = (project.to_owned(), upstream.to_owned());
         self.read(move |connection| {
             let select = "SELECT body FROM upstream_grants WHERE project = ?1 AND upstream = ?2";
             let found = connection.query_row(select, [&project, &upstream], |row| row.get(0));
-            found.optional().map_err(|error| failed(&error))
+            found.optional().map_err(|error| to_store_error(&error))
         })
         .await
     }
 
-    async fn keep_grant(
+    async fn set_credential(
         &self,
         project: &str,
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), StoreError> {
         let (project, upstream) = (project.to_owned(), upstream.to_owned());
-        self.work(move |connection| {
+        self.write_with(move |connection| {
             match &grant {
                 Some(grant) => connection.execute(
                     "INSERT OR REPLACE INTO upstream_grants VALUES (?1, ?2, ?3)",
@@ -43,7 +47,7 @@ impl GrantStore for SqliteStore {
         .await
     }
 
-    async fn grants(&self) -> Result<Vec<(String, String)>, StoreError> {
+    async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, StoreError> {
         self.read(|connection| {
             let rows = || -> rusqlite::Result<Vec<(String, String)>> {
                 let select = "SELECT project, upstream FROM upstream_grants ORDER BY 1, 2";
@@ -51,7 +55,7 @@ impl GrantStore for SqliteStore {
                 let rows = select.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
                 rows.collect()
             };
-            rows().map_err(|error| failed(&error))
+            rows().map_err(|error| to_store_error(&error))
         })
         .await
     }

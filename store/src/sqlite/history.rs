@@ -2,12 +2,12 @@
 //! that the row itself implies and that has no row in `events`.
 
 use rusqlite::{Connection, OptionalExtension, Row, params};
-use toolcrib::event::{Event, Kind, Record};
+use toolcrib::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::id::CallId;
 use toolcrib::store::{EventScope, StoreError};
 
-use super::reader::{MANY, collect, counted, failed};
-use crate::row::{Facts, Implied, read_record};
+use super::reader::{COUNT_CAP, count_capped, query_map, to_store_error};
+use crate::row::{CallEventFacts, ImpliedEvent, read_record};
 
 /// The columns that [`CallHistory`] reads, in this order.
 const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
@@ -15,32 +15,32 @@ const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, st
 
 /// One entry of a call's event list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Mark {
+pub(super) struct EventRef {
     pub(super) number: u64,
-    letter: Option<char>,
+    implied_code: Option<char>,
 }
 
-impl Mark {
-    fn implied(self) -> Option<Implied> {
-        Implied::ALL.into_iter().find(|implied| Some(implied.letter()) == self.letter)
+impl EventRef {
+    fn implied_event(self) -> Option<ImpliedEvent> {
+        ImpliedEvent::ALL.into_iter().find(|implied| Some(implied.code()) == self.implied_code)
     }
 }
 
 /// Parses a call's event list, such as `12r,13s,40,`.
-pub(super) fn marks(list: &str) -> impl Iterator<Item = Mark> {
+pub(super) fn parse_event_refs(list: &str) -> impl Iterator<Item = EventRef> {
     list.split(',').filter(|entry| !entry.is_empty()).filter_map(|entry| {
         let digits = entry.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let letter = entry[digits.len()..].chars().next();
-        Some(Mark { number: digits.parse().ok()?, letter })
+        Some(EventRef { number: digits.parse().ok()?, implied_code: letter })
     })
 }
 
 /// The facts about a call's events in its row.
-struct History {
+struct CallHistory {
     id: CallId,
     run_id: String,
-    asked_as: Option<String>,
-    list: String,
+    caller_call_id: Option<String>,
+    event_list: String,
     tool_name: String,
     args_bytes: usize,
     created_ms: u64,
@@ -49,15 +49,15 @@ struct History {
     result_bytes: Option<usize>,
 }
 
-impl History {
+impl CallHistory {
     fn read(row: &Row<'_>) -> Result<Self, StoreError> {
         let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
         let id: String = row.get(0).map_err(unreadable)?;
         Ok(Self {
             id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
             run_id: row.get(7).map_err(unreadable)?,
-            asked_as: row.get(8).map_err(unreadable)?,
-            list: row.get(1).map_err(unreadable)?,
+            caller_call_id: row.get(8).map_err(unreadable)?,
+            event_list: row.get(1).map_err(unreadable)?,
             tool_name: row.get(2).map_err(unreadable)?,
             args_bytes: row.get::<_, i64>(3).map_err(unreadable)? as usize,
             created_ms: row.get::<_, i64>(4).map_err(unreadable)? as u64,
@@ -67,18 +67,18 @@ impl History {
         })
     }
 
-    fn event(&self, mark: Mark, record: Record) -> Event {
-        Event {
+    fn to_event(&self, mark: EventRef, record: EventRecord) -> CallEvent {
+        CallEvent {
             number: mark.number,
             call_id: self.id.clone(),
             run_id: self.run_id.clone(),
-            asked_as: self.asked_as.clone(),
+            caller_call_id: self.caller_call_id.clone(),
             record,
         }
     }
 
-    fn implied(&self, mark: Mark) -> Option<Record> {
-        let facts = Facts {
+    fn build_implied_record(&self, mark: EventRef) -> Option<EventRecord> {
+        let facts = CallEventFacts {
             tool_name: &self.tool_name,
             args_bytes: self.args_bytes,
             created_ms: self.created_ms,
@@ -86,68 +86,83 @@ impl History {
             completed_ms: self.completed_ms,
             result_bytes: self.result_bytes,
         };
-        facts.record(mark.implied()?)
+        facts.build_record(mark.implied_event()?)
     }
 }
 
-pub(super) fn events(
+pub(super) fn list_events(
     connection: &Connection,
     scope: &EventScope,
     after: u64,
     limit: usize,
-) -> Result<Vec<Event>, StoreError> {
+) -> Result<Vec<CallEvent>, StoreError> {
     match scope {
         EventScope::Call { project, id } => {
             let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
             let bound = params![project, id.as_str()];
-            of_calls(connection, &collect(connection, &sql, bound, History::read)?, after, limit)
+            list_events_of_calls(
+                connection,
+                &query_map(connection, &sql, bound, CallHistory::read)?,
+                after,
+                limit,
+            )
         }
-        EventScope::Run { project, run_id } if !is_small(connection, project, run_id)? => {
-            in_order(connection, (project, Some(run_id)), after, limit)
+        EventScope::Run { project, run_id } if !is_small_run(connection, project, run_id)? => {
+            list_events_by_number(connection, (project, Some(run_id)), after, limit)
         }
         EventScope::Run { project, run_id } => {
             let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND run_id = ?2");
             let bound = params![project, run_id];
-            of_calls(connection, &collect(connection, &sql, bound, History::read)?, after, limit)
+            list_events_of_calls(
+                connection,
+                &query_map(connection, &sql, bound, CallHistory::read)?,
+                after,
+                limit,
+            )
         }
-        EventScope::Project(project) => in_order(connection, (project, None), after, limit),
+        EventScope::Project(project) => {
+            list_events_by_number(connection, (project, None), after, limit)
+        }
     }
 }
 
 /// Returns true if the events of a run are found call by call. Those of a larger run are found by
 /// number: it may contain every call in the database.
-fn is_small(connection: &Connection, project: &str, run_id: &str) -> Result<bool, StoreError> {
-    Ok(counted(connection, "calls_by_run", "run_id", project, run_id)? < MANY)
+fn is_small_run(connection: &Connection, project: &str, run_id: &str) -> Result<bool, StoreError> {
+    Ok(count_capped(connection, "calls_by_run", "run_id", project, run_id)? < COUNT_CAP)
 }
 
 /// Returns the first `limit` events of these calls after a number.
-fn of_calls(
+fn list_events_of_calls(
     connection: &Connection,
-    calls: &[History],
+    calls: &[CallHistory],
     after: u64,
     limit: usize,
-) -> Result<Vec<Event>, StoreError> {
-    let mut found: Vec<(Mark, &History)> = calls
+) -> Result<Vec<CallEvent>, StoreError> {
+    let mut found: Vec<(EventRef, &CallHistory)> = calls
         .iter()
-        .flat_map(|call| marks(&call.list).map(move |mark| (mark, call)))
+        .flat_map(|call| parse_event_refs(&call.event_list).map(move |mark| (mark, call)))
         .filter(|(mark, _)| mark.number > after)
         .collect();
     found.sort_by_key(|(mark, _)| mark.number);
     found.truncate(limit);
     let mut events = Vec::with_capacity(found.len());
     for (mark, call) in found {
-        let record = match call.implied(mark) {
+        let record = match call.build_implied_record(mark) {
             Some(record) => Some(record),
-            None => row(connection, mark.number)?,
+            None => read_event_record(connection, mark.number)?,
         };
-        events.extend(record.map(|record| call.event(mark, record)));
+        events.extend(record.map(|record| call.to_event(mark, record)));
     }
     Ok(events)
 }
 
-fn row(connection: &Connection, number: u64) -> Result<Option<Record>, StoreError> {
+fn read_event_record(
+    connection: &Connection,
+    number: u64,
+) -> Result<Option<EventRecord>, StoreError> {
     let sql = "SELECT kind, at_ms, attempt, data FROM events WHERE number = ?1";
-    Ok(collect(connection, sql, params![number as i64], |row| read_record(row))?.pop())
+    Ok(query_map(connection, sql, params![number as i64], |row| read_record(row))?.pop())
 }
 
 /// Returns the newest record of a kind in a call's history. Searches from the end.
@@ -155,17 +170,18 @@ pub(super) fn newest_record(
     connection: &Connection,
     project: &str,
     id: &CallId,
-    kind: Kind,
-) -> Result<Option<Record>, StoreError> {
+    kind: EventKind,
+) -> Result<Option<EventRecord>, StoreError> {
     let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
-    let found = collect(connection, &sql, params![project, id.as_str()], History::read)?.pop();
+    let found =
+        query_map(connection, &sql, params![project, id.as_str()], CallHistory::read)?.pop();
     let Some(call) = found else { return Ok(None) };
-    let mut newest_first: Vec<Mark> = marks(&call.list).collect();
+    let mut newest_first: Vec<EventRef> = parse_event_refs(&call.event_list).collect();
     newest_first.sort_by_key(|mark| std::cmp::Reverse(mark.number));
     for mark in newest_first {
-        let record = match call.implied(mark) {
+        let record = match call.build_implied_record(mark) {
             Some(record) => Some(record),
-            None => row(connection, mark.number)?,
+            None => read_event_record(connection, mark.number)?,
         };
         if record.as_ref().is_some_and(|record| record.kind == kind) {
             return Ok(record);
@@ -175,16 +191,16 @@ pub(super) fn newest_record(
 }
 
 /// A project, and optionally one run in it.
-type Within<'a> = (&'a str, Option<&'a str>);
+type ProjectRunFilter<'a> = (&'a str, Option<&'a str>);
 
 /// Merges two sorted lists: events that have rows, and events that new calls imply. Places follow
 /// the order of the calls' first event numbers, so a binary search finds the place to start from.
-fn in_order(
+fn list_events_by_number(
     connection: &Connection,
-    within: Within<'_>,
+    within: ProjectRunFilter<'_>,
     after: u64,
     limit: usize,
-) -> Result<Vec<Event>, StoreError> {
+) -> Result<Vec<CallEvent>, StoreError> {
     let (sql_after, sql_limit) =
         (i64::try_from(after).unwrap_or(i64::MAX), i64::try_from(limit).unwrap_or(i64::MAX));
     let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id, c.run_id, \
@@ -193,50 +209,50 @@ fn in_order(
                WHERE e.number > ?2 AND c.project = ?1 AND (?4 IS NULL OR c.run_id = ?4) \
                ORDER BY e.number LIMIT ?3";
     let bound = params![within.0, sql_after, sql_limit, within.1];
-    let mut all = collect(connection, sql, bound, |row| {
+    let mut all = query_map(connection, sql, bound, |row| {
         let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
         let id: String = row.get(5).map_err(unreadable)?;
-        Ok(Event {
+        Ok(CallEvent {
             number: row.get::<_, i64>(4).map_err(unreadable)? as u64,
             call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
             run_id: row.get(6).map_err(unreadable)?,
-            asked_as: row.get(7).map_err(unreadable)?,
+            caller_call_id: row.get(7).map_err(unreadable)?,
             record: read_record(row)?,
         })
     })?;
     // When the page is full, no event after its last one can be part of it.
     let until = all.last().filter(|_| all.len() >= limit).map_or(u64::MAX, |last| last.number);
-    all.extend(implied_in(connection, within, (after, until), limit)?);
+    all.extend(list_implied_events(connection, within, (after, until), limit)?);
     all.sort_by_key(|event| event.number);
     all.truncate(limit);
     Ok(all)
 }
 
 /// Returns the implied events between two numbers: the first `limit`, and possibly a few more.
-fn implied_in(
+fn list_implied_events(
     connection: &Connection,
-    (project, run_id): Within<'_>,
+    (project, run_id): ProjectRunFilter<'_>,
     (after, until): (u64, u64),
     limit: usize,
-) -> Result<Vec<Event>, StoreError> {
-    let broken = |error: rusqlite::Error| failed(&error);
-    let first = first_place(connection, after).map_err(broken)?;
+) -> Result<Vec<CallEvent>, StoreError> {
+    let broken = |error: rusqlite::Error| to_store_error(&error);
+    let first = find_start_place(connection, after).map_err(broken)?;
     let sql = format!("SELECT {COLUMNS} FROM calls WHERE place >= ?1 ORDER BY place");
     let mut select = connection.prepare_cached(&sql).map_err(broken)?;
     let mut rows = select.query([first]).map_err(broken)?;
     let mut found = Vec::new();
     while let Some(row) = rows.next().map_err(broken)? {
         let text = |column: usize| Ok(row.get_ref(column).map_err(broken)?.as_str().ok());
-        let begins = text(1)?.and_then(|list| marks(list).next());
+        let begins = text(1)?.and_then(|list| parse_event_refs(list).next());
         if begins.is_some_and(|mark| mark.number > until) || found.len() >= limit {
             break;
         }
         if text(6)? != Some(project) || run_id.is_some() && text(7)? != run_id {
             continue;
         }
-        let call = History::read(row)?;
-        for mark in marks(&call.list).filter(|mark| mark.number > after) {
-            found.extend(call.implied(mark).map(|record| call.event(mark, record)));
+        let call = CallHistory::read(row)?;
+        for mark in parse_event_refs(&call.event_list).filter(|mark| mark.number > after) {
+            found.extend(call.build_implied_record(mark).map(|record| call.to_event(mark, record)));
         }
     }
     Ok(found)
@@ -244,7 +260,7 @@ fn implied_in(
 
 /// Returns the place of the last call whose first event number is at most `after`, or the first
 /// place.
-fn first_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
+fn find_start_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
     let ends = "SELECT coalesce(min(place), 0), coalesce(max(place), 0) FROM calls";
     let (mut low, mut high): (i64, i64) =
         connection.query_row(ends, [], |row| Ok((row.get(0)?, row.get(1)?)))?;
@@ -255,7 +271,7 @@ fn first_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
         let found: Option<(i64, String)> =
             select.query_row([middle], |row| Ok((row.get(0)?, row.get(1)?))).optional()?;
         let Some((place, list)) = found else { break };
-        match marks(&list).next() {
+        match parse_event_refs(&list).next() {
             Some(mark) if mark.number > after => high = place.min(middle) - 1,
             _ => low = middle,
         }
@@ -265,21 +281,24 @@ fn first_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
 
 pub(super) fn newest_event(connection: &Connection, scope: &EventScope) -> Result<u64, StoreError> {
     if let EventScope::Call { .. } | EventScope::Run { .. } = scope {
-        let all = events(connection, scope, 0, usize::MAX >> 1)?;
+        let all = list_events(connection, scope, 0, usize::MAX >> 1)?;
         return Ok(all.last().map_or(0, |event| event.number));
     }
     // The newest event of the whole store: a subscriber that starts from it sees everything that
     // comes later.
-    newest_number(connection).map(|number| number as u64).map_err(|error| failed(&error))
+    newest_event_number(connection)
+        .map(|number| number as u64)
+        .map_err(|error| to_store_error(&error))
 }
 
 /// Returns the highest event number in use, in a row or in the newest call.
-pub(super) fn newest_number(connection: &Connection) -> rusqlite::Result<i64> {
+pub(super) fn newest_event_number(connection: &Connection) -> rusqlite::Result<i64> {
     let row: Option<i64> =
         connection.query_row("SELECT max(number) FROM events", [], |row| row.get(0))?;
     let newest = "SELECT events FROM calls ORDER BY place DESC LIMIT 1";
     let list: Option<String> = connection.query_row(newest, [], |row| row.get(0)).optional()?;
-    let implied = list.and_then(|list| marks(&list).map(|mark| mark.number as i64).max());
-    let noted = super::loops::newest_number(connection)?;
+    let implied =
+        list.and_then(|list| parse_event_refs(&list).map(|mark| mark.number as i64).max());
+    let noted = super::loops::newest_journal_number(connection)?;
     Ok(row.unwrap_or(0).max(implied.unwrap_or(0)).max(noted))
 }

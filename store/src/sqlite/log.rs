@@ -14,31 +14,31 @@ use std::path::{Path, PathBuf};
 use rusqlite::Connection;
 
 /// Target length of the WAL: more than it holds when a checkpoint is due.
-const LOG_BYTES: u64 = 20 << 20;
+const WAL_BYTES: u64 = 20 << 20;
 /// Number of bytes that one step appends.
-const PART: usize = 2 << 20;
+const CHUNK_BYTES: usize = 2 << 20;
 
 /// A WAL that does not have its target length yet.
-pub(super) struct Growing {
+pub(super) struct WalPreallocator {
     path: PathBuf,
 }
 
-impl Growing {
+impl WalPreallocator {
     /// Returns the preallocator for the WAL of this database.
-    pub(super) fn of(database: &Path) -> Self {
+    pub(super) fn for_database(database: &Path) -> Self {
         let mut path = database.as_os_str().to_owned();
         path.push("-wal");
         Self { path: path.into() }
     }
 
     /// Appends one chunk. Returns `None` when the WAL is long enough or cannot be extended.
-    pub(super) fn grown(self, connection: &Connection) -> Option<Self> {
+    pub(super) fn preallocate_chunk(self, connection: &Connection) -> Option<Self> {
         // While this transaction is open, no other connection writes to the WAL.
         if let Err(error) = connection.execute_batch("BEGIN IMMEDIATE") {
             tracing::debug!(%error, "WAL preallocation is postponed");
             return Some(self);
         }
-        let more = self.part();
+        let more = self.append_zeros();
         let ended = connection.execute_batch("COMMIT");
         match (more, ended) {
             (Ok(more), Ok(())) => more.then_some(self),
@@ -54,11 +54,11 @@ impl Growing {
     }
 
     /// Appends zeros; returns true if more remains to be done.
-    fn part(&self) -> std::io::Result<bool> {
+    fn append_zeros(&self) -> std::io::Result<bool> {
         let file = OpenOptions::new().write(true).open(&self.path)?;
         let length = file.metadata()?.len();
-        let left = LOG_BYTES.saturating_sub(length);
-        let part = PART.min(usize::try_from(left).unwrap_or(PART));
+        let left = WAL_BYTES.saturating_sub(length);
+        let part = CHUNK_BYTES.min(usize::try_from(left).unwrap_or(CHUNK_BYTES));
         file.write_all_at(&vec![0; part], length)?;
         file.sync_data()?;
         Ok(left > part as u64)

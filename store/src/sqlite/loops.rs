@@ -3,22 +3,22 @@
 
 use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::run::{Entry, Happened, Noted, Run};
-use toolcrib::store::loops::{LoopStore, RunCreated, RunFilter};
-use toolcrib::store::{EventScope, IdempotencyKey, Saved, StoreError};
+use toolcrib::run::{JournalEntry, JournalRecord, Run, RunEvent};
+use toolcrib::store::loops::{CreateRunResult, RunFilter, RunStore};
+use toolcrib::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
-use super::op::Op;
-use super::reader::{collect, failed};
-use super::writer::Desk;
+use super::op::SqliteChange;
+use super::reader::{query_map, to_store_error};
+use super::writer::WriterThread;
 use super::{SqliteStore, history};
-use crate::row::{LoopRow, read_entry, read_run, run_of};
+use crate::row::{RunRow, decode_run, read_journal_entry, read_run};
 
-impl Desk {
+impl WriterThread {
     /// Stores a new run. If its idempotency key already created one, returns the body and the
     /// fingerprint of that run instead.
-    pub(super) fn create_loop(
+    pub(super) fn create_run(
         &mut self,
-        row: &LoopRow,
+        row: &RunRow,
     ) -> rusqlite::Result<Option<(String, String)>> {
         let run = &row.run;
         if let Some(key) = &row.key {
@@ -48,16 +48,16 @@ impl Desk {
                 run.created_ms as i64,
                 run.ended_ms.map(|ms| ms as i64),
                 run.version as i64,
-                row.key.as_ref().map_or(run.asker.agent.as_str(), |key| key.agent.as_str()),
+                row.key.as_ref().map_or(run.owner.agent.as_str(), |key| key.agent.as_str()),
                 row.key.as_ref().map(|key| key.key.as_str()),
                 row.key.as_ref().map(|key| key.fingerprint.as_str()),
                 row.body,
             ])?;
-        self.note(row)?;
+        self.append_journal(row)?;
         Ok(None)
     }
 
-    pub(super) fn save_loop(&mut self, row: &LoopRow) -> rusqlite::Result<Saved> {
+    pub(super) fn save_run(&mut self, row: &RunRow) -> rusqlite::Result<SaveResult> {
         let run = &row.run;
         let changed = self
             .connection
@@ -74,19 +74,19 @@ impl Desk {
                 run.id,
             ])?;
         if changed == 0 {
-            return Ok(Saved::Stale);
+            return Ok(SaveResult::Conflict);
         }
-        self.note(row)?;
-        Ok(Saved::Yes)
+        self.append_journal(row)?;
+        Ok(SaveResult::Saved)
     }
 
-    fn note(&mut self, row: &LoopRow) -> rusqlite::Result<()> {
+    fn append_journal(&mut self, row: &RunRow) -> rusqlite::Result<()> {
         for entry in &row.entries {
-            self.last_number += 1;
+            self.last_event_number += 1;
             self.connection
                 .prepare_cached("INSERT INTO loop_entries VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)")?
                 .execute(params![
-                    self.last_number,
+                    self.last_event_number,
                     row.run.project,
                     row.run.id,
                     entry.kind,
@@ -100,7 +100,7 @@ impl Desk {
 }
 
 /// Deletes runs that ended before this time, oldest first, with their journals.
-pub(super) fn purge(
+pub(super) fn purge_runs(
     connection: &Connection,
     before_ms: i64,
     limit: usize,
@@ -126,26 +126,28 @@ pub(super) fn purge(
 }
 
 /// Returns the highest number of a journal entry.
-pub(super) fn newest_number(connection: &Connection) -> rusqlite::Result<i64> {
+pub(super) fn newest_journal_number(connection: &Connection) -> rusqlite::Result<i64> {
     let sql = "SELECT coalesce(max(number), 0) FROM loop_entries";
     connection.query_row(sql, [], |row| row.get(0))
 }
 
-fn entries(
+fn list_journal_entries(
     connection: &Connection,
     project: &str,
     run_id: &str,
     after: u64,
     limit: usize,
-) -> Result<Vec<Noted>, StoreError> {
+) -> Result<Vec<JournalEntry>, StoreError> {
     let sql = "SELECT number, run_id, kind, at_ms, data, messages FROM loop_entries \
                WHERE project = ?1 AND run_id = ?2 AND number > ?3 ORDER BY number LIMIT ?4";
     let (after, limit) =
         (i64::try_from(after).unwrap_or(i64::MAX), i64::try_from(limit).unwrap_or(i64::MAX));
-    collect(connection, sql, params![project, run_id, after, limit], |row| read_entry(row))
+    query_map(connection, sql, params![project, run_id, after, limit], |row| {
+        read_journal_entry(row)
+    })
 }
 
-fn page(connection: &Connection, filter: &RunFilter) -> Result<Vec<Run>, StoreError> {
+fn list_runs(connection: &Connection, filter: &RunFilter) -> Result<Vec<Run>, StoreError> {
     let sql = "SELECT body FROM loops WHERE project = ?1 AND run_id < ?2 \
                AND (?3 IS NULL OR status = ?3) AND (?4 IS NULL OR model = ?4) \
                AND created_ms >= ?5 ORDER BY run_id DESC LIMIT ?6";
@@ -155,49 +157,54 @@ fn page(connection: &Connection, filter: &RunFilter) -> Result<Vec<Run>, StoreEr
     let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
     let status = filter.status.map(|status| status.as_str());
     let bound = params![filter.project, before, status, filter.model, since_ms, limit];
-    collect(connection, sql, bound, |row| read_run(row))
+    query_map(connection, sql, bound, |row| read_run(row))
 }
 
 #[async_trait]
-impl LoopStore for SqliteStore {
-    async fn create_loop(
+impl RunStore for SqliteStore {
+    async fn create_run(
         &self,
         run: Run,
         key: Option<IdempotencyKey>,
-        entries: Vec<Entry>,
-    ) -> Result<RunCreated, StoreError> {
+        entries: Vec<JournalRecord>,
+    ) -> Result<CreateRunResult, StoreError> {
         let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
-        let row = LoopRow::new(run, key, entries)?;
-        let Some((body, used_for)) = self.write(|reply| Op::CreateLoop { row, reply }).await?
+        let row = RunRow::new(run, key, entries)?;
+        let Some((body, used_for)) =
+            self.write(|reply| SqliteChange::CreateRun { row, reply }).await?
         else {
-            return Ok(RunCreated::New);
+            return Ok(CreateRunResult::New);
         };
-        let run = run_of(&body)?;
+        let run = decode_run(&body)?;
         Ok(match Some(used_for) == fingerprint {
-            true => RunCreated::Replayed(Box::new(run)),
-            false => RunCreated::Mismatch(run.id),
+            true => CreateRunResult::Replayed(Box::new(run)),
+            false => CreateRunResult::Mismatch(run.id),
         })
     }
 
-    async fn save_loop(&self, run: Run, entries: Vec<Entry>) -> Result<Saved, StoreError> {
-        let row = LoopRow::new(run, None, entries)?;
-        self.write(|reply| Op::SaveLoop { row, reply }).await
+    async fn save_run(
+        &self,
+        run: Run,
+        entries: Vec<JournalRecord>,
+    ) -> Result<SaveResult, StoreError> {
+        let row = RunRow::new(run, None, entries)?;
+        self.write(|reply| SqliteChange::SaveRun { row, reply }).await
     }
 
-    async fn loop_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
         let (project, run_id) = (project.to_owned(), run_id.to_owned());
         self.read(move |connection| {
             let sql = "SELECT body FROM loops WHERE project = ?1 AND run_id = ?2";
-            Ok(collect(connection, sql, params![project, run_id], |row| read_run(row))?.pop())
+            Ok(query_map(connection, sql, params![project, run_id], |row| read_run(row))?.pop())
         })
         .await
     }
 
-    async fn loop_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
-        self.read(move |connection| page(connection, &filter)).await
+    async fn list_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
+        self.read(move |connection| list_runs(connection, &filter)).await
     }
 
-    async fn open_loops(
+    async fn list_open_runs(
         &self,
         after: Option<(String, String)>,
         limit: usize,
@@ -206,34 +213,38 @@ impl LoopStore for SqliteStore {
             let (project, run_id) = after.unwrap_or_default();
             let sql = "SELECT body FROM loops WHERE ended_ms IS NULL \
                        AND (project, run_id) > (?1, ?2) ORDER BY project, run_id LIMIT ?3";
-            collect(connection, sql, params![project, run_id, limit as i64], |row| read_run(row))
+            query_map(connection, sql, params![project, run_id, limit as i64], |row| read_run(row))
         })
         .await
     }
 
-    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<Noted>, StoreError> {
+    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<JournalEntry>, StoreError> {
         let (project, run_id) = (project.to_owned(), run_id.to_owned());
-        self.read(move |connection| entries(connection, &project, &run_id, 0, usize::MAX)).await
+        self.read(move |connection| {
+            list_journal_entries(connection, &project, &run_id, 0, usize::MAX)
+        })
+        .await
     }
 
-    async fn happened(
+    async fn run_events(
         &self,
         project: &str,
         run_id: &str,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Happened>, StoreError> {
+    ) -> Result<Vec<RunEvent>, StoreError> {
         let (project, run_id) = (project.to_owned(), run_id.to_owned());
         self.read(move |connection| {
             // Both reads use one snapshot: otherwise an entry committed between them could be
             // skipped.
-            let moment = connection.unchecked_transaction().map_err(|error| failed(&error))?;
-            let noted = entries(&moment, &project, &run_id, after, limit)?;
+            let moment =
+                connection.unchecked_transaction().map_err(|error| to_store_error(&error))?;
+            let noted = list_journal_entries(&moment, &project, &run_id, after, limit)?;
             let scope = EventScope::Run { project, run_id };
-            let events = history::events(&moment, &scope, after, limit)?;
-            let mut all: Vec<Happened> = noted.into_iter().map(Happened::Run).collect();
-            all.extend(events.into_iter().map(Happened::Call));
-            all.sort_by_key(Happened::number);
+            let events = history::list_events(&moment, &scope, after, limit)?;
+            let mut all: Vec<RunEvent> = noted.into_iter().map(RunEvent::Run).collect();
+            all.extend(events.into_iter().map(RunEvent::Call));
+            all.sort_by_key(RunEvent::number);
             all.truncate(limit);
             Ok(all)
         })

@@ -7,21 +7,21 @@
 use std::sync::LazyLock;
 
 use rusqlite::Statement;
-use toolcrib::store::Created;
+use toolcrib::store::CreateCallResult;
 
-use super::op::{Op, Reply, Told};
-use super::writer::Desk;
-use crate::row::{CallRow, Implied, RecordRow};
+use super::op::{PendingReply, Reply, SqliteChange};
+use super::writer::WriterThread;
+use crate::row::{CallRow, EventRow, ImpliedEvent};
 
 /// Numbers of rows per statement; a remainder uses the next smaller size.
-const SIZES: [usize; 3] = [8, 2, 1];
+const ROWS_PER_INSERT: [usize; 3] = [8, 2, 1];
 
-const COLUMNS: usize = 18;
+const COLUMN_COUNT: usize = 18;
 
-static INSERTS: LazyLock<[String; 3]> = LazyLock::new(|| SIZES.map(insert));
+static INSERT_STATEMENTS: LazyLock<[String; 3]> = LazyLock::new(|| ROWS_PER_INSERT.map(insert_sql));
 
-fn insert(rows: usize) -> String {
-    let row = format!("({})", vec!["?"; COLUMNS].join(", "));
+fn insert_sql(rows: usize) -> String {
+    let row = format!("({})", vec!["?"; COLUMN_COUNT].join(", "));
     format!(
         "INSERT INTO calls (id, project, run_id, tool_name, executor, status, hold, created_ms, \
          deadline_ms, started_ms, completed_ms, version, args, result, error, envelope, state, \
@@ -31,41 +31,50 @@ fn insert(rows: usize) -> String {
 }
 
 /// A call that the current group has not written yet.
-pub(super) struct Newcomer {
+pub(super) struct PendingInsert {
     pub(super) row: Box<CallRow>,
-    pub(super) records: Vec<RecordRow>,
-    pub(super) reply: Reply<Created>,
+    pub(super) records: Vec<EventRow>,
+    pub(super) reply: Reply<CreateCallResult>,
 }
 
-impl From<Newcomer> for Op {
-    fn from(new: Newcomer) -> Self {
-        let Newcomer { row, records, reply } = new;
-        Self::Create { row, records, key: None, together: None, reply }
+impl From<PendingInsert> for SqliteChange {
+    fn from(new: PendingInsert) -> Self {
+        let PendingInsert { row, records, reply } = new;
+        Self::CreateCall { row, records, key: None, group: None, reply }
     }
 }
 
-impl Desk {
+impl WriterThread {
     /// Buffers a new call; writes the buffer once it is full.
-    pub(super) fn collect(&mut self, new: Newcomer, told: &mut Vec<Told>) -> rusqlite::Result<()> {
-        self.newcomers.push(new);
-        if self.newcomers.len() < SIZES[0] { Ok(()) } else { self.write_newcomers(told) }
+    pub(super) fn buffer_insert(
+        &mut self,
+        new: PendingInsert,
+        told: &mut Vec<PendingReply>,
+    ) -> rusqlite::Result<()> {
+        self.pending_inserts.push(new);
+        if self.pending_inserts.len() < ROWS_PER_INSERT[0] {
+            Ok(())
+        } else {
+            self.flush_inserts(told)
+        }
     }
 
     /// Writes the buffered calls. After a failure, calls without a reply stay in the buffer.
-    pub(super) fn write_newcomers(&mut self, told: &mut Vec<Told>) -> rusqlite::Result<()> {
+    pub(super) fn flush_inserts(&mut self, told: &mut Vec<PendingReply>) -> rusqlite::Result<()> {
         // In the order of their ids, each row follows the previous one in the index.
-        self.newcomers.sort_unstable_by(|one, other| one.row.call.id.cmp(&other.row.call.id));
-        for (size, sql) in SIZES.into_iter().zip(&*INSERTS) {
-            while self.newcomers.len() >= size {
-                let rows = self.newcomers[..size].iter().map(|new| (&*new.row, &*new.records));
-                let first = self.insert(rows, sql)?;
+        self.pending_inserts.sort_unstable_by(|one, other| one.row.call.id.cmp(&other.row.call.id));
+        for (size, sql) in ROWS_PER_INSERT.into_iter().zip(&*INSERT_STATEMENTS) {
+            while self.pending_inserts.len() >= size {
+                let rows =
+                    self.pending_inserts[..size].iter().map(|new| (&*new.row, &*new.records));
+                let first = self.insert_rows(rows, sql)?;
                 for place in first..first + size as i64 {
-                    let new = self.newcomers.remove(0);
-                    if let Err(error) = self.created(place, &new.row.call, &new.records) {
-                        self.newcomers.push(new);
+                    let new = self.pending_inserts.remove(0);
+                    if let Err(error) = self.finish_insert(place, &new.row.call, &new.records) {
+                        self.pending_inserts.push(new);
                         return Err(error);
                     }
-                    told.push(Told::Created(new.reply, Created::New));
+                    told.push(PendingReply::Created(new.reply, CreateCallResult::New));
                 }
             }
         }
@@ -73,21 +82,24 @@ impl Desk {
     }
 
     /// Inserts one call and returns its place.
-    pub(super) fn insert_one(&self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<i64> {
-        self.insert([(row, records)].into_iter(), &INSERTS[SIZES.len() - 1])
+    pub(super) fn insert_one(&self, row: &CallRow, records: &[EventRow]) -> rusqlite::Result<i64> {
+        self.insert_rows(
+            [(row, records)].into_iter(),
+            &INSERT_STATEMENTS[ROWS_PER_INSERT.len() - 1],
+        )
     }
 
     /// Inserts all rows with one statement and returns the place of the first; the others follow it
     /// consecutively.
-    fn insert<'a>(
+    fn insert_rows<'a>(
         &self,
-        rows: impl ExactSizeIterator<Item = (&'a CallRow, &'a [RecordRow])>,
+        rows: impl ExactSizeIterator<Item = (&'a CallRow, &'a [EventRow])>,
         sql: &str,
     ) -> rusqlite::Result<i64> {
         let mut statement = self.connection.prepare_cached(sql)?;
-        let (count, mut number) = (rows.len() as i64, self.last_number);
+        let (count, mut number) = (rows.len() as i64, self.last_event_number);
         for (n, (row, records)) in rows.enumerate() {
-            bind(&mut statement, n * COLUMNS, row, &numbers(number, records))?;
+            bind_call(&mut statement, n * COLUMN_COUNT, row, &format_event_refs(number, records))?;
             number += records.len() as i64;
         }
         statement.raw_execute()?;
@@ -95,7 +107,7 @@ impl Desk {
     }
 }
 
-fn bind(
+fn bind_call(
     statement: &mut Statement<'_>,
     before: usize,
     row: &CallRow,
@@ -129,12 +141,12 @@ fn bind(
 }
 
 /// Formats the numbers that these events get after `last`, as the call's event list stores them.
-pub(super) fn numbers(last: i64, records: &[RecordRow]) -> String {
+pub(super) fn format_event_refs(last: i64, records: &[EventRow]) -> String {
     use std::fmt::Write;
     let mut list = String::with_capacity(records.len() * 12);
     for (number, record) in (last + 1..).zip(records) {
         let _ = write!(list, "{number}");
-        list.extend(record.implied.map(Implied::letter));
+        list.extend(record.implied.map(ImpliedEvent::code));
         list.push(',');
     }
     list

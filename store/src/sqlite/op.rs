@@ -2,129 +2,138 @@
 
 use rusqlite::Connection;
 use tokio::sync::oneshot;
-use toolcrib::delivery::{Delivery, Try};
-use toolcrib::directory::{AuditEntry, Change};
+use toolcrib::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::directory::{AuditEntry, DirectoryChange};
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, IdempotencyKey, Purged, Run, Saved, StoreError, Together};
+use toolcrib::store::{
+    CommitGroup, CreateCallResult, IdempotencyKey, PurgeResult, RunToolDefinitions, SaveResult,
+    StoreError,
+};
 
-use crate::row::{CallRow, LoopRow, RecordRow};
+use crate::row::{CallRow, EventRow, RunRow};
 
 /// A closure to run in a commit. It runs again when its change group was not committed.
-pub(super) type Work = Box<dyn FnMut(&Connection) -> rusqlite::Result<()> + Send>;
+pub(super) type WriteClosure = Box<dyn FnMut(&Connection) -> rusqlite::Result<()> + Send>;
 
 pub(super) type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
 
 /// A change for the writer, with the channel for its reply.
-pub(super) enum Op {
-    Create {
+pub(super) enum SqliteChange {
+    CreateCall {
         row: Box<CallRow>,
-        records: Vec<RecordRow>,
+        records: Vec<EventRow>,
         key: Option<IdempotencyKey>,
         /// The calls that arrived with this one and can share its flush.
-        together: Option<Together>,
-        reply: Reply<Created>,
+        group: Option<CommitGroup>,
+        reply: Reply<CreateCallResult>,
     },
-    Save {
+    SaveCall {
         row: Box<CallRow>,
-        records: Vec<RecordRow>,
-        reply: Reply<Saved>,
+        records: Vec<EventRow>,
+        reply: Reply<SaveResult>,
     },
-    Append {
+    AppendEvents {
         project: String,
         id: CallId,
-        records: Vec<RecordRow>,
+        records: Vec<EventRow>,
         reply: Reply<()>,
     },
     Purge {
         ended_before_ms: u64,
         limit: usize,
-        reply: Reply<Purged>,
+        reply: Reply<PurgeResult>,
     },
-    Change {
-        change: Box<Change>,
-        decided_on: u64,
+    ChangeDirectory {
+        change: Box<DirectoryChange>,
+        expected_version: u64,
         audit: Option<AuditEntry>,
-        reply: Reply<Saved>,
+        reply: Reply<SaveResult>,
     },
-    Audit {
+    AppendAudit {
         entry: AuditEntry,
         reply: Reply<()>,
     },
-    PutRun {
-        run: Box<Run>,
+    PutRunTools {
+        run: Box<RunToolDefinitions>,
         reply: Reply<()>,
     },
-    Deliver {
+    SaveDelivery {
         delivery: Box<Delivery>,
-        tried: Option<Try>,
-        reply: Reply<Saved>,
+        tried: Option<DeliveryAttempt>,
+        reply: Reply<SaveResult>,
     },
-    Check {
+    WriteProbe {
         reply: Reply<()>,
     },
-    CreateLoop {
-        row: Box<LoopRow>,
+    CreateRun {
+        row: Box<RunRow>,
         reply: Reply<Option<(String, String)>>,
     },
-    SaveLoop {
-        row: Box<LoopRow>,
-        reply: Reply<Saved>,
+    SaveRun {
+        row: Box<RunRow>,
+        reply: Reply<SaveResult>,
     },
     /// Any other change.
-    Work {
-        work: Work,
+    Closure {
+        closure: WriteClosure,
         reply: Reply<()>,
     },
 }
 
 /// The result of a change, sent to its caller after the commit.
-pub(super) enum Told {
-    Created(Reply<Created>, Created),
-    Saved(Reply<Saved>, Saved),
-    Purged(Reply<Purged>, Purged),
+pub(super) enum PendingReply {
+    Created(Reply<CreateCallResult>, CreateCallResult),
+    Saved(Reply<SaveResult>, SaveResult),
+    Purged(Reply<PurgeResult>, PurgeResult),
     Done(Reply<()>),
-    Looped(Reply<Option<(String, String)>>, Option<(String, String)>),
+    RunCreated(Reply<Option<(String, String)>>, Option<(String, String)>),
 }
 
-impl Told {
-    pub(super) fn tell(self) {
+impl PendingReply {
+    pub(super) fn send(self) {
         // The caller may have gone away; the change is committed all the same.
         match self {
             Self::Created(reply, created) => drop(reply.send(Ok(created))),
             Self::Saved(reply, saved) => drop(reply.send(Ok(saved))),
             Self::Purged(reply, purged) => drop(reply.send(Ok(purged))),
             Self::Done(reply) => drop(reply.send(Ok(()))),
-            Self::Looped(reply, known) => drop(reply.send(Ok(known))),
+            Self::RunCreated(reply, known) => drop(reply.send(Ok(known))),
         }
     }
 
-    pub(super) fn refuse(self, why: &str) {
+    pub(super) fn send_error(self, why: &str) {
         let error = || StoreError::Unavailable(why.to_owned());
         match self {
             Self::Created(reply, _) => drop(reply.send(Err(error()))),
             Self::Saved(reply, _) => drop(reply.send(Err(error()))),
             Self::Purged(reply, _) => drop(reply.send(Err(error()))),
             Self::Done(reply) => drop(reply.send(Err(error()))),
-            Self::Looped(reply, _) => drop(reply.send(Err(error()))),
+            Self::RunCreated(reply, _) => drop(reply.send(Err(error()))),
         }
     }
 }
 
 /// Reports to the caller that its change was not made.
-pub(super) fn refuse(op: Op, why: &str) {
+pub(super) fn fail_change(op: SqliteChange, why: &str) {
     let told = match op {
-        Op::Create { reply, .. } => Told::Created(reply, Created::New),
-        Op::Save { reply, .. } | Op::Change { reply, .. } | Op::Deliver { reply, .. } => {
-            Told::Saved(reply, Saved::Stale)
+        SqliteChange::CreateCall { reply, .. } => {
+            PendingReply::Created(reply, CreateCallResult::New)
         }
-        Op::Work { reply, .. } => Told::Done(reply),
-        Op::CreateLoop { reply, .. } => Told::Looped(reply, None),
-        Op::SaveLoop { reply, .. } => Told::Saved(reply, Saved::Stale),
-        Op::Append { reply, .. }
-        | Op::Audit { reply, .. }
-        | Op::PutRun { reply, .. }
-        | Op::Check { reply } => Told::Done(reply),
-        Op::Purge { reply, .. } => Told::Purged(reply, Purged { calls: 0, more: false }),
+        SqliteChange::SaveCall { reply, .. }
+        | SqliteChange::ChangeDirectory { reply, .. }
+        | SqliteChange::SaveDelivery { reply, .. } => {
+            PendingReply::Saved(reply, SaveResult::Conflict)
+        }
+        SqliteChange::Closure { reply, .. } => PendingReply::Done(reply),
+        SqliteChange::CreateRun { reply, .. } => PendingReply::RunCreated(reply, None),
+        SqliteChange::SaveRun { reply, .. } => PendingReply::Saved(reply, SaveResult::Conflict),
+        SqliteChange::AppendEvents { reply, .. }
+        | SqliteChange::AppendAudit { reply, .. }
+        | SqliteChange::PutRunTools { reply, .. }
+        | SqliteChange::WriteProbe { reply } => PendingReply::Done(reply),
+        SqliteChange::Purge { reply, .. } => {
+            PendingReply::Purged(reply, PurgeResult { calls: 0, has_more: false })
+        }
     };
-    told.refuse(why);
+    told.send_error(why);
 }

@@ -42,7 +42,7 @@ impl OpenCalls {
     }
 
     /// Returns up to `limit` places after this one, in ascending order.
-    pub(super) fn after(&self, place: u64, limit: usize) -> Vec<i64> {
+    pub(super) fn page_after(&self, place: u64, limit: usize) -> Vec<i64> {
         let after = i64::try_from(place).unwrap_or(i64::MAX).saturating_add(1);
         self.places.lock().range(after..).take(limit).copied().collect()
     }

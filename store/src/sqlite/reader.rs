@@ -6,40 +6,40 @@ use parking_lot::Mutex;
 use rusqlite::{Connection, OpenFlags, Row, ToSql, params};
 use toolcrib::call::{Call, Status};
 use toolcrib::id::CallId;
-use toolcrib::store::{CallFilter, Open, StoreError};
+use toolcrib::store::{CallFilter, OpenCallRow, StoreError};
 
 use super::open::OpenCalls;
 use crate::row::{CALL_COLUMNS, read_call};
 
 /// Maximum number of idle connections that the pool retains.
-const KEPT: usize = 4;
+const MAX_IDLE_CONNECTIONS: usize = 4;
 
 /// Limit up to which calls are counted.
-pub(super) const MANY: i64 = 5_000;
+pub(super) const COUNT_CAP: i64 = 5_000;
 
 /// A pool of idle read connections.
-pub(super) struct Readers {
+pub(super) struct ReadConnectionPool {
     path: PathBuf,
     idle: Mutex<Vec<Connection>>,
 }
 
-impl Readers {
+impl ReadConnectionPool {
     pub(super) fn new(path: PathBuf) -> Self {
         Self { path, idle: Mutex::default() }
     }
 
-    pub(super) fn with<T>(
+    pub(super) fn with_connection<T>(
         &self,
         look: impl FnOnce(&Connection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let idle = self.idle.lock().pop();
         let connection = match idle {
             Some(connection) => connection,
-            None => self.open().map_err(|error| failed(&error))?,
+            None => self.open().map_err(|error| to_store_error(&error))?,
         };
         let seen = look(&connection);
         let mut idle = self.idle.lock();
-        if idle.len() < KEPT {
+        if idle.len() < MAX_IDLE_CONNECTIONS {
             idle.push(connection);
         }
         seen
@@ -48,7 +48,7 @@ impl Readers {
     fn open(&self) -> rusqlite::Result<Connection> {
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let connection = Connection::open_with_flags(&self.path, flags)?;
-        connection.busy_timeout(super::writer::BUSY)?;
+        connection.busy_timeout(super::writer::BUSY_TIMEOUT)?;
         connection.execute_batch("PRAGMA query_only = ON; PRAGMA cache_size = -1024;")?;
         connection.set_prepared_statement_cache_capacity(32);
         Ok(connection)
@@ -56,7 +56,7 @@ impl Readers {
 }
 
 /// Converts an error of SQLite. The message goes to the log and never contains data.
-pub(super) fn failed(error: &rusqlite::Error) -> StoreError {
+pub(super) fn to_store_error(error: &rusqlite::Error) -> StoreError {
     use rusqlite::ErrorCode as E;
     match error {
         rusqlite::Error::SqliteFailure(code, _)
@@ -68,13 +68,13 @@ pub(super) fn failed(error: &rusqlite::Error) -> StoreError {
     }
 }
 
-pub(super) fn collect<T>(
+pub(super) fn query_map<T>(
     connection: &Connection,
     sql: &str,
     bound: &[&dyn ToSql],
     read: impl Fn(&Row<'_>) -> Result<T, StoreError>,
 ) -> Result<Vec<T>, StoreError> {
-    let broken = |error: rusqlite::Error| failed(&error);
+    let broken = |error: rusqlite::Error| to_store_error(&error);
     let mut select = connection.prepare_cached(sql).map_err(broken)?;
     let mut rows = select.query(bound).map_err(broken)?;
     let mut all = Vec::new();
@@ -84,38 +84,39 @@ pub(super) fn collect<T>(
     Ok(all)
 }
 
-fn read(row: &Row<'_>) -> Result<Call, StoreError> {
+fn read_call_row(row: &Row<'_>) -> Result<Call, StoreError> {
     read_call(row).map(|(_, call)| call)
 }
 
-pub(super) fn call(
+pub(super) fn find_call(
     connection: &Connection,
     project: &str,
     id: &CallId,
 ) -> Result<Option<Call>, StoreError> {
     let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
-    Ok(collect(connection, &sql, params![project, id.as_str()], read)?.pop())
+    Ok(query_map(connection, &sql, params![project, id.as_str()], read_call_row)?.pop())
 }
 
 /// Lists calls by the one index that fits the filter best; conditions outside that index are
 /// checked row by row.
-pub(super) fn calls(
+pub(super) fn list_calls(
     connection: &Connection,
     filter: &CallFilter,
     open: &OpenCalls,
 ) -> Result<Vec<Call>, StoreError> {
     if matches!(filter.status, Some(Status::Pending | Status::Running)) {
-        return open_page(connection, filter, open);
+        return filter_open_calls(connection, filter, open);
     }
     if filter.background {
-        return task_page(connection, filter);
+        return list_background_calls(connection, filter);
     }
     let not_ok = filter.status.is_some_and(|status| status != Status::Succeeded);
     let index = match (&filter.run_id, &filter.tool_name) {
         (Some(_), _) if not_ok => "calls_not_ok_by_run",
         (Some(run_id), Some(tool)) => {
-            let run = counted(connection, "calls_by_run", "run_id", &filter.project, run_id)?;
-            let tool = counted(connection, "calls_by_tool", "tool_name", &filter.project, tool)?;
+            let run = count_capped(connection, "calls_by_run", "run_id", &filter.project, run_id)?;
+            let tool =
+                count_capped(connection, "calls_by_tool", "tool_name", &filter.project, tool)?;
             if run <= tool { "calls_by_run" } else { "calls_by_tool" }
         }
         (Some(_), None) => "calls_by_run",
@@ -141,7 +142,7 @@ pub(super) fn calls(
     }
     if let Some(since_ms) = filter.since_ms {
         // An id starts with the creation time of its call.
-        let floor = CallId::floor_at(since_ms.min((1 << 48) - 1));
+        let floor = CallId::min_at(since_ms.min((1 << 48) - 1));
         and("id >=", Box::new(floor.as_str().to_owned()));
         and("created_ms >=", Box::new(since_ms as i64));
     }
@@ -156,11 +157,11 @@ pub(super) fn calls(
     let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
     sql.push_str(&format!(" ORDER BY id DESC LIMIT {limit}"));
     let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
-    page(connection, &sql, &bound, filter)
+    read_page(connection, &sql, &bound, filter)
 }
 
 /// Counts the calls that an index has for a value, up to [`COUNT_CAP`].
-pub(super) fn counted(
+pub(super) fn count_capped(
     connection: &Connection,
     index: &str,
     column: &str,
@@ -169,28 +170,28 @@ pub(super) fn counted(
 ) -> Result<i64, StoreError> {
     let sql = format!(
         "SELECT count(*) FROM (SELECT 1 FROM calls INDEXED BY {index} \
-         WHERE project = ?1 AND {column} = ?2 LIMIT {MANY})"
+         WHERE project = ?1 AND {column} = ?2 LIMIT {COUNT_CAP})"
     );
-    let broken = |error: rusqlite::Error| failed(&error);
+    let broken = |error: rusqlite::Error| to_store_error(&error);
     let mut select = connection.prepare_cached(&sql).map_err(broken)?;
     select.query_row(params![project, value], |row| row.get(0)).map_err(broken)
 }
 
 /// Reads calls until the page is full.
-fn page(
+fn read_page(
     connection: &Connection,
     sql: &str,
     bound: &[&dyn ToSql],
     filter: &CallFilter,
 ) -> Result<Vec<Call>, StoreError> {
-    let broken = |error: rusqlite::Error| failed(&error);
+    let broken = |error: rusqlite::Error| to_store_error(&error);
     let mut select = connection.prepare_cached(sql).map_err(broken)?;
     let mut rows = select.query(bound).map_err(broken)?;
     let (mut calls, mut bytes) = (Vec::new(), 0);
-    while !filter.is_enough(bytes) {
+    while !filter.is_page_full(bytes) {
         let Some(row) = rows.next().map_err(broken)? else { break };
-        let call = read(row)?;
-        bytes += call.bytes();
+        let call = read_call_row(row)?;
+        bytes += call.estimated_bytes();
         calls.push(call);
     }
     Ok(calls)
@@ -198,7 +199,10 @@ fn page(
 
 /// Lists background calls. They have a table of their own; all other conditions are checked row by
 /// row.
-fn task_page(connection: &Connection, filter: &CallFilter) -> Result<Vec<Call>, StoreError> {
+fn list_background_calls(
+    connection: &Connection,
+    filter: &CallFilter,
+) -> Result<Vec<Call>, StoreError> {
     let sql = format!(
         "SELECT {CALL_COLUMNS} FROM \
          (SELECT call_id, place AS at FROM tasks WHERE project = ?1 AND call_id < ?2) \
@@ -214,11 +218,11 @@ fn task_page(connection: &Connection, filter: &CallFilter) -> Result<Vec<Call>, 
     let status = filter.status.map(Status::as_str);
     let bound =
         params![filter.project, before, filter.run_id, filter.tool_name, status, since_ms, limit];
-    page(connection, &sql, bound, filter)
+    read_page(connection, &sql, bound, filter)
 }
 
 /// Lists open calls. They are few, and their places are in memory.
-fn open_page(
+fn filter_open_calls(
     connection: &Connection,
     filter: &CallFilter,
     open: &OpenCalls,
@@ -229,12 +233,12 @@ fn open_page(
             && filter.run_id.as_ref().is_none_or(|run_id| *run_id == call.run_id)
             && filter.tool_name.as_ref().is_none_or(|tool| *tool == call.tool_name)
             && filter.since_ms.is_none_or(|since_ms| call.created_ms >= since_ms)
-            && (!filter.background || call.asked.background)
+            && (!filter.background || call.origin.background)
             && filter.before.as_ref().is_none_or(|before| call.id < *before)
     };
     let mut page = Vec::new();
     for place in open.newest_first() {
-        page.extend(at_place(connection, place)?.map(|open| open.call).filter(fits));
+        page.extend(find_call_at(connection, place)?.map(|open| open.call).filter(fits));
         // Ids and places have nearly the same order; reading slightly more than a page and sorting
         // it gives the right one.
         if page.len() >= filter.limit.saturating_add(64) {
@@ -246,29 +250,29 @@ fn open_page(
     Ok(page)
 }
 
-fn at_place(connection: &Connection, place: i64) -> Result<Option<Open>, StoreError> {
+fn find_call_at(connection: &Connection, place: i64) -> Result<Option<OpenCallRow>, StoreError> {
     let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE place = ?1");
-    let found = collect(connection, &sql, params![place], |row| {
-        read_call(row).map(|(place, call)| Open { place, call })
+    let found = query_map(connection, &sql, params![place], |row| {
+        read_call(row).map(|(place, call)| OpenCallRow { position: place, call })
     })?;
     Ok(found.into_iter().next())
 }
 
 /// Returns a page of open calls. Calls that ended after their place was looked up are left out; an
 /// empty page means that there are no more.
-pub(super) fn open_calls(
+pub(super) fn list_open_calls(
     connection: &Connection,
     open: &OpenCalls,
     mut after: u64,
     limit: usize,
-) -> Result<Vec<Open>, StoreError> {
+) -> Result<Vec<OpenCallRow>, StoreError> {
     let mut page = Vec::new();
     loop {
-        let places = open.after(after, limit);
+        let places = open.page_after(after, limit);
         let Some(last) = places.last() else { return Ok(page) };
         after = *last as u64;
         for place in places {
-            let found = at_place(connection, place)?;
+            let found = find_call_at(connection, place)?;
             page.extend(found.filter(|open| !open.call.status.is_terminal()));
         }
         if !page.is_empty() {

@@ -1,21 +1,21 @@
 //! The tool definitions of runs (table `runs`), in SQLite.
 
 use rusqlite::{Connection, params};
-use toolcrib::store::{Run, StoreError};
+use toolcrib::store::{RunToolDefinitions, StoreError};
 
-use super::reader::collect;
+use super::reader::query_map;
 use crate::row::decode;
 
-pub(super) fn run(
+pub(super) fn find_run_tools(
     connection: &Connection,
     project: &str,
     run_id: &str,
-) -> Result<Option<Run>, StoreError> {
+) -> Result<Option<RunToolDefinitions>, StoreError> {
     let sql = "SELECT tool_definitions, updated_ms FROM runs WHERE project = ?1 AND run_id = ?2";
-    let found = collect(connection, sql, params![project, run_id], |row| {
+    let found = query_map(connection, sql, params![project, run_id], |row| {
         let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
         let text: String = row.get(0).map_err(unreadable)?;
-        Ok(Run {
+        Ok(RunToolDefinitions {
             project: project.to_owned(),
             run_id: run_id.to_owned(),
             tool_definitions: decode(&text)?,
@@ -25,7 +25,10 @@ pub(super) fn run(
     Ok(found.into_iter().next())
 }
 
-pub(super) fn put(connection: &Connection, run: &Run) -> rusqlite::Result<()> {
+pub(super) fn put_run_tools(
+    connection: &Connection,
+    run: &RunToolDefinitions,
+) -> rusqlite::Result<()> {
     connection
         .prepare_cached("INSERT OR REPLACE INTO runs VALUES (?1, ?2, ?3, ?4)")?
         .execute(params![
@@ -39,7 +42,7 @@ pub(super) fn put(connection: &Connection, run: &Run) -> rusqlite::Result<()> {
 
 /// Deletes the tool definitions of runs that were last changed before this time and have no calls
 /// left, oldest first.
-pub(super) fn purge(
+pub(super) fn purge_run_tools(
     connection: &Connection,
     before_ms: i64,
     limit: usize,

@@ -8,31 +8,31 @@ use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use toolcrib::store::utp::{CardPut, Delivered, TurnChange, UtpStore};
-use toolcrib::store::{Saved, StoreError};
-use toolcrib::tool::Definition;
+use toolcrib::store::utp::{InboxPutResult, PutCardResult, TurnChange, UtpStore};
+use toolcrib::store::{SaveResult, StoreError};
+use toolcrib::tool::ToolDefinition;
 use toolcrib::utp::card::TOOL_RESULT;
-use toolcrib::utp::{Card, DeadLetter, InboxItem, Letter, Turn, Waiting};
+use toolcrib::utp::{Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn};
 
 use super::SqliteStore;
-use super::reader::failed;
-use crate::row::read_definition;
+use super::reader::to_store_error;
+use crate::row::decode_definition;
 
 /// Encodes a value as the text of a `body` column.
-fn body<T: Serialize>(value: &T) -> rusqlite::Result<String> {
+fn encode_body<T: Serialize>(value: &T) -> rusqlite::Result<String> {
     serde_json::to_string(value)
         .map_err(|error| rusqlite::Error::ToSqlConversionFailure(Box::new(error)))
 }
 
 /// Decodes the value of a `body` column.
-fn of_body<T: DeserializeOwned>(text: &str) -> rusqlite::Result<T> {
+fn decode_body<T: DeserializeOwned>(text: &str) -> rusqlite::Result<T> {
     let kind = rusqlite::types::Type::Text;
     serde_json::from_str(text)
         .map_err(|error| rusqlite::Error::FromSqlConversionFailure(0, kind, Box::new(error)))
 }
 
 /// Returns the bodies that a query finds, in its order.
-fn bodies<T: DeserializeOwned>(
+fn query_bodies<T: DeserializeOwned>(
     connection: &Connection,
     sql: &str,
     bound: &[&dyn rusqlite::ToSql],
@@ -41,14 +41,14 @@ fn bodies<T: DeserializeOwned>(
     let mut rows = select.query(bound)?;
     let mut all = Vec::new();
     while let Some(row) = rows.next()? {
-        all.push(of_body(&row.get::<_, String>(0)?)?);
+        all.push(decode_body(&row.get::<_, String>(0)?)?);
     }
     Ok(all)
 }
 
 /// Returns bodies with their numbers. The parameters are the number to start after, the limit, and
 /// any others that the statement needs.
-fn numbered<T: DeserializeOwned>(
+fn query_numbered_bodies<T: DeserializeOwned>(
     connection: &Connection,
     sql: &str,
     bound: &[i64],
@@ -57,12 +57,12 @@ fn numbered<T: DeserializeOwned>(
     let mut rows = select.query(rusqlite::params_from_iter(bound))?;
     let mut all = Vec::new();
     while let Some(row) = rows.next()? {
-        all.push((row.get::<_, i64>(0)? as u64, of_body(&row.get::<_, String>(1)?)?));
+        all.push((row.get::<_, i64>(0)? as u64, decode_body(&row.get::<_, String>(1)?)?));
     }
     Ok(all)
 }
 
-fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<CardPut> {
+fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<PutCardResult> {
     let result = card.kind == TOOL_RESULT;
     let known: Option<String> = connection
         .prepare_cached(
@@ -76,10 +76,10 @@ fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<CardPut> {
         )
         .optional()?;
     if let Some(known) = known {
-        let known: Card = of_body(&known)?;
-        return Ok(match known.says_the_same(card) {
-            true => CardPut::Same,
-            false => CardPut::Other(Box::new(known)),
+        let known: Card = decode_body(&known)?;
+        return Ok(match known.equals_ignoring_time(card) {
+            true => PutCardResult::Identical,
+            false => PutCardResult::Conflict(Box::new(known)),
         });
     }
     connection
@@ -94,17 +94,17 @@ fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<CardPut> {
             card.turn_id(),
             card.tool_call_id,
             card.created_ms as i64,
-            body(card)?
+            encode_body(card)?
         ])?;
-    Ok(CardPut::New)
+    Ok(PutCardResult::New)
 }
 
 impl SqliteStore {
-    async fn look<T: Send + 'static>(
+    async fn read_sql<T: Send + 'static>(
         &self,
         look: impl FnOnce(&Connection) -> rusqlite::Result<T> + Send + 'static,
     ) -> Result<T, StoreError> {
-        self.read(move |connection| look(connection).map_err(|error| failed(&error))).await
+        self.read(move |connection| look(connection).map_err(|error| to_store_error(&error))).await
     }
 }
 
@@ -115,7 +115,7 @@ impl UtpStore for SqliteStore {
         project: &str,
         tool: &str,
         version: &str,
-    ) -> Result<Option<Definition>, StoreError> {
+    ) -> Result<Option<ToolDefinition>, StoreError> {
         let (project, tool, version) = (project.to_owned(), tool.to_owned(), version.to_owned());
         self.read(move |connection| {
             let text: Option<String> = connection
@@ -126,20 +126,20 @@ impl UtpStore for SqliteStore {
                 .and_then(|mut select| {
                     select.query_row([&project, &tool, &version], |row| row.get(0)).optional()
                 })
-                .map_err(|error| failed(&error))?;
-            text.map(|text| read_definition(project, tool, &text)).transpose()
+                .map_err(|error| to_store_error(&error))?;
+            text.map(|text| decode_definition(project, tool, &text)).transpose()
         })
         .await
     }
 
-    async fn put_card(&self, card: Card) -> Result<CardPut, StoreError> {
-        self.work(move |connection| put_card(connection, &card)).await
+    async fn put_card(&self, card: Card) -> Result<PutCardResult, StoreError> {
+        self.write_with(move |connection| put_card(connection, &card)).await
     }
 
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError> {
         let (project, card_id) = (project.to_owned(), card_id.to_owned());
         let sql = "SELECT body FROM cards WHERE project = ?1 AND card_id = ?2";
-        self.look(move |c| Ok(bodies(c, sql, params![project, card_id])?.pop())).await
+        self.read_sql(move |c| Ok(query_bodies(c, sql, params![project, card_id])?.pop())).await
     }
 
     async fn result_card(
@@ -152,70 +152,78 @@ impl UtpStore for SqliteStore {
         let tool_call_id = tool_call_id.to_owned();
         let sql = "SELECT body FROM cards WHERE project = ?1 AND turn_id = ?2 \
                    AND tool_call_id = ?3 AND type = 'tool.result'";
-        self.look(move |c| Ok(bodies(c, sql, params![project, turn_id, tool_call_id])?.pop())).await
+        self.read_sql(move |c| {
+            Ok(query_bodies(c, sql, params![project, turn_id, tool_call_id])?.pop())
+        })
+        .await
     }
 
     async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError> {
         let (project, turn_id) = (project.to_owned(), turn_id.to_owned());
         let sql = "SELECT body FROM turns WHERE project = ?1 AND turn_id = ?2";
-        self.look(move |c| Ok(bodies(c, sql, params![project, turn_id])?.pop())).await
+        self.read_sql(move |c| Ok(query_bodies(c, sql, params![project, turn_id])?.pop())).await
     }
 
-    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<Saved, StoreError> {
-        self.work(move |connection| turns::save(connection, &turn, &change)).await
+    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
+        self.write_with(move |connection| turns::save_turn(connection, &turn, &change)).await
     }
 
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError> {
         let sql = "SELECT body FROM turns WHERE status = 'running' AND lease_until_ms <= ?1 \
                    ORDER BY lease_until_ms LIMIT ?2";
-        self.look(move |c| bodies(c, sql, params![now_ms as i64, limit as i64])).await
+        self.read_sql(move |c| query_bodies(c, sql, params![now_ms as i64, limit as i64])).await
     }
 
-    async fn waiting(
+    async fn step_calls(
         &self,
         project: &str,
         turn_id: &str,
         step_id: &str,
-    ) -> Result<Vec<Waiting>, StoreError> {
+    ) -> Result<Vec<StepCall>, StoreError> {
         let (project, turn_id) = (project.to_owned(), turn_id.to_owned());
         let step_id = step_id.to_owned();
         let sql = "SELECT body FROM turn_calls WHERE project = ?1 AND turn_id = ?2 \
                    AND step_id = ?3 ORDER BY number";
-        self.look(move |c| bodies(c, sql, params![project, turn_id, step_id])).await
+        self.read_sql(move |c| query_bodies(c, sql, params![project, turn_id, step_id])).await
     }
 
-    async fn waiting_call(
+    async fn step_call(
         &self,
         project: &str,
         turn_id: Option<&str>,
         tool_call_id: &str,
-    ) -> Result<Option<Waiting>, StoreError> {
+    ) -> Result<Option<StepCall>, StoreError> {
         let (project, turn_id) = (project.to_owned(), turn_id.map(str::to_owned));
         let tool_call_id = tool_call_id.to_owned();
         let sql = "SELECT body FROM turn_calls WHERE project = ?1 AND tool_call_id = ?2 \
                    AND (?3 IS NULL OR turn_id = ?3) ORDER BY number";
-        self.look(move |c| Ok(bodies(c, sql, params![project, tool_call_id, turn_id])?.pop())).await
+        self.read_sql(move |c| {
+            Ok(query_bodies(c, sql, params![project, tool_call_id, turn_id])?.pop())
+        })
+        .await
     }
 
-    async fn undelivered(
+    async fn undelivered_step_calls(
         &self,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<(u64, Waiting)>, StoreError> {
+    ) -> Result<Vec<(u64, StepCall)>, StoreError> {
         let sql = "SELECT number, body FROM turn_calls WHERE inbox_id IS NULL AND number > ?1 \
                    AND call_id IS NOT NULL ORDER BY number LIMIT ?2";
-        self.look(move |c| numbered(c, sql, &[after as i64, limit as i64])).await
+        self.read_sql(move |c| query_numbered_bodies(c, sql, &[after as i64, limit as i64])).await
     }
 
-    async fn deliver(
+    async fn deliver_to_inbox(
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<Letter>,
-    ) -> Result<Delivered, StoreError> {
+        letter: Option<OutboxMessage>,
+    ) -> Result<InboxPutResult, StoreError> {
         let card_id = result_card_id.to_owned();
-        self.work(move |connection| letters::deliver(connection, &item, &card_id, letter.as_ref()))
-            .await
+        self.write_with(move |connection| {
+            letters::deliver_to_inbox(connection, &item, &card_id, letter.as_ref())
+        })
+        .await
     }
 
     async fn inbox(
@@ -227,10 +235,10 @@ impl UtpStore for SqliteStore {
         let (project, agent_id) = (project.to_owned(), agent_id.to_owned());
         let sql = "SELECT body FROM inbox WHERE project = ?1 AND agent_id = ?2 \
                    AND taken_ms IS NULL ORDER BY number LIMIT ?3";
-        self.look(move |c| bodies(c, sql, params![project, agent_id, limit as i64])).await
+        self.read_sql(move |c| query_bodies(c, sql, params![project, agent_id, limit as i64])).await
     }
 
-    async fn take_from_inbox(
+    async fn acknowledge_inbox_items(
         &self,
         project: &str,
         agent_id: &str,
@@ -239,10 +247,11 @@ impl UtpStore for SqliteStore {
     ) -> Result<usize, StoreError> {
         let (project, agent_id) = (project.to_owned(), agent_id.to_owned());
         let ids = inbox_ids.to_vec();
-        self.work(move |c| letters::take(c, &project, &agent_id, &ids, now_ms)).await
+        self.write_with(move |c| letters::consume_inbox_items(c, &project, &agent_id, &ids, now_ms))
+            .await
     }
 
-    async fn waiting_agents(
+    async fn agents_with_unread_items(
         &self,
         before_ms: u64,
         after: u64,
@@ -252,36 +261,43 @@ impl UtpStore for SqliteStore {
                    WHERE taken_ms IS NULL GROUP BY project, agent_id) AND number > ?1 \
                    AND created_ms < ?3 ORDER BY number LIMIT ?2";
         let bound = [after as i64, limit as i64, before_ms as i64];
-        self.look(move |c| numbered(c, sql, &bound)).await
+        self.read_sql(move |c| query_numbered_bodies(c, sql, &bound)).await
     }
 
-    async fn post(&self, posted: Vec<Letter>) -> Result<(), StoreError> {
-        self.work(move |c| posted.iter().try_for_each(|letter| letters::post(c, letter))).await
+    async fn append_to_outbox(&self, posted: Vec<OutboxMessage>) -> Result<(), StoreError> {
+        self.write_with(move |c| {
+            posted.iter().try_for_each(|letter| letters::insert_outbox_message(c, letter))
+        })
+        .await
     }
 
-    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError> {
+    async fn outbox(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<(u64, OutboxMessage)>, StoreError> {
         let sql = "SELECT number, body FROM outbox WHERE number > ?1 ORDER BY number LIMIT ?2";
-        self.look(move |c| numbered(c, sql, &[after as i64, limit as i64])).await
+        self.read_sql(move |c| query_numbered_bodies(c, sql, &[after as i64, limit as i64])).await
     }
 
-    async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {
+    async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError> {
         let ids = ids.to_vec();
-        self.work(move |connection| {
+        self.write_with(move |connection| {
             let mut delete = connection.prepare_cached("DELETE FROM outbox WHERE id = ?1")?;
             ids.iter().try_for_each(|id| delete.execute([id]).map(drop))
         })
         .await
     }
 
-    async fn bury(&self, letter: DeadLetter) -> Result<(), StoreError> {
-        self.work(move |connection| {
+    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
+        self.write_with(move |connection| {
             connection
                 .prepare_cached("INSERT OR REPLACE INTO dead_letters VALUES (?1, ?2, ?3, ?4)")?
                 .execute(params![
                     letter.id,
                     letter.project,
                     letter.created_ms as i64,
-                    body(&letter)?
+                    encode_body(&letter)?
                 ])
                 .map(drop)
         })
@@ -297,16 +313,16 @@ impl UtpStore for SqliteStore {
         let (project, before) = (project.to_owned(), before.map(str::to_owned));
         let sql = "SELECT body FROM dead_letters WHERE project = ?1 \
                    AND (?2 IS NULL OR id < ?2) ORDER BY id DESC LIMIT ?3";
-        self.look(move |c| bodies(c, sql, params![project, before, limit as i64])).await
+        self.read_sql(move |c| query_bodies(c, sql, params![project, before, limit as i64])).await
     }
 
     async fn dead_letter(&self, project: &str, id: &str) -> Result<Option<DeadLetter>, StoreError> {
         let (project, id) = (project.to_owned(), id.to_owned());
         let sql = "SELECT body FROM dead_letters WHERE project = ?1 AND id = ?2";
-        self.look(move |c| Ok(bodies(c, sql, params![project, id])?.pop())).await
+        self.read_sql(move |c| Ok(query_bodies(c, sql, params![project, id])?.pop())).await
     }
 
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.work(move |connection| letters::purge(connection, before_ms, limit)).await
+        self.write_with(move |connection| letters::purge_utp(connection, before_ms, limit)).await
     }
 }

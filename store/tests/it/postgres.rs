@@ -7,7 +7,7 @@ use std::time::Duration;
 use toolcrib::call::Status;
 use toolcrib::store::{Store, StoreError};
 use toolcrib::utp::card::into_map;
-use toolcrib_store::{PostgresError, PostgresStore};
+use toolcrib_store::{PostgresOpenError, PostgresStore};
 
 use crate::support::database::Database;
 use crate::support::{call, call_of, creating, ended, found, put, read, requested, save};
@@ -17,12 +17,12 @@ async fn a_second_server_is_refused_until_the_first_is_gone() {
     let Some(database) = Database::new().await else { return };
     let first = PostgresStore::open(&database.url).await.unwrap();
     let refused = PostgresStore::open(&database.url).await.err().unwrap();
-    assert!(matches!(refused, PostgresError::Taken), "{refused}");
+    assert!(matches!(refused, PostgresOpenError::AlreadyServed), "{refused}");
     assert!(refused.to_string().contains("another toolcrib"), "{refused}");
     let kept = call();
     put(&first, &kept).await;
     // Meanwhile an administrator may read and change the directory, but cannot create calls.
-    let beside = PostgresStore::open_briefly(&database.url).await.unwrap();
+    let beside = PostgresStore::open_for_admin(&database.url).await.unwrap();
     assert_eq!(read(&beside, &kept).await, kept);
     let made = creating(&beside, &call(), vec![requested()], None).await;
     assert!(matches!(made, Err(StoreError::Unavailable(_))), "{made:?}");
@@ -41,12 +41,12 @@ async fn numbers_go_on_after_a_restart() {
     put(&store, &old).await;
     save(&store, &ended(&old, Status::Succeeded, old.created_ms + 1)).await;
     let scope = || toolcrib::store::EventScope::Project("p".into());
-    let newest = store.newest_event(scope()).await.unwrap();
+    let newest = store.last_event_number(scope()).await.unwrap();
     assert_eq!(store.purge(u64::MAX, 10).await.unwrap().calls, 1);
     drop(store);
     let store = PostgresStore::open(&database.url).await.unwrap();
     put(&store, &call()).await;
-    assert!(store.newest_event(scope()).await.unwrap() > newest);
+    assert!(store.last_event_number(scope()).await.unwrap() > newest);
     drop(store);
     database.drop().await;
 }
@@ -112,14 +112,14 @@ async fn a_database_that_is_away_is_said_to_be_away_and_is_used_again_when_it_is
     let old = call();
     put(&store, &old).await;
     database.shut(true).await;
-    let refused = store.check().await;
+    let refused = store.check_health().await;
     assert!(matches!(&refused, Err(StoreError::Unavailable(_))), "{refused:?}");
     let made = creating(&store, &call(), vec![requested()], None).await;
     let Err(StoreError::Unavailable(why)) = made else { panic!("{made:?}") };
     assert!(why.contains("connection"), "{why}");
     assert!(!why.contains("toolcrib-test"), "{why}");
     database.shut(false).await;
-    while store.check().await.is_err() {
+    while store.check_health().await.is_err() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     put(&store, &call()).await;
@@ -138,7 +138,7 @@ async fn a_server_that_was_overtaken_writes_no_more() {
     client.batch_execute("UPDATE toolcrib.writer SET owner = owner + 1").await.unwrap();
     database.cut().await;
     let why = loop {
-        match first.check().await {
+        match first.check_health().await {
             Err(StoreError::Unavailable(why)) if why.contains("restart") => break why,
             Ok(()) => panic!("it wrote after another had"),
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
@@ -181,7 +181,7 @@ async fn what_cannot_be_used_is_refused_without_showing_the_password() {
     let client = database.client().await;
     client.batch_execute("CREATE TABLE public.cards (a INT)").await.unwrap();
     let refused = PostgresStore::open(&database.url).await.err().unwrap();
-    assert!(matches!(refused, PostgresError::NotOurs), "{refused}");
+    assert!(matches!(refused, PostgresOpenError::ForeignTables), "{refused}");
     let left = "SELECT count(*) FROM pg_namespace WHERE nspname = 'toolcrib'";
     let left: i64 = client.query_one(left, &[]).await.unwrap().get(0);
     assert_eq!(left, 0, "nothing of ours is left behind");
@@ -196,7 +196,7 @@ async fn a_newer_database_is_not_opened() {
     let client = database.client().await;
     client.batch_execute("INSERT INTO toolcrib.schema_version VALUES (999)").await.unwrap();
     let refused = PostgresStore::open(&database.url).await.err().unwrap();
-    assert!(matches!(refused, PostgresError::Newer { found: 999, .. }), "{refused}");
+    assert!(matches!(refused, PostgresOpenError::NewerSchema { found: 999, .. }), "{refused}");
     drop(client);
     database.drop().await;
 }

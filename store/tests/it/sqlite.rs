@@ -21,7 +21,7 @@ use crate::support::database_in;
 /// Opens a store in a new temporary directory.
 fn fresh() -> (TempDir, SqliteStore) {
     let directory = tempfile::tempdir().unwrap();
-    let store = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
+    let store = SqliteStore::open_for_admin(&database_in(&directory)).unwrap();
     (directory, store)
 }
 

@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tempfile::TempDir;
-use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
-use toolcrib::event::{Event, Kind, Record};
+use toolcrib::call::{Call, CallMetrics, Hold, Origin, Outcome, Status, Target};
+use toolcrib::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::fault::Fault;
 use toolcrib::id::CallId;
 use toolcrib::json::Json;
 use toolcrib::retry::Backoff;
 use toolcrib::store::{
-    CallFilter, Created, EventScope, IdempotencyKey, MemoryStore, NewCall, Saved, Store, StoreError,
+    CallFilter, CreateCallResult, EventScope, IdempotencyKey, MemoryStore, NewCall, SaveResult,
+    Store, StoreError,
 };
 use toolcrib::tool::{Effect, Executor};
 use toolcrib_store::SqliteStore;
@@ -45,7 +46,7 @@ pub fn memory() -> Opened {
 
 pub fn sqlite() -> Opened {
     let directory = tempfile::tempdir().unwrap();
-    let store = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
+    let store = SqliteStore::open_for_admin(&database_in(&directory)).unwrap();
     Opened { store: Box::new(store), _directory: Some(directory), database: None }
 }
 
@@ -64,7 +65,7 @@ pub fn beside(path: &Path, ending: &str) -> PathBuf {
 pub fn id_at(at_ms: u64) -> CallId {
     static LAST: AtomicU64 = AtomicU64::new(0);
     let next = LAST.fetch_add(1, Ordering::Relaxed);
-    let time = &CallId::floor_at(at_ms).as_str()[..CallId::PREFIX.len() + 10].to_owned();
+    let time = &CallId::min_at(at_ms).as_str()[..CallId::PREFIX.len() + 10].to_owned();
     format!("{time}{next:016}").parse().unwrap()
 }
 
@@ -83,24 +84,24 @@ pub fn call_at(created_ms: u64) -> Call {
         project: "p".into(),
         run_id: "run".into(),
         tool_name: "weather.query".into(),
-        asked: Asked { agent: "ada".into(), ..Asked::default() },
+        origin: Origin { agent: "ada".into(), ..Origin::default() },
         args: json(r#"{"city":"Oslo"}"#),
         target: target("weather.query", r#"{"city":"Oslo"}"#),
-        alternates: vec![],
+        fallbacks: vec![],
         max_retries: 2,
         backoff: Backoff::default(),
         status: Status::Pending,
         hold: Some(Hold::Queue),
         attempt: 0,
         target_attempts: 0,
-        taken_by: None,
-        dialogue: None,
-        failed: None,
+        acknowledged_by: None,
+        elicitation: None,
+        failed_attempt: None,
         node: None,
         created_ms,
         deadline_ms: created_ms + 30_000,
         started_ms: None,
-        attempt_ms: None,
+        attempt_dispatched_ms: None,
         completed_ms: None,
         outcome: None,
         version: 1,
@@ -134,7 +135,7 @@ pub fn running(call: &Call) -> Call {
         target_attempts: call.target_attempts + 1,
         node: Some("node-1".into()),
         started_ms: Some(call.created_ms + 5),
-        attempt_ms: Some(call.created_ms + 5),
+        attempt_dispatched_ms: Some(call.created_ms + 5),
         version: call.version + 1,
         ..call.clone()
     }
@@ -144,7 +145,7 @@ pub fn running(call: &Call) -> Call {
 pub fn ended(call: &Call, status: Status, completed_ms: u64) -> Call {
     let ok = status == Status::Succeeded;
     let (created_ms, started_ms) = (call.created_ms, call.started_ms);
-    let metrics = Metrics::of(created_ms, started_ms, completed_ms, call.attempt);
+    let metrics = CallMetrics::from_timestamps(created_ms, started_ms, completed_ms, call.attempt);
     let (data, error) = if ok {
         (Some(json(r#"{"sky":"clear"}"#)), None)
     } else {
@@ -172,12 +173,12 @@ pub async fn put_with_status(store: &dyn Store, call: &Call, status: Status) -> 
     next
 }
 
-pub fn requested() -> Record {
-    record(Kind::Requested)
+pub fn requested() -> EventRecord {
+    record(EventKind::Requested)
 }
 
-pub fn record(kind: Kind) -> Record {
-    Record::new(kind, NOW, 1)
+pub fn record(kind: EventKind) -> EventRecord {
+    EventRecord::new(kind, NOW, 1)
 }
 
 pub fn key(agent: &str, key: &str, fingerprint: &str) -> IdempotencyKey {
@@ -191,31 +192,35 @@ pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Se
 pub fn creating<'a>(
     store: &'a dyn Store,
     call: &Call,
-    records: Vec<Record>,
+    records: Vec<EventRecord>,
     key: Option<IdempotencyKey>,
-) -> Answer<'a, Created> {
-    store.create(NewCall { call: Arc::new(call.clone()), records, key, coming: None })
+) -> Answer<'a, CreateCallResult> {
+    store.create_call(NewCall { call: Arc::new(call.clone()), records, key, group_member: None })
 }
 
 /// Starts to store the next version of a call.
-pub fn saving<'a>(store: &'a dyn Store, call: &Call, records: Vec<Record>) -> Answer<'a, Saved> {
-    store.save(Arc::new(call.clone()), records)
+pub fn saving<'a>(
+    store: &'a dyn Store,
+    call: &Call,
+    records: Vec<EventRecord>,
+) -> Answer<'a, SaveResult> {
+    store.save_call(Arc::new(call.clone()), records)
 }
 
 /// Stores a new call with one event and no idempotency key.
 pub async fn put(store: &dyn Store, call: &Call) {
     let created = creating(store, call, vec![requested()], None).await.unwrap();
-    assert!(matches!(created, Created::New));
+    assert!(matches!(created, CreateCallResult::New));
 }
 
 /// Stores a new call with one event and this idempotency key, and returns the result.
-pub async fn put_keyed(store: &dyn Store, call: &Call, key: &IdempotencyKey) -> Created {
+pub async fn put_keyed(store: &dyn Store, call: &Call, key: &IdempotencyKey) -> CreateCallResult {
     creating(store, call, vec![requested()], Some(key.clone())).await.unwrap()
 }
 
 /// Saves the next version of a call, without an event.
 pub async fn save(store: &dyn Store, call: &Call) {
-    assert_eq!(saving(store, call, vec![]).await.unwrap(), Saved::Yes);
+    assert_eq!(saving(store, call, vec![]).await.unwrap(), SaveResult::Saved);
 }
 
 /// Reads the stored call with this one's id.
@@ -228,8 +233,8 @@ pub async fn found(store: &dyn Store, call: &Call) -> Option<Call> {
 }
 
 /// Appends one event to a call.
-pub async fn append(store: &dyn Store, call: &Call, record: Record) {
-    store.append(&call.project, &call.id, vec![record]).await.unwrap();
+pub async fn append(store: &dyn Store, call: &Call, record: EventRecord) {
+    store.append_records(&call.project, &call.id, vec![record]).await.unwrap();
 }
 
 /// Returns the ids of all calls of a project, newest first.
@@ -242,7 +247,7 @@ pub async fn ids(store: &dyn Store, filter: CallFilter) -> Vec<CallId> {
 }
 
 /// Returns every event in scope.
-pub async fn history(store: &dyn Store, scope: EventScope) -> Vec<Event> {
+pub async fn history(store: &dyn Store, scope: EventScope) -> Vec<CallEvent> {
     store.events(scope, 0, 10_000).await.unwrap()
 }
 

@@ -2,12 +2,12 @@
 
 use super::*;
 
-fn rules(options: Value) -> Rules {
-    Rules::of(&options).unwrap()
+fn rules(options: Value) -> ArgumentRules {
+    ArgumentRules::from_options(&options).unwrap()
 }
 
-fn vars() -> Vars {
-    Vars(BTreeMap::from([
+fn vars() -> TemplateVars {
+    TemplateVars(BTreeMap::from([
         ("project_id", "p1".to_owned()),
         ("turn_epoch", "7".to_owned()),
         ("agent_id", "{project_id}".to_owned()),
@@ -15,7 +15,7 @@ fn vars() -> Vars {
 }
 
 fn applied(options: Value, args: Value) -> Value {
-    rules(options).applied(&args, &vars()).args
+    rules(options).apply(&args, &vars()).args
 }
 
 #[test]
@@ -28,12 +28,12 @@ fn environment_goes_before_fixed_before_caller_before_default() {
         "envs": { "d": "SECRET" },
     });
     let given = json!({ "b": "caller", "c": "caller", "d": "caller", "e": "caller" });
-    let made = rules(options).applied(&given, &vars());
+    let made = rules(options).apply(&given, &vars());
     let expected = json!({ "a": "default", "b": "caller", "c": "fixed", "e": "caller" });
     assert_eq!(made.args, expected, "d comes from the environment, at the last moment");
     assert_eq!(made.defaults, ["a"]);
     assert_eq!(made.fixed, ["c"]);
-    assert_eq!(made.dropped, ["d"]);
+    assert_eq!(made.overridden_by_env, ["d"]);
 }
 
 #[test]
@@ -47,9 +47,9 @@ fn null_counts_as_given_and_a_null_default_is_put_in() {
 fn only_named_variables_count_as_environment() {
     let options = json!({ "envs": { "a": " KEY ", "b": "  ", "c": 7, "d": "" } });
     let rules = rules(options);
-    assert_eq!(rules.envs(), &BTreeMap::from([("a".to_owned(), "KEY".to_owned())]));
+    assert_eq!(rules.env_arguments(), &BTreeMap::from([("a".to_owned(), "KEY".to_owned())]));
     let given = json!({ "a": 1, "b": 2, "c": 3 });
-    assert_eq!(rules.applied(&given, &vars()).args, json!({ "b": 2, "c": 3 }));
+    assert_eq!(rules.apply(&given, &vars()).args, json!({ "b": 2, "c": 3 }));
 }
 
 #[test]
@@ -114,9 +114,9 @@ fn a_model_sees_neither_fixed_nor_environment_and_sees_defaults_as_written() {
         "required": ["q"],
         "$defs": { "mode": { "type": "string" } },
     });
-    assert_eq!(rules.visible(&full), expected);
+    assert_eq!(rules.schema_for_model(&full), expected);
     let nothing = json!({ "type": "object", "properties": {} });
-    assert_eq!(rules.visible(&json!({})), nothing);
+    assert_eq!(rules.schema_for_model(&json!({})), nothing);
 }
 
 #[test]
@@ -124,28 +124,28 @@ fn what_is_executed_must_fit_all_but_the_environment() {
     let rules = rules(json!({ "args": { "fixed": { "a": 1 } }, "envs": { "b": "KEY" } }));
     let full = json!({ "properties": { "a": {}, "b": {}, "c": {} }, "required": ["a", "b"] });
     let expected = json!({ "properties": { "a": {}, "c": {} }, "required": ["a"] });
-    assert_eq!(rules.executed(&full), expected);
+    assert_eq!(rules.schema_for_execution(&full), expected);
 }
 
 #[test]
 fn no_rules_cost_nothing_and_wrong_ones_are_named() {
-    assert_eq!(Rules::of(&json!({ "jina": {} })), None);
-    assert_eq!(Rules::of(&json!({ "args": { "fixed": {} }, "envs": {} })), None);
-    assert_eq!(Rules::problem(&json!({ "args": { "fixed": {} } })), None);
+    assert_eq!(ArgumentRules::from_options(&json!({ "jina": {} })), None);
+    assert_eq!(ArgumentRules::from_options(&json!({ "args": { "fixed": {} }, "envs": {} })), None);
+    assert_eq!(ArgumentRules::find_problem(&json!({ "args": { "fixed": {} } })), None);
     for (options, named) in [
         (json!({ "args": [] }), "options.args "),
         (json!({ "args": { "fixed": 1 } }), "options.args.fixed"),
         (json!({ "args": { "defaults": "x" } }), "options.args.defaults"),
         (json!({ "envs": ["x"] }), "options.envs"),
     ] {
-        assert!(Rules::problem(&options).unwrap().contains(named), "{options}");
+        assert!(ArgumentRules::find_problem(&options).unwrap().contains(named), "{options}");
     }
 }
 
 #[test]
 fn what_is_no_object_is_left_to_the_schema() {
     let rules = rules(json!({ "args": { "fixed": { "a": 1 } } }));
-    assert_eq!(rules.applied(&json!([1]), &vars()).args, json!([1]));
+    assert_eq!(rules.apply(&json!([1]), &vars()).args, json!([1]));
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn a_card_names_what_was_put_in_and_no_value() {
     let rules = rules(json!({
         "args": { "defaults": { "z": 1, "a": 2 }, "fixed": { "f": 3 } }, "envs": { "k": "KEY" },
     }));
-    let audit = Value::Object(rules.audit(&json!({ "z": 0 })));
+    let audit = Value::Object(rules.audit_metadata(&json!({ "z": 0 })));
     let expected = json!({
         "tool_args_defaults_applied": ["a"],
         "tool_args_fixed_applied": ["f"],

@@ -2,20 +2,20 @@
 
 use serde_json::json;
 
-use super::super::Limits;
-use super::{Catalog, Registration, require_owner};
+use super::super::EngineLimits;
+use super::{Catalog, ClientRegistration, require_client_owner};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
 use crate::names;
-use crate::tool::{Definition, Executor};
+use crate::tool::{Executor, ToolDefinition};
 
-pub(super) fn check_against(
+pub(super) fn check_registration(
     catalog: &Catalog,
     caller: &Caller,
-    registration: &Registration,
-    limits: &Limits,
+    registration: &ClientRegistration,
+    limits: &EngineLimits,
 ) -> Result<(), Error> {
-    require_owner(catalog, caller, &registration.client_id)?;
+    require_client_owner(catalog, caller, &registration.client_id)?;
     if catalog.client(&caller.project, &registration.client_id).is_none() {
         let clients = catalog.directory.clients.iter();
         let limit = limits.max_clients_per_project;
@@ -30,14 +30,16 @@ pub(super) fn check_against(
     }
     let limit = limits.max_tools_per_project;
     for tool in &registration.tools {
-        if let Some(message) = trouble(catalog, caller, &registration.client_id, tool) {
+        if let Some(message) = registration_conflict(catalog, caller, &registration.client_id, tool)
+        {
             let fault = Fault::new(Code::Conflict, message);
             return Err(fault.with_detail(json!({ "tool": tool.name })).into());
         }
     }
-    let owned = catalog.own.count(&caller.project);
+    let owned = catalog.project_tools.count(&caller.project);
     // A tool that the project already has does not count as another one.
-    let is_new = |tool: &&Definition| catalog.own.get(&caller.project, &tool.name).is_none();
+    let is_new =
+        |tool: &&ToolDefinition| catalog.project_tools.get(&caller.project, &tool.name).is_none();
     let new = registration.tools.iter().filter(is_new).count();
     if new > 0 && owned + new > limit {
         let message = format!("the project would have more than {limit} tools");
@@ -47,23 +49,25 @@ pub(super) fn check_against(
 }
 
 /// Returns the reason why this client cannot offer a tool, if there is one.
-fn trouble(
+fn registration_conflict(
     catalog: &Catalog,
     caller: &Caller,
     client_id: &str,
-    tool: &Definition,
+    tool: &ToolDefinition,
 ) -> Option<String> {
     let name = &tool.name;
-    if catalog.shared.contains_key(name) {
+    if catalog.shared_tools.contains_key(name) {
         return Some(format!("\"{name}\" is a built-in tool; choose another name"));
     }
     // Models call a built-in tool by this name. A tool that has it as its exact name would be
     // called instead.
-    if let Some(meant) = catalog.shared.keys().find(|shared| names::for_model(shared) == *name) {
+    if let Some(meant) =
+        catalog.shared_tools.keys().find(|shared| names::name_for_model(shared) == *name)
+    {
         let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
         return Some(message);
     }
-    let known = &catalog.own.get(&caller.project, name)?.definition;
+    let known = &catalog.project_tools.get(&caller.project, name)?.definition;
     if known.executor != Executor::Client {
         return Some(format!("\"{name}\" is not a tool of clients"));
     }
@@ -72,7 +76,7 @@ fn trouble(
     if others.is_empty() {
         return None;
     }
-    if !same_schemas(known, tool) {
+    if !have_same_schemas(known, tool) {
         return Some(format!(
             "\"{name}\" is offered by another client with a different schema; offer it with the \
              same schema, or under another name"
@@ -83,20 +87,20 @@ fn trouble(
     if !foreign || caller.may_administer() {
         return None;
     }
-    let field = difference(known, tool)?;
+    let field = first_difference(known, tool)?;
     Some(format!(
         "\"{name}\" is offered by a client of another key with a different {field}; offer it as it \
          is, or under another name"
     ))
 }
 
-fn same_schemas(one: &Definition, two: &Definition) -> bool {
+fn have_same_schemas(one: &ToolDefinition, two: &ToolDefinition) -> bool {
     one.input_schema == two.input_schema && one.output_schema == two.output_schema
 }
 
 /// Returns the first field, other than the schemas, in which two definitions of one tool differ.
 /// The fields compared decide how the tool is executed and how models see it.
-fn difference(one: &Definition, two: &Definition) -> Option<&'static str> {
+fn first_difference(one: &ToolDefinition, two: &ToolDefinition) -> Option<&'static str> {
     let same = [
         ("effect", one.effect == two.effect),
         ("risk", one.risk == two.risk),

@@ -3,24 +3,24 @@
 use std::collections::HashMap;
 
 /// Values by project and name.
-pub(super) struct Places<T>(ByName<ByName<T>>);
+pub(super) struct ProjectMap<T>(NameMap<NameMap<T>>);
 
 /// Values by name.
-pub(in crate::engine) type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
+pub(in crate::engine) type NameMap<T> = HashMap<String, T, foldhash::fast::RandomState>;
 
-impl<T> Default for Places<T> {
+impl<T> Default for ProjectMap<T> {
     fn default() -> Self {
         Self(HashMap::default())
     }
 }
 
-impl<T> Places<T> {
+impl<T> ProjectMap<T> {
     pub(super) fn get(&self, project: &str, name: &str) -> Option<&T> {
         self.0.get(project)?.get(name)
     }
 
     /// Returns the values of one project.
-    pub(super) fn of(&self, project: &str) -> impl Iterator<Item = &T> {
+    pub(super) fn values_in(&self, project: &str) -> impl Iterator<Item = &T> {
         self.0.get(project).into_iter().flat_map(HashMap::values)
     }
 
@@ -38,9 +38,9 @@ impl<T> Places<T> {
     }
 }
 
-impl<T: Default> Places<T> {
+impl<T: Default> ProjectMap<T> {
     /// Returns the value at this place, inserting the default if there is none.
-    pub(super) fn at(&mut self, project: &str, name: &str) -> &mut T {
+    pub(super) fn entry_or_default(&mut self, project: &str, name: &str) -> &mut T {
         self.0.entry(project.to_owned()).or_default().entry(name.to_owned()).or_default()
     }
 }

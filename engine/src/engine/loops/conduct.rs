@@ -11,39 +11,39 @@ use futures::FutureExt;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use super::LiveNote;
-use super::hold::LiveRun;
-use crate::batch::Settled;
+use super::RunDelta;
+use super::hold::ActiveRun;
+use crate::batch::BatchEntryResult;
 use crate::caller::Caller;
-use crate::engine::{Engine, unavailable};
+use crate::engine::{Engine, from_store_error};
 use crate::fault::{Code, Error, Fault};
-use crate::model::{Chosen, Reply};
-use crate::run::{Entry, EntryKind, Run, RunStatus, Trouble};
-use crate::turn::{FinalAnswer, Happening, Loop, Next, Talk, Terms};
+use crate::model::{ModelReply, ResolvedModel};
+use crate::run::{JournalKind, JournalRecord, Run, RunStatus, Trouble};
+use crate::turn::{AgentLoop, Conversation, FinalAnswer, LoopEvent, RunOptions, StepOutcome};
 
 /// Drives a run until it has ended, the server shuts down, or another process takes it over.
-pub(super) async fn conduct(engine: Engine, live: Arc<LiveRun>) {
-    let inner = engine.inner.clone();
+pub(super) async fn drive_run(engine: Engine, live: Arc<ActiveRun>) {
+    let inner = engine.core.clone();
     loop {
         let state = live.state.lock().await;
-        if state.gone {
+        if state.is_released {
             return;
         }
-        if state.run.status.is_over() {
+        if state.run.status.is_terminal() {
             drop(state);
-            if leave(&engine, &live).await {
+            if release_run(&engine, &live).await {
                 return;
             }
             continue;
         }
         drop(state);
-        let driving = live.driving.lock().await;
+        let driving = live.driver_lock.lock().await;
         let driven = tokio::select! {
             biased;
-            () = inner.stopping.cancelled() => return,
+            () = inner.shutdown.cancelled() => return,
             // The task that cancels the run commits the cancellation.
-            () = live.stop.notified() => Ok(()),
-            driven = AssertUnwindSafe(carry_on(&engine, &live)).catch_unwind() => {
+            () = live.interrupt.notified() => Ok(()),
+            driven = AssertUnwindSafe(resume_driver(&engine, &live)).catch_unwind() => {
                 driven.unwrap_or_else(|_| Err(Error::Internal("a run panicked".into())))
             }
         };
@@ -60,28 +60,28 @@ pub(super) async fn conduct(engine: Engine, live: Arc<LiveRun>) {
                 let wait_ms = retry_after_ms.unwrap_or(1_000);
                 tokio::select! {
                     () = inner.clock.sleep_until(inner.clock.now_ms() + wait_ms) => {}
-                    () = live.stop.notified() => {}
-                    () = inner.stopping.cancelled() => return,
+                    () = live.interrupt.notified() => {}
+                    () = inner.shutdown.cancelled() => return,
                 }
             }
-            _ => fail(&engine, &live, told(error)).await,
+            _ => fail_run(&engine, &live, into_fault(error)).await,
         }
     }
 }
 
 /// Releases a run that has ended. Returns false if it was reopened in the meantime.
-async fn leave(engine: &Engine, live: &Arc<LiveRun>) -> bool {
+async fn release_run(engine: &Engine, live: &Arc<ActiveRun>) -> bool {
     let mut state = live.state.lock().await;
-    if !state.run.status.is_over() {
+    if !state.run.status.is_terminal() {
         return false;
     }
-    state.gone = true;
+    state.is_released = true;
     let place = (state.run.project.clone(), state.run.id.clone());
-    engine.inner.loops.live.lock().remove(&place);
+    engine.core.active_runs.by_id.lock().remove(&place);
     true
 }
 
-fn told(error: Error) -> Fault {
+fn into_fault(error: Error) -> Fault {
     match error {
         Error::Refused { fault, .. } => fault,
         Error::Internal(source) => {
@@ -92,62 +92,73 @@ fn told(error: Error) -> Fault {
 }
 
 /// Commits the failure of a run. The conversation is preserved, so the run can be resumed.
-async fn fail(engine: &Engine, live: &Arc<LiveRun>, fault: Fault) {
+async fn fail_run(engine: &Engine, live: &Arc<ActiveRun>, fault: Fault) {
     let state = live.state.clone().lock_owned().await;
-    if state.gone || state.run.status.is_over() {
+    if state.is_released || state.run.status.is_terminal() {
         return;
     }
     let trouble = Trouble::from(&fault);
-    let failed = engine.inner.clone().commit(live.clone(), state, move |run, now_ms| {
+    let failed = engine.core.clone().commit_run(live.clone(), state, move |run, now_ms| {
         (run.status, run.ended_ms) = (RunStatus::Failed, Some(now_ms));
         run.error = Some(trouble.clone());
-        vec![Entry::new(EntryKind::Failed, now_ms, json!({ "error": trouble }))]
+        vec![JournalRecord::new(JournalKind::Failed, now_ms, json!({ "error": trouble }))]
     });
-    if let Err(error) = engine.inner.surely(failed).await {
+    if let Err(error) = engine.core.detach_on_drop(failed).await {
         tracing::warn!(%error, "could not store the failure of a run");
-        let inner = &engine.inner;
+        let inner = &engine.core;
         tokio::select! {
             () = inner.clock.sleep_until(inner.clock.now_ms() + 1_000) => {}
-            () = inner.stopping.cancelled() => {}
+            () = inner.shutdown.cancelled() => {}
         }
     }
 }
 
 /// Loop events recorded since the last commit.
 #[derive(Default)]
-struct Seen {
+struct UncommittedEvents {
     calls: Vec<Value>,
-    late: Vec<Value>,
+    late_results: Vec<Value>,
 }
 
-async fn carry_on(engine: &Engine, live: &Arc<LiveRun>) -> Result<(), Error> {
+async fn resume_driver(engine: &Engine, live: &Arc<ActiveRun>) -> Result<(), Error> {
     let (run, beginning) = {
         let mut state = live.state.lock().await;
-        (state.run.clone(), state.beginning.take())
+        (state.run.clone(), state.initial_messages.take())
     };
-    let chosen = chosen(engine, &run.model)?;
+    let chosen = find_model(engine, &run.model)?;
     let messages = match beginning {
         Some(messages) => messages,
         None => {
-            let journal = engine.inner.store.loops().journal(&run.project, &run.id).await;
-            let journal = journal.map_err(unavailable)?;
-            journal.into_iter().flat_map(|noted| noted.entry.messages).collect()
+            let journal = engine.core.store.runs().journal(&run.project, &run.id).await;
+            let journal = journal.map_err(from_store_error)?;
+            journal.into_iter().flat_map(|noted| noted.record.messages).collect()
         }
     };
     let caller = run.caller();
-    let terms = Terms { model: chosen.name, ..run.terms };
-    let seen = Mutex::new(Seen::default());
-    let watch = |happening: Happening<'_>| noted(live, &seen, &happening);
-    let turns = Loop::lenient(engine, &caller, chosen.model.as_ref(), &terms, &watch)?;
-    let talk = Talk { messages, progress: run.progress };
+    let terms = RunOptions { model: chosen.name, ..run.options };
+    let seen = Mutex::new(UncommittedEvents::default());
+    let watch = |happening: LoopEvent<'_>| record_loop_event(live, &seen, &happening);
+    let turns =
+        AgentLoop::with_available_tools(engine, &caller, chosen.model.as_ref(), &terms, &watch)?;
+    let talk = Conversation { messages, progress: run.progress };
     let kept = talk.messages.len();
-    let waits = run.status == RunStatus::Waiting && run.said.is_empty();
-    let (caller, keyed) = (caller.clone(), run.asker.keyed);
-    let driven = Driven { engine, caller, keyed, live, turns, talk, kept, said: 0, seen: &seen };
-    driven.until_the_end(waits).await
+    let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
+    let (caller, keyed) = (caller.clone(), run.owner.keyed);
+    let driven = RunDriver {
+        engine,
+        caller,
+        acts_for_key: keyed,
+        active_run: live,
+        agent_loop: turns,
+        conversation: talk,
+        journaled_count: kept,
+        taken_count: 0,
+        uncommitted: &seen,
+    };
+    driven.run_to_end(waits).await
 }
 
-fn chosen(engine: &Engine, name: &str) -> Result<Chosen, Error> {
+fn find_model(engine: &Engine, name: &str) -> Result<ResolvedModel, Error> {
     let models = engine.models();
     models.find(name).ok_or_else(|| {
         let known = models.names();
@@ -161,21 +172,23 @@ fn chosen(engine: &Engine, name: &str) -> Result<Chosen, Error> {
 }
 
 /// Publishes a loop event to subscribers, or records it for the next journal commit.
-fn noted(live: &LiveRun, seen: &Mutex<Seen>, happening: &Happening<'_>) {
+fn record_loop_event(live: &ActiveRun, seen: &Mutex<UncommittedEvents>, happening: &LoopEvent<'_>) {
     match happening {
-        Happening::Settled { settled, .. } => seen.lock().calls.push(settled_value(settled)),
-        Happening::Late { call, .. } => seen.lock().late.push(json!({
+        LoopEvent::CallAnswered { settled, .. } => {
+            seen.lock().calls.push(settled_call_json(settled))
+        }
+        LoopEvent::LateResult { call, .. } => seen.lock().late_results.push(json!({
             "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
         })),
         other => {
-            if let Some(note) = LiveNote::of(other) {
-                live.tell(note);
+            if let Some(note) = RunDelta::from_loop_event(other) {
+                live.publish(note);
             }
         }
     }
 }
 
-fn settled_value(settled: &Settled) -> Value {
+fn settled_call_json(settled: &BatchEntryResult) -> Value {
     let call = settled.call();
     json!({
         "call_id": settled.call_id,
@@ -183,66 +196,67 @@ fn settled_value(settled: &Settled) -> Value {
         "name": settled.name,
         "status": call.map_or("REFUSED", |call| call.status.as_str()),
         "ok": settled.ok(),
-        "digested": settled.digested,
+        "digested": settled.is_digested,
         "error": settled.error().map(Trouble::from),
     })
 }
 
 /// A run that this task drives.
-struct Driven<'a> {
+struct RunDriver<'a> {
     engine: &'a Engine,
     caller: Caller,
     /// True if the run acts for an API key, which may be revoked.
-    keyed: bool,
-    live: &'a Arc<LiveRun>,
-    turns: Loop<'a>,
-    talk: Talk,
+    acts_for_key: bool,
+    active_run: &'a Arc<ActiveRun>,
+    agent_loop: AgentLoop<'a>,
+    conversation: Conversation,
     /// Number of messages in the journal.
-    kept: usize,
+    journaled_count: usize,
     /// Number of user messages that are in the conversation but not yet in the journal.
-    said: usize,
-    seen: &'a Mutex<Seen>,
+    taken_count: usize,
+    uncommitted: &'a Mutex<UncommittedEvents>,
 }
 
-impl Driven<'_> {
-    async fn until_the_end(mut self, mut waits: bool) -> Result<(), Error> {
+impl RunDriver<'_> {
+    async fn run_to_end(mut self, mut waits: bool) -> Result<(), Error> {
         loop {
             if waits {
-                self.sleep().await?;
-                self.keep(None, None).await?;
+                self.wait_for_input().await?;
+                self.commit_progress(None, None).await?;
             }
-            self.take_said().await;
-            self.check_standing()?;
+            self.take_user_messages().await;
+            self.check_key_active()?;
             // A reply that was pending before is already in the journal.
-            let is_new = self.talk.progress.reply.is_none();
-            self.turns.ask(&mut self.talk).await?;
-            let progress = &self.talk.progress;
-            let reply = progress.reply.clone().unwrap_or_default();
-            let acts = !reply.calls.is_empty() && progress.closing.is_none();
+            let is_new = self.conversation.progress.pending_reply.is_none();
+            self.agent_loop.request_reply(&mut self.conversation).await?;
+            let progress = &self.conversation.progress;
+            let reply = progress.pending_reply.clone().unwrap_or_default();
+            let acts = !reply.calls.is_empty() && progress.stop_reason.is_none();
             if acts && is_new {
-                let data = replied(&self.talk, &reply);
-                self.keep(Some((EntryKind::Replied, data)), None).await?;
+                let data = reply_json(&self.conversation, &reply);
+                self.commit_progress(Some((JournalKind::Replied, data)), None).await?;
             }
-            self.check_standing()?;
-            let next = self.turns.act(&mut self.talk).await?;
+            self.check_key_active()?;
+            let next = self.agent_loop.execute_reply(&mut self.conversation).await?;
             waits = false;
             match next {
-                Next::GoesOn | Next::HandedBack(_) => {
-                    let calls = std::mem::take(&mut self.seen.lock().calls);
-                    let data = json!({ "step": self.talk.progress.steps, "calls": calls });
-                    self.keep(Some((EntryKind::Results, data)), None).await?;
+                StepOutcome::Continue | StepOutcome::CallerToolCalls(_) => {
+                    let calls = std::mem::take(&mut self.uncommitted.lock().calls);
+                    let data = json!({ "step": self.conversation.progress.steps, "calls": calls });
+                    self.commit_progress(Some((JournalKind::ToolResults, data)), None).await?;
                 }
-                Next::Sleeps => {
-                    let data = replied(&self.talk, &reply);
-                    let what = Some((EntryKind::Replied, data));
-                    let run = self.keep(what, Some(Turned::Waits)).await?;
+                StepOutcome::AwaitingResults => {
+                    let data = reply_json(&self.conversation, &reply);
+                    let what = Some((JournalKind::Replied, data));
+                    let run = self.commit_progress(what, Some(RunTransition::Waiting)).await?;
                     waits = run.status == RunStatus::Waiting;
                 }
-                Next::Answered(answer) => {
-                    let data = replied(&self.talk, &reply);
-                    let turned = Some(Turned::Answered(answer));
-                    let run = self.keep(Some((EntryKind::Replied, data)), turned).await?;
-                    if run.status.is_over() {
+                StepOutcome::Answered(answer) => {
+                    let data = reply_json(&self.conversation, &reply);
+                    let turned = Some(RunTransition::Answered(answer));
+                    let run =
+                        self.commit_progress(Some((JournalKind::Replied, data)), turned).await?;
+                    if run.status.is_terminal() {
                         return Ok(());
                     }
                 }
@@ -251,8 +265,8 @@ impl Driven<'_> {
     }
 
     /// Fails if the API key that the run acts for was revoked.
-    fn check_standing(&self) -> Result<(), Error> {
-        if !self.keyed || self.engine.has_key_of(&self.caller) {
+    fn check_key_active(&self) -> Result<(), Error> {
+        if !self.acts_for_key || self.engine.has_active_key(&self.caller) {
             return Ok(());
         }
         let message = format!(
@@ -263,12 +277,12 @@ impl Driven<'_> {
     }
 
     /// Waits until a late result arrives or the user adds a message.
-    async fn sleep(&mut self) -> Result<(), Error> {
+    async fn wait_for_input(&mut self) -> Result<(), Error> {
         loop {
             tokio::select! {
-                slept = self.turns.sleep(&mut self.talk) => return slept,
-                () = self.live.said.notified() => {
-                    if self.live.state.lock().await.run.said.len() > self.said {
+                slept = self.agent_loop.wait_for_late_result(&mut self.conversation) => return slept,
+                () = self.active_run.message_added.notified() => {
+                    if self.active_run.state.lock().await.run.queued_messages.len() > self.taken_count {
                         return Ok(());
                     }
                 }
@@ -277,89 +291,91 @@ impl Driven<'_> {
     }
 
     /// Adds queued user messages to the conversation, for the next request to the model.
-    async fn take_said(&mut self) {
-        if self.talk.progress.reply.is_some() {
+    async fn take_user_messages(&mut self) {
+        if self.conversation.progress.pending_reply.is_some() {
             return;
         }
-        let state = self.live.state.lock().await;
-        let new = state.run.said[self.said..].to_vec();
+        let state = self.active_run.state.lock().await;
+        let new = state.run.queued_messages[self.taken_count..].to_vec();
         if !new.is_empty() {
-            self.said = state.run.said.len();
-            self.talk.say(new);
+            self.taken_count = state.run.queued_messages.len();
+            self.conversation.add_user_messages(new);
         }
     }
 
     /// Commits the progress of the run.
-    async fn keep(
+    async fn commit_progress(
         &mut self,
-        what: Option<(EntryKind, Value)>,
-        turned: Option<Turned>,
+        what: Option<(JournalKind, Value)>,
+        turned: Option<RunTransition>,
     ) -> Result<Run, Error> {
-        let messages = self.talk.messages[self.kept..].to_vec();
-        let (progress, said) = (self.talk.progress.clone(), self.said);
-        let late = std::mem::take(&mut self.seen.lock().late);
-        let state = self.live.state.clone().lock_owned().await;
-        if state.gone || state.run.status.is_over() {
+        let messages = self.conversation.messages[self.journaled_count..].to_vec();
+        let (progress, said) = (self.conversation.progress.clone(), self.taken_count);
+        let late = std::mem::take(&mut self.uncommitted.lock().late_results);
+        let state = self.active_run.state.clone().lock_owned().await;
+        if state.is_released || state.run.status.is_terminal() {
             // The run was canceled in the meantime.
             return Ok(state.run.clone());
         }
-        let inner = self.engine.inner.clone();
-        let kept = inner.clone().commit(self.live.clone(), state, move |run, now_ms| {
+        let inner = self.engine.core.clone();
+        let kept = inner.clone().commit_run(self.active_run.clone(), state, move |run, now_ms| {
             run.progress = progress;
-            run.said.drain(..said);
+            run.queued_messages.drain(..said);
             run.status = RunStatus::Running;
-            let late = late.into_iter().map(|data| Entry::new(EntryKind::Late, now_ms, data));
-            let mut entries: Vec<Entry> = late.collect();
-            entries.extend(what.map(|(kind, data)| Entry::new(kind, now_ms, data)));
+            let late = late
+                .into_iter()
+                .map(|data| JournalRecord::new(JournalKind::LateResult, now_ms, data));
+            let mut entries: Vec<JournalRecord> = late.collect();
+            entries.extend(what.map(|(kind, data)| JournalRecord::new(kind, now_ms, data)));
             if let Some(last) = entries.last_mut() {
                 last.messages = messages;
             }
             // A message added in the meantime has no reply yet, so the run must not end or wait.
-            if let Some(turned) = turned.filter(|_| run.said.is_empty()) {
+            if let Some(turned) = turned.filter(|_| run.queued_messages.is_empty()) {
                 entries.push(turned.apply(run, now_ms));
             }
             entries
         });
-        let run = inner.surely(kept).await?;
-        (self.kept, self.said) = (self.talk.messages.len(), 0);
+        let run = inner.detach_on_drop(kept).await?;
+        (self.journaled_count, self.taken_count) = (self.conversation.messages.len(), 0);
         Ok(run)
     }
 }
 
 /// Change of a run's status at the end of a step.
-enum Turned {
-    Waits,
+enum RunTransition {
+    Waiting,
     Answered(FinalAnswer),
 }
 
-impl Turned {
-    fn apply(self, run: &mut Run, now_ms: u64) -> Entry {
+impl RunTransition {
+    fn apply(self, run: &mut Run, now_ms: u64) -> JournalRecord {
         match self {
-            Self::Waits => {
+            Self::Waiting => {
                 run.status = RunStatus::Waiting;
                 let calls: Vec<Value> = run
                     .progress
-                    .awaited
+                    .pending_calls
                     .iter()
                     .map(|call| json!({ "tool_call_id": call.tool_call_id, "name": call.name }))
                     .collect();
-                Entry::new(EntryKind::Waiting, now_ms, json!({ "calls": calls }))
+                JournalRecord::new(JournalKind::Waiting, now_ms, json!({ "calls": calls }))
             }
             Self::Answered(answer) => {
                 (run.status, run.ended_ms) = (RunStatus::Succeeded, Some(now_ms));
                 let data = json!({
-                    "answer": answer.text, "limit": answer.closing, "stopped": answer.stopped,
+                    "answer": answer.text, "limit": answer.stop_reason, "stopped": answer.finish_reason,
                     "usage": run.progress.usage, "steps": run.progress.steps,
                     "calls": run.progress.calls,
                 });
                 run.answer = Some(answer);
-                Entry::new(EntryKind::Finished, now_ms, data)
+                JournalRecord::new(JournalKind::Finished, now_ms, data)
             }
         }
     }
 }
 
-fn replied(talk: &Talk, reply: &Reply) -> Value {
+fn reply_json(talk: &Conversation, reply: &ModelReply) -> Value {
     let mut data = serde_json::to_value(reply).unwrap_or_default();
     data["step"] = talk.progress.steps.into();
     data

@@ -10,64 +10,64 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::LiveNote;
+use super::RunDelta;
 
 /// Maximum size of buffered deltas per subscriber.
-const WAITING_BYTES: usize = 1 << 20;
+const MAX_BUFFERED_BYTES: usize = 1 << 20;
 
 /// Maximum number of buffered deltas per subscriber.
-const WAITING_NOTES: usize = 4_096;
+const MAX_BUFFERED_DELTAS: usize = 4_096;
 
 /// All subscribers of a run.
 #[derive(Default)]
-pub(super) struct Ears(Mutex<Vec<Weak<Ear>>>);
+pub(super) struct Subscribers(Mutex<Vec<Weak<Subscriber>>>);
 
-impl Ears {
+impl Subscribers {
     /// Adds a subscriber, which receives deltas from now on.
-    pub(super) fn listen(&self) -> Arc<Ear> {
-        let ear = Arc::new(Ear::default());
+    pub(super) fn subscribe(&self) -> Arc<Subscriber> {
+        let ear = Arc::new(Subscriber::default());
         let mut ears = self.0.lock();
         ears.retain(|ear| ear.strong_count() > 0);
         ears.push(Arc::downgrade(&ear));
         ear
     }
 
-    pub(super) fn tell(&self, note: LiveNote) {
+    pub(super) fn publish(&self, note: RunDelta) {
         let mut ears = self.0.lock();
         // Dropped subscribers are removed here.
-        ears.retain(|ear| ear.upgrade().inspect(|ear| ear.hear(note.clone())).is_some());
+        ears.retain(|ear| ear.upgrade().inspect(|ear| ear.push(note.clone())).is_some());
     }
 }
 
 /// One subscriber.
 #[derive(Default)]
-pub(super) struct Ear {
-    waiting: Mutex<Waiting>,
+pub(super) struct Subscriber {
+    buffer: Mutex<DeltaBuffer>,
     woken: Notify,
 }
 
 #[derive(Default)]
-struct Waiting {
-    notes: VecDeque<LiveNote>,
+struct DeltaBuffer {
+    deltas: VecDeque<RunDelta>,
     bytes: usize,
 }
 
-impl Ear {
-    fn hear(&self, note: LiveNote) {
-        self.waiting.lock().add(note);
+impl Subscriber {
+    fn push(&self, note: RunDelta) {
+        self.buffer.lock().append(note);
         self.woken.notify_one();
     }
 
-    pub(super) fn take(&self) -> Option<LiveNote> {
-        let mut waiting = self.waiting.lock();
-        let note = waiting.notes.pop_front()?;
-        waiting.bytes = waiting.bytes.saturating_sub(size(&note));
+    pub(super) fn try_next(&self) -> Option<RunDelta> {
+        let mut waiting = self.buffer.lock();
+        let note = waiting.deltas.pop_front()?;
+        waiting.bytes = waiting.bytes.saturating_sub(delta_bytes(&note));
         Some(note)
     }
 
-    pub(super) async fn next(&self) -> LiveNote {
+    pub(super) async fn next(&self) -> RunDelta {
         loop {
-            if let Some(note) = self.take() {
+            if let Some(note) = self.try_next() {
                 return note;
             }
             self.woken.notified().await;
@@ -75,33 +75,33 @@ impl Ear {
     }
 }
 
-impl Waiting {
-    fn add(&mut self, note: LiveNote) {
-        let more = size(&note);
-        let is_full = self.notes.len() >= WAITING_NOTES
-            || (more > 0 && self.bytes > 0 && self.bytes + more > WAITING_BYTES);
-        let last = self.notes.back_mut();
+impl DeltaBuffer {
+    fn append(&mut self, note: RunDelta) {
+        let more = delta_bytes(&note);
+        let is_full = self.deltas.len() >= MAX_BUFFERED_DELTAS
+            || (more > 0 && self.bytes > 0 && self.bytes + more > MAX_BUFFERED_BYTES);
+        let last = self.deltas.back_mut();
         if is_full {
             // The buffered deltas have no gap; the gap starts here.
             let step = note.step();
-            if last.is_none_or(|last| *last != LiveNote::Missed { step }) {
-                self.notes.push_back(LiveNote::Missed { step });
+            if last.is_none_or(|last| *last != RunDelta::Lagged { step }) {
+                self.deltas.push_back(RunDelta::Lagged { step });
             }
             return;
         }
         self.bytes += more;
         let rest = match last {
-            Some(last) => joined(last, note),
+            Some(last) => merge_delta(last, note),
             None => Some(note),
         };
-        self.notes.extend(rest);
+        self.deltas.extend(rest);
     }
 }
 
 /// Merges a delta into the previous one. Returns it if the two cannot be merged.
-fn joined(last: &mut LiveNote, note: LiveNote) -> Option<LiveNote> {
+fn merge_delta(last: &mut RunDelta, note: RunDelta) -> Option<RunDelta> {
     match (last, note) {
-        (LiveNote::Text { step, text }, LiveNote::Text { step: same, text: more })
+        (RunDelta::Text { step, text }, RunDelta::Text { step: same, text: more })
             if *step == same =>
         {
             text.push_str(&more);
@@ -111,10 +111,10 @@ fn joined(last: &mut LiveNote, note: LiveNote) -> Option<LiveNote> {
     }
 }
 
-fn size(note: &LiveNote) -> usize {
+fn delta_bytes(note: &RunDelta) -> usize {
     match note {
-        LiveNote::Text { text, .. } => text.len(),
-        LiveNote::Call { arguments, .. } => arguments.len(),
+        RunDelta::Text { text, .. } => text.len(),
+        RunDelta::ToolCall { arguments, .. } => arguments.len(),
         _ => 0,
     }
 }

@@ -2,54 +2,62 @@
 
 use std::sync::Arc;
 
-use super::ears::Ear;
-use super::hold::LiveRun;
+use super::ears::Subscriber;
+use super::hold::ActiveRun;
 use crate::bus::Topic;
 use crate::caller::Caller;
-use crate::engine::{Engine, unavailable};
+use crate::engine::{Engine, from_store_error};
 use crate::fault::Error;
-use crate::model::Piece;
-use crate::run::{Happened, Noted, Trouble, without_doubles};
-use crate::turn::Happening;
+use crate::model::Delta;
+use crate::run::{JournalEntry, RunEvent, Trouble, dedup_replies};
+use crate::turn::LoopEvent;
 
 /// A live update of a run. It is streamed and never stored.
 #[derive(Debug, Clone, PartialEq)]
-pub enum LiveNote {
+pub enum RunDelta {
     /// A request to the model has started.
-    Asking { step: u32, last: bool },
+    RequestStarted { step: u32, last: bool },
     /// More text of the reply.
     Text { step: u32, text: String },
     /// More of a tool call in the reply. The call is executed only once it is complete.
-    Call { step: u32, index: usize, id: Option<String>, name: Option<String>, arguments: String },
+    ToolCall {
+        step: u32,
+        index: usize,
+        id: Option<String>,
+        name: Option<String>,
+        arguments: String,
+    },
     /// The request failed and its deltas are void. It is retried after `wait_ms`.
-    AskingAgain { step: u32, retry: u32, wait_ms: u64, why: Trouble },
+    RequestRetried { step: u32, retry: u32, wait_ms: u64, why: Trouble },
     /// The subscriber was too slow and deltas are missing here. The whole reply is stored.
-    Missed { step: u32 },
+    Lagged { step: u32 },
 }
 
-impl LiveNote {
+impl RunDelta {
     /// Returns the step that the delta belongs to.
     pub fn step(&self) -> u32 {
         match self {
-            Self::Asking { step, .. }
+            Self::RequestStarted { step, .. }
             | Self::Text { step, .. }
-            | Self::Call { step, .. }
-            | Self::AskingAgain { step, .. }
-            | Self::Missed { step } => *step,
+            | Self::ToolCall { step, .. }
+            | Self::RequestRetried { step, .. }
+            | Self::Lagged { step } => *step,
         }
     }
 
-    pub(super) fn of(happening: &Happening<'_>) -> Option<Self> {
+    pub(super) fn from_loop_event(happening: &LoopEvent<'_>) -> Option<Self> {
         Some(match happening {
-            Happening::Asking { step, last } => Self::Asking { step: *step, last: *last },
-            Happening::Piece { step, piece: Piece::Text(text) } => {
+            LoopEvent::ModelRequested { step, last } => {
+                Self::RequestStarted { step: *step, last: *last }
+            }
+            LoopEvent::ReplyDelta { step, piece: Delta::Text(text) } => {
                 Self::Text { step: *step, text: text.clone() }
             }
-            Happening::Piece { step, piece: Piece::Call { index, id, name, arguments } } => {
+            LoopEvent::ReplyDelta { step, piece: Delta::Call { index, id, name, arguments } } => {
                 let (step, index, arguments) = (*step, *index, arguments.clone());
-                Self::Call { step, index, id: id.clone(), name: name.clone(), arguments }
+                Self::ToolCall { step, index, id: id.clone(), name: name.clone(), arguments }
             }
-            Happening::AskingAgain { step, retry, wait_ms, why } => Self::AskingAgain {
+            LoopEvent::ModelRetryScheduled { step, retry, wait_ms, why } => Self::RequestRetried {
                 step: *step,
                 retry: *retry,
                 wait_ms: *wait_ms,
@@ -61,47 +69,51 @@ impl LiveNote {
 }
 
 /// A subscription to the live deltas of a run.
-pub struct RunNews {
-    ear: Option<Arc<Ear>>,
+pub struct RunSubscription {
+    subscriber: Option<Arc<Subscriber>>,
 }
 
-impl RunNews {
-    pub(super) fn of(live: Option<&Arc<LiveRun>>) -> Self {
-        Self { ear: live.map(|live| live.listen()) }
+impl RunSubscription {
+    pub(super) fn new(live: Option<&Arc<ActiveRun>>) -> Self {
+        Self { subscriber: live.map(|live| live.subscribe()) }
     }
 
     /// Returns the next delta. Never returns once there are no more: the run's stored events show
     /// its end. A subscriber that is too slow receives [`RunDelta::Lagged`] in place of the deltas
     /// it missed; the whole reply is stored.
-    pub async fn next(&mut self) -> LiveNote {
-        match &self.ear {
+    pub async fn next(&mut self) -> RunDelta {
+        match &self.subscriber {
             Some(ear) => ear.next().await,
             None => std::future::pending().await,
         }
     }
 
     /// Returns the next buffered delta, if there is one.
-    pub fn take(&mut self) -> Option<LiveNote> {
-        self.ear.as_ref()?.take()
+    pub fn try_next(&mut self) -> Option<RunDelta> {
+        self.subscriber.as_ref()?.try_next()
     }
 }
 
 impl Engine {
     /// Subscribes to the deltas of a run from now on.
-    pub fn listen_to_run(&self, caller: &Caller, run_id: &str) -> RunNews {
-        RunNews::of(self.inner.loops.get(&caller.project, run_id).as_ref())
+    pub fn subscribe_run(&self, caller: &Caller, run_id: &str) -> RunSubscription {
+        RunSubscription::new(self.core.active_runs.get(&caller.project, run_id).as_ref())
     }
 
     /// Returns true if this process drives the run and it has not ended.
-    pub fn run_is_live(&self, caller: &Caller, run_id: &str) -> bool {
-        let live = self.inner.loops.get(&caller.project, run_id);
-        live.is_some_and(|live| !live.shown.lock().is_over())
+    pub fn is_run_active(&self, caller: &Caller, run_id: &str) -> bool {
+        let live = self.core.active_runs.get(&caller.project, run_id);
+        live.is_some_and(|live| !live.status.lock().is_terminal())
     }
 
     /// Returns a run's whole journal, in order.
-    pub async fn journal(&self, caller: &Caller, run_id: &str) -> Result<Vec<Noted>, Error> {
-        let read = self.inner.store.loops().journal(&caller.project, run_id).await;
-        read.map(without_doubles).map_err(unavailable)
+    pub async fn run_journal(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<Vec<JournalEntry>, Error> {
+        let read = self.core.store.runs().journal(&caller.project, run_id).await;
+        read.map(dedup_replies).map_err(from_store_error)
     }
 
     /// Returns the events of a run and its calls after this number, and waits until there is one.
@@ -113,26 +125,26 @@ impl Engine {
         run_id: &str,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Happened>, Error> {
-        let inner = &self.inner;
+    ) -> Result<Vec<RunEvent>, Error> {
+        let inner = &self.core;
         let (project, run) = (caller.project.clone(), run_id.to_owned());
         let mut news = inner.bus.listen(Topic::Run { project, run_id: run });
-        let loops = inner.store.loops();
+        let loops = inner.store.runs();
         loop {
-            let live = self.run_is_live(caller, run_id);
+            let live = self.is_run_active(caller, run_id);
             let over = !live && {
-                let found = loops.loop_run(&caller.project, run_id).await.map_err(unavailable)?;
-                found.is_some_and(|run| run.status.is_over())
+                let found = loops.run(&caller.project, run_id).await.map_err(from_store_error)?;
+                found.is_some_and(|run| run.status.is_terminal())
             };
-            let read = loops.happened(&caller.project, run_id, after, limit).await;
-            let happened = read.map_err(unavailable)?;
-            if !happened.is_empty() || over || inner.stopping.is_cancelled() {
+            let read = loops.run_events(&caller.project, run_id, after, limit).await;
+            let happened = read.map_err(from_store_error)?;
+            if !happened.is_empty() || over || inner.shutdown.is_cancelled() {
                 return Ok(happened);
             }
             tokio::select! {
-                () = news.woken() => {}
+                () = news.wait_for_wake() => {}
                 () = inner.clock.sleep_until(inner.clock.now_ms() + 2_000) => {}
-                () = inner.stopping.cancelled() => {}
+                () = inner.shutdown.cancelled() => {}
             }
         }
     }

@@ -8,123 +8,127 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
-use super::ears::{Ear, Ears};
-use super::{LiveNote, RunNews, StartedRun, conduct, no_run};
+use super::ears::{Subscriber, Subscribers};
+use super::{RunDelta, RunSubscription, StartedRun, conduct, run_not_found};
 use crate::bus::Topic;
-use crate::engine::{Engine, Inner, measure, unavailable};
+use crate::engine::{Core, Engine, from_store_error, measure};
 use crate::fault::{Code, Error, Fault};
-use crate::run::{Entry, Run, RunStatus};
-use crate::store::loops::RunCreated;
-use crate::store::{IdempotencyKey, Saved};
+use crate::run::{JournalRecord, Run, RunStatus};
+use crate::store::loops::CreateRunResult;
+use crate::store::{IdempotencyKey, SaveResult};
 
 /// The runs that this process drives.
 #[derive(Default)]
-pub(crate) struct Loops {
-    pub(super) live: Mutex<HashMap<(String, String), Arc<LiveRun>>>,
+pub(crate) struct ActiveRuns {
+    pub(super) by_id: Mutex<HashMap<(String, String), Arc<ActiveRun>>>,
     /// Number of replays in progress.
     pub(super) replays: AtomicUsize,
 }
 
 /// A run that this process drives.
-pub(super) struct LiveRun {
+pub(super) struct ActiveRun {
     /// The last committed state.
-    pub(super) state: Arc<Held<State>>,
+    pub(super) state: Arc<Held<ActiveRunState>>,
     /// Interrupts the driver, which then re-reads the state.
-    pub(super) stop: Notify,
+    pub(super) interrupt: Notify,
     /// Held while the run is driven.
-    pub(super) driving: Held<()>,
+    pub(super) driver_lock: Held<()>,
     /// Signals that the user added a message.
-    pub(super) said: Notify,
-    ears: Ears,
+    pub(super) message_added: Notify,
+    subscribers: Subscribers,
     /// The run's status, readable without the state lock.
-    pub(super) shown: Mutex<RunStatus>,
+    pub(super) status: Mutex<RunStatus>,
 }
 
-pub(super) struct State {
+pub(super) struct ActiveRunState {
     pub(super) run: Run,
     /// Initial messages of a new run, which saves a read of the journal.
-    pub(super) beginning: Option<Vec<Value>>,
+    pub(super) initial_messages: Option<Vec<Value>>,
     /// True once no task drives this entry. A later change must load the run again.
-    pub(super) gone: bool,
+    pub(super) is_released: bool,
 }
 
-impl LiveRun {
+impl ActiveRun {
     pub(super) fn new(run: Run) -> Arc<Self> {
         let shown = Mutex::new(run.status);
         Arc::new(Self {
-            state: Arc::new(Held::new(State { run, beginning: None, gone: false })),
-            stop: Notify::new(),
-            driving: Held::new(()),
-            said: Notify::new(),
-            ears: Ears::default(),
-            shown,
+            state: Arc::new(Held::new(ActiveRunState {
+                run,
+                initial_messages: None,
+                is_released: false,
+            })),
+            interrupt: Notify::new(),
+            driver_lock: Held::new(()),
+            message_added: Notify::new(),
+            subscribers: Subscribers::default(),
+            status: shown,
         })
     }
 
     /// Adds a subscriber, which receives deltas from now on.
-    pub(super) fn listen(&self) -> Arc<Ear> {
-        self.ears.listen()
+    pub(super) fn subscribe(&self) -> Arc<Subscriber> {
+        self.subscribers.subscribe()
     }
 
     /// Publishes a delta to all subscribers.
-    pub(super) fn tell(&self, note: LiveNote) {
-        self.ears.tell(note);
+    pub(super) fn publish(&self, note: RunDelta) {
+        self.subscribers.publish(note);
     }
 }
 
 /// The exclusive right to change a run.
-pub(super) struct InHand {
-    pub(super) live: Arc<LiveRun>,
-    pub(super) state: OwnedMutexGuard<State>,
+pub(super) struct RunGuard {
+    pub(super) active_run: Arc<ActiveRun>,
+    pub(super) state: OwnedMutexGuard<ActiveRunState>,
 }
 
-impl Loops {
+impl ActiveRuns {
     pub(crate) fn len(&self) -> usize {
-        self.live.lock().len()
+        self.by_id.lock().len()
     }
 
-    pub(super) fn get(&self, project: &str, run_id: &str) -> Option<Arc<LiveRun>> {
-        self.live.lock().get(&(project.to_owned(), run_id.to_owned())).cloned()
+    pub(super) fn get(&self, project: &str, run_id: &str) -> Option<Arc<ActiveRun>> {
+        self.by_id.lock().get(&(project.to_owned(), run_id.to_owned())).cloned()
     }
 }
 
-impl Inner {
-    pub(super) async fn take_run(
+impl Core {
+    pub(super) async fn create_run(
         self: Arc<Self>,
         run: Run,
         key: Option<IdempotencyKey>,
-        entry: Entry,
+        entry: JournalRecord,
         listens: bool,
     ) -> Result<StartedRun, Error> {
         // Registered before it is stored: the search for orphaned runs must not find it.
-        let live = LiveRun::new(run.clone());
+        let live = ActiveRun::new(run.clone());
         let mut state = live.state.clone().lock_owned().await;
-        state.beginning = Some(entry.messages.clone());
+        state.initial_messages = Some(entry.messages.clone());
         let place = (run.project.clone(), run.id.clone());
-        self.loops.live.lock().insert(place.clone(), live.clone());
-        let created = self.store.loops().create_loop(run.clone(), key, vec![entry]).await;
-        if !matches!(created, Ok(RunCreated::New)) {
-            state.gone = true;
-            self.loops.live.lock().remove(&place);
+        self.active_runs.by_id.lock().insert(place.clone(), live.clone());
+        let created = self.store.runs().create_run(run.clone(), key, vec![entry]).await;
+        if !matches!(created, Ok(CreateRunResult::New)) {
+            state.is_released = true;
+            self.active_runs.by_id.lock().remove(&place);
         }
-        match created.map_err(unavailable)? {
-            RunCreated::New => {
-                let news = RunNews::of(Some(&live).filter(|_| listens));
-                let engine = Engine { inner: self.clone() };
-                self.tasks.spawn(conduct::conduct(engine, live));
-                Ok(StartedRun { run, replayed: false, news })
+        match created.map_err(from_store_error)? {
+            CreateRunResult::New => {
+                let news = RunSubscription::new(Some(&live).filter(|_| listens));
+                let engine = Engine { core: self.clone() };
+                self.tasks.spawn(conduct::drive_run(engine, live));
+                Ok(StartedRun { run, replayed: false, subscription: news })
             }
-            RunCreated::Replayed(run) => {
-                let live = self.loops.get(&run.project, &run.id);
+            CreateRunResult::Replayed(run) => {
+                let live = self.active_runs.get(&run.project, &run.id);
                 Ok(StartedRun {
                     run: *run,
                     replayed: true,
-                    news: RunNews::of(live.as_ref().filter(|_| listens)),
+                    subscription: RunSubscription::new(live.as_ref().filter(|_| listens)),
                 })
             }
-            RunCreated::Mismatch(run_id) => {
+            CreateRunResult::Mismatch(run_id) => {
                 let message = "this idempotency key was used for another request";
-                let fault = Fault::new(Code::IdempotencyMismatch, message).not_happened();
+                let fault = Fault::new(Code::IdempotencyMismatch, message).without_side_effect();
                 Err(fault.with_detail(json!({ "run_id": run_id })).into())
             }
         }
@@ -132,71 +136,71 @@ impl Inner {
 
     /// Locks a run for a change. If this process does not drive it yet, loads it and starts a
     /// driver.
-    pub(super) async fn in_hand(
+    pub(super) async fn lock_run(
         self: &Arc<Self>,
         project: &str,
         run_id: &str,
-    ) -> Result<InHand, Error> {
+    ) -> Result<RunGuard, Error> {
         let place = (project.to_owned(), run_id.to_owned());
         loop {
-            if let Some(live) = self.loops.get(project, run_id) {
+            if let Some(live) = self.active_runs.get(project, run_id) {
                 let state = live.state.clone().lock_owned().await;
-                if !state.gone {
-                    return Ok(InHand { live, state });
+                if !state.is_released {
+                    return Ok(RunGuard { active_run: live, state });
                 }
                 continue;
             }
-            let look = || self.store.loops().loop_run(project, run_id);
-            let found = look().await.map_err(unavailable)?;
-            let live = LiveRun::new(found.ok_or_else(|| no_run(run_id))?);
+            let look = || self.store.runs().run(project, run_id);
+            let found = look().await.map_err(from_store_error)?;
+            let live = ActiveRun::new(found.ok_or_else(|| run_not_found(run_id))?);
             // Locked before it is registered, so that the driver starts only after the change.
             let mut state = live.state.clone().lock_owned().await;
             {
-                let mut all = self.loops.live.lock();
+                let mut all = self.active_runs.by_id.lock();
                 if all.contains_key(&place) {
                     continue;
                 }
                 all.insert(place.clone(), live.clone());
             }
-            let engine = Engine { inner: self.clone() };
-            self.tasks.spawn(conduct::conduct(engine, live.clone()));
+            let engine = Engine { core: self.clone() };
+            self.tasks.spawn(conduct::drive_run(engine, live.clone()));
             // Another task may have changed the run since it was loaded.
             match look().await {
-                Ok(Some(run)) => (state.run, *live.shown.lock()) = (run.clone(), run.status),
+                Ok(Some(run)) => (state.run, *live.status.lock()) = (run.clone(), run.status),
                 other => {
-                    state.gone = true;
-                    self.loops.live.lock().remove(&place);
-                    return Err(other.map_or_else(unavailable, |_| no_run(run_id)));
+                    state.is_released = true;
+                    self.active_runs.by_id.lock().remove(&place);
+                    return Err(other.map_or_else(from_store_error, |_| run_not_found(run_id)));
                 }
             }
-            return Ok(InHand { live, state });
+            return Ok(RunGuard { active_run: live, state });
         }
     }
 
     /// Commits a change of a run with its journal records, and wakes its listeners.
-    pub(super) async fn commit(
+    pub(super) async fn commit_run(
         self: Arc<Self>,
-        live: Arc<LiveRun>,
-        mut state: OwnedMutexGuard<State>,
-        change: impl FnOnce(&mut Run, u64) -> Vec<Entry> + Send,
+        live: Arc<ActiveRun>,
+        mut state: OwnedMutexGuard<ActiveRunState>,
+        change: impl FnOnce(&mut Run, u64) -> Vec<JournalRecord> + Send,
     ) -> Result<Run, Error> {
         let now_ms = self.clock.now_ms();
         let mut next = state.run.clone();
         let entries = change(&mut next, now_ms);
         (next.version, next.updated_ms) = (next.version + 1, now_ms);
-        let saved = self.store.loops().save_loop(next.clone(), entries).await;
-        if saved.map_err(unavailable)? == Saved::Stale {
+        let saved = self.store.runs().save_run(next.clone(), entries).await;
+        if saved.map_err(from_store_error)? == SaveResult::Conflict {
             // Another process drives the run, so the state in memory is stale.
-            state.gone = true;
+            state.is_released = true;
             let place = (next.project.clone(), next.id.clone());
-            self.loops.live.lock().remove(&place);
+            self.active_runs.by_id.lock().remove(&place);
             let message = "the run was changed by another process meanwhile; try again";
             return Err(Error::refused(Code::Conflict, message));
         }
-        if next.status.is_over() && !state.run.status.is_over() {
-            measure::run_over(next.status.as_str());
+        if next.status.is_terminal() && !state.run.status.is_terminal() {
+            measure::count_run_end(next.status.as_str());
         }
-        *live.shown.lock() = next.status;
+        *live.status.lock() = next.status;
         state.run = next.clone();
         drop(state);
         let (project, run_id) = (next.project.clone(), next.id.clone());

@@ -10,37 +10,37 @@ use serde_json::{Value, json};
 use crate::caller::Caller;
 use crate::engine::Engine;
 use crate::fault::{Code, Error, Fault};
-use crate::model::{Reply, Wanted};
-use crate::run::{EntryKind, Noted};
-use crate::turn::{self, Closing, Limits, Next, Talk, Terms, Watch};
+use crate::model::{ModelReply, ToolCallRequest};
+use crate::run::{JournalEntry, JournalKind};
+use crate::turn::{self, Conversation, EventSink, RunLimits, RunOptions, StepOutcome, StopReason};
 
 /// A step at which the model acted differently.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Difference {
+pub struct ReplayDifference {
     pub step: u32,
     /// The recorded reply; `None` if the recording has no such step.
-    pub recorded: Option<Reply>,
-    pub now: Option<Reply>,
+    pub recorded: Option<ModelReply>,
+    pub now: Option<ModelReply>,
 }
 
 /// Result of a replay.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Replayed {
+pub struct ReplayReport {
     pub answer: String,
     pub recorded_answer: Option<String>,
-    pub differences: Vec<Difference>,
+    pub differences: Vec<ReplayDifference>,
     pub steps: u32,
-    pub usage: crate::model::Usage,
+    pub usage: crate::model::TokenUsage,
     /// Number of calls without a recorded result. The model received an error for each.
-    pub unrecorded: u32,
+    pub unrecorded_calls: u32,
 }
 
 impl Engine {
     /// Checks that the run exists and that the caller may replay it.
     pub async fn check_replay(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
-        super::require_runs(caller)?;
-        self.check_open()?;
-        self.loop_run(caller, run_id).await.map(|_| ())
+        super::require_run_access(caller)?;
+        self.check_run_capacity()?;
+        self.find_run(caller, run_id).await.map(|_| ())
     }
 
     /// Replays a run against its recording. Nothing is stored or executed.
@@ -49,213 +49,227 @@ impl Engine {
         caller: &Caller,
         run_id: &str,
         model: Option<&str>,
-        watch: Watch<'_>,
-    ) -> Result<Replayed, Error> {
-        super::require_runs(caller)?;
-        self.check_open()?;
-        let _counted = Counted::new(&self.inner.loops.replays);
-        let playing = self.played(caller, run_id, model, watch);
+        watch: EventSink<'_>,
+    ) -> Result<ReplayReport, Error> {
+        super::require_run_access(caller)?;
+        self.check_run_capacity()?;
+        let _counted = ReplayCountGuard::new(&self.core.active_runs.replays);
+        let playing = self.run_replay(caller, run_id, model, watch);
         tokio::select! {
             played = playing => played,
-            () = self.inner.stopping.cancelled() => {
+            () = self.core.shutdown.cancelled() => {
                 let message = "the server is shutting down; nothing was done, a retry is safe";
-                Err(Error::later(Code::Overloaded, message, 1_000))
+                Err(Error::retry_later(Code::Overloaded, message, 1_000))
             }
         }
     }
 
-    async fn played(
+    async fn run_replay(
         &self,
         caller: &Caller,
         run_id: &str,
         model: Option<&str>,
-        watch: Watch<'_>,
-    ) -> Result<Replayed, Error> {
-        let run = self.loop_run(caller, run_id).await?;
-        let mut tape = Tape::of(&self.journal(caller, run_id).await?, &run.terms.limits);
+        watch: EventSink<'_>,
+    ) -> Result<ReplayReport, Error> {
+        let run = self.find_run(caller, run_id).await?;
+        let mut tape =
+            Recording::from_journal(&self.run_journal(caller, run_id).await?, &run.options.limits);
         let name = model.unwrap_or(&run.model);
         let chosen = self.models().find(name).ok_or_else(|| {
             let message = format!("there is no model \"{name}\"");
             Error::refused(Code::UpstreamUnavailable, message)
         })?;
-        let terms = Terms { model: chosen.name, key: None, ..run.terms.clone() };
-        let mut talk = Talk::new(std::mem::take(&mut tape.beginning));
+        let terms =
+            RunOptions { model: chosen.name, idempotency_prefix: None, ..run.options.clone() };
+        let mut talk = Conversation::new(std::mem::take(&mut tape.initial_messages));
         let mut differences = Vec::new();
-        let mut turns = turn::Loop::lenient(self, caller, chosen.model.as_ref(), &terms, watch)?;
+        let mut turns = turn::AgentLoop::with_available_tools(
+            self,
+            caller,
+            chosen.model.as_ref(),
+            &terms,
+            watch,
+        )?;
         // Where the recorded run waited for late results, its reply may have been empty.
-        turns.may_be_silent = true;
+        turns.allows_empty_reply = true;
         // `place` is the position in the recording. `beyond` is true while the model continues past
         // a step that was final in the recording.
         let (mut place, mut beyond) = (0, false);
         loop {
             if !beyond {
-                tape.give(place, &mut talk);
+                tape.replay_inputs(place, &mut talk);
             }
-            turns.ask(&mut talk).await?;
+            turns.request_reply(&mut talk).await?;
             let steps = talk.progress.steps;
-            let reply = talk.progress.reply.clone().unwrap_or_default();
+            let reply = talk.progress.pending_reply.clone().unwrap_or_default();
             let recorded = tape.steps.get(place).filter(|_| !beyond);
-            if !recorded.is_some_and(|recorded| same(&recorded.reply, &reply)) {
-                let step = recorded.map_or(steps, |_| number(place));
+            if !recorded.is_some_and(|recorded| have_same_actions(&recorded.reply, &reply)) {
+                let step = recorded.map_or(steps, |_| step_number(place));
                 let recorded = recorded.map(|recorded| recorded.reply.clone());
-                differences.push(Difference { step, recorded, now: Some(reply.clone()) });
+                differences.push(ReplayDifference { step, recorded, now: Some(reply.clone()) });
             }
-            let ended = recorded.is_none_or(|recorded| recorded.answers);
-            if recorded.is_some_and(|recorded| recorded.anew) {
-                talk.progress.count_anew();
+            let ended = recorded.is_none_or(|recorded| recorded.is_final);
+            if recorded.is_some_and(|recorded| recorded.was_resumed) {
+                talk.progress.reset_baseline();
             }
-            let next = turns.act_with(&mut talk, |call| tape.result(call));
+            let next = turns.answer_calls_with(&mut talk, |call| tape.next_result(call));
             place += usize::from(!beyond);
-            let Next::Answered(answer) = next else {
+            let StepOutcome::Answered(answer) = next else {
                 beyond |= ended;
                 continue;
             };
             beyond |= ended;
             while let Some(missing) = tape.steps.get(place).filter(|_| !beyond) {
-                let (step, recorded) = (number(place), Some(missing.reply.clone()));
-                differences.push(Difference { step, recorded, now: None });
-                beyond = missing.answers;
-                tape.give(place, &mut talk);
+                let (step, recorded) = (step_number(place), Some(missing.reply.clone()));
+                differences.push(ReplayDifference { step, recorded, now: None });
+                beyond = missing.is_final;
+                tape.replay_inputs(place, &mut talk);
                 place += 1;
             }
             beyond = false;
             if place < tape.steps.len() {
                 continue;
             }
-            return Ok(Replayed {
+            return Ok(ReplayReport {
                 answer: answer.text,
                 recorded_answer: run.answer.map(|answer| answer.text),
                 differences,
                 steps,
                 usage: talk.progress.usage,
-                unrecorded: tape.unrecorded,
+                unrecorded_calls: tape.unrecorded_calls,
             });
         }
     }
 }
 
 /// Increments a counter for as long as the guard lives.
-struct Counted<'a>(&'a AtomicUsize);
+struct ReplayCountGuard<'a>(&'a AtomicUsize);
 
-impl<'a> Counted<'a> {
+impl<'a> ReplayCountGuard<'a> {
     fn new(count: &'a AtomicUsize) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
         Self(count)
     }
 }
 
-impl Drop for Counted<'_> {
+impl Drop for ReplayCountGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// Returns the number of the step at this index. Steps are numbered from 1.
-fn number(place: usize) -> u32 {
+fn step_number(place: usize) -> u32 {
     u32::try_from(place + 1).unwrap_or(u32::MAX)
 }
 
-fn not_recorded(call: &Wanted) -> String {
+fn unrecorded_result(call: &ToolCallRequest) -> String {
     let message = format!(
         "not done: this is a replay, and there is no recorded result of {} with these arguments",
         call.name
     );
-    crate::dialect::fault_content(&Fault::new(Code::NotFound, message).not_happened())
+    crate::dialect::fault_content(&Fault::new(Code::NotFound, message).without_side_effect())
 }
 
 /// The journal of a run, arranged for a replay.
 #[derive(Default)]
-struct Tape {
-    beginning: Vec<Value>,
-    steps: Vec<Step>,
+struct Recording {
+    initial_messages: Vec<Value>,
+    steps: Vec<RecordedStep>,
     /// Recorded results, by call (name and arguments).
-    results: HashMap<String, VecDeque<Told>>,
+    results: HashMap<String, VecDeque<RecordedResult>>,
     /// Call ids of this replay by their recorded ids.
-    ids: HashMap<String, String>,
-    unrecorded: u32,
+    current_ids: HashMap<String, String>,
+    unrecorded_calls: u32,
 }
 
 /// A recorded result of a call, as the model received it.
 #[derive(Clone)]
-struct Told {
+struct RecordedResult {
     /// The call's id in the recording.
     id: String,
     content: String,
     /// True if the call was executed and counted; false if it was only answered.
-    made: bool,
+    was_executed: bool,
 }
 
 /// A recorded reply of the model, with the inputs it received since the previous reply, other than
 /// tool results.
-struct Step {
-    given: Vec<Given>,
-    reply: Reply,
+struct RecordedStep {
+    inputs: Vec<RecordedInput>,
+    reply: ModelReply,
     /// True if the reply ended the exchange: a final answer, or a pause until late results arrived.
-    answers: bool,
+    is_final: bool,
     /// True if the run was resumed before the reply's calls were executed.
-    anew: bool,
+    was_resumed: bool,
 }
 
-enum Given {
+enum RecordedInput {
     /// A message of the user.
-    Said(Value),
+    UserMessage(Value),
     /// The notice that a limit is reached.
-    Closing(Closing, Value),
+    LimitNotice(StopReason, Value),
     /// The notice of a late result.
-    Told(Value),
+    LateResult(Value),
     /// No message: the run was resumed.
-    Anew,
+    Resumed,
 }
 
-impl Tape {
-    fn of(journal: &[Noted], limits: &Limits) -> Self {
+impl Recording {
+    fn from_journal(journal: &[JournalEntry], limits: &RunLimits) -> Self {
         let mut tape = Self::default();
         let mut given = Vec::new();
         let mut said: VecDeque<Value> = VecDeque::new();
         let mut acted = true;
-        for Noted { entry, .. } in journal {
+        for JournalEntry { record: entry, .. } in journal {
             match entry.kind {
-                EntryKind::Created => {
-                    tape.beginning.extend(entry.messages.iter().cloned());
+                JournalKind::Created => {
+                    tape.initial_messages.extend(entry.messages.iter().cloned());
                     continue;
                 }
-                EntryKind::Said => {
+                JournalKind::UserMessage => {
                     said.extend(entry.data["messages"].as_array().cloned().unwrap_or_default())
                 }
-                EntryKind::Results => {
-                    tape.take_results(&entry.messages, &entry.data["calls"]);
+                JournalKind::ToolResults => {
+                    tape.add_results(&entry.messages, &entry.data["calls"]);
                     acted = true;
                 }
-                EntryKind::Resumed => match tape.steps.last_mut().filter(|_| !acted) {
-                    Some(step) => step.anew = true,
-                    None => given.push(Given::Anew),
+                JournalKind::Resumed => match tape.steps.last_mut().filter(|_| !acted) {
+                    Some(step) => step.was_resumed = true,
+                    None => given.push(RecordedInput::Resumed),
                 },
                 _ => {}
             }
-            for message in entry.messages.iter().filter(|message| is_given(message)) {
-                given.push(match turn::closing_of(message, limits) {
+            for message in entry.messages.iter().filter(|message| is_input(message)) {
+                given.push(match turn::stop_reason_of(message, limits) {
                     _ if said.front() == Some(message) => {
                         said.pop_front();
-                        Given::Said(message.clone())
+                        RecordedInput::UserMessage(message.clone())
                     }
-                    Some(closing) => Given::Closing(closing, message.clone()),
-                    None => Given::Told(message.clone()),
+                    Some(closing) => RecordedInput::LimitNotice(closing, message.clone()),
+                    None => RecordedInput::LateResult(message.clone()),
                 });
             }
-            if entry.kind == EntryKind::Replied
-                && let Ok(reply) = serde_json::from_value::<Reply>(entry.data.clone())
+            if entry.kind == JournalKind::Replied
+                && let Ok(reply) = serde_json::from_value::<ModelReply>(entry.data.clone())
             {
-                let closes = given.iter().any(|given| matches!(given, Given::Closing(..)));
+                let closes =
+                    given.iter().any(|given| matches!(given, RecordedInput::LimitNotice(..)));
                 let answers = closes || reply.calls.is_empty();
                 acted = answers;
                 let given = std::mem::take(&mut given);
-                tape.steps.push(Step { given, reply, answers, anew: false });
+                tape.steps.push(RecordedStep {
+                    inputs: given,
+                    reply,
+                    is_final: answers,
+                    was_resumed: false,
+                });
             }
         }
         tape
     }
 
-    fn take_results(&mut self, messages: &[Value], made: &Value) {
+    fn add_results(&mut self, messages: &[Value], made: &Value) {
         let Some(step) = self.steps.last() else { return };
         let made: HashSet<&str> = made
             .as_array()
@@ -266,57 +280,61 @@ impl Tape {
         for call in &step.reply.calls {
             let told = messages.iter().find(|message| message["tool_call_id"] == call.id.as_str());
             let content = told.and_then(|message| message["content"].as_str());
-            let place = self.results.entry(turn::same_call(call)).or_default();
-            place.extend(content.map(|content| Told {
+            let place = self.results.entry(turn::call_fingerprint(call)).or_default();
+            place.extend(content.map(|content| RecordedResult {
                 id: call.id.clone(),
                 content: content.to_owned(),
-                made: made.contains(call.id.as_str()),
+                was_executed: made.contains(call.id.as_str()),
             }));
         }
     }
 
     /// Adds the inputs that preceded this recorded reply to the conversation.
-    fn give(&self, place: usize, talk: &mut Talk) {
-        for given in self.steps.get(place).into_iter().flat_map(|step| &step.given) {
+    fn replay_inputs(&self, place: usize, talk: &mut Conversation) {
+        for given in self.steps.get(place).into_iter().flat_map(|step| &step.inputs) {
             match given {
-                Given::Said(message) => talk.say(vec![message.clone()]),
-                Given::Closing(closing, message) => {
-                    talk.progress.closing = Some(*closing);
+                RecordedInput::UserMessage(message) => {
+                    talk.add_user_messages(vec![message.clone()])
+                }
+                RecordedInput::LimitNotice(closing, message) => {
+                    talk.progress.stop_reason = Some(*closing);
                     talk.messages.push(message.clone());
                 }
-                Given::Told(message) => talk.messages.push(turn::readdressed(message, &self.ids)),
-                Given::Anew => talk.progress.count_anew(),
+                RecordedInput::LateResult(message) => {
+                    talk.messages.push(turn::replace_late_call_id(message, &self.current_ids))
+                }
+                RecordedInput::Resumed => talk.progress.reset_baseline(),
             }
         }
     }
 
     /// Returns the next recorded result of this call, in order, and whether the call was executed.
     /// The last result repeats for all further calls.
-    fn result(&mut self, call: &Wanted) -> (String, bool) {
-        let told = self.results.get_mut(&turn::same_call(call));
+    fn next_result(&mut self, call: &ToolCallRequest) -> (String, bool) {
+        let told = self.results.get_mut(&turn::call_fingerprint(call));
         let next = told.and_then(|told| match told.len() {
             0 | 1 => told.front().cloned(),
             _ => told.pop_front(),
         });
-        let Some(Told { id, content, made }) = next else {
-            self.unrecorded += 1;
-            return (not_recorded(call), true);
+        let Some(RecordedResult { id, content, was_executed: made }) = next else {
+            self.unrecorded_calls += 1;
+            return (unrecorded_result(call), true);
         };
-        self.ids.insert(id, call.id.clone());
+        self.current_ids.insert(id, call.id.clone());
         (content, made)
     }
 }
 
 /// Returns true if the message is an input to the model, neither its reply nor a tool result.
-fn is_given(message: &Value) -> bool {
+fn is_input(message: &Value) -> bool {
     message["role"] != "assistant" && message["role"] != "tool"
 }
 
 /// Returns true if the model acts the same: equal calls, whatever the text beside them. Replies
 /// without calls must have equal text.
-fn same(recorded: &Reply, now: &Reply) -> bool {
-    let calls = |reply: &Reply| -> Vec<String> {
-        let mut calls: Vec<String> = reply.calls.iter().map(turn::same_call).collect();
+fn have_same_actions(recorded: &ModelReply, now: &ModelReply) -> bool {
+    let calls = |reply: &ModelReply| -> Vec<String> {
+        let mut calls: Vec<String> = reply.calls.iter().map(turn::call_fingerprint).collect();
         calls.sort();
         calls
     };
@@ -325,9 +343,9 @@ fn same(recorded: &Reply, now: &Reply) -> bool {
 }
 
 /// JSON form, for clients that stream a replay.
-impl From<&Difference> for Value {
-    fn from(difference: &Difference) -> Self {
-        let Difference { step, recorded, now } = difference;
+impl From<&ReplayDifference> for Value {
+    fn from(difference: &ReplayDifference) -> Self {
+        let ReplayDifference { step, recorded, now } = difference;
         json!({ "step": step, "recorded": recorded, "now": now })
     }
 }

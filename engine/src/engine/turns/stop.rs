@@ -2,16 +2,16 @@
 
 use serde_json::json;
 
-use super::{TRIES, conflict, next, too_fast};
+use super::{MAX_CONFLICT_RETRIES, bump_version, conflict, too_many_conflicts};
 use crate::call::Call;
 use crate::caller::Caller;
-use crate::engine::inbox::inbox_id_of;
-use crate::engine::{Engine, Inner};
+use crate::engine::inbox::derive_inbox_id;
+use crate::engine::{Core, Engine};
 use crate::fault::{Code, Error};
 use crate::store::utp::TurnChange;
 use crate::utp::card::into_map;
-use crate::utp::news::{News, Task};
-use crate::utp::{InboxItem, Turn, TurnStatus, Waiting, trace};
+use crate::utp::news::{TurnCompletion, TurnEvent};
+use crate::utp::{InboxItem, StepCall, Turn, TurnStatus, trace};
 
 impl Engine {
     /// Stops a turn in any state: its open calls are canceled, later results are refused, and the
@@ -23,27 +23,27 @@ impl Engine {
         turn_id: &str,
         reason: Option<String>,
     ) -> Result<Turn, Error> {
-        let inner = &self.inner;
-        for _ in 0..TRIES {
+        let inner = &self.core;
+        for _ in 0..MAX_CONFLICT_RETRIES {
             let turn = self.turn(caller, agent_id, turn_id).await?;
             if turn.status == TurnStatus::Stopped {
                 return Ok(turn);
             }
-            if turn.status.is_over() {
+            if turn.status.is_terminal() {
                 return Err(conflict(&turn, "the turn has ended already".into()));
             }
-            let mut turn = next(turn);
+            let mut turn = bump_version(turn);
             turn.epoch += 1;
             turn.status = TurnStatus::Stopped;
             turn.reason = reason.clone();
-            let item = inner.stop_item(&turn);
-            let letters = inner.wakeup(&item, &turn.channel).into_iter().collect();
-            let change = TurnChange { inbox: vec![item], letters, ..TurnChange::default() };
+            let item = inner.build_stop_item(&turn);
+            let letters = inner.build_wakeup(&item, &turn.channel).into_iter().collect();
+            let change = TurnChange { inbox: vec![item], outbox: letters, ..TurnChange::default() };
             let (error_code, error) = (Some("stopped"), reason.clone());
             let (status, tool_result_card_id) = ("failed".to_owned(), None);
-            let task = Some(Task { status, tool_result_card_id, error_code, error });
-            let news = News { task, ..News::default() };
-            let stopped = match inner.save_turn(turn, change, news).await {
+            let task = Some(TurnCompletion { status, tool_result_card_id, error_code, error });
+            let news = TurnEvent { completion: task, ..TurnEvent::default() };
+            let stopped = match inner.save_and_publish_turn(turn, change, news).await {
                 Ok(turn) => turn,
                 Err(error) if error.code() == Code::Conflict => continue,
                 Err(error) => return Err(error),
@@ -51,17 +51,17 @@ impl Engine {
             // Covers the calls of every step, including those of a step that was never stored
             // because its dispatch failed halfway.
             let own = |call: &Call| {
-                call.asked.turn.as_ref().is_some_and(|route| route.turn_id == turn_id)
+                call.origin.route.as_ref().is_some_and(|route| route.turn_id == turn_id)
             };
-            self.cancel_open(caller, turn_id, "the turn was stopped", own).await;
-            inner.announce_inbox(&stopped.project, agent_id, true);
+            self.cancel_open_calls(caller, turn_id, "the turn was stopped", own).await;
+            inner.wake_inbox_listeners(&stopped.project, agent_id, true);
             return Ok(stopped);
         }
-        Err(too_fast())
+        Err(too_many_conflicts())
     }
 
     /// Cancels a call. Failure is ignored: the call may have ended in the meantime.
-    pub(super) async fn cancel_quietly(&self, caller: &Caller, call: &Waiting, why: &str) {
+    pub(super) async fn cancel_best_effort(&self, caller: &Caller, call: &StepCall, why: &str) {
         let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
         if let Err(error) = self.cancel(caller, &id, Some(why.to_owned())).await {
             tracing::debug!(call = %id, %error, "call not canceled");
@@ -69,10 +69,10 @@ impl Engine {
     }
 }
 
-impl Inner {
-    fn stop_item(&self, turn: &Turn) -> InboxItem {
+impl Core {
+    fn build_stop_item(&self, turn: &Turn) -> InboxItem {
         let mark = format!("stop:{}", turn.turn_id);
-        let inbox_id = inbox_id_of(&turn.project, &turn.turn_id, &mark);
+        let inbox_id = derive_inbox_id(&turn.project, &turn.turn_id, &mark);
         let parent = turn.traceparent.clone().unwrap_or_default();
         InboxItem {
             project: turn.project.clone(),
@@ -86,7 +86,7 @@ impl Inner {
                 "turn_epoch": turn.epoch,
                 "reason": turn.reason,
             })),
-            traceparent: trace::child(&parent, &inbox_id),
+            traceparent: trace::child_traceparent(&parent, &inbox_id),
             tracestate: turn.tracestate.clone(),
             parent_step_id: turn.step_id.clone(),
             source_agent_id: None,
@@ -97,12 +97,12 @@ impl Inner {
     }
 
     /// Expires a turn whose lease has expired. Its former holder can no longer change it.
-    pub(crate) async fn expire(&self, turn: Turn) -> Result<(), Error> {
-        let mut turn = next(turn);
+    pub(crate) async fn expire_turn(&self, turn: Turn) -> Result<(), Error> {
+        let mut turn = bump_version(turn);
         turn.epoch += 1;
         turn.status = TurnStatus::Expired;
         turn.reason = Some("the lease ran out".to_owned());
-        match self.save_turn(turn, TurnChange::default(), News::default()).await {
+        match self.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await {
             // The turn was changed concurrently, so it no longer needs to expire.
             Err(error) if error.code() == Code::Conflict => Ok(()),
             other => other.map(drop),

@@ -12,57 +12,59 @@ use std::sync::Arc;
 use jsonschema::{Draft, Registry, Uri};
 use serde_json::{Map, Value};
 
-use super::{Doc, MAX_ANCHORS, MAX_SUBSCHEMAS, SchemaError, address, dialect, fault};
+use super::{
+    MAX_ANCHORS, MAX_SUBSCHEMAS, SchemaDocument, SchemaError, address, detect_draft, schema_error,
+};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Slot<'a> {
+pub(super) enum MemberSelector<'a> {
     Property(&'a str),
     /// A pattern counts as a separate name: two different patterns rarely match the same name.
     Pattern(&'a str),
-    Names,
+    PropertyNames,
     Index(usize),
     /// Members that no other selector of the same subschema covers.
-    Rest,
+    OtherMembers,
     /// All members, covered or not (`contains`).
-    Every,
+    AllMembers,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Stay {
+pub(super) struct InPlaceEdge {
     pub(super) to: usize,
     /// Group and option: of the edges of one group, only those of one option apply to any given
     /// instance.
     pub(super) choice: Option<(usize, usize)>,
     /// True if the edge applies whenever its parent does (`$ref`, `allOf`), so that it can fix a
     /// union's tag.
-    certain: bool,
+    is_unconditional: bool,
 }
 
 /// One subschema.
-pub(super) struct Site<'a> {
+pub(super) struct Subschema<'a> {
     pub(super) index: usize,
     base: Arc<Uri<String>>,
-    pub(super) stay: Vec<Stay>,
-    pub(super) object: Vec<(Slot<'a>, usize)>,
-    pub(super) array: Vec<(Slot<'a>, usize)>,
+    pub(super) in_place_edges: Vec<InPlaceEdge>,
+    pub(super) property_edges: Vec<(MemberSelector<'a>, usize)>,
+    pub(super) item_edges: Vec<(MemberSelector<'a>, usize)>,
     /// Index ranges of the in-place edges that hold the branches of one `anyOf` or `oneOf`.
     unions: Vec<(usize, usize)>,
 }
 
-pub(super) struct Graph<'a, 'r> {
-    pub(super) doc: Doc<'a>,
+pub(super) struct SchemaGraph<'a, 'r> {
+    pub(super) doc: SchemaDocument<'a>,
     pub(super) draft: Draft,
     registry: &'r Registry<'r>,
-    pub(super) sites: Vec<Site<'a>>,
+    pub(super) subschemas: Vec<Subschema<'a>>,
     /// Values by the name of their `$dynamicAnchor`.
     anchors: HashMap<&'a str, Vec<usize>>,
     /// Subschema by the index of its value in the document.
-    at: HashMap<usize, usize>,
+    by_value_index: HashMap<usize, usize>,
 }
 
-impl<'a, 'r> Graph<'a, 'r> {
+impl<'a, 'r> SchemaGraph<'a, 'r> {
     pub(super) fn new(
-        doc: Doc<'a>,
+        doc: SchemaDocument<'a>,
         draft: Draft,
         registry: &'r Registry<'r>,
         base: Arc<Uri<String>>,
@@ -74,23 +76,24 @@ impl<'a, 'r> Graph<'a, 'r> {
             }
         }
         let (sites, at) = (Vec::new(), HashMap::new());
-        let mut graph = Graph { doc, draft, registry, sites, anchors, at };
-        graph.grow(base)?;
-        graph.split_unions();
+        let mut graph =
+            SchemaGraph { doc, draft, registry, subschemas: sites, anchors, by_value_index: at };
+        graph.discover_subschemas(base)?;
+        graph.mark_tagged_unions();
         Ok(graph)
     }
 
-    pub(super) fn value(&self, site: &Site<'a>) -> &'a Value {
+    pub(super) fn value(&self, site: &Subschema<'a>) -> &'a Value {
         self.doc.values[site.index].0
     }
 
     /// Finds every subschema, first below the root and then at the targets of references, which may
     /// lie under a keyword that this file does not know (`#/components/schemas/X`).
-    fn grow(&mut self, base: Arc<Uri<String>>) -> Result<(), SchemaError> {
-        self.site(0, &base)?;
+    fn discover_subschemas(&mut self, base: Arc<Uri<String>>) -> Result<(), SchemaError> {
+        self.add_subschema(0, &base)?;
         let mut next = 0;
-        while next < self.sites.len() {
-            if let (Value::Object(map), _) = self.doc.values[self.sites[next].index] {
+        while next < self.subschemas.len() {
+            if let (Value::Object(map), _) = self.doc.values[self.subschemas[next].index] {
                 self.expand(next, map)?;
             }
             next += 1;
@@ -99,18 +102,25 @@ impl<'a, 'r> Graph<'a, 'r> {
     }
 
     /// Returns the subschema of the value at `index`, creating it if it is new.
-    fn site(&mut self, index: usize, parent: &Arc<Uri<String>>) -> Result<usize, SchemaError> {
-        if let Some(&known) = self.at.get(&index) {
+    fn add_subschema(
+        &mut self,
+        index: usize,
+        parent: &Arc<Uri<String>>,
+    ) -> Result<usize, SchemaError> {
+        if let Some(&known) = self.by_value_index.get(&index) {
             return Ok(known);
         }
-        if self.sites.len() >= MAX_SUBSCHEMAS {
+        if self.subschemas.len() >= MAX_SUBSCHEMAS {
             let reason = format!("the schema has more than {MAX_SUBSCHEMAS} subschemas");
-            return Err(fault(self.doc.pointer(index), reason));
+            return Err(schema_error(self.doc.pointer(index), reason));
         }
         let value = self.doc.values[index].0;
-        if value.get("$schema").is_some() && dialect(value).ok() != Some(self.draft) {
+        if value.get("$schema").is_some() && detect_draft(value).ok() != Some(self.draft) {
             let pointer = self.doc.pointer(index) + "/$schema";
-            return Err(fault(pointer, "a subschema must be in the dialect of the whole schema"));
+            return Err(schema_error(
+                pointer,
+                "a subschema must be in the dialect of the whole schema",
+            ));
         }
         let resolver = self.registry.resolver(parent.as_ref().clone());
         // A reference by identifier already has the base URI that the target's own `$id` defines.
@@ -121,31 +131,31 @@ impl<'a, 'r> Graph<'a, 'r> {
             let resource = self.draft.create_resource_ref(value);
             let inner = resolver.in_subresource(resource).map_err(|e| {
                 let pointer = self.doc.pointer(index) + "/$id";
-                fault(pointer, format!("not a usable identifier: {e}"))
+                schema_error(pointer, format!("not a usable identifier: {e}"))
             })?;
             inner.base_uri()
         };
-        let site = Site {
+        let site = Subschema {
             index,
             base,
-            stay: Vec::new(),
-            object: Vec::new(),
-            array: Vec::new(),
+            in_place_edges: Vec::new(),
+            property_edges: Vec::new(),
+            item_edges: Vec::new(),
             unions: Vec::new(),
         };
-        self.sites.push(site);
-        self.at.insert(index, self.sites.len() - 1);
-        Ok(self.sites.len() - 1)
+        self.subschemas.push(site);
+        self.by_value_index.insert(index, self.subschemas.len() - 1);
+        Ok(self.subschemas.len() - 1)
     }
 
     /// Returns the subschema of a value in a subschema position, or `None` if it is not a schema;
     /// the meta-schema reports that with a better message.
-    fn child(&mut self, of: usize, value: &Value) -> Result<Option<usize>, SchemaError> {
+    fn child_subschema(&mut self, of: usize, value: &Value) -> Result<Option<usize>, SchemaError> {
         let index = self.doc.by_address.get(&address(value)).copied();
-        let base = Arc::clone(&self.sites[of].base);
+        let base = Arc::clone(&self.subschemas[of].base);
         match index {
             Some(index) if value.is_object() || value.is_boolean() => {
-                self.site(index, &base).map(Some)
+                self.add_subschema(index, &base).map(Some)
             }
             _ => Ok(None),
         }
@@ -155,19 +165,21 @@ impl<'a, 'r> Graph<'a, 'r> {
         for (keyword, value) in map {
             match value {
                 Value::Array(list) => {
-                    let from = self.sites[me].stay.len();
+                    let from = self.subschemas[me].in_place_edges.len();
                     for (i, item) in list.iter().enumerate() {
                         match keyword.as_str() {
                             "allOf" | "anyOf" | "oneOf" => {
-                                self.stay(me, item, None, keyword == "allOf")?;
+                                self.add_in_place_edge(me, item, None, keyword == "allOf")?;
                             }
-                            "items" | "prefixItems" => self.step(me, Slot::Index(i), item)?,
+                            "items" | "prefixItems" => {
+                                self.add_member_edge(me, MemberSelector::Index(i), item)?
+                            }
                             _ => {}
                         }
                     }
                     if keyword == "anyOf" || keyword == "oneOf" {
-                        let to = self.sites[me].stay.len();
-                        self.sites[me].unions.push((from, to));
+                        let to = self.subschemas[me].in_place_edges.len();
+                        self.subschemas[me].unions.push((from, to));
                     }
                 }
                 Value::Object(members) => self.expand_members(me, keyword, value, members)?,
@@ -180,11 +192,12 @@ impl<'a, 'r> Graph<'a, 'r> {
         // evaluation does not pass through here to them.
         if let (Draft::Draft7, Some(Value::String(target))) = (self.draft, map.get("$ref")) {
             let (to, _) = self.resolve(me, "$ref", target)?;
-            let to = self.at.get(&to).copied();
-            let site = &mut self.sites[me];
-            site.stay.retain(|edge| edge.certain && Some(edge.to) == to);
-            site.stay.truncate(1);
-            (site.object, site.array, site.unions) = (Vec::new(), Vec::new(), Vec::new());
+            let to = self.by_value_index.get(&to).copied();
+            let site = &mut self.subschemas[me];
+            site.in_place_edges.retain(|edge| edge.is_unconditional && Some(edge.to) == to);
+            site.in_place_edges.truncate(1);
+            (site.property_edges, site.item_edges, site.unions) =
+                (Vec::new(), Vec::new(), Vec::new());
         }
         Ok(())
     }
@@ -198,10 +211,14 @@ impl<'a, 'r> Graph<'a, 'r> {
     ) -> Result<(), SchemaError> {
         for (name, member) in members {
             match keyword {
-                "properties" => self.step(me, Slot::Property(name), member)?,
-                "patternProperties" => self.step(me, Slot::Pattern(name), member)?,
-                "dependentSchemas" | "dependencies" => self.stay(me, member, None, false)?,
-                "$defs" | "definitions" => drop(self.child(me, member)?),
+                "properties" => self.add_member_edge(me, MemberSelector::Property(name), member)?,
+                "patternProperties" => {
+                    self.add_member_edge(me, MemberSelector::Pattern(name), member)?
+                }
+                "dependentSchemas" | "dependencies" => {
+                    self.add_in_place_edge(me, member, None, false)?
+                }
+                "$defs" | "definitions" => drop(self.child_subschema(me, member)?),
                 _ => return self.expand_one(me, keyword, value),
             }
         }
@@ -211,45 +228,63 @@ impl<'a, 'r> Graph<'a, 'r> {
 
     fn expand_one(&mut self, me: usize, keyword: &str, v: &'a Value) -> Result<(), SchemaError> {
         match keyword {
-            "not" | "if" => self.stay(me, v, None, false),
+            "not" | "if" => self.add_in_place_edge(me, v, None, false),
             // Only one of the two ever applies, hence one group with two options.
-            "then" => self.stay(me, v, Some((1, 0)), false),
-            "else" => self.stay(me, v, Some((1, 1)), false),
-            "additionalProperties" | "unevaluatedProperties" => self.step(me, Slot::Rest, v),
-            "propertyNames" => self.step(me, Slot::Names, v),
-            "items" | "additionalItems" | "unevaluatedItems" => self.step_item(me, Slot::Rest, v),
-            "contains" => self.step_item(me, Slot::Every, v),
-            "contentSchema" => self.child(me, v).map(drop),
+            "then" => self.add_in_place_edge(me, v, Some((1, 0)), false),
+            "else" => self.add_in_place_edge(me, v, Some((1, 1)), false),
+            "additionalProperties" | "unevaluatedProperties" => {
+                self.add_member_edge(me, MemberSelector::OtherMembers, v)
+            }
+            "propertyNames" => self.add_member_edge(me, MemberSelector::PropertyNames, v),
+            "items" | "additionalItems" | "unevaluatedItems" => {
+                self.add_item_edge(me, MemberSelector::OtherMembers, v)
+            }
+            "contains" => self.add_item_edge(me, MemberSelector::AllMembers, v),
+            "contentSchema" => self.child_subschema(me, v).map(drop),
             _ => Ok(()),
         }
     }
 
-    fn stay(
+    fn add_in_place_edge(
         &mut self,
         me: usize,
         value: &Value,
         choice: Option<(usize, usize)>,
         certain: bool,
     ) -> Result<(), SchemaError> {
-        if let Some(to) = self.child(me, value)? {
-            self.sites[me].stay.push(Stay { to, choice, certain });
+        if let Some(to) = self.child_subschema(me, value)? {
+            self.subschemas[me].in_place_edges.push(InPlaceEdge {
+                to,
+                choice,
+                is_unconditional: certain,
+            });
         }
         Ok(())
     }
 
-    fn step(&mut self, me: usize, slot: Slot<'a>, value: &Value) -> Result<(), SchemaError> {
-        if matches!(slot, Slot::Index(_)) {
-            return self.step_item(me, slot, value);
+    fn add_member_edge(
+        &mut self,
+        me: usize,
+        slot: MemberSelector<'a>,
+        value: &Value,
+    ) -> Result<(), SchemaError> {
+        if matches!(slot, MemberSelector::Index(_)) {
+            return self.add_item_edge(me, slot, value);
         }
-        if let Some(to) = self.child(me, value)? {
-            self.sites[me].object.push((slot, to));
+        if let Some(to) = self.child_subschema(me, value)? {
+            self.subschemas[me].property_edges.push((slot, to));
         }
         Ok(())
     }
 
-    fn step_item(&mut self, me: usize, slot: Slot<'a>, value: &Value) -> Result<(), SchemaError> {
-        if let Some(to) = self.child(me, value)? {
-            self.sites[me].array.push((slot, to));
+    fn add_item_edge(
+        &mut self,
+        me: usize,
+        slot: MemberSelector<'a>,
+        value: &Value,
+    ) -> Result<(), SchemaError> {
+        if let Some(to) = self.child_subschema(me, value)? {
+            self.subschemas[me].item_edges.push((slot, to));
         }
         Ok(())
     }
@@ -259,9 +294,13 @@ impl<'a, 'r> Graph<'a, 'r> {
             return Ok(());
         }
         let (index, base) = self.resolve(me, key, to)?;
-        let target = self.site(index, &base)?;
+        let target = self.add_subschema(index, &base)?;
         if key == "$ref" {
-            self.sites[me].stay.push(Stay { to: target, choice: None, certain: true });
+            self.subschemas[me].in_place_edges.push(InPlaceEdge {
+                to: target,
+                choice: None,
+                is_unconditional: true,
+            });
         }
         if key != "$dynamicRef" {
             return Ok(());
@@ -274,13 +313,17 @@ impl<'a, 'r> Graph<'a, 'r> {
             options.push(index);
         }
         if options.len() > MAX_ANCHORS {
-            let pointer = self.doc.pointer(self.sites[me].index) + "/$dynamicRef";
+            let pointer = self.doc.pointer(self.subschemas[me].index) + "/$dynamicRef";
             let reason = format!("more than {MAX_ANCHORS} subschemas have the dynamic anchor");
-            return Err(fault(pointer, reason));
+            return Err(schema_error(pointer, reason));
         }
         for (option, index) in options.into_iter().enumerate() {
-            let to = self.site(index, &base)?;
-            self.sites[me].stay.push(Stay { to, choice: Some((0, option)), certain: false });
+            let to = self.add_subschema(index, &base)?;
+            self.subschemas[me].in_place_edges.push(InPlaceEdge {
+                to,
+                choice: Some((0, option)),
+                is_unconditional: false,
+            });
         }
         Ok(())
     }
@@ -292,7 +335,7 @@ impl<'a, 'r> Graph<'a, 'r> {
         key: &str,
         reference: &str,
     ) -> Result<(usize, Arc<Uri<String>>), SchemaError> {
-        let site = &self.sites[me];
+        let site = &self.subschemas[me];
         let resolver = self.registry.resolver(site.base.as_ref().clone());
         let inside = |to: &str| {
             let found = resolver.lookup(to).ok()?;
@@ -306,19 +349,19 @@ impl<'a, 'r> Graph<'a, 'r> {
             } else {
                 format!("{reference:?} refers outside itself; a schema must be self-contained")
             };
-            fault(format!("{}/{key}", self.doc.pointer(site.index)), reason)
+            schema_error(format!("{}/{key}", self.doc.pointer(site.index)), reason)
         })
     }
 
     /// Marks the branches of unions with a tag (`kind: {const: "a"}`) as options of one choice:
     /// recursion through such a union follows one branch per value.
-    fn split_unions(&mut self) {
-        for me in 0..self.sites.len() {
-            for (group, (from, to)) in self.sites[me].unions.clone().into_iter().enumerate() {
+    fn mark_tagged_unions(&mut self) {
+        for me in 0..self.subschemas.len() {
+            for (group, (from, to)) in self.subschemas[me].unions.clone().into_iter().enumerate() {
                 let mut pins = Vec::new();
-                for edge in &self.sites[me].stay[from..to] {
+                for edge in &self.subschemas[me].in_place_edges[from..to] {
                     let mut found = BTreeMap::new();
-                    self.pins(edge.to, &mut 64, &mut found);
+                    self.collect_fixed_properties(edge.to, &mut 64, &mut found);
                     pins.push(found);
                 }
                 let mut count: BTreeMap<&str, usize> = BTreeMap::new();
@@ -329,7 +372,9 @@ impl<'a, 'r> Graph<'a, 'r> {
                     continue;
                 };
                 let mut options: BTreeMap<&str, usize> = BTreeMap::new();
-                for (edge, found) in self.sites[me].stay[from..to].iter_mut().zip(&pins) {
+                for (edge, found) in
+                    self.subschemas[me].in_place_edges[from..to].iter_mut().zip(&pins)
+                {
                     let Some(value) = found.get(tag) else {
                         continue;
                     };
@@ -341,9 +386,14 @@ impl<'a, 'r> Graph<'a, 'r> {
     }
 
     /// Collects the properties that a subschema fixes to one string.
-    fn pins(&self, at: usize, budget: &mut u32, found: &mut BTreeMap<&'a str, &'a str>) {
+    fn collect_fixed_properties(
+        &self,
+        at: usize,
+        budget: &mut u32,
+        found: &mut BTreeMap<&'a str, &'a str>,
+    ) {
         *budget = budget.saturating_sub(1);
-        let (value, _) = self.doc.values[self.sites[at].index];
+        let (value, _) = self.doc.values[self.subschemas[at].index];
         for (name, member) in
             value.get("properties").and_then(Value::as_object).into_iter().flatten()
         {
@@ -353,9 +403,9 @@ impl<'a, 'r> Graph<'a, 'r> {
                 found.insert(name, fixed);
             }
         }
-        for edge in self.sites[at].stay.iter().filter(|edge| edge.certain) {
+        for edge in self.subschemas[at].in_place_edges.iter().filter(|edge| edge.is_unconditional) {
             if *budget > 0 {
-                self.pins(edge.to, budget, found);
+                self.collect_fixed_properties(edge.to, budget, found);
             }
         }
     }

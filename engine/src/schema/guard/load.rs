@@ -12,8 +12,8 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::graph::{Graph, Site, Slot};
-use super::{MAX_CHAIN, MAX_PATHS, Passed, SchemaError, fault};
+use super::graph::{MemberSelector, SchemaGraph, Subschema};
+use super::{MAX_CHAIN, MAX_PATHS, SchemaError, SchemaProfile, schema_error};
 use crate::schema::pattern;
 
 /// Maximum number of steps of this analysis, so that the guard itself cannot be abused.
@@ -21,33 +21,39 @@ const MAX_WORK: usize = 1_000_000;
 
 /// The load that evaluating one subschema puts on one member of the instance.
 #[derive(Debug, Clone, Copy, Default)]
-struct Load {
+struct MemberLoad {
     /// Number of evaluations that lead back into the same component, that is, recurse.
-    back: u64,
+    recursive: u64,
     /// Number of other evaluations at the busiest value further down.
-    on: u64,
+    downstream: u64,
 }
 
-impl Load {
-    fn add(self, o: Load) -> Load {
-        Load { back: self.back.saturating_add(o.back), on: self.on.saturating_add(o.on) }
+impl MemberLoad {
+    fn add(self, o: MemberLoad) -> MemberLoad {
+        MemberLoad {
+            recursive: self.recursive.saturating_add(o.recursive),
+            downstream: self.downstream.saturating_add(o.downstream),
+        }
     }
 
-    fn max(self, o: Load) -> Load {
-        Load { back: self.back.max(o.back), on: self.on.max(o.on) }
+    fn max(self, o: MemberLoad) -> MemberLoad {
+        MemberLoad {
+            recursive: self.recursive.max(o.recursive),
+            downstream: self.downstream.max(o.downstream),
+        }
     }
 }
 
 /// The load on each member: the named ones, and any other.
 #[derive(Debug, Clone, Default)]
-struct Loads<'a> {
-    named: BTreeMap<Slot<'a>, Load>,
-    rest: Load,
+struct MemberLoads<'a> {
+    named: BTreeMap<MemberSelector<'a>, MemberLoad>,
+    rest: MemberLoad,
 }
 
-impl<'a> Loads<'a> {
-    fn merge(&mut self, other: &Loads<'a>, how: fn(Load, Load) -> Load) {
-        if other.rest.back > 0 || other.rest.on > 0 {
+impl<'a> MemberLoads<'a> {
+    fn merge(&mut self, other: &MemberLoads<'a>, how: fn(MemberLoad, MemberLoad) -> MemberLoad) {
+        if other.rest.recursive > 0 || other.rest.downstream > 0 {
             for (slot, mine) in &mut self.named {
                 if !other.named.contains_key(slot) {
                     *mine = how(*mine, other.rest);
@@ -61,111 +67,111 @@ impl<'a> Loads<'a> {
         self.rest = how(self.rest, other.rest);
     }
 
-    fn heaviest(&self) -> Load {
-        self.named.values().copied().fold(self.rest, Load::max)
+    fn heaviest(&self) -> MemberLoad {
+        self.named.values().copied().fold(self.rest, MemberLoad::max)
     }
 }
 
 /// The measured cost of one subschema.
 #[derive(Debug, Clone, Default)]
-struct Measured<'a> {
+struct SubschemaCost<'a> {
     /// Evaluations on the value itself.
     paths: u64,
-    object: Loads<'a>,
-    array: Loads<'a>,
+    object: MemberLoads<'a>,
+    array: MemberLoads<'a>,
 }
 
-impl<'a> Measured<'a> {
-    fn merge(&mut self, other: &Measured<'a>, how: fn(Load, Load) -> Load) {
+impl<'a> SubschemaCost<'a> {
+    fn merge(&mut self, other: &SubschemaCost<'a>, how: fn(MemberLoad, MemberLoad) -> MemberLoad) {
         self.object.merge(&other.object, how);
         self.array.merge(&other.array, how);
     }
 }
 
-pub(super) fn measure(graph: &Graph) -> Result<Passed, SchemaError> {
-    let chains = graph.chains()?;
+pub(super) fn measure_profile(graph: &SchemaGraph) -> Result<SchemaProfile, SchemaError> {
+    let chains = graph.chain_lengths()?;
     let component = graph.components();
-    let mut order: Vec<usize> = (0..graph.sites.len()).collect();
+    let mut order: Vec<usize> = (0..graph.subschemas.len()).collect();
     order.sort_by_key(|&site| (component[site], chains[site]));
-    let mut measuring = Measuring {
+    let mut measuring = CostAnalysis {
         graph,
-        busiest: vec![0; graph.sites.len()],
-        done: vec![Measured::default(); graph.sites.len()],
+        busiest: vec![0; graph.subschemas.len()],
+        done: vec![SubschemaCost::default(); graph.subschemas.len()],
         component,
         work: 0,
     };
     for &site in &order {
-        measuring.site(site)?;
+        measuring.measure_subschema(site)?;
     }
-    let schemas = || graph.sites.iter().map(|site| graph.value(site));
+    let schemas = || graph.subschemas.iter().map(|site| graph.value(site));
     let matched = schemas().filter_map(|schema| schema.get("pattern").and_then(Value::as_str));
-    let heaviest = matched.map(pattern::weight).max().unwrap_or(0);
-    let names = graph.sites.iter().flat_map(|site| &site.object);
-    let names = names.filter(|(slot, _)| *slot == Slot::Names);
+    let heaviest = matched.map(pattern::pattern_weight).max().unwrap_or(0);
+    let names = graph.subschemas.iter().flat_map(|site| &site.property_edges);
+    let names = names.filter(|(slot, _)| *slot == MemberSelector::PropertyNames);
     let per_name = names.map(|(_, to)| measuring.done[*to].paths).max().unwrap_or(0);
     // Finding the patterns that `propertyNames` reaches is not worth the effort; assume the
     // heaviest.
     let through_names = if per_name > 0 { heaviest } else { 0 };
-    Ok(Passed {
+    Ok(SchemaProfile {
         draft: graph.draft,
         chain: chains.iter().copied().max().unwrap_or(1),
         per_name,
         name_weight: schemas().map(pattern::name_weight).max().unwrap_or(0) + through_names,
-        patterns: schemas().map(patterns).sum(),
+        patterns: schemas().map(count_patterns).sum(),
     })
 }
 
-fn patterns(schema: &Value) -> usize {
+fn count_patterns(schema: &Value) -> usize {
     let named = schema.get("patternProperties").and_then(Value::as_object);
     usize::from(schema.get("pattern").is_some()) + named.map_or(0, serde_json::Map::len)
 }
 
-struct Measuring<'a, 'g, 'r> {
-    graph: &'g Graph<'a, 'r>,
+struct CostAnalysis<'a, 'g, 'r> {
+    graph: &'g SchemaGraph<'a, 'r>,
     component: Vec<usize>,
     /// By component: evaluations at the busiest single value per evaluation of a member.
     busiest: Vec<u64>,
-    done: Vec<Measured<'a>>,
+    done: Vec<SubschemaCost<'a>>,
     work: usize,
 }
 
-impl<'a> Measuring<'a, '_, '_> {
+impl<'a> CostAnalysis<'a, '_, '_> {
     /// Measures one subschema. Everything that `me` leads to has been measured, except recursive
     /// edges.
-    fn site(&mut self, me: usize) -> Result<(), SchemaError> {
+    fn measure_subschema(&mut self, me: usize) -> Result<(), SchemaError> {
         let graph = self.graph;
-        let site = &graph.sites[me];
+        let site = &graph.subschemas[me];
         let value = graph.value(site);
-        let mut total = self.own(me, site);
-        let mut choices: BTreeMap<usize, BTreeMap<usize, Measured>> = BTreeMap::new();
-        for edge in &site.stay {
-            let child = self.seen_from(me, edge.to);
+        let mut total = self.own_cost(me, site);
+        let mut choices: BTreeMap<usize, BTreeMap<usize, SubschemaCost>> = BTreeMap::new();
+        for edge in &site.in_place_edges {
+            let child = self.cost_seen_from(me, edge.to);
             total.paths = total.paths.saturating_add(child.paths);
             match edge.choice {
-                None => total.merge(&child, Load::add),
+                None => total.merge(&child, MemberLoad::add),
                 Some((group, option)) => {
                     let options = choices.entry(group).or_default();
-                    options.entry(option).or_default().merge(&child, Load::add);
+                    options.entry(option).or_default().merge(&child, MemberLoad::add);
                 }
             }
         }
         for options in choices.values() {
-            let mut heaviest = Measured::default();
-            options.values().for_each(|option| heaviest.merge(option, Load::max));
-            total.merge(&heaviest, Load::add);
+            let mut heaviest = SubschemaCost::default();
+            options.values().for_each(|option| heaviest.merge(option, MemberLoad::max));
+            total.merge(&heaviest, MemberLoad::add);
         }
         // Draft-07 ignores the siblings of `$ref`, so they exclude no type there.
         let alone = graph.draft == jsonschema::Draft::Draft7 && value.get("$ref").is_some();
-        if !alone && !admits(value, "object", Value::is_object) {
-            total.object = Loads::default();
+        if !alone && !admits_type(value, "object", Value::is_object) {
+            total.object = MemberLoads::default();
         }
-        if !alone && !admits(value, "array", Value::is_array) {
-            total.array = Loads::default();
+        if !alone && !admits_type(value, "array", Value::is_array) {
+            total.array = MemberLoads::default();
         }
         self.work += total.object.named.len() + total.array.named.len();
         let load = total.object.heaviest().max(total.array.heaviest());
-        let here = |reason: String| Err(fault(graph.doc.pointer(site.index), reason));
-        if load.back > 1 {
+        let here = |reason: String| Err(schema_error(graph.doc.pointer(site.index), reason));
+        if load.recursive > 1 {
             return here(
                 "the schema recurses more than once into the same value, so that the work \
                  doubles with every level of the value; recurse once, or tell the branches apart \
@@ -173,52 +179,59 @@ impl<'a> Measuring<'a, '_, '_> {
                     .to_string(),
             );
         }
-        if total.paths.max(load.on) > MAX_PATHS {
+        if total.paths.max(load.downstream) > MAX_PATHS {
             return here(format!("one value could be evaluated along more than {MAX_PATHS} paths"));
         }
         if self.work > MAX_WORK {
             return here("the schema is too tangled to be analysed".to_string());
         }
         let busiest = &mut self.busiest[self.component[me]];
-        *busiest = (*busiest).max(total.paths).max(load.on);
+        *busiest = (*busiest).max(total.paths).max(load.downstream);
         self.done[me] = total;
         Ok(())
     }
 
     /// Returns the cost of the subschema's own edges into members.
-    fn own(&self, me: usize, site: &Site<'a>) -> Measured<'a> {
+    fn own_cost(&self, me: usize, site: &Subschema<'a>) -> SubschemaCost<'a> {
         let load = |to: usize| match self.component[to] == self.component[me] {
-            true => Load { back: 1, on: 0 },
-            false => Load { back: 0, on: self.busiest[self.component[to]] },
+            true => MemberLoad { recursive: 1, downstream: 0 },
+            false => MemberLoad { recursive: 0, downstream: self.busiest[self.component[to]] },
         };
-        let gather = |steps: &[(Slot<'a>, usize)]| {
-            let mut loads = Loads::default();
+        let gather = |steps: &[(MemberSelector<'a>, usize)]| {
+            let mut loads = MemberLoads::default();
             for (slot, to) in steps {
                 match slot {
-                    Slot::Rest | Slot::Every => loads.rest = loads.rest.add(load(*to)),
+                    MemberSelector::OtherMembers | MemberSelector::AllMembers => {
+                        loads.rest = loads.rest.add(load(*to))
+                    }
                     named => drop(loads.named.insert(*named, load(*to))),
                 }
             }
-            for (_, to) in steps.iter().filter(|(slot, _)| *slot == Slot::Every) {
+            for (_, to) in steps.iter().filter(|(slot, _)| *slot == MemberSelector::AllMembers) {
                 for named in loads.named.values_mut() {
                     *named = named.add(load(*to));
                 }
             }
             loads
         };
-        Measured { paths: 1, object: gather(&site.object), array: gather(&site.array) }
+        SubschemaCost {
+            paths: 1,
+            object: gather(&site.property_edges),
+            array: gather(&site.item_edges),
+        }
     }
 
     /// Returns a child's cost from its parent's perspective: recursion within the child's component
     /// is not recursion within the parent's, unless both are the same component.
-    fn seen_from(&mut self, me: usize, child: usize) -> Measured<'a> {
+    fn cost_seen_from(&mut self, me: usize, child: usize) -> SubschemaCost<'a> {
         let mut seen = self.done[child].clone();
         self.work += seen.object.named.len() + seen.array.named.len();
         if self.component[me] != self.component[child] {
             let around = self.busiest[self.component[child]];
-            let settle = |load: &mut Load| {
-                load.on = load.on.saturating_add(load.back.saturating_mul(around));
-                load.back = 0;
+            let settle = |load: &mut MemberLoad| {
+                load.downstream =
+                    load.downstream.saturating_add(load.recursive.saturating_mul(around));
+                load.recursive = 0;
             };
             for loads in [&mut seen.object, &mut seen.array] {
                 loads.named.values_mut().for_each(settle);
@@ -231,7 +244,7 @@ impl<'a> Measuring<'a, '_, '_> {
 
 /// Returns whether a value of this type can pass `type`, `const` and `enum`. If a subschema
 /// excludes a type, nothing below it matters for values of that type.
-fn admits(schema: &Value, name: &str, is: fn(&Value) -> bool) -> bool {
+fn admits_type(schema: &Value, name: &str, is: fn(&Value) -> bool) -> bool {
     let by_type = match schema.get("type") {
         Some(Value::String(only)) => only == name,
         Some(Value::Array(several)) => several.iter().any(|one| one == name),
@@ -242,17 +255,17 @@ fn admits(schema: &Value, name: &str, is: fn(&Value) -> bool) -> bool {
     by_type && by_const && by_enum
 }
 
-impl<'a> Graph<'a, '_> {
+impl<'a> SchemaGraph<'a, '_> {
     /// Returns the longest chain of in-place edges below each subschema; refuses loops.
-    fn chains(&self) -> Result<Vec<u32>, SchemaError> {
-        let mut known = vec![None; self.sites.len()];
-        for site in 0..self.sites.len() {
-            self.chain(site, &mut Vec::new(), &mut known)?;
+    fn chain_lengths(&self) -> Result<Vec<u32>, SchemaError> {
+        let mut known = vec![None; self.subschemas.len()];
+        for site in 0..self.subschemas.len() {
+            self.chain_length(site, &mut Vec::new(), &mut known)?;
         }
         Ok(known.into_iter().map(Option::unwrap_or_default).collect())
     }
 
-    fn chain(
+    fn chain_length(
         &self,
         at: usize,
         open: &mut Vec<usize>,
@@ -261,7 +274,8 @@ impl<'a> Graph<'a, '_> {
         if let Some(length) = known[at] {
             return Ok(length);
         }
-        let here = |reason: String| Err(fault(self.doc.pointer(self.sites[at].index), reason));
+        let here =
+            |reason: String| Err(schema_error(self.doc.pointer(self.subschemas[at].index), reason));
         if open.contains(&at) {
             return here("the schema refers back to itself without ever descending".to_string());
         }
@@ -272,8 +286,8 @@ impl<'a> Graph<'a, '_> {
         }
         open.push(at);
         let mut longest = 0;
-        for edge in &self.sites[at].stay {
-            longest = longest.max(self.chain(edge.to, open, known)?);
+        for edge in &self.subschemas[at].in_place_edges {
+            longest = longest.max(self.chain_length(edge.to, open, known)?);
         }
         open.pop();
         if longest >= MAX_CHAIN {
@@ -286,11 +300,11 @@ impl<'a> Graph<'a, '_> {
     /// Returns the strongly connected components, numbered so that edges lead to smaller or equal
     /// numbers.
     fn components(&self) -> Vec<usize> {
-        let next = |site: &Site| -> Vec<usize> {
-            let steps = site.object.iter().chain(&site.array).map(|(_, to)| *to);
-            site.stay.iter().map(|edge| edge.to).chain(steps).collect()
+        let next = |site: &Subschema| -> Vec<usize> {
+            let steps = site.property_edges.iter().chain(&site.item_edges).map(|(_, to)| *to);
+            site.in_place_edges.iter().map(|edge| edge.to).chain(steps).collect()
         };
-        let n = self.sites.len();
+        let n = self.subschemas.len();
         let (mut order, mut low, mut component) = (vec![0; n], vec![0; n], vec![usize::MAX; n]);
         let (mut clock, mut count, mut open) = (0, 0, Vec::new());
         for root in 0..n {
@@ -302,7 +316,7 @@ impl<'a> Graph<'a, '_> {
                         clock += 1;
                         (order[at], low[at]) = (clock, clock);
                         open.push(at);
-                        next(&self.sites[at]).into_iter()
+                        next(&self.subschemas[at]).into_iter()
                     }
                 };
                 // A finished child propagates its low link through `low` below.

@@ -7,13 +7,13 @@ use std::io;
 
 use serde_json::Value;
 
-use super::Problem;
+use super::SchemaProblem;
 
 /// Maximum length of a rendered value, in characters.
 const GIVEN: usize = 80;
 
 /// Returns the first `limit` characters; the last is an ellipsis if something was omitted.
-pub(in crate::schema) fn cut(text: &str, limit: usize) -> String {
+pub(in crate::schema) fn truncate_chars(text: &str, limit: usize) -> String {
     if text.chars().nth(limit).is_none() {
         return text.to_string();
     }
@@ -21,7 +21,7 @@ pub(in crate::schema) fn cut(text: &str, limit: usize) -> String {
 }
 
 /// Describes a value by its type and content, in at most 80 characters.
-pub(in crate::schema) fn given(value: &Value) -> String {
+pub(in crate::schema) fn describe_value(value: &Value) -> String {
     let kind = match value {
         Value::Null => return "null".to_string(),
         Value::Bool(_) => "a boolean",
@@ -32,35 +32,35 @@ pub(in crate::schema) fn given(value: &Value) -> String {
         Value::Object(_) => "an object",
     };
     let room = GIVEN - kind.chars().count() - 3;
-    format!("{kind} ({})", json(value, room))
+    format!("{kind} ({})", truncated_json(value, room))
 }
 
 pub(super) fn short_json(value: &Value) -> String {
-    json(value, 120)
+    truncated_json(value, 120)
 }
 
-pub(super) fn quoted(name: &str) -> String {
-    format!("\"{}\"", cut(name, GIVEN))
+pub(super) fn quote(name: &str) -> String {
+    format!("\"{}\"", truncate_chars(name, GIVEN))
 }
 
 /// Returns JSON truncated to `limit` characters, without serializing more of the value than needed.
-fn json(value: &Value, limit: usize) -> String {
+fn truncated_json(value: &Value, limit: usize) -> String {
     // No character takes more than four bytes; the final truncation counts characters.
-    let mut sink = Sink { bytes: Vec::new(), room: 4 * limit + 4 };
+    let mut sink = TruncatingBuffer { bytes: Vec::new(), room: 4 * limit + 4 };
     let _ = serde_json::to_writer(&mut sink, value);
     let text = match String::from_utf8(sink.bytes) {
         Ok(text) => text,
         Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
     };
-    cut(&text, limit)
+    truncate_chars(&text, limit)
 }
 
-struct Sink {
+struct TruncatingBuffer {
     bytes: Vec<u8>,
     room: usize,
 }
 
-impl io::Write for Sink {
+impl io::Write for TruncatingBuffer {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let fits = bytes.len().min(self.room);
         self.bytes.extend_from_slice(&bytes[..fits]);
@@ -74,11 +74,11 @@ impl io::Write for Sink {
 }
 
 /// Joins values into a list: the first twenty of them, in about 400 characters at most.
-pub(super) fn listed(values: &[Value]) -> String {
+pub(super) fn join_values(values: &[Value]) -> String {
     let mut shown: Vec<String> = Vec::new();
     let mut length = 0;
     for value in values.iter().take(20) {
-        let text = json(value, GIVEN);
+        let text = truncated_json(value, GIVEN);
         length += text.len();
         if length > 400 && !shown.is_empty() {
             break;
@@ -91,19 +91,19 @@ pub(super) fn listed(values: &[Value]) -> String {
     }
 }
 
-pub(super) fn label(pointer: &str) -> String {
-    if pointer.is_empty() { "the value".to_string() } else { cut(pointer, 200) }
+pub(super) fn pointer_label(pointer: &str) -> String {
+    if pointer.is_empty() { "the value".to_string() } else { truncate_chars(pointer, 200) }
 }
 
-pub(super) fn place(pointer: &str) -> String {
+pub(super) fn pointer_location(pointer: &str) -> String {
     if pointer.is_empty() {
         "at the top level".to_string()
     } else {
-        format!("at {}", label(pointer))
+        format!("at {}", pointer_label(pointer))
     }
 }
 
-pub(super) fn count(number: u64, what: &str) -> String {
+pub(super) fn pluralize(number: u64, what: &str) -> String {
     match (number, what.strip_suffix('y')) {
         (1, _) => format!("1 {what}"),
         (_, Some(stem)) => format!("{number} {stem}ies"),
@@ -111,7 +111,7 @@ pub(super) fn count(number: u64, what: &str) -> String {
     }
 }
 
-pub(super) fn type_words<'t>(types: impl IntoIterator<Item = &'t str>) -> String {
+pub(super) fn type_phrase<'t>(types: impl IntoIterator<Item = &'t str>) -> String {
     let worded = types.into_iter().map(|name| match name {
         "null" => "null".to_string(),
         "array" | "integer" | "object" => format!("an {name}"),
@@ -120,7 +120,7 @@ pub(super) fn type_words<'t>(types: impl IntoIterator<Item = &'t str>) -> String
     worded.collect::<Vec<_>>().join(" or ")
 }
 
-pub(super) fn format_words(format: &str) -> String {
+pub(super) fn format_phrase(format: &str) -> String {
     let worded = match format {
         "date-time" => "a date and time such as 2025-01-31T13:45:00Z",
         "date" => "a date such as 2025-01-31",
@@ -137,17 +137,17 @@ pub(super) fn format_words(format: &str) -> String {
         "json-pointer" => "a JSON pointer such as /items/0",
         "relative-json-pointer" => "a relative JSON pointer such as 1/name",
         "regex" => "a regular expression",
-        other => return format!("a string in the format {}", quoted(other)),
+        other => return format!("a string in the format {}", quote(other)),
     };
     format!("{worded} (format {format})")
 }
 
 /// Returns the problem without the value, for readers who must not see it.
-pub(in crate::schema) fn unquoted(problem: Problem, instance: &Value) -> Problem {
+pub(in crate::schema) fn redact_value(problem: SchemaProblem, instance: &Value) -> SchemaProblem {
     if problem.given == "nothing" {
         return problem;
     }
-    let Problem { pointer, expected, .. } = problem;
+    let SchemaProblem { pointer, expected, .. } = problem;
     let given = match instance.pointer(&pointer) {
         Some(Value::Null) => "null",
         Some(Value::Bool(_)) => "a boolean",
@@ -157,24 +157,25 @@ pub(in crate::schema) fn unquoted(problem: Problem, instance: &Value) -> Problem
         Some(Value::Object(_)) => "an object",
         None => "something else",
     };
-    let message = format!("{}: expected {expected}, but {given} was given", label(&pointer));
-    Problem { pointer, expected, given: given.to_owned(), message }
+    let message =
+        format!("{}: expected {expected}, but {given} was given", pointer_label(&pointer));
+    SchemaProblem { pointer, expected, given: given.to_owned(), message }
 }
 
 /// Phrases a problem as one of several alternatives of the value at `here`.
-pub(super) fn brief(problem: &Problem, here: &str) -> String {
+pub(super) fn alternative_phrase(problem: &SchemaProblem, here: &str) -> String {
     let inner = problem.pointer.strip_prefix(here).unwrap_or(&problem.pointer);
     match inner.strip_prefix('/') {
         None => problem.expected.clone(),
         Some(name) if problem.given == "nothing" => {
-            format!("an object with the property {}", quoted(name))
+            format!("an object with the property {}", quote(name))
         }
-        Some(name) => format!("an object whose {} is {}", quoted(name), problem.expected),
+        Some(name) => format!("an object whose {} is {}", quote(name), problem.expected),
     }
 }
 
 /// Returns the known name that an unknown one is most likely a misspelling of.
-pub(super) fn nearest<'n>(name: &str, known: &BTreeSet<&'n str>) -> Option<&'n str> {
+pub(super) fn nearest_name<'n>(name: &str, known: &BTreeSet<&'n str>) -> Option<&'n str> {
     // A comparison costs the product of both lengths, and a name that long is unlikely to be a
     // typo.
     if name.len() > 64 {
@@ -191,7 +192,7 @@ pub(super) fn nearest<'n>(name: &str, known: &BTreeSet<&'n str>) -> Option<&'n s
 }
 
 /// Returns the reason why a pattern was refused.
-pub(in crate::schema) fn about_pattern(pattern: &str) -> String {
+pub(in crate::schema) fn pattern_refusal_reason(pattern: &str) -> String {
     let mut escaped = false;
     let mut backwards = false;
     for c in pattern.chars() {

@@ -253,14 +253,14 @@ fn every_problem_is_listed_up_to_the_limit() {
 #[test]
 fn what_was_given_is_cut_between_characters() {
     for filler in ["é", "日", "🦀", "\n", "\"", "a"] {
-        let cut = problem::given(&json!(filler.repeat(1000)));
+        let cut = problem::describe_value(&json!(filler.repeat(1000)));
         assert_eq!(cut.chars().count(), 80, "{cut}");
         assert!(cut.starts_with("a string (\"") && cut.ends_with("…)"), "{cut}");
         assert!(!cut.contains('\u{fffd}'), "{cut}");
     }
-    assert_eq!(problem::given(&json!({"a": [1, null]})), "an object ({\"a\":[1,null]})");
-    assert_eq!(problem::cut("日本語", 3), "日本語");
-    assert_eq!(problem::cut("日本語", 2), "日…");
+    assert_eq!(problem::describe_value(&json!({"a": [1, null]})), "an object ({\"a\":[1,null]})");
+    assert_eq!(problem::truncate_chars("日本語", 3), "日本語");
+    assert_eq!(problem::truncate_chars("日本語", 2), "日…");
     let options: Vec<String> = (0..500).map(|i| format!("option {i}")).collect();
     let found = problems(json!({ "enum": options }), json!("x")).remove(0);
     assert!(found.expected.contains("more)") && found.expected.len() < 700, "{found:?}");

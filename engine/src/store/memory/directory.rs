@@ -1,34 +1,36 @@
 //! Changes of the in-memory directory.
 
-use crate::directory::{Change, Directory, Offer, Others};
+use crate::directory::{Directory, DirectoryChange, ToolOffer, UnlistedTools};
 
 /// Applies a change that concerns neither project tools nor upstreams.
-pub(super) fn apply(directory: &mut Directory, change: Change) {
+pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
     match change {
-        Change::PutTools(_)
-        | Change::DropTool { .. }
-        | Change::PutUpstream(_)
-        | Change::DropUpstream { .. }
-        | Change::SetUpstreamTools { .. } => {}
-        Change::AddProject(project) => directory.projects.push(project),
-        Change::PutMember(member) => {
+        DirectoryChange::PutTools(_)
+        | DirectoryChange::DropTool { .. }
+        | DirectoryChange::PutUpstream(_)
+        | DirectoryChange::DropUpstream { .. }
+        | DirectoryChange::SetUpstreamTools { .. } => {}
+        DirectoryChange::AddProject(project) => directory.projects.push(project),
+        DirectoryChange::PutAgent(member) => {
             drop_member(directory, &member.project, &member.agent_id);
             directory.roster.push(member);
         }
-        Change::DropMember { project, agent_id } => drop_member(directory, &project, &agent_id),
-        Change::Register { client, tools, others } => {
+        DirectoryChange::DropAgent { project, agent_id } => {
+            drop_member(directory, &project, &agent_id)
+        }
+        DirectoryChange::Register { client, tools, unlisted_tools: others } => {
             let (project, id) = (client.project.clone(), client.client_id.clone());
-            let mine = |offer: &Offer| offer.project == project && offer.client_id == id;
-            if others == Others::Withdraw {
+            let mine = |offer: &ToolOffer| offer.project == project && offer.client_id == id;
+            if others == UnlistedTools::Withdraw {
                 directory.offers.retain(|offer| !mine(offer));
             }
             for tool in tools {
-                let offer = Offer {
+                let offer = ToolOffer {
                     project: project.clone(),
                     tool: tool.name.clone(),
                     client_id: id.clone(),
                 };
-                let same = |known: &crate::tool::Definition| {
+                let same = |known: &crate::tool::ToolDefinition| {
                     known.project == tool.project && known.name == tool.name
                 };
                 directory.tools.retain(|known| !same(known));
@@ -43,9 +45,9 @@ pub(super) fn apply(directory: &mut Directory, change: Change) {
                 directory.clients.push(client);
             }
         }
-        Change::Withdraw { project, client_id, tool } => {
+        DirectoryChange::Withdraw { project, client_id, tool } => {
             directory.offers.retain(|o| {
-                *o != Offer {
+                *o != ToolOffer {
                     project: project.clone(),
                     tool: tool.clone(),
                     client_id: client_id.clone(),
@@ -53,22 +55,22 @@ pub(super) fn apply(directory: &mut Directory, change: Change) {
             });
             drop_orphans(directory);
         }
-        Change::DropClient { project, client_id } => {
+        DirectoryChange::DropClient { project, client_id } => {
             directory.offers.retain(|o| o.project != project || o.client_id != client_id);
             directory.clients.retain(|c| c.project != project || c.client_id != client_id);
             drop_orphans(directory);
         }
-        Change::AddKey(key) => directory.keys.push(key),
-        Change::RevokeKey { id, at_ms } => {
+        DirectoryChange::AddKey(key) => directory.keys.push(key),
+        DirectoryChange::RevokeKey { id, at_ms } => {
             for key in directory.keys.iter_mut().filter(|key| key.id == id) {
                 key.revoked_ms.get_or_insert(at_ms.max(key.created_ms));
             }
         }
-        Change::PutRule(rule) => {
+        DirectoryChange::PutRule(rule) => {
             drop_rule(directory, &rule.project, &rule.agent, &rule.pattern);
             directory.rules.push(rule);
         }
-        Change::DropRule { project, agent, pattern } => {
+        DirectoryChange::DropRule { project, agent, pattern } => {
             drop_rule(directory, &project, &agent, &pattern);
         }
     }

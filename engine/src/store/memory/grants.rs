@@ -6,19 +6,23 @@ use async_trait::async_trait;
 
 use super::MemoryStore;
 use crate::store::StoreError;
-use crate::store::grants::GrantStore;
+use crate::store::grants::UpstreamCredentialStore;
 
 /// Credentials by project and name of the upstream.
-pub(super) type Grants = BTreeMap<(String, String), String>;
+pub(super) type Credentials = BTreeMap<(String, String), String>;
 
 #[async_trait]
-impl GrantStore for MemoryStore {
-    async fn grant(&self, project: &str, upstream: &str) -> Result<Option<String>, StoreError> {
+impl UpstreamCredentialStore for MemoryStore {
+    async fn credential(
+        &self,
+        project: &str,
+        upstream: &str,
+    ) -> Result<Option<String>, StoreError> {
         let place = (project.to_owned(), upstream.to_owned());
-        Ok(self.state.lock().grants.get(&place).cloned())
+        Ok(self.state.lock().credentials.get(&place).cloned())
     }
 
-    async fn keep_grant(
+    async fn set_credential(
         &self,
         project: &str,
         upstream: &str,
@@ -27,13 +31,13 @@ impl GrantStore for MemoryStore {
         let place = (project.to_owned(), upstream.to_owned());
         let mut state = self.state.lock();
         match grant {
-            Some(grant) => state.grants.insert(place, grant),
-            None => state.grants.remove(&place),
+            Some(grant) => state.credentials.insert(place, grant),
+            None => state.credentials.remove(&place),
         };
         Ok(())
     }
 
-    async fn grants(&self) -> Result<Vec<(String, String)>, StoreError> {
-        Ok(self.state.lock().grants.keys().cloned().collect())
+    async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, StoreError> {
+        Ok(self.state.lock().credentials.keys().cloned().collect())
     }
 }

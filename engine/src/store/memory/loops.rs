@@ -4,38 +4,39 @@ use std::collections::{BTreeMap, HashMap};
 
 use async_trait::async_trait;
 
-use super::{MemoryStore, State};
-use crate::run::{Entry, Happened, Noted, Run};
-use crate::store::loops::{LoopStore, RunCreated, RunFilter};
-use crate::store::{EventScope, IdempotencyKey, Saved, StoreError};
+use super::{MemoryState, MemoryStore};
+use crate::run::{JournalEntry, JournalRecord, Run, RunEvent};
+use crate::store::loops::{CreateRunResult, RunFilter, RunStore};
+use crate::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
 /// A project and the id of a run.
-type Place = (String, String);
+type RunKey = (String, String);
 
 #[derive(Default)]
-pub(super) struct Loops {
-    runs: BTreeMap<Place, Run>,
-    journal: BTreeMap<u64, (String, Noted)>,
-    keys: HashMap<(String, String, String), (Place, String)>,
+pub(super) struct MemoryRuns {
+    runs: BTreeMap<RunKey, Run>,
+    journal: BTreeMap<u64, (String, JournalEntry)>,
+    keys: HashMap<(String, String, String), (RunKey, String)>,
 }
 
-fn place(run: &Run) -> Place {
+fn run_key(run: &Run) -> RunKey {
     (run.project.clone(), run.id.clone())
 }
 
-impl State {
-    fn note(&mut self, run: &Run, entries: Vec<Entry>) {
+impl MemoryState {
+    fn append_journal(&mut self, run: &Run, entries: Vec<JournalRecord>) {
         for entry in entries {
-            self.numbers += 1;
-            let noted = Noted { number: self.numbers, run_id: run.id.clone(), entry };
-            self.loops.journal.insert(self.numbers, (run.project.clone(), noted));
+            self.last_number += 1;
+            let noted =
+                JournalEntry { number: self.last_number, run_id: run.id.clone(), record: entry };
+            self.runs.journal.insert(self.last_number, (run.project.clone(), noted));
         }
     }
 
-    pub(super) fn purge_loops(&mut self, before_ms: u64, limit: usize) -> usize {
-        let Loops { runs, journal, keys } = &mut self.loops;
+    pub(super) fn purge_ended_runs(&mut self, before_ms: u64, limit: usize) -> usize {
+        let MemoryRuns { runs, journal, keys } = &mut self.runs;
         let old = |run: &&Run| run.ended_ms.is_some_and(|at_ms| at_ms < before_ms);
-        let old: Vec<Place> = runs.values().filter(old).take(limit).map(place).collect();
+        let old: Vec<RunKey> = runs.values().filter(old).take(limit).map(run_key).collect();
         let count = old.len();
         for gone in old {
             runs.remove(&gone);
@@ -49,47 +50,51 @@ impl State {
 }
 
 #[async_trait]
-impl LoopStore for MemoryStore {
-    async fn create_loop(
+impl RunStore for MemoryStore {
+    async fn create_run(
         &self,
         run: Run,
         key: Option<IdempotencyKey>,
-        entries: Vec<Entry>,
-    ) -> Result<RunCreated, StoreError> {
+        entries: Vec<JournalRecord>,
+    ) -> Result<CreateRunResult, StoreError> {
         let mut state = self.state.lock();
         if let Some(key) = key {
             let name = (run.project.clone(), key.agent, key.key);
-            if let Some((known, fingerprint)) = state.loops.keys.get(&name) {
+            if let Some((known, fingerprint)) = state.runs.keys.get(&name) {
                 let same = *fingerprint == key.fingerprint;
-                return Ok(match state.loops.runs.get(known).filter(|_| same) {
-                    Some(run) => RunCreated::Replayed(Box::new(run.clone())),
-                    None => RunCreated::Mismatch(known.1.clone()),
+                return Ok(match state.runs.runs.get(known).filter(|_| same) {
+                    Some(run) => CreateRunResult::Replayed(Box::new(run.clone())),
+                    None => CreateRunResult::Mismatch(known.1.clone()),
                 });
             }
-            state.loops.keys.insert(name, (place(&run), key.fingerprint));
+            state.runs.keys.insert(name, (run_key(&run), key.fingerprint));
         }
-        state.note(&run, entries);
-        state.loops.runs.insert(place(&run), run);
-        Ok(RunCreated::New)
+        state.append_journal(&run, entries);
+        state.runs.runs.insert(run_key(&run), run);
+        Ok(CreateRunResult::New)
     }
 
-    async fn save_loop(&self, run: Run, entries: Vec<Entry>) -> Result<Saved, StoreError> {
+    async fn save_run(
+        &self,
+        run: Run,
+        entries: Vec<JournalRecord>,
+    ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
-        let stored = state.loops.runs.get(&place(&run));
+        let stored = state.runs.runs.get(&run_key(&run));
         if stored.is_none_or(|stored| stored.version + 1 != run.version) {
-            return Ok(Saved::Stale);
+            return Ok(SaveResult::Conflict);
         }
-        state.note(&run, entries);
-        state.loops.runs.insert(place(&run), run);
-        Ok(Saved::Yes)
+        state.append_journal(&run, entries);
+        state.runs.runs.insert(run_key(&run), run);
+        Ok(SaveResult::Saved)
     }
 
-    async fn loop_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
         let place = (project.to_owned(), run_id.to_owned());
-        Ok(self.state.lock().loops.runs.get(&place).cloned())
+        Ok(self.state.lock().runs.runs.get(&place).cloned())
     }
 
-    async fn loop_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
+    async fn list_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
         let state = self.state.lock();
         let fits = |run: &&Run| {
             run.project == filter.project
@@ -98,47 +103,47 @@ impl LoopStore for MemoryStore {
                 && filter.since_ms.is_none_or(|since| run.created_ms >= since)
                 && filter.before.as_ref().is_none_or(|before| run.id < *before)
         };
-        let newest_first = state.loops.runs.values().rev();
+        let newest_first = state.runs.runs.values().rev();
         Ok(newest_first.filter(fits).take(filter.limit).cloned().collect())
     }
 
-    async fn open_loops(
+    async fn list_open_runs(
         &self,
         after: Option<(String, String)>,
         limit: usize,
     ) -> Result<Vec<Run>, StoreError> {
         let state = self.state.lock();
-        let later = state.loops.runs.iter().filter(|(place, _)| Some(*place) > after.as_ref());
-        let open = later.map(|(_, run)| run).filter(|run| !run.status.is_over());
+        let later = state.runs.runs.iter().filter(|(place, _)| Some(*place) > after.as_ref());
+        let open = later.map(|(_, run)| run).filter(|run| !run.status.is_terminal());
         Ok(open.take(limit).cloned().collect())
     }
 
-    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<Noted>, StoreError> {
+    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<JournalEntry>, StoreError> {
         let state = self.state.lock();
-        let all = state.loops.journal.values();
+        let all = state.runs.journal.values();
         let mine = all.filter(|(owner, noted)| owner == project && noted.run_id == run_id);
         Ok(mine.map(|(_, noted)| noted.clone()).collect())
     }
 
-    async fn happened(
+    async fn run_events(
         &self,
         project: &str,
         run_id: &str,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<Happened>, StoreError> {
+    ) -> Result<Vec<RunEvent>, StoreError> {
         let state = self.state.lock();
         let (owner, run) = (project.to_owned(), run_id.to_owned());
         let scope = EventScope::Run { project: owner, run_id: run };
         let events = state.events.range(after.saturating_add(1)..).map(|(_, event)| event);
         let calls = events.filter(|event| state.in_scope(event, &scope)).take(limit);
-        let entries = state.loops.journal.range(after.saturating_add(1)..);
+        let entries = state.runs.journal.range(after.saturating_add(1)..);
         let entries = entries.map(|(_, (owner, noted))| (owner, noted));
         let entries = entries.filter(|(owner, noted)| *owner == project && noted.run_id == run_id);
-        let entries = entries.take(limit).map(|(_, noted)| Happened::Run(noted.clone()));
-        let mut all: Vec<Happened> =
-            calls.map(|event| Happened::Call(event.clone())).chain(entries).collect();
-        all.sort_by_key(Happened::number);
+        let entries = entries.take(limit).map(|(_, noted)| RunEvent::Run(noted.clone()));
+        let mut all: Vec<RunEvent> =
+            calls.map(|event| RunEvent::Call(event.clone())).chain(entries).collect();
+        all.sort_by_key(RunEvent::number);
         all.truncate(limit);
         Ok(all)
     }

@@ -1,32 +1,32 @@
 //! Upstreams and their tools in memory.
 
-use super::State;
-use crate::directory::Change;
+use super::MemoryState;
+use crate::directory::DirectoryChange;
 
-impl State {
+impl MemoryState {
     /// Applies a change to upstreams or their tools.
-    pub(super) fn change_upstream(&mut self, change: Change) {
+    pub(super) fn change_upstream(&mut self, change: DirectoryChange) {
         let known = &mut self.directory.upstreams;
         match change {
-            Change::PutUpstream(upstream) => {
+            DirectoryChange::PutUpstream(upstream) => {
                 known.retain(|k| k.project != upstream.project || k.name != upstream.name);
                 known.push(*upstream);
             }
-            Change::DropUpstream { project, name } => {
+            DirectoryChange::DropUpstream { project, name } => {
                 known.retain(|k| k.project != project || k.name != name);
-                self.drop_brought(&project, &name);
-                self.grants.remove(&(project, name));
+                self.drop_upstream_tools(&project, &name);
+                self.credentials.remove(&(project, name));
             }
-            Change::SetUpstreamTools { project, upstream, tools } => {
-                self.drop_brought(&project, &upstream);
-                self.brought.extend(tools.into_iter().map(|tool| (upstream.clone(), tool)));
+            DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
+                self.drop_upstream_tools(&project, &upstream);
+                self.upstream_tools.extend(tools.into_iter().map(|tool| (upstream.clone(), tool)));
             }
             _ => {}
         }
     }
 
-    fn drop_brought(&mut self, project: &str, upstream: &str) {
-        self.brought
+    fn drop_upstream_tools(&mut self, project: &str, upstream: &str) {
+        self.upstream_tools
             .retain(|(from, tool)| from != upstream || tool.project.as_deref() != Some(project));
     }
 }

@@ -5,42 +5,44 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use async_trait::async_trait;
 use parking_lot::Mutex;
 
-use super::super::utp::{CardPut, Delivered, REPLACED_FOR_MS, TurnChange, UtpStore};
-use super::super::{Saved, StoreError};
-use crate::tool::Definition;
+use super::super::utp::{
+    InboxPutResult, PutCardResult, REPLACED_DEFINITION_GRACE_MS, TurnChange, UtpStore,
+};
+use super::super::{SaveResult, StoreError};
+use crate::tool::ToolDefinition;
 use crate::utp::card::TOOL_RESULT;
-use crate::utp::{Card, DeadLetter, InboxItem, Letter, Turn, TurnStatus, Waiting};
+use crate::utp::{Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn, TurnStatus};
 
-type Place = (String, String);
+type ProjectScopedId = (String, String);
 
 #[derive(Default)]
-struct State {
+struct UtpMemoryState {
     /// Each definition with the time when it was replaced.
-    versions: HashMap<(String, String, String), (Definition, Option<u64>)>,
-    cards: HashMap<Place, Card>,
-    turns: HashMap<Place, Turn>,
+    versions: HashMap<(String, String, String), (ToolDefinition, Option<u64>)>,
+    cards: HashMap<ProjectScopedId, Card>,
+    turns: HashMap<ProjectScopedId, Turn>,
     number: u64,
-    waiting: BTreeMap<u64, Waiting>,
+    step_calls: BTreeMap<u64, StepCall>,
     inbox: BTreeMap<u64, (InboxItem, bool)>,
-    outbox: BTreeMap<u64, Letter>,
+    outbox: BTreeMap<u64, OutboxMessage>,
     dead: BTreeMap<String, DeadLetter>,
 }
 
 /// Stores everything in memory.
 #[derive(Default)]
-pub(super) struct Utp(Mutex<State>);
+pub(super) struct UtpMemoryStore(Mutex<UtpMemoryState>);
 
-impl Utp {
+impl UtpMemoryStore {
     /// Stores a definition for the calls that use it.
-    pub(super) fn remember(&self, tool: &Definition, at_ms: Option<u64>) {
+    pub(super) fn put_definition(&self, tool: &ToolDefinition, at_ms: Option<u64>) {
         let project = tool.project.clone().unwrap_or_default();
-        self.retire(&project, &tool.name, at_ms);
+        self.mark_replaced(&project, &tool.name, at_ms);
         let place = (project, tool.name.clone(), tool.version());
         self.0.lock().versions.insert(place, (tool.clone(), None));
     }
 
     /// Marks a tool's definitions as replaced: no new call uses them.
-    pub(super) fn retire(&self, project: &str, name: &str, at_ms: Option<u64>) {
+    pub(super) fn mark_replaced(&self, project: &str, name: &str, at_ms: Option<u64>) {
         let mut state = self.0.lock();
         let mine = |place: &(String, String, String)| place.0 == project && place.1 == name;
         for (_, (_, replaced_ms)) in state.versions.iter_mut().filter(|(place, _)| mine(place)) {
@@ -49,19 +51,19 @@ impl Utp {
     }
 
     /// Deletes definitions that were replaced before this time.
-    pub(super) fn forget(&self, before_ms: u64) {
-        let old = |at_ms: u64| at_ms + REPLACED_FOR_MS < before_ms;
+    pub(super) fn purge_replaced(&self, before_ms: u64) {
+        let old = |at_ms: u64| at_ms + REPLACED_DEFINITION_GRACE_MS < before_ms;
         self.0.lock().versions.retain(|_, (_, replaced_ms)| !replaced_ms.is_some_and(old));
     }
 }
 
-impl State {
+impl UtpMemoryState {
     fn next(&mut self) -> u64 {
         self.number += 1;
         self.number
     }
 
-    fn post(&mut self, letters: impl IntoIterator<Item = Letter>) {
+    fn post(&mut self, letters: impl IntoIterator<Item = OutboxMessage>) {
         for letter in letters {
             let number = self.next();
             self.outbox.insert(number, letter);
@@ -78,33 +80,33 @@ impl State {
     }
 
     /// Adds the item, unless the inbox already has the outcome of that call.
-    fn put_into_inbox(&mut self, item: InboxItem) -> Delivered {
+    fn put_into_inbox(&mut self, item: InboxItem) -> InboxPutResult {
         let known = self.inbox.values().find(|(known, _)| {
             (&known.project, &known.turn_id, &known.tool_call_id)
                 == (&item.project, &item.turn_id, &item.tool_call_id)
         });
         if let Some((known, _)) = known {
-            return Delivered::Known(known.inbox_id.clone());
+            return InboxPutResult::Duplicate(known.inbox_id.clone());
         }
         let number = self.next();
         self.inbox.insert(number, (item, true));
-        Delivered::New
+        InboxPutResult::New
     }
 }
 
 #[async_trait]
-impl UtpStore for Utp {
+impl UtpStore for UtpMemoryStore {
     async fn tool_version(
         &self,
         project: &str,
         tool: &str,
         version: &str,
-    ) -> Result<Option<Definition>, StoreError> {
+    ) -> Result<Option<ToolDefinition>, StoreError> {
         let place = (project.to_owned(), tool.to_owned(), version.to_owned());
         Ok(self.0.lock().versions.get(&place).map(|(tool, _)| tool.clone()))
     }
 
-    async fn put_card(&self, card: Card) -> Result<CardPut, StoreError> {
+    async fn put_card(&self, card: Card) -> Result<PutCardResult, StoreError> {
         let mut state = self.0.lock();
         let place = (card.project.clone(), card.card_id.clone());
         let by_id = state.cards.get(&place);
@@ -113,13 +115,13 @@ impl UtpStore for Utp {
             state.result_card(&card.project, turn, id).filter(|_| card.kind == TOOL_RESULT)
         };
         if let Some(known) = by_id.or_else(by_call) {
-            return Ok(match known.says_the_same(&card) {
-                true => CardPut::Same,
-                false => CardPut::Other(Box::new(known.clone())),
+            return Ok(match known.equals_ignoring_time(&card) {
+                true => PutCardResult::Identical,
+                false => PutCardResult::Conflict(Box::new(known.clone())),
             });
         }
         state.cards.insert(place, card);
-        Ok(CardPut::New)
+        Ok(PutCardResult::New)
     }
 
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError> {
@@ -141,34 +143,34 @@ impl UtpStore for Utp {
         Ok(self.0.lock().turns.get(&place).cloned())
     }
 
-    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<Saved, StoreError> {
+    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
         let mut state = self.0.lock();
         let place = (turn.project.clone(), turn.turn_id.clone());
         let stored = state.turns.get(&place).map_or(0, |known| known.version);
         if stored + 1 != turn.version {
-            return Ok(Saved::Stale);
+            return Ok(SaveResult::Conflict);
         }
-        for waiting in change.waiting {
-            let same = |known: &Waiting| {
+        for waiting in change.step_calls {
+            let same = |known: &StepCall| {
                 (&known.project, &known.turn_id, &known.tool_call_id)
                     == (&waiting.project, &waiting.turn_id, &waiting.tool_call_id)
             };
-            if !state.waiting.values().any(same) {
+            if !state.step_calls.values().any(same) {
                 let number = state.next();
-                state.waiting.insert(number, waiting);
+                state.step_calls.insert(number, waiting);
             }
         }
         let gone = |item: &InboxItem| {
             (&item.project, &item.agent_id) == (&turn.project, &turn.agent_id)
-                && change.taken.contains(&item.inbox_id)
+                && change.acknowledged_inbox_ids.contains(&item.inbox_id)
         };
         state.inbox.values_mut().filter(|(item, _)| gone(item)).for_each(|row| row.1 = false);
         for item in change.inbox {
             state.put_into_inbox(item);
         }
-        state.post(change.letters);
+        state.post(change.outbox);
         state.turns.insert(place, turn);
-        Ok(Saved::Yes)
+        Ok(SaveResult::Saved)
     }
 
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError> {
@@ -178,62 +180,62 @@ impl UtpStore for Utp {
         Ok(state.turns.values().filter(over).take(limit).cloned().collect())
     }
 
-    async fn waiting(
+    async fn step_calls(
         &self,
         project: &str,
         turn_id: &str,
         step_id: &str,
-    ) -> Result<Vec<Waiting>, StoreError> {
+    ) -> Result<Vec<StepCall>, StoreError> {
         let state = self.0.lock();
         let mine =
-            |w: &&Waiting| w.project == project && w.turn_id == turn_id && w.step_id == step_id;
-        Ok(state.waiting.values().filter(mine).cloned().collect())
+            |w: &&StepCall| w.project == project && w.turn_id == turn_id && w.step_id == step_id;
+        Ok(state.step_calls.values().filter(mine).cloned().collect())
     }
 
-    async fn waiting_call(
+    async fn step_call(
         &self,
         project: &str,
         turn_id: Option<&str>,
         tool_call_id: &str,
-    ) -> Result<Option<Waiting>, StoreError> {
+    ) -> Result<Option<StepCall>, StoreError> {
         let state = self.0.lock();
-        let is_it = |w: &&Waiting| {
+        let is_it = |w: &&StepCall| {
             w.project == project
                 && w.tool_call_id == tool_call_id
                 && turn_id.is_none_or(|turn_id| w.turn_id == turn_id)
         };
-        Ok(state.waiting.values().rev().find(is_it).cloned())
+        Ok(state.step_calls.values().rev().find(is_it).cloned())
     }
 
-    async fn undelivered(
+    async fn undelivered_step_calls(
         &self,
         after: u64,
         limit: usize,
-    ) -> Result<Vec<(u64, Waiting)>, StoreError> {
+    ) -> Result<Vec<(u64, StepCall)>, StoreError> {
         let state = self.0.lock();
-        let later = state.waiting.range(after.saturating_add(1)..);
+        let later = state.step_calls.range(after.saturating_add(1)..);
         let open = later.filter(|(_, w)| w.inbox_id.is_none() && w.call_id.is_some());
         Ok(open.take(limit).map(|(number, w)| (*number, w.clone())).collect())
     }
 
-    async fn deliver(
+    async fn deliver_to_inbox(
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<Letter>,
-    ) -> Result<Delivered, StoreError> {
+        letter: Option<OutboxMessage>,
+    ) -> Result<InboxPutResult, StoreError> {
         let mut state = self.0.lock();
         let (project, turn_id) = (item.project.clone(), item.turn_id.clone());
         let (tool_call_id, inbox_id) = (item.tool_call_id.clone(), item.inbox_id.clone());
         let delivered = state.put_into_inbox(item);
-        for w in state.waiting.values_mut() {
+        for w in state.step_calls.values_mut() {
             let same = (&w.project, &w.turn_id, &w.tool_call_id);
             if same == (&project, &turn_id, &tool_call_id) && w.inbox_id.is_none() {
                 w.result_card_id = Some(result_card_id.to_owned());
                 w.inbox_id = Some(inbox_id.clone());
             }
         }
-        if delivered == Delivered::New {
+        if delivered == InboxPutResult::New {
             state.post(letter);
         }
         Ok(delivered)
@@ -253,7 +255,7 @@ impl UtpStore for Utp {
         Ok(rows.map(|(item, _)| item.clone()).collect())
     }
 
-    async fn take_from_inbox(
+    async fn acknowledge_inbox_items(
         &self,
         project: &str,
         agent_id: &str,
@@ -273,7 +275,7 @@ impl UtpStore for Utp {
         Ok(count)
     }
 
-    async fn waiting_agents(
+    async fn agents_with_unread_items(
         &self,
         before_ms: u64,
         after: u64,
@@ -288,23 +290,27 @@ impl UtpStore for Utp {
         Ok(due.take(limit).map(|(number, (item, _))| (*number, item.clone())).collect())
     }
 
-    async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError> {
+    async fn append_to_outbox(&self, letters: Vec<OutboxMessage>) -> Result<(), StoreError> {
         self.0.lock().post(letters);
         Ok(())
     }
 
-    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError> {
+    async fn outbox(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<(u64, OutboxMessage)>, StoreError> {
         let state = self.0.lock();
         let letters = state.outbox.range(after + 1..).take(limit);
         Ok(letters.map(|(number, letter)| (*number, letter.clone())).collect())
     }
 
-    async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {
+    async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError> {
         self.0.lock().outbox.retain(|_, letter| !ids.contains(&letter.id));
         Ok(())
     }
 
-    async fn bury(&self, letter: DeadLetter) -> Result<(), StoreError> {
+    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
         self.0.lock().dead.insert(letter.id.clone(), letter);
         Ok(())
     }
@@ -339,14 +345,14 @@ impl UtpStore for Utp {
         // Also deletes unread items: their calls and cards are gone by now.
         state.inbox.retain(|_, (item, _)| !goes(item.created_ms < before_ms));
         state.dead.retain(|_, letter| !goes(letter.created_ms < before_ms));
-        let old: HashSet<Place> = state
+        let old: HashSet<ProjectScopedId> = state
             .turns
             .iter()
             .filter(|(_, turn)| turn.updated_ms < before_ms && goes(true))
             .map(|(place, _)| place.clone())
             .collect();
         state.turns.retain(|place, _| !old.contains(place));
-        state.waiting.retain(|_, w| !old.contains(&(w.project.clone(), w.turn_id.clone())));
+        state.step_calls.retain(|_, w| !old.contains(&(w.project.clone(), w.turn_id.clone())));
         Ok(count)
     }
 }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
-use toolcrib::call::{Asked, Call, Hold};
+use toolcrib::call::{Call, Hold, Origin};
 use toolcrib::id::CallId;
 use toolcrib::store::{MemoryStore, NewCall, Store};
 
@@ -58,15 +58,15 @@ impl Bench {
 }
 
 fn tickets(answer: &BatchAnswer) -> Vec<Arc<Call>> {
-    let open = |settled: &Settled| match &settled.state {
-        State::Open(call) => call.clone(),
+    let open = |settled: &BatchEntryResult| match &settled.state {
+        BatchEntryState::Open(call) => call.clone(),
         other => panic!("{other:?}"),
     };
     answer.results.iter().map(open).collect()
 }
 
 async fn ended(engine: &Engine, id: &CallId) -> Arc<Call> {
-    engine.finished(&caller(), id).await.unwrap()
+    engine.wait_until_finished(&caller(), id).await.unwrap()
 }
 
 #[tokio::test]
@@ -74,13 +74,13 @@ async fn one_after_the_other_all_come_back_as_tickets_and_keep_their_order() {
     let bench = Bench::new();
     let engine = bench.engine().await;
     let entries = (0..4).map(|n| envelope("t.write", n));
-    let asked = Batch { wait_ms: Some(0), ..batch(Mode::Serial, entries) };
+    let asked = Batch { wait_ms: Some(0), ..batch(BatchMode::Serial, entries) };
     let answer = run(&engine, asked).await;
     let calls = tickets(&answer);
     assert_eq!(stored(&engine).await, 4, "each is stored");
     for (n, call) in calls.iter().enumerate().skip(1) {
-        assert!(matches!(call.hold, Some(Hold::After { .. })), "{:?}", call.hold);
-        assert_eq!(call.asked.after.as_ref(), Some(&calls[n - 1].id));
+        assert!(matches!(call.hold, Some(Hold::Predecessor { .. })), "{:?}", call.hold);
+        assert_eq!(call.origin.predecessor.as_ref(), Some(&calls[n - 1].id));
         let message = answer.messages[n].text();
         assert!(message.contains("its turn has not come"), "{message}");
     }
@@ -89,7 +89,7 @@ async fn one_after_the_other_all_come_back_as_tickets_and_keep_their_order() {
     bench.go.add_permits(4);
     for (n, call) in calls.iter().enumerate() {
         let outcome = ended(&engine, &call.id).await.outcome.clone().unwrap();
-        assert_eq!(outcome.data.unwrap().value(), json!(n));
+        assert_eq!(outcome.data.unwrap().to_value(), json!(n));
     }
     assert_eq!(*bench.notes.lock(), ["+0", "-0", "+1", "-1", "+2", "-2", "+3", "-3"]);
 }
@@ -99,9 +99,10 @@ async fn a_narrow_batch_is_never_wider_than_it_may_be() {
     let bench = Bench::new();
     let engine = bench.engine().await;
     let entries = (0..9).map(|n| envelope("t.read", n));
-    let asked = Batch { wait_ms: Some(0), max_parallel: Some(2), ..batch(Mode::Parallel, entries) };
+    let asked =
+        Batch { wait_ms: Some(0), max_parallel: Some(2), ..batch(BatchMode::Parallel, entries) };
     let calls = tickets(&run(&engine, asked).await);
-    let begun = calls.iter().filter(|call| call.asked.after.is_none()).count();
+    let begun = calls.iter().filter(|call| call.origin.predecessor.is_none()).count();
     assert_eq!(begun, 2);
     bench.go.add_permits(9);
     for call in &calls {
@@ -115,7 +116,7 @@ async fn a_turn_comes_also_after_a_restart() {
     let bench = Bench::new();
     let engine = bench.engine().await;
     let entries = (0..3).map(|n| envelope("t.write", n));
-    let asked = Batch { wait_ms: Some(0), ..batch(Mode::Serial, entries) };
+    let asked = Batch { wait_ms: Some(0), ..batch(BatchMode::Serial, entries) };
     let calls = tickets(&run(&engine, asked).await);
     bench.began(0).await;
     engine.shut_down(Duration::ZERO).await;
@@ -133,12 +134,13 @@ async fn a_turn_comes_also_after_a_restart() {
     let last = calls[2].id.clone();
     let missed = Call {
         id: "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap(),
-        asked: Asked { after: Some(last), ..calls[2].asked.clone() },
+        origin: Origin { predecessor: Some(last), ..calls[2].origin.clone() },
         deadline_ms: engine.now_ms() + 60_000,
         ..(*calls[2]).clone()
     };
-    let new = NewCall { call: Arc::new(missed.clone()), records: vec![], key: None, coming: None };
-    bench.store.create(new).await.unwrap();
+    let new =
+        NewCall { call: Arc::new(missed.clone()), records: vec![], key: None, group_member: None };
+    bench.store.create_call(new).await.unwrap();
     bench.go.add_permits(1);
     let engine = bench.engine().await;
     assert_eq!(ended(&engine, &missed.id).await.status, Status::Succeeded);
@@ -155,11 +157,11 @@ async fn who_has_to_wait_is_not_in_the_way_and_its_end_is_no_turn() {
         envelope("t.nothing", 3),
         envelope("t.write", 4),
     ];
-    let asked = Batch { wait_ms: Some(0), ..batch(Mode::Serial, entries) };
+    let asked = Batch { wait_ms: Some(0), ..batch(BatchMode::Serial, entries) };
     let answer = run(&engine, asked).await;
     assert_eq!(code(&answer.results[3]), Code::ToolNotFound, "answered at once");
     let id = |n: usize| answer.results[n].call().unwrap().id.clone();
-    let after = |n: usize| answer.results[n].call().unwrap().asked.after.clone();
+    let after = |n: usize| answer.results[n].call().unwrap().origin.predecessor.clone();
     assert_eq!((after(1), after(2), after(4)), (Some(id(0)), Some(id(1)), Some(id(1))));
     // A call canceled before it started has no effect. The cancellation is its end: its successors
     // may start then, and not earlier.
@@ -181,7 +183,7 @@ async fn what_time_it_has_begins_with_its_turn() {
     let engine = engine.tool(bench.tool("t.read").effect(Effect::Read)).start().await.unwrap();
     let entries = (0..2).map(|n| envelope("t.read", n));
     let asked =
-        Batch { wait_ms: Some(0), timeout_ms: Some(10_000), ..batch(Mode::Serial, entries) };
+        Batch { wait_ms: Some(0), timeout_ms: Some(10_000), ..batch(BatchMode::Serial, entries) };
     let calls = tickets(&run(&engine, asked).await);
     let now_ms = calls[1].created_ms;
     assert_eq!(calls[1].deadline_ms, now_ms + 20_000, "what the other has, and its own");
@@ -202,7 +204,7 @@ async fn the_same_batch_again_waits_for_the_same_calls() {
     let asked = |wait_ms| Batch {
         idempotency_key: Some("k".into()),
         wait_ms,
-        ..batch(Mode::Serial, (0..3).map(|n| envelope("t.write", n)))
+        ..batch(BatchMode::Serial, (0..3).map(|n| envelope("t.write", n)))
     };
     tickets(&run(&engine, asked(Some(0))).await);
     bench.go.add_permits(3);

@@ -82,7 +82,7 @@ async fn what_a_cancel_prevented_is_not_made_when_the_user_speaks_again() {
     began.notified().await;
     engine.cancel_run(&me(), &id, None).await.unwrap();
     let stop = vec![json!({ "role": "user", "content": "do not pay anything" })];
-    engine.say_to_run(&me(), &id, stop).await.unwrap();
+    engine.add_run_messages(&me(), &id, stop).await.unwrap();
     assert_eq!(ended(&engine, &id).await.status, RunStatus::Succeeded);
     assert_eq!(site.made.load(Ordering::SeqCst), 0, "nobody wanted it any more");
     let asked = script.asked(1).messages;
@@ -98,16 +98,20 @@ struct Ponders {
 
 #[async_trait]
 impl Model for Ponders {
-    async fn reply(&self, prompt: &Prompt, _: Listener<'_>) -> Result<Reply, Silence> {
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        _: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
         if self.failures.load(Ordering::SeqCst) > 0 {
             self.failures.fetch_sub(1, Ordering::SeqCst);
             let fault = toolcrib::Fault::new(Code::UpstreamUnavailable, "the endpoint said 503");
-            return Err(Silence { fault, passing: true, retry_after: None });
+            return Err(ModelError { fault, is_transient: true, retry_after: None });
         }
         if !prompt.tools.is_empty() {
             std::future::pending::<()>().await;
         }
-        Ok(Reply { text: "There was no time.".into(), ..Reply::default() })
+        Ok(ModelReply { text: "There was no time.".into(), ..ModelReply::default() })
     }
 }
 
@@ -119,13 +123,14 @@ async fn time_that_is_over_in_the_middle_of_a_request_is_a_limit_and_no_failure(
         let engine = Site::new().engine(Arc::new(Ponders { failures })).await;
         let mut new = new_run("Think!");
         new.limits.time_ms = 50;
-        new.asking = new.asking.map(|asking| Asking { retries, ..asking });
+        new.model_request_policy =
+            new.model_request_policy.map(|asking| ModelRequestPolicy { retries, ..asking });
         let id = engine.start_run(&me(), new).await.unwrap().run.id;
         let run = ended(&engine, &id).await;
         assert_eq!(run.status, RunStatus::Succeeded, "{retries}: {:?}", run.error);
         let answer = run.answer.unwrap();
-        let told = (answer.text.as_str(), answer.closing);
-        assert_eq!(told, ("There was no time.", Some(Closing::Time)), "{retries}");
+        let told = (answer.text.as_str(), answer.stop_reason);
+        assert_eq!(told, ("There was no time.", Some(StopReason::Time)), "{retries}");
     }
 }
 
@@ -135,13 +140,13 @@ async fn the_name_of_the_starter_is_not_enough_to_go_on_with_its_run() {
     let engine = Site::new().engine(Arc::new(script)).await;
     let id = engine.start_run(&me(), new_run("Hello")).await.unwrap().run.id;
     ended(&engine, &id).await;
-    let weaker = Caller { role: Role::Agent, trust: Trust::Key, ..me() };
+    let weaker = Caller { role: Role::Agent, auth_method: AuthMethod::Key, ..me() };
     let more = vec![json!({ "role": "user", "content": "and now pay" })];
-    let refused = engine.say_to_run(&weaker, &id, more.clone()).await.unwrap_err();
+    let refused = engine.add_run_messages(&weaker, &id, more.clone()).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     let refused = engine.resume_run(&weaker, &id).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
-    engine.say_to_run(&me(), &id, more).await.unwrap();
+    engine.add_run_messages(&me(), &id, more).await.unwrap();
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "Again.");
 }
 
@@ -190,7 +195,7 @@ async fn a_run_ends_with_the_key_that_it_acts_for() {
 #[tokio::test]
 async fn replays_count_among_the_runs_that_are_open() {
     let script = Script::default().says("Hello.").line(|_| panic!("not asked"));
-    let limits = toolcrib::Limits { max_open_runs: 1, ..Default::default() };
+    let limits = toolcrib::EngineLimits { max_open_runs: 1, ..Default::default() };
     let (_go, waits) = oneshot::channel();
     let asked = tokio::sync::Notify::new();
     let waiting = Mutex::new(Vec::new());
@@ -203,7 +208,7 @@ async fn replays_count_among_the_runs_that_are_open() {
     model.waiting.lock().push(waits);
     let (playing, played) = (engine.clone(), id.clone());
     let replay = tokio::spawn(async move {
-        let quiet = toolcrib::turn::unwatched;
+        let quiet = toolcrib::turn::ignore_events;
         playing.replay_run(&me(), &played, None, &quiet).await
     });
     model.asked.notified().await;

@@ -1,13 +1,13 @@
 //! Tests of replayed runs: the model receives the recorded messages in their order.
 
 use super::*;
-use toolcrib::engine::Replayed;
+use toolcrib::engine::ReplayReport;
 
-async fn played(engine: &Engine, id: &str) -> Replayed {
-    engine.replay_run(&me(), id, None, &toolcrib::turn::unwatched).await.unwrap()
+async fn played(engine: &Engine, id: &str) -> ReplayReport {
+    engine.replay_run(&me(), id, None, &toolcrib::turn::ignore_events).await.unwrap()
 }
 
-fn steps(replayed: &Replayed) -> Vec<u32> {
+fn steps(replayed: &ReplayReport) -> Vec<u32> {
     replayed.differences.iter().map(|one| one.step).collect()
 }
 
@@ -27,13 +27,13 @@ async fn a_replay_touches_nothing_and_says_where_the_model_went_another_way() {
     let engine = site.engine(script.clone()).await;
     let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
     ended(&engine, &id).await;
-    let quiet = toolcrib::turn::unwatched;
+    let quiet = toolcrib::turn::ignore_events;
     let same = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
     assert_eq!((same.answer.as_str(), same.differences.len()), ("It is 42.", 0));
     assert_eq!(script.asked(3).messages[2]["content"], "42", "the recorded result");
     let other = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
     assert_eq!(other.differences.iter().map(|one| one.step).collect::<Vec<_>>(), [1, 2]);
-    assert_eq!((other.unrecorded, other.recorded_answer), (1, Some("It is 42.".into())));
+    assert_eq!((other.unrecorded_calls, other.recorded_answer), (1, Some("It is 42.".into())));
     assert_eq!(site.made.load(Ordering::SeqCst), 1, "the world was touched once");
 }
 
@@ -57,7 +57,7 @@ async fn what_the_user_said_later_is_said_again() {
     let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
     ended(&engine, &id).await;
     let thanks = vec![json!({ "role": "user", "content": "Thanks!" })];
-    engine.say_to_run(&me(), &id, thanks).await.unwrap();
+    engine.add_run_messages(&me(), &id, thanks).await.unwrap();
     ended(&engine, &id).await;
     let same = played(&engine, &id).await;
     assert_eq!((same.differences.as_slice(), same.steps), (&[][..], 3));
@@ -88,7 +88,7 @@ async fn what_came_late_comes_late_again() {
         .calls(&[("c1", "job__start", SUM)])
         .line(move |_| {
             go.lock().take().unwrap().send(()).unwrap();
-            Ok(Reply { text: "I wait.".into(), ..Reply::default() })
+            Ok(ModelReply { text: "I wait.".into(), ..ModelReply::default() })
         })
         .says("Here it is.")
         .calls(&[("x1", "job__start", SUM)])
@@ -101,7 +101,7 @@ async fn what_came_late_comes_late_again() {
     let id = engine.start_run(&me(), new_run("A report, please")).await.unwrap().run.id;
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "Here it is.");
     let same = played(&engine, &id).await;
-    assert_eq!((same.differences.as_slice(), same.unrecorded), (&[][..], 0));
+    assert_eq!((same.differences.as_slice(), same.unrecorded_calls), (&[][..], 0));
     let told = script.asked(5).messages;
     let late = told.last().unwrap()["content"].as_str().unwrap();
     assert!(late.contains("called as x1, has come:\nthe report"), "{late}");
@@ -125,7 +125,7 @@ async fn what_was_closed_is_closed_again() {
     let mut new = new_run("?");
     new.limits.failures = 1;
     let id = engine.start_run(&me(), new).await.unwrap().run.id;
-    assert_eq!(ended(&engine, &id).await.answer.unwrap().closing, Some(Closing::Failures));
+    assert_eq!(ended(&engine, &id).await.answer.unwrap().stop_reason, Some(StopReason::Failures));
     let same = played(&engine, &id).await;
     assert_eq!(same.differences, []);
     assert_eq!(script.asked(3).messages[3], script.asked(1).messages[3]);
@@ -147,7 +147,7 @@ async fn calls_that_were_not_made_count_for_no_limit_when_they_are_played_again(
     let mut new = new_run("How much?");
     new.limits.calls = 2;
     let id = engine.start_run(&me(), new).await.unwrap().run.id;
-    assert_eq!(ended(&engine, &id).await.answer.unwrap().closing, None);
+    assert_eq!(ended(&engine, &id).await.answer.unwrap().stop_reason, None);
     assert_eq!(played(&engine, &id).await.differences, []);
 
     let arguments: Vec<String> = (0..6).map(|n| format!("{{\"a\":{n},\"b\":0}}")).collect();
@@ -161,7 +161,7 @@ async fn calls_that_were_not_made_count_for_no_limit_when_they_are_played_again(
     (new.limits.calls_per_step, new.limits.calls) = (2, 5);
     let id = engine.start_run(&me(), new).await.unwrap().run.id;
     let run = ended(&engine, &id).await;
-    assert_eq!((run.progress.calls, run.answer.unwrap().closing), (4, None));
+    assert_eq!((run.progress.calls, run.answer.unwrap().stop_reason), (4, None));
     let same = played(&engine, &id).await;
     assert_eq!((same.differences.as_slice(), same.answer.as_str()), (&[][..], "All of them."));
 }
@@ -181,7 +181,7 @@ async fn what_was_counted_anew_when_a_run_was_resumed_is_counted_anew_again() {
     assert_eq!(ended(&engine, &id).await.status, RunStatus::Failed);
     engine.resume_run(&me(), &id).await.unwrap();
     let run = ended(&engine, &id).await;
-    assert_eq!((run.progress.steps, run.answer.unwrap().closing), (5, None));
+    assert_eq!((run.progress.steps, run.answer.unwrap().stop_reason), (5, None));
     let same = played(&engine, &id).await;
     assert_eq!((same.differences.as_slice(), same.answer.as_str()), (&[][..], "Four."));
 }

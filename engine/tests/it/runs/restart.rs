@@ -21,7 +21,7 @@ async fn after_a_restart_nothing_is_done_twice_and_nothing_is_asked_twice() {
     engine.shut_down(Duration::ZERO).await;
     drop(never);
     assert_eq!(site.made.load(Ordering::SeqCst), 1);
-    let stored = engine.loop_run(&me(), &id).await.unwrap();
+    let stored = engine.find_run(&me(), &id).await.unwrap();
     assert_eq!((stored.status, stored.progress.steps), (RunStatus::Running, 1));
 
     let script = Arc::new(Script::default().says("It is 42."));
@@ -114,15 +114,15 @@ async fn a_run_that_waits_only_for_a_late_result_sleeps_through_a_restart_and_is
     loop {
         let happened = engine.run_events(&me(), &id, after, 100).await.unwrap();
         after = happened.last().unwrap().number();
-        let waits = |happened: &Happened| match happened {
-            Happened::Run(noted) => noted.entry.kind == EntryKind::Waiting,
-            Happened::Call(_) => false,
+        let waits = |happened: &RunEvent| match happened {
+            RunEvent::Run(noted) => noted.record.kind == JournalKind::Waiting,
+            RunEvent::Call(_) => false,
         };
         if happened.iter().any(waits) {
             break;
         }
     }
-    assert_eq!(engine.loop_run(&me(), &id).await.unwrap().status, RunStatus::Waiting);
+    assert_eq!(engine.find_run(&me(), &id).await.unwrap().status, RunStatus::Waiting);
     engine.shut_down(Duration::ZERO).await;
 
     let (go, gone) = oneshot::channel();
@@ -136,20 +136,20 @@ async fn a_run_that_waits_only_for_a_late_result_sleeps_through_a_restart_and_is
     let late = told.last().unwrap()["content"].as_str().unwrap().to_owned();
     assert!(late.contains("called as c1, has come:\nthe report"), "{late}");
     let kinds: Vec<&str> = engine
-        .journal(&me(), &id)
+        .run_journal(&me(), &id)
         .await
         .unwrap()
         .iter()
-        .map(|noted| noted.entry.kind.as_str())
+        .map(|noted| noted.record.kind.as_str())
         .collect();
     assert!(kinds.contains(&"run.late"), "{kinds:?}");
 }
 
 /// Returns the steps whose answers are in the journal, in its order.
 async fn answered(engine: &Engine, run_id: &str) -> Vec<u64> {
-    let journal = engine.journal(&me(), run_id).await.unwrap();
-    let answers = journal.iter().filter(|noted| noted.entry.kind == EntryKind::Replied);
-    answers.map(|noted| noted.entry.data["step"].as_u64().unwrap()).collect()
+    let journal = engine.run_journal(&me(), run_id).await.unwrap();
+    let answers = journal.iter().filter(|noted| noted.record.kind == JournalKind::Replied);
+    answers.map(|noted| noted.record.data["step"].as_u64().unwrap()).collect()
 }
 
 /// A tool that never ends its first call, and adds in the others.
@@ -187,7 +187,7 @@ async fn a_stored_answer_that_is_taken_up_is_written_down_once() {
     engine.resume_run(&me(), &id).await.unwrap();
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
     assert_eq!(answered(&engine, &id).await, [1, 2]);
-    let quiet = toolcrib::turn::unwatched;
+    let quiet = toolcrib::turn::ignore_events;
     let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
     assert_eq!(replayed.differences, [], "it went the same way");
 }
@@ -206,13 +206,13 @@ async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
     began.notified().await;
     engine.shut_down(Duration::ZERO).await;
     // As an older server wrote it.
-    let journal = store.loops().journal("default", &id).await.unwrap();
-    let twice = journal.last().unwrap().entry.clone();
-    assert_eq!(twice.kind, EntryKind::Replied);
-    let mut run = engine.loop_run(&me(), &id).await.unwrap();
+    let journal = store.runs().journal("default", &id).await.unwrap();
+    let twice = journal.last().unwrap().record.clone();
+    assert_eq!(twice.kind, JournalKind::Replied);
+    let mut run = engine.find_run(&me(), &id).await.unwrap();
     run.version += 1;
-    let twice = toolcrib::run::Entry { messages: Vec::new(), ..twice };
-    store.loops().save_loop(run, vec![twice]).await.unwrap();
+    let twice = toolcrib::run::JournalRecord { messages: Vec::new(), ..twice };
+    store.runs().save_run(run, vec![twice]).await.unwrap();
 
     let second = builder(played_again(Script::default().says("done")));
     let add =
@@ -224,7 +224,7 @@ async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
     let engine = second.tool(add.effect(Effect::Idempotent)).start().await.unwrap();
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
     assert_eq!(answered(&engine, &id).await, [1, 2]);
-    let quiet = toolcrib::turn::unwatched;
+    let quiet = toolcrib::turn::ignore_events;
     let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
-    assert_eq!((replayed.differences.as_slice(), replayed.unrecorded), (&[][..], 0));
+    assert_eq!((replayed.differences.as_slice(), replayed.unrecorded_calls), (&[][..], 0));
 }

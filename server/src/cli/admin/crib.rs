@@ -3,69 +3,79 @@
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use toolcrib::directory::{AuditEntry, Key};
+use toolcrib::directory::{ApiKey, AuditEntry};
 use toolcrib::engine::NewKey;
-use toolcrib::policy::{Rule, Verdict};
+use toolcrib::policy::{AccessRule, RuleVerdict};
 use toolcrib::{Caller, Engine, Role};
 
-use crate::cli::client::{Ask, Client};
-use crate::cli::failure::{Failure, exit};
-use crate::cli::{Context, Place};
+use crate::cli::client::{ApiClient, ApiRequest};
+use crate::cli::failure::{CommandFailure, exit};
+use crate::cli::{CommandContext, StorageArgs};
 use crate::config::Config;
 
 /// A key to create.
-pub struct KeyWanted {
+pub struct KeyRequest {
     pub agent: String,
     pub role: Role,
     pub allow: Vec<String>,
 }
 
-pub enum Crib {
+pub enum AdminTarget {
     Local { engine: Engine, caller: Caller, config: Box<Config> },
-    Remote { client: Client, project: Option<String> },
+    Remote { client: ApiClient, project: Option<String> },
 }
 
-impl Crib {
+impl AdminTarget {
     /// Opens the target for a change. Creates the data directory if it does not exist.
-    pub async fn to_change(context: &Context, place: &Place) -> Result<Self, Failure> {
+    pub async fn open_or_create(
+        context: &CommandContext,
+        place: &StorageArgs,
+    ) -> Result<Self, CommandFailure> {
         Self::open(context, place, true).await
     }
 
     /// Opens a target that must exist: a mistyped directory must not become a new store.
-    pub async fn to_look(context: &Context, place: &Place) -> Result<Self, Failure> {
+    pub async fn open_existing(
+        context: &CommandContext,
+        place: &StorageArgs,
+    ) -> Result<Self, CommandFailure> {
         Self::open(context, place, false).await
     }
 
-    async fn open(context: &Context, place: &Place, make: bool) -> Result<Self, Failure> {
+    async fn open(
+        context: &CommandContext,
+        place: &StorageArgs,
+        make: bool,
+    ) -> Result<Self, CommandFailure> {
         let server_named = context.global.server.is_some();
-        if context.server_typed && place.is_named() {
-            return Err(Failure::usage("--server and --data-dir exclude each other"));
+        if context.server_from_flag && place.is_given() {
+            return Err(CommandFailure::usage("--server and --data-dir exclude each other"));
         }
-        if server_named && !place.is_named() {
+        if server_named && !place.is_given() {
             let project = context.global.project.clone();
             return Ok(Self::Remote { client: context.client()?, project });
         }
         let config = context.config(None, place)?;
-        let kept = config.kept()?;
-        if !make && !kept.may_be_there() {
-            let message = format!("there is nothing at {} yet", kept.shown());
+        let kept = config.store_location()?;
+        if !make && !kept.may_exist() {
+            let message = format!("there is nothing at {} yet", kept.redacted());
             let hint = "name the place with --data-dir DIR or --config FILE, a server with \
                         --server URL, or start the server once";
-            return Err(Failure::new(exit::FAILURE, "NOT_FOUND", message).hint(hint));
+            return Err(CommandFailure::new(exit::FAILURE, "NOT_FOUND", message).hint(hint));
         }
-        let engine = crate::assemble::operator(&config).await?;
+        let engine = crate::assemble::open_admin_engine(&config).await?;
         let caller = Caller::local(context.project());
         Ok(Self::Local { engine, caller, config: Box::new(config) })
     }
 
-    pub async fn create_key(&self, wanted: KeyWanted) -> Result<Value, Failure> {
-        let KeyWanted { agent, role, mut allow } = wanted;
+    pub async fn create_key(&self, wanted: KeyRequest) -> Result<Value, CommandFailure> {
+        let KeyRequest { agent, role, mut allow } = wanted;
         match self {
             Self::Remote { client, project } => {
                 let body = json!({
                     "agent": agent, "project": project, "role": role.as_str(), "allow": allow,
                 });
-                client.ask(Ask::post(&["v1", "keys"], body)).await
+                client.request_json(ApiRequest::post(&["v1", "keys"], body)).await
             }
             Self::Local { engine, caller, config } => {
                 if role == Role::Agent {
@@ -74,7 +84,7 @@ impl Crib {
                 let first = !engine.has_keys();
                 let project = caller.project.clone();
                 let new = NewKey { project, agent, role, allow: allow.clone() };
-                let shown = engine.create_key(caller, new, crate::auth::new_secret()).await?;
+                let shown = engine.create_key(caller, new, crate::auth::generate_secret()).await?;
                 let mut made = key_body(&shown.key);
                 made["key"] = shown.secret.into();
                 made["allow"] = allow.into();
@@ -84,9 +94,11 @@ impl Crib {
         }
     }
 
-    pub async fn keys(&self) -> Result<Value, Failure> {
+    pub async fn keys(&self) -> Result<Value, CommandFailure> {
         match self {
-            Self::Remote { client, .. } => client.ask(Ask::get(&["v1", "keys"])).await,
+            Self::Remote { client, .. } => {
+                client.request_json(ApiRequest::get(&["v1", "keys"])).await
+            }
             Self::Local { engine, caller, .. } => {
                 let keys: Vec<Value> = engine.keys(caller)?.iter().map(key_body).collect();
                 Ok(json!({ "keys": keys }))
@@ -94,11 +106,12 @@ impl Crib {
         }
     }
 
-    pub async fn revoke_key(&self, id: &str) -> Result<(), Failure> {
+    pub async fn revoke_key(&self, id: &str) -> Result<(), CommandFailure> {
         match self {
-            Self::Remote { client, .. } => {
-                client.ask(Ask::new(Method::DELETE, &["v1", "keys", id])).await.map(|_| ())
-            }
+            Self::Remote { client, .. } => client
+                .request_json(ApiRequest::new(Method::DELETE, &["v1", "keys", id]))
+                .await
+                .map(|_| ()),
             Self::Local { engine, caller, .. } => Ok(engine.revoke_key(caller, id).await?),
         }
     }
@@ -107,29 +120,29 @@ impl Crib {
         &self,
         agent: &str,
         pattern: &str,
-        verdict: Verdict,
-    ) -> Result<Value, Failure> {
+        verdict: RuleVerdict,
+    ) -> Result<Value, CommandFailure> {
         let body = json!({"agent": agent, "pattern": pattern, "verdict": verdict.as_str()});
         match self {
             Self::Remote { client, .. } => {
-                client.ask(Ask::new(Method::PUT, &["v1", "rules"]).body(body)).await
+                client.request_json(ApiRequest::new(Method::PUT, &["v1", "rules"]).body(body)).await
             }
             Self::Local { engine, caller, .. } => {
                 let project = caller.project.clone();
                 let (agent, pattern) = (agent.to_owned(), pattern.to_owned());
-                engine.set_rule(caller, Rule { project, agent, pattern, verdict }).await?;
+                engine.set_rule(caller, AccessRule { project, agent, pattern, verdict }).await?;
                 Ok(body)
             }
         }
     }
 
-    pub async fn remove_rule(&self, agent: &str, pattern: &str) -> Result<(), Failure> {
+    pub async fn remove_rule(&self, agent: &str, pattern: &str) -> Result<(), CommandFailure> {
         match self {
             Self::Remote { client, .. } => {
-                let ask = Ask::new(Method::DELETE, &["v1", "rules"])
+                let ask = ApiRequest::new(Method::DELETE, &["v1", "rules"])
                     .query("agent", Some(agent))
                     .query("pattern", Some(pattern));
-                client.ask(ask).await.map(|_| ())
+                client.request_json(ask).await.map(|_| ())
             }
             Self::Local { engine, caller, .. } => {
                 Ok(engine.remove_rule(caller, &caller.project, agent, pattern).await?)
@@ -137,9 +150,11 @@ impl Crib {
         }
     }
 
-    pub async fn rules(&self) -> Result<Value, Failure> {
+    pub async fn rules(&self) -> Result<Value, CommandFailure> {
         match self {
-            Self::Remote { client, .. } => client.ask(Ask::get(&["v1", "rules"])).await,
+            Self::Remote { client, .. } => {
+                client.request_json(ApiRequest::get(&["v1", "rules"])).await
+            }
             Self::Local { engine, caller, .. } => {
                 let rules: Vec<Value> = engine.rules(caller)?.iter().map(rule_body).collect();
                 Ok(json!({ "rules": rules }))
@@ -147,21 +162,23 @@ impl Crib {
         }
     }
 
-    pub async fn audit(&self, limit: u32) -> Result<Value, Failure> {
+    pub async fn audit(&self, limit: u32) -> Result<Value, CommandFailure> {
         match self {
             Self::Remote { client, .. } => {
-                client.ask(Ask::get(&["v1", "audit"]).query("limit", Some(limit))).await
+                client
+                    .request_json(ApiRequest::get(&["v1", "audit"]).query("limit", Some(limit)))
+                    .await
             }
             Self::Local { engine, caller, .. } => {
                 let log = engine.audit_log(caller, limit as usize).await?;
-                let log: Vec<Value> = log.iter().map(entry_body).collect();
+                let log: Vec<Value> = log.iter().map(audit_entry_body).collect();
                 Ok(json!({ "audit": log }))
             }
         }
     }
 }
 
-fn key_body(key: &Key) -> Value {
+fn key_body(key: &ApiKey) -> Value {
     json!({
         "id": key.id,
         "project": key.project,
@@ -173,11 +190,11 @@ fn key_body(key: &Key) -> Value {
     })
 }
 
-fn rule_body(rule: &Rule) -> Value {
+fn rule_body(rule: &AccessRule) -> Value {
     json!({"agent": rule.agent, "pattern": rule.pattern, "verdict": rule.verdict.as_str()})
 }
 
-fn entry_body(entry: &AuditEntry) -> Value {
+fn audit_entry_body(entry: &AuditEntry) -> Value {
     json!({
         "at_ms": entry.at_ms,
         "agent": entry.agent,

@@ -12,34 +12,39 @@ use async_nats::jetstream::consumer::pull;
 use futures::{FutureExt, StreamExt};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
-use toolcrib_bench::floor::Tool;
+use toolcrib_bench::floor::BaselineTool;
 
-use crate::utp::link::{Address, DAY, stream};
-use crate::utp::{DEFAULT_VERSION, Link, wire};
+use crate::utp::link::{DAY, NatsEndpoint, stream_config};
+use crate::utp::{DEFAULT_VERSION, NatsConnection, wire};
 
 const STREAM: &str = "bench_bare";
 const SUBJECT: &str = "bench_bare.default.public.cmd.bench.run";
 /// The header with the subject for the reply.
-const ANSWER: &str = "CG-Answer";
+const REPLY_TO_HEADER: &str = "CG-Answer";
 
-async fn connect(url: &str) -> anyhow::Result<Link> {
+async fn connect(url: &str) -> anyhow::Result<NatsConnection> {
     let version = DEFAULT_VERSION.to_owned();
-    let address = Address { url: url.to_owned(), credentials: None, version };
-    Link::connect(&address, "bench").await
+    let address = NatsEndpoint { url: url.to_owned(), credentials: None, version };
+    NatsConnection::connect(&address, "bench").await
 }
 
-async fn ready(link: &Link) -> anyhow::Result<async_nats::jetstream::stream::Stream> {
-    link.up().await;
-    let config = stream(STREAM.to_owned(), format!("{STREAM}.>"), DAY);
+async fn ensure_stream(
+    link: &NatsConnection,
+) -> anyhow::Result<async_nats::jetstream::stream::Stream> {
+    link.wait_until_connected().await;
+    let config = stream_config(STREAM.to_owned(), format!("{STREAM}.>"), DAY);
     Ok(link.jetstream().get_or_create_stream(config).await?)
 }
 
 /// Waiters for a message, by its number.
-type Waiting = Arc<Mutex<HashMap<u64, oneshot::Sender<()>>>>;
+type PendingReplies = Arc<Mutex<HashMap<u64, oneshot::Sender<()>>>>;
 
 /// Wakes the waiter of each message that arrives under a subject.
-async fn listen(link: &Link, subject: &str) -> anyhow::Result<Waiting> {
-    let waiting = Waiting::default();
+async fn listen_for_replies(
+    link: &NatsConnection,
+    subject: &str,
+) -> anyhow::Result<PendingReplies> {
+    let waiting = PendingReplies::default();
     let mut came = link.client().subscribe(format!("{subject}.*")).await?;
     let woken = waiting.clone();
     tokio::spawn(async move {
@@ -55,20 +60,21 @@ async fn listen(link: &Link, subject: &str) -> anyhow::Result<Waiting> {
 }
 
 /// Returns a tool that the other process executes.
-pub async fn tool(url: &str) -> anyhow::Result<Tool> {
+pub async fn remote_tool(url: &str) -> anyhow::Result<BaselineTool> {
     let link = connect(url).await?;
-    ready(&link).await?;
+    ensure_stream(&link).await?;
     let inbox = link.client().new_inbox();
     let (acks, answers) = (format!("{inbox}.ack"), format!("{inbox}.answer"));
-    let (acked, answered) = (listen(&link, &acks).await?, listen(&link, &answers).await?);
+    let (acked, answered) =
+        (listen_for_replies(&link, &acks).await?, listen_for_replies(&link, &answers).await?);
     let numbers = Arc::new(AtomicU64::new(0));
     Ok(Arc::new(move || {
         let number = numbers.fetch_add(1, Ordering::Relaxed);
         let (ack, answer) = (oneshot::channel(), oneshot::channel());
         acked.lock().insert(number, ack.0);
         answered.lock().insert(number, answer.0);
-        let mut headers = wire::headers(DEFAULT_VERSION, "dict", "");
-        headers.insert(ANSWER, format!("{answers}.{number}"));
+        let mut headers = wire::base_headers(DEFAULT_VERSION, "dict", "");
+        headers.insert(REPLY_TO_HEADER, format!("{answers}.{number}"));
         headers.insert(async_nats::header::NATS_MESSAGE_ID, format!("{inbox}-{number}"));
         let reply = format!("{acks}.{number}");
         let (client, payload) = (link.client().clone(), vec![b'x'; 300].into());
@@ -82,19 +88,19 @@ pub async fn tool(url: &str) -> anyhow::Result<Tool> {
 }
 
 /// Runs the other process until it is killed.
-pub async fn service(url: &str) -> anyhow::Result<()> {
+pub async fn run_service(url: &str) -> anyhow::Result<()> {
     let link = connect(url).await?;
     let config = pull::Config {
         durable_name: Some("bare".to_owned()),
         max_ack_pending: 10_000,
         ..pull::Config::default()
     };
-    let consumer = ready(&link).await?.get_or_create_consumer("bare", config).await?;
+    let consumer = ensure_stream(&link).await?.get_or_create_consumer("bare", config).await?;
     let mut commands = consumer.stream().max_messages_per_batch(256).messages().await?;
     while let Some(command) = commands.next().await {
         let command = command?;
         let headers = command.headers.as_ref().context("a command without headers")?;
-        let answer = headers.get(ANSWER).context("a command without an answer")?;
+        let answer = headers.get(REPLY_TO_HEADER).context("a command without an answer")?;
         link.client().publish(answer.as_str().to_owned(), "{}".into()).await?;
         command.ack().await.map_err(anyhow::Error::from_boxed)?;
     }

@@ -14,11 +14,11 @@ use toolcrib_bench::{load, process};
 const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// A directory for the measured stores, removed on drop.
-pub struct Scratch {
+pub struct ScratchDir {
     path: PathBuf,
 }
 
-impl Scratch {
+impl ScratchDir {
     pub fn new(parent: &Path) -> anyhow::Result<Self> {
         let path = parent.join(format!("toolcrib-bench-{}", ulid::Ulid::generate()));
         let path = std::path::absolute(path)?;
@@ -40,7 +40,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchDir {
     fn drop(&mut self) {
         // Files that cannot be removed are left to the system's cleanup.
         let _ = std::fs::remove_dir_all(&self.path);
@@ -49,39 +49,39 @@ impl Drop for Scratch {
 
 /// The kind of a measured server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum BenchServerKind {
     Product,
-    Floor,
+    Baseline,
 }
 
 /// A running server.
-pub struct Server {
+pub struct BenchServer {
     child: Child,
     pub addr: String,
     log: PathBuf,
 }
 
-impl Server {
+impl BenchServer {
     /// Starts a server on a free port. Returns the time to its first answered call as well.
-    pub async fn start(kind: Kind, dir: &Path) -> anyhow::Result<(Self, Duration)> {
+    pub async fn start(kind: BenchServerKind, dir: &Path) -> anyhow::Result<(Self, Duration)> {
         Self::start_with(kind, dir, &[]).await
     }
 
     /// Same as [`BenchServer::start`], with settings as environment variables.
     pub async fn start_with(
-        kind: Kind,
+        kind: BenchServerKind,
         dir: &Path,
         settings: &[(&str, &str)],
     ) -> anyhow::Result<(Self, Duration)> {
         let addr = format!("127.0.0.1:{}", process::free_port()?);
-        let mut command = this_program()?;
+        let mut command = self_command()?;
         match kind {
-            Kind::Product => {
+            BenchServerKind::Product => {
                 command.args(["serve", "--listen", &addr, "--data-dir"]).arg(dir);
                 command.env("TOOLCRIB_BENCH_NOOP", "1").env("TOOLCRIB_QUIET", "1");
                 command.env("TOOLCRIB_LOG", "warn");
             }
-            Kind::Floor => {
+            BenchServerKind::Baseline => {
                 command.args(["bench-floor", "--listen", &addr, "--dir"]).arg(dir);
             }
         }
@@ -95,16 +95,16 @@ impl Server {
         let since = Instant::now();
         let child = command.spawn().context("cannot start this program a second time")?;
         let mut server = Self { child, addr, log };
-        let answered = server.first_answer(since).await;
+        let answered = server.wait_until_ready(since).await;
         match answered {
             Ok(took) => Ok((server, took)),
-            Err(error) => Err(error.context(server.last_words())),
+            Err(error) => Err(error.context(server.log_tail())),
         }
     }
 
-    async fn first_answer(&mut self, since: Instant) -> anyhow::Result<Duration> {
+    async fn wait_until_ready(&mut self, since: Instant) -> anyhow::Result<Duration> {
         let (addr, path) = (self.addr.clone(), call_path());
-        let answer = load::first_answer(&addr, since, &path, CALL_BODY, None, START_LIMIT);
+        let answer = load::time_to_first_success(&addr, since, &path, CALL_BODY, None, START_LIMIT);
         let mut answer = std::pin::pin!(answer);
         loop {
             tokio::select! {
@@ -119,7 +119,7 @@ impl Server {
     }
 
     /// Returns the last log lines of a server that failed.
-    fn last_words(&self) -> String {
+    fn log_tail(&self) -> String {
         let log = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().rev().take(5).collect();
         let lines: Vec<&str> = lines.into_iter().rev().collect();
@@ -131,7 +131,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for BenchServer {
     fn drop(&mut self) {
         // The process may already have ended.
         let _ = self.child.kill();
@@ -140,13 +140,13 @@ impl Drop for Server {
 }
 
 /// A helper process of the benchmark.
-pub struct Filling {
+pub struct BenchProcess {
     child: Child,
 }
 
-impl Filling {
-    pub fn start(dir: &Path, count: u64) -> anyhow::Result<Self> {
-        let mut command = this_program()?;
+impl BenchProcess {
+    pub fn start_fill(dir: &Path, count: u64) -> anyhow::Result<Self> {
+        let mut command = self_command()?;
         command.args(["bench-fill", "--count", &count.to_string(), "--data-dir"]).arg(dir);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let child = command.spawn().context("cannot start this program a second time")?;
@@ -154,7 +154,7 @@ impl Filling {
     }
 
     /// Waits for the process to end.
-    pub async fn done(mut self) -> anyhow::Result<()> {
+    pub async fn wait(mut self) -> anyhow::Result<()> {
         loop {
             if let Some(status) = self.child.try_wait()? {
                 anyhow::ensure!(status.success(), "filling the store failed ({status})");
@@ -165,7 +165,7 @@ impl Filling {
     }
 }
 
-impl Drop for Filling {
+impl Drop for BenchProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -173,31 +173,40 @@ impl Drop for Filling {
 }
 
 /// Starts a server with NATS, and a tool service in another process.
-pub async fn start_utp(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
+pub async fn start_nats_server(
+    dir: &Path,
+    url: &str,
+) -> anyhow::Result<(BenchServer, BenchProcess)> {
     let (server, _) =
-        Server::start_with(Kind::Product, dir, &[("TOOLCRIB_NATS__URL", url)]).await?;
-    Ok((server, service(dir, url, &[])?))
+        BenchServer::start_with(BenchServerKind::Product, dir, &[("TOOLCRIB_NATS__URL", url)])
+            .await?;
+    Ok((server, start_tool_service(dir, url, &[])?))
 }
 
 /// Starts the NATS baseline, and its tool service in another process.
-pub async fn start_bare(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
+pub async fn start_nats_baseline(
+    dir: &Path,
+    url: &str,
+) -> anyhow::Result<(BenchServer, BenchProcess)> {
     // Started first: it answers the call that tests whether the server is ready.
-    let service = service(dir, url, &["--bare"])?;
-    let (server, _) = Server::start_with(Kind::Floor, dir, &[("TOOLCRIB_BENCH_NATS", url)]).await?;
+    let service = start_tool_service(dir, url, &["--bare"])?;
+    let (server, _) =
+        BenchServer::start_with(BenchServerKind::Baseline, dir, &[("TOOLCRIB_BENCH_NATS", url)])
+            .await?;
     Ok((server, service))
 }
 
-fn service(dir: &Path, url: &str, more: &[&str]) -> anyhow::Result<Filling> {
-    let mut command = this_program()?;
+fn start_tool_service(dir: &Path, url: &str, more: &[&str]) -> anyhow::Result<BenchProcess> {
+    let mut command = self_command()?;
     command.args(["bench-utp", "--nats", url]).args(more).current_dir(dir);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     let child = command.spawn().context("cannot start this program a second time")?;
-    Ok(Filling { child })
+    Ok(BenchProcess { child })
 }
 
 /// Returns the command for this binary, without Toolcrib's and OpenTelemetry's variables from the
 /// environment.
-pub fn this_program() -> anyhow::Result<Command> {
+pub fn self_command() -> anyhow::Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("where is this program?")?);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -213,7 +222,7 @@ pub const CALL_BODY: &str = r#"{"run_id":"run_bench","args":{}}"#;
 
 /// Returns the body of a batch of such calls, in the form that a model uses.
 pub fn batch_body(entries: usize) -> String {
-    let name = toolcrib::names::for_model(toolcrib_bench::floor::TOOL);
+    let name = toolcrib::names::name_for_model(toolcrib_bench::floor::TOOL);
     let function = serde_json::json!({ "name": name, "arguments": "{}" });
     let entry = serde_json::json!({ "id": "call_0", "type": "function", "function": function });
     let entries = vec![entry; entries];
@@ -233,9 +242,9 @@ mod tests {
     #[test]
     fn the_scratch_directory_goes_with_its_contents() {
         let parent = tempfile::tempdir().unwrap();
-        let scratch = Scratch::new(parent.path()).unwrap();
+        let scratch = ScratchDir::new(parent.path()).unwrap();
         std::fs::write(scratch.dir("a").unwrap().join("x"), "x").unwrap();
-        assert_ne!(Scratch::new(parent.path()).unwrap().path(), scratch.path());
+        assert_ne!(ScratchDir::new(parent.path()).unwrap().path(), scratch.path());
         drop(scratch);
         assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
     }

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use anyhow::Context;
-use toolcrib::digest::{Source, digest};
+use toolcrib::digest::{DigestSource, digest};
 use toolcrib::{CallId, Json, tokens};
 use toolcrib_bench::process;
 
@@ -15,19 +15,19 @@ use toolcrib_bench::process;
 const SIZE: usize = 10 << 20;
 /// Token budget of the digest.
 const BUDGET: usize = 2_000;
-const TURNS: usize = 5;
+const REPETITIONS: usize = 5;
 
 /// Cost of the most expensive of several documents of the same size.
-pub struct Costs {
+pub struct DigestCost {
     pub ms: f64,
     /// Memory of the document and its digest, as a multiple of the document's size.
-    pub times_its_size: f64,
+    pub memory_ratio: f64,
 }
 
-pub fn measure() -> anyhow::Result<Costs> {
+pub fn measure() -> anyhow::Result<DigestCost> {
     tokens::count("made ready");
-    let mut costs = Costs { ms: 0.0, times_its_size: 0.0 };
-    for make in [table, nested, log] {
+    let mut costs = DigestCost { ms: 0.0, memory_ratio: 0.0 };
+    for make in [table_document, nested_document, text_document] {
         let text = make();
         let data = Json::parse(&text).context("a document of the benchmark is not JSON")?;
         // Occupies the memory freed after building the document, so that the digest cannot reuse
@@ -35,21 +35,22 @@ pub fn measure() -> anyhow::Result<Costs> {
         let filler = vec![1_u8; text.len()];
         let before = process::resident_bytes(std::process::id())?;
         reset_peak();
-        let mut times: Vec<f64> = (0..TURNS).map(|_| once(&data)).collect::<Result<_, _>>()?;
+        let mut times: Vec<f64> =
+            (0..REPETITIONS).map(|_| time_digest(&data)).collect::<Result<_, _>>()?;
         let peak = process::peak_resident_bytes(std::process::id())?;
         times.sort_by(f64::total_cmp);
         let extra = peak.saturating_sub(before) as f64;
-        costs.ms = costs.ms.max(times[TURNS / 2]);
-        costs.times_its_size = costs.times_its_size.max(1.0 + extra / text.len() as f64);
+        costs.ms = costs.ms.max(times[REPETITIONS / 2]);
+        costs.memory_ratio = costs.memory_ratio.max(1.0 + extra / text.len() as f64);
         drop((text, filler));
     }
     Ok(costs)
 }
 
-fn once(data: &Json) -> anyhow::Result<f64> {
+fn time_digest(data: &Json) -> anyhow::Result<f64> {
     let call_id: CallId = "tc_00000000000000000000000000".parse()?;
     let hint = Some("which order failed");
-    let source = Source { call_id: &call_id, tool: "bench.noop", hint };
+    let source = DigestSource { call_id: &call_id, tool: "bench.noop", hint };
     let begun = Instant::now();
     let made = digest(data, BUDGET, &source).context("the document is longer than the budget")?;
     let took = begun.elapsed();
@@ -63,7 +64,7 @@ fn reset_peak() {
     let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
 
-fn filled(begin: &str, end: &str, part: impl Fn(usize) -> String) -> String {
+fn build_document(begin: &str, end: &str, part: impl Fn(usize) -> String) -> String {
     let mut text = String::with_capacity(SIZE + 1_000);
     text.push_str(begin);
     for n in 0.. {
@@ -77,21 +78,23 @@ fn filled(begin: &str, end: &str, part: impl Fn(usize) -> String) -> String {
 }
 
 /// A document of rows of orders.
-fn table() -> String {
-    filled(r#"{"columns":["id","name","sum"],"rows":["#, r#"[0,"",0]]}"#, |n| {
+fn table_document() -> String {
+    build_document(r#"{"columns":["id","name","sum"],"rows":["#, r#"[0,"",0]]}"#, |n| {
         format!(r#"[{n},"customer number {n}",{}.5],"#, n * 7)
     })
 }
 
 /// A document of nested objects of several shapes.
-fn nested() -> String {
-    filled(r#"{"page":{"orders":["#, "null]}}", |n| {
+fn nested_document() -> String {
+    build_document(r#"{"page":{"orders":["#, "null]}}", |n| {
         let note = if n % 3 == 0 { r#","note":"fragile""# } else { "" };
         format!(r#"{{"id":{n},"to":{{"city":"c{n}","at":[1.5,{n}]}},"tags":["a","b"]{note}}},"#)
     })
 }
 
 /// A document of one long text.
-fn log() -> String {
-    filled("\"", "\"", |n| format!(r"2026-01-01T00:00:00Z INFO order {n} was packed and sent\n"))
+fn text_document() -> String {
+    build_document("\"", "\"", |n| {
+        format!(r"2026-01-01T00:00:00Z INFO order {n} was packed and sent\n")
+    })
 }

@@ -15,22 +15,22 @@ use rmcp::transport::streamable_http_server::session::local::LocalSessionManager
 use rmcp::transport::{StreamableHttpServerConfig, StreamableHttpService};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
 use serde_json::json;
-use toolcrib_bench::report::{Limit, Measure};
+use toolcrib_bench::report::{Limit, Measurement};
 use toolcrib_bench::{http, load, process};
 
-use super::child::{Kind, Server, this_program};
+use super::child::{BenchServer, BenchServerKind, self_command};
 use super::measure::{Bench, CALLERS, median};
 
 /// CPU time of the tool `work`: little for a tool with a real task.
-const WORK: Duration = Duration::from_micros(500);
+const WORK_TIME: Duration = Duration::from_micros(500);
 
 /// The word that the load generator expects in a response.
-const WORD: &str = "SUCCEEDED";
+const SUCCESS_MARKER: &str = "SUCCEEDED";
 
 #[derive(Clone)]
-struct Works;
+struct BenchMcpHandler;
 
-impl Works {
+impl BenchMcpHandler {
     fn tools() -> Vec<Tool> {
         let schema = || {
             let mut schema = JsonObject::new();
@@ -44,7 +44,7 @@ impl Works {
     }
 }
 
-impl ServerHandler for Works {
+impl ServerHandler for BenchMcpHandler {
     fn get_info(&self) -> ServerConfig {
         let mut config = ServerConfig::new(ServerCapabilities::builder().enable_tools().build());
         config.server_info = Implementation::new("bench", "1");
@@ -70,34 +70,34 @@ impl ServerHandler for Works {
     ) -> Result<CallToolResponse, ErrorData> {
         if asked.name == "work" {
             let begun = Instant::now();
-            while begun.elapsed() < WORK {
+            while begun.elapsed() < WORK_TIME {
                 std::hint::spin_loop();
             }
         }
-        Ok(CallToolResult::success(vec![ContentBlock::text(WORD)]).into())
+        Ok(CallToolResult::success(vec![ContentBlock::text(SUCCESS_MARKER)]).into())
     }
 }
 
 /// Runs the upstream of the benchmark until it is killed.
-pub async fn serve(listen: &str) -> anyhow::Result<()> {
+pub async fn serve_mcp(listen: &str) -> anyhow::Result<()> {
     let config = StreamableHttpServerConfig::default().with_json_response(true);
     let sessions = Arc::new(LocalSessionManager::default());
-    let service = StreamableHttpService::new(|| Ok(Works), sessions, config);
+    let service = StreamableHttpService::new(|| Ok(BenchMcpHandler), sessions, config);
     let listener = tokio::net::TcpListener::bind(listen).await?;
     let router = axum::Router::new().nest_service("/mcp", service);
     axum::serve(listener, router).await.context("the upstream of the benchmark")
 }
 
 /// An upstream process that is killed on drop.
-struct Upstream {
+struct BenchMcpServer {
     child: Child,
     addr: String,
 }
 
-impl Upstream {
+impl BenchMcpServer {
     async fn start() -> anyhow::Result<Self> {
         let addr = format!("127.0.0.1:{}", process::free_port()?);
-        let mut command = this_program()?;
+        let mut command = self_command()?;
         command.args(["bench-upstream", "--listen", &addr]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().context("cannot start this program a second time")?;
@@ -111,7 +111,7 @@ impl Upstream {
     }
 }
 
-impl Drop for Upstream {
+impl Drop for BenchMcpServer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -119,7 +119,7 @@ impl Drop for Upstream {
 }
 
 /// Returns the `tools/call` request that is sent to the upstream and to Toolcrib.
-fn request(addr: &str, tool: &str) -> Vec<u8> {
+fn tool_call_request(addr: &str, tool: &str) -> Vec<u8> {
     let body = json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {
         "name": tool, "arguments": {}, "_meta": {
             "io.modelcontextprotocol/protocolVersion": "2026-07-28",
@@ -137,57 +137,71 @@ fn request(addr: &str, tool: &str) -> Vec<u8> {
 
 impl Bench<'_> {
     /// Measures calls through Toolcrib against the same calls without it.
-    pub(super) async fn upstream(&mut self) -> anyhow::Result<()> {
-        self.step("MCP through the crib: start");
-        let upstream = Upstream::start().await?;
+    pub(super) async fn measure_mcp_calls(&mut self) -> anyhow::Result<()> {
+        self.advance_progress("MCP through the crib: start");
+        let upstream = BenchMcpServer::start().await?;
         let dir = self.scratch.dir("upstream")?;
         let settings = format!("[[mcp]]\nname = \"up\"\nurl = \"http://{}/mcp\"\n", upstream.addr);
         std::fs::write(dir.join("toolcrib.toml"), settings)?;
-        let (product, _) = Server::start(Kind::Product, &dir).await?;
-        listed(&product.addr).await?;
+        let (product, _) = BenchServer::start(BenchServerKind::Product, &dir).await?;
+        wait_until_listed(&product.addr).await?;
         let warm = Duration::from_secs(1);
-        self.rate(&product.addr, "up.work", 8, warm).await?;
+        self.measure_rate(&product.addr, "up.work", 8, warm).await?;
         let (mut ours, mut direct) = (Vec::new(), Vec::new());
         let (mut empty, mut bare) = (Vec::new(), Vec::new());
         let (mut one, mut alone) = (Vec::new(), Vec::new());
-        let round = self.plan.round;
+        let round = self.plan.round_length;
         for _ in 0..self.plan.rounds {
-            direct.push(self.rate(&upstream.addr, "work", CALLERS, round).await?.0);
-            ours.push(self.rate(&product.addr, "up.work", CALLERS, round).await?.0);
-            bare.push(self.rate(&upstream.addr, "noop", CALLERS, round).await?.0);
-            empty.push(self.rate(&product.addr, "up.noop", CALLERS, round).await?.0);
-            alone.push(self.rate(&upstream.addr, "noop", 1, round).await?.1);
-            one.push(self.rate(&product.addr, "up.noop", 1, round).await?.1);
+            direct.push(self.measure_rate(&upstream.addr, "work", CALLERS, round).await?.0);
+            ours.push(self.measure_rate(&product.addr, "up.work", CALLERS, round).await?.0);
+            bare.push(self.measure_rate(&upstream.addr, "noop", CALLERS, round).await?.0);
+            empty.push(self.measure_rate(&product.addr, "up.noop", CALLERS, round).await?.0);
+            alone.push(self.measure_rate(&upstream.addr, "noop", 1, round).await?.1);
+            one.push(self.measure_rate(&product.addr, "up.noop", 1, round).await?.1);
         }
         let name = format!("MCP tools/call through the crib, {CALLERS} at once, a tool of 0.5 ms");
         let (rate, floor) = (median(ours), median(direct));
-        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::AtLeast(0.6)));
+        self.push_measurement(Measurement::against_baseline(
+            name,
+            "calls/s",
+            rate,
+            floor,
+            Limit::AtLeast(0.6),
+        ));
         let name = format!("MCP tools/call through the crib, {CALLERS} at once, a tool of nothing");
         let (rate, floor) = (median(empty), median(bare));
-        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::None));
+        self.push_measurement(Measurement::against_baseline(
+            name,
+            "calls/s",
+            rate,
+            floor,
+            Limit::None,
+        ));
         let added = (median(one) - median(alone)) / 1e3;
         let name = "MCP tools/call through the crib, one at a time, p50, added";
-        self.push(Measure::alone(name, "ms", added, Limit::AtMost(2.0)));
+        self.push_measurement(Measurement::absolute(name, "ms", added, Limit::AtMost(2.0)));
         Ok(())
     }
 
     /// Returns the calls per second, and the median time of one call in microseconds.
-    async fn rate(
+    async fn measure_rate(
         &mut self,
         addr: &str,
         tool: &str,
         callers: usize,
         time: Duration,
     ) -> anyhow::Result<(f64, f64)> {
-        self.step(&format!("MCP, {callers} at once: {tool}"));
-        let sample = load::closed_loop_of(addr, callers, time, request(addr, tool)).await?;
+        self.advance_progress(&format!("MCP, {callers} at once: {tool}"));
+        let sample =
+            load::closed_loop_with_request(addr, callers, time, tool_call_request(addr, tool))
+                .await?;
         ensure!(sample.errors == 0, "{} calls of {tool} failed", sample.errors);
         Ok((sample.calls_per_s, sample.p50_us as f64))
     }
 }
 
 /// Waits until Toolcrib lists the tools of the upstream.
-async fn listed(addr: &str) -> anyhow::Result<()> {
+async fn wait_until_listed(addr: &str) -> anyhow::Result<()> {
     let client = reqwest::Client::builder().no_proxy().build()?;
     let until = Instant::now() + Duration::from_secs(30);
     loop {

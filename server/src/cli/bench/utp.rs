@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use futures::StreamExt;
 use serde_json::json;
-use toolcrib_bench::report::{Limit, Measure};
+use toolcrib_bench::report::{Limit, Measurement};
 use toolcrib_bench::{load, process};
 
-use super::child::{self, CALL_BODY, Server};
+use super::child::{self, BenchServer, CALL_BODY};
 use super::measure::{Bench, CALLERS, median};
-use crate::utp::link::{Address, DAY, stream};
-use crate::utp::{DEFAULT_VERSION, Host, Link, wire};
+use crate::utp::link::{DAY, NatsEndpoint, stream_config};
+use crate::utp::{DEFAULT_VERSION, NatsConnection, ToolHost, wire};
 
 /// The tool, and the target that serves it.
 const TOOL: &str = "bench.utp";
@@ -24,27 +24,27 @@ const TARGET: &str = "bench";
 
 /// The stream for raw publishes: configured like the stream of commands, and deleted after each
 /// round, so that the messages of one measurement do not slow down the next.
-const RAW: &str = "bench_raw";
+const RAW_STREAM: &str = "bench_raw";
 
-async fn raw_stream(link: &Link) -> anyhow::Result<()> {
+async fn create_raw_stream(link: &NatsConnection) -> anyhow::Result<()> {
     link.ensure_streams().await?;
-    let config = stream(RAW.to_owned(), format!("{RAW}.>"), DAY);
+    let config = stream_config(RAW_STREAM.to_owned(), format!("{RAW_STREAM}.>"), DAY);
     link.jetstream().create_stream(config).await?;
     Ok(())
 }
 
-async fn no_raw_stream(link: &Link) -> anyhow::Result<()> {
-    link.jetstream().delete_stream(RAW).await?;
+async fn delete_raw_stream(link: &NatsConnection) -> anyhow::Result<()> {
+    link.jetstream().delete_stream(RAW_STREAM).await?;
     Ok(())
 }
 
 /// A NATS server that is killed on drop.
-struct Broker {
+struct BenchNatsServer {
     child: Child,
     url: String,
 }
 
-impl Broker {
+impl BenchNatsServer {
     /// Returns `None` if `nats-server` is not installed.
     async fn start(dir: &Path) -> anyhow::Result<Option<Self>> {
         let port = process::free_port()?;
@@ -62,7 +62,7 @@ impl Broker {
     }
 }
 
-impl Drop for Broker {
+impl Drop for BenchNatsServer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -70,9 +70,9 @@ impl Drop for Broker {
 }
 
 /// Runs the tool service of the benchmark until it is killed.
-pub async fn host(url: &str) -> anyhow::Result<()> {
-    let host = Host::connect(url).await?.at_once(256);
-    host.tool(TOOL, |_| async { Ok(json!({})) }).serve(TARGET, std::future::pending()).await
+pub async fn run_tool_service(url: &str) -> anyhow::Result<()> {
+    let host = ToolHost::connect(url).await?.with_max_concurrency(256);
+    host.with_tool(TOOL, |_| async { Ok(json!({})) }).serve(TARGET, std::future::pending()).await
 }
 
 fn call_path() -> String {
@@ -81,48 +81,60 @@ fn call_path() -> String {
 
 impl Bench<'_> {
     /// Measures tools over NATS, if `nats-server` is installed.
-    pub(super) async fn utp(&mut self) -> anyhow::Result<()> {
-        let Some(broker) = Broker::start(&self.scratch.dir("nats")?).await? else { return Ok(()) };
-        self.step("tools over NATS: start");
-        let (product, _service) = child::start_utp(&self.scratch.dir("utp")?, &broker.url).await?;
+    pub(super) async fn measure_nats_tools(&mut self) -> anyhow::Result<()> {
+        let Some(broker) = BenchNatsServer::start(&self.scratch.dir("nats")?).await? else {
+            return Ok(());
+        };
+        self.advance_progress("tools over NATS: start");
+        let (product, _service) =
+            child::start_nats_server(&self.scratch.dir("utp")?, &broker.url).await?;
         let (bare, _bare_service) =
-            child::start_bare(&self.scratch.dir("bare")?, &broker.url).await?;
-        let address = Address {
+            child::start_nats_baseline(&self.scratch.dir("bare")?, &broker.url).await?;
+        let address = NatsEndpoint {
             url: broker.url.clone(),
             credentials: None,
             version: DEFAULT_VERSION.to_owned(),
         };
-        let link = Link::connect(&address, "bench").await?;
-        define(&product).await?;
+        let link = NatsConnection::connect(&address, "bench").await?;
+        register_tool(&product).await?;
         let warm = Duration::from_secs(1);
         load::closed_loop(&product.addr, 8, warm, &call_path(), CALL_BODY, None).await?;
         let shared = vec![link.clone(); CALLERS];
-        let own = (0..CALLERS).map(|_| Link::connect(&address, "bench"));
+        let own = (0..CALLERS).map(|_| NatsConnection::connect(&address, "bench"));
         let own = futures::future::try_join_all(own).await?;
         let mut rates: [Vec<f64>; 4] = Default::default();
         let (mut one, mut trip) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
             rates[0].push(
-                self.sample("tools over NATS", &product, CALLERS, &call_path()).await?.calls_per_s,
+                self.sample_round("tools over NATS", &product, CALLERS, &call_path())
+                    .await?
+                    .calls_per_s,
             );
-            let sample = self.sample("the bare way", &bare, CALLERS, &child::call_path()).await?;
+            let sample =
+                self.sample_round("the bare way", &bare, CALLERS, &child::call_path()).await?;
             rates[1].push(sample.calls_per_s);
-            rates[2].push(publish_rate(&shared, self.plan.round).await?);
-            rates[3].push(publish_rate(&own, self.plan.round).await?);
-            trip.push(round_trip_us(&link, self.plan.round).await?);
-            let alone = self.sample("tools over NATS", &product, 1, &call_path()).await?;
+            rates[2].push(publish_rate(&shared, self.plan.round_length).await?);
+            rates[3].push(publish_rate(&own, self.plan.round_length).await?);
+            trip.push(round_trip_us(&link, self.plan.round_length).await?);
+            let alone = self.sample_round("tools over NATS", &product, 1, &call_path()).await?;
             one.push(alone.p50_us as f64);
         }
-        self.rates(rates.map(median));
+        self.push_rates(rates.map(median));
         let name = "tools over NATS, one at a time, p50, against a publish and a request";
         let (p50, floor) = (median(one), median(trip));
-        self.push(Measure::against_floor(name, "µs", p50, floor, Limit::AtMost(4.0)));
+        self.push_measurement(Measurement::against_baseline(
+            name,
+            "µs",
+            p50,
+            floor,
+            Limit::AtMost(4.0),
+        ));
         Ok(())
     }
 
     /// Reports the concurrent rates: of Toolcrib, of the NATS baseline, and of publishing alone,
     /// over one connection and over one connection per publisher, as callers have them.
-    fn rates(&mut self, [product, bare, publishing, apart]: [f64; 4]) {
+    fn push_rates(&mut self, [product, bare, publishing, apart]: [f64; 4]) {
         let limit = Limit::AtLeast(0.25);
         let all = [
             ("tools over NATS", "JetStream's publish", product, publishing, limit),
@@ -132,12 +144,14 @@ impl Bench<'_> {
         ];
         for (what, against, rate, floor, limit) in all {
             let name = format!("{what}, {CALLERS} at once, against {against}");
-            self.push(Measure::against_floor(name, "calls/s", rate, floor, limit));
+            self.push_measurement(Measurement::against_baseline(
+                name, "calls/s", rate, floor, limit,
+            ));
         }
     }
 }
 
-async fn define(product: &Server) -> anyhow::Result<()> {
+async fn register_tool(product: &BenchServer) -> anyhow::Result<()> {
     let tool = json!({
         "tool_name": TOOL,
         "target_subject": format!("cmd.tool.{TARGET}.run"),
@@ -153,9 +167,9 @@ async fn define(product: &Server) -> anyhow::Result<()> {
 
 /// Returns the number of messages per second that the broker accepts and acknowledges, with one
 /// publisher per element. Elements may share a connection.
-async fn publish_rate(publishers: &[Link], time: Duration) -> anyhow::Result<f64> {
+async fn publish_rate(publishers: &[NatsConnection], time: Duration) -> anyhow::Result<f64> {
     let link = publishers.first().context("no publisher")?;
-    raw_stream(link).await?;
+    create_raw_stream(link).await?;
     let (count, begun) = (Arc::new(AtomicU64::new(0)), Instant::now());
     let workers = publishers.iter().enumerate().map(|(worker, link)| {
         let (link, count) = (link.clone(), count.clone());
@@ -174,19 +188,19 @@ async fn publish_rate(publishers: &[Link], time: Duration) -> anyhow::Result<f64
         worker??;
     }
     let rate = count.load(Ordering::Relaxed) as f64 / begun.elapsed().as_secs_f64();
-    no_raw_stream(link).await?;
+    delete_raw_stream(link).await?;
     Ok(rate)
 }
 
-async fn publish(link: &Link, id: &str) -> anyhow::Result<()> {
-    let subject = format!("{RAW}.default.public.cmd.bench.run");
-    let headers = wire::headers(DEFAULT_VERSION, "dict", "");
+async fn publish(link: &NatsConnection, id: &str) -> anyhow::Result<()> {
+    let subject = format!("{RAW_STREAM}.default.public.cmd.bench.run");
+    let headers = wire::base_headers(DEFAULT_VERSION, "dict", "");
     Ok(link.publish(subject, headers, vec![b'x'; 300], id).await?)
 }
 
 /// Returns the median time of one publish and one request with its reply, in microseconds.
-async fn round_trip_us(link: &Link, time: Duration) -> anyhow::Result<f64> {
-    raw_stream(link).await?;
+async fn round_trip_us(link: &NatsConnection, time: Duration) -> anyhow::Result<f64> {
+    create_raw_stream(link).await?;
     let mut requests = link.client().subscribe("bench.echo").await?;
     let echo = link.client().clone();
     let echoing = tokio::spawn(async move {
@@ -204,6 +218,6 @@ async fn round_trip_us(link: &Link, time: Duration) -> anyhow::Result<f64> {
         times.push(one.elapsed().as_secs_f64() * 1e6);
     }
     echoing.abort();
-    no_raw_stream(link).await?;
+    delete_raw_stream(link).await?;
     Ok(median(times))
 }

@@ -4,10 +4,10 @@
 use clap::Args;
 use serde_json::{Map, Value, json};
 
-use crate::cli::client::{Ask, Client};
-use crate::cli::failure::Failure;
-use crate::cli::output::plain;
-use crate::cli::{Context, call, input};
+use crate::cli::client::{ApiClient, ApiRequest};
+use crate::cli::failure::CommandFailure;
+use crate::cli::output::sanitize_line;
+use crate::cli::{CommandContext, call, input};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -36,43 +36,45 @@ pub struct AnswerArgs {
     cancel: bool,
 }
 
-pub async fn run(context: &Context, args: AnswerArgs) -> Result<(), Failure> {
+pub async fn run(context: &CommandContext, args: AnswerArgs) -> Result<(), CommandFailure> {
     let client = context.client()?;
     let key = match &args.question {
         Some(key) => key.clone(),
-        None => only_question(&client, &args.id).await?,
+        None => find_only_question(&client, &args.id).await?,
     };
     let answer = match (args.decline, args.cancel) {
         (true, _) => json!({ "action": "decline" }),
         (_, true) => json!({ "action": "cancel" }),
         _ => {
-            let content = input::arguments(args.args.as_deref(), &args.pairs)?;
+            let content = input::parse_arguments(args.args.as_deref(), &args.pairs)?;
             json!({ "action": "accept", "content": content })
         }
     };
     let answers = Map::from_iter([(key, answer)]);
     let path = ["v1", "tool_calls", args.id.as_str(), "answer"];
-    let call = client.ask(Ask::post(&path, json!({ "answers": answers }))).await?;
+    let call = client.request_json(ApiRequest::post(&path, json!({ "answers": answers }))).await?;
     if context.output.json {
-        return context.output.value(&call);
+        return context.output.print_json(&call);
     }
-    context.output.note(&call::headline(context, &call));
+    context.output.print_note(&call::summary_line(context, &call));
     Ok(())
 }
 
 /// Returns the key of the open question. Fails unless there is exactly one.
-async fn only_question(client: &Client, id: &str) -> Result<String, Failure> {
-    let call = client.ask(Ask::get(&["v1", "tool_calls", id])).await?;
+async fn find_only_question(client: &ApiClient, id: &str) -> Result<String, CommandFailure> {
+    let call = client.request_json(ApiRequest::get(&["v1", "tool_calls", id])).await?;
     let open = match &call["hold"]["questions"] {
         Value::Object(open) => open.keys().cloned().collect(),
         _ => Vec::new(),
     };
     match open.as_slice() {
         [key] => Ok(key.clone()),
-        [] => Err(Failure::usage(format!("{} asks nothing now", plain(id)))),
+        [] => Err(CommandFailure::usage(format!("{} asks nothing now", sanitize_line(id)))),
         several => {
             let keys = several.join(", ");
-            Err(Failure::usage(format!("it asks several things; --question says which: {keys}")))
+            Err(CommandFailure::usage(format!(
+                "it asks several things; --question says which: {keys}"
+            )))
         }
     }
 }

@@ -3,22 +3,25 @@
 use std::path::Path;
 use std::time::Duration;
 
-use toolcrib_store::{OpenError, SCHEMA_VERSION, SqliteStore};
+use toolcrib_store::{SQLITE_SCHEMA_VERSION, SqliteOpenError, SqliteStore};
 
-use super::{Finding, disk};
-use crate::auth::is_loopback_name;
-use crate::cli::Context;
-use crate::cli::failure::Failure;
-use crate::cli::output::bytes;
-use crate::config::{Config, DEFAULT_FILE, Kept};
+use super::{CheckResult, disk};
+use crate::auth::is_loopback_host;
+use crate::cli::CommandContext;
+use crate::cli::failure::CommandFailure;
+use crate::cli::output::format_bytes;
+use crate::config::{Config, DEFAULT_FILE, StoreLocation};
 
 /// Below this a server will soon stop accepting calls.
-const TIGHT_SPACE: u64 = 1 << 30;
+const LOW_SPACE_BYTES: u64 = 1 << 30;
 /// Below this a server does not accept calls.
-const NO_SPACE: u64 = 64 << 20;
-const NETWORK_LIMIT: Duration = Duration::from_secs(10);
+const MIN_SPACE_BYTES: u64 = 64 << 20;
+const NETWORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-pub fn configuration(context: &Context, loaded: &Result<Config, Failure>) -> Finding {
+pub fn check_config(
+    context: &CommandContext,
+    loaded: &Result<Config, CommandFailure>,
+) -> CheckResult {
     const WHAT: &str = "config";
     match loaded {
         Ok(config) => {
@@ -26,177 +29,183 @@ pub fn configuration(context: &Context, loaded: &Result<Config, Failure>) -> Fin
                 Some(file) => file.display().to_string(),
                 None => format!("defaults (there is no {DEFAULT_FILE} here)"),
             };
-            Finding::good(WHAT, from)
+            CheckResult::ok(WHAT, from)
         }
         Err(failure) => {
             let hint = failure.hint.clone().unwrap_or_else(|| {
                 let named = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
                 format!("look into {}", named.display())
             });
-            Finding::bad(WHAT, failure.message.clone(), hint)
+            CheckResult::error(WHAT, failure.message.clone(), hint)
         }
     }
 }
 
-pub fn data_directory(config: &Config) -> Vec<Finding> {
+pub fn check_data_dir(config: &Config) -> Vec<CheckResult> {
     const WHAT: &str = "data";
     let dir = config.data_dir.as_path();
     let shown = dir.display();
     let hint = "choose another with --data-dir, or give the server's user the right to write there";
     let existing = disk::nearest_existing(dir);
     if dir.exists() && !dir.is_dir() {
-        return vec![Finding::bad(WHAT, format!("{shown} is not a directory"), hint)];
+        return vec![CheckResult::error(WHAT, format!("{shown} is not a directory"), hint)];
     }
-    if let Err(error) = disk::try_to_write(&existing) {
+    if let Err(error) = disk::probe_write(&existing) {
         let message = format!("cannot write in {}: {error}", existing.display());
-        return vec![Finding::bad(WHAT, message, hint)];
+        return vec![CheckResult::error(WHAT, message, hint)];
     }
     let mut findings = vec![if dir.is_dir() {
-        Finding::good(WHAT, format!("{shown} is there and can be written"))
+        CheckResult::ok(WHAT, format!("{shown} is there and can be written"))
     } else {
-        Finding::good(WHAT, format!("{shown} is not there yet; the first start makes it"))
+        CheckResult::ok(WHAT, format!("{shown} is not there yet; the first start makes it"))
     }];
-    findings.push(space(&existing));
+    findings.push(check_disk_space(&existing));
     findings
 }
 
-fn space(dir: &Path) -> Finding {
+fn check_disk_space(dir: &Path) -> CheckResult {
     const WHAT: &str = "disk";
-    let kind = disk::filesystem(dir).unwrap_or_else(|| "unknown".into());
+    let kind = disk::filesystem_type(dir).unwrap_or_else(|| "unknown".into());
     let Some(free) = disk::free_bytes(dir) else {
-        return Finding::good(WHAT, format!("filesystem {kind}; free space is not known"));
+        return CheckResult::ok(WHAT, format!("filesystem {kind}; free space is not known"));
     };
-    let message = format!("{} free, filesystem {kind}", bytes(free));
-    if free < NO_SPACE {
-        return Finding::bad(WHAT, message, "make room: calls cannot be stored");
+    let message = format!("{} free, filesystem {kind}", format_bytes(free));
+    if free < MIN_SPACE_BYTES {
+        return CheckResult::error(WHAT, message, "make room: calls cannot be stored");
     }
-    if disk::is_remote(&kind) {
+    if disk::is_network_filesystem(&kind) {
         let hint = "SQLite needs locks that work: put the data on a disk of this machine";
-        return Finding::doubtful(WHAT, message, hint);
+        return CheckResult::warning(WHAT, message, hint);
     }
-    if disk::is_memory(&kind) {
+    if disk::is_memory_filesystem(&kind) {
         let hint = "this is memory: everything is lost when the machine stops";
-        return Finding::doubtful(WHAT, message, hint);
+        return CheckResult::warning(WHAT, message, hint);
     }
-    if free < TIGHT_SPACE {
+    if free < LOW_SPACE_BYTES {
         let hint = "make room, or keep calls for less long: retention.finished_calls_days";
-        return Finding::doubtful(WHAT, message, hint);
+        return CheckResult::warning(WHAT, message, hint);
     }
-    Finding::good(WHAT, message)
+    CheckResult::ok(WHAT, message)
 }
 
 /// Checks the limit on open files: each connection needs one.
-pub fn open_files(config: &Config) -> Finding {
+pub fn check_open_files(config: &Config) -> CheckResult {
     const WHAT: &str = "files";
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
     let soft = line.and_then(|rest| rest.split_whitespace().next());
     let wanted = config.limits.max_connections as u64 + 100;
     match soft.map(str::parse::<u64>) {
-        None => Finding::good(WHAT, "the limit on open files is not known"),
+        None => CheckResult::ok(WHAT, "the limit on open files is not known"),
         // Not a number: "unlimited".
-        Some(Err(_)) => Finding::good(WHAT, "no limit on open files"),
-        Some(Ok(soft)) if soft < wanted => Finding::doubtful(
+        Some(Err(_)) => CheckResult::ok(WHAT, "no limit on open files"),
+        Some(Ok(soft)) if soft < wanted => CheckResult::warning(
             WHAT,
             format!("{soft} open files allowed, and limits.max_connections wants {wanted}"),
             "raise it (ulimit -n, LimitNOFILE), or lower limits.max_connections",
         ),
-        Some(Ok(soft)) => Finding::good(WHAT, format!("{soft} open files allowed")),
+        Some(Ok(soft)) => CheckResult::ok(WHAT, format!("{soft} open files allowed")),
     }
 }
 
 /// Checks the store. Returns true as well if it contains keys.
-pub async fn store(config: &Config) -> (Finding, bool) {
+pub async fn check_store(config: &Config) -> (CheckResult, bool) {
     const WHAT: &str = "store";
-    let path = match config.kept() {
-        Ok(Kept::File(path)) => path,
-        Ok(kept) => return database_store(config, &kept).await,
-        Err(error) => return (Finding::bad(WHAT, error.to_string(), error.hint()), false),
+    let path = match config.store_location() {
+        Ok(StoreLocation::Sqlite(path)) => path,
+        Ok(kept) => return check_postgres_store(config, &kept).await,
+        Err(error) => return (CheckResult::error(WHAT, error.to_string(), error.hint()), false),
     };
     let shown = path.display().to_string();
     if !path.exists() {
         let message = format!("{shown} is not there yet; the first start makes it");
-        return (Finding::good(WHAT, message), false);
+        return (CheckResult::ok(WHAT, message), false);
     }
     let hint = "stop the server, keep a copy of the file, and restore the last good one";
-    let checked = match tokio::task::spawn_blocking(move || SqliteStore::open_briefly(&path)).await
-    {
-        Ok(Ok(store)) => store.integrity().await.map_err(|error| error.to_string()),
-        Ok(Err(error)) => {
-            let hint = match &error {
-                OpenError::Newer { .. } | OpenError::NotOurs => "nothing was changed",
-                OpenError::Sqlite(_) | OpenError::Io(_) => hint,
-            };
-            let message = format!("{shown}: {:#}", anyhow::Error::from(error));
-            return (Finding::bad(WHAT, message, hint), false);
-        }
-        Err(error) => Err(error.to_string()),
-    };
+    let checked =
+        match tokio::task::spawn_blocking(move || SqliteStore::open_for_admin(&path)).await {
+            Ok(Ok(store)) => store.check_integrity().await.map_err(|error| error.to_string()),
+            Ok(Err(error)) => {
+                let hint = match &error {
+                    SqliteOpenError::NewerSchema { .. } | SqliteOpenError::ForeignDatabase => {
+                        "nothing was changed"
+                    }
+                    SqliteOpenError::Sqlite(_) | SqliteOpenError::Io(_) => hint,
+                };
+                let message = format!("{shown}: {:#}", anyhow::Error::from(error));
+                return (CheckResult::error(WHAT, message, hint), false);
+            }
+            Err(error) => Err(error.to_string()),
+        };
     match checked {
         Ok(said) if said == "ok" => {}
         Ok(said) => {
-            return (Finding::bad(WHAT, format!("{shown} is damaged: {said}"), hint), false);
+            return (CheckResult::error(WHAT, format!("{shown} is damaged: {said}"), hint), false);
         }
-        Err(why) => return (Finding::bad(WHAT, format!("{shown}: {why}"), hint), false),
+        Err(why) => return (CheckResult::error(WHAT, format!("{shown}: {why}"), hint), false),
     }
-    match crate::assemble::operator(config).await {
+    match crate::assemble::open_admin_engine(config).await {
         Ok(engine) => {
-            let size = engine.store_size_bytes().await.map(bytes);
+            let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
-            let version = format!("{shown} is sound: version {SCHEMA_VERSION}, {size}");
-            (Finding::good(WHAT, version), engine.has_keys())
+            let version = format!("{shown} is sound: version {SQLITE_SCHEMA_VERSION}, {size}");
+            (CheckResult::ok(WHAT, version), engine.has_keys())
         }
-        Err(error) => (Finding::bad(WHAT, format!("{error:#}"), hint), false),
+        Err(error) => (CheckResult::error(WHAT, format!("{error:#}"), hint), false),
     }
 }
 
 /// Reports a server that locks the data directory but is not the one on the port: another server
 /// would not start.
-pub fn owner(config: &Config, runs: bool) -> Option<Finding> {
-    let path = match config.kept() {
-        Ok(Kept::File(path)) if !runs => path,
+pub fn check_store_lock(config: &Config, runs: bool) -> Option<CheckResult> {
+    let path = match config.store_location() {
+        Ok(StoreLocation::Sqlite(path)) if !runs => path,
         _ => return None,
     };
-    crate::kept::is_served(&path).then(|| {
+    crate::kept::is_locked_by_server(&path).then(|| {
         let message = format!(
             "another toolcrib serves {}, and not on {}: a second one will not start",
             path.display(),
             config.listen
         );
-        Finding::bad("server", message, "stop it, or choose another directory with --data-dir")
+        CheckResult::error(
+            "server",
+            message,
+            "stop it, or choose another directory with --data-dir",
+        )
     })
 }
 
 /// Checks a PostgreSQL store.
-async fn database_store(config: &Config, kept: &Kept) -> (Finding, bool) {
+async fn check_postgres_store(config: &Config, kept: &StoreLocation) -> (CheckResult, bool) {
     const WHAT: &str = "store";
-    let shown = kept.shown();
-    match crate::assemble::operator(config).await {
+    let shown = kept.redacted();
+    match crate::assemble::open_admin_engine(config).await {
         Ok(engine) => {
-            let size = engine.store_size_bytes().await.map(bytes);
+            let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
-            (Finding::good(WHAT, format!("{shown} answers, {size}")), engine.has_keys())
+            (CheckResult::ok(WHAT, format!("{shown} answers, {size}")), engine.has_keys())
         }
         Err(error) => {
             let hint = "look whether PostgreSQL runs there, and whether the user may make tables \
                         in that database";
-            (Finding::bad(WHAT, format!("{error:#}"), hint), false)
+            (CheckResult::error(WHAT, format!("{error:#}"), hint), false)
         }
     }
 }
 
-pub fn keys(config: &Config, has_keys: bool) -> Finding {
+pub fn check_keys(config: &Config, has_keys: bool) -> CheckResult {
     const WHAT: &str = "keys";
     let listen = &config.listen;
-    match (has_keys, is_loopback_name(listen)) {
+    match (has_keys, is_loopback_host(listen)) {
         _ if config.auth.oauth.is_some() => {
-            Finding::good(WHAT, "every request needs a key, or a token of the issuer")
+            CheckResult::ok(WHAT, "every request needs a key, or a token of the issuer")
         }
-        (true, _) => Finding::good(WHAT, "every request needs a key (toolcrib keys ls)"),
+        (true, _) => CheckResult::ok(WHAT, "every request needs a key (toolcrib keys ls)"),
         (false, true) => {
-            Finding::good(WHAT, format!("none; {listen} is loopback, so nobody else gets in"))
+            CheckResult::ok(WHAT, format!("none; {listen} is loopback, so nobody else gets in"))
         }
-        (false, false) => Finding::bad(
+        (false, false) => CheckResult::error(
             WHAT,
             format!("none, and {listen} is open to other machines: the server will not start"),
             "toolcrib keys create --agent operator --role admin, or listen on 127.0.0.1",
@@ -204,43 +213,43 @@ pub fn keys(config: &Config, has_keys: bool) -> Finding {
     }
 }
 
-pub async fn database(config: &Config) -> Finding {
+pub async fn check_database(config: &Config) -> CheckResult {
     const WHAT: &str = "database";
     let hint = "check builtin.database.url, and that this machine may connect";
     let Some(url) = &config.builtin.database.url else {
-        return Finding::good(WHAT, "database.query uses its sample database");
+        return CheckResult::ok(WHAT, "database.query uses its sample database");
     };
     if !url.starts_with("postgres") {
         let path = url.strip_prefix("sqlite:").unwrap_or(url);
         return match std::fs::File::open(path.strip_prefix("//").unwrap_or(path)) {
-            Ok(_) => Finding::good(WHAT, format!("{path} can be read")),
-            Err(error) => Finding::bad(WHAT, format!("{path}: {error}"), hint),
+            Ok(_) => CheckResult::ok(WHAT, format!("{path} can be read")),
+            Err(error) => CheckResult::error(WHAT, format!("{path}: {error}"), hint),
         };
     }
     // The URL contains a password, so messages show only host and port.
     let parsed = reqwest::Url::parse(url).ok();
     let Some(host) = parsed.as_ref().and_then(|url| url.host_str()) else {
-        return Finding::bad(WHAT, "builtin.database.url names no host", hint);
+        return CheckResult::error(WHAT, "builtin.database.url names no host", hint);
     };
     let port = parsed.as_ref().and_then(|url| url.port()).unwrap_or(5432);
     let place = format!("{host}:{port}");
-    match tokio::time::timeout(NETWORK_LIMIT, tokio::net::TcpStream::connect(&place)).await {
-        Ok(Ok(_)) => Finding::good(WHAT, format!("{place} answers")),
-        Ok(Err(error)) => Finding::bad(WHAT, format!("{place}: {error}"), hint),
-        Err(_) => Finding::bad(WHAT, format!("{place} does not answer"), hint),
+    match tokio::time::timeout(NETWORK_TIMEOUT, tokio::net::TcpStream::connect(&place)).await {
+        Ok(Ok(_)) => CheckResult::ok(WHAT, format!("{place} answers")),
+        Ok(Err(error)) => CheckResult::error(WHAT, format!("{place}: {error}"), hint),
+        Err(_) => CheckResult::error(WHAT, format!("{place} does not answer"), hint),
     }
 }
 
-pub async fn weather(config: &Config) -> Finding {
+pub async fn check_weather(config: &Config) -> CheckResult {
     const WHAT: &str = "weather";
     let weather = &config.builtin.weather;
     let places = [
         (&weather.geocoding_url, "/v1/search?name=Berlin&count=1"),
         (&weather.forecast_url, "/v1/forecast?latitude=52.5&longitude=13.4"),
     ];
-    let http = match reqwest::Client::builder().timeout(NETWORK_LIMIT).build() {
+    let http = match reqwest::Client::builder().timeout(NETWORK_TIMEOUT).build() {
         Ok(http) => http,
-        Err(error) => return Finding::doubtful(WHAT, error.to_string(), "is TLS set up here?"),
+        Err(error) => return CheckResult::warning(WHAT, error.to_string(), "is TLS set up here?"),
     };
     for (base, path) in places {
         let hint = "weather.query will answer UPSTREAM_UNAVAILABLE; check the network, or set \
@@ -249,30 +258,30 @@ pub async fn weather(config: &Config) -> Finding {
             Ok(answer) if answer.status().is_success() => {}
             Ok(answer) => {
                 let message = format!("{base} answers with status {}", answer.status().as_u16());
-                return Finding::doubtful(WHAT, message, hint);
+                return CheckResult::warning(WHAT, message, hint);
             }
-            Err(_) => return Finding::doubtful(WHAT, format!("{base} cannot be reached"), hint),
+            Err(_) => return CheckResult::warning(WHAT, format!("{base} cannot be reached"), hint),
         }
     }
-    Finding::good(WHAT, "both services answer")
+    CheckResult::ok(WHAT, "both services answer")
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::State;
+    use super::super::CheckState;
     use super::*;
 
     #[test]
     fn an_open_door_without_keys_is_bad() {
         let config = |listen: &str| Config { listen: listen.into(), ..Config::default() };
-        assert_eq!(keys(&config("0.0.0.0:8080"), false).state, State::Bad);
-        assert_eq!(keys(&config("0.0.0.0:8080"), true).state, State::Good);
-        assert_eq!(keys(&config("[::1]:8080"), false).state, State::Good);
+        assert_eq!(check_keys(&config("0.0.0.0:8080"), false).state, CheckState::Error);
+        assert_eq!(check_keys(&config("0.0.0.0:8080"), true).state, CheckState::Ok);
+        assert_eq!(check_keys(&config("[::1]:8080"), false).state, CheckState::Ok);
         // With OAuth configured, every request needs a token.
         let mut issued = config("0.0.0.0:8080");
         issued.auth.oauth = Some(crate::config::OauthSettings::default());
-        assert_eq!(keys(&issued, false).state, State::Good);
+        assert_eq!(check_keys(&issued, false).state, CheckState::Ok);
     }
 
     #[tokio::test]
@@ -280,7 +289,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { data_dir: dir.path().into(), ..Config::default() };
         std::fs::write(dir.path().join("toolcrib.db"), "no database".repeat(1_000)).unwrap();
-        let (finding, _) = store(&config).await;
+        let (finding, _) = check_store(&config).await;
         assert!(finding.message.contains("not a database"), "{finding:?}");
         assert!(finding.hint.unwrap().contains("restore the last good one"));
     }
@@ -289,28 +298,28 @@ mod tests {
     fn a_data_directory_that_is_in_use_is_bad_unless_by_the_server_on_the_port() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { data_dir: dir.path().into(), ..Config::default() };
-        assert!(owner(&config, false).is_none(), "there is nothing yet");
+        assert!(check_store_lock(&config, false).is_none(), "there is nothing yet");
         let lock = std::fs::File::create(dir.path().join("toolcrib.lock")).unwrap();
-        assert!(owner(&config, false).is_none(), "nobody has it");
+        assert!(check_store_lock(&config, false).is_none(), "nobody has it");
         lock.try_lock().unwrap();
-        assert_eq!(owner(&config, false).unwrap().state, State::Bad);
-        assert!(owner(&config, true).is_none());
+        assert_eq!(check_store_lock(&config, false).unwrap().state, CheckState::Error);
+        assert!(check_store_lock(&config, true).is_none());
     }
 
     #[test]
     fn a_directory_that_cannot_be_is_bad() {
         let config = |dir: &str| Config { data_dir: dir.into(), ..Config::default() };
-        assert_eq!(data_directory(&config("/dev/null/x"))[0].state, State::Bad);
-        assert_eq!(data_directory(&config("/dev/null"))[0].state, State::Bad);
-        assert_eq!(data_directory(&config("/proc/x"))[0].state, State::Bad);
+        assert_eq!(check_data_dir(&config("/dev/null/x"))[0].state, CheckState::Error);
+        assert_eq!(check_data_dir(&config("/dev/null"))[0].state, CheckState::Error);
+        assert_eq!(check_data_dir(&config("/proc/x"))[0].state, CheckState::Error);
     }
 
     #[tokio::test]
     async fn the_password_of_a_database_is_not_shown() {
         let mut config = Config::default();
         config.builtin.database.url = Some("postgres://u:secret@127.0.0.1:1/d".into());
-        let finding = database(&config).await;
-        assert_eq!(finding.state, State::Bad);
+        let finding = check_database(&config).await;
+        assert_eq!(finding.state, CheckState::Error);
         assert!(!finding.message.contains("secret") && finding.message.contains("127.0.0.1:1"));
     }
 }

@@ -11,21 +11,21 @@ pub fn nearest_existing(dir: &Path) -> PathBuf {
 }
 
 /// Writes a small file in the directory and removes it.
-pub fn try_to_write(dir: &Path) -> io::Result<()> {
+pub fn probe_write(dir: &Path) -> io::Result<()> {
     let path = dir.join(format!(".toolcrib-doctor-{}", std::process::id()));
     let written = std::fs::OpenOptions::new().write(true).create_new(true).open(&path);
     written.and_then(|_| std::fs::remove_file(&path))
 }
 
 /// Returns the filesystem type of the mount that holds the directory.
-pub fn filesystem(dir: &Path) -> Option<String> {
+pub fn filesystem_type(dir: &Path) -> Option<String> {
     let dir = dir.canonicalize().ok()?;
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
-    filesystem_in(&mounts, &dir)
+    parse_mountinfo(&mounts, &dir)
 }
 
 /// Parses mountinfo lines: `36 35 98:0 /root /mnt rw,noatime master:1 - ext4 /dev/root rw`.
-fn filesystem_in(mounts: &str, dir: &Path) -> Option<String> {
+fn parse_mountinfo(mounts: &str, dir: &Path) -> Option<String> {
     let mut best: Option<(usize, &str)> = None;
     for line in mounts.lines() {
         let Some((before, after)) = line.split_once(" - ") else { continue };
@@ -33,7 +33,7 @@ fn filesystem_in(mounts: &str, dir: &Path) -> Option<String> {
         let Some(kind) = after.split(' ').next() else { continue };
         // Later mounts hide earlier ones at the same mount point.
         let deeper = best.is_none_or(|(length, _)| point.len() >= length);
-        if deeper && dir.starts_with(unescaped(point)) {
+        if deeper && dir.starts_with(unescape_mount_path(point)) {
             best = Some((point.len(), kind));
         }
     }
@@ -41,19 +41,19 @@ fn filesystem_in(mounts: &str, dir: &Path) -> Option<String> {
 }
 
 /// The kernel escapes a space in a path as `\040`.
-fn unescaped(point: &str) -> String {
+fn unescape_mount_path(point: &str) -> String {
     point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 }
 
 /// Returns true if the filesystem is on another machine.
-pub fn is_remote(kind: &str) -> bool {
+pub fn is_network_filesystem(kind: &str) -> bool {
     kind.starts_with("nfs")
         || ["cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs", "virtiofs"]
             .contains(&kind)
 }
 
 /// Returns true for an in-memory filesystem, where a flush costs nothing and nothing is durable.
-pub fn is_memory(kind: &str) -> bool {
+pub fn is_memory_filesystem(kind: &str) -> bool {
     matches!(kind, "tmpfs" | "ramfs")
 }
 
@@ -61,10 +61,10 @@ pub fn is_memory(kind: &str) -> bool {
 /// is available everywhere.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     let output = Command::new("df").arg("-Pk").arg("--").arg(dir).output().ok()?;
-    free_in(&String::from_utf8_lossy(&output.stdout))
+    parse_df_output(&String::from_utf8_lossy(&output.stdout))
 }
 
-fn free_in(text: &str) -> Option<u64> {
+fn parse_df_output(text: &str) -> Option<u64> {
     let line = text.lines().nth(1)?;
     // The device name may contain spaces, so the columns are counted from the percentage.
     let words: Vec<&str> = line.split_whitespace().collect();
@@ -88,22 +88,24 @@ nonsense
 
     #[test]
     fn the_deepest_mount_decides() {
-        let kind = |dir: &str| filesystem_in(MOUNTS, Path::new(dir)).unwrap();
+        let kind = |dir: &str| parse_mountinfo(MOUNTS, Path::new(dir)).unwrap();
         assert_eq!(kind("/home/x"), "ext4");
         assert_eq!(kind("/tmp/x"), "tmpfs");
         assert_eq!(kind("/tmpx"), "ext4");
         assert_eq!(kind("/mnt/my disk/a"), "nfs4");
-        assert!(is_remote(&kind("/mnt/my disk")) && is_memory(&kind("/tmp")));
-        assert_eq!(filesystem_in("", Path::new("/")), None);
+        assert!(
+            is_network_filesystem(&kind("/mnt/my disk")) && is_memory_filesystem(&kind("/tmp"))
+        );
+        assert_eq!(parse_mountinfo("", Path::new("/")), None);
     }
 
     #[test]
     fn free_space_is_read() {
         let text = "Filesystem 1024-blocks Used Available Capacity Mounted on\n\
                     /dev/my disk 100 40 60 40% /data\n";
-        assert_eq!(free_in(text), Some(60 * 1024));
+        assert_eq!(parse_df_output(text), Some(60 * 1024));
         for odd in ["", "x\n", "x\n%\n", "x\na b%\n"] {
-            assert_eq!(free_in(odd), None, "{odd:?}");
+            assert_eq!(parse_df_output(odd), None, "{odd:?}");
         }
         assert!(free_bytes(Path::new("/")).unwrap() > 0);
     }
@@ -113,8 +115,8 @@ nonsense
         let dir = tempfile::tempdir().unwrap();
         let missing = dir.path().join("a/b");
         assert_eq!(nearest_existing(&missing), dir.path());
-        try_to_write(dir.path()).unwrap();
+        probe_write(dir.path()).unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        assert!(try_to_write(&missing).is_err());
+        assert!(probe_write(&missing).is_err());
     }
 }

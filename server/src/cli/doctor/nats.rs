@@ -6,45 +6,47 @@ use async_nats::ConnectOptions;
 use async_nats::jetstream::context::GetStreamErrorKind;
 use async_nats::jetstream::{self, ErrorCode};
 
-use super::Finding;
-use crate::cli::output::bytes;
+use super::CheckResult;
+use crate::cli::output::format_bytes;
 use crate::config::Config;
-use crate::utp::link::Address;
+use crate::utp::link::NatsEndpoint;
 
 const WHAT: &str = "nats";
 const LIMIT: Duration = Duration::from_secs(5);
 
-pub async fn check(config: &Config) -> Finding {
-    let Some(address) = config.nats.address() else {
-        return Finding::good(WHAT, "none; tools over NATS are reported on over HTTP only");
+pub async fn check(config: &Config) -> CheckResult {
+    let Some(address) = config.nats.endpoint() else {
+        return CheckResult::ok(WHAT, "none; tools over NATS are reported on over HTTP only");
     };
-    let places = shown(&address.url);
-    match tokio::time::timeout(LIMIT, look(&address, &places)).await {
+    let places = redact_urls(&address.url);
+    match tokio::time::timeout(LIMIT, probe_nats(&address, &places)).await {
         Ok(finding) => finding,
-        Err(_) => away(format!("{places} does not answer within {} s", LIMIT.as_secs())),
+        Err(_) => {
+            unreachable_result(format!("{places} does not answer within {} s", LIMIT.as_secs()))
+        }
     }
 }
 
-fn away(message: String) -> Finding {
+fn unreachable_result(message: String) -> CheckResult {
     let hint = "start it, or correct nats.url; until then calls of tools over NATS wait";
-    Finding::bad(WHAT, message, hint)
+    CheckResult::error(WHAT, message, hint)
 }
 
-async fn look(address: &Address, places: &str) -> Finding {
+async fn probe_nats(address: &NatsEndpoint, places: &str) -> CheckResult {
     let mut options = ConnectOptions::new().name("toolcrib doctor").connection_timeout(LIMIT);
     if let Some(path) = &address.credentials {
         options = match options.credentials_file(path).await {
             Ok(options) => options,
             Err(error) => {
                 let message = format!("{} cannot be read: {error}", path.display());
-                return Finding::bad(WHAT, message, "correct nats.credentials");
+                return CheckResult::error(WHAT, message, "correct nats.credentials");
             }
         };
     }
     let urls: Vec<&str> = address.url.split(',').map(str::trim).collect();
     let client = match options.connect(urls).await {
         Ok(client) => client,
-        Err(error) => return away(format!("{places} cannot be used: {error}")),
+        Err(error) => return unreachable_result(format!("{places} cannot be used: {error}")),
     };
     let (server, most) = (client.server_info(), client.max_payload());
     let version = server.version;
@@ -60,19 +62,19 @@ async fn look(address: &Address, places: &str) -> Finding {
             _ => {
                 let message = format!("{places} (version {version}) has no JetStream: {error}");
                 let hint = "start it with -js, or allow JetStream to this account";
-                return Finding::bad(WHAT, message, hint);
+                return CheckResult::error(WHAT, message, hint);
             }
         },
     };
-    let most = bytes(most as u64);
-    Finding::good(
+    let most = format_bytes(most as u64);
+    CheckResult::ok(
         WHAT,
         format!("{places}: version {version} with JetStream, {streams}, carries up to {most}"),
     )
 }
 
 /// Returns hosts and ports; a URL may contain a password.
-fn shown(urls: &str) -> String {
+fn redact_urls(urls: &str) -> String {
     let one = |url: &str| {
         let rest = url.trim().split("://").last().unwrap_or_default().to_owned();
         rest.rsplit('@').next().unwrap_or_default().trim_end_matches('/').to_owned()
@@ -82,16 +84,16 @@ fn shown(urls: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::State;
+    use super::super::CheckState;
     use super::*;
 
     #[tokio::test]
     async fn a_broker_that_is_away_is_bad_and_its_password_is_not_shown() {
         let mut config = Config::default();
-        assert_eq!(check(&config).await.state, State::Good);
+        assert_eq!(check(&config).await.state, CheckState::Ok);
         config.nats.url = Some("nats://user:secret@127.0.0.1:1,nats://token@127.0.0.1:2".into());
         let finding = check(&config).await;
-        assert_eq!(finding.state, State::Bad);
+        assert_eq!(finding.state, CheckState::Error);
         assert!(finding.message.contains("127.0.0.1:1, 127.0.0.1:2"), "{}", finding.message);
         assert!(!finding.message.contains("secret") && !finding.message.contains("token"));
     }

@@ -4,37 +4,37 @@ use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::time::Duration;
 
-use super::Finding;
-use crate::cli::Context;
-use crate::cli::client::{Ask, Client};
+use super::CheckResult;
+use crate::cli::CommandContext;
+use crate::cli::client::{ApiClient, ApiRequest};
 use crate::config::Config;
 
 const WHAT: &str = "port";
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
 /// Checks the port. Returns true as well if a Toolcrib server responds on it.
-pub async fn check(context: &Context, config: &Config) -> (Finding, bool) {
+pub async fn check(context: &CommandContext, config: &Config) -> (CheckResult, bool) {
     let unanswered = |finding| (finding, false);
     let listen = config.listen.as_str();
     let resolved = listen.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
     let Some(address) = resolved else {
         let hint = "give an address of this machine, such as 127.0.0.1:8080";
-        return unanswered(Finding::bad(WHAT, format!("{listen} cannot be resolved"), hint));
+        return unanswered(CheckResult::error(WHAT, format!("{listen} cannot be resolved"), hint));
     };
     if address.port() == 0 {
-        return unanswered(Finding::good(WHAT, format!("{listen}: any free port")));
+        return unanswered(CheckResult::ok(WHAT, format!("{listen}: any free port")));
     }
     unanswered(match TcpListener::bind(address) {
-        Ok(_) => Finding::good(WHAT, format!("{listen} is free")),
+        Ok(_) => CheckResult::ok(WHAT, format!("{listen} is free")),
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
-            return taken(context, listen, address).await;
+            return check_taken_port(context, listen, address).await;
         }
-        Err(error) if error.kind() == ErrorKind::PermissionDenied => Finding::bad(
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => CheckResult::error(
             WHAT,
             format!("{listen}: {error}"),
             "ports below 1024 need more rights: choose a higher one with --listen",
         ),
-        Err(error) => Finding::bad(
+        Err(error) => CheckResult::error(
             WHAT,
             format!("{listen}: {error}"),
             "give an address of this machine, such as 127.0.0.1:8080",
@@ -42,14 +42,18 @@ pub async fn check(context: &Context, config: &Config) -> (Finding, bool) {
     })
 }
 
-async fn taken(context: &Context, listen: &str, address: SocketAddr) -> (Finding, bool) {
-    let owner = owner(address.port());
+async fn check_taken_port(
+    context: &CommandContext,
+    listen: &str,
+    address: SocketAddr,
+) -> (CheckResult, bool) {
+    let owner = listening_process(address.port());
     let by = owner.map_or_else(String::new, |(pid, name)| format!(" (pid {pid}, {name})"));
     if is_toolcrib(context, address).await {
-        return (Finding::good(WHAT, format!("a toolcrib is running on {listen}{by}")), true);
+        return (CheckResult::ok(WHAT, format!("a toolcrib is running on {listen}{by}")), true);
     }
     let next = SocketAddr::new(address.ip(), address.port().checked_add(1).unwrap_or(8_080));
-    let finding = Finding::bad(
+    let finding = CheckResult::error(
         WHAT,
         format!("{listen} is taken by another program{by}"),
         format!("stop it, or choose another port: toolcrib serve --listen {next}"),
@@ -58,7 +62,7 @@ async fn taken(context: &Context, listen: &str, address: SocketAddr) -> (Finding
 }
 
 /// Returns true if the process that listens there is alive and responds like Toolcrib.
-async fn is_toolcrib(context: &Context, address: SocketAddr) -> bool {
+async fn is_toolcrib(context: &CommandContext, address: SocketAddr) -> bool {
     let mut address = address;
     if address.ip().is_unspecified() {
         address.set_ip(match address {
@@ -67,12 +71,12 @@ async fn is_toolcrib(context: &Context, address: SocketAddr) -> bool {
         });
     }
     let server = format!("http://{address}");
-    let Ok(client) = Client::new(&server, context.global.key.as_deref(), None) else {
+    let Ok(client) = ApiClient::new(&server, context.global.key.as_deref(), None) else {
         return false;
     };
     let answer = async {
-        client.is_alive().await
-            && match client.ask(Ask::get(&["v1", "tools"])).await {
+        client.is_toolcrib_alive().await
+            && match client.request_json(ApiRequest::get(&["v1", "tools"])).await {
                 Ok(answer) => answer["tools"].is_array(),
                 // It requires a key, with an error code from Toolcrib's table.
                 Err(failure) => toolcrib::Code::parse(&failure.code).is_some(),
@@ -82,11 +86,11 @@ async fn is_toolcrib(context: &Context, address: SocketAddr) -> bool {
 }
 
 /// Returns the process that listens on a port, as far as this user may see it.
-fn owner(port: u16) -> Option<(u32, String)> {
+fn listening_process(port: u16) -> Option<(u32, String)> {
     let inodes: Vec<String> = ["/proc/net/tcp", "/proc/net/tcp6"]
         .iter()
         .filter_map(|table| std::fs::read_to_string(table).ok())
-        .flat_map(|table| listeners(&table, port))
+        .flat_map(|table| listening_inodes(&table, port))
         .collect();
     let sockets: Vec<String> = inodes.iter().map(|inode| format!("socket:[{inode}]")).collect();
     for process in std::fs::read_dir("/proc").ok()?.flatten() {
@@ -107,7 +111,7 @@ fn owner(port: u16) -> Option<(u32, String)> {
 }
 
 /// Returns the inodes of the sockets that listen on a port.
-fn listeners(table: &str, port: u16) -> Vec<String> {
+fn listening_inodes(table: &str, port: u16) -> Vec<String> {
     const LISTENING: &str = "0A";
     let wanted = format!(":{port:04X}");
     let inode = |line: &str| {
@@ -122,13 +126,13 @@ fn listeners(table: &str, port: u16) -> Vec<String> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::State;
+    use super::super::CheckState;
     use super::*;
 
     #[test]
     fn the_owner_of_a_port_is_found() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (pid, name) = owner(listener.local_addr().unwrap().port()).unwrap();
+        let (pid, name) = listening_process(listener.local_addr().unwrap().port()).unwrap();
         assert_eq!(pid, std::process::id());
         assert!(!name.is_empty());
     }
@@ -136,9 +140,9 @@ mod tests {
     #[test]
     fn odd_tables_do_no_harm() {
         let line = "head\n 0: 0100007F:1F90 00000000:0000 0A 0:0 0:0 0 0 0 4242 1\n";
-        assert_eq!(listeners(line, 8080), ["4242"]);
-        assert_eq!(listeners(line, 8081), [""; 0]);
-        assert_eq!(listeners("head\nx\n 0: :1F90\n", 8080), [""; 0]);
+        assert_eq!(listening_inodes(line, 8080), ["4242"]);
+        assert_eq!(listening_inodes(line, 8081), [""; 0]);
+        assert_eq!(listening_inodes("head\nx\n 0: :1F90\n", 8080), [""; 0]);
     }
 
     #[tokio::test]
@@ -155,10 +159,10 @@ mod tests {
             }
         });
         let (finding, _) = check(&context, &config).await;
-        assert_eq!(finding.state, State::Bad);
+        assert_eq!(finding.state, CheckState::Error);
         assert!(finding.message.contains("another program"), "{}", finding.message);
         stranger.join().unwrap();
         let (finding, _) = check(&context, &config).await;
-        assert_eq!(finding.state, State::Good, "{}", finding.message);
+        assert_eq!(finding.state, CheckState::Ok, "{}", finding.message);
     }
 }

@@ -15,17 +15,19 @@ use reqwest::Method;
 use serde_json::{Map, Value, json};
 use toolcrib::{Caller, Engine};
 
-use crate::cli::client::{Ask, Client};
-use crate::cli::failure::{Failure, exit};
-use crate::cli::output::{age, now_ms, number, plain, text};
-use crate::cli::{Context, Place};
-use crate::upstreams::{KIND, imported, stored, to_add};
+use crate::cli::client::{ApiClient, ApiRequest};
+use crate::cli::failure::{CommandFailure, exit};
+use crate::cli::output::{format_age, now_ms, sanitize_line, str_member, u64_member};
+use crate::cli::{CommandContext, StorageArgs};
+use crate::upstreams::{
+    MCP_UPSTREAM_KIND, find_desktop_servers, parse_servers_to_add, to_stored_settings,
+};
 
 /// Maximum time to wait for the first connection to a new MCP server.
-const FIRST_ANSWER: Duration = Duration::from_secs(30);
+const CONNECT_WAIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Subcommand)]
-pub enum Verb {
+pub enum McpServersCommand {
     /// Add an MCP server: a program to start, or a URL
     #[command(after_help = "\
 Examples:
@@ -34,7 +36,7 @@ Examples:
   toolcrib mcp add far https://mcp.example.com/mcp && toolcrib mcp sign-in far
   toolcrib mcp add db --env-from DATABASE_URL --pin -- uvx mcp-server-postgres
   toolcrib mcp add --file ~/.config/client.json")]
-    Add(Box<AddArgs>),
+    Add(Box<AddMcpServerArgs>),
     /// List the MCP servers and their state
     #[command(alias = "list")]
     Ls,
@@ -78,10 +80,11 @@ Examples:
 }
 
 /// Arguments that describe a single server. The others apply to each server of a file.
-const FOR_ONE: [&str; 7] = ["name", "url", "command", "env", "env_from", "header", "cwd"];
+const SINGLE_SERVER_ARGS: [&str; 7] =
+    ["name", "url", "command", "env", "env_from", "header", "cwd"];
 
 #[derive(Debug, clap::Args)]
-pub struct AddArgs {
+pub struct AddMcpServerArgs {
     /// Name, and prefix of its tools: NAME.tool
     #[arg(required_unless_present = "file")]
     name: Option<String>,
@@ -111,7 +114,7 @@ pub struct AddArgs {
     #[arg(long, value_name = "RISK")]
     risk: Option<String>,
     /// File with mcpServers in the format of desktop clients; - for standard input
-    #[arg(long, value_name = "FILE", conflicts_with_all = FOR_ONE)]
+    #[arg(long, value_name = "FILE", conflicts_with_all = SINGLE_SERVER_ARGS)]
     file: Option<String>,
     /// The program and its arguments
     #[arg(last = true, value_name = "COMMAND")]
@@ -119,73 +122,83 @@ pub struct AddArgs {
 }
 
 /// The target of the commands: a running server or a data directory.
-enum Crib {
-    Server(Client),
+enum McpServersTarget {
+    Server(ApiClient),
     Directory { engine: Engine, caller: Caller },
 }
 
-impl Crib {
-    async fn open(context: &Context, place: &Place, verb: &Verb) -> Result<Self, Failure> {
+impl McpServersTarget {
+    async fn open(
+        context: &CommandContext,
+        place: &StorageArgs,
+        verb: &McpServersCommand,
+    ) -> Result<Self, CommandFailure> {
         let named = context.global.server.is_some();
-        if named && !place.is_named() {
+        if named && !place.is_given() {
             return Ok(Self::Server(context.client()?));
         }
-        if !place.is_named() {
+        if !place.is_given() {
             let client = context.client()?;
-            match answer(&client).await {
+            match probe_server(&client).await {
                 Some(Ok(())) => return Ok(Self::Server(client)),
-                Some(Err(failure)) if failure.exit == exit::AUTH && !verb.works_alone() => {
+                Some(Err(failure)) if failure.exit == exit::AUTH && !verb.works_offline() => {
                     return Err(failure);
                 }
                 _ => {}
             }
         }
         let config = context.config(None, place)?;
-        let engine = crate::assemble::operator(&config).await?;
+        let engine = crate::assemble::open_admin_engine(&config).await?;
         Ok(Self::Directory { engine, caller: Caller::local(context.project()) })
     }
 }
 
 /// Requests the list of sources from a server. Returns `None` if no Toolcrib server responds.
-async fn answer(client: &Client) -> Option<Result<(), Failure>> {
-    if !client.is_alive().await {
+async fn probe_server(client: &ApiClient) -> Option<Result<(), CommandFailure>> {
+    if !client.is_toolcrib_alive().await {
         return None;
     }
-    Some(client.ask(Ask::get(&["v1", "sources", "mcp"])).await.map(drop))
+    Some(client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await.map(drop))
 }
 
-impl Verb {
+impl McpServersCommand {
     /// Returns true if the command works on the data directory, for a local user without a key.
-    fn works_alone(&self) -> bool {
+    fn works_offline(&self) -> bool {
         matches!(self, Self::Add(_) | Self::Rm { .. })
     }
 }
 
-pub async fn run(context: &Context, verb: Verb, place: &Place) -> Result<(), Failure> {
-    let crib = Crib::open(context, place, &verb).await?;
+pub async fn run(
+    context: &CommandContext,
+    verb: McpServersCommand,
+    place: &StorageArgs,
+) -> Result<(), CommandFailure> {
+    let crib = McpServersTarget::open(context, place, &verb).await?;
     match verb {
-        Verb::Add(args) => add(context, &crib, *args).await,
-        Verb::Ls => list(context, &crib).await,
-        Verb::Show { name } => show(context, &crib, &name).await,
-        Verb::Accept { name, tools } => accept(context, &crib, &name, tools).await,
-        Verb::Refresh { name } => refresh(context, &crib, &name).await,
-        Verb::SignIn { name, no_wait } => sign::sign_in(context, &crib, &name, no_wait).await,
-        Verb::SignOut { name } => sign::sign_out(context, &crib, &name).await,
-        Verb::Rm { name } => remove(context, &crib, &name).await,
+        McpServersCommand::Add(args) => add(context, &crib, *args).await,
+        McpServersCommand::Ls => list(context, &crib).await,
+        McpServersCommand::Show { name } => show(context, &crib, &name).await,
+        McpServersCommand::Accept { name, tools } => accept(context, &crib, &name, tools).await,
+        McpServersCommand::Refresh { name } => refresh(context, &crib, &name).await,
+        McpServersCommand::SignIn { name, no_wait } => {
+            sign::sign_in(context, &crib, &name, no_wait).await
+        }
+        McpServersCommand::SignOut { name } => sign::sign_out(context, &crib, &name).await,
+        McpServersCommand::Rm { name } => remove(context, &crib, &name).await,
     }
 }
 
 /// Converts the arguments to the form that the API accepts.
-fn document(args: AddArgs) -> Result<Value, Failure> {
+fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
     if let Some(file) = &args.file {
         let mut read = String::new();
         let done = match file.as_str() {
             "-" => std::io::stdin().read_to_string(&mut read).map(|_| ()),
             path => std::fs::read_to_string(path).map(|text| read = text),
         };
-        done.map_err(|error| Failure::usage(format!("{file} cannot be read: {error}")))?;
+        done.map_err(|error| CommandFailure::usage(format!("{file} cannot be read: {error}")))?;
         let mut document: Value = serde_json::from_str(&read)
-            .map_err(|error| Failure::usage(format!("{file} is not JSON: {error}")))?;
+            .map_err(|error| CommandFailure::usage(format!("{file} is not JSON: {error}")))?;
         let mut said = Map::new();
         if args.pin {
             said.insert("pin".to_owned(), true.into());
@@ -193,7 +206,7 @@ fn document(args: AddArgs) -> Result<Value, Failure> {
         for (field, value) in [("effect", args.effect), ("risk", args.risk)] {
             said.extend(value.map(|value| (field.to_owned(), value.into())));
         }
-        match imported(&mut document) {
+        match find_desktop_servers(&mut document) {
             Some(servers) => {
                 let each = servers.values_mut().filter_map(Value::as_object_mut);
                 each.for_each(|server| server.extend(said.clone()));
@@ -208,7 +221,7 @@ fn document(args: AddArgs) -> Result<Value, Failure> {
             Some((name.trim().to_owned(), value.trim().to_owned()))
         };
         let all: Option<BTreeMap<String, String>> = given.iter().map(split).collect();
-        all.ok_or_else(|| Failure::usage(format!("write {what}")))
+        all.ok_or_else(|| CommandFailure::usage(format!("write {what}")))
     };
     let mut made = json!({
         "name": args.name,
@@ -234,70 +247,87 @@ fn document(args: AddArgs) -> Result<Value, Failure> {
     Ok(made)
 }
 
-async fn add(context: &Context, crib: &Crib, args: AddArgs) -> Result<(), Failure> {
+async fn add(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    args: AddMcpServerArgs,
+) -> Result<(), CommandFailure> {
     let output = context.output;
-    let document = document(args)?;
+    let document = build_definition(args)?;
     match crib {
-        Crib::Server(client) => {
-            let spinner = output.spinner("waiting for its first answer");
-            let ask = Ask::post(&["v1", "sources", "mcp"], document).wait(FIRST_ANSWER);
-            let added = client.ask(ask).await;
+        McpServersTarget::Server(client) => {
+            let spinner = output.start_spinner("waiting for its first answer");
+            let ask = ApiRequest::post(&["v1", "sources", "mcp"], document).wait(CONNECT_WAIT);
+            let added = client.request_json(ask).await;
             spinner.finish_and_clear();
             let added = added?;
             if output.json {
-                return output.value(&added);
+                return output.print_json(&added);
             }
             let sources = added["sources"].as_array().map(Vec::as_slice).unwrap_or_default();
             for source in sources {
-                output.line(&in_words(source))?;
+                output.print_line(&describe_source(source))?;
             }
             Ok(())
         }
-        Crib::Directory { engine, caller } => {
-            for settings in to_add(engine, caller, document)? {
-                engine.put_upstream(caller, &settings.name, KIND, stored(&settings)).await?;
-                output.line(&format!("{} is added", settings.name))?;
+        McpServersTarget::Directory { engine, caller } => {
+            for settings in parse_servers_to_add(engine, caller, document)? {
+                engine
+                    .put_upstream(
+                        caller,
+                        &settings.name,
+                        MCP_UPSTREAM_KIND,
+                        to_stored_settings(&settings),
+                    )
+                    .await?;
+                output.print_line(&format!("{} is added", settings.name))?;
             }
-            output.note("a server on this data directory connects to it; toolcrib mcp ls shows it");
+            output.print_note(
+                "a server on this data directory connects to it; toolcrib mcp ls shows it",
+            );
             Ok(())
         }
     }
 }
 
-fn in_words(source: &Value) -> String {
-    let name = plain(text(source, "name"));
-    let state = text(source, "state");
+fn describe_source(source: &Value) -> String {
+    let name = sanitize_line(str_member(source, "name"));
+    let state = str_member(source, "state");
     match (state, source["problem"].as_str()) {
         ("ready", _) => {
-            let tools = number(source, "tools").unwrap_or_default();
+            let tools = u64_member(source, "tools").unwrap_or_default();
             let skipped = source["skipped"].as_array().map(Vec::as_slice).unwrap_or_default();
             let left_out = skipped.iter().take(10).map(|skipped| {
-                let (tool, why) = (text(skipped, "tool"), text(skipped, "why"));
+                let (tool, why) = (str_member(skipped, "tool"), str_member(skipped, "why"));
                 let line = match why.starts_with(tool) {
                     true => why.to_owned(),
                     false => format!("{tool}: {why}"),
                 };
-                format!("\n  left out: {}", plain(&line))
+                format!("\n  left out: {}", sanitize_line(&line))
             });
             format!("{name} is ready: {tools} tools, {name}.…{}", left_out.collect::<String>())
         }
         ("needs_sign_in", _) => {
             let address = source["oauth"]["sign_in_url"].as_str().unwrap_or_default();
-            let address = plain(address);
+            let address = sanitize_line(address);
             format!(
                 "{name} needs somebody to sign in: toolcrib mcp sign-in {name}, or open\n{address}"
             )
         }
-        (_, Some(problem)) => format!("{name} is added, and is {state}: {}", plain(problem)),
+        (_, Some(problem)) => {
+            format!("{name} is added, and is {state}: {}", sanitize_line(problem))
+        }
         _ => format!("{name} is added, and is {state}"),
     }
 }
 
-async fn list(context: &Context, crib: &Crib) -> Result<(), Failure> {
+async fn list(context: &CommandContext, crib: &McpServersTarget) -> Result<(), CommandFailure> {
     let output = context.output;
     let answer = match crib {
-        Crib::Server(client) => client.ask(Ask::get(&["v1", "sources", "mcp"])).await?,
-        Crib::Directory { engine, caller } => {
+        McpServersTarget::Server(client) => {
+            client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await?
+        }
+        McpServersTarget::Directory { engine, caller } => {
             let here = engine.upstreams().into_iter().filter(|u| u.project == caller.project);
             let sources: Vec<Value> = here
                 .map(|upstream| {
@@ -306,101 +336,120 @@ async fn list(context: &Context, crib: &Crib) -> Result<(), Failure> {
                         "tools": tools })
                 })
                 .collect();
-            output.note("no server answers: what is stored is shown, and not how it is");
+            output.print_note("no server answers: what is stored is shown, and not how it is");
             json!({ "sources": sources })
         }
     };
     if output.json {
-        return output.value(&answer);
+        return output.print_json(&answer);
     }
     let sources = answer["sources"].as_array().map(Vec::as_slice).unwrap_or_default();
     let now = now_ms();
     let rows = sources.iter().map(|source| {
-        let since = number(source, "since_ms").map(|ms| age(now.saturating_sub(ms)));
+        let since = u64_member(source, "since_ms").map(|ms| format_age(now.saturating_sub(ms)));
         let pending = source["pending"].as_array().map_or(0, Vec::len);
         let problem = source["problem"].as_str().map(str::to_owned);
         let waits = (pending > 0).then(|| format!("{pending} to accept"));
         let skipped = source["skipped"].as_array().map_or(0, Vec::len);
         let left_out = (skipped > 0).then(|| format!("{skipped} left out: toolcrib mcp show"));
         vec![
-            text(source, "name").to_owned(),
-            text(source, "state").to_owned(),
+            str_member(source, "name").to_owned(),
+            str_member(source, "state").to_owned(),
             since.unwrap_or_default(),
-            number(source, "tools").map(|n| n.to_string()).unwrap_or_default(),
-            text(source, "place").to_owned(),
+            u64_member(source, "tools").map(|n| n.to_string()).unwrap_or_default(),
+            str_member(source, "place").to_owned(),
             problem.or(waits).or(left_out).unwrap_or_default(),
         ]
     });
     let heads = ["NAME", "STATE", "SINCE", "TOOLS", "PLACE", "PROBLEM"];
-    output.table(&heads, rows.collect(), "no MCP servers: toolcrib mcp add --help")?;
+    output.print_table(&heads, rows.collect(), "no MCP servers: toolcrib mcp add --help")?;
     for source in sources {
         if let Some(address) = source["oauth"]["sign_in_url"].as_str() {
-            output.note(&format!("to sign in to {}, open", plain(text(source, "name"))));
-            output.note(&format!("  {}", plain(address)));
+            output.print_note(&format!(
+                "to sign in to {}, open",
+                sanitize_line(str_member(source, "name"))
+            ));
+            output.print_note(&format!("  {}", sanitize_line(address)));
         }
     }
     Ok(())
 }
 
 /// Returns the client of the running server: only a running server knows the state of its sources.
-fn running(crib: &Crib) -> Result<&Client, Failure> {
+fn require_server(crib: &McpServersTarget) -> Result<&ApiClient, CommandFailure> {
     match crib {
-        Crib::Server(client) => Ok(client),
-        Crib::Directory { .. } => {
+        McpServersTarget::Server(client) => Ok(client),
+        McpServersTarget::Directory { .. } => {
             let message =
                 "no server answers here, and only a running one knows how its sources are";
-            Err(Failure::new(exit::UNREACHABLE, "UNREACHABLE", message)
+            Err(CommandFailure::new(exit::UNREACHABLE, "UNREACHABLE", message)
                 .hint("start it, or name it with --server URL --key KEY"))
         }
     }
 }
 
-async fn show(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
-    let source = running(crib)?.ask(Ask::get(&["v1", "sources", "mcp", name])).await?;
-    context.output.value(&source)
+async fn show(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+) -> Result<(), CommandFailure> {
+    let source = require_server(crib)?
+        .request_json(ApiRequest::get(&["v1", "sources", "mcp", name]))
+        .await?;
+    context.output.print_json(&source)
 }
 
-async fn refresh(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
-    let ask = Ask::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
-    let source = running(crib)?.ask(ask.wait(FIRST_ANSWER)).await?;
+async fn refresh(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+) -> Result<(), CommandFailure> {
+    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
+    let source = require_server(crib)?.request_json(ask.wait(CONNECT_WAIT)).await?;
     match context.output.json {
-        true => context.output.value(&source),
-        false => context.output.line(&in_words(&source)),
+        true => context.output.print_json(&source),
+        false => context.output.print_line(&describe_source(&source)),
     }
 }
 
 async fn accept(
-    context: &Context,
-    crib: &Crib,
+    context: &CommandContext,
+    crib: &McpServersTarget,
     name: &str,
     tools: Vec<String>,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let body = if tools.is_empty() { json!({}) } else { json!({ "tools": tools }) };
-    let ask = Ask::post(&["v1", "sources", "mcp", name, "accept"], body);
-    let answer = running(crib)?.ask(ask).await?;
+    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "accept"], body);
+    let answer = require_server(crib)?.request_json(ask).await?;
     if context.output.json {
-        return context.output.value(&answer);
+        return context.output.print_json(&answer);
     }
     let accepted = answer["accepted"].as_array().map(Vec::as_slice).unwrap_or_default();
     for change in accepted {
-        let line = format!("{} ({})", text(change, "tool"), text(change, "change"));
-        context.output.line(&plain(&line))?;
+        let line = format!("{} ({})", str_member(change, "tool"), str_member(change, "change"));
+        context.output.print_line(&sanitize_line(&line))?;
     }
     if accepted.is_empty() {
-        context.output.note("there was nothing to accept");
+        context.output.print_note("there was nothing to accept");
     }
     Ok(())
 }
 
-async fn remove(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
+async fn remove(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+) -> Result<(), CommandFailure> {
     match crib {
-        Crib::Server(client) => {
+        McpServersTarget::Server(client) => {
             let path = ["v1", "sources", "mcp", name];
-            client.ask(Ask::new(Method::DELETE, &path)).await?;
+            client.request_json(ApiRequest::new(Method::DELETE, &path)).await?;
         }
-        Crib::Directory { engine, caller } => engine.drop_upstream(caller, name).await?,
+        McpServersTarget::Directory { engine, caller } => {
+            engine.remove_upstream(caller, name).await?
+        }
     }
-    context.output.note(&format!("{} is removed, with its tools", plain(name)));
+    context.output.print_note(&format!("{} is removed, with its tools", sanitize_line(name)));
     Ok(())
 }
 
@@ -413,11 +462,11 @@ mod tests {
     use super::*;
 
     /// Starts a fake server with these routes.
-    async fn server(router: axum::Router) -> Client {
+    async fn server(router: axum::Router) -> ApiClient {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(async move { axum::serve(listener, router).await });
-        Client::new(&address, None, None).unwrap()
+        ApiClient::new(&address, None, None).unwrap()
     }
 
     #[tokio::test]
@@ -429,11 +478,14 @@ mod tests {
         let ours = get(|| async { ([("toolcrib-version", "1")], "ok") });
         let router = axum::Router::new().route("/healthz", ours);
         let client = server(router.route("/v1/sources/mcp", get(refusal))).await;
-        let failure = answer(&client).await.unwrap().unwrap_err();
+        let failure = probe_server(&client).await.unwrap().unwrap_err();
         assert_eq!((failure.exit, failure.message.as_str()), (exit::AUTH, "a key is needed"));
-        assert!(!Verb::Ls.works_alone() && !Verb::Show { name: String::new() }.works_alone());
-        assert!(Verb::Rm { name: String::new() }.works_alone());
+        assert!(
+            !McpServersCommand::Ls.works_offline()
+                && !McpServersCommand::Show { name: String::new() }.works_offline()
+        );
+        assert!(McpServersCommand::Rm { name: String::new() }.works_offline());
         let other = axum::Router::new().fallback(|| async { "ok" });
-        assert!(answer(&server(other).await).await.is_none());
+        assert!(probe_server(&server(other).await).await.is_none());
     }
 }

@@ -2,85 +2,88 @@
 
 use serde_json::{Value, json};
 
-use super::super::Context;
-use super::super::client::Client;
-use super::super::failure::{Failure, exit};
-use super::super::output::{Tone, number, plain, text};
-use super::Messages;
+use super::super::CommandContext;
+use super::super::client::ApiClient;
+use super::super::failure::{CommandFailure, exit};
+use super::super::output::{TextStyle, sanitize_line, str_member, u64_member};
+use super::RunEventReader;
 
 /// Maximum number of characters shown of a text or of arguments.
-const SHOWN: usize = 160;
+const MAX_SHOWN_CHARS: usize = 160;
 
-pub(super) async fn run(
-    context: &Context,
-    client: &Client,
+pub(super) async fn replay_run(
+    context: &CommandContext,
+    client: &ApiClient,
     run: &str,
     model: Option<&str>,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let path = ["v1", "runs", run, "replay"];
-    let stream = client.stream_of(&path, json!({ "model": model })).await?;
-    let mut messages = Messages::new(stream);
+    let stream = client.post_event_stream(&path, json!({ "model": model })).await?;
+    let mut messages = RunEventReader::new(stream);
     while let Some(batch) = messages.next().await? {
         for message in batch {
-            let event = message.value();
+            let event = message.to_json();
             if context.output.json {
-                context.output.value_line(&event)?;
+                context.output.print_json_line(&event)?;
             }
-            match text(&event, "type") {
+            match str_member(&event, "type") {
                 "replay.asking" if !context.output.json => {
-                    let step = number(&event, "step").unwrap_or_default();
-                    context.output.note(&format!("step {step}"));
+                    let step = u64_member(&event, "step").unwrap_or_default();
+                    context.output.print_note(&format!("step {step}"));
                 }
-                "replay.finished" => return finished(context, &event),
+                "replay.finished" => return print_replay_result(context, &event),
                 "replay.failed" => {
                     let error = &event["error"];
-                    let (code, message) = (text(error, "code"), text(error, "message"));
-                    return Err(Failure::new(exit::FAILURE, code, message));
+                    let (code, message) = (str_member(error, "code"), str_member(error, "message"));
+                    return Err(CommandFailure::new(exit::FAILURE, code, message));
                 }
                 _ => {}
             }
         }
     }
-    Err(Failure::unreachable("the connection broke before the end; nothing was changed"))
+    Err(CommandFailure::unreachable("the connection broke before the end; nothing was changed"))
 }
 
-fn finished(context: &Context, event: &Value) -> Result<(), Failure> {
+fn print_replay_result(context: &CommandContext, event: &Value) -> Result<(), CommandFailure> {
     let output = context.output;
     let same = event["same"] == true;
     if !output.json {
-        let answer = text(event, "answer");
+        let answer = str_member(event, "answer");
         for difference in event["differences"].as_array().into_iter().flatten() {
-            let step = number(difference, "step").unwrap_or_default();
-            let heading = output.tone(&format!("step {step} went another way"), Tone::Doubtful);
-            output.line(&heading)?;
-            output.line(&format!("  recorded  {}", shown(&difference["recorded"])))?;
-            output.line(&format!("  now       {}", shown(&difference["now"])))?;
+            let step = u64_member(difference, "step").unwrap_or_default();
+            let heading =
+                output.paint(&format!("step {step} went another way"), TextStyle::Warning);
+            output.print_line(&heading)?;
+            output.print_line(&format!("  recorded  {}", format_reply(&difference["recorded"])))?;
+            output.print_line(&format!("  now       {}", format_reply(&difference["now"])))?;
         }
-        output.line(&format!("answer: {}", plain(answer)))?;
+        output.print_line(&format!("answer: {}", sanitize_line(answer)))?;
         if same {
-            output.note(&output.message_tone("the same as recorded", Tone::Good));
+            output.print_note(&output.paint_message("the same as recorded", TextStyle::Success));
         }
-        if let Some(count) = number(event, "unrecorded_calls").filter(|count| *count > 0) {
-            output.note(&format!("{count} calls have no recorded result, and were not made"));
+        if let Some(count) = u64_member(event, "unrecorded_calls").filter(|count| *count > 0) {
+            output.print_note(&format!("{count} calls have no recorded result, and were not made"));
         }
     }
     // As in diff: 0 if the runs are the same, 1 if they differ.
-    if same { Ok(()) } else { Err(Failure::said(exit::FAILURE)) }
+    if same { Ok(()) } else { Err(CommandFailure::already_reported(exit::FAILURE)) }
 }
 
 /// Formats what the model did in a step, shortened.
-fn shown(reply: &Value) -> String {
+fn format_reply(reply: &Value) -> String {
     if reply.is_null() {
         return "no such step".to_owned();
     }
     let calls = reply["calls"].as_array().map_or(&[][..], Vec::as_slice);
     let said = match calls.is_empty() {
-        true => format!("\"{}\"", text(reply, "text")),
+        true => format!("\"{}\"", str_member(reply, "text")),
         false => {
-            let one = |call: &Value| format!("{} {}", text(call, "name"), text(call, "arguments"));
+            let one = |call: &Value| {
+                format!("{} {}", str_member(call, "name"), str_member(call, "arguments"))
+            };
             calls.iter().map(one).collect::<Vec<_>>().join(", ")
         }
     };
-    let short: String = plain(&said).chars().take(SHOWN).collect();
-    if said.chars().count() > SHOWN { format!("{short}…") } else { short }
+    let short: String = sanitize_line(&said).chars().take(MAX_SHOWN_CHARS).collect();
+    if said.chars().count() > MAX_SHOWN_CHARS { format!("{short}…") } else { short }
 }

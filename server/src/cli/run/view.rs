@@ -6,242 +6,261 @@ use std::io::Write;
 
 use serde_json::Value;
 
-use super::super::failure::{Failure, exit};
-use super::super::output::{Output, Tone, duration, number, paragraph, plain, text};
+use super::super::failure::{CommandFailure, exit};
+use super::super::output::{
+    Output, TextStyle, format_duration, sanitize_line, sanitize_text, str_member, u64_member,
+};
 
 /// Maximum number of characters shown of a call's arguments.
-const SHOWN: usize = 100;
+const MAX_ARGUMENT_CHARS: usize = 100;
 
-pub(super) struct View {
+pub(super) struct RunView {
     output: Output,
     run_id: String,
-    began_ms: Option<u64>,
+    start_ms: Option<u64>,
     /// Arguments by the model's id for the call, until the call starts; then tool names by call id.
-    wanted: HashMap<String, String>,
+    call_details: HashMap<String, String>,
     /// Start times of calls, by call id.
-    began: HashMap<String, u64>,
+    call_start_ms: HashMap<String, u64>,
     /// Text printed so far of the current answer.
-    said: String,
+    printed_text: String,
     /// True if the start of the answer or some of its deltas were missed: deltas are then skipped
     /// until the complete answer arrives. The server does not report that a subscriber joined in
     /// the middle of an answer.
-    gap: bool,
+    skips_deltas: bool,
     /// The last step whose complete answer was shown.
     step: Option<u64>,
     /// True if the cursor is behind printed text.
-    in_line: bool,
-    end: Option<Value>,
+    is_mid_line: bool,
+    final_event: Option<Value>,
 }
 
-impl View {
+impl RunView {
     pub(super) fn new(output: Output) -> Self {
         Self {
             output,
             run_id: String::new(),
-            began_ms: None,
-            wanted: HashMap::new(),
-            began: HashMap::new(),
-            said: String::new(),
-            gap: true,
+            start_ms: None,
+            call_details: HashMap::new(),
+            call_start_ms: HashMap::new(),
+            printed_text: String::new(),
+            skips_deltas: true,
             step: None,
-            in_line: false,
-            end: None,
+            is_mid_line: false,
+            final_event: None,
         }
     }
 
-    pub(super) fn show(&mut self, event: &Value) -> Result<(), Failure> {
-        let kind = text(event, "type");
-        self.run_id = text(event, "run_id").to_owned();
-        let at_ms = number(event, "at_ms");
-        if self.began_ms.is_none() {
-            self.began_ms = at_ms;
+    pub(super) fn show_event(&mut self, event: &Value) -> Result<(), CommandFailure> {
+        let kind = str_member(event, "type");
+        self.run_id = str_member(event, "run_id").to_owned();
+        let at_ms = u64_member(event, "at_ms");
+        if self.start_ms.is_none() {
+            self.start_ms = at_ms;
         }
         if matches!(kind, "run.finished" | "run.failed" | "run.canceled") {
-            self.end = Some(event.clone());
+            self.final_event = Some(event.clone());
         } else if kind.starts_with("run.") {
             // A run that had ended continues.
-            self.end = None;
+            self.final_event = None;
         }
         if self.output.json {
-            return self.output.value_line(event);
+            return self.output.print_json_line(event);
         }
         match kind {
             "run.asking" => {
-                self.begin();
+                self.reset_answer();
                 Ok(())
             }
-            "run.text" if self.gap => Ok(()),
-            "run.text" => self.words(text(event, "text")),
+            "run.text" if self.skips_deltas => Ok(()),
+            "run.text" => self.print_delta(str_member(event, "text")),
             "run.missed" => {
-                self.gap = true;
+                self.skips_deltas = true;
                 Ok(())
             }
             "run.asking_again" => {
-                self.new_line()?;
-                self.begin();
-                let wait = duration(number(event, "wait_ms").unwrap_or_default());
-                let why = plain(text(&event["error"], "message"));
-                self.note(&format!("{why}; asking again in {wait}"), Tone::Doubtful);
+                self.end_line()?;
+                self.reset_answer();
+                let wait = format_duration(u64_member(event, "wait_ms").unwrap_or_default());
+                let why = sanitize_line(str_member(&event["error"], "message"));
+                self.note(&format!("{why}; asking again in {wait}"), TextStyle::Warning);
                 Ok(())
             }
-            "run.replied" => self.replied(event),
+            "run.replied" => self.show_reply(event),
             "run.waiting" => {
-                self.note("waiting for results that come late", Tone::Quiet);
+                self.note("waiting for results that come late", TextStyle::Dim);
                 Ok(())
             }
             "run.late" => {
-                let name = plain(text(event, "name"));
-                self.note(&format!("{name}: its result has come"), Tone::Good);
+                let name = sanitize_line(str_member(event, "name"));
+                self.note(&format!("{name}: its result has come"), TextStyle::Success);
                 Ok(())
             }
-            "run.finished" => self.finished(event, at_ms),
+            "run.finished" => self.show_finished(event, at_ms),
             _ => {
-                self.call(kind.strip_prefix("tool.call.").unwrap_or_default(), event, at_ms);
+                self.show_call_event(
+                    kind.strip_prefix("tool.call.").unwrap_or_default(),
+                    event,
+                    at_ms,
+                );
                 Ok(())
             }
         }
     }
 
     /// Returns the outcome of the run, or `None` while it has not ended.
-    pub(super) fn end(&self) -> Option<Result<(), Failure>> {
-        let end = self.end.as_ref()?;
-        Some(match text(end, "type") {
+    pub(super) fn outcome(&self) -> Option<Result<(), CommandFailure>> {
+        let end = self.final_event.as_ref()?;
+        Some(match str_member(end, "type") {
             "run.finished" => Ok(()),
             "run.canceled" => {
                 let message = format!("{} was canceled", self.run_id);
-                Err(Failure::new(exit::FAILURE, "CANCELED", message))
+                Err(CommandFailure::new(exit::FAILURE, "CANCELED", message))
             }
             _ => {
                 let error = &end["error"];
-                let (code, message) = (text(error, "code"), text(error, "message"));
+                let (code, message) = (str_member(error, "code"), str_member(error, "message"));
                 let detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
                 let retryable = error["retryable"] == true;
                 let hint = format!(
                     "everything so far is kept; toolcrib run --resume {} goes on",
                     self.run_id
                 );
-                let failure = Failure::new(exit::FAILURE, code, message).hint(hint);
-                Err(Failure { detail, retryable, ..failure })
+                let failure = CommandFailure::new(exit::FAILURE, code, message).hint(hint);
+                Err(CommandFailure { detail, retryable, ..failure })
             }
         })
     }
 
     /// Handles a broken stream: the current answer will arrive again as a whole.
-    pub(super) fn broken(&mut self) {
-        if self.in_line {
-            let _ = self.new_line();
+    pub(super) fn note_disconnect(&mut self) {
+        if self.is_mid_line {
+            let _ = self.end_line();
         }
-        self.begin();
-        self.gap = true;
-        self.note("stream lost; connecting again", Tone::Doubtful);
+        self.reset_answer();
+        self.skips_deltas = true;
+        self.note("stream lost; connecting again", TextStyle::Warning);
     }
 
     /// Starts a new answer, of which nothing has been printed.
-    fn begin(&mut self) {
-        self.said.clear();
-        self.gap = false;
+    fn reset_answer(&mut self) {
+        self.printed_text.clear();
+        self.skips_deltas = false;
     }
 
-    fn words(&mut self, words: &str) -> Result<(), Failure> {
-        self.said.push_str(words);
-        self.in_line = !words.ends_with('\n');
+    fn print_delta(&mut self, words: &str) -> Result<(), CommandFailure> {
+        self.printed_text.push_str(words);
+        self.is_mid_line = !words.ends_with('\n');
         let mut out = std::io::stdout().lock();
-        write!(out, "{}", paragraph(words))?;
+        write!(out, "{}", sanitize_text(words))?;
         out.flush()?;
         Ok(())
     }
 
-    fn new_line(&mut self) -> Result<(), Failure> {
-        if std::mem::take(&mut self.in_line) {
+    fn end_line(&mut self) -> Result<(), CommandFailure> {
+        if std::mem::take(&mut self.is_mid_line) {
             writeln!(std::io::stdout())?;
         }
         Ok(())
     }
 
-    fn replied(&mut self, event: &Value) -> Result<(), Failure> {
-        let step = number(event, "step");
+    fn show_reply(&mut self, event: &Value) -> Result<(), CommandFailure> {
+        let step = u64_member(event, "step");
         // Older servers stored an answer again when they resumed the run after a crash.
         if step.is_some() && std::mem::replace(&mut self.step, step) == step {
             return Ok(());
         }
-        let whole = text(event, "text");
-        match whole.strip_prefix(self.said.as_str()) {
+        let whole = str_member(event, "text");
+        match whole.strip_prefix(self.printed_text.as_str()) {
             Some("") => {}
-            Some(rest) => self.words(rest)?,
+            Some(rest) => self.print_delta(rest)?,
             None if whole.is_empty() => {}
             // The printed text is not the start of the answer: this subscriber missed deltas.
             None => {
-                self.new_line()?;
-                self.note("words are missing above; the answer from its beginning:", Tone::Quiet);
-                self.words(whole)?;
+                self.end_line()?;
+                self.note(
+                    "words are missing above; the answer from its beginning:",
+                    TextStyle::Dim,
+                );
+                self.print_delta(whole)?;
             }
         }
-        self.begin();
-        self.gap = true;
-        self.new_line()?;
+        self.reset_answer();
+        self.skips_deltas = true;
+        self.end_line()?;
         for call in event["calls"].as_array().into_iter().flatten() {
-            self.wanted.insert(text(call, "id").to_owned(), text(call, "arguments").to_owned());
+            self.call_details.insert(
+                str_member(call, "id").to_owned(),
+                str_member(call, "arguments").to_owned(),
+            );
         }
         Ok(())
     }
 
-    fn call(&mut self, word: &str, event: &Value, at_ms: Option<u64>) {
-        let id = text(event, "tool_call_id").to_owned();
-        let tool = plain(text(event, "tool"));
+    fn show_call_event(&mut self, word: &str, event: &Value, at_ms: Option<u64>) {
+        let id = str_member(event, "tool_call_id").to_owned();
+        let tool = sanitize_line(str_member(event, "tool"));
         match word {
             "requested" => {
-                let arguments = self.wanted.remove(text(event, "call_id")).unwrap_or_default();
-                let shown: String = plain(&arguments).chars().take(SHOWN).collect();
-                let more = if arguments.chars().count() > SHOWN { "…" } else { "" };
-                self.began.insert(id.clone(), at_ms.unwrap_or_default());
-                self.wanted.insert(id, tool.clone());
-                self.note(&format!("→ {tool} {shown}{more}"), Tone::Strong);
+                let arguments =
+                    self.call_details.remove(str_member(event, "call_id")).unwrap_or_default();
+                let shown: String =
+                    sanitize_line(&arguments).chars().take(MAX_ARGUMENT_CHARS).collect();
+                let more = if arguments.chars().count() > MAX_ARGUMENT_CHARS { "…" } else { "" };
+                self.call_start_ms.insert(id.clone(), at_ms.unwrap_or_default());
+                self.call_details.insert(id, tool.clone());
+                self.note(&format!("→ {tool} {shown}{more}"), TextStyle::Bold);
             }
             "finished" | "failed" | "timeout" | "canceled" => {
-                let began_ms = self.began.remove(&id);
+                let began_ms = self.call_start_ms.remove(&id);
                 let took_ms = at_ms.zip(began_ms).map(|(at, began)| at.saturating_sub(began));
-                let took = took_ms.map(duration).unwrap_or_default();
-                let tool = self.wanted.remove(&id).unwrap_or(tool);
-                let (mark, tone) =
-                    if word == "finished" { ("✓", Tone::Good) } else { ("✗", Tone::Bad) };
+                let took = took_ms.map(format_duration).unwrap_or_default();
+                let tool = self.call_details.remove(&id).unwrap_or(tool);
+                let (mark, tone) = if word == "finished" {
+                    ("✓", TextStyle::Success)
+                } else {
+                    ("✗", TextStyle::Error)
+                };
                 let error = &event["error"];
-                let why = match text(error, "message") {
+                let why = match str_member(error, "message") {
                     "" if word == "finished" => String::new(),
                     "" => format!(" {word}"),
-                    message => format!(" {}: {}", text(error, "code"), plain(message)),
+                    message => {
+                        format!(" {}: {}", str_member(error, "code"), sanitize_line(message))
+                    }
                 };
                 self.note(&format!("{mark} {tool} {took}{why}"), tone);
             }
             "retrying" | "fallback" => {
-                let tool = self.wanted.get(&id).cloned().unwrap_or(tool);
-                self.note(&format!("  {tool}: {word}"), Tone::Doubtful);
+                let tool = self.call_details.get(&id).cloned().unwrap_or(tool);
+                self.note(&format!("  {tool}: {word}"), TextStyle::Warning);
             }
             _ => {}
         }
     }
 
-    fn finished(&mut self, event: &Value, at_ms: Option<u64>) -> Result<(), Failure> {
-        self.new_line()?;
+    fn show_finished(&mut self, event: &Value, at_ms: Option<u64>) -> Result<(), CommandFailure> {
+        self.end_line()?;
         if let Some(limit) = event["limit"].as_str() {
-            self.note(&format!("the limit of {limit} was reached"), Tone::Doubtful);
+            self.note(&format!("the limit of {limit} was reached"), TextStyle::Warning);
         }
         let usage = &event["usage"];
-        let count = |name: &str| number(usage, name).unwrap_or_default();
-        let took_ms = at_ms.zip(self.began_ms).map(|(at, began)| at.saturating_sub(began));
+        let count = |name: &str| u64_member(usage, name).unwrap_or_default();
+        let took_ms = at_ms.zip(self.start_ms).map(|(at, began)| at.saturating_sub(began));
         let line = format!(
             "{}  {} steps  {} calls  {}  {} + {} tokens",
             self.run_id,
-            number(event, "steps").unwrap_or_default(),
-            number(event, "calls").unwrap_or_default(),
-            took_ms.map(duration).unwrap_or_default(),
+            u64_member(event, "steps").unwrap_or_default(),
+            u64_member(event, "calls").unwrap_or_default(),
+            took_ms.map(format_duration).unwrap_or_default(),
             count("prompt_tokens"),
             count("completion_tokens"),
         );
-        self.note(&line, Tone::Quiet);
+        self.note(&line, TextStyle::Dim);
         Ok(())
     }
 
-    fn note(&self, line: &str, tone: Tone) {
-        self.output.note(&self.output.message_tone(line, tone));
+    fn note(&self, line: &str, tone: TextStyle) {
+        self.output.print_note(&self.output.paint_message(line, tone));
     }
 }

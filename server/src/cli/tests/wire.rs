@@ -12,17 +12,17 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
 use super::context;
-use crate::cli::client::{Ask, Client};
+use crate::cli::client::{ApiClient, ApiRequest};
 use crate::cli::failure::exit;
-use crate::cli::{Context, call, watch};
+use crate::cli::{CommandContext, call, watch};
 
 /// A server that stops when this value is dropped.
-struct StandIn {
+struct FakeApiServer {
     address: String,
     task: JoinHandle<()>,
 }
 
-impl StandIn {
+impl FakeApiServer {
     async fn start(router: Router) -> Self {
         Self::start_at("127.0.0.1:0", router).await
     }
@@ -42,18 +42,18 @@ impl StandIn {
         let _ = (&mut self.task).await;
     }
 
-    fn client(&self) -> Client {
-        Client::new(&self.address, Some("tck_test"), Some("acme")).unwrap()
+    fn client(&self) -> ApiClient {
+        ApiClient::new(&self.address, Some("tck_test"), Some("acme")).unwrap()
     }
 
-    fn context(&self) -> Context {
+    fn context(&self) -> CommandContext {
         let mut context = context(true);
         context.global.server = Some(self.address.clone());
         context
     }
 }
 
-impl Drop for StandIn {
+impl Drop for FakeApiServer {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -65,8 +65,8 @@ async fn who_we_are_is_said_and_answers_are_read() {
         let said = |name| headers.get(name).and_then(|v| v.to_str().ok()).map(str::to_owned);
         axum::Json(json!({"key": said("authorization"), "project": said("x-toolcrib-project")}))
     };
-    let server = StandIn::start(Router::new().route("/v1/tools", get(show))).await;
-    let answer = server.client().ask(Ask::get(&["v1", "tools"])).await.unwrap();
+    let server = FakeApiServer::start(Router::new().route("/v1/tools", get(show))).await;
+    let answer = server.client().request_json(ApiRequest::get(&["v1", "tools"])).await.unwrap();
     assert_eq!(answer, json!({"key": "Bearer tck_test", "project": "acme"}));
 }
 
@@ -78,26 +78,26 @@ async fn what_is_not_ours_is_told_as_that() {
         .route("/v1/tools", get(html))
         .route("/v1/moved", get(moved))
         .route("/v1/refused", get(|| async { StatusCode::FORBIDDEN }));
-    let server = StandIn::start(router).await;
+    let server = FakeApiServer::start(router).await;
     let ask = |last| {
         let client = server.client();
-        async move { client.ask(Ask::get(&["v1", last])).await.unwrap_err() }
+        async move { client.request_json(ApiRequest::get(&["v1", last])).await.unwrap_err() }
     };
     let failure = ask("tools").await;
     assert_eq!((failure.exit, failure.code.as_str()), (exit::FAILURE, "NOT_JSON"));
     assert!(failure.message.contains("text/html") && !failure.message.contains('\u{1b}'));
     assert!(ask("moved").await.message.contains("status 302"), "a key does not follow");
     assert_eq!(ask("refused").await.exit, exit::AUTH);
-    let failure = server.client().stream(&["v1", "tools"], None).await.unwrap_err();
+    let failure = server.client().open_event_stream(&["v1", "tools"], None).await.unwrap_err();
     assert_eq!(failure.code, "NOT_JSON");
 }
 
 #[tokio::test]
 async fn nobody_there_is_unreachable() {
-    let server = StandIn::start(Router::new()).await;
+    let server = FakeApiServer::start(Router::new()).await;
     let client = server.client();
     server.stop().await;
-    let failure = client.ask(Ask::get(&["v1", "tools"])).await.unwrap_err();
+    let failure = client.request_json(ApiRequest::get(&["v1", "tools"])).await.unwrap_err();
     assert_eq!(failure.exit, exit::UNREACHABLE);
     assert!(failure.hint.unwrap().contains("toolcrib serve"));
 }
@@ -108,7 +108,7 @@ fn state(status: &str) -> Value {
 
 #[tokio::test]
 async fn a_call_is_waited_for_across_a_restart() {
-    let running = StandIn::start(
+    let running = FakeApiServer::start(
         Router::new().route("/v1/tool_calls/{id}", get(|| async { axum::Json(state("RUNNING")) })),
     )
     .await;
@@ -119,7 +119,7 @@ async fn a_call_is_waited_for_across_a_restart() {
     let restart = async {
         running.stop().await;
         let ended = get(|| async { axum::Json(state("SUCCEEDED")) });
-        StandIn::start_at(&address, Router::new().route("/v1/tool_calls/{id}", ended)).await
+        FakeApiServer::start_at(&address, Router::new().route("/v1/tool_calls/{id}", ended)).await
     };
     let (call, _server) = tokio::join!(waiting, restart);
     assert_eq!(call.unwrap()["result"], 42);
@@ -127,7 +127,7 @@ async fn a_call_is_waited_for_across_a_restart() {
 
 #[tokio::test]
 async fn a_wait_that_is_over_gives_the_call_as_it_is() {
-    let client = Client::new("127.0.0.1:1", None, None).unwrap();
+    let client = ApiClient::new("127.0.0.1:1", None, None).unwrap();
     let spinner = indicatif::ProgressBar::hidden();
     let call = call::await_outcome(&client, &spinner, state("RUNNING"), Instant::now()).await;
     assert_eq!(call.unwrap()["status"], "RUNNING");
@@ -146,7 +146,7 @@ async fn a_lost_stream_goes_on_where_it_was() {
         ([(header::CONTENT_TYPE, "text/event-stream")], body).into_response()
     };
     let router = Router::new().route("/v1/tool_calls/{id}/events", get(events));
-    let server = StandIn::start(router).await;
+    let server = FakeApiServer::start(router).await;
     watch::call_events(&server.context(), "tc_1").await.unwrap();
     assert_eq!(OPENED.load(Ordering::Relaxed), 2);
 }
@@ -158,7 +158,7 @@ async fn a_denied_call_has_its_own_exit_code() {
         (StatusCode::FORBIDDEN, axum::Json(body))
     };
     let router = Router::new().route("/v1/tools/{name}/invoke", post(denied));
-    let server = StandIn::start(router).await;
-    let ask = Ask::post(&["v1", "tools", "a/b", "invoke"], json!({})).calls_tool();
-    assert_eq!(server.client().ask(ask).await.unwrap_err().exit, exit::DENIED);
+    let server = FakeApiServer::start(router).await;
+    let ask = ApiRequest::post(&["v1", "tools", "a/b", "invoke"], json!({})).for_tool_call();
+    assert_eq!(server.client().request_json(ask).await.unwrap_err().exit, exit::DENIED);
 }

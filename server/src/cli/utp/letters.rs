@@ -3,13 +3,13 @@
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::cli::Context;
-use crate::cli::client::Ask;
-use crate::cli::failure::Failure;
-use crate::cli::output::{plain, text};
+use crate::cli::CommandContext;
+use crate::cli::client::ApiRequest;
+use crate::cli::failure::CommandFailure;
+use crate::cli::output::{sanitize_line, str_member};
 
 #[derive(Debug, Args)]
-pub(super) struct ListArgs {
+pub(super) struct DeadLetterListArgs {
     /// Maximum number of dead letters, up to 200 [default: 50]
     #[arg(long, value_name = "N")]
     limit: Option<u32>,
@@ -18,40 +18,44 @@ pub(super) struct ListArgs {
     before: Option<String>,
 }
 
-pub(super) async fn list(context: &Context, args: ListArgs) -> Result<(), Failure> {
-    let ask =
-        Ask::get(&["v1", "dead_letters"]).query("limit", args.limit).query("before", args.before);
-    let answer = context.client()?.ask(ask).await?;
+pub(super) async fn list(
+    context: &CommandContext,
+    args: DeadLetterListArgs,
+) -> Result<(), CommandFailure> {
+    let ask = ApiRequest::get(&["v1", "dead_letters"])
+        .query("limit", args.limit)
+        .query("before", args.before);
+    let answer = context.client()?.request_json(ask).await?;
     let output = context.output;
     if output.json {
-        return output.value(&answer);
+        return output.print_json(&answer);
     }
     let row = |letter: &Value| {
         vec![
-            text(letter, "created_at").to_owned(),
-            text(letter, "kind").to_owned(),
-            text(letter, "reason").to_owned(),
-            text(letter, "message").to_owned(),
-            text(letter, "last_try").to_owned(),
-            text(letter, "id").to_owned(),
+            str_member(letter, "created_at").to_owned(),
+            str_member(letter, "kind").to_owned(),
+            str_member(letter, "reason").to_owned(),
+            str_member(letter, "message").to_owned(),
+            str_member(letter, "last_try").to_owned(),
+            str_member(letter, "id").to_owned(),
         ]
     };
     let letters = answer["dead_letters"].as_array().map(Vec::as_slice).unwrap_or_default();
     let heads = ["TIME", "KIND", "REASON", "MESSAGE", "LAST TRY", "ID"];
-    output.table(&heads, letters.iter().map(row).collect(), "none")?;
+    output.print_table(&heads, letters.iter().map(row).collect(), "none")?;
     if let Some(before) = answer["next_before"].as_str() {
-        output.note(&format!("there may be more: --before {}", plain(before)));
+        output.print_note(&format!("there may be more: --before {}", sanitize_line(before)));
     }
     Ok(())
 }
 
-pub(super) async fn redrive(context: &Context, id: &str) -> Result<(), Failure> {
-    let ask = Ask::post(&["v1", "dead_letters", id, "redrive"], json!({}));
-    let answer = context.client()?.ask(ask).await?;
+pub(super) async fn redrive(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
+    let ask = ApiRequest::post(&["v1", "dead_letters", id, "redrive"], json!({}));
+    let answer = context.client()?.request_json(ask).await?;
     if context.output.json {
-        return context.output.value(&answer);
+        return context.output.print_json(&answer);
     }
     let came_to = if answer["published"] == json!(true) { "published again" } else { "taken" };
-    context.output.note(&format!("{} was {came_to}", plain(id)));
+    context.output.print_note(&format!("{} was {came_to}", sanitize_line(id)));
     Ok(())
 }

@@ -13,7 +13,8 @@ use super::wire::FaultBody;
 
 /// A refused request (RFC 9457). `error` is the same object that a failed call carries.
 #[derive(Debug, Clone, Serialize, ToSchema)]
-pub struct Problem {
+#[schema(as = Problem)]
+pub struct ProblemDetails {
     /// URL of the page that explains the code.
     #[serde(rename = "type")]
     kind: String,
@@ -32,7 +33,7 @@ pub struct Problem {
     hint: String,
     /// The invalid fields and parameters, if they are known.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    errors: Vec<Wrong>,
+    errors: Vec<FieldError>,
     /// The trace id of the request, if it carried a `traceparent`.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
@@ -41,7 +42,8 @@ pub struct Problem {
 
 /// One invalid field or parameter of a request.
 #[derive(Debug, Clone, Serialize, ToSchema)]
-pub struct Wrong {
+#[schema(as = Wrong)]
+pub struct FieldError {
     /// Position in the body, as a JSON pointer in a fragment.
     #[serde(skip_serializing_if = "Option::is_none")]
     pointer: Option<String>,
@@ -52,10 +54,10 @@ pub struct Wrong {
     detail: String,
 }
 
-impl Wrong {
+impl FieldError {
     /// Collects the field errors of a fault. Problems that the fault lists are in the arguments,
     /// unless it names a parameter or a pointer.
-    fn all(fault: &Fault) -> Vec<Self> {
+    fn from_fault(fault: &Fault) -> Vec<Self> {
         let said = |name: &str| fault.detail.as_ref().and_then(|detail| detail.get(name));
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let whole = |pointer, parameter| Self { pointer, parameter, detail: fault.message.clone() };
@@ -76,19 +78,19 @@ impl Wrong {
 }
 
 /// Builds the problem response of a fault.
-pub(super) fn problem(fault: &Fault, retry_after_ms: Option<u64>) -> Response {
+pub(super) fn problem_response(fault: &Fault, retry_after_ms: Option<u64>) -> Response {
     let status = StatusCode::from_u16(fault.code.http_status()).unwrap_or_default();
-    problem_as(status, fault, retry_after_ms)
+    problem_with_status(status, fault, retry_after_ms)
 }
 
 /// Builds the problem response of a fault with a status other than the code's own.
-pub(super) fn problem_as(
+pub(super) fn problem_with_status(
     status: StatusCode,
     fault: &Fault,
     retry_after_ms: Option<u64>,
 ) -> Response {
     let code = fault.code;
-    let body = Problem {
+    let body = ProblemDetails {
         kind: format!("/docs/errors#{}", code.as_str().to_lowercase()),
         title: code.title().to_owned(),
         status: status.as_u16(),
@@ -96,7 +98,7 @@ pub(super) fn problem_as(
         instance: None,
         code: code.as_str().to_owned(),
         hint: code.help().to_owned(),
-        errors: Wrong::all(fault),
+        errors: FieldError::from_fault(fault),
         trace_id: None,
         error: FaultBody::from(fault),
     };
@@ -114,17 +116,17 @@ pub(super) fn problem_as(
 }
 
 /// Builds the HTTP response of an error, for other transports that run over HTTP.
-pub fn refusal(error: Error) -> Response {
-    Refused(error).into_response()
+pub fn error_response(error: Error) -> Response {
+    ApiError(error).into_response()
 }
 
 /// Adds the path and the trace of the request to a problem response.
-pub(super) fn completed(
+pub(super) fn with_request_details(
     mut answer: Response,
     asked: &Uri,
     trace: Option<&TraceParent>,
 ) -> Response {
-    if let Some(mut body) = answer.extensions_mut().remove::<Problem>() {
+    if let Some(mut body) = answer.extensions_mut().remove::<ProblemDetails>() {
         body.instance = Some(asked.path().to_owned());
         body.trace_id = trace.map(TraceParent::trace_id_text);
         answer.headers_mut().remove(header::CONTENT_LENGTH);
@@ -134,31 +136,31 @@ pub(super) fn completed(
 }
 
 /// The error type of every handler.
-pub(super) struct Refused(Error);
+pub(super) struct ApiError(Error);
 
-impl Refused {
+impl ApiError {
     /// Returns the error itself, for a transport that does not respond over HTTP.
     pub(super) fn into_error(self) -> Error {
         self.0
     }
 }
 
-impl From<Error> for Refused {
+impl From<Error> for ApiError {
     fn from(error: Error) -> Self {
         Self(error)
     }
 }
 
-impl From<Fault> for Refused {
+impl From<Fault> for ApiError {
     fn from(fault: Fault) -> Self {
         Self(fault.into())
     }
 }
 
-impl IntoResponse for Refused {
+impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         match self.0 {
-            Error::Refused { fault, retry_after_ms } => problem(&fault, retry_after_ms),
+            Error::Refused { fault, retry_after_ms } => problem_response(&fault, retry_after_ms),
             Error::Internal(source) => {
                 let mut chain = source.to_string();
                 let mut next = source.source();
@@ -167,7 +169,10 @@ impl IntoResponse for Refused {
                     next = cause.source();
                 }
                 tracing::error!(error = chain, "internal error");
-                problem(&Fault::new(Code::Internal, "internal error; see the server's log"), None)
+                problem_response(
+                    &Fault::new(Code::Internal, "internal error; see the server's log"),
+                    None,
+                )
             }
         }
     }

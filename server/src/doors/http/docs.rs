@@ -16,9 +16,9 @@ use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, Secur
 use utoipa_swagger_ui::{Config, SwaggerUi};
 
 /// Declares bearer authentication for all operations. A server without keys does not require it.
-pub(super) struct Security;
+pub(super) struct BearerSecurity;
 
-impl Modify for Security {
+impl Modify for BearerSecurity {
     fn modify(&self, document: &mut OpenApi) {
         let components = document.components.get_or_insert_default();
         let bearer = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
@@ -30,7 +30,7 @@ impl Modify for Security {
 
 /// Makes operation ids unique. They default to function names, which repeat across files, and
 /// client generators need unique ids.
-pub(super) fn distinct(mut document: OpenApi) -> OpenApi {
+pub(super) fn deduplicate_operation_ids(mut document: OpenApi) -> OpenApi {
     let mut seen: HashMap<String, usize> = HashMap::new();
     for (_, _, operation) in operations(&mut document) {
         *seen.entry(operation.operation_id.clone().unwrap_or_default()).or_default() += 1;
@@ -62,21 +62,21 @@ fn operations(
 }
 
 /// Builds the router of the documentation pages. All of them are part of the binary.
-pub(super) fn pages() -> Router {
+pub(super) fn docs_router() -> Router {
     let config = Config::from("/openapi.json").try_it_out_enabled(true);
     Router::new()
-        .route("/docs/errors", get(errors))
-        .route("/openapi.json", get(document))
+        .route("/docs/errors", get(serve_errors_page))
+        .route("/openapi.json", get(serve_openapi))
         .merge(SwaggerUi::new("/docs").config(config))
 }
 
 /// Serializes the document on the first request, because it is large and rarely requested.
-async fn document() -> impl IntoResponse {
+async fn serve_openapi() -> impl IntoResponse {
     static TEXT: LazyLock<Bytes> = LazyLock::new(|| super::openapi_json().into());
     ([(header::CONTENT_TYPE, "application/json")], TEXT.clone())
 }
 
-async fn errors() -> impl IntoResponse {
+async fn serve_errors_page() -> impl IntoResponse {
     ([(header::CONTENT_TYPE, "text/markdown; charset=utf-8")], errors_page())
 }
 
@@ -91,13 +91,13 @@ pub fn errors_page() -> String {
          |---|---|---|---|---|---|\n",
     );
     for code in Code::all() {
-        let retry = if code.retryable() { "yes" } else { "no" };
+        let retry = if code.is_retryable() { "yes" } else { "no" };
         page.push_str(&format!(
             "| <a id=\"{}\"></a>`{}` | {} | `{}` | {retry} | {} | {} |\n",
             code.as_str().to_lowercase(),
             code.as_str(),
             code.http_status(),
-            code.utp(),
+            code.utp_code(),
             code.title(),
             code.help()
         ));

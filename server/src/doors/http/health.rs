@@ -9,11 +9,11 @@ use utoipa::IntoParams;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Door;
-use super::answer::problem;
-use super::question::Asked;
+use super::HttpState;
+use super::answer::problem_response;
+use super::question::QueryParams;
 
-pub(super) fn routes() -> OpenApiRouter<Door> {
+pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(healthz))
         .routes(routes!(livez))
@@ -37,23 +37,26 @@ async fn livez() -> &'static str {
 /// Level of detail of `/readyz`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-struct Verbose {
+struct ReadinessQuery {
     /// If present, the response has one line per component.
     verbose: Option<String>,
 }
 
 /// Returns 200 if the store responds, recovery of open calls is complete, every source's
 /// dependencies are healthy, and the server is not shutting down.
-#[utoipa::path(get, path = "/readyz", tag = "operators", params(Verbose),
+#[utoipa::path(get, path = "/readyz", tag = "operators", params(ReadinessQuery),
     responses((status = 200, body = String), (status = 503, body = String)))]
-async fn readyz(State(door): State<Door>, Asked(verbose): Asked<Verbose>) -> Response {
+async fn readyz(
+    State(door): State<HttpState>,
+    QueryParams(verbose): QueryParams<ReadinessQuery>,
+) -> Response {
     let store = door.engine.check_store().await;
     let mut parts = vec![
         ("store", store.err().map(|error| error.to_string())),
-        ("recovery", (!door.engine.recovered()).then(|| "open calls are being taken up".into())),
+        ("recovery", (!door.engine.is_recovered()).then(|| "open calls are being taken up".into())),
     ];
     let sources = door.engine.sources_health();
-    parts.extend(sources.into_iter().map(|health| (health.name, health.trouble)));
+    parts.extend(sources.into_iter().map(|health| (health.name, health.problem)));
     if door.engine.is_draining() {
         parts.push(("shutdown", Some("no more calls are taken".to_owned())));
     }
@@ -77,21 +80,21 @@ async fn readyz(State(door): State<Door>, Asked(verbose): Asked<Verbose>) -> Res
 /// Prometheus metrics.
 #[utoipa::path(get, path = "/metrics", tag = "operators",
     responses((status = 200, body = String)))]
-async fn metrics(State(door): State<Door>) -> Response {
+async fn metrics(State(door): State<HttpState>) -> Response {
     let Some(handle) = &door.metrics else {
         let fault = Fault::new(Code::NotFound, "this process does not collect metrics");
-        return problem(&fault, None);
+        return problem_response(&fault, None);
     };
     let engine = &door.engine;
-    metrics::gauge!("toolcrib_runs_open").set(engine.open_runs() as f64);
+    metrics::gauge!("toolcrib_runs_open").set(engine.open_run_count() as f64);
     for (state, count) in engine.open_calls_by_state() {
         metrics::gauge!("toolcrib_tool_calls_open", "state" => state).set(count as f64);
     }
-    metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.waiting_calls() as f64);
-    metrics::gauge!("toolcrib_clients_connected").set(engine.client_connections() as f64);
+    metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.queued_call_count() as f64);
+    metrics::gauge!("toolcrib_clients_connected").set(engine.client_connection_count() as f64);
     let age_ms = engine.oldest_open_call_age_ms();
     metrics::gauge!("toolcrib_oldest_open_call_age_seconds").set(age_ms as f64 / 1_000.0);
-    for (state, count) in door.sources.iter().flat_map(|sources| sources.counted()) {
+    for (state, count) in door.sources.iter().flat_map(|sources| sources.count_by_state()) {
         metrics::gauge!("toolcrib_upstreams", "state" => state).set(count as f64);
     }
     if let Ok(bytes) = engine.store_size_bytes().await {

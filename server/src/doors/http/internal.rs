@@ -8,13 +8,13 @@ use axum::routing::{delete, get};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Door;
+use super::HttpState;
 
-pub(super) fn routes() -> OpenApiRouter<Door> {
+pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(register::register))
         .routes(routes!(register::withdraw))
-        .routes(routes!(register::forget))
+        .routes(routes!(register::forget_client))
         .routes(routes!(submit::submit))
         .routes(routes!(submit::ack))
         .routes(routes!(submit::progress))

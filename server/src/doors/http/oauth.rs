@@ -14,20 +14,20 @@ use utoipa::IntoParams;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Door;
-use super::v1::Returned;
+use super::HttpState;
+use super::v1::OauthCallback;
 
 /// Maximum length in bytes of a parameter of the callback.
-const LONGEST: usize = 8 << 10;
+const MAX_PARAM_BYTES: usize = 8 << 10;
 
-pub(super) fn routes() -> OpenApiRouter<Door> {
-    OpenApiRouter::new().routes(routes!(callback)).routes(routes!(client))
+pub(super) fn routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::new().routes(routes!(callback)).routes(routes!(client_metadata))
 }
 
 /// Parameters that an authorization server sends with the redirect.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Brought {
+pub(super) struct OauthCallbackQuery {
     /// Identifies the sign-in.
     state: Option<String>,
     /// The authorization code, which is exchanged for tokens.
@@ -39,10 +39,10 @@ pub(super) struct Brought {
     error_description: Option<String>,
 }
 
-impl Brought {
-    fn returned(self) -> Option<Returned> {
+impl OauthCallbackQuery {
+    fn into_callback(self) -> Option<OauthCallback> {
         let all = [&self.state, &self.code, &self.iss, &self.error, &self.error_description];
-        if all.into_iter().flatten().any(|value| value.len() > LONGEST) {
+        if all.into_iter().flatten().any(|value| value.len() > MAX_PARAM_BYTES) {
             return None;
         }
         let code = match (self.code, self.error) {
@@ -53,36 +53,39 @@ impl Brought {
             }),
             (None, None) => return None,
         };
-        Some(Returned { state: self.state?, code, issuer: self.iss })
+        Some(OauthCallback { state: self.state?, code, issuer: self.iss })
     }
 }
 
 /// Completes a sign-in at an MCP server. The authorization server redirects a person's browser
 /// here.
-#[utoipa::path(get, path = "/oauth/callback", tag = "operators", params(Brought),
+#[utoipa::path(get, path = "/oauth/callback", tag = "operators", params(OauthCallbackQuery),
     responses((status = 200, description = "Signed in", content_type = "text/plain"),
         (status = 400, description = "No sign-in waits for this", content_type = "text/plain")))]
-async fn callback(State(door): State<Door>, Query(brought): Query<Brought>) -> Response {
+async fn callback(
+    State(door): State<HttpState>,
+    Query(brought): Query<OauthCallbackQuery>,
+) -> Response {
     let over = "No sign-in waits for this: it was used already, or took too long.\n\
                 Begin another with: toolcrib mcp sign-in NAME\n";
-    let (Some(sources), Some(returned)) = (&door.sources, brought.returned()) else {
-        return page(StatusCode::BAD_REQUEST, over.to_owned());
+    let (Some(sources), Some(returned)) = (&door.sources, brought.into_callback()) else {
+        return text_response(StatusCode::BAD_REQUEST, over.to_owned());
     };
-    match sources.signed_in(returned).await {
-        None => page(StatusCode::BAD_REQUEST, over.to_owned()),
+    match sources.complete_sign_in(returned).await {
+        None => text_response(StatusCode::BAD_REQUEST, over.to_owned()),
         Some((name, Ok(()))) => {
             let said = format!("Toolcrib is signed in to {name}. You can close this page.\n");
-            page(StatusCode::OK, said)
+            text_response(StatusCode::OK, said)
         }
         Some((name, Err(why))) => {
             let why: String = why.chars().take(500).collect();
-            page(StatusCode::BAD_REQUEST, format!("The sign-in to {name} failed: {why}\n"))
+            text_response(StatusCode::BAD_REQUEST, format!("The sign-in to {name} failed: {why}\n"))
         }
     }
 }
 
 /// Builds a plain-text response that browsers neither interpret as another type nor cache.
-fn page(status: StatusCode, text: String) -> Response {
+fn text_response(status: StatusCode, text: String) -> Response {
     let mut headers = HeaderMap::new();
     for (name, value) in [
         (header::CONTENT_TYPE, "text/plain; charset=utf-8"),
@@ -98,8 +101,8 @@ fn page(status: StatusCode, text: String) -> Response {
 /// Client metadata document, for authorization servers that accept one in place of a registration.
 #[utoipa::path(get, path = "/oauth/client.json", tag = "operators",
     responses((status = 200, body = Object)))]
-async fn client(State(door): State<Door>) -> Json<Value> {
-    let base = door.sources.as_ref().map(|sources| sources.base()).unwrap_or_default();
+async fn client_metadata(State(door): State<HttpState>) -> Json<Value> {
+    let base = door.sources.as_ref().map(|sources| sources.public_base_url()).unwrap_or_default();
     Json(json!({
         "client_id": format!("{base}/oauth/client.json"),
         "client_name": "Toolcrib",

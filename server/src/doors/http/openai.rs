@@ -12,12 +12,12 @@ mod responses;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Door;
+use super::HttpState;
 
-pub(super) fn routes() -> OpenApiRouter<Door> {
+pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(models::list))
         .routes(routes!(models::show))
         .routes(routes!(chat::complete))
-        .routes(routes!(responses::respond))
+        .routes(routes!(responses::create_response))
 }

@@ -9,7 +9,7 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde::Serialize;
 
 /// Characters to escape in a query or in the angle brackets of a link.
-const QUERY: &AsciiSet = &CONTROLS
+const QUERY_ENCODE_SET: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
     .add(b'#')
@@ -22,22 +22,22 @@ const QUERY: &AsciiSet = &CONTROLS
 
 /// A response extension that holds the cursor of the next page.
 #[derive(Clone)]
-pub(super) struct Next(String);
+pub(super) struct NextCursor(String);
 
 /// Builds the response of one page.
-pub(super) fn page(list: impl Serialize, next: Option<String>) -> Response {
+pub(super) fn page_response(list: impl Serialize, next: Option<String>) -> Response {
     match next {
-        Some(cursor) => (Extension(Next(cursor)), Json(list)).into_response(),
+        Some(cursor) => (Extension(NextCursor(cursor)), Json(list)).into_response(),
         None => Json(list).into_response(),
     }
 }
 
 /// Adds the `Link` header for the next page, if there is one.
-pub(super) fn linked(answer: &mut Response, asked: &Uri) {
-    let Some(Next(cursor)) = answer.extensions_mut().remove::<Next>() else { return };
+pub(super) fn add_link_header(answer: &mut Response, asked: &Uri) {
+    let Some(NextCursor(cursor)) = answer.extensions_mut().remove::<NextCursor>() else { return };
     let others = asked.query().unwrap_or_default().split('&');
     let others = others.filter(|pair| !pair.is_empty() && pair.split('=').next() != Some("cursor"));
-    let cursor = format!("cursor={}", utf8_percent_encode(&cursor, QUERY));
+    let cursor = format!("cursor={}", utf8_percent_encode(&cursor, QUERY_ENCODE_SET));
     let query: Vec<&str> = others.chain([cursor.as_str()]).collect();
     let link = format!("<{}?{}>; rel=\"next\"", asked.path(), query.join("&"));
     if let Ok(link) = HeaderValue::from_str(&link) {

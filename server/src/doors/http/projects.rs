@@ -16,11 +16,11 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Door;
-use super::answer::{Problem, Refused};
-use super::question::{Asked, Body, NamePath, Who};
+use super::HttpState;
+use super::answer::{ApiError, ProblemDetails};
+use super::question::{Authenticated, JsonBody, NamePath, QueryParams};
 
-pub(super) fn routes() -> OpenApiRouter<Door> {
+pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(create, list))
         .routes(routes!(put_tool, list_tools))
@@ -56,13 +56,13 @@ impl From<Project> for ProjectBody {
 ///
 /// A project that a key was created for exists without this call.
 #[utoipa::path(post, path = "/projects", tag = "operators", request_body = NewProjectBody,
-    responses((status = 201, body = ProjectBody), (status = 403, body = Problem),
-        (status = 409, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 201, body = ProjectBody), (status = 403, body = ProblemDetails),
+        (status = 409, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 async fn create(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Body(body): Body<NewProjectBody>,
-) -> Result<Response, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    JsonBody(body): JsonBody<NewProjectBody>,
+) -> Result<Response, ApiError> {
     let made_up = || format!("proj_{}", ulid::Ulid::generate().to_string().to_lowercase());
     let id = body.project_id.unwrap_or_else(made_up);
     let title: String = body.title.chars().take(200).collect();
@@ -72,8 +72,11 @@ async fn create(
 
 /// Lists the projects that the caller may see.
 #[utoipa::path(get, path = "/projects", tag = "operators",
-    responses((status = 200, body = Vec<ProjectBody>), (status = 401, body = Problem)))]
-async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Vec<ProjectBody>> {
+    responses((status = 200, body = Vec<ProjectBody>), (status = 401, body = ProblemDetails)))]
+async fn list(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Json<Vec<ProjectBody>> {
     Json(door.engine.projects(&caller).into_iter().map(ProjectBody::from).collect())
 }
 
@@ -104,7 +107,7 @@ struct ProjectToolBody {
 impl From<&CatalogEntry> for ProjectToolBody {
     fn from(entry: &CatalogEntry) -> Self {
         let tool = &entry.definition;
-        let utp = tool.utp.as_ref();
+        let utp = tool.binding.as_ref();
         let full = utp.and_then(|utp| utp.parameters.as_ref());
         Self {
             project_id: tool.project.clone().unwrap_or_default(),
@@ -129,25 +132,26 @@ impl From<&CatalogEntry> for ProjectToolBody {
 #[utoipa::path(post, path = "/projects/{project_id}/tools", tag = "operators",
     params(("project_id" = String, Path, description = "The project")),
     request_body(content = String, content_type = "application/yaml"),
-    responses((status = 201, body = ProjectToolBody), (status = 400, body = Problem),
-        (status = 403, body = Problem), (status = 404, body = Problem),
-        (status = 409, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 201, body = ProjectToolBody), (status = 400, body = ProblemDetails),
+        (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 async fn put_tool(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(project): NamePath,
     request: Request,
-) -> Result<Response, Refused> {
+) -> Result<Response, ApiError> {
     if !caller.may_provide() {
         let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
     let limit = door.settings.max_body_bytes;
-    let given = definition::read(request, limit, crate::yaml::parse).await?;
-    let checked = definition::check(&given, door.settings.jina.as_ref())?;
-    let caller = door.engine.in_project(&caller, &project)?;
+    let given = definition::read_document(request, limit, crate::yaml::parse).await?;
+    let checked = definition::validate(&given, door.settings.jina.as_ref())?;
+    let caller = door.engine.switch_project(&caller, &project)?;
     let default_ms = door.engine.default_timeout_ms(&caller);
-    let definition = checked.bound(&caller.project, &door.settings.utp_version, default_ms)?;
+    let definition =
+        checked.bind_to_project(&caller.project, &door.settings.utp_version, default_ms)?;
     let entry = door.engine.put_tool(&caller, definition).await?;
     Ok((StatusCode::CREATED, Json(ProjectToolBody::from(entry.as_ref()))).into_response())
 }
@@ -155,7 +159,7 @@ async fn put_tool(
 /// The page of the tool list to return.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-struct Page {
+struct ProjectToolsQuery {
     /// Maximum number of tools, up to 1000 (default: 200).
     limit: Option<usize>,
     /// Number of tools to skip.
@@ -164,21 +168,21 @@ struct Page {
 
 /// Lists the tools of a project, by name.
 #[utoipa::path(get, path = "/projects/{project_id}/tools", tag = "operators",
-    params(("project_id" = String, Path, description = "The project"), Page),
-    responses((status = 200, body = Vec<ProjectToolBody>), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 422, body = Problem)))]
+    params(("project_id" = String, Path, description = "The project"), ProjectToolsQuery),
+    responses((status = 200, body = Vec<ProjectToolBody>), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 async fn list_tools(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(project): NamePath,
-    page: Result<Asked<Page>, Refused>,
-) -> Result<Json<Vec<ProjectToolBody>>, Refused> {
+    page: Result<QueryParams<ProjectToolsQuery>, ApiError>,
+) -> Result<Json<Vec<ProjectToolBody>>, ApiError> {
     let invalid = |_| {
         let message = "limit and offset must be whole numbers";
-        Refused::from(Error::refused(Code::ValidationError, message))
+        ApiError::from(Error::refused(Code::ValidationError, message))
     };
-    let Asked(page) = page.map_err(invalid)?;
-    let caller = door.engine.in_project(&caller, &project)?;
+    let QueryParams(page) = page.map_err(invalid)?;
+    let caller = door.engine.switch_project(&caller, &project)?;
     let tools = door.engine.project_tools(&caller)?;
     let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(200).min(1_000));
     let part = tools.iter().skip(offset).take(limit);
@@ -186,15 +190,15 @@ async fn list_tools(
 }
 
 /// A project and a tool name from the path.
-struct ToolPath {
+struct ProjectToolPath {
     project: String,
     name: String,
 }
 
-impl FromRequestParts<Door> for ToolPath {
-    type Rejection = Refused;
+impl FromRequestParts<HttpState> for ProjectToolPath {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
+    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
         let path = Path::<(String, String)>::from_request_parts(parts, door).await;
         let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
         let Path((project, name)) = path.map_err(unreadable)?;
@@ -206,14 +210,14 @@ impl FromRequestParts<Door> for ToolPath {
 #[utoipa::path(get, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
     params(("project_id" = String, Path, description = "The project"),
         ("tool_name" = String, Path, description = "The tool")),
-    responses((status = 200, body = ProjectToolBody), (status = 403, body = Problem),
-        (status = 404, body = Problem)))]
+    responses((status = 200, body = ProjectToolBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 async fn show_tool(
-    State(door): State<Door>,
-    Who(caller): Who,
-    path: ToolPath,
-) -> Result<Json<ProjectToolBody>, Refused> {
-    let caller = door.engine.in_project(&caller, &path.project)?;
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: ProjectToolPath,
+) -> Result<Json<ProjectToolBody>, ApiError> {
+    let caller = door.engine.switch_project(&caller, &path.project)?;
     let entry = door.engine.project_tool(&caller, &path.name)?;
     Ok(Json(ProjectToolBody::from(entry.as_ref())))
 }
@@ -222,14 +226,14 @@ async fn show_tool(
 #[utoipa::path(delete, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
     params(("project_id" = String, Path, description = "The project"),
         ("tool_name" = String, Path, description = "The tool")),
-    responses((status = 204), (status = 400, body = Problem), (status = 403, body = Problem),
-        (status = 404, body = Problem)))]
+    responses((status = 204), (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 async fn drop_tool(
-    State(door): State<Door>,
-    Who(caller): Who,
-    path: ToolPath,
-) -> Result<StatusCode, Refused> {
-    let caller = door.engine.in_project(&caller, &path.project)?;
-    door.engine.drop_tool(&caller, &path.name).await?;
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: ProjectToolPath,
+) -> Result<StatusCode, ApiError> {
+    let caller = door.engine.switch_project(&caller, &path.project)?;
+    door.engine.remove_tool(&caller, &path.name).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -15,101 +15,106 @@ use percent_encoding::percent_decode_str;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::json;
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::json::{self, NotJson};
+use toolcrib::json::{self, JsonError};
 use toolcrib::trace::TraceParent;
 use toolcrib::{CallId, Caller};
 
-use super::Door;
-use super::answer::Refused;
+use super::HttpState;
+use super::answer::ApiError;
 use crate::auth;
 
 /// Maximum time to receive a body. A caller that sends one byte at a time must not hold a
 /// connection forever.
-const BODY_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+const BODY_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// The authenticated caller.
-pub(super) struct Who(pub(super) Caller);
+pub(super) struct Authenticated(pub(super) Caller);
 
-impl FromRequestParts<Door> for Who {
-    type Rejection = Refused;
+impl FromRequestParts<HttpState> for Authenticated {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
-        Ok(Self(auth::caller(&door.engine, &parts.headers)?))
+    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
+        Ok(Self(auth::authenticate_request(&door.engine, &parts.headers)?))
     }
 }
 
 /// A JSON body.
-pub(super) struct Body<T>(pub(super) T);
+pub(super) struct JsonBody<T>(pub(super) T);
 
-impl<T: DeserializeOwned> FromRequest<Door> for Body<T> {
-    type Rejection = Refused;
+impl<T: DeserializeOwned> FromRequest<HttpState> for JsonBody<T> {
+    type Rejection = ApiError;
 
-    async fn from_request(request: Request, door: &Door) -> Result<Self, Refused> {
-        let bytes = read(request, door.settings.max_body_bytes).await?;
+    async fn from_request(request: Request, door: &HttpState) -> Result<Self, ApiError> {
+        let bytes = read_body(request, door.settings.max_body_bytes).await?;
         // An empty body counts as an empty object, so that every field can take its default.
         let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
-        Ok(Self(parse(&bytes)?))
+        Ok(Self(parse_json(&bytes)?))
     }
 }
 
 /// A JSON body that carries a result, which may be larger than other bodies.
-pub(super) struct ResultBody<T>(pub(super) T);
+pub(super) struct ResultJsonBody<T>(pub(super) T);
 
-impl<T: DeserializeOwned> FromRequest<Door> for ResultBody<T> {
-    type Rejection = Refused;
+impl<T: DeserializeOwned> FromRequest<HttpState> for ResultJsonBody<T> {
+    type Rejection = ApiError;
 
-    async fn from_request(request: Request, door: &Door) -> Result<Self, Refused> {
+    async fn from_request(request: Request, door: &HttpState) -> Result<Self, ApiError> {
         let (limit, most) = (door.max_result_body_bytes(), door.max_report_bytes());
-        let bytes = read_through(request, limit, most).await?;
-        Ok(Self(parse(&bytes)?))
+        let bytes = read_body_draining(request, limit, most).await?;
+        Ok(Self(parse_json(&bytes)?))
     }
 }
 
 /// Parses a JSON document as `T`; an error says where the document does not fit.
-pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
-    json::check(bytes).map_err(unreadable)?;
-    parse_checked(bytes)
+pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    json::check(bytes).map_err(unreadable_body)?;
+    parse_checked_json(bytes)
 }
 
 /// Parses a JSON document of any shape, for callers that validate it themselves.
-pub(super) fn document(bytes: &[u8]) -> Result<serde_json::Value, Refused> {
-    json::check(bytes).map_err(unreadable)?;
-    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable(error.into()))?)
+pub(super) fn parse_json_value(bytes: &[u8]) -> Result<serde_json::Value, ApiError> {
+    json::check(bytes).map_err(unreadable_body)?;
+    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable_body(error.into()))?)
 }
 
 /// Prepares a provider's message for [`parse_checked_json`]: replaces lone surrogates, which remain
 /// where a text was cut within an emoji.
-pub(super) fn mended(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Refused> {
-    Ok(json::mended(bytes).map_err(unreadable)?)
+pub(super) fn replace_lone_surrogates(bytes: &[u8]) -> Result<Cow<'_, [u8]>, ApiError> {
+    Ok(json::replace_lone_surrogates(bytes).map_err(unreadable_body)?)
 }
 
 /// Parses as [`parse_json`] does, from bytes that were checked before. Accepts only an object:
 /// serde would read an array by position, which is never intended.
-pub(super) fn parse_checked<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
+pub(super) fn parse_checked_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     let begin = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
     if bytes.get(begin) != Some(&b'{') {
-        serde_json::from_slice::<IgnoredAny>(bytes).map_err(|error| unreadable(error.into()))?;
+        serde_json::from_slice::<IgnoredAny>(bytes)
+            .map_err(|error| unreadable_body(error.into()))?;
         let reason = "the body must be a JSON object; another value begins";
-        let message = NotJson::at(bytes, begin, reason).to_string();
+        let message = JsonError::at_offset(bytes, begin, reason).to_string();
         return Err(Error::refused(Code::BadRequest, message).into());
     }
-    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable(error.into()))?)
+    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable_body(error.into()))?)
 }
 
-fn unreadable(error: NotJson) -> Error {
+fn unreadable_body(error: JsonError) -> Error {
     Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
 }
 
 /// Reads the whole body. Refuses with 413 before more than `limit` bytes are buffered.
-pub(super) async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
-    read_through(request, limit, limit).await
+pub(super) async fn read_body(request: Request, limit: usize) -> Result<Bytes, ApiError> {
+    read_body_draining(request, limit, limit).await
 }
 
 /// Reads the whole body as [`read_body`] does, but drains an oversized body as [`read_body_prefix`]
 /// does before it refuses.
-async fn read_through(request: Request, limit: usize, most: usize) -> Result<Bytes, Refused> {
-    let known = announced(&request).is_some_and(|length| length > most);
-    let body = if known { None } else { Some(beginning(request, limit, most).await?) };
+async fn read_body_draining(
+    request: Request,
+    limit: usize,
+    most: usize,
+) -> Result<Bytes, ApiError> {
+    let known = content_length(&request).is_some_and(|length| length > most);
+    let body = if known { None } else { Some(read_body_prefix(request, limit, most).await?) };
     body.filter(|body| body.len() <= limit).ok_or_else(|| {
         let message = format!("the body is over the limit of {limit} bytes");
         Error::refused(Code::PayloadTooLarge, message).into()
@@ -117,23 +122,23 @@ async fn read_through(request: Request, limit: usize, most: usize) -> Result<Byt
 }
 
 /// Returns the declared length of the body, if any.
-fn announced(request: &Request) -> Option<usize> {
+fn content_length(request: &Request) -> Option<usize> {
     request.headers().get(axum::http::header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
 /// Reads the whole body, or only a prefix longer than `limit` if the body is over the limit.
 /// Discards the rest, up to `most` bytes in all, because a caller that is still sending does not
 /// read the response.
-pub(super) async fn beginning(
+pub(super) async fn read_body_prefix(
     request: Request,
     limit: usize,
     most: usize,
-) -> Result<Bytes, Refused> {
-    let mut body = Vec::with_capacity(announced(&request).unwrap_or(0).min(limit));
+) -> Result<Bytes, ApiError> {
+    let mut body = Vec::with_capacity(content_length(&request).unwrap_or(0).min(limit));
     let (mut chunks, mut came) = (request.into_body().into_data_stream(), 0);
-    let until = tokio::time::Instant::now() + BODY_PATIENCE;
+    let until = tokio::time::Instant::now() + BODY_TIMEOUT;
     let slow = |_| {
-        let seconds = BODY_PATIENCE.as_secs();
+        let seconds = BODY_TIMEOUT.as_secs();
         Error::refused(Code::BadRequest, format!("the body took longer than {seconds} s to come"))
     };
     while let Some(chunk) = tokio::time::timeout_at(until, chunks.next()).await.map_err(slow)? {
@@ -152,15 +157,15 @@ pub(super) async fn beginning(
 
 /// The headers of a request that concern the call it makes. Picks single headers, because
 /// extracting the whole map would copy it for every call.
-pub(super) struct Carried {
+pub(super) struct CallHeaders {
     idempotency_key: Option<HeaderValue>,
     pub(super) traceparent: Option<String>,
 }
 
-impl FromRequestParts<Door> for Carried {
-    type Rejection = Refused;
+impl FromRequestParts<HttpState> for CallHeaders {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
         Ok(Self {
             idempotency_key: parts.headers.get("idempotency-key").cloned(),
             traceparent: traceparent(&parts.headers).map(|trace| trace.to_string()),
@@ -168,9 +173,9 @@ impl FromRequestParts<Door> for Carried {
     }
 }
 
-impl Carried {
+impl CallHeaders {
     /// Returns the key from the header or the body; if both are given they must be equal.
-    pub(super) fn idempotency_key(&self, body: Option<String>) -> Result<Option<String>, Refused> {
+    pub(super) fn idempotency_key(&self, body: Option<String>) -> Result<Option<String>, ApiError> {
         let Some(header) = &self.idempotency_key else { return Ok(body) };
         let invalid = |message: &str| Error::refused(Code::BadRequest, message);
         let key = header.to_str().map_err(|_| invalid("Idempotency-Key must be visible ASCII"))?;
@@ -200,10 +205,10 @@ pub(super) fn traceparent(headers: &HeaderMap) -> Option<TraceParent> {
 /// A call id from the path. Text that is not a call id is reported as an unknown call.
 pub(super) struct CallPath(pub(super) CallId);
 
-impl FromRequestParts<Door> for CallPath {
-    type Rejection = Refused;
+impl FromRequestParts<HttpState> for CallPath {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
         let path: Result<Path<String>, PathRejection> = parts.extract().await;
         let text = path.map(|Path(text)| text).unwrap_or_default();
         let shown: String = text.chars().take(80).collect();
@@ -215,10 +220,10 @@ impl FromRequestParts<Door> for CallPath {
 /// A name from the path.
 pub(super) struct NamePath(pub(super) String);
 
-impl FromRequestParts<Door> for NamePath {
-    type Rejection = Refused;
+impl FromRequestParts<HttpState> for NamePath {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
         let path: Result<Path<String>, PathRejection> = parts.extract().await;
         let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
         Ok(Self(path.map_err(unreadable)?.0))
@@ -226,12 +231,12 @@ impl FromRequestParts<Door> for NamePath {
 }
 
 /// Query parameters. An invalid value is refused as problem details that name the parameter.
-pub(super) struct Asked<T>(pub(super) T);
+pub(super) struct QueryParams<T>(pub(super) T);
 
-impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
-    type Rejection = Refused;
+impl<T: DeserializeOwned + 'static> FromRequestParts<HttpState> for QueryParams<T> {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
         let query = percent_decode_str(parts.uri.query().unwrap_or_default());
         if query.decode_utf8().is_err() {
             return Err(Error::refused(Code::BadRequest, "the query is not UTF-8").into());
@@ -240,7 +245,7 @@ impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
             Ok(Query(asked)) => return Ok(Self(asked)),
             Err(error) => error,
         };
-        let Some((field, why)) = wrong_field(&error) else {
+        let Some((field, why)) = invalid_field(&error) else {
             let message = format!("a query parameter: {}", error.body_text());
             return Err(Error::refused(Code::BadRequest, message).into());
         };
@@ -249,19 +254,19 @@ impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
         let given = all.find(|(name, _)| *name == field).map(|(_, given)| given);
         let given: String = given.unwrap_or_default().chars().take(40).collect();
         let message = format!("{field} cannot be \"{given}\": {why}");
-        Err(wrong_parameter(&field, message).into())
+        Err(invalid_parameter(&field, message).into())
     }
 }
 
 /// Builds the error for a query parameter with an invalid value; the detail names the parameter.
-pub(super) fn wrong_parameter(name: &str, message: impl Into<String>) -> Error {
-    let fault = Fault::new(Code::ValidationError, message).not_happened();
+pub(super) fn invalid_parameter(name: &str, message: impl Into<String>) -> Error {
+    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
     fault.with_detail(json!({ "field": name })).into()
 }
 
 /// Returns the field with an invalid value and the reason, or `None` if the error is not about a
 /// single value.
-fn wrong_field(error: &QueryRejection) -> Option<(String, String)> {
+fn invalid_field(error: &QueryRejection) -> Option<(String, String)> {
     type Placed = serde_path_to_error::Error<serde::de::value::Error>;
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = cause {

@@ -17,30 +17,32 @@ mod tools;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Door;
+use super::HttpState;
 
-pub use sources::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
+pub use sources::{
+    OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+};
 
-pub(super) fn routes() -> OpenApiRouter<Door> {
+pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(tools::list))
         .routes(routes!(tools::show))
         .routes(routes!(tools::invoke))
-        .routes(routes!(calls::list, batch::run))
+        .routes(routes!(calls::list, batch::run_batch))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
         .routes(routes!(calls::answer))
-        .routes(routes!(results::read))
+        .routes(routes!(results::read_result))
         .routes(routes!(deliveries::list))
-        .routes(routes!(deliveries::of_call))
+        .routes(routes!(deliveries::call_deliveries))
         .routes(routes!(deliveries::repeat))
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::show))
         .routes(routes!(tasks::cancel))
         .routes(routes!(tasks::events))
-        .routes(routes!(events::of_call))
-        .routes(routes!(events::of_run))
-        .routes(routes!(events::of_project))
+        .routes(routes!(events::call_events))
+        .routes(routes!(events::run_events))
+        .routes(routes!(events::project_events))
         .routes(routes!(contexts::show))
         .routes(routes!(contexts::set_tools))
         .routes(routes!(contexts::record_calls))
@@ -50,32 +52,32 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
         .routes(routes!(admin::audit))
         .routes(routes!(admin::clients))
-        .merge(loops())
+        .merge(run_routes())
         .routes(routes!(sources::list, sources::add))
         .routes(routes!(sources::show, sources::remove))
         .routes(routes!(sources::accept))
         .routes(routes!(sources::refresh))
         .routes(routes!(sources::sign_in, sources::sign_out))
-        .merge(utp())
+        .merge(utp_routes())
 }
 
 /// Routes of runs: stored conversations with models.
-fn loops() -> OpenApiRouter<Door> {
+fn run_routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(runs::list, runs::start))
         .routes(routes!(runs::show))
         .routes(routes!(runs::cancel))
-        .routes(routes!(runs::say))
+        .routes(routes!(runs::add_messages))
         .routes(routes!(runs::resume))
         .routes(routes!(runs::replay::replay))
 }
 
 /// Routes of UTP: cards, reports, agents, turns and inboxes.
-fn utp() -> OpenApiRouter<Door> {
+fn utp_routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(cards::show))
         .routes(routes!(cards::put))
-        .routes(routes!(cards::of_call))
+        .routes(routes!(cards::call_cards))
         .routes(routes!(cards::report))
         .routes(routes!(cards::dead_letters))
         .routes(routes!(cards::redrive))

@@ -7,9 +7,9 @@ use axum::response::Response;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::Door;
-use super::answer::Refused;
-use super::question::{Asked, wrong_parameter};
+use super::HttpState;
+use super::answer::ApiError;
+use super::question::{QueryParams, invalid_parameter};
 use crate::time;
 
 const PREFER: &str = "prefer";
@@ -17,7 +17,7 @@ const PREFER: &str = "prefer";
 /// The wait parameter in all its spellings.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Wait {
+pub(super) struct WaitParam {
     /// Wait up to this long for the outcome, then return the current state. The header `Prefer:
     /// wait=30` means the same, in seconds.
     wait_ms: Option<u64>,
@@ -28,31 +28,31 @@ pub(super) struct Wait {
     preferred_ms: Option<u64>,
 }
 
-impl Wait {
+impl WaitParam {
     /// Resolves the wait. The query wins over the body, and the body over the `Prefer` header,
     /// which is only a preference.
-    pub(super) fn ms(&self, in_body: Option<u64>) -> Option<u64> {
+    pub(super) fn resolve_ms(&self, in_body: Option<u64>) -> Option<u64> {
         self.wait_ms.or(in_body).or(self.preferred_ms)
     }
 }
 
-impl FromRequestParts<Door> for Wait {
-    type Rejection = Refused;
+impl FromRequestParts<HttpState> for WaitParam {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
-        let Asked(mut asked) = Asked::<Self>::from_request_parts(parts, door).await?;
+    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
+        let QueryParams(mut asked) = QueryParams::<Self>::from_request_parts(parts, door).await?;
         if let (None, Some(text)) = (asked.wait_ms, &asked.wait) {
-            let time = time::duration(text)
-                .map_err(|why| wrong_parameter("wait", format!("wait: {why}")))?;
+            let time = time::parse_duration(text)
+                .map_err(|why| invalid_parameter("wait", format!("wait: {why}")))?;
             asked.wait_ms = u64::try_from(time.as_millis()).ok();
         }
-        asked.preferred_ms = preferred_ms(&parts.headers);
+        asked.preferred_ms = prefer_wait_ms(&parts.headers);
         Ok(asked)
     }
 }
 
 /// Parses the `Prefer` header. A preference that cannot be parsed is ignored, as the RFC requires.
-fn preferred_ms(headers: &HeaderMap) -> Option<u64> {
+fn prefer_wait_ms(headers: &HeaderMap) -> Option<u64> {
     let lines = headers.get_all(PREFER).iter().filter_map(|line| line.to_str().ok());
     let mut all = lines.flat_map(|line| line.split(','));
     all.find_map(|preference| {
@@ -63,7 +63,7 @@ fn preferred_ms(headers: &HeaderMap) -> Option<u64> {
 }
 
 /// Sets `Retry-After`, a hint for callers that poll without waiting.
-pub(super) fn poll_later(answer: &mut Response) {
+pub(super) fn set_retry_after(answer: &mut Response) {
     answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
 }
 
@@ -89,8 +89,8 @@ mod tests {
                 header::HeaderName::from_static(PREFER),
                 given.parse().unwrap(),
             )]);
-            assert_eq!(preferred_ms(&headers), wanted, "{given}");
+            assert_eq!(prefer_wait_ms(&headers), wanted, "{given}");
         }
-        assert_eq!(preferred_ms(&HeaderMap::new()), None);
+        assert_eq!(prefer_wait_ms(&HeaderMap::new()), None);
     }
 }

@@ -4,16 +4,16 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use toolcrib::Engine;
-use toolcrib::call::{Call, Hold, Metrics, Outcome};
+use toolcrib::call::{Call, CallMetrics, Hold, Outcome};
 use toolcrib::engine::CatalogEntry;
-use toolcrib::event::Event;
+use toolcrib::event::CallEvent;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::json::Json;
-use toolcrib::tool::Definition;
+use toolcrib::tool::ToolDefinition;
 use toolcrib::trace::TraceParent;
 use utoipa::ToSchema;
 
-use crate::task::{MAX_DATA_BYTES, TaskEnd};
+use crate::task::{MAX_DATA_BYTES, TaskOutcome};
 
 /// The error of a failed call or a refused request.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -74,14 +74,14 @@ impl From<&CatalogEntry> for ToolBody {
     }
 }
 
-impl From<&Definition> for ToolBody {
-    fn from(tool: &Definition) -> Self {
+impl From<&ToolDefinition> for ToolBody {
+    fn from(tool: &ToolDefinition) -> Self {
         Self::new(tool, tool.version())
     }
 }
 
 impl ToolBody {
-    fn new(tool: &Definition, version: String) -> Self {
+    fn new(tool: &ToolDefinition, version: String) -> Self {
         Self {
             name: tool.name.clone(),
             source: tool.executor.source().to_owned(),
@@ -202,9 +202,9 @@ impl From<&Outcome> for OutcomeBody {
     }
 }
 
-impl From<Metrics> for MetricsBody {
-    fn from(metrics: Metrics) -> Self {
-        let Metrics { latency_ms, queue_ms, attempts, retries } = metrics;
+impl From<CallMetrics> for MetricsBody {
+    fn from(metrics: CallMetrics) -> Self {
+        let CallMetrics { latency_ms, queue_ms, attempts, retries } = metrics;
         Self { latency_ms, retries, queue_ms, attempts }
     }
 }
@@ -233,12 +233,12 @@ impl<'a> From<&'a Call> for CallBody<'a> {
                     Hold::Retry { at_ms } => Some(at_ms),
                     _ => None,
                 },
-                after: match (hold, &call.asked.after) {
-                    (Hold::After { .. }, Some(before)) => Some(before.as_str()),
+                after: match (hold, &call.origin.predecessor) {
+                    (Hold::Predecessor { .. }, Some(before)) => Some(before.as_str()),
                     _ => None,
                 },
-                questions: match (hold, &call.dialogue) {
-                    (Hold::Input, Some(dialogue)) => Some(dialogue.open.clone()),
+                questions: match (hold, &call.elicitation) {
+                    (Hold::Input, Some(dialogue)) => Some(dialogue.unanswered.clone()),
                     _ => None,
                 },
             }),
@@ -246,12 +246,12 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             executor: call.target.executor.as_str(),
             effect: call.target.effect.as_str(),
             ran_tool: &call.target.tool,
-            agent: &call.asked.agent,
-            call_id: call.asked.call_id.as_deref(),
-            task_id: call.asked.background.then_some(call.id.as_str()),
-            client_id: call.asked.client_id.as_deref(),
-            user_id: call.asked.user_id.as_deref(),
-            taken_by: call.taken_by.as_deref(),
+            agent: &call.origin.agent,
+            call_id: call.origin.caller_call_id.as_deref(),
+            task_id: call.origin.background.then_some(call.id.as_str()),
+            client_id: call.origin.client_id.as_deref(),
+            user_id: call.origin.user_id.as_deref(),
+            taken_by: call.acknowledged_by.as_deref(),
             partial: outcome.is_some_and(|outcome| outcome.partial),
             trace_id: None,
             outcome: outcome.map(OutcomeBody::from),
@@ -262,23 +262,23 @@ impl<'a> From<&'a Call> for CallBody<'a> {
 impl<'a> CallBody<'a> {
     /// Builds the body of a call, with its trace.
     pub(super) fn of(engine: &Engine, call: &'a Call) -> Self {
-        Self::traced(call, engine.trace_of(call))
+        Self::with_trace(call, engine.call_traceparent(call))
     }
 
     /// Builds the body of a call whose trace is already known.
-    pub(super) fn traced(call: &'a Call, trace: Option<TraceParent>) -> Self {
+    pub(super) fn with_trace(call: &'a Call, trace: Option<TraceParent>) -> Self {
         Self { trace_id: trace.map(|trace| trace.trace_id_text()), ..Self::from(call) }
     }
 }
 
 /// Serializes an event as the data of an SSE message.
-pub(super) fn event_text(event: &Event) -> String {
+pub(super) fn event_json(event: &CallEvent) -> String {
     let mut body = Map::new();
     body.insert("number".into(), event.number.into());
     body.insert("type".into(), event.record.kind.as_str().into());
     body.insert("tool_call_id".into(), event.call_id.to_string().into());
     body.insert("run_id".into(), event.run_id.clone().into());
-    if let Some(asked_as) = &event.asked_as {
+    if let Some(asked_as) = &event.caller_call_id {
         body.insert("call_id".into(), asked_as.clone().into());
     }
     body.insert("at_ms".into(), event.record.at_ms.into());
@@ -296,15 +296,15 @@ struct TaskEndEvent<'a> {
     kind: &'a str,
     at_ms: u64,
     #[serde(flatten)]
-    end: TaskEnd<'a>,
+    end: TaskOutcome<'a>,
 }
 
 /// Serializes a task's event as the data of an SSE message. Each event carries every id of its
 /// task, and the last one carries the outcome.
-pub(super) fn task_event_text(event: &Event, name: &str, call: &Call) -> String {
+pub(super) fn task_event_json(event: &CallEvent, name: &str, call: &Call) -> String {
     let (number, at_ms) = (event.number, event.record.at_ms);
     if event.record.kind.is_terminal() {
-        let end = TaskEnd::of(call, MAX_DATA_BYTES);
+        let end = TaskOutcome::from_call(call, MAX_DATA_BYTES);
         let body = TaskEndEvent { number, kind: name, at_ms, end };
         return serde_json::to_string(&body).unwrap_or_default();
     }
@@ -314,7 +314,7 @@ pub(super) fn task_event_text(event: &Event, name: &str, call: &Call) -> String 
     body.insert("at_ms".into(), at_ms.into());
     body.insert("task_id".into(), call.id.as_str().into());
     body.insert("tool_call_id".into(), call.id.as_str().into());
-    body.insert("call_id".into(), call.asked.call_id.as_deref().into());
+    body.insert("call_id".into(), call.origin.caller_call_id.as_deref().into());
     body.insert("run_id".into(), call.run_id.as_str().into());
     body.insert("tool_name".into(), call.tool_name.as_str().into());
     let said = ["percent", "message", "data"].into_iter();
@@ -347,7 +347,7 @@ where
 }
 
 /// Parses a failure as a provider reports it: a text, or an object with at least a message.
-pub(super) fn reported_fault(error: Option<&Value>) -> Fault {
+pub(super) fn parse_reported_fault(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message = match error {
         None | Some(Value::Null) => "the tool failed and did not say why".to_owned(),
@@ -363,7 +363,7 @@ pub(super) fn reported_fault(error: Option<&Value>) -> Fault {
     // Only the provider can know that no side effect occurred; then even an irreversible tool may
     // be retried.
     if error.and_then(|e| e.get("happened")).and_then(Value::as_bool) == Some(false) {
-        fault = fault.not_happened();
+        fault = fault.without_side_effect();
     }
     match error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()) {
         Some(detail) => fault.with_detail(detail.clone()),

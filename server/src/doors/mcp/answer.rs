@@ -11,10 +11,10 @@ use rmcp::model::{
 use serde_json::{Value, json};
 use toolcrib::call::{Call, Hold, Status};
 use toolcrib::digest;
-use toolcrib::fault::{Code, Error, Fault, Happened};
+use toolcrib::fault::{Code, Error, Fault, SideEffect};
 use toolcrib::{Executor, Json, tokens};
 
-use super::tools::Revision;
+use super::tools::ProtocolRevision;
 
 /// Returns the resource URI of a call's full result.
 pub(super) fn result_uri(id: &toolcrib::CallId) -> String {
@@ -22,70 +22,70 @@ pub(super) fn result_uri(id: &toolcrib::CallId) -> String {
 }
 
 /// Returns the tool result of an ended call, in at most `budget` tokens of text.
-pub(super) fn ended(call: &Call, tool: Shape, budget: usize) -> CallToolResult {
+pub(super) fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolResult {
     let outcome = call.outcome.as_ref();
     match (outcome.and_then(|o| o.data.as_ref()), outcome.and_then(|o| o.error.as_ref())) {
-        (_, Some(fault)) => failed(fault, Some(call.id.as_str())),
-        (Some(data), None) => succeeded(call, data, tool, budget),
+        (_, Some(fault)) => error_result(fault, Some(call.id.as_str())),
+        (Some(data), None) => success_result(call, data, tool, budget),
         (None, None) => CallToolResult::success(vec![]),
     }
 }
 
 /// Properties of the tool and the MCP client that decide how a result is written.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Shape {
-    pub(super) revision: Revision,
+pub(super) struct ResultFormat {
+    pub(super) revision: ProtocolRevision,
     /// True if the MCP client has seen an output schema for the structured result.
-    pub(super) promised: bool,
+    pub(super) has_output_schema: bool,
 }
 
-fn succeeded(call: &Call, data: &Json, tool: Shape, budget: usize) -> CallToolResult {
-    let value = data.value();
+fn success_result(call: &Call, data: &Json, tool: ResultFormat, budget: usize) -> CallToolResult {
+    let value = data.to_value();
     if call.target.executor == Executor::Mcp
         && value.get("content").is_some_and(Value::is_array)
         && let Ok(mut result) = serde_json::from_value::<CallToolResult>(value.clone())
     {
         // The result is in MCP's own format already: images, audio and links stay unchanged.
         result.result_type = Some(ResultType::COMPLETE);
-        return digested_words(call, data, tool, budget, result);
+        return digest_text_blocks(call, data, tool, budget, result);
     }
     let text = match &value {
         Value::String(text) => text.clone(),
         _ => data.text().to_owned(),
     };
     if let Some(digest) = digest(call, data, budget) {
-        let content = vec![ContentBlock::text(digest), link(call, data.text().len())];
+        let content = vec![ContentBlock::text(digest), result_link(call, data.text().len())];
         let mut result = CallToolResult::success(content);
         // A tool with an output schema must return structured content, however long it is.
-        result.structured_content = tool.promised.then_some(value);
+        result.structured_content = tool.has_output_schema.then_some(value);
         return result;
     }
     let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
     // Legacy revisions allow only objects as structured content.
-    let structured = tool.revision == Revision::Modern || value.is_object();
+    let structured = tool.revision == ProtocolRevision::Modern || value.is_object();
     result.structured_content = structured.then_some(value);
     result
 }
 
 fn digest(call: &Call, data: &Json, budget: usize) -> Option<String> {
     let (call_id, tool, hint) = (&call.id, call.tool_name.as_str(), Some(call.args.text()));
-    let source = digest::Source { call_id, tool, hint };
+    let source = digest::DigestSource { call_id, tool, hint };
     digest::digest(data, budget, &source).map(|digest| digest.text)
 }
 
 /// Replaces the text of an MCP result with a digest if its text blocks, or a structured content
 /// without an output schema, exceed the budget. Images and audio stay.
-fn digested_words(
+fn digest_text_blocks(
     call: &Call,
     data: &Json,
-    tool: Shape,
+    tool: ResultFormat,
     budget: usize,
     mut result: CallToolResult,
 ) -> CallToolResult {
-    let words: Vec<&str> = result.content.iter().filter_map(words_of).collect();
-    let words = Json::of_value(&Value::String(words.join("\n")));
-    let structure = result.structured_content.as_ref().filter(|_| !tool.promised);
-    let structure = structure.map(Json::of_value);
+    let words: Vec<&str> = result.content.iter().filter_map(block_text).collect();
+    let words = Json::from_value(&Value::String(words.join("\n")));
+    let structure = result.structured_content.as_ref().filter(|_| !tool.has_output_schema);
+    let structure = structure.map(Json::from_value);
     let over = |text: &Json| tokens::exceeds(text.text(), budget);
     let worded = over(&words);
     if !worded && !structure.as_ref().is_some_and(over) {
@@ -93,18 +93,18 @@ fn digested_words(
     }
     // Tools that return both usually repeat the same content, so the digest covers the structured
     // content only if the text is within the budget.
-    let Some(digest) = digest(call, &without_media(data, !worded), budget) else { return result };
-    result.content.retain(|block| words_of(block).is_none());
+    let Some(digest) = digest(call, &strip_media(data, !worded), budget) else { return result };
+    result.content.retain(|block| block_text(block).is_none());
     result.content.insert(0, ContentBlock::text(digest));
-    result.content.push(link(call, data.text().len()));
-    if !tool.promised {
+    result.content.push(result_link(call, data.text().len()));
+    if !tool.has_output_schema {
         result.structured_content = None;
     }
     result
 }
 
 /// Returns the text of a block that a model can read.
-fn words_of(block: &ContentBlock) -> Option<&str> {
+fn block_text(block: &ContentBlock) -> Option<&str> {
     match block {
         ContentBlock::Text(text) => Some(&text.text),
         ContentBlock::Resource(embedded) => match &embedded.resource {
@@ -117,8 +117,8 @@ fn words_of(block: &ContentBlock) -> Option<&str> {
 
 /// Returns an MCP result without the bytes of images and audio. Everything else keeps its position,
 /// so paths in a digest of it are valid in the full result.
-fn without_media(data: &Json, structured: bool) -> Json {
-    let mut whole = data.value();
+fn strip_media(data: &Json, structured: bool) -> Json {
+    let mut whole = data.to_value();
     let blocks = whole.get_mut("content").and_then(Value::as_array_mut);
     for block in blocks.into_iter().flatten().filter_map(Value::as_object_mut) {
         block.remove("data");
@@ -129,18 +129,18 @@ fn without_media(data: &Json, structured: bool) -> Json {
     if let Some(whole) = whole.as_object_mut() {
         whole.retain(|key, _| key == "content" || structured && key == "structuredContent");
     }
-    Json::of_value(&whole)
+    Json::from_value(&whole)
 }
 
 /// Returns a failure as text, with the fault as structured content.
-pub(super) fn failed(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
-    let again = match (fault.code, fault.happened) {
+pub(super) fn error_result(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
+    let again = match (fault.code, fault.side_effect) {
         _ if fault.retryable => "the same call can succeed later",
         // The caller should check whether the effect happened before calling again.
-        (Code::OutcomeUnknown | Code::Timeout | Code::Canceled, Happened::Maybe) => {
+        (Code::OutcomeUnknown | Code::Timeout | Code::Canceled, SideEffect::Possible) => {
             "the same call may do it a second time"
         }
-        (Code::Timeout | Code::Canceled, Happened::No) => "nothing was done",
+        (Code::Timeout | Code::Canceled, SideEffect::None) => "nothing was done",
         _ => "the same call will fail again",
     };
     let text = format!("{}: {}\n({}; {again})", fault.code, fault.message, fault.code.help());
@@ -163,12 +163,12 @@ pub(super) fn failed(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
 
 /// Returns a refused call as a text result if the model can act on it, otherwise as a protocol
 /// error.
-pub(super) fn refused(error: Error) -> Result<CallToolResult, ErrorData> {
+pub(super) fn refused_call_result(error: Error) -> Result<CallToolResult, ErrorData> {
     match error {
         Error::Refused { fault, .. } if fault.code == Code::ToolNotFound => {
             Err(ErrorData::invalid_params(fault.message, fault.detail))
         }
-        Error::Refused { fault, .. } => Ok(failed(&fault, None)),
+        Error::Refused { fault, .. } => Ok(error_result(&fault, None)),
         internal @ Error::Internal(_) => Err(protocol_error(internal)),
     }
 }
@@ -195,7 +195,7 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 
 /// Returns the text for a call that has not ended and whose MCP client cannot be notified later: it
 /// names the call id and how to get the result.
-pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
+pub(super) fn pending_result(call: &Call, tool: &ResultFormat) -> CallToolResult {
     let id = call.id.as_str();
     let state = match (call.status, call.hold) {
         (Status::Pending, Some(Hold::Input)) => {
@@ -212,7 +212,7 @@ pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
     );
     let ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
     // An MCP client that has seen an output schema rejects a success that does not match it.
-    let mut result = match tool.promised {
+    let mut result = match tool.has_output_schema {
         true => CallToolResult::error(vec![ContentBlock::text(text)]),
         false => CallToolResult::success(vec![ContentBlock::text(text)]),
     };
@@ -221,7 +221,7 @@ pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
 }
 
 /// Returns a link to a call's full result.
-pub(super) fn link(call: &Call, bytes: usize) -> ContentBlock {
+pub(super) fn result_link(call: &Call, bytes: usize) -> ContentBlock {
     let resource = Resource::new(result_uri(&call.id), format!("result of {}", call.tool_name))
         .with_description("The whole result; the text beside this link is a digest of it")
         .with_mime_type("application/json")

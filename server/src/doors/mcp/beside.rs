@@ -10,26 +10,26 @@ use parking_lot::Mutex;
 use toolcrib::fault::Error;
 
 /// The empty list as rmcp serializes it.
-const EMPTY: &[u8] = br#""tools":[]"#;
+const EMPTY_TOOL_LIST: &[u8] = br#""tools":[]"#;
 
 /// Holds the serialized tools of a response. A handler sets them, and the HTTP layer splices them
 /// in; the value travels in the extensions of the request.
 #[derive(Clone, Default)]
-pub(super) struct Beside(Arc<Mutex<Option<String>>>);
+pub(super) struct ToolListSplice(Arc<Mutex<Option<String>>>);
 
-impl Beside {
-    pub(super) fn put(&self, tools: String) {
+impl ToolListSplice {
+    pub(super) fn set_tools(&self, tools: String) {
         *self.0.lock() = Some(tools);
     }
 
     /// Splices the tools into the response, if a handler has set them.
-    pub(super) async fn into(self, answer: Response) -> Result<Response, Error> {
+    pub(super) async fn splice_into(self, answer: Response) -> Result<Response, Error> {
         let Some(tools) = self.0.lock().take() else { return Ok(answer) };
         let (mut parts, body) = answer.into_parts();
         // The body is short, because the long list is held here.
         let body = axum::body::to_bytes(body, usize::MAX).await;
         let body = body.map_err(|error| Error::Internal(Box::new(error)))?;
-        let filled = filled(&body, &tools).ok_or_else(|| {
+        let filled = splice(&body, &tools).ok_or_else(|| {
             let missing = std::io::Error::other("tools/list was answered without a list");
             Error::Internal(Box::new(missing))
         })?;
@@ -38,8 +38,10 @@ impl Beside {
     }
 }
 
-fn filled(body: &Bytes, tools: &str) -> Option<Vec<u8>> {
-    let at = body.windows(EMPTY.len()).rposition(|part| part == EMPTY)? + EMPTY.len() - 1;
+fn splice(body: &Bytes, tools: &str) -> Option<Vec<u8>> {
+    let at = body.windows(EMPTY_TOOL_LIST.len()).rposition(|part| part == EMPTY_TOOL_LIST)?
+        + EMPTY_TOOL_LIST.len()
+        - 1;
     let mut filled = Vec::with_capacity(body.len() + tools.len());
     filled.extend_from_slice(&body[..at]);
     filled.extend_from_slice(tools.as_bytes());
@@ -54,19 +56,19 @@ mod tests {
 
     #[tokio::test]
     async fn what_was_left_is_in_the_answer() {
-        let beside = Beside::default();
+        let beside = ToolListSplice::default();
         let answer = || Response::new(Body::from(r#"{"id":"\"tools\":[]","result":{"tools":[]}}"#));
         let text = async |answer: Response| {
             let bytes = axum::body::to_bytes(answer.into_body(), usize::MAX).await.unwrap();
             String::from_utf8(bytes.to_vec()).unwrap()
         };
-        let plain = beside.clone().into(answer()).await.unwrap();
+        let plain = beside.clone().splice_into(answer()).await.unwrap();
         assert_eq!(text(plain).await, r#"{"id":"\"tools\":[]","result":{"tools":[]}}"#);
-        beside.put(r#"{"name":"a"}"#.to_owned());
-        let filled = beside.clone().into(answer()).await.unwrap();
+        beside.set_tools(r#"{"name":"a"}"#.to_owned());
+        let filled = beside.clone().splice_into(answer()).await.unwrap();
         let whole = r#"{"id":"\"tools\":[]","result":{"tools":[{"name":"a"}]}}"#;
         assert_eq!(text(filled).await, whole);
-        beside.put(String::new());
-        assert!(beside.into(Response::new(Body::from("{}"))).await.is_err());
+        beside.set_tools(String::new());
+        assert!(beside.splice_into(Response::new(Body::from("{}"))).await.is_err());
     }
 }

@@ -16,39 +16,39 @@ use rmcp::{ErrorData, RoleServer};
 use serde_json::Value;
 use toolcrib::call::{Call, Hold};
 use toolcrib::engine::CatalogEntry;
-use toolcrib::{Invocation, Json, Ticket};
+use toolcrib::{CallRequest, Json, Ticket};
 
-use super::answer::{self, Shape};
-use super::input::{self, Heard};
-use super::progress::Progress;
-use super::server::{Server, View};
+use super::answer::{self, ResultFormat};
+use super::input::{self, ElicitationOutcome};
+use super::progress::ProgressForwarder;
+use super::server::{CallerView, McpHandler};
 use super::tasks;
-use super::tools::Revision;
+use super::tools::ProtocolRevision;
 
 /// Properties that an MCP client declared with a request.
-pub(super) struct Client {
-    pub(super) revision: Revision,
+pub(super) struct McpClientInfo {
+    pub(super) revision: ProtocolRevision,
     pub(super) capabilities: ClientCapabilities,
 }
 
-impl Client {
+impl McpClientInfo {
     /// Reads them from the context of a request.
     pub(super) fn of(context: &RequestContext<RoleServer>) -> Self {
         Self {
-            revision: Revision::of(context.protocol_version().as_ref()),
+            revision: ProtocolRevision::of(context.protocol_version().as_ref()),
             capabilities: context.client_capabilities().unwrap_or_default(),
         }
     }
 
     /// Returns whether the MCP client can receive a task as the response.
-    pub(super) fn knows_tasks(&self) -> bool {
+    pub(super) fn supports_tasks(&self) -> bool {
         self.capabilities.supports_tasks()
     }
 }
 
 /// The way in which the MCP client discovered the tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Seen {
+pub(super) enum ToolDiscovery {
     /// From its entry in the tool list, with its schemas.
     List,
     /// Through the catalogue, which declares no output schema.
@@ -56,52 +56,60 @@ pub(super) enum Seen {
 }
 
 /// Calls a tool and waits for a response that the MCP client can receive.
-pub(super) async fn call(
-    server: &Server,
-    view: &View,
+pub(super) async fn call_tool(
+    server: &McpHandler,
+    view: &CallerView,
     params: CallToolRequestParams,
     context: &RequestContext<RoleServer>,
-    seen: Seen,
+    seen: ToolDiscovery,
 ) -> Result<CallToolResponse, ErrorData> {
-    let client = Client::of(context);
+    let client = McpClientInfo::of(context);
     if let Some(state) = params.request_state.clone() {
         let tool = server.engine().tool(&view.caller, &params.name).ok();
-        let shape = shape(tool.as_deref().filter(|_| seen == Seen::List), client.revision);
-        let ticket = input::go_on(server, view, params, &state).await?;
-        return Wait { server, view, client, shape, context }.until_told(&ticket).await;
+        let shape =
+            result_format(tool.as_deref().filter(|_| seen == ToolDiscovery::List), client.revision);
+        let ticket = input::resume_call(server, view, params, &state).await?;
+        return ToolCallWaiter { server, view, client, shape, context }
+            .wait_for_response(&ticket)
+            .await;
     }
     let tool = server.engine().tool(&view.caller, &params.name).ok();
-    if let Some(needed) = tool.as_ref().and_then(|tool| missing(tool, &client)) {
+    if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
     }
-    let shape = shape(tool.as_deref().filter(|_| seen == Seen::List), client.revision);
-    let invocation = invocation(params, &context.meta.0)?;
+    let shape =
+        result_format(tool.as_deref().filter(|_| seen == ToolDiscovery::List), client.revision);
+    let invocation = to_call_request(params, &context.meta.0)?;
     let ticket = match Box::pin(server.engine().invoke(&view.caller, invocation)).await {
         Ok(ticket) => ticket,
-        Err(error) => return answer::refused(error).map(CallToolResponse::Complete),
+        Err(error) => return answer::refused_call_result(error).map(CallToolResponse::Complete),
     };
-    if client.knows_tasks() && ticket.call.asked.background {
-        let task = tasks::task(server, &ticket.call);
+    if client.supports_tasks() && ticket.call.origin.background {
+        let task = tasks::to_task(server, &ticket.call);
         return Ok(CallToolResponse::Task(CreateTaskResult::new(task)));
     }
-    Wait { server, view, client, shape, context }.until_told(&ticket).await
+    ToolCallWaiter { server, view, client, shape, context }.wait_for_response(&ticket).await
 }
 
 /// Returns the format of a tool's results for this MCP client.
-pub(super) fn shape(tool: Option<&CatalogEntry>, revision: Revision) -> Shape {
-    let schema = tool.and_then(|tool| tool.definition.output_schema.as_ref()).map(|s| s.value());
+pub(super) fn result_format(
+    tool: Option<&CatalogEntry>,
+    revision: ProtocolRevision,
+) -> ResultFormat {
+    let schema = tool.and_then(|tool| tool.definition.output_schema.as_ref()).map(|s| s.to_value());
     let is_object = |schema: &Value| schema.get("type").is_some_and(|kind| kind == "object");
-    let promised = schema.is_some_and(|schema| revision == Revision::Modern || is_object(&schema));
-    Shape { revision, promised }
+    let promised =
+        schema.is_some_and(|schema| revision == ProtocolRevision::Modern || is_object(&schema));
+    ResultFormat { revision, has_output_schema: promised }
 }
 
 /// Returns the client capabilities that the tool requires and this MCP client lacks. The tool's
 /// `metadata` may contain `"task_support": "required"`, and `"client_capabilities"` in MCP's
 /// format.
-fn missing(tool: &CatalogEntry, client: &Client) -> Option<ClientCapabilities> {
-    let metadata = tool.definition.metadata.as_ref()?.value();
+fn missing_capabilities(tool: &CatalogEntry, client: &McpClientInfo) -> Option<ClientCapabilities> {
+    let metadata = tool.definition.metadata.as_ref()?.to_value();
     let support = metadata.get("task_support").and_then(Value::as_str);
-    if support == Some("required") && !client.knows_tasks() {
+    if support == Some("required") && !client.supports_tasks() {
         return Some(ClientCapabilities::builder().enable_tasks().build());
     }
     let needed = metadata.get("client_capabilities")?;
@@ -115,7 +123,10 @@ fn missing(tool: &CatalogEntry, client: &Client) -> Option<ClientCapabilities> {
 
 /// Builds the call request. The fields that HTTP takes in the request body come from `_meta` here,
 /// prefixed with `toolcrib/`.
-fn invocation(params: CallToolRequestParams, meta: &MetaObject) -> Result<Invocation, ErrorData> {
+fn to_call_request(
+    params: CallToolRequestParams,
+    meta: &MetaObject,
+) -> Result<CallRequest, ErrorData> {
     let invalid = |word: &str, kind: &str| {
         ErrorData::invalid_params(format!("_meta: toolcrib/{word} must be {kind}"), None)
     };
@@ -131,9 +142,9 @@ fn invocation(params: CallToolRequestParams, meta: &MetaObject) -> Result<Invoca
     };
     let args = Value::Object(params.arguments.unwrap_or_default());
     let retry = number("retry")?.map(|retry| u32::try_from(retry).unwrap_or(u32::MAX));
-    Ok(Invocation {
+    Ok(CallRequest {
         tool: params.name.into_owned(),
-        args: Json::of_value(&args),
+        args: Json::from_value(&args),
         run_id: text("run_id")?.unwrap_or_else(|| "run_mcp".to_owned()),
         call_id: text("call_id")?,
         timeout_ms: number("timeout_ms")?,
@@ -142,44 +153,45 @@ fn invocation(params: CallToolRequestParams, meta: &MetaObject) -> Result<Invoca
         client_id: text("client_id")?,
         user_id: text("user_id")?,
         traceparent: meta.get_traceparent().map(str::to_owned),
-        turn: None,
+        route: None,
         callback_url: None,
-        answers: params.input_responses.map(input::answers).transpose()?,
+        answers: params.input_responses.map(input::parse_answers).transpose()?,
     })
 }
 
 /// Waits for one call on behalf of one MCP client.
-pub(super) struct Wait<'a> {
-    pub(super) server: &'a Server,
-    pub(super) view: &'a View,
-    pub(super) client: Client,
-    pub(super) shape: Shape,
+pub(super) struct ToolCallWaiter<'a> {
+    pub(super) server: &'a McpHandler,
+    pub(super) view: &'a CallerView,
+    pub(super) client: McpClientInfo,
+    pub(super) shape: ResultFormat,
     pub(super) context: &'a RequestContext<RoleServer>,
 }
 
-impl Wait<'_> {
+impl ToolCallWaiter<'_> {
     /// Waits until there is a response for the MCP client.
-    async fn until_told(self, ticket: &Ticket) -> Result<CallToolResponse, ErrorData> {
+    async fn wait_for_response(self, ticket: &Ticket) -> Result<CallToolResponse, ErrorData> {
         let (engine, caller) = (self.server.engine(), &self.view.caller);
         let settings = self.server.settings();
-        let patience_ms = match self.client.knows_tasks() {
+        let patience_ms = match self.client.supports_tasks() {
             true => settings.task_after_ms,
             false => settings.wait_ms,
         };
         let patience = Duration::from_millis(patience_ms);
         let mut until = tokio::time::Instant::now() + patience;
-        let mut progress = Progress::of(self.server, self.view, self.context, &ticket.call);
+        let mut progress =
+            ProgressForwarder::of(self.server, self.view, self.context, &ticket.call);
         let mut call = ticket.call.clone();
         while !call.status.is_terminal() {
-            let questions = input::questions(&call, &self.client.capabilities);
+            let questions = input::answerable_requests(&call, &self.client.capabilities);
             if !questions.is_empty() {
-                if self.client.revision == Revision::Modern {
-                    let state = input::state(&call);
+                if self.client.revision == ProtocolRevision::Modern {
+                    let state = input::request_state(&call);
                     let asks = InputRequiredResult::new(Some(questions), Some(state));
                     return Ok(CallToolResponse::InputRequired(asks));
                 }
-                if !self.ask(ticket, &call, questions).await? {
-                    return Ok(self.not_finished(&call));
+                if !self.elicit(ticket, &call, questions).await? {
+                    return Ok(self.pending_response(&call));
                 }
                 call = engine.call(caller, &call.id).await.map_err(answer::protocol_error)?;
                 // The time that the answer took does not count against the wait.
@@ -188,30 +200,30 @@ impl Wait<'_> {
             }
             let left = until.saturating_duration_since(tokio::time::Instant::now());
             if left.is_zero() {
-                return Ok(self.not_finished(&call));
+                return Ok(self.pending_response(&call));
             }
             let left_ms = left.as_millis() as u64 + 1;
             tokio::select! {
                 biased;
-                () = self.context.ct.cancelled() => return Err(self.left(&call).await),
-                news = engine.news(caller, ticket, call.version, left_ms) => {
+                () = self.context.ct.cancelled() => return Err(self.handle_disconnect(&call).await),
+                news = engine.wait_for_change(caller, ticket, call.version, left_ms) => {
                     let news = news.map_err(answer::protocol_error)?;
                     if news.version == call.version {
                         // The wait time is over, or the server stops.
-                        return Ok(self.not_finished(&call));
+                        return Ok(self.pending_response(&call));
                     }
                     call = news;
                 }
-                () = progress.pass_on() => {}
+                () = progress.forward_next() => {}
             }
         }
-        progress.pass_on_the_rest().await;
-        Ok(CallToolResponse::Complete(self.server.ended(&call, self.shape).await))
+        progress.forward_remaining().await;
+        Ok(CallToolResponse::Complete(self.server.ended_call_result(&call, self.shape).await))
     }
 
     /// Sends the questions to a legacy MCP client, which can receive requests while it waits. The
     /// questions are withdrawn once they are superseded. Returns `false` if the server stops.
-    async fn ask(
+    async fn elicit(
         &self,
         ticket: &Ticket,
         call: &Call,
@@ -221,20 +233,20 @@ impl Wait<'_> {
         let pointless = async {
             tokio::select! {
                 () = self.context.ct.cancelled() => true,
-                goes_on = self.has_gone_on(ticket, call, &keys) => goes_on,
+                goes_on = self.wait_until_superseded(ticket, call, &keys) => goes_on,
             }
         };
-        let answers = match input::ask(&self.context.peer, questions, pointless).await {
-            Heard::Answers(answers) => answers,
-            Heard::Pointless(_) if self.context.ct.is_cancelled() => {
-                return Err(self.left(call).await);
+        let answers = match input::elicit(&self.context.peer, questions, pointless).await {
+            ElicitationOutcome::Answers(answers) => answers,
+            ElicitationOutcome::Superseded(_) if self.context.ct.is_cancelled() => {
+                return Err(self.handle_disconnect(call).await);
             }
-            Heard::Pointless(goes_on) => return Ok(goes_on),
-            Heard::Nothing => {
+            ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
+            ElicitationOutcome::Unanswered => {
                 return Err(self.cancel(call, "the client did not answer what was asked").await);
             }
         };
-        let given = input::give(self.server, self.view, &call.id, answers).await;
+        let given = input::submit_answers(self.server, self.view, &call.id, answers).await;
         if given.is_err() {
             // The MCP client learns the reason, but has no call id with which to answer again.
             self.cancel(call, "the client's answers could not be taken").await;
@@ -244,17 +256,19 @@ impl Wait<'_> {
 
     /// Waits until none of these questions is open: they were answered through another request, or
     /// the call has ended. Returns `false` if the server stops.
-    async fn has_gone_on(&self, ticket: &Ticket, call: &Call, keys: &[String]) -> bool {
+    async fn wait_until_superseded(&self, ticket: &Ticket, call: &Call, keys: &[String]) -> bool {
         let (engine, caller) = (self.server.engine(), &self.view.caller);
         let mut seen = call.version;
         loop {
             // On a read error, the caller of this function reads the call again and reports the
             // error.
-            let Ok(news) = engine.news(caller, ticket, seen, u64::MAX).await else { return true };
+            let Ok(news) = engine.wait_for_change(caller, ticket, seen, u64::MAX).await else {
+                return true;
+            };
             if news.version == seen && engine.is_draining() {
                 return false;
             }
-            let open = news.dialogue.as_ref().map(|dialogue| &dialogue.open);
+            let open = news.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
             let waits = news.hold == Some(Hold::Input) && news.attempt == call.attempt;
             if !waits || !open.is_some_and(|open| keys.iter().any(|key| open.contains_key(key))) {
                 return true;
@@ -266,10 +280,10 @@ impl Wait<'_> {
     /// Handles a disconnect and returns the error for the response. The call is canceled, except if
     /// only the HTTP stream of a sessionless MCP client is lost and the call has an idempotency
     /// key: that client can then send the same request again.
-    async fn left(&self, call: &Call) -> ErrorData {
+    async fn handle_disconnect(&self, call: &Call) -> ErrorData {
         let over_http = self.context.extensions.get::<axum::http::request::Parts>().is_some();
-        let stream_only = over_http && self.client.revision == Revision::Modern;
-        if stream_only && call.asked.idempotency_key.is_some() {
+        let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
+        if stream_only && call.origin.idempotency_key.is_some() {
             return ErrorData::internal_error("the client has hung up", None);
         }
         self.cancel(call, "the client does not want it any more").await
@@ -283,17 +297,17 @@ impl Wait<'_> {
     }
 
     /// Returns the response when the wait time is over: a task, or a text with the call id.
-    fn not_finished(&self, call: &Call) -> CallToolResponse {
-        if self.client.knows_tasks() {
-            let task = tasks::task(self.server, call);
+    fn pending_response(&self, call: &Call) -> CallToolResponse {
+        if self.client.supports_tasks() {
+            let task = tasks::to_task(self.server, call);
             return CallToolResponse::Task(CreateTaskResult::new(task));
         }
-        CallToolResponse::Complete(ticketed(answer::not_finished(call, &self.shape), call))
+        CallToolResponse::Complete(with_call_id(answer::pending_result(call, &self.shape), call))
     }
 }
 
 /// Adds the id of the call to a result.
-pub(super) fn ticketed(mut result: CallToolResult, call: &Call) -> CallToolResult {
+pub(super) fn with_call_id(mut result: CallToolResult, call: &Call) -> CallToolResult {
     let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
     meta.0.insert("toolcrib/tool_call_id".to_owned(), call.id.as_str().into());
     result

@@ -13,8 +13,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::fault::{Code, Fault};
 
-use super::own::{arguments, described};
-use super::server::{Server, View};
+use super::own::{parse_arguments, read_only_tool};
+use super::server::{CallerView, McpHandler};
 use super::{answer, call, tools};
 
 pub(super) const SEARCH: &str = "tools.search";
@@ -22,25 +22,25 @@ pub(super) const DESCRIBE: &str = "tools.describe";
 pub(super) const CALL: &str = "tools.call";
 
 /// Default and maximum number of search results.
-const FOUND: usize = 10;
-const MOST_FOUND: usize = 50;
+const DEFAULT_SEARCH_LIMIT: usize = 10;
+const MAX_SEARCH_LIMIT: usize = 50;
 
 /// Maximum number of tools described at once.
-const MOST_DESCRIBED: usize = 20;
+const MAX_DESCRIBED_TOOLS: usize = 20;
 
 /// Maximum number of characters of a description in search results.
-const SHORT: usize = 240;
+const MAX_SUMMARY_CHARS: usize = 240;
 
 /// The form in which an MCP client sees the tools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Catalogue {
+pub enum CatalogueMode {
     /// The full list of tools.
     Full,
     /// Three tools that search, describe and call all others.
     Search,
 }
 
-impl Catalogue {
+impl CatalogueMode {
     /// Parses the value of the query parameter: `?catalogue=search`.
     pub fn parse(word: &str) -> Option<Self> {
         match word {
@@ -70,7 +70,8 @@ struct DescribeArgs {
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct CallArgs {
+#[schemars(rename = "CallArgs")]
+struct CatalogueCallArgs {
     /// Name of the tool.
     name: String,
     /// Arguments that match the inputSchema of the tool.
@@ -80,7 +81,7 @@ struct CallArgs {
 
 /// Returns the three tools, sorted by name.
 pub(super) fn tools() -> Vec<Tool> {
-    let calls = described::<CallArgs>(
+    let calls = read_only_tool::<CatalogueCallArgs>(
         CALL,
         "Call a tool",
         "Calls a tool by its name. Look at its inputSchema with tools.describe first.",
@@ -88,12 +89,12 @@ pub(super) fn tools() -> Vec<Tool> {
     .with_annotations(ToolAnnotations::new().read_only(false).destructive(true));
     vec![
         calls,
-        described::<DescribeArgs>(
+        read_only_tool::<DescribeArgs>(
             DESCRIBE,
             "Describe tools",
             "Shows tools with their whole description and the schema of their arguments.",
         ),
-        described::<SearchArgs>(
+        read_only_tool::<SearchArgs>(
             SEARCH,
             "Search for tools",
             "Finds tools for a purpose, best first. There are many more tools than you see: search \
@@ -103,9 +104,9 @@ pub(super) fn tools() -> Vec<Tool> {
 }
 
 /// Handles a call of one of the three tools. Returns `None` for any other tool.
-pub(super) async fn answered(
-    server: &Server,
-    view: &View,
+pub(super) async fn handle_call(
+    server: &McpHandler,
+    view: &CallerView,
     asked: &mut CallToolRequestParams,
     context: &RequestContext<RoleServer>,
 ) -> Option<Result<CallToolResponse, ErrorData>> {
@@ -113,33 +114,34 @@ pub(super) async fn answered(
     let told = match asked.name.as_ref() {
         SEARCH => search(server, view, given(asked)).await,
         DESCRIBE => describe(server, view, given(asked)),
-        CALL => match arguments::<CallArgs>(CALL, given(asked)) {
+        CALL => match parse_arguments::<CatalogueCallArgs>(CALL, given(asked)) {
             Ok(args) => {
                 asked.name = args.name.into();
                 asked.arguments = Some(args.arguments);
-                let seen = call::Seen::Catalogue;
-                return Some(call::call(server, view, asked.clone(), context, seen).await);
+                let seen = call::ToolDiscovery::Catalogue;
+                return Some(call::call_tool(server, view, asked.clone(), context, seen).await);
             }
             Err(fault) => Err(fault),
         },
         _ => return None,
     };
-    let result = told.unwrap_or_else(|fault| answer::failed(&fault, None));
+    let result = told.unwrap_or_else(|fault| answer::error_result(&fault, None));
     Some(Ok(CallToolResponse::Complete(result)))
 }
 
 async fn search(
-    server: &Server,
-    view: &View,
+    server: &McpHandler,
+    view: &CallerView,
     given: Option<JsonObject>,
 ) -> Result<CallToolResult, Fault> {
-    let args: SearchArgs = arguments(SEARCH, given)?;
-    let limit = args.limit.unwrap_or(FOUND);
-    if !(1..=MOST_FOUND).contains(&limit) {
-        let message = format!("limit must be from 1 to {MOST_FOUND}");
-        return Err(Fault::new(Code::ValidationError, message).not_happened());
+    let args: SearchArgs = parse_arguments(SEARCH, given)?;
+    let limit = args.limit.unwrap_or(DEFAULT_SEARCH_LIMIT);
+    if !(1..=MAX_SEARCH_LIMIT).contains(&limit) {
+        let message = format!("limit must be from 1 to {MAX_SEARCH_LIMIT}");
+        return Err(Fault::new(Code::ValidationError, message).without_side_effect());
     }
-    let found = server.engine().search(&view.caller, &args.query, limit).await.map_err(fault)?;
+    let found =
+        server.engine().search(&view.caller, &args.query, limit).await.map_err(into_fault)?;
     if found.is_empty() {
         let text = "Nothing fits. Try other words: what the tool does, or what it is about.";
         let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
@@ -150,8 +152,8 @@ async fn search(
         .iter()
         .map(|found| {
             let tool = &found.entry.definition;
-            let shown = json!({ "name": tool.name, "description": shortened(&tool.description) });
-            match tools::flags(tool) {
+            let shown = json!({ "name": tool.name, "description": summarize_description(&tool.description) });
+            match tools::injection_flags(tool) {
                 Some(flags) => {
                     let mut shown = shown;
                     shown["flags"] = flags;
@@ -174,19 +176,19 @@ async fn search(
 }
 
 fn describe(
-    server: &Server,
-    view: &View,
+    server: &McpHandler,
+    view: &CallerView,
     given: Option<JsonObject>,
 ) -> Result<CallToolResult, Fault> {
-    let args: DescribeArgs = arguments(DESCRIBE, given)?;
-    if !(1..=MOST_DESCRIBED).contains(&args.names.len()) {
-        let message = format!("names must be 1 to {MOST_DESCRIBED} names");
-        return Err(Fault::new(Code::ValidationError, message).not_happened());
+    let args: DescribeArgs = parse_arguments(DESCRIBE, given)?;
+    if !(1..=MAX_DESCRIBED_TOOLS).contains(&args.names.len()) {
+        let message = format!("names must be 1 to {MAX_DESCRIBED_TOOLS} names");
+        return Err(Fault::new(Code::ValidationError, message).without_side_effect());
     }
     let mut shown = Vec::new();
     for name in &args.names {
-        let entry = server.engine().tool(&view.caller, name).map_err(fault)?;
-        let tool = tools::described(&entry.definition);
+        let entry = server.engine().tool(&view.caller, name).map_err(into_fault)?;
+        let tool = tools::to_mcp_tool(&entry.definition);
         shown.extend(tool.and_then(|tool| serde_json::to_value(tool).ok()));
     }
     let value = json!({ "tools": shown });
@@ -196,16 +198,16 @@ fn describe(
 }
 
 /// Returns the first line, truncated to [`MAX_SUMMARY_CHARS`].
-fn shortened(text: &str) -> String {
+fn summarize_description(text: &str) -> String {
     let first = text.lines().next().unwrap_or_default();
-    if first.chars().count() <= SHORT {
+    if first.chars().count() <= MAX_SUMMARY_CHARS {
         return first.to_owned();
     }
-    let cut: String = first.chars().take(SHORT).collect();
+    let cut: String = first.chars().take(MAX_SUMMARY_CHARS).collect();
     format!("{cut}…")
 }
 
-fn fault(error: toolcrib::Error) -> Fault {
+fn into_fault(error: toolcrib::Error) -> Fault {
     match error {
         toolcrib::Error::Refused { fault, .. } => fault,
         toolcrib::Error::Internal(source) => {

@@ -17,15 +17,15 @@ use toolcrib::call::{Call, Hold};
 use toolcrib::{CallId, Code, Ticket};
 
 use super::answer;
-use super::server::{Server, View};
+use super::server::{CallerView, McpHandler};
 use crate::doors::form;
 
 /// Returns the unanswered questions that this MCP client can answer.
-pub(super) fn questions(call: &Call, client: &ClientCapabilities) -> InputRequests {
+pub(super) fn answerable_requests(call: &Call, client: &ClientCapabilities) -> InputRequests {
     if call.hold != Some(Hold::Input) {
         return InputRequests::new();
     }
-    let open = call.dialogue.iter().flat_map(|dialogue| &dialogue.open);
+    let open = call.elicitation.iter().flat_map(|dialogue| &dialogue.unanswered);
     let asked = open.filter_map(|(key, question)| {
         let request = serde_json::from_value::<InputRequest>(question.clone()).ok()?;
         can_answer(client, &request).then(|| (key.clone(), request))
@@ -35,9 +35,10 @@ pub(super) fn questions(call: &Call, client: &ClientCapabilities) -> InputReques
 
 fn can_answer(client: &ClientCapabilities, request: &InputRequest) -> bool {
     match request {
-        InputRequest::Elicitation(asked) => {
-            client.elicitation.as_ref().is_some_and(|can| can_show(can, &asked.params))
-        }
+        InputRequest::Elicitation(asked) => client
+            .elicitation
+            .as_ref()
+            .is_some_and(|can| supports_elicitation_mode(can, &asked.params)),
         InputRequest::CreateMessage(_) => client.sampling.is_some(),
         InputRequest::ListRoots(_) => client.roots.is_some(),
         _ => false,
@@ -46,7 +47,7 @@ fn can_answer(client: &ClientCapabilities, request: &InputRequest) -> bool {
 
 /// Returns whether the MCP client supports this mode. Form and URL mode are declared separately; a
 /// client that declares neither supports forms.
-fn can_show(can: &ElicitationCapability, asked: &ElicitRequestParams) -> bool {
+fn supports_elicitation_mode(can: &ElicitationCapability, asked: &ElicitRequestParams) -> bool {
     match asked {
         ElicitRequestParams::FormElicitationParams { .. } => {
             can.form.is_some() || can.url.is_none()
@@ -58,12 +59,12 @@ fn can_show(can: &ElicitationCapability, asked: &ElicitRequestParams) -> bool {
 
 /// Returns the state that the MCP client sends back: the call id and the attempt that needs input.
 /// It needs no protection, because it is looked up among the caller's own calls.
-pub(super) fn state(call: &Call) -> String {
+pub(super) fn request_state(call: &Call) -> String {
     format!("{}.{}", call.id, call.attempt)
 }
 
 /// Checks that each answer is an object.
-pub(super) fn answers(given: InputResponses) -> Result<Map<String, Value>, ErrorData> {
+pub(super) fn parse_answers(given: InputResponses) -> Result<Map<String, Value>, ErrorData> {
     if let Some((key, _)) = given.iter().find(|(_, answer)| !answer.is_object()) {
         let shown: String = key.chars().take(80).collect();
         let message = format!("the answer to \"{shown}\" must be an object");
@@ -74,9 +75,9 @@ pub(super) fn answers(given: InputResponses) -> Result<Map<String, Value>, Error
 
 /// Resumes a call that asked for input, if the caller, the tool and the call id are those of the
 /// original request.
-pub(super) async fn go_on(
-    server: &Server,
-    view: &View,
+pub(super) async fn resume_call(
+    server: &McpHandler,
+    view: &CallerView,
     asked: CallToolRequestParams,
     state: &str,
 ) -> Result<Ticket, ErrorData> {
@@ -96,29 +97,29 @@ pub(super) async fn go_on(
         let tool = engine.tool(&view.caller, name);
         name == call.tool_name || tool.is_ok_and(|tool| tool.definition.name == call.tool_name)
     };
-    if !same(&asked.name) || call.asked.agent != view.caller.agent {
+    if !same(&asked.name) || call.origin.agent != view.caller.agent {
         return Err(unknown());
     }
-    let answers = answers(asked.input_responses.unwrap_or_default())?;
+    let answers = parse_answers(asked.input_responses.unwrap_or_default())?;
     // Answers to an earlier attempt were submitted before: the MCP client gets the present state.
     let asks = call.hold == Some(Hold::Input) && call.attempt == round;
     if asks && !answers.is_empty() {
-        give(server, view, &id, answers).await?;
+        submit_answers(server, view, &id, answers).await?;
     }
     engine.ticket(&view.caller, &id).await.map_err(answer::protocol_error)
 }
 
 /// Submits answers to a call. A call that no longer waits for them stays unchanged.
-pub(super) async fn give(
-    server: &Server,
-    view: &View,
+pub(super) async fn submit_answers(
+    server: &McpHandler,
+    view: &CallerView,
     id: &CallId,
     answers: Map<String, Value>,
 ) -> Result<(), ErrorData> {
     let engine = server.engine();
     let call = engine.call(&view.caller, id).await.map_err(answer::protocol_error)?;
-    form::check(&call, &answers).map_err(answer::protocol_error)?;
-    match engine.answer(&view.caller, id, answers).await {
+    form::check_answers(&call, &answers).map_err(answer::protocol_error)?;
+    match engine.answer_elicitation(&view.caller, id, answers).await {
         Ok(_) => Ok(()),
         Err(error) if error.code() == Code::Conflict => Ok(()),
         Err(error) => Err(answer::protocol_error(error)),
@@ -126,20 +127,20 @@ pub(super) async fn give(
 }
 
 /// The outcome of questions that were sent to an MCP client.
-pub(super) enum Heard<W> {
+pub(super) enum ElicitationOutcome<W> {
     Answers(Map<String, Value>),
     /// The MCP client did not answer one of the questions.
-    Nothing,
+    Unanswered,
     /// The questions are no longer needed, with the reason.
-    Pointless(W),
+    Superseded(W),
 }
 
 /// Sends the questions to a legacy MCP client, one after the other, until they are superseded.
-pub(super) async fn ask<W>(
+pub(super) async fn elicit<W>(
     peer: &Peer<RoleServer>,
     questions: InputRequests,
     pointless: impl Future<Output = W>,
-) -> Heard<W> {
+) -> ElicitationOutcome<W> {
     let mut pointless = std::pin::pin!(pointless);
     let mut answers = Map::new();
     for (key, question) in questions {
@@ -147,11 +148,11 @@ pub(super) async fn ask<W>(
             InputRequest::Elicitation(request) => ServerRequest::ElicitRequest(request),
             InputRequest::CreateMessage(request) => ServerRequest::CreateMessageRequest(request),
             InputRequest::ListRoots(request) => ServerRequest::ListRootsRequest(request),
-            _ => return Heard::Nothing,
+            _ => return ElicitationOutcome::Unanswered,
         };
         let options = PeerRequestOptions::no_options();
         let Ok(mut asked) = peer.send_request_with_option(request, options).await else {
-            return Heard::Nothing;
+            return ElicitationOutcome::Unanswered;
         };
         let answer = tokio::select! {
             answer = &mut asked.rx => answer,
@@ -159,14 +160,16 @@ pub(super) async fn ask<W>(
                 // If the MCP client has disconnected, the withdrawal cannot be delivered and the
                 // error is ignored.
                 let _ = asked.cancel(Some("this is not needed any more".to_owned())).await;
-                return Heard::Pointless(why);
+                return ElicitationOutcome::Superseded(why);
             }
         };
-        let Ok(Ok(answer)) = answer else { return Heard::Nothing };
-        let Ok(answer) = serde_json::to_value(answer) else { return Heard::Nothing };
+        let Ok(Ok(answer)) = answer else { return ElicitationOutcome::Unanswered };
+        let Ok(answer) = serde_json::to_value(answer) else {
+            return ElicitationOutcome::Unanswered;
+        };
         answers.insert(key, answer);
     }
-    Heard::Answers(answers)
+    ElicitationOutcome::Answers(answers)
 }
 
 #[cfg(test)]

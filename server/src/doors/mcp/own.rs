@@ -16,15 +16,16 @@ use toolcrib::CallId;
 use toolcrib::fault::{Code, Fault};
 
 use super::answer;
-use super::call::{Client, shape, ticketed};
-use super::server::{Server, View};
+use super::call::{McpClientInfo, result_format, with_call_id};
+use super::server::{CallerView, McpHandler};
 
 /// Returns the result of a call that had not ended when its MCP client got a response.
 pub(super) const CALL_RESULT: &str = "call.result";
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct ResultArgs {
+#[schemars(rename = "ResultArgs")]
+struct CallResultArgs {
     /// Id of the tool call: tc_ followed by 26 letters and digits.
     tool_call_id: String,
     /// Maximum time to wait for the result, in milliseconds. Default: 20000.
@@ -34,7 +35,7 @@ struct ResultArgs {
 
 /// Returns the built-in tools that are listed, sorted by name.
 pub(super) fn tools() -> Vec<Tool> {
-    vec![described::<ResultArgs>(
+    vec![read_only_tool::<CallResultArgs>(
         CALL_RESULT,
         "Result of a call",
         "Gives the result of a tool call that was not finished when it was answered, by its \
@@ -43,7 +44,7 @@ pub(super) fn tools() -> Vec<Tool> {
 }
 
 /// Returns the definition of a built-in tool that only reads.
-pub(super) fn described<A: JsonSchema>(
+pub(super) fn read_only_tool<A: JsonSchema>(
     name: &'static str,
     title: &str,
     text: &'static str,
@@ -61,26 +62,26 @@ pub(super) fn described<A: JsonSchema>(
 }
 
 /// Deserializes the arguments, or returns a fault that says what is wrong with them.
-pub(super) fn arguments<A: DeserializeOwned>(
+pub(super) fn parse_arguments<A: DeserializeOwned>(
     tool: &str,
     arguments: Option<JsonObject>,
 ) -> Result<A, Fault> {
     let value = Value::Object(arguments.unwrap_or_default());
     serde_json::from_value(value).map_err(|error| {
         let message = format!("the arguments of {tool} do not fit its schema: {error}");
-        Fault::new(Code::ValidationError, message).not_happened()
+        Fault::new(Code::ValidationError, message).without_side_effect()
     })
 }
 
 /// Handles a call of `call.result`.
 pub(super) async fn call_result(
-    server: &Server,
-    view: &View,
+    server: &McpHandler,
+    view: &CallerView,
     given: Option<JsonObject>,
     context: &RequestContext<RoleServer>,
 ) -> Result<CallToolResponse, ErrorData> {
-    let told = |fault: Fault| Ok(CallToolResponse::Complete(answer::failed(&fault, None)));
-    let args: ResultArgs = match arguments(CALL_RESULT, given) {
+    let told = |fault: Fault| Ok(CallToolResponse::Complete(answer::error_result(&fault, None)));
+    let args: CallResultArgs = match parse_arguments(CALL_RESULT, given) {
         Ok(args) => args,
         Err(fault) => return told(fault),
     };
@@ -100,15 +101,17 @@ pub(super) async fn call_result(
     };
     let call = match found {
         Ok(Ok(call)) => call,
-        Ok(Err(error)) => return answer::refused(error).map(CallToolResponse::Complete),
+        Ok(Err(error)) => {
+            return answer::refused_call_result(error).map(CallToolResponse::Complete);
+        }
         Err(_) => return Err(ErrorData::internal_error("the wait did not end", None)),
     };
     // The result is one of `call.result`, which declares no output schema.
-    let mut shape = shape(None, Client::of(context).revision);
-    shape.promised = false;
+    let mut shape = result_format(None, McpClientInfo::of(context).revision);
+    shape.has_output_schema = false;
     let result = match call.status.is_terminal() {
-        true => server.ended(&call, shape).await,
-        false => ticketed(answer::not_finished(&call, &shape), &call),
+        true => server.ended_call_result(&call, shape).await,
+        false => with_call_id(answer::pending_result(&call, &shape), &call),
     };
     Ok(CallToolResponse::Complete(result))
 }

@@ -16,115 +16,119 @@ use serde::Deserialize;
 use serde_json::Value;
 use toolcrib::call::Call;
 use toolcrib::engine::EventQuery;
-use toolcrib::event::{Event, Facts, Kind};
+use toolcrib::event::{CallEvent, EventData, EventKind};
 use toolcrib::{Caller, Engine, Executor};
 
-use super::server::{Server, View};
-use super::tools::Revision;
+use super::server::{CallerView, McpHandler};
+use super::tools::ProtocolRevision;
 
 /// Maximum number of events read at once.
-const PAGE: usize = 100;
+const EVENT_PAGE_SIZE: usize = 100;
 
 /// Forwards the events of one call, and remembers the position reached.
-pub(super) struct Progress {
-    wanted: Option<Wanted>,
+pub(super) struct ProgressForwarder {
+    subscription: Option<ProgressSubscription>,
 }
 
-struct Wanted {
+struct ProgressSubscription {
     engine: Engine,
     caller: Caller,
     peer: Peer<RoleServer>,
     token: Option<ProgressToken>,
     level: Option<LoggingLevel>,
-    call: EventQuery,
+    query: EventQuery,
     after: u64,
-    shown: Option<f64>,
+    last_progress: Option<f64>,
 }
 
 /// A log message of a tool.
 #[derive(Deserialize)]
-struct Logged {
+struct ToolLogMessage {
     level: LoggingLevel,
     logger: Option<String>,
     #[serde(default)]
     data: Value,
 }
 
-impl Progress {
+impl ProgressForwarder {
     /// Returns a forwarder for this call, which does nothing if the MCP client did not subscribe.
     pub(super) fn of(
-        server: &Server,
-        view: &View,
+        server: &McpHandler,
+        view: &CallerView,
         context: &RequestContext<RoleServer>,
         call: &Call,
     ) -> Self {
         let token = context.meta.get_progress_token();
         // Only tools of MCP servers log. The current revision sets the level with each request,
         // legacy revisions for the whole session; a legacy client that set no level gets `info`.
-        let level = match Revision::of(context.protocol_version().as_ref()) {
+        let level = match ProtocolRevision::of(context.protocol_version().as_ref()) {
             _ if call.target.executor != Executor::Mcp => None,
-            Revision::Modern => context.meta.log_level(),
-            Revision::Legacy => server.session.level().or(Some(LoggingLevel::Info)),
+            ProtocolRevision::Modern => context.meta.log_level(),
+            ProtocolRevision::Legacy => server.session.level().or(Some(LoggingLevel::Info)),
         };
-        let wanted = (token.is_some() || level.is_some()).then(|| Wanted {
+        let subscription = (token.is_some() || level.is_some()).then(|| ProgressSubscription {
             engine: server.engine().clone(),
             caller: view.caller.clone(),
             peer: context.peer.clone(),
             token,
             level,
-            call: EventQuery::Call(call.id.clone()),
+            query: EventQuery::Call(call.id.clone()),
             after: 0,
-            shown: None,
+            last_progress: None,
         });
-        Self { wanted }
+        Self { subscription }
     }
 
     /// Waits for new events and forwards them. Never returns if no more events can come.
-    pub(super) async fn pass_on(&mut self) {
-        let Some(wanted) = &mut self.wanted else { return std::future::pending().await };
-        let read = wanted.engine.events(&wanted.caller, &wanted.call, wanted.after, PAGE).await;
+    pub(super) async fn forward_next(&mut self) {
+        let Some(wanted) = &mut self.subscription else { return std::future::pending().await };
+        let read = wanted
+            .engine
+            .events(&wanted.caller, &wanted.query, wanted.after, EVENT_PAGE_SIZE)
+            .await;
         match read {
-            Ok(events) if !events.is_empty() => wanted.tell(events).await,
+            Ok(events) if !events.is_empty() => wanted.forward(events).await,
             // The call has ended, or the store is unavailable: the result is reported elsewhere.
             _ => std::future::pending().await,
         }
     }
 
     /// Forwards the remaining events of an ended call.
-    pub(super) async fn pass_on_the_rest(&mut self) {
-        let Some(wanted) = &mut self.wanted else { return };
+    pub(super) async fn forward_remaining(&mut self) {
+        let Some(wanted) = &mut self.subscription else { return };
         loop {
-            let read = wanted.engine.events(&wanted.caller, &wanted.call, wanted.after, PAGE);
+            let read =
+                wanted.engine.events(&wanted.caller, &wanted.query, wanted.after, EVENT_PAGE_SIZE);
             match read.await {
-                Ok(events) if !events.is_empty() => wanted.tell(events).await,
+                Ok(events) if !events.is_empty() => wanted.forward(events).await,
                 _ => return,
             }
         }
     }
 }
 
-impl Wanted {
-    async fn tell(&mut self, events: Vec<Event>) {
+impl ProgressSubscription {
+    async fn forward(&mut self, events: Vec<CallEvent>) {
         for event in events {
             self.after = event.number;
-            if event.record.kind != Kind::Progress {
+            if event.record.kind != EventKind::Progress {
                 continue;
             }
             let said = &event.record.data;
             match said.get("data").and_then(|data| data.get("log")) {
-                Some(log) => self.tell_log(log).await,
-                None => self.tell_progress(said).await,
+                Some(log) => self.send_log(log).await,
+                None => self.send_progress(said).await,
             }
         }
     }
 
-    async fn tell_progress(&mut self, said: &Facts) {
+    async fn send_progress(&mut self, said: &EventData) {
         let Some(token) = self.token.clone() else { return };
         let percent = said.get("percent").and_then(Value::as_f64);
         // An MCP server that does not know the total reports progress without one.
         let counted = || said.get("data")?.get("progress")?.as_f64();
-        let next = above(self.shown, percent.or_else(counted));
-        self.shown = Some(next);
+        let next = next_progress_value(self.last_progress, percent.or_else(counted));
+        self.last_progress = Some(next);
         let mut param = ProgressNotificationParam::new(token, next);
         if percent.is_some() {
             param = param.with_total(100.0);
@@ -136,9 +140,9 @@ impl Wanted {
         let _ = self.peer.notify_progress(param).await;
     }
 
-    async fn tell_log(&self, log: &Value) {
-        let Ok(logged) = Logged::deserialize(log) else { return };
-        if self.level.is_none_or(|wanted| weight(logged.level) < weight(wanted)) {
+    async fn send_log(&self, log: &Value) {
+        let Ok(logged) = ToolLogMessage::deserialize(log) else { return };
+        if self.level.is_none_or(|wanted| severity(logged.level) < severity(wanted)) {
             return;
         }
         let mut param = LoggingMessageNotificationParam::new(logged.level, logged.data);
@@ -149,12 +153,12 @@ impl Wanted {
 
 /// Returns the next progress value. MCP requires each value to exceed the one before, whatever the
 /// tool reports.
-fn above(shown: Option<f64>, said: Option<f64>) -> f64 {
+fn next_progress_value(shown: Option<f64>, said: Option<f64>) -> f64 {
     let said = said.filter(|said| shown.map_or(*said >= 0.0, |shown| *said > shown));
     said.unwrap_or_else(|| shown.map_or(0.0, |shown| (shown + 0.01).max(shown.next_up())))
 }
 
-fn weight(level: LoggingLevel) -> u8 {
+fn severity(level: LoggingLevel) -> u8 {
     match level {
         LoggingLevel::Debug => 0,
         LoggingLevel::Info => 1,

@@ -10,29 +10,30 @@ use serde_json::json;
 use toolcrib::CallId;
 
 use super::answer;
-use super::server::{Server, View};
+use super::server::{CallerView, McpHandler};
 
 const PREFIX: &str = "toolcrib://tool_calls/";
 const SUFFIX: &str = "/result";
 
 /// Lists the passthrough resources. Results are not listed: there may be millions, and the caller
 /// of each call has been given its link.
-pub(super) async fn list(
-    server: &Server,
-    view: &View,
+pub(super) async fn list_resources(
+    server: &McpHandler,
+    view: &CallerView,
     _asked: Option<PaginatedRequestParams>,
 ) -> Result<ListResourcesResult, ErrorData> {
-    let resources = server.shared.shelf.resources(&view.caller, view.source.as_deref()).await?;
+    let resources =
+        server.shared.passthrough.resources(&view.caller, view.source.as_deref()).await?;
     let result = ListResourcesResult::with_all_items(resources);
-    Ok(super::hints(result, server.settings(), |r, ttl, scope| {
+    Ok(super::with_cache_hints(result, server.settings(), |r, ttl, scope| {
         r.with_ttl_ms(ttl).with_cache_scope(scope)
     }))
 }
 
 /// Lists the passthrough resource templates and the template of results.
-pub(super) async fn templates(
-    server: &Server,
-    view: &View,
+pub(super) async fn list_templates(
+    server: &McpHandler,
+    view: &CallerView,
 ) -> Result<ListResourceTemplatesResult, ErrorData> {
     let results =
         ResourceTemplate::new("toolcrib://tool_calls/{tool_call_id}/result", "tool call result")
@@ -40,17 +41,19 @@ pub(super) async fn templates(
             .with_description("The whole result of a call, by its ticket")
             .with_mime_type("application/json");
     let mut all = vec![results];
-    all.extend(server.shared.shelf.templates(&view.caller, view.source.as_deref()).await?);
+    all.extend(
+        server.shared.passthrough.resource_templates(&view.caller, view.source.as_deref()).await?,
+    );
     let result = ListResourceTemplatesResult::with_all_items(all);
-    Ok(super::hints(result, server.settings(), |r, ttl, scope| {
+    Ok(super::with_cache_hints(result, server.settings(), |r, ttl, scope| {
         r.with_ttl_ms(ttl).with_cache_scope(scope)
     }))
 }
 
 /// Reads one resource.
-pub(super) async fn read(
-    server: &Server,
-    view: &View,
+pub(super) async fn read_resource(
+    server: &McpHandler,
+    view: &CallerView,
     asked: ReadResourceRequestParams,
 ) -> Result<ReadResourceResponse, ErrorData> {
     let uri = asked.uri.clone();
@@ -64,7 +67,7 @@ pub(super) async fn read(
     let ticket = uri.strip_prefix(PREFIX).and_then(|rest| rest.strip_suffix(SUFFIX));
     let Some(ticket) = ticket else {
         let source = view.source.as_deref();
-        return match server.shared.shelf.read(&view.caller, source, asked).await? {
+        return match server.shared.passthrough.read_resource(&view.caller, source, asked).await? {
             Some(ReadResourceResponse::Complete(mut read)) => {
                 read.result_type = Some(ResultType::COMPLETE);
                 Ok(read.into())

@@ -25,32 +25,32 @@ use rmcp::{ErrorData, RoleServer, ServerHandler};
 use toolcrib::engine::RESULT_READ;
 use toolcrib::{Call, Caller, Engine};
 
-use super::answer::{self, Shape};
-use super::beside::Beside;
-use super::call::{self, Seen, ticketed};
-use super::catalogue::{self, Catalogue};
-use super::http::session_of;
-use super::shelf::Shelf;
-use super::tools::{Lists, Revision, cursor, name_in};
-use super::{Settings, announce, input, own, resources, tasks, unread};
-use crate::auth::Standing;
+use super::answer::{self, ResultFormat};
+use super::beside::ToolListSplice;
+use super::call::{self, ToolDiscovery, with_call_id};
+use super::catalogue::{self, CatalogueMode};
+use super::http::session_id;
+use super::shelf::PassthroughProvider;
+use super::tools::{ProtocolRevision, ToolListCache, cursor_after, parse_cursor};
+use super::{McpTransportSettings, announce, input, own, resources, tasks, unread};
+use crate::auth::RequestCredentials;
 
 /// Size of a result above which it is converted on a blocking thread.
-const LARGE: usize = 64 << 10;
+const BLOCKING_THRESHOLD_BYTES: usize = 64 << 10;
 
 /// The caller of a request, and the part of the tools that the caller chose to see.
 #[derive(Clone)]
-pub(super) struct View {
+pub(super) struct CallerView {
     pub(super) caller: Caller,
     /// The credentials of the request, if they can be revoked.
-    pub(super) standing: Option<Standing>,
+    pub(super) credentials: Option<RequestCredentials>,
     /// The requested catalogue mode. If `None`, the number of tools decides.
-    pub(super) catalogue: Option<Catalogue>,
+    pub(super) catalogue: Option<CatalogueMode>,
     /// The only source that the caller sees, under unprefixed names.
     pub(super) source: Option<Arc<str>>,
 }
 
-impl View {
+impl CallerView {
     /// Returns the prefix that is removed from the names the caller sees.
     pub(super) fn prefix(&self) -> Option<String> {
         self.source.as_ref().map(|source| format!("{source}."))
@@ -58,12 +58,12 @@ impl View {
 
     /// Returns Toolcrib's name for a tool name of the MCP client. The tool that reads long results
     /// belongs to Toolcrib and has no prefix, whatever the source.
-    pub(super) fn tool_named(&self, name: &str) -> String {
-        if name == RESULT_READ { name.to_owned() } else { self.named(name) }
+    pub(super) fn qualified_tool_name(&self, name: &str) -> String {
+        if name == RESULT_READ { name.to_owned() } else { self.qualified_name(name) }
     }
 
     /// Returns Toolcrib's name for a name of the MCP client.
-    pub(super) fn named(&self, name: &str) -> String {
+    pub(super) fn qualified_name(&self, name: &str) -> String {
         match &self.source {
             Some(source) => format!("{source}.{name}"),
             None => name.to_owned(),
@@ -72,87 +72,92 @@ impl View {
 }
 
 /// State that all handlers of one transport share.
-pub(super) struct Shared {
+pub(super) struct McpTransportState {
     pub(super) engine: Engine,
-    pub(super) settings: Settings,
-    pub(super) lists: Lists,
-    pub(super) shelf: Arc<dyn Shelf>,
-    pub(super) peers: announce::Peers,
+    pub(super) settings: McpTransportSettings,
+    pub(super) tool_lists: ToolListCache,
+    pub(super) passthrough: Arc<dyn PassthroughProvider>,
+    pub(super) legacy_sessions: announce::LegacySessions,
 }
 
 /// Settings that a legacy MCP client made in its session.
 #[derive(Default)]
-pub(super) struct Session {
+pub(super) struct LegacySessionState {
     level: Mutex<Option<LoggingLevel>>,
-    followed: Mutex<HashSet<String>>,
+    subscribed_resources: Mutex<HashSet<String>>,
 }
 
-impl Session {
+impl LegacySessionState {
     /// Returns the minimum level of log messages that the MCP client receives.
     pub(super) fn level(&self) -> Option<LoggingLevel> {
         *self.level.lock()
     }
 
     /// Returns whether the MCP client subscribed to this resource.
-    pub(super) fn follows(&self, uri: &str) -> bool {
-        self.followed.lock().contains(uri)
+    pub(super) fn is_subscribed(&self, uri: &str) -> bool {
+        self.subscribed_resources.lock().contains(uri)
     }
 }
 
 /// The handler of one request, one session, or one pair of pipes.
 #[derive(Clone)]
-pub(super) struct Server {
-    pub(super) shared: Arc<Shared>,
-    pub(super) session: Arc<Session>,
+pub(super) struct McpHandler {
+    pub(super) shared: Arc<McpTransportState>,
+    pub(super) session: Arc<LegacySessionState>,
     /// The caller of requests that have no [`CallerView`] themselves, as over pipes.
-    pub(super) view: View,
+    pub(super) view: CallerView,
 }
 
-impl Server {
+impl McpHandler {
     pub(super) fn engine(&self) -> &Engine {
         &self.shared.engine
     }
 
-    pub(super) fn settings(&self) -> &Settings {
+    pub(super) fn settings(&self) -> &McpTransportSettings {
         &self.shared.settings
     }
 
     /// Returns the caller of a request.
-    pub(super) fn view(&self, extensions: &Extensions) -> View {
+    pub(super) fn view(&self, extensions: &Extensions) -> CallerView {
         let parts = extensions.get::<axum::http::request::Parts>();
-        parts.and_then(|parts| parts.extensions.get::<View>()).unwrap_or(&self.view).clone()
+        parts.and_then(|parts| parts.extensions.get::<CallerView>()).unwrap_or(&self.view).clone()
     }
 
     /// Returns whether this caller sees the catalogue in place of the full list.
-    fn searches(&self, view: &View) -> bool {
+    fn uses_search_catalogue(&self, view: &CallerView) -> bool {
         match view.catalogue {
-            Some(catalogue) => catalogue == Catalogue::Search && view.caller.may_invoke(),
+            Some(catalogue) => catalogue == CatalogueMode::Search && view.caller.may_invoke(),
             None if view.source.is_some() => false,
             None => {
-                self.shared.lists.of(self.engine(), &view.caller).len()
-                    > self.settings().catalogue_over
+                self.shared.tool_lists.for_caller(self.engine(), &view.caller).len()
+                    > self.settings().catalogue_threshold
             }
         }
     }
 
     /// Returns the result of an ended call for this MCP client.
-    pub(super) async fn ended(&self, call: &Arc<Call>, shape: Shape) -> CallToolResult {
+    pub(super) async fn ended_call_result(
+        &self,
+        call: &Arc<Call>,
+        shape: ResultFormat,
+    ) -> CallToolResult {
         let budget = self.settings().result_tokens;
         let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
-        let told = move |call: &Call| ticketed(answer::ended(call, shape, budget), call);
-        if data.is_none_or(|data| data.text().len() <= LARGE) {
+        let told =
+            move |call: &Call| with_call_id(answer::from_ended_call(call, shape, budget), call);
+        if data.is_none_or(|data| data.text().len() <= BLOCKING_THRESHOLD_BYTES) {
             return told(call);
         }
         // Converting a large result would block the async worker thread.
         let whole = call.clone();
         match tokio::task::spawn_blocking(move || told(&whole)).await {
             Ok(result) => result,
-            Err(_) => ticketed(answer::ended(call, shape, usize::MAX), call),
+            Err(_) => with_call_id(answer::from_ended_call(call, shape, usize::MAX), call),
         }
     }
 }
 
-impl ServerHandler for Server {
+impl ServerHandler for McpHandler {
     fn get_info(&self) -> ServerConfig {
         let capabilities = ServerCapabilities::builder()
             .enable_tools()
@@ -186,30 +191,30 @@ impl ServerHandler for Server {
         let given = asked.and_then(|asked| asked.cursor);
         let after = match given.as_deref() {
             None => None,
-            Some(given) => Some(name_in(given).ok_or_else(|| {
+            Some(given) => Some(parse_cursor(given).ok_or_else(|| {
                 ErrorData::invalid_params("this cursor is not one that was given out", None)
             })?),
         };
-        let revision = Revision::of(context.protocol_version().as_ref());
-        let list = match self.searches(&view) {
-            true => self.shared.lists.of_catalogue(),
-            false => self.shared.lists.of(self.engine(), &view.caller),
+        let revision = ProtocolRevision::of(context.protocol_version().as_ref());
+        let list = match self.uses_search_catalogue(&view) {
+            true => self.shared.tool_lists.for_catalogue(),
+            false => self.shared.tool_lists.for_caller(self.engine(), &view.caller),
         };
         let (prefix, size) = (view.prefix(), self.settings().page_size);
         let parts = context.extensions.get::<axum::http::request::Parts>();
-        let beside = parts.and_then(|parts| parts.extensions.get::<Beside>());
+        let beside = parts.and_then(|parts| parts.extensions.get::<ToolListSplice>());
         let (tools, more) = match beside {
-            Some(beside) if revision == Revision::Modern && prefix.is_none() => {
+            Some(beside) if revision == ProtocolRevision::Modern && prefix.is_none() => {
                 let (text, more) = list.page_text(after, size);
-                beside.put(text);
+                beside.set_tools(text);
                 (Vec::new(), more)
             }
             _ => list.page(after, size, revision, prefix.as_deref()),
         };
         let mut result = ListToolsResult::with_all_items(tools);
-        result.next_cursor = more.map(|name| cursor(&name));
-        if revision == Revision::Modern {
-            result = super::hints(result, self.settings(), |r, ttl, scope| {
+        result.next_cursor = more.map(|name| cursor_after(&name));
+        if revision == ProtocolRevision::Modern {
+            result = super::with_cache_hints(result, self.settings(), |r, ttl, scope| {
                 r.with_ttl_ms(ttl).with_cache_scope(scope)
             });
         }
@@ -219,8 +224,9 @@ impl ServerHandler for Server {
     /// Used by rmcp to check headers that mirror arguments. `call_tool` decides whether the caller
     /// may call the tool.
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        let entry = self.engine().tool(&self.view.caller, &self.view.tool_named(name)).ok()?;
-        super::tools::described(&entry.definition)
+        let entry =
+            self.engine().tool(&self.view.caller, &self.view.qualified_tool_name(name)).ok()?;
+        super::tools::to_mcp_tool(&entry.definition)
     }
 
     async fn call_tool(
@@ -233,15 +239,15 @@ impl ServerHandler for Server {
         if asked.name == own::CALL_RESULT && view.caller.may_invoke() {
             return own::call_result(self, &view, asked.arguments, &context).await;
         }
-        if self.searches(&view)
-            && let Some(told) = catalogue::answered(self, &view, &mut asked, &context).await
+        if self.uses_search_catalogue(&view)
+            && let Some(told) = catalogue::handle_call(self, &view, &mut asked, &context).await
         {
             return told;
         }
         if view.source.is_some() {
-            asked.name = view.tool_named(&asked.name).into();
+            asked.name = view.qualified_tool_name(&asked.name).into();
         }
-        call::call(self, &view, asked, &context, Seen::List).await
+        call::call_tool(self, &view, asked, &context, ToolDiscovery::List).await
     }
 
     async fn get_task(
@@ -250,9 +256,9 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<GetTaskResult, ErrorData> {
         let view = self.view(&context.extensions);
-        let call = tasks::found(self, &view, &asked.task_id).await?;
+        let call = tasks::find_call(self, &view, &asked.task_id).await?;
         let client = context.client_capabilities().unwrap_or_default();
-        Ok(GetTaskResult::new(tasks::detailed(self, &view, &client, &call).await))
+        Ok(GetTaskResult::new(tasks::to_detailed_task(self, &view, &client, &call).await))
     }
 
     async fn update_task(
@@ -261,12 +267,12 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
         let view = self.view(&context.extensions);
-        let call = tasks::found(self, &view, &asked.task_id).await?;
-        let answers = input::answers(asked.input_responses)?;
+        let call = tasks::find_call(self, &view, &asked.task_id).await?;
+        let answers = input::parse_answers(asked.input_responses)?;
         if answers.is_empty() {
             return Ok(());
         }
-        input::give(self, &view, &call.id, answers).await
+        input::submit_answers(self, &view, &call.id, answers).await
     }
 
     async fn cancel_task(
@@ -275,7 +281,7 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
         let view = self.view(&context.extensions);
-        let call = tasks::found(self, &view, &asked.task_id).await?;
+        let call = tasks::find_call(self, &view, &asked.task_id).await?;
         if call.status.is_terminal() {
             return Ok(());
         }
@@ -292,7 +298,7 @@ impl ServerHandler for Server {
         asked: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
-        resources::list(self, &self.view(&context.extensions), asked).await
+        resources::list_resources(self, &self.view(&context.extensions), asked).await
     }
 
     async fn list_resource_templates(
@@ -300,7 +306,7 @@ impl ServerHandler for Server {
         _asked: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListResourceTemplatesResult, ErrorData> {
-        resources::templates(self, &self.view(&context.extensions)).await
+        resources::list_templates(self, &self.view(&context.extensions)).await
     }
 
     async fn read_resource(
@@ -308,7 +314,7 @@ impl ServerHandler for Server {
         asked: ReadResourceRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
-        resources::read(self, &self.view(&context.extensions), asked).await
+        resources::read_resource(self, &self.view(&context.extensions), asked).await
     }
 
     async fn list_prompts(
@@ -317,7 +323,7 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
         let view = self.view(&context.extensions);
-        let mut prompts = self.shared.shelf.prompts(&view.caller).await?;
+        let mut prompts = self.shared.passthrough.prompts(&view.caller).await?;
         if let Some(prefix) = view.prefix() {
             prompts.retain_mut(|prompt| match prompt.name.strip_prefix(&prefix) {
                 Some(own) => {
@@ -328,7 +334,7 @@ impl ServerHandler for Server {
             });
         }
         let result = ListPromptsResult::with_all_items(prompts);
-        Ok(super::hints(result, self.settings(), |r, ttl, scope| {
+        Ok(super::with_cache_hints(result, self.settings(), |r, ttl, scope| {
             r.with_ttl_ms(ttl).with_cache_scope(scope)
         }))
     }
@@ -341,8 +347,8 @@ impl ServerHandler for Server {
         let view = self.view(&context.extensions);
         let name: String = asked.name.chars().take(128).collect();
         let mut asked = asked;
-        asked.name = view.named(&asked.name);
-        match self.shared.shelf.prompt(&view.caller, asked).await? {
+        asked.name = view.qualified_name(&asked.name);
+        match self.shared.passthrough.get_prompt(&view.caller, asked).await? {
             Some(GetPromptResponse::Complete(mut prompt)) => {
                 prompt.result_type = Some(ResultType::COMPLETE);
                 Ok(prompt.into())
@@ -360,16 +366,16 @@ impl ServerHandler for Server {
         let view = self.view(&context.extensions);
         let mut asked = asked;
         if let Reference::Prompt(prompt) = &mut asked.r#ref {
-            prompt.name = view.named(&prompt.name);
+            prompt.name = view.qualified_name(&prompt.name);
         }
-        self.shared.shelf.complete(&view.caller, view.source.as_deref(), asked).await
+        self.shared.passthrough.complete(&view.caller, view.source.as_deref(), asked).await
     }
 
     fn accepted_subscription_filter(
         &self,
         asked: &SubscriptionFilter,
     ) -> Option<SubscriptionFilter> {
-        Some(announce::accepted(asked))
+        Some(announce::accept_filter(asked))
     }
 
     async fn listen(&self, subscription: SubscriptionContext) -> Result<(), ErrorData> {
@@ -379,8 +385,8 @@ impl ServerHandler for Server {
     async fn on_initialized(&self, context: NotificationContext<RoleServer>) {
         let view = self.view(&context.extensions);
         let parts = context.extensions.get::<axum::http::request::Parts>();
-        let id = parts.and_then(|parts| session_of(&parts.headers));
-        self.shared.peers.add(self, id, view, context.peer);
+        let id = parts.and_then(|parts| session_id(&parts.headers));
+        self.shared.legacy_sessions.add(self, id, view, context.peer);
     }
 
     async fn on_custom_request(
@@ -388,7 +394,7 @@ impl ServerHandler for Server {
         request: CustomRequest,
         _context: RequestContext<RoleServer>,
     ) -> Result<CustomResult, ErrorData> {
-        Err(unread::why(&request))
+        Err(unread::explain_rejection(&request))
     }
 
     async fn set_level(
@@ -405,7 +411,7 @@ impl ServerHandler for Server {
         asked: SubscribeRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
-        let mut followed = self.session.followed.lock();
+        let mut followed = self.session.subscribed_resources.lock();
         if followed.len() >= 1_000 {
             return Err(ErrorData::invalid_params("at most 1000 resources can be followed", None));
         }
@@ -418,7 +424,7 @@ impl ServerHandler for Server {
         asked: UnsubscribeRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
-        self.session.followed.lock().remove(&asked.uri);
+        self.session.subscribed_resources.lock().remove(&asked.uri);
         Ok(())
     }
 }

@@ -11,33 +11,33 @@ use toolcrib::Caller;
 
 /// The kind of a passthrough change.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Changed {
+pub enum PassthroughChangeKind {
     /// The list of resources changed.
-    Resources,
+    ResourceList,
     /// The list of prompts changed.
-    Prompts,
+    PromptList,
     /// The content of this resource changed.
-    Resource(String),
+    ResourceContent(String),
 }
 
 /// A change and its origin.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Change {
-    pub what: Changed,
+pub struct PassthroughChange {
+    pub kind: PassthroughChangeKind,
     /// The project and the source; `None` if some changes were missed.
-    pub place: Option<(String, String)>,
+    pub origin: Option<(String, String)>,
 }
 
 /// A stream of changes. Drop it to unsubscribe.
 #[async_trait]
-pub trait Changes: Send + 'static {
-    async fn next(&mut self) -> Change;
+pub trait PassthroughChangeStream: Send + 'static {
+    async fn next(&mut self) -> PassthroughChange;
 }
 
 /// A provider of resources and prompts. Every method answers for one caller; if a source is given,
 /// only that source is visible.
 #[async_trait]
-pub trait Shelf: Send + Sync + 'static {
+pub trait PassthroughProvider: Send + Sync + 'static {
     /// Returns the resources in a stable order.
     async fn resources(
         &self,
@@ -46,14 +46,14 @@ pub trait Shelf: Send + Sync + 'static {
     ) -> Result<Vec<Resource>, ErrorData>;
 
     /// Returns the resource templates in a stable order.
-    async fn templates(
+    async fn resource_templates(
         &self,
         caller: &Caller,
         source: Option<&str>,
     ) -> Result<Vec<ResourceTemplate>, ErrorData>;
 
     /// Reads one resource. Returns `None` if this provider does not have it.
-    async fn read(
+    async fn read_resource(
         &self,
         caller: &Caller,
         source: Option<&str>,
@@ -64,7 +64,7 @@ pub trait Shelf: Send + Sync + 'static {
     async fn prompts(&self, caller: &Caller) -> Result<Vec<Prompt>, ErrorData>;
 
     /// Returns one prompt, or `None` if this provider does not have it.
-    async fn prompt(
+    async fn get_prompt(
         &self,
         caller: &Caller,
         asked: GetPromptRequestParams,
@@ -79,30 +79,35 @@ pub trait Shelf: Send + Sync + 'static {
     ) -> Result<CompleteResult, ErrorData>;
 
     /// Returns whether the caller may see a source of this name.
-    fn has(&self, _caller: &Caller, _source: &str) -> bool {
+    fn has_source(&self, _caller: &Caller, _source: &str) -> bool {
         true
     }
 
     /// Subscribes to changes from now on. Returns `None` if nothing ever changes.
-    fn changes(&self) -> Option<Box<dyn Changes>> {
+    fn subscribe_changes(&self) -> Option<Box<dyn PassthroughChangeStream>> {
         None
     }
 
     /// Returns whether the caller may learn of a change; if a source is given, only that source is
     /// visible.
-    fn shows(&self, caller: &Caller, source: Option<&str>, change: &Change) -> bool;
+    fn can_see_change(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+        change: &PassthroughChange,
+    ) -> bool;
 }
 
 /// A provider without resources and prompts.
-pub(super) struct Empty;
+pub(super) struct EmptyPassthrough;
 
 #[async_trait]
-impl Shelf for Empty {
+impl PassthroughProvider for EmptyPassthrough {
     async fn resources(&self, _: &Caller, _: Option<&str>) -> Result<Vec<Resource>, ErrorData> {
         Ok(Vec::new())
     }
 
-    async fn templates(
+    async fn resource_templates(
         &self,
         _: &Caller,
         _: Option<&str>,
@@ -110,7 +115,7 @@ impl Shelf for Empty {
         Ok(Vec::new())
     }
 
-    async fn read(
+    async fn read_resource(
         &self,
         _: &Caller,
         _: Option<&str>,
@@ -123,7 +128,7 @@ impl Shelf for Empty {
         Ok(Vec::new())
     }
 
-    async fn prompt(
+    async fn get_prompt(
         &self,
         _: &Caller,
         _: GetPromptRequestParams,
@@ -140,7 +145,7 @@ impl Shelf for Empty {
         Ok(CompleteResult::default())
     }
 
-    fn shows(&self, _: &Caller, _: Option<&str>, _: &Change) -> bool {
+    fn can_see_change(&self, _: &Caller, _: Option<&str>, _: &PassthroughChange) -> bool {
         false
     }
 }

@@ -14,30 +14,30 @@ use toolcrib::call::{Call, Status};
 use toolcrib::fault::Code;
 
 use super::answer;
-use super::call::shape;
+use super::call::result_format;
 use super::input;
-use super::server::{Server, View};
-use super::tools::Revision;
+use super::server::{CallerView, McpHandler};
+use super::tools::ProtocolRevision;
 
 /// Poll interval that tasks recommend to MCP clients.
 const POLL_INTERVAL_MS: u64 = 1_000;
 
 /// Returns the call as a task, without its outcome.
-pub(super) fn task(server: &Server, call: &Call) -> Task {
+pub(super) fn to_task(server: &McpHandler, call: &Call) -> Task {
     let time = |ms: u64| {
         let at = jiff::Timestamp::from_millisecond(ms as i64).unwrap_or_default();
         at.to_string()
     };
     let updated_ms = call.completed_ms.or(call.started_ms).unwrap_or(call.created_ms);
     let mut task =
-        Task::new(call.id.as_str(), status(call), time(call.created_ms), time(updated_ms))
+        Task::new(call.id.as_str(), task_status(call), time(call.created_ms), time(updated_ms))
             .with_poll_interval_ms(POLL_INTERVAL_MS)
-            .with_status_message(words(call));
+            .with_status_message(status_message(call));
     task.ttl_ms = server.settings().retention_ms;
     task
 }
 
-fn status(call: &Call) -> TaskStatus {
+fn task_status(call: &Call) -> TaskStatus {
     let code = call.outcome.as_ref().and_then(|o| o.error.as_ref()).map(|fault| fault.code);
     match (call.status, code) {
         (Status::Pending | Status::Running, _) => TaskStatus::Working,
@@ -47,7 +47,7 @@ fn status(call: &Call) -> TaskStatus {
     }
 }
 
-fn words(call: &Call) -> String {
+fn status_message(call: &Call) -> String {
     let fault = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
     match (call.status, fault) {
         (_, Some(fault)) => fault.to_string(),
@@ -61,38 +61,40 @@ fn words(call: &Call) -> String {
 }
 
 /// Returns the task with its payload, as the response to `tasks/get`.
-pub(super) async fn detailed(
-    server: &Server,
-    view: &View,
+pub(super) async fn to_detailed_task(
+    server: &McpHandler,
+    view: &CallerView,
     client: &ClientCapabilities,
     call: &Arc<Call>,
 ) -> DetailedTask {
-    let questions = input::questions(call, client);
-    let payload = match status(call) {
+    let questions = input::answerable_requests(call, client);
+    let payload = match task_status(call) {
         TaskStatus::Cancelled => TaskPayload::Cancelled,
-        TaskStatus::Failed => TaskPayload::Failed { error: failure(call) },
+        TaskStatus::Failed => TaskPayload::Failed { error: failure_payload(call) },
         TaskStatus::Completed => {
-            TaskPayload::Completed { result: result(server, view, call).await }
+            TaskPayload::Completed { result: result_payload(server, view, call).await }
         }
         _ if !questions.is_empty() => TaskPayload::InputRequired { input_requests: questions },
         _ => TaskPayload::Working,
     };
-    DetailedTask::new(task(server, call), payload)
+    DetailedTask::new(to_task(server, call), payload)
 }
 
-fn failure(call: &Call) -> JsonObject {
+fn failure_payload(call: &Call) -> JsonObject {
     let fault = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
     let message = fault.map_or_else(String::new, |fault| fault.message.clone());
-    object(json!({ "code": -32603, "message": message }))
+    into_object(json!({ "code": -32603, "message": message }))
 }
 
-async fn result(server: &Server, view: &View, call: &Arc<Call>) -> JsonObject {
+async fn result_payload(server: &McpHandler, view: &CallerView, call: &Arc<Call>) -> JsonObject {
     let tool = server.engine().tool(&view.caller, &call.tool_name).ok();
-    let shape = shape(tool.as_deref(), Revision::Modern);
-    object(serde_json::to_value(server.ended(call, shape).await).unwrap_or_default())
+    let shape = result_format(tool.as_deref(), ProtocolRevision::Modern);
+    into_object(
+        serde_json::to_value(server.ended_call_result(call, shape).await).unwrap_or_default(),
+    )
 }
 
-fn object(value: Value) -> JsonObject {
+fn into_object(value: Value) -> JsonObject {
     match value {
         Value::Object(object) => object,
         _ => JsonObject::new(),
@@ -100,9 +102,9 @@ fn object(value: Value) -> JsonObject {
 }
 
 /// Finds the call of a task id. A call that the caller may not see counts as missing.
-pub(super) async fn found(
-    server: &Server,
-    view: &View,
+pub(super) async fn find_call(
+    server: &McpHandler,
+    view: &CallerView,
     task_id: &str,
 ) -> Result<Arc<Call>, ErrorData> {
     let shown: String = task_id.chars().take(80).collect();

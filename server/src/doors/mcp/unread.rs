@@ -12,20 +12,20 @@ use serde_json::{Map, Value};
 
 /// Returns the error for a request that rmcp could not parse. Methods that 2026-07-28 removed count
 /// as unknown.
-pub(super) fn why(request: &CustomRequest) -> ErrorData {
+pub(super) fn explain_rejection(request: &CustomRequest) -> ErrorData {
     let method = request.method.as_str();
     let params = request.params.clone().unwrap_or_else(|| Value::Object(Map::new()));
     let wrong = match method {
-        "tools/call" => problem::<CallToolRequestParams>(params),
+        "tools/call" => params_error::<CallToolRequestParams>(params),
         "tools/list" | "prompts/list" | "resources/list" | "resources/templates/list" => {
-            problem::<PaginatedRequestParams>(params)
+            params_error::<PaginatedRequestParams>(params)
         }
-        "tasks/get" => problem::<GetTaskParams>(params),
-        "tasks/update" => problem::<UpdateTaskParams>(params),
-        "tasks/cancel" => problem::<CancelTaskParams>(params),
-        "prompts/get" => problem::<GetPromptRequestParams>(params),
-        "resources/read" => problem::<ReadResourceRequestParams>(params),
-        "completion/complete" => problem::<CompleteRequestParams>(params),
+        "tasks/get" => params_error::<GetTaskParams>(params),
+        "tasks/update" => params_error::<UpdateTaskParams>(params),
+        "tasks/cancel" => params_error::<CancelTaskParams>(params),
+        "prompts/get" => params_error::<GetPromptRequestParams>(params),
+        "resources/read" => params_error::<ReadResourceRequestParams>(params),
+        "completion/complete" => params_error::<CompleteRequestParams>(params),
         _ => {
             let shown: String = method.chars().take(80).collect();
             let message = format!("there is no method \"{shown}\"");
@@ -36,7 +36,7 @@ pub(super) fn why(request: &CustomRequest) -> ErrorData {
     ErrorData::invalid_params(format!("the params of {method} cannot be read: {wrong}"), None)
 }
 
-fn problem<T: DeserializeOwned>(params: Value) -> Option<String> {
+fn params_error<T: DeserializeOwned>(params: Value) -> Option<String> {
     serde_json::from_value::<T>(params).err().map(|error| error.to_string())
 }
 
@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_request_is_said() {
         let told = |method: &str, params: Option<Value>| {
-            let error = why(&CustomRequest::new(method, params));
+            let error = explain_rejection(&CustomRequest::new(method, params));
             (error.code, error.message.into_owned())
         };
         let (code, message) = told("tools/call", Some(json!({ "name": "a", "arguments": "b" })));

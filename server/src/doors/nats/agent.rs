@@ -7,8 +7,8 @@ use toolcrib::utp::subject::Subject;
 use toolcrib::utp::trace;
 use toolcrib::{Caller, Engine};
 
-use super::places::Place;
-use super::{body, unknown};
+use super::places::RequestPermit;
+use super::{parse_body, unknown_subject};
 use crate::utp::turn::{self, DispatchBody, LeaseBody, turn_body};
 use crate::utp::wire;
 
@@ -16,7 +16,7 @@ use crate::utp::wire;
 const MAX_WAIT_MS: u64 = 30_000;
 
 /// Deserializes the payload from its text, so that an error names its line and column.
-fn read<T: serde::de::DeserializeOwned>(request: &Message) -> Result<T, Error> {
+fn parse_payload<T: serde::de::DeserializeOwned>(request: &Message) -> Result<T, Error> {
     let text = if request.payload.is_empty() { &b"{}"[..] } else { &request.payload[..] };
     serde_json::from_slice(text).map_err(|error| {
         Error::refused(Code::ValidationError, format!("the request cannot be read: {error}"))
@@ -24,7 +24,7 @@ fn read<T: serde::de::DeserializeOwned>(request: &Message) -> Result<T, Error> {
 }
 
 /// Returns the named number, or `None` when the field is missing or null.
-fn number(given: &Value, name: &str) -> Result<Option<u64>, Error> {
+fn optional_u64(given: &Value, name: &str) -> Result<Option<u64>, Error> {
     match &given[name] {
         Value::Null => Ok(None),
         value => value.as_u64().map(Some).ok_or_else(|| {
@@ -34,40 +34,40 @@ fn number(given: &Value, name: &str) -> Result<Option<u64>, Error> {
     }
 }
 
-pub(super) async fn answer(
+pub(super) async fn handle_request(
     engine: &Engine,
     caller: &Caller,
     parts: &Subject<'_>,
     request: &Message,
-    place: &mut Place,
+    place: &mut RequestPermit,
 ) -> Result<Value, Error> {
-    let (agent, given) = (parts.target, body(request)?);
+    let (agent, given) = (parts.target, parse_body(request)?);
     let headers = wire::header_map(request.headers.as_ref());
     let header = |name: &str| headers.get(name).and_then(Value::as_str).map(str::to_owned);
     let turn_id = given["agent_turn_id"].as_str().unwrap_or_default().to_owned();
-    let reason = given["reason"].as_str().map(turn::reason);
-    let wait_ms = number(&given, "wait_ms")?.unwrap_or(0).min(MAX_WAIT_MS);
+    let reason = given["reason"].as_str().map(turn::truncate_reason);
+    let wait_ms = optional_u64(&given, "wait_ms")?.unwrap_or(0).min(MAX_WAIT_MS);
     let waits = wait_ms > 0 && matches!(parts.suffix, "inbox" | "resume");
-    let _waits = waits.then(|| place.waits(parts.project)).transpose()?;
+    let _waits = waits.then(|| place.start_waiting(parts.project)).transpose()?;
     let epoch = || {
         let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
-        number(&given, "turn_epoch")?.ok_or_else(missing)
+        optional_u64(&given, "turn_epoch")?.ok_or_else(missing)
     };
     let mut answer = match parts.suffix {
         "lease" => {
-            let mut wanted = read::<LeaseBody>(request)?.lease();
+            let mut wanted = parse_payload::<LeaseBody>(request)?.into_lease();
             wanted.channel.get_or_insert_with(|| parts.channel.to_owned());
             wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
             // Any intermediary may have set this header, so an invalid value is ignored rather than
             // refused.
-            let state = || header("tracestate").filter(|state| trace::is_state(state));
+            let state = || header("tracestate").filter(|state| trace::is_valid_tracestate(state));
             wanted.tracestate = wanted.tracestate.or_else(state);
-            let turn = engine.lease(caller, agent, wanted).await?;
+            let turn = engine.lease_turn(caller, agent, wanted).await?;
             turn_body(&turn, &[])
         }
         "dispatch" => {
-            let asked = read::<DispatchBody>(request)?.dispatch();
-            let sent = engine.dispatch(caller, agent, &turn_id, asked).await?;
+            let asked = parse_payload::<DispatchBody>(request)?.into_dispatch();
+            let sent = engine.dispatch_step(caller, agent, &turn_id, asked).await?;
             turn_body(&sent.turn, &sent.calls)
         }
         "turn" => {
@@ -75,19 +75,19 @@ pub(super) async fn answer(
             turn_body(&turn, &engine.step_calls(&turn).await?)
         }
         "renew" => turn_body(&engine.renew_lease(caller, agent, &turn_id, epoch()?).await?, &[]),
-        "suspend" => turn_body(&engine.suspend(caller, agent, &turn_id, epoch()?).await?, &[]),
+        "suspend" => turn_body(&engine.suspend_turn(caller, agent, &turn_id, epoch()?).await?, &[]),
         "resume" => {
-            let resumed = engine.resume(caller, agent, &turn_id, epoch()?, wait_ms).await?;
+            let resumed = engine.resume_turn(caller, agent, &turn_id, epoch()?, wait_ms).await?;
             crate::utp::turn::resumed_body(&resumed)
         }
         "finish" => {
-            turn_body(&engine.finish(caller, agent, &turn_id, epoch()?, reason).await?, &[])
+            turn_body(&engine.finish_turn(caller, agent, &turn_id, epoch()?, reason).await?, &[])
         }
         "stop" => turn_body(&engine.stop_turn(caller, agent, &turn_id, reason).await?, &[]),
         "inbox" => {
-            let limit = number(&given, "limit")?.unwrap_or(20).clamp(1, 200) as usize;
+            let limit = optional_u64(&given, "limit")?.unwrap_or(20).clamp(1, 200) as usize;
             let items = engine.inbox(caller, agent, limit, wait_ms).await?;
-            json!({ "items": items.iter().map(wire::inbox_item).collect::<Vec<_>>() })
+            json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })
         }
         "ack" => {
             let ids: Vec<String> =
@@ -96,7 +96,7 @@ pub(super) async fn answer(
                 })?;
             json!({ "acked": engine.take_from_inbox(caller, agent, &ids).await? })
         }
-        _ => return Err(unknown(parts)),
+        _ => return Err(unknown_subject(parts)),
     };
     answer["ok"] = json!(true);
     Ok(answer)

@@ -9,61 +9,61 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use toolcrib::fault::{Code, Error};
 
 /// Maximum number of requests that are handled concurrently.
-const AT_ONCE: usize = 1_024;
+const MAX_ACTIVE: usize = 1_024;
 /// Maximum number of waiting requests, per project and in total.
-const WAITING_OF_ONE: usize = 4_096;
-const WAITING: usize = 16_384;
+const MAX_WAITING_PER_PROJECT: usize = 4_096;
+const MAX_WAITING: usize = 16_384;
 
 #[derive(Clone)]
-pub(super) struct Places {
-    busy: Arc<Semaphore>,
+pub(super) struct RequestLimiter {
+    active: Arc<Semaphore>,
     waiting: Arc<Mutex<HashMap<String, usize>>>,
 }
 
 /// The permit of one request.
-pub(super) struct Place {
-    busy: Option<OwnedSemaphorePermit>,
-    places: Places,
+pub(super) struct RequestPermit {
+    active_permit: Option<OwnedSemaphorePermit>,
+    limiter: RequestLimiter,
 }
 
 /// A permit to wait, counted until it is dropped.
-pub(super) struct Waits {
+pub(super) struct WaitPermit {
     project: String,
-    places: Places,
+    limiter: RequestLimiter,
 }
 
-impl Places {
+impl RequestLimiter {
     pub(super) fn new() -> Self {
-        Self { busy: Arc::new(Semaphore::new(AT_ONCE)), waiting: Arc::default() }
+        Self { active: Arc::new(Semaphore::new(MAX_ACTIVE)), waiting: Arc::default() }
     }
 
     /// Waits for a permit. Returns `None` if the semaphore is closed.
-    pub(super) async fn take(&self) -> Option<Place> {
-        let busy = self.busy.clone().acquire_owned().await.ok()?;
-        Some(Place { busy: Some(busy), places: self.clone() })
+    pub(super) async fn acquire(&self) -> Option<RequestPermit> {
+        let busy = self.active.clone().acquire_owned().await.ok()?;
+        Some(RequestPermit { active_permit: Some(busy), limiter: self.clone() })
     }
 }
 
-impl Place {
+impl RequestPermit {
     /// Exchanges the active permit for a permit to wait.
-    pub(super) fn waits(&mut self, project: &str) -> Result<Waits, Error> {
+    pub(super) fn start_waiting(&mut self, project: &str) -> Result<WaitPermit, Error> {
         {
-            let mut waiting = self.places.waiting.lock();
+            let mut waiting = self.limiter.waiting.lock();
             let (all, own) = (waiting.values().sum::<usize>(), waiting.get(project));
-            if all >= WAITING || own.is_some_and(|own| *own >= WAITING_OF_ONE) {
+            if all >= MAX_WAITING || own.is_some_and(|own| *own >= MAX_WAITING_PER_PROJECT) {
                 let message = "too many requests wait over NATS; ask without wait_ms";
-                return Err(Error::later(Code::Overloaded, message, 1_000));
+                return Err(Error::retry_later(Code::Overloaded, message, 1_000));
             }
             *waiting.entry(project.to_owned()).or_default() += 1;
         }
-        self.busy = None;
-        Ok(Waits { project: project.to_owned(), places: self.places.clone() })
+        self.active_permit = None;
+        Ok(WaitPermit { project: project.to_owned(), limiter: self.limiter.clone() })
     }
 }
 
-impl Drop for Waits {
+impl Drop for WaitPermit {
     fn drop(&mut self) {
-        let mut waiting = self.places.waiting.lock();
+        let mut waiting = self.limiter.waiting.lock();
         if let Some(own) = waiting.get_mut(&self.project) {
             *own -= 1;
             if *own == 0 {
@@ -81,19 +81,19 @@ mod tests {
 
     #[tokio::test]
     async fn who_waits_takes_nobodys_place_and_not_without_end() {
-        let places = Places::new();
+        let places = RequestLimiter::new();
         let mut all = Vec::new();
-        for _ in 0..WAITING_OF_ONE {
-            let mut place = places.take().await.unwrap();
-            let waits = place.waits("p").unwrap();
+        for _ in 0..MAX_WAITING_PER_PROJECT {
+            let mut place = places.acquire().await.unwrap();
+            let waits = place.start_waiting("p").unwrap();
             all.push((place, waits));
         }
-        let mut place = places.take().await.unwrap();
-        let refused = place.waits("p").map(drop).unwrap_err();
+        let mut place = places.acquire().await.unwrap();
+        let refused = place.start_waiting("p").map(drop).unwrap_err();
         assert_eq!(refused.code(), Code::Overloaded);
-        drop(place.waits("q").unwrap());
+        drop(place.start_waiting("q").unwrap());
         all.pop();
-        drop(place.waits("p").unwrap());
+        drop(place.start_waiting("p").unwrap());
         drop(all);
         assert!(places.waiting.lock().is_empty());
     }

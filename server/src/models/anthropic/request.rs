@@ -6,12 +6,12 @@
 //! be used.
 
 use serde_json::{Map, Value, json};
-use toolcrib::model::Prompt;
+use toolcrib::model::ModelRequest;
 
 /// Returns the body of a request.
-pub(super) fn body(prompt: &Prompt, max_tokens: u32) -> Value {
+pub(super) fn build_body(prompt: &ModelRequest, max_tokens: u32) -> Value {
     let settings = &prompt.settings;
-    let (system, messages) = conversation(&prompt.messages);
+    let (system, messages) = convert_messages(&prompt.messages);
     let most = ["max_completion_tokens", "max_tokens"].iter().find_map(|k| settings.get(*k));
     let most = most.filter(|most| !most.is_null());
     let mut body = json!({
@@ -35,9 +35,9 @@ pub(super) fn body(prompt: &Prompt, max_tokens: u32) -> Value {
     if let Some(user) = settings.get("user").and_then(Value::as_str) {
         body["metadata"] = json!({ "user_id": user });
     }
-    let tools: Vec<Value> = prompt.tools.iter().filter_map(tool).collect();
+    let tools: Vec<Value> = prompt.tools.iter().filter_map(convert_tool).collect();
     if tools.is_empty() {
-        let used = names_used(&messages);
+        let used = used_tool_names(&messages);
         if !used.is_empty() {
             let schema = json!({ "type": "object" });
             let tool = |name: &String| json!({ "name": name, "input_schema": schema });
@@ -46,7 +46,7 @@ pub(super) fn body(prompt: &Prompt, max_tokens: u32) -> Value {
         }
     } else {
         body["tools"] = tools.into();
-        if let Some(choice) = choice(settings) {
+        if let Some(choice) = convert_tool_choice(settings) {
             body["tool_choice"] = choice;
         }
     }
@@ -54,7 +54,7 @@ pub(super) fn body(prompt: &Prompt, max_tokens: u32) -> Value {
     body
 }
 
-fn tool(tool: &Value) -> Option<Value> {
+fn convert_tool(tool: &Value) -> Option<Value> {
     let function = tool.get("function")?;
     let schema = function.get("parameters").cloned();
     let mut translated = json!({
@@ -67,7 +67,7 @@ fn tool(tool: &Value) -> Option<Value> {
     Some(translated)
 }
 
-fn choice(settings: &Map<String, Value>) -> Option<Value> {
+fn convert_tool_choice(settings: &Map<String, Value>) -> Option<Value> {
     let mut choice = match settings.get("tool_choice") {
         Some(Value::String(word)) if word == "required" => json!({ "type": "any" }),
         Some(Value::String(word)) if word == "none" => json!({ "type": "none" }),
@@ -84,24 +84,24 @@ fn choice(settings: &Map<String, Value>) -> Option<Value> {
 }
 
 /// Returns the system prompt, and the messages of user and assistant in alternation.
-fn conversation(messages: &[Value]) -> (String, Vec<Value>) {
+fn convert_messages(messages: &[Value]) -> (String, Vec<Value>) {
     let mut system: Vec<String> = Vec::new();
     let mut turns: Vec<(&str, Vec<Value>)> = Vec::new();
     for message in messages {
         let content = message.get("content").unwrap_or(&Value::Null);
         let (role, blocks) = match message.get("role").and_then(Value::as_str) {
             Some("system" | "developer") => {
-                system.push(plain(content));
+                system.push(content_text(content));
                 continue;
             }
             Some("assistant") => {
-                let mut blocks = parts(content);
+                let mut blocks = content_blocks(content);
                 let calls = message.get("tool_calls").and_then(Value::as_array);
-                blocks.extend(calls.into_iter().flatten().map(tool_use));
+                blocks.extend(calls.into_iter().flatten().map(tool_use_block));
                 ("assistant", blocks)
             }
-            Some("tool") => ("user", vec![tool_result(message, content)]),
-            _ => ("user", parts(content)),
+            Some("tool") => ("user", vec![tool_result_block(message, content)]),
+            _ => ("user", content_blocks(content)),
         };
         match turns.last_mut() {
             Some((last, turn)) if *last == role => turn.extend(blocks),
@@ -114,13 +114,13 @@ fn conversation(messages: &[Value]) -> (String, Vec<Value>) {
 }
 
 /// Converts text and images into blocks. Empty text yields no block.
-fn parts(content: &Value) -> Vec<Value> {
+fn content_blocks(content: &Value) -> Vec<Value> {
     let text = |text: &str| (!text.is_empty()).then(|| json!({ "type": "text", "text": text }));
     match content {
         Value::String(said) => text(said).into_iter().collect(),
         Value::Array(parts) => {
             let block = |part: &Value| match part.get("type").and_then(Value::as_str) {
-                Some("image_url") => picture(part),
+                Some("image_url") => image_block(part),
                 _ => text(part.get("text").and_then(Value::as_str).unwrap_or_default()),
             };
             parts.iter().filter_map(block).collect()
@@ -129,7 +129,7 @@ fn parts(content: &Value) -> Vec<Value> {
     }
 }
 
-fn picture(part: &Value) -> Option<Value> {
+fn image_block(part: &Value) -> Option<Value> {
     let url = part.get("image_url")?.get("url")?.as_str()?;
     let source = match url.strip_prefix("data:").and_then(|data| data.split_once(";base64,")) {
         Some((kind, data)) => json!({ "type": "base64", "media_type": kind, "data": data }),
@@ -138,13 +138,13 @@ fn picture(part: &Value) -> Option<Value> {
     Some(json!({ "type": "image", "source": source }))
 }
 
-fn plain(content: &Value) -> String {
-    let said: Vec<Value> = parts(content);
+fn content_text(content: &Value) -> String {
+    let said: Vec<Value> = content_blocks(content);
     let texts = said.iter().filter_map(|block| block.get("text").and_then(Value::as_str));
     texts.collect::<Vec<_>>().join("\n")
 }
 
-fn tool_use(call: &Value) -> Value {
+fn tool_use_block(call: &Value) -> Value {
     let function = call.get("function").unwrap_or(&Value::Null);
     let given = function.get("arguments").and_then(Value::as_str).unwrap_or_default();
     // The API accepts only objects; other text from the model is passed back inside one.
@@ -154,22 +154,22 @@ fn tool_use(call: &Value) -> Value {
         _ => json!({ "not_json": given }),
     };
     let name = function.get("name").unwrap_or(&Value::Null);
-    json!({ "type": "tool_use", "id": id(call.get("id")), "name": name, "input": input })
+    json!({ "type": "tool_use", "id": sanitize_id(call.get("id")), "name": name, "input": input })
 }
 
-fn tool_result(message: &Value, content: &Value) -> Value {
-    let id = id(message.get("tool_call_id"));
-    json!({ "type": "tool_result", "tool_use_id": id, "content": plain(content) })
+fn tool_result_block(message: &Value, content: &Value) -> Value {
+    let id = sanitize_id(message.get("tool_call_id"));
+    json!({ "type": "tool_result", "tool_use_id": id, "content": content_text(content) })
 }
 
 /// Replaces the characters that this API refuses in an id. Other endpoints may have issued it.
-fn id(given: Option<&Value>) -> String {
+fn sanitize_id(given: Option<&Value>) -> String {
     let text = given.and_then(Value::as_str).unwrap_or_default();
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '-' { c } else { '_' };
     text.chars().map(plain).collect()
 }
 
-fn names_used(messages: &[Value]) -> Vec<String> {
+fn used_tool_names(messages: &[Value]) -> Vec<String> {
     let blocks = messages.iter().filter_map(|message| message["content"].as_array()).flatten();
     let calls = blocks.filter(|block| block["type"] == "tool_use");
     let mut names: Vec<String> =

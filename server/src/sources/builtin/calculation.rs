@@ -35,7 +35,8 @@ not 2pi, and 1000, not 1,000.";
 /// The expression to calculate.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Args {
+#[schemars(rename = "Args")]
+pub struct CalculationArgs {
     /// The expression, for example `2*21`, `sqrt(3^2 + 4^2)`, `round(199 * 1.19, 2)` or `17 % 5 ==
     /// 2 && 3 < 4`. At most 4096 bytes.
     #[schemars(length(min = 1, max = 4096))]
@@ -44,9 +45,10 @@ pub struct Args {
 
 /// The value of the expression.
 #[derive(Debug, PartialEq, Serialize, JsonSchema)]
-pub struct Answer {
+#[schemars(rename = "Answer")]
+pub struct CalculationResult {
     /// A number (without a fraction if the value is whole), or true or false.
-    pub result: Outcome,
+    pub result: NumberOrBool,
     /// The same as text.
     pub text: String,
 }
@@ -54,49 +56,48 @@ pub struct Answer {
 /// A number or a boolean.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 #[serde(untagged)]
-pub enum Outcome {
+#[schemars(rename = "Outcome")]
+pub enum NumberOrBool {
     /// A number.
     Number(Number),
     /// A boolean.
-    Truth(bool),
+    Bool(bool),
 }
 
 /// Creates the tool.
 pub fn tool() -> FnTool {
-    FnTool::new(
-        "calculation.eval",
-        DESCRIPTION,
-        |args: Args| async move { evaluate(&args.expression) },
-    )
+    FnTool::new("calculation.eval", DESCRIPTION, |args: CalculationArgs| async move {
+        evaluate(&args.expression)
+    })
     .effect(Effect::Read)
     .risk(Risk::Low)
     .timeout_ms(3_000)
 }
 
 /// Evaluates an expression.
-pub fn evaluate(expression: &str) -> Result<Answer, Fault> {
-    let value = parse::run(expression).map_err(|problem| {
+pub fn evaluate(expression: &str) -> Result<CalculationResult, Fault> {
+    let value = parse::evaluate_text(expression).map_err(|problem| {
         let shown: String = expression.chars().take(60).collect();
         let more = if shown.len() < expression.len() { "…" } else { "" };
         Fault::new(Code::ValidationError, format!("cannot calculate \"{shown}{more}\": {problem}"))
-            .not_happened()
+            .without_side_effect()
     })?;
-    Ok(answer(value))
+    Ok(to_result(value))
 }
 
-fn answer(value: Value) -> Answer {
+fn to_result(value: Value) -> CalculationResult {
     let result = match value {
-        Value::Truth(truth) => Outcome::Truth(truth),
-        Value::Int(whole) => Outcome::Number(whole.into()),
-        Value::Float(number) => match value::whole(number) {
-            Some(whole) => Outcome::Number(whole.into()),
+        Value::Bool(truth) => NumberOrBool::Bool(truth),
+        Value::Int(whole) => NumberOrBool::Number(whole.into()),
+        Value::Float(number) => match value::exact_integer(number) {
+            Some(whole) => NumberOrBool::Number(whole.into()),
             // Only finite numbers get here, so zero is never used.
-            None => Outcome::Number(Number::from_f64(number).unwrap_or_else(|| 0.into())),
+            None => NumberOrBool::Number(Number::from_f64(number).unwrap_or_else(|| 0.into())),
         },
     };
     let text = match &result {
-        Outcome::Number(number) => number.to_string(),
-        Outcome::Truth(truth) => truth.to_string(),
+        NumberOrBool::Number(number) => number.to_string(),
+        NumberOrBool::Bool(truth) => truth.to_string(),
     };
-    Answer { result, text }
+    CalculationResult { result, text }
 }

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
-use super::{DatabaseSettings, Unusable};
+use super::{BuiltinSetupError, DatabaseSettings};
 
 /// Maximum length of a statement in bytes.
 const MAX_SQL: usize = 100_000;
@@ -28,7 +28,8 @@ const MAX_PARALLEL: usize = 4;
 /// A statement to run.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Args {
+#[schemars(rename = "Args")]
+pub struct DatabaseQueryArgs {
     /// One SQL statement that reads: SELECT, WITH … SELECT or VALUES. Nothing can be written, and a
     /// second statement after a semicolon is refused.
     #[schemars(length(min = 1, max = 100_000))]
@@ -41,7 +42,8 @@ pub struct Args {
 
 /// The result of the statement.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
-pub struct Answer {
+#[schemars(rename = "Answer")]
+pub struct DatabaseQueryResult {
     /// The names of the columns, in order.
     pub columns: Vec<String>,
     /// The rows; each has one value per column, in the columns' order. Binary values are text like
@@ -58,44 +60,49 @@ pub struct Answer {
 
 /// Limits of one query.
 #[derive(Debug, Clone, Copy)]
-struct Limits {
+struct QueryLimits {
     max_rows: usize,
     max_bytes: usize,
     timeout: Duration,
 }
 
-enum Database {
-    Sqlite(sqlite::Sqlite),
-    Postgres(Box<postgres::Postgres>),
+enum QueryDatabase {
+    Sqlite(sqlite::SqliteDatabase),
+    Postgres(Box<postgres::PostgresDatabase>),
 }
 
 /// The database that a URL refers to.
 #[derive(Debug, PartialEq)]
-enum Target {
+enum DatabaseLocation {
     Sqlite(PathBuf),
     Postgres(String),
 }
 
 /// Creates the tool. Also creates the sample database if the tool will read it and it is missing.
-pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, Unusable> {
+pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, BuiltinSetupError> {
     let timeout_ms = settings.timeout_ms.max(1);
-    let limits = Limits {
+    let limits = QueryLimits {
         max_rows: settings.max_rows.max(1),
         max_bytes: settings.max_bytes.max(1),
         // Slightly less than the call's timeout, so that the fault says what was stopped and why.
         timeout: Duration::from_millis((timeout_ms - timeout_ms / 20).max(1)),
     };
-    let (database, description) = match settings.url.as_deref().map(target).transpose()? {
+    let (database, description) = match settings
+        .url
+        .as_deref()
+        .map(parse_database_url)
+        .transpose()?
+    {
         None => {
-            let path = sample::ensure(data_dir).map_err(Unusable)?;
-            (Database::Sqlite(sqlite::Sqlite::new(path, limits)), sample_description())
+            let path = sample::ensure_sample_database(data_dir).map_err(BuiltinSetupError)?;
+            (QueryDatabase::Sqlite(sqlite::SqliteDatabase::new(path, limits)), sample_description())
         }
-        Some(Target::Sqlite(path)) => {
-            (Database::Sqlite(sqlite::Sqlite::new(path, limits)), sqlite_description())
+        Some(DatabaseLocation::Sqlite(path)) => {
+            (QueryDatabase::Sqlite(sqlite::SqliteDatabase::new(path, limits)), sqlite_description())
         }
-        Some(Target::Postgres(url)) => {
-            let postgres = postgres::Postgres::new(&url, limits, settings.allow_superuser)?;
-            (Database::Postgres(Box::new(postgres)), postgres_description())
+        Some(DatabaseLocation::Postgres(url)) => {
+            let postgres = postgres::PostgresDatabase::new(&url, limits, settings.allow_superuser)?;
+            (QueryDatabase::Postgres(Box::new(postgres)), postgres_description())
         }
     };
     let database = Arc::new(database);
@@ -103,7 +110,7 @@ pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, Unusa
         "{description} Answers at most {} rows and {} bytes; use LIMIT, WHERE and aggregates.",
         limits.max_rows, limits.max_bytes
     );
-    let function = move |args: Args, context: ToolContext| {
+    let function = move |args: DatabaseQueryArgs, context: ToolContext| {
         let database = Arc::clone(&database);
         async move { query(&database, args, context).await }
     };
@@ -113,43 +120,49 @@ pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, Unusa
         .timeout_ms(timeout_ms))
 }
 
-async fn query(database: &Database, args: Args, context: ToolContext) -> Result<Answer, Fault> {
+async fn query(
+    database: &QueryDatabase,
+    args: DatabaseQueryArgs,
+    context: ToolContext,
+) -> Result<DatabaseQueryResult, Fault> {
     if args.sql.len() > MAX_SQL {
         let length = args.sql.len();
-        return Err(refused(format!("sql is {length} bytes long and at most {MAX_SQL} are run")));
+        return Err(invalid_statement_fault(format!(
+            "sql is {length} bytes long and at most {MAX_SQL} are run"
+        )));
     }
     // Databases end a text at a zero byte, so the rest would never be checked.
     if args.sql.contains('\0') {
-        return Err(refused("sql has a zero byte in it: remove it"));
+        return Err(invalid_statement_fault("sql has a zero byte in it: remove it"));
     }
     // Dropping the query's future stops the query, whatever the reason.
     tokio::select! {
         answer = async {
             match database {
-                Database::Sqlite(sqlite) => sqlite.query(args).await,
-                Database::Postgres(postgres) => postgres.query(args).await,
+                QueryDatabase::Sqlite(sqlite) => sqlite.query(args).await,
+                QueryDatabase::Postgres(postgres) => postgres.query(args).await,
             }
         } => answer,
         () = context.canceled.cancelled() => {
-            Err(Fault::new(Code::Canceled, "the query was canceled").not_happened())
+            Err(Fault::new(Code::Canceled, "the query was canceled").without_side_effect())
         }
     }
 }
 
 /// Parses a configured URL. Messages never contain the whole URL, which may have a password in it.
-fn target(url: &str) -> Result<Target, Unusable> {
+fn parse_database_url(url: &str) -> Result<DatabaseLocation, BuiltinSetupError> {
     if url.starts_with("postgres://") || url.starts_with("postgresql://") {
-        return Ok(Target::Postgres(url.to_owned()));
+        return Ok(DatabaseLocation::Postgres(url.to_owned()));
     }
     let path = url.strip_prefix("sqlite:").map(|rest| rest.strip_prefix("//").unwrap_or(rest));
     match (path, url.split_once("://")) {
-        (Some(path), _) if !path.is_empty() => Ok(Target::Sqlite(path.into())),
-        (None, None) if !url.trim().is_empty() => Ok(Target::Sqlite(url.into())),
-        (None, Some((scheme, _))) => Err(Unusable(format!(
+        (Some(path), _) if !path.is_empty() => Ok(DatabaseLocation::Sqlite(path.into())),
+        (None, None) if !url.trim().is_empty() => Ok(DatabaseLocation::Sqlite(url.into())),
+        (None, Some((scheme, _))) => Err(BuiltinSetupError(format!(
             "builtin.database.url: \"{scheme}://\" is not supported: use a SQLite file's path or \
              postgres://user:password@host/name"
         ))),
-        _ => Err(Unusable(
+        _ => Err(BuiltinSetupError(
             "builtin.database.url is empty: name a SQLite file or postgres://…, or leave it out"
                 .into(),
         )),
@@ -179,41 +192,41 @@ fn postgres_description() -> String {
 }
 
 /// Returns a fault caused by the statement. The message is for the author of the statement.
-fn refused(message: impl Into<String>) -> Fault {
-    Fault::new(Code::ValidationError, message).not_happened()
+fn invalid_statement_fault(message: impl Into<String>) -> Fault {
+    Fault::new(Code::ValidationError, message).without_side_effect()
 }
 
 /// Returns the fault for a statement that was stopped because it took too long.
-fn stopped(limits: &Limits) -> Fault {
+fn query_timeout_fault(limits: &QueryLimits) -> Fault {
     let ms = limits.timeout.as_millis();
     let message = format!(
         "the query was stopped after {ms} ms: narrow it with WHERE and LIMIT, or an operator can \
          raise builtin.database.timeout_ms"
     );
-    Fault::new(Code::Timeout, message).not_happened()
+    Fault::new(Code::Timeout, message).without_side_effect()
 }
 
-fn text_of_bytes(bytes: &[u8]) -> Value {
+fn hex_text(bytes: &[u8]) -> Value {
     Value::String(format!("\\x{}", toolcrib::tool::hex(bytes)))
 }
 
 /// Converts a float to JSON. A value that JSON cannot represent as a number becomes text.
-fn number(number: f64) -> Value {
+fn float_to_json(number: f64) -> Value {
     serde_json::Number::from_f64(number)
         .map_or_else(|| Value::String(number.to_string()), Value::Number)
 }
 
 /// Collects rows within the limits.
-struct Collected {
+struct RowCollector {
     columns: Vec<String>,
     rows: Vec<Vec<Value>>,
     bytes: usize,
-    limits: Limits,
+    limits: QueryLimits,
     note: Option<String>,
 }
 
-impl Collected {
-    fn new(columns: Vec<String>, limits: Limits) -> Self {
+impl RowCollector {
+    fn new(columns: Vec<String>, limits: QueryLimits) -> Self {
         Self { columns, rows: Vec::new(), bytes: 0, limits, note: None }
     }
 
@@ -229,14 +242,14 @@ impl Collected {
         }
         self.bytes += serde_json::to_string(&row).map_or(0, |text| text.len() + 1);
         if self.bytes > self.limits.max_bytes {
-            self.too_large();
+            self.note_byte_limit();
             return false;
         }
         self.rows.push(row);
         true
     }
 
-    fn too_large(&mut self) {
+    fn note_byte_limit(&mut self) {
         self.note = Some(format!(
             "row {} and all after it are left out, as the answer would be over {} bytes: select \
              fewer or shorter columns, for example substr(column, 1, 200)",
@@ -245,8 +258,8 @@ impl Collected {
         ));
     }
 
-    fn answer(self) -> Answer {
-        Answer {
+    fn into_result(self) -> DatabaseQueryResult {
+        DatabaseQueryResult {
             row_count: self.rows.len(),
             truncated: self.note.is_some(),
             columns: self.columns,
@@ -262,15 +275,21 @@ mod tests {
 
     #[test]
     fn urls() {
-        let sqlite = |path: &str| Ok(Target::Sqlite(path.into()));
-        assert_eq!(target("shop.db"), sqlite("shop.db"));
-        assert_eq!(target("/var/lib/shop.db"), sqlite("/var/lib/shop.db"));
-        assert_eq!(target("sqlite:shop.db"), sqlite("shop.db"));
-        assert_eq!(target("sqlite:///var/shop.db"), sqlite("/var/shop.db"));
-        assert!(matches!(target("postgres://u:p@h/d"), Ok(Target::Postgres(_))));
-        assert!(matches!(target("postgresql://u:p@h/d"), Ok(Target::Postgres(_))));
+        let sqlite = |path: &str| Ok(DatabaseLocation::Sqlite(path.into()));
+        assert_eq!(parse_database_url("shop.db"), sqlite("shop.db"));
+        assert_eq!(parse_database_url("/var/lib/shop.db"), sqlite("/var/lib/shop.db"));
+        assert_eq!(parse_database_url("sqlite:shop.db"), sqlite("shop.db"));
+        assert_eq!(parse_database_url("sqlite:///var/shop.db"), sqlite("/var/shop.db"));
+        assert!(matches!(
+            parse_database_url("postgres://u:p@h/d"),
+            Ok(DatabaseLocation::Postgres(_))
+        ));
+        assert!(matches!(
+            parse_database_url("postgresql://u:p@h/d"),
+            Ok(DatabaseLocation::Postgres(_))
+        ));
         for bad in ["mysql://u:secret@h/d", "", "  ", "sqlite:"] {
-            let problem = target(bad).unwrap_err().to_string();
+            let problem = parse_database_url(bad).unwrap_err().to_string();
             assert!(problem.contains("builtin.database.url"), "{problem}");
             assert!(!problem.contains("secret"), "{problem}");
         }

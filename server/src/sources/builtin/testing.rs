@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use serde_json::Value;
-use toolcrib::function::Functions;
+use toolcrib::function::BuiltinSource;
 use toolcrib::source::{Attempt, Source, Started};
 use toolcrib::{Effect, Fault, Json, Tool};
 
@@ -17,27 +17,27 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         number: 1,
         tool: tool.into(),
         effect: Effect::Read,
-        args: Json::of_value(args),
+        args: Json::from_value(args),
         deadline_ms: u64::MAX,
         traceparent: None,
         command: None,
         client_id: None,
-        taken_by: None,
-        again: false,
-        dialogue: None,
+        acknowledged_by: None,
+        redelivered: false,
+        elicitation: None,
     }
 }
 
 /// Creates a source with one tool.
-pub fn source(tool: impl Tool) -> Arc<Functions> {
-    Arc::new(Functions::new([Arc::new(tool) as Arc<dyn Tool>]))
+pub fn source(tool: impl Tool) -> Arc<BuiltinSource> {
+    Arc::new(BuiltinSource::new([Arc::new(tool) as Arc<dyn Tool>]))
 }
 
 /// Runs the only tool of a source.
-pub async fn run(source: &Functions, args: &Value) -> Result<Value, Fault> {
+pub async fn run(source: &BuiltinSource, args: &Value) -> Result<Value, Fault> {
     let name = source.list()[0].name.clone();
     match source.start(attempt(&name, args), Arc::new(|_| {})).await {
-        Started::Done(result) => result.map(|json| json.value()),
+        Started::Finished(result) => result.map(|json| json.to_value()),
         _ => panic!("a built-in tool did not answer"),
     }
 }

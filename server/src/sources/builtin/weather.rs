@@ -17,9 +17,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
-use super::{Unusable, WeatherSettings};
-use openmeteo::{Asking, Found, OpenMeteo};
-use place::Wanted;
+use super::{BuiltinSetupError, WeatherSettings};
+use openmeteo::{GeocodedPlace, OpenMeteoClient, WeatherRequestContext};
+use place::PlaceQuery;
 
 const DESCRIPTION: &str = "Tells the current weather at a place named in plain words, for example \
 \"Beijing\", \"weather in Paris, France\" or \"北京天气\": sky, temperature in °C, humidity, wind. \
@@ -28,7 +28,8 @@ Current conditions only, no forecast. Add the country or state where a name is a
 /// The place to query.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Args {
+#[schemars(rename = "Args")]
+pub struct WeatherQueryArgs {
     /// The place, alone or in a sentence: "Beijing", "weather in Paris, France", "天气 上海".
     #[schemars(length(min = 1, max = 500))]
     pub query: String,
@@ -36,7 +37,8 @@ pub struct Args {
 
 /// The current weather.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
-pub struct Answer {
+#[schemars(rename = "Answer")]
+pub struct CurrentWeather {
     /// The sky in words, for example "Sunny", "Overcast" or "Light rain".
     pub weather: String,
     /// Air temperature 2 m above ground, in °C.
@@ -65,7 +67,7 @@ pub struct Answer {
     /// Time zone of the place.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timezone: Option<String>,
-    pub units: Units,
+    pub units: WeatherUnits,
     /// Limitation of the result, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
@@ -73,23 +75,26 @@ pub struct Answer {
 
 /// The units of the numbers.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
-pub struct Units {
+#[schemars(rename = "Units")]
+pub struct WeatherUnits {
     pub temperature: String,
     pub humidity: String,
     pub wind_speed: String,
 }
 
 /// Creates the tool.
-pub fn tool(settings: WeatherSettings) -> Result<FnTool, Unusable> {
+pub fn tool(settings: WeatherSettings) -> Result<FnTool, BuiltinSetupError> {
     let timeout_ms = settings.timeout_ms.max(1);
     // Slightly less than the call's timeout, so that the fault names the service that did not
     // answer.
     let budget = Duration::from_millis((timeout_ms - timeout_ms / 10).max(1));
-    let service = Arc::new(OpenMeteo::new(&settings.geocoding_url, &settings.forecast_url)?);
-    let function = move |args: Args, context: ToolContext| {
+    let service = Arc::new(OpenMeteoClient::new(&settings.geocoding_url, &settings.forecast_url)?);
+    let function = move |args: WeatherQueryArgs, context: ToolContext| {
         let service = Arc::clone(&service);
         let (deadline, traceparent) = (Instant::now() + budget, context.traceparent);
-        async move { query(&service, &args.query, &Asking { deadline, traceparent }).await }
+        async move {
+            query(&service, &args.query, &WeatherRequestContext { deadline, traceparent }).await
+        }
     };
     Ok(FnTool::with_context("weather.query", DESCRIPTION, function)
         .effect(Effect::Read)
@@ -97,24 +102,34 @@ pub fn tool(settings: WeatherSettings) -> Result<FnTool, Unusable> {
         .timeout_ms(timeout_ms))
 }
 
-async fn query(service: &OpenMeteo, query: &str, asking: &Asking) -> Result<Answer, Fault> {
-    let wanted = place::wanted(query).ok_or_else(|| {
-        refused("no place is named in the query: name one, for example \"weather in Beijing\"")
+async fn query(
+    service: &OpenMeteoClient,
+    query: &str,
+    asking: &WeatherRequestContext,
+) -> Result<CurrentWeather, Fault> {
+    let wanted = place::parse_place_query(query).ok_or_else(|| {
+        invalid_query_fault(
+            "no place is named in the query: name one, for example \"weather in Beijing\"",
+        )
     })?;
-    let found = find(service, &wanted, asking).await?;
+    let found = find_place(service, &wanted, asking).await?;
     let mut answer = service.current(found, asking).await?;
-    if wanted.another_time {
+    if wanted.asks_other_time {
         answer.note = Some("this is the weather now: other times cannot be asked for".into());
     }
     Ok(answer)
 }
 
 /// Finds the place, first by its whole name, then by a part of it.
-async fn find(service: &OpenMeteo, wanted: &Wanted, asking: &Asking) -> Result<Found, Fault> {
+async fn find_place(
+    service: &OpenMeteoClient,
+    wanted: &PlaceQuery,
+    asking: &WeatherRequestContext,
+) -> Result<GeocodedPlace, Fault> {
     let mut whole = service.search(&wanted.name, 1, asking).await?.into_iter().next();
-    let part = wanted.part();
-    let fits = |found: &Found| match &part {
-        Some(part) if part.sure => found.is_in(&part.within),
+    let part = wanted.split_region();
+    let fits = |found: &GeocodedPlace| match &part {
+        Some(part) if part.has_explicit_region => found.is_in(&part.regions),
         _ => true,
     };
     if let Some(found) = whole.take_if(|found| fits(found)) {
@@ -122,23 +137,23 @@ async fn find(service: &OpenMeteo, wanted: &Wanted, asking: &Asking) -> Result<F
     }
     if let Some(part) = &part {
         let mut places = service.search(&part.name, 10, asking).await?;
-        if let Some(n) = places.iter().position(|found| found.is_in(&part.within)) {
+        if let Some(n) = places.iter().position(|found| found.is_in(&part.regions)) {
             return Ok(places.swap_remove(n));
         }
         // "Paris, Somewhere": the name is certain and the region was only a hint. Without a comma
         // nothing marks the end of the name, so there the region must match.
-        if part.sure && !places.is_empty() {
+        if part.has_explicit_region && !places.is_empty() {
             return Ok(places.swap_remove(0));
         }
     }
     whole.ok_or_else(|| {
-        refused(format!(
+        invalid_query_fault(format!(
             "no place \"{}\" is known: check the spelling, or name a larger place nearby",
             wanted.name
         ))
     })
 }
 
-fn refused(message: impl Into<String>) -> Fault {
-    Fault::new(Code::ValidationError, message).not_happened()
+fn invalid_query_fault(message: impl Into<String>) -> Fault {
+    Fault::new(Code::ValidationError, message).without_side_effect()
 }

@@ -16,11 +16,11 @@ use rmcp::transport::streamable_http_client::{
 use sse_stream::Sse;
 use tokio_util::sync::CancellationToken;
 
-use super::oauth::{Challenge, Pass};
-use super::post::Post;
-use super::tape::Tape;
+use super::oauth::{AuthChallenge, Authorizer};
+use super::post::McpPostRequest;
+use super::tape::ToolListCapture;
 
-type Failed = StreamableHttpError<reqwest::Error>;
+type HttpTransportError = StreamableHttpError<reqwest::Error>;
 type Headers = HashMap<HeaderName, HeaderValue>;
 
 /// Number of times a request is repeated with another token.
@@ -31,120 +31,124 @@ const LISTENS_WITHIN: Duration = Duration::from_secs(1);
 
 /// An HTTP client with an optional authorizer.
 #[derive(Clone)]
-pub(super) struct Authorised {
+pub(super) struct AuthorizedClient {
     pub(super) client: reqwest::Client,
-    pub(super) pass: Option<Arc<Pass>>,
+    pub(super) authorizer: Option<Arc<Authorizer>>,
     /// Captures raw tool lists.
-    pub(super) tape: Tape,
+    pub(super) capture: ToolListCapture,
     /// Canceled once the stream of server messages is open, or is known not to open.
-    pub(super) listens: CancellationToken,
+    pub(super) stream_settled: CancellationToken,
 }
 
 /// Returns the authentication challenge in an error, if it is one.
-fn challenge(error: &Failed) -> Option<Challenge> {
+fn challenge_from_error(error: &HttpTransportError) -> Option<AuthChallenge> {
     match error {
-        StreamableHttpError::AuthRequired(said) => {
-            Some(Challenge { forbidden: false, header: Some(said.www_authenticate_header.clone()) })
-        }
-        StreamableHttpError::InsufficientScope(said) => {
-            Some(Challenge { forbidden: true, header: Some(said.www_authenticate_header.clone()) })
-        }
+        StreamableHttpError::AuthRequired(said) => Some(AuthChallenge {
+            forbidden: false,
+            header: Some(said.www_authenticate_header.clone()),
+        }),
+        StreamableHttpError::InsufficientScope(said) => Some(AuthChallenge {
+            forbidden: true,
+            header: Some(said.www_authenticate_header.clone()),
+        }),
         StreamableHttpError::UnexpectedServerResponse(said) if said.starts_with("HTTP 401") => {
-            Some(Challenge { forbidden: false, header: None })
+            Some(AuthChallenge { forbidden: false, header: None })
         }
         _ => None,
     }
 }
 
-impl Authorised {
+impl AuthorizedClient {
     /// Waits until the stream of server messages is open, before the first request of a session.
     /// `rmcp` opens that stream concurrently, and messages sent before it is open may be lost.
-    async fn when_listened_to(&self, session: Option<&str>, message: &ClientJsonRpcMessage) {
+    async fn wait_for_event_stream(&self, session: Option<&str>, message: &ClientJsonRpcMessage) {
         let asks = matches!(message, ClientJsonRpcMessage::Request(_));
-        if session.is_none() || !asks || self.listens.is_cancelled() {
+        if session.is_none() || !asks || self.stream_settled.is_cancelled() {
             return;
         }
-        if tokio::time::timeout(LISTENS_WITHIN, self.listens.cancelled()).await.is_err() {
+        if tokio::time::timeout(LISTENS_WITHIN, self.stream_settled.cancelled()).await.is_err() {
             // Some servers send no response headers before their first message.
-            self.listens.cancel();
+            self.stream_settled.cancel();
         }
     }
 
-    async fn with_token<T, F>(
+    async fn retry_with_token<T, F>(
         &self,
         given: Option<String>,
         mut ask: impl FnMut(Option<String>) -> F,
-    ) -> Result<T, Failed>
+    ) -> Result<T, HttpTransportError>
     where
-        F: Future<Output = Result<T, Failed>>,
+        F: Future<Output = Result<T, HttpTransportError>>,
     {
-        let Some(pass) = &self.pass else { return ask(given).await };
+        let Some(pass) = &self.authorizer else { return ask(given).await };
         let mut token = pass.token().await;
         for _ in 0..AGAIN {
             let error = match ask(token.as_deref().map(str::to_owned)).await {
                 Ok(answer) => {
-                    pass.taken(token.as_deref());
+                    pass.record_accepted(token.as_deref());
                     return Ok(answer);
                 }
                 Err(error) => error,
             };
-            let Some(challenge) = challenge(&error) else { return Err(error) };
-            match pass.refused(token.as_deref(), challenge).await {
+            let Some(challenge) = challenge_from_error(&error) else { return Err(error) };
+            match pass.replace_refused(token.as_deref(), challenge).await {
                 Some(other) => token = Some(other),
                 None => return Err(error),
             }
         }
         let last = ask(token.as_deref().map(str::to_owned)).await;
-        match last.as_ref().err().and_then(challenge) {
-            Some(challenge) => drop(pass.refused(token.as_deref(), challenge).await),
-            None => pass.taken(token.as_deref()),
+        match last.as_ref().err().and_then(challenge_from_error) {
+            Some(challenge) => drop(pass.replace_refused(token.as_deref(), challenge).await),
+            None => pass.record_accepted(token.as_deref()),
         }
         last
     }
 }
 
 /// Returns the authentication challenge in a response that `rmcp` has not read.
-fn refusal(answer: &Response) -> Option<Challenge> {
+fn challenge_from_response(answer: &Response) -> Option<AuthChallenge> {
     let status = answer.status();
     let header = answer.headers().get(WWW_AUTHENTICATE);
     let header = header.and_then(|value| value.to_str().ok()).map(str::to_owned);
     match status {
-        StatusCode::UNAUTHORIZED => Some(Challenge { forbidden: false, header }),
-        StatusCode::FORBIDDEN if header.is_some() => Some(Challenge { forbidden: true, header }),
+        StatusCode::UNAUTHORIZED => Some(AuthChallenge { forbidden: false, header }),
+        StatusCode::FORBIDDEN if header.is_some() => {
+            Some(AuthChallenge { forbidden: true, header })
+        }
         _ => None,
     }
 }
 
-impl Authorised {
+impl AuthorizedClient {
     /// Sends a request of Toolcrib's own. Only a refused request is repeated, so nothing takes
     /// effect twice.
     pub(super) async fn send(
         &self,
         make: impl Fn(&reqwest::Client, Option<&str>) -> RequestBuilder,
     ) -> Result<Response, reqwest::Error> {
-        let Some(pass) = &self.pass else { return make(&self.client, None).send().await };
+        let Some(pass) = &self.authorizer else { return make(&self.client, None).send().await };
         let mut token = pass.token().await;
         for _ in 0..AGAIN {
             let answer = make(&self.client, token.as_deref()).send().await?;
-            let Some(challenge) = refusal(&answer) else {
-                pass.taken(token.as_deref());
+            let Some(challenge) = challenge_from_response(&answer) else {
+                pass.record_accepted(token.as_deref());
                 return Ok(answer);
             };
-            match pass.refused(token.as_deref(), challenge).await {
+            match pass.replace_refused(token.as_deref(), challenge).await {
                 Some(other) => token = Some(other),
                 None => return Ok(answer),
             }
         }
         let last = make(&self.client, token.as_deref()).send().await?;
-        match refusal(&last) {
-            Some(challenge) => drop(pass.refused(token.as_deref(), challenge).await),
-            None => pass.taken(token.as_deref()),
+        match challenge_from_response(&last) {
+            Some(challenge) => drop(pass.replace_refused(token.as_deref(), challenge).await),
+            None => pass.record_accepted(token.as_deref()),
         }
         Ok(last)
     }
 }
 
-impl StreamableHttpClient for Authorised {
+impl StreamableHttpClient for AuthorizedClient {
     type Error = reqwest::Error;
 
     async fn post_message(
@@ -154,7 +158,7 @@ impl StreamableHttpClient for Authorised {
         session_id: Option<Arc<str>>,
         token: Option<String>,
         headers: Headers,
-    ) -> Result<StreamableHttpPostResponse, Failed> {
+    ) -> Result<StreamableHttpPostResponse, HttpTransportError> {
         let limit = super::connection::MAX_MESSAGE_BYTES;
         let asking = self
             .post_message_with_max_sse_event_size(uri, message, session_id, token, headers, limit);
@@ -169,18 +173,18 @@ impl StreamableHttpClient for Authorised {
         token: Option<String>,
         headers: Headers,
         limit: usize,
-    ) -> Result<StreamableHttpPostResponse, Failed> {
-        self.when_listened_to(session_id.as_deref(), &message).await;
+    ) -> Result<StreamableHttpPostResponse, HttpTransportError> {
+        self.wait_for_event_stream(session_id.as_deref(), &message).await;
         let headers: HeaderMap = headers.into_iter().collect();
-        self.with_token(token, async |token| {
-            let post = Post {
+        self.retry_with_token(token, async |token| {
+            let post = McpPostRequest {
                 uri: &uri,
                 message: &message,
                 session: session_id.as_deref(),
                 token: token.as_deref(),
                 headers: headers.clone(),
                 limit,
-                tape: &self.tape,
+                capture: &self.capture,
             };
             post.send(&self.client).await
         })
@@ -193,8 +197,8 @@ impl StreamableHttpClient for Authorised {
         session_id: Arc<str>,
         token: Option<String>,
         headers: Headers,
-    ) -> Result<(), Failed> {
-        self.with_token(token, |token| {
+    ) -> Result<(), HttpTransportError> {
+        self.retry_with_token(token, |token| {
             self.client.delete_session(uri.clone(), session_id.clone(), token, headers.clone())
         })
         .await
@@ -207,7 +211,7 @@ impl StreamableHttpClient for Authorised {
         last_event_id: Option<String>,
         token: Option<String>,
         headers: Headers,
-    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failed> {
+    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, HttpTransportError> {
         let limit = super::connection::MAX_MESSAGE_BYTES;
         let asking = self.get_stream_with_max_sse_event_size(
             uri,
@@ -228,15 +232,15 @@ impl StreamableHttpClient for Authorised {
         token: Option<String>,
         headers: Headers,
         limit: usize,
-    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failed> {
-        let asking = self.with_token(token, |token| {
+    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, HttpTransportError> {
+        let asking = self.retry_with_token(token, |token| {
             let (uri, session, last) = (uri.clone(), session_id.clone(), last_event_id.clone());
             let headers = headers.clone();
             self.client
                 .get_stream_with_max_sse_event_size(uri, session, last, token, headers, limit)
         });
         let stream = asking.await;
-        self.listens.cancel();
+        self.stream_settled.cancel();
         stream
     }
 }
@@ -274,12 +278,12 @@ mod tests {
         (uri, open, asked)
     }
 
-    fn client() -> Authorised {
-        Authorised {
+    fn client() -> AuthorizedClient {
+        AuthorizedClient {
             client: reqwest::Client::builder().no_proxy().build().unwrap(),
-            pass: None,
-            tape: Tape::default(),
-            listens: CancellationToken::new(),
+            authorizer: None,
+            capture: ToolListCapture::default(),
+            stream_settled: CancellationToken::new(),
         }
     }
 

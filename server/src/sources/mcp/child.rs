@@ -15,9 +15,9 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::task::JoinHandle;
 
 use super::connection::MAX_MESSAGE_BYTES;
-use super::environment::Filled;
-use super::tape::Tape;
-use crate::orphans::{self, Kept};
+use super::environment::ResolvedSettings;
+use super::tape::ToolListCapture;
+use crate::orphans::{self, ProcessGroupGuard};
 
 /// Limits of the collected standard error: number of lines, and bytes per line.
 const LINES: usize = 200;
@@ -31,9 +31,9 @@ const LAST_WORDS: Duration = Duration::from_millis(300);
 
 /// The last lines of a child process's standard error.
 #[derive(Clone, Default)]
-pub struct Complaints(Arc<Mutex<VecDeque<String>>>);
+pub struct StderrTail(Arc<Mutex<VecDeque<String>>>);
 
-impl Complaints {
+impl StderrTail {
     /// Returns the lines, oldest first.
     pub fn lines(&self) -> Vec<String> {
         self.0.lock().iter().cloned().collect()
@@ -55,27 +55,27 @@ impl Complaints {
 }
 
 /// A running child process. Dropping it kills the process.
-pub struct Program {
+pub struct ChildProcess {
     child: Child,
     group: Option<i32>,
     /// Makes the reaper kill the process group if the server cannot.
-    _kept: Option<Kept>,
-    errors: JoinHandle<()>,
+    _group_guard: Option<ProcessGroupGuard>,
+    stderr_task: JoinHandle<()>,
 }
 
 /// The child process's standard input and output.
-pub struct Pipes {
+pub struct ChildPipes {
     pub input: ChildStdin,
     pub output: ChildStdout,
 }
 
-impl Program {
+impl ChildProcess {
     /// Starts the process and collects its standard error.
     pub fn start(
-        filled: &Arc<Filled>,
+        filled: &Arc<ResolvedSettings>,
         cwd: Option<&str>,
-        complaints: &Complaints,
-    ) -> Result<(Self, Pipes), String> {
+        complaints: &StderrTail,
+    ) -> Result<(Self, ChildPipes), String> {
         let mut command = Command::new(&filled.command);
         command
             .args(&filled.args)
@@ -99,10 +99,13 @@ impl Program {
         let input = child.stdin.take().ok_or_else(missing)?;
         let output = child.stdout.take().ok_or_else(missing)?;
         let errors = child.stderr.take().ok_or_else(missing)?;
-        let errors = keep(errors, filled.clone(), complaints.clone());
+        let errors = collect_stderr(errors, filled.clone(), complaints.clone());
         let group = child.id().and_then(|id| i32::try_from(id).ok());
-        let kept = group.map(orphans::keep);
-        Ok((Self { child, group, _kept: kept, errors }, Pipes { input, output }))
+        let kept = group.map(orphans::guard_process_group);
+        Ok((
+            Self { child, group, _group_guard: kept, stderr_task: errors },
+            ChildPipes { input, output },
+        ))
     }
 
     /// Returns the process id.
@@ -111,7 +114,7 @@ impl Program {
     }
 
     /// Waits for the process to exit, and returns a description of how it did.
-    pub async fn ended(&mut self) -> String {
+    pub async fn wait_exit(&mut self) -> String {
         match self.child.wait().await {
             Ok(status) => format!("the program ended: {status}"),
             Err(error) => format!("the program cannot be waited for: {error}"),
@@ -120,7 +123,7 @@ impl Program {
 
     /// Terminates the process, whose input is already closed. No process of its group is left
     /// afterwards.
-    pub async fn end(mut self) {
+    pub async fn shut_down(mut self) {
         if tokio::time::timeout(PATIENCE, self.child.wait()).await.is_err() {
             self.signal(false);
             let _ = tokio::time::timeout(PATIENCE, self.child.wait()).await;
@@ -130,8 +133,8 @@ impl Program {
         let _ = self.child.start_kill();
         let _ = self.child.wait().await;
         // Its last output has been read by then, unless another process holds the pipe open.
-        let _ = tokio::time::timeout(LAST_WORDS, &mut self.errors).await;
-        self.errors.abort();
+        let _ = tokio::time::timeout(LAST_WORDS, &mut self.stderr_task).await;
+        self.stderr_task.abort();
     }
 
     /// Kills the process and everything it has started.
@@ -153,7 +156,7 @@ impl Program {
     fn signal(&self, _hard: bool) {}
 }
 
-impl Drop for Program {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         // After `shut_down` the group number may be reused: signal the group only while the process
         // runs.
@@ -164,15 +167,15 @@ impl Drop for Program {
 }
 
 /// Reads standard error to its end, holding at most one line in memory.
-fn keep(
+fn collect_stderr(
     errors: tokio::process::ChildStderr,
-    filled: Arc<Filled>,
-    complaints: Complaints,
+    filled: Arc<ResolvedSettings>,
+    complaints: StderrTail,
 ) -> JoinHandle<()> {
     tokio::spawn(async move {
         let mut reader = BufReader::new(errors);
         // Reads enough beyond the limit that no secret is seen only in part.
-        let most = LINE_BYTES + filled.longest();
+        let most = LINE_BYTES + filled.longest_secret();
         let mut line = Vec::new();
         while let Ok(available) = reader.fill_buf().await {
             if available.is_empty() {
@@ -185,20 +188,20 @@ fn keep(
             line.extend_from_slice(&text[..text.len().min(room)]);
             reader.consume(taken);
             if end.is_some() {
-                complaints.add(shown(&filled, &line, most));
+                complaints.add(redact_line(&filled, &line, most));
                 line.clear();
             }
         }
         if !line.is_empty() {
-            complaints.add(shown(&filled, &line, most));
+            complaints.add(redact_line(&filled, &line, most));
         }
     })
 }
 
 /// Returns a line as it is stored: redacted first, then truncated.
-fn shown(filled: &Filled, line: &[u8], most: usize) -> String {
-    let whole = if line.len() < most { line } else { filled.without_start(line) };
-    let mut text = filled.clean(String::from_utf8_lossy(whole).trim_end());
+fn redact_line(filled: &ResolvedSettings, line: &[u8], most: usize) -> String {
+    let whole = if line.len() < most { line } else { filled.trim_partial_secret(line) };
+    let mut text = filled.redact(String::from_utf8_lossy(whole).trim_end());
     text.truncate(text.floor_char_boundary(LINE_BYTES));
     text
 }
@@ -209,52 +212,62 @@ const MOST_GARBAGE: u32 = 100;
 /// Output of a child process that is not MCP. Some programs print a banner, which is tolerated;
 /// output with nothing else, or with a truncated message, is invalid.
 #[derive(Clone, Default)]
-pub struct Garbage(Arc<Mutex<Option<String>>>);
+pub struct InvalidOutput(Arc<Mutex<Option<String>>>);
 
-impl Garbage {
+impl InvalidOutput {
     /// Returns why the output is invalid, if it is.
-    pub fn seen(&self) -> Option<String> {
+    pub fn problem(&self) -> Option<String> {
         self.0.lock().clone()
     }
 }
 
 /// A reader that inspects the bytes that pass through it.
-pub struct Watched<R> {
+pub struct InspectedOutput<R> {
     inner: R,
-    garbage: Garbage,
+    invalid_output: InvalidOutput,
     /// The first bytes of the current line, and its last byte.
     head: Vec<u8>,
     last: u8,
     /// Length of the current line so far.
     length: usize,
-    in_a_row: u32,
-    tape: Tape,
+    invalid_lines: u32,
+    capture: ToolListCapture,
     /// The whole current line, while a capture is active.
-    whole: Vec<u8>,
+    captured_line: Vec<u8>,
 }
 
-impl<R> Watched<R> {
-    pub fn new(inner: R, garbage: Garbage, tape: Tape) -> Self {
-        let (head, whole) = Default::default();
-        Self { inner, garbage, head, last: 0, length: 0, in_a_row: 0, tape, whole }
+impl<R> InspectedOutput<R> {
+    pub fn new(inner: R, invalid_output: InvalidOutput, capture: ToolListCapture) -> Self {
+        let (head, captured_line) = Default::default();
+        Self {
+            inner,
+            invalid_output,
+            head,
+            last: 0,
+            length: 0,
+            invalid_lines: 0,
+            capture,
+            captured_line,
+        }
     }
 
     /// Returns `true` if the output is still valid after these bytes.
-    fn look(&mut self, bytes: &[u8]) -> bool {
-        let wanted = self.tape.is_wanted();
+    fn inspect(&mut self, bytes: &[u8]) -> bool {
+        let wanted = self.capture.is_capturing();
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
             let ends = part.ends_with(b"\n");
             self.length += part.len();
             if self.length > MAX_MESSAGE_BYTES {
                 let limit = MAX_MESSAGE_BYTES >> 20;
-                *self.garbage.0.lock() = Some(format!("it wrote a message over {limit} MiB"));
+                *self.invalid_output.0.lock() =
+                    Some(format!("it wrote a message over {limit} MiB"));
                 return false;
             }
             if wanted {
-                self.whole.extend_from_slice(part);
+                self.captured_line.extend_from_slice(part);
             }
-            if ends && !self.whole.is_empty() {
-                self.tape.pass(&std::mem::take(&mut self.whole));
+            if ends && !self.captured_line.is_empty() {
+                self.capture.capture_response(&std::mem::take(&mut self.captured_line));
             }
             let text = part.strip_suffix(b"\n").unwrap_or(part);
             let text = text.strip_suffix(b"\r").unwrap_or(text);
@@ -263,14 +276,14 @@ impl<R> Watched<R> {
             if let Some(last) = text.last() {
                 self.last = *last;
             }
-            if ends && !self.line() {
+            if ends && !self.end_line() {
                 return false;
             }
         }
         true
     }
 
-    fn line(&mut self) -> bool {
+    fn end_line(&mut self) -> bool {
         let head = std::mem::take(&mut self.head);
         let last = std::mem::take(&mut self.last);
         self.length = 0;
@@ -280,22 +293,22 @@ impl<R> Watched<R> {
         }
         let whole = matches!((text[0], last), (b'{', b'}') | (b'[', b']'));
         if whole {
-            self.in_a_row = 0;
+            self.invalid_lines = 0;
             return true;
         }
-        self.in_a_row += 1;
+        self.invalid_lines += 1;
         let broken = text[0] == b'{';
-        if !broken && self.in_a_row <= MOST_GARBAGE {
+        if !broken && self.invalid_lines <= MOST_GARBAGE {
             return true;
         }
         let shown: String = String::from_utf8_lossy(text).chars().take(80).collect();
         let why = format!("it writes what is no message of MCP: {shown:?}");
-        *self.garbage.0.lock() = Some(why);
+        *self.invalid_output.0.lock() = Some(why);
         false
     }
 }
 
-impl<R: AsyncRead + Unpin> AsyncRead for Watched<R> {
+impl<R: AsyncRead + Unpin> AsyncRead for InspectedOutput<R> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -304,7 +317,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for Watched<R> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.inner).poll_read(context, buffer);
         if let Poll::Ready(Ok(())) = read
-            && !self.look(&buffer.filled()[before..])
+            && !self.inspect(&buffer.filled()[before..])
         {
             // Reads as end of file: the recorded invalid output explains why.
             buffer.set_filled(before);
@@ -322,26 +335,30 @@ mod tests {
 
     #[tokio::test]
     async fn a_line_without_an_end_is_not_read_for_ever() {
-        let garbage = Garbage::default();
-        let mut watched = Watched::new(tokio::io::repeat(b'x'), garbage.clone(), Tape::default());
+        let garbage = InvalidOutput::default();
+        let mut watched = InspectedOutput::new(
+            tokio::io::repeat(b'x'),
+            garbage.clone(),
+            ToolListCapture::default(),
+        );
         let mut read = vec![0; 1 << 20];
         while watched.read(&mut read).await.unwrap() > 0 {}
-        assert_eq!(garbage.seen().unwrap(), "it wrote a message over 16 MiB");
+        assert_eq!(garbage.problem().unwrap(), "it wrote a message over 16 MiB");
     }
 
     #[test]
     fn a_value_across_the_cut_of_a_line_is_not_shown_in_part() {
-        let filled = Filled::hiding(&[("TOKEN", "sesame-open-123")]);
-        let most = LINE_BYTES + filled.longest();
+        let filled = ResolvedSettings::with_secrets(&[("TOKEN", "sesame-open-123")]);
+        let most = LINE_BYTES + filled.longest_secret();
         for before in [LINE_BYTES - 20, LINE_BYTES - 7, LINE_BYTES, most - 8] {
             let mut line = format!("{}sesame-open-123 and more", "x".repeat(before)).into_bytes();
             line.truncate(most);
-            let shown = shown(&filled, &line, most);
+            let shown = redact_line(&filled, &line, most);
             assert!(!shown.contains("ses") && shown.len() <= LINE_BYTES, "{shown}");
         }
         // Redaction shortens the line, so the end of what was read comes into view.
         let mut line = "sesame-open-123 ".repeat(100).into_bytes();
         line.truncate(most);
-        assert!(!shown(&filled, &line, most).contains("ses"));
+        assert!(!redact_line(&filled, &line, most).contains("ses"));
     }
 }

@@ -23,15 +23,15 @@ use rmcp::{RoleClient, ServiceError};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::authorised::Authorised;
-use super::child::{Complaints, Garbage, Program, Watched};
-use super::direct::{self, Direct};
-use super::ears::Ears;
-use super::environment::Filled;
-use super::oauth::Pass;
-use super::settings::McpSettings;
-use super::tape::Tape;
-use crate::outbound::Outbound;
+use super::authorised::AuthorizedClient;
+use super::child::{ChildProcess, InspectedOutput, InvalidOutput, StderrTail};
+use super::direct::{self, StatelessCallClient};
+use super::ears::McpClientHandler;
+use super::environment::ResolvedSettings;
+use super::oauth::Authorizer;
+use super::settings::McpServerSettings;
+use super::tape::ToolListCapture;
+use crate::outbound::OutboundPolicy;
 
 /// Maximum size of a message.
 pub(super) const MAX_MESSAGE_BYTES: usize = 16 << 20;
@@ -40,8 +40,8 @@ pub(super) const MAX_MESSAGE_BYTES: usize = 16 << 20;
 const MAX_REQUESTS: usize = 1_024;
 
 /// Limits of unsolicited messages: burst size, and sustained rate per second.
-const UNASKED_AT_ONCE: f64 = 5_000.0;
-const UNASKED_PER_SECOND: f64 = 500.0;
+const UNSOLICITED_BURST: f64 = 5_000.0;
+const UNSOLICITED_PER_SECOND: f64 = 500.0;
 
 /// Maximum time for an orderly shutdown of a connection.
 const CLOSING: Duration = Duration::from_secs(3);
@@ -51,33 +51,33 @@ const LEAVING: Duration = Duration::from_secs(2);
 
 /// Set when Toolcrib closes a connection because the upstream floods it.
 #[derive(Clone, Default)]
-pub struct Flooded(Arc<Mutex<bool>>);
+pub struct FloodFlag(Arc<Mutex<bool>>);
 
 /// A transport that stops reading when the upstream floods it.
-struct Guarded<T> {
+struct FloodLimitedTransport<T> {
     inner: T,
-    flooded: Flooded,
+    flood_flag: FloodFlag,
     /// Records which requests are answered, including those without a waiting caller.
-    ears: Arc<Ears>,
-    room: f64,
-    looked: Instant,
+    handler: Arc<McpClientHandler>,
+    budget: f64,
+    refilled_at: Instant,
 }
 
-impl<T> Guarded<T> {
-    fn new(inner: T, flooded: Flooded, ears: Arc<Ears>) -> Self {
-        Self { inner, flooded, ears, room: UNASKED_AT_ONCE, looked: Instant::now() }
+impl<T> FloodLimitedTransport<T> {
+    fn new(inner: T, flood_flag: FloodFlag, handler: Arc<McpClientHandler>) -> Self {
+        Self { inner, flood_flag, handler, budget: UNSOLICITED_BURST, refilled_at: Instant::now() }
     }
 
-    fn has_room(&mut self) -> bool {
+    fn take_budget(&mut self) -> bool {
         let now = Instant::now();
-        let passed = now.duration_since(self.looked).as_secs_f64();
-        self.looked = now;
-        self.room = (self.room + passed * UNASKED_PER_SECOND).min(UNASKED_AT_ONCE) - 1.0;
-        self.room > 0.0
+        let passed = now.duration_since(self.refilled_at).as_secs_f64();
+        self.refilled_at = now;
+        self.budget = (self.budget + passed * UNSOLICITED_PER_SECOND).min(UNSOLICITED_BURST) - 1.0;
+        self.budget > 0.0
     }
 }
 
-impl<T: Transport<RoleClient>> Transport<RoleClient> for Guarded<T> {
+impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T> {
     type Error = T::Error;
 
     fn name() -> Cow<'static, str> {
@@ -95,8 +95,8 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Guarded<T> {
         let message = self.inner.receive().await?;
         let unasked =
             matches!(message, JsonRpcMessage::Notification(_) | JsonRpcMessage::Request(_));
-        if unasked && !self.has_room() {
-            *self.flooded.0.lock() = true;
+        if unasked && !self.take_budget() {
+            *self.flood_flag.0.lock() = true;
             return None;
         }
         let answered = match &message {
@@ -105,7 +105,7 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Guarded<T> {
             _ => None,
         };
         if let Some(id) = answered {
-            self.ears.answered(id);
+            self.handler.record_response(id);
         }
         Some(message)
     }
@@ -119,148 +119,163 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Guarded<T> {
 }
 
 /// An initialized connection to an upstream.
-pub struct Connection {
+pub struct UpstreamConnection {
     pub peer: Peer<RoleClient>,
-    pub ears: Arc<Ears>,
+    pub handler: Arc<McpClientHandler>,
     pub process: Option<u32>,
     /// Client for stateless calls, if available.
-    direct: direct::Shared,
-    tape: Tape,
+    stateless: direct::SharedStatelessClient,
+    capture: ToolListCapture,
     stop: RunningServiceCancellationToken,
     /// Aborted on drop, so that the service never outlives the connection.
     done: AbortOnDropHandle<()>,
-    program: Option<Program>,
-    watch: Watch,
+    program: Option<ChildProcess>,
+    diagnostics: ConnectionDiagnostics,
 }
 
 /// Diagnostics that explain why a connection is unusable.
 #[derive(Clone, Default)]
-pub struct Watch {
-    garbage: Garbage,
-    flooded: Flooded,
+pub struct ConnectionDiagnostics {
+    invalid_output: InvalidOutput,
+    flood_flag: FloodFlag,
 }
 
-impl Watch {
+impl ConnectionDiagnostics {
     /// Returns the problem that the upstream caused, if known.
-    pub fn trouble(&self) -> Option<String> {
-        if *self.flooded.0.lock() {
-            let limit = UNASKED_PER_SECOND;
+    pub fn problem(&self) -> Option<String> {
+        if *self.flood_flag.0.lock() {
+            let limit = UNSOLICITED_PER_SECOND;
             return Some(format!("it floods: more than {limit} messages a second, unasked"));
         }
-        self.garbage.seen()
+        self.invalid_output.problem()
     }
 }
 
 /// Everything that is needed to connect.
-pub struct Dialing<'a> {
-    pub settings: &'a McpSettings,
-    pub filled: Arc<Filled>,
-    pub complaints: &'a Complaints,
-    pub ears: Arc<Ears>,
+pub struct UpstreamConnectOptions<'a> {
+    pub settings: &'a McpServerSettings,
+    pub resolved: Arc<ResolvedSettings>,
+    pub stderr: &'a StderrTail,
+    pub handler: Arc<McpClientHandler>,
     /// Policy for the addresses of upstreams that were added with an API key.
-    pub outbound: &'a Outbound,
+    pub outbound: &'a OutboundPolicy,
     /// Source of access tokens.
-    pub pass: Option<Arc<Pass>>,
+    pub authorizer: Option<Arc<Authorizer>>,
     /// Uses only the legacy handshake, for servers that crash on the newer one.
-    pub older: bool,
+    pub legacy_handshake: bool,
     pub limit: Duration,
 }
 
-impl Connection {
+impl UpstreamConnection {
     /// Connects and performs the handshake.
-    pub async fn dial(dialing: Dialing<'_>) -> Result<Self, String> {
+    pub async fn connect(dialing: UpstreamConnectOptions<'_>) -> Result<Self, String> {
         match dialing.settings.command {
-            Some(_) => Self::to_program(dialing).await,
-            None => Self::to_address(dialing).await,
+            Some(_) => Self::connect_stdio(dialing).await,
+            None => Self::connect_http(dialing).await,
         }
     }
 
-    async fn to_program(dialing: Dialing<'_>) -> Result<Self, String> {
+    async fn connect_stdio(dialing: UpstreamConnectOptions<'_>) -> Result<Self, String> {
         let cwd = dialing.settings.cwd.as_deref();
-        let (mut program, pipes) = Program::start(&dialing.filled, cwd, dialing.complaints)?;
-        let watch = Watch::default();
-        let tape = Tape::default();
-        let output = Watched::new(pipes.output, watch.garbage.clone(), tape.clone());
+        let (mut program, pipes) = ChildProcess::start(&dialing.resolved, cwd, dialing.stderr)?;
+        let watch = ConnectionDiagnostics::default();
+        let tape = ToolListCapture::default();
+        let output = InspectedOutput::new(pipes.output, watch.invalid_output.clone(), tape.clone());
         let transport = AsyncRwTransport::new_client(output, pipes.input)
             .with_max_line_length(MAX_MESSAGE_BYTES);
-        let begun =
-            begin(&dialing, Guarded::new(transport, watch.flooded.clone(), dialing.ears.clone()))
-                .await;
+        let begun = initialize(
+            &dialing,
+            FloodLimitedTransport::new(
+                transport,
+                watch.flood_flag.clone(),
+                dialing.handler.clone(),
+            ),
+        )
+        .await;
         match begun {
-            Ok(running) => Ok(Self::of(running, dialing.ears, Some(program), watch, tape)),
+            Ok(running) => {
+                Ok(Self::from_service(running, dialing.handler, Some(program), watch, tape))
+            }
             Err(why) => {
                 // The exit status of a process says more than that its pipes are closed.
-                let said = tokio::time::timeout(Duration::from_millis(200), program.ended()).await;
-                program.end().await;
-                Err(watch.trouble().or(said.ok()).unwrap_or(why))
+                let said =
+                    tokio::time::timeout(Duration::from_millis(200), program.wait_exit()).await;
+                program.shut_down().await;
+                Err(watch.problem().or(said.ok()).unwrap_or(why))
             }
         }
     }
 
-    async fn to_address(dialing: Dialing<'_>) -> Result<Self, String> {
-        let watch = Watch::default();
-        let (client, config, headers) = http(&dialing)?;
-        let tape = Tape::default();
-        let client = Authorised {
+    async fn connect_http(dialing: UpstreamConnectOptions<'_>) -> Result<Self, String> {
+        let watch = ConnectionDiagnostics::default();
+        let (client, config, headers) = build_http_client(&dialing)?;
+        let tape = ToolListCapture::default();
+        let client = AuthorizedClient {
             client,
-            pass: dialing.pass.clone(),
-            tape: tape.clone(),
-            listens: CancellationToken::new(),
+            authorizer: dialing.authorizer.clone(),
+            capture: tape.clone(),
+            stream_settled: CancellationToken::new(),
         };
-        let direct = Direct::new(client.clone(), &dialing.filled.url, headers);
+        let direct = StatelessCallClient::new(client.clone(), &dialing.resolved.url, headers);
         let transport = StreamableHttpClientTransport::with_client(client, config);
-        let running =
-            begin(&dialing, Guarded::new(transport, watch.flooded.clone(), dialing.ears.clone()))
-                .await;
-        let running = running.map_err(|why| watch.trouble().unwrap_or(why))?;
-        let connection = Self::of(running, dialing.ears, None, watch, tape);
-        Ok(Self { direct: direct.map(Arc::new), ..connection })
+        let running = initialize(
+            &dialing,
+            FloodLimitedTransport::new(
+                transport,
+                watch.flood_flag.clone(),
+                dialing.handler.clone(),
+            ),
+        )
+        .await;
+        let running = running.map_err(|why| watch.problem().unwrap_or(why))?;
+        let connection = Self::from_service(running, dialing.handler, None, watch, tape);
+        Ok(Self { stateless: direct.map(Arc::new), ..connection })
     }
 
     /// Returns the client for stateless calls, if the upstream's revision allows them.
-    pub fn direct(&self) -> direct::Shared {
-        self.direct.clone().filter(|_| self.is_modern())
+    pub fn stateless(&self) -> direct::SharedStatelessClient {
+        self.stateless.clone().filter(|_| self.is_stateless())
     }
 
-    fn of(
-        running: RunningService<RoleClient, Arc<Ears>>,
-        ears: Arc<Ears>,
-        program: Option<Program>,
-        watch: Watch,
-        tape: Tape,
+    fn from_service(
+        running: RunningService<RoleClient, Arc<McpClientHandler>>,
+        handler: Arc<McpClientHandler>,
+        program: Option<ChildProcess>,
+        diagnostics: ConnectionDiagnostics,
+        capture: ToolListCapture,
     ) -> Self {
         let (peer, stop) = (running.peer().clone(), running.cancellation_token());
-        let process = program.as_ref().and_then(Program::id);
+        let process = program.as_ref().and_then(ChildProcess::id);
         let done = AbortOnDropHandle::new(tokio::spawn(async move {
             drop(running.waiting().await);
         }));
-        Self { peer, ears, process, direct: None, tape, stop, done, program, watch }
+        Self { peer, handler, process, stateless: None, capture, stop, done, program, diagnostics }
     }
 
     /// Returns the capture of raw tool lists.
-    pub fn tape(&self) -> Tape {
-        self.tape.clone()
+    pub fn capture(&self) -> ToolListCapture {
+        self.capture.clone()
     }
 
     /// Returns the diagnostics, which stay available after the connection has ended.
-    pub fn watch(&self) -> Watch {
-        self.watch.clone()
+    pub fn diagnostics(&self) -> ConnectionDiagnostics {
+        self.diagnostics.clone()
     }
 
     /// Returns `true` if requests are stateless, without a session.
-    pub fn is_modern(&self) -> bool {
+    pub fn is_stateless(&self) -> bool {
         let info = self.peer.peer_info();
         info.is_some_and(|info| !info.protocol_version.has_initialize())
     }
 
     /// Waits until the connection is closed, and returns the reason.
-    pub async fn over(&mut self) -> String {
+    pub async fn wait_closed(&mut self) -> String {
         let ended = match &mut self.program {
             Some(program) => tokio::select! {
-                said = program.ended() => said,
+                said = program.wait_exit() => said,
                 _ = &mut self.done => {
                     let waited = Duration::from_millis(500);
-                    let said = tokio::time::timeout(waited, program.ended()).await;
+                    let said = tokio::time::timeout(waited, program.wait_exit()).await;
                     said.unwrap_or_else(|_| "it has closed its output".to_owned())
                 }
             },
@@ -269,14 +284,14 @@ impl Connection {
                 "the connection is closed".to_owned()
             }
         };
-        self.watch.trouble().unwrap_or(ended)
+        self.diagnostics.problem().unwrap_or(ended)
     }
 
     /// Shuts down the connection and its child process.
-    pub async fn end(self) {
-        let Self { stop, mut done, program, peer, watch, .. } = self;
+    pub async fn shut_down(self) {
+        let Self { stop, mut done, program, peer, diagnostics: watch, .. } = self;
         drop(peer);
-        if let Some(program) = program.as_ref().filter(|_| watch.trouble().is_some()) {
+        if let Some(program) = program.as_ref().filter(|_| watch.problem().is_some()) {
             // A process with a broken protocol stream is killed without a grace period.
             program.kill();
         }
@@ -285,35 +300,35 @@ impl Connection {
             done.abort();
         }
         if let Some(program) = program {
-            program.end().await;
+            program.shut_down().await;
         }
     }
 }
 
-async fn begin<T>(
-    dialing: &Dialing<'_>,
+async fn initialize<T>(
+    dialing: &UpstreamConnectOptions<'_>,
     transport: T,
-) -> Result<RunningService<RoleClient, Arc<Ears>>, String>
+) -> Result<RunningService<RoleClient, Arc<McpClientHandler>>, String>
 where
     T: Transport<RoleClient> + 'static,
 {
-    let mode = match dialing.older {
+    let mode = match dialing.legacy_handshake {
         true => ClientLifecycleMode::Initialize,
         false => ClientLifecycleMode::Auto {
             preferred_versions: vec![ProtocolVersion::V_2026_07_28],
             legacy_version: Some(ProtocolVersion::LATEST_WITH_INITIALIZE),
         },
     };
-    let serving = serve_client_with_lifecycle(dialing.ears.clone(), transport, mode);
+    let serving = serve_client_with_lifecycle(dialing.handler.clone(), transport, mode);
     match tokio::time::timeout(dialing.limit, serving).await {
         Ok(Ok(running)) => Ok(running),
-        Ok(Err(error)) => Err(dialing.filled.clean(&refusal(&error))),
+        Ok(Err(error)) => Err(dialing.resolved.redact(&describe_initialize_error(&error))),
         Err(_) => Err(format!("it did not answer within {} ms", dialing.limit.as_millis())),
     }
 }
 
 /// Describes why the handshake failed, with the underlying causes.
-fn refusal(error: &ClientInitializeError) -> String {
+fn describe_initialize_error(error: &ClientInitializeError) -> String {
     let mut words = vec![error.to_string()];
     let mut cause = std::error::Error::source(error);
     while let Some(inner) = cause {
@@ -328,11 +343,11 @@ fn refusal(error: &ClientInitializeError) -> String {
 }
 
 type Headers = HashMap<HeaderName, HeaderValue>;
-type Dialled = (reqwest::Client, StreamableHttpClientTransportConfig, Headers);
+type HttpClientParts = (reqwest::Client, StreamableHttpClientTransportConfig, Headers);
 
-fn http(dialing: &Dialing<'_>) -> Result<Dialled, String> {
+fn build_http_client(dialing: &UpstreamConnectOptions<'_>) -> Result<HttpClientParts, String> {
     let mut headers = HashMap::new();
-    for (name, value) in &dialing.filled.headers {
+    for (name, value) in &dialing.resolved.headers {
         let wrong = |_| format!("the header {name} cannot be sent");
         let name: HeaderName = name.to_ascii_lowercase().parse().map_err(|_| wrong(()))?;
         let mut value =
@@ -344,8 +359,8 @@ fn http(dialing: &Dialing<'_>) -> Result<Dialled, String> {
     let builder = match dialing.settings.guarded {
         true => {
             let rules = dialing.outbound;
-            rules.check(&dialing.filled.url).map_err(|why| format!("url {why}"))?;
-            rules.client()
+            rules.check(&dialing.resolved.url).map_err(|why| format!("url {why}"))?;
+            rules.client_builder()
         }
         false => reqwest::Client::builder()
             .redirect(reqwest::redirect::Policy::none())
@@ -355,10 +370,10 @@ fn http(dialing: &Dialing<'_>) -> Result<Dialled, String> {
         .tcp_nodelay(true)
         .connect_timeout(Duration::from_secs(10))
         .pool_max_idle_per_host(256)
-        .pool_idle_timeout(direct::KEPT)
+        .pool_idle_timeout(direct::POOL_IDLE_TIMEOUT)
         .build()
         .map_err(|error| error.to_string())?;
-    let config = StreamableHttpClientTransportConfig::with_uri(dialing.filled.url.as_str())
+    let config = StreamableHttpClientTransportConfig::with_uri(dialing.resolved.url.as_str())
         .custom_headers(headers.clone())
         .max_sse_event_size(MAX_MESSAGE_BYTES)
         .max_concurrent_requests(MAX_REQUESTS)
@@ -367,19 +382,19 @@ fn http(dialing: &Dialing<'_>) -> Result<Dialled, String> {
 }
 
 /// Returns `true` if a request cannot have reached the upstream.
-pub fn never_sent(error: &ServiceError) -> bool {
-    matches!(http_failure(error), Some(Failed::Client(error)) if error.is_connect())
+pub fn was_never_sent(error: &ServiceError) -> bool {
+    matches!(http_failure(error), Some(HttpTransportError::Client(error)) if error.is_connect())
 }
 
 /// Error of a request over HTTP.
-pub(super) type Failed = StreamableHttpError<reqwest::Error>;
+pub(super) type HttpTransportError = StreamableHttpError<reqwest::Error>;
 
 /// Returns the HTTP error that caused a failed request, if there is one.
-pub(super) fn http_failure(error: &ServiceError) -> Option<&Failed> {
+pub(super) fn http_failure(error: &ServiceError) -> Option<&HttpTransportError> {
     let ServiceError::TransportSend(error) = error else { return None };
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error.error.as_ref());
     while let Some(inner) = cause {
-        if let Some(failed) = inner.downcast_ref::<Failed>() {
+        if let Some(failed) = inner.downcast_ref::<HttpTransportError>() {
             return Some(failed);
         }
         cause = inner.source();

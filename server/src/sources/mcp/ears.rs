@@ -17,7 +17,7 @@ use rmcp::{ClientHandler, ErrorData, RoleClient};
 use serde_json::Value;
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
 use tokio::time::Instant;
-use toolcrib::Progress;
+use toolcrib::AttemptProgress;
 use toolcrib::source::ProgressSink;
 
 /// Maximum time that an elicitation may arrive before its call is registered.
@@ -32,119 +32,125 @@ const MOST_GIVEN_UP: usize = 256;
 
 /// A change at an upstream that does not concern its tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum News {
-    Resources,
-    Prompts,
-    Resource(String),
+pub enum UpstreamChange {
+    ResourceList,
+    PromptList,
+    ResourceContent(String),
 }
 
 /// An elicitation that waits for its answer.
-pub struct Question {
-    pub asked: Value,
+pub struct UpstreamElicitation {
+    pub request: Value,
     pub answer: oneshot::Sender<Value>,
 }
 
 /// An event for a call in flight.
-pub enum Heard {
-    Question(Question),
+pub enum UpstreamCallEvent {
+    Elicitation(UpstreamElicitation),
     /// An elicitation arrived that may belong to this call or to another one.
-    Unclear,
+    AmbiguousElicitation,
 }
 
 /// A call in flight.
-struct UnderWay {
+struct InFlightUpstreamCall {
     progress: ProgressSink,
-    heard: mpsc::UnboundedSender<Heard>,
+    events: mpsc::UnboundedSender<UpstreamCallEvent>,
     /// `true` while it waits for an answer, and so cannot have sent another elicitation.
-    asked: bool,
+    awaits_answer: bool,
     /// `true` if it was notified that elicitations cannot be attributed, and is being abandoned.
-    told: bool,
+    told_ambiguous: bool,
     /// `true` if the upstream has responded.
     answered: bool,
 }
 
 /// Calls that Toolcrib gave up and the upstream has not ended: they may still send elicitations.
 #[derive(Default)]
-struct GivenUp {
+struct AbandonedCalls {
     ids: HashSet<RequestId>,
     /// Number of further calls whose ids are not stored.
-    more: usize,
+    untracked: usize,
     /// `true` if an elicitation arrived that may be theirs.
-    asked: bool,
+    may_have_asked: bool,
 }
 
-impl GivenUp {
+impl AbandonedCalls {
     fn count(&self) -> usize {
-        self.ids.len() + self.more
+        self.ids.len() + self.untracked
     }
 }
 
 /// Counters for attributing elicitations to calls.
 #[derive(Default)]
-struct Turns {
+struct AttributionCounts {
     /// Calls that are being sent.
     sending: usize,
     /// Elicitations that are not attributed yet.
-    unclear: usize,
+    unattributed: usize,
 }
 
 /// Handles the messages of one connection.
-pub struct Ears {
-    calls: Mutex<HashMap<RequestId, UnderWay>>,
-    given_up: Mutex<GivenUp>,
-    tokens: Mutex<HashMap<ProgressToken, RequestId>>,
-    turns: Mutex<Turns>,
+pub struct McpClientHandler {
+    calls: Mutex<HashMap<RequestId, InFlightUpstreamCall>>,
+    abandoned: Mutex<AbandonedCalls>,
+    progress_tokens: Mutex<HashMap<ProgressToken, RequestId>>,
+    attribution: Mutex<AttributionCounts>,
     /// Notified when the set of calls in flight, or their state, changes.
-    turned: Notify,
+    calls_changed: Notify,
     /// Notified when the tool list has changed.
     pub tools_changed: Notify,
-    pub news: broadcast::Sender<News>,
+    pub changes: broadcast::Sender<UpstreamChange>,
 }
 
-impl Ears {
-    pub fn new(news: broadcast::Sender<News>) -> Arc<Self> {
+impl McpClientHandler {
+    pub fn new(news: broadcast::Sender<UpstreamChange>) -> Arc<Self> {
         Arc::new(Self {
             calls: Mutex::default(),
-            given_up: Mutex::default(),
-            tokens: Mutex::default(),
-            turns: Mutex::default(),
-            turned: Notify::new(),
+            abandoned: Mutex::default(),
+            progress_tokens: Mutex::default(),
+            attribution: Mutex::default(),
+            calls_changed: Notify::new(),
             tools_changed: Notify::new(),
-            news,
+            changes: news,
         })
     }
 
     /// Registers a call in flight, until the returned guard is dropped.
-    pub fn follow(
+    pub fn register_call(
         self: &Arc<Self>,
         id: RequestId,
         token: ProgressToken,
         progress: ProgressSink,
-    ) -> (Followed, mpsc::UnboundedReceiver<Heard>) {
+    ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
         let (heard, hears) = mpsc::unbounded_channel();
-        let call = UnderWay { progress, heard, asked: false, told: false, answered: false };
+        let call = InFlightUpstreamCall {
+            progress,
+            events: heard,
+            awaits_answer: false,
+            told_ambiguous: false,
+            answered: false,
+        };
         self.calls.lock().insert(id.clone(), call);
-        self.tokens.lock().insert(token.clone(), id.clone());
-        self.turned.notify_waiters();
-        (Followed { ears: self.clone(), id, token, over: false }, hears)
+        self.progress_tokens.lock().insert(token.clone(), id.clone());
+        self.calls_changed.notify_waiters();
+        (UpstreamCallGuard { handler: self.clone(), id, token, ended: false }, hears)
     }
 
     /// Records that the upstream has responded to a request.
-    pub fn answered(&self, id: &RequestId) {
+    pub fn record_response(&self, id: &RequestId) {
         if let Some(call) = self.calls.lock().get_mut(id) {
             call.answered = true;
         }
-        if self.given_up.lock().ids.remove(id) {
-            self.turned.notify_waiters();
+        if self.abandoned.lock().ids.remove(id) {
+            self.calls_changed.notify_waiters();
         }
     }
 
     /// Waits until an elicitation arrived that may belong to an abandoned call, and no other call
     /// is in flight. From then on only a new connection can attribute elicitations again.
-    pub async fn spoiled(&self) {
+    pub async fn wait_until_unattributable(&self) {
         loop {
-            let turned = self.turned.notified();
-            if self.given_up.lock().asked && self.calls.lock().is_empty() {
+            let turned = self.calls_changed.notified();
+            if self.abandoned.lock().may_have_asked && self.calls.lock().is_empty() {
                 return;
             }
             turned.await;
@@ -154,14 +160,14 @@ impl Ears {
     /// Acquires a permit to send a call. While it is held, the set of calls in flight counts as
     /// incomplete. No permit is issued while an elicitation is being attributed: the new call would
     /// be one more candidate.
-    pub async fn send(self: &Arc<Self>) -> Sending {
+    pub async fn acquire_send_permit(self: &Arc<Self>) -> SendPermit {
         loop {
-            let turned = self.turned.notified();
+            let turned = self.calls_changed.notified();
             {
-                let mut turns = self.turns.lock();
-                if turns.unclear == 0 {
+                let mut turns = self.attribution.lock();
+                if turns.unattributed == 0 {
                     turns.sending += 1;
-                    return Sending(self.clone());
+                    return SendPermit(self.clone());
                 }
             }
             turned.await;
@@ -175,67 +181,73 @@ impl Ears {
     /// no candidate. The other candidates, including abandoned calls, are waited for until one is
     /// left. If there are as many unattributed elicitations as candidates, attribution is
     /// impossible, and none of them is delivered: it might be another caller's question.
-    fn asker(&self, origin: Option<&InboundStreamOrigin>) -> Option<Asker> {
+    fn find_owner(&self, origin: Option<&InboundStreamOrigin>) -> Option<ElicitationOwner> {
         let mut calls = self.calls.lock();
         if let Some(InboundStreamOrigin::OutboundRequest(id)) = origin {
             let call = calls.get_mut(id)?;
-            call.asked = true;
-            return Some(Asker::Known(id.clone(), call.heard.clone()));
+            call.awaits_answer = true;
+            return Some(ElicitationOwner::Known(id.clone(), call.events.clone()));
         }
         let unclear = {
-            let turns = self.turns.lock();
+            let turns = self.attribution.lock();
             if turns.sending > 0 {
                 return None;
             }
-            turns.unclear
+            turns.unattributed
         };
-        let given_up = self.given_up.lock().count();
+        let given_up = self.abandoned.lock().count();
         let all = calls.len() + given_up;
-        let able = calls.iter_mut().filter(|(_, call)| all == 1 || !call.asked);
+        let able = calls.iter_mut().filter(|(_, call)| all == 1 || !call.awaits_answer);
         let mut able: Vec<_> = able.collect();
         match (able.as_mut_slice(), given_up) {
             ([], 0) if all == 0 => None,
-            ([(id, call)], 0) if !call.told => {
-                call.asked = true;
-                Some(Asker::Known((*id).clone(), call.heard.clone()))
+            ([(id, call)], 0) if !call.told_ambiguous => {
+                call.awaits_answer = true;
+                Some(ElicitationOwner::Known((*id).clone(), call.events.clone()))
             }
             // It belongs to an abandoned call, or to one that is being abandoned, so no caller can
             // answer it.
-            (rest, _) if rest.iter().all(|(_, call)| call.told) => Some(Asker::Unknown),
+            (rest, _) if rest.iter().all(|(_, call)| call.told_ambiguous) => {
+                Some(ElicitationOwner::Unknown)
+            }
             (several, _) if unclear < several.len() + given_up => None,
             (several, _) => {
-                tell_unclear(several.iter_mut().map(|(_, call)| &mut **call));
-                Some(Asker::Unknown)
+                notify_ambiguous(several.iter_mut().map(|(_, call)| &mut **call));
+                Some(ElicitationOwner::Unknown)
             }
         }
     }
 
     /// Marks an elicitation as not attributable because some calls were abandoned.
-    fn leave_open(&self) -> Asker {
-        self.given_up.lock().asked = true;
-        tell_unclear(self.calls.lock().values_mut().filter(|call| !call.asked));
-        Asker::Unknown
+    fn mark_unattributable(&self) -> ElicitationOwner {
+        self.abandoned.lock().may_have_asked = true;
+        notify_ambiguous(self.calls.lock().values_mut().filter(|call| !call.awaits_answer));
+        ElicitationOwner::Unknown
     }
 
-    async fn ask(&self, asked: Value, origin: Option<InboundStreamOrigin>) -> Option<Value> {
+    async fn deliver_elicitation(
+        &self,
+        asked: Value,
+        origin: Option<InboundStreamOrigin>,
+    ) -> Option<Value> {
         let known = matches!(origin, Some(InboundStreamOrigin::OutboundRequest(_)));
-        let unclear = (!known).then(|| Unclear::new(self));
+        let unclear = (!known).then(|| UnattributedElicitation::new(self));
         let began = Instant::now();
         let finding = async {
             loop {
-                let turned = self.turned.notified();
-                if let Some(asker) = self.asker(origin.as_ref()) {
+                let turned = self.calls_changed.notified();
+                if let Some(asker) = self.find_owner(origin.as_ref()) {
                     return asker;
                 }
-                let given_up = !known && self.given_up.lock().count() > 0;
+                let given_up = !known && self.abandoned.lock().count() > 0;
                 // The elicitation may have arrived before its call was registered here.
                 if known || self.calls.lock().is_empty() && !given_up {
                     if tokio::time::timeout(EARLY, turned).await.is_err() {
-                        return Asker::Unknown;
+                        return ElicitationOwner::Unknown;
                     }
                 } else if given_up {
                     if tokio::time::timeout_at(began + GIVEN_UP, turned).await.is_err() {
-                        return self.leave_open();
+                        return self.mark_unattributable();
                     }
                 } else {
                     turned.await;
@@ -244,94 +256,96 @@ impl Ears {
         };
         let asker = finding.await;
         drop(unclear);
-        let Asker::Known(id, heard) = asker else { return None };
+        let ElicitationOwner::Known(id, heard) = asker else { return None };
         let (answer, answered) = oneshot::channel();
-        heard.send(Heard::Question(Question { asked, answer })).ok()?;
+        heard
+            .send(UpstreamCallEvent::Elicitation(UpstreamElicitation { request: asked, answer }))
+            .ok()?;
         let answer = answered.await.ok();
         if let Some(call) = self.calls.lock().get_mut(&id) {
-            call.asked = false;
+            call.awaits_answer = false;
         }
-        self.turned.notify_waiters();
+        self.calls_changed.notify_waiters();
         answer
     }
 }
 
-fn tell_unclear<'a>(calls: impl Iterator<Item = &'a mut UnderWay>) {
+fn notify_ambiguous<'a>(calls: impl Iterator<Item = &'a mut InFlightUpstreamCall>) {
     for call in calls {
-        call.told = true;
-        let _ = call.heard.send(Heard::Unclear);
+        call.told_ambiguous = true;
+        let _ = call.events.send(UpstreamCallEvent::AmbiguousElicitation);
     }
 }
 
 /// The call that an elicitation belongs to.
-enum Asker {
-    Known(RequestId, mpsc::UnboundedSender<Heard>),
+enum ElicitationOwner {
+    Known(RequestId, mpsc::UnboundedSender<UpstreamCallEvent>),
     Unknown,
 }
 
 /// An elicitation that is not attributed yet.
-struct Unclear<'a>(&'a Ears);
+struct UnattributedElicitation<'a>(&'a McpClientHandler);
 
-impl<'a> Unclear<'a> {
-    fn new(ears: &'a Ears) -> Self {
-        ears.turns.lock().unclear += 1;
+impl<'a> UnattributedElicitation<'a> {
+    fn new(ears: &'a McpClientHandler) -> Self {
+        ears.attribution.lock().unattributed += 1;
         // Wakes the elicitations that wait, so that they see one more candidate.
-        ears.turned.notify_waiters();
+        ears.calls_changed.notify_waiters();
         Self(ears)
     }
 }
 
-impl Drop for Unclear<'_> {
+impl Drop for UnattributedElicitation<'_> {
     fn drop(&mut self) {
-        self.0.turns.lock().unclear -= 1;
-        self.0.turned.notify_waiters();
+        self.0.attribution.lock().unattributed -= 1;
+        self.0.calls_changed.notify_waiters();
     }
 }
 
 /// A permit to send a call.
-pub struct Sending(Arc<Ears>);
+pub struct SendPermit(Arc<McpClientHandler>);
 
-impl Drop for Sending {
+impl Drop for SendPermit {
     fn drop(&mut self) {
-        self.0.turns.lock().sending -= 1;
-        self.0.turned.notify_waiters();
+        self.0.attribution.lock().sending -= 1;
+        self.0.calls_changed.notify_waiters();
     }
 }
 
 /// Keeps a call registered. Dropping it before the call has ended marks the call as abandoned.
-pub struct Followed {
-    ears: Arc<Ears>,
+pub struct UpstreamCallGuard {
+    handler: Arc<McpClientHandler>,
     id: RequestId,
     token: ProgressToken,
     /// `true` if the upstream is known to have ended the call.
-    over: bool,
+    ended: bool,
 }
 
-impl Followed {
+impl UpstreamCallGuard {
     /// Records that the upstream has ended the call.
-    pub fn over(&mut self) {
-        self.over = true;
+    pub fn mark_ended(&mut self) {
+        self.ended = true;
     }
 }
 
-impl Drop for Followed {
+impl Drop for UpstreamCallGuard {
     fn drop(&mut self) {
-        let known = self.ears.calls.lock().remove(&self.id);
-        let over = self.over || known.is_some_and(|call| call.answered);
+        let known = self.handler.calls.lock().remove(&self.id);
+        let over = self.ended || known.is_some_and(|call| call.answered);
         if !over {
-            let mut given_up = self.ears.given_up.lock();
+            let mut given_up = self.handler.abandoned.lock();
             match given_up.ids.len() < MOST_GIVEN_UP {
                 true => drop(given_up.ids.insert(self.id.clone())),
-                false => given_up.more += 1,
+                false => given_up.untracked += 1,
             }
         }
-        self.ears.tokens.lock().remove(&self.token);
-        self.ears.turned.notify_waiters();
+        self.handler.progress_tokens.lock().remove(&self.token);
+        self.handler.calls_changed.notify_waiters();
     }
 }
 
 /// Converts a progress notification to Toolcrib's form.
-pub(super) fn progressed(said: ProgressNotificationParam) -> Progress {
+pub(super) fn to_progress(said: ProgressNotificationParam) -> AttemptProgress {
     let total = said.total.filter(|total| *total > 0.0);
     let percent = total.map(|total| (said.progress / total * 100.0).clamp(0.0, 100.0));
     let mut data = serde_json::Map::new();
@@ -339,11 +353,11 @@ pub(super) fn progressed(said: ProgressNotificationParam) -> Progress {
     if let Some(total) = said.total {
         data.insert("total".to_owned(), total.into());
     }
-    Progress { percent, message: said.message, data: Some(Value::Object(data)) }
+    AttemptProgress { percent, message: said.message, data: Some(Value::Object(data)) }
 }
 
 /// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks.
-pub fn introduction() -> ClientConfig {
+pub fn client_config() -> ClientConfig {
     let elicitation = ElicitationCapability::new()
         .with_form(FormElicitationCapability::default())
         .with_url(UrlElicitationCapability::default());
@@ -355,9 +369,9 @@ pub fn introduction() -> ClientConfig {
     config
 }
 
-impl ClientHandler for Ears {
+impl ClientHandler for McpClientHandler {
     fn get_info(&self) -> ClientConfig {
-        introduction()
+        client_config()
     }
 
     async fn create_elicitation(
@@ -370,7 +384,7 @@ impl ClientHandler for Ears {
         let asked = serde_json::to_value(question)
             .map_err(|error| ErrorData::internal_error(error.to_string(), None))?;
         let answer = tokio::select! {
-            answer = self.ask(asked, origin) => answer,
+            answer = self.deliver_elicitation(asked, origin) => answer,
             () = context.ct.cancelled() => None,
         };
         let answer = answer.and_then(|answer| serde_json::from_value(answer).ok());
@@ -383,11 +397,11 @@ impl ClientHandler for Ears {
         _context: NotificationContext<RoleClient>,
     ) {
         let sink = {
-            let id = self.tokens.lock().get(&params.progress_token).cloned();
+            let id = self.progress_tokens.lock().get(&params.progress_token).cloned();
             id.and_then(|id| self.calls.lock().get(&id).map(|call| call.progress.clone()))
         };
         let Some(sink) = sink else { return };
-        sink(progressed(params));
+        sink(to_progress(params));
     }
 
     async fn on_tool_list_changed(&self, _context: NotificationContext<RoleClient>) {
@@ -396,11 +410,11 @@ impl ClientHandler for Ears {
 
     async fn on_resource_list_changed(&self, _context: NotificationContext<RoleClient>) {
         // Sending fails if there is no subscriber.
-        let _ = self.news.send(News::Resources);
+        let _ = self.changes.send(UpstreamChange::ResourceList);
     }
 
     async fn on_prompt_list_changed(&self, _context: NotificationContext<RoleClient>) {
-        let _ = self.news.send(News::Prompts);
+        let _ = self.changes.send(UpstreamChange::PromptList);
     }
 
     async fn on_resource_updated(
@@ -408,7 +422,7 @@ impl ClientHandler for Ears {
         params: ResourceUpdatedNotificationParam,
         _context: NotificationContext<RoleClient>,
     ) {
-        let _ = self.news.send(News::Resource(params.uri));
+        let _ = self.changes.send(UpstreamChange::ResourceContent(params.uri));
     }
 }
 
@@ -420,63 +434,77 @@ mod tests {
 
     use super::*;
 
-    fn followed(ears: &Arc<Ears>, n: i64) -> (Followed, mpsc::UnboundedReceiver<Heard>) {
+    fn followed(
+        ears: &Arc<McpClientHandler>,
+        n: i64,
+    ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
         let id = NumberOrString::Number(n);
-        ears.follow(id.clone(), ProgressToken(id), Arc::new(|_| {}))
+        ears.register_call(id.clone(), ProgressToken(id), Arc::new(|_| {}))
     }
 
     #[tokio::test]
     async fn nothing_is_sent_until_it_is_known_whose_a_question_is() {
-        let ears = Ears::new(broadcast::channel(1).0);
+        let ears = McpClientHandler::new(broadcast::channel(1).0);
         let (mut rests, _) = followed(&ears, 1);
         let (_asks, mut hears) = followed(&ears, 2);
-        let mut asking = Box::pin(ears.ask(json!("who?"), None));
+        let mut asking = Box::pin(ears.deliver_elicitation(json!("who?"), None));
         assert!(poll!(&mut asking).is_pending());
-        let mut sending = Box::pin(ears.send());
+        let mut sending = Box::pin(ears.acquire_send_permit());
         assert!(poll!(&mut sending).is_pending(), "it would be one more that could have asked");
         assert!(hears.try_recv().is_err(), "either of two may have asked");
         // The first call has its result, so the elicitation belongs to the other.
-        rests.over();
+        rests.mark_ended();
         drop(rests);
         assert!(poll!(&mut asking).is_pending());
-        let Ok(Heard::Question(question)) = hears.try_recv() else { panic!("it is its question") };
+        let Ok(UpstreamCallEvent::Elicitation(question)) = hears.try_recv() else {
+            panic!("it is its question")
+        };
         assert!(sending.now_or_never().is_some(), "and calls are sent again");
         question.answer.send(json!("Ada")).unwrap();
         assert_eq!(asking.await, Some(json!("Ada")));
     }
     #[tokio::test]
     async fn a_question_of_a_call_that_was_given_up_is_put_to_nobody_else() {
-        let ears = Ears::new(broadcast::channel(1).0);
+        let ears = McpClientHandler::new(broadcast::channel(1).0);
         let (canceled, _) = followed(&ears, 1);
         drop(canceled);
-        assert_eq!(ears.ask(json!("who?"), None).await, None, "nobody is left to answer");
+        assert_eq!(
+            ears.deliver_elicitation(json!("who?"), None).await,
+            None,
+            "nobody is left to answer"
+        );
         let (asks, mut hears) = followed(&ears, 2);
-        let mut asking = Box::pin(ears.ask(json!("who?"), None));
+        let mut asking = Box::pin(ears.deliver_elicitation(json!("who?"), None));
         assert!(poll!(&mut asking).is_pending());
         assert!(hears.try_recv().is_err(), "the one that was canceled may have asked");
         // The upstream ends the abandoned call after all, so the elicitation belongs to the other.
-        ears.answered(&NumberOrString::Number(1));
+        ears.record_response(&NumberOrString::Number(1));
         assert!(poll!(&mut asking).is_pending());
-        let Ok(Heard::Question(question)) = hears.try_recv() else { panic!("it is its question") };
+        let Ok(UpstreamCallEvent::Elicitation(question)) = hears.try_recv() else {
+            panic!("it is its question")
+        };
         question.answer.send(json!("Ada")).unwrap();
         assert_eq!(asking.await, Some(json!("Ada")));
         // An abandoned call that never ends makes attribution impossible, and the call is notified.
         let (canceled, _) = followed(&ears, 3);
         drop(canceled);
-        assert_eq!(ears.ask(json!("who?"), None).await, None);
-        assert!(matches!(hears.try_recv(), Ok(Heard::Unclear)));
-        assert!(poll!(Box::pin(ears.spoiled())).is_pending(), "a call is still out");
+        assert_eq!(ears.deliver_elicitation(json!("who?"), None).await, None);
+        assert!(matches!(hears.try_recv(), Ok(UpstreamCallEvent::AmbiguousElicitation)));
+        assert!(
+            poll!(Box::pin(ears.wait_until_unattributable())).is_pending(),
+            "a call is still out"
+        );
         drop(asks);
-        assert!(ears.spoiled().now_or_never().is_some());
+        assert!(ears.wait_until_unattributable().now_or_never().is_some());
     }
 
     #[tokio::test]
     async fn what_is_remembered_of_calls_that_were_given_up_has_a_limit() {
-        let ears = Ears::new(broadcast::channel(1).0);
+        let ears = McpClientHandler::new(broadcast::channel(1).0);
         for n in 0..MOST_GIVEN_UP as i64 + 10 {
             drop(followed(&ears, n));
         }
-        let given_up = ears.given_up.lock();
+        let given_up = ears.abandoned.lock();
         assert_eq!((given_up.ids.len(), given_up.count()), (MOST_GIVEN_UP, MOST_GIVEN_UP + 10));
     }
 }

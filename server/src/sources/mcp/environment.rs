@@ -4,10 +4,10 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use super::settings::McpSettings;
+use super::settings::McpServerSettings;
 
 /// Variables that every program needs to run. None of them is secret.
-const USUAL: [&str; 10] =
+const BASE_VARIABLES: [&str; 10] =
     ["PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "TERM", "SYSTEMROOT"];
 
 /// Shorter values are not redacted: they would match in ordinary words.
@@ -15,7 +15,7 @@ const SHORT: usize = 6;
 
 /// Settings with all variables expanded, and the secrets to redact.
 #[derive(Default)]
-pub struct Filled {
+pub struct ResolvedSettings {
     pub command: String,
     pub args: Vec<String>,
     pub env: BTreeMap<String, String>,
@@ -27,18 +27,21 @@ pub struct Filled {
     secrets: Vec<(String, String)>,
 }
 
-impl Filled {
+impl ResolvedSettings {
     /// Expands the variables that the settings name.
-    pub fn of(settings: &McpSettings) -> Result<Self, String> {
-        Self::with(settings, |name| std::env::var(name).ok())
+    pub fn resolve(settings: &McpServerSettings) -> Result<Self, String> {
+        Self::resolve_with(settings, |name| std::env::var(name).ok())
     }
 
-    fn with(settings: &McpSettings, look: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
+    fn resolve_with(
+        settings: &McpServerSettings,
+        look: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, String> {
         let mut filled = Self::default();
         // Every value taken from the environment is treated as a secret.
         let put = RefCell::new(Vec::new());
         let fill = |text: &str| {
-            filled_in(text, |name| {
+            expand_variables(text, |name| {
                 let value = look(name);
                 put.borrow_mut().extend(value.clone().map(|value| (name.to_owned(), value)));
                 value
@@ -56,7 +59,8 @@ impl Filled {
             filled.client_secret = filled_in(&oauth.client_secret)?;
             filled.private_key = filled_in(&oauth.private_key)?;
         }
-        let usual = USUAL.iter().filter_map(|name| Some(((*name).to_owned(), look(name)?)));
+        let usual =
+            BASE_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), look(name)?)));
         filled.env.extend(usual);
         for (name, value) in &settings.env {
             filled.env.insert(name.clone(), fill(value)?);
@@ -71,18 +75,18 @@ impl Filled {
         let named = named.map(|(name, value)| (name.clone(), value.clone()));
         let of_ours = [("client_secret", &filled.client_secret), ("key", &filled.private_key)];
         let of_ours = of_ours.map(|(name, value)| Some((name.to_owned(), value.clone()?)));
-        let hidden = hidden_in(&filled.url).into_iter().map(|part| ("url".to_owned(), part));
+        let hidden = url_secrets(&filled.url).into_iter().map(|part| ("url".to_owned(), part));
         let all = named.chain(of_ours.into_iter().flatten()).chain(hidden).chain(put.take());
-        filled.hide(all.collect());
+        filled.set_secrets(all.collect());
         Ok(filled)
     }
 
     /// Sets the secrets to redact, in all the forms in which they may appear.
-    fn hide(&mut self, mut values: Vec<(String, String)>) {
+    fn set_secrets(&mut self, mut values: Vec<(String, String)>) {
         let longest_first = |(_, value): &(String, String)| std::cmp::Reverse(value.len());
         values.sort_by_key(longest_first);
         let formed = values.into_iter().flat_map(|(name, value)| {
-            forms(&value).into_iter().map(move |form| (name.clone(), form))
+            secret_forms(&value).into_iter().map(move |form| (name.clone(), form))
         });
         self.secrets = formed.filter(|(_, form)| form.len() >= SHORT).collect();
         // The longest first: one secret may be part of another.
@@ -90,12 +94,12 @@ impl Filled {
     }
 
     /// Returns the length of the longest form of a secret.
-    pub fn longest(&self) -> usize {
+    pub fn longest_secret(&self) -> usize {
         self.secrets.first().map_or(0, |(_, form)| form.len())
     }
 
     /// Removes the beginning of a secret from the end of a truncated text.
-    pub fn without_start<'a>(&self, text: &'a [u8]) -> &'a [u8] {
+    pub fn trim_partial_secret<'a>(&self, text: &'a [u8]) -> &'a [u8] {
         let starts = |form: &str| {
             let most = form.len().saturating_sub(1).min(text.len());
             (1..=most).rev().find(|length| text.ends_with(&form.as_bytes()[..*length]))
@@ -106,15 +110,15 @@ impl Filled {
 
     /// Creates settings with nothing but secrets.
     #[cfg(test)]
-    pub fn hiding(values: &[(&str, &str)]) -> Self {
+    pub fn with_secrets(values: &[(&str, &str)]) -> Self {
         let mut filled = Self::default();
         let values = values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        filled.hide(values.collect());
+        filled.set_secrets(values.collect());
         filled
     }
 
     /// Replaces secrets in a text with the names of their settings.
-    pub fn clean(&self, text: &str) -> String {
+    pub fn redact(&self, text: &str) -> String {
         let mut text = text.to_owned();
         for (name, form) in &self.secrets {
             if text.contains(form.as_str()) {
@@ -127,7 +131,7 @@ impl Filled {
 
 /// Returns the forms in which a value may appear: unchanged, without the word before it (`Bearer
 /// …`), as JSON writes it, and each line of a value with several lines.
-fn forms(value: &str) -> Vec<String> {
+fn secret_forms(value: &str) -> Vec<String> {
     let mut forms = vec![value.to_owned()];
     forms.extend(value.split_once(' ').map(|(_, bare)| bare.to_owned()));
     let lines = value.lines().map(str::trim).filter(|line| *line != value);
@@ -135,14 +139,14 @@ fn forms(value: &str) -> Vec<String> {
     for plain in forms.clone() {
         let written = serde_json::Value::from(plain.as_str()).to_string();
         let written = written[1..written.len() - 1].to_owned();
-        forms.extend(Some(in_ascii(&written)).filter(|ascii| *ascii != written));
+        forms.extend(Some(escape_non_ascii(&written)).filter(|ascii| *ascii != written));
         forms.extend(Some(written).filter(|written| *written != plain));
     }
     forms
 }
 
 /// Escapes the non-ASCII characters of a JSON text, as many serializers do.
-fn in_ascii(written: &str) -> String {
+fn escape_non_ascii(written: &str) -> String {
     let mut units = [0; 2];
     let escaped = written.chars().map(|letter| match letter.is_ascii() {
         true => letter.to_string(),
@@ -155,7 +159,7 @@ fn in_ascii(written: &str) -> String {
 }
 
 /// Returns the parts of a URL that may be secret: the values of its query, and a password.
-fn hidden_in(url: &str) -> Vec<String> {
+fn url_secrets(url: &str) -> Vec<String> {
     let Ok(url) = reqwest::Url::parse(url) else { return Vec::new() };
     let plain = url.query_pairs().map(|(_, value)| value.into_owned());
     // Also in their percent-encoded form.
@@ -169,7 +173,7 @@ fn not_set(name: &str) -> String {
 }
 
 /// Expands `${NAME}`, `${env:NAME}` and `${NAME:-default}`, as desktop clients write them.
-fn filled_in(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+fn expand_variables(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
     let mut made = String::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("${") {
@@ -200,30 +204,31 @@ mod tests {
 
     #[test]
     fn only_what_is_named_is_taken() {
-        let mut settings = McpSettings { command: Some("x".into()), ..McpSettings::default() };
+        let mut settings =
+            McpServerSettings { command: Some("x".into()), ..McpServerSettings::default() };
         settings.env.insert("A".into(), "b ${TOKEN} ${env:NONE:-c}".into());
         settings.headers.insert("authorization".into(), "Bearer ${TOKEN}".into());
-        let filled = Filled::with(&settings, look).unwrap();
+        let filled = ResolvedSettings::resolve_with(&settings, look).unwrap();
         let env: Vec<(&str, &str)> =
             filled.env.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
         assert_eq!(env, [("A", "b secret-token c"), ("PATH", "/bin")]);
-        assert_eq!(filled.clean("said secret-token"), "said [authorization]");
+        assert_eq!(filled.redact("said secret-token"), "said [authorization]");
         settings.args.push("--key=${OTHER}".into());
         settings.url = Some("http://u:opensesame@h/mcp?key=${TOKEN}&page=literally".into());
-        let filled = Filled::with(&settings, look).unwrap();
-        let clean = filled.clean(&format!("{} {}", filled.args[0], filled.url));
+        let filled = ResolvedSettings::resolve_with(&settings, look).unwrap();
+        let clean = filled.redact(&format!("{} {}", filled.args[0], filled.url));
         for secret in ["not-for-you", "opensesame", "secret-token", "literally"] {
             assert!(!clean.contains(secret), "{clean}");
         }
         let letter = "-----BEGIN KEY-----\nfirst line of it\n\"quoted\" Schlüssel\n";
-        let filled = Filled::hiding(&[("KEY", letter)]);
+        let filled = ResolvedSettings::with_secrets(&[("KEY", letter)]);
         let json = serde_json::to_string(letter).unwrap();
         let ascii = json.replace('ü', "\\u00fc");
         for said in [letter, "first line of it", &json, &ascii, r#"\"quoted\" Schlüssel"#] {
-            let clean = filled.clean(&format!("it is: {said}"));
+            let clean = filled.redact(&format!("it is: {said}"));
             assert!(!clean.contains("first") && !clean.contains("quoted"), "{clean}");
         }
         settings.env_from.push("MISSING".into());
-        assert!(Filled::with(&settings, look).is_err());
+        assert!(ResolvedSettings::resolve_with(&settings, look).is_err());
     }
 }

@@ -9,7 +9,7 @@ use rmcp::RoleClient;
 use rmcp::model::{ServerNotification, SubscriptionFilter};
 use rmcp::service::{Peer, Subscription};
 
-use super::ears::{Ears, News};
+use super::ears::{McpClientHandler, UpstreamChange};
 
 /// Polling interval of the tool list when the upstream sends no notifications.
 const LOOK: Duration = Duration::from_secs(60);
@@ -25,15 +25,23 @@ const STEADY: Duration = Duration::from_secs(20);
 
 /// Follows changes for as long as it is polled. If the upstream does not announce changes,
 /// refreshes the tool list periodically.
-pub(super) async fn listen(peer: &Peer<RoleClient>, ears: &Arc<Ears>, modern: bool) -> Infallible {
+pub(super) async fn follow_changes(
+    peer: &Peer<RoleClient>,
+    ears: &Arc<McpClientHandler>,
+    modern: bool,
+) -> Infallible {
     match modern {
-        true => listen_or_look(peer, ears, LOOK).await,
+        true => subscribe_or_poll(peer, ears, LOOK).await,
         false => std::future::pending().await,
     }
 }
 
-async fn listen_or_look(peer: &Peer<RoleClient>, ears: &Ears, every: Duration) -> Infallible {
-    let filter = wanted(peer);
+async fn subscribe_or_poll(
+    peer: &Peer<RoleClient>,
+    ears: &McpClientHandler,
+    every: Duration,
+) -> Infallible {
+    let filter = subscription_filter(peer);
     let nothing = filter == SubscriptionFilter::default();
     let (mut wait, mut missed) = (FIRST_WAIT, false);
     loop {
@@ -56,14 +64,14 @@ async fn listen_or_look(peer: &Peer<RoleClient>, ears: &Ears, every: Duration) -
             ears.tools_changed.notify_one();
         }
         let began = Instant::now();
-        hear(stream, ears).await;
+        forward_notifications(stream, ears).await;
         wait = if began.elapsed() > STEADY { FIRST_WAIT } else { (wait * 2).min(every) };
         tokio::time::sleep(wait).await;
     }
 }
 
 /// Returns a filter for the changes that the upstream can announce.
-fn wanted(peer: &Peer<RoleClient>) -> SubscriptionFilter {
+fn subscription_filter(peer: &Peer<RoleClient>) -> SubscriptionFilter {
     let mut filter = SubscriptionFilter::builder();
     let info = peer.peer_info();
     let Some(can) = info.map(|info| info.capabilities.clone()) else { return filter.build() };
@@ -80,7 +88,7 @@ fn wanted(peer: &Peer<RoleClient>) -> SubscriptionFilter {
 }
 
 /// Forwards notifications until the stream ends.
-async fn hear(mut stream: Subscription, ears: &Ears) {
+async fn forward_notifications(mut stream: Subscription, ears: &McpClientHandler) {
     loop {
         match stream.next().await {
             Ok(Some(ServerNotification::ToolListChangedNotification(_))) => {
@@ -88,13 +96,13 @@ async fn hear(mut stream: Subscription, ears: &Ears) {
             }
             // Sending fails if there is no subscriber.
             Ok(Some(ServerNotification::PromptListChangedNotification(_))) => {
-                let _ = ears.news.send(News::Prompts);
+                let _ = ears.changes.send(UpstreamChange::PromptList);
             }
             Ok(Some(ServerNotification::ResourceListChangedNotification(_))) => {
-                let _ = ears.news.send(News::Resources);
+                let _ = ears.changes.send(UpstreamChange::ResourceList);
             }
             Ok(Some(ServerNotification::ResourceUpdatedNotification(updated))) => {
-                let _ = ears.news.send(News::Resource(updated.params.uri));
+                let _ = ears.changes.send(UpstreamChange::ResourceContent(updated.params.uri));
             }
             Ok(Some(_)) => {}
             Ok(None) | Err(_) => return,
@@ -120,7 +128,7 @@ mod tests {
     async fn one_that_says_nothing_of_changes_is_looked_at_again_and_again() {
         let (near, far) = tokio::io::duplex(1 << 16);
         let serving = tokio::spawn(async move { rmcp::serve_server(Plain, far).await.unwrap() });
-        let ears = Ears::new(broadcast::channel(1).0);
+        let ears = McpClientHandler::new(broadcast::channel(1).0);
         let mode = ClientLifecycleMode::Auto {
             preferred_versions: vec![ProtocolVersion::V_2026_07_28],
             legacy_version: None,
@@ -133,7 +141,7 @@ mod tests {
         };
         let often = Duration::from_millis(5);
         tokio::select! {
-            never = listen_or_look(client.peer(), &ears, often) => match never {},
+            never = subscribe_or_poll(client.peer(), &ears, often) => match never {},
             () = looks => {}
         }
         drop((client, serving));

@@ -17,16 +17,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::{Mutex, RwLock};
 use rmcp::transport::auth::{AuthorizationManager, WWWAuthenticateParams};
 
-use super::environment::Filled;
-use super::settings::McpSettings;
-use super::{Ledger, now_ms};
-use crate::outbound::Outbound;
-use kept::{Grant, Pending, Token, Wallet};
+use super::environment::ResolvedSettings;
+use super::settings::McpServerSettings;
+use super::{UpstreamRegistry, now_ms};
+use crate::outbound::OutboundPolicy;
+use kept::{AccessToken, CachedCredentials, PendingSignIns, UpstreamCredential};
 
-pub use settings::{Algorithm, GrantKind, McpOauth};
+pub use settings::{GrantKind, McpOauthSettings, SigningAlgorithm};
 
 /// The URL at which a browser reaches this server, as far as it is known.
-pub type Base = Arc<RwLock<String>>;
+pub type SharedPublicBaseUrl = Arc<RwLock<String>>;
 
 /// Path of the redirect URI, below the server's URL.
 const CALLBACK_PATH: &str = "/oauth/callback";
@@ -36,135 +36,135 @@ const CLIENT_PATH: &str = "/oauth/client.json";
 
 /// A link that a person must open to sign in.
 #[derive(Clone, PartialEq, Eq)]
-pub struct SignIn {
+pub struct SignInLink {
     pub url: String,
     pub expires_ms: u64,
 }
 
 /// The authorization status of an upstream, without any token.
-pub struct PassShown {
+pub struct AuthorizationStatus {
     pub grant: GrantKind,
     pub signed_in: bool,
     pub issuer: Option<String>,
     pub scopes: Vec<String>,
     /// Link that a person must open, if one is needed.
-    pub sign_in: Option<SignIn>,
+    pub sign_in: Option<SignInLink>,
 }
 
 /// The reason why there is no token.
-enum Refusal {
+enum AuthorizationError {
     /// A person must sign in.
-    Person,
+    SignInRequired,
     /// An error that may be temporary.
-    Trouble(String),
+    Failed(String),
 }
 
 /// A response with which an upstream refuses a request for lack of authorization.
-pub(super) struct Challenge {
+pub(super) struct AuthChallenge {
     /// `true` if the token is valid but does not permit the request.
     pub(super) forbidden: bool,
     pub(super) header: Option<String>,
 }
 
 #[derive(Default)]
-struct Inner {
-    grant: Grant,
+struct AuthorizerState {
+    credential: UpstreamCredential,
     /// Knows the issuer and Toolcrib's registration there.
     manager: Option<AuthorizationManager>,
 }
 
 /// Obtains and renews the access tokens of one upstream.
-pub struct Pass {
-    of: McpSettings,
-    oauth: McpOauth,
-    ledger: Arc<dyn Ledger>,
-    outbound: Arc<Outbound>,
-    base: Base,
-    wallet: Wallet,
-    pending: Pending,
+pub struct Authorizer {
+    settings: McpServerSettings,
+    oauth: McpOauthSettings,
+    registry: Arc<dyn UpstreamRegistry>,
+    outbound: Arc<OutboundPolicy>,
+    public_base_url: SharedPublicBaseUrl,
+    credentials: CachedCredentials,
+    pending_sign_ins: PendingSignIns,
     loaded: AtomicBool,
-    current: Mutex<Option<Token>>,
-    wanted: Mutex<Option<SignIn>>,
-    failed: Mutex<Option<String>>,
-    inner: tokio::sync::Mutex<Inner>,
+    current_token: Mutex<Option<AccessToken>>,
+    sign_in_link: Mutex<Option<SignInLink>>,
+    last_failure: Mutex<Option<String>>,
+    state: tokio::sync::Mutex<AuthorizerState>,
 }
 
-impl Pass {
+impl Authorizer {
     /// Creates an authorizer for an upstream over HTTP, unless the operator configured an
     /// `Authorization` header.
-    pub(super) fn of(
-        settings: &McpSettings,
-        ledger: &Arc<dyn Ledger>,
-        outbound: &Arc<Outbound>,
-        base: &Base,
+    pub(super) fn for_server(
+        settings: &McpServerSettings,
+        ledger: &Arc<dyn UpstreamRegistry>,
+        outbound: &Arc<OutboundPolicy>,
+        base: &SharedPublicBaseUrl,
     ) -> Option<Arc<Self>> {
         let given = settings.headers.keys().any(|name| name.eq_ignore_ascii_case("authorization"));
         if settings.url.is_none() || given {
             return None;
         }
         Some(Arc::new(Self {
-            of: settings.clone(),
+            settings: settings.clone(),
             oauth: settings.oauth.clone().unwrap_or_default(),
-            ledger: ledger.clone(),
+            registry: ledger.clone(),
             outbound: outbound.clone(),
-            base: base.clone(),
-            wallet: Wallet::default(),
-            pending: Pending::default(),
+            public_base_url: base.clone(),
+            credentials: CachedCredentials::default(),
+            pending_sign_ins: PendingSignIns::default(),
             loaded: AtomicBool::new(false),
-            current: Mutex::default(),
-            wanted: Mutex::default(),
-            failed: Mutex::default(),
-            inner: tokio::sync::Mutex::default(),
+            current_token: Mutex::default(),
+            sign_in_link: Mutex::default(),
+            last_failure: Mutex::default(),
+            state: tokio::sync::Mutex::default(),
         }))
     }
 
     /// Returns the token to send now, after renewing it if it is about to expire. Returns `None` if
     /// no token is known to be needed.
     pub(super) async fn token(&self) -> Option<Arc<str>> {
-        let known = self.current.lock().clone();
+        let known = self.current_token.lock().clone();
         match known {
             Some(token) if token.is_fresh() => return Some(token.value),
             None if self.loaded.load(Ordering::Acquire) => return None,
             _ => {}
         }
-        let mut inner = self.inner.lock().await;
-        self.load(&mut inner).await;
-        let known = self.current.lock().clone()?;
+        let mut inner = self.state.lock().await;
+        self.load_once(&mut inner).await;
+        let known = self.current_token.lock().clone()?;
         if known.is_fresh() {
             return Some(known.value);
         }
-        match self.renew(&mut inner).await {
+        match self.renew_token(&mut inner).await {
             Ok(token) => Some(token.value),
-            Err(Refusal::Person) => {
-                *self.current.lock() = None;
+            Err(AuthorizationError::SignInRequired) => {
+                *self.current_token.lock() = None;
                 None
             }
             // The upstream may still accept an expired token.
-            Err(Refusal::Trouble(why)) => {
-                self.fails(&why);
+            Err(AuthorizationError::Failed(why)) => {
+                self.record_failure(&why);
                 Some(known.value)
             }
         }
     }
 
     /// Records that the upstream accepted the token.
-    pub(super) fn taken(&self, sent: Option<&str>) {
-        let known = self.current.lock();
+    pub(super) fn record_accepted(&self, sent: Option<&str>) {
+        let known = self.current_token.lock();
         if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) == sent) {
-            token.is_taken();
+            token.mark_accepted();
         }
     }
 
     /// Handles a refused token, and returns one to try instead. If it returns `None`,
     /// [`Authorizer::pending_sign_in`] or [`Authorizer::problem`] says what to do.
-    pub(super) async fn refused(
+    pub(super) async fn replace_refused(
         &self,
         sent: Option<&str>,
-        challenge: Challenge,
+        challenge: AuthChallenge,
     ) -> Option<Arc<str>> {
-        let mut inner = self.inner.lock().await;
-        self.load(&mut inner).await;
-        let known = self.current.lock().clone();
+        let mut inner = self.state.lock().await;
+        self.load_once(&mut inner).await;
+        let known = self.current_token.lock().clone();
         if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) != sent) {
             // Another request has replaced the token in the meantime.
             return Some(token.value.clone());
@@ -174,138 +174,146 @@ impl Pass {
             true => self.step_up(&mut inner, header).await,
             false => {
                 // Renewal does not help a token that was never accepted.
-                let useless = known.as_ref().is_some_and(|token| !token.was_taken());
-                self.again(&mut inner, header, useless).await
+                let useless = known.as_ref().is_some_and(|token| !token.was_accepted());
+                self.reauthorize(&mut inner, header, useless).await
             }
         };
         match outcome {
             Ok(token) => Some(token.value),
-            Err(Refusal::Person) => None,
-            Err(Refusal::Trouble(why)) => {
-                self.fails(&why);
+            Err(AuthorizationError::SignInRequired) => None,
+            Err(AuthorizationError::Failed(why)) => {
+                self.record_failure(&why);
                 None
             }
         }
     }
 
     /// Obtains a new token after the upstream refused the old one as unknown or expired.
-    async fn again(
+    async fn reauthorize(
         &self,
-        inner: &mut Inner,
+        inner: &mut AuthorizerState,
         header: Option<&str>,
         useless: bool,
-    ) -> Result<Token, Refusal> {
+    ) -> Result<AccessToken, AuthorizationError> {
         let machine = self.oauth.grant == GrantKind::ClientCredentials;
         if machine && useless {
             let why = "it refuses the token that its own issuer gave us";
-            return Err(Refusal::Trouble(why.to_owned()));
+            return Err(AuthorizationError::Failed(why.to_owned()));
         }
         if machine {
-            return self.exchange(inner, header, &[]).await;
+            return self.exchange_client_credentials(inner, header, &[]).await;
         }
         if !useless {
-            match self.renew(inner).await {
-                Err(Refusal::Person) => {}
+            match self.renew_token(inner).await {
+                Err(AuthorizationError::SignInRequired) => {}
                 other => return other,
             }
         }
-        if self.is_shut() {
+        if self.needs_sign_in() {
             // A sign-in is already pending.
-            return Err(Refusal::Person);
+            return Err(AuthorizationError::SignInRequired);
         }
-        self.wallet.set(None);
-        *self.current.lock() = None;
-        self.begin(inner, header, &[]).await?;
-        Err(Refusal::Person)
+        self.credentials.set(None);
+        *self.current_token.lock() = None;
+        self.begin_sign_in(inner, header, &[]).await?;
+        Err(AuthorizationError::SignInRequired)
     }
 
     /// Requests more scopes. Does not repeat scopes that were requested before, which would loop.
-    async fn step_up(&self, inner: &mut Inner, header: Option<&str>) -> Result<Token, Refusal> {
-        let trouble = |why: String| Err(Refusal::Trouble(why));
+    async fn step_up(
+        &self,
+        inner: &mut AuthorizerState,
+        header: Option<&str>,
+    ) -> Result<AccessToken, AuthorizationError> {
+        let trouble = |why: String| Err(AuthorizationError::Failed(why));
         let url = self.url()?;
         let said = reqwest::Url::parse(&url).ok().zip(header);
         let said = said.map(|(url, header)| WWWAuthenticateParams::parse(header, &url));
         let Some(said) = said.filter(WWWAuthenticateParams::is_insufficient_scope) else {
             return trouble("it does not let us do this (HTTP 403)".to_owned());
         };
-        let needed = kept::split(said.scope.as_deref().unwrap_or_default());
-        if needed.iter().all(|scope| inner.grant.asked.contains(scope)) {
+        let needed = kept::split_scopes(said.scope.as_deref().unwrap_or_default());
+        if needed.iter().all(|scope| inner.credential.requested_scopes.contains(scope)) {
             return trouble(format!(
                 "it wants the scope \"{}\", which was asked for already",
                 needed.join(" ")
             ));
         }
         match self.oauth.grant {
-            GrantKind::ClientCredentials => self.exchange(inner, header, &needed).await,
+            GrantKind::ClientCredentials => {
+                self.exchange_client_credentials(inner, header, &needed).await
+            }
             GrantKind::AuthorizationCode => {
-                self.begin(inner, header, &needed).await?;
-                Err(Refusal::Person)
+                self.begin_sign_in(inner, header, &needed).await?;
+                Err(AuthorizationError::SignInRequired)
             }
         }
     }
 
     /// Returns the link that a person must open, if one is needed.
-    pub fn sign_in(&self) -> Option<SignIn> {
-        self.wanted.lock().clone()
+    pub fn pending_sign_in(&self) -> Option<SignInLink> {
+        self.sign_in_link.lock().clone()
     }
 
     /// Returns `true` if nothing can be done before a person has signed in.
-    pub(super) fn is_shut(&self) -> bool {
-        self.wanted.lock().is_some() && self.current.lock().is_none()
+    pub(super) fn needs_sign_in(&self) -> bool {
+        self.sign_in_link.lock().is_some() && self.current_token.lock().is_none()
     }
 
     /// Returns the error for which there is no token, unless only a sign-in is missing.
     pub(super) fn problem(&self) -> Option<String> {
-        self.failed.lock().clone()
+        self.last_failure.lock().clone()
     }
 
-    fn fails(&self, why: &str) {
-        let why: String = self.clean(why).chars().take(500).collect();
-        *self.failed.lock() = Some(why);
+    fn record_failure(&self, why: &str) {
+        let why: String = self.redact(why).chars().take(500).collect();
+        *self.last_failure.lock() = Some(why);
     }
 
     /// Clears the recorded failure.
-    pub(super) fn forgive(&self) {
-        *self.failed.lock() = None;
+    pub(super) fn clear_failure(&self) {
+        *self.last_failure.lock() = None;
     }
 
     /// Returns the authorization status, for display.
-    pub(super) fn shown(&self) -> PassShown {
-        let known = self.wallet.get();
-        PassShown {
+    pub(super) fn status(&self) -> AuthorizationStatus {
+        let known = self.credentials.get();
+        AuthorizationStatus {
             grant: self.oauth.grant,
-            signed_in: self.current.lock().is_some(),
+            signed_in: self.current_token.lock().is_some(),
             issuer: known.as_ref().and_then(|known| known.issuer.clone()),
             scopes: known.map(|known| known.granted_scopes).unwrap_or_default(),
-            sign_in: self.sign_in().filter(|wanted| now_ms() < wanted.expires_ms),
+            sign_in: self.pending_sign_in().filter(|wanted| now_ms() < wanted.expires_ms),
         }
     }
 
     /// Redacts tokens and the client secret from a text.
-    pub(super) fn clean(&self, text: &str) -> String {
+    pub(super) fn redact(&self, text: &str) -> String {
         let mut text = text.to_owned();
-        let secrets = self.wallet.get().as_ref().map(kept::secrets).unwrap_or_default();
+        let secrets = self.credentials.get().as_ref().map(kept::secrets).unwrap_or_default();
         for secret in secrets.iter().filter(|secret| secret.len() >= 6) {
             text = text.replace(secret.as_str(), "[token]");
         }
-        match Filled::of(&self.of) {
-            Ok(filled) => filled.clean(&text),
+        match ResolvedSettings::resolve(&self.settings) {
+            Ok(filled) => filled.redact(&text),
             Err(_) => text,
         }
     }
 
     /// Returns the upstream's URL with its variables expanded.
-    fn url(&self) -> Result<String, Refusal> {
-        Filled::of(&self.of).map(|filled| filled.url).map_err(Refusal::Trouble)
+    fn url(&self) -> Result<String, AuthorizationError> {
+        ResolvedSettings::resolve(&self.settings)
+            .map(|filled| filled.url)
+            .map_err(AuthorizationError::Failed)
     }
 
-    fn redirect(&self) -> String {
-        format!("{}{CALLBACK_PATH}", self.base.read())
+    fn redirect_uri(&self) -> String {
+        format!("{}{CALLBACK_PATH}", self.public_base_url.read())
     }
 
     /// Returns the URL at which the issuer can read Toolcrib's client metadata, if there is one.
     fn client_metadata_url(&self) -> Option<String> {
-        let ours = format!("{}{CLIENT_PATH}", self.base.read());
+        let ours = format!("{}{CLIENT_PATH}", self.public_base_url.read());
         let ours = Some(ours).filter(|url| url.starts_with("https://"));
         self.oauth.client_metadata_url.clone().or(ours)
     }

@@ -11,7 +11,7 @@ use rmcp::service::Peer;
 use rmcp::{ErrorData, RoleClient, ServiceError};
 use serde::Serialize;
 
-use super::tape::{self, Tape};
+use super::tape::{self, ToolListCapture};
 
 /// Limits of one list.
 const MOST_ITEMS: usize = 20_000;
@@ -19,7 +19,7 @@ const MOST_PAGES: usize = 2_000;
 const MOST_BYTES: usize = 64 << 20;
 
 /// A page of a list.
-trait Page {
+trait McpListPage {
     type Item: Serialize;
 
     fn split(self) -> (Vec<Self::Item>, Option<String>);
@@ -27,7 +27,7 @@ trait Page {
 
 macro_rules! page {
     ($page:ty, $item:ty, $field:ident) => {
-        impl Page for $page {
+        impl McpListPage for $page {
             type Item = $item;
 
             fn split(self) -> (Vec<$item>, Option<String>) {
@@ -41,15 +41,15 @@ page!(ListResourcesResult, Resource, resources);
 page!(ListResourceTemplatesResult, ResourceTemplate, resource_templates);
 page!(ListPromptsResult, Prompt, prompts);
 
-fn endless(what: &str, why: &str) -> ServiceError {
+fn unbounded_list_error(what: &str, why: &str) -> ServiceError {
     let message = format!("its list of {what} does not end: {why}");
     ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
 }
 
 /// A writer that counts bytes and discards them.
-struct Count(usize);
+struct ByteCountWriter(usize);
 
-impl std::io::Write for Count {
+impl std::io::Write for ByteCountWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0 += bytes.len();
         Ok(bytes.len())
@@ -60,15 +60,15 @@ impl std::io::Write for Count {
     }
 }
 
-async fn all<P, F>(
+async fn fetch_all<P, F>(
     what: &str,
     mut ask: impl FnMut(Option<PaginatedRequestParams>) -> F,
 ) -> Result<Vec<P::Item>, ServiceError>
 where
-    P: Page,
+    P: McpListPage,
     F: Future<Output = Result<P, ServiceError>>,
 {
-    let (mut items, mut cursor, mut bytes) = (Vec::new(), None::<String>, Count(0));
+    let (mut items, mut cursor, mut bytes) = (Vec::new(), None::<String>, ByteCountWriter(0));
     for _ in 0..MOST_PAGES {
         let params = cursor.take().map(|c| PaginatedRequestParams::default().with_cursor(Some(c)));
         let (page, next) = ask(params).await?.split();
@@ -76,33 +76,33 @@ where
         let _ = serde_json::to_writer(&mut bytes, &page);
         items.extend(page);
         if items.len() > MOST_ITEMS {
-            return Err(endless(what, &format!("{} so far", items.len())));
+            return Err(unbounded_list_error(what, &format!("{} so far", items.len())));
         }
         if bytes.0 > MOST_BYTES {
-            return Err(endless(what, &format!("{} bytes so far", bytes.0)));
+            return Err(unbounded_list_error(what, &format!("{} bytes so far", bytes.0)));
         }
         if next.is_none() {
             return Ok(items);
         }
         cursor = next;
     }
-    Err(endless(what, &format!("{MOST_PAGES} pages so far")))
+    Err(unbounded_list_error(what, &format!("{MOST_PAGES} pages so far")))
 }
 
 /// A listed tool, or the reason why it cannot be used.
 #[derive(Serialize)]
 #[serde(untagged)]
-pub(super) enum Listed {
+pub(super) enum UpstreamToolEntry {
     Tool(Box<Tool>),
     Unreadable(String, String),
 }
 
-struct Tools(Vec<Listed>, Option<String>);
+struct ToolListPage(Vec<UpstreamToolEntry>, Option<String>);
 
-impl Page for Tools {
-    type Item = Listed;
+impl McpListPage for ToolListPage {
+    type Item = UpstreamToolEntry;
 
-    fn split(self) -> (Vec<Listed>, Option<String>) {
+    fn split(self) -> (Vec<UpstreamToolEntry>, Option<String>) {
         (self.0, self.1)
     }
 }
@@ -110,25 +110,27 @@ impl Page for Tools {
 /// Returns every tool of an upstream, including those that cannot be parsed.
 pub(super) async fn tools(
     peer: &Peer<RoleClient>,
-    tape: &Tape,
-) -> Result<Vec<Listed>, ServiceError> {
-    let listening = tape.listen();
+    tape: &ToolListCapture,
+) -> Result<Vec<UpstreamToolEntry>, ServiceError> {
+    let listening = tape.start_capture();
     let listening = &listening;
     let ask = |page: Option<PaginatedRequestParams>| async move {
         match (peer.list_tools(page).await, listening.take()) {
             (Ok(page), told) => {
-                let left_out = told.map(|told| left_out(told, &page.tools)).unwrap_or_default();
-                let tools = page.tools.into_iter().map(|tool| Listed::Tool(Box::new(tool)));
-                Ok(Tools(tools.chain(left_out).collect(), page.next_cursor))
+                let left_out =
+                    told.map(|told| omitted_tools(told, &page.tools)).unwrap_or_default();
+                let tools =
+                    page.tools.into_iter().map(|tool| UpstreamToolEntry::Tool(Box::new(tool)));
+                Ok(ToolListPage(tools.chain(left_out).collect(), page.next_cursor))
             }
             // One malformed tool makes the whole page unreadable for `rmcp`: use the tools parsed
             // one by one.
-            (Err(ServiceError::UnexpectedResponse), Some(told)) => Ok(each(told)),
+            (Err(ServiceError::UnexpectedResponse), Some(told)) => Ok(tool_page_from_raw(told)),
             (Err(ServiceError::UnexpectedResponse), None) => Err(unreadable()),
             (Err(error), _) => Err(error),
         }
     };
-    all("tools", ask).await
+    fetch_all("tools", ask).await
 }
 
 fn unreadable() -> ServiceError {
@@ -137,44 +139,45 @@ fn unreadable() -> ServiceError {
     ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
 }
 
-fn listed(unreadable: Vec<(String, String)>) -> impl Iterator<Item = Listed> {
-    unreadable.into_iter().map(|(name, why)| Listed::Unreadable(name, why))
+fn unreadable_tools(unreadable: Vec<(String, String)>) -> impl Iterator<Item = UpstreamToolEntry> {
+    unreadable.into_iter().map(|(name, why)| UpstreamToolEntry::Unreadable(name, why))
 }
 
-fn each(page: tape::Page) -> Tools {
-    let tools = page.tools.into_iter().map(|tool| Listed::Tool(Box::new(tool)));
-    Tools(tools.chain(listed(page.unreadable)).collect(), page.next)
+fn tool_page_from_raw(page: tape::RawToolPage) -> ToolListPage {
+    let tools = page.tools.into_iter().map(|tool| UpstreamToolEntry::Tool(Box::new(tool)));
+    ToolListPage(tools.chain(unreadable_tools(page.unreadable)).collect(), page.next)
 }
 
 /// Returns the tools that the upstream offers on a page and that `rmcp` left out.
-fn left_out(told: tape::Page, read: &[Tool]) -> Vec<Listed> {
-    let mut left_out: Vec<Listed> = listed(told.unreadable).collect();
+fn omitted_tools(told: tape::RawToolPage, read: &[Tool]) -> Vec<UpstreamToolEntry> {
+    let mut left_out: Vec<UpstreamToolEntry> = unreadable_tools(told.unreadable).collect();
     if told.tools.len() == read.len() {
         return left_out;
     }
     let known: HashSet<&str> = read.iter().map(|tool| tool.name.as_ref()).collect();
     let why = "what it says of arguments in headers (x-mcp-header) is not as MCP has it";
     let missing = told.tools.into_iter().filter(|tool| !known.contains(tool.name.as_ref()));
-    left_out.extend(
-        missing
-            .map(|tool| Listed::Unreadable(tool.name.chars().take(80).collect(), why.to_owned())),
-    );
+    left_out.extend(missing.map(|tool| {
+        UpstreamToolEntry::Unreadable(tool.name.chars().take(80).collect(), why.to_owned())
+    }));
     left_out
 }
 
 /// Returns every resource of an upstream.
 pub async fn resources(peer: &Peer<RoleClient>) -> Result<Vec<Resource>, ServiceError> {
-    all("resources", |page| peer.list_resources(page)).await
+    fetch_all("resources", |page| peer.list_resources(page)).await
 }
 
 /// Returns every resource template of an upstream.
-pub async fn templates(peer: &Peer<RoleClient>) -> Result<Vec<ResourceTemplate>, ServiceError> {
-    all("templates", |page| peer.list_resource_templates(page)).await
+pub async fn resource_templates(
+    peer: &Peer<RoleClient>,
+) -> Result<Vec<ResourceTemplate>, ServiceError> {
+    fetch_all("templates", |page| peer.list_resource_templates(page)).await
 }
 
 /// Returns every prompt of an upstream.
 pub async fn prompts(peer: &Peer<RoleClient>) -> Result<Vec<Prompt>, ServiceError> {
-    all("prompts", |page| peer.list_prompts(page)).await
+    fetch_all("prompts", |page| peer.list_prompts(page)).await
 }
 
 #[cfg(test)]
@@ -191,7 +194,7 @@ mod tests {
 
     async fn listed(items: usize, bytes: usize, pages: usize) -> Result<usize, String> {
         let mut asked = 0;
-        let list = all("prompts", |_| {
+        let list = fetch_all("prompts", |_| {
             asked += 1;
             let page = page(items, bytes, asked < pages);
             async move { Ok(page) }

@@ -9,12 +9,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use toolcrib::tool::{Effect, Risk};
 
-use super::oauth::McpOauth;
+use super::oauth::McpOauthSettings;
 
 /// An MCP server. Set either `command` or `url`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct McpSettings {
+#[schemars(rename = "McpSettings")]
+pub struct McpServerSettings {
     /// First part of the names of its tools: letters, digits, `_` and `-`.
     pub name: String,
     /// Project that has its tools.
@@ -47,7 +48,7 @@ pub struct McpSettings {
     pub headers: BTreeMap<String, String>,
     /// OAuth settings, to obtain tokens for it: `oauth = { grant = "client_credentials", … }`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub oauth: Option<McpOauth>,
+    pub oauth: Option<McpOauthSettings>,
     /// Use the handshake of the revisions before 2026-07-28, without trying the newer one first.
     #[serde(skip_serializing_if = "is_false")]
     pub older: bool,
@@ -130,7 +131,7 @@ const RISKS: &str = "low, medium, high or critical";
 /// First parts of the names of built-in tools: `tools.search`, `call.result`.
 const RESERVED: [&str; 2] = ["tools", "call"];
 
-impl Default for McpSettings {
+impl Default for McpServerSettings {
     fn default() -> Self {
         Self {
             name: String::new(),
@@ -179,43 +180,46 @@ fn is_usual_number(number: &usize) -> bool {
 
 /// An error in the settings: the field, and a phrase that follows its name.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Wrong {
+pub struct McpSettingsError {
     pub field: &'static str,
     pub why: String,
 }
 
-fn wrong(field: &'static str, why: impl Into<String>) -> Result<(), Wrong> {
-    Err(Wrong { field, why: why.into() })
+fn settings_error(field: &'static str, why: impl Into<String>) -> Result<(), McpSettingsError> {
+    Err(McpSettingsError { field, why: why.into() })
 }
 
-impl McpSettings {
+impl McpServerSettings {
     /// Checks the constraints that the types do not express.
-    pub fn check(&self) -> Result<(), Wrong> {
+    pub fn check(&self) -> Result<(), McpSettingsError> {
         if let Err(why) = toolcrib::tool::check_upstream_name(&self.name) {
-            return wrong("name", why);
+            return settings_error("name", why);
         }
         if RESERVED.contains(&self.name.as_str()) {
             let why = format!("\"{}\" is taken: Toolcrib has tools under it", self.name);
-            return wrong("name", why);
+            return settings_error("name", why);
         }
         match (&self.command, &self.url) {
             (Some(command), None) if command.trim().is_empty() => {
-                return wrong("command", "must name a program");
+                return settings_error("command", "must name a program");
             }
             (Some(_), None) | (None, Some(_)) => {}
-            _ => return wrong("command", "set exactly one of command and url"),
+            _ => return settings_error("command", "set exactly one of command and url"),
         }
         if let Some(url) = &self.url {
             let parsed = reqwest::Url::parse(url);
             let web = |url: &reqwest::Url| matches!(url.scheme(), "http" | "https");
             if !parsed.as_ref().is_ok_and(|url| web(url) && url.host_str().is_some()) {
-                return wrong("url", "must begin with https:// or http://");
+                return settings_error("url", "must begin with https:// or http://");
             }
         }
         for name in self.headers.keys() {
             let name = name.to_ascii_lowercase();
             if axum::http::HeaderName::from_bytes(name.as_bytes()).is_err() {
-                return wrong("headers", format!("\"{name}\" is not the name of a header"));
+                return settings_error(
+                    "headers",
+                    format!("\"{name}\" is not the name of a header"),
+                );
             }
         }
         if let Some(oauth) = &self.oauth {
@@ -224,17 +228,17 @@ impl McpSettings {
         let variables = self.env.keys().chain(&self.env_from);
         for name in variables {
             if name.is_empty() || name.contains(['=', '\0']) {
-                return wrong("env", format!("\"{name}\" is not the name of a variable"));
+                return settings_error("env", format!("\"{name}\" is not the name of a variable"));
             }
         }
         if self.timeout_ms.is_some_and(|ms| !(1..=86_400_000).contains(&ms)) {
-            return wrong("timeout_ms", "must be from 1 to 86400000");
+            return settings_error("timeout_ms", "must be from 1 to 86400000");
         }
         if !(1..=600_000).contains(&self.connect_timeout_ms) {
-            return wrong("connect_timeout_ms", "must be from 1 to 600000");
+            return settings_error("connect_timeout_ms", "must be from 1 to 600000");
         }
         if self.max_tools == 0 || self.max_tools > 20_000 {
-            return wrong("max_tools", "must be from 1 to 20000");
+            return settings_error("max_tools", "must be from 1 to 20000");
         }
         Ok(())
     }
@@ -247,21 +251,21 @@ impl McpSettings {
             || self.env.values().chain(self.headers.values()).chain(&self.args).any(filled)
             || command.is_some_and(filled)
             || self.url.as_ref().is_some_and(filled)
-            || self.oauth.as_ref().is_some_and(|oauth| oauth.texts().any(filled))
+            || self.oauth.as_ref().is_some_and(|oauth| oauth.expandable_fields().any(filled))
     }
 
     /// Returns a short display form of the command or URL, without secrets.
-    pub fn place(&self) -> String {
+    pub fn display_address(&self) -> String {
         match (&self.command, &self.url) {
             (Some(command), _) => command.clone(),
-            (None, Some(url)) => shown_url(url),
+            (None, Some(url)) => redact_url(url),
             (None, None) => String::new(),
         }
     }
 }
 
 /// Removes the parts of a URL that may be secret: query, user name and password.
-pub fn shown_url(url: &str) -> String {
+pub fn redact_url(url: &str) -> String {
     let Ok(mut parsed) = reqwest::Url::parse(url) else { return "…".to_owned() };
     let (_, _) = (parsed.set_username(""), parsed.set_password(None));
     if parsed.query().is_some() {
@@ -273,34 +277,34 @@ pub fn shown_url(url: &str) -> String {
 /// Parses the servers of a desktop client's configuration, `{"mcpServers": {NAME: {…}}}`. Fields
 /// that concern only the desktop client are ignored. An entry may also set Toolcrib's `pin`,
 /// `effect` and `risk`; without `pin`, a server stays pinned if it already is.
-pub fn of_desktop_clients(
+pub fn parse_desktop_config(
     document: &Value,
     pinned: impl Fn(&str) -> bool,
-) -> Result<Vec<McpSettings>, Wrong> {
+) -> Result<Vec<McpServerSettings>, McpSettingsError> {
     let found = document.get("mcpServers").or_else(|| document.get("servers"));
     let Some(Value::Object(servers)) = found else {
         let why = "must be an object of servers by their names";
-        return Err(Wrong { field: "mcpServers", why: why.to_owned() });
+        return Err(McpSettingsError { field: "mcpServers", why: why.to_owned() });
     };
     let read = |(name, server): (&String, &Value)| {
-        let settings = of_desktop_client(name, server, &pinned)?;
+        let settings = parse_desktop_server(name, server, &pinned)?;
         settings.check().map_err(|wrong| {
             let why = format!("in \"{name}\": {}", wrong.why);
-            Wrong { field: wrong.field, why }
+            McpSettingsError { field: wrong.field, why }
         })?;
         Ok(settings)
     };
     servers.iter().map(read).collect()
 }
 
-fn of_desktop_client(
+fn parse_desktop_server(
     name: &str,
     server: &Value,
     pinned: impl Fn(&str) -> bool,
-) -> Result<McpSettings, Wrong> {
+) -> Result<McpServerSettings, McpSettingsError> {
     let bad = |field: &'static str, kind: &str| {
         let why = format!("of \"{name}\" must be {kind}");
-        Wrong { field, why }
+        McpSettingsError { field, why }
     };
     let Value::Object(server) = server else { return Err(bad("mcpServers", "an object")) };
     let text = |key: &'static str| match server.get(key) {
@@ -311,7 +315,7 @@ fn of_desktop_client(
     let list = |key: &'static str| match server.get(key) {
         None | Some(Value::Null) => Ok(Vec::new()),
         Some(Value::Array(list)) => {
-            let words = list.iter().map(word).collect::<Option<Vec<String>>>();
+            let words = list.iter().map(scalar_to_string).collect::<Option<Vec<String>>>();
             words.ok_or_else(|| bad(key, "a list of texts"))
         }
         Some(_) => Err(bad(key, "a list of texts")),
@@ -319,7 +323,7 @@ fn of_desktop_client(
     let words = |key: &'static str| match server.get(key) {
         None | Some(Value::Null) => Ok(BTreeMap::new()),
         Some(Value::Object(map)) => {
-            texts(map).ok_or_else(|| bad(key, "an object of texts by their names"))
+            string_map(map).ok_or_else(|| bad(key, "an object of texts by their names"))
         }
         Some(_) => Err(bad(key, "an object of texts by their names")),
     };
@@ -327,7 +331,7 @@ fn of_desktop_client(
     let kind = text("type")?.or(text("transport")?);
     // A disabled server is never connected to, so its transport does not matter.
     if !off && kind.is_some_and(|kind| kind.eq_ignore_ascii_case("sse")) {
-        return Err(Wrong {
+        return Err(McpSettingsError {
             field: "type",
             why: format!(
                 "of \"{name}\" is sse, the transport of 2024-11-05, which is not spoken here: give \
@@ -340,14 +344,14 @@ fn of_desktop_client(
             "of \"{name}\" cannot be taken over, since tools are switched off here one by one: \
              name those in excludeTools"
         );
-        return Err(Wrong { field: "includeTools", why });
+        return Err(McpSettingsError { field: "includeTools", why });
     }
     let switched_off = || McpToolSettings { enabled: Some(false), ..McpToolSettings::default() };
     let without = list("disabledTools")?.into_iter().chain(list("excludeTools")?);
     let (url, other_url) = (text("url")?, text("serverUrl")?);
-    let ours = plain_name(name);
-    let pin = given(server, "pin").map_err(|()| bad("pin", "true or false"))?;
-    Ok(McpSettings {
+    let ours = sanitize_server_name(name);
+    let pin = parse_optional(server, "pin").map_err(|()| bad("pin", "true or false"))?;
+    Ok(McpServerSettings {
         name: ours.clone(),
         enabled: !off,
         command: text("command")?,
@@ -358,22 +362,25 @@ fn of_desktop_client(
         url: text("httpUrl")?.or(url).or(other_url),
         headers: words("headers")?,
         pin: pin.unwrap_or_else(|| pinned(&ours)),
-        effect: given(server, "effect").map_err(|()| bad("effect", EFFECTS))?,
-        risk: given(server, "risk").map_err(|()| bad("risk", RISKS))?,
+        effect: parse_optional(server, "effect").map_err(|()| bad("effect", EFFECTS))?,
+        risk: parse_optional(server, "risk").map_err(|()| bad("risk", RISKS))?,
         tools: without.map(|tool| (tool, switched_off())).collect(),
-        ..McpSettings::default()
+        ..McpServerSettings::default()
     })
 }
 
 /// Parses one of Toolcrib's own settings, if present.
-fn given<T: DeserializeOwned>(server: &Map<String, Value>, key: &str) -> Result<Option<T>, ()> {
+fn parse_optional<T: DeserializeOwned>(
+    server: &Map<String, Value>,
+    key: &str,
+) -> Result<Option<T>, ()> {
     match server.get(key) {
         None | Some(Value::Null) => Ok(None),
         Some(value) => T::deserialize(value).map(Some).map_err(drop),
     }
 }
 
-fn word(value: &Value) -> Option<String> {
+fn scalar_to_string(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
         Value::Number(number) => Some(number.to_string()),
@@ -382,13 +389,13 @@ fn word(value: &Value) -> Option<String> {
     }
 }
 
-fn texts(map: &Map<String, Value>) -> Option<BTreeMap<String, String>> {
-    map.iter().map(|(name, value)| Some((name.clone(), word(value)?))).collect()
+fn string_map(map: &Map<String, Value>) -> Option<BTreeMap<String, String>> {
+    map.iter().map(|(name, value)| Some((name.clone(), scalar_to_string(value)?))).collect()
 }
 
 /// Replaces each character that a tool name cannot contain with a dash. Desktop clients allow any
 /// name.
-fn plain_name(name: &str) -> String {
+fn sanitize_server_name(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
     let name: String = name.trim().chars().map(plain).collect();
     name.trim_matches('-').to_owned()
@@ -408,10 +415,10 @@ mod tests {
                 "alwaysAllow": ["read"], "type": "stdio"},
             "far": {"type": "http", "url": "https://far.example/mcp?key=s",
                 "headers": {"Authorization": "Bearer ${FAR}"}, "disabled": true}}});
-        let servers = of_desktop_clients(&document, |_| false).unwrap();
+        let servers = parse_desktop_config(&document, |_| false).unwrap();
         let far = servers.iter().find(|server| server.name == "far").unwrap();
         assert!(!far.enabled && far.reads_environment());
-        assert_eq!(far.place(), "https://far.example/mcp?…");
+        assert_eq!(far.display_address(), "https://far.example/mcp?…");
         let files = servers.iter().find(|server| server.name == "My-Files").unwrap();
         assert_eq!(files.args, ["-y", "server", "8"]);
         assert_eq!(files.check(), Ok(()));
@@ -419,7 +426,7 @@ mod tests {
             "disabledTools": ["rm"], "excludeTools": ["mv"]}, "old": {"type": "sse",
             "url": "https://old.example/sse", "disabled": true}, "new": {"url": "https://new.example/sse",
             "httpUrl": "https://new.example/mcp"}}});
-        let servers = of_desktop_clients(&near, |_| false).unwrap();
+        let servers = parse_desktop_config(&near, |_| false).unwrap();
         let found = |name: &str| servers.iter().find(|server| server.name == name).unwrap();
         assert!(!found("old").enabled);
         assert_eq!(found("new").url.as_deref(), Some("https://new.example/mcp"));
@@ -434,46 +441,49 @@ mod tests {
             (json!({"command": "x", "effect": "none"}), "effect"),
         ] {
             let document = json!({"mcpServers": {"fine": {"command": "x"}, "odd one": entry}});
-            let wrong = of_desktop_clients(&document, |_| false).unwrap_err();
+            let wrong = parse_desktop_config(&document, |_| false).unwrap_err();
             assert_eq!(wrong.field, field);
             assert!(wrong.why.contains("\"odd one\""), "{}", wrong.why);
         }
-        let wrong = of_desktop_clients(&json!({"mcpServers": {"x": {"command": 1}}}), |_| false)
+        let wrong = parse_desktop_config(&json!({"mcpServers": {"x": {"command": 1}}}), |_| false)
             .unwrap_err();
         assert_eq!(wrong.field, "command");
         let old = json!({"mcpServers": {"x": {"type": "sse", "url": "https://x.example/sse"}}});
-        let wrong = of_desktop_clients(&old, |_| false).unwrap_err();
+        let wrong = parse_desktop_config(&old, |_| false).unwrap_err();
         assert_eq!(wrong.field, "type");
         assert!(wrong.why.contains("streamable HTTP"), "{}", wrong.why);
     }
 
     #[test]
     fn settings_are_stored_and_read_back() {
-        let settings = McpSettings {
+        let settings = McpServerSettings {
             name: "a".into(),
             command: Some("b".into()),
             pin: true,
             effect: Some(Effect::Idempotent),
-            ..McpSettings::default()
+            ..McpServerSettings::default()
         };
         let text = serde_json::to_string(&settings).unwrap();
-        assert_eq!(serde_json::from_str::<McpSettings>(&text).unwrap(), settings);
+        assert_eq!(serde_json::from_str::<McpServerSettings>(&text).unwrap(), settings);
     }
 
     #[test]
     fn exactly_one_way_to_reach_it() {
-        let named = McpSettings { name: "a".into(), ..McpSettings::default() };
+        let named = McpServerSettings { name: "a".into(), ..McpServerSettings::default() };
         assert_eq!(named.check().unwrap_err().field, "command");
-        let both = McpSettings {
+        let both = McpServerSettings {
             command: Some("x".into()),
             url: Some("http://x/".into()),
             ..named.clone()
         };
         assert_eq!(both.check().unwrap_err().field, "command");
-        let ours =
-            McpSettings { name: "tools".into(), url: Some("http://x/".into()), ..named.clone() };
+        let ours = McpServerSettings {
+            name: "tools".into(),
+            url: Some("http://x/".into()),
+            ..named.clone()
+        };
         assert_eq!(ours.check().unwrap_err().field, "name");
-        let odd = McpSettings { url: Some("ftp://x/".into()), ..named };
+        let odd = McpServerSettings { url: Some("ftp://x/".into()), ..named };
         assert_eq!(odd.check().unwrap_err().field, "url");
     }
 }

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use serde::Serialize;
 
 use super::now_ms;
-use super::oauth::PassShown;
-use super::settings::McpSettings;
+use super::oauth::AuthorizationStatus;
+use super::settings::McpServerSettings;
 use super::tools::ToolChange;
 
 /// Calls wait for an upstream whose next connection attempt is due within this time.
@@ -15,7 +15,7 @@ const SOON_MS: u64 = 1_500;
 /// The phase of an upstream's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Phase {
+pub enum UpstreamPhase {
     /// Toolcrib is connecting to it.
     Starting,
     /// Its tools can be called.
@@ -28,7 +28,7 @@ pub enum Phase {
     Off,
 }
 
-impl Phase {
+impl UpstreamPhase {
     /// All phases.
     pub const ALL: [Self; 5] =
         [Self::Starting, Self::Ready, Self::Waiting, Self::NeedsSignIn, Self::Off];
@@ -47,8 +47,8 @@ impl Phase {
 
 /// The state of an upstream.
 #[derive(Debug, Clone)]
-pub struct State {
-    pub phase: Phase,
+pub struct UpstreamState {
+    pub phase: UpstreamPhase,
     pub since_ms: u64,
     /// The current problem, or the one found by the last refresh.
     pub problem: Option<String>,
@@ -67,8 +67,8 @@ pub struct State {
     pub changes: VecDeque<ToolChange>,
 }
 
-impl State {
-    pub(super) fn new(phase: Phase) -> Self {
+impl UpstreamState {
+    pub(super) fn new(phase: UpstreamPhase) -> Self {
         Self {
             phase,
             since_ms: now_ms(),
@@ -88,13 +88,13 @@ impl State {
 
     /// Returns `true` if the upstream is known to be unavailable and no connection attempt is
     /// imminent.
-    pub(super) fn is_away(&self) -> bool {
+    pub(super) fn is_unavailable(&self) -> bool {
         let soon = self.next_try_ms.is_some_and(|at_ms| at_ms < now_ms() + SOON_MS);
-        let shut = matches!(self.phase, Phase::Off | Phase::NeedsSignIn);
-        shut || self.phase == Phase::Waiting && !soon
+        let shut = matches!(self.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
+        shut || self.phase == UpstreamPhase::Waiting && !soon
     }
 
-    pub(super) fn enter(&mut self, phase: Phase) {
+    pub(super) fn enter(&mut self, phase: UpstreamPhase) {
         if self.phase != phase {
             self.phase = phase;
             self.since_ms = now_ms();
@@ -103,11 +103,11 @@ impl State {
 }
 
 /// The status of an upstream: its settings and its state.
-pub struct Shown {
-    pub settings: McpSettings,
-    pub state: State,
+pub struct UpstreamStatus {
+    pub settings: McpServerSettings,
+    pub state: UpstreamState,
     /// The last lines of a child process's standard error.
     pub stderr: Vec<String>,
     /// Status of its tokens, if it may need some.
-    pub pass: Option<PassShown>,
+    pub authorization: Option<AuthorizationStatus>,
 }

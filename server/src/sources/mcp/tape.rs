@@ -15,7 +15,7 @@ const SHOWN: usize = 80;
 
 /// A page of the list, with each tool parsed on its own.
 #[derive(Default)]
-pub(super) struct Page {
+pub(super) struct RawToolPage {
     pub(super) tools: Vec<Tool>,
     /// Names of tools that cannot be parsed, with the reasons.
     pub(super) unreadable: Vec<(String, String)>,
@@ -24,61 +24,62 @@ pub(super) struct Page {
 
 /// Holds the latest page while a capture is active.
 #[derive(Clone, Default)]
-pub(super) struct Tape(Arc<Mutex<Option<Kept>>>);
+pub(super) struct ToolListCapture(Arc<Mutex<Option<CapturedPage>>>);
 
-type Kept = Option<Page>;
+type CapturedPage = Option<RawToolPage>;
 
 /// Keeps a capture active until it is dropped.
-pub(super) struct Listening<'a>(&'a Tape);
+pub(super) struct ToolListCaptureGuard<'a>(&'a ToolListCapture);
 
-impl Listening<'_> {
+impl ToolListCaptureGuard<'_> {
     /// Takes the latest page.
-    pub(super) fn take(&self) -> Option<Page> {
+    pub(super) fn take(&self) -> Option<RawToolPage> {
         self.0.0.lock().as_mut().and_then(Option::take)
     }
 }
 
-impl Drop for Listening<'_> {
+impl Drop for ToolListCaptureGuard<'_> {
     fn drop(&mut self) {
         *self.0.0.lock() = None;
     }
 }
 
 #[derive(Deserialize)]
-struct Answer<'a> {
+struct RawToolListResponse<'a> {
     #[serde(borrow)]
-    result: List<'a>,
+    result: RawToolListResult<'a>,
 }
 
 #[derive(Deserialize)]
-struct List<'a> {
+struct RawToolListResult<'a> {
     #[serde(borrow)]
     tools: Vec<&'a RawValue>,
     #[serde(rename = "nextCursor", default)]
     next: Option<Value>,
 }
 
-impl Tape {
+impl ToolListCapture {
     /// Starts a capture.
-    pub(super) fn listen(&self) -> Listening<'_> {
+    pub(super) fn start_capture(&self) -> ToolListCaptureGuard<'_> {
         *self.0.lock() = Some(None);
-        Listening(self)
+        ToolListCaptureGuard(self)
     }
 
     /// Returns `true` while a capture is active.
-    pub(super) fn is_wanted(&self) -> bool {
+    pub(super) fn is_capturing(&self) -> bool {
         self.0.lock().is_some()
     }
 
     /// Captures a response. If it is a page with tools that cannot be parsed, returns the same
     /// response without them.
-    pub(super) fn pass(&self, text: &[u8]) -> Option<String> {
-        if !self.is_wanted() {
+    pub(super) fn capture_response(&self, text: &[u8]) -> Option<String> {
+        if !self.is_capturing() {
             return None;
         }
-        let answer: Answer<'_> = serde_json::from_slice(text).ok()?;
-        let (page, fine) = read(answer.result);
-        let without = (!page.unreadable.is_empty()).then(|| without(text, &fine)).flatten();
+        let answer: RawToolListResponse<'_> = serde_json::from_slice(text).ok()?;
+        let (page, fine) = parse_page(answer.result);
+        let without =
+            (!page.unreadable.is_empty()).then(|| remove_unreadable(text, &fine)).flatten();
         if let Some(kept) = self.0.lock().as_mut() {
             *kept = Some(page);
         }
@@ -87,22 +88,24 @@ impl Tape {
 }
 
 /// Parses each tool on its own. Also returns which of them could be parsed.
-fn read(list: List<'_>) -> (Page, Vec<bool>) {
+fn parse_page(list: RawToolListResult<'_>) -> (RawToolPage, Vec<bool>) {
     let next = list.next.as_ref().and_then(Value::as_str).filter(|next| !next.is_empty());
-    let mut page = Page { next: next.map(str::to_owned), ..Page::default() };
+    let mut page = RawToolPage { next: next.map(str::to_owned), ..RawToolPage::default() };
     let mut fine = Vec::with_capacity(list.tools.len());
     for (at, text) in list.tools.into_iter().enumerate() {
         let read = serde_json::from_str::<Tool>(text.get());
         fine.push(read.is_ok());
         match read {
             Ok(tool) => page.tools.push(tool),
-            Err(error) => page.unreadable.push((named(text, at), why(text, &error))),
+            Err(error) => {
+                page.unreadable.push((tool_label(text, at), describe_parse_error(text, &error)))
+            }
         }
     }
     (page, fine)
 }
 
-fn named(tool: &RawValue, at: usize) -> String {
+fn tool_label(tool: &RawValue, at: usize) -> String {
     let read = serde_json::from_str::<Map<String, Value>>(tool.get());
     let name = read.ok().and_then(|tool| Some(tool.get("name")?.as_str()?.to_owned()));
     let name = name.filter(|name| !name.is_empty());
@@ -110,7 +113,7 @@ fn named(tool: &RawValue, at: usize) -> String {
 }
 
 /// Describes a parse error without its line and column, which refer to a text that is not shown.
-fn why(tool: &RawValue, error: &serde_json::Error) -> String {
+fn describe_parse_error(tool: &RawValue, error: &serde_json::Error) -> String {
     let place = format!(" at line {} column {}", error.line(), error.column());
     let said = error.to_string();
     let said = said.strip_suffix(&place).unwrap_or(&said);
@@ -130,7 +133,7 @@ fn why(tool: &RawValue, error: &serde_json::Error) -> String {
 }
 
 /// Returns the response with only the parsable tools.
-fn without(text: &[u8], fine: &[bool]) -> Option<String> {
+fn remove_unreadable(text: &[u8], fine: &[bool]) -> Option<String> {
     let mut answer: Value = serde_json::from_slice(text).ok()?;
     let tools = answer.pointer_mut("/result/tools")?.as_array_mut()?;
     let mut fine = fine.iter();
@@ -149,10 +152,11 @@ mod tests {
 
     #[test]
     fn each_tool_of_a_page_is_read_by_itself() {
-        let tape = Tape::default();
-        assert_eq!(tape.pass(PAGE.as_bytes()), None, "nobody wants it");
-        let listening = tape.listen();
-        let rest: Value = serde_json::from_str(&tape.pass(PAGE.as_bytes()).unwrap()).unwrap();
+        let tape = ToolListCapture::default();
+        assert_eq!(tape.capture_response(PAGE.as_bytes()), None, "nobody wants it");
+        let listening = tape.start_capture();
+        let rest: Value =
+            serde_json::from_str(&tape.capture_response(PAGE.as_bytes()).unwrap()).unwrap();
         assert_eq!(rest["result"]["tools"].as_array().unwrap().len(), 1, "{rest}");
         assert_eq!(rest["result"]["_meta"]["a"], 1);
         let page = listening.take().unwrap();
@@ -166,10 +170,10 @@ mod tests {
         for other in
             [r#"{"id":1,"result":{"tools":7}}"#, r#"{"id":1,"result":{"content":[]}}"#, "x"]
         {
-            assert_eq!(tape.pass(other.as_bytes()), None);
+            assert_eq!(tape.capture_response(other.as_bytes()), None);
             assert!(listening.take().is_none(), "{other}");
         }
         drop(listening);
-        assert!(!tape.is_wanted());
+        assert!(!tape.is_capturing());
     }
 }

@@ -5,32 +5,32 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use rmcp::model::{Tool, ToolAnnotations};
 use serde_json::{Value, json};
 use toolcrib::Json;
-use toolcrib::retry::PolicyPatch;
-use toolcrib::tool::{Definition, Effect, Executor, Risk, check_name};
+use toolcrib::retry::ExecutionPolicyPatch;
+use toolcrib::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
 
 use super::flags;
-use super::settings::{McpSettings, McpToolSettings};
+use super::settings::{McpServerSettings, McpToolSettings};
 
 /// The tools that an upstream offers, as definitions.
 #[derive(Debug, Default, Clone)]
-pub struct Offered {
+pub struct OfferedTools {
     /// Definitions by qualified name, in order.
-    pub tools: BTreeMap<String, Definition>,
+    pub tools: BTreeMap<String, ToolDefinition>,
     /// The upstream's own name of each tool.
-    pub names: HashMap<String, String>,
+    pub upstream_names: HashMap<String, String>,
     /// Tools with arguments that are repeated in HTTP headers.
-    pub mirrored: HashSet<String>,
+    pub header_mirrored: HashSet<String>,
     /// Tools that cannot be registered, with the reasons.
     pub skipped: Vec<(String, String)>,
     /// Tools whose texts address the model.
     pub flagged: Vec<String>,
 }
 
-impl Offered {
+impl OfferedTools {
     /// Converts a tool list. `unreadable` holds the tools that could not be parsed, with the
     /// reasons.
-    pub fn of(
-        settings: &McpSettings,
+    pub fn from_list(
+        settings: &McpServerSettings,
         list: Vec<Tool>,
         unreadable: Vec<(String, String)>,
         default_timeout_ms: u64,
@@ -57,7 +57,7 @@ impl Offered {
                 offered.skipped.push((format!("{theirs} and {} more", left.max(1) - 1), why));
                 break;
             }
-            let Some(name) = our_name(&settings.name, &theirs) else {
+            let Some(name) = qualified_tool_name(&settings.name, &theirs) else {
                 let why = "it has no name that a tool can have".to_owned();
                 offered.skipped.push((theirs.chars().take(80).collect(), why));
                 continue;
@@ -68,13 +68,13 @@ impl Offered {
                 continue;
             }
             let definition = definition(settings, said, &name, &tool, default_timeout_ms);
-            if flags::of(&definition).is_some() {
+            if flags::recorded_flags(&definition).is_some() {
                 offered.flagged.push(name.clone());
             }
             if definition.input_schema.text().contains("x-mcp-header") {
-                offered.mirrored.insert(name.clone());
+                offered.header_mirrored.insert(name.clone());
             }
-            offered.names.insert(name.clone(), theirs);
+            offered.upstream_names.insert(name.clone(), theirs);
             offered.tools.insert(name, definition);
         }
         let why = "it is in the settings, and the server does not offer it";
@@ -84,28 +84,28 @@ impl Offered {
 }
 
 /// Returns `NAME.tool`, replacing the characters that a name cannot contain.
-fn our_name(upstream: &str, theirs: &str) -> Option<String> {
+fn qualified_tool_name(upstream: &str, theirs: &str) -> Option<String> {
     let plain = |c: char| match c {
         c if c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '/' | '.') => c,
         _ => '_',
     };
     let rest: String = theirs.chars().map(plain).collect();
     let name = format!("{upstream}.{}", rest.trim_matches('.').replace("..", "_"));
-    check_name(&name).ok().map(|()| name)
+    check_tool_name(&name).ok().map(|()| name)
 }
 
 fn definition(
-    settings: &McpSettings,
+    settings: &McpServerSettings,
     said: Option<&McpToolSettings>,
     name: &str,
     tool: &Tool,
     default_timeout_ms: u64,
-) -> Definition {
-    let (effect, risk) = weighed(settings, said, tool.annotations.as_ref());
+) -> ToolDefinition {
+    let (effect, risk) = effect_and_risk(settings, said, tool.annotations.as_ref());
     let description = tool.description.as_deref().unwrap_or_default();
     let timeout_ms = said.and_then(|said| said.timeout_ms).or(settings.timeout_ms);
     let output = tool.output_schema.as_ref();
-    let mut definition = Definition {
+    let mut definition = ToolDefinition {
         project: Some(settings.project.clone()),
         name: name.to_owned(),
         description: description.chars().take(8_000).collect(),
@@ -116,22 +116,22 @@ fn definition(
         background: false,
         effect,
         risk,
-        policy: PolicyPatch::default(),
+        policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),
         metadata: None,
-        utp: None,
+        binding: None,
     };
     let hint = tool.annotations.as_ref().and_then(|hints| hints.title.as_deref());
-    let found = flags::found(&definition, [tool.title.as_deref(), hint]);
+    let found = flags::detect_flags(&definition, [tool.title.as_deref(), hint]);
     definition.metadata = Some(metadata(settings, tool, &found));
     definition
 }
 
 fn object(schema: &rmcp::model::JsonObject) -> Json {
-    Json::of(schema).unwrap_or_else(|_| Json::empty_object())
+    Json::from_serialize(schema).unwrap_or_else(|_| Json::empty_object())
 }
 
-fn metadata(settings: &McpSettings, tool: &Tool, found: &[&str]) -> Json {
+fn metadata(settings: &McpServerSettings, tool: &Tool, found: &[&str]) -> Json {
     let hint = tool.annotations.as_ref().and_then(|hints| hints.title.clone());
     let mut metadata = json!({ "mcp": { "server": settings.name, "tool": tool.name } });
     if let Some(title) = tool.title.clone().or(hint) {
@@ -143,13 +143,13 @@ fn metadata(settings: &McpSettings, tool: &Tool, found: &[&str]) -> Json {
     if !found.is_empty() {
         metadata["flags"] = json!(found);
     }
-    Json::of_value(&metadata)
+    Json::from_value(&metadata)
 }
 
 /// Determines a tool's effect and risk. The operator's settings for the tool take precedence. The
 /// operator's settings for the server are a minimum, which the server's hints can only raise.
-fn weighed(
-    settings: &McpSettings,
+fn effect_and_risk(
+    settings: &McpServerSettings,
     said: Option<&McpToolSettings>,
     hints: Option<&ToolAnnotations>,
 ) -> (Effect, Risk) {
@@ -167,13 +167,13 @@ fn weighed(
         (false, Some(true)) => Risk::High,
         (false, Some(false) | None) => Risk::Medium,
     };
-    let least = settings.effect.map_or(hinted, |least| graver(least, hinted));
+    let least = settings.effect.map_or(hinted, |least| stricter_effect(least, hinted));
     let effect = said.and_then(|said| said.effect).unwrap_or(least);
     let least = settings.risk.map_or(risk, |least| least.max(risk));
     (effect, said.and_then(|said| said.risk).unwrap_or(least))
 }
 
-fn graver(a: Effect, b: Effect) -> Effect {
+fn stricter_effect(a: Effect, b: Effect) -> Effect {
     if a as u8 >= b as u8 { a } else { b }
 }
 
@@ -191,16 +191,16 @@ pub struct ToolChange {
 }
 
 /// Returns the differences between the known and the offered definitions.
-pub fn changes(
-    known: &BTreeMap<String, Definition>,
-    offered: &BTreeMap<String, Definition>,
+pub fn diff_tools(
+    known: &BTreeMap<String, ToolDefinition>,
+    offered: &BTreeMap<String, ToolDefinition>,
     at_ms: u64,
 ) -> Vec<ToolChange> {
     let mut changes = Vec::new();
     for (name, tool) in offered {
         let (change, fields) = match known.get(name) {
             None => ("added", Vec::new()),
-            Some(before) => ("changed", differences(before, tool)),
+            Some(before) => ("changed", changed_fields(before, tool)),
         };
         if change == "added" || !fields.is_empty() {
             changes.push(ToolChange { tool: name.clone(), change, fields, at_ms });
@@ -213,7 +213,7 @@ pub fn changes(
     changes
 }
 
-fn differences(a: &Definition, b: &Definition) -> Vec<&'static str> {
+fn changed_fields(a: &ToolDefinition, b: &ToolDefinition) -> Vec<&'static str> {
     let fields = [
         ("title", titles(a) != titles(b)),
         ("description", a.description != b.description),
@@ -226,8 +226,8 @@ fn differences(a: &Definition, b: &Definition) -> Vec<&'static str> {
 }
 
 /// Returns a tool's title, and the one in its annotations.
-fn titles(tool: &Definition) -> [Option<Value>; 2] {
-    let metadata = tool.metadata.as_ref().map(Json::value);
+fn titles(tool: &ToolDefinition) -> [Option<Value>; 2] {
+    let metadata = tool.metadata.as_ref().map(Json::to_value);
     ["/title", "/mcp/annotations/title"]
         .map(|place| metadata.as_ref().and_then(|metadata| metadata.pointer(place).cloned()))
 }
@@ -241,8 +241,8 @@ mod tests {
     fn a_title_is_part_of_a_tool() {
         let offered = |tool: Value| {
             let tool: Tool = serde_json::from_value(tool).unwrap();
-            let settings = McpSettings { name: "up".into(), ..McpSettings::default() };
-            Offered::of(&settings, vec![tool], Vec::new(), 1_000)
+            let settings = McpServerSettings { name: "up".into(), ..McpServerSettings::default() };
+            OfferedTools::from_list(&settings, vec![tool], Vec::new(), 1_000)
         };
         let plain = json!({ "name": "a", "inputSchema": { "type": "object" } });
         let mut titled = plain.clone();
@@ -253,7 +253,7 @@ mod tests {
         assert!(before.flagged.is_empty());
         for after in after {
             assert_eq!(after.flagged, ["up.a"]);
-            let found = changes(&before.tools, &after.tools, 0);
+            let found = diff_tools(&before.tools, &after.tools, 0);
             assert_eq!(found[0].fields, ["title"]);
             assert_ne!(before.tools["up.a"].version(), after.tools["up.a"].version());
         }
@@ -267,32 +267,35 @@ mod tests {
 
     #[test]
     fn hints_never_lower_what_the_operator_set() {
-        let plain = McpSettings::default();
-        assert_eq!(weighed(&plain, None, None), (Effect::Irreversible, Risk::Medium));
+        let plain = McpServerSettings::default();
+        assert_eq!(effect_and_risk(&plain, None, None), (Effect::Irreversible, Risk::Medium));
         let tame = hints(true, None);
-        assert_eq!(weighed(&plain, None, Some(&tame)), (Effect::Read, Risk::Low));
-        let strict = McpSettings {
+        assert_eq!(effect_and_risk(&plain, None, Some(&tame)), (Effect::Read, Risk::Low));
+        let strict = McpServerSettings {
             effect: Some(Effect::Idempotent),
             risk: Some(Risk::High),
-            ..McpSettings::default()
+            ..McpServerSettings::default()
         };
-        assert_eq!(weighed(&strict, None, Some(&tame)), (Effect::Idempotent, Risk::High));
+        assert_eq!(effect_and_risk(&strict, None, Some(&tame)), (Effect::Idempotent, Risk::High));
         let wild = hints(false, Some(true));
-        assert_eq!(weighed(&strict, None, Some(&wild)), (Effect::Irreversible, Risk::High));
+        assert_eq!(effect_and_risk(&strict, None, Some(&wild)), (Effect::Irreversible, Risk::High));
         let said = McpToolSettings {
             effect: Some(Effect::Read),
             risk: Some(Risk::Critical),
             ..McpToolSettings::default()
         };
-        assert_eq!(weighed(&strict, Some(&said), Some(&wild)), (Effect::Read, Risk::Critical));
+        assert_eq!(
+            effect_and_risk(&strict, Some(&said), Some(&wild)),
+            (Effect::Read, Risk::Critical)
+        );
     }
 
     #[test]
     fn names_of_others_become_names_of_ours() {
-        assert_eq!(our_name("gh", "create_issue").as_deref(), Some("gh.create_issue"));
-        assert_eq!(our_name("gh", "a b:c").as_deref(), Some("gh.a_b_c"));
-        assert_eq!(our_name("gh", "..a..b.").as_deref(), Some("gh.a_b"));
-        assert_eq!(our_name("gh", ""), None);
-        assert_eq!(our_name("gh", &"x".repeat(200)), None);
+        assert_eq!(qualified_tool_name("gh", "create_issue").as_deref(), Some("gh.create_issue"));
+        assert_eq!(qualified_tool_name("gh", "a b:c").as_deref(), Some("gh.a_b_c"));
+        assert_eq!(qualified_tool_name("gh", "..a..b.").as_deref(), Some("gh.a_b"));
+        assert_eq!(qualified_tool_name("gh", ""), None);
+        assert_eq!(qualified_tool_name("gh", &"x".repeat(200)), None);
     }
 }

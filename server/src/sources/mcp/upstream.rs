@@ -13,20 +13,20 @@ use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::source::Attempt;
-use toolcrib::tool::Definition;
+use toolcrib::tool::ToolDefinition;
 
-use super::call::Suspended;
-use super::child::Complaints;
-use super::connection::Watch;
+use super::call::SuspendedRequest;
+use super::child::StderrTail;
+use super::connection::ConnectionDiagnostics;
 use super::direct;
-use super::ears::{Ears, News};
-use super::environment::Filled;
+use super::ears::{McpClientHandler, UpstreamChange};
+use super::environment::ResolvedSettings;
 use super::now_ms;
-use super::oauth::Pass;
-use super::settings::McpSettings;
-use super::state::{Phase, State};
-use super::tools::{Offered, ToolChange};
-use crate::outbound::Outbound;
+use super::oauth::Authorizer;
+use super::settings::McpServerSettings;
+use super::state::{UpstreamPhase, UpstreamState};
+use super::tools::{OfferedTools, ToolChange};
+use crate::outbound::OutboundPolicy;
 
 /// Maximum time a call waits for an upstream that is being connected.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -35,115 +35,115 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const KEPT_CHANGES: usize = 50;
 
 /// A usable connection.
-pub(super) struct Live {
+pub(super) struct LiveConnection {
     pub(super) peer: Peer<RoleClient>,
-    pub(super) ears: Arc<Ears>,
-    pub(super) watch: Watch,
-    pub(super) direct: direct::Shared,
+    pub(super) handler: Arc<McpClientHandler>,
+    pub(super) diagnostics: ConnectionDiagnostics,
+    pub(super) stateless: direct::SharedStatelessClient,
     /// `true` if the upstream may send elicitations in the middle of a call over stdio, where
     /// nothing identifies the call.
-    pub(super) asks_within: bool,
+    pub(super) may_elicit_mid_call: bool,
 }
 
-type Key = (CallId, u32);
+type AttemptKey = (CallId, u32);
 
 /// An attempt that can be canceled. Dropping it unregisters the attempt.
-pub(super) struct Running {
-    upstream: Arc<Upstream>,
-    key: Key,
+pub(super) struct RunningAttempt {
+    upstream: Arc<UpstreamServer>,
+    key: AttemptKey,
     pub(super) token: CancellationToken,
     /// Latest progress message of the attempt.
-    pub(super) said: Mutex<String>,
+    pub(super) last_message: Mutex<String>,
 }
 
-impl Drop for Running {
+impl Drop for RunningAttempt {
     fn drop(&mut self) {
         self.upstream.running.lock().remove(&self.key);
     }
 }
 
 /// One upstream.
-pub struct Upstream {
-    pub(super) settings: McpSettings,
-    pub(super) state: Mutex<State>,
-    pub(super) complaints: Complaints,
-    pub(super) news: broadcast::Sender<News>,
-    pub(super) outbound: Arc<Outbound>,
+pub struct UpstreamServer {
+    pub(super) settings: McpServerSettings,
+    pub(super) state: Mutex<UpstreamState>,
+    pub(super) stderr: StderrTail,
+    pub(super) changes: broadcast::Sender<UpstreamChange>,
+    pub(super) outbound: Arc<OutboundPolicy>,
     /// Source of its tokens, if it may need some.
-    pub(super) pass: Option<Arc<Pass>>,
+    pub(super) authorizer: Option<Arc<Authorizer>>,
     pub(super) stop: CancellationToken,
     /// Signals that the upstream is to be tried again at once.
-    pub(super) again: Notify,
+    pub(super) retry_now: Notify,
     /// Number of refreshes requested, and below it the number of those completed.
-    pub(super) wanted: AtomicU64,
-    pub(super) looked: watch::Sender<u64>,
+    pub(super) refreshes_requested: AtomicU64,
+    pub(super) refreshes_completed: watch::Sender<u64>,
     /// Signals that the connection is to be closed and opened again.
-    pub(super) leave: Notify,
+    pub(super) reconnect_requested: Notify,
     /// Tools that the upstream offers now, accepted or not.
-    pub(super) offered: Mutex<Offered>,
+    pub(super) offered: Mutex<OfferedTools>,
     /// Offered tools that the registry rejected, with the reasons. They are not submitted again.
-    pub(super) unusable: Mutex<BTreeMap<String, (Definition, String)>>,
-    pub(super) suspended: Mutex<HashMap<CallId, Suspended>>,
-    live: watch::Sender<Option<Arc<Live>>>,
-    running: Mutex<HashMap<Key, CancellationToken>>,
-    filled: Mutex<Option<Arc<Filled>>>,
+    pub(super) rejected_tools: Mutex<BTreeMap<String, (ToolDefinition, String)>>,
+    pub(super) suspended: Mutex<HashMap<CallId, SuspendedRequest>>,
+    connection: watch::Sender<Option<Arc<LiveConnection>>>,
+    running: Mutex<HashMap<AttemptKey, CancellationToken>>,
+    resolved: Mutex<Option<Arc<ResolvedSettings>>>,
 }
 
-impl Upstream {
+impl UpstreamServer {
     pub(super) fn new(
-        settings: McpSettings,
-        news: broadcast::Sender<News>,
-        outbound: Arc<Outbound>,
-        pass: Option<Arc<Pass>>,
+        settings: McpServerSettings,
+        news: broadcast::Sender<UpstreamChange>,
+        outbound: Arc<OutboundPolicy>,
+        pass: Option<Arc<Authorizer>>,
     ) -> Arc<Self> {
-        let phase = if settings.enabled { Phase::Starting } else { Phase::Off };
+        let phase = if settings.enabled { UpstreamPhase::Starting } else { UpstreamPhase::Off };
         Arc::new(Self {
             settings,
-            state: Mutex::new(State::new(phase)),
-            complaints: Complaints::default(),
-            news,
+            state: Mutex::new(UpstreamState::new(phase)),
+            stderr: StderrTail::default(),
+            changes: news,
             outbound,
-            pass,
+            authorizer: pass,
             stop: CancellationToken::new(),
-            again: Notify::new(),
-            wanted: AtomicU64::new(0),
-            looked: watch::Sender::new(0),
-            leave: Notify::new(),
+            retry_now: Notify::new(),
+            refreshes_requested: AtomicU64::new(0),
+            refreshes_completed: watch::Sender::new(0),
+            reconnect_requested: Notify::new(),
             offered: Mutex::default(),
-            unusable: Mutex::default(),
+            rejected_tools: Mutex::default(),
             suspended: Mutex::default(),
-            live: watch::Sender::new(None),
+            connection: watch::Sender::new(None),
             running: Mutex::default(),
-            filled: Mutex::default(),
+            resolved: Mutex::default(),
         })
     }
 
-    pub(super) fn set_live(&self, live: Option<Arc<Live>>) {
-        self.live.send_replace(live);
+    pub(super) fn set_connection(&self, live: Option<Arc<LiveConnection>>) {
+        self.connection.send_replace(live);
     }
 
-    pub(super) fn set_filled(&self, filled: Arc<Filled>) {
-        *self.filled.lock() = Some(filled);
+    pub(super) fn set_resolved(&self, filled: Arc<ResolvedSettings>) {
+        *self.resolved.lock() = Some(filled);
     }
 
     /// Redacts the secrets of the settings and the tokens from a text.
-    pub(super) fn clean(&self, text: &str) -> String {
-        let text = match &*self.filled.lock() {
-            Some(filled) => filled.clean(text),
+    pub(super) fn redact(&self, text: &str) -> String {
+        let text = match &*self.resolved.lock() {
+            Some(filled) => filled.redact(text),
             None => text.to_owned(),
         };
-        self.pass.as_ref().map_or(text.clone(), |pass| pass.clean(&text))
+        self.authorizer.as_ref().map_or(text.clone(), |pass| pass.redact(&text))
     }
 
     /// Returns the connection, if there is one.
-    pub(super) fn connected(&self) -> Option<Arc<Live>> {
-        self.live.borrow().clone().filter(|live| !live.peer.is_transport_closed())
+    pub(super) fn current_connection(&self) -> Option<Arc<LiveConnection>> {
+        self.connection.borrow().clone().filter(|live| !live.peer.is_transport_closed())
     }
 
     /// Waits until the upstream is known to be available or unavailable.
-    pub(super) async fn begun(&self) {
-        let mut seen = self.live.subscribe();
-        while self.state.lock().phase == Phase::Starting {
+    pub(super) async fn wait_until_known(&self) {
+        let mut seen = self.connection.subscribe();
+        while self.state.lock().phase == UpstreamPhase::Starting {
             if seen.changed().await.is_err() {
                 return;
             }
@@ -151,13 +151,13 @@ impl Upstream {
     }
 
     /// Requests a reconnection or a refresh, and waits until it is done.
-    pub(super) async fn look_again(&self) {
+    pub(super) async fn request_refresh(&self) {
         if !self.settings.enabled {
             return;
         }
-        let number = self.wanted.fetch_add(1, Ordering::AcqRel) + 1;
-        self.again.notify_one();
-        let mut looked = self.looked.subscribe();
+        let number = self.refreshes_requested.fetch_add(1, Ordering::AcqRel) + 1;
+        self.retry_now.notify_one();
+        let mut looked = self.refreshes_completed.subscribe();
         tokio::select! {
             _ = looked.wait_for(|looked| *looked >= number) => {}
             () = self.stop.cancelled() => {}
@@ -169,16 +169,16 @@ impl Upstream {
     /// # Errors
     /// Returns a fault when the upstream is known to be unavailable, or the wait times out or is
     /// canceled.
-    pub(super) async fn live(
+    pub(super) async fn wait_connected(
         &self,
         deadline_ms: u64,
         token: &CancellationToken,
-    ) -> Result<Arc<Live>, Fault> {
-        if let Some(live) = self.connected() {
+    ) -> Result<Arc<LiveConnection>, Fault> {
+        if let Some(live) = self.current_connection() {
             return Ok(live);
         }
         let left = Duration::from_millis(deadline_ms.saturating_sub(now_ms()));
-        let mut seen = self.live.subscribe();
+        let mut seen = self.connection.subscribe();
         let waiting = async {
             loop {
                 let found = seen.borrow_and_update().clone();
@@ -186,7 +186,7 @@ impl Upstream {
                     return Some(live);
                 }
                 // Do not wait for an unavailable upstream, unless its next attempt is due soon.
-                if self.state.lock().is_away() {
+                if self.state.lock().is_unavailable() {
                     return None;
                 }
                 if seen.changed().await.is_err() {
@@ -195,40 +195,40 @@ impl Upstream {
             }
         };
         tokio::select! {
-            found = waiting => found.ok_or_else(|| self.away()),
-            () = tokio::time::sleep(left.min(PATIENCE)) => Err(self.away()),
-            () = self.stop.cancelled() => Err(self.away()),
+            found = waiting => found.ok_or_else(|| self.unavailable_fault()),
+            () = tokio::time::sleep(left.min(PATIENCE)) => Err(self.unavailable_fault()),
+            () = self.stop.cancelled() => Err(self.unavailable_fault()),
             () = token.cancelled() => Err(Fault::new(Code::Canceled, "canceled")),
         }
     }
 
     /// Returns the fault that says why the upstream cannot be used now.
-    pub(super) fn away(&self) -> Fault {
+    pub(super) fn unavailable_fault(&self) -> Fault {
         let name = &self.settings.name;
         let state = self.state.lock();
         let why = match (&state.problem, state.phase) {
             (Some(problem), _) => problem.clone(),
-            (None, Phase::Off) => "it is switched off".to_owned(),
+            (None, UpstreamPhase::Off) => "it is switched off".to_owned(),
             (None, _) => "it has not answered yet".to_owned(),
         };
         let message = format!("the MCP server {name} is not there: {why}");
-        let shut = matches!(state.phase, Phase::Off | Phase::NeedsSignIn);
+        let shut = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
         Fault::unreachable(message).retryable(!shut)
     }
 
     /// Returns the upstream's own name for one of its registered tools.
-    pub(super) fn their_name(&self, tool: &str) -> Result<String, Fault> {
-        let found = self.offered.lock().names.get(tool).cloned();
+    pub(super) fn upstream_tool_name(&self, tool: &str) -> Result<String, Fault> {
+        let found = self.offered.lock().upstream_names.get(tool).cloned();
         found.ok_or_else(|| {
             let name = &self.settings.name;
             let message = format!("the MCP server {name} does not offer {tool} any more");
-            Fault::new(Code::ToolNotFound, message).not_happened()
+            Fault::new(Code::ToolNotFound, message).without_side_effect()
         })
     }
 
     /// Returns `true` if arguments of the tool are repeated in HTTP headers.
-    pub(super) fn is_mirrored(&self, tool: &str) -> bool {
-        self.offered.lock().mirrored.contains(tool)
+    pub(super) fn mirrors_args_in_headers(&self, tool: &str) -> bool {
+        self.offered.lock().header_mirrored.contains(tool)
     }
 
     /// Refuses a tool of a pinned upstream whose definition is not the accepted one.
@@ -249,13 +249,13 @@ impl Upstream {
             "{tool} is not what was accepted: the MCP server {name} is pinned, and the tool was \
              {what}; an operator can accept it (toolcrib mcp accept {name})"
         );
-        Err(Fault::new(Code::Conflict, message).not_happened().retryable(false))
+        Err(Fault::new(Code::Conflict, message).without_side_effect().retryable(false))
     }
 
-    pub(super) fn begin(self: &Arc<Self>, attempt: &Attempt) -> Running {
+    pub(super) fn register_attempt(self: &Arc<Self>, attempt: &Attempt) -> RunningAttempt {
         let (token, key) = (CancellationToken::new(), (attempt.call_id.clone(), attempt.number));
         self.running.lock().insert(key.clone(), token.clone());
-        Running { upstream: self.clone(), key, token, said: Mutex::default() }
+        RunningAttempt { upstream: self.clone(), key, token, last_message: Mutex::default() }
     }
 
     /// Cancels an attempt, and the suspended request that waits for an answer.
@@ -269,11 +269,11 @@ impl Upstream {
     /// Records that an attempt is over for the engine. For an attempt that sent an elicitation the
     /// second report means that its call has ended, so no answer will come and the request is
     /// abandoned.
-    pub(super) fn settled(&self, call_id: &CallId, attempt: u32) {
+    pub(super) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
         let over = {
             let mut suspended = self.suspended.lock();
             match suspended.get_mut(call_id).filter(|known| known.attempt == attempt) {
-                Some(known) => std::mem::replace(&mut known.settled, true),
+                Some(known) => std::mem::replace(&mut known.released, true),
                 None => false,
             }
         };
@@ -289,7 +289,7 @@ impl Upstream {
     }
 
     /// Keeps a request that waits for an answer, until its call's deadline at the latest.
-    pub(super) fn suspend(self: &Arc<Self>, attempt: &Attempt, suspended: Suspended) {
+    pub(super) fn suspend(self: &Arc<Self>, attempt: &Attempt, suspended: SuspendedRequest) {
         let (call_id, number) = (attempt.call_id.clone(), attempt.number);
         self.suspended.lock().insert(call_id.clone(), suspended);
         let left = Duration::from_millis(attempt.deadline_ms.saturating_sub(now_ms()));
@@ -297,7 +297,7 @@ impl Upstream {
         tokio::spawn(async move {
             tokio::time::sleep(left).await;
             let Some(upstream) = upstream.upgrade() else { return };
-            let same = |known: &Suspended| known.attempt == number;
+            let same = |known: &SuspendedRequest| known.attempt == number;
             let still = upstream.suspended.lock().get(&call_id).is_some_and(same);
             if still {
                 upstream.abandon(&call_id);
@@ -305,7 +305,7 @@ impl Upstream {
         });
     }
 
-    pub(super) fn note_changes(&self, changes: Vec<ToolChange>) {
+    pub(super) fn record_changes(&self, changes: Vec<ToolChange>) {
         let mut state = self.state.lock();
         let kept: &mut VecDeque<ToolChange> = &mut state.changes;
         kept.extend(changes);

@@ -16,106 +16,110 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 /// Number of queued requests that do not wait for the batch in flight.
-const ENOUGH: usize = 24;
+const FULL_BATCH: usize = 24;
 /// Time after which a batch in flight counts as slow.
-const LONG: Duration = Duration::from_millis(20);
+const SLOW_AFTER: Duration = Duration::from_millis(20);
 /// Maximum number of requests in one batch, and of their bytes.
-const MANY: usize = 100;
-const BYTES: usize = 262_144;
+const MAX_BATCH_REQUESTS: usize = 100;
+const MAX_BATCH_BYTES: usize = 262_144;
 
 /// An RPC that accepts many requests in one message.
-pub(super) trait Errand: Send + Sync + 'static {
-    type Question: Send + Sync + 'static;
-    type Answer: Send + 'static;
+pub(super) trait BatchRpc: Send + Sync + 'static {
+    type RpcRequest: Send + Sync + 'static;
+    type RpcResponse: Send + 'static;
 
     /// Returns the approximate size of a request on the wire.
-    fn size(question: &Self::Question) -> usize;
+    fn request_bytes(question: &Self::RpcRequest) -> usize;
 
     /// Sends all requests in one message. Returns `None` if the batch could not be answered, and
     /// each request has to be sent alone.
-    fn ask(
+    fn send_batch(
         &self,
         place: &str,
-        questions: &[Self::Question],
-    ) -> impl Future<Output = Option<Vec<Self::Answer>>> + Send;
+        questions: &[Self::RpcRequest],
+    ) -> impl Future<Output = Option<Vec<Self::RpcResponse>>> + Send;
 }
 
-struct Waiting<E: Errand> {
-    question: E::Question,
-    tell: oneshot::Sender<Option<E::Answer>>,
+struct PendingRequest<E: BatchRpc> {
+    request: E::RpcRequest,
+    reply: oneshot::Sender<Option<E::RpcResponse>>,
 }
 
-struct Line<E: Errand> {
-    waiting: VecDeque<Waiting<E>>,
+struct CoalescerQueue<E: BatchRpc> {
+    pending: VecDeque<PendingRequest<E>>,
     /// Batches in flight, and the number of them that are slow.
-    out: usize,
+    in_flight: usize,
     slow: usize,
     /// True if a worker is about to start.
-    called: bool,
+    worker_scheduled: bool,
 }
 
-impl<E: Errand> Line<E> {
+impl<E: BatchRpc> CoalescerQueue<E> {
     /// Returns true if a new worker must start for the queued requests, and marks it as scheduled.
-    fn calls(&mut self) -> bool {
-        let free = self.out == self.slow || self.waiting.len() >= ENOUGH;
-        let calls = !self.called && free && !self.waiting.is_empty();
-        self.called |= calls;
+    fn should_start_worker(&mut self) -> bool {
+        let free = self.in_flight == self.slow || self.pending.len() >= FULL_BATCH;
+        let calls = !self.worker_scheduled && free && !self.pending.is_empty();
+        self.worker_scheduled |= calls;
         calls
     }
 }
 
-impl<E: Errand> Default for Line<E> {
+impl<E: BatchRpc> Default for CoalescerQueue<E> {
     fn default() -> Self {
-        Self { waiting: VecDeque::new(), out: 0, slow: 0, called: false }
+        Self { pending: VecDeque::new(), in_flight: 0, slow: 0, worker_scheduled: false }
     }
 }
 
 /// The queues of all subject prefixes.
-pub(super) struct Bundles<E: Errand> {
-    inner: Arc<Inner<E>>,
+pub(super) struct Coalescer<E: BatchRpc> {
+    inner: Arc<CoalescerShared<E>>,
 }
 
-struct Inner<E: Errand> {
-    errand: E,
-    lines: Mutex<HashMap<String, Line<E>>>,
+struct CoalescerShared<E: BatchRpc> {
+    rpc: E,
+    queues: Mutex<HashMap<String, CoalescerQueue<E>>>,
 }
 
-impl<E: Errand> Bundles<E> {
+impl<E: BatchRpc> Coalescer<E> {
     pub(super) fn new(errand: E) -> Self {
-        Self { inner: Arc::new(Inner { errand, lines: Mutex::default() }) }
+        Self { inner: Arc::new(CoalescerShared { rpc: errand, queues: Mutex::default() }) }
     }
 
     /// Sends a request, batched with other requests to the same prefix. Returns `None` if the batch
     /// could not be answered.
-    pub(super) async fn ask(&self, place: String, question: E::Question) -> Option<E::Answer> {
+    pub(super) async fn request(
+        &self,
+        place: String,
+        question: E::RpcRequest,
+    ) -> Option<E::RpcResponse> {
         let (tell, told) = oneshot::channel();
         let begins = {
-            let mut lines = self.inner.lines.lock();
+            let mut lines = self.inner.queues.lock();
             let line = lines.entry(place.clone()).or_default();
-            line.waiting.push_back(Waiting { question, tell });
-            line.calls()
+            line.pending.push_back(PendingRequest { request: question, reply: tell });
+            line.should_start_worker()
         };
         if begins {
-            tokio::spawn(self.inner.clone().carry(place));
+            tokio::spawn(self.inner.clone().run_worker(place));
         }
         told.await.ok().flatten()
     }
 }
 
-impl<E: Errand> Inner<E> {
+impl<E: BatchRpc> CoalescerShared<E> {
     /// Sends batches until the queue is empty.
-    async fn carry(self: Arc<Self>, place: String) {
+    async fn run_worker(self: Arc<Self>, place: String) {
         // Requests of the same instant join the first batch.
         tokio::task::yield_now().await;
-        if let Some(line) = self.lines.lock().get_mut(&place) {
-            line.called = false;
-            line.out += 1;
+        if let Some(line) = self.queues.lock().get_mut(&place) {
+            line.worker_scheduled = false;
+            line.in_flight += 1;
         }
-        while let Some(some) = self.some(&place) {
+        while let Some(some) = self.next_batch(&place) {
             let (questions, tells): (Vec<_>, Vec<_>) =
-                some.into_iter().map(|one| (one.question, one.tell)).unzip();
-            let asking = self.errand.ask(&place, &questions);
-            let answers = self.clone().unless_slow(&place, asking).await;
+                some.into_iter().map(|one| (one.request, one.reply)).unzip();
+            let asking = self.rpc.send_batch(&place, &questions);
+            let answers = self.clone().await_or_mark_slow(&place, asking).await;
             let mut answers = answers.map(Vec::into_iter);
             for tell in tells {
                 // An error means that the requester has been dropped.
@@ -125,49 +129,53 @@ impl<E: Errand> Inner<E> {
     }
 
     /// Awaits a batch. If it is slow, starts another worker, so that queued requests need not wait.
-    async fn unless_slow<T>(self: Arc<Self>, place: &str, asking: impl Future<Output = T>) -> T {
+    async fn await_or_mark_slow<T>(
+        self: Arc<Self>,
+        place: &str,
+        asking: impl Future<Output = T>,
+    ) -> T {
         let mut asking = std::pin::pin!(asking);
         tokio::select! {
             biased;
             answers = &mut asking => return answers,
-            () = tokio::time::sleep(LONG) => {}
+            () = tokio::time::sleep(SLOW_AFTER) => {}
         }
-        let calls = self.lines.lock().get_mut(place).is_some_and(|line| {
+        let calls = self.queues.lock().get_mut(place).is_some_and(|line| {
             line.slow += 1;
-            line.calls()
+            line.should_start_worker()
         });
         if calls {
-            tokio::spawn(self.clone().carry_boxed(place.to_owned()));
+            tokio::spawn(self.clone().run_worker_boxed(place.to_owned()));
         }
         let answers = asking.await;
-        if let Some(line) = self.lines.lock().get_mut(place) {
+        if let Some(line) = self.queues.lock().get_mut(place) {
             line.slow -= 1;
         }
         answers
     }
 
     /// The same with a nameable type, because `run_worker` starts itself recursively.
-    fn carry_boxed(self: Arc<Self>, place: String) -> BoxFuture<'static, ()> {
-        self.carry(place).boxed()
+    fn run_worker_boxed(self: Arc<Self>, place: String) -> BoxFuture<'static, ()> {
+        self.run_worker(place).boxed()
     }
 
-    fn some(&self, place: &str) -> Option<Vec<Waiting<E>>> {
-        let mut lines = self.lines.lock();
+    fn next_batch(&self, place: &str) -> Option<Vec<PendingRequest<E>>> {
+        let mut lines = self.queues.lock();
         let line = lines.get_mut(place)?;
         let (mut some, mut bytes) = (Vec::new(), 0);
-        while some.len() < MANY {
-            let Some(next) = line.waiting.front() else { break };
-            bytes += E::size(&next.question);
-            if bytes > BYTES && !some.is_empty() {
+        while some.len() < MAX_BATCH_REQUESTS {
+            let Some(next) = line.pending.front() else { break };
+            bytes += E::request_bytes(&next.request);
+            if bytes > MAX_BATCH_BYTES && !some.is_empty() {
                 break;
             }
-            some.extend(line.waiting.pop_front().filter(|one| !one.tell.is_closed()));
+            some.extend(line.pending.pop_front().filter(|one| !one.reply.is_closed()));
         }
         if !some.is_empty() {
             return Some(some);
         }
-        line.out -= 1;
-        if line.out == 0 && !line.called {
+        line.in_flight -= 1;
+        if line.in_flight == 0 && !line.worker_scheduled {
             lines.remove(place);
         }
         None
@@ -185,15 +193,15 @@ mod tests {
         asked: Mutex<Vec<usize>>,
     }
 
-    impl Errand for Arc<Counting> {
-        type Question = usize;
-        type Answer = usize;
+    impl BatchRpc for Arc<Counting> {
+        type RpcRequest = usize;
+        type RpcResponse = usize;
 
-        fn size(_: &usize) -> usize {
+        fn request_bytes(_: &usize) -> usize {
             1
         }
 
-        async fn ask(&self, _: &str, questions: &[usize]) -> Option<Vec<usize>> {
+        async fn send_batch(&self, _: &str, questions: &[usize]) -> Option<Vec<usize>> {
             self.asked.lock().push(questions.len());
             self.open.acquire().await.unwrap().forget();
             Some(questions.to_vec())
@@ -207,21 +215,21 @@ mod tests {
     #[tokio::test]
     async fn what_comes_while_others_are_out_goes_together() {
         let errand = counting();
-        let bundles = Arc::new(Bundles::new(errand.clone()));
+        let bundles = Arc::new(Coalescer::new(errand.clone()));
         let ask = |n: usize| {
             let bundles = bundles.clone();
-            tokio::spawn(async move { bundles.ask("here".into(), n).await })
+            tokio::spawn(async move { bundles.request("here".into(), n).await })
         };
         let mut asked = vec![ask(0)];
         while errand.asked.lock().is_empty() {
             tokio::task::yield_now().await;
         }
-        asked.extend((1..ENOUGH).map(&ask));
-        while bundles.inner.lines.lock().get("here").unwrap().waiting.len() < ENOUGH - 1 {
+        asked.extend((1..FULL_BATCH).map(&ask));
+        while bundles.inner.queues.lock().get("here").unwrap().pending.len() < FULL_BATCH - 1 {
             tokio::task::yield_now().await;
         }
         assert_eq!(errand.asked.lock().len(), 1, "they wait for the one that is out");
-        asked.push(ask(ENOUGH));
+        asked.push(ask(FULL_BATCH));
         while errand.asked.lock().len() < 2 {
             tokio::task::yield_now().await;
         }
@@ -229,17 +237,17 @@ mod tests {
         for (n, one) in asked.into_iter().enumerate() {
             assert_eq!(one.await.unwrap(), Some(n));
         }
-        assert_eq!(*errand.asked.lock(), [1, ENOUGH], "enough for another");
-        assert!(bundles.inner.lines.lock().is_empty(), "nothing is kept of a place");
+        assert_eq!(*errand.asked.lock(), [1, FULL_BATCH], "enough for another");
+        assert!(bundles.inner.queues.lock().is_empty(), "nothing is kept of a place");
     }
 
     #[tokio::test(start_paused = true)]
     async fn one_that_takes_long_holds_nobody_up() {
         let errand = counting();
-        let bundles = Arc::new(Bundles::new(errand.clone()));
+        let bundles = Arc::new(Coalescer::new(errand.clone()));
         let ask = |n: usize| {
             let bundles = bundles.clone();
-            tokio::spawn(async move { bundles.ask("here".into(), n).await })
+            tokio::spawn(async move { bundles.request("here".into(), n).await })
         };
         let first = ask(1);
         while errand.asked.lock().is_empty() {
@@ -247,7 +255,7 @@ mod tests {
         }
         let others = [ask(2), ask(3)];
         while errand.asked.lock().len() < 2 {
-            tokio::time::sleep(LONG).await;
+            tokio::time::sleep(SLOW_AFTER).await;
         }
         assert_eq!(*errand.asked.lock(), [1, 2]);
         errand.open.add_permits(2);
@@ -255,7 +263,7 @@ mod tests {
         for (n, other) in others.into_iter().enumerate() {
             assert_eq!(other.await.unwrap(), Some(n + 2));
         }
-        while !bundles.inner.lines.lock().is_empty() {
+        while !bundles.inner.queues.lock().is_empty() {
             tokio::task::yield_now().await;
         }
     }
@@ -263,11 +271,11 @@ mod tests {
     #[tokio::test]
     async fn nobody_who_went_away_is_asked_for() {
         let errand = counting();
-        let bundles = Bundles::new(errand.clone());
-        let gone = futures::future::FutureExt::now_or_never(bundles.ask("here".into(), 1));
+        let bundles = Coalescer::new(errand.clone());
+        let gone = futures::future::FutureExt::now_or_never(bundles.request("here".into(), 1));
         assert_eq!(gone, None);
         errand.open.add_permits(1);
-        assert_eq!(bundles.ask("here".into(), 2).await, Some(2));
+        assert_eq!(bundles.request("here".into(), 2).await, Some(2));
         assert_eq!(*errand.asked.lock(), [1]);
     }
 }

@@ -3,29 +3,29 @@
 use async_nats::jetstream::Message;
 use serde_json::{Map, Value};
 use toolcrib::fault::{Code, Fault};
-use toolcrib::utp::card::{error_of, mirrored};
+use toolcrib::utp::card::{error_as_result, error_json};
 use toolcrib::utp::{AfterExecution, Route, ToolStatus, subject, trace};
 
 use super::super::wire;
-use super::{Answer, Job};
+use super::{ToolJob, ToolJobResult};
 
 /// The reason why a command cannot be executed.
-pub(super) enum Trouble {
+pub(super) enum CommandError {
     /// The server does not reply; the command is returned for a later delivery.
-    Away,
+    ServerUnavailable,
     /// The command is invalid; holds the result to report.
-    Wrong(Box<Answer>),
+    Rejected(Box<ToolJobResult>),
 }
 
-impl Trouble {
-    pub(super) fn wrong(code: Code, message: impl Into<String>) -> Self {
-        let fault = Fault::new(code, message).not_happened().retryable(false);
-        Self::Wrong(Box::new(Answer::failed(fault)))
+impl CommandError {
+    pub(super) fn rejected(code: Code, message: impl Into<String>) -> Self {
+        let fault = Fault::new(code, message).without_side_effect().retryable(false);
+        Self::Rejected(Box::new(ToolJobResult::failed(fault)))
     }
 }
 
 /// A command that can be answered.
-pub(super) struct Command {
+pub(super) struct ReceivedCommand {
     pub(super) project: String,
     pub(super) channel: String,
     pub(super) version: String,
@@ -39,21 +39,21 @@ pub(super) struct Command {
     after_execution: Option<String>,
     pub(super) traceparent: String,
     pub(super) tracestate: Option<String>,
-    pub(super) depth: Option<String>,
+    pub(super) recursion_depth: Option<String>,
     effect: Option<String>,
     deadline_ms: Option<u64>,
     fields: Map<String, Value>,
 }
 
-impl Command {
+impl ReceivedCommand {
     /// Parses the fields that are needed to report a result. Returns the reason if that fails; such
     /// a command becomes a dead letter.
-    pub(super) fn read(message: &Message) -> Result<Self, String> {
+    pub(super) fn parse(message: &Message) -> Result<Self, String> {
         let parts = subject::parse(&message.subject).ok_or("this is no subject of ours")?;
         let payload: Value = serde_json::from_slice(&message.payload)
             .map_err(|error| format!("the command is not JSON: {error}"))?;
         let Value::Object(fields) = payload else { return Err("a command is an object".into()) };
-        let headers = wire::Headers::of(message.headers.as_ref());
+        let headers = wire::UtpHeaders::from_message(message.headers.as_ref());
         let header = |name: &str| headers.get(name).map(str::to_owned);
         let text = |name: &str, in_header: &str| {
             let given = fields.get(name).and_then(Value::as_str).map(str::to_owned);
@@ -74,10 +74,10 @@ impl Command {
             }
         }
         let deadline = fields.get("deadline_at_ms").and_then(Value::as_u64);
-        let in_header = || header(wire::DEADLINE)?.parse().ok();
+        let in_header = || header(wire::DEADLINE_HEADER)?.parse().ok();
         let tool_call_id = needed("tool_call_id", "cg-tool-call-id")?;
         // An invalid trace header is no reason to leave a command unanswered.
-        let traced = header("traceparent").and_then(|text| trace::normal(&text));
+        let traced = header("traceparent").and_then(|text| trace::normalize(&text));
         Ok(Self {
             project: parts.project.to_owned(),
             channel: parts.channel.to_owned(),
@@ -91,8 +91,8 @@ impl Command {
             after_execution: text("after_execution", ""),
             traceparent: traced.unwrap_or_else(|| trace::from_seed(&tool_call_id)),
             tracestate: header("tracestate"),
-            depth: header("cg-recursion-depth"),
-            effect: text("effect", wire::EFFECT),
+            recursion_depth: header("cg-recursion-depth"),
+            effect: text("effect", wire::EFFECT_HEADER),
             deadline_ms: deadline.or_else(in_header),
             tool_call_id,
             fields,
@@ -100,11 +100,11 @@ impl Command {
     }
 
     /// Validates the other fields. An error here is reported as a failed result.
-    pub(super) fn check(&self) -> Result<(), Trouble> {
+    pub(super) fn validate(&self) -> Result<(), CommandError> {
         for name in ["args", "arguments", "result"] {
             if self.fields.contains_key(name) {
                 let message = format!("payload.{name} is forbidden: the card has the arguments");
-                return Err(Trouble::wrong(Code::BadRequest, message));
+                return Err(CommandError::rejected(Code::BadRequest, message));
             }
         }
         let needed = [
@@ -116,17 +116,17 @@ impl Command {
             needed.iter().filter(|(_, there)| !there).map(|(name, _)| *name).collect();
         if !missing.is_empty() {
             let message = format!("missing required fields {missing:?}");
-            return Err(Trouble::wrong(Code::BadRequest, message));
+            return Err(CommandError::rejected(Code::BadRequest, message));
         }
         let after = self.after_execution.as_deref().unwrap_or_default();
         if after.parse::<AfterExecution>().is_err() {
             let message = format!("after_execution \"{after}\" is neither suspend nor terminate");
-            let fault = Fault::new(Code::BadRequest, message).not_happened();
-            let result = mirrored(&error_of(&fault, "tool"));
+            let fault = Fault::new(Code::BadRequest, message).without_side_effect();
+            let result = error_as_result(&error_json(&fault, "tool"));
             let fault =
                 fault.with_detail(serde_json::json!({ "utp_code": "invalid_after_execution" }));
-            let answer = Answer { status: ToolStatus::Failed, result, error: Some(fault) };
-            return Err(Trouble::Wrong(Box::new(answer)));
+            let answer = ToolJobResult { status: ToolStatus::Failed, result, error: Some(fault) };
+            return Err(CommandError::Rejected(Box::new(answer)));
         }
         Ok(())
     }
@@ -137,7 +137,7 @@ impl Command {
         given.parse().unwrap_or_default()
     }
 
-    pub(super) fn anchor(&self) -> (String, String, String) {
+    pub(super) fn call_key(&self) -> (String, String, String) {
         (self.project.clone(), self.turn_id.clone(), self.tool_call_id.clone())
     }
 
@@ -156,8 +156,8 @@ impl Command {
     }
 
     /// Converts the command into a job; `meta` is the metadata of its card.
-    pub(super) fn job(&self, tool_name: &str, args: Value, meta: &Value) -> Job {
-        Job {
+    pub(super) fn to_job(&self, tool_name: &str, args: Value, meta: &Value) -> ToolJob {
+        ToolJob {
             tool_name: tool_name.to_owned(),
             args,
             project: self.project.clone(),
@@ -172,7 +172,7 @@ impl Command {
 
     fn route(&self, meta: &Value) -> Route {
         let text = |value: Option<&Value>| value.and_then(Value::as_str).map(str::to_owned);
-        let depth = self.depth.as_deref().and_then(|depth| depth.trim().parse().ok());
+        let depth = self.recursion_depth.as_deref().and_then(|depth| depth.trim().parse().ok());
         Route {
             agent_id: self.agent_id.clone(),
             turn_id: self.turn_id.clone(),

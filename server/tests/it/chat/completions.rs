@@ -1,7 +1,9 @@
 //! Chat completions that come at once.
 
 use serde_json::json;
-use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
+use toolcrib_bench::model::{
+    ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
+};
 use toolcrib_server::config::{ModelKind, NamedModelSettings};
 
 use super::*;
@@ -9,10 +11,11 @@ use crate::support::api::{offer, offer_with};
 
 #[tokio::test]
 async fn calls_of_the_crib_are_done_here_and_the_answer_comes_back() {
-    let two = Answer::text("I will see.")
-        .call("call_a", "calculation__eval", eval("6 * 7").to_string())
-        .call("call_b", "calculation__eval", eval("2 ^ 10").to_string());
-    let (server, scripted) = serving([Turn::Say(two), say("42 and 1024.")]).await;
+    let two = ScriptedAnswer::text("I will see.")
+        .with_call("call_a", "calculation__eval", eval("6 * 7").to_string())
+        .with_call("call_b", "calculation__eval", eval("2 ^ 10").to_string());
+    let (server, scripted) =
+        serving([ScriptedBehavior::Reply(two), text_reply("42 and 1024.")]).await;
     let api = server.api();
     let reply = api.post("/v1/chat/completions", question("What is 6 * 7, and 2 ^ 10?")).await;
     let run_id = reply.header("toolcrib-run-id").unwrap().to_owned();
@@ -43,15 +46,15 @@ async fn calls_of_the_crib_are_done_here_and_the_answer_comes_back() {
     let ticket = api.call(made[0]["tool_call_id"].as_str().unwrap()).await;
     assert_eq!(ticket["result"]["text"], "42");
     // What the model was told.
-    let asked = scripted.asked();
+    let asked = scripted.requests();
     assert_eq!(shape(&asked[1]), ["user", "assistant call_a call_b", "tool call_a", "tool call_b"]);
-    assert!(asked[1].last().contains("1024"), "{}", asked[1].last());
-    assert_eq!(asked[0].tools(), ["calculation__eval", "result__read"]);
+    assert!(asked[1].last_content().contains("1024"), "{}", asked[1].last_content());
+    assert_eq!(asked[0].tool_names(), ["calculation__eval", "result__read"]);
 }
 
 #[tokio::test]
 async fn the_tools_that_are_offered_are_those_the_caller_may_use_and_names() {
-    let script = || [say("a"), say("b"), say("c"), say("d")];
+    let script = || [text_reply("a"), text_reply("b"), text_reply("c"), text_reply("d")];
     let (server, scripted) = serving(script()).await;
     let ada = server.keyed("p", "ada", "agent", &["calculation.*", "crm.*"]).await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
@@ -60,7 +63,7 @@ async fn the_tools_that_are_offered_are_those_the_caller_may_use_and_names() {
         let mut body = question("Hello");
         body["toolcrib"] = extra;
         ada.post("/v1/chat/completions", body).await.is(200);
-        scripted.asked().last().unwrap().tools()
+        scripted.requests().last().unwrap().tool_names()
     };
     let all = ask(json!(null)).await;
     assert!(all.contains(&"crm__find".to_owned()) && all.contains(&"calculation__eval".to_owned()));
@@ -79,8 +82,9 @@ async fn the_tools_that_are_offered_are_those_the_caller_may_use_and_names() {
 
 #[tokio::test]
 async fn the_clients_own_tools_are_returned_to_it() {
-    let own = Answer::text("").call("call_1", "open_door", r#"{"n": 1}"#);
-    let (server, scripted) = serving([Turn::Say(own), say("It is open.")]).await;
+    let own = ScriptedAnswer::text("").with_call("call_1", "open_door", r#"{"n": 1}"#);
+    let (server, scripted) =
+        serving([ScriptedBehavior::Reply(own), text_reply("It is open.")]).await;
     let api = server.api();
     let mut body = question("Open the door");
     body["tools"] = json!([own_tool("open_door")]);
@@ -97,8 +101,8 @@ async fn the_clients_own_tools_are_returned_to_it() {
     messages.push(json!({ "role": "tool", "tool_call_id": "call_1", "content": "done" }));
     let answer = api.post("/v1/chat/completions", body).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "It is open.");
-    let asked = scripted.asked();
-    assert_eq!(asked[0].tools(), ["open_door", "calculation__eval", "result__read"]);
+    let asked = scripted.requests();
+    assert_eq!(asked[0].tool_names(), ["open_door", "calculation__eval", "result__read"]);
     assert_eq!(asked[0].body["temperature"], 0.25);
     assert!(asked[0].body.get("toolcrib").is_none(), "the endpoint knows no such field");
     assert_eq!(shape(&asked[1]), ["user", "assistant call_1", "tool call_1"]);
@@ -131,9 +135,9 @@ async fn the_models_there_are() {
 #[tokio::test]
 async fn a_late_result_is_waited_for_and_told() {
     let (server, scripted) = serving([
-        call("call_1", "report__make", &json!({})),
-        say("It is being made."),
-        say("The report has 7 pages."),
+        tool_call_reply("call_1", "report__make", &json!({})),
+        text_reply("It is being made."),
+        text_reply("The report has 7 pages."),
     ])
     .await;
     let api = server.api();
@@ -148,19 +152,26 @@ async fn a_late_result_is_waited_for_and_told() {
     let request = api.poll("c1").await;
     // The model has been told that it goes on, and said something.
     crate::support::until("the second request", || async {
-        (scripted.asked().len() == 2).then_some(())
+        (scripted.requests().len() == 2).then_some(())
     })
     .await;
     api.succeed(request["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
     let answer = crate::support::soon("the answer", asking).await.unwrap();
     assert_eq!(answer["choices"][0]["message"]["content"], "The report has 7 pages.");
-    assert!(scripted.asked()[2].last().contains("\"pages\":7"), "{}", scripted.asked()[2].last());
+    assert!(
+        scripted.requests()[2].last_content().contains("\"pages\":7"),
+        "{}",
+        scripted.requests()[2].last_content()
+    );
 }
 
 #[tokio::test]
 async fn who_does_not_want_to_wait_is_told_what_was_said_meanwhile() {
-    let (server, _) =
-        serving([call("call_1", "report__make", &json!({})), say("It is being made.")]).await;
+    let (server, _) = serving([
+        tool_call_reply("call_1", "report__make", &json!({})),
+        text_reply("It is being made."),
+    ])
+    .await;
     let api = server.api();
     let report = offer_with("report.make", json!({ "async": true }));
     api.register("c1", json!([report])).await;
@@ -172,12 +183,17 @@ async fn who_does_not_want_to_wait_is_told_what_was_said_meanwhile() {
 
 #[tokio::test]
 async fn a_model_of_anthropics_kind_is_asked_in_its_own_words() {
-    let both = Answer::text("Hm.").call("toolu_1", "open_door", "{}").call(
+    let both = ScriptedAnswer::text("Hm.").with_call("toolu_1", "open_door", "{}").with_call(
         "toolu_2",
         "calculation__eval",
         eval("6 * 7").to_string(),
     );
-    let scripted = Scripted::saying([Turn::Say(both), say("42, and it is open.")]).await.unwrap();
+    let scripted = ScriptedModel::start_with_replies([
+        ScriptedBehavior::Reply(both),
+        text_reply("42, and it is open."),
+    ])
+    .await
+    .unwrap();
     let server = Server::with(|config| {
         let claude = NamedModelSettings {
             kind: Some(ModelKind::Anthropic),
@@ -201,7 +217,7 @@ async fn a_model_of_anthropics_kind_is_asked_in_its_own_words() {
     messages.push(json!({ "role": "tool", "tool_call_id": id, "content": "done" }));
     let answer = api.post("/v1/chat/completions", body).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "42, and it is open.");
-    let asked = scripted.asked();
+    let asked = scripted.requests();
     assert_eq!(
         (asked[0].path.as_str(), &asked[0].body["model"]),
         ("/v1/messages", &json!("claude-9"))
@@ -231,9 +247,9 @@ async fn a_model_of_anthropics_kind_is_asked_in_its_own_words() {
 
 #[tokio::test]
 async fn an_answer_that_was_cut_says_so_also_where_it_calls() {
-    let mut cut = Answer::text("").call("a", "open_door", r#"{"which":"#);
+    let mut cut = ScriptedAnswer::text("").with_call("a", "open_door", r#"{"which":"#);
     cut.finish = Some("length");
-    let (server, _) = serving([Turn::Say(cut)]).await;
+    let (server, _) = serving([ScriptedBehavior::Reply(cut)]).await;
     let mut body = question("Open the door");
     body["tools"] = json!([own_tool("open_door")]);
     let answer = server.api().post("/v1/chat/completions", body).await.is(200);

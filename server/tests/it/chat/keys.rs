@@ -1,7 +1,9 @@
 //! The key of a model: it reaches the endpoint, and nothing else.
 
 use serde_json::json;
-use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
+use toolcrib_bench::model::{
+    ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
+};
 
 use super::*;
 use crate::support::process::Server as Process;
@@ -10,11 +12,11 @@ use crate::support::process::Server as Process;
 async fn the_key_is_in_no_log_event_error_or_answer() {
     let secret = "sk-test-51-do-not-tell";
     let echo = json!({ "error": { "message": format!("bad key {secret}"), "code": secret } });
-    let scripted = Scripted::saying([
-        call("call_1", "calculation__eval", &eval("6 * 7")),
-        say("It is 42."),
-        Turn::Refuse(401, None, echo.clone()),
-        Turn::Refuse(400, None, echo),
+    let scripted = ScriptedModel::start_with_replies([
+        tool_call_reply("call_1", "calculation__eval", &eval("6 * 7")),
+        text_reply("It is 42."),
+        ScriptedBehavior::Refuse(401, None, echo.clone()),
+        ScriptedBehavior::Refuse(400, None, echo),
     ])
     .await
     .unwrap();
@@ -32,7 +34,7 @@ async fn the_key_is_in_no_log_event_error_or_answer() {
         seen.push_str(&format!("{:?}", answer.headers()));
         seen.push_str(&answer.text().await.unwrap());
     }
-    let sent = &scripted.asked()[0].headers["authorization"];
+    let sent = &scripted.requests()[0].headers["authorization"];
     assert_eq!(sent, &format!("Bearer {secret}"));
     for path in ["/v1/tool_calls", "/v1/models", "/v1/audit", "/metrics"] {
         let answer = server.http.get(server.url(path)).send().await.unwrap();
@@ -52,11 +54,20 @@ async fn the_key_is_in_no_log_event_error_or_answer() {
 #[tokio::test]
 async fn a_key_that_an_endpoint_says_in_its_answer_is_kept_nowhere() {
     let secret = "sk-test-52-do-not-tell";
-    let tells = || Answer::text(format!("The key is {secret}, I think."));
+    let tells = || ScriptedAnswer::text(format!("The key is {secret}, I think."));
     let asks =
-        tells().call("call_1", "calculation__eval", eval(&format!("'{secret}'")).to_string());
-    let turns = [Turn::Say(asks.clone()), Turn::Say(tells()), Turn::Say(asks), Turn::Say(tells())];
-    let scripted = Scripted::saying(turns.into_iter().chain([Turn::Say(tells())])).await.unwrap();
+        tells().with_call("call_1", "calculation__eval", eval(&format!("'{secret}'")).to_string());
+    let turns = [
+        ScriptedBehavior::Reply(asks.clone()),
+        ScriptedBehavior::Reply(tells()),
+        ScriptedBehavior::Reply(asks),
+        ScriptedBehavior::Reply(tells()),
+    ];
+    let scripted = ScriptedModel::start_with_replies(
+        turns.into_iter().chain([ScriptedBehavior::Reply(tells())]),
+    )
+    .await
+    .unwrap();
     let mut server = Process::new()
         .with("LLM__BASE_URL", &scripted.url)
         .with("LLM__MODEL", MODEL)

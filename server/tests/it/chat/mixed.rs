@@ -2,19 +2,25 @@
 //! client sees only its own, and sends back only those; the model must see both.
 
 use serde_json::json;
-use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
+use toolcrib_bench::model::{
+    ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
+};
 
 use super::*;
 use crate::support::api::offer_with;
 
 /// Calculates, then asks for both at once, and then says how it went.
-fn script() -> [Turn; 3] {
-    let both = Answer::text("Nearly.").call("call_b", "open_door", "{}").call(
+fn script() -> [ScriptedBehavior; 3] {
+    let both = ScriptedAnswer::text("Nearly.").with_call("call_b", "open_door", "{}").with_call(
         "call_c",
         "calculation__eval",
         eval("2 ^ 10").to_string(),
     );
-    [call("call_a", "calculation__eval", &eval("6 * 7")), Turn::Say(both), say("All done.")]
+    [
+        tool_call_reply("call_a", "calculation__eval", &eval("6 * 7")),
+        ScriptedBehavior::Reply(both),
+        text_reply("All done."),
+    ]
 }
 
 fn asking() -> Value {
@@ -38,8 +44,8 @@ fn going_on(mut body: Value, answer: &Value) -> Value {
 }
 
 /// What the model is asked in the end, and that no call was made twice.
-async fn check(server: &Server, scripted: &Scripted) {
-    let asked = scripted.asked();
+async fn check(server: &Server, scripted: &ScriptedModel) {
+    let asked = scripted.requests();
     let last = asked.last().unwrap();
     let shape = shape(last);
     assert_eq!(shape.len(), 7, "{shape:?}");
@@ -90,20 +96,22 @@ async fn a_restart_between_the_two_requests_changes_nothing() {
 #[tokio::test]
 async fn a_conversation_may_be_mixed_more_than_once() {
     let mixed = |n: usize| {
-        Turn::Say(Answer::text("").call(&format!("own_{n}"), "open_door", "{}").call(
-            &format!("crib_{n}"),
-            "calculation__eval",
-            eval("1 + 1").to_string(),
-        ))
+        ScriptedBehavior::Reply(
+            ScriptedAnswer::text("").with_call(&format!("own_{n}"), "open_door", "{}").with_call(
+                &format!("crib_{n}"),
+                "calculation__eval",
+                eval("1 + 1").to_string(),
+            ),
+        )
     };
-    let (server, scripted) = serving([mixed(1), mixed(2), say("Done.")]).await;
+    let (server, scripted) = serving([mixed(1), mixed(2), text_reply("Done.")]).await;
     let (api, mut body) = (server.api(), asking());
     for _ in 0..2 {
         let answer = api.post("/v1/chat/completions", body.clone()).await.is(200);
         body = going_on(body, &answer);
     }
     api.post("/v1/chat/completions", body).await.is(200);
-    let shape = shape(scripted.asked().last().unwrap());
+    let shape = shape(scripted.requests().last().unwrap());
     assert_eq!(shape.len(), 7, "{shape:?}");
     for (n, at) in [(1, 1), (2, 4)] {
         assert!(shape[at].starts_with("assistant call_"), "{shape:?}");
@@ -115,7 +123,7 @@ async fn a_conversation_may_be_mixed_more_than_once() {
 #[tokio::test]
 async fn what_one_agent_was_not_shown_is_not_anothers_to_see() {
     let mut turns = script().to_vec();
-    turns.push(say("Hm."));
+    turns.push(text_reply("Hm."));
     let (server, scripted) = serving(turns).await;
     let ada = server.keyed("p", "ada", "agent", &["*"]).await;
     let answer = ada.post("/v1/chat/completions", asking()).await.is(200);
@@ -123,7 +131,7 @@ async fn what_one_agent_was_not_shown_is_not_anothers_to_see() {
     for (project, agent) in [("p", "eve"), ("q", "ada")] {
         let other = server.keyed(project, agent, "agent", &["*"]).await;
         other.post("/v1/chat/completions", next.clone()).await.is(200);
-        let asked = scripted.asked();
+        let asked = scripted.requests();
         let last = asked.last().unwrap();
         assert_eq!(last.messages().len(), 3, "only what it sent: {:?}", shape(last));
     }
@@ -131,12 +139,13 @@ async fn what_one_agent_was_not_shown_is_not_anothers_to_see() {
 
 #[tokio::test]
 async fn a_result_that_came_while_the_client_was_away_is_told_when_it_comes_back() {
-    let both = Answer::text("").call("own", "open_door", "{}").call(
+    let both = ScriptedAnswer::text("").with_call("own", "open_door", "{}").with_call(
         "crib",
         "report__make",
         r#"{"about": "doors"}"#,
     );
-    let (server, scripted) = serving([Turn::Say(both), say("Open, and 7 pages.")]).await;
+    let (server, scripted) =
+        serving([ScriptedBehavior::Reply(both), text_reply("Open, and 7 pages.")]).await;
     let api = server.api();
     let report = offer_with("report.make", json!({ "async": true }));
     api.register("c1", json!([report])).await;
@@ -147,20 +156,21 @@ async fn a_result_that_came_while_the_client_was_away_is_told_when_it_comes_back
     api.succeed(request["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
     let answer = api.post("/v1/chat/completions", going_on(body, &answer)).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "Open, and 7 pages.");
-    let asked = scripted.asked();
+    let asked = scripted.requests();
     let told = asked[1].messages();
     let ticket = told.iter().find(|message| message["tool_call_id"] == "crib").unwrap();
     assert!(ticket["content"].as_str().unwrap().contains("pending"), "{ticket}");
-    assert!(asked[1].last().contains("{\"pages\":7}"), "{told:?}");
+    assert!(asked[1].last_content().contains("{\"pages\":7}"), "{told:?}");
 }
 
 #[tokio::test]
 async fn calls_of_one_step_that_come_back_apart_are_one_step() {
-    let both = Answer::text("")
-        .call("a", "open_door", "{}")
-        .call("b", "open_door", r#"{"which":2}"#)
-        .call("c", "calculation__eval", eval("6 * 7").to_string());
-    let (server, scripted) = serving([Turn::Say(both), say("Both are open.")]).await;
+    let both = ScriptedAnswer::text("")
+        .with_call("a", "open_door", "{}")
+        .with_call("b", "open_door", r#"{"which":2}"#)
+        .with_call("c", "calculation__eval", eval("6 * 7").to_string());
+    let (server, scripted) =
+        serving([ScriptedBehavior::Reply(both), text_reply("Both are open.")]).await;
     let api = server.api();
     let answer = api.post("/v1/chat/completions", asking()).await.is(200);
     let mut next = asking();
@@ -171,7 +181,7 @@ async fn calls_of_one_step_that_come_back_apart_are_one_step() {
         messages.push(json!({ "role": "tool", "tool_call_id": call["id"], "content": "opened" }));
     }
     api.post("/v1/chat/completions", next).await.is(200);
-    let asked = scripted.asked();
+    let asked = scripted.requests();
     let shape = shape(asked.last().unwrap());
     let calling = shape.iter().filter(|line| line.starts_with("assistant")).count();
     let told = shape.iter().filter(|line| line.starts_with("tool")).count();
@@ -180,9 +190,17 @@ async fn calls_of_one_step_that_come_back_apart_are_one_step() {
 
 #[tokio::test]
 async fn what_was_told_late_is_not_told_again() {
-    let both = Answer::text("").call("own", "open_door", "{}").call("crib", "report__make", "{}");
-    let (server, scripted) =
-        serving([Turn::Say(both), say("Open, and 7 pages."), say("Bye.")]).await;
+    let both = ScriptedAnswer::text("").with_call("own", "open_door", "{}").with_call(
+        "crib",
+        "report__make",
+        "{}",
+    );
+    let (server, scripted) = serving([
+        ScriptedBehavior::Reply(both),
+        text_reply("Open, and 7 pages."),
+        text_reply("Bye."),
+    ])
+    .await;
     let api = server.api();
     api.register("c1", json!([offer_with("report.make", json!({ "async": true }))])).await;
     let mut body = asking();
@@ -196,9 +214,9 @@ async fn what_was_told_late_is_not_told_again() {
     messages.push(json!({ "role": "assistant", "content": "Open, and 7 pages." }));
     messages.push(json!({ "role": "user", "content": "Thanks" }));
     api.post("/v1/chat/completions", next).await.is(200);
-    let asked = scripted.asked();
-    assert!(asked[1].last().contains("has come:"), "{}", asked[1].last());
-    assert_eq!(asked[2].last(), "Thanks");
+    let asked = scripted.requests();
+    assert!(asked[1].last_content().contains("has come:"), "{}", asked[1].last_content());
+    assert_eq!(asked[2].last_content(), "Thanks");
     let again = asked[2].messages().iter().any(|m| m.to_string().contains("has come:"));
     assert!(!again, "{:?}", asked[2].messages());
 }

@@ -1,7 +1,7 @@
 //! What is refused, and how: in the form that OpenAI's clients read.
 
 use serde_json::json;
-use toolcrib_bench::model::{Turn, say};
+use toolcrib_bench::model::{ScriptedBehavior, text_reply};
 
 use super::*;
 use crate::support::api::Reply;
@@ -32,7 +32,7 @@ async fn refuses(path: &str, requests: impl IntoIterator<Item = (Value, &str)>) 
         assert_eq!(error["param"], param, "{body}: {error}");
     }
     error(api.post_raw(path, "{").await, 400, "invalid_request_error");
-    assert!(scripted.asked().is_empty(), "nobody was asked");
+    assert!(scripted.requests().is_empty(), "nobody was asked");
 }
 
 #[tokio::test]
@@ -123,10 +123,10 @@ async fn who_may_not_is_told_so_in_the_clients_words() {
 async fn what_the_endpoint_refuses_is_passed_on_where_it_is_the_clients_to_correct() {
     let upstream = |code: &str| json!({ "error": { "message": "No.", "code": code } });
     let (server, _) = serving([
-        Turn::Refuse(400, None, upstream("context_length_exceeded")),
-        Turn::Refuse(404, None, upstream("model_not_found")),
-        Turn::Refuse(401, None, upstream("invalid_api_key")),
-        say("x"),
+        ScriptedBehavior::Refuse(400, None, upstream("context_length_exceeded")),
+        ScriptedBehavior::Refuse(404, None, upstream("model_not_found")),
+        ScriptedBehavior::Refuse(401, None, upstream("invalid_api_key")),
+        text_reply("x"),
     ])
     .await;
     let api = server.api();
@@ -155,18 +155,21 @@ async fn an_endpoint_that_is_down_is_unavailable() {
 
 #[tokio::test]
 async fn when_to_come_again_is_passed_on() {
-    let busy = Turn::Refuse(429, Some("3600"), json!({ "error": { "message": "slow down" } }));
+    let busy =
+        ScriptedBehavior::Refuse(429, Some("3600"), json!({ "error": { "message": "slow down" } }));
     let (server, scripted) = serving([busy]).await;
     let reply = server.api().post("/v1/chat/completions", question("x")).await;
     assert_eq!(reply.header("retry-after"), Some("3600"));
     error(reply, 429, "rate_limit_error");
-    assert_eq!(scripted.asked().len(), 1, "an hour is not waited for");
+    assert_eq!(scripted.requests().len(), 1, "an hour is not waited for");
 }
 
 #[tokio::test]
 async fn a_fault_after_calls_were_made_does_not_invite_to_make_them_again() {
-    let busy = || Turn::Refuse(429, Some("3600"), json!({ "error": { "message": "slow down" } }));
-    let first = toolcrib_bench::model::call("a", "calculation__eval", &eval("6 * 7"));
+    let busy = || {
+        ScriptedBehavior::Refuse(429, Some("3600"), json!({ "error": { "message": "slow down" } }))
+    };
+    let first = toolcrib_bench::model::tool_call_reply("a", "calculation__eval", &eval("6 * 7"));
     let (server, _) = serving([first.clone(), busy(), first, busy()]).await;
     for stream in [false, true] {
         let mut body = question("6 * 7?");
@@ -189,7 +192,8 @@ async fn a_fault_after_calls_were_made_does_not_invite_to_make_them_again() {
 
 #[tokio::test]
 async fn the_name_of_a_run_of_another_agent_is_refused() {
-    let (server, scripted) = serving([say("Hello."), say("Hello."), say("Hello.")]).await;
+    let (server, scripted) =
+        serving([text_reply("Hello."), text_reply("Hello."), text_reply("Hello.")]).await;
     let ada = server.keyed("default", "ada", "agent", &["*"]).await;
     let bob = server.keyed("default", "bob", "agent", &["*"]).await;
     let run = ada.post("/v1/runs?wait_ms=30000", question("Hi")).await.is(200);
@@ -198,7 +202,7 @@ async fn the_name_of_a_run_of_another_agent_is_refused() {
     let path = "/v1/chat/completions";
     let refused = error(bob.post(path, body.clone()).await, 403, "permission_error");
     assert_eq!(refused["param"], "toolcrib.run_id", "{refused}");
-    assert_eq!(scripted.asked().len(), 1, "nobody was asked");
+    assert_eq!(scripted.requests().len(), 1, "nobody was asked");
     // Whose run it is may, and a name that is no stored run is free.
     ada.post(path, body.clone()).await.is(200);
     body["toolcrib"] = json!({ "run_id": "run_of_bob" });

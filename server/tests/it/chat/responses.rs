@@ -2,7 +2,7 @@
 
 use reqwest::Method;
 use serde_json::json;
-use toolcrib_bench::model::{Answer, Turn, call, say};
+use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, text_reply, tool_call_reply};
 
 use super::*;
 use crate::support::sse::Sse;
@@ -28,15 +28,17 @@ fn items(response: &Value) -> Vec<String> {
 
 #[tokio::test]
 async fn a_question_is_answered_with_the_cribs_tools() {
-    let first = Answer::text("Hm.").call("a", "calculation__eval", eval("6 * 7").to_string());
-    let (server, scripted) = serving([Turn::Say(first), say("It is 42.")]).await;
+    let first =
+        ScriptedAnswer::text("Hm.").with_call("a", "calculation__eval", eval("6 * 7").to_string());
+    let (server, scripted) =
+        serving([ScriptedBehavior::Reply(first), text_reply("It is 42.")]).await;
     let body = server.api().post("/v1/responses", asking(json!("6 * 7?"))).await.is(200);
     assert_eq!((&body["object"], &body["status"]), (&json!("response"), &json!("completed")));
     assert!(body["id"].as_str().unwrap().starts_with("resp_"), "{body}");
     assert_eq!(items(&body), ["message Hm.", "message It is 42."]);
     assert_eq!(body["usage"]["total_tokens"], 30);
     assert_eq!(body["toolcrib"]["tool_calls"][0]["ok"], true);
-    let asked = scripted.asked();
+    let asked = scripted.requests();
     assert_eq!(shape(&asked[1]), ["system", "user", "assistant a", "tool a"]);
     assert_eq!(asked[0].messages()[0]["content"], "Be brief.");
 }
@@ -44,14 +46,16 @@ async fn a_question_is_answered_with_the_cribs_tools() {
 #[tokio::test]
 async fn outputs_of_the_clients_functions_go_on_in_both_ways() {
     let both = || {
-        Turn::Say(Answer::text("").call("own", "open_door", r#"{"n": 1}"#).call(
-            "crib",
-            "calculation__eval",
-            eval("2 ^ 10").to_string(),
-        ))
+        ScriptedBehavior::Reply(
+            ScriptedAnswer::text("").with_call("own", "open_door", r#"{"n": 1}"#).with_call(
+                "crib",
+                "calculation__eval",
+                eval("2 ^ 10").to_string(),
+            ),
+        )
     };
     for by_id in [false, true] {
-        let (server, scripted) = serving([both(), say("Open."), say("Yes.")]).await;
+        let (server, scripted) = serving([both(), text_reply("Open."), text_reply("Yes.")]).await;
         let mut api = server.api();
         let mut body = asking(json!([{ "role": "user",
             "content": [{ "type": "input_text", "text": "Open it" }] }]));
@@ -76,7 +80,7 @@ async fn outputs_of_the_clients_functions_go_on_in_both_ways() {
         }
         let second = api.post("/v1/responses", body).await.is(200);
         assert_eq!(items(&second), ["message Open."]);
-        let asked = scripted.asked();
+        let asked = scripted.requests();
         let shape = shape(&asked[1]);
         let handed = call["call_id"].as_str().unwrap();
         let step = format!("assistant {handed} crib");
@@ -90,7 +94,7 @@ async fn outputs_of_the_clients_functions_go_on_in_both_ways() {
             "previous_response_id": second["id"] });
         let third = api.post("/v1/responses", body).await.is(200);
         assert_eq!(items(&third), ["message Yes."]);
-        let asked = scripted.asked();
+        let asked = scripted.requests();
         let messages = asked[2].messages();
         assert_eq!(messages[0]["content"], "Be long.");
         let system = messages.iter().filter(|m| m["role"] == "system").count();
@@ -102,10 +106,19 @@ async fn outputs_of_the_clients_functions_go_on_in_both_ways() {
 async fn what_was_said_before_the_cribs_calls_is_told_to_the_model_once() {
     for last in ["And now the door.", ""] {
         let eval = |id: &str, text: &str| {
-            Turn::Say(Answer::text(text).call(id, "calculation__eval", eval("6 * 7").to_string()))
+            ScriptedBehavior::Reply(ScriptedAnswer::text(text).with_call(
+                id,
+                "calculation__eval",
+                eval("6 * 7").to_string(),
+            ))
         };
-        let door = Answer::text(last).call("own", "open_door", "{}");
-        let turns = [eval("c1", "Hm."), eval("c2", "Well."), Turn::Say(door), say("Open.")];
+        let door = ScriptedAnswer::text(last).with_call("own", "open_door", "{}");
+        let turns = [
+            eval("c1", "Hm."),
+            eval("c2", "Well."),
+            ScriptedBehavior::Reply(door),
+            text_reply("Open."),
+        ];
         let (server, scripted) = serving(turns).await;
         let api = server.api();
         let user = json!({ "role": "user", "content": "Open it" });
@@ -121,7 +134,7 @@ async fn what_was_said_before_the_cribs_calls_is_told_to_the_model_once() {
         input.extend(items);
         input.push(output);
         api.post("/v1/responses", body).await.is(200);
-        let asked = scripted.asked();
+        let asked = scripted.requests();
         let messages = asked[3].messages();
         let said = messages.iter().filter(|message| message["role"] == "assistant");
         let said: Vec<&str> = said.map(|m| m["content"].as_str().unwrap_or_default()).collect();
@@ -131,7 +144,7 @@ async fn what_was_said_before_the_cribs_calls_is_told_to_the_model_once() {
 
 #[tokio::test]
 async fn every_answer_says_which_run_it_came_from() {
-    let (server, _) = serving([say("One."), say("Two.")]).await;
+    let (server, _) = serving([text_reply("One."), text_reply("Two.")]).await;
     let api = server.api();
     for stream in [false, true] {
         let mut body = asking(json!("x"));
@@ -143,7 +156,7 @@ async fn every_answer_says_which_run_it_came_from() {
 
 #[tokio::test]
 async fn what_is_not_to_be_kept_is_not() {
-    let (server, _) = serving([say("One."), say("Two.")]).await;
+    let (server, _) = serving([text_reply("One."), text_reply("Two.")]).await;
     let api = server.api();
     let mut body = asking(json!("x"));
     body["store"] = false.into();
@@ -154,7 +167,7 @@ async fn what_is_not_to_be_kept_is_not() {
 
 #[tokio::test]
 async fn settings_are_those_of_chat_completions_upstream() {
-    let (server, scripted) = serving([say("{}")]).await;
+    let (server, scripted) = serving([text_reply("{}")]).await;
     let mut body = asking(json!("x"));
     let schema = json!({ "type": "object" });
     body["text"] = json!({ "format": { "type": "json_schema", "name": "n", "schema": schema,
@@ -164,7 +177,7 @@ async fn settings_are_those_of_chat_completions_upstream() {
     body["tool_choice"] = json!({ "type": "function", "name": "calculation.eval" });
     body["metadata"] = json!({ "a": "b" });
     server.api().post("/v1/responses", body).await.is(200);
-    let asked = &scripted.asked()[0].body;
+    let asked = &scripted.requests()[0].body;
     assert_eq!(
         asked["response_format"],
         json!({ "type": "json_schema",
@@ -181,9 +194,11 @@ async fn settings_are_those_of_chat_completions_upstream() {
 
 #[tokio::test]
 async fn the_events_of_a_stream_tell_the_whole_story() {
-    let first = Answer::text("Hm.").call("a", "calculation__eval", eval("6 * 7").to_string());
-    let second = Answer::text("42.").call("own", "open_door", r#"{"n": 1}"#);
-    let (server, _) = serving([Turn::Say(first), Turn::Say(second)]).await;
+    let first =
+        ScriptedAnswer::text("Hm.").with_call("a", "calculation__eval", eval("6 * 7").to_string());
+    let second = ScriptedAnswer::text("42.").with_call("own", "open_door", r#"{"n": 1}"#);
+    let (server, _) =
+        serving([ScriptedBehavior::Reply(first), ScriptedBehavior::Reply(second)]).await;
     let mut body = asking(json!("6 * 7?"));
     body["tools"] = json!([flat_tool("open_door")]);
     body["stream"] = true.into();
@@ -232,9 +247,10 @@ async fn the_events_of_a_stream_tell_the_whole_story() {
 
 #[tokio::test]
 async fn a_stream_that_fails_says_so() {
-    let refuse = Turn::Refuse(400, None, json!({ "error": { "message": "too long" } }));
-    let first = Answer::text("Hm.").call("a", "calculation__eval", eval("6 * 7").to_string());
-    let (server, _) = serving([Turn::Say(first), refuse.clone(), refuse]).await;
+    let refuse = ScriptedBehavior::Refuse(400, None, json!({ "error": { "message": "too long" } }));
+    let first =
+        ScriptedAnswer::text("Hm.").with_call("a", "calculation__eval", eval("6 * 7").to_string());
+    let (server, _) = serving([ScriptedBehavior::Reply(first), refuse.clone(), refuse]).await;
     let mut body = asking(json!("6 * 7?"));
     body["stream"] = true.into();
     let api = server.api();
@@ -249,8 +265,9 @@ async fn a_stream_that_fails_says_so() {
 
 #[tokio::test]
 async fn a_limit_of_tokens_leaves_it_incomplete() {
-    let cut = Answer { finish: Some("length"), ..Answer::text("It is") };
-    let (server, _) = serving([Turn::Say(cut), call("x", "y", &json!({}))]).await;
+    let cut = ScriptedAnswer { finish: Some("length"), ..ScriptedAnswer::text("It is") };
+    let (server, _) =
+        serving([ScriptedBehavior::Reply(cut), tool_call_reply("x", "y", &json!({}))]).await;
     let body = server.api().post("/v1/responses", asking(json!("?"))).await.is(200);
     assert_eq!(body["status"], "incomplete");
     assert_eq!(body["incomplete_details"]["reason"], "max_output_tokens");

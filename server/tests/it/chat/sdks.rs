@@ -7,16 +7,18 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use tokio::process::Command;
-use toolcrib_bench::model::{Answer, Asked, Scripted, Turn, call, say};
+use toolcrib_bench::model::{
+    RecordedRequest, ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
+};
 
 use super::*;
 use crate::support::soon;
 
 /// A model that does as the user says.
-fn obedient(asked: &Asked) -> Turn {
+fn obedient(asked: &RecordedRequest) -> ScriptedBehavior {
     if asked.body["model"] == "none" {
         let error = json!({ "message": "no such model", "code": "model_not_found" });
-        return Turn::Refuse(404, None, json!({ "error": error }));
+        return ScriptedBehavior::Refuse(404, None, json!({ "error": error }));
     }
     let messages = asked.messages();
     let results: Vec<&str> = messages
@@ -28,22 +30,24 @@ fn obedient(asked: &Asked) -> Turn {
     if last["role"] == "tool" {
         let seen = |word: &str| results.iter().any(|result| result.contains(word));
         return match (seen("1024"), seen("xyzzy")) {
-            (true, true) => say("both came"),
-            (true, false) => say("it is 1024"),
-            _ => say("something is missing"),
+            (true, true) => text_reply("both came"),
+            (true, false) => text_reply("it is 1024"),
+            _ => text_reply("something is missing"),
         };
     }
     let eval = eval("2 ^ 10");
     match last["content"].as_str().unwrap_or_default() {
-        "calculate" => call("call_a", "calculation__eval", &eval),
-        "mixed" => Turn::Say(Answer::text("").call("call_own", "get_secret", r#"{"n": 1}"#).call(
-            "call_crib",
-            "calculation__eval",
-            eval.to_string(),
-        )),
-        "tools" => say(asked.tools().join(" ")),
-        "count" => say(format!("{} messages", messages.len())),
-        other => say(format!("what is {other:?}?")),
+        "calculate" => tool_call_reply("call_a", "calculation__eval", &eval),
+        "mixed" => {
+            ScriptedBehavior::Reply(
+                ScriptedAnswer::text("")
+                    .with_call("call_own", "get_secret", r#"{"n": 1}"#)
+                    .with_call("call_crib", "calculation__eval", eval.to_string()),
+            )
+        }
+        "tools" => text_reply(asked.tool_names().join(" ")),
+        "count" => text_reply(format!("{} messages", messages.len())),
+        other => text_reply(format!("what is {other:?}?")),
     }
 }
 
@@ -75,7 +79,7 @@ async fn the_python_client_and_the_agent_framework_work_unchanged() {
         eprintln!("skipped: TOOLCRIB_TEST_OPENAI_PYTHON is not set; scripts/test sets it");
         return;
     };
-    let scripted = Scripted::deciding(obedient).await.unwrap();
+    let scripted = ScriptedModel::start_with_script(obedient).await.unwrap();
     let server = served_by(&scripted).await;
     let mut command = Command::new(python);
     command.arg(script("client.py")).arg(format!("http://{}/v1", server.address));
@@ -110,7 +114,7 @@ async fn the_javascript_client_works_unchanged() {
         return;
     };
     let modules = PathBuf::from(directory).join("node_modules");
-    let scripted = Scripted::deciding(obedient).await.unwrap();
+    let scripted = ScriptedModel::start_with_script(obedient).await.unwrap();
     let server = served_by(&scripted).await;
     let mut command = Command::new(modules.join(".bin/node"));
     command.arg(script("client.cjs")).arg(format!("http://{}/v1", server.address));

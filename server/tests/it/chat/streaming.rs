@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use reqwest::Method;
 use serde_json::json;
-use toolcrib_bench::model::{Answer, Turn, say};
+use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, text_reply};
 
 use super::*;
 use crate::support::sse::Sse;
@@ -67,9 +67,13 @@ async fn soon_text(request: reqwest::RequestBuilder) -> String {
 
 #[tokio::test]
 async fn the_text_of_every_step_and_then_the_end() {
-    let first =
-        Answer::text("I will see.").call("a", "calculation__eval", eval("6 * 7").to_string());
-    let (server, _) = serving([Turn::Say(first), say("It is 42: ä€😀.")]).await;
+    let first = ScriptedAnswer::text("I will see.").with_call(
+        "a",
+        "calculation__eval",
+        eval("6 * 7").to_string(),
+    );
+    let (server, _) =
+        serving([ScriptedBehavior::Reply(first), text_reply("It is 42: ä€😀.")]).await;
     let all = streamed(&server.api(), question("6 * 7?")).await;
     assert_eq!(all.text, "I will see.\n\nIt is 42: ä€😀.");
     assert_eq!((all.finish.as_deref(), all.done), (Some("stop"), true));
@@ -79,7 +83,8 @@ async fn the_text_of_every_step_and_then_the_end() {
 
 #[tokio::test]
 async fn the_first_piece_comes_before_the_model_is_done() {
-    let (server, _) = serving([Turn::Stall(Answer::text("Once upon a time"), 2)]).await;
+    let (server, _) =
+        serving([ScriptedBehavior::Stall(ScriptedAnswer::text("Once upon a time"), 2)]).await;
     let mut body = question("Tell me a story");
     body["stream"] = true.into();
     let api = server.api();
@@ -90,10 +95,10 @@ async fn the_first_piece_comes_before_the_model_is_done() {
 
 #[tokio::test]
 async fn calls_for_the_client_come_whole() {
-    let both = Answer::text("")
-        .call("own", "open_door", r#"{"which": "the one on the left"}"#)
-        .call("crib", "calculation__eval", eval("1 + 1").to_string());
-    let (server, _) = serving([Turn::Say(both)]).await;
+    let both = ScriptedAnswer::text("")
+        .with_call("own", "open_door", r#"{"which": "the one on the left"}"#)
+        .with_call("crib", "calculation__eval", eval("1 + 1").to_string());
+    let (server, _) = serving([ScriptedBehavior::Reply(both)]).await;
     let mut body = question("Open the door");
     body["tools"] = json!([own_tool("open_door")]);
     let all = streamed(&server.api(), body).await;
@@ -108,25 +113,35 @@ async fn calls_for_the_client_come_whole() {
 
 #[tokio::test]
 async fn an_answer_that_was_cut_is_asked_for_again_and_not_told_twice() {
-    let whole = || Answer::text("The answer is forty-two.");
-    let (server, scripted) =
-        serving([Turn::Cut(whole(), 3), Turn::End(whole(), 2), Turn::Say(whole())]).await;
+    let whole = || ScriptedAnswer::text("The answer is forty-two.");
+    let (server, scripted) = serving([
+        ScriptedBehavior::Disconnect(whole(), 3),
+        ScriptedBehavior::EndEarly(whole(), 2),
+        ScriptedBehavior::Reply(whole()),
+    ])
+    .await;
     let all = streamed(&server.api(), question("What is it?")).await;
     assert_eq!(all.text, "The answer is forty-two.");
-    assert_eq!(scripted.asked().len(), 3);
+    assert_eq!(scripted.requests().len(), 3);
     // Who says something else the second time is heard from the beginning.
-    let (server, _) = serving([Turn::Cut(whole(), 3), say("I do not know.")]).await;
+    let (server, _) =
+        serving([ScriptedBehavior::Disconnect(whole(), 3), text_reply("I do not know.")]).await;
     let all = streamed(&server.api(), question("What is it?")).await;
     assert_eq!(all.text, "The answer is \n\nI do not know.");
 }
 
 #[tokio::test]
 async fn a_call_that_was_cut_in_its_arguments_is_never_half_made() {
-    let mail = || Answer::text("").call("a", "calculation__eval", eval("6 * 7").to_string());
-    let own = || Answer::text("").call("b", "open_door", r#"{"which": "left"}"#);
-    let (server, _) =
-        serving([Turn::Cut(mail(), 3), Turn::Say(mail()), Turn::Cut(own(), 3), Turn::Say(own())])
-            .await;
+    let mail =
+        || ScriptedAnswer::text("").with_call("a", "calculation__eval", eval("6 * 7").to_string());
+    let own = || ScriptedAnswer::text("").with_call("b", "open_door", r#"{"which": "left"}"#);
+    let (server, _) = serving([
+        ScriptedBehavior::Disconnect(mail(), 3),
+        ScriptedBehavior::Reply(mail()),
+        ScriptedBehavior::Disconnect(own(), 3),
+        ScriptedBehavior::Reply(own()),
+    ])
+    .await;
     let mut body = question("Open the door");
     body["tools"] = json!([own_tool("open_door")]);
     let all = streamed(&server.api(), body).await;
@@ -138,9 +153,11 @@ async fn a_call_that_was_cut_in_its_arguments_is_never_half_made() {
 
 #[tokio::test]
 async fn a_model_that_fails_in_the_middle_ends_the_stream_with_an_error() {
-    let refuse = || Turn::Refuse(400, None, json!({ "error": { "message": "too long" } }));
-    let first = Answer::text("Hm.").call("a", "calculation__eval", eval("6 * 7").to_string());
-    let (server, _) = serving([Turn::Say(first), refuse(), refuse()]).await;
+    let refuse =
+        || ScriptedBehavior::Refuse(400, None, json!({ "error": { "message": "too long" } }));
+    let first =
+        ScriptedAnswer::text("Hm.").with_call("a", "calculation__eval", eval("6 * 7").to_string());
+    let (server, _) = serving([ScriptedBehavior::Reply(first), refuse(), refuse()]).await;
     let api = server.api();
     let all = streamed(&api, question("6 * 7?")).await;
     assert_eq!((all.text.as_str(), all.done), ("Hm.", false));
@@ -154,25 +171,26 @@ async fn a_model_that_fails_in_the_middle_ends_the_stream_with_an_error() {
 
 #[tokio::test]
 async fn who_hangs_up_is_not_answered_further() {
-    let (server, scripted) = serving([Turn::Stall(Answer::text("Once upon a time"), 2)]).await;
+    let (server, scripted) =
+        serving([ScriptedBehavior::Stall(ScriptedAnswer::text("Once upon a time"), 2)]).await;
     let mut body = question("Tell me a story");
     body["stream"] = true.into();
     let api = server.api();
     let mut events = Sse::open(api.request(Method::POST, "/v1/chat/completions").json(&body)).await;
     events.event().await;
-    let asked = scripted.asked().remove(0);
-    assert!(!asked.left.load(Ordering::Relaxed));
+    let asked = scripted.requests().remove(0);
+    assert!(!asked.has_caller_left.load(Ordering::Relaxed));
     drop(events);
     until("the request to the model to be given up", || async {
-        asked.left.load(Ordering::Relaxed).then_some(())
+        asked.has_caller_left.load(Ordering::Relaxed).then_some(())
     })
     .await;
 }
 
 #[tokio::test]
 async fn the_stream_begins_while_the_first_call_is_still_made() {
-    let first = Answer::text("").call("a", "report__make", "{}");
-    let (server, _) = serving([Turn::Say(first), say("7 pages.")]).await;
+    let first = ScriptedAnswer::text("").with_call("a", "report__make", "{}");
+    let (server, _) = serving([ScriptedBehavior::Reply(first), text_reply("7 pages.")]).await;
     let api = server.api();
     api.register("c1", json!([crate::support::api::offer("report.make")])).await;
     let mut body = question("A report");

@@ -1,7 +1,9 @@
 //! Long results in the words of a model that is configured for it, and in a digest where it fails.
 
 use serde_json::json;
-use toolcrib_bench::model::{Asked, Scripted, Turn, call, say};
+use toolcrib_bench::model::{
+    RecordedRequest, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
+};
 use toolcrib_server::config::NamedModelSettings;
 
 use super::*;
@@ -17,7 +19,7 @@ fn log() -> Value {
 }
 
 /// A server with a model of its own for summaries.
-async fn summarising(scripted: &Scripted) -> Server {
+async fn summarising(scripted: &ScriptedModel) -> Server {
     Server::with(|config| {
         config.llm.base_url = Some(scripted.url.clone());
         config.llm.model = Some(MODEL.into());
@@ -30,11 +32,13 @@ async fn summarising(scripted: &Scripted) -> Server {
 
 /// Asks for the log with this model for summaries, and gives what the model was told of it, the
 /// answer, and the ticket.
-async fn told(summary: impl Fn(&Asked) -> Turn + Send + Sync + 'static) -> (String, Value, Value) {
-    let scripted = Scripted::deciding(move |asked| match asked.messages() {
+async fn told(
+    summary: impl Fn(&RecordedRequest) -> ScriptedBehavior + Send + Sync + 'static,
+) -> (String, Value, Value) {
+    let scripted = ScriptedModel::start_with_script(move |asked| match asked.messages() {
         _ if asked.body["model"] == "small-1" => summary(asked),
-        [.., last] if last["role"] == "tool" => say("Done."),
-        _ => call("call_1", "log__read", &json!({ "order": 3_217 })),
+        [.., last] if last["role"] == "tool" => text_reply("Done."),
+        _ => tool_call_reply("call_1", "log__read", &json!({ "order": 3_217 })),
     })
     .await
     .unwrap();
@@ -51,8 +55,8 @@ async fn told(summary: impl Fn(&Asked) -> Turn + Send + Sync + 'static) -> (Stri
     let id = request["tool_call_id"].as_str().unwrap();
     api.succeed(id, log()).await;
     let answer = crate::support::soon("the answer", asking).await.unwrap();
-    let asked = scripted.asked();
-    let content = asked.last().unwrap().last();
+    let asked = scripted.requests();
+    let content = asked.last().unwrap().last_content();
     // Whatever the model was told, the result is whole, and any part of it can be read.
     assert_eq!(api.call(id).await["result"], log());
     let part = api.get(&format!("/v1/tool_calls/{id}/result?grep=3217")).await.is(200);
@@ -64,7 +68,7 @@ async fn told(summary: impl Fn(&Asked) -> Turn + Send + Sync + 'static) -> (Stri
 #[tokio::test]
 async fn a_long_result_is_told_in_the_words_of_the_summary_model() {
     let (content, answer, asked) =
-        told(|_| say("All orders were packed but 3217: the printer is out of paper.")).await;
+        told(|_| text_reply("All orders were packed but 3217: the printer is out of paper.")).await;
     assert!(content.starts_with("[summary of log.read by a model"), "{content}");
     assert!(content.ends_with("but 3217: the printer is out of paper."), "{content}");
     assert_eq!(answer["choices"][0]["message"]["content"], "Done.");
@@ -78,9 +82,9 @@ async fn a_long_result_is_told_in_the_words_of_the_summary_model() {
 #[tokio::test]
 async fn a_summary_that_fails_leaves_the_digest() {
     for summary in [
-        Turn::Refuse(500, None, json!({ "error": { "message": "down" } })),
-        say(""),
-        Turn::Raw("text/event-stream", b"data: {".to_vec()),
+        ScriptedBehavior::Refuse(500, None, json!({ "error": { "message": "down" } })),
+        text_reply(""),
+        ScriptedBehavior::Raw("text/event-stream", b"data: {".to_vec()),
     ] {
         let (content, answer, _) = told(move |_| summary.clone()).await;
         assert!(content.starts_with("[digest of log.read"), "{content}");
@@ -91,7 +95,7 @@ async fn a_summary_that_fails_leaves_the_digest() {
 
 #[tokio::test]
 async fn a_summary_is_held_to_the_budget() {
-    let (content, ..) = told(|_| say("word ".repeat(10_000))).await;
+    let (content, ..) = told(|_| text_reply("word ".repeat(10_000))).await;
     assert!(content.starts_with("[summary of log.read"), "{content}");
     let tokens = toolcrib::tokens::count(&content);
     assert!(tokens <= 320, "{tokens} tokens");
@@ -99,11 +103,13 @@ async fn a_summary_is_held_to_the_budget() {
 
 #[tokio::test]
 async fn what_a_summary_of_a_late_result_costs_is_counted() {
-    let scripted = Scripted::deciding(|asked| match asked.messages() {
-        _ if asked.body["model"] == "small-1" => say("One order met a printer without paper."),
-        [.., last] if last["role"] == "tool" => say("I wait."),
-        [_] => call("call_1", "log__read", &json!({})),
-        _ => say("Done."),
+    let scripted = ScriptedModel::start_with_script(|asked| match asked.messages() {
+        _ if asked.body["model"] == "small-1" => {
+            text_reply("One order met a printer without paper.")
+        }
+        [.., last] if last["role"] == "tool" => text_reply("I wait."),
+        [_] => tool_call_reply("call_1", "log__read", &json!({})),
+        _ => text_reply("Done."),
     })
     .await
     .unwrap();
@@ -119,7 +125,7 @@ async fn what_a_summary_of_a_late_result_costs_is_counted() {
     let request = api.poll("c1").await;
     api.succeed(request["tool_call_id"].as_str().unwrap(), log()).await;
     let answer = crate::support::soon("the answer", asking).await.unwrap();
-    let asked = scripted.asked();
-    assert!(asked.last().unwrap().last().contains("without paper"), "{:?}", asked.last());
+    let asked = scripted.requests();
+    assert!(asked.last().unwrap().last_content().contains("without paper"), "{:?}", asked.last());
     assert_eq!(answer["usage"]["total_tokens"], 15 * asked.len(), "{answer}");
 }

@@ -183,7 +183,7 @@ async fn a_revoked_key_is_told_nothing_more_on_what_is_open() {
         tokio::spawn(async move { provider.get(&format!("{poll}&wait_ms=30000")).await })
     };
     until("all to be connected", || async {
-        (server.engine.client_connections() == 4).then_some(())
+        (server.engine.client_connection_count() == 4).then_some(())
     })
     .await;
     assert_eq!(admin.delete(&path).await.status, 204);

@@ -42,7 +42,7 @@ async fn a_poll_waits_for_work() {
         tokio::spawn(async move { api.poll("c1").await })
     };
     crate::support::until("the poll", || async {
-        (server.engine.client_connections() == 1).then_some(())
+        (server.engine.client_connection_count() == 1).then_some(())
     })
     .await;
     let id = api.invoke("a.tool", json!({})).await;
@@ -99,7 +99,7 @@ async fn two_pollers_do_not_get_the_same() {
         tokio::spawn(async move { api.poll(client).await["tool_call_id"].to_string() })
     });
     crate::support::until("both polls", || async {
-        (server.engine.client_connections() == 2).then_some(())
+        (server.engine.client_connection_count() == 2).then_some(())
     })
     .await;
     let mut made = Vec::new();
@@ -124,12 +124,12 @@ async fn a_poll_that_goes_away_takes_nothing_with_it() {
         tokio::spawn(async move { api.poll("c1").await })
     };
     crate::support::until("the poll", || async {
-        (server.engine.client_connections() == 1).then_some(())
+        (server.engine.client_connection_count() == 1).then_some(())
     })
     .await;
     gone.abort();
     crate::support::until("its end", || async {
-        (server.engine.client_connections() == 0).then_some(())
+        (server.engine.client_connection_count() == 0).then_some(())
     })
     .await;
     let id = api.invoke("a.tool", json!({})).await;
@@ -173,7 +173,7 @@ async fn a_polling_client_hears_of_cancellations() {
         tokio::spawn(async move { api.get(&format!("{POLL}&wait_ms=60000")).await.is(200) })
     };
     crate::support::until("the poll", || async {
-        (server.engine.client_connections() == 1).then_some(())
+        (server.engine.client_connection_count() == 1).then_some(())
     })
     .await;
     cancel(&second).await;

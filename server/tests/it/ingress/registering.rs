@@ -246,7 +246,7 @@ async fn a_client_that_is_gone_for_good_is_forgotten() {
     api.delete(path).await.refused(409, "CONFLICT");
     drop(work);
     until("the end of the connection", || async {
-        (server.engine.client_connections() == 0).then_some(())
+        (server.engine.client_connection_count() == 0).then_some(())
     })
     .await;
     let id = api.invoke("b.tool", json!({})).await;

@@ -63,7 +63,7 @@ async fn hanging_up_gives_back_what_was_not_acknowledged() {
     work.event().await;
     drop(work);
     until("the end of the connection", || async {
-        (server.engine.client_connections() == 0).then_some(())
+        (server.engine.client_connection_count() == 0).then_some(())
     })
     .await;
     let request = api.poll("c1").await;
@@ -109,7 +109,7 @@ async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
     }
     // On a slow machine it is noticed before it was given the last of them.
     assert!(again[0] && again.is_sorted_by(|one, next| one >= next), "{again:?}");
-    assert_eq!(server.engine.client_connections(), 1);
+    assert_eq!(server.engine.client_connection_count(), 1);
     drop(dead);
 }
 

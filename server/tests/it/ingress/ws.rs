@@ -276,8 +276,10 @@ async fn whoever_never_says_hello_is_hung_up_on() {
     let api = server.api();
     let mut silent = Ws::open(&api).await.unwrap();
     assert_eq!(silent.next().await, None::<Value>);
-    until("no connection", || async { (server.engine.client_connections() == 0).then_some(()) })
-        .await;
+    until("no connection", || async {
+        (server.engine.client_connection_count() == 0).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
-use toolcrib::dialogue::Questions;
+use toolcrib::dialogue::ElicitationRequest;
 use toolcrib::source::{Attempt, ProgressSink, Source, Started};
-use toolcrib::{CallId, Definition, Effect, Engine, Executor, Fault, Json, Risk};
+use toolcrib::{CallId, Effect, Engine, Executor, Fault, Json, Risk, ToolDefinition};
 use toolcrib_store::SqliteStore;
 
 use crate::support::mcp::{Mcp, Stream};
@@ -21,13 +21,13 @@ fn question(text: &str) -> Value {
         "params": { "mode": "form", "message": text, "requestedSchema": schema } })
 }
 
-fn tool(name: &str, background: bool) -> Definition {
-    Definition {
+fn tool(name: &str, background: bool) -> ToolDefinition {
+    ToolDefinition {
         project: None,
         name: name.to_owned(),
         description: "says hello".to_owned(),
         executor: Executor::Mcp,
-        input_schema: Json::of_value(&json!({ "type": "object" })),
+        input_schema: Json::from_value(&json!({ "type": "object" })),
         output_schema: None,
         timeout_ms: 60_000,
         background,
@@ -35,7 +35,7 @@ fn tool(name: &str, background: bool) -> Definition {
         risk: Risk::Low,
         policy: Default::default(),
         fallback: Vec::new(),
-        utp: None,
+        binding: None,
         metadata: None,
     }
 }
@@ -46,24 +46,27 @@ impl Source for Curious {
         Executor::Mcp
     }
 
-    fn list(&self) -> Vec<Definition> {
+    fn list(&self) -> Vec<ToolDefinition> {
         vec![tool("hello.one", false), tool("hello.later", true), tool("hello.never", false)]
     }
 
     async fn start(&self, attempt: Attempt, _: ProgressSink) -> Started {
         if attempt.tool == "hello.never" {
-            return Started::Asks(Questions::default());
+            return Started::NeedsInput(ElicitationRequest::default());
         }
-        let heard = attempt.dialogue.as_ref().map(|dialogue| &dialogue.answers);
+        let heard = attempt.elicitation.as_ref().map(|dialogue| &dialogue.answers);
         let value = |key: &str| Some(heard?.get(key)?["content"]["value"].as_str()?.to_owned());
         let (Some(name), Some(city)) = (value("name"), value("city")) else {
             let asked = json!({ "name": question("Who?"), "city": question("Where?") });
             let Value::Object(asked) = asked else { unreachable!() };
-            return Started::Asks(Questions { asked, note: Some("begun".to_owned()) });
+            return Started::NeedsInput(ElicitationRequest {
+                questions: asked,
+                source_state: Some("begun".to_owned()),
+            });
         };
         let said = format!("hello {name} in {city}, attempt {}", attempt.number);
         let text = json!({ "content": [{ "type": "text", "text": said }] });
-        Started::Done(Ok::<_, Fault>(Json::of_value(&text)))
+        Started::Finished(Ok::<_, Fault>(Json::from_value(&text)))
     }
 
     fn cancel(&self, _: &CallId, _: u32) {}

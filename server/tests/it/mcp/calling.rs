@@ -77,7 +77,7 @@ async fn the_envelope_and_the_trace_travel_in_meta() {
     let caller = toolcrib::Caller::local("default");
     let id = ticket(&first).parse().unwrap();
     let stored = server.engine.call(&caller, &id).await.unwrap();
-    assert_eq!(stored.asked.traceparent.as_deref(), Some(trace));
+    assert_eq!(stored.origin.traceparent.as_deref(), Some(trace));
     let wrong = json!({ "name": "calculation.eval", "arguments": { "expression": "1" },
         "_meta": { "toolcrib/timeout_ms": "soon" } });
     client.ask("tools/call", wrong).await.error(-32602);
@@ -85,7 +85,7 @@ async fn the_envelope_and_the_trace_travel_in_meta() {
 
 #[tokio::test]
 async fn who_knows_no_tasks_waits_and_then_gets_a_ticket_to_ask_with() {
-    let server = Server::with(|config| config.doors.mcp.wait_ms = 50).await;
+    let server = Server::with(|config| config.transports.mcp.wait_ms = 50).await;
     let api = server.api();
     let promised = json!({ "output_schema": { "type": "object" } });
     api.register("pc_1", json!([offer("slow.one"), offer_with("slow.two", promised)])).await;
@@ -199,13 +199,13 @@ async fn progress_without_a_percentage_is_told_as_it_was_said() {
 
 async fn send_progress(server: &Server, id: &str, progress: Value) {
     let caller = toolcrib::Caller::local("default");
-    let progress = toolcrib::Progress {
+    let progress = toolcrib::AttemptProgress {
         percent: progress["percent"].as_f64(),
         message: progress["message"].as_str().map(str::to_owned),
         data: progress.get("data").cloned(),
     };
     let id = id.parse().unwrap();
-    server.engine.progress(&caller, &id, None, None, progress).await.unwrap();
+    server.engine.report_progress(&caller, &id, None, None, progress).await.unwrap();
 }
 
 /// The next call for the client; being told of a canceled one is not work.
@@ -279,7 +279,7 @@ async fn a_call_with_an_idempotency_key_outlives_its_stream() {
 
 #[tokio::test]
 async fn a_long_result_is_a_digest_with_a_link_to_the_whole() {
-    let server = Server::with(|config| config.doors.mcp.result_tokens = 200).await;
+    let server = Server::with(|config| config.transports.mcp.result_tokens = 200).await;
     let api = server.api();
     let promised = json!({ "output_schema": { "type": "object" } });
     api.register("pc_1", json!([offer("log.read"), offer_with("log.parsed", promised)])).await;

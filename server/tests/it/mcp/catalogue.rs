@@ -38,7 +38,7 @@ async fn a_client_that_asks_for_it_searches_describes_and_calls() {
 
 #[tokio::test]
 async fn a_long_list_becomes_the_catalogue_unless_the_client_wants_all_of_it() {
-    let server = Server::with(|config| config.doors.mcp.catalogue_over = 20).await;
+    let server = Server::with(|config| config.transports.mcp.catalogue_over = 20).await;
     let api = server.api();
     let many: Vec<Value> = (0..30).map(|n| offer(&format!("many.tool_{n:02}"))).collect();
     api.register("pc_1", json!(many)).await;

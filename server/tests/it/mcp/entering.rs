@@ -60,8 +60,8 @@ async fn foreign_pages_and_foreign_names_are_refused() {
 #[tokio::test]
 async fn with_keys_pages_still_need_permission() {
     let server = Server::with(|config| {
-        config.doors.mcp.allowed_origins = vec!["https://app.example.com".to_owned()];
-        config.doors.mcp.allowed_hosts = vec!["crib.example.com".to_owned()];
+        config.transports.mcp.allowed_origins = vec!["https://app.example.com".to_owned()];
+        config.transports.mcp.allowed_hosts = vec!["crib.example.com".to_owned()];
     })
     .await;
     let ada = server.keyed("acme", "ada", "agent", &["*"]).await;
@@ -124,7 +124,7 @@ async fn a_body_that_is_no_json_is_told_so_in_the_words_of_json_rpc() {
 
 #[tokio::test]
 async fn sessions_have_a_limit_that_shuts_out_nobody_without_one() {
-    let server = Server::with(|config| config.doors.mcp.max_sessions = 4).await;
+    let server = Server::with(|config| config.transports.mcp.max_sessions = 4).await;
     let ada = server.keyed("acme", "ada", "agent", &["*"]).await;
     let eve = server.keyed("other", "eve", "agent", &["*"]).await;
     let begin = async |api: &crate::support::Api| {
@@ -145,6 +145,6 @@ async fn sessions_have_a_limit_that_shuts_out_nobody_without_one() {
 
 #[tokio::test]
 async fn the_door_can_be_closed() {
-    let server = Server::with(|config| config.doors.mcp.enabled = false).await;
+    let server = Server::with(|config| config.transports.mcp.enabled = false).await;
     assert_eq!(Mcp::modern(&server.api()).ask("tools/list", json!({})).await.status, 404);
 }

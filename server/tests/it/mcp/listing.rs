@@ -67,7 +67,7 @@ async fn results_that_are_no_objects_have_a_schema_only_where_the_revision_knows
 
 #[tokio::test]
 async fn the_list_comes_in_pages_and_may_be_kept_for_a_while() {
-    let server = Server::with(|config| config.doors.mcp.page_size = 10).await;
+    let server = Server::with(|config| config.transports.mcp.page_size = 10).await;
     let api = server.api();
     let many: Vec<Value> = (0..37).map(|n| offer(&format!("many.tool_{n:02}"))).collect();
     api.register("pc_1", json!(many)).await;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use serde_json::{Value, json};
 use toolcrib::source::{Attempt, ProgressSink, Source, Started};
-use toolcrib::{CallId, Definition, Effect, Engine, Executor, Json, Risk};
+use toolcrib::{CallId, Effect, Engine, Executor, Json, Risk, ToolDefinition};
 
 use super::hint;
 use crate::support::Server;
@@ -20,21 +20,21 @@ impl Source for Parrot {
         Executor::Mcp
     }
 
-    fn list(&self) -> Vec<Definition> {
-        let tool = |name: &str, output: Option<Value>| Definition {
+    fn list(&self) -> Vec<ToolDefinition> {
+        let tool = |name: &str, output: Option<Value>| ToolDefinition {
             project: None,
             name: name.to_owned(),
             description: "says it back".to_owned(),
             executor: Executor::Mcp,
-            input_schema: Json::of_value(&json!({ "type": "object" })),
-            output_schema: output.map(|schema| Json::of_value(&schema)),
+            input_schema: Json::from_value(&json!({ "type": "object" })),
+            output_schema: output.map(|schema| Json::from_value(&schema)),
             timeout_ms: 60_000,
             background: false,
             effect: Effect::Read,
             risk: Risk::Low,
             policy: Default::default(),
             fallback: Vec::new(),
-            utp: None,
+            binding: None,
             metadata: None,
         };
         let object = json!({ "type": "object" });
@@ -42,14 +42,14 @@ impl Source for Parrot {
     }
 
     async fn start(&self, attempt: Attempt, _: ProgressSink) -> Started {
-        Started::Done(Ok(attempt.args.clone()))
+        Started::Finished(Ok(attempt.args.clone()))
     }
 
     fn cancel(&self, _: &CallId, _: u32) {}
 }
 
 async fn server() -> Server {
-    let engine = Engine::builder().source(Arc::new(Parrot)).result_read();
+    let engine = Engine::builder().source(Arc::new(Parrot)).with_result_read_tool();
     Server::of(engine.start().await.unwrap()).await
 }
 

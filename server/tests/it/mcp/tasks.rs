@@ -48,11 +48,11 @@ async fn a_background_tool_is_a_task_at_once_and_survives_a_restart() {
 #[tokio::test]
 async fn a_call_that_takes_long_becomes_a_task_and_hanging_up_does_not_cancel_it() {
     // Where there is time enough, what is done within it is no task.
-    let patient = Server::with(|config| config.doors.mcp.task_after_ms = 60_000).await;
+    let patient = Server::with(|config| config.transports.mcp.task_after_ms = 60_000).await;
     let client = Mcp::modern(&patient.api()).with_tasks();
     let quick = client.call("calculation.eval", json!({ "expression": "1" })).await.result();
     assert_eq!(quick["resultType"], "complete");
-    let server = Server::with(|config| config.doors.mcp.task_after_ms = 50).await;
+    let server = Server::with(|config| config.transports.mcp.task_after_ms = 50).await;
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
     let client = Mcp::modern(&api).with_tasks();
@@ -114,7 +114,7 @@ async fn a_task_can_be_canceled_and_is_its_projects_alone() {
 
 #[tokio::test]
 async fn who_does_not_declare_the_extension_meets_no_tasks() {
-    let server = Server::with(|config| config.doors.mcp.wait_ms = 50).await;
+    let server = Server::with(|config| config.transports.mcp.wait_ms = 50).await;
     let api = server.api();
     let only = json!({ "async": true, "metadata": { "task_support": "required" } });
     api.register("pc_1", json!([background("report.make"), offer_with("report.only", only)])).await;

@@ -1,24 +1,24 @@
 //! Good answers, of both kinds of endpoints, in a stream and at once; and where the key goes.
 
 use serde_json::{Value, json};
-use toolcrib::model::{Model, Piece, Prompt, Stopped, Usage, Wanted};
-use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
-use toolcrib_server::models::{Anthropic, Endpoint, KeyPlace, Kind, OpenAi};
+use toolcrib::model::{Delta, FinishReason, Model, ModelRequest, TokenUsage, ToolCallRequest};
+use toolcrib_bench::model::{
+    ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
+};
+use toolcrib_server::models::{AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, OpenAiModel};
 
 use super::*;
 
-fn two_calls() -> Turn {
+fn two_calls() -> ScriptedBehavior {
     let first = r#"{"expression": "6 * 7"}"#;
-    let answer = Answer::text("Let me see: ä€😀.").call("call_a", "calculation__eval", first).call(
-        "call_b",
-        "weather__query",
-        r#"{"query": "Paris"}"#,
-    );
-    Turn::Say(answer)
+    let answer = ScriptedAnswer::text("Let me see: ä€😀.")
+        .with_call("call_a", "calculation__eval", first)
+        .with_call("call_b", "weather__query", r#"{"query": "Paris"}"#);
+    ScriptedBehavior::Reply(answer)
 }
 
-fn wanted() -> Vec<Wanted> {
-    let wanted = |id: &str, name: &str, arguments: &str| Wanted {
+fn wanted() -> Vec<ToolCallRequest> {
+    let wanted = |id: &str, name: &str, arguments: &str| ToolCallRequest {
         id: id.into(),
         name: name.into(),
         arguments: arguments.into(),
@@ -31,28 +31,28 @@ fn wanted() -> Vec<Wanted> {
 
 #[tokio::test]
 async fn arguments_in_pieces_and_parallel_calls_come_out_whole() {
-    for kind in [Kind::OpenAi, Kind::Anthropic] {
-        let scripted = Scripted::saying([two_calls()]).await.unwrap();
+    for kind in [ModelApi::OpenAi, ModelApi::Anthropic] {
+        let scripted = ScriptedModel::start_with_replies([two_calls()]).await.unwrap();
         let at = endpoint(&scripted, kind);
         let model: Box<dyn Model> = match kind {
-            Kind::OpenAi => Box::new(OpenAi::at(at)),
-            Kind::Anthropic => Box::new(Anthropic::at(at)),
+            ModelApi::OpenAi => Box::new(OpenAiModel::new(at)),
+            ModelApi::Anthropic => Box::new(AnthropicModel::new(at)),
         };
         let (reply, told) = asked(&*model, &prompt()).await;
         let reply = reply.unwrap();
         assert_eq!(reply.text, "Let me see: ä€😀.");
         assert_eq!(reply.calls, wanted());
-        assert_eq!(reply.stopped, Stopped::ToolCalls);
-        assert_eq!(reply.usage, Usage { prompt_tokens: 10, completion_tokens: 5 });
+        assert_eq!(reply.finish_reason, FinishReason::ToolCalls);
+        assert_eq!(reply.usage, TokenUsage { prompt_tokens: 10, completion_tokens: 5 });
         assert_eq!(reply.model.as_deref(), Some("large-1"));
         // What was told on the way comes to the same.
         assert_eq!(text_of(&told), reply.text);
-        let mut built: Vec<Wanted> = Vec::new();
+        let mut built: Vec<ToolCallRequest> = Vec::new();
         for piece in told {
-            let Piece::Call { index, id, name, arguments } = piece else { continue };
+            let Delta::Call { index, id, name, arguments } = piece else { continue };
             if let (Some(id), Some(name)) = (id, name) {
                 assert_eq!(index, built.len());
-                built.push(Wanted { id, name, arguments: String::new() });
+                built.push(ToolCallRequest { id, name, arguments: String::new() });
             }
             built[index].arguments.push_str(&arguments);
         }
@@ -71,8 +71,8 @@ async fn an_endpoint_that_does_not_stream_is_understood() {
     let message = json!({ "role": "assistant", "content": "Hm.", "tool_calls": calls });
     let whole = json!({ "model": "m", "usage": { "prompt_tokens": 3, "completion_tokens": 4 },
         "choices": [{ "index": 0, "message": message, "finish_reason": "tool_calls" }] });
-    let turn = Turn::Raw("application/json", whole.to_string().into_bytes());
-    let scripted = Scripted::saying([turn]).await.unwrap();
+    let turn = ScriptedBehavior::Raw("application/json", whole.to_string().into_bytes());
+    let scripted = ScriptedModel::start_with_replies([turn]).await.unwrap();
     let (reply, told) = asked(&openai(&scripted), &prompt()).await;
     let reply = reply.unwrap();
     assert_eq!((reply.text.as_str(), text_of(&told).as_str()), ("Hm.", "Hm."));
@@ -80,20 +80,21 @@ async fn an_endpoint_that_does_not_stream_is_understood() {
         reply.calls.iter().map(|call| (call.id.as_str(), call.arguments.as_str())).collect();
     let two = [("call_a", r#"{"expression": "6 * 7"}"#), ("call_a", r#"{"query":"Paris"}"#)];
     assert_eq!(calls, two, "two calls with one id stay two");
-    assert_eq!(reply.usage, Usage { prompt_tokens: 3, completion_tokens: 4 });
+    assert_eq!(reply.usage, TokenUsage { prompt_tokens: 3, completion_tokens: 4 });
 }
 
 #[tokio::test]
 async fn what_is_asked_is_what_the_endpoint_reads() {
-    let scripted = Scripted::saying([say("42"), say("42")]).await.unwrap();
+    let scripted =
+        ScriptedModel::start_with_replies([text_reply("42"), text_reply("42")]).await.unwrap();
     let settings = json!({ "temperature": 0.5, "stream": false, "tool_choice": "auto" });
     let Value::Object(settings) = settings else { unreachable!() };
-    let prompt = Prompt { settings, ..prompt() };
+    let prompt = ModelRequest { settings, ..prompt() };
     let model = openai(&scripted);
     asked(&model, &prompt).await.0.unwrap();
-    let bare = Prompt { tools: Vec::new(), ..prompt };
+    let bare = ModelRequest { tools: Vec::new(), ..prompt };
     asked(&model, &bare).await.0.unwrap();
-    let asked = scripted.asked();
+    let asked = scripted.requests();
     let body = &asked[0].body;
     assert_eq!(body["model"], "large-1");
     assert_eq!(body["temperature"], 0.5);
@@ -101,7 +102,7 @@ async fn what_is_asked_is_what_the_endpoint_reads() {
     assert_eq!(body["stream_options"], json!({ "include_usage": true }));
     assert_eq!(body["messages"][0]["content"], "What is 6 * 7?");
     assert_eq!(
-        (asked[0].tools(), &body["tool_choice"]),
+        (asked[0].tool_names(), &body["tool_choice"]),
         (vec!["calculation__eval".to_owned()], &json!("auto"))
     );
     let body = &asked[1].body;
@@ -110,7 +111,8 @@ async fn what_is_asked_is_what_the_endpoint_reads() {
 
 #[tokio::test]
 async fn a_conversation_is_translated_for_anthropic() {
-    let scripted = Scripted::saying([say("42"), say("42")]).await.unwrap();
+    let scripted =
+        ScriptedModel::start_with_replies([text_reply("42"), text_reply("42")]).await.unwrap();
     let call = |id: &str, arguments: &str| {
         json!({ "id": id, "type": "function",
         "function": { "name": "calculation__eval", "arguments": arguments } })
@@ -127,11 +129,11 @@ async fn a_conversation_is_translated_for_anthropic() {
     let settings = json!({ "max_tokens": 77, "stop": "END", "tool_choice": "required",
         "parallel_tool_calls": false, "seed": 5 });
     let Value::Object(settings) = settings else { unreachable!() };
-    let prompt = Prompt { messages, settings, ..prompt() };
+    let prompt = ModelRequest { messages, settings, ..prompt() };
     let model = anthropic(&scripted);
     asked(&model, &prompt).await.0.unwrap();
-    asked(&model, &Prompt { tools: Vec::new(), ..prompt }).await.0.unwrap();
-    let asked = scripted.asked();
+    asked(&model, &ModelRequest { tools: Vec::new(), ..prompt }).await.0.unwrap();
+    let asked = scripted.requests();
     assert_eq!(asked[0].path, "/v1/messages");
     assert_eq!(asked[0].headers["anthropic-version"], "2023-06-01");
     let use_ = |id: &str, input: Value| {
@@ -173,25 +175,28 @@ async fn the_key_is_sent_and_is_in_no_refusal() {
     std::fs::write(file.path(), format!("{secret}\n")).unwrap();
     let echo = |status: u16| {
         let message = format!("Incorrect API key provided: {secret}, or sk-very***1234");
-        Turn::Refuse(status, None, json!({ "error": { "message": message } }))
+        ScriptedBehavior::Refuse(status, None, json!({ "error": { "message": message } }))
     };
     for (kind, header, value) in [
-        (Kind::OpenAi, "authorization", format!("Bearer {secret}")),
-        (Kind::Anthropic, "x-api-key", secret.to_owned()),
+        (ModelApi::OpenAi, "authorization", format!("Bearer {secret}")),
+        (ModelApi::Anthropic, "x-api-key", secret.to_owned()),
     ] {
-        let scripted = Scripted::saying([say("42"), echo(401), echo(400)]).await.unwrap();
-        let key = KeyPlace { variable: None, file: Some(file.path().to_owned()), needed: true };
-        let at = Endpoint { key, ..endpoint(&scripted, kind) };
+        let scripted = ScriptedModel::start_with_replies([text_reply("42"), echo(401), echo(400)])
+            .await
+            .unwrap();
+        let key =
+            ApiKeySource { variable: None, file: Some(file.path().to_owned()), is_required: true };
+        let at = ModelEndpoint { key, ..endpoint(&scripted, kind) };
         let model: Box<dyn Model> = match kind {
-            Kind::OpenAi => Box::new(OpenAi::at(at)),
-            Kind::Anthropic => Box::new(Anthropic::at(at)),
+            ModelApi::OpenAi => Box::new(OpenAiModel::new(at)),
+            ModelApi::Anthropic => Box::new(AnthropicModel::new(at)),
         };
         assert_eq!(asked(&*model, &prompt()).await.0.unwrap().text, "42");
-        assert_eq!(scripted.asked()[0].headers[header], value);
+        assert_eq!(scripted.requests()[0].headers[header], value);
         for status in [401, 400] {
             let silence = asked(&*model, &prompt()).await.0.unwrap_err();
             let said = format!("{silence:?} {silence}");
-            assert!(!silence.passing, "{said}");
+            assert!(!silence.is_transient, "{said}");
             assert!(silence.fault.message.contains(&format!("answered {status}")), "{said}");
             assert!(!said.contains(secret), "{said}");
             assert!(status == 400 || !said.contains("1234"), "{said}");
@@ -201,12 +206,13 @@ async fn the_key_is_sent_and_is_in_no_refusal() {
 
 #[tokio::test]
 async fn a_key_that_is_missing_is_said_by_the_name_of_its_place() {
-    let scripted = Scripted::saying([call("c", "t", &json!({}))]).await.unwrap();
+    let scripted =
+        ScriptedModel::start_with_replies([tool_call_reply("c", "t", &json!({}))]).await.unwrap();
     let variable = Some("NO_SUCH_VARIABLE_HERE".to_owned());
-    let key = KeyPlace { variable, file: None, needed: true };
-    let model = OpenAi::at(Endpoint { key, ..endpoint(&scripted, Kind::OpenAi) });
+    let key = ApiKeySource { variable, file: None, is_required: true };
+    let model = OpenAiModel::new(ModelEndpoint { key, ..endpoint(&scripted, ModelApi::OpenAi) });
     let silence = asked(&model, &prompt()).await.0.unwrap_err();
-    assert!(!silence.passing);
+    assert!(!silence.is_transient);
     assert!(silence.fault.message.contains("NO_SUCH_VARIABLE_HERE"), "{silence}");
-    assert!(scripted.asked().is_empty(), "nothing was sent");
+    assert!(scripted.requests().is_empty(), "nothing was sent");
 }

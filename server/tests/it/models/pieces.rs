@@ -2,13 +2,13 @@
 //! stays one, and what are two stay two.
 
 use serde_json::{Value, json};
-use toolcrib::model::Wanted;
-use toolcrib_bench::model::{Scripted, Turn};
+use toolcrib::model::ToolCallRequest;
+use toolcrib_bench::model::{ScriptedBehavior, ScriptedModel};
 
 use super::*;
 
 /// A stream of these pieces of calls, each list in an event of its own.
-fn stream(deltas: &[Value]) -> Turn {
+fn stream(deltas: &[Value]) -> ScriptedBehavior {
     let mut text = String::new();
     for calls in deltas {
         let chunk = json!({ "choices": [{ "index": 0, "delta": { "tool_calls": calls } }] });
@@ -16,18 +16,18 @@ fn stream(deltas: &[Value]) -> Turn {
     }
     let end = json!({ "choices": [{ "index": 0, "delta": {}, "finish_reason": "tool_calls" }] });
     text.push_str(&format!("data: {end}\n\ndata: [DONE]\n\n"));
-    Turn::Raw("text/event-stream", text.into_bytes())
+    ScriptedBehavior::Raw("text/event-stream", text.into_bytes())
 }
 
 /// The calls that come of it, and what was told on the way.
-async fn calls(deltas: &[Value]) -> (Vec<Wanted>, Vec<Piece>) {
-    let scripted = Scripted::saying([stream(deltas)]).await.unwrap();
+async fn calls(deltas: &[Value]) -> (Vec<ToolCallRequest>, Vec<Delta>) {
+    let scripted = ScriptedModel::start_with_replies([stream(deltas)]).await.unwrap();
     let (reply, told) = asked(&openai(&scripted), &prompt()).await;
     (reply.unwrap().calls, told)
 }
 
 /// Names and arguments.
-fn of(calls: &[Wanted]) -> Vec<(&str, &str)> {
+fn of(calls: &[ToolCallRequest]) -> Vec<(&str, &str)> {
     calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect()
 }
 
@@ -44,8 +44,8 @@ async fn an_id_that_comes_after_the_first_piece_is_the_id_of_that_call() {
     let ids: Vec<String> = told
         .into_iter()
         .filter_map(|piece| match piece {
-            Piece::Call { id, .. } => id,
-            Piece::Text(_) => None,
+            Delta::Call { id, .. } => id,
+            Delta::Text(_) => None,
         })
         .collect();
     assert_eq!(ids.last().map(String::as_str), Some("late_id"), "{ids:?}");
@@ -151,10 +151,10 @@ async fn text_in_parts_is_text() {
     let chunk = json!({ "choices": [{ "index": 0, "finish_reason": "stop",
         "delta": { "content": parts } }] });
     for turn in [
-        Turn::Raw("application/json", whole.to_string().into_bytes()),
-        Turn::Raw("text/event-stream", format!("data: {chunk}\n\n").into_bytes()),
+        ScriptedBehavior::Raw("application/json", whole.to_string().into_bytes()),
+        ScriptedBehavior::Raw("text/event-stream", format!("data: {chunk}\n\n").into_bytes()),
     ] {
-        let scripted = Scripted::saying([turn]).await.unwrap();
+        let scripted = ScriptedModel::start_with_replies([turn]).await.unwrap();
         let (reply, told) = asked(&openai(&scripted), &prompt()).await;
         assert_eq!((reply.unwrap().text, text_of(&told)), ("It is 42.".into(), "It is 42.".into()));
     }
@@ -165,7 +165,7 @@ async fn a_mark_of_the_byte_order_before_a_stream_costs_no_event() {
     let chunk = |text: &str, end: Value| json!({ "choices": [{ "index": 0, "delta": { "content": text }, "finish_reason": end }] });
     let (first, last) = (chunk("It is ", Value::Null), chunk("42.", "stop".into()));
     let text = format!("\u{feff}data: {first}\n\ndata: {last}\n\n");
-    let turn = Turn::Raw("text/event-stream", text.into_bytes());
-    let scripted = Scripted::saying([turn]).await.unwrap();
+    let turn = ScriptedBehavior::Raw("text/event-stream", text.into_bytes());
+    let scripted = ScriptedModel::start_with_replies([turn]).await.unwrap();
     assert_eq!(asked(&openai(&scripted), &prompt()).await.0.unwrap().text, "It is 42.");
 }

@@ -156,13 +156,13 @@ async fn who_has_ended_does_not_stand_in_line() {
     for _ in 0..10 {
         waiting.push(api.invoke("a.tool", json!({})).await);
     }
-    assert_eq!(server.engine.waiting_calls(), 10);
+    assert_eq!(server.engine.queued_call_count(), 10);
     for id in &waiting[1..] {
         api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
     }
-    assert_eq!(server.engine.waiting_calls(), 1);
+    assert_eq!(server.engine.queued_call_count(), 1);
     api.succeed(&first, json!(1)).await;
     let next = api.poll("c1").await;
     assert_eq!(next["tool_call_id"], json!(waiting[0]));
-    assert_eq!(server.engine.waiting_calls(), 0);
+    assert_eq!(server.engine.queued_call_count(), 0);
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use toolcrib_bench::model::{Scripted, Turn, say};
+use toolcrib_bench::model::{ScriptedBehavior, ScriptedModel, text_reply};
 
 use super::eval;
 use crate::support::process::Server;
@@ -61,7 +61,9 @@ async fn programs_get_every_event_as_a_line() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_that_is_down_is_said_and_the_run_can_be_resumed() {
-    let model = Scripted::saying([eval("c1", "6*7"), say("It is 42.")]).await.unwrap();
+    let model = ScriptedModel::start_with_replies([eval("c1", "6*7"), text_reply("It is 42.")])
+        .await
+        .unwrap();
     let mut server = Server::new()
         .with("LLM__BASE_URL", "http://127.0.0.1:9/v1")
         .with("LLM__MODEL", "large-1")
@@ -77,8 +79,9 @@ async fn a_model_that_is_down_is_said_and_the_run_can_be_resumed() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replay_that_differs_says_where_and_ends_with_1() {
-    let turns = [eval("c1", "6*7"), say("It is 42."), eval("c1", "7*7"), say("It is 49.")];
-    let model = Scripted::saying(turns).await.unwrap();
+    let turns =
+        [eval("c1", "6*7"), text_reply("It is 42."), eval("c1", "7*7"), text_reply("It is 49.")];
+    let model = ScriptedModel::start_with_replies(turns).await.unwrap();
     let server = Server::new().with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1");
     let (code, _, shown) = ended(&server, &["run", "What is 6 * 7?"]).await;
     assert_eq!(code, 0, "{shown}");
@@ -94,7 +97,7 @@ async fn a_replay_that_differs_says_where_and_ends_with_1() {
 }
 
 /// The words of an answer, in very small pieces that come all at once.
-fn burst(words: usize) -> (String, Turn) {
+fn burst(words: usize) -> (String, ScriptedBehavior) {
     let (mut whole, mut stream) = (String::new(), String::new());
     for n in 0..words {
         let word = format!("w{n} ");
@@ -104,13 +107,13 @@ fn burst(words: usize) -> (String, Turn) {
     }
     let end = json!({ "choices": [{ "index": 0, "delta": {}, "finish_reason": "stop" }] });
     stream.push_str(&format!("data: {end}\n\ndata: [DONE]\n\n"));
-    (whole, Turn::Raw("text/event-stream", stream.into_bytes()))
+    (whole, ScriptedBehavior::Raw("text/event-stream", stream.into_bytes()))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_in_a_burst_of_pieces_is_printed_once_and_without_gaps() {
     let (whole, turn) = burst(20_000);
-    let model = Scripted::saying([turn]).await.unwrap();
+    let model = ScriptedModel::start_with_replies([turn]).await.unwrap();
     let server = Server::new().with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1");
     let (code, said, shown) = ended(&server, &["run", "Count"]).await;
     assert_eq!(code, 0, "{shown}");
@@ -121,8 +124,8 @@ async fn an_answer_in_a_burst_of_pieces_is_printed_once_and_without_gaps() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn programs_are_told_why_a_run_failed_as_the_run_tells_it() {
-    let busy = Turn::Refuse(503, None, json!({ "error": { "message": "busy" } }));
-    let model = Scripted::saying([busy]).await.unwrap();
+    let busy = ScriptedBehavior::Refuse(503, None, json!({ "error": { "message": "busy" } }));
+    let model = ScriptedModel::start_with_replies([busy]).await.unwrap();
     let server = Server::new()
         .with("LLM__BASE_URL", &model.url)
         .with("LLM__MODEL", "large-1")
@@ -195,10 +198,15 @@ async fn slow_way_to(port: u16) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_that_goes_on_shows_nothing_of_its_story_however_long_that_takes() {
-    let away = Turn::Refuse(503, None, json!({ "error": { "message": "busy" } }));
-    let turns =
-        [eval("c1", "6*7"), say("The old answer."), say("The new one."), away, say("Last.")];
-    let model = Scripted::saying(turns).await.unwrap();
+    let away = ScriptedBehavior::Refuse(503, None, json!({ "error": { "message": "busy" } }));
+    let turns = [
+        eval("c1", "6*7"),
+        text_reply("The old answer."),
+        text_reply("The new one."),
+        away,
+        text_reply("Last."),
+    ];
+    let model = ScriptedModel::start_with_replies(turns).await.unwrap();
     let mut server = Server::new()
         .with("LLM__BASE_URL", &model.url)
         .with("LLM__MODEL", "large-1")

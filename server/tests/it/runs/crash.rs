@@ -1,7 +1,9 @@
 //! Killed in the middle of a run, on the real binary: it goes on from its last stored step.
 
 use serde_json::{Value, json};
-use toolcrib_bench::model::{Answer, Asked, Scripted, Turn, say};
+use toolcrib_bench::model::{
+    RecordedRequest, ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply,
+};
 
 use crate::support::process::{PATIENCE, Server, eventually, text};
 
@@ -17,19 +19,24 @@ async fn started(server: &Server) -> String {
     text(&answer, "run_id")
 }
 
-fn server(model: &Scripted) -> Server {
+fn server(model: &ScriptedModel) -> Server {
     Server::new().with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_killed_while_its_tool_works_goes_on_and_repeats_nothing() {
     // Two calls in one answer: one is done when the process is killed, one is with its client.
-    let both = Answer::text("").call("c1", "bank__pay", r#"{"amount":7}"#).call(
+    let both = ScriptedAnswer::text("").with_call("c1", "bank__pay", r#"{"amount":7}"#).with_call(
         "c2",
         "bank__report",
         "{}",
     );
-    let model = Scripted::saying([Turn::Say(both), say("Paid and reported.")]).await.unwrap();
+    let model = ScriptedModel::start_with_replies([
+        ScriptedBehavior::Reply(both),
+        text_reply("Paid and reported."),
+    ])
+    .await
+    .unwrap();
     let mut server = server(&model);
     server.start().await;
     let tools = json!([
@@ -56,7 +63,7 @@ async fn a_run_killed_while_its_tool_works_goes_on_and_repeats_nothing() {
     let steps: Vec<&Value> =
         run["steps"].as_array().unwrap().iter().map(|step| &step["step"]).collect();
     assert_eq!(steps, [1, 2], "each step is shown once: {run}");
-    let asked = model.asked();
+    let asked = model.requests();
     assert_eq!(asked.len(), 2, "a stored answer is not asked for again");
     let told = asked[1].messages();
     assert_eq!(told[2]["content"], "{\"receipt\":1}");
@@ -66,13 +73,14 @@ async fn a_run_killed_while_its_tool_works_goes_on_and_repeats_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_killed_while_the_model_thinks_is_asked_that_again_and_nothing_else() {
-    let asked_so_far = |model: &Scripted| model.asked().len();
-    let first = Answer::text("").call("c1", "calculation__eval", r#"{"expression":"6*7"}"#);
-    let model = Scripted::saying([
-        Turn::Say(first),
+    let asked_so_far = |model: &ScriptedModel| model.requests().len();
+    let first =
+        ScriptedAnswer::text("").with_call("c1", "calculation__eval", r#"{"expression":"6*7"}"#);
+    let model = ScriptedModel::start_with_replies([
+        ScriptedBehavior::Reply(first),
         // It is killed while this is being said.
-        Turn::Stall(Answer::text("It is for"), 2),
-        say("It is 42."),
+        ScriptedBehavior::Stall(ScriptedAnswer::text("It is for"), 2),
+        text_reply("It is 42."),
     ])
     .await
     .unwrap();
@@ -86,7 +94,7 @@ async fn a_run_killed_while_the_model_thinks_is_asked_that_again_and_nothing_els
     server.start().await;
     let run = shown(&server, &id).await;
     assert_eq!(run["answer"], "It is 42.", "{run}\n{}", server.log());
-    let asked = model.asked();
+    let asked = model.requests();
     assert_eq!(asked.len(), 3);
     assert_eq!(asked[1].body["messages"], asked[2].body["messages"], "the same question");
     assert_eq!(run["call_count"], 1);
@@ -98,18 +106,22 @@ const STEPS: usize = 6;
 const KILLS: usize = 3;
 
 /// Calls once in each step, another sum each time, and then says how many there were.
-fn counts(asked: &Asked) -> Turn {
+fn counts(asked: &RecordedRequest) -> ScriptedBehavior {
     let told = asked.messages().iter().filter(|message| message["role"] == "tool").count();
     if told == STEPS {
-        return say(format!("{told} sums"));
+        return text_reply(format!("{told} sums"));
     }
     let sum = format!("{{\"expression\":\"{told}+1\"}}");
-    Turn::Say(Answer::text("").call(&format!("c{told}"), "calculation__eval", sum))
+    ScriptedBehavior::Reply(ScriptedAnswer::text("").with_call(
+        &format!("c{told}"),
+        "calculation__eval",
+        sum,
+    ))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_runs_killed_again_and_again_each_make_every_call_once() {
-    let model = Scripted::deciding(counts).await.unwrap();
+    let model = ScriptedModel::start_with_script(counts).await.unwrap();
     let mut server = server(&model);
     server.start().await;
     let mut ids = Vec::new();
@@ -119,7 +131,7 @@ async fn many_runs_killed_again_and_again_each_make_every_call_once() {
     for n in 1..=KILLS {
         // Somewhere in the middle, wherever each run is then.
         let enough = n * RUNS * STEPS / (KILLS + 1);
-        eventually("requests", PATIENCE, async || (model.asked().len() >= enough).then_some(()))
+        eventually("requests", PATIENCE, async || (model.requests().len() >= enough).then_some(()))
             .await;
         server.kill();
         server.start().await;
@@ -140,6 +152,6 @@ async fn many_runs_killed_again_and_again_each_make_every_call_once() {
     }
     // Each kill can cost a run at most the answer that was on its way.
     let most = RUNS * (STEPS + 1 + KILLS);
-    assert!(model.asked().len() <= most, "{} of {most}", model.asked().len());
+    assert!(model.requests().len() <= most, "{} of {most}", model.requests().len());
     server.stop().await;
 }

@@ -1,29 +1,30 @@
 //! Models that misbehave: what is asked again, what the run becomes, what is kept, what is hidden.
 
 use serde_json::{Value, json};
-use toolcrib_bench::model::{Answer, Turn, say};
+use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, text_reply};
 
 use super::{eval, question, run, site};
 
-fn refuse(status: u16, retry_after: Option<&'static str>) -> Turn {
-    Turn::Refuse(status, retry_after, json!({ "error": { "message": "not now" } }))
+fn refuse(status: u16, retry_after: Option<&'static str>) -> ScriptedBehavior {
+    ScriptedBehavior::Refuse(status, retry_after, json!({ "error": { "message": "not now" } }))
 }
 
 #[tokio::test]
 async fn what_passes_is_asked_again() {
-    let cut = Answer::text("").call("c1", "calculation__eval", r#"{"expression":"6*7"}"#);
+    let cut =
+        ScriptedAnswer::text("").with_call("c1", "calculation__eval", r#"{"expression":"6*7"}"#);
     let (server, model) = site([
         refuse(429, Some("0")),
         refuse(503, None),
         // Cut in the middle of the arguments: never half executed.
         eval("c1", "6*7"),
-        Turn::Cut(cut, 3),
-        say("It is 42."),
+        ScriptedBehavior::Disconnect(cut, 3),
+        text_reply("It is 42."),
     ])
     .await;
     let run = run(&server.api(), question("?")).await;
     assert_eq!(run["answer"], "It is 42.", "{run}");
-    assert_eq!(model.asked().len(), 5);
+    assert_eq!(model.requests().len(), 5);
     assert_eq!(run["call_count"], 1);
     assert_eq!(run["calls"].as_array().unwrap().len(), 1, "nothing of the cut answer was done");
 }
@@ -35,7 +36,7 @@ async fn a_model_that_stays_away_fails_the_run_and_resume_goes_on() {
         refuse(500, None),
         refuse(500, None),
         refuse(500, None),
-        say("Here again: 42."),
+        text_reply("Here again: 42."),
     ])
     .await;
     let api = server.api();
@@ -50,7 +51,7 @@ async fn a_model_that_stays_away_fails_the_run_and_resume_goes_on() {
         (&resumed["answer"], &resumed["call_count"]),
         (&json!("Here again: 42."), &json!(1))
     );
-    assert_eq!(model.asked().len(), 5);
+    assert_eq!(model.requests().len(), 5);
     api.post(&format!("/v1/runs/{id}/resume"), json!({})).await.refused(409, "CONFLICT");
 }
 
@@ -72,16 +73,16 @@ async fn an_endpoint_that_is_not_there_or_a_model_that_is_unknown_fails_the_run(
 
 #[tokio::test]
 async fn answers_that_make_no_sense_are_told_to_the_model() {
-    let nonsense = Answer::text("I try.")
-        .call("c1", "calculation__evil", "{}")
-        .call("c2", "calculation__eval", r#"{"expression":"6*7""#)
-        .call("c3", "calculation__eval", r#"{"expression":42}"#)
-        .call("c4", "calculation__eval", r#"{"expression":"6*7"}"#)
-        .call("c4", "calculation__eval", r#"{"expression":"1+1"}"#);
-    let (server, model) = site([Turn::Say(nonsense), say("I see.")]).await;
+    let nonsense = ScriptedAnswer::text("I try.")
+        .with_call("c1", "calculation__evil", "{}")
+        .with_call("c2", "calculation__eval", r#"{"expression":"6*7""#)
+        .with_call("c3", "calculation__eval", r#"{"expression":42}"#)
+        .with_call("c4", "calculation__eval", r#"{"expression":"6*7"}"#)
+        .with_call("c4", "calculation__eval", r#"{"expression":"1+1"}"#);
+    let (server, model) = site([ScriptedBehavior::Reply(nonsense), text_reply("I see.")]).await;
     let run = run(&server.api(), question("?")).await;
     assert_eq!(run["answer"], "I see.");
-    let asked = model.asked();
+    let asked = model.requests();
     let told: Vec<&Value> = asked[1].messages()[2..].iter().collect();
     let texts: Vec<&str> = told.iter().map(|one| one["content"].as_str().unwrap()).collect();
     assert!(texts[0].contains("TOOL_NOT_FOUND") && texts[0].contains("calculation__eval"));
@@ -95,7 +96,7 @@ async fn answers_that_make_no_sense_are_told_to_the_model() {
 
 #[tokio::test]
 async fn a_model_that_never_stops_is_cut_off() {
-    let (server, _model) = site([Turn::Endless, say("brief")]).await;
+    let (server, _model) = site([ScriptedBehavior::Endless, text_reply("brief")]).await;
     let failed = run(&server.api(), question("?")).await;
     assert_eq!(failed["status"], "FAILED");
     assert_eq!(failed["error"]["code"], "UPSTREAM_UNAVAILABLE");
@@ -106,7 +107,8 @@ async fn a_model_that_never_stops_is_cut_off() {
 
 #[tokio::test]
 async fn limits_and_repeated_calls_end_in_a_graceful_answer() {
-    let (server, model) = site([eval("c1", "1"), eval("c2", "2"), say("Only so far.")]).await;
+    let (server, model) =
+        site([eval("c1", "1"), eval("c2", "2"), text_reply("Only so far.")]).await;
     let mut body = question("?");
     body["limits"] = json!({ "steps": 2 });
     let limited = run(&server.api(), body).await;
@@ -115,9 +117,9 @@ async fn limits_and_repeated_calls_end_in_a_graceful_answer() {
         (&limited["answer"], &limited["limit_reached"]),
         (&json!("Only so far."), &json!("steps"))
     );
-    assert!(model.asked()[2].tools().is_empty(), "the last request is without tools");
+    assert!(model.requests()[2].tool_names().is_empty(), "the last request is without tools");
 
-    let again = (0..5).map(|_| eval("c", "6*7")).chain([say("It stays 42.")]);
+    let again = (0..5).map(|_| eval("c", "6*7")).chain([text_reply("It stays 42.")]);
     let (server, _model) = site(again).await;
     let repeated = run(&server.api(), question("?")).await;
     assert_eq!(repeated["limit_reached"], "repeats");
@@ -126,7 +128,8 @@ async fn limits_and_repeated_calls_end_in_a_graceful_answer() {
 
 #[tokio::test]
 async fn a_canceled_run_stops_with_its_calls() {
-    let (server, _model) = site([super::call("c1", "slow__tool", &json!({})), say("over")]).await;
+    let (server, _model) =
+        site([super::tool_call_reply("c1", "slow__tool", &json!({})), text_reply("over")]).await;
     let api = server.api();
     let tool = json!([{ "name": "slow.tool", "effect": "irreversible", "timeout_ms": 60_000 }]);
     api.register("c1", tool).await;

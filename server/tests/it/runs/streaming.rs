@@ -1,7 +1,7 @@
 //! A run as it happens: words as they are said, calls as they begin and end, in their order.
 
 use serde_json::{Value, json};
-use toolcrib_bench::model::{Answer, Turn, say};
+use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, text_reply};
 
 use super::{eval, question, run, site};
 use crate::support::sse::Sse;
@@ -14,7 +14,7 @@ fn joined(events: &[crate::support::sse::Event], step: u64) -> String {
 
 #[tokio::test]
 async fn a_streamed_run_tells_everything_in_order() {
-    let (server, _model) = site([eval("c1", "6*7"), say("It is forty-two, I think.")]).await;
+    let (server, _model) = site([eval("c1", "6*7"), text_reply("It is forty-two, I think.")]).await;
     let mut body = question("?");
     body["stream"] = true.into();
     let request = server.api().request(reqwest::Method::POST, "/v1/runs").json(&body);
@@ -49,7 +49,7 @@ async fn a_streamed_run_tells_everything_in_order() {
 
 #[tokio::test]
 async fn who_comes_back_goes_on_where_it_was() {
-    let (server, _model) = site([eval("c1", "6*7"), say("42")]).await;
+    let (server, _model) = site([eval("c1", "6*7"), text_reply("42")]).await;
     let api = server.api();
     let id = run(&api, question("?")).await["run_id"].as_str().unwrap().to_owned();
     let all = api.follow(&format!("/v1/runs/{id}/events"), None).await.rest().await;
@@ -63,7 +63,11 @@ async fn who_comes_back_goes_on_where_it_was() {
 
 #[tokio::test]
 async fn an_answer_that_was_cut_is_told_to_be_void() {
-    let (server, _model) = site([Turn::Cut(Answer::text("It is fo"), 2), say("It is 42.")]).await;
+    let (server, _model) = site([
+        ScriptedBehavior::Disconnect(ScriptedAnswer::text("It is fo"), 2),
+        text_reply("It is 42."),
+    ])
+    .await;
     let mut body = question("?");
     body["stream"] = true.into();
     let request = server.api().request(reqwest::Method::POST, "/v1/runs").json(&body);
@@ -75,8 +79,8 @@ async fn an_answer_that_was_cut_is_told_to_be_void() {
 
 #[tokio::test]
 async fn a_replay_asks_again_and_touches_nothing() {
-    let same = [eval("c1", "6*7"), say("It is 42.")];
-    let other = [eval("c1", "7*7"), say("It is 49.")];
+    let same = [eval("c1", "6*7"), text_reply("It is 42.")];
+    let other = [eval("c1", "7*7"), text_reply("It is 49.")];
     let turns = same.clone().into_iter().chain(same).chain(other);
     let (server, model) = site(turns).await;
     let api = server.api();
@@ -92,7 +96,11 @@ async fn a_replay_asks_again_and_touches_nothing() {
     assert_eq!((&second["same"], &second["answer"]), (&json!(false), &json!("It is 49.")));
     assert_eq!(second["differences"][0]["step"], 1);
     assert_eq!(second["unrecorded_calls"], 1);
-    assert!(model.asked()[5].last().contains("this is a replay"), "{}", model.asked()[5].last());
+    assert!(
+        model.requests()[5].last_content().contains("this is a replay"),
+        "{}",
+        model.requests()[5].last_content()
+    );
     let calls = api.get("/v1/tool_calls").await.is(200);
     assert_eq!(calls["tool_calls"].as_array().unwrap().len(), 1, "only the recorded one");
 }

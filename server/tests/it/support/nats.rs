@@ -9,7 +9,7 @@ use async_nats::{Client, HeaderMap, Request};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use toolcrib_server::utp::{Host, Link, link::Address};
+use toolcrib_server::utp::{NatsConnection, ToolHost, link::NatsEndpoint};
 
 use super::process::free_port;
 use super::{Server, soon, until};
@@ -87,13 +87,15 @@ impl Nats {
         Server::with(|config| config.nats.url = Some(url)).await
     }
 
-    pub async fn link(&self, version: &str) -> Link {
+    pub async fn link(&self, version: &str) -> NatsConnection {
         let (url, version) = (self.url(), version.to_owned());
-        Link::connect(&Address { url, credentials: None, version }, "test").await.unwrap()
+        NatsConnection::connect(&NatsEndpoint { url, credentials: None, version }, "test")
+            .await
+            .unwrap()
     }
 
     /// A tool service in Rust that is being served; it ends with the test.
-    pub async fn host(&self, target: &str, make: impl FnOnce(Host) -> Host) -> Hosted {
+    pub async fn host(&self, target: &str, make: impl FnOnce(ToolHost) -> ToolHost) -> Hosted {
         self.host_of("v1r3", target, make).await
     }
 
@@ -102,9 +104,9 @@ impl Nats {
         &self,
         version: &str,
         target: &str,
-        make: impl FnOnce(Host) -> Host,
+        make: impl FnOnce(ToolHost) -> ToolHost,
     ) -> Hosted {
-        let host = make(Host::over(self.link(version).await));
+        let host = make(ToolHost::with_connection(self.link(version).await));
         let target = target.to_owned();
         let serving = tokio::spawn(async move {
             host.serve(&target, std::future::pending()).await.unwrap();

@@ -1,7 +1,7 @@
 //! What an upstream wants to know puts the call on hold, whichever way it asks.
 
 use serde_json::json;
-use toolcrib_server::sources::mcp::McpSettings;
+use toolcrib_server::sources::mcp::McpServerSettings;
 
 use super::{at, call, server, words};
 use crate::support::mcp::Mcp;
@@ -51,8 +51,8 @@ async fn an_mcp_client_answers_with_its_next_request() {
 }
 
 /// An upstream of the older revision asks while its request is out.
-fn older(settings: McpSettings) -> McpSettings {
-    McpSettings { older: true, ..settings }
+fn older(settings: McpServerSettings) -> McpServerSettings {
+    McpServerSettings { older: true, ..settings }
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use serde_json::{Value, json};
-use toolcrib_server::sources::mcp::McpSettings;
+use toolcrib_server::sources::mcp::McpServerSettings;
 
 use super::{at, call, in_state, server, words};
 use crate::support::mcp::Mcp;
@@ -12,9 +12,9 @@ use crate::support::upstream::{Http, program};
 use crate::support::{Api, Server, process, until};
 
 /// One that misbehaves, beside one that does not.
-async fn beside(bad: McpSettings) -> (Server, Http) {
+async fn beside(bad: McpServerSettings) -> (Server, Http) {
     let good = Http::start().await;
-    let good_one = McpSettings { name: "good".into(), ..at(&good.url()) };
+    let good_one = McpServerSettings { name: "good".into(), ..at(&good.url()) };
     let server = Server::with(|config| config.mcp = vec![bad, good_one]).await;
     in_state(&server.api(), "good", "ready").await;
     (server, good)
@@ -31,7 +31,7 @@ fn problem(shown: &Value) -> &str {
 
 #[tokio::test]
 async fn one_that_never_answers() {
-    let settings = McpSettings { connect_timeout_ms: 300, ..program("mute") };
+    let settings = McpServerSettings { connect_timeout_ms: 300, ..program("mute") };
     let (server, _good) = beside(settings).await;
     let api = server.api();
     let shown = in_state(&api, "fixture", "waiting").await;
@@ -56,7 +56,7 @@ async fn a_tool_that_never_answers() {
 #[tokio::test]
 async fn one_whose_list_of_tools_does_not_come_any_more() {
     let bad = Http::start().await;
-    let settings = McpSettings { connect_timeout_ms: 1_500, ..at(&bad.url()) };
+    let settings = McpServerSettings { connect_timeout_ms: 1_500, ..at(&bad.url()) };
     let (server, _good) = beside(settings).await;
     let api = server.api();
     in_state(&api, "fixture", "ready").await;
@@ -77,10 +77,10 @@ async fn one_that_does_not_start() {
     assert!(problem(&shown).contains("exit status: 7"), "{shown}");
     assert!(problem(&shown).contains("cannot find my configuration"), "{shown}");
     others_do_not_notice(&api).await;
-    let missing = McpSettings {
+    let missing = McpServerSettings {
         name: "missing".into(),
         command: Some("/nonexistent/program".into()),
-        ..McpSettings::default()
+        ..McpServerSettings::default()
     };
     let missing = serde_json::to_value(missing).unwrap();
     api.post("/v1/sources/mcp", missing).await.is(201);
@@ -154,7 +154,7 @@ async fn one_with_a_tool_that_cannot_be_read() {
         .to_string(),
     })
     .await;
-    let settings = McpSettings { older: true, ..at(&url) };
+    let settings = McpServerSettings { older: true, ..at(&url) };
     let server = super::server(vec![settings]).await;
     let shown = in_state(&server.api(), "fixture", "ready").await;
     assert_eq!(shown["tools"], 1, "{shown}");

@@ -1,7 +1,7 @@
 //! Tools of upstreams are tools like any other.
 
 use serde_json::json;
-use toolcrib_server::sources::mcp::McpSettings;
+use toolcrib_server::sources::mcp::McpServerSettings;
 
 use super::{at, call, in_state, server, words};
 use crate::support::mcp::Mcp;
@@ -147,7 +147,7 @@ async fn one_source_has_an_address_of_its_own_with_its_own_names() {
     let upstream = Http::start().await;
     // What the crib offers beside them is there once, also where the server has one of that name.
     *upstream.fixture.shared.one_more.lock() = Some("call.result");
-    let other = McpSettings { name: "other".into(), ..at(&upstream.url()) };
+    let other = McpServerSettings { name: "other".into(), ..at(&upstream.url()) };
     let server = server(vec![at(&upstream.url()), other]).await;
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
         let client = client.at("/mcp/fixture");

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use reqwest::Client;
 use reqwest::redirect::Policy;
 use serde_json::{Value, json};
-use toolcrib_server::sources::mcp::McpSettings;
+use toolcrib_server::sources::mcp::McpServerSettings;
 
 use super::{at, call, in_state, server, words};
 use crate::support::issuer::{Issuer, SECRET};
@@ -189,10 +189,10 @@ async fn somebody_is_asked_again_when_the_issuer_takes_it_back() {
 }
 
 /// Our own settings for a client that is known beforehand.
-fn machine(issuer: &Issuer) -> McpSettings {
+fn machine(issuer: &Issuer) -> McpServerSettings {
     let oauth = json!({ "grant": "client_credentials", "client_id": "robot",
         "client_secret": SECRET });
-    McpSettings { oauth: Some(serde_json::from_value(oauth).unwrap()), ..at(&issuer.url()) }
+    McpServerSettings { oauth: Some(serde_json::from_value(oauth).unwrap()), ..at(&issuer.url()) }
 }
 
 #[tokio::test]
@@ -245,7 +245,7 @@ async fn tokens_go_with_the_source_and_to_no_other_address() {
     let added = json!({ "name": "fixture", "url": issuer.url() });
     api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
     signed_in(&api).await;
-    assert_eq!(server.engine.upstream_grants().await.unwrap().len(), 1);
+    assert_eq!(server.engine.upstreams_with_credentials().await.unwrap().len(), 1);
     // The same name at another address: what was granted is not for it.
     let other = Issuer::start().await;
     let moved = json!({ "name": "fixture", "url": other.url() });
@@ -253,7 +253,7 @@ async fn tokens_go_with_the_source_and_to_no_other_address() {
     in_state(&api, "fixture", "needs_sign_in").await;
     assert!(other.books.shown.lock().is_empty(), "it was shown somebody else's token");
     api.delete("/v1/sources/mcp/fixture").await.is(204);
-    assert!(server.engine.upstream_grants().await.unwrap().is_empty());
+    assert!(server.engine.upstreams_with_credentials().await.unwrap().is_empty());
 }
 
 #[tokio::test]
@@ -261,7 +261,7 @@ async fn a_source_of_a_key_is_no_way_into_the_network() {
     // The upstream may be where it is; that it names an issuer elsewhere does not help it.
     let issuer = Issuer::named("localhost").await;
     let hosts = vec!["127.0.0.1".to_owned()];
-    let server = Server::with(|config| config.upstreams.allow_hosts = hosts).await;
+    let server = Server::with(|config| config.mcp_servers.allow_hosts = hosts).await;
     let admin = server.keyed("default", "ada", "admin", &["*"]).await;
     let added = json!({ "name": "fixture", "url": issuer.url() });
     admin.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);

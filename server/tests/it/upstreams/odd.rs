@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use toolcrib_server::sources::mcp::McpSettings;
+use toolcrib_server::sources::mcp::McpServerSettings;
 
 use super::{at, call, in_state, words};
 use crate::support::upstream::program;
@@ -65,7 +65,7 @@ fn tools() -> Value {
     ])
 }
 
-async fn leaves_out(settings: McpSettings, names: &[&str]) {
+async fn leaves_out(settings: McpServerSettings, names: &[&str]) {
     let server = super::server(vec![settings]).await;
     let api = server.api();
     let shown = in_state(&api, "fixture", "ready").await;
@@ -120,7 +120,7 @@ pub fn on_pipes() {
 
 #[tokio::test]
 async fn what_was_left_out_is_said_after_every_look() {
-    let server = super::server(vec![McpSettings { older: true, ..program("odd") }]).await;
+    let server = super::server(vec![McpServerSettings { older: true, ..program("odd") }]).await;
     let api = server.api();
     call(&api, "fixture.fine", json!({})).await;
     let shown = crate::support::until("another look", || async {
@@ -133,7 +133,11 @@ async fn what_was_left_out_is_said_after_every_look() {
 }
 
 /// One with a tool that cannot be undone, which is answered so before it is done.
-async fn busy(older: bool, times: u32, refusal: fn() -> Response) -> (McpSettings, Arc<AtomicU32>) {
+async fn busy(
+    older: bool,
+    times: u32,
+    refusal: fn() -> Response,
+) -> (McpServerSettings, Arc<AtomicU32>) {
     let calls: Arc<AtomicU32> = Arc::default();
     let counted = calls.clone();
     let tools = json!([{ "name": "pay", "inputSchema": { "type": "object" } }]);
@@ -142,7 +146,7 @@ async fn busy(older: bool, times: u32, refusal: fn() -> Response) -> (McpSetting
         None if counted.fetch_add(1, Ordering::SeqCst) < times => refusal(),
         None => (JSON, done(asked).to_string()).into_response(),
     });
-    (McpSettings { older, ..at(&url.await) }, calls)
+    (McpServerSettings { older, ..at(&url.await) }, calls)
 }
 
 #[tokio::test]
@@ -195,7 +199,8 @@ async fn what_a_busy_server_may_have_begun_is_not_begun_again() {
 #[tokio::test]
 async fn a_call_that_did_not_reach_one_of_before_is_known_not_to_have_happened() {
     let upstream = crate::support::upstream::Http::start().await;
-    let server = super::server(vec![McpSettings { older: true, ..at(&upstream.url()) }]).await;
+    let server =
+        super::server(vec![McpServerSettings { older: true, ..at(&upstream.url()) }]).await;
     let api = server.api();
     drop(upstream.stop());
     let body = json!({ "run_id": "r", "args": {}, "retry": 0 });
@@ -254,7 +259,7 @@ async fn one_of_before_that_wants_an_address_to_be_opened_first_waits_for_that()
             }
             None => (JSON, done(asked).to_string()).into_response(),
         });
-        let server = super::server(vec![McpSettings { older: true, ..at(&url.await) }]).await;
+        let server = super::server(vec![McpServerSettings { older: true, ..at(&url.await) }]).await;
         let api = server.api();
         let id = api.invoke("fixture.pay", json!({})).await;
         let asked = crate::support::until("the question", || async {
@@ -284,7 +289,7 @@ async fn one_of_before_that_floods_over_http_is_begun_again() {
         }
         None => (JSON, done(asked).to_string()).into_response(),
     });
-    let server = super::server(vec![McpSettings { older: true, ..at(&url.await) }]).await;
+    let server = super::server(vec![McpServerSettings { older: true, ..at(&url.await) }]).await;
     let api = server.api();
     let ended = call(&api, "fixture.flood", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
@@ -304,7 +309,7 @@ async fn one_of_before_that_answers_something_else_is_not_waited_for() {
         let other = || done(&json!({ "id": 99_999 }));
         (JSON, about(asked, &tools).unwrap_or_else(other).to_string()).into_response()
     });
-    let server = super::server(vec![McpSettings { older: true, ..at(&url.await) }]).await;
+    let server = super::server(vec![McpServerSettings { older: true, ..at(&url.await) }]).await;
     let ended = call(&server.api(), "fixture.pay", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended.to_string().contains("another request"), "{ended}");

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
-use toolcrib::tool::Definition;
-use toolcrib_server::outbound::Outbound;
-use toolcrib_server::sources::mcp::{Ledger, Phase, Upstreams};
+use toolcrib::tool::ToolDefinition;
+use toolcrib_server::outbound::OutboundPolicy;
+use toolcrib_server::sources::mcp::{McpSource, UpstreamPhase, UpstreamRegistry};
 
 use super::at;
 use crate::support::until;
@@ -18,27 +18,27 @@ use crate::support::upstream::Http;
 struct Torn(AtomicU64);
 
 #[async_trait]
-impl Ledger for Torn {
-    fn known(&self, _project: &str, _upstream: &str) -> BTreeMap<String, Definition> {
+impl UpstreamRegistry for Torn {
+    fn accepted_tools(&self, _project: &str, _upstream: &str) -> BTreeMap<String, ToolDefinition> {
         assert!(self.0.fetch_add(1, Ordering::SeqCst) > 0, "meant to be");
         BTreeMap::new()
     }
 
-    async fn keep(
+    async fn set_tools(
         &self,
         _project: &str,
         _upstream: &str,
-        _tools: Vec<Definition>,
+        _tools: Vec<ToolDefinition>,
         _why: &str,
     ) -> Result<Vec<(String, String)>, String> {
         Ok(Vec::new())
     }
 
-    async fn grant(&self, _project: &str, _upstream: &str) -> Result<Option<String>, String> {
+    async fn credential(&self, _project: &str, _upstream: &str) -> Result<Option<String>, String> {
         Ok(None)
     }
 
-    async fn keep_grant(
+    async fn set_credential(
         &self,
         _project: &str,
         _upstream: &str,
@@ -55,15 +55,16 @@ impl Ledger for Torn {
 #[tokio::test]
 async fn one_whose_supervision_panics_is_begun_again() {
     let upstream = Http::start().await;
-    let upstreams = Upstreams::new(Outbound::new("upstreams", true, &[]), String::new());
-    upstreams.open(Arc::new(Torn::default()));
-    upstreams.set(vec![at(&upstream.url())]);
-    let shown = || upstreams.one("default", "fixture").unwrap().state;
+    let upstreams = McpSource::new(OutboundPolicy::new("upstreams", true, &[]), String::new());
+    upstreams.set_registry(Arc::new(Torn::default()));
+    upstreams.set_servers(vec![at(&upstream.url())]);
+    let shown = || upstreams.status("default", "fixture").unwrap().state;
     let waiting = until("it to wait", || async {
-        Some(shown()).filter(|state| state.phase == Phase::Waiting)
+        Some(shown()).filter(|state| state.phase == UpstreamPhase::Waiting)
     })
     .await;
     assert!(waiting.problem.unwrap().contains("a fault of Toolcrib's own"));
-    until("it to be there", || async { (shown().phase == Phase::Ready).then_some(()) }).await;
+    until("it to be there", || async { (shown().phase == UpstreamPhase::Ready).then_some(()) })
+        .await;
     upstreams.close().await;
 }

@@ -16,8 +16,9 @@ async fn while_nats_is_away_calls_wait_and_everything_else_works() {
     let server = nats.server().await;
     let api = server.api();
     api.post("/projects/default/tools", tool("echo.work", "echo", json!({}))).await.is(201);
-    let _host =
-        nats.host("echo", |host| host.tool("echo.work", |job| async move { Ok(job.args) })).await;
+    let _host = nats
+        .host("echo", |host| host.with_tool("echo.work", |job| async move { Ok(job.args) }))
+        .await;
     let first = api.invoke("echo.work", json!({ "n": 1 })).await;
     assert_eq!(api.finished(&first).await["status"], "SUCCEEDED");
     until("readiness", || async { (api.get("/readyz").await.status == 200).then_some(()) }).await;
@@ -54,8 +55,9 @@ async fn a_server_that_starts_without_nats_takes_calls_for_it() {
     api.post("/projects/default/tools", tool("echo.work", "echo", json!({}))).await.is(201);
     let id = api.invoke("echo.work", json!({ "n": 1 })).await;
     nats.up().await;
-    let _host =
-        nats.host("echo", |host| host.tool("echo.work", |job| async move { Ok(job.args) })).await;
+    let _host = nats
+        .host("echo", |host| host.with_tool("echo.work", |job| async move { Ok(job.args) }))
+        .await;
     assert_eq!(api.finished(&id).await["result"], json!({ "n": 1 }));
 }
 
@@ -112,7 +114,7 @@ async fn a_result_waits_for_the_server_to_come_back() {
     let (begins, waits) = (begun.clone(), go_on.clone());
     let _host = nats
         .host("slow", move |host| {
-            host.tool("slow.work", move |_| {
+            host.with_tool("slow.work", move |_| {
                 let (begins, waits) = (begins.clone(), waits.clone());
                 async move {
                     begins.notify_one();

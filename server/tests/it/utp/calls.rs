@@ -2,7 +2,7 @@
 
 use async_nats::jetstream::consumer::pull;
 use serde_json::{Value, json};
-use toolcrib_server::utp::Host;
+use toolcrib_server::utp::ToolHost;
 
 use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{Server, until};
@@ -21,7 +21,7 @@ async fn a_call_goes_to_the_tool_service_and_comes_back() {
     .is(201);
     let _host = nats
         .host("count", |host| {
-            host.tool("text.count", |job| async move {
+            host.with_tool("text.count", |job| async move {
                 let words = job.args["text"].as_str().unwrap().split_whitespace().count();
                 Ok(json!({ "words": words }))
             })
@@ -206,14 +206,16 @@ async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() 
     api.post("/projects/default/tools", tool("once.work", "slow", json!({}))).await.is(201);
     let count = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let (runs, lasts) = (count.clone(), std::time::Duration::from_millis(2_500));
-    let make = move |host: toolcrib_server::utp::Host| {
+    let make = move |host: toolcrib_server::utp::ToolHost| {
         let runs = runs.clone();
-        host.ack_wait(std::time::Duration::from_secs(1)).any(move |job| {
+        host.with_ack_wait(std::time::Duration::from_secs(1)).with_fallback(move |job| {
             let n = runs.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             async move {
                 // The first time it is begun it lasts longer than the broker waits for a sign.
                 tokio::time::sleep(if n == 0 { lasts } else { lasts / 100 }).await;
-                toolcrib_server::utp::Answer::success(json!({ "tool": job.tool_name, "n": n }))
+                toolcrib_server::utp::ToolJobResult::success(
+                    json!({ "tool": job.tool_name, "n": n }),
+                )
             }
         })
     };
@@ -265,7 +267,7 @@ async fn what_nobody_waits_for_any_more_is_not_begun() {
     let noted = begun.clone();
     let _host = nats
         .host("late", move |host| {
-            host.tool("late.work", move |job| {
+            host.with_tool("late.work", move |job| {
                 noted.lock().push(job.args["n"].clone());
                 async move { Ok(job.args) }
             })
@@ -291,13 +293,15 @@ async fn a_tool_service_that_is_told_to_stop_does_what_it_was_given() {
     api.post("/projects/default/tools", tool("once.work", "once", json!({}))).await.is(201);
     let gate = std::sync::Arc::new(tokio::sync::Semaphore::new(0));
     let opened = gate.clone();
-    let host = Host::over(nats.link("v1r3").await).at_once(3).tool("once.work", move |job| {
-        let gate = gate.clone();
-        async move {
-            gate.acquire().await.unwrap().forget();
-            Ok(job.args)
-        }
-    });
+    let host = ToolHost::with_connection(nats.link("v1r3").await)
+        .with_max_concurrency(3)
+        .with_tool("once.work", move |job| {
+            let gate = gate.clone();
+            async move {
+                gate.acquire().await.unwrap().forget();
+                Ok(job.args)
+            }
+        });
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let serving = tokio::spawn(async move {
         let stopped = async { stopped.await.unwrap_or_default() };
@@ -323,7 +327,7 @@ async fn a_tool_service_that_is_told_to_stop_does_what_it_was_given() {
         assert_eq!(call["result"], json!({ "n": n }), "{call}");
     }
     let _next =
-        nats.host("once", |host| host.tool("once.work", |job| async { Ok(job.args) })).await;
+        nats.host("once", |host| host.with_tool("once.work", |job| async { Ok(job.args) })).await;
     for (n, id) in ids.iter().enumerate() {
         let call = api.finished(id).await;
         assert_eq!(call["result"], json!({ "n": n }), "{call}");

@@ -30,7 +30,7 @@ impl World {
         // Nobody serves this target: its commands are read by the test and given to another.
         api.post("/projects/default/tools", tool("idle.work", "idle", json!({}))).await.is(201);
         let host = nats
-            .host("served", |host| host.tool("idle.work", |job| async move { Ok(job.args) }))
+            .host("served", |host| host.with_tool("idle.work", |job| async move { Ok(job.args) }))
             .await;
         Self { nats, server, api, hand, _host: host }
     }
@@ -231,8 +231,10 @@ async fn targets_that_are_written_alike_are_served_apart() {
     let mut hosts = Vec::new();
     for target in ["a-b", "a_b", "a/b"] {
         let name = format!("{}.work", target.replace(['-', '/'], "x"));
-        let make = |host: toolcrib_server::utp::Host| {
-            host.any(move |_| async move { toolcrib_server::utp::Answer::success(json!(target)) })
+        let make = |host: toolcrib_server::utp::ToolHost| {
+            host.with_fallback(move |_| async move {
+                toolcrib_server::utp::ToolJobResult::success(json!(target))
+            })
         };
         hosts.push(world.nats.host(target, make).await);
         let definition = tool(&format!("{name}.{}", hosts.len()), target, json!({}));
@@ -245,8 +247,8 @@ async fn targets_that_are_written_alike_are_served_apart() {
 #[tokio::test]
 async fn a_tool_that_panics_at_once_has_failed() {
     let Some(world) = World::new().await else { return };
-    let make = |host: toolcrib_server::utp::Host| {
-        host.tool("odd.work", |job| {
+    let make = |host: toolcrib_server::utp::ToolHost| {
+        host.with_tool("odd.work", |job| {
             assert_eq!(job.args["panics"], false, "before there is anything to wait for");
             async move { Ok(job.args) }
         })
@@ -275,7 +277,7 @@ async fn a_card_with_another_content_is_answered() {
     });
     hand.command("cg.v9.p.c.cmd.tool.odd.run", command.to_string().into_bytes()).await;
     let _host = nats
-        .host_of("v9", "odd", |host| host.tool("odd.work", |job| async move { Ok(job.args) }))
+        .host_of("v9", "odd", |host| host.with_tool("odd.work", |job| async move { Ok(job.args) }))
         .await;
     let report = loop {
         let request = soon("a request", asked.next()).await.unwrap();
@@ -303,8 +305,8 @@ async fn a_card_with_another_content_is_answered() {
 #[tokio::test]
 async fn a_tool_is_told_its_trace_as_everybody_reads_it() {
     let Some(world) = World::new().await else { return };
-    let make = |host: toolcrib_server::utp::Host| {
-        host.tool("idle.work", |job| async move { Ok(json!(job.traceparent)) })
+    let make = |host: toolcrib_server::utp::ToolHost| {
+        host.with_tool("idle.work", |job| async move { Ok(json!(job.traceparent)) })
     };
     let _host = world.nats.host("traced", make).await;
     let id = world.api.invoke("idle.work", json!({})).await;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::json;
-use toolcrib_server::utp::Host;
+use toolcrib_server::utp::ToolHost;
 
 use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{Server, until};
@@ -99,9 +99,9 @@ async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
     let target = json!({ "target_subject": "cmd.tool.later.run" });
     api.post("/projects/default/tools", tool("later.work", "later", target)).await.is(201);
     let begun = Arc::new(AtomicUsize::new(0));
-    let make = |host: Host| {
+    let make = |host: ToolHost| {
         let begun = begun.clone();
-        host.ack_wait(Duration::from_secs(1)).tool("later.work", move |job| {
+        host.with_ack_wait(Duration::from_secs(1)).with_tool("later.work", move |job| {
             begun.fetch_add(1, Ordering::SeqCst);
             async move {
                 if job.args["hangs"] == true {
@@ -153,8 +153,9 @@ async fn headers_that_contradict_the_subject_are_refused() {
     let server = nats.server().await;
     let (api, hand) = (server.api(), nats.hand().await);
     api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
-    let _host =
-        nats.host("served", |host| host.tool("hand.work", |job| async move { Ok(job.args) })).await;
+    let _host = nats
+        .host("served", |host| host.with_tool("hand.work", |job| async move { Ok(job.args) }))
+        .await;
     let id = api.invoke("hand.work", json!({ "x": 1 })).await;
     let command = hand.next("hand").await;
     command.ack().await;

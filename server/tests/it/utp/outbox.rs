@@ -1,7 +1,7 @@
 //! What is published of turns: nothing that somebody puts into one can keep it from the others.
 
 use serde_json::{Value, json};
-use toolcrib::utp::Letter;
+use toolcrib::utp::OutboxMessage;
 use toolcrib::{Caller, Engine};
 
 use crate::support::nats::{Hand, Nats, tool};
@@ -180,24 +180,24 @@ async fn what_waits_is_overtaken_and_does_not_stay_for_ever() {
     let Some(nats) = Nats::start().await else { return };
     let hand = nats.hand().await;
     no_stream_for_events(&hand).await;
-    let engine = Engine::builder().publishes(true).idle().await.unwrap();
+    let engine = Engine::builder().publishes_outbox(true).build_idle().await.unwrap();
     let caller = Caller::local("p");
     let post = async |id: String, to: &str| {
-        let letter = Letter {
+        let letter = OutboxMessage {
             id,
             subject: format!("p.public.{to}"),
             headers: Vec::new(),
             payload: json!({}),
             expires_ms: u64::MAX,
         };
-        engine.post(&caller, letter).await.unwrap();
+        engine.enqueue_outbox(&caller, letter).await.unwrap();
     };
     // More than are read at once.
     for n in 0..600 {
         post(format!("event-{n}"), "evt.agent.ada.state").await;
     }
     post("wakeup".to_owned(), "cmd.agent.w1.wakeup").await;
-    let _open = toolcrib_server::doors::nats::open(engine.clone(), nats.link("v1r3").await);
+    let _open = toolcrib_server::doors::nats::start(engine.clone(), nats.link("v1r3").await);
     hand.next_on("cg.v1r3.p.public.cmd.agent.w1.wakeup", "worker").await;
     until("the outbox to be empty", || async {
         engine.outbox(0, 1).await.unwrap().is_empty().then_some(())

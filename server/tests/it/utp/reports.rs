@@ -323,7 +323,7 @@ async fn ten_megabytes_are_a_clear_fault() {
     let _host = world
         .nats
         .host("big", |host| {
-            host.tool("big.work", |_| async { Ok(json!({ "text": "x".repeat(10 << 20) })) })
+            host.with_tool("big.work", |_| async { Ok(json!({ "text": "x".repeat(10 << 20) })) })
         })
         .await;
     let id = world.api.invoke("big.work", json!({})).await;

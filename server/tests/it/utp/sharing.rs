@@ -5,15 +5,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::json;
-use toolcrib_server::utp::Host;
+use toolcrib_server::utp::ToolHost;
 
 use crate::support::nats::{Hosted, Nats, tool};
 
 /// One that does one thing at a time, and counts.
 async fn slow(nats: &Nats, done: &Arc<AtomicUsize>) -> Hosted {
     let done = done.clone();
-    let make = |host: Host| {
-        let run = move |job: toolcrib_server::utp::Job| {
+    let make = |host: ToolHost| {
+        let run = move |job: toolcrib_server::utp::ToolJob| {
             let done = done.clone();
             async move {
                 tokio::time::sleep(Duration::from_millis(700)).await;
@@ -21,7 +21,9 @@ async fn slow(nats: &Nats, done: &Arc<AtomicUsize>) -> Hosted {
                 Ok(job.args)
             }
         };
-        host.at_once(1).ack_wait(Duration::from_secs(1)).tool("slow.work", run)
+        host.with_max_concurrency(1)
+            .with_ack_wait(Duration::from_secs(1))
+            .with_tool("slow.work", run)
     };
     nats.host("slow", make).await
 }

@@ -145,7 +145,7 @@ async fn a_tool_that_takes_long_is_running_though_its_card_was_sent_beforehand()
     let opened = gate.clone();
     let _host = nats
         .host("slow", |host| {
-            host.tool("slow.work", move |job| {
+            host.with_tool("slow.work", move |job| {
                 let gate = gate.clone();
                 async move {
                     gate.acquire().await.unwrap().forget();
@@ -173,7 +173,7 @@ async fn many_at_once_are_each_executed_once() {
     let counted = runs.clone();
     let _host = nats
         .host("many", |host| {
-            host.tool("many.work", move |job| {
+            host.with_tool("many.work", move |job| {
                 *counted.lock().entry(job.args["n"].as_u64().unwrap_or(999)).or_default() += 1;
                 async move { Ok(job.args) }
             })
@@ -223,7 +223,7 @@ async fn a_crib_that_takes_one_report_at_a_time_is_served_too() {
     let counted = runs.clone();
     let _host = nats
         .host_of("v9", "old", |host| {
-            host.tool("old.work", move |job| {
+            host.with_tool("old.work", move |job| {
                 counted.fetch_add(1, Ordering::Relaxed);
                 async move { Ok(job.args) }
             })

@@ -7,14 +7,14 @@
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
 use toolcrib::store::StoreError;
-use toolcrib::store::utp::CardPut;
+use toolcrib::store::utp::PutCardResult;
 use toolcrib::utp::Card;
 use toolcrib::utp::card::TOOL_RESULT;
 
-use super::super::link::{Bound, Broke, Session};
-use super::super::storable;
-use super::super::writer::Desk;
-use crate::row::{Fields, decode, encode};
+use super::super::link::{Session, SessionError, SqlParams};
+use super::super::strip_nul_chars;
+use super::super::writer::WriterConnection;
+use crate::row::{RowReader, decode, encode};
 
 /// The columns that [`read_card`] reads, in this order.
 const COLUMNS: &str = "card_id, tenant_id, content::text, tool_calls::text, tool_call_id, \
@@ -22,133 +22,139 @@ const COLUMNS: &str = "card_id, tenant_id, content::text, tool_calls::text, tool
      toolcrib_body";
 
 /// Names that the table reserves in a card's metadata.
-const KEPT_IN_METADATA: [&str; 4] = ["project_id", "type", "author_id", "created_at"];
+const RESERVED_METADATA_KEYS: [&str; 4] = ["project_id", "type", "author_id", "created_at"];
 
-pub(super) async fn by_id(
+pub(super) async fn find_card(
     session: &Session,
     project: &str,
     card_id: &str,
-) -> Result<Option<Card>, Broke> {
+) -> Result<Option<Card>, SessionError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM public.cards WHERE card_id IN ($2, $3) AND tenant_id = $1 \
          AND deleted_at IS NULL"
     );
     let longer = format!("{project}:{card_id}");
-    let found = session.row(&sql, &[&project, &card_id, &longer]).await?;
-    Ok(found.map(|row| read(&row)).transpose()?)
+    let found = session.query_first(&sql, &[&project, &card_id, &longer]).await?;
+    Ok(found.map(|row| read_card(&row)).transpose()?)
 }
 
 /// Returns the result card of a call of a turn.
-pub(super) async fn result(
+pub(super) async fn find_result_card(
     session: &Session,
     project: &str,
     turn_id: Option<&str>,
     tool_call_id: Option<&str>,
-) -> Result<Option<Card>, Broke> {
+) -> Result<Option<Card>, SessionError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM public.cards WHERE tenant_id = $1 \
          AND metadata->>'type' = 'tool.result' AND metadata->>'agent_turn_id' = $2 \
          AND coalesce(tool_call_id, metadata->>'tool_call_id') = $3 AND deleted_at IS NULL \
          ORDER BY toolcrib_seq LIMIT 1"
     );
-    let found = session.row(&sql, &[&project, &turn_id, &tool_call_id]).await?;
-    Ok(found.map(|row| read(&row)).transpose()?)
+    let found = session.query_first(&sql, &[&project, &turn_id, &tool_call_id]).await?;
+    Ok(found.map(|row| read_card(&row)).transpose()?)
 }
 
 /// Decodes a JSON object, or returns an empty one. JSONB accepts values from other programs that
 /// cannot be decoded here: numbers out of range, and unlimited nesting. A card with such a value
 /// reads as empty, and code that needs its content refuses it; an error here would leave a report
 /// pending forever.
-fn object(text: Option<String>) -> Map<String, Value> {
+fn decode_object_or_empty(text: Option<String>) -> Map<String, Value> {
     match text.map(|text| decode::<Value>(&text)) {
         Some(Ok(Value::Object(map))) => map,
         _ => Map::new(),
     }
 }
 
-fn read(row: &Row) -> Result<Card, StoreError> {
-    if let Some(body) = row.maybe_text(8)? {
+fn read_card(row: &Row) -> Result<Card, StoreError> {
+    if let Some(body) = row.optional_text(8)? {
         return decode(&body);
     }
-    let mut metadata = object(row.maybe_text(6)?);
+    let mut metadata = decode_object_or_empty(row.optional_text(6)?);
     let said = |metadata: &Map<String, Value>, pointer: &str| {
         let value = Value::Object(metadata.clone());
         value.pointer(pointer).and_then(Value::as_str).map(str::to_owned)
     };
     let kind = said(&metadata, "/type").or_else(|| said(&metadata, "/semantic_type"));
     let author = said(&metadata, "/author_id").or_else(|| said(&metadata, "/producer/id"));
-    for name in KEPT_IN_METADATA {
+    for name in RESERVED_METADATA_KEYS {
         metadata.remove(name);
     }
     let unknown = || "unknown".to_owned();
-    let call = row.maybe_text(4)?.or_else(|| said(&metadata, "/tool_call_id"));
-    let calls = row.maybe_text(3)?.and_then(|text| decode::<Value>(&text).ok());
+    let call = row.optional_text(4)?.or_else(|| said(&metadata, "/tool_call_id"));
+    let calls = row.optional_text(3)?.and_then(|text| decode::<Value>(&text).ok());
     Ok(Card {
         card_id: row.text(0)?,
         project: row.text(1)?,
         kind: kind.unwrap_or_else(unknown),
-        content: object(row.maybe_text(2)?),
-        created_ms: row.whole(7)?,
+        content: decode_object_or_empty(row.optional_text(2)?),
+        created_ms: row.unsigned(7)?,
         author_id: author.unwrap_or_else(unknown),
         metadata,
         tool_calls: calls.filter(|calls| !calls.is_null()),
         tool_call_id: call,
-        ttl_seconds: row.maybe_whole(5)?,
+        ttl_seconds: row.optional_unsigned(5)?,
     })
 }
 
 /// Returns true if the columns can represent the card exactly.
-fn fits(card: &Card, body: &str) -> bool {
-    let taken = KEPT_IN_METADATA.iter().any(|name| card.metadata.contains_key(*name));
+fn fits_columns(card: &Card, body: &str) -> bool {
+    let taken = RESERVED_METADATA_KEYS.iter().any(|name| card.metadata.contains_key(*name));
     let unsaid = card.tool_call_id.is_none() && card.metadata.contains_key("tool_call_id");
     // JSONB can store neither the NUL character nor a negative zero.
     !taken && !unsaid && !body.contains("\\u0000") && !body.contains("-0.0")
 }
 
-pub(in super::super) async fn put(desk: &mut Desk, card: &Card) -> Result<CardPut, Broke> {
+pub(in super::super) async fn put_card(
+    desk: &mut WriterConnection,
+    card: &Card,
+) -> Result<PutCardResult, SessionError> {
     let session = &desk.session;
-    if let Some(known) = known(session, card).await? {
+    if let Some(known) = find_existing_card(session, card).await? {
         return Ok(known);
     }
     let body = encode(card)?;
-    let exact = (!fits(card, &body)).then_some(&body);
-    if insert(session, card, exact, &card.card_id, card.tool_call_id.as_deref()).await? {
-        return Ok(CardPut::New);
+    let exact = (!fits_columns(card, &body)).then_some(&body);
+    if insert_card(session, card, exact, &card.card_id, card.tool_call_id.as_deref()).await? {
+        return Ok(PutCardResult::New);
     }
     // Another program wrote the card a moment ago, or another card has one of the ids.
-    if let Some(known) = known(session, card).await? {
+    if let Some(known) = find_existing_card(session, card).await? {
         return Ok(known);
     }
     let longer = format!("{}:{}", card.project, card.card_id);
     for (card_id, call) in
         [(&card.card_id, None), (&longer, card.tool_call_id.as_deref()), (&longer, None)]
     {
-        if insert(session, card, Some(&body), card_id, call).await? {
-            return Ok(CardPut::New);
+        if insert_card(session, card, Some(&body), card_id, call).await? {
+            return Ok(PutCardResult::New);
         }
     }
     Err(StoreError::Unavailable("the card's id is taken".to_owned()).into())
 }
 
-async fn known(session: &Session, card: &Card) -> Result<Option<CardPut>, Broke> {
-    let mut known = by_id(session, &card.project, &card.card_id).await?;
+async fn find_existing_card(
+    session: &Session,
+    card: &Card,
+) -> Result<Option<PutCardResult>, SessionError> {
+    let mut known = find_card(session, &card.project, &card.card_id).await?;
     if known.is_none() && card.kind == TOOL_RESULT {
         let (turn, call) = (card.turn_id(), card.tool_call_id.as_deref());
-        known = result(session, &card.project, turn, call).await?;
+        known = find_result_card(session, &card.project, turn, call).await?;
     }
-    Ok(known.map(|known| match known.says_the_same(card) {
-        true => CardPut::Same,
-        false => CardPut::Other(Box::new(known)),
+    Ok(known.map(|known| match known.equals_ignoring_time(card) {
+        true => PutCardResult::Identical,
+        false => PutCardResult::Conflict(Box::new(known)),
     }))
 }
 
-async fn insert(
+async fn insert_card(
     session: &Session,
     card: &Card,
     exact: Option<&String>,
     card_id: &str,
     tool_call_id: Option<&str>,
-) -> Result<bool, Broke> {
+) -> Result<bool, SessionError> {
     let mut metadata = card.metadata.clone();
     metadata.insert("project_id".to_owned(), card.project.as_str().into());
     metadata.insert("type".to_owned(), card.kind.as_str().into());
@@ -166,14 +172,14 @@ async fn insert(
                at, $9 FROM (SELECT to_timestamp($8::bigint / 1000.0) AS at) AS t \
                ON CONFLICT DO NOTHING";
     let ttl = card.ttl_seconds.map(|ttl| ttl.min(i32::MAX as u64) as i64);
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &card_id,
         &card.project,
-        &storable(Value::Object(card.content.clone())),
-        &card.tool_calls.clone().map(storable),
+        &strip_nul_chars(Value::Object(card.content.clone())),
+        &card.tool_calls.clone().map(strip_nul_chars),
         &tool_call_id,
         &ttl,
-        &storable(Value::Object(metadata)),
+        &strip_nul_chars(Value::Object(metadata)),
         &(card.created_ms as i64),
         &exact,
     ];

@@ -5,14 +5,14 @@
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
 use toolcrib::store::StoreError;
-use toolcrib::store::utp::Delivered;
-use toolcrib::utp::{InboxItem, Letter, Waiting};
+use toolcrib::store::utp::InboxPutResult;
+use toolcrib::utp::{InboxItem, OutboxMessage, StepCall};
 
-use super::super::link::{Bound, Broke, Session};
-use super::super::writer::Desk;
-use super::super::{limited, storable};
-use super::post;
-use crate::row::{Fields, decode, encode};
+use super::super::link::{Session, SessionError, SqlParams};
+use super::super::writer::WriterConnection;
+use super::super::{limit_param, strip_nul_chars};
+use super::insert_outbox_messages;
+use crate::row::{RowReader, decode, encode};
 
 /// The columns that [`read_inbox_item`] reads, in this order.
 const COLUMNS: &str = "inbox_id, project_id, agent_id, message_type, toolcrib_turn_id, \
@@ -20,8 +20,8 @@ const COLUMNS: &str = "inbox_id, project_id, agent_id, message_type, toolcrib_tu
      source_agent_id, recursion_depth::bigint, (extract(epoch FROM created_at) * 1000)::bigint, \
      toolcrib_body";
 
-fn read(row: &Row) -> Result<InboxItem, StoreError> {
-    if let Some(body) = row.maybe_text(13)? {
+fn read_inbox_item(row: &Row) -> Result<InboxItem, StoreError> {
+    if let Some(body) = row.optional_text(13)? {
         return decode(&body);
     }
     let payload: Map<String, Value> = decode(&row.text(6)?)?;
@@ -34,34 +34,34 @@ fn read(row: &Row) -> Result<InboxItem, StoreError> {
         tool_call_id: row.text(5)?,
         payload,
         traceparent: row.text(7)?,
-        tracestate: row.maybe_text(8)?,
-        parent_step_id: row.maybe_text(9)?,
-        source_agent_id: row.maybe_text(10)?,
+        tracestate: row.optional_text(8)?,
+        parent_step_id: row.optional_text(9)?,
+        source_agent_id: row.optional_text(10)?,
         depth: row.count(11)?,
-        created_ms: row.whole(12)?,
+        created_ms: row.unsigned(12)?,
     })
 }
 
-pub(super) async fn waiting(
+pub(super) async fn list_pending_items(
     session: &Session,
     project: &str,
     agent_id: &str,
     limit: usize,
-) -> Result<Vec<InboxItem>, Broke> {
+) -> Result<Vec<InboxItem>, SessionError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM state.agent_inbox WHERE project_id = $1 AND agent_id = $2 \
          AND toolcrib_accepted AND status = 'pending' ORDER BY toolcrib_seq LIMIT $3"
     );
-    session.collect(&sql, &[&project, &agent_id, &limited(limit)], read).await
+    session.query_map(&sql, &[&project, &agent_id, &limit_param(limit)], read_inbox_item).await
 }
 
 /// Returns the oldest pending item of each agent.
-pub(super) async fn oldest(
+pub(super) async fn list_oldest_per_agent(
     session: &Session,
     before_ms: u64,
     after: u64,
     limit: usize,
-) -> Result<Vec<(u64, InboxItem)>, Broke> {
+) -> Result<Vec<(u64, InboxItem)>, SessionError> {
     let sql = format!(
         "SELECT {COLUMNS}, toolcrib_seq FROM state.agent_inbox WHERE toolcrib_seq IN \
          (SELECT min(toolcrib_seq) FROM state.agent_inbox WHERE toolcrib_accepted \
@@ -69,18 +69,21 @@ pub(super) async fn oldest(
          AND toolcrib_seq > $1 AND created_at < to_timestamp($2::bigint / 1000.0) \
          ORDER BY toolcrib_seq LIMIT $3"
     );
-    let numbered = |row: &Row| Ok((row.whole(14)?, read(row)?));
-    let bound: Bound<'_> = &[&(after as i64), &(before_ms as i64), &limited(limit)];
-    session.collect(&sql, bound, numbered).await
+    let numbered = |row: &Row| Ok((row.unsigned(14)?, read_inbox_item(row)?));
+    let bound: SqlParams<'_> = &[&(after as i64), &(before_ms as i64), &limit_param(limit)];
+    session.query_map(&sql, bound, numbered).await
 }
 
 /// Puts an item into an inbox, unless it already holds the outcome of that call.
-pub(super) async fn put(session: &Session, item: &InboxItem) -> Result<Delivered, Broke> {
+pub(super) async fn put_inbox_item(
+    session: &Session,
+    item: &InboxItem,
+) -> Result<InboxPutResult, SessionError> {
     let sql = "SELECT inbox_id FROM state.agent_inbox WHERE project_id = $1 \
                AND toolcrib_turn_id = $2 AND toolcrib_tool_call_id = $3 AND toolcrib_accepted";
-    let bound: Bound<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
-    if let Some(row) = session.row(sql, bound).await? {
-        return Ok(Delivered::Known(row.text(0)?));
+    let bound: SqlParams<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
+    if let Some(row) = session.query_first(sql, bound).await? {
+        return Ok(InboxPutResult::Duplicate(row.text(0)?));
     }
     // A stop concerns a turn, every other item a call. When another turn has used the same call id,
     // a longer correlation id distinguishes this item.
@@ -90,8 +93,8 @@ pub(super) async fn put(session: &Session, item: &InboxItem) -> Result<Delivered
     };
     let longer = format!("{}:{}", item.turn_id, item.tool_call_id);
     for correlation in [correlation, longer] {
-        if insert(session, item, &correlation).await? {
-            return Ok(Delivered::New);
+        if upsert_inbox_item(session, item, &correlation).await? {
+            return Ok(InboxPutResult::New);
         }
     }
     Err(StoreError::Unavailable("the place in the inbox is taken".to_owned()).into())
@@ -99,7 +102,11 @@ pub(super) async fn put(session: &Session, item: &InboxItem) -> Result<Delivered
 
 /// Inserts an item. A pending or consumed report of the same call, written by a tool service, is
 /// replaced by the item: the item is the accepted form of that report.
-async fn insert(session: &Session, item: &InboxItem, correlation: &str) -> Result<bool, Broke> {
+async fn upsert_inbox_item(
+    session: &Session,
+    item: &InboxItem,
+    correlation: &str,
+) -> Result<bool, SessionError> {
     let sql = "INSERT INTO state.agent_inbox AS i (inbox_id, project_id, agent_id, message_type, \
                correlation_id, recursion_depth, traceparent, tracestate, trace_id, \
                parent_step_id, source_agent_id, payload, created_at, toolcrib_accepted, \
@@ -121,7 +128,7 @@ async fn insert(session: &Session, item: &InboxItem, correlation: &str) -> Resul
     let body = encode(item)?;
     // JSONB can store neither the NUL character nor a negative zero.
     let exact = (body.contains("\\u0000") || body.contains("-0.0")).then_some(body);
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &item.inbox_id,
         &item.project,
         &item.agent_id,
@@ -133,7 +140,7 @@ async fn insert(session: &Session, item: &InboxItem, correlation: &str) -> Resul
         &item.traceparent.split('-').nth(1),
         &item.parent_step_id,
         &item.source_agent_id,
-        &storable(Value::Object(item.payload.clone())),
+        &strip_nul_chars(Value::Object(item.payload.clone())),
         &(item.created_ms as i64),
         &item.turn_id,
         &item.tool_call_id,
@@ -142,38 +149,38 @@ async fn insert(session: &Session, item: &InboxItem, correlation: &str) -> Resul
     Ok(session.execute(sql, bound).await? == 1)
 }
 
-pub(super) async fn deliver(
-    desk: &mut Desk,
-    (item, card_id, letter): &(InboxItem, String, Vec<Letter>),
-) -> Result<Delivered, Broke> {
+pub(super) async fn deliver_to_inbox(
+    desk: &mut WriterConnection,
+    (item, card_id, letter): &(InboxItem, String, Vec<OutboxMessage>),
+) -> Result<InboxPutResult, SessionError> {
     let session = &desk.session;
-    let delivered = put(session, item).await?;
+    let delivered = put_inbox_item(session, item).await?;
     let sql = "SELECT number, body FROM turn_calls WHERE project = $1 AND turn_id = $2 \
                AND tool_call_id = $3 AND inbox_id IS NULL";
-    let bound: Bound<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
-    if let Some(row) = session.row(sql, bound).await? {
-        let mut waiting: Waiting = decode(&row.text(1)?)?;
+    let bound: SqlParams<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
+    if let Some(row) = session.query_first(sql, bound).await? {
+        let mut waiting: StepCall = decode(&row.text(1)?)?;
         waiting.result_card_id = Some(card_id.clone());
         waiting.inbox_id = Some(item.inbox_id.clone());
         // Also when the item was put into the inbox before its step was stored.
         let sql = "UPDATE turn_calls SET inbox_id = $1, body = $2 WHERE number = $3";
-        let bound: Bound<'_> = &[&item.inbox_id, &encode(&waiting)?, &row.number(0)?];
+        let bound: SqlParams<'_> = &[&item.inbox_id, &encode(&waiting)?, &row.integer(0)?];
         session.execute(sql, bound).await?;
     }
-    if delivered == Delivered::New {
-        post(desk, letter).await?;
+    if delivered == InboxPutResult::New {
+        insert_outbox_messages(desk, letter).await?;
     }
     Ok(delivered)
 }
 
-pub(super) async fn take(
-    desk: &mut Desk,
+pub(super) async fn consume_inbox_items(
+    desk: &mut WriterConnection,
     (project, agent_id, ids, now_ms): &(String, String, Vec<String>, u64),
-) -> Result<usize, Broke> {
+) -> Result<usize, SessionError> {
     let sql = "UPDATE state.agent_inbox SET status = 'consumed', \
                processed_at = to_timestamp($1::bigint / 1000.0) WHERE project_id = $2 \
                AND agent_id = $3 AND inbox_id = ANY($4) AND toolcrib_accepted \
                AND status = 'pending'";
-    let bound: Bound<'_> = &[&(*now_ms as i64), project, agent_id, ids];
+    let bound: SqlParams<'_> = &[&(*now_ms as i64), project, agent_id, ids];
     Ok(desk.session.execute(sql, bound).await? as usize)
 }

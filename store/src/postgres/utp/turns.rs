@@ -1,21 +1,21 @@
 //! Turns and the calls of their steps, and the purge of old UTP data.
 
-use toolcrib::store::Saved;
-use toolcrib::store::utp::{REPLACED_FOR_MS, TurnChange};
+use toolcrib::store::SaveResult;
+use toolcrib::store::utp::{REPLACED_DEFINITION_GRACE_MS, TurnChange};
 use toolcrib::utp::Turn;
 
-use super::super::limited;
-use super::super::link::{Bound, Broke};
-use super::super::writer::Desk;
-use super::{inbox, post};
+use super::super::limit_param;
+use super::super::link::{SessionError, SqlParams};
+use super::super::writer::WriterConnection;
+use super::{inbox, insert_outbox_messages};
 use crate::row::encode;
 
 /// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
 /// stored version is not the preceding one.
-pub(super) async fn save(
-    desk: &mut Desk,
+pub(super) async fn save_turn(
+    desk: &mut WriterConnection,
     (turn, change): &(Turn, TurnChange),
-) -> Result<Saved, Broke> {
+) -> Result<SaveResult, SessionError> {
     let session = &desk.session;
     let sql = match turn.version {
         1 => "INSERT INTO turns VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT DO NOTHING",
@@ -24,7 +24,7 @@ pub(super) async fn save(
              version = $7, body = $8 WHERE project = $1 AND turn_id = $2 AND version = $7::bigint - 1"
         }
     };
-    let bound: Bound<'_> = &[
+    let bound: SqlParams<'_> = &[
         &turn.project,
         &turn.turn_id,
         &turn.agent_id,
@@ -35,12 +35,12 @@ pub(super) async fn save(
         &encode(turn)?,
     ];
     if session.execute(sql, bound).await? == 0 {
-        return Ok(Saved::Stale);
+        return Ok(SaveResult::Conflict);
     }
-    for waiting in &change.waiting {
+    for waiting in &change.step_calls {
         let sql = "INSERT INTO turn_calls (project, turn_id, tool_call_id, step_id, call_id, \
                    inbox_id, body) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
-        let bound: Bound<'_> = &[
+        let bound: SqlParams<'_> = &[
             &waiting.project,
             &waiting.turn_id,
             &waiting.tool_call_id,
@@ -51,23 +51,30 @@ pub(super) async fn save(
         ];
         session.execute(sql, bound).await?;
     }
-    if !change.taken.is_empty() {
+    if !change.acknowledged_inbox_ids.is_empty() {
         let (project, agent) = (turn.project.clone(), turn.agent_id.clone());
-        inbox::take(desk, &(project, agent, change.taken.clone(), turn.updated_ms)).await?;
+        inbox::consume_inbox_items(
+            desk,
+            &(project, agent, change.acknowledged_inbox_ids.clone(), turn.updated_ms),
+        )
+        .await?;
     }
     for item in &change.inbox {
-        inbox::put(&desk.session, item).await?;
+        inbox::put_inbox_item(&desk.session, item).await?;
     }
-    post(desk, &change.letters).await?;
-    Ok(Saved::Yes)
+    insert_outbox_messages(desk, &change.outbox).await?;
+    Ok(SaveResult::Saved)
 }
 
 /// Upper bound for a cutoff time, near the end of the year 9999: PostgreSQL can represent it.
 const LATEST_MS: u64 = 253_402_300_000_000;
 
 /// Deletes up to `limit` old rows of each UTP table.
-pub(super) async fn purge(desk: &mut Desk, (before, limit): &(u64, usize)) -> Result<usize, Broke> {
-    let (before, limit) = ((*before).min(LATEST_MS) as i64, limited(*limit));
+pub(super) async fn purge_utp(
+    desk: &mut WriterConnection,
+    (before, limit): &(u64, usize),
+) -> Result<usize, SessionError> {
+    let (before, limit) = ((*before).min(LATEST_MS) as i64, limit_param(*limit));
     let mut count = 0;
     for sql in [
         "DELETE FROM public.cards WHERE toolcrib_seq IN (SELECT toolcrib_seq FROM public.cards \
@@ -96,6 +103,9 @@ pub(super) async fn purge(desk: &mut Desk, (before, limit): &(u64, usize)) -> Re
     let sql = "DELETE FROM tool_versions WHERE (project, name, version) IN \
                (SELECT project, name, version FROM tool_versions WHERE replaced_ms + $3 < \
                least($1::bigint, (SELECT created_ms FROM calls ORDER BY place LIMIT 1)) LIMIT $2)";
-    count += desk.session.execute(sql, &[&before, &limit, &(REPLACED_FOR_MS as i64)]).await?;
+    count += desk
+        .session
+        .execute(sql, &[&before, &limit, &(REPLACED_DEFINITION_GRACE_MS as i64)])
+        .await?;
     Ok(count as usize)
 }

@@ -1,13 +1,16 @@
 //! Inboxes, the outbox, and the purge of old UTP data.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::store::utp::{Delivered, REPLACED_FOR_MS};
-use toolcrib::utp::{InboxItem, Letter, Waiting};
+use toolcrib::store::utp::{InboxPutResult, REPLACED_DEFINITION_GRACE_MS};
+use toolcrib::utp::{InboxItem, OutboxMessage, StepCall};
 
-use super::{body, of_body};
+use super::{decode_body, encode_body};
 
 /// Puts an item into an inbox, unless it already holds the outcome of that call.
-pub(super) fn put(connection: &Connection, item: &InboxItem) -> rusqlite::Result<Delivered> {
+pub(super) fn put_inbox_item(
+    connection: &Connection,
+    item: &InboxItem,
+) -> rusqlite::Result<InboxPutResult> {
     let known: Option<String> = connection
         .prepare_cached(
             "SELECT inbox_id FROM inbox \
@@ -16,7 +19,7 @@ pub(super) fn put(connection: &Connection, item: &InboxItem) -> rusqlite::Result
         .query_row([&item.project, &item.turn_id, &item.tool_call_id], |row| row.get(0))
         .optional()?;
     if let Some(known) = known {
-        return Ok(Delivered::Known(known));
+        return Ok(InboxPutResult::Duplicate(known));
     }
     connection
         .prepare_cached(
@@ -31,18 +34,18 @@ pub(super) fn put(connection: &Connection, item: &InboxItem) -> rusqlite::Result
             item.turn_id,
             item.tool_call_id,
             item.created_ms as i64,
-            body(item)?
+            encode_body(item)?
         ])?;
-    Ok(Delivered::New)
+    Ok(InboxPutResult::New)
 }
 
-pub(super) fn deliver(
+pub(super) fn deliver_to_inbox(
     connection: &Connection,
     item: &InboxItem,
     result_card_id: &str,
-    letter: Option<&Letter>,
-) -> rusqlite::Result<Delivered> {
-    let delivered = put(connection, item)?;
+    letter: Option<&OutboxMessage>,
+) -> rusqlite::Result<InboxPutResult> {
+    let delivered = put_inbox_item(connection, item)?;
     let call: Option<(i64, String)> = connection
         .prepare_cached(
             "SELECT number, body FROM turn_calls \
@@ -53,28 +56,31 @@ pub(super) fn deliver(
         })
         .optional()?;
     if let Some((number, text)) = call {
-        let mut waiting: Waiting = of_body(&text)?;
+        let mut waiting: StepCall = decode_body(&text)?;
         waiting.result_card_id = Some(result_card_id.to_owned());
         waiting.inbox_id = Some(item.inbox_id.clone());
         // Also when the item was put into the inbox before its step was stored.
         connection
             .prepare_cached("UPDATE turn_calls SET inbox_id = ?1, body = ?2 WHERE number = ?3")?
-            .execute(params![item.inbox_id, body(&waiting)?, number])?;
+            .execute(params![item.inbox_id, encode_body(&waiting)?, number])?;
     }
-    if delivered == Delivered::New {
-        letter.map_or(Ok(()), |letter| post(connection, letter))?;
+    if delivered == InboxPutResult::New {
+        letter.map_or(Ok(()), |letter| insert_outbox_message(connection, letter))?;
     }
     Ok(delivered)
 }
 
-pub(super) fn post(connection: &Connection, letter: &Letter) -> rusqlite::Result<()> {
+pub(super) fn insert_outbox_message(
+    connection: &Connection,
+    letter: &OutboxMessage,
+) -> rusqlite::Result<()> {
     connection
         .prepare_cached("INSERT OR IGNORE INTO outbox (id, body) VALUES (?1, ?2)")?
-        .execute(params![letter.id, body(letter)?])
+        .execute(params![letter.id, encode_body(letter)?])
         .map(drop)
 }
 
-pub(super) fn take(
+pub(super) fn consume_inbox_items(
     connection: &Connection,
     project: &str,
     agent_id: &str,
@@ -93,7 +99,7 @@ pub(super) fn take(
 }
 
 /// Deletes up to `limit` old rows of each UTP table.
-pub(super) fn purge(
+pub(super) fn purge_utp(
     connection: &Connection,
     before_ms: u64,
     limit: usize,
@@ -118,11 +124,11 @@ pub(super) fn purge(
     ] {
         count += connection.prepare_cached(sql)?.execute(bound)?;
     }
-    Ok(count + purge_versions(connection, before_ms, limit)?)
+    Ok(count + purge_tool_versions(connection, before_ms, limit)?)
 }
 
 /// Deletes tool definitions that were replaced before the oldest stored call was created.
-fn purge_versions(
+fn purge_tool_versions(
     connection: &Connection,
     before_ms: u64,
     limit: usize,
@@ -136,6 +142,6 @@ fn purge_versions(
         .execute(params![
             i64::try_from(before_ms).unwrap_or(i64::MAX),
             limit as i64,
-            REPLACED_FOR_MS as i64
+            REPLACED_DEFINITION_GRACE_MS as i64
         ])
 }

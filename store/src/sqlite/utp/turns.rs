@@ -1,25 +1,25 @@
 //! Turns and the calls of their steps.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::store::Saved;
+use toolcrib::store::SaveResult;
 use toolcrib::store::utp::TurnChange;
 use toolcrib::utp::Turn;
 
-use super::{body, letters};
+use super::{encode_body, letters};
 
 /// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
 /// stored version is not the preceding one.
-pub(super) fn save(
+pub(super) fn save_turn(
     connection: &Connection,
     turn: &Turn,
     change: &TurnChange,
-) -> rusqlite::Result<Saved> {
+) -> rusqlite::Result<SaveResult> {
     let stored: Option<i64> = connection
         .prepare_cached("SELECT version FROM turns WHERE project = ?1 AND turn_id = ?2")?
         .query_row([&turn.project, &turn.turn_id], |row| row.get(0))
         .optional()?;
     if stored.unwrap_or(0) + 1 != turn.version as i64 {
-        return Ok(Saved::Stale);
+        return Ok(SaveResult::Conflict);
     }
     connection
         .prepare_cached("INSERT OR REPLACE INTO turns VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)")?
@@ -31,9 +31,9 @@ pub(super) fn save(
             turn.lease_until_ms as i64,
             turn.updated_ms as i64,
             turn.version as i64,
-            body(turn)?
+            encode_body(turn)?
         ])?;
-    for waiting in &change.waiting {
+    for waiting in &change.step_calls {
         connection
             .prepare_cached(
                 "INSERT OR IGNORE INTO turn_calls \
@@ -47,13 +47,22 @@ pub(super) fn save(
                 waiting.step_id,
                 waiting.call_id,
                 waiting.inbox_id,
-                body(waiting)?
+                encode_body(waiting)?
             ])?;
     }
-    letters::take(connection, &turn.project, &turn.agent_id, &change.taken, turn.updated_ms)?;
+    letters::consume_inbox_items(
+        connection,
+        &turn.project,
+        &turn.agent_id,
+        &change.acknowledged_inbox_ids,
+        turn.updated_ms,
+    )?;
     for item in &change.inbox {
-        letters::put(connection, item)?;
+        letters::put_inbox_item(connection, item)?;
     }
-    change.letters.iter().try_for_each(|letter| letters::post(connection, letter))?;
-    Ok(Saved::Yes)
+    change
+        .outbox
+        .iter()
+        .try_for_each(|letter| letters::insert_outbox_message(connection, letter))?;
+    Ok(SaveResult::Saved)
 }

@@ -3,9 +3,9 @@
 use rusqlite::ErrorCode;
 use toolcrib::call::Status;
 use toolcrib::caller::Role;
-use toolcrib::directory::{Change, Key};
-use toolcrib::policy::{Rule, Verdict};
-use toolcrib::store::{Saved, Store};
+use toolcrib::directory::{ApiKey, DirectoryChange};
+use toolcrib::policy::{AccessRule, RuleVerdict};
+use toolcrib::store::{SaveResult, Store};
 
 use super::{fresh, number, raw};
 use crate::support::{NOW, call, database_in, put_with_status};
@@ -17,7 +17,7 @@ async fn refused(sql: &str, constraint: &str) {
     for status in Status::ALL {
         put_with_status(&store, &call(), status).await;
     }
-    let key = Key {
+    let key = ApiKey {
         id: "key_1".into(),
         digest: "d".into(),
         project: "p".into(),
@@ -27,9 +27,11 @@ async fn refused(sql: &str, constraint: &str) {
         revoked_ms: None,
     };
     let (project, agent, pattern) = ("p".into(), "ada".into(), "*".into());
-    let rule = Rule { project, agent, pattern, verdict: Verdict::Allow };
-    for (version, change) in [(0, Change::AddKey(key)), (1, Change::PutRule(rule))] {
-        assert_eq!(store.change(change, version, None).await.unwrap(), Saved::Yes);
+    let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };
+    for (version, change) in
+        [(0, DirectoryChange::AddKey(key)), (1, DirectoryChange::PutRule(rule))]
+    {
+        assert_eq!(store.change_directory(change, version, None).await.unwrap(), SaveResult::Saved);
     }
     drop(store);
     let connection = raw(&database_in(&directory));

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use toolcrib::call::{Call, Status};
 use toolcrib::caller::Role;
-use toolcrib::directory::{AuditEntry, Change, Key};
-use toolcrib::event::{Kind, Record};
+use toolcrib::directory::{ApiKey, AuditEntry, DirectoryChange};
+use toolcrib::event::{EventKind, EventRecord};
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, Saved, Store};
+use toolcrib::store::{CreateCallResult, SaveResult, Store};
 use toolcrib_store::SqliteStore;
 
 use super::{fresh, number, raw};
@@ -19,11 +19,11 @@ use crate::support::{
 
 fn reopened(path: &Path, store: SqliteStore) -> SqliteStore {
     drop(store);
-    SqliteStore::open_briefly(path).unwrap()
+    SqliteStore::open_for_admin(path).unwrap()
 }
 
-fn added(id: &str) -> (Change, AuditEntry) {
-    let key = Key {
+fn added(id: &str) -> (DirectoryChange, AuditEntry) {
+    let key = ApiKey {
         id: id.into(),
         digest: format!("digest of {id}"),
         project: "p".into(),
@@ -40,7 +40,7 @@ fn added(id: &str) -> (Change, AuditEntry) {
         subject: id.into(),
         reason: String::new(),
     };
-    (Change::AddKey(key), entry)
+    (DirectoryChange::AddKey(key), entry)
 }
 
 #[tokio::test]
@@ -50,10 +50,13 @@ async fn everything_is_there_after_reopening() {
     let mut calls = vec![];
     for status in Status::ALL {
         calls.push(put_with_status(&store, &call(), status).await);
-        append(&store, &calls[calls.len() - 1], record(Kind::Progress).with("at", 0.5)).await;
+        append(&store, &calls[calls.len() - 1], record(EventKind::Progress).with("at", 0.5)).await;
     }
     let (change, entry) = added("key_1");
-    assert_eq!(store.change(change, 0, Some(entry.clone())).await.unwrap(), Saved::Yes);
+    assert_eq!(
+        store.change_directory(change, 0, Some(entry.clone())).await.unwrap(),
+        SaveResult::Saved
+    );
     let told = history(&store, of_project("p")).await;
     let keys = store.directory().await.unwrap().keys;
     let store = reopened(&path, store);
@@ -73,9 +76,9 @@ async fn idempotency_keys_survive_reopening() {
     put_keyed(&store, &first, &key("ada", "k", "f")).await;
     let store = reopened(&database_in(&directory), store);
     let created = put_keyed(&store, &call(), &key("ada", "k", "f")).await;
-    assert!(matches!(created, Created::Replayed(known) if *known == first));
+    assert!(matches!(created, CreateCallResult::Replayed(known) if *known == first));
     let created = put_keyed(&store, &call(), &key("ada", "k", "other")).await;
-    assert!(matches!(created, Created::Mismatch(id) if id == first.id));
+    assert!(matches!(created, CreateCallResult::Mismatch(id) if id == first.id));
     assert_eq!(ids_of(&store, "p").await, [first.id]);
 }
 
@@ -86,7 +89,7 @@ async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
     let mut newest = 0;
     for round in 0..4 {
         let done = put_with_status(&store, &call(), Status::Succeeded).await;
-        append(&store, &done, record(Kind::Late)).await;
+        append(&store, &done, record(EventKind::ReportIgnored)).await;
         let told = history(&store, of_call(&done)).await;
         assert!(told[0].number > newest, "round {round}: {} after {newest}", told[0].number);
         newest = told[told.len() - 1].number;
@@ -98,7 +101,7 @@ async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
     assert!(history(&store, of_call(&next)).await[0].number > newest);
     // The same holds when the newest event is implied and has no row.
     let implied = call();
-    let requested = Record::new(Kind::Requested, implied.created_ms, 0)
+    let requested = EventRecord::new(EventKind::Requested, implied.created_ms, 0)
         .with("tool", implied.tool_name.as_str())
         .with("args_bytes", implied.target.args.text().len());
     creating(&store, &implied, vec![requested], None).await.unwrap();
@@ -206,14 +209,14 @@ async fn a_call_that_the_server_ended_is_not_open_for_others() {
     for call in [&one, &two, &three] {
         put(&server, call).await;
     }
-    let operator = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
+    let operator = SqliteStore::open_for_admin(&database_in(&directory)).unwrap();
     save(&server, &ended(&one, Status::Succeeded, NOW + 9)).await;
     save(&server, &ended(&two, Status::Canceled, NOW + 9)).await;
     // An empty page would mean that there are no more.
     let page = operator.open_calls(0, 1).await.unwrap();
     assert_eq!(page[0].call, three);
     assert_eq!(open_ids(&operator).await, [three.id]);
-    assert_eq!(operator.open_calls(page[0].place, 1).await.unwrap().len(), 0);
+    assert_eq!(operator.open_calls(page[0].position, 1).await.unwrap().len(), 0);
 }
 
 #[tokio::test]
@@ -221,7 +224,7 @@ async fn what_is_committed_is_seen_by_other_connections_at_once() {
     let (directory, store) = fresh();
     let path = database_in(&directory);
     let connection = raw(&path);
-    let beside = SqliteStore::open_briefly(&path).unwrap();
+    let beside = SqliteStore::open_for_admin(&path).unwrap();
     for n in 1..=20 {
         let made = call();
         put(&store, &made).await;
@@ -239,15 +242,18 @@ async fn a_change_made_beside_the_server_is_seen_by_it() {
     let (directory, server) = fresh();
     let path = database_in(&directory);
     put(&server, &call()).await;
-    let operator = SqliteStore::open_briefly(&path).unwrap();
+    let operator = SqliteStore::open_for_admin(&path).unwrap();
     let (change, entry) = added("key_1");
-    assert_eq!(operator.change(change, 0, Some(entry)).await.unwrap(), Saved::Yes);
+    assert_eq!(operator.change_directory(change, 0, Some(entry)).await.unwrap(), SaveResult::Saved);
     drop(operator);
     assert_eq!(server.directory_version().await.unwrap(), 1);
     assert_eq!(server.directory().await.unwrap().keys.len(), 1);
     let (change, entry) = added("key_2");
-    assert_eq!(server.change(change.clone(), 0, None).await.unwrap(), Saved::Stale);
-    assert_eq!(server.change(change, 1, Some(entry)).await.unwrap(), Saved::Yes);
+    assert_eq!(
+        server.change_directory(change.clone(), 0, None).await.unwrap(),
+        SaveResult::Conflict
+    );
+    assert_eq!(server.change_directory(change, 1, Some(entry)).await.unwrap(), SaveResult::Saved);
     put(&server, &call()).await;
     assert_eq!(history(&server, of_project("p")).await.len(), 2);
 }
@@ -257,7 +263,7 @@ async fn a_change_made_beside_the_server_is_seen_by_it() {
 fn crashed(path: &Path, to: &Path) -> SqliteStore {
     std::fs::copy(path, to).unwrap();
     std::fs::copy(beside(path, "-wal"), beside(to, "-wal")).unwrap();
-    SqliteStore::open_briefly(to).unwrap()
+    SqliteStore::open_for_admin(to).unwrap()
 }
 
 #[tokio::test]
@@ -274,7 +280,7 @@ async fn all_that_was_acknowledged_is_there_after_a_crash() {
             creating(&store, call, vec![requested()], key)
         });
         for created in futures::future::join_all(creates).await {
-            assert!(matches!(created.unwrap(), Created::New));
+            assert!(matches!(created.unwrap(), CreateCallResult::New));
         }
         acknowledged.extend(calls);
         let last = acknowledged.len() - 1;
@@ -289,8 +295,8 @@ async fn all_that_was_acknowledged_is_there_after_a_crash() {
         }
         let again = key("ada", acknowledged[0].id.as_str(), "f");
         let created = put_keyed(&copy, &call(), &again).await;
-        assert!(matches!(created, Created::Replayed(_)));
-        assert_eq!(copy.integrity().await.unwrap(), "ok");
+        assert!(matches!(created, CreateCallResult::Replayed(_)));
+        assert_eq!(copy.check_integrity().await.unwrap(), "ok");
     }
 }
 
@@ -314,14 +320,14 @@ async fn a_torn_log_gives_whole_commits_in_their_order() {
         let copy = directory.path().join(format!("torn-{n}.db"));
         std::fs::write(&copy, &database).unwrap();
         std::fs::write(beside(&copy, "-wal"), &log[..tear as usize]).unwrap();
-        let torn = SqliteStore::open_briefly(&copy).unwrap();
+        let torn = SqliteStore::open_for_admin(&copy).unwrap();
         let whole = lengths.iter().filter(|length| **length <= tear).count();
         for (n, call) in calls.iter().enumerate() {
             let expected = (n < whole).then(|| call.clone());
             assert_eq!(found(&torn, call).await, expected, "call {n} of a log of {tear} bytes");
         }
         assert_eq!(history(&torn, of_project("p")).await.len(), whole);
-        assert_eq!(torn.integrity().await.unwrap(), "ok");
+        assert_eq!(torn.check_integrity().await.unwrap(), "ok");
         put(&torn, &call()).await;
     }
 }
@@ -342,7 +348,7 @@ async fn the_log_is_grown_while_nobody_waits_and_nothing_is_lost_by_it() {
         let seen = length();
         let copy = crashed(&path, &directory.path().join(format!("at-{seen}.db")));
         assert_eq!(ids_of(&copy, "p").await.len(), stored.len());
-        assert_eq!(copy.integrity().await.unwrap(), "ok");
+        assert_eq!(copy.check_integrity().await.unwrap(), "ok");
         while length() == seen {
             tokio::time::sleep(std::time::Duration::from_millis(10)).await;
         }

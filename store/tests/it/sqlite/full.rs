@@ -57,7 +57,7 @@ fn make_room() {
 async fn alone() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
-    let store = SqliteStore::open_briefly(&path).unwrap();
+    let store = SqliteStore::open_for_admin(&path).unwrap();
     survives_a_full_disk(&store).await;
     drop(store);
     // Again with the settings of a server, and on the database that the first pass left behind.
@@ -67,7 +67,7 @@ async fn alone() {
     drop(store);
     let store = SqliteStore::open(&path).unwrap();
     assert_eq!(ids_of(&store, "p").await, there);
-    assert_eq!(store.integrity().await.unwrap(), "ok");
+    assert_eq!(store.check_integrity().await.unwrap(), "ok");
 }
 
 /// A call large enough to fill the disk soon.
@@ -114,9 +114,9 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     assert_eq!(read(store, &waiting).await, waiting);
     let told = history(store, of_project("p")).await.len();
     assert_eq!(told, ids_of(store, "p").await.len(), "one event for each call");
-    assert_eq!(store.integrity().await.unwrap(), "ok");
+    assert_eq!(store.check_integrity().await.unwrap(), "ok");
     make_room();
-    store.check().await.unwrap();
+    store.check_health().await.unwrap();
     for call in &refused {
         put(store, call).await;
     }

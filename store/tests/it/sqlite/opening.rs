@@ -4,7 +4,7 @@ use std::path::Path;
 
 use rusqlite::Connection;
 use toolcrib::store::{CallFilter, Store};
-use toolcrib_store::{OpenError, SCHEMA_VERSION, SqliteStore};
+use toolcrib_store::{SQLITE_SCHEMA_VERSION, SqliteOpenError, SqliteStore};
 
 use super::{fresh, number, raw};
 use crate::support::{beside, call, database_in, found, ids, ids_of, put};
@@ -12,10 +12,10 @@ use crate::support::{beside, call, database_in, found, ids, ids_of, put};
 const INIT: &str = include_str!("../../../migrations/sqlite/0001_init.sql");
 
 /// Tries to open a file that must be refused, in both ways, and checks that not a byte has changed.
-fn refused_untouched(path: &Path) -> OpenError {
+fn refused_untouched(path: &Path) -> SqliteOpenError {
     let before = std::fs::read(path).unwrap();
     let first = SqliteStore::open(path).err().expect("must not be opened");
-    let second = SqliteStore::open_briefly(path).err().expect("must not be opened");
+    let second = SqliteStore::open_for_admin(path).err().expect("must not be opened");
     assert_eq!(first.to_string(), second.to_string());
     assert!(std::fs::read(path).unwrap() == before, "the file has changed");
     for ending in ["-wal", "-journal"] {
@@ -32,16 +32,16 @@ async fn a_database_of_a_newer_version_is_refused_and_untouched() {
     let kept = call();
     put(&store, &kept).await;
     drop(store);
-    let newer = SCHEMA_VERSION + 1;
+    let newer = SQLITE_SCHEMA_VERSION + 1;
     raw(&path).pragma_update(None, "user_version", newer).unwrap();
     let error = refused_untouched(&path);
-    let OpenError::Newer { found: version, known } = &error else { panic!("{error}") };
-    assert_eq!((*version, *known), (newer, SCHEMA_VERSION));
+    let SqliteOpenError::NewerSchema { found: version, known } = &error else { panic!("{error}") };
+    assert_eq!((*version, *known), (newer, SQLITE_SCHEMA_VERSION));
     let said = error.to_string();
     assert!(said.contains(&newer.to_string()) && said.contains("newer toolcrib"), "{said}");
     // The newer program still finds everything.
-    raw(&path).pragma_update(None, "user_version", SCHEMA_VERSION).unwrap();
-    let store = SqliteStore::open_briefly(&path).unwrap();
+    raw(&path).pragma_update(None, "user_version", SQLITE_SCHEMA_VERSION).unwrap();
+    let store = SqliteStore::open_for_admin(&path).unwrap();
     assert_eq!(found(&store, &kept).await, Some(kept));
 }
 
@@ -58,7 +58,7 @@ fn somebody_elses_database_is_refused_and_untouched() {
         let path = database_in(&directory);
         raw(&path).execute_batch(sql).unwrap();
         let error = refused_untouched(&path);
-        assert!(matches!(error, OpenError::NotOurs), "{sql}: {error}");
+        assert!(matches!(error, SqliteOpenError::ForeignDatabase), "{sql}: {error}");
     }
 }
 
@@ -68,7 +68,7 @@ fn what_is_no_database_is_refused_and_untouched() {
     let path = database_in(&directory);
     std::fs::write(&path, "Dear diary, today I wrote a text file. ".repeat(100)).unwrap();
     let error = refused_untouched(&path);
-    let OpenError::Sqlite(cause) = &error else { panic!("{error}") };
+    let SqliteOpenError::Sqlite(cause) = &error else { panic!("{error}") };
     assert_eq!(cause.sqlite_error_code(), Some(rusqlite::ErrorCode::NotADatabase));
 }
 
@@ -82,9 +82,9 @@ async fn an_empty_file_and_a_missing_directory_become_a_store() {
         let store = SqliteStore::open(&path).unwrap();
         put(&store, &call()).await;
         assert_eq!(ids_of(&store, "p").await.len(), 1);
-        assert_eq!(store.integrity().await.unwrap(), "ok");
+        assert_eq!(store.check_integrity().await.unwrap(), "ok");
         drop(store);
-        assert_eq!(number(&raw(&path), "PRAGMA user_version"), SCHEMA_VERSION);
+        assert_eq!(number(&raw(&path), "PRAGMA user_version"), SQLITE_SCHEMA_VERSION);
     }
 }
 
@@ -99,10 +99,10 @@ async fn opening_again_changes_nothing() {
     let before = look();
     for _ in 0..2 {
         drop(SqliteStore::open(&path).unwrap());
-        drop(SqliteStore::open_briefly(&path).unwrap());
+        drop(SqliteStore::open_for_admin(&path).unwrap());
     }
     assert_eq!(look(), before);
-    let store = SqliteStore::open_briefly(&path).unwrap();
+    let store = SqliteStore::open_for_admin(&path).unwrap();
     assert_eq!(ids_of(&store, "p").await.len(), 1);
 }
 
@@ -144,7 +144,7 @@ async fn a_migration_that_was_killed_half_way_is_made_again() {
             put(&store, &call()).await;
             assert_eq!(ids_of(&store, "p").await.len(), 1);
             assert_eq!(store.directory_version().await.unwrap(), 0);
-            assert_eq!(store.integrity().await.unwrap(), "ok");
+            assert_eq!(store.check_integrity().await.unwrap(), "ok");
         }
     }
 }
@@ -155,9 +155,9 @@ async fn a_database_of_the_first_version_is_brought_up_to_date() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
     let newer = tempfile::tempdir().unwrap();
-    let store = SqliteStore::open_briefly(&database_in(&newer)).unwrap();
+    let store = SqliteStore::open_for_admin(&database_in(&newer)).unwrap();
     let (plain, mut task) = (call(), call());
-    task.asked.background = true;
+    task.origin.background = true;
     put(&store, &plain).await;
     put(&store, &task).await;
     drop(store);
@@ -171,7 +171,7 @@ async fn a_database_of_the_first_version_is_brought_up_to_date() {
     .unwrap();
     drop(old);
     let store = SqliteStore::open(&path).unwrap();
-    assert_eq!(number(&raw(&path), "PRAGMA user_version"), SCHEMA_VERSION);
+    assert_eq!(number(&raw(&path), "PRAGMA user_version"), SQLITE_SCHEMA_VERSION);
     assert_eq!(ids_of(&store, "p").await.len(), 2);
     let tasks = CallFilter { project: "p".into(), background: true, ..CallFilter::default() };
     assert_eq!(ids(&store, CallFilter { limit: 10, ..tasks }).await, [task.id]);
@@ -192,11 +192,11 @@ async fn a_new_database_that_was_cut_off_anywhere_is_made_again() {
         let copy = directory.path().join(format!("cut-{cut}.db"));
         std::fs::write(&copy, &database).unwrap();
         std::fs::write(beside(&copy, "-wal"), &log[..cut]).unwrap();
-        let opened = SqliteStore::open_briefly(&copy);
+        let opened = SqliteStore::open_for_admin(&copy);
         let store = opened.unwrap_or_else(|error| panic!("after {cut} bytes: {error}"));
         put(&store, &call()).await;
         assert_eq!(ids_of(&store, "p").await.len(), 1);
-        assert_eq!(store.integrity().await.unwrap(), "ok");
+        assert_eq!(store.check_integrity().await.unwrap(), "ok");
     }
 }
 
@@ -205,7 +205,7 @@ async fn two_that_open_a_new_file_at_once_both_get_it() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
     let stores: Vec<SqliteStore> = std::thread::scope(|scope| {
-        let open = || SqliteStore::open_briefly(&path).unwrap();
+        let open = || SqliteStore::open_for_admin(&path).unwrap();
         let both: Vec<_> = (0..2).map(|_| scope.spawn(open)).collect();
         both.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
@@ -219,7 +219,7 @@ async fn what_is_stored_is_its_owners_alone_to_read() {
     use std::os::unix::fs::PermissionsExt;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("data").join("toolcrib.db");
-    let store = SqliteStore::open_briefly(&path).unwrap();
+    let store = SqliteStore::open_for_admin(&path).unwrap();
     put(&store, &call()).await;
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(path.parent().unwrap()), 0o700);

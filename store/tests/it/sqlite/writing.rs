@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use toolcrib::call::{Call, Status};
-use toolcrib::event::Kind;
-use toolcrib::store::{Created, Saved, Store};
-use toolcrib::{Caller, Effect, Engine, Fault, FnTool, Invocation};
+use toolcrib::event::EventKind;
+use toolcrib::store::{CreateCallResult, SaveResult, Store};
+use toolcrib::{CallRequest, Caller, Effect, Engine, Fault, FnTool};
 use toolcrib_store::SqliteStore;
 
 use super::{fresh, is_unavailable, raw};
@@ -23,12 +23,12 @@ fn commits(path: &Path) -> u32 {
     u32::from_ne_bytes(index[8..12].try_into().unwrap())
 }
 
-fn creating<'a>(store: &'a dyn Store, call: &Call) -> Answer<'a, Created> {
+fn creating<'a>(store: &'a dyn Store, call: &Call) -> Answer<'a, CreateCallResult> {
     support::creating(store, call, vec![requested()], None)
 }
 
 /// Polls each request once, which sends its change to the writer; none can be finished yet.
-async fn begin(answers: &mut [Answer<'_, Created>]) {
+async fn begin(answers: &mut [Answer<'_, CreateCallResult>]) {
     for answer in answers {
         assert!(futures::poll!(answer.as_mut()).is_pending());
     }
@@ -59,7 +59,7 @@ async fn a_thousand_concurrent_creates_share_a_few_commits() {
     begin(&mut answers).await;
     other.execute_batch("ROLLBACK").unwrap();
     for answer in answers {
-        assert!(matches!(answer.await.unwrap(), Created::New));
+        assert!(matches!(answer.await.unwrap(), CreateCallResult::New));
     }
     let used = commits(&path) - before;
     assert!((1..=10).contains(&used), "{used} commits for 1000 calls");
@@ -78,7 +78,7 @@ async fn whoever_stops_waiting_does_not_undo_the_change() {
     let waiting = answers.pop().unwrap();
     drop(answers);
     other.execute_batch("ROLLBACK").unwrap();
-    assert!(matches!(waiting.await.unwrap(), Created::New));
+    assert!(matches!(waiting.await.unwrap(), CreateCallResult::New));
     assert_eq!(found(&store, &left).await, Some(left));
 }
 
@@ -94,7 +94,7 @@ async fn everything_handed_over_is_committed_before_the_store_is_gone() {
         begin(&mut answers).await;
     }
     drop(store);
-    let store = SqliteStore::open_briefly(&path).unwrap();
+    let store = SqliteStore::open_for_admin(&path).unwrap();
     assert_eq!(ids_of(&store, "p").await.len(), 100);
 }
 
@@ -110,7 +110,7 @@ async fn a_group_that_fails_in_the_middle_leaves_nothing_behind() {
                   BEGIN SELECT RAISE(ABORT, 'not this one'); END; BEGIN IMMEDIATE;";
     other.execute_batch(refuse).unwrap();
     let done = ended(&there, Status::Succeeded, NOW + 9);
-    let records = vec![record(Kind::Finished), record(Kind::Late)];
+    let records = vec![record(EventKind::Finished), record(EventKind::ReportIgnored)];
     let mut end = saving(&store, &done, records.clone());
     let mut answers = vec![creating(&store, &before)];
     begin(&mut answers).await;
@@ -131,7 +131,7 @@ async fn a_group_that_fails_in_the_middle_leaves_nothing_behind() {
     put(&store, &call()).await;
     assert_eq!(store.open_calls(0, 1).await.unwrap()[0].call, there, "it has not ended");
     other.execute_batch("DROP TRIGGER no").unwrap();
-    assert_eq!(saving(&store, &done, records).await.unwrap(), Saved::Yes);
+    assert_eq!(saving(&store, &done, records).await.unwrap(), SaveResult::Saved);
     assert_eq!(history(&store, of_call(&there)).await.len(), 3);
     assert_eq!(read(&store, &there).await, done);
 }
@@ -159,7 +159,7 @@ async fn a_locked_database_refuses_writes_and_nothing_else() {
     other.execute_batch("ROLLBACK").unwrap();
     assert_eq!(found(&store, &refused).await, None);
     assert_eq!(history(&store, of_project("p")).await.len(), 1);
-    store.check().await.unwrap();
+    store.check_health().await.unwrap();
     put(&store, &refused).await;
     save(&store, &running(&kept)).await;
     let numbers: Vec<u64> =
@@ -180,7 +180,7 @@ async fn a_call_that_is_over_at_once_is_one_row() {
     let engine = builder.start().await.unwrap();
     let caller = Caller::local("default");
     for _ in 0..3 {
-        engine.invoke(&caller, Invocation::new("t.noop", "{}").unwrap()).await.unwrap();
+        engine.invoke(&caller, CallRequest::new("t.noop", "{}").unwrap()).await.unwrap();
     }
     let rows = |table: &str| -> i64 {
         let sql = format!("SELECT count(*) FROM {table}");

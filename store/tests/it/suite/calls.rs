@@ -1,12 +1,12 @@
 //! Calls: a stored call reads back unchanged, and a save replaces exactly the preceding version.
 
 use serde_json::json as value;
-use toolcrib::call::{Asked, Call, FailedAttempt, Hold, Status, Target};
-use toolcrib::dialogue::Dialogue;
-use toolcrib::event::Kind;
+use toolcrib::call::{Call, FailedAttempt, Hold, Origin, Status, Target};
+use toolcrib::dialogue::Elicitation;
+use toolcrib::event::EventKind;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::retry::Backoff;
-use toolcrib::store::{Saved, Store};
+use toolcrib::store::{SaveResult, Store};
 use toolcrib::tool::{Effect, Executor};
 use toolcrib::utp::Route;
 
@@ -19,15 +19,15 @@ use crate::support::{
 fn full_call() -> Call {
     Call {
         run_id: "run-7".into(),
-        asked: Asked {
+        origin: Origin {
             agent: "ada".into(),
-            call_id: Some("call_1".into()),
+            caller_call_id: Some("call_1".into()),
             client_id: Some("laptop".into()),
             user_id: Some("u-9".into()),
             idempotency_key: Some("k-1".into()),
             traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
             background: true,
-            turn: Some(Box::new(Route {
+            route: Some(Box::new(Route {
                 agent_id: "ada".into(),
                 turn_id: "turn_1".into(),
                 epoch: 3,
@@ -41,7 +41,7 @@ fn full_call() -> Call {
                 project: Some("shop".into()),
             })),
             callback_url: Some("https://hooks.example/a".into()),
-            after: Some("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap()),
+            predecessor: Some("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap()),
         },
         target: Target {
             tool: "weather.query".into(),
@@ -50,7 +50,7 @@ fn full_call() -> Call {
             effect: Effect::Idempotent,
             args: json(r#"{"city":"Oslo"}"#),
         },
-        alternates: vec![
+        fallbacks: vec![
             target("weather.backup", r#"{"q":"Oslo"}"#),
             Target { effect: Effect::Irreversible, ..target("weather.third", "[1]") },
         ],
@@ -59,10 +59,10 @@ fn full_call() -> Call {
         hold: Some(Hold::Retry { at_ms: NOW + 777 }),
         attempt: 3,
         target_attempts: 3,
-        taken_by: Some("laptop".into()),
+        acknowledged_by: Some("laptop".into()),
         node: Some("node-1".into()),
         started_ms: Some(NOW + 3),
-        attempt_ms: Some(NOW + 700),
+        attempt_dispatched_ms: Some(NOW + 700),
         ..call()
     }
 }
@@ -78,14 +78,14 @@ pub async fn arguments_and_results_keep_their_text(store: &dyn Store) {
     let mut asked = call();
     asked.args = json(text);
     asked.target.args = json(text);
-    asked.alternates = vec![target("weather.backup", r#"{"price":2.50}"#)];
+    asked.fallbacks = vec![target("weather.backup", r#"{"price":2.50}"#)];
     put(store, &asked).await;
     let mut done = ended(&asked, Status::Succeeded, NOW + 1);
     done.outcome.as_mut().unwrap().data = Some(json("1.10"));
     save(store, &done).await;
     let stored = read(store, &asked).await;
     assert_eq!(stored.target.args.text(), text);
-    assert_eq!(stored.alternates[0].args.text(), r#"{"price":2.50}"#);
+    assert_eq!(stored.fallbacks[0].args.text(), r#"{"price":2.50}"#);
     assert_eq!(stored.outcome.unwrap().data.unwrap().text(), "1.10");
 }
 
@@ -96,8 +96,8 @@ pub async fn text_of_every_kind_is_kept(store: &dyn Store) {
     let mut strange = call();
     strange.project = odd.into();
     strange.run_id = format!("run {odd}");
-    strange.asked.user_id = Some(odder.clone());
-    strange.args = toolcrib::Json::of_value(&value!({ odder.as_str(): odder }));
+    strange.origin.user_id = Some(odder.clone());
+    strange.args = toolcrib::Json::from_value(&value!({ odder.as_str(): odder }));
     strange.target.args = strange.args.clone();
     put(store, &strange).await;
     assert_eq!(read(store, &strange).await, strange);
@@ -114,54 +114,54 @@ pub async fn a_call_of_another_project_is_none(store: &dyn Store) {
     put(store, &mine).await;
     let theirs = Call { project: "q".into(), ..mine.clone() };
     assert_eq!(found(store, &theirs).await, None);
-    append(store, &theirs, record(Kind::Late)).await;
+    append(store, &theirs, record(EventKind::ReportIgnored)).await;
     assert_eq!(history(store, of_call(&theirs)).await, []);
-    assert_eq!(store.newest_event(of_call(&theirs)).await.unwrap(), 0);
-    let stolen = saving(store, &running(&theirs), vec![record(Kind::Started)]).await.unwrap();
-    assert_eq!(stolen, Saved::Stale);
+    assert_eq!(store.last_event_number(of_call(&theirs)).await.unwrap(), 0);
+    let stolen = saving(store, &running(&theirs), vec![record(EventKind::Started)]).await.unwrap();
+    assert_eq!(stolen, SaveResult::Conflict);
     assert_eq!(read(store, &mine).await, mine);
     assert_eq!(history(store, of_call(&mine)).await.len(), 1);
 }
 
 pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
-    for hold in [Hold::Queue, Hold::Parked, Hold::Retry { at_ms: NOW + 5 }] {
+    for hold in [Hold::Queue, Hold::Unacknowledged, Hold::Retry { at_ms: NOW + 5 }] {
         let failed = matches!(hold, Hold::Retry { .. })
             .then(|| Box::new(FailedAttempt::new(1, &Fault::runtime("no paper"))));
-        let held = Call { hold: Some(hold), failed, ..call() };
+        let held = Call { hold: Some(hold), failed_attempt: failed, ..call() };
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }
     let dialogue = |open: bool| {
         let word = |key: &str| [(key.to_owned(), value!({ "n": 1 }))].into_iter().collect();
         let open = if open { word("name") } else { Default::default() };
-        Some(Box::new(Dialogue {
-            open,
+        Some(Box::new(Elicitation {
+            unanswered: open,
             answers: word("city"),
-            note: Some("so far".into()),
+            source_state: Some("so far".into()),
             handle: Some("task-7".into()),
         }))
     };
-    let asking = Call { hold: Some(Hold::Input), dialogue: dialogue(true), ..call() };
-    let answered = Call { dialogue: dialogue(false), ..call() };
+    let asking = Call { hold: Some(Hold::Input), elicitation: dialogue(true), ..call() };
+    let answered = Call { elicitation: dialogue(false), ..call() };
     for held in [asking, answered] {
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }
     let other = call();
     put(store, &other).await;
-    let asked = Asked { after: Some(other.id.clone()), ..call().asked };
-    let behind = Call { hold: Some(Hold::After { timeout_ms: 70 }), asked, ..call() };
+    let asked = Origin { predecessor: Some(other.id.clone()), ..call().origin };
+    let behind = Call { hold: Some(Hold::Predecessor { timeout_ms: 70 }), origin: asked, ..call() };
     put(store, &behind).await;
     assert_eq!(read(store, &behind).await, behind);
     let (hold, deadline_ms) = (Some(Hold::Queue), behind.deadline_ms - 5);
     let in_line = Call { hold, deadline_ms, version: behind.version + 1, ..behind };
-    assert_eq!(saving(store, &in_line, vec![]).await.unwrap(), Saved::Yes);
+    assert_eq!(saving(store, &in_line, vec![]).await.unwrap(), SaveResult::Saved);
     assert_eq!(read(store, &in_line).await, in_line);
     for status in Status::ALL {
         let waiting = call();
         let next = match status {
             Status::Pending => continue,
-            Status::Running => Call { taken_by: Some("laptop".into()), ..running(&waiting) },
+            Status::Running => Call { acknowledged_by: Some("laptop".into()), ..running(&waiting) },
             _ => ended(&waiting, status, NOW + 9),
         };
         put(store, &waiting).await;
@@ -186,7 +186,7 @@ pub async fn a_fault_is_read_back_with_all_it_says(store: &dyn Store) {
     let detail = value!({ "problems": [{ "at": "/city", "why": "fehlt 🦀" }], "n": 1.5 });
     for code in Code::all() {
         let plain = Fault::new(code, "the sky fell");
-        let told = Fault::new(code, "").with_detail(detail.clone()).not_happened();
+        let told = Fault::new(code, "").with_detail(detail.clone()).without_side_effect();
         for fault in [plain, told.clone().retryable(true), told.retryable(false)] {
             let waiting = call();
             put(store, &waiting).await;
@@ -215,7 +215,7 @@ pub async fn what_a_tool_gave_and_was_refused_is_kept_with_its_fault(store: &dyn
 /// Applies a fallback like `lifecycle`: it leaves the list, and its attempts are counted from zero.
 fn fallen_back(call: &Call) -> Call {
     let mut next = running(call);
-    next.target = next.alternates.remove(0);
+    next.target = next.fallbacks.remove(0);
     next.target_attempts = 0;
     (next.status, next.hold) = (Status::Pending, Some(Hold::Retry { at_ms: NOW + 20 }));
     next
@@ -223,7 +223,7 @@ fn fallen_back(call: &Call) -> Call {
 
 pub async fn an_alternate_in_the_targets_place_is_read_back(store: &dyn Store) {
     let alternates = vec![target("weather.backup", r#"{"q":1.10}"#), target("weather.third", "[]")];
-    let first = Call { alternates, ..call() };
+    let first = Call { fallbacks: alternates, ..call() };
     put(store, &first).await;
     let fallen = fallen_back(&first);
     save(store, &fallen).await;
@@ -237,7 +237,7 @@ pub async fn an_alternate_in_the_targets_place_is_read_back(store: &dyn Store) {
 
 pub async fn an_alternate_of_the_same_name_keeps_its_own_arguments(store: &dyn Store) {
     let alternates = vec![target("weather.query", r#"{"city":"Bergen"}"#)];
-    let first = Call { alternates, ..call() };
+    let first = Call { fallbacks: alternates, ..call() };
     put(store, &first).await;
     let fallen = fallen_back(&first);
     save(store, &fallen).await;
@@ -267,8 +267,12 @@ pub async fn saving_a_stale_version_changes_nothing(store: &dyn Store) {
     let told = history(store, of_call(&first)).await;
     for version in [0, 1, 2, 4, 9] {
         let stale = Call { version, ..ended(&first, Status::Canceled, NOW + 1) };
-        let late = vec![record(Kind::Canceled)];
-        assert_eq!(saving(store, &stale, late).await.unwrap(), Saved::Stale, "version {version}");
+        let late = vec![record(EventKind::Canceled)];
+        assert_eq!(
+            saving(store, &stale, late).await.unwrap(),
+            SaveResult::Conflict,
+            "version {version}"
+        );
     }
     assert_eq!(read(store, &first).await, second);
     assert_eq!(history(store, of_call(&first)).await, told);
@@ -276,8 +280,8 @@ pub async fn saving_a_stale_version_changes_nothing(store: &dyn Store) {
 
 pub async fn saving_an_unknown_call_is_stale(store: &dyn Store) {
     let unknown = running(&call());
-    let records = vec![record(Kind::Started)];
-    assert_eq!(saving(store, &unknown, records).await.unwrap(), Saved::Stale);
+    let records = vec![record(EventKind::Started)];
+    assert_eq!(saving(store, &unknown, records).await.unwrap(), SaveResult::Conflict);
     assert_eq!(found(store, &unknown).await, None);
     assert_eq!(history(store, of_call(&unknown)).await, []);
 }
@@ -287,11 +291,14 @@ pub async fn of_many_savers_of_one_version_one_wins(store: &dyn Store) {
     put(store, &first).await;
     let saved = on_threads(8, async |n| {
         let next = Call { node: Some(format!("node-{n}")), ..running(&first) };
-        let won = record(Kind::Started).with("node", n);
+        let won = record(EventKind::Started).with("node", n);
         (n, saving(store, &next, vec![won]).await.unwrap())
     });
-    let winners: Vec<usize> =
-        saved.into_iter().filter(|(_, saved)| *saved == Saved::Yes).map(|(n, _)| n).collect();
+    let winners: Vec<usize> = saved
+        .into_iter()
+        .filter(|(_, saved)| *saved == SaveResult::Saved)
+        .map(|(n, _)| n)
+        .collect();
     assert_eq!(winners.len(), 1);
     assert_eq!(read(store, &first).await.node, Some(format!("node-{}", winners[0])));
     let told = history(store, of_call(&first)).await;
@@ -300,8 +307,8 @@ pub async fn of_many_savers_of_one_version_one_wins(store: &dyn Store) {
 }
 
 pub async fn the_store_says_it_is_well(store: &dyn Store) {
-    store.check().await.unwrap();
+    store.check_health().await.unwrap();
     put(store, &call()).await;
-    store.check().await.unwrap();
+    store.check_health().await.unwrap();
     store.size_bytes().await.unwrap();
 }

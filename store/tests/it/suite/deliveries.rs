@@ -1,11 +1,13 @@
 //! Deliveries: stored with their call, due when it ends, saved by version; and background tasks in
 //! lists of calls.
 
-use toolcrib::call::{Asked, Call, Status};
-use toolcrib::delivery::{Answer, Delivery, DeliveryStatus, KEPT_TRIES, Schedule, Try};
-use toolcrib::event::Kind;
+use toolcrib::call::{Call, Origin, Status};
+use toolcrib::delivery::{
+    Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, MAX_STORED_ATTEMPTS, RetrySchedule,
+};
+use toolcrib::event::EventKind;
 use toolcrib::id::CallId;
-use toolcrib::store::{CallFilter, Created, DeliveryFilter, Saved, Store};
+use toolcrib::store::{CallFilter, CreateCallResult, DeliveryFilter, SaveResult, Store};
 
 use crate::support::{
     NOW, append, call, call_at, call_of, ended, ids, key, put, put_keyed, put_with_status, record,
@@ -16,10 +18,10 @@ const URL: &str = "https://hooks.example/done?a=1";
 
 fn told(call: Call) -> Call {
     let callback_url = Some(URL.to_owned());
-    Call { asked: Asked { callback_url, ..call.asked.clone() }, ..call }
+    Call { origin: Origin { callback_url, ..call.origin.clone() }, ..call }
 }
 
-async fn one(store: &dyn Store, call: &Call) -> Option<(Delivery, Vec<Try>)> {
+async fn one(store: &dyn Store, call: &Call) -> Option<(Delivery, Vec<DeliveryAttempt>)> {
     store.delivery(&call.project, &call.id).await.unwrap()
 }
 
@@ -35,22 +37,22 @@ async fn put_due(store: &dyn Store, at_ms: u64) -> Delivery {
     one(store, &fresh).await.unwrap().0
 }
 
-fn answered(code: u16) -> Answer {
-    Answer { result: Ok(code), retry_after_ms: None }
+fn answered(code: u16) -> DeliveryResponse {
+    DeliveryResponse { result: Ok(code), retry_after_ms: None }
 }
 
 pub async fn a_delivery_is_stored_with_its_call_and_due_with_its_end(store: &dyn Store) {
     let fresh = told(call());
     put(store, &fresh).await;
-    let expected = Delivery::of(&fresh).unwrap();
+    let expected = Delivery::for_call(&fresh).unwrap();
     assert_eq!(one(store, &fresh).await, Some((expected.clone(), vec![])));
-    assert_eq!((expected.status, expected.url.as_str()), (DeliveryStatus::Waiting, URL));
+    assert_eq!((expected.status, expected.url.as_str()), (DeliveryStatus::AwaitingOutcome, URL));
     let begun = running(&fresh);
     save(store, &begun).await;
     assert_eq!(one(store, &fresh).await, Some((expected.clone(), vec![])), "still under way");
     assert_eq!(pending(store).await, []);
     save(store, &ended(&begun, Status::Failed, NOW + 70)).await;
-    let due = expected.made_due(NOW + 70).unwrap();
+    let due = expected.after_call_ended(NOW + 70).unwrap();
     assert_eq!(one(store, &fresh).await, Some((due, vec![])));
     assert_eq!(pending(store).await, [fresh.id]);
 }
@@ -59,9 +61,9 @@ pub async fn a_call_without_a_url_has_no_delivery(store: &dyn Store) {
     let done = put_with_status(store, &call(), Status::Succeeded).await;
     assert_eq!(one(store, &done).await, None);
     assert_eq!(pending(store).await, []);
-    let unknown = Delivery::of(&told(call())).unwrap();
+    let unknown = Delivery::for_call(&told(call())).unwrap();
     let next = Delivery { version: 2, ..unknown };
-    assert_eq!(store.save_delivery(next, None).await.unwrap(), Saved::Stale);
+    assert_eq!(store.save_delivery(next, None).await.unwrap(), SaveResult::Conflict);
 }
 
 pub async fn a_replayed_call_brings_no_second_delivery(store: &dyn Store) {
@@ -69,7 +71,7 @@ pub async fn a_replayed_call_brings_no_second_delivery(store: &dyn Store) {
     put_keyed(store, &first, &key("ada", "k", "f")).await;
     let again = told(call());
     let created = put_keyed(store, &again, &key("ada", "k", "f")).await;
-    assert!(matches!(created, Created::Replayed(known) if known.id == first.id));
+    assert!(matches!(created, CreateCallResult::Replayed(known) if known.id == first.id));
     assert_eq!(one(store, &again).await, None);
 }
 
@@ -93,18 +95,20 @@ pub async fn what_is_pending_comes_in_the_order_it_is_due_and_in_pages(store: &d
 
 pub async fn saving_the_next_version_replaces_the_delivery_and_keeps_the_try(store: &dyn Store) {
     let due = put_due(store, NOW).await;
-    let schedule = Schedule { retry_ms: vec![500], jitter: 0.0 };
-    let late = Answer { result: Err("no answer within 20000 ms".into()), retry_after_ms: None };
-    let (second, first_try) = due.tried(&late, (NOW + 5, NOW + 25), &schedule);
+    let schedule = RetrySchedule { retry_ms: vec![500], jitter: 0.0 };
+    let late =
+        DeliveryResponse { result: Err("no answer within 20000 ms".into()), retry_after_ms: None };
+    let (second, first_try) = due.after_attempt(&late, (NOW + 5, NOW + 25), &schedule);
     let saved = store.save_delivery(second.clone(), Some(first_try.clone())).await.unwrap();
-    assert_eq!(saved, Saved::Yes);
+    assert_eq!(saved, SaveResult::Saved);
     let stored = store.delivery("p", &due.call_id).await.unwrap();
     assert_eq!(stored, Some((second.clone(), vec![first_try.clone()])));
     assert_eq!(second.due_ms, Some(NOW + 525));
     // A save based on a stale version changes nothing.
-    let (stale, lost) = due.tried(&answered(200), (NOW + 6, NOW + 7), &schedule);
-    assert_eq!(store.save_delivery(stale, Some(lost)).await.unwrap(), Saved::Stale);
-    let (third, second_try) = second.tried(&answered(204), (NOW + 530, NOW + 531), &schedule);
+    let (stale, lost) = due.after_attempt(&answered(200), (NOW + 6, NOW + 7), &schedule);
+    assert_eq!(store.save_delivery(stale, Some(lost)).await.unwrap(), SaveResult::Conflict);
+    let (third, second_try) =
+        second.after_attempt(&answered(204), (NOW + 530, NOW + 531), &schedule);
     store.save_delivery(third.clone(), Some(second_try.clone())).await.unwrap();
     let stored = store.delivery("p", &due.call_id).await.unwrap();
     assert_eq!(stored, Some((third.clone(), vec![first_try, second_try])));
@@ -114,19 +118,22 @@ pub async fn saving_the_next_version_replaces_the_delivery_and_keeps_the_try(sto
 
 pub async fn of_many_tries_the_last_are_kept(store: &dyn Store) {
     let mut delivery = put_due(store, NOW).await;
-    for n in 0..u64::from(KEPT_TRIES) + 3 {
-        let (next, tried) = delivery.noted(&answered(500), (NOW + n, NOW + n));
-        assert_eq!(store.save_delivery(next.clone(), Some(tried)).await.unwrap(), Saved::Yes);
+    for n in 0..u64::from(MAX_STORED_ATTEMPTS) + 3 {
+        let (next, tried) = delivery.with_attempt_recorded(&answered(500), (NOW + n, NOW + n));
+        assert_eq!(
+            store.save_delivery(next.clone(), Some(tried)).await.unwrap(),
+            SaveResult::Saved
+        );
         delivery = next;
     }
     let (_, tries) = store.delivery("p", &delivery.call_id).await.unwrap().unwrap();
     let numbers: Vec<u32> = tries.iter().map(|tried| tried.number).collect();
-    assert_eq!(numbers, (4..=KEPT_TRIES + 3).collect::<Vec<_>>());
+    assert_eq!(numbers, (4..=MAX_STORED_ATTEMPTS + 3).collect::<Vec<_>>());
 }
 
 pub async fn deliveries_are_listed_by_project_status_and_page(store: &dyn Store) {
     let due = [put_due(store, NOW + 1).await, put_due(store, NOW + 2).await];
-    let (gone, tried) = due[0].tried(&answered(410), (NOW, NOW), &Schedule::default());
+    let (gone, tried) = due[0].after_attempt(&answered(410), (NOW, NOW), &RetrySchedule::default());
     store.save_delivery(gone, Some(tried)).await.unwrap();
     let waiting = told(call_at(NOW + 3));
     put(store, &waiting).await;
@@ -147,7 +154,7 @@ pub async fn deliveries_are_listed_by_project_status_and_page(store: &dyn Store)
 
 pub async fn deliveries_and_tasks_go_with_their_call(store: &dyn Store) {
     let due = put_due(store, NOW).await;
-    let (next, tried) = due.tried(&answered(500), (NOW, NOW), &Schedule::default());
+    let (next, tried) = due.after_attempt(&answered(500), (NOW, NOW), &RetrySchedule::default());
     store.save_delivery(next.clone(), Some(tried)).await.unwrap();
     let task = background(call_at(NOW - 1));
     put(store, &task).await;
@@ -156,15 +163,15 @@ pub async fn deliveries_and_tasks_go_with_their_call(store: &dyn Store) {
     assert_eq!(store.delivery("p", &due.call_id).await.unwrap(), None);
     assert_eq!(pending(store).await, []);
     assert_eq!(ids(store, tasks()).await, []);
-    let (late, tried) = next.tried(&answered(200), (NOW, NOW), &Schedule::default());
-    assert_eq!(store.save_delivery(late, Some(tried)).await.unwrap(), Saved::Stale);
+    let (late, tried) = next.after_attempt(&answered(200), (NOW, NOW), &RetrySchedule::default());
+    assert_eq!(store.save_delivery(late, Some(tried)).await.unwrap(), SaveResult::Conflict);
     // A call that reuses the freed place inherits nothing.
     let fresh = put_due(store, NOW + 5).await;
     assert_eq!(store.delivery("p", &fresh.call_id).await.unwrap(), Some((fresh, vec![])));
 }
 
 fn background(call: Call) -> Call {
-    Call { asked: Asked { background: true, ..call.asked.clone() }, ..call }
+    Call { origin: Origin { background: true, ..call.origin.clone() }, ..call }
 }
 
 fn tasks() -> CallFilter {
@@ -205,14 +212,14 @@ pub async fn background_tasks_are_listed_among_the_calls(store: &dyn Store) {
 pub async fn the_newest_record_of_a_kind_is_found(store: &dyn Store) {
     let fresh = call();
     put(store, &fresh).await;
-    let newest = async |kind| store.newest_record("p", &fresh.id, kind).await.unwrap();
-    assert_eq!(newest(Kind::Progress).await, None);
+    let newest = async |kind| store.last_record("p", &fresh.id, kind).await.unwrap();
+    assert_eq!(newest(EventKind::Progress).await, None);
     for percent in [10, 20] {
-        append(store, &fresh, record(Kind::Progress).with("percent", percent)).await;
+        append(store, &fresh, record(EventKind::Progress).with("percent", percent)).await;
     }
-    append(store, &fresh, record(Kind::Late)).await;
-    let found = newest(Kind::Progress).await.unwrap();
+    append(store, &fresh, record(EventKind::ReportIgnored)).await;
+    let found = newest(EventKind::Progress).await.unwrap();
     assert_eq!(found.data["percent"], 20);
-    assert_eq!(newest(Kind::Requested).await.unwrap().kind, Kind::Requested);
-    assert_eq!(store.newest_record("q", &fresh.id, Kind::Progress).await.unwrap(), None);
+    assert_eq!(newest(EventKind::Requested).await.unwrap().kind, EventKind::Requested);
+    assert_eq!(store.last_record("q", &fresh.id, EventKind::Progress).await.unwrap(), None);
 }

@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 use serde_json::json as value;
 use toolcrib::args;
 use toolcrib::caller::Role;
-use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Offer, Others, Upstream};
-use toolcrib::policy::{Rule, Verdict};
-use toolcrib::retry::{Backoff, PolicyPatch};
-use toolcrib::store::{Saved, Store};
-use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+use toolcrib::directory::{
+    ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream,
+};
+use toolcrib::policy::{AccessRule, RuleVerdict};
+use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
+use toolcrib::store::{SaveResult, Store};
+use toolcrib::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 
 use crate::support::{NOW, json, on_threads};
 
@@ -18,8 +20,8 @@ fn client(project: &str, client_id: &str) -> Client {
     Client { project, client_id, owner: "ada".into(), registered_ms: NOW }
 }
 
-pub(super) fn tool(project: &str, name: &str, description: &str) -> Definition {
-    Definition {
+pub(super) fn tool(project: &str, name: &str, description: &str) -> ToolDefinition {
+    ToolDefinition {
         project: Some(project.into()),
         name: name.into(),
         description: description.into(),
@@ -29,26 +31,31 @@ pub(super) fn tool(project: &str, name: &str, description: &str) -> Definition {
         timeout_ms: 30_000,
         effect: Effect::Read,
         risk: Risk::Low,
-        policy: PolicyPatch::default(),
+        policy: ExecutionPolicyPatch::default(),
         fallback: vec![],
         background: true,
         metadata: None,
-        utp: None,
+        binding: None,
     }
 }
 
-fn register(project: &str, client_id: &str, tools: &[&str], others: Others) -> Change {
+fn register(
+    project: &str,
+    client_id: &str,
+    tools: &[&str],
+    others: UnlistedTools,
+) -> DirectoryChange {
     let tools = tools.iter().map(|name| tool(project, name, "does it")).collect();
-    Change::Register { client: client(project, client_id), tools, others }
+    DirectoryChange::Register { client: client(project, client_id), tools, unlisted_tools: others }
 }
 
-fn withdraw(project: &str, client_id: &str, tool: &str) -> Change {
+fn withdraw(project: &str, client_id: &str, tool: &str) -> DirectoryChange {
     let [project, client_id, tool] = [project, client_id, tool].map(str::to_owned);
-    Change::Withdraw { project, client_id, tool }
+    DirectoryChange::Withdraw { project, client_id, tool }
 }
 
-fn key(id: &str, role: Role) -> Key {
-    Key {
+fn key(id: &str, role: Role) -> ApiKey {
+    ApiKey {
         id: id.into(),
         digest: format!("digest of {id}"),
         project: "p".into(),
@@ -59,8 +66,8 @@ fn key(id: &str, role: Role) -> Key {
     }
 }
 
-fn rule(agent: &str, pattern: &str, verdict: Verdict) -> Rule {
-    Rule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
+fn rule(agent: &str, pattern: &str, verdict: RuleVerdict) -> AccessRule {
+    AccessRule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
 }
 
 fn entry(project: &str, subject: &str) -> AuditEntry {
@@ -75,9 +82,9 @@ fn entry(project: &str, subject: &str) -> AuditEntry {
 }
 
 /// Applies a change based on the current version.
-pub(super) async fn change(store: &dyn Store, change: Change) {
+pub(super) async fn change(store: &dyn Store, change: DirectoryChange) {
     let version = store.directory_version().await.unwrap();
-    assert_eq!(store.change(change, version, None).await.unwrap(), Saved::Yes);
+    assert_eq!(store.change_directory(change, version, None).await.unwrap(), SaveResult::Saved);
     assert_eq!(store.directory_version().await.unwrap(), version + 1);
 }
 
@@ -90,9 +97,9 @@ async fn loaded(store: &dyn Store) -> Directory {
 /// Returns `project/tool` for each tool and `project/tool@client` for each offer, in order.
 async fn offered(store: &dyn Store) -> (Vec<String>, Vec<String>) {
     let directory = loaded(store).await;
-    let named = |tool: &Definition| format!("{}/{}", tool.project.as_ref().unwrap(), tool.name);
+    let named = |tool: &ToolDefinition| format!("{}/{}", tool.project.as_ref().unwrap(), tool.name);
     let mut tools: Vec<String> = directory.tools.iter().map(named).collect();
-    let by = |offer: &Offer| format!("{}/{}@{}", offer.project, offer.tool, offer.client_id);
+    let by = |offer: &ToolOffer| format!("{}/{}@{}", offer.project, offer.tool, offer.client_id);
     let mut offers: Vec<String> = directory.offers.iter().map(by).collect();
     tools.sort();
     offers.sort();
@@ -110,31 +117,35 @@ pub async fn an_empty_directory_has_version_0(store: &dyn Store) {
 
 pub async fn a_registered_tool_is_read_back_field_by_field(store: &dyn Store) {
     let mapping = BTreeMap::from([
-        ("q".to_owned(), args::From::From("/city".into())),
-        ("n".to_owned(), args::From::Value(value!(5))),
+        ("q".to_owned(), args::ArgumentSource::Pointer("/city".into())),
+        ("n".to_owned(), args::ArgumentSource::Value(value!(5))),
     ]);
-    let full = Definition {
+    let full = ToolDefinition {
         executor: Executor::Utp,
         input_schema: json(r#"{ "type": "object", "maximum": 1.10 }"#),
         output_schema: Some(json(r#"{"type":"number"}"#)),
         timeout_ms: 86_400_000,
         effect: Effect::Idempotent,
         risk: Risk::Critical,
-        policy: PolicyPatch {
+        policy: ExecutionPolicyPatch {
             max_parallel: Some(3),
             default_timeout_ms: Some(4_000),
             max_retries: Some(0),
             backoff: Some(Backoff { initial_ms: 1, factor: 1.1, max_ms: 9, jitter: 0.3 }),
         },
         fallback: vec![
-            Alternate { tool: "weather.backup".into(), args: Some(mapping) },
-            Alternate { tool: "weather.third".into(), args: None },
+            Fallback { tool: "weather.backup".into(), args: Some(mapping) },
+            Fallback { tool: "weather.third".into(), args: None },
         ],
         metadata: Some(json(r#"{"icon":"🌦"}"#)),
         ..tool("p", "weather.query", "Wie ist das Wetter? 🌧")
     };
     let tools = vec![full.clone(), tool("p", "calc.add", "")];
-    let new = Change::Register { client: client("p", "laptop"), tools, others: Others::Keep };
+    let new = DirectoryChange::Register {
+        client: client("p", "laptop"),
+        tools,
+        unlisted_tools: UnlistedTools::Keep,
+    };
     change(store, new).await;
     let directory = loaded(store).await;
     let stored = directory.tools.iter().find(|tool| tool.name == "weather.query").unwrap();
@@ -146,9 +157,13 @@ pub async fn a_registered_tool_is_read_back_field_by_field(store: &dyn Store) {
 }
 
 pub async fn registering_again_replaces_the_definition(store: &dyn Store) {
-    change(store, register("p", "laptop", &["a", "b"], Others::Keep)).await;
+    change(store, register("p", "laptop", &["a", "b"], UnlistedTools::Keep)).await;
     let tools = vec![tool("p", "a", "does it better")];
-    let new = Change::Register { client: client("p", "phone"), tools, others: Others::Keep };
+    let new = DirectoryChange::Register {
+        client: client("p", "phone"),
+        tools,
+        unlisted_tools: UnlistedTools::Keep,
+    };
     change(store, new).await;
     let directory = loaded(store).await;
     let about: BTreeMap<&str, &str> =
@@ -158,12 +173,16 @@ pub async fn registering_again_replaces_the_definition(store: &dyn Store) {
 }
 
 pub async fn a_client_stays_with_its_first_owner(store: &dyn Store) {
-    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
+    change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
     let thief = Client { owner: "eve".into(), registered_ms: NOW + 9, ..client("p", "laptop") };
     let elsewhere = Client { owner: "eve".into(), ..client("q", "laptop") };
     for client in [&thief, &elsewhere] {
         let (client, tools) = (client.clone(), vec![]);
-        change(store, Change::Register { client, tools, others: Others::Keep }).await;
+        change(
+            store,
+            DirectoryChange::Register { client, tools, unlisted_tools: UnlistedTools::Keep },
+        )
+        .await;
     }
     let mut clients = loaded(store).await.clients;
     clients.sort_by(|one, two| one.project.cmp(&two.project));
@@ -171,25 +190,25 @@ pub async fn a_client_stays_with_its_first_owner(store: &dyn Store) {
 }
 
 pub async fn others_are_kept_or_withdrawn_as_asked(store: &dyn Store) {
-    change(store, register("p", "laptop", &["a", "b"], Others::Keep)).await;
-    change(store, register("p", "phone", &["b", "z"], Others::Keep)).await;
-    change(store, register("p", "laptop", &["c"], Others::Keep)).await;
+    change(store, register("p", "laptop", &["a", "b"], UnlistedTools::Keep)).await;
+    change(store, register("p", "phone", &["b", "z"], UnlistedTools::Keep)).await;
+    change(store, register("p", "laptop", &["c"], UnlistedTools::Keep)).await;
     let (tools, _) = offered(store).await;
     assert_eq!(tools, ["p/a", "p/b", "p/c", "p/z"]);
     // Only the client's own offers are withdrawn; tools that another client still offers stay.
-    change(store, register("p", "laptop", &["c", "d"], Others::Withdraw)).await;
+    change(store, register("p", "laptop", &["c", "d"], UnlistedTools::Withdraw)).await;
     let (tools, offers) = offered(store).await;
     assert_eq!(tools, ["p/b", "p/c", "p/d", "p/z"]);
     assert_eq!(offers, ["p/b@phone", "p/c@laptop", "p/d@laptop", "p/z@phone"]);
-    change(store, register("p", "laptop", &[], Others::Withdraw)).await;
+    change(store, register("p", "laptop", &[], UnlistedTools::Withdraw)).await;
     assert_eq!(offered(store).await.1, ["p/b@phone", "p/z@phone"]);
 }
 
 pub async fn a_client_is_forgotten_with_all_it_offers(store: &dyn Store) {
-    change(store, register("p", "laptop", &["a", "b"], Others::Keep)).await;
-    change(store, register("p", "phone", &["b"], Others::Keep)).await;
-    change(store, register("q", "laptop", &["a"], Others::Keep)).await;
-    let forget = |client_id: &str| Change::DropClient {
+    change(store, register("p", "laptop", &["a", "b"], UnlistedTools::Keep)).await;
+    change(store, register("p", "phone", &["b"], UnlistedTools::Keep)).await;
+    change(store, register("q", "laptop", &["a"], UnlistedTools::Keep)).await;
+    let forget = |client_id: &str| DirectoryChange::DropClient {
         project: "p".to_owned(),
         client_id: client_id.to_owned(),
     };
@@ -201,13 +220,13 @@ pub async fn a_client_is_forgotten_with_all_it_offers(store: &dyn Store) {
     let left: Vec<_> = clients.iter().map(|c| (c.project.as_str(), c.client_id.as_str())).collect();
     assert_eq!((left.len(), left.contains(&("p", "laptop"))), (2, false), "{left:?}");
     change(store, forget("nobody")).await;
-    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
+    change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
     assert_eq!(offered(store).await.0, ["p/a", "p/b", "q/a"]);
 }
 
 pub async fn a_tool_lives_while_somebody_offers_it(store: &dyn Store) {
-    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
-    change(store, register("p", "phone", &["a"], Others::Keep)).await;
+    change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
+    change(store, register("p", "phone", &["a"], UnlistedTools::Keep)).await;
     change(store, withdraw("p", "laptop", "a")).await;
     assert_eq!(offered(store).await, (vec!["p/a".into()], vec!["p/a@phone".into()]));
     // Withdrawing a tool that was never offered, or no longer is, has no effect.
@@ -220,56 +239,56 @@ pub async fn a_tool_lives_while_somebody_offers_it(store: &dyn Store) {
 }
 
 pub async fn withdrawing_in_one_project_leaves_the_other(store: &dyn Store) {
-    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
-    change(store, register("q", "laptop", &["a"], Others::Keep)).await;
+    change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
+    change(store, register("q", "laptop", &["a"], UnlistedTools::Keep)).await;
     change(store, withdraw("p", "laptop", "a")).await;
     assert_eq!(offered(store).await, (vec!["q/a".into()], vec!["q/a@laptop".into()]));
-    change(store, register("p", "laptop", &["b"], Others::Withdraw)).await;
+    change(store, register("p", "laptop", &["b"], UnlistedTools::Withdraw)).await;
     assert_eq!(offered(store).await.0, ["p/b", "q/a"]);
 }
 
 pub async fn keys_are_added_and_revoked_once(store: &dyn Store) {
     let keys = [key("key_1", Role::Agent), key("key_2", Role::Provider), key("key_3", Role::Admin)];
     for key in &keys {
-        change(store, Change::AddKey(key.clone())).await;
+        change(store, DirectoryChange::AddKey(key.clone())).await;
     }
     assert_eq!(loaded(store).await.keys, keys);
     for at_ms in [NOW + 5, NOW + 900] {
-        change(store, Change::RevokeKey { id: "key_2".into(), at_ms }).await;
+        change(store, DirectoryChange::RevokeKey { id: "key_2".into(), at_ms }).await;
     }
-    change(store, Change::RevokeKey { id: "key_9".into(), at_ms: NOW }).await;
+    change(store, DirectoryChange::RevokeKey { id: "key_9".into(), at_ms: NOW }).await;
     let [one, two, three] = keys;
-    let revoked = Key { revoked_ms: Some(NOW + 5), ..two };
+    let revoked = ApiKey { revoked_ms: Some(NOW + 5), ..two };
     assert_eq!(loaded(store).await.keys, [one, revoked, three]);
 }
 
 /// The clock was set back in the meantime: the key is revoked all the same.
 pub async fn a_key_is_not_revoked_before_it_was_made(store: &dyn Store) {
-    change(store, Change::AddKey(key("key_1", Role::Agent))).await;
-    change(store, Change::RevokeKey { id: "key_1".into(), at_ms: NOW - 5 }).await;
+    change(store, DirectoryChange::AddKey(key("key_1", Role::Agent))).await;
+    change(store, DirectoryChange::RevokeKey { id: "key_1".into(), at_ms: NOW - 5 }).await;
     assert_eq!(loaded(store).await.keys[0].revoked_ms, Some(NOW));
 }
 
 pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
-    let other = Rule { project: "q".into(), ..rule("ada", "a.*", Verdict::Allow) };
+    let other = AccessRule { project: "q".into(), ..rule("ada", "a.*", RuleVerdict::Allow) };
     for rule in [
-        rule("ada", "a.*", Verdict::Allow),
-        rule("*", "a.*", Verdict::Allow),
-        rule("ada", "b", Verdict::Deny),
+        rule("ada", "a.*", RuleVerdict::Allow),
+        rule("*", "a.*", RuleVerdict::Allow),
+        rule("ada", "b", RuleVerdict::Deny),
         other.clone(),
-        rule("ada", "a.*", Verdict::Deny),
+        rule("ada", "a.*", RuleVerdict::Deny),
     ] {
-        change(store, Change::PutRule(rule)).await;
+        change(store, DirectoryChange::PutRule(rule)).await;
     }
     let sorted = async || {
         let mut rules = loaded(store).await.rules;
         rules.sort_by_key(|r| (r.project.clone(), r.agent.clone(), r.pattern.clone()));
         rules
     };
-    let everybody = rule("*", "a.*", Verdict::Allow);
-    let (mine, last) = (rule("ada", "a.*", Verdict::Deny), rule("ada", "b", Verdict::Deny));
+    let everybody = rule("*", "a.*", RuleVerdict::Allow);
+    let (mine, last) = (rule("ada", "a.*", RuleVerdict::Deny), rule("ada", "b", RuleVerdict::Deny));
     assert_eq!(sorted().await, [everybody.clone(), mine, last.clone(), other.clone()]);
-    let drop = |agent: &str, pattern: &str| Change::DropRule {
+    let drop = |agent: &str, pattern: &str| DirectoryChange::DropRule {
         project: "p".into(),
         agent: agent.into(),
         pattern: pattern.into(),
@@ -280,11 +299,14 @@ pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
 }
 
 pub async fn a_change_decided_on_another_version_is_stale(store: &dyn Store) {
-    change(store, Change::AddKey(key("key_1", Role::Agent))).await;
-    change(store, Change::AddKey(key("key_2", Role::Agent))).await;
+    change(store, DirectoryChange::AddKey(key("key_1", Role::Agent))).await;
+    change(store, DirectoryChange::AddKey(key("key_2", Role::Agent))).await;
     for decided_on in [0, 1, 3, u64::MAX] {
-        let late = Change::RevokeKey { id: "key_1".into(), at_ms: NOW };
-        assert_eq!(store.change(late, decided_on, None).await.unwrap(), Saved::Stale);
+        let late = DirectoryChange::RevokeKey { id: "key_1".into(), at_ms: NOW };
+        assert_eq!(
+            store.change_directory(late, decided_on, None).await.unwrap(),
+            SaveResult::Conflict
+        );
     }
     let directory = loaded(store).await;
     assert_eq!(directory.version, 2);
@@ -293,10 +315,10 @@ pub async fn a_change_decided_on_another_version_is_stale(store: &dyn Store) {
 
 pub async fn of_many_changes_decided_on_one_version_one_wins(store: &dyn Store) {
     let saved = on_threads(8, async |n| {
-        let add = Change::AddKey(key(&format!("key_{n}"), Role::Agent));
-        store.change(add, 0, Some(entry("p", &format!("key_{n}")))).await.unwrap()
+        let add = DirectoryChange::AddKey(key(&format!("key_{n}"), Role::Agent));
+        store.change_directory(add, 0, Some(entry("p", &format!("key_{n}")))).await.unwrap()
     });
-    assert_eq!(saved.iter().filter(|saved| **saved == Saved::Yes).count(), 1);
+    assert_eq!(saved.iter().filter(|saved| **saved == SaveResult::Saved).count(), 1);
     let directory = loaded(store).await;
     assert_eq!((directory.version, directory.keys.len()), (1, 1));
     let log = store.audit_log(None, 100).await.unwrap();
@@ -304,18 +326,18 @@ pub async fn of_many_changes_decided_on_one_version_one_wins(store: &dyn Store) 
 }
 
 pub async fn an_entry_is_written_with_its_change(store: &dyn Store) {
-    let add = Change::AddKey(key("key_1", Role::Agent));
-    let saved = store.change(add, 0, Some(entry("p", "key_1"))).await.unwrap();
-    assert_eq!(saved, Saved::Yes);
+    let add = DirectoryChange::AddKey(key("key_1", Role::Agent));
+    let saved = store.change_directory(add, 0, Some(entry("p", "key_1"))).await.unwrap();
+    assert_eq!(saved, SaveResult::Saved);
     assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry("p", "key_1")]);
-    change(store, Change::AddKey(key("key_2", Role::Agent))).await;
+    change(store, DirectoryChange::AddKey(key("key_2", Role::Agent))).await;
     assert_eq!(store.audit_log(None, 10).await.unwrap().len(), 1);
 }
 
 pub async fn no_entry_is_written_with_a_stale_change(store: &dyn Store) {
-    let add = Change::AddKey(key("key_1", Role::Agent));
-    let saved = store.change(add, 7, Some(entry("p", "key_1"))).await.unwrap();
-    assert_eq!(saved, Saved::Stale);
+    let add = DirectoryChange::AddKey(key("key_1", Role::Agent));
+    let saved = store.change_directory(add, 7, Some(entry("p", "key_1"))).await.unwrap();
+    assert_eq!(saved, SaveResult::Conflict);
     assert_eq!(store.audit_log(None, 10).await.unwrap(), []);
     assert_eq!(loaded(store).await.keys, []);
 }
@@ -323,7 +345,7 @@ pub async fn no_entry_is_written_with_a_stale_change(store: &dyn Store) {
 pub async fn the_audit_log_is_newest_first(store: &dyn Store) {
     // In insertion order, not by the timestamps.
     for (subject, at_ms) in [("one", NOW + 5), ("two", NOW + 1), ("three", NOW + 3)] {
-        store.audit(AuditEntry { at_ms, ..entry("p", subject) }).await.unwrap();
+        store.append_audit_entry(AuditEntry { at_ms, ..entry("p", subject) }).await.unwrap();
     }
     let log = store.audit_log(None, 10).await.unwrap();
     let subjects: Vec<&str> = log.iter().map(|entry| entry.subject.as_str()).collect();
@@ -335,7 +357,7 @@ pub async fn the_audit_log_is_newest_first(store: &dyn Store) {
 
 pub async fn the_audit_log_of_a_project_has_only_its_own(store: &dyn Store) {
     for (project, subject) in [("p", "one"), ("q", "two"), ("p", "three"), ("", "four")] {
-        store.audit(entry(project, subject)).await.unwrap();
+        store.append_audit_entry(entry(project, subject)).await.unwrap();
     }
     let log = async |project: &str| store.audit_log(Some(project.into()), 10).await.unwrap();
     assert_eq!(log("p").await, [entry("p", "three"), entry("p", "one")]);
@@ -356,23 +378,24 @@ pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
         settings: json(settings),
         added_ms: NOW,
     };
-    let set = |upstream: &str, tools: &[&str]| Change::SetUpstreamTools {
+    let set = |upstream: &str, tools: &[&str]| DirectoryChange::SetUpstreamTools {
         project: "p".into(),
         upstream: upstream.into(),
         tools: tools.iter().map(|name| tool("p", name, "does it")).collect(),
     };
-    let drop = |name: &str| Change::DropUpstream { project: "p".into(), name: name.into() };
+    let drop =
+        |name: &str| DirectoryChange::DropUpstream { project: "p".into(), name: name.into() };
     let changes = [
-        Change::PutUpstream(Box::new(upstream("a", r#"{"url":"x"}"#))),
-        Change::PutUpstream(Box::new(upstream("b", "{}"))),
-        Change::PutUpstream(Box::new(upstream("a", r#"{"url":"y"}"#))),
+        DirectoryChange::PutUpstream(Box::new(upstream("a", r#"{"url":"x"}"#))),
+        DirectoryChange::PutUpstream(Box::new(upstream("b", "{}"))),
+        DirectoryChange::PutUpstream(Box::new(upstream("a", r#"{"url":"y"}"#))),
         set("a", &["a.one", "a.two"]),
         set("b", &["b.one"]),
         set("a", &["a.two", "a.three"]),
     ];
     let mut version = store.directory_version().await.unwrap();
     for change in changes {
-        assert_eq!(store.change(change, version, None).await.unwrap(), Saved::Yes);
+        assert_eq!(store.change_directory(change, version, None).await.unwrap(), SaveResult::Saved);
         version += 1;
     }
     let names = |directory: &Directory| {
@@ -384,7 +407,7 @@ pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
     directory.upstreams.sort_by(|a, b| a.name.cmp(&b.name));
     assert_eq!(directory.upstreams, [upstream("a", r#"{"url":"y"}"#), upstream("b", "{}")]);
     assert_eq!(names(&directory), ["a.three", "a.two", "b.one"]);
-    assert_eq!(store.change(drop("a"), version, None).await.unwrap(), Saved::Yes);
+    assert_eq!(store.change_directory(drop("a"), version, None).await.unwrap(), SaveResult::Saved);
     let directory = store.directory().await.unwrap();
     assert_eq!(names(&directory), ["b.one"]);
     assert_eq!(directory.upstreams.len(), 1);
@@ -392,19 +415,19 @@ pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
 
 /// Stored credentials of an upstream.
 pub async fn what_was_granted_for_an_upstream_goes_with_it(store: &dyn Store) {
-    let grants = store.grants();
-    assert_eq!(grants.grant("default", "a").await.unwrap(), None);
+    let grants = store.credentials();
+    assert_eq!(grants.credential("default", "a").await.unwrap(), None);
     for (project, text) in [("default", "one"), ("other", "theirs"), ("default", "two")] {
-        grants.keep_grant(project, "a", Some(text.to_owned())).await.unwrap();
+        grants.set_credential(project, "a", Some(text.to_owned())).await.unwrap();
     }
-    assert_eq!(grants.grant("default", "a").await.unwrap().as_deref(), Some("two"));
+    assert_eq!(grants.credential("default", "a").await.unwrap().as_deref(), Some("two"));
     let places = [("default", "a"), ("other", "a")].map(|(p, n)| (p.to_owned(), n.to_owned()));
-    assert_eq!(grants.grants().await.unwrap(), places);
+    assert_eq!(grants.upstreams_with_credentials().await.unwrap(), places);
     let version = store.directory_version().await.unwrap();
-    let gone = Change::DropUpstream { project: "default".into(), name: "a".into() };
-    assert_eq!(store.change(gone, version, None).await.unwrap(), Saved::Yes);
-    assert_eq!(grants.grant("default", "a").await.unwrap(), None);
-    assert_eq!(grants.grant("other", "a").await.unwrap().as_deref(), Some("theirs"));
-    grants.keep_grant("other", "a", None).await.unwrap();
-    assert!(grants.grants().await.unwrap().is_empty());
+    let gone = DirectoryChange::DropUpstream { project: "default".into(), name: "a".into() };
+    assert_eq!(store.change_directory(gone, version, None).await.unwrap(), SaveResult::Saved);
+    assert_eq!(grants.credential("default", "a").await.unwrap(), None);
+    assert_eq!(grants.credential("other", "a").await.unwrap().as_deref(), Some("theirs"));
+    grants.set_credential("other", "a", None).await.unwrap();
+    assert!(grants.upstreams_with_credentials().await.unwrap().is_empty());
 }

@@ -2,7 +2,7 @@
 
 use serde_json::json as value;
 use toolcrib::call::Status;
-use toolcrib::event::{Event, Kind, Record};
+use toolcrib::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::store::{EventScope, Store};
 
 use crate::support::{
@@ -10,11 +10,11 @@ use crate::support::{
     on_threads, put, record, requested, running, saving,
 };
 
-fn numbers(events: &[Event]) -> Vec<u64> {
+fn numbers(events: &[CallEvent]) -> Vec<u64> {
     events.iter().map(|event| event.number).collect()
 }
 
-fn kinds(events: &[Event]) -> Vec<Kind> {
+fn kinds(events: &[CallEvent]) -> Vec<EventKind> {
     events.iter().map(|event| event.record.kind).collect()
 }
 
@@ -27,30 +27,37 @@ pub async fn numbers_rise_over_everything_in_the_order_of_commits(store: &dyn St
     let (one, two) = (call(), call());
     put(store, &one).await;
     put(store, &two).await;
-    store.append("p", &one.id, vec![record(Kind::Progress), record(Kind::Late)]).await.unwrap();
-    saving(store, &running(&two), vec![record(Kind::Started)]).await.unwrap();
-    append(store, &one, record(Kind::Recovered)).await;
+    store
+        .append_records(
+            "p",
+            &one.id,
+            vec![record(EventKind::Progress), record(EventKind::ReportIgnored)],
+        )
+        .await
+        .unwrap();
+    saving(store, &running(&two), vec![record(EventKind::Started)]).await.unwrap();
+    append(store, &one, record(EventKind::Recovered)).await;
     let all = history(store, of_project("p")).await;
     assert!(rise(&numbers(&all)), "{all:?}");
     let told: Vec<_> = all.iter().map(|e| (e.call_id.clone(), e.record.kind)).collect();
     let expected = [
-        (&one, Kind::Requested),
-        (&two, Kind::Requested),
-        (&one, Kind::Progress),
-        (&one, Kind::Late),
-        (&two, Kind::Started),
-        (&one, Kind::Recovered),
+        (&one, EventKind::Requested),
+        (&two, EventKind::Requested),
+        (&one, EventKind::Progress),
+        (&one, EventKind::ReportIgnored),
+        (&two, EventKind::Started),
+        (&one, EventKind::Recovered),
     ];
     assert_eq!(told, expected.map(|(call, kind)| (call.id.clone(), kind)));
 }
 
 pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
     let mut asked = call_of("p", "r-77", "a");
-    asked.asked.call_id = Some("call \"7\"".into());
-    let records: Vec<Record> = (1..)
-        .zip(Kind::ALL)
+    asked.origin.caller_call_id = Some("call \"7\"".into());
+    let records: Vec<EventRecord> = (1..)
+        .zip(EventKind::ALL)
         .map(|(n, kind)| {
-            Record::new(kind, NOW + n, n as u32)
+            EventRecord::new(kind, NOW + n, n as u32)
                 .with("why", "es ging schief 🦀 \"so\" \u{0}")
                 .with("nested", value!({ "a": [1, 2.5, null, true], "": {} }))
                 .with("bytes", u64::MAX)
@@ -60,9 +67,9 @@ pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
     let told = history(store, of_call(&asked)).await;
     assert_eq!(told, history(store, of_run("p", "r-77")).await);
     assert_eq!(told, history(store, of_project("p")).await);
-    let whose = |event: &Event| {
-        (event.call_id.clone(), event.run_id.clone(), event.asked_as.clone())
-            == (asked.id.clone(), asked.run_id.clone(), asked.asked.call_id.clone())
+    let whose = |event: &CallEvent| {
+        (event.call_id.clone(), event.run_id.clone(), event.caller_call_id.clone())
+            == (asked.id.clone(), asked.run_id.clone(), asked.origin.caller_call_id.clone())
     };
     assert!(told.iter().all(whose), "{told:?}");
     assert_eq!(told.into_iter().map(|event| event.record).collect::<Vec<_>>(), records);
@@ -72,10 +79,10 @@ pub async fn a_call_has_only_its_own_events(store: &dyn Store) {
     let (one, two) = (call(), call());
     put(store, &one).await;
     put(store, &two).await;
-    append(store, &one, record(Kind::Progress)).await;
-    append(store, &two, record(Kind::Late)).await;
+    append(store, &one, record(EventKind::Progress)).await;
+    append(store, &two, record(EventKind::ReportIgnored)).await;
     let told = history(store, of_call(&one)).await;
-    assert_eq!(kinds(&told), [Kind::Requested, Kind::Progress]);
+    assert_eq!(kinds(&told), [EventKind::Requested, EventKind::Progress]);
     assert_eq!(history(store, of_call(&call())).await, []);
 }
 
@@ -86,7 +93,7 @@ pub async fn a_run_has_the_events_of_its_calls_in_its_project(store: &dyn Store)
         put(store, call).await;
     }
     for call in others.iter().chain(&mine) {
-        append(store, call, record(Kind::Progress)).await;
+        append(store, call, record(EventKind::Progress)).await;
     }
     let told = history(store, of_run("p", "r")).await;
     assert!(rise(&numbers(&told)));
@@ -100,10 +107,10 @@ pub async fn a_project_has_the_events_of_its_calls(store: &dyn Store) {
     let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
     put(store, &mine).await;
     put(store, &other).await;
-    append(store, &other, record(Kind::Progress)).await;
-    append(store, &mine, record(Kind::Late)).await;
+    append(store, &other, record(EventKind::Progress)).await;
+    append(store, &mine, record(EventKind::ReportIgnored)).await;
     let told = history(store, of_project("p")).await;
-    assert_eq!(kinds(&told), [Kind::Requested, Kind::Late]);
+    assert_eq!(kinds(&told), [EventKind::Requested, EventKind::ReportIgnored]);
     assert!(told.iter().all(|event| event.call_id == mine.id));
     assert_eq!(history(store, of_project("nobody's")).await, []);
 }
@@ -113,8 +120,8 @@ pub async fn pages_give_every_event_once(store: &dyn Store) {
     put(store, &mine).await;
     put(store, &other).await;
     for n in 0..10 {
-        append(store, &mine, record(Kind::Progress).with("n", n)).await;
-        append(store, &other, record(Kind::Progress)).await;
+        append(store, &mine, record(EventKind::Progress).with("n", n)).await;
+        append(store, &other, record(EventKind::Progress)).await;
     }
     for scope in [of_call(&mine), of_run("p", "r"), of_project("p")] {
         let (mut seen, mut after) = (vec![], 0);
@@ -135,16 +142,16 @@ pub async fn a_run_of_very_many_calls_is_read_page_by_page(store: &dyn Store) {
         (0..5_300).map(|n| call_of("p", if n % 53 == 7 { "other" } else { "big" }, "a")).collect();
     let all = calls.iter().enumerate().map(|(n, call)| {
         // Most records equal those of the engine, which are implied and have no row.
-        let plain = Record::new(Kind::Requested, call.created_ms, 0);
+        let plain = EventRecord::new(EventKind::Requested, call.created_ms, 0);
         let plain = plain.with("tool", "a").with("args_bytes", call.target.args.text().len());
         creating(store, call, vec![if n % 9 == 0 { requested() } else { plain }], None)
     });
     futures::future::try_join_all(all).await.unwrap();
     for call in calls.iter().step_by(100) {
-        append(store, call, record(Kind::Progress)).await;
+        append(store, call, record(EventKind::Progress)).await;
     }
     let told = store.events(of_project("p"), 0, usize::MAX).await.unwrap();
-    let (big, other): (Vec<Event>, Vec<Event>) =
+    let (big, other): (Vec<CallEvent>, Vec<CallEvent>) =
         told.into_iter().partition(|event| event.run_id == "big");
     assert!(big.len() > 5_200 && other.len() >= 100);
     for (run_id, expected) in [("big", big), ("other", other)] {
@@ -164,7 +171,7 @@ pub async fn a_page_ends_at_its_limit_and_begins_after_a_number(store: &dyn Stor
     let asked = call();
     put(store, &asked).await;
     for _ in 0..5 {
-        append(store, &asked, record(Kind::Progress)).await;
+        append(store, &asked, record(EventKind::Progress)).await;
     }
     let all = history(store, of_call(&asked)).await;
     for scope in [of_call(&asked), of_run("p", "run"), of_project("p")] {
@@ -182,19 +189,19 @@ pub async fn a_page_ends_at_its_limit_and_begins_after_a_number(store: &dyn Stor
 pub async fn appending_to_an_unknown_call_is_harmless(store: &dyn Store) {
     let (known, unknown) = (call(), call());
     put(store, &known).await;
-    append(store, &unknown, record(Kind::Late)).await;
+    append(store, &unknown, record(EventKind::ReportIgnored)).await;
     assert_eq!(history(store, of_call(&unknown)).await, []);
     assert_eq!(found(store, &unknown).await, None);
-    assert_eq!(kinds(&history(store, of_project("p")).await), [Kind::Requested]);
+    assert_eq!(kinds(&history(store, of_project("p")).await), [EventKind::Requested]);
 }
 
 pub async fn the_newest_event_of_a_call_is_its_last(store: &dyn Store) {
     let (asked, later) = (call(), call());
-    let newest = async |scope: EventScope| store.newest_event(scope).await.unwrap();
+    let newest = async |scope: EventScope| store.last_event_number(scope).await.unwrap();
     assert_eq!(newest(of_call(&asked)).await, 0);
     assert_eq!(newest(of_project("p")).await, 0);
     put(store, &asked).await;
-    append(store, &asked, record(Kind::Progress)).await;
+    append(store, &asked, record(EventKind::Progress)).await;
     let last = history(store, of_call(&asked)).await[1].number;
     put(store, &later).await;
     assert_eq!(newest(of_call(&asked)).await, last);
@@ -208,19 +215,20 @@ pub async fn following_from_the_newest_sees_only_what_comes(store: &dyn Store) {
     put(store, &mine).await;
     put(store, &other).await;
     for scope in [of_call(&mine), of_run("p", "r"), of_project("p")] {
-        let from = store.newest_event(scope.clone()).await.unwrap();
+        let from = store.last_event_number(scope.clone()).await.unwrap();
         assert_eq!(store.events(scope.clone(), from, 100).await.unwrap(), []);
-        append(store, &other, record(Kind::Progress)).await;
-        append(store, &mine, record(Kind::Late)).await;
+        append(store, &other, record(EventKind::Progress)).await;
+        append(store, &mine, record(EventKind::ReportIgnored)).await;
         let came = store.events(scope.clone(), from, 100).await.unwrap();
-        assert_eq!(kinds(&came), [Kind::Late], "{scope:?}");
+        assert_eq!(kinds(&came), [EventKind::ReportIgnored], "{scope:?}");
     }
 }
 
 pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
     on_threads(4, async |_| {
         for _ in 0..10 {
-            let records = vec![requested(), record(Kind::Started), record(Kind::Finished)];
+            let records =
+                vec![requested(), record(EventKind::Started), record(EventKind::Finished)];
             creating(store, &call(), records, None).await.unwrap();
         }
     });
@@ -228,19 +236,19 @@ pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
     assert!(rise(&numbers(&all)));
     assert_eq!(all.len(), 120);
     for commit in all.chunks(3) {
-        assert_eq!(kinds(commit), [Kind::Requested, Kind::Started, Kind::Finished]);
+        assert_eq!(kinds(commit), [EventKind::Requested, EventKind::Started, EventKind::Finished]);
         assert!(commit.iter().all(|event| event.call_id == commit[0].call_id));
     }
 }
 
 /// A call as the engine first stores it: its row implies its first two records.
-fn accepted(run: &str) -> (toolcrib::Call, Vec<Record>) {
+fn accepted(run: &str) -> (toolcrib::Call, Vec<EventRecord>) {
     let begun = running(&call_of("p", run, "weather.query"));
     let begun = toolcrib::Call { version: 1, ..begun };
-    let requested = Record::new(Kind::Requested, begun.created_ms, 0)
+    let requested = EventRecord::new(EventKind::Requested, begun.created_ms, 0)
         .with("tool", "weather.query")
         .with("args_bytes", begun.target.args.text().len());
-    let started = Record::new(Kind::Started, begun.started_ms.unwrap(), 1);
+    let started = EventRecord::new(EventKind::Started, begun.started_ms.unwrap(), 1);
     (begun, vec![requested, started.with("tool", "weather.query")])
 }
 
@@ -252,7 +260,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
             // Finished when it was first stored.
             let over = ended(&begun, Status::Succeeded, begun.created_ms + 4);
             let result = over.outcome.as_ref().unwrap().data.as_ref().unwrap().text().len();
-            let finished = Record::new(Kind::Finished, begun.created_ms + 4, 1)
+            let finished = EventRecord::new(EventKind::Finished, begun.created_ms + 4, 1)
                 .with("latency_ms", 4)
                 .with("queue_ms", begun.started_ms.unwrap() - begun.created_ms)
                 .with("tool", "weather.query")
@@ -263,8 +271,8 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
         creating(store, &begun, records.clone(), None).await.unwrap();
         told.extend(records.into_iter().map(|record| (begun.clone(), record)));
         if n % 3 == 0 {
-            append(store, &begun, record(Kind::Progress)).await;
-            told.push((begun, record(Kind::Progress)));
+            append(store, &begun, record(EventKind::Progress)).await;
+            told.push((begun, record(EventKind::Progress)));
         }
     }
     let all = history(store, of_project("p")).await;
@@ -273,7 +281,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
         let of_run = told.iter().filter(|(call, _)| run.is_none_or(|run| call.run_id == run));
         of_run.map(|(call, record)| (call.id.clone(), record.clone())).collect()
     };
-    let seen = |events: &[Event]| -> Vec<_> {
+    let seen = |events: &[CallEvent]| -> Vec<_> {
         events.iter().map(|event| (event.call_id.clone(), event.record.clone())).collect()
     };
     assert_eq!(seen(&all), expected(None));
@@ -288,7 +296,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
             assert_eq!(seen(&page), seen(&rest[..rest.len().min(limit)]), "after {n}, {limit}");
         }
     }
-    let newest = store.newest_event(of_project("p")).await.unwrap();
+    let newest = store.last_event_number(of_project("p")).await.unwrap();
     assert!(newest >= all.last().unwrap().number);
     assert!(history(store, of_project("q")).await.is_empty());
 }

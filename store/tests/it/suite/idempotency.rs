@@ -1,7 +1,7 @@
 //! Idempotency keys: the same key means the same request, executed once.
 
 use toolcrib::call::{Call, Status};
-use toolcrib::store::{Created, Store};
+use toolcrib::store::{CreateCallResult, Store};
 
 use crate::support::{
     NOW, call, creating, ended, found, history, ids_of, key, of_call, of_project, on_threads, put,
@@ -10,9 +10,10 @@ use crate::support::{
 
 pub async fn the_same_key_and_request_give_the_first_call(store: &dyn Store) {
     let (first, second) = (call(), call());
-    assert!(matches!(put_keyed(store, &first, &key("ada", "k", "f")).await, Created::New));
+    assert!(matches!(put_keyed(store, &first, &key("ada", "k", "f")).await, CreateCallResult::New));
     let told = history(store, of_project("p")).await;
-    let Created::Replayed(known) = put_keyed(store, &second, &key("ada", "k", "f")).await else {
+    let CreateCallResult::Replayed(known) = put_keyed(store, &second, &key("ada", "k", "f")).await
+    else {
         panic!("the key was used before");
     };
     assert_eq!(*known, first);
@@ -23,14 +24,14 @@ pub async fn the_same_key_and_request_give_the_first_call(store: &dyn Store) {
 
 pub async fn what_a_key_was_used_for_can_be_asked(store: &dyn Store) {
     let first = call();
-    assert!(store.used("p", &key("ada", "k", "f")).await.unwrap().is_none());
+    assert!(store.find_by_idempotency_key("p", &key("ada", "k", "f")).await.unwrap().is_none());
     put_keyed(store, &first, &key("ada", "k", "f")).await;
-    let used = store.used("p", &key("ada", "k", "f")).await.unwrap();
-    assert!(matches!(used, Some(Created::Replayed(known)) if *known == first));
-    let other = store.used("p", &key("ada", "k", "g")).await.unwrap();
-    assert!(matches!(other, Some(Created::Mismatch(id)) if id == first.id));
-    assert!(store.used("q", &key("ada", "k", "f")).await.unwrap().is_none());
-    assert!(store.used("p", &key("bob", "k", "f")).await.unwrap().is_none());
+    let used = store.find_by_idempotency_key("p", &key("ada", "k", "f")).await.unwrap();
+    assert!(matches!(used, Some(CreateCallResult::Replayed(known)) if *known == first));
+    let other = store.find_by_idempotency_key("p", &key("ada", "k", "g")).await.unwrap();
+    assert!(matches!(other, Some(CreateCallResult::Mismatch(id)) if id == first.id));
+    assert!(store.find_by_idempotency_key("q", &key("ada", "k", "f")).await.unwrap().is_none());
+    assert!(store.find_by_idempotency_key("p", &key("bob", "k", "f")).await.unwrap().is_none());
 }
 
 pub async fn a_replay_shows_the_call_as_it_is_now(store: &dyn Store) {
@@ -38,7 +39,8 @@ pub async fn a_replay_shows_the_call_as_it_is_now(store: &dyn Store) {
     put_keyed(store, &first, &key("ada", "k", "f")).await;
     let done = ended(&first, Status::Succeeded, NOW + 50);
     save(store, &done).await;
-    let Created::Replayed(known) = put_keyed(store, &call(), &key("ada", "k", "f")).await else {
+    let CreateCallResult::Replayed(known) = put_keyed(store, &call(), &key("ada", "k", "f")).await
+    else {
         panic!("the key was used before");
     };
     assert_eq!(*known, done);
@@ -47,7 +49,8 @@ pub async fn a_replay_shows_the_call_as_it_is_now(store: &dyn Store) {
 pub async fn the_same_key_for_another_request_is_a_mismatch(store: &dyn Store) {
     let (first, second) = (call(), call());
     put_keyed(store, &first, &key("ada", "k", "one")).await;
-    let Created::Mismatch(id) = put_keyed(store, &second, &key("ada", "k", "two")).await else {
+    let CreateCallResult::Mismatch(id) = put_keyed(store, &second, &key("ada", "k", "two")).await
+    else {
         panic!("the key stands for another request");
     };
     assert_eq!(id, first.id);
@@ -55,7 +58,7 @@ pub async fn the_same_key_for_another_request_is_a_mismatch(store: &dyn Store) {
     assert_eq!(history(store, of_call(&second)).await, []);
     // The key still refers to the first call.
     let again = put_keyed(store, &call(), &key("ada", "k", "one")).await;
-    assert!(matches!(again, Created::Replayed(known) if known.id == first.id));
+    assert!(matches!(again, CreateCallResult::Replayed(known) if known.id == first.id));
 }
 
 pub async fn keys_of_other_agents_and_projects_are_independent(store: &dyn Store) {
@@ -64,12 +67,12 @@ pub async fn keys_of_other_agents_and_projects_are_independent(store: &dyn Store
         [("p", "ada", "k"), ("p", "bob", "k"), ("q", "ada", "k"), ("p", "ada", "K")]
     {
         let created = put_keyed(store, &elsewhere(project), &key(agent, name, "f")).await;
-        assert!(matches!(created, Created::New), "{project} {agent} {name}");
+        assert!(matches!(created, CreateCallResult::New), "{project} {agent} {name}");
     }
     // The parts of the key are compared separately, not as one concatenated text.
     for (project, agent, name) in [("a", "bc", "d"), ("ab", "c", "d"), ("a", "b", "cd")] {
         let created = put_keyed(store, &elsewhere(project), &key(agent, name, "f")).await;
-        assert!(matches!(created, Created::New), "{project} {agent} {name}");
+        assert!(matches!(created, CreateCallResult::New), "{project} {agent} {name}");
     }
 }
 
@@ -95,9 +98,9 @@ pub async fn of_100_parallel_creates_one_makes_the_call(store: &dyn Store) {
     let (mut made, mut replayed) = (vec![], vec![]);
     for (asked, answer) in created.into_iter().flatten() {
         match answer {
-            Created::New => made.push(asked),
-            Created::Replayed(known) => replayed.push(known.id),
-            Created::Mismatch(_) => panic!("the requests are the same"),
+            CreateCallResult::New => made.push(asked),
+            CreateCallResult::Replayed(known) => replayed.push(known.id),
+            CreateCallResult::Mismatch(_) => panic!("the requests are the same"),
         }
     }
     assert_eq!((made.len(), replayed.len()), (1, 99));

@@ -179,7 +179,7 @@ pub async fn a_limit_may_be_as_large_as_it_likes(store: &dyn Store) {
     }
     assert_eq!(ids(store, CallFilter { limit: 2, ..of("p") }).await.len(), 2);
     assert_eq!(ids(store, CallFilter { limit: 0, ..of("p") }).await.len(), 0);
-    let before = |before| CallFilter { before: Some(CallId::floor_at(before)), ..of("p") };
+    let before = |before| CallFilter { before: Some(CallId::min_at(before)), ..of("p") };
     assert_eq!(ids(store, before(NOW + 1)).await.len(), 3);
     assert_eq!(ids(store, before(0)).await.len(), 0);
     assert_eq!(store.open_calls(0, usize::MAX).await.unwrap().len(), 3);
@@ -205,13 +205,13 @@ pub async fn no_project_sees_anothers_calls(store: &dyn Store) {
 pub async fn what_is_beyond_enough_bytes_is_not_read(store: &dyn Store) {
     let mut calls = vec![];
     for n in 0..5 {
-        let args = Json::of_value(&json!({ "text": "x".repeat(989) }));
+        let args = Json::from_value(&json!({ "text": "x".repeat(989) }));
         let fresh = Call { args, ..call_at(NOW + n) };
         calls.push(put_with_status(store, &fresh, Status::Canceled).await);
     }
     assert_eq!(calls[0].args.text().len(), 1_000);
     for (enough, count) in [(Some(1), 1), (Some(1_000), 1), (Some(2_001), 3), (None, 5)] {
-        let filter = CallFilter { enough_bytes: enough, ..of("p") };
+        let filter = CallFilter { max_bytes: enough, ..of("p") };
         let listed = store.calls(filter).await.unwrap();
         let newest: Vec<&CallId> = calls.iter().rev().take(count).map(|call| &call.id).collect();
         assert_eq!(listed.iter().map(|call| &call.id).collect::<Vec<_>>(), newest, "{enough:?}");
@@ -234,7 +234,7 @@ pub async fn open_calls_come_in_order_and_in_pages(store: &dyn Store) {
         let page = store.open_calls(after, 2).await.unwrap();
         let Some(last) = page.last() else { break };
         assert!(page.len() <= 2);
-        after = last.place;
+        after = last.position;
         seen.extend(page.into_iter().map(|open| open.call.id));
     }
     assert_eq!(seen, expected);
@@ -242,7 +242,7 @@ pub async fn open_calls_come_in_order_and_in_pages(store: &dyn Store) {
 
 pub async fn open_calls_are_those_that_have_not_ended(store: &dyn Store) {
     let retry = Call { hold: Some(Hold::Retry { at_ms: NOW + 9 }), ..call() };
-    let parked = Call { hold: Some(Hold::Parked), ..call() };
+    let parked = Call { hold: Some(Hold::Unacknowledged), ..call() };
     let done = call();
     for call in [&retry, &parked, &done] {
         put(store, call).await;

@@ -1,11 +1,11 @@
 //! Runs of the agent loop, and their journals.
 
 use serde_json::json;
-use toolcrib::model::{Reply, Usage, Wanted};
-use toolcrib::run::{Asker, Entry, EntryKind, Happened, Run, RunStatus, Trouble};
-use toolcrib::store::loops::{RunCreated, RunFilter};
-use toolcrib::store::{IdempotencyKey, Saved, Store};
-use toolcrib::turn::{Awaited, FinalAnswer, Progress, Seen, Terms};
+use toolcrib::model::{ModelReply, TokenUsage, ToolCallRequest};
+use toolcrib::run::{JournalKind, JournalRecord, Run, RunEvent, RunOwner, RunStatus, Trouble};
+use toolcrib::store::loops::{CreateRunResult, RunFilter};
+use toolcrib::store::{IdempotencyKey, SaveResult, Store};
+use toolcrib::turn::{FinalAnswer, PendingCall, RepeatCounter, RunOptions, RunProgress};
 
 use crate::support::{NOW, call_at, put};
 
@@ -13,14 +13,14 @@ fn run(project: &str, id: &str) -> Run {
     Run {
         id: id.into(),
         project: project.into(),
-        asker: Asker { agent: "ada".into(), role: "agent".into(), local: false, keyed: true },
+        owner: RunOwner { agent: "ada".into(), role: "agent".into(), local: false, keyed: true },
         model: "m".into(),
         status: RunStatus::Running,
-        terms: Terms { tools: Some(vec!["calc.*".into()]), ..Terms::new("m", id) },
-        progress: Progress::default(),
+        options: RunOptions { tools: Some(vec!["calc.*".into()]), ..RunOptions::new("m", id) },
+        progress: RunProgress::default(),
         answer: None,
         error: None,
-        said: Vec::new(),
+        queued_messages: Vec::new(),
         created_ms: NOW,
         updated_ms: NOW,
         ended_ms: None,
@@ -28,45 +28,51 @@ fn run(project: &str, id: &str) -> Run {
     }
 }
 
-fn entry(kind: EntryKind, text: &str) -> Entry {
+fn entry(kind: JournalKind, text: &str) -> JournalRecord {
     let message = json!({ "role": "user", "content": text });
-    Entry::new(kind, NOW, json!({ "text": text })).adding(vec![message])
+    JournalRecord::new(kind, NOW, json!({ "text": text })).with_messages(vec![message])
 }
 
 async fn create(store: &dyn Store, run: &Run) {
-    let entries = vec![entry(EntryKind::Created, "hello \u{1F980}")];
-    let created = store.loops().create_loop(run.clone(), None, entries).await.unwrap();
-    assert_eq!(created, RunCreated::New);
+    let entries = vec![entry(JournalKind::Created, "hello \u{1F980}")];
+    let created = store.runs().create_run(run.clone(), None, entries).await.unwrap();
+    assert_eq!(created, CreateRunResult::New);
 }
 
 async fn kept(store: &dyn Store, project: &str, id: &str) -> Option<Run> {
-    store.loops().loop_run(project, id).await.unwrap()
+    store.runs().run(project, id).await.unwrap()
 }
 
 pub async fn a_run_is_read_back_as_it_was_created(store: &dyn Store) {
-    let call = Wanted { id: "c".into(), name: "n".into(), arguments: "{\"a\": 1.10".into() };
-    let usage = Usage { prompt_tokens: 3, completion_tokens: 4 };
-    let reply = Reply { text: "\u{fc}".into(), calls: vec![call], usage, ..Reply::default() };
+    let call =
+        ToolCallRequest { id: "c".into(), name: "n".into(), arguments: "{\"a\": 1.10".into() };
+    let usage = TokenUsage { prompt_tokens: 3, completion_tokens: 4 };
+    let reply =
+        ModelReply { text: "\u{fc}".into(), calls: vec![call], usage, ..ModelReply::default() };
     let tool_call_id = call_at(NOW).id;
-    let awaited = Awaited { tool_call_id, call_id: "c".into(), name: "n".into() };
+    let awaited = PendingCall { tool_call_id, call_id: "c".into(), name: "n".into() };
     let mut full = run("p", "run_1");
-    full.progress = Progress { reply: Some(reply), awaited: vec![awaited], ..full.progress };
-    full.progress.seen.insert("f".into(), Seen { times: 2, told: u64::MAX });
-    full.said = vec![json!({ "role": "user", "content": "more" })];
+    full.progress =
+        RunProgress { pending_reply: Some(reply), pending_calls: vec![awaited], ..full.progress };
+    full.progress
+        .repeat_counters
+        .insert("f".into(), RepeatCounter { times: 2, content_hash: u64::MAX });
+    full.queued_messages = vec![json!({ "role": "user", "content": "more" })];
     create(store, &full).await;
     assert_eq!(kept(store, "p", "run_1").await, Some(full));
     assert_eq!(kept(store, "q", "run_1").await, None);
     assert_eq!(kept(store, "p", "run_2").await, None);
-    let journal = store.loops().journal("p", "run_1").await.unwrap();
+    let journal = store.runs().journal("p", "run_1").await.unwrap();
     assert_eq!(journal.len(), 1);
-    assert_eq!(journal[0].entry, entry(EntryKind::Created, "hello \u{1F980}"));
-    assert!(store.loops().journal("q", "run_1").await.unwrap().is_empty());
+    assert_eq!(journal[0].record, entry(JournalKind::Created, "hello \u{1F980}"));
+    assert!(store.runs().journal("q", "run_1").await.unwrap().is_empty());
 }
 
 pub async fn a_run_is_saved_by_version_with_its_journal(store: &dyn Store) {
     let first = run("p", "run_1");
     create(store, &first).await;
-    let answer = FinalAnswer { text: "42".into(), stopped: Default::default(), closing: None };
+    let answer =
+        FinalAnswer { text: "42".into(), finish_reason: Default::default(), stop_reason: None };
     let next = Run {
         status: RunStatus::Succeeded,
         ended_ms: Some(NOW + 5),
@@ -74,16 +80,16 @@ pub async fn a_run_is_saved_by_version_with_its_journal(store: &dyn Store) {
         version: 2,
         ..first.clone()
     };
-    let entries = vec![entry(EntryKind::Replied, "a"), entry(EntryKind::Finished, "b")];
-    let loops = store.loops();
-    assert_eq!(loops.save_loop(next.clone(), entries.clone()).await.unwrap(), Saved::Yes);
-    assert_eq!(loops.save_loop(next.clone(), entries).await.unwrap(), Saved::Stale);
+    let entries = vec![entry(JournalKind::Replied, "a"), entry(JournalKind::Finished, "b")];
+    let loops = store.runs();
+    assert_eq!(loops.save_run(next.clone(), entries.clone()).await.unwrap(), SaveResult::Saved);
+    assert_eq!(loops.save_run(next.clone(), entries).await.unwrap(), SaveResult::Conflict);
     let unknown = Run { version: 2, ..run("p", "run_9") };
-    assert_eq!(loops.save_loop(unknown, Vec::new()).await.unwrap(), Saved::Stale);
+    assert_eq!(loops.save_run(unknown, Vec::new()).await.unwrap(), SaveResult::Conflict);
     assert_eq!(kept(store, "p", "run_1").await, Some(next.clone()));
     let journal = loops.journal("p", "run_1").await.unwrap();
-    let kinds: Vec<EntryKind> = journal.iter().map(|noted| noted.entry.kind).collect();
-    assert_eq!(kinds, [EntryKind::Created, EntryKind::Replied, EntryKind::Finished]);
+    let kinds: Vec<JournalKind> = journal.iter().map(|noted| noted.record.kind).collect();
+    assert_eq!(kinds, [JournalKind::Created, JournalKind::Replied, JournalKind::Finished]);
     // An ended run can continue, and fail.
     let trouble = Trouble {
         code: "UPSTREAM_UNAVAILABLE".into(),
@@ -92,7 +98,7 @@ pub async fn a_run_is_saved_by_version_with_its_journal(store: &dyn Store) {
         retryable: true,
     };
     let failed = Run { status: RunStatus::Failed, error: Some(trouble), version: 3, ..next };
-    assert_eq!(loops.save_loop(failed.clone(), Vec::new()).await.unwrap(), Saved::Yes);
+    assert_eq!(loops.save_run(failed.clone(), Vec::new()).await.unwrap(), SaveResult::Saved);
     assert_eq!(kept(store, "p", "run_1").await, Some(failed));
 }
 
@@ -101,16 +107,16 @@ pub async fn a_key_makes_one_run(store: &dyn Store) {
         let (agent, key, fingerprint) = (agent.into(), "k".into(), fingerprint.into());
         Some(IdempotencyKey { agent, key, fingerprint })
     };
-    let loops = store.loops();
-    let made = |id, key| loops.create_loop(run("p", id), key, Vec::new());
-    assert_eq!(made("run_1", key("ada", "f")).await.unwrap(), RunCreated::New);
+    let loops = store.runs();
+    let made = |id, key| loops.create_run(run("p", id), key, Vec::new());
+    assert_eq!(made("run_1", key("ada", "f")).await.unwrap(), CreateRunResult::New);
     let again = made("run_2", key("ada", "f")).await.unwrap();
-    assert_eq!(again, RunCreated::Replayed(Box::new(run("p", "run_1"))));
+    assert_eq!(again, CreateRunResult::Replayed(Box::new(run("p", "run_1"))));
     let other = made("run_3", key("ada", "g")).await.unwrap();
-    assert_eq!(other, RunCreated::Mismatch("run_1".into()));
-    assert_eq!(made("run_4", key("bob", "f")).await.unwrap(), RunCreated::New);
-    let elsewhere = loops.create_loop(run("q", "run_5"), key("ada", "f"), Vec::new());
-    assert_eq!(elsewhere.await.unwrap(), RunCreated::New);
+    assert_eq!(other, CreateRunResult::Mismatch("run_1".into()));
+    assert_eq!(made("run_4", key("bob", "f")).await.unwrap(), CreateRunResult::New);
+    let elsewhere = loops.create_run(run("q", "run_5"), key("ada", "f"), Vec::new());
+    assert_eq!(elsewhere.await.unwrap(), CreateRunResult::New);
     assert_eq!(kept(store, "p", "run_2").await, None);
 }
 
@@ -129,7 +135,7 @@ pub async fn runs_are_listed_newest_first_by_project_status_model_and_time(store
     create(store, &run("q", "run_7")).await;
     let ids = async |filter: RunFilter| -> Vec<String> {
         let filter = RunFilter { project: "p".into(), limit: filter.limit.max(2), ..filter };
-        let listed = store.loops().loop_runs(filter).await.unwrap();
+        let listed = store.runs().list_runs(filter).await.unwrap();
         listed.into_iter().map(|run| run.id).collect()
     };
     let all = || RunFilter { limit: 100, ..RunFilter::default() };
@@ -153,7 +159,7 @@ pub async fn open_runs_of_all_projects_come_in_pages(store: &dyn Store) {
     create(store, &over).await;
     let (mut after, mut all) = (None, Vec::new());
     loop {
-        let page = store.loops().open_loops(after, 3).await.unwrap();
+        let page = store.runs().list_open_runs(after, 3).await.unwrap();
         let Some(last) = page.last() else { break };
         after = Some((last.project.clone(), last.id.clone()));
         all.extend(page.iter().map(|run| format!("{}/{}", run.project, run.id)));
@@ -167,21 +173,21 @@ pub async fn entries_and_events_of_calls_are_numbered_together(store: &dyn Store
     let call = call_at(NOW);
     put(store, &call).await;
     let next = Run { version: 2, ..mine };
-    let entries = vec![entry(EntryKind::Results, "x")];
-    store.loops().save_loop(next, entries).await.unwrap();
+    let entries = vec![entry(JournalKind::ToolResults, "x")];
+    store.runs().save_run(next, entries).await.unwrap();
     // Neither another run nor another project is included.
     create(store, &run("p", "run_2")).await;
     create(store, &run("q", "run")).await;
-    let all = store.loops().happened("p", "run", 0, 100).await.unwrap();
-    let numbers: Vec<u64> = all.iter().map(Happened::number).collect();
+    let all = store.runs().run_events("p", "run", 0, 100).await.unwrap();
+    let numbers: Vec<u64> = all.iter().map(RunEvent::number).collect();
     assert!(numbers.windows(2).all(|pair| pair[0] < pair[1]), "{numbers:?}");
     let entries: Vec<usize> = (0..all.len())
-        .filter(|n| matches!(&all[*n], Happened::Run(noted) if noted.run_id == "run"))
+        .filter(|n| matches!(&all[*n], RunEvent::Run(noted) if noted.run_id == "run"))
         .collect();
     assert_eq!(entries, [0, 2], "with the call between them");
     let (mut after, mut paged) = (0, Vec::new());
     loop {
-        let page = store.loops().happened("p", "run", after, 1).await.unwrap();
+        let page = store.runs().run_events("p", "run", after, 1).await.unwrap();
         let Some(one) = page.first() else { break };
         after = one.number();
         paged.push(one.clone());
@@ -199,16 +205,16 @@ pub async fn old_runs_go_with_their_journals(store: &dyn Store) {
     create(store, &over("run_2", NOW + 1)).await;
     create(store, &over("run_3", NOW + 100)).await;
     create(store, &run("p", "run_4")).await;
-    assert!(store.purge(NOW + 50, 1).await.unwrap().more);
+    assert!(store.purge(NOW + 50, 1).await.unwrap().has_more);
     assert_eq!(kept(store, "p", "run_1").await, None);
     assert!(kept(store, "p", "run_2").await.is_some(), "in steps");
-    assert!(!store.purge(NOW + 50, 10).await.unwrap().more);
+    assert!(!store.purge(NOW + 50, 10).await.unwrap().has_more);
     assert_eq!(kept(store, "p", "run_2").await, None);
-    assert!(store.loops().journal("p", "run_2").await.unwrap().is_empty());
+    assert!(store.runs().journal("p", "run_2").await.unwrap().is_empty());
     assert!(kept(store, "p", "run_3").await.is_some());
     assert!(kept(store, "p", "run_4").await.is_some(), "it is not over");
-    let before = store.loops().journal("p", "run_4").await.unwrap()[0].number;
+    let before = store.runs().journal("p", "run_4").await.unwrap()[0].number;
     create(store, &run("p", "run_5")).await;
-    let after = store.loops().journal("p", "run_5").await.unwrap()[0].number;
+    let after = store.runs().journal("p", "run_5").await.unwrap()[0].number;
     assert!(after > before, "numbers never come again");
 }

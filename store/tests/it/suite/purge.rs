@@ -3,8 +3,8 @@
 
 use toolcrib::call::{Call, Status};
 use toolcrib::directory::AuditEntry;
-use toolcrib::event::Kind;
-use toolcrib::store::{Created, Store};
+use toolcrib::event::EventKind;
+use toolcrib::store::{CreateCallResult, Store};
 
 use crate::support::{
     NOW, append, call, call_at, ended, found, history, ids_of, key, of_call, of_project, put,
@@ -55,21 +55,21 @@ pub async fn events_and_keys_go_with_their_call(store: &dyn Store) {
     let (old, young) = (call(), call());
     put_keyed(store, &old, &key("ada", "old", "f")).await;
     put_keyed(store, &young, &key("ada", "young", "f")).await;
-    append(store, &old, record(Kind::Progress)).await;
+    append(store, &old, record(EventKind::Progress)).await;
     save(store, &ended(&old, Status::Timeout, NOW + 5)).await;
     assert_eq!(store.purge(NOW + 6, 100).await.unwrap().calls, 1);
     assert_eq!(found(store, &old).await, None);
     assert_eq!(history(store, of_call(&old)).await, []);
     assert_eq!(history(store, of_project("p")).await.len(), 1);
     // A late append finds no call and has no effect.
-    append(store, &old, record(Kind::Late)).await;
+    append(store, &old, record(EventKind::ReportIgnored)).await;
     assert_eq!(history(store, of_project("p")).await.len(), 1);
     // The key of a purged call may be reused for any request; the other key still refers to its
     // call.
     let created = put_keyed(store, &call(), &key("ada", "old", "other")).await;
-    assert!(matches!(created, Created::New));
+    assert!(matches!(created, CreateCallResult::New));
     let created = put_keyed(store, &call(), &key("ada", "young", "f")).await;
-    assert!(matches!(created, Created::Replayed(known) if known.id == young.id));
+    assert!(matches!(created, CreateCallResult::Replayed(known) if known.id == young.id));
 }
 
 pub async fn a_purge_goes_in_steps(store: &dyn Store) {
@@ -87,8 +87,8 @@ pub async fn a_purge_goes_in_steps(store: &dyn Store) {
 pub async fn event_numbers_never_come_again(store: &dyn Store) {
     put(store, &call()).await;
     let done = put_ended(store, NOW + 1).await;
-    append(store, &done, record(Kind::Late)).await;
-    let newest = store.newest_event(of_call(&done)).await.unwrap();
+    append(store, &done, record(EventKind::ReportIgnored)).await;
+    let newest = store.last_event_number(of_call(&done)).await.unwrap();
     assert_eq!(store.purge(NOW + 2, 100).await.unwrap().calls, 1);
     let next = call();
     put(store, &next).await;
@@ -106,7 +106,7 @@ pub async fn old_audit_entries_go_too(store: &dyn Store) {
         reason: "no rule".into(),
     };
     for at_ms in [NOW - 2, NOW - 1, NOW] {
-        store.audit(entry(at_ms)).await.unwrap();
+        store.append_audit_entry(entry(at_ms)).await.unwrap();
     }
     store.purge(NOW, 1).await.unwrap();
     assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry(NOW), entry(NOW - 1)]);

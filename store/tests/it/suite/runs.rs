@@ -1,12 +1,12 @@
 //! The tool definitions stored for a run.
 
 use toolcrib::call::{Call, Status};
-use toolcrib::store::{Run, Store};
+use toolcrib::store::{RunToolDefinitions, Store};
 
 use crate::support::{NOW, call_at, ended, json, put, save};
 
-fn run(project: &str, run_id: &str, tools: &str) -> Run {
-    Run {
+fn run(project: &str, run_id: &str, tools: &str) -> RunToolDefinitions {
+    RunToolDefinitions {
         project: project.into(),
         run_id: run_id.into(),
         tool_definitions: json(tools),
@@ -14,8 +14,8 @@ fn run(project: &str, run_id: &str, tools: &str) -> Run {
     }
 }
 
-async fn kept(store: &dyn Store, project: &str, run_id: &str) -> Option<Run> {
-    store.run(project, run_id).await.unwrap()
+async fn kept(store: &dyn Store, project: &str, run_id: &str) -> Option<RunToolDefinitions> {
+    store.run_tool_definitions(project, run_id).await.unwrap()
 }
 
 pub async fn a_run_that_nobody_set_is_none(store: &dyn Store) {
@@ -26,22 +26,22 @@ pub async fn a_run_that_nobody_set_is_none(store: &dyn Store) {
 
 pub async fn a_run_is_read_back_as_it_was_put(store: &dyn Store) {
     let given = run("p", "run '\u{e9}\u{1F980}\"", r#"{"own": [1.10, "\u00fc"]}"#);
-    store.put_run(given.clone()).await.unwrap();
+    store.put_run_tool_definitions(given.clone()).await.unwrap();
     let read = kept(store, "p", &given.run_id).await.unwrap();
     assert_eq!(read, given);
     assert_eq!(read.tool_definitions.text(), given.tool_definitions.text(), "to the letter");
 }
 
 pub async fn putting_again_replaces(store: &dyn Store) {
-    store.put_run(run("p", "run", "[1]")).await.unwrap();
-    let next = Run { updated_ms: NOW + 7, ..run("p", "run", "[2]") };
-    store.put_run(next.clone()).await.unwrap();
+    store.put_run_tool_definitions(run("p", "run", "[1]")).await.unwrap();
+    let next = RunToolDefinitions { updated_ms: NOW + 7, ..run("p", "run", "[2]") };
+    store.put_run_tool_definitions(next.clone()).await.unwrap();
     assert_eq!(kept(store, "p", "run").await, Some(next));
 }
 
 pub async fn runs_of_other_projects_are_independent(store: &dyn Store) {
     for (project, run_id, tools) in [("a", "bc", "1"), ("ab", "c", "2"), ("a", "b", "3")] {
-        store.put_run(run(project, run_id, tools)).await.unwrap();
+        store.put_run_tool_definitions(run(project, run_id, tools)).await.unwrap();
     }
     assert_eq!(kept(store, "a", "bc").await, Some(run("a", "bc", "1")));
     assert_eq!(kept(store, "ab", "c").await, Some(run("ab", "c", "2")));
@@ -51,10 +51,13 @@ pub async fn runs_of_other_projects_are_independent(store: &dyn Store) {
 pub async fn a_run_goes_with_the_last_of_its_calls(store: &dyn Store) {
     for run_id in ["run", "empty", "young"] {
         let updated_ms = if run_id == "young" { NOW + 100 } else { NOW };
-        store.put_run(Run { updated_ms, ..run("p", run_id, "[]") }).await.unwrap();
+        store
+            .put_run_tool_definitions(RunToolDefinitions { updated_ms, ..run("p", run_id, "[]") })
+            .await
+            .unwrap();
     }
     // The same id in another project is another run.
-    store.put_run(run("q", "run", "[]")).await.unwrap();
+    store.put_run_tool_definitions(run("q", "run", "[]")).await.unwrap();
     let old = call_at(NOW);
     put(store, &old).await;
     let late = Call { run_id: "run".into(), ..call_at(NOW + 1) };
@@ -72,11 +75,11 @@ pub async fn a_run_goes_with_the_last_of_its_calls(store: &dyn Store) {
 
 pub async fn runs_go_in_steps(store: &dyn Store) {
     for n in 0..5 {
-        store.put_run(run("p", &format!("run_{n}"), "[]")).await.unwrap();
+        store.put_run_tool_definitions(run("p", &format!("run_{n}"), "[]")).await.unwrap();
     }
     let (mut left, mut more) = (vec![], vec![]);
     for _ in 0..3 {
-        more.push(store.purge(NOW + 1, 2).await.unwrap().more);
+        more.push(store.purge(NOW + 1, 2).await.unwrap().has_more);
         let mut count = 0;
         for n in 0..5 {
             count += usize::from(kept(store, "p", &format!("run_{n}")).await.is_some());

@@ -2,13 +2,14 @@
 
 use serde_json::{Map, json};
 use toolcrib::call::Status;
-use toolcrib::directory::{AuditEntry, Change, Project};
-use toolcrib::store::utp::{CardPut, Delivered, TurnChange};
-use toolcrib::store::{Saved, Store};
-use toolcrib::tool::{Definition, Executor};
+use toolcrib::directory::{AuditEntry, DirectoryChange, Project};
+use toolcrib::store::utp::{InboxPutResult, PutCardResult, TurnChange};
+use toolcrib::store::{SaveResult, Store};
+use toolcrib::tool::{Executor, ToolDefinition};
 use toolcrib::utp::card::into_map;
 use toolcrib::utp::{
-    AfterExecution, Binding, Card, DeadLetter, InboxItem, Letter, Member, Turn, TurnStatus, Waiting,
+    AfterExecution, AgentEntry, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall,
+    Turn, TurnStatus,
 };
 
 use super::directory::tool;
@@ -54,8 +55,8 @@ fn turn(turn_id: &str, version: u64) -> Turn {
     }
 }
 
-fn waiting(call: &str) -> Waiting {
-    Waiting {
+fn waiting(call: &str) -> StepCall {
+    StepCall {
         project: "p".into(),
         agent_id: "ada".into(),
         turn_id: "t1".into(),
@@ -87,8 +88,8 @@ fn item(agent: &str, call: &str) -> InboxItem {
     }
 }
 
-fn letter(id: &str) -> Letter {
-    Letter {
+fn letter(id: &str) -> OutboxMessage {
+    OutboxMessage {
         id: id.into(),
         subject: "p.c.cmd.agent.w.wakeup".into(),
         headers: vec![("a".into(), "b".into())],
@@ -100,15 +101,21 @@ fn letter(id: &str) -> Letter {
 pub async fn cards_are_written_once(store: &dyn Store) {
     let utp = store.utp();
     let first = card("c1", "tool.result", "t1", "call_0");
-    assert_eq!(utp.put_card(first.clone()).await.unwrap(), CardPut::New);
+    assert_eq!(utp.put_card(first.clone()).await.unwrap(), PutCardResult::New);
     assert_eq!(utp.card("p", "c1").await.unwrap(), Some(first.clone()));
     assert_eq!(utp.card("q", "c1").await.unwrap(), None, "another project's");
     let later = Card { created_ms: NOW + 9, ..first.clone() };
-    assert_eq!(utp.put_card(later).await.unwrap(), CardPut::Same);
+    assert_eq!(utp.put_card(later).await.unwrap(), PutCardResult::Identical);
     let changed = Card { author_id: "eve".into(), ..first.clone() };
-    assert_eq!(utp.put_card(changed).await.unwrap(), CardPut::Other(Box::new(first.clone())));
+    assert_eq!(
+        utp.put_card(changed).await.unwrap(),
+        PutCardResult::Conflict(Box::new(first.clone()))
+    );
     let second = card("c2", "tool.result", "t1", "call_0");
-    assert_eq!(utp.put_card(second).await.unwrap(), CardPut::Other(Box::new(first.clone())));
+    assert_eq!(
+        utp.put_card(second).await.unwrap(),
+        PutCardResult::Conflict(Box::new(first.clone()))
+    );
     let found = utp.result_card("p", "t1", "call_0").await.unwrap();
     assert_eq!(found, Some(first));
     for other in [
@@ -117,7 +124,7 @@ pub async fn cards_are_written_once(store: &dyn Store) {
         card("c5", "tool.call", "t1", "call_0"),
         Card { project: "q".into(), ..card("c1", "tool.result", "t1", "call_0") },
     ] {
-        assert_eq!(utp.put_card(other).await.unwrap(), CardPut::New);
+        assert_eq!(utp.put_card(other).await.unwrap(), PutCardResult::New);
     }
 }
 
@@ -125,64 +132,69 @@ pub async fn of_many_results_of_a_call_one_is_kept(store: &dyn Store) {
     let utp = store.utp();
     let writing = (0..50).map(|n| utp.put_card(card(&format!("c{n}"), "tool.result", "t", "x")));
     let put = futures::future::join_all(writing).await;
-    let new = put.iter().filter(|put| matches!(put, Ok(CardPut::New))).count();
+    let new = put.iter().filter(|put| matches!(put, Ok(PutCardResult::New))).count();
     assert_eq!(new, 1);
 }
 
 pub async fn turns_are_saved_by_version(store: &dyn Store) {
     let utp = store.utp();
     let change = || TurnChange::default();
-    assert_eq!(utp.save_turn(turn("t1", 2), change()).await.unwrap(), Saved::Stale);
-    assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), Saved::Yes);
-    assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), Saved::Stale);
-    let full = TurnChange { waiting: vec![waiting("a"), waiting("b")], ..change() };
-    assert_eq!(utp.save_turn(turn("t1", 2), full).await.unwrap(), Saved::Yes);
+    assert_eq!(utp.save_turn(turn("t1", 2), change()).await.unwrap(), SaveResult::Conflict);
+    assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), SaveResult::Saved);
+    assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), SaveResult::Conflict);
+    let full = TurnChange { step_calls: vec![waiting("a"), waiting("b")], ..change() };
+    assert_eq!(utp.save_turn(turn("t1", 2), full).await.unwrap(), SaveResult::Saved);
     assert_eq!(utp.turn("p", "t1").await.unwrap(), Some(turn("t1", 2)));
     assert_eq!(utp.turn("q", "t1").await.unwrap(), None);
-    let calls = utp.waiting("p", "t1", "s1").await.unwrap();
+    let calls = utp.step_calls("p", "t1", "s1").await.unwrap();
     assert_eq!(calls, [waiting("a"), waiting("b")]);
-    assert_eq!(utp.waiting_call("p", Some("t1"), "b").await.unwrap(), Some(waiting("b")));
-    assert_eq!(utp.waiting_call("p", Some("t2"), "b").await.unwrap(), None);
-    assert_eq!(utp.waiting_call("p", None, "b").await.unwrap(), Some(waiting("b")));
+    assert_eq!(utp.step_call("p", Some("t1"), "b").await.unwrap(), Some(waiting("b")));
+    assert_eq!(utp.step_call("p", Some("t2"), "b").await.unwrap(), None);
+    assert_eq!(utp.step_call("p", None, "b").await.unwrap(), Some(waiting("b")));
     assert_eq!(utp.expired_turns(NOW, 9).await.unwrap(), []);
     assert_eq!(utp.expired_turns(NOW + 1_000, 9).await.unwrap(), [turn("t1", 2)]);
 }
 
 pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
     let utp = store.utp();
-    let change = TurnChange { waiting: vec![waiting("a"), waiting("b")], ..TurnChange::default() };
+    let change =
+        TurnChange { step_calls: vec![waiting("a"), waiting("b")], ..TurnChange::default() };
     utp.save_turn(turn("t1", 1), change).await.unwrap();
-    let first = utp.deliver(item("ada", "b"), "r1", Some(letter("l1"))).await.unwrap();
-    assert_eq!(first, Delivered::New);
-    let again = utp.deliver(item("ada", "b"), "r1", Some(letter("l2"))).await.unwrap();
-    assert_eq!(again, Delivered::Known("inbox_ada_b".into()));
-    utp.deliver(item("ada", "a"), "r2", None).await.unwrap();
-    utp.deliver(item("eve", "z"), "r3", None).await.unwrap();
+    let first = utp.deliver_to_inbox(item("ada", "b"), "r1", Some(letter("l1"))).await.unwrap();
+    assert_eq!(first, InboxPutResult::New);
+    let again = utp.deliver_to_inbox(item("ada", "b"), "r1", Some(letter("l2"))).await.unwrap();
+    assert_eq!(again, InboxPutResult::Duplicate("inbox_ada_b".into()));
+    utp.deliver_to_inbox(item("ada", "a"), "r2", None).await.unwrap();
+    utp.deliver_to_inbox(item("eve", "z"), "r3", None).await.unwrap();
     let letters = utp.outbox(0, 9).await.unwrap();
     assert_eq!(letters.len(), 1, "one wakeup");
     assert_eq!(letters[0].1, letter("l1"));
-    let open = utp.undelivered(0, 9).await.unwrap();
+    let open = utp.undelivered_step_calls(0, 9).await.unwrap();
     assert!(open.is_empty(), "{open:?}");
-    let calls = utp.waiting("p", "t1", "s1").await.unwrap();
+    let calls = utp.step_calls("p", "t1", "s1").await.unwrap();
     assert_eq!(calls[1].result_card_id.as_deref(), Some("r1"));
     let items = utp.inbox("p", "ada", 9).await.unwrap();
     assert_eq!(items, [item("ada", "b"), item("ada", "a")]);
-    let found = utp.waiting_agents(NOW + 1, 0, 9).await.unwrap();
+    let found = utp.agents_with_unread_items(NOW + 1, 0, 9).await.unwrap();
     let items: Vec<InboxItem> = found.iter().map(|(_, item)| item.clone()).collect();
     assert_eq!(items, [item("ada", "b"), item("eve", "z")]);
-    let behind = utp.waiting_agents(NOW + 1, found[0].0, 9).await.unwrap();
+    let behind = utp.agents_with_unread_items(NOW + 1, found[0].0, 9).await.unwrap();
     assert_eq!(behind, found[1..], "an agent is not there again for what waits behind its first");
-    assert_eq!(utp.waiting_agents(NOW + 1, 0, 1).await.unwrap(), found[..1]);
-    assert_eq!(utp.waiting_agents(NOW, 0, 9).await.unwrap(), []);
+    assert_eq!(utp.agents_with_unread_items(NOW + 1, 0, 1).await.unwrap(), found[..1]);
+    assert_eq!(utp.agents_with_unread_items(NOW, 0, 9).await.unwrap(), []);
     let ids = ["inbox_ada_b".to_owned(), "inbox_eve_z".to_owned()];
-    assert_eq!(utp.take_from_inbox("p", "ada", &ids, NOW).await.unwrap(), 1, "only its own");
-    assert_eq!(utp.take_from_inbox("p", "ada", &ids, NOW).await.unwrap(), 0);
+    assert_eq!(
+        utp.acknowledge_inbox_items("p", "ada", &ids, NOW).await.unwrap(),
+        1,
+        "only its own"
+    );
+    assert_eq!(utp.acknowledge_inbox_items("p", "ada", &ids, NOW).await.unwrap(), 0);
     assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item("ada", "a")]);
-    let again = utp.deliver(item("ada", "b"), "r1", None).await.unwrap();
-    assert_eq!(again, Delivered::Known("inbox_ada_b".into()), "also after it was taken");
-    utp.deliver(item("ada", "c"), "r4", None).await.unwrap();
+    let again = utp.deliver_to_inbox(item("ada", "b"), "r1", None).await.unwrap();
+    assert_eq!(again, InboxPutResult::Duplicate("inbox_ada_b".into()), "also after it was taken");
+    utp.deliver_to_inbox(item("ada", "c"), "r4", None).await.unwrap();
     let taken = vec!["inbox_ada_a".to_owned(), "inbox_eve_z".to_owned()];
-    let change = TurnChange { taken, ..TurnChange::default() };
+    let change = TurnChange { acknowledged_inbox_ids: taken, ..TurnChange::default() };
     utp.save_turn(turn("t1", 2), change).await.unwrap();
     assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item("ada", "c")], "no more than named");
     assert_eq!(utp.inbox("p", "eve", 9).await.unwrap(), [item("eve", "z")], "only its own");
@@ -190,28 +202,28 @@ pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
 
 pub async fn an_outcome_before_its_step_is_not_forgotten(store: &dyn Store) {
     let utp = store.utp();
-    utp.deliver(item("ada", "a"), "r1", None).await.unwrap();
-    let change = TurnChange { waiting: vec![waiting("a")], ..TurnChange::default() };
+    utp.deliver_to_inbox(item("ada", "a"), "r1", None).await.unwrap();
+    let change = TurnChange { step_calls: vec![waiting("a")], ..TurnChange::default() };
     utp.save_turn(turn("t1", 1), change).await.unwrap();
-    let open = utp.undelivered(0, 9).await.unwrap();
+    let open = utp.undelivered_step_calls(0, 9).await.unwrap();
     assert_eq!(open.len(), 1);
-    assert!(utp.undelivered(open[0].0, 9).await.unwrap().is_empty());
-    let again = utp.deliver(item("ada", "a"), "r1", None).await.unwrap();
-    assert_eq!(again, Delivered::Known("inbox_ada_a".into()));
-    assert!(utp.undelivered(0, 9).await.unwrap().is_empty());
-    let calls = utp.waiting("p", "t1", "s1").await.unwrap();
+    assert!(utp.undelivered_step_calls(open[0].0, 9).await.unwrap().is_empty());
+    let again = utp.deliver_to_inbox(item("ada", "a"), "r1", None).await.unwrap();
+    assert_eq!(again, InboxPutResult::Duplicate("inbox_ada_a".into()));
+    assert!(utp.undelivered_step_calls(0, 9).await.unwrap().is_empty());
+    let calls = utp.step_calls("p", "t1", "s1").await.unwrap();
     assert_eq!(calls[0].inbox_id.as_deref(), Some("inbox_ada_a"));
 }
 
 pub async fn the_outbox_is_emptied_in_order(store: &dyn Store) {
     let utp = store.utp();
-    utp.post(vec![letter("l2"), letter("l1")]).await.unwrap();
+    utp.append_to_outbox(vec![letter("l2"), letter("l1")]).await.unwrap();
     let first = utp.outbox(0, 1).await.unwrap();
     assert_eq!(first.iter().map(|(_, l)| l).collect::<Vec<_>>(), [&letter("l2")]);
     let behind = utp.outbox(first[0].0, 9).await.unwrap();
     assert_eq!(behind.iter().map(|(_, l)| l).collect::<Vec<_>>(), [&letter("l1")]);
     assert_eq!(utp.outbox(behind[0].0, 9).await.unwrap(), []);
-    utp.posted(&["l2".into()]).await.unwrap();
+    utp.remove_from_outbox(&["l2".into()]).await.unwrap();
     assert_eq!(utp.outbox(0, 9).await.unwrap(), behind);
 }
 
@@ -226,13 +238,13 @@ pub async fn dead_letters_are_listed_newest_first(store: &dyn Store) {
         subject: "s".into(),
         headers: Map::new(),
         payload: "{".into(),
-        cut: false,
+        truncated: false,
         created_ms: NOW,
         redriven_ms: None,
-        last_try: None,
+        last_redrive_result: None,
     };
     for (id, project) in [("dl_1", "p"), ("dl_2", "p"), ("dl_3", "q")] {
-        utp.bury(dead(id, project)).await.unwrap();
+        utp.save_dead_letter(dead(id, project)).await.unwrap();
     }
     assert_eq!(
         utp.dead_letters("p", None, 9).await.unwrap(),
@@ -240,17 +252,17 @@ pub async fn dead_letters_are_listed_newest_first(store: &dyn Store) {
     );
     assert_eq!(utp.dead_letters("p", Some("dl_2"), 9).await.unwrap(), [dead("dl_1", "p")]);
     assert_eq!(utp.dead_letter("p", "dl_3").await.unwrap(), None);
-    let tried = DeadLetter { last_try: Some("taken".into()), ..dead("dl_1", "p") };
-    utp.bury(tried.clone()).await.unwrap();
+    let tried = DeadLetter { last_redrive_result: Some("taken".into()), ..dead("dl_1", "p") };
+    utp.save_dead_letter(tried.clone()).await.unwrap();
     assert_eq!(utp.dead_letter("p", "dl_1").await.unwrap(), Some(tried));
 }
 
 pub async fn what_is_old_goes(store: &dyn Store) {
     let utp = store.utp();
     utp.put_card(card("c1", "tool.call", "t1", "a")).await.unwrap();
-    let change = TurnChange { waiting: vec![waiting("a")], ..TurnChange::default() };
+    let change = TurnChange { step_calls: vec![waiting("a")], ..TurnChange::default() };
     utp.save_turn(turn("t1", 1), change).await.unwrap();
-    utp.deliver(item("ada", "a"), "r1", None).await.unwrap();
+    utp.deliver_to_inbox(item("ada", "a"), "r1", None).await.unwrap();
     utp.purge_utp(NOW, 100).await.unwrap();
     assert!(utp.card("p", "c1").await.unwrap().is_some(), "not older than that");
     assert_eq!(utp.inbox("p", "ada", 9).await.unwrap().len(), 1, "nobody has taken it yet");
@@ -259,14 +271,14 @@ pub async fn what_is_old_goes(store: &dyn Store) {
     }
     assert_eq!(utp.card("p", "c1").await.unwrap(), None);
     assert_eq!(utp.turn("p", "t1").await.unwrap(), None);
-    assert!(utp.waiting("p", "t1", "s1").await.unwrap().is_empty());
+    assert!(utp.step_calls("p", "t1", "s1").await.unwrap().is_empty());
     assert!(utp.inbox("p", "ada", 9).await.unwrap().is_empty(), "what it is about is gone, too");
 }
 
-fn bound(target: &str) -> Definition {
-    Definition {
+fn bound(target: &str) -> ToolDefinition {
+    ToolDefinition {
         executor: Executor::Utp,
-        utp: Some(Binding {
+        binding: Some(Binding {
             target_subject: Some(target.into()),
             after_execution: AfterExecution::Terminate,
             options: text(r#"{"args":{"fixed":{"a":1.10}}}"#),
@@ -280,7 +292,7 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
     let (old, new) = (bound("x.old"), bound("x.new"));
     assert_ne!(old.version(), new.version());
     let project = Project { id: "p".into(), title: "P".into(), created_ms: NOW };
-    let member = Member {
+    let member = AgentEntry {
         project: "p".into(),
         agent_id: "ada".into(),
         worker_target: "w".into(),
@@ -289,11 +301,11 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
         updated_ms: NOW,
     };
     let changes = [
-        Change::AddProject(project.clone()),
-        Change::PutTools(vec![old.clone()]),
-        Change::PutTools(vec![new.clone()]),
-        Change::PutMember(Member { worker_target: "old".into(), ..member.clone() }),
-        Change::PutMember(member.clone()),
+        DirectoryChange::AddProject(project.clone()),
+        DirectoryChange::PutTools(vec![old.clone()]),
+        DirectoryChange::PutTools(vec![new.clone()]),
+        DirectoryChange::PutAgent(AgentEntry { worker_target: "old".into(), ..member.clone() }),
+        DirectoryChange::PutAgent(member.clone()),
     ];
     for change in changes {
         super::directory::change(store, change).await;
@@ -307,8 +319,9 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
         assert_eq!(found.as_ref(), Some(known));
     }
     let (project, name, agent_id) = ("p".to_owned(), "a.b".to_owned(), "ada".to_owned());
-    super::directory::change(store, Change::DropTool { project: project.clone(), name }).await;
-    super::directory::change(store, Change::DropMember { project, agent_id }).await;
+    super::directory::change(store, DirectoryChange::DropTool { project: project.clone(), name })
+        .await;
+    super::directory::change(store, DirectoryChange::DropAgent { project, agent_id }).await;
     let directory = store.directory().await.unwrap();
     assert!(directory.tools.is_empty() && directory.roster.is_empty());
     assert!(utp.tool_version("p", "a.b", &old.version()).await.unwrap().is_some());
@@ -317,7 +330,7 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
 pub async fn an_old_definition_goes_with_the_last_call_that_can_refer_to_it(store: &dyn Store) {
     const HOUR: u64 = 3_600_000;
     let (old, new) = (bound("x.old"), bound("x.new"));
-    let changed = async |change: Change, at_ms: u64| {
+    let changed = async |change: DirectoryChange, at_ms: u64| {
         let version = store.directory_version().await.unwrap();
         let entry = AuditEntry {
             at_ms,
@@ -327,19 +340,22 @@ pub async fn an_old_definition_goes_with_the_last_call_that_can_refer_to_it(stor
             subject: "a.b".into(),
             reason: String::new(),
         };
-        assert_eq!(store.change(change, version, Some(entry)).await.unwrap(), Saved::Yes);
+        assert_eq!(
+            store.change_directory(change, version, Some(entry)).await.unwrap(),
+            SaveResult::Saved
+        );
     };
-    let kept = async |tool: &Definition| {
+    let kept = async |tool: &ToolDefinition| {
         store.utp().tool_version("p", "a.b", &tool.version()).await.unwrap().is_some()
     };
     let purged = async |before_ms: u64| {
         store.purge(before_ms, 100).await.unwrap();
         store.utp().purge_utp(before_ms, 100).await.unwrap();
     };
-    changed(Change::PutTools(vec![old.clone()]), NOW).await;
+    changed(DirectoryChange::PutTools(vec![old.clone()]), NOW).await;
     let first = call_at(NOW + HOUR);
     put(store, &first).await;
-    changed(Change::PutTools(vec![new.clone()]), NOW + 2 * HOUR).await;
+    changed(DirectoryChange::PutTools(vec![new.clone()]), NOW + 2 * HOUR).await;
     purged(NOW + 9 * HOUR).await;
     assert!(kept(&old).await, "a call that is open was made with it");
     save(store, &ended(&first, Status::Succeeded, NOW + 3 * HOUR)).await;
@@ -348,13 +364,13 @@ pub async fn an_old_definition_goes_with_the_last_call_that_can_refer_to_it(stor
     purged(NOW + 9 * HOUR).await;
     assert!(!kept(&old).await && kept(&new).await, "nobody can ask for it any more");
     // A definition that is put again is current again, however long ago it was replaced.
-    changed(Change::PutTools(vec![old.clone()]), NOW + 3 * HOUR).await;
-    changed(Change::PutTools(vec![new.clone()]), NOW + 4 * HOUR).await;
-    changed(Change::PutTools(vec![old.clone()]), NOW + 5 * HOUR).await;
+    changed(DirectoryChange::PutTools(vec![old.clone()]), NOW + 3 * HOUR).await;
+    changed(DirectoryChange::PutTools(vec![new.clone()]), NOW + 4 * HOUR).await;
+    changed(DirectoryChange::PutTools(vec![old.clone()]), NOW + 5 * HOUR).await;
     purged(NOW + 9 * HOUR).await;
     assert!(kept(&old).await && !kept(&new).await);
     let (project, name) = ("p".to_owned(), "a.b".to_owned());
-    changed(Change::DropTool { project, name }, NOW + 6 * HOUR).await;
+    changed(DirectoryChange::DropTool { project, name }, NOW + 6 * HOUR).await;
     purged(NOW + 6 * HOUR).await;
     assert!(kept(&old).await, "it was used a moment ago");
     purged(NOW + 9 * HOUR).await;

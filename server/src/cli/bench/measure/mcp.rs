@@ -4,9 +4,9 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use serde_json::{Value, json};
-use toolcrib_bench::report::{Limit, Measure};
+use toolcrib_bench::report::{Limit, Measurement};
 
-use super::super::child::{Kind, Server};
+use super::super::child::{BenchServer, BenchServerKind};
 use super::{Bench, median};
 
 /// Number of tools in the list, and number of lists.
@@ -15,12 +15,12 @@ const LISTS: usize = 50;
 
 impl Bench<'_> {
     /// Measures `tools/list` of a long list on one page, until the last byte.
-    pub(super) async fn tools_list(&mut self) -> anyhow::Result<()> {
-        self.step(&format!("tools/list with {TOOLS} tools"));
+    pub(super) async fn measure_tools_list(&mut self) -> anyhow::Result<()> {
+        self.advance_progress(&format!("tools/list with {TOOLS} tools"));
         let dir = self.scratch.dir("listing")?;
-        let (product, _) = Server::start(Kind::Product, &dir).await?;
+        let (product, _) = BenchServer::start(BenchServerKind::Product, &dir).await?;
         let http = reqwest::Client::builder().no_proxy().tcp_nodelay(true).build()?;
-        let tools: Vec<Value> = (0..TOOLS - 10).map(tool).collect();
+        let tools: Vec<Value> = (0..TOOLS - 10).map(sample_tool).collect();
         let body = json!({ "client_id": "bench", "tools": tools });
         let url = format!("http://{}/internal/tools/register", product.addr);
         http.post(url).json(&body).send().await?.error_for_status()?;
@@ -33,7 +33,7 @@ impl Bench<'_> {
                 .header("accept", "application/json, text/event-stream")
                 .header("mcp-protocol-version", "2026-07-28")
                 .header("mcp-method", "tools/list")
-                .json(&question());
+                .json(&tools_list_request());
             let answer = request.send().await?.error_for_status()?.bytes().await?;
             times.push(began.elapsed().as_secs_f64() * 1e3);
             let answer: Value = serde_json::from_slice(&answer)?;
@@ -41,12 +41,12 @@ impl Bench<'_> {
             ensure!(listed >= TOOLS - 10, "tools/list gave {listed} tools");
         }
         let name = format!("MCP tools/list, {TOOLS} tools, p50");
-        self.push(Measure::alone(name, "ms", median(times), Limit::AtMost(5.0)));
+        self.push_measurement(Measurement::absolute(name, "ms", median(times), Limit::AtMost(5.0)));
         Ok(())
     }
 }
 
-fn question() -> Value {
+fn tools_list_request() -> Value {
     json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": { "_meta": {
         "io.modelcontextprotocol/protocolVersion": "2026-07-28",
         "io.modelcontextprotocol/clientInfo": { "name": "bench", "version": "1" },
@@ -55,7 +55,7 @@ fn question() -> Value {
 }
 
 /// Returns a tool definition of typical size.
-fn tool(n: usize) -> Value {
+fn sample_tool(n: usize) -> Value {
     json!({
         "name": format!("bench.tool_{n:04}"),
         "description": "Does something with a thing of an account, and gives it with its state",

@@ -5,84 +5,89 @@ use std::time::Duration;
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::{Crib, in_words, running};
-use crate::cli::Context;
-use crate::cli::client::Ask;
-use crate::cli::failure::{Failure, exit};
-use crate::cli::output::{now_ms, number, plain, text};
+use super::{McpServersTarget, describe_source, require_server};
+use crate::cli::CommandContext;
+use crate::cli::client::ApiRequest;
+use crate::cli::failure::{CommandFailure, exit};
+use crate::cli::output::{now_ms, sanitize_line, str_member, u64_member};
 
 /// Interval between checks for a completed sign-in.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Prints the sign-in URL and waits until the sign-in is over.
 pub(super) async fn sign_in(
-    context: &Context,
-    crib: &Crib,
+    context: &CommandContext,
+    crib: &McpServersTarget,
     name: &str,
     no_wait: bool,
-) -> Result<(), Failure> {
-    let (client, output) = (running(crib)?, context.output);
+) -> Result<(), CommandFailure> {
+    let (client, output) = (require_server(crib)?, context.output);
     let path = ["v1", "sources", "mcp", name];
-    let begun =
-        client.ask(Ask::post(&[path[0], path[1], path[2], name, "sign-in"], json!({}))).await?;
+    let begun = client
+        .request_json(ApiRequest::post(&[path[0], path[1], path[2], name, "sign-in"], json!({})))
+        .await?;
     let Some(address) = begun["oauth"]["sign_in_url"].as_str() else {
-        return output.line(&in_words(&begun));
+        return output.print_line(&describe_source(&begun));
     };
     if output.json && no_wait {
-        return output.value(&begun);
+        return output.print_json(&begun);
     }
     if no_wait {
-        return output.line(&plain(address));
+        return output.print_line(&sanitize_line(address));
     }
-    output.note("open this in a browser:");
-    output.note(&format!("  {}", plain(address)));
-    let until = number(&begun["oauth"], "sign_in_expires_at_ms").unwrap_or_default();
-    let spinner = output.spinner("waiting for the sign-in");
+    output.print_note("open this in a browser:");
+    output.print_note(&format!("  {}", sanitize_line(address)));
+    let until = u64_member(&begun["oauth"], "sign_in_expires_at_ms").unwrap_or_default();
+    let spinner = output.start_spinner("waiting for the sign-in");
     let ended = loop {
-        let shown = client.ask(Ask::get(&path)).await?;
-        if is_done(&shown, address) {
+        let shown = client.request_json(ApiRequest::get(&path)).await?;
+        if is_sign_in_over(&shown, address) {
             break shown;
         }
         if now_ms() > until {
             spinner.finish_and_clear();
             let message = "nobody has signed in in time";
-            return Err(Failure::new(exit::FAILURE, "SIGN_IN", message)
+            return Err(CommandFailure::new(exit::FAILURE, "SIGN_IN", message)
                 .hint("begin again: the address is good for ten minutes"));
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     };
     spinner.finish_and_clear();
     if output.json {
-        return output.value(&ended);
+        return output.print_json(&ended);
     }
     if ended["oauth"]["signed_in"] != true {
         let problem = ended["problem"].as_str().unwrap_or("the sign-in failed");
-        return Err(Failure::new(exit::FAILURE, "SIGN_IN", plain(problem)));
+        return Err(CommandFailure::new(exit::FAILURE, "SIGN_IN", sanitize_line(problem)));
     }
-    output.line(&in_words(&ended))
+    output.print_line(&describe_source(&ended))
 }
 
 /// Returns true if the sign-in that was started is over, successfully or not.
-fn is_done(shown: &Value, address: &str) -> bool {
+fn is_sign_in_over(shown: &Value, address: &str) -> bool {
     let oauth = &shown["oauth"];
     match oauth["sign_in_url"].as_str() {
         // A failed sign-in replaces its URL with a new one.
         Some(other) => other != address,
-        None => oauth["signed_in"] == true && text(shown, "state") != "starting",
+        None => oauth["signed_in"] == true && str_member(shown, "state") != "starting",
     }
 }
 
 /// Deletes the tokens.
-pub(super) async fn sign_out(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
+pub(super) async fn sign_out(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+) -> Result<(), CommandFailure> {
     match crib {
-        Crib::Server(client) => {
+        McpServersTarget::Server(client) => {
             let path = ["v1", "sources", "mcp", name, "sign-in"];
-            client.ask(Ask::new(Method::DELETE, &path)).await?;
+            client.request_json(ApiRequest::new(Method::DELETE, &path)).await?;
         }
-        Crib::Directory { engine, caller } => {
-            engine.keep_upstream_grant(&caller.project, name, None).await?;
+        McpServersTarget::Directory { engine, caller } => {
+            engine.set_upstream_credential(&caller.project, name, None).await?;
         }
     }
-    context.output.note(&format!("the tokens of {} are forgotten", plain(name)));
+    context.output.print_note(&format!("the tokens of {} are forgotten", sanitize_line(name)));
     Ok(())
 }

@@ -6,18 +6,18 @@ pub(super) mod sse;
 pub(super) mod ws;
 
 use serde::Serialize;
-use toolcrib::desk::{Message, Request};
+use toolcrib::desk::{ClientMessage, WorkItem};
 use toolcrib::fault::Error;
 use toolcrib::{CallId, Engine, Json};
 
-use super::super::question::wrong_parameter;
+use super::super::question::invalid_parameter;
 
 /// Maximum number of requests in flight per client.
 const MAX_WINDOW: usize = 1_024;
 
 /// A request as sent to a client. The arguments are those of the caller, byte for byte.
 #[derive(Serialize)]
-struct RequestBody {
+struct ToolRequestMessage {
     args: Json,
     attempt: u32,
     deadline_at_ms: u64,
@@ -35,7 +35,7 @@ struct RequestBody {
 
 /// A cancellation as sent to a client.
 #[derive(Serialize)]
-struct CancelBody {
+struct ToolCancelMessage {
     attempt: u32,
     tool_call_id: CallId,
     #[serde(rename = "type")]
@@ -45,13 +45,13 @@ struct CancelBody {
 /// A message as sent to a client.
 #[derive(Serialize)]
 #[serde(untagged)]
-enum MessageBody {
-    Request(RequestBody),
-    Cancel(CancelBody),
+enum IngressMessage {
+    Request(ToolRequestMessage),
+    Cancel(ToolCancelMessage),
 }
 
-impl RequestBody {
-    fn of(engine: &Engine, request: Request) -> Self {
+impl ToolRequestMessage {
+    fn of(engine: &Engine, request: WorkItem) -> Self {
         Self {
             args: request.args,
             attempt: request.attempt,
@@ -68,13 +68,17 @@ impl RequestBody {
     }
 }
 
-impl MessageBody {
-    fn of(engine: &Engine, message: Message) -> Self {
+impl IngressMessage {
+    fn of(engine: &Engine, message: ClientMessage) -> Self {
         match message {
-            Message::Request(request) => Self::Request(RequestBody::of(engine, request)),
-            Message::Cancel { call_id, attempt } => {
-                Self::Cancel(CancelBody { attempt, tool_call_id: call_id, kind: "tool_cancel" })
+            ClientMessage::Execute(request) => {
+                Self::Request(ToolRequestMessage::of(engine, request))
             }
+            ClientMessage::Cancel { call_id, attempt } => Self::Cancel(ToolCancelMessage {
+                attempt,
+                tool_call_id: call_id,
+                kind: "tool_cancel",
+            }),
         }
     }
 
@@ -87,17 +91,17 @@ impl MessageBody {
 }
 
 /// Serializes a message. This cannot fail: keys are names, and values are JSON.
-fn text(body: &impl Serialize) -> String {
+fn to_json(body: &impl Serialize) -> String {
     serde_json::to_string(body).unwrap_or_default()
 }
 
 /// Resolves the number of requests in flight that a client requests. Clamps it to the maximum, and
 /// refuses 0, which no client that requests work can mean.
-fn window(field: &str, asked: Option<usize>, usual: usize) -> Result<usize, Error> {
+fn resolve_window(field: &str, asked: Option<usize>, usual: usize) -> Result<usize, Error> {
     match asked.unwrap_or(usual) {
         0 => {
             let message = format!("{field} must be at least 1");
-            Err(wrong_parameter(field, message))
+            Err(invalid_parameter(field, message))
         }
         asked => Ok(asked.min(MAX_WINDOW)),
     }

@@ -4,23 +4,23 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
-use toolcrib::directory::Others;
-use toolcrib::engine::Registration;
-use toolcrib::retry::PolicyPatch;
-use toolcrib::tool::{Alternate, Definition, Effect, Risk};
+use toolcrib::directory::UnlistedTools;
+use toolcrib::engine::ClientRegistration;
+use toolcrib::retry::ExecutionPolicyPatch;
+use toolcrib::tool::{Effect, Fallback, Risk, ToolDefinition};
 use toolcrib::{Caller, Engine, Executor};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, Who};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{Authenticated, JsonBody, NamePath, QueryParams};
 use super::super::wire::timeout_ms;
 
 /// The tools of a client.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct RegisterBody {
     client_id: String,
-    tools: Vec<OfferBody>,
+    tools: Vec<ToolOfferBody>,
     /// Withdraw tools that this client registered before and that are not in this list.
     #[serde(default)]
     replace: bool,
@@ -28,7 +28,8 @@ pub(super) struct RegisterBody {
 
 /// A tool that a client provides.
 #[derive(Deserialize, ToSchema)]
-pub(super) struct OfferBody {
+#[schema(as = OfferBody)]
+pub(super) struct ToolOfferBody {
     name: String,
     /// JSON Schema of the arguments, 2020-12 or draft-07.
     #[serde(default = "toolcrib::Json::empty_object")]
@@ -56,19 +57,19 @@ pub(super) struct OfferBody {
     /// Limits of this tool: max_parallel, default_timeout_ms, max_retries, backoff.
     #[serde(default)]
     #[schema(value_type = Option<Object>)]
-    policy: PolicyPatch,
+    policy: ExecutionPolicyPatch,
     /// Tools to fall back to: `[{"tool": "other.tool", "args": {"q": {"from": "/query"}}}]`.
     #[serde(default)]
     #[schema(value_type = Vec<Object>)]
-    fallback: Vec<Alternate>,
+    fallback: Vec<Fallback>,
     #[schema(value_type = Option<Object>)]
     metadata: Option<toolcrib::Json>,
 }
 
-impl OfferBody {
-    fn definition(self, project: &str, default_timeout_ms: u64) -> Definition {
+impl ToolOfferBody {
+    fn into_definition(self, project: &str, default_timeout_ms: u64) -> ToolDefinition {
         let own = self.policy.default_timeout_ms;
-        Definition {
+        ToolDefinition {
             project: Some(project.to_owned()),
             name: self.name,
             description: self.description,
@@ -82,25 +83,29 @@ impl OfferBody {
             policy: self.policy,
             fallback: self.fallback,
             metadata: self.metadata,
-            utp: None,
+            binding: None,
         }
     }
 }
 
 impl RegisterBody {
     /// Adds these tools to those that the client registered before.
-    pub(super) fn of(client_id: String, tools: Vec<OfferBody>) -> Self {
+    pub(super) fn of(client_id: String, tools: Vec<ToolOfferBody>) -> Self {
         Self { client_id, tools, replace: false }
     }
 
-    pub(super) fn registration(self, engine: &Engine, caller: &Caller) -> Registration {
+    pub(super) fn into_registration(self, engine: &Engine, caller: &Caller) -> ClientRegistration {
         let default_ms = engine.default_timeout_ms(caller);
         let project = caller.project.as_str();
-        let definition = |offer: OfferBody| offer.definition(project, default_ms);
-        Registration {
+        let definition = |offer: ToolOfferBody| offer.into_definition(project, default_ms);
+        ClientRegistration {
             client_id: self.client_id,
             tools: self.tools.into_iter().map(definition).collect(),
-            others: if self.replace { Others::Withdraw } else { Others::Keep },
+            unlisted_tools: if self.replace {
+                UnlistedTools::Withdraw
+            } else {
+                UnlistedTools::Keep
+            },
         }
     }
 }
@@ -115,14 +120,14 @@ pub(super) struct RegisteredBody {
 /// Registers or updates the tools of a client.
 #[utoipa::path(post, path = "/internal/tools/register", tag = "providers",
     request_body = RegisterBody,
-    responses((status = 200, body = RegisteredBody), (status = 403, body = Problem),
-        (status = 409, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, body = RegisteredBody), (status = 403, body = ProblemDetails),
+        (status = 409, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 pub(super) async fn register(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Body(body): Body<RegisterBody>,
-) -> Result<Json<RegisteredBody>, Refused> {
-    let registration = body.registration(&door.engine, &caller);
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    JsonBody(body): JsonBody<RegisterBody>,
+) -> Result<Json<RegisteredBody>, ApiError> {
+    let registration = body.into_registration(&door.engine, &caller);
     let registered_count = door.engine.register(&caller, registration).await?;
     Ok(Json(RegisteredBody { ok: true, registered_count }))
 }
@@ -130,20 +135,20 @@ pub(super) async fn register(
 /// Identifies a client.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct WhichClient {
+pub(super) struct ClientQuery {
     client_id: String,
 }
 
 /// Withdraws a client's tool. A tool that no client provides any more is removed.
 #[utoipa::path(delete, path = "/internal/tools/{name}", tag = "providers",
-    params(("name" = String, Path, description = "The tool's name"), WhichClient),
-    responses((status = 204), (status = 404, body = Problem)))]
+    params(("name" = String, Path, description = "The tool's name"), ClientQuery),
+    responses((status = 204), (status = 404, body = ProblemDetails)))]
 pub(super) async fn withdraw(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-    Asked(which): Asked<WhichClient>,
-) -> Result<StatusCode, Refused> {
+    QueryParams(which): QueryParams<ClientQuery>,
+) -> Result<StatusCode, ApiError> {
     door.engine.withdraw(&caller, &which.client_id, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -151,22 +156,22 @@ pub(super) async fn withdraw(
 /// Removes a client and its tools. It must not be connected or have requests in flight.
 #[utoipa::path(delete, path = "/internal/clients/{client_id}", tag = "providers",
     params(("client_id" = String, Path, description = "The client's id")),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
-        (status = 409, body = Problem)))]
-pub(super) async fn forget(
-    State(door): State<Door>,
-    Who(caller): Who,
+    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
+pub(super) async fn forget_client(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(client_id): NamePath,
-) -> Result<StatusCode, Refused> {
-    door.engine.forget_client(&caller, &client_id).await?;
+) -> Result<StatusCode, ApiError> {
+    door.engine.remove_client(&caller, &client_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Withdraws a tool with the name `register`.
 pub(super) async fn withdraw_register(
-    state: State<Door>,
-    who: Who,
-    which: Asked<WhichClient>,
-) -> Result<StatusCode, Refused> {
+    state: State<HttpState>,
+    who: Authenticated,
+    which: QueryParams<ClientQuery>,
+) -> Result<StatusCode, ApiError> {
     withdraw(state, who, NamePath("register".to_owned()), which).await
 }

@@ -4,15 +4,15 @@ use axum::Json;
 use axum::extract::{Request, State};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::Progress;
-use toolcrib::engine::Report;
+use toolcrib::AttemptProgress;
+use toolcrib::engine::AttemptReport;
 use toolcrib::fault::{Code, Error, Fault};
 use utoipa::ToSchema;
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{self, Body, CallPath, Who};
-use super::super::wire::reported_fault;
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{self, Authenticated, CallPath, JsonBody};
+use super::super::wire::parse_reported_fault;
 
 /// The result of a call.
 #[derive(Deserialize, ToSchema)]
@@ -33,26 +33,27 @@ pub(super) struct SubmitBody {
 }
 
 impl SubmitBody {
-    pub(super) fn report(self) -> Result<Report, Error> {
+    pub(super) fn into_report(self) -> Result<AttemptReport, Error> {
         let result = match self.status.to_uppercase().as_str() {
             "SUCCEEDED" => Ok(self.result.unwrap_or_else(toolcrib::Json::null)),
-            "FAILED" => Err(reported_fault(self.error.as_ref())),
+            "FAILED" => Err(parse_reported_fault(self.error.as_ref())),
             _ => {
                 let message = "status must be SUCCEEDED or FAILED";
                 return Err(Fault::new(Code::ValidationError, message).into());
             }
         };
-        Ok(Report { attempt: self.attempt, client_id: self.client_id, result })
+        Ok(AttemptReport { attempt: self.attempt, client_id: self.client_id, result })
     }
 
-    pub(super) fn said_by(self, client_id: &str) -> Self {
+    pub(super) fn with_client_id(self, client_id: &str) -> Self {
         Self { client_id: Some(client_id.to_owned()), ..self }
     }
 }
 
 /// The status of the call after the report.
 #[derive(Serialize, ToSchema)]
-pub(super) struct SubmittedBody {
+#[schema(as = SubmittedBody)]
+pub(super) struct CallStatusBody {
     ok: bool,
     tool_call_id: String,
     /// Status of the call: the submitted one, or PENDING if it will be retried.
@@ -61,7 +62,10 @@ pub(super) struct SubmittedBody {
 
 /// Reads a report. A report that is too large becomes a failure of its attempt; the additional
 /// error is the response to the client.
-async fn submitted(door: &Door, request: Request) -> Result<(Report, Option<Error>), Error> {
+async fn read_report(
+    door: &HttpState,
+    request: Request,
+) -> Result<(AttemptReport, Option<Error>), Error> {
     let limit = door.max_result_body_bytes();
     let too_large = |bytes: Option<usize>| {
         let size = bytes.map_or_else(String::new, |bytes| format!("{bytes} bytes, "));
@@ -70,22 +74,22 @@ async fn submitted(door: &Door, request: Request) -> Result<(Report, Option<Erro
     };
     let refused = |attempt, client_id, fault: Fault| {
         let error = fault.clone().into();
-        Ok((Report { attempt, client_id, result: Err(fault) }, Some(error)))
+        Ok((AttemptReport { attempt, client_id, result: Err(fault) }, Some(error)))
     };
-    let read = question::read(request, door.max_report_bytes()).await;
-    let bytes = match read.map_err(Refused::into_error) {
+    let read = question::read_body(request, door.max_report_bytes()).await;
+    let bytes = match read.map_err(ApiError::into_error) {
         Ok(bytes) => bytes,
         Err(error) if error.code() == Code::PayloadTooLarge => {
             return refused(None, None, too_large(None));
         }
         Err(error) => return Err(error),
     };
-    let mended = question::mended(&bytes).map_err(Refused::into_error)?;
-    let body: SubmitBody = question::parse_checked(&mended).map_err(Refused::into_error)?;
+    let mended = question::replace_lone_surrogates(&bytes).map_err(ApiError::into_error)?;
+    let body: SubmitBody = question::parse_checked_json(&mended).map_err(ApiError::into_error)?;
     if bytes.len() > limit {
         return refused(body.attempt, body.client_id, too_large(Some(bytes.len())));
     }
-    Ok((body.report()?, None))
+    Ok((body.into_report()?, None))
 }
 
 /// Submits the result of a call.
@@ -94,27 +98,28 @@ async fn submitted(door: &Door, request: Request) -> Result<(Report, Option<Erro
 #[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/submit", tag = "providers",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = SubmitBody,
-    responses((status = 200, body = SubmittedBody), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem),
-        (status = 413, body = Problem)))]
+    responses((status = 200, body = CallStatusBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 413, body = ProblemDetails)))]
 pub(super) async fn submit(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
     request: Request,
-) -> Result<Json<SubmittedBody>, Refused> {
-    let (report, too_large) = submitted(&door, request).await?;
+) -> Result<Json<CallStatusBody>, ApiError> {
+    let (report, too_large) = read_report(&door, request).await?;
     let call = door.engine.report(&caller, &id, report).await?;
     if let Some(error) = too_large {
         return Err(error.into());
     }
     let (tool_call_id, status) = (id.to_string(), call.status.as_str());
-    Ok(Json(SubmittedBody { ok: true, tool_call_id, status }))
+    Ok(Json(CallStatusBody { ok: true, tool_call_id, status }))
 }
 
 /// The client that takes a call.
 #[derive(Deserialize, ToSchema)]
-pub(super) struct AckBody {
+#[schema(as = AckBody)]
+pub(super) struct CallAckBody {
     client_id: String,
     attempt: Option<u32>,
 }
@@ -122,18 +127,18 @@ pub(super) struct AckBody {
 /// Acknowledges a call: it becomes RUNNING and belongs to this client.
 #[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/ack", tag = "providers",
     params(("tool_call_id" = String, Path, description = "The ticket")),
-    request_body = AckBody,
-    responses((status = 200, body = SubmittedBody), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem)))]
+    request_body = CallAckBody,
+    responses((status = 200, body = CallStatusBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn ack(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-    Body(body): Body<AckBody>,
-) -> Result<Json<SubmittedBody>, Refused> {
-    let call = door.engine.take(&caller, &id, &body.client_id, body.attempt).await?;
+    JsonBody(body): JsonBody<CallAckBody>,
+) -> Result<Json<CallStatusBody>, ApiError> {
+    let call = door.engine.acknowledge_call(&caller, &id, &body.client_id, body.attempt).await?;
     let (tool_call_id, status) = (id.to_string(), call.status.as_str());
-    Ok(Json(SubmittedBody { ok: true, tool_call_id, status }))
+    Ok(Json(CallStatusBody { ok: true, tool_call_id, status }))
 }
 
 /// The progress of a call.
@@ -149,15 +154,16 @@ pub(super) struct ProgressBody {
 }
 
 impl ProgressBody {
-    pub(super) fn split(self) -> (Option<String>, Option<u32>, Progress) {
+    pub(super) fn into_parts(self) -> (Option<String>, Option<u32>, AttemptProgress) {
         let Self { client_id, attempt, percent, message, data } = self;
-        (client_id, attempt, Progress { percent, message, data })
+        (client_id, attempt, AttemptProgress { percent, message, data })
     }
 }
 
 /// The response to a progress report.
 #[derive(Serialize, ToSchema)]
-pub(super) struct NotedBody {
+#[schema(as = NotedBody)]
+pub(super) struct ProgressAckBody {
     ok: bool,
 }
 
@@ -165,15 +171,15 @@ pub(super) struct NotedBody {
 #[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/progress", tag = "providers",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = ProgressBody,
-    responses((status = 200, body = NotedBody), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem)))]
+    responses((status = 200, body = ProgressAckBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn progress(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-    Body(body): Body<ProgressBody>,
-) -> Result<Json<NotedBody>, Refused> {
-    let (client_id, attempt, progress) = body.split();
-    door.engine.progress(&caller, &id, client_id.as_deref(), attempt, progress).await?;
-    Ok(Json(NotedBody { ok: true }))
+    JsonBody(body): JsonBody<ProgressBody>,
+) -> Result<Json<ProgressAckBody>, ApiError> {
+    let (client_id, attempt, progress) = body.into_parts();
+    door.engine.report_progress(&caller, &id, client_id.as_deref(), attempt, progress).await?;
+    Ok(Json(ProgressAckBody { ok: true }))
 }

@@ -5,19 +5,19 @@ mod answer;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
-use toolcrib::engine::Thread;
-use toolcrib::names::for_model;
+use toolcrib::engine::SavedConversation;
+use toolcrib::names::name_for_model;
 use utoipa::ToSchema;
 
-use super::super::Door;
-use super::conversation::{Asker, Conversation, Said};
-use super::fields::Fields;
-use super::refusal::{Refusal, RefusalBody, invalid};
-use answer::Form;
+use super::super::HttpState;
+use super::conversation::{ConversationRequest, Input, OpenAiConversation};
+use super::fields::RequestFields;
+use super::refusal::{OpenAiError, OpenAiErrorBody, invalid_field};
+use answer::CompletionFormat;
 
 /// Fields that are not forwarded to the model: those that this transport handles itself, and those
 /// that it does not support.
-const OURS: [&str; 8] = [
+const UNFORWARDED_CHAT_FIELDS: [&str; 8] = [
     "functions",
     "function_call",
     "store",
@@ -56,58 +56,60 @@ pub(super) struct ChatBody {
     responses(
         (status = 200, description = "A `chat.completion`, or its chunks as server-sent events",
             content((Object = "application/json"), (String = "text/event-stream"))),
-        (status = 400, body = RefusalBody), (status = 401, body = RefusalBody),
-        (status = 403, body = RefusalBody), (status = 404, body = RefusalBody),
-        (status = 503, body = RefusalBody)
+        (status = 400, body = OpenAiErrorBody), (status = 401, body = OpenAiErrorBody),
+        (status = 403, body = OpenAiErrorBody), (status = 404, body = OpenAiErrorBody),
+        (status = 503, body = OpenAiErrorBody)
     ))]
 pub(super) async fn complete(
-    State(door): State<Door>,
+    State(door): State<HttpState>,
     request: Request,
-) -> Result<Response, Refusal> {
-    let mut asker = Asker::of(&door, request).await?;
+) -> Result<Response, OpenAiError> {
+    let mut asker = ConversationRequest::of(&door, request).await?;
     let fields = &mut asker.fields;
-    let model = fields.needed_text("model")?;
-    let messages = fields.list("messages")?.ok_or_else(|| invalid("messages", "is missing"))?;
+    let model = fields.required_text("model")?;
+    let messages =
+        fields.list("messages")?.ok_or_else(|| invalid_field("messages", "is missing"))?;
     let tools = fields.list("tools")?.unwrap_or_default();
     let stream = fields.flag("stream")?;
     let with_usage = fields.take("stream_options").is_some_and(|o| o["include_usage"] == true);
-    let extras = fields.extras()?;
-    check(fields)?;
-    let said = Said { instructions: None, messages, tools };
-    let form = Form { model: model.clone(), with_usage };
+    let extras = fields.toolcrib_options()?;
+    check_fields(fields)?;
+    let said = Input { instructions: None, messages, tools };
+    let form = CompletionFormat { model: model.clone(), with_usage };
     let conversation =
-        Conversation::new(&door, asker, &model, Thread::default(), said, extras).await?;
+        OpenAiConversation::new(&door, asker, &model, SavedConversation::default(), said, extras)
+            .await?;
     if stream {
-        return answer::streamed(conversation, form).await;
+        return answer::stream_response(conversation, form).await;
     }
-    Ok(match Box::pin(conversation.held(&|_| {})).await {
-        Ok(ending) => answer::whole(&ending, &form),
+    Ok(match Box::pin(conversation.run(&|_| {})).await {
+        Ok(ending) => answer::full_response(&ending, &form),
         Err(broken) => broken.into_response(),
     })
 }
 
-fn check(fields: &mut Fields) -> Result<(), Refusal> {
+fn check_fields(fields: &mut RequestFields) -> Result<(), OpenAiError> {
     if fields.take("n").is_some_and(|n| n != 1) {
-        return Err(invalid("n", "must be 1: one answer is given"));
+        return Err(invalid_field("n", "must be 1: one answer is given"));
     }
     for old in ["functions", "function_call"] {
         if fields.take(old).is_some() {
-            return Err(invalid(old, "is not supported: use tools and tool_choice"));
+            return Err(invalid_field(old, "is not supported: use tools and tool_choice"));
         }
     }
-    for name in OURS {
+    for name in UNFORWARDED_CHAT_FIELDS {
         fields.take(name);
     }
     if let Some(choice) = fields.0.get_mut("tool_choice") {
-        told_choice(choice);
+        normalize_tool_choice(choice);
     }
     Ok(())
 }
 
 /// Accepts the original name of a Toolcrib tool in `tool_choice`, too.
-fn told_choice(choice: &mut Value) {
+fn normalize_tool_choice(choice: &mut Value) {
     let function = choice.get_mut("function").and_then(Value::as_object_mut);
-    let name = |function: &Map<String, Value>| function.get("name")?.as_str().map(for_model);
+    let name = |function: &Map<String, Value>| function.get("name")?.as_str().map(name_for_model);
     if let Some(function) = function
         && let Some(name) = name(function)
     {

@@ -6,8 +6,8 @@ use axum::http::HeaderMap;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::super::Door;
-use super::refusal::{Refusal, RefusalBody, no_model};
+use super::super::HttpState;
+use super::refusal::{OpenAiError, OpenAiErrorBody, model_not_found};
 use crate::auth;
 
 /// A model.
@@ -30,35 +30,35 @@ pub(super) struct ModelsBody {
     data: Vec<ModelBody>,
 }
 
-fn body(id: String) -> ModelBody {
+fn model_body(id: String) -> ModelBody {
     ModelBody { id, object: "model", created: 0, owned_by: "toolcrib" }
 }
 
 /// Lists the configured models. Other models of the configured endpoint can be requested as well.
 #[utoipa::path(get, path = "/v1/models", tag = "models",
-    responses((status = 200, body = ModelsBody), (status = 401, body = RefusalBody)))]
+    responses((status = 200, body = ModelsBody), (status = 401, body = OpenAiErrorBody)))]
 pub(super) async fn list(
-    State(door): State<Door>,
+    State(door): State<HttpState>,
     headers: HeaderMap,
-) -> Result<Json<ModelsBody>, Refusal> {
-    auth::caller(&door.engine, &headers)?;
-    let data = door.engine.models().names().into_iter().map(body).collect();
+) -> Result<Json<ModelsBody>, OpenAiError> {
+    auth::authenticate_request(&door.engine, &headers)?;
+    let data = door.engine.models().names().into_iter().map(model_body).collect();
     Ok(Json(ModelsBody { object: "list", data }))
 }
 
 /// Returns one model.
 #[utoipa::path(get, path = "/v1/models/{model}", tag = "models",
     params(("model" = String, Path, description = "Its name")),
-    responses((status = 200, body = ModelBody), (status = 404, body = RefusalBody)))]
+    responses((status = 200, body = ModelBody), (status = 404, body = OpenAiErrorBody)))]
 pub(super) async fn show(
-    State(door): State<Door>,
+    State(door): State<HttpState>,
     Path(model): Path<String>,
     headers: HeaderMap,
-) -> Result<Json<ModelBody>, Refusal> {
-    auth::caller(&door.engine, &headers)?;
+) -> Result<Json<ModelBody>, OpenAiError> {
+    auth::authenticate_request(&door.engine, &headers)?;
     let names = door.engine.models().names();
     match names.contains(&model) {
-        true => Ok(Json(body(model))),
-        false => Err(no_model(&model, &names)),
+        true => Ok(Json(model_body(model))),
+        false => Err(model_not_found(&model, &names)),
     }
 }

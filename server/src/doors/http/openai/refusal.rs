@@ -8,20 +8,22 @@ use serde_json::Value;
 use toolcrib::fault::{Code, Error, Fault};
 use utoipa::ToSchema;
 
-use super::super::answer::Refused;
+use super::super::answer::ApiError;
 
 /// The error of a refused request.
-pub(super) struct Refusal(pub(super) Error);
+pub(super) struct OpenAiError(pub(super) Error);
 
 /// A refused request, in OpenAI's format.
 #[derive(Debug, Clone, Serialize, ToSchema)]
-pub(super) struct RefusalBody {
-    pub(super) error: ErrorBody,
+#[schema(as = RefusalBody)]
+pub(super) struct OpenAiErrorBody {
+    pub(super) error: OpenAiErrorDetail,
 }
 
 /// Details of the error.
 #[derive(Debug, Clone, Serialize, ToSchema)]
-pub(super) struct ErrorBody {
+#[schema(as = ErrorBody)]
+pub(super) struct OpenAiErrorDetail {
     /// Explanation of the error in this request, and how to fix it.
     message: String,
     /// `invalid_request_error`, `rate_limit_error`, `server_error`, ….
@@ -33,44 +35,45 @@ pub(super) struct ErrorBody {
     code: String,
 }
 
-impl From<Error> for Refusal {
+impl From<Error> for OpenAiError {
     fn from(error: Error) -> Self {
         Self(error)
     }
 }
 
-impl From<Fault> for Refusal {
+impl From<Fault> for OpenAiError {
     fn from(fault: Fault) -> Self {
         Self(fault.into())
     }
 }
 
-impl From<Refused> for Refusal {
-    fn from(refused: Refused) -> Self {
+impl From<ApiError> for OpenAiError {
+    fn from(refused: ApiError) -> Self {
         Self(refused.into_error())
     }
 }
 
 /// Builds the error for an invalid field.
-pub(super) fn invalid(param: &str, message: impl std::fmt::Display) -> Refusal {
+pub(super) fn invalid_field(param: &str, message: impl std::fmt::Display) -> OpenAiError {
     let detail = serde_json::json!({ "pointer": format!("/{}", param.replace('.', "/")) });
     let message = format!("{param} {message}");
-    let fault = Fault::new(Code::ValidationError, message).not_happened().with_detail(detail);
-    Refusal(fault.into())
+    let fault =
+        Fault::new(Code::ValidationError, message).without_side_effect().with_detail(detail);
+    OpenAiError(fault.into())
 }
 
 /// Builds the error for an unknown model.
-pub(super) fn no_model(name: &str, names: &[String]) -> Refusal {
+pub(super) fn model_not_found(name: &str, names: &[String]) -> OpenAiError {
     let shown: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
     let message = format!("there is no model \"{shown}\"; there are: {}", names.join(", "));
     let detail = serde_json::json!({ "pointer": "/model", "code": "model_not_found" });
-    let fault = Fault::new(Code::NotFound, message).not_happened().with_detail(detail);
-    Refusal(fault.into())
+    let fault = Fault::new(Code::NotFound, message).without_side_effect().with_detail(detail);
+    OpenAiError(fault.into())
 }
 
-impl Refusal {
+impl OpenAiError {
     /// Returns the HTTP status of the model endpoint, if the endpoint refused the request.
-    fn upstream(fault: &Fault) -> Option<u16> {
+    fn upstream_status(fault: &Fault) -> Option<u16> {
         let status = fault.detail.as_ref()?.get("http_status")?.as_u64()?;
         u16::try_from(status).ok()
     }
@@ -79,7 +82,7 @@ impl Refusal {
     /// endpoint reported it. A problem with Toolcrib's key at the endpoint is not reported as an
     /// error of the caller.
     fn status(fault: &Fault) -> u16 {
-        match (fault.code, Self::upstream(fault)) {
+        match (fault.code, Self::upstream_status(fault)) {
             (Code::ValidationError | Code::BadRequest, _) => 400,
             (Code::UpstreamUnavailable, Some(status @ (400 | 404 | 413 | 422 | 429))) => status,
             (code, _) => code.http_status(),
@@ -87,11 +90,14 @@ impl Refusal {
     }
 
     /// Returns the status and the body of the response.
-    pub(super) fn body(&self) -> (u16, RefusalBody) {
+    pub(super) fn body(&self) -> (u16, OpenAiErrorBody) {
         let Error::Refused { fault, .. } = &self.0 else {
             let message = "internal error; see the server's log".to_owned();
             let (kind, code) = ("server_error", Code::Internal.as_str().to_owned());
-            return (500, RefusalBody { error: ErrorBody { message, kind, param: None, code } });
+            return (
+                500,
+                OpenAiErrorBody { error: OpenAiErrorDetail { message, kind, param: None, code } },
+            );
         };
         let status = Self::status(fault);
         let detail = |field: &str| fault.detail.as_ref()?.get(field).and_then(Value::as_str);
@@ -109,7 +115,7 @@ impl Refusal {
         };
         let param = detail("pointer").map(|at| at.trim_start_matches('/').replace('/', "."));
         let message = fault.message.clone();
-        (status, RefusalBody { error: ErrorBody { message, kind, param, code } })
+        (status, OpenAiErrorBody { error: OpenAiErrorDetail { message, kind, param, code } })
     }
 
     /// Returns the time after which to retry: Toolcrib's, or that of the model endpoint.
@@ -119,7 +125,7 @@ impl Refusal {
     }
 
     /// Logs the error if it is internal.
-    pub(super) fn logged(self) -> Self {
+    pub(super) fn log_internal(self) -> Self {
         if let Error::Internal(source) = &self.0 {
             let mut chain = source.to_string();
             let mut next = source.source();
@@ -133,9 +139,9 @@ impl Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for OpenAiError {
     fn into_response(self) -> Response {
-        let refusal = self.logged();
+        let refusal = self.log_internal();
         let (status, body) = refusal.body();
         let mut answer = Json(body).into_response();
         *answer.status_mut() = StatusCode::from_u16(status).unwrap_or_default();

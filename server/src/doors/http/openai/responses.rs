@@ -7,19 +7,19 @@ mod items;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::Thread;
+use toolcrib::engine::SavedConversation;
 use toolcrib::fault::{Code, Fault};
-use toolcrib::names::for_model;
+use toolcrib::names::name_for_model;
 use utoipa::ToSchema;
 
-use super::super::Door;
-use super::conversation::{Asker, Conversation, Said};
-use super::fields::Fields;
-use super::refusal::{Refusal, RefusalBody, invalid};
-use answer::Form;
+use super::super::HttpState;
+use super::conversation::{ConversationRequest, Input, OpenAiConversation};
+use super::fields::RequestFields;
+use super::refusal::{OpenAiError, OpenAiErrorBody, invalid_field};
+use answer::ResponseBuilder;
 
 /// Fields that are not forwarded to the model.
-const OURS: [&str; 8] = [
+const UNFORWARDED_RESPONSE_FIELDS: [&str; 8] = [
     "metadata",
     "include",
     "truncation",
@@ -61,61 +61,66 @@ pub(super) struct ResponsesBody {
     responses(
         (status = 200, description = "A `response`, or its events as server-sent events",
             content((Object = "application/json"), (String = "text/event-stream"))),
-        (status = 400, body = RefusalBody), (status = 401, body = RefusalBody),
-        (status = 403, body = RefusalBody), (status = 404, body = RefusalBody),
-        (status = 503, body = RefusalBody)
+        (status = 400, body = OpenAiErrorBody), (status = 401, body = OpenAiErrorBody),
+        (status = 403, body = OpenAiErrorBody), (status = 404, body = OpenAiErrorBody),
+        (status = 503, body = OpenAiErrorBody)
     ))]
-pub(super) async fn respond(
-    State(door): State<Door>,
+pub(super) async fn create_response(
+    State(door): State<HttpState>,
     request: Request,
-) -> Result<Response, Refusal> {
-    let mut asker = Asker::of(&door, request).await?;
+) -> Result<Response, OpenAiError> {
+    let mut asker = ConversationRequest::of(&door, request).await?;
     let fields = &mut asker.fields;
-    let model = fields.needed_text("model")?;
-    let mut form = Form::new(&model, &fields.0);
-    let input = fields.take("input").ok_or_else(|| invalid("input", "is missing"))?;
-    let messages = items::messages(input)?;
+    let model = fields.required_text("model")?;
+    let mut form = ResponseBuilder::new(&model, &fields.0);
+    let input = fields.take("input").ok_or_else(|| invalid_field("input", "is missing"))?;
+    let messages = items::to_messages(input)?;
     let instructions = fields.text("instructions")?;
-    let tools = items::tools(fields.list("tools")?.unwrap_or_default())?;
+    let tools = items::to_chat_tools(fields.list("tools")?.unwrap_or_default())?;
     let stream = fields.flag("stream")?;
-    form.kept = fields.take("store").is_none_or(|store| store != false);
-    form.instructed = instructions.is_some();
-    let extras = fields.extras()?;
+    form.store = fields.take("store").is_none_or(|store| store != false);
+    form.has_instructions = instructions.is_some();
+    let extras = fields.toolcrib_options()?;
     let previous = fields.text("previous_response_id")?;
-    translate(fields)?;
+    translate_settings(fields)?;
     let before = match previous {
-        None => Thread::default(),
-        Some(id) => {
-            door.engine.thread(&asker.caller, &id).await?.ok_or_else(|| no_response(&id))?
-        }
+        None => SavedConversation::default(),
+        Some(id) => door
+            .engine
+            .load_saved_conversation(&asker.caller, &id)
+            .await?
+            .ok_or_else(|| response_not_found(&id))?,
     };
-    let said = Said { instructions, messages, tools };
-    let conversation = Conversation::new(&door, asker, &model, before, said, extras).await?;
+    let said = Input { instructions, messages, tools };
+    let conversation = OpenAiConversation::new(&door, asker, &model, before, said, extras).await?;
     if stream {
-        return answer::streamed(conversation, form).await;
+        return answer::stream_response(conversation, form).await;
     }
-    answer::whole(conversation, form).await
+    answer::full_response(conversation, form).await
 }
 
-fn no_response(id: &str) -> Refusal {
+fn response_not_found(id: &str) -> OpenAiError {
     let shown: String = id.chars().filter(|c| !c.is_control()).take(80).collect();
     let detail = json!({ "pointer": "/previous_response_id",
         "code": "previous_response_not_found" });
     let message = format!("there is no response \"{shown}\" to go on from");
-    Fault::new(Code::NotFound, message).not_happened().with_detail(detail).into()
+    Fault::new(Code::NotFound, message).without_side_effect().with_detail(detail).into()
 }
 
 /// Translates the settings of this API into those of chat completions.
-fn translate(fields: &mut Fields) -> Result<(), Refusal> {
+fn translate_settings(fields: &mut RequestFields) -> Result<(), OpenAiError> {
     if fields.0.get("background") == Some(&Value::Bool(true)) {
-        return Err(invalid("background", "is not supported: POST /v1/runs goes on by itself"));
+        return Err(invalid_field(
+            "background",
+            "is not supported: POST /v1/runs goes on by itself",
+        ));
     }
     for unknown in ["conversation", "prompt"] {
         if fields.take(unknown).is_some() {
-            return Err(invalid(unknown, "is not supported"));
+            return Err(invalid_field(unknown, "is not supported"));
         }
     }
-    for name in OURS {
+    for name in UNFORWARDED_RESPONSE_FIELDS {
         fields.take(name);
     }
     if let Some(most) = fields.take("max_output_tokens") {
@@ -137,9 +142,9 @@ fn translate(fields: &mut Fields) -> Result<(), Refusal> {
     if let Some(Value::Object(choice)) = fields.0.get("tool_choice") {
         let name = choice.get("name").and_then(Value::as_str);
         let Some(name) = name.filter(|_| choice.get("type") == Some(&json!("function"))) else {
-            return Err(invalid("tool_choice", "must be auto, none, required or a function"));
+            return Err(invalid_field("tool_choice", "must be auto, none, required or a function"));
         };
-        let choice = json!({ "type": "function", "function": { "name": for_model(name) } });
+        let choice = json!({ "type": "function", "function": { "name": name_for_model(name) } });
         fields.0.insert("tool_choice".into(), choice);
     }
     Ok(())

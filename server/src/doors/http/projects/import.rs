@@ -7,22 +7,22 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::tool::check_name;
+use toolcrib::tool::check_tool_name;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, NamePath, Who};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{Authenticated, NamePath, QueryParams};
 use super::definition;
-use crate::openapi::{self, Import, Imported, Wanted};
+use crate::openapi::{self, ImportOptions, ImportReport, ImportedTool};
 
 /// The last path segment of the route, which therefore cannot be a tool's name.
-pub(super) const NAME: &str = "import";
+pub(super) const IMPORT_SEGMENT: &str = "import";
 
 /// Options of an import.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Importing {
+pub(super) struct ImportQuery {
     /// Prefix of every tool name, followed by a dot.
     prefix: Option<String>,
     /// Base URL of the API (default: the one in the document).
@@ -33,7 +33,8 @@ pub(super) struct Importing {
 
 /// An operation that was imported as a tool.
 #[derive(Serialize, ToSchema)]
-struct ImportedBody {
+#[schema(as = ImportedBody)]
+struct ImportedToolBody {
     tool_name: String,
     /// `GET /pets/{id}`
     operation: String,
@@ -44,8 +45,8 @@ struct ImportedBody {
     envs: Vec<String>,
 }
 
-impl From<&Imported> for ImportedBody {
-    fn from(tool: &Imported) -> Self {
+impl From<&ImportedTool> for ImportedToolBody {
+    fn from(tool: &ImportedTool) -> Self {
         Self {
             tool_name: tool.definition.name.clone(),
             operation: tool.operation.clone(),
@@ -59,7 +60,8 @@ impl From<&Imported> for ImportedBody {
 
 /// An operation that cannot be imported.
 #[derive(Serialize, ToSchema)]
-struct SkippedBody {
+#[schema(as = SkippedBody)]
+struct SkippedOperationBody {
     operation: String,
     reason: String,
 }
@@ -68,8 +70,8 @@ struct SkippedBody {
 #[derive(Serialize, ToSchema)]
 pub(super) struct ImportBody {
     project_id: String,
-    imported: Vec<ImportedBody>,
-    skipped: Vec<SkippedBody>,
+    imported: Vec<ImportedToolBody>,
+    skipped: Vec<SkippedOperationBody>,
     dry_run: bool,
 }
 
@@ -78,33 +80,33 @@ pub(super) struct ImportBody {
 /// Operations that cannot become tools are skipped and listed; the others are stored together or
 /// not at all. The document is YAML or JSON, as the body or in the field `file` of a form.
 #[utoipa::path(post, path = "/projects/{project_id}/tools/import", tag = "operators",
-    params(("project_id" = String, Path, description = "The project"), Importing),
+    params(("project_id" = String, Path, description = "The project"), ImportQuery),
     request_body(content = String, content_type = "application/yaml"),
     responses((status = 201, body = ImportBody), (status = 200, description = "A dry run",
-        body = ImportBody), (status = 400, body = Problem), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem),
-        (status = 413, body = Problem), (status = 422, body = Problem)))]
+        body = ImportBody), (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 pub(super) async fn import(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(project): NamePath,
-    Asked(asked): Asked<Importing>,
+    QueryParams(asked): QueryParams<ImportQuery>,
     request: Request,
-) -> Result<Response, Refused> {
+) -> Result<Response, ApiError> {
     if !caller.may_provide() {
         let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
-    let caller = door.engine.in_project(&caller, &project)?;
+    let caller = door.engine.switch_project(&caller, &project)?;
     let limit = door.settings.max_body_bytes;
-    let document = definition::read(request, limit, crate::yaml::parse_long).await?;
+    let document = definition::read_document(request, limit, crate::yaml::parse_large).await?;
     let dry_run = asked.dry_run.unwrap_or(false);
-    let wanted = wanted(asked)?;
+    let wanted = parse_options(asked)?;
     let timeout_ms = door.engine.default_timeout_ms(&caller);
     let import = openapi::import(&document, &caller.project, &wanted, timeout_ms)
         .map_err(|why| Error::refused(Code::ValidationError, why))?;
     if import.tools.is_empty() {
-        return Err(nothing(&import).into());
+        return Err(empty_import_error(&import).into());
     }
     if !dry_run {
         let tools = import.tools.iter().map(|tool| tool.definition.clone()).collect();
@@ -113,9 +115,12 @@ pub(super) async fn import(
     let skipped = import.skipped.into_iter();
     let body = ImportBody {
         project_id: caller.project.clone(),
-        imported: import.tools.iter().map(ImportedBody::from).collect(),
+        imported: import.tools.iter().map(ImportedToolBody::from).collect(),
         skipped: skipped
-            .map(|skipped| SkippedBody { operation: skipped.operation, reason: skipped.reason })
+            .map(|skipped| SkippedOperationBody {
+                operation: skipped.operation,
+                reason: skipped.reason,
+            })
             .collect(),
         dry_run,
     };
@@ -123,14 +128,14 @@ pub(super) async fn import(
     Ok((status, Json(body)).into_response())
 }
 
-fn wanted(asked: Importing) -> Result<Wanted, Error> {
+fn parse_options(asked: ImportQuery) -> Result<ImportOptions, Error> {
     let invalid = |field: &str, message: String| {
         let fault = Fault::new(Code::ValidationError, message);
         Error::from(fault.with_detail(json!({ "pointer": format!("/{field}") })))
     };
     let prefix = asked.prefix.filter(|prefix| !prefix.is_empty());
     if let Some(prefix) = &prefix {
-        check_name(prefix).map_err(|error| invalid("prefix", format!("prefix: {error}")))?;
+        check_tool_name(prefix).map_err(|error| invalid("prefix", format!("prefix: {error}")))?;
     }
     let server = asked.server.filter(|server| !server.is_empty());
     if server
@@ -140,10 +145,10 @@ fn wanted(asked: Importing) -> Result<Wanted, Error> {
         let message = "server must begin with https:// or http://".to_owned();
         return Err(invalid("server", message));
     }
-    Ok(Wanted { prefix, server })
+    Ok(ImportOptions { prefix, server })
 }
 
-fn nothing(import: &Import) -> Error {
+fn empty_import_error(import: &ImportReport) -> Error {
     let first = import.skipped.first();
     let why = first.map_or("it has no operations".to_owned(), |skipped| {
         format!("{}: {}", skipped.operation, skipped.reason)
@@ -155,5 +160,5 @@ fn nothing(import: &Import) -> Error {
         .map(|skipped| json!({ "operation": skipped.operation, "reason": skipped.reason }))
         .collect();
     let fault = Fault::new(Code::ValidationError, format!("nothing can be imported: {why}"));
-    fault.not_happened().with_detail(json!({ "skipped": all })).into()
+    fault.without_side_effect().with_detail(json!({ "skipped": all })).into()
 }

@@ -6,17 +6,17 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use toolcrib::directory::{AuditEntry, Key};
+use toolcrib::directory::{ApiKey, AuditEntry};
 use toolcrib::engine::NewKey;
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::policy::{Rule, Verdict};
+use toolcrib::policy::{AccessRule, RuleVerdict};
 use toolcrib::{Caller, Role};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, Who};
-use crate::auth::new_secret;
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::auth::generate_secret;
 
 /// A key, without its secret.
 #[derive(Serialize, ToSchema)]
@@ -31,8 +31,8 @@ pub(super) struct KeyBody {
     revoked_at_ms: Option<u64>,
 }
 
-impl From<&Key> for KeyBody {
-    fn from(key: &Key) -> Self {
+impl From<&ApiKey> for KeyBody {
+    fn from(key: &ApiKey) -> Self {
         Self {
             id: key.id.clone(),
             project: key.project.clone(),
@@ -53,11 +53,11 @@ pub(super) struct KeyList {
 
 /// Lists the project's keys, without secrets.
 #[utoipa::path(get, path = "/v1/keys", tag = "operators",
-    responses((status = 200, body = KeyList), (status = 403, body = Problem)))]
+    responses((status = 200, body = KeyList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn list_keys(
-    State(door): State<Door>,
-    Who(caller): Who,
-) -> Result<Json<KeyList>, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<KeyList>, ApiError> {
     let keys = door.engine.keys(&caller)?;
     Ok(Json(KeyList { keys: keys.iter().map(KeyBody::from).collect() }))
 }
@@ -76,22 +76,23 @@ pub(super) struct NewKeyBody {
 
 /// A new key, with its secret.
 #[derive(Serialize, ToSchema)]
-pub(super) struct ShownKeyBody {
+#[schema(as = ShownKeyBody)]
+pub(super) struct CreatedKeyBody {
     #[serde(flatten)]
-    shown: KeyBody,
+    info: KeyBody,
     /// The secret. It is returned only here and never stored.
     key: String,
 }
 
 /// Creates a key. The response is the only place where its secret appears.
 #[utoipa::path(post, path = "/v1/keys", tag = "operators", request_body = NewKeyBody,
-    responses((status = 201, body = ShownKeyBody), (status = 403, body = Problem),
-        (status = 422, body = Problem)))]
+    responses((status = 201, body = CreatedKeyBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn create_key(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Body(body): Body<NewKeyBody>,
-) -> Result<(StatusCode, Json<ShownKeyBody>), Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    JsonBody(body): JsonBody<NewKeyBody>,
+) -> Result<(StatusCode, Json<CreatedKeyBody>), ApiError> {
     let role = match body.role.as_deref() {
         None => Role::Agent,
         Some(text) => text.parse().map_err(|()| {
@@ -104,20 +105,20 @@ pub(super) async fn create_key(
     }
     let project = body.project.unwrap_or_else(|| caller.project.clone());
     let new = NewKey { project, agent: body.agent, role, allow };
-    let shown = door.engine.create_key(&caller, new, new_secret()).await?;
-    let body = ShownKeyBody { shown: KeyBody::from(&shown.key), key: shown.secret };
+    let shown = door.engine.create_key(&caller, new, generate_secret()).await?;
+    let body = CreatedKeyBody { info: KeyBody::from(&shown.key), key: shown.secret };
     Ok((StatusCode::CREATED, Json(body)))
 }
 
 /// Revokes a key, effective at once.
 #[utoipa::path(delete, path = "/v1/keys/{id}", tag = "operators",
     params(("id" = String, Path, description = "The key's id, key_…")),
-    responses((status = 204), (status = 404, body = Problem)))]
+    responses((status = 204), (status = 404, body = ProblemDetails)))]
 pub(super) async fn revoke_key(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(id): NamePath,
-) -> Result<StatusCode, Refused> {
+) -> Result<StatusCode, ApiError> {
     door.engine.revoke_key(&caller, &id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -141,13 +142,13 @@ pub(super) struct RuleList {
 
 /// Lists the project's rules.
 #[utoipa::path(get, path = "/v1/rules", tag = "operators",
-    responses((status = 200, body = RuleList), (status = 403, body = Problem)))]
+    responses((status = 200, body = RuleList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn list_rules(
-    State(door): State<Door>,
-    Who(caller): Who,
-) -> Result<Json<RuleList>, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<RuleList>, ApiError> {
     let rules = door.engine.rules(&caller)?;
-    let body = |rule: &Rule| RuleBody {
+    let body = |rule: &AccessRule| RuleBody {
         agent: rule.agent.clone(),
         pattern: rule.pattern.clone(),
         verdict: rule.verdict.as_str().to_owned(),
@@ -157,23 +158,23 @@ pub(super) async fn list_rules(
 
 /// Allows or denies tools to an agent, effective from the next call.
 #[utoipa::path(put, path = "/v1/rules", tag = "operators", request_body = RuleBody,
-    responses((status = 200, body = RuleBody), (status = 403, body = Problem),
-        (status = 422, body = Problem)))]
+    responses((status = 200, body = RuleBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn put_rule(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Body(body): Body<RuleBody>,
-) -> Result<Json<RuleBody>, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    JsonBody(body): JsonBody<RuleBody>,
+) -> Result<Json<RuleBody>, ApiError> {
     let verdict = match body.verdict.as_str() {
-        "allow" => Verdict::Allow,
-        "deny" => Verdict::Deny,
+        "allow" => RuleVerdict::Allow,
+        "deny" => RuleVerdict::Deny,
         _ => {
             let message = "verdict must be allow or deny";
             return Err(Error::refused(Code::ValidationError, message).into());
         }
     };
     let (agent, pattern) = (body.agent.clone(), body.pattern.clone());
-    let rule = Rule { project: caller.project.clone(), agent, pattern, verdict };
+    let rule = AccessRule { project: caller.project.clone(), agent, pattern, verdict };
     door.engine.set_rule(&caller, rule).await?;
     Ok(Json(body))
 }
@@ -181,19 +182,19 @@ pub(super) async fn put_rule(
 /// Identifies a rule.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct WhichRule {
+pub(super) struct RuleQuery {
     agent: String,
     pattern: String,
 }
 
 /// Deletes a rule.
-#[utoipa::path(delete, path = "/v1/rules", tag = "operators", params(WhichRule),
-    responses((status = 204), (status = 404, body = Problem)))]
+#[utoipa::path(delete, path = "/v1/rules", tag = "operators", params(RuleQuery),
+    responses((status = 204), (status = 404, body = ProblemDetails)))]
 pub(super) async fn drop_rule(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(which): Asked<WhichRule>,
-) -> Result<StatusCode, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(which): QueryParams<RuleQuery>,
+) -> Result<StatusCode, ApiError> {
     let project = caller.project.clone();
     door.engine.remove_rule(&caller, &project, &which.agent, &which.pattern).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -226,20 +227,20 @@ pub(super) struct AuditList {
 /// Page size of the audit log.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct HowMany {
+pub(super) struct AuditQuery {
     /// Maximum number of entries, 1 to 1000 (default: 100).
     limit: Option<usize>,
 }
 
 /// Returns denied calls and administrative changes, newest first.
-#[utoipa::path(get, path = "/v1/audit", tag = "operators", params(HowMany),
-    responses((status = 200, body = AuditList), (status = 403, body = Problem),
-        (status = 422, body = Problem)))]
+#[utoipa::path(get, path = "/v1/audit", tag = "operators", params(AuditQuery),
+    responses((status = 200, body = AuditList), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn audit(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(how_many): Asked<HowMany>,
-) -> Result<Json<AuditList>, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(how_many): QueryParams<AuditQuery>,
+) -> Result<Json<AuditList>, ApiError> {
     let limit = how_many.limit.unwrap_or(100);
     if !(1..=1_000).contains(&limit) {
         let fault = Fault::new(Code::ValidationError, "limit must be from 1 to 1000");
@@ -269,16 +270,16 @@ pub(super) struct ClientList {
 
 /// Lists the registered clients, connected or not.
 #[utoipa::path(get, path = "/v1/clients", tag = "operators",
-    responses((status = 200, body = ClientList), (status = 403, body = Problem)))]
+    responses((status = 200, body = ClientList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn clients(
-    State(door): State<Door>,
-    Who(caller): Who,
-) -> Result<Json<ClientList>, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<ClientList>, ApiError> {
     let caller: Caller = caller;
     let clients = door.engine.clients(&caller)?.into_iter().map(|view| ClientBody {
         client_id: view.client_id,
         connections: view.connections,
-        in_hand: view.in_hand,
+        in_hand: view.leased,
         tools: view.tools,
         last_seen_ms: view.last_seen_ms,
     });

@@ -8,12 +8,12 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use toolcrib::fault::{Code, Error};
-use toolcrib::utp::{Member, trace};
+use toolcrib::utp::{AgentEntry, trace};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, Who};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{Authenticated, JsonBody, NamePath, QueryParams};
 use crate::utp::turn::{self, DispatchBody, LeaseBody, resumed_body, turn_body};
 use crate::utp::wire;
 
@@ -33,8 +33,8 @@ pub(super) struct AgentBody {
     updated_at_ms: u64,
 }
 
-impl From<Member> for AgentBody {
-    fn from(member: Member) -> Self {
+impl From<AgentEntry> for AgentBody {
+    fn from(member: AgentEntry) -> Self {
         Self {
             agent_id: member.agent_id,
             worker_target: member.worker_target,
@@ -48,7 +48,10 @@ impl From<Member> for AgentBody {
 /// Lists the agents of the roster.
 #[utoipa::path(get, path = "/v1/agents", tag = "operators",
     responses((status = 200, body = Vec<AgentBody>)))]
-pub(super) async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Value> {
+pub(super) async fn list(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Json<Value> {
     let roster = door.engine.roster(&caller).into_iter().map(AgentBody::from);
     Json(json!({ "agents": roster.collect::<Vec<_>>() }))
 }
@@ -56,27 +59,27 @@ pub(super) async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Val
 /// Returns one agent of the roster.
 #[utoipa::path(get, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")),
-    responses((status = 200, body = AgentBody), (status = 404, body = Problem)))]
+    responses((status = 200, body = AgentBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(agent_id): NamePath,
-) -> Result<Json<AgentBody>, Refused> {
-    Ok(Json(door.engine.member(&caller, &agent_id)?.into()))
+) -> Result<Json<AgentBody>, ApiError> {
+    Ok(Json(door.engine.agent_entry(&caller, &agent_id)?.into()))
 }
 
 /// Adds an agent to the roster, or replaces its entry.
 #[utoipa::path(put, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")), request_body = AgentBody,
-    responses((status = 200, body = AgentBody), (status = 403, body = Problem),
-        (status = 422, body = Problem)))]
+    responses((status = 200, body = AgentBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn put(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(agent_id): NamePath,
-    Body(body): Body<AgentBody>,
-) -> Result<Json<AgentBody>, Refused> {
-    let member = Member {
+    JsonBody(body): JsonBody<AgentBody>,
+) -> Result<Json<AgentBody>, ApiError> {
+    let member = AgentEntry {
         project: caller.project.clone(),
         agent_id,
         worker_target: body.worker_target,
@@ -84,19 +87,19 @@ pub(super) async fn put(
         allowed_tools: body.allowed_tools,
         updated_ms: 0,
     };
-    Ok(Json(door.engine.put_member(&caller, member).await?.into()))
+    Ok(Json(door.engine.put_agent_entry(&caller, member).await?.into()))
 }
 
 /// Removes an agent from the roster.
 #[utoipa::path(delete, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
 pub(super) async fn drop_agent(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(agent_id): NamePath,
-) -> Result<StatusCode, Refused> {
-    door.engine.drop_member(&caller, &agent_id).await?;
+) -> Result<StatusCode, ApiError> {
+    door.engine.remove_agent_entry(&caller, &agent_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -113,35 +116,36 @@ pub(super) struct InboxQuery {
 /// Lists the items of an agent's inbox, oldest first. Items stay until they are acknowledged.
 #[utoipa::path(get, path = "/v1/agents/{agent_id}/inbox", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"), InboxQuery),
-    responses((status = 200, description = "{items}"), (status = 403, body = Problem)))]
+    responses((status = 200, description = "{items}"), (status = 403, body = ProblemDetails)))]
 pub(super) async fn inbox(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(agent_id): NamePath,
-    Asked(query): Asked<InboxQuery>,
-) -> Result<Json<Value>, Refused> {
+    QueryParams(query): QueryParams<InboxQuery>,
+) -> Result<Json<Value>, ApiError> {
     let limit = query.limit.unwrap_or(20).clamp(1, 200);
     let wait_ms = query.wait_ms.unwrap_or(0);
     let items = door.engine.inbox(&caller, &agent_id, limit, wait_ms).await?;
-    Ok(Json(json!({ "items": items.iter().map(wire::inbox_item).collect::<Vec<_>>() })))
+    Ok(Json(json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })))
 }
 
 /// Inbox items to acknowledge.
 #[derive(Deserialize, ToSchema)]
-pub(super) struct AckBody {
+#[schema(as = AckBody)]
+pub(super) struct InboxAckBody {
     inbox_ids: Vec<String>,
 }
 
 /// Acknowledges inbox items, which removes them. An item that is already removed is no error.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/inbox/ack", tag = "agents",
-    params(("agent_id" = String, Path, description = "The agent")), request_body = AckBody,
-    responses((status = 200, description = "{ok, acked}"), (status = 403, body = Problem)))]
+    params(("agent_id" = String, Path, description = "The agent")), request_body = InboxAckBody,
+    responses((status = 200, description = "{ok, acked}"), (status = 403, body = ProblemDetails)))]
 pub(super) async fn ack(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(agent_id): NamePath,
-    Body(body): Body<AckBody>,
-) -> Result<Json<Value>, Refused> {
+    JsonBody(body): JsonBody<InboxAckBody>,
+) -> Result<Json<Value>, ApiError> {
     let acked = door.engine.take_from_inbox(&caller, &agent_id, &body.inbox_ids).await?;
     Ok(Json(json!({ "ok": true, "acked": acked })))
 }
@@ -151,24 +155,24 @@ pub(super) async fn ack(
 /// `traceparent` and `tracestate` may also be sent as headers.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent")), request_body = LeaseBody,
-    responses((status = 201, description = "The turn"), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem),
-        (status = 422, body = Problem)))]
+    responses((status = 201, description = "The turn"), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn lease(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(agent_id): NamePath,
     headers: HeaderMap,
-    Body(body): Body<LeaseBody>,
-) -> Result<Response, Refused> {
+    JsonBody(body): JsonBody<LeaseBody>,
+) -> Result<Response, ApiError> {
     let header =
         |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
-    let mut wanted = body.lease();
+    let mut wanted = body.into_lease();
     wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
     // Any proxy may add this header, so an invalid one does not refuse the turn.
-    let state = || header("tracestate").filter(|state| trace::is_state(state));
+    let state = || header("tracestate").filter(|state| trace::is_valid_tracestate(state));
     wanted.tracestate = wanted.tracestate.or_else(state);
-    let turn = door.engine.lease(&caller, &agent_id, wanted).await?;
+    let turn = door.engine.lease_turn(&caller, &agent_id, wanted).await?;
     Ok((StatusCode::CREATED, Json(turn_body(&turn, &[]))).into_response())
 }
 
@@ -178,10 +182,10 @@ pub(super) struct TurnPath {
     turn: String,
 }
 
-impl FromRequestParts<Door> for TurnPath {
-    type Rejection = Refused;
+impl FromRequestParts<HttpState> for TurnPath {
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
+    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
         let path = Path::<(String, String)>::from_request_parts(parts, door).await;
         let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
         let Path((agent, turn)) = path.map_err(unreadable)?;
@@ -193,12 +197,12 @@ impl FromRequestParts<Door> for TurnPath {
 #[utoipa::path(get, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")),
-    responses((status = 200, description = "The turn"), (status = 404, body = Problem)))]
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show_turn(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     path: TurnPath,
-) -> Result<Json<Value>, Refused> {
+) -> Result<Json<Value>, ApiError> {
     let turn = door.engine.turn(&caller, &path.agent, &path.turn).await?;
     let calls = door.engine.step_calls(&turn).await?;
     Ok(Json(turn_body(&turn, &calls)))
@@ -210,16 +214,16 @@ pub(super) async fn show_turn(
         ("agent_turn_id" = String, Path, description = "The turn")),
     request_body = DispatchBody,
     responses((status = 200, description = "The turn with its calls"),
-        (status = 404, body = Problem), (status = 409, body = Problem),
-        (status = 422, body = Problem)))]
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn dispatch(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     path: TurnPath,
-    Body(body): Body<DispatchBody>,
-) -> Result<Json<Value>, Refused> {
-    let asked = body.dispatch();
-    let sent = Box::pin(door.engine.dispatch(&caller, &path.agent, &path.turn, asked)).await?;
+    JsonBody(body): JsonBody<DispatchBody>,
+) -> Result<Json<Value>, ApiError> {
+    let asked = body.into_dispatch();
+    let sent = Box::pin(door.engine.dispatch_step(&caller, &path.agent, &path.turn, asked)).await?;
     Ok(Json(turn_body(&sent.turn, &sent.calls)))
 }
 
@@ -242,7 +246,7 @@ impl TurnBody {
 
     /// Returns the reason, cut to the published length.
     fn reason(&self) -> Option<String> {
-        self.reason.as_deref().map(turn::reason)
+        self.reason.as_deref().map(turn::truncate_reason)
     }
 }
 
@@ -250,14 +254,14 @@ impl TurnBody {
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
-        (status = 409, body = Problem)))]
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
 pub(super) async fn renew(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     path: TurnPath,
-    Body(body): Body<TurnBody>,
-) -> Result<Json<Value>, Refused> {
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
     let turn = door.engine.renew_lease(&caller, &path.agent, &path.turn, body.epoch()?).await?;
     Ok(Json(turn_body(&turn, &[])))
 }
@@ -266,15 +270,15 @@ pub(super) async fn renew(
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
-        (status = 409, body = Problem)))]
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
 pub(super) async fn suspend(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     path: TurnPath,
-    Body(body): Body<TurnBody>,
-) -> Result<Json<Value>, Refused> {
-    let turn = door.engine.suspend(&caller, &path.agent, &path.turn, body.epoch()?).await?;
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
+    let turn = door.engine.suspend_turn(&caller, &path.agent, &path.turn, body.epoch()?).await?;
     Ok(Json(turn_body(&turn, &[])))
 }
 
@@ -285,16 +289,16 @@ pub(super) async fn suspend(
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
     responses((status = 200, description = "The turn with the results"),
-        (status = 404, body = Problem),
-        (status = 409, description = "Calls are still out, or it is not suspended", body = Problem)))]
+        (status = 404, body = ProblemDetails),
+        (status = 409, description = "Calls are still out, or it is not suspended", body = ProblemDetails)))]
 pub(super) async fn resume(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     path: TurnPath,
-    Body(body): Body<TurnBody>,
-) -> Result<Json<Value>, Refused> {
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
     let (epoch, wait_ms) = (body.epoch()?, body.wait_ms.unwrap_or(0));
-    let resumed = door.engine.resume(&caller, &path.agent, &path.turn, epoch, wait_ms).await?;
+    let resumed = door.engine.resume_turn(&caller, &path.agent, &path.turn, epoch, wait_ms).await?;
     Ok(Json(resumed_body(&resumed)))
 }
 
@@ -302,16 +306,17 @@ pub(super) async fn resume(
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
-        (status = 409, body = Problem)))]
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
 pub(super) async fn finish(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     path: TurnPath,
-    Body(body): Body<TurnBody>,
-) -> Result<Json<Value>, Refused> {
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
     let epoch = body.epoch()?;
-    let turn = door.engine.finish(&caller, &path.agent, &path.turn, epoch, body.reason()).await?;
+    let turn =
+        door.engine.finish_turn(&caller, &path.agent, &path.turn, epoch, body.reason()).await?;
     Ok(Json(turn_body(&turn, &[])))
 }
 
@@ -319,14 +324,14 @@ pub(super) async fn finish(
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
-        (status = 409, body = Problem)))]
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
 pub(super) async fn stop(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     path: TurnPath,
-    Body(body): Body<TurnBody>,
-) -> Result<Json<Value>, Refused> {
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
     let turn = door.engine.stop_turn(&caller, &path.agent, &path.turn, body.reason()).await?;
     Ok(Json(turn_body(&turn, &[])))
 }

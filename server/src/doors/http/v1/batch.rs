@@ -6,15 +6,15 @@ use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use toolcrib::batch::{self, Mode, Settled};
+use toolcrib::batch::{self, BatchEntryResult, BatchMode};
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::{Batch, BatchAnswer};
 use utoipa::ToSchema;
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Body, Carried, TRACEPARENT, Who};
-use super::super::waiting::Wait;
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{Authenticated, CallHeaders, JsonBody, TRACEPARENT};
+use super::super::waiting::WaitParam;
 use super::super::wire::{FaultBody, MetricsBody};
 
 /// A batch of calls. Fields are parsed one by one, so that an error names the invalid field.
@@ -60,9 +60,10 @@ pub(super) struct BatchBody {
 
 /// The result of each call, and the messages for the model.
 #[derive(Serialize, ToSchema)]
-pub(super) struct BatchAnswerBody<'a> {
+#[schema(as = BatchAnswerBody)]
+pub(super) struct BatchResponseBody<'a> {
     /// Results in the requested order.
-    results: Vec<ResultBody<'a>>,
+    results: Vec<BatchResultBody<'a>>,
     /// Messages in the requested order, each in the format of its call: messages with the role
     /// `tool`, items `function_call_output`, or blocks `tool_result`.
     #[schema(value_type = Vec<Object>)]
@@ -71,7 +72,8 @@ pub(super) struct BatchAnswerBody<'a> {
 
 /// The result of one call.
 #[derive(Serialize, ToSchema)]
-pub(super) struct ResultBody<'a> {
+#[schema(as = ResultBody)]
+pub(super) struct BatchResultBody<'a> {
     /// The caller's own id. Models reuse theirs; `tool_call_id` is unique.
     call_id: Option<&'a str>,
     /// The ticket; null if the entry was refused.
@@ -104,12 +106,14 @@ pub(super) struct ResultBody<'a> {
     left_out_bytes: Option<usize>,
 }
 
-impl<'a> From<&'a Settled> for ResultBody<'a> {
-    fn from(settled: &'a Settled) -> Self {
+impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
+    fn from(settled: &'a BatchEntryResult) -> Self {
         let (pending, left_out_bytes) = match &settled.state {
-            batch::State::Open(call) => (Some(batch::pending(call)), None),
-            batch::State::Ended { left_out_bytes, .. } => (None, *left_out_bytes),
-            batch::State::Refused(_) => (None, None),
+            batch::BatchEntryState::Open(call) => (Some(batch::pending_notice(call)), None),
+            batch::BatchEntryState::Ended { omitted_bytes: left_out_bytes, .. } => {
+                (None, *left_out_bytes)
+            }
+            batch::BatchEntryState::Refused(_) => (None, None),
         };
         Self {
             call_id: settled.call_id.as_deref(),
@@ -123,7 +127,7 @@ impl<'a> From<&'a Settled> for ResultBody<'a> {
             task_id: pending.and_then(|pending| pending.task_id),
             message: pending.map(|pending| pending.message),
             replayed: settled.replayed,
-            digested: settled.digested,
+            digested: settled.is_digested,
             left_out_bytes,
         }
     }
@@ -135,33 +139,33 @@ impl<'a> From<&'a Settled> for ResultBody<'a> {
 /// yields an error in its place and does not refuse the batch.
 #[utoipa::path(post, path = "/v1/tool_calls", tag = "agents",
     params(
-        Wait,
+        WaitParam,
         ("Idempotency-Key" = Option<String>, Header, description = "Same key, same tickets")
     ),
     request_body = BatchBody,
     responses(
-        (status = 200, description = "All have ended", body = BatchAnswerBody),
-        (status = 202, description = "Some go on: these are tickets", body = BatchAnswerBody),
-        (status = 400, body = Problem), (status = 403, body = Problem),
-        (status = 413, body = Problem), (status = 422, body = Problem),
-        (status = 503, body = Problem)
+        (status = 200, description = "All have ended", body = BatchResponseBody),
+        (status = 202, description = "Some go on: these are tickets", body = BatchResponseBody),
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
+        (status = 503, body = ProblemDetails)
     ))]
-pub(super) async fn run(
-    State(door): State<Door>,
-    Who(caller): Who,
-    wait: Wait,
-    carried: Carried,
-    Body(body): Body<BatchBody>,
-) -> Result<Response, Refused> {
-    let mut asked = read(body)?;
-    asked.wait_ms = wait.ms(asked.wait_ms);
+pub(super) async fn run_batch(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    wait: WaitParam,
+    carried: CallHeaders,
+    JsonBody(body): JsonBody<BatchBody>,
+) -> Result<Response, ApiError> {
+    let mut asked = parse_batch(body)?;
+    asked.wait_ms = wait.resolve_ms(asked.wait_ms);
     asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
     asked.traceparent = carried.traceparent;
-    let answering = door.engine.batch_written(&caller, asked, Some(result_text));
+    let answering = door.engine.run_batch_with_renderer(&caller, asked, Some(result_json));
     let answer = Box::pin(answering).await?;
-    let mut response = written(&answer);
-    let first = answer.results.iter().find_map(Settled::call);
-    let trace = first.and_then(|call| door.engine.trace_of(call));
+    let mut response = batch_response(&answer);
+    let first = answer.results.iter().find_map(BatchEntryResult::call);
+    let trace = first.and_then(|call| door.engine.call_traceparent(call));
     if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
         response.headers_mut().insert(TRACEPARENT, trace);
     }
@@ -170,10 +174,10 @@ pub(super) async fn run(
     Ok(response)
 }
 
-fn written(answer: &BatchAnswer) -> Response {
-    let status = if answer.is_open() { StatusCode::ACCEPTED } else { StatusCode::OK };
+fn batch_response(answer: &BatchAnswer) -> Response {
+    let status = if answer.has_open_calls() { StatusCode::ACCEPTED } else { StatusCode::OK };
     let kind = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let mut response = (status, [kind], text_of(answer)).into_response();
+    let mut response = (status, [kind], batch_json(answer)).into_response();
     if answer.is_replayed() {
         let headers = response.headers_mut();
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
@@ -182,28 +186,28 @@ fn written(answer: &BatchAnswer) -> Response {
 }
 
 /// Serializes a [`BatchResultBody`].
-fn result_text(settled: &Settled) -> String {
+fn result_json(settled: &BatchEntryResult) -> String {
     // This capacity fits most results; a growing buffer would be copied repeatedly.
     let mut text = Vec::with_capacity(384);
-    let written = serde_json::to_writer(&mut text, &ResultBody::from(settled));
+    let written = serde_json::to_writer(&mut text, &BatchResultBody::from(settled));
     written.ok().and_then(|()| String::from_utf8(text).ok()).unwrap_or_else(|| "null".to_owned())
 }
 
 /// Serializes a [`BatchResponseBody`] by joining its serialized parts.
-fn text_of(answer: &BatchAnswer) -> String {
+fn batch_json(answer: &BatchAnswer) -> String {
     let results = || answer.texts.iter().map(String::as_str);
     let messages = || answer.messages.iter().map(toolcrib::Json::text);
     let length: usize = results().chain(messages()).map(|part| part.len() + 1).sum();
     let mut text = String::with_capacity(length + 32);
     text.push_str("{\"results\":[");
-    joined(&mut text, results());
+    push_joined(&mut text, results());
     text.push_str("],\"messages\":[");
-    joined(&mut text, messages());
+    push_joined(&mut text, messages());
     text.push_str("]}");
     text
 }
 
-fn joined<'a>(text: &mut String, parts: impl Iterator<Item = &'a str>) {
+fn push_joined<'a>(text: &mut String, parts: impl Iterator<Item = &'a str>) {
     for (n, part) in parts.enumerate() {
         if n > 0 {
             text.push(',');
@@ -212,75 +216,85 @@ fn joined<'a>(text: &mut String, parts: impl Iterator<Item = &'a str>) {
     }
 }
 
-fn read(body: BatchBody) -> Result<Batch, Error> {
-    let run_id = text("run_id", body.run_id.as_ref())?;
-    let run_id = run_id.ok_or_else(|| invalid("run_id", "run_id is missing"))?;
+fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
+    let run_id = text_field("run_id", body.run_id.as_ref())?;
+    let run_id = run_id.ok_or_else(|| invalid_field("run_id", "run_id is missing"))?;
     let given = body.tool_calls.as_ref();
-    let given = given.ok_or_else(|| invalid("tool_calls", "tool_calls is missing"))?;
-    let entries = given.items().ok_or_else(|| not_a("tool_calls", "an array of calls", given))?;
+    let given = given.ok_or_else(|| invalid_field("tool_calls", "tool_calls is missing"))?;
+    let entries =
+        given.items().ok_or_else(|| wrong_type("tool_calls", "an array of calls", given))?;
     Ok(Batch {
-        mode: mode(body.mode.as_ref(), body.order.as_ref())?,
-        max_parallel: number("max_parallel", 1, body.max_parallel.as_ref())?.map(as_usize),
-        budget_tokens: number("budget_tokens", 1, body.budget_tokens.as_ref())?.map(as_usize),
-        wait_ms: number("wait_ms", 0, body.wait_ms.as_ref())?,
-        idempotency_key: text("idempotency_key", body.idempotency_key.as_ref())?,
-        user_id: text("user_id", body.user_id.as_ref())?,
-        callback_url: text("callback_url", body.callback_url.as_ref())?,
+        mode: parse_mode(body.mode.as_ref(), body.order.as_ref())?,
+        max_parallel: number_field("max_parallel", 1, body.max_parallel.as_ref())?
+            .map(saturating_usize),
+        budget_tokens: number_field("budget_tokens", 1, body.budget_tokens.as_ref())?
+            .map(saturating_usize),
+        wait_ms: number_field("wait_ms", 0, body.wait_ms.as_ref())?,
+        idempotency_key: text_field("idempotency_key", body.idempotency_key.as_ref())?,
+        user_id: text_field("user_id", body.user_id.as_ref())?,
+        callback_url: text_field("callback_url", body.callback_url.as_ref())?,
         ..Batch::new(run_id, entries)
     })
 }
 
-fn mode(mode: Option<&toolcrib::Json>, order: Option<&toolcrib::Json>) -> Result<Mode, Error> {
-    let (mode, order) = (text("mode", mode)?, text("order", order)?);
+fn parse_mode(
+    mode: Option<&toolcrib::Json>,
+    order: Option<&toolcrib::Json>,
+) -> Result<BatchMode, Error> {
+    let (mode, order) = (text_field("mode", mode)?, text_field("order", order)?);
     let mode = match mode.as_deref() {
-        None | Some("serial") => Mode::Serial,
-        Some("parallel") => Mode::Parallel,
-        Some(_) => return Err(invalid("mode", "mode must be \"serial\" or \"parallel\"")),
+        None | Some("serial") => BatchMode::Serial,
+        Some("parallel") => BatchMode::Parallel,
+        Some(_) => return Err(invalid_field("mode", "mode must be \"serial\" or \"parallel\"")),
     };
     match (mode, order.as_deref()) {
         (mode, None | Some("asked")) => Ok(mode),
-        (Mode::Serial, Some("free")) => {
-            Err(invalid("order", "order can be \"free\" only where mode is \"parallel\""))
+        (BatchMode::Serial, Some("free")) => {
+            Err(invalid_field("order", "order can be \"free\" only where mode is \"parallel\""))
         }
-        (_, Some("free")) => Ok(Mode::Unordered),
-        (_, Some(_)) => Err(invalid("order", "order must be \"asked\" or \"free\"")),
+        (_, Some("free")) => Ok(BatchMode::Unordered),
+        (_, Some(_)) => Err(invalid_field("order", "order must be \"asked\" or \"free\"")),
     }
 }
 
-fn field<T: DeserializeOwned>(
+fn parse_field<T: DeserializeOwned>(
     name: &str,
     given: Option<&toolcrib::Json>,
     what: &str,
 ) -> Result<Option<T>, Error> {
     let Some(given) = given else { return Ok(None) };
-    serde_json::from_str(given.text()).map(Some).map_err(|_| not_a(name, what, given))
+    serde_json::from_str(given.text()).map(Some).map_err(|_| wrong_type(name, what, given))
 }
 
-fn not_a(name: &str, what: &str, given: &toolcrib::Json) -> Error {
+fn wrong_type(name: &str, what: &str, given: &toolcrib::Json) -> Error {
     let shown: String = given.text().chars().take(40).collect();
-    invalid(name, &format!("{name} must be {what}, not {shown}"))
+    invalid_field(name, &format!("{name} must be {what}, not {shown}"))
 }
 
-fn text(name: &str, given: Option<&toolcrib::Json>) -> Result<Option<String>, Error> {
-    field(name, given, "a text")
+fn text_field(name: &str, given: Option<&toolcrib::Json>) -> Result<Option<String>, Error> {
+    parse_field(name, given, "a text")
 }
 
-fn number(name: &str, least: u64, given: Option<&toolcrib::Json>) -> Result<Option<u64>, Error> {
+fn number_field(
+    name: &str,
+    least: u64,
+    given: Option<&toolcrib::Json>,
+) -> Result<Option<u64>, Error> {
     let what = format!("a whole number, at least {least}");
-    let Some(number) = field::<i128>(name, given, &what)? else { return Ok(None) };
+    let Some(number) = parse_field::<i128>(name, given, &what)? else { return Ok(None) };
     if number < i128::from(least) {
-        return Err(invalid(name, &format!("{name} must be {what}, not {number}")));
+        return Err(invalid_field(name, &format!("{name} must be {what}, not {number}")));
     }
     // A number out of the range of `u64` is clamped, and is then refused or cut as any other that
     // is out of the permitted range.
     Ok(Some(u64::try_from(number).unwrap_or(u64::MAX)))
 }
 
-fn as_usize(number: u64) -> usize {
+fn saturating_usize(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }
 
-fn invalid(field: &str, message: &str) -> Error {
+fn invalid_field(field: &str, message: &str) -> Error {
     let detail = json!({ "pointer": format!("/{field}") });
-    Fault::new(Code::ValidationError, message).not_happened().with_detail(detail).into()
+    Fault::new(Code::ValidationError, message).without_side_effect().with_detail(detail).into()
 }

@@ -8,20 +8,23 @@ use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::fault::{Code, Error};
-use toolcrib::utp::{DeadLetter, Letter, subject};
+use toolcrib::utp::{DeadLetter, OutboxMessage, subject};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{self, Asked, CallPath, NamePath, ResultBody, Who};
-use super::calls::{PAGE, page_limit};
-use crate::utp::report::{self, Incoming};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{
+    self, Authenticated, CallPath, NamePath, QueryParams, ResultJsonBody,
+};
+use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit};
+use crate::utp::report::{self, IncomingReport};
 use crate::utp::wire;
 
 /// A card: an immutable record. Toolcrib derives the cards of a call from the call.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
-pub(super) struct CardBody {
+#[schema(as = CardBody)]
+pub(super) struct CardSchema {
     card_id: String,
     project_id: String,
     /// `tool.call`, `tool.result`, …
@@ -41,45 +44,45 @@ pub(super) struct CardBody {
 /// Returns one card.
 #[utoipa::path(get, path = "/v1/cards/{card_id}", tag = "providers",
     params(("card_id" = String, Path, description = "The card")),
-    responses((status = 200, body = CardBody), (status = 404, body = Problem)))]
+    responses((status = 200, body = CardSchema), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(id): NamePath,
-) -> Result<Json<Value>, Refused> {
-    Ok(Json(wire::card(&door.engine.card(&caller, &id).await?)))
+) -> Result<Json<Value>, ApiError> {
+    Ok(Json(wire::card_json(&door.engine.card(&caller, &id).await?)))
 }
 
 /// Returns the cards of a call: the request and, once the call has ended, its result.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/cards", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
-    responses((status = 200, body = Vec<CardBody>), (status = 404, body = Problem)))]
-pub(super) async fn of_call(
-    State(door): State<Door>,
-    Who(caller): Who,
+    responses((status = 200, body = Vec<CardSchema>), (status = 404, body = ProblemDetails)))]
+pub(super) async fn call_cards(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-) -> Result<Json<Value>, Refused> {
-    let cards = door.engine.cards_of(&caller, &id).await?;
-    Ok(Json(json!({ "cards": cards.iter().map(wire::card).collect::<Vec<_>>() })))
+) -> Result<Json<Value>, ApiError> {
+    let cards = door.engine.call_cards(&caller, &id).await?;
+    Ok(Json(json!({ "cards": cards.iter().map(wire::card_json).collect::<Vec<_>>() })))
 }
 
 /// Writes a card.
 ///
 /// Writing the same card again returns 200. Another card with the same id, or a second result of a
 /// call, returns 409.
-#[utoipa::path(post, path = "/v1/cards", tag = "providers", request_body = CardBody,
+#[utoipa::path(post, path = "/v1/cards", tag = "providers", request_body = CardSchema,
     responses((status = 201, description = "The card"), (status = 200, description = "The card"),
-        (status = 400, body = Problem), (status = 409, body = Problem),
-        (status = 413, body = Problem)))]
+        (status = 400, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 413, body = ProblemDetails)))]
 pub(super) async fn put(
-    State(door): State<Door>,
-    Who(caller): Who,
-    ResultBody(body): ResultBody<Value>,
-) -> Result<Response, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    ResultJsonBody(body): ResultJsonBody<Value>,
+) -> Result<Response, ApiError> {
     let given = body.get("card").unwrap_or(&body);
     let (card, created) = door.engine.put_card(&caller, given).await?;
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
-    Ok((status, Json(wire::card(&card))).into_response())
+    Ok((status, Json(wire::card_json(&card))).into_response())
 }
 
 /// A report in UTP's format.
@@ -104,30 +107,30 @@ pub(super) struct ToolResultBody {
 /// Reports the result of a command.
 #[utoipa::path(post, path = "/v1/tool_results", tag = "providers", request_body = ToolResultBody,
     responses((status = 200, description = "Taken: {ok, inbox_id, duplicate, late}"),
-        (status = 400, body = Problem), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem),
-        (status = 413, body = Problem)))]
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 413, body = ProblemDetails)))]
 pub(super) async fn report(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     headers: HeaderMap,
     request: Request,
-) -> Result<Json<Value>, Refused> {
+) -> Result<Json<Value>, ApiError> {
     if !caller.may_provide() {
         let message = format!("a key with the role {} cannot report", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
     // A body over the limit is stored as a dead letter, which needs the start of the body.
     let limit = door.max_result_body_bytes() + 32_768;
-    let body: Bytes = question::beginning(request, limit, door.max_report_bytes()).await?;
+    let body: Bytes = question::read_body_prefix(request, limit, door.max_report_bytes()).await?;
     let headers = utp_headers(&headers);
-    let incoming = Incoming { subject: "/v1/tool_results", headers, body: &body };
-    let taken = report::take(&door.engine, &caller, incoming).await?;
-    Ok(Json(wire::ingested(&taken)))
+    let incoming = IncomingReport { subject: "/v1/tool_results", headers, body: &body };
+    let taken = report::ingest_report(&door.engine, &caller, incoming).await?;
+    Ok(Json(wire::ingested_json(&taken)))
 }
 
 /// Returns the headers that UTP uses. A dead letter must not contain the caller's key.
-fn utp_headers(headers: &HeaderMap) -> wire::Headers<'_> {
+fn utp_headers(headers: &HeaderMap) -> wire::UtpHeaders<'_> {
     let ours = |name: &str| name.starts_with("cg-") || name.starts_with("trace");
     let texts = headers.iter().filter(|(name, _)| ours(name.as_str()));
     texts.filter_map(|(name, value)| Some((name.as_str(), value.to_str().ok()?))).collect()
@@ -136,7 +139,7 @@ fn utp_headers(headers: &HeaderMap) -> wire::Headers<'_> {
 /// The page of dead letters to return.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Page {
+pub(super) struct DeadLetterQuery {
     /// Maximum number of dead letters, 1 to 200 (default: 50).
     limit: Option<usize>,
     /// Id of the last dead letter of the previous page.
@@ -160,7 +163,7 @@ pub(super) struct DeadLetterBody {
     last_try: Option<String>,
 }
 
-fn shown(letter: &DeadLetter) -> Value {
+fn dead_letter_json(letter: &DeadLetter) -> Value {
     json!({
         "id": letter.id,
         "project_id": letter.project,
@@ -170,25 +173,25 @@ fn shown(letter: &DeadLetter) -> Value {
         "subject": letter.subject,
         "headers": letter.headers,
         "payload": letter.payload,
-        "cut": letter.cut,
-        "created_at": wire::time(letter.created_ms),
-        "redriven_at": letter.redriven_ms.map(wire::time),
-        "last_try": letter.last_try,
+        "cut": letter.truncated,
+        "created_at": wire::format_rfc3339(letter.created_ms),
+        "redriven_at": letter.redriven_ms.map(wire::format_rfc3339),
+        "last_try": letter.last_redrive_result,
     })
 }
 
 /// Lists the dead letters, newest first.
-#[utoipa::path(get, path = "/v1/dead_letters", tag = "operators", params(Page),
-    responses((status = 200, body = Vec<DeadLetterBody>), (status = 403, body = Problem)))]
+#[utoipa::path(get, path = "/v1/dead_letters", tag = "operators", params(DeadLetterQuery),
+    responses((status = 200, body = Vec<DeadLetterBody>), (status = 403, body = ProblemDetails)))]
 pub(super) async fn dead_letters(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(page): Asked<Page>,
-) -> Result<Json<Value>, Refused> {
-    let limit = page_limit(page.limit.map(|limit| limit as u64), PAGE)?;
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(page): QueryParams<DeadLetterQuery>,
+) -> Result<Json<Value>, ApiError> {
+    let limit = parse_page_limit(page.limit.map(|limit| limit as u64), DEFAULT_PAGE_SIZE)?;
     let letters = door.engine.dead_letters(&caller, page.before.as_deref(), limit).await?;
     let next = letters.last().filter(|_| letters.len() == limit).map(|letter| letter.id.clone());
-    let letters: Vec<Value> = letters.iter().map(shown).collect();
+    let letters: Vec<Value> = letters.iter().map(dead_letter_json).collect();
     Ok(Json(json!({ "dead_letters": letters, "next_before": next })))
 }
 
@@ -196,37 +199,37 @@ pub(super) async fn dead_letters(
 /// message.
 #[utoipa::path(post, path = "/v1/dead_letters/{id}/redrive", tag = "operators",
     params(("id" = String, Path, description = "The dead letter")),
-    responses((status = 200, description = "What it came to"), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem)))]
+    responses((status = 200, description = "What it came to"), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn redrive(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(id): NamePath,
-) -> Result<Json<Value>, Refused> {
+) -> Result<Json<Value>, ApiError> {
     let engine = &door.engine;
-    let letter = engine.dead_letter(&caller, &id).await?;
-    if letter.cut {
+    let letter = engine.find_dead_letter(&caller, &id).await?;
+    if letter.truncated {
         let message = "it was too large to be kept whole, so it cannot be tried again";
         return Err(Error::refused(Code::Conflict, message).into());
     }
     if letter.kind != "report" {
-        let again = published_again(&letter, engine.now_ms())?;
-        engine.post(&caller, again).await?;
-        engine.redriven(letter, "published again").await?;
+        let again = to_outbox_message(&letter, engine.now_ms())?;
+        engine.enqueue_outbox(&caller, again).await?;
+        engine.record_redrive(letter, "published again").await?;
         return Ok(Json(json!({ "ok": true, "published": true })));
     }
-    let incoming = Incoming {
+    let incoming = IncomingReport {
         subject: &letter.subject,
-        headers: wire::Headers::written(&letter.headers),
+        headers: wire::UtpHeaders::from_json(&letter.headers),
         body: letter.payload.as_bytes(),
     };
-    match report::take_again(engine, &caller, &incoming).await {
+    match report::reingest_report(engine, &caller, &incoming).await {
         Ok(taken) => {
-            engine.redriven(letter.clone(), "taken").await?;
-            Ok(Json(wire::ingested(&taken)))
+            engine.record_redrive(letter.clone(), "taken").await?;
+            Ok(Json(wire::ingested_json(&taken)))
         }
         Err(error) => {
-            engine.redriven(letter.clone(), &error.to_string()).await?;
+            engine.record_redrive(letter.clone(), &error.to_string()).await?;
             Err(error.into())
         }
     }
@@ -234,7 +237,7 @@ pub(super) async fn redrive(
 
 /// Builds the outbox message that republishes a dead letter. A command may only go to a tool of its
 /// own project. Messages that Toolcrib itself could not publish need no such check.
-fn published_again(letter: &DeadLetter, now_ms: u64) -> Result<Letter, Error> {
+fn to_outbox_message(letter: &DeadLetter, now_ms: u64) -> Result<OutboxMessage, Error> {
     let unusable = |what: &str| {
         let message = format!("it cannot be published again: {what}");
         Error::refused(Code::Conflict, message)
@@ -253,7 +256,7 @@ fn published_again(letter: &DeadLetter, now_ms: u64) -> Result<Letter, Error> {
     };
     let text = |(name, value): (&String, &Value)| Some((name.clone(), value.as_str()?.to_owned()));
     let headers = letter.headers.iter().filter(|(name, _)| ours(name)).filter_map(text).collect();
-    Ok(Letter {
+    Ok(OutboxMessage {
         id: format!("redrive-{}-{now_ms}", letter.id),
         subject: subject.to_owned(),
         headers,
@@ -280,13 +283,13 @@ mod tests {
                 ("Nats-Rollup".to_owned(), json!("all")),
             ]),
             payload: "{}".to_owned(),
-            cut: false,
+            truncated: false,
             created_ms: 0,
             redriven_ms: None,
-            last_try: None,
+            last_redrive_result: None,
         };
         let own = "cg.v1r3.shop.public.cmd.tool.hand.run";
-        let again = published_again(&dead("command", own), 7).unwrap();
+        let again = to_outbox_message(&dead("command", own), 7).unwrap();
         assert_eq!(again.subject, "shop.public.cmd.tool.hand.run");
         assert_eq!(again.headers, [("CG-Sender".to_owned(), "x".to_owned())]);
         for other in [
@@ -294,10 +297,10 @@ mod tests {
             "cg.v1r3.shop.public.cmd.agent.w1.wakeup",
             "nonsense",
         ] {
-            let error = published_again(&dead("command", other), 7).unwrap_err();
+            let error = to_outbox_message(&dead("command", other), 7).unwrap_err();
             assert_eq!(error.code(), Code::Conflict, "{other}");
         }
         let event = "cg.v1r3.shop.public.evt.agent.ada.state";
-        assert!(published_again(&dead("letter", event), 7).is_ok(), "the crib's own");
+        assert!(to_outbox_message(&dead("letter", event), 7).is_ok(), "the crib's own");
     }
 }

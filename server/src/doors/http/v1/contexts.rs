@@ -9,15 +9,15 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::context::{DEFAULT_BUDGET_TOKENS, ToolCall, ToolCallContext, ToolResult};
-use toolcrib::engine::{CONTEXT_CALLS, Style};
+use toolcrib::engine::{CONTEXT_CALL_LIMITS, MessageFormat};
 use toolcrib::fault::Error;
 use utoipa::{IntoParams, ToSchema};
 
 use self::posted::{CallsBody, DefinitionsBody, ResultsBody};
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
 use super::super::question::{
-    Asked, Body, NamePath, ResultBody, Who, traceparent, wrong_parameter,
+    Authenticated, JsonBody, NamePath, QueryParams, ResultJsonBody, invalid_parameter, traceparent,
 };
 use super::super::wire::{CallBody, FaultBody, ToolBody};
 
@@ -28,7 +28,7 @@ const MAX_BUDGET_TOKENS: usize = 1_000_000;
 /// names the parameter.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Showing {
+pub(super) struct ContextQuery {
     /// `json` (default), `openai`, `anthropic` or `prompt`.
     format: Option<String>,
     /// Maximum number of tokens of the prompt (default: 1000), or of all tool results of a
@@ -41,45 +41,46 @@ pub(super) struct Showing {
     limit: Option<String>,
 }
 
-enum Format {
+enum ContextFormat {
     Json,
-    Conversation(Style),
+    Conversation(MessageFormat),
     Prompt,
 }
 
-impl Showing {
-    fn format(&self) -> Result<Format, Error> {
+impl ContextQuery {
+    fn format(&self) -> Result<ContextFormat, Error> {
         match self.format.as_deref() {
-            None | Some("" | "json") => Ok(Format::Json),
-            Some("openai") => Ok(Format::Conversation(Style::OpenAi)),
-            Some("anthropic") => Ok(Format::Conversation(Style::Anthropic)),
-            Some("prompt") => Ok(Format::Prompt),
-            Some(_) => Err(invalid("format", "must be json, openai, anthropic or prompt")),
+            None | Some("" | "json") => Ok(ContextFormat::Json),
+            Some("openai") => Ok(ContextFormat::Conversation(MessageFormat::OpenAi)),
+            Some("anthropic") => Ok(ContextFormat::Conversation(MessageFormat::Anthropic)),
+            Some("prompt") => Ok(ContextFormat::Prompt),
+            Some(_) => Err(param_error("format", "must be json, openai, anthropic or prompt")),
         }
     }
 
-    fn budget_tokens(&self, format: &Format) -> Result<Option<usize>, Error> {
-        let budget = number("budget_tokens", self.budget_tokens.as_deref(), MAX_BUDGET_TOKENS)?;
-        if budget.is_some() && matches!(format, Format::Json) {
-            return Err(invalid("budget_tokens", "is for format=prompt, openai and anthropic"));
+    fn budget_tokens(&self, format: &ContextFormat) -> Result<Option<usize>, Error> {
+        let budget =
+            parse_number("budget_tokens", self.budget_tokens.as_deref(), MAX_BUDGET_TOKENS)?;
+        if budget.is_some() && matches!(format, ContextFormat::Json) {
+            return Err(param_error("budget_tokens", "is for format=prompt, openai and anthropic"));
         }
         Ok(budget)
     }
 
     fn limit(&self) -> Result<usize, Error> {
-        let (usual, most) = CONTEXT_CALLS;
-        Ok(number("limit", self.limit.as_deref(), most)?.unwrap_or(usual))
+        let (usual, most) = CONTEXT_CALL_LIMITS;
+        Ok(parse_number("limit", self.limit.as_deref(), most)?.unwrap_or(usual))
     }
 }
 
-fn invalid(field: &str, what: &str) -> Error {
-    wrong_parameter(field, format!("{field} {what}"))
+fn param_error(field: &str, what: &str) -> Error {
+    invalid_parameter(field, format!("{field} {what}"))
 }
 
-fn number(field: &str, text: Option<&str>, most: usize) -> Result<Option<usize>, Error> {
+fn parse_number(field: &str, text: Option<&str>, most: usize) -> Result<Option<usize>, Error> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
     let number = text.parse::<usize>().ok().filter(|number| (1..=most).contains(number));
-    let refused = || invalid(field, &format!("must be from 1 to {most}"));
+    let refused = || param_error(field, &format!("must be from 1 to {most}"));
     number.map(Some).ok_or_else(refused)
 }
 
@@ -187,12 +188,13 @@ pub(super) struct PromptBody {
     /// Number of tokens of the text.
     tokens: usize,
     budget_tokens: usize,
-    left_out: LeftOutBody,
+    left_out: OmittedCountsBody,
 }
 
 /// Numbers of entries that did not fit.
 #[derive(Serialize, ToSchema)]
-pub(super) struct LeftOutBody {
+#[schema(as = LeftOutBody)]
+pub(super) struct OmittedCountsBody {
     tools: usize,
     pending: usize,
     finished: usize,
@@ -200,49 +202,49 @@ pub(super) struct LeftOutBody {
 
 /// Returns the tools, calls and results of a run.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/context", tag = "agents",
-    params(("run_id" = String, Path, description = "The run"), Showing),
+    params(("run_id" = String, Path, description = "The run"), ContextQuery),
     responses(
         (status = 200, description = "As JSON; with format=openai or anthropic, messages and \
             tools; with format=prompt, a text (or JSON, where Accept asks for it)",
             body = ContextBody),
-        (status = 422, body = Problem)))]
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    Asked(showing): Asked<Showing>,
+    QueryParams(showing): QueryParams<ContextQuery>,
     headers: HeaderMap,
-) -> Result<Response, Refused> {
+) -> Result<Response, ApiError> {
     let format = showing.format()?;
     let (budget, limit) = (showing.budget_tokens(&format)?, showing.limit()?);
     match format {
-        Format::Json => {
+        ContextFormat::Json => {
             let context = door.engine.context(&caller, &run_id, limit).await?;
             Ok(Json(ContextBody::from(&context)).into_response())
         }
-        Format::Conversation(style) => {
+        ContextFormat::Conversation(style) => {
             let made = door.engine.conversation(&caller, &run_id, limit, style, budget).await?;
             let (conversation, truncated) = made;
             let (messages, tools) = (conversation.messages, conversation.tools);
             Ok(Json(ConversationBody { run_id, messages, tools, truncated }).into_response())
         }
-        Format::Prompt => {
+        ContextFormat::Prompt => {
             let budget = budget.unwrap_or(DEFAULT_BUDGET_TOKENS);
             let prompt = door.engine.prompt(&caller, &run_id, limit, budget).await?;
-            let left_out = LeftOutBody {
-                tools: prompt.left_out.tools,
-                pending: prompt.left_out.pending,
-                finished: prompt.left_out.finished,
+            let left_out = OmittedCountsBody {
+                tools: prompt.omitted.tools,
+                pending: prompt.omitted.pending,
+                finished: prompt.omitted.finished,
             };
             let (text, tokens) = (prompt.text, prompt.tokens);
             let body = PromptBody { text, tokens, budget_tokens: budget, left_out };
-            Ok(prompt_answer(body, &headers))
+            Ok(prompt_response(body, &headers))
         }
     }
 }
 
 /// Responds with text, or with JSON if the `Accept` header requests it.
-fn prompt_answer(body: PromptBody, headers: &HeaderMap) -> Response {
+fn prompt_response(body: PromptBody, headers: &HeaderMap) -> Response {
     let accepted = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
     if accepted.is_some_and(|accepted| accepted.contains("application/json")) {
         return Json(body).into_response();
@@ -267,16 +269,16 @@ pub(super) struct RunToolsBody {
 #[utoipa::path(put, path = "/v1/runs/{run_id}/context/tool_definitions", tag = "agents",
     params(("run_id" = String, Path, description = "The run")),
     request_body = DefinitionsBody,
-    responses((status = 200, body = RunToolsBody), (status = 403, body = Problem),
-        (status = 422, body = Problem)))]
+    responses((status = 200, body = RunToolsBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn set_tools(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    Body(body): Body<DefinitionsBody>,
-) -> Result<Json<RunToolsBody>, Refused> {
+    JsonBody(body): JsonBody<DefinitionsBody>,
+) -> Result<Json<RunToolsBody>, ApiError> {
     let default_ms = door.engine.default_timeout_ms(&caller);
-    let tools = body.tools(&caller.project, default_ms)?;
+    let tools = body.into_run_tools(&caller.project, default_ms)?;
     let set = door.engine.set_run_tools(&caller, &run_id, tools).await?;
     let tool_definitions = set.iter().map(ToolBody::from).collect();
     Ok(Json(RunToolsBody { run_id, tool_definitions }))
@@ -284,13 +286,14 @@ pub(super) async fn set_tools(
 
 /// The present state of the calls, in the order of the request.
 #[derive(Serialize, ToSchema)]
-pub(super) struct RecordedBody<'a> {
+#[schema(as = RecordedBody)]
+pub(super) struct RecordedCallsBody<'a> {
     tool_calls: Vec<CallBody<'a>>,
 }
 
-fn recorded(status: StatusCode, calls: &[std::sync::Arc<toolcrib::Call>]) -> Response {
+fn recorded_response(status: StatusCode, calls: &[std::sync::Arc<toolcrib::Call>]) -> Response {
     let tool_calls = calls.iter().map(|call| CallBody::from(call.as_ref())).collect();
-    (status, Json(RecordedBody { tool_calls })).into_response()
+    (status, Json(RecordedCallsBody { tool_calls })).into_response()
 }
 
 /// Records calls that the caller executes itself.
@@ -299,20 +302,20 @@ fn recorded(status: StatusCode, calls: &[std::sync::Arc<toolcrib::Call>]) -> Res
 #[utoipa::path(post, path = "/v1/runs/{run_id}/context/tool_calls", tag = "agents",
     params(("run_id" = String, Path, description = "The run")),
     request_body = CallsBody,
-    responses((status = 201, body = RecordedBody), (status = 403, body = Problem),
-        (status = 422, body = Problem), (status = 429, body = Problem),
-        (status = 503, body = Problem)))]
+    responses((status = 201, body = RecordedCallsBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails), (status = 429, body = ProblemDetails),
+        (status = 503, body = ProblemDetails)))]
 pub(super) async fn record_calls(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
     headers: HeaderMap,
-    ResultBody(body): ResultBody<CallsBody>,
-) -> Result<Response, Refused> {
+    ResultJsonBody(body): ResultJsonBody<CallsBody>,
+) -> Result<Response, ApiError> {
     let traceparent = traceparent(&headers).map(|trace| trace.to_string());
-    let calls = body.calls(&run_id, traceparent.as_deref())?;
+    let calls = body.into_calls(&run_id, traceparent.as_deref())?;
     let made = Box::pin(door.engine.record_calls(&caller, &run_id, calls)).await?;
-    Ok(recorded(StatusCode::CREATED, &made))
+    Ok(recorded_response(StatusCode::CREATED, &made))
 }
 
 /// Records the results of calls that the caller executed itself.
@@ -322,16 +325,16 @@ pub(super) async fn record_calls(
 #[utoipa::path(post, path = "/v1/runs/{run_id}/context/tool_results", tag = "agents",
     params(("run_id" = String, Path, description = "The run")),
     request_body = ResultsBody,
-    responses((status = 200, body = RecordedBody), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem),
-        (status = 422, body = Problem)))]
+    responses((status = 200, body = RecordedCallsBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn record_results(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    ResultBody(body): ResultBody<ResultsBody>,
-) -> Result<Response, Refused> {
-    let results = body.results()?;
+    ResultJsonBody(body): ResultJsonBody<ResultsBody>,
+) -> Result<Response, ApiError> {
+    let results = body.into_results()?;
     let ended = Box::pin(door.engine.record_results(&caller, &run_id, results)).await?;
-    Ok(recorded(StatusCode::OK, &ended))
+    Ok(recorded_response(StatusCode::OK, &ended))
 }

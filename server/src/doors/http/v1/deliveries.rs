@@ -5,15 +5,15 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
-use toolcrib::delivery::{Delivery, DeliveryStatus, Try};
+use toolcrib::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
 use toolcrib::engine::DeliveryQuery;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
 use super::super::paging;
-use super::super::question::{Asked, CallPath, Who, wrong_parameter};
-use super::calls::page_of;
+use super::super::question::{Authenticated, CallPath, QueryParams, invalid_parameter};
+use super::calls::parse_page;
 
 /// The delivery of one call's outcome to its `callback_url`.
 #[derive(Debug, Serialize, ToSchema)]
@@ -51,8 +51,8 @@ pub(super) struct TryBody {
 }
 
 impl DeliveryBody {
-    fn new(delivery: &Delivery, log: Option<Vec<Try>>) -> Self {
-        let shown = |tried: Try| TryBody {
+    fn new(delivery: &Delivery, log: Option<Vec<DeliveryAttempt>>) -> Self {
+        let shown = |tried: DeliveryAttempt| TryBody {
             number: tried.number,
             at_ms: tried.at_ms,
             duration_ms: tried.duration_ms,
@@ -65,7 +65,7 @@ impl DeliveryBody {
             task_id: delivery.call_id.to_string(),
             url: delivery.url.clone(),
             status: delivery.status.as_str(),
-            tries: delivery.tries,
+            tries: delivery.attempts,
             next_try_at_ms: delivery.due_ms,
             last_error: delivery.last_error.clone(),
             log: log.map(|tries| tries.into_iter().map(shown).collect()),
@@ -84,7 +84,7 @@ pub(super) struct DeliveryList {
 /// Filters of the delivery list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct DeliveryListing {
+pub(super) struct DeliveryListQuery {
     /// Only deliveries in this status: `waiting`, `pending`, `delivered`, `gone` or `exhausted`.
     status: Option<String>,
     /// Maximum number of deliveries, 1 to 200 (default: 50).
@@ -94,40 +94,40 @@ pub(super) struct DeliveryListing {
 }
 
 /// Lists the project's deliveries, those of the newest calls first.
-#[utoipa::path(get, path = "/v1/deliveries", tag = "agents", params(DeliveryListing),
-    responses((status = 200, body = DeliveryList), (status = 403, body = Problem),
-        (status = 422, body = Problem)))]
+#[utoipa::path(get, path = "/v1/deliveries", tag = "agents", params(DeliveryListQuery),
+    responses((status = 200, body = DeliveryList), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(listing): Asked<DeliveryListing>,
-) -> Result<Response, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(listing): QueryParams<DeliveryListQuery>,
+) -> Result<Response, ApiError> {
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(word) => Some(word.to_lowercase().parse().map_err(|()| {
             let known = DeliveryStatus::ALL.map(DeliveryStatus::as_str).join(", ");
-            wrong_parameter("status", format!("status must be one of {known}"))
+            invalid_parameter("status", format!("status must be one of {known}"))
         })?),
     };
-    let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;
+    let (before, limit) = parse_page(listing.cursor.as_deref(), listing.limit)?;
     let query = DeliveryQuery { status, before, limit };
     let page = door.engine.deliveries(&caller, query).await?;
     let deliveries = page.deliveries.iter().map(|one| DeliveryBody::new(one, None)).collect();
-    let next_cursor = page.before.map(|id| id.to_string());
+    let next_cursor = page.next_before.map(|id| id.to_string());
     let list = DeliveryList { deliveries, next_cursor: next_cursor.clone() };
-    Ok(paging::page(list, next_cursor))
+    Ok(paging::page_response(list, next_cursor))
 }
 
 /// Returns the delivery of a call's outcome, with its tries; empty without a `callback_url`.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/deliveries", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
-    responses((status = 200, body = DeliveryList), (status = 403, body = Problem),
-        (status = 404, body = Problem)))]
-pub(super) async fn of_call(
-    State(door): State<Door>,
-    Who(caller): Who,
+    responses((status = 200, body = DeliveryList), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
+pub(super) async fn call_deliveries(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-) -> Result<Json<DeliveryList>, Refused> {
+) -> Result<Json<DeliveryList>, ApiError> {
     let found = door.engine.delivery(&caller, &id).await?;
     let deliveries = found.map(|(delivery, tries)| DeliveryBody::new(&delivery, Some(tries)));
     Ok(Json(DeliveryList { deliveries: deliveries.into_iter().collect(), next_cursor: None }))
@@ -136,14 +136,14 @@ pub(super) async fn of_call(
 /// Redelivers at once, whatever the present status, and restarts the retry schedule.
 #[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/deliveries/repeat", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
-    responses((status = 202, body = DeliveryBody), (status = 403, body = Problem),
-        (status = 404, body = Problem),
-        (status = 409, description = "The call has not ended", body = Problem)))]
+    responses((status = 202, body = DeliveryBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails),
+        (status = 409, description = "The call has not ended", body = ProblemDetails)))]
 pub(super) async fn repeat(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-) -> Result<(StatusCode, Json<DeliveryBody>), Refused> {
-    let delivery = door.engine.repeat_delivery(&caller, &id).await?;
+) -> Result<(StatusCode, Json<DeliveryBody>), ApiError> {
+    let delivery = door.engine.redeliver(&caller, &id).await?;
     Ok((StatusCode::ACCEPTED, Json(DeliveryBody::new(&delivery, None))))
 }

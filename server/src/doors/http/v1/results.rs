@@ -5,24 +5,24 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use toolcrib::engine::Given;
+use toolcrib::engine::ResultForModel;
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::piece::{Content, Part, Piece};
+use toolcrib::piece::{Slice, SliceContent, SliceQuery};
 use toolcrib::{CallId, Caller, Json};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, CallPath, Who};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{Authenticated, CallPath, QueryParams};
 
 /// Upper limit of `budget_tokens`: more tokens than any model accepts.
-const MAX_BUDGET: u64 = 1_000_000;
+const MAX_BUDGET_TOKENS: u64 = 1_000_000;
 
 /// The slice to read. Numbers arrive as text and are parsed here, so that an error names the
 /// parameter.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Reading {
+pub(super) struct ResultQuery {
     /// JSON pointer (RFC 6901) to the part to read, such as `/rows/10` (default: the whole result).
     pointer: Option<String>,
     /// Index of the first array item, object entry or text line to return; with `grep`, of the
@@ -49,7 +49,8 @@ pub(super) struct Reading {
 
 /// A result as a model sees it.
 #[derive(Serialize, ToSchema)]
-pub(super) struct GivenBody<'a> {
+#[schema(as = GivenBody)]
+pub(super) struct ResultForModelBody<'a> {
     tool_call_id: &'a str,
     budget_tokens: u64,
     /// Number of tokens of `text` (`o200k_base`); never more than the budget.
@@ -64,14 +65,16 @@ pub(super) struct GivenBody<'a> {
 /// A slice of a result, or a result as a model sees it.
 #[derive(Serialize, ToSchema)]
 #[serde(untagged)]
-pub(super) enum ReadBody<'a> {
-    Piece(PieceBody<'a>),
-    Given(GivenBody<'a>),
+#[schema(as = ReadBody)]
+pub(super) enum ResultReadBody<'a> {
+    Slice(SliceBody<'a>),
+    ForModel(ResultForModelBody<'a>),
 }
 
 /// A slice of a result.
 #[derive(Serialize, ToSchema)]
-pub(super) struct PieceBody<'a> {
+#[schema(as = PieceBody)]
+pub(super) struct SliceBody<'a> {
     tool_call_id: &'a str,
     pointer: String,
     /// Type of the value at the pointer: `array`, `object`, `text`, `number`, `boolean` or `null`.
@@ -120,8 +123,8 @@ pub(super) struct MatchBody {
     cut: bool,
 }
 
-impl<'a> PieceBody<'a> {
-    fn new(tool_call_id: &'a str, piece: Piece) -> Self {
+impl<'a> SliceBody<'a> {
+    fn new(tool_call_id: &'a str, piece: Slice) -> Self {
         let mut body = Self {
             tool_call_id,
             pointer: piece.pointer,
@@ -139,18 +142,18 @@ impl<'a> PieceBody<'a> {
             next_pointer: None,
         };
         match piece.content {
-            Content::Value(value) => body.value = Some(value),
-            Content::Matches { matches, matched } => {
+            SliceContent::Value(value) => body.value = Some(value),
+            SliceContent::Matches { matches, matched } => {
                 let given = matches.into_iter().map(|found| MatchBody {
                     pointer: found.pointer,
                     line: found.line,
                     value: found.value,
-                    cut: found.cut,
+                    cut: found.is_truncated,
                 });
                 body.matches = Some(given.collect());
                 body.matched = Some(matched);
             }
-            Content::Beginning { text, pointer } => {
+            SliceContent::Prefix { text, pointer } => {
                 body.beginning = Some(text);
                 body.next_pointer = Some(pointer);
             }
@@ -161,70 +164,70 @@ impl<'a> PieceBody<'a> {
 
 /// Reads a slice of a call's result.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/result", tag = "agents",
-    params(("tool_call_id" = String, Path, description = "The ticket"), Reading),
-    responses((status = 200, body = ReadBody),
-        (status = 403, description = "raw is for operators", body = Problem),
-        (status = 404, description = "No such call, or nothing at the pointer", body = Problem),
-        (status = 409, description = "It has not ended, or has no result", body = Problem),
-        (status = 422, body = Problem)))]
-pub(super) async fn read(
-    State(door): State<Door>,
-    Who(caller): Who,
+    params(("tool_call_id" = String, Path, description = "The ticket"), ResultQuery),
+    responses((status = 200, body = ResultReadBody),
+        (status = 403, description = "raw is for operators", body = ProblemDetails),
+        (status = 404, description = "No such call, or nothing at the pointer", body = ProblemDetails),
+        (status = 409, description = "It has not ended, or has no result", body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn read_result(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-    Asked(reading): Asked<Reading>,
-) -> Result<Response, Refused> {
-    if let Some(budget) = number("budget_tokens", reading.budget_tokens.as_deref())? {
-        let given = given(&door, &caller, &id, &reading, budget).await?;
-        return Ok(Body(ReadBody::Given(given)).into_response());
+    QueryParams(reading): QueryParams<ResultQuery>,
+) -> Result<Response, ApiError> {
+    if let Some(budget) = parse_count("budget_tokens", reading.budget_tokens.as_deref())? {
+        let given = result_for_model(&door, &caller, &id, &reading, budget).await?;
+        return Ok(Body(ResultReadBody::ForModel(given)).into_response());
     }
     if reading.query.as_ref().is_some_and(|query| !query.is_empty()) {
         let message = "query goes with budget_tokens; to search a part, use grep";
-        return Err(invalid("query", message).into());
+        return Err(param_error("query", message).into());
     }
     let raw = match reading.raw.as_deref() {
         None | Some("" | "false" | "0") => false,
         Some("true" | "1") => true,
-        Some(_) => return Err(invalid("raw", "raw must be true or false").into()),
+        Some(_) => return Err(param_error("raw", "raw must be true or false").into()),
     };
-    let part = Part {
+    let part = SliceQuery {
         pointer: reading.pointer.unwrap_or_default(),
-        offset: number("offset", reading.offset.as_deref())?.unwrap_or(0),
-        limit: number("limit", reading.limit.as_deref())?,
+        offset: parse_count("offset", reading.offset.as_deref())?.unwrap_or(0),
+        limit: parse_count("limit", reading.limit.as_deref())?,
         grep: reading.grep.filter(|grep| !grep.is_empty()),
     };
     let piece = if raw {
-        door.engine.read_raw(&caller, &id, part).await?
+        door.engine.read_raw_result(&caller, &id, part).await?
     } else {
         door.engine.read_result(&caller, &id, part).await?
     };
-    Ok(Body(ReadBody::Piece(PieceBody::new(id.as_str(), piece))).into_response())
+    Ok(Body(ResultReadBody::Slice(SliceBody::new(id.as_str(), piece))).into_response())
 }
 
 /// Returns the result as a model sees it.
-async fn given<'a>(
-    door: &Door,
+async fn result_for_model<'a>(
+    door: &HttpState,
     caller: &Caller,
     id: &'a CallId,
-    reading: &Reading,
+    reading: &ResultQuery,
     budget: u64,
-) -> Result<GivenBody<'a>, Error> {
-    let Reading { pointer, offset, limit, grep, raw, query, .. } = reading;
+) -> Result<ResultForModelBody<'a>, Error> {
+    let ResultQuery { pointer, offset, limit, grep, raw, query, .. } = reading;
     let others =
         [("pointer", pointer), ("offset", offset), ("limit", limit), ("grep", grep), ("raw", raw)];
     let said = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
     if let Some((field, _)) = others.into_iter().find(|(_, value)| said(value)) {
         let message = format!("{field} reads a part, budget_tokens the whole: give one of them");
-        return Err(invalid(field, &message));
+        return Err(param_error(field, &message));
     }
-    if !(1..=MAX_BUDGET).contains(&budget) {
-        let message = format!("budget_tokens must be from 1 to {MAX_BUDGET}");
-        return Err(invalid("budget_tokens", &message));
+    if !(1..=MAX_BUDGET_TOKENS).contains(&budget) {
+        let message = format!("budget_tokens must be from 1 to {MAX_BUDGET_TOKENS}");
+        return Err(param_error("budget_tokens", &message));
     }
     let hint = query.clone().filter(|query| !query.is_empty());
-    let given = door.engine.given_result(caller, id, budget as usize, hint).await?;
+    let given = door.engine.render_result_for_model(caller, id, budget as usize, hint).await?;
     let tool_call_id = id.as_str();
     Ok(match given {
-        Given::Whole { data, tokens } => GivenBody {
+        ResultForModel::Whole { data, tokens } => ResultForModelBody {
             tool_call_id,
             budget_tokens: budget,
             tokens,
@@ -232,7 +235,7 @@ async fn given<'a>(
             digest: false,
             text: data.text().to_owned(),
         },
-        Given::Digest(digest) => GivenBody {
+        ResultForModel::Digest(digest) => ResultForModelBody {
             tool_call_id,
             budget_tokens: budget,
             tokens: digest.tokens,
@@ -244,16 +247,16 @@ async fn given<'a>(
 }
 
 /// Parses a count; an empty text counts as absent.
-fn number(field: &str, text: Option<&str>) -> Result<Option<u64>, Error> {
+fn parse_count(field: &str, text: Option<&str>) -> Result<Option<u64>, Error> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
     let number = text.parse().map_err(|_| {
         let least = if field == "offset" { 0 } else { 1 };
-        invalid(field, &format!("{field} must be a whole number from {least} up"))
+        param_error(field, &format!("{field} must be a whole number from {least} up"))
     })?;
     Ok(Some(number))
 }
 
-fn invalid(field: &str, message: &str) -> Error {
+fn param_error(field: &str, message: &str) -> Error {
     let problem = json!({ "pointer": format!("/{field}"), "message": message });
     Fault::new(Code::ValidationError, message)
         .with_detail(json!({ "field": field, "problems": [problem] }))

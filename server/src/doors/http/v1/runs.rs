@@ -17,15 +17,17 @@ use toolcrib::run::{Run, RunStatus};
 use utoipa::{IntoParams, ToSchema};
 
 use self::asked::{MessagesBody, RunBody};
-use self::shown::{RunAnswer, RunSummary, summary, whole};
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
+use self::shown::{RunDetailBody, RunSummary, run_detail, to_summary};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
 use super::super::paging;
-use super::super::question::{Asked, Body, Carried, NamePath, Who, wrong_parameter};
-use super::super::waiting::Wait;
-use super::calls::{PAGE, page_limit, since, unknown_cursor};
+use super::super::question::{
+    Authenticated, CallHeaders, JsonBody, NamePath, QueryParams, invalid_parameter,
+};
+use super::super::waiting::WaitParam;
+use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit, parse_since, unknown_cursor};
 
-pub(super) use stream::follow;
+pub(super) use stream::stream_run;
 
 /// Starts a run.
 ///
@@ -33,38 +35,39 @@ pub(super) use stream::follow;
 /// returns the results to it, until the model gives a final answer or the run reaches a limit.
 /// Every step is stored and survives a crash.
 #[utoipa::path(post, path = "/v1/runs", tag = "runs",
-    params(Wait,
+    params(WaitParam,
         ("Idempotency-Key" = Option<String>, Header, description = "Same key, same run")),
     request_body = RunBody,
     responses(
         (status = 200, description = "With wait_ms, when it is over; with stream, its events",
-            body = RunAnswer),
-        (status = 202, description = "It goes on", body = RunAnswer),
-        (status = 400, body = Problem), (status = 403, body = Problem),
-        (status = 413, body = Problem), (status = 422, body = Problem),
-        (status = 503, body = Problem)))]
+            body = RunDetailBody),
+        (status = 202, description = "It goes on", body = RunDetailBody),
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
+        (status = 503, body = ProblemDetails)))]
 pub(super) async fn start(
-    State(door): State<Door>,
-    Who(caller): Who,
-    wait: Wait,
-    carried: Carried,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    wait: WaitParam,
+    carried: CallHeaders,
     headers: HeaderMap,
-    Body(body): Body<RunBody>,
-) -> Result<Response, Refused> {
+    JsonBody(body): JsonBody<RunBody>,
+) -> Result<Response, ApiError> {
     let key = carried.idempotency_key(body.idempotency_key()?)?;
-    let (streams, wait_ms) = (body.stream()?, wait.ms(body.wait_ms()?));
-    let mut new = body.read(door.engine.models().as_ref())?;
-    (new.idempotency_key, new.traceparent, new.listens) = (key, carried.traceparent, streams);
+    let (streams, wait_ms) = (body.stream()?, wait.resolve_ms(body.wait_ms()?));
+    let mut new = body.to_new_run(door.engine.models().as_ref())?;
+    (new.idempotency_key, new.traceparent, new.subscribes) = (key, carried.traceparent, streams);
     let started = Box::pin(door.engine.start_run(&caller, new)).await?;
     let (id, replayed) = (started.run.id.clone(), started.replayed);
     let mut answer = if streams {
-        follow(door.engine, caller, &headers, id.clone(), 0, started.news).into_response()
+        stream_run(door.engine, caller, &headers, id.clone(), 0, started.subscription)
+            .into_response()
     } else {
         let run = match wait_ms {
             None | Some(0) => started.run,
-            Some(wait_ms) => door.engine.wait_run(&caller, &id, wait_ms).await?,
+            Some(wait_ms) => door.engine.wait_for_run(&caller, &id, wait_ms).await?,
         };
-        answered(&door, &caller, &run).await?
+        run_response(&door, &caller, &run).await?
     };
     let headers = answer.headers_mut();
     if let Ok(place) = HeaderValue::from_str(&format!("/v1/runs/{id}")) {
@@ -80,33 +83,37 @@ pub(super) async fn start(
 }
 
 /// Responds with 200 if the run has ended, and with 202 otherwise.
-async fn answered(door: &Door, caller: &toolcrib::Caller, run: &Run) -> Result<Response, Refused> {
-    let status = if run.status.is_over() { StatusCode::OK } else { StatusCode::ACCEPTED };
-    let body = whole(&door.engine, caller, run).await?;
+async fn run_response(
+    door: &HttpState,
+    caller: &toolcrib::Caller,
+    run: &Run,
+) -> Result<Response, ApiError> {
+    let status = if run.status.is_terminal() { StatusCode::OK } else { StatusCode::ACCEPTED };
+    let body = run_detail(&door.engine, caller, run).await?;
     Ok((status, Json(body)).into_response())
 }
 
 /// Returns a run: status, answer, steps, calls and usage.
 #[utoipa::path(get, path = "/v1/runs/{run_id}", tag = "runs",
-    params(("run_id" = String, Path, description = "The run"), Wait),
-    responses((status = 200, body = RunAnswer), (status = 404, body = Problem)))]
+    params(("run_id" = String, Path, description = "The run"), WaitParam),
+    responses((status = 200, body = RunDetailBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    wait: Wait,
-) -> Result<Response, Refused> {
-    let run = match wait.ms(None) {
-        None | Some(0) => door.engine.loop_run(&caller, &run_id).await?,
-        Some(wait_ms) => door.engine.wait_run(&caller, &run_id, wait_ms).await?,
+    wait: WaitParam,
+) -> Result<Response, ApiError> {
+    let run = match wait.resolve_ms(None) {
+        None | Some(0) => door.engine.find_run(&caller, &run_id).await?,
+        Some(wait_ms) => door.engine.wait_for_run(&caller, &run_id, wait_ms).await?,
     };
-    Ok(Json(whole(&door.engine, &caller, &run).await?).into_response())
+    Ok(Json(run_detail(&door.engine, &caller, &run).await?).into_response())
 }
 
 /// Filters of the run list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Listing {
+pub(super) struct RunListQuery {
     /// Only runs in this status: `RUNNING`, `WAITING`, `SUCCEEDED`, `FAILED` or `CANCELED`.
     status: Option<String>,
     /// Only runs with this model.
@@ -128,25 +135,25 @@ pub(super) struct RunList {
 }
 
 /// Lists the project's runs, newest first.
-#[utoipa::path(get, path = "/v1/runs", tag = "runs", params(Listing),
-    responses((status = 200, body = RunList), (status = 422, body = Problem)))]
+#[utoipa::path(get, path = "/v1/runs", tag = "runs", params(RunListQuery),
+    responses((status = 200, body = RunList), (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(listing): Asked<Listing>,
-) -> Result<Response, Refused> {
-    let page = door.engine.loop_runs(&caller, query(listing)?).await?;
-    let runs = page.runs.iter().map(summary).collect();
-    let list = RunList { runs, next_cursor: page.before.clone() };
-    Ok(paging::page(list, page.before))
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(listing): QueryParams<RunListQuery>,
+) -> Result<Response, ApiError> {
+    let page = door.engine.list_runs(&caller, parse_query(listing)?).await?;
+    let runs = page.runs.iter().map(to_summary).collect();
+    let list = RunList { runs, next_cursor: page.next_before.clone() };
+    Ok(paging::page_response(list, page.next_before))
 }
 
-fn query(listing: Listing) -> Result<RunQuery, Error> {
+fn parse_query(listing: RunListQuery) -> Result<RunQuery, Error> {
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(text) => Some(text.to_uppercase().parse::<RunStatus>().map_err(|()| {
             let known: Vec<&str> = RunStatus::ALL.iter().map(|status| status.as_str()).collect();
-            wrong_parameter("status", format!("status must be one of {}", known.join(", ")))
+            invalid_parameter("status", format!("status must be one of {}", known.join(", ")))
         })?),
     };
     let before = listing.cursor.filter(|cursor| !cursor.is_empty());
@@ -156,9 +163,9 @@ fn query(listing: Listing) -> Result<RunQuery, Error> {
     Ok(RunQuery {
         status,
         model: listing.model.filter(|model| !model.is_empty()),
-        since_ms: since(listing.since.as_deref())?,
+        since_ms: parse_since(listing.since.as_deref())?,
         before,
-        limit: page_limit(listing.limit, PAGE)?,
+        limit: parse_page_limit(listing.limit, DEFAULT_PAGE_SIZE)?,
     })
 }
 
@@ -172,64 +179,64 @@ pub(super) struct CancelRunBody {
 #[utoipa::path(post, path = "/v1/runs/{run_id}/cancel", tag = "runs",
     params(("run_id" = String, Path, description = "The run")),
     request_body = CancelRunBody,
-    responses((status = 200, body = RunSummary), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem)))]
+    responses((status = 200, body = RunSummary), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn cancel(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    Body(body): Body<CancelRunBody>,
-) -> Result<Json<RunSummary>, Refused> {
+    JsonBody(body): JsonBody<CancelRunBody>,
+) -> Result<Json<RunSummary>, ApiError> {
     let run = door.engine.cancel_run(&caller, &run_id, body.reason).await?;
-    Ok(Json(summary(&run)))
+    Ok(Json(to_summary(&run)))
 }
 
 /// Adds user messages to a run. The run continues, even if it had ended.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/messages", tag = "runs",
-    params(("run_id" = String, Path, description = "The run"), Wait),
+    params(("run_id" = String, Path, description = "The run"), WaitParam),
     request_body = MessagesBody,
-    responses((status = 200, description = "With wait_ms, when it is over", body = RunAnswer),
-        (status = 202, description = "It goes on", body = RunAnswer),
-        (status = 403, body = Problem), (status = 404, body = Problem),
-        (status = 422, body = Problem)))]
-pub(super) async fn say(
-    State(door): State<Door>,
-    Who(caller): Who,
+    responses((status = 200, description = "With wait_ms, when it is over", body = RunDetailBody),
+        (status = 202, description = "It goes on", body = RunDetailBody),
+        (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn add_messages(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    wait: Wait,
-    Body(body): Body<MessagesBody>,
-) -> Result<Response, Refused> {
-    let wait_ms = wait.ms(body.wait_ms()?);
-    let run = door.engine.say_to_run(&caller, &run_id, body.messages()?).await?;
-    waited(&door, &caller, run, wait_ms).await
+    wait: WaitParam,
+    JsonBody(body): JsonBody<MessagesBody>,
+) -> Result<Response, ApiError> {
+    let wait_ms = wait.resolve_ms(body.wait_ms()?);
+    let run = door.engine.add_run_messages(&caller, &run_id, body.messages()?).await?;
+    wait_and_respond(&door, &caller, run, wait_ms).await
 }
 
 /// Resumes a run that failed or was canceled, from its last stored step.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/resume", tag = "runs",
-    params(("run_id" = String, Path, description = "The run"), Wait),
-    responses((status = 200, description = "With wait_ms, when it is over", body = RunAnswer),
-        (status = 202, description = "It goes on", body = RunAnswer),
-        (status = 403, body = Problem), (status = 404, body = Problem),
-        (status = 409, body = Problem)))]
+    params(("run_id" = String, Path, description = "The run"), WaitParam),
+    responses((status = 200, description = "With wait_ms, when it is over", body = RunDetailBody),
+        (status = 202, description = "It goes on", body = RunDetailBody),
+        (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
 pub(super) async fn resume(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    wait: Wait,
-) -> Result<Response, Refused> {
+    wait: WaitParam,
+) -> Result<Response, ApiError> {
     let run = door.engine.resume_run(&caller, &run_id).await?;
-    waited(&door, &caller, run, wait.ms(None)).await
+    wait_and_respond(&door, &caller, run, wait.resolve_ms(None)).await
 }
 
-async fn waited(
-    door: &Door,
+async fn wait_and_respond(
+    door: &HttpState,
     caller: &toolcrib::Caller,
     run: Run,
     wait_ms: Option<u64>,
-) -> Result<Response, Refused> {
+) -> Result<Response, ApiError> {
     let run = match wait_ms {
         None | Some(0) => run,
-        Some(wait_ms) => door.engine.wait_run(caller, &run.id, wait_ms).await?,
+        Some(wait_ms) => door.engine.wait_for_run(caller, &run.id, wait_ms).await?,
     };
-    answered(door, caller, &run).await
+    run_response(door, caller, &run).await
 }

@@ -14,12 +14,12 @@ use toolcrib::Caller;
 use toolcrib::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, Who};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{Authenticated, JsonBody, NamePath, QueryParams};
 
 /// Maximum time that adding a source waits for the MCP server's first response.
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
+const MAX_CONNECT_WAIT: Duration = Duration::from_secs(60);
 
 /// A source of tools, and its state.
 #[derive(Debug, Serialize, ToSchema)]
@@ -55,13 +55,13 @@ pub struct SourceBody {
     /// True if changed definitions are refused until they are accepted.
     pub pinned: bool,
     /// Tools that could not be imported.
-    pub skipped: Vec<SourceSkipped>,
+    pub skipped: Vec<SkippedToolBody>,
     /// Tools whose descriptions contain instructions to the model.
     pub flagged: Vec<String>,
     /// For a pinned source: changes that are not accepted. Calls of these tools are refused.
-    pub pending: Vec<SourceChange>,
+    pub pending: Vec<SourceToolChange>,
     /// Changes while the source was connected, newest first.
-    pub changes: Vec<SourceChange>,
+    pub changes: Vec<SourceToolChange>,
     /// Names of the environment variables and headers passed to it; never their values.
     pub env: Vec<String>,
     pub headers: Vec<String>,
@@ -94,14 +94,16 @@ pub struct SourceOauth {
 
 /// A tool that could not be imported.
 #[derive(Debug, Serialize, ToSchema)]
-pub struct SourceSkipped {
+#[schema(as = SourceSkipped)]
+pub struct SkippedToolBody {
     pub tool: String,
     pub why: String,
 }
 
 /// A change to a tool of a source.
 #[derive(Debug, Serialize, ToSchema)]
-pub struct SourceChange {
+#[schema(as = SourceChange)]
+pub struct SourceToolChange {
     pub tool: String,
     /// `added`, `changed` or `removed`.
     pub change: &'static str,
@@ -119,14 +121,14 @@ pub(super) struct SourceList {
 /// Time to wait for a source.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Patience {
+pub(super) struct SourceWaitQuery {
     /// Maximum time to wait for the server's first response, in milliseconds (default: 0).
     wait_ms: Option<u64>,
 }
 
-impl Patience {
-    fn time(&self) -> Duration {
-        Duration::from_millis(self.wait_ms.unwrap_or(0)).min(LONGEST_WAIT)
+impl SourceWaitQuery {
+    fn duration(&self) -> Duration {
+        Duration::from_millis(self.wait_ms.unwrap_or(0)).min(MAX_CONNECT_WAIT)
     }
 }
 
@@ -136,11 +138,13 @@ impl Patience {
 #[derive(Deserialize, ToSchema)]
 #[serde(transparent)]
 #[schema(value_type = Object)]
-pub(super) struct NewSource(Value);
+#[schema(as = NewSource)]
+pub(super) struct NewSourceBody(Value);
 
 /// The changes to accept.
 #[derive(Deserialize, ToSchema)]
-pub(super) struct Accepting {
+#[schema(as = Accepting)]
+pub(super) struct AcceptToolsBody {
     /// Names of the tools (default: all pending changes).
     #[serde(default)]
     tools: Option<Vec<String>>,
@@ -148,134 +152,135 @@ pub(super) struct Accepting {
 
 /// The accepted changes.
 #[derive(Serialize, ToSchema)]
-pub(super) struct Accepted {
-    accepted: Vec<SourceChange>,
+#[schema(as = Accepted)]
+pub(super) struct AcceptedToolsBody {
+    accepted: Vec<SourceToolChange>,
 }
 
-fn kept(door: &Door) -> Result<&Arc<dyn Sources>, Refused> {
+fn require_sources(door: &HttpState) -> Result<&Arc<dyn SourceAdmin>, ApiError> {
     let message = "this server keeps no sources";
     door.sources.as_ref().ok_or_else(|| Error::refused(Code::NotFound, message).into())
 }
 
 /// Lists the MCP servers of the project, with their states.
 #[utoipa::path(get, path = "/v1/sources/mcp", tag = "operators",
-    responses((status = 200, body = SourceList), (status = 403, body = Problem)))]
+    responses((status = 200, body = SourceList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<Door>,
-    Who(caller): Who,
-) -> Result<Json<SourceList>, Refused> {
-    Ok(Json(SourceList { sources: kept(&door)?.list(&caller)? }))
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<SourceList>, ApiError> {
+    Ok(Json(SourceList { sources: require_sources(&door)?.list(&caller)? }))
 }
 
 /// Adds an MCP server or replaces its settings.
 ///
 /// Accepts the configuration of a desktop application as well, and adds all its servers.
-#[utoipa::path(post, path = "/v1/sources/mcp", tag = "operators", params(Patience),
-    request_body(content = NewSource, description = "A server, or {\"mcpServers\": {…}}"),
-    responses((status = 201, body = SourceList), (status = 403, body = Problem),
-        (status = 409, description = "It is in the server's configuration", body = Problem),
-        (status = 422, body = Problem)))]
+#[utoipa::path(post, path = "/v1/sources/mcp", tag = "operators", params(SourceWaitQuery),
+    request_body(content = NewSourceBody, description = "A server, or {\"mcpServers\": {…}}"),
+    responses((status = 201, body = SourceList), (status = 403, body = ProblemDetails),
+        (status = 409, description = "It is in the server's configuration", body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn add(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(patience): Asked<Patience>,
-    Body(body): Body<NewSource>,
-) -> Result<Response, Refused> {
-    let sources = kept(&door)?.add(&caller, body.0, patience.time()).await?;
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(patience): QueryParams<SourceWaitQuery>,
+    JsonBody(body): JsonBody<NewSourceBody>,
+) -> Result<Response, ApiError> {
+    let sources = require_sources(&door)?.add(&caller, body.0, patience.duration()).await?;
     Ok((StatusCode::CREATED, Json(SourceList { sources })).into_response())
 }
 
 /// Returns one MCP server, with the last lines of a program's standard error.
 #[utoipa::path(get, path = "/v1/sources/mcp/{name}", tag = "operators",
     params(("name" = String, Path, description = "The source")),
-    responses((status = 200, body = SourceBody), (status = 403, body = Problem),
-        (status = 404, body = Problem)))]
+    responses((status = 200, body = SourceBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-) -> Result<Json<SourceBody>, Refused> {
-    Ok(Json(kept(&door)?.one(&caller, &name)?))
+) -> Result<Json<SourceBody>, ApiError> {
+    Ok(Json(require_sources(&door)?.get(&caller, &name)?))
 }
 
 /// Removes an MCP server that was added over the API or the command line, with its tools.
 #[utoipa::path(delete, path = "/v1/sources/mcp/{name}", tag = "operators",
     params(("name" = String, Path, description = "The source")),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
-        (status = 409, description = "It is in the server's configuration", body = Problem)))]
+    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+        (status = 409, description = "It is in the server's configuration", body = ProblemDetails)))]
 pub(super) async fn remove(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-) -> Result<StatusCode, Refused> {
-    kept(&door)?.remove(&caller, &name).await?;
+) -> Result<StatusCode, ApiError> {
+    require_sources(&door)?.remove(&caller, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Accepts the present tool definitions of a pinned MCP server.
 #[utoipa::path(post, path = "/v1/sources/mcp/{name}/accept", tag = "operators",
-    params(("name" = String, Path, description = "The source")), request_body = Accepting,
-    responses((status = 200, body = Accepted), (status = 403, body = Problem),
-        (status = 404, body = Problem)))]
+    params(("name" = String, Path, description = "The source")), request_body = AcceptToolsBody,
+    responses((status = 200, body = AcceptedToolsBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 pub(super) async fn accept(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-    Body(body): Body<Accepting>,
-) -> Result<Json<Accepted>, Refused> {
-    let accepted = kept(&door)?.accept(&caller, &name, body.tools).await?;
-    Ok(Json(Accepted { accepted }))
+    JsonBody(body): JsonBody<AcceptToolsBody>,
+) -> Result<Json<AcceptedToolsBody>, ApiError> {
+    let accepted = require_sources(&door)?.accept(&caller, &name, body.tools).await?;
+    Ok(Json(AcceptedToolsBody { accepted }))
 }
 
 /// Reconnects to an MCP server at once, or fetches its tool list if it is connected.
 #[utoipa::path(post, path = "/v1/sources/mcp/{name}/refresh", tag = "operators",
-    params(("name" = String, Path, description = "The source"), Patience),
-    responses((status = 200, body = SourceBody), (status = 403, body = Problem),
-        (status = 404, body = Problem)))]
+    params(("name" = String, Path, description = "The source"), SourceWaitQuery),
+    responses((status = 200, body = SourceBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 pub(super) async fn refresh(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-    Asked(patience): Asked<Patience>,
-) -> Result<Json<SourceBody>, Refused> {
-    Ok(Json(kept(&door)?.refresh(&caller, &name, patience.time()).await?))
+    QueryParams(patience): QueryParams<SourceWaitQuery>,
+) -> Result<Json<SourceBody>, ApiError> {
+    Ok(Json(require_sources(&door)?.refresh(&caller, &name, patience.duration()).await?))
 }
 
 /// Starts a sign-in at an MCP server; the response has the URL that a person must open.
 #[utoipa::path(post, path = "/v1/sources/mcp/{name}/sign-in", tag = "operators",
     params(("name" = String, Path, description = "The source")),
-    responses((status = 200, body = SourceBody), (status = 403, body = Problem),
-        (status = 404, body = Problem),
-        (status = 409, description = "It cannot be signed in to, and why", body = Problem)))]
+    responses((status = 200, body = SourceBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails),
+        (status = 409, description = "It cannot be signed in to, and why", body = ProblemDetails)))]
 pub(super) async fn sign_in(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-) -> Result<Json<SourceBody>, Refused> {
-    Ok(Json(kept(&door)?.sign_in(&caller, &name).await?))
+) -> Result<Json<SourceBody>, ApiError> {
+    Ok(Json(require_sources(&door)?.sign_in(&caller, &name).await?))
 }
 
 /// Deletes the tokens of an MCP server. Toolcrib then connects without them.
 #[utoipa::path(delete, path = "/v1/sources/mcp/{name}/sign-in", tag = "operators",
     params(("name" = String, Path, description = "The source")),
-    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem)))]
+    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
 pub(super) async fn sign_out(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-) -> Result<StatusCode, Refused> {
-    kept(&door)?.sign_out(&caller, &name).await?;
+) -> Result<StatusCode, ApiError> {
+    require_sources(&door)?.sign_out(&caller, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Administers tool sources. Every method with a caller acts for that caller's project.
 #[async_trait]
-pub trait Sources: Send + Sync + 'static {
+pub trait SourceAdmin: Send + Sync + 'static {
     /// Returns the sources of the caller's project, by name.
     fn list(&self, caller: &Caller) -> Result<Vec<SourceBody>, Error>;
 
     /// Returns one source, with all details.
-    fn one(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error>;
+    fn get(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error>;
 
     /// Adds one MCP server, or those of a desktop application's configuration, and waits up to
     /// `wait` for their first responses.
@@ -295,7 +300,7 @@ pub trait Sources: Send + Sync + 'static {
         caller: &Caller,
         name: &str,
         tools: Option<Vec<String>>,
-    ) -> Result<Vec<SourceChange>, Error>;
+    ) -> Result<Vec<SourceToolChange>, Error>;
 
     /// Reconnects to a source at once, or fetches its tool list if it is connected.
     async fn refresh(
@@ -314,17 +319,20 @@ pub trait Sources: Send + Sync + 'static {
     /// Completes a sign-in when a browser returns from an authorization server, with a code or an
     /// error. Returns the name of the source and the result, or `None` if no sign-in waits for this
     /// state.
-    async fn signed_in(&self, returned: Returned) -> Option<(String, Result<(), String>)>;
+    async fn complete_sign_in(
+        &self,
+        returned: OauthCallback,
+    ) -> Option<(String, Result<(), String>)>;
 
     /// Returns the number of sources in each state, over all projects.
-    fn counted(&self) -> Vec<(&'static str, usize)>;
+    fn count_by_state(&self) -> Vec<(&'static str, usize)>;
 
     /// Returns the base URL at which a browser reaches this server.
-    fn base(&self) -> String;
+    fn public_base_url(&self) -> String;
 }
 
 /// The parameters of an OAuth redirect back to Toolcrib.
-pub struct Returned {
+pub struct OauthCallback {
     pub state: String,
     pub code: Result<String, String>,
     pub issuer: Option<String>,

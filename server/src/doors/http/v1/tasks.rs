@@ -8,18 +8,18 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::Call;
 use toolcrib::engine::CallQuery;
-use toolcrib::event::Record;
+use toolcrib::event::EventRecord;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
 use super::super::paging;
-use super::super::question::{Asked, Body, CallPath, Who, wrong_parameter};
-use super::super::waiting::{Wait, poll_later};
+use super::super::question::{Authenticated, CallPath, JsonBody, QueryParams, invalid_parameter};
+use super::super::waiting::{WaitParam, set_retry_after};
 use super::super::wire::{FaultBody, MetricsBody};
-use super::calls::{CancelBody, page_of};
-use super::events::{From, Messages, after, follow_task};
-use crate::task::{parse_status, status_word};
+use super::calls::{CancelCallBody, parse_page};
+use super::events::{EventStreamQuery, SseResponse, resume_position, stream_task_events};
+use crate::task::{parse_status, task_status};
 
 /// A task, with its outcome once it has ended.
 #[derive(Debug, Serialize, ToSchema)]
@@ -69,8 +69,8 @@ pub(super) struct TaskProgress {
     at_ms: u64,
 }
 
-impl std::convert::From<Record> for TaskProgress {
-    fn from(mut record: Record) -> Self {
+impl std::convert::From<EventRecord> for TaskProgress {
+    fn from(mut record: EventRecord) -> Self {
         Self {
             percent: record.data.get("percent").and_then(Value::as_f64),
             message: record.data.get("message").and_then(Value::as_str).map(str::to_owned),
@@ -81,16 +81,16 @@ impl std::convert::From<Record> for TaskProgress {
 }
 
 impl<'a> TaskBody<'a> {
-    fn new(call: &'a Call, progress: Option<Record>) -> Self {
+    fn new(call: &'a Call, progress: Option<EventRecord>) -> Self {
         let outcome = call.outcome.as_ref();
         Self {
             task_id: call.id.as_str(),
             tool_call_id: call.id.as_str(),
-            call_id: call.asked.call_id.as_deref(),
+            call_id: call.origin.caller_call_id.as_deref(),
             run_id: &call.run_id,
             tool_name: &call.tool_name,
-            status: status_word(call.status),
-            background: call.asked.background,
+            status: task_status(call.status),
+            background: call.origin.background,
             progress: progress.map(TaskProgress::from),
             result: outcome.and_then(|outcome| outcome.data.clone()),
             error: outcome.and_then(|outcome| outcome.error.as_ref()).map(FaultBody::from),
@@ -107,22 +107,22 @@ impl<'a> TaskBody<'a> {
 
 /// Returns a task. With `wait_ms`, responds once the task has ended or the wait has expired.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}", tag = "agents",
-    params(("task_id" = String, Path, description = "The ticket"), Wait),
-    responses((status = 200, body = TaskBody), (status = 404, body = Problem)))]
+    params(("task_id" = String, Path, description = "The ticket"), WaitParam),
+    responses((status = 200, body = TaskBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-    wait: Wait,
-) -> Result<Response, Refused> {
-    let call = match wait.ms(None) {
+    wait: WaitParam,
+) -> Result<Response, ApiError> {
+    let call = match wait.resolve_ms(None) {
         None | Some(0) => door.engine.call(&caller, &id).await?,
         Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
     };
     let progress = door.engine.newest_progress(&caller, &id).await?;
     let mut answer = Json(TaskBody::new(&call, progress)).into_response();
     if !call.status.is_terminal() {
-        poll_later(&mut answer);
+        set_retry_after(&mut answer);
     }
     Ok(answer)
 }
@@ -130,7 +130,7 @@ pub(super) async fn show(
 /// Filters of the task list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct TaskListing {
+pub(super) struct TaskListQuery {
     /// Only tasks of this run.
     run_id: Option<String>,
     /// Only tasks of this tool.
@@ -153,21 +153,21 @@ pub(super) struct TaskList<'a> {
 }
 
 /// Lists the project's background tasks, newest first.
-#[utoipa::path(get, path = "/v1/tasks", tag = "agents", params(TaskListing),
-    responses((status = 200, body = TaskList), (status = 422, body = Problem)))]
+#[utoipa::path(get, path = "/v1/tasks", tag = "agents", params(TaskListQuery),
+    responses((status = 200, body = TaskList), (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(listing): Asked<TaskListing>,
-) -> Result<Response, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(listing): QueryParams<TaskListQuery>,
+) -> Result<Response, ApiError> {
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(word) => Some(parse_status(&word.to_lowercase()).ok_or_else(|| {
-            let known = toolcrib::Status::ALL.map(status_word).join(", ");
-            wrong_parameter("status", format!("status must be one of {known}"))
+            let known = toolcrib::Status::ALL.map(task_status).join(", ");
+            invalid_parameter("status", format!("status must be one of {known}"))
         })?),
     };
-    let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;
+    let (before, limit) = parse_page(listing.cursor.as_deref(), listing.limit)?;
     let query = CallQuery {
         run_id: listing.run_id,
         tool_name: listing.tool_name,
@@ -178,26 +178,26 @@ pub(super) async fn list(
         limit,
     };
     let page = door.engine.calls(&caller, query).await?;
-    let next_cursor = page.before.map(|id| id.to_string());
+    let next_cursor = page.next_before.map(|id| id.to_string());
     let list = TaskList {
         tasks: page.calls.iter().map(|call| TaskBody::new(call, None)).collect(),
         next_cursor: next_cursor.clone(),
     };
-    Ok(paging::page(list, next_cursor))
+    Ok(paging::page_response(list, next_cursor))
 }
 
 /// Cancels a task and notifies its executor. Canceling twice has the same effect as once.
 #[utoipa::path(post, path = "/v1/tasks/{task_id}/cancel", tag = "agents",
     params(("task_id" = String, Path, description = "The ticket")),
-    request_body = CancelBody,
-    responses((status = 200, body = TaskBody), (status = 404, body = Problem),
-        (status = 409, description = "It has ended otherwise", body = Problem)))]
+    request_body = CancelCallBody,
+    responses((status = 200, body = TaskBody), (status = 404, body = ProblemDetails),
+        (status = 409, description = "It has ended otherwise", body = ProblemDetails)))]
 pub(super) async fn cancel(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-    Body(body): Body<CancelBody>,
-) -> Result<Response, Refused> {
+    JsonBody(body): JsonBody<CancelCallBody>,
+) -> Result<Response, ApiError> {
     let call = door.engine.cancel(&caller, &id, body.reason()).await?;
     Ok(Json(TaskBody::new(&call, None)).into_response())
 }
@@ -206,18 +206,18 @@ pub(super) async fn cancel(
 ///
 /// The events are `task.submit`, `task.progress`, and `task.completed` or `task.failed`.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}/events", tag = "agents",
-    params(("task_id" = String, Path, description = "The ticket"), From,
+    params(("task_id" = String, Path, description = "The ticket"), EventStreamQuery,
         ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream"),
-        (status = 404, body = Problem)))]
+        (status = 404, body = ProblemDetails)))]
 pub(super) async fn events(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     CallPath(id): CallPath,
-    Asked(from): Asked<From>,
+    QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
-) -> Result<Messages, Refused> {
+) -> Result<SseResponse, ApiError> {
     door.engine.call(&caller, &id).await?;
-    let after = after(&headers, &from)?.unwrap_or(0);
-    Ok(follow_task(door.engine, caller, &headers, id, after))
+    let after = resume_position(&headers, &from)?.unwrap_or(0);
+    Ok(stream_task_events(door.engine, caller, &headers, id, after))
 }

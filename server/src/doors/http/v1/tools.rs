@@ -7,18 +7,20 @@ use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use toolcrib::dialect::Format;
+use toolcrib::dialect::ToolFormat;
 use toolcrib::engine::CatalogEntry;
 use toolcrib::fault::Error;
-use toolcrib::{Caller, Invocation};
+use toolcrib::{CallRequest, Caller};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::Door;
-use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, Carried, NamePath, TRACEPARENT, Who, wrong_parameter};
-use super::super::waiting::{Wait, poll_later};
+use super::super::HttpState;
+use super::super::answer::{ApiError, ProblemDetails};
+use super::super::question::{
+    Authenticated, CallHeaders, JsonBody, NamePath, QueryParams, TRACEPARENT, invalid_parameter,
+};
+use super::super::waiting::{WaitParam, set_retry_after};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
-use super::calls::page_limit;
+use super::calls::parse_page_limit;
 
 /// The tools that the caller may call.
 #[derive(Serialize, ToSchema)]
@@ -28,14 +30,14 @@ pub(super) struct ToolList {
 
 /// The same tools, in the format of a model API.
 #[derive(Serialize)]
-struct Definitions {
+struct ModelToolList {
     tools: Vec<toolcrib::Json>,
 }
 
 /// Format and filter of the tool list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Listing {
+pub(super) struct ToolListQuery {
     /// `openai`, `openai_responses`, `anthropic` or `mcp`: describe the tools in that API's format,
     /// ready to be put into a request, under names that the API accepts.
     format: Option<String>,
@@ -46,39 +48,40 @@ pub(super) struct Listing {
 }
 
 /// Lists the tools that the caller may call, by name.
-#[utoipa::path(get, path = "/v1/tools", tag = "agents", params(Listing),
-    responses((status = 200, body = ToolList), (status = 401, body = Problem),
-        (status = 422, body = Problem)))]
+#[utoipa::path(get, path = "/v1/tools", tag = "agents", params(ToolListQuery),
+    responses((status = 200, body = ToolList), (status = 401, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(listing): Asked<Listing>,
-) -> Result<Response, Refused> {
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(listing): QueryParams<ToolListQuery>,
+) -> Result<Response, ApiError> {
     if listing.format.is_some() && listing.query.is_some() {
-        return Err(wrong_parameter("format", "give format or query, not both").into());
+        return Err(invalid_parameter("format", "give format or query, not both").into());
     }
     let Some(format) = listing.format else {
         let tools = match &listing.query {
-            Some(query) => found(&door, &caller, query, listing.limit).await?,
+            Some(query) => search_tools(&door, &caller, query, listing.limit).await?,
             None => door.engine.tools(&caller),
         };
         let tools = tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect();
         return Ok(Json(ToolList { tools }).into_response());
     };
-    let format = format.parse::<Format>().map_err(|()| {
-        let known: Vec<&str> = Format::ALL.iter().map(|format| format.as_str()).collect();
-        wrong_parameter("format", format!("format must be one of {}", known.join(", ")))
+    let format = format.parse::<ToolFormat>().map_err(|()| {
+        let known: Vec<&str> = ToolFormat::ALL.iter().map(|format| format.as_str()).collect();
+        invalid_parameter("format", format!("format must be one of {}", known.join(", ")))
     })?;
-    Ok(Json(Definitions { tools: door.engine.definitions(&caller, format) }).into_response())
+    Ok(Json(ModelToolList { tools: door.engine.model_tool_definitions(&caller, format) })
+        .into_response())
 }
 
-async fn found(
-    door: &Door,
+async fn search_tools(
+    door: &HttpState,
     caller: &Caller,
     query: &str,
     limit: Option<usize>,
 ) -> Result<Vec<Arc<CatalogEntry>>, Error> {
-    let limit = page_limit(limit.map(|limit| limit as u64), 20)?;
+    let limit = parse_page_limit(limit.map(|limit| limit as u64), 20)?;
     let found = door.engine.search(caller, query, limit).await?;
     Ok(found.into_iter().map(|found| found.entry).collect())
 }
@@ -86,12 +89,12 @@ async fn found(
 /// Returns one tool.
 #[utoipa::path(get, path = "/v1/tools/{name}", tag = "agents",
     params(("name" = String, Path, description = "The tool's name")),
-    responses((status = 200, body = ToolBody), (status = 404, body = Problem)))]
+    responses((status = 200, body = ToolBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-) -> Result<Json<ToolBody>, Refused> {
+) -> Result<Json<ToolBody>, ApiError> {
     let entry = door.engine.tool(&caller, &name)?;
     Ok(Json(ToolBody::from(entry.as_ref())))
 }
@@ -143,7 +146,7 @@ pub(super) struct TicketBody {
 #[utoipa::path(post, path = "/v1/tools/{name}/invoke", tag = "agents",
     params(
         ("name" = String, Path, description = "The tool's name"),
-        Wait,
+        WaitParam,
         ("Idempotency-Key" = Option<String>, Header, description = "Same key, same ticket"),
         ("traceparent" = Option<String>, Header, description = "W3C trace context: the span that \
             the call is part of")
@@ -151,21 +154,21 @@ pub(super) struct TicketBody {
     request_body = InvokeBody,
     responses(
         (status = 202, description = "The ticket; with wait_ms the call itself", body = TicketBody),
-        (status = 400, body = Problem), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 413, body = Problem),
-        (status = 422, body = Problem), (status = 429, body = Problem),
-        (status = 503, body = Problem)
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 413, body = ProblemDetails),
+        (status = 422, body = ProblemDetails), (status = 429, body = ProblemDetails),
+        (status = 503, body = ProblemDetails)
     ))]
 pub(super) async fn invoke(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(name): NamePath,
-    wait: Wait,
-    carried: Carried,
-    Body(body): Body<InvokeBody>,
-) -> Result<Response, Refused> {
-    let wait_ms = wait.ms(body.wait_ms);
-    let invocation = Invocation {
+    wait: WaitParam,
+    carried: CallHeaders,
+    JsonBody(body): JsonBody<InvokeBody>,
+) -> Result<Response, ApiError> {
+    let wait_ms = wait.resolve_ms(body.wait_ms);
+    let invocation = CallRequest {
         tool: name,
         args: body.args,
         run_id: body.run_id,
@@ -176,32 +179,32 @@ pub(super) async fn invoke(
         client_id: body.client_id,
         user_id: body.user_id,
         traceparent: carried.traceparent,
-        turn: None,
+        route: None,
         callback_url: body.callback_url,
         answers: None,
     };
     // Boxed, because the router moves this handler's future several times.
     let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
     let id = ticket.call.id.clone();
-    let trace = door.engine.trace_of(&ticket.call);
+    let trace = door.engine.call_traceparent(&ticket.call);
     let mut answer = match wait_ms {
         None | Some(0) => {
             let body = TicketBody {
                 tool_call_id: id.to_string(),
                 status: "pending",
                 message: "tool call created, use tool_call_id to poll result",
-                task_id: ticket.call.asked.background.then(|| id.to_string()),
+                task_id: ticket.call.origin.background.then(|| id.to_string()),
             };
             let mut answer = (StatusCode::ACCEPTED, Json(body)).into_response();
-            poll_later(&mut answer);
+            set_retry_after(&mut answer);
             answer
         }
         Some(wait_ms) => {
-            let call = Box::pin(door.engine.outcome(&caller, &ticket, wait_ms)).await?;
-            let body = Json(CallBody::traced(&call, trace));
+            let call = Box::pin(door.engine.wait_for_outcome(&caller, &ticket, wait_ms)).await?;
+            let body = Json(CallBody::with_trace(&call, trace));
             let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if !call.status.is_terminal() {
-                poll_later(&mut answer);
+                set_retry_after(&mut answer);
             }
             answer
         }

@@ -1,6 +1,8 @@
 //! The functions and constants that an expression may name. Pure; never panics.
 
-use super::value::{self, Op, Value, apply, finite, fitted, float, int};
+use super::value::{
+    self, BinaryOperator, Value, apply, checked_float, checked_integer, to_float, to_integer,
+};
 
 /// All callable names. The evaluator handles `if`, because only one branch may be calculated.
 #[rustfmt::skip]
@@ -12,7 +14,7 @@ const NAMES: &[&str] = &[
 ];
 
 /// Returns `true` if a function with this name exists.
-pub fn exists(name: &str) -> bool {
+pub fn is_function(name: &str) -> bool {
     NAMES.contains(&name)
 }
 
@@ -22,14 +24,14 @@ pub fn constant(name: &str) -> Option<Value> {
         "pi" | "π" => Some(Value::Float(std::f64::consts::PI)),
         "tau" => Some(Value::Float(std::f64::consts::TAU)),
         "e" => Some(Value::Float(std::f64::consts::E)),
-        "true" => Some(Value::Truth(true)),
-        "false" => Some(Value::Truth(false)),
+        "true" => Some(Value::Bool(true)),
+        "false" => Some(Value::Bool(false)),
         _ => None,
     }
 }
 
 /// Returns the message for a name that is neither a constant nor a function.
-pub fn unknown(name: &str) -> String {
+pub fn unknown_name_message(name: &str) -> String {
     let shown: String = name.chars().take(40).collect();
     format!(
         "there is no \"{shown}\" here: the constants are pi, e, tau, true and false, the functions \
@@ -42,24 +44,24 @@ pub fn unknown(name: &str) -> String {
 pub fn call(name: &str, args: &[Value]) -> Result<Value, String> {
     match args {
         [] => Err(format!("{name} needs at least one value, as in {name}(2)")),
-        [only] => one(name, *only),
-        [first, second] => two(name, *first, *second),
-        many => list(name, many),
+        [only] => call_unary(name, *only),
+        [first, second] => call_binary(name, *first, *second),
+        many => call_variadic(name, many),
     }
 }
 
-fn count(name: &str, wanted: &str) -> String {
+fn arity_message(name: &str, wanted: &str) -> String {
     format!("{name} takes {wanted}")
 }
 
-fn one(name: &str, value: Value) -> Result<Value, String> {
+fn call_unary(name: &str, value: Value) -> Result<Value, String> {
     if let "min" | "max" | "sum" | "avg" | "mean" | "hypot" | "gcd" | "lcm" = name {
-        return list(name, &[value]);
+        return call_variadic(name, &[value]);
     }
     if let "abs" | "sign" | "floor" | "ceil" | "round" | "trunc" | "fact" | "factorial" = name {
-        return steps(name, value);
+        return call_rounding(name, value);
     }
-    let x = float(value)?;
+    let x = to_float(value)?;
     let shown = format!("{name}({value})");
     let number = match name {
         "sqrt" => x.sqrt(),
@@ -85,26 +87,26 @@ fn one(name: &str, value: Value) -> Result<Value, String> {
         "atanh" => x.atanh(),
         "degrees" => x.to_degrees(),
         "radians" => x.to_radians(),
-        "atan2" | "pow" | "mod" | "comb" => return Err(count(name, "two values")),
-        _ => return Err(unknown(name)),
+        "atan2" | "pow" | "mod" | "comb" => return Err(arity_message(name, "two values")),
+        _ => return Err(unknown_name_message(name)),
     };
-    finite(number, shown)
+    checked_float(number, shown)
 }
 
 /// Calls a function that keeps an integer an integer, or returns one.
-fn steps(name: &str, value: Value) -> Result<Value, String> {
+fn call_rounding(name: &str, value: Value) -> Result<Value, String> {
     let shown = format!("{name}({value})");
     if let "fact" | "factorial" = name {
-        return factorial(int(value, "a factorial")?);
+        return factorial(to_integer(value, "a factorial")?);
     }
     if let Value::Int(whole) = value {
         return match name {
-            "abs" => fitted(whole.checked_abs(), shown),
+            "abs" => checked_integer(whole.checked_abs(), shown),
             "sign" => Ok(Value::Int(whole.signum())),
             _ => Ok(value),
         };
     }
-    let x = float(value)?;
+    let x = to_float(value)?;
     let number = match name {
         "abs" => return Ok(Value::Float(x.abs())),
         "sign" if x == 0.0 => 0.0,
@@ -114,7 +116,7 @@ fn steps(name: &str, value: Value) -> Result<Value, String> {
         "trunc" => x.trunc(),
         _ => x.round(),
     };
-    Ok(value::whole(number).map_or(Value::Float(number), Value::Int))
+    Ok(value::exact_integer(number).map_or(Value::Float(number), Value::Int))
 }
 
 /// Returns n!.
@@ -128,25 +130,25 @@ pub fn factorial(n: i64) -> Result<Value, String> {
     Ok(Value::Int((1..=n).product()))
 }
 
-fn two(name: &str, first: Value, second: Value) -> Result<Value, String> {
+fn call_binary(name: &str, first: Value, second: Value) -> Result<Value, String> {
     let shown = format!("{name}({first}, {second})");
     match name {
-        "pow" => apply(Op::Power, first, second),
-        "mod" => apply(Op::Modulo, first, second),
-        "atan2" => finite(float(first)?.atan2(float(second)?), shown),
+        "pow" => apply(BinaryOperator::Power, first, second),
+        "mod" => apply(BinaryOperator::Modulo, first, second),
+        "atan2" => checked_float(to_float(first)?.atan2(to_float(second)?), shown),
         "log" => {
-            let (x, base) = (float(first)?, float(second)?);
+            let (x, base) = (to_float(first)?, to_float(second)?);
             if x <= 0.0 || base <= 0.0 || base == 1.0 {
                 return Err(format!(
                     "{shown} is not a number: logarithms need a value over 0 and a base over 0 \
                      that is not 1"
                 ));
             }
-            finite(logarithm(x, base), shown)
+            checked_float(logarithm(x, base), shown)
         }
-        "round" => round(first, int(second, "round's second value")?),
-        "comb" => combinations(int(first, "comb")?, int(second, "comb")?),
-        _ => list(name, &[first, second]),
+        "round" => round(first, to_integer(second, "round's second value")?),
+        "comb" => combinations(to_integer(first, "comb")?, to_integer(second, "comb")?),
+        _ => call_variadic(name, &[first, second]),
     }
 }
 
@@ -165,10 +167,10 @@ fn round(value: Value, digits: i64) -> Result<Value, String> {
     if !(0..=15).contains(&digits) {
         return Err(format!("round keeps 0 to 15 digits, not {digits}"));
     }
-    let Value::Float(x) = value else { return steps("round", value) };
+    let Value::Float(x) = value else { return call_rounding("round", value) };
     // Through its decimal text, because multiplication by a power of ten would itself round.
     let text = format!("{x:.*}", usize::try_from(digits).unwrap_or(0));
-    finite(text.parse().unwrap_or(x), "round")
+    checked_float(text.parse().unwrap_or(x), "round")
 }
 
 fn combinations(n: i64, k: i64) -> Result<Value, String> {
@@ -184,62 +186,68 @@ fn combinations(n: i64, k: i64) -> Result<Value, String> {
         total = total * (i128::from(n) - step + 1) / step;
         // Checked at each step, so that neither the product nor the loop grows without limit.
         if total > i128::from(i64::MAX) {
-            return fitted(None, shown);
+            return checked_integer(None, shown);
         }
     }
-    fitted(i64::try_from(total).ok(), shown)
+    checked_integer(i64::try_from(total).ok(), shown)
 }
 
-fn list(name: &str, values: &[Value]) -> Result<Value, String> {
+fn call_variadic(name: &str, values: &[Value]) -> Result<Value, String> {
     let fold = |op: fn(Value, Value) -> Result<Value, String>| {
-        let (first, rest) = values.split_first().ok_or_else(|| count(name, "values"))?;
-        float(*first)?;
+        let (first, rest) = values.split_first().ok_or_else(|| arity_message(name, "values"))?;
+        to_float(*first)?;
         rest.iter().try_fold(*first, |so_far, value| op(so_far, *value))
     };
-    let plus = |a, b| apply(Op::Add, a, b);
+    let plus = |a, b| apply(BinaryOperator::Add, a, b);
     match name {
-        "min" => fold(|a, b| Ok(if apply(Op::Less, b, a)? == Value::Truth(true) { b } else { a })),
-        "max" => {
-            fold(|a, b| Ok(if apply(Op::Greater, b, a)? == Value::Truth(true) { b } else { a }))
-        }
+        "min" => fold(|a, b| {
+            Ok(if apply(BinaryOperator::Less, b, a)? == Value::Bool(true) { b } else { a })
+        }),
+        "max" => fold(|a, b| {
+            Ok(if apply(BinaryOperator::Greater, b, a)? == Value::Bool(true) { b } else { a })
+        }),
         "sum" => fold(plus),
         "avg" | "mean" => {
             let total = fold(plus)?;
-            apply(Op::Divide, total, Value::Int(i64::try_from(values.len()).unwrap_or(1)))
+            apply(
+                BinaryOperator::Divide,
+                total,
+                Value::Int(i64::try_from(values.len()).unwrap_or(1)),
+            )
         }
         "hypot" => {
             let fold =
-                values.iter().try_fold(0.0_f64, |far, x| Ok::<_, String>(far.hypot(float(*x)?)));
-            finite(fold?, "hypot")
+                values.iter().try_fold(0.0_f64, |far, x| Ok::<_, String>(far.hypot(to_float(*x)?)));
+            checked_float(fold?, "hypot")
         }
-        "gcd" => whole_fold(name, values, |a, b| Some(gcd(a, b))),
-        "lcm" => whole_fold(name, values, |a, b| {
+        "gcd" => fold_integers(name, values, |a, b| Some(gcd(a, b))),
+        "lcm" => fold_integers(name, values, |a, b| {
             if a == 0 || b == 0 { Some(0) } else { (a / gcd(a, b)).checked_mul(b) }
         }),
-        "round" | "log" => Err(count(name, "one or two values")),
-        "pow" | "mod" | "atan2" | "comb" => Err(count(name, "two values")),
-        _ if exists(name) => Err(count(name, "one value")),
-        _ => Err(unknown(name)),
+        "round" | "log" => Err(arity_message(name, "one or two values")),
+        "pow" | "mod" | "atan2" | "comb" => Err(arity_message(name, "two values")),
+        _ if is_function(name) => Err(arity_message(name, "one value")),
+        _ => Err(unknown_name_message(name)),
     }
 }
 
-fn whole_fold(
+fn fold_integers(
     name: &str,
     values: &[Value],
     op: fn(u64, u64) -> Option<u64>,
 ) -> Result<Value, String> {
     let mut so_far = None;
     for value in values {
-        let next = int(*value, name)?.unsigned_abs();
+        let next = to_integer(*value, name)?.unsigned_abs();
         so_far = match so_far {
             None => Some(next),
             Some(before) => match op(before, next) {
                 Some(both) => Some(both),
-                None => return fitted(None, name),
+                None => return checked_integer(None, name),
             },
         };
     }
-    fitted(so_far.and_then(|number| i64::try_from(number).ok()), name)
+    checked_integer(so_far.and_then(|number| i64::try_from(number).ok()), name)
 }
 
 fn gcd(mut a: u64, mut b: u64) -> u64 {

@@ -7,7 +7,7 @@
 
 use super::MAX_LENGTH;
 use super::functions;
-use super::value::{self, Op, Value};
+use super::value::{self, BinaryOperator, Value};
 
 /// Maximum nesting of parentheses, signs and chains of powers.
 const MAX_DEPTH: usize = 100;
@@ -19,10 +19,10 @@ const NOT: u8 = 5;
 const FACTORIAL: u8 = 17;
 
 #[derive(Debug, Clone, PartialEq)]
-enum Token {
+enum ExpressionToken {
     Value(Value),
     Name(String),
-    Op(Op),
+    Op(BinaryOperator),
     /// `!`, before or after a value.
     Bang,
     Not,
@@ -32,12 +32,12 @@ enum Token {
     End,
 }
 
-impl Token {
-    fn shown(&self) -> String {
+impl ExpressionToken {
+    fn display(&self) -> String {
         match self {
             Self::Value(value) => format!("\"{value}\""),
             Self::Name(name) => format!("\"{}\"", name.chars().take(40).collect::<String>()),
-            Self::Op(op) => format!("\"{}\"", op.sign()),
+            Self::Op(op) => format!("\"{}\"", op.symbol()),
             Self::Bang => "\"!\"".into(),
             Self::Not => "\"not\"".into(),
             Self::Open => "\"(\"".into(),
@@ -49,7 +49,7 @@ impl Token {
 }
 
 /// Evaluates a complete text.
-pub fn run(text: &str) -> Result<Value, String> {
+pub fn evaluate_text(text: &str) -> Result<Value, String> {
     if text.len() > MAX_LENGTH {
         let length = text.len();
         return Err(format!("it is {length} bytes long and at most {MAX_LENGTH} are calculated"));
@@ -57,42 +57,42 @@ pub fn run(text: &str) -> Result<Value, String> {
     if text.trim().is_empty() {
         return Err("it is empty: write something like 2*21".into());
     }
-    let mut reader = Reader { tokens: tokens(text)?, next: 0, depth: 0 };
+    let mut reader = ExpressionEvaluator { tokens: tokenize(text)?, next: 0, depth: 0 };
     let value = reader.expression(0, true)?;
     match reader.peek() {
-        Token::End => Ok(value),
-        Token::Close => Err(reader.at("there is a \")\" without its \"(\"")),
-        Token::Comma => {
-            Err(reader
-                .at("there is a \",\" outside a function: write 1000 and 1.5, not 1,000 or 1,5"))
-        }
+        ExpressionToken::End => Ok(value),
+        ExpressionToken::Close => Err(reader.error_here("there is a \")\" without its \"(\"")),
+        ExpressionToken::Comma => Err(reader.error_here(
+            "there is a \",\" outside a function: write 1000 and 1.5, not 1,000 or 1,5",
+        )),
         other => {
-            let other = other.shown();
-            Err(reader.at(format!("an operator is missing before {other}: write 2*pi, not 2pi")))
+            let other = other.display();
+            Err(reader
+                .error_here(format!("an operator is missing before {other}: write 2*pi, not 2pi")))
         }
     }
 }
 
-struct Reader {
+struct ExpressionEvaluator {
     /// Tokens, each with the position of its first character, counted from 1.
-    tokens: Vec<(Token, usize)>,
+    tokens: Vec<(ExpressionToken, usize)>,
     next: usize,
     depth: usize,
 }
 
-impl Reader {
-    fn peek(&self) -> &Token {
-        self.tokens.get(self.next).map_or(&Token::End, |(token, _)| token)
+impl ExpressionEvaluator {
+    fn peek(&self) -> &ExpressionToken {
+        self.tokens.get(self.next).map_or(&ExpressionToken::End, |(token, _)| token)
     }
 
-    fn take(&mut self) -> Token {
+    fn take(&mut self) -> ExpressionToken {
         let token = self.peek().clone();
         self.next += 1;
         token
     }
 
     /// Returns an error message with the position of the next token.
-    fn at(&self, problem: impl std::fmt::Display) -> String {
+    fn error_here(&self, problem: impl std::fmt::Display) -> String {
         match self.tokens.get(self.next) {
             Some((_, place)) => format!("{problem} (at character {place})"),
             None => format!("{problem} (at the end)"),
@@ -103,28 +103,28 @@ impl Reader {
     fn expression(&mut self, least: u8, live: bool) -> Result<Value, String> {
         self.depth += 1;
         if self.depth > MAX_DEPTH {
-            return Err(self.at(format!(
+            return Err(self.error_here(format!(
                 "it nests deeper than {MAX_DEPTH} levels: calculate a part of it first"
             )));
         }
         let mut left = self.operand(live)?;
         loop {
-            if *self.peek() == Token::Bang && FACTORIAL >= least {
+            if *self.peek() == ExpressionToken::Bang && FACTORIAL >= least {
                 self.next += 1;
                 if live {
-                    left = functions::factorial(value::int(left, "a factorial")?)?;
+                    left = functions::factorial(value::to_integer(left, "a factorial")?)?;
                 }
                 continue;
             }
-            let Token::Op(op) = *self.peek() else { break };
-            let (binds_left, binds_right) = op.binds();
+            let ExpressionToken::Op(op) = *self.peek() else { break };
+            let (binds_left, binds_right) = op.binding_power();
             if binds_left < least {
                 break;
             }
             self.next += 1;
             let decided = match op {
-                Op::And => live && !value::truth(left, "&&")?,
-                Op::Or => live && value::truth(left, "||")?,
+                BinaryOperator::And => live && !value::to_bool(left, "&&")?,
+                BinaryOperator::Or => live && value::to_bool(left, "||")?,
                 _ => false,
             };
             let right = self.expression(binds_right, live && !decided)?;
@@ -139,97 +139,99 @@ impl Reader {
     /// Parses one value, with any prefix operators.
     fn operand(&mut self, live: bool) -> Result<Value, String> {
         match self.take() {
-            Token::Value(value) => Ok(value),
-            Token::Op(Op::Subtract) => {
+            ExpressionToken::Value(value) => Ok(value),
+            ExpressionToken::Op(BinaryOperator::Subtract) => {
                 let value = self.expression(SIGN, live)?;
                 if live { value::negate(value) } else { Ok(value) }
             }
-            Token::Op(Op::Add) => {
+            ExpressionToken::Op(BinaryOperator::Add) => {
                 let value = self.expression(SIGN, live)?;
-                if live { value::float(value).map(|_| value) } else { Ok(value) }
+                if live { value::to_float(value).map(|_| value) } else { Ok(value) }
             }
-            Token::Bang => self.negation(SIGN, live),
-            Token::Not => self.negation(NOT, live),
-            Token::Open => {
+            ExpressionToken::Bang => self.negation(SIGN, live),
+            ExpressionToken::Not => self.negation(NOT, live),
+            ExpressionToken::Open => {
                 let value = self.expression(0, live)?;
-                self.close()?;
+                self.expect_close()?;
                 Ok(value)
             }
-            Token::Name(name) => self.named(&name, live),
+            ExpressionToken::Name(name) => self.constant_or_call(&name, live),
             other => {
                 self.next -= 1;
-                Err(self.at(format!("a number is missing before {}", other.shown())))
+                Err(self.error_here(format!("a number is missing before {}", other.display())))
             }
         }
     }
 
     fn negation(&mut self, binds: u8, live: bool) -> Result<Value, String> {
         let value = self.expression(binds, live)?;
-        if live { value::truth(value, "!").map(|truth| Value::Truth(!truth)) } else { Ok(value) }
+        if live { value::to_bool(value, "!").map(|truth| Value::Bool(!truth)) } else { Ok(value) }
     }
 
-    fn close(&mut self) -> Result<(), String> {
+    fn expect_close(&mut self) -> Result<(), String> {
         match self.peek() {
-            Token::Close => {
+            ExpressionToken::Close => {
                 self.next += 1;
                 Ok(())
             }
-            Token::End => Err(self.at("a \")\" is missing")),
+            ExpressionToken::End => Err(self.error_here("a \")\" is missing")),
             other => {
-                let other = other.shown();
-                Err(self.at(format!("a \")\" or an operator is missing before {other}")))
+                let other = other.display();
+                Err(self.error_here(format!("a \")\" or an operator is missing before {other}")))
             }
         }
     }
 
     /// Parses a constant or a function call.
-    fn named(&mut self, name: &str, live: bool) -> Result<Value, String> {
-        if *self.peek() != Token::Open {
-            if functions::exists(name) {
-                return Err(self.at(format!("{name} needs its values in parentheses: {name}(2)")));
+    fn constant_or_call(&mut self, name: &str, live: bool) -> Result<Value, String> {
+        if *self.peek() != ExpressionToken::Open {
+            if functions::is_function(name) {
+                return Err(
+                    self.error_here(format!("{name} needs its values in parentheses: {name}(2)"))
+                );
             }
-            return functions::constant(name).ok_or_else(|| functions::unknown(name));
+            return functions::constant(name).ok_or_else(|| functions::unknown_name_message(name));
         }
-        if !functions::exists(name) {
-            return Err(functions::unknown(name));
+        if !functions::is_function(name) {
+            return Err(functions::unknown_name_message(name));
         }
         self.next += 1;
         if name == "if" {
-            return self.branches(live);
+            return self.conditional(live);
         }
         let mut args = Vec::new();
-        if *self.peek() != Token::Close {
+        if *self.peek() != ExpressionToken::Close {
             args.push(self.expression(0, live)?);
-            while *self.peek() == Token::Comma {
+            while *self.peek() == ExpressionToken::Comma {
                 self.next += 1;
                 args.push(self.expression(0, live)?);
             }
         }
-        self.close()?;
+        self.expect_close()?;
         if live { functions::call(name, &args) } else { Ok(Value::Int(0)) }
     }
 
-    fn branches(&mut self, live: bool) -> Result<Value, String> {
+    fn conditional(&mut self, live: bool) -> Result<Value, String> {
         let condition = self.expression(0, live)?;
-        let holds = live && value::truth(condition, "if")?;
-        self.comma()?;
+        let holds = live && value::to_bool(condition, "if")?;
+        self.expect_comma()?;
         let then = self.expression(0, live && holds)?;
-        self.comma()?;
+        self.expect_comma()?;
         let otherwise = self.expression(0, live && !holds)?;
-        self.close()?;
+        self.expect_close()?;
         Ok(if holds { then } else { otherwise })
     }
 
-    fn comma(&mut self) -> Result<(), String> {
-        if *self.peek() != Token::Comma {
-            return Err(self.at("if takes three values: if(condition, a, b)"));
+    fn expect_comma(&mut self) -> Result<(), String> {
+        if *self.peek() != ExpressionToken::Comma {
+            return Err(self.error_here("if takes three values: if(condition, a, b)"));
         }
         self.next += 1;
         Ok(())
     }
 }
 
-fn tokens(text: &str) -> Result<Vec<(Token, usize)>, String> {
+fn tokenize(text: &str) -> Result<Vec<(ExpressionToken, usize)>, String> {
     let chars: Vec<char> = text.chars().collect();
     let mut tokens = Vec::new();
     let mut at = 0;
@@ -240,11 +242,11 @@ fn tokens(text: &str) -> Result<Vec<(Token, usize)>, String> {
         }
         let rest = &chars[at..];
         let (token, length) = if first.is_ascii_digit() || first == '.' {
-            number(rest)?
+            scan_number(rest)?
         } else if first.is_ascii_alphabetic() || first == '_' || first == 'π' {
-            word(rest)
+            scan_word(rest)
         } else {
-            sign(rest).ok_or_else(|| strange(first, at + 1))?
+            scan_operator(rest).ok_or_else(|| unexpected_character_message(first, at + 1))?
         };
         tokens.push((token, at + 1));
         at += length;
@@ -252,7 +254,7 @@ fn tokens(text: &str) -> Result<Vec<(Token, usize)>, String> {
     Ok(tokens)
 }
 
-fn number(chars: &[char]) -> Result<(Token, usize), String> {
+fn scan_number(chars: &[char]) -> Result<(ExpressionToken, usize), String> {
     let digits = |from: usize| chars[from..].iter().take_while(|c| c.is_ascii_digit()).count();
     let mut length = digits(0);
     let mut whole = true;
@@ -285,56 +287,56 @@ fn number(chars: &[char]) -> Result<(Token, usize), String> {
         })?
     } else {
         let number: f64 = text.parse().map_err(|_| format!("{shown} is not a number"))?;
-        value::finite(number, shown)?
+        value::checked_float(number, shown)?
     };
-    Ok((Token::Value(value), length))
+    Ok((ExpressionToken::Value(value), length))
 }
 
-fn word(chars: &[char]) -> (Token, usize) {
+fn scan_word(chars: &[char]) -> (ExpressionToken, usize) {
     let part = |c: &&char| c.is_ascii_alphanumeric() || **c == '_' || **c == 'π';
     let length = chars.iter().take_while(part).count();
     let word = chars[..length].iter().collect::<String>().to_ascii_lowercase();
     let token = match word.as_str() {
-        "and" => Token::Op(Op::And),
-        "or" => Token::Op(Op::Or),
-        "not" => Token::Not,
-        _ => Token::Name(word),
+        "and" => ExpressionToken::Op(BinaryOperator::And),
+        "or" => ExpressionToken::Op(BinaryOperator::Or),
+        "not" => ExpressionToken::Not,
+        _ => ExpressionToken::Name(word),
     };
     (token, length)
 }
 
-fn sign(chars: &[char]) -> Option<(Token, usize)> {
+fn scan_operator(chars: &[char]) -> Option<(ExpressionToken, usize)> {
     let second = chars.get(1).copied().unwrap_or(' ');
-    let op = |op, length| Some((Token::Op(op), length));
+    let op = |op, length| Some((ExpressionToken::Op(op), length));
     match (chars.first()?, second) {
-        ('*', '*') => op(Op::Power, 2),
-        ('/', '/') => op(Op::FloorDivide, 2),
-        ('=', '=') => op(Op::Equal, 2),
-        ('!', '=') => op(Op::NotEqual, 2),
-        ('<', '=') => op(Op::LessEqual, 2),
-        ('>', '=') => op(Op::GreaterEqual, 2),
-        ('&', '&') => op(Op::And, 2),
-        ('|', '|') => op(Op::Or, 2),
-        ('^', _) => op(Op::Power, 1),
-        ('*' | '×' | '·', _) => op(Op::Multiply, 1),
-        ('/' | '÷', _) => op(Op::Divide, 1),
-        ('%', _) => op(Op::Modulo, 1),
-        ('+', _) => op(Op::Add, 1),
-        ('-' | '−', _) => op(Op::Subtract, 1),
-        ('<', _) => op(Op::Less, 1),
-        ('>', _) => op(Op::Greater, 1),
-        ('≠', _) => op(Op::NotEqual, 1),
-        ('≤', _) => op(Op::LessEqual, 1),
-        ('≥', _) => op(Op::GreaterEqual, 1),
-        ('!', _) => Some((Token::Bang, 1)),
-        ('(', _) => Some((Token::Open, 1)),
-        (')', _) => Some((Token::Close, 1)),
-        (',', _) => Some((Token::Comma, 1)),
+        ('*', '*') => op(BinaryOperator::Power, 2),
+        ('/', '/') => op(BinaryOperator::FloorDivide, 2),
+        ('=', '=') => op(BinaryOperator::Equal, 2),
+        ('!', '=') => op(BinaryOperator::NotEqual, 2),
+        ('<', '=') => op(BinaryOperator::LessEqual, 2),
+        ('>', '=') => op(BinaryOperator::GreaterEqual, 2),
+        ('&', '&') => op(BinaryOperator::And, 2),
+        ('|', '|') => op(BinaryOperator::Or, 2),
+        ('^', _) => op(BinaryOperator::Power, 1),
+        ('*' | '×' | '·', _) => op(BinaryOperator::Multiply, 1),
+        ('/' | '÷', _) => op(BinaryOperator::Divide, 1),
+        ('%', _) => op(BinaryOperator::Modulo, 1),
+        ('+', _) => op(BinaryOperator::Add, 1),
+        ('-' | '−', _) => op(BinaryOperator::Subtract, 1),
+        ('<', _) => op(BinaryOperator::Less, 1),
+        ('>', _) => op(BinaryOperator::Greater, 1),
+        ('≠', _) => op(BinaryOperator::NotEqual, 1),
+        ('≤', _) => op(BinaryOperator::LessEqual, 1),
+        ('≥', _) => op(BinaryOperator::GreaterEqual, 1),
+        ('!', _) => Some((ExpressionToken::Bang, 1)),
+        ('(', _) => Some((ExpressionToken::Open, 1)),
+        (')', _) => Some((ExpressionToken::Close, 1)),
+        (',', _) => Some((ExpressionToken::Comma, 1)),
         _ => None,
     }
 }
 
-fn strange(what: char, place: usize) -> String {
+fn unexpected_character_message(what: char, place: usize) -> String {
     let advice = match what {
         '=' => "write == to compare; nothing can be assigned",
         '&' | '|' => "write && for and, || for or",

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use toolcrib::fault::Happened;
+use toolcrib::fault::SideEffect;
 use toolcrib::{Code, Effect, Risk, Tool};
 
 use super::{evaluate, tool};
@@ -215,7 +215,7 @@ fn what_cannot_be_calculated_says_why() {
     for (expression, part) in table {
         let Err(fault) = evaluate(expression) else { panic!("{expression} was calculated") };
         assert!(fault.message.contains(part), "{expression}: {fault}");
-        assert_eq!((fault.code, fault.happened), (Code::ValidationError, Happened::No));
+        assert_eq!((fault.code, fault.side_effect), (Code::ValidationError, SideEffect::None));
         assert!(!fault.retryable, "{expression}");
         assert!(fault.message.len() < 700, "{expression}: {}", fault.message.len());
     }
@@ -272,7 +272,7 @@ fn the_answer_and_the_definition() {
     assert_eq!(definition.name, "calculation.eval");
     assert_eq!((definition.effect, definition.risk), (Effect::Read, Risk::Low));
     assert_eq!(definition.timeout_ms, 3_000);
-    let input = definition.input_schema.value();
+    let input = definition.input_schema.to_value();
     assert_eq!(input["additionalProperties"], json!(false));
     assert_eq!(input["required"], json!(["expression"]));
 }

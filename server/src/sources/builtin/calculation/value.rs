@@ -14,7 +14,7 @@ const EXACT: f64 = 9_007_199_254_740_992.0;
 pub enum Value {
     Int(i64),
     Float(f64),
-    Truth(bool),
+    Bool(bool),
 }
 
 impl fmt::Display for Value {
@@ -22,14 +22,14 @@ impl fmt::Display for Value {
         match self {
             Self::Int(whole) => write!(f, "{whole}"),
             Self::Float(number) => write!(f, "{number:?}"),
-            Self::Truth(truth) => write!(f, "{truth}"),
+            Self::Bool(truth) => write!(f, "{truth}"),
         }
     }
 }
 
 /// A binary operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Op {
+pub enum BinaryOperator {
     Or,
     And,
     Equal,
@@ -47,9 +47,9 @@ pub enum Op {
     Power,
 }
 
-impl Op {
+impl BinaryOperator {
     /// Returns the operator as written.
-    pub fn sign(self) -> &'static str {
+    pub fn symbol(self) -> &'static str {
         match self {
             Self::Or => "||",
             Self::And => "&&",
@@ -71,7 +71,7 @@ impl Op {
 
     /// Returns the binding power on the left and on the right. If the right one is weaker, a chain
     /// groups from the right.
-    pub fn binds(self) -> (u8, u8) {
+    pub fn binding_power(self) -> (u8, u8) {
         match self {
             Self::Or => (1, 2),
             Self::And => (3, 4),
@@ -85,34 +85,33 @@ impl Op {
 }
 
 /// Returns the integer that a float represents exactly, if there is one.
-pub fn whole(number: f64) -> Option<i64> {
+pub fn exact_integer(number: f64) -> Option<i64> {
     (number.fract() == 0.0 && number.abs() <= EXACT).then_some(number as i64)
 }
 
 /// Converts the value to a float, for operations on floats.
-pub fn float(value: Value) -> Result<f64, String> {
+pub fn to_float(value: Value) -> Result<f64, String> {
     match value {
         Value::Int(whole) => Ok(whole as f64),
         Value::Float(number) => Ok(number),
-        Value::Truth(truth) => Err(format!("{truth} is not a number")),
+        Value::Bool(truth) => Err(format!("{truth} is not a number")),
     }
 }
 
 /// Converts the value to an integer, for operations on integers.
-pub fn int(value: Value, what: &str) -> Result<i64, String> {
+pub fn to_integer(value: Value, what: &str) -> Result<i64, String> {
     match value {
         Value::Int(number) => Ok(number),
-        Value::Float(number) => {
-            whole(number).ok_or_else(|| format!("{what} needs whole numbers, not {number:?}"))
-        }
-        Value::Truth(truth) => Err(format!("{what} needs whole numbers, not {truth}")),
+        Value::Float(number) => exact_integer(number)
+            .ok_or_else(|| format!("{what} needs whole numbers, not {number:?}")),
+        Value::Bool(truth) => Err(format!("{what} needs whole numbers, not {truth}")),
     }
 }
 
 /// Converts the value to a boolean.
-pub fn truth(value: Value, what: &str) -> Result<bool, String> {
+pub fn to_bool(value: Value, what: &str) -> Result<bool, String> {
     match value {
-        Value::Truth(truth) => Ok(truth),
+        Value::Bool(truth) => Ok(truth),
         number => Err(format!(
             "{what} needs true or false, not {number}: compare it with something, as in x != 0"
         )),
@@ -120,7 +119,7 @@ pub fn truth(value: Value, what: &str) -> Result<bool, String> {
 }
 
 /// Returns a float as a value, or an error if it is NaN or infinite.
-pub fn finite(number: f64, what: impl fmt::Display) -> Result<Value, String> {
+pub fn checked_float(number: f64, what: impl fmt::Display) -> Result<Value, String> {
     if number.is_nan() {
         return Err(format!("{what} is not a real number"));
     }
@@ -131,7 +130,7 @@ pub fn finite(number: f64, what: impl fmt::Display) -> Result<Value, String> {
 }
 
 /// Returns an integer as a value, or an error if it overflowed.
-pub fn fitted(number: Option<i64>, what: impl fmt::Display) -> Result<Value, String> {
+pub fn checked_integer(number: Option<i64>, what: impl fmt::Display) -> Result<Value, String> {
     number.map(Value::Int).ok_or_else(|| {
         format!(
             "{what} is over the largest whole number, 9223372036854775807: write a number with a \
@@ -143,72 +142,73 @@ pub fn fitted(number: Option<i64>, what: impl fmt::Display) -> Result<Value, Str
 /// Returns the value with its sign changed.
 pub fn negate(value: Value) -> Result<Value, String> {
     match value {
-        Value::Int(whole) => fitted(whole.checked_neg(), format_args!("-({whole})")),
+        Value::Int(whole) => checked_integer(whole.checked_neg(), format_args!("-({whole})")),
         Value::Float(number) => Ok(Value::Float(-number)),
-        Value::Truth(truth) => Err(format!("- needs a number, not {truth}")),
+        Value::Bool(truth) => Err(format!("- needs a number, not {truth}")),
     }
 }
 
 /// Applies an operator to two values.
-pub fn apply(op: Op, left: Value, right: Value) -> Result<Value, String> {
-    let shown = format_args!("{left} {} {right}", op.sign()).to_string();
+pub fn apply(op: BinaryOperator, left: Value, right: Value) -> Result<Value, String> {
+    let shown = format_args!("{left} {} {right}", op.symbol()).to_string();
     match op {
-        Op::Or => Ok(Value::Truth(truth(left, "||")? || truth(right, "||")?)),
-        Op::And => Ok(Value::Truth(truth(left, "&&")? && truth(right, "&&")?)),
-        Op::Equal | Op::NotEqual => {
+        BinaryOperator::Or => Ok(Value::Bool(to_bool(left, "||")? || to_bool(right, "||")?)),
+        BinaryOperator::And => Ok(Value::Bool(to_bool(left, "&&")? && to_bool(right, "&&")?)),
+        BinaryOperator::Equal | BinaryOperator::NotEqual => {
             let same = match (left, right) {
-                (Value::Truth(a), Value::Truth(b)) => a == b,
-                _ => order(left, right, &shown)? == Ordering::Equal,
+                (Value::Bool(a), Value::Bool(b)) => a == b,
+                _ => compare(left, right, &shown)? == Ordering::Equal,
             };
-            Ok(Value::Truth(same == (op == Op::Equal)))
+            Ok(Value::Bool(same == (op == BinaryOperator::Equal)))
         }
-        Op::Less => Ok(Value::Truth(order(left, right, &shown)?.is_lt())),
-        Op::LessEqual => Ok(Value::Truth(order(left, right, &shown)?.is_le())),
-        Op::Greater => Ok(Value::Truth(order(left, right, &shown)?.is_gt())),
-        Op::GreaterEqual => Ok(Value::Truth(order(left, right, &shown)?.is_ge())),
+        BinaryOperator::Less => Ok(Value::Bool(compare(left, right, &shown)?.is_lt())),
+        BinaryOperator::LessEqual => Ok(Value::Bool(compare(left, right, &shown)?.is_le())),
+        BinaryOperator::Greater => Ok(Value::Bool(compare(left, right, &shown)?.is_gt())),
+        BinaryOperator::GreaterEqual => Ok(Value::Bool(compare(left, right, &shown)?.is_ge())),
         _ => arithmetic(op, left, right, &shown),
     }
 }
 
-fn order(left: Value, right: Value, shown: &str) -> Result<Ordering, String> {
+fn compare(left: Value, right: Value, shown: &str) -> Result<Ordering, String> {
     let mixed = || format!("{shown} compares a number with true or false");
     match (left, right) {
         (Value::Int(a), Value::Int(b)) => Ok(a.cmp(&b)),
-        (Value::Truth(_), _) | (_, Value::Truth(_)) => {
+        (Value::Bool(_), _) | (_, Value::Bool(_)) => {
             Err(format!("{}: write a chain like 1 < x < 3 as 1 < x && x < 3", mixed()))
         }
-        _ => float(left)?.partial_cmp(&float(right)?).ok_or_else(mixed),
+        _ => to_float(left)?.partial_cmp(&to_float(right)?).ok_or_else(mixed),
     }
 }
 
-fn arithmetic(op: Op, left: Value, right: Value, shown: &str) -> Result<Value, String> {
-    let divides = matches!(op, Op::Divide | Op::FloorDivide | Op::Modulo);
-    if divides && float(right)? == 0.0 {
+fn arithmetic(op: BinaryOperator, left: Value, right: Value, shown: &str) -> Result<Value, String> {
+    let divides =
+        matches!(op, BinaryOperator::Divide | BinaryOperator::FloorDivide | BinaryOperator::Modulo);
+    if divides && to_float(right)? == 0.0 {
         return Err(format!("{shown} is a division by zero"));
     }
     if let (Value::Int(a), Value::Int(b)) = (left, right) {
         return match op {
-            Op::Add => fitted(a.checked_add(b), shown),
-            Op::Subtract => fitted(a.checked_sub(b), shown),
-            Op::Multiply => fitted(a.checked_mul(b), shown),
-            Op::FloorDivide => fitted(floor_divide(a, b), shown),
-            Op::Modulo => fitted(modulo(a, b), shown),
-            Op::Power => power(a, b, shown),
+            BinaryOperator::Add => checked_integer(a.checked_add(b), shown),
+            BinaryOperator::Subtract => checked_integer(a.checked_sub(b), shown),
+            BinaryOperator::Multiply => checked_integer(a.checked_mul(b), shown),
+            BinaryOperator::FloorDivide => checked_integer(floor_divide(a, b), shown),
+            BinaryOperator::Modulo => checked_integer(modulo(a, b), shown),
+            BinaryOperator::Power => power(a, b, shown),
             // The remainder overflows only if the division does.
-            _ if a.checked_rem(b).unwrap_or(0) == 0 => fitted(a.checked_div(b), shown),
-            _ => finite(a as f64 / b as f64, shown),
+            _ if a.checked_rem(b).unwrap_or(0) == 0 => checked_integer(a.checked_div(b), shown),
+            _ => checked_float(a as f64 / b as f64, shown),
         };
     }
-    let (a, b) = (float(left)?, float(right)?);
+    let (a, b) = (to_float(left)?, to_float(right)?);
     match op {
-        Op::Add => finite(a + b, shown),
-        Op::Subtract => finite(a - b, shown),
-        Op::Multiply => finite(a * b, shown),
-        Op::Divide => finite(a / b, shown),
-        Op::FloorDivide => finite((a / b).floor(), shown),
-        Op::Modulo => finite(a - b * (a / b).floor(), shown),
+        BinaryOperator::Add => checked_float(a + b, shown),
+        BinaryOperator::Subtract => checked_float(a - b, shown),
+        BinaryOperator::Multiply => checked_float(a * b, shown),
+        BinaryOperator::Divide => checked_float(a / b, shown),
+        BinaryOperator::FloorDivide => checked_float((a / b).floor(), shown),
+        BinaryOperator::Modulo => checked_float(a - b * (a / b).floor(), shown),
         _ if a == 0.0 && b < 0.0 => Err(format!("{shown} is a division by zero")),
-        _ => finite(a.powf(b), shown),
+        _ => checked_float(a.powf(b), shown),
     }
 }
 
@@ -231,7 +231,7 @@ fn power(base: i64, exponent: i64, shown: &str) -> Result<Value, String> {
         if base == 0 {
             return Err(format!("{shown} is a division by zero"));
         }
-        return finite((base as f64).powf(exponent as f64), shown);
+        return checked_float((base as f64).powf(exponent as f64), shown);
     }
     // 0, 1 and -1 can be raised to any power.
     let whole = match (base, u32::try_from(exponent)) {
@@ -240,5 +240,5 @@ fn power(base: i64, exponent: i64, shown: &str) -> Result<Value, String> {
         (_, Ok(exponent)) => base.checked_pow(exponent),
         (_, Err(_)) => None,
     };
-    fitted(whole, shown)
+    checked_integer(whole, shown)
 }

@@ -24,8 +24,11 @@ use tokio_postgres::types::ToSql;
 use tokio_postgres::{CancelToken, Client, Config, Error, NoTls, Statement, Transaction};
 use toolcrib::{Code, Fault};
 
-use super::{Answer, Args, Collected, Limits, MAX_PARALLEL, Unusable, refused, stopped};
-use socket::{Address, Counted};
+use super::{
+    BuiltinSetupError, DatabaseQueryArgs, DatabaseQueryResult, MAX_PARALLEL, QueryLimits,
+    RowCollector, invalid_statement_fault, query_timeout_fault,
+};
+use socket::{ByteLimitedSocket, PostgresAddress};
 use values::{Cell, Param};
 
 /// Number of rows fetched at a time.
@@ -40,37 +43,37 @@ const CONNECT: Duration = Duration::from_secs(3);
 
 /// Selects the roles, among those the session can assume, that a read-only transaction does not
 /// restrict: they can reach files or programs, or cause effects that a rollback does not undo.
-const REACHING: &str = "SELECT rolname::text FROM pg_catalog.pg_roles WHERE (rolsuper OR \
+const PRIVILEGED_ROLES_SQL: &str = "SELECT rolname::text FROM pg_catalog.pg_roles WHERE (rolsuper OR \
 rolreplication OR rolname IN ('pg_read_server_files', 'pg_write_server_files', \
 'pg_execute_server_program')) AND pg_catalog.pg_has_role(session_user, oid, 'MEMBER') ORDER BY 1";
 
 /// A PostgreSQL database.
-pub struct Postgres {
+pub struct PostgresDatabase {
     config: Config,
-    addresses: Vec<Address>,
-    limits: Limits,
+    addresses: Vec<PostgresAddress>,
+    limits: QueryLimits,
     allow_superuser: bool,
-    places: Semaphore,
+    permits: Semaphore,
 }
 
 /// A connection, with a guard that stops whatever runs on it.
-struct Session {
+struct PostgresSession {
     client: Client,
     /// Set when the server sends more bytes than the limit.
-    over: Arc<AtomicBool>,
-    guard: Guard,
+    byte_limit_hit: Arc<AtomicBool>,
+    guard: CancelQueryOnDrop,
 }
 
 /// Closes the connection when dropped. While a statement may be running, also cancels it at the
 /// server.
-struct Guard {
+struct CancelQueryOnDrop {
     token: CancelToken,
-    address: Address,
+    address: PostgresAddress,
     connection: AbortHandle,
     running: bool,
 }
 
-impl Drop for Guard {
+impl Drop for CancelQueryOnDrop {
     fn drop(&mut self) {
         self.connection.abort();
         if !self.running {
@@ -88,10 +91,14 @@ impl Drop for Guard {
     }
 }
 
-impl Postgres {
+impl PostgresDatabase {
     /// Creates the database for a URL. The first query connects to it.
-    pub fn new(url: &str, limits: Limits, allow_superuser: bool) -> Result<Self, Unusable> {
-        let unusable = |why: &str| Unusable(format!("builtin.database.url: {why}"));
+    pub fn new(
+        url: &str,
+        limits: QueryLimits,
+        allow_superuser: bool,
+    ) -> Result<Self, BuiltinSetupError> {
+        let unusable = |why: &str| BuiltinSetupError(format!("builtin.database.url: {why}"));
         // The parser's own message could repeat a part of the URL, and with it the password.
         let mut config: Config = url.parse().map_err(|_| {
             unusable("not a PostgreSQL URL: write postgres://user:password@host:5432/name")
@@ -110,37 +117,41 @@ impl Postgres {
             config.application_name("toolcrib");
         }
         let places = Semaphore::new(MAX_PARALLEL);
-        Ok(Self { config, addresses, limits, allow_superuser, places })
+        Ok(Self { config, addresses, limits, allow_superuser, permits: places })
     }
 
     /// Runs one statement. Dropping the future stops it.
-    pub async fn query(&self, args: Args) -> Result<Answer, Fault> {
+    pub async fn query(&self, args: DatabaseQueryArgs) -> Result<DatabaseQueryResult, Fault> {
         let all = async {
-            let _place = self.places.acquire().await;
+            let _place = self.permits.acquire().await;
             let mut session = self.connect().await?;
             let result = self.run(&mut session, &args).await;
             // The statement is over and need not be canceled, unless the server is still sending.
-            session.guard.running = session.over.load(Ordering::Relaxed);
+            session.guard.running = session.byte_limit_hit.load(Ordering::Relaxed);
             result
         };
-        timeout(self.limits.timeout, all).await.unwrap_or_else(|_| Err(stopped(&self.limits)))
+        timeout(self.limits.timeout, all)
+            .await
+            .unwrap_or_else(|_| Err(query_timeout_fault(&self.limits)))
     }
 
-    async fn connect(&self) -> Result<Session, Fault> {
+    async fn connect(&self) -> Result<PostgresSession, Fault> {
         let unreachable = |why: &dyn std::fmt::Display| {
             Fault::unreachable(format!("the PostgreSQL database cannot be reached: {why}"))
         };
         let connecting = async {
             let (socket, address) =
-                socket::first(&self.addresses).await.map_err(|e| unreachable(&e))?;
+                socket::connect_first(&self.addresses).await.map_err(|e| unreachable(&e))?;
             let over = Arc::new(AtomicBool::new(false));
             let most = self.limits.max_bytes.saturating_mul(WIRE).saturating_add(OVERHEAD);
-            let socket = Counted::new(socket, most, Arc::clone(&over));
+            let socket = ByteLimitedSocket::new(socket, most, Arc::clone(&over));
             let (client, connection) =
                 self.config.connect_raw(socket, NoTls).await.map_err(|error| {
-                    let fault = unreachable(&said(&error));
+                    let fault = unreachable(&server_message(&error));
                     // Wrong credentials or names stay wrong.
-                    fault.retryable(!class(&error).is_some_and(|c| matches!(c, "28" | "3D")))
+                    fault.retryable(
+                        !sqlstate_class(&error).is_some_and(|c| matches!(c, "28" | "3D")),
+                    )
                 })?;
             let task = tokio::spawn(async move {
                 if let Err(error) = connection.await {
@@ -148,29 +159,38 @@ impl Postgres {
                 }
             });
             let token = client.cancel_token();
-            let guard = Guard { token, address, connection: task.abort_handle(), running: true };
-            Ok(Session { client, over, guard })
+            let guard = CancelQueryOnDrop {
+                token,
+                address,
+                connection: task.abort_handle(),
+                running: true,
+            };
+            Ok(PostgresSession { client, byte_limit_hit: over, guard })
         };
         let late = || Err(unreachable(&format!("no answer within {} ms", CONNECT.as_millis())));
         timeout(CONNECT, connecting).await.unwrap_or_else(|_| late())
     }
 
-    async fn run(&self, session: &mut Session, args: &Args) -> Result<Answer, Fault> {
+    async fn run(
+        &self,
+        session: &mut PostgresSession,
+        args: &DatabaseQueryArgs,
+    ) -> Result<DatabaseQueryResult, Fault> {
         let start = session.client.build_transaction().read_only(true).start();
         let transaction = start.await.map_err(|error| self.fault(&error))?;
-        let over = Arc::clone(&session.over);
-        let result = self.read(&transaction, args, &over).await;
+        let over = Arc::clone(&session.byte_limit_hit);
+        let result = self.run_statement(&transaction, args, &over).await;
         // Nothing can have been written; if it was, the rollback undoes it.
         let _ = transaction.rollback().await;
         result
     }
 
-    async fn read(
+    async fn run_statement(
         &self,
         transaction: &Transaction<'_>,
-        args: &Args,
+        args: &DatabaseQueryArgs,
         over: &AtomicBool,
-    ) -> Result<Answer, Fault> {
+    ) -> Result<DatabaseQueryResult, Fault> {
         let failed = |error: Error| self.fault(&error);
         let ms = self.limits.timeout.as_millis();
         let settings = format!(
@@ -186,14 +206,15 @@ impl Postgres {
         let statement = transaction.prepare(&args.sql).await.map_err(failed)?;
         let columns = statement.columns();
         if columns.is_empty() {
-            return Err(refused("the statement returns no rows: write a SELECT"));
+            return Err(invalid_statement_fault("the statement returns no rows: write a SELECT"));
         }
-        let params = Param::all(statement.params(), &args.params).map_err(refused)?;
+        let params =
+            Param::all(statement.params(), &args.params).map_err(invalid_statement_fault)?;
         let params: Vec<&(dyn ToSql + Sync)> =
             params.iter().map(|param| param as &(dyn ToSql + Sync)).collect();
         let names = columns.iter().map(|column| column.name().to_owned()).collect();
-        let mut collected = Collected::new(names, self.limits);
-        let shown = self.shown(transaction, &args.sql, statement).await?;
+        let mut collected = RowCollector::new(names, self.limits);
+        let shown = self.with_json_columns(transaction, &args.sql, statement).await?;
         let portal = transaction.bind(&shown, &params).await.map_err(failed)?;
         loop {
             let portion = PORTION.min(self.limits.max_rows + 1 - collected.rows.len());
@@ -201,8 +222,8 @@ impl Postgres {
             let rows = match transaction.query_portal(&portal, asked).await {
                 Ok(rows) => rows,
                 Err(_) if over.load(Ordering::Relaxed) => {
-                    collected.too_large();
-                    return Ok(collected.answer());
+                    collected.note_byte_limit();
+                    return Ok(collected.into_result());
                 }
                 Err(error) => return Err(failed(error)),
             };
@@ -211,18 +232,21 @@ impl Postgres {
                 let cell = |at| row.try_get::<_, Cell>(at).map(|cell| cell.0);
                 let values = (0..row.len()).map(cell).collect::<Result<Vec<_>, _>>();
                 if !collected.push(values.map_err(failed)?) {
-                    return Ok(collected.answer());
+                    return Ok(collected.into_result());
                 }
             }
             if last {
-                return Ok(collected.answer());
+                return Ok(collected.into_result());
             }
         }
     }
 
     /// Refuses a role that the read-only transaction would not restrict.
     async fn check_role(&self, transaction: &Transaction<'_>) -> Result<(), Fault> {
-        let rows = transaction.query(REACHING, &[]).await.map_err(|error| self.fault(&error))?;
+        let rows = transaction
+            .query(PRIVILEGED_ROLES_SQL, &[])
+            .await
+            .map_err(|error| self.fault(&error))?;
         let names: Vec<String> = rows.iter().filter_map(|row| row.try_get(0).ok()).collect();
         if names.is_empty() {
             return Ok(());
@@ -234,19 +258,19 @@ impl Postgres {
              builtin.database.allow_superuser",
             names.join(", ")
         );
-        Err(Fault::new(Code::PermissionDenied, message).not_happened())
+        Err(Fault::new(Code::PermissionDenied, message).without_side_effect())
     }
 
     /// Returns the statement to run: the given one, or, if it has columns of types without an
     /// obvious JSON form, a statement around it in which the server converts those columns to JSON.
-    async fn shown(
+    async fn with_json_columns(
         &self,
         transaction: &Transaction<'_>,
         sql: &str,
         statement: Statement,
     ) -> Result<Statement, Fault> {
         let columns = statement.columns();
-        if columns.iter().all(|column| values::is_plain(column.type_())) {
+        if columns.iter().all(|column| values::is_decoded_here(column.type_())) {
             return Ok(statement);
         }
         let inner = sql.trim_end_matches(|c: char| c.is_whitespace() || c == ';');
@@ -254,13 +278,13 @@ impl Postgres {
         let outer: Vec<_> = columns
             .iter()
             .zip(&aliases)
-            .map(|(column, alias)| values::expression(column.type_(), alias))
+            .map(|(column, alias)| values::select_expression(column.type_(), alias))
             .collect();
         let wrapped =
             format!("SELECT {} FROM (\n{inner}\n) AS q ({})", outer.join(", "), aliases.join(", "));
         let types = statement.params();
         transaction.prepare_typed(&wrapped, types).await.map_err(|error| {
-            let plain = |n: &usize| !values::is_plain(columns[*n].type_());
+            let plain = |n: &usize| !values::is_decoded_here(columns[*n].type_());
             let name = |n: usize| format!("{} ({})", columns[n].name(), columns[n].type_());
             let names: Vec<_> = (0..columns.len()).filter(plain).map(name).collect();
             let fault = self.fault(&error);
@@ -276,36 +300,38 @@ impl Postgres {
 
     /// Converts the error of a statement to a fault.
     fn fault(&self, error: &Error) -> Fault {
-        let message = said(error);
-        match class(error) {
-            _ if error.code().is_some_and(|code| code.code() == "57014") => stopped(&self.limits),
+        let message = server_message(error);
+        match sqlstate_class(error) {
+            _ if error.code().is_some_and(|code| code.code() == "57014") => {
+                query_timeout_fault(&self.limits)
+            }
             // Connection lost, out of resources, shutdown, internal error: not the statement's
             // fault.
-            None | Some("08" | "53" | "57" | "58" | "F0" | "XX") if !unreadable(error) => {
+            None | Some("08" | "53" | "57" | "58" | "F0" | "XX") if !is_value_error(error) => {
                 Fault::unreachable(format!("the PostgreSQL database failed: {message}"))
             }
-            _ => refused(format!("PostgreSQL refused the statement: {message}")),
+            _ => invalid_statement_fault(format!("PostgreSQL refused the statement: {message}")),
         }
     }
 }
 
 /// Returns `true` if a value could not be encoded or decoded, which concerns the statement although
 /// the server did not report it.
-fn unreadable(error: &Error) -> bool {
+fn is_value_error(error: &Error) -> bool {
     use std::error::Error as _;
     error.as_db_error().is_none()
-        && error.source().is_some_and(|cause| cause.is::<values::Unread>())
+        && error.source().is_some_and(|cause| cause.is::<values::UnreadableValueError>())
 }
 
 /// Returns the class of the server's error, which is the first two characters of its SQLSTATE.
-fn class(error: &Error) -> Option<&str> {
+fn sqlstate_class(error: &Error) -> Option<&str> {
     error.code().and_then(|code| code.code().get(..2))
 }
 
 /// Returns the server's message in one line.
-fn said(error: &Error) -> String {
+fn server_message(error: &Error) -> String {
     use std::fmt::Write;
-    let Some(db) = error.as_db_error() else { return whole(error) };
+    let Some(db) = error.as_db_error() else { return error_chain(error) };
     let mut text = format!("{} ({})", db.message(), db.code().code());
     if let Some(detail) = db.detail() {
         let _ = write!(text, "; {detail}");
@@ -319,7 +345,7 @@ fn said(error: &Error) -> String {
     text
 }
 
-fn whole(error: &dyn std::error::Error) -> String {
+fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -70,7 +70,7 @@ const STATUSES: [&str; 5] = ["delivered", "delivered", "shipped", "delivered", "
 const ORDERS: usize = 30;
 
 /// Returns the path of the sample database, after creating it if it is missing.
-pub fn ensure(data_dir: &Path) -> Result<PathBuf, String> {
+pub fn ensure_sample_database(data_dir: &Path) -> Result<PathBuf, String> {
     let path = data_dir.join("sample.db");
     if path.exists() {
         return Ok(path);
@@ -80,12 +80,12 @@ pub fn ensure(data_dir: &Path) -> Result<PathBuf, String> {
     let unfinished = data_dir.join(format!("sample.db.{}.new", std::process::id()));
     // A process with the same id may have been killed here and left the file behind.
     let _ = fs::remove_file(&unfinished);
-    fill(&unfinished).map_err(|error| failed(error.to_string()))?;
+    write_sample_rows(&unfinished).map_err(|error| failed(error.to_string()))?;
     fs::rename(&unfinished, &path).map_err(|error| failed(error.to_string()))?;
     Ok(path)
 }
 
-fn fill(path: &Path) -> rusqlite::Result<()> {
+fn write_sample_rows(path: &Path) -> rusqlite::Result<()> {
     let mut connection = Connection::open(path)?;
     connection.execute_batch(SCHEMA)?;
     let transaction = connection.transaction()?;

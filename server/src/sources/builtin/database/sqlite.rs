@@ -24,7 +24,10 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout_at;
 use toolcrib::Fault;
 
-use super::{Answer, Args, Collected, Limits, MAX_PARALLEL, MAX_SQL, refused, stopped};
+use super::{
+    DatabaseQueryArgs, DatabaseQueryResult, MAX_PARALLEL, MAX_SQL, QueryLimits, RowCollector,
+    invalid_statement_fault, query_timeout_fault,
+};
 
 /// Functions that could reach outside the file. None of them is enabled in this build of SQLite;
 /// they are refused in case another build enables them.
@@ -54,56 +57,56 @@ const MAX_VALUE: i32 = 512 * 1024;
 const STEPS: i32 = 1_000;
 
 /// A SQLite file.
-pub struct Sqlite {
+pub struct SqliteDatabase {
     path: PathBuf,
-    limits: Limits,
-    places: Arc<Semaphore>,
+    limits: QueryLimits,
+    permits: Arc<Semaphore>,
 }
 
 /// Tells a query's thread to stop.
 #[derive(Default)]
-struct Stop {
-    asked: AtomicBool,
+struct QueryInterrupt {
+    requested: AtomicBool,
     /// Set as soon as the connection is open.
     interrupt: OnceLock<InterruptHandle>,
 }
 
 /// Stops a query's thread when the future that waits for it is dropped.
-struct StopOnDrop(Arc<Stop>);
+struct InterruptOnDrop(Arc<QueryInterrupt>);
 
-impl Drop for StopOnDrop {
+impl Drop for InterruptOnDrop {
     fn drop(&mut self) {
-        self.0.asked.store(true, Ordering::Relaxed);
+        self.0.requested.store(true, Ordering::Relaxed);
         if let Some(interrupt) = self.0.interrupt.get() {
             interrupt.interrupt();
         }
     }
 }
 
-impl Sqlite {
+impl SqliteDatabase {
     /// Creates the database for a path. The first query opens the file.
-    pub fn new(path: PathBuf, limits: Limits) -> Self {
-        Self { path, limits, places: Arc::new(Semaphore::new(MAX_PARALLEL)) }
+    pub fn new(path: PathBuf, limits: QueryLimits) -> Self {
+        Self { path, limits, permits: Arc::new(Semaphore::new(MAX_PARALLEL)) }
     }
 
     /// Runs one statement. Dropping the future stops it.
-    pub async fn query(&self, args: Args) -> Result<Answer, Fault> {
+    pub async fn query(&self, args: DatabaseQueryArgs) -> Result<DatabaseQueryResult, Fault> {
         let deadline = Instant::now() + self.limits.timeout;
-        let late = |_| stopped(&self.limits);
-        let place = timeout_at(deadline.into(), Arc::clone(&self.places).acquire_owned());
+        let late = |_| query_timeout_fault(&self.limits);
+        let place = timeout_at(deadline.into(), Arc::clone(&self.permits).acquire_owned());
         // The semaphore is never closed, so only the timeout can fail.
         let place = place.await.map_err(late)?.ok();
-        let stop = Arc::new(Stop::default());
-        let _guard = StopOnDrop(Arc::clone(&stop));
+        let stop = Arc::new(QueryInterrupt::default());
+        let _guard = InterruptOnDrop(Arc::clone(&stop));
         let (path, limits) = (self.path.clone(), self.limits);
         let work = tokio::task::spawn_blocking(move || {
             // The permit is released when the thread ends, not when the caller stops waiting.
             let _place = place;
             let denied = Arc::new(OnceLock::new());
             let connection =
-                open(&path, &stop, deadline, &denied).map_err(|error| unopened(&path, &error))?;
-            read(&connection, &args, limits)
-                .map_err(|problem| fault(problem, &limits, denied.get().map(String::as_str)))
+                open(&path, &stop, deadline, &denied).map_err(|error| open_fault(&path, &error))?;
+            run_statement(&connection, &args, limits)
+                .map_err(|problem| query_fault(problem, &limits, denied.get().map(String::as_str)))
         });
         let answer = timeout_at(deadline.into(), work).await.map_err(late)?;
         answer.map_err(|error| Fault::runtime(format!("the query's thread failed: {error}")))?
@@ -113,7 +116,7 @@ impl Sqlite {
 /// Opens a connection that can only read, and only until the deadline.
 fn open(
     path: &Path,
-    stop: &Arc<Stop>,
+    stop: &Arc<QueryInterrupt>,
     deadline: Instant,
     denied: &Arc<OnceLock<String>>,
 ) -> rusqlite::Result<Connection> {
@@ -123,7 +126,7 @@ fn open(
     let mut connection = Connection::open_with_flags(path, flags)?;
     let _ = stop.interrupt.set(connection.get_interrupt_handle());
     let stop = Arc::clone(stop);
-    let over = move || stop.asked.load(Ordering::Relaxed) || Instant::now() >= deadline;
+    let over = move || stop.requested.load(Ordering::Relaxed) || Instant::now() >= deadline;
     connection.progress_handler(STEPS, Some(over))?;
     connection.busy_timeout(Duration::from_millis(1_000))?;
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_DEFENSIVE, true)?;
@@ -140,7 +143,7 @@ fn open(
     connection.set_limit(Limit::SQLITE_LIMIT_LENGTH, MAX_VALUE)?;
     connection.set_limit(Limit::SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1_000)?;
     let (mut slow, denied) = (0, Arc::clone(denied));
-    let authorizer = move |context: AuthContext<'_>| match verdict(&context, &mut slow) {
+    let authorizer = move |context: AuthContext<'_>| match authorize_action(&context, &mut slow) {
         Ok(()) => Authorization::Allow,
         Err(why) => {
             let _ = denied.set(why);
@@ -152,7 +155,7 @@ fn open(
 }
 
 /// Decides what a statement may do: read, call functions, recurse and inspect the schema.
-fn verdict(context: &AuthContext<'_>, slow: &mut usize) -> Result<(), String> {
+fn authorize_action(context: &AuthContext<'_>, slow: &mut usize) -> Result<(), String> {
     let among = |names: &[&str], name: &str| names.iter().any(|n| n.eq_ignore_ascii_case(name));
     let allowed = match context.action {
         AuthAction::Select | AuthAction::Read { .. } | AuthAction::Recursive => true,
@@ -170,50 +173,56 @@ fn verdict(context: &AuthContext<'_>, slow: &mut usize) -> Result<(), String> {
     if allowed { Ok(()) } else { Err("this tool only reads: write a SELECT".into()) }
 }
 
-enum Problem {
+enum SqliteQueryError {
     Sqlite(Error),
     Refused(String),
 }
 
-impl From<Error> for Problem {
+impl From<Error> for SqliteQueryError {
     fn from(error: Error) -> Self {
         Self::Sqlite(error)
     }
 }
 
-fn read(connection: &Connection, args: &Args, limits: Limits) -> Result<Answer, Problem> {
+fn run_statement(
+    connection: &Connection,
+    args: &DatabaseQueryArgs,
+    limits: QueryLimits,
+) -> Result<DatabaseQueryResult, SqliteQueryError> {
     let one = "only one statement is run: remove what follows the first";
     let mut batch = Batch::new(connection, &args.sql);
     let Some(mut statement) = batch.next()? else {
-        return Err(Problem::Refused("sql has no statement in it: write a SELECT".into()));
+        return Err(SqliteQueryError::Refused("sql has no statement in it: write a SELECT".into()));
     };
     // The rest is only prepared, never run. Text that cannot be prepared is also a second
     // statement.
     match batch.next() {
         Ok(None) => {}
-        _ => return Err(Problem::Refused(one.into())),
+        _ => return Err(SqliteQueryError::Refused(one.into())),
     }
     if statement.column_count() == 0 || !statement.readonly() {
-        return Err(Problem::Refused("the statement returns no rows: write a SELECT".into()));
+        return Err(SqliteQueryError::Refused(
+            "the statement returns no rows: write a SELECT".into(),
+        ));
     }
     bind(&mut statement, &args.params)?;
     let columns: Vec<String> = statement.column_names().map(str::to_owned).collect();
     let width = columns.len();
-    let mut collected = Collected::new(columns, limits);
+    let mut collected = RowCollector::new(columns, limits);
     let mut rows = statement.raw_query();
     while let Some(row) = rows.next()? {
-        if !collected.push(values(row, width)?) {
+        if !collected.push(row_to_json(row, width)?) {
             break;
         }
     }
-    Ok(collected.answer())
+    Ok(collected.into_result())
 }
 
-fn bind(statement: &mut Statement<'_>, params: &[Value]) -> Result<(), Problem> {
+fn bind(statement: &mut Statement<'_>, params: &[Value]) -> Result<(), SqliteQueryError> {
     let wanted = statement.parameter_count();
     if wanted != params.len() {
         let given = params.len();
-        return Err(Problem::Refused(format!(
+        return Err(SqliteQueryError::Refused(format!(
             "the statement has {wanted} parameters and params has {given} values: give one value \
              for each ?"
         )));
@@ -237,31 +246,31 @@ fn bind(statement: &mut Statement<'_>, params: &[Value]) -> Result<(), Problem> 
     Ok(())
 }
 
-fn values(row: &Row<'_>, width: usize) -> rusqlite::Result<Vec<Value>> {
+fn row_to_json(row: &Row<'_>, width: usize) -> rusqlite::Result<Vec<Value>> {
     let value = |at| {
         Ok(match row.get_ref(at)? {
             ValueRef::Null => Value::Null,
             ValueRef::Integer(whole) => Value::from(whole),
-            ValueRef::Real(number) => super::number(number),
+            ValueRef::Real(number) => super::float_to_json(number),
             ValueRef::Text(text) => Value::String(String::from_utf8_lossy(text).into_owned()),
-            ValueRef::Blob(bytes) => super::text_of_bytes(bytes),
+            ValueRef::Blob(bytes) => super::hex_text(bytes),
         })
     };
     (0..width).map(value).collect()
 }
 
 /// Returns the fault for a file that cannot be opened, which is not the statement's fault.
-fn unopened(path: &Path, error: &Error) -> Fault {
+fn open_fault(path: &Path, error: &Error) -> Fault {
     Fault::unreachable(format!("the database {path:?} cannot be opened: {error}"))
 }
 
-fn fault(problem: Problem, limits: &Limits, denied: Option<&str>) -> Fault {
+fn query_fault(problem: SqliteQueryError, limits: &QueryLimits, denied: Option<&str>) -> Fault {
     let error = match problem {
-        Problem::Refused(message) => return refused(message),
-        Problem::Sqlite(error) => error,
+        SqliteQueryError::Refused(message) => return invalid_statement_fault(message),
+        SqliteQueryError::Sqlite(error) => error,
     };
     match error.sqlite_error_code() {
-        Some(ErrorCode::OperationInterrupted) => return stopped(limits),
+        Some(ErrorCode::OperationInterrupted) => return query_timeout_fault(limits),
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
             return Fault::unreachable(format!("the database is busy: {error}"));
         }
@@ -285,5 +294,5 @@ fn fault(problem: Problem, limits: &Limits, denied: Option<&str>) -> Fault {
         other => other.to_string(),
     };
     let why = denied.map_or_else(String::new, |why| format!(": {why}"));
-    refused(format!("SQLite refused the statement: {said}{why}"))
+    invalid_statement_fault(format!("SQLite refused the statement: {said}{why}"))
 }

@@ -2,7 +2,7 @@
 //! as forecasts use them. Pure.
 
 /// Describes the sky for a weather code. Returns `None` if the code is unknown.
-pub fn words(code: u8, is_day: bool) -> Option<&'static str> {
+pub fn describe_weather_code(code: u8, is_day: bool) -> Option<&'static str> {
     Some(match code {
         0 if is_day => "Sunny",
         0 => "Clear sky",

@@ -12,24 +12,24 @@ use tokio::sync::OnceCell;
 use toolcrib::Fault;
 use toolcrib::trace::TraceParent;
 
-use super::super::Unusable;
-use super::place::{self, plain};
-use super::{Answer, Units, conditions};
-use crate::outbound::plainly;
+use super::super::BuiltinSetupError;
+use super::place::{self, normalize_name};
+use super::{CurrentWeather, WeatherUnits, conditions};
+use crate::outbound::error_chain_without_url;
 
 const MAX_BODY: usize = 1 << 20;
 const CURRENT: &str = "temperature_2m,relative_humidity_2m,apparent_temperature,weather_code,\
 wind_speed_10m,is_day";
 
 /// Client of the geocoding and the forecast service.
-pub struct OpenMeteo {
+pub struct OpenMeteoClient {
     geocoding: Url,
     forecast: Url,
     client: OnceCell<Client>,
 }
 
 /// Context of every request of one call.
-pub struct Asking {
+pub struct WeatherRequestContext {
     pub deadline: Instant,
     /// Sent along, so that the service can take part in the call's trace.
     pub traceparent: Option<TraceParent>,
@@ -37,7 +37,7 @@ pub struct Asking {
 
 /// A place that the geocoding service found.
 #[derive(Debug, Clone, Deserialize)]
-pub struct Found {
+pub struct GeocodedPlace {
     name: String,
     latitude: f64,
     longitude: f64,
@@ -47,30 +47,32 @@ pub struct Found {
     admin2: Option<String>,
 }
 
-impl Found {
+impl GeocodedPlace {
     /// Returns `true` if the place is in all of these countries or regions, given by name or
     /// abbreviation.
     pub fn is_in(&self, within: &[String]) -> bool {
         let names = [&self.country, &self.country_code, &self.admin1, &self.admin2];
-        let names: Vec<String> = names.into_iter().flatten().map(|name| plain(name)).collect();
+        let names: Vec<String> =
+            names.into_iter().flatten().map(|name| normalize_name(name)).collect();
         within.iter().all(|wanted| {
-            let spellings = [plain(wanted), plain(place::long_name(wanted))];
+            let spellings =
+                [normalize_name(wanted), normalize_name(place::expand_abbreviation(wanted))];
             spellings.iter().any(|wanted| names.contains(wanted))
         })
     }
 }
 
 #[derive(Deserialize)]
-struct Search {
+struct GeocodingResponse {
     #[serde(default)]
-    results: Vec<Found>,
+    results: Vec<GeocodedPlace>,
 }
 
 #[derive(Deserialize)]
-struct Forecast {
+struct ForecastResponse {
     timezone: Option<String>,
     current_units: CurrentUnits,
-    current: Current,
+    current: CurrentConditions,
 }
 
 #[derive(Deserialize)]
@@ -81,7 +83,7 @@ struct CurrentUnits {
 }
 
 #[derive(Deserialize)]
-struct Current {
+struct CurrentConditions {
     time: String,
     temperature_2m: f64,
     relative_humidity_2m: Option<f64>,
@@ -93,17 +95,19 @@ struct Current {
 
 /// Open-Meteo's error response.
 #[derive(Deserialize)]
-struct Refusal {
+struct OpenMeteoErrorBody {
     reason: String,
 }
 
-impl OpenMeteo {
+impl OpenMeteoClient {
     /// Creates a client for these URLs, without sending a request.
-    pub fn new(geocoding: &str, forecast: &str) -> Result<Self, Unusable> {
+    pub fn new(geocoding: &str, forecast: &str) -> Result<Self, BuiltinSetupError> {
         let url = |setting: &str, text: &str| {
             let url = Url::parse(text).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
             url.ok_or_else(|| {
-                Unusable(format!("builtin.weather.{setting}: \"{text}\" is not an http(s) address"))
+                BuiltinSetupError(format!(
+                    "builtin.weather.{setting}: \"{text}\" is not an http(s) address"
+                ))
             })
         };
         Ok(Self {
@@ -118,16 +122,20 @@ impl OpenMeteo {
         &self,
         name: &str,
         count: u32,
-        asking: &Asking,
-    ) -> Result<Vec<Found>, Fault> {
+        asking: &WeatherRequestContext,
+    ) -> Result<Vec<GeocodedPlace>, Fault> {
         let count = count.to_string();
         let query = [("name", name), ("count", &count), ("language", "en"), ("format", "json")];
-        let url = address(&self.geocoding, "v1/search", &query);
-        self.get::<Search>(url, asking).await.map(|search| search.results)
+        let url = build_url(&self.geocoding, "v1/search", &query);
+        self.get::<GeocodingResponse>(url, asking).await.map(|search| search.results)
     }
 
     /// Returns the current weather at a place.
-    pub async fn current(&self, found: Found, asking: &Asking) -> Result<Answer, Fault> {
+    pub async fn current(
+        &self,
+        found: GeocodedPlace,
+        asking: &WeatherRequestContext,
+    ) -> Result<CurrentWeather, Fault> {
         let (latitude, longitude) = (found.latitude.to_string(), found.longitude.to_string());
         let query = [
             ("latitude", latitude.as_str()),
@@ -135,15 +143,15 @@ impl OpenMeteo {
             ("current", CURRENT),
             ("timezone", "auto"),
         ];
-        let url = address(&self.forecast, "v1/forecast", &query);
-        let host = host(&url);
-        let Forecast { timezone, current_units, current } = self.get(url, asking).await?;
+        let url = build_url(&self.forecast, "v1/forecast", &query);
+        let host = display_host(&url);
+        let ForecastResponse { timezone, current_units, current } = self.get(url, asking).await?;
         let is_day = current.is_day != Some(0);
-        let Some(weather) = conditions::words(current.weather_code, is_day) else {
+        let Some(weather) = conditions::describe_weather_code(current.weather_code, is_day) else {
             let code = current.weather_code;
             return Err(Fault::unreachable(format!("{host} sent an unknown weather code, {code}")));
         };
-        Ok(Answer {
+        Ok(CurrentWeather {
             weather: weather.to_owned(),
             temperature: current.temperature_2m,
             feels_like: current.apparent_temperature,
@@ -156,7 +164,7 @@ impl OpenMeteo {
             longitude: found.longitude,
             observed_at: current.time,
             timezone,
-            units: Units {
+            units: WeatherUnits {
                 temperature: current_units.temperature_2m,
                 humidity: current_units.relative_humidity_2m.unwrap_or_else(|| "%".into()),
                 wind_speed: current_units.wind_speed_10m.unwrap_or_else(|| "km/h".into()),
@@ -186,12 +194,20 @@ impl OpenMeteo {
         self.client.get_or_try_init(make).await
     }
 
-    async fn get<T: DeserializeOwned>(&self, url: Url, asking: &Asking) -> Result<T, Fault> {
-        let host = host(&url);
+    async fn get<T: DeserializeOwned>(
+        &self,
+        url: Url,
+        asking: &WeatherRequestContext,
+    ) -> Result<T, Fault> {
+        let host = display_host(&url);
         let client = self.client().await?;
         let left = asking.deadline.saturating_duration_since(Instant::now());
         let failed = |error: reqwest::Error| {
-            let why = if error.is_timeout() { "no answer in time".into() } else { plainly(error) };
+            let why = if error.is_timeout() {
+                "no answer in time".into()
+            } else {
+                error_chain_without_url(error)
+            };
             Fault::unreachable(format!("{host} cannot be reached: {why}"))
         };
         let mut request = client.get(url).timeout(left);
@@ -209,7 +225,7 @@ impl OpenMeteo {
             }
         }
         if status != StatusCode::OK {
-            return Err(refusal(&host, status, &body));
+            return Err(status_fault(&host, status, &body));
         }
         serde_json::from_slice(&body).map_err(|error| {
             Fault::unreachable(format!("the answer of {host} cannot be read: {error}"))
@@ -217,8 +233,8 @@ impl OpenMeteo {
     }
 }
 
-fn refusal(host: &str, status: StatusCode, body: &[u8]) -> Fault {
-    let reason = serde_json::from_slice::<Refusal>(body).map_or_else(
+fn status_fault(host: &str, status: StatusCode, body: &[u8]) -> Fault {
+    let reason = serde_json::from_slice::<OpenMeteoErrorBody>(body).map_or_else(
         |_| String::new(),
         |refusal| format!(": {}", refusal.reason.chars().take(200).collect::<String>()),
     );
@@ -226,7 +242,7 @@ fn refusal(host: &str, status: StatusCode, body: &[u8]) -> Fault {
     Fault::unreachable(format!("{host} answered {}{reason}", status.as_u16())).retryable(passing)
 }
 
-fn address(base: &Url, path: &str, query: &[(&str, &str)]) -> Url {
+fn build_url(base: &Url, path: &str, query: &[(&str, &str)]) -> Url {
     let mut url = base.clone();
     url.set_path(&format!("{}/{path}", base.path().trim_end_matches('/')));
     url.query_pairs_mut().extend_pairs(query);
@@ -234,7 +250,7 @@ fn address(base: &Url, path: &str, query: &[(&str, &str)]) -> Url {
 }
 
 /// Returns the host for messages, without the query, which is long, and without credentials.
-fn host(url: &Url) -> String {
+fn display_host(url: &Url) -> String {
     let host = url.host_str().unwrap_or("the weather service");
     url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"))
 }

@@ -6,20 +6,20 @@
 
 /// The parsed question.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Wanted {
+pub struct PlaceQuery {
     /// The place, as it was named.
     pub name: String,
     /// `true` if the question is about another time than now.
-    pub another_time: bool,
+    pub asks_other_time: bool,
 }
 
 /// A place's name and the regions it is in.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Part {
+pub struct PlaceInRegion {
     pub name: String,
-    pub within: Vec<String>,
+    pub regions: Vec<String>,
     /// `true` if the question itself marks the end of the name.
-    pub sure: bool,
+    pub has_explicit_region: bool,
 }
 
 /// Maximum length of a place's name.
@@ -69,36 +69,41 @@ const ANOTHER_TIME: &[&str] = &[
 ];
 
 /// Returns the place that a question names, if it names one.
-pub fn wanted(question: &str) -> Option<Wanted> {
+pub fn parse_place_query(question: &str) -> Option<PlaceQuery> {
     let lower = question.to_lowercase();
     let another_time = ANOTHER_TIME.iter().any(|word| match word.is_ascii() {
         true => lower.split(|c: char| !c.is_alphanumeric()).any(|part| part == *word),
         false => lower.contains(word),
     });
     let name = match question.chars().any(is_chinese) {
-        true => spaced(&chinese(question)),
-        false => spaced(question),
+        true => strip_question_words(&strip_cjk_question(question)),
+        false => strip_question_words(question),
     };
     let fits = !name.is_empty() && name.chars().count() <= MAX_NAME;
-    (fits && name.chars().any(char::is_alphanumeric)).then_some(Wanted { name, another_time })
+    (fits && name.chars().any(char::is_alphanumeric))
+        .then_some(PlaceQuery { name, asks_other_time: another_time })
 }
 
-impl Wanted {
+impl PlaceQuery {
     /// Splits the region from the place, as in "Paris, France" and "Portland Oregon".
-    pub fn part(&self) -> Option<Part> {
+    pub fn split_region(&self) -> Option<PlaceInRegion> {
         let mut parts = self.name.split([',', '，']).map(|part| part.trim().to_owned());
         let name = parts.next().filter(|name| !name.is_empty())?;
         let within: Vec<String> = parts.filter(|part| !part.is_empty()).collect();
         if name != self.name {
-            return Some(Part { name, within, sure: true });
+            return Some(PlaceInRegion { name, regions: within, has_explicit_region: true });
         }
         let (name, last) = self.name.rsplit_once(' ')?;
-        Some(Part { name: name.trim().to_owned(), within: vec![last.to_owned()], sure: false })
+        Some(PlaceInRegion {
+            name: name.trim().to_owned(),
+            regions: vec![last.to_owned()],
+            has_explicit_region: false,
+        })
     }
 }
 
 /// Normalizes a name for comparison: lowercase, letters and digits only.
-pub fn plain(name: &str) -> String {
+pub fn normalize_name(name: &str) -> String {
     name.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect()
 }
 
@@ -106,7 +111,7 @@ fn is_chinese(c: char) -> bool {
     matches!(c, '\u{3040}'..='\u{30ff}' | '\u{3400}'..='\u{9fff}')
 }
 
-fn chinese(question: &str) -> String {
+fn strip_cjk_question(question: &str) -> String {
     let mut text = question.to_owned();
     for word in CHINESE {
         text = text.replace(word, " ");
@@ -115,16 +120,16 @@ fn chinese(question: &str) -> String {
     text.split(marks).filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
-fn spaced(question: &str) -> String {
+fn strip_question_words(question: &str) -> String {
     let words: Vec<&str> = question.split_whitespace().collect();
     let (mut from, mut at) = (0, 0);
     // Skips the leading words of the question, and records the position after the last "in".
     let mut after_before = None;
-    while at < words.len() && is_question(&words, at) {
+    while at < words.len() && is_question_word(&words, at) {
         at += 1;
-        if is_among(BEFORE, words[at - 1]) {
+        if contains_word(BEFORE, words[at - 1]) {
             after_before = Some(at);
-        } else if after_before.is_none() || is_time(&words, at - 1) {
+        } else if after_before.is_none() || is_time_word(&words, at - 1) {
             from = at;
         }
     }
@@ -132,7 +137,7 @@ fn spaced(question: &str) -> String {
         from = from.max(start);
     }
     let mut to = words.len();
-    while to > from && is_question(&words[..to], to - 1) {
+    while to > from && is_question_word(&words[..to], to - 1) {
         to -= 1;
     }
     let name = words[from..to].join(" ");
@@ -148,28 +153,28 @@ fn spaced(question: &str) -> String {
 }
 
 /// Returns `true` if a word belongs to the question and not to the place.
-fn is_question(words: &[&str], at: usize) -> bool {
-    let word = bare(words[at]);
-    if word.is_empty() || is_among(QUESTION, words[at]) || is_among(BEFORE, words[at]) {
+fn is_question_word(words: &[&str], at: usize) -> bool {
+    let word = normalize_word(words[at]);
+    if word.is_empty() || contains_word(QUESTION, words[at]) || contains_word(BEFORE, words[at]) {
         return true;
     }
     if word.len() <= 2 && word.bytes().all(|b| b.is_ascii_digit()) {
         return true;
     }
-    if !is_among(EITHER, words[at]) {
+    if !contains_word(EITHER, words[at]) {
         return false;
     }
     // "Hot Springs", but "How hot is Paris" and "Is it hot Paris".
     let capital = |word: &str| word.chars().next().is_some_and(char::is_uppercase);
     let next = words.get(at + 1);
-    let begins_a_name =
-        next.is_some_and(|next| capital(next) && !is_among(QUESTION, next) && capital(words[at]));
+    let begins_a_name = next
+        .is_some_and(|next| capital(next) && !contains_word(QUESTION, next) && capital(words[at]));
     !begins_a_name
 }
 
 /// Returns `true` for a word of time, as in "at the moment", "in the morning" or "for the next 3
 /// days": there the preposition does not introduce a place.
-fn is_time(words: &[&str], at: usize) -> bool {
+fn is_time_word(words: &[&str], at: usize) -> bool {
     let times = [
         "moment",
         "morning",
@@ -187,20 +192,20 @@ fn is_time(words: &[&str], at: usize) -> bool {
         "yesterday",
         "me",
     ];
-    is_among(&times, words[at])
+    contains_word(&times, words[at])
 }
 
-fn is_among(list: &[&str], word: &str) -> bool {
-    list.contains(&bare(word).as_str())
+fn contains_word(list: &[&str], word: &str) -> bool {
+    list.contains(&normalize_word(word).as_str())
 }
 
-fn bare(word: &str) -> String {
+fn normalize_word(word: &str) -> String {
     word.trim_matches(|c: char| !c.is_alphanumeric()).to_lowercase()
 }
 
 /// Expands the abbreviation of a country or state.
-pub fn long_name(name: &str) -> &str {
-    let short = plain(name);
+pub fn expand_abbreviation(name: &str) -> &str {
+    let short = normalize_name(name);
     LONG.iter().find(|(code, _)| *code == short).map_or(name, |(_, long)| long)
 }
 
@@ -232,7 +237,7 @@ mod tests {
     use super::*;
 
     fn name(question: &str) -> String {
-        wanted(question).map_or_else(String::new, |wanted| wanted.name)
+        parse_place_query(question).map_or_else(String::new, |wanted| wanted.name)
     }
 
     #[rustfmt::skip]
@@ -313,25 +318,26 @@ mod tests {
     #[test]
     fn other_times_are_noticed() {
         for other in ["Rome tomorrow", "weather in Rome next week", "北京明天天气"] {
-            assert!(wanted(other).unwrap().another_time, "{other}");
+            assert!(parse_place_query(other).unwrap().asks_other_time, "{other}");
         }
         for now in ["Rome", "weather in Rome today", "北京今天天气", "Weekapaug"] {
-            assert!(!wanted(now).unwrap().another_time, "{now}");
+            assert!(!parse_place_query(now).unwrap().asks_other_time, "{now}");
         }
     }
 
     #[test]
     fn a_name_and_what_it_is_in() {
-        let part = |question: &str| wanted(question).and_then(|wanted| wanted.part());
+        let part =
+            |question: &str| parse_place_query(question).and_then(|wanted| wanted.split_region());
         let france = part("weather in Paris, France").unwrap();
-        assert_eq!((france.name.as_str(), france.sure), ("Paris", true));
-        assert_eq!(france.within, ["France"]);
-        assert_eq!(part("Springfield, Sangamon, IL").unwrap().within, ["Sangamon", "IL"]);
+        assert_eq!((france.name.as_str(), france.has_explicit_region), ("Paris", true));
+        assert_eq!(france.regions, ["France"]);
+        assert_eq!(part("Springfield, Sangamon, IL").unwrap().regions, ["Sangamon", "IL"]);
         let oregon = part("Portland Oregon").unwrap();
-        assert_eq!((oregon.name.as_str(), oregon.sure), ("Portland", false));
+        assert_eq!((oregon.name.as_str(), oregon.has_explicit_region), ("Portland", false));
         assert_eq!(part("Rome"), None);
-        assert_eq!(long_name("TX"), "Texas");
-        assert_eq!(long_name("U.S.A."), "United States");
-        assert_eq!(long_name("France"), "France");
+        assert_eq!(expand_abbreviation("TX"), "Texas");
+        assert_eq!(expand_abbreviation("U.S.A."), "United States");
+        assert_eq!(expand_abbreviation("France"), "France");
     }
 }

@@ -13,8 +13,8 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::get;
 use serde_json::{Value, json};
-use toolcrib::fault::Happened;
-use toolcrib::function::Functions;
+use toolcrib::fault::SideEffect;
+use toolcrib::function::BuiltinSource;
 use toolcrib::{Code, Effect, Fault, Risk, Tool};
 
 use super::super::{WeatherSettings, testing};
@@ -60,7 +60,7 @@ async fn stand_in(mood: Mood) -> (SocketAddr, Arc<AtomicUsize>) {
     (address, asked)
 }
 
-fn source(address: SocketAddr, timeout_ms: u64) -> Arc<Functions> {
+fn source(address: SocketAddr, timeout_ms: u64) -> Arc<BuiltinSource> {
     let url = format!("http://{address}/");
     let settings = WeatherSettings { geocoding_url: url.clone(), forecast_url: url, timeout_ms };
     testing::source(tool(settings).unwrap())
@@ -219,7 +219,11 @@ async fn an_unknown_place_is_named() {
         ("", "name one"),
     ] {
         let fault = ask(Mood::Well, query).await.unwrap_err();
-        assert_eq!((fault.code, fault.happened), (Code::ValidationError, Happened::No), "{query}");
+        assert_eq!(
+            (fault.code, fault.side_effect),
+            (Code::ValidationError, SideEffect::None),
+            "{query}"
+        );
         assert!(fault.message.contains(part), "{query}: {fault}");
     }
 }
@@ -245,7 +249,7 @@ async fn no_answer_is_never_made_up() {
     for (mood, retryable, part) in table {
         let fault = ask(mood, "Beijing").await.unwrap_err();
         assert_eq!(fault.code, Code::UpstreamUnavailable, "{mood:?}: {fault}");
-        assert_eq!((fault.retryable, fault.happened), (retryable, Happened::No), "{mood:?}");
+        assert_eq!((fault.retryable, fault.side_effect), (retryable, SideEffect::None), "{mood:?}");
         assert!(fault.message.contains(part), "{mood:?}: {fault}");
         assert!(fault.message.contains("127.0.0.1"), "{mood:?}: {fault}");
     }
@@ -259,7 +263,7 @@ async fn nobody_there_or_no_answer_in_time() {
     };
     let refused = testing::run(&source(gone, 5_000), &json!({"query": "Rome"})).await.unwrap_err();
     assert_eq!(refused.code, Code::UpstreamUnavailable, "{refused}");
-    assert_eq!((refused.retryable, refused.happened), (true, Happened::No));
+    assert_eq!((refused.retryable, refused.side_effect), (true, SideEffect::None));
     for mood in [Mood::Hang, Mood::HangInBody] {
         let (address, _) = stand_in(mood).await;
         let begun = Instant::now();
@@ -288,8 +292,8 @@ async fn definition_and_settings() {
     assert_eq!(definition.name, "weather.query");
     assert_eq!((definition.effect, definition.risk), (Effect::Read, Risk::Low));
     assert_eq!(definition.timeout_ms, 5_000);
-    assert_eq!(definition.input_schema.value()["required"], json!(["query"]));
-    let output = definition.output_schema.unwrap().value();
+    assert_eq!(definition.input_schema.to_value()["required"], json!(["query"]));
+    let output = definition.output_schema.unwrap().to_value();
     assert_eq!(output["properties"]["temperature"]["type"], json!("number"));
     for bad in ["", "api.open-meteo.com", "ftp://x"] {
         let settings = WeatherSettings { forecast_url: bad.into(), ..WeatherSettings::default() };
@@ -304,7 +308,7 @@ async fn definition_and_settings() {
 #[test]
 fn every_code_has_words() {
     let known: Vec<u8> =
-        (0..=255).filter(|code| conditions::words(*code, true).is_some()).collect();
+        (0..=255).filter(|code| conditions::describe_weather_code(*code, true).is_some()).collect();
     assert_eq!(
         known,
         [

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::super::now_ms;
-use super::super::settings::McpSettings;
+use super::super::settings::McpServerSettings;
 
 /// Lifetime of a sign-in link.
 pub(super) const SIGN_IN_MS: u64 = 10 * 60 * 1_000;
@@ -27,7 +27,7 @@ const EARLY_MS: u64 = 30_000;
 
 /// Toolcrib's registration as a client of an issuer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Registered {
+pub(super) struct ClientRegistration {
     pub(super) issuer: String,
     pub(super) client_id: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -37,45 +37,46 @@ pub(super) struct Registered {
 
 /// The stored credential of an upstream.
 #[derive(Default, Serialize, Deserialize)]
-pub(super) struct Grant {
+pub(super) struct UpstreamCredential {
     /// URL of the upstream: a credential for one URL is never sent to another.
     pub(super) url: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) client: Option<Registered>,
+    pub(super) client: Option<ClientRegistration>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) credentials: Option<StoredCredentials>,
     /// Every scope that was ever requested. None of them is requested a second time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) asked: Vec<String>,
+    #[serde(rename = "asked")]
+    pub(super) requested_scopes: Vec<String>,
 }
 
 /// An access token.
 #[derive(Clone)]
-pub(super) struct Token {
+pub(super) struct AccessToken {
     pub(super) value: Arc<str>,
     /// Time at which to renew it, or `None` if the issuer does not tell its lifetime.
     pub(super) renew_ms: Option<u64>,
     /// `true` once the upstream has accepted it.
-    taken: Arc<AtomicBool>,
+    accepted: Arc<AtomicBool>,
 }
 
-impl Token {
-    pub(super) fn of(credentials: &StoredCredentials) -> Option<Self> {
+impl AccessToken {
+    pub(super) fn from_credentials(credentials: &StoredCredentials) -> Option<Self> {
         let said = serde_json::to_value(credentials.token_response.as_ref()?).ok()?;
         let value: Arc<str> = said["access_token"].as_str()?.into();
         let received_ms = credentials.token_received_at.unwrap_or_default().saturating_mul(1_000);
         let lives_ms = said["expires_in"].as_u64().map(|seconds| seconds.saturating_mul(1_000));
         // A short-lived token is used for half of its lifetime.
         let renew_ms = lives_ms.map(|ms| received_ms.saturating_add(ms - EARLY_MS.min(ms / 2)));
-        Some(Self { value, renew_ms, taken: Arc::default() })
+        Some(Self { value, renew_ms, accepted: Arc::default() })
     }
 
-    pub(super) fn was_taken(&self) -> bool {
-        self.taken.load(Ordering::Relaxed)
+    pub(super) fn was_accepted(&self) -> bool {
+        self.accepted.load(Ordering::Relaxed)
     }
 
-    pub(super) fn is_taken(&self) {
-        self.taken.store(true, Ordering::Relaxed);
+    pub(super) fn mark_accepted(&self) {
+        self.accepted.store(true, Ordering::Relaxed);
     }
 
     pub(super) fn is_fresh(&self) -> bool {
@@ -99,9 +100,9 @@ pub(super) fn can_refresh(credentials: &StoredCredentials) -> bool {
 /// The credentials that `rmcp` works on. `rmcp` writes them only here; the authorizer persists
 /// them.
 #[derive(Clone, Default)]
-pub(super) struct Wallet(Arc<Mutex<Option<StoredCredentials>>>);
+pub(super) struct CachedCredentials(Arc<Mutex<Option<StoredCredentials>>>);
 
-impl Wallet {
+impl CachedCredentials {
     pub(super) fn get(&self) -> Option<StoredCredentials> {
         self.0.lock().clone()
     }
@@ -112,7 +113,7 @@ impl Wallet {
 }
 
 #[async_trait]
-impl CredentialStore for Wallet {
+impl CredentialStore for CachedCredentials {
     async fn load(&self) -> Result<Option<StoredCredentials>, AuthError> {
         Ok(self.get())
     }
@@ -130,13 +131,13 @@ impl CredentialStore for Wallet {
 
 /// Pending sign-ins by their state parameter, which is unguessable, valid once and short-lived.
 #[derive(Clone, Default)]
-pub(super) struct Pending(Arc<Mutex<HashMap<String, StoredAuthorizationState>>>);
+pub(super) struct PendingSignIns(Arc<Mutex<HashMap<String, StoredAuthorizationState>>>);
 
 fn is_recent(state: &StoredAuthorizationState) -> bool {
     now_ms() < state.created_at * 1_000 + SIGN_IN_MS
 }
 
-impl Pending {
+impl PendingSignIns {
     pub(super) fn has(&self, state: &str) -> bool {
         self.0.lock().get(state).is_some_and(is_recent)
     }
@@ -151,7 +152,7 @@ impl Pending {
 }
 
 #[async_trait]
-impl StateStore for Pending {
+impl StateStore for PendingSignIns {
     async fn save(&self, csrf: &str, state: StoredAuthorizationState) -> Result<(), AuthError> {
         let mut known = self.0.lock();
         known.retain(|_, state| is_recent(state));
@@ -176,12 +177,12 @@ impl StateStore for Pending {
 }
 
 /// Splits a space-separated list of scopes.
-pub(super) fn split(scopes: &str) -> Vec<String> {
+pub(super) fn split_scopes(scopes: &str) -> Vec<String> {
     scopes.split_whitespace().map(str::to_owned).collect()
 }
 
 /// Returns a query parameter of a URL.
-pub(super) fn query(url: &str, name: &str) -> Option<String> {
+pub(super) fn query_param(url: &str, name: &str) -> Option<String> {
     let url = reqwest::Url::parse(url).ok()?;
     let found = url.query_pairs().find(|(key, _)| key == name);
     found.map(|(_, value)| value.into_owned())
@@ -189,7 +190,7 @@ pub(super) fn query(url: &str, name: &str) -> Option<String> {
 
 /// Returns `true` if an issuer's endpoint is fit for a browser and for secrets: an HTTP URL that is
 /// at least as secure as the upstream's own.
-pub(super) fn is_sound(end: &str, of: &McpSettings) -> bool {
+pub(super) fn is_safe_endpoint(end: &str, of: &McpServerSettings) -> bool {
     let safe = of.url.as_ref().is_some_and(|url| url.starts_with("https:"));
     match reqwest::Url::parse(end) {
         Ok(end) => end.has_host() && (end.scheme() == "https" || end.scheme() == "http" && !safe),
@@ -198,7 +199,7 @@ pub(super) fn is_sound(end: &str, of: &McpSettings) -> bool {
 }
 
 /// Returns a boolean field of an issuer's metadata, `false` if absent.
-pub(super) fn flag(fields: &HashMap<String, Value>, name: &str) -> bool {
+pub(super) fn metadata_flag(fields: &HashMap<String, Value>, name: &str) -> bool {
     fields.get(name).and_then(Value::as_bool).unwrap_or(false)
 }
 
@@ -217,7 +218,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_state_is_good_for_a_short_while() {
-        let pending = Pending::default();
+        let pending = PendingSignIns::default();
         let now = now_ms() / 1_000;
         pending.save("new", state(now)).await.unwrap();
         pending.save("old", state(now - SIGN_IN_MS / 1_000)).await.unwrap();
@@ -231,12 +232,13 @@ mod tests {
 
     #[test]
     fn addresses_of_issuers_are_for_the_web() {
-        let of = |url: &str| McpSettings { url: Some(url.into()), ..McpSettings::default() };
-        assert!(is_sound("https://issuer.example/token", &of("https://a.example/mcp")));
-        assert!(!is_sound("http://issuer.example/token", &of("https://a.example/mcp")));
-        assert!(is_sound("http://127.0.0.1:9/token", &of("http://127.0.0.1:8/mcp")));
+        let of =
+            |url: &str| McpServerSettings { url: Some(url.into()), ..McpServerSettings::default() };
+        assert!(is_safe_endpoint("https://issuer.example/token", &of("https://a.example/mcp")));
+        assert!(!is_safe_endpoint("http://issuer.example/token", &of("https://a.example/mcp")));
+        assert!(is_safe_endpoint("http://127.0.0.1:9/token", &of("http://127.0.0.1:8/mcp")));
         for odd in ["javascript:alert(1)", "file:///etc/passwd", "data:text/html,x", "", "token"] {
-            assert!(!is_sound(odd, &of("http://127.0.0.1:8/mcp")), "{odd}");
+            assert!(!is_safe_endpoint(odd, &of("http://127.0.0.1:8/mcp")), "{odd}");
         }
     }
 
@@ -246,7 +248,7 @@ mod tests {
             let credentials = json!({ "client_id": "c", "token_received_at": now_ms() / 1_000,
                 "token_response": { "access_token": "abc", "token_type": "bearer",
                     "expires_in": expires } });
-            Token::of(&serde_json::from_value(credentials).unwrap()).unwrap()
+            AccessToken::from_credentials(&serde_json::from_value(credentials).unwrap()).unwrap()
         };
         assert!(of(json!(3_600)).is_fresh());
         assert!(of(Value::Null).is_fresh());

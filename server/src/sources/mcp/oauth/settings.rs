@@ -4,13 +4,14 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::super::settings::{McpSettings, Wrong};
+use super::super::settings::{McpServerSettings, McpSettingsError};
 
 /// OAuth settings of an MCP server that is reached over HTTP. Without them, a person signs in to a
 /// server that requires a token, and Toolcrib registers itself with the server's issuer.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
-pub struct McpOauth {
+#[schemars(rename = "McpOauth")]
+pub struct McpOauthSettings {
     /// `authorization_code`: a person signs in once in a browser (`toolcrib mcp sign-in`).
     /// `client_credentials`: Toolcrib obtains tokens without a person.
     #[serde(skip_serializing_if = "is_usual")]
@@ -29,7 +30,7 @@ pub struct McpOauth {
     /// Signing algorithm of the private key: `ES256`, `ES384`, `RS256`, `RS384` or `RS512`.
     /// Default: `ES256`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub algorithm: Option<Algorithm>,
+    pub algorithm: Option<SigningAlgorithm>,
     /// Scopes to request. Default: those that the server requires.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub scopes: Vec<String>,
@@ -65,7 +66,8 @@ impl GrantKind {
 
 /// Signing algorithm of a private key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum Algorithm {
+#[schemars(rename = "Algorithm")]
+pub enum SigningAlgorithm {
     ES256,
     ES384,
     RS256,
@@ -83,10 +85,10 @@ fn is_scope(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(fine)
 }
 
-impl McpOauth {
+impl McpOauthSettings {
     /// Checks the constraints that the types do not express.
-    pub(in super::super) fn check(&self, of: &McpSettings) -> Result<(), Wrong> {
-        let wrong = |why: &str| Err(Wrong { field: "oauth", why: why.to_owned() });
+    pub(in super::super) fn check(&self, of: &McpServerSettings) -> Result<(), McpSettingsError> {
+        let wrong = |why: &str| Err(McpSettingsError { field: "oauth", why: why.to_owned() });
         if of.url.is_none() {
             return wrong("is for a server with a url");
         }
@@ -125,7 +127,7 @@ impl McpOauth {
     }
 
     /// Returns the settings that may contain variables.
-    pub(in super::super) fn texts(&self) -> impl Iterator<Item = &String> {
+    pub(in super::super) fn expandable_fields(&self) -> impl Iterator<Item = &String> {
         self.client_id.iter().chain(&self.client_secret).chain(&self.private_key)
     }
 }
@@ -139,7 +141,7 @@ mod tests {
 
     fn checked(oauth: serde_json::Value) -> Result<(), String> {
         let settings = json!({ "name": "a", "url": "https://x.example/mcp", "oauth": oauth });
-        let settings: McpSettings = serde_json::from_value(settings).unwrap();
+        let settings: McpServerSettings = serde_json::from_value(settings).unwrap();
         settings.check().map_err(|wrong| wrong.why)
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::http::Response;
 use rmcp::transport::auth::{OAuthHttpClient, OAuthHttpClientFuture, OAuthHttpRequest};
 
-use crate::outbound::Outbound;
+use crate::outbound::OutboundPolicy;
 
 /// Maximum size of an issuer's response.
 const MOST_BYTES: usize = 1 << 20;
@@ -16,19 +16,20 @@ const MOST_BYTES: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An HTTP client that obeys the outbound policy and follows no redirects.
-pub(super) struct Watched {
-    rules: Arc<Outbound>,
+pub(super) struct GuardedOauthClient {
+    rules: Arc<OutboundPolicy>,
     client: reqwest::Client,
 }
 
-impl Watched {
-    pub(super) fn new(rules: Arc<Outbound>) -> Result<Self, String> {
-        let client = rules.client().timeout(PATIENCE).build().map_err(|error| error.to_string())?;
+impl GuardedOauthClient {
+    pub(super) fn new(rules: Arc<OutboundPolicy>) -> Result<Self, String> {
+        let client =
+            rules.client_builder().timeout(PATIENCE).build().map_err(|error| error.to_string())?;
         Ok(Self { rules, client })
     }
 }
 
-impl OAuthHttpClient for Watched {
+impl OAuthHttpClient for GuardedOauthClient {
     fn execute(&self, asked: OAuthHttpRequest) -> OAuthHttpClientFuture<'_> {
         Box::pin(async move {
             let (head, body) = asked.request.into_parts();

@@ -8,7 +8,7 @@ use rmcp::transport::streamable_http_server::session::local::LocalSessionManager
 use rmcp::transport::{StreamableHttpServerConfig, StreamableHttpService};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use toolcrib_server::sources::mcp::McpSettings;
+use toolcrib_server::sources::mcp::McpServerSettings;
 
 use super::Fixture;
 
@@ -67,8 +67,8 @@ impl Drop for Http {
 }
 
 /// A program: this very test, started as an MCP server on its standard input and output.
-pub fn program(mode: &str) -> McpSettings {
-    let mut settings = McpSettings {
+pub fn program(mode: &str) -> McpServerSettings {
+    let mut settings = McpServerSettings {
         name: "fixture".to_owned(),
         command: Some(std::env::current_exe().unwrap().to_str().unwrap().to_owned()),
         args: vec!["--exact".into(), "support::upstream::run::child".into(), "--nocapture".into()],

@@ -5,21 +5,21 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
-use toolcrib::desk::{Line, Memory, Message, Request};
-use toolcrib::engine::Connecting;
+use toolcrib::desk::{ClientMessage, Redelivery, Transport, WorkItem};
+use toolcrib::engine::ConnectOptions;
 use toolcrib::fault::Code;
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::super::Door;
-use super::super::super::answer::{Problem, Refused};
-use super::super::super::question::{Asked, Who, wrong_parameter};
-use super::{RequestBody, window};
-use crate::auth::Standing;
+use super::super::super::HttpState;
+use super::super::super::answer::{ApiError, ProblemDetails};
+use super::super::super::question::{Authenticated, QueryParams, invalid_parameter};
+use super::{ToolRequestMessage, resolve_window};
+use crate::auth::RequestCredentials;
 
 /// Options of a poll.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(in super::super) struct Polling {
+pub(in super::super) struct PollQuery {
     client_id: String,
     /// Maximum time to wait for work, in milliseconds (default: 0).
     #[serde(default)]
@@ -33,58 +33,60 @@ pub(in super::super) struct Polling {
 
 /// Requests and cancellations for a client.
 #[derive(Serialize, ToSchema)]
-pub(in super::super) struct PolledBody {
+#[schema(as = PolledBody)]
+pub(in super::super) struct PollResponseBody {
     /// `tool_request` objects, as on the WebSocket.
     #[schema(value_type = Vec<Object>)]
-    requests: Vec<RequestBody>,
+    requests: Vec<ToolRequestMessage>,
     /// Requests of this client to stop, because they were canceled or have timed out. Omitted if
     /// empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    cancels: Vec<CanceledBody>,
+    cancels: Vec<CanceledRequestBody>,
 }
 
 /// A request that was canceled or has timed out.
 #[derive(Serialize, ToSchema)]
-pub(in super::super) struct CanceledBody {
+#[schema(as = CanceledBody)]
+pub(in super::super) struct CanceledRequestBody {
     tool_call_id: String,
     attempt: u32,
 }
 
-impl CanceledBody {
-    fn is_about(&self, request: &Request) -> bool {
+impl CanceledRequestBody {
+    fn matches_request(&self, request: &WorkItem) -> bool {
         (self.tool_call_id.as_str(), self.attempt) == (request.call_id.as_str(), request.attempt)
     }
 }
 
-fn canceled(message: &Message) -> Option<CanceledBody> {
-    let Message::Cancel { call_id, attempt } = message else { return None };
-    Some(CanceledBody { tool_call_id: call_id.to_string(), attempt: *attempt })
+fn to_canceled_body(message: &ClientMessage) -> Option<CanceledRequestBody> {
+    let ClientMessage::Cancel { call_id, attempt } = message else { return None };
+    Some(CanceledRequestBody { tool_call_id: call_id.to_string(), attempt: *attempt })
 }
 
 /// Waits for work and returns it.
-#[utoipa::path(get, path = "/internal/ingress/poll", tag = "providers", params(Polling),
-    responses((status = 200, body = PolledBody), (status = 403, body = Problem),
-        (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/internal/ingress/poll", tag = "providers", params(PollQuery),
+    responses((status = 200, body = PollResponseBody), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 pub(in super::super) async fn poll(
-    State(door): State<Door>,
-    Who(caller): Who,
-    Asked(polling): Asked<Polling>,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(polling): QueryParams<PollQuery>,
     headers: HeaderMap,
-) -> Result<Json<PolledBody>, Refused> {
+) -> Result<Json<PollResponseBody>, ApiError> {
     let explicit = match polling.ack.as_deref() {
         None | Some("auto") => false,
         Some("explicit") => true,
         Some(_) => {
-            return Err(wrong_parameter("ack", "ack must be auto or explicit").into());
+            return Err(invalid_parameter("ack", "ack must be auto or explicit").into());
         }
     };
     let engine = &door.engine;
-    let max = window("max", polling.max, 1)?;
-    let connecting = Connecting {
+    let max = resolve_window("max", polling.max, 1)?;
+    let connecting = ConnectOptions {
         client_id: polling.client_id.clone(),
         window: max,
-        memory: Memory::Forgets,
-        line: Line::Poll,
+        redelivery: Redelivery::ReversibleOnly,
+        transport: Transport::Polling,
     };
     let mut session = engine.connect(&caller, connecting)?;
     let wait_ms = polling.wait_ms.min(engine.limits().max_wait_ms);
@@ -93,24 +95,26 @@ pub(in super::super) async fn poll(
     let (mut waiting, mut next, mut has_cancels) = (Vec::new(), first, false);
     while let Some(message) = next {
         match message {
-            Message::Request(request) => waiting.push(request),
+            ClientMessage::Execute(request) => waiting.push(request),
             // Reported below, together with cancellations that arrive while the requests are taken.
             // Storing it in the session keeps it if that fails.
             cancel => {
                 has_cancels = true;
-                session.keep(cancel);
+                session.defer_cancel(cancel);
             }
         }
-        next = session.ready();
+        next = session.try_next();
     }
-    Standing::new(&caller, &headers).check(engine)?;
+    RequestCredentials::new(&caller, &headers).revalidate(engine)?;
     let mut requests = Vec::new();
     for request in waiting {
         if explicit {
-            session.lend(&request.call_id);
+            session.start_poll_lease(&request.call_id);
         } else {
             let attempt = Some(request.attempt);
-            let taken = engine.take(&caller, &request.call_id, &polling.client_id, attempt).await;
+            let taken = engine
+                .acknowledge_call(&caller, &request.call_id, &polling.client_id, attempt)
+                .await;
             match taken {
                 Ok(_) => {}
                 // The call has ended in the meantime, so there is nothing to hand over.
@@ -122,9 +126,11 @@ pub(in super::super) async fn poll(
         }
         requests.push(request);
     }
-    let cancels: Vec<CanceledBody> = session.canceled().iter().filter_map(canceled).collect();
+    let cancels: Vec<CanceledRequestBody> =
+        session.take_cancels().iter().filter_map(to_canceled_body).collect();
     // The client need not start requests that were canceled in the meantime.
-    requests.retain(|request| !cancels.iter().any(|cancel| cancel.is_about(request)));
-    let requests = requests.into_iter().map(|request| RequestBody::of(engine, request)).collect();
-    Ok(Json(PolledBody { requests, cancels }))
+    requests.retain(|request| !cancels.iter().any(|cancel| cancel.matches_request(request)));
+    let requests =
+        requests.into_iter().map(|request| ToolRequestMessage::of(engine, request)).collect();
+    Ok(Json(PollResponseBody { requests, cancels }))
 }

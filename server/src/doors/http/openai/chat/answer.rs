@@ -9,21 +9,24 @@ use axum::response::{IntoResponse, Response};
 use futures::stream;
 use jiff::Timestamp;
 use serde_json::{Value, json};
-use toolcrib::model::{Stopped, Usage, Wanted};
+use toolcrib::model::{FinishReason, TokenUsage, ToolCallRequest};
 
-use super::super::conversation::{Conversation, Ending, News, Told, begun, marked};
-use super::super::refusal::Refusal;
+use super::super::conversation::{
+    ConversationResult, ConversationUpdate, OpenAiConversation, StreamEvent, spawn_conversation,
+    with_run_id_header,
+};
+use super::super::refusal::OpenAiError;
 
 /// Format of the response.
-pub(super) struct Form {
+pub(super) struct CompletionFormat {
     /// The model name, as requested.
     pub(super) model: String,
     pub(super) with_usage: bool,
 }
 
 /// Builds the complete response.
-pub(super) fn whole(ending: &Ending, form: &Form) -> Response {
-    let calls: Vec<Value> = ending.calls.iter().map(call).collect();
+pub(super) fn full_response(ending: &ConversationResult, form: &CompletionFormat) -> Response {
+    let calls: Vec<Value> = ending.calls.iter().map(tool_call_json).collect();
     let content = (calls.is_empty() || !ending.text.is_empty()).then_some(&ending.text);
     let mut message =
         json!({ "role": "assistant", "content": content, "refusal": null, "annotations": [] });
@@ -31,54 +34,54 @@ pub(super) fn whole(ending: &Ending, form: &Form) -> Response {
         message["tool_calls"] = calls.into();
     }
     let choice = json!({ "index": 0, "message": message, "logprobs": null,
-        "finish_reason": reason(ending) });
+        "finish_reason": finish_reason(ending) });
     let body = json!({
-        "id": fresh_id(), "object": "chat.completion", "created": Timestamp::now().as_second(),
+        "id": new_id(), "object": "chat.completion", "created": Timestamp::now().as_second(),
         "model": form.model, "choices": [choice], "usage": usage(ending.usage),
-        "toolcrib": ending.about,
+        "toolcrib": ending.metadata,
     });
-    let run_id = ending.about["run_id"].as_str().unwrap_or_default();
-    marked(Json(&body).into_response(), run_id)
+    let run_id = ending.metadata["run_id"].as_str().unwrap_or_default();
+    with_run_id_header(Json(&body).into_response(), run_id)
 }
 
-fn fresh_id() -> String {
+fn new_id() -> String {
     format!("chatcmpl-{}", ulid::Ulid::generate())
 }
 
-fn call(call: &Wanted) -> Value {
+fn tool_call_json(call: &ToolCallRequest) -> Value {
     let function = json!({ "name": call.name, "arguments": call.arguments });
     json!({ "id": call.id, "type": "function", "function": function })
 }
 
-fn reason(ending: &Ending) -> &'static str {
-    match ending.stopped {
-        Stopped::Length => "length",
-        Stopped::ContentFilter => "content_filter",
+fn finish_reason(ending: &ConversationResult) -> &'static str {
+    match ending.finish_reason {
+        FinishReason::Length => "length",
+        FinishReason::ContentFilter => "content_filter",
         _ if !ending.calls.is_empty() => "tool_calls",
-        Stopped::Stop | Stopped::ToolCalls => "stop",
+        FinishReason::Stop | FinishReason::ToolCalls => "stop",
     }
 }
 
-fn usage(usage: Usage) -> Value {
+fn usage(usage: TokenUsage) -> Value {
     let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
     json!({ "prompt_tokens": prompt, "completion_tokens": completion,
         "total_tokens": prompt.saturating_add(completion) })
 }
 
 /// Builds the chunks of a streamed response.
-struct Chunks {
+struct ChunkWriter {
     id: String,
     created: i64,
-    form: Form,
+    format: CompletionFormat,
     /// `has_text` is true once text was sent; `new_step` is true if a step started since then.
-    spoke: bool,
+    has_text: bool,
     new_step: bool,
 }
 
-impl Chunks {
+impl ChunkWriter {
     fn chunk(&self, choices: &Value) -> Value {
         json!({ "id": self.id, "object": "chat.completion.chunk", "created": self.created,
-            "model": self.form.model, "choices": choices })
+            "model": self.format.model, "choices": choices })
     }
 
     fn delta(&self, delta: &Value, reason: Option<&str>) -> Event {
@@ -87,38 +90,38 @@ impl Chunks {
         Event::default().data(self.chunk(&json!([choice])).to_string())
     }
 
-    fn first(&self) -> Event {
+    fn first_chunk(&self) -> Event {
         self.delta(&json!({ "role": "assistant", "content": "" }), None)
     }
 
-    fn news(&mut self, news: News) -> Option<Event> {
+    fn on_event(&mut self, news: StreamEvent) -> Option<Event> {
         let text = match news {
-            News::Step => {
+            StreamEvent::StepStarted => {
                 self.new_step = true;
                 return None;
             }
-            News::Replied => return None,
-            News::Text(text) => text,
+            StreamEvent::ModelReplied => return None,
+            StreamEvent::TextDelta(text) => text,
         };
         // Texts before and after a call become two paragraphs.
-        let apart = self.spoke && std::mem::take(&mut self.new_step);
-        (self.spoke, self.new_step) = (true, false);
+        let apart = self.has_text && std::mem::take(&mut self.new_step);
+        (self.has_text, self.new_step) = (true, false);
         let text = if apart { format!("\n\n{text}") } else { text };
         Some(self.delta(&json!({ "content": text }), None))
     }
 
-    fn end(&self, ending: &Ending) -> Vec<Event> {
+    fn final_chunks(&self, ending: &ConversationResult) -> Vec<Event> {
         let mut events = Vec::new();
         for (index, wanted) in ending.calls.iter().enumerate() {
-            let mut call = call(wanted);
+            let mut call = tool_call_json(wanted);
             call["index"] = index.into();
             events.push(self.delta(&json!({ "tool_calls": [call] }), None));
         }
-        events.push(self.delta(&json!({}), Some(reason(ending))));
-        if self.form.with_usage {
+        events.push(self.delta(&json!({}), Some(finish_reason(ending))));
+        if self.format.with_usage {
             let mut last = self.chunk(&json!([]));
             last["usage"] = usage(ending.usage);
-            last["toolcrib"] = ending.about.clone();
+            last["toolcrib"] = ending.metadata.clone();
             events.push(Event::default().data(last.to_string()));
         }
         events.push(Event::default().data("[DONE]"));
@@ -128,25 +131,28 @@ impl Chunks {
 
 /// Streams the response. Sends nothing until the model has responded, so that an unavailable model
 /// is an error with its HTTP status and not a broken stream.
-pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
-    let run_id = conversation.terms.run_id.clone();
-    let (mut told, leash) = begun(conversation);
-    let (id, created) = (fresh_id(), Timestamp::now().as_second());
-    let mut chunks = Chunks { id, created, form, spoke: false, new_step: false };
-    let mut begin = vec![chunks.first()];
+pub(super) async fn stream_response(
+    conversation: OpenAiConversation,
+    form: CompletionFormat,
+) -> Result<Response, OpenAiError> {
+    let run_id = conversation.options.run_id.clone();
+    let (mut told, leash) = spawn_conversation(conversation);
+    let (id, created) = (new_id(), Timestamp::now().as_second());
+    let mut chunks = ChunkWriter { id, created, format: form, has_text: false, new_step: false };
+    let mut begin = vec![chunks.first_chunk()];
     loop {
         match told.recv().await {
-            Some(Told::News(news)) => {
+            Some(ConversationUpdate::Event(news)) => {
                 // A first reply proves that the model is available, and its calls may take long.
-                let replied = news == News::Replied;
-                begin.extend(chunks.news(news));
+                let replied = news == StreamEvent::ModelReplied;
+                begin.extend(chunks.on_event(news));
                 if replied || begin.len() > 1 {
                     break;
                 }
             }
-            Some(Told::End(ending)) => match *ending {
+            Some(ConversationUpdate::Finished(ending)) => match *ending {
                 Ok(ending) => {
-                    begin.extend(chunks.end(&ending));
+                    begin.extend(chunks.final_chunks(&ending));
                     break;
                 }
                 Err(broken) => return Ok(broken.into_response()),
@@ -157,11 +163,11 @@ pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<R
     let rest = stream::unfold((told, chunks, leash), async |(mut told, mut chunks, leash)| {
         loop {
             let events = match told.recv().await? {
-                Told::News(news) => chunks.news(news).into_iter().collect(),
-                Told::End(ending) => match *ending {
-                    Ok(ending) => chunks.end(&ending),
+                ConversationUpdate::Event(news) => chunks.on_event(news).into_iter().collect(),
+                ConversationUpdate::Finished(ending) => match *ending {
+                    Ok(ending) => chunks.final_chunks(&ending),
                     Err(broken) => {
-                        let body = Refusal(broken.error).logged().body().1;
+                        let body = OpenAiError(broken.error).log_internal().body().1;
                         let text = serde_json::to_string(&body).unwrap_or_default();
                         vec![Event::default().data(text)]
                     }
@@ -177,5 +183,5 @@ pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<R
         |events| stream::iter(events.into_iter().map(Ok::<_, Infallible>)),
     );
     let alive = KeepAlive::new().interval(Duration::from_secs(15));
-    Ok(marked(Sse::new(events).keep_alive(alive).into_response(), &run_id))
+    Ok(with_run_id_header(Sse::new(events).keep_alive(alive).into_response(), &run_id))
 }

@@ -9,26 +9,29 @@ use axum::response::{IntoResponse, Response};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::Thread;
+use toolcrib::engine::SavedConversation;
 use toolcrib::fault::Error;
-use toolcrib::model::{Stopped, Usage, Wanted};
+use toolcrib::model::{FinishReason, TokenUsage, ToolCallRequest};
 use toolcrib::{Caller, Engine};
 
-use super::super::conversation::{Conversation, Ending, Leash, News, Told, begun, marked};
-use super::super::refusal::Refusal;
+use super::super::conversation::{
+    AbortOnDrop, ConversationResult, ConversationUpdate, OpenAiConversation, StreamEvent,
+    spawn_conversation, with_run_id_header,
+};
+use super::super::refusal::OpenAiError;
 
 /// Builds the response, and saves its conversation if requested.
-pub(super) struct Form {
+pub(super) struct ResponseBuilder {
     id: String,
     created: i64,
     /// Fields of the request that the response echoes.
-    repeated: Map<String, Value>,
-    pub(super) kept: bool,
+    echoed_fields: Map<String, Value>,
+    pub(super) store: bool,
     /// True if the first message is the request's instructions, which apply to this response only.
-    pub(super) instructed: bool,
+    pub(super) has_instructions: bool,
 }
 
-impl Form {
+impl ResponseBuilder {
     pub(super) fn new(model: &str, asked: &Map<String, Value>) -> Self {
         let given = |name: &str, usual: Value| {
             asked.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(usual)
@@ -50,14 +53,14 @@ impl Form {
             "truncation": given("truncation", "disabled".into()),
             "user": given("user", Value::Null),
         });
-        let repeated = repeated.as_object().cloned().unwrap_or_default();
+        let echoed_fields = repeated.as_object().cloned().unwrap_or_default();
         let id = format!("resp_{}", ulid::Ulid::generate());
         let created = Timestamp::now().as_second();
-        Self { id, created, repeated, kept: true, instructed: false }
+        Self { id, created, echoed_fields, store: true, has_instructions: false }
     }
 
-    fn response(&self, status: &str, output: Vec<Value>) -> Value {
-        let mut response = self.repeated.clone();
+    fn build(&self, status: &str, output: Vec<Value>) -> Value {
+        let mut response = self.echoed_fields.clone();
         let own = json!({
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
             "error": null, "incomplete_details": null, "output": output, "usage": null,
@@ -66,36 +69,44 @@ impl Form {
         Value::Object(response)
     }
 
-    fn ended(&self, ending: &Ending, output: Vec<Value>) -> Value {
-        let (status, why) = match ending.stopped {
-            Stopped::Length => ("incomplete", Some("max_output_tokens")),
-            Stopped::ContentFilter => ("incomplete", Some("content_filter")),
-            Stopped::Stop | Stopped::ToolCalls => ("completed", None),
+    fn build_final(&self, ending: &ConversationResult, output: Vec<Value>) -> Value {
+        let (status, why) = match ending.finish_reason {
+            FinishReason::Length => ("incomplete", Some("max_output_tokens")),
+            FinishReason::ContentFilter => ("incomplete", Some("content_filter")),
+            FinishReason::Stop | FinishReason::ToolCalls => ("completed", None),
         };
-        let mut response = self.response(status, output);
+        let mut response = self.build(status, output);
         if let Some(reason) = why {
             response["incomplete_details"] = json!({ "reason": reason });
         }
         response["usage"] = usage(ending.usage);
-        response["toolcrib"] = ending.about.clone();
+        response["toolcrib"] = ending.metadata.clone();
         response
     }
 
     /// Saves the conversation, so that a later request can continue from it.
-    async fn keep(&self, engine: &Engine, caller: &Caller, ending: &Ending) -> Result<(), Error> {
-        if !self.kept {
+    async fn save_conversation(
+        &self,
+        engine: &Engine,
+        caller: &Caller,
+        ending: &ConversationResult,
+    ) -> Result<(), Error> {
+        if !self.store {
             return Ok(());
         }
-        let mut messages = ending.thread.messages.clone();
-        if self.instructed && !messages.is_empty() {
+        let mut messages = ending.conversation.messages.clone();
+        if self.has_instructions && !messages.is_empty() {
             messages.remove(0);
         }
-        let thread = Thread { messages, awaited: ending.thread.awaited.clone() };
-        engine.keep_thread(caller, &self.id, &thread).await
+        let thread = SavedConversation {
+            messages,
+            pending_calls: ending.conversation.pending_calls.clone(),
+        };
+        engine.save_conversation(caller, &self.id, &thread).await
     }
 }
 
-fn usage(usage: Usage) -> Value {
+fn usage(usage: TokenUsage) -> Value {
     let (input, output) = (usage.prompt_tokens, usage.completion_tokens);
     json!({
         "input_tokens": input, "input_tokens_details": { "cached_tokens": 0 },
@@ -104,53 +115,58 @@ fn usage(usage: Usage) -> Value {
     })
 }
 
-fn message(id: &str, status: &str, text: Option<&str>) -> Value {
-    let content: Vec<Value> = text.map(part).into_iter().collect();
+fn message_item(id: &str, status: &str, text: Option<&str>) -> Value {
+    let content: Vec<Value> = text.map(text_part).into_iter().collect();
     json!({ "id": id, "type": "message", "status": status, "role": "assistant",
         "content": content })
 }
 
-fn part(text: &str) -> Value {
+fn text_part(text: &str) -> Value {
     json!({ "type": "output_text", "text": text, "annotations": [], "logprobs": [] })
 }
 
-fn function_call(id: &str, status: &str, call: &Wanted, arguments: &str) -> Value {
+fn function_call_item(id: &str, status: &str, call: &ToolCallRequest, arguments: &str) -> Value {
     json!({ "id": id, "type": "function_call", "status": status, "call_id": call.id,
         "name": call.name, "arguments": arguments })
 }
 
-fn fresh(kind: &str) -> String {
+fn new_id(kind: &str) -> String {
     format!("{kind}_{}", ulid::Ulid::generate())
 }
 
 /// Builds the complete response.
-pub(super) async fn whole(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
+pub(super) async fn full_response(
+    conversation: OpenAiConversation,
+    form: ResponseBuilder,
+) -> Result<Response, OpenAiError> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
-    let run_id = conversation.terms.run_id.clone();
-    let ending = match Box::pin(conversation.held(&|_| {})).await {
+    let run_id = conversation.options.run_id.clone();
+    let ending = match Box::pin(conversation.run(&|_| {})).await {
         Ok(ending) => ending,
         Err(broken) => return Ok(broken.into_response()),
     };
-    form.keep(&engine, &caller, &ending).await?;
-    let said = ending.texts.iter().map(|text| message(&fresh("msg"), "completed", Some(text)));
+    form.save_conversation(&engine, &caller, &ending).await?;
+    let said =
+        ending.texts.iter().map(|text| message_item(&new_id("msg"), "completed", Some(text)));
     let calls = ending.calls.iter();
-    let calls = calls.map(|call| function_call(&fresh("fc"), "completed", call, &call.arguments));
+    let calls =
+        calls.map(|call| function_call_item(&new_id("fc"), "completed", call, &call.arguments));
     let output = said.chain(calls).collect();
-    Ok(marked(Json(form.ended(&ending, output)).into_response(), &run_id))
+    Ok(with_run_id_header(Json(form.build_final(&ending, output)).into_response(), &run_id))
 }
 
 /// Builds the events of a streamed response.
-struct Events {
-    form: Form,
+struct ResponseEventWriter {
+    builder: ResponseBuilder,
     number: u64,
     /// Completed items.
     output: Vec<Value>,
     /// Id and text of the message in progress.
-    open: Option<(String, String)>,
+    open_message: Option<(String, String)>,
     out: Vec<Event>,
 }
 
-impl Events {
+impl ResponseEventWriter {
     fn push(&mut self, kind: &str, mut body: Value) {
         body["type"] = kind.into();
         body["sequence_number"] = self.number.into();
@@ -159,30 +175,30 @@ impl Events {
     }
 
     fn begin(&mut self) {
-        let response = self.form.response("in_progress", Vec::new());
+        let response = self.builder.build("in_progress", Vec::new());
         self.push("response.created", json!({ "response": response }));
         self.push("response.in_progress", json!({ "response": response }));
     }
 
-    fn news(&mut self, news: News) {
+    fn on_event(&mut self, news: StreamEvent) {
         let text = match news {
-            News::Step => return self.close(),
-            News::Replied => return,
-            News::Text(text) => text,
+            StreamEvent::StepStarted => return self.close_message(),
+            StreamEvent::ModelReplied => return,
+            StreamEvent::TextDelta(text) => text,
         };
         let index = self.output.len();
-        if self.open.is_none() {
-            let id = fresh("msg");
-            let item = message(&id, "in_progress", None);
+        if self.open_message.is_none() {
+            let id = new_id("msg");
+            let item = message_item(&id, "in_progress", None);
             self.push("response.output_item.added", json!({ "output_index": index, "item": item }));
             self.push(
                 "response.content_part.added",
                 json!({ "item_id": id,
-                "output_index": index, "content_index": 0, "part": part("") }),
+                "output_index": index, "content_index": 0, "part": text_part("") }),
             );
-            self.open = Some((id, String::new()));
+            self.open_message = Some((id, String::new()));
         }
-        let Some((id, said)) = &mut self.open else { return };
+        let Some((id, said)) = &mut self.open_message else { return };
         said.push_str(&text);
         let delta = json!({ "item_id": id, "output_index": index, "content_index": 0,
             "delta": text, "logprobs": [] });
@@ -190,8 +206,8 @@ impl Events {
     }
 
     /// Completes the message in progress.
-    fn close(&mut self) {
-        let Some((id, said)) = self.open.take() else { return };
+    fn close_message(&mut self) {
+        let Some((id, said)) = self.open_message.take() else { return };
         let index = self.output.len();
         self.push(
             "response.output_text.done",
@@ -201,22 +217,22 @@ impl Events {
         self.push(
             "response.content_part.done",
             json!({ "item_id": id, "output_index": index,
-            "content_index": 0, "part": part(&said) }),
+            "content_index": 0, "part": text_part(&said) }),
         );
-        self.done(message(&id, "completed", Some(&said)));
+        self.finish_item(message_item(&id, "completed", Some(&said)));
     }
 
-    fn done(&mut self, item: Value) {
+    fn finish_item(&mut self, item: Value) {
         let index = self.output.len();
         self.push("response.output_item.done", json!({ "output_index": index, "item": item }));
         self.output.push(item);
     }
 
-    fn end(&mut self, ending: &Ending) {
-        self.close();
+    fn finish(&mut self, ending: &ConversationResult) {
+        self.close_message();
         for call in &ending.calls {
-            let (id, index) = (fresh("fc"), self.output.len());
-            let begun = function_call(&id, "in_progress", call, "");
+            let (id, index) = (new_id("fc"), self.output.len());
+            let begun = function_call_item(&id, "in_progress", call, "");
             self.push(
                 "response.output_item.added",
                 json!({ "output_index": index, "item": begun }),
@@ -231,9 +247,9 @@ impl Events {
                 json!({ "item_id": id,
                 "output_index": index, "name": call.name, "arguments": call.arguments }),
             );
-            self.done(function_call(&id, "completed", call, &call.arguments));
+            self.finish_item(function_call_item(&id, "completed", call, &call.arguments));
         }
-        let response = self.form.ended(ending, self.output.clone());
+        let response = self.builder.build_final(ending, self.output.clone());
         let kind = match response["status"].as_str() {
             Some("incomplete") => "response.incomplete",
             _ => "response.completed",
@@ -242,10 +258,10 @@ impl Events {
     }
 
     fn fail(&mut self, error: Error) {
-        self.close();
-        let body = Refusal(error).logged().body().1;
+        self.close_message();
+        let body = OpenAiError(error).log_internal().body().1;
         let error = json!(body.error);
-        let mut response = self.form.response("failed", self.output.clone());
+        let mut response = self.builder.build("failed", self.output.clone());
         response["error"] = json!({ "code": "server_error", "message": error["message"] });
         self.push(
             "error",
@@ -255,41 +271,45 @@ impl Events {
         self.push("response.failed", json!({ "response": response }));
     }
 
-    fn taken(&mut self) -> Vec<Event> {
+    fn drain(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.out)
     }
 }
 
 /// State of a streamed response.
-struct Going {
-    told: tokio::sync::mpsc::UnboundedReceiver<Told>,
-    events: Events,
+struct ResponseStream {
+    updates: tokio::sync::mpsc::UnboundedReceiver<ConversationUpdate>,
+    writer: ResponseEventWriter,
     engine: Engine,
     caller: Caller,
-    _leash: Leash,
+    _leash: AbortOnDrop,
 }
 
-impl Going {
+impl ResponseStream {
     /// Returns the next events, or `None` at the end of the stream.
     async fn next(&mut self) -> Option<Vec<Event>> {
         loop {
-            match self.told.recv().await? {
-                Told::News(news) => self.events.news(news),
-                Told::End(ending) => {
+            match self.updates.recv().await? {
+                ConversationUpdate::Event(news) => self.writer.on_event(news),
+                ConversationUpdate::Finished(ending) => {
                     let kept = match *ending {
                         Ok(ending) => {
-                            let kept = self.events.form.keep(&self.engine, &self.caller, &ending);
+                            let kept = self.writer.builder.save_conversation(
+                                &self.engine,
+                                &self.caller,
+                                &ending,
+                            );
                             kept.await.map(|()| ending)
                         }
                         Err(broken) => Err(broken.error),
                     };
                     match kept {
-                        Ok(ending) => self.events.end(&ending),
-                        Err(error) => self.events.fail(error),
+                        Ok(ending) => self.writer.finish(&ending),
+                        Err(error) => self.writer.fail(error),
                     }
                 }
             }
-            let events = self.events.taken();
+            let events = self.writer.drain();
             if !events.is_empty() {
                 return Some(events);
             }
@@ -298,39 +318,52 @@ impl Going {
 }
 
 /// Streams the response. An unavailable model is an error with its HTTP status.
-pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
+pub(super) async fn stream_response(
+    conversation: OpenAiConversation,
+    form: ResponseBuilder,
+) -> Result<Response, OpenAiError> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
-    let run_id = conversation.terms.run_id.clone();
-    let (mut told, leash) = begun(conversation);
-    let events = Events { form, number: 0, output: Vec::new(), open: None, out: Vec::new() };
+    let run_id = conversation.options.run_id.clone();
+    let (mut told, leash) = spawn_conversation(conversation);
+    let events = ResponseEventWriter {
+        builder: form,
+        number: 0,
+        output: Vec::new(),
+        open_message: None,
+        out: Vec::new(),
+    };
     let first = loop {
         match told.recv().await {
-            Some(Told::News(News::Step)) => {}
-            Some(Told::End(ending)) => match *ending {
-                Ok(ending) => break Some(Told::End(Box::new(Ok(ending)))),
+            Some(ConversationUpdate::Event(StreamEvent::StepStarted)) => {}
+            Some(ConversationUpdate::Finished(ending)) => match *ending {
+                Ok(ending) => break Some(ConversationUpdate::Finished(Box::new(Ok(ending)))),
                 Err(broken) => return Ok(broken.into_response()),
             },
             other => break other,
         }
     };
-    let mut going = Going { told, events, engine, caller, _leash: leash };
-    going.events.begin();
+    let mut going = ResponseStream { updates: told, writer: events, engine, caller, _leash: leash };
+    going.writer.begin();
     let mut begin = Vec::new();
     match first {
-        Some(Told::News(news)) => going.events.news(news),
-        Some(Told::End(ending)) => {
+        Some(ConversationUpdate::Event(news)) => going.writer.on_event(news),
+        Some(ConversationUpdate::Finished(ending)) => {
             if let Ok(ending) = *ending {
-                going.events.form.keep(&going.engine, &going.caller, &ending).await?;
-                going.events.end(&ending);
+                going
+                    .writer
+                    .builder
+                    .save_conversation(&going.engine, &going.caller, &ending)
+                    .await?;
+                going.writer.finish(&ending);
             }
         }
         None => {}
     }
-    begin.extend(going.events.taken());
+    begin.extend(going.writer.drain());
     let rest = stream::unfold(going, async |mut going| Some((going.next().await?, going)));
     let events = stream::iter([begin]).chain(rest);
     let events =
         events.flat_map(|events| stream::iter(events.into_iter().map(Ok::<_, Infallible>)));
     let alive = KeepAlive::new().interval(Duration::from_secs(15));
-    Ok(marked(Sse::new(events).keep_alive(alive).into_response(), &run_id))
+    Ok(with_run_id_header(Sse::new(events).keep_alive(alive).into_response(), &run_id))
 }

@@ -2,35 +2,35 @@
 
 use serde_json::{Value, json};
 
-use super::super::refusal::{Refusal, invalid};
+use super::super::refusal::{OpenAiError, invalid_field};
 
 /// Valid roles of a message.
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
 /// Converts the input to messages.
-pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
+pub(super) fn to_messages(input: Value) -> Result<Vec<Value>, OpenAiError> {
     let items = match input {
         Value::String(text) => return Ok(vec![json!({ "role": "user", "content": text })]),
         Value::Array(items) => items,
-        _ => return Err(invalid("input", "must be a text or a list of items")),
+        _ => return Err(invalid_field("input", "must be a text or a list of items")),
     };
     let mut messages = Vec::new();
     for (n, item) in items.iter().enumerate() {
         let at = |field: &str| format!("input.{n}{field}");
         let text = |field: &str| item.get(field).and_then(Value::as_str);
         let needed = |field: &str| {
-            text(field).ok_or_else(|| invalid(&at(&format!(".{field}")), "is missing"))
+            text(field).ok_or_else(|| invalid_field(&at(&format!(".{field}")), "is missing"))
         };
         match text("type") {
             None | Some("message") => {
                 let content = item.get("content").unwrap_or(&Value::Null);
-                let content = parts(content).ok_or_else(|| {
-                    invalid(&at(".content"), "must be a text or a list of texts and pictures")
+                let content = to_content(content).ok_or_else(|| {
+                    invalid_field(&at(".content"), "must be a text or a list of texts and pictures")
                 })?;
                 let role = needed("role")?;
                 if !ROLES.contains(&role) {
                     let known = "must be system, developer, user or assistant";
-                    return Err(invalid(&at(".role"), known));
+                    return Err(invalid_field(&at(".role"), known));
                 }
                 messages.push(json!({ "role": role, "content": content }));
             }
@@ -43,8 +43,9 @@ pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
             }
             Some("function_call_output") => {
                 let output = item.get("output").unwrap_or(&Value::Null);
-                let output = parts(output)
-                    .ok_or_else(|| invalid(&at(".output"), "must be a text or a list of texts"))?;
+                let output = to_content(output).ok_or_else(|| {
+                    invalid_field(&at(".output"), "must be a text or a list of texts")
+                })?;
                 messages.push(json!({ "role": "tool", "tool_call_id": needed("call_id")?,
                     "content": output }));
             }
@@ -53,12 +54,12 @@ pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
             Some(other) => {
                 let shown: String = other.chars().take(40).collect();
                 let known = "known are message, function_call and function_call_output";
-                return Err(invalid(&at(".type"), format!("cannot be \"{shown}\": {known}")));
+                return Err(invalid_field(&at(".type"), format!("cannot be \"{shown}\": {known}")));
             }
         }
     }
     if messages.is_empty() {
-        return Err(invalid("input", "must have at least one message or output"));
+        return Err(invalid_field("input", "must have at least one message or output"));
     }
     Ok(messages)
 }
@@ -76,7 +77,7 @@ fn add_call(messages: &mut Vec<Value>, call: Value) {
 }
 
 /// Converts content to the chat format; a single text becomes a plain string.
-fn parts(content: &Value) -> Option<Value> {
+fn to_content(content: &Value) -> Option<Value> {
     let parts = match content {
         Value::String(_) => return Some(content.clone()),
         Value::Array(parts) => parts,
@@ -103,18 +104,18 @@ fn parts(content: &Value) -> Option<Value> {
 }
 
 /// Converts the caller's functions to the chat format.
-pub(super) fn tools(tools: Vec<Value>) -> Result<Vec<Value>, Refusal> {
+pub(super) fn to_chat_tools(tools: Vec<Value>) -> Result<Vec<Value>, OpenAiError> {
     let mut functions = Vec::new();
     for (n, tool) in tools.into_iter().enumerate() {
         if tool.get("type").and_then(Value::as_str) != Some("function") {
             let why = "must be \"function\"; the crib's tools are offered without being sent";
-            return Err(invalid(&format!("tools.{n}.type"), why));
+            return Err(invalid_field(&format!("tools.{n}.type"), why));
         }
         let Value::Object(mut function) = tool else { continue };
         function.remove("type");
         function.retain(|_, value| !value.is_null());
         if !function.get("name").is_some_and(Value::is_string) {
-            return Err(invalid(&format!("tools.{n}.name"), "is missing"));
+            return Err(invalid_field(&format!("tools.{n}.name"), "is missing"));
         }
         functions.push(json!({ "type": "function", "function": function }));
     }

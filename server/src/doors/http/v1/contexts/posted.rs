@@ -4,14 +4,14 @@
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use toolcrib::engine::{OwnCall, OwnResult, RunTools};
+use toolcrib::engine::{ReportedCall, ReportedResult, RunToolSelection};
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::retry::PolicyPatch;
-use toolcrib::tool::{Definition, Effect, Risk};
-use toolcrib::{Executor, Invocation, Json, dialect};
+use toolcrib::retry::ExecutionPolicyPatch;
+use toolcrib::tool::{Effect, Risk, ToolDefinition};
+use toolcrib::{CallRequest, Executor, Json, dialect};
 use utoipa::ToSchema;
 
-use super::super::super::wire::{reported_fault, timeout_ms};
+use super::super::super::wire::{parse_reported_fault, timeout_ms};
 
 /// The tools that a run lists.
 #[derive(Deserialize, ToSchema)]
@@ -27,7 +27,7 @@ pub(crate) struct DefinitionsBody {
 
 /// A tool that the caller executes, in any of the formats.
 #[derive(Deserialize)]
-struct OwnTool {
+struct CallerTool {
     name: String,
     #[serde(default)]
     description: Option<String>,
@@ -47,29 +47,33 @@ struct OwnTool {
 
 /// OpenAI's chat format, which nests the definition one level deeper.
 #[derive(Deserialize)]
-struct Wrapped {
+struct OpenAiToolWrapper {
     function: Option<Json>,
 }
 
 impl DefinitionsBody {
-    pub(super) fn tools(self, project: &str, default_ms: u64) -> Result<RunTools, Error> {
+    pub(super) fn into_run_tools(
+        self,
+        project: &str,
+        default_ms: u64,
+    ) -> Result<RunToolSelection, Error> {
         let mut own = Vec::with_capacity(self.tool_definitions.len());
         for (n, entry) in self.tool_definitions.iter().enumerate() {
             let place = format!("tool_definitions/{n}");
-            let wrapped: Wrapped = read(&place, entry)?;
-            let tool: OwnTool = match wrapped.function {
-                Some(function) => read(&format!("{place}/function"), &function)?,
-                None => read(&place, entry)?,
+            let wrapped: OpenAiToolWrapper = parse_entry(&place, entry)?;
+            let tool: CallerTool = match wrapped.function {
+                Some(function) => parse_entry(&format!("{place}/function"), &function)?,
+                None => parse_entry(&place, entry)?,
             };
-            own.push(tool.definition(project, default_ms));
+            own.push(tool.into_definition(project, default_ms));
         }
-        Ok(RunTools { own, crib: self.crib_tools })
+        Ok(RunToolSelection { caller_tools: own, toolcrib_tools: self.crib_tools })
     }
 }
 
-impl OwnTool {
-    fn definition(self, project: &str, default_ms: u64) -> Definition {
-        Definition {
+impl CallerTool {
+    fn into_definition(self, project: &str, default_ms: u64) -> ToolDefinition {
+        ToolDefinition {
             project: Some(project.to_owned()),
             name: self.name,
             description: self.description.unwrap_or_default(),
@@ -80,10 +84,10 @@ impl OwnTool {
             background: self.background,
             effect: self.effect,
             risk: self.risk,
-            policy: PolicyPatch::default(),
+            policy: ExecutionPolicyPatch::default(),
             fallback: Vec::new(),
             metadata: None,
-            utp: None,
+            binding: None,
         }
     }
 }
@@ -99,23 +103,23 @@ pub(crate) struct CallsBody {
 
 /// Fields of an entry beside the call itself.
 #[derive(Deserialize)]
-struct Beside {
+struct CallEntryExtras {
     #[serde(default, rename = "async")]
     background: Option<bool>,
     #[serde(default)]
-    result: Option<Outcome>,
+    result: Option<ReportedOutcome>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Outcome {
+struct ReportedOutcome {
     ok: Option<bool>,
     data: Option<Json>,
     error: Option<Value>,
 }
 
-impl Outcome {
-    fn result(self, place: &str) -> Result<Result<Json, Fault>, Error> {
+impl ReportedOutcome {
+    fn into_result(self, place: &str) -> Result<Result<Json, Fault>, Error> {
         let error = self.error.filter(|error| !error.is_null());
         let field = match (self.ok, &self.data, &error) {
             (_, Some(_), Some(_)) => Some(("error", "is for a failure, and there is data")),
@@ -124,23 +128,23 @@ impl Outcome {
             _ => None,
         };
         if let Some((field, what)) = field {
-            return Err(refused(&format!("{place}/{field}"), what));
+            return Err(invalid_entry(&format!("{place}/{field}"), what));
         }
         let ok = self.ok.unwrap_or(error.is_none());
         Ok(match ok {
             true => Ok(self.data.unwrap_or_else(Json::null)),
-            false => Err(reported_fault(error.as_ref())),
+            false => Err(parse_reported_fault(error.as_ref())),
         })
     }
 }
 
 impl CallsBody {
-    pub(super) fn calls(
+    pub(super) fn into_calls(
         self,
         run_id: &str,
         traceparent: Option<&str>,
-    ) -> Result<Vec<OwnCall>, Error> {
-        let entries = entries("tool_calls", self.tool_calls.as_ref())?;
+    ) -> Result<Vec<ReportedCall>, Error> {
+        let entries = required_list("tool_calls", self.tool_calls.as_ref())?;
         let mut calls = Vec::with_capacity(entries.len());
         for (n, entry) in entries.iter().enumerate() {
             let place = format!("tool_calls/{n}");
@@ -148,19 +152,20 @@ impl CallsBody {
                 let message = format!("{place}: {}", misfit.fault.message);
                 Error::from(Fault { message, ..*misfit.fault })
             })?;
-            let beside: Beside = read(&place, entry)?;
-            let result = beside.result.map(|outcome| outcome.result(&format!("{place}/result")));
-            let asked = Invocation {
+            let beside: CallEntryExtras = parse_entry(&place, entry)?;
+            let result =
+                beside.result.map(|outcome| outcome.into_result(&format!("{place}/result")));
+            let asked = CallRequest {
                 run_id: run_id.to_owned(),
                 call_id: asked.id,
                 timeout_ms: asked.timeout_ms,
                 retry: asked.retry,
                 idempotency_key: asked.idempotency_key,
                 traceparent: traceparent.map(str::to_owned),
-                ..Invocation::of(asked.name, asked.args)
+                ..CallRequest::of(asked.name, asked.args)
             };
             let result = result.transpose()?;
-            calls.push(OwnCall { asked, background: beside.background, result });
+            calls.push(ReportedCall { request: asked, background: beside.background, result });
         }
         Ok(calls)
     }
@@ -194,56 +199,64 @@ struct ResultEntry {
 }
 
 impl ResultsBody {
-    pub(super) fn results(self) -> Result<Vec<OwnResult>, Error> {
-        let entries = entries("tool_results", self.tool_results.as_ref())?;
+    pub(super) fn into_results(self) -> Result<Vec<ReportedResult>, Error> {
+        let entries = required_list("tool_results", self.tool_results.as_ref())?;
         let entries = entries.iter().enumerate();
         entries
             .map(|(n, entry)| {
                 let place = format!("tool_results/{n}");
-                read::<ResultEntry>(&place, entry)?.result(&place)
+                parse_entry::<ResultEntry>(&place, entry)?.into_result(&place)
             })
             .collect()
     }
 }
 
 impl ResultEntry {
-    fn result(self, place: &str) -> Result<OwnResult, Error> {
+    fn into_result(self, place: &str) -> Result<ReportedResult, Error> {
         let (tool_call_id, models) = match self.tool_call_id {
             Some(text) if text.starts_with(toolcrib::CallId::PREFIX) => {
                 let what = "is not a ticket";
                 let ticket = text.parse();
-                let ticket = ticket.map_err(|_| refused(&format!("{place}/tool_call_id"), what))?;
+                let ticket =
+                    ticket.map_err(|_| invalid_entry(&format!("{place}/tool_call_id"), what))?;
                 (Some(ticket), None)
             }
             other => (None, other),
         };
         let call_id = self.call_id.or(models).or(self.tool_use_id);
         if tool_call_id.is_none() && call_id.is_none() {
-            return Err(refused(&format!("{place}/call_id"), "is missing"));
+            return Err(invalid_entry(&format!("{place}/call_id"), "is missing"));
         }
         let texts = [self.content, self.output].into_iter().flatten().collect::<Vec<_>>();
         if texts.len() + usize::from(self.data.is_some()) > 1 {
-            return Err(refused(&format!("{place}/content"), "is there beside another result"));
+            return Err(invalid_entry(
+                &format!("{place}/content"),
+                "is there beside another result",
+            ));
         }
         let text = texts.into_iter().next();
         let outcome = match (self.is_error, text) {
-            (Some(true), text) => {
-                Outcome { ok: Some(false), data: self.data, error: text.map(|text| text.value()) }
+            (Some(true), text) => ReportedOutcome {
+                ok: Some(false),
+                data: self.data,
+                error: text.map(|text| text.to_value()),
+            },
+            (_, text) => {
+                ReportedOutcome { ok: self.ok, data: self.data.or(text), error: self.error }
             }
-            (_, text) => Outcome { ok: self.ok, data: self.data.or(text), error: self.error },
         };
-        Ok(OwnResult { tool_call_id, call_id, result: outcome.result(place)? })
+        Ok(ReportedResult { tool_call_id, call_id, result: outcome.into_result(place)? })
     }
 }
 
 /// Returns the entries of a required list.
-fn entries(field: &str, given: Option<&Json>) -> Result<Vec<Json>, Error> {
-    let given = given.ok_or_else(|| refused(field, "is missing"))?;
-    given.items().ok_or_else(|| refused(field, "must be a list"))
+fn required_list(field: &str, given: Option<&Json>) -> Result<Vec<Json>, Error> {
+    let given = given.ok_or_else(|| invalid_entry(field, "is missing"))?;
+    given.items().ok_or_else(|| invalid_entry(field, "must be a list"))
 }
 
 /// Parses an entry as `T`; an error names the field that does not fit.
-fn read<T: DeserializeOwned>(place: &str, entry: &Json) -> Result<T, Error> {
+fn parse_entry<T: DeserializeOwned>(place: &str, entry: &Json) -> Result<T, Error> {
     let mut text = serde_json::Deserializer::from_str(entry.text());
     serde_path_to_error::deserialize(&mut text).map_err(|error| {
         let path = error.path().to_string();
@@ -251,12 +264,12 @@ fn read<T: DeserializeOwned>(place: &str, entry: &Json) -> Result<T, Error> {
             "." => place.to_owned(),
             path => format!("{place}/{}", path.replace('.', "/")),
         };
-        let reason = toolcrib::json::NotJson::from(error.into_inner()).reason;
-        refused(&field, &reason)
+        let reason = toolcrib::json::JsonError::from(error.into_inner()).reason;
+        invalid_entry(&field, &reason)
     })
 }
 
-fn refused(field: &str, what: &str) -> Error {
-    let fault = Fault::new(Code::ValidationError, format!("{field}: {what}")).not_happened();
+fn invalid_entry(field: &str, what: &str) -> Error {
+    let fault = Fault::new(Code::ValidationError, format!("{field}: {what}")).without_side_effect();
     fault.with_detail(serde_json::json!({ "pointer": format!("/{field}") })).into()
 }

@@ -3,10 +3,10 @@
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::NewRun;
+use toolcrib::engine::RunRequest;
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::model::Models;
-use toolcrib::turn::{Acting, Limits};
+use toolcrib::model::ModelResolver;
+use toolcrib::turn::{ExecutionOptions, RunLimits};
 use utoipa::ToSchema;
 
 /// A conversation to run, and the options of the run.
@@ -84,13 +84,13 @@ pub(crate) struct LimitsBody {
     failures: Option<u32>,
 }
 
-fn invalid(field: &str, what: &str) -> Error {
-    let fault = Fault::new(Code::ValidationError, format!("{field} {what}")).not_happened();
+fn invalid_field(field: &str, what: &str) -> Error {
+    let fault = Fault::new(Code::ValidationError, format!("{field} {what}")).without_side_effect();
     fault.with_detail(json!({ "pointer": format!("/{field}") })).into()
 }
 
 /// Parses a field of the body; null counts as absent.
-fn field<T: DeserializeOwned>(
+fn parse_field<T: DeserializeOwned>(
     name: &str,
     value: Option<&Value>,
     what: &str,
@@ -99,55 +99,55 @@ fn field<T: DeserializeOwned>(
     let read = serde_path_to_error::deserialize(value.clone());
     read.map(Some).map_err(|error| {
         if !what.is_empty() {
-            return invalid(name, what);
+            return invalid_field(name, what);
         }
         // Names the nested field as well: serde's message alone does not identify it.
         let path = error.path().to_string();
         let place = if path == "." { name.to_owned() } else { format!("{name}/{path}") };
-        invalid(&place.replace('.', "/"), &format!("cannot be read: {}", error.inner()))
+        invalid_field(&place.replace('.', "/"), &format!("cannot be read: {}", error.inner()))
     })
 }
 
 impl RunBody {
     pub(super) fn stream(&self) -> Result<bool, Error> {
-        let stream = field("stream", self.stream.as_ref(), "must be true or false")?;
+        let stream = parse_field("stream", self.stream.as_ref(), "must be true or false")?;
         Ok(stream.unwrap_or(false))
     }
 
     pub(super) fn wait_ms(&self) -> Result<Option<u64>, Error> {
-        field("wait_ms", self.wait_ms.as_ref(), "must be a number of milliseconds")
+        parse_field("wait_ms", self.wait_ms.as_ref(), "must be a number of milliseconds")
     }
 
     pub(super) fn idempotency_key(&self) -> Result<Option<String>, Error> {
-        field("idempotency_key", self.idempotency_key.as_ref(), "must be a text")
+        parse_field("idempotency_key", self.idempotency_key.as_ref(), "must be a text")
     }
 
-    pub(super) fn read(&self, models: &dyn Models) -> Result<NewRun, Error> {
-        let model = field("model", self.model.as_ref(), "must be a text")?;
+    pub(super) fn to_new_run(&self, models: &dyn ModelResolver) -> Result<RunRequest, Error> {
+        let model = parse_field("model", self.model.as_ref(), "must be a text")?;
         let model = model.or_else(|| models.names().into_iter().next());
         let list = "must be a list of messages";
-        let messages: Option<Vec<Value>> = field("messages", self.messages.as_ref(), list)?;
+        let messages: Option<Vec<Value>> = parse_field("messages", self.messages.as_ref(), list)?;
         let tools = "must be a list of names and patterns of tools";
         let settings: Option<Map<String, Value>> =
-            field("settings", self.settings.as_ref(), "must be an object")?;
+            parse_field("settings", self.settings.as_ref(), "must be an object")?;
         let settings = settings.unwrap_or_default();
         // The run sets these fields itself.
         for taken in ["model", "messages", "tools", "stream", "stream_options", "n"] {
             if settings.contains_key(taken) {
-                return Err(invalid(&format!("settings/{taken}"), "cannot be set here"));
+                return Err(invalid_field(&format!("settings/{taken}"), "cannot be set here"));
             }
         }
-        let limits: Option<Limits> = field("limits", self.limits.as_ref(), "")?;
-        let acting: Option<Acting> = field("policy", self.policy.as_ref(), "")?;
-        Ok(NewRun {
-            model: model.ok_or_else(|| invalid("model", "is missing"))?,
-            messages: messages.ok_or_else(|| invalid("messages", "is missing"))?,
-            tools: field("tools", self.tools.as_ref(), tools)?,
+        let limits: Option<RunLimits> = parse_field("limits", self.limits.as_ref(), "")?;
+        let acting: Option<ExecutionOptions> = parse_field("policy", self.policy.as_ref(), "")?;
+        Ok(RunRequest {
+            model: model.ok_or_else(|| invalid_field("model", "is missing"))?,
+            messages: messages.ok_or_else(|| invalid_field("messages", "is missing"))?,
+            tools: parse_field("tools", self.tools.as_ref(), tools)?,
             settings,
             limits: limits.unwrap_or_default(),
-            acting: acting.unwrap_or_default(),
-            user_id: field("user_id", self.user_id.as_ref(), "must be a text")?,
-            ..NewRun::default()
+            execution_options: acting.unwrap_or_default(),
+            user_id: parse_field("user_id", self.user_id.as_ref(), "must be a text")?,
+            ..RunRequest::default()
         })
     }
 }
@@ -165,11 +165,12 @@ pub(crate) struct MessagesBody {
 
 impl MessagesBody {
     pub(super) fn wait_ms(&self) -> Result<Option<u64>, Error> {
-        field("wait_ms", self.wait_ms.as_ref(), "must be a number of milliseconds")
+        parse_field("wait_ms", self.wait_ms.as_ref(), "must be a number of milliseconds")
     }
 
     pub(super) fn messages(&self) -> Result<Vec<Value>, Error> {
-        let messages = field("messages", self.messages.as_ref(), "must be a list of messages")?;
-        messages.ok_or_else(|| invalid("messages", "is missing"))
+        let messages =
+            parse_field("messages", self.messages.as_ref(), "must be a list of messages")?;
+        messages.ok_or_else(|| invalid_field("messages", "is missing"))
     }
 }

@@ -8,18 +8,18 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use toolcrib::fault::Error;
-use toolcrib::model::Piece;
+use toolcrib::model::Delta;
 use toolcrib::run::Trouble;
-use toolcrib::turn::Happening;
+use toolcrib::turn::LoopEvent;
 use utoipa::ToSchema;
 
-use super::super::super::Door;
-use super::super::super::answer::{Problem, Refused};
-use super::super::super::question::{Body, NamePath, Who};
-use super::super::events::{Messages, sent};
+use super::super::super::HttpState;
+use super::super::super::answer::{ApiError, ProblemDetails};
+use super::super::super::question::{Authenticated, JsonBody, NamePath};
+use super::super::events::{SseResponse, into_sse};
 
 /// Maximum number of messages queued for a client.
-const PLACES: usize = 4_096;
+const CHANNEL_CAPACITY: usize = 4_096;
 
 /// Options of a replay.
 #[derive(Deserialize, ToSchema)]
@@ -39,25 +39,25 @@ pub(in super::super) struct ReplayBody {
         (status = 200, description = "Server-sent events: `replay.asking`, `replay.text`, \
             `replay.replied`, and at last `replay.finished` or `replay.failed`",
             content_type = "text/event-stream"),
-        (status = 403, body = Problem), (status = 404, body = Problem)))]
+        (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
 pub(in super::super) async fn replay(
-    State(door): State<Door>,
-    Who(caller): Who,
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
     NamePath(run_id): NamePath,
-    Body(body): Body<ReplayBody>,
-) -> Result<Messages, Refused> {
+    JsonBody(body): JsonBody<ReplayBody>,
+) -> Result<SseResponse, ApiError> {
     door.engine.check_replay(&caller, &run_id).await?;
-    let (say, said) = mpsc::channel::<Message>(PLACES);
+    let (say, said) = mpsc::channel::<Message>(CHANNEL_CAPACITY);
     tokio::spawn(async move {
         let told = say.clone();
-        let watch = move |happening: Happening<'_>| {
+        let watch = move |happening: LoopEvent<'_>| {
             // A slow client misses deltas of a response; it still gets the complete response.
-            let is_piece = matches!(happening, Happening::Piece { .. });
-            if is_piece && told.capacity() < PLACES / 2 {
+            let is_piece = matches!(happening, LoopEvent::ReplyDelta { .. });
+            if is_piece && told.capacity() < CHANNEL_CAPACITY / 2 {
                 return;
             }
-            if let Some((name, data)) = told_of(&happening) {
-                let _ = told.try_send(message(name, data));
+            if let Some((name, data)) = replay_event(&happening) {
+                let _ = told.try_send(sse_message(name, data));
             }
         };
         let engine = door.engine;
@@ -66,50 +66,50 @@ pub(in super::super) async fn replay(
             // The client disconnected.
             () = say.closed() => return,
             played = playing => match played {
-                Ok(played) => message("replay.finished", json!({
+                Ok(played) => sse_message("replay.finished", json!({
                     "run_id": run_id,
                     "same": played.differences.is_empty(),
                     "answer": played.answer,
                     "recorded_answer": played.recorded_answer,
                     "differences": played.differences.iter().map(Value::from).collect::<Vec<_>>(),
                     "steps": played.steps,
-                    "unrecorded_calls": played.unrecorded,
+                    "unrecorded_calls": played.unrecorded_calls,
                     "usage": played.usage,
                 })),
                 Err(Error::Refused { fault, .. }) => {
-                    message("replay.failed", json!({ "error": Trouble::from(&fault) }))
+                    sse_message("replay.failed", json!({ "error": Trouble::from(&fault) }))
                 }
                 Err(Error::Internal(error)) => {
                     tracing::error!(%error, "a replay failed");
-                    message("replay.failed", json!({ "error": { "code": "INTERNAL" } }))
+                    sse_message("replay.failed", json!({ "error": { "code": "INTERNAL" } }))
                 }
             },
         };
         let _ = say.send(last).await;
     });
-    Ok(sent(stream::unfold(said, async |mut said| Some((Ok(said.recv().await?), said)))))
+    Ok(into_sse(stream::unfold(said, async |mut said| Some((Ok(said.recv().await?), said)))))
 }
 
-fn message(name: &str, mut data: Value) -> Message {
+fn sse_message(name: &str, mut data: Value) -> Message {
     data["type"] = name.into();
     Message::default().event(name).data(data.to_string())
 }
 
-fn told_of(happening: &Happening<'_>) -> Option<(&'static str, Value)> {
+fn replay_event(happening: &LoopEvent<'_>) -> Option<(&'static str, Value)> {
     Some(match happening {
-        Happening::Asking { step, last } => {
+        LoopEvent::ModelRequested { step, last } => {
             ("replay.asking", json!({ "step": step, "last": last }))
         }
-        Happening::Piece { step, piece: Piece::Text(text) } => {
+        LoopEvent::ReplyDelta { step, piece: Delta::Text(text) } => {
             ("replay.text", json!({ "step": step, "text": text }))
         }
-        Happening::AskingAgain { step, retry, wait_ms, why } => (
+        LoopEvent::ModelRetryScheduled { step, retry, wait_ms, why } => (
             "replay.asking_again",
             json!({
                 "step": step, "retry": retry, "wait_ms": wait_ms, "error": Trouble::from(*why),
             }),
         ),
-        Happening::Replied { step, reply } => {
+        LoopEvent::ModelReplied { step, reply } => {
             ("replay.replied", json!({ "step": step, "text": reply.text, "calls": reply.calls }))
         }
         _ => return None,

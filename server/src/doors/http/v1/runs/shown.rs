@@ -4,15 +4,15 @@ use serde::Serialize;
 use serde_json::Value;
 use toolcrib::engine::CallQuery;
 use toolcrib::fault::{Error, Fault};
-use toolcrib::model::Usage;
-use toolcrib::run::{EntryKind, Noted, Run};
+use toolcrib::model::TokenUsage;
+use toolcrib::run::{JournalEntry, JournalKind, Run};
 use toolcrib::{Call, Caller, Engine};
 use utoipa::ToSchema;
 
 use super::super::super::wire::FaultBody;
 
 /// Maximum number of a run's newest calls in its detail.
-const CALLS: usize = 200;
+const MAX_SHOWN_CALLS: usize = 200;
 
 /// A run, without its steps.
 #[derive(Serialize, ToSchema)]
@@ -34,7 +34,7 @@ pub(crate) struct RunSummary {
     failed_call_count: u32,
     usage: UsageBody,
     /// Calls whose results are outstanding.
-    waiting_for: Vec<WaitingBody>,
+    waiting_for: Vec<PendingCallBody>,
     #[serde(skip_serializing_if = "Option::is_none")]
     user_id: Option<String>,
     /// Unix seconds.
@@ -54,8 +54,8 @@ pub(crate) struct UsageBody {
     total_tokens: u64,
 }
 
-impl From<Usage> for UsageBody {
-    fn from(usage: Usage) -> Self {
+impl From<TokenUsage> for UsageBody {
+    fn from(usage: TokenUsage) -> Self {
         Self {
             prompt_tokens: usage.prompt_tokens,
             completion_tokens: usage.completion_tokens,
@@ -66,7 +66,8 @@ impl From<Usage> for UsageBody {
 
 /// A call whose result is outstanding.
 #[derive(Serialize, ToSchema)]
-pub(crate) struct WaitingBody {
+#[schema(as = WaitingBody)]
+pub(crate) struct PendingCallBody {
     tool_call_id: String,
     call_id: String,
     name: String,
@@ -74,7 +75,8 @@ pub(crate) struct WaitingBody {
 
 /// A run, with its steps, calls and messages.
 #[derive(Serialize, ToSchema)]
-pub(crate) struct RunAnswer {
+#[schema(as = RunAnswer)]
+pub(crate) struct RunDetailBody {
     #[serde(flatten)]
     summary: RunSummary,
     steps: Vec<StepBody>,
@@ -122,7 +124,7 @@ impl From<&Call> for RunCallBody {
     fn from(call: &Call) -> Self {
         Self {
             tool_call_id: call.id.to_string(),
-            call_id: call.asked.call_id.clone(),
+            call_id: call.origin.caller_call_id.clone(),
             tool_name: call.tool_name.clone(),
             status: call.status.as_str(),
             created_at_ms: call.created_ms,
@@ -133,9 +135,9 @@ impl From<&Call> for RunCallBody {
     }
 }
 
-pub(crate) fn summary(run: &Run) -> RunSummary {
+pub(crate) fn to_summary(run: &Run) -> RunSummary {
     let progress = &run.progress;
-    let waiting = progress.awaited.iter().map(|call| WaitingBody {
+    let waiting = progress.pending_calls.iter().map(|call| PendingCallBody {
         tool_call_id: call.tool_call_id.to_string(),
         call_id: call.call_id.clone(),
         name: call.name.clone(),
@@ -144,16 +146,16 @@ pub(crate) fn summary(run: &Run) -> RunSummary {
         run_id: run.id.clone(),
         status: run.status.as_str(),
         model: run.model.clone(),
-        agent: run.asker.agent.clone(),
+        agent: run.owner.agent.clone(),
         answer: run.answer.as_ref().map(|answer| answer.text.clone()),
-        limit_reached: run.answer.as_ref().and_then(|answer| Some(answer.closing?.as_str())),
+        limit_reached: run.answer.as_ref().and_then(|answer| Some(answer.stop_reason?.as_str())),
         error: run.error.clone().map(|trouble| FaultBody::from(&Fault::from(trouble))),
         step_count: progress.steps,
         call_count: progress.calls,
         failed_call_count: progress.failed_calls,
         usage: progress.usage.into(),
-        waiting_for: if run.status.is_over() { Vec::new() } else { waiting.collect() },
-        user_id: run.terms.user_id.clone(),
+        waiting_for: if run.status.is_terminal() { Vec::new() } else { waiting.collect() },
+        user_id: run.options.user_id.clone(),
         created_at: run.created_ms / 1_000,
         completed_at: run.ended_ms.map(|ms| ms / 1_000),
         created_at_ms: run.created_ms,
@@ -162,42 +164,47 @@ pub(crate) fn summary(run: &Run) -> RunSummary {
     }
 }
 
-pub(crate) async fn whole(engine: &Engine, caller: &Caller, run: &Run) -> Result<RunAnswer, Error> {
-    let mut journal = engine.journal(caller, &run.id).await?;
-    let query = CallQuery { run_id: Some(run.id.clone()), limit: CALLS, ..CallQuery::default() };
+pub(crate) async fn run_detail(
+    engine: &Engine,
+    caller: &Caller,
+    run: &Run,
+) -> Result<RunDetailBody, Error> {
+    let mut journal = engine.run_journal(caller, &run.id).await?;
+    let query =
+        CallQuery { run_id: Some(run.id.clone()), limit: MAX_SHOWN_CALLS, ..CallQuery::default() };
     let page = engine.calls(caller, query).await?;
-    let steps = steps(&journal);
-    let messages = journal.iter_mut().flat_map(|noted| std::mem::take(&mut noted.entry.messages));
-    Ok(RunAnswer {
-        summary: summary(run),
+    let steps = journal_steps(&journal);
+    let messages = journal.iter_mut().flat_map(|noted| std::mem::take(&mut noted.record.messages));
+    Ok(RunDetailBody {
+        summary: to_summary(run),
         steps,
         calls: page.calls.iter().rev().map(RunCallBody::from).collect(),
-        calls_truncated: page.before.is_some(),
+        calls_truncated: page.next_before.is_some(),
         messages: messages.collect(),
-        limits: serde_json::to_value(&run.terms.limits).unwrap_or_default(),
-        tools: run.terms.tools.clone(),
+        limits: serde_json::to_value(&run.options.limits).unwrap_or_default(),
+        tools: run.options.tools.clone(),
     })
 }
 
-fn steps(journal: &[Noted]) -> Vec<StepBody> {
+fn journal_steps(journal: &[JournalEntry]) -> Vec<StepBody> {
     let mut steps: Vec<StepBody> = Vec::new();
     let list = |value: &Value| if value.is_array() { value.clone() } else { Value::Array(vec![]) };
     for noted in journal {
-        let data = &noted.entry.data;
-        match noted.entry.kind {
-            EntryKind::Replied => {
-                let usage: Usage =
+        let data = &noted.record.data;
+        match noted.record.kind {
+            JournalKind::Replied => {
+                let usage: TokenUsage =
                     serde_json::from_value(data["usage"].clone()).unwrap_or_default();
                 steps.push(StepBody {
                     step: data["step"].as_u64().unwrap_or_default(),
-                    at_ms: noted.entry.at_ms,
+                    at_ms: noted.record.at_ms,
                     text: data["text"].as_str().unwrap_or_default().to_owned(),
                     usage: usage.into(),
                     calls: list(&data["calls"]),
                     results: list(&Value::Null),
                 });
             }
-            EntryKind::Results => {
+            JournalKind::ToolResults => {
                 if let Some(last) = steps.last_mut() {
                     last.results = list(&data["calls"]);
                 }

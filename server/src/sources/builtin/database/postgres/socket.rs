@@ -18,7 +18,7 @@ use tokio_postgres::config::Host;
 
 /// Address of a server.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Address {
+pub enum PostgresAddress {
     Name(String, u16),
     Ip(IpAddr, u16),
     Unix(PathBuf),
@@ -29,23 +29,25 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Socket for T {}
 
 /// Returns all addresses of a configuration, in order.
-pub fn addresses(config: &Config) -> Vec<Address> {
+pub fn addresses(config: &Config) -> Vec<PostgresAddress> {
     let ports = config.get_ports();
     let port = |n: usize| ports.get(n).or(ports.first()).copied().unwrap_or(5432);
     let ips = config.get_hostaddrs();
     if !ips.is_empty() {
-        return ips.iter().enumerate().map(|(n, ip)| Address::Ip(*ip, port(n))).collect();
+        return ips.iter().enumerate().map(|(n, ip)| PostgresAddress::Ip(*ip, port(n))).collect();
     }
     let address = |(n, host): (usize, &Host)| match host {
-        Host::Tcp(name) => Address::Name(name.clone(), port(n)),
+        Host::Tcp(name) => PostgresAddress::Name(name.clone(), port(n)),
         #[cfg(unix)]
-        Host::Unix(folder) => Address::Unix(folder.join(format!(".s.PGSQL.{}", port(n)))),
+        Host::Unix(folder) => PostgresAddress::Unix(folder.join(format!(".s.PGSQL.{}", port(n)))),
     };
     config.get_hosts().iter().enumerate().map(address).collect()
 }
 
 /// Connects to the first address that accepts the connection.
-pub async fn first(addresses: &[Address]) -> io::Result<(Box<dyn Socket>, Address)> {
+pub async fn connect_first(
+    addresses: &[PostgresAddress],
+) -> io::Result<(Box<dyn Socket>, PostgresAddress)> {
     let mut failed = io::Error::other("no address");
     for address in addresses {
         match address.connect().await {
@@ -56,7 +58,7 @@ pub async fn first(addresses: &[Address]) -> io::Result<(Box<dyn Socket>, Addres
     Err(failed)
 }
 
-impl Address {
+impl PostgresAddress {
     /// Connects to this address.
     pub async fn connect(&self) -> io::Result<Box<dyn Socket>> {
         let stream = match self {
@@ -73,37 +75,37 @@ impl Address {
 }
 
 /// A socket that delivers a limited number of bytes.
-pub struct Counted {
+pub struct ByteLimitedSocket {
     socket: Box<dyn Socket>,
-    left: usize,
-    over: Arc<AtomicBool>,
+    bytes_left: usize,
+    limit_hit: Arc<AtomicBool>,
 }
 
-impl Counted {
+impl ByteLimitedSocket {
     /// Creates a socket that delivers at most `most` bytes, then sets `over` and fails.
-    pub fn new(socket: Box<dyn Socket>, most: usize, over: Arc<AtomicBool>) -> Self {
-        Self { socket, left: most, over }
+    pub fn new(socket: Box<dyn Socket>, most: usize, limit_hit: Arc<AtomicBool>) -> Self {
+        Self { socket, bytes_left: most, limit_hit }
     }
 }
 
-impl AsyncRead for Counted {
+impl AsyncRead for ByteLimitedSocket {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.left == 0 {
-            self.over.store(true, Ordering::Relaxed);
+        if self.bytes_left == 0 {
+            self.limit_hit.store(true, Ordering::Relaxed);
             return Poll::Ready(Err(io::Error::other("the result is too large")));
         }
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.socket).poll_read(context, buffer);
-        self.left = self.left.saturating_sub(buffer.filled().len() - before);
+        self.bytes_left = self.bytes_left.saturating_sub(buffer.filled().len() - before);
         read
     }
 }
 
-impl AsyncWrite for Counted {
+impl AsyncWrite for ByteLimitedSocket {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio_postgres::{Client, Config, NoTls};
-use toolcrib::fault::Happened;
-use toolcrib::function::Functions;
+use toolcrib::fault::SideEffect;
+use toolcrib::function::BuiltinSource;
 use toolcrib::source::Source;
 use toolcrib::{Code, Fault};
 
@@ -85,14 +85,14 @@ fn url_for(superuser: &str, user: &str, password: &str) -> String {
     format!("postgres://{user}:{password}@{host}:{port}/{database}")
 }
 
-fn source(url: &str, change: impl FnOnce(&mut DatabaseSettings)) -> Arc<Functions> {
+fn source(url: &str, change: impl FnOnce(&mut DatabaseSettings)) -> Arc<BuiltinSource> {
     let mut settings =
         DatabaseSettings { url: Some(url.to_owned()), ..DatabaseSettings::default() };
     change(&mut settings);
     testing::source(tool(std::path::Path::new("/nonexistent"), settings).unwrap())
 }
 
-async fn run(source: &Functions, sql: &str) -> Result<Value, Fault> {
+async fn run(source: &BuiltinSource, sql: &str) -> Result<Value, Fault> {
     testing::run(source, &json!({"sql": sql})).await
 }
 
@@ -223,7 +223,7 @@ async fn nothing_but_reading_gets_through() {
         if !sql.contains("repeat") {
             assert_eq!(fault.code, Code::ValidationError, "{sql}: {fault}");
         }
-        assert_eq!(fault.happened, Happened::No, "{sql}");
+        assert_eq!(fault.side_effect, SideEffect::None, "{sql}");
     }
     // Before PostgreSQL 16 "read only" does not cover a large object: the rollback does.
     let objects = "SELECT count(*) FROM pg_largeobject_metadata";
@@ -243,7 +243,11 @@ async fn a_role_that_reaches_further_is_refused() {
     let name = place.name.clone();
     let refused = async |url: &str, part: &str| {
         let fault = run(&source(url, |_| {}), "SELECT 1").await.unwrap_err();
-        assert_eq!((fault.code, fault.happened), (Code::PermissionDenied, Happened::No), "{fault}");
+        assert_eq!(
+            (fault.code, fault.side_effect),
+            (Code::PermissionDenied, SideEffect::None),
+            "{fault}"
+        );
         assert!(fault.message.contains(part), "{fault}");
         assert!(!fault.message.contains("w@rd"), "{fault}");
     };
@@ -297,7 +301,11 @@ async fn what_takes_too_long_is_stopped_on_the_server() {
     for sql in forever {
         let begun = Instant::now();
         let fault = run(&source, sql).await.unwrap_err();
-        assert_eq!((fault.code, fault.happened), (Code::Timeout, Happened::No), "{sql}: {fault}");
+        assert_eq!(
+            (fault.code, fault.side_effect),
+            (Code::Timeout, SideEffect::None),
+            "{sql}: {fault}"
+        );
         assert!(begun.elapsed() < Duration::from_secs(2), "{sql}: {:?}", begun.elapsed());
         until_none_runs(&place).await;
     }
@@ -368,7 +376,7 @@ async fn no_server_is_not_an_answer() {
         let url = format!("postgres://u:secret@127.0.0.1:{port}/d");
         let fault = run(&source(&url, |_| {}), "SELECT 1").await.unwrap_err();
         assert_eq!(fault.code, Code::UpstreamUnavailable, "{fault}");
-        assert_eq!((fault.happened, fault.retryable), (Happened::No, true));
+        assert_eq!((fault.side_effect, fault.retryable), (SideEffect::None, true));
         assert!(!fault.message.contains("secret"), "{fault}");
     }
     let Some(place) = Place::new("auth").await else { return };

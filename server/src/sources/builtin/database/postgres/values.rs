@@ -12,15 +12,15 @@ use tokio_util::bytes::BytesMut;
 /// An error for a value that cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 #[error("a value of type {0} cannot be read: cast it to text")]
-pub struct Unread(String);
+pub struct UnreadableValueError(String);
 
 /// One value of a row.
 #[derive(Debug, PartialEq)]
 pub struct Cell(pub Value);
 
 /// Returns `true` if a column of this type is decoded here.
-pub fn is_plain(ty: &Type) -> bool {
-    matches!(ty.kind(), Kind::Enum(_)) || is_text(ty) || is_number(ty) || is_other(ty)
+pub fn is_decoded_here(ty: &Type) -> bool {
+    matches!(ty.kind(), Kind::Enum(_)) || is_text(ty) || is_number(ty) || is_other_decoded(ty)
 }
 
 fn is_text(ty: &Type) -> bool {
@@ -31,13 +31,13 @@ fn is_number(ty: &Type) -> bool {
     [Type::INT2, Type::INT4, Type::INT8, Type::OID, Type::FLOAT4, Type::FLOAT8].contains(ty)
 }
 
-fn is_other(ty: &Type) -> bool {
+fn is_other_decoded(ty: &Type) -> bool {
     [Type::BOOL, Type::UUID, Type::JSON, Type::JSONB, Type::BYTEA].contains(ty)
 }
 
 /// Returns the expression that selects a column of this type.
-pub fn expression(ty: &Type, column: &str) -> String {
-    if is_plain(ty) {
+pub fn select_expression(ty: &Type, column: &str) -> String {
+    if is_decoded_here(ty) {
         format!("q.{column}")
     } else if *ty == Type::NUMERIC {
         // As text: most readers parse a JSON number as a float, which loses digits.
@@ -49,18 +49,18 @@ pub fn expression(ty: &Type, column: &str) -> String {
 
 impl<'a> FromSql<'a> for Cell {
     fn from_sql(ty: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
-        let unread = || Unread(ty.to_string());
+        let unread = || UnreadableValueError(ty.to_string());
         if is_number(ty) {
             return Ok(Self(number(ty, raw).ok_or_else(unread)?));
         }
         let value = match *ty {
             Type::BOOL => Value::Bool(raw.first() == Some(&1)),
             Type::UUID => Value::String(uuid(raw).ok_or_else(unread)?),
-            Type::BYTEA => super::super::text_of_bytes(raw),
+            Type::BYTEA => super::super::hex_text(raw),
             Type::JSON => json(raw),
             // The first byte is the format's version.
             Type::JSONB => json(raw.get(1..).ok_or_else(unread)?),
-            _ if is_plain(ty) => text(raw),
+            _ if is_decoded_here(ty) => text(raw),
             _ => return Err(Box::new(unread())),
         };
         Ok(Self(value))
@@ -84,9 +84,9 @@ fn number(ty: &Type, raw: &[u8]) -> Option<Value> {
         // Through its text, so that 1.1 stays 1.1 and does not become 1.10000002384.
         Type::FLOAT4 => {
             let short = f32::from_be_bytes(raw.try_into().ok()?);
-            super::super::number(short.to_string().parse().ok()?)
+            super::super::float_to_json(short.to_string().parse().ok()?)
         }
-        _ => super::super::number(f64::from_be_bytes(raw.try_into().ok()?)),
+        _ => super::super::float_to_json(f64::from_be_bytes(raw.try_into().ok()?)),
     })
 }
 
@@ -121,25 +121,25 @@ impl Param {
                 values.len()
             ));
         }
-        Ok(types.iter().zip(values).map(|(ty, value)| Self(literal(ty, value))).collect())
+        Ok(types.iter().zip(values).map(|(ty, value)| Self(parameter_text(ty, value))).collect())
     }
 }
 
-fn literal(ty: &Type, value: &Value) -> Option<String> {
+fn parameter_text(ty: &Type, value: &Value) -> Option<String> {
     match (ty.kind(), value) {
         (_, Value::Null) => None,
-        (Kind::Array(_), Value::Array(items)) => Some(array(items)),
+        (Kind::Array(_), Value::Array(items)) => Some(array_literal(items)),
         _ if [Type::JSON, Type::JSONB].contains(ty) => Some(value.to_string()),
         (_, Value::String(text)) => Some(text.clone()),
         (_, other) => Some(other.to_string()),
     }
 }
 
-fn array(items: &[Value]) -> String {
+fn array_literal(items: &[Value]) -> String {
     let quoted = |text: &str| format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""));
     let item = |item: &Value| match item {
         Value::Null => "NULL".into(),
-        Value::Array(items) => array(items),
+        Value::Array(items) => array_literal(items),
         Value::String(text) => quoted(text),
         other => quoted(&other.to_string()),
     };

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use toolcrib::fault::Happened;
-use toolcrib::function::Functions;
+use toolcrib::fault::SideEffect;
+use toolcrib::function::BuiltinSource;
 use toolcrib::source::Source;
 use toolcrib::{Code, Effect, Fault, Risk, Tool};
 
@@ -16,7 +16,7 @@ use super::super::{DatabaseSettings, tool};
 
 struct Shop {
     folder: tempfile::TempDir,
-    source: Arc<Functions>,
+    source: Arc<BuiltinSource>,
 }
 
 impl Shop {
@@ -122,7 +122,7 @@ async fn all_refused(shop: &Shop, table: &[String]) {
         let shown: String = sql.chars().take(70).collect();
         let Err(fault) = shop.run(sql).await else { panic!("{shown} was run") };
         assert_eq!(fault.code, Code::ValidationError, "{shown}: {fault}");
-        assert_eq!((fault.happened, fault.retryable), (Happened::No, false), "{shown}");
+        assert_eq!((fault.side_effect, fault.retryable), (SideEffect::None, false), "{shown}");
         assert!(fault.message.len() < 300, "{shown}: {fault}");
         assert_eq!(shop.hash(), before, "{shown}");
     }
@@ -244,7 +244,11 @@ async fn what_never_ends_is_stopped_at_the_time_limit() {
     for sql in FOREVER {
         let begun = Instant::now();
         let fault = shop.run(sql).await.unwrap_err();
-        assert_eq!((fault.code, fault.happened), (Code::Timeout, Happened::No), "{sql}: {fault}");
+        assert_eq!(
+            (fault.code, fault.side_effect),
+            (Code::Timeout, SideEffect::None),
+            "{sql}: {fault}"
+        );
         assert!(begun.elapsed() < Duration::from_secs(2), "{sql}: {:?}", begun.elapsed());
     }
 }
@@ -281,7 +285,7 @@ async fn no_file_is_not_an_answer() {
         let source = testing::source(tool(folder.path(), settings).unwrap());
         let fault = testing::run(&source, &json!({"sql": "SELECT 1"})).await.unwrap_err();
         assert_eq!(fault.code, Code::UpstreamUnavailable, "{fault}");
-        assert_eq!((fault.happened, fault.retryable), (Happened::No, true));
+        assert_eq!((fault.side_effect, fault.retryable), (SideEffect::None, true));
     }
     assert!(!missing.exists());
     assert!(!folder.path().join("sample.db").exists(), "a configured database needs no sample");
@@ -319,7 +323,7 @@ async fn arguments_and_definition() {
     for part in ["SAMPLE", "customers(id, name", "TOOLCRIB_BUILTIN__DATABASE__URL"] {
         assert!(definition.description.contains(part), "{part}");
     }
-    assert_eq!(definition.input_schema.value()["required"], json!(["sql"]));
+    assert_eq!(definition.input_schema.to_value()["required"], json!(["sql"]));
 }
 
 /// One step of SQLite cannot be interrupted: the caller does not wait for it, and the cost of such

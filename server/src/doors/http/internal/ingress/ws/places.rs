@@ -6,35 +6,35 @@ use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
 /// Limits the messages of one client in progress: their number, and their total size to that of one
 /// maximum message beside the one that was read last.
-pub(super) struct Places {
-    number: Arc<Semaphore>,
+pub(super) struct MessageLimiter {
+    slots: Arc<Semaphore>,
     bytes: Arc<Semaphore>,
 }
 
 /// A permit for one message: a slot, and the bytes of the message.
-pub(super) struct Taken {
-    _place: OwnedSemaphorePermit,
-    room: OwnedSemaphorePermit,
+pub(super) struct MessagePermit {
+    _slot: OwnedSemaphorePermit,
+    bytes: OwnedSemaphorePermit,
 }
 
-impl Places {
+impl MessageLimiter {
     pub(super) fn new(number: usize, bytes: usize) -> Self {
         let bytes = bytes.min(u32::MAX as usize);
-        Self { number: Arc::new(Semaphore::new(number)), bytes: Arc::new(Semaphore::new(bytes)) }
+        Self { slots: Arc::new(Semaphore::new(number)), bytes: Arc::new(Semaphore::new(bytes)) }
     }
 
-    pub(super) async fn next(&self) -> Result<Taken, AcquireError> {
-        let place = self.number.clone().acquire_owned().await?;
-        Ok(Taken { _place: place, room: self.bytes.clone().acquire_owned().await? })
+    pub(super) async fn acquire(&self) -> Result<MessagePermit, AcquireError> {
+        let place = self.slots.clone().acquire_owned().await?;
+        Ok(MessagePermit { _slot: place, bytes: self.bytes.clone().acquire_owned().await? })
     }
 
     /// Extends a permit once the size of its message is known. If fewer bytes are free, takes all
     /// of them; the next message is then not read until some are released.
-    pub(super) fn filled(&self, mut taken: Taken, size: usize) -> Taken {
+    pub(super) fn reserve_bytes(&self, mut taken: MessagePermit, size: usize) -> MessagePermit {
         let more = size.saturating_sub(1).min(self.bytes.available_permits());
         let more = u32::try_from(more).unwrap_or(u32::MAX);
         if let Ok(more) = self.bytes.clone().try_acquire_many_owned(more) {
-            taken.room.merge(more);
+            taken.bytes.merge(more);
         }
         taken
     }
@@ -46,14 +46,14 @@ mod tests {
 
     use super::*;
 
-    fn taken(places: &Places, size: usize) -> Option<Taken> {
-        places.next().now_or_never().map(|place| places.filled(place.unwrap(), size))
+    fn taken(places: &MessageLimiter, size: usize) -> Option<MessagePermit> {
+        places.acquire().now_or_never().map(|place| places.reserve_bytes(place.unwrap(), size))
     }
 
     #[test]
     fn neither_more_messages_nor_more_bytes_than_there_is_room_for() {
-        let places = Places::new(3, 100);
-        let small: Vec<Taken> = (0..3).filter_map(|_| taken(&places, 0)).collect();
+        let places = MessageLimiter::new(3, 100);
+        let small: Vec<MessagePermit> = (0..3).filter_map(|_| taken(&places, 0)).collect();
         assert_eq!((small.len(), taken(&places, 0).is_none()), (3, true), "three at a time");
         drop(small);
         let first = taken(&places, 60);

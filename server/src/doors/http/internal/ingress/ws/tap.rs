@@ -14,30 +14,30 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 
 /// Number of bytes retained of each end of a message.
-const EDGE: usize = 2_048;
+const EDGE_BYTES: usize = 2_048;
 
 /// A connection whose incoming frames are inspected.
-pub(super) struct Tap<S> {
+pub(super) struct FrameInspector<S> {
     inner: S,
-    watch: Watch,
+    scanner: FrameScanner,
 }
 
-impl<S: AsyncRead + Unpin> Tap<S> {
+impl<S: AsyncRead + Unpin> FrameInspector<S> {
     /// Wraps a connection. Messages over `limit` bytes are oversized.
     pub(super) fn new(inner: S, limit: usize) -> Self {
-        Self { inner, watch: Watch { limit: limit as u64, ..Watch::default() } }
+        Self { inner, scanner: FrameScanner { limit: limit as u64, ..FrameScanner::default() } }
     }
 
     /// Reads to the end of the oversized message, but at most `most` bytes of it. A client that is
     /// still sending reads no response before it has finished.
-    pub(super) async fn pass_over(&mut self, most: usize) {
+    pub(super) async fn drain_oversized(&mut self, most: usize) {
         let mut scrap = vec![0; 65_536];
         let mut passed = 0;
-        while self.watch.too_large == Some(Passing::Comes) && passed < most {
+        while self.scanner.too_large == Some(OversizeProgress::Receiving) && passed < most {
             match self.inner.read(&mut scrap).await {
                 Ok(0) | Err(_) => return,
                 Ok(read) => {
-                    self.watch.see(&scrap[..read]);
+                    self.scanner.scan(&scrap[..read]);
                     passed += read;
                 }
             }
@@ -45,13 +45,13 @@ impl<S: AsyncRead + Unpin> Tap<S> {
     }
 
     /// Returns the header of the oversized message, as far as its retained ends contain it.
-    pub(super) fn about(&self) -> About {
-        let last: Vec<u8> = self.watch.last.iter().copied().collect();
-        About::of(&self.watch.first, &last)
+    pub(super) fn oversized_header(&self) -> OversizedMessageHeader {
+        let last: Vec<u8> = self.scanner.last.iter().copied().collect();
+        OversizedMessageHeader::of(&self.scanner.first, &last)
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Tap<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for FrameInspector<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -59,12 +59,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for Tap<S> {
     ) -> Poll<std::io::Result<()>> {
         let before = buf.filled().len();
         let read = Pin::new(&mut self.inner).poll_read(cx, buf);
-        self.watch.see(&buf.filled()[before..]);
+        self.scanner.scan(&buf.filled()[before..]);
         read
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Tap<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for FrameInspector<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -84,48 +84,48 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Tap<S> {
 
 /// Parser state within the stream of frames (RFC 6455, section 5.2).
 #[derive(Default)]
-struct Watch {
+struct FrameScanner {
     limit: u64,
     /// The received part of a frame's header.
     head: Vec<u8>,
     /// The frame whose payload is being received.
-    frame: Option<Frame>,
+    frame: Option<PartialFrame>,
     /// Size of the current message, over all its frames.
     size: u64,
-    too_large: Option<Passing>,
+    too_large: Option<OversizeProgress>,
     first: Vec<u8>,
     last: VecDeque<u8>,
 }
 
 /// Progress of an oversized message. Frames after it are not inspected.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Passing {
-    Comes,
-    Over,
+enum OversizeProgress {
+    Receiving,
+    Received,
 }
 
-struct Frame {
-    left: u64,
+struct PartialFrame {
+    remaining: u64,
     mask: [u8; 4],
     /// Position of the next byte in the mask.
-    turn: usize,
-    part: Part,
-    ends: bool,
+    mask_offset: usize,
+    kind: FrameKind,
+    is_final: bool,
     /// True if the ends of this frame's payload are retained; false if the message is read as a
     /// whole.
-    kept: bool,
+    keeps_edges: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum FrameKind {
     /// The first frame of a message; `Continuation` is a later one.
-    First,
-    Later,
+    FirstFragment,
+    Continuation,
     /// A control frame such as a ping, which may occur between the frames of a message.
-    Between,
+    Control,
 }
 
-impl Frame {
+impl PartialFrame {
     /// Parses a frame's header, once it is complete.
     fn of(head: &[u8]) -> Option<Self> {
         let (kind, length) = (*head.first()?, *head.get(1)?);
@@ -144,88 +144,99 @@ impl Frame {
             mask.copy_from_slice(head.get(2 + more..6 + more)?);
         }
         let part = match kind & 0x0f {
-            0 => Part::Later,
-            1..=7 => Part::First,
-            _ => Part::Between,
+            0 => FrameKind::Continuation,
+            1..=7 => FrameKind::FirstFragment,
+            _ => FrameKind::Control,
         };
-        Some(Self { left, mask, turn: 0, part, ends: kind & 0x80 != 0, kept: false })
+        Some(Self {
+            remaining: left,
+            mask,
+            mask_offset: 0,
+            kind: part,
+            is_final: kind & 0x80 != 0,
+            keeps_edges: false,
+        })
     }
 }
 
-impl Watch {
-    fn see(&mut self, mut bytes: &[u8]) {
-        while let Some(next) = bytes.first().filter(|_| self.too_large != Some(Passing::Over)) {
+impl FrameScanner {
+    fn scan(&mut self, mut bytes: &[u8]) {
+        while let Some(next) =
+            bytes.first().filter(|_| self.too_large != Some(OversizeProgress::Received))
+        {
             let Some(mut frame) = self.frame.take() else {
                 self.head.push(*next);
                 bytes = &bytes[1..];
-                if let Some(frame) = Frame::of(&self.head) {
+                if let Some(frame) = PartialFrame::of(&self.head) {
                     self.head.clear();
-                    self.begin(frame);
+                    self.begin_frame(frame);
                 }
                 continue;
             };
-            let here = usize::try_from(frame.left).unwrap_or(usize::MAX).min(bytes.len());
-            if frame.kept {
-                self.keep_edges(&bytes[..here], |at| frame.mask[(frame.turn + at) % 4]);
+            let here = usize::try_from(frame.remaining).unwrap_or(usize::MAX).min(bytes.len());
+            if frame.keeps_edges {
+                self.keep_edges(&bytes[..here], |at| frame.mask[(frame.mask_offset + at) % 4]);
             }
-            frame.left -= here as u64;
-            frame.turn = (frame.turn + here) % 4;
+            frame.remaining -= here as u64;
+            frame.mask_offset = (frame.mask_offset + here) % 4;
             bytes = &bytes[here..];
-            self.go_on(frame);
+            self.advance_frame(frame);
         }
     }
 
-    fn begin(&mut self, mut frame: Frame) {
-        if frame.part != Part::Between && self.too_large.is_none() {
-            if frame.part == Part::First {
+    fn begin_frame(&mut self, mut frame: PartialFrame) {
+        if frame.kind != FrameKind::Control && self.too_large.is_none() {
+            if frame.kind == FrameKind::FirstFragment {
                 self.size = 0;
                 self.first.clear();
                 self.last.clear();
             }
-            self.size = self.size.saturating_add(frame.left);
-            self.too_large = (self.size > self.limit).then_some(Passing::Comes);
+            self.size = self.size.saturating_add(frame.remaining);
+            self.too_large = (self.size > self.limit).then_some(OversizeProgress::Receiving);
         }
-        let whole = frame.part == Part::First && frame.ends && self.too_large.is_none();
-        frame.kept = frame.part != Part::Between && !whole;
-        self.go_on(frame);
+        let whole =
+            frame.kind == FrameKind::FirstFragment && frame.is_final && self.too_large.is_none();
+        frame.keeps_edges = frame.kind != FrameKind::Control && !whole;
+        self.advance_frame(frame);
     }
 
-    fn go_on(&mut self, frame: Frame) {
-        if frame.left > 0 {
+    fn advance_frame(&mut self, frame: PartialFrame) {
+        if frame.remaining > 0 {
             self.frame = Some(frame);
-        } else if frame.ends && frame.part != Part::Between && self.too_large.is_some() {
-            self.too_large = Some(Passing::Over);
+        } else if frame.is_final && frame.kind != FrameKind::Control && self.too_large.is_some() {
+            self.too_large = Some(OversizeProgress::Received);
         }
     }
 
     fn keep_edges(&mut self, part: &[u8], mask: impl Fn(usize) -> u8) {
-        let room = EDGE.saturating_sub(self.first.len()).min(part.len());
+        let room = EDGE_BYTES.saturating_sub(self.first.len()).min(part.len());
         self.first.extend(part[..room].iter().enumerate().map(|(at, byte)| byte ^ mask(at)));
-        let begin = part.len().saturating_sub(EDGE);
+        let begin = part.len().saturating_sub(EDGE_BYTES);
         let more = part[begin..].iter().enumerate().map(|(at, byte)| byte ^ mask(begin + at));
         self.last.extend(more);
-        let too_many = self.last.len().saturating_sub(EDGE);
+        let too_many = self.last.len().saturating_sub(EDGE_BYTES);
         self.last.drain(..too_many);
     }
 }
 
 /// The header of an oversized message.
 #[derive(Debug, Default, PartialEq, Eq, Deserialize)]
-pub(super) struct About {
+pub(super) struct OversizedMessageHeader {
     #[serde(rename = "type")]
     pub(super) kind: Option<String>,
     pub(super) tool_call_id: Option<String>,
     pub(super) attempt: Option<u32>,
 }
 
-impl About {
+impl OversizedMessageHeader {
     /// Extracts the header from the first and last bytes of a message. Only top-level fields count,
     /// because a result may contain fields with the same names.
     fn of(first: &[u8], last: &[u8]) -> Self {
         let mut about = Self::default();
         // Fails where the retained bytes end; fields that were read until then remain.
-        let _ = serde_json::Deserializer::from_slice(first).deserialize_map(Reading(&mut about));
-        let end = Self::of_end(last);
+        let _ =
+            serde_json::Deserializer::from_slice(first).deserialize_map(HeaderVisitor(&mut about));
+        let end = Self::from_tail(last);
         Self {
             kind: about.kind.or(end.kind),
             tool_call_id: about.tool_call_id.or(end.tool_call_id),
@@ -235,7 +246,7 @@ impl About {
 
     /// Parses the fields after a comma, if only top-level fields of the message follow it: only
     /// then does the rest become a valid object when an opening brace is put before it.
-    fn of_end(last: &[u8]) -> Self {
+    fn from_tail(last: &[u8]) -> Self {
         let commas = last.iter().enumerate().filter(|(_, byte)| **byte == b',');
         let rests = commas.map(|(at, _)| [b"{", &last[at + 1..]].concat());
         let mut read = rests.filter_map(|rest| serde_json::from_slice(&rest).ok());
@@ -243,9 +254,9 @@ impl About {
     }
 }
 
-struct Reading<'a>(&'a mut About);
+struct HeaderVisitor<'a>(&'a mut OversizedMessageHeader);
 
-impl<'de> Visitor<'de> for Reading<'_> {
+impl<'de> Visitor<'de> for HeaderVisitor<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

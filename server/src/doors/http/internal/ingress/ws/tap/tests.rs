@@ -26,16 +26,16 @@ fn frame(kind: u8, ends: bool, text: &[u8]) -> Vec<u8> {
 }
 
 /// Returns the header of the first oversized message when the bytes arrive in chunks of this size.
-fn about(bytes: &[u8], piece: usize) -> Option<About> {
-    let mut watch = Watch { limit: LIMIT as u64, ..Watch::default() };
-    bytes.chunks(piece).for_each(|piece| watch.see(piece));
+fn about(bytes: &[u8], piece: usize) -> Option<OversizedMessageHeader> {
+    let mut watch = FrameScanner { limit: LIMIT as u64, ..FrameScanner::default() };
+    bytes.chunks(piece).for_each(|piece| watch.scan(piece));
     let last: Vec<u8> = watch.last.iter().copied().collect();
-    watch.too_large.map(|_| About::of(&watch.first, &last))
+    watch.too_large.map(|_| OversizedMessageHeader::of(&watch.first, &last))
 }
 
-fn known(kind: &str, id: &str, attempt: Option<u32>) -> About {
+fn known(kind: &str, id: &str, attempt: Option<u32>) -> OversizedMessageHeader {
     let (kind, tool_call_id) = (Some(kind.to_owned()), Some(id.to_owned()));
-    About { kind, tool_call_id, attempt }
+    OversizedMessageHeader { kind, tool_call_id, attempt }
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn what_a_message_says_first_or_last_is_known() {
 fn fields_of_a_result_are_not_those_of_its_message() {
     let text = "x".repeat(5_000);
     let message = format!(r#"{{"result": ["{text}", {{"a": 1, "tool_call_id": "tc_other"}}]}}"#);
-    let nothing = Some(About::default());
+    let nothing = Some(OversizedMessageHeader::default());
     assert_eq!(about(&frame(1, true, message.as_bytes()), 1_000), nothing);
     let message = format!(r#"{{"result": {{"tool_call_id": "tc_other", "text": "{text}"}}}}"#);
     assert_eq!(about(&frame(1, true, message.as_bytes()), 1_000), nothing);
