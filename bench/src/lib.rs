@@ -48,7 +48,7 @@
 //! # Ok(()) }
 //! ```
 
-pub mod floor;
+pub mod baseline;
 pub mod http;
 pub mod load;
 pub mod machine;

@@ -17,10 +17,10 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use toolcrib::call::Hold;
 use toolcrib::{Call, CallRequest, Caller, Engine, Json};
-use toolcrib_server::assemble::{self, ServerRuntime};
+use toolcrib_server::bootstrap::{self, ServerRuntime};
 use toolcrib_server::config::Config;
 use toolcrib_server::serve;
-use toolcrib_server::sources::mcp::{McpOauthSettings, McpServerSettings};
+use toolcrib_sources::mcp::{McpOauthSettings, McpServerSettings};
 
 const NAME: &str = "suite";
 
@@ -54,7 +54,7 @@ async fn main() -> anyhow::Result<()> {
         mcp: vec![upstream],
         ..Config::default()
     };
-    let served = assemble::start_server(&config).await?;
+    let served = bootstrap::start_server(&config).await?;
     let (router, stop) = (served.http_router(&config), CancellationToken::new());
     let serving = serve::serve_listener(listener, router, &config, stop.clone());
     let crib = format!("http://{address}/v1/sources/mcp/{NAME}");
@@ -157,7 +157,7 @@ async fn run(served: &ServerRuntime, crib: &str) -> anyhow::Result<()> {
         }
     }
     let shelf = served.mcp_passthrough();
-    use toolcrib_server::doors::mcp::PassthroughProvider;
+    use toolcrib_transport::mcp::PassthroughProvider;
     for resource in shelf.resources(&caller, None).await.unwrap_or_default() {
         let asked = rmcp::model::ReadResourceRequestParams::new(resource.uri);
         let _ = shelf.read_resource(&caller, None, asked).await;

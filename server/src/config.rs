@@ -7,14 +7,14 @@
 //! than a server that does not start. The doc comments are the user documentation, and keys are
 //! checked against a schema generated from the same types, so the two cannot disagree.
 
-mod doors;
-mod kept;
 mod layers;
-mod llm;
+mod store_location;
+mod transports;
+
 mod nats;
-mod oauth;
+
+mod mcp_servers;
 mod telemetry;
-mod upstreams;
 mod validate;
 mod webhooks;
 
@@ -30,18 +30,18 @@ use toolcrib::engine::{ExecutionPolicies, ToolOverride};
 use toolcrib::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
 use toolcrib::tool::Fallback;
 
-use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
-use crate::sources::http::HttpSettings;
+use toolcrib_sources::builtin::{DatabaseSettings, WeatherSettings};
+use toolcrib_sources::http::HttpSettings;
 
-pub use doors::{McpEndpointSettings, TransportSettings};
-pub use kept::StoreLocation;
+pub use crate::config::mcp_servers::{McpServerAdmissionSettings, local_url};
+pub use crate::config::store_location::StoreLocation;
+pub use crate::config::transports::{McpEndpointSettings, TransportSettings};
 pub use layers::ConfigError;
-pub use llm::{LlmSettings, ModelKind, NamedModelSettings};
 pub use nats::NatsSettings;
-pub use oauth::OauthSettings;
 pub use telemetry::TelemetrySettings;
 pub(crate) use telemetry::check_endpoint;
-pub use upstreams::{McpServerAdmissionSettings, local_url};
+pub use toolcrib_sources::models::settings::{LlmSettings, ModelKind, NamedModelSettings};
+pub use toolcrib_transport::auth::settings::OauthSettings;
 pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when `--config` names no other.
@@ -85,7 +85,7 @@ pub struct Config {
     /// Tools over NATS.
     pub nats: NatsSettings,
     /// MCP servers whose tools Toolcrib offers: `[[mcp]]`.
-    pub mcp: Vec<crate::sources::mcp::McpServerSettings>,
+    pub mcp: Vec<toolcrib_sources::mcp::McpServerSettings>,
     /// Rules for MCP servers that are added over the API.
     #[serde(rename = "upstreams")]
     pub mcp_servers: McpServerAdmissionSettings,

@@ -9,7 +9,7 @@ static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
     if let Some(code) =
-        toolcrib_server::orphans::run_if_reaper(std::env::args_os().nth(1).as_deref())
+        toolcrib_sources::child_reaper::run_if_reaper(std::env::args_os().nth(1).as_deref())
     {
         return code;
     }

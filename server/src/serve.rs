@@ -21,9 +21,9 @@ use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
 
 use crate::config::{Config, StoreLocation};
-use crate::doors::http::ConnectionPermit;
-use crate::peer::{AckTimeout, AckTimeoutStream};
-use crate::{assemble, pages, telemetry};
+use crate::{bootstrap, pages, telemetry};
+use toolcrib_transport::http::ConnectionPermit;
+use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutStream};
 
 /// Maximum time that connections have to finish after the calls have ended.
 const CONNECTION_DRAIN: Duration = Duration::from_secs(2);
@@ -37,7 +37,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     telemetry::start_logging(&config.log.level, config.log.format);
     let listener = bind(&config.listen).await?;
     let address = listener.local_addr().context("the listener has no address")?;
-    let served = assemble::start_server(&config).await?;
+    let served = bootstrap::start_server(&config).await?;
     let engine = served.engine.clone();
     require_keys_or_loopback(&engine, address)?;
     served.set_listen_address(&config, address);
@@ -219,7 +219,7 @@ async fn serve_connection(
             }
             let patience = patience.clone();
             async move {
-                let answer = crate::doors::http::serve_request(router, request).await;
+                let answer = toolcrib_transport::http::serve_request(router, request).await;
                 patience.set(answer.extensions().get::<AckTimeout>());
                 Ok::<_, Infallible>(answer)
             }

@@ -18,8 +18,8 @@ use toolcrib::Call;
 use toolcrib::delivery::DeliveryResponse;
 use toolcrib::notify::{WebhookMessage, WebhookSender};
 
-use crate::outbound::{OutboundPolicy, find_private_address_error, retry_after_ms};
-use crate::task::TaskOutcome;
+use toolcrib_protocol::background_task::TaskOutcome;
+use toolcrib_protocol::outbound::{OutboundPolicy, find_private_address_error, retry_after_ms};
 
 pub use signing::{KEY_PREFIX, SigningKeySource, SigningKeySources, encode_key};
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use toolcrib_bench::http::{self, Connection};
-use toolcrib_bench::{floor, load, process};
+use toolcrib_bench::{baseline, load, process};
 
 const PATH: &str = "/v1/tools/bench.noop/invoke?wait_ms=30000";
 const BODY: &str = r#"{"run_id":"run_1","args":{"n":1}}"#;
@@ -16,13 +16,13 @@ async fn start(dir: &Path) -> String {
     let addr = format!("127.0.0.1:{}", process::free_port().unwrap());
     let listener = tokio::net::TcpListener::bind(&addr).await.unwrap();
     let dir = dir.to_owned();
-    tokio::spawn(async move { floor::serve(listener, &dir, None).await });
+    tokio::spawn(async move { baseline::serve(listener, &dir, None).await });
     addr
 }
 
 /// Returns the number of rows in the file, and the number of complete ones among them.
 fn rows(dir: &Path) -> (u32, u32) {
-    let connection = rusqlite::Connection::open(dir.join(floor::DATABASE)).unwrap();
+    let connection = rusqlite::Connection::open(dir.join(baseline::DATABASE)).unwrap();
     connection
         .query_row(
             "SELECT count(*), count(*) FILTER (

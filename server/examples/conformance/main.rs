@@ -22,11 +22,11 @@ use anyhow::{Context, bail};
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
 use toolcrib_server::config::{Config, McpServerAdmissionSettings};
-use toolcrib_server::doors::mcp::{self, McpTransport};
-use toolcrib_server::sources::mcp::{McpServerSettings, McpSource};
-use toolcrib_server::upstreams::{McpServerReconciler, outbound_policy};
-use toolcrib_server::{serve, upstreams};
+use toolcrib_server::mcp_servers::{McpServerReconciler, outbound_policy};
+use toolcrib_server::{mcp_servers, serve};
+use toolcrib_sources::mcp::{McpServerSettings, McpSource};
 use toolcrib_store::SqliteStore;
+use toolcrib_transport::mcp::{self, McpTransport};
 
 /// The argument that makes this program run as the upstream MCP server.
 const UPSTREAM: &str = "upstream";
@@ -67,7 +67,7 @@ async fn main() -> anyhow::Result<()> {
     }
     let settings =
         mcp::McpTransportSettings { task_after_ms: 300, ..mcp::McpTransportSettings::default() };
-    let shelf: Arc<upstreams::UpstreamPassthrough> = keeper.passthrough();
+    let shelf: Arc<mcp_servers::UpstreamPassthrough> = keeper.passthrough();
     let router = mcp::router(McpTransport::with_passthrough(engine, settings, shelf));
     let listener = tokio::net::TcpListener::bind(&listen)
         .await

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use toolcrib::dialogue::ElicitationRequest;
 use toolcrib::source::{Attempt, ProgressSink, Source, Started};
 use toolcrib::{AttemptProgress, CallId, Code, Executor, Fault, Json, ToolDefinition};
-use toolcrib_server::sources::mcp::McpSource;
+use toolcrib_sources::mcp::McpSource;
 
 use super::tools::{self, SUITE};
 

@@ -4,7 +4,7 @@
 //! its first start; write access to it makes the user the operator. With `--server` they need an
 //! admin key.
 
-mod crib;
+mod target;
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use toolcrib::policy::RuleVerdict;
 use super::failure::CommandFailure;
 use super::output::{format_local_time, sanitize_line, str_member, u64_member};
 use super::{CommandContext, StorageArgs};
-use crib::{AdminTarget, KeyRequest};
+use crate::cli::admin::target::{AdminTarget, KeyRequest};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\

@@ -4,12 +4,12 @@
 //! store. Their rounds alternate and the report uses medians, so that other load on the machine
 //! affects both. Every figure is printed with its limit.
 
-mod bare;
-mod child;
 mod digest;
-mod measure;
-mod upstream;
-mod utp;
+mod mcp_server;
+mod measurements;
+mod nats_baseline;
+mod nats_tools;
+mod processes;
 
 use std::path::PathBuf;
 
@@ -19,8 +19,8 @@ use toolcrib_bench::report::Report;
 use super::CommandContext;
 use super::doctor::disk;
 use super::failure::{CommandFailure, exit};
-use child::ScratchDir;
-use measure::{Bench, BenchPlan};
+use crate::cli::bench::measurements::{Bench, BenchPlan};
+use crate::cli::bench::processes::ScratchDir;
 
 /// Number of finished calls in a store that has been in use for a while.
 const FULL_STORE_CALLS: u64 = 1_000_000;
@@ -108,8 +108,8 @@ pub struct BenchToolServiceArgs {
 /// Runs the tool service of the benchmark until it is killed.
 pub async fn run_tool_service(args: BenchToolServiceArgs) -> Result<(), CommandFailure> {
     match args.bare {
-        true => Ok(bare::run_service(&args.nats).await?),
-        false => Ok(utp::run_tool_service(&args.nats).await?),
+        true => Ok(crate::cli::bench::nats_baseline::run_service(&args.nats).await?),
+        false => Ok(crate::cli::bench::nats_tools::run_tool_service(&args.nats).await?),
     }
 }
 
@@ -121,17 +121,17 @@ pub struct BenchMcpServerArgs {
 
 /// Runs the upstream MCP server of the benchmark until it is killed.
 pub async fn run_mcp_server(args: BenchMcpServerArgs) -> Result<(), CommandFailure> {
-    Ok(upstream::serve_mcp(&args.listen).await?)
+    Ok(crate::cli::bench::mcp_server::serve_mcp(&args.listen).await?)
 }
 
 /// Runs the baseline server until it is killed.
 pub async fn run_baseline(args: BenchBaselineArgs) -> Result<(), CommandFailure> {
     let listener = tokio::net::TcpListener::bind(&args.listen).await?;
     let tool = match &args.nats {
-        Some(url) => Some(bare::remote_tool(url).await?),
+        Some(url) => Some(crate::cli::bench::nats_baseline::remote_tool(url).await?),
         None => None,
     };
-    Ok(toolcrib_bench::floor::serve(listener, &args.dir, tool).await?)
+    Ok(toolcrib_bench::baseline::serve(listener, &args.dir, tool).await?)
 }
 
 /// Fills a store with finished calls.

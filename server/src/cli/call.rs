@@ -47,7 +47,7 @@ pub struct CallCommandArgs {
     #[arg(long, conflicts_with = "wait")]
     no_wait: bool,
     /// Timeout of the call, from its acceptance to its outcome
-    #[arg(long, value_name = "TIME", value_parser = crate::time::parse_duration)]
+    #[arg(long, value_name = "TIME", value_parser = toolcrib_protocol::duration::parse_duration)]
     timeout: Option<Duration>,
     /// Maximum number of attempts after the first
     #[arg(long, value_name = "N")]
@@ -72,7 +72,7 @@ impl CallCommandArgs {
         }
         match self.wait.take().flatten() {
             None => Ok(DEFAULT_WAIT),
-            Some(given) => match crate::time::parse_duration(&given) {
+            Some(given) => match toolcrib_protocol::duration::parse_duration(&given) {
                 Ok(wait) => Ok(wait),
                 Err(_) if given.contains('=') => {
                     self.pairs.insert(0, given);

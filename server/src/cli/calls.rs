@@ -42,7 +42,7 @@ enum CallsCommand {
         id: String,
         /// Wait for the outcome, up to this long (1m if no time is given)
         #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "60s",
-            value_parser = crate::time::parse_duration)]
+            value_parser = toolcrib_protocol::duration::parse_duration)]
         wait: Option<Duration>,
     },
     /// Cancel a call that has not ended
@@ -97,7 +97,7 @@ struct CallFilters {
     #[arg(long, value_name = "ID")]
     run: Option<String>,
     /// Only calls created within this time: 10m, 1h, 2d
-    #[arg(long, value_name = "TIME", value_parser = crate::time::parse_duration)]
+    #[arg(long, value_name = "TIME", value_parser = toolcrib_protocol::duration::parse_duration)]
     since: Option<Duration>,
     /// Maximum number of calls, up to 200 [default: 50]
     #[arg(long, value_name = "N")]

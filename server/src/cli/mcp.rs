@@ -4,7 +4,7 @@
 //!
 //! With a subcommand it manages upstream MCP servers.
 
-mod upstreams;
+mod servers;
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -31,8 +31,8 @@ use toolcrib_store::private;
 use super::failure::{CommandFailure, exit};
 use super::{CommandContext, StorageArgs};
 use crate::config::Config;
-use crate::doors::mcp::CatalogueMode;
-use crate::{assemble, telemetry};
+use crate::{bootstrap, telemetry};
+use toolcrib_transport::mcp::CatalogueMode;
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -58,7 +58,7 @@ MCP servers behind the crib:
 #[command(args_conflicts_with_subcommands = true)]
 pub struct McpArgs {
     #[command(subcommand)]
-    verb: Option<upstreams::McpServersCommand>,
+    verb: Option<crate::cli::mcp::servers::McpServersCommand>,
     /// Present each tool, or only three tools that search, describe and call
     #[arg(long, value_name = "HOW")]
     catalogue: Option<CatalogueArg>,
@@ -85,7 +85,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Serves until standard input is closed.
 pub async fn run(context: &CommandContext, args: McpArgs) -> Result<(), CommandFailure> {
     if let Some(verb) = args.verb {
-        return upstreams::run(context, verb, &args.place).await;
+        return crate::cli::mcp::servers::run(context, verb, &args.place).await;
     }
     let named = context.global.server.is_some();
     if args.place.is_given() && !context.server_from_flag {
@@ -113,7 +113,7 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
         config.data_dir = place;
     }
     telemetry::start_logging(&config.log.level, config.log.format);
-    let served = assemble::start_server(&config).await?;
+    let served = bootstrap::start_server(&config).await?;
     let engine = served.engine.clone();
     let caller = match (engine.has_keys(), context.global.key.as_deref()) {
         (false, _) => Caller::local(context.project()),

@@ -21,8 +21,8 @@ use super::client::{ApiClient, ApiRequest};
 use super::failure::{CommandFailure, exit};
 use super::output::{str_member, u64_member};
 use super::{CommandContext, StorageArgs};
-use crate::assemble::{self, ServerRuntime};
-use crate::sse::SseParser;
+use crate::bootstrap::{self, ServerRuntime};
+use toolcrib_protocol::sse::SseParser;
 
 const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
 /// Maximum time to reconnect to an unreachable server.
@@ -136,10 +136,10 @@ async fn connect_or_embed(
         return Ok(RunServer { client, embedded: None });
     }
     let config = context.config(Some(&"127.0.0.1:0".to_owned()), &args.place)?;
-    let served = assemble::start_server(&config).await?;
+    let served = bootstrap::start_server(&config).await?;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let address = format!("http://{}", listener.local_addr()?);
-    let router = assemble::router_without_mcp_servers(&config, served.engine.clone());
+    let router = bootstrap::router_without_mcp_servers(&config, served.engine.clone());
     let stop = CancellationToken::new();
     let stopped = stop.clone();
     tokio::spawn(
@@ -225,7 +225,9 @@ impl RunEventReader {
 
     /// Returns the next messages, or `None` at the end of the stream. An error is a broken
     /// connection.
-    async fn next(&mut self) -> Result<Option<Vec<crate::sse::SseEvent>>, CommandFailure> {
+    async fn next(
+        &mut self,
+    ) -> Result<Option<Vec<toolcrib_protocol::sse::SseEvent>>, CommandFailure> {
         let lost = |_| CommandFailure::unreachable("the connection to the server broke");
         let Some(bytes) = self.stream.chunk().await.map_err(lost)? else { return Ok(None) };
         let messages = self.parser.push(&bytes).map_err(|_| {

@@ -85,7 +85,7 @@ async fn import(
     let (output, shown) = (context.output, args.file.display());
     let text = std::fs::read_to_string(&args.file)
         .map_err(|error| CommandFailure::usage(format!("cannot read {shown}: {error}")))?;
-    let document = crate::yaml::parse_large(&text)
+    let document = toolcrib_protocol::yaml::parse_large(&text)
         .map_err(|error| CommandFailure::usage(format!("{shown} cannot be read: {error}")))?;
     let project = match context.global.project.as_deref() {
         Some(project) => project.to_owned(),

@@ -1,7 +1,7 @@
 //! `toolcrib utp`: serves Toolcrib's tools to other systems that use UTP, and manages dead letters.
 
-mod letters;
-mod shelf;
+mod dead_letters;
+mod tool_catalogue;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,11 +16,12 @@ use toolcrib::{CallRequest, Caller, Engine};
 
 use super::failure::CommandFailure;
 use super::{CommandContext, StorageArgs};
+use crate::cli::utp::dead_letters::DeadLetterListArgs;
+use crate::cli::utp::tool_catalogue::UtpToolCatalogue;
 use crate::telemetry::OtlpExporter;
-use crate::utp::link::NatsEndpoint;
-use crate::utp::{NatsConnection, ToolHost, ToolJob, ToolJobResult};
-use letters::DeadLetterListArgs;
-use shelf::UtpToolCatalogue;
+use toolcrib_protocol::utp::NatsConnection;
+use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
+use toolcrib_sources::utp::host::{ToolHost, ToolJob, ToolJobResult};
 
 /// Retention of an ended call in this process.
 const RETENTION_MS: u64 = 60_000;
@@ -81,8 +82,12 @@ struct UtpServeArgs {
 pub(super) async fn run(context: &CommandContext, args: UtpArgs) -> Result<(), CommandFailure> {
     let args = match args.command {
         UtpCommand::Serve(args) => args,
-        UtpCommand::DeadLetters(args) => return letters::list(context, args).await,
-        UtpCommand::Redrive { id } => return letters::redrive(context, &id).await,
+        UtpCommand::DeadLetters(args) => {
+            return crate::cli::utp::dead_letters::list(context, args).await;
+        }
+        UtpCommand::Redrive { id } => {
+            return crate::cli::utp::dead_letters::redrive(context, &id).await;
+        }
     };
     if !toolcrib::utp::is_token(&args.target) {
         let message = format!("--target \"{}\" cannot be part of a NATS subject", args.target);
@@ -107,8 +112,8 @@ async fn serve(
     crate::telemetry::metrics_handle();
     let otlp = OtlpExporter::start(&config.telemetry).await?;
     let mut builder = Engine::builder()
-        .tools(crate::assemble::builtin_tools(config)?)
-        .source(Arc::new(crate::assemble::build_http_source(config)?))
+        .tools(crate::bootstrap::builtin_tools(config)?)
+        .source(Arc::new(crate::bootstrap::build_http_source(config)?))
         .limits(config.limits())
         // The sender of the command stores the outcome; this process needs it only until it is
         // reported.

@@ -13,7 +13,7 @@ use super::CommandContext;
 use super::client::ApiClient;
 use super::failure::{CommandFailure, exit};
 use super::output::{TextStyle, format_clock_time, sanitize_line, str_member, u64_member};
-use crate::sse::{SseEvent, SseParser};
+use toolcrib_protocol::sse::{SseEvent, SseParser};
 
 const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
 const MAX_BACKOFF: Duration = Duration::from_secs(10);

@@ -62,7 +62,8 @@ pub async fn run(context: &CommandContext, args: WebhooksArgs) -> Result<(), Com
         WebhooksCommand::Repeat { id } => repeat(context, &id).await,
         WebhooksCommand::Key => {
             // A generated secret has more than 256 random bits; its digest is a key of 32 bytes.
-            let random: [u8; 32] = Sha256::digest(crate::auth::generate_secret()).into();
+            let random: [u8; 32] =
+                Sha256::digest(toolcrib_transport::auth::generate_secret()).into();
             context.output.print_line(&encode_key(&random))
         }
     }

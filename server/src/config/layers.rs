@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use ::config::{FileFormat, Source, Value as Given, ValueKind};
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value};
+use toolcrib_protocol::settings::InvalidSetting;
 
 use super::Config;
 
@@ -44,6 +45,12 @@ pub enum ConfigError {
     NotText { variable: String },
     #[error("{key}: {problem}")]
     Invalid { key: String, problem: String },
+}
+
+impl From<InvalidSetting> for ConfigError {
+    fn from(InvalidSetting { key, problem }: InvalidSetting) -> Self {
+        Self::Invalid { key, problem }
+    }
 }
 
 impl ConfigError {

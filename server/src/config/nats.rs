@@ -19,14 +19,22 @@ pub struct NatsSettings {
 
 impl Default for NatsSettings {
     fn default() -> Self {
-        Self { url: None, version: crate::utp::DEFAULT_VERSION.into(), credentials: None }
+        Self {
+            url: None,
+            version: toolcrib_protocol::utp::DEFAULT_VERSION.into(),
+            credentials: None,
+        }
     }
 }
 
 impl NatsSettings {
     /// Returns the endpoint to connect to, if NATS is configured.
-    pub fn endpoint(&self) -> Option<crate::utp::link::NatsEndpoint> {
+    pub fn endpoint(&self) -> Option<toolcrib_protocol::utp::nats_connection::NatsEndpoint> {
         let (version, credentials) = (self.version.clone(), self.credentials.clone());
-        Some(crate::utp::link::NatsEndpoint { url: self.url.clone()?, credentials, version })
+        Some(toolcrib_protocol::utp::nats_connection::NatsEndpoint {
+            url: self.url.clone()?,
+            credentials,
+            version,
+        })
     }
 }

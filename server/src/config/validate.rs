@@ -64,7 +64,7 @@ impl Config {
         for pattern in &http.allow_envs {
             check_pattern(pattern).map_err(|why| ConfigError::invalid("http.allow_envs", why))?;
         }
-        crate::sources::http::HttpSource::new(http.clone()).map(|_| ()).map_err(|why| {
+        toolcrib_sources::http::HttpSource::new(http.clone()).map(|_| ()).map_err(|why| {
             let (field, why) = why.split_once(": ").unwrap_or(("hosts", why.as_str()));
             ConfigError::invalid(&format!("http.{field}"), why)
         })

@@ -9,9 +9,9 @@ use toolcrib::delivery::RetrySchedule;
 use toolcrib::notify::DeliverySettings;
 
 use super::ConfigError;
-use crate::outbound::OutboundPolicy;
-use crate::task::MAX_DATA_BYTES;
 use crate::webhooks::{KEY_PREFIX, SigningKeySource, SigningKeySources};
+use toolcrib_protocol::background_task::MAX_DATA_BYTES;
+use toolcrib_protocol::outbound::OutboundPolicy;
 
 /// The longest wait in the retry schedule: a week in milliseconds.
 const WEEK_MS: u64 = 604_800_000;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use toolcrib::model::{Delta, Model, ModelError, ModelReply, ModelRequest};
 use toolcrib_bench::model::ScriptedModel;
-use toolcrib_server::models::{
+use toolcrib_sources::models::{
     AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, ModelResponseLimits, OpenAiModel,
 };
 

@@ -25,9 +25,9 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
-use toolcrib_server::assemble::ServerRuntime;
+use toolcrib_server::bootstrap::ServerRuntime;
 use toolcrib_server::config::Config;
-use toolcrib_server::{assemble, serve};
+use toolcrib_server::{bootstrap, serve};
 
 pub use api::Api;
 
@@ -61,7 +61,7 @@ impl Server {
 
     async fn on(dir: Arc<TempDir>, config: Config) -> Self {
         std::fs::create_dir_all(&config.data_dir).unwrap();
-        let served = assemble::start_server(&config).await.unwrap();
+        let served = bootstrap::start_server(&config).await.unwrap();
         let (router, engine) = (served.http_router(&config), served.engine.clone());
         let mut server = Self::open(dir, config, engine, router).await;
         server.served = Some(served);
@@ -72,7 +72,7 @@ impl Server {
     pub async fn of(engine: Engine) -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
         let config = Config::default();
-        let router = assemble::router_without_mcp_servers(&config, engine.clone());
+        let router = bootstrap::router_without_mcp_servers(&config, engine.clone());
         Self::open(dir, config, engine, router).await
     }
 
@@ -121,7 +121,7 @@ impl Server {
             allow: allow.iter().map(|pattern| (*pattern).to_owned()).collect(),
         };
         let operator = toolcrib::Caller::local("default");
-        let secret = toolcrib_server::auth::generate_secret();
+        let secret = toolcrib_transport::auth::generate_secret();
         let shown = self.engine.create_key(&operator, new, secret).await.unwrap();
         self.with_key(&shown.secret)
     }

@@ -12,7 +12,7 @@ mod panicking;
 mod tasks;
 
 use serde_json::{Value, json};
-use toolcrib_server::sources::mcp::McpServerSettings;
+use toolcrib_sources::mcp::McpServerSettings;
 
 use crate::support::{Api, Server, until};
 

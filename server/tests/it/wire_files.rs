@@ -6,7 +6,7 @@ use std::process::Command;
 use clap::CommandFactory;
 use serde_json::Value;
 use toolcrib_server::cli::Cli;
-use toolcrib_server::doors::http::{errors_page, openapi_json};
+use toolcrib_transport::http::{errors_page, openapi_json};
 
 use crate::support::Server;
 

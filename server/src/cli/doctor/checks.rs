@@ -6,11 +6,11 @@ use std::time::Duration;
 use toolcrib_store::{SQLITE_SCHEMA_VERSION, SqliteOpenError, SqliteStore};
 
 use super::{CheckResult, disk};
-use crate::auth::is_loopback_host;
 use crate::cli::CommandContext;
 use crate::cli::failure::CommandFailure;
 use crate::cli::output::format_bytes;
 use crate::config::{Config, DEFAULT_FILE, StoreLocation};
+use toolcrib_protocol::outbound::is_loopback_host;
 
 /// Below this a server will soon stop accepting calls.
 const LOW_SPACE_BYTES: u64 = 1 << 30;
@@ -144,7 +144,7 @@ pub async fn check_store(config: &Config) -> (CheckResult, bool) {
         }
         Err(why) => return (CheckResult::error(WHAT, format!("{shown}: {why}"), hint), false),
     }
-    match crate::assemble::open_admin_engine(config).await {
+    match crate::bootstrap::open_admin_engine(config).await {
         Ok(engine) => {
             let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
@@ -162,7 +162,7 @@ pub fn check_store_lock(config: &Config, runs: bool) -> Option<CheckResult> {
         Ok(StoreLocation::Sqlite(path)) if !runs => path,
         _ => return None,
     };
-    crate::kept::is_locked_by_server(&path).then(|| {
+    crate::open_store::is_locked_by_server(&path).then(|| {
         let message = format!(
             "another toolcrib serves {}, and not on {}: a second one will not start",
             path.display(),
@@ -180,7 +180,7 @@ pub fn check_store_lock(config: &Config, runs: bool) -> Option<CheckResult> {
 async fn check_postgres_store(config: &Config, kept: &StoreLocation) -> (CheckResult, bool) {
     const WHAT: &str = "store";
     let shown = kept.redacted();
-    match crate::assemble::open_admin_engine(config).await {
+    match crate::bootstrap::open_admin_engine(config).await {
         Ok(engine) => {
             let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());

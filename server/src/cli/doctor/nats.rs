@@ -9,7 +9,7 @@ use async_nats::jetstream::{self, ErrorCode};
 use super::CheckResult;
 use crate::cli::output::format_bytes;
 use crate::config::Config;
-use crate::utp::link::NatsEndpoint;
+use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
 
 const WHAT: &str = "nats";
 const LIMIT: Duration = Duration::from_secs(5);

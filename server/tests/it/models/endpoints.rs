@@ -5,7 +5,9 @@ use toolcrib::model::{Delta, FinishReason, Model, ModelRequest, TokenUsage, Tool
 use toolcrib_bench::model::{
     ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
 };
-use toolcrib_server::models::{AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, OpenAiModel};
+use toolcrib_sources::models::{
+    AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, OpenAiModel,
+};
 
 use super::*;
 

@@ -6,7 +6,7 @@ use serde_json::json;
 use toolcrib::Code;
 use toolcrib::model::{FinishReason, ModelError};
 use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply};
-use toolcrib_server::models::{ModelApi, ModelResponseLimits, OpenAiModel};
+use toolcrib_sources::models::{ModelApi, ModelResponseLimits, OpenAiModel};
 
 use super::*;
 use crate::support::soon;

@@ -9,7 +9,9 @@ use async_nats::{Client, HeaderMap, Request};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use toolcrib_server::utp::{NatsConnection, ToolHost, link::NatsEndpoint};
+use toolcrib_protocol::utp::NatsConnection;
+use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
+use toolcrib_sources::utp::host::ToolHost;
 
 use super::process::free_port;
 use super::{Server, soon, until};

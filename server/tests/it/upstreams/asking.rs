@@ -1,7 +1,7 @@
 //! What an upstream wants to know puts the call on hold, whichever way it asks.
 
 use serde_json::json;
-use toolcrib_server::sources::mcp::McpServerSettings;
+use toolcrib_sources::mcp::McpServerSettings;
 
 use super::{at, call, server, words};
 use crate::support::mcp::Mcp;

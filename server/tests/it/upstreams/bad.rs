@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use serde_json::{Value, json};
-use toolcrib_server::sources::mcp::McpServerSettings;
+use toolcrib_sources::mcp::McpServerSettings;
 
 use super::{at, call, in_state, server, words};
 use crate::support::mcp::Mcp;

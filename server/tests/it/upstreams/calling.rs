@@ -1,7 +1,7 @@
 //! Tools of upstreams are tools like any other.
 
 use serde_json::json;
-use toolcrib_server::sources::mcp::McpServerSettings;
+use toolcrib_sources::mcp::McpServerSettings;
 
 use super::{at, call, in_state, server, words};
 use crate::support::mcp::Mcp;

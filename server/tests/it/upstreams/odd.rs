@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use toolcrib_server::sources::mcp::McpServerSettings;
+use toolcrib_sources::mcp::McpServerSettings;
 
 use super::{at, call, in_state, words};
 use crate::support::upstream::program;

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
 use toolcrib::tool::ToolDefinition;
-use toolcrib_server::outbound::OutboundPolicy;
-use toolcrib_server::sources::mcp::{McpSource, UpstreamPhase, UpstreamRegistry};
+use toolcrib_protocol::outbound::OutboundPolicy;
+use toolcrib_sources::mcp::{McpSource, UpstreamPhase, UpstreamRegistry};
 
 use super::at;
 use crate::support::until;

@@ -2,7 +2,7 @@
 
 use async_nats::jetstream::consumer::pull;
 use serde_json::{Value, json};
-use toolcrib_server::utp::ToolHost;
+use toolcrib_sources::utp::host::ToolHost;
 
 use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{Server, until};
@@ -206,14 +206,14 @@ async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() 
     api.post("/projects/default/tools", tool("once.work", "slow", json!({}))).await.is(201);
     let count = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let (runs, lasts) = (count.clone(), std::time::Duration::from_millis(2_500));
-    let make = move |host: toolcrib_server::utp::ToolHost| {
+    let make = move |host: toolcrib_sources::utp::host::ToolHost| {
         let runs = runs.clone();
         host.with_ack_wait(std::time::Duration::from_secs(1)).with_fallback(move |job| {
             let n = runs.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             async move {
                 // The first time it is begun it lasts longer than the broker waits for a sign.
                 tokio::time::sleep(if n == 0 { lasts } else { lasts / 100 }).await;
-                toolcrib_server::utp::ToolJobResult::success(
+                toolcrib_sources::utp::host::ToolJobResult::success(
                     json!({ "tool": job.tool_name, "n": n }),
                 )
             }

@@ -231,9 +231,9 @@ async fn targets_that_are_written_alike_are_served_apart() {
     let mut hosts = Vec::new();
     for target in ["a-b", "a_b", "a/b"] {
         let name = format!("{}.work", target.replace(['-', '/'], "x"));
-        let make = |host: toolcrib_server::utp::ToolHost| {
+        let make = |host: toolcrib_sources::utp::host::ToolHost| {
             host.with_fallback(move |_| async move {
-                toolcrib_server::utp::ToolJobResult::success(json!(target))
+                toolcrib_sources::utp::host::ToolJobResult::success(json!(target))
             })
         };
         hosts.push(world.nats.host(target, make).await);
@@ -247,7 +247,7 @@ async fn targets_that_are_written_alike_are_served_apart() {
 #[tokio::test]
 async fn a_tool_that_panics_at_once_has_failed() {
     let Some(world) = World::new().await else { return };
-    let make = |host: toolcrib_server::utp::ToolHost| {
+    let make = |host: toolcrib_sources::utp::host::ToolHost| {
         host.with_tool("odd.work", |job| {
             assert_eq!(job.args["panics"], false, "before there is anything to wait for");
             async move { Ok(job.args) }
@@ -305,7 +305,7 @@ async fn a_card_with_another_content_is_answered() {
 #[tokio::test]
 async fn a_tool_is_told_its_trace_as_everybody_reads_it() {
     let Some(world) = World::new().await else { return };
-    let make = |host: toolcrib_server::utp::ToolHost| {
+    let make = |host: toolcrib_sources::utp::host::ToolHost| {
         host.with_tool("idle.work", |job| async move { Ok(json!(job.traceparent)) })
     };
     let _host = world.nats.host("traced", make).await;

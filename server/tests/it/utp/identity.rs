@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::json;
-use toolcrib_server::utp::ToolHost;
+use toolcrib_sources::utp::host::ToolHost;
 
 use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{Server, until};

@@ -197,7 +197,7 @@ async fn what_waits_is_overtaken_and_does_not_stay_for_ever() {
         post(format!("event-{n}"), "evt.agent.ada.state").await;
     }
     post("wakeup".to_owned(), "cmd.agent.w1.wakeup").await;
-    let _open = toolcrib_server::doors::nats::start(engine.clone(), nats.link("v1r3").await);
+    let _open = toolcrib_transport::nats::start(engine.clone(), nats.link("v1r3").await);
     hand.next_on("cg.v1r3.p.public.cmd.agent.w1.wakeup", "worker").await;
     until("the outbox to be empty", || async {
         engine.outbox(0, 1).await.unwrap().is_empty().then_some(())

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::json;
-use toolcrib_server::utp::ToolHost;
+use toolcrib_sources::utp::host::ToolHost;
 
 use crate::support::nats::{Hosted, Nats, tool};
 
@@ -13,7 +13,7 @@ use crate::support::nats::{Hosted, Nats, tool};
 async fn slow(nats: &Nats, done: &Arc<AtomicUsize>) -> Hosted {
     let done = done.clone();
     let make = |host: ToolHost| {
-        let run = move |job: toolcrib_server::utp::ToolJob| {
+        let run = move |job: toolcrib_sources::utp::host::ToolJob| {
             let done = done.clone();
             async move {
                 tokio::time::sleep(Duration::from_millis(700)).await;

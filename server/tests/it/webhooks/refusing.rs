@@ -154,7 +154,7 @@ async fn a_key_that_is_none_stops_the_start() {
         ..Default::default()
     };
     config.webhooks.signing_key_file = Some(file);
-    let error = toolcrib_server::assemble::start_server(&config).await.err().unwrap().to_string();
+    let error = toolcrib_server::bootstrap::start_server(&config).await.err().unwrap().to_string();
     assert!(error.contains("whsec_") && !error.contains("hunter2"), "{error}");
 }
 

@@ -8,7 +8,7 @@ use rmcp::transport::streamable_http_server::session::local::LocalSessionManager
 use rmcp::transport::{StreamableHttpServerConfig, StreamableHttpService};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use toolcrib_server::sources::mcp::McpServerSettings;
+use toolcrib_sources::mcp::McpServerSettings;
 
 use super::Fixture;
 

@@ -1,0 +1,237 @@
+//! Tests of the permitted addresses and URLs, and that host names cannot bypass the rules.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::net::TcpListener;
+
+use super::*;
+
+fn strict() -> OutboundPolicy {
+    OutboundPolicy::new("webhooks", false, &[])
+}
+
+fn listing(hosts: &[&str]) -> OutboundPolicy {
+    let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
+    OutboundPolicy::new("webhooks", false, &hosts)
+}
+
+#[test]
+fn private_addresses_in_every_spelling() {
+    for text in [
+        "0.0.0.0",
+        "0.1.2.3",
+        "10.0.0.1",
+        "10.255.255.255",
+        "100.64.0.1",
+        "100.127.255.255",
+        "127.0.0.1",
+        "127.9.9.9",
+        "169.254.169.254",
+        "172.16.0.1",
+        "172.31.255.255",
+        "192.0.0.1",
+        "192.0.2.5",
+        "192.88.99.1",
+        "192.168.1.1",
+        "198.18.0.1",
+        "198.19.255.255",
+        "198.51.100.7",
+        "203.0.113.9",
+        "224.0.0.1",
+        "240.0.0.1",
+        "255.255.255.255",
+        "::",
+        "::1",
+        "::127.0.0.1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::127.0.0.1",
+        "64:ff9b::10.1.2.3",
+        "64:ff9b:1::1",
+        "100::1",
+        "2001::1",
+        "2001:0:7f00:1::",
+        "2001:20::1",
+        "2001:db8::1",
+        "2002:7f00:1::",
+        "2002:a9fe:a9fe::1",
+        "2002:c0a8:101::",
+        "3fff::1",
+        "5f00::1",
+        "fc00::1",
+        "fd12::1",
+        "fe80::1",
+        "fec0::1",
+        "ff02::1",
+    ] {
+        assert!(!is_public(text.parse().unwrap()), "{text}");
+    }
+}
+
+#[test]
+fn public_addresses() {
+    for text in [
+        "1.1.1.1",
+        "8.8.8.8",
+        "100.63.255.255",
+        "100.128.0.1",
+        "172.15.0.1",
+        "172.32.0.1",
+        "192.0.1.1",
+        "198.17.0.1",
+        "198.20.0.1",
+        "223.255.255.255",
+        "2606:4700::1111",
+        "2a00:1450::1",
+        "2002:808:808::1",
+        "64:ff9b::8.8.8.8",
+        "::ffff:8.8.8.8",
+        "2001:200::1",
+    ] {
+        assert!(is_public(text.parse().unwrap()), "{text}");
+    }
+}
+
+#[test]
+fn urls_that_are_refused_say_why() {
+    for (url, why) in [
+        ("", "is not a URL"),
+        ("hooks.example/x", "is not a URL"),
+        ("/x", "is not a URL"),
+        ("https://", "is not a URL"),
+        ("ftp://hooks.example", "must begin with"),
+        ("file:///etc/passwd", "must begin with"),
+        ("javascript:alert(1)", "must begin with"),
+        ("https://user@hooks.example", "user name"),
+        ("https://:secret@hooks.example", "user name"),
+        ("https://hooks.example:0/", "port 0"),
+        ("http://localhost/x", "private network"),
+        ("http://LOCALHOST./x", "private network"),
+        ("http://a.localhost/x", "private network"),
+        ("http://127.0.0.1:9000", "private network"),
+        ("http://127.1", "private network"),
+        ("http://2130706433/", "private network"),
+        ("http://0x7f.0.0.1/", "private network"),
+        ("http://0177.0.0.1/", "private network"),
+        ("http://[::1]:80/", "private network"),
+        ("http://[::ffff:7f00:1]/", "private network"),
+        ("http://169.254.169.254/latest/meta-data", "private network"),
+    ] {
+        let error = strict().check(url).expect_err(url);
+        assert!(error.contains(why), "{url}: {error}");
+    }
+}
+
+#[test]
+fn urls_that_are_fine() {
+    for (url, kept) in [
+        ("https://hooks.example", "https://hooks.example/"),
+        ("HTTPS://Hooks.Example:443/a?b=c#d", "https://hooks.example/a?b=c"),
+        ("http://8.8.8.8:8080/x", "http://8.8.8.8:8080/x"),
+        ("https://bücher.example/", "https://xn--bcher-kva.example/"),
+    ] {
+        assert_eq!(strict().check(url).unwrap().as_str(), kept);
+    }
+    let open = OutboundPolicy::new("webhooks", true, &[]);
+    assert!(open.check("http://localhost:1/").is_ok());
+    assert!(open.check("http://10.0.0.1/").is_ok());
+    let some = listing(&["Hooks.internal", "*.svc.local", "127.0.0.1", "::1"]);
+    for url in ["http://127.0.0.1:9/", "http://[::1]/"] {
+        assert!(some.check(url).is_ok(), "{url}");
+    }
+    for url in ["http://127.0.0.2/", "http://localhost/", "http://10.0.0.1/"] {
+        assert!(some.check(url).is_err(), "{url}");
+    }
+    let private: IpAddr = [10, 0, 0, 1].into();
+    for host in ["hooks.internal", "HOOKS.internal.", "a.svc.local", "a.b.svc.local"] {
+        assert!(some.permits(host, private), "{host}");
+    }
+    for host in ["xhooks.internal", "svc.local", "xsvc.local", "a.svc.local.example"] {
+        assert!(!some.permits(host, private), "{host}");
+    }
+}
+
+/// Starts a listener that counts connections, and returns its address.
+async fn listener() -> (SocketAddr, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (address, came) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+    let count = came.clone();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            count.fetch_add(1, Ordering::SeqCst);
+            drop(stream);
+        }
+    });
+    (address, came)
+}
+
+#[tokio::test]
+async fn a_name_that_leads_to_a_private_address_is_not_connected_to() {
+    let (address, came) = listener().await;
+    let lookup = move |_| -> BoxFuture<'static, _> { Box::pin(async move { Ok(vec![address]) }) };
+    let url = format!("http://hooks.example:{}/", address.port());
+    let client = strict().client_builder_with_lookup(lookup).build().unwrap();
+    let error = client.post(&url).send().await.unwrap_err();
+    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(&error);
+    while let Some(cause) = source.filter(|cause| !cause.is::<PrivateAddressError>()) {
+        source = cause.source();
+    }
+    let why = source.expect("the rules refused it").to_string();
+    assert!(why.contains("hooks.example") && why.contains("webhooks.allow_private"), "{why}");
+    assert_eq!(came.load(Ordering::SeqCst), 0);
+    // With the host allowed the connection succeeds, so it was the rule that prevented it.
+    let client = listing(&["hooks.example"]).client_builder_with_lookup(lookup).build().unwrap();
+    assert!(client.post(&url).send().await.is_err(), "it hangs up");
+    assert!(came.load(Ordering::SeqCst) > 0);
+}
+
+/// The first DNS response is public, the second is not: the connection goes to the checked address.
+#[tokio::test]
+async fn a_name_that_changes_its_answer_gains_nothing() {
+    let (address, came) = listener().await;
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counting = asked.clone();
+    let lookup = move |_| -> BoxFuture<'static, _> {
+        let public = SocketAddr::new([192, 88, 98, 1].into(), address.port());
+        let first = counting.fetch_add(1, Ordering::SeqCst) == 0;
+        Box::pin(async move { Ok(if first { vec![public, address] } else { vec![address] }) })
+    };
+    let client = strict().client_builder_with_lookup(lookup);
+    let client = client.timeout(std::time::Duration::from_millis(200)).build().unwrap();
+    let url = format!("http://rebind.example:{}/", address.port());
+    for _ in 0..3 {
+        assert!(client.post(&url).send().await.is_err());
+    }
+    assert_eq!(asked.load(Ordering::SeqCst), 3);
+    assert_eq!(came.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn both_forms_of_retry_after() {
+    let given = |text: &str| {
+        let mut headers = HeaderMap::new();
+        headers.insert(RETRY_AFTER, text.parse().unwrap());
+        retry_after_ms(&headers)
+    };
+    assert_eq!(given("120"), Some(120_000));
+    assert_eq!(given(" 0 "), Some(0));
+    assert_eq!(given("-1"), None);
+    assert_eq!(given("soon"), None);
+    assert_eq!(given("Sun, 06 Nov 1994 08:49:37 GMT"), None, "long ago");
+    let later = given("Fri, 06 Nov 2093 08:49:37 GMT").unwrap();
+    assert!(later > 86_400_000, "{later}");
+    assert_eq!(retry_after_ms(&HeaderMap::new()), None);
+}
+
+#[test]
+fn loopback_names() {
+    for host in ["localhost", "localhost:8080", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "[::1]"] {
+        assert!(is_loopback_host(host), "{host}");
+    }
+    for host in
+        ["example.com", "localhost.example.com", "10.0.0.1:80", "", "[::2]", "127.0.0.1.nip.io"]
+    {
+        assert!(!is_loopback_host(host), "{host}");
+    }
+}

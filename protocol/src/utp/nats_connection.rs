@@ -1,0 +1,296 @@
+//! The connection to NATS: established in the background, held open, and re-established after a
+//! failure. Missing streams are created, so a broker that lost its data is set up like a new one.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use async_nats::connection::State;
+use async_nats::header::NATS_MESSAGE_ID;
+use async_nats::jetstream::consumer::DeliverPolicy;
+use async_nats::jetstream::consumer::pull::OrderedConfig;
+use async_nats::jetstream::context::{PublishError, PublishErrorKind};
+use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType};
+use async_nats::jetstream::{self, message::PublishMessage};
+use async_nats::{Client, ConnectOptions, HeaderMap};
+use futures::StreamExt;
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
+
+use super::wire;
+use crate::utp::card_followers::CardFollowers;
+
+/// Timeout of a publish before it is retried.
+const ACK_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for which the broker remembers message ids. It holds them in memory, so a full day would be
+/// too many; before an older command is published again, the stream is searched for its id.
+const DUPLICATE_WINDOW: Duration = Duration::from_secs(120);
+/// Time for which commands are stored.
+pub const DAY: Duration = Duration::from_secs(86_400);
+
+/// The reason why a message was not published.
+#[derive(Debug, thiserror::Error)]
+pub enum NatsPublishError {
+    /// Permanent while the broker's limit stays the same.
+    #[error("it is over the broker's limit for a message (max_payload)")]
+    TooLarge,
+    /// The streams exist, but none of them takes the subject.
+    #[error("no stream takes its subject")]
+    NoStream,
+    /// The message can never be published.
+    #[error("{0}")]
+    Invalid(String),
+    /// Publishing can be retried.
+    #[error("{0}")]
+    Retryable(String),
+}
+
+impl From<PublishError> for NatsPublishError {
+    fn from(error: PublishError) -> Self {
+        match error.kind() {
+            PublishErrorKind::MaxPayloadExceeded => Self::TooLarge,
+            PublishErrorKind::StreamNotFound => Self::NoStream,
+            _ => Self::Retryable(error.to_string()),
+        }
+    }
+}
+
+/// The address of a NATS broker.
+#[derive(Debug, Clone)]
+pub struct NatsEndpoint {
+    pub url: String,
+    /// Path of a NATS credentials file.
+    pub credentials: Option<std::path::PathBuf>,
+    /// The protocol version, which is part of every subject.
+    pub version: String,
+}
+
+/// A connection to NATS. Cheap to clone.
+#[derive(Clone)]
+pub struct NatsConnection {
+    client: Client,
+    jetstream: jetstream::Context,
+    version: Arc<str>,
+    on_connected: Arc<Notify>,
+    are_streams_ready: Arc<AtomicBool>,
+    /// The duplicate window of the command stream, which another program may have created.
+    duplicate_window_ms: Arc<AtomicU64>,
+    followers: Arc<CardFollowers>,
+    /// True if the outbox publisher has stopped and not yet recovered.
+    outbox_down: Arc<AtomicBool>,
+}
+
+impl NatsConnection {
+    /// Connects. If the broker is unavailable, connection attempts continue in the background.
+    pub async fn connect(address: &NatsEndpoint, name: &str) -> anyhow::Result<Self> {
+        let (came_up, streams_known) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
+        let (up, known) = (came_up.clone(), streams_known.clone());
+        let was_up = Arc::new(AtomicBool::new(false));
+        let mut options = ConnectOptions::new()
+            .name(name)
+            .retry_on_initial_connect()
+            .max_reconnects(None)
+            .reconnect_delay_callback(|tries| {
+                Duration::from_millis((50 * tries.min(20) as u64).min(1_000))
+            })
+            .request_timeout(Some(Duration::from_secs(10)))
+            .client_capacity(8_192)
+            .subscription_capacity(262_144)
+            .event_callback(move |event| {
+                let (up, known, was_up) = (up.clone(), known.clone(), was_up.clone());
+                async move {
+                    match event {
+                        async_nats::Event::Connected => {
+                            tracing::info!("connected to NATS");
+                            if was_up.swap(true, Ordering::AcqRel) {
+                                metrics::counter!("toolcrib_bus_reconnects_total").increment(1);
+                            }
+                            up.notify_waiters();
+                        }
+                        async_nats::Event::Disconnected => {
+                            tracing::warn!("disconnected from NATS; publishing waits");
+                            known.store(false, Ordering::Release);
+                        }
+                        other => tracing::debug!(event = %other, "NATS"),
+                    }
+                }
+            });
+        if let Some(path) = &address.credentials {
+            options = options.credentials_file(path).await?;
+        }
+        let urls: Vec<&str> = address.url.split(',').map(str::trim).collect();
+        let client = options.connect(urls).await?;
+        let mut jetstream = jetstream::new(client.clone());
+        jetstream.set_timeout(ACK_TIMEOUT);
+        let version = address.version.as_str().into();
+        Ok(Self {
+            client,
+            jetstream,
+            version,
+            on_connected: came_up,
+            are_streams_ready: streams_known,
+            duplicate_window_ms: Arc::default(),
+            followers: Arc::default(),
+            outbox_down: Arc::default(),
+        })
+    }
+
+    /// Returns the NATS client.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Returns the protocol version.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// Returns whether the broker is connected.
+    pub fn is_connected(&self) -> bool {
+        self.client.connection_state() == State::Connected
+    }
+
+    /// Returns a future that completes at the next reconnect.
+    pub fn wait_for_reconnect(&self) -> Notified<'_> {
+        self.on_connected.notified()
+    }
+
+    /// Waits until the broker is connected.
+    pub async fn wait_until_connected(&self) {
+        while !self.is_connected() {
+            // Polled as well, so that a missed event costs only a short delay.
+            let _ = tokio::time::timeout(Duration::from_millis(500), self.on_connected.notified())
+                .await;
+        }
+    }
+
+    /// Returns the tool services that receive cards in advance.
+    pub fn followers(&self) -> &CardFollowers {
+        &self.followers
+    }
+
+    /// Records whether the outbox is being published.
+    pub fn set_outbox_healthy(&self, well: bool) {
+        self.outbox_down.store(!well, Ordering::Release);
+    }
+
+    /// Returns true if the outbox is not being published although the broker is connected.
+    pub fn is_outbox_down(&self) -> bool {
+        self.outbox_down.load(Ordering::Acquire)
+    }
+
+    /// Makes the next publish check the streams again.
+    pub fn invalidate_streams(&self) {
+        self.are_streams_ready.store(false, Ordering::Release);
+    }
+
+    /// Returns the name of the command stream.
+    pub fn command_stream(&self) -> String {
+        format!("cg_cmd_{}", self.version)
+    }
+
+    /// Creates the streams that are missing.
+    pub async fn ensure_streams(&self) -> Result<(), NatsPublishError> {
+        if self.are_streams_ready.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let version = &self.version;
+        let streams = [
+            (self.command_stream(), format!("cg.{version}.*.*.cmd.*.*.>"), DAY),
+            (format!("cg_evt_{version}"), format!("cg.{version}.*.*.evt.*.*.>"), 7 * DAY),
+        ];
+        for (name, subject, max_age) in streams {
+            let made =
+                self.jetstream.get_or_create_stream(stream_config(name, subject, max_age)).await;
+            let made =
+                made.map_err(|error| NatsPublishError::Retryable(format!("no stream: {error}")))?;
+            let config = &made.cached_info().config;
+            if config.name == self.command_stream() {
+                let remembers_ms = config.duplicate_window.as_millis() as u64;
+                self.duplicate_window_ms.store(remembers_ms, Ordering::Release);
+            }
+        }
+        self.are_streams_ready.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Returns the time for which the broker drops a command with a known id.
+    pub fn duplicate_window_ms(&self) -> u64 {
+        self.duplicate_window_ms.load(Ordering::Acquire)
+    }
+
+    /// Returns those of these ids that belong to commands published on a subject since `since_ms`.
+    pub async fn find_published_ids(
+        &self,
+        subject: &str,
+        since_ms: u64,
+        ids: &HashSet<String>,
+    ) -> Result<HashSet<String>, async_nats::Error> {
+        let start_time = async_nats::datetime::from_nanos(i128::from(since_ms) * 1_000_000)?;
+        let config = OrderedConfig {
+            filter_subject: subject.to_owned(),
+            deliver_policy: DeliverPolicy::ByStartTime { start_time },
+            headers_only: true,
+            ..OrderedConfig::default()
+        };
+        let stream = self.jetstream.get_stream(self.command_stream()).await?;
+        let consumer = stream.create_consumer(config).await?;
+        let mut found = HashSet::new();
+        let mut left = consumer.cached_info().num_pending;
+        let mut messages = consumer.messages().await?;
+        while left > 0 && found.len() < ids.len() {
+            let next = tokio::time::timeout(ACK_TIMEOUT, messages.next()).await?;
+            let message = next.ok_or("the stream of commands has ended")??;
+            left = message.info()?.pending;
+            let headers = message.headers.as_ref();
+            let id = headers.and_then(|headers| headers.get(NATS_MESSAGE_ID));
+            found.extend(id.and_then(|id| ids.get(id.as_str())).cloned());
+        }
+        Ok(found)
+    }
+
+    /// Returns the JetStream context.
+    pub fn jetstream(&self) -> &jetstream::Context {
+        &self.jetstream
+    }
+
+    /// Publishes to a stream. On success the broker has stored the message. The broker drops a
+    /// message whose id it has seen within the duplicate window.
+    pub async fn publish(
+        &self,
+        subject: String,
+        mut headers: HeaderMap,
+        payload: Vec<u8>,
+        id: &str,
+    ) -> Result<(), NatsPublishError> {
+        self.ensure_streams().await?;
+        if !wire::set_header(&mut headers, NATS_MESSAGE_ID, id) {
+            return Err(NatsPublishError::Invalid("its id has a line break in it".to_owned()));
+        }
+        let message = PublishMessage::build().payload(payload.into()).headers(headers);
+        let sent = async { self.jetstream.send_publish(subject, message).await?.await };
+        match tokio::time::timeout(ACK_TIMEOUT, sent).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(why)) => {
+                self.invalidate_streams();
+                Err(why.into())
+            }
+            Err(_) => Err(NatsPublishError::Retryable("the broker did not answer".to_owned())),
+        }
+    }
+}
+
+/// Returns the configuration of Toolcrib's streams.
+pub fn stream_config(name: String, subject: String, max_age: Duration) -> StreamConfig {
+    StreamConfig {
+        name,
+        subjects: vec![subject],
+        retention: RetentionPolicy::Limits,
+        storage: StorageType::File,
+        num_replicas: 1,
+        max_age,
+        duplicate_window: DUPLICATE_WINDOW,
+        ..StreamConfig::default()
+    }
+}

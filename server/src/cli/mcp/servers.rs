@@ -1,0 +1,493 @@
+//! `toolcrib mcp add`, `ls`, `show`, `accept`, `refresh`, `rm`: manage upstream MCP servers.
+//!
+//! The commands use the server given with `--server`, or the one on this machine. If there is none,
+//! they work on the data directory, and so do `add` and `rm` if the server rejects the key. A
+//! server that uses the directory picks up the change.
+
+mod sign_in;
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::time::Duration;
+
+use clap::Subcommand;
+use reqwest::Method;
+use serde_json::{Map, Value, json};
+use toolcrib::{Caller, Engine};
+
+use crate::cli::client::{ApiClient, ApiRequest};
+use crate::cli::failure::{CommandFailure, exit};
+use crate::cli::output::{format_age, now_ms, sanitize_line, str_member, u64_member};
+use crate::cli::{CommandContext, StorageArgs};
+use crate::mcp_servers::{
+    MCP_UPSTREAM_KIND, find_desktop_servers, parse_servers_to_add, to_stored_settings,
+};
+
+/// Maximum time to wait for the first connection to a new MCP server.
+const CONNECT_WAIT: Duration = Duration::from_secs(30);
+
+#[derive(Debug, Subcommand)]
+pub enum McpServersCommand {
+    /// Add an MCP server: a program to start, or a URL
+    #[command(after_help = "\
+Examples:
+  toolcrib mcp add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
+  toolcrib mcp add far https://mcp.example.com/mcp --header 'Authorization: Bearer ${TOKEN}'
+  toolcrib mcp add far https://mcp.example.com/mcp && toolcrib mcp sign-in far
+  toolcrib mcp add db --env-from DATABASE_URL --pin -- uvx mcp-server-postgres
+  toolcrib mcp add --file ~/.config/client.json")]
+    Add(Box<AddMcpServerArgs>),
+    /// List the MCP servers and their state
+    #[command(alias = "list")]
+    Ls,
+    /// Show one MCP server in detail: its problem, its changes and its last output
+    Show {
+        /// Name of the MCP server
+        name: String,
+    },
+    /// Accept the current tools of a pinned MCP server
+    Accept {
+        /// Name of the MCP server
+        name: String,
+        /// Only these tools [default: all]
+        #[arg(value_name = "TOOL")]
+        tools: Vec<String>,
+    },
+    /// Reconnect to an MCP server now, or read its tools again
+    Refresh {
+        /// Name of the MCP server
+        name: String,
+    },
+    /// Sign in to an MCP server that requires it: prints the URL to open, and waits
+    SignIn {
+        /// Name of the MCP server
+        name: String,
+        /// Print the URL and do not wait
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// Delete the tokens of an MCP server
+    SignOut {
+        /// Name of the MCP server
+        name: String,
+    },
+    /// Remove an MCP server and its tools
+    #[command(alias = "remove")]
+    Rm {
+        /// Name of the MCP server
+        name: String,
+    },
+}
+
+/// Arguments that describe a single server. The others apply to each server of a file.
+const SINGLE_SERVER_ARGS: [&str; 7] =
+    ["name", "url", "command", "env", "env_from", "header", "cwd"];
+
+#[derive(Debug, clap::Args)]
+pub struct AddMcpServerArgs {
+    /// Name, and prefix of its tools: NAME.tool
+    #[arg(required_unless_present = "file")]
+    name: Option<String>,
+    /// URL of a server that uses HTTP
+    #[arg(conflicts_with = "command")]
+    url: Option<String>,
+    /// Environment variable for the program: NAME=VALUE; ${OTHER} comes from the server's
+    /// environment
+    #[arg(long, value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// Environment variable to pass from the server's environment to the program
+    #[arg(long, value_name = "NAME")]
+    env_from: Vec<String>,
+    /// Header to send with every request: 'Name: value'
+    #[arg(long, value_name = "HEADER")]
+    header: Vec<String>,
+    /// Working directory of the program
+    #[arg(long, value_name = "DIR")]
+    cwd: Option<String>,
+    /// Reject tools that change until they are accepted
+    #[arg(long)]
+    pin: bool,
+    /// Minimum effect of its tools: read, idempotent or irreversible
+    #[arg(long, value_name = "EFFECT")]
+    effect: Option<String>,
+    /// Minimum risk of its tools: low, medium, high or critical
+    #[arg(long, value_name = "RISK")]
+    risk: Option<String>,
+    /// File with mcpServers in the format of desktop clients; - for standard input
+    #[arg(long, value_name = "FILE", conflicts_with_all = SINGLE_SERVER_ARGS)]
+    file: Option<String>,
+    /// The program and its arguments
+    #[arg(last = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+/// The target of the commands: a running server or a data directory.
+enum McpServersTarget {
+    Server(ApiClient),
+    Directory { engine: Engine, caller: Caller },
+}
+
+impl McpServersTarget {
+    async fn open(
+        context: &CommandContext,
+        place: &StorageArgs,
+        verb: &McpServersCommand,
+    ) -> Result<Self, CommandFailure> {
+        let named = context.global.server.is_some();
+        if named && !place.is_given() {
+            return Ok(Self::Server(context.client()?));
+        }
+        if !place.is_given() {
+            let client = context.client()?;
+            match probe_server(&client).await {
+                Some(Ok(())) => return Ok(Self::Server(client)),
+                Some(Err(failure)) if failure.exit == exit::AUTH && !verb.works_offline() => {
+                    return Err(failure);
+                }
+                _ => {}
+            }
+        }
+        let config = context.config(None, place)?;
+        let engine = crate::bootstrap::open_admin_engine(&config).await?;
+        Ok(Self::Directory { engine, caller: Caller::local(context.project()) })
+    }
+}
+
+/// Requests the list of sources from a server. Returns `None` if no Toolcrib server responds.
+async fn probe_server(client: &ApiClient) -> Option<Result<(), CommandFailure>> {
+    if !client.is_toolcrib_alive().await {
+        return None;
+    }
+    Some(client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await.map(drop))
+}
+
+impl McpServersCommand {
+    /// Returns true if the command works on the data directory, for a local user without a key.
+    fn works_offline(&self) -> bool {
+        matches!(self, Self::Add(_) | Self::Rm { .. })
+    }
+}
+
+pub async fn run(
+    context: &CommandContext,
+    verb: McpServersCommand,
+    place: &StorageArgs,
+) -> Result<(), CommandFailure> {
+    let crib = McpServersTarget::open(context, place, &verb).await?;
+    match verb {
+        McpServersCommand::Add(args) => add(context, &crib, *args).await,
+        McpServersCommand::Ls => list(context, &crib).await,
+        McpServersCommand::Show { name } => show(context, &crib, &name).await,
+        McpServersCommand::Accept { name, tools } => accept(context, &crib, &name, tools).await,
+        McpServersCommand::Refresh { name } => refresh(context, &crib, &name).await,
+        McpServersCommand::SignIn { name, no_wait } => {
+            crate::cli::mcp::servers::sign_in::sign_in(context, &crib, &name, no_wait).await
+        }
+        McpServersCommand::SignOut { name } => {
+            crate::cli::mcp::servers::sign_in::sign_out(context, &crib, &name).await
+        }
+        McpServersCommand::Rm { name } => remove(context, &crib, &name).await,
+    }
+}
+
+/// Converts the arguments to the form that the API accepts.
+fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
+    if let Some(file) = &args.file {
+        let mut read = String::new();
+        let done = match file.as_str() {
+            "-" => std::io::stdin().read_to_string(&mut read).map(|_| ()),
+            path => std::fs::read_to_string(path).map(|text| read = text),
+        };
+        done.map_err(|error| CommandFailure::usage(format!("{file} cannot be read: {error}")))?;
+        let mut document: Value = serde_json::from_str(&read)
+            .map_err(|error| CommandFailure::usage(format!("{file} is not JSON: {error}")))?;
+        let mut said = Map::new();
+        if args.pin {
+            said.insert("pin".to_owned(), true.into());
+        }
+        for (field, value) in [("effect", args.effect), ("risk", args.risk)] {
+            said.extend(value.map(|value| (field.to_owned(), value.into())));
+        }
+        match find_desktop_servers(&mut document) {
+            Some(servers) => {
+                let each = servers.values_mut().filter_map(Value::as_object_mut);
+                each.for_each(|server| server.extend(said.clone()));
+            }
+            None => document.as_object_mut().into_iter().for_each(|one| one.extend(said.clone())),
+        }
+        return Ok(document);
+    }
+    let pairs = |given: &[String], between: char, what: &str| {
+        let split = |pair: &String| {
+            let (name, value) = pair.split_once(between)?;
+            Some((name.trim().to_owned(), value.trim().to_owned()))
+        };
+        let all: Option<BTreeMap<String, String>> = given.iter().map(split).collect();
+        all.ok_or_else(|| CommandFailure::usage(format!("write {what}")))
+    };
+    let mut made = json!({
+        "name": args.name,
+        "env": pairs(&args.env, '=', "--env NAME=VALUE")?,
+        "env_from": args.env_from,
+        "headers": pairs(&args.header, ':', "--header 'Name: value'")?,
+        "pin": args.pin,
+    });
+    let mut command = args.command.into_iter();
+    let optional = [
+        ("command", command.next()),
+        ("url", args.url),
+        ("cwd", args.cwd),
+        ("effect", args.effect),
+        ("risk", args.risk),
+    ];
+    for (field, value) in optional {
+        if let Some(value) = value {
+            made[field] = value.into();
+        }
+    }
+    made["args"] = command.collect::<Vec<String>>().into();
+    Ok(made)
+}
+
+async fn add(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    args: AddMcpServerArgs,
+) -> Result<(), CommandFailure> {
+    let output = context.output;
+    let document = build_definition(args)?;
+    match crib {
+        McpServersTarget::Server(client) => {
+            let spinner = output.start_spinner("waiting for its first answer");
+            let ask = ApiRequest::post(&["v1", "sources", "mcp"], document).wait(CONNECT_WAIT);
+            let added = client.request_json(ask).await;
+            spinner.finish_and_clear();
+            let added = added?;
+            if output.json {
+                return output.print_json(&added);
+            }
+            let sources = added["sources"].as_array().map(Vec::as_slice).unwrap_or_default();
+            for source in sources {
+                output.print_line(&describe_source(source))?;
+            }
+            Ok(())
+        }
+        McpServersTarget::Directory { engine, caller } => {
+            for settings in parse_servers_to_add(engine, caller, document)? {
+                engine
+                    .put_upstream(
+                        caller,
+                        &settings.name,
+                        MCP_UPSTREAM_KIND,
+                        to_stored_settings(&settings),
+                    )
+                    .await?;
+                output.print_line(&format!("{} is added", settings.name))?;
+            }
+            output.print_note(
+                "a server on this data directory connects to it; toolcrib mcp ls shows it",
+            );
+            Ok(())
+        }
+    }
+}
+
+fn describe_source(source: &Value) -> String {
+    let name = sanitize_line(str_member(source, "name"));
+    let state = str_member(source, "state");
+    match (state, source["problem"].as_str()) {
+        ("ready", _) => {
+            let tools = u64_member(source, "tools").unwrap_or_default();
+            let skipped = source["skipped"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let left_out = skipped.iter().take(10).map(|skipped| {
+                let (tool, why) = (str_member(skipped, "tool"), str_member(skipped, "why"));
+                let line = match why.starts_with(tool) {
+                    true => why.to_owned(),
+                    false => format!("{tool}: {why}"),
+                };
+                format!("\n  left out: {}", sanitize_line(&line))
+            });
+            format!("{name} is ready: {tools} tools, {name}.…{}", left_out.collect::<String>())
+        }
+        ("needs_sign_in", _) => {
+            let address = source["oauth"]["sign_in_url"].as_str().unwrap_or_default();
+            let address = sanitize_line(address);
+            format!(
+                "{name} needs somebody to sign in: toolcrib mcp sign-in {name}, or open\n{address}"
+            )
+        }
+        (_, Some(problem)) => {
+            format!("{name} is added, and is {state}: {}", sanitize_line(problem))
+        }
+        _ => format!("{name} is added, and is {state}"),
+    }
+}
+
+async fn list(context: &CommandContext, crib: &McpServersTarget) -> Result<(), CommandFailure> {
+    let output = context.output;
+    let answer = match crib {
+        McpServersTarget::Server(client) => {
+            client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await?
+        }
+        McpServersTarget::Directory { engine, caller } => {
+            let here = engine.upstreams().into_iter().filter(|u| u.project == caller.project);
+            let sources: Vec<Value> = here
+                .map(|upstream| {
+                    let tools = engine.upstream_tools(&upstream.project, &upstream.name).len();
+                    json!({ "name": upstream.name, "kind": upstream.kind, "state": "unknown",
+                        "tools": tools })
+                })
+                .collect();
+            output.print_note("no server answers: what is stored is shown, and not how it is");
+            json!({ "sources": sources })
+        }
+    };
+    if output.json {
+        return output.print_json(&answer);
+    }
+    let sources = answer["sources"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let now = now_ms();
+    let rows = sources.iter().map(|source| {
+        let since = u64_member(source, "since_ms").map(|ms| format_age(now.saturating_sub(ms)));
+        let pending = source["pending"].as_array().map_or(0, Vec::len);
+        let problem = source["problem"].as_str().map(str::to_owned);
+        let waits = (pending > 0).then(|| format!("{pending} to accept"));
+        let skipped = source["skipped"].as_array().map_or(0, Vec::len);
+        let left_out = (skipped > 0).then(|| format!("{skipped} left out: toolcrib mcp show"));
+        vec![
+            str_member(source, "name").to_owned(),
+            str_member(source, "state").to_owned(),
+            since.unwrap_or_default(),
+            u64_member(source, "tools").map(|n| n.to_string()).unwrap_or_default(),
+            str_member(source, "place").to_owned(),
+            problem.or(waits).or(left_out).unwrap_or_default(),
+        ]
+    });
+    let heads = ["NAME", "STATE", "SINCE", "TOOLS", "PLACE", "PROBLEM"];
+    output.print_table(&heads, rows.collect(), "no MCP servers: toolcrib mcp add --help")?;
+    for source in sources {
+        if let Some(address) = source["oauth"]["sign_in_url"].as_str() {
+            output.print_note(&format!(
+                "to sign in to {}, open",
+                sanitize_line(str_member(source, "name"))
+            ));
+            output.print_note(&format!("  {}", sanitize_line(address)));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the client of the running server: only a running server knows the state of its sources.
+fn require_server(crib: &McpServersTarget) -> Result<&ApiClient, CommandFailure> {
+    match crib {
+        McpServersTarget::Server(client) => Ok(client),
+        McpServersTarget::Directory { .. } => {
+            let message =
+                "no server answers here, and only a running one knows how its sources are";
+            Err(CommandFailure::new(exit::UNREACHABLE, "UNREACHABLE", message)
+                .hint("start it, or name it with --server URL --key KEY"))
+        }
+    }
+}
+
+async fn show(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+) -> Result<(), CommandFailure> {
+    let source = require_server(crib)?
+        .request_json(ApiRequest::get(&["v1", "sources", "mcp", name]))
+        .await?;
+    context.output.print_json(&source)
+}
+
+async fn refresh(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+) -> Result<(), CommandFailure> {
+    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
+    let source = require_server(crib)?.request_json(ask.wait(CONNECT_WAIT)).await?;
+    match context.output.json {
+        true => context.output.print_json(&source),
+        false => context.output.print_line(&describe_source(&source)),
+    }
+}
+
+async fn accept(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+    tools: Vec<String>,
+) -> Result<(), CommandFailure> {
+    let body = if tools.is_empty() { json!({}) } else { json!({ "tools": tools }) };
+    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "accept"], body);
+    let answer = require_server(crib)?.request_json(ask).await?;
+    if context.output.json {
+        return context.output.print_json(&answer);
+    }
+    let accepted = answer["accepted"].as_array().map(Vec::as_slice).unwrap_or_default();
+    for change in accepted {
+        let line = format!("{} ({})", str_member(change, "tool"), str_member(change, "change"));
+        context.output.print_line(&sanitize_line(&line))?;
+    }
+    if accepted.is_empty() {
+        context.output.print_note("there was nothing to accept");
+    }
+    Ok(())
+}
+
+async fn remove(
+    context: &CommandContext,
+    crib: &McpServersTarget,
+    name: &str,
+) -> Result<(), CommandFailure> {
+    match crib {
+        McpServersTarget::Server(client) => {
+            let path = ["v1", "sources", "mcp", name];
+            client.request_json(ApiRequest::new(Method::DELETE, &path)).await?;
+        }
+        McpServersTarget::Directory { engine, caller } => {
+            engine.remove_upstream(caller, name).await?
+        }
+    }
+    context.output.print_note(&format!("{} is removed, with its tools", sanitize_line(name)));
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use axum::http::StatusCode;
+    use axum::routing::get;
+
+    use super::*;
+
+    /// Starts a fake server with these routes.
+    async fn server(router: axum::Router) -> ApiClient {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        ApiClient::new(&address, None, None).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_server_that_wants_a_key_is_not_taken_for_none() {
+        let refusal = || async {
+            let error = json!({ "code": "UNAUTHENTICATED", "message": "a key is needed" });
+            (StatusCode::UNAUTHORIZED, axum::Json(json!({ "error": error })))
+        };
+        let ours = get(|| async { ([("toolcrib-version", "1")], "ok") });
+        let router = axum::Router::new().route("/healthz", ours);
+        let client = server(router.route("/v1/sources/mcp", get(refusal))).await;
+        let failure = probe_server(&client).await.unwrap().unwrap_err();
+        assert_eq!((failure.exit, failure.message.as_str()), (exit::AUTH, "a key is needed"));
+        assert!(
+            !McpServersCommand::Ls.works_offline()
+                && !McpServersCommand::Show { name: String::new() }.works_offline()
+        );
+        assert!(McpServersCommand::Rm { name: String::new() }.works_offline());
+        let other = axum::Router::new().fallback(|| async { "ok" });
+        assert!(probe_server(&server(other).await).await.is_none());
+    }
+}

@@ -1,0 +1,96 @@
+//! The tools that `toolcrib utp serve` offers: the built-in ones, and the HTTP API tools of the
+//! data directory.
+//!
+//! The definitions belong to the server of that directory, which may be running: this process reads
+//! them and never writes them. The tools are executed in this process.
+
+use toolcrib::fault::{Code, Error};
+use toolcrib::task::refresh;
+use toolcrib::tool::{Executor, ToolDefinition};
+use toolcrib::{Caller, Engine, Json};
+
+use crate::config::Config;
+use toolcrib_protocol::http_operation::HttpToolSpec;
+use toolcrib_sources::utp::host::ToolJob;
+
+pub(super) struct UtpToolCatalogue {
+    config: Config,
+    /// The engine that executes the tools.
+    pub(super) engine: Engine,
+    /// The engine that reads the definitions of the data directory, opened once it exists.
+    definitions: tokio::sync::OnceCell<Engine>,
+    /// The project whose tools are served for every command. Without it, each command uses the
+    /// tools of the project it names.
+    project: Option<String>,
+}
+
+impl UtpToolCatalogue {
+    pub(super) fn new(config: Config, engine: Engine, project: Option<String>) -> Self {
+        Self { config, engine, definitions: tokio::sync::OnceCell::new(), project }
+    }
+
+    /// Returns the names of the tools that are known before the first command.
+    pub(super) async fn tool_names(&self) -> Vec<String> {
+        let caller = Caller::local(self.project.as_deref().unwrap_or("default"));
+        let builtin = self.engine.tools(&caller);
+        let mut names: Vec<String> =
+            builtin.iter().map(|tool| tool.definition.name.clone()).collect();
+        if let Ok(Some(kept)) = self.open_definitions().await {
+            let own = kept.project_tools(&caller).unwrap_or_default();
+            let asked = own.iter().filter_map(|tool| executable_definition(&tool.definition));
+            names.extend(asked.map(|tool| tool.name));
+        }
+        names
+    }
+
+    /// Returns the caller for a job, after updating the definition of its tool to the newest
+    /// version.
+    pub(super) async fn prepare_call(&self, job: &ToolJob) -> Result<Caller, Error> {
+        let caller = Caller::local(self.project.as_deref().unwrap_or(&job.project));
+        let Some(kept) = self.open_definitions().await? else { return Ok(caller) };
+        refresh::run_once(kept).await;
+        let known = kept.project_tool(&caller, &job.tool_name).ok();
+        let wanted = known.and_then(|tool| executable_definition(&tool.definition));
+        let here = self.engine.project_tool(&caller, &job.tool_name).ok();
+        match (wanted, here) {
+            (Some(wanted), Some(here)) if here.version == wanted.version() => {}
+            (Some(wanted), _) => drop(self.engine.put_tool(&caller, wanted).await?),
+            (None, Some(_)) => self.engine.remove_tool(&caller, &job.tool_name).await?,
+            (None, None) => {}
+        }
+        Ok(caller)
+    }
+
+    /// Returns the engine of the data directory, if a server has created it.
+    async fn open_definitions(&self) -> Result<Option<&Engine>, Error> {
+        let there = self.config.store_location().is_ok_and(|kept| kept.may_exist());
+        if !there && self.definitions.get().is_none() {
+            return Ok(None);
+        }
+        let open = || crate::bootstrap::open_admin_engine(&self.config);
+        let kept = self.definitions.get_or_try_init(open).await.map_err(|error| {
+            tracing::warn!(error = format!("{error:#}"), "the data directory cannot be read");
+            Error::retry_later(Code::Overloaded, "the definitions cannot be read; try again", 1_000)
+        })?;
+        Ok(Some(kept))
+    }
+}
+
+/// Returns the definition in the form that is executed here, if it describes an HTTP API.
+fn executable_definition(tool: &ToolDefinition) -> Option<ToolDefinition> {
+    let mut tool = tool.clone();
+    let utp = tool.binding.as_mut()?;
+    let mut options = utp.options.to_value();
+    if !HttpToolSpec::is_present(&options) {
+        return None;
+    }
+    // The sender of the command has already applied the rules for arguments.
+    if utp.target_subject.take().is_some()
+        && let Some(options) = options.as_object_mut()
+    {
+        options.remove("args");
+        utp.options = Json::from_value(&serde_json::Value::Object(options.clone()));
+    }
+    tool.executor = Executor::Http;
+    Some(tool)
+}

@@ -1,0 +1,63 @@
+//! Settings of the transports.
+
+use schemars::JsonSchema;
+use serde::Deserialize;
+
+use toolcrib_transport::mcp;
+
+/// Transports: the interfaces that callers use.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(rename = "DoorSettings")]
+pub struct TransportSettings {
+    /// The MCP endpoint.
+    pub mcp: McpEndpointSettings,
+}
+
+/// The MCP endpoint.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(rename = "McpSettings")]
+pub struct McpEndpointSettings {
+    /// Serves `/mcp`.
+    pub enabled: bool,
+    /// Time an MCP client that supports tasks waits for a result before it receives a task.
+    pub task_after_ms: u64,
+    /// Time any other MCP client waits before it receives the ticket, with which it can ask again.
+    pub wait_ms: u64,
+    /// Number of tools on one page of `tools/list`.
+    pub page_size: usize,
+    /// Lists of more tools are replaced by three tools that search, describe and call, unless the
+    /// MCP client requests `?catalogue=full`.
+    pub catalogue_over: usize,
+    /// Results of more tokens are returned as a digest with a link to the full result.
+    pub result_tokens: usize,
+    /// Time for which an MCP client may treat a list as fresh.
+    pub ttl_ms: u64,
+    /// Maximum number of concurrent sessions of MCP clients that use older protocol revisions.
+    pub max_sessions: usize,
+    /// Origins of web pages that may use `/mcp`, in addition to those of this machine:
+    /// `https://app.example.com`.
+    pub allowed_origins: Vec<String>,
+    /// Host names of this server, in addition to loopback. If empty, any name is accepted once
+    /// there are keys.
+    pub allowed_hosts: Vec<String>,
+}
+
+impl Default for McpEndpointSettings {
+    fn default() -> Self {
+        let settings = mcp::McpTransportSettings::default();
+        Self {
+            enabled: true,
+            task_after_ms: settings.task_after_ms,
+            wait_ms: settings.wait_ms,
+            page_size: settings.page_size,
+            catalogue_over: settings.catalogue_threshold,
+            result_tokens: settings.result_tokens,
+            ttl_ms: settings.ttl_ms,
+            max_sessions: settings.max_sessions,
+            allowed_origins: Vec::new(),
+            allowed_hosts: Vec::new(),
+        }
+    }
+}

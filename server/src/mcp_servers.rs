@@ -1,0 +1,199 @@
+//! Reconciles the connected MCP servers with the configuration and the tool registry, and records
+//! the tools they offer. It connects the MCP source, which does not know the engine, with the
+//! transports, which do not know any source.
+
+mod api;
+mod list_cache;
+mod passthrough;
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use tokio::task::JoinHandle;
+use toolcrib::directory::Upstream;
+use toolcrib::tool::ToolDefinition;
+use toolcrib::{Caller, Engine};
+
+use crate::config::McpServerAdmissionSettings;
+use toolcrib_protocol::outbound::OutboundPolicy;
+use toolcrib_sources::mcp::{McpServerSettings, McpSource, UpstreamPhase, UpstreamRegistry};
+
+pub use crate::mcp_servers::passthrough::UpstreamPassthrough;
+pub use api::{find_desktop_servers, parse_servers_to_add, to_stored_settings};
+
+/// The registry's kind of upstream that this module manages.
+pub const MCP_UPSTREAM_KIND: &str = "mcp";
+
+/// Maximum time that child processes have to exit when the server stops.
+const ENDING: Duration = Duration::from_secs(8);
+
+/// Returns the policy that limits the addresses of upstreams added with an API key.
+pub fn outbound_policy(settings: &McpServerAdmissionSettings) -> OutboundPolicy {
+    OutboundPolicy::new("upstreams", settings.allow_private, &settings.allow_hosts)
+}
+
+/// The engine's tool registry, as the MCP source sees it.
+struct EngineUpstreamRegistry(Engine);
+
+#[async_trait]
+impl UpstreamRegistry for EngineUpstreamRegistry {
+    fn accepted_tools(&self, project: &str, upstream: &str) -> BTreeMap<String, ToolDefinition> {
+        let tools = self.0.upstream_tools(project, upstream);
+        let tools = tools.iter().map(|entry| entry.definition.clone());
+        tools.map(|tool| (tool.name.clone(), tool)).collect()
+    }
+
+    async fn set_tools(
+        &self,
+        project: &str,
+        upstream: &str,
+        tools: Vec<ToolDefinition>,
+        why: &str,
+    ) -> Result<Vec<(String, String)>, String> {
+        let kept = self.0.set_upstream_tools(project, upstream, tools, why).await;
+        kept.map_err(|error| format!("its tools cannot be stored: {error}"))
+    }
+
+    async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, String> {
+        let found = self.0.upstream_credential(project, upstream).await;
+        found.map_err(|error| format!("its sign-in cannot be read: {error}"))
+    }
+
+    async fn set_credential(
+        &self,
+        project: &str,
+        upstream: &str,
+        grant: Option<String>,
+    ) -> Result<(), String> {
+        let kept = self.0.set_upstream_credential(project, upstream, grant).await;
+        kept.map_err(|error| format!("its sign-in cannot be stored: {error}"))
+    }
+
+    fn default_timeout_ms(&self, project: &str) -> u64 {
+        self.0.default_timeout_ms(&Caller::local(project))
+    }
+}
+
+/// Keeps the MCP source in step with the configured and the registered upstreams.
+pub struct McpServerReconciler {
+    engine: Engine,
+    upstreams: Arc<McpSource>,
+    /// Upstreams from the configuration file.
+    configured: Vec<McpServerSettings>,
+    settings: McpServerAdmissionSettings,
+    task: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl McpServerReconciler {
+    /// Starts to reconcile the configured upstreams and those in the registry. Costs nothing while
+    /// there are none.
+    pub fn start(
+        engine: Engine,
+        upstreams: Arc<McpSource>,
+        configured: Vec<McpServerSettings>,
+        settings: McpServerAdmissionSettings,
+    ) -> Arc<Self> {
+        upstreams.set_registry(Arc::new(EngineUpstreamRegistry(engine.clone())));
+        let task = Mutex::default();
+        let keeper = Arc::new(Self { engine, upstreams, configured, settings, task });
+        let following = Arc::downgrade(&keeper);
+        let (engine, upstreams) = (keeper.engine.clone(), keeper.upstreams.clone());
+        keeper.reconcile();
+        *keeper.task.lock() = Some(tokio::spawn(async move {
+            if let Some(keeper) = following.upgrade() {
+                keeper.forget_removed_servers().await;
+            }
+            let mut seen = 0;
+            while let Some(version) = engine.wait_for_directory_change(seen).await {
+                seen = version;
+                match following.upgrade() {
+                    Some(keeper) => keeper.reconcile(),
+                    None => break,
+                }
+            }
+            upstreams.close().await;
+        }));
+        keeper
+    }
+
+    /// Returns the upstreams that should be connected. The configuration takes precedence over the
+    /// registry.
+    fn desired_servers(&self) -> Vec<McpServerSettings> {
+        let mut wanted = self.configured.clone();
+        let ours = |u: &McpServerSettings| (u.project.clone(), u.name.clone());
+        let taken: HashSet<_> = wanted.iter().map(ours).collect();
+        let stored =
+            self.engine.upstreams().into_iter().filter(|known| known.kind == MCP_UPSTREAM_KIND);
+        wanted.extend(
+            stored
+                .filter_map(parse_stored_settings)
+                .filter(|settings| !taken.contains(&ours(settings))),
+        );
+        wanted
+    }
+
+    fn reconcile(&self) {
+        self.upstreams.set_servers(self.desired_servers());
+    }
+
+    /// Removes the tools and credentials of upstreams that are neither configured nor registered
+    /// any more.
+    async fn forget_removed_servers(&self) {
+        let wanted = self.desired_servers();
+        let mut places = self.engine.upstreams_with_tools();
+        places.extend(self.engine.upstreams_with_credentials().await.unwrap_or_default());
+        for (project, name) in places {
+            let known = wanted.iter().any(|u| u.project == project && u.name == name);
+            if !known && let Err(error) = self.engine.remove_upstream_tools(&project, &name).await {
+                tracing::warn!(upstream = name, %error, "cannot remove its tools");
+            }
+        }
+    }
+
+    /// Waits until all upstreams are shut down. Call it after the engine has been shut down.
+    pub async fn close(&self) {
+        let task = self.task.lock().take();
+        if let Some(task) = task {
+            let _ = tokio::time::timeout(ENDING, task).await;
+        }
+    }
+
+    /// Returns `true` if the upstream is ready, once its state is known or `limit` has passed.
+    pub async fn wait_until_ready(&self, project: &str, name: &str, limit: Duration) -> bool {
+        self.upstreams.wait_until_known(project, name, tokio::time::Instant::now() + limit).await;
+        self.upstreams
+            .status(project, name)
+            .is_some_and(|shown| shown.state.phase == UpstreamPhase::Ready)
+    }
+
+    /// Returns the current problem of an upstream, if any.
+    pub fn problem(&self, project: &str, name: &str) -> Option<String> {
+        self.upstreams.status(project, name)?.state.problem
+    }
+
+    /// Sets the URL at which a person's browser reaches the server.
+    pub fn set_public_base_url(&self, base: String) {
+        self.upstreams.set_public_base_url(base);
+    }
+
+    /// Returns the passthrough of resources, prompts and completions of upstreams.
+    pub fn passthrough(&self) -> Arc<UpstreamPassthrough> {
+        Arc::new(UpstreamPassthrough::new(self.engine.clone(), self.upstreams.clone()))
+    }
+}
+
+/// Parses the settings of a stored upstream.
+fn parse_stored_settings(known: Upstream) -> Option<McpServerSettings> {
+    match serde_json::from_str::<McpServerSettings>(known.settings.text()) {
+        Ok(settings) => {
+            Some(McpServerSettings { project: known.project, name: known.name, ..settings })
+        }
+        Err(error) => {
+            tracing::warn!(upstream = known.name, %error, "cannot read its stored settings");
+            None
+        }
+    }
+}

@@ -1,7 +1,0 @@
-//! Execution of tools, one module per protocol. A source knows its port and its protocol's crate;
-//! it never uses the store, another source or a transport.
-
-pub mod builtin;
-pub mod http;
-pub mod mcp;
-pub mod utp;

@@ -1,0 +1,242 @@
+//! The source of tools that are operations of HTTP APIs.
+//!
+//! Definitions come from callers, so a definition never decides where the server connects to: the
+//! host must be on the operator's allowlist, the address it resolves to must not be private, and a
+//! response cannot redirect the request to another host. Secrets are read from the environment
+//! here, at the moment of use, and redacted from every response.
+
+mod client;
+mod response;
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use reqwest::Url;
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokio_util::sync::CancellationToken;
+use toolcrib::CallId;
+use toolcrib::args;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::json::Json;
+use toolcrib::policy;
+use toolcrib::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::tool::{Executor, ToolDefinition};
+
+use client::HttpApiClient;
+use toolcrib_protocol::http_operation::host_allowlist::HostAllowlist;
+use toolcrib_protocol::http_operation::jina::{self, JinaEndpoints};
+use toolcrib_protocol::http_operation::redaction::SecretRedactor;
+use toolcrib_protocol::http_operation::{
+    HttpToolSpec, OperationRequest, bad_request_fault, seconds_to_ms,
+};
+use toolcrib_protocol::outbound::OutboundPolicy;
+
+/// Tools that are operations of HTTP APIs.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct HttpSettings {
+    /// Hosts that tools may connect to: `api.example.com`, `*.example.com`. Another port or plain
+    /// HTTP must be written out: `api.example.com:8443`, `http://127.0.0.1:8080`.
+    pub hosts: Vec<String>,
+    /// Allow every listed host to have an address in a private network.
+    pub allow_private: bool,
+    /// Hosts whose addresses may be in private networks.
+    pub allow_hosts: Vec<String>,
+    /// Patterns of the environment variables that a definition may name. The server's own variables
+    /// (`TOOLCRIB_…`) are never allowed.
+    pub allow_envs: Vec<String>,
+    /// Default timeout of a request in milliseconds, where the definition sets none.
+    pub timeout_ms: u64,
+    /// Maximum size of a response in bytes.
+    pub max_response_bytes: usize,
+    /// Arguments of every HTTP tool that come from the environment: `{ argument = "VARIABLE" }`.
+    pub envs: BTreeMap<String, String>,
+    /// Jina's search and reader.
+    pub jina: JinaSettings,
+}
+
+impl Default for HttpSettings {
+    fn default() -> Self {
+        Self {
+            hosts: vec!["s.jina.ai".into(), "r.jina.ai".into()],
+            allow_private: false,
+            allow_hosts: Vec::new(),
+            allow_envs: vec!["*".into()],
+            timeout_ms: 30_000,
+            max_response_bytes: 1 << 20,
+            envs: BTreeMap::new(),
+            jina: JinaSettings::default(),
+        }
+    }
+}
+
+/// Jina's search and reader.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct JinaSettings {
+    /// URL of the search. Its host must be in `hosts`.
+    pub search_url: String,
+    /// URL of the reader. Its host must be in `hosts`.
+    pub reader_url: String,
+    /// Arguments of Jina's tools that come from the environment.
+    pub envs: BTreeMap<String, String>,
+}
+
+impl Default for JinaSettings {
+    fn default() -> Self {
+        let (search_url, reader_url) = ("https://s.jina.ai".into(), "https://r.jina.ai".into());
+        Self { search_url, reader_url, envs: BTreeMap::new() }
+    }
+}
+
+/// Executes tools by calling HTTP APIs.
+pub struct HttpSource {
+    allowed: HostAllowlist,
+    outbound: OutboundPolicy,
+    jina_endpoints: JinaEndpoints,
+    settings: HttpSettings,
+    client: HttpApiClient,
+    running: Mutex<HashMap<(CallId, u32), CancellationToken>>,
+}
+
+impl HttpSource {
+    /// Creates the source, or returns an error message about the settings.
+    pub fn new(settings: HttpSettings) -> Result<Self, String> {
+        let places = JinaEndpoints::parse(&settings.jina.search_url, &settings.jina.reader_url)?;
+        let allowed =
+            HostAllowlist::parse(&settings.hosts).map_err(|why| format!("hosts: {why}"))?;
+        let outbound = OutboundPolicy::new("http", settings.allow_private, &settings.allow_hosts);
+        let upstream = HttpApiClient::new(outbound.clone(), settings.max_response_bytes);
+        Ok(Self {
+            allowed,
+            outbound,
+            jina_endpoints: places,
+            settings,
+            client: upstream,
+            running: Mutex::default(),
+        })
+    }
+
+    /// Returns the value of a variable that a definition may name, if it is set and not empty.
+    fn read_variable(&self, name: &str) -> Option<String> {
+        let own = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
+        let named = self.settings.allow_envs.iter().any(|p| policy::pattern_matches(p, name));
+        if own || !named {
+            tracing::warn!(variable = name, "http.allow_envs does not allow this variable");
+            return None;
+        }
+        std::env::var(name).ok().filter(|value| !value.is_empty())
+    }
+
+    fn build_request(&self, options: &Value, given: &Json) -> Result<OperationRequest, Fault> {
+        let plan = HttpToolSpec::from_options(options).map_err(bad_request_fault)?;
+        let Value::Object(mut given) = given.to_value() else {
+            return Err(bad_request_fault("the arguments must be an object"));
+        };
+        let mut secrets = SecretRedactor::default();
+        self.insert_env_args(&plan, options, &mut given, &mut secrets);
+        let look = |name: &str| self.read_variable(name);
+        let request = match &plan {
+            HttpToolSpec::Http(operation) => operation.build_request(&given, secrets, &look),
+            HttpToolSpec::Jina => {
+                jina::build_request(options, &self.jina_endpoints, &given, secrets, &look)
+            }
+        }?;
+        self.check_destination(&request.url)?;
+        Ok(request)
+    }
+
+    /// Inserts the arguments from the environment. The operator's variables override the
+    /// definition's.
+    fn insert_env_args(
+        &self,
+        plan: &HttpToolSpec,
+        options: &Value,
+        given: &mut Map<String, Value>,
+        secrets: &mut SecretRedactor,
+    ) {
+        let mut envs = args::parse_env_arguments(options);
+        envs.extend(self.settings.envs.clone());
+        if *plan == HttpToolSpec::Jina {
+            envs.extend(self.settings.jina.envs.clone());
+        }
+        for (arg, name) in envs {
+            match self.read_variable(&name) {
+                Some(value) => {
+                    secrets.add(&value);
+                    given.insert(arg, Value::String(value));
+                }
+                None => tracing::warn!(arg, variable = name, "variable not set; omitted"),
+            }
+        }
+    }
+
+    fn check_destination(&self, url: &Url) -> Result<(), Fault> {
+        let refused = |why: String| {
+            Fault::new(Code::PermissionDenied, why).without_side_effect().retryable(false)
+        };
+        if !self.allowed.allows(url) {
+            let place = origin(url);
+            let message = format!("{place} may not be asked: it is not in the setting http.hosts");
+            return Err(refused(message));
+        }
+        let checked = self.outbound.check(url.as_str());
+        checked.map(|_| ()).map_err(|why| refused(format!("the tool's URL {why}")))
+    }
+
+    async fn run(&self, attempt: &Attempt) -> Result<Json, Fault> {
+        let Some(command) = &attempt.command else {
+            return Err(Fault::new(Code::Internal, "the definition is gone").without_side_effect());
+        };
+        let request = self.build_request(&command.binding.options.to_value(), &attempt.args)?;
+        let own_ms = request.timeout_s.map(seconds_to_ms);
+        let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
+        let left_ms = attempt.deadline_ms.saturating_sub(now_ms);
+        let limit = Duration::from_millis(own_ms.unwrap_or(self.settings.timeout_ms).min(left_ms));
+        let began = std::time::Instant::now();
+        let came = self.client.send(&request, limit).await;
+        let about = crate::http::response::HttpCallContext {
+            tool: &attempt.tool,
+            tool_call_id: &command.route.tool_call_id,
+        };
+        crate::http::response::interpret_response(&request, came, began.elapsed(), &about)
+    }
+}
+
+/// Returns a URL's scheme, host and port, which contain no secret.
+fn origin(url: &Url) -> String {
+    url.origin().ascii_serialization()
+}
+
+#[async_trait]
+impl Source for HttpSource {
+    fn executor(&self) -> Executor {
+        Executor::Http
+    }
+
+    fn list(&self) -> Vec<ToolDefinition> {
+        Vec::new()
+    }
+
+    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
+        let canceled = CancellationToken::new();
+        let place = (attempt.call_id.clone(), attempt.number);
+        self.running.lock().insert(place.clone(), canceled.clone());
+        let done = tokio::select! {
+            done = self.run(&attempt) => done,
+            () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "stopped")),
+        };
+        self.running.lock().remove(&place);
+        Started::Finished(done)
+    }
+
+    fn cancel(&self, call_id: &CallId, attempt: u32) {
+        if let Some(canceled) = self.running.lock().remove(&(call_id.clone(), attempt)) {
+            canceled.cancel();
+        }
+    }
+}

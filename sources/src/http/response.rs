@@ -1,0 +1,213 @@
+//! Converts an HTTP response to a result or a fault.
+
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use toolcrib::fault::{Code, Fault};
+use toolcrib::json::{self, Json};
+
+use super::client::{HttpApiError, HttpApiResponse};
+use super::origin;
+use toolcrib_protocol::http_operation::OperationRequest;
+
+/// Maximum number of characters of a body in a fault.
+const SHOWN: usize = 2_000;
+
+/// The call that a response belongs to.
+pub(super) struct HttpCallContext<'a> {
+    pub(super) tool: &'a str,
+    pub(super) tool_call_id: &'a str,
+}
+
+/// Interprets a response. The result and the fault contain no secrets.
+pub(super) fn interpret_response(
+    request: &OperationRequest,
+    came: Result<HttpApiResponse, HttpApiError>,
+    took: Duration,
+    about: &HttpCallContext<'_>,
+) -> Result<Json, Fault> {
+    let host = origin(&request.url);
+    let came = came.map_err(|trouble| {
+        let mut fault = fault_from_error(&host, trouble);
+        fault.message = request.secrets.redact(&fault.message);
+        fault
+    })?;
+    if !came.status.is_success() {
+        return Err(status_fault(&host, &came, about));
+    }
+    let latency_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+    match request.jina {
+        true => map_jina_response(&host, &came, latency_ms, about),
+        false => map_response(&host, request, &came),
+    }
+}
+
+fn fault_from_error(host: &str, trouble: HttpApiError) -> Fault {
+    match trouble {
+        HttpApiError::InvalidRequest(why) => {
+            toolcrib_protocol::http_operation::bad_request_fault(why)
+        }
+        HttpApiError::Forbidden(why) => {
+            Fault::new(Code::PermissionDenied, why).without_side_effect()
+        }
+        HttpApiError::Unreachable(why) => {
+            Fault::unreachable(format!("{host} cannot be reached: {why}"))
+        }
+        HttpApiError::Interrupted(why) => {
+            Fault::new(Code::UpstreamUnavailable, format!("{host} broke off: {why}"))
+        }
+        HttpApiError::TimedOut(limit) => {
+            let message = format!("{host} did not answer within {} ms", limit.as_millis());
+            Fault::new(Code::Timeout, message)
+        }
+        HttpApiError::TooLarge(limit) => {
+            let message = format!(
+                "the answer of {host} is over the limit of {limit} bytes (http.max_response_bytes)"
+            );
+            Fault::new(Code::PayloadTooLarge, message)
+        }
+        HttpApiError::RedirectRefused(what) => {
+            Fault::new(Code::UpstreamUnavailable, format!("{host} {what}")).retryable(false)
+        }
+    }
+}
+
+/// Returns the fault code for a status, and whether the call was refused before it had any effect.
+fn code_for_status(status: StatusCode) -> (Code, bool) {
+    match status.as_u16() {
+        401 => (Code::Unauthenticated, true),
+        403 => (Code::PermissionDenied, true),
+        404 | 410 => (Code::NotFound, true),
+        408 => (Code::Timeout, false),
+        409 => (Code::Conflict, true),
+        413 => (Code::PayloadTooLarge, true),
+        422 => (Code::ValidationError, true),
+        429 => (Code::RateLimited, true),
+        400..=499 => (Code::BadRequest, true),
+        _ => (Code::UpstreamUnavailable, false),
+    }
+}
+
+fn status_fault(host: &str, came: &HttpApiResponse, about: &HttpCallContext<'_>) -> Fault {
+    let status = came.status.as_u16();
+    let (code, refused) = code_for_status(came.status);
+    let fault = Fault::new(code, format!("HTTP {status} from {host}"));
+    let mut detail = json!({
+        "status_code": status,
+        "details": redacted_body(came),
+        "tool_name": about.tool,
+        "tool_call_id": about.tool_call_id,
+    });
+    // The engine reads this field as the time to wait before a retry.
+    if let Some(ms) = came.retry_after_ms.filter(|_| matches!(status, 429 | 503)) {
+        detail["retry_after_ms"] = ms.into();
+    }
+    let fault = fault.with_detail(detail);
+    if refused { fault.without_side_effect() } else { fault }
+}
+
+/// Returns a body for display, redacted and truncated; as JSON if it is JSON.
+fn redacted_body(came: &HttpApiResponse) -> Value {
+    let text = String::from_utf8_lossy(&came.body);
+    let parsed = json::check(text.as_bytes()).ok().and_then(|()| serde_json::from_str(&text).ok());
+    if let Some(mut value @ (Value::Object(_) | Value::Array(_))) = parsed {
+        came.secrets.redact_json(&mut value);
+        if value.to_string().len() <= SHOWN {
+            return value;
+        }
+        return Value::from(value.to_string().chars().take(SHOWN).collect::<String>());
+    }
+    Value::from(came.secrets.redact(&text).chars().take(SHOWN).collect::<String>())
+}
+
+fn is_json(came: &HttpApiResponse) -> bool {
+    let kind = came.content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    kind == "application/json" || kind.ends_with("+json") || kind == "text/json"
+}
+
+fn unreadable_response_fault(host: &str, why: &str) -> Fault {
+    Fault::runtime(format!("the answer of {host} cannot be read: {why}")).retryable(false)
+}
+
+/// Parses the body and redacts its secrets. Also returns whether the body is unchanged.
+fn parse_redacted(host: &str, came: &HttpApiResponse) -> Result<(Value, bool), Fault> {
+    let wrong = |why: String| unreadable_response_fault(host, &came.secrets.redact(&why));
+    json::check(&came.body).map_err(|error| wrong(error.to_string()))?;
+    let mut value: Value =
+        serde_json::from_slice(&came.body).map_err(|error| wrong(error.to_string()))?;
+    let changed = came.secrets.redact_json(&mut value);
+    Ok((value, !changed))
+}
+
+fn map_response(
+    host: &str,
+    request: &OperationRequest,
+    came: &HttpApiResponse,
+) -> Result<Json, Fault> {
+    if came.body.is_empty() {
+        return Ok(Json::from_value(&json!({ "status_code": came.status.as_u16() })));
+    }
+    if !is_json(came) {
+        let text = decode_text(host, came)?;
+        return Ok(Json::from_value(&json!({ "data": text })));
+    }
+    let (value, untouched) = parse_redacted(host, came)?;
+    if let Some(pointer) = &request.mapping.pointer {
+        return value.pointer(pointer).map(Json::from_value).ok_or_else(|| {
+            unreadable_response_fault(host, &format!("there is nothing at {pointer} in it"))
+        });
+    }
+    // Stores the body byte for byte if nothing was redacted.
+    let as_it_came = std::str::from_utf8(&came.body).ok().filter(|_| untouched);
+    let kept = as_it_came.and_then(|text| Json::parse(text).ok());
+    Ok(kept.unwrap_or_else(|| Json::from_value(&value)))
+}
+
+fn decode_text(host: &str, came: &HttpApiResponse) -> Result<String, Fault> {
+    match std::str::from_utf8(&came.body) {
+        Ok(text) => Ok(came.secrets.redact(text)),
+        Err(_) if came.content_type.starts_with("text/") => {
+            Ok(came.secrets.redact(&String::from_utf8_lossy(&came.body)))
+        }
+        Err(_) => {
+            let kind = came.secrets.redact(&came.content_type);
+            Err(unreadable_response_fault(host, &format!("it is not text but \"{kind}\"")))
+        }
+    }
+}
+
+fn map_jina_response(
+    host: &str,
+    came: &HttpApiResponse,
+    latency_ms: u64,
+    about: &HttpCallContext<'_>,
+) -> Result<Json, Fault> {
+    if !is_json(came) {
+        let text = decode_text(host, came)?;
+        return Ok(Json::from_value(&json!({ "data": text, "latency_ms": latency_ms })));
+    }
+    let (mut value, _) = parse_redacted(host, came)?;
+    if let Some(error) = value.get("error").filter(|error| !error.is_null()) {
+        let fault = Fault::new(Code::UpstreamUnavailable, format!("{host} answered with an error"));
+        return Err(fault.with_detail(json!({
+            "details": truncate_json(error),
+            "tool_name": about.tool,
+            "tool_call_id": about.tool_call_id,
+        })));
+    }
+    match &mut value {
+        Value::Object(fields) => {
+            fields.entry("latency_ms").or_insert(latency_ms.into());
+            Ok(Json::from_value(&value))
+        }
+        _ => Ok(Json::from_value(&json!({ "value": value, "latency_ms": latency_ms }))),
+    }
+}
+
+fn truncate_json(value: &Value) -> Value {
+    match value.to_string() {
+        text if text.len() > SHOWN => Value::from(text.chars().take(SHOWN).collect::<String>()),
+        _ => value.clone(),
+    }
+}

@@ -1,0 +1,408 @@
+//! The source of tools that MCP servers execute: child processes started by Toolcrib, and servers
+//! reached over streamable HTTP.
+//!
+//! Each upstream has a task that keeps it connected, so that a slow, broken or missing upstream
+//! does not affect the others. Its tools are registered as `NAME.tool` through the
+//! [`UpstreamRegistry`]. Without an upstream nothing runs here.
+
+mod attempt;
+mod authorized_client;
+mod child_process;
+mod connection;
+mod http_post;
+mod injection_flags;
+mod oauth;
+mod offered_tools;
+mod outcome;
+pub mod pagination;
+mod raw_tool_list;
+mod resolved_settings;
+mod server_requests;
+mod settings;
+mod state;
+mod stateless_call;
+mod subscriptions;
+mod supervisor;
+mod upstream;
+mod upstream_task;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, LazyLock, OnceLock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use metrics::Counter;
+use parking_lot::Mutex;
+use rmcp::RoleClient;
+use rmcp::service::Peer;
+use tokio::sync::broadcast;
+use tokio_util::task::TaskTracker;
+use toolcrib::CallId;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::tool::{Executor, ToolDefinition};
+
+pub use crate::mcp::offered_tools::ToolChange;
+pub use crate::mcp::server_requests::UpstreamChange;
+pub use oauth::{AuthorizationStatus, GrantKind, McpOauthSettings, SignInLink, SigningAlgorithm};
+pub use settings::{
+    McpServerSettings, McpSettingsError, McpToolSettings, parse_desktop_config, redact_url,
+};
+pub use state::{UpstreamPhase, UpstreamState, UpstreamStatus};
+
+use crate::mcp::attempt::UpstreamAttempt;
+use oauth::{Authorizer, SharedPublicBaseUrl};
+use upstream::UpstreamServer;
+
+use toolcrib_protocol::outbound::OutboundPolicy;
+
+/// Maximum time spent on notifying an upstream that a call is canceled.
+const TELLING: Duration = Duration::from_secs(2);
+
+/// Capacity of the channel of changes to resources and prompts.
+const NEWS: usize = 256;
+
+/// The durable record of the tools and credentials of upstreams.
+#[async_trait]
+pub trait UpstreamRegistry: Send + Sync + 'static {
+    /// Returns the accepted tools of an upstream, by name.
+    fn accepted_tools(&self, project: &str, upstream: &str) -> BTreeMap<String, ToolDefinition>;
+
+    /// Replaces the tools of an upstream. Returns the names of those that were rejected, with the
+    /// reasons.
+    async fn set_tools(
+        &self,
+        project: &str,
+        upstream: &str,
+        tools: Vec<ToolDefinition>,
+        why: &str,
+    ) -> Result<Vec<(String, String)>, String>;
+
+    /// Returns the stored OAuth credential of an upstream, if any.
+    async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, String>;
+
+    /// Stores the OAuth credential of an upstream, or deletes it when it is `None`.
+    async fn set_credential(
+        &self,
+        project: &str,
+        upstream: &str,
+        grant: Option<String>,
+    ) -> Result<(), String>;
+
+    /// Timeout of a call where neither the request nor the tool sets one.
+    fn default_timeout_ms(&self, project: &str) -> u64;
+}
+
+type UpstreamKey = (String, String);
+
+/// All upstreams, as a source of tools.
+pub struct McpSource {
+    servers: Mutex<HashMap<UpstreamKey, Arc<UpstreamServer>>>,
+    registry: OnceLock<Arc<dyn UpstreamRegistry>>,
+    changes: broadcast::Sender<(UpstreamKey, UpstreamChange)>,
+    tasks: TaskTracker,
+    outbound: Arc<OutboundPolicy>,
+    public_base_url: SharedPublicBaseUrl,
+}
+
+impl McpSource {
+    /// Creates a source without upstreams. `outbound` limits the addresses of upstreams that were
+    /// added with an API key; `base` is the URL at which a person's browser reaches the server.
+    pub fn new(outbound: OutboundPolicy, base: String) -> Self {
+        let (servers, registry) = Default::default();
+        let (changes, tasks) = (broadcast::Sender::new(NEWS), TaskTracker::new());
+        Self {
+            servers,
+            registry,
+            changes,
+            tasks,
+            outbound: Arc::new(outbound),
+            public_base_url: SharedPublicBaseUrl::new(base.into()),
+        }
+    }
+
+    /// Sets the URL at which a person's browser reaches the server.
+    pub fn set_public_base_url(&self, base: String) {
+        *self.public_base_url.write() = base;
+    }
+
+    /// Returns the URL at which a person's browser reaches the server.
+    pub fn public_base_url(&self) -> String {
+        self.public_base_url.read().clone()
+    }
+
+    /// Sets the registry that records the offered tools. Only the first call has an effect.
+    pub fn set_registry(&self, ledger: Arc<dyn UpstreamRegistry>) {
+        let _ = self.registry.set(ledger);
+    }
+
+    /// Sets the desired upstreams: connects to new ones, shuts down removed ones, and restarts
+    /// those whose settings changed.
+    pub fn set_servers(&self, wanted: Vec<McpServerSettings>) {
+        let Some(ledger) = self.registry.get() else { return };
+        let mut known = self.servers.lock();
+        let mut next: HashMap<UpstreamKey, McpServerSettings> = HashMap::new();
+        for settings in wanted {
+            next.insert((settings.project.clone(), settings.name.clone()), settings);
+        }
+        known.retain(|place, upstream| {
+            let stays = next.get(place).is_some_and(|settings| *settings == upstream.settings);
+            if !stays {
+                upstream.stop.cancel();
+            }
+            stays
+        });
+        for (place, settings) in next {
+            if known.contains_key(&place) {
+                continue;
+            }
+            let news = broadcast::Sender::new(NEWS);
+            let heard = news.subscribe();
+            let outbound = &self.outbound;
+            let pass = Authorizer::for_server(&settings, ledger, outbound, &self.public_base_url);
+            let upstream = UpstreamServer::new(settings, news, outbound.clone(), pass);
+            self.tasks.spawn(forward_changes(place.clone(), heard, self.changes.clone()));
+            self.tasks.spawn(upstream.clone().supervise(ledger.clone()));
+            known.insert(place, upstream);
+        }
+    }
+
+    /// Shuts down all upstreams and waits until none of their tasks is left.
+    pub async fn close(&self) {
+        self.servers.lock().drain().for_each(|(_, upstream)| upstream.stop.cancel());
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    fn find(&self, project: &str, name: &str) -> Option<Arc<UpstreamServer>> {
+        self.servers.lock().get(&(project.to_owned(), name.to_owned())).cloned()
+    }
+
+    fn find_by_tool(&self, project: &str, tool: &str) -> Option<Arc<UpstreamServer>> {
+        self.find(project, tool.split_once('.')?.0)
+    }
+
+    /// Returns the status of each upstream of a project, sorted by name.
+    pub fn statuses(&self, project: &str) -> Vec<UpstreamStatus> {
+        let known = self.servers.lock();
+        let here = known.iter().filter(|((owner, _), _)| owner == project);
+        let mut all: Vec<UpstreamStatus> = here.map(|(_, upstream)| status_of(upstream)).collect();
+        all.sort_by(|a, b| a.settings.name.cmp(&b.settings.name));
+        all
+    }
+
+    /// Returns `true` if an upstream with this name exists.
+    pub fn has(&self, project: &str, name: &str) -> bool {
+        self.find(project, name).is_some()
+    }
+
+    /// Counts the upstreams of all projects by phase.
+    pub fn count_by_phase(&self) -> [(&'static str, usize); 5] {
+        let known = self.servers.lock();
+        let phases: Vec<UpstreamPhase> =
+            known.values().map(|known| known.state.lock().phase).collect();
+        UpstreamPhase::ALL
+            .map(|phase| (phase.as_str(), phases.iter().filter(|known| **known == phase).count()))
+    }
+
+    /// Returns the status of one upstream.
+    pub fn status(&self, project: &str, name: &str) -> Option<UpstreamStatus> {
+        self.find(project, name).map(|upstream| status_of(&upstream))
+    }
+
+    /// Accepts the current definitions of the given tools, or of all tools, of one upstream.
+    pub async fn accept(
+        &self,
+        project: &str,
+        name: &str,
+        wanted: Option<&[String]>,
+    ) -> Result<Vec<ToolChange>, String> {
+        let (Some(upstream), Some(ledger)) = (self.find(project, name), self.registry.get()) else {
+            return Ok(Vec::new());
+        };
+        upstream.accept(&**ledger, wanted).await
+    }
+
+    /// Reconnects an upstream at once, or refreshes its tool list if it is connected, and waits
+    /// until that is done or the time is over.
+    pub async fn refresh(&self, project: &str, name: &str, until: tokio::time::Instant) {
+        if let Some(upstream) = self.find(project, name) {
+            let _ = tokio::time::timeout_at(until, upstream.request_refresh()).await;
+        }
+    }
+
+    /// Waits until an upstream is known to be available or unavailable, or the time is over.
+    pub async fn wait_until_known(&self, project: &str, name: &str, until: tokio::time::Instant) {
+        if let Some(upstream) = self.find(project, name) {
+            let _ = tokio::time::timeout_at(until, upstream.wait_until_known()).await;
+        }
+    }
+
+    /// Starts a sign-in by a person.
+    pub async fn sign_in(&self, project: &str, name: &str) -> Result<(), String> {
+        let upstream = self.find(project, name);
+        let pass = upstream.as_ref().and_then(|upstream| upstream.authorizer.as_ref());
+        let pass = pass.ok_or_else(|| "it is not signed in to: it takes no tokens".to_owned())?;
+        pass.restart_sign_in().await
+    }
+
+    /// Deletes the upstream's tokens and reconnects without them.
+    pub async fn sign_out(&self, project: &str, name: &str) -> Result<(), String> {
+        let Some(upstream) = self.find(project, name) else { return Ok(()) };
+        if let Some(pass) = &upstream.authorizer {
+            pass.sign_out().await?;
+        }
+        upstream.reconnect_requested.notify_one();
+        Ok(())
+    }
+
+    /// Completes a sign-in after the browser was redirected back from the issuer. Returns the name
+    /// of the upstream it was for, or `None` if no upstream expects this sign-in.
+    pub async fn complete_sign_in(
+        &self,
+        state: &str,
+        code: Result<&str, &str>,
+        issuer: Option<&str>,
+    ) -> Option<(String, Result<(), String>)> {
+        let waits = |upstream: &&Arc<UpstreamServer>| {
+            upstream.authorizer.as_ref().is_some_and(|pass| pass.expects_state(state))
+        };
+        let upstream = self.servers.lock().values().find(waits).cloned()?;
+        let (pass, name) = (upstream.authorizer.as_ref()?, upstream.settings.name.clone());
+        let finished = match code {
+            Ok(code) => pass.complete_sign_in(state, code, issuer).await,
+            Err(why) => {
+                pass.decline_sign_in(state, why).await;
+                Err(why.to_owned())
+            }
+        };
+        upstream.retry_now.notify_one();
+        Some((name, finished))
+    }
+
+    /// Returns the usable connections of a project, by the names of their upstreams.
+    pub fn peers(&self, project: &str) -> BTreeMap<String, Peer<RoleClient>> {
+        let known = self.servers.lock();
+        let here = known.iter().filter(|((owner, _), _)| owner == project);
+        let peers = here.filter_map(|((_, name), upstream)| {
+            Some((name.clone(), upstream.current_connection()?.peer.clone()))
+        });
+        peers.collect()
+    }
+
+    /// Redacts the secrets of an upstream's settings and tokens from a text.
+    pub fn redact(&self, project: &str, name: &str, text: &str) -> String {
+        self.find(project, name).map_or_else(|| text.to_owned(), |upstream| upstream.redact(text))
+    }
+
+    /// Records a problem of an upstream that does not concern its tools, unless one is already
+    /// recorded.
+    pub fn report_problem(&self, project: &str, name: &str, why: &str) {
+        if let Some(upstream) = self.find(project, name) {
+            upstream.state.lock().problem.get_or_insert_with(|| why.to_owned());
+        }
+    }
+
+    /// Clears a problem that was recorded with `report_problem`.
+    pub fn clear_problem(&self, project: &str, name: &str, why: &str) {
+        if let Some(upstream) = self.find(project, name) {
+            let mut state = upstream.state.lock();
+            state.problem = state.problem.take().filter(|known| known != why);
+        }
+    }
+
+    /// Subscribes to changes of resources and prompts, each with its project and upstream.
+    pub fn subscribe_changes(&self) -> broadcast::Receiver<(UpstreamKey, UpstreamChange)> {
+        self.changes.subscribe()
+    }
+}
+
+async fn forward_changes(
+    place: UpstreamKey,
+    mut heard: broadcast::Receiver<UpstreamChange>,
+    all: broadcast::Sender<(UpstreamKey, UpstreamChange)>,
+) {
+    loop {
+        match heard.recv().await {
+            Ok(news) => drop(all.send((place.clone(), news))),
+            Err(broadcast::error::RecvError::Lagged(_)) => {}
+            Err(broadcast::error::RecvError::Closed) => return,
+        }
+    }
+}
+
+fn status_of(upstream: &UpstreamServer) -> UpstreamStatus {
+    UpstreamStatus {
+        settings: upstream.settings.clone(),
+        state: upstream.state.lock().clone(),
+        stderr: upstream.stderr.lines(),
+        authorization: upstream.authorizer.as_ref().map(|pass| pass.status()),
+    }
+}
+
+#[async_trait]
+impl Source for McpSource {
+    fn executor(&self) -> Executor {
+        Executor::Mcp
+    }
+
+    fn list(&self) -> Vec<ToolDefinition> {
+        Vec::new()
+    }
+
+    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started {
+        let Some(upstream) = self.find_by_tool(&attempt.project, &attempt.tool) else {
+            let message = format!("the MCP server of {} is not there any more", attempt.tool);
+            let fault = Fault::new(Code::UpstreamUnavailable, message).without_side_effect();
+            return Started::Finished(Err(fault.retryable(false)));
+        };
+        let running = upstream.register_attempt(&attempt);
+        let started = UpstreamAttempt { upstream, attempt, progress, running }.run().await;
+        CALLS.count(&started);
+        started
+    }
+
+    fn cancel(&self, call_id: &CallId, attempt: u32) {
+        self.for_each_server(|upstream| upstream.cancel(call_id, attempt));
+    }
+
+    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+        self.for_each_server(|upstream| upstream.release_attempt(call_id, attempt));
+    }
+}
+
+impl McpSource {
+    /// Calls `act` for each upstream. There are few, and only one of them knows the call.
+    fn for_each_server(&self, mut act: impl FnMut(&Arc<UpstreamServer>)) {
+        self.servers.lock().values().for_each(&mut act);
+    }
+}
+
+/// Counters of attempts by outcome.
+struct AttemptCounters {
+    ok: Counter,
+    failed: Counter,
+    asked: Counter,
+    task: Counter,
+}
+
+impl AttemptCounters {
+    fn count(&self, started: &Started) {
+        match started {
+            Started::Finished(Ok(_)) => self.ok.increment(1),
+            Started::NeedsInput(_) => self.asked.increment(1),
+            Started::Detached { .. } => self.task.increment(1),
+            _ => self.failed.increment(1),
+        }
+    }
+}
+
+static CALLS: LazyLock<AttemptCounters> = LazyLock::new(|| {
+    let of = |outcome: &'static str| metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome);
+    AttemptCounters { ok: of("ok"), failed: of("failed"), asked: of("asked"), task: of("task") }
+});
+
+/// Returns the current time in milliseconds since 1970.
+fn now_ms() -> u64 {
+    u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default()
+}

@@ -1,0 +1,424 @@
+//! One attempt at an upstream: the request, the elicitations it causes, and its outcome.
+//!
+//! An upstream of revision 2026-07-28 ends an attempt with its elicitations and is called again
+//! with the answers. One of an older revision sends elicitations while the request is in flight:
+//! then the request is suspended, and the next attempt resumes it. Suspended requests live in
+//! memory only and are lost with the process; the tool's effect then decides whether the call may
+//! be made again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rmcp::model::{
+    CallToolRequest, CallToolRequestParams, ClientRequest, JsonObject, RequestMetaObject,
+    ServerResult,
+};
+use rmcp::service::{PeerRequestOptions, RequestHandle};
+use rmcp::{RoleClient, ServiceError};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use tokio::sync::mpsc;
+use toolcrib::dialogue::{Elicitation, ElicitationRequest};
+use toolcrib::fault::{Code, Fault};
+use toolcrib::source::{Attempt, ProgressSink, Started};
+use toolcrib::tool::Effect;
+
+use super::outcome;
+use super::upstream::{LiveConnection, RunningAttempt, UpstreamServer};
+use crate::mcp::server_requests::{UpstreamCallEvent, UpstreamCallGuard, UpstreamElicitation};
+use crate::mcp::stateless_call::{StatelessCallClient, StatelessCallResponse};
+
+/// State that one attempt passes to the next, stored in the elicitation's note.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct McpResumeState {
+    /// The upstream's opaque request state.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) state: Option<String>,
+    /// Id of the upstream's task.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) task: Option<String>,
+    /// `true` if the upstream requires a URL to be opened before it is called again.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(rename = "opens")]
+    pub(super) needs_url_opened: bool,
+    /// Number of elicitations that were received while the request was in flight.
+    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(rename = "asked")]
+    pub(super) questions_asked: u32,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
+impl McpResumeState {
+    fn from_elicitation(dialogue: Option<&Elicitation>) -> Self {
+        let text = dialogue.and_then(|dialogue| dialogue.source_state.as_deref());
+        text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
+    }
+
+    pub(super) fn text(&self) -> Option<String> {
+        serde_json::to_string(self).ok()
+    }
+}
+
+/// A request in flight.
+pub(super) struct InFlightRequest {
+    handle: RequestHandle<RoleClient>,
+    events: mpsc::UnboundedReceiver<UpstreamCallEvent>,
+    connection: Arc<LiveConnection>,
+    guard: UpstreamCallGuard,
+    /// Answers from earlier attempts, by the number of their elicitation.
+    prepared_answers: Map<String, Value>,
+    questions_asked: u32,
+}
+
+impl InFlightRequest {
+    /// Ends a request whose result is no longer needed, after its elicitation was canceled. The
+    /// upstream may finish on its own because of that: then the call is known to have ended, which
+    /// an upstream does not confirm for a canceled request. After a grace period the request is
+    /// canceled.
+    async fn cancel_after_grace(mut self, reason: &str) {
+        if tokio::time::timeout(super::TELLING, &mut self.handle.rx).await.is_ok() {
+            self.guard.mark_ended();
+        } else {
+            let telling = self.handle.cancel(Some(reason.to_owned()));
+            let _ = tokio::time::timeout(super::TELLING, telling).await;
+        }
+    }
+}
+
+/// A request that waits for an answer to its elicitation.
+pub(super) struct SuspendedRequest {
+    request: InFlightRequest,
+    key: String,
+    elicitation: UpstreamElicitation,
+    pub(super) attempt: u32,
+    /// `true` once the engine has also released the attempt that sent the elicitation.
+    pub(super) released: bool,
+}
+
+impl SuspendedRequest {
+    /// Gives up the request because no answer will come. Dropping the elicitation first tells the
+    /// upstream that it was canceled.
+    pub(super) async fn abandon(self) {
+        let Self { request: out, elicitation: question, .. } = self;
+        drop(question);
+        out.cancel_after_grace("the call has ended").await;
+    }
+}
+
+/// One attempt, with everything it needs.
+pub(super) struct UpstreamAttempt {
+    pub(super) upstream: Arc<UpstreamServer>,
+    pub(super) attempt: Attempt,
+    pub(super) progress: ProgressSink,
+    pub(super) running: RunningAttempt,
+}
+
+impl UpstreamAttempt {
+    /// Starts the attempt, or resumes a suspended request or task.
+    pub(super) async fn run(self) -> Started {
+        let suspended = self.upstream.suspended.lock().remove(&self.attempt.call_id);
+        if let Some(suspended) = suspended {
+            return self.resume(suspended).await;
+        }
+        let dialogue = self.attempt.elicitation.as_deref();
+        let note = McpResumeState::from_elicitation(dialogue);
+        if let Some(task) = dialogue.and_then(|dialogue| dialogue.handle.clone()) {
+            return self.resume_task(task).await;
+        }
+        if let Some(task) = note.task {
+            return self.answer_task(task).await;
+        }
+        if let Some(fault) =
+            outcome::url_not_opened_fault(&self.attempt).filter(|_| note.needs_url_opened)
+        {
+            return Started::Finished(Err(fault));
+        }
+        if note.questions_asked > 0 && self.attempt.effect == Effect::Irreversible {
+            let message = format!(
+                "{} asked something, and the session it asked in is lost: it may have happened in \
+                 part, and was not tried again",
+                self.attempt.tool
+            );
+            return Started::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
+        }
+        let (live, theirs) = match self.resolve_target().await {
+            Ok(place) => place,
+            Err(fault) => return Started::Finished(Err(fault)),
+        };
+        let direct = live.stateless.clone().filter(|_| {
+            StatelessCallClient::supports_tool_name(&theirs)
+                && !self.upstream.mirrors_args_in_headers(&self.attempt.tool)
+        });
+        if let Some(direct) = direct {
+            return self.call_stateless(&direct, live, &theirs, note).await;
+        }
+        match self.send_request(live, theirs, note).await {
+            Ok(out) => self.wait_for_response(out).await,
+            Err(fault) => Started::Finished(Err(fault)),
+        }
+    }
+
+    /// Returns the connection to use, and the upstream's own name for the tool.
+    async fn resolve_target(&self) -> Result<(Arc<LiveConnection>, String), Fault> {
+        let (upstream, attempt) = (&self.upstream, &self.attempt);
+        upstream.check_pin(&attempt.tool)?;
+        let live = upstream.wait_connected(attempt.deadline_ms, &self.running.token).await?;
+        // The upstream may have reconnected with a different tool during the wait.
+        upstream.check_pin(&attempt.tool)?;
+        Ok((live, upstream.upstream_tool_name(&attempt.tool)?))
+    }
+
+    /// Makes the call as one stateless request.
+    async fn call_stateless(
+        self,
+        direct: &StatelessCallClient,
+        live: Arc<LiveConnection>,
+        theirs: &str,
+        note: McpResumeState,
+    ) -> Started {
+        let answers = self.attempt.elicitation.as_ref().map(|dialogue| &dialogue.answers);
+        let answers = answers.filter(|answers| !answers.is_empty());
+        let state = note.state.as_deref();
+        let came = tokio::select! {
+            came = direct.call(theirs, &self.attempt, answers, state, &self.progress) => came,
+            // Closing the connection cancels the request.
+            () = self.running.token.cancelled() => {
+                return Started::Finished(Err(Fault::new(Code::Canceled, "canceled")));
+            }
+        };
+        let name = &self.upstream.settings.name;
+        let answer = match came {
+            StatelessCallResponse::Result(result) => Ok(ServerResult::CallToolResult(result)),
+            StatelessCallResponse::InputRequired(asks) => {
+                Ok(ServerResult::InputRequiredResult(asks))
+            }
+            StatelessCallResponse::Task(task) => Ok(ServerResult::CreateTaskResult(task)),
+            StatelessCallResponse::Error(error) => Err(ServiceError::McpError(error)),
+            StatelessCallResponse::NotSent(why) => {
+                // The supervisor checks the connection and updates the upstream's state.
+                self.upstream.retry_now.notify_one();
+                let message = format!("the MCP server {name} is not there: {why}");
+                return Started::Finished(Err(Fault::unreachable(message)));
+            }
+            StatelessCallResponse::Overloaded(status, after_ms) => {
+                let fault =
+                    outcome::overloaded_fault(name, &self.attempt, status.as_u16(), after_ms);
+                return Started::Finished(Err(fault));
+            }
+            StatelessCallResponse::Unknown(why) => {
+                let message = format!("{name}: {}", self.upstream.redact(&why));
+                return Started::Finished(Err(outcome::malformed_answer_fault(
+                    &self.attempt,
+                    message,
+                )));
+            }
+        };
+        self.finish(&live, answer).await
+    }
+
+    async fn send_request(
+        &self,
+        live: Arc<LiveConnection>,
+        theirs: String,
+        note: McpResumeState,
+    ) -> Result<InFlightRequest, Fault> {
+        let (upstream, attempt) = (&self.upstream, &self.attempt);
+        let arguments: JsonObject = serde_json::from_str(attempt.args.text()).map_err(|_| {
+            let message = "MCP takes arguments as an object only";
+            Fault::new(Code::ValidationError, message).without_side_effect()
+        })?;
+        let mut params = CallToolRequestParams::new(theirs).with_arguments(arguments);
+        let answers = attempt.elicitation.as_ref().map(|dialogue| dialogue.answers.clone());
+        let mut ready = answers.unwrap_or_default();
+        params.request_state = note.state;
+        if note.questions_asked == 0 && !note.needs_url_opened && !ready.is_empty() {
+            params.input_responses = Some(std::mem::take(&mut ready).into_iter().collect());
+        }
+        let mut options = PeerRequestOptions::no_options();
+        if let Some(trace) = &attempt.traceparent {
+            let mut meta = RequestMetaObject::new();
+            meta.set_traceparent(trace.to_string());
+            options = options.with_meta(meta);
+        }
+        let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
+        // If the upstream can send elicitations mid-call, all requests in flight must be known.
+        let sending = match live.may_elicit_mid_call {
+            true => {
+                let left = attempt.deadline_ms.saturating_sub(super::now_ms());
+                let turn = tokio::time::timeout(
+                    Duration::from_millis(left),
+                    live.handler.acquire_send_permit(),
+                );
+                let late = |_| Fault::new(Code::Timeout, "it was not its turn in time");
+                Some(turn.await.map_err(|late_by| late(late_by).without_side_effect())?)
+            }
+            false => None,
+        };
+        // The wait for the permit may have been long.
+        upstream.check_pin(&attempt.tool)?;
+        let sent = live.peer.send_request_with_option(request, options).await;
+        // The channel to the transport was closed, so the request was not sent.
+        let handle = sent.map_err(|_| upstream.unavailable_fault())?;
+        let (id, token) = (handle.id.clone(), handle.progress_token.clone());
+        let (followed, heard) = live.handler.register_call(id, token, self.progress.clone());
+        drop(sending);
+        Ok(InFlightRequest {
+            handle,
+            events: heard,
+            connection: live,
+            guard: followed,
+            prepared_answers: ready,
+            questions_asked: 0,
+        })
+    }
+
+    /// Waits for the response, an elicitation or cancellation.
+    async fn wait_for_response(self, mut out: InFlightRequest) -> Started {
+        loop {
+            let came = tokio::select! {
+                biased;
+                answer = &mut out.handle.rx => Some(answer),
+                heard = out.events.recv() => match heard {
+                    Some(UpstreamCallEvent::AmbiguousElicitation) => return self.fail_ambiguous(out).await,
+                    Some(UpstreamCallEvent::Elicitation(question)) => {
+                        match self.handle_elicitation(out, question) {
+                            Ok(rest) => { out = rest; continue; }
+                            Err(asks) => return asks,
+                        }
+                    }
+                    None => None,
+                },
+                () = self.running.token.cancelled() => {
+                    let reason = Some("the call was canceled".to_owned());
+                    // Best effort: the upstream is notified if that succeeds in time.
+                    let telling = out.handle.cancel(reason);
+                    let _ = tokio::time::timeout(super::TELLING, telling).await;
+                    return Started::Finished(Err(Fault::new(Code::Canceled, "canceled")));
+                }
+            };
+            let Some(answer) = came else { continue };
+            out.guard.mark_ended();
+            let answer = answer.unwrap_or(Err(ServiceError::TransportClosed));
+            return self.finish(&out.connection, answer).await;
+        }
+    }
+
+    /// Fails an attempt because an elicitation cannot be attributed to one of the upstream's calls.
+    /// A guess might send one caller's answer to another.
+    async fn fail_ambiguous(&self, out: InFlightRequest) -> Started {
+        out.cancel_after_grace("it is not clear which call asked").await;
+        let name = &self.upstream.settings.name;
+        let message = format!(
+            "{name} asked something while several of its calls were out, or one that was given up \
+             may still be, and its revision of MCP does not say over pipes which call a question \
+             is for: call its tools one at a time, or reach it over HTTP"
+        );
+        let code = match self.attempt.effect {
+            Effect::Irreversible => Code::OutcomeUnknown,
+            _ => Code::UpstreamUnavailable,
+        };
+        Started::Finished(Err(Fault::new(code, message).retryable(false)))
+    }
+
+    /// Handles an elicitation from an upstream of an older revision. Repeats an answer that is
+    /// already known; otherwise suspends the call while its request stays in flight.
+    fn handle_elicitation(
+        &self,
+        mut out: InFlightRequest,
+        question: UpstreamElicitation,
+    ) -> Result<InFlightRequest, Started> {
+        out.questions_asked += 1;
+        let key = format!("question_{}", out.questions_asked);
+        if let Some(answer) = out.prepared_answers.remove(&key) {
+            let _ = question.answer.send(answer);
+            return Ok(out);
+        }
+        let asked = Map::from_iter([(key.clone(), question.request.clone())]);
+        let note =
+            McpResumeState { questions_asked: out.questions_asked, ..McpResumeState::default() }
+                .text();
+        let attempt = self.attempt.number;
+        let suspended =
+            SuspendedRequest { request: out, key, elicitation: question, attempt, released: false };
+        self.upstream.suspend(&self.attempt, suspended);
+        Err(Started::NeedsInput(ElicitationRequest { questions: asked, source_state: note }))
+    }
+
+    /// Resumes a request that was waiting for an answer.
+    async fn resume(self, suspended: SuspendedRequest) -> Started {
+        let SuspendedRequest { request: out, key, elicitation: question, .. } = suspended;
+        let answers = self.attempt.elicitation.as_ref().map(|dialogue| &dialogue.answers);
+        let answer = answers.and_then(|answers| answers.get(&key).cloned());
+        let answer = answer.map(|answer| fill_form_defaults(answer, &question.request));
+        // The upstream may have given up in the meantime; its response is then already there.
+        let _ = question.answer.send(answer.unwrap_or(Value::Null));
+        self.wait_for_response(out).await
+    }
+
+    async fn finish(
+        self,
+        live: &Arc<LiveConnection>,
+        answer: Result<ServerResult, ServiceError>,
+    ) -> Started {
+        match answer {
+            Ok(ServerResult::CallToolResult(result)) => {
+                Started::Finished(outcome::outcome_from_result(&self.attempt, result))
+            }
+            Ok(ServerResult::InputRequiredResult(result)) => {
+                let requests = result.input_requests.unwrap_or_default();
+                let asked = requests
+                    .into_iter()
+                    .filter_map(|(key, request)| Some((key, serde_json::to_value(request).ok()?)));
+                let note =
+                    McpResumeState { state: result.request_state, ..McpResumeState::default() }
+                        .text();
+                Started::NeedsInput(ElicitationRequest {
+                    questions: asked.collect(),
+                    source_state: note,
+                })
+            }
+            Ok(ServerResult::CreateTaskResult(made)) => {
+                let task = made.task.task_id.clone();
+                self.detach_as_task(task, Some(live.clone()))
+            }
+            Ok(_) => {
+                let message = format!("{} answered what is no result", self.upstream.settings.name);
+                Started::Finished(Err(outcome::malformed_answer_fault(&self.attempt, message)))
+            }
+            Err(ServiceError::McpError(error))
+                if let Some(asked) = outcome::url_elicitations(&error) =>
+            {
+                let note =
+                    McpResumeState { needs_url_opened: true, ..McpResumeState::default() }.text();
+                Started::NeedsInput(ElicitationRequest { questions: asked, source_state: note })
+            }
+            Err(error) => {
+                let known = live.diagnostics.problem();
+                let fault = outcome::fault_from_error(&self.upstream, &self.attempt, &error, known);
+                Started::Finished(Err(fault))
+            }
+        }
+    }
+}
+
+/// Fills the fields that an accepted form leaves out with the form's defaults.
+fn fill_form_defaults(mut answer: Value, asked: &Value) -> Value {
+    if answer["action"] != "accept" {
+        return answer;
+    }
+    let fields = asked.pointer("/params/requestedSchema/properties").and_then(Value::as_object);
+    for (name, schema) in fields.into_iter().flatten() {
+        let Some(usual) = schema.get("default") else { continue };
+        if let Value::Object(answer) = &mut answer {
+            let content = answer.entry("content").or_insert_with(|| Value::Object(Map::new()));
+            if let Value::Object(content) = content {
+                content.entry(name.clone()).or_insert_with(|| usual.clone());
+            }
+        }
+    }
+    answer
+}

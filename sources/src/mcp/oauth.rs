@@ -1,0 +1,328 @@
+//! Access tokens for one upstream: the token to send, the time to renew it, and the cases in which
+//! a person must sign in.
+//!
+//! `rmcp` implements the protocol: discovery of the issuer, registration, the authorization code
+//! and its exchange, and refresh. This module decides the rest: storage of tokens, timing of each
+//! step, the link that a person sees. It ensures that a secret is sent only to the issuer it
+//! belongs to.
+
+mod authorization_flow;
+mod guarded_http;
+mod settings;
+mod token_store;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use rmcp::transport::auth::{AuthorizationManager, WWWAuthenticateParams};
+
+use super::settings::McpServerSettings;
+use super::{UpstreamRegistry, now_ms};
+use crate::mcp::oauth::token_store::{
+    AccessToken, CachedCredentials, PendingSignIns, UpstreamCredential,
+};
+use crate::mcp::resolved_settings::ResolvedSettings;
+use toolcrib_protocol::outbound::OutboundPolicy;
+
+pub use settings::{GrantKind, McpOauthSettings, SigningAlgorithm};
+
+/// The URL at which a browser reaches this server, as far as it is known.
+pub type SharedPublicBaseUrl = Arc<RwLock<String>>;
+
+/// Path of the redirect URI, below the server's URL.
+const CALLBACK_PATH: &str = "/oauth/callback";
+
+/// Path of Toolcrib's client metadata, below the server's URL.
+const CLIENT_PATH: &str = "/oauth/client.json";
+
+/// A link that a person must open to sign in.
+#[derive(Clone, PartialEq, Eq)]
+pub struct SignInLink {
+    pub url: String,
+    pub expires_ms: u64,
+}
+
+/// The authorization status of an upstream, without any token.
+pub struct AuthorizationStatus {
+    pub grant: GrantKind,
+    pub signed_in: bool,
+    pub issuer: Option<String>,
+    pub scopes: Vec<String>,
+    /// Link that a person must open, if one is needed.
+    pub sign_in: Option<SignInLink>,
+}
+
+/// The reason why there is no token.
+enum AuthorizationError {
+    /// A person must sign in.
+    SignInRequired,
+    /// An error that may be temporary.
+    Failed(String),
+}
+
+/// A response with which an upstream refuses a request for lack of authorization.
+pub(super) struct AuthChallenge {
+    /// `true` if the token is valid but does not permit the request.
+    pub(super) forbidden: bool,
+    pub(super) header: Option<String>,
+}
+
+#[derive(Default)]
+struct AuthorizerState {
+    credential: UpstreamCredential,
+    /// Knows the issuer and Toolcrib's registration there.
+    manager: Option<AuthorizationManager>,
+}
+
+/// Obtains and renews the access tokens of one upstream.
+pub struct Authorizer {
+    settings: McpServerSettings,
+    oauth: McpOauthSettings,
+    registry: Arc<dyn UpstreamRegistry>,
+    outbound: Arc<OutboundPolicy>,
+    public_base_url: SharedPublicBaseUrl,
+    credentials: CachedCredentials,
+    pending_sign_ins: PendingSignIns,
+    loaded: AtomicBool,
+    current_token: Mutex<Option<AccessToken>>,
+    sign_in_link: Mutex<Option<SignInLink>>,
+    last_failure: Mutex<Option<String>>,
+    state: tokio::sync::Mutex<AuthorizerState>,
+}
+
+impl Authorizer {
+    /// Creates an authorizer for an upstream over HTTP, unless the operator configured an
+    /// `Authorization` header.
+    pub(super) fn for_server(
+        settings: &McpServerSettings,
+        ledger: &Arc<dyn UpstreamRegistry>,
+        outbound: &Arc<OutboundPolicy>,
+        base: &SharedPublicBaseUrl,
+    ) -> Option<Arc<Self>> {
+        let given = settings.headers.keys().any(|name| name.eq_ignore_ascii_case("authorization"));
+        if settings.url.is_none() || given {
+            return None;
+        }
+        Some(Arc::new(Self {
+            settings: settings.clone(),
+            oauth: settings.oauth.clone().unwrap_or_default(),
+            registry: ledger.clone(),
+            outbound: outbound.clone(),
+            public_base_url: base.clone(),
+            credentials: CachedCredentials::default(),
+            pending_sign_ins: PendingSignIns::default(),
+            loaded: AtomicBool::new(false),
+            current_token: Mutex::default(),
+            sign_in_link: Mutex::default(),
+            last_failure: Mutex::default(),
+            state: tokio::sync::Mutex::default(),
+        }))
+    }
+
+    /// Returns the token to send now, after renewing it if it is about to expire. Returns `None` if
+    /// no token is known to be needed.
+    pub(super) async fn token(&self) -> Option<Arc<str>> {
+        let known = self.current_token.lock().clone();
+        match known {
+            Some(token) if token.is_fresh() => return Some(token.value),
+            None if self.loaded.load(Ordering::Acquire) => return None,
+            _ => {}
+        }
+        let mut inner = self.state.lock().await;
+        self.load_once(&mut inner).await;
+        let known = self.current_token.lock().clone()?;
+        if known.is_fresh() {
+            return Some(known.value);
+        }
+        match self.renew_token(&mut inner).await {
+            Ok(token) => Some(token.value),
+            Err(AuthorizationError::SignInRequired) => {
+                *self.current_token.lock() = None;
+                None
+            }
+            // The upstream may still accept an expired token.
+            Err(AuthorizationError::Failed(why)) => {
+                self.record_failure(&why);
+                Some(known.value)
+            }
+        }
+    }
+
+    /// Records that the upstream accepted the token.
+    pub(super) fn record_accepted(&self, sent: Option<&str>) {
+        let known = self.current_token.lock();
+        if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) == sent) {
+            token.mark_accepted();
+        }
+    }
+
+    /// Handles a refused token, and returns one to try instead. If it returns `None`,
+    /// [`Authorizer::pending_sign_in`] or [`Authorizer::problem`] says what to do.
+    pub(super) async fn replace_refused(
+        &self,
+        sent: Option<&str>,
+        challenge: AuthChallenge,
+    ) -> Option<Arc<str>> {
+        let mut inner = self.state.lock().await;
+        self.load_once(&mut inner).await;
+        let known = self.current_token.lock().clone();
+        if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) != sent) {
+            // Another request has replaced the token in the meantime.
+            return Some(token.value.clone());
+        }
+        let header = challenge.header.as_deref();
+        let outcome = match challenge.forbidden {
+            true => self.step_up(&mut inner, header).await,
+            false => {
+                // Renewal does not help a token that was never accepted.
+                let useless = known.as_ref().is_some_and(|token| !token.was_accepted());
+                self.reauthorize(&mut inner, header, useless).await
+            }
+        };
+        match outcome {
+            Ok(token) => Some(token.value),
+            Err(AuthorizationError::SignInRequired) => None,
+            Err(AuthorizationError::Failed(why)) => {
+                self.record_failure(&why);
+                None
+            }
+        }
+    }
+
+    /// Obtains a new token after the upstream refused the old one as unknown or expired.
+    async fn reauthorize(
+        &self,
+        inner: &mut AuthorizerState,
+        header: Option<&str>,
+        useless: bool,
+    ) -> Result<AccessToken, AuthorizationError> {
+        let machine = self.oauth.grant == GrantKind::ClientCredentials;
+        if machine && useless {
+            let why = "it refuses the token that its own issuer gave us";
+            return Err(AuthorizationError::Failed(why.to_owned()));
+        }
+        if machine {
+            return self.exchange_client_credentials(inner, header, &[]).await;
+        }
+        if !useless {
+            match self.renew_token(inner).await {
+                Err(AuthorizationError::SignInRequired) => {}
+                other => return other,
+            }
+        }
+        if self.needs_sign_in() {
+            // A sign-in is already pending.
+            return Err(AuthorizationError::SignInRequired);
+        }
+        self.credentials.set(None);
+        *self.current_token.lock() = None;
+        self.begin_sign_in(inner, header, &[]).await?;
+        Err(AuthorizationError::SignInRequired)
+    }
+
+    /// Requests more scopes. Does not repeat scopes that were requested before, which would loop.
+    async fn step_up(
+        &self,
+        inner: &mut AuthorizerState,
+        header: Option<&str>,
+    ) -> Result<AccessToken, AuthorizationError> {
+        let trouble = |why: String| Err(AuthorizationError::Failed(why));
+        let url = self.url()?;
+        let said = reqwest::Url::parse(&url).ok().zip(header);
+        let said = said.map(|(url, header)| WWWAuthenticateParams::parse(header, &url));
+        let Some(said) = said.filter(WWWAuthenticateParams::is_insufficient_scope) else {
+            return trouble("it does not let us do this (HTTP 403)".to_owned());
+        };
+        let needed =
+            crate::mcp::oauth::token_store::split_scopes(said.scope.as_deref().unwrap_or_default());
+        if needed.iter().all(|scope| inner.credential.requested_scopes.contains(scope)) {
+            return trouble(format!(
+                "it wants the scope \"{}\", which was asked for already",
+                needed.join(" ")
+            ));
+        }
+        match self.oauth.grant {
+            GrantKind::ClientCredentials => {
+                self.exchange_client_credentials(inner, header, &needed).await
+            }
+            GrantKind::AuthorizationCode => {
+                self.begin_sign_in(inner, header, &needed).await?;
+                Err(AuthorizationError::SignInRequired)
+            }
+        }
+    }
+
+    /// Returns the link that a person must open, if one is needed.
+    pub fn pending_sign_in(&self) -> Option<SignInLink> {
+        self.sign_in_link.lock().clone()
+    }
+
+    /// Returns `true` if nothing can be done before a person has signed in.
+    pub(super) fn needs_sign_in(&self) -> bool {
+        self.sign_in_link.lock().is_some() && self.current_token.lock().is_none()
+    }
+
+    /// Returns the error for which there is no token, unless only a sign-in is missing.
+    pub(super) fn problem(&self) -> Option<String> {
+        self.last_failure.lock().clone()
+    }
+
+    fn record_failure(&self, why: &str) {
+        let why: String = self.redact(why).chars().take(500).collect();
+        *self.last_failure.lock() = Some(why);
+    }
+
+    /// Clears the recorded failure.
+    pub(super) fn clear_failure(&self) {
+        *self.last_failure.lock() = None;
+    }
+
+    /// Returns the authorization status, for display.
+    pub(super) fn status(&self) -> AuthorizationStatus {
+        let known = self.credentials.get();
+        AuthorizationStatus {
+            grant: self.oauth.grant,
+            signed_in: self.current_token.lock().is_some(),
+            issuer: known.as_ref().and_then(|known| known.issuer.clone()),
+            scopes: known.map(|known| known.granted_scopes).unwrap_or_default(),
+            sign_in: self.pending_sign_in().filter(|wanted| now_ms() < wanted.expires_ms),
+        }
+    }
+
+    /// Redacts tokens and the client secret from a text.
+    pub(super) fn redact(&self, text: &str) -> String {
+        let mut text = text.to_owned();
+        let secrets = self
+            .credentials
+            .get()
+            .as_ref()
+            .map(crate::mcp::oauth::token_store::secrets)
+            .unwrap_or_default();
+        for secret in secrets.iter().filter(|secret| secret.len() >= 6) {
+            text = text.replace(secret.as_str(), "[token]");
+        }
+        match ResolvedSettings::resolve(&self.settings) {
+            Ok(filled) => filled.redact(&text),
+            Err(_) => text,
+        }
+    }
+
+    /// Returns the upstream's URL with its variables expanded.
+    fn url(&self) -> Result<String, AuthorizationError> {
+        ResolvedSettings::resolve(&self.settings)
+            .map(|filled| filled.url)
+            .map_err(AuthorizationError::Failed)
+    }
+
+    fn redirect_uri(&self) -> String {
+        format!("{}{CALLBACK_PATH}", self.public_base_url.read())
+    }
+
+    /// Returns the URL at which the issuer can read Toolcrib's client metadata, if there is one.
+    fn client_metadata_url(&self) -> Option<String> {
+        let ours = format!("{}{CLIENT_PATH}", self.public_base_url.read());
+        let ours = Some(ours).filter(|url| url.starts_with("https://"));
+        self.oauth.client_metadata_url.clone().or(ours)
+    }
+}

@@ -1,0 +1,213 @@
+//! Fetches complete lists from upstreams, page by page. The size is limited, because an upstream
+//! may return pages without end.
+
+use std::collections::HashSet;
+
+use rmcp::model::{
+    ErrorCode, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
+    PaginatedRequestParams, Prompt, Resource, ResourceTemplate, Tool,
+};
+use rmcp::service::Peer;
+use rmcp::{ErrorData, RoleClient, ServiceError};
+use serde::Serialize;
+
+use crate::mcp::raw_tool_list::{self, ToolListCapture};
+
+/// Limits of one list.
+const MOST_ITEMS: usize = 20_000;
+const MOST_PAGES: usize = 2_000;
+const MOST_BYTES: usize = 64 << 20;
+
+/// A page of a list.
+trait McpListPage {
+    type Item: Serialize;
+
+    fn split(self) -> (Vec<Self::Item>, Option<String>);
+}
+
+macro_rules! page {
+    ($page:ty, $item:ty, $field:ident) => {
+        impl McpListPage for $page {
+            type Item = $item;
+
+            fn split(self) -> (Vec<$item>, Option<String>) {
+                (self.$field, self.next_cursor)
+            }
+        }
+    };
+}
+
+page!(ListResourcesResult, Resource, resources);
+page!(ListResourceTemplatesResult, ResourceTemplate, resource_templates);
+page!(ListPromptsResult, Prompt, prompts);
+
+fn unbounded_list_error(what: &str, why: &str) -> ServiceError {
+    let message = format!("its list of {what} does not end: {why}");
+    ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
+}
+
+/// A writer that counts bytes and discards them.
+struct ByteCountWriter(usize);
+
+impl std::io::Write for ByteCountWriter {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0 += bytes.len();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+async fn fetch_all<P, F>(
+    what: &str,
+    mut ask: impl FnMut(Option<PaginatedRequestParams>) -> F,
+) -> Result<Vec<P::Item>, ServiceError>
+where
+    P: McpListPage,
+    F: Future<Output = Result<P, ServiceError>>,
+{
+    let (mut items, mut cursor, mut bytes) = (Vec::new(), None::<String>, ByteCountWriter(0));
+    for _ in 0..MOST_PAGES {
+        let params = cursor.take().map(|c| PaginatedRequestParams::default().with_cursor(Some(c)));
+        let (page, next) = ask(params).await?.split();
+        // A page that cannot be serialized counts as zero bytes.
+        let _ = serde_json::to_writer(&mut bytes, &page);
+        items.extend(page);
+        if items.len() > MOST_ITEMS {
+            return Err(unbounded_list_error(what, &format!("{} so far", items.len())));
+        }
+        if bytes.0 > MOST_BYTES {
+            return Err(unbounded_list_error(what, &format!("{} bytes so far", bytes.0)));
+        }
+        if next.is_none() {
+            return Ok(items);
+        }
+        cursor = next;
+    }
+    Err(unbounded_list_error(what, &format!("{MOST_PAGES} pages so far")))
+}
+
+/// A listed tool, or the reason why it cannot be used.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(super) enum UpstreamToolEntry {
+    Tool(Box<Tool>),
+    Unreadable(String, String),
+}
+
+struct ToolListPage(Vec<UpstreamToolEntry>, Option<String>);
+
+impl McpListPage for ToolListPage {
+    type Item = UpstreamToolEntry;
+
+    fn split(self) -> (Vec<UpstreamToolEntry>, Option<String>) {
+        (self.0, self.1)
+    }
+}
+
+/// Returns every tool of an upstream, including those that cannot be parsed.
+pub(super) async fn tools(
+    peer: &Peer<RoleClient>,
+    tape: &ToolListCapture,
+) -> Result<Vec<UpstreamToolEntry>, ServiceError> {
+    let listening = tape.start_capture();
+    let listening = &listening;
+    let ask = |page: Option<PaginatedRequestParams>| async move {
+        match (peer.list_tools(page).await, listening.take()) {
+            (Ok(page), told) => {
+                let left_out =
+                    told.map(|told| omitted_tools(told, &page.tools)).unwrap_or_default();
+                let tools =
+                    page.tools.into_iter().map(|tool| UpstreamToolEntry::Tool(Box::new(tool)));
+                Ok(ToolListPage(tools.chain(left_out).collect(), page.next_cursor))
+            }
+            // One malformed tool makes the whole page unreadable for `rmcp`: use the tools parsed
+            // one by one.
+            (Err(ServiceError::UnexpectedResponse), Some(told)) => Ok(tool_page_from_raw(told)),
+            (Err(ServiceError::UnexpectedResponse), None) => Err(unreadable()),
+            (Err(error), _) => Err(error),
+        }
+    };
+    fetch_all("tools", ask).await
+}
+
+fn unreadable() -> ServiceError {
+    let message = "it is not as MCP has it: every tool needs a name that is a text and an \
+                   inputSchema that is an object";
+    ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
+}
+
+fn unreadable_tools(unreadable: Vec<(String, String)>) -> impl Iterator<Item = UpstreamToolEntry> {
+    unreadable.into_iter().map(|(name, why)| UpstreamToolEntry::Unreadable(name, why))
+}
+
+fn tool_page_from_raw(page: raw_tool_list::RawToolPage) -> ToolListPage {
+    let tools = page.tools.into_iter().map(|tool| UpstreamToolEntry::Tool(Box::new(tool)));
+    ToolListPage(tools.chain(unreadable_tools(page.unreadable)).collect(), page.next)
+}
+
+/// Returns the tools that the upstream offers on a page and that `rmcp` left out.
+fn omitted_tools(told: raw_tool_list::RawToolPage, read: &[Tool]) -> Vec<UpstreamToolEntry> {
+    let mut left_out: Vec<UpstreamToolEntry> = unreadable_tools(told.unreadable).collect();
+    if told.tools.len() == read.len() {
+        return left_out;
+    }
+    let known: HashSet<&str> = read.iter().map(|tool| tool.name.as_ref()).collect();
+    let why = "what it says of arguments in headers (x-mcp-header) is not as MCP has it";
+    let missing = told.tools.into_iter().filter(|tool| !known.contains(tool.name.as_ref()));
+    left_out.extend(missing.map(|tool| {
+        UpstreamToolEntry::Unreadable(tool.name.chars().take(80).collect(), why.to_owned())
+    }));
+    left_out
+}
+
+/// Returns every resource of an upstream.
+pub async fn resources(peer: &Peer<RoleClient>) -> Result<Vec<Resource>, ServiceError> {
+    fetch_all("resources", |page| peer.list_resources(page)).await
+}
+
+/// Returns every resource template of an upstream.
+pub async fn resource_templates(
+    peer: &Peer<RoleClient>,
+) -> Result<Vec<ResourceTemplate>, ServiceError> {
+    fetch_all("templates", |page| peer.list_resource_templates(page)).await
+}
+
+/// Returns every prompt of an upstream.
+pub async fn prompts(peer: &Peer<RoleClient>) -> Result<Vec<Prompt>, ServiceError> {
+    fetch_all("prompts", |page| peer.list_prompts(page)).await
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn page(items: usize, bytes: usize, more: bool) -> ListPromptsResult {
+        let prompt = || Prompt::new("p", Some("x".repeat(bytes)), None);
+        let mut page = ListPromptsResult::with_all_items((0..items).map(|_| prompt()).collect());
+        page.next_cursor = more.then(|| "more".to_owned());
+        page
+    }
+
+    async fn listed(items: usize, bytes: usize, pages: usize) -> Result<usize, String> {
+        let mut asked = 0;
+        let list = fetch_all("prompts", |_| {
+            asked += 1;
+            let page = page(items, bytes, asked < pages);
+            async move { Ok(page) }
+        });
+        list.await.map(|list| list.len()).map_err(|error| error.to_string())
+    }
+
+    #[tokio::test]
+    async fn a_list_ends() {
+        assert_eq!(listed(3, 10, 4).await, Ok(12));
+        assert!(listed(0, 0, usize::MAX).await.unwrap_err().contains("2000 pages so far"));
+        assert!(listed(500, 0, usize::MAX).await.unwrap_err().contains("does not end"));
+        let heavy = listed(1, 8 << 20, usize::MAX).await.unwrap_err();
+        assert!(heavy.contains("bytes so far"), "{heavy}");
+    }
+}

@@ -1,0 +1,315 @@
+//! One upstream: its state, its connection and the attempts that run on it.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rmcp::RoleClient;
+use rmcp::service::Peer;
+use tokio::sync::{Notify, broadcast, watch};
+use tokio_util::sync::CancellationToken;
+use toolcrib::CallId;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::source::Attempt;
+use toolcrib::tool::ToolDefinition;
+
+use super::connection::ConnectionDiagnostics;
+use super::now_ms;
+use super::oauth::Authorizer;
+use super::settings::McpServerSettings;
+use super::state::{UpstreamPhase, UpstreamState};
+use crate::mcp::attempt::SuspendedRequest;
+use crate::mcp::child_process::StderrTail;
+use crate::mcp::offered_tools::{OfferedTools, ToolChange};
+use crate::mcp::resolved_settings::ResolvedSettings;
+use crate::mcp::server_requests::{McpClientHandler, UpstreamChange};
+use crate::mcp::stateless_call;
+use toolcrib_protocol::outbound::OutboundPolicy;
+
+/// Maximum time a call waits for an upstream that is being connected.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Maximum number of tool changes that are stored for display.
+const KEPT_CHANGES: usize = 50;
+
+/// A usable connection.
+pub(super) struct LiveConnection {
+    pub(super) peer: Peer<RoleClient>,
+    pub(super) handler: Arc<McpClientHandler>,
+    pub(super) diagnostics: ConnectionDiagnostics,
+    pub(super) stateless: stateless_call::SharedStatelessClient,
+    /// `true` if the upstream may send elicitations in the middle of a call over stdio, where
+    /// nothing identifies the call.
+    pub(super) may_elicit_mid_call: bool,
+}
+
+type AttemptKey = (CallId, u32);
+
+/// An attempt that can be canceled. Dropping it unregisters the attempt.
+pub(super) struct RunningAttempt {
+    upstream: Arc<UpstreamServer>,
+    key: AttemptKey,
+    pub(super) token: CancellationToken,
+    /// Latest progress message of the attempt.
+    pub(super) last_message: Mutex<String>,
+}
+
+impl Drop for RunningAttempt {
+    fn drop(&mut self) {
+        self.upstream.running.lock().remove(&self.key);
+    }
+}
+
+/// One upstream.
+pub struct UpstreamServer {
+    pub(super) settings: McpServerSettings,
+    pub(super) state: Mutex<UpstreamState>,
+    pub(super) stderr: StderrTail,
+    pub(super) changes: broadcast::Sender<UpstreamChange>,
+    pub(super) outbound: Arc<OutboundPolicy>,
+    /// Source of its tokens, if it may need some.
+    pub(super) authorizer: Option<Arc<Authorizer>>,
+    pub(super) stop: CancellationToken,
+    /// Signals that the upstream is to be tried again at once.
+    pub(super) retry_now: Notify,
+    /// Number of refreshes requested, and below it the number of those completed.
+    pub(super) refreshes_requested: AtomicU64,
+    pub(super) refreshes_completed: watch::Sender<u64>,
+    /// Signals that the connection is to be closed and opened again.
+    pub(super) reconnect_requested: Notify,
+    /// Tools that the upstream offers now, accepted or not.
+    pub(super) offered: Mutex<OfferedTools>,
+    /// Offered tools that the registry rejected, with the reasons. They are not submitted again.
+    pub(super) rejected_tools: Mutex<BTreeMap<String, (ToolDefinition, String)>>,
+    pub(super) suspended: Mutex<HashMap<CallId, SuspendedRequest>>,
+    connection: watch::Sender<Option<Arc<LiveConnection>>>,
+    running: Mutex<HashMap<AttemptKey, CancellationToken>>,
+    resolved: Mutex<Option<Arc<ResolvedSettings>>>,
+}
+
+impl UpstreamServer {
+    pub(super) fn new(
+        settings: McpServerSettings,
+        news: broadcast::Sender<UpstreamChange>,
+        outbound: Arc<OutboundPolicy>,
+        pass: Option<Arc<Authorizer>>,
+    ) -> Arc<Self> {
+        let phase = if settings.enabled { UpstreamPhase::Starting } else { UpstreamPhase::Off };
+        Arc::new(Self {
+            settings,
+            state: Mutex::new(UpstreamState::new(phase)),
+            stderr: StderrTail::default(),
+            changes: news,
+            outbound,
+            authorizer: pass,
+            stop: CancellationToken::new(),
+            retry_now: Notify::new(),
+            refreshes_requested: AtomicU64::new(0),
+            refreshes_completed: watch::Sender::new(0),
+            reconnect_requested: Notify::new(),
+            offered: Mutex::default(),
+            rejected_tools: Mutex::default(),
+            suspended: Mutex::default(),
+            connection: watch::Sender::new(None),
+            running: Mutex::default(),
+            resolved: Mutex::default(),
+        })
+    }
+
+    pub(super) fn set_connection(&self, live: Option<Arc<LiveConnection>>) {
+        self.connection.send_replace(live);
+    }
+
+    pub(super) fn set_resolved(&self, filled: Arc<ResolvedSettings>) {
+        *self.resolved.lock() = Some(filled);
+    }
+
+    /// Redacts the secrets of the settings and the tokens from a text.
+    pub(super) fn redact(&self, text: &str) -> String {
+        let text = match &*self.resolved.lock() {
+            Some(filled) => filled.redact(text),
+            None => text.to_owned(),
+        };
+        self.authorizer.as_ref().map_or(text.clone(), |pass| pass.redact(&text))
+    }
+
+    /// Returns the connection, if there is one.
+    pub(super) fn current_connection(&self) -> Option<Arc<LiveConnection>> {
+        self.connection.borrow().clone().filter(|live| !live.peer.is_transport_closed())
+    }
+
+    /// Waits until the upstream is known to be available or unavailable.
+    pub(super) async fn wait_until_known(&self) {
+        let mut seen = self.connection.subscribe();
+        while self.state.lock().phase == UpstreamPhase::Starting {
+            if seen.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Requests a reconnection or a refresh, and waits until it is done.
+    pub(super) async fn request_refresh(&self) {
+        if !self.settings.enabled {
+            return;
+        }
+        let number = self.refreshes_requested.fetch_add(1, Ordering::AcqRel) + 1;
+        self.retry_now.notify_one();
+        let mut looked = self.refreshes_completed.subscribe();
+        tokio::select! {
+            _ = looked.wait_for(|looked| *looked >= number) => {}
+            () = self.stop.cancelled() => {}
+        }
+    }
+
+    /// Waits for the connection and returns it.
+    ///
+    /// # Errors
+    /// Returns a fault when the upstream is known to be unavailable, or the wait times out or is
+    /// canceled.
+    pub(super) async fn wait_connected(
+        &self,
+        deadline_ms: u64,
+        token: &CancellationToken,
+    ) -> Result<Arc<LiveConnection>, Fault> {
+        if let Some(live) = self.current_connection() {
+            return Ok(live);
+        }
+        let left = Duration::from_millis(deadline_ms.saturating_sub(now_ms()));
+        let mut seen = self.connection.subscribe();
+        let waiting = async {
+            loop {
+                let found = seen.borrow_and_update().clone();
+                if let Some(live) = found.filter(|live| !live.peer.is_transport_closed()) {
+                    return Some(live);
+                }
+                // Do not wait for an unavailable upstream, unless its next attempt is due soon.
+                if self.state.lock().is_unavailable() {
+                    return None;
+                }
+                if seen.changed().await.is_err() {
+                    return None;
+                }
+            }
+        };
+        tokio::select! {
+            found = waiting => found.ok_or_else(|| self.unavailable_fault()),
+            () = tokio::time::sleep(left.min(PATIENCE)) => Err(self.unavailable_fault()),
+            () = self.stop.cancelled() => Err(self.unavailable_fault()),
+            () = token.cancelled() => Err(Fault::new(Code::Canceled, "canceled")),
+        }
+    }
+
+    /// Returns the fault that says why the upstream cannot be used now.
+    pub(super) fn unavailable_fault(&self) -> Fault {
+        let name = &self.settings.name;
+        let state = self.state.lock();
+        let why = match (&state.problem, state.phase) {
+            (Some(problem), _) => problem.clone(),
+            (None, UpstreamPhase::Off) => "it is switched off".to_owned(),
+            (None, _) => "it has not answered yet".to_owned(),
+        };
+        let message = format!("the MCP server {name} is not there: {why}");
+        let shut = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
+        Fault::unreachable(message).retryable(!shut)
+    }
+
+    /// Returns the upstream's own name for one of its registered tools.
+    pub(super) fn upstream_tool_name(&self, tool: &str) -> Result<String, Fault> {
+        let found = self.offered.lock().upstream_names.get(tool).cloned();
+        found.ok_or_else(|| {
+            let name = &self.settings.name;
+            let message = format!("the MCP server {name} does not offer {tool} any more");
+            Fault::new(Code::ToolNotFound, message).without_side_effect()
+        })
+    }
+
+    /// Returns `true` if arguments of the tool are repeated in HTTP headers.
+    pub(super) fn mirrors_args_in_headers(&self, tool: &str) -> bool {
+        self.offered.lock().header_mirrored.contains(tool)
+    }
+
+    /// Refuses a tool of a pinned upstream whose definition is not the accepted one.
+    pub(super) fn check_pin(&self, tool: &str) -> Result<(), Fault> {
+        if !self.settings.pin {
+            return Ok(());
+        }
+        let state = self.state.lock();
+        let Some(pending) = state.pending.iter().find(|pending| pending.tool == tool) else {
+            return Ok(());
+        };
+        let name = &self.settings.name;
+        let what = match pending.fields.as_slice() {
+            [] => pending.change.to_owned(),
+            fields => format!("{} ({})", pending.change, fields.join(", ")),
+        };
+        let message = format!(
+            "{tool} is not what was accepted: the MCP server {name} is pinned, and the tool was \
+             {what}; an operator can accept it (toolcrib mcp accept {name})"
+        );
+        Err(Fault::new(Code::Conflict, message).without_side_effect().retryable(false))
+    }
+
+    pub(super) fn register_attempt(self: &Arc<Self>, attempt: &Attempt) -> RunningAttempt {
+        let (token, key) = (CancellationToken::new(), (attempt.call_id.clone(), attempt.number));
+        self.running.lock().insert(key.clone(), token.clone());
+        RunningAttempt { upstream: self.clone(), key, token, last_message: Mutex::default() }
+    }
+
+    /// Cancels an attempt, and the suspended request that waits for an answer.
+    pub(super) fn cancel(&self, call_id: &CallId, attempt: u32) {
+        if let Some(token) = self.running.lock().get(&(call_id.clone(), attempt)) {
+            token.cancel();
+        }
+        self.abandon(call_id);
+    }
+
+    /// Records that an attempt is over for the engine. For an attempt that sent an elicitation the
+    /// second report means that its call has ended, so no answer will come and the request is
+    /// abandoned.
+    pub(super) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+        let over = {
+            let mut suspended = self.suspended.lock();
+            match suspended.get_mut(call_id).filter(|known| known.attempt == attempt) {
+                Some(known) => std::mem::replace(&mut known.released, true),
+                None => false,
+            }
+        };
+        if over {
+            self.abandon(call_id);
+        }
+    }
+
+    fn abandon(&self, call_id: &CallId) {
+        if let Some(suspended) = self.suspended.lock().remove(call_id) {
+            tokio::spawn(suspended.abandon());
+        }
+    }
+
+    /// Keeps a request that waits for an answer, until its call's deadline at the latest.
+    pub(super) fn suspend(self: &Arc<Self>, attempt: &Attempt, suspended: SuspendedRequest) {
+        let (call_id, number) = (attempt.call_id.clone(), attempt.number);
+        self.suspended.lock().insert(call_id.clone(), suspended);
+        let left = Duration::from_millis(attempt.deadline_ms.saturating_sub(now_ms()));
+        let upstream = Arc::downgrade(self);
+        tokio::spawn(async move {
+            tokio::time::sleep(left).await;
+            let Some(upstream) = upstream.upgrade() else { return };
+            let same = |known: &SuspendedRequest| known.attempt == number;
+            let still = upstream.suspended.lock().get(&call_id).is_some_and(same);
+            if still {
+                upstream.abandon(&call_id);
+            }
+        });
+    }
+
+    pub(super) fn record_changes(&self, changes: Vec<ToolChange>) {
+        let mut state = self.state.lock();
+        let kept: &mut VecDeque<ToolChange> = &mut state.changes;
+        kept.extend(changes);
+        let over = kept.len().saturating_sub(KEPT_CHANGES);
+        kept.drain(..over);
+    }
+}

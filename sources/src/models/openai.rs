@@ -1,0 +1,354 @@
+//! OpenAI's chat completions API, which most endpoints implement, always requested as a stream.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use async_trait::async_trait;
+use reqwest::header::HeaderMap;
+use serde_json::{Map, Value, json};
+use toolcrib::model::{
+    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
+    ToolCallRequest,
+};
+
+use crate::models::endpoint_client::{
+    EndpointClient, KeyHeader, ModelEndpoint, ModelResponse, ReplyAssembler,
+};
+
+/// The field of a choice that holds a complete, unstreamed reply.
+const MESSAGE_FIELD: &str = "message";
+
+/// A model behind the chat completions API.
+pub struct OpenAiModel {
+    client: EndpointClient,
+}
+
+impl OpenAiModel {
+    /// Returns a model of this endpoint.
+    pub fn new(endpoint: ModelEndpoint) -> Self {
+        Self { client: EndpointClient::new(endpoint) }
+    }
+
+    fn request(&self, prompt: &ModelRequest) -> Vec<u8> {
+        let mut body = prompt.settings.clone();
+        let limited = ["max_tokens", "max_completion_tokens"].iter().any(|k| body.contains_key(*k));
+        if let (Some(most), false) = (self.client.endpoint.max_tokens, limited) {
+            body.insert("max_tokens".into(), most.into());
+        }
+        if prompt.tools.is_empty() {
+            // Endpoints refuse tool settings in a request without tools.
+            body.remove("tool_choice");
+            body.remove("parallel_tool_calls");
+        } else {
+            body.insert("tools".into(), prompt.tools.clone().into());
+        }
+        body.insert("model".into(), prompt.model.clone().into());
+        body.insert("messages".into(), prompt.messages.clone().into());
+        body.insert("stream".into(), true.into());
+        body.insert("stream_options".into(), json!({ "include_usage": true }));
+        body.remove("n");
+        Value::Object(body).to_string().into_bytes()
+    }
+}
+
+#[async_trait]
+impl Model for OpenAiModel {
+    async fn reply(
+        &self,
+        prompt: &ModelRequest,
+        listener: DeltaListener<'_>,
+    ) -> Result<ModelReply, ModelError> {
+        let body = self.request(prompt);
+        let path = "/chat/completions";
+        let answer = self.client.post(path, HeaderMap::new(), KeyHeader::Bearer, body).await?;
+        let discreet = self.client.key_redactor(listener);
+        let listener = |piece| discreet.push(piece);
+        let reply = match answer.is_stream() {
+            true => answer.read_events(OpenAiReplyAssembler::new(&self.client), &listener).await?,
+            false => read_complete_reply(&self.client, answer, &listener).await?,
+        };
+        Ok(discreet.finish(reply))
+    }
+}
+
+/// Reads the reply of an endpoint that does not stream.
+async fn read_complete_reply(
+    line: &EndpointClient,
+    answer: ModelResponse<'_>,
+    listener: DeltaListener<'_>,
+) -> Result<ModelReply, ModelError> {
+    let body = answer.read_json().await?;
+    let mut chunks = OpenAiReplyAssembler::new(line);
+    chunks.push_chunk(&body, MESSAGE_FIELD, listener)?;
+    chunks.finish()
+}
+
+/// Assembles a reply from its chunks.
+struct OpenAiReplyAssembler<'l> {
+    client: &'l EndpointClient,
+    reply: ModelReply,
+    /// The state of each call in the reply, by its index.
+    partial_calls: Vec<PartialToolCall>,
+    /// From the endpoint's index of a call to its index in the reply.
+    call_index_by_number: HashMap<u64, usize>,
+    /// True once the model reported a finish reason, or the endpoint the end of the stream.
+    is_complete: bool,
+    finish_reason: Option<FinishReason>,
+}
+
+impl<'l> OpenAiReplyAssembler<'l> {
+    fn new(client: &'l EndpointClient) -> Self {
+        let (reply, call_index_by_number) = (ModelReply::default(), HashMap::new());
+        Self {
+            client,
+            reply,
+            partial_calls: Vec::new(),
+            call_index_by_number,
+            is_complete: false,
+            finish_reason: None,
+        }
+    }
+
+    fn push_chunk(
+        &mut self,
+        chunk: &Value,
+        part: &str,
+        listener: DeltaListener<'_>,
+    ) -> Result<(), ModelError> {
+        let chunk = chunk.as_object().ok_or_else(|| self.client.malformed_error())?;
+        if let Some(error) = chunk.get("error").filter(|error| !error.is_null()) {
+            return Err(self.client.stream_error(error));
+        }
+        if let Some(usage) = chunk.get("usage").and_then(Value::as_object) {
+            self.reply.usage = parse_usage(usage);
+        }
+        if let (None, Some(model)) = (&self.reply.model, non_empty_str(chunk.get("model"))) {
+            self.reply.model = Some(model.to_owned());
+        }
+        let choices = chunk.get("choices").and_then(Value::as_array);
+        // Requests ask for a single choice; any others are ignored.
+        let first = choices.and_then(|choices| {
+            choices.iter().find(|choice| choice.get("index").is_none_or(|index| index == 0))
+        });
+        let Some(choice) = first else { return Ok(()) };
+        if let Some(delta) = choice.get(part).and_then(Value::as_object) {
+            self.push_delta(delta, part == MESSAGE_FIELD, listener);
+        }
+        if let Some(reason) = non_empty_str(choice.get("finish_reason")) {
+            self.is_complete = true;
+            self.finish_reason = Some(match reason {
+                "length" => FinishReason::Length,
+                "content_filter" => FinishReason::ContentFilter,
+                _ => FinishReason::Stop,
+            });
+        }
+        Ok(())
+    }
+
+    fn push_delta(&mut self, delta: &Map<String, Value>, whole: bool, listener: DeltaListener<'_>) {
+        // The text of a refusal is the model's reply.
+        for said in
+            ["content", "refusal"].iter().filter_map(|field| content_text(delta.get(*field)))
+        {
+            self.reply.text.push_str(&said);
+            listener(Delta::Text(said));
+        }
+        let calls = delta.get("tool_calls").and_then(Value::as_array);
+        let calls = calls.map_or(&[][..], Vec::as_slice);
+        for (n, call) in calls.iter().enumerate() {
+            let piece = ToolCallFragment::parse(call);
+            // A fragment with a name and without an index, after another one in the same chunk,
+            // starts a new call.
+            let beside = n > 0 && piece.index.is_none() && piece.name.is_some();
+            let known = if whole || beside { None } else { self.find_call(&piece) };
+            self.push_call_fragment(&piece, known, listener);
+        }
+    }
+
+    /// Adds a fragment to this call, or to a new one.
+    fn push_call_fragment(
+        &mut self,
+        piece: &ToolCallFragment<'_>,
+        known: Option<usize>,
+        listener: DeltaListener<'_>,
+    ) {
+        let fresh = known.is_none();
+        let place = known.unwrap_or_else(|| self.start_call(piece));
+        let Some((call, forming)) =
+            self.reply.calls.get_mut(place).zip(self.partial_calls.get_mut(place))
+        else {
+            return;
+        };
+        // An id that arrives after the first fragment replaces a generated one.
+        let late = piece.id.filter(|_| forming.has_generated_id && !fresh);
+        if let Some(id) = late {
+            id.clone_into(&mut call.id);
+            forming.has_generated_id = false;
+        }
+        if let Some(name) = piece.name.filter(|_| call.name.is_empty()) {
+            name.clone_into(&mut call.name);
+        }
+        call.arguments.push_str(&piece.arguments);
+        forming.nesting.push(&piece.arguments);
+        listener(Delta::Call {
+            index: place,
+            id: (fresh || late.is_some()).then(|| call.id.clone()),
+            name: fresh.then(|| call.name.clone()),
+            arguments: piece.arguments.to_string(),
+        });
+    }
+
+    /// Returns the call that a fragment continues, or `None` if it starts a new one. Endpoints
+    /// differ: some give every call the index 0, some omit the index, some give all calls the same
+    /// id or none, some repeat the name in every fragment.
+    fn find_call(&self, piece: &ToolCallFragment<'_>) -> Option<usize> {
+        let place = match piece.index {
+            Some(index) => self.call_index_by_number.get(&index).copied()?,
+            None => self.reply.calls.len().checked_sub(1)?,
+        };
+        let (call, forming) = (self.reply.calls.get(place)?, self.partial_calls.get(place)?);
+        // A different id starts a new call.
+        let other_id = !forming.has_generated_id && piece.id.is_some_and(|id| id != call.id);
+        // A repeated name continues the call, unless the name differs or more arguments arrive
+        // after the arguments are complete.
+        let named = piece.name.is_some_and(|name| {
+            let more = !piece.arguments.trim().is_empty();
+            !call.name.is_empty() && (name != call.name || (more && forming.nesting.is_closed()))
+        });
+        (!other_id && !named).then_some(place)
+    }
+
+    /// Starts a call with this fragment.
+    fn start_call(&mut self, piece: &ToolCallFragment<'_>) -> usize {
+        let place = self.reply.calls.len();
+        let made_up = || format!("call_{}", ulid::Ulid::generate());
+        let id = piece.id.map_or_else(made_up, str::to_owned);
+        self.reply.calls.push(ToolCallRequest { id, ..ToolCallRequest::default() });
+        self.partial_calls.push(PartialToolCall {
+            has_generated_id: piece.id.is_none(),
+            nesting: JsonNesting::default(),
+        });
+        if let Some(index) = piece.index {
+            self.call_index_by_number.insert(index, place);
+        }
+        place
+    }
+}
+
+/// A fragment of a tool call.
+struct ToolCallFragment<'a> {
+    /// The endpoint's index of the call.
+    index: Option<u64>,
+    id: Option<&'a str>,
+    name: Option<&'a str>,
+    arguments: Cow<'a, str>,
+}
+
+impl<'a> ToolCallFragment<'a> {
+    fn parse(piece: &'a Value) -> Self {
+        let index = piece.get("index").and_then(Value::as_u64);
+        let function = piece.get("function");
+        let field = |name: &str| function.and_then(|function| function.get(name));
+        let arguments = match field("arguments") {
+            Some(Value::String(text)) => Cow::Borrowed(text.as_str()),
+            None | Some(Value::Null) => Cow::default(),
+            // Some endpoints send the arguments as a JSON value rather than as text.
+            Some(other) => Cow::Owned(other.to_string()),
+        };
+        Self {
+            index,
+            id: non_empty_str(piece.get("id")),
+            name: non_empty_str(field("name")),
+            arguments,
+        }
+    }
+}
+
+/// The state of a call that may be incomplete.
+struct PartialToolCall {
+    /// True while the endpoint has sent no id and Toolcrib has generated one.
+    has_generated_id: bool,
+    nesting: JsonNesting,
+}
+
+/// Tracks the nesting depth of arguments across fragments. Each byte is read once.
+#[derive(Default)]
+struct JsonNesting {
+    is_started: bool,
+    depth: usize,
+    in_string: bool,
+    escaped: bool,
+}
+
+impl JsonNesting {
+    fn push(&mut self, arguments: &str) {
+        for byte in arguments.bytes() {
+            match byte {
+                _ if std::mem::take(&mut self.escaped) => {}
+                b'\\' if self.in_string => self.escaped = true,
+                b'"' => self.in_string = !self.in_string,
+                b'{' | b'[' if !self.in_string => {
+                    (self.is_started, self.depth) = (true, self.depth + 1)
+                }
+                b'}' | b']' if !self.in_string => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+        }
+    }
+
+    /// Returns true if everything that was opened is closed.
+    fn is_closed(&self) -> bool {
+        self.is_started && self.depth == 0 && !self.in_string
+    }
+}
+
+impl ReplyAssembler for OpenAiReplyAssembler<'_> {
+    fn push_event(&mut self, data: &str, listener: DeltaListener<'_>) -> Result<bool, ModelError> {
+        if data.trim() == "[DONE]" {
+            self.is_complete = true;
+            return Ok(true);
+        }
+        let chunk: Value = serde_json::from_str(data).map_err(|_| self.client.malformed_error())?;
+        self.push_chunk(&chunk, "delta", listener)?;
+        Ok(false)
+    }
+
+    fn finish(mut self) -> Result<ModelReply, ModelError> {
+        if !self.is_complete {
+            return Err(self.client.truncated_error());
+        }
+        let calls = !self.reply.calls.is_empty();
+        self.reply.finish_reason = match self.finish_reason.unwrap_or_default() {
+            FinishReason::Stop if calls => FinishReason::ToolCalls,
+            stopped => stopped,
+        };
+        Ok(self.reply)
+    }
+}
+
+/// Returns the text of a content: a string, or the text parts of a list.
+fn content_text(value: Option<&Value>) -> Option<String> {
+    let said = match value? {
+        Value::Array(parts) => {
+            let says = |part: &&Value| {
+                let kind = part.get("type").and_then(Value::as_str);
+                matches!(kind, None | Some("text" | "output_text"))
+            };
+            parts.iter().filter(says).filter_map(|part| non_empty_str(part.get("text"))).collect()
+        }
+        other => non_empty_str(Some(other))?.to_owned(),
+    };
+    Some(said).filter(|said| !said.is_empty())
+}
+
+fn non_empty_str(value: Option<&Value>) -> Option<&str> {
+    value.and_then(Value::as_str).filter(|text| !text.is_empty())
+}
+
+fn parse_usage(usage: &Map<String, Value>) -> TokenUsage {
+    let number = |name: &str| usage.get(name).and_then(Value::as_u64).unwrap_or_default();
+    TokenUsage {
+        prompt_tokens: number("prompt_tokens"),
+        completion_tokens: number("completion_tokens"),
+    }
+}

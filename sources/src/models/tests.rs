@@ -1,0 +1,67 @@
+//! Tests that a name resolves to the right model and endpoint.
+
+use super::*;
+use crate::models::settings::NamedModelSettings;
+
+#[test]
+fn without_a_configuration_there_is_the_demo() {
+    let shelf = ModelRegistry::new(&LlmSettings::default());
+    assert_eq!(shelf.names(), ["demo"]);
+    assert_eq!(shelf.find("demo").unwrap().name, "demo");
+    assert!(shelf.find("gpt-9").is_none());
+}
+
+#[test]
+fn names_of_tables_go_before_names_of_the_endpoint() {
+    let mut settings = LlmSettings { model: Some("large".into()), ..LlmSettings::default() };
+    let fast = NamedModelSettings { model: Some("small-2".into()), ..Default::default() };
+    settings.models.insert("fast".into(), fast);
+    let shelf = ModelRegistry::new(&settings);
+    assert_eq!(shelf.names(), ["large", "demo", "fast"], "the usual one first");
+    let upstream = |name| shelf.find(name).map(|found| found.name);
+    assert_eq!(upstream("fast").as_deref(), Some("small-2"));
+    assert_eq!(upstream("another").as_deref(), Some("another"));
+    assert_eq!((upstream(""), upstream("a\nb")), (None, None));
+    settings.other_models = false;
+    assert!(ModelRegistry::new(&settings).find("another").is_none());
+}
+
+#[test]
+fn a_key_goes_only_where_it_was_meant_for() {
+    let mut settings = LlmSettings {
+        base_url: Some("https://one.example/v1/".into()),
+        api_key_env: Some("ONE_KEY".into()),
+        ..LlmSettings::default()
+    };
+    let named = |base_url: Option<&str>| NamedModelSettings {
+        base_url: base_url.map(str::to_owned),
+        ..Default::default()
+    };
+    settings.models.insert("same".into(), named(None));
+    settings.models.insert("said".into(), named(Some("https://one.example/v1")));
+    settings.models.insert("other".into(), named(Some("https://two.example/v1")));
+    settings.models.insert("vendor".into(), named(Some("https://api.openai.com/v1/")));
+    let claude = Some(crate::models::settings::ModelKind::Anthropic);
+    settings.models.insert("claude".into(), NamedModelSettings { kind: claude, ..named(None) });
+    let proxy = named(Some("https://one.example/v1"));
+    settings.models.insert("proxy".into(), NamedModelSettings { kind: claude, ..proxy });
+    let own = NamedModelSettings {
+        api_key_env: Some("TWO_KEY".into()),
+        ..named(Some("https://two.example/v1"))
+    };
+    settings.models.insert("own".into(), own);
+    let place = |name: &str| {
+        let found = settings.named_endpoints().find(|(named, ..)| *named == name).unwrap();
+        (found.2.base_url, found.2.key.variable)
+    };
+    assert_eq!(place("same"), ("https://one.example/v1".into(), Some("ONE_KEY".into())));
+    assert_eq!(place("said"), place("same"), "the same address, though it is said again");
+    let key = |name: &str| place(name).1;
+    assert_eq!(key("other"), None, "another address");
+    assert_eq!(key("proxy"), None, "another kind at the same address");
+    assert_eq!(key("own").as_deref(), Some("TWO_KEY"));
+    // The vendor's own endpoint uses the vendor's default variable.
+    assert_eq!(key("vendor").as_deref(), Some("OPENAI_API_KEY"));
+    let usual = ("https://api.anthropic.com/v1".to_owned(), Some("ANTHROPIC_API_KEY".to_owned()));
+    assert_eq!(place("claude"), usual);
+}

@@ -1,0 +1,102 @@
+//! The source of tools that a tool service executes: publishes commands on JetStream.
+//!
+//! A call is committed before its attempt starts here, and stays open until its report arrives. The
+//! open calls are therefore the outbox of commands: if a crash prevents a publication, the next
+//! process starts the attempt again. While the broker is unavailable a command waits, until its
+//! call has ended. The broker and the tool service both identify a command by the call's id, so a
+//! command published twice is executed once. A command that is older than the broker's duplicate
+//! window is searched in the stream before it is published again.
+
+mod command_publisher;
+pub mod host;
+
+use async_trait::async_trait;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use toolcrib::CallId;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::source::{Attempt, ProgressSink, Source, SourceHealth, Started};
+use toolcrib::tool::{Executor, ToolDefinition};
+
+use crate::utp::command_publisher::{CommandPublisher, OutgoingCommand, UnacknowledgedCommands};
+use toolcrib_protocol::utp::{DEFAULT_VERSION, NatsConnection};
+
+/// Publishes commands for tool services.
+pub struct UtpSource {
+    link: Option<NatsConnection>,
+    unacknowledged: UnacknowledgedCommands,
+    queue: UnboundedSender<OutgoingCommand>,
+    _stop_on_drop: DropGuard,
+}
+
+impl UtpSource {
+    /// Creates the source for this connection. Without one, calls wait until their deadline.
+    pub fn new(link: Option<NatsConnection>) -> Self {
+        let (unacknowledged, gone) = (UnacknowledgedCommands::default(), CancellationToken::new());
+        let (queue, taken) = unbounded_channel();
+        if let Some(link) = link.clone() {
+            let (post, gone) = (CommandPublisher::new(link, unacknowledged.clone()), gone.clone());
+            tokio::spawn(async move { gone.run_until_cancelled(post.run(taken)).await });
+        }
+        Self { link, unacknowledged, queue, _stop_on_drop: gone.drop_guard() }
+    }
+
+    fn drop_command(&self, call_id: &CallId, attempt: u32) {
+        self.unacknowledged.lock().remove(&(call_id.clone(), attempt));
+    }
+}
+
+#[async_trait]
+impl Source for UtpSource {
+    fn executor(&self) -> Executor {
+        Executor::Utp
+    }
+
+    fn list(&self) -> Vec<ToolDefinition> {
+        Vec::new()
+    }
+
+    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
+        // A tool service has acknowledged the command and works on it: do not send it again.
+        if attempt.redelivered && attempt.acknowledged_by.is_some() {
+            return Started::Accepted;
+        }
+        let version = self.link.as_ref().map_or(DEFAULT_VERSION, NatsConnection::version);
+        match OutgoingCommand::new(version, attempt) {
+            Ok(Some(outgoing)) if self.link.is_some() => {
+                self.unacknowledged.lock().insert(outgoing.attempt_key());
+                // Fails only when the server shuts down; the next process publishes the command.
+                let _ = self.queue.send(outgoing);
+                Started::Accepted
+            }
+            Ok(_) => Started::Accepted,
+            Err(why) => {
+                let fault = Fault::new(Code::ValidationError, why).without_side_effect();
+                Started::Finished(Err(fault))
+            }
+        }
+    }
+
+    fn cancel(&self, call_id: &CallId, attempt: u32) {
+        self.drop_command(call_id, attempt);
+    }
+
+    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+        self.drop_command(call_id, attempt);
+    }
+
+    fn health(&self) -> Option<SourceHealth> {
+        let link = self.link.as_ref()?;
+        let waiting = self.unacknowledged.lock().len();
+        metrics::gauge!("toolcrib_utp_commands_waiting").set(waiting as f64);
+        let away =
+            || format!("NATS does not answer; {waiting} commands wait, everything else works");
+        let down = || "wakeups and events are not published; see the server's log".to_owned();
+        let trouble = match (link.is_connected(), link.is_outbox_down()) {
+            (false, _) => Some(away()),
+            (true, true) => Some(down()),
+            (true, false) => None,
+        };
+        Some(SourceHealth { name: "nats", problem: trouble })
+    }
+}

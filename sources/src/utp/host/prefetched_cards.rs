@@ -1,0 +1,126 @@
+//! Cards that the server sends before the commands that name them, which saves a request per
+//! command.
+//!
+//! The cache is only an optimization. A card is used while it is fresh. After that, and for a
+//! redelivered command, the host requests the card, because the server may reply that the call has
+//! ended.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_nats::Message;
+use parking_lot::Mutex;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::utp::host::batched_rpc::HostRpcClient;
+use toolcrib_protocol::utp::card_followers::FOLLOW_TTL;
+
+/// Time for which a prefetched card is valid.
+const CARD_TTL: Duration = Duration::from_secs(1);
+/// Maximum total size of cached cards in bytes.
+const MAX_CACHE_BYTES: usize = 16 << 20;
+/// Maximum number of subject prefixes for which the last request is remembered.
+const MAX_REQUESTED_PREFIXES: usize = 10_000;
+
+struct PrefetchedCard {
+    card: Value,
+    received_at: Instant,
+}
+
+#[derive(Default)]
+struct PrefetchCache {
+    cards: HashMap<String, PrefetchedCard>,
+    /// In order of arrival, with their sizes.
+    order: VecDeque<(Instant, String, usize)>,
+    bytes: usize,
+}
+
+/// The cache of prefetched cards.
+pub(super) struct PrefetchedCards {
+    rpc: HostRpcClient,
+    target: String,
+    /// The subject on which cards arrive.
+    pub(super) inbox: String,
+    cache: Mutex<PrefetchCache>,
+    /// The time of the last request for prefetching, by subject prefix.
+    last_requested: Mutex<HashMap<String, Instant>>,
+}
+
+#[derive(Deserialize)]
+struct PrefetchMessage {
+    #[serde(default)]
+    cards: Vec<Value>,
+}
+
+impl PrefetchedCards {
+    pub(super) fn new(asker: HostRpcClient, target: &str) -> Arc<Self> {
+        let inbox = asker.connection.client().new_inbox();
+        let target = target.to_owned();
+        Arc::new(Self {
+            rpc: asker,
+            target,
+            inbox,
+            cache: Mutex::default(),
+            last_requested: Mutex::default(),
+        })
+    }
+
+    /// Stores the cards of a message, and evicts stale cards and those over the size limit.
+    pub(super) fn store(&self, message: &Message) {
+        let Ok(PrefetchMessage { cards }) = serde_json::from_slice(&message.payload) else {
+            return;
+        };
+        let size = message.payload.len() / cards.len().max(1);
+        let (now, mut known) = (Instant::now(), self.cache.lock());
+        let known = &mut *known;
+        for card in cards {
+            let Some(id) = card["card_id"].as_str().map(str::to_owned) else { continue };
+            known.order.push_back((now, id.clone(), size));
+            known.bytes += size;
+            known.cards.insert(id, PrefetchedCard { card, received_at: now });
+        }
+        let stale = |(came, ..): &(Instant, String, usize)| came.elapsed() >= CARD_TTL;
+        while known.order.front().is_some_and(|first| known.bytes > MAX_CACHE_BYTES || stale(first))
+        {
+            let Some((came, id, size)) = known.order.pop_front() else { break };
+            known.bytes -= size;
+            if known.cards.get(&id).is_some_and(|kept| kept.received_at == came) {
+                known.cards.remove(&id);
+            }
+        }
+    }
+
+    /// Removes and returns a card, if it is cached and fresh.
+    pub(super) fn take(&self, card_id: &str) -> Option<Value> {
+        let kept = self.cache.lock().cards.remove(card_id)?;
+        (kept.received_at.elapsed() < CARD_TTL).then_some(kept.card)
+    }
+
+    /// Requests the cards of a subject prefix in advance, unless that was requested recently.
+    pub(super) fn request_prefetch(self: &Arc<Self>, place: &str) {
+        {
+            let (now, mut followed) = (Instant::now(), self.last_requested.lock());
+            let recent = |said: &Instant| said.elapsed() < FOLLOW_TTL / 3;
+            if followed.get(place).is_some_and(recent) {
+                return;
+            }
+            if followed.len() >= MAX_REQUESTED_PREFIXES {
+                followed.clear();
+            }
+            followed.insert(place.to_owned(), now);
+        }
+        let (ahead, place) = (self.clone(), place.to_owned());
+        tokio::spawn(async move {
+            let subject = format!("{place}.rpc.sys.cards.follow");
+            let body = json!({ "target": ahead.target, "inbox": ahead.inbox }).to_string();
+            let headers = ahead.rpc.headers("");
+            let client = ahead.rpc.connection.client();
+            // If the server does not support prefetching, the host requests each card.
+            if let Err(error) = client.publish_with_headers(subject, headers, body.into()).await {
+                tracing::debug!(%error, "requesting prefetched cards failed");
+            }
+        });
+    }
+}

@@ -1,0 +1,391 @@
+//! The server as a tool service sees it: cards, reports and dead letters by request and reply.
+
+use std::time::{Duration, Instant};
+
+use async_nats::jetstream::Message;
+use async_nats::{HeaderMap, Request};
+use axum::body::Bytes;
+use serde::Serialize;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use toolcrib::fault::{Code, Fault};
+use toolcrib::tool::hex;
+use toolcrib::utp::card::error_json;
+use toolcrib::utp::trace;
+
+use super::ToolJobResult;
+use super::command::{CommandError, ReceivedCommand};
+use crate::utp::host::batched_rpc::{
+    CardRequest, CardsRpc, FetchedCard, HostRpcClient, ReportReply, ReportRequest, ReportsRpc,
+};
+use crate::utp::host::coalescer::Coalescer;
+use toolcrib_protocol::utp::wire;
+
+/// Time for which a request is repeated if its command has no deadline.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
+/// Minimum time for which a request is repeated: a late result is still worth recording.
+const MIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time for which storing a dead letter is retried.
+const DEAD_LETTER_TIMEOUT: Duration = Duration::from_secs(20);
+
+fn request_timeout(command: &ReceivedCommand) -> Duration {
+    let Some(deadline_ms) = command.deadline_ms() else { return DEFAULT_TIMEOUT };
+    let now_ms = u64::try_from(wire::now_ms()).unwrap_or_default();
+    Duration::from_millis(deadline_ms.saturating_sub(now_ms)).max(MIN_TIMEOUT)
+}
+
+/// The outcome of a report.
+pub(super) enum ReportOutcome {
+    Accepted,
+    Rejected(String),
+    /// The server did not reply.
+    NoReply,
+}
+
+/// The JSON body of a report.
+#[derive(Serialize)]
+struct ReportBody<'a> {
+    tool_call_id: &'a str,
+    agent_turn_id: &'a str,
+    turn_epoch: i64,
+    agent_id: &'a str,
+    after_execution: &'a str,
+    status: &'a str,
+    tool_result_card_id: &'a str,
+    step_id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    card: Option<Value>,
+}
+
+/// The arguments and metadata in a card.
+pub(super) struct CardArguments {
+    pub(super) tool_name: String,
+    pub(super) args: Value,
+    pub(super) meta: Value,
+    /// True if the call has already ended.
+    pub(super) is_call_ended: bool,
+    /// True if the server knows that this host has taken the call.
+    pub(super) is_announced: bool,
+}
+
+pub(super) struct ServerClient {
+    rpc: HostRpcClient,
+    cards: Coalescer<CardsRpc>,
+    reports: Coalescer<ReportsRpc>,
+}
+
+impl ServerClient {
+    pub(super) fn new(rpc: HostRpcClient) -> Self {
+        let cards = Coalescer::new(CardsRpc(rpc.clone()));
+        let reports = Coalescer::new(ReportsRpc::new(rpc.clone()));
+        Self { rpc, cards, reports }
+    }
+
+    /// Repeats a request until there is a reply or the timeout passes: the server may be
+    /// restarting.
+    async fn request_until_reply(
+        &self,
+        subject: &str,
+        headers: HeaderMap,
+        body: Vec<u8>,
+        patience: Duration,
+    ) -> Option<Bytes> {
+        let (until, bytes) = (Instant::now() + patience, Bytes::from(body));
+        let mut wait = Duration::from_millis(50);
+        while Instant::now() < until {
+            let request = Request::new().payload(bytes.clone()).headers(headers.clone());
+            match self.rpc.connection.client().send_request(subject.to_owned(), request).await {
+                Ok(reply) => return Some(reply.payload),
+                Err(error) if error.kind() == async_nats::RequestErrorKind::MaxPayloadExceeded => {
+                    let refused = json!({ "ok": false, "error": {
+                        "code": "too_large",
+                        "message": "the message is over NATS's limit",
+                    }});
+                    return Some(refused.to_string().into());
+                }
+                Err(error) => tracing::debug!(%error, subject, "no reply; retrying"),
+            }
+            tokio::time::sleep(wait).await;
+            wait = (wait * 2).min(Duration::from_secs(2));
+        }
+        None
+    }
+
+    /// Returns the subject prefix of requests about a command.
+    pub(super) fn subject_prefix(command: &ReceivedCommand) -> String {
+        let ReceivedCommand { version, project, channel, .. } = command;
+        format!("cg.{version}.{project}.{channel}")
+    }
+
+    /// Requests a single card.
+    async fn fetch_card(&self, command: &ReceivedCommand, card_id: &str) -> Option<Value> {
+        let subject = format!("{}.rpc.sys.cards.get", Self::subject_prefix(command));
+        let headers = self.rpc.headers(&trace::child_traceparent(&command.traceparent, &subject));
+        let body = json!({ "card_ids": [card_id] }).to_string().into_bytes();
+        let answer =
+            self.request_until_reply(&subject, headers, body, request_timeout(command)).await?;
+        serde_json::from_slice(&answer).ok()
+    }
+
+    fn card_request(command: &ReceivedCommand) -> CardRequest {
+        let card_id = command.card_id.clone().unwrap_or_default();
+        CardRequest {
+            traceparent: trace::child_traceparent(&command.traceparent, &card_id),
+            card_id,
+        }
+    }
+
+    /// Fetches a command's card and returns its arguments.
+    pub(super) async fn load_arguments(
+        &self,
+        command: &ReceivedCommand,
+    ) -> Result<CardArguments, CommandError> {
+        let wanted = Self::card_request(command);
+        let FetchedCard { card, is_call_ended: ended } =
+            match self.cards.request(Self::subject_prefix(command), wanted).await {
+                Some(got) => got,
+                None => {
+                    self.fetch_card_or_fail(command, command.card_id.as_deref().unwrap_or_default())
+                        .await?
+                }
+            };
+        Ok(CardArguments { is_announced: true, ..Self::parse_card(command, card, ended)? })
+    }
+
+    /// Requests a card that is already known, so that the server learns that the call was taken.
+    pub(super) async fn announce_taken(&self, command: &ReceivedCommand) {
+        self.cards.request(Self::subject_prefix(command), Self::card_request(command)).await;
+    }
+
+    /// Validates a card and returns its arguments.
+    pub(super) fn parse_card(
+        command: &ReceivedCommand,
+        mut card: Value,
+        ended: bool,
+    ) -> Result<CardArguments, CommandError> {
+        let card_id = command.card_id.as_deref().unwrap_or_default();
+        let wrong = |message: String| Err(CommandError::rejected(Code::BadRequest, message));
+        if card["type"] != "tool.call" {
+            return wrong(format!("card \"{card_id}\" is a {}, not a tool.call", card["type"]));
+        }
+        if card["content"]["__type__"] != "ToolCallContent" {
+            return wrong(format!("the content of card \"{card_id}\" is no ToolCallContent"));
+        }
+        let named = card["tool_call_id"].as_str().unwrap_or_default();
+        if !named.is_empty() && named != command.tool_call_id {
+            return wrong(format!("card \"{card_id}\" is of the call \"{named}\""));
+        }
+        Ok(CardArguments {
+            tool_name: card["content"]["tool_name"].as_str().unwrap_or_default().to_owned(),
+            args: card["content"]["arguments"].take(),
+            meta: card["metadata"].take(),
+            is_call_ended: ended,
+            is_announced: false,
+        })
+    }
+
+    async fn fetch_card_or_fail(
+        &self,
+        command: &ReceivedCommand,
+        card_id: &str,
+    ) -> Result<FetchedCard, CommandError> {
+        let mut answer =
+            self.fetch_card(command, card_id).await.ok_or(CommandError::ServerUnavailable)?;
+        if answer["ok"] != json!(true) {
+            let message = answer["error"]["message"].as_str().unwrap_or("the card was refused");
+            let code = answer["error"]["code"].as_str().and_then(Code::parse);
+            return Err(CommandError::rejected(code.unwrap_or(Code::NotFound), message));
+        }
+        let ended = answer["ended"].as_array().is_some_and(|ended| !ended.is_empty());
+        Ok(FetchedCard { card: answer["cards"][0].take(), is_call_ended: ended })
+    }
+
+    /// Returns the id under which the server itself stores the call's result: a plain success under
+    /// this id need not be stored again as a card.
+    fn server_result_card_id(command: &ReceivedCommand) -> Option<String> {
+        let asked = command.card_id.as_deref()?;
+        let (id, _) = toolcrib::utp::card::parse_derived_id(asked)?;
+        Some(toolcrib::utp::card::derived_id(&id, toolcrib::utp::card::TOOL_RESULT))
+    }
+
+    /// Returns the id of the result card. It depends only on the call, so a second execution has
+    /// the same card.
+    fn result_card_id(command: &ReceivedCommand) -> String {
+        let (project, turn, call) = command.call_key();
+        let named = json!([project, turn, call]).to_string();
+        format!("res{}", hex(&Sha256::digest(named.as_bytes())[..16]))
+    }
+
+    /// Reports a result. A result over a size limit is replaced by a fault.
+    pub(super) async fn report(
+        &self,
+        command: &ReceivedCommand,
+        answer: ToolJobResult,
+        meta: &Value,
+    ) -> ReportOutcome {
+        let card = self.result_card(command, &answer, meta);
+        let told = self.send_report(command, &answer, card).await;
+        let ReportOutcome::Rejected(why) = &told else { return told };
+        if !why.contains("limit") {
+            return told;
+        }
+        let message = format!("the result of {} is too large: {why}", command.tool_name());
+        let smaller = ToolJobResult::failed(Fault::new(Code::PayloadTooLarge, message));
+        let card = self.result_card(command, &smaller, meta);
+        self.send_report(command, &smaller, card).await
+    }
+
+    async fn send_report(
+        &self,
+        command: &ReceivedCommand,
+        answer: &ToolJobResult,
+        card: Value,
+    ) -> ReportOutcome {
+        let card_id = card["card_id"].as_str().unwrap_or_default().to_owned();
+        self.submit_report(command, answer.status.as_str(), &card_id, Some(card)).await
+    }
+
+    async fn submit_report(
+        &self,
+        command: &ReceivedCommand,
+        status: &str,
+        card_id: &str,
+        card: Option<Value>,
+    ) -> ReportOutcome {
+        let report = ReportBody {
+            tool_call_id: &command.tool_call_id,
+            agent_turn_id: &command.turn_id,
+            turn_epoch: command.epoch,
+            agent_id: &command.agent_id,
+            after_execution: command.after_execution().as_str(),
+            status,
+            tool_result_card_id: card_id,
+            step_id: command.step_id.as_deref(),
+            card,
+        };
+        let Ok(report) = serde_json::value::to_raw_value(&report) else {
+            return ReportOutcome::NoReply;
+        };
+        let subject = format!("{}.rpc.sys.l0.report", Self::subject_prefix(command));
+        let reported = || ReportRequest {
+            report: report.clone(),
+            traceparent: trace::child_traceparent(&command.traceparent, &subject),
+            tracestate: command.tracestate.clone(),
+            depth: command.recursion_depth.clone(),
+        };
+        let said = match self.reports.request(Self::subject_prefix(command), reported()).await {
+            Some(said) => said,
+            None => {
+                let (headers, body) = (reported().headers(&self.rpc), report.get().as_bytes());
+                let answer = self
+                    .request_until_reply(&subject, headers, body.to_vec(), request_timeout(command))
+                    .await;
+                let said = answer.and_then(|answer| serde_json::from_slice(&answer).ok());
+                let Some(said) = said else { return ReportOutcome::NoReply };
+                said
+            }
+        };
+        match said {
+            ReportReply { ok: true, .. } => ReportOutcome::Accepted,
+            ReportReply { error: Some(error), .. } if error.retryable => ReportOutcome::NoReply,
+            ReportReply { error, .. } => {
+                ReportOutcome::Rejected(error.map(|e| e.message).unwrap_or_default())
+            }
+        }
+    }
+
+    /// Reports the result that an earlier delivery of the command stored. Returns `None` if there
+    /// is none.
+    pub(super) async fn report_stored_result(
+        &self,
+        command: &ReceivedCommand,
+    ) -> Option<ReportOutcome> {
+        let mut known = None;
+        for card_id in
+            Self::server_result_card_id(command).into_iter().chain([Self::result_card_id(command)])
+        {
+            let answer = self.fetch_card(command, &card_id).await?;
+            let status = answer["cards"][0]["content"]["status"].as_str().map(str::to_owned);
+            known = known.or(status.map(|status| (card_id, status)));
+        }
+        let (card_id, status) = known?;
+        Some(self.submit_report(command, &status, &card_id, None).await)
+    }
+
+    fn result_card(
+        &self,
+        command: &ReceivedCommand,
+        answer: &ToolJobResult,
+        meta: &Value,
+    ) -> Value {
+        let error = answer.error.as_ref().map(|fault| {
+            let mut error = error_json(fault, "tool");
+            let named = fault.detail.as_ref().and_then(|detail| detail.get("utp_code"));
+            if let Some(code) = named {
+                error["code"] = code.clone();
+            }
+            error
+        });
+        let mut metadata = json!({
+            "agent_turn_id": command.turn_id,
+            "tool_call_id": command.tool_call_id,
+            "role": "tool",
+            "function_name": command.tool_name(),
+        });
+        for name in ["step_id", "trace_id", "parent_step_id"] {
+            if !meta[name].is_null() {
+                metadata[name] = meta[name].clone();
+            }
+        }
+        let plain = answer.status == toolcrib::utp::ToolStatus::Success && !meta.is_null();
+        let own = Self::server_result_card_id(command).filter(|_| plain);
+        json!({
+            "card_id": own.unwrap_or_else(|| Self::result_card_id(command)),
+            "project_id": command.project,
+            "type": "tool.result",
+            "author_id": self.rpc.sender,
+            "tool_call_id": command.tool_call_id,
+            "content": {
+                "__type__": "ToolResultContent",
+                "status": answer.status.as_str(),
+                "after_execution": command.after_execution().as_str(),
+                "result": answer.result,
+                "error": error,
+            },
+            "metadata": metadata,
+        })
+    }
+
+    /// Stores a command that can be neither executed nor answered as a dead letter.
+    pub(super) async fn dead_letter(&self, message: &Message, why: &str) -> ReportOutcome {
+        let Some(parts) = toolcrib::utp::subject::parse(&message.subject) else {
+            return ReportOutcome::Rejected("its subject is not one of ours".to_owned());
+        };
+        let mut letter = json!({
+            "reason": "malformed",
+            "message": why,
+            "subject": message.subject.as_str(),
+            "headers": wire::header_map(message.headers.as_ref()),
+            "payload": String::from_utf8_lossy(&message.payload),
+        });
+        let limit = self.rpc.connection.client().max_payload();
+        if limit > 0 && letter.to_string().len() > limit {
+            // A byte can become six in JSON, so the payload may not fit into one message again.
+            let begins = &message.payload[..message.payload.len().min(limit / 8)];
+            letter["payload"] = String::from_utf8_lossy(begins).into();
+            letter["headers"] = json!({});
+            letter["cut"] = json!(true);
+        }
+        let to = format!("cg.{}.{}.{}", parts.version, parts.project, parts.channel);
+        let (subject, headers) = (format!("{to}.rpc.sys.l0.dead_letter"), self.rpc.headers(""));
+        let body = letter.to_string().into_bytes();
+        let answer = self.request_until_reply(&subject, headers, body, DEAD_LETTER_TIMEOUT).await;
+        match answer.and_then(|answer| serde_json::from_slice(&answer).ok()) {
+            Some(ReportReply { ok: true, .. }) => ReportOutcome::Accepted,
+            Some(ReportReply { error: Some(error), .. }) if !error.retryable => {
+                ReportOutcome::Rejected(error.message)
+            }
+            Some(_) | None => ReportOutcome::NoReply,
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! The HTTP transport: agents (`/v1`), tool providers (`/internal`), OpenAI's API, projects,
+//! health, metrics, and the API's documentation pages.
+
+mod docs;
+mod extract;
+mod health;
+mod internal;
+mod oauth;
+mod openai;
+mod pagination;
+mod problem;
+mod projects;
+mod v1;
+mod wait_param;
+mod wire;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request};
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use futures::FutureExt;
+use metrics_exporter_prometheus::PrometheusHandle;
+use tokio::sync::OwnedSemaphorePermit;
+use toolcrib::Engine;
+use toolcrib::fault::{Code, Fault};
+use tower::Service;
+use utoipa::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+
+pub use crate::http::problem::{ProblemDetails, error_response};
+use crate::http::problem::{problem_response, problem_with_status};
+use docs::BearerSecurity;
+pub use docs::errors_page;
+use toolcrib_protocol::http_operation::jina::JinaEndpoints;
+pub use v1::{
+    OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+};
+
+/// The axum state of every HTTP handler.
+#[derive(Clone)]
+pub struct HttpState {
+    pub engine: Engine,
+    pub settings: Arc<HttpTransportSettings>,
+    pub metrics: Option<PrometheusHandle>,
+    /// Administers tool sources; `None` if this server manages none.
+    pub sources: Option<Arc<dyn SourceAdmin>>,
+}
+
+impl HttpState {
+    /// Maximum size of a body that carries a result: the result and the JSON around it.
+    fn max_result_body_bytes(&self) -> usize {
+        self.settings.max_body_bytes.max(self.engine.limits().max_result_bytes + 4_096)
+    }
+
+    /// Maximum number of bytes read of a report on a call. This is more than the limit for a
+    /// result, so that an oversized result fails its call instead of breaking the connection.
+    fn max_report_bytes(&self) -> usize {
+        self.max_result_body_bytes().saturating_mul(4)
+    }
+}
+
+/// A permit from the limit on open connections. A WebSocket outlives the request that started it
+/// and holds the permit until it closes.
+#[derive(Clone)]
+pub struct ConnectionPermit(pub Arc<OwnedSemaphorePermit>);
+
+/// Limits and defaults of the HTTP transport.
+#[derive(Debug, Clone)]
+pub struct HttpTransportSettings {
+    pub max_body_bytes: usize,
+    pub heartbeat_ms: u64,
+    pub dead_after_ms: u64,
+    /// Default number of requests in flight per client.
+    pub default_max_in_flight: usize,
+    /// Tool patterns that a new agent key may call by default.
+    pub default_allow: Vec<String>,
+    /// UTP version: a part of the NATS subjects in tool definitions.
+    pub utp_version: String,
+    /// Jina endpoints, for tools that use Jina.
+    pub jina: Option<JinaEndpoints>,
+}
+
+impl Default for HttpTransportSettings {
+    fn default() -> Self {
+        Self {
+            max_body_bytes: 2 << 20,
+            heartbeat_ms: 15_000,
+            dead_after_ms: 45_000,
+            default_max_in_flight: 16,
+            default_allow: Vec::new(),
+            utp_version: toolcrib_protocol::utp::DEFAULT_VERSION.to_owned(),
+            jina: None,
+        }
+    }
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "Toolcrib",
+        description = "The tool crib for AI agents: agents ask for tools by name, every call is a \
+                       durable ticket, and whoever can do the work gets it.",
+        license(name = "Apache-2.0", identifier = "Apache-2.0")
+    ),
+    tags(
+        (name = "agents", description = "Calling tools"),
+        (name = "models", description = "OpenAI's API, with the crib's tools behind it"),
+        (name = "runs", description = "Conversations with a model, kept and driven here"),
+        (name = "providers", description = "Offering tools and executing calls"),
+        (name = "operators", description = "Keys, rules, health")
+    ),
+    modifiers(&BearerSecurity)
+)]
+struct ApiDoc;
+
+fn routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::with_openapi(ApiDoc::openapi())
+        .merge(v1::routes())
+        .merge(openai::routes())
+        .merge(internal::routes())
+        .merge(projects::routes())
+        .merge(health::routes())
+        .merge(oauth::routes())
+}
+
+/// Returns the OpenAPI document as JSON text.
+pub fn openapi_json() -> String {
+    let document = docs::deduplicate_operation_ids(routes().split_for_parts().1);
+    let mut text = document.to_pretty_json().unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+/// Builds the router of the HTTP transport.
+pub fn router(door: HttpState) -> Router {
+    let (router, _) = routes().split_for_parts();
+    router
+        .with_state(door)
+        .merge(docs::docs_router())
+        .fallback(path_not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        // `extract::JsonBody` reads and limits bodies, and reports errors as problem details.
+        .layer(DefaultBodyLimit::disable())
+}
+
+async fn path_not_found(request: Request) -> Response {
+    let path: String = request.uri().path().chars().take(200).collect();
+    let message = format!("there is nothing at {path}; /docs shows what there is");
+    problem_response(&Fault::new(Code::NotFound, message), None)
+}
+
+async fn method_not_allowed(request: Request) -> Response {
+    let path: String = request.uri().path().chars().take(200).collect();
+    let message = format!("{path} does not answer {}", request.method());
+    problem_with_status(
+        StatusCode::METHOD_NOT_ALLOWED,
+        &Fault::new(Code::BadRequest, message),
+        None,
+    )
+}
+
+/// Turns a panic into a 500 response for that one request, and logs it.
+fn panic_response(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    tracing::error!(panic = text, "a request panicked");
+    problem_response(&Fault::new(Code::Internal, "internal error"), None).into_response()
+}
+
+const REQUEST_ID: &str = "x-request-id";
+
+/// Serves one request: sets the headers common to all responses and turns a panic into a response.
+/// This wraps the router instead of being layers of it, because each layer costs a few allocations
+/// per call.
+pub async fn serve_request(mut router: Router, request: Request) -> Response {
+    let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
+    let id = given.unwrap_or_else(|| {
+        let fresh = format!("req_{}", ulid::Ulid::generate());
+        HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
+    });
+    let trace = crate::http::extract::traceparent(request.headers());
+    let asked = request.uri().clone();
+    let answered = std::panic::AssertUnwindSafe(router.call(request)).catch_unwind().await;
+    let mut answer = match answered {
+        Ok(Ok(answer)) => answer,
+        Ok(Err(never)) => match never {},
+        Err(panic) => panic_response(panic),
+    };
+    if answer.status().is_server_error() {
+        tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "server error");
+    }
+    if !answer.status().is_success() {
+        answer = crate::http::problem::with_request_details(answer, &asked, trace.as_ref());
+    }
+    crate::http::pagination::add_link_header(&mut answer, &asked);
+    let headers = answer.headers_mut();
+    headers.insert(REQUEST_ID, id);
+    headers.insert("toolcrib-version", HeaderValue::from_static(env!("CARGO_PKG_VERSION")));
+    answer
+}

@@ -1,0 +1,280 @@
+//! Extractors for requests: the authenticated caller, the body, headers, ids in the path, and query
+//! parameters. A request that cannot be parsed gets an error that names the offending field or
+//! position.
+
+use std::borrow::Cow;
+
+use axum::RequestPartsExt;
+use axum::body::Bytes;
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue};
+use futures::StreamExt;
+use percent_encoding::percent_decode_str;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde_json::json;
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::json::{self, JsonError};
+use toolcrib::trace::TraceParent;
+use toolcrib::{CallId, Caller};
+
+use super::HttpState;
+use crate::auth;
+use crate::http::problem::ApiError;
+
+/// Maximum time to receive a body. A caller that sends one byte at a time must not hold a
+/// connection forever.
+const BODY_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(30);
+
+/// The authenticated caller.
+pub(super) struct Authenticated(pub(super) Caller);
+
+impl FromRequestParts<HttpState> for Authenticated {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
+        Ok(Self(auth::authenticate_request(&door.engine, &parts.headers)?))
+    }
+}
+
+/// A JSON body.
+pub(super) struct JsonBody<T>(pub(super) T);
+
+impl<T: DeserializeOwned> FromRequest<HttpState> for JsonBody<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, door: &HttpState) -> Result<Self, ApiError> {
+        let bytes = read_body(request, door.settings.max_body_bytes).await?;
+        // An empty body counts as an empty object, so that every field can take its default.
+        let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
+        Ok(Self(parse_json(&bytes)?))
+    }
+}
+
+/// A JSON body that carries a result, which may be larger than other bodies.
+pub(super) struct ResultJsonBody<T>(pub(super) T);
+
+impl<T: DeserializeOwned> FromRequest<HttpState> for ResultJsonBody<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, door: &HttpState) -> Result<Self, ApiError> {
+        let (limit, most) = (door.max_result_body_bytes(), door.max_report_bytes());
+        let bytes = read_body_draining(request, limit, most).await?;
+        Ok(Self(parse_json(&bytes)?))
+    }
+}
+
+/// Parses a JSON document as `T`; an error says where the document does not fit.
+pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    json::check(bytes).map_err(unreadable_body)?;
+    parse_checked_json(bytes)
+}
+
+/// Parses a JSON document of any shape, for callers that validate it themselves.
+pub(super) fn parse_json_value(bytes: &[u8]) -> Result<serde_json::Value, ApiError> {
+    json::check(bytes).map_err(unreadable_body)?;
+    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable_body(error.into()))?)
+}
+
+/// Prepares a provider's message for [`parse_checked_json`]: replaces lone surrogates, which remain
+/// where a text was cut within an emoji.
+pub(super) fn replace_lone_surrogates(bytes: &[u8]) -> Result<Cow<'_, [u8]>, ApiError> {
+    Ok(json::replace_lone_surrogates(bytes).map_err(unreadable_body)?)
+}
+
+/// Parses as [`parse_json`] does, from bytes that were checked before. Accepts only an object:
+/// serde would read an array by position, which is never intended.
+pub(super) fn parse_checked_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    let begin = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
+    if bytes.get(begin) != Some(&b'{') {
+        serde_json::from_slice::<IgnoredAny>(bytes)
+            .map_err(|error| unreadable_body(error.into()))?;
+        let reason = "the body must be a JSON object; another value begins";
+        let message = JsonError::at_offset(bytes, begin, reason).to_string();
+        return Err(Error::refused(Code::BadRequest, message).into());
+    }
+    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable_body(error.into()))?)
+}
+
+fn unreadable_body(error: JsonError) -> Error {
+    Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
+}
+
+/// Reads the whole body. Refuses with 413 before more than `limit` bytes are buffered.
+pub(super) async fn read_body(request: Request, limit: usize) -> Result<Bytes, ApiError> {
+    read_body_draining(request, limit, limit).await
+}
+
+/// Reads the whole body as [`read_body`] does, but drains an oversized body as [`read_body_prefix`]
+/// does before it refuses.
+async fn read_body_draining(
+    request: Request,
+    limit: usize,
+    most: usize,
+) -> Result<Bytes, ApiError> {
+    let known = content_length(&request).is_some_and(|length| length > most);
+    let body = if known { None } else { Some(read_body_prefix(request, limit, most).await?) };
+    body.filter(|body| body.len() <= limit).ok_or_else(|| {
+        let message = format!("the body is over the limit of {limit} bytes");
+        Error::refused(Code::PayloadTooLarge, message).into()
+    })
+}
+
+/// Returns the declared length of the body, if any.
+fn content_length(request: &Request) -> Option<usize> {
+    request.headers().get(axum::http::header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+/// Reads the whole body, or only a prefix longer than `limit` if the body is over the limit.
+/// Discards the rest, up to `most` bytes in all, because a caller that is still sending does not
+/// read the response.
+pub(super) async fn read_body_prefix(
+    request: Request,
+    limit: usize,
+    most: usize,
+) -> Result<Bytes, ApiError> {
+    let mut body = Vec::with_capacity(content_length(&request).unwrap_or(0).min(limit));
+    let (mut chunks, mut came) = (request.into_body().into_data_stream(), 0);
+    let until = tokio::time::Instant::now() + BODY_TIMEOUT;
+    let slow = |_| {
+        let seconds = BODY_TIMEOUT.as_secs();
+        Error::refused(Code::BadRequest, format!("the body took longer than {seconds} s to come"))
+    };
+    while let Some(chunk) = tokio::time::timeout_at(until, chunks.next()).await.map_err(slow)? {
+        let chunk =
+            chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended before its end"))?;
+        came += chunk.len();
+        if body.len() <= limit {
+            body.extend_from_slice(&chunk);
+        }
+        if came > most {
+            break;
+        }
+    }
+    Ok(body.into())
+}
+
+/// The headers of a request that concern the call it makes. Picks single headers, because
+/// extracting the whole map would copy it for every call.
+pub(super) struct CallHeaders {
+    idempotency_key: Option<HeaderValue>,
+    pub(super) traceparent: Option<String>,
+}
+
+impl FromRequestParts<HttpState> for CallHeaders {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+        Ok(Self {
+            idempotency_key: parts.headers.get("idempotency-key").cloned(),
+            traceparent: traceparent(&parts.headers).map(|trace| trace.to_string()),
+        })
+    }
+}
+
+impl CallHeaders {
+    /// Returns the key from the header or the body; if both are given they must be equal.
+    pub(super) fn idempotency_key(&self, body: Option<String>) -> Result<Option<String>, ApiError> {
+        let Some(header) = &self.idempotency_key else { return Ok(body) };
+        let invalid = |message: &str| Error::refused(Code::BadRequest, message);
+        let key = header.to_str().map_err(|_| invalid("Idempotency-Key must be visible ASCII"))?;
+        if key.is_empty() || key.len() > 255 {
+            return Err(invalid("Idempotency-Key must be 1 to 255 characters").into());
+        }
+        if body.as_ref().is_some_and(|body| body != key) {
+            let message = "Idempotency-Key and idempotency_key are different";
+            return Err(invalid(message).into());
+        }
+        Ok(Some(key.to_owned()))
+    }
+}
+
+pub(super) const TRACEPARENT: &str = "traceparent";
+
+/// Returns the W3C trace context of a request. As W3C requires, a header that cannot be parsed
+/// counts as absent, and so does one that occurs twice. `tracestate` is not stored: it belongs to
+/// the tracing systems along the way, and calls outlive requests.
+pub(super) fn traceparent(headers: &HeaderMap) -> Option<TraceParent> {
+    let mut given = headers.get_all(TRACEPARENT).iter();
+    let (first, second) = (given.next()?, given.next());
+    let parsed = first.to_str().ok()?.trim().parse().ok()?;
+    second.is_none().then_some(parsed)
+}
+
+/// A call id from the path. Text that is not a call id is reported as an unknown call.
+pub(super) struct CallPath(pub(super) CallId);
+
+impl FromRequestParts<HttpState> for CallPath {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+        let path: Result<Path<String>, PathRejection> = parts.extract().await;
+        let text = path.map(|Path(text)| text).unwrap_or_default();
+        let shown: String = text.chars().take(80).collect();
+        let unknown = |_| Error::refused(Code::NotFound, format!("there is no call \"{shown}\""));
+        Ok(Self(text.parse().map_err(unknown)?))
+    }
+}
+
+/// A name from the path.
+pub(super) struct NamePath(pub(super) String);
+
+impl FromRequestParts<HttpState> for NamePath {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+        let path: Result<Path<String>, PathRejection> = parts.extract().await;
+        let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
+        Ok(Self(path.map_err(unreadable)?.0))
+    }
+}
+
+/// Query parameters. An invalid value is refused as problem details that name the parameter.
+pub(super) struct QueryParams<T>(pub(super) T);
+
+impl<T: DeserializeOwned + 'static> FromRequestParts<HttpState> for QueryParams<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+        let query = percent_decode_str(parts.uri.query().unwrap_or_default());
+        if query.decode_utf8().is_err() {
+            return Err(Error::refused(Code::BadRequest, "the query is not UTF-8").into());
+        }
+        let error = match Query::<T>::try_from_uri(&parts.uri) {
+            Ok(Query(asked)) => return Ok(Self(asked)),
+            Err(error) => error,
+        };
+        let Some((field, why)) = invalid_field(&error) else {
+            let message = format!("a query parameter: {}", error.body_text());
+            return Err(Error::refused(Code::BadRequest, message).into());
+        };
+        let all = Query::<Vec<(String, String)>>::try_from_uri(&parts.uri);
+        let mut all = all.map(|Query(all)| all).unwrap_or_default().into_iter();
+        let given = all.find(|(name, _)| *name == field).map(|(_, given)| given);
+        let given: String = given.unwrap_or_default().chars().take(40).collect();
+        let message = format!("{field} cannot be \"{given}\": {why}");
+        Err(invalid_parameter(&field, message).into())
+    }
+}
+
+/// Builds the error for a query parameter with an invalid value; the detail names the parameter.
+pub(super) fn invalid_parameter(name: &str, message: impl Into<String>) -> Error {
+    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+    fault.with_detail(json!({ "field": name })).into()
+}
+
+/// Returns the field with an invalid value and the reason, or `None` if the error is not about a
+/// single value.
+fn invalid_field(error: &QueryRejection) -> Option<(String, String)> {
+    type Placed = serde_path_to_error::Error<serde::de::value::Error>;
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(placed) = error.downcast_ref::<Placed>() {
+            let field = placed.path().to_string();
+            return (field != ".").then(|| (field, placed.inner().to_string()));
+        }
+        cause = error.source();
+    }
+    None
+}

@@ -1,0 +1,187 @@
+//! Chat completion responses: complete, and as a stream of chunks.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::Json;
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures::stream;
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use toolcrib::model::{FinishReason, TokenUsage, ToolCallRequest};
+
+use super::super::conversation::{
+    ConversationResult, ConversationUpdate, OpenAiConversation, StreamEvent, spawn_conversation,
+    with_run_id_header,
+};
+use crate::http::openai::error::OpenAiError;
+
+/// Format of the response.
+pub(super) struct CompletionFormat {
+    /// The model name, as requested.
+    pub(super) model: String,
+    pub(super) with_usage: bool,
+}
+
+/// Builds the complete response.
+pub(super) fn full_response(ending: &ConversationResult, form: &CompletionFormat) -> Response {
+    let calls: Vec<Value> = ending.calls.iter().map(tool_call_json).collect();
+    let content = (calls.is_empty() || !ending.text.is_empty()).then_some(&ending.text);
+    let mut message =
+        json!({ "role": "assistant", "content": content, "refusal": null, "annotations": [] });
+    if !calls.is_empty() {
+        message["tool_calls"] = calls.into();
+    }
+    let choice = json!({ "index": 0, "message": message, "logprobs": null,
+        "finish_reason": finish_reason(ending) });
+    let body = json!({
+        "id": new_id(), "object": "chat.completion", "created": Timestamp::now().as_second(),
+        "model": form.model, "choices": [choice], "usage": usage(ending.usage),
+        "toolcrib": ending.metadata,
+    });
+    let run_id = ending.metadata["run_id"].as_str().unwrap_or_default();
+    with_run_id_header(Json(&body).into_response(), run_id)
+}
+
+fn new_id() -> String {
+    format!("chatcmpl-{}", ulid::Ulid::generate())
+}
+
+fn tool_call_json(call: &ToolCallRequest) -> Value {
+    let function = json!({ "name": call.name, "arguments": call.arguments });
+    json!({ "id": call.id, "type": "function", "function": function })
+}
+
+fn finish_reason(ending: &ConversationResult) -> &'static str {
+    match ending.finish_reason {
+        FinishReason::Length => "length",
+        FinishReason::ContentFilter => "content_filter",
+        _ if !ending.calls.is_empty() => "tool_calls",
+        FinishReason::Stop | FinishReason::ToolCalls => "stop",
+    }
+}
+
+fn usage(usage: TokenUsage) -> Value {
+    let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
+    json!({ "prompt_tokens": prompt, "completion_tokens": completion,
+        "total_tokens": prompt.saturating_add(completion) })
+}
+
+/// Builds the chunks of a streamed response.
+struct ChunkWriter {
+    id: String,
+    created: i64,
+    format: CompletionFormat,
+    /// `has_text` is true once text was sent; `new_step` is true if a step started since then.
+    has_text: bool,
+    new_step: bool,
+}
+
+impl ChunkWriter {
+    fn chunk(&self, choices: &Value) -> Value {
+        json!({ "id": self.id, "object": "chat.completion.chunk", "created": self.created,
+            "model": self.format.model, "choices": choices })
+    }
+
+    fn delta(&self, delta: &Value, reason: Option<&str>) -> Event {
+        let choice = json!({ "index": 0, "delta": delta, "logprobs": null,
+            "finish_reason": reason });
+        Event::default().data(self.chunk(&json!([choice])).to_string())
+    }
+
+    fn first_chunk(&self) -> Event {
+        self.delta(&json!({ "role": "assistant", "content": "" }), None)
+    }
+
+    fn on_event(&mut self, news: StreamEvent) -> Option<Event> {
+        let text = match news {
+            StreamEvent::StepStarted => {
+                self.new_step = true;
+                return None;
+            }
+            StreamEvent::ModelReplied => return None,
+            StreamEvent::TextDelta(text) => text,
+        };
+        // Texts before and after a call become two paragraphs.
+        let apart = self.has_text && std::mem::take(&mut self.new_step);
+        (self.has_text, self.new_step) = (true, false);
+        let text = if apart { format!("\n\n{text}") } else { text };
+        Some(self.delta(&json!({ "content": text }), None))
+    }
+
+    fn final_chunks(&self, ending: &ConversationResult) -> Vec<Event> {
+        let mut events = Vec::new();
+        for (index, wanted) in ending.calls.iter().enumerate() {
+            let mut call = tool_call_json(wanted);
+            call["index"] = index.into();
+            events.push(self.delta(&json!({ "tool_calls": [call] }), None));
+        }
+        events.push(self.delta(&json!({}), Some(finish_reason(ending))));
+        if self.format.with_usage {
+            let mut last = self.chunk(&json!([]));
+            last["usage"] = usage(ending.usage);
+            last["toolcrib"] = ending.metadata.clone();
+            events.push(Event::default().data(last.to_string()));
+        }
+        events.push(Event::default().data("[DONE]"));
+        events
+    }
+}
+
+/// Streams the response. Sends nothing until the model has responded, so that an unavailable model
+/// is an error with its HTTP status and not a broken stream.
+pub(super) async fn stream_response(
+    conversation: OpenAiConversation,
+    form: CompletionFormat,
+) -> Result<Response, OpenAiError> {
+    let run_id = conversation.options.run_id.clone();
+    let (mut told, leash) = spawn_conversation(conversation);
+    let (id, created) = (new_id(), Timestamp::now().as_second());
+    let mut chunks = ChunkWriter { id, created, format: form, has_text: false, new_step: false };
+    let mut begin = vec![chunks.first_chunk()];
+    loop {
+        match told.recv().await {
+            Some(ConversationUpdate::Event(news)) => {
+                // A first reply proves that the model is available, and its calls may take long.
+                let replied = news == StreamEvent::ModelReplied;
+                begin.extend(chunks.on_event(news));
+                if replied || begin.len() > 1 {
+                    break;
+                }
+            }
+            Some(ConversationUpdate::Finished(ending)) => match *ending {
+                Ok(ending) => {
+                    begin.extend(chunks.final_chunks(&ending));
+                    break;
+                }
+                Err(broken) => return Ok(broken.into_response()),
+            },
+            None => break,
+        }
+    }
+    let rest = stream::unfold((told, chunks, leash), async |(mut told, mut chunks, leash)| {
+        loop {
+            let events = match told.recv().await? {
+                ConversationUpdate::Event(news) => chunks.on_event(news).into_iter().collect(),
+                ConversationUpdate::Finished(ending) => match *ending {
+                    Ok(ending) => chunks.final_chunks(&ending),
+                    Err(broken) => {
+                        let body = OpenAiError(broken.error).log_internal().body().1;
+                        let text = serde_json::to_string(&body).unwrap_or_default();
+                        vec![Event::default().data(text)]
+                    }
+                },
+            };
+            if !events.is_empty() {
+                return Some((events, (told, chunks, leash)));
+            }
+        }
+    });
+    let events = futures::StreamExt::flat_map(
+        futures::StreamExt::chain(stream::iter([begin]), rest),
+        |events| stream::iter(events.into_iter().map(Ok::<_, Infallible>)),
+    );
+    let alive = KeepAlive::new().interval(Duration::from_secs(15));
+    Ok(with_run_id_header(Sse::new(events).keep_alive(alive).into_response(), &run_id))
+}

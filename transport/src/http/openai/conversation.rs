@@ -1,0 +1,517 @@
+//! Answers one request for a model response, in either of OpenAI's formats: runs the agent loop
+//! over Toolcrib's tools until there is a response for the caller.
+//!
+//! A caller sees none of the calls of Toolcrib's tools, so it cannot send them back. If the model
+//! calls the caller's own tools after or beside Toolcrib's, Toolcrib saves the messages that the
+//! caller does not see (a saved conversation) and puts its id into the call ids that it returns:
+//! `call_CONVERSATION_0`. When the caller returns the results, the saved messages replace the
+//! caller's message with these calls.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::Request;
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use toolcrib::batch::BatchEntryResult;
+use toolcrib::engine::SavedConversation;
+use toolcrib::fault::{Code, Error};
+use toolcrib::model::{Delta, FinishReason, ResolvedModel, TokenUsage, ToolCallRequest};
+use toolcrib::turn::{AgentLoop, Conversation, LoopEvent, RunOptions, StepOutcome, check_messages};
+use toolcrib::{Caller, Engine};
+
+use super::super::HttpState;
+use super::fields::{RequestFields, ToolcribOptions, check_tools};
+use crate::auth;
+use crate::http::extract;
+use crate::http::openai::error::{OpenAiError, invalid_field, model_not_found};
+
+/// Default time to wait for late results.
+const DEFAULT_WAIT_MS: u64 = 30_000;
+
+/// Maximum number of saved conversations that are restored into one request: the newest ones.
+const MAX_SAVED_CONVERSATIONS: usize = 256;
+
+/// The caller and the fields of a request.
+pub(super) struct ConversationRequest {
+    pub(super) caller: Caller,
+    pub(super) fields: RequestFields,
+    traceparent: Option<String>,
+}
+
+impl ConversationRequest {
+    /// Authenticates the caller and parses the body.
+    pub(super) async fn of(door: &HttpState, request: Request) -> Result<Self, OpenAiError> {
+        let headers = request.headers();
+        let caller = auth::authenticate_request(&door.engine, headers)?;
+        let traceparent = extract::traceparent(headers).map(|trace| trace.to_string());
+        let bytes = extract::read_body(request, door.settings.max_body_bytes).await?;
+        let fields = RequestFields(extract::parse_json(&bytes)?);
+        Ok(Self { caller, fields, traceparent })
+    }
+}
+
+/// The messages and the caller's own tools of a request, in the chat format.
+pub(super) struct Input {
+    /// The system message that comes first.
+    pub(super) instructions: Option<String>,
+    pub(super) messages: Vec<Value>,
+    pub(super) tools: Vec<Value>,
+}
+
+/// A conversation that is ready to run.
+pub(super) struct OpenAiConversation {
+    pub(super) engine: Engine,
+    pub(super) caller: Caller,
+    model: ResolvedModel,
+    pub(super) options: RunOptions,
+    conversation: Conversation,
+    /// Number of messages that the caller has or has seen.
+    known_messages: usize,
+    wait: Duration,
+}
+
+/// An event of the conversation that is streamed to the caller.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum StreamEvent {
+    /// The model started another response.
+    StepStarted,
+    TextDelta(String),
+    /// The model finished a response; calls may follow.
+    ModelReplied,
+}
+
+/// Receives the events of a conversation.
+pub(super) type EventSink<'a> = &'a (dyn Fn(StreamEvent) + Send + Sync);
+
+/// The result of a conversation.
+#[derive(Debug)]
+pub(super) struct ConversationResult {
+    /// The last text of the model.
+    pub(super) text: String,
+    /// The non-empty texts of all steps.
+    pub(super) texts: Vec<String>,
+    /// Calls of the caller's own tools.
+    pub(super) calls: Vec<ToolCallRequest>,
+    pub(super) finish_reason: FinishReason,
+    pub(super) usage: TokenUsage,
+    /// Additional information: the run, its steps, its calls, and the limit that ended it.
+    pub(super) metadata: Value,
+    /// The whole conversation, and the calls whose results are outstanding.
+    pub(super) conversation: SavedConversation,
+}
+
+impl OpenAiConversation {
+    /// Builds a conversation from the saved messages (`before`) and those of the request. The tools
+    /// of the request are the caller's own.
+    pub(super) async fn new(
+        door: &HttpState,
+        asker: ConversationRequest,
+        model: &str,
+        before: SavedConversation,
+        said: Input,
+        extras: ToolcribOptions,
+    ) -> Result<Self, OpenAiError> {
+        let ConversationRequest { caller, fields, traceparent } = asker;
+        let engine = door.engine.clone();
+        let found = engine.models().find(model);
+        let chosen = found.ok_or_else(|| model_not_found(model, &engine.models().names()))?;
+        if let Some((field, why)) = extras.limits.invalid_field() {
+            return Err(invalid_field(&format!("toolcrib.limits.{field}"), why));
+        }
+        if let Some((field, why)) = extras.policy.invalid_field(engine.limits()) {
+            return Err(invalid_field(&format!("toolcrib.policy.{field}"), why));
+        }
+        let Input { instructions, messages, tools } = said;
+        check_tools(&tools)?;
+        check_messages(&messages)?;
+        let SavedConversation { mut messages, pending_calls: awaited } =
+            restore_unseen_messages(&engine, &caller, before, messages).await?;
+        if let Some(text) = instructions {
+            messages.insert(0, json!({ "role": "system", "content": text }));
+        }
+        if let Some(run_id) = &extras.run_id {
+            engine.check_run_owner(&caller, run_id).await.map_err(point_at_run_id)?;
+        }
+        let run_id = extras.run_id.unwrap_or_else(|| format!("run_{}", ulid::Ulid::generate()));
+        let terms = RunOptions {
+            tools: extras.tools,
+            caller_tools: tools,
+            settings: fields.0,
+            limits: extras.limits,
+            model_request_policy: engine.model_request_policy().clone(),
+            execution_options: extras.policy,
+            traceparent,
+            ..RunOptions::new(chosen.name.clone(), run_id)
+        };
+        let wait_ms = extras.wait_ms.unwrap_or(DEFAULT_WAIT_MS).min(engine.limits().max_wait_ms);
+        let mut talk = Conversation::new(messages);
+        talk.progress.pending_calls = awaited;
+        let (known, wait) = (talk.messages.len(), Duration::from_millis(wait_ms));
+        Ok(Self {
+            engine,
+            caller,
+            model: chosen,
+            options: terms,
+            conversation: talk,
+            known_messages: known,
+            wait,
+        })
+    }
+
+    /// Runs the agent loop until there is a response for the caller.
+    pub(super) async fn run(
+        mut self,
+        tell: EventSink<'_>,
+    ) -> Result<ConversationResult, ConversationError> {
+        let made: Mutex<Vec<Value>> = Mutex::default();
+        let ending = self.drive(tell, &made).await;
+        let (run_id, made) = (self.options.run_id, !made.lock().is_empty());
+        ending.map_err(|error| ConversationError { error, run_id, calls_made: made })
+    }
+
+    async fn drive(
+        &mut self,
+        tell: EventSink<'_>,
+        made: &Mutex<Vec<Value>>,
+    ) -> Result<ConversationResult, Error> {
+        let telling = Mutex::new(TextDeduplicator {
+            sink: tell,
+            received: String::new(),
+            discarded: String::new(),
+        });
+        let how = Mutex::new(FinishReason::ToolCalls);
+        let watch = |happening: LoopEvent<'_>| match happening {
+            LoopEvent::ModelRequested { .. } => telling.lock().start_step(),
+            LoopEvent::ReplyDelta { piece: Delta::Text(text), .. } => {
+                telling.lock().push_text(&text)
+            }
+            LoopEvent::ModelRetryScheduled { .. } => telling.lock().restart_reply(),
+            LoopEvent::ModelReplied { reply, .. } => {
+                *how.lock() = reply.finish_reason;
+                (tell)(StreamEvent::ModelReplied);
+            }
+            LoopEvent::CallAnswered { settled, .. } => made.lock().push(call_summary(settled)),
+            _ => {}
+        };
+        let (engine, caller, model) = (&self.engine, &self.caller, self.model.model.clone());
+        let mut turns = AgentLoop::new(engine, caller, &*model, &self.options, &watch)
+            .map_err(prefix_pointer)?;
+        let talk = &mut self.conversation;
+        let next = loop {
+            match turns.run_step(talk).await? {
+                StepOutcome::Continue => {}
+                StepOutcome::AwaitingResults => {
+                    let woken =
+                        tokio::time::timeout(self.wait, turns.wait_for_late_result(talk)).await;
+                    match woken {
+                        Ok(slept) => slept?,
+                        Err(_) => break StepOutcome::AwaitingResults,
+                    }
+                }
+                next => break next,
+            }
+        };
+        drop(turns);
+        let (text, calls, stopped, closing) = match next {
+            StepOutcome::Answered(answer) => (
+                answer.text,
+                Vec::new(),
+                answer.finish_reason,
+                answer.stop_reason.map(|c| c.as_str()),
+            ),
+            StepOutcome::CallerToolCalls(calls) => {
+                let calls = self.save_unseen_messages(calls).await?;
+                // A response that was cut off may contain calls with incomplete arguments.
+                let stopped = *how.lock();
+                (
+                    last_assistant_text(&self.conversation.messages[self.known_messages..]),
+                    calls,
+                    stopped,
+                    None,
+                )
+            }
+            StepOutcome::AwaitingResults | StepOutcome::Continue => {
+                let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
+                let goes_on = || "It goes on in the background.".to_owned();
+                let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(goes_on);
+                (text, Vec::new(), FinishReason::Stop, None)
+            }
+        };
+        telling.lock().finish(&text);
+        let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
+        let progress = std::mem::take(&mut self.conversation.progress);
+        let about = json!({ "run_id": self.options.run_id, "steps": progress.steps,
+            "tool_calls": *made.lock(), "limit_reached": closing });
+        let messages = std::mem::take(&mut self.conversation.messages);
+        let thread = SavedConversation { messages, pending_calls: progress.pending_calls };
+        Ok(ConversationResult {
+            text,
+            texts,
+            calls,
+            finish_reason: stopped,
+            usage: progress.usage,
+            metadata: about,
+            conversation: thread,
+        })
+    }
+
+    /// Saves the messages that the caller does not see, if there are any, and gives the returned
+    /// calls ids that refer to them.
+    async fn save_unseen_messages(
+        &mut self,
+        mut calls: Vec<ToolCallRequest>,
+    ) -> Result<Vec<ToolCallRequest>, Error> {
+        let unseen = self.conversation.messages.len() - self.known_messages;
+        if unseen < 2 && self.conversation.progress.pending_calls.is_empty() {
+            return Ok(calls);
+        }
+        let id = ulid::Ulid::generate().to_string();
+        let tail = &mut self.conversation.messages[self.known_messages..];
+        let step = tail.iter_mut().rev().find(|message| message["role"] == "assistant");
+        let asked = step.and_then(|message| message["tool_calls"].as_array_mut());
+        for asked in asked.into_iter().flatten() {
+            let place = calls.iter().position(|call| asked["id"] == call.id.as_str());
+            if let Some(place) = place {
+                asked["id"] = format!("call_{id}_{place}").into();
+            }
+        }
+        for (place, call) in calls.iter_mut().enumerate() {
+            call.id = format!("call_{id}_{place}");
+        }
+        let (messages, awaited) = (tail.to_vec(), self.conversation.progress.pending_calls.clone());
+        self.engine
+            .save_conversation(
+                &self.caller,
+                &id,
+                &SavedConversation { messages, pending_calls: awaited },
+            )
+            .await?;
+        Ok(calls)
+    }
+}
+
+/// Restores the messages that the caller does not have into the conversation.
+async fn restore_unseen_messages(
+    engine: &Engine,
+    caller: &Caller,
+    before: SavedConversation,
+    messages: Vec<Value>,
+) -> Result<SavedConversation, OpenAiError> {
+    let mut all = before;
+    let known = all.messages.len();
+    let mut newest: Vec<String> = Vec::new();
+    for id in messages.iter().rev().filter_map(saved_conversation_id) {
+        if newest.len() < MAX_SAVED_CONVERSATIONS && !newest.contains(&id) {
+            newest.push(id);
+        }
+    }
+    let mut told: HashSet<String> = HashSet::new();
+    let last_said = messages.iter().rfind(|message| message["role"] != "tool");
+    let goes_on_from = last_said.and_then(saved_conversation_id);
+    for message in messages {
+        let id = saved_conversation_id(&message).filter(|id| newest.contains(id));
+        // Calls of one step that come back in several messages still belong to one step.
+        if id.as_ref().is_some_and(|id| told.contains(id)) {
+            continue;
+        }
+        let kept = match &id {
+            Some(id) => engine.load_saved_conversation(caller, id).await?,
+            None => None,
+        };
+        match (kept, id) {
+            (Some(thread), Some(id)) => {
+                drop_repeated_messages(&mut all.messages, known, &thread.messages);
+                all.messages.extend(thread.messages);
+                // For earlier saved conversations, late results were delivered and answered when
+                // the caller continued from there.
+                if goes_on_from.as_ref() == Some(&id) {
+                    all.pending_calls.extend(thread.pending_calls);
+                }
+                told.insert(id);
+            }
+            _ => all.messages.push(message),
+        }
+    }
+    Ok(all)
+}
+
+/// Drops trailing messages that the saved conversation contains as well: in the Responses format,
+/// the text before a call of Toolcrib's tools is a separate message, and callers send it back as
+/// one.
+fn drop_repeated_messages(messages: &mut Vec<Value>, known: usize, thread: &[Value]) {
+    let said = thread.iter().rev().filter(|message| message["role"] == "assistant");
+    let mut said = said.map(|message| &message["content"]);
+    while messages.len() > known
+        && let Some(last) = messages.last()
+        && last["role"] == "assistant"
+        && last.get("tool_calls").is_none_or(Value::is_null)
+        && said.any(|content| *content == last["content"])
+    {
+        messages.pop();
+    }
+}
+
+/// Returns the id of the saved conversation that the calls of a message refer to.
+fn saved_conversation_id(message: &Value) -> Option<String> {
+    let calls = message.get("tool_calls")?.as_array()?;
+    let lead = |call: &Value| {
+        let (id, place) = call.get("id")?.as_str()?.strip_prefix("call_")?.split_once('_')?;
+        let is_ours = ulid::Ulid::from_string(id).is_ok() && place.parse::<usize>().is_ok();
+        is_ours.then(|| id.to_owned())
+    };
+    calls.iter().find_map(lead)
+}
+
+fn last_assistant_text(messages: &[Value]) -> String {
+    let said = messages.iter().rev().find(|message| message["role"] == "assistant");
+    said.and_then(|message| message["content"].as_str()).unwrap_or_default().to_owned()
+}
+
+fn assistant_texts(messages: &[Value], last: &str) -> Vec<String> {
+    let said = messages.iter().filter(|message| message["role"] == "assistant");
+    let said = said.filter_map(|message| message["content"].as_str());
+    let mut texts: Vec<String> = said.filter(|t| !t.is_empty()).map(str::to_owned).collect();
+    if !last.is_empty() && texts.last().is_none_or(|text| text != last) {
+        texts.push(last.to_owned());
+    }
+    texts
+}
+
+fn call_summary(settled: &BatchEntryResult) -> Value {
+    let id = settled.call().map(|call| call.id.as_str());
+    json!({ "tool_call_id": id, "name": settled.name, "ok": settled.ok() })
+}
+
+/// Prefixes the pointers of the loop's validation errors: the loop's options are under `toolcrib`
+/// here.
+fn prefix_pointer(error: Error) -> Error {
+    let Error::Refused { mut fault, retry_after_ms } = error else { return error };
+    let pointer = fault.detail.as_ref().and_then(|detail| detail["pointer"].as_str());
+    if let (Code::ValidationError, Some(pointer)) = (fault.code, pointer) {
+        fault.detail = Some(json!({ "pointer": format!("/toolcrib{pointer}") }));
+        fault.message = format!("toolcrib.{}", fault.message);
+    }
+    Error::Refused { fault, retry_after_ms }
+}
+
+/// Points a refusal of the requested run at the field `toolcrib.run_id`.
+fn point_at_run_id(error: Error) -> Error {
+    let Error::Refused { mut fault, retry_after_ms } = error else { return error };
+    if fault.code == Code::PermissionDenied {
+        fault.detail = Some(json!({ "pointer": "/toolcrib/run_id" }));
+    }
+    Error::Refused { fault, retry_after_ms }
+}
+
+/// Forwards the text of the current step without repetition. After a response was cut off, the loop
+/// requests it again; text that was already forwarded is not forwarded a second time, as far as the
+/// model repeats it.
+struct TextDeduplicator<'a> {
+    sink: EventSink<'a>,
+    received: String,
+    /// Text that was forwarded of a discarded response.
+    discarded: String,
+}
+
+impl TextDeduplicator<'_> {
+    fn start_step(&mut self) {
+        (self.received, self.discarded) = (String::new(), String::new());
+        (self.sink)(StreamEvent::StepStarted);
+    }
+
+    fn restart_reply(&mut self) {
+        if self.discarded.len() < self.received.len() {
+            self.discarded = std::mem::take(&mut self.received);
+        }
+        self.received.clear();
+    }
+
+    fn push_text(&mut self, text: &str) {
+        self.received.push_str(text);
+        if self.discarded.is_empty() {
+            (self.sink)(StreamEvent::TextDelta(text.to_owned()));
+        } else if self.discarded.starts_with(&self.received) {
+            // Already forwarded.
+        } else if let Some(more) = self.received.strip_prefix(&self.discarded) {
+            // The new response continues where the discarded one was cut off.
+            (self.sink)(StreamEvent::TextDelta(more.to_owned()));
+            self.discarded.clear();
+        } else {
+            (self.sink)(StreamEvent::TextDelta(format!("\n\n{}", self.received)));
+            self.discarded.clear();
+        }
+    }
+
+    /// Forwards the rest of the text, including text that arrived without deltas.
+    fn finish(&mut self, text: &str) {
+        let missing = text.strip_prefix(self.received.as_str()).unwrap_or(text);
+        if !missing.is_empty() && self.received != text {
+            self.push_text(missing);
+        }
+    }
+}
+
+/// A conversation that ended with an error.
+pub(super) struct ConversationError {
+    pub(super) error: Error,
+    run_id: String,
+    /// True if calls were made before the error. OpenAI's SDKs retry requests by themselves, and a
+    /// retry would make all these calls again.
+    calls_made: bool,
+}
+
+impl IntoResponse for ConversationError {
+    fn into_response(self) -> Response {
+        let mut answer = OpenAiError(self.error).into_response();
+        if self.calls_made {
+            let never = HeaderValue::from_static("false");
+            answer.headers_mut().insert("x-should-retry", never);
+            answer.headers_mut().remove(header::RETRY_AFTER);
+        }
+        with_run_id_header(answer, &self.run_id)
+    }
+}
+
+/// Adds the header with the run id to a response.
+pub(super) fn with_run_id_header(mut answer: Response, run_id: &str) -> Response {
+    if let Ok(run_id) = HeaderValue::from_str(run_id) {
+        answer.headers_mut().insert("toolcrib-run-id", run_id);
+    }
+    answer
+}
+
+/// Aborts a conversation when the caller disconnects.
+pub(super) struct AbortOnDrop(pub(super) tokio::task::AbortHandle);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// The events of a conversation, and then its result.
+pub(super) enum ConversationUpdate {
+    Event(StreamEvent),
+    Finished(Box<Result<ConversationResult, ConversationError>>),
+}
+
+/// Runs a conversation in a separate task, which is aborted when the returned guard is dropped.
+pub(super) fn spawn_conversation(
+    conversation: OpenAiConversation,
+) -> (tokio::sync::mpsc::UnboundedReceiver<ConversationUpdate>, AbortOnDrop) {
+    let (send, receive) = tokio::sync::mpsc::unbounded_channel();
+    let send = Arc::new(send);
+    let task = tokio::spawn(async move {
+        let teller = send.clone();
+        let tell = move |news: StreamEvent| {
+            let _ = teller.send(ConversationUpdate::Event(news));
+        };
+        let ending = Box::pin(conversation.run(&tell)).await;
+        let _ = send.send(ConversationUpdate::Finished(Box::new(ending)));
+    });
+    (receive, AbortOnDrop(task.abort_handle()))
+}

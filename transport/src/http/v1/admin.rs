@@ -1,0 +1,287 @@
+//! Keys, rules, clients and the audit log. Requires an admin key, or the operator on the local
+//! machine.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use toolcrib::directory::{ApiKey, AuditEntry};
+use toolcrib::engine::NewKey;
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::policy::{AccessRule, RuleVerdict};
+use toolcrib::{Caller, Role};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::HttpState;
+use crate::auth::generate_secret;
+use crate::http::extract::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::http::problem::{ApiError, ProblemDetails};
+
+/// A key, without its secret.
+#[derive(Serialize, ToSchema)]
+pub(super) struct KeyBody {
+    id: String,
+    project: String,
+    agent: String,
+    role: String,
+    /// Unix seconds.
+    created_at: u64,
+    created_at_ms: u64,
+    revoked_at_ms: Option<u64>,
+}
+
+impl From<&ApiKey> for KeyBody {
+    fn from(key: &ApiKey) -> Self {
+        Self {
+            id: key.id.clone(),
+            project: key.project.clone(),
+            agent: key.agent.clone(),
+            role: key.role.as_str().to_owned(),
+            created_at: key.created_ms / 1_000,
+            created_at_ms: key.created_ms,
+            revoked_at_ms: key.revoked_ms,
+        }
+    }
+}
+
+/// The keys of a project.
+#[derive(Serialize, ToSchema)]
+pub(super) struct KeyList {
+    keys: Vec<KeyBody>,
+}
+
+/// Lists the project's keys, without secrets.
+#[utoipa::path(get, path = "/v1/keys", tag = "operators",
+    responses((status = 200, body = KeyList), (status = 403, body = ProblemDetails)))]
+pub(super) async fn list_keys(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<KeyList>, ApiError> {
+    let keys = door.engine.keys(&caller)?;
+    Ok(Json(KeyList { keys: keys.iter().map(KeyBody::from).collect() }))
+}
+
+/// A key to create.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct NewKeyBody {
+    agent: String,
+    /// The project (default: the caller's).
+    project: Option<String>,
+    /// `agent`, `provider` or `admin` (default: `agent`).
+    role: Option<String>,
+    /// Patterns of the tools that the agent may call from the start.
+    allow: Option<Vec<String>>,
+}
+
+/// A new key, with its secret.
+#[derive(Serialize, ToSchema)]
+#[schema(as = ShownKeyBody)]
+pub(super) struct CreatedKeyBody {
+    #[serde(flatten)]
+    info: KeyBody,
+    /// The secret. It is returned only here and never stored.
+    key: String,
+}
+
+/// Creates a key. The response is the only place where its secret appears.
+#[utoipa::path(post, path = "/v1/keys", tag = "operators", request_body = NewKeyBody,
+    responses((status = 201, body = CreatedKeyBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn create_key(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    JsonBody(body): JsonBody<NewKeyBody>,
+) -> Result<(StatusCode, Json<CreatedKeyBody>), ApiError> {
+    let role = match body.role.as_deref() {
+        None => Role::Agent,
+        Some(text) => text.parse().map_err(|()| {
+            Error::refused(Code::ValidationError, "role must be agent, provider or admin")
+        })?,
+    };
+    let mut allow = body.allow.unwrap_or_default();
+    if role == Role::Agent {
+        allow.extend(door.settings.default_allow.iter().cloned());
+    }
+    let project = body.project.unwrap_or_else(|| caller.project.clone());
+    let new = NewKey { project, agent: body.agent, role, allow };
+    let shown = door.engine.create_key(&caller, new, generate_secret()).await?;
+    let body = CreatedKeyBody { info: KeyBody::from(&shown.key), key: shown.secret };
+    Ok((StatusCode::CREATED, Json(body)))
+}
+
+/// Revokes a key, effective at once.
+#[utoipa::path(delete, path = "/v1/keys/{id}", tag = "operators",
+    params(("id" = String, Path, description = "The key's id, key_…")),
+    responses((status = 204), (status = 404, body = ProblemDetails)))]
+pub(super) async fn revoke_key(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(id): NamePath,
+) -> Result<StatusCode, ApiError> {
+    door.engine.revoke_key(&caller, &id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// A rule that allows or denies tools to an agent.
+#[derive(Serialize, Deserialize, ToSchema)]
+pub(super) struct RuleBody {
+    /// An agent, or `*`.
+    agent: String,
+    /// A tool or a pattern: `weather.query`, `weather.*`, `*`.
+    pattern: String,
+    /// `allow` or `deny`; `deny` takes precedence.
+    verdict: String,
+}
+
+/// The project's rules.
+#[derive(Serialize, ToSchema)]
+pub(super) struct RuleList {
+    rules: Vec<RuleBody>,
+}
+
+/// Lists the project's rules.
+#[utoipa::path(get, path = "/v1/rules", tag = "operators",
+    responses((status = 200, body = RuleList), (status = 403, body = ProblemDetails)))]
+pub(super) async fn list_rules(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<RuleList>, ApiError> {
+    let rules = door.engine.rules(&caller)?;
+    let body = |rule: &AccessRule| RuleBody {
+        agent: rule.agent.clone(),
+        pattern: rule.pattern.clone(),
+        verdict: rule.verdict.as_str().to_owned(),
+    };
+    Ok(Json(RuleList { rules: rules.iter().map(body).collect() }))
+}
+
+/// Allows or denies tools to an agent, effective from the next call.
+#[utoipa::path(put, path = "/v1/rules", tag = "operators", request_body = RuleBody,
+    responses((status = 200, body = RuleBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn put_rule(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    JsonBody(body): JsonBody<RuleBody>,
+) -> Result<Json<RuleBody>, ApiError> {
+    let verdict = match body.verdict.as_str() {
+        "allow" => RuleVerdict::Allow,
+        "deny" => RuleVerdict::Deny,
+        _ => {
+            let message = "verdict must be allow or deny";
+            return Err(Error::refused(Code::ValidationError, message).into());
+        }
+    };
+    let (agent, pattern) = (body.agent.clone(), body.pattern.clone());
+    let rule = AccessRule { project: caller.project.clone(), agent, pattern, verdict };
+    door.engine.set_rule(&caller, rule).await?;
+    Ok(Json(body))
+}
+
+/// Identifies a rule.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct RuleQuery {
+    agent: String,
+    pattern: String,
+}
+
+/// Deletes a rule.
+#[utoipa::path(delete, path = "/v1/rules", tag = "operators", params(RuleQuery),
+    responses((status = 204), (status = 404, body = ProblemDetails)))]
+pub(super) async fn drop_rule(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(which): QueryParams<RuleQuery>,
+) -> Result<StatusCode, ApiError> {
+    let project = caller.project.clone();
+    door.engine.remove_rule(&caller, &project, &which.agent, &which.pattern).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// An entry of the audit log.
+#[derive(Serialize, ToSchema)]
+pub(super) struct AuditBody {
+    at_ms: u64,
+    agent: String,
+    /// `call.denied`, `key.created`, `key.revoked`, `rule.set` or `rule.removed`.
+    action: String,
+    subject: String,
+    reason: String,
+}
+
+impl From<AuditEntry> for AuditBody {
+    fn from(entry: AuditEntry) -> Self {
+        let AuditEntry { at_ms, agent, action, subject, reason, .. } = entry;
+        Self { at_ms, agent, action, subject, reason }
+    }
+}
+
+/// Denied calls and administrative changes, newest first.
+#[derive(Serialize, ToSchema)]
+pub(super) struct AuditList {
+    audit: Vec<AuditBody>,
+}
+
+/// Page size of the audit log.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct AuditQuery {
+    /// Maximum number of entries, 1 to 1000 (default: 100).
+    limit: Option<usize>,
+}
+
+/// Returns denied calls and administrative changes, newest first.
+#[utoipa::path(get, path = "/v1/audit", tag = "operators", params(AuditQuery),
+    responses((status = 200, body = AuditList), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn audit(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(how_many): QueryParams<AuditQuery>,
+) -> Result<Json<AuditList>, ApiError> {
+    let limit = how_many.limit.unwrap_or(100);
+    if !(1..=1_000).contains(&limit) {
+        let fault = Fault::new(Code::ValidationError, "limit must be from 1 to 1000");
+        return Err(Error::from(fault.with_detail(json!({ "field": "limit" }))).into());
+    }
+    let entries = door.engine.audit_log(&caller, limit).await?;
+    Ok(Json(AuditList { audit: entries.into_iter().map(AuditBody::from).collect() }))
+}
+
+/// A client that provides tools.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ClientBody {
+    client_id: String,
+    connections: usize,
+    /// Number of requests that the client has received and not answered.
+    in_hand: usize,
+    tools: Vec<String>,
+    /// Null if the client was not seen since the server started.
+    last_seen_ms: Option<u64>,
+}
+
+/// The clients of a project.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ClientList {
+    clients: Vec<ClientBody>,
+}
+
+/// Lists the registered clients, connected or not.
+#[utoipa::path(get, path = "/v1/clients", tag = "operators",
+    responses((status = 200, body = ClientList), (status = 403, body = ProblemDetails)))]
+pub(super) async fn clients(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<ClientList>, ApiError> {
+    let caller: Caller = caller;
+    let clients = door.engine.clients(&caller)?.into_iter().map(|view| ClientBody {
+        client_id: view.client_id,
+        connections: view.connections,
+        in_hand: view.leased,
+        tools: view.tools,
+        last_seen_ms: view.last_seen_ms,
+    });
+    Ok(Json(ClientList { clients: clients.collect() }))
+}

@@ -1,0 +1,337 @@
+//! UTP agents: the roster, their turns, and their inboxes.
+
+use axum::Json;
+use axum::extract::{FromRequestParts, Path, State};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use toolcrib::fault::{Code, Error};
+use toolcrib::utp::{AgentEntry, trace};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::HttpState;
+use crate::http::extract::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::http::problem::{ApiError, ProblemDetails};
+use toolcrib_protocol::utp::turn::{self, DispatchBody, LeaseBody, resumed_body, turn_body};
+use toolcrib_protocol::utp::wire;
+
+/// An agent that can be woken up.
+#[derive(Serialize, Deserialize, ToSchema)]
+pub(super) struct AgentBody {
+    #[serde(default)]
+    agent_id: String,
+    /// Target of its wakeup commands: `cmd.agent.<worker_target>.wakeup`.
+    worker_target: String,
+    /// Free-form description of the agent.
+    #[schema(value_type = Option<Object>)]
+    profile: Option<toolcrib::Json>,
+    /// Names or patterns of the tools that it may call in a turn; null = all that its rules allow.
+    allowed_tools: Option<Vec<String>>,
+    #[serde(default)]
+    updated_at_ms: u64,
+}
+
+impl From<AgentEntry> for AgentBody {
+    fn from(member: AgentEntry) -> Self {
+        Self {
+            agent_id: member.agent_id,
+            worker_target: member.worker_target,
+            profile: member.profile,
+            allowed_tools: member.allowed_tools,
+            updated_at_ms: member.updated_ms,
+        }
+    }
+}
+
+/// Lists the agents of the roster.
+#[utoipa::path(get, path = "/v1/agents", tag = "operators",
+    responses((status = 200, body = Vec<AgentBody>)))]
+pub(super) async fn list(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+) -> Json<Value> {
+    let roster = door.engine.roster(&caller).into_iter().map(AgentBody::from);
+    Json(json!({ "agents": roster.collect::<Vec<_>>() }))
+}
+
+/// Returns one agent of the roster.
+#[utoipa::path(get, path = "/v1/agents/{agent_id}", tag = "operators",
+    params(("agent_id" = String, Path, description = "The agent")),
+    responses((status = 200, body = AgentBody), (status = 404, body = ProblemDetails)))]
+pub(super) async fn show(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(agent_id): NamePath,
+) -> Result<Json<AgentBody>, ApiError> {
+    Ok(Json(door.engine.agent_entry(&caller, &agent_id)?.into()))
+}
+
+/// Adds an agent to the roster, or replaces its entry.
+#[utoipa::path(put, path = "/v1/agents/{agent_id}", tag = "operators",
+    params(("agent_id" = String, Path, description = "The agent")), request_body = AgentBody,
+    responses((status = 200, body = AgentBody), (status = 403, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn put(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(agent_id): NamePath,
+    JsonBody(body): JsonBody<AgentBody>,
+) -> Result<Json<AgentBody>, ApiError> {
+    let member = AgentEntry {
+        project: caller.project.clone(),
+        agent_id,
+        worker_target: body.worker_target,
+        profile: body.profile,
+        allowed_tools: body.allowed_tools,
+        updated_ms: 0,
+    };
+    Ok(Json(door.engine.put_agent_entry(&caller, member).await?.into()))
+}
+
+/// Removes an agent from the roster.
+#[utoipa::path(delete, path = "/v1/agents/{agent_id}", tag = "operators",
+    params(("agent_id" = String, Path, description = "The agent")),
+    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
+pub(super) async fn drop_agent(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(agent_id): NamePath,
+) -> Result<StatusCode, ApiError> {
+    door.engine.remove_agent_entry(&caller, &agent_id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Wait and page size of an inbox request.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct InboxQuery {
+    /// Maximum time to wait for an item, in milliseconds (default: 0).
+    wait_ms: Option<u64>,
+    /// Maximum number of items, 1 to 200 (default: 20).
+    limit: Option<usize>,
+}
+
+/// Lists the items of an agent's inbox, oldest first. Items stay until they are acknowledged.
+#[utoipa::path(get, path = "/v1/agents/{agent_id}/inbox", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"), InboxQuery),
+    responses((status = 200, description = "{items}"), (status = 403, body = ProblemDetails)))]
+pub(super) async fn inbox(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(agent_id): NamePath,
+    QueryParams(query): QueryParams<InboxQuery>,
+) -> Result<Json<Value>, ApiError> {
+    let limit = query.limit.unwrap_or(20).clamp(1, 200);
+    let wait_ms = query.wait_ms.unwrap_or(0);
+    let items = door.engine.inbox(&caller, &agent_id, limit, wait_ms).await?;
+    Ok(Json(json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })))
+}
+
+/// Inbox items to acknowledge.
+#[derive(Deserialize, ToSchema)]
+#[schema(as = AckBody)]
+pub(super) struct InboxAckBody {
+    inbox_ids: Vec<String>,
+}
+
+/// Acknowledges inbox items, which removes them. An item that is already removed is no error.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/inbox/ack", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent")), request_body = InboxAckBody,
+    responses((status = 200, description = "{ok, acked}"), (status = 403, body = ProblemDetails)))]
+pub(super) async fn ack(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(agent_id): NamePath,
+    JsonBody(body): JsonBody<InboxAckBody>,
+) -> Result<Json<Value>, ApiError> {
+    let acked = door.engine.take_from_inbox(&caller, &agent_id, &body.inbox_ids).await?;
+    Ok(Json(json!({ "ok": true, "acked": acked })))
+}
+
+/// Leases a turn: a new one, or one whose lease has expired.
+///
+/// `traceparent` and `tracestate` may also be sent as headers.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent")), request_body = LeaseBody,
+    responses((status = 201, description = "The turn"), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn lease(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(agent_id): NamePath,
+    headers: HeaderMap,
+    JsonBody(body): JsonBody<LeaseBody>,
+) -> Result<Response, ApiError> {
+    let header =
+        |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let mut wanted = body.into_lease();
+    wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
+    // Any proxy may add this header, so an invalid one does not refuse the turn.
+    let state = || header("tracestate").filter(|state| trace::is_valid_tracestate(state));
+    wanted.tracestate = wanted.tracestate.or_else(state);
+    let turn = door.engine.lease_turn(&caller, &agent_id, wanted).await?;
+    Ok((StatusCode::CREATED, Json(turn_body(&turn, &[]))).into_response())
+}
+
+/// An agent and a turn from the path.
+pub(super) struct TurnPath {
+    agent: String,
+    turn: String,
+}
+
+impl FromRequestParts<HttpState> for TurnPath {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
+        let path = Path::<(String, String)>::from_request_parts(parts, door).await;
+        let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
+        let Path((agent, turn)) = path.map_err(unreadable)?;
+        Ok(Self { agent, turn })
+    }
+}
+
+/// Returns one turn, with the calls of its step.
+#[utoipa::path(get, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")),
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails)))]
+pub(super) async fn show_turn(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: TurnPath,
+) -> Result<Json<Value>, ApiError> {
+    let turn = door.engine.turn(&caller, &path.agent, &path.turn).await?;
+    let calls = door.engine.step_calls(&turn).await?;
+    Ok(Json(turn_body(&turn, &calls)))
+}
+
+/// Dispatches the calls of a step and suspends the turn until all of them have ended.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/dispatch", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")),
+    request_body = DispatchBody,
+    responses((status = 200, description = "The turn with its calls"),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn dispatch(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: TurnPath,
+    JsonBody(body): JsonBody<DispatchBody>,
+) -> Result<Json<Value>, ApiError> {
+    let asked = body.into_dispatch();
+    let sent = Box::pin(door.engine.dispatch_step(&caller, &path.agent, &path.turn, asked)).await?;
+    Ok(Json(turn_body(&sent.turn, &sent.calls)))
+}
+
+/// A request to change the state of a turn.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct TurnBody {
+    /// The epoch as the agent knows it. Not required for stop.
+    turn_epoch: Option<u64>,
+    /// For finish and stop: the reason, published with the end of the turn.
+    reason: Option<String>,
+    /// For resume: maximum time to wait for open calls, in milliseconds.
+    wait_ms: Option<u64>,
+}
+
+impl TurnBody {
+    fn epoch(&self) -> Result<u64, Error> {
+        let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
+        self.turn_epoch.ok_or_else(missing)
+    }
+
+    /// Returns the reason, cut to the published length.
+    fn reason(&self) -> Option<String> {
+        self.reason.as_deref().map(turn::truncate_reason)
+    }
+}
+
+/// Renews the lease of a running turn.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
+pub(super) async fn renew(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: TurnPath,
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
+    let turn = door.engine.renew_lease(&caller, &path.agent, &path.turn, body.epoch()?).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}
+
+/// Suspends a turn whose calls were dispatched without suspending it.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
+pub(super) async fn suspend(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: TurnPath,
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
+    let turn = door.engine.suspend_turn(&caller, &path.agent, &path.turn, body.epoch()?).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}
+
+/// Resumes a turn with the results of its step.
+///
+/// The turn continues in a new epoch, or ends if a result terminates it.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/resume", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn with the results"),
+        (status = 404, body = ProblemDetails),
+        (status = 409, description = "Calls are still out, or it is not suspended", body = ProblemDetails)))]
+pub(super) async fn resume(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: TurnPath,
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
+    let (epoch, wait_ms) = (body.epoch()?, body.wait_ms.unwrap_or(0));
+    let resumed = door.engine.resume_turn(&caller, &path.agent, &path.turn, epoch, wait_ms).await?;
+    Ok(Json(resumed_body(&resumed)))
+}
+
+/// Ends a running turn.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
+pub(super) async fn finish(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: TurnPath,
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
+    let epoch = body.epoch()?;
+    let turn =
+        door.engine.finish_turn(&caller, &path.agent, &path.turn, epoch, body.reason()).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}
+
+/// Stops a turn in any state and cancels its open calls.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
+pub(super) async fn stop(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    path: TurnPath,
+    JsonBody(body): JsonBody<TurnBody>,
+) -> Result<Json<Value>, ApiError> {
+    let turn = door.engine.stop_turn(&caller, &path.agent, &path.turn, body.reason()).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}

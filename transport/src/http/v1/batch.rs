@@ -1,0 +1,300 @@
+//! Batches: all the calls that a model requested in one message.
+
+use axum::extract::State;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use toolcrib::batch::{self, BatchEntryResult, BatchMode};
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::{Batch, BatchAnswer};
+use utoipa::ToSchema;
+
+use super::super::HttpState;
+use super::super::wire::{FaultBody, MetricsBody};
+use crate::http::extract::{Authenticated, CallHeaders, JsonBody, TRACEPARENT};
+use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::wait_param::WaitParam;
+
+/// A batch of calls. Fields are parsed one by one, so that an error names the invalid field.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct BatchBody {
+    /// The run that the calls belong to.
+    #[schema(value_type = String)]
+    run_id: Option<toolcrib::Json>,
+    /// The calls, each in any of these formats: the envelope (`{call_id, name, args, timeout_ms,
+    /// retry, idempotency_key, callback_url}`), OpenAI's chat format (`{id, type: "function",
+    /// function}`), its Responses format (`{type: "function_call"}`), or Anthropic's (`{type:
+    /// "tool_use"}`).
+    #[schema(value_type = Vec<Object>)]
+    tool_calls: Option<toolcrib::Json>,
+    /// `serial` (default) or `parallel`: read-only tools run concurrently, the others in the
+    /// requested order.
+    #[schema(value_type = Option<String>)]
+    mode: Option<toolcrib::Json>,
+    /// With `parallel`: `asked` (default), or `free` to run all calls concurrently.
+    #[schema(value_type = Option<String>)]
+    order: Option<toolcrib::Json>,
+    /// Maximum number of calls in flight.
+    #[schema(value_type = Option<u64>)]
+    max_parallel: Option<toolcrib::Json>,
+    /// Maximum number of tokens of all messages together.
+    #[schema(value_type = Option<u64>)]
+    budget_tokens: Option<toolcrib::Json>,
+    /// Maximum time to wait for all calls, in milliseconds (default: the server's maximum).
+    /// Alternative: the query parameter.
+    #[schema(value_type = Option<u64>)]
+    wait_ms: Option<toolcrib::Json>,
+    /// The same key with the same batch returns the same tickets. Alternative: the header
+    /// `Idempotency-Key`.
+    #[schema(value_type = Option<String>)]
+    idempotency_key: Option<toolcrib::Json>,
+    /// A label for people. It has no effect.
+    #[schema(value_type = Option<String>)]
+    user_id: Option<toolcrib::Json>,
+    /// URL that receives a signed POST at the end of each call.
+    #[schema(value_type = Option<String>)]
+    callback_url: Option<toolcrib::Json>,
+}
+
+/// The result of each call, and the messages for the model.
+#[derive(Serialize, ToSchema)]
+#[schema(as = BatchAnswerBody)]
+pub(super) struct BatchResponseBody<'a> {
+    /// Results in the requested order.
+    results: Vec<BatchResultBody<'a>>,
+    /// Messages in the requested order, each in the format of its call: messages with the role
+    /// `tool`, items `function_call_output`, or blocks `tool_result`.
+    #[schema(value_type = Vec<Object>)]
+    messages: &'a [toolcrib::Json],
+}
+
+/// The result of one call.
+#[derive(Serialize, ToSchema)]
+#[schema(as = ResultBody)]
+pub(super) struct BatchResultBody<'a> {
+    /// The caller's own id. Models reuse theirs; `tool_call_id` is unique.
+    call_id: Option<&'a str>,
+    /// The ticket; null if the entry was refused.
+    tool_call_id: Option<&'a str>,
+    /// Null while the call has no outcome.
+    ok: Option<bool>,
+    #[schema(value_type = Option<Object>)]
+    data: Option<&'a toolcrib::Json>,
+    error: Option<FaultBody>,
+    metrics: Option<MetricsBody>,
+    /// The tool name, as requested.
+    name: Option<&'a str>,
+    /// `pending` while the call has not ended.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    status: Option<&'static str>,
+    /// For an async tool whose call has not ended: the same as `tool_call_id`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<&'a str>,
+    /// While the call has not ended: an explanation for the caller and the model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    message: Option<&'static str>,
+    /// True if the idempotency key was used before; this is the call that it created then.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    replayed: bool,
+    /// True if the message is shortened to fit the budget; `data` is complete.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    digested: bool,
+    /// Size of a result that is too large to be included; fetch it with the ticket.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    left_out_bytes: Option<usize>,
+}
+
+impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
+    fn from(settled: &'a BatchEntryResult) -> Self {
+        let (pending, left_out_bytes) = match &settled.state {
+            batch::BatchEntryState::Open(call) => (Some(batch::pending_notice(call)), None),
+            batch::BatchEntryState::Ended { omitted_bytes: left_out_bytes, .. } => {
+                (None, *left_out_bytes)
+            }
+            batch::BatchEntryState::Refused(_) => (None, None),
+        };
+        Self {
+            call_id: settled.call_id.as_deref(),
+            tool_call_id: settled.call().map(|call| call.id.as_str()),
+            ok: settled.ok(),
+            data: settled.data(),
+            error: settled.error().map(FaultBody::from),
+            metrics: settled.metrics().map(MetricsBody::from),
+            name: settled.name.as_deref(),
+            status: pending.map(|pending| pending.status),
+            task_id: pending.and_then(|pending| pending.task_id),
+            message: pending.map(|pending| pending.message),
+            replayed: settled.replayed,
+            digested: settled.is_digested,
+            left_out_bytes,
+        }
+    }
+}
+
+/// Calls all tools that a model requested in one message.
+///
+/// Each entry is a separate call with its own result. An entry that is denied, unknown or invalid
+/// yields an error in its place and does not refuse the batch.
+#[utoipa::path(post, path = "/v1/tool_calls", tag = "agents",
+    params(
+        WaitParam,
+        ("Idempotency-Key" = Option<String>, Header, description = "Same key, same tickets")
+    ),
+    request_body = BatchBody,
+    responses(
+        (status = 200, description = "All have ended", body = BatchResponseBody),
+        (status = 202, description = "Some go on: these are tickets", body = BatchResponseBody),
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
+        (status = 503, body = ProblemDetails)
+    ))]
+pub(super) async fn run_batch(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    wait: WaitParam,
+    carried: CallHeaders,
+    JsonBody(body): JsonBody<BatchBody>,
+) -> Result<Response, ApiError> {
+    let mut asked = parse_batch(body)?;
+    asked.wait_ms = wait.resolve_ms(asked.wait_ms);
+    asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
+    asked.traceparent = carried.traceparent;
+    let answering = door.engine.run_batch_with_renderer(&caller, asked, Some(result_json));
+    let answer = Box::pin(answering).await?;
+    let mut response = batch_response(&answer);
+    let first = answer.results.iter().find_map(BatchEntryResult::call);
+    let trace = first.and_then(|call| door.engine.call_traceparent(call));
+    if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
+        response.headers_mut().insert(TRACEPARENT, trace);
+    }
+    // Dropping a hundred calls takes a while, and the caller need not wait for it.
+    tokio::spawn(async move { drop(answer) });
+    Ok(response)
+}
+
+fn batch_response(answer: &BatchAnswer) -> Response {
+    let status = if answer.has_open_calls() { StatusCode::ACCEPTED } else { StatusCode::OK };
+    let kind = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    let mut response = (status, [kind], batch_json(answer)).into_response();
+    if answer.is_replayed() {
+        let headers = response.headers_mut();
+        headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
+    }
+    response
+}
+
+/// Serializes a [`BatchResultBody`].
+fn result_json(settled: &BatchEntryResult) -> String {
+    // This capacity fits most results; a growing buffer would be copied repeatedly.
+    let mut text = Vec::with_capacity(384);
+    let written = serde_json::to_writer(&mut text, &BatchResultBody::from(settled));
+    written.ok().and_then(|()| String::from_utf8(text).ok()).unwrap_or_else(|| "null".to_owned())
+}
+
+/// Serializes a [`BatchResponseBody`] by joining its serialized parts.
+fn batch_json(answer: &BatchAnswer) -> String {
+    let results = || answer.texts.iter().map(String::as_str);
+    let messages = || answer.messages.iter().map(toolcrib::Json::text);
+    let length: usize = results().chain(messages()).map(|part| part.len() + 1).sum();
+    let mut text = String::with_capacity(length + 32);
+    text.push_str("{\"results\":[");
+    push_joined(&mut text, results());
+    text.push_str("],\"messages\":[");
+    push_joined(&mut text, messages());
+    text.push_str("]}");
+    text
+}
+
+fn push_joined<'a>(text: &mut String, parts: impl Iterator<Item = &'a str>) {
+    for (n, part) in parts.enumerate() {
+        if n > 0 {
+            text.push(',');
+        }
+        text.push_str(part);
+    }
+}
+
+fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
+    let run_id = text_field("run_id", body.run_id.as_ref())?;
+    let run_id = run_id.ok_or_else(|| invalid_field("run_id", "run_id is missing"))?;
+    let given = body.tool_calls.as_ref();
+    let given = given.ok_or_else(|| invalid_field("tool_calls", "tool_calls is missing"))?;
+    let entries =
+        given.items().ok_or_else(|| wrong_type("tool_calls", "an array of calls", given))?;
+    Ok(Batch {
+        mode: parse_mode(body.mode.as_ref(), body.order.as_ref())?,
+        max_parallel: number_field("max_parallel", 1, body.max_parallel.as_ref())?
+            .map(saturating_usize),
+        budget_tokens: number_field("budget_tokens", 1, body.budget_tokens.as_ref())?
+            .map(saturating_usize),
+        wait_ms: number_field("wait_ms", 0, body.wait_ms.as_ref())?,
+        idempotency_key: text_field("idempotency_key", body.idempotency_key.as_ref())?,
+        user_id: text_field("user_id", body.user_id.as_ref())?,
+        callback_url: text_field("callback_url", body.callback_url.as_ref())?,
+        ..Batch::new(run_id, entries)
+    })
+}
+
+fn parse_mode(
+    mode: Option<&toolcrib::Json>,
+    order: Option<&toolcrib::Json>,
+) -> Result<BatchMode, Error> {
+    let (mode, order) = (text_field("mode", mode)?, text_field("order", order)?);
+    let mode = match mode.as_deref() {
+        None | Some("serial") => BatchMode::Serial,
+        Some("parallel") => BatchMode::Parallel,
+        Some(_) => return Err(invalid_field("mode", "mode must be \"serial\" or \"parallel\"")),
+    };
+    match (mode, order.as_deref()) {
+        (mode, None | Some("asked")) => Ok(mode),
+        (BatchMode::Serial, Some("free")) => {
+            Err(invalid_field("order", "order can be \"free\" only where mode is \"parallel\""))
+        }
+        (_, Some("free")) => Ok(BatchMode::Unordered),
+        (_, Some(_)) => Err(invalid_field("order", "order must be \"asked\" or \"free\"")),
+    }
+}
+
+fn parse_field<T: DeserializeOwned>(
+    name: &str,
+    given: Option<&toolcrib::Json>,
+    what: &str,
+) -> Result<Option<T>, Error> {
+    let Some(given) = given else { return Ok(None) };
+    serde_json::from_str(given.text()).map(Some).map_err(|_| wrong_type(name, what, given))
+}
+
+fn wrong_type(name: &str, what: &str, given: &toolcrib::Json) -> Error {
+    let shown: String = given.text().chars().take(40).collect();
+    invalid_field(name, &format!("{name} must be {what}, not {shown}"))
+}
+
+fn text_field(name: &str, given: Option<&toolcrib::Json>) -> Result<Option<String>, Error> {
+    parse_field(name, given, "a text")
+}
+
+fn number_field(
+    name: &str,
+    least: u64,
+    given: Option<&toolcrib::Json>,
+) -> Result<Option<u64>, Error> {
+    let what = format!("a whole number, at least {least}");
+    let Some(number) = parse_field::<i128>(name, given, &what)? else { return Ok(None) };
+    if number < i128::from(least) {
+        return Err(invalid_field(name, &format!("{name} must be {what}, not {number}")));
+    }
+    // A number out of the range of `u64` is clamped, and is then refused or cut as any other that
+    // is out of the permitted range.
+    Ok(Some(u64::try_from(number).unwrap_or(u64::MAX)))
+}
+
+fn saturating_usize(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
+}
+
+fn invalid_field(field: &str, message: &str) -> Error {
+    let detail = json!({ "pointer": format!("/{field}") });
+    Fault::new(Code::ValidationError, message).without_side_effect().with_detail(detail).into()
+}

@@ -1,0 +1,304 @@
+//! UTP over HTTP: cards, reports of tool services, and dead letters.
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use toolcrib::fault::{Code, Error};
+use toolcrib::utp::{DeadLetter, OutboxMessage, subject};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::HttpState;
+use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit};
+use crate::http::extract::{self, Authenticated, CallPath, NamePath, QueryParams, ResultJsonBody};
+use crate::http::problem::{ApiError, ProblemDetails};
+use toolcrib_protocol::utp::report::{self, IncomingReport};
+use toolcrib_protocol::utp::wire;
+
+/// A card: an immutable record. Toolcrib derives the cards of a call from the call.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+#[schema(as = CardBody)]
+pub(super) struct CardSchema {
+    card_id: String,
+    project_id: String,
+    /// `tool.call`, `tool.result`, …
+    #[schema(rename = "type")]
+    kind: String,
+    /// Content with its discriminator `__type__`: `ToolCallContent`, `ToolResultContent`, …
+    #[schema(value_type = Object)]
+    content: Value,
+    /// RFC 3339.
+    created_at: String,
+    author_id: String,
+    #[schema(value_type = Object)]
+    metadata: Value,
+    tool_call_id: Option<String>,
+}
+
+/// Returns one card.
+#[utoipa::path(get, path = "/v1/cards/{card_id}", tag = "providers",
+    params(("card_id" = String, Path, description = "The card")),
+    responses((status = 200, body = CardSchema), (status = 404, body = ProblemDetails)))]
+pub(super) async fn show(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(id): NamePath,
+) -> Result<Json<Value>, ApiError> {
+    Ok(Json(wire::card_json(&door.engine.card(&caller, &id).await?)))
+}
+
+/// Returns the cards of a call: the request and, once the call has ended, its result.
+#[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/cards", tag = "agents",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    responses((status = 200, body = Vec<CardSchema>), (status = 404, body = ProblemDetails)))]
+pub(super) async fn call_cards(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    CallPath(id): CallPath,
+) -> Result<Json<Value>, ApiError> {
+    let cards = door.engine.call_cards(&caller, &id).await?;
+    Ok(Json(json!({ "cards": cards.iter().map(wire::card_json).collect::<Vec<_>>() })))
+}
+
+/// Writes a card.
+///
+/// Writing the same card again returns 200. Another card with the same id, or a second result of a
+/// call, returns 409.
+#[utoipa::path(post, path = "/v1/cards", tag = "providers", request_body = CardSchema,
+    responses((status = 201, description = "The card"), (status = 200, description = "The card"),
+        (status = 400, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 413, body = ProblemDetails)))]
+pub(super) async fn put(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    ResultJsonBody(body): ResultJsonBody<Value>,
+) -> Result<Response, ApiError> {
+    let given = body.get("card").unwrap_or(&body);
+    let (card, created) = door.engine.put_card(&caller, given).await?;
+    let status = if created { StatusCode::CREATED } else { StatusCode::OK };
+    Ok((status, Json(wire::card_json(&card))).into_response())
+}
+
+/// A report in UTP's format.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct ToolResultBody {
+    tool_call_id: String,
+    agent_turn_id: String,
+    turn_epoch: u64,
+    agent_id: String,
+    /// The value from the command.
+    after_execution: String,
+    /// `success`, `failed`, `canceled`, `timeout` or `partial`.
+    status: String,
+    tool_result_card_id: String,
+    step_id: Option<String>,
+    /// The card itself, as an alternative to writing it first.
+    #[schema(value_type = Option<Object>)]
+    card: Option<Value>,
+}
+
+/// Reports the result of a command.
+#[utoipa::path(post, path = "/v1/tool_results", tag = "providers", request_body = ToolResultBody,
+    responses((status = 200, description = "Taken: {ok, inbox_id, duplicate, late}"),
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
+        (status = 413, body = ProblemDetails)))]
+pub(super) async fn report(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    headers: HeaderMap,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    if !caller.may_provide() {
+        let message = format!("a key with the role {} cannot report", caller.role.as_str());
+        return Err(Error::refused(Code::PermissionDenied, message).into());
+    }
+    // A body over the limit is stored as a dead letter, which needs the start of the body.
+    let limit = door.max_result_body_bytes() + 32_768;
+    let body: Bytes = extract::read_body_prefix(request, limit, door.max_report_bytes()).await?;
+    let headers = utp_headers(&headers);
+    let incoming = IncomingReport { subject: "/v1/tool_results", headers, body: &body };
+    let taken = report::ingest_report(&door.engine, &caller, incoming).await?;
+    Ok(Json(wire::ingested_json(&taken)))
+}
+
+/// Returns the headers that UTP uses. A dead letter must not contain the caller's key.
+fn utp_headers(headers: &HeaderMap) -> wire::UtpHeaders<'_> {
+    let ours = |name: &str| name.starts_with("cg-") || name.starts_with("trace");
+    let texts = headers.iter().filter(|(name, _)| ours(name.as_str()));
+    texts.filter_map(|(name, value)| Some((name.as_str(), value.to_str().ok()?))).collect()
+}
+
+/// The page of dead letters to return.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct DeadLetterQuery {
+    /// Maximum number of dead letters, 1 to 200 (default: 50).
+    limit: Option<usize>,
+    /// Id of the last dead letter of the previous page.
+    before: Option<String>,
+}
+
+/// A message that could not be processed.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct DeadLetterBody {
+    id: String,
+    /// `report`, `command` or `letter` (a wakeup or an event).
+    kind: String,
+    /// `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
+    reason: String,
+    message: String,
+    subject: String,
+    payload: String,
+    created_at: String,
+    redriven_at: Option<String>,
+    last_try: Option<String>,
+}
+
+fn dead_letter_json(letter: &DeadLetter) -> Value {
+    json!({
+        "id": letter.id,
+        "project_id": letter.project,
+        "kind": letter.kind,
+        "reason": letter.reason,
+        "message": letter.message,
+        "subject": letter.subject,
+        "headers": letter.headers,
+        "payload": letter.payload,
+        "cut": letter.truncated,
+        "created_at": wire::format_rfc3339(letter.created_ms),
+        "redriven_at": letter.redriven_ms.map(wire::format_rfc3339),
+        "last_try": letter.last_redrive_result,
+    })
+}
+
+/// Lists the dead letters, newest first.
+#[utoipa::path(get, path = "/v1/dead_letters", tag = "operators", params(DeadLetterQuery),
+    responses((status = 200, body = Vec<DeadLetterBody>), (status = 403, body = ProblemDetails)))]
+pub(super) async fn dead_letters(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(page): QueryParams<DeadLetterQuery>,
+) -> Result<Json<Value>, ApiError> {
+    let limit = parse_page_limit(page.limit.map(|limit| limit as u64), DEFAULT_PAGE_SIZE)?;
+    let letters = door.engine.dead_letters(&caller, page.before.as_deref(), limit).await?;
+    let next = letters.last().filter(|_| letters.len() == limit).map(|letter| letter.id.clone());
+    let letters: Vec<Value> = letters.iter().map(dead_letter_json).collect();
+    Ok(Json(json!({ "dead_letters": letters, "next_before": next })))
+}
+
+/// Redrives a dead letter: processes a report as if it had just arrived, and republishes any other
+/// message.
+#[utoipa::path(post, path = "/v1/dead_letters/{id}/redrive", tag = "operators",
+    params(("id" = String, Path, description = "The dead letter")),
+    responses((status = 200, description = "What it came to"), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
+pub(super) async fn redrive(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(id): NamePath,
+) -> Result<Json<Value>, ApiError> {
+    let engine = &door.engine;
+    let letter = engine.find_dead_letter(&caller, &id).await?;
+    if letter.truncated {
+        let message = "it was too large to be kept whole, so it cannot be tried again";
+        return Err(Error::refused(Code::Conflict, message).into());
+    }
+    if letter.kind != "report" {
+        let again = to_outbox_message(&letter, engine.now_ms())?;
+        engine.enqueue_outbox(&caller, again).await?;
+        engine.record_redrive(letter, "published again").await?;
+        return Ok(Json(json!({ "ok": true, "published": true })));
+    }
+    let incoming = IncomingReport {
+        subject: &letter.subject,
+        headers: wire::UtpHeaders::from_json(&letter.headers),
+        body: letter.payload.as_bytes(),
+    };
+    match report::reingest_report(engine, &caller, &incoming).await {
+        Ok(taken) => {
+            engine.record_redrive(letter.clone(), "taken").await?;
+            Ok(Json(wire::ingested_json(&taken)))
+        }
+        Err(error) => {
+            engine.record_redrive(letter.clone(), &error.to_string()).await?;
+            Err(error.into())
+        }
+    }
+}
+
+/// Builds the outbox message that republishes a dead letter. A command may only go to a tool of its
+/// own project. Messages that Toolcrib itself could not publish need no such check.
+fn to_outbox_message(letter: &DeadLetter, now_ms: u64) -> Result<OutboxMessage, Error> {
+    let unusable = |what: &str| {
+        let message = format!("it cannot be published again: {what}");
+        Error::refused(Code::Conflict, message)
+    };
+    let (kind, project) = (letter.kind.as_str(), letter.project.as_str());
+    if kind == "command" && !subject::is_command_of(&letter.subject, project) {
+        return Err(unusable("its subject is not that of a command for a tool of this project"));
+    }
+    let subject = letter.subject.splitn(3, '.').nth(2).ok_or_else(|| unusable("its subject"))?;
+    let payload = serde_json::from_str(&letter.payload).map_err(|_| unusable("it is not JSON"))?;
+    // Other headers are dropped, so that a message of another program cannot control the NATS
+    // server.
+    let ours = |name: &str| {
+        let name = name.to_ascii_lowercase();
+        ["cg-", "trace", "toolcrib-"].iter().any(|begin| name.starts_with(begin))
+    };
+    let text = |(name, value): (&String, &Value)| Some((name.clone(), value.as_str()?.to_owned()));
+    let headers = letter.headers.iter().filter(|(name, _)| ours(name)).filter_map(text).collect();
+    Ok(OutboxMessage {
+        id: format!("redrive-{}-{now_ms}", letter.id),
+        subject: subject.to_owned(),
+        headers,
+        payload,
+        expires_ms: now_ms + 86_400_000,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_commands_for_tools_of_the_own_project_are_published_again() {
+        let dead = |kind: &str, subject: &str| DeadLetter {
+            id: "dl_1".to_owned(),
+            project: "shop".to_owned(),
+            kind: kind.to_owned(),
+            reason: "malformed".to_owned(),
+            message: String::new(),
+            subject: subject.to_owned(),
+            headers: serde_json::Map::from_iter([
+                ("CG-Sender".to_owned(), json!("x")),
+                ("Nats-Rollup".to_owned(), json!("all")),
+            ]),
+            payload: "{}".to_owned(),
+            truncated: false,
+            created_ms: 0,
+            redriven_ms: None,
+            last_redrive_result: None,
+        };
+        let own = "cg.v1r3.shop.public.cmd.tool.hand.run";
+        let again = to_outbox_message(&dead("command", own), 7).unwrap();
+        assert_eq!(again.subject, "shop.public.cmd.tool.hand.run");
+        assert_eq!(again.headers, [("CG-Sender".to_owned(), "x".to_owned())]);
+        for other in [
+            "cg.v1r3.default.public.cmd.tool.hand.run",
+            "cg.v1r3.shop.public.cmd.agent.w1.wakeup",
+            "nonsense",
+        ] {
+            let error = to_outbox_message(&dead("command", other), 7).unwrap_err();
+            assert_eq!(error.code(), Code::Conflict, "{other}");
+        }
+        let event = "cg.v1r3.shop.public.evt.agent.ada.state";
+        assert!(to_outbox_message(&dead("letter", event), 7).is_ok(), "the crib's own");
+    }
+}

@@ -1,0 +1,242 @@
+//! Runs: agent loops that Toolcrib stores and drives. Start, show, list, add messages, cancel,
+//! resume, replay.
+
+pub(super) mod replay;
+mod request;
+mod response;
+mod stream;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use toolcrib::engine::RunQuery;
+use toolcrib::fault::Error;
+use toolcrib::run::{Run, RunStatus};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::HttpState;
+use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit, parse_since, unknown_cursor};
+use crate::http::extract::{
+    Authenticated, CallHeaders, JsonBody, NamePath, QueryParams, invalid_parameter,
+};
+use crate::http::pagination;
+use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::v1::runs::request::{MessagesBody, RunBody};
+use crate::http::v1::runs::response::{RunDetailBody, RunSummary, run_detail, to_summary};
+use crate::http::wait_param::WaitParam;
+
+pub(super) use stream::stream_run;
+
+/// Starts a run.
+///
+/// Toolcrib sends the conversation to the model, executes the tools that the model calls, and
+/// returns the results to it, until the model gives a final answer or the run reaches a limit.
+/// Every step is stored and survives a crash.
+#[utoipa::path(post, path = "/v1/runs", tag = "runs",
+    params(WaitParam,
+        ("Idempotency-Key" = Option<String>, Header, description = "Same key, same run")),
+    request_body = RunBody,
+    responses(
+        (status = 200, description = "With wait_ms, when it is over; with stream, its events",
+            body = RunDetailBody),
+        (status = 202, description = "It goes on", body = RunDetailBody),
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
+        (status = 503, body = ProblemDetails)))]
+pub(super) async fn start(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    wait: WaitParam,
+    carried: CallHeaders,
+    headers: HeaderMap,
+    JsonBody(body): JsonBody<RunBody>,
+) -> Result<Response, ApiError> {
+    let key = carried.idempotency_key(body.idempotency_key()?)?;
+    let (streams, wait_ms) = (body.stream()?, wait.resolve_ms(body.wait_ms()?));
+    let mut new = body.to_new_run(door.engine.models().as_ref())?;
+    (new.idempotency_key, new.traceparent, new.subscribes) = (key, carried.traceparent, streams);
+    let started = Box::pin(door.engine.start_run(&caller, new)).await?;
+    let (id, replayed) = (started.run.id.clone(), started.replayed);
+    let mut answer = if streams {
+        stream_run(door.engine, caller, &headers, id.clone(), 0, started.subscription)
+            .into_response()
+    } else {
+        let run = match wait_ms {
+            None | Some(0) => started.run,
+            Some(wait_ms) => door.engine.wait_for_run(&caller, &id, wait_ms).await?,
+        };
+        run_response(&door, &caller, &run).await?
+    };
+    let headers = answer.headers_mut();
+    if let Ok(place) = HeaderValue::from_str(&format!("/v1/runs/{id}")) {
+        headers.insert(header::LOCATION, place);
+    }
+    if let Ok(id) = HeaderValue::from_str(&id) {
+        headers.insert("toolcrib-run-id", id);
+    }
+    if replayed {
+        headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
+    }
+    Ok(answer)
+}
+
+/// Responds with 200 if the run has ended, and with 202 otherwise.
+async fn run_response(
+    door: &HttpState,
+    caller: &toolcrib::Caller,
+    run: &Run,
+) -> Result<Response, ApiError> {
+    let status = if run.status.is_terminal() { StatusCode::OK } else { StatusCode::ACCEPTED };
+    let body = run_detail(&door.engine, caller, run).await?;
+    Ok((status, Json(body)).into_response())
+}
+
+/// Returns a run: status, answer, steps, calls and usage.
+#[utoipa::path(get, path = "/v1/runs/{run_id}", tag = "runs",
+    params(("run_id" = String, Path, description = "The run"), WaitParam),
+    responses((status = 200, body = RunDetailBody), (status = 404, body = ProblemDetails)))]
+pub(super) async fn show(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(run_id): NamePath,
+    wait: WaitParam,
+) -> Result<Response, ApiError> {
+    let run = match wait.resolve_ms(None) {
+        None | Some(0) => door.engine.find_run(&caller, &run_id).await?,
+        Some(wait_ms) => door.engine.wait_for_run(&caller, &run_id, wait_ms).await?,
+    };
+    Ok(Json(run_detail(&door.engine, &caller, &run).await?).into_response())
+}
+
+/// Filters of the run list.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct RunListQuery {
+    /// Only runs in this status: `RUNNING`, `WAITING`, `SUCCEEDED`, `FAILED` or `CANCELED`.
+    status: Option<String>,
+    /// Only runs with this model.
+    model: Option<String>,
+    /// Only runs created since this time: Unix seconds or milliseconds, or an RFC 3339 time.
+    since: Option<String>,
+    /// Maximum number of runs, 1 to 200 (default: 50).
+    limit: Option<u64>,
+    /// `next_cursor` of the previous page.
+    cursor: Option<String>,
+}
+
+/// A page of runs, newest first.
+#[derive(Serialize, ToSchema)]
+pub(super) struct RunList {
+    runs: Vec<RunSummary>,
+    /// Cursor of the next page; null on the last page.
+    next_cursor: Option<String>,
+}
+
+/// Lists the project's runs, newest first.
+#[utoipa::path(get, path = "/v1/runs", tag = "runs", params(RunListQuery),
+    responses((status = 200, body = RunList), (status = 422, body = ProblemDetails)))]
+pub(super) async fn list(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(listing): QueryParams<RunListQuery>,
+) -> Result<Response, ApiError> {
+    let page = door.engine.list_runs(&caller, parse_query(listing)?).await?;
+    let runs = page.runs.iter().map(to_summary).collect();
+    let list = RunList { runs, next_cursor: page.next_before.clone() };
+    Ok(pagination::page_response(list, page.next_before))
+}
+
+fn parse_query(listing: RunListQuery) -> Result<RunQuery, Error> {
+    let status = match listing.status.as_deref() {
+        None | Some("") => None,
+        Some(text) => Some(text.to_uppercase().parse::<RunStatus>().map_err(|()| {
+            let known: Vec<&str> = RunStatus::ALL.iter().map(|status| status.as_str()).collect();
+            invalid_parameter("status", format!("status must be one of {}", known.join(", ")))
+        })?),
+    };
+    let before = listing.cursor.filter(|cursor| !cursor.is_empty());
+    if before.as_ref().is_some_and(|cursor| !cursor.starts_with(Run::PREFIX)) {
+        return Err(unknown_cursor());
+    }
+    Ok(RunQuery {
+        status,
+        model: listing.model.filter(|model| !model.is_empty()),
+        since_ms: parse_since(listing.since.as_deref())?,
+        before,
+        limit: parse_page_limit(listing.limit, DEFAULT_PAGE_SIZE)?,
+    })
+}
+
+/// The reason for a cancellation.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct CancelRunBody {
+    reason: Option<String>,
+}
+
+/// Cancels a run and its open calls.
+#[utoipa::path(post, path = "/v1/runs/{run_id}/cancel", tag = "runs",
+    params(("run_id" = String, Path, description = "The run")),
+    request_body = CancelRunBody,
+    responses((status = 200, body = RunSummary), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
+pub(super) async fn cancel(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(run_id): NamePath,
+    JsonBody(body): JsonBody<CancelRunBody>,
+) -> Result<Json<RunSummary>, ApiError> {
+    let run = door.engine.cancel_run(&caller, &run_id, body.reason).await?;
+    Ok(Json(to_summary(&run)))
+}
+
+/// Adds user messages to a run. The run continues, even if it had ended.
+#[utoipa::path(post, path = "/v1/runs/{run_id}/messages", tag = "runs",
+    params(("run_id" = String, Path, description = "The run"), WaitParam),
+    request_body = MessagesBody,
+    responses((status = 200, description = "With wait_ms, when it is over", body = RunDetailBody),
+        (status = 202, description = "It goes on", body = RunDetailBody),
+        (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn add_messages(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(run_id): NamePath,
+    wait: WaitParam,
+    JsonBody(body): JsonBody<MessagesBody>,
+) -> Result<Response, ApiError> {
+    let wait_ms = wait.resolve_ms(body.wait_ms()?);
+    let run = door.engine.add_run_messages(&caller, &run_id, body.messages()?).await?;
+    wait_and_respond(&door, &caller, run, wait_ms).await
+}
+
+/// Resumes a run that failed or was canceled, from its last stored step.
+#[utoipa::path(post, path = "/v1/runs/{run_id}/resume", tag = "runs",
+    params(("run_id" = String, Path, description = "The run"), WaitParam),
+    responses((status = 200, description = "With wait_ms, when it is over", body = RunDetailBody),
+        (status = 202, description = "It goes on", body = RunDetailBody),
+        (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+        (status = 409, body = ProblemDetails)))]
+pub(super) async fn resume(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(run_id): NamePath,
+    wait: WaitParam,
+) -> Result<Response, ApiError> {
+    let run = door.engine.resume_run(&caller, &run_id).await?;
+    wait_and_respond(&door, &caller, run, wait.resolve_ms(None)).await
+}
+
+async fn wait_and_respond(
+    door: &HttpState,
+    caller: &toolcrib::Caller,
+    run: Run,
+    wait_ms: Option<u64>,
+) -> Result<Response, ApiError> {
+    let run = match wait_ms {
+        None | Some(0) => run,
+        Some(wait_ms) => door.engine.wait_for_run(caller, &run.id, wait_ms).await?,
+    };
+    run_response(door, caller, &run).await
+}

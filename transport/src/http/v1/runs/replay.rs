@@ -1,0 +1,117 @@
+//! Replays a recorded run. The response is an SSE stream, because a replay takes as long as the
+//! model does.
+
+use axum::extract::State;
+use axum::response::sse::Event as Message;
+use futures::stream;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use toolcrib::fault::Error;
+use toolcrib::model::Delta;
+use toolcrib::run::Trouble;
+use toolcrib::turn::LoopEvent;
+use utoipa::ToSchema;
+
+use super::super::super::HttpState;
+use super::super::events::{SseResponse, into_sse};
+use crate::http::extract::{Authenticated, JsonBody, NamePath};
+use crate::http::problem::{ApiError, ProblemDetails};
+
+/// Maximum number of messages queued for a client.
+const CHANNEL_CAPACITY: usize = 4_096;
+
+/// Options of a replay.
+#[derive(Deserialize, ToSchema)]
+pub(in super::super) struct ReplayBody {
+    /// The model to use (default: the recorded one).
+    model: Option<String>,
+}
+
+/// Replays a run against the model, with recorded results, and reports the differences.
+///
+/// Toolcrib sends the recorded conversation to the model again and answers its calls with the
+/// recorded results. It executes and stores nothing.
+#[utoipa::path(post, path = "/v1/runs/{run_id}/replay", tag = "runs",
+    params(("run_id" = String, Path, description = "The run")),
+    request_body = ReplayBody,
+    responses(
+        (status = 200, description = "Server-sent events: `replay.asking`, `replay.text`, \
+            `replay.replied`, and at last `replay.finished` or `replay.failed`",
+            content_type = "text/event-stream"),
+        (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
+pub(in super::super) async fn replay(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(run_id): NamePath,
+    JsonBody(body): JsonBody<ReplayBody>,
+) -> Result<SseResponse, ApiError> {
+    door.engine.check_replay(&caller, &run_id).await?;
+    let (say, said) = mpsc::channel::<Message>(CHANNEL_CAPACITY);
+    tokio::spawn(async move {
+        let told = say.clone();
+        let watch = move |happening: LoopEvent<'_>| {
+            // A slow client misses deltas of a response; it still gets the complete response.
+            let is_piece = matches!(happening, LoopEvent::ReplyDelta { .. });
+            if is_piece && told.capacity() < CHANNEL_CAPACITY / 2 {
+                return;
+            }
+            if let Some((name, data)) = replay_event(&happening) {
+                let _ = told.try_send(sse_message(name, data));
+            }
+        };
+        let engine = door.engine;
+        let playing = engine.replay_run(&caller, &run_id, body.model.as_deref(), &watch);
+        let last = tokio::select! {
+            // The client disconnected.
+            () = say.closed() => return,
+            played = playing => match played {
+                Ok(played) => sse_message("replay.finished", json!({
+                    "run_id": run_id,
+                    "same": played.differences.is_empty(),
+                    "answer": played.answer,
+                    "recorded_answer": played.recorded_answer,
+                    "differences": played.differences.iter().map(Value::from).collect::<Vec<_>>(),
+                    "steps": played.steps,
+                    "unrecorded_calls": played.unrecorded_calls,
+                    "usage": played.usage,
+                })),
+                Err(Error::Refused { fault, .. }) => {
+                    sse_message("replay.failed", json!({ "error": Trouble::from(&fault) }))
+                }
+                Err(Error::Internal(error)) => {
+                    tracing::error!(%error, "a replay failed");
+                    sse_message("replay.failed", json!({ "error": { "code": "INTERNAL" } }))
+                }
+            },
+        };
+        let _ = say.send(last).await;
+    });
+    Ok(into_sse(stream::unfold(said, async |mut said| Some((Ok(said.recv().await?), said)))))
+}
+
+fn sse_message(name: &str, mut data: Value) -> Message {
+    data["type"] = name.into();
+    Message::default().event(name).data(data.to_string())
+}
+
+fn replay_event(happening: &LoopEvent<'_>) -> Option<(&'static str, Value)> {
+    Some(match happening {
+        LoopEvent::ModelRequested { step, last } => {
+            ("replay.asking", json!({ "step": step, "last": last }))
+        }
+        LoopEvent::ReplyDelta { step, piece: Delta::Text(text) } => {
+            ("replay.text", json!({ "step": step, "text": text }))
+        }
+        LoopEvent::ModelRetryScheduled { step, retry, wait_ms, why } => (
+            "replay.asking_again",
+            json!({
+                "step": step, "retry": retry, "wait_ms": wait_ms, "error": Trouble::from(*why),
+            }),
+        ),
+        LoopEvent::ModelReplied { step, reply } => {
+            ("replay.replied", json!({ "step": step, "text": reply.text, "calls": reply.calls }))
+        }
+        _ => return None,
+    })
+}

@@ -1,0 +1,223 @@
+//! Tools: list, show, invoke.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use toolcrib::dialect::ToolFormat;
+use toolcrib::engine::CatalogEntry;
+use toolcrib::fault::Error;
+use toolcrib::{CallRequest, Caller};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::HttpState;
+use super::super::wire::{CallBody, ToolBody, timeout_ms};
+use super::calls::parse_page_limit;
+use crate::http::extract::{
+    Authenticated, CallHeaders, JsonBody, NamePath, QueryParams, TRACEPARENT, invalid_parameter,
+};
+use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::wait_param::{WaitParam, set_retry_after};
+
+/// The tools that the caller may call.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ToolList {
+    tools: Vec<ToolBody>,
+}
+
+/// The same tools, in the format of a model API.
+#[derive(Serialize)]
+struct ModelToolList {
+    tools: Vec<toolcrib::Json>,
+}
+
+/// Format and filter of the tool list.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ToolListQuery {
+    /// `openai`, `openai_responses`, `anthropic` or `mcp`: describe the tools in that API's format,
+    /// ready to be put into a request, under names that the API accepts.
+    format: Option<String>,
+    /// Only tools that match these words or this part of a name, best match first.
+    query: Option<String>,
+    /// With `query`: maximum number of tools, 1 to 200 (default: 20).
+    limit: Option<usize>,
+}
+
+/// Lists the tools that the caller may call, by name.
+#[utoipa::path(get, path = "/v1/tools", tag = "agents", params(ToolListQuery),
+    responses((status = 200, body = ToolList), (status = 401, body = ProblemDetails),
+        (status = 422, body = ProblemDetails)))]
+pub(super) async fn list(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    QueryParams(listing): QueryParams<ToolListQuery>,
+) -> Result<Response, ApiError> {
+    if listing.format.is_some() && listing.query.is_some() {
+        return Err(invalid_parameter("format", "give format or query, not both").into());
+    }
+    let Some(format) = listing.format else {
+        let tools = match &listing.query {
+            Some(query) => search_tools(&door, &caller, query, listing.limit).await?,
+            None => door.engine.tools(&caller),
+        };
+        let tools = tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect();
+        return Ok(Json(ToolList { tools }).into_response());
+    };
+    let format = format.parse::<ToolFormat>().map_err(|()| {
+        let known: Vec<&str> = ToolFormat::ALL.iter().map(|format| format.as_str()).collect();
+        invalid_parameter("format", format!("format must be one of {}", known.join(", ")))
+    })?;
+    Ok(Json(ModelToolList { tools: door.engine.model_tool_definitions(&caller, format) })
+        .into_response())
+}
+
+async fn search_tools(
+    door: &HttpState,
+    caller: &Caller,
+    query: &str,
+    limit: Option<usize>,
+) -> Result<Vec<Arc<CatalogEntry>>, Error> {
+    let limit = parse_page_limit(limit.map(|limit| limit as u64), 20)?;
+    let found = door.engine.search(caller, query, limit).await?;
+    Ok(found.into_iter().map(|found| found.entry).collect())
+}
+
+/// Returns one tool.
+#[utoipa::path(get, path = "/v1/tools/{name}", tag = "agents",
+    params(("name" = String, Path, description = "The tool's name")),
+    responses((status = 200, body = ToolBody), (status = 404, body = ProblemDetails)))]
+pub(super) async fn show(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(name): NamePath,
+) -> Result<Json<ToolBody>, ApiError> {
+    let entry = door.engine.tool(&caller, &name)?;
+    Ok(Json(ToolBody::from(entry.as_ref())))
+}
+
+/// A request to run one tool.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct InvokeBody {
+    /// The run that the call belongs to.
+    run_id: String,
+    /// The arguments, as described by the tool's schema.
+    #[serde(default = "toolcrib::Json::empty_object")]
+    #[schema(value_type = Object)]
+    args: toolcrib::Json,
+    /// The caller's own id for the call. It is returned with the call and never compared.
+    call_id: Option<String>,
+    /// Time in milliseconds within which the call must end: 1 to 86400000.
+    #[serde(default, deserialize_with = "timeout_ms")]
+    timeout_ms: Option<u64>,
+    /// Maximum number of retries after the first attempt.
+    retry: Option<u32>,
+    /// The same key with the same request returns the same ticket. Alternative: the header
+    /// `Idempotency-Key`.
+    idempotency_key: Option<String>,
+    /// Only this client may execute the call.
+    client_id: Option<String>,
+    /// A label for people. It has no effect.
+    user_id: Option<String>,
+    /// URL that receives a signed POST (Standard Webhooks) when the call has ended.
+    callback_url: Option<String>,
+    /// Maximum time to wait for the outcome, in milliseconds. Alternative: the query parameter.
+    wait_ms: Option<u64>,
+}
+
+/// The ticket of an accepted call.
+#[derive(Serialize, ToSchema)]
+pub(super) struct TicketBody {
+    tool_call_id: String,
+    /// `pending`.
+    status: &'static str,
+    message: &'static str,
+    /// For an async tool: the same id, for use at `/v1/tasks/{task_id}`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<String>,
+}
+
+/// Calls a tool and returns a ticket.
+///
+/// With `wait_ms`, the response is the call itself, once it has ended or the wait has expired.
+#[utoipa::path(post, path = "/v1/tools/{name}/invoke", tag = "agents",
+    params(
+        ("name" = String, Path, description = "The tool's name"),
+        WaitParam,
+        ("Idempotency-Key" = Option<String>, Header, description = "Same key, same ticket"),
+        ("traceparent" = Option<String>, Header, description = "W3C trace context: the span that \
+            the call is part of")
+    ),
+    request_body = InvokeBody,
+    responses(
+        (status = 202, description = "The ticket; with wait_ms the call itself", body = TicketBody),
+        (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails), (status = 413, body = ProblemDetails),
+        (status = 422, body = ProblemDetails), (status = 429, body = ProblemDetails),
+        (status = 503, body = ProblemDetails)
+    ))]
+pub(super) async fn invoke(
+    State(door): State<HttpState>,
+    Authenticated(caller): Authenticated,
+    NamePath(name): NamePath,
+    wait: WaitParam,
+    carried: CallHeaders,
+    JsonBody(body): JsonBody<InvokeBody>,
+) -> Result<Response, ApiError> {
+    let wait_ms = wait.resolve_ms(body.wait_ms);
+    let invocation = CallRequest {
+        tool: name,
+        args: body.args,
+        run_id: body.run_id,
+        call_id: body.call_id,
+        timeout_ms: body.timeout_ms,
+        retry: body.retry,
+        idempotency_key: carried.idempotency_key(body.idempotency_key)?,
+        client_id: body.client_id,
+        user_id: body.user_id,
+        traceparent: carried.traceparent,
+        route: None,
+        callback_url: body.callback_url,
+        answers: None,
+    };
+    // Boxed, because the router moves this handler's future several times.
+    let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
+    let id = ticket.call.id.clone();
+    let trace = door.engine.call_traceparent(&ticket.call);
+    let mut answer = match wait_ms {
+        None | Some(0) => {
+            let body = TicketBody {
+                tool_call_id: id.to_string(),
+                status: "pending",
+                message: "tool call created, use tool_call_id to poll result",
+                task_id: ticket.call.origin.background.then(|| id.to_string()),
+            };
+            let mut answer = (StatusCode::ACCEPTED, Json(body)).into_response();
+            set_retry_after(&mut answer);
+            answer
+        }
+        Some(wait_ms) => {
+            let call = Box::pin(door.engine.wait_for_outcome(&caller, &ticket, wait_ms)).await?;
+            let body = Json(CallBody::with_trace(&call, trace));
+            let mut answer = (StatusCode::ACCEPTED, body).into_response();
+            if !call.status.is_terminal() {
+                set_retry_after(&mut answer);
+            }
+            answer
+        }
+    };
+    let headers = answer.headers_mut();
+    if let Ok(place) = HeaderValue::from_str(&format!("/v1/tool_calls/{id}")) {
+        headers.insert(header::LOCATION, place);
+    }
+    if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
+        headers.insert(TRACEPARENT, trace);
+    }
+    if ticket.replayed {
+        headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
+    }
+    Ok(answer)
+}

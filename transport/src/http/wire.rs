@@ -1,0 +1,372 @@
+//! JSON bodies of HTTP v1, and their conversion from the engine's types. The names and casing of
+//! existing fields are fixed: fields may be added, never renamed.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use toolcrib::Engine;
+use toolcrib::call::{Call, CallMetrics, Hold, Outcome};
+use toolcrib::engine::CatalogEntry;
+use toolcrib::event::CallEvent;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::json::Json;
+use toolcrib::tool::ToolDefinition;
+use toolcrib::trace::TraceParent;
+use utoipa::ToSchema;
+
+use toolcrib_protocol::background_task::{MAX_DATA_BYTES, TaskOutcome};
+
+/// The error of a failed call or a refused request.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub(super) struct FaultBody {
+    /// A code from the table in docs/errors.md.
+    pub(super) code: String,
+    pub(super) message: String,
+    /// Structured details: problems with JSON pointers, nearest names, the current state.
+    #[schema(value_type = Option<Object>)]
+    pub(super) detail: Option<Value>,
+    /// True if the same request can succeed when repeated.
+    pub(super) retryable: bool,
+}
+
+impl From<&Fault> for FaultBody {
+    fn from(fault: &Fault) -> Self {
+        Self {
+            code: fault.code.as_str().to_owned(),
+            message: fault.message.clone(),
+            detail: fault.detail.clone(),
+            retryable: fault.retryable,
+        }
+    }
+}
+
+/// A tool.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct ToolBody {
+    name: String,
+    /// `server` or `client`.
+    source: String,
+    /// JSON Schema of the arguments.
+    #[schema(value_type = Object)]
+    schema: Json,
+    timeout_ms: u64,
+    /// True if calls of this tool are background tasks, whose results arrive later.
+    #[serde(rename = "async")]
+    background: bool,
+    description: String,
+    /// Executor of the tool: `builtin`, `client`, `utp`, `mcp`, `http` or `caller` (you execute
+    /// it).
+    executor: String,
+    /// `read`, `idempotent` or `irreversible`.
+    effect: String,
+    /// `low`, `medium`, `high` or `critical`.
+    risk: String,
+    #[schema(value_type = Option<Object>)]
+    output_schema: Option<Json>,
+    #[schema(value_type = Option<Object>)]
+    metadata: Option<Json>,
+    /// A fingerprint of the definition.
+    version: String,
+}
+
+impl From<&CatalogEntry> for ToolBody {
+    fn from(entry: &CatalogEntry) -> Self {
+        Self::new(&entry.definition, entry.version.clone())
+    }
+}
+
+impl From<&ToolDefinition> for ToolBody {
+    fn from(tool: &ToolDefinition) -> Self {
+        Self::new(tool, tool.version())
+    }
+}
+
+impl ToolBody {
+    fn new(tool: &ToolDefinition, version: String) -> Self {
+        Self {
+            name: tool.name.clone(),
+            source: tool.executor.source().to_owned(),
+            schema: tool.input_schema.clone(),
+            timeout_ms: tool.timeout_ms,
+            background: tool.background,
+            description: tool.description.clone(),
+            executor: tool.executor.as_str().to_owned(),
+            effect: tool.effect.as_str().to_owned(),
+            risk: tool.risk.as_str().to_owned(),
+            output_schema: tool.output_schema.clone(),
+            metadata: tool.metadata.clone(),
+            version,
+        }
+    }
+}
+
+/// A call, with its outcome once it has ended.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct CallBody<'a> {
+    tool_call_id: &'a str,
+    run_id: &'a str,
+    tool_name: &'a str,
+    /// `server` or `client`.
+    source: &'static str,
+    /// `PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED`, `TIMEOUT` or `CANCELED`.
+    status: &'static str,
+    #[schema(value_type = Object)]
+    args: Json,
+    #[schema(value_type = Option<Object>)]
+    result: Option<Json>,
+    error: Option<FaultBody>,
+    /// Unix seconds.
+    created_at: u64,
+    /// Unix seconds.
+    completed_at: Option<u64>,
+    created_at_ms: u64,
+    started_at_ms: Option<u64>,
+    completed_at_ms: Option<u64>,
+    /// When the call ends as TIMEOUT, in Unix milliseconds.
+    deadline_at_ms: u64,
+    /// Reason a PENDING call waits: `queue`, `retry`, `parked`, `input` or `after`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hold: Option<HoldBody<'a>>,
+    /// Number of the current or last attempt.
+    attempt: u32,
+    /// `builtin`, `client`, `utp`, `mcp`, `http` or `caller` (the caller executed it).
+    executor: &'static str,
+    effect: &'static str,
+    /// The tool that ran. Differs from `tool_name` after a fallback.
+    ran_tool: &'a str,
+    agent: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    call_id: Option<&'a str>,
+    /// For an async tool: the same id as `tool_call_id`, as the id of its task.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<&'a str>,
+    /// The only client that may execute the call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    client_id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    user_id: Option<&'a str>,
+    /// The client that took the call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    taken_by: Option<&'a str>,
+    /// True if the call succeeded only in part; omitted otherwise.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    partial: bool,
+    /// The trace of the call: the caller's, or a new one if the server exports spans.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace_id: Option<String>,
+    outcome: Option<OutcomeBody>,
+}
+
+/// The reason a PENDING call waits.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct HoldBody<'a> {
+    reason: &'static str,
+    /// When the next attempt is due, in Unix milliseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    until_ms: Option<u64>,
+    /// The call that must end before this one starts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    after: Option<&'a str>,
+    /// The tool's open questions, by key.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    questions: Option<Map<String, Value>>,
+}
+
+/// The outcome of a call.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct OutcomeBody {
+    ok: bool,
+    #[schema(value_type = Option<Object>)]
+    data: Option<Json>,
+    error: Option<FaultBody>,
+    metrics: MetricsBody,
+}
+
+/// Durations and attempts of a call.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct MetricsBody {
+    latency_ms: u64,
+    retries: u32,
+    queue_ms: u64,
+    attempts: u32,
+}
+
+impl From<&Outcome> for OutcomeBody {
+    fn from(outcome: &Outcome) -> Self {
+        Self {
+            ok: outcome.ok,
+            data: outcome.data.clone(),
+            error: outcome.error.as_ref().map(FaultBody::from),
+            metrics: outcome.metrics.into(),
+        }
+    }
+}
+
+impl From<CallMetrics> for MetricsBody {
+    fn from(metrics: CallMetrics) -> Self {
+        let CallMetrics { latency_ms, queue_ms, attempts, retries } = metrics;
+        Self { latency_ms, retries, queue_ms, attempts }
+    }
+}
+
+impl<'a> From<&'a Call> for CallBody<'a> {
+    fn from(call: &'a Call) -> Self {
+        let outcome = call.outcome.as_ref();
+        Self {
+            tool_call_id: call.id.as_str(),
+            run_id: &call.run_id,
+            tool_name: &call.tool_name,
+            source: call.target.executor.source(),
+            status: call.status.as_str(),
+            args: call.args.clone(),
+            result: outcome.and_then(|outcome| outcome.data.clone()),
+            error: outcome.and_then(|outcome| outcome.error.as_ref()).map(FaultBody::from),
+            created_at: call.created_ms / 1_000,
+            completed_at: call.completed_ms.map(|ms| ms / 1_000),
+            created_at_ms: call.created_ms,
+            started_at_ms: call.started_ms,
+            completed_at_ms: call.completed_ms,
+            deadline_at_ms: call.deadline_ms,
+            hold: call.hold.map(|hold| HoldBody {
+                reason: hold.as_str(),
+                until_ms: match hold {
+                    Hold::Retry { at_ms } => Some(at_ms),
+                    _ => None,
+                },
+                after: match (hold, &call.origin.predecessor) {
+                    (Hold::Predecessor { .. }, Some(before)) => Some(before.as_str()),
+                    _ => None,
+                },
+                questions: match (hold, &call.elicitation) {
+                    (Hold::Input, Some(dialogue)) => Some(dialogue.unanswered.clone()),
+                    _ => None,
+                },
+            }),
+            attempt: call.attempt,
+            executor: call.target.executor.as_str(),
+            effect: call.target.effect.as_str(),
+            ran_tool: &call.target.tool,
+            agent: &call.origin.agent,
+            call_id: call.origin.caller_call_id.as_deref(),
+            task_id: call.origin.background.then_some(call.id.as_str()),
+            client_id: call.origin.client_id.as_deref(),
+            user_id: call.origin.user_id.as_deref(),
+            taken_by: call.acknowledged_by.as_deref(),
+            partial: outcome.is_some_and(|outcome| outcome.partial),
+            trace_id: None,
+            outcome: outcome.map(OutcomeBody::from),
+        }
+    }
+}
+
+impl<'a> CallBody<'a> {
+    /// Builds the body of a call, with its trace.
+    pub(super) fn of(engine: &Engine, call: &'a Call) -> Self {
+        Self::with_trace(call, engine.call_traceparent(call))
+    }
+
+    /// Builds the body of a call whose trace is already known.
+    pub(super) fn with_trace(call: &'a Call, trace: Option<TraceParent>) -> Self {
+        Self { trace_id: trace.map(|trace| trace.trace_id_text()), ..Self::from(call) }
+    }
+}
+
+/// Serializes an event as the data of an SSE message.
+pub(super) fn event_json(event: &CallEvent) -> String {
+    let mut body = Map::new();
+    body.insert("number".into(), event.number.into());
+    body.insert("type".into(), event.record.kind.as_str().into());
+    body.insert("tool_call_id".into(), event.call_id.to_string().into());
+    body.insert("run_id".into(), event.run_id.clone().into());
+    if let Some(asked_as) = &event.caller_call_id {
+        body.insert("call_id".into(), asked_as.clone().into());
+    }
+    body.insert("at_ms".into(), event.record.at_ms.into());
+    body.insert("attempt".into(), event.record.attempt.into());
+    let facts = event.record.data.iter();
+    body.extend(facts.map(|(name, value)| (name.to_owned(), value.clone())));
+    Value::Object(body).to_string()
+}
+
+/// The end of a task as the data of an SSE message.
+#[derive(Serialize)]
+struct TaskEndEvent<'a> {
+    number: u64,
+    #[serde(rename = "type")]
+    kind: &'a str,
+    at_ms: u64,
+    #[serde(flatten)]
+    end: TaskOutcome<'a>,
+}
+
+/// Serializes a task's event as the data of an SSE message. Each event carries every id of its
+/// task, and the last one carries the outcome.
+pub(super) fn task_event_json(event: &CallEvent, name: &str, call: &Call) -> String {
+    let (number, at_ms) = (event.number, event.record.at_ms);
+    if event.record.kind.is_terminal() {
+        let end = TaskOutcome::from_call(call, MAX_DATA_BYTES);
+        let body = TaskEndEvent { number, kind: name, at_ms, end };
+        return serde_json::to_string(&body).unwrap_or_default();
+    }
+    let mut body = Map::new();
+    body.insert("number".into(), number.into());
+    body.insert("type".into(), name.into());
+    body.insert("at_ms".into(), at_ms.into());
+    body.insert("task_id".into(), call.id.as_str().into());
+    body.insert("tool_call_id".into(), call.id.as_str().into());
+    body.insert("call_id".into(), call.origin.caller_call_id.as_deref().into());
+    body.insert("run_id".into(), call.run_id.as_str().into());
+    body.insert("tool_name".into(), call.tool_name.as_str().into());
+    let said = ["percent", "message", "data"].into_iter();
+    body.extend(said.filter_map(|name| {
+        event.record.data.get(name).map(|value| (name.to_owned(), value.clone()))
+    }));
+    Value::Object(body).to_string()
+}
+
+/// Deserializes a timeout. A number outside the range of `u64` is clamped to one outside the
+/// permitted range, so that it is refused as out of range and not as something that is not a
+/// number.
+pub(super) fn timeout_ms<'de, D>(deserializer: D) -> Result<Option<u64>, D::Error>
+where
+    D: serde::Deserializer<'de>,
+{
+    let Some(given) = Option::<serde_json::Number>::deserialize(deserializer)? else {
+        return Ok(None);
+    };
+    if let Some(ms) = given.as_u64() {
+        return Ok(Some(ms));
+    }
+    // Negative, larger than `u64::MAX`, or written with a decimal point.
+    let ms = given.as_f64().unwrap_or(f64::MAX);
+    if ms.fract() != 0.0 {
+        let given = serde::de::Unexpected::Float(ms);
+        return Err(serde::de::Error::invalid_value(given, &"a whole number of milliseconds"));
+    }
+    Ok(Some(ms as u64))
+}
+
+/// Parses a failure as a provider reports it: a text, or an object with at least a message.
+pub(super) fn parse_reported_fault(error: Option<&Value>) -> Fault {
+    let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
+    let message = match error {
+        None | Some(Value::Null) => "the tool failed and did not say why".to_owned(),
+        Some(Value::String(message)) => message.clone(),
+        Some(other) => text("message").map_or_else(|| other.to_string(), str::to_owned),
+    };
+    let message = message.chars().take(8_000).collect::<String>();
+    let code = text("code").and_then(Code::parse).unwrap_or(Code::RuntimeError);
+    let mut fault = Fault::new(code, message);
+    if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {
+        fault = fault.retryable(retryable);
+    }
+    // Only the provider can know that no side effect occurred; then even an irreversible tool may
+    // be retried.
+    if error.and_then(|e| e.get("happened")).and_then(Value::as_bool) == Some(false) {
+        fault = fault.without_side_effect();
+    }
+    match error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()) {
+        Some(detail) => fault.with_detail(detail.clone()),
+        None => fault,
+    }
+}

@@ -1,0 +1,319 @@
+//! `tools/call`: accepts the call through the same engine method as every other transport, then
+//! waits.
+//!
+//! The MCP client gets one of four responses: the result; a task, if it supports tasks; an
+//! elicitation, if the tool needs input first; or, when the wait time is over, a text with the call
+//! id. In each case the call belongs to the engine. This module stores nothing about it.
+
+use std::time::Duration;
+
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, ClientCapabilities, CreateTaskResult,
+    InputRequests, InputRequiredResult, JsonObject, MetaObject,
+};
+use rmcp::service::RequestContext;
+use rmcp::{ErrorData, RoleServer};
+use serde_json::Value;
+use toolcrib::call::{Call, Hold};
+use toolcrib::engine::CatalogEntry;
+use toolcrib::{CallRequest, Json, Ticket};
+
+use super::progress::ProgressForwarder;
+use super::server::{CallerView, McpHandler};
+use super::tasks;
+use super::tools::ProtocolRevision;
+use crate::mcp::elicitation::{self, ElicitationOutcome};
+use crate::mcp::tool_result::{self, ResultFormat};
+
+/// Properties that an MCP client declared with a request.
+pub(super) struct McpClientInfo {
+    pub(super) revision: ProtocolRevision,
+    pub(super) capabilities: ClientCapabilities,
+}
+
+impl McpClientInfo {
+    /// Reads them from the context of a request.
+    pub(super) fn of(context: &RequestContext<RoleServer>) -> Self {
+        Self {
+            revision: ProtocolRevision::of(context.protocol_version().as_ref()),
+            capabilities: context.client_capabilities().unwrap_or_default(),
+        }
+    }
+
+    /// Returns whether the MCP client can receive a task as the response.
+    pub(super) fn supports_tasks(&self) -> bool {
+        self.capabilities.supports_tasks()
+    }
+}
+
+/// The way in which the MCP client discovered the tool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ToolDiscovery {
+    /// From its entry in the tool list, with its schemas.
+    List,
+    /// Through the catalogue, which declares no output schema.
+    Catalogue,
+}
+
+/// Calls a tool and waits for a response that the MCP client can receive.
+pub(super) async fn call_tool(
+    server: &McpHandler,
+    view: &CallerView,
+    params: CallToolRequestParams,
+    context: &RequestContext<RoleServer>,
+    seen: ToolDiscovery,
+) -> Result<CallToolResponse, ErrorData> {
+    let client = McpClientInfo::of(context);
+    if let Some(state) = params.request_state.clone() {
+        let tool = server.engine().tool(&view.caller, &params.name).ok();
+        let shape =
+            result_format(tool.as_deref().filter(|_| seen == ToolDiscovery::List), client.revision);
+        let ticket = elicitation::resume_call(server, view, params, &state).await?;
+        return ToolCallWaiter { server, view, client, shape, context }
+            .wait_for_response(&ticket)
+            .await;
+    }
+    let tool = server.engine().tool(&view.caller, &params.name).ok();
+    if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
+        return Err(ErrorData::missing_required_client_capability(needed));
+    }
+    let shape =
+        result_format(tool.as_deref().filter(|_| seen == ToolDiscovery::List), client.revision);
+    let invocation = to_call_request(params, &context.meta.0)?;
+    let ticket = match Box::pin(server.engine().invoke(&view.caller, invocation)).await {
+        Ok(ticket) => ticket,
+        Err(error) => {
+            return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
+        }
+    };
+    if client.supports_tasks() && ticket.call.origin.background {
+        let task = tasks::to_task(server, &ticket.call);
+        return Ok(CallToolResponse::Task(CreateTaskResult::new(task)));
+    }
+    ToolCallWaiter { server, view, client, shape, context }.wait_for_response(&ticket).await
+}
+
+/// Returns the format of a tool's results for this MCP client.
+pub(super) fn result_format(
+    tool: Option<&CatalogEntry>,
+    revision: ProtocolRevision,
+) -> ResultFormat {
+    let schema = tool.and_then(|tool| tool.definition.output_schema.as_ref()).map(|s| s.to_value());
+    let is_object = |schema: &Value| schema.get("type").is_some_and(|kind| kind == "object");
+    let promised =
+        schema.is_some_and(|schema| revision == ProtocolRevision::Modern || is_object(&schema));
+    ResultFormat { revision, has_output_schema: promised }
+}
+
+/// Returns the client capabilities that the tool requires and this MCP client lacks. The tool's
+/// `metadata` may contain `"task_support": "required"`, and `"client_capabilities"` in MCP's
+/// format.
+fn missing_capabilities(tool: &CatalogEntry, client: &McpClientInfo) -> Option<ClientCapabilities> {
+    let metadata = tool.definition.metadata.as_ref()?.to_value();
+    let support = metadata.get("task_support").and_then(Value::as_str);
+    if support == Some("required") && !client.supports_tasks() {
+        return Some(ClientCapabilities::builder().enable_tasks().build());
+    }
+    let needed = metadata.get("client_capabilities")?;
+    let needed: ClientCapabilities = serde_json::from_value(needed.clone()).ok()?;
+    let has = &client.capabilities;
+    let able = (needed.elicitation.is_none() || has.elicitation.is_some())
+        && (needed.sampling.is_none() || has.sampling.is_some())
+        && (needed.roots.is_none() || has.roots.is_some());
+    (!able).then_some(needed)
+}
+
+/// Builds the call request. The fields that HTTP takes in the request body come from `_meta` here,
+/// prefixed with `toolcrib/`.
+fn to_call_request(
+    params: CallToolRequestParams,
+    meta: &MetaObject,
+) -> Result<CallRequest, ErrorData> {
+    let invalid = |word: &str, kind: &str| {
+        ErrorData::invalid_params(format!("_meta: toolcrib/{word} must be {kind}"), None)
+    };
+    let given = |word: &str| meta.0.get(&format!("toolcrib/{word}")).filter(|v| !v.is_null());
+    let text = |word: &str| match given(word) {
+        None => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(_) => Err(invalid(word, "a text")),
+    };
+    let number = |word: &str| match given(word) {
+        None => Ok(None),
+        Some(value) => value.as_u64().map(Some).ok_or_else(|| invalid(word, "a number from 0 on")),
+    };
+    let args = Value::Object(params.arguments.unwrap_or_default());
+    let retry = number("retry")?.map(|retry| u32::try_from(retry).unwrap_or(u32::MAX));
+    Ok(CallRequest {
+        tool: params.name.into_owned(),
+        args: Json::from_value(&args),
+        run_id: text("run_id")?.unwrap_or_else(|| "run_mcp".to_owned()),
+        call_id: text("call_id")?,
+        timeout_ms: number("timeout_ms")?,
+        retry,
+        idempotency_key: text("idempotency_key")?,
+        client_id: text("client_id")?,
+        user_id: text("user_id")?,
+        traceparent: meta.get_traceparent().map(str::to_owned),
+        route: None,
+        callback_url: None,
+        answers: params.input_responses.map(elicitation::parse_answers).transpose()?,
+    })
+}
+
+/// Waits for one call on behalf of one MCP client.
+pub(super) struct ToolCallWaiter<'a> {
+    pub(super) server: &'a McpHandler,
+    pub(super) view: &'a CallerView,
+    pub(super) client: McpClientInfo,
+    pub(super) shape: ResultFormat,
+    pub(super) context: &'a RequestContext<RoleServer>,
+}
+
+impl ToolCallWaiter<'_> {
+    /// Waits until there is a response for the MCP client.
+    async fn wait_for_response(self, ticket: &Ticket) -> Result<CallToolResponse, ErrorData> {
+        let (engine, caller) = (self.server.engine(), &self.view.caller);
+        let settings = self.server.settings();
+        let patience_ms = match self.client.supports_tasks() {
+            true => settings.task_after_ms,
+            false => settings.wait_ms,
+        };
+        let patience = Duration::from_millis(patience_ms);
+        let mut until = tokio::time::Instant::now() + patience;
+        let mut progress =
+            ProgressForwarder::of(self.server, self.view, self.context, &ticket.call);
+        let mut call = ticket.call.clone();
+        while !call.status.is_terminal() {
+            let questions = elicitation::answerable_requests(&call, &self.client.capabilities);
+            if !questions.is_empty() {
+                if self.client.revision == ProtocolRevision::Modern {
+                    let state = elicitation::request_state(&call);
+                    let asks = InputRequiredResult::new(Some(questions), Some(state));
+                    return Ok(CallToolResponse::InputRequired(asks));
+                }
+                if !self.elicit(ticket, &call, questions).await? {
+                    return Ok(self.pending_response(&call));
+                }
+                call = engine.call(caller, &call.id).await.map_err(tool_result::protocol_error)?;
+                // The time that the answer took does not count against the wait.
+                until = tokio::time::Instant::now() + patience;
+                continue;
+            }
+            let left = until.saturating_duration_since(tokio::time::Instant::now());
+            if left.is_zero() {
+                return Ok(self.pending_response(&call));
+            }
+            let left_ms = left.as_millis() as u64 + 1;
+            tokio::select! {
+                biased;
+                () = self.context.ct.cancelled() => return Err(self.handle_disconnect(&call).await),
+                news = engine.wait_for_change(caller, ticket, call.version, left_ms) => {
+                    let news = news.map_err(tool_result::protocol_error)?;
+                    if news.version == call.version {
+                        // The wait time is over, or the server stops.
+                        return Ok(self.pending_response(&call));
+                    }
+                    call = news;
+                }
+                () = progress.forward_next() => {}
+            }
+        }
+        progress.forward_remaining().await;
+        Ok(CallToolResponse::Complete(self.server.ended_call_result(&call, self.shape).await))
+    }
+
+    /// Sends the questions to a legacy MCP client, which can receive requests while it waits. The
+    /// questions are withdrawn once they are superseded. Returns `false` if the server stops.
+    async fn elicit(
+        &self,
+        ticket: &Ticket,
+        call: &Call,
+        questions: InputRequests,
+    ) -> Result<bool, ErrorData> {
+        let keys: Vec<String> = questions.keys().cloned().collect();
+        let pointless = async {
+            tokio::select! {
+                () = self.context.ct.cancelled() => true,
+                goes_on = self.wait_until_superseded(ticket, call, &keys) => goes_on,
+            }
+        };
+        let answers = match elicitation::elicit(&self.context.peer, questions, pointless).await {
+            ElicitationOutcome::Answers(answers) => answers,
+            ElicitationOutcome::Superseded(_) if self.context.ct.is_cancelled() => {
+                return Err(self.handle_disconnect(call).await);
+            }
+            ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
+            ElicitationOutcome::Unanswered => {
+                return Err(self.cancel(call, "the client did not answer what was asked").await);
+            }
+        };
+        let given = elicitation::submit_answers(self.server, self.view, &call.id, answers).await;
+        if given.is_err() {
+            // The MCP client learns the reason, but has no call id with which to answer again.
+            self.cancel(call, "the client's answers could not be taken").await;
+        }
+        given.map(|()| true)
+    }
+
+    /// Waits until none of these questions is open: they were answered through another request, or
+    /// the call has ended. Returns `false` if the server stops.
+    async fn wait_until_superseded(&self, ticket: &Ticket, call: &Call, keys: &[String]) -> bool {
+        let (engine, caller) = (self.server.engine(), &self.view.caller);
+        let mut seen = call.version;
+        loop {
+            // On a read error, the caller of this function reads the call again and reports the
+            // error.
+            let Ok(news) = engine.wait_for_change(caller, ticket, seen, u64::MAX).await else {
+                return true;
+            };
+            if news.version == seen && engine.is_draining() {
+                return false;
+            }
+            let open = news.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
+            let waits = news.hold == Some(Hold::Input) && news.attempt == call.attempt;
+            if !waits || !open.is_some_and(|open| keys.iter().any(|key| open.contains_key(key))) {
+                return true;
+            }
+            seen = news.version;
+        }
+    }
+
+    /// Handles a disconnect and returns the error for the response. The call is canceled, except if
+    /// only the HTTP stream of a sessionless MCP client is lost and the call has an idempotency
+    /// key: that client can then send the same request again.
+    async fn handle_disconnect(&self, call: &Call) -> ErrorData {
+        let over_http = self.context.extensions.get::<axum::http::request::Parts>().is_some();
+        let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
+        if stream_only && call.origin.idempotency_key.is_some() {
+            return ErrorData::internal_error("the client has hung up", None);
+        }
+        self.cancel(call, "the client does not want it any more").await
+    }
+
+    async fn cancel(&self, call: &Call, reason: &str) -> ErrorData {
+        let (engine, caller) = (self.server.engine(), &self.view.caller);
+        // The call may have ended meanwhile; then there is nothing to cancel.
+        let _ = engine.cancel(caller, &call.id, Some(reason.to_owned())).await;
+        ErrorData::internal_error(format!("canceled: {reason}"), None)
+    }
+
+    /// Returns the response when the wait time is over: a task, or a text with the call id.
+    fn pending_response(&self, call: &Call) -> CallToolResponse {
+        if self.client.supports_tasks() {
+            let task = tasks::to_task(self.server, call);
+            return CallToolResponse::Task(CreateTaskResult::new(task));
+        }
+        CallToolResponse::Complete(with_call_id(
+            tool_result::pending_result(call, &self.shape),
+            call,
+        ))
+    }
+}
+
+/// Adds the id of the call to a result.
+pub(super) fn with_call_id(mut result: CallToolResult, call: &Call) -> CallToolResult {
+    let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
+    meta.0.insert("toolcrib/tool_call_id".to_owned(), call.id.as_str().into());
+    result
+}

@@ -1,0 +1,164 @@
+//! The NATS transport. Serves cards, reports, inboxes and turns by request and reply, and publishes
+//! the messages of the outbox.
+//!
+//! A subject names the project, and every client that may publish under it acts for that project:
+//! the permissions of NATS are the credentials here. If the server has API keys, the access rules
+//! of the agent apply.
+
+mod agent;
+mod outbox;
+mod request_limiter;
+mod sys;
+
+use std::time::Duration;
+
+use async_nats::Message;
+use futures::StreamExt;
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+use toolcrib::caller::{AuthMethod, Role};
+use toolcrib::fault::{Code, Error};
+use toolcrib::utp::subject::{self, Subject};
+use toolcrib::{Caller, Engine};
+
+use crate::nats::request_limiter::{RequestLimiter, RequestPermit};
+use toolcrib_protocol::utp::{NatsConnection, wire};
+
+/// A handle to the running transport, which stops when the handle is dropped.
+pub struct NatsTransportHandle {
+    stop: CancellationToken,
+}
+
+impl Drop for NatsTransportHandle {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+/// Starts the transport.
+pub fn start(engine: Engine, link: NatsConnection) -> NatsTransportHandle {
+    let stop = CancellationToken::new();
+    for component in ["sys", "agent"] {
+        let (engine, link, stop) = (engine.clone(), link.clone(), stop.clone());
+        tokio::spawn(async move {
+            tokio::select! {
+                () = serve_subscription(engine, link, component) => {}
+                () = stop.cancelled() => {}
+            }
+        });
+    }
+    let publishing = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            () = outbox::run_publisher(engine, link) => {}
+            () = publishing.cancelled() => {}
+        }
+    });
+    NatsTransportHandle { stop }
+}
+
+async fn serve_subscription(engine: Engine, link: NatsConnection, component: &'static str) {
+    let places = RequestLimiter::new();
+    let subject = format!("cg.{}.*.*.rpc.{component}.*.*", link.version());
+    loop {
+        let queue = "toolcrib".to_owned();
+        let mut requests = match link.client().queue_subscribe(subject.clone(), queue).await {
+            Ok(requests) => requests,
+            Err(error) => {
+                tracing::warn!(%error, subject, "subscribing failed; retrying");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                continue;
+            }
+        };
+        while let Some(request) = requests.next().await {
+            let Some(mut place) = places.acquire().await else { return };
+            let (engine, link) = (engine.clone(), link.clone());
+            tokio::spawn(async move { handle_request(&engine, &link, request, &mut place).await });
+        }
+    }
+}
+
+async fn handle_request(
+    engine: &Engine,
+    link: &NatsConnection,
+    request: Message,
+    place: &mut RequestPermit,
+) {
+    let answered = match subject::parse(&request.subject) {
+        Some(parts) => route(engine, link, &parts, &request, place).await,
+        None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
+    };
+    let refused = |error| wire::error_json(&error).to_string().into_bytes();
+    let mut bytes = answered.unwrap_or_else(refused);
+    let Some(reply) = request.reply else { return };
+    // The broker would drop a reply over its payload limit, so send an error instead.
+    let limit = link.client().max_payload();
+    if limit > 0 && bytes.len() > limit {
+        bytes = refused(reply_too_large(limit));
+    }
+    if let Err(error) = link.client().publish(reply, bytes.into()).await {
+        tracing::debug!(%error, "a reply was not sent");
+    }
+}
+
+fn reply_too_large(limit: usize) -> Error {
+    let message = format!("the answer is over NATS's limit of {limit} bytes; ask over HTTP");
+    Error::refused(Code::PayloadTooLarge, message)
+}
+
+async fn route(
+    engine: &Engine,
+    link: &NatsConnection,
+    parts: &Subject<'_>,
+    request: &Message,
+    place: &mut RequestPermit,
+) -> Result<Vec<u8>, Error> {
+    match parts.component {
+        "sys" => {
+            let sender = sender(request);
+            let caller = caller(engine, parts.project, &sender, Role::Provider);
+            sys::handle_request(engine, link, &caller, parts, request, &sender).await
+        }
+        _ => {
+            let caller = caller(engine, parts.project, parts.target, Role::Agent);
+            let answer = agent::handle_request(engine, &caller, parts, request, place).await?;
+            Ok(answer.to_string().into_bytes())
+        }
+    }
+}
+
+fn sender(request: &Message) -> String {
+    let header = request.headers.as_ref().and_then(|headers| headers.get("CG-Sender"));
+    header.map_or("nats", |value| value.as_str()).chars().take(128).collect()
+}
+
+/// Returns the caller for a request. A server without API keys allows everything, on this transport
+/// as on every other.
+fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
+    let (role, trust) = match engine.has_keys() {
+        true => (role, AuthMethod::Key),
+        false => (Role::Admin, AuthMethod::Local),
+    };
+    Caller { project: project.to_owned(), agent: agent.to_owned(), role, auth_method: trust }
+}
+
+/// Returns the request body, which must be an object. An empty body counts as `{}`.
+fn parse_body(request: &Message) -> Result<Value, Error> {
+    let unreadable =
+        |why: String| Error::refused(Code::BadRequest, format!("the request is not JSON: {why}"));
+    if request.payload.is_empty() {
+        return Ok(json!({}));
+    }
+    toolcrib::json::check(&request.payload).map_err(|error| unreadable(error.to_string()))?;
+    let body: Value =
+        serde_json::from_slice(&request.payload).map_err(|error| unreadable(error.to_string()))?;
+    match body {
+        Value::Object(_) => Ok(body),
+        _ => Err(Error::refused(Code::BadRequest, "a request is an object")),
+    }
+}
+
+fn unknown_subject(parts: &Subject<'_>) -> Error {
+    let asked = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
+    Error::refused(Code::NotFound, format!("there is nothing at {asked}"))
+}

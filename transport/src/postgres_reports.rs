@@ -1,0 +1,138 @@
+//! Transport for tool services that write to the database themselves. A report is a row of
+//! `state.agent_inbox`; it is handled like a report that arrives over NATS or HTTP.
+//!
+//! The database notifies Toolcrib of new rows, and this transport also polls at a fixed interval.
+//! Every writer counts as a tool service of the project that the row names: the permissions of the
+//! database are the credentials here.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use toolcrib::caller::{AuthMethod, Role};
+use toolcrib::engine::{ReportDisposition, ReportReceipt, SharedTableReport, UnprocessableMessage};
+use toolcrib::fault::{Code, Error};
+use toolcrib::{Caller, Engine};
+
+use toolcrib_protocol::utp::report::{self, IncomingReport};
+use toolcrib_protocol::utp::wire::UtpHeaders;
+
+const REPORT_PAGE_SIZE: usize = 128;
+const REPORT_POLL_INTERVAL: Duration = Duration::from_secs(2);
+
+/// A handle to the running listener, which stops when the handle is dropped.
+pub struct PostgresReportsHandle(CancellationToken);
+
+impl Drop for PostgresReportsHandle {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// Starts the listener. Returns `None` when the store has no tables that other programs write to.
+pub fn start(engine: Engine) -> Option<PostgresReportsHandle> {
+    let news = engine.subscribe_written_reports()?;
+    let stop = CancellationToken::new();
+    let stopped = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            () = run_listener(engine, news) => {}
+            () = stopped.cancelled() => {}
+        }
+    });
+    Some(PostgresReportsHandle(stop))
+}
+
+async fn run_listener(engine: Engine, mut news: watch::Receiver<u64>) {
+    loop {
+        news.mark_unchanged();
+        if let Err(error) = ingest_pending_reports(&engine).await {
+            tracing::warn!(%error, "pending reports could not be read");
+        }
+        tokio::select! {
+            changed = news.changed() => if changed.is_err() { return },
+            () = tokio::time::sleep(REPORT_POLL_INTERVAL) => {}
+        }
+    }
+}
+
+/// Ingests every pending report and records the result in its row.
+pub async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
+    let mut after = 0;
+    loop {
+        let page = engine.written_reports(after, REPORT_PAGE_SIZE).await?;
+        let Some(last) = page.last() else { return Ok(()) };
+        after = last.number;
+        for written in &page {
+            let taken = ingest_report(engine, written).await;
+            let judged = match taken {
+                Ok(ingested) if ingested.is_late => ReportDisposition::Late,
+                Ok(_) => ReportDisposition::Applied,
+                // The report stays pending and is read again in the next pass.
+                Err(error) if matches!(error.code(), Code::Overloaded | Code::Internal) => continue,
+                Err(error) => {
+                    tracing::info!(inbox_id = written.inbox_id, %error, "a report was refused");
+                    ReportDisposition::Rejected
+                }
+            };
+            engine.record_report_disposition(written.number, judged).await?;
+        }
+    }
+}
+
+async fn ingest_report(
+    engine: &Engine,
+    written: &SharedTableReport,
+) -> Result<ReportReceipt, Error> {
+    let sender = written.source_agent_id.clone().unwrap_or_else(|| "database".to_owned());
+    let caller = Caller {
+        project: written.project.clone(),
+        agent: sender.chars().take(128).collect(),
+        role: Role::Provider,
+        auth_method: AuthMethod::Key,
+    };
+    let subject = format!("state.agent_inbox/{}", written.inbox_id);
+    let mut headers = Map::new();
+    for (name, value) in [
+        ("traceparent", written.traceparent.clone()),
+        ("cg-recursion-depth", written.depth.to_string()),
+        ("cg-sender", sender),
+    ] {
+        headers.insert(name.to_owned(), value.into());
+    }
+    if let Some(message) = find_mismatch(written) {
+        let (kind, reason) = ("report", "malformed".to_owned());
+        let payload = written.payload.clone();
+        let error = Error::refused(Code::BadRequest, message.clone());
+        let cut = false;
+        let letter = UnprocessableMessage {
+            kind,
+            reason,
+            message,
+            subject,
+            headers,
+            payload,
+            is_truncated: cut,
+        };
+        engine.dead_letter(&caller.project, letter).await?;
+        return Err(error);
+    }
+    let (headers, body) = (UtpHeaders::from_json(&headers), written.payload.as_bytes());
+    let incoming = IncomingReport { subject: &subject, headers, body };
+    report::ingest_report(engine, &caller, incoming).await
+}
+
+/// Describes a mismatch between the row and the report that it holds.
+fn find_mismatch(written: &SharedTableReport) -> Option<String> {
+    let payload: Value = serde_json::from_str(&written.payload).ok()?;
+    let says = |name: &str| payload.get(name).and_then(Value::as_str);
+    if says("agent_id").is_some_and(|agent| agent != written.agent_id) {
+        return Some("payload.agent_id is not the agent of the row".to_owned());
+    }
+    let (call, row) = (says("tool_call_id"), written.correlation_id.as_deref());
+    if call.is_some() && row.is_some() && call != row {
+        return Some("payload.tool_call_id is not the correlation_id of the row".to_owned());
+    }
+    None
+}

@@ -1,0 +1,112 @@
+//! TCP connections with a timeout for unacknowledged data (`TCP_USER_TIMEOUT`).
+//!
+//! A peer whose machine has vanished sends nothing, not even a FIN: the kernel gives up only after
+//! about 15 minutes of retransmissions. A response can request a shorter timeout for as long as it
+//! is being sent.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+/// A response extension: the connection is considered dead when the peer leaves data of this
+/// response unacknowledged for this long.
+#[derive(Debug, Clone, Copy)]
+pub struct AckTimeout(pub(crate) Duration);
+
+/// Shares the timeout requested by the current response with its connection, in milliseconds. 0
+/// keeps the system's default.
+#[derive(Clone, Default)]
+pub struct AckTimeoutHandle(Arc<AtomicU32>);
+
+impl AckTimeoutHandle {
+    pub fn set(&self, dead_after: Option<&AckTimeout>) {
+        let ms = dead_after.map_or(0, |AckTimeout(limit)| limit.as_millis());
+        self.0.store(u32::try_from(ms).unwrap_or(u32::MAX), Ordering::Relaxed);
+    }
+}
+
+/// A TCP stream that applies the timeout its responses request.
+pub struct AckTimeoutStream {
+    stream: TcpStream,
+    timeout: AckTimeoutHandle,
+    /// The value last passed to the system.
+    applied_ms: u32,
+}
+
+impl AckTimeoutStream {
+    pub fn new(stream: TcpStream) -> (Self, AckTimeoutHandle) {
+        let asked = AckTimeoutHandle::default();
+        (Self { stream, timeout: asked.clone(), applied_ms: 0 }, asked)
+    }
+
+    fn apply_timeout(&mut self) {
+        let ms = self.timeout.0.load(Ordering::Relaxed);
+        if ms != self.applied_ms {
+            self.applied_ms = ms;
+            if let Err(error) = set_tcp_user_timeout(&self.stream, ms) {
+                tracing::debug!(%error, "a connection keeps the system's TCP_USER_TIMEOUT");
+            }
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn set_tcp_user_timeout(stream: &TcpStream, ms: u32) -> io::Result<()> {
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, ms)?)
+}
+
+/// Other systems have no such option for a single connection.
+#[cfg(not(target_os = "linux"))]
+fn set_patience(_: &TcpStream, _: u32) -> io::Result<()> {
+    Ok(())
+}
+
+impl AsyncRead for AckTimeoutStream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for AckTimeoutStream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        this.apply_timeout();
+        Pin::new(&mut this.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        pieces: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        this.apply_timeout();
+        Pin::new(&mut this.stream).poll_write_vectored(context, pieces)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(context)
+    }
+}
