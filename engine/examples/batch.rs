@@ -5,8 +5,8 @@
 
 use std::fmt::Write;
 
-use toolcrib::batch::BatchMode;
-use toolcrib::dialect::ToolFormat;
+use toolcrib::calls::batch::BatchMode;
+use toolcrib::model_formats::ToolFormat;
 use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]

@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use toolcrib::engine::RunRequest;
-use toolcrib::model::{
+use toolcrib::ports::model::{
     DeltaListener, Model, ModelError, ModelReply, ModelRequest, ModelResolver, ResolvedModel,
     ToolCallRequest,
 };
-use toolcrib::turn::{Conversation, RunOptions, StepOutcome};
+use toolcrib::runs::agent_loop::{Conversation, RunOptions, StepOutcome};
 use toolcrib::{Caller, Effect, Engine, FnTool};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]

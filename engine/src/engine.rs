@@ -6,43 +6,7 @@
 //! [`crate::lifecycle::step`] in `advance`, the only writer of calls; then waiters are woken. The
 //! store is the source of truth: everything held in memory here can be rebuilt from it.
 
-mod admin;
-mod advance;
-mod ahead;
-mod arguments;
-mod attempt;
-mod behind;
 mod builder;
-mod cards;
-mod catalog;
-mod contexts;
-mod counts;
-mod envelope;
-mod gate;
-mod inbox;
-mod ingest;
-mod ingress;
-mod invoke;
-mod live;
-mod loops;
-pub(crate) mod measure;
-mod notices;
-mod observing;
-mod offered;
-mod permit;
-mod projects;
-mod record;
-mod recover;
-mod report;
-mod result;
-mod search;
-mod surely;
-mod target;
-mod threads;
-mod turns;
-mod upstreams;
-mod wait;
-mod written;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -52,51 +16,53 @@ use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::bus::Bus;
-use crate::caller::Authenticator;
-use crate::clock::Clock;
-use crate::desk::ClientQueue;
-use crate::fault::{Code, Error};
-use crate::id::IdGenerator;
-use crate::model::ModelResolver;
-use crate::observe::Observer;
-use crate::retry::{ExecutionPolicy, ExecutionPolicyPatch};
-use crate::source::Source;
-use crate::store::{Store, StoreError};
-use crate::tool::{Executor, Fallback};
-use crate::turn::ModelRequestPolicy;
+use crate::clients::queue::ClientQueue;
+use crate::domain::caller::Authenticator;
+use crate::domain::fault::{Code, Error};
+use crate::domain::id::IdGenerator;
+use crate::domain::retry::{ExecutionPolicy, ExecutionPolicyPatch};
+use crate::domain::tool::{Executor, Fallback};
+use crate::ports::bus::Bus;
+use crate::ports::clock::Clock;
+use crate::ports::model::ModelResolver;
+use crate::ports::observer::Observer;
+use crate::ports::source::Source;
+use crate::ports::store::{Store, StoreError};
+use crate::runs::agent_loop::ModelRequestPolicy;
 
-pub use crate::store::utp::{ReportDisposition, SharedTableReport};
-pub use admin::{CreatedKey, NewKey};
-pub use builder::EngineBuilder;
-pub use catalog::{Catalog, CatalogEntry, ClientRegistration};
-pub use contexts::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
-pub use ingest::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
-pub use ingress::ConnectOptions;
-pub(crate) use invoke::BatchMembership;
-pub use invoke::{CallRequest, Ticket};
-pub use loops::{
+pub(crate) use crate::calls::accept::BatchMembership;
+pub use crate::calls::accept::{CallRequest, Ticket};
+pub use crate::calls::report::AttemptReport;
+pub use crate::calls::wait::{CallPage, CallQuery, EventQuery};
+pub use crate::clients::connections::ConnectOptions;
+pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
+pub use crate::registry::catalog::{Catalog, CatalogEntry, ClientRegistration};
+pub use crate::registry::keys::{CreatedKey, NewKey};
+pub use crate::registry::projects::{DEFAULT_PROJECT, check_array_items};
+pub use crate::registry::search::ToolMatch;
+pub use crate::runs::caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
+pub use crate::runs::lifecycle::{
     ReplayDifference, ReplayReport, RunDelta, RunPage, RunQuery, RunRequest, RunSubscription,
     StartedRun,
 };
-pub use notices::{DeliveryPage, DeliveryQuery};
-pub use projects::{DEFAULT_PROJECT, check_array_items};
-pub use record::{MAX_RECORDED, ReportedCall, ReportedResult};
-pub use report::AttemptReport;
-pub use result::{RESULT_READ, ResultForModel};
-pub use search::ToolMatch;
-pub use threads::SavedConversation;
-pub use turns::{
+pub use crate::runs::read_result::{RESULT_READ, ResultForModel};
+pub use crate::runs::run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
+pub use crate::runs::saved_conversation::SavedConversation;
+pub use crate::utp::reports::{
+    ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage,
+};
+pub use crate::utp::turns::{
     DispatchRequest, DispatchedStep, ResumedTurn, StepCallRequest, StepResult, TurnLeaseRequest,
 };
-pub use wait::{CallPage, CallQuery, EventQuery};
+pub use crate::webhooks::queue::{DeliveryPage, DeliveryQuery};
+pub use builder::EngineBuilder;
 
-use behind::Dependents;
-use gate::ConcurrencyLimiter;
-use live::OpenCalls;
-use notices::WebhookQueue;
-pub(crate) use notices::{DeliveryAdmission, DeliverySlot};
-use search::SearchIndexes;
+use crate::calls::dependents::Dependents;
+use crate::calls::limiter::ConcurrencyLimiter;
+use crate::calls::open_calls::OpenCalls;
+use crate::registry::search::SearchIndexes;
+use crate::webhooks::queue::WebhookQueue;
+pub(crate) use crate::webhooks::queue::{DeliveryAdmission, DeliverySlot};
 
 /// Limits on everything that can grow without bound.
 #[derive(Debug, Clone)]
@@ -189,7 +155,7 @@ pub(crate) struct Core {
     pub(crate) directory_lock: tokio::sync::Mutex<()>,
     pub(crate) open_calls: OpenCalls,
     pub(crate) dependents: Dependents,
-    pub(crate) active_runs: loops::ActiveRuns,
+    pub(crate) active_runs: crate::runs::lifecycle::ActiveRuns,
     pub(crate) limiter: Arc<ConcurrencyLimiter>,
     pub(crate) webhook_queue: Arc<WebhookQueue>,
     pub(crate) id_generator: IdGenerator,
@@ -200,7 +166,7 @@ pub(crate) struct Core {
     /// True if a publisher drains the outbox.
     pub(crate) publishes_outbox: bool,
     /// Trace contexts of the reports that are being processed, by call.
-    pub(crate) report_traceparents: parking_lot::Mutex<HashMap<crate::id::CallId, String>>,
+    pub(crate) report_traceparents: parking_lot::Mutex<HashMap<crate::domain::id::CallId, String>>,
     /// Set if metrics must, or must not, carry the names of projects' tools. By default they do as
     /// long as no API key exists.
     pub(crate) tool_names_in_metrics: Option<bool>,
@@ -256,7 +222,7 @@ impl Engine {
     }
 
     /// Returns the health of each source's dependencies, ordered by name.
-    pub fn sources_health(&self) -> Vec<crate::source::SourceHealth> {
+    pub fn sources_health(&self) -> Vec<crate::ports::source::SourceHealth> {
         let mut all: Vec<_> = self.core.sources.values().filter_map(|s| s.health()).collect();
         all.sort_by_key(|health| health.name);
         all

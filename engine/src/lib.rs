@@ -1,7 +1,7 @@
 //! Toolcrib, a durable tool-call server for AI agents, as a library.
 //!
 //! An agent calls a tool by name. The [`Engine`] authorizes the caller, validates the arguments,
-//! commits a durable ticket, dispatches the work to the [`source::Source`] that executes the tool,
+//! commits a durable ticket, dispatches the work to the [`ports::source::Source`] that executes the tool,
 //! retries where that is safe, and stores the outcome. Every transport (HTTP, MCP, NATS, a command
 //! line, your own program) ends in the same method, and every kind of tool starts through the same
 //! port.
@@ -30,52 +30,29 @@
 //! # Ok(()) }
 //! ```
 
-pub mod args;
-pub mod batch;
-pub mod bus;
-pub mod call;
-pub mod caller;
-pub mod clock;
-pub mod context;
-pub mod delivery;
-pub mod desk;
-pub mod dialect;
-pub mod dialogue;
-pub mod digest;
-pub mod directory;
+pub mod calls;
+pub mod clients;
+pub mod domain;
 pub mod engine;
-pub mod event;
-pub mod fault;
-pub mod function;
-pub mod id;
-pub mod json;
 pub mod lifecycle;
-pub(crate) mod lines;
-pub mod model;
-pub mod names;
-pub mod notify;
-pub mod observe;
-pub mod piece;
-pub mod policy;
-pub mod retry;
-pub mod run;
+pub mod maintenance;
+pub mod model_formats;
+pub mod ports;
+pub mod registry;
+pub mod results;
+pub mod runs;
 pub mod schema;
-pub mod source;
-pub mod store;
-pub mod task;
-pub mod tokens;
-pub mod tool;
-pub mod trace;
-pub mod turn;
+pub mod telemetry;
 pub mod utp;
+pub mod webhooks;
 
-pub use batch::{Batch, BatchAnswer};
-pub use call::{Call, Outcome, Status};
-pub use caller::{Caller, Role};
-pub use context::ToolCallContext;
+pub use calls::batch::{Batch, BatchAnswer};
+pub use domain::call::{Call, Outcome, Status};
+pub use domain::caller::{Caller, Role};
+pub use domain::fault::{Code, Error, Fault};
+pub use domain::id::CallId;
+pub use domain::json::Json;
+pub use domain::tool::{Effect, Executor, Risk, ToolDefinition};
 pub use engine::{CallRequest, Engine, EngineLimits, Ticket};
-pub use fault::{Code, Error, Fault};
-pub use function::{AttemptProgress, FnTool, Tool, ToolContext};
-pub use id::CallId;
-pub use json::Json;
-pub use tool::{Effect, Executor, Risk, ToolDefinition};
+pub use ports::fn_tool::{AttemptProgress, FnTool, Tool, ToolContext};
+pub use runs::context::ToolCallContext;

@@ -21,12 +21,12 @@ mod said;
 
 use serde_json::{Map, Value};
 
-use crate::call::{Call, CallMetrics, Hold, Outcome, Status};
-use crate::dialogue::{Elicitation, ElicitationRequest};
-use crate::event::{EventKind, EventRecord};
-use crate::fault::{Code, Fault};
-use crate::json::Json;
-use crate::tool::{Effect, Executor};
+use crate::domain::call::{Call, CallMetrics, Hold, Outcome, Status};
+use crate::domain::elicitation::{Elicitation, ElicitationRequest};
+use crate::domain::event::{EventKind, EventRecord};
+use crate::domain::fault::{Code, Fault};
+use crate::domain::json::Json;
+use crate::domain::tool::{Effect, Executor};
 use after::start_after_predecessor;
 use elsewhere::{apply_remote_outcome, detach};
 use reported::{apply_report, check_report, retry_or_fail};

@@ -3,8 +3,8 @@
 
 use serde::Serialize;
 use serde_json::Value;
-use toolcrib::event::EventKind;
-use toolcrib::fault::Fault;
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::fault::Fault;
 use toolcrib::{Call, Json, Status};
 use utoipa::ToSchema;
 

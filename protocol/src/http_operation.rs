@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::fault::{Code, Fault};
+use toolcrib::domain::fault::{Code, Fault};
 
 pub use request::{EnvironmentLookup, OperationRequest, percent_encode};
 

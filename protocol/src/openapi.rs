@@ -15,10 +15,10 @@ mod tests;
 
 use serde_json::{Value, json};
 use toolcrib::engine::check_array_items;
-use toolcrib::json::Json;
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
-use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES};
+use toolcrib::domain::json::Json;
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
+use toolcrib::domain::utp::{AfterExecution, Binding, RESERVED_NAMES};
 
 use crate::http_operation::{HttpOperation, HttpToolSpec, METHODS};
 use document::OpenApiDocument;

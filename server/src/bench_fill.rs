@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use futures::{StreamExt, TryStreamExt};
-use toolcrib::call::{Call, Hold, Origin, Status, Target};
-use toolcrib::event::{EventKind, EventRecord};
-use toolcrib::fault::Fault;
-use toolcrib::id::IdGenerator;
+use toolcrib::domain::call::{Call, Hold, Origin, Status, Target};
+use toolcrib::domain::event::{EventKind, EventRecord};
+use toolcrib::domain::fault::Fault;
+use toolcrib::domain::id::IdGenerator;
 use toolcrib::lifecycle::{Event, step};
-use toolcrib::retry::Backoff;
-use toolcrib::store::{NewCall, Store};
+use toolcrib::domain::retry::Backoff;
+use toolcrib::ports::store::{NewCall, Store};
 use toolcrib::{Effect, Executor, Json};
 use toolcrib_store::SqliteStore;
 

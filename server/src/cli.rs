@@ -304,10 +304,10 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Webhooks(args) => webhooks::run(context, args).await,
         CliCommand::Keys(args) => admin::keys(context, args).await,
         CliCommand::Allow(args) => {
-            admin::set_rules(context, args, toolcrib::policy::RuleVerdict::Allow).await
+            admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Allow).await
         }
         CliCommand::Deny(args) => {
-            admin::set_rules(context, args, toolcrib::policy::RuleVerdict::Deny).await
+            admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Deny).await
         }
         CliCommand::Rules(args) => admin::rules(context, args).await,
         CliCommand::Audit(args) => admin::audit(context, args).await,

@@ -13,8 +13,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
-use toolcrib::directory::Upstream;
-use toolcrib::tool::ToolDefinition;
+use toolcrib::domain::directory::Upstream;
+use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::{Caller, Engine};
 
 use crate::config::McpServerAdmissionSettings;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use toolcrib::store::Store;
+use toolcrib::ports::store::Store;
 use toolcrib_store::{PostgresStore, SqliteStore, private};
 
 use crate::config::StoreLocation;

@@ -15,8 +15,8 @@ use jiff::Timestamp;
 use reqwest::header::{CONTENT_TYPE, HeaderMap};
 use serde::Serialize;
 use toolcrib::Call;
-use toolcrib::delivery::DeliveryResponse;
-use toolcrib::notify::{WebhookMessage, WebhookSender};
+use toolcrib::domain::delivery::DeliveryResponse;
+use toolcrib::ports::webhook_sender::{WebhookMessage, WebhookSender};
 
 use toolcrib_protocol::background_task::TaskOutcome;
 use toolcrib_protocol::outbound::{OutboundPolicy, find_private_address_error, retry_after_ms};

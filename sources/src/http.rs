@@ -19,12 +19,12 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
-use toolcrib::args;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::json::Json;
-use toolcrib::policy;
-use toolcrib::source::{Attempt, ProgressSink, Source, Started};
-use toolcrib::tool::{Executor, ToolDefinition};
+use toolcrib::domain::args;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::json::Json;
+use toolcrib::domain::access_rules;
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::domain::tool::{Executor, ToolDefinition};
 
 use client::HttpApiClient;
 use toolcrib_protocol::http_operation::host_allowlist::HostAllowlist;
@@ -124,7 +124,7 @@ impl HttpSource {
     /// Returns the value of a variable that a definition may name, if it is set and not empty.
     fn read_variable(&self, name: &str) -> Option<String> {
         let own = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
-        let named = self.settings.allow_envs.iter().any(|p| policy::pattern_matches(p, name));
+        let named = self.settings.allow_envs.iter().any(|p| access_rules::pattern_matches(p, name));
         if own || !named {
             tracing::warn!(variable = name, "http.allow_envs does not allow this variable");
             return None;

@@ -38,9 +38,9 @@ use rmcp::service::Peer;
 use tokio::sync::broadcast;
 use tokio_util::task::TaskTracker;
 use toolcrib::CallId;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::source::{Attempt, ProgressSink, Source, Started};
-use toolcrib::tool::{Executor, ToolDefinition};
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::domain::tool::{Executor, ToolDefinition};
 
 pub use crate::mcp::offered_tools::ToolChange;
 pub use crate::mcp::server_requests::UpstreamChange;

@@ -16,7 +16,7 @@ pub mod settings;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use toolcrib::model::{Model, ModelResolver, ResolvedModel};
+use toolcrib::ports::model::{Model, ModelResolver, ResolvedModel};
 
 use crate::models::metered::{MeteredModel, UNNAMED_MODEL};
 use crate::models::settings::LlmSettings;

@@ -14,9 +14,9 @@ use async_trait::async_trait;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use toolcrib::CallId;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::source::{Attempt, ProgressSink, Source, SourceHealth, Started};
-use toolcrib::tool::{Executor, ToolDefinition};
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, SourceHealth, Started};
+use toolcrib::domain::tool::{Executor, ToolDefinition};
 
 use crate::utp::command_publisher::{CommandPublisher, OutgoingCommand, UnacknowledgedCommands};
 use toolcrib_protocol::utp::{DEFAULT_VERSION, NatsConnection};

@@ -20,15 +20,12 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use serde_json::Value;
 use tokio::sync::oneshot;
-use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, DeliveryAttempt};
-use toolcrib::directory::{AuditEntry, Directory, DirectoryChange};
-use toolcrib::event::{CallEvent, EventKind, EventRecord};
-use toolcrib::id::CallId;
-use toolcrib::store::{
-    CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow,
-    PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
-};
+use toolcrib::domain::call::Call;
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::domain::directory::{AuditEntry, Directory, DirectoryChange};
+use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError};
 
 use crate::row::{CallRow, RowReader, decode, encode_events};
 use calls::{CallInsert, CallUpdate, EventColumns, EventInsert};
@@ -382,15 +379,15 @@ impl Store for PostgresStore {
         self.write((), |desk, given| Box::pin(write_probe(desk, given))).await
     }
 
-    fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
+    fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
         self
     }
 
-    fn credentials(&self) -> &dyn toolcrib::store::grants::UpstreamCredentialStore {
+    fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
         self
     }
 
-    fn runs(&self) -> &dyn toolcrib::store::loops::RunStore {
+    fn runs(&self) -> &dyn toolcrib::ports::store::runs::RunStore {
         self
     }
 

@@ -13,15 +13,15 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::call::{Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target};
-use toolcrib::dialogue::Elicitation;
-use toolcrib::event::{EventKind, EventRecord};
-use toolcrib::fault::{Code, Fault, SideEffect};
-use toolcrib::json::Json;
-use toolcrib::retry::Backoff;
-use toolcrib::store::StoreError;
-use toolcrib::tool::{Effect, Executor};
-use toolcrib::utp::Route;
+use toolcrib::domain::call::{Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target};
+use toolcrib::domain::elicitation::Elicitation;
+use toolcrib::domain::event::{EventKind, EventRecord};
+use toolcrib::domain::fault::{Code, Fault, SideEffect};
+use toolcrib::domain::json::Json;
+use toolcrib::domain::retry::Backoff;
+use toolcrib::ports::store::StoreError;
+use toolcrib::domain::tool::{Effect, Executor};
+use toolcrib::domain::utp::Route;
 
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, read_delivery, read_try};

@@ -24,15 +24,12 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::{Semaphore, oneshot};
-use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, DeliveryAttempt};
-use toolcrib::directory::{AuditEntry, Directory, DirectoryChange};
-use toolcrib::event::{CallEvent, EventKind, EventRecord};
-use toolcrib::id::CallId;
-use toolcrib::store::{
-    CallFilter, CreateCallResult, DeliveryFilter, EventScope, GroupMember, IdempotencyKey, NewCall,
-    OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
-};
+use toolcrib::domain::call::Call;
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::domain::directory::{AuditEntry, Directory, DirectoryChange};
+use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CallFilter, CreateCallResult, DeliveryFilter, EventScope, GroupMember, IdempotencyKey, NewCall, OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError};
 
 use crate::migrate::{check_schema_version, migrate};
 use crate::private;
@@ -350,15 +347,15 @@ impl Store for SqliteStore {
         self.write(|reply| SqliteChange::WriteProbe { reply }).await
     }
 
-    fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
+    fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
         self
     }
 
-    fn runs(&self) -> &dyn toolcrib::store::loops::RunStore {
+    fn runs(&self) -> &dyn toolcrib::ports::store::runs::RunStore {
         self
     }
 
-    fn credentials(&self) -> &dyn toolcrib::store::grants::UpstreamCredentialStore {
+    fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
         self
     }
 

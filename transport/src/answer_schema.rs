@@ -2,8 +2,8 @@
 //! every transport.
 
 use serde_json::{Map, Value};
-use toolcrib::call::Call;
-use toolcrib::fault::{Code, Error};
+use toolcrib::domain::call::Call;
+use toolcrib::domain::fault::{Code, Error};
 use toolcrib::schema::Schema;
 
 /// Refuses answers that do not match the schemas of a call's unanswered questions.

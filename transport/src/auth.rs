@@ -4,7 +4,7 @@ pub mod oauth;
 pub mod settings;
 
 use axum::http::{HeaderMap, header};
-use toolcrib::fault::{Code, Error};
+use toolcrib::domain::fault::{Code, Error};
 use toolcrib::{Caller, Engine};
 use toolcrib_protocol::outbound::is_loopback_host;
 

@@ -24,7 +24,7 @@ use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
-use toolcrib::fault::{Code, Fault};
+use toolcrib::domain::fault::{Code, Fault};
 use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;

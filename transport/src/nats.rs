@@ -16,9 +16,9 @@ use async_nats::Message;
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use toolcrib::caller::{AuthMethod, Role};
-use toolcrib::fault::{Code, Error};
-use toolcrib::utp::subject::{self, Subject};
+use toolcrib::domain::caller::{AuthMethod, Role};
+use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::utp::subject::{self, Subject};
 use toolcrib::{Caller, Engine};
 
 use crate::nats::request_limiter::{RequestLimiter, RequestPermit};
@@ -149,7 +149,7 @@ fn parse_body(request: &Message) -> Result<Value, Error> {
     if request.payload.is_empty() {
         return Ok(json!({}));
     }
-    toolcrib::json::check(&request.payload).map_err(|error| unreadable(error.to_string()))?;
+    toolcrib::domain::json::check(&request.payload).map_err(|error| unreadable(error.to_string()))?;
     let body: Value =
         serde_json::from_slice(&request.payload).map_err(|error| unreadable(error.to_string()))?;
     match body {

@@ -10,9 +10,9 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use toolcrib::caller::{AuthMethod, Role};
+use toolcrib::domain::caller::{AuthMethod, Role};
 use toolcrib::engine::{ReportDisposition, ReportReceipt, SharedTableReport, UnprocessableMessage};
-use toolcrib::fault::{Code, Error};
+use toolcrib::domain::fault::{Code, Error};
 use toolcrib::{Caller, Engine};
 
 use toolcrib_protocol::utp::report::{self, IncomingReport};

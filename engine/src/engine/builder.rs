@@ -8,28 +8,29 @@ use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::behind::Dependents;
-use super::catalog::{Catalog, CatalogEntry};
-use super::gate::ConcurrencyLimiter;
-use super::live::OpenCalls;
-use super::notices::WebhookQueue;
-use super::result::{self, EngineHandle, RESULT_READ};
-use super::{Core, Engine, EngineLimits, ExecutionPolicies, measure};
-use crate::bus::{Bus, LocalBus};
-use crate::caller::Authenticator;
-use crate::clock::{Clock, SystemClock};
-use crate::desk::ClientQueue;
-use crate::fault::{Code, Error};
-use crate::function::{BuiltinSource, Tool};
-use crate::id::IdGenerator;
-use crate::model::{ModelResolver, NoModels};
-use crate::notify::{DeliverySettings, WebhookSender};
-use crate::observe::Observer;
-use crate::source::{CallerSource, Source};
-use crate::store::{MemoryStore, Store};
-use crate::task;
-use crate::tool::{Executor, check_tool_name};
-use crate::turn::ModelRequestPolicy;
+use super::{Core, Engine, EngineLimits, ExecutionPolicies};
+use crate::calls::dependents::Dependents;
+use crate::calls::limiter::ConcurrencyLimiter;
+use crate::calls::open_calls::OpenCalls;
+use crate::clients::queue::ClientQueue;
+use crate::domain::caller::Authenticator;
+use crate::domain::fault::{Code, Error};
+use crate::domain::id::IdGenerator;
+use crate::domain::tool::{Executor, check_tool_name};
+use crate::maintenance;
+use crate::ports::bus::{Bus, LocalBus};
+use crate::ports::clock::{Clock, SystemClock};
+use crate::ports::fn_tool::{BuiltinSource, Tool};
+use crate::ports::model::{ModelResolver, NoModels};
+use crate::ports::observer::Observer;
+use crate::ports::source::{CallerSource, Source};
+use crate::ports::store::{MemoryStore, Store};
+use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
+use crate::registry::catalog::{Catalog, CatalogEntry};
+use crate::runs::agent_loop::ModelRequestPolicy;
+use crate::runs::read_result::{self, EngineHandle, RESULT_READ};
+use crate::telemetry::engine_metrics;
+use crate::webhooks::queue::WebhookQueue;
 
 /// Collects the parts of an engine. Every part has a default that needs no external service.
 #[derive(Default)]
@@ -174,10 +175,10 @@ impl EngineBuilder {
     /// Builds an engine that adopts the store's open calls and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
-        measure::register_counters();
+        engine_metrics::register_counters();
         let engine = self.build_idle().await?;
         engine.core.limiter.begin_recovery();
-        task::spawn_all(&engine, retention_ms);
+        maintenance::spawn_all(&engine, retention_ms);
         Ok(engine)
     }
 
@@ -189,7 +190,7 @@ impl EngineBuilder {
         let own_handle = EngineHandle::default();
         let mut tools = self.tools;
         if self.has_result_read {
-            tools.push(Arc::new(result::result_read_tool(own_handle.clone())));
+            tools.push(Arc::new(read_result::result_read_tool(own_handle.clone())));
         }
         check_unique_names(&tools)?;
         let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));

@@ -5,11 +5,11 @@ use super::{
     Action, Refusal, Transition, begin_attempt, end_call, end_record, ignored_record,
     into_transition, with_report,
 };
-use crate::call::{Call, FailedAttempt, Hold, Status};
-use crate::event::{EventKind, EventRecord};
-use crate::fault::{Fault, SideEffect};
-use crate::json::Json;
-use crate::tool::Effect;
+use crate::domain::call::{Call, FailedAttempt, Hold, Status};
+use crate::domain::event::{EventKind, EventRecord};
+use crate::domain::fault::{Fault, SideEffect};
+use crate::domain::json::Json;
+use crate::domain::tool::Effect;
 
 pub(super) fn check_report(
     call: &Call,

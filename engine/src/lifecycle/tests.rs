@@ -5,10 +5,10 @@ mod after;
 mod again;
 
 use super::*;
-use crate::call::{Origin, Target};
-use crate::id::CallId;
-use crate::retry::Backoff;
-use crate::tool::Executor;
+use crate::domain::call::{Origin, Target};
+use crate::domain::id::CallId;
+use crate::domain::retry::Backoff;
+use crate::domain::tool::Executor;
 
 const CREATED: u64 = 1_000_000;
 const NOW: u64 = CREATED + 1_000;
@@ -181,9 +181,9 @@ fn standing(at: At) -> Call {
     call
 }
 
-fn questions() -> crate::dialogue::ElicitationRequest {
+fn questions() -> crate::domain::elicitation::ElicitationRequest {
     let asked = ["name", "city"].map(|key| (key.to_owned(), Value::from("?")));
-    crate::dialogue::ElicitationRequest {
+    crate::domain::elicitation::ElicitationRequest {
         questions: asked.into_iter().collect(),
         source_state: Some("n".into()),
     }

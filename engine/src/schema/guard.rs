@@ -16,8 +16,8 @@ use serde_json::Value;
 
 use super::SchemaError;
 
+mod cost;
 mod graph;
-mod load;
 
 /// Maximum size of a schema, in bytes of compact JSON.
 pub(super) const MAX_BYTES: usize = 256 * 1024;
@@ -68,7 +68,7 @@ pub(super) fn check(schema: &Value) -> Result<SchemaProfile, SchemaError> {
             schema_error(doc.locate_reference(&e.to_string()), format!("cannot be resolved: {e}"))
         })?;
     let graph = graph::SchemaGraph::new(doc, draft, &registry, Arc::new(base))?;
-    load::measure_profile(&graph)
+    cost::measure_profile(&graph)
 }
 
 /// Answers every fetch with the `true` schema, so that the registry can be built and the offending

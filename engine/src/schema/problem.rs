@@ -14,10 +14,10 @@ use serde_json::Value;
 
 use super::{MAX_PROBLEMS, SchemaProblem};
 
-mod words;
+mod phrases;
 
-pub(super) use words::{describe_value, pattern_refusal_reason, redact_value, truncate_chars};
-use words::{
+pub(super) use phrases::{describe_value, pattern_refusal_reason, redact_value, truncate_chars};
+use phrases::{
     format_phrase, join_values, pluralize, pointer_label, pointer_location, quote, short_json,
     type_phrase,
 };
@@ -287,7 +287,7 @@ impl<'a> ProblemExplainer<'a> {
         let names: Vec<Value> = known.iter().map(|name| Value::from(*name)).collect();
         let tell = |name: &String| {
             let mut message = format!("{} is not a known property{of}", quote(name));
-            if let Some(meant) = words::nearest_name(name, &known) {
+            if let Some(meant) = phrases::nearest_name(name, &known) {
                 message += &format!("; did you mean {}?", quote(meant));
             }
             let expected = match names.as_slice() {
@@ -468,7 +468,7 @@ impl<'a> ProblemExplainer<'a> {
         let mut wants: Vec<String> = Vec::new();
         for told in branches.iter().take(MAX_BRANCHES) {
             let brief: Vec<_> =
-                told.iter().take(2).map(|p| words::alternative_phrase(p, pointer)).collect();
+                told.iter().take(2).map(|p| phrases::alternative_phrase(p, pointer)).collect();
             let brief = truncate_chars(&brief.join(" and "), 300);
             if !wants.contains(&brief) {
                 wants.push(brief);

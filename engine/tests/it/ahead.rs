@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use schemars::JsonSchema;
 use serde::Deserialize;
 use tokio::sync::Notify;
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::engine::EventQuery;
-use toolcrib::event::EventKind;
-use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::{
     AttemptProgress, CallRequest, Caller, Effect, Engine, EngineLimits, Fault, FnTool, Status,
     ToolContext,

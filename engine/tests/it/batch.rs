@@ -11,10 +11,10 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::{Barrier, Notify};
-use toolcrib::batch::{BatchEntryResult, BatchEntryState, BatchMode};
-use toolcrib::clock::ManualClock;
+use toolcrib::calls::batch::{BatchEntryResult, BatchEntryState, BatchMode};
+use toolcrib::domain::fault::Code;
 use toolcrib::engine::CallQuery;
-use toolcrib::fault::Code;
+use toolcrib::ports::clock::ManualClock;
 use toolcrib::{Batch, BatchAnswer, Caller, Effect, Engine, Fault, FnTool, Json, Status};
 
 #[derive(Deserialize, JsonSchema)]

@@ -4,15 +4,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use toolcrib::desk::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
-use toolcrib::directory::UnlistedTools;
+use toolcrib::clients::queue::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
+use toolcrib::domain::directory::UnlistedTools;
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::fault::Code;
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::domain::tool::Fallback;
 use toolcrib::engine::{AttemptReport, ClientRegistration, ConnectOptions, EventQuery};
-use toolcrib::event::EventKind;
-use toolcrib::fault::Code;
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::store::MemoryStore;
-use toolcrib::task::dispatch;
-use toolcrib::tool::Fallback;
+use toolcrib::maintenance::dispatch;
+use toolcrib::ports::store::MemoryStore;
 use toolcrib::{
     AttemptProgress, Call, CallId, CallRequest, Caller, Effect, Engine, EngineLimits, Fault, Json,
     Status, ToolDefinition,

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::caller::{AuthMethod, Role};
-use toolcrib::clock::ManualClock;
-use toolcrib::context::{ToolCall, ToolCallContext};
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::caller::{AuthMethod, Role};
+use toolcrib::domain::fault::Code;
 use toolcrib::engine::{MessageFormat, NewKey, ReportedCall, ReportedResult, RunToolSelection};
-use toolcrib::fault::Code;
-use toolcrib::policy::{AccessRule, RuleVerdict};
-use toolcrib::store::MemoryStore;
-use toolcrib::task::sweep;
+use toolcrib::maintenance::deadlines;
+use toolcrib::ports::clock::ManualClock;
+use toolcrib::ports::store::MemoryStore;
+use toolcrib::runs::context::{ToolCall, ToolCallContext};
 use toolcrib::{
     CallRequest, Caller, Engine, Executor, Fault, FnTool, Json, Status, Tool, ToolDefinition,
 };
@@ -304,7 +304,7 @@ async fn a_recorded_call_outlives_a_restart_and_ends_at_its_deadline() {
     assert_eq!((call.status, call.attempt), (Status::Running, 1), "still the caller's");
     assert_eq!(engine.context(&caller, RUN, 1).await.unwrap().pending_calls().count(), 1);
     clock.advance(5_000);
-    sweep::run_once(&engine).await;
+    deadlines::run_once(&engine).await;
     assert_eq!(engine.call(&caller, &id).await.unwrap().status, Status::Timeout);
     let late = engine.record_results(&caller, RUN, vec![result("call_0", Ok(json("1")))]).await;
     assert_eq!(late.err().unwrap().code(), Code::Conflict);

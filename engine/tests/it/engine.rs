@@ -5,17 +5,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use toolcrib::args::{ArgumentMapping, ArgumentSource as Comes};
-use toolcrib::call::Hold;
-use toolcrib::clock::ManualClock;
+use toolcrib::domain::args::{ArgumentMapping, ArgumentSource as Comes};
+use toolcrib::domain::call::Hold;
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::fault::Code;
+use toolcrib::domain::json::Json;
+use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
+use toolcrib::domain::tool::Fallback;
 use toolcrib::engine::{CallQuery, EventQuery, ExecutionPolicies};
-use toolcrib::event::EventKind;
-use toolcrib::fault::Code;
-use toolcrib::json::Json;
-use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
-use toolcrib::store::{MemoryStore, RunToolDefinitions, Store};
-use toolcrib::task::{dispatch, purge, sweep};
-use toolcrib::tool::Fallback;
+use toolcrib::maintenance::{deadlines, dispatch, purge};
+use toolcrib::ports::clock::ManualClock;
+use toolcrib::ports::store::{MemoryStore, RunToolDefinitions, Store};
 use toolcrib::{
     AttemptProgress, Call, CallRequest, Caller, Effect, Engine, EngineLimits, Fault, FnTool,
     Status, ToolContext,
@@ -106,7 +106,7 @@ async fn a_read_tool_is_retried_and_an_irreversible_one_is_not() {
         .effect(effect)
     };
     let policies = ExecutionPolicies {
-        global: toolcrib::retry::ExecutionPolicy {
+        global: toolcrib::domain::retry::ExecutionPolicy {
             backoff: Backoff { initial_ms: 1, ..Backoff::default() },
             ..Default::default()
         },
@@ -210,9 +210,9 @@ async fn deadlines_retries_and_retention_follow_the_clock() {
     }
     let waiting = engine.call(&caller, &failing).await.unwrap();
     assert!(matches!(waiting.hold, Some(Hold::Retry { .. })), "{waiting:?}");
-    assert_eq!(sweep::run_once(&engine).await, 0, "nothing is due yet");
+    assert_eq!(deadlines::run_once(&engine).await, 0, "nothing is due yet");
     clock.advance(5_000);
-    sweep::run_once(&engine).await;
+    deadlines::run_once(&engine).await;
     assert_eq!(engine.call(&caller, &stuck).await.unwrap().status, Status::Timeout);
     assert_eq!(dispatch::run_once(&engine).await, 1, "the retry is due");
     assert_eq!(purge::run_once(&engine, 1_000).await.unwrap(), 0, "too young");
@@ -236,7 +236,7 @@ async fn who_stops_does_not_wait_for_a_store_that_cannot_write() {
     clock.advance(5_000);
     let sweeping = tokio::spawn({
         let engine = engine.clone();
-        async move { sweep::run_once(&engine).await }
+        async move { deadlines::run_once(&engine).await }
     });
     engine.shut_down(std::time::Duration::ZERO).await;
     // A call that is overdue and cannot be stored is left to the next start.

@@ -8,16 +8,17 @@ use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use tokio::sync::Notify;
-use toolcrib::clock::ManualClock;
-use toolcrib::delivery::{
+use toolcrib::domain::delivery::{
     Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, RetrySchedule,
 };
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::fault::Code;
 use toolcrib::engine::{DeliveryQuery, EventQuery};
-use toolcrib::event::EventKind;
-use toolcrib::fault::Code;
-use toolcrib::notify::{DeliverySettings, WebhookMessage, WebhookSender};
-use toolcrib::store::{MemoryStore, Store};
-use toolcrib::task::{notify, purge};
+use toolcrib::maintenance::purge;
+use toolcrib::ports::clock::ManualClock;
+use toolcrib::ports::store::{MemoryStore, Store};
+use toolcrib::ports::webhook_sender::{DeliverySettings, WebhookMessage, WebhookSender};
+use toolcrib::webhooks::dispatcher;
 use toolcrib::{CallId, CallRequest, Caller, Engine, Fault, FnTool, Role, Status};
 
 use crate::support::{Chance, FlakyStore};
@@ -115,7 +116,7 @@ impl World {
     }
 
     async fn run(&self) -> usize {
-        notify::run_once(&self.engine).await.unwrap()
+        dispatcher::run_once(&self.engine).await.unwrap()
     }
 
     async fn delivery(&self, id: &CallId) -> (Delivery, Vec<DeliveryAttempt>) {
@@ -218,7 +219,7 @@ async fn a_slow_receiver_does_not_hold_up_the_others() {
     }
     let quick = world.ended("https://quick.example/").await;
     let engine = world.engine.clone();
-    let round = tokio::spawn(async move { notify::run_once(&engine).await.unwrap() });
+    let round = tokio::spawn(async move { dispatcher::run_once(&engine).await.unwrap() });
     while world.delivery(&quick).await.0.status != DeliveryStatus::Delivered {
         tokio::task::yield_now().await;
     }
@@ -248,7 +249,7 @@ async fn asking_again_while_a_try_is_under_way_brings_another() {
     let world = World::with(Receiver::answering(&[])).await;
     let id = world.ended("https://slow.example/").await;
     let engine = world.engine.clone();
-    let round = tokio::spawn(async move { notify::run_once(&engine).await.unwrap() });
+    let round = tokio::spawn(async move { dispatcher::run_once(&engine).await.unwrap() });
     while world.receiver.waiting.load(Ordering::SeqCst) == 0 {
         tokio::task::yield_now().await;
     }

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::fault::Code;
-use toolcrib::observe::{EndedAttempt, EndedCall, Observer};
-use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
-use toolcrib::store::{MemoryStore, Store};
-use toolcrib::trace::{SpanIds, TraceParent};
+use toolcrib::domain::fault::Code;
+use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
+use toolcrib::domain::trace::{SpanIds, TraceParent};
+use toolcrib::ports::observer::{EndedAttempt, EndedCall, Observer};
+use toolcrib::ports::store::{MemoryStore, Store};
 use toolcrib::{CallRequest, Caller, Effect, Engine, Fault, FnTool, ToolContext};
 
 const GIVEN: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";

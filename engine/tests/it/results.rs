@@ -2,9 +2,9 @@
 //! output.
 
 use serde_json::{Value, json};
+use toolcrib::domain::fault::Code;
 use toolcrib::engine::RESULT_READ;
-use toolcrib::fault::Code;
-use toolcrib::piece::{SliceContent, SliceQuery};
+use toolcrib::results::slice::{SliceContent, SliceQuery};
 use toolcrib::{
     CallId, CallRequest, Caller, Engine, Error, Fault, FnTool, Json, Role, Status, Tool,
     ToolContext, ToolDefinition,

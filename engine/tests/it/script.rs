@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use toolcrib::model::{
+use toolcrib::ports::model::{
     Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, ModelResolver,
     ResolvedModel, ToolCallRequest,
 };

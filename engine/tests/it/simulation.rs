@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::Value;
-use toolcrib::clock::{Clock, ManualClock};
-use toolcrib::desk::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
-use toolcrib::directory::UnlistedTools;
+use toolcrib::clients::queue::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
+use toolcrib::domain::directory::UnlistedTools;
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
 use toolcrib::engine::{AttemptReport, ClientRegistration, ConnectOptions, ExecutionPolicies};
-use toolcrib::event::EventKind;
-use toolcrib::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
-use toolcrib::store::{CallFilter, EventScope, Store};
-use toolcrib::task::{dispatch, refresh, sweep};
+use toolcrib::maintenance::{deadlines, directory_refresh, dispatch};
+use toolcrib::ports::clock::{Clock, ManualClock};
+use toolcrib::ports::store::{CallFilter, EventScope, Store};
 use toolcrib::{CallId, CallRequest, Caller, Effect, Engine, Fault, FnTool, Json, Status};
 
 use crate::support::{Chance, FlakyStore, client_tool};
@@ -111,8 +111,8 @@ impl World {
             0..=3 => self.invoke().await,
             4 => self.clock.advance(self.chance.below(4_000)),
             5 => drop(dispatch::run_once(&self.engine).await),
-            6 => drop(sweep::run_once(&self.engine).await),
-            7 => refresh::run_once(&self.engine).await,
+            6 => drop(deadlines::run_once(&self.engine).await),
+            7 => directory_refresh::run_once(&self.engine).await,
             8 => self.connect(),
             9 | 10 => self.answer().await,
             11 => self.cancel().await,
@@ -196,7 +196,7 @@ impl World {
             self.settle().await;
             self.clock.advance(1_000);
             dispatch::run_once(&self.engine).await;
-            sweep::run_once(&self.engine).await;
+            deadlines::run_once(&self.engine).await;
         }
         let open = self.store.open_calls(0, 10).await.unwrap();
         assert!(open.is_empty(), "seed {}: never ended: {open:?}", self.seed);

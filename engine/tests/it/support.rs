@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use toolcrib::delivery::{Delivery, DeliveryAttempt};
-use toolcrib::directory::{AuditEntry, Directory, DirectoryChange};
-use toolcrib::event::{CallEvent, EventKind, EventRecord};
-use toolcrib::id::CallId;
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::store::{
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::domain::directory::{AuditEntry, Directory, DirectoryChange};
+use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
+use toolcrib::domain::id::CallId;
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::ports::store::{
     CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, MemoryStore, NewCall,
     OpenCallRow, RunToolDefinitions, SaveResult, Store, StoreError,
 };
@@ -212,7 +212,7 @@ impl Store for FlakyStore {
         &self,
         ended_before_ms: u64,
         limit: usize,
-    ) -> Result<toolcrib::store::PurgeResult, StoreError> {
+    ) -> Result<toolcrib::ports::store::PurgeResult, StoreError> {
         self.inner.purge(ended_before_ms, limit).await
     }
 
@@ -249,15 +249,15 @@ impl Store for FlakyStore {
         self.trouble()
     }
 
-    fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
+    fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
         self.inner.utp()
     }
 
-    fn runs(&self) -> &dyn toolcrib::store::loops::RunStore {
+    fn runs(&self) -> &dyn toolcrib::ports::store::runs::RunStore {
         self.inner.runs()
     }
 
-    fn credentials(&self) -> &dyn toolcrib::store::grants::UpstreamCredentialStore {
+    fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
         self.inner.credentials()
     }
 

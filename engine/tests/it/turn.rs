@@ -7,12 +7,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use toolcrib::model::{
+use toolcrib::domain::retry::Backoff;
+use toolcrib::ports::model::{
     Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
     ToolCallRequest,
 };
-use toolcrib::retry::Backoff;
-use toolcrib::turn::{
+use toolcrib::runs::agent_loop::{
     AgentLoop, Conversation, LoopEvent, ModelRequestPolicy, RunOptions, StepOutcome, StopReason,
     ignore_events,
 };
@@ -415,7 +415,8 @@ async fn results_that_come_late_together_share_the_tokens_of_one_answer() {
     let come: Vec<&str> = come.map(|(_, content)| content).collect();
     assert_eq!(come.len(), 4);
     assert_eq!(come[2], "line 0 of text\nline 1 of text\nline 2 of text", "what is short is whole");
-    let tokens: Vec<usize> = come.iter().map(|content| toolcrib::tokens::count(content)).collect();
+    let tokens: Vec<usize> =
+        come.iter().map(|content| toolcrib::results::tokens::count(content)).collect();
     assert!(tokens.iter().sum::<usize>() <= 1_000, "{tokens:?}");
     assert!(tokens.iter().enumerate().all(|(n, tokens)| n == 2 || *tokens > 200), "{tokens:?}");
 }

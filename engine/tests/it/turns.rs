@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use toolcrib::clock::ManualClock;
-use toolcrib::dialect::ToolFormat;
+use toolcrib::domain::utp::AgentEntry;
 use toolcrib::engine::TurnLeaseRequest;
-use toolcrib::task::watchdog::{self, WakeupThrottle};
-use toolcrib::utp::AgentEntry;
+use toolcrib::maintenance::turn_watchdog::{self, WakeupThrottle};
+use toolcrib::model_formats::ToolFormat;
+use toolcrib::ports::clock::ManualClock;
 use toolcrib::{Caller, Engine, Fault, FnTool, Json};
 
 /// Returns the subjects of the messages in the outbox, and empties it.
@@ -45,21 +45,21 @@ async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
     assert!(said.iter().any(|subject| subject == wakeup), "{said:?}");
     assert!(news.iter().all(|news| said.iter().any(|subject| subject == news)), "{said:?}");
     let rung = WakeupThrottle::default();
-    watchdog::run_once(&engine, &rung).await.unwrap();
+    turn_watchdog::run_once(&engine, &rung).await.unwrap();
     assert_eq!(published(&engine).await, [""; 0], "there was time enough to come");
     clock.advance(6_000);
-    watchdog::run_once(&engine, &rung).await.unwrap();
+    turn_watchdog::run_once(&engine, &rung).await.unwrap();
     assert_eq!(published(&engine).await, [wakeup]);
-    watchdog::run_once(&engine, &rung).await.unwrap();
+    turn_watchdog::run_once(&engine, &rung).await.unwrap();
     assert_eq!(published(&engine).await, [""; 0], "not without end");
     clock.advance(31_000);
-    watchdog::run_once(&engine, &rung).await.unwrap();
+    turn_watchdog::run_once(&engine, &rung).await.unwrap();
     assert_eq!(published(&engine).await, [wakeup]);
     let inbox = engine.inbox(&caller, "ada", 10, 0).await.unwrap();
     let ids = [inbox[0].inbox_id.clone()];
     assert_eq!(engine.take_from_inbox(&caller, "ada", &ids).await.unwrap(), 1);
     clock.advance(31_000);
-    watchdog::run_once(&engine, &rung).await.unwrap();
+    turn_watchdog::run_once(&engine, &rung).await.unwrap();
     assert_eq!(published(&engine).await, [""; 0], "it came");
 }
 
@@ -89,7 +89,7 @@ async fn however_many_wait_each_is_rung_for_again() {
     clock.advance(6_000);
     let state = WakeupThrottle::default();
     for _ in 0..2 {
-        watchdog::run_once(&engine, &state).await.unwrap();
+        turn_watchdog::run_once(&engine, &state).await.unwrap();
     }
     let mut rung = 0;
     loop {

@@ -3,7 +3,7 @@
 
 use reqwest::Url;
 use serde_json::{Map, Value};
-use toolcrib::fault::Fault;
+use toolcrib::domain::fault::Fault;
 
 use super::request::{EnvironmentLookup, append_query, reject_dot_segments};
 use super::{OperationRequest, ResponseMapping, bad_request_fault, check_header, percent_encode};

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use reqwest::Url;
 use serde_json::{Map, Value};
-use toolcrib::fault::{Code, Fault};
+use toolcrib::domain::fault::{Code, Fault};
 
 use super::{
     BodyEncoding, FormFieldStyle, HttpOperation, OperationAuth, Parameter, ParameterLocation,

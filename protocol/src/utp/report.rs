@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 use toolcrib::engine::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::json;
-use toolcrib::utp::subject;
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::json;
+use toolcrib::domain::utp::subject;
 use toolcrib::{Caller, Engine};
 
 use super::wire::UtpHeaders;

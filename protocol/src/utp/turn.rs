@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::engine::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
-use toolcrib::utp::{StepCall, Turn};
+use toolcrib::domain::utp::{StepCall, Turn};
 use utoipa::ToSchema;
 
 /// A request to lease a turn.

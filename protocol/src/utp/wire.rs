@@ -7,9 +7,9 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::ReportReceipt;
-use toolcrib::fault::{Error, Fault};
-use toolcrib::source::{Attempt, ToolCommand};
-use toolcrib::utp::{Card, InboxItem, OutboxMessage, trace};
+use toolcrib::domain::fault::{Error, Fault};
+use toolcrib::ports::source::{Attempt, ToolCommand};
+use toolcrib::domain::utp::{Card, InboxItem, OutboxMessage, trace};
 
 /// Names of the headers that every message has, built once.
 pub mod names {
@@ -80,7 +80,7 @@ pub fn encode_command(
     command: &ToolCommand,
 ) -> Result<(String, HeaderMap, Vec<u8>), String> {
     let ToolCommand { route, binding, card_id, traceparent, .. } = command;
-    let subject = toolcrib::utp::subject::fill_template(
+    let subject = toolcrib::domain::utp::subject::fill_template(
         binding.target_subject.as_deref().unwrap_or_default(),
         version,
         &attempt.project,

@@ -8,8 +8,8 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use toolcrib::dialogue::ElicitationRequest;
-use toolcrib::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::domain::elicitation::ElicitationRequest;
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
 use toolcrib::{AttemptProgress, CallId, Code, Executor, Fault, Json, ToolDefinition};
 use toolcrib_sources::mcp::McpSource;
 

@@ -9,7 +9,7 @@ mod target;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
 use toolcrib::Role;
-use toolcrib::policy::RuleVerdict;
+use toolcrib::domain::access_rules::RuleVerdict;
 
 use super::failure::CommandFailure;
 use super::output::{format_local_time, sanitize_line, str_member, u64_member};
@@ -204,7 +204,7 @@ pub async fn set_rules(
 ) -> Result<(), CommandFailure> {
     for pattern in &args.patterns {
         // All or nothing: a typing error in the third pattern must not leave the first two applied.
-        toolcrib::policy::check_pattern(pattern).map_err(CommandFailure::usage)?;
+        toolcrib::domain::access_rules::check_pattern(pattern).map_err(CommandFailure::usage)?;
     }
     let crib = AdminTarget::open_or_create(context, &args.place).await?;
     let mut rules = Vec::new();

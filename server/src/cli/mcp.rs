@@ -25,7 +25,7 @@ use rmcp::transport::{StreamableHttpClientTransport, Transport};
 use rmcp::{RoleClient, RoleServer};
 use tokio::time::Instant;
 use toolcrib::Caller;
-use toolcrib::fault::Code;
+use toolcrib::domain::fault::Code;
 use toolcrib_store::private;
 
 use super::failure::{CommandFailure, exit};

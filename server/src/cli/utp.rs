@@ -9,9 +9,9 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
-use toolcrib::call::Status;
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::utp::ToolStatus;
+use toolcrib::domain::call::Status;
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::utp::ToolStatus;
 use toolcrib::{CallRequest, Caller, Engine};
 
 use super::failure::CommandFailure;
@@ -89,7 +89,7 @@ pub(super) async fn run(context: &CommandContext, args: UtpArgs) -> Result<(), C
             return crate::cli::utp::dead_letters::redrive(context, &id).await;
         }
     };
-    if !toolcrib::utp::is_token(&args.target) {
+    if !toolcrib::domain::utp::is_token(&args.target) {
         let message = format!("--target \"{}\" cannot be part of a NATS subject", args.target);
         return Err(CommandFailure::usage(message));
     }

@@ -2,9 +2,9 @@
 
 use std::net::SocketAddr;
 
-use toolcrib::policy::check_pattern;
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::tool::check_tool_name;
+use toolcrib::domain::access_rules::check_pattern;
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::domain::tool::check_tool_name;
 
 use super::{Config, ConfigError};
 
@@ -53,7 +53,7 @@ impl Config {
                 return Err(ConfigError::invalid("nats.url", why));
             }
         }
-        if !toolcrib::utp::is_token(&self.nats.version) {
+        if !toolcrib::domain::utp::is_token(&self.nats.version) {
             return Err(ConfigError::invalid("nats.version", "must be a word such as v1r3"));
         }
         Ok(())

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::delivery::RetrySchedule;
-use toolcrib::notify::DeliverySettings;
+use toolcrib::domain::delivery::RetrySchedule;
+use toolcrib::ports::webhook_sender::DeliverySettings;
 
 use super::ConfigError;
 use crate::webhooks::{KEY_PREFIX, SigningKeySource, SigningKeySources};

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use serde_json::{Map, Value, json};
-use toolcrib::caller::AuthMethod;
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::domain::caller::AuthMethod;
+use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::{Caller, Engine, Json};
 
 use super::{MCP_UPSTREAM_KIND, McpServerReconciler, outbound_policy};

@@ -1,6 +1,6 @@
 //! Decides which traces are recorded.
 
-use toolcrib::trace::SpanIds;
+use toolcrib::domain::trace::SpanIds;
 
 /// Samples traces. The decision depends on the trace id alone, so it is the same in every process
 /// and after a restart. Services that use the same rule and ratio record the same traces.

@@ -14,10 +14,10 @@ use opentelemetry::trace::{
 };
 use opentelemetry::{InstrumentationScope, KeyValue};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
-use toolcrib::call::Call;
-use toolcrib::fault::Code;
-use toolcrib::observe::{EndedAttempt, EndedCall, Observer};
-use toolcrib::trace::{SpanIds, TraceParent};
+use toolcrib::domain::call::Call;
+use toolcrib::domain::fault::Code;
+use toolcrib::ports::observer::{EndedAttempt, EndedCall, Observer};
+use toolcrib::domain::trace::{SpanIds, TraceParent};
 use toolcrib::{Executor, Json};
 
 use super::otlp::OtlpExporter;

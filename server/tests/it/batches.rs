@@ -247,7 +247,7 @@ async fn messages_keep_to_their_budget() {
     assert_eq!(answer["results"][0]["digested"], true);
     assert_eq!(answer["results"][0]["data"]["row_count"], 900, "the result is whole");
     let said = answer["messages"][0]["content"].as_str().unwrap();
-    assert!(toolcrib::tokens::count(said) < 400, "{said}");
+    assert!(toolcrib::results::tokens::count(said) < 400, "{said}");
     assert!(said.contains(answer["results"][0]["tool_call_id"].as_str().unwrap()), "{said}");
     assert!(answer["results"][1].get("digested").is_none());
     assert_eq!(content(&answer["messages"][1])["result"], 2);

@@ -1,7 +1,7 @@
 //! The context of a run: matched by id, told to a model, and with what the caller ran itself.
 
 use serde_json::{Value, json};
-use toolcrib::tokens;
+use toolcrib::results::tokens;
 
 use crate::support::Server;
 use crate::support::api::{Api, message, offer, offer_with};

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use toolcrib::model::{Delta, Model, ModelError, ModelReply, ModelRequest};
+use toolcrib::ports::model::{Delta, Model, ModelError, ModelReply, ModelRequest};
 use toolcrib_bench::model::ScriptedModel;
 use toolcrib_sources::models::{
     AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, ModelResponseLimits, OpenAiModel,

@@ -117,7 +117,7 @@ async fn a_long_result_is_given_as_a_digest_within_its_budget() {
         let answer = read(&api, &id, &format!("budget_tokens={budget}")).await;
         let text = answer["text"].as_str().unwrap();
         assert_eq!(answer["digest"], true);
-        assert_eq!(answer["tokens"], toolcrib::tokens::count(text));
+        assert_eq!(answer["tokens"], toolcrib::results::tokens::count(text));
         assert!(answer["tokens"].as_u64().unwrap() <= budget, "{answer}");
         if budget >= 64 {
             assert!(text.contains(&id) && text.contains("result.read"), "{text}");
@@ -184,7 +184,7 @@ async fn a_model_reads_with_the_built_in_tool() {
     // What it gives is short enough for a context, whatever is asked for.
     let call = read(json!({ "tool_call_id": id, "pointer": "/rows", "limit": 1_000 })).await;
     assert_eq!(call["result"]["truncated"], true);
-    let tokens = toolcrib::tokens::count(&call["result"].to_string());
+    let tokens = toolcrib::results::tokens::count(&call["result"].to_string());
     assert!((1_000..=4_000).contains(&tokens), "{tokens}");
     let call = read(json!({ "tool_call_id": id, "pointer": "/none" })).await;
     assert_eq!((&call["status"], &call["error"]["code"]), (&json!("FAILED"), &json!("NOT_FOUND")));

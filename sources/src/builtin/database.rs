@@ -207,7 +207,7 @@ fn query_timeout_fault(limits: &QueryLimits) -> Fault {
 }
 
 fn hex_text(bytes: &[u8]) -> Value {
-    Value::String(format!("\\x{}", toolcrib::tool::hex(bytes)))
+    Value::String(format!("\\x{}", toolcrib::domain::tool::hex(bytes)))
 }
 
 /// Converts a float to JSON. A value that JSON cannot represent as a number becomes text.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use serde_json::Value;
-use toolcrib::function::BuiltinSource;
-use toolcrib::source::{Attempt, Source, Started};
+use toolcrib::ports::fn_tool::BuiltinSource;
+use toolcrib::ports::source::{Attempt, Source, Started};
 use toolcrib::{Effect, Fault, Json, Tool};
 
 /// Creates an attempt to run a tool.

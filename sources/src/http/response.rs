@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use toolcrib::fault::{Code, Fault};
-use toolcrib::json::{self, Json};
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::json::{self, Json};
 
 use super::client::{HttpApiError, HttpApiResponse};
 use super::origin;

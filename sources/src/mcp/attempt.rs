@@ -18,10 +18,10 @@ use rmcp::{RoleClient, ServiceError};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc;
-use toolcrib::dialogue::{Elicitation, ElicitationRequest};
-use toolcrib::fault::{Code, Fault};
-use toolcrib::source::{Attempt, ProgressSink, Started};
-use toolcrib::tool::Effect;
+use toolcrib::domain::elicitation::{Elicitation, ElicitationRequest};
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::ports::source::{Attempt, ProgressSink, Started};
+use toolcrib::domain::tool::Effect;
 
 use super::outcome;
 use super::upstream::{LiveConnection, RunningAttempt, UpstreamServer};

@@ -5,7 +5,7 @@
 use std::sync::LazyLock;
 
 use regex::RegexSet;
-use toolcrib::tool::ToolDefinition;
+use toolcrib::domain::tool::ToolDefinition;
 
 /// Each flag with its pattern.
 const PATTERNS: [(&str, &str); 6] = [

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use rmcp::model::{Tool, ToolAnnotations};
 use serde_json::{Value, json};
 use toolcrib::Json;
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
 
 use super::settings::{McpServerSettings, McpToolSettings};
 use crate::mcp::injection_flags;

@@ -5,9 +5,9 @@ use rmcp::ServiceError;
 use rmcp::model::{CallToolResult, ErrorCode, ErrorData, InputRequest};
 use serde_json::{Map, Value, json};
 use toolcrib::Json;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::source::Attempt;
-use toolcrib::tool::Effect;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::ports::source::Attempt;
+use toolcrib::domain::tool::Effect;
 
 use super::connection::{HttpTransportError, http_failure, was_never_sent};
 use super::upstream::UpstreamServer;

@@ -18,7 +18,7 @@ use serde_json::Value;
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
 use tokio::time::Instant;
 use toolcrib::AttemptProgress;
-use toolcrib::source::ProgressSink;
+use toolcrib::ports::source::ProgressSink;
 
 /// Maximum time that an elicitation may arrive before its call is registered.
 const EARLY: Duration = Duration::from_secs(5);

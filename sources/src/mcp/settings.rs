@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use toolcrib::tool::{Effect, Risk};
+use toolcrib::domain::tool::{Effect, Risk};
 
 use super::oauth::McpOauthSettings;
 
@@ -192,7 +192,7 @@ fn settings_error(field: &'static str, why: impl Into<String>) -> Result<(), Mcp
 impl McpServerSettings {
     /// Checks the constraints that the types do not express.
     pub fn check(&self) -> Result<(), McpSettingsError> {
-        if let Err(why) = toolcrib::tool::check_upstream_name(&self.name) {
+        if let Err(why) = toolcrib::domain::tool::check_upstream_name(&self.name) {
             return settings_error("name", why);
         }
         if RESERVED.contains(&self.name.as_str()) {

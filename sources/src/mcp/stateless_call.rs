@@ -14,7 +14,7 @@ use rmcp::model::{
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
-use toolcrib::source::{Attempt, ProgressSink};
+use toolcrib::ports::source::{Attempt, ProgressSink};
 
 use super::connection::MAX_MESSAGE_BYTES;
 use crate::mcp::authorized_client::AuthorizedClient;

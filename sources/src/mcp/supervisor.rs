@@ -11,7 +11,7 @@ use futures::FutureExt;
 use rmcp::model::ErrorCode;
 use rmcp::service::Peer;
 use rmcp::{RoleClient, ServiceError};
-use toolcrib::tool::ToolDefinition;
+use toolcrib::domain::tool::ToolDefinition;
 
 use super::connection::{UpstreamConnectOptions, UpstreamConnection, was_never_sent};
 use super::state::UpstreamPhase;

@@ -11,9 +11,9 @@ use rmcp::service::Peer;
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::source::Attempt;
-use toolcrib::tool::ToolDefinition;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::ports::source::Attempt;
+use toolcrib::domain::tool::ToolDefinition;
 
 use super::connection::ConnectionDiagnostics;
 use super::now_ms;

@@ -11,9 +11,9 @@ use rmcp::model::{
 };
 use serde_json::Value;
 use toolcrib::AttemptProgress;
-use toolcrib::dialogue::ElicitationRequest;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::source::Started;
+use toolcrib::domain::elicitation::ElicitationRequest;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::ports::source::Started;
 
 use super::outcome;
 use super::upstream::LiveConnection;

@@ -5,12 +5,9 @@
 
 use async_trait::async_trait;
 use serde_json::{Deserializer, Value, json};
-use toolcrib::model::{
-    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
-    ToolCallRequest,
-};
-use toolcrib::names::name_for_model;
-use toolcrib::tokens;
+use toolcrib::ports::model::{Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage, ToolCallRequest};
+use toolcrib::registry::model_tool_names::name_for_model;
+use toolcrib::results::tokens;
 
 use super::DEMO;
 

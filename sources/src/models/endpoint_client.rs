@@ -11,8 +11,8 @@ use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Client, Response, StatusCode, Url};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout, timeout_at};
-use toolcrib::fault::{Code, Fault};
-use toolcrib::model::{DeltaListener, ModelError, ModelReply};
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::ports::model::{DeltaListener, ModelError, ModelReply};
 
 use super::{ModelApi, sanitize_name};
 use crate::models::key_redaction::{KeyRedactor, redact_key};

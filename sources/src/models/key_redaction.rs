@@ -4,7 +4,7 @@
 //! may. Listeners thus never see it.
 
 use parking_lot::Mutex;
-use toolcrib::model::{Delta, DeltaListener, ModelReply};
+use toolcrib::ports::model::{Delta, DeltaListener, ModelReply};
 
 /// The replacement for a key.
 const REDACTED: &str = "…";

@@ -7,8 +7,8 @@ use std::time::Duration;
 use reqwest::Url;
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::retry::{Backoff, MAX_RETRIES_LIMIT};
-use toolcrib::turn::ModelRequestPolicy;
+use toolcrib::domain::retry::{Backoff, MAX_RETRIES_LIMIT};
+use toolcrib::runs::agent_loop::ModelRequestPolicy;
 
 use crate::models::{ApiKeySource, DEMO, ModelApi, ModelEndpoint, ModelResponseLimits};
 use toolcrib_protocol::settings::InvalidSetting;

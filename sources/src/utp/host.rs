@@ -43,10 +43,10 @@ use sha2::{Digest, Sha256};
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::tool::hex;
-use toolcrib::utp::card::{error_as_result, error_json};
-use toolcrib::utp::{Route, ToolStatus};
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::tool::hex;
+use toolcrib::domain::utp::card::{error_as_result, error_json};
+use toolcrib::domain::utp::{Route, ToolStatus};
 
 use crate::utp::host::batched_rpc::HostRpcClient;
 use crate::utp::host::prefetched_cards::PrefetchedCards;
@@ -194,7 +194,7 @@ impl ToolHost {
     /// Serves the commands for a target until `stop` completes, then finishes the commands already
     /// received.
     pub async fn serve(self, target: &str, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
-        if !toolcrib::utp::is_token(target) {
+        if !toolcrib::domain::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
         }
         let asker =

@@ -2,11 +2,9 @@
 
 use futures::StreamExt;
 use tokio::sync::oneshot;
-use toolcrib::call::{Call, Status};
-use toolcrib::id::CallId;
-use toolcrib::store::{
-    CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError,
-};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError};
 
 use super::link::{Session, SessionError};
 use super::writer::{Change, ChangeFuture, SequenceCounters, WriterConnection};

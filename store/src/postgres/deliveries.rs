@@ -1,10 +1,10 @@
 //! The SQL of webhook deliveries. Only calls with a callback URL have rows here.
 
 use tokio_postgres::types::ToSql;
-use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
-use toolcrib::id::CallId;
-use toolcrib::store::{DeliveryFilter, SaveResult};
+use toolcrib::domain::call::Call;
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{DeliveryFilter, SaveResult};
 
 use super::limit_param;
 use super::link::{Session, SessionError};

@@ -3,11 +3,11 @@
 //! `resource.tools` and `resource.project_agents`.
 
 use serde_json::Value;
-use toolcrib::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
-use toolcrib::json::Json;
-use toolcrib::store::{SaveResult, StoreError};
-use toolcrib::tool::ToolDefinition;
-use toolcrib::utp::AgentEntry;
+use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
+use toolcrib::domain::json::Json;
+use toolcrib::ports::store::{SaveResult, StoreError};
+use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::domain::utp::AgentEntry;
 
 use super::link::{Session, SessionError, SqlParams};
 use super::pool::PooledSession;

@@ -1,8 +1,8 @@
 //! Credentials that the issuers of upstreams have granted, in PostgreSQL.
 
 use async_trait::async_trait;
-use toolcrib::store::StoreError;
-use toolcrib::store::grants::UpstreamCredentialStore;
+use toolcrib::ports::store::StoreError;
+use toolcrib::ports::store::credentials::UpstreamCredentialStore;
 
 use super::PostgresStore;
 use super::link::SessionError;

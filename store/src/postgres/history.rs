@@ -1,9 +1,9 @@
 //! Reads events. Every event has a row, numbered in commit order.
 
 use tokio_postgres::Row;
-use toolcrib::event::{CallEvent, EventKind, EventRecord};
-use toolcrib::id::CallId;
-use toolcrib::store::{EventScope, StoreError};
+use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{EventScope, StoreError};
 
 use super::limit_param;
 use super::link::{Session, SessionError, SqlParams};

@@ -11,7 +11,7 @@ use tokio::task::AbortHandle;
 use tokio_postgres::config::SslMode;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Row, RowStream, Statement};
-use toolcrib::store::StoreError;
+use toolcrib::ports::store::StoreError;
 
 use super::OpenError;
 

@@ -2,9 +2,9 @@
 //! as call events, so a subscriber of a run sees both in commit order.
 
 use async_trait::async_trait;
-use toolcrib::run::{JournalEntry, JournalRecord, Run, RunEvent};
-use toolcrib::store::loops::{CreateRunResult, RunFilter, RunStore};
-use toolcrib::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
+use toolcrib::domain::run::{JournalEntry, JournalRecord, Run, RunEvent};
+use toolcrib::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
+use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
 use super::link::{Session, SessionError, SqlParams};
 use super::writer::WriterConnection;

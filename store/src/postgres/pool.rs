@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use toolcrib::store::StoreError;
+use toolcrib::ports::store::StoreError;
 
 use super::link::{Connector, Session, SessionError};
 

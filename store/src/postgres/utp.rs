@@ -9,13 +9,10 @@ mod turns;
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
-use toolcrib::store::utp::{
-    InboxPutResult, PutCardResult, ReportDisposition, SharedTableReport, SharedTables, TurnChange,
-    UtpStore,
-};
-use toolcrib::store::{SaveResult, StoreError};
-use toolcrib::tool::ToolDefinition;
-use toolcrib::utp::{Card, DeadLetter, InboxItem, OutboxMessage, Route, StepCall, Turn};
+use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, ReportDisposition, SharedTableReport, SharedTables, TurnChange, UtpStore};
+use toolcrib::ports::store::{SaveResult, StoreError};
+use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::domain::utp::{Card, DeadLetter, InboxItem, OutboxMessage, Route, StepCall, Turn};
 
 use super::link::{SessionError, SqlParams};
 use super::writer::WriterConnection;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
-use toolcrib::store::StoreError;
+use toolcrib::ports::store::StoreError;
 
 use super::lease::{WriterLease, current_backend, terminate_backend, try_lock};
 use super::link::{Connector, Session, SessionError};

@@ -1,11 +1,11 @@
 //! The stored form of a tool definition.
 
 use serde::{Deserialize, Serialize};
-use toolcrib::json::Json;
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::store::StoreError;
-use toolcrib::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
-use toolcrib::utp::Binding;
+use toolcrib::domain::json::Json;
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::ports::store::StoreError;
+use toolcrib::domain::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
+use toolcrib::domain::utp::Binding;
 
 use super::{decode, encode, is_false};
 

@@ -1,7 +1,7 @@
 //! Reads deliveries and their attempts from rows.
 
-use toolcrib::delivery::{Delivery, DeliveryAttempt};
-use toolcrib::store::StoreError;
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::ports::store::StoreError;
 
 use super::RowReader;
 

@@ -2,8 +2,8 @@
 //! is text.
 
 use rusqlite::types::FromSql;
-use toolcrib::id::CallId;
-use toolcrib::store::StoreError;
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::StoreError;
 
 /// A row of a query. The columns have the same order in both databases.
 pub(crate) trait RowReader {

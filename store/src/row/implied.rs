@@ -1,7 +1,7 @@
 //! Events that need no row because the row of their call contains the same facts.
 
 use serde_json::Value;
-use toolcrib::event::{EventKind, EventRecord};
+use toolcrib::domain::event::{EventKind, EventRecord};
 
 /// An event that follows from the row of its call: the request, or the start of the first attempt.
 /// Nearly every call has both, so implying them saves nearly every call two rows.

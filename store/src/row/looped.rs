@@ -1,7 +1,7 @@
 //! The rows of runs and of their journals.
 
-use toolcrib::run::{JournalEntry, JournalRecord, Run};
-use toolcrib::store::{IdempotencyKey, StoreError};
+use toolcrib::domain::run::{JournalEntry, JournalRecord, Run};
+use toolcrib::ports::store::{IdempotencyKey, StoreError};
 
 use super::{RowReader, decode, encode};
 

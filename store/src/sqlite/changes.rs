@@ -1,9 +1,9 @@
 //! The SQL of each change to calls. This module knows nothing of change groups or flushes.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::call::Call;
-use toolcrib::id::CallId;
-use toolcrib::store::{CreateCallResult, IdempotencyKey, PurgeResult, SaveResult};
+use toolcrib::domain::call::Call;
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CreateCallResult, IdempotencyKey, PurgeResult, SaveResult};
 
 use super::history::parse_event_refs;
 use super::newcomers::format_event_refs;

@@ -2,10 +2,10 @@
 //! background calls, have rows here.
 
 use rusqlite::{Connection, OptionalExtension, ToSql, params};
-use toolcrib::call::Call;
-use toolcrib::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
-use toolcrib::id::CallId;
-use toolcrib::store::{DeliveryFilter, SaveResult, StoreError};
+use toolcrib::domain::call::Call;
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{DeliveryFilter, SaveResult, StoreError};
 
 use super::reader::query_map;
 use super::writer::WriterThread;

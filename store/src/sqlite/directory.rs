@@ -1,13 +1,11 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
 use rusqlite::{Connection, Row, params};
-use toolcrib::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
-};
-use toolcrib::json::Json;
-use toolcrib::store::{SaveResult, StoreError};
-use toolcrib::tool::ToolDefinition;
-use toolcrib::utp::AgentEntry;
+use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools};
+use toolcrib::domain::json::Json;
+use toolcrib::ports::store::{SaveResult, StoreError};
+use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::domain::utp::AgentEntry;
 
 use super::reader::{query_map, to_store_error};
 use super::upstreams;

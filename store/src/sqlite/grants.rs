@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use rusqlite::{OptionalExtension, params};
-use toolcrib::store::StoreError;
-use toolcrib::store::grants::UpstreamCredentialStore;
+use toolcrib::ports::store::StoreError;
+use toolcrib::ports::store::credentials::UpstreamCredentialStore;
 
 use super::SqliteStore;
 use super::reader::to_store_error;

@@ -2,9 +2,9 @@
 //! that the row itself implies and that has no row in `events`.
 
 use rusqlite::{Connection, OptionalExtension, Row, params};
-use toolcrib::event::{CallEvent, EventKind, EventRecord};
-use toolcrib::id::CallId;
-use toolcrib::store::{EventScope, StoreError};
+use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{EventScope, StoreError};
 
 use super::reader::{COUNT_CAP, count_capped, query_map, to_store_error};
 use crate::row::{CallEventFacts, ImpliedEvent, read_record};

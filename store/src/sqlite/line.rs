@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn who_is_on_the_way_is_waited_for() {
-        let together = toolcrib::store::CommitGroup::default();
+        let together = toolcrib::ports::store::CommitGroup::default();
         let line = Arc::new(WriteQueue::new(10));
         let long = Duration::from_secs(60);
         assert_eq!(

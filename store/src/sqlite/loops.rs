@@ -3,9 +3,9 @@
 
 use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::run::{JournalEntry, JournalRecord, Run, RunEvent};
-use toolcrib::store::loops::{CreateRunResult, RunFilter, RunStore};
-use toolcrib::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
+use toolcrib::domain::run::{JournalEntry, JournalRecord, Run, RunEvent};
+use toolcrib::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
+use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
 use super::op::SqliteChange;
 use super::reader::{query_map, to_store_error};

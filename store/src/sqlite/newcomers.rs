@@ -7,7 +7,7 @@
 use std::sync::LazyLock;
 
 use rusqlite::Statement;
-use toolcrib::store::CreateCallResult;
+use toolcrib::ports::store::CreateCallResult;
 
 use super::op::{PendingReply, Reply, SqliteChange};
 use super::writer::WriterThread;

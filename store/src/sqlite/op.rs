@@ -2,13 +2,10 @@
 
 use rusqlite::Connection;
 use tokio::sync::oneshot;
-use toolcrib::delivery::{Delivery, DeliveryAttempt};
-use toolcrib::directory::{AuditEntry, DirectoryChange};
-use toolcrib::id::CallId;
-use toolcrib::store::{
-    CommitGroup, CreateCallResult, IdempotencyKey, PurgeResult, RunToolDefinitions, SaveResult,
-    StoreError,
-};
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
+use toolcrib::domain::directory::{AuditEntry, DirectoryChange};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CommitGroup, CreateCallResult, IdempotencyKey, PurgeResult, RunToolDefinitions, SaveResult, StoreError};
 
 use crate::row::{CallRow, EventRow, RunRow};
 

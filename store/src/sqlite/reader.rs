@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use parking_lot::Mutex;
 use rusqlite::{Connection, OpenFlags, Row, ToSql, params};
-use toolcrib::call::{Call, Status};
-use toolcrib::id::CallId;
-use toolcrib::store::{CallFilter, OpenCallRow, StoreError};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CallFilter, OpenCallRow, StoreError};
 
 use super::open::OpenCalls;
 use crate::row::{CALL_COLUMNS, read_call};

@@ -1,7 +1,7 @@
 //! The tool definitions of runs (table `runs`), in SQLite.
 
 use rusqlite::{Connection, params};
-use toolcrib::store::{RunToolDefinitions, StoreError};
+use toolcrib::ports::store::{RunToolDefinitions, StoreError};
 
 use super::reader::query_map;
 use crate::row::decode;

@@ -1,8 +1,8 @@
 //! Upstreams and the tools imported from them, in SQLite.
 
 use rusqlite::{Connection, params};
-use toolcrib::directory::{DirectoryChange, Upstream};
-use toolcrib::store::StoreError;
+use toolcrib::domain::directory::{DirectoryChange, Upstream};
+use toolcrib::ports::store::StoreError;
 
 use super::reader::query_map;
 use crate::row::{encode_definition, read_upstream};

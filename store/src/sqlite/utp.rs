@@ -8,11 +8,11 @@ use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use toolcrib::store::utp::{InboxPutResult, PutCardResult, TurnChange, UtpStore};
-use toolcrib::store::{SaveResult, StoreError};
-use toolcrib::tool::ToolDefinition;
-use toolcrib::utp::card::TOOL_RESULT;
-use toolcrib::utp::{Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn};
+use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange, UtpStore};
+use toolcrib::ports::store::{SaveResult, StoreError};
+use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::domain::utp::card::TOOL_RESULT;
+use toolcrib::domain::utp::{Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn};
 
 use super::SqliteStore;
 use super::reader::to_store_error;

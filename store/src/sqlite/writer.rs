@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, OptionalExtension};
-use toolcrib::id::CallId;
-use toolcrib::store::{CommitGroup, StoreError};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CommitGroup, StoreError};
 
 use super::history::newest_event_number;
 use super::line::{PopResult, PushError, WriteQueue};

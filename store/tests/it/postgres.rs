@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use toolcrib::call::Status;
-use toolcrib::store::{Store, StoreError};
-use toolcrib::utp::card::into_map;
+use toolcrib::domain::call::Status;
+use toolcrib::ports::store::{Store, StoreError};
+use toolcrib::domain::utp::card::into_map;
 use toolcrib_store::{PostgresOpenError, PostgresStore};
 
 use crate::support::database::Database;
@@ -40,7 +40,7 @@ async fn numbers_go_on_after_a_restart() {
     let old = call();
     put(&store, &old).await;
     save(&store, &ended(&old, Status::Succeeded, old.created_ms + 1)).await;
-    let scope = || toolcrib::store::EventScope::Project("p".into());
+    let scope = || toolcrib::ports::store::EventScope::Project("p".into());
     let newest = store.last_event_number(scope()).await.unwrap();
     assert_eq!(store.purge(u64::MAX, 10).await.unwrap().calls, 1);
     drop(store);
@@ -206,7 +206,7 @@ async fn cards_and_tools_are_in_the_tables_that_tool_services_read() {
     let Some(database) = Database::new().await else { return };
     let store = PostgresStore::open(&database.url).await.unwrap();
     let content = serde_json::json!({ "__type__": "TextContent", "text": "a\0b" });
-    let card = toolcrib::utp::Card {
+    let card = toolcrib::domain::utp::Card {
         card_id: "c1".into(),
         project: "p".into(),
         kind: "task.instruction".into(),

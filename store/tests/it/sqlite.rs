@@ -13,7 +13,7 @@ use std::path::Path;
 
 use rusqlite::Connection;
 use tempfile::TempDir;
-use toolcrib::store::StoreError;
+use toolcrib::ports::store::StoreError;
 use toolcrib_store::SqliteStore;
 
 use crate::support::database_in;

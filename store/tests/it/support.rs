@@ -8,17 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tempfile::TempDir;
-use toolcrib::call::{Call, CallMetrics, Hold, Origin, Outcome, Status, Target};
-use toolcrib::event::{CallEvent, EventKind, EventRecord};
-use toolcrib::fault::Fault;
-use toolcrib::id::CallId;
-use toolcrib::json::Json;
-use toolcrib::retry::Backoff;
-use toolcrib::store::{
-    CallFilter, CreateCallResult, EventScope, IdempotencyKey, MemoryStore, NewCall, SaveResult,
-    Store, StoreError,
-};
-use toolcrib::tool::{Effect, Executor};
+use toolcrib::domain::call::{Call, CallMetrics, Hold, Origin, Outcome, Status, Target};
+use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
+use toolcrib::domain::fault::Fault;
+use toolcrib::domain::id::CallId;
+use toolcrib::domain::json::Json;
+use toolcrib::domain::retry::Backoff;
+use toolcrib::ports::store::{CallFilter, CreateCallResult, EventScope, IdempotencyKey, MemoryStore, NewCall, SaveResult, Store, StoreError};
+use toolcrib::domain::tool::{Effect, Executor};
 use toolcrib_store::SqliteStore;
 
 /// The current time in the tests.

@@ -15,7 +15,7 @@ use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode, decode_header};
 use parking_lot::RwLock;
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
-use toolcrib::caller::{AuthMethod, Authenticator};
+use toolcrib::domain::caller::{AuthMethod, Authenticator};
 use toolcrib::{Caller, Role};
 
 use crate::auth::settings::OauthSettings;

@@ -8,7 +8,7 @@ use axum::body::Bytes;
 use axum::http::header;
 use axum::response::IntoResponse;
 use axum::routing::get;
-use toolcrib::fault::Code;
+use toolcrib::domain::fault::Code;
 use utoipa::Modify;
 use utoipa::openapi::OpenApi;
 use utoipa::openapi::path::Operation;

@@ -14,9 +14,9 @@ use futures::StreamExt;
 use percent_encoding::percent_decode_str;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::json;
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::json::{self, JsonError};
-use toolcrib::trace::TraceParent;
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::json::{self, JsonError};
+use toolcrib::domain::trace::TraceParent;
 use toolcrib::{CallId, Caller};
 
 use super::HttpState;

@@ -5,8 +5,8 @@ use axum::http::{HeaderValue, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde_json::Value;
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::trace::TraceParent;
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::trace::TraceParent;
 use utoipa::ToSchema;
 
 use super::wire::FaultBody;

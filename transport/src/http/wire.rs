@@ -4,13 +4,13 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use toolcrib::Engine;
-use toolcrib::call::{Call, CallMetrics, Hold, Outcome};
+use toolcrib::domain::call::{Call, CallMetrics, Hold, Outcome};
 use toolcrib::engine::CatalogEntry;
-use toolcrib::event::CallEvent;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::json::Json;
-use toolcrib::tool::ToolDefinition;
-use toolcrib::trace::TraceParent;
+use toolcrib::domain::event::CallEvent;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::json::Json;
+use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::domain::trace::TraceParent;
 use utoipa::ToSchema;
 
 use toolcrib_protocol::background_task::{MAX_DATA_BYTES, TaskOutcome};

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use toolcrib::CallId;
-use toolcrib::fault::{Code, Fault};
+use toolcrib::domain::fault::{Code, Fault};
 
 use super::call::{McpClientInfo, result_format, with_call_id};
 use super::server::{CallerView, McpHandler};

@@ -14,7 +14,7 @@ use rmcp::model::{
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer};
 use serde_json::Value;
-use toolcrib::call::{Call, Hold};
+use toolcrib::domain::call::{Call, Hold};
 use toolcrib::engine::CatalogEntry;
 use toolcrib::{CallRequest, Json, Ticket};
 

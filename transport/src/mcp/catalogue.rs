@@ -11,7 +11,7 @@ use rmcp::{ErrorData, RoleServer};
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use toolcrib::fault::{Code, Fault};
+use toolcrib::domain::fault::{Code, Fault};
 
 use super::server::{CallerView, McpHandler};
 use super::{call, tools};

@@ -13,7 +13,7 @@ use rmcp::model::{
 use rmcp::service::{Peer, PeerRequestOptions};
 use rmcp::{ErrorData, RoleServer};
 use serde_json::{Map, Value};
-use toolcrib::call::{Call, Hold};
+use toolcrib::domain::call::{Call, Hold};
 use toolcrib::{CallId, Code, Ticket};
 
 use super::server::{CallerView, McpHandler};

@@ -16,8 +16,8 @@ use rmcp::transport::streamable_http_server::session::local::LocalSessionManager
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use serde_json::json;
 use toolcrib::Caller;
-use toolcrib::fault::{Code, Error};
-use toolcrib::json;
+use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::json;
 
 use super::McpTransport;
 use super::catalogue::CatalogueMode;
@@ -206,7 +206,7 @@ fn parse_source_name(path: &str) -> Result<Option<Arc<str>>, Error> {
     let Some(name) = path.strip_prefix("/mcp/").filter(|name| !name.is_empty()) else {
         return Ok(None);
     };
-    toolcrib::tool::check_upstream_name(name)
+    toolcrib::domain::tool::check_upstream_name(name)
         .map_err(|why| Error::refused(Code::NotFound, format!("there is no such source: {why}")))?;
     Ok(Some(name.into()))
 }

@@ -14,9 +14,9 @@ use rmcp::model::{
 use rmcp::service::{Peer, RequestContext};
 use serde::Deserialize;
 use serde_json::Value;
-use toolcrib::call::Call;
+use toolcrib::domain::call::Call;
 use toolcrib::engine::EventQuery;
-use toolcrib::event::{CallEvent, EventData, EventKind};
+use toolcrib::domain::event::{CallEvent, EventData, EventKind};
 use toolcrib::{Caller, Engine, Executor};
 
 use super::server::{CallerView, McpHandler};

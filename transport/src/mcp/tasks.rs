@@ -10,8 +10,8 @@ use rmcp::ErrorData;
 use rmcp::model::{ClientCapabilities, DetailedTask, JsonObject, Task, TaskPayload, TaskStatus};
 use serde_json::{Value, json};
 use toolcrib::CallId;
-use toolcrib::call::{Call, Status};
-use toolcrib::fault::Code;
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::fault::Code;
 
 use super::call::result_format;
 use super::server::{CallerView, McpHandler};

@@ -7,7 +7,7 @@ use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::Response;
 use parking_lot::Mutex;
-use toolcrib::fault::Error;
+use toolcrib::domain::fault::Error;
 
 /// The empty list as rmcp serializes it.
 const EMPTY_TOOL_LIST: &[u8] = br#""tools":[]"#;

@@ -9,10 +9,11 @@ use rmcp::model::{
     CallToolResult, ContentBlock, ErrorCode, Resource, ResourceContents, ResultType,
 };
 use serde_json::{Value, json};
-use toolcrib::call::{Call, Hold, Status};
-use toolcrib::digest;
-use toolcrib::fault::{Code, Error, Fault, SideEffect};
-use toolcrib::{Executor, Json, tokens};
+use toolcrib::domain::call::{Call, Hold, Status};
+use toolcrib::results::digest;
+use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
+use toolcrib::{Executor, Json};
+use toolcrib::results::tokens;
 
 use super::tools::ProtocolRevision;
 

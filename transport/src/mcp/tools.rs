@@ -190,7 +190,7 @@ impl ToolListCache {
 
     /// Returns the caller's list for the present state of the directory.
     pub(super) fn for_caller(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
-        let local = caller.auth_method == toolcrib::caller::AuthMethod::Local;
+        let local = caller.auth_method == toolcrib::domain::caller::AuthMethod::Local;
         let whose = (caller.project.clone(), caller.agent.clone(), caller.role, local);
         // Read before the tools: if the directory changes in between, the next request rebuilds the
         // list.
@@ -318,5 +318,5 @@ pub(super) fn cursor_after(name: &str) -> String {
 
 /// Returns the name in a cursor, or `None` if the cursor is not one of Toolcrib's.
 pub(super) fn parse_cursor(cursor: &str) -> Option<&str> {
-    cursor.strip_prefix(CURSOR_PREFIX).filter(|name| toolcrib::tool::check_tool_name(name).is_ok())
+    cursor.strip_prefix(CURSOR_PREFIX).filter(|name| toolcrib::domain::tool::check_tool_name(name).is_ok())
 }

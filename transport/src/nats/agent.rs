@@ -2,9 +2,9 @@
 
 use async_nats::Message;
 use serde_json::{Value, json};
-use toolcrib::fault::{Code, Error};
-use toolcrib::utp::subject::Subject;
-use toolcrib::utp::trace;
+use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::utp::subject::Subject;
+use toolcrib::domain::utp::trace;
 use toolcrib::{Caller, Engine};
 
 use super::{parse_body, unknown_subject};

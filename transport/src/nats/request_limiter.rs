@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use toolcrib::fault::{Code, Error};
+use toolcrib::domain::fault::{Code, Error};
 
 /// Maximum number of requests that are handled concurrently.
 const MAX_ACTIVE: usize = 1_024;

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::UnprocessableMessage;
-use toolcrib::fault::{Code, Error};
-use toolcrib::utp::subject::{Subject, is_command_of};
+use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::utp::subject::{Subject, is_command_of};
 use toolcrib::{Caller, Engine};
 
 use super::{parse_body, reply_too_large, unknown_subject};
@@ -107,12 +107,12 @@ fn follow_cards(link: &NatsConnection, parts: &Subject<'_>, body: &Value) -> Res
     let text = |name: &str| body[name].as_str().unwrap_or_default();
     let (target, inbox) = (text("target"), text("inbox"));
     let refused = |message: &str| Err(Error::refused(Code::BadRequest, message));
-    if !toolcrib::utp::is_token(target) {
+    if !toolcrib::domain::utp::is_token(target) {
         return refused("target must be that of cmd.tool.<target>");
     }
     // Only an inbox subject is allowed, so that a client cannot make this server publish messages
     // that others take for commands or events.
-    if !inbox.starts_with("_INBOX") || !inbox.split('.').all(toolcrib::utp::is_token) {
+    if !inbox.starts_with("_INBOX") || !inbox.split('.').all(toolcrib::domain::utp::is_token) {
         return refused("inbox must be a subject that begins with _INBOX");
     }
     link.followers().register(parts.project, target, inbox);

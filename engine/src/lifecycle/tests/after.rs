@@ -1,7 +1,7 @@
 //! Tests of calls with a predecessor.
 
 use super::*;
-use crate::fault::SideEffect;
+use crate::domain::fault::SideEffect;
 
 #[test]
 fn only_who_waits_for_another_has_a_turn() {

@@ -1,9 +1,10 @@
 //! Tests of a batch's response: formats, budgets, limits, names.
 
 use serde_json::{Value, json};
-use toolcrib::batch::{BatchEntryState, BatchMode};
-use toolcrib::fault::Code;
-use toolcrib::{Batch, Effect, Engine, EngineLimits, Fault, FnTool, Json, tokens};
+use toolcrib::calls::batch::{BatchEntryState, BatchMode};
+use toolcrib::domain::fault::Code;
+use toolcrib::results::tokens;
+use toolcrib::{Batch, Effect, Engine, EngineLimits, Fault, FnTool, Json};
 
 use super::{Numbered, batch, caller, envelope, picky, run, stored, stuck};
 
@@ -182,7 +183,7 @@ async fn a_batch_that_makes_no_sense_is_refused_by_its_field() {
 async fn tools_are_known_by_both_names() {
     let engine = Engine::builder().tool(picky()).tool(stuck("a.b")).tool(stuck("a__b"));
     let engine = engine.start().await.unwrap();
-    let formats = toolcrib::dialect::ToolFormat::ALL;
+    let formats = toolcrib::model_formats::ToolFormat::ALL;
     let told = engine.model_tool_definitions(&caller(), formats[2]);
     let names: Vec<String> =
         told.iter().map(|tool| tool.to_value()["name"].as_str().unwrap().to_owned()).collect();

@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
-use toolcrib::call::{Call, Hold, Origin};
-use toolcrib::id::CallId;
-use toolcrib::store::{MemoryStore, NewCall, Store};
+use toolcrib::domain::call::{Call, Hold, Origin};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{MemoryStore, NewCall, Store};
 
 use super::*;
 

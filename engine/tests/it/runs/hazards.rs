@@ -208,7 +208,7 @@ async fn replays_count_among_the_runs_that_are_open() {
     model.waiting.lock().push(waits);
     let (playing, played) = (engine.clone(), id.clone());
     let replay = tokio::spawn(async move {
-        let quiet = toolcrib::turn::ignore_events;
+        let quiet = toolcrib::runs::agent_loop::ignore_events;
         playing.replay_run(&me(), &played, None, &quiet).await
     });
     model.asked.notified().await;

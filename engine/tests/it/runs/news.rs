@@ -2,7 +2,7 @@
 //! missing.
 
 use super::*;
-use toolcrib::model::Delta;
+use toolcrib::ports::model::Delta;
 
 /// A model that sends this many deltas of this size, all at once.
 struct Chatters(usize, usize);

@@ -4,7 +4,7 @@ use super::*;
 use toolcrib::engine::ReplayReport;
 
 async fn played(engine: &Engine, id: &str) -> ReplayReport {
-    engine.replay_run(&me(), id, None, &toolcrib::turn::ignore_events).await.unwrap()
+    engine.replay_run(&me(), id, None, &toolcrib::runs::agent_loop::ignore_events).await.unwrap()
 }
 
 fn steps(replayed: &ReplayReport) -> Vec<u32> {
@@ -27,7 +27,7 @@ async fn a_replay_touches_nothing_and_says_where_the_model_went_another_way() {
     let engine = site.engine(script.clone()).await;
     let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
     ended(&engine, &id).await;
-    let quiet = toolcrib::turn::ignore_events;
+    let quiet = toolcrib::runs::agent_loop::ignore_events;
     let same = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
     assert_eq!((same.answer.as_str(), same.differences.len()), ("It is 42.", 0));
     assert_eq!(script.asked(3).messages[2]["content"], "42", "the recorded result");

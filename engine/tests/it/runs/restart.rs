@@ -187,7 +187,7 @@ async fn a_stored_answer_that_is_taken_up_is_written_down_once() {
     engine.resume_run(&me(), &id).await.unwrap();
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
     assert_eq!(answered(&engine, &id).await, [1, 2]);
-    let quiet = toolcrib::turn::ignore_events;
+    let quiet = toolcrib::runs::agent_loop::ignore_events;
     let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
     assert_eq!(replayed.differences, [], "it went the same way");
 }
@@ -211,7 +211,7 @@ async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
     assert_eq!(twice.kind, JournalKind::Replied);
     let mut run = engine.find_run(&me(), &id).await.unwrap();
     run.version += 1;
-    let twice = toolcrib::run::JournalRecord { messages: Vec::new(), ..twice };
+    let twice = toolcrib::domain::run::JournalRecord { messages: Vec::new(), ..twice };
     store.runs().save_run(run, vec![twice]).await.unwrap();
 
     let second = builder(played_again(Script::default().says("done")));
@@ -224,7 +224,7 @@ async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
     let engine = second.tool(add.effect(Effect::Idempotent)).start().await.unwrap();
     assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
     assert_eq!(answered(&engine, &id).await, [1, 2]);
-    let quiet = toolcrib::turn::ignore_events;
+    let quiet = toolcrib::runs::agent_loop::ignore_events;
     let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
     assert_eq!((replayed.differences.as_slice(), replayed.unrecorded_calls), (&[][..], 0));
 }

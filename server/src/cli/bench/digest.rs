@@ -7,8 +7,9 @@
 use std::time::Instant;
 
 use anyhow::Context;
-use toolcrib::digest::{DigestSource, digest};
-use toolcrib::{CallId, Json, tokens};
+use toolcrib::results::digest::{DigestSource, digest};
+use toolcrib::{CallId, Json};
+use toolcrib::results::tokens;
 use toolcrib_bench::process;
 
 /// Size of the result.

@@ -222,7 +222,7 @@ pub const CALL_BODY: &str = r#"{"run_id":"run_bench","args":{}}"#;
 
 /// Returns the body of a batch of such calls, in the form that a model uses.
 pub fn batch_body(entries: usize) -> String {
-    let name = toolcrib::names::name_for_model(toolcrib_bench::baseline::TOOL);
+    let name = toolcrib::registry::model_tool_names::name_for_model(toolcrib_bench::baseline::TOOL);
     let function = serde_json::json!({ "name": name, "arguments": "{}" });
     let entry = serde_json::json!({ "id": "call_0", "type": "function", "function": function });
     let entries = vec![entry; entries];

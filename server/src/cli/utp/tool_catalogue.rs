@@ -4,9 +4,9 @@
 //! The definitions belong to the server of that directory, which may be running: this process reads
 //! them and never writes them. The tools are executed in this process.
 
-use toolcrib::fault::{Code, Error};
-use toolcrib::task::refresh;
-use toolcrib::tool::{Executor, ToolDefinition};
+use toolcrib::domain::fault::{Code, Error};
+use toolcrib::maintenance::directory_refresh;
+use toolcrib::domain::tool::{Executor, ToolDefinition};
 use toolcrib::{Caller, Engine, Json};
 
 use crate::config::Config;
@@ -48,7 +48,7 @@ impl UtpToolCatalogue {
     pub(super) async fn prepare_call(&self, job: &ToolJob) -> Result<Caller, Error> {
         let caller = Caller::local(self.project.as_deref().unwrap_or(&job.project));
         let Some(kept) = self.open_definitions().await? else { return Ok(caller) };
-        refresh::run_once(kept).await;
+        directory_refresh::run_once(kept).await;
         let known = kept.project_tool(&caller, &job.tool_name).ok();
         let wanted = known.and_then(|tool| executable_definition(&tool.definition));
         let here = self.engine.project_tool(&caller, &job.tool_name).ok();

@@ -97,7 +97,7 @@ async fn a_summary_that_fails_leaves_the_digest() {
 async fn a_summary_is_held_to_the_budget() {
     let (content, ..) = told(|_| text_reply("word ".repeat(10_000))).await;
     assert!(content.starts_with("[summary of log.read"), "{content}");
-    let tokens = toolcrib::tokens::count(&content);
+    let tokens = toolcrib::results::tokens::count(&content);
     assert!(tokens <= 320, "{tokens} tokens");
 }
 

@@ -44,7 +44,7 @@ async fn the_secret_is_shown_once_and_kept_nowhere() {
     let disk = on_disk(&server);
     assert!(contains(&disk, made["id"].as_str().unwrap()), "the key itself is there");
     assert!(!contains(&disk, secret) && !contains(&disk, &secret[4..]), "its secret is not");
-    let digest = toolcrib::tool::hex(&Sha256::digest(secret.as_bytes()));
+    let digest = toolcrib::domain::tool::hex(&Sha256::digest(secret.as_bytes()));
     assert!(contains(&disk, &digest), "its hash is");
 }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
-use toolcrib::dialogue::ElicitationRequest;
-use toolcrib::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::domain::elicitation::ElicitationRequest;
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
 use toolcrib::{CallId, Effect, Engine, Executor, Fault, Json, Risk, ToolDefinition};
 use toolcrib_store::SqliteStore;
 

@@ -294,7 +294,7 @@ async fn a_long_result_is_a_digest_with_a_link_to_the_whole() {
         api.succeed(&id, whole.clone()).await;
         let told: Value = serde_json::from_str(&soon("the answer", asking).await.unwrap()).unwrap();
         let result = &told["result"];
-        let tokens = toolcrib::tokens::count(text(result));
+        let tokens = toolcrib::results::tokens::count(text(result));
         assert!(tokens <= 200 && text(result).contains(&id), "{tokens}: {}", text(result));
         let link = &result["content"][1];
         assert_eq!(link["type"], "resource_link", "{result}");

@@ -108,14 +108,14 @@ async fn five_hundred_tools_cost_a_hundredth_of_their_tokens() {
         let client = Mcp::modern(&api).at(path);
         async move { json!(client.tools().await).to_string() }
     };
-    let all = toolcrib::tokens::count(&list("/mcp?catalogue=full").await);
-    let few = toolcrib::tokens::count(&list("/mcp?catalogue=search").await);
+    let all = toolcrib::results::tokens::count(&list("/mcp?catalogue=full").await);
+    let few = toolcrib::results::tokens::count(&list("/mcp?catalogue=search").await);
     let client = Mcp::modern(&api).at("/mcp?catalogue=search");
     let query = json!({ "query": "create an invoice", "limit": 5 });
     let search = client.call("tools.search", query).await.result()["content"].to_string();
     let names = json!({ "names": ["billing.create_invoice_000"] });
     let describe = client.call("tools.describe", names).await.result()["content"].to_string();
-    let used = few + toolcrib::tokens::count(&search) + toolcrib::tokens::count(&describe);
+    let used = few + toolcrib::results::tokens::count(&search) + toolcrib::results::tokens::count(&describe);
     println!("500 tools: {all} tokens; the catalogue: {few}; with one search and one look: {used}");
     assert!(few * 100 < all, "{few} of {all}");
     assert!(used * 30 < all, "{used} of {all}");

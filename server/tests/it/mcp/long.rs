@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
-use toolcrib::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
 use toolcrib::{CallId, Effect, Engine, Executor, Json, Risk, ToolDefinition};
 
 use super::hint;

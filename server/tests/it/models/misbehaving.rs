@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use toolcrib::Code;
-use toolcrib::model::{FinishReason, ModelError};
+use toolcrib::ports::model::{FinishReason, ModelError};
 use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply};
 use toolcrib_sources::models::{ModelApi, ModelResponseLimits, OpenAiModel};
 

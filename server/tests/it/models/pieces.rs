@@ -2,7 +2,7 @@
 //! stays one, and what are two stay two.
 
 use serde_json::{Value, json};
-use toolcrib::model::ToolCallRequest;
+use toolcrib::ports::model::ToolCallRequest;
 use toolcrib_bench::model::{ScriptedBehavior, ScriptedModel};
 
 use super::*;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
-use toolcrib::tool::ToolDefinition;
+use toolcrib::domain::tool::ToolDefinition;
 use toolcrib_protocol::outbound::OutboundPolicy;
 use toolcrib_sources::mcp::{McpSource, UpstreamPhase, UpstreamRegistry};
 

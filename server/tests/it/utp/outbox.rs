@@ -1,7 +1,7 @@
 //! What is published of turns: nothing that somebody puts into one can keep it from the others.
 
 use serde_json::{Value, json};
-use toolcrib::utp::OutboxMessage;
+use toolcrib::domain::utp::OutboxMessage;
 use toolcrib::{Caller, Engine};
 
 use crate::support::nats::{Hand, Nats, tool};

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use toolcrib::fault::SideEffect;
+use toolcrib::domain::fault::SideEffect;
 use toolcrib::{Code, Effect, Risk, Tool};
 
 use super::{evaluate, tool};

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::OnceCell;
 use toolcrib::Fault;
-use toolcrib::trace::TraceParent;
+use toolcrib::domain::trace::TraceParent;
 
 use super::super::BuiltinSetupError;
 use super::{CurrentWeather, WeatherUnits};

@@ -13,8 +13,8 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::get;
 use serde_json::{Value, json};
-use toolcrib::fault::SideEffect;
-use toolcrib::function::BuiltinSource;
+use toolcrib::domain::fault::SideEffect;
+use toolcrib::ports::fn_tool::BuiltinSource;
 use toolcrib::{Code, Effect, Fault, Risk, Tool};
 
 use super::super::{WeatherSettings, testing};

@@ -6,7 +6,7 @@
 //! be used.
 
 use serde_json::{Map, Value, json};
-use toolcrib::model::ModelRequest;
+use toolcrib::ports::model::ModelRequest;
 
 /// Returns the body of a request.
 pub(super) fn build_body(prompt: &ModelRequest, max_tokens: u32) -> Value {

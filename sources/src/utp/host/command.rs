@@ -2,9 +2,9 @@
 
 use async_nats::jetstream::Message;
 use serde_json::{Map, Value};
-use toolcrib::fault::{Code, Fault};
-use toolcrib::utp::card::{error_as_result, error_json};
-use toolcrib::utp::{AfterExecution, Route, ToolStatus, subject, trace};
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::utp::card::{error_as_result, error_json};
+use toolcrib::domain::utp::{AfterExecution, Route, ToolStatus, subject, trace};
 
 use super::{ToolJob, ToolJobResult};
 use toolcrib_protocol::utp::wire;

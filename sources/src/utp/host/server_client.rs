@@ -8,10 +8,10 @@ use axum::body::Bytes;
 use serde::Serialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use toolcrib::fault::{Code, Fault};
-use toolcrib::tool::hex;
-use toolcrib::utp::card::error_json;
-use toolcrib::utp::trace;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::tool::hex;
+use toolcrib::domain::utp::card::error_json;
+use toolcrib::domain::utp::trace;
 
 use super::ToolJobResult;
 use super::command::{CommandError, ReceivedCommand};
@@ -204,8 +204,8 @@ impl ServerClient {
     /// this id need not be stored again as a card.
     fn server_result_card_id(command: &ReceivedCommand) -> Option<String> {
         let asked = command.card_id.as_deref()?;
-        let (id, _) = toolcrib::utp::card::parse_derived_id(asked)?;
-        Some(toolcrib::utp::card::derived_id(&id, toolcrib::utp::card::TOOL_RESULT))
+        let (id, _) = toolcrib::domain::utp::card::parse_derived_id(asked)?;
+        Some(toolcrib::domain::utp::card::derived_id(&id, toolcrib::domain::utp::card::TOOL_RESULT))
     }
 
     /// Returns the id of the result card. It depends only on the call, so a second execution has
@@ -337,7 +337,7 @@ impl ServerClient {
                 metadata[name] = meta[name].clone();
             }
         }
-        let plain = answer.status == toolcrib::utp::ToolStatus::Success && !meta.is_null();
+        let plain = answer.status == toolcrib::domain::utp::ToolStatus::Success && !meta.is_null();
         let own = Self::server_result_card_id(command).filter(|_| plain);
         json!({
             "card_id": own.unwrap_or_else(|| Self::result_card_id(command)),
@@ -358,7 +358,7 @@ impl ServerClient {
 
     /// Stores a command that can be neither executed nor answered as a dead letter.
     pub(super) async fn dead_letter(&self, message: &Message, why: &str) -> ReportOutcome {
-        let Some(parts) = toolcrib::utp::subject::parse(&message.subject) else {
+        let Some(parts) = toolcrib::domain::utp::subject::parse(&message.subject) else {
             return ReportOutcome::Rejected("its subject is not one of ours".to_owned());
         };
         let mut letter = json!({

@@ -6,10 +6,10 @@
 
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
-use toolcrib::store::StoreError;
-use toolcrib::store::utp::PutCardResult;
-use toolcrib::utp::Card;
-use toolcrib::utp::card::TOOL_RESULT;
+use toolcrib::ports::store::StoreError;
+use toolcrib::ports::store::utp::PutCardResult;
+use toolcrib::domain::utp::Card;
+use toolcrib::domain::utp::card::TOOL_RESULT;
 
 use super::super::link::{Session, SessionError, SqlParams};
 use super::super::strip_nul_chars;

@@ -4,9 +4,9 @@
 
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
-use toolcrib::store::StoreError;
-use toolcrib::store::utp::InboxPutResult;
-use toolcrib::utp::{InboxItem, OutboxMessage, StepCall};
+use toolcrib::ports::store::StoreError;
+use toolcrib::ports::store::utp::InboxPutResult;
+use toolcrib::domain::utp::{InboxItem, OutboxMessage, StepCall};
 
 use super::super::link::{Session, SessionError, SqlParams};
 use super::super::writer::WriterConnection;

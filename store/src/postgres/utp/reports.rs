@@ -1,8 +1,8 @@
 //! Exchange with tool services through shared tables: Toolcrib publishes the cards of commands,
 //! tool services write reports.
 
-use toolcrib::store::utp::{ReportDisposition, SharedTableReport};
-use toolcrib::utp::{Card, Route};
+use toolcrib::ports::store::utp::{ReportDisposition, SharedTableReport};
+use toolcrib::domain::utp::{Card, Route};
 
 use super::super::limit_param;
 use super::super::link::{Session, SessionError, SqlParams};

@@ -1,8 +1,8 @@
 //! Turns and the calls of their steps, and the purge of old UTP data.
 
-use toolcrib::store::SaveResult;
-use toolcrib::store::utp::{REPLACED_DEFINITION_GRACE_MS, TurnChange};
-use toolcrib::utp::Turn;
+use toolcrib::ports::store::SaveResult;
+use toolcrib::ports::store::utp::{REPLACED_DEFINITION_GRACE_MS, TurnChange};
+use toolcrib::domain::utp::Turn;
 
 use super::super::limit_param;
 use super::super::link::{SessionError, SqlParams};

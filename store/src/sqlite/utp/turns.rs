@@ -1,9 +1,9 @@
 //! Turns and the calls of their steps.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::store::SaveResult;
-use toolcrib::store::utp::TurnChange;
-use toolcrib::utp::Turn;
+use toolcrib::ports::store::SaveResult;
+use toolcrib::ports::store::utp::TurnChange;
+use toolcrib::domain::utp::Turn;
 
 use super::{encode_body, letters};
 

@@ -1,11 +1,11 @@
 //! The schema rejects contradictory rows, whatever program writes them: one test per constraint.
 
 use rusqlite::ErrorCode;
-use toolcrib::call::Status;
-use toolcrib::caller::Role;
-use toolcrib::directory::{ApiKey, DirectoryChange};
-use toolcrib::policy::{AccessRule, RuleVerdict};
-use toolcrib::store::{SaveResult, Store};
+use toolcrib::domain::call::Status;
+use toolcrib::domain::caller::Role;
+use toolcrib::domain::directory::{ApiKey, DirectoryChange};
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::ports::store::{SaveResult, Store};
 
 use super::{fresh, number, raw};
 use crate::support::{NOW, call, database_in, put_with_status};

@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
-use toolcrib::call::{Call, Status};
-use toolcrib::caller::Role;
-use toolcrib::directory::{ApiKey, AuditEntry, DirectoryChange};
-use toolcrib::event::{EventKind, EventRecord};
-use toolcrib::id::CallId;
-use toolcrib::store::{CreateCallResult, SaveResult, Store};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::caller::Role;
+use toolcrib::domain::directory::{ApiKey, AuditEntry, DirectoryChange};
+use toolcrib::domain::event::{EventKind, EventRecord};
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CreateCallResult, SaveResult, Store};
 use toolcrib_store::SqliteStore;
 
 use super::{fresh, number, raw};

@@ -8,8 +8,8 @@
 use std::process::Command;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use toolcrib::call::{Call, Status};
-use toolcrib::store::Store;
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::ports::store::Store;
 use toolcrib_store::SqliteStore;
 
 use super::is_unavailable;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use rusqlite::Connection;
-use toolcrib::store::{CallFilter, Store};
+use toolcrib::ports::store::{CallFilter, Store};
 use toolcrib_store::{SQLITE_SCHEMA_VERSION, SqliteOpenError, SqliteStore};
 
 use super::{fresh, number, raw};

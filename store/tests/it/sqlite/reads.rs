@@ -4,8 +4,8 @@
 //! The cost is measured in bytes read from the file, not in time: Linux counts them per thread, and
 //! here one dedicated thread does all reads.
 
-use toolcrib::call::{Call, Status};
-use toolcrib::store::{CallFilter, EventScope, Store};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::ports::store::{CallFilter, EventScope, Store};
 use toolcrib_store::SqliteStore;
 
 use crate::support::{

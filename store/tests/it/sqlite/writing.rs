@@ -4,9 +4,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use toolcrib::call::{Call, Status};
-use toolcrib::event::EventKind;
-use toolcrib::store::{CreateCallResult, SaveResult, Store};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::event::EventKind;
+use toolcrib::ports::store::{CreateCallResult, SaveResult, Store};
 use toolcrib::{CallRequest, Caller, Effect, Engine, Fault, FnTool};
 use toolcrib_store::SqliteStore;
 

@@ -1,14 +1,14 @@
 //! Calls: a stored call reads back unchanged, and a save replaces exactly the preceding version.
 
 use serde_json::json as value;
-use toolcrib::call::{Call, FailedAttempt, Hold, Origin, Status, Target};
-use toolcrib::dialogue::Elicitation;
-use toolcrib::event::EventKind;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::retry::Backoff;
-use toolcrib::store::{SaveResult, Store};
-use toolcrib::tool::{Effect, Executor};
-use toolcrib::utp::Route;
+use toolcrib::domain::call::{Call, FailedAttempt, Hold, Origin, Status, Target};
+use toolcrib::domain::elicitation::Elicitation;
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::retry::Backoff;
+use toolcrib::ports::store::{SaveResult, Store};
+use toolcrib::domain::tool::{Effect, Executor};
+use toolcrib::domain::utp::Route;
 
 use crate::support::{
     NOW, append, call, ended, found, history, ids_of, json, of_call, on_threads, put, read, record,

@@ -1,13 +1,11 @@
 //! Deliveries: stored with their call, due when it ends, saved by version; and background tasks in
 //! lists of calls.
 
-use toolcrib::call::{Call, Origin, Status};
-use toolcrib::delivery::{
-    Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, MAX_STORED_ATTEMPTS, RetrySchedule,
-};
-use toolcrib::event::EventKind;
-use toolcrib::id::CallId;
-use toolcrib::store::{CallFilter, CreateCallResult, DeliveryFilter, SaveResult, Store};
+use toolcrib::domain::call::{Call, Origin, Status};
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, MAX_STORED_ATTEMPTS, RetrySchedule};
+use toolcrib::domain::event::EventKind;
+use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::{CallFilter, CreateCallResult, DeliveryFilter, SaveResult, Store};
 
 use crate::support::{
     NOW, append, call, call_at, call_of, ended, ids, key, put, put_keyed, put_with_status, record,

@@ -3,15 +3,13 @@
 use std::collections::BTreeMap;
 
 use serde_json::json as value;
-use toolcrib::args;
-use toolcrib::caller::Role;
-use toolcrib::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream,
-};
-use toolcrib::policy::{AccessRule, RuleVerdict};
-use toolcrib::retry::{Backoff, ExecutionPolicyPatch};
-use toolcrib::store::{SaveResult, Store};
-use toolcrib::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
+use toolcrib::domain::args;
+use toolcrib::domain::caller::Role;
+use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream};
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
+use toolcrib::ports::store::{SaveResult, Store};
+use toolcrib::domain::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 
 use crate::support::{NOW, json, on_threads};
 

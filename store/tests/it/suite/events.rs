@@ -1,9 +1,9 @@
 //! Events: numbered across the whole store in commit order, read by scope and page.
 
 use serde_json::json as value;
-use toolcrib::call::Status;
-use toolcrib::event::{CallEvent, EventKind, EventRecord};
-use toolcrib::store::{EventScope, Store};
+use toolcrib::domain::call::Status;
+use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
+use toolcrib::ports::store::{EventScope, Store};
 
 use crate::support::{
     NOW, append, call, call_of, creating, ended, found, history, of_call, of_project, of_run,

@@ -1,7 +1,7 @@
 //! Idempotency keys: the same key means the same request, executed once.
 
-use toolcrib::call::{Call, Status};
-use toolcrib::store::{CreateCallResult, Store};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::ports::store::{CreateCallResult, Store};
 
 use crate::support::{
     NOW, call, creating, ended, found, history, ids_of, key, of_call, of_project, on_threads, put,

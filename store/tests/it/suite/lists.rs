@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 
 use serde_json::json;
-use toolcrib::call::{Call, Hold, Status};
-use toolcrib::id::CallId;
-use toolcrib::json::Json;
-use toolcrib::store::{CallFilter, Store};
+use toolcrib::domain::call::{Call, Hold, Status};
+use toolcrib::domain::id::CallId;
+use toolcrib::domain::json::Json;
+use toolcrib::ports::store::{CallFilter, Store};
 
 use crate::support::{
     NOW, call, call_at, call_of, ended, ids, ids_of, put, put_with_status, read, running, save,

@@ -1,11 +1,11 @@
 //! Runs of the agent loop, and their journals.
 
 use serde_json::json;
-use toolcrib::model::{ModelReply, TokenUsage, ToolCallRequest};
-use toolcrib::run::{JournalKind, JournalRecord, Run, RunEvent, RunOwner, RunStatus, Trouble};
-use toolcrib::store::loops::{CreateRunResult, RunFilter};
-use toolcrib::store::{IdempotencyKey, SaveResult, Store};
-use toolcrib::turn::{FinalAnswer, PendingCall, RepeatCounter, RunOptions, RunProgress};
+use toolcrib::ports::model::{ModelReply, TokenUsage, ToolCallRequest};
+use toolcrib::domain::run::{JournalKind, JournalRecord, Run, RunEvent, RunOwner, RunStatus, Trouble};
+use toolcrib::ports::store::runs::{CreateRunResult, RunFilter};
+use toolcrib::ports::store::{IdempotencyKey, SaveResult, Store};
+use toolcrib::runs::agent_loop::{FinalAnswer, PendingCall, RepeatCounter, RunOptions, RunProgress};
 
 use crate::support::{NOW, call_at, put};
 

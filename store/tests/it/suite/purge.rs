@@ -1,10 +1,10 @@
 //! Purge: deletes only calls that ended long enough ago, with everything that belongs to them, in
 //! steps.
 
-use toolcrib::call::{Call, Status};
-use toolcrib::directory::AuditEntry;
-use toolcrib::event::EventKind;
-use toolcrib::store::{CreateCallResult, Store};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::directory::AuditEntry;
+use toolcrib::domain::event::EventKind;
+use toolcrib::ports::store::{CreateCallResult, Store};
 
 use crate::support::{
     NOW, append, call, call_at, ended, found, history, ids_of, key, of_call, of_project, put,

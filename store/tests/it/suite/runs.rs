@@ -1,7 +1,7 @@
 //! The tool definitions stored for a run.
 
-use toolcrib::call::{Call, Status};
-use toolcrib::store::{RunToolDefinitions, Store};
+use toolcrib::domain::call::{Call, Status};
+use toolcrib::ports::store::{RunToolDefinitions, Store};
 
 use crate::support::{NOW, call_at, ended, json, put, save};
 

@@ -1,16 +1,13 @@
 //! Cards, turns, inboxes, the outbox and dead letters.
 
 use serde_json::{Map, json};
-use toolcrib::call::Status;
-use toolcrib::directory::{AuditEntry, DirectoryChange, Project};
-use toolcrib::store::utp::{InboxPutResult, PutCardResult, TurnChange};
-use toolcrib::store::{SaveResult, Store};
-use toolcrib::tool::{Executor, ToolDefinition};
-use toolcrib::utp::card::into_map;
-use toolcrib::utp::{
-    AfterExecution, AgentEntry, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall,
-    Turn, TurnStatus,
-};
+use toolcrib::domain::call::Status;
+use toolcrib::domain::directory::{AuditEntry, DirectoryChange, Project};
+use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange};
+use toolcrib::ports::store::{SaveResult, Store};
+use toolcrib::domain::tool::{Executor, ToolDefinition};
+use toolcrib::domain::utp::card::into_map;
+use toolcrib::domain::utp::{AfterExecution, AgentEntry, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn, TurnStatus};
 
 use super::directory::tool;
 use crate::support::{NOW, call_at, ended, json as text, put, save};

@@ -6,8 +6,8 @@ pub(super) mod sse;
 pub(super) mod ws;
 
 use serde::Serialize;
-use toolcrib::desk::{ClientMessage, WorkItem};
-use toolcrib::fault::Error;
+use toolcrib::clients::queue::{ClientMessage, WorkItem};
+use toolcrib::domain::fault::Error;
 use toolcrib::{CallId, Engine, Json};
 
 use crate::http::extract::invalid_parameter;

@@ -4,10 +4,10 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
-use toolcrib::directory::UnlistedTools;
+use toolcrib::domain::directory::UnlistedTools;
 use toolcrib::engine::ClientRegistration;
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::tool::{Effect, Fallback, Risk, ToolDefinition};
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::domain::tool::{Effect, Fallback, Risk, ToolDefinition};
 use toolcrib::{Caller, Engine, Executor};
 use utoipa::{IntoParams, ToSchema};
 

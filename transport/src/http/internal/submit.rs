@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::AttemptProgress;
 use toolcrib::engine::AttemptReport;
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::domain::fault::{Code, Error, Fault};
 use utoipa::ToSchema;
 
 use super::super::HttpState;

@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 use toolcrib::engine::SavedConversation;
-use toolcrib::names::name_for_model;
+use toolcrib::registry::model_tool_names::name_for_model;
 use utoipa::ToSchema;
 
 use super::super::HttpState;

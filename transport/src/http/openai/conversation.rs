@@ -16,11 +16,11 @@ use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use toolcrib::batch::BatchEntryResult;
+use toolcrib::calls::batch::BatchEntryResult;
 use toolcrib::engine::SavedConversation;
-use toolcrib::fault::{Code, Error};
-use toolcrib::model::{Delta, FinishReason, ResolvedModel, TokenUsage, ToolCallRequest};
-use toolcrib::turn::{AgentLoop, Conversation, LoopEvent, RunOptions, StepOutcome, check_messages};
+use toolcrib::domain::fault::{Code, Error};
+use toolcrib::ports::model::{Delta, FinishReason, ResolvedModel, TokenUsage, ToolCallRequest};
+use toolcrib::runs::agent_loop::{AgentLoop, Conversation, LoopEvent, RunOptions, StepOutcome, check_messages};
 use toolcrib::{Caller, Engine};
 
 use super::super::HttpState;

@@ -5,7 +5,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde_json::Value;
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::domain::fault::{Code, Error, Fault};
 use utoipa::ToSchema;
 
 use crate::http::problem::ApiError;

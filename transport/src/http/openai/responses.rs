@@ -8,8 +8,8 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::SavedConversation;
-use toolcrib::fault::{Code, Fault};
-use toolcrib::names::name_for_model;
+use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::registry::model_tool_names::name_for_model;
 use utoipa::ToSchema;
 
 use super::super::HttpState;

@@ -6,8 +6,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::tool::check_tool_name;
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::tool::check_tool_name;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

@@ -6,8 +6,8 @@ use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use toolcrib::batch::{self, BatchEntryResult, BatchMode};
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::calls::batch::{self, BatchEntryResult, BatchMode};
+use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::{Batch, BatchAnswer};
 use utoipa::ToSchema;
 

@@ -5,7 +5,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::engine::CallQuery;
-use toolcrib::fault::Error;
+use toolcrib::domain::fault::Error;
 use toolcrib::{Call, CallId, Status};
 use utoipa::{IntoParams, ToSchema};
 

@@ -7,8 +7,8 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use toolcrib::fault::{Code, Error};
-use toolcrib::utp::{DeadLetter, OutboxMessage, subject};
+use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::utp::{DeadLetter, OutboxMessage, subject};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

@@ -5,7 +5,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
-use toolcrib::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
+use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
 use toolcrib::engine::DeliveryQuery;
 use utoipa::{IntoParams, ToSchema};
 

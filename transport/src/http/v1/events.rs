@@ -11,8 +11,8 @@ use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use futures::stream::{self, Stream, StreamExt};
 use serde::Deserialize;
 use toolcrib::engine::EventQuery;
-use toolcrib::event::CallEvent;
-use toolcrib::fault::{Code, Error};
+use toolcrib::domain::event::CallEvent;
+use toolcrib::domain::fault::{Code, Error};
 use toolcrib::{CallId, Caller, Engine};
 use utoipa::IntoParams;
 

@@ -6,8 +6,8 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::engine::ResultForModel;
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::piece::{Slice, SliceContent, SliceQuery};
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::results::slice::{Slice, SliceContent, SliceQuery};
 use toolcrib::{CallId, Caller, Json};
 use utoipa::{IntoParams, ToSchema};
 

@@ -12,8 +12,8 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::engine::RunQuery;
-use toolcrib::fault::Error;
-use toolcrib::run::{Run, RunStatus};
+use toolcrib::domain::fault::Error;
+use toolcrib::domain::run::{Run, RunStatus};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

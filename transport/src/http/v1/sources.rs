@@ -11,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::Caller;
-use toolcrib::fault::{Code, Error};
+use toolcrib::domain::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

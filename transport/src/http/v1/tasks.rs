@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::Call;
 use toolcrib::engine::CallQuery;
-use toolcrib::event::EventRecord;
+use toolcrib::domain::event::EventRecord;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

@@ -7,9 +7,9 @@ use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use toolcrib::dialect::ToolFormat;
+use toolcrib::model_formats::ToolFormat;
 use toolcrib::engine::CatalogEntry;
-use toolcrib::fault::Error;
+use toolcrib::domain::fault::Error;
 use toolcrib::{CallRequest, Caller};
 use utoipa::{IntoParams, ToSchema};
 

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio_postgres::{Client, Config, NoTls};
-use toolcrib::fault::SideEffect;
-use toolcrib::function::BuiltinSource;
-use toolcrib::source::Source;
+use toolcrib::domain::fault::SideEffect;
+use toolcrib::ports::fn_tool::BuiltinSource;
+use toolcrib::ports::source::Source;
 use toolcrib::{Code, Fault};
 
 use super::super::super::testing;

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use toolcrib::fault::SideEffect;
-use toolcrib::function::BuiltinSource;
-use toolcrib::source::Source;
+use toolcrib::domain::fault::SideEffect;
+use toolcrib::ports::fn_tool::BuiltinSource;
+use toolcrib::ports::source::Source;
 use toolcrib::{Code, Effect, Fault, Risk, Tool};
 
 use super::super::super::testing;

@@ -5,9 +5,9 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
-use toolcrib::desk::{ClientMessage, Redelivery, Transport, WorkItem};
+use toolcrib::clients::queue::{ClientMessage, Redelivery, Transport, WorkItem};
 use toolcrib::engine::ConnectOptions;
-use toolcrib::fault::Code;
+use toolcrib::domain::fault::Code;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::super::HttpState;

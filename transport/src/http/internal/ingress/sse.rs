@@ -11,7 +11,7 @@ use axum::response::IntoResponse;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use futures::stream;
 use serde::Deserialize;
-use toolcrib::desk::{Redelivery, Transport};
+use toolcrib::clients::queue::{Redelivery, Transport};
 use toolcrib::engine::ConnectOptions;
 use utoipa::IntoParams;
 

@@ -28,9 +28,9 @@ use tokio_tungstenite::tungstenite::handshake::server::create_response_with_body
 use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{self, Message as Frame, Utf8Bytes};
-use toolcrib::desk::{ClientSession, Redelivery, Transport};
+use toolcrib::clients::queue::{ClientSession, Redelivery, Transport};
 use toolcrib::engine::{AttemptReport, ConnectOptions};
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::{CallId, Caller, Engine};
 
 use super::super::super::wire::FaultBody;

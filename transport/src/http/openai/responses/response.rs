@@ -10,8 +10,8 @@ use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::SavedConversation;
-use toolcrib::fault::Error;
-use toolcrib::model::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::domain::fault::Error;
+use toolcrib::ports::model::{FinishReason, TokenUsage, ToolCallRequest};
 use toolcrib::{Caller, Engine};
 
 use super::super::conversation::{

@@ -5,10 +5,10 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use toolcrib::engine::{ReportedCall, ReportedResult, RunToolSelection};
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::retry::ExecutionPolicyPatch;
-use toolcrib::tool::{Effect, Risk, ToolDefinition};
-use toolcrib::{CallRequest, Executor, Json, dialect};
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib::domain::tool::{Effect, Risk, ToolDefinition};
+use toolcrib::{CallRequest, Executor, Json, model_formats};
 use utoipa::ToSchema;
 
 use super::super::super::wire::{parse_reported_fault, timeout_ms};
@@ -148,7 +148,7 @@ impl CallsBody {
         let mut calls = Vec::with_capacity(entries.len());
         for (n, entry) in entries.iter().enumerate() {
             let place = format!("tool_calls/{n}");
-            let asked = dialect::parse(entry).map_err(|misfit| {
+            let asked = model_formats::parse(entry).map_err(|misfit| {
                 let message = format!("{place}: {}", misfit.fault.message);
                 Error::from(Fault { message, ..*misfit.fault })
             })?;
@@ -264,7 +264,7 @@ fn parse_entry<T: DeserializeOwned>(place: &str, entry: &Json) -> Result<T, Erro
             "." => place.to_owned(),
             path => format!("{place}/{}", path.replace('.', "/")),
         };
-        let reason = toolcrib::json::JsonError::from(error.into_inner()).reason;
+        let reason = toolcrib::domain::json::JsonError::from(error.into_inner()).reason;
         invalid_entry(&field, &reason)
     })
 }

@@ -7,10 +7,10 @@ use futures::stream;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
-use toolcrib::fault::Error;
-use toolcrib::model::Delta;
-use toolcrib::run::Trouble;
-use toolcrib::turn::LoopEvent;
+use toolcrib::domain::fault::Error;
+use toolcrib::ports::model::Delta;
+use toolcrib::domain::run::Trouble;
+use toolcrib::runs::agent_loop::LoopEvent;
 use utoipa::ToSchema;
 
 use super::super::super::HttpState;

@@ -4,9 +4,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::RunRequest;
-use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::model::ModelResolver;
-use toolcrib::turn::{ExecutionOptions, RunLimits};
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::ports::model::ModelResolver;
+use toolcrib::runs::agent_loop::{ExecutionOptions, RunLimits};
 use utoipa::ToSchema;
 
 /// A conversation to run, and the options of the run.

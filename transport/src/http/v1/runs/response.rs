@@ -3,9 +3,9 @@
 use serde::Serialize;
 use serde_json::Value;
 use toolcrib::engine::CallQuery;
-use toolcrib::fault::{Error, Fault};
-use toolcrib::model::TokenUsage;
-use toolcrib::run::{JournalEntry, JournalKind, Run};
+use toolcrib::domain::fault::{Error, Fault};
+use toolcrib::ports::model::TokenUsage;
+use toolcrib::domain::run::{JournalEntry, JournalKind, Run};
 use toolcrib::{Call, Caller, Engine};
 use utoipa::ToSchema;
 

@@ -12,8 +12,8 @@ use axum::response::sse::Event as Message;
 use futures::stream;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::{RunDelta, RunSubscription};
-use toolcrib::fault::Error;
-use toolcrib::run::{JournalEntry, JournalKind, RunEvent};
+use toolcrib::domain::fault::Error;
+use toolcrib::domain::run::{JournalEntry, JournalKind, RunEvent};
 use toolcrib::{Caller, Engine};
 
 use super::super::super::wire::event_json;

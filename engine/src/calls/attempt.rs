@@ -1,0 +1,156 @@
+//! Starts an attempt at its source and handles its result.
+
+use std::sync::Arc;
+
+use crate::domain::call::Call;
+use crate::domain::elicitation::ElicitationRequest;
+use crate::domain::fault::{Code, Fault};
+use crate::domain::tool::Executor;
+use crate::domain::utp;
+use crate::engine::Core;
+use crate::lifecycle::Event;
+use crate::ports::fn_tool::AttemptProgress;
+use crate::ports::source::{Attempt, ProgressSink, Started, ToolCommand};
+use crate::telemetry::engine_metrics;
+
+impl Core {
+    /// Starts the attempt that the call's state has in flight. It runs in a separate task, and
+    /// every result of that task is reported.
+    pub(crate) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
+        let mut attempt = self.build_attempt(call, again);
+        let (inner, call) = (self.clone(), call.clone());
+        self.attempts.spawn(async move {
+            let executor = call.target.executor;
+            let Some(source) = inner.sources.get(&executor).cloned() else {
+                let message = format!("this server has no source \"{}\"", executor.as_str());
+                let fault = Fault::new(Code::UpstreamUnavailable, message).without_side_effect();
+                return Box::pin(inner.report_attempt(&call, Err(fault.retryable(false)))).await;
+            };
+            if matches!(executor, Executor::Utp | Executor::Http) {
+                let command = match inner.build_command(&call).await {
+                    Ok(command) => inner.publish_command_card(&call, command).await,
+                    Err(fault) => Err(fault),
+                };
+                attempt.command = match command {
+                    Ok(command) => Some(Box::new(command)),
+                    Err(fault) => return Box::pin(inner.report_attempt(&call, Err(fault))).await,
+                };
+            }
+            let sink = inner.progress_sink(&call);
+            // Boxed to keep this future small: most attempts of remote sources end at `Accepted`,
+            // and their results arrive on another path.
+            match source.start(attempt, sink).await {
+                Started::Accepted => {
+                    engine_metrics::count_parked(executor);
+                    // The call may have ended before the source accepted the attempt. Nothing else
+                    // would remove the attempt from the source.
+                    if inner.open_calls.get(&call.id).is_none() {
+                        source.cancel(&call.id, call.attempt);
+                        source.release_attempt(&call.id, call.attempt);
+                    }
+                }
+                started => Box::pin(inner.handle_started(&call, started)).await,
+            }
+        });
+    }
+
+    /// Handles the result of a started attempt.
+    pub(crate) async fn handle_started(self: &Arc<Self>, call: &Call, started: Started) {
+        let executor = call.target.executor;
+        match started {
+            Started::Accepted => engine_metrics::count_parked(executor),
+            Started::Finished(result) => {
+                engine_metrics::count_attempt(executor, result.is_ok());
+                self.report_attempt(call, result).await;
+            }
+            Started::NeedsInput(questions) => self.request_input(call, questions).await,
+            Started::Detached { handle, rest } => {
+                let event = Event::Detached { attempt: call.attempt, handle };
+                self.advance_with_retry(&call.project, &call.id, event).await;
+                Box::pin(self.handle_started(call, rest.await)).await;
+            }
+        }
+    }
+
+    async fn request_input(self: &Arc<Self>, call: &Call, questions: ElicitationRequest) {
+        if let Some(problem) = questions.find_problem() {
+            return self.report_attempt(call, Err(Fault::runtime(problem).retryable(false))).await;
+        }
+        let event = Event::InputRequired { attempt: call.attempt, questions };
+        self.advance_with_retry(&call.project, &call.id, event).await;
+    }
+
+    async fn report_attempt(
+        self: &Arc<Self>,
+        call: &Call,
+        result: Result<crate::domain::json::Json, Fault>,
+    ) {
+        // An attempt that was stopped because its call had ended has nothing to report.
+        let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
+        if stopped && self.open_calls.get(&call.id).is_none() {
+            return;
+        }
+        let result = self.validate_result(call, result);
+        let event = Event::Report { attempt: Some(call.attempt), by: None, result };
+        self.advance_with_retry(&call.project, &call.id, event).await;
+    }
+
+    /// Builds the command that a tool service or an HTTP API receives for the attempt in flight.
+    async fn build_command(&self, call: &Arc<Call>) -> Result<ToolCommand, Fault> {
+        let found = self.load_binding(call).await.map_err(|error| {
+            let message = format!("the definition cannot be read: {error}");
+            Fault::new(Code::UpstreamUnavailable, message).without_side_effect()
+        })?;
+        let Some(binding) = found else {
+            let message = format!("the definition of {} is gone", call.target.tool);
+            return Err(Fault::new(Code::Internal, message).without_side_effect().retryable(false));
+        };
+        let card_id = utp::card::derived_id(&call.id, utp::card::TOOL_CALL);
+        let handed_on = self.attempt_traceparent(call).map(|span| span.to_string());
+        let traceparent = handed_on.unwrap_or_else(|| utp::trace::call_traceparent(call));
+        let (route, call) = (utp::Route::for_call(call), call.clone());
+        Ok(ToolCommand { call, route, binding, card_id, traceparent })
+    }
+
+    fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
+        let (inner, call) = (self.clone(), call.clone());
+        Arc::new(move |progress: AttemptProgress| inner.spawn_progress_record(&call, progress))
+    }
+
+    pub(crate) fn spawn_progress_record(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        progress: AttemptProgress,
+    ) {
+        let (inner, call) = (self.clone(), call.clone());
+        tokio::spawn(async move {
+            let noted = inner.record_progress(&call.id, call.attempt, progress).await;
+            if let Err(error) = noted {
+                tracing::debug!(call = %call.id, %error, "progress was not stored");
+            }
+        });
+    }
+}
+
+impl Core {
+    /// Builds the attempt that the call's state has in flight.
+    pub(crate) fn build_attempt(&self, call: &Call, again: bool) -> Attempt {
+        Attempt {
+            call_id: call.id.clone(),
+            project: call.project.clone(),
+            run_id: call.run_id.clone(),
+            agent: call.origin.agent.clone(),
+            number: call.attempt,
+            tool: call.target.tool.clone(),
+            effect: call.target.effect,
+            args: call.target.args.clone(),
+            deadline_ms: call.deadline_ms,
+            traceparent: self.attempt_traceparent(call),
+            command: None,
+            client_id: call.origin.client_id.clone(),
+            acknowledged_by: call.acknowledged_by.clone(),
+            redelivered: again,
+            elicitation: call.elicitation.clone(),
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Batches: all tool calls that a model requests in one message.
+//!
+//! A batch is not stored as a unit. Every entry is a call that [`Engine::invoke`] accepts, stores
+//! and runs on its own, and an entry that is refused or fails does not affect the others. The batch
+//! adds three things: a plan of which entries run concurrently, one wait for all of them, and an
+//! answer to each entry in the format of its request.
+//!
+//! A call that has started runs to completion. If it has not ended when the wait is over, its
+//! answer is its ticket. An entry that has not started by then is stored behind the call that it
+//! waits for, and is answered with its ticket too: it starts when that predecessor has ended, also
+//! after a restart. If the caller disconnects during the wait, no further entry is started; the
+//! same batch with the same idempotency key resumes there.
+
+mod answer;
+mod execution;
+
+mod shorten;
+
+use std::sync::Arc;
+
+use serde_json::json;
+
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
+use crate::engine::Engine;
+use crate::model_formats;
+use execution::BatchExecution;
+
+pub(crate) use crate::results::tokens::budget::divide_budget;
+pub(crate) use answer::render_within_budget;
+pub use answer::{BatchAnswer, BatchEntryResult, BatchEntryState, pending_notice};
+pub use execution::EntryRenderer;
+
+/// Maximum length of a batch's idempotency key, in bytes. The keys derived for its entries are
+/// slightly longer.
+pub const MAX_KEY_BYTES: usize = 240;
+
+/// Selects the entries of a batch that run concurrently.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum BatchMode {
+    /// One after another: each entry starts when the one before it has ended.
+    #[default]
+    Serial,
+    /// Read-only tools run concurrently; the others run one after another, alongside them.
+    Parallel,
+    /// All entries run concurrently, in no particular order.
+    Unordered,
+}
+
+/// Tool calls requested together.
+#[derive(Debug, Clone)]
+pub struct Batch {
+    pub run_id: String,
+    /// The entries, each in any format that [`crate::dialect`] parses.
+    pub entries: Vec<Json>,
+    pub mode: BatchMode,
+    /// Maximum number of entries in flight at the same time. Defaults to the engine's limit.
+    pub max_parallel: Option<usize>,
+    /// Maximum number of tokens of all messages together. Unlimited by default.
+    pub budget_tokens: Option<usize>,
+    /// Maximum time to wait for all entries. Defaults to the engine's limit, which also caps it.
+    pub wait_ms: Option<u64>,
+    /// Idempotency key of the batch. An entry without its own key gets one derived from this key
+    /// and the entry's index.
+    pub idempotency_key: Option<String>,
+    /// Idempotency key of each entry, in the order of the entries. Takes precedence over keys
+    /// derived from the batch's key.
+    pub entry_keys: Vec<String>,
+    /// Timeout of each entry that sets none itself.
+    pub timeout_ms: Option<u64>,
+    /// Number of retries of each entry that sets none itself.
+    pub retry: Option<u32>,
+    /// A label; never used for a decision.
+    pub user_id: Option<String>,
+    /// W3C `traceparent` of the trace that the batch belongs to.
+    pub traceparent: Option<String>,
+    /// Webhook URL that is notified when each call ends, unless the entry has its own.
+    pub callback_url: Option<String>,
+    /// If true, entries that have not started when the wait is over are stored and answered with a
+    /// ticket: each starts when its predecessor has ended. If false, they are answered with a fault
+    /// and never start.
+    pub defer_unstarted: bool,
+}
+
+impl Batch {
+    /// Creates a batch that runs these entries one after another.
+    pub fn new(run_id: impl Into<String>, entries: Vec<Json>) -> Self {
+        Self {
+            run_id: run_id.into(),
+            entries,
+            mode: BatchMode::default(),
+            max_parallel: None,
+            budget_tokens: None,
+            wait_ms: None,
+            idempotency_key: None,
+            entry_keys: Vec::new(),
+            timeout_ms: None,
+            retry: None,
+            user_id: None,
+            traceparent: None,
+            callback_url: None,
+            defer_unstarted: true,
+        }
+    }
+}
+
+impl Engine {
+    /// Runs a batch and returns when all entries have ended or the wait is over.
+    ///
+    /// Refuses only a batch that is invalid as a whole. An entry that is denied, unknown or invalid
+    /// is answered with a fault.
+    ///
+    /// ```
+    /// use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json, batch};
+    ///
+    /// #[derive(serde::Deserialize, schemars::JsonSchema)]
+    /// struct Add { a: i64, b: i64 }
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let add = FnTool::new("calc.add", "Adds two integers", |args: Add| async move {
+    ///     Ok::<i64, String>(args.a + args.b)
+    /// });
+    /// let engine = Engine::builder().tool(add.effect(Effect::Read)).start().await?;
+    /// // In the OpenAI format; the arguments of the second call are not valid JSON.
+    /// let calls = [r#"{\"a\":20,\"b\":22}"#, r#"{\"a\":20,"#].map(|arguments| {
+    ///     format!(r#"{{"id":"call_0","type":"function",
+    ///         "function":{{"name":"calc__add","arguments":"{arguments}"}}}}"#)
+    /// });
+    /// let entries = calls.iter().map(|call| Json::parse(call)).collect::<Result<_, _>>()?;
+    /// let batch = Batch { mode: batch::Mode::Parallel, ..Batch::new("run_1", entries) };
+    /// let answer = engine.batch(&Caller::local("default"), batch).await?;
+    /// assert_eq!(
+    ///     answer.messages[0].text(),
+    ///     r#"{"role":"tool","tool_call_id":"call_0","content":"42"}"#
+    /// );
+    /// assert!(answer.messages[1].text().contains("not JSON"));
+    /// # Ok(()) }
+    /// ```
+    pub async fn run_batch(&self, caller: &Caller, batch: Batch) -> Result<BatchAnswer, Error> {
+        self.run_batch_with_renderer(caller, batch, None).await
+    }
+
+    /// Runs a batch and renders each result with `write`.
+    ///
+    /// Where possible the rendering happens while the calls are being stored, so that it adds no
+    /// latency.
+    pub async fn run_batch_with_renderer(
+        &self,
+        caller: &Caller,
+        batch: Batch,
+        write: Option<EntryRenderer>,
+    ) -> Result<BatchAnswer, Error> {
+        self.validate_batch(&batch)?;
+        if let Some(url) = &batch.callback_url {
+            self.core.check_callback_url(caller, url)?;
+        }
+        let read: Vec<_> = batch.entries.iter().map(model_formats::parse).collect();
+        if !caller.may_invoke() {
+            // Every entry would be refused for the same reason, so the whole batch is.
+            let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
+            self.core.authorize_call(&self.core.catalog(), caller, first).await?;
+        }
+        let budget = batch.budget_tokens;
+        let run = Arc::new(BatchExecution::new(self, caller, batch, read, write));
+        BatchAnswer::assemble(run.run().await, budget, write).await
+    }
+
+    fn validate_batch(&self, batch: &Batch) -> Result<(), Error> {
+        let limits = self.limits();
+        let refused = |field: &str, message: String| {
+            let detail = json!({ "pointer": format!("/{field}") });
+            let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+            Err(Error::from(fault.with_detail(detail)))
+        };
+        if self.is_draining() {
+            let message = "the server is shutting down; nothing was done, a retry is safe";
+            return Err(Error::retry_later(Code::Overloaded, message, 1_000));
+        }
+        let (count, most) = (batch.entries.len(), limits.max_batch_entries);
+        if count == 0 || count > most {
+            let message = format!("tool_calls must be 1 to {most} entries, and are {count}");
+            return refused("tool_calls", message);
+        }
+        let most = limits.max_batch_parallel;
+        if batch.max_parallel.is_some_and(|width| width == 0 || width > most) {
+            return refused("max_parallel", format!("max_parallel must be from 1 to {most}"));
+        }
+        if batch.budget_tokens == Some(0) {
+            return refused("budget_tokens", "budget_tokens must be at least 1".into());
+        }
+        let words = [
+            ("run_id", Some(&batch.run_id), 255),
+            ("user_id", batch.user_id.as_ref(), 255),
+            ("idempotency_key", batch.idempotency_key.as_ref(), MAX_KEY_BYTES),
+        ];
+        for (field, word, most) in words {
+            let fits = |word: &String| {
+                (1..=most).contains(&word.len()) && !word.chars().any(char::is_control)
+            };
+            if word.is_some_and(|word| !fits(word)) {
+                let message = format!("{field} must be 1 to {most} bytes, no control characters");
+                return refused(field, message);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,307 @@
+//! The answer to a batch: the result of each entry, and a message for the model about each.
+
+use std::sync::Arc;
+
+use crate::calls::batch::execution::{EntryRenderer, RenderedEntry};
+use crate::calls::batch::shorten;
+use crate::domain::call::{Call, CallMetrics, Hold};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
+use crate::model_formats::{
+    self, CallFormat, CallParseError, EntryAnswer, ParsedToolCall, PendingNotice,
+};
+use crate::results::digest::{self, DigestSource};
+use crate::results::tokens;
+use crate::results::tokens::budget;
+
+/// State of an entry when the batch is answered.
+#[derive(Debug, Clone)]
+pub enum BatchEntryState {
+    /// The entry's call has ended, successfully or not.
+    Ended {
+        call: Arc<Call>,
+        /// Size of a result that is too large for this answer. The ticket gives access to it.
+        omitted_bytes: Option<usize>,
+    },
+    /// The entry's call is still open; this is its ticket.
+    Open(Arc<Call>),
+    /// The entry was refused and no call was created.
+    Refused(Fault),
+}
+
+/// The answer to one entry.
+#[derive(Debug, Clone)]
+pub struct BatchEntryResult {
+    pub form: CallFormat,
+    /// The caller's own call id; derived from the entry's index if a model sent none.
+    pub call_id: Option<String>,
+    /// Tool name as written in the request.
+    pub name: Option<String>,
+    pub state: BatchEntryState,
+    /// True if the idempotency key was used before; `state` then shows the call created at that
+    /// time.
+    pub replayed: bool,
+    /// True if the message holds a shortened text to stay within the token budget.
+    pub is_digested: bool,
+}
+
+/// The answer to a batch.
+#[derive(Debug)]
+pub struct BatchAnswer {
+    /// The results, in the order of the entries.
+    pub results: Vec<BatchEntryResult>,
+    /// The same results as messages for the model, each in the format of its entry.
+    pub messages: Vec<Json>,
+    /// Each result as the [`EntryRenderer`] wrote it; empty if the batch had none.
+    pub texts: Vec<String>,
+}
+
+const BACKGROUND_NOTICE: &str = "it runs in the background as this task: go on with the rest. Its \
+                             result comes later, with this same call id; do not call it again for it";
+const STILL_RUNNING_NOTICE: &str = "it has not ended within the wait and goes on. Its result comes later, with \
+                       this same call id; do not call it again for it";
+
+const PREDECESSOR_NOTICE: &str = "its turn has not come within the wait: it begins by itself when the \
+                            call before it has ended. Its result comes later, with this same call \
+                            id; do not call it again for it";
+
+/// Returns the notice that tells a caller or a model about a call that is still open.
+pub fn pending_notice(call: &Call) -> PendingNotice<'_> {
+    let id = call.id.as_str();
+    let background = call.origin.background;
+    PendingNotice {
+        status: "pending",
+        tool_call_id: id,
+        task_id: background.then_some(id),
+        message: match call.hold {
+            _ if background => BACKGROUND_NOTICE,
+            Some(Hold::Predecessor { .. }) => PREDECESSOR_NOTICE,
+            _ => STILL_RUNNING_NOTICE,
+        },
+    }
+}
+
+impl BatchEntryResult {
+    pub(super) fn new(
+        index: usize,
+        read: &Result<ParsedToolCall, CallParseError>,
+        state: Option<(BatchEntryState, bool)>,
+    ) -> Self {
+        let (form, id, name, refused) = match read {
+            Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
+            Err(misfit) => {
+                let CallParseError { form, id, name, fault } = misfit.clone();
+                (form, id, name, Some(fault))
+            }
+        };
+        // Only the envelope format allows an answer without an id.
+        let stand_in = || (form != CallFormat::Envelope).then(|| format!("call_{index}"));
+        let lost = || Fault::new(Code::Internal, "internal error; see the server's log");
+        let (state, replayed) = match (refused, state) {
+            (Some(fault), _) => (BatchEntryState::Refused(*fault), false),
+            (None, Some(known)) => known,
+            (None, None) => (BatchEntryState::Refused(lost()), false),
+        };
+        Self { form, call_id: id.or_else(stand_in), name, state, replayed, is_digested: false }
+    }
+
+    /// Returns the entry's call, if one was created.
+    pub fn call(&self) -> Option<&Arc<Call>> {
+        match &self.state {
+            BatchEntryState::Ended { call, .. } | BatchEntryState::Open(call) => Some(call),
+            BatchEntryState::Refused(_) => None,
+        }
+    }
+
+    /// Returns whether the entry succeeded, or `None` while its call is open.
+    pub fn ok(&self) -> Option<bool> {
+        match &self.state {
+            BatchEntryState::Ended { call, .. } => call.outcome.as_ref().map(|outcome| outcome.ok),
+            BatchEntryState::Open(_) => None,
+            BatchEntryState::Refused(_) => Some(false),
+        }
+    }
+
+    /// Returns the result, if this answer contains it.
+    pub fn data(&self) -> Option<&Json> {
+        match &self.state {
+            BatchEntryState::Ended { call, .. } => call.outcome.as_ref()?.data.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// Returns the fault of an entry that failed or was refused.
+    pub fn error(&self) -> Option<&Fault> {
+        match &self.state {
+            BatchEntryState::Ended { call, .. } => call.outcome.as_ref()?.error.as_ref(),
+            BatchEntryState::Open(_) => None,
+            BatchEntryState::Refused(fault) => Some(fault),
+        }
+    }
+
+    /// Returns the metrics of an ended call.
+    pub fn metrics(&self) -> Option<CallMetrics> {
+        match &self.state {
+            BatchEntryState::Ended { call, .. } => {
+                call.outcome.as_ref().map(|outcome| outcome.metrics)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the full content of the message for a model.
+    pub(super) fn content(&self) -> String {
+        match &self.state {
+            BatchEntryState::Open(call) => model_formats::pending_content(&pending_notice(call)),
+            BatchEntryState::Ended { call, omitted_bytes: Some(bytes) } => {
+                let (tool, id) = (&call.tool_name, &call.id);
+                format!(
+                    "[{tool}: {bytes} bytes, too large beside the other results. Read any part: \
+                     result.read {{\"tool_call_id\":\"{id}\"}}]"
+                )
+            }
+            _ => match (self.error(), self.data()) {
+                (Some(fault), _) => model_formats::fault_content(fault),
+                (None, Some(data)) => model_formats::data_content(data),
+                (None, None) => "null".to_owned(),
+            },
+        }
+    }
+
+    /// Returns the most useful text within `budget` tokens.
+    fn shorten(&self, content: &str, budget: usize) -> String {
+        if let (Some(call), Some(data), None) = (self.call(), self.data(), self.error()) {
+            let hint = Some(call.args.text());
+            let source = DigestSource { call_id: &call.id, tool: &call.tool_name, hint };
+            if let Some(digest) = digest::digest(data, budget, &source) {
+                return digest.text;
+            }
+        }
+        match (&self.state, self.error()) {
+            (BatchEntryState::Open(call), _) => {
+                shorten::shorten_pending(&pending_notice(call), budget)
+            }
+            (_, Some(fault)) if self.form == CallFormat::Envelope => {
+                self.shorten_fault_message(fault, budget)
+            }
+            (_, Some(fault)) => shorten::shorten_fault(fault, budget),
+            (BatchEntryState::Ended { call, omitted_bytes: Some(bytes) }, None) => {
+                shorten::describe_omitted(*bytes, call.id.as_str(), budget)
+            }
+            _ => shorten::truncate_to_tokens(content, budget),
+        }
+    }
+
+    /// Truncates a fault's message so that the whole envelope message stays within the budget.
+    fn shorten_fault_message(&self, fault: &Fault, budget: usize) -> String {
+        let mut room = budget;
+        loop {
+            let said = shorten::truncate_to_tokens(&fault.message, room);
+            let whole = self.build_message("", Some(&fault_with_message_only(fault, said.clone())));
+            let over = tokens::count(whole.text()).saturating_sub(budget);
+            // Escaping and token boundaries between the parts cost more than the parts alone.
+            if over == 0 || room == 0 {
+                return said;
+            }
+            room = room.saturating_sub(over);
+        }
+    }
+
+    pub(super) fn message(&self, content: &str) -> Json {
+        let brief = self.error().filter(|_| self.is_digested);
+        let brief = brief.map(|fault| fault_with_message_only(fault, content.to_owned()));
+        self.build_message(content, brief.as_ref().or(self.error()))
+    }
+
+    fn build_message(&self, content: &str, error: Option<&Fault>) -> Json {
+        let pending = match &self.state {
+            BatchEntryState::Open(call) if self.is_digested => Some(PendingNotice {
+                message: shorten::SHORT_PENDING_NOTICE,
+                ..pending_notice(call)
+            }),
+            BatchEntryState::Open(call) => Some(pending_notice(call)),
+            _ => None,
+        };
+        let answer = EntryAnswer {
+            ok: self.ok(),
+            content,
+            data: self.data().filter(|_| !self.is_digested),
+            error,
+            metrics: self.metrics(),
+            pending,
+        };
+        model_formats::answer_message(self.form, self.call_id.as_deref(), &answer)
+    }
+}
+
+/// Returns the fault with another message and without its detail and raw data.
+fn fault_with_message_only(fault: &Fault, message: String) -> Fault {
+    Fault { message, detail: None, raw: None, ..fault.clone() }
+}
+
+impl BatchAnswer {
+    pub(super) async fn assemble(
+        answered: Vec<RenderedEntry>,
+        budget: Option<usize>,
+        write: Option<EntryRenderer>,
+    ) -> Result<Self, Error> {
+        let (mut results, mut messages, mut texts) = (Vec::new(), Vec::new(), Vec::new());
+        for RenderedEntry { settled, message, text } in answered {
+            results.push(settled);
+            messages.extend(message);
+            texts.extend(text);
+        }
+        let Some(budget) = budget else { return Ok(Self { results, messages, texts }) };
+        let (results, contents) = render_within_budget(budget, results).await?;
+        let told = results.iter().zip(&contents);
+        let messages = told.map(|(settled, content)| settled.message(content)).collect();
+        let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
+        Ok(Self { results, messages, texts })
+    }
+
+    /// Returns whether some calls are still open.
+    pub fn has_open_calls(&self) -> bool {
+        self.results.iter().any(|settled| matches!(settled.state, BatchEntryState::Open(_)))
+    }
+
+    /// Returns whether every call of the batch replays an earlier call with the same idempotency
+    /// key.
+    pub fn is_replayed(&self) -> bool {
+        let mut calls = self.results.iter().filter(|settled| settled.call().is_some()).peekable();
+        calls.peek().is_some() && calls.all(|settled| settled.replayed)
+    }
+}
+
+/// Renders the content of each message, together in at most `budget` tokens.
+pub(crate) async fn render_within_budget(
+    budget: usize,
+    mut results: Vec<BatchEntryResult>,
+) -> Result<(Vec<BatchEntryResult>, Vec<String>), Error> {
+    let mut contents: Vec<String> = results.iter().map(BatchEntryResult::content).collect();
+    let bytes: usize = contents.iter().map(String::len).sum();
+    // Every token has at least one byte.
+    if bytes <= budget {
+        return Ok((results, contents));
+    }
+    // Counting the tokens of large results is CPU-bound and would block this worker thread.
+    let kept = tokio::task::spawn_blocking(move || {
+        shorten_to_budget(budget, &mut results, &mut contents);
+        (results, contents)
+    });
+    kept.await.map_err(|error| Error::Internal(Box::new(error)))
+}
+
+/// Shortens each content that exceeds its share of the budget.
+fn shorten_to_budget(budget: usize, results: &mut [BatchEntryResult], contents: &mut [String]) {
+    let need = |content: &String| {
+        if tokens::exceeds(content, budget) { budget + 1 } else { tokens::count(content) }
+    };
+    let needs: Vec<usize> = contents.iter().map(need).collect();
+    let shares = budget::divide_budget(budget, &needs);
+    for (index, settled) in results.iter_mut().enumerate() {
+        if needs[index] > shares[index] {
+            contents[index] = settled.shorten(&contents[index], shares[index]);
+            settled.is_digested = true;
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! Executes a batch: plans which entries run concurrently and spreads them over worker threads.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use futures::StreamExt;
+use parking_lot::Mutex;
+use serde_json::json;
+use tokio::task::JoinSet;
+
+use super::{Batch, BatchEntryResult, BatchEntryState, BatchMode};
+use crate::domain::call::Call;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
+use crate::domain::tool::Effect;
+use crate::engine::{BatchMembership, CallRequest, CatalogEntry, Engine};
+use crate::model_formats::{CallParseError, ParsedToolCall};
+use crate::ports::store::{CommitGroup, GroupMember};
+
+/// Minimum number of lanes that justify a separate task, which another worker thread can run.
+const MIN_LANES_PER_TASK: usize = 16;
+
+/// Indexes of entries that run one after another.
+type EntryLane = Vec<usize>;
+
+/// A lane, with the commit-group membership of its first call if that call is committed together
+/// with others.
+type LaneStart = (EntryLane, Option<GroupMember>);
+
+/// The state of an entry, and whether it replays an earlier call.
+type EntryResolution = (BatchEntryState, bool);
+
+/// Holds the answer to one entry.
+#[derive(Default)]
+struct AnswerSlot {
+    answer: Option<RenderedEntry>,
+    /// True if the answer was prepared while the call was still being stored. It must not be
+    /// returned before the commit.
+    is_uncommitted: bool,
+}
+
+/// The effect of an entry on the later entries of its lane.
+enum LaneContinuation {
+    /// The call has ended, so time has passed.
+    Ended,
+    /// The call is still open; the next entry is stored behind it.
+    Predecessor(Arc<Call>),
+    Unaffected,
+}
+
+/// The answer to an entry, with its message and its rendered text unless these depend on the other
+/// entries.
+pub(super) struct RenderedEntry {
+    pub(super) settled: BatchEntryResult,
+    pub(super) message: Option<Json>,
+    pub(super) text: Option<String>,
+}
+
+/// Renders an entry in the form that the caller requested.
+pub type EntryRenderer = fn(&BatchEntryResult) -> String;
+
+/// A batch in execution.
+pub(super) struct BatchExecution {
+    engine: Engine,
+    caller: Caller,
+    batch: Batch,
+    parsed: Vec<Result<ParsedToolCall, CallParseError>>,
+    /// The tool that each entry names, if it exists.
+    tools: Vec<Option<Arc<CatalogEntry>>>,
+    max_parallel: usize,
+    wait_deadline_ms: u64,
+    /// Number of lanes that have started.
+    started_lanes: AtomicUsize,
+    /// The last calls of lanes that are still open after the wait. Each occupies a concurrency
+    /// slot; an entry without a slot is stored behind one of them.
+    open_predecessors: Mutex<VecDeque<Arc<Call>>>,
+    /// Total size of the results so far.
+    result_bytes: AtomicUsize,
+    write: Option<EntryRenderer>,
+    answers: Vec<Mutex<AnswerSlot>>,
+}
+
+impl BatchExecution {
+    pub(super) fn new(
+        engine: &Engine,
+        caller: &Caller,
+        batch: Batch,
+        parsed: Vec<Result<ParsedToolCall, CallParseError>>,
+        write: Option<EntryRenderer>,
+    ) -> Self {
+        let (limits, catalog) = (engine.limits(), engine.core.catalog());
+        let tool = |entry: &ParsedToolCall| catalog.resolve(caller, &entry.name);
+        let wait_ms = batch.wait_ms.unwrap_or(limits.max_wait_ms).min(limits.max_wait_ms);
+        Self {
+            max_parallel: batch.max_parallel.unwrap_or(limits.max_batch_parallel),
+            wait_deadline_ms: engine.now_ms() + wait_ms,
+            engine: engine.clone(),
+            caller: caller.clone(),
+            batch,
+            tools: parsed.iter().map(|entry| entry.as_ref().ok().and_then(tool)).collect(),
+            answers: parsed.iter().map(|_| Mutex::default()).collect(),
+            parsed,
+            started_lanes: AtomicUsize::new(0),
+            open_predecessors: Mutex::default(),
+            result_bytes: AtomicUsize::new(0),
+            write,
+        }
+    }
+
+    /// Runs the batch and returns the answers in the order of the entries.
+    pub(super) async fn run(self: Arc<Self>) -> Vec<RenderedEntry> {
+        let together = CommitGroup::default();
+        let beginning = |(n, lane)| (lane, (n < self.max_parallel).then(|| together.add_member()));
+        let mut lanes: Vec<_> = self.plan_lanes().into_iter().enumerate().map(beginning).collect();
+        let mut others = JoinSet::new();
+        // If every lane has a concurrency slot, the worker threads share them. If the caller
+        // disconnects, dropping the set aborts its tasks.
+        if lanes.len() <= self.max_parallel {
+            let threads = tokio::runtime::Handle::current().metrics().num_workers();
+            let tasks = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
+            let each = lanes.len().div_ceil(tasks);
+            while lanes.len() > each {
+                others.spawn(self.clone().run_lanes(lanes.split_off(lanes.len() - each)));
+            }
+        }
+        self.clone().run_lanes(lanes).await;
+        while let Some(done) = others.join_next().await {
+            if let Err(error) = done {
+                tracing::error!(%error, "a task of a batch failed");
+            }
+        }
+        let answer = |(index, slot): (usize, &Mutex<AnswerSlot>)| {
+            let AnswerSlot { answer, is_uncommitted: ahead } = std::mem::take(&mut *slot.lock());
+            answer.filter(|_| !ahead).unwrap_or_else(|| self.render_entry(index, None))
+        };
+        self.answers.iter().enumerate().map(answer).collect()
+    }
+
+    /// Builds the answer to an entry; a parse error becomes its answer, without a call.
+    fn render_entry(&self, index: usize, known: Option<EntryResolution>) -> RenderedEntry {
+        let settled = BatchEntryResult::new(index, &self.parsed[index], known);
+        let alone = self.batch.budget_tokens.is_none();
+        let message = alone.then(|| settled.message(&settled.content()));
+        let text = self.write.filter(|_| alone).map(|write| write(&settled));
+        RenderedEntry { settled, message, text }
+    }
+
+    /// Plans the lanes. Lanes run concurrently; the entries of one lane run one after another.
+    fn plan_lanes(&self) -> Vec<EntryLane> {
+        let in_order = |index: usize| match self.batch.mode {
+            // With a single slot, running the entries in their order is the least surprising
+            // choice.
+            _ if self.max_parallel == 1 => true,
+            BatchMode::Serial => true,
+            BatchMode::Unordered => false,
+            // An unknown tool is refused at once and need not wait for its predecessors.
+            BatchMode::Parallel => self.tools[index]
+                .as_ref()
+                .is_some_and(|tool| tool.definition.effect != Effect::Read),
+        };
+        let (mut ordered, mut lanes) = (EntryLane::new(), Vec::new());
+        for (index, entry) in self.parsed.iter().enumerate() {
+            match entry {
+                Ok(_) if in_order(index) => ordered.push(index),
+                Ok(_) => lanes.push(vec![index]),
+                Err(_) => {}
+            }
+        }
+        if !ordered.is_empty() {
+            lanes.insert(0, ordered);
+        }
+        lanes
+    }
+
+    async fn run_lanes(self: Arc<Self>, lanes: Vec<LaneStart>) {
+        // Boxed because a lane is moved several times before it runs.
+        let lanes = lanes.into_iter().map(|lane| Box::pin(self.clone().run_lane(lane)));
+        let lanes: Vec<_> = lanes.collect();
+        futures::stream::iter(lanes).buffer_unordered(self.max_parallel).collect::<()>().await;
+    }
+
+    async fn run_lane(self: Arc<Self>, (places, mut coming): LaneStart) {
+        // Lanes that get a slot at the beginning start even if the caller does not wait at all.
+        let mut at_once = self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
+        let in_time = || self.engine.now_ms() < self.wait_deadline_ms;
+        // After the wait, the previous holder of this slot may still be open. This lane then queues
+        // behind it.
+        let mut before = match at_once || in_time() {
+            true => None,
+            false => self.open_predecessors.lock().pop_front(),
+        };
+        for index in places {
+            let Ok(entry) = &self.parsed[index] else { continue };
+            let now = before.is_none() && (at_once || in_time());
+            if !now && !self.batch.defer_unstarted {
+                self.record_answer(
+                    index,
+                    (BatchEntryState::Refused(not_started_fault()), false),
+                    false,
+                );
+                continue;
+            }
+            match self.run_entry(index, entry, coming.take(), before.clone()).await {
+                LaneContinuation::Ended => at_once = false,
+                LaneContinuation::Predecessor(call) => before = Some(call),
+                LaneContinuation::Unaffected => {}
+            }
+        }
+        self.open_predecessors.lock().extend(before);
+    }
+
+    fn record_answer(&self, index: usize, known: EntryResolution, ahead: bool) {
+        let answer = Some(self.render_entry(index, Some(known)));
+        *self.answers[index].lock() = AnswerSlot { answer, is_uncommitted: ahead };
+    }
+
+    /// Returns whether an answer was prepared for the call, and marks it valid now that the call is
+    /// stored.
+    fn confirm_committed(&self, index: usize) -> bool {
+        std::mem::take(&mut self.answers[index].lock().is_uncommitted)
+    }
+
+    async fn run_entry(
+        self: &Arc<Self>,
+        index: usize,
+        entry: &ParsedToolCall,
+        coming: Option<GroupMember>,
+        after: Option<Arc<Call>>,
+    ) -> LaneContinuation {
+        let asked = self.invocation(index, entry);
+        let run = self.clone();
+        let ahead = move |call: &Arc<Call>| {
+            run.record_answer(index, (run.ended_state(call.clone()), false), true)
+        };
+        let among = BatchMembership {
+            group_member: coming,
+            on_finished: Some(Box::new(ahead)),
+            predecessor: after,
+        };
+        let ticket = match self.engine.invoke_in_batch(&self.caller, asked, among).await {
+            Ok(ticket) => ticket,
+            Err(error) => {
+                self.record_answer(
+                    index,
+                    (BatchEntryState::Refused(fault_from_error(error)), false),
+                    false,
+                );
+                return LaneContinuation::Unaffected;
+            }
+        };
+        if self.confirm_committed(index) {
+            return LaneContinuation::Ended;
+        }
+        let mut call = ticket.call.clone();
+        if !call.status.is_terminal() && !call.origin.background {
+            let left_ms = self.wait_deadline_ms.saturating_sub(self.engine.now_ms());
+            // If the store is unavailable, the ticket remains valid.
+            call =
+                self.engine.wait_for_outcome(&self.caller, &ticket, left_ms).await.unwrap_or(call);
+        }
+        let left = match (call.status.is_terminal(), call.origin.background) {
+            (true, _) => LaneContinuation::Ended,
+            (false, true) => LaneContinuation::Unaffected,
+            (false, false) => LaneContinuation::Predecessor(call.clone()),
+        };
+        let state = if call.status.is_terminal() {
+            self.ended_state(call)
+        } else {
+            BatchEntryState::Open(call)
+        };
+        self.record_answer(index, (state, ticket.replayed), false);
+        left
+    }
+
+    fn invocation(&self, index: usize, entry: &ParsedToolCall) -> CallRequest {
+        let batch = &self.batch;
+        let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
+        let by_place = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
+        let of_batch = || batch.entry_keys.get(index).cloned().or_else(by_place);
+        CallRequest {
+            run_id: batch.run_id.clone(),
+            call_id: entry.id.clone(),
+            timeout_ms: entry.timeout_ms.or(batch.timeout_ms),
+            retry: entry.retry.or(batch.retry),
+            idempotency_key: entry.idempotency_key.clone().or_else(of_batch),
+            user_id: batch.user_id.clone(),
+            traceparent: batch.traceparent.clone(),
+            callback_url: entry.callback_url.clone().or_else(|| batch.callback_url.clone()),
+            ..CallRequest::of(name.clone(), entry.args.clone())
+        }
+    }
+
+    /// Keeps the result in the answer unless the results of this batch exceed the size limit
+    /// together.
+    fn ended_state(&self, call: Arc<Call>) -> BatchEntryState {
+        let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+        let size = data.map_or(0, |data| data.text().len());
+        let before = self.result_bytes.fetch_add(size, Ordering::Relaxed);
+        if before + size <= self.engine.limits().max_batch_bytes {
+            return BatchEntryState::Ended { call, omitted_bytes: None };
+        }
+        self.result_bytes.fetch_sub(size, Ordering::Relaxed);
+        let mut slim = (*call).clone();
+        if let Some(outcome) = &mut slim.outcome {
+            outcome.data = None;
+        }
+        BatchEntryState::Ended { call: Arc::new(slim), omitted_bytes: Some(size) }
+    }
+}
+
+fn not_started_fault() -> Fault {
+    let message = "not begun: the wait was over before its turn came. Nothing was done, and it \
+                   will not be done later; ask for it again if it is still wanted";
+    Fault::new(Code::Canceled, message).without_side_effect().retryable(true)
+}
+
+/// Converts a refusal to the fault of an entry.
+fn fault_from_error(error: Error) -> Fault {
+    match error {
+        Error::Refused { fault, retry_after_ms: Some(ms) } if fault.detail.is_none() => {
+            fault.with_detail(json!({ "retry_after_ms": ms }))
+        }
+        Error::Refused { fault, .. } => fault,
+        Error::Internal(source) => {
+            tracing::error!(error = %source, "an entry of a batch failed with an internal error");
+            Fault::new(Code::Internal, "internal error; see the server's log")
+        }
+    }
+}

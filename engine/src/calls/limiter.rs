@@ -1,0 +1,338 @@
+//! The concurrency limiter: it bounds the number of attempts in flight and queues the calls that
+//! wait for a slot.
+//!
+//! Three limits apply together: engine, project and tool. The first two count attempts that run in
+//! this process; a tool's limit also counts work that is handed to a client, so an absent client
+//! cannot use up the slots of its project. Calls queue per project and tool, and free slots go
+//! round-robin over the queues, so a busy tool does not starve the others. All of this is in memory
+//! only: after a restart the queues, and the slots of attempts still in flight, are rebuilt from
+//! the store.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::calls::key_counts::KeyCounts;
+use crate::domain::id::CallId;
+
+/// Key of a queue: a project and a tool.
+#[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct QueueKey {
+    pub project: String,
+    pub tool: String,
+}
+
+/// The limits that an attempt counts against. Every call has one and clones it several times, hence
+/// the `Arc`.
+#[derive(Debug, Clone)]
+pub(crate) struct SlotScope {
+    pub queue: Arc<QueueKey>,
+    /// True if the attempt runs in this process.
+    pub is_local: bool,
+}
+
+/// The limits that apply to a slot scope.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ConcurrencyCaps {
+    pub global: Option<u32>,
+    pub project: Option<u32>,
+    pub tool: Option<u32>,
+}
+
+#[derive(Default)]
+struct LimiterState {
+    global: u32,
+    projects: KeyCounts<String>,
+    tools: KeyCounts<Arc<QueueKey>>,
+    /// Queued calls, each queue in order of arrival.
+    queues: BTreeMap<Arc<QueueKey>, BTreeMap<u64, QueuedCall>>,
+    /// The queue and the position in it of each queued call.
+    positions: HashMap<CallId, (Arc<QueueKey>, u64)>,
+    last_position: u64,
+    /// The queue that was served last.
+    last_served: Option<Arc<QueueKey>>,
+    /// True during recovery, while attempts in flight from before the start are not all counted.
+    is_recovering: bool,
+}
+
+struct QueuedCall {
+    call_id: CallId,
+    scope: SlotScope,
+    /// Limits at the time the call was queued. They apply if the tool no longer exists.
+    caps: ConcurrencyCaps,
+}
+
+/// Counts slots in use and holds the queues.
+#[derive(Default)]
+pub(crate) struct ConcurrencyLimiter {
+    state: Mutex<LimiterState>,
+    capacity_changed: Notify,
+}
+
+/// A slot in use. Dropping it releases the slot.
+pub(crate) struct Slot {
+    limiter: Arc<ConcurrencyLimiter>,
+    scope: SlotScope,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.limiter.state.lock();
+        state.release(&self.scope);
+        if !state.positions.is_empty() {
+            self.limiter.capacity_changed.notify_one();
+        }
+    }
+}
+
+impl LimiterState {
+    fn has_capacity(&self, place: &SlotScope, caps: &ConcurrencyCaps) -> bool {
+        let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
+        // Most tools and projects have no limit, which saves the lookup.
+        let tool =
+            caps.tool.is_none_or(|cap| !self.is_recovering && self.tools.get(&place.queue) < cap);
+        let project =
+            || caps.project.is_none_or(|cap| self.projects.get(&place.queue.project) < cap);
+        tool && (!place.is_local || below(self.global, caps.global) && project())
+    }
+
+    fn acquire(&mut self, place: &SlotScope) {
+        if place.is_local {
+            self.global += 1;
+            self.projects.increment(&place.queue.project);
+        }
+        self.tools.increment(&place.queue);
+    }
+
+    fn release(&mut self, place: &SlotScope) {
+        if place.is_local {
+            self.global = self.global.saturating_sub(1);
+            self.projects.decrement(&place.queue.project);
+        }
+        self.tools.decrement(&place.queue);
+    }
+}
+
+impl LimiterState {
+    fn remove_at(&mut self, line: &QueueKey, at: u64) -> Option<QueuedCall> {
+        let waiting = self.queues.get_mut(line)?.remove(&at);
+        if self.queues.get(line).is_some_and(BTreeMap::is_empty) {
+            self.queues.remove(line);
+        }
+        waiting
+    }
+}
+
+impl ConcurrencyLimiter {
+    /// Acquires a slot if one is free and no call is queued for the same tool.
+    pub(crate) fn try_acquire(
+        self: &Arc<Self>,
+        place: &SlotScope,
+        caps: &ConcurrencyCaps,
+    ) -> Option<Slot> {
+        let mut state = self.state.lock();
+        let in_line = !state.queues.is_empty() && state.queues.contains_key(&place.queue);
+        if in_line || !state.has_capacity(place, caps) {
+            return None;
+        }
+        state.acquire(place);
+        Some(Slot { limiter: self.clone(), scope: place.clone() })
+    }
+
+    /// Acquires a slot for an attempt that is already in flight, regardless of the limits.
+    pub(crate) fn force_acquire(self: &Arc<Self>, place: SlotScope) -> Slot {
+        self.state.lock().acquire(&place);
+        Slot { limiter: self.clone(), scope: place }
+    }
+
+    /// Withholds slots of tools that have a limit until the attempts in flight are counted.
+    pub(crate) fn begin_recovery(&self) {
+        self.state.lock().is_recovering = true;
+    }
+
+    /// Ends the recovery: every attempt in flight from before the start has its slot.
+    pub(crate) fn end_recovery(&self) {
+        self.state.lock().is_recovering = false;
+        self.recheck_queues();
+    }
+
+    /// Wakes the dispatcher after the limits may have changed: a queued call may fit now.
+    pub(crate) fn recheck_queues(&self) {
+        if !self.state.lock().positions.is_empty() {
+            self.capacity_changed.notify_one();
+        }
+    }
+
+    /// Queues a call, unless it is queued already.
+    pub(crate) fn enqueue(&self, call_id: CallId, place: SlotScope, caps: ConcurrencyCaps) {
+        let mut state = self.state.lock();
+        if !state.positions.contains_key(&call_id) {
+            state.last_position += 1;
+            let (at, line) = (state.last_position, place.queue.clone());
+            state.positions.insert(call_id.clone(), (line.clone(), at));
+            state
+                .queues
+                .entry(line)
+                .or_default()
+                .insert(at, QueuedCall { call_id, scope: place, caps });
+        }
+        drop(state);
+        self.capacity_changed.notify_one();
+    }
+
+    /// Removes a call that has ended from its queue. Otherwise the queue would hold every canceled
+    /// call until a slot becomes free.
+    pub(crate) fn dequeue(&self, call_id: &CallId) {
+        let mut state = self.state.lock();
+        let Some((line, at)) = state.positions.remove(call_id) else { return };
+        state.remove_at(&line, at);
+    }
+
+    /// Takes the next queued call that fits, and acquires its slot. Uses the present limits of the
+    /// tool if it still exists.
+    pub(crate) fn pop_ready(
+        self: &Arc<Self>,
+        now: impl Fn(&QueueKey) -> Option<ConcurrencyCaps>,
+    ) -> Option<(CallId, Slot)> {
+        let mut state = self.state.lock();
+        let after = state.last_served.clone();
+        let fits = |state: &LimiterState, key: &Arc<QueueKey>| {
+            let head = state.queues.get(key).and_then(BTreeMap::first_key_value);
+            head.is_some_and(|(_, head)| {
+                state.has_capacity(&head.scope, &now(key).unwrap_or(head.caps))
+            })
+        };
+        let mut keys = state.queues.keys();
+        let later = keys.find(|key| after.as_ref().is_none_or(|a| *key > a) && fits(&state, key));
+        let chosen =
+            later.or_else(|| state.queues.keys().find(|key| fits(&state, key))).cloned()?;
+        let (at, _) = state.queues.get(&chosen)?.first_key_value()?;
+        let at = *at;
+        let waiting = state.remove_at(&chosen, at)?;
+        state.positions.remove(&waiting.call_id);
+        state.acquire(&waiting.scope);
+        state.last_served = Some(chosen);
+        drop(state);
+        Some((waiting.call_id, Slot { limiter: self.clone(), scope: waiting.scope }))
+    }
+
+    /// Waits until a slot may be free or a call was queued.
+    pub(crate) async fn wait_for_capacity(&self) {
+        self.capacity_changed.notified().await;
+    }
+
+    /// Returns the number of queued calls.
+    pub(crate) fn queued_count(&self) -> usize {
+        self.state.lock().positions.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::id::IdGenerator;
+
+    fn place(project: &str, tool: &str) -> SlotScope {
+        let line = Arc::new(QueueKey { project: project.into(), tool: tool.into() });
+        SlotScope { queue: line, is_local: true }
+    }
+
+    #[test]
+    fn all_three_limits_hold() {
+        let gate = Arc::new(ConcurrencyLimiter::default());
+        let caps = ConcurrencyCaps { global: Some(3), project: Some(2), tool: Some(1) };
+        let a = gate.try_acquire(&place("p", "a"), &caps);
+        assert!(a.is_some());
+        assert!(gate.try_acquire(&place("p", "a"), &caps).is_none(), "the tool's limit");
+        let b = gate.try_acquire(&place("p", "b"), &caps);
+        assert!(b.is_some());
+        assert!(gate.try_acquire(&place("p", "c"), &caps).is_none(), "the project's limit");
+        let c = gate.try_acquire(&place("q", "a"), &caps);
+        assert!(c.is_some());
+        assert!(gate.try_acquire(&place("r", "a"), &caps).is_none(), "the engine's limit");
+        let parked = SlotScope { is_local: false, ..place("p", "c") };
+        assert!(gate.try_acquire(&parked, &caps).is_some(), "parked work takes no local place");
+        drop((a, b, c));
+        assert!(gate.try_acquire(&place("p", "a"), &caps).is_some());
+    }
+
+    #[test]
+    fn free_places_go_round_the_lines() {
+        let gate = Arc::new(ConcurrencyLimiter::default());
+        let caps = ConcurrencyCaps { global: Some(1), ..ConcurrencyCaps::default() };
+        let busy = gate.try_acquire(&place("p", "busy"), &caps);
+        let minter = IdGenerator::default();
+        for (n, tool) in ["a", "a", "a", "b", "c"].into_iter().enumerate() {
+            gate.enqueue(minter.next_call_id(n as u64), place("p", tool), caps);
+        }
+        assert!(gate.pop_ready(|_| None).is_none());
+        drop(busy);
+        let mut order = Vec::new();
+        while let Some((_, slot)) = gate.pop_ready(|_| None) {
+            order.push(slot.scope.queue.tool.clone());
+        }
+        assert_eq!(order, ["a", "b", "c", "a", "a"]);
+        assert_eq!(gate.queued_count(), 0);
+    }
+
+    #[test]
+    fn who_gives_up_leaves_nothing_behind() {
+        let gate = Arc::new(ConcurrencyLimiter::default());
+        let caps = ConcurrencyCaps { tool: Some(1), ..ConcurrencyCaps::default() };
+        let busy = gate.try_acquire(&place("p", "a"), &caps);
+        let minter = IdGenerator::default();
+        let ids: Vec<CallId> = (0..10).map(|n| minter.next_call_id(n)).collect();
+        for id in ids.iter().chain(&ids) {
+            gate.enqueue(id.clone(), place("p", "a"), caps);
+        }
+        assert_eq!(gate.queued_count(), 10, "once each");
+        for id in ids.iter().filter(|id| **id != ids[4]) {
+            gate.dequeue(id);
+        }
+        gate.dequeue(&ids[0]);
+        let standing =
+            |gate: &ConcurrencyLimiter| gate.state.lock().queues.values().map(BTreeMap::len).sum();
+        assert_eq!((gate.queued_count(), standing(&gate)), (1, 1));
+        drop(busy);
+        assert_eq!(gate.pop_ready(|_| None).map(|(id, _)| id), Some(ids[4].clone()));
+        assert_eq!((gate.queued_count(), standing(&gate)), (0, 0));
+    }
+
+    #[test]
+    fn a_line_moves_by_the_limits_of_now() {
+        let gate = Arc::new(ConcurrencyLimiter::default());
+        let caps = |most| ConcurrencyCaps { tool: most, ..ConcurrencyCaps::default() };
+        let first = gate.try_acquire(&place("p", "a"), &caps(Some(1)));
+        let minter = IdGenerator::default();
+        let ids: Vec<CallId> = (0..4).map(|n| minter.next_call_id(n)).collect();
+        for id in &ids {
+            gate.enqueue(id.clone(), place("p", "a"), caps(Some(1)));
+        }
+        assert!(gate.pop_ready(|_| None).is_none(), "of a tool that is gone, the old one holds");
+        let second = gate.pop_ready(|_| Some(caps(Some(2))));
+        assert_eq!(second.as_ref().map(|(id, _)| id), Some(&ids[0]));
+        assert!(gate.pop_ready(|_| Some(caps(Some(2)))).is_none());
+        drop(first);
+        assert!(gate.pop_ready(|_| Some(caps(Some(1)))).is_none(), "lowered again");
+        assert_eq!(gate.pop_ready(|_| Some(caps(None))).map(|(id, _)| id), Some(ids[1].clone()));
+    }
+
+    #[test]
+    fn what_is_out_already_is_counted_before_anybody_gets_in() {
+        let gate = Arc::new(ConcurrencyLimiter::default());
+        let caps = ConcurrencyCaps { tool: Some(2), ..ConcurrencyCaps::default() };
+        gate.begin_recovery();
+        assert!(gate.try_acquire(&place("p", "a"), &caps).is_none());
+        assert!(
+            gate.try_acquire(&place("p", "b"), &ConcurrencyCaps::default()).is_some(),
+            "it has no limit"
+        );
+        let out: Vec<Slot> = (0..3).map(|_| gate.force_acquire(place("p", "a"))).collect();
+        gate.end_recovery();
+        assert!(gate.try_acquire(&place("p", "a"), &caps).is_none());
+        drop(out);
+        assert!(gate.try_acquire(&place("p", "a"), &caps).is_some());
+    }
+}

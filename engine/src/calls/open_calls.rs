@@ -1,0 +1,248 @@
+//! Open calls, held in memory: polling the ticket of an open call does not touch the store, and two
+//! reports on one call are decided one after the other.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::{Notify, OnceCell};
+
+use crate::calls::key_counts::KeyCounts;
+use crate::calls::limiter::{QueueKey, Slot};
+use crate::domain::call::{Call, Hold};
+use crate::domain::id::CallId;
+
+/// A call without an outcome.
+pub(crate) struct OpenCall {
+    /// Held while an event is decided and committed.
+    pub(crate) decision_lock: tokio::sync::Mutex<()>,
+    /// The last committed state.
+    committed: RwLock<Arc<Call>>,
+    /// Slot of the attempt in flight.
+    slot: Mutex<Option<Slot>>,
+    /// Number of progress events. Unset until first needed if the call was loaded from the
+    /// store.
+    progress_events: OnceCell<AtomicU32>,
+}
+
+impl OpenCall {
+    /// Creates the entry of a call that this process accepted.
+    pub(crate) fn new(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
+        Self::with_progress_count(call, slot, OnceCell::new_with(Some(AtomicU32::new(0))))
+    }
+
+    /// Creates the entry of a call loaded from the store.
+    pub(crate) fn from_store(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
+        Self::with_progress_count(call, slot, OnceCell::new())
+    }
+
+    fn with_progress_count(
+        call: Arc<Call>,
+        slot: Option<Slot>,
+        progress_events: OnceCell<AtomicU32>,
+    ) -> Arc<Self> {
+        let (shown, slot) = (RwLock::new(call), Mutex::new(slot));
+        Arc::new(Self {
+            decision_lock: tokio::sync::Mutex::new(()),
+            committed: shown,
+            slot,
+            progress_events,
+        })
+    }
+
+    pub(crate) fn call(&self) -> Arc<Call> {
+        self.committed.read().clone()
+    }
+
+    pub(crate) fn set_committed(&self, call: Arc<Call>) {
+        *self.committed.write() = call;
+    }
+
+    pub(crate) fn set_slot(&self, slot: Slot) {
+        *self.slot.lock() = Some(slot);
+    }
+
+    pub(crate) fn release_slot(&self) {
+        self.slot.lock().take();
+    }
+
+    /// Returns the number of the next progress event, from 1. Calls `stored` at most once, to learn
+    /// how many events the store has.
+    pub(crate) async fn next_progress_number<F, E>(
+        &self,
+        stored: impl FnOnce() -> F,
+    ) -> Result<u32, E>
+    where
+        F: Future<Output = Result<u32, E>>,
+    {
+        let first = async || stored().await.map(AtomicU32::new);
+        let count = self.progress_events.get_or_try_init(first).await?;
+        Ok(count.fetch_add(1, Ordering::Relaxed).saturating_add(1))
+    }
+}
+
+#[derive(Default)]
+struct OpenCallsState {
+    calls: HashMap<CallId, Arc<OpenCall>>,
+    count_by_project: KeyCounts<String>,
+    /// Timers: the time at which each call is due.
+    due: BTreeSet<(u64, CallId)>,
+}
+
+/// All open calls and their timers.
+#[derive(Default)]
+pub(crate) struct OpenCalls {
+    state: Mutex<OpenCallsState>,
+    /// Notified when the earliest timer moves forward.
+    earlier_due: Notify,
+}
+
+/// The limit of open calls that was reached.
+pub(crate) enum CapacityExceeded {
+    Engine,
+    Project,
+}
+
+/// Capacity for one call. It is released if the call is not committed, or when the call ends.
+pub(crate) struct Reservation<'a> {
+    open_calls: &'a OpenCalls,
+    queue: Arc<QueueKey>,
+    is_committed: bool,
+}
+
+impl Reservation<'_> {
+    /// Keeps the capacity: the call exists now and releases it when it ends.
+    pub(crate) fn commit(mut self) {
+        self.is_committed = true;
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        if !self.is_committed {
+            self.open_calls.state.lock().count_by_project.decrement(&self.queue.project);
+        }
+    }
+}
+
+impl OpenCalls {
+    /// Reserves capacity for one more call of this project.
+    pub(crate) fn reserve(
+        &self,
+        line: &Arc<QueueKey>,
+        all: usize,
+        each: usize,
+    ) -> Result<Reservation<'_>, CapacityExceeded> {
+        let mut state = self.state.lock();
+        if state.calls.len() >= all {
+            return Err(CapacityExceeded::Engine);
+        }
+        if state.count_by_project.increment(&line.project) as usize > each {
+            state.count_by_project.decrement(&line.project);
+            return Err(CapacityExceeded::Project);
+        }
+        Ok(Reservation { open_calls: self, queue: line.clone(), is_committed: false })
+    }
+
+    /// Adopts a call loaded from the store, regardless of the limits. Returns false if it is
+    /// already present: it may have been accepted during the scan of the store.
+    pub(crate) fn adopt(&self, entry: Arc<OpenCall>) -> bool {
+        let call = entry.call();
+        {
+            let mut state = self.state.lock();
+            if state.calls.contains_key(&call.id) {
+                return false;
+            }
+            state.count_by_project.increment(&call.project);
+        }
+        self.insert(entry);
+        true
+    }
+
+    pub(crate) fn get(&self, id: &CallId) -> Option<Arc<OpenCall>> {
+        self.state.lock().calls.get(id).cloned()
+    }
+
+    pub(crate) fn insert(&self, entry: Arc<OpenCall>) {
+        let call = entry.call();
+        let mut state = self.state.lock();
+        if let Some(due_ms) = call.due_ms() {
+            self.schedule(&mut state, due_ms, call.id.clone());
+        }
+        state.calls.insert(call.id.clone(), entry);
+    }
+
+    /// Updates the timer of a call after a transition, and removes the call if it has ended.
+    pub(crate) fn apply_transition(&self, before: &Call, after: &Call) {
+        let mut state = self.state.lock();
+        if let Some(due_ms) = before.due_ms() {
+            state.due.remove(&(due_ms, before.id.clone()));
+            // A queued retry has its timer at the deadline; see `reschedule`.
+            state.due.remove(&(before.deadline_ms, before.id.clone()));
+        }
+        if after.status.is_terminal() {
+            if state.calls.remove(&after.id).is_some() {
+                state.count_by_project.decrement(&after.project);
+            }
+        } else if let Some(due_ms) = after.due_ms() {
+            self.schedule(&mut state, due_ms, after.id.clone());
+        }
+    }
+
+    fn schedule(&self, state: &mut OpenCallsState, due_ms: u64, id: CallId) {
+        let first = state.due.first().is_none_or(|(first_ms, _)| due_ms < *first_ms);
+        state.due.insert((due_ms, id));
+        if first {
+            self.earlier_due.notify_one();
+        }
+    }
+
+    /// Returns the calls that are due.
+    pub(crate) fn due_calls(&self, now_ms: u64, limit: usize) -> Vec<CallId> {
+        let state = self.state.lock();
+        let due = state.due.iter().take_while(|(due_ms, _)| *due_ms <= now_ms);
+        due.take(limit).map(|(_, id)| id.clone()).collect()
+    }
+
+    /// Moves the timer of a call whose retry is now queued: only its deadline remains.
+    pub(crate) fn reschedule(&self, id: &CallId, was_ms: u64, deadline_ms: u64) {
+        let mut state = self.state.lock();
+        if state.due.remove(&(was_ms, id.clone())) {
+            state.due.insert((deadline_ms, id.clone()));
+        }
+    }
+
+    /// Returns the time of the earliest timer.
+    pub(crate) fn next_due_ms(&self) -> Option<u64> {
+        self.state.lock().due.first().map(|(due_ms, _)| *due_ms)
+    }
+
+    /// Waits until `next_due_ms` has become earlier.
+    pub(crate) async fn wait_earlier_due(&self) {
+        self.earlier_due.notified().await;
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.state.lock().calls.len()
+    }
+
+    /// Returns the number of open calls by state.
+    pub(crate) fn count_by_state(&self) -> [(&'static str, usize); 6] {
+        let mut counts = ["running", "queue", "parked", "retry", "input", "after"].map(|s| (s, 0));
+        let state = self.state.lock();
+        for entry in state.calls.values() {
+            let doing = entry.call().hold.map_or("running", Hold::as_str);
+            for (_, count) in counts.iter_mut().filter(|(name, _)| *name == doing) {
+                *count += 1;
+            }
+        }
+        counts
+    }
+
+    /// Returns the creation time of the oldest open call.
+    pub(crate) fn oldest_created_ms(&self) -> Option<u64> {
+        let state = self.state.lock();
+        state.calls.values().map(|entry| entry.call().created_ms).min()
+    }
+}

@@ -1,0 +1,308 @@
+//! Reports from remote executors (acknowledgement, progress, outcome), answers to elicitations, and
+//! cancellation.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use crate::calls::commit::{AdvanceOutcome, call_not_found};
+use crate::calls::validate_request::schema_fault;
+use crate::domain::call::Call;
+use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::elicitation;
+use crate::domain::event::EventKind;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::CallId;
+use crate::domain::json::Json;
+use crate::domain::tool::Executor;
+use crate::engine::{Core, Engine, from_store_error};
+use crate::lifecycle::{Event, Refusal};
+use crate::ports::fn_tool::AttemptProgress;
+use crate::registry::catalog::{
+    Catalog, require_client_owner, require_provider, require_registered,
+};
+
+/// The result of an attempt, as its remote executor reports it.
+#[derive(Debug, Clone)]
+pub struct AttemptReport {
+    /// Number of the attempt; `None` means the one in flight.
+    pub attempt: Option<u32>,
+    /// The reporting client, if it identifies itself.
+    pub client_id: Option<String>,
+    pub result: Result<Json, Fault>,
+}
+
+impl Engine {
+    /// Records that a client acknowledged a request. The call is RUNNING from here on.
+    pub async fn acknowledge_call(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        client_id: &str,
+        attempt: Option<u32>,
+    ) -> Result<Arc<Call>, Error> {
+        let call = self.core.find_reportable_call(caller, id, Some(client_id)).await?;
+        let attempt = attempt.unwrap_or(call.attempt);
+        // A client that was given another client's acknowledged request takes its place.
+        let given = self.core.client_queue.lease_holder(id).as_deref() == Some(client_id);
+        let has_it = given || call.acknowledged_by.as_deref() == Some(client_id);
+        if !has_it && !call.status.is_terminal() {
+            require_offer(&self.core.catalog(), &call, client_id)?;
+        }
+        let other = call.acknowledged_by.clone().filter(|other| given && other != client_id);
+        let event = Event::Acknowledged { attempt, by: client_id.to_owned(), instead_of: other };
+        let call = require_accepted(self.core.apply_event(caller, id, event).await?)?;
+        self.core.client_queue.acknowledge(&call.project, client_id, id);
+        Ok(call)
+    }
+
+    /// Records the result of a client's attempt.
+    pub async fn report(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        report: AttemptReport,
+    ) -> Result<Arc<Call>, Error> {
+        let client_id = report.client_id.as_deref();
+        let call = self.core.find_reportable_call(caller, id, client_id).await?;
+        let by = report.client_id.or_else(|| self.core.client_queue.lease_holder(id));
+        let result = self.core.validate_result(&call, report.result);
+        let event = Event::Report { attempt: report.attempt, by, result };
+        require_accepted(self.core.apply_event(caller, id, event).await?)
+    }
+
+    /// Records the progress of a client's attempt.
+    pub async fn report_progress(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        client_id: Option<&str>,
+        attempt: Option<u32>,
+        progress: AttemptProgress,
+    ) -> Result<(), Error> {
+        let call = self.core.find_reportable_call(caller, id, client_id).await?;
+        if progress.percent.is_some_and(|percent| !(0.0..=100.0).contains(&percent)) {
+            let fault = Fault::new(Code::ValidationError, "percent must be from 0 to 100");
+            return Err(fault.with_detail(json!({ "pointer": "/percent" })).into());
+        }
+        self.core.record_progress(id, attempt.unwrap_or(call.attempt), progress).await
+    }
+
+    /// Cancels a call and stops its executor.
+    pub async fn cancel(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        reason: Option<String>,
+    ) -> Result<Arc<Call>, Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key cannot cancel calls";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let call = self.call(caller, id).await?;
+        let event = Event::Cancel { by: caller.agent.clone(), reason };
+        require_accepted(self.core.apply_event(caller, &call.id, event).await?)
+    }
+}
+
+impl Engine {
+    /// Answers the elicitation of a call's tool, completely or in part. The call continues with the
+    /// last answer.
+    pub async fn answer_elicitation(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        answers: Map<String, Value>,
+    ) -> Result<Arc<Call>, Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key cannot answer what a tool asks";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        elicitation::check_answers_size(&answers)?;
+        let call = self.call(caller, id).await?;
+        let event = Event::InputProvided { by: caller.agent.clone(), answers };
+        require_accepted(self.core.apply_event(caller, &call.id, event).await?)
+    }
+}
+
+impl Core {
+    /// Applies an event to completion, even if the reporter disconnects.
+    pub(crate) async fn apply_event(
+        self: &Arc<Self>,
+        caller: &Caller,
+        id: &CallId,
+        event: Event,
+    ) -> Result<AdvanceOutcome, Error> {
+        let (inner, project, id) = (self.clone(), caller.project.clone(), id.clone());
+        self.detach_on_drop(async move { inner.advance(&project, &id, event).await }).await
+    }
+
+    /// Returns the call if this caller may report on it.
+    async fn find_reportable_call(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        client_id: Option<&str>,
+    ) -> Result<Arc<Call>, Error> {
+        require_provider(caller)?;
+        let call = self.find_project_call(caller, id).await?;
+        let elsewhere = match call.target.executor {
+            Executor::Caller => Some("whoever called it"),
+            executor => (!executor.reports_later()).then_some("the server itself"),
+        };
+        if let Some(who) = elsewhere {
+            let message = format!("{} is executed by {who}", call.target.tool);
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let catalog = self.catalog();
+        // The client queue may have redelivered the work of an absent client, so its lease holder
+        // comes first. A call without a holder may be pinned to one client.
+        let holder = self.client_queue.lease_holder(id).or_else(|| call.acknowledged_by.clone());
+        let holder = holder.or_else(|| call.origin.client_id.clone());
+        if let Some(client_id) = client_id {
+            require_client_owner(&catalog, caller, client_id)?;
+            let other = holder.as_deref().filter(|holder| *holder != client_id);
+            if let Some(other) = other.filter(|_| !call.status.is_terminal()) {
+                let message = format!("call \"{id}\" is for client \"{other}\"");
+                return Err(Error::refused(Code::PermissionDenied, message));
+            }
+        }
+        if caller.auth_method == AuthMethod::Local || caller.may_administer() {
+            return Ok(call);
+        }
+        let offered = catalog.offered_by(&call.project, &call.target.tool);
+        let entitled = match holder {
+            Some(holder) => require_client_owner(&catalog, caller, &holder).is_ok(),
+            None => offered.iter().any(|id| {
+                catalog.client(&call.project, id).is_some_and(|c| c.owner == caller.agent)
+            }),
+        };
+        if entitled {
+            return Ok(call);
+        }
+        let message = format!("call \"{id}\" is with a client of another key");
+        Err(Error::refused(Code::PermissionDenied, message))
+    }
+
+    /// Returns a call of the caller's project, from memory or from the store.
+    pub(crate) async fn find_project_call(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+    ) -> Result<Arc<Call>, Error> {
+        let call = match self.open_calls.get(id) {
+            Some(entry) => entry.call(),
+            None => match self.store.call(&caller.project, id).await.map_err(from_store_error)? {
+                Some(call) => Arc::new(call),
+                None => return Err(call_not_found(id)),
+            },
+        };
+        // A call of another project is answered exactly as one that does not exist.
+        if call.project == caller.project { Ok(call) } else { Err(call_not_found(id)) }
+    }
+
+    /// Checks a result against the size limit and the tool's output schema.
+    pub(crate) fn validate_result(
+        &self,
+        call: &Call,
+        result: Result<Json, Fault>,
+    ) -> Result<Json, Fault> {
+        let data = result?;
+        let limit = self.limits.max_result_bytes;
+        if data.text().len() > limit {
+            let message = format!(
+                "the result of {} is {} bytes, over the limit of {limit}",
+                call.target.tool,
+                data.text().len()
+            );
+            return Err(Fault::new(Code::PayloadTooLarge, message));
+        }
+        let tool = self.catalog().find(&call.project, &call.target.tool);
+        let same = tool.filter(|tool| tool.version == call.target.version);
+        let Some(output) = same.as_ref().and_then(|tool| tool.output_schema.as_ref()) else {
+            return Ok(data);
+        };
+        let mut value = data.to_value();
+        if call.target.executor == Executor::Mcp {
+            // The schema describes only `structuredContent` of an MCP result, and error results
+            // need none.
+            if value.get("isError").is_some_and(|is| is == true) {
+                return Ok(data);
+            }
+            value = value.get_mut("structuredContent").map_or(Value::Null, Value::take);
+        }
+        // The caller learns what is wrong without seeing the tool's data.
+        let problems = output.problems_redacted(&value);
+        if problems.is_empty() {
+            return Ok(data);
+        }
+        let what = format!("the result of {} does not fit its output schema", call.target.tool);
+        // The raw data is attached for diagnosis.
+        Err(schema_fault(&what, &problems).with_raw(data))
+    }
+
+    pub(crate) async fn record_progress(
+        &self,
+        id: &CallId,
+        attempt: u32,
+        progress: AttemptProgress,
+    ) -> Result<(), Error> {
+        let entry = self.open_calls.get(id).ok_or_else(|| {
+            let message = format!("call \"{id}\" has ended; its progress is not kept");
+            Error::refused(Code::Conflict, message)
+        })?;
+        let call = entry.call();
+        if !call.has_attempt_in_flight() || call.attempt != attempt {
+            let message = format!("attempt {attempt} of call \"{id}\" is not out");
+            return Err(Error::refused(Code::Conflict, message));
+        }
+        // Excess progress is not an error; events beyond the limit are not stored.
+        let stored = async || {
+            let count = self.count_stored_events(&call, EventKind::Progress).await?;
+            Ok::<_, Error>(u32::try_from(count).unwrap_or(u32::MAX))
+        };
+        if entry.next_progress_number(stored).await? > self.limits.max_progress_events {
+            return Ok(());
+        }
+        let record = progress.into_record(self.clock.now_ms(), attempt).with_task_ids(&call);
+        self.store
+            .append_records(&call.project, id, vec![record])
+            .await
+            .map_err(from_store_error)?;
+        self.wake_call_listeners(&call);
+        Ok(())
+    }
+}
+
+/// Requires that a client which takes work it was not given offers the tool.
+fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), Error> {
+    require_registered(catalog, &call.project, client_id)?;
+    let tool = &call.target.tool;
+    if catalog.offered_by(&call.project, tool).iter().any(|id| id == client_id) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+/// Converts a refused event into the error for the reporter.
+pub(crate) fn require_accepted(advanced: AdvanceOutcome) -> Result<Arc<Call>, Error> {
+    let (call, refusal) = match advanced {
+        AdvanceOutcome::Committed(call) | AdvanceOutcome::Duplicate(call) => return Ok(call),
+        AdvanceOutcome::Refused(call, refusal) => (call, refusal),
+    };
+    let status = call.status.as_str();
+    let message = match refusal {
+        Refusal::NotApplicable => format!("call \"{}\" does not wait for that", call.id),
+        Refusal::AlreadyEnded(_) => {
+            format!("call \"{}\" is {status} already; nothing changed", call.id)
+        }
+        _ => format!("this attempt of call \"{}\" is not out; nothing changed", call.id),
+    };
+    let detail = json!({
+        "status": status,
+        "attempt": call.attempt,
+        "completed_at_ms": call.completed_ms,
+    });
+    Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+}

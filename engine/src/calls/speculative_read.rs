@@ -1,0 +1,132 @@
+//! Starts read-only attempts before their call is committed (ADR 0006).
+//!
+//! A read has no side effect, so it may run in vain or twice and need not wait for the commit that
+//! its caller waits for. A read that finishes by then is stored together with its outcome, in one
+//! commit instead of two; one that is still running continues after the commit. As always, nothing
+//! is visible to callers before the commit.
+
+use std::sync::Arc;
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+
+use crate::domain::call::Call;
+use crate::domain::event::EventRecord;
+use crate::domain::tool::{Effect, Executor};
+use crate::engine::Core;
+use crate::lifecycle::{self, Event, Transition};
+use crate::ports::fn_tool::AttemptProgress;
+use crate::ports::source::{ProgressSink, Started};
+use crate::telemetry::engine_metrics;
+
+/// State of a read-only attempt before its call is committed.
+pub(crate) enum Speculation {
+    /// The attempt must not start before the commit.
+    NotEligible,
+    /// The attempt is running.
+    Running(RunningSpeculation),
+    /// The attempt has finished.
+    Finished(SpeculationResult),
+}
+
+/// Result of a finished read, and the progress it reported.
+pub(crate) struct SpeculationResult {
+    result: Result<crate::Json, crate::Fault>,
+    progress: Vec<AttemptProgress>,
+}
+
+/// A running read that continues once its call is committed.
+pub(crate) struct RunningSpeculation {
+    attempt: BoxFuture<'static, Started>,
+    progress: Arc<ProgressBuffer>,
+}
+
+/// Progress that cannot be stored yet because its call is not in the store.
+#[derive(Default)]
+struct ProgressBuffer(Mutex<Option<Vec<AttemptProgress>>>);
+
+impl Core {
+    /// Starts the attempt of a call that is about to be committed as claimed, if it is eligible.
+    pub(crate) fn start_speculation(self: &Arc<Self>, call: &Arc<Call>) -> Speculation {
+        let target = &call.target;
+        if target.effect != Effect::Read || target.executor != Executor::Builtin {
+            return Speculation::NotEligible;
+        }
+        let Some(source) = self.sources.get(&target.executor).cloned() else {
+            return Speculation::NotEligible;
+        };
+        let held = Arc::new(ProgressBuffer(Mutex::new(Some(Vec::new()))));
+        let sink = self.buffering_progress_sink(call, &held);
+        let attempt = self.build_attempt(call, false);
+        let starting = source.clone();
+        let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
+        match (&mut attempt).now_or_never() {
+            None => Speculation::Running(RunningSpeculation { attempt, progress: held }),
+            Some(Started::Accepted | Started::NeedsInput(_) | Started::Detached { .. }) => {
+                Speculation::NotEligible
+            }
+            Some(Started::Finished(result)) => {
+                engine_metrics::count_attempt(target.executor, result.is_ok());
+                source.release_attempt(&call.id, call.attempt);
+                let said = held.0.lock().take().unwrap_or_default();
+                Speculation::Finished(SpeculationResult { result, progress: said })
+            }
+        }
+    }
+
+    /// Applies the result of a finished read to its call. Returns the call unchanged if `step`
+    /// refuses the result.
+    pub(crate) fn apply_speculation(
+        &self,
+        call: Call,
+        done: SpeculationResult,
+    ) -> Result<Transition, Box<Call>> {
+        let result = self.validate_result(&call, done.result);
+        let (attempt, version, now_ms) = (call.attempt, call.version, self.clock.now_ms());
+        let event = Event::Report { attempt: Some(attempt), by: None, result };
+        let mut step = match lifecycle::step_owned(call, &event, now_ms) {
+            Ok(step) => step,
+            Err(refused) => return Err(Box::new(refused.0)),
+        };
+        if !done.progress.is_empty() {
+            let said = done.progress.into_iter();
+            let said = said.map(|p| p.into_record(now_ms, attempt).with_task_ids(&step.call));
+            let said: Vec<EventRecord> = said.collect();
+            step.records.splice(0..0, said);
+        }
+        // The call is stored once, in this state, so it keeps the version of a first commit.
+        step.call.version = version;
+        Ok(step)
+    }
+
+    fn buffering_progress_sink(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        held: &Arc<ProgressBuffer>,
+    ) -> ProgressSink {
+        let (inner, call, held) = (self.clone(), call.clone(), held.clone());
+        let most = self.limits.max_progress_events as usize;
+        Arc::new(move |progress: AttemptProgress| {
+            if let Some(held) = held.0.lock().as_mut() {
+                if held.len() < most {
+                    held.push(progress);
+                }
+                return;
+            }
+            inner.spawn_progress_record(&call, progress);
+        })
+    }
+
+    /// Continues the read after its call has been committed.
+    pub(crate) fn continue_speculation(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        read: RunningSpeculation,
+    ) {
+        let said = read.progress.0.lock().take().unwrap_or_default();
+        said.into_iter().for_each(|progress| self.spawn_progress_record(call, progress));
+        let (inner, call) = (self.clone(), call.clone());
+        self.attempts.spawn(async move { inner.handle_started(&call, read.attempt.await).await });
+    }
+}

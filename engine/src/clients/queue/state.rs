@@ -1,0 +1,432 @@
+//! The state of the client queue, behind one lock and without awaits: connections, queued items and
+//! leases.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::client::{ClientConnection, Lease, QueueClient};
+use super::{
+    ClientMessage, ConnectRequest, DISCONNECT_GRACE_MS, POLL_LEASE_MS, Redelivery, Transport,
+    WorkItem,
+};
+use crate::domain::id::CallId;
+use crate::domain::tool::Effect;
+
+type ClientKey = (String, String);
+type ToolKey = (String, String);
+
+#[derive(Default)]
+pub(super) struct ClientQueueState {
+    /// Every unanswered item, queued or leased.
+    requests: HashMap<CallId, WorkEntry>,
+    /// Items without a lease, by tool and in the order of the requests.
+    queues: HashMap<ToolKey, BTreeMap<u64, CallId>>,
+    clients: HashMap<ClientKey, QueueClient>,
+    /// Increases with everything that has an order: sessions, items, assignments.
+    last_order: u64,
+    /// True after shutdown: no item is assigned any more.
+    closed: bool,
+}
+
+struct WorkEntry {
+    item: WorkItem,
+    pinned: Option<String>,
+    order: u64,
+    holder: Option<ClientKey>,
+}
+
+/// A client as the operator sees it.
+#[derive(Debug, Clone)]
+pub struct ClientView {
+    pub client_id: String,
+    pub connections: usize,
+    pub leased: usize,
+    pub tools: Vec<String>,
+    /// `None` if the client has not been seen since the start.
+    pub last_seen_ms: Option<u64>,
+}
+
+impl ClientQueueState {
+    fn next_order(&mut self) -> u64 {
+        self.last_order += 1;
+        self.last_order
+    }
+
+    pub(super) fn connect(
+        &mut self,
+        arrival: ConnectRequest,
+        sender: UnboundedSender<ClientMessage>,
+        now_ms: u64,
+    ) -> u64 {
+        let number = self.next_order();
+        if self.closed {
+            return number;
+        }
+        let key = (arrival.project, arrival.client_id);
+        let client = self.clients.entry(key.clone()).or_default();
+        client.tools = arrival.tools;
+        client.last_seen_ms = now_ms;
+        let (window, line) = (arrival.window.max(1), arrival.transport);
+        client.undelivered_cancels.drain(..).for_each(|message| drop(sender.send(message)));
+        client.sessions.push(ClientConnection { number, sender, window, line });
+        // A poll is not a reconnect: the client is still working on the items it holds.
+        if line == Transport::Streaming {
+            self.redeliver(&key, arrival.redelivery);
+        }
+        self.fill_client(&key, now_ms);
+        number
+    }
+
+    /// Redelivers the acknowledged and unanswered items of a client that reconnected.
+    fn redeliver(&mut self, key: &ClientKey, memory: Redelivery) {
+        let Some(client) = self.clients.get_mut(key) else { return };
+        let Some(connection) = client.sessions.last() else { return };
+        for (id, held) in client.leases.iter_mut().filter(|(_, held)| held.session.is_none()) {
+            let Some(parked) = self.requests.get_mut(id) else { continue };
+            let harmless = parked.item.effect != Effect::Irreversible;
+            if harmless || memory == Redelivery::All {
+                parked.item.redelivered = true;
+                held.session = Some(connection.number);
+                (held.polled, held.lease_until_ms) = (false, None);
+                let _ = connection.sender.send(ClientMessage::Execute(parked.item.clone()));
+            }
+        }
+    }
+
+    pub(super) fn set_tools(
+        &mut self,
+        project: &str,
+        client_id: &str,
+        offers: &HashSet<String>,
+        now_ms: u64,
+    ) {
+        let key = (project.to_owned(), client_id.to_owned());
+        if let Some(client) = self.clients.get_mut(&key) {
+            client.tools.clone_from(offers);
+            self.fill_client(&key, now_ms);
+        }
+    }
+
+    /// Ends every session by dropping the sender of its connection. Queued and leased items stay as
+    /// they are: the next start finds them in the store.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+        self.clients.values_mut().for_each(|client| client.sessions.clear());
+    }
+
+    pub(super) fn disconnect(
+        &mut self,
+        key: &ClientKey,
+        number: u64,
+        unheard: Vec<ClientMessage>,
+        now_ms: u64,
+    ) {
+        let Some(client) = self.clients.get_mut(key) else { return };
+        client.last_seen_ms = now_ms;
+        let Some(at) = client.sessions.iter().position(|c| c.number == number) else { return };
+        client.sessions.remove(at);
+        unheard.into_iter().for_each(|message| client.send_or_buffer(None, message));
+        let mut back = Vec::new();
+        for (id, held) in client.leases.iter_mut().filter(|(_, h)| h.session == Some(number)) {
+            held.session = None;
+            if !held.acknowledged && held.lease_until_ms.is_none() {
+                back.push(id.clone());
+            }
+        }
+        self.requeue(key, back, now_ms);
+        self.remove_if_stale(key);
+    }
+
+    /// Removes a client that unregistered, once no item is queued for it.
+    pub(super) fn remove_if_idle(&mut self, key: &ClientKey) {
+        let Some(client) = self.clients.get_mut(key) else { return };
+        client.undelivered_cancels.clear();
+        if client.is_idle() {
+            self.clients.remove(key);
+        }
+    }
+
+    fn remove_if_stale(&mut self, key: &ClientKey) {
+        // Recently seen clients stay visible to the operator, up to a limit. A client without tools
+        // here was never connected or is no longer registered.
+        let Some(client) = self.clients.get(key).filter(|client| client.is_idle()) else { return };
+        if client.tools.is_empty() || self.clients.len() > 10_000 {
+            self.clients.remove(key);
+        }
+    }
+
+    pub(super) fn is_busy(&self, key: &ClientKey) -> bool {
+        let busy = |client: &QueueClient| !client.sessions.is_empty() || !client.leases.is_empty();
+        self.clients.get(key).is_some_and(busy)
+    }
+
+    /// Returns items to their original positions in their queues, and assigns them again.
+    fn requeue(&mut self, key: &ClientKey, ids: Vec<CallId>, now_ms: u64) {
+        let mut lines = Vec::new();
+        for id in ids {
+            if let Some(client) = self.clients.get_mut(key) {
+                client.leases.remove(&id);
+            }
+            let Some(parked) = self.requests.get_mut(&id) else { continue };
+            parked.item.redelivered = true;
+            parked.holder = None;
+            if parked.pinned.is_some() {
+                if let Some(client) = self.clients.get_mut(key) {
+                    client.pinned.insert(parked.order, id);
+                }
+            } else {
+                let line = (parked.item.project.clone(), parked.item.tool.clone());
+                self.queues.entry(line.clone()).or_default().insert(parked.order, id);
+                lines.push(line);
+            }
+        }
+        for line in lines {
+            self.assign_queued(&line, now_ms);
+        }
+        self.fill_client(key, now_ms);
+    }
+
+    /// Removes an item from its queue, so that no client receives it.
+    fn dequeue(&mut self, id: &CallId) {
+        let Some(parked) = self.requests.get(id) else { return };
+        let (project, order) = (&parked.item.project, parked.order);
+        if let Some(client_id) = &parked.pinned {
+            if let Some(client) = self.clients.get_mut(&(project.clone(), client_id.clone())) {
+                client.pinned.remove(&order);
+            }
+            return;
+        }
+        let line = (project.clone(), parked.item.tool.clone());
+        if let Some(ids) = self.queues.get_mut(&line) {
+            ids.remove(&order);
+            if ids.is_empty() {
+                self.queues.remove(&line);
+            }
+        }
+    }
+
+    pub(super) fn enqueue(
+        &mut self,
+        request: WorkItem,
+        pinned: Option<String>,
+        taken_by: Option<String>,
+        now_ms: u64,
+    ) {
+        let (id, project) = (request.call_id.clone(), request.project.clone());
+        let line = (project.clone(), request.tool.clone());
+        let order = self.next_order();
+        self.dequeue(&id);
+        let holder = taken_by.map(|client_id| (project.clone(), client_id));
+        let parked =
+            WorkEntry { item: request, pinned: pinned.clone(), order, holder: holder.clone() };
+        self.requests.insert(id.clone(), parked);
+        if let Some(key) = holder {
+            // Acknowledged before a restart: the item still belongs to that client, on any
+            // transport.
+            let mut held =
+                Lease { acknowledged: true, session: None, polled: true, lease_until_ms: None };
+            if let Some(parked) = self.requests.get(&id) {
+                held.extend(&parked.item, now_ms);
+            }
+            let client = self.clients.entry(key.clone()).or_default();
+            client.last_seen_ms = client.last_seen_ms.max(now_ms);
+            client.leases.insert(id, held);
+            if client.sessions.iter().any(|c| c.line == Transport::Streaming) {
+                self.redeliver(&key, Redelivery::ReversibleOnly);
+            }
+        } else if let Some(client_id) = pinned {
+            let key = (project, client_id);
+            self.clients.entry(key.clone()).or_default().pinned.insert(order, id);
+            self.fill_client(&key, now_ms);
+        } else {
+            self.queues.entry(line.clone()).or_default().insert(order, id);
+            self.assign_queued(&line, now_ms);
+        }
+    }
+
+    /// Assigns the queued items of a tool to the clients that provide it, the least busy first.
+    fn assign_queued(&mut self, line: &ToolKey, now_ms: u64) {
+        while self.queues.contains_key(line) {
+            let chosen = self
+                .clients
+                .iter()
+                .filter(|((project, _), client)| {
+                    *project == line.0
+                        && client.tools.contains(&line.1)
+                        && client.connection_with_capacity().is_some()
+                })
+                .min_by_key(|(_, client)| (client.leases.len(), client.last_assigned))
+                .map(|(key, _)| key.clone());
+            let Some(key) = chosen else { return };
+            let Some(id) = self.pop_first(line) else { return };
+            self.lease_to(&key, id, now_ms);
+        }
+    }
+
+    /// Removes the first item of a queue and returns it.
+    fn pop_first(&mut self, line: &ToolKey) -> Option<CallId> {
+        let ids = self.queues.get_mut(line)?;
+        let first = ids.pop_first();
+        if ids.is_empty() {
+            self.queues.remove(line);
+        }
+        first.map(|(_, id)| id)
+    }
+
+    /// Assigns as many waiting items to a client as it has capacity for, the oldest first.
+    fn fill_client(&mut self, key: &ClientKey, now_ms: u64) {
+        while let Some(id) = self.take_next_for(key) {
+            self.lease_to(key, id, now_ms);
+        }
+    }
+
+    fn take_next_for(&mut self, key: &ClientKey) -> Option<CallId> {
+        self.clients.get(key)?.connection_with_capacity()?;
+        let client = self.clients.get_mut(key)?;
+        // A pinned item of a tool that the client no longer provides waits until it does again.
+        let is_offered = |id: &CallId| {
+            let tool = self.requests.get(id).map(|parked| &parked.item.tool);
+            tool.is_some_and(|tool| client.tools.contains(tool))
+        };
+        let mut pinned = client.pinned.iter();
+        if let Some(order) = pinned.find(|(_, id)| is_offered(id)).map(|(order, _)| *order) {
+            return client.pinned.remove(&order);
+        }
+        let lines = client.tools.iter().map(|tool| (key.0.clone(), tool.clone()));
+        let heads = lines.filter_map(|line| {
+            let (order, _) = self.queues.get(&line)?.first_key_value()?;
+            Some((*order, line))
+        });
+        let (_, line) = heads.min()?;
+        self.pop_first(&line)
+    }
+
+    fn lease_to(&mut self, key: &ClientKey, id: CallId, now_ms: u64) {
+        let turn = self.next_order();
+        let (Some(parked), Some(client)) = (self.requests.get_mut(&id), self.clients.get_mut(key))
+        else {
+            return;
+        };
+        let Some(connection) = client.connection_with_capacity() else { return };
+        let (number, message) = (connection.number, ClientMessage::Execute(parked.item.clone()));
+        let polled = connection.line == Transport::Polling;
+        let _ = connection.sender.send(message);
+        parked.holder = Some(key.clone());
+        client.last_assigned = turn;
+        client.last_seen_ms = now_ms;
+        let session = Some(number);
+        let held = Lease { acknowledged: false, session, polled, lease_until_ms: None };
+        client.leases.insert(id, held);
+    }
+
+    pub(super) fn acknowledge(&mut self, project: &str, client_id: &str, id: &CallId, now_ms: u64) {
+        let key = (project.to_owned(), client_id.to_owned());
+        self.dequeue(id);
+        let Some(parked) = self.requests.get_mut(id) else { return };
+        if parked.holder.as_ref().is_some_and(|holder| *holder != key) {
+            return;
+        }
+        // A client may acknowledge an item that was not assigned yet: it holds the lease from now
+        // on.
+        parked.holder = Some(key.clone());
+        let client = self.clients.entry(key).or_default();
+        client.last_seen_ms = now_ms;
+        let held = client.leases.entry(id.clone()).or_insert_with(|| Lease {
+            acknowledged: true,
+            session: None,
+            polled: true,
+            lease_until_ms: None,
+        });
+        held.acknowledged = true;
+        held.extend(&parked.item, now_ms);
+    }
+
+    pub(super) fn start_poll_lease(&mut self, key: &ClientKey, id: &CallId, now_ms: u64) {
+        if let Some(held) = self.clients.get_mut(key).and_then(|c| c.leases.get_mut(id))
+            && !held.acknowledged
+        {
+            held.lease_until_ms = Some(now_ms + POLL_LEASE_MS);
+        }
+    }
+
+    pub(super) fn lease_holder(&self, id: &CallId) -> Option<String> {
+        self.requests.get(id)?.holder.as_ref().map(|(_, client_id)| client_id.clone())
+    }
+
+    pub(super) fn cancel(&mut self, id: &CallId, attempt: u32) {
+        let Some(key) = self.requests.get(id).and_then(|parked| parked.holder.clone()) else {
+            return;
+        };
+        let Some(client) = self.clients.get_mut(&key) else { return };
+        let session = client.leases.get(id).and_then(|held| held.session);
+        client.send_or_buffer(session, ClientMessage::Cancel { call_id: id.clone(), attempt });
+    }
+
+    pub(super) fn release(&mut self, id: &CallId, now_ms: u64) {
+        self.dequeue(id);
+        let Some(WorkEntry { item: request, pinned, holder, .. }) = self.requests.remove(id) else {
+            return;
+        };
+        let pinned = pinned.map(|client_id| (request.project, client_id));
+        let Some(key) = holder.or(pinned) else { return };
+        if let Some(client) = self.clients.get_mut(&key) {
+            client.leases.remove(id);
+        }
+        self.fill_client(&key, now_ms);
+        self.remove_if_stale(&key);
+    }
+
+    pub(super) fn requeue_expired(&mut self, now_ms: u64) {
+        let mut overdue: Vec<(ClientKey, Vec<CallId>)> = Vec::new();
+        for (key, client) in &self.clients {
+            let gone = client.sessions.is_empty()
+                && client.last_seen_ms.saturating_add(DISCONNECT_GRACE_MS) <= now_ms;
+            let ids = client.leases.iter().filter(|(id, held)| {
+                let expired = held.lease_until_ms.is_some_and(|until| until <= now_ms);
+                let pinned_or_once = self.requests.get(*id).is_none_or(|parked| {
+                    parked.pinned.is_some() || parked.item.effect == Effect::Irreversible
+                });
+                expired || (gone && held.acknowledged && !pinned_or_once)
+            });
+            let ids: Vec<CallId> = ids.map(|(id, _)| id.clone()).collect();
+            if !ids.is_empty() {
+                overdue.push((key.clone(), ids));
+            }
+        }
+        for (key, ids) in overdue {
+            self.requeue(&key, ids, now_ms);
+            self.remove_if_stale(&key);
+        }
+    }
+
+    pub(super) fn list_clients(&self, project: &str) -> Vec<ClientView> {
+        let mine = self.clients.iter().filter(|((owner, _), _)| owner == project);
+        let mut clients: Vec<ClientView> = mine
+            .map(|((_, client_id), client)| {
+                let mut tools: Vec<String> = client.tools.iter().cloned().collect();
+                tools.sort();
+                ClientView {
+                    client_id: client_id.clone(),
+                    connections: client.sessions.len(),
+                    leased: client.leases.len(),
+                    tools,
+                    last_seen_ms: Some(client.last_seen_ms).filter(|ms| *ms > 0),
+                }
+            })
+            .collect();
+        clients.sort_by(|a, b| a.client_id.cmp(&b.client_id));
+        clients
+    }
+
+    /// Returns the number of queued items, shared and pinned.
+    #[cfg(test)]
+    pub(super) fn queued_count(&self) -> usize {
+        let anybody = self.queues.values().map(BTreeMap::len).sum::<usize>();
+        anybody + self.clients.values().map(|client| client.pinned.len()).sum::<usize>()
+    }
+
+    pub(super) fn connection_count(&self) -> usize {
+        self.clients.values().map(|client| client.sessions.len()).sum()
+    }
+}

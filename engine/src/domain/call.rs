@@ -1,0 +1,269 @@
+//! The call: one request to run a tool, its ticket, and its outcome. Pure.
+//!
+//! A call has attempts and ends exactly once. Only [`crate::lifecycle`] decides which status
+//! follows which.
+
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::domain::elicitation::Elicitation;
+use crate::domain::fault::Fault;
+use crate::domain::id::CallId;
+use crate::domain::json::Json;
+use crate::domain::retry::Backoff;
+use crate::domain::tool::{Effect, Executor};
+
+/// Status of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Status {
+    Pending,
+    Running,
+    Succeeded,
+    Failed,
+    Timeout,
+    Canceled,
+}
+
+impl Status {
+    /// Every status.
+    pub const ALL: [Self; 6] = [
+        Self::Pending,
+        Self::Running,
+        Self::Succeeded,
+        Self::Failed,
+        Self::Timeout,
+        Self::Canceled,
+    ];
+
+    /// Returns the status as stored and as HTTP v1 writes it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pending => "PENDING",
+            Self::Running => "RUNNING",
+            Self::Succeeded => "SUCCEEDED",
+            Self::Failed => "FAILED",
+            Self::Timeout => "TIMEOUT",
+            Self::Canceled => "CANCELED",
+        }
+    }
+
+    /// Returns true if the call has ended.
+    pub fn is_terminal(self) -> bool {
+        !matches!(self, Self::Pending | Self::Running)
+    }
+}
+
+impl FromStr for Status {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|status| status.as_str() == text).ok_or(())
+    }
+}
+
+/// The reason why a PENDING call is not running yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hold {
+    /// Waits for a free slot.
+    Queue,
+    /// Waits for its next attempt.
+    Retry { at_ms: u64 },
+    /// Handed to a remote executor that has not acknowledged it yet.
+    Unacknowledged,
+    /// Waits for answers to its tool's elicitation.
+    Input,
+    /// Waits for its predecessor to end ([`Origin::predecessor`]), then has `timeout_ms` to finish.
+    Predecessor { timeout_ms: u64 },
+}
+
+impl Hold {
+    /// Returns the name used on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Queue => "queue",
+            Self::Retry { .. } => "retry",
+            Self::Unacknowledged => "parked",
+            Self::Input => "input",
+            Self::Predecessor { .. } => "after",
+        }
+    }
+}
+
+/// The tool and arguments to execute: those of the request, or of the fallback in its place.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Target {
+    pub tool: String,
+    /// Fingerprint of the definition at the time the call was accepted.
+    pub version: String,
+    pub executor: Executor,
+    pub effect: Effect,
+    pub args: Json,
+}
+
+/// The requester of a call, and the data that came with the request.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Origin {
+    pub agent: String,
+    /// The caller's id for this call.
+    pub caller_call_id: Option<String>,
+    /// The client this call is pinned to.
+    pub client_id: Option<String>,
+    /// A label from the caller; it never affects a decision.
+    pub user_id: Option<String>,
+    pub idempotency_key: Option<String>,
+    /// The trace of the request, as a W3C `traceparent`.
+    pub traceparent: Option<String>,
+    /// True for a background task: the caller does not wait, and the result arrives later.
+    pub background: bool,
+    /// The UTP turn that made the call; boxed, because most calls have none.
+    pub route: Option<Box<crate::domain::utp::Route>>,
+    /// The webhook URL to notify when the call has ended.
+    pub callback_url: Option<String>,
+    /// The call that has to end before this one is queued.
+    pub predecessor: Option<CallId>,
+}
+
+/// One request to run a tool.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Call {
+    pub id: CallId,
+    pub project: String,
+    pub run_id: String,
+    /// The requested tool.
+    pub tool_name: String,
+    /// The requested arguments; those of a fallback are in `target`.
+    pub args: Json,
+    pub origin: Origin,
+    pub target: Target,
+    /// The remaining fallbacks for the target, in order.
+    pub fallbacks: Vec<Target>,
+    pub max_retries: u32,
+    pub backoff: Backoff,
+    pub status: Status,
+    /// Set exactly while PENDING.
+    pub hold: Option<Hold>,
+    /// Number of the attempt in flight, or of the last one; 0 before the first.
+    pub attempt: u32,
+    /// Attempts on the current target.
+    pub target_attempts: u32,
+    /// Id of the client that acknowledged the attempt in flight.
+    pub acknowledged_by: Option<String>,
+    /// The tool's elicitation: its questions and the answers so far.
+    pub elicitation: Option<Box<Elicitation>>,
+    /// The last attempt whose reported failure led to another attempt.
+    pub failed_attempt: Option<Box<FailedAttempt>>,
+    /// The process that executes the attempt or handed it to a remote executor.
+    pub node: Option<String>,
+    pub created_ms: u64,
+    pub deadline_ms: u64,
+    /// Time when the first attempt started.
+    pub started_ms: Option<u64>,
+    /// Time when the attempt in flight, or the last one, was given to its executor.
+    pub attempt_dispatched_ms: Option<u64>,
+    pub completed_ms: Option<u64>,
+    pub outcome: Option<Outcome>,
+    /// Counts the saved states, from 1.
+    pub version: u64,
+}
+
+/// A failure that did not end its call. It is stored so that a duplicate report, sent because the
+/// reply was lost, gets the same reply as the first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedAttempt {
+    pub attempt: u32,
+    /// Code of the fault; `message` is its message.
+    pub code: String,
+    pub message: String,
+}
+
+impl FailedAttempt {
+    pub fn new(attempt: u32, fault: &Fault) -> Self {
+        let (code, message) = (fault.code.as_str().to_owned(), fault.message.clone());
+        Self { attempt, code, message }
+    }
+
+    /// Returns true if a report on this attempt has the same fault.
+    pub fn matches_report(&self, attempt: u32, fault: &Fault) -> bool {
+        self.attempt == attempt && self.code == fault.code.as_str() && self.message == fault.message
+    }
+}
+
+impl Call {
+    /// Returns the approximate size of the serialized call.
+    pub fn estimated_bytes(&self) -> usize {
+        let outcome = self.outcome.as_ref();
+        let data = outcome.and_then(|outcome| outcome.data.as_ref());
+        let detail = outcome.and_then(|outcome| outcome.error.as_ref()?.detail.as_ref());
+        let data = data.map_or(0, |data| data.text().len());
+        let detail = detail.map_or(0, |detail| detail.to_string().len());
+        self.args.text().len() + data + detail
+    }
+
+    /// Returns true if an attempt is in flight: running, or handed to a remote executor.
+    pub fn has_attempt_in_flight(&self) -> bool {
+        self.status == Status::Running || self.hold == Some(Hold::Unacknowledged)
+    }
+
+    /// Returns true if the attempt continues when the process that started it is gone.
+    pub fn survives_node_loss(&self) -> bool {
+        let handed = self.elicitation.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
+        self.has_attempt_in_flight() && (self.target.executor.reports_later() || handed)
+    }
+
+    /// Returns the dispatch time that the other timestamps imply in the normal case. A store need
+    /// not persist a dispatch time that equals this value.
+    pub fn implied_dispatch_ms(&self) -> Option<u64> {
+        let parks = self.target.executor.reports_later();
+        let given_ms = if parks { Some(self.created_ms) } else { self.started_ms };
+        given_ms.filter(|_| self.attempt == 1)
+    }
+
+    /// Returns the time at which the clock alone must act on this call; `None` once it has ended.
+    pub fn due_ms(&self) -> Option<u64> {
+        match (self.status.is_terminal(), self.hold) {
+            (true, _) => None,
+            (false, Some(Hold::Retry { at_ms })) => Some(at_ms.min(self.deadline_ms)),
+            (false, _) => Some(self.deadline_ms),
+        }
+    }
+}
+
+/// The outcome of a call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    pub ok: bool,
+    /// True when the tool succeeded only in part: `data` may be incomplete.
+    pub partial: bool,
+    pub data: Option<Json>,
+    pub error: Option<Fault>,
+    pub metrics: CallMetrics,
+}
+
+/// Timing and attempt counts of an ended call.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CallMetrics {
+    /// Time from acceptance to the outcome.
+    pub latency_ms: u64,
+    /// Time from acceptance to the first attempt.
+    pub queue_ms: u64,
+    pub attempts: u32,
+    pub retries: u32,
+}
+
+impl CallMetrics {
+    /// Computes the metrics from a call's timestamps.
+    pub fn from_timestamps(
+        created_ms: u64,
+        started_ms: Option<u64>,
+        completed_ms: u64,
+        attempts: u32,
+    ) -> Self {
+        Self {
+            latency_ms: completed_ms.saturating_sub(created_ms),
+            queue_ms: started_ms.unwrap_or(completed_ms).saturating_sub(created_ms),
+            attempts,
+            retries: attempts.saturating_sub(1),
+        }
+    }
+}

@@ -1,0 +1,439 @@
+//! Failures: one table of codes, and the two types that carry them.
+//!
+//! A [`Fault`] says why a call failed: it is recorded on the call and shown to the model. An
+//! [`Error`] is a refused request: it is shown to the caller. The HTTP status, the UTP code,
+//! whether a retry can help, and the help text all come from [`Code`]'s table; so do
+//! `docs/errors.md` and the messages of the command line. No decision depends on the text of a
+//! message.
+
+use std::fmt;
+
+use serde_json::Value;
+
+use crate::domain::json::Json;
+
+/// Every error code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Code {
+    ValidationError,
+    BadRequest,
+    ToolNotFound,
+    NotFound,
+    Unauthenticated,
+    PermissionDenied,
+    Conflict,
+    IdempotencyMismatch,
+    Timeout,
+    UpstreamUnavailable,
+    RuntimeError,
+    OutcomeUnknown,
+    Canceled,
+    RateLimited,
+    Overloaded,
+    PayloadTooLarge,
+    Internal,
+}
+
+/// One row of the table.
+struct Row {
+    code: Code,
+    name: &'static str,
+    utp: &'static str,
+    http: u16,
+    retryable: bool,
+    title: &'static str,
+    help: &'static str,
+}
+
+const fn row(
+    code: Code,
+    name: &'static str,
+    utp: &'static str,
+    http: u16,
+    retryable: bool,
+    title: &'static str,
+    help: &'static str,
+) -> Row {
+    Row { code, name, utp, http, retryable, title, help }
+}
+
+/// In the order of the enum; a test checks it.
+const TABLE: [Row; 17] = [
+    row(
+        Code::ValidationError,
+        "VALIDATION_ERROR",
+        "bad_request",
+        422,
+        false,
+        "arguments or result do not fit the schema",
+        "correct what the message names; where there are several places, detail.problems lists them",
+    ),
+    row(
+        Code::BadRequest,
+        "BAD_REQUEST",
+        "bad_request",
+        400,
+        false,
+        "the request cannot be read",
+        "the message names the place; send JSON as docs/http.md describes",
+    ),
+    row(
+        Code::ToolNotFound,
+        "TOOL_NOT_FOUND",
+        "not_found",
+        404,
+        false,
+        "there is no such tool",
+        "GET /v1/tools lists what you may call; detail.nearest has similar names",
+    ),
+    row(
+        Code::NotFound,
+        "NOT_FOUND",
+        "not_found",
+        404,
+        false,
+        "there is no such thing",
+        "check the id; finished calls are purged after the configured retention",
+    ),
+    row(
+        Code::Unauthenticated,
+        "UNAUTHENTICATED",
+        "auth_failed",
+        401,
+        false,
+        "no valid credentials",
+        "send Authorization: Bearer KEY; toolcrib keys create makes one",
+    ),
+    row(
+        Code::PermissionDenied,
+        "PERMISSION_DENIED",
+        "auth_failed",
+        403,
+        false,
+        "the caller may not do this",
+        "the message names what decided; an operator can change it (toolcrib allow, toolcrib keys)",
+    ),
+    row(
+        Code::Conflict,
+        "CONFLICT",
+        "conflict",
+        409,
+        false,
+        "this contradicts what is already recorded",
+        "read what it already is in detail; repeating the same request cannot help",
+    ),
+    row(
+        Code::IdempotencyMismatch,
+        "IDEMPOTENCY_MISMATCH",
+        "conflict",
+        422,
+        false,
+        "this idempotency key was used for another request",
+        "use a new key for a new request",
+    ),
+    row(
+        Code::Timeout,
+        "TIMEOUT",
+        "tool_timeout",
+        504,
+        false,
+        "the call's deadline passed",
+        "give a longer timeout_ms; check first whether the tool took effect",
+    ),
+    row(
+        Code::UpstreamUnavailable,
+        "UPSTREAM_UNAVAILABLE",
+        "upstream_unavailable",
+        503,
+        true,
+        "whoever executes the tool cannot be reached",
+        "try again later; the message says who did not answer",
+    ),
+    row(
+        Code::RuntimeError,
+        "RUNTIME_ERROR",
+        "internal_error",
+        502,
+        true,
+        "the tool ran and failed",
+        "the message is the tool's own; a retry is safe for read and idempotent tools",
+    ),
+    row(
+        Code::OutcomeUnknown,
+        "OUTCOME_UNKNOWN",
+        "internal_error",
+        502,
+        false,
+        "it may have happened; nobody knows; it was not tried again",
+        "look at the outside world before you call again",
+    ),
+    row(
+        Code::Canceled,
+        "CANCELED",
+        "canceled",
+        409,
+        false,
+        "the call was canceled",
+        "call again if it is still wanted",
+    ),
+    row(
+        Code::RateLimited,
+        "RATE_LIMITED",
+        "upstream_unavailable",
+        429,
+        true,
+        "too many calls for this tool or project",
+        "wait as long as Retry-After says",
+    ),
+    row(
+        Code::Overloaded,
+        "OVERLOADED",
+        "upstream_unavailable",
+        503,
+        true,
+        "the crib cannot take more work now",
+        "wait as long as Retry-After says",
+    ),
+    row(
+        Code::PayloadTooLarge,
+        "PAYLOAD_TOO_LARGE",
+        "bad_request",
+        413,
+        false,
+        "a body or result is over its limit",
+        "send less, or raise the limit named in the message",
+    ),
+    row(
+        Code::Internal,
+        "INTERNAL",
+        "internal_error",
+        500,
+        true,
+        "a fault of the crib itself",
+        "the server's log has the details under the request id",
+    ),
+];
+
+impl Code {
+    /// Iterates over every code, in the table's order.
+    pub fn all() -> impl Iterator<Item = Code> {
+        TABLE.iter().map(|row| row.code)
+    }
+
+    fn row(self) -> &'static Row {
+        &TABLE[self as usize]
+    }
+
+    /// Returns the code as written on every wire, such as `TOOL_NOT_FOUND`.
+    pub fn as_str(self) -> &'static str {
+        self.row().name
+    }
+
+    /// Returns the UTP code.
+    pub fn utp_code(self) -> &'static str {
+        self.row().utp
+    }
+
+    /// Returns the HTTP status of a refused request with this code.
+    pub fn http_status(self) -> u16 {
+        self.row().http
+    }
+
+    /// Returns true if the same request can succeed later.
+    pub fn is_retryable(self) -> bool {
+        self.row().retryable
+    }
+
+    /// Returns a short description.
+    pub fn title(self) -> &'static str {
+        self.row().title
+    }
+
+    /// Returns one line of advice.
+    pub fn help(self) -> &'static str {
+        self.row().help
+    }
+
+    /// Parses a code in Toolcrib's or in UTP's spelling.
+    pub fn parse(name: &str) -> Option<Code> {
+        let ours = TABLE.iter().find(|row| row.name == name);
+        // One UTP code covers several of these: prefer the row of the same name, else the first.
+        let same =
+            || TABLE.iter().find(|row| row.utp == name && row.name.eq_ignore_ascii_case(name));
+        let theirs = || TABLE.iter().find(|row| row.utp == name);
+        ours.or_else(same).or_else(theirs).map(|row| row.code)
+    }
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Possible side effect of a failed attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SideEffect {
+    /// The attempt certainly had no effect: it never reached its executor.
+    None,
+    /// The attempt ran, or may have run.
+    Possible,
+}
+
+/// Field of a fault's detail that holds the retry delay.
+const RETRY_AFTER_MS: &str = "retry_after_ms";
+
+/// The reason why an attempt or a call failed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fault {
+    pub code: Code,
+    /// Text for people and models: names the subject and says what to do.
+    pub message: String,
+    /// Structured data: problems with pointers, similar names, the recorded state.
+    pub detail: Option<Value>,
+    pub retryable: bool,
+    pub side_effect: SideEffect,
+    /// The tool's rejected output, for operators. It is never part of a response to an agent.
+    pub raw: Option<Json>,
+}
+
+impl Fault {
+    /// Creates a fault that is retryable if its code is, and may have had a side effect.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Self {
+            code,
+            message: message.into(),
+            detail: None,
+            retryable: code.is_retryable(),
+            side_effect: SideEffect::Possible,
+            raw: None,
+        }
+    }
+
+    /// Creates the fault of a tool that ran and failed, with the tool's message.
+    pub fn runtime(message: impl Into<String>) -> Self {
+        Self::new(Code::RuntimeError, message)
+    }
+
+    /// Creates the fault of an unreachable executor: the attempt had no side effect.
+    pub fn unreachable(message: impl Into<String>) -> Self {
+        Self { side_effect: SideEffect::None, ..Self::new(Code::UpstreamUnavailable, message) }
+    }
+
+    /// Adds structured data.
+    pub fn with_detail(self, detail: Value) -> Self {
+        Self { detail: Some(detail), ..self }
+    }
+
+    /// Adds the retry delay that the executor requested, if any.
+    pub fn with_retry_after(self, retry_after_ms: Option<u64>) -> Self {
+        match retry_after_ms {
+            Some(ms) => self.with_detail(serde_json::json!({ RETRY_AFTER_MS: ms })),
+            None => self,
+        }
+    }
+
+    /// Returns the retry delay that the executor requested, if any.
+    pub fn retry_after_ms(&self) -> Option<u64> {
+        self.detail.as_ref()?.get(RETRY_AFTER_MS)?.as_u64()
+    }
+
+    /// Adds the tool's rejected output, for operators.
+    pub fn with_raw(self, raw: Json) -> Self {
+        Self { raw: Some(raw), ..self }
+    }
+
+    /// Marks the fault as free of side effects.
+    pub fn without_side_effect(self) -> Self {
+        Self { side_effect: SideEffect::None, ..self }
+    }
+
+    /// Overrides whether a retry can help.
+    pub fn retryable(self, retryable: bool) -> Self {
+        Self { retryable, ..self }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.code, self.message)
+    }
+}
+
+/// Treats a plain message from a tool as "the tool ran and failed".
+impl From<String> for Fault {
+    fn from(message: String) -> Self {
+        Self::runtime(message)
+    }
+}
+
+impl From<&str> for Fault {
+    fn from(message: &str) -> Self {
+        Self::runtime(message)
+    }
+}
+
+/// A refused request, or an internal failure of the server.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The caller can act on it.
+    #[error("{fault}")]
+    Refused {
+        fault: Fault,
+        /// Delay before a retry, if known.
+        retry_after_ms: Option<u64>,
+    },
+    /// An internal failure: logged with its whole error chain, answered as `INTERNAL`.
+    #[error("internal error")]
+    Internal(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl Error {
+    /// Creates a refusal.
+    pub fn refused(code: Code, message: impl Into<String>) -> Self {
+        Fault::new(code, message).into()
+    }
+
+    /// Creates a refusal that says when to retry.
+    pub fn retry_later(code: Code, message: impl Into<String>, retry_after_ms: u64) -> Self {
+        let fault = Fault::new(code, message).without_side_effect();
+        Self::Refused { fault, retry_after_ms: Some(retry_after_ms) }
+    }
+
+    /// Returns the code.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Refused { fault, .. } => fault.code,
+            Self::Internal(_) => Code::Internal,
+        }
+    }
+}
+
+impl From<Fault> for Error {
+    fn from(fault: Fault) -> Self {
+        Self::Refused { fault, retry_after_ms: None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_the_order_of_the_enum() {
+        for (n, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.code as usize, n, "{}", row.name);
+            assert_eq!(Code::parse(row.name), Some(row.code));
+        }
+        assert_eq!(Code::Internal as usize + 1, TABLE.len());
+    }
+
+    #[test]
+    fn utp_names_are_understood() {
+        assert_eq!(Code::parse("tool_timeout"), Some(Code::Timeout));
+        assert_eq!(Code::parse("bad_request"), Some(Code::BadRequest));
+        assert_eq!(Code::parse("not_found"), Some(Code::NotFound));
+        assert_eq!(Code::parse("upstream_unavailable"), Some(Code::UpstreamUnavailable));
+        assert_eq!(Code::parse("nonsense"), None);
+    }
+}

@@ -1,0 +1,276 @@
+//! A stored run: a conversation with a model that survives a crash. Pure.
+//!
+//! [`Run`] holds the current state. The journal holds the history and every message of the
+//! conversation; each [`JournalRecord`] is committed together with the state that it leads to.
+
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::event::CallEvent;
+use crate::domain::fault::{Code, Fault};
+use crate::runs::agent_loop::{FinalAnswer, RunOptions, RunProgress};
+
+/// Status of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+pub enum RunStatus {
+    Running,
+    /// The run has nothing to do until late results arrive.
+    Waiting,
+    /// The run has its final answer.
+    Succeeded,
+    Failed,
+    Canceled,
+}
+
+impl RunStatus {
+    /// All statuses.
+    pub const ALL: [Self; 5] =
+        [Self::Running, Self::Waiting, Self::Succeeded, Self::Failed, Self::Canceled];
+
+    /// Returns the status as stored and as written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Running => "RUNNING",
+            Self::Waiting => "WAITING",
+            Self::Succeeded => "SUCCEEDED",
+            Self::Failed => "FAILED",
+            Self::Canceled => "CANCELED",
+        }
+    }
+
+    /// Returns whether the run has ended. An ended run can still be resumed.
+    pub fn is_terminal(self) -> bool {
+        !matches!(self, Self::Running | Self::Waiting)
+    }
+}
+
+impl FromStr for RunStatus {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|status| status.as_str() == text).ok_or(())
+    }
+}
+
+/// The caller that a run acts for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunOwner {
+    pub agent: String,
+    pub role: String,
+    /// True if the caller was authenticated as local, without a key.
+    pub local: bool,
+    /// True if the caller was authenticated by a key that Toolcrib issued. The run acts for the
+    /// caller only as long as that key exists.
+    #[serde(default)]
+    pub keyed: bool,
+}
+
+impl RunOwner {
+    /// Returns whether this caller is the same, with the same permissions.
+    pub fn matches(&self, caller: &Caller) -> bool {
+        let other = Self { keyed: self.keyed, ..Self::from(caller) };
+        *self == other
+    }
+}
+
+impl From<&Caller> for RunOwner {
+    fn from(caller: &Caller) -> Self {
+        let (agent, role) = (caller.agent.clone(), caller.role.as_str().to_owned());
+        Self { agent, role, local: caller.auth_method == AuthMethod::Local, keyed: false }
+    }
+}
+
+/// A fault in its stored form.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Trouble {
+    pub code: String,
+    pub message: String,
+    #[serde(default)]
+    pub detail: Option<Value>,
+    pub retryable: bool,
+}
+
+impl From<&Fault> for Trouble {
+    fn from(fault: &Fault) -> Self {
+        let (message, detail) = (fault.message.clone(), fault.detail.clone());
+        let (code, retryable) = (fault.code.as_str().to_owned(), fault.retryable);
+        Self { code, message, detail, retryable }
+    }
+}
+
+impl From<Trouble> for Fault {
+    fn from(trouble: Trouble) -> Self {
+        let code = Code::parse(&trouble.code).unwrap_or(Code::Internal);
+        let fault = Fault::new(code, trouble.message).retryable(trouble.retryable);
+        Self { detail: trouble.detail, ..fault }
+    }
+}
+
+/// The current state of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    pub id: String,
+    pub project: String,
+    #[serde(rename = "asker")]
+    pub owner: RunOwner,
+    /// The model name from the request.
+    pub model: String,
+    pub status: RunStatus,
+    #[serde(rename = "terms")]
+    pub options: RunOptions,
+    pub progress: RunProgress,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answer: Option<FinalAnswer>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<Trouble>,
+    /// User messages that are not in the conversation yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(rename = "said")]
+    pub queued_messages: Vec<Value>,
+    pub created_ms: u64,
+    pub updated_ms: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended_ms: Option<u64>,
+    /// Number of saved states, from 1.
+    pub version: u64,
+}
+
+impl Run {
+    /// Prefix of every run id.
+    pub const PREFIX: &'static str = "run_";
+
+    /// Returns the caller that the run acts for.
+    pub fn caller(&self) -> Caller {
+        Caller {
+            project: self.project.clone(),
+            agent: self.owner.agent.clone(),
+            role: self.owner.role.parse().unwrap_or(Role::Agent),
+            auth_method: if self.owner.local { AuthMethod::Local } else { AuthMethod::Key },
+        }
+    }
+}
+
+/// The kind of a journal record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum JournalKind {
+    Created,
+    /// The model replied.
+    Replied,
+    /// The calls of the reply were executed.
+    ToolResults,
+    /// A late result arrived.
+    LateResult,
+    Waiting,
+    /// The user sent a message.
+    UserMessage,
+    Resumed,
+    Finished,
+    Failed,
+    Canceled,
+}
+
+impl JournalKind {
+    /// All kinds.
+    pub const ALL: [Self; 10] = [
+        Self::Created,
+        Self::Replied,
+        Self::ToolResults,
+        Self::LateResult,
+        Self::Waiting,
+        Self::UserMessage,
+        Self::Resumed,
+        Self::Finished,
+        Self::Failed,
+        Self::Canceled,
+    ];
+
+    /// Returns the kind as stored and streamed.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Created => "run.created",
+            Self::Replied => "run.replied",
+            Self::ToolResults => "run.results",
+            Self::LateResult => "run.late",
+            Self::Waiting => "run.waiting",
+            Self::UserMessage => "run.said",
+            Self::Resumed => "run.resumed",
+            Self::Finished => "run.finished",
+            Self::Failed => "run.failed",
+            Self::Canceled => "run.canceled",
+        }
+    }
+}
+
+impl FromStr for JournalKind {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|kind| kind.as_str() == text).ok_or(())
+    }
+}
+
+/// One record of a run's journal.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JournalRecord {
+    pub kind: JournalKind,
+    pub at_ms: u64,
+    pub data: Value,
+    /// The messages that it added to the conversation.
+    pub messages: Vec<Value>,
+}
+
+impl JournalRecord {
+    /// Creates a record that adds nothing to the conversation.
+    pub fn new(kind: JournalKind, at_ms: u64, data: Value) -> Self {
+        Self { kind, at_ms, data, messages: Vec::new() }
+    }
+
+    /// Adds messages to the record.
+    pub fn with_messages(self, messages: Vec<Value>) -> Self {
+        Self { messages, ..self }
+    }
+}
+
+/// A journal record with its run and its number, which is unique among all events.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JournalEntry {
+    pub number: u64,
+    pub run_id: String,
+    pub record: JournalRecord,
+}
+
+/// Removes duplicate replies from a journal. Older servers recorded a reply again when they resumed
+/// it after a crash.
+pub fn dedup_replies(mut journal: Vec<JournalEntry>) -> Vec<JournalEntry> {
+    let mut last = None;
+    journal.retain(|JournalEntry { record: entry, .. }| {
+        if entry.kind != JournalKind::Replied {
+            return true;
+        }
+        let step = entry.data.get("step").and_then(Value::as_u64);
+        let before = std::mem::replace(&mut last, step);
+        step.is_none() || before != step || !entry.messages.is_empty()
+    });
+    journal
+}
+
+/// An event of a run: of the run itself or of one of its calls.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RunEvent {
+    Run(JournalEntry),
+    Call(CallEvent),
+}
+
+impl RunEvent {
+    /// Returns the event's position among all events.
+    pub fn number(&self) -> u64 {
+        match self {
+            Self::Run(noted) => noted.number,
+            Self::Call(event) => event.number,
+        }
+    }
+}

@@ -1,0 +1,448 @@
+//! Cards: immutable records that UTP messages point at. Pure.
+//!
+//! The `tool.call` card of every call, and the `tool.result` card of every call that no tool
+//! service executed, derive from the call: nothing is stored twice, and every call can be read as
+//! cards. Cards from tool services and agents are validated here and stored.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::{AfterExecution, Binding, Route, ToolStatus, trace};
+use crate::domain::args::ArgumentRules;
+use crate::domain::call::{Call, Status};
+use crate::domain::fault::{Code, Fault};
+use crate::domain::id::CallId;
+use crate::domain::tool::Executor;
+
+/// Type of the card that requests a call.
+pub const TOOL_CALL: &str = "tool.call";
+/// Type of the card that holds its result.
+pub const TOOL_RESULT: &str = "tool.result";
+
+/// Every card type.
+const CARD_TYPES: [&str; 12] = [
+    "task.instruction",
+    "agent.thought",
+    TOOL_CALL,
+    TOOL_RESULT,
+    "task.deliverable",
+    "task.result_fields",
+    "agent.error",
+    "sys.profile",
+    "sys.rendered_prompt",
+    "sys.tools",
+    "sys.judge_feedback",
+    "meta.parent_pointer",
+];
+
+/// The content types, each with its required and optional keys.
+const CONTENT_FIELDS: [(&str, &[&str], &[&str]); 6] = [
+    ("ToolCallContent", &["tool_name", "arguments", "status"], &["target_subject"]),
+    ("ToolResultContent", &["status", "after_execution"], &["result", "error"]),
+    ("JsonContent", &["data"], &[]),
+    ("TextContent", &["text"], &[]),
+    ("FieldsSchemaContent", &["fields"], &[]),
+    ("ToolContent", &["tools"], &[]),
+];
+
+/// One card.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Card {
+    pub card_id: String,
+    pub project: String,
+    /// `tool.call`, `tool.result`, …
+    pub kind: String,
+    /// Includes the discriminator `__type__`.
+    pub content: Map<String, Value>,
+    pub created_ms: u64,
+    pub author_id: String,
+    pub metadata: Map<String, Value>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<Value>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<u64>,
+}
+
+impl Card {
+    /// Returns a text field of the metadata.
+    pub fn metadata_text(&self, name: &str) -> Option<&str> {
+        self.metadata.get(name).and_then(Value::as_str).filter(|text| !text.is_empty())
+    }
+
+    /// Returns a text field of the content.
+    pub fn content_text(&self, name: &str) -> Option<&str> {
+        self.content.get(name).and_then(Value::as_str)
+    }
+
+    /// Returns the turn it belongs to.
+    pub fn turn_id(&self) -> Option<&str> {
+        self.metadata_text("agent_turn_id")
+    }
+
+    /// Returns true if two cards are equal except for their creation time.
+    pub fn equals_ignoring_time(&self, other: &Self) -> bool {
+        let same = Self { created_ms: other.created_ms, ..self.clone() };
+        same == *other
+    }
+
+    /// Parses a card from outside; rejects ids that are reserved for the derived cards of calls.
+    pub fn parse_external(
+        given: &Value,
+        project: &str,
+        now_ms: u64,
+        mint: impl FnOnce() -> String,
+    ) -> Result<Self, Fault> {
+        let card = Self::parse(given, project, now_ms, mint)?;
+        if parse_derived_id(&card.card_id).is_some() {
+            return Err(bad_request("card_id is one of the crib's own"));
+        }
+        Ok(card)
+    }
+
+    /// Parses a card whose id may be that of a call's derived card.
+    pub fn parse(
+        given: &Value,
+        project: &str,
+        now_ms: u64,
+        mint: impl FnOnce() -> String,
+    ) -> Result<Self, Fault> {
+        let Value::Object(fields) = given else { return Err(bad_request("a card is an object")) };
+        const KNOWN: [&str; 10] = [
+            "card_id",
+            "project_id",
+            "type",
+            "content",
+            "created_at",
+            "author_id",
+            "metadata",
+            "tool_calls",
+            "tool_call_id",
+            "ttl_seconds",
+        ];
+        if let Some(name) = fields.keys().find(|name| !KNOWN.contains(&name.as_str())) {
+            return Err(bad_request(format!("a card has no field \"{name}\"")));
+        }
+        let text = |name: &str| match fields.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(text)) if !text.trim().is_empty() => Ok(Some(text.clone())),
+            Some(_) => Err(bad_request(format!("{name} must be a text"))),
+        };
+        let object = |name: &str| match fields.get(name) {
+            None | Some(Value::Null) => Ok(Map::new()),
+            Some(Value::Object(map)) => Ok(map.clone()),
+            Some(_) => Err(bad_request(format!("{name} must be an object"))),
+        };
+        let card_id = text("card_id")?.unwrap_or_else(mint);
+        let plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+        if card_id.len() > 128 || !card_id.chars().all(plain) {
+            return Err(bad_request("card_id must be up to 128 letters, digits, '_' and '-'"));
+        }
+        if text("project_id")?.is_some_and(|named| named != project) {
+            return Err(bad_request("project_id is another project than the one it is sent to"));
+        }
+        let kind = text("type")?.ok_or_else(|| bad_request("type is missing"))?;
+        let ttl = fields.get("ttl_seconds").filter(|ttl| !ttl.is_null());
+        let wrong_ttl = || bad_request("ttl_seconds must be a whole number from 0");
+        let card = Self {
+            card_id,
+            project: project.to_owned(),
+            content: object("content")?,
+            created_ms: now_ms,
+            author_id: text("author_id")?.ok_or_else(|| bad_request("author_id is missing"))?,
+            metadata: object("metadata")?,
+            tool_calls: fields.get("tool_calls").filter(|calls| !calls.is_null()).cloned(),
+            tool_call_id: text("tool_call_id")?,
+            ttl_seconds: ttl.map(|ttl| ttl.as_u64().ok_or_else(wrong_ttl)).transpose()?,
+            kind,
+        };
+        card.check()?;
+        Ok(card.with_tool_call_id())
+    }
+
+    fn check(&self) -> Result<(), Fault> {
+        if !CARD_TYPES.contains(&self.kind.as_str()) {
+            return Err(bad_request(format!(
+                "type \"{}\" is not one of {}",
+                self.kind,
+                CARD_TYPES.join(" ")
+            )));
+        }
+        let name = self.content_text("__type__").unwrap_or_default();
+        let Some((_, required, more)) = CONTENT_FIELDS.iter().find(|(known, ..)| *known == name)
+        else {
+            return Err(bad_request(format!("content.__type__ \"{name}\" is not a known content")));
+        };
+        let wanted = match self.kind.as_str() {
+            TOOL_CALL => Some("ToolCallContent"),
+            TOOL_RESULT => Some("ToolResultContent"),
+            _ => None,
+        };
+        if let Some(wanted) = wanted.filter(|wanted| *wanted != name) {
+            return Err(bad_request(format!("the content of a {} must be {wanted}", self.kind)));
+        }
+        if let Some(missing) = required.iter().find(|key| !self.content.contains_key(**key)) {
+            return Err(bad_request(format!("content.{missing} is missing")));
+        }
+        let known = |key: &str| key == "__type__" || required.contains(&key) || more.contains(&key);
+        if let Some(other) = self.content.keys().find(|key| !known(key)) {
+            return Err(bad_request(format!("{name} has no field \"{other}\"")));
+        }
+        match name {
+            "ToolCallContent" => self.check_call(),
+            "ToolResultContent" => self.check_result(),
+            "TextContent" if self.content_text("text").is_none() => {
+                Err(bad_request("content.text must be a text"))
+            }
+            "FieldsSchemaContent" if !self.content.get("fields").is_some_and(Value::is_array) => {
+                Err(bad_request("content.fields must be a list"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_call(&self) -> Result<(), Fault> {
+        if self.content_text("tool_name").is_none_or(|name| name.trim().is_empty()) {
+            return Err(bad_request("content.tool_name must be a text"));
+        }
+        if self.content_text("status").is_none() {
+            return Err(bad_request("content.status must be a text"));
+        }
+        let target = self.content.get("target_subject").filter(|target| !target.is_null());
+        if target.is_some_and(|target| !target.is_string()) {
+            return Err(bad_request("content.target_subject must be a text"));
+        }
+        match self.content.get("arguments") {
+            Some(Value::Object(_)) => Ok(()),
+            _ => Err(bad_request("content.arguments must be an object")),
+        }
+    }
+
+    fn check_result(&self) -> Result<(), Fault> {
+        let status: ToolStatus =
+            self.content_text("status").unwrap_or_default().parse().map_err(|()| {
+                let known = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
+                bad_request(format!("content.status must be one of {known}"))
+            })?;
+        let after = self.content_text("after_execution").unwrap_or_default();
+        if after.parse::<AfterExecution>().is_err() {
+            return Err(bad_request("content.after_execution must be suspend or terminate"));
+        }
+        let error = self.content.get("error").filter(|error| !error.is_null());
+        match (status, error) {
+            (ToolStatus::Success, Some(_)) => {
+                return Err(bad_request("content.error must be null when the status is success"));
+            }
+            (ToolStatus::Success, None) => {}
+            (_, error) => {
+                let has = |name: &str| {
+                    let text = error.and_then(|error| error.get(name)).and_then(Value::as_str);
+                    text.is_some_and(|text| !text.is_empty())
+                };
+                if !has("code") || !has("message") {
+                    let message = "content.error must be an object with code and message unless \
+                                   the status is success";
+                    return Err(bad_request(message));
+                }
+            }
+        }
+        let named = self.metadata_text("tool_call_id").or(self.tool_call_id.as_deref());
+        if self.turn_id().is_none() || named.is_none() {
+            let message = "metadata of a tool.result must have agent_turn_id and tool_call_id";
+            return Err(bad_request(message));
+        }
+        let differs = |id: &str| Some(id) != self.metadata_text("tool_call_id");
+        let both = self.metadata.contains_key("tool_call_id");
+        if both && self.tool_call_id.as_deref().is_some_and(differs) {
+            return Err(bad_request("tool_call_id and metadata.tool_call_id are different"));
+        }
+        Ok(())
+    }
+
+    /// Sets the tool call id in both places where the protocol stores it.
+    fn with_tool_call_id(mut self) -> Self {
+        if self.kind == TOOL_RESULT || self.kind == TOOL_CALL {
+            let named = self.metadata_text("tool_call_id").map(str::to_owned);
+            self.tool_call_id = self.tool_call_id.or(named);
+            if let Some(id) = &self.tool_call_id {
+                self.metadata.entry("tool_call_id").or_insert_with(|| id.as_str().into());
+            }
+        }
+        self
+    }
+
+    /// Returns the result and the error of a `tool.result`.
+    pub fn outcome(&self) -> (Value, Fault) {
+        let result = self.content.get("result").cloned().unwrap_or(Value::Null);
+        (result, fault_from_error(self.content.get("error")))
+    }
+
+    /// Returns the effect on the turn: the result's own control field, else the card's field.
+    pub fn after_execution(&self) -> AfterExecution {
+        let control = self.content.get("result").and_then(|result| result.get("__cg_control"));
+        let own = control.and_then(|control| control.get("after_execution"));
+        let own = own.and_then(Value::as_str).and_then(|text| text.trim().parse().ok());
+        let said = || self.content_text("after_execution").and_then(|text| text.parse().ok());
+        own.or_else(said).unwrap_or_default()
+    }
+}
+
+/// Converts a UTP error to a fault. The detail keeps a code that Toolcrib does not have.
+pub fn fault_from_error(error: Option<&Value>) -> Fault {
+    let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
+    let message: String =
+        text("message").unwrap_or("the tool did not say why").chars().take(8_000).collect();
+    let named = text("code").unwrap_or_default();
+    let mut fault = Fault::new(Code::parse(named).unwrap_or(Code::RuntimeError), message);
+    if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {
+        fault = fault.retryable(retryable);
+    }
+    let detail = error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()).cloned();
+    match (Code::parse(named), detail) {
+        (Some(_), Some(detail)) => fault.with_detail(detail),
+        (None, detail) => fault.with_detail(json!({ "code": named, "detail": detail })),
+        (Some(_), None) => fault,
+    }
+}
+
+fn bad_request(message: impl Into<String>) -> Fault {
+    Fault::new(Code::BadRequest, message).without_side_effect()
+}
+
+/// Parses the id of a derived card into the call's id and the card type.
+pub fn parse_derived_id(card_id: &str) -> Option<(CallId, &'static str)> {
+    let (body, kind) = match card_id.strip_prefix("card_")? {
+        rest if rest.ends_with("_call") => (rest.strip_suffix("_call")?, TOOL_CALL),
+        rest => (rest.strip_suffix("_result")?, TOOL_RESULT),
+    };
+    format!("{}{body}", CallId::PREFIX).parse().ok().map(|id| (id, kind))
+}
+
+/// Returns the id of a call's derived card of this type.
+pub fn derived_id(call: &CallId, kind: &str) -> String {
+    let body = call.as_str().trim_start_matches(CallId::PREFIX);
+    let end = if kind == TOOL_CALL { "call" } else { "result" };
+    format!("card_{body}_{end}")
+}
+
+/// Returns the `tool.call` card of a call.
+pub fn call_card(call: &Call, binding: Option<&Binding>) -> Card {
+    let route = Route::for_call(call);
+    let arguments = match call.target.args.to_value() {
+        Value::Object(arguments) => Value::Object(arguments),
+        other => json!({ "_raw": other }),
+    };
+    let content = json!({
+        "__type__": "ToolCallContent",
+        "tool_name": call.target.tool,
+        "arguments": arguments,
+        "status": "called",
+        "target_subject": binding.and_then(|binding| binding.target_subject.as_deref()),
+    });
+    let mut metadata = lineage_metadata(call, &route);
+    let rules =
+        binding.and_then(|binding| ArgumentRules::from_options(&binding.options.to_value()));
+    if let Some(rules) = rules.filter(|_| call.target.tool == call.tool_name) {
+        metadata.extend(rules.audit_metadata(&call.args.to_value()));
+    }
+    Card {
+        card_id: derived_id(&call.id, TOOL_CALL),
+        project: call.project.clone(),
+        kind: TOOL_CALL.to_owned(),
+        content: into_map(content),
+        created_ms: call.created_ms,
+        author_id: call.origin.agent.clone(),
+        metadata,
+        tool_calls: None,
+        tool_call_id: Some(route.tool_call_id),
+        ttl_seconds: None,
+    }
+}
+
+/// Returns the `tool.result` card of an ended call.
+pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
+    let status = ToolStatus::from_call(call)?;
+    let outcome = call.outcome.as_ref()?;
+    let by_clock = call.status == Status::Timeout;
+    let source = match (by_clock, call.target.executor) {
+        (true, _) => "watchdog",
+        (false, Executor::Builtin) => "worker",
+        _ => "tool",
+    };
+    let error = outcome.error.as_ref().map(|fault| error_json(fault, source));
+    let result = match &error {
+        None => outcome.data.as_ref().map_or(Value::Null, |data| data.to_value()),
+        Some(error) => error_as_result(error),
+    };
+    let after = binding.map_or(AfterExecution::Suspend, |binding| binding.after_execution);
+    let content = json!({
+        "__type__": "ToolResultContent",
+        "status": status.as_str(),
+        "after_execution": after.as_str(),
+        "result": result,
+        "error": error,
+    });
+    let route = Route::for_call(call);
+    let mut metadata = lineage_metadata(call, &route);
+    metadata.insert("role".into(), "tool".into());
+    metadata.insert("function_name".into(), call.target.tool.as_str().into());
+    let author = if by_clock { "worker.watchdog" } else { "tool.crib" };
+    Some(Card {
+        card_id: derived_id(&call.id, TOOL_RESULT),
+        project: call.project.clone(),
+        kind: TOOL_RESULT.to_owned(),
+        content: into_map(content),
+        created_ms: call.completed_ms.unwrap_or(call.created_ms),
+        author_id: call
+            .acknowledged_by
+            .clone()
+            .filter(|_| !by_clock)
+            .unwrap_or_else(|| author.into()),
+        metadata,
+        tool_calls: None,
+        tool_call_id: Some(route.tool_call_id),
+        ttl_seconds: None,
+    })
+}
+
+/// Returns a fault in UTP's form.
+pub fn error_json(fault: &Fault, source: &str) -> Value {
+    json!({
+        "code": fault.code.utp_code(),
+        "message": fault.message,
+        "source": source,
+        "detail": fault.detail,
+        "retryable": fault.retryable,
+        "http_status": fault.code.http_status(),
+    })
+}
+
+/// Returns the `result` that accompanies an error.
+pub fn error_as_result(error: &Value) -> Value {
+    json!({
+        "error_code": error["code"],
+        "error_message": error["message"],
+        "error": error,
+        "error_detail": error["detail"],
+    })
+}
+
+/// Returns the lineage of a call; both of its cards carry it.
+pub fn lineage_metadata(call: &Call, route: &Route) -> Map<String, Value> {
+    into_map(json!({
+        "agent_turn_id": route.turn_id,
+        "step_id": route.step_id,
+        "tool_call_id": route.tool_call_id,
+        "trace_id": trace::trace_id_of(call),
+        "parent_step_id": route.parent_step_id,
+    }))
+}
+
+/// Converts a JSON object to a map.
+pub fn into_map(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}

@@ -1,0 +1,135 @@
+//! Maintains turns: delivers outcomes that are in no inbox yet, expires leases, and repeats wakeups
+//! for agents with unread items.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::domain::fault::Error;
+use crate::domain::utp::{DEFAULT_CHANNEL, InboxItem, OutboxMessage};
+use crate::engine::{Core, Engine, from_store_error};
+
+const EVERY: Duration = Duration::from_secs(5);
+const PAGE: usize = 200;
+/// Agents checked per pass; finding them scans every unread item in the store.
+const AGENTS_PER_PASS: usize = 2_000;
+/// Age of an unread item after which the agent is woken again, every `WAKEUP_INTERVAL_MS`.
+const UNREAD_GRACE_MS: u64 = 5_000;
+const WAKEUP_INTERVAL_MS: u64 = 30_000;
+
+pub(crate) async fn run(engine: Engine) {
+    let rung = WakeupThrottle::default();
+    loop {
+        if let Err(error) = run_once(&engine, &rung).await {
+            tracing::warn!(%error, "turn maintenance failed");
+        }
+        tokio::select! {
+            () = tokio::time::sleep(EVERY) => {}
+            () = engine.core.shutdown.cancelled() => return,
+        }
+    }
+}
+
+/// The time of each agent's last wakeup, and the cursor for the next pass.
+#[derive(Default)]
+pub struct WakeupThrottle {
+    last_sent_ms: Mutex<HashMap<(String, String), u64>>,
+    cursor: AtomicU64,
+}
+
+/// Runs one pass.
+pub async fn run_once(engine: &Engine, rung: &WakeupThrottle) -> Result<(), Error> {
+    deliver_missed_outcomes(engine).await?;
+    expire_turns(engine).await?;
+    resend_wakeups(engine, rung).await
+}
+
+async fn deliver_missed_outcomes(engine: &Engine) -> Result<(), Error> {
+    let inner = &engine.core;
+    let mut after = 0;
+    loop {
+        let page = inner
+            .store
+            .utp()
+            .undelivered_step_calls(after, PAGE)
+            .await
+            .map_err(from_store_error)?;
+        let Some((last, _)) = page.last() else { return Ok(()) };
+        after = *last;
+        for (_, waiting) in page {
+            let Some(id) = waiting.call_id.as_deref().and_then(|id| id.parse().ok()) else {
+                continue;
+            };
+            let call = inner.find_call(&waiting.project, &id).await?;
+            if let Some(call) = call.filter(|call| call.status.is_terminal()) {
+                inner.deliver_to_inbox(&call).await?;
+            }
+        }
+    }
+}
+
+async fn expire_turns(engine: &Engine) -> Result<(), Error> {
+    let inner = &engine.core;
+    let now_ms = inner.clock.now_ms();
+    for turn in inner.store.utp().expired_turns(now_ms, PAGE).await.map_err(from_store_error)? {
+        tracing::info!(turn = turn.turn_id, agent = turn.agent_id, "turn lease expired");
+        inner.expire_turn(turn).await?;
+    }
+    Ok(())
+}
+
+async fn resend_wakeups(engine: &Engine, rung: &WakeupThrottle) -> Result<(), Error> {
+    let inner = &engine.core;
+    if !inner.publishes_outbox {
+        return Ok(());
+    }
+    let now_ms = inner.clock.now_ms();
+    rung.last_sent_ms.lock().retain(|_, at_ms| *at_ms + WAKEUP_INTERVAL_MS > now_ms);
+    let (before_ms, after) =
+        (now_ms.saturating_sub(UNREAD_GRACE_MS), rung.cursor.load(Ordering::Relaxed));
+    let page = inner.store.utp().agents_with_unread_items(before_ms, after, AGENTS_PER_PASS).await;
+    let page = page.map_err(from_store_error)?;
+    // A full page continues in the next pass; after the last page the scan starts over.
+    let last =
+        page.last().filter(|_| page.len() == AGENTS_PER_PASS).map_or(0, |(number, _)| *number);
+    rung.cursor.store(last, Ordering::Relaxed);
+    send_due_wakeups(inner, rung, page.into_iter().map(|(_, item)| item).collect(), now_ms).await
+}
+
+/// Sends wakeups to agents that were not woken recently.
+async fn send_due_wakeups(
+    inner: &Core,
+    rung: &WakeupThrottle,
+    waiting: Vec<InboxItem>,
+    now_ms: u64,
+) -> Result<(), Error> {
+    let due: Vec<InboxItem> = {
+        let mut last = rung.last_sent_ms.lock();
+        let mut ring =
+            |item: &InboxItem| match last.entry((item.project.clone(), item.agent_id.clone())) {
+                Entry::Occupied(_) => false,
+                Entry::Vacant(place) => {
+                    place.insert(now_ms);
+                    true
+                }
+            };
+        waiting.into_iter().filter(|item| ring(item)).collect()
+    };
+    let mut letters = Vec::new();
+    for item in due {
+        let turn = inner.store.utp().turn(&item.project, &item.turn_id).await;
+        let turn = turn.map_err(from_store_error)?;
+        let channel = turn.as_ref().map_or(DEFAULT_CHANNEL, |turn| turn.channel.as_str());
+        let again = inner.build_wakeup(&item, channel);
+        letters.extend(again.map(|l| OutboxMessage { id: format!("{}-{now_ms}", l.id), ..l }));
+    }
+    if letters.is_empty() {
+        return Ok(());
+    }
+    inner.store.utp().append_to_outbox(letters).await.map_err(from_store_error)?;
+    inner.bus.wake(&crate::ports::bus::Topic::Outbox);
+    Ok(())
+}

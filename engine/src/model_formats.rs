@@ -1,0 +1,238 @@
+//! Parses tool calls as models write them, and formats the answers. Pure.
+//!
+//! Four formats are detected automatically: Toolcrib's envelope, OpenAI chat, OpenAI Responses, and
+//! Anthropic. Every format parses to the same [`ParsedToolCall`]; the answer uses the format of the
+//! request. This module knows nothing about any tool.
+
+mod anthropic;
+mod arguments;
+mod definitions;
+mod envelope;
+mod fields;
+mod openai;
+mod responses;
+
+#[cfg(test)]
+mod tests;
+
+use serde::Serialize;
+
+use crate::domain::call::CallMetrics;
+use crate::domain::fault::{Code, Fault};
+use crate::domain::json::Json;
+use fields::RawFields;
+
+pub use definitions::{ToolFormat, accepts_object, describe_tool};
+
+/// The format of a tool call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CallFormat {
+    /// `{call_id, name, args, timeout_ms, retry, idempotency_key}`.
+    Envelope,
+    /// `{id, type: "function", function: {name, arguments: "…"}}`.
+    OpenAi,
+    /// `{type: "function_call", call_id, name, arguments: "…"}`.
+    Responses,
+    /// `{type: "tool_use", id, name, input: {…}}`.
+    Anthropic,
+}
+
+/// A parsed tool call, whatever its format was.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParsedToolCall {
+    pub form: CallFormat,
+    /// The caller's own id. Models repeat theirs; the id is returned in the answer and never
+    /// compared.
+    pub id: Option<String>,
+    /// The tool's name, or its model-facing name.
+    pub name: String,
+    pub args: Json,
+    pub timeout_ms: Option<u64>,
+    pub retry: Option<u32>,
+    pub idempotency_key: Option<String>,
+    /// Webhook URL that is notified when the call ends.
+    pub callback_url: Option<String>,
+}
+
+impl ParsedToolCall {
+    fn new(form: CallFormat, id: Option<String>, name: String, args: Json) -> Self {
+        Self {
+            form,
+            id: normalize_id(form, id),
+            name,
+            args,
+            timeout_ms: None,
+            retry: None,
+            idempotency_key: None,
+            callback_url: None,
+        }
+    }
+}
+
+/// A tool call that cannot be parsed, with the parts that could be read.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CallParseError {
+    pub form: CallFormat,
+    pub id: Option<String>,
+    pub name: Option<String>,
+    /// The problem and its location.
+    pub fault: Box<Fault>,
+}
+
+impl CallParseError {
+    fn new(form: CallFormat, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
+        Self { form, id: normalize_id(form, id), name, fault: Box::new(fault) }
+    }
+}
+
+/// Treats an empty id from a model as missing. An envelope keeps it, so that validation reports it.
+fn normalize_id(form: CallFormat, id: Option<String>) -> Option<String> {
+    id.filter(|id| form == CallFormat::Envelope || !id.is_empty())
+}
+
+/// Parses one tool call in any supported format.
+///
+/// ```
+/// use toolcrib::{Json, dialect};
+/// let asked = r#"{"id":"call_0","type":"function",
+///                 "function":{"name":"calc__add","arguments":"{\"a\":1}"}}"#;
+/// let entry = dialect::parse(&Json::parse(asked)?).unwrap();
+/// assert_eq!((entry.form, entry.args.text()), (dialect::Form::OpenAi, r#"{"a":1}"#));
+/// # Ok::<(), toolcrib::json::NotJson>(())
+/// ```
+pub fn parse(entry: &Json) -> Result<ParsedToolCall, CallParseError> {
+    let unreadable = |fault| CallParseError::new(CallFormat::Envelope, None, None, fault);
+    let fields = RawFields::parse(entry).map_err(unreadable)?;
+    let of_any = || fields.text_if_valid("call_id").or_else(|| fields.text_if_valid("id"));
+    let form = detect_format(&fields).map_err(|fault| {
+        let (id, name) = (of_any(), fields.text_if_valid("name"));
+        CallParseError::new(CallFormat::Envelope, id, name, fault)
+    })?;
+    let read = match form {
+        CallFormat::Envelope => envelope::read(&fields),
+        CallFormat::OpenAi => openai::read(&fields),
+        CallFormat::Responses => responses::read(&fields),
+        CallFormat::Anthropic => anthropic::read(&fields),
+    };
+    read.map_err(|fault| {
+        let id = match form {
+            CallFormat::Envelope | CallFormat::Responses => fields.text_if_valid("call_id"),
+            CallFormat::OpenAi | CallFormat::Anthropic => fields.text_if_valid("id"),
+        };
+        let name = match form {
+            CallFormat::OpenAi => openai::name_hint(&fields),
+            _ => fields.text_if_valid("name"),
+        };
+        CallParseError::new(form, id, name, fault)
+    })
+}
+
+fn detect_format(fields: &RawFields<'_>) -> Result<CallFormat, Fault> {
+    match fields.borrowed_text("type")?.as_deref() {
+        Some("function") => Ok(CallFormat::OpenAi),
+        Some("function_call") => Ok(CallFormat::Responses),
+        Some("tool_use") => Ok(CallFormat::Anthropic),
+        // Some OpenAI-compatible servers omit the type.
+        None if fields.has("function") => Ok(CallFormat::OpenAi),
+        None => Ok(CallFormat::Envelope),
+        Some(other) => {
+            let shown: String = other.chars().take(40).collect();
+            let message = format!(
+                "an entry of the type \"{shown}\" is not a call of a tool here; known are \
+                 \"function\", \"function_call\" and \"tool_use\", and the envelope has no type"
+            );
+            Err(parse_fault("/type", message))
+        }
+    }
+}
+
+/// Returns a validation fault that points at a location in the entry.
+fn parse_fault(pointer: &str, message: impl Into<String>) -> Fault {
+    let detail = serde_json::json!({ "pointer": pointer });
+    Fault::new(Code::ValidationError, message).without_side_effect().with_detail(detail)
+}
+
+/// The content of an answer to one entry.
+#[derive(Debug, Clone, Copy)]
+pub struct EntryAnswer<'a> {
+    /// Success or failure of the call; `None` while it is open.
+    pub ok: Option<bool>,
+    /// Text for a model: the result, the fault or the state.
+    pub content: &'a str,
+    /// Result for the envelope, unless `content` replaces it.
+    pub data: Option<&'a Json>,
+    pub error: Option<&'a Fault>,
+    pub metrics: Option<CallMetrics>,
+    /// The ticket of a call that is still open.
+    pub pending: Option<PendingNotice<'a>>,
+}
+
+/// The notice about a call that is still open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct PendingNotice<'a> {
+    /// Always `pending`.
+    pub status: &'static str,
+    pub tool_call_id: &'a str,
+    /// Set for a background task.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub task_id: Option<&'a str>,
+    pub message: &'static str,
+}
+
+/// Formats the answer to an entry in the entry's own format.
+pub fn answer_message(form: CallFormat, id: Option<&str>, answer: &EntryAnswer<'_>) -> Json {
+    match form {
+        CallFormat::Envelope => envelope::message(id, answer),
+        CallFormat::OpenAi => openai::message(id.unwrap_or_default(), answer),
+        CallFormat::Responses => responses::message(id.unwrap_or_default(), answer),
+        CallFormat::Anthropic => anthropic::message(id.unwrap_or_default(), answer),
+    }
+}
+
+/// A fault as models and callers see it.
+#[derive(Serialize)]
+struct FaultBody<'a> {
+    code: &'static str,
+    message: &'a str,
+    detail: Option<&'a serde_json::Value>,
+    retryable: bool,
+}
+
+impl<'a> From<&'a Fault> for FaultBody<'a> {
+    fn from(fault: &'a Fault) -> Self {
+        Self {
+            code: fault.code.as_str(),
+            message: &fault.message,
+            detail: fault.detail.as_ref(),
+            retryable: fault.retryable,
+        }
+    }
+}
+
+/// Formats a fault as message content: `{"error":{code, message, detail, retryable}}`.
+pub fn fault_content(fault: &Fault) -> String {
+    #[derive(Serialize)]
+    struct FaultContent<'a> {
+        error: FaultBody<'a>,
+    }
+    to_json(&FaultContent { error: fault.into() }).text().to_owned()
+}
+
+/// Formats a result as message content: a string as plain text, everything else as JSON.
+pub fn data_content(data: &Json) -> String {
+    let text = data.text();
+    // Only a document that starts like a string is decoded as one.
+    let said =
+        text.trim_start().starts_with('"').then(|| serde_json::from_str(text).ok()).flatten();
+    said.unwrap_or_else(|| text.to_owned())
+}
+
+/// Formats a ticket as message content.
+pub fn pending_content(pending: &PendingNotice<'_>) -> String {
+    to_json(pending).text().to_owned()
+}
+
+/// Serializes a value. Structs of strings, numbers and JSON always serialize.
+fn to_json<T: Serialize>(value: &T) -> Json {
+    Json::from_serialize(value).unwrap_or_else(|_| Json::null())
+}

@@ -1,0 +1,160 @@
+//! Describes tools in the formats of model APIs, ready for a request.
+
+use std::str::FromStr;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::to_json;
+use crate::domain::json::Json;
+use crate::domain::tool::{Effect, ToolDefinition};
+
+/// The format of a tool description.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ToolFormat {
+    /// OpenAI chat completions: `tools` of a request.
+    OpenAi,
+    /// OpenAI Responses: `tools` of a request.
+    OpenAiResponses,
+    /// Anthropic messages: `tools` of a request.
+    Anthropic,
+    /// Model Context Protocol: `tools` in the result of `tools/list`.
+    Mcp,
+}
+
+impl ToolFormat {
+    /// All formats.
+    pub const ALL: [Self; 4] = [Self::OpenAi, Self::OpenAiResponses, Self::Anthropic, Self::Mcp];
+
+    /// Returns the format's name on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::OpenAi => "openai",
+            Self::OpenAiResponses => "openai_responses",
+            Self::Anthropic => "anthropic",
+            Self::Mcp => "mcp",
+        }
+    }
+}
+
+impl FromStr for ToolFormat {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|format| format.as_str() == text).ok_or(())
+    }
+}
+
+#[derive(Serialize)]
+struct FunctionDefinition<'a> {
+    name: &'a str,
+    description: &'a str,
+    parameters: Json,
+}
+
+#[derive(Serialize)]
+struct OpenAiTool<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    function: FunctionDefinition<'a>,
+}
+
+#[derive(Serialize)]
+struct ResponsesTool<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    name: &'a str,
+    description: &'a str,
+    parameters: Json,
+    /// Always serialized: the API treats a missing field as strict, and most schemas are not
+    /// written for strict mode.
+    strict: bool,
+}
+
+#[derive(Serialize)]
+struct AnthropicTool<'a> {
+    name: &'a str,
+    description: &'a str,
+    input_schema: Json,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct McpTool<'a> {
+    name: &'a str,
+    /// The tool's name for people.
+    title: &'a str,
+    description: &'a str,
+    input_schema: Json,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output_schema: Option<&'a Json>,
+    annotations: ToolAnnotations,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ToolAnnotations {
+    read_only_hint: bool,
+    destructive_hint: bool,
+    idempotent_hint: bool,
+}
+
+/// Describes a tool in a format, under a given name.
+pub fn describe_tool(format: ToolFormat, name: &str, tool: &ToolDefinition) -> Json {
+    let (description, parameters) =
+        (tool.description.as_str(), with_object_type(&tool.input_schema));
+    match format {
+        ToolFormat::OpenAi => {
+            let function = FunctionDefinition { name, description, parameters };
+            to_json(&OpenAiTool { kind: "function", function })
+        }
+        ToolFormat::OpenAiResponses => {
+            let (kind, strict) = ("function", false);
+            to_json(&ResponsesTool { kind, name, description, parameters, strict })
+        }
+        ToolFormat::Anthropic => {
+            to_json(&AnthropicTool { name, description, input_schema: parameters })
+        }
+        ToolFormat::Mcp => to_json(&McpTool {
+            name,
+            title: &tool.name,
+            description,
+            input_schema: parameters,
+            output_schema: tool.output_schema.as_ref().filter(|schema| describes_object(schema)),
+            annotations: ToolAnnotations {
+                read_only_hint: tool.effect == Effect::Read,
+                destructive_hint: tool.effect != Effect::Read,
+                idempotent_hint: tool.effect != Effect::Irreversible,
+            },
+        }),
+    }
+}
+
+/// Returns whether a model can call the tool, because models always pass an object as arguments.
+pub fn accepts_object(tool: &ToolDefinition) -> bool {
+    match tool.input_schema.to_value().get("type") {
+        Some(Value::String(kind)) => kind == "object",
+        Some(Value::Array(kinds)) => kinds.iter().any(|kind| kind == "object"),
+        _ => true,
+    }
+}
+
+/// Returns the schema with `"type": "object"`. Adds or narrows the type if needed, because the APIs
+/// require it and arguments from a model are always an object.
+fn with_object_type(schema: &Json) -> Json {
+    match schema.to_value() {
+        Value::Object(map) if map.get("type").is_some_and(|kind| kind == "object") => {
+            schema.clone()
+        }
+        Value::Object(mut map) => {
+            map.insert("type".into(), "object".into());
+            Json::from_value(&Value::Object(map))
+        }
+        _ => Json::from_value(&serde_json::json!({ "type": "object" })),
+    }
+}
+
+/// Returns whether a schema describes an object. MCP allows structured results only for objects.
+fn describes_object(schema: &Json) -> bool {
+    schema.to_value().get("type").is_some_and(|kind| kind == "object")
+}

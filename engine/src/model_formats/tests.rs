@@ -1,0 +1,242 @@
+//! Tests with real samples of each format, parsed and answered.
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::domain::tool::{Effect, Executor, Risk, ToolDefinition};
+
+fn read(text: &str) -> Result<ParsedToolCall, CallParseError> {
+    parse(&Json::parse(text).unwrap())
+}
+
+fn fault(text: &str) -> (CallParseError, Value) {
+    let misfit = read(text).unwrap_err();
+    assert_eq!(misfit.fault.code, Code::ValidationError);
+    let detail = misfit.fault.detail.clone().unwrap();
+    (misfit, detail)
+}
+
+fn answered(form: CallFormat, ok: bool) -> Value {
+    let data = Json::parse(r#"{"temp": 1.10}"#).unwrap();
+    let fault = Fault::runtime("no rain today");
+    let failed = fault_content(&fault);
+    let metrics = Some(CallMetrics { latency_ms: 12, queue_ms: 1, attempts: 1, retries: 0 });
+    let answer = EntryAnswer {
+        ok: Some(ok),
+        content: if ok { data.text() } else { &failed },
+        data: ok.then_some(&data),
+        error: (!ok).then_some(&fault),
+        metrics,
+        pending: None,
+    };
+    answer_message(form, Some("call_0"), &answer).to_value()
+}
+
+#[test]
+fn the_chat_form() {
+    let entry = read(
+        r#"{"id": "call_abc123", "type": "function",
+            "function": {"name": "get_weather", "arguments": "{\"location\": \"Paris\", \"n\": 1.10}"}}"#,
+    )
+    .unwrap();
+    assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::OpenAi, Some("call_abc123")));
+    assert_eq!(entry.name, "get_weather");
+    assert_eq!(entry.args.text(), r#"{"location": "Paris", "n": 1.10}"#);
+    let said = json!({"role": "tool", "tool_call_id": "call_0", "content": "{\"temp\": 1.10}"});
+    assert_eq!(answered(CallFormat::OpenAi, true), said);
+    let failed = answered(CallFormat::OpenAi, false);
+    let content: Value = serde_json::from_str(failed["content"].as_str().unwrap()).unwrap();
+    assert_eq!(content["error"]["code"], "RUNTIME_ERROR");
+    assert_eq!(content["error"]["message"], "no rain today");
+}
+
+#[test]
+fn servers_that_speak_the_chat_form_loosely() {
+    let entry = read(r#"{"function": {"name": "a", "arguments": {"x": 1}}}"#).unwrap();
+    assert_eq!(
+        (entry.form, entry.id, entry.args.text()),
+        (CallFormat::OpenAi, None, r#"{"x": 1}"#)
+    );
+    for arguments in [r#""""#, r#""  ""#, "null"] {
+        let text = format!(r#"{{"function": {{"name": "a", "arguments": {arguments}}}}}"#);
+        assert_eq!(read(&text).unwrap().args.text(), "{}", "{text}");
+    }
+    assert_eq!(read(r#"{"function": {"name": "a"}}"#).unwrap().args.text(), "{}");
+}
+
+#[test]
+fn the_responses_form() {
+    let entry = read(
+        r#"{"type": "function_call", "id": "fc_68a1", "call_id": "call_xyz", "status": "completed",
+            "name": "get_weather", "arguments": "{\"location\":\"Paris\"}"}"#,
+    )
+    .unwrap();
+    assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::Responses, Some("call_xyz")));
+    assert_eq!(entry.args.text(), r#"{"location":"Paris"}"#);
+    let item = answered(CallFormat::Responses, true);
+    let said = "{\"temp\": 1.10}";
+    let expected = json!({"type": "function_call_output", "call_id": "call_0", "output": said});
+    assert_eq!(item, expected);
+}
+
+#[test]
+fn the_anthropic_form() {
+    let entry = read(
+        r#"{"type": "tool_use", "id": "toolu_01A09q90qw90lq917835lq9", "name": "get_weather",
+            "input": {"location": "San Francisco, CA", "unit": "celsius"}}"#,
+    )
+    .unwrap();
+    assert_eq!(entry.form, CallFormat::Anthropic);
+    assert_eq!(entry.id.as_deref(), Some("toolu_01A09q90qw90lq917835lq9"));
+    assert_eq!(entry.args.to_value()["unit"], "celsius");
+    let block = answered(CallFormat::Anthropic, true);
+    let said = "{\"temp\": 1.10}";
+    assert_eq!(block, json!({"type": "tool_result", "tool_use_id": "call_0", "content": said}));
+    assert_eq!(answered(CallFormat::Anthropic, false)["is_error"], true);
+    let (misfit, detail) = fault(r#"{"type": "tool_use", "id": "t", "name": "a", "input": "{}"}"#);
+    assert_eq!((misfit.form, detail["pointer"].as_str()), (CallFormat::Anthropic, Some("/input")));
+}
+
+#[test]
+fn the_envelope() {
+    let entry = read(
+        r#"{"call_id": "c-1", "name": "calc.add", "args": {"a": 1}, "timeout_ms": 8000, "retry": 1,
+            "idempotency_key": null}"#,
+    )
+    .unwrap();
+    assert_eq!(
+        (entry.form, entry.timeout_ms, entry.retry),
+        (CallFormat::Envelope, Some(8_000), Some(1))
+    );
+    assert_eq!(entry.idempotency_key, None, "null is nothing");
+    assert_eq!(read(r#"{"name": "a"}"#).unwrap().args.text(), "{}");
+    let said = answered(CallFormat::Envelope, true);
+    assert_eq!((&said["ok"], &said["data"]), (&json!(true), &json!({"temp": 1.10})));
+    assert_eq!(said["metrics"], json!({"latency_ms": 12, "retries": 0}));
+    let said = answered(CallFormat::Envelope, false);
+    assert_eq!((&said["data"], &said["error"]["code"]), (&Value::Null, &json!("RUNTIME_ERROR")));
+}
+
+#[test]
+fn arguments_that_are_not_json_say_where() {
+    let text = r#"{"id": "call_1", "type": "function",
+        "function": {"name": "w", "arguments": "{\"city\":\n \"Köln\", \"days\": three}"}}"#;
+    let (misfit, detail) = fault(text);
+    assert_eq!((misfit.form, misfit.id.as_deref()), (CallFormat::OpenAi, Some("call_1")));
+    assert_eq!(misfit.name.as_deref(), Some("w"));
+    assert_eq!(detail["pointer"], "/function/arguments");
+    let arguments = "{\"city\":\n \"Köln\", \"days\": three}";
+    let offset = detail["offset"].as_u64().unwrap() as usize;
+    assert!(arguments[offset - 1..].starts_with("th") || arguments[offset..].starts_with("th"));
+    assert_eq!((&detail["line"], detail["near"].as_str()), (&json!(2), Some(arguments)));
+    assert!(misfit.fault.message.contains("line 2 column"), "{}", misfit.fault.message);
+    let long = format!("{{\"a\": \"{}\", b}}", "é".repeat(200));
+    let entry = json!({"type": "function_call", "name": "w", "arguments": long});
+    let (_, detail) = fault(&entry.to_string());
+    let near = detail["near"].as_str().unwrap();
+    assert!(near.starts_with('…') && near.ends_with("\", b}"), "{near}");
+    for broken in ["{", "{\"a\":1}}", "not json", "{\"a\":1", "\u{0}", "[\n\n"] {
+        let entry = json!({"type": "function_call", "name": "w", "arguments": broken});
+        let (_, detail) = fault(&entry.to_string());
+        assert!(detail["offset"].as_u64().unwrap() as usize <= broken.len(), "{broken:?}");
+    }
+}
+
+#[test]
+fn what_fits_no_form_says_why() {
+    for (text, pointer) in [
+        ("7", ""),
+        ("\"calc.add\"", ""),
+        ("[]", ""),
+        ("{}", "/name"),
+        (r#"{"name": 5}"#, "/name"),
+        (r#"{"type": "custom", "id": "x", "custom": {}}"#, "/type"),
+        (r#"{"type": 3, "name": "a"}"#, "/type"),
+        (r#"{"type": "function"}"#, "/function"),
+        (r#"{"type": "function", "function": "a"}"#, "/function"),
+        (r#"{"type": "function", "function": {"arguments": "{}"}}"#, "/function/name"),
+        (r#"{"type": "function", "id": 7, "function": {"name": "a"}}"#, "/id"),
+        (r#"{"type": "function_call", "call_id": "c"}"#, "/name"),
+        (r#"{"name": "a", "arguments": "{}"}"#, "/arguments"),
+        (r#"{"name": "a", "input": {}}"#, "/input"),
+        (r#"{"name": "a", "timeout_ms": -1}"#, "/timeout_ms"),
+        (r#"{"name": "a", "retry": 1.5}"#, "/retry"),
+    ] {
+        let (_, detail) = fault(text);
+        assert_eq!(detail["pointer"], pointer, "{text}");
+    }
+    let (misfit, _) = fault(r#"{"type": "custom", "id": "x", "name": "n"}"#);
+    assert_eq!((misfit.id.as_deref(), misfit.name.as_deref()), (Some("x"), Some("n")));
+}
+
+#[test]
+fn texts_are_given_as_texts() {
+    assert_eq!(data_content(&Json::parse(r#""a \"b\"\n""#).unwrap()), "a \"b\"\n");
+    assert_eq!(data_content(&Json::parse("[1.10]").unwrap()), "[1.10]");
+}
+
+fn tool(schema: &str, effect: Effect) -> ToolDefinition {
+    ToolDefinition {
+        project: None,
+        name: "calc.add".into(),
+        description: "Adds".into(),
+        executor: Executor::Builtin,
+        input_schema: Json::parse(schema).unwrap(),
+        output_schema: Some(Json::parse(r#"{"type":"object"}"#).unwrap()),
+        timeout_ms: 1_000,
+        background: false,
+        effect,
+        risk: Risk::Low,
+        policy: Default::default(),
+        fallback: Vec::new(),
+        metadata: None,
+        binding: None,
+    }
+}
+
+#[test]
+fn definitions() {
+    let schema = r#"{"type":"object","properties":{"a":{"type":"integer","default":1.0}}}"#;
+    let tool = tool(schema, Effect::Idempotent);
+    let told = |format| describe_tool(format, "calc__add", &tool).text().to_owned();
+    assert_eq!(
+        told(ToolFormat::OpenAi),
+        format!(
+            r#"{{"type":"function","function":{{"name":"calc__add","description":"Adds","parameters":{schema}}}}}"#
+        )
+    );
+    assert_eq!(
+        told(ToolFormat::OpenAiResponses),
+        format!(
+            r#"{{"type":"function","name":"calc__add","description":"Adds","parameters":{schema},"strict":false}}"#
+        )
+    );
+    assert_eq!(
+        told(ToolFormat::Anthropic),
+        format!(r#"{{"name":"calc__add","description":"Adds","input_schema":{schema}}}"#)
+    );
+    let mcp: Value = serde_json::from_str(&told(ToolFormat::Mcp)).unwrap();
+    assert_eq!(mcp["title"], "calc.add");
+    assert_eq!(
+        (&mcp["inputSchema"]["type"], &mcp["outputSchema"]["type"]),
+        (&json!("object"), &json!("object"))
+    );
+    let hints = json!({"readOnlyHint": false, "destructiveHint": true, "idempotentHint": true});
+    assert_eq!(mcp["annotations"], hints);
+    for format in ToolFormat::ALL {
+        assert_eq!(format.as_str().parse(), Ok(format));
+    }
+}
+
+#[test]
+fn a_schema_that_says_no_type_is_one_of_objects() {
+    for schema in ["{}", "true", r#"{"required":["a"]}"#, r#"{"type":["object","null"]}"#] {
+        let tool = tool(schema, Effect::Read);
+        let told = describe_tool(ToolFormat::Anthropic, "x", &tool).to_value();
+        assert_eq!(told["input_schema"]["type"], "object", "{schema}");
+        assert!(accepts_object(&tool), "{schema}");
+    }
+    for schema in [r#"{"type":"string"}"#, r#"{"type":["array","null"]}"#] {
+        assert!(!accepts_object(&tool(schema, Effect::Read)), "{schema}");
+    }
+}

@@ -1,0 +1,442 @@
+//! An in-memory store: for embedding without durability, for tests and for the simulation.
+//!
+//! It is deliberately simple: one lock over plain maps. It keeps everything until it is purged.
+
+mod credentials;
+mod directory;
+mod runs;
+mod upstreams;
+mod utp;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+
+use super::{
+    CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow,
+    PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
+};
+use crate::domain::call::Call;
+use crate::domain::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
+use crate::domain::directory::{AuditEntry, Directory, DirectoryChange};
+use crate::domain::event::{CallEvent, EventKind, EventRecord};
+use crate::domain::id::CallId;
+
+#[derive(Default)]
+struct MemoryState {
+    last_position: u64,
+    last_number: u64,
+    calls: BTreeMap<u64, Call>,
+    by_id: HashMap<CallId, u64>,
+    events: BTreeMap<u64, CallEvent>,
+    keys: HashMap<(String, String, String), (CallId, String)>,
+    run_tool_definitions: BTreeMap<(String, String), RunToolDefinitions>,
+    deliveries: BTreeMap<CallId, (Delivery, Vec<DeliveryAttempt>)>,
+    directory: Directory,
+    /// The tools of the projects themselves.
+    project_tools: Vec<crate::domain::tool::ToolDefinition>,
+    /// The tools of upstreams, each with its upstream's name.
+    upstream_tools: Vec<(String, crate::domain::tool::ToolDefinition)>,
+    audit: Vec<AuditEntry>,
+    runs: runs::MemoryRuns,
+    credentials: credentials::Credentials,
+}
+
+/// Stores everything in memory.
+#[derive(Default)]
+pub struct MemoryStore {
+    state: Mutex<MemoryState>,
+    utp: utp::UtpMemoryStore,
+}
+
+impl MemoryState {
+    fn call(&self, project: &str, id: &CallId) -> Option<&Call> {
+        let call = self.by_id.get(id).and_then(|place| self.calls.get(place));
+        call.filter(|call| call.project == project)
+    }
+
+    fn append_events(&mut self, call: &Call, records: Vec<EventRecord>) {
+        for record in records {
+            self.last_number += 1;
+            let (call_id, run_id) = (call.id.clone(), call.run_id.clone());
+            let (number, asked_as) = (self.last_number, call.origin.caller_call_id.clone());
+            let event = CallEvent { number, call_id, run_id, caller_call_id: asked_as, record };
+            self.events.insert(self.last_number, event);
+        }
+    }
+
+    fn find_by_idempotency_key(
+        &self,
+        project: &str,
+        key: &IdempotencyKey,
+    ) -> Option<CreateCallResult> {
+        let place = (project.to_owned(), key.agent.clone(), key.key.clone());
+        let (id, fingerprint) = self.keys.get(&place)?;
+        if *fingerprint != key.fingerprint {
+            return Some(CreateCallResult::Mismatch(id.clone()));
+        }
+        let call = self.by_id.get(id).and_then(|place| self.calls.get(place))?;
+        Some(CreateCallResult::Replayed(Box::new(call.clone())))
+    }
+
+    fn purge_run_tool_definitions(&mut self, before_ms: u64, limit: usize) -> usize {
+        let Self { run_tool_definitions: runs, calls, .. } = self;
+        let mut left = limit;
+        runs.retain(|(project, run_id), run| {
+            let mine = |call: &Call| call.project == *project && call.run_id == *run_id;
+            let goes = left > 0 && run.updated_ms < before_ms && !calls.values().any(mine);
+            left -= usize::from(goes);
+            !goes
+        });
+        limit - left
+    }
+
+    fn in_scope(&self, event: &CallEvent, scope: &EventScope) -> bool {
+        let call = || self.by_id.get(&event.call_id).and_then(|place| self.calls.get(place));
+        match scope {
+            EventScope::Call { project, id } => {
+                event.call_id == *id && call().is_some_and(|call| call.project == *project)
+            }
+            EventScope::Run { project, run_id } => {
+                call().is_some_and(|call| call.project == *project && call.run_id == *run_id)
+            }
+            EventScope::Project(project) => call().is_some_and(|call| call.project == *project),
+        }
+    }
+}
+
+#[async_trait]
+impl Store for MemoryStore {
+    async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
+        let mut state = self.state.lock();
+        if let Some(key) = &new.key {
+            if let Some(known) = state.find_by_idempotency_key(&new.call.project, key) {
+                return Ok(known);
+            }
+            let place = (new.call.project.clone(), key.agent.clone(), key.key.clone());
+            state.keys.insert(place, (new.call.id.clone(), key.fingerprint.clone()));
+        }
+        state.last_position += 1;
+        let place = state.last_position;
+        state.by_id.insert(new.call.id.clone(), place);
+        state.append_events(&new.call, new.records);
+        if let Some(delivery) = Delivery::for_call(&new.call) {
+            state.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
+        }
+        state.calls.insert(place, Arc::unwrap_or_clone(new.call));
+        Ok(CreateCallResult::New)
+    }
+
+    async fn find_by_idempotency_key(
+        &self,
+        project: &str,
+        key: &IdempotencyKey,
+    ) -> Result<Option<CreateCallResult>, StoreError> {
+        Ok(self.state.lock().find_by_idempotency_key(project, key))
+    }
+
+    async fn save_call(
+        &self,
+        call: Arc<Call>,
+        records: Vec<EventRecord>,
+    ) -> Result<SaveResult, StoreError> {
+        let mut state = self.state.lock();
+        let Some(place) = state.by_id.get(&call.id).copied() else {
+            return Ok(SaveResult::Conflict);
+        };
+        let follows =
+            |stored: &Call| stored.project == call.project && stored.version + 1 == call.version;
+        if !state.calls.get(&place).is_some_and(follows) {
+            return Ok(SaveResult::Conflict);
+        }
+        state.append_events(&call, records);
+        if let Some(ended_ms) = call.completed_ms
+            && let Some((delivery, _)) = state.deliveries.get_mut(&call.id)
+            && let Some(due) = delivery.after_call_ended(ended_ms)
+        {
+            *delivery = due;
+        }
+        state.calls.insert(place, Arc::unwrap_or_clone(call));
+        Ok(SaveResult::Saved)
+    }
+
+    async fn append_records(
+        &self,
+        project: &str,
+        id: &CallId,
+        records: Vec<EventRecord>,
+    ) -> Result<(), StoreError> {
+        let mut state = self.state.lock();
+        if let Some(call) = state.call(project, id).cloned() {
+            state.append_events(&call, records);
+        }
+        Ok(())
+    }
+
+    async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
+        Ok(self.state.lock().call(project, id).cloned())
+    }
+
+    async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
+        let state = self.state.lock();
+        let fits = |call: &Call| {
+            call.project == filter.project
+                && filter.run_id.as_ref().is_none_or(|run| *run == call.run_id)
+                && filter.tool_name.as_ref().is_none_or(|tool| *tool == call.tool_name)
+                && filter.status.is_none_or(|status| status == call.status)
+                && (!filter.background || call.origin.background)
+                && filter.since_ms.is_none_or(|since| call.created_ms >= since)
+        };
+        let older = |call: &Call| filter.before.as_ref().is_none_or(|before| call.id < *before);
+        let mut all: Vec<&Call> =
+            state.calls.values().filter(|call| older(call) && fits(call)).collect();
+        all.sort_by(|a, b| b.id.cmp(&a.id));
+        let mut bytes = 0;
+        let wanted = all.into_iter().take(filter.limit).take_while(|call| {
+            let wanted = !filter.is_page_full(bytes);
+            bytes += call.estimated_bytes();
+            wanted
+        });
+        Ok(wanted.cloned().collect())
+    }
+
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
+        let state = self.state.lock();
+        let open = state.calls.range(after.saturating_add(1)..);
+        let open = open.filter(|(_, call)| !call.status.is_terminal());
+        Ok(open
+            .take(limit)
+            .map(|(place, call)| OpenCallRow { position: *place, call: call.clone() })
+            .collect())
+    }
+
+    async fn events(
+        &self,
+        scope: EventScope,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<CallEvent>, StoreError> {
+        let state = self.state.lock();
+        let later = state.events.range(after.saturating_add(1)..).map(|(_, event)| event);
+        Ok(later.filter(|event| state.in_scope(event, &scope)).take(limit).cloned().collect())
+    }
+
+    async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
+        let state = self.state.lock();
+        let newest = state.events.values().rev().find(|event| state.in_scope(event, &scope));
+        Ok(newest.map_or(0, |event| event.number))
+    }
+
+    async fn run_tool_definitions(
+        &self,
+        project: &str,
+        run_id: &str,
+    ) -> Result<Option<RunToolDefinitions>, StoreError> {
+        let place = (project.to_owned(), run_id.to_owned());
+        Ok(self.state.lock().run_tool_definitions.get(&place).cloned())
+    }
+
+    async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
+        let place = (run.project.clone(), run.run_id.clone());
+        self.state.lock().run_tool_definitions.insert(place, run);
+        Ok(())
+    }
+
+    async fn last_record(
+        &self,
+        project: &str,
+        id: &CallId,
+        kind: EventKind,
+    ) -> Result<Option<EventRecord>, StoreError> {
+        let state = self.state.lock();
+        let scope = EventScope::Call { project: project.to_owned(), id: id.clone() };
+        let mut newest_first = state.events.values().rev();
+        let found =
+            newest_first.find(|event| event.record.kind == kind && state.in_scope(event, &scope));
+        Ok(found.map(|event| event.record.clone()))
+    }
+
+    async fn pending_deliveries(
+        &self,
+        after: Option<(u64, CallId)>,
+        limit: usize,
+    ) -> Result<Vec<Delivery>, StoreError> {
+        let state = self.state.lock();
+        let place = |delivery: &Delivery| Some((delivery.due_ms?, delivery.call_id.clone()));
+        let mut pending: Vec<&Delivery> = state.deliveries.values().map(|(one, _)| one).collect();
+        pending.retain(|delivery| place(delivery).is_some_and(|at| Some(at) > after));
+        pending.sort_by_key(|delivery| place(delivery));
+        Ok(pending.into_iter().take(limit).cloned().collect())
+    }
+
+    async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError> {
+        let state = self.state.lock();
+        let fits = |delivery: &&Delivery| {
+            delivery.project == filter.project
+                && filter.status.is_none_or(|status| status == delivery.status)
+                && filter.before.as_ref().is_none_or(|before| delivery.call_id < *before)
+        };
+        let newest_first = state.deliveries.values().rev().map(|(delivery, _)| delivery);
+        Ok(newest_first.filter(fits).take(filter.limit).cloned().collect())
+    }
+
+    async fn delivery(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError> {
+        let state = self.state.lock();
+        let found = state.deliveries.get(id);
+        Ok(found.filter(|(delivery, _)| delivery.project == project).cloned())
+    }
+
+    async fn save_delivery(
+        &self,
+        delivery: Delivery,
+        tried: Option<DeliveryAttempt>,
+    ) -> Result<SaveResult, StoreError> {
+        let mut state = self.state.lock();
+        let known = state.deliveries.get_mut(&delivery.call_id);
+        let Some((stored, tries)) = known.filter(|(stored, _)| {
+            stored.project == delivery.project && stored.version + 1 == delivery.version
+        }) else {
+            return Ok(SaveResult::Conflict);
+        };
+        *stored = delivery;
+        tries.extend(tried);
+        let over = tries.len().saturating_sub(MAX_STORED_ATTEMPTS as usize);
+        tries.drain(..over);
+        Ok(SaveResult::Saved)
+    }
+
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError> {
+        let mut state = self.state.lock();
+        let old: Vec<(u64, CallId)> = state
+            .calls
+            .iter()
+            .filter(|(_, call)| call.completed_ms.is_some_and(|at| at < ended_before_ms))
+            .take(limit)
+            .map(|(place, call)| (*place, call.id.clone()))
+            .collect();
+        for (place, id) in &old {
+            state.calls.remove(place);
+            state.by_id.remove(id);
+            state.events.retain(|_, event| event.call_id != *id);
+            state.keys.retain(|_, (call, _)| call != id);
+            state.deliveries.remove(id);
+        }
+        let oldest = state.calls.values().map(|call| call.created_ms).min();
+        self.utp.purge_replaced(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
+        let runs = state.purge_run_tool_definitions(ended_before_ms, limit);
+        let loops = state.purge_ended_runs(ended_before_ms, limit);
+        let mut left = limit;
+        state.audit.retain(|entry| {
+            let goes = entry.at_ms < ended_before_ms && left > 0;
+            left -= usize::from(goes);
+            !goes
+        });
+        let calls = old.len();
+        let most = calls.max(runs).max(loops).max(limit - left);
+        Ok(PurgeResult { calls, has_more: most == limit })
+    }
+
+    async fn directory_version(&self) -> Result<u64, StoreError> {
+        Ok(self.state.lock().directory.version)
+    }
+
+    async fn directory(&self) -> Result<Directory, StoreError> {
+        let state = self.state.lock();
+        let mut directory = state.directory.clone();
+        directory.tools.extend(state.project_tools.iter().cloned());
+        directory.tools.extend(state.upstream_tools.iter().map(|(_, tool)| tool.clone()));
+        Ok(directory)
+    }
+
+    async fn change_directory(
+        &self,
+        change: DirectoryChange,
+        decided_on: u64,
+        audit: Option<AuditEntry>,
+    ) -> Result<SaveResult, StoreError> {
+        let mut state = self.state.lock();
+        if state.directory.version != decided_on {
+            return Ok(SaveResult::Conflict);
+        }
+        state.directory.version += 1;
+        let at_ms = audit.as_ref().map(|entry| entry.at_ms);
+        match &change {
+            DirectoryChange::PutTools(tools) => {
+                tools.iter().for_each(|tool| self.utp.put_definition(tool, at_ms));
+            }
+            DirectoryChange::DropTool { project, name } => {
+                self.utp.mark_replaced(project, name, at_ms)
+            }
+            _ => {}
+        }
+        state.apply(change);
+        state.audit.extend(audit);
+        Ok(SaveResult::Saved)
+    }
+
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.state.lock().audit.push(entry);
+        Ok(())
+    }
+
+    async fn audit_log(
+        &self,
+        project: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<AuditEntry>, StoreError> {
+        let state = self.state.lock();
+        let about = |entry: &&AuditEntry| project.as_ref().is_none_or(|p| *p == entry.project);
+        Ok(state.audit.iter().rev().filter(about).take(limit).cloned().collect())
+    }
+
+    async fn check_health(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    fn utp(&self) -> &dyn super::utp::UtpStore {
+        &self.utp
+    }
+
+    fn runs(&self) -> &dyn crate::ports::store::runs::RunStore {
+        self
+    }
+
+    fn credentials(&self) -> &dyn crate::ports::store::credentials::UpstreamCredentialStore {
+        self
+    }
+
+    async fn size_bytes(&self) -> Result<u64, StoreError> {
+        Ok(0)
+    }
+}
+
+impl MemoryState {
+    fn apply(&mut self, change: DirectoryChange) {
+        let named =
+            |known: &crate::domain::tool::ToolDefinition, project: Option<&str>, name: &str| {
+                known.project.as_deref() == project && known.name == name
+            };
+        match change {
+            DirectoryChange::PutTools(tools) => {
+                for tool in tools {
+                    self.project_tools
+                        .retain(|known| !named(known, tool.project.as_deref(), &tool.name));
+                    self.project_tools.push(tool);
+                }
+            }
+            DirectoryChange::DropTool { project, name } => {
+                self.project_tools.retain(|known| !named(known, Some(&project), &name));
+            }
+            DirectoryChange::PutUpstream(_)
+            | DirectoryChange::DropUpstream { .. }
+            | DirectoryChange::SetUpstreamTools { .. } => self.change_upstream(change),
+            other => directory::apply(&mut self.directory, other),
+        }
+    }
+}

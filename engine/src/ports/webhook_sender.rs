@@ -1,0 +1,46 @@
+//! The webhook sender port: sends one message to a caller's URL.
+//!
+//! The engine decides when to send and what a response means ([`crate::delivery`],
+//! [`crate::maintenance::webhook_dispatcher`]); the sender makes one HTTP request.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use crate::domain::call::Call;
+use crate::domain::delivery::{Delivery, DeliveryResponse, RetrySchedule};
+
+/// The content of one delivery attempt.
+#[derive(Debug, Clone)]
+pub struct WebhookMessage {
+    pub delivery: Delivery,
+    /// The call with its outcome.
+    pub call: Arc<Call>,
+}
+
+/// Sends messages to the URLs that callers gave.
+#[async_trait]
+pub trait WebhookSender: Send + Sync + 'static {
+    /// Returns the URL as stored, or the reason why it is not acceptable. The engine checks it
+    /// before it accepts a call.
+    fn check_url(&self, project: &str, url: &str) -> Result<String, String>;
+
+    /// Makes one attempt. The implementation limits its duration.
+    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse;
+}
+
+/// Settings of webhook delivery.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeliverySettings {
+    pub schedule: RetrySchedule,
+    /// Maximum attempts in flight.
+    pub max_parallel: usize,
+    /// Maximum attempts in flight to one receiver, so that a slow one does not delay the others.
+    pub max_parallel_per_receiver: usize,
+}
+
+impl Default for DeliverySettings {
+    fn default() -> Self {
+        Self { schedule: RetrySchedule::default(), max_parallel: 64, max_parallel_per_receiver: 8 }
+    }
+}

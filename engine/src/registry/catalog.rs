@@ -1,0 +1,499 @@
+//! The catalog: every tool, compiled, with the clients that offer it and the rules on its callers.
+//!
+//! A catalog is an immutable snapshot of the directory and is replaced as a whole. Schemas are
+//! compiled when a tool is registered or first loaded, never when it is called.
+
+mod project_map;
+mod registration_checks;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, OnceLock};
+
+use serde_json::json;
+
+use crate::domain::access_rules::{self, AccessDecision};
+use crate::domain::args::ArgumentRules;
+use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::directory::{
+    ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
+};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::retry::TIMEOUT_MS_RANGE;
+use crate::domain::tool::{ToolDefinition, check_tool_name};
+use crate::engine::{Core, Engine, RESULT_READ, from_store_error};
+use crate::ports::bus::Topic;
+use crate::ports::store::SaveResult;
+use crate::registry::model_tool_names;
+use crate::schema::Schema;
+use project_map::{NameMap, ProjectMap};
+
+/// A tool with its compiled schemas, ready to be called.
+#[derive(Debug)]
+pub struct CatalogEntry {
+    pub definition: ToolDefinition,
+    pub version: String,
+    /// Schema that the executed arguments must match.
+    pub input_schema: Schema,
+    pub output_schema: Option<Schema>,
+    /// Argument rules of the definition.
+    pub rules: Option<ArgumentRules>,
+}
+
+impl CatalogEntry {
+    /// Compiles a definition.
+    pub fn compile(definition: ToolDefinition) -> Result<Self, Fault> {
+        let refused = |field: &str, error: crate::schema::SchemaError| {
+            let (name, place) = (&definition.name, &error.pointer);
+            let reason = &error.reason;
+            let message = format!("{name}: {field} is not usable at {field}{place}: {reason}");
+            let detail = json!({
+                "tool": definition.name,
+                "pointer": format!("/{field}{}", error.pointer),
+                "reason": error.reason,
+            });
+            Fault::new(Code::ValidationError, message).with_detail(detail)
+        };
+        let (rules, executed) = definition.argument_rules();
+        let input = Schema::compile(&executed).map_err(|error| refused("schema", error))?;
+        let output = match &definition.output_schema {
+            Some(schema) => Some(
+                Schema::compile(&schema.to_value())
+                    .map_err(|error| refused("output_schema", error))?,
+            ),
+            None => None,
+        };
+        Ok(Self {
+            version: definition.version(),
+            definition,
+            input_schema: input,
+            output_schema: output,
+            rules,
+        })
+    }
+}
+
+/// One version of the catalog.
+#[derive(Default)]
+pub struct Catalog {
+    version: u64,
+    shared_tools: NameMap<Arc<CatalogEntry>>,
+    project_tools: ProjectMap<Arc<CatalogEntry>>,
+    clients_offering: ProjectMap<Vec<String>>,
+    /// Position of each client in the directory.
+    client_positions: ProjectMap<usize>,
+    keys: HashMap<String, ApiKey>,
+    directory: Directory,
+    /// Tools by the names that models use. Built at the first lookup by such a name.
+    by_model_name: OnceLock<NameMap<Vec<Arc<CatalogEntry>>>>,
+}
+
+impl Catalog {
+    pub(crate) fn new(shared: HashMap<String, Arc<CatalogEntry>>) -> Self {
+        Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
+    }
+
+    /// Builds the next version and reuses entries that are already compiled.
+    pub(crate) fn rebuild(&self, directory: Directory) -> Self {
+        let mut next = Self { shared_tools: self.shared_tools.clone(), ..Self::default() };
+        for definition in &directory.tools {
+            let project = definition.project.as_deref().unwrap_or_default();
+            let name = definition.name.as_str();
+            let kept = self
+                .project_tools
+                .get(project, name)
+                .filter(|entry| entry.definition == *definition);
+            let entry = match kept {
+                Some(entry) => entry.clone(),
+                None => match CatalogEntry::compile(definition.clone()) {
+                    Ok(entry) => Arc::new(entry),
+                    Err(fault) => {
+                        tracing::warn!(tool = definition.name, %fault, "skipped an invalid tool");
+                        continue;
+                    }
+                },
+            };
+            next.project_tools.insert(project, name, entry);
+        }
+        for offer in &directory.offers {
+            next.clients_offering
+                .entry_or_default(&offer.project, &offer.tool)
+                .push(offer.client_id.clone());
+        }
+        for (place, client) in directory.clients.iter().enumerate() {
+            next.client_positions.insert(&client.project, &client.client_id, place);
+        }
+        let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
+        next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
+        next.version = directory.version;
+        next.directory = directory;
+        next
+    }
+
+    /// Returns the tool with this name in this project.
+    pub fn find(&self, project: &str, name: &str) -> Option<Arc<CatalogEntry>> {
+        self.shared_tools.get(name).or_else(|| self.project_tools.get(project, name)).cloned()
+    }
+
+    /// Resolves a name to a tool: its exact name, or the name that models use for it. A model's
+    /// name is looked up only among the tools the caller may call, so that no others are revealed.
+    /// A name that matches two of them resolves to neither.
+    pub fn resolve(&self, caller: &Caller, name: &str) -> Option<Arc<CatalogEntry>> {
+        let exact = self.find(&caller.project, name);
+        // A tool whose exact name has the form of a model's name is chosen only if the caller may
+        // call it.
+        let model_form = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
+        if exact.is_some()
+            && (!model_form() || self.authorize(caller, name) == AccessDecision::Allowed)
+        {
+            return exact;
+        }
+        let meant = || {
+            let index = self.by_model_name.get_or_init(|| self.build_model_name_index());
+            let here = |entry: &CatalogEntry| match &entry.definition.project {
+                Some(project) => *project == caller.project,
+                None => true,
+            };
+            let allowed = |entry: &CatalogEntry| {
+                self.authorize(caller, &entry.definition.name) == AccessDecision::Allowed
+            };
+            let mut meant = index.get(name)?.iter().filter(|entry| here(entry) && allowed(entry));
+            let first = meant.next()?;
+            meant.next().is_none().then(|| first.clone())
+        };
+        meant().or(exact)
+    }
+
+    fn build_model_name_index(&self) -> NameMap<Vec<Arc<CatalogEntry>>> {
+        let mut index = NameMap::<Vec<Arc<CatalogEntry>>>::default();
+        for entry in self.shared_tools.values().chain(self.project_tools.values()) {
+            let name = &entry.definition.name;
+            let (told, apart) = (
+                model_tool_names::name_for_model(name),
+                model_tool_names::hashed_name_for_model(name),
+            );
+            if told != apart {
+                index.entry(apart).or_default().push(entry.clone());
+            }
+            index.entry(told).or_default().push(entry.clone());
+        }
+        index
+    }
+
+    /// Returns every tool available in a project, sorted by name.
+    pub fn tools(&self, project: &str) -> Vec<Arc<CatalogEntry>> {
+        let own = self.project_tools.values_in(project);
+        let mut tools: Vec<_> = self.shared_tools.values().chain(own).cloned().collect();
+        tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
+        tools
+    }
+
+    /// Returns the clients that offer a tool.
+    pub fn offered_by(&self, project: &str, tool: &str) -> &[String] {
+        self.clients_offering.get(project, tool).map(Vec::as_slice).unwrap_or_default()
+    }
+
+    /// Returns the tools that a client offers.
+    pub fn tools_offered_by(&self, project: &str, client_id: &str) -> HashSet<String> {
+        let offers = self.directory.offers.iter();
+        let mine = offers.filter(|o| o.project == project && o.client_id == client_id);
+        mine.map(|offer| offer.tool.clone()).collect()
+    }
+
+    pub(crate) fn client(&self, project: &str, client_id: &str) -> Option<&Client> {
+        self.directory.clients.get(*self.client_positions.get(project, client_id)?)
+    }
+
+    pub(crate) fn directory(&self) -> &Directory {
+        &self.directory
+    }
+
+    pub(crate) fn key(&self, digest: &str) -> Option<&ApiKey> {
+        self.keys.get(digest)
+    }
+
+    /// Returns true if an active key authenticates exactly this caller.
+    pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
+        let Caller { project, agent, role, auth_method: trust } = caller;
+        *trust == AuthMethod::Key
+            && self
+                .keys
+                .values()
+                .any(|key| (&key.project, &key.agent, key.role) == (project, agent, *role))
+    }
+
+    /// Returns true if a key was ever created. Revoked keys count: revoking the last key must lock
+    /// the server, not open it.
+    pub(crate) fn has_keys(&self) -> bool {
+        !self.directory.keys.is_empty()
+    }
+
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Decides whether the caller may call a tool with this name, even if no such tool exists.
+    pub fn authorize(&self, caller: &Caller, tool: &str) -> AccessDecision {
+        if !caller.may_invoke() {
+            let role = caller.role.as_str();
+            return AccessDecision::Denied(format!("a key with the role {role} cannot call tools"));
+        }
+        if caller.auth_method == AuthMethod::Local || caller.may_administer() {
+            return AccessDecision::Allowed;
+        }
+        let rules = self.directory.rules.iter();
+        if tool == RESULT_READ && self.shared_tools.contains_key(tool) {
+            return access_rules::decide_companion(rules, &caller.project, &caller.agent, tool);
+        }
+        access_rules::decide(rules, &caller.project, &caller.agent, tool)
+    }
+
+    /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
+    /// any other tool, is listed only if a rule names it, so that a list shows exactly what the
+    /// operator allowed.
+    pub(crate) fn is_listed(&self, caller: &Caller, tool: &str) -> bool {
+        if self.authorize(caller, tool) != AccessDecision::Allowed {
+            return false;
+        }
+        let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
+        tool != RESULT_READ
+            || caller.auth_method == AuthMethod::Local
+            || caller.may_administer()
+            || access_rules::decide(rules, &caller.project, agent, tool) == AccessDecision::Allowed
+    }
+
+    /// Returns similar names of tools that the caller may call.
+    pub fn suggest_names(&self, caller: &Caller, name: &str) -> Vec<String> {
+        let tools = self.tools(&caller.project);
+        let names = tools.iter().map(|entry| entry.definition.name.as_str());
+        let allowed = names.filter(|name| self.authorize(caller, name) == AccessDecision::Allowed);
+        model_tool_names::suggest_similar(name, allowed).into_iter().map(str::to_owned).collect()
+    }
+}
+
+/// A request by a client to offer tools.
+#[derive(Debug, Clone)]
+pub struct ClientRegistration {
+    pub client_id: String,
+    pub tools: Vec<ToolDefinition>,
+    pub unlisted_tools: UnlistedTools,
+}
+
+impl Engine {
+    /// Returns the tools that are listed for the caller.
+    pub fn tools(&self, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
+        let catalog = self.core.catalog();
+        let mut tools = catalog.tools(&caller.project);
+        tools.retain(|entry| catalog.is_listed(caller, &entry.definition.name));
+        tools
+    }
+
+    /// Returns one tool, if the caller may call it.
+    pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
+        let catalog = self.core.catalog();
+        let allowed = |e: &Arc<CatalogEntry>| {
+            catalog.authorize(caller, &e.definition.name) == AccessDecision::Allowed
+        };
+        let found = catalog.resolve(caller, name).filter(allowed);
+        found.ok_or_else(|| tool_not_found(&catalog, caller, name))
+    }
+
+    /// Returns the timeout of a call whose tool and request set none.
+    pub fn default_timeout_ms(&self, caller: &Caller) -> u64 {
+        let policies = &self.core.policies;
+        let own = policies.projects.get(&caller.project).and_then(|p| p.default_timeout_ms);
+        own.unwrap_or(policies.global.default_timeout_ms)
+    }
+
+    /// Registers the tools that a client offers. Returns their number.
+    pub async fn register(
+        &self,
+        caller: &Caller,
+        registration: ClientRegistration,
+    ) -> Result<usize, Error> {
+        require_provider(caller)?;
+        let inner = &self.core;
+        check_client_id(&registration.client_id)?;
+        let limit = inner.limits.max_tools_per_registration;
+        if registration.tools.len() > limit {
+            let message = format!("at most {limit} tools in one registration");
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+        let mut seen = HashSet::new();
+        for tool in &registration.tools {
+            check_definition(tool)?;
+            if !seen.insert(&tool.name) {
+                let message = format!("\"{}\" is named twice in this registration", tool.name);
+                return Err(Error::refused(Code::Conflict, message));
+            }
+        }
+        let count = registration.tools.len();
+        inner
+            .change_directory(|catalog| {
+                registration_checks::check_registration(
+                    catalog,
+                    caller,
+                    &registration,
+                    &inner.limits,
+                )?;
+                let client = Client {
+                    project: caller.project.clone(),
+                    client_id: registration.client_id.clone(),
+                    owner: caller.agent.clone(),
+                    registered_ms: inner.clock.now_ms(),
+                };
+                let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
+                Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))
+            })
+            .await?;
+        inner.refresh_client_offers(&caller.project, &registration.client_id);
+        Ok(count)
+    }
+
+    /// Withdraws a tool that a client offered.
+    pub async fn withdraw(
+        &self,
+        caller: &Caller,
+        client_id: &str,
+        tool: &str,
+    ) -> Result<(), Error> {
+        require_provider(caller)?;
+        let project = caller.project.clone();
+        self.core
+            .change_directory(|catalog| {
+                require_client_owner(catalog, caller, client_id)?;
+                if !catalog.tools_offered_by(&project, client_id).contains(tool) {
+                    let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
+                    return Err(Error::refused(Code::NotFound, message));
+                }
+                let (client_id, tool) = (client_id.to_owned(), tool.to_owned());
+                Ok((DirectoryChange::Withdraw { project: project.clone(), client_id, tool }, None))
+            })
+            .await?;
+        self.core.refresh_client_offers(&caller.project, client_id);
+        Ok(())
+    }
+}
+
+impl Core {
+    pub(crate) fn catalog(&self) -> Arc<Catalog> {
+        self.catalog.read().clone()
+    }
+
+    /// Reloads the directory if this or another process changed it.
+    pub(crate) async fn reload_catalog(&self) -> Result<(), Error> {
+        let version = self.store.directory_version().await.map_err(from_store_error)?;
+        if version == self.catalog().version() {
+            return Ok(());
+        }
+        let directory = self.store.directory().await.map_err(from_store_error)?;
+        let next = Arc::new(self.catalog().rebuild(directory));
+        *self.catalog.write() = next;
+        self.limiter.recheck_queues();
+        self.bus.wake(&Topic::Directory);
+        Ok(())
+    }
+
+    /// Decides a change on the present directory and stores it. Decides again if another process
+    /// changed the directory first.
+    pub(crate) async fn change_directory<F>(&self, decide: F) -> Result<(), Error>
+    where
+        F: Fn(&Catalog) -> Result<(DirectoryChange, Option<AuditEntry>), Error>,
+    {
+        let _one_at_a_time = self.directory_lock.lock().await;
+        for _ in 0..16 {
+            self.reload_catalog().await?;
+            let catalog = self.catalog();
+            let (change, audit) = decide(&catalog)?;
+            let made = self.store.change_directory(change, catalog.version(), audit).await;
+            if made.map_err(from_store_error)? == SaveResult::Saved {
+                return self.reload_catalog().await;
+            }
+        }
+        Err(Error::retry_later(Code::Overloaded, "the directory changes too fast; try again", 100))
+    }
+
+    pub(crate) fn refresh_client_offers(&self, project: &str, client_id: &str) {
+        let offers = self.catalog().tools_offered_by(project, client_id);
+        self.client_queue.set_tools(project, client_id, &offers);
+    }
+}
+
+pub(crate) fn tool_not_found(catalog: &Catalog, caller: &Caller, name: &str) -> Error {
+    let shown: String = name.chars().take(128).collect();
+    let nearest = catalog.suggest_names(caller, name);
+    let hint = match nearest.first() {
+        Some(first) => format!("; did you mean \"{first}\"?"),
+        None => "; GET /v1/tools lists what you may call".to_owned(),
+    };
+    Fault::new(Code::ToolNotFound, format!("there is no tool \"{shown}\"{hint}"))
+        .with_detail(json!({ "nearest": nearest }))
+        .into()
+}
+
+pub(crate) fn require_provider(caller: &Caller) -> Result<(), Error> {
+    if caller.may_provide() {
+        return Ok(());
+    }
+    let message = format!(
+        "a key with the role {} can neither offer tools nor report results; \
+         toolcrib keys create --role provider makes one that can",
+        caller.role.as_str()
+    );
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+/// Requires that the caller owns the client. A client belongs to the agent that registered it
+/// first.
+pub(crate) fn require_client_owner(
+    catalog: &Catalog,
+    caller: &Caller,
+    client_id: &str,
+) -> Result<(), Error> {
+    let owner = catalog.client(&caller.project, client_id).map(|client| client.owner.as_str());
+    if caller.may_administer() || owner.is_none_or(|owner| owner == caller.agent) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" belongs to another key");
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+pub(crate) fn require_registered(
+    catalog: &Catalog,
+    project: &str,
+    client_id: &str,
+) -> Result<(), Error> {
+    if catalog.client(project, client_id).is_some() {
+        return Ok(());
+    }
+    let message =
+        format!("client \"{client_id}\" has not registered; POST /internal/tools/register first");
+    Err(Error::refused(Code::NotFound, message))
+}
+
+pub(crate) fn check_client_id(client_id: &str) -> Result<(), Error> {
+    let plain = |c: char| c.is_ascii_graphic();
+    if (1..=128).contains(&client_id.len()) && client_id.chars().all(plain) {
+        return Ok(());
+    }
+    let message = "client_id must be 1 to 128 visible ASCII characters";
+    Err(Error::refused(Code::ValidationError, message))
+}
+
+pub(crate) fn check_definition(tool: &ToolDefinition) -> Result<(), Error> {
+    let invalid = |message: String| Error::refused(Code::ValidationError, message);
+    check_tool_name(&tool.name).map_err(|error| invalid(error.to_string()))?;
+    if !TIMEOUT_MS_RANGE.contains(&tool.timeout_ms) {
+        let message = format!("{}: timeout_ms must be from 1 to 86400000 (24 h)", tool.name);
+        return Err(invalid(message));
+    }
+    if tool.description.len() > 16_384 {
+        return Err(invalid(format!("{}: description is over 16384 bytes", tool.name)));
+    }
+    if let Some(problem) = tool.policy.find_problem() {
+        return Err(invalid(format!("{}: {problem}", tool.name)));
+    }
+    if tool.fallback.len() > 8 {
+        return Err(invalid(format!("{}: at most 8 fallback tools", tool.name)));
+    }
+    CatalogEntry::compile(tool.clone()).map(|_| ()).map_err(Error::from)
+}

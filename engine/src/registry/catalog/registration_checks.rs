@@ -1,0 +1,114 @@
+//! Checks a client's registration against the tools that already exist.
+
+use serde_json::json;
+
+use super::{Catalog, ClientRegistration, require_client_owner};
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::tool::{Executor, ToolDefinition};
+use crate::engine::EngineLimits;
+use crate::registry::model_tool_names;
+
+pub(super) fn check_registration(
+    catalog: &Catalog,
+    caller: &Caller,
+    registration: &ClientRegistration,
+    limits: &EngineLimits,
+) -> Result<(), Error> {
+    require_client_owner(catalog, caller, &registration.client_id)?;
+    if catalog.client(&caller.project, &registration.client_id).is_none() {
+        let clients = catalog.directory.clients.iter();
+        let limit = limits.max_clients_per_project;
+        if clients.filter(|client| client.project == caller.project).count() >= limit {
+            let message = format!(
+                "the project would have more than {limit} clients, and they are kept: register \
+                 under the same client_id at every start, and take back those that are gone for \
+                 good (DELETE /internal/clients/CLIENT_ID)"
+            );
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+    }
+    let limit = limits.max_tools_per_project;
+    for tool in &registration.tools {
+        if let Some(message) = registration_conflict(catalog, caller, &registration.client_id, tool)
+        {
+            let fault = Fault::new(Code::Conflict, message);
+            return Err(fault.with_detail(json!({ "tool": tool.name })).into());
+        }
+    }
+    let owned = catalog.project_tools.count(&caller.project);
+    // A tool that the project already has does not count as another one.
+    let is_new =
+        |tool: &&ToolDefinition| catalog.project_tools.get(&caller.project, &tool.name).is_none();
+    let new = registration.tools.iter().filter(is_new).count();
+    if new > 0 && owned + new > limit {
+        let message = format!("the project would have more than {limit} tools");
+        return Err(Error::refused(Code::PayloadTooLarge, message));
+    }
+    Ok(())
+}
+
+/// Returns the reason why this client cannot offer a tool, if there is one.
+fn registration_conflict(
+    catalog: &Catalog,
+    caller: &Caller,
+    client_id: &str,
+    tool: &ToolDefinition,
+) -> Option<String> {
+    let name = &tool.name;
+    if catalog.shared_tools.contains_key(name) {
+        return Some(format!("\"{name}\" is a built-in tool; choose another name"));
+    }
+    // Models call a built-in tool by this name. A tool that has it as its exact name would be
+    // called instead.
+    if let Some(meant) =
+        catalog.shared_tools.keys().find(|shared| model_tool_names::name_for_model(shared) == *name)
+    {
+        let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
+        return Some(message);
+    }
+    let known = &catalog.project_tools.get(&caller.project, name)?.definition;
+    if known.executor != Executor::Client {
+        return Some(format!("\"{name}\" is not a tool of clients"));
+    }
+    let others = catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);
+    let others: Vec<&String> = others.collect();
+    if others.is_empty() {
+        return None;
+    }
+    if !have_same_schemas(known, tool) {
+        return Some(format!(
+            "\"{name}\" is offered by another client with a different schema; offer it with the \
+             same schema, or under another name"
+        ));
+    }
+    let client = |id: &String| catalog.client(&caller.project, id);
+    let foreign = others.iter().any(|id| client(id).is_some_and(|c| c.owner != caller.agent));
+    if !foreign || caller.may_administer() {
+        return None;
+    }
+    let field = first_difference(known, tool)?;
+    Some(format!(
+        "\"{name}\" is offered by a client of another key with a different {field}; offer it as it \
+         is, or under another name"
+    ))
+}
+
+fn have_same_schemas(one: &ToolDefinition, two: &ToolDefinition) -> bool {
+    one.input_schema == two.input_schema && one.output_schema == two.output_schema
+}
+
+/// Returns the first field, other than the schemas, in which two definitions of one tool differ.
+/// The fields compared decide how the tool is executed and how models see it.
+fn first_difference(one: &ToolDefinition, two: &ToolDefinition) -> Option<&'static str> {
+    let same = [
+        ("effect", one.effect == two.effect),
+        ("risk", one.risk == two.risk),
+        ("timeout_ms", one.timeout_ms == two.timeout_ms),
+        ("async", one.background == two.background),
+        ("policy", one.policy == two.policy),
+        ("fallback", one.fallback == two.fallback),
+        ("description", one.description == two.description),
+    ];
+    same.into_iter().find(|(_, same)| !same).map(|(field, _)| field)
+}

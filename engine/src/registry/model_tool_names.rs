@@ -1,0 +1,137 @@
+//! Maps tool names to model-facing names that every model API accepts. Pure.
+//!
+//! OpenAI function names have 1 to 64 letters, digits, `_` and `-`; tool names have dots and
+//! slashes and up to 128 characters. A dot becomes `__`, a slash becomes `--`, and a name that is
+//! too long is truncated and ends in part of its hash. The mapping is reversed by a lookup among
+//! the existing tools, never by guessing: `a__b` may stand for `a.b` or for a tool that is really
+//! named `a__b`.
+
+use std::collections::HashMap;
+
+use sha2::{Digest, Sha256};
+
+use crate::domain::tool::hex;
+
+/// Maximum length of a name that every model API accepts.
+pub const MAX_LENGTH: usize = 64;
+
+/// Number of hash digits after the `_` at the end of a name.
+const HASH_DIGITS: usize = 8;
+
+/// Returns the model-facing name of a tool.
+///
+/// ```
+/// use toolcrib::names::for_model;
+/// assert_eq!(for_model("calculation.eval"), "calculation__eval");
+/// assert_eq!(for_model("mcp/github.create"), "mcp--github__create");
+/// ```
+pub fn name_for_model(name: &str) -> String {
+    let mapped = replace_separators(name);
+    if mapped.len() <= MAX_LENGTH { mapped } else { append_hash(name, &mapped) }
+}
+
+/// Returns the model-facing name with part of the name's hash at its end, for tools whose mapped
+/// names collide.
+pub fn hashed_name_for_model(name: &str) -> String {
+    append_hash(name, &replace_separators(name))
+}
+
+/// Returns the model-facing names of these tools, in the same order and all distinct: if the mapped
+/// names of two tools collide, both end in part of their own hash.
+pub fn names_for_model<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let named: Vec<(&str, String)> = names.map(|name| (name, name_for_model(name))).collect();
+    let mut taken: HashMap<&str, usize> = HashMap::new();
+    for (_, told) in &named {
+        *taken.entry(told).or_default() += 1;
+    }
+    let alone: Vec<bool> = named.iter().map(|(_, told)| taken[told.as_str()] == 1).collect();
+    let pairs = named.into_iter().zip(alone);
+    pairs
+        .map(|((name, told), alone)| if alone { told } else { hashed_name_for_model(name) })
+        .collect()
+}
+
+/// Maximum length of a name for which similar names are searched: the maximum length of a tool
+/// name. A comparison costs the product of both lengths, and a model can write a name of any
+/// length.
+const MAX_COMPARED: usize = 128;
+
+/// Returns up to three names that are most similar to `name`, best first.
+pub(crate) fn suggest_similar<'n>(
+    name: &str,
+    others: impl Iterator<Item = &'n str>,
+) -> Vec<&'n str> {
+    if name.len() > MAX_COMPARED {
+        return Vec::new();
+    }
+    let mut near: Vec<(f64, &str)> = others
+        .map(|other| (strsim::jaro_winkler(name, other), other))
+        .filter(|(likeness, _)| *likeness > 0.7)
+        .collect();
+    near.sort_by(|a, b| b.0.total_cmp(&a.0));
+    near.into_iter().take(3).map(|(_, name)| name).collect()
+}
+
+fn replace_separators(name: &str) -> String {
+    name.replace('.', "__").replace('/', "--")
+}
+
+fn append_hash(name: &str, mapped: &str) -> String {
+    let hash = hex(&Sha256::digest(name.as_bytes()));
+    let kept: String = mapped.chars().take(MAX_LENGTH - 1 - HASH_DIGITS).collect();
+    format!("{kept}_{}", &hash[..HASH_DIGITS])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_plain(name: &str) -> bool {
+        let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
+        (1..=MAX_LENGTH).contains(&name.len()) && name.bytes().all(plain)
+    }
+
+    #[test]
+    fn a_name_is_compared_with_others_only_where_it_can_be_one() {
+        let others = ["calc.add", "calc.sub", "weather.query"];
+        assert_eq!(suggest_similar("calc.ad", others.into_iter()), ["calc.add", "calc.sub"]);
+        let long = format!("calc.add{}", "d".repeat(MAX_COMPARED));
+        assert_eq!(suggest_similar(&long, others.into_iter()), [""; 0]);
+    }
+
+    #[test]
+    fn every_name_becomes_one_that_models_take() {
+        let long = format!("{}.{}", "a".repeat(60), "b".repeat(60));
+        for name in ["weather.query", "a", "mcp/github.create-issue", "9.x_y", long.as_str()] {
+            assert!(is_plain(&name_for_model(name)), "{name}: {}", name_for_model(name));
+            assert!(
+                is_plain(&hashed_name_for_model(name)),
+                "{name}: {}",
+                hashed_name_for_model(name)
+            );
+        }
+        assert_eq!(name_for_model("weather.query"), "weather__query");
+        assert_eq!(name_for_model("plain_name-2"), "plain_name-2");
+    }
+
+    #[test]
+    fn long_names_stay_different() {
+        let head = "a".repeat(100);
+        let (one, two) =
+            (name_for_model(&format!("{head}.one")), name_for_model(&format!("{head}.two")));
+        assert_ne!(one, two);
+        assert_eq!((one.len(), two.len()), (64, 64));
+        assert_eq!(one, name_for_model(&format!("{head}.one")), "always the same");
+        let exactly = "b".repeat(64);
+        assert_eq!(name_for_model(&exactly), exactly);
+    }
+
+    #[test]
+    fn names_that_would_be_the_same_both_get_a_hash() {
+        let told = names_for_model(["a.b", "a__b", "c.d"].into_iter());
+        assert_eq!(told[0], hashed_name_for_model("a.b"));
+        assert_eq!(told[1], hashed_name_for_model("a__b"));
+        assert_eq!(told[2], "c__d");
+        assert!(told[0].starts_with("a__b_") && told[0] != told[1], "{told:?}");
+    }
+}

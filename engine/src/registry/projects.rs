@@ -1,0 +1,327 @@
+//! Projects, their tool definitions, and the roster of agents that can be woken.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::catalog::{Catalog, CatalogEntry, require_provider};
+use crate::domain::call::Call;
+use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::directory::{DirectoryChange, Project};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
+use crate::domain::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
+use crate::engine::{Core, Engine, from_store_error};
+use crate::registry::keys::check_identifier;
+
+/// The project that always exists.
+pub const DEFAULT_PROJECT: &str = "default";
+
+impl Engine {
+    /// Creates a project.
+    pub async fn create_project(
+        &self,
+        caller: &Caller,
+        id: &str,
+        title: &str,
+    ) -> Result<Project, Error> {
+        let inner = &self.core;
+        self.require_admin(caller, Some(id))?;
+        check_identifier("project_id", id)?;
+        if !is_token(id) {
+            let message = "project_id must be able to stand in a NATS subject: no dot, no *";
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        let created_ms = inner.clock.now_ms();
+        let project = Project { id: id.to_owned(), title: title.to_owned(), created_ms };
+        inner
+            .change_directory(|catalog| {
+                if catalog.directory().projects.iter().any(|known| known.id == id) {
+                    let message = format!("there is a project \"{id}\" already");
+                    return Err(Error::refused(Code::Conflict, message));
+                }
+                Ok((DirectoryChange::AddProject(project.clone()), None))
+            })
+            .await?;
+        Ok(project)
+    }
+
+    /// Returns the projects the caller may see: its own, or all of them for the local operator.
+    pub fn projects(&self, caller: &Caller) -> Vec<Project> {
+        let catalog = self.core.catalog();
+        let mut projects = catalog.directory().projects.clone();
+        let keys = catalog.directory().keys.iter().map(|key| (&key.project, key.created_ms));
+        let implied = std::iter::once((&caller.project, 0)).chain(keys);
+        for (id, created_ms) in implied {
+            if !projects.iter().any(|known| known.id == *id) {
+                projects.push(Project { id: id.clone(), title: String::new(), created_ms });
+            }
+        }
+        projects.retain(|project| {
+            caller.auth_method == AuthMethod::Local || project.id == caller.project
+        });
+        projects.sort_by(|a, b| a.id.cmp(&b.id));
+        projects
+    }
+
+    /// Returns the caller, switched to the named project. A key gives access to its own project
+    /// only; any other project is answered exactly as one that does not exist.
+    pub fn switch_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
+        let there = self.projects(caller).iter().any(|known| known.id == project);
+        if there || project == DEFAULT_PROJECT && caller.auth_method == AuthMethod::Local {
+            return Ok(Caller { project: project.to_owned(), ..caller.clone() });
+        }
+        Err(project_not_found(project))
+    }
+
+    /// Requires that a project exists: created explicitly, or implied by a key, a tool or an agent.
+    pub fn require_project(&self, project: &str) -> Result<(), Error> {
+        let catalog = self.core.catalog();
+        let directory = catalog.directory();
+        let there = project == DEFAULT_PROJECT
+            || directory.projects.iter().any(|known| known.id == project)
+            || directory.keys.iter().any(|key| key.project == project)
+            || directory.roster.iter().any(|member| member.project == project)
+            || directory.tools.iter().any(|tool| tool.project.as_deref() == Some(project));
+        match there {
+            true => Ok(()),
+            false => Err(project_not_found(project)),
+        }
+    }
+
+    /// Adds or replaces a tool of the project. The checks that need the project come first, in the
+    /// order of the protocol.
+    pub async fn put_tool(
+        &self,
+        caller: &Caller,
+        definition: ToolDefinition,
+    ) -> Result<Arc<CatalogEntry>, Error> {
+        let name = definition.name.clone();
+        self.put_tools(caller, vec![definition]).await?;
+        self.project_tool(caller, &name)
+    }
+
+    /// Adds or replaces several tools atomically.
+    pub async fn put_tools(
+        &self,
+        caller: &Caller,
+        tools: Vec<ToolDefinition>,
+    ) -> Result<(), Error> {
+        require_provider(caller)?;
+        for tool in &tools {
+            check_tool_name(&tool.name).map_err(|error| bad_request(error.to_string()))?;
+            check_name_not_reserved(&tool.name, "define")?;
+            CatalogEntry::compile(tool.clone()).map_err(|fault| bad_request(fault.message))?;
+        }
+        let inner = &self.core;
+        let limit = inner.limits.max_tools_per_project;
+        let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
+        let listed: String = names.join(" ").chars().take(500).collect();
+        let more = |catalog: &Catalog| {
+            let own = |name: &&&str| catalog.find(&caller.project, name).is_none();
+            names.iter().filter(own).count()
+        };
+        inner
+            .change_directory(|catalog| {
+                for name in &names {
+                    check_name_free(catalog, &caller.project, name)?;
+                }
+                if catalog.tools(&caller.project).len() + more(catalog) > limit {
+                    let message = format!("the project would have more than {limit} tools");
+                    return Err(Error::refused(Code::PayloadTooLarge, message));
+                }
+                let entry = inner.audit_entry(caller, &caller.project, "tool.set", &listed, "");
+                Ok((DirectoryChange::PutTools(tools.clone()), Some(entry)))
+            })
+            .await
+    }
+
+    /// Returns a tool defined by the project, with its full definition.
+    pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
+        require_definition_access(caller)?;
+        let found = self.core.catalog().find(&caller.project, name).filter(is_project_defined);
+        found.ok_or_else(|| Error::refused(Code::NotFound, format!("tool not found: \"{name}\"")))
+    }
+
+    /// Returns the tools defined by the project, sorted by name, with their full definitions.
+    pub fn project_tools(&self, caller: &Caller) -> Result<Vec<Arc<CatalogEntry>>, Error> {
+        require_definition_access(caller)?;
+        let mut tools = self.core.catalog().tools(&caller.project);
+        tools.retain(is_project_defined);
+        Ok(tools)
+    }
+
+    /// Removes a tool of the project. Calls already made with it continue.
+    pub async fn remove_tool(&self, caller: &Caller, name: &str) -> Result<(), Error> {
+        require_provider(caller)?;
+        check_name_not_reserved(name, "delete")?;
+        let inner = &self.core;
+        inner
+            .change_directory(|_| {
+                self.project_tool(caller, name)?;
+                let change = DirectoryChange::DropTool {
+                    project: caller.project.clone(),
+                    name: name.to_owned(),
+                };
+                let entry = inner.audit_entry(caller, &caller.project, "tool.removed", name, "");
+                Ok((change, Some(entry)))
+            })
+            .await
+    }
+
+    /// Adds an agent to the roster, or replaces its entry.
+    pub async fn put_agent_entry(
+        &self,
+        caller: &Caller,
+        mut member: AgentEntry,
+    ) -> Result<AgentEntry, Error> {
+        self.require_admin(caller, Some(&member.project))?;
+        for (field, word) in
+            [("agent_id", &member.agent_id), ("worker_target", &member.worker_target)]
+        {
+            if !is_token(word) {
+                let message =
+                    format!("{field} must be able to stand in a NATS subject: no blank, no dot");
+                let fault = Fault::new(Code::ValidationError, message);
+                return Err(fault.with_detail(json!({ "pointer": format!("/{field}") })).into());
+            }
+        }
+        member.updated_ms = self.core.clock.now_ms();
+        self.core
+            .change_directory(|_| Ok((DirectoryChange::PutAgent(member.clone()), None)))
+            .await?;
+        Ok(member)
+    }
+
+    /// Removes an agent from the roster.
+    pub async fn remove_agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
+        self.require_admin(caller, None)?;
+        self.agent_entry(caller, agent_id)?;
+        let (project, agent_id) = (caller.project.clone(), agent_id.to_owned());
+        self.core
+            .change_directory(|_| {
+                let (project, agent_id) = (project.clone(), agent_id.clone());
+                Ok((DirectoryChange::DropAgent { project, agent_id }, None))
+            })
+            .await
+    }
+
+    /// Returns the project's roster.
+    pub fn roster(&self, caller: &Caller) -> Vec<AgentEntry> {
+        let catalog = self.core.catalog();
+        let mine = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
+        mine.cloned().collect()
+    }
+
+    /// Returns one agent of the roster.
+    pub fn agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<AgentEntry, Error> {
+        let found = self.core.find_agent_entry(&caller.project, agent_id);
+        found.ok_or_else(|| {
+            let message = format!("agent \"{agent_id}\" is not on the roster");
+            Error::refused(Code::NotFound, message)
+        })
+    }
+}
+
+impl Core {
+    pub(crate) fn find_agent_entry(&self, project: &str, agent_id: &str) -> Option<AgentEntry> {
+        let catalog = self.catalog();
+        let roster = &catalog.directory().roster;
+        roster.iter().find(|m| m.project == project && m.agent_id == agent_id).cloned()
+    }
+
+    /// Loads the binding of a call's tool, in the version that the call was made with.
+    pub(crate) async fn load_binding(&self, call: &Call) -> Result<Option<Binding>, Error> {
+        let target = &call.target;
+        if !matches!(target.executor, Executor::Utp | Executor::Http) {
+            return Ok(None);
+        }
+        if let Some(entry) = self.catalog().find(&call.project, &target.tool)
+            && entry.version == target.version
+        {
+            return Ok(entry.definition.binding.clone());
+        }
+        let utp = self.store.utp();
+        let old = utp.tool_version(&call.project, &target.tool, &target.version).await;
+        Ok(old.map_err(from_store_error)?.and_then(|definition| definition.binding))
+    }
+}
+
+/// Requires the right to read definitions. They contain what no model sees: preset arguments, names
+/// of secrets, addresses.
+fn require_definition_access(caller: &Caller) -> Result<(), Error> {
+    if caller.may_provide() {
+        return Ok(());
+    }
+    let message = format!(
+        "a key with the role {} cannot read definitions; the tools it may call are at /v1/tools",
+        caller.role.as_str()
+    );
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+fn project_not_found(project: &str) -> Error {
+    let shown: String = project.chars().take(80).collect();
+    Error::refused(Code::NotFound, format!("project not found: \"{shown}\""))
+}
+
+fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
+    let by_others = matches!(entry.definition.executor, Executor::Client | Executor::Mcp);
+    entry.definition.project.is_some() && !by_others
+}
+
+fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
+    let taken = catalog.find(project, name).is_some_and(|known| {
+        known.definition.project.is_none()
+            || matches!(known.definition.executor, Executor::Client | Executor::Mcp)
+    });
+    if taken {
+        let message =
+            format!("\"{name}\" is the name of a built-in, of a client's or an upstream's tool");
+        return Err(Error::refused(Code::Conflict, message));
+    }
+    Ok(())
+}
+
+fn check_name_not_reserved(name: &str, verb: &str) -> Result<(), Error> {
+    if RESERVED_NAMES.contains(&name) {
+        return Err(bad_request(format!(
+            "cannot {verb} internal tool \"{name}\": the name is reserved"
+        )));
+    }
+    Ok(())
+}
+
+fn bad_request(message: String) -> Error {
+    Fault::new(Code::BadRequest, message).without_side_effect().into()
+}
+
+/// Checks that every array in a schema has `items`. Without them models invent elements.
+pub fn check_array_items(schema: &Value, pointer: &str) -> Result<(), String> {
+    let Value::Object(map) = schema else { return Ok(()) };
+    let is_array = match map.get("type") {
+        Some(Value::String(kind)) => kind == "array",
+        Some(Value::Array(kinds)) => kinds.iter().any(|kind| kind == "array"),
+        _ => false,
+    };
+    let has_items =
+        map.get("items").and_then(Value::as_object).is_some_and(|items| !items.is_empty());
+    if is_array && !has_items {
+        return Err(format!("parameters{pointer} is an array and needs a non-empty object items"));
+    }
+    if let Some(items) = map.get("items") {
+        check_array_items(items, &format!("{pointer}/items"))?;
+    }
+    for name in ["properties", "$defs", "definitions"] {
+        for (key, inner) in map.get(name).and_then(Value::as_object).into_iter().flatten() {
+            check_array_items(inner, &format!("{pointer}/{name}/{key}"))?;
+        }
+    }
+    for name in ["anyOf", "oneOf", "allOf"] {
+        let all = map.get(name).and_then(Value::as_array).into_iter().flatten();
+        for (n, inner) in all.enumerate() {
+            check_array_items(inner, &format!("{pointer}/{name}/{n}"))?;
+        }
+    }
+    Ok(())
+}

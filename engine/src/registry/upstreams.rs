@@ -1,0 +1,230 @@
+//! Upstreams: the MCP servers that Toolcrib imports tools from, and their tools.
+//!
+//! The tools of an upstream are stored, so that they are known after a start before the upstream
+//! answers, and so that a definition other than the accepted one is detected. A source communicates
+//! with the upstream; the engine holds the record.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use serde_json::json;
+
+use super::catalog::{Catalog, CatalogEntry, check_definition};
+use crate::domain::access_rules::AccessDecision;
+use crate::domain::caller::Caller;
+use crate::domain::directory::{AuditEntry, DirectoryChange, Upstream};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
+use crate::domain::tool::{Executor, ToolDefinition, check_upstream_name};
+use crate::engine::{Engine, from_store_error};
+
+impl Engine {
+    /// Returns every upstream of all projects, for the source that connects to them.
+    pub fn upstreams(&self) -> Vec<Upstream> {
+        self.core.catalog().directory().upstreams.clone()
+    }
+
+    /// Requires that this caller may add and remove the upstreams of its project.
+    pub fn require_upstream_admin(&self, caller: &Caller) -> Result<(), Error> {
+        self.require_admin(caller, Some(&caller.project))
+    }
+
+    /// Adds an upstream, or replaces its record.
+    pub async fn put_upstream(
+        &self,
+        caller: &Caller,
+        name: &str,
+        kind: &str,
+        settings: Json,
+    ) -> Result<Upstream, Error> {
+        self.require_upstream_admin(caller)?;
+        check_upstream_name(name).map_err(|why| {
+            Error::from(Fault::new(Code::ValidationError, why).with_detail(json!({
+                "pointer": "/name",
+            })))
+        })?;
+        let (inner, project) = (&self.core, caller.project.clone());
+        let added_ms = inner.clock.now_ms();
+        let (name, kind) = (name.to_owned(), kind.to_owned());
+        let upstream = Upstream { project, name, kind, settings, added_ms };
+        let entry = inner.audit_entry(
+            caller,
+            &upstream.project,
+            "upstream.set",
+            &upstream.name,
+            &upstream.kind,
+        );
+        inner
+            .change_directory(|_| {
+                let change = DirectoryChange::PutUpstream(Box::new(upstream.clone()));
+                Ok((change, Some(entry.clone())))
+            })
+            .await?;
+        Ok(upstream)
+    }
+
+    /// Removes an upstream with its tools. Calls already made with them run to completion.
+    pub async fn remove_upstream(&self, caller: &Caller, name: &str) -> Result<(), Error> {
+        self.require_upstream_admin(caller)?;
+        let (inner, project) = (&self.core, &caller.project);
+        let entry = inner.audit_entry(caller, project, "upstream.removed", name, "");
+        inner
+            .change_directory(|catalog| {
+                let mut known = catalog.directory().upstreams.iter();
+                if !known.any(|known| known.project == *project && known.name == name) {
+                    let shown: String = name.chars().take(80).collect();
+                    let message = format!("there is no source \"{shown}\"");
+                    return Err(Error::refused(Code::NotFound, message));
+                }
+                let change = DirectoryChange::DropUpstream {
+                    project: project.clone(),
+                    name: name.to_owned(),
+                };
+                Ok((change, Some(entry.clone())))
+            })
+            .await
+    }
+
+    /// Returns the stored tools of an upstream, sorted by name.
+    pub fn upstream_tools(&self, project: &str, upstream: &str) -> Vec<Arc<CatalogEntry>> {
+        let mut tools = self.core.catalog().tools(project);
+        tools.retain(|entry| belongs_to_upstream(&entry.definition, upstream));
+        tools
+    }
+
+    /// Returns the project and name of each upstream that has tools here, whether or not it is
+    /// still configured.
+    pub fn upstreams_with_tools(&self) -> HashSet<(String, String)> {
+        let catalog = self.core.catalog();
+        let brought = catalog.directory().tools.iter().filter(|t| t.executor == Executor::Mcp);
+        let whose = brought.filter_map(|tool| {
+            let (upstream, _) = tool.name.split_once('.')?;
+            Some((tool.project.clone()?, upstream.to_owned()))
+        });
+        whose.collect()
+    }
+
+    /// Replaces the tools of an upstream. Returns the tools that were refused, each with the
+    /// reason; one unusable tool does not exclude the others.
+    pub async fn set_upstream_tools(
+        &self,
+        project: &str,
+        upstream: &str,
+        tools: Vec<ToolDefinition>,
+        why: &str,
+    ) -> Result<Vec<(String, String)>, Error> {
+        let inner = &self.core;
+        let mut unusable = Vec::new();
+        let mut usable = Vec::with_capacity(tools.len());
+        for tool in tools {
+            match check_definition(&tool) {
+                Ok(()) => usable.push(tool),
+                Err(error) => unusable.push((tool.name, error_message(&error))),
+            }
+        }
+        let limit = inner.limits.max_tools_per_project;
+        let refused = Mutex::new(Vec::new());
+        let entry = AuditEntry {
+            at_ms: inner.clock.now_ms(),
+            project: project.to_owned(),
+            agent: upstream.to_owned(),
+            action: "upstream.tools".to_owned(),
+            subject: upstream.to_owned(),
+            reason: why.to_owned(),
+        };
+        inner
+            .change_directory(|catalog| {
+                let (fit, rest) = select_registrable(catalog, project, upstream, &usable, limit);
+                *refused.lock() = rest;
+                let (project, upstream) = (project.to_owned(), upstream.to_owned());
+                let change = DirectoryChange::SetUpstreamTools { project, upstream, tools: fit };
+                Ok((change, Some(entry.clone())))
+            })
+            .await?;
+        unusable.extend(refused.into_inner());
+        Ok(unusable)
+    }
+
+    /// Removes the tools of an upstream that is no longer configured.
+    pub async fn remove_upstream_tools(&self, project: &str, upstream: &str) -> Result<(), Error> {
+        let (project, name) = (project.to_owned(), upstream.to_owned());
+        let change = DirectoryChange::DropUpstream { project, name };
+        self.core.change_directory(|_| Ok((change.clone(), None))).await
+    }
+
+    /// Returns the stored OAuth credential of an upstream. Only for the source that connects to it.
+    pub async fn upstream_credential(
+        &self,
+        project: &str,
+        upstream: &str,
+    ) -> Result<Option<String>, Error> {
+        self.core.store.credentials().credential(project, upstream).await.map_err(from_store_error)
+    }
+
+    /// Stores the OAuth credential of an upstream, or deletes it.
+    pub async fn set_upstream_credential(
+        &self,
+        project: &str,
+        upstream: &str,
+        grant: Option<String>,
+    ) -> Result<(), Error> {
+        let kept = self.core.store.credentials().set_credential(project, upstream, grant).await;
+        kept.map_err(from_store_error)
+    }
+
+    /// Returns the project and name of each upstream that has a stored credential.
+    pub async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, Error> {
+        self.core.store.credentials().upstreams_with_credentials().await.map_err(from_store_error)
+    }
+
+    /// Returns true if the access rules allow the caller to use this name, be it a tool or another
+    /// feature of an upstream.
+    pub fn is_allowed(&self, caller: &Caller, name: &str) -> bool {
+        self.core.catalog().authorize(caller, name) == AccessDecision::Allowed
+    }
+}
+
+/// Returns true if the tool was imported from this upstream. A source's own tools have no project.
+fn belongs_to_upstream(tool: &ToolDefinition, upstream: &str) -> bool {
+    let whose = tool.name.split_once('.').map(|(upstream, _)| upstream);
+    tool.executor == Executor::Mcp && tool.project.is_some() && whose == Some(upstream)
+}
+
+/// Selects the tools whose names are free, up to the limit. Also returns the refused ones, each
+/// with the reason.
+fn select_registrable(
+    catalog: &Catalog,
+    project: &str,
+    upstream: &str,
+    tools: &[ToolDefinition],
+    limit: usize,
+) -> (Vec<ToolDefinition>, Vec<(String, String)>) {
+    let others = catalog.tools(project);
+    let mut taken: HashSet<&str> = HashSet::new();
+    for entry in others.iter().filter(|entry| !belongs_to_upstream(&entry.definition, upstream)) {
+        taken.insert(entry.definition.name.as_str());
+    }
+    let mut room = limit.saturating_sub(taken.len());
+    let (mut fit, mut rest) = (Vec::new(), Vec::new());
+    for tool in tools {
+        let why = match () {
+            () if !taken.insert(tool.name.as_str()) => "there is another tool of this name",
+            () if room == 0 => "the project has limits.max_tools_per_project tools already",
+            () => {
+                room -= 1;
+                fit.push(tool.clone());
+                continue;
+            }
+        };
+        rest.push((tool.name.clone(), why.to_owned()));
+    }
+    (fit, rest)
+}
+
+fn error_message(error: &Error) -> String {
+    match error {
+        Error::Refused { fault, .. } => fault.message.clone(),
+        Error::Internal(_) => "internal error".to_owned(),
+    }
+}

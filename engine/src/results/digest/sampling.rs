@@ -1,0 +1,203 @@
+//! Samples a JSON document for a digest: counts everything, and keeps some items of each long
+//! array.
+//!
+//! The sample is built in one pass over the text and borrows its values from it, so it stays small
+//! for a document of any size: it holds at most about as many values as the budget could show.
+
+use crate::domain::json::cursor::{JsonCursor, JsonKind};
+
+/// Number of items sampled from a long array between its first items and its last one.
+const SPREAD: usize = 32;
+/// Below this depth only the first items of an array are sampled, because sampling others scans the
+/// text a second time.
+const SPREAD_DEPTH: usize = 5;
+
+/// A sampled value.
+pub(super) enum SampleNode<'a> {
+    /// A number, a boolean or null, as raw JSON.
+    Scalar(&'a str),
+    /// A string, as raw JSON.
+    Text(&'a str),
+    Array(SampleArray<'a>),
+    Object(SampleObject<'a>),
+}
+
+pub(super) struct SampleArray<'a> {
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+    /// The first items.
+    pub(super) head: Vec<SampleNode<'a>>,
+    /// Evenly spaced samples of the other items, with their indexes. The last item is always
+    /// included.
+    pub(super) samples: Vec<(usize, SampleNode<'a>)>,
+}
+
+pub(super) struct SampleObject<'a> {
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+    /// The first entries, with their keys as raw JSON.
+    pub(super) entries: Vec<(&'a str, SampleNode<'a>)>,
+}
+
+impl<'a> SampleNode<'a> {
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Scalar(text) | Self::Text(text) => text.len(),
+            Self::Array(list) => list.bytes,
+            Self::Object(map) => map.bytes,
+        }
+    }
+}
+
+impl<'a> SampleArray<'a> {
+    /// Returns the sampled items with their indexes.
+    pub(super) fn sampled_items(&self) -> impl Iterator<Item = (usize, &SampleNode<'a>)> {
+        let spread = self.samples.iter().map(|(place, node)| (*place, node));
+        self.head.iter().enumerate().chain(spread)
+    }
+}
+
+/// Samples a document, with about `most` values at most.
+pub(super) fn sample_document(text: &str, most: usize) -> SampleNode<'_> {
+    let mut walk = DocumentSampler { left: most.max(16) };
+    walk.value(&mut JsonCursor::new(text), 0)
+}
+
+struct DocumentSampler {
+    /// Number of values that may still be kept.
+    left: usize,
+}
+
+impl DocumentSampler {
+    fn value<'a>(&mut self, cursor: &mut JsonCursor<'a>, depth: usize) -> SampleNode<'a> {
+        self.left = self.left.saturating_sub(1);
+        match cursor.kind() {
+            JsonKind::Array => SampleNode::Array(self.list(cursor, depth)),
+            JsonKind::Object => SampleNode::Object(self.map(cursor, depth)),
+            JsonKind::Text => SampleNode::Text(cursor.read_value()),
+            JsonKind::Number | JsonKind::Bool | JsonKind::Null => {
+                SampleNode::Scalar(cursor.read_value())
+            }
+        }
+    }
+
+    fn list<'a>(&mut self, cursor: &mut JsonCursor<'a>, depth: usize) -> SampleArray<'a> {
+        let begin = cursor.position();
+        // One part of the remaining allowance is for the first items, one for the samples behind
+        // them, and most of it for the rest of the document.
+        let (first, all) = (self.left / 4 * 3, self.left / 8 * 5);
+        let (mut count, mut head, mut places) = (0, Vec::new(), StrideSampler::default());
+        cursor.enter();
+        while cursor.advance() {
+            if head.is_empty() || self.left > first {
+                head.push(self.value(cursor, depth + 1));
+            } else {
+                places.record(count, cursor.position());
+                cursor.read_value();
+            }
+            count += 1;
+        }
+        let bytes = cursor.position() - begin;
+        let mut spread = Vec::new();
+        if depth < SPREAD_DEPTH {
+            for (place, at) in places.into_positions() {
+                // The last item is always sampled, and the allowance reserves room for it.
+                if self.left > all || place + 1 == count {
+                    spread.push((place, self.value(&mut cursor.at_position(at), depth + 1)));
+                }
+            }
+        }
+        SampleArray { count, bytes, head, samples: spread }
+    }
+
+    fn map<'a>(&mut self, cursor: &mut JsonCursor<'a>, depth: usize) -> SampleObject<'a> {
+        let begin = cursor.position();
+        let reserve = self.left / 8;
+        let (mut count, mut entries) = (0, Vec::new());
+        cursor.enter();
+        while cursor.advance() {
+            let key = cursor.read_key();
+            // A scalar costs little and is kept as long as any allowance is left.
+            let nested = matches!(cursor.kind(), JsonKind::Array | JsonKind::Object);
+            if self.left > if nested { reserve } else { 0 } {
+                entries.push((key, self.value(cursor, depth + 1)));
+            } else {
+                cursor.read_value();
+            }
+            count += 1;
+        }
+        SampleObject { count, bytes: cursor.position() - begin, entries }
+    }
+}
+
+/// Selects evenly spaced positions of a sequence whose length is unknown in advance.
+#[derive(Default)]
+struct StrideSampler {
+    kept: Vec<(usize, usize)>,
+    /// Binary logarithm of the sampling interval.
+    stride: u32,
+    seen: usize,
+    last: Option<(usize, usize)>,
+}
+
+impl StrideSampler {
+    fn record(&mut self, place: usize, at: usize) {
+        self.last = Some((place, at));
+        if self.seen.trailing_zeros() >= self.stride {
+            if self.kept.len() == SPREAD {
+                // Drop every other position and halve the sampling rate.
+                let mut n = 0;
+                self.kept.retain(|_| {
+                    n += 1;
+                    n % 2 == 1
+                });
+                self.stride += 1;
+            }
+            if self.seen.trailing_zeros() >= self.stride {
+                self.kept.push((place, at));
+            }
+        }
+        self.seen += 1;
+    }
+
+    fn into_positions(mut self) -> Vec<(usize, usize)> {
+        if let Some(last) = self.last
+            && self.kept.last() != Some(&last)
+        {
+            self.kept.push(last);
+        }
+        self.kept
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_is_counted_and_some_of_it_is_kept() {
+        let text = format!("[{}]", (0..1_000).map(|n| n.to_string()).collect::<Vec<_>>().join(","));
+        let SampleNode::Array(list) = sample_document(&text, 40) else { panic!("a list") };
+        assert_eq!((list.count, list.bytes), (1_000, text.len()));
+        assert!(list.head.len() < 40);
+        let seen: Vec<(usize, &str)> = list
+            .sampled_items()
+            .map(|(place, node)| match node {
+                SampleNode::Scalar(text) => (place, *text),
+                _ => panic!("a number"),
+            })
+            .collect();
+        assert!(seen.iter().all(|(place, text)| place.to_string() == *text), "{seen:?}");
+        assert_eq!(seen.last(), Some(&(999, "999")));
+        assert!(seen.is_sorted());
+    }
+
+    #[test]
+    fn places_are_evenly_spread() {
+        let mut places = StrideSampler::default();
+        (0..10_000).for_each(|n| places.record(n, n));
+        let taken = places.into_positions();
+        assert!((16..=SPREAD + 1).contains(&taken.len()), "{}", taken.len());
+        assert_eq!((taken[0].0, taken.last().unwrap().0), (0, 9_999));
+    }
+}

@@ -1,0 +1,177 @@
+//! Describes the shape of a document: keys, types and item counts. For an array, merges the shapes
+//! of its sampled items and marks keys that only some of them have.
+
+use std::fmt::Write;
+
+use super::json::display_key;
+use crate::results::digest::sampling::{SampleArray, SampleNode, SampleObject};
+
+/// The type of a value, or of several values at the same location.
+#[derive(Default, Clone)]
+pub(super) struct Shape<'a> {
+    /// Names of scalar types, in the order encountered.
+    scalar_types: Vec<&'static str>,
+    list: Option<ArrayShape<'a>>,
+    map: Option<ObjectShape<'a>>,
+}
+
+#[derive(Clone)]
+struct ArrayShape<'a> {
+    least: usize,
+    most: usize,
+    item: Option<Box<Shape<'a>>>,
+}
+
+#[derive(Clone)]
+struct ObjectShape<'a> {
+    /// Number of objects merged into this shape.
+    seen: usize,
+    entries: Vec<(&'a str, usize, Shape<'a>)>,
+    /// Maximum number of keys of one object beyond the sampled ones.
+    more: usize,
+}
+
+/// Objects with more keys than this are not listed in full: their keys are data, not shape.
+const MANY_KEYS: usize = 48;
+
+/// Describes the shape in about `room` tokens at most.
+pub(super) fn describe_shape(node: &SampleNode<'_>, room: usize) -> String {
+    let shape = Shape::of(node);
+    let written = |rung: u32| {
+        let mut text = String::new();
+        let depth = 8_usize.saturating_sub(rung as usize / 2);
+        let keys = super::scale_down(MANY_KEYS, 0.85, rung, 3);
+        shape.write(&mut text, depth, keys);
+        text
+    };
+    super::render_most_detailed(room, written)
+}
+
+/// Returns the scalar type of a JSON text.
+pub(super) fn scalar_type(text: &str) -> &'static str {
+    match text.as_bytes().first() {
+        Some(b't' | b'f') => "boolean",
+        Some(b'n') => "null",
+        Some(b'"') => "string",
+        _ => "number",
+    }
+}
+
+impl<'a> Shape<'a> {
+    pub(super) fn of(node: &SampleNode<'a>) -> Self {
+        let mut shape = Self::default();
+        shape.add(node);
+        shape
+    }
+
+    pub(super) fn add(&mut self, node: &SampleNode<'a>) {
+        match node {
+            SampleNode::Scalar(text) | SampleNode::Text(text) => {
+                let name = scalar_type(text);
+                if !self.scalar_types.contains(&name) {
+                    self.scalar_types.push(name);
+                }
+            }
+            SampleNode::Array(list) => self.add_list(list),
+            SampleNode::Object(map) => self.add_map(map),
+        }
+    }
+
+    fn add_list(&mut self, list: &SampleArray<'a>) {
+        let (least, most) = (list.count, list.count);
+        let shape = self.list.get_or_insert(ArrayShape { least, most, item: None });
+        shape.least = shape.least.min(list.count);
+        shape.most = shape.most.max(list.count);
+        for (_, item) in list.sampled_items() {
+            shape.item.get_or_insert_default().add(item);
+        }
+    }
+
+    fn add_map(&mut self, map: &SampleObject<'a>) {
+        let shape =
+            self.map.get_or_insert_with(|| ObjectShape { seen: 0, entries: Vec::new(), more: 0 });
+        // An object that was not sampled in full says nothing about its other keys.
+        if shape.seen > 0 && map.entries.len() < map.count {
+            return;
+        }
+        shape.seen += 1;
+        shape.more = shape.more.max(map.count - map.entries.len());
+        for (key, value) in &map.entries {
+            let known = shape.entries.iter().position(|(known, ..)| known == key);
+            match known {
+                Some(place) => {
+                    let (_, times, known) = &mut shape.entries[place];
+                    *times += 1;
+                    known.add(value);
+                }
+                // Ever-changing keys are data, and searching for each among all of them would be
+                // slow.
+                None if shape.entries.len() >= 4 * MANY_KEYS => shape.more += 1,
+                None => shape.entries.push((key, 1, Shape::of(value))),
+            }
+        }
+    }
+
+    pub(super) fn write(&self, out: &mut String, depth: usize, keys: usize) {
+        let mut before = false;
+        let mut or = |out: &mut String| {
+            if before {
+                out.push('|');
+            }
+            before = true;
+        };
+        for name in &self.scalar_types {
+            or(out);
+            out.push_str(name);
+        }
+        if let Some(list) = &self.list {
+            or(out);
+            list.write(out, depth, keys);
+        }
+        if let Some(map) = &self.map {
+            or(out);
+            map.write(out, depth, keys);
+        }
+    }
+}
+
+impl ArrayShape<'_> {
+    fn write(&self, out: &mut String, depth: usize, keys: usize) {
+        let _ = match (self.least, self.most) {
+            (least, most) if least == most => write!(out, "[{most}"),
+            (least, most) => write!(out, "[{least}–{most}"),
+        };
+        if let Some(item) = self.item.as_ref().filter(|_| depth > 0) {
+            out.push_str(" × ");
+            item.write(out, depth - 1, keys);
+        }
+        out.push(']');
+    }
+}
+
+impl ObjectShape<'_> {
+    fn write(&self, out: &mut String, depth: usize, keys: usize) {
+        let all = self.entries.len() + self.more;
+        if depth == 0 {
+            let _ = write!(out, "{{{all} keys}}");
+            return;
+        }
+        out.push('{');
+        for (n, (key, times, shape)) in self.entries.iter().take(keys).enumerate() {
+            if n > 0 {
+                out.push_str(", ");
+            }
+            out.push_str(&display_key(key));
+            // Some of the merged objects lack this key.
+            if *times < self.seen {
+                out.push('?');
+            }
+            out.push_str(": ");
+            shape.write(out, depth - 1, keys);
+        }
+        if all > keys.min(self.entries.len()) {
+            let _ = write!(out, ", … {} more keys", all - keys.min(self.entries.len()));
+        }
+        out.push('}');
+    }
+}

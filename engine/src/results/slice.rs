@@ -1,0 +1,251 @@
+//! Slices of a stored result: selected by a JSON pointer, paginated, and searchable. Pure.
+//!
+//! A JSON pointer (RFC 6901) selects a value. The value has members: the items of an array, the
+//! entries of an object, or the lines of a text. Members are returned from an offset, up to a limit
+//! and a maximum size; the answer states the total and the next offset. The result is not parsed
+//! into a tree, so reading a small slice of a large result is cheap.
+
+mod pointer;
+mod search;
+
+use serde_json::{Value, json};
+
+use crate::domain::fault::{Code, Fault};
+use crate::domain::json::Json;
+use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
+use crate::results::text_lines::bounded_lines;
+pub(crate) use pointer::escape_key;
+
+/// Number of members returned if the query sets no limit.
+pub const DEFAULT_LIMIT: u64 = 100;
+/// Maximum number of members per slice.
+pub const MAX_LIMIT: u64 = 1_000;
+/// Maximum length of a search pattern, in bytes.
+pub const MAX_GREP: usize = 1_000;
+
+/// Selects a slice of a result.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SliceQuery {
+    /// A JSON pointer; empty selects the whole result.
+    pub pointer: String,
+    /// Index of the first member; with `grep`, of the first match.
+    pub offset: u64,
+    /// Maximum number of members, from 1 to [`MAX_LIMIT`]. Defaults to [`DEFAULT_LIMIT`].
+    pub limit: Option<u64>,
+    /// A regular expression; only matching members are returned.
+    pub grep: Option<String>,
+}
+
+/// A slice of a result.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Slice {
+    pub pointer: String,
+    /// Type of the selected value.
+    pub kind: JsonKind,
+    /// Size of the selected value in bytes.
+    pub bytes: usize,
+    /// Number of items, entries or lines; `None` for a scalar.
+    pub total: Option<usize>,
+    pub offset: usize,
+    /// Number of members, or matches, in this slice.
+    pub shown: usize,
+    /// Offset of the next slice, if there is one.
+    pub next_offset: Option<usize>,
+    /// True if the slice is smaller than requested because of the size limit.
+    pub truncated: bool,
+    pub content: SliceContent,
+}
+
+/// The content of a slice.
+#[derive(Debug, Clone, PartialEq)]
+pub enum SliceContent {
+    /// The members in a container of the same type (an array, an object or a text), or a scalar.
+    Value(Json),
+    /// The members that match the pattern, and the total number of matches.
+    Matches { matches: Vec<GrepMatch>, matched: usize },
+    /// The prefix of a single member that exceeds the size limit. `pointer` selects it for reading
+    /// in slices.
+    Prefix { text: String, pointer: String },
+}
+
+/// One member that matches the pattern.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GrepMatch {
+    pub pointer: String,
+    /// Line number, if the match is a line.
+    pub line: Option<usize>,
+    /// The member; for a long one, its prefix as text.
+    pub value: Json,
+    /// True if the value is only a prefix.
+    pub is_truncated: bool,
+}
+
+/// Returns a fault for an invalid field of a query.
+pub(crate) fn invalid_field(field: &str, message: String) -> Fault {
+    let problem = json!({ "pointer": format!("/{field}"), "message": message });
+    Fault::new(Code::ValidationError, message)
+        .with_detail(json!({ "field": field, "problems": [problem] }))
+        .without_side_effect()
+}
+
+/// Reads a slice of a result, with a size of about `most_bytes` at most.
+pub fn read_slice(data: &Json, part: &SliceQuery, most_bytes: usize) -> Result<Slice, Fault> {
+    let limit = part.limit.unwrap_or(DEFAULT_LIMIT);
+    if !(1..=MAX_LIMIT).contains(&limit) {
+        return Err(invalid_field("limit", format!("limit must be from 1 to {MAX_LIMIT}")));
+    }
+    let offset = usize::try_from(part.offset)
+        .map_err(|_| invalid_field("offset", "offset is larger than any result".into()))?;
+    let pattern = part.grep.as_deref().map(search::compile).transpose()?;
+    let cursor = pointer::resolve_pointer(data.text(), &part.pointer)?;
+    let written = { cursor }.read_value();
+    let mut take =
+        MemberWindow { offset, limit: limit as usize, most_bytes, ..MemberWindow::default() };
+    let (total, content) = match pattern {
+        Some(pattern) => search::grep_members(written, &part.pointer, &pattern, &mut take),
+        None => read_members(written, &part.pointer, &mut take),
+    };
+    Ok(Slice {
+        pointer: part.pointer.clone(),
+        kind: cursor.kind(),
+        bytes: written.len(),
+        total,
+        offset,
+        shown: take.shown,
+        next_offset: take.next_offset(),
+        truncated: take.is_full,
+        content,
+    })
+}
+
+/// Counts members as they are visited and decides which of them to include.
+#[derive(Debug, Default)]
+struct MemberWindow {
+    offset: usize,
+    limit: usize,
+    most_bytes: usize,
+    seen: usize,
+    shown: usize,
+    bytes: usize,
+    /// True if another member would have exceeded the size limit.
+    is_full: bool,
+}
+
+/// The decision about a member.
+enum MemberDecision {
+    Include,
+    /// The member alone exceeds the size limit.
+    IncludePrefix,
+    Skip,
+}
+
+impl MemberWindow {
+    fn admit(&mut self, bytes: usize) -> MemberDecision {
+        let place = self.seen;
+        self.seen += 1;
+        if place < self.offset || place >= self.offset.saturating_add(self.limit) || self.is_full {
+            return MemberDecision::Skip;
+        }
+        if self.bytes + bytes > self.most_bytes {
+            self.is_full = true;
+            return if self.shown == 0 {
+                MemberDecision::IncludePrefix
+            } else {
+                MemberDecision::Skip
+            };
+        }
+        self.bytes += bytes;
+        self.shown += 1;
+        MemberDecision::Include
+    }
+
+    fn next_offset(&self) -> Option<usize> {
+        // A member that exceeds the limit on its own is skipped: it is read at its own pointer.
+        let passed = usize::from(self.is_full && self.shown == 0);
+        let next = self.offset.saturating_add(self.shown + passed);
+        (next < self.seen).then_some(next)
+    }
+}
+
+/// Returns the selected members of a raw JSON value, in a container of the same type.
+fn read_members(
+    written: &str,
+    pointer: &str,
+    take: &mut MemberWindow,
+) -> (Option<usize>, SliceContent) {
+    match JsonKind::of(written) {
+        JsonKind::Array => collect_members(written, pointer, take, '['),
+        JsonKind::Object => collect_members(written, pointer, take, '{'),
+        JsonKind::Text => {
+            let (text, mut given) = (decode_string(written), String::new());
+            for line in bounded_lines(&text) {
+                // A line is never too long to include.
+                if let MemberDecision::Include | MemberDecision::IncludePrefix =
+                    take.admit(line.len())
+                {
+                    given.push_str(line);
+                    take.shown = take.shown.max(1);
+                }
+            }
+            (Some(take.seen), SliceContent::Value(Json::from_value(&Value::from(given))))
+        }
+        JsonKind::Number | JsonKind::Bool | JsonKind::Null => {
+            take.shown = 1;
+            if written.len() <= take.most_bytes {
+                return (None, SliceContent::Value(json_from_span(written)));
+            }
+            take.is_full = true;
+            (None, prefix_content(written, take.most_bytes, pointer.to_owned()))
+        }
+    }
+}
+
+fn collect_members(
+    written: &str,
+    pointer: &str,
+    take: &mut MemberWindow,
+    open: char,
+) -> (Option<usize>, SliceContent) {
+    let mut given = String::from(open);
+    let mut long = None;
+    let mut cursor = JsonCursor::new(written);
+    cursor.enter();
+    while cursor.advance() {
+        let place = take.seen;
+        let key = (open == '{').then(|| cursor.read_key());
+        let value = cursor.read_value();
+        match take.admit(value.len() + key.map_or(0, str::len)) {
+            MemberDecision::Skip => {}
+            MemberDecision::IncludePrefix => {
+                let step =
+                    key.map_or_else(|| place.to_string(), |key| escape_key(&decode_string(key)));
+                long = Some(prefix_content(value, take.most_bytes, format!("{pointer}/{step}")));
+            }
+            MemberDecision::Include => {
+                if take.shown > 1 {
+                    given.push(',');
+                }
+                if let Some(key) = key {
+                    given.push_str(key);
+                    given.push(':');
+                }
+                given.push_str(value);
+            }
+        }
+    }
+    given.push(if open == '{' { '}' } else { ']' });
+    (Some(take.seen), long.unwrap_or_else(|| SliceContent::Value(json_from_span(&given))))
+}
+
+fn prefix_content(written: &str, most_bytes: usize, pointer: String) -> SliceContent {
+    let text = written[..written.floor_char_boundary(most_bytes)].to_owned();
+    SliceContent::Prefix { text, pointer }
+}
+
+/// Wraps text that was cut out of valid JSON at value boundaries.
+fn json_from_span(written: &str) -> Json {
+    Json::parse(written).unwrap_or_else(|_| Json::from_value(&Value::from(written)))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,138 @@
+//! Searches a result: finds the members that match a pattern, and their pointers.
+//!
+//! A long member is searched recursively, so that a match is the line or item itself and not the
+//! array that contains it.
+
+use regex::{Regex, RegexBuilder};
+use serde_json::Value;
+
+use super::{
+    GrepMatch, MAX_GREP, MemberDecision, MemberWindow, SliceContent, escape_key, invalid_field,
+    json_from_span,
+};
+use crate::domain::fault::Fault;
+use crate::domain::json::Json;
+use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
+use crate::results::text_lines::bounded_lines;
+
+/// Members longer than this are searched recursively.
+const LONG_MEMBER_BYTES: usize = 1_000;
+/// Maximum memory of a compiled pattern.
+const PATTERN_BYTES: usize = 1 << 18;
+
+/// Compiles a pattern. The search takes time linear in the text, whatever the pattern.
+pub(super) fn compile(pattern: &str) -> Result<Regex, Fault> {
+    if pattern.len() > MAX_GREP {
+        return Err(invalid_field("grep", format!("grep is longer than {MAX_GREP} bytes")));
+    }
+    let built = RegexBuilder::new(pattern)
+        .size_limit(PATTERN_BYTES)
+        .dfa_size_limit(PATTERN_BYTES)
+        .nest_limit(50)
+        // `^` and `$` match at lines, also where a text is searched as a whole.
+        .multi_line(true)
+        .build();
+    built.map_err(|error| {
+        // The last line is the reason; the lines before it draw the pattern.
+        let reason = error.to_string();
+        let reason = reason.lines().last().unwrap_or_default();
+        let reason = reason.strip_prefix("error: ").unwrap_or(reason);
+        invalid_field("grep", format!("grep is not a usable regular expression: {reason}"))
+    })
+}
+
+/// Returns the matching members and the total number of members.
+pub(super) fn grep_members(
+    written: &str,
+    pointer: &str,
+    pattern: &Regex,
+    take: &mut MemberWindow,
+) -> (Option<usize>, SliceContent) {
+    let mut search = GrepSearch { pattern, take, found: Vec::new() };
+    let total = search.search_value(written, pointer);
+    let GrepSearch { found: matches, take, .. } = search;
+    let matched = take.seen;
+    (total, SliceContent::Matches { matches, matched })
+}
+
+struct GrepSearch<'s> {
+    pattern: &'s Regex,
+    take: &'s mut MemberWindow,
+    found: Vec<GrepMatch>,
+}
+
+impl GrepSearch<'_> {
+    /// Searches the members of a value and returns their number.
+    fn search_value(&mut self, written: &str, pointer: &str) -> Option<usize> {
+        match JsonKind::of(written) {
+            JsonKind::Text => Some(self.search_lines(&decode_string(written), pointer)),
+            JsonKind::Array | JsonKind::Object => Some(self.search_members(written, pointer)),
+            _ => {
+                if self.pattern.is_match(written) {
+                    self.push_match(written, pointer, None);
+                }
+                None
+            }
+        }
+    }
+
+    fn search_lines(&mut self, text: &str, pointer: &str) -> usize {
+        let mut count = 0;
+        for (n, line) in bounded_lines(text).enumerate() {
+            count += 1;
+            let line = line.trim_end_matches(['\n', '\r']);
+            if self.pattern.is_match(line) {
+                let line = Json::from_value(&Value::from(line));
+                self.push_match(line.text(), pointer, Some(n));
+            }
+        }
+        count
+    }
+
+    fn search_members(&mut self, written: &str, pointer: &str) -> usize {
+        let keyed = JsonKind::of(written) == JsonKind::Object;
+        let mut cursor = JsonCursor::new(written);
+        let mut count = 0;
+        cursor.enter();
+        while cursor.advance() {
+            let key = keyed.then(|| decode_string(cursor.read_key()));
+            let value = cursor.read_value();
+            let named = key.as_ref().is_some_and(|key| self.pattern.is_match(key));
+            let step = key.map_or_else(|| count.to_string(), |key| escape_key(&key));
+            let place = format!("{pointer}/{step}");
+            let before = self.take.seen;
+            if value.len() > LONG_MEMBER_BYTES {
+                self.search_value(value, &place);
+            }
+            // A match in none of its parts, or only in its key, counts for the whole member.
+            if self.take.seen == before && (named || self.is_match(value)) {
+                self.push_match(value, &place, None);
+            }
+            count += 1;
+        }
+        count
+    }
+
+    fn is_match(&self, value: &str) -> bool {
+        match JsonKind::of(value) {
+            JsonKind::Text => self.pattern.is_match(&decode_string(value)),
+            _ => self.pattern.is_match(value),
+        }
+    }
+
+    fn push_match(&mut self, written: &str, pointer: &str, line: Option<usize>) {
+        let cut = line.is_none() && written.len() > 2 * LONG_MEMBER_BYTES;
+        let shown = &written
+            [..written.floor_char_boundary(if cut { LONG_MEMBER_BYTES } else { written.len() })];
+        if let MemberDecision::Include = self.take.admit(shown.len() + pointer.len()) {
+            let value =
+                if cut { Json::from_value(&Value::from(shown)) } else { json_from_span(shown) };
+            self.found.push(GrepMatch {
+                pointer: pointer.to_owned(),
+                line,
+                value,
+                is_truncated: cut,
+            });
+        }
+    }
+}

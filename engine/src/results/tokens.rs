@@ -1,0 +1,145 @@
+//! Counts the tokens of a text with a real tokenizer (`o200k_base`). Pure.
+//!
+//! The tables are compiled into the program and initialized on first use, never at startup, so a
+//! process that counts no tokens does not pay for them. Other models tokenize slightly differently;
+//! a budget counted here is exact for this encoding and a close estimate for them.
+
+pub(crate) mod budget;
+
+use bpe_openai::{Tokenizer, o200k_base};
+
+/// Maximum bytes of a token in this encoding. A text of `n` times this many bytes therefore has at
+/// least `n` tokens.
+const MAX_TOKEN_BYTES: usize = 128;
+
+fn tokenizer() -> &'static Tokenizer {
+    o200k_base()
+}
+
+/// Returns the number of tokens of the text.
+pub fn count(text: &str) -> usize {
+    tokenizer().count(text)
+}
+
+/// Returns whether the text has more tokens than the budget. Reads only as much of it as needed.
+pub fn exceeds(text: &str, budget: usize) -> bool {
+    // Every token has at least one byte and at most `MAX_TOKEN_BYTES`.
+    if text.len() <= budget {
+        return false;
+    }
+    if text.len() > budget.saturating_mul(MAX_TOKEN_BYTES) {
+        return true;
+    }
+    let tokenizer = tokenizer();
+    let mut left = budget;
+    for piece in tokenizer.split(text) {
+        match left.checked_sub(tokenizer.bpe.count(piece.as_bytes())) {
+            Some(rest) => left = rest,
+            None => return true,
+        }
+    }
+    false
+}
+
+/// Returns the longest prefix of the text within the budget, in whole characters.
+///
+/// A prefix on its own can differ by a token or two from the same text in its context; the returned
+/// prefix on its own is within the budget.
+pub fn prefix_within(text: &str, budget: usize) -> &str {
+    if text.len() <= budget {
+        return text;
+    }
+    let most = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
+    let text = &text[..text.floor_char_boundary(most)];
+    let tokenizer = tokenizer();
+    let (mut end, mut left) = (0, budget);
+    for piece in tokenizer.split(text) {
+        let tokens = tokenizer.bpe.encode_via_backtracking(piece.as_bytes());
+        if let Some(rest) = left.checked_sub(tokens.len()) {
+            left = rest;
+            end += piece.len();
+            continue;
+        }
+        let bytes: usize = tokens.iter().take(left).map(|t| tokenizer.bpe.token_len(*t)).sum();
+        end = text.floor_char_boundary(end + bytes);
+        break;
+    }
+    // After the cut, the prefix may tokenize differently than it did inside the text.
+    while exceeds(&text[..end], budget) {
+        end = text.floor_char_boundary(end - 1);
+    }
+    &text[..end]
+}
+
+/// Returns the longest suffix of the text within the budget, in whole characters.
+pub fn suffix_within(text: &str, budget: usize) -> &str {
+    let most = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
+    let text = &text[text.ceil_char_boundary(text.len() - most)..];
+    let tokenizer = tokenizer();
+    let pieces: Vec<&str> = tokenizer.split(text).collect();
+    let (mut begin, mut left) = (text.len(), budget);
+    for piece in pieces.into_iter().rev() {
+        let tokens = tokenizer.bpe.encode_via_backtracking(piece.as_bytes());
+        if let Some(rest) = left.checked_sub(tokens.len()) {
+            left = rest;
+            begin -= piece.len();
+            continue;
+        }
+        let kept = tokens.iter().rev().take(left).map(|t| tokenizer.bpe.token_len(*t));
+        begin = text.ceil_char_boundary(begin - kept.sum::<usize>());
+        break;
+    }
+    while exceeds(&text[begin..], budget) {
+        begin = text.ceil_char_boundary(begin + 1);
+    }
+    &text[begin..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_those_of_the_encoding() {
+        // Reference values from the publisher of the encoding.
+        assert_eq!(count(""), 0);
+        assert_eq!(count("hello world"), 2);
+        assert_eq!(count("antidisestablishmentarianism"), 6);
+        assert_eq!(count("2 + 2 = 4"), 7);
+        assert_eq!(count("お誕生日おめでとう"), 8);
+    }
+
+    #[test]
+    fn no_token_is_longer_than_said() {
+        let bpe = &tokenizer().bpe;
+        let tokens = u32::try_from(bpe.num_tokens()).unwrap();
+        assert_eq!((0..tokens).map(|token| bpe.token_len(token)).max(), Some(MAX_TOKEN_BYTES));
+    }
+
+    #[test]
+    fn exceeding_is_more_than_the_budget() {
+        for text in
+            ["", "a", "hello world", "お誕生日おめでとう", &"a".repeat(5_000), &" ".repeat(9_000)]
+        {
+            let tokens = count(text);
+            assert!(!exceeds(text, tokens), "{tokens}");
+            if tokens > 0 {
+                assert!(exceeds(text, tokens - 1), "{tokens}");
+            }
+        }
+    }
+
+    #[test]
+    fn beginnings_and_endings_are_within_the_budget_and_nearly_use_it() {
+        let text =
+            "Zeile 1: Grüße, 日本語 and \u{1F469}\u{200D}\u{1F680} 12345 errors\n\n".repeat(40);
+        let whole = count(&text);
+        for budget in 0..whole + 2 {
+            let (head, tail) = (prefix_within(&text, budget), suffix_within(&text, budget));
+            assert!(text.starts_with(head) && text.ends_with(tail));
+            assert!(count(head) <= budget && count(tail) <= budget, "{budget}");
+            let least = budget.min(whole).saturating_sub(6);
+            assert!(count(head) >= least && count(tail) >= least, "{budget}");
+        }
+    }
+}

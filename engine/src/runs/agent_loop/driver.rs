@@ -1,0 +1,408 @@
+//! The driver of the agent loop: runs step after step over one conversation.
+
+use serde_json::Value;
+
+use super::{
+    Conversation, DEFAULT_RESULT_TOKENS, EventSink, FinalAnswer, LoopEvent, RunOptions,
+    StepOutcome, ignore_events,
+};
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error};
+use crate::engine::Engine;
+use crate::ports::bus::Topic;
+use crate::ports::model::{Model, ModelRequest, ToolCallRequest};
+use crate::runs::agent_loop::execute::ExecutionPlan;
+use crate::runs::agent_loop::limits;
+use crate::runs::agent_loop::request::ModelRequester;
+use crate::runs::agent_loop::resume::PriorResults;
+use crate::runs::agent_loop::tool_selection::ToolSelection;
+use crate::telemetry::engine_metrics;
+
+/// Extra time for the last request after the time limit.
+const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
+
+/// Polling interval while the loop waits for late results, in case a wake-up is missed.
+const LATE_RESULT_POLL_MS: u64 = 2_000;
+
+/// An agent loop over one conversation. [`Engine::run_agent_loop`] runs it as a whole; a program
+/// that stores the conversation in between alternates [`AgentLoop::request_reply`] and
+/// [`AgentLoop::execute_reply`].
+pub struct AgentLoop<'a> {
+    engine: &'a Engine,
+    caller: &'a Caller,
+    model: &'a dyn Model,
+    terms: &'a RunOptions,
+    watch: EventSink<'a>,
+    tool_selection: ToolSelection,
+    /// True if the pending reply existed before this loop requested one, so that its calls may
+    /// already have been made.
+    is_reply_resumed: bool,
+    /// True if an empty reply is acceptable even if no late results are pending.
+    pub(crate) allows_empty_reply: bool,
+}
+
+impl Engine {
+    /// Runs one step: sends a request to the model and executes every call of its reply. The
+    /// results are then in the conversation, except those of caller tools.
+    ///
+    /// If the model gives no reply after its retries, this returns an error with the code
+    /// `UPSTREAM_UNAVAILABLE`; the conversation is unchanged, and the step can be repeated.
+    pub async fn run_agent_step(
+        &self,
+        caller: &Caller,
+        model: &dyn Model,
+        terms: &RunOptions,
+        talk: &mut Conversation,
+    ) -> Result<StepOutcome, Error> {
+        AgentLoop::new(self, caller, model, terms, &ignore_events)?.run_step(talk).await
+    }
+
+    /// Runs steps until the model gives its final answer, also at a limit, or calls a caller tool.
+    /// Waits while there is nothing to do before late results arrive. Returns
+    /// [`StepOutcome::Answered`] or [`StepOutcome::CallerToolCalls`].
+    ///
+    /// ```
+    /// use async_trait::async_trait;
+    /// use toolcrib::model::{Listener, Model, Prompt, Reply, Silence, Wanted};
+    /// use toolcrib::turn::{Next, Talk, Terms};
+    /// use toolcrib::{Caller, Engine, FnTool};
+    ///
+    /// /// Calls a tool and then reports its result. A real model sends requests to an endpoint.
+    /// struct Adder;
+    ///
+    /// #[async_trait]
+    /// impl Model for Adder {
+    ///     async fn reply(&self, prompt: &Prompt, _: Listener<'_>) -> Result<Reply, Silence> {
+    ///         let last = &prompt.messages[prompt.messages.len() - 1];
+    ///         if last["role"] == "tool" {
+    ///             let text = format!("It is {}.", last["content"].as_str().unwrap_or("?"));
+    ///             return Ok(Reply { text, ..Reply::default() });
+    ///         }
+    ///         let (id, name) = ("call_0".to_owned(), "calc__add".to_owned());
+    ///         let call = Wanted { id, name, arguments: r#"{"a":20,"b":22}"#.to_owned() };
+    ///         Ok(Reply { calls: vec![call], ..Reply::default() })
+    ///     }
+    /// }
+    ///
+    /// #[derive(serde::Deserialize, schemars::JsonSchema)]
+    /// struct Add { a: i64, b: i64 }
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let add = FnTool::new("calc.add", "Adds two integers", |args: Add| async move {
+    ///     Ok::<i64, String>(args.a + args.b)
+    /// });
+    /// let engine = Engine::builder().tool(add).start().await?;
+    /// let mut talk = Talk::question("What is 20 + 22?");
+    /// let terms = Terms::new("adder", "run_1");
+    /// let next = engine.run(&Caller::local("default"), &Adder, &terms, &mut talk).await?;
+    /// let Next::Answered(answer) = next else { panic!("{next:?}") };
+    /// assert_eq!(answer.text, "It is 42.");
+    /// # Ok(()) }
+    /// ```
+    pub async fn run_agent_loop(
+        &self,
+        caller: &Caller,
+        model: &dyn Model,
+        terms: &RunOptions,
+        talk: &mut Conversation,
+    ) -> Result<StepOutcome, Error> {
+        AgentLoop::new(self, caller, model, terms, &ignore_events)?.run(talk).await
+    }
+}
+
+impl<'a> AgentLoop<'a> {
+    /// Creates a loop that reports its events to `watch`. Refuses invalid options.
+    pub fn new(
+        engine: &'a Engine,
+        caller: &'a Caller,
+        model: &'a dyn Model,
+        terms: &'a RunOptions,
+        watch: EventSink<'a>,
+    ) -> Result<Self, Error> {
+        require_run_permission(caller)?;
+        let offer = ToolSelection::validated(engine, caller, terms)?;
+        Ok(Self {
+            engine,
+            caller,
+            model,
+            terms,
+            watch,
+            tool_selection: offer,
+            is_reply_resumed: false,
+            allows_empty_reply: false,
+        })
+    }
+
+    /// Creates a loop with options that were validated before: tools that no longer exist are
+    /// skipped.
+    pub(crate) fn with_available_tools(
+        engine: &'a Engine,
+        caller: &'a Caller,
+        model: &'a dyn Model,
+        terms: &'a RunOptions,
+        watch: EventSink<'a>,
+    ) -> Result<Self, Error> {
+        require_run_permission(caller)?;
+        let offer = ToolSelection::new(engine, caller, terms);
+        Ok(Self {
+            engine,
+            caller,
+            model,
+            terms,
+            watch,
+            tool_selection: offer,
+            is_reply_resumed: false,
+            allows_empty_reply: false,
+        })
+    }
+
+    /// Runs steps until there is a final answer or a call of a caller tool.
+    pub async fn run(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
+        loop {
+            match self.run_step(talk).await? {
+                StepOutcome::Continue => {}
+                StepOutcome::AwaitingResults => self.wait_for_late_result(talk).await?,
+                next => return Ok(next),
+            }
+        }
+    }
+
+    /// Runs one step.
+    pub async fn run_step(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
+        self.request_reply(talk).await?;
+        self.execute_reply(talk).await
+    }
+
+    /// Sends a request to the model, unless a reply is already pending. Late results that have
+    /// arrived are part of the request. The reply is then in [`super::RunProgress::pending_reply`].
+    pub async fn request_reply(&mut self, talk: &mut Conversation) -> Result<(), Error> {
+        if talk.progress.pending_reply.is_some() {
+            self.is_reply_resumed = true;
+            return Ok(());
+        }
+        self.refresh_tools();
+        self.add_late_results(talk).await?;
+        let limits = &self.terms.limits;
+        if talk.progress.stop_reason.is_none()
+            && let Some(closing) = limits::reached_limit(limits, &talk.progress)
+        {
+            talk.progress.stop_reason = Some(closing);
+            talk.messages.push(limits::stop_message(closing, limits));
+        }
+        let (step, last) = (talk.progress.steps + 1, talk.progress.stop_reason.is_some());
+        let prompt = self.build_request(talk, last);
+        let clock = self.engine.core.clock.as_ref();
+        let began_ms = clock.now_ms();
+        let grace_ms = if last { FINAL_REQUEST_GRACE_MS } else { 0 };
+        let left_ms = limits::remaining_ms(limits, &talk.progress);
+        (self.watch)(LoopEvent::ModelRequested { step, last });
+        let request = ModelRequester {
+            model: self.model,
+            prompt: &prompt,
+            asking: &self.terms.model_request_policy,
+            clock,
+            step,
+            until_ms: began_ms.saturating_add(left_ms.max(grace_ms)),
+            allows_empty_reply: last
+                || self.allows_empty_reply
+                || !talk.progress.pending_calls.is_empty(),
+            watch: self.watch,
+        };
+        let answer = request.request_reply().await;
+        let progress = &mut talk.progress;
+        progress.active_ms += clock.now_ms().saturating_sub(began_ms);
+        let reply = match answer {
+            Ok(reply) => reply,
+            // The time limit passed during a request: that is a limit, not a failure.
+            Err(none) if none.out_of_time && !last => {
+                progress.stop_reason = Some(super::StopReason::Time);
+                talk.messages.push(limits::stop_message(super::StopReason::Time, limits));
+                return Box::pin(self.request_reply(talk)).await;
+            }
+            Err(none) => return Err(Error::from(none.error.fault)),
+        };
+        let guess_of: usize =
+            if reply.usage == Default::default() { request_bytes(&prompt) } else { 0 };
+        progress.steps = step;
+        let usage = limits::usage_or_estimate(&reply, guess_of);
+        engine_metrics::count_model_tokens(self.model.usage_label(), &usage);
+        progress.usage += usage;
+        let reply = limits::assign_call_ids(reply, step, &progress.pending_calls);
+        (self.watch)(LoopEvent::ModelReplied { step, reply: &reply });
+        progress.pending_reply = Some(reply);
+        Ok(())
+    }
+
+    /// Executes the calls of the pending reply. A step repeated with the same idempotency prefix
+    /// executes no call twice.
+    pub async fn execute_reply(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
+        let Some(reply) = talk.progress.pending_reply.clone() else {
+            return Ok(StepOutcome::Continue);
+        };
+        if let Some(closing) = talk.progress.stop_reason {
+            return Ok(StepOutcome::Answered(self.finish_at_limit(talk, reply, closing)));
+        }
+        if reply.calls.is_empty() {
+            talk.progress.pending_reply = None;
+            if !reply.text.is_empty() {
+                talk.messages.push(limits::assistant_message(&reply, false));
+            }
+            if !talk.progress.pending_calls.is_empty() {
+                return Ok(StepOutcome::AwaitingResults);
+            }
+            let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
+            return Ok(StepOutcome::Answered(FinalAnswer {
+                text,
+                finish_reason: stopped,
+                stop_reason: closing,
+            }));
+        }
+        self.refresh_tools();
+        let began_ms = self.engine.now_ms();
+        let most = self.engine.limits().max_batch_entries;
+        let before = match std::mem::take(&mut self.is_reply_resumed) {
+            true => {
+                PriorResults::load(self.engine, self.caller, self.terms, &talk.progress).await?
+            }
+            false => PriorResults::default(),
+        };
+        let plan = ExecutionPlan::new(
+            &reply,
+            &self.tool_selection,
+            self.terms,
+            (&talk.progress, &before),
+            most,
+        );
+        let own = plan.caller_calls();
+        // Work on a copy, so that a failure midway leaves the conversation unchanged.
+        let mut progress = talk.progress.clone();
+        let watch = self.watch;
+        let results =
+            plan.execute(self.engine, self.caller, self.terms, &mut progress, watch).await?;
+        (progress.pending_reply, progress.canceled) = (None, false);
+        progress.active_ms += self.engine.now_ms().saturating_sub(began_ms);
+        talk.progress = progress;
+        talk.messages.push(limits::assistant_message(&reply, true));
+        talk.messages.extend(results);
+        Ok(if own.is_empty() { StepOutcome::Continue } else { StepOutcome::CallerToolCalls(own) })
+    }
+
+    /// Answers the calls of the pending reply without executing anything. `told` returns the
+    /// content of each answer and whether the call counts as made.
+    pub(crate) fn answer_calls_with(
+        &self,
+        talk: &mut Conversation,
+        mut told: impl FnMut(&ToolCallRequest) -> (String, bool),
+    ) -> StepOutcome {
+        let Some(reply) = talk.progress.pending_reply.take() else { return StepOutcome::Continue };
+        if let Some(closing) = talk.progress.stop_reason {
+            return StepOutcome::Answered(self.finish_at_limit(talk, reply, closing));
+        }
+        talk.messages.push(limits::assistant_message(&reply, true));
+        if reply.calls.is_empty() {
+            let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
+            return StepOutcome::Answered(FinalAnswer {
+                text,
+                finish_reason: stopped,
+                stop_reason: closing,
+            });
+        }
+        for call in &reply.calls {
+            let (content, made) = told(call);
+            talk.progress.calls += u32::from(made);
+            talk.messages.push(limits::tool_message(&call.id, &content));
+        }
+        StepOutcome::Continue
+    }
+
+    /// Waits until a late result arrives, and adds it to the conversation.
+    pub async fn wait_for_late_result(&mut self, talk: &mut Conversation) -> Result<(), Error> {
+        let inner = &self.engine.core;
+        let topic =
+            Topic::Run { project: self.caller.project.clone(), run_id: self.terms.run_id.clone() };
+        let mut news = inner.bus.listen(topic);
+        loop {
+            if self.add_late_results(talk).await? > 0 || talk.progress.pending_calls.is_empty() {
+                return Ok(());
+            }
+            if inner.shutdown.is_cancelled() {
+                let message = "the engine has been shut down";
+                return Err(Error::refused(Code::Overloaded, message));
+            }
+            tokio::select! {
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(inner.clock.now_ms() + LATE_RESULT_POLL_MS) => {}
+                () = inner.shutdown.cancelled() => {}
+            }
+        }
+    }
+
+    /// Adds late results that have arrived to the conversation and returns their number.
+    pub async fn add_late_results(&self, talk: &mut Conversation) -> Result<usize, Error> {
+        let budget = self.terms.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
+        let awaited = &talk.progress.pending_calls;
+        let (ended, cost) = self.engine.render_late_results(self.caller, awaited, budget).await?;
+        talk.progress.usage += cost;
+        let came = ended.len();
+        for (call, content) in ended {
+            let message = limits::late_message(&call, &content);
+            (self.watch)(LoopEvent::LateResult { call: &call, message: &message });
+            talk.messages.push(message);
+            talk.progress.pending_calls.retain(|other| other.tool_call_id != call.tool_call_id);
+        }
+        Ok(came)
+    }
+
+    /// Returns the final answer at a limit, whatever the reply to the last request contains.
+    fn finish_at_limit(
+        &self,
+        talk: &mut Conversation,
+        reply: crate::ports::model::ModelReply,
+        closing: super::StopReason,
+    ) -> FinalAnswer {
+        talk.progress.pending_reply = None;
+        let said = !reply.text.trim().is_empty();
+        let text = if said { reply.text } else { limits::fallback_answer(closing, &talk.progress) };
+        let said = crate::ports::model::ModelReply { text: text.clone(), ..Default::default() };
+        talk.messages.push(limits::assistant_message(&said, false));
+        FinalAnswer { text, finish_reason: reply.finish_reason, stop_reason: Some(closing) }
+    }
+
+    fn build_request(&self, talk: &Conversation, last: bool) -> ModelRequest {
+        let mut settings = self.terms.settings.clone();
+        let forced = settings.get("tool_choice").is_some_and(|choice| choice != "none");
+        // A permanently forced tool choice would keep the model from ever giving a final answer.
+        if last || (forced && talk.progress.steps > talk.progress.baseline.steps) {
+            settings.remove("tool_choice");
+        }
+        let tools: Vec<Value> = if last { Vec::new() } else { self.tool_selection.tools.clone() };
+        if tools.is_empty() {
+            settings.remove("tool_choice");
+            settings.remove("parallel_tool_calls");
+        }
+        let (model, messages) = (self.terms.model.clone(), talk.messages.clone());
+        ModelRequest { model, messages, tools, settings }
+    }
+
+    /// Refreshes the tool selection, because tools can change during a conversation.
+    fn refresh_tools(&mut self) {
+        if self.tool_selection.version != self.engine.directory_version() {
+            self.tool_selection = ToolSelection::new(self.engine, self.caller, self.terms);
+        }
+    }
+}
+
+fn require_run_permission(caller: &Caller) -> Result<(), Error> {
+    if caller.may_invoke() {
+        return Ok(());
+    }
+    let message = format!("a key with the role {} has no runs", caller.role.as_str());
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+/// Returns the size of a request's tools and messages as JSON text.
+fn request_bytes(prompt: &ModelRequest) -> usize {
+    let tools = serde_json::to_string(&prompt.tools).map_or(0, |text| text.len());
+    tools + serde_json::to_string(&prompt.messages).map_or(0, |text| text.len())
+}

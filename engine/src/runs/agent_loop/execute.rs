@@ -1,0 +1,266 @@
+//! Executes the calls of a reply and builds the messages that answer them.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::{
+    DEFAULT_RESULT_TOKENS, EventSink, LoopEvent, PendingCall, RunOptions, RunProgress, summary,
+};
+use crate::calls::batch::{self, Batch, BatchEntryResult, BatchEntryState};
+use crate::domain::call::Call;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error};
+use crate::domain::json::Json;
+use crate::engine::Engine;
+use crate::model_formats::CallFormat;
+use crate::ports::model::{ModelReply, TokenUsage, ToolCallRequest};
+use crate::runs::agent_loop::limits;
+use crate::runs::agent_loop::resume::PriorResults;
+use crate::runs::agent_loop::tool_selection::ToolSelection;
+
+/// The disposition of one call.
+enum CallDisposition {
+    /// Execute it; holds its index in the batch.
+    Execute(usize),
+    /// The caller executes it.
+    CallerExecuted,
+    /// Do not execute it; answer the model with this content.
+    Reject { content: String, repeated: bool },
+}
+
+/// The calls of one reply with their dispositions.
+pub(super) struct ExecutionPlan<'a> {
+    reply: &'a ModelReply,
+    fates: Vec<CallDisposition>,
+    fingerprints: Vec<String>,
+    entries: Vec<Json>,
+    /// Index of each batch entry within the reply.
+    places: Vec<usize>,
+}
+
+impl<'a> ExecutionPlan<'a> {
+    pub(super) fn new(
+        reply: &'a ModelReply,
+        offer: &ToolSelection,
+        terms: &RunOptions,
+        (progress, before): (&RunProgress, &PriorResults),
+        max_entries: usize,
+    ) -> Self {
+        let (limits, mut entries, mut places) = (&terms.limits, Vec::new(), Vec::new());
+        let left = limits::remaining_calls(limits, progress);
+        let most = (limits.calls_per_step.min(left) as usize).min(max_entries);
+        let fingerprints: Vec<String> = reply.calls.iter().map(limits::call_fingerprint).collect();
+        let mut fates = Vec::with_capacity(reply.calls.len());
+        for (place, (call, fingerprint)) in reply.calls.iter().zip(&fingerprints).enumerate() {
+            let told = |content| CallDisposition::Reject { content, repeated: false };
+            let has_room = entries.len() < most;
+            let mut made = |tool: &str| {
+                entries.push(batch_entry(call, tool));
+                places.push(place);
+                CallDisposition::Execute(entries.len() - 1)
+            };
+            let fate = if offer.caller_tools.contains(&call.name) {
+                CallDisposition::CallerExecuted
+            } else if let Some(came_to) = before.contents.get(&place) {
+                // Its idempotency key leads to the call that was made; if its tool is gone, its
+                // outcome is reported all the same.
+                offer.tool(&call.name).map_or_else(|| told(came_to.clone()), &mut made)
+            } else if progress.canceled {
+                told(limits::canceled_call_content())
+            } else if let Some(content) = limits::truncated_arguments_content(reply, call) {
+                told(content)
+            } else if limits::is_repeated(progress, limits, fingerprint) {
+                CallDisposition::Reject {
+                    content: limits::repeated_call_content(call, limits),
+                    repeated: true,
+                }
+            } else if let Some(tool) = offer.tool(&call.name) {
+                match has_room {
+                    true => made(tool),
+                    false => told(limits::too_many_calls_content(limits, left)),
+                }
+            } else {
+                // Searching for similar names is costly, so a reply may trigger only a bounded
+                // number of searches.
+                let compared = if place < limits.calls_per_step as usize { usize::MAX } else { 0 };
+                told(limits::unknown_tool_content(&call.name, offer.names().take(compared)))
+            };
+            fates.push(fate);
+        }
+        Self { reply, fates, fingerprints, entries, places }
+    }
+
+    /// Returns the calls that the caller executes itself.
+    pub(super) fn caller_calls(&self) -> Vec<ToolCallRequest> {
+        let calls = self.reply.calls.iter().zip(&self.fates);
+        let own = calls.filter(|(_, fate)| matches!(fate, CallDisposition::CallerExecuted));
+        own.map(|(call, _)| call.clone()).collect()
+    }
+
+    /// Executes the calls and returns the messages for the model.
+    pub(super) async fn execute(
+        self,
+        engine: &Engine,
+        caller: &Caller,
+        terms: &RunOptions,
+        progress: &mut RunProgress,
+        watch: EventSink<'_>,
+    ) -> Result<Vec<Value>, Error> {
+        let step = progress.steps;
+        let (mut results, mut answers) = (Vec::new(), Vec::new());
+        if !self.entries.is_empty() {
+            let keys =
+                self.places.iter().filter_map(|place| idempotency_key(terms, progress, *place));
+            let most_ms = engine.limits().max_wait_ms;
+            let batch = build_batch(terms, progress, self.entries, most_ms);
+            let batch = Batch { entry_keys: keys.collect(), ..batch };
+            let answer = engine.run_batch(caller, batch).await?;
+            (results, answers) = (answer.results, answer.messages);
+        }
+        let (mut summaries, cost) = summary::summarize_messages(engine, &results, &answers).await;
+        progress.usage += cost;
+        let mut messages = Vec::with_capacity(self.fates.len());
+        let (mut failed, mut repeated) = (0, 0);
+        let told = self.reply.calls.iter().zip(self.fates).zip(self.fingerprints);
+        for ((call, fate), fingerprint) in told {
+            let message = match fate {
+                CallDisposition::CallerExecuted => continue,
+                CallDisposition::Reject { content, repeated: again } => {
+                    failed += 1;
+                    repeated += usize::from(again);
+                    if !again {
+                        limits::count_repeat(progress, fingerprint, limits::content_hash(&content));
+                    }
+                    limits::tool_message(&call.id, &content)
+                }
+                CallDisposition::Execute(place) => {
+                    let (settled, message) = (&results[place], answers[place].to_value());
+                    failed += usize::from(settled.ok() == Some(false));
+                    record_call(progress, call, fingerprint, settled, &message);
+                    let message = summaries.remove(&place).unwrap_or(message);
+                    watch(LoopEvent::CallAnswered { step, settled, message: &message });
+                    message
+                }
+            };
+            messages.push(message);
+        }
+        let all = messages.len();
+        progress.failed_steps =
+            if all > 0 && failed == all { progress.failed_steps + 1 } else { 0 };
+        progress.repeated_steps =
+            if all > 0 && repeated == all { progress.repeated_steps + 1 } else { 0 };
+        Ok(messages)
+    }
+}
+
+/// Returns the idempotency key of a call, which is the same however often the step is repeated.
+pub(super) fn idempotency_key(
+    terms: &RunOptions,
+    progress: &RunProgress,
+    place: usize,
+) -> Option<String> {
+    terms.idempotency_prefix.as_ref().map(|key| format!("{key}/{}/{place}", progress.steps))
+}
+
+/// Builds the batch entry of a call, under the tool's own name.
+fn batch_entry(call: &ToolCallRequest, tool: &str) -> Json {
+    // Some models send nothing if there are no arguments.
+    let arguments = if call.arguments.trim().is_empty() { "{}" } else { &call.arguments };
+    let function = json!({ "name": tool, "arguments": arguments });
+    Json::from_value(&json!({ "id": call.id, "type": "function", "function": function }))
+}
+
+fn build_batch(
+    terms: &RunOptions,
+    progress: &RunProgress,
+    entries: Vec<Json>,
+    most_ms: u64,
+) -> Batch {
+    let acting = &terms.execution_options;
+    let left_ms = limits::remaining_ms(&terms.limits, progress);
+    let wait_ms = acting.wait_ms.unwrap_or(most_ms).min(most_ms);
+    Batch {
+        mode: acting.mode.into(),
+        max_parallel: acting.max_parallel,
+        budget_tokens: Some(acting.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS)),
+        wait_ms: Some(wait_ms.min(left_ms)),
+        // If the time limit ends with the wait, no further call starts.
+        defer_unstarted: wait_ms < left_ms,
+        timeout_ms: acting.timeout_ms,
+        retry: acting.max_retries,
+        user_id: terms.user_id.clone(),
+        traceparent: terms.traceparent.clone(),
+        ..Batch::new(terms.run_id.clone(), entries)
+    }
+}
+
+/// Records a call that was made.
+fn record_call(
+    progress: &mut RunProgress,
+    call: &ToolCallRequest,
+    fingerprint: String,
+    settled: &BatchEntryResult,
+    message: &Value,
+) {
+    progress.calls += 1;
+    progress.failed_calls += u32::from(settled.ok() == Some(false));
+    let told = match &settled.state {
+        // The ticket differs each time and carries no new information.
+        BatchEntryState::Open(open) => {
+            progress.pending_calls.push(PendingCall {
+                tool_call_id: open.id.clone(),
+                call_id: call.id.clone(),
+                name: call.name.clone(),
+            });
+            limits::content_hash("")
+        }
+        _ => limits::content_hash(message["content"].as_str().unwrap_or_default()),
+    };
+    limits::count_repeat(progress, fingerprint, told);
+}
+
+/// Converts a call that ended late to a batch entry result.
+fn late_entry_result(awaited: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
+    BatchEntryResult {
+        form: CallFormat::OpenAi,
+        call_id: Some(awaited.call_id.clone()),
+        name: Some(awaited.name.clone()),
+        state: BatchEntryState::Ended { call, omitted_bytes: None },
+        replayed: false,
+        is_digested: false,
+    }
+}
+
+impl Engine {
+    /// Returns the calls among these that have ended, each with its content for the model, together
+    /// in at most `budget` tokens; and the token usage of their summaries.
+    pub(super) async fn render_late_results(
+        &self,
+        caller: &Caller,
+        awaited: &[PendingCall],
+        budget: usize,
+    ) -> Result<(Vec<(PendingCall, String)>, TokenUsage), Error> {
+        let (mut ended, mut results, mut purged) = (Vec::new(), Vec::new(), Vec::new());
+        for call in awaited {
+            match self.call(caller, &call.tool_call_id).await {
+                Ok(found) if found.outcome.is_none() => {}
+                Ok(found) => {
+                    results.push(late_entry_result(call, found));
+                    ended.push(call.clone());
+                }
+                Err(error) if error.code() == Code::NotFound => {
+                    let told = "it was purged before it could be told";
+                    purged.push((call.clone(), told.to_owned()));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let (results, mut contents) = batch::render_within_budget(budget, results).await?;
+        let (summaries, cost) = summary::summarize_digests(self, &results, &contents).await;
+        for (place, summary) in summaries {
+            contents[place] = summary;
+        }
+        Ok((ended.into_iter().zip(contents).chain(purged).collect(), cost))
+    }
+}

@@ -1,0 +1,59 @@
+//! Looks up earlier executions of a reply's calls: by a process that crashed, or before the run was
+//! canceled.
+
+use std::collections::HashMap;
+
+use super::{DEFAULT_RESULT_TOKENS, PendingCall, RunOptions, RunProgress};
+use crate::domain::caller::Caller;
+use crate::domain::fault::Error;
+use crate::engine::{Engine, from_store_error};
+use crate::ports::store::{CreateCallResult, IdempotencyKey};
+use crate::runs::agent_loop::execute::idempotency_key;
+
+/// Earlier results of a reply's calls.
+#[derive(Default)]
+pub(super) struct PriorResults {
+    /// Content of each call that was made before, by its index in the reply.
+    pub(super) contents: HashMap<usize, String>,
+}
+
+impl PriorResults {
+    pub(super) async fn load(
+        engine: &Engine,
+        caller: &Caller,
+        terms: &RunOptions,
+        progress: &RunProgress,
+    ) -> Result<Self, Error> {
+        let (mut awaited, mut places) = (Vec::new(), HashMap::new());
+        let budget = terms.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
+        let calls = progress.pending_reply.iter().flat_map(|reply| &reply.calls);
+        for (place, call) in calls.enumerate() {
+            let Some(key) = idempotency_key(terms, progress, place) else { break };
+            // The lookup only checks whether the key was used, so the fingerprint does not matter.
+            let (agent, fingerprint) = (caller.agent.clone(), String::new());
+            let key = IdempotencyKey { agent, key, fingerprint };
+            let used = engine
+                .core
+                .store
+                .find_by_idempotency_key(&caller.project, &key)
+                .await
+                .map_err(from_store_error)?;
+            let tool_call_id = match used {
+                Some(CreateCallResult::Mismatch(id)) => id,
+                Some(CreateCallResult::Replayed(known)) => known.id,
+                Some(CreateCallResult::New) | None => continue,
+            };
+            places.insert(tool_call_id.clone(), place);
+            let (call_id, name) = (call.id.clone(), call.name.clone());
+            awaited.push(PendingCall { tool_call_id, call_id, name });
+        }
+        let (ended, _) = engine.render_late_results(caller, &awaited, budget).await?;
+        let goes_on = "it was begun, goes on, and its tool has been withdrawn";
+        let mut made: HashMap<usize, String> =
+            places.values().map(|place| (*place, goes_on.to_owned())).collect();
+        for (call, content) in ended {
+            made.extend(places.get(&call.tool_call_id).map(|place| (*place, content)));
+        }
+        Ok(Self { contents: made })
+    }
+}

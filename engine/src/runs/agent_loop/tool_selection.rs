@@ -1,0 +1,118 @@
+//! Selects the tools that a model sees, and resolves the names that it uses for them.
+
+use std::collections::{HashMap, HashSet};
+
+use serde_json::{Value, json};
+
+use super::RunOptions;
+use crate::domain::access_rules;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::engine::{Engine, RESULT_READ};
+use crate::model_formats::{ToolFormat, describe_tool};
+use crate::registry::model_tool_names;
+
+/// The tools of one conversation.
+pub(super) struct ToolSelection {
+    /// Tool descriptions, in the chat format.
+    pub(super) tools: Vec<Value>,
+    /// Toolcrib's tools, by their model-facing names.
+    pub(super) tool_names: HashMap<String, String>,
+    /// Names of the caller tools.
+    pub(super) caller_tools: HashSet<String>,
+    /// Version of the directory that the tools were read from.
+    pub(super) version: u64,
+}
+
+impl ToolSelection {
+    /// Selects the tools; refuses options that name a tool that does not exist.
+    pub(super) fn validated(
+        engine: &Engine,
+        caller: &Caller,
+        terms: &RunOptions,
+    ) -> Result<Self, Error> {
+        check_tool_patterns(engine, caller, terms.tools.as_deref().unwrap_or_default())?;
+        Ok(Self::new(engine, caller, terms))
+    }
+
+    /// Selects the tools of the options that exist.
+    pub(super) fn new(engine: &Engine, caller: &Caller, terms: &RunOptions) -> Self {
+        let version = engine.directory_version();
+        let own: HashSet<String> =
+            terms.caller_tools.iter().filter_map(function_name).map(str::to_owned).collect();
+        let mut tools = engine.tools_for_model(caller);
+        if let Some(patterns) = &terms.tools {
+            let fits = |name: &str| {
+                let told = model_tool_names::name_for_model(name);
+                patterns.iter().any(|p| {
+                    access_rules::pattern_matches(p, name)
+                        || access_rules::pattern_matches(p, &told)
+                })
+            };
+            tools.retain(|entry| fits(&entry.definition.name));
+        }
+        let has_reader = tools.iter().any(|entry| entry.definition.name == RESULT_READ);
+        if !tools.is_empty() && !has_reader {
+            // The model needs it to read the omitted parts of a digest.
+            tools.extend(engine.tool(caller, RESULT_READ));
+        }
+        let told = model_tool_names::names_for_model(
+            tools.iter().map(|entry| entry.definition.name.as_str()),
+        );
+        let mut offer = Self {
+            tools: terms.caller_tools.clone(),
+            tool_names: HashMap::new(),
+            caller_tools: own,
+            version,
+        };
+        for (entry, told) in tools.iter().zip(told) {
+            if offer.caller_tools.contains(&told) {
+                continue;
+            }
+            offer
+                .tools
+                .push(describe_tool(ToolFormat::OpenAi, &told, &entry.definition).to_value());
+            offer.tool_names.insert(told, entry.definition.name.clone());
+        }
+        offer
+    }
+
+    /// Returns the Toolcrib tool that the model means.
+    pub(super) fn tool(&self, name: &str) -> Option<&str> {
+        let by_own_name = || self.tool_names.values().find(|real| *real == name);
+        self.tool_names.get(name).or_else(by_own_name).map(String::as_str)
+    }
+
+    /// Returns every name that the model received.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tool_names.keys().chain(&self.caller_tools).map(String::as_str)
+    }
+}
+
+/// Returns the name of a tool in the chat format.
+fn function_name(tool: &Value) -> Option<&str> {
+    tool.get("function")?.get("name")?.as_str()
+}
+
+/// Checks the tools of a run. A pattern may match nothing yet; a plain name must exist.
+pub fn check_tool_patterns(
+    engine: &Engine,
+    caller: &Caller,
+    patterns: &[String],
+) -> Result<(), Error> {
+    for (n, pattern) in patterns.iter().enumerate() {
+        let problem = match access_rules::check_pattern(pattern) {
+            Err(problem) => problem,
+            Ok(()) if pattern.contains('*') => continue,
+            Ok(()) => match engine.tool(caller, pattern) {
+                Ok(_) => continue,
+                Err(Error::Refused { fault, .. }) => fault.message,
+                Err(other) => return Err(other),
+            },
+        };
+        let message = format!("tools/{n}: {problem}");
+        let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+        return Err(fault.with_detail(json!({ "pointer": format!("/tools/{n}") })).into());
+    }
+    Ok(())
+}

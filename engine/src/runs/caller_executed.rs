@@ -1,0 +1,340 @@
+//! Calls that callers execute themselves, recorded the same way as all others.
+//!
+//! Such a call is a ticket like any other: it has events, is listed, can be waited for and
+//! canceled, and has a deadline. It is running from the moment it is recorded. Toolcrib executes
+//! nothing for it and therefore never retries it. Only the agent that recorded it, or an admin, can
+//! report its result.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::calls::accept::{BatchMembership, CallRequest};
+use crate::calls::report::require_accepted;
+use crate::calls::validate_args::check_args;
+use crate::calls::validate_request::{
+    build_idempotency_key, check_label, check_request, schema_fault,
+};
+use crate::domain::access_rules::{self, AccessDecision};
+use crate::domain::call::{Call, Status};
+use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::CallId;
+use crate::domain::json::Json;
+use crate::domain::retry::ExecutionPolicyPatch;
+use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
+use crate::engine::{Core, Engine, from_store_error};
+use crate::lifecycle::Event;
+use crate::ports::store::{CallFilter, IdempotencyKey};
+use crate::registry::catalog::{Catalog, CatalogEntry};
+use crate::registry::model_tool_names;
+use crate::runs::run_context::{caller_tool_definition, with_pointer};
+
+/// Maximum number of calls or results in one request.
+pub const MAX_RECORDED: usize = 128;
+
+/// A call that the caller executes, or has executed, itself.
+#[derive(Debug, Clone)]
+pub struct ReportedCall {
+    pub request: CallRequest,
+    /// True if the result comes later. If `None`, the run's definition of the tool decides.
+    pub background: Option<bool>,
+    /// The result, if it is known already.
+    pub result: Option<Result<Json, Fault>>,
+}
+
+/// The result of a call that the caller executed itself.
+#[derive(Debug, Clone)]
+pub struct ReportedResult {
+    /// Id of the call. Takes precedence over `call_id`.
+    pub tool_call_id: Option<CallId>,
+    /// The caller's own id of the call. It names the newest unanswered call with this id.
+    pub call_id: Option<String>,
+    pub result: Result<Json, Fault>,
+}
+
+/// A call that passed every check and is not stored yet.
+struct ValidatedCall {
+    call: Call,
+    key: Option<IdempotencyKey>,
+    result: Option<Result<Json, Fault>>,
+}
+
+impl Engine {
+    /// Records calls that the caller executes itself. All are validated before the first is stored.
+    /// A call that comes with its result has ended when this returns.
+    pub async fn record_calls(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        calls: Vec<ReportedCall>,
+    ) -> Result<Vec<Arc<Call>>, Error> {
+        let inner = &self.core;
+        if inner.draining.load(Ordering::Acquire) {
+            let message = "the server is shutting down; nothing was done, a retry is safe";
+            return Err(Error::retry_later(Code::Overloaded, message, 1_000));
+        }
+        check_label("run_id", run_id)?;
+        check_count("tool_calls", calls.len())?;
+        let tools = self.run_tools(caller, run_id).await?;
+        let mut ready = Vec::with_capacity(calls.len());
+        for (n, own) in calls.into_iter().enumerate() {
+            let checked = self.validate_reported_call(caller, run_id, &tools, own).await;
+            ready.push(checked.map_err(|error| with_pointer(&format!("tool_calls/{n}"), error))?);
+        }
+        // Concurrently, so that they share a commit.
+        let stored = ready
+            .into_iter()
+            .map(|ready| inner.detach_on_drop(inner.clone().store_reported_call(ready)));
+        futures::future::join_all(stored).await.into_iter().collect()
+    }
+
+    /// Records the results of calls that the caller executed itself, in this order.
+    pub async fn record_results(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        results: Vec<ReportedResult>,
+    ) -> Result<Vec<Arc<Call>>, Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key reports on calls with POST /internal/tool_calls/…";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        check_label("run_id", run_id)?;
+        check_count("tool_results", results.len())?;
+        let tools = self.run_tools(caller, run_id).await?;
+        let mut calls = Vec::with_capacity(results.len());
+        for (n, own) in results.into_iter().enumerate() {
+            let recorded = self.record_result(caller, run_id, &tools, own).await;
+            calls
+                .push(recorded.map_err(|error| with_pointer(&format!("tool_results/{n}"), error))?);
+        }
+        Ok(calls)
+    }
+
+    async fn validate_reported_call(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        tools: &[ToolDefinition],
+        own: ReportedCall,
+    ) -> Result<ValidatedCall, Error> {
+        let inner = &self.core;
+        let ReportedCall { request: mut asked, background, result } = own;
+        asked.run_id = run_id.to_owned();
+        let known = find_definition(tools, &asked.tool);
+        asked.tool = known.map_or(asked.tool, |tool| tool.name.clone());
+        check_tool_name(&asked.tool)
+            .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
+        let catalog = inner.catalog();
+        let decision = catalog.authorize_reported_call(caller, &asked.tool);
+        inner.enforce_decision(caller, &asked.tool, decision).await?;
+        if asked.retry.is_some_and(|retry| retry > 0) {
+            let message = "retry: what you run yourself is not tried again by the crib";
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        check_request(&asked, inner.limits.max_args_bytes)?;
+        let default_ms = self.default_timeout_ms(caller);
+        let tool = compile_caller_tool(known, &caller.project, &asked.tool, default_ms)?;
+        let args = asked.args.to_value();
+        check_args(&tool, &args)?;
+        let key = build_idempotency_key(caller, &asked);
+        let drafted = inner.build_call(&catalog, caller, &Arc::new(tool), asked, &args)?;
+        let mut call = Call { max_retries: 0, fallbacks: Vec::new(), ..drafted };
+        call.origin.background = background.unwrap_or(call.origin.background);
+        let result = match result {
+            Some(result) => Some(inner.validate_reported_result(&call, known, result)?),
+            None => None,
+        };
+        Ok(ValidatedCall { call, key, result })
+    }
+
+    async fn record_result(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        tools: &[ToolDefinition],
+        own: ReportedResult,
+    ) -> Result<Arc<Call>, Error> {
+        let call = match (&own.tool_call_id, &own.call_id) {
+            (Some(ticket), _) => {
+                let call = self.call(caller, ticket).await?;
+                Some(call).filter(|call| call.run_id == run_id)
+            }
+            (None, Some(call_id)) => {
+                match self.find_reported_call(caller, run_id, call_id).await? {
+                    Some(call) => Some(call),
+                    // A call without a caller's id is found by its ticket.
+                    None => self.find_by_ticket(caller, run_id, call_id).await,
+                }
+            }
+            (None, None) => {
+                let message = "call_id: say which call it is the result of";
+                return Err(Error::refused(Code::ValidationError, message));
+            }
+        };
+        let Some(call) = call else {
+            let id = own.tool_call_id.map(|ticket| ticket.to_string()).or(own.call_id);
+            let message = format!(
+                "there is no call \"{}\" in run \"{run_id}\"; record it first with \
+                 POST /v1/runs/{{run_id}}/context/tool_calls",
+                id.unwrap_or_default()
+            );
+            return Err(Error::refused(Code::NotFound, message));
+        };
+        if call.target.executor != Executor::Caller {
+            let message = format!(
+                "call \"{}\" of {} is executed by the crib, and its result comes by itself",
+                call.id, call.tool_name
+            );
+            return Err(Error::refused(Code::Conflict, message));
+        }
+        if let (Some(given), Some(known)) = (&own.call_id, &call.origin.caller_call_id)
+            && given != known
+        {
+            let message = format!("call_id: call \"{}\" has the call_id \"{known}\"", call.id);
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        if call.origin.agent != caller.agent && !caller.may_administer() {
+            let message = format!("call \"{}\" was recorded by another agent", call.id);
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let known = find_definition(tools, &call.tool_name);
+        let result = self.core.validate_reported_result(&call, known, own.result)?;
+        let event = Event::Report { attempt: None, by: None, result };
+        require_accepted(self.core.apply_event(caller, &call.id, event).await?)
+    }
+
+    async fn find_by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
+        let call = self.call(caller, &id.parse().ok()?).await.ok()?;
+        Some(call).filter(|call| call.run_id == run_id && call.origin.caller_call_id.is_none())
+    }
+
+    /// Finds the newest unanswered call with this id that the caller may answer; failing that, the
+    /// newest call with this id.
+    async fn find_reported_call(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        call_id: &str,
+    ) -> Result<Option<Arc<Call>>, Error> {
+        let mine = |call: &Call| {
+            let is_id = call.origin.caller_call_id.as_deref() == Some(call_id);
+            is_id && (call.origin.agent == caller.agent || caller.may_administer())
+        };
+        let own = |call: &Call| call.target.executor == Executor::Caller && mine(call);
+        let mut filter = CallFilter {
+            project: caller.project.clone(),
+            run_id: Some(run_id.to_owned()),
+            status: Some(Status::Running),
+            limit: 200,
+            ..CallFilter::default()
+        };
+        loop {
+            let page = self.core.store.calls(filter.clone()).await.map_err(from_store_error)?;
+            let (count, last) = (page.len(), page.last().map(|call| call.id.clone()));
+            if let Some(call) = page.into_iter().find(own) {
+                return Ok(Some(Arc::new(call)));
+            }
+            if count < filter.limit {
+                break;
+            }
+            filter.before = last;
+        }
+        let filter = CallFilter { status: None, before: None, ..filter };
+        let page = self.core.store.calls(filter).await.map_err(from_store_error)?;
+        let found = page.iter().find(|call| own(call)).or_else(|| page.iter().find(|c| mine(c)));
+        Ok(found.map(|call| Arc::new(call.clone())))
+    }
+}
+
+impl Catalog {
+    /// Decides whether the caller may record a call of this name that it executed itself. Only a
+    /// rule that denies the name forbids it. No rule needs to allow the name, because Toolcrib
+    /// executes nothing for it; whether such a tool exists is irrelevant.
+    pub(crate) fn authorize_reported_call(&self, caller: &Caller, tool: &str) -> AccessDecision {
+        if caller.may_invoke() && caller.auth_method == AuthMethod::Key && !caller.may_administer()
+        {
+            let rules = self.directory().rules.iter();
+            let denied = access_rules::find_denial(rules, &caller.project, &caller.agent, tool);
+            return denied.map_or(AccessDecision::Allowed, AccessDecision::Denied);
+        }
+        self.authorize(caller, tool)
+    }
+}
+
+impl Core {
+    async fn store_reported_call(
+        self: Arc<Self>,
+        ready: ValidatedCall,
+    ) -> Result<Arc<Call>, Error> {
+        let call =
+            self.clone().commit_call(ready.call, ready.key, BatchMembership::default()).await?.call;
+        let Some(result) = ready.result else { return Ok(call) };
+        let event = Event::Report { attempt: None, by: None, result };
+        require_accepted(self.advance(&call.project, &call.id, event).await?)
+    }
+
+    /// Checks a result against the size limit and, if the run's definition has one, the output
+    /// schema.
+    fn validate_reported_result(
+        &self,
+        call: &Call,
+        known: Option<&ToolDefinition>,
+        result: Result<Json, Fault>,
+    ) -> Result<Result<Json, Fault>, Error> {
+        let data = match self.validate_result(call, result) {
+            Ok(data) => data,
+            Err(fault) => return Ok(Err(fault)),
+        };
+        let Some(schema) = known.and_then(|tool| tool.output_schema.clone()) else {
+            return Ok(Ok(data));
+        };
+        let form = ToolDefinition {
+            output_schema: Some(schema),
+            ..caller_tool_definition("", &call.tool_name, 1)
+        };
+        let tool = CatalogEntry::compile(form)?;
+        let problems =
+            tool.output_schema.as_ref().map(|output| output.problems_redacted(&data.to_value()));
+        let problems = problems.unwrap_or_default();
+        if problems.is_empty() {
+            return Ok(Ok(data));
+        }
+        let what = format!("the result of {} does not fit its output schema", call.tool_name);
+        Ok(Err(schema_fault(&what, &problems).with_raw(data)))
+    }
+}
+
+/// Finds a tool by its exact name, or by the name that models use.
+fn find_definition<'a>(tools: &'a [ToolDefinition], name: &str) -> Option<&'a ToolDefinition> {
+    if let Some(tool) = tools.iter().find(|tool| tool.name == name) {
+        return Some(tool);
+    }
+    let told = model_tool_names::names_for_model(tools.iter().map(|tool| tool.name.as_str()));
+    told.iter().position(|told| told == name).map(|at| &tools[at])
+}
+
+/// Compiles a tool as one that the caller executes, whatever its executor is otherwise.
+fn compile_caller_tool(
+    known: Option<&ToolDefinition>,
+    project: &str,
+    name: &str,
+    default_ms: u64,
+) -> Result<CatalogEntry, Error> {
+    let unknown = caller_tool_definition(project, name, default_ms);
+    let definition = known.map_or(unknown, |tool| ToolDefinition {
+        executor: Executor::Caller,
+        policy: ExecutionPolicyPatch::default(),
+        fallback: Vec::new(),
+        ..tool.clone()
+    });
+    Ok(CatalogEntry::compile(definition)?)
+}
+
+fn check_count(field: &str, count: usize) -> Result<(), Error> {
+    if (1..=MAX_RECORDED).contains(&count) {
+        return Ok(());
+    }
+    let message = format!("{field} must have 1 to {MAX_RECORDED} entries, not {count}");
+    Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
+}

@@ -1,0 +1,384 @@
+//! Drives one run: step after step, each committed before the next.
+//!
+//! A reply of the model is committed before any of its tool calls is executed, so it is never
+//! requested again. The calls have idempotency keys made of the run, the step and their position,
+//! so none is made twice.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use futures::FutureExt;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use crate::calls::batch::BatchEntryResult;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::run::{JournalKind, JournalRecord, Run, RunStatus, Trouble};
+use crate::engine::{Engine, from_store_error};
+use crate::ports::model::{ModelReply, ResolvedModel};
+use crate::runs::active::ActiveRun;
+use crate::runs::agent_loop::{
+    AgentLoop, Conversation, FinalAnswer, LoopEvent, RunOptions, StepOutcome,
+};
+use crate::runs::lifecycle::RunDelta;
+
+/// Drives a run until it has ended, the server shuts down, or another process takes it over.
+pub(crate) async fn drive_run(engine: Engine, live: Arc<ActiveRun>) {
+    let inner = engine.core.clone();
+    loop {
+        let state = live.state.lock().await;
+        if state.is_released {
+            return;
+        }
+        if state.run.status.is_terminal() {
+            drop(state);
+            if release_run(&engine, &live).await {
+                return;
+            }
+            continue;
+        }
+        drop(state);
+        let driving = live.driver_lock.lock().await;
+        let driven = tokio::select! {
+            biased;
+            () = inner.shutdown.cancelled() => return,
+            // The task that cancels the run commits the cancellation.
+            () = live.interrupt.notified() => Ok(()),
+            driven = AssertUnwindSafe(resume_driver(&engine, &live)).catch_unwind() => {
+                driven.unwrap_or_else(|_| Err(Error::Internal("a run panicked".into())))
+            }
+        };
+        drop(driving);
+        let Err(error) = driven else { continue };
+        if engine.is_draining() {
+            return;
+        }
+        match &error {
+            // Toolcrib lacks capacity; the run itself has not failed. It continues after a delay.
+            Error::Refused { fault, retry_after_ms }
+                if matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
+            {
+                let wait_ms = retry_after_ms.unwrap_or(1_000);
+                tokio::select! {
+                    () = inner.clock.sleep_until(inner.clock.now_ms() + wait_ms) => {}
+                    () = live.interrupt.notified() => {}
+                    () = inner.shutdown.cancelled() => return,
+                }
+            }
+            _ => fail_run(&engine, &live, into_fault(error)).await,
+        }
+    }
+}
+
+/// Releases a run that has ended. Returns false if it was reopened in the meantime.
+async fn release_run(engine: &Engine, live: &Arc<ActiveRun>) -> bool {
+    let mut state = live.state.lock().await;
+    if !state.run.status.is_terminal() {
+        return false;
+    }
+    state.is_released = true;
+    let place = (state.run.project.clone(), state.run.id.clone());
+    engine.core.active_runs.by_id.lock().remove(&place);
+    true
+}
+
+fn into_fault(error: Error) -> Fault {
+    match error {
+        Error::Refused { fault, .. } => fault,
+        Error::Internal(source) => {
+            tracing::error!(error = %source, "a run failed");
+            Fault::new(Code::Internal, "internal error; see the server's log")
+        }
+    }
+}
+
+/// Commits the failure of a run. The conversation is preserved, so the run can be resumed.
+async fn fail_run(engine: &Engine, live: &Arc<ActiveRun>, fault: Fault) {
+    let state = live.state.clone().lock_owned().await;
+    if state.is_released || state.run.status.is_terminal() {
+        return;
+    }
+    let trouble = Trouble::from(&fault);
+    let failed = engine.core.clone().commit_run(live.clone(), state, move |run, now_ms| {
+        (run.status, run.ended_ms) = (RunStatus::Failed, Some(now_ms));
+        run.error = Some(trouble.clone());
+        vec![JournalRecord::new(JournalKind::Failed, now_ms, json!({ "error": trouble }))]
+    });
+    if let Err(error) = engine.core.detach_on_drop(failed).await {
+        tracing::warn!(%error, "could not store the failure of a run");
+        let inner = &engine.core;
+        tokio::select! {
+            () = inner.clock.sleep_until(inner.clock.now_ms() + 1_000) => {}
+            () = inner.shutdown.cancelled() => {}
+        }
+    }
+}
+
+/// Loop events recorded since the last commit.
+#[derive(Default)]
+struct UncommittedEvents {
+    calls: Vec<Value>,
+    late_results: Vec<Value>,
+}
+
+async fn resume_driver(engine: &Engine, live: &Arc<ActiveRun>) -> Result<(), Error> {
+    let (run, beginning) = {
+        let mut state = live.state.lock().await;
+        (state.run.clone(), state.initial_messages.take())
+    };
+    let chosen = find_model(engine, &run.model)?;
+    let messages = match beginning {
+        Some(messages) => messages,
+        None => {
+            let journal = engine.core.store.runs().journal(&run.project, &run.id).await;
+            let journal = journal.map_err(from_store_error)?;
+            journal.into_iter().flat_map(|noted| noted.record.messages).collect()
+        }
+    };
+    let caller = run.caller();
+    let terms = RunOptions { model: chosen.name, ..run.options };
+    let seen = Mutex::new(UncommittedEvents::default());
+    let watch = |happening: LoopEvent<'_>| record_loop_event(live, &seen, &happening);
+    let turns =
+        AgentLoop::with_available_tools(engine, &caller, chosen.model.as_ref(), &terms, &watch)?;
+    let talk = Conversation { messages, progress: run.progress };
+    let kept = talk.messages.len();
+    let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
+    let (caller, keyed) = (caller.clone(), run.owner.keyed);
+    let driven = RunDriver {
+        engine,
+        caller,
+        acts_for_key: keyed,
+        active_run: live,
+        agent_loop: turns,
+        conversation: talk,
+        journaled_count: kept,
+        taken_count: 0,
+        uncommitted: &seen,
+    };
+    driven.run_to_end(waits).await
+}
+
+fn find_model(engine: &Engine, name: &str) -> Result<ResolvedModel, Error> {
+    let models = engine.models();
+    models.find(name).ok_or_else(|| {
+        let known = models.names();
+        let known = match known.is_empty() {
+            true => "none is configured".to_owned(),
+            false => format!("there are: {}", known.join(", ")),
+        };
+        let message = format!("there is no model \"{name}\"; {known}");
+        Error::refused(Code::UpstreamUnavailable, message)
+    })
+}
+
+/// Publishes a loop event to subscribers, or records it for the next journal commit.
+fn record_loop_event(live: &ActiveRun, seen: &Mutex<UncommittedEvents>, happening: &LoopEvent<'_>) {
+    match happening {
+        LoopEvent::CallAnswered { settled, .. } => {
+            seen.lock().calls.push(settled_call_json(settled))
+        }
+        LoopEvent::LateResult { call, .. } => seen.lock().late_results.push(json!({
+            "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
+        })),
+        other => {
+            if let Some(note) = RunDelta::from_loop_event(other) {
+                live.publish(note);
+            }
+        }
+    }
+}
+
+fn settled_call_json(settled: &BatchEntryResult) -> Value {
+    let call = settled.call();
+    json!({
+        "call_id": settled.call_id,
+        "tool_call_id": call.map(|call| call.id.as_str()),
+        "name": settled.name,
+        "status": call.map_or("REFUSED", |call| call.status.as_str()),
+        "ok": settled.ok(),
+        "digested": settled.is_digested,
+        "error": settled.error().map(Trouble::from),
+    })
+}
+
+/// A run that this task drives.
+struct RunDriver<'a> {
+    engine: &'a Engine,
+    caller: Caller,
+    /// True if the run acts for an API key, which may be revoked.
+    acts_for_key: bool,
+    active_run: &'a Arc<ActiveRun>,
+    agent_loop: AgentLoop<'a>,
+    conversation: Conversation,
+    /// Number of messages in the journal.
+    journaled_count: usize,
+    /// Number of user messages that are in the conversation but not yet in the journal.
+    taken_count: usize,
+    uncommitted: &'a Mutex<UncommittedEvents>,
+}
+
+impl RunDriver<'_> {
+    async fn run_to_end(mut self, mut waits: bool) -> Result<(), Error> {
+        loop {
+            if waits {
+                self.wait_for_input().await?;
+                self.commit_progress(None, None).await?;
+            }
+            self.take_user_messages().await;
+            self.check_key_active()?;
+            // A reply that was pending before is already in the journal.
+            let is_new = self.conversation.progress.pending_reply.is_none();
+            self.agent_loop.request_reply(&mut self.conversation).await?;
+            let progress = &self.conversation.progress;
+            let reply = progress.pending_reply.clone().unwrap_or_default();
+            let acts = !reply.calls.is_empty() && progress.stop_reason.is_none();
+            if acts && is_new {
+                let data = reply_json(&self.conversation, &reply);
+                self.commit_progress(Some((JournalKind::Replied, data)), None).await?;
+            }
+            self.check_key_active()?;
+            let next = self.agent_loop.execute_reply(&mut self.conversation).await?;
+            waits = false;
+            match next {
+                StepOutcome::Continue | StepOutcome::CallerToolCalls(_) => {
+                    let calls = std::mem::take(&mut self.uncommitted.lock().calls);
+                    let data = json!({ "step": self.conversation.progress.steps, "calls": calls });
+                    self.commit_progress(Some((JournalKind::ToolResults, data)), None).await?;
+                }
+                StepOutcome::AwaitingResults => {
+                    let data = reply_json(&self.conversation, &reply);
+                    let what = Some((JournalKind::Replied, data));
+                    let run = self.commit_progress(what, Some(RunTransition::Waiting)).await?;
+                    waits = run.status == RunStatus::Waiting;
+                }
+                StepOutcome::Answered(answer) => {
+                    let data = reply_json(&self.conversation, &reply);
+                    let turned = Some(RunTransition::Answered(answer));
+                    let run =
+                        self.commit_progress(Some((JournalKind::Replied, data)), turned).await?;
+                    if run.status.is_terminal() {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Fails if the API key that the run acts for was revoked.
+    fn check_key_active(&self) -> Result<(), Error> {
+        if !self.acts_for_key || self.engine.has_active_key(&self.caller) {
+            return Ok(());
+        }
+        let message = format!(
+            "the key of agent \"{}\", which this run acts for, was revoked",
+            self.caller.agent
+        );
+        Err(Error::refused(Code::Unauthenticated, message))
+    }
+
+    /// Waits until a late result arrives or the user adds a message.
+    async fn wait_for_input(&mut self) -> Result<(), Error> {
+        loop {
+            tokio::select! {
+                slept = self.agent_loop.wait_for_late_result(&mut self.conversation) => return slept,
+                () = self.active_run.message_added.notified() => {
+                    if self.active_run.state.lock().await.run.queued_messages.len() > self.taken_count {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds queued user messages to the conversation, for the next request to the model.
+    async fn take_user_messages(&mut self) {
+        if self.conversation.progress.pending_reply.is_some() {
+            return;
+        }
+        let state = self.active_run.state.lock().await;
+        let new = state.run.queued_messages[self.taken_count..].to_vec();
+        if !new.is_empty() {
+            self.taken_count = state.run.queued_messages.len();
+            self.conversation.add_user_messages(new);
+        }
+    }
+
+    /// Commits the progress of the run.
+    async fn commit_progress(
+        &mut self,
+        what: Option<(JournalKind, Value)>,
+        turned: Option<RunTransition>,
+    ) -> Result<Run, Error> {
+        let messages = self.conversation.messages[self.journaled_count..].to_vec();
+        let (progress, said) = (self.conversation.progress.clone(), self.taken_count);
+        let late = std::mem::take(&mut self.uncommitted.lock().late_results);
+        let state = self.active_run.state.clone().lock_owned().await;
+        if state.is_released || state.run.status.is_terminal() {
+            // The run was canceled in the meantime.
+            return Ok(state.run.clone());
+        }
+        let inner = self.engine.core.clone();
+        let kept = inner.clone().commit_run(self.active_run.clone(), state, move |run, now_ms| {
+            run.progress = progress;
+            run.queued_messages.drain(..said);
+            run.status = RunStatus::Running;
+            let late = late
+                .into_iter()
+                .map(|data| JournalRecord::new(JournalKind::LateResult, now_ms, data));
+            let mut entries: Vec<JournalRecord> = late.collect();
+            entries.extend(what.map(|(kind, data)| JournalRecord::new(kind, now_ms, data)));
+            if let Some(last) = entries.last_mut() {
+                last.messages = messages;
+            }
+            // A message added in the meantime has no reply yet, so the run must not end or wait.
+            if let Some(turned) = turned.filter(|_| run.queued_messages.is_empty()) {
+                entries.push(turned.apply(run, now_ms));
+            }
+            entries
+        });
+        let run = inner.detach_on_drop(kept).await?;
+        (self.journaled_count, self.taken_count) = (self.conversation.messages.len(), 0);
+        Ok(run)
+    }
+}
+
+/// Change of a run's status at the end of a step.
+enum RunTransition {
+    Waiting,
+    Answered(FinalAnswer),
+}
+
+impl RunTransition {
+    fn apply(self, run: &mut Run, now_ms: u64) -> JournalRecord {
+        match self {
+            Self::Waiting => {
+                run.status = RunStatus::Waiting;
+                let calls: Vec<Value> = run
+                    .progress
+                    .pending_calls
+                    .iter()
+                    .map(|call| json!({ "tool_call_id": call.tool_call_id, "name": call.name }))
+                    .collect();
+                JournalRecord::new(JournalKind::Waiting, now_ms, json!({ "calls": calls }))
+            }
+            Self::Answered(answer) => {
+                (run.status, run.ended_ms) = (RunStatus::Succeeded, Some(now_ms));
+                let data = json!({
+                    "answer": answer.text, "limit": answer.stop_reason, "stopped": answer.finish_reason,
+                    "usage": run.progress.usage, "steps": run.progress.steps,
+                    "calls": run.progress.calls,
+                });
+                run.answer = Some(answer);
+                JournalRecord::new(JournalKind::Finished, now_ms, data)
+            }
+        }
+    }
+}
+
+fn reply_json(talk: &Conversation, reply: &ModelReply) -> Value {
+    let mut data = serde_json::to_value(reply).unwrap_or_default();
+    data["step"] = talk.progress.steps.into();
+    data
+}

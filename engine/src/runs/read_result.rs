@@ -1,0 +1,339 @@
+//! Reads slices of call results, for every caller that may read the call; and the tool
+//! `result.read`, with which a model does the same.
+
+use std::sync::{Arc, OnceLock, Weak};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::domain::call::{Call, Status};
+use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::CallId;
+use crate::domain::json::Json;
+use crate::domain::tool::{Effect, Risk};
+use crate::engine::{Core, Engine};
+use crate::ports::fn_tool::{FnTool, ToolContext};
+use crate::results::slice::{self, Slice, SliceContent, SliceQuery};
+use crate::results::{digest, tokens};
+
+/// Name of the tool that reads results.
+pub const RESULT_READ: &str = "result.read";
+
+/// Maximum size of one slice.
+const MAX_SLICE_BYTES: usize = 256 << 10;
+/// Maximum size of a slice for [`RESULT_READ`], whose output goes to a model.
+const MAX_TOOL_BYTES: usize = 16_000;
+/// Maximum number of tokens in one output of [`RESULT_READ`].
+const MAX_TOOL_TOKENS: usize = 4_000;
+/// Results larger than this are read on a blocking thread.
+const BLOCKING_READ_BYTES: usize = 64 << 10;
+
+impl Engine {
+    /// Returns a slice of a call's result. Every caller that may read the call may read its result.
+    pub async fn read_result(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        part: SliceQuery,
+    ) -> Result<Slice, Error> {
+        self.core.read_result(caller, id, part, MAX_SLICE_BYTES).await
+    }
+
+    /// Returns a slice of a result that did not match the tool's output schema. For operators only:
+    /// it was refused as a result, and an agent must not mistake it for one.
+    pub async fn read_raw_result(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        part: SliceQuery,
+    ) -> Result<Slice, Error> {
+        if !caller.may_administer() {
+            let role = caller.role.as_str();
+            let message = format!("raw values are for operators; this key has the role {role}");
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let call = self.call(caller, id).await?;
+        let outcome = require_outcome(&call)?;
+        let raw = outcome.error.as_ref().and_then(|fault| fault.raw.clone());
+        let Some(data) = raw.or_else(|| outcome.data.clone()) else {
+            let message = format!("call \"{id}\" is {} and has no raw value", call.status.as_str());
+            return Err(Error::refused(Code::NotFound, message));
+        };
+        Ok(read_slice(data, part, MAX_SLICE_BYTES).await?)
+    }
+}
+
+impl Engine {
+    /// Renders a call's result for a model: the whole if it fits the budget, otherwise its digest.
+    /// The `hint` tells the digest what is relevant; the default is the call's arguments.
+    pub async fn render_result_for_model(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        budget_tokens: usize,
+        hint: Option<String>,
+    ) -> Result<ResultForModel, Error> {
+        if budget_tokens == 0 {
+            let message = "budget_tokens must be 1 or more";
+            return Err(slice::invalid_field("budget_tokens", message.into()).into());
+        }
+        let call = self.call(caller, id).await?;
+        let data = require_data(&call)?;
+        let large = data.text().len() > BLOCKING_READ_BYTES;
+        let give = move || {
+            let hint = hint.as_deref().unwrap_or(call.args.text());
+            let (call_id, tool) = (&call.id, call.tool_name.as_str());
+            let source = digest::DigestSource { call_id, tool, hint: Some(hint) };
+            match digest::digest(&data, budget_tokens, &source) {
+                Some(digest) => ResultForModel::Digest(digest),
+                None => ResultForModel::Whole { tokens: tokens::count(data.text()), data },
+            }
+        };
+        if !large {
+            return Ok(give());
+        }
+        let giving = tokio::task::spawn_blocking(give).await;
+        giving.map_err(|error| Error::Internal(Box::new(error)))
+    }
+}
+
+/// A result as rendered for a model.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ResultForModel {
+    /// The result fits the budget.
+    Whole {
+        data: Json,
+        tokens: usize,
+    },
+    Digest(digest::Digest),
+}
+
+impl Core {
+    async fn read_result(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        part: SliceQuery,
+        most_bytes: usize,
+    ) -> Result<Slice, Error> {
+        let call = self.find_project_call(caller, id).await?;
+        let data = require_data(&call)?;
+        Ok(read_slice(data, part, most_bytes).await?)
+    }
+}
+
+/// Returns the outcome of a call, or a conflict if the call has not ended.
+fn require_outcome(call: &Call) -> Result<&crate::domain::call::Outcome, Fault> {
+    call.outcome.as_ref().ok_or_else(|| {
+        let status = call.status.as_str();
+        let message =
+            format!("call \"{}\" is {status} and has no result yet; wait for its end", call.id);
+        Fault::new(Code::Conflict, message)
+            .with_detail(json!({ "status": status }))
+            .retryable(true)
+            .without_side_effect()
+    })
+}
+
+/// Returns the result data of a call. If it has none, the fault states why.
+fn require_data(call: &Call) -> Result<Json, Fault> {
+    let outcome = require_outcome(call)?;
+    if call.status == Status::Succeeded {
+        return Ok(outcome.data.clone().unwrap_or_else(Json::null));
+    }
+    let status = call.status.as_str();
+    let why = outcome.error.as_ref().map(|fault| format!(": {fault}")).unwrap_or_default();
+    let error = outcome.error.as_ref().map(|fault| {
+        json!({
+            "code": fault.code.as_str(),
+            "message": fault.message,
+            "detail": fault.detail,
+            "retryable": fault.retryable,
+        })
+    });
+    let message = format!("call \"{}\" is {status} and has no result{why}", call.id);
+    let detail = json!({ "status": status, "error": error });
+    Err(Fault::new(Code::Conflict, message).with_detail(detail).without_side_effect())
+}
+
+/// Reads a slice: small results inline, large ones on a blocking thread.
+async fn read_slice(data: Json, part: SliceQuery, most_bytes: usize) -> Result<Slice, Fault> {
+    if data.text().len() <= BLOCKING_READ_BYTES {
+        return slice::read_slice(&data, &part, most_bytes);
+    }
+    let reading = tokio::task::spawn_blocking(move || slice::read_slice(&data, &part, most_bytes));
+    reading.await.unwrap_or_else(|_| Err(Fault::new(Code::Internal, "the result was not read")))
+}
+
+/// Reference to the engine for a tool that the engine owns. Weak, because a strong one would form a
+/// cycle and leak both.
+pub(crate) type EngineHandle = Arc<OnceLock<Weak<Core>>>;
+
+/// The slice to read.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "Args")]
+struct ResultReadArgs {
+    /// The call whose result to read: tc_…
+    tool_call_id: String,
+    /// The part to read, as a JSON pointer such as /rows/10; default: the whole result
+    #[serde(default)]
+    pointer: Option<String>,
+    /// The first item, entry or line (with grep: match) to return, from 0
+    #[serde(default)]
+    #[schemars(range(min = 0))]
+    offset: Option<u64>,
+    /// Maximum number of items, entries or lines to return; default 100
+    #[serde(default)]
+    #[schemars(range(min = 1, max = 1000))]
+    limit: Option<u64>,
+    /// A regular expression: returns only what matches it, with pointers
+    #[serde(default)]
+    #[schemars(length(max = 1000))]
+    grep: Option<String>,
+}
+
+/// The slice that was read.
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "Answer")]
+struct ResultReadOutput {
+    pointer: String,
+    /// Type of the value at the pointer: array, object, text, number, boolean or null
+    #[serde(rename = "type")]
+    kind: &'static str,
+    bytes: usize,
+    /// Total number of items, entries or lines
+    total: Option<usize>,
+    offset: usize,
+    shown: usize,
+    /// The offset to continue from, if there is more
+    next_offset: Option<usize>,
+    /// True if less was returned than requested, because of the size limit
+    truncated: bool,
+    /// The items, entries or lines
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<Value>")]
+    value: Option<Json>,
+    /// With grep: the matches
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matches: Option<Vec<ResultReadMatch>>,
+    /// With grep: total number of matches
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matched: Option<usize>,
+    /// The first part of a value that is too long by itself; read it at next_pointer
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beginning: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next_pointer: Option<String>,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "MatchAnswer")]
+struct ResultReadMatch {
+    pointer: String,
+    /// Line number of the match within the text at the pointer
+    #[serde(skip_serializing_if = "Option::is_none")]
+    line: Option<usize>,
+    #[schemars(with = "Value")]
+    value: Json,
+    /// True if only the first part of the value is returned
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cut: Option<bool>,
+}
+
+impl From<Slice> for ResultReadOutput {
+    fn from(piece: Slice) -> Self {
+        let mut answer = Self {
+            pointer: piece.pointer,
+            kind: piece.kind.as_str(),
+            bytes: piece.bytes,
+            total: piece.total,
+            offset: piece.offset,
+            shown: piece.shown,
+            next_offset: piece.next_offset,
+            truncated: piece.truncated,
+            value: None,
+            matches: None,
+            matched: None,
+            beginning: None,
+            next_pointer: None,
+        };
+        match piece.content {
+            SliceContent::Value(value) => answer.value = Some(value),
+            SliceContent::Matches { matches, matched } => {
+                let given = matches.into_iter().map(|found| ResultReadMatch {
+                    pointer: found.pointer,
+                    line: found.line,
+                    value: found.value,
+                    cut: found.is_truncated.then_some(true),
+                });
+                answer.matches = Some(given.collect());
+                answer.matched = Some(matched);
+            }
+            SliceContent::Prefix { text, pointer } => {
+                answer.beginning = Some(text);
+                answer.next_pointer = Some(pointer);
+            }
+        }
+        answer
+    }
+}
+
+/// Builds the tool `result.read` of the engine that the handle will refer to.
+pub(crate) fn result_read_tool(handle: EngineHandle) -> FnTool {
+    let description = "Reads a part of the result of an earlier tool call: what a digest left \
+         out. Name the part with pointer (/rows/10), page with offset and limit, or search with \
+         grep (a regular expression).";
+    let function = move |args: ResultReadArgs, context: ToolContext| {
+        let engine = handle.get().and_then(Weak::upgrade);
+        async move {
+            let stopped = || Fault::new(Code::Overloaded, "the engine is being shut down");
+            execute_result_read(&*engine.ok_or_else(stopped)?, args, &context).await
+        }
+    };
+    FnTool::with_context(RESULT_READ, description, function)
+        .effect(Effect::Read)
+        .risk(Risk::Low)
+        .timeout_ms(10_000)
+}
+
+async fn execute_result_read(
+    engine: &Core,
+    args: ResultReadArgs,
+    context: &ToolContext,
+) -> Result<ResultReadOutput, Fault> {
+    let no_such = || {
+        let given: String = args.tool_call_id.chars().take(80).collect();
+        Fault::new(Code::NotFound, format!("tool_call_id: there is no call \"{given}\""))
+    };
+    let id: CallId = args.tool_call_id.parse().map_err(|_| no_such())?;
+    // The tool has the rights of the agent that made the call, and never more than an agent's.
+    let caller = Caller {
+        project: context.project.clone(),
+        agent: context.agent.clone(),
+        role: Role::Agent,
+        auth_method: AuthMethod::Key,
+    };
+    let mut most_bytes = MAX_TOOL_BYTES;
+    loop {
+        let part = SliceQuery {
+            pointer: args.pointer.clone().unwrap_or_default(),
+            offset: args.offset.unwrap_or_default(),
+            limit: args.limit,
+            grep: args.grep.clone().filter(|grep| !grep.is_empty()),
+        };
+        let piece = engine.read_result(&caller, &id, part, most_bytes).await;
+        let piece = piece.map_err(|error| match error {
+            Error::Refused { fault, .. } => fault,
+            Error::Internal(_) => Fault::new(Code::Internal, "the result cannot be read"),
+        })?;
+        let answer = ResultReadOutput::from(piece);
+        let text = serde_json::to_string(&answer).unwrap_or_default();
+        if most_bytes < 500 || !tokens::exceeds(&text, MAX_TOOL_TOKENS) {
+            return Ok(answer);
+        }
+        most_bytes /= 2;
+    }
+}

@@ -1,0 +1,353 @@
+//! Replays a recorded run: the model gets its requests again, its tool calls are answered with
+//! recorded results, and nothing is executed. The report lists the steps at which the model acted
+//! differently.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::{Value, json};
+
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::run::{JournalEntry, JournalKind};
+use crate::engine::Engine;
+use crate::ports::model::{ModelReply, ToolCallRequest};
+use crate::runs::agent_loop::{
+    self, Conversation, EventSink, RunLimits, RunOptions, StepOutcome, StopReason,
+};
+
+/// A step at which the model acted differently.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReplayDifference {
+    pub step: u32,
+    /// The recorded reply; `None` if the recording has no such step.
+    pub recorded: Option<ModelReply>,
+    pub now: Option<ModelReply>,
+}
+
+/// Result of a replay.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReplayReport {
+    pub answer: String,
+    pub recorded_answer: Option<String>,
+    pub differences: Vec<ReplayDifference>,
+    pub steps: u32,
+    pub usage: crate::ports::model::TokenUsage,
+    /// Number of calls without a recorded result. The model received an error for each.
+    pub unrecorded_calls: u32,
+}
+
+impl Engine {
+    /// Checks that the run exists and that the caller may replay it.
+    pub async fn check_replay(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
+        crate::runs::lifecycle::require_run_access(caller)?;
+        self.check_run_capacity()?;
+        self.find_run(caller, run_id).await.map(|_| ())
+    }
+
+    /// Replays a run against its recording. Nothing is stored or executed.
+    pub async fn replay_run(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        model: Option<&str>,
+        watch: EventSink<'_>,
+    ) -> Result<ReplayReport, Error> {
+        crate::runs::lifecycle::require_run_access(caller)?;
+        self.check_run_capacity()?;
+        let _counted = ReplayCountGuard::new(&self.core.active_runs.replays);
+        let playing = self.run_replay(caller, run_id, model, watch);
+        tokio::select! {
+            played = playing => played,
+            () = self.core.shutdown.cancelled() => {
+                let message = "the server is shutting down; nothing was done, a retry is safe";
+                Err(Error::retry_later(Code::Overloaded, message, 1_000))
+            }
+        }
+    }
+
+    async fn run_replay(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        model: Option<&str>,
+        watch: EventSink<'_>,
+    ) -> Result<ReplayReport, Error> {
+        let run = self.find_run(caller, run_id).await?;
+        let mut tape =
+            Recording::from_journal(&self.run_journal(caller, run_id).await?, &run.options.limits);
+        let name = model.unwrap_or(&run.model);
+        let chosen = self.models().find(name).ok_or_else(|| {
+            let message = format!("there is no model \"{name}\"");
+            Error::refused(Code::UpstreamUnavailable, message)
+        })?;
+        let terms =
+            RunOptions { model: chosen.name, idempotency_prefix: None, ..run.options.clone() };
+        let mut talk = Conversation::new(std::mem::take(&mut tape.initial_messages));
+        let mut differences = Vec::new();
+        let mut turns = agent_loop::AgentLoop::with_available_tools(
+            self,
+            caller,
+            chosen.model.as_ref(),
+            &terms,
+            watch,
+        )?;
+        // Where the recorded run waited for late results, its reply may have been empty.
+        turns.allows_empty_reply = true;
+        // `place` is the position in the recording. `beyond` is true while the model continues past
+        // a step that was final in the recording.
+        let (mut place, mut beyond) = (0, false);
+        loop {
+            if !beyond {
+                tape.replay_inputs(place, &mut talk);
+            }
+            turns.request_reply(&mut talk).await?;
+            let steps = talk.progress.steps;
+            let reply = talk.progress.pending_reply.clone().unwrap_or_default();
+            let recorded = tape.steps.get(place).filter(|_| !beyond);
+            if !recorded.is_some_and(|recorded| have_same_actions(&recorded.reply, &reply)) {
+                let step = recorded.map_or(steps, |_| step_number(place));
+                let recorded = recorded.map(|recorded| recorded.reply.clone());
+                differences.push(ReplayDifference { step, recorded, now: Some(reply.clone()) });
+            }
+            let ended = recorded.is_none_or(|recorded| recorded.is_final);
+            if recorded.is_some_and(|recorded| recorded.was_resumed) {
+                talk.progress.reset_baseline();
+            }
+            let next = turns.answer_calls_with(&mut talk, |call| tape.next_result(call));
+            place += usize::from(!beyond);
+            let StepOutcome::Answered(answer) = next else {
+                beyond |= ended;
+                continue;
+            };
+            beyond |= ended;
+            while let Some(missing) = tape.steps.get(place).filter(|_| !beyond) {
+                let (step, recorded) = (step_number(place), Some(missing.reply.clone()));
+                differences.push(ReplayDifference { step, recorded, now: None });
+                beyond = missing.is_final;
+                tape.replay_inputs(place, &mut talk);
+                place += 1;
+            }
+            beyond = false;
+            if place < tape.steps.len() {
+                continue;
+            }
+            return Ok(ReplayReport {
+                answer: answer.text,
+                recorded_answer: run.answer.map(|answer| answer.text),
+                differences,
+                steps,
+                usage: talk.progress.usage,
+                unrecorded_calls: tape.unrecorded_calls,
+            });
+        }
+    }
+}
+
+/// Increments a counter for as long as the guard lives.
+struct ReplayCountGuard<'a>(&'a AtomicUsize);
+
+impl<'a> ReplayCountGuard<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for ReplayCountGuard<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Returns the number of the step at this index. Steps are numbered from 1.
+fn step_number(place: usize) -> u32 {
+    u32::try_from(place + 1).unwrap_or(u32::MAX)
+}
+
+fn unrecorded_result(call: &ToolCallRequest) -> String {
+    let message = format!(
+        "not done: this is a replay, and there is no recorded result of {} with these arguments",
+        call.name
+    );
+    crate::model_formats::fault_content(&Fault::new(Code::NotFound, message).without_side_effect())
+}
+
+/// The journal of a run, arranged for a replay.
+#[derive(Default)]
+struct Recording {
+    initial_messages: Vec<Value>,
+    steps: Vec<RecordedStep>,
+    /// Recorded results, by call (name and arguments).
+    results: HashMap<String, VecDeque<RecordedResult>>,
+    /// Call ids of this replay by their recorded ids.
+    current_ids: HashMap<String, String>,
+    unrecorded_calls: u32,
+}
+
+/// A recorded result of a call, as the model received it.
+#[derive(Clone)]
+struct RecordedResult {
+    /// The call's id in the recording.
+    id: String,
+    content: String,
+    /// True if the call was executed and counted; false if it was only answered.
+    was_executed: bool,
+}
+
+/// A recorded reply of the model, with the inputs it received since the previous reply, other than
+/// tool results.
+struct RecordedStep {
+    inputs: Vec<RecordedInput>,
+    reply: ModelReply,
+    /// True if the reply ended the exchange: a final answer, or a pause until late results arrived.
+    is_final: bool,
+    /// True if the run was resumed before the reply's calls were executed.
+    was_resumed: bool,
+}
+
+enum RecordedInput {
+    /// A message of the user.
+    UserMessage(Value),
+    /// The notice that a limit is reached.
+    LimitNotice(StopReason, Value),
+    /// The notice of a late result.
+    LateResult(Value),
+    /// No message: the run was resumed.
+    Resumed,
+}
+
+impl Recording {
+    fn from_journal(journal: &[JournalEntry], limits: &RunLimits) -> Self {
+        let mut tape = Self::default();
+        let mut given = Vec::new();
+        let mut said: VecDeque<Value> = VecDeque::new();
+        let mut acted = true;
+        for JournalEntry { record: entry, .. } in journal {
+            match entry.kind {
+                JournalKind::Created => {
+                    tape.initial_messages.extend(entry.messages.iter().cloned());
+                    continue;
+                }
+                JournalKind::UserMessage => {
+                    said.extend(entry.data["messages"].as_array().cloned().unwrap_or_default())
+                }
+                JournalKind::ToolResults => {
+                    tape.add_results(&entry.messages, &entry.data["calls"]);
+                    acted = true;
+                }
+                JournalKind::Resumed => match tape.steps.last_mut().filter(|_| !acted) {
+                    Some(step) => step.was_resumed = true,
+                    None => given.push(RecordedInput::Resumed),
+                },
+                _ => {}
+            }
+            for message in entry.messages.iter().filter(|message| is_input(message)) {
+                given.push(match agent_loop::stop_reason_of(message, limits) {
+                    _ if said.front() == Some(message) => {
+                        said.pop_front();
+                        RecordedInput::UserMessage(message.clone())
+                    }
+                    Some(closing) => RecordedInput::LimitNotice(closing, message.clone()),
+                    None => RecordedInput::LateResult(message.clone()),
+                });
+            }
+            if entry.kind == JournalKind::Replied
+                && let Ok(reply) = serde_json::from_value::<ModelReply>(entry.data.clone())
+            {
+                let closes =
+                    given.iter().any(|given| matches!(given, RecordedInput::LimitNotice(..)));
+                let answers = closes || reply.calls.is_empty();
+                acted = answers;
+                let given = std::mem::take(&mut given);
+                tape.steps.push(RecordedStep {
+                    inputs: given,
+                    reply,
+                    is_final: answers,
+                    was_resumed: false,
+                });
+            }
+        }
+        tape
+    }
+
+    fn add_results(&mut self, messages: &[Value], made: &Value) {
+        let Some(step) = self.steps.last() else { return };
+        let made: HashSet<&str> = made
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|call| call["call_id"].as_str())
+            .collect();
+        for call in &step.reply.calls {
+            let told = messages.iter().find(|message| message["tool_call_id"] == call.id.as_str());
+            let content = told.and_then(|message| message["content"].as_str());
+            let place = self.results.entry(agent_loop::call_fingerprint(call)).or_default();
+            place.extend(content.map(|content| RecordedResult {
+                id: call.id.clone(),
+                content: content.to_owned(),
+                was_executed: made.contains(call.id.as_str()),
+            }));
+        }
+    }
+
+    /// Adds the inputs that preceded this recorded reply to the conversation.
+    fn replay_inputs(&self, place: usize, talk: &mut Conversation) {
+        for given in self.steps.get(place).into_iter().flat_map(|step| &step.inputs) {
+            match given {
+                RecordedInput::UserMessage(message) => {
+                    talk.add_user_messages(vec![message.clone()])
+                }
+                RecordedInput::LimitNotice(closing, message) => {
+                    talk.progress.stop_reason = Some(*closing);
+                    talk.messages.push(message.clone());
+                }
+                RecordedInput::LateResult(message) => {
+                    talk.messages.push(agent_loop::replace_late_call_id(message, &self.current_ids))
+                }
+                RecordedInput::Resumed => talk.progress.reset_baseline(),
+            }
+        }
+    }
+
+    /// Returns the next recorded result of this call, in order, and whether the call was executed.
+    /// The last result repeats for all further calls.
+    fn next_result(&mut self, call: &ToolCallRequest) -> (String, bool) {
+        let told = self.results.get_mut(&agent_loop::call_fingerprint(call));
+        let next = told.and_then(|told| match told.len() {
+            0 | 1 => told.front().cloned(),
+            _ => told.pop_front(),
+        });
+        let Some(RecordedResult { id, content, was_executed: made }) = next else {
+            self.unrecorded_calls += 1;
+            return (unrecorded_result(call), true);
+        };
+        self.current_ids.insert(id, call.id.clone());
+        (content, made)
+    }
+}
+
+/// Returns true if the message is an input to the model, neither its reply nor a tool result.
+fn is_input(message: &Value) -> bool {
+    message["role"] != "assistant" && message["role"] != "tool"
+}
+
+/// Returns true if the model acts the same: equal calls, whatever the text beside them. Replies
+/// without calls must have equal text.
+fn have_same_actions(recorded: &ModelReply, now: &ModelReply) -> bool {
+    let calls = |reply: &ModelReply| -> Vec<String> {
+        let mut calls: Vec<String> = reply.calls.iter().map(agent_loop::call_fingerprint).collect();
+        calls.sort();
+        calls
+    };
+    let said = recorded.calls.is_empty() && recorded.text.trim() != now.text.trim();
+    calls(recorded) == calls(now) && !said
+}
+
+/// JSON form, for clients that stream a replay.
+impl From<&ReplayDifference> for Value {
+    fn from(difference: &ReplayDifference) -> Self {
+        let ReplayDifference { step, recorded, now } = difference;
+        json!({ "step": step, "recorded": recorded, "now": now })
+    }
+}

@@ -1,0 +1,341 @@
+//! The context of a run: its tools, its calls and their results.
+//!
+//! The context is built from the store: the newest calls of the run, and every open call regardless
+//! of its age. The selection of tools is set per run and affects only what the model sees; access
+//! rules decide what may be called.
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::calls::validate_request::check_label;
+use crate::domain::access_rules::AccessDecision;
+use crate::domain::call::{Call, Status};
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
+use crate::domain::tool::{Executor, ToolDefinition};
+use crate::engine::{Engine, from_store_error};
+use crate::ports::bus::Topic;
+use crate::ports::store::{CallFilter, RunToolDefinitions};
+use crate::registry::catalog::check_definition;
+use crate::runs::context::{
+    ContextMessages, ContextPrompt, ToolCall, ToolCallContext, ToolResult, definitions,
+};
+
+/// Number of a run's calls in a context: default and maximum.
+pub const CONTEXT_CALL_LIMITS: (usize, usize) = (50, 200);
+
+/// Interval at which a waiter polls the store when no wake-up arrives.
+const CONTEXT_POLL_MS: u64 = 2_000;
+
+/// The tools that a run presents to its model.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunToolSelection {
+    /// Tools that the caller executes itself. Each hides a Toolcrib tool with the same name.
+    #[serde(with = "definitions")]
+    #[serde(rename = "own")]
+    pub caller_tools: Vec<ToolDefinition>,
+    /// Names of Toolcrib's tools; `None` means all that the caller may call.
+    #[serde(rename = "crib")]
+    pub toolcrib_tools: Option<Vec<String>>,
+}
+
+/// Message format in which a run's calls and results are rendered for a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MessageFormat {
+    OpenAi,
+    Anthropic,
+}
+
+impl Engine {
+    /// Returns the context of a run: its newest `limit` calls (1 to 200), and those that are still
+    /// open. An unused run id has the tools that a run would have, and no calls.
+    pub async fn context(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+    ) -> Result<ToolCallContext, Error> {
+        check_label("run_id", run_id)?;
+        let mut context = ToolCallContext::new(run_id);
+        context.set_tool_definitions(self.run_tools(caller, run_id).await?);
+        let (calls, truncated) = self.load_run_calls(caller, run_id, limit).await?;
+        context.set_truncated(truncated);
+        add_calls(&mut context, &calls);
+        Ok(context)
+    }
+
+    /// Renders the state of a run's tools for a system prompt of at most `budget_tokens`.
+    pub async fn prompt(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+        budget_tokens: usize,
+    ) -> Result<ContextPrompt, Error> {
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
+        // Token counting is CPU-bound and would block this async worker thread.
+        let made = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
+        made.await.map_err(|error| Error::Internal(Box::new(error)))
+    }
+
+    /// Renders a run's calls and results as messages of a conversation. With a budget, the results
+    /// together have at most that many tokens. Also returns whether older calls were omitted.
+    pub async fn conversation(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+        style: MessageFormat,
+        budget_tokens: Option<usize>,
+    ) -> Result<(ContextMessages, bool), Error> {
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
+        let made = tokio::task::spawn_blocking(move || match style {
+            MessageFormat::OpenAi => {
+                (context.to_openai(budget_tokens, now_ms), context.truncated())
+            }
+            MessageFormat::Anthropic => {
+                (context.to_anthropic(budget_tokens, now_ms), context.truncated())
+            }
+        });
+        made.await.map_err(|error| Error::Internal(Box::new(error)))
+    }
+
+    /// Refreshes a context with its run's new calls and results; its listeners are notified of the
+    /// results. Waits until a result arrives, at most `wait_ms`. Returns the number of new results.
+    pub async fn refresh_context(
+        &self,
+        caller: &Caller,
+        context: &mut ToolCallContext,
+        wait_ms: u64,
+    ) -> Result<usize, Error> {
+        let inner = &self.core;
+        let (project, run_id) = (caller.project.clone(), context.run_id().to_owned());
+        let mut news = inner.bus.listen(Topic::Run { project, run_id: run_id.clone() });
+        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        loop {
+            let before = context.tool_results().len();
+            let (mut calls, _) =
+                self.load_run_calls(caller, &run_id, CONTEXT_CALL_LIMITS.1).await?;
+            let listed: HashSet<_> = calls.iter().map(|call| call.id.clone()).collect();
+            let older = context.pending_calls().filter_map(|call| call.tool_call_id.clone());
+            let older: Vec<_> = older.filter(|id| !listed.contains(id)).collect();
+            for id in older {
+                // A call that was purged in the meantime has nothing to add.
+                if let Ok(call) = self.call(caller, &id).await {
+                    calls.push(call.as_ref().clone());
+                }
+            }
+            add_calls(context, &calls);
+            let came = context.tool_results().len() - before;
+            let now_ms = inner.clock.now_ms();
+            if came > 0 || now_ms >= until_ms || inner.shutdown.is_cancelled() {
+                return Ok(came);
+            }
+            tokio::select! {
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + CONTEXT_POLL_MS)) => {}
+                () = inner.shutdown.cancelled() => {}
+            }
+        }
+    }
+
+    /// Sets the tools that a run presents to its model, replacing any earlier selection.
+    pub async fn set_run_tools(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        mut tools: RunToolSelection,
+    ) -> Result<Vec<ToolDefinition>, Error> {
+        check_label("run_id", run_id)?;
+        self.check_run_tools(caller, &mut tools)?;
+        let text =
+            Json::from_serialize(&tools).map_err(|error| Error::Internal(Box::new(error)))?;
+        let run = RunToolDefinitions {
+            project: caller.project.clone(),
+            run_id: run_id.to_owned(),
+            tool_definitions: text,
+            updated_ms: self.now_ms(),
+        };
+        self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)?;
+        Ok(self.resolve_run_tools(caller, tools))
+    }
+
+    /// Returns the tools that a run presents to its model, sorted by name.
+    pub(crate) async fn run_tools(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<Vec<ToolDefinition>, Error> {
+        let stored = self
+            .core
+            .store
+            .run_tool_definitions(&caller.project, run_id)
+            .await
+            .map_err(from_store_error)?;
+        let set = match stored {
+            None => RunToolSelection::default(),
+            Some(run) => serde_json::from_str(run.tool_definitions.text())
+                .map_err(|error| Error::Internal(Box::new(error)))?,
+        };
+        Ok(self.resolve_run_tools(caller, set))
+    }
+
+    fn resolve_run_tools(&self, caller: &Caller, set: RunToolSelection) -> Vec<ToolDefinition> {
+        let mut tools = set.caller_tools;
+        let named =
+            |name: &String| set.toolcrib_tools.as_ref().is_none_or(|names| names.contains(name));
+        for entry in self.tools(caller) {
+            let name = &entry.definition.name;
+            if named(name) && !tools.iter().any(|own| own.name == *name) {
+                tools.push(entry.definition.clone());
+            }
+        }
+        tools.sort_by(|a, b| a.name.cmp(&b.name));
+        tools
+    }
+
+    /// Validates a tool selection. Toolcrib's tools may be given by the names that models use; the
+    /// exact names are stored.
+    fn check_run_tools(&self, caller: &Caller, tools: &mut RunToolSelection) -> Result<(), Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key cannot set the tools of a run";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let limit = self.core.limits.max_tools_per_registration;
+        let crib = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
+        if tools.caller_tools.len().max(crib.len()) > limit {
+            let message = format!("a run is told of at most {limit} tools of a kind");
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+        let catalog = self.core.catalog();
+        for (n, tool) in tools.caller_tools.iter().enumerate() {
+            let place = format!("tool_definitions/{n}");
+            check_definition(tool).map_err(|error| with_pointer(&place, error))?;
+            if let AccessDecision::Denied(why) = catalog.authorize_reported_call(caller, &tool.name)
+            {
+                let message = format!("{place}/name: \"{}\" is denied by {why}", tool.name);
+                return Err(Error::refused(Code::PermissionDenied, message));
+            }
+            if tools.caller_tools[..n].iter().any(|other| other.name == tool.name) {
+                let message = format!("{place}/name: \"{}\" is there twice", tool.name);
+                return Err(Error::refused(Code::ValidationError, message));
+            }
+        }
+        for (n, name) in crib.iter_mut().enumerate() {
+            let place = format!("crib_tools/{n}");
+            let found = self
+                .tool(caller, name)
+                .map_err(|error| into_validation_error(with_pointer(&place, error)))?;
+            *name = found.definition.name.clone();
+        }
+        Ok(())
+    }
+
+    /// Loads the newest calls of a run and those still open, oldest first. Also returns whether
+    /// older calls were omitted.
+    async fn load_run_calls(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+    ) -> Result<(Vec<Call>, bool), Error> {
+        let limit = limit.clamp(1, CONTEXT_CALL_LIMITS.1);
+        let filter = CallFilter {
+            project: caller.project.clone(),
+            run_id: Some(run_id.to_owned()),
+            limit: limit + 1,
+            ..CallFilter::default()
+        };
+        let store = &self.core.store;
+        let mut calls = store.calls(filter.clone()).await.map_err(from_store_error)?;
+        let truncated = calls.len() > limit;
+        calls.truncate(limit);
+        if truncated {
+            let before = calls.last().map(|call| call.id.clone());
+            for status in [Status::Pending, Status::Running] {
+                let (status, before) = (Some(status), before.clone());
+                let open =
+                    CallFilter { status, before, limit: CONTEXT_CALL_LIMITS.1, ..filter.clone() };
+                calls.extend(store.calls(open).await.map_err(from_store_error)?);
+            }
+        }
+        calls.sort_by(|a, b| a.id.cmp(&b.id));
+        calls.dedup_by(|a, b| a.id == b.id);
+        Ok((calls, truncated))
+    }
+}
+
+/// Adds calls in order of creation, and their results in order of completion.
+fn add_calls(context: &mut ToolCallContext, calls: &[Call]) {
+    for turn in group_concurrent_calls(calls) {
+        context.set_tool_calls(turn.iter().map(ToolCall::from));
+    }
+    let mut ended: Vec<&Call> = calls.iter().filter(|call| call.outcome.is_some()).collect();
+    ended.sort_by_key(|call| (call.completed_ms, call.id.clone()));
+    for result in ended.into_iter().filter_map(ToolResult::from_call) {
+        // The call was added above and an outcome never changes, so this cannot fail.
+        let _ = context.set_tool_call_result(result);
+    }
+}
+
+/// Groups calls that ran concurrently into one step. The caller does not wait for a background
+/// call, so a call made after it belongs to a new step.
+fn group_concurrent_calls(calls: &[Call]) -> Vec<&[Call]> {
+    let over_ms = |call: &Call| match call.origin.background {
+        true => call.created_ms,
+        false => call.completed_ms.unwrap_or(u64::MAX),
+    };
+    let (mut turns, mut begin, mut until_ms) = (Vec::new(), 0, u64::MAX);
+    for (n, call) in calls.iter().enumerate() {
+        if call.created_ms > until_ms {
+            turns.push(&calls[begin..n]);
+            (begin, until_ms) = (n, u64::MAX);
+        }
+        until_ms = until_ms.min(over_ms(call));
+    }
+    if begin < calls.len() {
+        turns.push(&calls[begin..]);
+    }
+    turns
+}
+
+/// Adds the position in the request that a refusal is about.
+pub(crate) fn with_pointer(place: &str, error: Error) -> Error {
+    let Error::Refused { mut fault, retry_after_ms } = error else { return error };
+    fault.message = format!("{place}: {}", fault.message);
+    if fault.detail.is_none() {
+        fault.detail = Some(json!({ "pointer": format!("/{place}") }));
+    }
+    Error::Refused { fault, retry_after_ms }
+}
+
+/// Converts an unknown name in a request body into a validation error: the body is wrong, not the
+/// path.
+fn into_validation_error(error: Error) -> Error {
+    let Error::Refused { fault, .. } = error else { return error };
+    let invalid = Fault::new(Code::ValidationError, fault.message).without_side_effect();
+    invalid.with_detail(fault.detail.unwrap_or_default()).into()
+}
+
+/// Builds a definition for a caller tool of which only the name is known.
+pub(crate) fn caller_tool_definition(project: &str, name: &str, timeout_ms: u64) -> ToolDefinition {
+    ToolDefinition {
+        project: Some(project.to_owned()),
+        name: name.to_owned(),
+        description: String::new(),
+        executor: Executor::Caller,
+        input_schema: Json::empty_object(),
+        output_schema: None,
+        timeout_ms,
+        background: false,
+        effect: Default::default(),
+        risk: Default::default(),
+        policy: Default::default(),
+        fallback: Vec::new(),
+        metadata: None,
+        binding: None,
+    }
+}

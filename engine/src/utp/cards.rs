@@ -1,0 +1,259 @@
+//! UTP cards: presents any call as cards, and stores cards that others write.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use crate::domain::call::{Call, Status};
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::CallId;
+use crate::domain::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT};
+use crate::domain::utp::{Route, ToolStatus, trace};
+use crate::engine::{Core, Engine, from_store_error};
+use crate::ports::store::utp::PutCardResult;
+
+/// The call that a report or a card names.
+pub(crate) enum RouteLookup {
+    Call(Arc<Call>),
+    /// The call exists, but in another turn.
+    WrongTurn(Arc<Call>),
+    NotFound,
+}
+
+impl Engine {
+    /// Returns one card.
+    pub async fn card(&self, caller: &Caller, card_id: &str) -> Result<Card, Error> {
+        let found = self.core.find_card(&caller.project, card_id).await?;
+        found.ok_or_else(|| {
+            let shown: String = card_id.chars().take(80).collect();
+            Error::refused(Code::NotFound, format!("there is no card \"{shown}\""))
+        })
+    }
+
+    /// Returns the cards of a call: its call card and, once it has ended, its result card.
+    pub async fn call_cards(&self, caller: &Caller, id: &CallId) -> Result<Vec<Card>, Error> {
+        let call = self.call(caller, id).await?;
+        let binding = self.core.load_binding(&call).await?;
+        let mut cards = vec![card::call_card(&call, binding.as_ref())];
+        if call.status.is_terminal() {
+            cards.extend(self.core.result_card(&call).await?);
+        }
+        Ok(cards)
+    }
+
+    /// Stores a card that the caller wrote. Returns it, and whether it is new. Storing an identical
+    /// card again succeeds; a different card with the same id, or a second result of one call, is a
+    /// conflict.
+    pub async fn put_card(&self, caller: &Caller, given: &Value) -> Result<(Card, bool), Error> {
+        let card = self.validate_card(caller, given).await?;
+        match self.core.store.utp().put_card(card.clone()).await.map_err(from_store_error)? {
+            PutCardResult::New => Ok((card, true)),
+            PutCardResult::Identical => Ok((card, false)),
+            PutCardResult::Conflict(known) => {
+                let message = match known.card_id == card.card_id {
+                    true => format!("there is another card \"{}\"", known.card_id),
+                    false => format!("the call has its result already: \"{}\"", known.card_id),
+                };
+                let detail = json!({ "card_id": known.card_id });
+                Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+            }
+        }
+    }
+
+    /// Validates and completes a card that the caller wrote, without storing it.
+    pub(crate) async fn validate_card(
+        &self,
+        caller: &Caller,
+        given: &Value,
+    ) -> Result<Card, Error> {
+        let inner = &self.core;
+        let limit = inner.limits.max_result_bytes;
+        if given.to_string().len() > limit + 4_096 {
+            let message = format!("the card is over the limit of {limit} bytes for a result");
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+        let now_ms = inner.clock.now_ms();
+        let mint = || inner.id_generator.next_id("", now_ms).to_lowercase();
+        let mut card = Card::parse_external(given, &caller.project, now_ms, mint)?;
+        if card.kind == TOOL_RESULT {
+            if !caller.may_provide() {
+                let message = "only a provider's key can write results";
+                return Err(Error::refused(Code::PermissionDenied, message));
+            }
+            inner.inherit_lineage(&mut card).await?;
+        }
+        Ok(card)
+    }
+
+    /// Handles a tool service's read of a call card as its acknowledgement of the call. The
+    /// acknowledgement is committed after a short delay, unless the result arrives first. Returns
+    /// false if the call is known to have ended, so that the service need not start it.
+    pub async fn acknowledge_card_read(&self, caller: &Caller, card_id: &str, by: &str) -> bool {
+        let Some((id, TOOL_CALL)) = card::parse_derived_id(card_id) else { return true };
+        let Some(entry) = self.core.open_calls.get(&id) else { return !self.is_recovered() };
+        let call = entry.call();
+        let parked = call.hold.is_some() && call.has_attempt_in_flight();
+        if !parked || call.project != caller.project || !call.target.executor.reports_later() {
+            return true;
+        }
+        let (inner, by, attempt) = (self.core.clone(), by.to_owned(), call.attempt);
+        let project = caller.project.clone();
+        self.core.tasks.spawn(async move {
+            let soon = inner.clock.now_ms() + ACKNOWLEDGE_DELAY_MS;
+            tokio::select! {
+                () = inner.clock.sleep_until(soon) => {}
+                () = inner.shutdown.cancelled() => return,
+            }
+            if inner.open_calls.get(&id).is_some_and(|entry| entry.call().hold.is_some()) {
+                let taken = crate::lifecycle::Event::Acknowledged { attempt, by, instead_of: None };
+                inner.advance_with_retry(&project, &id, taken).await;
+            }
+        });
+        true
+    }
+}
+
+/// Delay before an acknowledgement is committed. A tool that answers faster goes straight to its
+/// outcome.
+const ACKNOWLEDGE_DELAY_MS: u64 = 100;
+
+impl Core {
+    pub(crate) async fn find_card(
+        &self,
+        project: &str,
+        card_id: &str,
+    ) -> Result<Option<Card>, Error> {
+        let Some((id, kind)) = card::parse_derived_id(card_id) else {
+            return self.store.utp().card(project, card_id).await.map_err(from_store_error);
+        };
+        let Some(call) = self.find_call(project, &id).await? else { return Ok(None) };
+        let binding = self.load_binding(&call).await?;
+        Ok(match kind {
+            TOOL_CALL => Some(card::call_card(&call, binding.as_ref())),
+            _ => card::result_card(&call, binding.as_ref()),
+        })
+    }
+
+    pub(crate) async fn find_call(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<Arc<Call>>, Error> {
+        if let Some(entry) = self.open_calls.get(id) {
+            return Ok(Some(entry.call()).filter(|call| call.project == project));
+        }
+        let stored = self.store.call(project, id).await.map_err(from_store_error)?;
+        Ok(stored.map(Arc::new))
+    }
+
+    /// Returns the result card of a call that has ended: the card that the tool service wrote if
+    /// that card ended the call, otherwise one derived from the call.
+    pub(crate) async fn result_card(&self, call: &Call) -> Result<Option<Card>, Error> {
+        let route = Route::for_call(call);
+        if call.target.executor == crate::domain::tool::Executor::Utp
+            && call.status != Status::Pending
+        {
+            let (turn, id) = (&route.turn_id, &route.tool_call_id);
+            let written = self.store.utp().result_card(&call.project, turn, id).await;
+            let status = ToolStatus::from_call(call).map(ToolStatus::as_str);
+            let by_tool = call.acknowledged_by.is_some();
+            // A late card may have the same status but a different reason, so the messages are
+            // compared too.
+            let error = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
+            let said = |card: &Card| card::fault_from_error(card.content.get("error"));
+            let why = |card: &Card| error.is_none_or(|e| e.message == said(card).message);
+            let same = |card: &Card| by_tool && card.content_text("status") == status && why(card);
+            if let Some(card) = written.map_err(from_store_error)?.filter(same) {
+                return Ok(Some(card));
+            }
+        }
+        let binding = self.load_binding(call).await?;
+        Ok(card::result_card(call, binding.as_ref()))
+    }
+
+    /// Finds the call that has this turn id and tool call id in a project.
+    pub(crate) async fn find_by_route(
+        &self,
+        project: &str,
+        turn_id: &str,
+        tool_call_id: &str,
+    ) -> Result<RouteLookup, Error> {
+        // An agent may choose an id that looks like a fallback's id (`ID-aN`). The exact id
+        // therefore takes precedence over the reading as a fallback of another call.
+        let numbered = tool_call_id.rsplit_once("-a").filter(|(_, n)| n.parse::<u32>().is_ok());
+        let mut elsewhere = None;
+        for base in [Some(tool_call_id), numbered.map(|(base, _)| base)].into_iter().flatten() {
+            let Some(call) = self.find_call_in_turn(project, turn_id, base).await? else {
+                continue;
+            };
+            let route = Route::for_call(&call);
+            if route.tool_call_id != tool_call_id {
+                continue;
+            }
+            if route.turn_id == turn_id {
+                return Ok(RouteLookup::Call(call));
+            }
+            elsewhere = elsewhere.or(Some(call));
+        }
+        Ok(elsewhere.map_or(RouteLookup::NotFound, RouteLookup::WrongTurn))
+    }
+
+    /// Finds the call with this id in a turn or, if the turn has none, the newest with this id in
+    /// any turn.
+    async fn find_call_in_turn(
+        &self,
+        project: &str,
+        turn_id: &str,
+        id: &str,
+    ) -> Result<Option<Arc<Call>>, Error> {
+        if let Ok(id) = id.parse::<CallId>() {
+            return self.find_call(project, &id).await;
+        }
+        let utp = self.store.utp();
+        let own = utp.step_call(project, Some(turn_id), id).await;
+        let row = match own.map_err(from_store_error)? {
+            Some(row) => Some(row),
+            None => utp.step_call(project, None, id).await.map_err(from_store_error)?,
+        };
+        match row.and_then(|row| row.call_id).and_then(|id| id.parse().ok()) {
+            Some(id) => self.find_call(project, &id).await,
+            None => Ok(None),
+        }
+    }
+
+    /// Completes a result card with the lineage of its call, which must be identical.
+    async fn inherit_lineage(&self, card: &mut Card) -> Result<(), Error> {
+        let turn_id = card.turn_id().unwrap_or_default().to_owned();
+        let tool_call_id = card.tool_call_id.clone().unwrap_or_default();
+        let found = self.find_by_route(&card.project, &turn_id, &tool_call_id).await?;
+        let RouteLookup::Call(call) = found else { return Ok(()) };
+        copy_lineage(card, &call)
+    }
+}
+
+/// Copies the lineage of a call into its result card, and refuses a card whose lineage differs.
+pub(crate) fn copy_lineage(card: &mut Card, call: &Call) -> Result<(), Error> {
+    let Route { step_id, parent_step_id, .. } = Route::for_call(call);
+    let lineage = [
+        ("step_id", Some(step_id)),
+        ("trace_id", Some(trace::trace_id_of(call))),
+        ("parent_step_id", parent_step_id),
+    ];
+    for (name, value) in lineage {
+        match (card.metadata.get(name).filter(|given| !given.is_null()), value) {
+            (Some(given), value) if given.as_str() == value.as_deref() => {}
+            (Some(_), _) => {
+                let message = format!("metadata.{name} is not the one of the tool.call card");
+                return Err(Error::refused(Code::BadRequest, message));
+            }
+            (None, Some(value)) => {
+                card.metadata.insert(name.to_owned(), value.into());
+            }
+            (None, None) => {}
+        }
+    }
+    card.metadata.entry("role").or_insert_with(|| "tool".into());
+    card.metadata.entry("function_name").or_insert_with(|| call.target.tool.as_str().into());
+    Ok(())
+}

@@ -1,0 +1,527 @@
+//! Reports of tool services: each is checked against its call, decided by `step`, and delivered to
+//! the agent's inbox. A report that cannot be accepted becomes a dead letter, so nothing is lost.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::cards::{RouteLookup, copy_lineage};
+use super::inbox::derive_inbox_id;
+use crate::calls::commit::AdvanceOutcome;
+use crate::domain::call::Call;
+use crate::domain::caller::Caller;
+use crate::domain::event::{EventKind, EventRecord};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
+use crate::domain::tool::Executor;
+use crate::domain::utp::card::{self, Card, TOOL_RESULT};
+use crate::domain::utp::{AfterExecution, DeadLetter, MAX_DEPTH, Route, ToolStatus};
+use crate::engine::{Core, Engine, from_store_error};
+use crate::lifecycle::{Event, Refusal, RemoteOutcome};
+use crate::ports::store::utp::PutCardResult;
+
+/// A tool service's report, as far as it could be parsed.
+#[derive(Debug, Clone, Default)]
+pub struct ToolServiceReport {
+    pub tool_call_id: String,
+    pub turn_id: String,
+    pub epoch: u64,
+    pub agent_id: String,
+    pub after_execution: Option<String>,
+    pub status: Option<String>,
+    pub card_id: Option<String>,
+    /// The result card itself, sent along to save a request.
+    pub card: Option<Value>,
+    /// True if the report contains its result inline, which the protocol forbids.
+    pub has_inline_result: bool,
+    pub depth: Option<u32>,
+    pub traceparent: Option<String>,
+    /// Id of the reporting service.
+    pub reported_by: Option<String>,
+}
+
+/// Result of an accepted report.
+#[derive(Debug, Clone)]
+pub struct ReportReceipt {
+    pub call: Arc<Call>,
+    /// Id of the inbox item; `None` if the agent has no inbox.
+    pub inbox_id: Option<String>,
+    /// True if this report was received before.
+    pub is_duplicate: bool,
+    /// True if the call had already ended differently. The report is recorded and has no effect.
+    pub is_late: bool,
+}
+
+/// The reason why a report was refused.
+#[derive(Debug)]
+pub struct ReportRejection {
+    /// Reason code for the dead letter; `None` if no dead letter is due, for example because a
+    /// retry can help.
+    pub dead_letter_reason: Option<&'static str>,
+    pub error: Error,
+}
+
+impl From<Error> for ReportRejection {
+    fn from(error: Error) -> Self {
+        let lasting = !matches!(error.code(), Code::Overloaded | Code::Internal);
+        Self { dead_letter_reason: lasting.then_some("refused"), error }
+    }
+}
+
+fn reject_report(reason: &'static str, code: Code, message: impl Into<String>) -> ReportRejection {
+    ReportRejection {
+        dead_letter_reason: Some(reason),
+        error: Fault::new(code, message).without_side_effect().into(),
+    }
+}
+
+/// A message that could not be processed.
+#[derive(Debug, Clone, Default)]
+pub struct UnprocessableMessage {
+    pub kind: &'static str,
+    pub reason: String,
+    pub message: String,
+    pub subject: String,
+    pub headers: Map<String, Value>,
+    pub payload: String,
+    /// True if the sender already truncated the message.
+    pub is_truncated: bool,
+}
+
+/// Maximum size of a payload, and of each other part, in a dead letter.
+const MAX_DEAD_LETTER_PAYLOAD: usize = 262_144;
+const MAX_DEAD_LETTER_MESSAGE: usize = 4_096;
+const MAX_DEAD_LETTER_SUBJECT: usize = 1_024;
+const MAX_DEAD_LETTER_REASON: usize = 64;
+const MAX_DEAD_LETTER_HEADERS: usize = 16_384;
+
+/// Reason codes used as metric labels. Senders choose reasons freely, so all others count as
+/// "other".
+const KNOWN_REASONS: [&str; 14] = [
+    "after_execution_mismatch",
+    "malformed",
+    "no_card",
+    "no_stream",
+    "orphan",
+    "refused",
+    "too_large",
+    "unpublishable",
+    "wrong_agent",
+    "wrong_attempt",
+    "wrong_call",
+    "wrong_card",
+    "wrong_epoch",
+    "wrong_turn",
+];
+
+/// Truncates a text to `limit` bytes. Also returns whether anything was cut off.
+fn truncate_text(mut text: String, limit: usize) -> (String, bool) {
+    let cut = text.len() > limit;
+    if cut {
+        let end = (0..=limit).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(end);
+    }
+    (text, cut)
+}
+
+/// Keeps the headers that fit the limit. Also returns whether some were dropped.
+fn limit_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
+    let (count, mut room) = (headers.len(), MAX_DEAD_LETTER_HEADERS);
+    let fits = |(name, value): &(String, Value)| {
+        let size = name.len() + value.as_str().map_or_else(|| value.to_string().len(), str::len);
+        let fits = size <= room;
+        room -= if fits { size } else { 0 };
+        fits
+    };
+    let kept: Map<String, Value> = headers.into_iter().filter(fits).collect();
+    let fewer = kept.len() < count;
+    (kept, fewer)
+}
+
+impl Engine {
+    /// Ingests a report.
+    pub async fn ingest_report(
+        &self,
+        caller: &Caller,
+        report: ToolServiceReport,
+    ) -> Result<ReportReceipt, ReportRejection> {
+        if !caller.may_provide() {
+            let message = format!("a key with the role {} cannot report", caller.role.as_str());
+            return Err(ReportRejection {
+                dead_letter_reason: None,
+                error: Error::refused(Code::PermissionDenied, message),
+            });
+        }
+        let inner = &self.core;
+        let call = inner.identify_call(&caller.project, &report).await?;
+        let route = Route::for_call(&call);
+        if report.has_inline_result {
+            let message = "payload.result is forbidden: write a tool.result card and report it";
+            let fault = Fault::new(Code::BadRequest, message);
+            inner.apply_report(&call, &report, Err(fault.clone())).await?;
+            return Err(ReportRejection { dead_letter_reason: None, error: fault.into() });
+        }
+        let (status, expected) = inner.validate_report_fields(&call, &report).await?;
+        let card = match inner.derive_result_card(&call, &report)? {
+            Some(card) => card,
+            None => self.load_reported_card(caller, &call, &report, status).await?,
+        };
+        check_card(&card, &route, status)?;
+        if let Some(traceparent) = report.traceparent.clone() {
+            inner.report_traceparents.lock().insert(call.id.clone(), traceparent);
+        }
+        let ingested = inner.apply_report(&call, &report, Ok((status, &card))).await;
+        inner.report_traceparents.lock().remove(&call.id);
+        let ingested = ingested?;
+        if ingested.is_late && report.card.is_some() {
+            inner.store_late_card(card).await?;
+        }
+        tracing::debug!(call = %call.id, status = status.as_str(), after = expected.as_str(), "reported");
+        Ok(ingested)
+    }
+
+    /// Loads the card of a report. A card that comes with the report is stored only after it passed
+    /// the checks: a refused report leaves nothing behind that could later pass for a result.
+    async fn load_reported_card(
+        &self,
+        caller: &Caller,
+        call: &Call,
+        report: &ToolServiceReport,
+        status: ToolStatus,
+    ) -> Result<Card, ReportRejection> {
+        if let Some(given) = &report.card {
+            let named = given.get("card_id").and_then(Value::as_str);
+            if report.card_id.is_some() && named != report.card_id.as_deref() {
+                let message = "tool_result_card_id is not the id of the card that came with it";
+                return Err(reject_report("wrong_card", Code::BadRequest, message));
+            }
+            let card = self.validate_card(caller, given).await?;
+            check_card(&card, &Route::for_call(call), status)?;
+            let there = match self.core.store.utp().put_card(card.clone()).await {
+                Ok(PutCardResult::Conflict(there)) => there.card_id,
+                stored => {
+                    return stored.map(|_| card).map_err(|error| from_store_error(error).into());
+                }
+            };
+            let utp = self.core.store.utp();
+            let (turn, id) = (&report.turn_id, &report.tool_call_id);
+            let known =
+                utp.result_card(&caller.project, turn, id).await.map_err(from_store_error)?;
+            // The first result stands. While the call is open, a different one must not replace it.
+            let now = self.core.find_call(&call.project, &call.id).await?;
+            let ended = now.is_none_or(|call| call.status.is_terminal());
+            let stands = |known: &Card| ended || known.content == card.content;
+            let message = format!("card \"{}\" contradicts \"{there}\"", card.card_id);
+            let contradicts = || reject_report("wrong_card", Code::Conflict, message);
+            return known.filter(stands).ok_or_else(contradicts);
+        }
+        let Some(card_id) = report.card_id.as_deref().filter(|id| !id.trim().is_empty()) else {
+            let message = "tool_result_card_id is missing";
+            return Err(reject_report("malformed", Code::BadRequest, message));
+        };
+        let found = self.core.find_card(&caller.project, card_id).await?;
+        found.ok_or_else(|| {
+            let message = format!("there is no card \"{card_id}\"");
+            reject_report("no_card", Code::NotFound, message)
+        })
+    }
+
+    /// Stores a message that could not be processed as a dead letter.
+    pub async fn dead_letter(
+        &self,
+        project: &str,
+        what: UnprocessableMessage,
+    ) -> Result<DeadLetter, Error> {
+        let inner = &self.core;
+        let now_ms = inner.clock.now_ms();
+        let (payload, cut) = truncate_text(what.payload, MAX_DEAD_LETTER_PAYLOAD);
+        let (headers, fewer) = limit_headers(what.headers);
+        let (subject, shorter) = truncate_text(what.subject, MAX_DEAD_LETTER_SUBJECT);
+        let letter = DeadLetter {
+            id: inner.id_generator.next_id("dl_", now_ms),
+            project: project.to_owned(),
+            kind: what.kind.to_owned(),
+            reason: truncate_text(what.reason, MAX_DEAD_LETTER_REASON).0,
+            message: truncate_text(what.message, MAX_DEAD_LETTER_MESSAGE).0,
+            subject,
+            headers,
+            payload,
+            truncated: what.is_truncated || cut || fewer || shorter,
+            created_ms: now_ms,
+            redriven_ms: None,
+            last_redrive_result: None,
+        };
+        let counted =
+            KNOWN_REASONS.iter().find(|known| **known == letter.reason).unwrap_or(&"other");
+        metrics::counter!("toolcrib_dead_letters_total", "reason" => *counted).increment(1);
+        inner.store.utp().save_dead_letter(letter.clone()).await.map_err(from_store_error)?;
+        Ok(letter)
+    }
+
+    /// Returns the project's dead letters, newest first.
+    pub async fn dead_letters(
+        &self,
+        caller: &Caller,
+        before: Option<&str>,
+        limit: usize,
+    ) -> Result<Vec<DeadLetter>, Error> {
+        self.require_admin(caller, None)?;
+        let found = self.core.store.utp().dead_letters(&caller.project, before, limit).await;
+        found.map_err(from_store_error)
+    }
+
+    /// Returns one dead letter.
+    pub async fn find_dead_letter(&self, caller: &Caller, id: &str) -> Result<DeadLetter, Error> {
+        self.require_admin(caller, None)?;
+        let found = self.core.store.utp().dead_letter(&caller.project, id).await;
+        found.map_err(from_store_error)?.ok_or_else(|| {
+            let shown: String = id.chars().take(80).collect();
+            Error::refused(Code::NotFound, format!("there is no dead letter \"{shown}\""))
+        })
+    }
+
+    /// Records the result of redriving a dead letter.
+    pub async fn record_redrive(&self, mut letter: DeadLetter, came_to: &str) -> Result<(), Error> {
+        letter.redriven_ms = Some(self.core.clock.now_ms());
+        letter.last_redrive_result = Some(came_to.to_owned());
+        self.core.store.utp().save_dead_letter(letter).await.map_err(from_store_error)
+    }
+}
+
+impl Core {
+    /// Finds the call that a report names, and checks that the report may concern it.
+    async fn identify_call(
+        &self,
+        project: &str,
+        report: &ToolServiceReport,
+    ) -> Result<Arc<Call>, ReportRejection> {
+        let (turn, id) = (&report.turn_id, &report.tool_call_id);
+        let call = match self.find_by_route(project, turn, id).await? {
+            RouteLookup::Call(call) => call,
+            RouteLookup::WrongTurn(call) => {
+                let message = format!("call \"{id}\" is not of turn \"{turn}\"");
+                self.record_refused_report(&call, "reported for another turn", report).await?;
+                return Err(reject_report("wrong_turn", Code::Conflict, message));
+            }
+            RouteLookup::NotFound => {
+                let message = format!("there is no call \"{id}\" of turn \"{turn}\"");
+                return Err(reject_report("orphan", Code::NotFound, message));
+            }
+        };
+        let route = Route::for_call(&call);
+        if call.target.executor != Executor::Utp {
+            let message = format!("{} is not executed by a tool service", call.target.tool);
+            return Err(reject_report("wrong_call", Code::Conflict, message));
+        }
+        if route.agent_id != report.agent_id {
+            let message = format!("call \"{id}\" is not of agent \"{}\"", report.agent_id);
+            self.record_refused_report(&call, "reported for another agent", report).await?;
+            return Err(reject_report("wrong_agent", Code::Conflict, message));
+        }
+        if route.epoch != report.epoch {
+            let (is, given) = (route.epoch, report.epoch);
+            let message = format!("call \"{id}\" is of turn_epoch {is}, not {given}");
+            self.record_refused_report(&call, "reported for another epoch", report).await?;
+            return Err(reject_report("wrong_epoch", Code::Conflict, message));
+        }
+        self.check_current_epoch(&call, report).await?;
+        Ok(call)
+    }
+
+    /// Refuses a report for an epoch that is over. A turn whose lease has expired is in another
+    /// epoch, and its present holder did not request this call; so while the call is open, the
+    /// report is not accepted. For a call that has ended, `step` decides whether the report is a
+    /// duplicate or late.
+    async fn check_current_epoch(
+        &self,
+        call: &Call,
+        report: &ToolServiceReport,
+    ) -> Result<(), ReportRejection> {
+        let Some(route) = call.origin.route.as_ref().filter(|_| !call.status.is_terminal()) else {
+            return Ok(());
+        };
+        let turn = self.store.utp().turn(&call.project, &route.turn_id).await;
+        match turn.map_err(from_store_error)? {
+            Some(turn) if turn.epoch != route.epoch => {
+                let (is, given) = (turn.epoch, route.epoch);
+                let message = format!(
+                    "turn \"{}\" is in turn_epoch {is}: nobody waits for what was asked in {given}",
+                    route.turn_id
+                );
+                self.record_refused_report(call, "reported for an epoch that is over", report)
+                    .await?;
+                Err(reject_report("wrong_epoch", Code::Conflict, message))
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    async fn record_refused_report(
+        &self,
+        call: &Call,
+        why: &str,
+        report: &ToolServiceReport,
+    ) -> Result<(), ReportRejection> {
+        let by = report.reported_by.as_deref().unwrap_or("tool");
+        let record = EventRecord::new(EventKind::ReportIgnored, self.clock.now_ms(), call.attempt)
+            .with("why", why)
+            .with("by", by)
+            .with("agent_turn_id", report.turn_id.as_str())
+            .with("turn_epoch", report.epoch);
+        Ok(self.append_late_event(call, record).await?)
+    }
+
+    /// Returns the card of a report that uses the call's own result card id. Such a card adds
+    /// nothing to the card derived from the ended call, so it need not be stored.
+    fn derive_result_card(
+        &self,
+        call: &Call,
+        report: &ToolServiceReport,
+    ) -> Result<Option<Card>, ReportRejection> {
+        let Some(given) = &report.card else { return Ok(None) };
+        let own = card::derived_id(&call.id, TOOL_RESULT);
+        if given.get("card_id").and_then(Value::as_str) != Some(&own) {
+            return Ok(None);
+        }
+        let now_ms = self.clock.now_ms();
+        let mut card = Card::parse(given, &call.project, now_ms, String::new)
+            .map_err(|fault| ReportRejection::from(Error::from(fault)))?;
+        copy_lineage(&mut card, call)?;
+        const CALL_METADATA: [&str; 7] = [
+            "agent_turn_id",
+            "step_id",
+            "tool_call_id",
+            "trace_id",
+            "parent_step_id",
+            "role",
+            "function_name",
+        ];
+        let by = report.reported_by.as_deref().unwrap_or("tool");
+        let nothing_more = card.metadata.keys().all(|name| CALL_METADATA.contains(&name.as_str()));
+        if card.content_text("status") != Some("success") || !nothing_more || card.author_id != by {
+            let message = "only a plain success, signed by who reports it, can have the call's own \
+                           card id; give it another";
+            return Err(reject_report("wrong_card", Code::BadRequest, message));
+        }
+        Ok(Some(card))
+    }
+
+    /// Stores a late card under a separate id: the call's own result card is a different one.
+    async fn store_late_card(&self, card: Card) -> Result<(), ReportRejection> {
+        let hash = derive_inbox_id(&card.project, "late", &card.card_id);
+        let card_id = format!("late{}", hash.trim_start_matches("inbox_"));
+        let card = Card { card_id, ..card };
+        self.store.utp().put_card(card).await.map_err(from_store_error)?;
+        Ok(())
+    }
+
+    /// Validates the status, `after_execution` and depth of a report.
+    async fn validate_report_fields(
+        &self,
+        call: &Call,
+        report: &ToolServiceReport,
+    ) -> Result<(ToolStatus, AfterExecution), ReportRejection> {
+        let malformed = |message: String| reject_report("malformed", Code::BadRequest, message);
+        let given = report.status.as_deref().unwrap_or_default();
+        let status: ToolStatus = given.parse().map_err(|()| {
+            let known = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
+            malformed(format!("status \"{given}\" is not one of {known}"))
+        })?;
+        let given = report.after_execution.as_deref().unwrap_or_default();
+        let after: AfterExecution = given.parse().map_err(|()| {
+            malformed(format!("after_execution \"{given}\" is neither suspend nor terminate"))
+        })?;
+        let binding = self.load_binding(call).await?;
+        let expected = binding.map_or(after, |binding| binding.after_execution);
+        if after != expected {
+            let (is, given) = (expected.as_str(), after.as_str());
+            let message = format!(
+                "after_execution of the call is {is}, not {given}; a result changes it with \
+                 __cg_control"
+            );
+            return Err(reject_report("after_execution_mismatch", Code::BadRequest, message));
+        }
+        let depth = Route::for_call(call).depth;
+        if report.depth.is_some_and(|given| given >= MAX_DEPTH) {
+            let message = format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1);
+            return Err(malformed(message));
+        }
+        if report.depth.is_some_and(|given| given != depth) {
+            return Err(malformed(format!("CG-Recursion-Depth of the call is {depth}")));
+        }
+        Ok((status, after))
+    }
+
+    /// Applies the report to its call through `step`.
+    async fn apply_report(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        report: &ToolServiceReport,
+        said: Result<(ToolStatus, &Card), Fault>,
+    ) -> Result<ReportReceipt, ReportRejection> {
+        let by = report.reported_by.clone().unwrap_or_else(|| "tool".to_owned());
+        let event = match said {
+            Err(fault) => Event::Report {
+                attempt: Some(call.attempt),
+                by: Some(by),
+                result: Err(fault.retryable(false)),
+            },
+            Ok((status, card)) => self.build_event(call, by, status, card),
+        };
+        let (project, id) = (call.project.clone(), call.id.clone());
+        let inner = self.clone();
+        let advancing = async move { inner.advance(&project, &id, event).await };
+        let advanced = self.detach_on_drop(advancing).await?;
+        let (call, duplicate, late) = match advanced {
+            AdvanceOutcome::Committed(call) => (call, false, false),
+            AdvanceOutcome::Duplicate(call) => (call, true, false),
+            AdvanceOutcome::Refused(call, Refusal::AlreadyEnded(_)) => (call, false, true),
+            AdvanceOutcome::Refused(call, _) => {
+                let message = format!("this attempt of call \"{}\" is not out", call.id);
+                return Err(reject_report("wrong_attempt", Code::Conflict, message));
+            }
+        };
+        let inbox_id = self.uses_inbox(&call).then(|| super::inbox::inbox_id(&call));
+        Ok(ReportReceipt { call, inbox_id, is_duplicate: duplicate, is_late: late })
+    }
+
+    fn build_event(&self, call: &Call, by: String, status: ToolStatus, card: &Card) -> Event {
+        let (result, fault) = card.outcome();
+        let data = self.validate_result(call, Ok(Json::from_value(&result)));
+        let attempt = call.attempt;
+        let told = match (status, data) {
+            (ToolStatus::Failed, _) => {
+                return Event::Report { attempt: Some(attempt), by: Some(by), result: Err(fault) };
+            }
+            (ToolStatus::Timeout, _) => {
+                RemoteOutcome::TimedOut(Fault { code: Code::Timeout, ..fault })
+            }
+            (ToolStatus::Canceled, _) => {
+                RemoteOutcome::Canceled(Fault { code: Code::Canceled, ..fault })
+            }
+            (ToolStatus::Partial, Ok(data)) => RemoteOutcome::Partial(data),
+            (_, result) => {
+                return Event::Report { attempt: Some(attempt), by: Some(by), result };
+            }
+        };
+        Event::RemoteOutcome { attempt, by, told }
+    }
+}
+
+fn check_card(card: &Card, route: &Route, status: ToolStatus) -> Result<(), ReportRejection> {
+    let wrong = |message: String| reject_report("wrong_card", Code::BadRequest, message);
+    let id = &card.card_id;
+    if card.kind != TOOL_RESULT {
+        return Err(wrong(format!("card \"{id}\" is a {}, not a tool.result", card.kind)));
+    }
+    let same_call = card.tool_call_id.as_deref() == Some(&route.tool_call_id);
+    if !same_call || card.turn_id() != Some(&route.turn_id) {
+        let named = json!([card.turn_id(), card.tool_call_id]);
+        return Err(wrong(format!("card \"{id}\" is of another call: {named}")));
+    }
+    if card.content_text("status") != Some(status.as_str()) {
+        let is = card.content_text("status").unwrap_or_default();
+        return Err(wrong(format!("card \"{id}\" says {is}, the report {}", status.as_str())));
+    }
+    Ok(())
+}

@@ -1,0 +1,492 @@
+//! UTP turns: an agent leases a turn, dispatches the calls of a step, is suspended until all
+//! results are in, is woken, and resumes with the results. Every new lease, resume, stop and expiry
+//! starts a new epoch, and requests for an older epoch are refused.
+
+mod dispatch;
+mod refused_calls;
+mod stop;
+
+use serde_json::{Value, json};
+
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::utp::turn_event::{StepProgress, TurnCompletion, TurnEvent};
+use crate::domain::utp::{
+    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, StepCall, Turn, TurnStatus, is_token, trace,
+};
+use crate::engine::{Core, Engine, from_store_error};
+use crate::ports::bus::Topic;
+use crate::ports::store::SaveResult;
+use crate::ports::store::utp::TurnChange;
+
+pub use dispatch::{DispatchRequest, DispatchedStep, StepCallRequest};
+
+/// Default duration of a lease.
+const DEFAULT_LEASE_MS: u64 = 300_000;
+const LEASE_RANGE_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
+
+/// Maximum number of attempts to save a turn that others change concurrently.
+const MAX_CONFLICT_RETRIES: usize = 8;
+
+/// A request to lease a turn.
+#[derive(Debug, Clone, Default)]
+pub struct TurnLeaseRequest {
+    /// Generated if `None`.
+    pub turn_id: Option<String>,
+    pub channel: Option<String>,
+    pub lease_ms: Option<u64>,
+    pub traceparent: Option<String>,
+    pub tracestate: Option<String>,
+    pub parent_step_id: Option<String>,
+    pub context_box_id: Option<String>,
+    pub depth: u32,
+}
+
+/// The result of one step call, for the agent that resumes.
+#[derive(Debug, Clone)]
+pub struct StepResult {
+    pub tool_call_id: String,
+    pub tool_name: String,
+    /// One of the five UTP statuses.
+    pub status: String,
+    /// The effective value: the result card takes precedence over the definition.
+    pub after_execution: AfterExecution,
+    pub card_id: String,
+    pub result: Value,
+    pub error: Value,
+}
+
+/// A turn that was resumed, or ended by its results.
+#[derive(Debug, Clone)]
+pub struct ResumedTurn {
+    pub turn: Turn,
+    pub results: Vec<StepResult>,
+}
+
+/// A change that an agent requests for its running turn.
+enum TurnTransition {
+    RenewLease,
+    Suspend,
+    Finish(Option<String>),
+}
+
+fn conflict(turn: &Turn, message: String) -> Error {
+    let detail = json!({
+        "agent_turn_id": turn.turn_id,
+        "status": turn.status.as_str(),
+        "turn_epoch": turn.epoch,
+    });
+    Fault::new(Code::Conflict, message).with_detail(detail).into()
+}
+
+fn too_many_conflicts() -> Error {
+    Error::retry_later(Code::Overloaded, "the turn changes too fast; try again", 100)
+}
+
+fn invalid(message: impl Into<String>) -> Error {
+    Error::refused(Code::ValidationError, message)
+}
+
+impl Engine {
+    /// Leases a turn: a new one, or one whose lease has expired.
+    pub async fn lease_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        wanted: TurnLeaseRequest,
+    ) -> Result<Turn, Error> {
+        self.require_agent(caller, agent_id)?;
+        self.agent_entry(caller, agent_id)?;
+        let inner = &self.core;
+        let now_ms = inner.clock.now_ms();
+        let lease_ms = wanted.lease_ms.unwrap_or(DEFAULT_LEASE_MS);
+        if !LEASE_RANGE_MS.contains(&lease_ms) {
+            return Err(invalid("lease_ms must be from 1000 to 86400000 (24 h)"));
+        }
+        if wanted.depth >= MAX_DEPTH {
+            return Err(invalid(format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1)));
+        }
+        check_lineage(&wanted)?;
+        let turn_id = wanted.turn_id.unwrap_or_else(|| inner.id_generator.next_id("turn_", now_ms));
+        let channel = wanted.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
+        let words = [
+            ("project_id", &caller.project),
+            ("agent_turn_id", &turn_id),
+            ("channel_id", &channel),
+        ];
+        for (field, word) in words {
+            if !is_token(word) {
+                return Err(invalid(format!("{field} cannot be part of a NATS subject")));
+            }
+        }
+        let known = inner.store.utp().turn(&caller.project, &turn_id).await;
+        let asked = wanted.traceparent.as_deref().and_then(trace::normalize);
+        let turn = match known.map_err(from_store_error)? {
+            Some(known) => take_over_turn(known, agent_id, now_ms, lease_ms)?,
+            None => Turn {
+                project: caller.project.clone(),
+                agent_id: agent_id.to_owned(),
+                traceparent: Some(asked.unwrap_or_else(|| trace::from_seed(&turn_id))),
+                tracestate: wanted.tracestate,
+                parent_step_id: wanted.parent_step_id,
+                context_box_id: wanted.context_box_id,
+                depth: wanted.depth,
+                epoch: 1,
+                status: TurnStatus::Running,
+                channel,
+                step_id: None,
+                steps: Vec::new(),
+                lease_until_ms: now_ms + lease_ms,
+                lease_ms,
+                resume_deadline_ms: None,
+                created_ms: now_ms,
+                updated_ms: now_ms,
+                reason: None,
+                version: 1,
+                turn_id,
+            },
+        };
+        inner.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await
+    }
+
+    /// Returns one turn of an agent.
+    pub async fn turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+    ) -> Result<Turn, Error> {
+        self.require_agent(caller, agent_id)?;
+        let found = self.core.store.utp().turn(&caller.project, turn_id).await;
+        let found = found.map_err(from_store_error)?.filter(|turn| turn.agent_id == agent_id);
+        found.ok_or_else(|| {
+            let shown: String = turn_id.chars().take(80).collect();
+            let message = format!("agent \"{agent_id}\" has no turn \"{shown}\"");
+            Error::refused(Code::NotFound, message)
+        })
+    }
+
+    /// Returns the calls of every step that the turn waits for, or last waited for.
+    pub async fn step_calls(&self, turn: &Turn) -> Result<Vec<StepCall>, Error> {
+        let mut calls = Vec::new();
+        for step_id in turn.last_steps() {
+            calls.extend(self.core.load_step_calls(turn, step_id).await?);
+        }
+        Ok(calls)
+    }
+
+    /// Renews the lease of a running turn.
+    pub async fn renew_lease(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+    ) -> Result<Turn, Error> {
+        self.transition_running_turn(caller, agent_id, turn_id, epoch, TurnTransition::RenewLease)
+            .await
+    }
+
+    /// Suspends a turn until the results of its calls are in.
+    pub async fn suspend_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+    ) -> Result<Turn, Error> {
+        self.transition_running_turn(caller, agent_id, turn_id, epoch, TurnTransition::Suspend)
+            .await
+    }
+
+    /// Resumes a turn with the results of everything dispatched since the last resume, once all of
+    /// them are in; waits for that, at most `wait_ms`. If a result terminates the turn, the turn
+    /// ends instead.
+    pub async fn resume_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+        wait_ms: u64,
+    ) -> Result<ResumedTurn, Error> {
+        let inner = &self.core;
+        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        let (project, agent) = (caller.project.clone(), agent_id.to_owned());
+        let mut news = inner.bus.listen(Topic::Inbox { project, agent });
+        let (turn, calls) = loop {
+            let turn = self.turn(caller, agent_id, turn_id).await?;
+            if turn.status != TurnStatus::Suspended || turn.epoch != epoch {
+                let message =
+                    format!("the turn is {} in epoch {}", turn.status.as_str(), turn.epoch);
+                return Err(conflict(&turn, message));
+            }
+            let calls = self.step_calls(&turn).await?;
+            let open: Vec<&str> = calls
+                .iter()
+                .filter(|call| call.inbox_id.is_none())
+                .map(|call| call.tool_call_id.as_str())
+                .collect();
+            if open.is_empty() {
+                break (turn, calls);
+            }
+            let now_ms = inner.clock.now_ms();
+            if now_ms >= until_ms || inner.shutdown.is_cancelled() {
+                let message = format!("{} of {} calls are not in", open.len(), calls.len());
+                let detail = json!({ "waiting": open, "status": "suspended", "turn_epoch": epoch });
+                return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
+            }
+            tokio::select! {
+                () = news.wait_for_wake() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + 2_000)) => {}
+                () = inner.shutdown.cancelled() => {}
+            }
+        };
+        let results = inner.load_step_results(&turn, &calls).await?;
+        let ends = results.iter().find(|r| r.after_execution == AfterExecution::Terminate);
+        let now_ms = inner.clock.now_ms();
+        let mut turn = bump_version(turn);
+        turn.epoch += 1;
+        turn.steps.clear();
+        turn.resume_deadline_ms = None;
+        turn.lease_until_ms = now_ms + turn.lease_ms;
+        turn.status = match ends {
+            Some(_) => TurnStatus::Finished,
+            None => TurnStatus::Running,
+        };
+        turn.reason = ends.map(|result| format!("terminated by {}", result.tool_name));
+        let taken = calls.into_iter().filter_map(|call| call.inbox_id).collect();
+        let change = TurnChange { acknowledged_inbox_ids: taken, ..TurnChange::default() };
+        let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
+        let step = Some(StepProgress { phase: "completed", new_card_ids });
+        let news = TurnEvent {
+            step,
+            completion: ends.map(|_| task_from_results(&results)),
+            ..TurnEvent::default()
+        };
+        let turn = inner.save_and_publish_turn(turn, change, news).await?;
+        Ok(ResumedTurn { turn, results })
+    }
+
+    /// Finishes a running turn.
+    pub async fn finish_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+        reason: Option<String>,
+    ) -> Result<Turn, Error> {
+        self.transition_running_turn(
+            caller,
+            agent_id,
+            turn_id,
+            epoch,
+            TurnTransition::Finish(reason),
+        )
+        .await
+    }
+
+    /// Changes a turn that is running in this epoch. Retries if a concurrent change, such as a
+    /// renewed lease, leaves it running.
+    async fn transition_running_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+        wish: TurnTransition,
+    ) -> Result<Turn, Error> {
+        for _ in 0..MAX_CONFLICT_RETRIES {
+            let mut turn = self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
+            let news = self.apply_turn_transition(&mut turn, &wish).await?;
+            let (turn, change) = (bump_version(turn), TurnChange::default());
+            let saved = match news {
+                Some(news) => self.core.save_and_publish_turn(turn, change, news).await,
+                None => self.core.store_turn(turn, change).await,
+            };
+            match saved {
+                Err(error) if error.code() == Code::Conflict => {}
+                other => return other,
+            }
+        }
+        Err(too_many_conflicts())
+    }
+
+    /// Applies the transition to a turn. Returns the event to publish, if there is one.
+    async fn apply_turn_transition(
+        &self,
+        turn: &mut Turn,
+        wish: &TurnTransition,
+    ) -> Result<Option<TurnEvent>, Error> {
+        match wish {
+            TurnTransition::RenewLease => {
+                turn.lease_until_ms = self.core.clock.now_ms() + turn.lease_ms;
+                Ok(None)
+            }
+            TurnTransition::Suspend => {
+                let calls = self.step_calls(turn).await?;
+                if !calls.iter().any(|call| call.epoch == turn.epoch) {
+                    let message = "there is nothing to wait for: no call is out";
+                    return Err(conflict(turn, message.into()));
+                }
+                turn.status = TurnStatus::Suspended;
+                Ok(Some(TurnEvent {
+                    pending_tool_call_ids: open_step_call_ids(&calls),
+                    ..TurnEvent::default()
+                }))
+            }
+            TurnTransition::Finish(reason) => {
+                turn.status = TurnStatus::Finished;
+                turn.reason = reason.clone();
+                let (tool_result_card_id, error_code, error) = (None, None, None);
+                let status = "success".to_owned();
+                let task = TurnCompletion { status, tool_result_card_id, error_code, error };
+                Ok(Some(TurnEvent { completion: Some(task), ..TurnEvent::default() }))
+            }
+        }
+    }
+
+    /// Returns the turn if it is running in this epoch under a valid lease.
+    async fn require_running_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+    ) -> Result<Turn, Error> {
+        let turn = self.turn(caller, agent_id, turn_id).await?;
+        if turn.epoch != epoch {
+            let message = format!("the turn is in epoch {}, not {epoch}", turn.epoch);
+            return Err(conflict(&turn, message));
+        }
+        if turn.status != TurnStatus::Running {
+            return Err(conflict(&turn, format!("the turn is {}", turn.status.as_str())));
+        }
+        if turn.lease_until_ms <= self.core.clock.now_ms() {
+            return Err(conflict(&turn, "the lease has run out; lease the turn again".into()));
+        }
+        Ok(turn)
+    }
+}
+
+/// Checks the lineage of a turn. It is copied into headers and commands, so it must be valid there.
+fn check_lineage(wanted: &TurnLeaseRequest) -> Result<(), Error> {
+    if wanted.tracestate.as_deref().is_some_and(|state| !trace::is_valid_tracestate(state)) {
+        return Err(invalid("tracestate must be at most 512 printable ASCII characters"));
+    }
+    let ids =
+        [("parent_step_id", &wanted.parent_step_id), ("context_box_id", &wanted.context_box_id)];
+    match ids.iter().find(|(_, id)| id.as_deref().is_some_and(|id| !is_token(id))) {
+        Some((field, _)) => Err(invalid(format!("{field} cannot be part of a NATS subject"))),
+        None => Ok(()),
+    }
+}
+
+fn take_over_turn(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result<Turn, Error> {
+    if known.agent_id != agent_id {
+        return Err(conflict(&known, "the turn is another agent's".into()));
+    }
+    let lapsed = known.status == TurnStatus::Running && known.lease_until_ms <= now_ms;
+    if !lapsed && known.status != TurnStatus::Expired {
+        let what = match known.status {
+            TurnStatus::Running => "it is leased",
+            TurnStatus::Suspended => "it is suspended: resume it",
+            _ => "it has ended",
+        };
+        return Err(conflict(&known, format!("the turn cannot be leased: {what}")));
+    }
+    let mut turn = bump_version(known);
+    turn.epoch += 1;
+    turn.status = TurnStatus::Running;
+    turn.lease_ms = lease_ms;
+    turn.lease_until_ms = now_ms + lease_ms;
+    turn.step_id = None;
+    turn.steps.clear();
+    turn.resume_deadline_ms = None;
+    Ok(turn)
+}
+
+/// Derives the turn's completion from the results that terminate it: the first one that did not
+/// succeed decides.
+fn task_from_results(results: &[StepResult]) -> TurnCompletion {
+    let ending = || results.iter().filter(|r| r.after_execution == AfterExecution::Terminate);
+    let decides = ending().find(|result| result.status != "success").or_else(|| ending().next());
+    let error = |name: &str| decides.and_then(|r| r.error[name].as_str()).map(str::to_owned);
+    TurnCompletion {
+        status: decides.map_or_else(|| "success".to_owned(), |result| result.status.clone()),
+        tool_result_card_id: decides.map(|result| result.card_id.clone()),
+        error_code: decides.filter(|r| r.status != "success").map(|_| "tool_failed"),
+        error: error("message"),
+    }
+}
+
+/// Returns the model's ids of the calls whose results are not in yet.
+fn open_step_call_ids(calls: &[StepCall]) -> Vec<String> {
+    let open = calls.iter().filter(|call| call.inbox_id.is_none());
+    open.map(|call| call.tool_call_id.clone()).collect()
+}
+
+fn bump_version(turn: Turn) -> Turn {
+    Turn { version: turn.version + 1, ..turn }
+}
+
+impl Core {
+    /// Saves a turn together with the events that announce it, and wakes the publisher.
+    async fn save_and_publish_turn(
+        &self,
+        turn: Turn,
+        mut change: TurnChange,
+        news: TurnEvent,
+    ) -> Result<Turn, Error> {
+        if self.publishes_outbox {
+            let turn = Turn { updated_ms: self.clock.now_ms(), ..turn.clone() };
+            change.outbox.extend(news.into_messages(&turn));
+        }
+        let saved = self.store_turn(turn, change).await?;
+        if self.publishes_outbox {
+            self.bus.wake(&Topic::Outbox);
+        }
+        Ok(saved)
+    }
+
+    async fn store_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
+        turn.updated_ms = self.clock.now_ms();
+        let saved = self.store.utp().save_turn(turn.clone(), change).await;
+        match saved.map_err(from_store_error)? {
+            SaveResult::Saved => Ok(turn),
+            SaveResult::Conflict => {
+                let message = "somebody else changed the turn meanwhile; look at it again";
+                Err(conflict(&turn, message.to_owned()))
+            }
+        }
+    }
+
+    async fn load_step_calls(&self, turn: &Turn, step_id: &str) -> Result<Vec<StepCall>, Error> {
+        let found = self.store.utp().step_calls(&turn.project, &turn.turn_id, step_id).await;
+        found.map_err(from_store_error)
+    }
+
+    async fn load_step_results(
+        &self,
+        turn: &Turn,
+        calls: &[StepCall],
+    ) -> Result<Vec<StepResult>, Error> {
+        let mut results = Vec::with_capacity(calls.len());
+        for call in calls {
+            let Some(card_id) = &call.result_card_id else { continue };
+            let Some(card) = self.find_card(&turn.project, card_id).await? else { continue };
+            let content = |name: &str| card.content.get(name).cloned().unwrap_or(Value::Null);
+            results.push(StepResult {
+                tool_call_id: call.tool_call_id.clone(),
+                tool_name: call.tool_name.clone(),
+                status: card.content_text("status").unwrap_or_default().to_owned(),
+                after_execution: card.after_execution(),
+                card_id: card_id.clone(),
+                result: content("result"),
+                error: content("error"),
+            });
+        }
+        Ok(results)
+    }
+}

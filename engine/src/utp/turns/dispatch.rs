@@ -1,0 +1,465 @@
+//! Dispatches the calls of a step. A call that cannot be made fails at once, with cards and an
+//! inbox item like any other, so that the agent can handle both cases the same way.
+
+use futures::future::join_all;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use super::{
+    MAX_CONFLICT_RETRIES, bump_version, conflict, invalid, open_step_call_ids, too_many_conflicts,
+};
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
+use crate::domain::tool::hex;
+use crate::domain::utp::card::{self, TOOL_CALL};
+use crate::domain::utp::turn_event::{StepProgress, TurnEvent};
+use crate::domain::utp::{InboxItem, Route, StepCall, Turn, TurnStatus, is_token};
+use crate::engine::{Core, Engine, from_store_error};
+use crate::ports::store::utp::TurnChange;
+use crate::utp::turns::refused_calls::failed_card_id;
+
+use crate::calls::accept::CallRequest;
+
+/// Maximum number of calls in one step.
+const MAX_CALLS: usize = 128;
+
+/// A request for one call of a step.
+#[derive(Debug, Clone)]
+pub struct StepCallRequest {
+    /// Unique within its turn.
+    pub tool_call_id: String,
+    pub tool_name: String,
+    /// An object, or its JSON text as models write it.
+    pub arguments: Value,
+    pub timeout_ms: Option<u64>,
+}
+
+/// A request to dispatch the calls of a step.
+#[derive(Debug, Clone)]
+pub struct DispatchRequest {
+    pub epoch: u64,
+    /// Generated if `None`.
+    pub step_id: Option<String>,
+    pub calls: Vec<StepCallRequest>,
+    /// True if the dispatch suspends the turn.
+    pub suspends_turn: bool,
+}
+
+/// A turn and the calls of its dispatched step.
+#[derive(Debug, Clone)]
+pub struct DispatchedStep {
+    pub turn: Turn,
+    pub calls: Vec<StepCall>,
+}
+
+impl Engine {
+    /// Dispatches the calls of a step concurrently. The operation is idempotent: the same request
+    /// again returns the same calls.
+    pub async fn dispatch_step(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        asked: DispatchRequest,
+    ) -> Result<DispatchedStep, Error> {
+        check_dispatch_request(&asked)?;
+        let turn = self.turn(caller, agent_id, turn_id).await?;
+        if let Some(known) = self.find_dispatched_step(turn, &asked).await? {
+            return Ok(known);
+        }
+        let error = match self.dispatch_new_step(caller, agent_id, turn_id, &asked).await {
+            Err(error) if error.code() == Code::Conflict => error,
+            other => return other,
+        };
+        // The same request may have arrived twice concurrently. Then these are its calls.
+        let turn = self.turn(caller, agent_id, turn_id).await?;
+        self.find_dispatched_step(turn, &asked).await?.ok_or(error)
+    }
+
+    /// Returns the step if it was dispatched before.
+    async fn find_dispatched_step(
+        &self,
+        turn: Turn,
+        asked: &DispatchRequest,
+    ) -> Result<Option<DispatchedStep>, Error> {
+        let runs_on = turn.status == TurnStatus::Running && !asked.suspends_turn;
+        let stands = runs_on || turn.status == TurnStatus::Suspended;
+        let step_id = asked.step_id.as_deref().filter(|_| stands && turn.epoch == asked.epoch);
+        let Some(step_id) = step_id else { return Ok(None) };
+        let calls = self.core.load_step_calls(&turn, step_id).await?;
+        if calls.is_empty() || calls.iter().any(|call| call.epoch != turn.epoch) {
+            return Ok(None);
+        }
+        self.check_same_calls(&turn, &calls, &asked.calls).await?;
+        Ok(Some(DispatchedStep { turn, calls }))
+    }
+
+    async fn dispatch_new_step(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        asked: &DispatchRequest,
+    ) -> Result<DispatchedStep, Error> {
+        let inner = &self.core;
+        let turn = self.require_running_turn(caller, agent_id, turn_id, asked.epoch).await?;
+        let now_ms = inner.clock.now_ms();
+        let mint = || inner.id_generator.next_id("step_", now_ms);
+        let step_id = asked.step_id.clone().unwrap_or_else(mint);
+        self.check_ids_unused(&turn, &step_id, &asked.calls).await?;
+        let mut out = self.step_calls(&turn).await?;
+        out.retain(|call| call.epoch == turn.epoch && call.step_id != step_id);
+        let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
+        let waiting_inbox = inner.store.utp().inbox(&caller.project, agent_id, 1).await;
+        let inbox_open = !waiting_inbox.map_err(from_store_error)?.is_empty();
+        let sent = asked.calls.iter().map(|call| {
+            let route = build_route(&turn, &step_id, call);
+            self.send_step_call(&agent, &turn, route, call, inbox_open)
+        });
+        let DispatchSummary { change, deadline_ms, error: refused } =
+            inner.collect_sent_calls(&turn, join_all(sent).await);
+        let calls = change.step_calls.clone();
+        if let Some(error) = refused {
+            self.cancel_if_epoch_changed(caller, &turn, &calls).await;
+            return Err(error);
+        }
+        out.extend(calls.iter().cloned());
+        let mut steps: Vec<String> = out.iter().map(|call| call.step_id.clone()).collect();
+        steps.dedup();
+        let step = Turn {
+            step_id: Some(step_id),
+            steps,
+            resume_deadline_ms: turn.resume_deadline_ms.max(Some(deadline_ms)),
+            status: if asked.suspends_turn { TurnStatus::Suspended } else { turn.status },
+            ..turn.clone()
+        };
+        let turn =
+            match self.store_step(caller, &turn, step, change, open_step_call_ids(&out)).await {
+                Ok(turn) => turn,
+                Err(error) => {
+                    self.cancel_undispatched(caller, &calls).await;
+                    return Err(error);
+                }
+            };
+        self.deliver_early_outcomes(&turn, &calls).await?;
+        inner.wake_inbox_listeners(&turn.project, agent_id, true);
+        let step_id = turn.step_id.clone().unwrap_or_default();
+        let calls = inner.load_step_calls(&turn, &step_id).await?;
+        Ok(DispatchedStep { turn, calls })
+    }
+
+    /// Leaves the calls that started before one was refused: a repetition of the request finds
+    /// them, and `stop_turn` cancels them. If the turn has moved to another epoch, neither would
+    /// happen, so they are canceled here.
+    async fn cancel_if_epoch_changed(&self, caller: &Caller, turn: &Turn, calls: &[StepCall]) {
+        let now = self.turn(caller, &turn.agent_id, &turn.turn_id).await;
+        if now.is_ok_and(|now| now.epoch != turn.epoch) {
+            self.cancel_undispatched(caller, calls).await;
+        }
+    }
+
+    /// Stores a step whose calls have started. Retries after a concurrent renewal of the lease.
+    async fn store_step(
+        &self,
+        caller: &Caller,
+        before: &Turn,
+        mut step: Turn,
+        change: TurnChange,
+        waiting: Vec<String>,
+    ) -> Result<Turn, Error> {
+        let new_card_ids: Vec<String> = change.step_calls.iter().filter_map(call_card_id).collect();
+        for _ in 0..MAX_CONFLICT_RETRIES {
+            let news = TurnEvent {
+                pending_tool_call_ids: waiting.clone(),
+                step: Some(StepProgress { phase: "executing", new_card_ids: new_card_ids.clone() }),
+                completion: None,
+            };
+            let saved = self
+                .core
+                .save_and_publish_turn(bump_version(step.clone()), change.clone(), news)
+                .await;
+            let error = match saved {
+                Err(error) if error.code() == Code::Conflict => error,
+                other => return other,
+            };
+            let now = self.turn(caller, &step.agent_id, &step.turn_id).await?;
+            let stands = |turn: &Turn| (turn.epoch, turn.status, turn.step_id.clone());
+            if stands(&now) != stands(before) {
+                return Err(error);
+            }
+            (step.version, step.lease_until_ms) = (now.version, now.lease_until_ms);
+        }
+        Err(too_many_conflicts())
+    }
+
+    /// Cancels the calls of a step that was not stored, except those that belong to a stored step.
+    async fn cancel_undispatched(&self, caller: &Caller, calls: &[StepCall]) {
+        for call in calls {
+            let (turn, id) = (Some(call.turn_id.as_str()), &call.tool_call_id);
+            let known = self.core.store.utp().step_call(&call.project, turn, id).await;
+            let stays = |known: StepCall| known.call_id == call.call_id;
+            if !known.ok().flatten().is_some_and(stays) {
+                self.cancel_best_effort(caller, call, "its step was not dispatched").await;
+            }
+        }
+    }
+
+    /// Delivers the outcomes of calls that ended before their step was stored.
+    async fn deliver_early_outcomes(&self, turn: &Turn, calls: &[StepCall]) -> Result<(), Error> {
+        for call in calls {
+            let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { continue };
+            let found = self.core.find_call(&turn.project, &id).await?;
+            if let Some(call) = found.filter(|call| call.status.is_terminal()) {
+                self.core.deliver_to_inbox(&call).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the ids are unused. A call id used in another step of the turn would receive
+    /// that step's result, and a step that was dispatched before already has its calls.
+    async fn check_ids_unused(
+        &self,
+        turn: &Turn,
+        step_id: &str,
+        calls: &[StepCallRequest],
+    ) -> Result<(), Error> {
+        let utp = self.core.store.utp();
+        let known = self.core.load_step_calls(turn, step_id).await?;
+        if !known.is_empty() {
+            if known.iter().any(|call| call.epoch != turn.epoch) {
+                let message = format!("step_id \"{step_id}\" was used in this turn before");
+                return Err(conflict(turn, message));
+            }
+            self.check_same_calls(turn, &known, calls).await?;
+        }
+        for call in calls {
+            let id = &call.tool_call_id;
+            let known = utp.step_call(&turn.project, Some(&turn.turn_id), id).await;
+            let known = known.map_err(from_store_error)?;
+            if known.is_some_and(|known| known.step_id != step_id) {
+                let message = format!("tool_call_id \"{id}\" was used in this turn before");
+                return Err(conflict(turn, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that a repeated step has the same calls.
+    async fn check_same_calls(
+        &self,
+        turn: &Turn,
+        known: &[StepCall],
+        calls: &[StepCallRequest],
+    ) -> Result<(), Error> {
+        let mut same = known.len() == calls.len();
+        for (known, call) in known.iter().zip(calls) {
+            same = same
+                && (&known.tool_call_id, &known.tool_name) == (&call.tool_call_id, &call.tool_name)
+                && self
+                    .load_dispatched_args(known)
+                    .await?
+                    .is_none_or(|args| args == parse_arguments(&call.arguments).0);
+        }
+        match same {
+            true => Ok(()),
+            false => Err(conflict(turn, "this step was dispatched with other calls".to_owned())),
+        }
+    }
+
+    /// Loads the arguments of a dispatched call, if they are still stored.
+    async fn load_dispatched_args(&self, known: &StepCall) -> Result<Option<Value>, Error> {
+        if let Some(id) = known.call_id.as_deref().and_then(|id| id.parse().ok()) {
+            let call = self.core.find_call(&known.project, &id).await?;
+            return Ok(call.map(|call| call.args.to_value()));
+        }
+        let card_id = failed_card_id(&known.project, &known.turn_id, &known.tool_call_id, "call");
+        let card = self.core.find_card(&known.project, &card_id).await?;
+        Ok(card.and_then(|card| card.content.get("arguments").cloned()))
+    }
+
+    async fn send_step_call(
+        &self,
+        agent: &Caller,
+        turn: &Turn,
+        route: Route,
+        call: &StepCallRequest,
+        inbox_open: bool,
+    ) -> Result<SentCall, Error> {
+        let (args, unreadable) = parse_arguments(&call.arguments);
+        let refused = match unreadable {
+            Some(fault) => Some(fault),
+            None => self.core.find_step_call_fault(agent, call, inbox_open),
+        };
+        if let Some(fault) = refused {
+            return self.core.record_failed_call(turn, &route, call, &args, &fault).await;
+        }
+        let mut invocation = CallRequest::new(call.tool_name.as_str(), "{}")
+            .map_err(|error| Error::Internal(Box::new(error)))?;
+        invocation.args = Json::from_value(&args);
+        invocation.run_id = turn.turn_id.clone();
+        invocation.call_id = Some(call.tool_call_id.clone());
+        invocation.timeout_ms = call.timeout_ms;
+        invocation.idempotency_key = Some(step_call_key(turn, call));
+        invocation.traceparent = turn.traceparent.clone();
+        invocation.route = Some(Box::new(route.clone()));
+        match self.invoke(agent, invocation).await {
+            Ok(ticket) => {
+                let waiting = build_step_call(turn, &route, call, Some(ticket.call.id.to_string()));
+                Ok(SentCall {
+                    step_call: waiting,
+                    deadline_ms: ticket.call.deadline_ms,
+                    inbox_item: None,
+                })
+            }
+            Err(error) if error.code() == Code::IdempotencyMismatch => {
+                let id = &call.tool_call_id;
+                Err(conflict(turn, format!("tool_call_id \"{id}\" was used for another call")))
+            }
+            Err(Error::Refused { fault, .. })
+                if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
+            {
+                self.core.record_failed_call(turn, &route, call, &args, &fault).await
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// A call that was accepted, or failed at once.
+pub(super) struct SentCall {
+    pub(super) step_call: StepCall,
+    pub(super) deadline_ms: u64,
+    pub(super) inbox_item: Option<InboxItem>,
+}
+
+/// Summary of the calls of a step.
+struct DispatchSummary {
+    change: TurnChange,
+    /// Latest deadline of all calls.
+    deadline_ms: u64,
+    /// The first error that prevented a call from being sent.
+    error: Option<Error>,
+}
+
+impl Core {
+    fn collect_sent_calls(
+        &self,
+        turn: &Turn,
+        sent: Vec<Result<SentCall, Error>>,
+    ) -> DispatchSummary {
+        let (mut change, mut refused) = (TurnChange::default(), None);
+        let mut deadline_ms = self.clock.now_ms();
+        for sent in sent {
+            let SentCall { step_call: waiting, deadline_ms: due_ms, inbox_item: inbox } = match sent
+            {
+                Ok(sent) => sent,
+                Err(error) => {
+                    refused.get_or_insert(error);
+                    continue;
+                }
+            };
+            deadline_ms = deadline_ms.max(due_ms);
+            let letters = inbox.iter().filter_map(|item| self.build_wakeup(item, &turn.channel));
+            change.outbox.extend(letters.collect::<Vec<_>>());
+            change.inbox.extend(inbox);
+            change.step_calls.push(waiting);
+        }
+        DispatchSummary { change, deadline_ms, error: refused }
+    }
+}
+
+fn check_dispatch_request(asked: &DispatchRequest) -> Result<(), Error> {
+    if asked.calls.is_empty() || asked.calls.len() > MAX_CALLS {
+        return Err(invalid(format!("calls must be 1 to {MAX_CALLS}")));
+    }
+    let ids = asked.calls.iter().map(|call| ("tool_call_id", &call.tool_call_id));
+    let step = asked.step_id.iter().map(|id| ("step_id", id));
+    for (field, id) in step.chain(ids) {
+        if !is_token(id) {
+            let message = format!(
+                "{field} must be 1 to 128 printable ASCII characters without blanks, '.', '*' and '>'"
+            );
+            return Err(invalid(message));
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    for call in &asked.calls {
+        let id = &call.tool_call_id;
+        if id.starts_with("tc_") {
+            return Err(invalid("tool_call_id cannot begin with tc_, as the crib's own do"));
+        }
+        if !seen.insert(id) {
+            return Err(invalid(format!("tool_call_id \"{id}\" is in the step twice")));
+        }
+    }
+    Ok(())
+}
+
+/// Parses the arguments as an object. Also returns the fault if they are not valid JSON.
+fn parse_arguments(given: &Value) -> (Value, Option<Fault>) {
+    let value = match given {
+        Value::Null => Value::Object(Map::new()),
+        Value::String(text) => match Json::parse(text) {
+            Ok(json) => json.to_value(),
+            Err(error) => {
+                let message = format!("the arguments are not JSON: {error}");
+                let fault = Fault::new(Code::BadRequest, message).without_side_effect();
+                return (json!({ "_raw": text }), Some(fault));
+            }
+        },
+        other => other.clone(),
+    };
+    match value {
+        Value::Object(_) => (value, None),
+        other => (json!({ "_raw": other }), None),
+    }
+}
+
+/// Returns the id of the card of an accepted call.
+fn call_card_id(call: &StepCall) -> Option<String> {
+    let id = call.call_id.as_deref()?.parse().ok()?;
+    Some(card::derived_id(&id, TOOL_CALL))
+}
+
+fn step_call_key(turn: &Turn, call: &StepCallRequest) -> String {
+    let named = json!([turn.turn_id, call.tool_call_id]).to_string();
+    format!("utp:{}", hex(&Sha256::digest(named.as_bytes())))
+}
+
+fn build_route(turn: &Turn, step_id: &str, call: &StepCallRequest) -> Route {
+    Route {
+        agent_id: turn.agent_id.clone(),
+        turn_id: turn.turn_id.clone(),
+        epoch: turn.epoch,
+        step_id: step_id.to_owned(),
+        tool_call_id: call.tool_call_id.clone(),
+        channel: turn.channel.clone(),
+        parent_step_id: turn.parent_step_id.clone(),
+        tracestate: turn.tracestate.clone(),
+        context_box_id: turn.context_box_id.clone(),
+        depth: turn.depth,
+        project: None,
+    }
+}
+
+pub(super) fn build_step_call(
+    turn: &Turn,
+    route: &Route,
+    call: &StepCallRequest,
+    call_id: Option<String>,
+) -> StepCall {
+    StepCall {
+        project: turn.project.clone(),
+        agent_id: turn.agent_id.clone(),
+        turn_id: turn.turn_id.clone(),
+        epoch: turn.epoch,
+        step_id: route.step_id.clone(),
+        tool_call_id: call.tool_call_id.clone(),
+        tool_name: call.tool_name.clone(),
+        call_id,
+        result_card_id: None,
+        inbox_id: None,
+    }
+}

@@ -1,0 +1,111 @@
+//! Ends a turn without its agent: the turn is stopped, or its lease expires.
+
+use serde_json::json;
+
+use super::{MAX_CONFLICT_RETRIES, bump_version, conflict, too_many_conflicts};
+use crate::domain::call::Call;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error};
+use crate::domain::utp::card::into_map;
+use crate::domain::utp::turn_event::{TurnCompletion, TurnEvent};
+use crate::domain::utp::{InboxItem, StepCall, Turn, TurnStatus, trace};
+use crate::engine::{Core, Engine};
+use crate::ports::store::utp::TurnChange;
+use crate::utp::inbox::derive_inbox_id;
+
+impl Engine {
+    /// Stops a turn in any state: its open calls are canceled, later results are refused, and the
+    /// agent receives a `stop` item in its inbox.
+    pub async fn stop_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        reason: Option<String>,
+    ) -> Result<Turn, Error> {
+        let inner = &self.core;
+        for _ in 0..MAX_CONFLICT_RETRIES {
+            let turn = self.turn(caller, agent_id, turn_id).await?;
+            if turn.status == TurnStatus::Stopped {
+                return Ok(turn);
+            }
+            if turn.status.is_terminal() {
+                return Err(conflict(&turn, "the turn has ended already".into()));
+            }
+            let mut turn = bump_version(turn);
+            turn.epoch += 1;
+            turn.status = TurnStatus::Stopped;
+            turn.reason = reason.clone();
+            let item = inner.build_stop_item(&turn);
+            let letters = inner.build_wakeup(&item, &turn.channel).into_iter().collect();
+            let change = TurnChange { inbox: vec![item], outbox: letters, ..TurnChange::default() };
+            let (error_code, error) = (Some("stopped"), reason.clone());
+            let (status, tool_result_card_id) = ("failed".to_owned(), None);
+            let task = Some(TurnCompletion { status, tool_result_card_id, error_code, error });
+            let news = TurnEvent { completion: task, ..TurnEvent::default() };
+            let stopped = match inner.save_and_publish_turn(turn, change, news).await {
+                Ok(turn) => turn,
+                Err(error) if error.code() == Code::Conflict => continue,
+                Err(error) => return Err(error),
+            };
+            // Covers the calls of every step, including those of a step that was never stored
+            // because its dispatch failed halfway.
+            let own = |call: &Call| {
+                call.origin.route.as_ref().is_some_and(|route| route.turn_id == turn_id)
+            };
+            self.cancel_open_calls(caller, turn_id, "the turn was stopped", own).await;
+            inner.wake_inbox_listeners(&stopped.project, agent_id, true);
+            return Ok(stopped);
+        }
+        Err(too_many_conflicts())
+    }
+
+    /// Cancels a call. Failure is ignored: the call may have ended in the meantime.
+    pub(super) async fn cancel_best_effort(&self, caller: &Caller, call: &StepCall, why: &str) {
+        let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
+        if let Err(error) = self.cancel(caller, &id, Some(why.to_owned())).await {
+            tracing::debug!(call = %id, %error, "call not canceled");
+        }
+    }
+}
+
+impl Core {
+    fn build_stop_item(&self, turn: &Turn) -> InboxItem {
+        let mark = format!("stop:{}", turn.turn_id);
+        let inbox_id = derive_inbox_id(&turn.project, &turn.turn_id, &mark);
+        let parent = turn.traceparent.clone().unwrap_or_default();
+        InboxItem {
+            project: turn.project.clone(),
+            agent_id: turn.agent_id.clone(),
+            message_type: "stop".to_owned(),
+            turn_id: turn.turn_id.clone(),
+            tool_call_id: mark,
+            payload: into_map(json!({
+                "agent_id": turn.agent_id,
+                "agent_turn_id": turn.turn_id,
+                "turn_epoch": turn.epoch,
+                "reason": turn.reason,
+            })),
+            traceparent: trace::child_traceparent(&parent, &inbox_id),
+            tracestate: turn.tracestate.clone(),
+            parent_step_id: turn.step_id.clone(),
+            source_agent_id: None,
+            depth: turn.depth,
+            created_ms: self.clock.now_ms(),
+            inbox_id,
+        }
+    }
+
+    /// Expires a turn whose lease has expired. Its former holder can no longer change it.
+    pub(crate) async fn expire_turn(&self, turn: Turn) -> Result<(), Error> {
+        let mut turn = bump_version(turn);
+        turn.epoch += 1;
+        turn.status = TurnStatus::Expired;
+        turn.reason = Some("the lease ran out".to_owned());
+        match self.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await {
+            // The turn was changed concurrently, so it no longer needs to expire.
+            Err(error) if error.code() == Code::Conflict => Ok(()),
+            other => other.map(drop),
+        }
+    }
+}

@@ -1,0 +1,60 @@
+# Helpers that the other files of scripts/lib share.
+# shellcheck shell=bash disable=SC2034 # sourced: other files use these variables
+
+# Versions of the programs that the tests run against.
+mcp_python_version="2.3.0"
+mcp_suite_version="0.2.0-alpha.12"
+nats_python_version="2.16.0"
+openai_python_version="3.49.0"
+openai_agents_version="0.24.0"
+openai_node_version="7.53.0"
+typos_version="1.51.1"
+
+# Installed packages are kept between runs. Each directory name contains the versions it holds.
+cache="${XDG_CACHE_HOME:-$HOME/.cache}/toolcrib-test"
+
+step() { printf '\n== %s\n' "$*"; }
+
+# Returns the current time in milliseconds.
+now_ms() {
+  local now=${EPOCHREALTIME//[.,]/}
+  echo $((now / 1000))
+}
+
+# Installs packages of the operating system: install_packages NAME...
+install_packages() {
+  local sudo=()
+  [ "$(id -u)" = 0 ] || sudo=(sudo)
+  local apt=("${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get)
+  "${apt[@]}" install -y --no-install-recommends "$@" >/dev/null ||
+    { "${apt[@]}" update >/dev/null && "${apt[@]}" install -y --no-install-recommends "$@" >/dev/null; }
+}
+
+# Creates a virtual environment in the cache: python_environment NAME MODULES PACKAGE...
+# Does nothing if the modules (separated by commas) can be imported from it already.
+python_environment() {
+  local venv="$cache/$1" modules="$2"
+  shift 2
+  if ! "$venv/bin/python" -c "import $modules" 2>/dev/null; then
+    python3 -m venv "$venv" 2>/dev/null ||
+      { install_packages python3-venv && python3 -m venv "$venv"; }
+    "$venv/bin/pip" install --quiet --disable-pip-version-check "$@"
+  fi
+}
+
+# Installs Node packages into a directory of the cache: node_packages NAME PACKAGE...
+node_packages() {
+  local directory="$cache/$1"
+  shift
+  command -v npm >/dev/null || install_packages npm
+  # The mark is written last, so an installation that was interrupted is repeated.
+  if [ ! -e "$directory/.complete" ]; then
+    mkdir -p "$directory"
+    (cd "$directory" && npm init -y >/dev/null 2>&1 && npm install --silent "$@")
+    touch "$directory/.complete"
+  fi
+}
+
+free_port() {
+  python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
