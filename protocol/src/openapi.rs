@@ -14,11 +14,11 @@ mod security;
 mod tests;
 
 use serde_json::{Value, json};
-use toolcrib::engine::check_array_items;
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
 use toolcrib::domain::utp::{AfterExecution, Binding, RESERVED_NAMES};
+use toolcrib::engine::check_array_items;
 
 use crate::http_operation::{HttpOperation, HttpToolSpec, METHODS};
 use document::OpenApiDocument;

@@ -1,8 +1,9 @@
 # The public MCP conformance suite, for each revision of the protocol that Toolcrib speaks.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # scripts/test and the other files set the variables
 
 mcp_revisions=(2026-07-28 2025-11-25)
 conformance_server_pid=""
+conformance_url=""
 
 setup_mcp_suite() {
   step "MCP conformance suite $mcp_suite_version"
@@ -22,11 +23,11 @@ mcp_suite() {
   return "$status"
 }
 
-# Tests Toolcrib as an MCP server, with an MCP server behind it: start it, run the suite, stop it.
+# Starts Toolcrib with a test MCP server behind it.
 start_conformance_server() {
   local port log="$scratch/conformance-server.log"
   port=$(free_port)
-  target/debug/examples/conformance "127.0.0.1:$port" >"$log" 2>&1 &
+  "$target_dir/debug/examples/conformance" "127.0.0.1:$port" >"$log" 2>&1 &
   conformance_server_pid=$!
   conformance_url="http://127.0.0.1:$port/mcp/suite"
   for _ in $(seq 100); do
@@ -59,7 +60,7 @@ run_conformance() {
   for revision in "${mcp_revisions[@]}"; do
     check mcp "MCP conformance suite: client, $revision" \
       mcp_suite "$scratch/conformance-client-$revision.txt" '^✓|Unexpected|Stale|Baseline|^Total' \
-      client --command "$PWD/target/debug/examples/conformance_client" --requirements "$revision" \
+      client --command "$target_dir/debug/examples/conformance_client" --requirements "$revision" \
       --timeout 90000 \
       --expected-failures server/examples/conformance_client-expected-failures.yml || true
   done

@@ -1,5 +1,5 @@
 # Programs and client libraries that the tests run against.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # scripts/test and the other files set the variables
 
 # The tests start NATS servers on free ports with their own directories, and a tool service in Python.
 setup_nats() {
@@ -31,8 +31,9 @@ setup_openai_clients() {
 # Prints the path of `typos`, the installed one or one from the cache. Fails if there is neither and
 # it cannot be installed.
 find_typos() {
-  command -v typos && return
   local environment="python-typos-$typos_version"
-  python_environment "$environment" "sys; assert open('$cache/$environment/bin/typos', 'rb')" \
-    "typos==$typos_version" >&2 && echo "$cache/$environment/bin/typos"
+  command -v typos && return
+  [ -x "$cache/$environment/bin/typos" ] ||
+    python_environment "$environment" typos "typos==$typos_version" >&2 || return 1
+  echo "$cache/$environment/bin/typos"
 }

@@ -1,5 +1,5 @@
 # A disposable PostgreSQL instance.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # scripts/test and the other files set the variables
 
 postgres_bin=""
 postgres_dir=""

@@ -304,7 +304,8 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Webhooks(args) => webhooks::run(context, args).await,
         CliCommand::Keys(args) => admin::keys(context, args).await,
         CliCommand::Allow(args) => {
-            admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Allow).await
+            admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Allow)
+                .await
         }
         CliCommand::Deny(args) => {
             admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Deny).await

@@ -26,9 +26,9 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::engine::{ExecutionPolicies, ToolOverride};
 use toolcrib::domain::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
 use toolcrib::domain::tool::Fallback;
+use toolcrib::engine::{ExecutionPolicies, ToolOverride};
 
 use toolcrib_sources::builtin::{DatabaseSettings, WeatherSettings};
 use toolcrib_sources::http::HttpSettings;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use toolcrib::ports::store::Store;
-use toolcrib_store::{PostgresStore, SqliteStore, private};
+use toolcrib_store::{PostgresStore, SqliteStore, file_permissions};
 
 use crate::config::StoreLocation;
 
@@ -60,7 +60,8 @@ async fn open_blocking<T: Send + 'static>(
 /// starting may hold the lock a moment longer, so this function retries briefly.
 async fn acquire_lock(store: &Path) -> anyhow::Result<File> {
     let path = store.with_extension("lock");
-    private::create_owner_only(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    file_permissions::create_owner_only(&path)
+        .with_context(|| format!("cannot make {}", path.display()))?;
     let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
     for _ in 0..LOCK_ATTEMPTS {
         match file.try_lock() {

@@ -19,12 +19,12 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
+use toolcrib::domain::access_rules;
 use toolcrib::domain::args;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::json::Json;
-use toolcrib::domain::access_rules;
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
 
 use client::HttpApiClient;
 use toolcrib_protocol::http_operation::host_allowlist::HostAllowlist;

@@ -39,8 +39,8 @@ use tokio::sync::broadcast;
 use tokio_util::task::TaskTracker;
 use toolcrib::CallId;
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
 
 pub use crate::mcp::offered_tools::ToolChange;
 pub use crate::mcp::server_requests::UpstreamChange;

@@ -15,8 +15,8 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use toolcrib::CallId;
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, SourceHealth, Started};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, SourceHealth, Started};
 
 use crate::utp::command_publisher::{CommandPublisher, OutgoingCommand, UnacknowledgedCommands};
 use toolcrib_protocol::utp::{DEFAULT_VERSION, NatsConnection};

@@ -5,14 +5,13 @@
 //! commit. Reads run concurrently on other connections. A store compares versions and persists what
 //! it receives; it never decides a status.
 
-mod migrate;
+pub mod file_permissions;
 pub mod postgres;
-pub mod private;
 mod row;
 pub mod sqlite;
 
-pub use migrate::SQLITE_SCHEMA_VERSION;
 pub use postgres::{PostgresOpenError, PostgresStore};
+pub use sqlite::migrate::SQLITE_SCHEMA_VERSION;
 pub use sqlite::{SqliteOpenError, SqliteStore};
 
 /// The guide for Rust users. Its code is compiled and run here because this crate has both

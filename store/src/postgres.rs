@@ -2,18 +2,18 @@
 //! few concurrent readers.
 
 mod calls;
+mod credentials;
 mod deliveries;
 mod directory;
-mod ears;
-mod grants;
-mod history;
-mod lease;
-mod link;
-mod loops;
+mod events;
+mod listener;
 mod migrate;
 mod pool;
+mod runs;
+mod session;
 mod utp;
 mod writer;
+mod writer_lease;
 
 use std::sync::Arc;
 
@@ -25,15 +25,18 @@ use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
 use toolcrib::domain::directory::{AuditEntry, Directory, DirectoryChange};
 use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::domain::id::CallId;
-use toolcrib::ports::store::{CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError};
+use toolcrib::ports::store::{
+    CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow,
+    PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
+};
 
 use crate::row::{CallRow, RowReader, decode, encode_events};
 use calls::{CallInsert, CallUpdate, EventColumns, EventInsert};
-use ears::ReportListener;
-use lease::WriterLease;
-use link::{Connector, SessionError};
+use listener::ReportListener;
 use pool::SessionPool;
+use session::{Connector, SessionError};
 use writer::{ChangeFn, FunctionChange, PostgresWriter, SequenceCounters, WriterConnection};
+use writer_lease::WriterLease;
 
 /// The reason why a PostgreSQL database was not opened. No message contains the URL, which holds a
 /// password.
@@ -98,7 +101,7 @@ impl PostgresStore {
         let address = Connector::parse(url)?;
         let session = address.connect(None).await?;
         if serves {
-            lease::acquire_lock(&session).await?;
+            writer_lease::acquire_lock(&session).await?;
         }
         migrate::migrate(&session).await?;
         let (lease, numbers) = match serves {
@@ -251,14 +254,14 @@ impl Store for PostgresStore {
         limit: usize,
     ) -> Result<Vec<CallEvent>, StoreError> {
         let lent = self.pool.acquire().await?;
-        history::list_events(&lent, &scope, after, limit)
+        events::list_events(&lent, &scope, after, limit)
             .await
             .map_err(SessionError::into_store_error)
     }
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
         let lent = self.pool.acquire().await?;
-        history::newest_event(&lent, &scope).await.map_err(SessionError::into_store_error)
+        events::newest_event(&lent, &scope).await.map_err(SessionError::into_store_error)
     }
 
     async fn run_tool_definitions(
@@ -293,7 +296,7 @@ impl Store for PostgresStore {
         kind: EventKind,
     ) -> Result<Option<EventRecord>, StoreError> {
         let lent = self.pool.acquire().await?;
-        history::newest_record(&lent, project, id, kind)
+        events::newest_record(&lent, project, id, kind)
             .await
             .map_err(SessionError::into_store_error)
     }

@@ -4,24 +4,26 @@
 mod definition;
 mod delivery;
 mod directory;
-mod fields;
-mod implied;
-mod looped;
+mod implied_event;
+mod row_reader;
+mod run;
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::domain::call::{Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target};
+use toolcrib::domain::call::{
+    Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target,
+};
 use toolcrib::domain::elicitation::Elicitation;
 use toolcrib::domain::event::{EventKind, EventRecord};
 use toolcrib::domain::fault::{Code, Fault, SideEffect};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::Backoff;
-use toolcrib::ports::store::StoreError;
 use toolcrib::domain::tool::{Effect, Executor};
 use toolcrib::domain::utp::Route;
+use toolcrib::ports::store::StoreError;
 
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, read_delivery, read_try};
@@ -29,9 +31,9 @@ pub(crate) use directory::{
     read_audit, read_client, read_key, read_offer, read_project, read_rule, read_tool,
     read_upstream,
 };
-pub(crate) use fields::RowReader;
-pub(crate) use implied::{CallEventFacts, ImpliedEvent};
-pub(crate) use looped::{RunRow, decode_run, read_journal_entry, read_run};
+pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
+pub(crate) use row_reader::RowReader;
+pub(crate) use run::{RunRow, decode_run, read_journal_entry, read_run};
 
 /// The columns of `calls` that [`read_call`] reads, in this order.
 pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \

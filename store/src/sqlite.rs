@@ -1,19 +1,20 @@
 //! The SQLite store: opens the database and implements the `Store` port with one writer and a few
 //! concurrent readers.
 
-mod changes;
+mod calls;
+mod credentials;
 mod deliveries;
 mod directory;
-mod grants;
-mod history;
-mod line;
-mod log;
-mod loops;
-mod newcomers;
-mod op;
-mod open;
-mod reader;
+mod events;
 mod runs;
+mod wal;
+mod write_queue;
+
+mod change;
+pub(crate) mod migrate;
+mod open_calls;
+mod reader;
+mod run_tools;
 mod upstreams;
 mod utp;
 mod writer;
@@ -29,13 +30,16 @@ use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
 use toolcrib::domain::directory::{AuditEntry, Directory, DirectoryChange};
 use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::domain::id::CallId;
-use toolcrib::ports::store::{CallFilter, CreateCallResult, DeliveryFilter, EventScope, GroupMember, IdempotencyKey, NewCall, OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError};
+use toolcrib::ports::store::{
+    CallFilter, CreateCallResult, DeliveryFilter, EventScope, GroupMember, IdempotencyKey, NewCall,
+    OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
+};
 
-use crate::migrate::{check_schema_version, migrate};
-use crate::private;
+use crate::file_permissions;
 use crate::row::{CallRow, encode_events, encode_new_call_events};
-use op::SqliteChange;
-use open::OpenCalls;
+use crate::sqlite::migrate::{check_schema_version, migrate};
+use change::SqliteChange;
+use open_calls::OpenCalls;
 use reader::ReadConnectionPool;
 use writer::SqliteWriter;
 
@@ -86,7 +90,7 @@ impl SqliteStore {
     }
 
     fn open_with(path: &Path, log: writer::WalPreallocation) -> Result<Self, SqliteOpenError> {
-        private::create_owner_only(path)?;
+        file_permissions::create_owner_only(path)?;
         // Only one thread uses this connection, so SQLite need not lock it.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
             | OpenFlags::SQLITE_OPEN_CREATE
@@ -190,7 +194,7 @@ impl Store for SqliteStore {
     ) -> Result<Option<CreateCallResult>, StoreError> {
         let (project, key) = (project.to_owned(), key.clone());
         self.read(move |connection| {
-            changes::find_by_idempotency_key(connection, &project, &key)
+            calls::find_by_idempotency_key(connection, &project, &key)
                 .map_err(|error| reader::to_store_error(&error))
         })
         .await
@@ -237,11 +241,11 @@ impl Store for SqliteStore {
         after: u64,
         limit: usize,
     ) -> Result<Vec<CallEvent>, StoreError> {
-        self.read(move |connection| history::list_events(connection, &scope, after, limit)).await
+        self.read(move |connection| events::list_events(connection, &scope, after, limit)).await
     }
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
-        self.read(move |connection| history::newest_event(connection, &scope)).await
+        self.read(move |connection| events::newest_event(connection, &scope)).await
     }
 
     async fn run_tool_definitions(
@@ -250,7 +254,7 @@ impl Store for SqliteStore {
         run_id: &str,
     ) -> Result<Option<RunToolDefinitions>, StoreError> {
         let (project, run_id) = (project.to_owned(), run_id.to_owned());
-        self.read(move |connection| runs::find_run_tools(connection, &project, &run_id)).await
+        self.read(move |connection| run_tools::find_run_tools(connection, &project, &run_id)).await
     }
 
     async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
@@ -265,7 +269,7 @@ impl Store for SqliteStore {
         kind: EventKind,
     ) -> Result<Option<EventRecord>, StoreError> {
         let (project, id) = (project.to_owned(), id.clone());
-        self.read(move |connection| history::newest_record(connection, &project, &id, kind)).await
+        self.read(move |connection| events::newest_record(connection, &project, &id, kind)).await
     }
 
     async fn pending_deliveries(

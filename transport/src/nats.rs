@@ -149,7 +149,8 @@ fn parse_body(request: &Message) -> Result<Value, Error> {
     if request.payload.is_empty() {
         return Ok(json!({}));
     }
-    toolcrib::domain::json::check(&request.payload).map_err(|error| unreadable(error.to_string()))?;
+    toolcrib::domain::json::check(&request.payload)
+        .map_err(|error| unreadable(error.to_string()))?;
     let body: Value =
         serde_json::from_slice(&request.payload).map_err(|error| unreadable(error.to_string()))?;
     match body {

@@ -11,8 +11,8 @@ use serde_json::{Map, Value};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use toolcrib::domain::caller::{AuthMethod, Role};
-use toolcrib::engine::{ReportDisposition, ReportReceipt, SharedTableReport, UnprocessableMessage};
 use toolcrib::domain::fault::{Code, Error};
+use toolcrib::engine::{ReportDisposition, ReportReceipt, SharedTableReport, UnprocessableMessage};
 use toolcrib::{Caller, Engine};
 
 use toolcrib_protocol::utp::report::{self, IncomingReport};

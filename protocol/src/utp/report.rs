@@ -1,10 +1,10 @@
 //! Parses reports of any transport, and stores a rejected report as a dead letter.
 
 use serde_json::Value;
-use toolcrib::engine::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::json;
 use toolcrib::domain::utp::subject;
+use toolcrib::engine::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
 use toolcrib::{Caller, Engine};
 
 use super::wire::UtpHeaders;

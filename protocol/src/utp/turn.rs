@@ -2,8 +2,8 @@
 
 use serde::Deserialize;
 use serde_json::{Value, json};
-use toolcrib::engine::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
 use toolcrib::domain::utp::{StepCall, Turn};
+use toolcrib::engine::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
 use utoipa::ToSchema;
 
 /// A request to lease a turn.

@@ -6,10 +6,10 @@ use async_nats::{HeaderMap, HeaderName, HeaderValue};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::ReportReceipt;
 use toolcrib::domain::fault::{Error, Fault};
-use toolcrib::ports::source::{Attempt, ToolCommand};
 use toolcrib::domain::utp::{Card, InboxItem, OutboxMessage, trace};
+use toolcrib::engine::ReportReceipt;
+use toolcrib::ports::source::{Attempt, ToolCommand};
 
 /// Names of the headers that every message has, built once.
 pub mod names {

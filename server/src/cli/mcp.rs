@@ -26,7 +26,7 @@ use rmcp::{RoleClient, RoleServer};
 use tokio::time::Instant;
 use toolcrib::Caller;
 use toolcrib::domain::fault::Code;
-use toolcrib_store::private;
+use toolcrib_store::file_permissions;
 
 use super::failure::{CommandFailure, exit};
 use super::{CommandContext, StorageArgs};
@@ -147,7 +147,7 @@ fn fallback_data_dir(
     directory: &Path,
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> Option<PathBuf> {
-    if private::create_owner_only(&directory.join("toolcrib.lock")).is_ok() {
+    if file_permissions::create_owner_only(&directory.join("toolcrib.lock")).is_ok() {
         return None;
     }
     let named = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());

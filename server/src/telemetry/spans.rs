@@ -16,8 +16,8 @@ use opentelemetry::{InstrumentationScope, KeyValue};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use toolcrib::domain::call::Call;
 use toolcrib::domain::fault::Code;
-use toolcrib::ports::observer::{EndedAttempt, EndedCall, Observer};
 use toolcrib::domain::trace::{SpanIds, TraceParent};
+use toolcrib::ports::observer::{EndedAttempt, EndedCall, Observer};
 use toolcrib::{Executor, Json};
 
 use super::otlp::OtlpExporter;

@@ -20,8 +20,8 @@ use serde_json::{Map, Value};
 use tokio::sync::mpsc;
 use toolcrib::domain::elicitation::{Elicitation, ElicitationRequest};
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::ports::source::{Attempt, ProgressSink, Started};
 use toolcrib::domain::tool::Effect;
+use toolcrib::ports::source::{Attempt, ProgressSink, Started};
 
 use super::outcome;
 use super::upstream::{LiveConnection, RunningAttempt, UpstreamServer};

@@ -6,8 +6,8 @@ use rmcp::model::{CallToolResult, ErrorCode, ErrorData, InputRequest};
 use serde_json::{Map, Value, json};
 use toolcrib::Json;
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::ports::source::Attempt;
 use toolcrib::domain::tool::Effect;
+use toolcrib::ports::source::Attempt;
 
 use super::connection::{HttpTransportError, http_failure, was_never_sent};
 use super::upstream::UpstreamServer;

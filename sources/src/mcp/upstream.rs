@@ -12,8 +12,8 @@ use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::ports::source::Attempt;
 use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::ports::source::Attempt;
 
 use super::connection::ConnectionDiagnostics;
 use super::now_ms;

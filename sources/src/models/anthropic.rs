@@ -8,7 +8,10 @@ use std::collections::HashMap;
 use async_trait::async_trait;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use serde_json::Value;
-use toolcrib::ports::model::{Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, ToolCallRequest};
+use toolcrib::ports::model::{
+    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest,
+    ToolCallRequest,
+};
 
 use crate::models::endpoint_client::{EndpointClient, KeyHeader, ModelEndpoint, ReplyAssembler};
 

@@ -5,7 +5,10 @@
 
 use async_trait::async_trait;
 use serde_json::{Deserializer, Value, json};
-use toolcrib::ports::model::{Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage, ToolCallRequest};
+use toolcrib::ports::model::{
+    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
+    ToolCallRequest,
+};
 use toolcrib::registry::model_tool_names::name_for_model;
 use toolcrib::results::tokens;
 

@@ -15,8 +15,8 @@ use serde_json::value::RawValue;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::MissedTickBehavior;
 use toolcrib::CallId;
-use toolcrib::ports::source::Attempt;
 use toolcrib::domain::utp::{card, subject};
+use toolcrib::ports::source::Attempt;
 
 use toolcrib_protocol::utp::{NatsConnection, wire};
 

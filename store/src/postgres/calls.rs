@@ -4,11 +4,13 @@ use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::id::CallId;
-use toolcrib::ports::store::{CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError};
+use toolcrib::ports::store::{
+    CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError,
+};
 
-use super::link::{Session, SessionError};
 use super::writer::{Change, ChangeFuture, SequenceCounters, WriterConnection};
 use super::{deliveries, limit_param};
+use crate::postgres::session::{Session, SessionError};
 use crate::row::{CALL_COLUMNS, CallRow, EventRow, RowReader, read_call};
 
 /// The events of one call as columns, for one statement.
@@ -66,14 +68,14 @@ impl CallInsert {
         if let Some(key) = &self.key {
             let sql = "INSERT INTO idempotency_keys VALUES ($1, $2, $3, $4, $5) \
                        ON CONFLICT DO NOTHING";
-            let bound: super::link::SqlParams<'_> =
+            let bound: crate::postgres::session::SqlParams<'_> =
                 &[&call.project, &key.agent, &key.key, &key.fingerprint, &self.place];
             self.is_key_taken = session.execute(sql, bound).await? == 0;
             if self.is_key_taken {
                 return Ok(());
             }
         }
-        let bound: super::link::SqlParams<'_> = &[
+        let bound: crate::postgres::session::SqlParams<'_> = &[
             &self.place,
             &call.id.as_str(),
             &call.project,
@@ -160,7 +162,7 @@ impl CallUpdate {
         let (call, row, records) = (&self.row.call, &self.row, &self.records);
         let due = if call.origin.callback_url.is_some() { MARK_DELIVERY_DUE_SQL } else { "" };
         let sql = format!("{UPDATE_CALL_SQL}{due} SELECT place FROM saved");
-        let bound: super::link::SqlParams<'_> = &[
+        let bound: crate::postgres::session::SqlParams<'_> = &[
             &call.project,
             &call.id.as_str(),
             &call.target.executor.as_str(),
@@ -232,7 +234,7 @@ impl Change for EventInsert {
         Some(Box::pin(async move {
             desk.require_lease()?;
             let (id, records) = (self.id.as_str(), &self.records);
-            let bound: super::link::SqlParams<'_> = &[
+            let bound: crate::postgres::session::SqlParams<'_> = &[
                 &self.project,
                 &id,
                 &records.numbers,

@@ -7,8 +7,8 @@ use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{DeliveryFilter, SaveResult};
 
 use super::limit_param;
-use super::link::{Session, SessionError};
 use super::writer::WriterConnection;
+use crate::postgres::session::{Session, SessionError};
 use crate::row::{DELIVERY_COLUMNS as COLUMNS, RowReader, read_delivery, read_try};
 
 /// Inserts the delivery that a new call requests, if any.
@@ -22,7 +22,7 @@ pub(super) async fn insert_delivery(
         "INSERT INTO deliveries ({COLUMNS}, place) \
          VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
     );
-    let bound: super::link::SqlParams<'_> = &[
+    let bound: crate::postgres::session::SqlParams<'_> = &[
         &delivery.project,
         &delivery.call_id.as_str(),
         &delivery.url,
@@ -46,7 +46,7 @@ pub(super) async fn save_delivery(
     let sql = "UPDATE deliveries SET status = $1, due_ms = $2, tries = $3, failures = $4, \
                last_error = $5, version = $6 \
                WHERE project = $7 AND call_id = $8 AND version = $6::bigint - 1 RETURNING place";
-    let bound: super::link::SqlParams<'_> = &[
+    let bound: crate::postgres::session::SqlParams<'_> = &[
         &delivery.status.as_str(),
         &delivery.due_ms.map(|ms| ms as i64),
         &i64::from(delivery.attempts),
@@ -59,7 +59,7 @@ pub(super) async fn save_delivery(
     let Some(row) = session.query_first(sql, bound).await? else { return Ok(SaveResult::Conflict) };
     let place = row.integer(0)?;
     if let Some(tried) = tried {
-        let bound: super::link::SqlParams<'_> = &[
+        let bound: crate::postgres::session::SqlParams<'_> = &[
             &place,
             &i64::from(tried.number),
             &(tried.at_ms as i64),
@@ -85,7 +85,8 @@ pub(super) async fn list_pending(
         "SELECT {COLUMNS} FROM deliveries WHERE due_ms IS NOT NULL \
          AND (due_ms, call_id) > ($1, $2) ORDER BY due_ms, call_id LIMIT $3"
     );
-    let bound: super::link::SqlParams<'_> = &[&after_ms, &after_id, &limit_param(limit)];
+    let bound: crate::postgres::session::SqlParams<'_> =
+        &[&after_ms, &after_id, &limit_param(limit)];
     session.query_map(&sql, bound, read_delivery).await
 }
 

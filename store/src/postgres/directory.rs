@@ -5,14 +5,14 @@
 use serde_json::Value;
 use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use toolcrib::domain::json::Json;
-use toolcrib::ports::store::{SaveResult, StoreError};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::utp::AgentEntry;
+use toolcrib::ports::store::{SaveResult, StoreError};
 
-use super::link::{Session, SessionError, SqlParams};
 use super::pool::PooledSession;
 use super::writer::WriterConnection;
 use super::{limit_param, strip_nul_chars};
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
     RowReader, decode, encode, encode_definition, read_audit, read_client, read_key, read_offer,
     read_project, read_rule, read_tool, read_upstream,

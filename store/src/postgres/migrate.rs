@@ -3,7 +3,7 @@
 //! interfere.
 
 use super::OpenError;
-use super::link::Session;
+use crate::postgres::session::Session;
 use crate::row::RowReader;
 
 const MIGRATIONS: [&str; 1] = [include_str!("../../migrations/postgres/0001_init.sql")];

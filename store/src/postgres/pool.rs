@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use toolcrib::ports::store::StoreError;
 
-use super::link::{Connector, Session, SessionError};
+use crate::postgres::session::{Connector, Session, SessionError};
 
 /// Maximum number of sessions in use at once, and of idle sessions that the pool retains.
 const MAX_ACTIVE_SESSIONS: usize = 8;

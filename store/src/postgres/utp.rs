@@ -9,14 +9,17 @@ mod turns;
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
-use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, ReportDisposition, SharedTableReport, SharedTables, TurnChange, UtpStore};
-use toolcrib::ports::store::{SaveResult, StoreError};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::utp::{Card, DeadLetter, InboxItem, OutboxMessage, Route, StepCall, Turn};
+use toolcrib::ports::store::utp::{
+    InboxPutResult, PutCardResult, ReportDisposition, SharedTableReport, SharedTables, TurnChange,
+    UtpStore,
+};
+use toolcrib::ports::store::{SaveResult, StoreError};
 
-use super::link::{SessionError, SqlParams};
 use super::writer::WriterConnection;
 use super::{PostgresStore, limit_param};
+use crate::postgres::session::{SessionError, SqlParams};
 use crate::row::{RowReader, decode, decode_definition, encode};
 
 impl PostgresStore {

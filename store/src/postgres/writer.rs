@@ -19,8 +19,8 @@ use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use toolcrib::ports::store::StoreError;
 
-use super::lease::{WriterLease, current_backend, terminate_backend, try_lock};
-use super::link::{Connector, Session, SessionError};
+use crate::postgres::session::{Connector, Session, SessionError};
+use crate::postgres::writer_lease::{WriterLease, current_backend, terminate_backend, try_lock};
 use crate::row::RowReader;
 
 /// Maximum number of changes that share a transaction.

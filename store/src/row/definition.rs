@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
-use toolcrib::ports::store::StoreError;
 use toolcrib::domain::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 use toolcrib::domain::utp::Binding;
+use toolcrib::ports::store::StoreError;
 
 use super::{decode, encode, is_false};
 

@@ -1,9 +1,9 @@
 //! Reads the parts of the directory from rows.
 
-use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Project, ToolOffer, Upstream};
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::ports::store::StoreError;
+use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Project, ToolOffer, Upstream};
 use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::ports::store::StoreError;
 
 use super::{RowReader, decode, decode_definition};
 

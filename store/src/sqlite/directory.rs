@@ -1,11 +1,13 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
 use rusqlite::{Connection, Row, params};
-use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools};
+use toolcrib::domain::directory::{
+    ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
+};
 use toolcrib::domain::json::Json;
-use toolcrib::ports::store::{SaveResult, StoreError};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::utp::AgentEntry;
+use toolcrib::ports::store::{SaveResult, StoreError};
 
 use super::reader::{query_map, to_store_error};
 use super::upstreams;

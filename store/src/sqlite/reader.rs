@@ -8,8 +8,8 @@ use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{CallFilter, OpenCallRow, StoreError};
 
-use super::open::OpenCalls;
 use crate::row::{CALL_COLUMNS, read_call};
+use crate::sqlite::open_calls::OpenCalls;
 
 /// Maximum number of idle connections that the pool retains.
 const MAX_IDLE_CONNECTIONS: usize = 4;

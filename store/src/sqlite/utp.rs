@@ -1,18 +1,18 @@
 //! The UTP part of the store in SQLite. Its writes go through the single writer like all others and
 //! share its commits.
 
-mod letters;
+mod outbox;
 mod turns;
 
 use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange, UtpStore};
-use toolcrib::ports::store::{SaveResult, StoreError};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::utp::card::TOOL_RESULT;
 use toolcrib::domain::utp::{Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn};
+use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange, UtpStore};
+use toolcrib::ports::store::{SaveResult, StoreError};
 
 use super::SqliteStore;
 use super::reader::to_store_error;
@@ -221,7 +221,7 @@ impl UtpStore for SqliteStore {
     ) -> Result<InboxPutResult, StoreError> {
         let card_id = result_card_id.to_owned();
         self.write_with(move |connection| {
-            letters::deliver_to_inbox(connection, &item, &card_id, letter.as_ref())
+            outbox::deliver_to_inbox(connection, &item, &card_id, letter.as_ref())
         })
         .await
     }
@@ -247,7 +247,7 @@ impl UtpStore for SqliteStore {
     ) -> Result<usize, StoreError> {
         let (project, agent_id) = (project.to_owned(), agent_id.to_owned());
         let ids = inbox_ids.to_vec();
-        self.write_with(move |c| letters::consume_inbox_items(c, &project, &agent_id, &ids, now_ms))
+        self.write_with(move |c| outbox::consume_inbox_items(c, &project, &agent_id, &ids, now_ms))
             .await
     }
 
@@ -266,7 +266,7 @@ impl UtpStore for SqliteStore {
 
     async fn append_to_outbox(&self, posted: Vec<OutboxMessage>) -> Result<(), StoreError> {
         self.write_with(move |c| {
-            posted.iter().try_for_each(|letter| letters::insert_outbox_message(c, letter))
+            posted.iter().try_for_each(|letter| outbox::insert_outbox_message(c, letter))
         })
         .await
     }
@@ -323,6 +323,6 @@ impl UtpStore for SqliteStore {
     }
 
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.write_with(move |connection| letters::purge_utp(connection, before_ms, limit)).await
+        self.write_with(move |connection| outbox::purge_utp(connection, before_ms, limit)).await
     }
 }

@@ -19,14 +19,15 @@ use rusqlite::{Connection, OptionalExtension};
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{CommitGroup, StoreError};
 
-use super::history::newest_event_number;
-use super::line::{PopResult, PushError, WriteQueue};
-use super::log::WalPreallocator;
-use super::newcomers::PendingInsert;
-use super::op::{PendingReply, SqliteChange, fail_change};
-use super::open::OpenCalls;
+use super::directory;
 use super::reader::to_store_error;
-use super::{directory, runs};
+use crate::sqlite::calls::inserts::PendingInsert;
+use crate::sqlite::change::{PendingReply, SqliteChange, fail_change};
+use crate::sqlite::events::newest_event_number;
+use crate::sqlite::open_calls::OpenCalls;
+use crate::sqlite::run_tools;
+use crate::sqlite::wal::WalPreallocator;
+use crate::sqlite::write_queue::{PopResult, PushError, WriteQueue};
 
 /// Maximum time a group waits for another process to release the database.
 pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -367,7 +368,7 @@ impl WriterThread {
                 }
             }
             SqliteChange::PutRunTools { run, reply } => {
-                match runs::put_run_tools(&self.connection, &run) {
+                match run_tools::put_run_tools(&self.connection, &run) {
                     Ok(()) => Ok(PendingReply::Done(reply)),
                     Err(error) => Err(Box::new((SqliteChange::PutRunTools { run, reply }, error))),
                 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use toolcrib::domain::call::Status;
-use toolcrib::ports::store::{Store, StoreError};
 use toolcrib::domain::utp::card::into_map;
+use toolcrib::ports::store::{Store, StoreError};
 use toolcrib_store::{PostgresOpenError, PostgresStore};
 
 use crate::support::database::Database;

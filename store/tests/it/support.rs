@@ -14,8 +14,11 @@ use toolcrib::domain::fault::Fault;
 use toolcrib::domain::id::CallId;
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::Backoff;
-use toolcrib::ports::store::{CallFilter, CreateCallResult, EventScope, IdempotencyKey, MemoryStore, NewCall, SaveResult, Store, StoreError};
 use toolcrib::domain::tool::{Effect, Executor};
+use toolcrib::ports::store::{
+    CallFilter, CreateCallResult, EventScope, IdempotencyKey, MemoryStore, NewCall, SaveResult,
+    Store, StoreError,
+};
 use toolcrib_store::SqliteStore;
 
 /// The current time in the tests.

@@ -5,12 +5,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use toolcrib::Engine;
 use toolcrib::domain::call::{Call, CallMetrics, Hold, Outcome};
-use toolcrib::engine::CatalogEntry;
 use toolcrib::domain::event::CallEvent;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::trace::TraceParent;
+use toolcrib::engine::CatalogEntry;
 use utoipa::ToSchema;
 
 use toolcrib_protocol::background_task::{MAX_DATA_BYTES, TaskOutcome};

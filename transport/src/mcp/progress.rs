@@ -15,8 +15,8 @@ use rmcp::service::{Peer, RequestContext};
 use serde::Deserialize;
 use serde_json::Value;
 use toolcrib::domain::call::Call;
-use toolcrib::engine::EventQuery;
 use toolcrib::domain::event::{CallEvent, EventData, EventKind};
+use toolcrib::engine::EventQuery;
 use toolcrib::{Caller, Engine, Executor};
 
 use super::server::{CallerView, McpHandler};

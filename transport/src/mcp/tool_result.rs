@@ -10,10 +10,10 @@ use rmcp::model::{
 };
 use serde_json::{Value, json};
 use toolcrib::domain::call::{Call, Hold, Status};
-use toolcrib::results::digest;
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
-use toolcrib::{Executor, Json};
+use toolcrib::results::digest;
 use toolcrib::results::tokens;
+use toolcrib::{Executor, Json};
 
 use super::tools::ProtocolRevision;
 

@@ -318,5 +318,7 @@ pub(super) fn cursor_after(name: &str) -> String {
 
 /// Returns the name in a cursor, or `None` if the cursor is not one of Toolcrib's.
 pub(super) fn parse_cursor(cursor: &str) -> Option<&str> {
-    cursor.strip_prefix(CURSOR_PREFIX).filter(|name| toolcrib::domain::tool::check_tool_name(name).is_ok())
+    cursor
+        .strip_prefix(CURSOR_PREFIX)
+        .filter(|name| toolcrib::domain::tool::check_tool_name(name).is_ok())
 }

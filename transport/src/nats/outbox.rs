@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use toolcrib::Engine;
-use toolcrib::engine::UnprocessableMessage;
 use toolcrib::domain::utp::{OutboxMessage, is_token, subject};
+use toolcrib::engine::UnprocessableMessage;
 
 use toolcrib_protocol::utp::nats_connection::NatsPublishError;
 use toolcrib_protocol::utp::{NatsConnection, wire};

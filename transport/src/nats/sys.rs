@@ -5,9 +5,9 @@ use async_nats::Message;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::UnprocessableMessage;
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::subject::{Subject, is_command_of};
+use toolcrib::engine::UnprocessableMessage;
 use toolcrib::{Caller, Engine};
 
 use super::{parse_body, reply_too_large, unknown_subject};

@@ -3,9 +3,9 @@
 
 use reqwest::Method;
 use serde_json::{Value, json};
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::directory::{ApiKey, AuditEntry};
 use toolcrib::engine::NewKey;
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::{Caller, Engine, Role};
 
 use crate::cli::client::{ApiClient, ApiRequest};

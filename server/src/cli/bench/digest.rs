@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use anyhow::Context;
 use toolcrib::results::digest::{DigestSource, digest};
-use toolcrib::{CallId, Json};
 use toolcrib::results::tokens;
+use toolcrib::{CallId, Json};
 use toolcrib_bench::process;
 
 /// Size of the result.

@@ -5,8 +5,8 @@
 //! them and never writes them. The tools are executed in this process.
 
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::maintenance::directory_refresh;
 use toolcrib::domain::tool::{Executor, ToolDefinition};
+use toolcrib::maintenance::directory_refresh;
 use toolcrib::{Caller, Engine, Json};
 
 use crate::config::Config;

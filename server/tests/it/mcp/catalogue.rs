@@ -115,7 +115,9 @@ async fn five_hundred_tools_cost_a_hundredth_of_their_tokens() {
     let search = client.call("tools.search", query).await.result()["content"].to_string();
     let names = json!({ "names": ["billing.create_invoice_000"] });
     let describe = client.call("tools.describe", names).await.result()["content"].to_string();
-    let used = few + toolcrib::results::tokens::count(&search) + toolcrib::results::tokens::count(&describe);
+    let used = few
+        + toolcrib::results::tokens::count(&search)
+        + toolcrib::results::tokens::count(&describe);
     println!("500 tools: {all} tokens; the catalogue: {few}; with one search and one look: {used}");
     assert!(few * 100 < all, "{few} of {all}");
     assert!(used * 30 < all, "{used} of {all}");

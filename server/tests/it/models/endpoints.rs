@@ -1,7 +1,9 @@
 //! Good answers, of both kinds of endpoints, in a stream and at once; and where the key goes.
 
 use serde_json::{Value, json};
-use toolcrib::ports::model::{Delta, FinishReason, Model, ModelRequest, TokenUsage, ToolCallRequest};
+use toolcrib::ports::model::{
+    Delta, FinishReason, Model, ModelRequest, TokenUsage, ToolCallRequest,
+};
 use toolcrib_bench::model::{
     ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
 };

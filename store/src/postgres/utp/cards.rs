@@ -6,14 +6,14 @@
 
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
-use toolcrib::ports::store::StoreError;
-use toolcrib::ports::store::utp::PutCardResult;
 use toolcrib::domain::utp::Card;
 use toolcrib::domain::utp::card::TOOL_RESULT;
+use toolcrib::ports::store::StoreError;
+use toolcrib::ports::store::utp::PutCardResult;
 
-use super::super::link::{Session, SessionError, SqlParams};
 use super::super::strip_nul_chars;
 use super::super::writer::WriterConnection;
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{RowReader, decode, encode};
 
 /// The columns that [`read_card`] reads, in this order.

@@ -4,14 +4,14 @@
 
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
+use toolcrib::domain::utp::{InboxItem, OutboxMessage, StepCall};
 use toolcrib::ports::store::StoreError;
 use toolcrib::ports::store::utp::InboxPutResult;
-use toolcrib::domain::utp::{InboxItem, OutboxMessage, StepCall};
 
-use super::super::link::{Session, SessionError, SqlParams};
 use super::super::writer::WriterConnection;
 use super::super::{limit_param, strip_nul_chars};
 use super::insert_outbox_messages;
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{RowReader, decode, encode};
 
 /// The columns that [`read_inbox_item`] reads, in this order.

@@ -1,13 +1,13 @@
 //! Exchange with tool services through shared tables: Toolcrib publishes the cards of commands,
 //! tool services write reports.
 
-use toolcrib::ports::store::utp::{ReportDisposition, SharedTableReport};
 use toolcrib::domain::utp::{Card, Route};
+use toolcrib::ports::store::utp::{ReportDisposition, SharedTableReport};
 
 use super::super::limit_param;
-use super::super::link::{Session, SessionError, SqlParams};
 use super::super::writer::WriterConnection;
 use super::cards;
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::RowReader;
 
 /// Publishes the card of a command, and the edge that records that it was sent: a tool service

@@ -1,13 +1,13 @@
 //! Turns and the calls of their steps, and the purge of old UTP data.
 
+use toolcrib::domain::utp::Turn;
 use toolcrib::ports::store::SaveResult;
 use toolcrib::ports::store::utp::{REPLACED_DEFINITION_GRACE_MS, TurnChange};
-use toolcrib::domain::utp::Turn;
 
 use super::super::limit_param;
-use super::super::link::{SessionError, SqlParams};
 use super::super::writer::WriterConnection;
 use super::{inbox, insert_outbox_messages};
+use crate::postgres::session::{SessionError, SqlParams};
 use crate::row::encode;
 
 /// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the

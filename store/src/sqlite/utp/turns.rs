@@ -1,11 +1,12 @@
 //! Turns and the calls of their steps.
 
 use rusqlite::{Connection, OptionalExtension, params};
+use toolcrib::domain::utp::Turn;
 use toolcrib::ports::store::SaveResult;
 use toolcrib::ports::store::utp::TurnChange;
-use toolcrib::domain::utp::Turn;
 
-use super::{encode_body, letters};
+use super::encode_body;
+use crate::sqlite::utp::outbox;
 
 /// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
 /// stored version is not the preceding one.
@@ -50,7 +51,7 @@ pub(super) fn save_turn(
                 encode_body(waiting)?
             ])?;
     }
-    letters::consume_inbox_items(
+    outbox::consume_inbox_items(
         connection,
         &turn.project,
         &turn.agent_id,
@@ -58,11 +59,11 @@ pub(super) fn save_turn(
         turn.updated_ms,
     )?;
     for item in &change.inbox {
-        letters::put_inbox_item(connection, item)?;
+        outbox::put_inbox_item(connection, item)?;
     }
     change
         .outbox
         .iter()
-        .try_for_each(|letter| letters::insert_outbox_message(connection, letter))?;
+        .try_for_each(|letter| outbox::insert_outbox_message(connection, letter))?;
     Ok(SaveResult::Saved)
 }

@@ -1,10 +1,10 @@
 //! The schema rejects contradictory rows, whatever program writes them: one test per constraint.
 
 use rusqlite::ErrorCode;
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::call::Status;
 use toolcrib::domain::caller::Role;
 use toolcrib::domain::directory::{ApiKey, DirectoryChange};
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::ports::store::{SaveResult, Store};
 
 use super::{fresh, number, raw};

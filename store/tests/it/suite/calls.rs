@@ -6,9 +6,9 @@ use toolcrib::domain::elicitation::Elicitation;
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::retry::Backoff;
-use toolcrib::ports::store::{SaveResult, Store};
 use toolcrib::domain::tool::{Effect, Executor};
 use toolcrib::domain::utp::Route;
+use toolcrib::ports::store::{SaveResult, Store};
 
 use crate::support::{
     NOW, append, call, ended, found, history, ids_of, json, of_call, on_threads, put, read, record,

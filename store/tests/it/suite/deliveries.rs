@@ -2,7 +2,9 @@
 //! lists of calls.
 
 use toolcrib::domain::call::{Call, Origin, Status};
-use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, MAX_STORED_ATTEMPTS, RetrySchedule};
+use toolcrib::domain::delivery::{
+    Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, MAX_STORED_ATTEMPTS, RetrySchedule,
+};
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{CallFilter, CreateCallResult, DeliveryFilter, SaveResult, Store};

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 
 use serde_json::json as value;
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::args;
 use toolcrib::domain::caller::Role;
-use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream};
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::directory::{
+    ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream,
+};
 use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
-use toolcrib::ports::store::{SaveResult, Store};
 use toolcrib::domain::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
+use toolcrib::ports::store::{SaveResult, Store};
 
 use crate::support::{NOW, json, on_threads};
 

@@ -1,11 +1,15 @@
 //! Runs of the agent loop, and their journals.
 
 use serde_json::json;
+use toolcrib::domain::run::{
+    JournalKind, JournalRecord, Run, RunEvent, RunOwner, RunStatus, Trouble,
+};
 use toolcrib::ports::model::{ModelReply, TokenUsage, ToolCallRequest};
-use toolcrib::domain::run::{JournalKind, JournalRecord, Run, RunEvent, RunOwner, RunStatus, Trouble};
 use toolcrib::ports::store::runs::{CreateRunResult, RunFilter};
 use toolcrib::ports::store::{IdempotencyKey, SaveResult, Store};
-use toolcrib::runs::agent_loop::{FinalAnswer, PendingCall, RepeatCounter, RunOptions, RunProgress};
+use toolcrib::runs::agent_loop::{
+    FinalAnswer, PendingCall, RepeatCounter, RunOptions, RunProgress,
+};
 
 use crate::support::{NOW, call_at, put};
 

@@ -3,11 +3,14 @@
 use serde_json::{Map, json};
 use toolcrib::domain::call::Status;
 use toolcrib::domain::directory::{AuditEntry, DirectoryChange, Project};
-use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange};
-use toolcrib::ports::store::{SaveResult, Store};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
 use toolcrib::domain::utp::card::into_map;
-use toolcrib::domain::utp::{AfterExecution, AgentEntry, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn, TurnStatus};
+use toolcrib::domain::utp::{
+    AfterExecution, AgentEntry, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall,
+    Turn, TurnStatus,
+};
+use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange};
+use toolcrib::ports::store::{SaveResult, Store};
 
 use super::directory::tool;
 use crate::support::{NOW, call_at, ended, json as text, put, save};

@@ -5,9 +5,9 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
 use toolcrib::domain::directory::UnlistedTools;
-use toolcrib::engine::ClientRegistration;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::{Effect, Fallback, Risk, ToolDefinition};
+use toolcrib::engine::ClientRegistration;
 use toolcrib::{Caller, Engine, Executor};
 use utoipa::{IntoParams, ToSchema};
 

@@ -5,8 +5,8 @@ use axum::extract::{Request, State};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::AttemptProgress;
-use toolcrib::engine::AttemptReport;
 use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::engine::AttemptReport;
 use utoipa::ToSchema;
 
 use super::super::HttpState;

@@ -17,10 +17,12 @@ use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use toolcrib::calls::batch::BatchEntryResult;
-use toolcrib::engine::SavedConversation;
 use toolcrib::domain::fault::{Code, Error};
+use toolcrib::engine::SavedConversation;
 use toolcrib::ports::model::{Delta, FinishReason, ResolvedModel, TokenUsage, ToolCallRequest};
-use toolcrib::runs::agent_loop::{AgentLoop, Conversation, LoopEvent, RunOptions, StepOutcome, check_messages};
+use toolcrib::runs::agent_loop::{
+    AgentLoop, Conversation, LoopEvent, RunOptions, StepOutcome, check_messages,
+};
 use toolcrib::{Caller, Engine};
 
 use super::super::HttpState;

@@ -7,8 +7,8 @@ mod response;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::SavedConversation;
 use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::engine::SavedConversation;
 use toolcrib::registry::model_tool_names::name_for_model;
 use utoipa::ToSchema;
 

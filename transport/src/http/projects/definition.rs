@@ -6,12 +6,12 @@ use axum::extract::{FromRequest, Multipart, Request};
 use axum::http::header;
 use serde_json::{Map, Value};
 use toolcrib::domain::args::ArgumentRules;
-use toolcrib::engine::{CatalogEntry, check_array_items};
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::{ExecutionPolicyPatch, TIMEOUT_MS_RANGE};
 use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition};
 use toolcrib::domain::utp::{AfterExecution, Binding, RESERVED_NAMES, subject};
+use toolcrib::engine::{CatalogEntry, check_array_items};
 
 use crate::http::extract;
 use crate::http::problem::ApiError;

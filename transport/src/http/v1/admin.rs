@@ -6,10 +6,10 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use toolcrib::domain::directory::{ApiKey, AuditEntry};
-use toolcrib::engine::NewKey;
-use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::directory::{ApiKey, AuditEntry};
+use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::engine::NewKey;
 use toolcrib::{Caller, Role};
 use utoipa::{IntoParams, ToSchema};
 

@@ -4,8 +4,8 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use toolcrib::engine::CallQuery;
 use toolcrib::domain::fault::Error;
+use toolcrib::engine::CallQuery;
 use toolcrib::{Call, CallId, Status};
 use utoipa::{IntoParams, ToSchema};
 

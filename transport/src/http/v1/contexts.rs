@@ -8,9 +8,9 @@ use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use toolcrib::runs::context::{DEFAULT_BUDGET_TOKENS, ToolCall, ToolCallContext, ToolResult};
-use toolcrib::engine::{CONTEXT_CALL_LIMITS, MessageFormat};
 use toolcrib::domain::fault::Error;
+use toolcrib::engine::{CONTEXT_CALL_LIMITS, MessageFormat};
+use toolcrib::runs::context::{DEFAULT_BUDGET_TOKENS, ToolCall, ToolCallContext, ToolResult};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

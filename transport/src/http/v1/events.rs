@@ -10,9 +10,9 @@ use axum::http::HeaderMap;
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use futures::stream::{self, Stream, StreamExt};
 use serde::Deserialize;
-use toolcrib::engine::EventQuery;
 use toolcrib::domain::event::CallEvent;
 use toolcrib::domain::fault::{Code, Error};
+use toolcrib::engine::EventQuery;
 use toolcrib::{CallId, Caller, Engine};
 use utoipa::IntoParams;
 

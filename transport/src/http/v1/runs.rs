@@ -11,9 +11,9 @@ use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use toolcrib::engine::RunQuery;
 use toolcrib::domain::fault::Error;
 use toolcrib::domain::run::{Run, RunStatus};
+use toolcrib::engine::RunQuery;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

@@ -7,8 +7,8 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::Call;
-use toolcrib::engine::CallQuery;
 use toolcrib::domain::event::EventRecord;
+use toolcrib::engine::CallQuery;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;

@@ -7,9 +7,9 @@ use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use toolcrib::model_formats::ToolFormat;
-use toolcrib::engine::CatalogEntry;
 use toolcrib::domain::fault::Error;
+use toolcrib::engine::CatalogEntry;
+use toolcrib::model_formats::ToolFormat;
 use toolcrib::{CallRequest, Caller};
 use utoipa::{IntoParams, ToSchema};
 

@@ -6,8 +6,8 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
 use toolcrib::clients::queue::{ClientMessage, Redelivery, Transport, WorkItem};
-use toolcrib::engine::ConnectOptions;
 use toolcrib::domain::fault::Code;
+use toolcrib::engine::ConnectOptions;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::super::HttpState;

@@ -29,8 +29,8 @@ use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{self, Message as Frame, Utf8Bytes};
 use toolcrib::clients::queue::{ClientSession, Redelivery, Transport};
-use toolcrib::engine::{AttemptReport, ConnectOptions};
 use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::engine::{AttemptReport, ConnectOptions};
 use toolcrib::{CallId, Caller, Engine};
 
 use super::super::super::wire::FaultBody;

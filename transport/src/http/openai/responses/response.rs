@@ -9,8 +9,8 @@ use axum::response::{IntoResponse, Response};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::SavedConversation;
 use toolcrib::domain::fault::Error;
+use toolcrib::engine::SavedConversation;
 use toolcrib::ports::model::{FinishReason, TokenUsage, ToolCallRequest};
 use toolcrib::{Caller, Engine};
 

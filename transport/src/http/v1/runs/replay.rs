@@ -8,8 +8,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use toolcrib::domain::fault::Error;
-use toolcrib::ports::model::Delta;
 use toolcrib::domain::run::Trouble;
+use toolcrib::ports::model::Delta;
 use toolcrib::runs::agent_loop::LoopEvent;
 use utoipa::ToSchema;
 

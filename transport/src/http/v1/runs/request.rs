@@ -3,8 +3,8 @@
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::RunRequest;
 use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::engine::RunRequest;
 use toolcrib::ports::model::ModelResolver;
 use toolcrib::runs::agent_loop::{ExecutionOptions, RunLimits};
 use utoipa::ToSchema;

@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 use serde_json::Value;
-use toolcrib::engine::CallQuery;
 use toolcrib::domain::fault::{Error, Fault};
-use toolcrib::ports::model::TokenUsage;
 use toolcrib::domain::run::{JournalEntry, JournalKind, Run};
+use toolcrib::engine::CallQuery;
+use toolcrib::ports::model::TokenUsage;
 use toolcrib::{Call, Caller, Engine};
 use utoipa::ToSchema;
 

@@ -11,9 +11,9 @@ use axum::http::HeaderMap;
 use axum::response::sse::Event as Message;
 use futures::stream;
 use serde_json::{Map, Value, json};
-use toolcrib::engine::{RunDelta, RunSubscription};
 use toolcrib::domain::fault::Error;
 use toolcrib::domain::run::{JournalEntry, JournalKind, RunEvent};
+use toolcrib::engine::{RunDelta, RunSubscription};
 use toolcrib::{Caller, Engine};
 
 use super::super::super::wire::event_json;

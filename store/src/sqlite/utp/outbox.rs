@@ -1,8 +1,8 @@
 //! Inboxes, the outbox, and the purge of old UTP data.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::ports::store::utp::{InboxPutResult, REPLACED_DEFINITION_GRACE_MS};
 use toolcrib::domain::utp::{InboxItem, OutboxMessage, StepCall};
+use toolcrib::ports::store::utp::{InboxPutResult, REPLACED_DEFINITION_GRACE_MS};
 
 use super::{decode_body, encode_body};
 

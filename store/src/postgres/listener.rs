@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use super::link::Connector;
+use crate::postgres::session::Connector;
 
 /// Interval at which the listener checks its connection, and delay before it reconnects.
 const HEALTH_CHECK_INTERVAL: Duration = Duration::from_secs(1);

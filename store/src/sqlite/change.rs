@@ -5,7 +5,10 @@ use tokio::sync::oneshot;
 use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
 use toolcrib::domain::directory::{AuditEntry, DirectoryChange};
 use toolcrib::domain::id::CallId;
-use toolcrib::ports::store::{CommitGroup, CreateCallResult, IdempotencyKey, PurgeResult, RunToolDefinitions, SaveResult, StoreError};
+use toolcrib::ports::store::{
+    CommitGroup, CreateCallResult, IdempotencyKey, PurgeResult, RunToolDefinitions, SaveResult,
+    StoreError,
+};
 
 use crate::row::{CallRow, EventRow, RunRow};
 

@@ -299,6 +299,6 @@ pub(super) fn newest_event_number(connection: &Connection) -> rusqlite::Result<i
     let list: Option<String> = connection.query_row(newest, [], |row| row.get(0)).optional()?;
     let implied =
         list.and_then(|list| parse_event_refs(&list).map(|mark| mark.number as i64).max());
-    let noted = super::loops::newest_journal_number(connection)?;
+    let noted = crate::sqlite::runs::newest_journal_number(connection)?;
     Ok(row.unwrap_or(0).max(implied.unwrap_or(0)).max(noted))
 }

@@ -6,7 +6,7 @@ use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{EventScope, StoreError};
 
 use super::limit_param;
-use super::link::{Session, SessionError, SqlParams};
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{RowReader, decode_caller_call_id, read_record};
 
 const SELECT_EVENTS_SQL: &str = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id, c.run_id, \

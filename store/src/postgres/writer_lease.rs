@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use super::OpenError;
-use super::link::{Session, SessionError};
 use super::writer::SequenceCounters;
+use crate::postgres::session::{Session, SessionError};
 use crate::row::RowReader;
 
 /// "TCRB", like the `application_id` of Toolcrib's SQLite files.

@@ -1,15 +1,17 @@
 //! The SQL of each change to calls. This module knows nothing of change groups or flushes.
 
+pub(crate) mod inserts;
+
 use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::domain::call::Call;
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{CreateCallResult, IdempotencyKey, PurgeResult, SaveResult};
 
-use super::history::parse_event_refs;
-use super::newcomers::format_event_refs;
 use super::writer::WriterThread;
-use super::{loops, runs};
 use crate::row::{CALL_COLUMNS, CallRow, EventRow, read_call};
+use crate::sqlite::calls::inserts::format_event_refs;
+use crate::sqlite::events::parse_event_refs;
+use crate::sqlite::{run_tools, runs};
 
 impl WriterThread {
     pub(super) fn create(
@@ -206,8 +208,8 @@ impl WriterThread {
                  WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
             )?
             .execute(params![before_ms, limit as i64])?;
-        let runs = runs::purge_run_tools(&self.connection, before_ms, limit)?;
-        let loops = loops::purge_runs(&self.connection, before_ms, limit)?;
+        let runs = run_tools::purge_run_tools(&self.connection, before_ms, limit)?;
+        let loops = runs::purge_runs(&self.connection, before_ms, limit)?;
         // SQLite reuses the places of the newest calls after they are purged: the low watermark
         // must not be ahead of them.
         self.connection

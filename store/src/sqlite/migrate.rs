@@ -7,15 +7,15 @@ use rusqlite::{Connection, TransactionBehavior};
 use crate::sqlite::SqliteOpenError;
 
 const MIGRATIONS: [&str; 9] = [
-    include_str!("../migrations/sqlite/0001_init.sql"),
-    include_str!("../migrations/sqlite/0002_callbacks.sql"),
-    include_str!("../migrations/sqlite/0003_runs.sql"),
-    include_str!("../migrations/sqlite/0004_utp.sql"),
-    include_str!("../migrations/sqlite/0005_loops.sql"),
-    include_str!("../migrations/sqlite/0006_upstreams.sql"),
-    include_str!("../migrations/sqlite/0007_tool_versions.sql"),
-    include_str!("../migrations/sqlite/0008_upstream_grants.sql"),
-    include_str!("../migrations/sqlite/0009_not_ok_by_run.sql"),
+    include_str!("../../migrations/sqlite/0001_init.sql"),
+    include_str!("../../migrations/sqlite/0002_callbacks.sql"),
+    include_str!("../../migrations/sqlite/0003_runs.sql"),
+    include_str!("../../migrations/sqlite/0004_utp.sql"),
+    include_str!("../../migrations/sqlite/0005_loops.sql"),
+    include_str!("../../migrations/sqlite/0006_upstreams.sql"),
+    include_str!("../../migrations/sqlite/0007_tool_versions.sql"),
+    include_str!("../../migrations/sqlite/0008_upstream_grants.sql"),
+    include_str!("../../migrations/sqlite/0009_not_ok_by_run.sql"),
 ];
 
 /// The schema version that this program writes.

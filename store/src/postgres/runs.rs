@@ -6,9 +6,10 @@ use toolcrib::domain::run::{JournalEntry, JournalRecord, Run, RunEvent};
 use toolcrib::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
 use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
-use super::link::{Session, SessionError, SqlParams};
 use super::writer::WriterConnection;
-use super::{PostgresStore, history, limit_param};
+use super::{PostgresStore, limit_param};
+use crate::postgres::events;
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{RowReader, RunRow, decode_run, read_journal_entry, read_run};
 
 /// Stores a new run. If its idempotency key already created one, returns the body and the
@@ -187,7 +188,7 @@ impl RunStore for PostgresStore {
             let noted = list_journal_entries(&lent, project, run_id, after, limit).await?;
             let (project, run_id) = (project.to_owned(), run_id.to_owned());
             let scope = EventScope::Run { project, run_id };
-            let events = history::list_events(&lent, &scope, after, limit).await?;
+            let events = events::list_events(&lent, &scope, after, limit).await?;
             lent.end_snapshot().await?;
             Ok::<_, SessionError>((noted, events))
         };

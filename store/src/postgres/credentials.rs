@@ -5,8 +5,8 @@ use toolcrib::ports::store::StoreError;
 use toolcrib::ports::store::credentials::UpstreamCredentialStore;
 
 use super::PostgresStore;
-use super::link::SessionError;
 use super::writer::WriterConnection;
+use crate::postgres::session::SessionError;
 use crate::row::RowReader;
 
 type GrantUpdate = (String, String, Option<String>);

@@ -9,9 +9,9 @@ use std::sync::LazyLock;
 use rusqlite::Statement;
 use toolcrib::ports::store::CreateCallResult;
 
-use super::op::{PendingReply, Reply, SqliteChange};
-use super::writer::WriterThread;
 use crate::row::{CallRow, EventRow, ImpliedEvent};
+use crate::sqlite::change::{PendingReply, Reply, SqliteChange};
+use crate::sqlite::writer::WriterThread;
 
 /// Numbers of rows per statement; a remainder uses the next smaller size.
 const ROWS_PER_INSERT: [usize; 3] = [8, 2, 1];
@@ -31,10 +31,10 @@ fn insert_sql(rows: usize) -> String {
 }
 
 /// A call that the current group has not written yet.
-pub(super) struct PendingInsert {
-    pub(super) row: Box<CallRow>,
-    pub(super) records: Vec<EventRow>,
-    pub(super) reply: Reply<CreateCallResult>,
+pub(crate) struct PendingInsert {
+    pub(crate) row: Box<CallRow>,
+    pub(crate) records: Vec<EventRow>,
+    pub(crate) reply: Reply<CreateCallResult>,
 }
 
 impl From<PendingInsert> for SqliteChange {
@@ -46,7 +46,7 @@ impl From<PendingInsert> for SqliteChange {
 
 impl WriterThread {
     /// Buffers a new call; writes the buffer once it is full.
-    pub(super) fn buffer_insert(
+    pub(crate) fn buffer_insert(
         &mut self,
         new: PendingInsert,
         told: &mut Vec<PendingReply>,
@@ -60,7 +60,7 @@ impl WriterThread {
     }
 
     /// Writes the buffered calls. After a failure, calls without a reply stay in the buffer.
-    pub(super) fn flush_inserts(&mut self, told: &mut Vec<PendingReply>) -> rusqlite::Result<()> {
+    pub(crate) fn flush_inserts(&mut self, told: &mut Vec<PendingReply>) -> rusqlite::Result<()> {
         // In the order of their ids, each row follows the previous one in the index.
         self.pending_inserts.sort_unstable_by(|one, other| one.row.call.id.cmp(&other.row.call.id));
         for (size, sql) in ROWS_PER_INSERT.into_iter().zip(&*INSERT_STATEMENTS) {
@@ -82,7 +82,7 @@ impl WriterThread {
     }
 
     /// Inserts one call and returns its place.
-    pub(super) fn insert_one(&self, row: &CallRow, records: &[EventRow]) -> rusqlite::Result<i64> {
+    pub(crate) fn insert_one(&self, row: &CallRow, records: &[EventRow]) -> rusqlite::Result<i64> {
         self.insert_rows(
             [(row, records)].into_iter(),
             &INSERT_STATEMENTS[ROWS_PER_INSERT.len() - 1],
@@ -141,7 +141,7 @@ fn bind_call(
 }
 
 /// Formats the numbers that these events get after `last`, as the call's event list stores them.
-pub(super) fn format_event_refs(last: i64, records: &[EventRow]) -> String {
+pub(crate) fn format_event_refs(last: i64, records: &[EventRow]) -> String {
     use std::fmt::Write;
     let mut list = String::with_capacity(records.len() * 12);
     for (number, record) in (last + 1..).zip(records) {
