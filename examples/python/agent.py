@@ -1,6 +1,6 @@
-"""An agent's tool loop in Python: ask for a tool by name, get a ticket, wait for the outcome.
+"""An agent's tool loop in Python: call a tool by name, receive a ticket, wait for the outcome.
 
-    python3 agent.py                                            three calls, as an example
+    python3 agent.py                                            three example calls
     python3 agent.py demo.greet '{"name": "Ada"}'               one call
 """
 import json
@@ -12,12 +12,12 @@ import urllib.request
 import uuid
 
 SERVER = os.environ.get("TOOLCRIB_SERVER", "http://127.0.0.1:8080")
-KEY = os.environ.get("TOOLCRIB_KEY")  # a key of the role agent, where the server has keys
+KEY = os.environ.get("TOOLCRIB_KEY")  # a key with the role agent, if the server has keys
 ENDED = ("SUCCEEDED", "FAILED", "TIMEOUT", "CANCELED")
 
 
 def ask(method, path, body=None):
-    """One request and its JSON answer. While the server is away or busy it is asked again."""
+    """Sends a request and returns the JSON response. Retries while the server is unavailable or busy."""
     headers = {"Content-Type": "application/json"}
     if KEY:
         headers["Authorization"] = f"Bearer {KEY}"
@@ -36,13 +36,13 @@ def ask(method, path, body=None):
 
 
 def invoke_tool_and_wait(tool_name, args, run_id="run_001", timeout=30):
-    """The same for every tool, wherever it is executed."""
-    # The key makes it safe to send the request again: the same key gives the same ticket.
+    """Calls a tool and returns its result. The same for every tool, whatever executes it."""
+    # The idempotency key makes a retry safe: the same key returns the same ticket.
     ticket = ask("POST", f"/v1/tools/{tool_name}/invoke",
                  {"run_id": run_id, "args": args, "idempotency_key": str(uuid.uuid4())})
     until = time.monotonic() + timeout
     while (left := until - time.monotonic()) > 0:
-        # The server answers as soon as the call has ended, so nobody polls in a tight loop.
+        # The server responds as soon as the call has ended, so this is not a tight polling loop.
         wait_ms = int(min(left, 20) * 1000)
         call = ask("GET", f"/v1/tool_calls/{ticket['tool_call_id']}?wait_ms={wait_ms}")
         if call["status"] == "SUCCEEDED":

@@ -1,8 +1,8 @@
-"""A tool provider in Python: offers demo.greet to Toolcrib and executes its calls."""
+"""A client in Python that provides tools: registers demo.greet with Toolcrib and executes its calls."""
 import json, os, time, urllib.error, urllib.request
 
 SERVER = os.environ.get("TOOLCRIB_SERVER", "http://127.0.0.1:8080")
-KEY = os.environ.get("TOOLCRIB_KEY")  # a key of the role provider, where the server has keys
+KEY = os.environ.get("TOOLCRIB_KEY")  # a key with the role provider, if the server has keys
 CLIENT = "client_demo"
 SCHEMA = {"type": "object", "required": ["name"],
           "properties": {"name": {"type": "string"}, "seconds": {"type": "number"}}}
@@ -12,12 +12,12 @@ TOOL = {"name": "demo.greet", "description": "Greets somebody, after some second
 def ask(method, path, body=None):
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {KEY}"} if KEY else {})
     request = urllib.request.Request(SERVER + path, body and json.dumps(body).encode(), headers, method=method)
-    while True:  # while the server is away or busy, ask again: the calls are safe there
+    while True:  # retry while the server is unavailable or busy: it has stored the calls
         try:
             return json.load(urllib.request.urlopen(request, timeout=60))
         except OSError as error:
             if getattr(error, "code", 503) not in (429, 503):
-                return json.load(error)  # refused, for instance because the call was canceled
+                return json.load(error)  # rejected, for example because the call was canceled
             time.sleep(1)
 
 print(ask("POST", "/internal/tools/register", {"client_id": CLIENT, "tools": [TOOL]}), flush=True)

@@ -1,6 +1,6 @@
-"""A receiver of completion callbacks in Python: verifies the signature, then believes the message.
+"""A webhook receiver in Python: verifies the signature before it processes the message.
 
-    export TOOLCRIB_WEBHOOK_SIGNING_KEY=$(toolcrib webhooks key)   # the same for server and receiver
+    export TOOLCRIB_WEBHOOK_SIGNING_KEY=$(toolcrib webhooks key)   # the same key for server and receiver
     python3 receiver.py 9000
 """
 import base64
@@ -13,11 +13,11 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEYS = os.environ["TOOLCRIB_WEBHOOK_SIGNING_KEY"].split()
-seen = set()  # in a real receiver: somewhere that outlives the process
+seen = set()  # a real receiver stores these ids durably
 
 
 def verified(headers, body):
-    """Whether this came from who has our key, and not long ago (Standard Webhooks)."""
+    """Returns True if the message is recent and signed with one of our keys (Standard Webhooks)."""
     message_id, timestamp = headers["webhook-id"], headers["webhook-timestamp"]
     if abs(time.time() - int(timestamp)) > 300:
         return False
@@ -37,7 +37,7 @@ class Receiver(BaseHTTPRequestHandler):
         if not verified(self.headers, body):
             self.answer(401)
             return
-        if self.headers["webhook-id"] not in seen:  # a message may come twice
+        if self.headers["webhook-id"] not in seen:  # a message may be delivered twice
             seen.add(self.headers["webhook-id"])
             message = json.loads(body)
             task = message["data"]

@@ -1,9 +1,9 @@
-"""A tool service over NATS with nothing but nats-py: counts words. NATS_URL says where NATS is."""
+"""A tool service over NATS that counts words; needs only nats-py. NATS_URL is the URL of NATS."""
 import asyncio, hashlib, json, nats, os
 from nats.js.api import ConsumerConfig
 VERSION, TARGET, NAME = os.environ.get("UTP_VERSION", "v1r3"), "count", "tool.python"
 IDS = {"tool_call_id": "cg-tool-call-id", "agent_turn_id": "cg-turn-id", "agent_id": "cg-agent-id",
-       "turn_epoch": "cg-turn-epoch"}  # in the payload; with v1r4 in headers
+       "turn_epoch": "cg-turn-epoch"}  # fields of the payload; with v1r4, headers
 
 def run(args):  # the tool itself
     return {"words": len(args["text"].split())}
@@ -19,20 +19,20 @@ async def execute(nc, msg):
         command = {name: given.get(header) for name, header in IDS.items()} | json.loads(msg.data)
         if not all(str(command[name] or "").strip() for name in IDS): raise ValueError(f"needs {[*IDS]}")
         ids = {name: str(command[name]) for name in IDS} | {"turn_epoch": int(command["turn_epoch"])}
-    except (TypeError, ValueError) as reason:  # nobody could be answered: it is kept for people
+    except (TypeError, ValueError) as reason:  # no call to answer: stored as a dead letter
         letter = {"reason": "malformed", "message": str(reason), "subject": msg.subject,
                   "headers": given, "payload": msg.data.decode(errors="replace")}
         print("malformed:", reason, await ask("l0.dead_letter", letter), flush=True)
         return await msg.term()
     got = await ask("cards.get", {"card_ids": [command.get("tool_call_card_id") or "none"]})
-    if got.get("ended"): return await msg.ack()  # nobody waits for it any more: it is not begun
+    if got.get("ended"): return await msg.ack()  # the call has ended: do not execute it
     try:
         if not got["ok"]: raise LookupError(got["error"]["message"])
         status, result, error = "success", run(got["cards"][0]["content"]["arguments"]), None
     except Exception as reason:
         error = {"code": "internal_error", "message": repr(reason), "source": "tool"}
         status, result = "failed", {"error_code": "internal_error", "error_message": repr(reason)}
-    call = "/".join([msg.subject, ids["agent_turn_id"], ids["tool_call_id"]])  # one call, one card
+    call = "/".join([msg.subject, ids["agent_turn_id"], ids["tool_call_id"]])  # one card per call
     said = {"status": status, "after_execution": command.get("after_execution") or "suspend"}
     card = {"card_id": "py" + hashlib.sha256(call.encode()).hexdigest()[:30], "type": "tool.result",
             "content": {"__type__": "ToolResultContent", **said, "result": result, "error": error},
@@ -51,7 +51,7 @@ async def main():
         try:
             work = [execute(nc, msg) for msg in await sub.fetch(16, timeout=5)]
             wrong = [*filter(None, await asyncio.gather(*work, return_exceptions=True))]
-        except Exception as reason:  # nothing to do yet, or nobody to ask
+        except Exception as reason:  # no commands yet, or NATS is unavailable
             wrong = [] if isinstance(reason, asyncio.TimeoutError) else [reason]
         for reason in wrong: print("it comes again:", repr(reason), flush=True)
         await asyncio.sleep(1 if wrong else 0)

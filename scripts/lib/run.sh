@@ -69,7 +69,7 @@ run_lint() {
     env RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet "${documented[@]}" || true
   check lint "dependencies: licenses, sources, versions" python3 scripts/check-dependencies || true
   if typos=$(find_typos); then
-    check lint "spelling" "$typos" || true
+    check lint "spelling" "$typos" --format brief || true
   else
     step "spelling: skipped, typos $typos_version cannot be installed"
   fi

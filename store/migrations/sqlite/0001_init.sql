@@ -1,9 +1,9 @@
--- Tickets, their history, and the directory (tools, clients, keys, rules).
+-- Calls, their events, and the directory (tools, clients, keys, rules).
 
--- One call. `place` is the order of the commits; lists go by `id`, which sorts by when a call was
--- made. Every tree that a call touches is a page in the flush that somebody waits for, so there
--- are few: what is open is known to the one writer and needs no index, and a call knows the
--- numbers of its events.
+-- One row per call. `place` is the position of the call in commit order; lists are sorted by `id`,
+-- which sorts by creation time. Every tree that a call touches adds a page to a flush that callers
+-- wait for, so there are few: the one writer holds the open calls in memory and needs no index, and
+-- a call stores the numbers of its events.
 CREATE TABLE calls (
     place        INTEGER PRIMARY KEY,
     id           TEXT NOT NULL,
@@ -18,19 +18,19 @@ CREATE TABLE calls (
     started_ms   INTEGER,
     completed_ms INTEGER,
     version      INTEGER NOT NULL CHECK (version > 0),
-    -- What never changes after the first commit: who asked, and with which policy.
+    -- Data that never changes after the first commit: the origin and the execution policy.
     envelope     TEXT NOT NULL,
-    -- What changes with every commit and is never filtered by: attempts, target, alternates.
+    -- Data that changes with every commit and is never a filter: attempts, target, fallbacks.
     state        TEXT NOT NULL,
-    -- The numbers of its events, each with a comma behind it; with an `r` or `s` when this row
-    -- says all there is to say: when it was requested, when its first attempt started.
+    -- The numbers of the call's events, each followed by a comma. `r` or `s` after a number marks
+    -- an implied event, which this row describes completely: requested, first attempt started.
     events       TEXT NOT NULL DEFAULT '',
-    -- What may be large comes last, so that reading the rest does not read it.
+    -- Columns that may be large come last, so that reading the others does not read them.
     args         TEXT NOT NULL,
     result       TEXT,
     error        TEXT,
-    -- A status and its timestamps cannot contradict each other, whatever a program does. Spelled
-    -- with OR: for a list behind IN, SQLite builds a table each time a row is written.
+    -- The constraints keep a status and its timestamps consistent, whatever a program writes. They
+    -- use OR, because for an IN list SQLite builds a table each time a row is written.
     CHECK ((status = 'PENDING' OR status = 'RUNNING') = (completed_ms IS NULL)),
     CHECK ((status = 'PENDING') = (hold IS NOT NULL)),
     CHECK (status <> 'RUNNING' OR started_ms IS NOT NULL),
@@ -44,13 +44,13 @@ CREATE TABLE calls (
 CREATE UNIQUE INDEX calls_by_id ON calls (project, id);
 CREATE INDEX calls_by_run ON calls (project, run_id, id);
 CREATE INDEX calls_by_tool ON calls (project, tool_name, id);
--- Few calls go wrong, so these stay small and cost the usual call nothing.
+-- Few calls fail, so these indexes stay small and cost a successful call nothing.
 CREATE INDEX calls_not_ok ON calls (project, status, id) WHERE error IS NOT NULL;
 CREATE INDEX calls_not_ok_by_tool ON calls (project, status, tool_name, id)
     WHERE error IS NOT NULL;
 
--- What happened, numbered over everything in the order of the commits; but for what the rows of
--- the calls say already.
+-- The events of all calls, numbered in commit order, except the implied events, which have no row
+-- here.
 CREATE TABLE events (
     number  INTEGER PRIMARY KEY,
     place   INTEGER NOT NULL,
@@ -60,9 +60,9 @@ CREATE TABLE events (
     data    TEXT NOT NULL
 ) STRICT;
 
--- `last_event`: numbers never come again, also after the newest events were purged.
--- `first_open`: no call before this place is open.
--- `directory_version`: rises with every change of tools, clients, keys and rules.
+-- `last_event`: the last assigned number; numbers are never reused, even after a purge.
+-- `first_open`: the low watermark; no call before this place is open.
+-- `directory_version`: increases with every change of tools, clients, keys and rules.
 CREATE TABLE counters (
     name  TEXT PRIMARY KEY,
     value INTEGER NOT NULL
@@ -105,7 +105,7 @@ CREATE TABLE offers (
     FOREIGN KEY (project, client_id) REFERENCES clients (project, client_id)
 ) STRICT, WITHOUT ROWID;
 
--- Secrets are not here: only their digests.
+-- Stores only the digests of secrets.
 CREATE TABLE keys (
     id         TEXT PRIMARY KEY,
     digest     TEXT NOT NULL UNIQUE,

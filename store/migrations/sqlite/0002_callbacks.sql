@@ -1,7 +1,7 @@
--- Background tasks, and telling callers that their calls have ended. A call that is neither pays
--- for none of it.
+-- Background tasks, and webhooks that report ended calls. Other calls have no rows in these tables
+-- and no extra cost.
 
--- The calls that are background tasks, so that they can be listed without looking at all others.
+-- The calls that are background tasks, so that they can be listed without a scan of all calls.
 CREATE TABLE tasks (
     project TEXT NOT NULL,
     call_id TEXT NOT NULL,
@@ -12,7 +12,7 @@ CREATE TABLE tasks (
 INSERT INTO tasks
     SELECT project, id, place FROM calls WHERE json_extract(envelope, '$.background') = 1;
 
--- One for each call that was asked with a callback URL. `place` is the call's.
+-- One delivery for each call with a callback URL. `place` is the place of the call.
 CREATE TABLE deliveries (
     place      INTEGER PRIMARY KEY,
     project    TEXT NOT NULL,
@@ -20,10 +20,10 @@ CREATE TABLE deliveries (
     url        TEXT NOT NULL,
     status     TEXT NOT NULL
         CHECK (status IN ('waiting', 'pending', 'delivered', 'gone', 'exhausted')),
-    -- When it is tried next.
+    -- Time of the next attempt.
     due_ms     INTEGER,
     tries      INTEGER NOT NULL,
-    -- Since it became due or was asked for again: the place in the schedule.
+    -- Failures since the delivery became due or was repeated: the position in the retry schedule.
     failures   INTEGER NOT NULL,
     last_error TEXT,
     version    INTEGER NOT NULL CHECK (version > 0),
@@ -34,7 +34,7 @@ CREATE INDEX deliveries_due ON deliveries (due_ms, call_id) WHERE due_ms IS NOT 
 CREATE UNIQUE INDEX deliveries_by_call ON deliveries (project, call_id);
 CREATE INDEX deliveries_by_status ON deliveries (project, status, call_id);
 
--- The last tries of each, numbered from 1.
+-- The last attempts of each delivery, numbered from 1.
 CREATE TABLE tries (
     place       INTEGER NOT NULL,
     number      INTEGER NOT NULL,

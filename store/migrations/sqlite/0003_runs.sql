@@ -1,4 +1,4 @@
--- What is kept of a run beside its calls: the tools that were set for it.
+-- The tool definitions set for a run. The calls of a run are in `calls`.
 CREATE TABLE runs (
     project          TEXT NOT NULL,
     run_id           TEXT NOT NULL,
@@ -7,5 +7,5 @@ CREATE TABLE runs (
     PRIMARY KEY (project, run_id)
 ) STRICT, WITHOUT ROWID;
 
--- For the purge, which looks for the oldest.
+-- For the purge, which searches for the oldest rows.
 CREATE INDEX runs_by_time ON runs (updated_ms);

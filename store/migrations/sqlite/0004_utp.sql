@@ -1,5 +1,5 @@
--- Tools over NATS: projects and their tools, the roster, cards, turns, inboxes, what is to be
--- published, and what could not be taken. The keys are columns; the rest is JSON in `body`.
+-- Tools over NATS: projects and their tools, the roster of agents, cards, turns, inboxes, the
+-- outbox and dead letters. The keys are columns; the rest is JSON in `body`.
 
 CREATE TABLE projects (
     id         TEXT PRIMARY KEY,
@@ -7,7 +7,7 @@ CREATE TABLE projects (
     created_ms INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
--- What the protocol calls resource.tools. Apart from `tools`, whose rows go with their offers.
+-- The protocol's resource.tools. Separate from `tools`, whose rows are deleted with their offers.
 CREATE TABLE project_tools (
     project    TEXT NOT NULL,
     name       TEXT NOT NULL,
@@ -16,7 +16,7 @@ CREATE TABLE project_tools (
     PRIMARY KEY (project, name)
 ) STRICT, WITHOUT ROWID;
 
--- Every definition that a call can have been made with.
+-- Every tool definition that a stored call may refer to.
 CREATE TABLE tool_versions (
     project    TEXT NOT NULL,
     name       TEXT NOT NULL,
@@ -25,7 +25,7 @@ CREATE TABLE tool_versions (
     PRIMARY KEY (project, name, version)
 ) STRICT, WITHOUT ROWID;
 
--- What the protocol calls resource.project_agents.
+-- The protocol's resource.project_agents.
 CREATE TABLE roster (
     project       TEXT NOT NULL,
     agent_id      TEXT NOT NULL,
@@ -48,7 +48,7 @@ CREATE TABLE cards (
 ) STRICT;
 
 CREATE UNIQUE INDEX cards_by_id ON cards (project, card_id);
--- At most one result for a call of a turn.
+-- At most one result per call of a turn.
 CREATE UNIQUE INDEX cards_result_of_call ON cards (project, turn_id, tool_call_id)
     WHERE type = 'tool.result';
 
@@ -94,7 +94,7 @@ CREATE TABLE inbox (
     body         TEXT NOT NULL
 ) STRICT;
 
--- Once per call of a turn, however often it is reported.
+-- At most one item per call of a turn, however often its result is reported.
 CREATE UNIQUE INDEX inbox_once ON inbox (project, turn_id, tool_call_id);
 CREATE INDEX inbox_waiting ON inbox (project, agent_id, number) WHERE taken_ms IS NULL;
 

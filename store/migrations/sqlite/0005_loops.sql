@@ -1,5 +1,5 @@
--- Runs: conversations with language models. What a run is now is JSON in `body`; the columns are
--- what is looked for.
+-- Runs: conversations with language models. `body` has the current state of a run as JSON; the
+-- other columns are for queries.
 CREATE TABLE loops (
     project     TEXT NOT NULL,
     run_id      TEXT NOT NULL,
@@ -9,7 +9,7 @@ CREATE TABLE loops (
     created_ms  INTEGER NOT NULL,
     ended_ms    INTEGER,
     version     INTEGER NOT NULL CHECK (version > 0),
-    -- The idempotency key it was made with, if any.
+    -- The idempotency key that the run was created with, if any.
     agent       TEXT NOT NULL,
     key         TEXT,
     fingerprint TEXT,
@@ -22,8 +22,8 @@ CREATE INDEX loops_open ON loops (project, run_id) WHERE ended_ms IS NULL;
 CREATE INDEX loops_ended ON loops (ended_ms) WHERE ended_ms IS NOT NULL;
 CREATE UNIQUE INDEX loops_by_key ON loops (project, agent, key) WHERE key IS NOT NULL;
 
--- What happened in them, numbered together with the events of calls, with the messages that each
--- added to the conversation.
+-- The journals of runs. Entries share their numbers with the events of calls; each has the messages
+-- that it added to the conversation.
 CREATE TABLE loop_entries (
     number   INTEGER PRIMARY KEY,
     project  TEXT NOT NULL,

@@ -1,5 +1,5 @@
--- Servers that tools are brought in from, and the tools that were accepted from them. What is in
--- the configuration has tools here, and no row of its own.
+-- Upstreams, and the tools that were accepted from them. An upstream of the configuration has rows
+-- in `upstream_tools` and none in `upstreams`.
 
 CREATE TABLE upstreams (
     project  TEXT NOT NULL,

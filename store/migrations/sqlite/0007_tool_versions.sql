@@ -1,5 +1,5 @@
--- When a definition was replaced or taken away: a call that was made later cannot refer to it, so it
--- goes when every call that was made before is gone. None while it is the one that is used.
+-- The time when a definition was replaced or removed. Later calls cannot refer to it, so the purge
+-- deletes it together with the last earlier call. NULL for the current definition.
 ALTER TABLE tool_versions ADD COLUMN replaced_ms INTEGER;
 
 UPDATE tool_versions

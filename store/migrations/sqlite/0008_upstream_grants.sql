@@ -1,5 +1,5 @@
--- What the issuers of upstreams have granted us: tokens, and the client they were granted to. One
--- for each upstream, whether it is in the configuration or in the directory; gone with it.
+-- Credentials granted by the issuers of upstreams: tokens, and the client they were granted to. One
+-- row per upstream of the configuration or the directory; deleted with the upstream.
 CREATE TABLE upstream_grants (
     project  TEXT NOT NULL,
     upstream TEXT NOT NULL,
