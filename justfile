@@ -14,7 +14,7 @@ quick *parts:
 
 # Measure the speed of a release build against the baseline
 bench *arguments:
-    cargo run --release -- bench {{arguments}}
+    cargo run --release -p toolcrib-bench -- {{arguments}}
 
 # Check formatting, clippy, rustdoc, spelling and dependencies
 lint:

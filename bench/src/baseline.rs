@@ -29,6 +29,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 use ulid::Ulid;
 
+pub mod nats;
 mod storage;
 
 /// The only tool: it does nothing and returns `{}`.

@@ -1,4 +1,4 @@
-//! The baseline that Toolcrib's speed is compared with, and the load generator that measures both.
+//! Measures Toolcrib's speed as ratios to a baseline.
 //!
 //! A figure such as "3000 calls a second" says more about the disk than about the program. Every
 //! figure of Toolcrib is therefore a ratio to a *baseline* measured on the same machine in the same
@@ -6,54 +6,29 @@
 //! the same flow (invoke, ticket, result; every state change flushed before it is reported) and
 //! nothing else.
 //!
-//! This crate never starts a process, reads no configuration and prints nothing but the baseline's
-//! storage errors: the command `toolcrib bench` starts the product and the baseline as child
-//! processes and calls this crate.
+//! The binary `toolcrib-bench` starts the product and the baseline as child processes and prints
+//! the report. The library is for that binary and for tests, which use the scripted model.
 //!
-//! | module       | content                                                                 |
-//! |--------------|-------------------------------------------------------------------------|
-//! | [`baseline`] | the comparison server: [`baseline::serve`]                              |
-//! | [`load`]     | closed loop, burst, GET latencies, time to the first success            |
-//! | [`http`]     | the small HTTP/1.1 client that [`load`] uses                            |
-//! | [`sample`]   | the results of a load run, and percentiles                              |
-//! | [`sink`]     | an OTLP endpoint that counts the bytes it receives                      |
-//! | [`model`]    | a language model that follows a script, over the real wire protocols    |
-//! | [`machine`]  | facts about the machine, among them its flush rate                      |
-//! | [`process`]  | resident memory of a child process, a free loopback port                |
-//! | [`report`]   | measurements, their limits, the table and the JSON                      |
-//!
-//! A run, from the caller's side:
-//!
-//! ```no_run
-//! use std::time::Duration;
-//! use toolcrib_bench::{floor, load, machine, report};
-//!
-//! # async fn run(product: &str, floor_addr: &str, dir: &std::path::Path) -> anyhow::Result<()> {
-//! let path = format!("/v1/tools/{}/invoke?wait_ms=10000", floor::TOOL);
-//! let body = r#"{"run_id":"bench","args":{}}"#;
-//! let time = Duration::from_secs(5);
-//! let ours = load::closed_loop(product, 64, time, &path, body, Some("a-token")).await?;
-//! let base = load::closed_loop(floor_addr, 64, time, &path, body, None).await?;
-//!
-//! let facts = machine::Machine::probe(dir)?;
-//! let mut report = report::Report::new("0.1.0", "2025-01-01", facts);
-//! report.push(report::Measure::against_floor(
-//!     "invoke and wait, 64 callers",
-//!     "calls/s",
-//!     ours.calls_per_s,
-//!     base.calls_per_s,
-//!     report::Limit::AtLeast(0.5),
-//! ));
-//! print!("{}", report.table());
-//! # Ok(()) }
-//! ```
+//! | module           | content                                                                |
+//! |------------------|------------------------------------------------------------------------|
+//! | [`cli`]          | the command line of `toolcrib-bench`                                   |
+//! | [`measurements`] | the measurements and their limits                                      |
+//! | [`report`]       | the report as a table and as JSON; facts about the machine             |
+//! | [`load`]         | closed loop, burst, GET latencies, time to the first success           |
+//! | [`processes`]    | the measured servers and their helpers as child processes              |
+//! | [`baseline`]     | the comparison server, and the same over NATS                          |
+//! | [`fill_store`]   | writes finished calls into a store                                     |
+//! | [`mcp_server`]   | an MCP server with tools of known cost                                 |
+//! | [`model`]        | a language model that follows a script, over the real wire protocols   |
+//! | [`otlp_sink`]    | an OTLP endpoint that counts the bytes it receives                     |
 
 pub mod baseline;
-pub mod http;
+pub mod cli;
+pub mod fill_store;
 pub mod load;
-pub mod machine;
+pub mod mcp_server;
+pub mod measurements;
 pub mod model;
-pub mod process;
+pub mod otlp_sink;
+pub mod processes;
 pub mod report;
-pub mod sample;
-pub mod sink;

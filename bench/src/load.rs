@@ -14,15 +14,16 @@
 //! is the cheapest and sufficient. Run one at a time, and warm up the server with a short loop
 //! first.
 
+pub mod http;
+pub mod sample;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use http::{Connection, HttpResponse};
+use sample::{BurstSample, Sample, micros};
 use tokio::task::JoinSet;
-
-use crate::http::{self, Connection, HttpResponse};
-use crate::sample::{BurstSample, Sample, micros};
 
 /// Maximum time to wait for outstanding responses after the measured time is over.
 const GRACE: Duration = Duration::from_secs(30);

@@ -5,7 +5,6 @@
 //! middle of a call's arguments, stall, or stream without end.
 
 mod wire;
-
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

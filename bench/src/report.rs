@@ -4,11 +4,11 @@
 //! compared (a baseline of zero, a value that is not a number) misses its limit, because a limit
 //! that cannot be shown to hold does not hold.
 
+pub mod machine;
 use std::fmt::Write as _;
 
+use machine::Machine;
 use serde::{Deserialize, Serialize};
-
-use crate::machine::Machine;
 
 /// The limit of a measurement: applies to its ratio when it has a baseline, else to its value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_on_the_ratio_when_there_is_a_floor() {
+    fn with_a_baseline_the_limit_applies_to_the_ratio() {
         assert!(calls(50.0, 100.0, Limit::AtLeast(0.5)).passed());
         assert!(!calls(49.0, 100.0, Limit::AtLeast(0.5)).passed());
         assert!(calls(200.0, 100.0, Limit::AtMost(2.0)).passed());
@@ -232,14 +232,14 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_on_the_value_when_there_is_no_floor() {
+    fn without_a_baseline_the_limit_applies_to_the_value() {
         assert!(Measurement::absolute("memory", "MiB", 40.0, Limit::AtMost(40.0)).passed());
         assert!(!Measurement::absolute("memory", "MiB", 41.0, Limit::AtMost(40.0)).passed());
         assert!(Measurement::absolute("memory", "MiB", 1e9, Limit::None).passed());
     }
 
     #[test]
-    fn what_cannot_be_compared_is_missed() {
+    fn a_measurement_that_cannot_be_compared_misses_its_limit() {
         let measure = calls(50.0, 0.0, Limit::AtMost(2.0));
         assert_eq!(measure.ratio, None);
         assert!(!measure.passed());
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn json_comes_back_the_same() {
+    fn a_report_round_trips_through_json() {
         let text = report().json().unwrap();
         assert!(text.contains("\"at_least\": 0.5"));
         let back: Report = serde_json::from_str(&text).unwrap();
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_keep_three_digits() {
+    fn figures_have_about_three_significant_digits() {
         assert_eq!(format_figure(12345.6), "12346");
         assert_eq!(format_figure(12.345), "12.3");
         assert_eq!(format_figure(0.123), "0.12");

@@ -4,6 +4,7 @@
 //! `cargo run -p toolcrib --example background`
 
 use std::sync::Arc;
+use toolcrib::calls::Until;
 
 use tokio::sync::{Notify, mpsc};
 use toolcrib::{CallRequest, Caller, Effect, Engine, FnTool};
@@ -39,14 +40,14 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     for (call_id, tool) in [("call_0", "report.build"), ("call_1", "calendar.days")] {
         let mut asked = CallRequest::new(tool, r#"{"month": 5}"#)?;
         (asked.run_id, asked.call_id) = ("run_1".to_owned(), Some(call_id.to_owned()));
-        let ticket = engine.invoke(&caller, asked).await?;
+        let ticket = engine.calls().invoke(&caller, asked).await?;
         if !ticket.call.origin.background {
-            engine.wait_until_finished(&caller, &ticket.call.id).await?;
+            engine.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
         }
     }
-    let mut shown = engine.prompt(&caller, "run_1", 50, 400).await?.text;
+    let mut shown = engine.runs().prompt(&caller, "run_1", 50, 400).await?.text;
 
-    let mut context = engine.context(&caller, "run_1", 50).await?;
+    let mut context = engine.runs().context(&caller, "run_1", 50).await?;
     let (tell, mut told) = mpsc::unbounded_channel();
     context.on_tool_call(move |call, result| {
         // Long work belongs elsewhere; what fails here is logged and stops nobody.
@@ -59,7 +60,7 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
 
     paper.notify_one();
     while context.pending_calls().next().is_some() {
-        engine.refresh_context(&caller, &mut context, 10_000).await?;
+        engine.runs().refresh_context(&caller, &mut context, 10_000).await?;
     }
     let heard = told.recv().await.ok_or("the listener was told")?;
     shown.push_str(&format!("\nheard: {heard}\n"));

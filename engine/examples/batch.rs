@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use toolcrib::calls::batch::BatchMode;
+use toolcrib::calls::BatchMode;
 use toolcrib::model_formats::ToolFormat;
 use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json};
 
@@ -40,13 +40,13 @@ pub async fn turn() -> Result<String, Box<dyn std::error::Error>> {
     let caller = Caller::local("default");
 
     let mut shown = String::from("tools for the model:\n");
-    for tool in engine.model_tool_definitions(&caller, ToolFormat::OpenAi) {
+    for tool in engine.registry().model_tool_definitions(&caller, ToolFormat::OpenAi) {
         writeln!(shown, "  {}", tool.to_value()["function"]["name"])?;
     }
 
     let entries = TOOL_CALLS.iter().map(|call| Json::parse(call)).collect::<Result<_, _>>()?;
     let batch = Batch { mode: BatchMode::Parallel, ..Batch::new("run_1", entries) };
-    let answer = engine.run_batch(&caller, batch).await?;
+    let answer = engine.calls().run_batch(&caller, batch).await?;
 
     writeln!(shown, "messages for the model:")?;
     for message in &answer.messages {

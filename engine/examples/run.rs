@@ -10,12 +10,14 @@ use std::fmt::Write;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use toolcrib::engine::RunRequest;
+use toolcrib::domain::model_reply::{ModelReply, ToolCallRequest};
+use toolcrib::domain::run::options::RunOptions;
+use toolcrib::domain::run::progress::Conversation;
 use toolcrib::ports::model::{
-    DeltaListener, Model, ModelError, ModelReply, ModelRequest, ModelResolver, ResolvedModel,
-    ToolCallRequest,
+    DeltaListener, Model, ModelError, ModelRequest, ModelResolver, ResolvedModel,
 };
-use toolcrib::runs::agent_loop::{Conversation, RunOptions, StepOutcome};
+use toolcrib::runs::RunRequest;
+use toolcrib::runs::agent_loop::StepOutcome;
 use toolcrib::{Caller, Effect, Engine, FnTool};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
@@ -83,7 +85,7 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let mut talk = Conversation::from_user_text("Where is it warmer?");
     let terms = RunOptions::new("traveller", "run_1");
     while let StepOutcome::Continue =
-        engine.run_agent_step(&caller, &Traveller, &terms, &mut talk).await?
+        engine.runs().run_agent_step(&caller, &Traveller, &terms, &mut talk).await?
     {
         writeln!(shown, "turn {}: {} calls", talk.progress.steps, talk.progress.calls)?;
     }
@@ -96,8 +98,8 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
         messages: Conversation::from_user_text("Where is it warmer?").messages,
         ..RunRequest::default()
     };
-    let started = engine.start_run(&caller, new).await?;
-    let run = engine.wait_for_run(&caller, &started.run.id, 10_000).await?;
+    let started = engine.runs().start_run(&caller, new).await?;
+    let run = engine.runs().wait_for_run(&caller, &started.run.id, 10_000).await?;
     let answer = run.answer.map(|answer| answer.text).unwrap_or_default();
     writeln!(shown, "{} after {} steps: {answer}", run.status.as_str(), run.progress.steps)?;
     Ok(shown)

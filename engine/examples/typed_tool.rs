@@ -4,6 +4,7 @@
 //! `cargo run -p toolcrib --example typed_tool`
 
 use std::fmt::Write;
+use toolcrib::calls::Until;
 
 use toolcrib::{CallRequest, Caller, Effect, Engine, FnTool, Risk, Status};
 
@@ -39,12 +40,15 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let caller = Caller::local("default");
 
     let mut shown = String::new();
-    let tool = engine.tool(&caller, "car.consumption")?;
+    let tool = engine.registry().tool(&caller, "car.consumption")?;
     let schema = tool.definition.input_schema.to_value();
     writeln!(shown, "required: {}", schema["required"])?;
 
     for args in [r#"{"km": 480, "litres": 30}"#, r#"{"km": "far"}"#, r#"{"km": 0, "litres": 1}"#] {
-        let ticket = match engine.invoke(&caller, CallRequest::new("car.consumption", args)?).await
+        let ticket = match engine
+            .calls()
+            .invoke(&caller, CallRequest::new("car.consumption", args)?)
+            .await
         {
             Ok(ticket) => ticket,
             Err(refused) => {
@@ -52,7 +56,7 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
                 continue;
             }
         };
-        let call = engine.wait_until_finished(&caller, &ticket.call.id).await?;
+        let call = engine.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
         let outcome = call.outcome.as_ref().ok_or("an ended call has an outcome")?;
         match (&outcome.data, &outcome.error) {
             (Some(data), _) if call.status == Status::Succeeded => {

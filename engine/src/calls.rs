@@ -3,19 +3,152 @@
 //! `accept` takes a call in, `commit` is the only writer of calls after that, and
 //! [`crate::lifecycle::step`] is the only place that decides a status.
 
-pub mod accept;
-pub mod attempt;
+pub(crate) mod accept;
+pub(crate) mod attempt;
 pub mod batch;
-pub mod commit;
-pub mod dependents;
-pub mod detach_on_drop;
-pub mod key_counts;
-pub mod limiter;
-pub mod open_calls;
-pub mod recover;
-pub mod report;
-pub mod route;
-pub mod speculative_read;
-pub mod validate_args;
-pub mod validate_request;
-pub mod wait;
+pub(crate) mod command;
+pub(crate) mod commit;
+pub(crate) mod dependents;
+pub(crate) mod detach_on_drop;
+pub(crate) mod limiter;
+pub(crate) mod observer;
+pub(crate) mod open_calls;
+pub(crate) mod recover;
+pub(crate) mod report;
+pub(crate) mod request;
+pub(crate) mod speculative_read;
+pub(crate) mod target;
+pub(crate) mod wait;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use dependents::Dependents;
+use futures::future::BoxFuture;
+use limiter::ConcurrencyLimiter;
+use open_calls::OpenCalls;
+use tokio_util::task::TaskTracker;
+
+use crate::clients::queue::ClientQueue;
+use crate::domain::call::Call;
+use crate::domain::tool::Executor;
+use crate::ports::core::Core;
+use crate::ports::source::{Source, SourceHealth};
+use crate::registry::{DirectoryListener, Registry};
+
+pub use accept::Ticket;
+pub use batch::{Batch, BatchAnswer, BatchEntryResult, BatchEntryState, BatchMode};
+pub use report::AttemptReport;
+pub use request::CallRequest;
+pub use wait::{CallPage, CallQuery, CallRef, EventQuery, Until};
+
+/// Accepts, reports, cancels, reads and waits for calls.
+pub struct Calls {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) dispatcher: Arc<Dispatcher>,
+}
+
+/// Applies events to calls, commits them, and performs the actions that follow: the one path of an
+/// accepted call to its outcome.
+pub struct Dispatcher {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) client_queue: Arc<ClientQueue>,
+    pub(crate) sources: HashMap<Executor, Arc<dyn Source>>,
+    pub(crate) open_calls: OpenCalls,
+    pub(crate) dependents: Dependents,
+    pub(crate) limiter: Arc<ConcurrencyLimiter>,
+    /// Tasks of the attempts that run in this process.
+    pub(crate) attempts: TaskTracker,
+    pub(crate) recovered: AtomicBool,
+    /// Set once, when the parts that follow ended calls exist.
+    ended_listeners: OnceLock<Vec<Arc<dyn EndedCallListener>>>,
+}
+
+/// A part of the engine that acts when a call has ended. The outcome is committed; if the process
+/// stops before a listener is done, that part's reconciler does the work later.
+pub(crate) trait EndedCallListener: Send + Sync {
+    /// Returns the work to do for this call, or `None`, as for most calls.
+    fn call_ended<'a>(&'a self, call: &'a Arc<Call>) -> Option<BoxFuture<'a, ()>>;
+}
+
+impl Dispatcher {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        registry: Arc<Registry>,
+        client_queue: Arc<ClientQueue>,
+        sources: HashMap<Executor, Arc<dyn Source>>,
+    ) -> Self {
+        Self {
+            core,
+            registry,
+            client_queue,
+            sources,
+            open_calls: OpenCalls::default(),
+            dependents: Dependents::default(),
+            limiter: Arc::new(ConcurrencyLimiter::default()),
+            attempts: TaskTracker::new(),
+            recovered: AtomicBool::new(false),
+            ended_listeners: OnceLock::new(),
+        }
+    }
+
+    /// Registers the parts that follow ended calls. Later calls have no effect.
+    pub(crate) fn set_ended_listeners(&self, listeners: Vec<Arc<dyn EndedCallListener>>) {
+        let _ = self.ended_listeners.set(listeners);
+    }
+
+    fn ended_listeners(&self) -> &[Arc<dyn EndedCallListener>] {
+        self.ended_listeners.get().map_or(&[], Vec::as_slice)
+    }
+}
+
+impl DirectoryListener for Dispatcher {
+    fn directory_changed(&self) {
+        self.limiter.recheck_queues();
+    }
+}
+
+impl Calls {
+    /// Returns true once every call that was open at startup has an owner again.
+    pub fn is_recovered(&self) -> bool {
+        self.dispatcher.recovered.load(Ordering::Acquire)
+    }
+
+    /// Returns the number of calls without an outcome.
+    pub fn open_call_count(&self) -> usize {
+        self.dispatcher.open_calls.len()
+    }
+
+    /// Returns the number of calls without an outcome, by state.
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 6] {
+        self.dispatcher.open_calls.count_by_state()
+    }
+
+    /// Returns the number of calls queued for a free slot.
+    pub fn queued_call_count(&self) -> usize {
+        self.dispatcher.limiter.queued_count()
+    }
+
+    /// Returns the age of the oldest open call, or 0 if no call is open.
+    pub fn oldest_open_call_age_ms(&self) -> u64 {
+        let oldest_ms = self.dispatcher.open_calls.oldest_created_ms();
+        oldest_ms.map_or(0, |oldest_ms| self.core.now_ms().saturating_sub(oldest_ms))
+    }
+
+    /// Returns the health of each source's dependencies, ordered by name.
+    pub(crate) fn sources_health(&self) -> Vec<SourceHealth> {
+        let sources = self.dispatcher.sources.values();
+        let mut health: Vec<_> = sources.filter_map(|source| source.health()).collect();
+        health.sort_by_key(|health| health.name);
+        health
+    }
+
+    /// Waits, at most `limit`, for attempts that run in this process.
+    pub(crate) async fn drain(&self, limit: Duration) {
+        self.dispatcher.attempts.close();
+        let _ = tokio::time::timeout(limit, self.dispatcher.attempts.wait()).await;
+    }
+}

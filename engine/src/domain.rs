@@ -2,16 +2,16 @@
 //! speak these types. Nothing here is asynchronous, reads a clock or logs.
 
 pub mod access_rules;
-pub mod args;
 pub mod call;
 pub mod caller;
 pub mod delivery;
+pub mod derived;
 pub mod directory;
-pub mod elicitation;
 pub mod event;
 pub mod fault;
 pub mod id;
 pub mod json;
+pub mod model_reply;
 pub mod retry;
 pub mod run;
 pub mod tool;

@@ -14,49 +14,88 @@
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
 //! ```
 
-mod after;
-mod elsewhere;
-mod reported;
-mod said;
-
 use serde_json::{Map, Value};
 
-use crate::domain::call::{Call, CallMetrics, Hold, Outcome, Status};
-use crate::domain::elicitation::{Elicitation, ElicitationRequest};
+use crate::domain::call::elicitation::{Elicitation, ElicitationRequest};
+use crate::domain::call::{Call, CallMetrics, FailedAttempt, Hold, Outcome, Status};
 use crate::domain::event::{EventKind, EventRecord};
-use crate::domain::fault::{Code, Fault};
+use crate::domain::fault::{Code, Fault, SideEffect};
 use crate::domain::json::Json;
-use crate::domain::tool::{Effect, Executor};
-use after::start_after_predecessor;
-use elsewhere::{apply_remote_outcome, detach};
-use reported::{apply_report, check_report, retry_or_fail};
+use crate::domain::tool::Effect;
 
 /// An input of the state machine.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// A slot is free: the next attempt starts on this node.
-    Claim { node: String },
+    Claim {
+        /// Id of the process that starts the attempt.
+        node: String,
+    },
     /// A remote executor acknowledged the attempt. `instead_of` names the client that acknowledged
     /// it before, stayed away, and lost its lease to this one.
-    Acknowledged { attempt: u32, by: String, instead_of: Option<String> },
+    Acknowledged {
+        /// Number of the acknowledged attempt.
+        attempt: u32,
+        /// Id of the executor that acknowledged it.
+        by: String,
+        /// Client whose lease moved to `by`, if there is one.
+        instead_of: Option<String>,
+    },
     /// The result of an attempt. Without an attempt number it is about the one in flight.
-    Report { attempt: Option<u32>, by: Option<String>, result: Result<Json, Fault> },
+    Report {
+        /// Number of the reported attempt; `None` means the one in flight.
+        attempt: Option<u32>,
+        /// Id of the reporting executor, if it identifies itself.
+        by: Option<String>,
+        /// Result data of a success, or the fault of a failure.
+        result: Result<Json, Fault>,
+    },
     /// An attempt ended with questions.
-    InputRequired { attempt: u32, questions: ElicitationRequest },
+    InputRequired {
+        /// Number of the attempt that asks.
+        attempt: u32,
+        /// The questions, and the state that the next attempt continues from.
+        questions: ElicitationRequest,
+    },
     /// A caller or client answers some of the questions.
-    InputProvided { by: String, answers: Map<String, Value> },
+    InputProvided {
+        /// Agent that answers.
+        by: String,
+        /// Answers by question key.
+        answers: Map<String, Value>,
+    },
     /// An attempt continues at the executor, which finds it by this handle.
-    Detached { attempt: u32, handle: String },
+    Detached {
+        /// Number of the attempt that continues.
+        attempt: u32,
+        /// The executor's own id of the attempt.
+        handle: String,
+    },
     /// A tool service ended an attempt otherwise than with a plain success or failure.
-    RemoteOutcome { attempt: u32, by: String, told: RemoteOutcome },
+    RemoteOutcome {
+        /// Number of the reported attempt.
+        attempt: u32,
+        /// Id of the reporting tool service.
+        by: String,
+        /// Outcome to end the call with; no retry follows.
+        outcome: RemoteOutcome,
+    },
     /// The predecessor has ended.
     PredecessorEnded,
     /// The clock reached the call's deadline.
     Deadline,
     /// A cancel request.
-    Cancel { by: String, reason: Option<String> },
+    Cancel {
+        /// Name of the requester, as shown in the outcome.
+        by: String,
+        /// Reason of the requester, as shown in the outcome.
+        reason: Option<String>,
+    },
     /// The process that owned the call is gone.
-    OwnerLost { node: String },
+    OwnerLost {
+        /// Id of the process that takes over the call.
+        node: String,
+    },
 }
 
 /// Outcomes that only a tool service can report.
@@ -78,7 +117,10 @@ pub enum Action {
     /// Deliver the attempt in flight to its source again: it may have been delivered before.
     Redeliver,
     /// Tell the source to stop this attempt.
-    Stop { attempt: u32 },
+    Stop {
+        /// Number of the attempt to stop.
+        attempt: u32,
+    },
     /// Queue the call for a free slot (now, or when its retry is due).
     Enqueue,
     /// Watch the predecessor and apply [`Event::PredecessorEnded`] when it has ended.
@@ -90,8 +132,11 @@ pub enum Action {
 /// The next state of a call, with its records and actions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Transition {
+    /// The call in its next state, with its version increased by one.
     pub call: Call,
+    /// Records to append to the call's history in the same commit.
     pub records: Vec<EventRecord>,
+    /// Actions to take after the commit, in order.
     pub actions: Vec<Action>,
 }
 
@@ -127,8 +172,8 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refus
         }
         Event::InputProvided { by, answers } => provide_input(call, by, answers, now_ms),
         Event::Detached { attempt, handle } => detach(call, *attempt, handle, now_ms),
-        Event::RemoteOutcome { attempt, by, told: how } => {
-            apply_remote_outcome(call, *attempt, by, how, now_ms)
+        Event::RemoteOutcome { attempt, by, outcome } => {
+            apply_remote_outcome(call, *attempt, by, outcome, now_ms)
         }
         Event::PredecessorEnded => start_after_predecessor(call, now_ms),
         Event::Deadline => time_out(call, now_ms),
@@ -163,6 +208,7 @@ pub fn step_owned(
     Err(Box::new((call, refusal)))
 }
 
+/// Checks that the call is due for an attempt.
 fn check_claim(call: &Call, now_ms: u64) -> Result<(), Refusal> {
     let due = match (call.status, call.hold) {
         (Status::Pending, Some(Hold::Queue)) => true,
@@ -175,17 +221,17 @@ fn check_claim(call: &Call, now_ms: u64) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Gives the next attempt to its executor.
 fn claim(mut next: Call, node: &str, now_ms: u64) -> Transition {
     next.attempt += 1;
     next.target_attempts += 1;
     next.attempt_dispatched_ms = Some(now_ms);
     next.node = Some(node.to_owned());
     next.acknowledged_by = None;
-    if let Some(dialogue) = &mut next.elicitation {
-        dialogue.handle = None;
+    if let Some(elicitation) = &mut next.elicitation {
+        elicitation.handle = None;
     }
-    // The caller executes its own calls: the attempt needs no acknowledgement.
-    if next.target.executor.reports_later() && next.target.executor != Executor::Caller {
+    if next.target.traits.needs_acknowledgement {
         next.hold = Some(Hold::Unacknowledged);
         return into_transition(next, vec![], vec![Action::Start]);
     }
@@ -193,6 +239,7 @@ fn claim(mut next: Call, node: &str, now_ms: u64) -> Transition {
     into_transition(next, vec![record], vec![Action::Start])
 }
 
+/// Starts the attempt that an executor acknowledged, or moves it to another client.
 fn acknowledge(
     call: &Call,
     attempt: u32,
@@ -211,16 +258,16 @@ fn acknowledge(
     if same {
         return Err(Refusal::Duplicate);
     }
-    let handed_over = call.target.executor.reports_later() && call.status == Status::Running;
-    if (call.hold != Some(Hold::Unacknowledged) && !handed_over) || call.attempt != attempt {
+    let acknowledged = call.target.traits.reports_later && call.status == Status::Running;
+    if (call.hold != Some(Hold::Unacknowledged) && !acknowledged) || call.attempt != attempt {
         let why = "taken, but this attempt is not out";
         return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why).with("by", by)));
     }
     // Another client may acknowledge the attempt only after the lease moved to it, which happens
     // only for tools that are safe to repeat.
-    let holder = call.acknowledged_by.as_deref().filter(|_| handed_over);
-    let given_on = instead_of == holder && call.target.effect != Effect::Irreversible;
-    if holder.is_some() && !given_on {
+    let holder = call.acknowledged_by.as_deref().filter(|_| acknowledged);
+    let lease_moved = instead_of == holder && call.target.effect != Effect::Irreversible;
+    if holder.is_some() && !lease_moved {
         let why = "taken, but another has taken it before";
         return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why).with("by", by)));
     }
@@ -228,10 +275,233 @@ fn acknowledge(
     next.acknowledged_by = Some(by.to_owned());
     let mut records =
         vec![EventRecord::new(EventKind::Acknowledged, now_ms, attempt).with("by", by)];
-    if !handed_over {
+    if !acknowledged {
         records.insert(0, begin_attempt(&mut next, now_ms));
     }
     Ok(into_transition(next, records, vec![]))
+}
+
+/// Checks that a report is about the attempt in flight.
+fn check_report(
+    call: &Call,
+    attempt: Option<u32>,
+    by: Option<&str>,
+    result: &Result<Json, Fault>,
+    now_ms: u64,
+) -> Result<(), Refusal> {
+    if repeats_failed_attempt(call, attempt, result) {
+        return Err(Refusal::Duplicate);
+    }
+    if call.status.is_terminal() {
+        if matches_outcome(call, result) {
+            return Err(Refusal::Duplicate);
+        }
+        let why = format!("reported after the call was {}", call.status.as_str());
+        return Err(Refusal::AlreadyEnded(with_report(
+            ignored_record(call, now_ms, &why),
+            by,
+            result,
+        )));
+    }
+    let this_one = attempt.is_none_or(|attempt| attempt == call.attempt);
+    if !call.has_attempt_in_flight() || !this_one {
+        let why = "reported for an attempt that is not out";
+        return Err(Refusal::WrongAttempt(with_report(
+            ignored_record(call, now_ms, why),
+            by,
+            result,
+        )));
+    }
+    Ok(())
+}
+
+/// Applies the result of the attempt in flight.
+fn apply_report(
+    mut next: Call,
+    by: Option<&str>,
+    result: &Result<Json, Fault>,
+    now_ms: u64,
+) -> Transition {
+    let mut records = Vec::new();
+    if next.status == Status::Pending {
+        records.push(begin_attempt(&mut next, now_ms));
+    }
+    if let Some(by) = by {
+        next.acknowledged_by = Some(by.to_owned());
+    }
+    match result {
+        Ok(data) => {
+            let size = data.text().len();
+            let outcome = (true, Some(data.clone()), None);
+            let end = end_call(next, Status::Succeeded, outcome, now_ms);
+            let record = end_record(&end, EventKind::Finished, now_ms).with("result_bytes", size);
+            records.push(record);
+            into_transition(end, records, vec![Action::NotifyEnded])
+        }
+        Err(fault) => retry_or_fail(next, records, fault, now_ms),
+    }
+}
+
+/// Handles a failed attempt: retries, falls back, or ends the call.
+fn retry_or_fail(
+    mut next: Call,
+    mut records: Vec<EventRecord>,
+    fault: &Fault,
+    now_ms: u64,
+) -> Transition {
+    let harmless = fault.side_effect == SideEffect::None;
+    let may_repeat = harmless || next.target.effect != Effect::Irreversible;
+    let backoff_ms = next.backoff.wait_ms(next.target_attempts, next.id.as_str());
+    // Do not retry before the delay that the executor requested.
+    let wait_ms = backoff_ms.max(fault.retry_after_ms().unwrap_or(0));
+    let at_ms = now_ms.saturating_add(wait_ms);
+    let tries_left = next.target_attempts <= next.max_retries;
+    let duration_ms = now_ms.saturating_sub(next.attempt_dispatched_ms.unwrap_or(now_ms));
+    let failed = |kind: EventKind, call: &Call| {
+        EventRecord::new(kind, now_ms, call.attempt)
+            .with("code", fault.code.as_str())
+            .with("message", fault.message.as_str())
+            .with("duration_ms", duration_ms)
+    };
+    if fault.retryable && may_repeat && tries_left && at_ms < next.deadline_ms {
+        records.push(
+            failed(EventKind::Retrying, &next)
+                .with("tool", next.target.tool.as_str())
+                .with("next_attempt_at_ms", at_ms),
+        );
+        schedule_next_attempt(&mut next, fault, at_ms);
+        return into_transition(next, records, vec![Action::Enqueue]);
+    }
+    let may_replace = harmless || next.target.effect == Effect::Read;
+    if may_replace && !next.fallbacks.is_empty() && now_ms < next.deadline_ms {
+        let alternate = next.fallbacks.remove(0);
+        records.push(
+            failed(EventKind::Fallback, &next)
+                .with("from", next.target.tool.as_str())
+                .with("to", alternate.tool.as_str())
+                .with("args_bytes", alternate.args.text().len()),
+        );
+        next.target = alternate;
+        next.target_attempts = 0;
+        schedule_next_attempt(&mut next, fault, now_ms);
+        return into_transition(next, records, vec![Action::Enqueue]);
+    }
+    let end = end_call(next, Status::Failed, (false, None, Some(fault.clone())), now_ms);
+    records.push(end_record(&end, EventKind::Failed, now_ms).with("code", fault.code.as_str()));
+    into_transition(end, records, vec![Action::NotifyEnded])
+}
+
+fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {
+    next.failed_attempt = Some(Box::new(FailedAttempt::new(next.attempt, fault)));
+    next.status = Status::Pending;
+    next.hold = Some(Hold::Retry { at_ms });
+    next.acknowledged_by = None;
+}
+
+/// Returns true if a report repeats the failure that led to another attempt. A report without an
+/// attempt number refers to the failed attempt only while no other is in flight.
+fn repeats_failed_attempt(call: &Call, attempt: Option<u32>, result: &Result<Json, Fault>) -> bool {
+    let (Some(failed), Err(fault)) = (&call.failed_attempt, result) else { return false };
+    let meant = attempt.or((!call.has_attempt_in_flight()).then_some(failed.attempt));
+    let over = failed.attempt < call.attempt || !call.has_attempt_in_flight();
+    over && meant.is_some_and(|attempt| failed.matches_report(attempt, fault))
+}
+
+/// Returns true if a report matches the call's outcome.
+fn matches_outcome(call: &Call, result: &Result<Json, Fault>) -> bool {
+    let Some(outcome) = &call.outcome else { return false };
+    match (call.status, result) {
+        (Status::Succeeded, Ok(data)) => outcome.data.as_ref() == Some(data),
+        (Status::Failed, Err(fault)) => outcome
+            .error
+            .as_ref()
+            .is_some_and(|error| (error.code, &error.message) == (fault.code, &fault.message)),
+        _ => false,
+    }
+}
+
+fn with_report(record: EventRecord, by: Option<&str>, result: &Result<Json, Fault>) -> EventRecord {
+    let record = by.into_iter().fold(record, |record, by| record.with("by", by));
+    match result {
+        Ok(data) => record.with("reported", "SUCCEEDED").with("result_bytes", data.text().len()),
+        Err(fault) => record.with("reported", "FAILED").with("code", fault.code.as_str()),
+    }
+}
+
+/// Ends the call with a remote outcome. It is final under every policy: no retry follows.
+fn apply_remote_outcome(
+    call: &Call,
+    attempt: u32,
+    by: &str,
+    reported: &RemoteOutcome,
+    now_ms: u64,
+) -> Result<Transition, Refusal> {
+    let (status, kind, outcome) = match reported {
+        RemoteOutcome::Partial(data) => {
+            (Status::Succeeded, EventKind::Finished, (true, Some(data.clone()), None))
+        }
+        RemoteOutcome::TimedOut(fault) => {
+            (Status::Timeout, EventKind::Timeout, (false, None, Some(fault.clone())))
+        }
+        RemoteOutcome::Canceled(fault) => {
+            (Status::Canceled, EventKind::Canceled, (false, None, Some(fault.clone())))
+        }
+    };
+    let partial = status == Status::Succeeded;
+    if call.status.is_terminal() {
+        let known = call.outcome.as_ref();
+        let same = known.is_some_and(|known| {
+            known.partial == partial && known.data == outcome.1 && known.error == outcome.2
+        });
+        if same && call.status == status {
+            return Err(Refusal::Duplicate);
+        }
+        let why = format!("reported after the call was {}", call.status.as_str());
+        let late =
+            ignored_record(call, now_ms, &why).with("by", by).with("reported", status.as_str());
+        return Err(Refusal::AlreadyEnded(late));
+    }
+    if !call.has_attempt_in_flight() || attempt != call.attempt {
+        let late =
+            ignored_record(call, now_ms, "reported for an attempt that is not out").with("by", by);
+        return Err(Refusal::WrongAttempt(late.with("reported", status.as_str())));
+    }
+    let mut next = call.clone();
+    let mut records = Vec::new();
+    if next.status == Status::Pending {
+        records.push(begin_attempt(&mut next, now_ms));
+    }
+    next.acknowledged_by = Some(by.to_owned());
+    let mut end = end_call(next, status, outcome, now_ms);
+    if let Some(outcome) = &mut end.outcome {
+        outcome.partial = partial;
+    }
+    let record = end_record(&end, kind, now_ms).with("by", by);
+    records.push(if partial { record.with("partial", true) } else { record });
+    Ok(into_transition(end, records, vec![Action::NotifyEnded]))
+}
+
+/// Stores the handle of an attempt that continues at the executor, to resume it after a crash.
+fn detach(call: &Call, attempt: u32, handle: &str, now_ms: u64) -> Result<Transition, Refusal> {
+    if call.status.is_terminal() {
+        return Err(Refusal::AlreadyEnded(ignored_record(
+            call,
+            now_ms,
+            "handed over after the end",
+        )));
+    }
+    if !call.has_attempt_in_flight() || call.attempt != attempt {
+        let why = "handed over by an attempt that is not out";
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why)));
+    }
+    let known = call.elicitation.as_ref().and_then(|elicitation| elicitation.handle.as_deref());
+    if known == Some(handle) {
+        return Err(Refusal::Duplicate);
+    }
+    let mut next = call.clone();
+    next.elicitation.get_or_insert_default().handle = Some(handle.to_owned());
+    let record = EventRecord::new(EventKind::Acknowledged, now_ms, attempt).with("task", handle);
+    Ok(into_transition(next, vec![record], vec![]))
 }
 
 /// Ends an attempt with questions: the call waits for answers with no attempt in flight.
@@ -277,21 +547,33 @@ fn provide_input(
         return Err(Refusal::NotApplicable);
     }
     let mut next = call.clone();
-    let dialogue = next.elicitation.get_or_insert_default();
-    let keys = dialogue.accept_answers(answers);
+    let elicitation = next.elicitation.get_or_insert_default();
+    let keys = elicitation.accept_answers(answers);
     if keys.is_empty() {
         return Err(Refusal::Duplicate);
     }
     let record = EventRecord::new(EventKind::InputProvided, now_ms, call.attempt).with("by", by);
     let record = record.with("questions", keys);
     let mut actions = Vec::new();
-    if dialogue.unanswered.is_empty() {
+    if elicitation.unanswered.is_empty() {
         next.hold = Some(Hold::Queue);
         actions.push(Action::Enqueue);
     }
     Ok(into_transition(next, vec![record], actions))
 }
 
+/// Queues a call whose predecessor has ended; its timeout starts now.
+fn start_after_predecessor(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
+    let Some(Hold::Predecessor { timeout_ms }) = call.hold else {
+        return Err(Refusal::NotApplicable);
+    };
+    let mut next = call.clone();
+    next.hold = Some(Hold::Queue);
+    next.deadline_ms = call.deadline_ms.min(now_ms.saturating_add(timeout_ms));
+    Ok(into_transition(next, vec![], vec![Action::Enqueue]))
+}
+
+/// Ends a call whose deadline has passed.
 fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status.is_terminal() || now_ms < call.deadline_ms {
         return Err(Refusal::NotApplicable);
@@ -307,11 +589,8 @@ fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
             call.target.tool
         ),
         (_, Some(Hold::Unacknowledged), _) => {
-            let who = match call.target.executor {
-                Executor::Utp => "is its tool service running, and NATS there",
-                _ => "is the client that offers it connected",
-            };
-            format!("nobody took {} within {allowed_ms} ms: {who}?", call.target.tool)
+            let question = call.target.executor.availability_question();
+            format!("nobody took {} within {allowed_ms} ms: {question}?", call.target.tool)
         }
         (_, Some(Hold::Input), _) => {
             format!("{} asked something and had no answer for {allowed_ms} ms", call.target.tool)
@@ -337,6 +616,7 @@ fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
     Ok(into_transition(end, vec![record], actions))
 }
 
+/// Ends a call at someone's request.
 fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status == Status::Canceled {
         return Err(Refusal::Duplicate);
@@ -374,7 +654,9 @@ fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Trans
         let actions = match call.hold {
             Some(Hold::Input) => vec![],
             Some(Hold::Predecessor { .. }) => vec![Action::AwaitPredecessor],
-            _ => vec![Action::Enqueue],
+            Some(Hold::Queue | Hold::Retry { .. } | Hold::Unacknowledged) | None => {
+                vec![Action::Enqueue]
+            }
         };
         return Ok(into_transition(next, vec![recovered], actions));
     }
@@ -436,14 +718,6 @@ fn into_transition(mut call: Call, records: Vec<EventRecord>, actions: Vec<Actio
 
 fn ignored_record(call: &Call, now_ms: u64, why: &str) -> EventRecord {
     EventRecord::new(EventKind::ReportIgnored, now_ms, call.attempt).with("why", why)
-}
-
-fn with_report(record: EventRecord, by: Option<&str>, result: &Result<Json, Fault>) -> EventRecord {
-    let record = by.into_iter().fold(record, |record, by| record.with("by", by));
-    match result {
-        Ok(data) => record.with("reported", "SUCCEEDED").with("result_bytes", data.text().len()),
-        Err(fault) => record.with("reported", "FAILED").with("code", fault.code.as_str()),
-    }
 }
 
 #[cfg(test)]

@@ -14,13 +14,12 @@ mod responses;
 
 #[cfg(test)]
 mod tests;
-
+use fields::RawFields;
 use serde::Serialize;
 
 use crate::domain::call::CallMetrics;
 use crate::domain::fault::{Code, Fault};
 use crate::domain::json::Json;
-use fields::RawFields;
 
 pub use definitions::{ToolFormat, accepts_object, describe_tool};
 
@@ -40,15 +39,20 @@ pub enum CallFormat {
 /// A parsed tool call, whatever its format was.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedToolCall {
+    /// Format in which the call was written.
     pub form: CallFormat,
     /// The caller's own id. Models repeat theirs; the id is returned in the answer and never
     /// compared.
     pub id: Option<String>,
     /// The tool's name, or its model-facing name.
     pub name: String,
+    /// Arguments, parsed from a JSON text where the format uses one.
     pub args: Json,
+    /// Timeout in milliseconds, if the entry sets one; only envelopes can.
     pub timeout_ms: Option<u64>,
+    /// Maximum number of retries, if the entry sets one; only envelopes can.
     pub retry: Option<u32>,
+    /// Idempotency key, if the entry sets one; only envelopes can.
     pub idempotency_key: Option<String>,
     /// Webhook URL that is notified when the call ends.
     pub callback_url: Option<String>,
@@ -72,8 +76,11 @@ impl ParsedToolCall {
 /// A tool call that cannot be parsed, with the parts that could be read.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallParseError {
+    /// Format in which the call was written, as far as it was recognized.
     pub form: CallFormat,
+    /// The caller's own id of the call, if it could be read.
     pub id: Option<String>,
+    /// Tool name as written, if it could be read.
     pub name: Option<String>,
     /// The problem and its location.
     pub fault: Box<Fault>,
@@ -93,12 +100,14 @@ fn normalize_id(form: CallFormat, id: Option<String>) -> Option<String> {
 /// Parses one tool call in any supported format.
 ///
 /// ```
-/// use toolcrib::{Json, dialect};
+/// use toolcrib::Json;
+/// use toolcrib::model_formats::{self, CallFormat};
+///
 /// let asked = r#"{"id":"call_0","type":"function",
 ///                 "function":{"name":"calc__add","arguments":"{\"a\":1}"}}"#;
-/// let entry = dialect::parse(&Json::parse(asked)?).unwrap();
-/// assert_eq!((entry.form, entry.args.text()), (dialect::Form::OpenAi, r#"{"a":1}"#));
-/// # Ok::<(), toolcrib::json::NotJson>(())
+/// let entry = model_formats::parse(&Json::parse(asked)?).unwrap();
+/// assert_eq!((entry.form, entry.args.text()), (CallFormat::OpenAi, r#"{"a":1}"#));
+/// # Ok::<(), toolcrib::domain::json::JsonError>(())
 /// ```
 pub fn parse(entry: &Json) -> Result<ParsedToolCall, CallParseError> {
     let unreadable = |fault| CallParseError::new(CallFormat::Envelope, None, None, fault);
@@ -161,7 +170,9 @@ pub struct EntryAnswer<'a> {
     pub content: &'a str,
     /// Result for the envelope, unless `content` replaces it.
     pub data: Option<&'a Json>,
+    /// Fault of a failed call or of a refused entry.
     pub error: Option<&'a Fault>,
+    /// Timing and attempt counts, once the call has ended.
     pub metrics: Option<CallMetrics>,
     /// The ticket of a call that is still open.
     pub pending: Option<PendingNotice<'a>>,
@@ -172,10 +183,12 @@ pub struct EntryAnswer<'a> {
 pub struct PendingNotice<'a> {
     /// Always `pending`.
     pub status: &'static str,
+    /// Id of the open call: its ticket.
     pub tool_call_id: &'a str,
     /// Set for a background task.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task_id: Option<&'a str>,
+    /// Explanation for a caller or a model.
     pub message: &'static str,
 }
 

@@ -4,6 +4,7 @@
 
 pub mod bus;
 pub mod clock;
+pub mod core;
 pub mod fn_tool;
 pub mod model;
 pub mod observer;

@@ -1,11 +1,85 @@
-//! The directory of a project: tools, clients, keys, access rules, agents and upstreams; search over
-//! the tools; and the decision whether a caller may use one.
+//! The directory of a project: tools, clients, keys, access rules, agents and upstreams; search
+//! over the tools; and the decision whether a caller may use one.
 
-pub mod authorize;
-pub mod catalog;
-pub mod keys;
-pub mod model_tool_names;
-pub mod model_tools;
-pub mod projects;
-pub mod search;
-pub mod upstreams;
+pub(crate) mod authorize;
+pub(crate) mod catalog;
+pub(crate) mod keys;
+pub(crate) mod model_tool_names;
+pub(crate) mod model_tools;
+pub(crate) mod projects;
+pub(crate) mod search;
+pub(crate) mod upstreams;
+use std::collections::HashSet;
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::RwLock;
+use search::SearchIndexes;
+
+use crate::domain::caller::Authenticator;
+use crate::ports::core::Core;
+
+pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ};
+pub use keys::{CreatedKey, NewKey};
+pub use model_tool_names::name_for_model;
+pub use projects::{DEFAULT_PROJECT, check_array_items};
+pub use search::ToolMatch;
+
+/// The directory in memory, and the only writer of the stored one.
+pub struct Registry {
+    pub(crate) core: Arc<Core>,
+    catalog: RwLock<Arc<Catalog>>,
+    search_indexes: SearchIndexes,
+    /// Authenticates callers that have no API key.
+    authenticator: Option<Arc<dyn Authenticator>>,
+    /// Serializes directory changes made by this process.
+    directory_lock: tokio::sync::Mutex<()>,
+    /// Set if metrics must, or must not, carry the names of projects' tools. By default they do as
+    /// long as no API key exists.
+    tool_names_in_metrics: Option<bool>,
+    /// Set once, when the parts that use the registry exist.
+    listeners: OnceLock<Vec<Arc<dyn DirectoryListener>>>,
+}
+
+/// Administration of keys, access rules and upstreams, on top of the registry.
+pub struct Admin {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+}
+
+/// A part of the engine that keeps state derived from the directory.
+pub(crate) trait DirectoryListener: Send + Sync {
+    /// The directory has changed; the catalog already shows it.
+    fn directory_changed(&self) {}
+
+    /// A client offers these tools from now on.
+    fn client_tools_changed(&self, _project: &str, _client_id: &str, _tools: &HashSet<String>) {}
+}
+
+impl Registry {
+    /// Creates the registry with the tools of the sources; projects' tools come from the store.
+    pub(crate) fn new(
+        core: Arc<Core>,
+        shared_tools: Catalog,
+        authenticator: Option<Arc<dyn Authenticator>>,
+        tool_names_in_metrics: Option<bool>,
+    ) -> Self {
+        Self {
+            core,
+            catalog: RwLock::new(Arc::new(shared_tools)),
+            search_indexes: SearchIndexes::default(),
+            authenticator,
+            directory_lock: tokio::sync::Mutex::new(()),
+            tool_names_in_metrics,
+            listeners: OnceLock::new(),
+        }
+    }
+
+    /// Registers the parts that follow directory changes. Later calls have no effect.
+    pub(crate) fn set_listeners(&self, listeners: Vec<Arc<dyn DirectoryListener>>) {
+        let _ = self.listeners.set(listeners);
+    }
+
+    fn listeners(&self) -> &[Arc<dyn DirectoryListener>] {
+        self.listeners.get().map_or(&[], Vec::as_slice)
+    }
+}

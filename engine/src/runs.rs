@@ -1,14 +1,57 @@
 //! Runs: the agent loop, its driver and journal, and the context of a run.
 
-pub mod active;
+pub(crate) mod active;
 pub mod agent_loop;
-pub mod caller_executed;
+pub(crate) mod caller_executed;
 pub mod context;
-pub mod driver;
-pub mod lifecycle;
-pub mod read_result;
-pub mod replay;
-pub mod run_context;
-pub mod saved_conversation;
-pub mod stream;
-pub mod subscribers;
+pub(crate) mod driver;
+pub(crate) mod manage;
+pub(crate) mod read_result;
+pub(crate) mod replay;
+pub(crate) mod run_context;
+pub(crate) mod saved_conversation;
+pub(crate) mod stream;
+pub(crate) mod subscribers;
+use std::sync::Arc;
+
+use active::ActiveRuns;
+
+use crate::calls::{Calls, Dispatcher};
+use crate::domain::run::options::ModelRequestPolicy;
+use crate::ports::core::Core;
+use crate::ports::model::ModelResolver;
+use crate::registry::Registry;
+
+pub use active::StartedRun;
+pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
+pub use manage::{RunPage, RunQuery, RunRequest};
+pub use read_result::ResultForModel;
+pub use replay::{ReplayDifference, ReplayReport};
+pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
+pub use saved_conversation::SavedConversation;
+pub use subscribers::{RunDelta, RunSubscription};
+
+/// Runs of agents: one stored agent loop each, and the context of its calls.
+pub struct Runs {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) dispatcher: Arc<Dispatcher>,
+    pub(crate) calls: Arc<Calls>,
+    pub(crate) models: Arc<dyn ModelResolver>,
+    /// Name of the model that summarizes long results.
+    pub(crate) summary_model: Option<String>,
+    pub(crate) model_request_policy: ModelRequestPolicy,
+    pub(crate) active_runs: ActiveRuns,
+}
+
+impl Runs {
+    /// Returns the language models that are configured.
+    pub fn models(&self) -> &Arc<dyn ModelResolver> {
+        &self.models
+    }
+
+    /// Returns the default policy for model requests and their retries.
+    pub fn model_request_policy(&self) -> &ModelRequestPolicy {
+        &self.model_request_policy
+    }
+}

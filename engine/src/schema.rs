@@ -17,16 +17,17 @@ use jsonschema::{PatternOptions, ValidationError, Validator};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+mod duplicates;
 mod guard;
 mod meter;
-mod pattern;
+mod pattern_weight;
+mod phrases;
 mod problem;
 #[cfg(test)]
 mod tests;
 
 use guard::SchemaProfile;
-use meter::{MeteredJson, MeteredValue, StepMeter};
-use pattern::MeteredPattern;
+use meter::{MeteredJson, MeteredPattern, MeteredValue, StepMeter};
 
 /// Maximum number of problems listed for one instance; a caller fixes those first and retries.
 pub const MAX_PROBLEMS: usize = 32;
@@ -58,7 +59,9 @@ struct CompiledSchema {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("schema is not usable at {pointer}: {reason}")]
 pub struct SchemaError {
+    /// JSON pointer into the schema; empty for the whole schema.
     pub pointer: String,
+    /// Reason for the refusal, in words.
     pub reason: String,
 }
 
@@ -67,7 +70,9 @@ pub struct SchemaError {
 pub struct SchemaProblem {
     /// JSON pointer into the instance; for a missing property, the location where it is expected.
     pub pointer: String,
+    /// Description of an acceptable value.
     pub expected: String,
+    /// Description of the given value.
     pub given: String,
     /// The whole problem in one sentence.
     pub message: String,
@@ -107,7 +112,7 @@ impl Schema {
                 let text = value.as_str().unwrap_or_default();
                 match MeteredPattern::compile(text, patterns()) {
                     Some(pattern) => Ok(Box::new(pattern)),
-                    None => Err(ValidationError::schema(problem::pattern_refusal_reason(text))),
+                    None => Err(ValidationError::schema(phrases::pattern_refusal_reason(text))),
                 }
             })
             .build(schema)
@@ -142,7 +147,7 @@ impl Schema {
     /// and the type of the given value.
     pub fn problems_redacted(&self, instance: &Value) -> Vec<SchemaProblem> {
         let problems = self.problems(instance).into_iter();
-        problems.map(|problem| problem::redact_value(problem, instance)).collect()
+        problems.map(|problem| phrases::redact_value(problem, instance)).collect()
     }
 }
 
@@ -152,7 +157,7 @@ fn schema_error_from(schema: &Value, error: &ValidationError<'_>) -> SchemaError
     let reason = match error.kind() {
         ValidationErrorKind::Format { format } if format == "regex" => {
             let at = error.instance().as_str().or_else(|| schema.pointer(&pointer)?.as_str());
-            problem::pattern_refusal_reason(
+            phrases::pattern_refusal_reason(
                 at.or_else(|| pointer.rsplit('/').next()).unwrap_or_default(),
             )
         }
@@ -160,10 +165,10 @@ fn schema_error_from(schema: &Value, error: &ValidationError<'_>) -> SchemaError
         ValidationErrorKind::AnyOf { .. } | ValidationErrorKind::OneOfNotValid { .. } => {
             format!(
                 "{} is not a valid value for this keyword",
-                problem::describe_value(error.instance())
+                phrases::describe_value(error.instance())
             )
         }
-        _ => problem::truncate_chars(&error.to_string(), 300),
+        _ => phrases::truncate_chars(&error.to_string(), 300),
     };
     SchemaError { pointer, reason }
 }

@@ -1,7 +1,42 @@
 //! UTP: reports of tool services, agents' inboxes, turns, cards and dead letters.
 
-pub mod cards;
-pub mod inbox;
-pub mod reports;
-pub mod shared_tables;
-pub mod turns;
+pub(crate) mod cards;
+pub(crate) mod inbox;
+pub(crate) mod reports;
+pub(crate) mod shared_tables;
+pub(crate) mod turns;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+
+use crate::calls::{Calls, Dispatcher, EndedCallListener};
+use crate::domain::call::Call;
+use crate::domain::id::CallId;
+use crate::ports::core::Core;
+use crate::registry::Registry;
+
+pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
+pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
+pub use turns::{
+    DispatchRequest, DispatchedStep, ResumedTurn, StepCallRequest, StepResult, TurnLeaseRequest,
+};
+
+/// Reports of tool services, inboxes of agents, and turns.
+pub struct Utp {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) dispatcher: Arc<Dispatcher>,
+    pub(crate) calls: Arc<Calls>,
+    /// True if a publisher drains the outbox.
+    pub(crate) publishes_outbox: bool,
+    /// Trace contexts of the reports that are being processed, by call.
+    pub(crate) report_traceparents: Mutex<HashMap<CallId, String>>,
+}
+
+impl EndedCallListener for Utp {
+    fn call_ended<'a>(&'a self, call: &'a Arc<Call>) -> Option<BoxFuture<'a, ()>> {
+        self.uses_inbox(call).then(|| Box::pin(self.deliver_outcome(call)) as BoxFuture<'a, ()>)
+    }
+}

@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_status_has_its_own_word() {
+    fn every_status_round_trips_through_its_task_status() {
         for status in Status::ALL {
             assert_eq!(parse_status(task_status(status)), Some(status));
         }
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_is_submitted_once_and_ends_once() {
+    fn exactly_the_terminal_events_end_a_task() {
         for kind in EventKind::ALL {
             let ends = task_event_name(kind)
                 .is_some_and(|name| ["task.completed", "task.failed"].contains(&name));

@@ -8,14 +8,14 @@ mod request;
 
 #[cfg(test)]
 mod tests;
-
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::domain::fault::{Code, Fault};
 
-pub use request::{EnvironmentLookup, OperationRequest, percent_encode};
+pub use request::OperationRequest;
+use request::percent_encode;
 
 /// One operation of an HTTP API.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -229,7 +229,7 @@ pub fn seconds_to_ms(seconds: f64) -> u64 {
 }
 
 /// All HTTP methods. An operation may have any of them except TRACE.
-pub const METHODS: [&str; 8] =
+pub(crate) const METHODS: [&str; 8] =
     ["GET", "PUT", "POST", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE"];
 
 /// Headers of the connection itself, which a definition must not set.

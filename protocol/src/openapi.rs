@@ -7,24 +7,24 @@
 mod body;
 mod document;
 mod operations;
+mod parameters;
 mod schema;
 mod security;
 
 #[cfg(test)]
 mod tests;
-
+use document::{DocumentOperation, OpenApiDocument};
 use serde_json::{Value, json};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
 use toolcrib::domain::utp::{AfterExecution, Binding, RESERVED_NAMES};
-use toolcrib::engine::check_array_items;
+use toolcrib::registry::check_array_items;
 
-use crate::http_operation::{HttpOperation, HttpToolSpec, METHODS};
-use document::OpenApiDocument;
+use crate::http_operation::{HttpToolSpec, METHODS};
 
 /// Maximum number of operations in one document.
-pub const MAX_OPERATIONS: usize = 500;
+pub(crate) const MAX_OPERATIONS: usize = 500;
 
 /// Options of an import.
 #[derive(Debug, Clone, Default)]
@@ -110,14 +110,6 @@ pub fn import(
     Ok(import)
 }
 
-/// One operation and its position in the document.
-struct DocumentOperation<'a> {
-    path: &'a str,
-    method: &'a str,
-    item: &'a Value,
-    operation: &'a Value,
-}
-
 fn import_operation(
     document: &OpenApiDocument<'_>,
     at: &DocumentOperation<'_>,
@@ -159,15 +151,9 @@ fn import_operation(
             parameters: None,
         }),
     };
-    let entry = toolcrib::engine::CatalogEntry::compile(definition);
+    let entry = toolcrib::registry::CatalogEntry::compile(definition);
     let definition = entry.map_err(|fault| fault.message)?.definition;
     Ok(ImportedTool { definition, operation: format!("{} {}", at.method, at.path), url, envs })
-}
-
-/// An operation and the schema of its arguments.
-struct ParsedOperation {
-    http: HttpOperation,
-    parameters: Value,
 }
 
 /// Infers the effect from the method: GET and HEAD read, PUT and DELETE are idempotent, the rest is

@@ -193,7 +193,7 @@ pub fn parse_retry_after_ms(text: &str) -> Option<u64> {
 }
 
 /// Returns whether an address is on the public internet, in every notation.
-pub fn is_public(address: IpAddr) -> bool {
+pub(crate) fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => is_public_v4(address),
         IpAddr::V6(address) => is_public_v6(address),

@@ -1,8 +1,16 @@
 //! Parses server-sent events as the HTML standard defines them.
+//!
+//! The crate `sse-stream` (0.2.6), a dependency of `rmcp`, does not replace this parser: all three
+//! tests of this module fail with it. It reports an error, and drops the rest of the chunk, for
+//! five kinds of lines that the standard has a client accept or ignore: an unknown field, a field
+//! without a colon, a second `event`, a `retry` that is not a number, and text that is not UTF-8. A
+//! model's endpoint may send any of them. It also has no maximum size of an event. Toolcrib uses
+//! its types only where a trait of `rmcp` requires them.
 
 use serde_json::Value;
 
-/// Maximum size of an event; a longer one ends the stream. Toolcrib sends no event of this size.
+/// Default maximum size of an event; a longer one ends the stream. Toolcrib sends no event of this
+/// size.
 const MAX_EVENT_BYTES: usize = 64 << 20;
 
 /// Some servers send a byte order mark before the first line.
@@ -27,8 +35,9 @@ impl SseEvent {
 pub struct SseEventTooLong;
 
 /// Assembles events from chunks of any size.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct SseParser {
+    max_event_bytes: usize,
     line: Vec<u8>,
     /// True if the last byte was a carriage return, so that a line feed now belongs to it.
     after_return: bool,
@@ -39,19 +48,48 @@ pub struct SseParser {
     bom_checked: bool,
 }
 
+impl Default for SseParser {
+    fn default() -> Self {
+        Self::with_max_event_bytes(MAX_EVENT_BYTES)
+    }
+}
+
 impl SseParser {
-    /// Adds a chunk and returns the events that it completes.
-    pub fn push(&mut self, piece: &[u8]) -> Result<Vec<SseEvent>, SseEventTooLong> {
-        let mut done = Vec::new();
-        for &byte in piece {
-            let follows_return = std::mem::replace(&mut self.after_return, byte == b'\r');
-            match byte {
-                b'\n' if follows_return => {}
-                b'\n' | b'\r' => done.extend(self.end_of_line()),
-                _ => self.line.push(byte),
-            }
+    /// Creates a parser with another maximum size of an event.
+    pub fn with_max_event_bytes(max_event_bytes: usize) -> Self {
+        Self {
+            max_event_bytes,
+            line: Vec::new(),
+            after_return: false,
+            message: SseEvent::default(),
+            has_data: false,
+            last_id: None,
+            bom_checked: false,
         }
-        if self.line.len() + self.message.data.len() > MAX_EVENT_BYTES {
+    }
+
+    /// Adds a chunk and returns the events that it completes.
+    pub fn push(&mut self, chunk: &[u8]) -> Result<Vec<SseEvent>, SseEventTooLong> {
+        let mut done = Vec::new();
+        let mut rest = chunk;
+        while !rest.is_empty() {
+            // A line feed after a carriage return belongs to the same line end.
+            if std::mem::take(&mut self.after_return)
+                && let Some(after) = rest.strip_prefix(b"\n")
+            {
+                rest = after;
+                continue;
+            }
+            let Some(end) = rest.iter().position(|byte| matches!(byte, b'\n' | b'\r')) else {
+                self.line.extend_from_slice(rest);
+                break;
+            };
+            self.line.extend_from_slice(&rest[..end]);
+            self.after_return = rest[end] == b'\r';
+            rest = &rest[end + 1..];
+            done.extend(self.end_of_line());
+        }
+        if self.line.len() + self.message.data.len() > self.max_event_bytes {
             return Err(SseEventTooLong);
         }
         Ok(done)
@@ -105,7 +143,7 @@ mod tests {
         data: one\ndata:two\n\nid: 8\r\ndata: x\r\n\r\n: alive\n\nid: a\u{1b}\ndata\n\ndata: cut";
 
     #[test]
-    fn events_come_out_whole_however_they_arrive() {
+    fn events_are_complete_however_the_bytes_are_split() {
         let bytes = STREAM.as_bytes();
         for size in [1, 2, 3, 7, bytes.len()] {
             let mut parser = SseParser::default();
@@ -115,17 +153,17 @@ mod tests {
             }
             let seen: Vec<(Option<&str>, &str)> =
                 all.iter().map(|m| (m.id.as_deref(), m.data.as_str())).collect();
-            let wanted =
+            let expected =
                 [(Some("7"), "{\"a\":1}"), (None, "one\ntwo"), (Some("8"), "x"), (None, "")];
-            assert_eq!(seen, wanted, "in pieces of {size}");
+            assert_eq!(seen, expected, "in pieces of {size}");
             assert_eq!(parser.last_id(), Some("8"));
-            assert_eq!(parser.push(b"\n\nid: 9\n\n").unwrap().len(), 1, "what was cut");
+            assert_eq!(parser.push(b"\n\nid: 9\n\n").unwrap().len(), 1, "the event that was cut");
             assert_eq!(parser.last_id(), Some("9"), "also without an event");
         }
     }
 
     #[test]
-    fn a_mark_of_the_byte_order_is_no_part_of_the_first_line() {
+    fn a_byte_order_mark_is_skipped_at_the_start_only() {
         for size in [1, 2, 100] {
             let mut parser = SseParser::default();
             let pieces = "\u{feff}data: one\n\n\u{feff}data: two\n\n".as_bytes().chunks(size);
@@ -136,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_bytes_do_no_harm() {
+    fn invalid_utf8_and_huge_ids_are_tolerated() {
         let mut parser = SseParser::default();
         let all = parser.push(b"data: \xff\xfe\nid: 99999999999999999999999\n\n").unwrap();
         assert_eq!(all[0].id, None);

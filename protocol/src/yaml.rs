@@ -33,7 +33,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn words_stay_words_and_bombs_do_not_go_off() {
+    fn words_are_not_booleans_and_alias_bombs_are_refused() {
         assert_eq!(parse("country: NO\nn: 1.5\non: true").unwrap()["country"], json!("NO"));
         assert!(parse("a: 1\na: 2").is_err(), "a key twice");
         assert!(parse("a: [1, 2").is_err());

@@ -10,6 +10,7 @@
 //! When a sign-in is required, it opens the URL that Toolcrib shows, as a browser would.
 
 use std::time::Duration;
+use toolcrib::calls::Until;
 
 use anyhow::{Context, bail};
 use serde_json::{Map, Value, json};
@@ -191,9 +192,9 @@ fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
     let mut calls: Vec<(String, Value)> = named
         .filter_map(|call| Some((call["name"].as_str()?.to_owned(), given(&call["arguments"]))))
         .collect();
-    let tools = engine.upstream_tools(&caller.project, NAME);
+    let tools = engine.admin().upstream_tools(&caller.project, NAME);
     let schema_of = |name: &str| {
-        let named = |tool: &&std::sync::Arc<toolcrib::engine::CatalogEntry>| {
+        let named = |tool: &&std::sync::Arc<toolcrib::registry::CatalogEntry>| {
             tool.definition.name.strip_prefix("suite.") == Some(name)
         };
         tools.iter().find(named).map(|tool| tool.definition.input_schema.to_value())
@@ -240,16 +241,19 @@ fn fitting(schema: &Value) -> Value {
 
 /// Runs a call to its end and answers its elicitations.
 async fn call(engine: &Engine, caller: &Caller, asked: CallRequest) -> anyhow::Result<Call> {
-    let ticket = engine.invoke(caller, asked).await?;
+    let ticket = engine.calls().invoke(caller, asked).await?;
     let mut call = ticket.call.clone();
     while !call.status.is_terminal() {
         if call.hold == Some(Hold::Input) {
             let open = call.elicitation.as_ref().map(|dialogue| dialogue.unanswered.clone());
             let answers = open.unwrap_or_default().into_iter().map(answered).collect();
-            call = engine.answer_elicitation(caller, &call.id, answers).await?;
+            call = engine.calls().answer_elicitation(caller, &call.id, answers).await?;
             continue;
         }
-        call = engine.wait_for_change(caller, &ticket, call.version, 10_000).await?;
+        call = engine
+            .calls()
+            .wait(caller, &ticket, Until::ChangedSince { version: call.version, within_ms: 10_000 })
+            .await?;
     }
     Ok((*call).clone())
 }

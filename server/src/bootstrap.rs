@@ -1,20 +1,14 @@
 //! Bootstrap: builds the store, the engine, the built-in tools and the transports from the settings
 //! and connects them. Makes no decisions.
 
+mod settings;
 use std::fs::File;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
-
-use crate::config::Config;
-use crate::mcp_servers::McpServerReconciler;
-use crate::open_store;
-use crate::telemetry::{self, OtlpExporter};
-use crate::webhooks::HttpWebhookSender;
-use toolcrib_protocol::http_operation::jina::JinaEndpoints;
+use toolcrib::{Engine, Tool};
 use toolcrib_protocol::utp::NatsConnection;
 use toolcrib_sources::builtin;
 use toolcrib_sources::http::HttpSource;
@@ -22,8 +16,16 @@ use toolcrib_sources::mcp::McpSource;
 use toolcrib_sources::models::ModelRegistry;
 use toolcrib_sources::utp::UtpSource;
 use toolcrib_transport::auth::oauth::JwtAuthenticator;
-use toolcrib_transport::http::{HttpState, HttpTransportSettings, SourceAdmin};
+use toolcrib_transport::http::{HttpState, SourceAdmin};
 use toolcrib_transport::mcp;
+
+use crate::config::Config;
+use crate::mcp_servers::McpServerReconciler;
+use crate::open_store;
+use crate::telemetry::{self, OtlpExporter};
+use crate::webhooks::HttpWebhookSender;
+
+pub use settings::{engine_limits, nats_endpoint};
 
 /// A started server: the engine, its transports and its MCP servers, with the lock that keeps a
 /// SQLite database exclusive to this process.
@@ -44,7 +46,7 @@ impl ServerRuntime {
 
     /// Returns the MCP transport of the server.
     pub fn mcp_transport(&self, config: &Config) -> mcp::McpTransport {
-        let settings = mcp_settings(config);
+        let settings = settings::mcp_transport(config);
         mcp::McpTransport::with_passthrough(
             self.engine.clone(),
             settings,
@@ -100,7 +102,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     telemetry::metrics_handle();
     let (store, lock) = open_store::open_exclusive(&config.store_location()?).await?;
     let otlp = OtlpExporter::start(&config.telemetry).await?;
-    let link = match config.nats.endpoint() {
+    let link = match nats_endpoint(&config.nats) {
         Some(address) => Some(NatsConnection::connect(&address, "toolcrib").await.context("NATS")?),
         None => None,
     };
@@ -108,18 +110,17 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         crate::mcp_servers::outbound_policy(&config.mcp_servers),
         config.public_url(),
     ));
+    let webhook_sender = HttpWebhookSender::new(&config.webhooks)
+        .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))?;
     let mut builder = Engine::builder()
         .store(store)
         .source(upstreams.clone())
         .source(Arc::new(UtpSource::new(link.clone())))
         .source(Arc::new(build_http_source(config)?))
         .publishes_outbox(link.is_some())
-        .limits(config.limits())
-        .policies(config.policies())
-        .webhook_sender(
-            Arc::new(build_webhook_sender(config)?),
-            config.webhooks.delivery_settings(),
-        )
+        .limits(engine_limits(config))
+        .policies(settings::execution_policies(config))
+        .webhook_sender(Arc::new(webhook_sender), settings::webhook_delivery(&config.webhooks))
         .models(Arc::new(ModelRegistry::new(&config.llm)))
         .model_request_policy(config.llm.request_policy())
         .tools(builtin_tools(config)?);
@@ -132,9 +133,8 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     if let Some(settings) = &config.auth.oauth {
         builder = builder.authenticator(JwtAuthenticator::start(settings.clone()).await?);
     }
-    let days = config.retention.finished_calls_days;
-    if days > 0.0 {
-        builder = builder.retention_ms((days * 86_400_000.0) as u64);
+    if let Some(retention_ms) = settings::retention_ms(config) {
+        builder = builder.retention_ms(retention_ms);
     }
     if let Some(named) = config.telemetry.tool_names_in_metrics {
         builder = builder.tool_names_in_metrics(named);
@@ -145,11 +145,11 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     let engine = builder.start().await?;
     let nats = link.map(|link| toolcrib_transport::nats::start(engine.clone(), link));
     let (configured, settings) = (config.mcp.clone(), config.mcp_servers.clone());
-    let keeper = McpServerReconciler::start(engine.clone(), upstreams, configured, settings);
+    let reconciler = McpServerReconciler::start(engine.clone(), upstreams, configured, settings);
     let rows = toolcrib_transport::postgres_reports::start(engine.clone());
     Ok(ServerRuntime {
         engine,
-        mcp_reconciler: keeper,
+        mcp_reconciler: reconciler,
         otlp,
         _nats_transport: nats,
         _postgres_reports: rows,
@@ -161,54 +161,21 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
 /// it is safe to use beside a running server.
 pub async fn open_admin_engine(config: &Config) -> anyhow::Result<Engine> {
     let store = open_store::open_shared(&config.store_location()?).await?;
-    Ok(Engine::builder().store(store).limits(config.limits()).build_idle().await?)
+    Ok(Engine::builder().store(store).limits(engine_limits(config)).build_idle().await?)
 }
 
 /// Builds the state that the handlers of the HTTP transport share.
 fn http_transport_state(
     config: &Config,
     engine: Engine,
-    keeper: Option<&Arc<McpServerReconciler>>,
+    reconciler: Option<&Arc<McpServerReconciler>>,
 ) -> HttpState {
-    let settings = HttpTransportSettings {
-        max_body_bytes: config.limits.max_body_bytes,
-        heartbeat_ms: config.ingress.heartbeat_ms,
-        dead_after_ms: config.ingress.dead_after_ms,
-        default_max_in_flight: config.ingress.window as usize,
-        default_allow: config.auth.default_allow.clone(),
-        utp_version: config.nats.version.clone(),
-        jina: JinaEndpoints::parse(&config.http.jina.search_url, &config.http.jina.reader_url).ok(),
-    };
-    let sources = keeper.map(|keeper| keeper.clone() as Arc<dyn SourceAdmin>);
+    let sources = reconciler.map(|reconciler| reconciler.clone() as Arc<dyn SourceAdmin>);
     HttpState {
         engine,
-        settings: Arc::new(settings),
+        settings: Arc::new(settings::http_transport(config)),
         metrics: telemetry::metrics_handle(),
         sources,
-    }
-}
-
-fn mcp_settings(config: &Config) -> mcp::McpTransportSettings {
-    let doors = &config.transports.mcp;
-    let days = config.retention.finished_calls_days;
-    mcp::McpTransportSettings {
-        task_after_ms: doors.task_after_ms,
-        wait_ms: doors.wait_ms.min(config.limits.max_wait_ms),
-        page_size: doors.page_size,
-        catalogue_threshold: doors.catalogue_over,
-        result_tokens: doors.result_tokens,
-        ttl_ms: doors.ttl_ms,
-        retention_ms: (days > 0.0).then_some((days * 86_400_000.0) as u64),
-        max_body_bytes: config.limits.max_body_bytes,
-        max_sessions: doors.max_sessions,
-        allowed_origins: doors.allowed_origins.clone(),
-        allowed_hosts: doors.allowed_hosts.clone(),
-        protected_resource: config.auth.oauth.as_ref().map(|oauth| {
-            mcp::ProtectedResourceMetadata {
-                issuer: oauth.issuer.clone(),
-                resource: oauth.resource.clone(),
-            }
-        }),
     }
 }
 
@@ -220,19 +187,21 @@ pub fn router_without_mcp_servers(config: &Config, engine: Engine) -> axum::Rout
 fn build_router(
     config: &Config,
     engine: &Engine,
-    keeper: Option<&Arc<McpServerReconciler>>,
+    reconciler: Option<&Arc<McpServerReconciler>>,
 ) -> axum::Router {
     let router =
-        toolcrib_transport::http::router(http_transport_state(config, engine.clone(), keeper));
+        toolcrib_transport::http::router(http_transport_state(config, engine.clone(), reconciler));
     if !config.transports.mcp.enabled {
         return router;
     }
-    let (engine, settings) = (engine.clone(), mcp_settings(config));
-    let door = match keeper {
-        Some(keeper) => mcp::McpTransport::with_passthrough(engine, settings, keeper.passthrough()),
+    let (engine, settings) = (engine.clone(), settings::mcp_transport(config));
+    let transport = match reconciler {
+        Some(reconciler) => {
+            mcp::McpTransport::with_passthrough(engine, settings, reconciler.passthrough())
+        }
         None => mcp::McpTransport::new(engine, settings),
     };
-    router.merge(mcp::router(door))
+    router.merge(mcp::router(transport))
 }
 
 /// Builds the source that calls HTTP APIs.
@@ -240,40 +209,15 @@ pub fn build_http_source(config: &Config) -> anyhow::Result<HttpSource> {
     HttpSource::new(config.http.clone()).map_err(|why| anyhow::anyhow!("http.{why}"))
 }
 
-fn build_webhook_sender(config: &Config) -> anyhow::Result<HttpWebhookSender> {
-    let settings = &config.webhooks;
-    let timeout = Duration::from_millis(settings.timeout_ms);
-    let (keys, outbound) = (settings.signing_keys(), settings.outbound());
-    HttpWebhookSender::new(keys, outbound, timeout, settings.max_data_bytes)
-        .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))
-}
-
 /// Returns the built-in tools that the settings enable.
 pub fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
-    let mut tools = Vec::new();
-    if config.builtin.enabled {
-        tools = builtin::tools(builtin::BuiltinToolSettings {
-            data_dir: config.data_dir.clone(),
-            database: config.builtin.database.clone(),
-            weather: config.builtin.weather.clone(),
-        })
-        .map_err(|error| anyhow::anyhow!("the built-in tools cannot be set up: {error}"))?;
+    if !config.builtin.enabled {
+        return Ok(Vec::new());
     }
-    if std::env::var_os("TOOLCRIB_BENCH_NOOP").is_some() {
-        tools.push(Arc::new(noop_tool()));
-    }
-    Ok(tools)
-}
-
-/// Arguments of a tool that ignores them.
-#[derive(serde::Deserialize, schemars::JsonSchema)]
-#[schemars(rename = "Anything")]
-struct NoopArgs {}
-
-/// The minimal tool that the benchmark calls.
-fn noop_tool() -> FnTool {
-    let nothing = |_: NoopArgs| async { Ok::<_, String>(serde_json::json!({})) };
-    FnTool::new("bench.noop", "Does nothing and returns {}: for the benchmark", nothing)
-        .effect(Effect::Read)
-        .risk(Risk::Low)
+    builtin::tools(builtin::BuiltinToolSettings {
+        data_dir: config.data_dir.clone(),
+        database: config.builtin.database.clone(),
+        weather: config.builtin.weather.clone(),
+    })
+    .map_err(|error| anyhow::anyhow!("the built-in tools cannot be set up: {error}"))
 }

@@ -6,7 +6,6 @@
 //! and the exit code classifies the result (see [`failure::exit`]).
 
 mod admin;
-mod bench;
 mod call;
 mod calls;
 mod client;
@@ -14,6 +13,7 @@ mod doctor;
 pub mod failure;
 mod input;
 mod mcp;
+mod outcome;
 mod output;
 mod run;
 mod tools;
@@ -23,17 +23,17 @@ mod webhooks;
 
 #[cfg(test)]
 mod tests;
-
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::parser::ValueSource;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-
-use crate::config::{Config, ConfigOverrides};
 use client::{ApiClient, DEFAULT_SERVER};
 use failure::{CommandFailure, exit};
 use output::Output;
+
+use crate::config::{Config, ConfigOverrides};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -119,16 +119,6 @@ Examples:
     Audit(admin::AuditArgs),
     /// Check configuration, data directory, port, store, keys and NATS, with advice on each problem
     Doctor(doctor::DoctorArgs),
-    /// Measure throughput, latency, memory and startup on this machine, each against its limit
-    Bench(bench::BenchArgs),
-    #[command(hide = true)]
-    BenchBaseline(bench::BenchBaselineArgs),
-    #[command(hide = true)]
-    BenchFill(bench::BenchFillArgs),
-    #[command(hide = true)]
-    BenchToolService(bench::BenchToolServiceArgs),
-    #[command(hide = true)]
-    BenchMcpServer(bench::BenchMcpServerArgs),
 }
 
 #[derive(Debug, Default, Args)]
@@ -193,8 +183,38 @@ impl CommandContext {
     }
 }
 
+/// Parses the command line of this process, builds the async runtime, runs the command and returns
+/// the exit code. It is part of the library so that the compiler generates the async code once.
+pub fn main() -> ExitCode {
+    if let Some(code) =
+        toolcrib_sources::child_reaper::run_if_reaper(std::env::args_os().nth(1).as_deref())
+    {
+        return code;
+    }
+    let ready = match parse_command_line(std::env::args_os().collect()) {
+        Ok(ready) => ready,
+        Err(code) => return code.into(),
+    };
+    let mut builder = if ready.needs_multi_thread() {
+        tokio::runtime::Builder::new_multi_thread()
+    } else {
+        tokio::runtime::Builder::new_current_thread()
+    };
+    let runtime = match builder.enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: the runtime cannot be started: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let code = runtime.block_on(run(ready));
+    // An abandoned blocking read must not keep the process alive.
+    runtime.shutdown_background();
+    code.into()
+}
+
 /// A parsed command line.
-pub struct ParsedCommand {
+struct ParsedCommand {
     context: CommandContext,
     command: CliCommand,
 }
@@ -202,23 +222,17 @@ pub struct ParsedCommand {
 impl ParsedCommand {
     /// Returns true if the command needs a multi-threaded runtime because it serves many requests.
     /// For all others one thread is enough and cheaper.
-    pub fn needs_multi_thread(&self) -> bool {
+    fn needs_multi_thread(&self) -> bool {
         matches!(
             self.command,
-            CliCommand::Serve(_)
-                | CliCommand::Run(_)
-                | CliCommand::Mcp(_)
-                | CliCommand::Utp(_)
-                | CliCommand::BenchBaseline(_)
-                | CliCommand::BenchFill(_)
-                | CliCommand::BenchMcpServer(_)
+            CliCommand::Serve(_) | CliCommand::Run(_) | CliCommand::Mcp(_) | CliCommand::Utp(_)
         )
     }
 }
 
 /// Parses the command line. On failure, and after `--help`, prints the message and returns the exit
 /// code.
-pub fn parse_command_line(arguments: Vec<OsString>) -> Result<ParsedCommand, u8> {
+fn parse_command_line(arguments: Vec<OsString>) -> Result<ParsedCommand, u8> {
     // Read before parsing, because parsing can fail.
     let has = |flag: &str| arguments.iter().any(|argument| argument == flag);
     let (json, no_color) = (has("--json"), has("--no-color"));
@@ -268,7 +282,7 @@ fn report_usage_error(output: Output, error: &clap::Error) -> u8 {
 }
 
 /// Runs the command to its end and returns the exit code.
-pub async fn run(ready: ParsedCommand) -> u8 {
+async fn run(ready: ParsedCommand) -> u8 {
     let ParsedCommand { context, command } = ready;
     let outcome = match command {
         // Serving commands finish running work first, so they handle signals themselves.
@@ -313,11 +327,6 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Rules(args) => admin::rules(context, args).await,
         CliCommand::Audit(args) => admin::audit(context, args).await,
         CliCommand::Doctor(args) => doctor::run(context, args).await,
-        CliCommand::Bench(args) => bench::run(context, args).await,
-        CliCommand::BenchBaseline(args) => bench::run_baseline(args).await,
-        CliCommand::BenchToolService(args) => bench::run_tool_service(args).await,
-        CliCommand::BenchMcpServer(args) => bench::run_mcp_server(args).await,
-        CliCommand::BenchFill(args) => bench::fill_store(args).await,
     }
 }
 

@@ -8,19 +8,15 @@
 //! checked against a schema generated from the same types, so the two cannot disagree.
 
 mod layers;
-mod store_location;
-mod transports;
-
-mod nats;
-
 mod mcp_servers;
+mod store_location;
 mod telemetry;
+mod transports;
 mod validate;
 mod webhooks;
 
 #[cfg(test)]
 mod tests;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -28,8 +24,6 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::domain::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
 use toolcrib::domain::tool::Fallback;
-use toolcrib::engine::{ExecutionPolicies, ToolOverride};
-
 use toolcrib_sources::builtin::{DatabaseSettings, WeatherSettings};
 use toolcrib_sources::http::HttpSettings;
 
@@ -37,12 +31,11 @@ pub use crate::config::mcp_servers::{McpServerAdmissionSettings, local_url};
 pub use crate::config::store_location::StoreLocation;
 pub use crate::config::transports::{McpEndpointSettings, TransportSettings};
 pub use layers::ConfigError;
-pub use nats::NatsSettings;
 pub use telemetry::TelemetrySettings;
 pub(crate) use telemetry::check_endpoint;
 pub use toolcrib_sources::models::settings::{LlmSettings, ModelKind, NamedModelSettings};
 pub use toolcrib_transport::auth::settings::OauthSettings;
-pub use webhooks::{WebhookKeySettings, WebhookSettings};
+pub use webhooks::{SIGNING_KEY_PREFIX, WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when `--config` names no other.
 pub const DEFAULT_FILE: &str = "toolcrib.toml";
@@ -393,6 +386,28 @@ impl Default for BuiltinSettings {
     }
 }
 
+/// Tools over NATS.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct NatsSettings {
+    /// `nats://HOST:PORT`. Without it NATS is not used; everything else works.
+    pub url: Option<String>,
+    /// The protocol version, which is part of every subject: `v1r3` or `v1r4`.
+    pub version: String,
+    /// A file with NATS credentials.
+    pub credentials: Option<PathBuf>,
+}
+
+impl Default for NatsSettings {
+    fn default() -> Self {
+        Self {
+            url: None,
+            version: toolcrib_protocol::utp::DEFAULT_VERSION.into(),
+            credentials: None,
+        }
+    }
+}
+
 /// Settings given as flags; they take precedence over everything else.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ConfigOverrides {
@@ -435,52 +450,6 @@ impl Config {
         match named {
             Some(path) => Some(path.to_owned()),
             None => Some(PathBuf::from(DEFAULT_FILE)).filter(|path| path.exists()),
-        }
-    }
-
-    /// Builds the engine's execution policies.
-    pub fn policies(&self) -> ExecutionPolicies {
-        let policy = &self.policy;
-        ExecutionPolicies {
-            global: ExecutionPolicy {
-                max_parallel: Some(policy.max_parallel),
-                default_timeout_ms: policy.default_timeout_ms,
-                max_retries: policy.max_retries,
-                backoff: policy.backoff.clone(),
-            },
-            projects: self
-                .projects
-                .iter()
-                .map(|(name, project)| (name.clone(), project.policy.clone()))
-                .collect(),
-            tools: self
-                .tools
-                .iter()
-                .map(|(name, tool)| {
-                    let (policy, fallback) = (tool.policy.clone(), tool.fallback.clone());
-                    (name.clone(), ToolOverride { policy, fallback })
-                })
-                .collect(),
-        }
-    }
-
-    /// Builds the engine's limits.
-    pub fn limits(&self) -> toolcrib::EngineLimits {
-        let limits = &self.limits;
-        toolcrib::EngineLimits {
-            max_args_bytes: limits.max_args_bytes,
-            max_result_bytes: limits.max_result_bytes,
-            max_open_calls: limits.max_open_calls,
-            max_open_calls_per_project: limits.max_open_calls_per_project,
-            max_wait_ms: limits.max_wait_ms,
-            max_progress_events: limits.max_progress_events,
-            max_tools_per_registration: limits.max_tools_per_registration,
-            max_tools_per_project: limits.max_tools_per_project,
-            max_clients_per_project: limits.max_clients_per_project,
-            max_batch_entries: limits.max_batch_entries,
-            max_batch_parallel: limits.max_batch_parallel,
-            max_batch_bytes: limits.max_batch_bytes,
-            max_open_runs: limits.max_open_runs,
         }
     }
 }

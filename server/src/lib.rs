@@ -3,13 +3,12 @@
 //!
 //! `bootstrap` builds and connects the parts; `serve` runs them.
 
-pub mod bench_fill;
 pub mod bootstrap;
 pub mod cli;
 pub mod config;
 pub mod mcp_servers;
 pub mod open_store;
-mod pages;
+mod release_memory;
 pub mod serve;
 pub mod telemetry;
 pub mod webhooks;

@@ -5,7 +5,6 @@
 mod api;
 mod list_cache;
 mod passthrough;
-
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,10 +15,10 @@ use tokio::task::JoinHandle;
 use toolcrib::domain::directory::Upstream;
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::{Caller, Engine};
-
-use crate::config::McpServerAdmissionSettings;
 use toolcrib_protocol::outbound::OutboundPolicy;
 use toolcrib_sources::mcp::{McpServerSettings, McpSource, UpstreamPhase, UpstreamRegistry};
+
+use crate::config::McpServerAdmissionSettings;
 
 pub use crate::mcp_servers::passthrough::UpstreamPassthrough;
 pub use api::{find_desktop_servers, parse_servers_to_add, to_stored_settings};
@@ -28,7 +27,7 @@ pub use api::{find_desktop_servers, parse_servers_to_add, to_stored_settings};
 pub const MCP_UPSTREAM_KIND: &str = "mcp";
 
 /// Maximum time that child processes have to exit when the server stops.
-const ENDING: Duration = Duration::from_secs(8);
+const CHILD_EXIT_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Returns the policy that limits the addresses of upstreams added with an API key.
 pub fn outbound_policy(settings: &McpServerAdmissionSettings) -> OutboundPolicy {
@@ -41,7 +40,7 @@ struct EngineUpstreamRegistry(Engine);
 #[async_trait]
 impl UpstreamRegistry for EngineUpstreamRegistry {
     fn accepted_tools(&self, project: &str, upstream: &str) -> BTreeMap<String, ToolDefinition> {
-        let tools = self.0.upstream_tools(project, upstream);
+        let tools = self.0.admin().upstream_tools(project, upstream);
         let tools = tools.iter().map(|entry| entry.definition.clone());
         tools.map(|tool| (tool.name.clone(), tool)).collect()
     }
@@ -53,12 +52,12 @@ impl UpstreamRegistry for EngineUpstreamRegistry {
         tools: Vec<ToolDefinition>,
         why: &str,
     ) -> Result<Vec<(String, String)>, String> {
-        let kept = self.0.set_upstream_tools(project, upstream, tools, why).await;
+        let kept = self.0.admin().set_upstream_tools(project, upstream, tools, why).await;
         kept.map_err(|error| format!("its tools cannot be stored: {error}"))
     }
 
     async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, String> {
-        let found = self.0.upstream_credential(project, upstream).await;
+        let found = self.0.admin().upstream_credential(project, upstream).await;
         found.map_err(|error| format!("its sign-in cannot be read: {error}"))
     }
 
@@ -68,12 +67,12 @@ impl UpstreamRegistry for EngineUpstreamRegistry {
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), String> {
-        let kept = self.0.set_upstream_credential(project, upstream, grant).await;
+        let kept = self.0.admin().set_upstream_credential(project, upstream, grant).await;
         kept.map_err(|error| format!("its sign-in cannot be stored: {error}"))
     }
 
     fn default_timeout_ms(&self, project: &str) -> u64 {
-        self.0.default_timeout_ms(&Caller::local(project))
+        self.0.registry().default_timeout_ms(&Caller::local(project))
     }
 }
 
@@ -98,25 +97,25 @@ impl McpServerReconciler {
     ) -> Arc<Self> {
         upstreams.set_registry(Arc::new(EngineUpstreamRegistry(engine.clone())));
         let task = Mutex::default();
-        let keeper = Arc::new(Self { engine, upstreams, configured, settings, task });
-        let following = Arc::downgrade(&keeper);
-        let (engine, upstreams) = (keeper.engine.clone(), keeper.upstreams.clone());
-        keeper.reconcile();
-        *keeper.task.lock() = Some(tokio::spawn(async move {
-            if let Some(keeper) = following.upgrade() {
-                keeper.forget_removed_servers().await;
+        let reconciler = Arc::new(Self { engine, upstreams, configured, settings, task });
+        let following = Arc::downgrade(&reconciler);
+        let (engine, upstreams) = (reconciler.engine.clone(), reconciler.upstreams.clone());
+        reconciler.reconcile();
+        *reconciler.task.lock() = Some(tokio::spawn(async move {
+            if let Some(reconciler) = following.upgrade() {
+                reconciler.forget_removed_servers().await;
             }
             let mut seen = 0;
-            while let Some(version) = engine.wait_for_directory_change(seen).await {
+            while let Some(version) = engine.registry().wait_for_directory_change(seen).await {
                 seen = version;
                 match following.upgrade() {
-                    Some(keeper) => keeper.reconcile(),
+                    Some(reconciler) => reconciler.reconcile(),
                     None => break,
                 }
             }
             upstreams.close().await;
         }));
-        keeper
+        reconciler
     }
 
     /// Returns the upstreams that should be connected. The configuration takes precedence over the
@@ -125,8 +124,12 @@ impl McpServerReconciler {
         let mut wanted = self.configured.clone();
         let ours = |u: &McpServerSettings| (u.project.clone(), u.name.clone());
         let taken: HashSet<_> = wanted.iter().map(ours).collect();
-        let stored =
-            self.engine.upstreams().into_iter().filter(|known| known.kind == MCP_UPSTREAM_KIND);
+        let stored = self
+            .engine
+            .admin()
+            .upstreams()
+            .into_iter()
+            .filter(|known| known.kind == MCP_UPSTREAM_KIND);
         wanted.extend(
             stored
                 .filter_map(parse_stored_settings)
@@ -143,11 +146,13 @@ impl McpServerReconciler {
     /// any more.
     async fn forget_removed_servers(&self) {
         let wanted = self.desired_servers();
-        let mut places = self.engine.upstreams_with_tools();
-        places.extend(self.engine.upstreams_with_credentials().await.unwrap_or_default());
+        let mut places = self.engine.admin().upstreams_with_tools();
+        places.extend(self.engine.admin().upstreams_with_credentials().await.unwrap_or_default());
         for (project, name) in places {
             let known = wanted.iter().any(|u| u.project == project && u.name == name);
-            if !known && let Err(error) = self.engine.remove_upstream_tools(&project, &name).await {
+            if !known
+                && let Err(error) = self.engine.admin().remove_upstream_tools(&project, &name).await
+            {
                 tracing::warn!(upstream = name, %error, "cannot remove its tools");
             }
         }
@@ -157,7 +162,7 @@ impl McpServerReconciler {
     pub async fn close(&self) {
         let task = self.task.lock().take();
         if let Some(task) = task {
-            let _ = tokio::time::timeout(ENDING, task).await;
+            let _ = tokio::time::timeout(CHILD_EXIT_TIMEOUT, task).await;
         }
     }
 

@@ -19,11 +19,11 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
-
-use crate::config::{Config, StoreLocation};
-use crate::{bootstrap, pages, telemetry};
 use toolcrib_transport::http::ConnectionPermit;
 use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutStream};
+
+use crate::config::{Config, StoreLocation};
+use crate::{bootstrap, release_memory, telemetry};
 
 /// Maximum time that connections have to finish after the calls have ended.
 const CONNECTION_DRAIN: Duration = Duration::from_secs(2);
@@ -43,7 +43,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     served.set_listen_address(&config, address);
     let router = served.http_router(&config);
     print_banner(&config, &engine, address, began.elapsed());
-    pages::release_startup_pages();
+    release_memory::release_startup_pages();
     let stopping = CancellationToken::new();
     let limits = ConnectionLimits::from_config(&config);
     let connections = TaskTracker::new();
@@ -84,7 +84,7 @@ async fn bind(address: &str) -> anyhow::Result<TcpListener> {
 /// Refuses to listen beyond loopback while there are no keys: without keys every request is allowed
 /// everything.
 fn require_keys_or_loopback(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> {
-    if address.ip().is_loopback() || engine.has_keys() {
+    if address.ip().is_loopback() || engine.registry().has_keys() {
         return Ok(());
     }
     bail!(
@@ -104,7 +104,7 @@ fn describe_storage(config: &Config) -> String {
 }
 
 fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
-    let tools = engine.tools(&Caller::local("default"));
+    let tools = engine.registry().tools(&Caller::local("default"));
     let own = tools.iter().filter(|tool| tool.definition.executor == Executor::Builtin);
     let names: Vec<&str> = own.map(|tool| tool.definition.name.as_str()).collect();
     tracing::info!(%address, data = describe_storage(config), tools = names.len(), "ready");
@@ -113,7 +113,7 @@ fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
     }
     let base = crate::config::local_url(address);
     let program = std::env::args().next().unwrap_or_else(|| "toolcrib".to_owned());
-    let (keys, key_flag, key_header) = match engine.has_keys() {
+    let (keys, key_flag, key_header) = match engine.registry().has_keys() {
         true => ("needed: toolcrib keys", " --key KEY", " -H 'Authorization: Bearer KEY'"),
         false => ("none: loopback only, everything allowed", "", ""),
     };

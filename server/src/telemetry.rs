@@ -4,7 +4,6 @@ mod otlp;
 mod prometheus;
 mod sampling;
 mod spans;
-
 use std::io::IsTerminal;
 
 use tracing_subscriber::EnvFilter;

@@ -1,11 +1,14 @@
 //! Webhooks for ended calls: one signed POST to the callback URL of a call, as Standard Webhooks
 //! defines it. The engine decides when to send and what the response means.
 //!
+//! This implements the engine's `WebhookSender` port. It is part of the server and not of the
+//! sources crate, because a source executes tools and a receiver of webhooks executes nothing. Like
+//! telemetry, it reports to the outside what has happened.
+//!
 //! Only the status and the headers of the response are used, never its body. The stored reason of a
 //! failure never contains content from the receiver, which may be in a private network.
 
 mod signing;
-
 use std::error::Error as _;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -14,14 +17,16 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use reqwest::header::{CONTENT_TYPE, HeaderMap};
 use serde::Serialize;
+use signing::SigningKeySources;
 use toolcrib::Call;
 use toolcrib::domain::delivery::DeliveryResponse;
 use toolcrib::ports::webhook_sender::{WebhookMessage, WebhookSender};
-
 use toolcrib_protocol::background_task::TaskOutcome;
 use toolcrib_protocol::outbound::{OutboundPolicy, find_private_address_error, retry_after_ms};
 
-pub use signing::{KEY_PREFIX, SigningKeySource, SigningKeySources, encode_key};
+use crate::config::WebhookSettings;
+
+pub use signing::encode_key;
 
 /// Sends webhooks.
 pub struct HttpWebhookSender {
@@ -44,15 +49,21 @@ struct WebhookPayload<'a> {
 }
 
 impl HttpWebhookSender {
-    /// Returns a sender with these keys, outbound rules and limits. Fails if a key is invalid.
-    pub fn new(
-        keys: SigningKeySources,
-        outbound: OutboundPolicy,
-        timeout: Duration,
-        max_data_bytes: usize,
-    ) -> Result<Self, String> {
+    /// Returns a sender with these settings. Fails if a signing key is invalid.
+    pub fn new(settings: &WebhookSettings) -> Result<Self, String> {
+        let keys = SigningKeySources::from_settings(settings);
         keys.check()?;
-        Ok(Self { keys, outbound, timeout, max_data_bytes, client: OnceLock::new() })
+        Ok(Self {
+            keys,
+            outbound: OutboundPolicy::new(
+                "webhooks",
+                settings.allow_private,
+                &settings.allow_hosts,
+            ),
+            timeout: Duration::from_millis(settings.timeout_ms),
+            max_data_bytes: settings.max_data_bytes,
+            client: OnceLock::new(),
+        })
     }
 
     fn client(&self) -> Result<&reqwest::Client, String> {

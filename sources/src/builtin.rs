@@ -3,12 +3,11 @@
 //! They are ordinary tools: typed functions with schemas, which the engine runs like any other.
 //! They change nothing, never invent a result, and open no connection before they are called.
 
-pub mod calculation;
-pub mod database;
+mod calculation;
+mod database;
 #[cfg(test)]
-pub mod testing;
-pub mod weather;
-
+mod testing;
+mod weather;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -112,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn three_tools_that_only_read() {
+    fn the_builtin_tools_are_three_read_only_tools() {
         let folder = tempfile::tempdir().unwrap();
         let settings = BuiltinToolSettings {
             data_dir: folder.path().join("new"),

@@ -61,13 +61,13 @@ mod unix {
     use rustix::process::{Pid, Signal, kill_process_group, setsid, test_kill_process_group};
 
     /// Grace period before SIGTERM is sent, and again after each signal.
-    const PATIENCE: Duration = Duration::from_secs(2);
+    const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
     /// Interval between checks for groups that have exited.
-    const LOOK: Duration = Duration::from_millis(50);
+    const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
     /// Delay before a reaper that died is restarted.
-    const AGAIN: Duration = Duration::from_secs(1);
+    const RESTART_DELAY: Duration = Duration::from_secs(1);
 
     /// The server's view of the reaper.
     struct ReaperState {
@@ -134,7 +134,7 @@ mod unix {
     /// Waits for a reaper to exit and starts another, unless a newer one already runs.
     fn restart_when_ended(mut watcher: Child, number: u64) {
         let _ = watcher.wait();
-        std::thread::sleep(AGAIN);
+        std::thread::sleep(RESTART_DELAY);
         let mut watched = REAPER.lock();
         if watched.generation == number {
             watched.start_reaper();
@@ -177,14 +177,14 @@ mod unix {
                 // The group may have exited in the meantime.
                 let _ = signal.map(|signal| kill_process_group(group, signal));
             }
-            let until = Instant::now() + PATIENCE;
+            let until = Instant::now() + EXIT_GRACE_PERIOD;
             while !groups.is_empty() && Instant::now() < until {
                 // Once a group is gone, its number may be reused: it must not be signalled again.
                 groups.retain(|group| {
                     Pid::from_raw(*group)
                         .is_some_and(|group| test_kill_process_group(group).is_ok())
                 });
-                std::thread::sleep(LOOK);
+                std::thread::sleep(EXIT_CHECK_INTERVAL);
             }
         }
     }

@@ -7,11 +7,11 @@
 
 mod client;
 mod response;
-
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use client::HttpApiClient;
 use parking_lot::Mutex;
 use reqwest::Url;
 use schemars::JsonSchema;
@@ -20,13 +20,10 @@ use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
 use toolcrib::domain::access_rules;
-use toolcrib::domain::args;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::json::Json;
-use toolcrib::domain::tool::{Executor, ToolDefinition};
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
-
-use client::HttpApiClient;
+use toolcrib::domain::tool::{Executor, ToolDefinition, args};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use toolcrib_protocol::http_operation::host_allowlist::HostAllowlist;
 use toolcrib_protocol::http_operation::jina::{self, JinaEndpoints};
 use toolcrib_protocol::http_operation::redaction::SecretRedactor;
@@ -222,7 +219,7 @@ impl Source for HttpSource {
         Vec::new()
     }
 
-    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
+    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> StartResult {
         let canceled = CancellationToken::new();
         let place = (attempt.call_id.clone(), attempt.number);
         self.running.lock().insert(place.clone(), canceled.clone());
@@ -231,7 +228,7 @@ impl Source for HttpSource {
             () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "stopped")),
         };
         self.running.lock().remove(&place);
-        Started::Finished(done)
+        StartResult::Finished(done)
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {

@@ -6,29 +6,16 @@
 //! [`UpstreamRegistry`]. Without an upstream nothing runs here.
 
 mod attempt;
-mod authorized_client;
-mod child_process;
 mod connection;
-mod http_post;
-mod injection_flags;
 mod oauth;
 mod offered_tools;
-mod outcome;
 pub mod pagination;
 mod raw_tool_list;
-mod resolved_settings;
-mod server_requests;
+mod registry;
 mod settings;
-mod state;
-mod stateless_call;
-mod subscriptions;
-mod supervisor;
 mod upstream;
-mod upstream_task;
-
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, LazyLock, OnceLock};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use metrics::Counter;
@@ -40,15 +27,17 @@ use tokio_util::task::TaskTracker;
 use toolcrib::CallId;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
 
+pub use crate::mcp::connection::server_requests::UpstreamChange;
 pub use crate::mcp::offered_tools::ToolChange;
-pub use crate::mcp::server_requests::UpstreamChange;
-pub use oauth::{AuthorizationStatus, GrantKind, McpOauthSettings, SignInLink, SigningAlgorithm};
+pub use oauth::{AuthorizationStatus, SignInLink};
+pub use registry::UpstreamRegistry;
+pub use settings::oauth::{GrantKind, McpOauthSettings, SigningAlgorithm};
 pub use settings::{
     McpServerSettings, McpSettingsError, McpToolSettings, parse_desktop_config, redact_url,
 };
-pub use state::{UpstreamPhase, UpstreamState, UpstreamStatus};
+pub use upstream::state::{UpstreamPhase, UpstreamState, UpstreamStatus};
 
 use crate::mcp::attempt::UpstreamAttempt;
 use oauth::{Authorizer, SharedPublicBaseUrl};
@@ -56,42 +45,8 @@ use upstream::UpstreamServer;
 
 use toolcrib_protocol::outbound::OutboundPolicy;
 
-/// Maximum time spent on notifying an upstream that a call is canceled.
-const TELLING: Duration = Duration::from_secs(2);
-
 /// Capacity of the channel of changes to resources and prompts.
-const NEWS: usize = 256;
-
-/// The durable record of the tools and credentials of upstreams.
-#[async_trait]
-pub trait UpstreamRegistry: Send + Sync + 'static {
-    /// Returns the accepted tools of an upstream, by name.
-    fn accepted_tools(&self, project: &str, upstream: &str) -> BTreeMap<String, ToolDefinition>;
-
-    /// Replaces the tools of an upstream. Returns the names of those that were rejected, with the
-    /// reasons.
-    async fn set_tools(
-        &self,
-        project: &str,
-        upstream: &str,
-        tools: Vec<ToolDefinition>,
-        why: &str,
-    ) -> Result<Vec<(String, String)>, String>;
-
-    /// Returns the stored OAuth credential of an upstream, if any.
-    async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, String>;
-
-    /// Stores the OAuth credential of an upstream, or deletes it when it is `None`.
-    async fn set_credential(
-        &self,
-        project: &str,
-        upstream: &str,
-        grant: Option<String>,
-    ) -> Result<(), String>;
-
-    /// Timeout of a call where neither the request nor the tool sets one.
-    fn default_timeout_ms(&self, project: &str) -> u64;
-}
+const CHANGE_CHANNEL_CAPACITY: usize = 256;
 
 type UpstreamKey = (String, String);
 
@@ -110,7 +65,8 @@ impl McpSource {
     /// added with an API key; `base` is the URL at which a person's browser reaches the server.
     pub fn new(outbound: OutboundPolicy, base: String) -> Self {
         let (servers, registry) = Default::default();
-        let (changes, tasks) = (broadcast::Sender::new(NEWS), TaskTracker::new());
+        let (changes, tasks) =
+            (broadcast::Sender::new(CHANGE_CHANNEL_CAPACITY), TaskTracker::new());
         Self {
             servers,
             registry,
@@ -132,14 +88,14 @@ impl McpSource {
     }
 
     /// Sets the registry that records the offered tools. Only the first call has an effect.
-    pub fn set_registry(&self, ledger: Arc<dyn UpstreamRegistry>) {
-        let _ = self.registry.set(ledger);
+    pub fn set_registry(&self, registry: Arc<dyn UpstreamRegistry>) {
+        let _ = self.registry.set(registry);
     }
 
     /// Sets the desired upstreams: connects to new ones, shuts down removed ones, and restarts
     /// those whose settings changed.
     pub fn set_servers(&self, wanted: Vec<McpServerSettings>) {
-        let Some(ledger) = self.registry.get() else { return };
+        let Some(registry) = self.registry.get() else { return };
         let mut known = self.servers.lock();
         let mut next: HashMap<UpstreamKey, McpServerSettings> = HashMap::new();
         for settings in wanted {
@@ -156,13 +112,14 @@ impl McpSource {
             if known.contains_key(&place) {
                 continue;
             }
-            let news = broadcast::Sender::new(NEWS);
+            let news = broadcast::Sender::new(CHANGE_CHANNEL_CAPACITY);
             let heard = news.subscribe();
             let outbound = &self.outbound;
-            let pass = Authorizer::for_server(&settings, ledger, outbound, &self.public_base_url);
-            let upstream = UpstreamServer::new(settings, news, outbound.clone(), pass);
+            let authorizer =
+                Authorizer::for_server(&settings, registry, outbound, &self.public_base_url);
+            let upstream = UpstreamServer::new(settings, news, outbound.clone(), authorizer);
             self.tasks.spawn(forward_changes(place.clone(), heard, self.changes.clone()));
-            self.tasks.spawn(upstream.clone().supervise(ledger.clone()));
+            self.tasks.spawn(upstream.clone().supervise(registry.clone()));
             known.insert(place, upstream);
         }
     }
@@ -217,10 +174,11 @@ impl McpSource {
         name: &str,
         wanted: Option<&[String]>,
     ) -> Result<Vec<ToolChange>, String> {
-        let (Some(upstream), Some(ledger)) = (self.find(project, name), self.registry.get()) else {
+        let (Some(upstream), Some(registry)) = (self.find(project, name), self.registry.get())
+        else {
             return Ok(Vec::new());
         };
-        upstream.accept(&**ledger, wanted).await
+        upstream.accept(&**registry, wanted).await
     }
 
     /// Reconnects an upstream at once, or refreshes its tool list if it is connected, and waits
@@ -241,16 +199,17 @@ impl McpSource {
     /// Starts a sign-in by a person.
     pub async fn sign_in(&self, project: &str, name: &str) -> Result<(), String> {
         let upstream = self.find(project, name);
-        let pass = upstream.as_ref().and_then(|upstream| upstream.authorizer.as_ref());
-        let pass = pass.ok_or_else(|| "it is not signed in to: it takes no tokens".to_owned())?;
-        pass.restart_sign_in().await
+        let authorizer = upstream.as_ref().and_then(|upstream| upstream.authorizer.as_ref());
+        let authorizer =
+            authorizer.ok_or_else(|| "it is not signed in to: it takes no tokens".to_owned())?;
+        authorizer.restart_sign_in().await
     }
 
     /// Deletes the upstream's tokens and reconnects without them.
     pub async fn sign_out(&self, project: &str, name: &str) -> Result<(), String> {
         let Some(upstream) = self.find(project, name) else { return Ok(()) };
-        if let Some(pass) = &upstream.authorizer {
-            pass.sign_out().await?;
+        if let Some(authorizer) = &upstream.authorizer {
+            authorizer.sign_out().await?;
         }
         upstream.reconnect_requested.notify_one();
         Ok(())
@@ -265,14 +224,14 @@ impl McpSource {
         issuer: Option<&str>,
     ) -> Option<(String, Result<(), String>)> {
         let waits = |upstream: &&Arc<UpstreamServer>| {
-            upstream.authorizer.as_ref().is_some_and(|pass| pass.expects_state(state))
+            upstream.authorizer.as_ref().is_some_and(|authorizer| authorizer.expects_state(state))
         };
         let upstream = self.servers.lock().values().find(waits).cloned()?;
-        let (pass, name) = (upstream.authorizer.as_ref()?, upstream.settings.name.clone());
+        let (authorizer, name) = (upstream.authorizer.as_ref()?, upstream.settings.name.clone());
         let finished = match code {
-            Ok(code) => pass.complete_sign_in(state, code, issuer).await,
+            Ok(code) => authorizer.complete_sign_in(state, code, issuer).await,
             Err(why) => {
-                pass.decline_sign_in(state, why).await;
+                authorizer.decline_sign_in(state, why).await;
                 Err(why.to_owned())
             }
         };
@@ -336,7 +295,7 @@ fn status_of(upstream: &UpstreamServer) -> UpstreamStatus {
         settings: upstream.settings.clone(),
         state: upstream.state.lock().clone(),
         stderr: upstream.stderr.lines(),
-        authorization: upstream.authorizer.as_ref().map(|pass| pass.status()),
+        authorization: upstream.authorizer.as_ref().map(|authorizer| authorizer.status()),
     }
 }
 
@@ -350,11 +309,11 @@ impl Source for McpSource {
         Vec::new()
     }
 
-    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started {
+    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
         let Some(upstream) = self.find_by_tool(&attempt.project, &attempt.tool) else {
             let message = format!("the MCP server of {} is not there any more", attempt.tool);
             let fault = Fault::new(Code::UpstreamUnavailable, message).without_side_effect();
-            return Started::Finished(Err(fault.retryable(false)));
+            return StartResult::Finished(Err(fault.retryable(false)));
         };
         let running = upstream.register_attempt(&attempt);
         let started = UpstreamAttempt { upstream, attempt, progress, running }.run().await;
@@ -387,11 +346,11 @@ struct AttemptCounters {
 }
 
 impl AttemptCounters {
-    fn count(&self, started: &Started) {
+    fn count(&self, started: &StartResult) {
         match started {
-            Started::Finished(Ok(_)) => self.ok.increment(1),
-            Started::NeedsInput(_) => self.asked.increment(1),
-            Started::Detached { .. } => self.task.increment(1),
+            StartResult::Finished(Ok(_)) => self.ok.increment(1),
+            StartResult::NeedsInput(_) => self.asked.increment(1),
+            StartResult::Detached { .. } => self.task.increment(1),
             _ => self.failed.increment(1),
         }
     }

@@ -12,7 +12,6 @@ mod key_redaction;
 mod metered;
 mod openai;
 pub mod settings;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -27,7 +26,7 @@ pub use demo::DemoModel;
 pub use openai::OpenAiModel;
 
 /// The name of the scripted model.
-pub const DEMO: &str = "demo";
+pub(crate) const DEMO: &str = "demo";
 
 /// The API that an endpoint implements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +45,7 @@ impl ModelApi {
     }
 
     /// Returns the base URL of the vendor's own endpoint.
-    pub fn default_base_url(self) -> &'static str {
+    pub(crate) fn default_base_url(self) -> &'static str {
         match self {
             Self::OpenAi => "https://api.openai.com/v1",
             Self::Anthropic => "https://api.anthropic.com/v1",

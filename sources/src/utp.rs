@@ -9,17 +9,16 @@
 
 mod command_publisher;
 pub mod host;
-
 use async_trait::async_trait;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use toolcrib::CallId;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, SourceHealth, Started};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, SourceHealth, StartResult};
+use toolcrib_protocol::utp::{DEFAULT_VERSION, NatsConnection};
 
 use crate::utp::command_publisher::{CommandPublisher, OutgoingCommand, UnacknowledgedCommands};
-use toolcrib_protocol::utp::{DEFAULT_VERSION, NatsConnection};
 
 /// Publishes commands for tool services.
 pub struct UtpSource {
@@ -31,14 +30,14 @@ pub struct UtpSource {
 
 impl UtpSource {
     /// Creates the source for this connection. Without one, calls wait until their deadline.
-    pub fn new(link: Option<NatsConnection>) -> Self {
+    pub fn new(nats: Option<NatsConnection>) -> Self {
         let (unacknowledged, gone) = (UnacknowledgedCommands::default(), CancellationToken::new());
         let (queue, taken) = unbounded_channel();
-        if let Some(link) = link.clone() {
-            let (post, gone) = (CommandPublisher::new(link, unacknowledged.clone()), gone.clone());
+        if let Some(nats) = nats.clone() {
+            let (post, gone) = (CommandPublisher::new(nats, unacknowledged.clone()), gone.clone());
             tokio::spawn(async move { gone.run_until_cancelled(post.run(taken)).await });
         }
-        Self { link, unacknowledged, queue, _stop_on_drop: gone.drop_guard() }
+        Self { link: nats, unacknowledged, queue, _stop_on_drop: gone.drop_guard() }
     }
 
     fn drop_command(&self, call_id: &CallId, attempt: u32) {
@@ -56,10 +55,10 @@ impl Source for UtpSource {
         Vec::new()
     }
 
-    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
+    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> StartResult {
         // A tool service has acknowledged the command and works on it: do not send it again.
         if attempt.redelivered && attempt.acknowledged_by.is_some() {
-            return Started::Accepted;
+            return StartResult::Accepted;
         }
         let version = self.link.as_ref().map_or(DEFAULT_VERSION, NatsConnection::version);
         match OutgoingCommand::new(version, attempt) {
@@ -67,12 +66,12 @@ impl Source for UtpSource {
                 self.unacknowledged.lock().insert(outgoing.attempt_key());
                 // Fails only when the server shuts down; the next process publishes the command.
                 let _ = self.queue.send(outgoing);
-                Started::Accepted
+                StartResult::Accepted
             }
-            Ok(_) => Started::Accepted,
+            Ok(_) => StartResult::Accepted,
             Err(why) => {
                 let fault = Fault::new(Code::ValidationError, why).without_side_effect();
-                Started::Finished(Err(fault))
+                StartResult::Finished(Err(fault))
             }
         }
     }
@@ -86,13 +85,13 @@ impl Source for UtpSource {
     }
 
     fn health(&self) -> Option<SourceHealth> {
-        let link = self.link.as_ref()?;
+        let nats = self.link.as_ref()?;
         let waiting = self.unacknowledged.lock().len();
         metrics::gauge!("toolcrib_utp_commands_waiting").set(waiting as f64);
         let away =
             || format!("NATS does not answer; {waiting} commands wait, everything else works");
         let down = || "wakeups and events are not published; see the server's log".to_owned();
-        let trouble = match (link.is_connected(), link.is_outbox_down()) {
+        let trouble = match (nats.is_connected(), nats.is_outbox_down()) {
             (false, _) => Some(away()),
             (true, true) => Some(down()),
             (true, false) => None,

@@ -7,6 +7,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use toolcrib::calls::Until;
 
 use toolcrib::{CallRequest, Caller, Effect, Engine, FnTool};
 use toolcrib_store::SqliteStore;
@@ -41,19 +42,19 @@ pub async fn show(file: &Path) -> Result<String, Box<dyn std::error::Error>> {
     let first = engine(file, true).await?;
     let mut asked = CallRequest::new("demo.greet", r#"{"name": "Ada"}"#)?;
     asked.idempotency_key = Some("greet-ada".to_owned());
-    let ticket = first.invoke(&caller, asked.clone()).await?;
+    let ticket = first.calls().invoke(&caller, asked.clone()).await?;
     writeln!(shown, "before the restart: {}", ticket.call.status.as_str())?;
     // Nothing is waited for: this is as good as a crash.
     first.shut_down(Duration::ZERO).await;
     drop((first, ticket.clone()));
 
     let second = engine(file, false).await?;
-    let call = second.wait_until_finished(&caller, &ticket.call.id).await?;
+    let call = second.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
     let answer = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
     writeln!(shown, "after the restart: {}", call.status.as_str())?;
     writeln!(shown, "answer: {}", answer.ok_or("there is an answer")?.text())?;
     writeln!(shown, "attempts: {}", call.attempt)?;
-    let again = second.invoke(&caller, asked).await?;
+    let again = second.calls().invoke(&caller, asked).await?;
     let same = again.call.id == call.id && again.replayed;
     writeln!(shown, "the same key gives the same ticket: {same}")?;
     second.shut_down(Duration::from_secs(1)).await;

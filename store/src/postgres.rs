@@ -2,6 +2,7 @@
 //! few concurrent readers.
 
 mod calls;
+mod change;
 mod credentials;
 mod deliveries;
 mod directory;
@@ -14,11 +15,15 @@ mod session;
 mod utp;
 mod writer;
 mod writer_lease;
-
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use calls::{CallInsert, CallUpdate, EventColumns, EventInsert};
+use change::{ChangeFn, FunctionChange, WriterConnection};
+use listener::ReportListener;
+use pool::SessionPool;
 use serde_json::Value;
+use session::{Connector, SessionError};
 use tokio::sync::oneshot;
 use toolcrib::domain::call::Call;
 use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
@@ -29,14 +34,10 @@ use toolcrib::ports::store::{
     CallFilter, CreateCallResult, DeliveryFilter, EventScope, IdempotencyKey, NewCall, OpenCallRow,
     PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
 };
+use writer::PostgresWriter;
+use writer_lease::{SequenceCounters, WriterLease};
 
 use crate::row::{CallRow, RowReader, decode, encode_events};
-use calls::{CallInsert, CallUpdate, EventColumns, EventInsert};
-use listener::ReportListener;
-use pool::SessionPool;
-use session::{Connector, SessionError};
-use writer::{ChangeFn, FunctionChange, PostgresWriter, SequenceCounters, WriterConnection};
-use writer_lease::WriterLease;
 
 /// The reason why a PostgreSQL database was not opened. No message contains the URL, which holds a
 /// password.
@@ -164,21 +165,21 @@ fn strip_nul_chars(value: Value) -> Value {
 }
 
 async fn put_run_tools(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     run: &RunToolDefinitions,
 ) -> Result<(), SessionError> {
     let sql = "INSERT INTO runs VALUES ($1, $2, $3, $4) ON CONFLICT (project, run_id) DO UPDATE \
                SET tool_definitions = excluded.tool_definitions, updated_ms = excluded.updated_ms";
     let text = run.tool_definitions.text();
     let updated_ms = run.updated_ms as i64;
-    desk.session.execute(sql, &[&run.project, &run.run_id, &text, &updated_ms]).await?;
+    writer.session.execute(sql, &[&run.project, &run.run_id, &text, &updated_ms]).await?;
     Ok(())
 }
 
 /// Writes a value that has no reader: a probe that writes nothing would not detect a full disk.
-async fn write_probe(desk: &mut WriterConnection, _: &()) -> Result<(), SessionError> {
+async fn write_probe(writer: &mut WriterConnection, _: &()) -> Result<(), SessionError> {
     let sql = "UPDATE counters SET value = value + 1 WHERE name = 'checks'";
-    desk.session.execute(sql, &[]).await?;
+    writer.session.execute(sql, &[]).await?;
     Ok(())
 }
 
@@ -201,8 +202,8 @@ impl Store for PostgresStore {
         project: &str,
         key: &IdempotencyKey,
     ) -> Result<Option<CreateCallResult>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        calls::find_by_idempotency_key(&lent, project, key)
+        let session = self.pool.acquire().await?;
+        calls::find_by_idempotency_key(&session, project, key)
             .await
             .map_err(SessionError::into_store_error)
     }
@@ -233,18 +234,18 @@ impl Store for PostgresStore {
     }
 
     async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        calls::find_call(&lent, project, id).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        calls::find_call(&session, project, id).await.map_err(SessionError::into_store_error)
     }
 
     async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        calls::list_calls(&lent, &filter).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        calls::list_calls(&session, &filter).await.map_err(SessionError::into_store_error)
     }
 
     async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        calls::list_open_calls(&lent, after, limit).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        calls::list_open_calls(&session, after, limit).await.map_err(SessionError::into_store_error)
     }
 
     async fn events(
@@ -253,15 +254,15 @@ impl Store for PostgresStore {
         after: u64,
         limit: usize,
     ) -> Result<Vec<CallEvent>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        events::list_events(&lent, &scope, after, limit)
+        let session = self.pool.acquire().await?;
+        events::list_events(&session, &scope, after, limit)
             .await
             .map_err(SessionError::into_store_error)
     }
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
-        let lent = self.pool.acquire().await?;
-        events::newest_event(&lent, &scope).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        events::newest_event(&session, &scope).await.map_err(SessionError::into_store_error)
     }
 
     async fn run_tool_definitions(
@@ -271,8 +272,8 @@ impl Store for PostgresStore {
     ) -> Result<Option<RunToolDefinitions>, StoreError> {
         let sql =
             "SELECT tool_definitions, updated_ms FROM runs WHERE project = $1 AND run_id = $2";
-        let lent = self.pool.acquire().await?;
-        let found = lent
+        let session = self.pool.acquire().await?;
+        let found = session
             .query_first(sql, &[&project, &run_id])
             .await
             .map_err(SessionError::into_store_error)?;
@@ -286,7 +287,7 @@ impl Store for PostgresStore {
     }
 
     async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
-        self.write(run, |desk, run| Box::pin(put_run_tools(desk, run))).await
+        self.write(run, |writer, run| Box::pin(put_run_tools(writer, run))).await
     }
 
     async fn last_record(
@@ -295,8 +296,8 @@ impl Store for PostgresStore {
         id: &CallId,
         kind: EventKind,
     ) -> Result<Option<EventRecord>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        events::newest_record(&lent, project, id, kind)
+        let session = self.pool.acquire().await?;
+        events::newest_record(&session, project, id, kind)
             .await
             .map_err(SessionError::into_store_error)
     }
@@ -306,15 +307,15 @@ impl Store for PostgresStore {
         after: Option<(u64, CallId)>,
         limit: usize,
     ) -> Result<Vec<Delivery>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        deliveries::list_pending(&lent, after.as_ref(), limit)
+        let session = self.pool.acquire().await?;
+        deliveries::list_pending(&session, after.as_ref(), limit)
             .await
             .map_err(SessionError::into_store_error)
     }
 
     async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        deliveries::list(&lent, &filter).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        deliveries::list(&session, &filter).await.map_err(SessionError::into_store_error)
     }
 
     async fn delivery(
@@ -322,8 +323,10 @@ impl Store for PostgresStore {
         project: &str,
         id: &CallId,
     ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        deliveries::find_delivery(&lent, project, id).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        deliveries::find_delivery(&session, project, id)
+            .await
+            .map_err(SessionError::into_store_error)
     }
 
     async fn save_delivery(
@@ -331,25 +334,25 @@ impl Store for PostgresStore {
         delivery: Delivery,
         tried: Option<DeliveryAttempt>,
     ) -> Result<SaveResult, StoreError> {
-        self.write((delivery, tried), |desk, given| {
-            Box::pin(deliveries::save_delivery(desk, given))
+        self.write((delivery, tried), |writer, given| {
+            Box::pin(deliveries::save_delivery(writer, given))
         })
         .await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError> {
-        self.write((ended_before_ms, limit), |desk, given| Box::pin(calls::purge(desk, given)))
+        self.write((ended_before_ms, limit), |writer, given| Box::pin(calls::purge(writer, given)))
             .await
     }
 
     async fn directory_version(&self) -> Result<u64, StoreError> {
-        let lent = self.pool.acquire().await?;
-        directory::read_version(&lent).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        directory::read_version(&session).await.map_err(SessionError::into_store_error)
     }
 
     async fn directory(&self) -> Result<Directory, StoreError> {
-        let lent = self.pool.acquire().await?;
-        directory::load(lent).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        directory::load(session).await.map_err(SessionError::into_store_error)
     }
 
     async fn change_directory(
@@ -359,11 +362,12 @@ impl Store for PostgresStore {
         audit: Option<AuditEntry>,
     ) -> Result<SaveResult, StoreError> {
         let given = (change, decided_on, audit);
-        self.write(given, |desk, given| Box::pin(directory::apply_change(desk, given))).await
+        self.write(given, |writer, given| Box::pin(directory::apply_change(writer, given))).await
     }
 
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(entry, |desk, entry| Box::pin(directory::append_audit_entry(desk, entry))).await
+        self.write(entry, |writer, entry| Box::pin(directory::append_audit_entry(writer, entry)))
+            .await
     }
 
     async fn audit_log(
@@ -371,15 +375,15 @@ impl Store for PostgresStore {
         project: Option<String>,
         limit: usize,
     ) -> Result<Vec<AuditEntry>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        directory::list_audit_entries(&lent, project.as_deref(), limit)
+        let session = self.pool.acquire().await?;
+        directory::list_audit_entries(&session, project.as_deref(), limit)
             .await
             .map_err(SessionError::into_store_error)
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {
         self.directory_version().await?;
-        self.write((), |desk, given| Box::pin(write_probe(desk, given))).await
+        self.write((), |writer, given| Box::pin(write_probe(writer, given))).await
     }
 
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
@@ -395,9 +399,9 @@ impl Store for PostgresStore {
     }
 
     async fn size_bytes(&self) -> Result<u64, StoreError> {
-        let lent = self.pool.acquire().await?;
+        let session = self.pool.acquire().await?;
         let sql = "SELECT pg_database_size(current_database())";
-        let row = lent.query_first(sql, &[]).await.map_err(SessionError::into_store_error)?;
+        let row = session.query_first(sql, &[]).await.map_err(SessionError::into_store_error)?;
         row.map_or(Ok(0), |row| row.unsigned(0))
     }
 }

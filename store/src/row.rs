@@ -7,21 +7,20 @@ mod directory;
 mod implied_event;
 mod row_reader;
 mod run;
-
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{
     Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target,
 };
-use toolcrib::domain::elicitation::Elicitation;
 use toolcrib::domain::event::{EventKind, EventRecord};
 use toolcrib::domain::fault::{Code, Fault, SideEffect};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::Backoff;
-use toolcrib::domain::tool::{Effect, Executor};
+use toolcrib::domain::tool::{Effect, Executor, SourceTraits};
 use toolcrib::domain::utp::Route;
 use toolcrib::ports::store::StoreError;
 
@@ -35,8 +34,8 @@ pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;
 pub(crate) use run::{RunRow, decode_run, read_journal_entry, read_run};
 
-/// The columns of `calls` that [`read_call`] reads, in this order.
-pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
+/// The columns of `tool_calls` that [`read_call`] reads, in this order.
+pub(crate) const CALL_COLUMNS: &str = "place, tool_call_id, project, run_id, tool_name, executor, status, \
      hold, created_ms, deadline_ms, started_ms, completed_ms, version, args, result, error, \
      envelope, state";
 
@@ -124,6 +123,9 @@ struct StoredTarget<'a> {
     /// Set only for fallbacks; the executor of the call itself is a column.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     executor: Option<Executor>,
+    /// Omitted when they are those of the executor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    traits: Option<SourceTraits>,
     effect: Effect,
     /// Omitted when they equal the arguments of the call.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -241,11 +243,7 @@ impl CallRow {
         };
         let state = encode(&state)?;
         Ok(Self {
-            // The `hold` column has no value for some holds; fields of the state distinguish them.
-            hold: call.hold.map(|hold| match hold {
-                Hold::Input | Hold::Predecessor { .. } => Hold::Queue.as_str(),
-                hold => hold.as_str(),
-            }),
+            hold: call.hold.map(Hold::as_str),
             args: call.args.clone(),
             result: outcome.and_then(|outcome| outcome.data.clone()),
             error: error.transpose()?,
@@ -261,6 +259,7 @@ fn encode_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> Stored
         tool: (target.tool != call.tool_name).then_some(Cow::Borrowed(target.tool.as_str())),
         version: Cow::Borrowed(&target.version),
         executor: (target.executor != call.target.executor).then_some(target.executor),
+        traits: (target.traits != target.executor.traits()).then_some(target.traits),
         effect: target.effect,
         args: with_args.then(|| target.args.clone()),
     }
@@ -272,10 +271,12 @@ fn decode_target(
     executor: Executor,
     args: &Json,
 ) -> Target {
+    let executor = stored.executor.unwrap_or(executor);
     Target {
         tool: stored.tool.map_or_else(|| tool_name.to_owned(), Cow::into_owned),
         version: stored.version.into_owned(),
-        executor: stored.executor.unwrap_or(executor),
+        executor,
+        traits: stored.traits.unwrap_or_else(|| executor.traits()),
         effect: stored.effect,
         args: stored.args.unwrap_or_else(|| args.clone()),
     }
@@ -360,12 +361,14 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
     Ok((number(0)? as u64, call))
 }
 
+/// Decodes a hold. Earlier versions stored `input` and `after` as `queue`, so the state decides
+/// between the three: it has open questions, or the timeout of a call that has a predecessor.
 fn decode_hold(column: Option<&str>, state: &StoredCallState<'_>) -> Option<Hold> {
     let asks = state.elicitation.as_ref().is_some_and(|dialogue| !dialogue.unanswered.is_empty());
     match (column?, state.predecessor_timeout_ms) {
-        ("queue", _) if asks => Some(Hold::Input),
-        ("queue", Some(timeout_ms)) => Some(Hold::Predecessor { timeout_ms }),
-        ("queue", None) => Some(Hold::Queue),
+        ("queue" | "input", _) if asks => Some(Hold::Input),
+        ("queue" | "after", Some(timeout_ms)) => Some(Hold::Predecessor { timeout_ms }),
+        ("queue" | "input" | "after", _) => Some(Hold::Queue),
         ("parked", _) => Some(Hold::Unacknowledged),
         ("retry", _) => Some(Hold::Retry { at_ms: state.retry_at_ms.unwrap_or_default() }),
         _ => None,

@@ -1,28 +1,30 @@
 //! The SQLite store: opens the database and implements the `Store` port with one writer and a few
 //! concurrent readers.
 
+mod call_queries;
 mod calls;
 mod credentials;
 mod deliveries;
 mod directory;
+mod event_numbers;
 mod events;
-mod runs;
-mod wal;
-mod write_queue;
-
-mod change;
 pub(crate) mod migrate;
 mod open_calls;
+mod purge;
 mod reader;
 mod run_tools;
+mod runs;
 mod upstreams;
 mod utp;
 mod writer;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use calls::CallInsert;
+use migrate::{check_schema_version, migrate};
+use open_calls::OpenCalls;
+use reader::ReadConnectionPool;
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::{Semaphore, oneshot};
 use toolcrib::domain::call::Call;
@@ -34,14 +36,10 @@ use toolcrib::ports::store::{
     CallFilter, CreateCallResult, DeliveryFilter, EventScope, GroupMember, IdempotencyKey, NewCall,
     OpenCallRow, PurgeResult, RunToolDefinitions, SaveResult, Store, StoreError,
 };
+use writer::{FunctionChange, NewCallRow, SqliteWriter, WalPreallocation, WriterConnection};
 
 use crate::file_permissions;
 use crate::row::{CallRow, encode_events, encode_new_call_events};
-use crate::sqlite::migrate::{check_schema_version, migrate};
-use change::SqliteChange;
-use open_calls::OpenCalls;
-use reader::ReadConnectionPool;
-use writer::SqliteWriter;
 
 /// Maximum number of concurrent reads. Each has a thread, a connection and a page cache; more would
 /// only compete for the same disk and cores.
@@ -80,34 +78,34 @@ impl SqliteStore {
     /// Opens a database, creates it if it does not exist, and migrates it to the current schema
     /// version.
     pub fn open(path: &Path) -> Result<Self, SqliteOpenError> {
-        Self::open_with(path, writer::WalPreallocation::Enabled)
+        Self::open_with(path, WalPreallocation::Enabled)
     }
 
     /// Opens a database like [`open`](Self::open), but without the preparation for many commits:
     /// for a command that reads the store or makes a single change.
     pub fn open_for_admin(path: &Path) -> Result<Self, SqliteOpenError> {
-        Self::open_with(path, writer::WalPreallocation::Disabled)
+        Self::open_with(path, WalPreallocation::Disabled)
     }
 
-    fn open_with(path: &Path, log: writer::WalPreallocation) -> Result<Self, SqliteOpenError> {
+    fn open_with(path: &Path, wal: WalPreallocation) -> Result<Self, SqliteOpenError> {
         file_permissions::create_owner_only(path)?;
         // Only one thread uses this connection, so SQLite need not lock it.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
             | OpenFlags::SQLITE_OPEN_CREATE
             | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let mut connection = Connection::open_with_flags(path, flags)?;
-        connection.busy_timeout(writer::BUSY_TIMEOUT)?;
+        connection.busy_timeout(reader::BUSY_TIMEOUT)?;
         // Check before any change: the switch to WAL mode is written into the file.
         check_schema_version(&connection)?;
         connection.execute_batch(
             "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON;",
         )?;
         migrate(&mut connection)?;
-        let open = OpenCalls::load(&connection)?;
-        let writer = SqliteWriter::start(connection, path, log, open.clone())?;
+        let open_calls = OpenCalls::load(&connection)?;
+        let writer = SqliteWriter::start(connection, path, wal, open_calls.clone())?;
         let readers = Arc::new(ReadConnectionPool::new(path.to_owned()));
-        let turns = Arc::new(Semaphore::new(MAX_CONCURRENT_READS));
-        Ok(Self { writer, readers, read_permits: turns, open_calls: open, path: path.to_owned() })
+        let read_permits = Arc::new(Semaphore::new(MAX_CONCURRENT_READS));
+        Ok(Self { writer, readers, read_permits, open_calls, path: path.to_owned() })
     }
 
     /// Runs SQLite's quick integrity check and returns its report: `ok`, or the first problem.
@@ -120,30 +118,14 @@ impl SqliteStore {
         .await
     }
 
+    /// Makes a change in the writer's next commit.
     async fn write<T: Send + 'static>(
         &self,
-        op: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> SqliteChange,
+        function: impl FnMut(&mut WriterConnection) -> rusqlite::Result<T> + Send + 'static,
     ) -> Result<T, StoreError> {
         let (reply, answer) = oneshot::channel();
-        self.writer.send(op(reply))?;
+        self.writer.send(Box::new(FunctionChange::new(function, reply)))?;
         await_reply(answer).await
-    }
-
-    /// Runs a closure in the writer's next commit. The closure must not fail because of the data it
-    /// handles: an error fails every change that shares the commit.
-    async fn write_with<T: Send + 'static>(
-        &self,
-        mut work: impl FnMut(&Connection) -> rusqlite::Result<T> + Send + 'static,
-    ) -> Result<T, StoreError> {
-        let made = Arc::new(parking_lot::Mutex::new(None));
-        let slot = made.clone();
-        let work = Box::new(move |connection: &Connection| {
-            *slot.lock() = Some(work(connection)?);
-            Ok(())
-        });
-        self.write(|reply| SqliteChange::Closure { closure: work, reply }).await?;
-        let gone = || StoreError::Unavailable("the writer has stopped".to_owned());
-        made.lock().take().ok_or_else(gone)
     }
 
     async fn read<T: Send + 'static>(
@@ -166,22 +148,33 @@ async fn await_reply<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Res
     answer.await.map_err(gone)?
 }
 
+/// Writes a value that has no reader: a probe that writes nothing would not detect a full disk.
+fn write_probe(connection: &Connection) -> rusqlite::Result<()> {
+    connection
+        .prepare_cached(
+            "INSERT INTO counters VALUES ('checks', 1) \
+             ON CONFLICT (name) DO UPDATE SET value = value + 1",
+        )?
+        .execute([])
+        .map(|_| ())
+}
+
 #[async_trait]
 impl Store for SqliteStore {
     async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
         let records = encode_new_call_events(&new.call, new.records)?;
-        let row = Box::new(CallRow::for_insert(new.call)?);
-        let (key, together) = (new.key, new.group_member.as_ref().map(GroupMember::group));
+        let row = CallRow::for_insert(new.call)?;
+        let group = new.group_member.as_ref().map(GroupMember::group);
         let (reply, answer) = oneshot::channel();
-        self.writer.send(SqliteChange::CreateCall {
-            row,
-            records,
-            key,
-            group: together.clone(),
+        self.writer.send(Box::new(CallInsert {
+            new: Some(NewCallRow { row, records }),
+            key: new.key,
+            group: group.clone(),
+            result: CreateCallResult::New,
             reply,
-        })?;
+        }))?;
         drop(new.group_member);
-        if together.is_some_and(|together| !together.has_pending()) {
+        if group.is_some_and(|group| !group.has_pending()) {
             self.writer.notify_group_complete();
         }
         await_reply(answer).await
@@ -194,7 +187,7 @@ impl Store for SqliteStore {
     ) -> Result<Option<CreateCallResult>, StoreError> {
         let (project, key) = (project.to_owned(), key.clone());
         self.read(move |connection| {
-            calls::find_by_idempotency_key(connection, &project, &key)
+            call_queries::find_by_idempotency_key(connection, &project, &key)
                 .map_err(|error| reader::to_store_error(&error))
         })
         .await
@@ -205,9 +198,9 @@ impl Store for SqliteStore {
         call: Arc<Call>,
         records: Vec<EventRecord>,
     ) -> Result<SaveResult, StoreError> {
-        let row = Box::new(CallRow::for_update(call)?);
+        let row = CallRow::for_update(call)?;
         let records = encode_events(records)?;
-        self.write(|reply| SqliteChange::SaveCall { row, records, reply }).await
+        self.write(move |writer| calls::save_call(writer, &row, &records)).await
     }
 
     async fn append_records(
@@ -217,22 +210,23 @@ impl Store for SqliteStore {
         records: Vec<EventRecord>,
     ) -> Result<(), StoreError> {
         let (project, id, records) = (project.to_owned(), id.clone(), encode_events(records)?);
-        self.write(|reply| SqliteChange::AppendEvents { project, id, records, reply }).await
+        self.write(move |writer| calls::append_events(writer, &project, &id, &records)).await
     }
 
     async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
         let (project, id) = (project.to_owned(), id.clone());
-        self.read(move |connection| reader::find_call(connection, &project, &id)).await
+        self.read(move |connection| call_queries::find_call(connection, &project, &id)).await
     }
 
     async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
         let open = self.open_calls.clone();
-        self.read(move |connection| reader::list_calls(connection, &filter, &open)).await
+        self.read(move |connection| call_queries::list_calls(connection, &filter, &open)).await
     }
 
     async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
         let open = self.open_calls.clone();
-        self.read(move |connection| reader::list_open_calls(connection, &open, after, limit)).await
+        self.read(move |connection| call_queries::list_open_calls(connection, &open, after, limit))
+            .await
     }
 
     async fn events(
@@ -258,8 +252,7 @@ impl Store for SqliteStore {
     }
 
     async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
-        let run = Box::new(run);
-        self.write(|reply| SqliteChange::PutRunTools { run, reply }).await
+        self.write(move |writer| run_tools::put_run_tools(writer.connection()?, &run)).await
     }
 
     async fn last_record(
@@ -299,12 +292,14 @@ impl Store for SqliteStore {
         delivery: Delivery,
         tried: Option<DeliveryAttempt>,
     ) -> Result<SaveResult, StoreError> {
-        let delivery = Box::new(delivery);
-        self.write(|reply| SqliteChange::SaveDelivery { delivery, tried, reply }).await
+        self.write(move |writer| {
+            deliveries::save_delivery(writer.connection()?, &delivery, tried.as_ref())
+        })
+        .await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError> {
-        self.write(|reply| SqliteChange::Purge { ended_before_ms, limit, reply }).await
+        self.write(move |writer| purge::purge(writer, ended_before_ms, limit)).await
     }
 
     async fn directory_version(&self) -> Result<u64, StoreError> {
@@ -321,18 +316,14 @@ impl Store for SqliteStore {
         decided_on: u64,
         audit: Option<AuditEntry>,
     ) -> Result<SaveResult, StoreError> {
-        let change = Box::new(change);
-        self.write(|reply| SqliteChange::ChangeDirectory {
-            change,
-            expected_version: decided_on,
-            audit,
-            reply,
+        self.write(move |writer| {
+            directory::apply_change(writer.connection()?, &change, decided_on, audit.as_ref())
         })
         .await
     }
 
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(|reply| SqliteChange::AppendAudit { entry, reply }).await
+        self.write(move |writer| directory::insert_audit_entry(writer.connection()?, &entry)).await
     }
 
     async fn audit_log(
@@ -348,7 +339,7 @@ impl Store for SqliteStore {
 
     async fn check_health(&self) -> Result<(), StoreError> {
         self.read(|connection| directory::read_version(connection).map(|_| ())).await?;
-        self.write(|reply| SqliteChange::WriteProbe { reply }).await
+        self.write(|writer| write_probe(writer.connection()?)).await
     }
 
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {

@@ -2,14 +2,13 @@
 
 pub mod oauth;
 pub mod settings;
-
 use axum::http::{HeaderMap, header};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::{Caller, Engine};
 use toolcrib_protocol::outbound::is_loopback_host;
 
 /// The prefix of every key's secret, so that secret scanners and people recognize it.
-pub const SECRET_PREFIX: &str = "tck_";
+const SECRET_PREFIX: &str = "tck_";
 
 /// Returns a new secret with at least 256 random bits, in letters and digits.
 pub fn generate_secret() -> String {
@@ -27,13 +26,13 @@ pub fn generate_secret() -> String {
 /// Returns the caller of a request. If the server has any key, the request needs one, and the key
 /// determines the caller. Without keys, every request to the loopback address counts as the
 /// operator's.
-pub fn authenticate_request(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
-    if engine.has_keys() {
+pub(crate) fn authenticate_request(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
+    if engine.registry().has_keys() {
         let secret = bearer_token(headers).ok_or_else(|| {
             let message = "this server needs a key: send Authorization: Bearer KEY";
             Error::refused(Code::Unauthenticated, message)
         })?;
-        return engine.authenticate(secret).ok_or_else(|| {
+        return engine.registry().authenticate(secret).ok_or_else(|| {
             Error::refused(Code::Unauthenticated, "this key is unknown or was revoked")
         });
     }
@@ -51,19 +50,19 @@ pub fn authenticate_request(engine: &Engine, headers: &HeaderMap) -> Result<Call
 /// The caller of a request and its credentials, for streams and waits that outlive the
 /// authentication: the key may be revoked meanwhile.
 #[derive(Clone)]
-pub struct RequestCredentials {
+pub(crate) struct RequestCredentials {
     caller: Caller,
     headers: HeaderMap,
 }
 
 impl RequestCredentials {
     /// Returns the credentials of a caller that these headers authenticated.
-    pub fn new(caller: &Caller, headers: &HeaderMap) -> Self {
+    pub(crate) fn new(caller: &Caller, headers: &HeaderMap) -> Self {
         Self { caller: caller.clone(), headers: headers.clone() }
     }
 
     /// Refuses if the credentials no longer authenticate the same caller.
-    pub fn revalidate(&self, engine: &Engine) -> Result<(), Error> {
+    pub(crate) fn revalidate(&self, engine: &Engine) -> Result<(), Error> {
         if authenticate_request(engine, &self.headers)? == self.caller {
             return Ok(());
         }
@@ -100,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_differ_and_are_long() {
+    fn generated_secrets_are_unique_and_long() {
         let secrets: std::collections::HashSet<String> =
             (0..100).map(|_| generate_secret()).collect();
         assert_eq!(secrets.len(), 100);

@@ -1,5 +1,20 @@
 //! The HTTP transport: agents (`/v1`), tool providers (`/internal`), OpenAI's API, projects,
 //! health, metrics, and the API's documentation pages.
+//!
+//! `routes` decides which routes exist: it merges the groups, and each group lists its own routes
+//! in a function `routes` at the top of its file (`v1`, `internal`, `openai`, `projects`,
+//! `health`, `oauth`). The OpenAPI document is generated from the same list.
+//!
+//! To add a route, write a handler with `#[utoipa::path]` in the file of its resource, with its
+//! bodies beside it; add it to the `routes` of its group; then run
+//! `UPDATE=1 cargo test -p toolcrib-server --test it wire_files`, which writes `api/openapi.json`.
+//! `extract` reads the caller, parameters and bodies, `wire` has the bodies that several
+//! handlers share, and `problem` writes errors.
+//!
+//! Pages that are not part of the API are merged in `router`, as the documentation pages are. A
+//! web console belongs there: a router of its own that serves static files and uses `/v1` as any
+//! caller does. `/mcp` is the MCP transport's own router; `bootstrap` in the server crate merges it
+//! with this one.
 
 mod docs;
 mod extract;
@@ -13,27 +28,25 @@ mod projects;
 mod v1;
 mod wait_param;
 mod wire;
-
 use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
+use docs::BearerSecurity;
+pub use docs::errors_page;
 use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
+pub(crate) use problem::error_response;
+use problem::{problem_response, problem_with_status};
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
 use toolcrib::domain::fault::{Code, Fault};
+use toolcrib_protocol::http_operation::jina::JinaEndpoints;
 use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
-
-pub use crate::http::problem::{ProblemDetails, error_response};
-use crate::http::problem::{problem_response, problem_with_status};
-use docs::BearerSecurity;
-pub use docs::errors_page;
-use toolcrib_protocol::http_operation::jina::JinaEndpoints;
 pub use v1::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
@@ -66,7 +79,7 @@ impl HttpState {
 #[derive(Clone)]
 pub struct ConnectionPermit(pub Arc<OwnedSemaphorePermit>);
 
-/// Limits and defaults of the HTTP transport.
+/// Limits and defaults of the HTTP transport, from the configuration of the server.
 #[derive(Debug, Clone)]
 pub struct HttpTransportSettings {
     pub max_body_bytes: usize,
@@ -80,20 +93,6 @@ pub struct HttpTransportSettings {
     pub utp_version: String,
     /// Jina endpoints, for tools that use Jina.
     pub jina: Option<JinaEndpoints>,
-}
-
-impl Default for HttpTransportSettings {
-    fn default() -> Self {
-        Self {
-            max_body_bytes: 2 << 20,
-            heartbeat_ms: 15_000,
-            dead_after_ms: 45_000,
-            default_max_in_flight: 16,
-            default_allow: Vec::new(),
-            utp_version: toolcrib_protocol::utp::DEFAULT_VERSION.to_owned(),
-            jina: None,
-        }
-    }
 }
 
 #[derive(OpenApi)]
@@ -115,6 +114,7 @@ impl Default for HttpTransportSettings {
 )]
 struct ApiDoc;
 
+/// Returns every route of the API.
 fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::with_openapi(ApiDoc::openapi())
         .merge(v1::routes())
@@ -133,11 +133,11 @@ pub fn openapi_json() -> String {
     text
 }
 
-/// Builds the router of the HTTP transport.
-pub fn router(door: HttpState) -> Router {
+/// Builds the router of the HTTP transport: the API, and the pages beside it.
+pub fn router(state: HttpState) -> Router {
     let (router, _) = routes().split_for_parts();
     router
-        .with_state(door)
+        .with_state(state)
         .merge(docs::docs_router())
         .fallback(path_not_found)
         .method_not_allowed_fallback(method_not_allowed)

@@ -1,8 +1,8 @@
 //! Transports: the ways into Toolcrib. A transport turns its wire format into a caller and an
 //! engine request, and turns the response back. It uses neither the store nor the sources.
 
-mod answer_schema;
 pub mod auth;
+mod elicitation_answers;
 pub mod http;
 pub mod mcp;
 pub mod nats;

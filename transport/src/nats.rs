@@ -9,7 +9,6 @@ mod agent;
 mod outbox;
 mod request_limiter;
 mod sys;
-
 use std::time::Duration;
 
 use async_nats::Message;
@@ -20,9 +19,9 @@ use toolcrib::domain::caller::{AuthMethod, Role};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::subject::{self, Subject};
 use toolcrib::{Caller, Engine};
+use toolcrib_protocol::utp::{NatsConnection, wire};
 
 use crate::nats::request_limiter::{RequestLimiter, RequestPermit};
-use toolcrib_protocol::utp::{NatsConnection, wire};
 
 /// A handle to the running transport, which stops when the handle is dropped.
 pub struct NatsTransportHandle {
@@ -36,13 +35,13 @@ impl Drop for NatsTransportHandle {
 }
 
 /// Starts the transport.
-pub fn start(engine: Engine, link: NatsConnection) -> NatsTransportHandle {
+pub fn start(engine: Engine, nats: NatsConnection) -> NatsTransportHandle {
     let stop = CancellationToken::new();
     for component in ["sys", "agent"] {
-        let (engine, link, stop) = (engine.clone(), link.clone(), stop.clone());
+        let (engine, nats, stop) = (engine.clone(), nats.clone(), stop.clone());
         tokio::spawn(async move {
             tokio::select! {
-                () = serve_subscription(engine, link, component) => {}
+                () = serve_subscription(engine, nats, component) => {}
                 () = stop.cancelled() => {}
             }
         });
@@ -50,19 +49,19 @@ pub fn start(engine: Engine, link: NatsConnection) -> NatsTransportHandle {
     let publishing = stop.clone();
     tokio::spawn(async move {
         tokio::select! {
-            () = outbox::run_publisher(engine, link) => {}
+            () = outbox::run_publisher(engine, nats) => {}
             () = publishing.cancelled() => {}
         }
     });
     NatsTransportHandle { stop }
 }
 
-async fn serve_subscription(engine: Engine, link: NatsConnection, component: &'static str) {
+async fn serve_subscription(engine: Engine, nats: NatsConnection, component: &'static str) {
     let places = RequestLimiter::new();
-    let subject = format!("cg.{}.*.*.rpc.{component}.*.*", link.version());
+    let subject = format!("cg.{}.*.*.rpc.{component}.*.*", nats.version());
     loop {
         let queue = "toolcrib".to_owned();
-        let mut requests = match link.client().queue_subscribe(subject.clone(), queue).await {
+        let mut requests = match nats.client().queue_subscribe(subject.clone(), queue).await {
             Ok(requests) => requests,
             Err(error) => {
                 tracing::warn!(%error, subject, "subscribing failed; retrying");
@@ -72,31 +71,31 @@ async fn serve_subscription(engine: Engine, link: NatsConnection, component: &'s
         };
         while let Some(request) = requests.next().await {
             let Some(mut place) = places.acquire().await else { return };
-            let (engine, link) = (engine.clone(), link.clone());
-            tokio::spawn(async move { handle_request(&engine, &link, request, &mut place).await });
+            let (engine, nats) = (engine.clone(), nats.clone());
+            tokio::spawn(async move { handle_request(&engine, &nats, request, &mut place).await });
         }
     }
 }
 
 async fn handle_request(
     engine: &Engine,
-    link: &NatsConnection,
+    nats: &NatsConnection,
     request: Message,
     place: &mut RequestPermit,
 ) {
     let answered = match subject::parse(&request.subject) {
-        Some(parts) => route(engine, link, &parts, &request, place).await,
+        Some(parts) => route(engine, nats, &parts, &request, place).await,
         None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
     };
     let refused = |error| wire::error_json(&error).to_string().into_bytes();
     let mut bytes = answered.unwrap_or_else(refused);
     let Some(reply) = request.reply else { return };
     // The broker would drop a reply over its payload limit, so send an error instead.
-    let limit = link.client().max_payload();
+    let limit = nats.client().max_payload();
     if limit > 0 && bytes.len() > limit {
         bytes = refused(reply_too_large(limit));
     }
-    if let Err(error) = link.client().publish(reply, bytes.into()).await {
+    if let Err(error) = nats.client().publish(reply, bytes.into()).await {
         tracing::debug!(%error, "a reply was not sent");
     }
 }
@@ -108,7 +107,7 @@ fn reply_too_large(limit: usize) -> Error {
 
 async fn route(
     engine: &Engine,
-    link: &NatsConnection,
+    nats: &NatsConnection,
     parts: &Subject<'_>,
     request: &Message,
     place: &mut RequestPermit,
@@ -117,7 +116,7 @@ async fn route(
         "sys" => {
             let sender = sender(request);
             let caller = caller(engine, parts.project, &sender, Role::Provider);
-            sys::handle_request(engine, link, &caller, parts, request, &sender).await
+            sys::handle_request(engine, nats, &caller, parts, request, &sender).await
         }
         _ => {
             let caller = caller(engine, parts.project, parts.target, Role::Agent);
@@ -135,7 +134,7 @@ fn sender(request: &Message) -> String {
 /// Returns the caller for a request. A server without API keys allows everything, on this transport
 /// as on every other.
 fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
-    let (role, trust) = match engine.has_keys() {
+    let (role, trust) = match engine.registry().has_keys() {
         true => (role, AuthMethod::Key),
         false => (Role::Admin, AuthMethod::Local),
     };

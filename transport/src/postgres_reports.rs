@@ -12,9 +12,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use toolcrib::domain::caller::{AuthMethod, Role};
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::engine::{ReportDisposition, ReportReceipt, SharedTableReport, UnprocessableMessage};
+use toolcrib::utp::{ReportDisposition, ReportReceipt, SharedTableReport, UnprocessableMessage};
 use toolcrib::{Caller, Engine};
-
 use toolcrib_protocol::utp::report::{self, IncomingReport};
 use toolcrib_protocol::utp::wire::UtpHeaders;
 
@@ -32,7 +31,7 @@ impl Drop for PostgresReportsHandle {
 
 /// Starts the listener. Returns `None` when the store has no tables that other programs write to.
 pub fn start(engine: Engine) -> Option<PostgresReportsHandle> {
-    let news = engine.subscribe_written_reports()?;
+    let news = engine.utp().subscribe_written_reports()?;
     let stop = CancellationToken::new();
     let stopped = stop.clone();
     tokio::spawn(async move {
@@ -58,10 +57,10 @@ async fn run_listener(engine: Engine, mut news: watch::Receiver<u64>) {
 }
 
 /// Ingests every pending report and records the result in its row.
-pub async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
+async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
     let mut after = 0;
     loop {
-        let page = engine.written_reports(after, REPORT_PAGE_SIZE).await?;
+        let page = engine.utp().written_reports(after, REPORT_PAGE_SIZE).await?;
         let Some(last) = page.last() else { return Ok(()) };
         after = last.number;
         for written in &page {
@@ -76,7 +75,7 @@ pub async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
                     ReportDisposition::Rejected
                 }
             };
-            engine.record_report_disposition(written.number, judged).await?;
+            engine.utp().record_report_disposition(written.number, judged).await?;
         }
     }
 }
@@ -115,7 +114,7 @@ async fn ingest_report(
             payload,
             is_truncated: cut,
         };
-        engine.dead_letter(&caller.project, letter).await?;
+        engine.utp().dead_letter(&caller.project, letter).await?;
         return Err(error);
     }
     let (headers, body) = (UtpHeaders::from_json(&headers), written.payload.as_bytes());

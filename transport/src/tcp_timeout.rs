@@ -63,7 +63,7 @@ fn set_tcp_user_timeout(stream: &TcpStream, ms: u32) -> io::Result<()> {
 
 /// Other systems have no such option for a single connection.
 #[cfg(not(target_os = "linux"))]
-fn set_patience(_: &TcpStream, _: u32) -> io::Result<()> {
+fn set_tcp_user_timeout(_: &TcpStream, _: u32) -> io::Result<()> {
     Ok(())
 }
 

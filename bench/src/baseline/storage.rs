@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_is_grown_and_then_overwritten() {
+    fn the_wal_is_preallocated_and_then_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.sqlite");
         let log = dir.path().join("x.sqlite-wal");

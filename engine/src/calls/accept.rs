@@ -6,80 +6,25 @@ use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use futures::poll;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
+use crate::calls::Calls;
+use crate::calls::commit::{Commit, CommitKind};
 use crate::calls::dependents::set_predecessor;
-use crate::calls::limiter::Slot;
-use crate::calls::open_calls::{CapacityExceeded, OpenCall};
-use crate::calls::route::build_target;
+use crate::calls::limiter::{ConcurrencyCaps, Slot, SlotScope};
+use crate::calls::observer::AttemptEnd;
+use crate::calls::open_calls::{CapacityExceeded, OpenCall, Reservation};
+use crate::calls::request::{CallRequest, apply_argument_rules, build_idempotency_key};
 use crate::calls::speculative_read::{RunningSpeculation, Speculation, SpeculationResult};
-use crate::calls::validate_args::apply_argument_rules;
-use crate::calls::validate_request::build_idempotency_key;
+use crate::domain::call::elicitation::Elicitation;
 use crate::domain::call::{Call, Hold, Origin, Status};
 use crate::domain::caller::Caller;
-use crate::domain::elicitation::Elicitation;
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error, Fault};
-use crate::domain::json::{Json, JsonError};
-use crate::domain::tool::Executor;
-use crate::engine::{Core, Engine, from_store_error};
 use crate::lifecycle::{self, Action, Event, Transition};
+use crate::ports::core::from_store_error;
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
-use crate::telemetry::engine_metrics;
-use crate::telemetry::observer::AttemptEnd;
-
-/// A request to run one tool.
-#[derive(Debug, Clone)]
-pub struct CallRequest {
-    pub tool: String,
-    pub args: Json,
-    pub run_id: String,
-    /// The caller's own id for this call.
-    pub call_id: Option<String>,
-    pub timeout_ms: Option<u64>,
-    /// Maximum number of attempts after the first.
-    pub retry: Option<u32>,
-    pub idempotency_key: Option<String>,
-    /// The only client that may execute the call.
-    pub client_id: Option<String>,
-    /// A label. Never used for decisions.
-    pub user_id: Option<String>,
-    /// Trace context of the request, a W3C `traceparent`.
-    pub traceparent: Option<String>,
-    /// Answers to the tool's elicitation, if the caller knows them in advance.
-    pub answers: Option<Map<String, Value>>,
-    /// The UTP turn that the call is made in.
-    pub route: Option<Box<crate::domain::utp::Route>>,
-    /// URL that receives a webhook when the call has ended.
-    pub callback_url: Option<String>,
-}
-
-impl CallRequest {
-    /// Builds a request from arguments as JSON text.
-    pub fn new(tool: impl Into<String>, args: &str) -> Result<Self, JsonError> {
-        Ok(Self::of(tool, Json::parse(args)?))
-    }
-
-    /// Builds a request from parsed arguments.
-    pub fn of(tool: impl Into<String>, args: Json) -> Self {
-        Self {
-            tool: tool.into(),
-            args,
-            run_id: "run_default".to_owned(),
-            call_id: None,
-            timeout_ms: None,
-            retry: None,
-            idempotency_key: None,
-            client_id: None,
-            user_id: None,
-            traceparent: None,
-            route: None,
-            callback_url: None,
-            answers: None,
-        }
-    }
-}
 
 /// Callback that receives a call which finished before its commit.
 pub(crate) type OnFinished = Box<dyn FnOnce(&Arc<Call>) + Send>;
@@ -99,6 +44,7 @@ pub(crate) struct BatchMembership {
 /// An accepted call. It is stored and will reach an outcome.
 #[derive(Clone)]
 pub struct Ticket {
+    /// The call, in its state when the ticket was issued.
     pub call: Arc<Call>,
     /// True if the idempotency key was used before. `call` is the call it created then.
     pub replayed: bool,
@@ -106,98 +52,109 @@ pub struct Ticket {
     pub(crate) open_call: Option<Arc<OpenCall>>,
 }
 
-impl Engine {
+/// The capacity of a call that is being accepted.
+struct Admission<'a> {
+    reservation: Reservation<'a>,
+    slot: Option<Slot>,
+    scope: SlotScope,
+    caps: ConcurrencyCaps,
+}
+
+impl Calls {
     /// Accepts a call. The request has the tool's exact name or the name that models use
-    /// ([`crate::model_tool_names`]). When this returns, the call is stored and will reach an
-    /// outcome.
-    pub async fn invoke(&self, caller: &Caller, asked: CallRequest) -> Result<Ticket, Error> {
-        self.invoke_in_batch(caller, asked, BatchMembership::default()).await
+    /// ([`crate::registry::name_for_model`]). When this returns, the call is stored and will reach
+    /// an outcome.
+    pub async fn invoke(
+        self: &Arc<Self>,
+        caller: &Caller,
+        request: CallRequest,
+    ) -> Result<Ticket, Error> {
+        self.invoke_in_batch(caller, request, BatchMembership::default()).await
     }
 
     /// Accepts a call that is one entry of a batch.
     pub(crate) async fn invoke_in_batch(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
-        mut asked: CallRequest,
-        among: BatchMembership,
+        mut request: CallRequest,
+        membership: BatchMembership,
     ) -> Result<Ticket, Error> {
-        let inner = &self.core;
-        if inner.draining.load(Ordering::Acquire) {
+        if self.core.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
             return Err(Error::retry_later(Code::Overloaded, message, 1_000));
         }
-        let catalog = inner.catalog();
-        let found = catalog.resolve(caller, &asked.tool);
-        if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != asked.tool) {
-            asked.tool.clone_from(&tool.definition.name);
+        let catalog = self.registry.catalog();
+        let found = catalog.resolve(caller, &request.tool);
+        if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != request.tool) {
+            request.tool.clone_from(&tool.definition.name);
         }
-        inner.authorize_call(&catalog, caller, &asked.tool).await?;
-        let args = asked.args.to_value();
-        let fitting = inner.validate_request(&catalog, caller, found, &mut asked, &args);
-        let key = build_idempotency_key(caller, &asked);
+        self.registry.authorize_call(&catalog, caller, &request.tool).await?;
+        let args = request.args.to_value();
+        let fitting = self.validate_request(&catalog, caller, found, &mut request, &args);
+        let key = build_idempotency_key(caller, &request);
         let drafted =
-            fitting.and_then(|tool| inner.build_call(&catalog, caller, &tool, asked, &args));
+            fitting.and_then(|tool| self.build_call(&catalog, caller, &tool, request, &args));
         let mut call = match drafted {
             Ok(call) => call,
-            Err(why) => return Box::pin(inner.replay_or(&caller.project, key, why)).await,
+            Err(why) => return Box::pin(self.replay_or(&caller.project, key, why)).await,
         };
-        if let Some(before) = &among.predecessor {
+        if let Some(before) = &membership.predecessor {
             set_predecessor(&mut call, before);
         }
-        let accepting = inner.clone().commit_call(call, key, among);
-        inner.detach_on_drop(accepting).await
+        let accepting = self.clone().commit_call(call, key, membership);
+        self.dispatcher.detach_on_drop(accepting).await
     }
 }
 
-impl Core {
+impl Calls {
     /// Builds the call in its initial state.
     pub(crate) fn build_call(
         &self,
         catalog: &Catalog,
         caller: &Caller,
         tool: &Arc<Compiled>,
-        asked: CallRequest,
+        request: CallRequest,
         args: &Value,
     ) -> Result<Call, Error> {
-        let now_ms = self.clock.now_ms();
+        let now_ms = self.core.clock.now_ms();
         let definition = &tool.definition;
         let policy = self.resolve_policy(&caller.project, tool);
         // The operator's timeout for this tool takes precedence over the definition's.
-        let over = self.policies.tools.get(&definition.name);
+        let over = self.core.policies.tools.get(&definition.name);
         let over_ms = over.and_then(|over| over.policy.default_timeout_ms);
-        let timeout_ms = asked.timeout_ms.or(over_ms).unwrap_or(definition.timeout_ms);
+        let timeout_ms = request.timeout_ms.or(over_ms).unwrap_or(definition.timeout_ms);
+        let target = self.dispatcher.build_target(tool, request.args.clone());
         let mut call = Call {
-            id: self.id_generator.next_call_id(now_ms),
+            id: self.core.id_generator.next_call_id(now_ms),
             project: caller.project.clone(),
-            run_id: asked.run_id,
+            run_id: request.run_id,
             tool_name: definition.name.clone(),
-            target: build_target(tool, asked.args.clone()),
-            args: asked.args,
+            args: request.args,
             fallbacks: Vec::new(),
             origin: Origin {
                 agent: caller.agent.clone(),
-                caller_call_id: asked.call_id,
-                client_id: asked.client_id,
-                user_id: asked.user_id,
-                idempotency_key: asked.idempotency_key,
-                traceparent: asked.traceparent,
+                caller_call_id: request.call_id,
+                client_id: request.client_id,
+                user_id: request.user_id,
+                idempotency_key: request.idempotency_key,
+                traceparent: request.traceparent,
                 background: definition.background,
-                route: asked.route,
-                callback_url: asked.callback_url,
+                route: request.route,
+                callback_url: request.callback_url,
                 predecessor: None,
             },
-            // A tool service answers a repeated call from its memory, so a retry has no effect.
-            max_retries: match definition.executor {
-                Executor::Utp => 0,
-                _ => asked.retry.unwrap_or(policy.max_retries),
+            max_retries: match target.traits.retries {
+                true => request.retry.unwrap_or(policy.max_retries),
+                false => 0,
             },
+            target,
             backoff: policy.backoff,
             status: Status::Pending,
             hold: Some(Hold::Queue),
             attempt: 0,
             target_attempts: 0,
             acknowledged_by: None,
-            elicitation: asked
+            elicitation: request
                 .answers
                 .map(|answers| Box::new(Elicitation { answers, ..Elicitation::default() })),
             failed_attempt: None,
@@ -213,7 +170,7 @@ impl Core {
         if let Some(rules) = &tool.rules {
             call.target.args = apply_argument_rules(tool, rules, args, &mut call)?;
         }
-        call.fallbacks = self.resolve_fallbacks(catalog, caller, tool, args, &call);
+        call.fallbacks = self.dispatcher.resolve_fallbacks(catalog, caller, tool, args, &call);
         Ok(call)
     }
 
@@ -222,12 +179,12 @@ impl Core {
         project: &str,
         tool: &Compiled,
     ) -> crate::domain::retry::ExecutionPolicy {
-        let mut policy = self.policies.global.clone();
-        if let Some(patch) = self.policies.projects.get(project) {
+        let mut policy = self.core.policies.global.clone();
+        if let Some(patch) = self.core.policies.projects.get(project) {
             policy = policy.with_patch(patch);
         }
         policy = policy.with_patch(&tool.definition.policy);
-        if let Some(over) = self.policies.tools.get(&tool.definition.name) {
+        if let Some(over) = self.core.policies.tools.get(&tool.definition.name) {
             let own_limit = policy.max_parallel;
             policy = policy.with_patch(&over.policy);
             policy.max_parallel = policy.max_parallel.or(own_limit);
@@ -240,12 +197,13 @@ impl Core {
         self: Arc<Self>,
         call: Call,
         key: Option<IdempotencyKey>,
-        among: BatchMembership,
+        membership: BatchMembership,
     ) -> Result<Ticket, Error> {
-        let (all, each) = (self.limits.max_open_calls, self.limits.max_open_calls_per_project);
-        let (place, caps) = self.resolve_slot_scope(&call);
-        let room = match self.open_calls.reserve(&place.queue, all, each) {
-            Ok(room) => room,
+        let (all, each) =
+            (self.core.limits.max_open_calls, self.core.limits.max_open_calls_per_project);
+        let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
+        let reservation = match self.dispatcher.open_calls.reserve(&scope.queue, all, each) {
+            Ok(reservation) => reservation,
             Err(why) => {
                 return Box::pin(self.replay_or(&call.project, key, capacity_error(why))).await;
             }
@@ -254,16 +212,16 @@ impl Core {
             .with("tool", call.tool_name.as_str())
             .with("args_bytes", call.target.args.text().len())
             .with_task_ids(&call);
-        let mut slot = self.try_acquire_slot(&call, &place, &caps);
-        let (call, mut records, action) = claim_new_call(call, &slot, &self.node, requested);
+        let mut slot = self.dispatcher.try_acquire_slot(&call, &scope, &caps);
+        let (call, mut records, action) = claim_new_call(call, &slot, &self.core.node, requested);
         let mut call = Arc::new(call);
         // With an idempotency key the call may have been made before. Nothing starts until the
         // store has answered that.
         let begun = match action {
-            Some(Action::Start) if key.is_none() => self.start_speculation(&call),
-            _ => Speculation::NotEligible,
+            Some(Action::Start) if key.is_none() => self.dispatcher.start_speculation(&call),
+            _ => Speculation::NotUsed,
         };
-        let mut follows = match begun {
+        let follows = match begun {
             Speculation::Finished(done) => {
                 let (ended, follows) =
                     self.apply_finished_speculation(call, done, action, &mut records);
@@ -275,12 +233,13 @@ impl Core {
                 follows
             }
             Speculation::Running(read) => PostCommit::ContinueSpeculation(read),
-            Speculation::NotEligible => PostCommit::Start(action),
+            Speculation::NotUsed => PostCommit::Start(action),
         };
-        let new = NewCall { call: call.clone(), records, key, group_member: among.group_member };
-        let mut creating = self.store.create_call(new);
+        let new =
+            NewCall { call: call.clone(), records, key, group_member: membership.group_member };
+        let mut creating = self.core.store.create_call(new);
         // The first poll hands the call to the store.
-        let created = match (poll!(&mut creating), among.on_finished) {
+        let created = match (poll!(&mut creating), membership.on_finished) {
             (Poll::Ready(created), _) => created,
             (Poll::Pending, Some(ahead)) if call.status.is_terminal() => {
                 ahead(&call);
@@ -294,34 +253,49 @@ impl Core {
         if let Some(answer) = self.replayed_ticket(created.map_err(from_store_error)?) {
             return answer;
         }
-        engine_metrics::count_accepted(&call);
-        if let PostCommit::ApplyFinished { before, over, .. } = &mut follows {
-            self.notify_observer(before.as_deref(), &call, over.take(), self.clock.now_ms());
-        }
+        let admission = Admission { reservation, slot, scope, caps };
+        Ok(self.start_committed(call, follows, admission).await)
+    }
+
+    /// Continues a committed call: starts or queues its first attempt, or finishes a call that
+    /// ended before its commit.
+    async fn start_committed(
+        &self,
+        call: Arc<Call>,
+        mut follows: PostCommit,
+        admission: Admission<'_>,
+    ) -> Ticket {
+        let (before, attempt_end) = match &mut follows {
+            PostCommit::ApplyFinished { before, over, .. } => (before.take(), over.take()),
+            _ => (None, None),
+        };
+        let (before, at_ms) = (before.as_deref(), self.core.now_ms());
+        let accepted = Commit::new(&call, CommitKind::Accepted, before, attempt_end, at_ms);
         if call.status.is_terminal() {
             // The call was never in `open_calls`: its reservation is released on return, and no
             // listener can know its id.
-            engine_metrics::record_end(&call, || self.can_name_tool(&call));
-            self.deliver_outcome(&call).await;
-            if call.origin.callback_url.is_some() {
-                self.webhook_queue.wake();
-            }
-            self.wake_run_and_project(&call);
-            return Ok(Ticket { call, replayed: false, open_call: None });
+            self.dispatcher.after_commit(accepted, None).await;
+            return Ticket { call, replayed: false, open_call: None };
         }
-        room.commit();
+        let Admission { reservation, slot, scope, caps } = admission;
+        reservation.commit();
         let entry = OpenCall::new(call.clone(), slot);
-        self.open_calls.insert(entry.clone());
-        self.wake_call_listeners(&call);
+        self.dispatcher.open_calls.insert(entry.clone());
+        let actions = match &mut follows {
+            PostCommit::Start(action) => action.take().into_iter().collect(),
+            PostCommit::ApplyFinished { actions, .. } => std::mem::take(actions),
+            PostCommit::ContinueSpeculation(_) => Vec::new(),
+        };
+        let started = !actions.is_empty();
+        self.dispatcher.after_commit(accepted, Some((&entry, &actions))).await;
         match follows {
-            PostCommit::Start(Some(action)) => self.perform_actions(&entry, &call, &[action]),
-            PostCommit::Start(None) => self.queue_or_hold(&call, place, caps),
-            PostCommit::ContinueSpeculation(read) => self.continue_speculation(&call, read),
-            PostCommit::ApplyFinished { actions, .. } => {
-                self.perform_actions(&entry, &call, &actions)
+            PostCommit::Start(_) if !started => self.dispatcher.queue_or_hold(&call, scope, caps),
+            PostCommit::ContinueSpeculation(read) => {
+                self.dispatcher.continue_speculation(&call, read);
             }
+            _ => {}
         }
-        Ok(Ticket { call, replayed: false, open_call: Some(entry) })
+        Ticket { call, replayed: false, open_call: Some(entry) }
     }
 
     /// Applies an attempt that finished before its call was committed.
@@ -333,11 +307,12 @@ impl Core {
         records: &mut Vec<EventRecord>,
     ) -> (Arc<Call>, PostCommit) {
         // The observer needs the state before the attempt, which costs a copy.
-        let before = self.is_sampled(&call).then(|| call.clone());
-        match self.apply_speculation(Arc::unwrap_or_clone(call), done) {
+        let before = self.dispatcher.is_sampled(&call).then(|| call.clone());
+        match self.dispatcher.apply_speculation(Arc::unwrap_or_clone(call), done) {
             Ok(Transition { call, records: more, actions }) => {
                 let over = before.as_ref();
-                let over = over.and_then(|before| self.detect_attempt_end(before, &call, &more));
+                let over = over
+                    .and_then(|before| self.dispatcher.detect_attempt_end(before, &call, &more));
                 records.extend(more);
                 (Arc::new(call), PostCommit::ApplyFinished { actions, before, over })
             }
@@ -355,8 +330,12 @@ impl Core {
         why: Error,
     ) -> Result<Ticket, Error> {
         let Some(key) = key else { return Err(why) };
-        let used =
-            self.store.find_by_idempotency_key(project, &key).await.map_err(from_store_error)?;
+        let used = self
+            .core
+            .store
+            .find_by_idempotency_key(project, &key)
+            .await
+            .map_err(from_store_error)?;
         used.and_then(|used| self.replayed_ticket(used)).unwrap_or(Err(why))
     }
 
@@ -365,7 +344,7 @@ impl Core {
             CreateCallResult::New => None,
             CreateCallResult::Replayed(known) => {
                 metrics::counter!("toolcrib_idempotent_replays_total").increment(1);
-                let entry = self.open_calls.get(&known.id);
+                let entry = self.dispatcher.open_calls.get(&known.id);
                 let call = entry.as_ref().map_or_else(|| Arc::new(*known), |entry| entry.call());
                 Some(Ok(Ticket { call, replayed: true, open_call: entry }))
             }
@@ -380,7 +359,7 @@ impl Core {
 
     /// Cancels the running attempt of a call whose commit failed.
     fn cancel_speculation(&self, call: &Call) {
-        if let Some(source) = self.sources.get(&call.target.executor) {
+        if let Some(source) = self.dispatcher.sources.get(&call.target.executor) {
             source.cancel(&call.id, call.attempt);
         }
     }

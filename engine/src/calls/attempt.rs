@@ -2,69 +2,69 @@
 
 use std::sync::Arc;
 
+use crate::calls::Dispatcher;
 use crate::domain::call::Call;
-use crate::domain::elicitation::ElicitationRequest;
+use crate::domain::call::elicitation::ElicitationRequest;
 use crate::domain::fault::{Code, Fault};
-use crate::domain::tool::Executor;
-use crate::domain::utp;
-use crate::engine::Core;
+use crate::engine_metrics;
 use crate::lifecycle::Event;
-use crate::ports::fn_tool::AttemptProgress;
-use crate::ports::source::{Attempt, ProgressSink, Started, ToolCommand};
-use crate::telemetry::engine_metrics;
+use crate::ports::source::{Attempt, AttemptProgress, ProgressSink, StartResult};
 
-impl Core {
+impl Dispatcher {
     /// Starts the attempt that the call's state has in flight. It runs in a separate task, and
     /// every result of that task is reported.
     pub(crate) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
         let mut attempt = self.build_attempt(call, again);
-        let (inner, call) = (self.clone(), call.clone());
+        let (dispatcher, call) = (self.clone(), call.clone());
         self.attempts.spawn(async move {
             let executor = call.target.executor;
-            let Some(source) = inner.sources.get(&executor).cloned() else {
+            let Some(source) = dispatcher.sources.get(&executor).cloned() else {
                 let message = format!("this server has no source \"{}\"", executor.as_str());
                 let fault = Fault::new(Code::UpstreamUnavailable, message).without_side_effect();
-                return Box::pin(inner.report_attempt(&call, Err(fault.retryable(false)))).await;
+                return Box::pin(dispatcher.report_attempt(&call, Err(fault.retryable(false))))
+                    .await;
             };
-            if matches!(executor, Executor::Utp | Executor::Http) {
-                let command = match inner.build_command(&call).await {
-                    Ok(command) => inner.publish_command_card(&call, command).await,
+            if call.target.traits.needs_command {
+                let command = match dispatcher.build_command(&call).await {
+                    Ok(command) => dispatcher.publish_command_card(&call, command).await,
                     Err(fault) => Err(fault),
                 };
                 attempt.command = match command {
                     Ok(command) => Some(Box::new(command)),
-                    Err(fault) => return Box::pin(inner.report_attempt(&call, Err(fault))).await,
+                    Err(fault) => {
+                        return Box::pin(dispatcher.report_attempt(&call, Err(fault))).await;
+                    }
                 };
             }
-            let sink = inner.progress_sink(&call);
+            let sink = dispatcher.progress_sink(&call);
             // Boxed to keep this future small: most attempts of remote sources end at `Accepted`,
             // and their results arrive on another path.
             match source.start(attempt, sink).await {
-                Started::Accepted => {
+                StartResult::Accepted => {
                     engine_metrics::count_parked(executor);
                     // The call may have ended before the source accepted the attempt. Nothing else
                     // would remove the attempt from the source.
-                    if inner.open_calls.get(&call.id).is_none() {
+                    if dispatcher.open_calls.get(&call.id).is_none() {
                         source.cancel(&call.id, call.attempt);
                         source.release_attempt(&call.id, call.attempt);
                     }
                 }
-                started => Box::pin(inner.handle_started(&call, started)).await,
+                started => Box::pin(dispatcher.handle_started(&call, started)).await,
             }
         });
     }
 
     /// Handles the result of a started attempt.
-    pub(crate) async fn handle_started(self: &Arc<Self>, call: &Call, started: Started) {
+    pub(crate) async fn handle_started(self: &Arc<Self>, call: &Call, started: StartResult) {
         let executor = call.target.executor;
         match started {
-            Started::Accepted => engine_metrics::count_parked(executor),
-            Started::Finished(result) => {
+            StartResult::Accepted => engine_metrics::count_parked(executor),
+            StartResult::Finished(result) => {
                 engine_metrics::count_attempt(executor, result.is_ok());
                 self.report_attempt(call, result).await;
             }
-            Started::NeedsInput(questions) => self.request_input(call, questions).await,
-            Started::Detached { handle, rest } => {
+            StartResult::NeedsInput(questions) => self.request_input(call, questions).await,
+            StartResult::Detached { handle, rest } => {
                 let event = Event::Detached { attempt: call.attempt, handle };
                 self.advance_with_retry(&call.project, &call.id, event).await;
                 Box::pin(self.handle_started(call, rest.await)).await;
@@ -95,26 +95,9 @@ impl Core {
         self.advance_with_retry(&call.project, &call.id, event).await;
     }
 
-    /// Builds the command that a tool service or an HTTP API receives for the attempt in flight.
-    async fn build_command(&self, call: &Arc<Call>) -> Result<ToolCommand, Fault> {
-        let found = self.load_binding(call).await.map_err(|error| {
-            let message = format!("the definition cannot be read: {error}");
-            Fault::new(Code::UpstreamUnavailable, message).without_side_effect()
-        })?;
-        let Some(binding) = found else {
-            let message = format!("the definition of {} is gone", call.target.tool);
-            return Err(Fault::new(Code::Internal, message).without_side_effect().retryable(false));
-        };
-        let card_id = utp::card::derived_id(&call.id, utp::card::TOOL_CALL);
-        let handed_on = self.attempt_traceparent(call).map(|span| span.to_string());
-        let traceparent = handed_on.unwrap_or_else(|| utp::trace::call_traceparent(call));
-        let (route, call) = (utp::Route::for_call(call), call.clone());
-        Ok(ToolCommand { call, route, binding, card_id, traceparent })
-    }
-
     fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
-        let (inner, call) = (self.clone(), call.clone());
-        Arc::new(move |progress: AttemptProgress| inner.spawn_progress_record(&call, progress))
+        let (dispatcher, call) = (self.clone(), call.clone());
+        Arc::new(move |progress: AttemptProgress| dispatcher.spawn_progress_record(&call, progress))
     }
 
     pub(crate) fn spawn_progress_record(
@@ -122,9 +105,9 @@ impl Core {
         call: &Arc<Call>,
         progress: AttemptProgress,
     ) {
-        let (inner, call) = (self.clone(), call.clone());
+        let (dispatcher, call) = (self.clone(), call.clone());
         tokio::spawn(async move {
-            let noted = inner.record_progress(&call.id, call.attempt, progress).await;
+            let noted = dispatcher.record_progress(&call.id, call.attempt, progress).await;
             if let Err(error) = noted {
                 tracing::debug!(call = %call.id, %error, "progress was not stored");
             }
@@ -132,7 +115,7 @@ impl Core {
     }
 }
 
-impl Core {
+impl Dispatcher {
     /// Builds the attempt that the call's state has in flight.
     pub(crate) fn build_attempt(&self, call: &Call, again: bool) -> Attempt {
         Attempt {

@@ -1,6 +1,6 @@
 //! Batches: all tool calls that a model requests in one message.
 //!
-//! A batch is not stored as a unit. Every entry is a call that [`Engine::invoke`] accepts, stores
+//! A batch is not stored as a unit. Every entry is a call that [`Calls::invoke`] accepts, stores
 //! and runs on its own, and an entry that is refused or fails does not affect the others. The batch
 //! adds three things: a plan of which entries run concurrently, one wait for all of them, and an
 //! answer to each entry in the format of its request.
@@ -15,19 +15,17 @@ mod answer;
 mod execution;
 
 mod shorten;
-
 use std::sync::Arc;
 
+use execution::BatchExecution;
 use serde_json::json;
 
+use crate::calls::Calls;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
-use crate::engine::Engine;
 use crate::model_formats;
-use execution::BatchExecution;
 
-pub(crate) use crate::results::tokens::budget::divide_budget;
 pub(crate) use answer::render_within_budget;
 pub use answer::{BatchAnswer, BatchEntryResult, BatchEntryState, pending_notice};
 pub use execution::EntryRenderer;
@@ -51,9 +49,11 @@ pub enum BatchMode {
 /// Tool calls requested together.
 #[derive(Debug, Clone)]
 pub struct Batch {
+    /// Id of the run that the calls belong to.
     pub run_id: String,
-    /// The entries, each in any format that [`crate::dialect`] parses.
+    /// The entries, each in any format that [`crate::model_formats`] parses.
     pub entries: Vec<Json>,
+    /// Order in which the entries run.
     pub mode: BatchMode,
     /// Maximum number of entries in flight at the same time. Defaults to the engine's limit.
     pub max_parallel: Option<usize>,
@@ -105,14 +105,15 @@ impl Batch {
     }
 }
 
-impl Engine {
+impl Calls {
     /// Runs a batch and returns when all entries have ended or the wait is over.
     ///
     /// Refuses only a batch that is invalid as a whole. An entry that is denied, unknown or invalid
     /// is answered with a fault.
     ///
     /// ```
-    /// use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json, batch};
+    /// use toolcrib::calls::{Batch, BatchMode};
+    /// use toolcrib::{Caller, Effect, Engine, FnTool, Json};
     ///
     /// #[derive(serde::Deserialize, schemars::JsonSchema)]
     /// struct Add { a: i64, b: i64 }
@@ -129,8 +130,8 @@ impl Engine {
     ///         "function":{{"name":"calc__add","arguments":"{arguments}"}}}}"#)
     /// });
     /// let entries = calls.iter().map(|call| Json::parse(call)).collect::<Result<_, _>>()?;
-    /// let batch = Batch { mode: batch::Mode::Parallel, ..Batch::new("run_1", entries) };
-    /// let answer = engine.batch(&Caller::local("default"), batch).await?;
+    /// let batch = Batch { mode: BatchMode::Parallel, ..Batch::new("run_1", entries) };
+    /// let answer = engine.calls().run_batch(&Caller::local("default"), batch).await?;
     /// assert_eq!(
     ///     answer.messages[0].text(),
     ///     r#"{"role":"tool","tool_call_id":"call_0","content":"42"}"#
@@ -138,7 +139,11 @@ impl Engine {
     /// assert!(answer.messages[1].text().contains("not JSON"));
     /// # Ok(()) }
     /// ```
-    pub async fn run_batch(&self, caller: &Caller, batch: Batch) -> Result<BatchAnswer, Error> {
+    pub async fn run_batch(
+        self: &Arc<Self>,
+        caller: &Caller,
+        batch: Batch,
+    ) -> Result<BatchAnswer, Error> {
         self.run_batch_with_renderer(caller, batch, None).await
     }
 
@@ -147,20 +152,20 @@ impl Engine {
     /// Where possible the rendering happens while the calls are being stored, so that it adds no
     /// latency.
     pub async fn run_batch_with_renderer(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         batch: Batch,
         write: Option<EntryRenderer>,
     ) -> Result<BatchAnswer, Error> {
         self.validate_batch(&batch)?;
         if let Some(url) = &batch.callback_url {
-            self.core.check_callback_url(caller, url)?;
+            self.check_callback_url(caller, url)?;
         }
         let read: Vec<_> = batch.entries.iter().map(model_formats::parse).collect();
         if !caller.may_invoke() {
             // Every entry would be refused for the same reason, so the whole batch is.
             let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
-            self.core.authorize_call(&self.core.catalog(), caller, first).await?;
+            self.registry.authorize_call(&self.registry.catalog(), caller, first).await?;
         }
         let budget = batch.budget_tokens;
         let run = Arc::new(BatchExecution::new(self, caller, batch, read, write));
@@ -168,13 +173,13 @@ impl Engine {
     }
 
     fn validate_batch(&self, batch: &Batch) -> Result<(), Error> {
-        let limits = self.limits();
+        let limits = &self.core.limits;
         let refused = |field: &str, message: String| {
             let detail = json!({ "pointer": format!("/{field}") });
             let fault = Fault::new(Code::ValidationError, message).without_side_effect();
             Err(Error::from(fault.with_detail(detail)))
         };
-        if self.is_draining() {
+        if self.core.is_draining() {
             let message = "the server is shutting down; nothing was done, a retry is safe";
             return Err(Error::retry_later(Code::Overloaded, message, 1_000));
         }

@@ -7,16 +7,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::calls::Dispatcher;
+use crate::calls::observer::AttemptEnd;
 use crate::calls::open_calls::OpenCall;
 use crate::domain::call::{Call, Hold};
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
-use crate::engine::{Core, from_store_error};
+use crate::engine_metrics;
 use crate::lifecycle::{self, Action, Event, Refusal};
 use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
 use crate::ports::store::{EventScope, SaveResult};
-use crate::telemetry::engine_metrics;
 
 /// Maximum number of late reports stored for one call.
 const MAX_LATE_EVENTS: usize = 200;
@@ -32,7 +34,38 @@ pub(crate) enum AdvanceOutcome {
     Refused(Arc<Call>, Refusal),
 }
 
-impl Core {
+/// A committed state of a call.
+pub(crate) struct Commit<'a> {
+    call: &'a Arc<Call>,
+    kind: CommitKind,
+    /// The state before; of a new call only if the observer needs it.
+    before: Option<&'a Call>,
+    attempt_end: Option<AttemptEnd>,
+    /// The time of the decision.
+    at_ms: u64,
+}
+
+/// The reason for a commit.
+pub(crate) enum CommitKind {
+    /// The call is new.
+    Accepted,
+    /// An event changed the call.
+    Advanced,
+}
+
+impl<'a> Commit<'a> {
+    pub(crate) fn new(
+        call: &'a Arc<Call>,
+        kind: CommitKind,
+        before: Option<&'a Call>,
+        attempt_end: Option<AttemptEnd>,
+        at_ms: u64,
+    ) -> Self {
+        Self { call, kind, before, attempt_end, at_ms }
+    }
+}
+
+impl Dispatcher {
     /// Decides an event on a call, commits the transition and performs its actions.
     pub(crate) async fn advance(
         self: &Arc<Self>,
@@ -42,7 +75,7 @@ impl Core {
     ) -> Result<AdvanceOutcome, Error> {
         let entry = match self.open_calls.get(id) {
             Some(entry) => entry,
-            None => match self.store.call(project, id).await.map_err(from_store_error)? {
+            None => match self.core.store.call(project, id).await.map_err(from_store_error)? {
                 Some(call) => OpenCall::from_store(Arc::new(call), None),
                 None => return Err(call_not_found(id)),
             },
@@ -50,30 +83,66 @@ impl Core {
         let _one_at_a_time = entry.decision_lock.lock().await;
         loop {
             let before = entry.call();
-            let now_ms = self.clock.now_ms();
+            let now_ms = self.core.clock.now_ms();
             let step = match lifecycle::step(&before, &event, now_ms) {
                 Ok(step) => step,
                 Err(refusal) => return self.handle_refusal(before, refusal).await,
             };
             let after = Arc::new(step.call);
             let attempt = self.detect_attempt_end(&before, &after, &step.records);
-            let saved = self.store.save_call(after.clone(), step.records).await;
+            let saved = self.core.store.save_call(after.clone(), step.records).await;
             if saved.map_err(from_store_error)? == SaveResult::Conflict {
-                let stored = self.store.call(project, id).await.map_err(from_store_error)?;
+                let stored = self.core.store.call(project, id).await.map_err(from_store_error)?;
                 entry.set_committed(Arc::new(stored.ok_or_else(|| call_not_found(id))?));
                 continue;
             }
             entry.set_committed(after.clone());
             self.open_calls.apply_transition(&before, &after);
             self.release_attempt(&entry, &before, &after);
-            self.perform_actions(&entry, &after, &step.actions);
-            if after.status.is_terminal() {
-                self.deliver_outcome(&after).await;
-            }
-            engine_metrics::record_transition(&before, &after, || self.can_name_tool(&after));
-            self.notify_observer(Some(&before), &after, attempt, now_ms);
-            self.wake_call_listeners(&after);
+            let commit = Commit::new(&after, CommitKind::Advanced, Some(&before), attempt, now_ms);
+            self.after_commit(commit, Some((&entry, &step.actions))).await;
             return Ok(AdvanceOutcome::Committed(after));
+        }
+    }
+
+    /// The one path after every commit: performs the actions, notifies the listeners of ended
+    /// calls, counts, notifies the observer, and wakes waiters. `open` is `None` for a call that
+    /// ended before it was stored: it has no actions left, and no waiter knows its id.
+    pub(crate) async fn after_commit(
+        self: &Arc<Self>,
+        commit: Commit<'_>,
+        open: Option<(&Arc<OpenCall>, &[Action])>,
+    ) {
+        let Commit { call, kind, before, attempt_end, at_ms } = commit;
+        let is_open = open.is_some();
+        if let Some((entry, actions)) = open {
+            self.perform_actions(entry, call, actions);
+        }
+        if call.status.is_terminal() {
+            self.notify_ended(call).await;
+        }
+        let can_name = || self.can_name_tool(call);
+        match (kind, before) {
+            (CommitKind::Accepted, _) => engine_metrics::record_accepted(call, can_name),
+            (CommitKind::Advanced, Some(before)) => {
+                engine_metrics::record_transition(before, call, can_name);
+            }
+            (CommitKind::Advanced, None) => {}
+        }
+        self.notify_observer(before, call, attempt_end, at_ms);
+        if is_open {
+            self.wake_call_listeners(call);
+        } else {
+            self.wake_run_and_project(call);
+        }
+    }
+
+    /// Notifies the parts that follow ended calls.
+    async fn notify_ended(&self, call: &Arc<Call>) {
+        for listener in self.ended_listeners() {
+            if let Some(work) = listener.call_ended(call) {
+                work.await;
+            }
         }
     }
 
@@ -94,7 +163,7 @@ impl Core {
             }
             tokio::select! {
                 () = tokio::time::sleep(wait) => wait = (wait * 2).min(Duration::from_secs(2)),
-                () = self.shutdown.cancelled() => return,
+                () = self.core.shutdown.cancelled() => return,
             }
         }
     }
@@ -130,7 +199,8 @@ impl Core {
         if self.count_stored_events(call, EventKind::ReportIgnored).await? >= MAX_LATE_EVENTS {
             return Ok(());
         }
-        self.store
+        self.core
+            .store
             .append_records(&call.project, &call.id, vec![record])
             .await
             .map_err(from_store_error)?;
@@ -145,8 +215,9 @@ impl Core {
         kind: EventKind,
     ) -> Result<usize, Error> {
         let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
-        let others = self.limits.max_progress_events as usize + 1_000;
+        let others = self.core.limits.max_progress_events as usize + 1_000;
         let events = self
+            .core
             .store
             .events(scope, 0, MAX_LATE_EVENTS + others)
             .await
@@ -198,9 +269,6 @@ impl Core {
                         source.release_attempt(&call.id, call.attempt);
                     }
                     entry.release_slot();
-                    if call.origin.callback_url.is_some() {
-                        self.webhook_queue.wake();
-                    }
                     self.release_dependents(&call.project, &call.id);
                 }
             }
@@ -210,31 +278,31 @@ impl Core {
     /// Queues the call now, or leaves it to the timers until its retry is due.
     pub(crate) fn enqueue_call(self: &Arc<Self>, call: &Arc<Call>) {
         if let Some(Hold::Retry { at_ms }) = call.hold
-            && at_ms > self.clock.now_ms()
+            && at_ms > self.core.clock.now_ms()
         {
             return;
         }
         if let Some(Hold::Retry { at_ms }) = call.hold {
             self.open_calls.reschedule(&call.id, at_ms.min(call.deadline_ms), call.deadline_ms);
         }
-        let (place, caps) = self.resolve_slot_scope(call);
-        self.limiter.enqueue(call.id.clone(), place, caps);
+        let (scope, caps) = self.resolve_slot_scope(call);
+        self.limiter.enqueue(call.id.clone(), scope, caps);
     }
 
     /// Wakes everything that waits for a change of this call.
     pub(crate) fn wake_call_listeners(&self, call: &Call) {
-        self.bus.wake(&Topic::Call(call.id.clone()));
+        self.core.bus.wake(&Topic::Call(call.id.clone()));
         self.wake_run_and_project(call);
     }
 
     /// Wakes everything that follows the call's run or project.
     pub(crate) fn wake_run_and_project(&self, call: &Call) {
-        if !self.bus.has_broad_listeners() {
+        if !self.core.bus.has_broad_listeners() {
             return;
         }
         let (project, run_id) = (call.project.clone(), call.run_id.clone());
-        self.bus.wake(&Topic::Run { project, run_id });
-        self.bus.wake(&Topic::Project(call.project.clone()));
+        self.core.bus.wake(&Topic::Run { project, run_id });
+        self.core.bus.wake(&Topic::Project(call.project.clone()));
     }
 }
 

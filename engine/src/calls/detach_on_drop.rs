@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::engine::Core;
+use crate::calls::Dispatcher;
 
 /// A future that is moved to a background task if it is dropped before completion.
 pub(crate) struct DetachOnDrop<F>
@@ -17,16 +17,16 @@ where
     F::Output: Send,
 {
     work: Option<Pin<Box<F>>>,
-    core: Arc<Core>,
+    dispatcher: Arc<Dispatcher>,
 }
 
-impl Core {
+impl Dispatcher {
     pub(crate) fn detach_on_drop<F>(self: &Arc<Self>, work: F) -> DetachOnDrop<F>
     where
         F: Future + Send + 'static,
         F::Output: Send,
     {
-        DetachOnDrop { work: Some(Box::pin(work)), core: self.clone() }
+        DetachOnDrop { work: Some(Box::pin(work)), dispatcher: self.clone() }
     }
 }
 
@@ -56,7 +56,7 @@ where
         let Some(rest) = self.work.take() else { return };
         // Without a runtime the process is exiting, and the next start recovers the work.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            self.core.attempts.spawn_on(
+            self.dispatcher.attempts.spawn_on(
                 async move {
                     rest.await;
                 },

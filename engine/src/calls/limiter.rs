@@ -8,13 +8,14 @@
 //! only: after a restart the queues, and the slots of attempts still in flight, are rebuilt from
 //! the store.
 
+pub mod key_counts;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::calls::key_counts::KeyCounts;
+use crate::calls::limiter::key_counts::KeyCounts;
 use crate::domain::id::CallId;
 
 /// Key of a queue: a project and a tool.
@@ -88,30 +89,30 @@ impl Drop for Slot {
 }
 
 impl LimiterState {
-    fn has_capacity(&self, place: &SlotScope, caps: &ConcurrencyCaps) -> bool {
+    fn has_capacity(&self, scope: &SlotScope, caps: &ConcurrencyCaps) -> bool {
         let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
         // Most tools and projects have no limit, which saves the lookup.
         let tool =
-            caps.tool.is_none_or(|cap| !self.is_recovering && self.tools.get(&place.queue) < cap);
+            caps.tool.is_none_or(|cap| !self.is_recovering && self.tools.get(&scope.queue) < cap);
         let project =
-            || caps.project.is_none_or(|cap| self.projects.get(&place.queue.project) < cap);
-        tool && (!place.is_local || below(self.global, caps.global) && project())
+            || caps.project.is_none_or(|cap| self.projects.get(&scope.queue.project) < cap);
+        tool && (!scope.is_local || below(self.global, caps.global) && project())
     }
 
-    fn acquire(&mut self, place: &SlotScope) {
-        if place.is_local {
+    fn acquire(&mut self, scope: &SlotScope) {
+        if scope.is_local {
             self.global += 1;
-            self.projects.increment(&place.queue.project);
+            self.projects.increment(&scope.queue.project);
         }
-        self.tools.increment(&place.queue);
+        self.tools.increment(&scope.queue);
     }
 
-    fn release(&mut self, place: &SlotScope) {
-        if place.is_local {
+    fn release(&mut self, scope: &SlotScope) {
+        if scope.is_local {
             self.global = self.global.saturating_sub(1);
-            self.projects.decrement(&place.queue.project);
+            self.projects.decrement(&scope.queue.project);
         }
-        self.tools.decrement(&place.queue);
+        self.tools.decrement(&scope.queue);
     }
 }
 
@@ -234,105 +235,110 @@ mod tests {
     use super::*;
     use crate::domain::id::IdGenerator;
 
-    fn place(project: &str, tool: &str) -> SlotScope {
-        let line = Arc::new(QueueKey { project: project.into(), tool: tool.into() });
-        SlotScope { queue: line, is_local: true }
+    fn slot_scope(project: &str, tool: &str) -> SlotScope {
+        let queue = Arc::new(QueueKey { project: project.into(), tool: tool.into() });
+        SlotScope { queue, is_local: true }
     }
 
     #[test]
-    fn all_three_limits_hold() {
-        let gate = Arc::new(ConcurrencyLimiter::default());
+    fn global_project_and_tool_limits_are_enforced() {
+        let limiter = Arc::new(ConcurrencyLimiter::default());
         let caps = ConcurrencyCaps { global: Some(3), project: Some(2), tool: Some(1) };
-        let a = gate.try_acquire(&place("p", "a"), &caps);
+        let a = limiter.try_acquire(&slot_scope("p", "a"), &caps);
         assert!(a.is_some());
-        assert!(gate.try_acquire(&place("p", "a"), &caps).is_none(), "the tool's limit");
-        let b = gate.try_acquire(&place("p", "b"), &caps);
+        assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_none(), "the tool's limit");
+        let b = limiter.try_acquire(&slot_scope("p", "b"), &caps);
         assert!(b.is_some());
-        assert!(gate.try_acquire(&place("p", "c"), &caps).is_none(), "the project's limit");
-        let c = gate.try_acquire(&place("q", "a"), &caps);
+        assert!(limiter.try_acquire(&slot_scope("p", "c"), &caps).is_none(), "the project's limit");
+        let c = limiter.try_acquire(&slot_scope("q", "a"), &caps);
         assert!(c.is_some());
-        assert!(gate.try_acquire(&place("r", "a"), &caps).is_none(), "the engine's limit");
-        let parked = SlotScope { is_local: false, ..place("p", "c") };
-        assert!(gate.try_acquire(&parked, &caps).is_some(), "parked work takes no local place");
+        assert!(limiter.try_acquire(&slot_scope("r", "a"), &caps).is_none(), "the engine's limit");
+        let parked = SlotScope { is_local: false, ..slot_scope("p", "c") };
+        assert!(limiter.try_acquire(&parked, &caps).is_some(), "remote work takes no local slot");
         drop((a, b, c));
-        assert!(gate.try_acquire(&place("p", "a"), &caps).is_some());
+        assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_some());
     }
 
     #[test]
-    fn free_places_go_round_the_lines() {
-        let gate = Arc::new(ConcurrencyLimiter::default());
+    fn free_slots_are_given_to_the_queues_in_turn() {
+        let limiter = Arc::new(ConcurrencyLimiter::default());
         let caps = ConcurrencyCaps { global: Some(1), ..ConcurrencyCaps::default() };
-        let busy = gate.try_acquire(&place("p", "busy"), &caps);
-        let minter = IdGenerator::default();
+        let busy = limiter.try_acquire(&slot_scope("p", "busy"), &caps);
+        let id_generator = IdGenerator::default();
         for (n, tool) in ["a", "a", "a", "b", "c"].into_iter().enumerate() {
-            gate.enqueue(minter.next_call_id(n as u64), place("p", tool), caps);
+            limiter.enqueue(id_generator.next_call_id(n as u64), slot_scope("p", tool), caps);
         }
-        assert!(gate.pop_ready(|_| None).is_none());
+        assert!(limiter.pop_ready(|_| None).is_none());
         drop(busy);
         let mut order = Vec::new();
-        while let Some((_, slot)) = gate.pop_ready(|_| None) {
+        while let Some((_, slot)) = limiter.pop_ready(|_| None) {
             order.push(slot.scope.queue.tool.clone());
         }
         assert_eq!(order, ["a", "b", "c", "a", "a"]);
-        assert_eq!(gate.queued_count(), 0);
+        assert_eq!(limiter.queued_count(), 0);
     }
 
     #[test]
-    fn who_gives_up_leaves_nothing_behind() {
-        let gate = Arc::new(ConcurrencyLimiter::default());
+    fn a_dequeued_call_leaves_no_entry() {
+        let limiter = Arc::new(ConcurrencyLimiter::default());
         let caps = ConcurrencyCaps { tool: Some(1), ..ConcurrencyCaps::default() };
-        let busy = gate.try_acquire(&place("p", "a"), &caps);
-        let minter = IdGenerator::default();
-        let ids: Vec<CallId> = (0..10).map(|n| minter.next_call_id(n)).collect();
+        let busy = limiter.try_acquire(&slot_scope("p", "a"), &caps);
+        let id_generator = IdGenerator::default();
+        let ids: Vec<CallId> = (0..10).map(|n| id_generator.next_call_id(n)).collect();
         for id in ids.iter().chain(&ids) {
-            gate.enqueue(id.clone(), place("p", "a"), caps);
+            limiter.enqueue(id.clone(), slot_scope("p", "a"), caps);
         }
-        assert_eq!(gate.queued_count(), 10, "once each");
+        assert_eq!(limiter.queued_count(), 10, "each call is queued once");
         for id in ids.iter().filter(|id| **id != ids[4]) {
-            gate.dequeue(id);
+            limiter.dequeue(id);
         }
-        gate.dequeue(&ids[0]);
-        let standing =
-            |gate: &ConcurrencyLimiter| gate.state.lock().queues.values().map(BTreeMap::len).sum();
-        assert_eq!((gate.queued_count(), standing(&gate)), (1, 1));
+        limiter.dequeue(&ids[0]);
+        let stored_entries = |limiter: &ConcurrencyLimiter| {
+            limiter.state.lock().queues.values().map(BTreeMap::len).sum()
+        };
+        assert_eq!((limiter.queued_count(), stored_entries(&limiter)), (1, 1));
         drop(busy);
-        assert_eq!(gate.pop_ready(|_| None).map(|(id, _)| id), Some(ids[4].clone()));
-        assert_eq!((gate.queued_count(), standing(&gate)), (0, 0));
+        assert_eq!(limiter.pop_ready(|_| None).map(|(id, _)| id), Some(ids[4].clone()));
+        assert_eq!((limiter.queued_count(), stored_entries(&limiter)), (0, 0));
     }
 
     #[test]
-    fn a_line_moves_by_the_limits_of_now() {
-        let gate = Arc::new(ConcurrencyLimiter::default());
+    fn queued_calls_are_started_by_the_current_limits() {
+        let limiter = Arc::new(ConcurrencyLimiter::default());
         let caps = |most| ConcurrencyCaps { tool: most, ..ConcurrencyCaps::default() };
-        let first = gate.try_acquire(&place("p", "a"), &caps(Some(1)));
-        let minter = IdGenerator::default();
-        let ids: Vec<CallId> = (0..4).map(|n| minter.next_call_id(n)).collect();
+        let first = limiter.try_acquire(&slot_scope("p", "a"), &caps(Some(1)));
+        let id_generator = IdGenerator::default();
+        let ids: Vec<CallId> = (0..4).map(|n| id_generator.next_call_id(n)).collect();
         for id in &ids {
-            gate.enqueue(id.clone(), place("p", "a"), caps(Some(1)));
+            limiter.enqueue(id.clone(), slot_scope("p", "a"), caps(Some(1)));
         }
-        assert!(gate.pop_ready(|_| None).is_none(), "of a tool that is gone, the old one holds");
-        let second = gate.pop_ready(|_| Some(caps(Some(2))));
+        assert!(
+            limiter.pop_ready(|_| None).is_none(),
+            "without a current limit the stored one applies"
+        );
+        let second = limiter.pop_ready(|_| Some(caps(Some(2))));
         assert_eq!(second.as_ref().map(|(id, _)| id), Some(&ids[0]));
-        assert!(gate.pop_ready(|_| Some(caps(Some(2)))).is_none());
+        assert!(limiter.pop_ready(|_| Some(caps(Some(2)))).is_none());
         drop(first);
-        assert!(gate.pop_ready(|_| Some(caps(Some(1)))).is_none(), "lowered again");
-        assert_eq!(gate.pop_ready(|_| Some(caps(None))).map(|(id, _)| id), Some(ids[1].clone()));
+        assert!(limiter.pop_ready(|_| Some(caps(Some(1)))).is_none(), "lowered again");
+        assert_eq!(limiter.pop_ready(|_| Some(caps(None))).map(|(id, _)| id), Some(ids[1].clone()));
     }
 
     #[test]
-    fn what_is_out_already_is_counted_before_anybody_gets_in() {
-        let gate = Arc::new(ConcurrencyLimiter::default());
+    fn recovered_attempts_are_counted_before_new_ones_start() {
+        let limiter = Arc::new(ConcurrencyLimiter::default());
         let caps = ConcurrencyCaps { tool: Some(2), ..ConcurrencyCaps::default() };
-        gate.begin_recovery();
-        assert!(gate.try_acquire(&place("p", "a"), &caps).is_none());
+        limiter.begin_recovery();
+        assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_none());
         assert!(
-            gate.try_acquire(&place("p", "b"), &ConcurrencyCaps::default()).is_some(),
-            "it has no limit"
+            limiter.try_acquire(&slot_scope("p", "b"), &ConcurrencyCaps::default()).is_some(),
+            "a tool without a limit is not held back"
         );
-        let out: Vec<Slot> = (0..3).map(|_| gate.force_acquire(place("p", "a"))).collect();
-        gate.end_recovery();
-        assert!(gate.try_acquire(&place("p", "a"), &caps).is_none());
-        drop(out);
-        assert!(gate.try_acquire(&place("p", "a"), &caps).is_some());
+        let recovered: Vec<Slot> =
+            (0..3).map(|_| limiter.force_acquire(slot_scope("p", "a"))).collect();
+        limiter.end_recovery();
+        assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_none());
+        drop(recovered);
+        assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_some());
     }
 }

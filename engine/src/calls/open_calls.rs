@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, OnceCell};
 
-use crate::calls::key_counts::KeyCounts;
+use crate::calls::limiter::key_counts::KeyCounts;
 use crate::calls::limiter::{QueueKey, Slot};
 use crate::domain::call::{Call, Hold};
 use crate::domain::id::CallId;

@@ -6,18 +6,19 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use crate::calls::commit::{AdvanceOutcome, call_not_found};
-use crate::calls::validate_request::schema_fault;
-use crate::domain::call::Call;
+use crate::calls::request::schema_fault;
+use crate::calls::wait::CallQuery;
+use crate::calls::{Calls, Dispatcher};
+use crate::domain::call::{Call, Status, elicitation};
 use crate::domain::caller::{AuthMethod, Caller};
-use crate::domain::elicitation;
 use crate::domain::event::EventKind;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::tool::Executor;
-use crate::engine::{Core, Engine, from_store_error};
 use crate::lifecycle::{Event, Refusal};
-use crate::ports::fn_tool::AttemptProgress;
+use crate::ports::core::from_store_error;
+use crate::ports::source::AttemptProgress;
 use crate::registry::catalog::{
     Catalog, require_client_owner, require_provider, require_registered,
 };
@@ -29,10 +30,11 @@ pub struct AttemptReport {
     pub attempt: Option<u32>,
     /// The reporting client, if it identifies itself.
     pub client_id: Option<String>,
+    /// Result data of a success, or the fault of a failure.
     pub result: Result<Json, Fault>,
 }
 
-impl Engine {
+impl Calls {
     /// Records that a client acknowledged a request. The call is RUNNING from here on.
     pub async fn acknowledge_call(
         &self,
@@ -41,18 +43,18 @@ impl Engine {
         client_id: &str,
         attempt: Option<u32>,
     ) -> Result<Arc<Call>, Error> {
-        let call = self.core.find_reportable_call(caller, id, Some(client_id)).await?;
+        let call = self.dispatcher.find_reportable_call(caller, id, Some(client_id)).await?;
         let attempt = attempt.unwrap_or(call.attempt);
         // A client that was given another client's acknowledged request takes its place.
-        let given = self.core.client_queue.lease_holder(id).as_deref() == Some(client_id);
+        let given = self.dispatcher.client_queue.lease_holder(id).as_deref() == Some(client_id);
         let has_it = given || call.acknowledged_by.as_deref() == Some(client_id);
         if !has_it && !call.status.is_terminal() {
-            require_offer(&self.core.catalog(), &call, client_id)?;
+            require_offer(&self.registry.catalog(), &call, client_id)?;
         }
         let other = call.acknowledged_by.clone().filter(|other| given && other != client_id);
         let event = Event::Acknowledged { attempt, by: client_id.to_owned(), instead_of: other };
-        let call = require_accepted(self.core.apply_event(caller, id, event).await?)?;
-        self.core.client_queue.acknowledge(&call.project, client_id, id);
+        let call = require_accepted(self.dispatcher.apply_event(caller, id, event).await?)?;
+        self.dispatcher.client_queue.acknowledge(&call.project, client_id, id);
         Ok(call)
     }
 
@@ -64,11 +66,11 @@ impl Engine {
         report: AttemptReport,
     ) -> Result<Arc<Call>, Error> {
         let client_id = report.client_id.as_deref();
-        let call = self.core.find_reportable_call(caller, id, client_id).await?;
-        let by = report.client_id.or_else(|| self.core.client_queue.lease_holder(id));
-        let result = self.core.validate_result(&call, report.result);
+        let call = self.dispatcher.find_reportable_call(caller, id, client_id).await?;
+        let by = report.client_id.or_else(|| self.dispatcher.client_queue.lease_holder(id));
+        let result = self.dispatcher.validate_result(&call, report.result);
         let event = Event::Report { attempt: report.attempt, by, result };
-        require_accepted(self.core.apply_event(caller, id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, id, event).await?)
     }
 
     /// Records the progress of a client's attempt.
@@ -80,12 +82,12 @@ impl Engine {
         attempt: Option<u32>,
         progress: AttemptProgress,
     ) -> Result<(), Error> {
-        let call = self.core.find_reportable_call(caller, id, client_id).await?;
+        let call = self.dispatcher.find_reportable_call(caller, id, client_id).await?;
         if progress.percent.is_some_and(|percent| !(0.0..=100.0).contains(&percent)) {
             let fault = Fault::new(Code::ValidationError, "percent must be from 0 to 100");
             return Err(fault.with_detail(json!({ "pointer": "/percent" })).into());
         }
-        self.core.record_progress(id, attempt.unwrap_or(call.attempt), progress).await
+        self.dispatcher.record_progress(id, attempt.unwrap_or(call.attempt), progress).await
     }
 
     /// Cancels a call and stops its executor.
@@ -101,11 +103,11 @@ impl Engine {
         }
         let call = self.call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
-        require_accepted(self.core.apply_event(caller, &call.id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
     }
 }
 
-impl Engine {
+impl Calls {
     /// Answers the elicitation of a call's tool, completely or in part. The call continues with the
     /// last answer.
     pub async fn answer_elicitation(
@@ -121,11 +123,11 @@ impl Engine {
         elicitation::check_answers_size(&answers)?;
         let call = self.call(caller, id).await?;
         let event = Event::InputProvided { by: caller.agent.clone(), answers };
-        require_accepted(self.core.apply_event(caller, &call.id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
     }
 }
 
-impl Core {
+impl Dispatcher {
     /// Applies an event to completion, even if the reporter disconnects.
     pub(crate) async fn apply_event(
         self: &Arc<Self>,
@@ -133,8 +135,8 @@ impl Core {
         id: &CallId,
         event: Event,
     ) -> Result<AdvanceOutcome, Error> {
-        let (inner, project, id) = (self.clone(), caller.project.clone(), id.clone());
-        self.detach_on_drop(async move { inner.advance(&project, &id, event).await }).await
+        let (dispatcher, project, id) = (self.clone(), caller.project.clone(), id.clone());
+        self.detach_on_drop(async move { dispatcher.advance(&project, &id, event).await }).await
     }
 
     /// Returns the call if this caller may report on it.
@@ -148,13 +150,13 @@ impl Core {
         let call = self.find_project_call(caller, id).await?;
         let elsewhere = match call.target.executor {
             Executor::Caller => Some("whoever called it"),
-            executor => (!executor.reports_later()).then_some("the server itself"),
+            _ => (!call.target.traits.reports_later).then_some("the server itself"),
         };
         if let Some(who) = elsewhere {
             let message = format!("{} is executed by {who}", call.target.tool);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        let catalog = self.catalog();
+        let catalog = self.registry.catalog();
         // The client queue may have redelivered the work of an absent client, so its lease holder
         // comes first. A call without a holder may be pinned to one client.
         let holder = self.client_queue.lease_holder(id).or_else(|| call.acknowledged_by.clone());
@@ -192,10 +194,12 @@ impl Core {
     ) -> Result<Arc<Call>, Error> {
         let call = match self.open_calls.get(id) {
             Some(entry) => entry.call(),
-            None => match self.store.call(&caller.project, id).await.map_err(from_store_error)? {
-                Some(call) => Arc::new(call),
-                None => return Err(call_not_found(id)),
-            },
+            None => {
+                match self.core.store.call(&caller.project, id).await.map_err(from_store_error)? {
+                    Some(call) => Arc::new(call),
+                    None => return Err(call_not_found(id)),
+                }
+            }
         };
         // A call of another project is answered exactly as one that does not exist.
         if call.project == caller.project { Ok(call) } else { Err(call_not_found(id)) }
@@ -208,7 +212,7 @@ impl Core {
         result: Result<Json, Fault>,
     ) -> Result<Json, Fault> {
         let data = result?;
-        let limit = self.limits.max_result_bytes;
+        let limit = self.core.limits.max_result_bytes;
         if data.text().len() > limit {
             let message = format!(
                 "the result of {} is {} bytes, over the limit of {limit}",
@@ -217,7 +221,7 @@ impl Core {
             );
             return Err(Fault::new(Code::PayloadTooLarge, message));
         }
-        let tool = self.catalog().find(&call.project, &call.target.tool);
+        let tool = self.registry.catalog().find(&call.project, &call.target.tool);
         let same = tool.filter(|tool| tool.version == call.target.version);
         let Some(output) = same.as_ref().and_then(|tool| tool.output_schema.as_ref()) else {
             return Ok(data);
@@ -261,11 +265,12 @@ impl Core {
             let count = self.count_stored_events(&call, EventKind::Progress).await?;
             Ok::<_, Error>(u32::try_from(count).unwrap_or(u32::MAX))
         };
-        if entry.next_progress_number(stored).await? > self.limits.max_progress_events {
+        if entry.next_progress_number(stored).await? > self.core.limits.max_progress_events {
             return Ok(());
         }
-        let record = progress.into_record(self.clock.now_ms(), attempt).with_task_ids(&call);
-        self.store
+        let record = progress.into_record(self.core.clock.now_ms(), attempt).with_task_ids(&call);
+        self.core
+            .store
             .append_records(&call.project, id, vec![record])
             .await
             .map_err(from_store_error)?;
@@ -305,4 +310,34 @@ pub(crate) fn require_accepted(advanced: AdvanceOutcome) -> Result<Arc<Call>, Er
         "completed_at_ms": call.completed_ms,
     });
     Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+}
+
+impl Calls {
+    /// Cancels the open calls of a run that `own` selects. Other callers may have used the same run
+    /// id; their calls are not the run's.
+    pub(crate) async fn cancel_open_calls(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        why: &str,
+        own: impl Fn(&Call) -> bool,
+    ) {
+        for status in [Status::Pending, Status::Running] {
+            let (run_id, status) = (Some(run_id.to_owned()), Some(status));
+            let mut query = CallQuery { run_id, status, limit: 200, ..CallQuery::default() };
+            loop {
+                let Ok(page) = self.calls(caller, query.clone()).await else { break };
+                for call in page.calls.iter().filter(|call| own(call)) {
+                    let reason = Some(why.to_owned());
+                    if let Err(error) = self.cancel(caller, &call.id, reason).await {
+                        tracing::debug!(%error, call = %call.id, "call not canceled");
+                    }
+                }
+                query.before = page.next_before;
+                if query.before.is_none() {
+                    break;
+                }
+            }
+        }
+    }
 }

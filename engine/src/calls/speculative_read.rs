@@ -11,19 +11,19 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 
+use crate::calls::Dispatcher;
 use crate::domain::call::Call;
 use crate::domain::event::EventRecord;
-use crate::domain::tool::{Effect, Executor};
-use crate::engine::Core;
+use crate::domain::tool::Effect;
+use crate::engine_metrics;
 use crate::lifecycle::{self, Event, Transition};
-use crate::ports::fn_tool::AttemptProgress;
-use crate::ports::source::{ProgressSink, Started};
-use crate::telemetry::engine_metrics;
+use crate::ports::source::{AttemptProgress, ProgressSink, StartResult};
 
 /// State of a read-only attempt before its call is committed.
 pub(crate) enum Speculation {
-    /// The attempt must not start before the commit.
-    NotEligible,
+    /// The attempt runs after the commit: the tool is not eligible, or its source started the
+    /// attempt and did not finish it with a result. A read can run again without harm.
+    NotUsed,
     /// The attempt is running.
     Running(RunningSpeculation),
     /// The attempt has finished.
@@ -38,7 +38,7 @@ pub(crate) struct SpeculationResult {
 
 /// A running read that continues once its call is committed.
 pub(crate) struct RunningSpeculation {
-    attempt: BoxFuture<'static, Started>,
+    attempt: BoxFuture<'static, StartResult>,
     progress: Arc<ProgressBuffer>,
 }
 
@@ -46,15 +46,15 @@ pub(crate) struct RunningSpeculation {
 #[derive(Default)]
 struct ProgressBuffer(Mutex<Option<Vec<AttemptProgress>>>);
 
-impl Core {
+impl Dispatcher {
     /// Starts the attempt of a call that is about to be committed as claimed, if it is eligible.
     pub(crate) fn start_speculation(self: &Arc<Self>, call: &Arc<Call>) -> Speculation {
         let target = &call.target;
-        if target.effect != Effect::Read || target.executor != Executor::Builtin {
-            return Speculation::NotEligible;
+        if target.effect != Effect::Read || !target.traits.speculative_reads {
+            return Speculation::NotUsed;
         }
         let Some(source) = self.sources.get(&target.executor).cloned() else {
-            return Speculation::NotEligible;
+            return Speculation::NotUsed;
         };
         let held = Arc::new(ProgressBuffer(Mutex::new(Some(Vec::new()))));
         let sink = self.buffering_progress_sink(call, &held);
@@ -63,10 +63,10 @@ impl Core {
         let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
         match (&mut attempt).now_or_never() {
             None => Speculation::Running(RunningSpeculation { attempt, progress: held }),
-            Some(Started::Accepted | Started::NeedsInput(_) | Started::Detached { .. }) => {
-                Speculation::NotEligible
-            }
-            Some(Started::Finished(result)) => {
+            Some(
+                StartResult::Accepted | StartResult::NeedsInput(_) | StartResult::Detached { .. },
+            ) => Speculation::NotUsed,
+            Some(StartResult::Finished(result)) => {
                 engine_metrics::count_attempt(target.executor, result.is_ok());
                 source.release_attempt(&call.id, call.attempt);
                 let said = held.0.lock().take().unwrap_or_default();
@@ -83,7 +83,7 @@ impl Core {
         done: SpeculationResult,
     ) -> Result<Transition, Box<Call>> {
         let result = self.validate_result(&call, done.result);
-        let (attempt, version, now_ms) = (call.attempt, call.version, self.clock.now_ms());
+        let (attempt, version, now_ms) = (call.attempt, call.version, self.core.clock.now_ms());
         let event = Event::Report { attempt: Some(attempt), by: None, result };
         let mut step = match lifecycle::step_owned(call, &event, now_ms) {
             Ok(step) => step,
@@ -105,8 +105,8 @@ impl Core {
         call: &Arc<Call>,
         held: &Arc<ProgressBuffer>,
     ) -> ProgressSink {
-        let (inner, call, held) = (self.clone(), call.clone(), held.clone());
-        let most = self.limits.max_progress_events as usize;
+        let (dispatcher, call, held) = (self.clone(), call.clone(), held.clone());
+        let most = self.core.limits.max_progress_events as usize;
         Arc::new(move |progress: AttemptProgress| {
             if let Some(held) = held.0.lock().as_mut() {
                 if held.len() < most {
@@ -114,7 +114,7 @@ impl Core {
                 }
                 return;
             }
-            inner.spawn_progress_record(&call, progress);
+            dispatcher.spawn_progress_record(&call, progress);
         })
     }
 
@@ -126,7 +126,8 @@ impl Core {
     ) {
         let said = read.progress.0.lock().take().unwrap_or_default();
         said.into_iter().for_each(|progress| self.spawn_progress_record(call, progress));
-        let (inner, call) = (self.clone(), call.clone());
-        self.attempts.spawn(async move { inner.handle_started(&call, read.attempt.await).await });
+        let (dispatcher, call) = (self.clone(), call.clone());
+        self.attempts
+            .spawn(async move { dispatcher.handle_started(&call, read.attempt.await).await });
     }
 }

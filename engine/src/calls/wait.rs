@@ -5,15 +5,15 @@
 
 use std::sync::Arc;
 
+use crate::calls::Calls;
 use crate::calls::accept::Ticket;
-use crate::calls::open_calls::OpenCall;
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
-use crate::domain::event::CallEvent;
+use crate::domain::event::{CallEvent, EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
-use crate::engine::{Core, Engine, from_store_error};
 use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, EventScope};
 
 /// Size at which a page of calls ends, so that a few calls with large results fill a page.
@@ -25,20 +25,26 @@ const CALL_POLL_MS: u64 = 2_000;
 /// Filter for a list of calls.
 #[derive(Debug, Clone, Default)]
 pub struct CallQuery {
+    /// Run that the calls belong to.
     pub run_id: Option<String>,
+    /// Name of the requested tool.
     pub tool_name: Option<String>,
+    /// Current status of the calls.
     pub status: Option<Status>,
     /// True to list background tasks only.
     pub background: bool,
+    /// Earliest creation time, in Unix milliseconds.
     pub since_ms: Option<u64>,
     /// Id of the last call of the previous page.
     pub before: Option<CallId>,
+    /// Maximum number of calls on the page, clamped to 1 to 200.
     pub limit: usize,
 }
 
 /// A page of calls, newest first.
 #[derive(Debug)]
 pub struct CallPage {
+    /// The calls that match the query.
     pub calls: Vec<Call>,
     /// Cursor for the next page, if there is one.
     pub next_before: Option<CallId>,
@@ -47,112 +53,131 @@ pub struct CallPage {
 /// Scope of the events to follow.
 #[derive(Debug, Clone)]
 pub enum EventQuery {
+    /// Events of one call.
     Call(CallId),
+    /// Events of all calls of the run with this id.
     Run(String),
+    /// Events of all calls of the caller's project.
     Project,
 }
 
-impl Engine {
+/// A call to wait for, by its ticket or by its id. A ticket saves a lookup.
+#[derive(Clone, Copy)]
+pub enum CallRef<'a> {
+    /// Ticket of an accepted call.
+    Ticket(&'a Ticket),
+    /// Id of a call, which the engine looks up.
+    Id(&'a CallId),
+}
+
+impl<'a> From<&'a Ticket> for CallRef<'a> {
+    fn from(ticket: &'a Ticket) -> Self {
+        Self::Ticket(ticket)
+    }
+}
+
+impl<'a> From<&'a CallId> for CallRef<'a> {
+    fn from(id: &'a CallId) -> Self {
+        Self::Id(id)
+    }
+}
+
+/// The condition that ends a wait.
+#[derive(Debug, Clone, Copy)]
+pub enum Until {
+    /// The call has ended. Every call has a deadline, so this wait returns.
+    Ended,
+    /// The call has ended, or this many milliseconds have passed.
+    EndedWithin(u64),
+    /// The call's version differs from this one, or `within_ms` have passed.
+    ChangedSince {
+        /// Version of the call that the waiter has seen.
+        version: u64,
+        /// Maximum time to wait, in milliseconds; the engine's limit caps it.
+        within_ms: u64,
+    },
+}
+
+impl Until {
+    fn is_met(self, call: &Call) -> bool {
+        match self {
+            Self::Ended | Self::EndedWithin(_) => call.status.is_terminal(),
+            Self::ChangedSince { version, .. } => call.version != version,
+        }
+    }
+}
+
+impl Calls {
+    /// Returns the last progress that the executor of a call reported.
+    pub async fn newest_progress(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+    ) -> Result<Option<EventRecord>, Error> {
+        let read = self.core.store.last_record(&caller.project, id, EventKind::Progress).await;
+        read.map_err(from_store_error)
+    }
+
     /// Returns one call.
     pub async fn call(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
-        self.core.find_project_call(caller, id).await
+        self.dispatcher.find_project_call(caller, id).await
     }
 
     /// Returns a ticket for a call, to wait for it.
     pub async fn ticket(&self, caller: &Caller, id: &CallId) -> Result<Ticket, Error> {
         let call = self.call(caller, id).await?;
-        Ok(Ticket { open_call: self.core.open_calls.get(id), call, replayed: true })
+        Ok(Ticket { open_call: self.dispatcher.open_calls.get(id), call, replayed: true })
     }
 
-    /// Waits until a call has ended, at most `wait_ms`, and returns it.
-    pub async fn wait(
+    /// Waits for a call and returns it. Reads an open call from memory and any other from the
+    /// store.
+    ///
+    /// # Errors
+    /// Refuses a call that the caller may not see, and, for [`Until::Ended`], an engine that shuts
+    /// down first.
+    pub async fn wait<'a>(
         &self,
         caller: &Caller,
-        id: &CallId,
-        wait_ms: u64,
+        call: impl Into<CallRef<'a>>,
+        until: Until,
     ) -> Result<Arc<Call>, Error> {
-        let entry = self.core.open_calls.get(id).filter(|e| e.call().project == caller.project);
-        self.wait_until_ended(caller, id, entry, wait_ms).await
-    }
-
-    /// Waits until the call of a ticket has ended, at most `wait_ms`, and returns it.
-    pub async fn wait_for_outcome(
-        &self,
-        caller: &Caller,
-        ticket: &Ticket,
-        wait_ms: u64,
-    ) -> Result<Arc<Call>, Error> {
-        if ticket.call.status.is_terminal() {
-            return Ok(ticket.call.clone());
-        }
-        self.wait_until_ended(caller, &ticket.call.id, ticket.open_call.clone(), wait_ms).await
-    }
-
-    /// Waits until the call of a ticket has a version other than `seen`, at most `wait_ms`.
-    pub async fn wait_for_change(
-        &self,
-        caller: &Caller,
-        ticket: &Ticket,
-        seen: u64,
-        wait_ms: u64,
-    ) -> Result<Arc<Call>, Error> {
-        let differs = |call: &Call| call.version != seen;
-        self.wait_until(caller, &ticket.call.id, ticket.open_call.clone(), wait_ms, differs).await
-    }
-
-    async fn wait_until_ended(
-        &self,
-        caller: &Caller,
-        id: &CallId,
-        entry: Option<Arc<OpenCall>>,
-        wait_ms: u64,
-    ) -> Result<Arc<Call>, Error> {
-        self.wait_until(caller, id, entry, wait_ms, |call| call.status.is_terminal()).await
-    }
-
-    /// Waits for a condition. Reads an open call from memory and any other from the store.
-    async fn wait_until(
-        &self,
-        caller: &Caller,
-        id: &CallId,
-        entry: Option<Arc<OpenCall>>,
-        wait_ms: u64,
-        enough: impl Fn(&Call) -> bool,
-    ) -> Result<Arc<Call>, Error> {
-        let inner = &self.core;
-        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
-        let mut news = inner.bus.listen(Topic::Call(id.clone()));
+        let (id, open_call) = match call.into() {
+            CallRef::Ticket(ticket) if ticket.call.status.is_terminal() => {
+                return Ok(ticket.call.clone());
+            }
+            CallRef::Ticket(ticket) => (&ticket.call.id, ticket.open_call.clone()),
+            CallRef::Id(id) => {
+                let open_call = self.dispatcher.open_calls.get(id);
+                (id, open_call.filter(|open| open.call().project == caller.project))
+            }
+        };
+        let limit_ms = match until {
+            Until::Ended => None,
+            Until::EndedWithin(ms) | Until::ChangedSince { within_ms: ms, .. } => {
+                Some(self.core.now_ms() + ms.min(self.core.limits.max_wait_ms))
+            }
+        };
+        let mut wakes = self.core.bus.listen(Topic::Call(id.clone()));
         loop {
-            let call = match &entry {
-                Some(entry) => entry.call(),
+            let call = match &open_call {
+                Some(open) => open.call(),
                 None => self.call(caller, id).await?,
             };
-            let now_ms = inner.clock.now_ms();
-            if enough(&call) || now_ms >= until_ms || inner.shutdown.is_cancelled() {
-                return Ok(call);
-            }
-            tokio::select! {
-                () = news.wait_for_wake() => {}
-                () = inner.clock.sleep_until(until_ms.min(now_ms + CALL_POLL_MS)) => {}
-                () = inner.shutdown.cancelled() => {}
-            }
-        }
-    }
-
-    /// Waits until a call has ended. Every call has a deadline, so this returns.
-    pub async fn wait_until_finished(
-        &self,
-        caller: &Caller,
-        id: &CallId,
-    ) -> Result<Arc<Call>, Error> {
-        loop {
-            let call = self.wait(caller, id, self.core.limits.max_wait_ms).await?;
-            if call.status.is_terminal() {
+            let now_ms = self.core.now_ms();
+            let timed_out = limit_ms.is_some_and(|limit_ms| now_ms >= limit_ms);
+            if until.is_met(&call) || timed_out {
                 return Ok(call);
             }
             if self.core.shutdown.is_cancelled() {
                 let message = "the engine has been shut down";
-                return Err(Error::refused(Code::Overloaded, message));
+                let refused = || Error::refused(Code::Overloaded, message);
+                return if limit_ms.is_some() { Ok(call) } else { Err(refused()) };
+            }
+            let poll_ms = limit_ms.unwrap_or(u64::MAX).min(now_ms + CALL_POLL_MS);
+            tokio::select! {
+                () = wakes.wait_for_wake() => {}
+                () = self.core.clock.sleep_until(poll_ms) => {}
+                () = self.core.shutdown.cancelled() => {}
             }
         }
     }
@@ -174,7 +199,7 @@ impl Engine {
         };
         let mut listed = self.core.store.calls(filter.clone()).await.map_err(from_store_error)?;
         for stored in &listed {
-            self.core.wait_until_visible(&stored.id, |call| call.version >= stored.version).await;
+            self.wait_until_visible(&stored.id, |call| call.version >= stored.version).await;
         }
         let mut bytes = 0;
         let fits = listed.iter().take_while(|call| {
@@ -199,7 +224,6 @@ impl Engine {
         after: u64,
         limit: usize,
     ) -> Result<Vec<CallEvent>, Error> {
-        let inner = &self.core;
         let project = caller.project.clone();
         let (scope, topic) = match query {
             EventQuery::Call(id) => {
@@ -211,24 +235,24 @@ impl Engine {
             ),
             EventQuery::Project => (EventScope::Project(project.clone()), Topic::Project(project)),
         };
-        let mut news = inner.bus.listen(topic);
+        let mut news = self.core.bus.listen(topic);
         loop {
             let ended = match query {
                 EventQuery::Call(id) => self.call(caller, id).await?.status.is_terminal(),
                 _ => false,
             };
-            let read = inner.store.events(scope.clone(), after, limit).await;
+            let read = self.core.store.events(scope.clone(), after, limit).await;
             let events = read.map_err(from_store_error)?;
             for event in events.iter().filter(|event| event.record.kind.is_terminal()) {
-                inner.wait_until_visible(&event.call_id, |call| call.status.is_terminal()).await;
+                self.wait_until_visible(&event.call_id, |call| call.status.is_terminal()).await;
             }
-            if !events.is_empty() || ended || inner.shutdown.is_cancelled() {
+            if !events.is_empty() || ended || self.core.shutdown.is_cancelled() {
                 return Ok(events);
             }
             tokio::select! {
                 () = news.wait_for_wake() => {}
-                () = inner.clock.sleep_until(inner.clock.now_ms() + CALL_POLL_MS) => {}
-                () = inner.shutdown.cancelled() => {}
+                () = self.core.clock.sleep_until(self.core.clock.now_ms() + CALL_POLL_MS) => {}
+                () = self.core.shutdown.cancelled() => {}
             }
         }
     }
@@ -241,12 +265,14 @@ impl Engine {
     }
 }
 
-impl Core {
+impl Calls {
     /// Waits until the state in memory has caught up with the store. A call is stored a moment
     /// before its new state is visible; a caller that saw the stored state must not read an older
     /// one afterwards.
     pub(crate) async fn wait_until_visible(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
-        if let Some(entry) = self.open_calls.get(id).filter(|entry| !is_so(&entry.call())) {
+        if let Some(entry) =
+            self.dispatcher.open_calls.get(id).filter(|entry| !is_so(&entry.call()))
+        {
             // The lock is held from before the commit until the new state is visible.
             drop(entry.decision_lock.lock().await);
         }

@@ -1,12 +1,15 @@
 //! Client connections: the operations that all client transports share.
+//!
+//! A connection ends when its `ClientSession` is dropped: see `queue.rs`, then
+//! `ClientQueueState::disconnect`.
 
 use std::collections::BTreeMap;
 
+use crate::clients::Clients;
 use crate::clients::queue::{ClientSession, ClientView, ConnectRequest, Redelivery, Transport};
 use crate::domain::caller::Caller;
 use crate::domain::directory::DirectoryChange;
 use crate::domain::fault::{Code, Error};
-use crate::engine::Engine;
 use crate::registry::catalog::{
     check_client_id, require_client_owner, require_provider, require_registered,
 };
@@ -14,14 +17,17 @@ use crate::registry::catalog::{
 /// A request of a client to connect and receive work.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
+    /// Id under which the client is registered in its project.
     pub client_id: String,
     /// Number of requests the client handles at the same time.
     pub window: usize,
+    /// Acknowledged items that the client receives again when it reconnects.
     pub redelivery: Redelivery,
+    /// Kind of the connection: a stream or a single poll.
     pub transport: Transport,
 }
 
-impl Engine {
+impl Clients {
     /// Connects a client to the client queue.
     pub fn connect(
         &self,
@@ -30,10 +36,10 @@ impl Engine {
     ) -> Result<ClientSession, Error> {
         require_provider(caller)?;
         check_client_id(&connecting.client_id)?;
-        let catalog = self.core.catalog();
+        let catalog = self.registry.catalog();
         require_client_owner(&catalog, caller, &connecting.client_id)?;
         require_registered(&catalog, &caller.project, &connecting.client_id)?;
-        Ok(self.core.client_queue.connect(ConnectRequest {
+        Ok(self.client_queue.connect(ConnectRequest {
             project: caller.project.clone(),
             tools: catalog.tools_offered_by(&caller.project, &connecting.client_id),
             client_id: connecting.client_id,
@@ -47,14 +53,14 @@ impl Engine {
     pub async fn remove_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
         require_provider(caller)?;
         let project = &caller.project;
-        self.core
+        self.registry
             .change_directory(|catalog| {
                 require_client_owner(catalog, caller, client_id)?;
                 if catalog.client(project, client_id).is_none() {
                     let message = format!("there is no client \"{client_id}\"");
                     return Err(Error::refused(Code::NotFound, message));
                 }
-                if self.core.client_queue.is_busy(project, client_id) {
+                if self.client_queue.is_busy(project, client_id) {
                     let message = format!(
                         "client \"{client_id}\" is connected or has requests in hand; close its \
                          connections and answer them first"
@@ -65,8 +71,8 @@ impl Engine {
                 Ok((DirectoryChange::DropClient { project, client_id }, None))
             })
             .await?;
-        self.core.refresh_client_offers(project, client_id);
-        self.core.client_queue.remove_if_idle(project, client_id);
+        self.registry.refresh_client_offers(project, client_id);
+        self.client_queue.remove_if_idle(project, client_id);
         Ok(())
     }
 
@@ -78,10 +84,10 @@ impl Engine {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let project = &caller.project;
-        let seen = self.core.client_queue.clients(project).into_iter();
+        let seen = self.client_queue.clients(project).into_iter();
         let mut views: BTreeMap<String, ClientView> =
             seen.map(|view| (view.client_id.clone(), view)).collect();
-        let catalog = self.core.catalog();
+        let catalog = self.registry.catalog();
         let directory = catalog.directory();
         for client in directory.clients.iter().filter(|client| client.project == *project) {
             views.entry(client.client_id.clone()).or_insert_with(|| ClientView {
@@ -107,6 +113,6 @@ impl Engine {
 
     /// Returns the number of open client connections, over all projects.
     pub fn client_connection_count(&self) -> usize {
-        self.core.client_queue.connection_count()
+        self.client_queue.connection_count()
     }
 }

@@ -14,12 +14,12 @@
 
 mod client;
 mod state;
-
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
+use state::ClientQueueState;
 use tokio::sync::mpsc;
 
 use crate::domain::id::CallId;
@@ -27,9 +27,7 @@ use crate::domain::json::Json;
 use crate::domain::tool::{Effect, Executor, ToolDefinition};
 use crate::domain::trace::TraceParent;
 use crate::ports::clock::Clock;
-use crate::ports::source::{Attempt, ProgressSink, Source, Started};
-
-use state::ClientQueueState;
+use crate::ports::source::{Attempt, ProgressSink, Source, StartResult};
 pub use state::ClientView;
 
 /// Lease of a polled work item that its client has not acknowledged.
@@ -42,13 +40,21 @@ pub const DISCONNECT_GRACE_MS: u64 = 30_000;
 /// A work item: one attempt queued for a client.
 #[derive(Debug, Clone)]
 pub struct WorkItem {
+    /// Id of the call to execute.
     pub call_id: CallId,
+    /// Project that the call belongs to.
     pub project: String,
+    /// Run that the call belongs to.
     pub run_id: String,
+    /// Name of the tool to execute.
     pub tool: String,
+    /// Arguments to execute the tool with.
     pub args: Json,
+    /// Number of the attempt within the call, from 1.
     pub attempt: u32,
+    /// Side effect of the tool; decides whether an acknowledged item may be redelivered.
     pub effect: Effect,
+    /// Deadline of the call, in Unix milliseconds.
     pub deadline_ms: u64,
     /// The span of the attempt.
     pub traceparent: Option<TraceParent>,
@@ -59,10 +65,13 @@ pub struct WorkItem {
 /// A message to a connected client.
 #[derive(Debug, Clone)]
 pub enum ClientMessage {
+    /// A work item for the client to execute.
     Execute(WorkItem),
     /// The attempt is canceled; its result is no longer needed.
     Cancel {
+        /// Id of the canceled call.
         call_id: CallId,
+        /// Number of the canceled attempt.
         attempt: u32,
     },
 }
@@ -83,7 +92,7 @@ pub enum Transport {
     /// The connection stays open; items that are not acknowledged return to the queue when it ends.
     Streaming,
     /// One request, one response. An item that was handed out and not acknowledged returns to the
-    /// queue after [`POLL_LEASE_MS`]; an item that the response did not carry returns at once.
+    /// queue after `POLL_LEASE_MS`; an item that the response did not carry returns at once.
     Polling,
 }
 
@@ -185,7 +194,7 @@ impl ClientSession {
     }
 
     /// Starts the poll lease: the item leaves with the response and may be acknowledged later, so
-    /// it stays with the client for [`POLL_LEASE_MS`] although this connection ends.
+    /// it stays with the client for `POLL_LEASE_MS` although this connection ends.
     pub fn start_poll_lease(&self, call_id: &CallId) {
         self.state.lock().start_poll_lease(&self.client, call_id, self.clock.now_ms());
     }
@@ -233,7 +242,7 @@ impl Source for ClientQueue {
         Vec::new()
     }
 
-    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
+    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> StartResult {
         let request = WorkItem {
             call_id: attempt.call_id,
             project: attempt.project,
@@ -248,7 +257,7 @@ impl Source for ClientQueue {
         };
         let now_ms = self.clock.now_ms();
         self.state.lock().enqueue(request, attempt.client_id, attempt.acknowledged_by, now_ms);
-        Started::Accepted
+        StartResult::Accepted
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {

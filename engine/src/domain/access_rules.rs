@@ -10,7 +10,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RuleVerdict {
+    /// Permission to call the matching tools, unless another rule denies them.
     Allow,
+    /// Refusal of the matching tools; takes precedence over every rule that allows them.
     Deny,
 }
 
@@ -27,20 +29,33 @@ impl RuleVerdict {
 /// One rule of a project's access list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AccessRule {
+    /// Id of the project that the rule belongs to; the rule has no effect in other projects.
     pub project: String,
     /// An agent's name, or `*` for every agent of the project.
     pub agent: String,
     /// `weather.query`, `weather.*` or `*`.
     pub pattern: String,
+    /// Verdict on the tools that match the pattern.
     pub verdict: RuleVerdict,
 }
 
 /// The result of an access check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AccessDecision {
+    /// Allowed: a rule allows the tool, and no rule denies it.
     Allowed,
     /// Denied, with the reason in words.
     Denied(String),
+}
+
+impl AccessDecision {
+    /// Returns true if the caller may use the tool.
+    pub fn is_allowed(&self) -> bool {
+        match self {
+            Self::Allowed => true,
+            Self::Denied(_) => false,
+        }
+    }
 }
 
 /// Checks a pattern: a tool name in which `*` stands for any characters.
@@ -147,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns() {
+    fn patterns_match_whole_names_with_stars() {
         for (pattern, name, fits) in [
             ("weather.query", "weather.query", true),
             ("weather.query", "weather.query2", false),
@@ -165,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_companion_comes_with_anything_that_is_allowed() {
+    fn a_companion_tool_is_allowed_with_any_allowed_tool() {
         let ask = |rules: &[AccessRule]| decide_companion(rules.iter(), "p", "ada", "result.read");
         let weather = rule("ada", "weather.*", RuleVerdict::Allow);
         assert_eq!(ask(std::slice::from_ref(&weather)), AccessDecision::Allowed);
@@ -176,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn deny_wins_and_silence_denies() {
+    fn deny_wins_and_without_a_rule_access_is_denied() {
         let rules = [
             rule("*", "weather.*", RuleVerdict::Allow),
             rule("ada", "*", RuleVerdict::Allow),
@@ -192,7 +207,7 @@ mod tests {
             matches!(ask("ada", "file.read"), AccessDecision::Denied(why) if why.contains("file.*"))
         );
         let own = |tool| find_denial(rules.iter(), "p", "ada", tool);
-        assert_eq!(own("calc.add"), None, "no rule need allow what one runs oneself");
+        assert_eq!(own("calc.add"), None, "a caller tool needs no allowing rule");
         assert!(own("file.read").is_some_and(|why| why.contains("file.*")));
         assert_eq!(find_denial(rules.iter(), "other", "ada", "file.read"), None);
         assert!(matches!(

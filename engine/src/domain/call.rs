@@ -3,25 +3,33 @@
 //! A call has attempts and ends exactly once. Only [`crate::lifecycle`] decides which status
 //! follows which.
 
+pub mod elicitation;
 use std::str::FromStr;
 
+use elicitation::Elicitation;
 use serde::{Deserialize, Serialize};
 
-use crate::domain::elicitation::Elicitation;
 use crate::domain::fault::Fault;
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::retry::Backoff;
-use crate::domain::tool::{Effect, Executor};
+use crate::domain::tool::{Effect, Executor, SourceTraits};
+use crate::domain::utp::Route;
 
 /// Status of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Status {
+    /// Accepted and not running; [`Call::hold`] has the reason.
     Pending,
+    /// An attempt is running.
     Running,
+    /// Ended with a result, which may be partial ([`Outcome::partial`]).
     Succeeded,
+    /// Ended with a fault; no attempt follows.
     Failed,
+    /// Ended without a result because its time ran out.
     Timeout,
+    /// Ended by a cancellation.
     Canceled,
 }
 
@@ -68,13 +76,19 @@ pub enum Hold {
     /// Waits for a free slot.
     Queue,
     /// Waits for its next attempt.
-    Retry { at_ms: u64 },
+    Retry {
+        /// Time of the next attempt, in Unix milliseconds.
+        at_ms: u64,
+    },
     /// Handed to a remote executor that has not acknowledged it yet.
     Unacknowledged,
     /// Waits for answers to its tool's elicitation.
     Input,
     /// Waits for its predecessor to end ([`Origin::predecessor`]), then has `timeout_ms` to finish.
-    Predecessor { timeout_ms: u64 },
+    Predecessor {
+        /// Time to finish after the predecessor has ended, in milliseconds.
+        timeout_ms: u64,
+    },
 }
 
 impl Hold {
@@ -93,17 +107,24 @@ impl Hold {
 /// The tool and arguments to execute: those of the request, or of the fallback in its place.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
+    /// Name of the tool to execute.
     pub tool: String,
     /// Fingerprint of the definition at the time the call was accepted.
     pub version: String,
+    /// The party that executes the tool.
     pub executor: Executor,
+    /// Traits of the source at the time the call was accepted.
+    pub traits: SourceTraits,
+    /// Side effect of the tool; decides whether a failed attempt may be repeated.
     pub effect: Effect,
+    /// Arguments for the executor, after the argument rules of the definition.
     pub args: Json,
 }
 
 /// The requester of a call, and the data that came with the request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Origin {
+    /// Agent name of the caller.
     pub agent: String,
     /// The caller's id for this call.
     pub caller_call_id: Option<String>,
@@ -111,13 +132,14 @@ pub struct Origin {
     pub client_id: Option<String>,
     /// A label from the caller; it never affects a decision.
     pub user_id: Option<String>,
+    /// Key under which a repeated request returns this call instead of a new one.
     pub idempotency_key: Option<String>,
     /// The trace of the request, as a W3C `traceparent`.
     pub traceparent: Option<String>,
     /// True for a background task: the caller does not wait, and the result arrives later.
     pub background: bool,
     /// The UTP turn that made the call; boxed, because most calls have none.
-    pub route: Option<Box<crate::domain::utp::Route>>,
+    pub route: Option<Box<Route>>,
     /// The webhook URL to notify when the call has ended.
     pub callback_url: Option<String>,
     /// The call that has to end before this one is queued.
@@ -127,19 +149,27 @@ pub struct Origin {
 /// One request to run a tool.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
+    /// Unique id, `tc_…`; also the ticket that the caller waits with.
     pub id: CallId,
+    /// Id of the project that the call belongs to.
     pub project: String,
+    /// Id of the run that groups this call with others.
     pub run_id: String,
     /// The requested tool.
     pub tool_name: String,
     /// The requested arguments; those of a fallback are in `target`.
     pub args: Json,
+    /// Requester of the call, and the data that came with the request.
     pub origin: Origin,
+    /// Tool and arguments of the current attempt: the requested ones or those of a fallback.
     pub target: Target,
     /// The remaining fallbacks for the target, in order.
     pub fallbacks: Vec<Target>,
+    /// Maximum number of attempts after the first, per target.
     pub max_retries: u32,
+    /// Delays between attempts.
     pub backoff: Backoff,
+    /// Current status.
     pub status: Status,
     /// Set exactly while PENDING.
     pub hold: Option<Hold>,
@@ -155,13 +185,17 @@ pub struct Call {
     pub failed_attempt: Option<Box<FailedAttempt>>,
     /// The process that executes the attempt or handed it to a remote executor.
     pub node: Option<String>,
+    /// Time of acceptance, in Unix milliseconds.
     pub created_ms: u64,
+    /// Time at which an open call ends with a timeout, in Unix milliseconds.
     pub deadline_ms: u64,
     /// Time when the first attempt started.
     pub started_ms: Option<u64>,
     /// Time when the attempt in flight, or the last one, was given to its executor.
     pub attempt_dispatched_ms: Option<u64>,
+    /// Time of the outcome, in Unix milliseconds; set exactly when the call has ended.
     pub completed_ms: Option<u64>,
+    /// Result or fault; set exactly when the call has ended.
     pub outcome: Option<Outcome>,
     /// Counts the saved states, from 1.
     pub version: u64,
@@ -171,13 +205,16 @@ pub struct Call {
 /// reply was lost, gets the same reply as the first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailedAttempt {
+    /// Number of the failed attempt, from 1.
     pub attempt: u32,
     /// Code of the fault; `message` is its message.
     pub code: String,
+    /// Message of the fault.
     pub message: String,
 }
 
 impl FailedAttempt {
+    /// Creates the record of an attempt that failed with this fault.
     pub fn new(attempt: u32, fault: &Fault) -> Self {
         let (code, message) = (fault.code.as_str().to_owned(), fault.message.clone());
         Self { attempt, code, message }
@@ -208,14 +245,14 @@ impl Call {
     /// Returns true if the attempt continues when the process that started it is gone.
     pub fn survives_node_loss(&self) -> bool {
         let handed = self.elicitation.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
-        self.has_attempt_in_flight() && (self.target.executor.reports_later() || handed)
+        self.has_attempt_in_flight() && (self.target.traits.reports_later || handed)
     }
 
     /// Returns the dispatch time that the other timestamps imply in the normal case. A store need
     /// not persist a dispatch time that equals this value.
     pub fn implied_dispatch_ms(&self) -> Option<u64> {
-        let parks = self.target.executor.reports_later();
-        let given_ms = if parks { Some(self.created_ms) } else { self.started_ms };
+        let given_ms =
+            if self.target.traits.reports_later { Some(self.created_ms) } else { self.started_ms };
         given_ms.filter(|_| self.attempt == 1)
     }
 
@@ -232,11 +269,15 @@ impl Call {
 /// The outcome of a call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
+    /// True if the call succeeded, at least in part.
     pub ok: bool,
     /// True when the tool succeeded only in part: `data` may be incomplete.
     pub partial: bool,
+    /// Result of the tool; set if the call succeeded.
     pub data: Option<Json>,
+    /// Reason of the failure, timeout or cancellation; set if the call did not succeed.
     pub error: Option<Fault>,
+    /// Timing and attempt counts.
     pub metrics: CallMetrics,
 }
 
@@ -247,7 +288,9 @@ pub struct CallMetrics {
     pub latency_ms: u64,
     /// Time from acceptance to the first attempt.
     pub queue_ms: u64,
+    /// Number of attempts on all targets together.
     pub attempts: u32,
+    /// Number of attempts after the first.
     pub retries: u32,
 }
 

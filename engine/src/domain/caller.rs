@@ -54,10 +54,13 @@ pub trait Authenticator: Send + Sync + 'static {
 /// The authenticated requester of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
+    /// Id of the project that the credentials belong to.
     pub project: String,
     /// The name the key was created for. For a provider, the owner of its clients.
     pub agent: String,
+    /// Role of the credentials, which decides the permitted operations.
     pub role: Role,
+    /// Method that authenticated the caller.
     pub auth_method: AuthMethod,
 }
 

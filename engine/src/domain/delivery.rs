@@ -62,10 +62,13 @@ impl FromStr for DeliveryStatus {
 /// The webhook delivery of one call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Delivery {
+    /// Id of the call's project.
     pub project: String,
     /// The call that it reports. A call has at most one delivery.
     pub call_id: CallId,
+    /// Webhook URL from the call's request.
     pub url: String,
+    /// Current status.
     pub status: DeliveryStatus,
     /// Time of the next attempt; set exactly while pending.
     pub due_ms: Option<u64>,
@@ -85,7 +88,9 @@ pub struct Delivery {
 pub struct DeliveryAttempt {
     /// Counts from 1.
     pub number: u32,
+    /// Time when the attempt started, in Unix milliseconds.
     pub at_ms: u64,
+    /// Time from the start of the attempt to its result, in milliseconds.
     pub duration_ms: u64,
     /// The receiver's HTTP status, if it responded.
     pub status_code: Option<u16>,
@@ -288,12 +293,12 @@ mod tests {
         }
     }
 
-    fn answered(code: u16) -> DeliveryResponse {
+    fn response(code: u16) -> DeliveryResponse {
         DeliveryResponse { result: Ok(code), retry_after_ms: None }
     }
 
     #[test]
-    fn every_answer_has_its_meaning() {
+    fn every_response_code_leads_to_its_delivery_status() {
         use DeliveryStatus::{Delivered, Gone, Pending};
         let schedule = RetrySchedule::default();
         let codes = [
@@ -310,25 +315,26 @@ mod tests {
             (503, Pending),
         ];
         for (code, expected) in codes {
-            let (next, tried) = pending().after_attempt(&answered(code), (1_000, 1_020), &schedule);
+            let (next, attempt) =
+                pending().after_attempt(&response(code), (1_000, 1_020), &schedule);
             assert_eq!(next.status, expected, "{code}");
             assert_eq!(next.due_ms.is_some(), expected == Pending, "{code}");
-            assert_eq!(tried.error.is_none(), expected == Delivered, "{code}");
-            assert_eq!((tried.number, tried.duration_ms), (1, 20));
+            assert_eq!(attempt.error.is_none(), expected == Delivered, "{code}");
+            assert_eq!((attempt.number, attempt.duration_ms), (1, 20));
             assert_eq!((next.attempts, next.version), (1, 3));
         }
         let silent = DeliveryResponse { result: Err("timed out".into()), retry_after_ms: None };
-        let (next, tried) = pending().after_attempt(&silent, (1_000, 1_020), &schedule);
-        assert_eq!((next.status, tried.status_code), (Pending, None));
+        let (next, attempt) = pending().after_attempt(&silent, (1_000, 1_020), &schedule);
+        assert_eq!((next.status, attempt.status_code), (Pending, None));
         assert_eq!(next.last_error.as_deref(), Some("timed out"));
     }
 
     #[test]
-    fn the_schedule_is_gone_through_once() {
+    fn a_delivery_is_exhausted_at_the_end_of_its_schedule() {
         let schedule = RetrySchedule { jitter: 0.0, ..RetrySchedule::default() };
         let (mut delivery, mut now_ms, mut waits) = (pending(), 1_000, Vec::new());
         while delivery.status == DeliveryStatus::Pending {
-            delivery = delivery.after_attempt(&answered(500), (now_ms, now_ms), &schedule).0;
+            delivery = delivery.after_attempt(&response(500), (now_ms, now_ms), &schedule).0;
             waits.extend(delivery.due_ms.map(|due_ms| (due_ms - now_ms) / 1_000));
             now_ms = delivery.due_ms.unwrap_or(now_ms);
         }
@@ -338,36 +344,36 @@ mod tests {
         assert_eq!((delivery.status, delivery.attempts), (DeliveryStatus::Exhausted, 10));
         let again = delivery.after_redelivery_request(now_ms).unwrap();
         assert_eq!((again.status, again.due_ms), (DeliveryStatus::Pending, Some(now_ms)));
-        let (next, tried) = again.after_attempt(&answered(500), (now_ms, now_ms), &schedule);
+        let (next, attempt) = again.after_attempt(&response(500), (now_ms, now_ms), &schedule);
         assert_eq!(next.due_ms, Some(now_ms + 5_000), "from the beginning of the schedule");
-        assert_eq!(tried.number, 11);
+        assert_eq!(attempt.number, 11);
     }
 
     #[test]
-    fn waits_spread_and_a_receiver_may_put_them_off() {
+    fn retries_have_jitter_and_honor_retry_after() {
         let schedule = RetrySchedule::default();
         let dues: std::collections::HashSet<u64> = (0..100)
             .map(|n| {
                 let call_id = format!("tc_{n}").parse().unwrap();
                 let delivery = Delivery { call_id, ..pending() };
-                delivery.after_attempt(&answered(500), (0, 0), &schedule).0.due_ms.unwrap()
+                delivery.after_attempt(&response(500), (0, 0), &schedule).0.due_ms.unwrap()
             })
             .collect();
         assert!(dues.len() > 50, "{dues:?}");
         assert!(dues.iter().all(|due_ms| (5_000..=6_000).contains(due_ms)));
-        let later = DeliveryResponse { retry_after_ms: Some(120_000), ..answered(503) };
+        let later = DeliveryResponse { retry_after_ms: Some(120_000), ..response(503) };
         assert_eq!(pending().after_attempt(&later, (0, 0), &schedule).0.due_ms, Some(120_000));
-        let never = DeliveryResponse { retry_after_ms: Some(u64::MAX), ..answered(503) };
+        let never = DeliveryResponse { retry_after_ms: Some(u64::MAX), ..response(503) };
         assert_eq!(
             pending().after_attempt(&never, (0, 0), &schedule).0.due_ms,
             Some(MAX_RETRY_AFTER_MS)
         );
-        let soon = DeliveryResponse { retry_after_ms: Some(1), ..answered(429) };
+        let soon = DeliveryResponse { retry_after_ms: Some(1), ..response(429) };
         assert!(pending().after_attempt(&soon, (0, 0), &schedule).0.due_ms >= Some(5_000));
     }
 
     #[test]
-    fn names() {
+    fn ids_receivers_and_status_names_are_derived() {
         let delivery = pending();
         assert_eq!(delivery.message_id(), "msg_01ARZ3NDEKTSV4RRFFQ69G5FAV");
         assert_eq!(delivery.receiver(), "https://hooks.example:8443");
@@ -379,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_waits_becomes_due() {
+    fn only_a_waiting_delivery_becomes_due_when_its_call_ends() {
         let waiting =
             Delivery { status: DeliveryStatus::AwaitingOutcome, due_ms: None, ..pending() };
         assert_eq!(waiting.after_redelivery_request(5), None);
@@ -388,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_to_come_is_unwanted() {
+    fn only_open_deliveries_are_given_up_when_a_url_is_gone() {
         use DeliveryStatus::{AwaitingOutcome, Gone, Pending};
         for status in DeliveryStatus::ALL {
             let due_ms = (status == Pending).then_some(7);
@@ -398,7 +404,7 @@ mod tests {
                 continue;
             };
             assert_eq!((next.status, next.due_ms, next.version), (Gone, None, 3));
-            assert_eq!(next.after_call_ended(9), None, "the end of its call changes nothing");
+            assert_eq!(next.after_call_ended(9), None, "the end of the call has no effect");
             let again = next.after_redelivery_request(9).unwrap();
             assert_eq!((again.status, again.due_ms), (Pending, Some(9)));
         }

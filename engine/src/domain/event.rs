@@ -1,7 +1,6 @@
 //! The history of a call: its records, and the events they become once stored. Pure.
 
 mod data;
-
 use serde_json::Value;
 
 use crate::domain::call::Call;
@@ -11,19 +10,31 @@ pub use data::EventData;
 /// Kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum EventKind {
+    /// The call was accepted.
     Requested,
+    /// An attempt started.
     Started,
+    /// A remote executor acknowledged the attempt, or returned a handle to resume it with.
     Acknowledged,
+    /// The executor reported progress of the attempt.
     Progress,
+    /// An attempt failed, and another one on the same tool is scheduled.
     Retrying,
+    /// An attempt failed, and a fallback tool replaces the tool.
     Fallback,
     /// The tool requests input before it continues.
     InputRequired,
+    /// Answers to the tool's questions were accepted.
     InputProvided,
+    /// A process took over the call because the previous owner was gone.
     Recovered,
+    /// The call succeeded.
     Finished,
+    /// The call failed, and no attempt follows.
     Failed,
+    /// The call's time ran out.
     Timeout,
+    /// The call was canceled.
     Canceled,
     /// A report that was late, repeated or from the wrong executor, and had no effect.
     ReportIgnored,
@@ -82,9 +93,13 @@ impl EventKind {
 /// One line of a call's history, before it has a number.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EventRecord {
+    /// Kind of the record.
     pub kind: EventKind,
+    /// Time of the recorded change, in Unix milliseconds.
     pub at_ms: u64,
+    /// Number of the attempt that it concerns; 0 before the first.
     pub attempt: u32,
+    /// Further fields, which depend on the kind.
     pub data: EventData,
 }
 
@@ -117,11 +132,14 @@ impl EventRecord {
 /// A stored record. The store numbers all events in commit order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallEvent {
+    /// Position in the order of all stored events; a reader resumes after it.
     pub number: u64,
+    /// Id of the call that it concerns.
     pub call_id: CallId,
     /// The run that the call belongs to.
     pub run_id: String,
     /// The caller's id for the call.
     pub caller_call_id: Option<String>,
+    /// The record as the lifecycle wrote it.
     pub record: EventRecord,
 }

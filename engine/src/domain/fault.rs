@@ -15,22 +15,39 @@ use crate::domain::json::Json;
 /// Every error code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Code {
+    /// The arguments or the result do not match the schema.
     ValidationError,
+    /// The request cannot be parsed.
     BadRequest,
+    /// No tool has this name in the project.
     ToolNotFound,
+    /// No call, run or other record has this id.
     NotFound,
+    /// The request has no valid credentials.
     Unauthenticated,
+    /// The caller lacks the permission for the operation.
     PermissionDenied,
+    /// The request contradicts the recorded state.
     Conflict,
+    /// The idempotency key belongs to a different request.
     IdempotencyMismatch,
+    /// The deadline of the call passed.
     Timeout,
+    /// The executor of the tool cannot be reached.
     UpstreamUnavailable,
+    /// The tool ran and failed.
     RuntimeError,
+    /// The attempt may have had an effect, and it is not repeated.
     OutcomeUnknown,
+    /// The call was canceled.
     Canceled,
+    /// The tool or the project is at its limit of calls.
     RateLimited,
+    /// The server has no capacity for more work at present.
     Overloaded,
+    /// A request body or a result exceeds its size limit.
     PayloadTooLarge,
+    /// The server itself failed; its log has the details.
     Internal,
 }
 
@@ -92,7 +109,7 @@ const TABLE: [Row; 17] = [
         "not_found",
         404,
         false,
-        "there is no such thing",
+        "no object has this id",
         "check the id; finished calls are purged after the configured retention",
     ),
     row(
@@ -111,7 +128,7 @@ const TABLE: [Row; 17] = [
         403,
         false,
         "the caller may not do this",
-        "the message names what decided; an operator can change it (toolcrib allow, toolcrib keys)",
+        "the message names the rule; an operator can change it (toolcrib allow, toolcrib keys)",
     ),
     row(
         Code::Conflict,
@@ -146,7 +163,7 @@ const TABLE: [Row; 17] = [
         "upstream_unavailable",
         503,
         true,
-        "whoever executes the tool cannot be reached",
+        "the executor of the tool cannot be reached",
         "try again later; the message says who did not answer",
     ),
     row(
@@ -164,8 +181,8 @@ const TABLE: [Row; 17] = [
         "internal_error",
         502,
         false,
-        "it may have happened; nobody knows; it was not tried again",
-        "look at the outside world before you call again",
+        "the attempt may have taken effect; it was not repeated",
+        "check the external system before you call again",
     ),
     row(
         Code::Canceled,
@@ -191,7 +208,7 @@ const TABLE: [Row; 17] = [
         "upstream_unavailable",
         503,
         true,
-        "the crib cannot take more work now",
+        "the server cannot take more work now",
         "wait as long as Retry-After says",
     ),
     row(
@@ -209,7 +226,7 @@ const TABLE: [Row; 17] = [
         "internal_error",
         500,
         true,
-        "a fault of the crib itself",
+        "an internal error of the server",
         "the server's log has the details under the request id",
     ),
 ];
@@ -286,12 +303,15 @@ const RETRY_AFTER_MS: &str = "retry_after_ms";
 /// The reason why an attempt or a call failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fault {
+    /// Code that programs decide by.
     pub code: Code,
     /// Text for people and models: names the subject and says what to do.
     pub message: String,
     /// Structured data: problems with pointers, similar names, the recorded state.
     pub detail: Option<Value>,
+    /// True if another attempt, or the same request later, can succeed.
     pub retryable: bool,
+    /// Possible side effect of the failed attempt.
     pub side_effect: SideEffect,
     /// The tool's rejected output, for operators. It is never part of a response to an agent.
     pub raw: Option<Json>,
@@ -379,6 +399,7 @@ pub enum Error {
     /// The caller can act on it.
     #[error("{fault}")]
     Refused {
+        /// Reason of the refusal.
         fault: Fault,
         /// Delay before a retry, if known.
         retry_after_ms: Option<u64>,
@@ -429,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn utp_names_are_understood() {
+    fn utp_error_names_are_parsed() {
         assert_eq!(Code::parse("tool_timeout"), Some(Code::Timeout));
         assert_eq!(Code::parse("bad_request"), Some(Code::BadRequest));
         assert_eq!(Code::parse("not_found"), Some(Code::NotFound));

@@ -119,15 +119,24 @@ impl IdGenerator {
     }
 }
 
+/// Formats bytes as lowercase hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    use fmt::Write;
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn ids_sort_in_the_order_they_were_made() {
-        let minter = IdGenerator::default();
+    fn ids_sort_in_creation_order() {
+        let id_generator = IdGenerator::default();
         let ids: Vec<CallId> =
-            (0..1000).map(|n| minter.next_call_id(1_700_000_000_000 + n / 100)).collect();
+            (0..1000).map(|n| id_generator.next_call_id(1_700_000_000_000 + n / 100)).collect();
         assert!(ids.windows(2).all(|pair| pair[0] < pair[1]));
         assert!(CallId::min_at(1_700_000_000_000) <= ids[0]);
         assert!(CallId::min_at(1_700_000_000_011) > ids[999]);

@@ -7,7 +7,6 @@ mod canonical;
 mod check;
 pub mod cursor;
 mod lossy_integer;
-
 use std::fmt;
 use std::sync::Arc;
 
@@ -153,12 +152,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_is_kept_as_given() {
+    fn the_text_is_kept_unchanged() {
         assert_eq!(Json::parse("{\"a\": 1.10}").unwrap().text(), "{\"a\": 1.10}");
     }
 
     #[test]
-    fn depth_64_passes_and_65_says_where() {
+    fn depth_65_is_refused_with_its_location() {
         let deep = |n: usize| format!("{}{}", "[".repeat(n), "]".repeat(n));
         assert!(Json::parse(&deep(64)).is_ok());
         let refused = Json::parse(&format!("\n{}", deep(65))).unwrap_err();
@@ -168,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_as_a_value_does_not_become_json() {
+    fn text_that_is_not_a_json_value_is_refused() {
         for text in ["[1e400]", r#"{"a":"\ud800"}"#, r#"{"\udfff":1}"#] {
             assert!(Json::parse(text).is_err(), "{text}");
             assert!(serde_json::from_str::<Json>(text).is_err(), "{text}");
@@ -180,14 +179,14 @@ mod tests {
     }
 
     #[test]
-    fn not_json_says_where() {
+    fn a_syntax_error_has_a_location() {
         let refused = Json::parse("{\"a\": }").unwrap_err();
         assert_eq!((refused.line, refused.column), (1, 7));
         assert!(!refused.reason.contains("line"), "{}", refused.reason);
     }
 
     #[test]
-    fn documents_are_the_same_however_they_are_written() {
+    fn equality_ignores_formatting_and_key_order() {
         let json = |text| Json::parse(text).unwrap();
         assert_eq!(json(r#"{"b": [1.10], "a": 1}"#), json(r#"{"a":1,"b":[1.1]}"#));
         assert_ne!(json("[18446744073709551616]"), json("[18446744073709551617]"));

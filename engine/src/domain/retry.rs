@@ -20,6 +20,7 @@ pub struct ExecutionPolicy {
     pub default_timeout_ms: u64,
     /// Maximum number of attempts after the first.
     pub max_retries: u32,
+    /// Delays between attempts.
     pub backoff: Backoff,
 }
 
@@ -38,12 +39,16 @@ impl Default for ExecutionPolicy {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ExecutionPolicyPatch {
+    /// Maximum number of concurrent calls at this level, from 1; `None` sets no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_parallel: Option<u32>,
+    /// Default time from acceptance to outcome, in milliseconds; `None` inherits it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_timeout_ms: Option<u64>,
+    /// Maximum number of attempts after the first, from 0 to 100; `None` inherits it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_retries: Option<u32>,
+    /// Delays between attempts; `None` inherits all of them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backoff: Option<Backoff>,
 }
@@ -88,8 +93,11 @@ impl ExecutionPolicy {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Backoff {
+    /// Delay after the first failed attempt, in milliseconds.
     pub initial_ms: u64,
+    /// Factor by which the delay grows with each further attempt, from 1 to 100.
     pub factor: f64,
+    /// Maximum delay, in milliseconds.
     pub max_ms: u64,
     /// Random part of the delay, as a fraction from 0 to 1.
     pub jitter: f64,
@@ -130,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_grow_to_the_cap_and_spread() {
+    fn waits_grow_to_the_maximum_with_jitter() {
         let backoff = Backoff { initial_ms: 100, factor: 2.0, max_ms: 1_000, jitter: 0.0 };
         let waits: Vec<u64> = (1..6).map(|n| backoff.wait_ms(n, "tc_a")).collect();
         assert_eq!(waits, [100, 200, 400, 800, 1_000]);
@@ -142,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_more_exact_policy_wins_field_by_field() {
+    fn a_patch_overrides_a_policy_field_by_field() {
         let global = ExecutionPolicy::default();
         let patch =
             ExecutionPolicyPatch { max_retries: Some(7), ..ExecutionPolicyPatch::default() };
@@ -152,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn an_invalid_policy_is_reported_with_its_field() {
         let zero =
             ExecutionPolicyPatch { max_parallel: Some(0), ..ExecutionPolicyPatch::default() };
         assert!(zero.find_problem().unwrap().contains("max_parallel"));

@@ -3,26 +3,32 @@
 //! [`Run`] holds the current state. The journal holds the history and every message of the
 //! conversation; each [`JournalRecord`] is committed together with the state that it leads to.
 
+pub mod options;
+pub mod progress;
 use std::str::FromStr;
 
+use options::RunOptions;
+use progress::{FinalAnswer, RunProgress};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::domain::caller::{AuthMethod, Caller, Role};
 use crate::domain::event::CallEvent;
 use crate::domain::fault::{Code, Fault};
-use crate::runs::agent_loop::{FinalAnswer, RunOptions, RunProgress};
 
 /// Status of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum RunStatus {
+    /// The agent loop requests replies and executes their calls.
     Running,
     /// The run has nothing to do until late results arrive.
     Waiting,
     /// The run has its final answer.
     Succeeded,
+    /// The run ended with an error; it can be resumed.
     Failed,
+    /// The run was canceled; it can be resumed.
     Canceled,
 }
 
@@ -59,7 +65,9 @@ impl FromStr for RunStatus {
 /// The caller that a run acts for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunOwner {
+    /// Agent name of the caller.
     pub agent: String,
+    /// Wire name of the caller's [`Role`].
     pub role: String,
     /// True if the caller was authenticated as local, without a key.
     pub local: bool,
@@ -87,10 +95,14 @@ impl From<&Caller> for RunOwner {
 /// A fault in its stored form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trouble {
+    /// Wire name of the fault's [`Code`].
     pub code: String,
+    /// Text for people and models.
     pub message: String,
+    /// Structured data of the fault.
     #[serde(default)]
     pub detail: Option<Value>,
+    /// True if the same request can succeed later.
     pub retryable: bool,
 }
 
@@ -113,26 +125,37 @@ impl From<Trouble> for Fault {
 /// The current state of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
+    /// Unique id, `run_…`; also the run id of its calls.
     pub id: String,
+    /// Id of the project that the run belongs to.
     pub project: String,
+    /// Caller that the run acts for.
     #[serde(rename = "asker")]
     pub owner: RunOwner,
     /// The model name from the request.
     pub model: String,
+    /// Current status.
     pub status: RunStatus,
+    /// Model, tools, limits and settings of the agent loop.
     #[serde(rename = "terms")]
     pub options: RunOptions,
+    /// Usage, pending calls and limit counters so far.
     pub progress: RunProgress,
+    /// Final answer; set while the run is SUCCEEDED.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answer: Option<FinalAnswer>,
+    /// Reason of the failure; set while the run is FAILED.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Trouble>,
     /// User messages that are not in the conversation yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[serde(rename = "said")]
     pub queued_messages: Vec<Value>,
+    /// Time of creation, in Unix milliseconds.
     pub created_ms: u64,
+    /// Time of the last saved state, in Unix milliseconds.
     pub updated_ms: u64,
+    /// Time of the end, in Unix milliseconds; `None` while the run is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended_ms: Option<u64>,
     /// Number of saved states, from 1.
@@ -157,6 +180,7 @@ impl Run {
 /// The kind of a journal record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum JournalKind {
+    /// The run was created, with its first messages.
     Created,
     /// The model replied.
     Replied,
@@ -164,12 +188,17 @@ pub enum JournalKind {
     ToolResults,
     /// A late result arrived.
     LateResult,
+    /// The run waits for late results.
     Waiting,
     /// The user sent a message.
     UserMessage,
+    /// A failed or canceled run was resumed.
     Resumed,
+    /// The run ended with its final answer.
     Finished,
+    /// The run ended with an error.
     Failed,
+    /// The run was canceled.
     Canceled,
 }
 
@@ -216,8 +245,11 @@ impl FromStr for JournalKind {
 /// One record of a run's journal.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JournalRecord {
+    /// Kind of the record.
     pub kind: JournalKind,
+    /// Time of the recorded change, in Unix milliseconds.
     pub at_ms: u64,
+    /// JSON object with further fields, which depend on the kind.
     pub data: Value,
     /// The messages that it added to the conversation.
     pub messages: Vec<Value>,
@@ -238,8 +270,11 @@ impl JournalRecord {
 /// A journal record with its run and its number, which is unique among all events.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JournalEntry {
+    /// Position in the order of all events of runs and calls.
     pub number: u64,
+    /// Id of the run.
     pub run_id: String,
+    /// The record itself.
     pub record: JournalRecord,
 }
 
@@ -261,7 +296,9 @@ pub fn dedup_replies(mut journal: Vec<JournalEntry>) -> Vec<JournalEntry> {
 /// An event of a run: of the run itself or of one of its calls.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RunEvent {
+    /// A journal entry of the run itself.
     Run(JournalEntry),
+    /// An event of one of the run's calls.
     Call(CallEvent),
 }
 

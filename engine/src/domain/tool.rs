@@ -1,14 +1,16 @@
 //! The definition of a tool: its name, schemas, effect and executor. Pure.
 
-use std::fmt;
+pub mod args;
 use std::str::FromStr;
 
+use args::{ArgumentMapping, ArgumentRules};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::domain::args::ArgumentRules;
+use crate::domain::id::hex;
 use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
+use crate::domain::utp::Binding;
 
 /// The executor of a tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -54,11 +56,61 @@ impl Executor {
         }
     }
 
-    /// Returns true if a remote executor reports the result later. Such a call is PENDING until the
-    /// executor acknowledges it; a caller-executed call counts as acknowledged from the start.
-    pub fn reports_later(self) -> bool {
-        matches!(self, Self::Client | Self::Utp | Self::Caller)
+    /// Returns the traits of the sources for this executor. A target that was stored without traits
+    /// has these.
+    pub fn traits(self) -> SourceTraits {
+        let common = SourceTraits { retries: true, exact_numbers: true, ..Default::default() };
+        match self {
+            Self::Builtin => SourceTraits { in_process: true, speculative_reads: true, ..common },
+            Self::Client => {
+                SourceTraits { reports_later: true, needs_acknowledgement: true, ..common }
+            }
+            // A tool service answers a repeated call from its memory, so a retry has no effect.
+            Self::Utp => SourceTraits {
+                reports_later: true,
+                needs_acknowledgement: true,
+                needs_command: true,
+                retries: false,
+                exact_numbers: false,
+                ..common
+            },
+            Self::Mcp => common,
+            Self::Http => SourceTraits { needs_command: true, exact_numbers: false, ..common },
+            // The caller executes its own calls: the attempt needs no acknowledgement.
+            Self::Caller => SourceTraits { reports_later: true, ..common },
+        }
     }
+
+    /// Returns the question to ask if no executor acknowledges a call.
+    pub fn availability_question(self) -> &'static str {
+        match self {
+            Self::Utp => "is its tool service running, and NATS there",
+            _ => "is the client that offers it connected",
+        }
+    }
+}
+
+/// How the executor behind a source behaves, as far as the engine depends on it.
+///
+/// The target of a call stores the traits of its source, so that the lifecycle needs no source to
+/// decide. The default has no trait.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SourceTraits {
+    /// Tools run in this process.
+    pub in_process: bool,
+    /// The executor reports the result later, even if the node that started the attempt is lost.
+    pub reports_later: bool,
+    /// A call is PENDING until the executor acknowledges the attempt.
+    pub needs_acknowledgement: bool,
+    /// Another attempt may succeed where one has failed.
+    pub retries: bool,
+    /// Numbers reach the executor digit by digit. Otherwise those of more than 64 bits are refused.
+    pub exact_numbers: bool,
+    /// An attempt that only reads may start before its call is committed.
+    pub speculative_reads: bool,
+    /// An attempt needs a command, which the engine builds from the tool's binding.
+    pub needs_command: bool,
 }
 
 impl FromStr for Executor {
@@ -97,10 +149,14 @@ impl Effect {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Risk {
+    /// Low risk; MCP clients never see the tool as destructive.
     Low,
+    /// Medium risk. The default.
     #[default]
     Medium,
+    /// High risk; MCP clients see even an idempotent tool as destructive.
     High,
+    /// Highest risk level.
     Critical,
 }
 
@@ -123,7 +179,7 @@ pub struct Fallback {
     pub tool: String,
     /// Mapping from the first tool's arguments; `None` passes the same arguments.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub args: Option<crate::domain::args::ArgumentMapping>,
+    pub args: Option<ArgumentMapping>,
 }
 
 /// One tool, as its owner described it.
@@ -131,22 +187,33 @@ pub struct Fallback {
 pub struct ToolDefinition {
     /// The project it belongs to; `None` for a tool of every project (built-in tools).
     pub project: Option<String>,
+    /// Name that callers use, such as `weather.query`; unique in the project.
     pub name: String,
+    /// Description for people and models.
     pub description: String,
+    /// The party that executes the tool.
     pub executor: Executor,
+    /// JSON Schema of the arguments.
     pub input_schema: Json,
+    /// JSON Schema of the result; `None` accepts any result.
     pub output_schema: Option<Json>,
+    /// Default time from acceptance of a call to its outcome, in milliseconds.
     pub timeout_ms: u64,
     /// True if its calls are background tasks: the caller continues, the result arrives later.
     /// Named `async` on every wire.
     pub background: bool,
+    /// Side effect; decides whether an attempt may be repeated.
     pub effect: Effect,
+    /// Risk level.
     pub risk: Risk,
+    /// Limits and retries of its calls, in addition to those of the project.
     pub policy: ExecutionPolicyPatch,
+    /// Tools to use instead, in order.
     pub fallback: Vec<Fallback>,
+    /// Data from the tool's owner, returned with the tool; `title` is shown to people.
     pub metadata: Option<Json>,
     /// Execution settings; only for tools that a tool service or an HTTP API executes.
-    pub binding: Option<crate::domain::utp::Binding>,
+    pub binding: Option<Binding>,
 }
 
 impl ToolDefinition {
@@ -212,15 +279,6 @@ impl ToolDefinition {
     }
 }
 
-/// Formats bytes as lowercase hexadecimal.
-pub fn hex(bytes: &[u8]) -> String {
-    use fmt::Write;
-    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
 /// The error for a text that is not a tool name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -264,7 +322,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names() {
+    fn tool_names_are_checked() {
         for good in ["weather.query", "a", "file_read-2", "9lives", "mcp/github.create"] {
             assert!(check_tool_name(good).is_ok(), "{good}");
         }
@@ -279,5 +337,11 @@ mod tests {
         for executor in Executor::ALL {
             assert_eq!(executor.as_str().parse(), Ok(executor));
         }
+    }
+
+    #[test]
+    fn stored_traits_may_lack_fields() {
+        let stored: SourceTraits = serde_json::from_str(r#"{"reports_later":true}"#).unwrap();
+        assert_eq!(stored, SourceTraits { reports_later: true, ..Default::default() });
     }
 }

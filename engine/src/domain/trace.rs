@@ -6,7 +6,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::domain::call::Call;
 use crate::domain::id::CallId;
 
 /// The flag of a sampled trace.
@@ -17,7 +16,9 @@ const KNOWN_FLAGS: u8 = 3;
 /// The header `traceparent`: a trace, the parent span, and the sampling flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceParent {
+    /// Id of the whole trace.
     pub trace_id: [u8; 16],
+    /// Id of the sender's span: the parent of the spans that continue the trace.
     pub span_id: [u8; 8],
     flags: u8,
 }
@@ -115,12 +116,8 @@ pub struct SpanIds {
 }
 
 impl SpanIds {
-    /// Returns the ids of this call's spans; the same call always has the same ids.
-    pub fn for_call(call: &Call) -> Self {
-        Self::new(&call.id, call.origin.traceparent.as_deref())
-    }
-
-    fn new(id: &CallId, traceparent: Option<&str>) -> Self {
+    /// Returns the ids for a call id and the `traceparent` of its request.
+    pub(super) fn new(id: &CallId, traceparent: Option<&str>) -> Self {
         let parent = traceparent.and_then(|text| text.parse().ok());
         // An id of zeros is invalid.
         let [first, second, own, attempt_seed] =
@@ -179,32 +176,32 @@ fn mix(number: u64) -> u64 {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    const GIVEN: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
     #[test]
-    fn what_is_valid_is_read_and_written_the_same() {
-        let parsed: TraceParent = GIVEN.parse().unwrap();
+    fn a_valid_traceparent_round_trips() {
+        let parsed: TraceParent = TRACEPARENT.parse().unwrap();
         assert!(parsed.is_sampled());
-        assert_eq!(parsed.to_string(), GIVEN);
+        assert_eq!(parsed.to_string(), TRACEPARENT);
         assert_eq!(parsed.trace_id_text(), "0af7651916cd43dd8448eb211c80319c");
-        let unsampled = GIVEN.replace("-01", "-00").parse::<TraceParent>().unwrap();
+        let unsampled = TRACEPARENT.replace("-01", "-00").parse::<TraceParent>().unwrap();
         assert!(!unsampled.is_sampled());
     }
 
     #[test]
-    fn later_versions_are_read_as_far_as_they_are_known() {
+    fn later_versions_are_read_up_to_the_known_fields() {
         for text in [
             "cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
             "cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-what-the-future-brings",
         ] {
-            assert_eq!(text.parse::<TraceParent>().unwrap().to_string(), GIVEN, "{text}");
+            assert_eq!(text.parse::<TraceParent>().unwrap().to_string(), TRACEPARENT, "{text}");
         }
-        let flags = GIVEN.replace("-01", "-ff").parse::<TraceParent>().unwrap();
-        assert!(flags.to_string().ends_with("-03"), "unknown flags are not handed on");
+        let flags = TRACEPARENT.replace("-01", "-ff").parse::<TraceParent>().unwrap();
+        assert!(flags.to_string().ends_with("-03"), "unknown flags are not propagated");
     }
 
     #[test]
-    fn what_is_not_valid_is_none() {
+    fn invalid_traceparents_are_refused() {
         let bad = [
             "",
             "00",
@@ -225,10 +222,10 @@ mod tests {
     }
 
     #[test]
-    fn ids_follow_from_the_call() {
+    fn span_ids_derive_from_the_call_id() {
         let id = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap();
         let ids = SpanIds::new(&id, None);
-        assert_eq!(ids.call(true), SpanIds::new(&id, None).call(true), "always the same");
+        assert_eq!(ids.call(true), SpanIds::new(&id, None).call(true), "the ids are deterministic");
         assert!(ids.parent.is_none());
         let spans = [ids.call(true), ids.attempt(1, true), ids.attempt(2, true)];
         for (n, span) in spans.iter().enumerate() {
@@ -236,22 +233,22 @@ mod tests {
             assert_eq!(span.trace_id, ids.trace_id());
             assert!(spans[..n].iter().all(|other| other.span_id != span.span_id));
         }
-        let within = SpanIds::new(&id, Some(GIVEN));
-        assert_eq!(within.parent.map(|parent| parent.to_string()).as_deref(), Some(GIVEN));
+        let within = SpanIds::new(&id, Some(TRACEPARENT));
+        assert_eq!(within.parent.map(|parent| parent.to_string()).as_deref(), Some(TRACEPARENT));
         assert_eq!(within.call(true).trace_id_text(), "0af7651916cd43dd8448eb211c80319c");
         assert_eq!(within.call(true).span_id, ids.call(true).span_id);
         assert!(!within.attempt(1, false).is_sampled());
         let nonsense = SpanIds::new(&id, Some("nonsense"));
-        assert_eq!(nonsense.trace_id(), ids.trace_id(), "as if none were given");
+        assert_eq!(nonsense.trace_id(), ids.trace_id(), "an invalid traceparent is ignored");
     }
 
     #[test]
-    fn ids_of_calls_that_follow_each_other_are_spread_evenly() {
-        let minter = crate::domain::id::IdGenerator::default();
+    fn trace_ids_of_consecutive_calls_are_evenly_distributed() {
+        let id_generator = crate::domain::id::IdGenerator::default();
         let mut seen = std::collections::HashSet::new();
         let mut upper = 0;
         for n in 0..20_000 {
-            let ids = SpanIds::new(&minter.next_call_id(1_700_000_000_000 + n / 1_000), None);
+            let ids = SpanIds::new(&id_generator.next_call_id(1_700_000_000_000 + n / 1_000), None);
             let trace_id = u128::from_be_bytes(ids.trace_id());
             upper += u64::from(trace_id as u64 >> 63 == 1);
             assert!(seen.insert(trace_id), "two calls in one trace");

@@ -8,13 +8,11 @@ pub mod card;
 pub mod subject;
 pub mod trace;
 pub mod turn_event;
-
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::domain::call::{Call, Status};
 use crate::domain::json::Json;
 
 pub use card::Card;
@@ -69,6 +67,7 @@ pub struct Binding {
     /// the server executes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_subject: Option<String>,
+    /// Effect of a result on the turn that made the call.
     pub after_execution: AfterExecution,
     /// A JSON object, stored as given: `args`, `envs`, `jina` and any options of the service.
     #[serde(default = "Json::empty_object")]
@@ -92,10 +91,15 @@ impl Binding {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ToolStatus {
+    /// The tool succeeded.
     Success,
+    /// The tool failed.
     Failed,
+    /// The call was canceled.
     Canceled,
+    /// The call's time ran out.
     Timeout,
+    /// The tool succeeded in part: its result may be incomplete.
     Partial,
 }
 
@@ -114,19 +118,6 @@ impl ToolStatus {
             Self::Partial => "partial",
         }
     }
-
-    /// Returns the status of an ended call; `None` while it is open.
-    pub fn from_call(call: &Call) -> Option<Self> {
-        let partial = call.outcome.as_ref().is_some_and(|outcome| outcome.partial);
-        match call.status {
-            Status::Succeeded if partial => Some(Self::Partial),
-            Status::Succeeded => Some(Self::Success),
-            Status::Failed => Some(Self::Failed),
-            Status::Timeout => Some(Self::Timeout),
-            Status::Canceled => Some(Self::Canceled),
-            Status::Pending | Status::Running => None,
-        }
-    }
 }
 
 impl FromStr for ToolStatus {
@@ -140,57 +131,33 @@ impl FromStr for ToolStatus {
 /// The identity of a call in UTP; a report must match it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
+    /// Id of the agent that made the call.
     pub agent_id: String,
+    /// Id of the turn that made the call; the run id outside a turn.
     pub turn_id: String,
+    /// Epoch of the turn at the time of the call.
     pub epoch: u64,
+    /// Id of the step that the call belongs to.
     pub step_id: String,
+    /// The model's id for the call; derived from the call's id outside a turn.
     pub tool_call_id: String,
+    /// Channel of the turn: the fourth part of its subjects.
     pub channel: String,
+    /// Id of the step that started the turn, if the agent names one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_step_id: Option<String>,
+    /// W3C `tracestate` of the turn's trace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracestate: Option<String>,
+    /// Id of a context that the agent names; passed to the tool service unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_box_id: Option<String>,
+    /// Number of agents above this one in a chain of agents that call agents.
     #[serde(default)]
     pub depth: u32,
     /// The project that made the call, if another project executes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub project: Option<String>,
-}
-
-impl Route {
-    /// Returns the route of a call. A call outside any turn uses its run as the turn, with epoch 1.
-    pub fn for_call(call: &Call) -> Self {
-        if let Some(turn) = &call.origin.route {
-            let mut route = turn.as_ref().clone();
-            route.tool_call_id = id_for_target(&route.tool_call_id, call);
-            return route;
-        }
-        let body = call.id.as_str().trim_start_matches(crate::domain::id::CallId::PREFIX);
-        Self {
-            agent_id: call.origin.agent.clone(),
-            turn_id: call.run_id.clone(),
-            epoch: 1,
-            step_id: format!("step_{body}"),
-            tool_call_id: id_for_target(call.id.as_str(), call),
-            channel: DEFAULT_CHANNEL.to_owned(),
-            parent_step_id: None,
-            tracestate: None,
-            context_box_id: None,
-            depth: 0,
-            project: None,
-        }
-    }
-}
-
-/// Returns the call id for the current target. A tool service answers a known id from memory, so a
-/// fallback needs a separate id.
-fn id_for_target(id: &str, call: &Call) -> String {
-    match call.target.tool == call.tool_name {
-        true => id.to_owned(),
-        false => format!("{id}-a{}", call.attempt - call.target_attempts.min(call.attempt) + 1),
-    }
 }
 
 /// Status of a turn.
@@ -201,7 +168,9 @@ pub enum TurnStatus {
     Running,
     /// Calls are in flight; the turn resumes when all results are in.
     Suspended,
+    /// The agent finished the turn, or a result terminated it.
     Finished,
+    /// The turn was stopped on request, and its open calls were canceled.
     Stopped,
     /// The lease expired without renewal.
     Expired,
@@ -228,12 +197,17 @@ impl TurnStatus {
 /// One activation of an agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Turn {
+    /// Id of the project that the turn belongs to.
     pub project: String,
+    /// Id of the agent.
     pub agent_id: String,
+    /// Id of the turn; unique in the project.
     pub turn_id: String,
     /// Increases with every lease, resume and stop; messages with an older epoch are rejected.
     pub epoch: u64,
+    /// Current status.
     pub status: TurnStatus,
+    /// Channel of its messages: the fourth part of their subjects.
     pub channel: String,
     /// The step whose calls are in flight, or the last one.
     #[serde(default)]
@@ -241,23 +215,31 @@ pub struct Turn {
     /// The steps dispatched in this epoch and not resumed yet: the turn waits for all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<String>,
+    /// Id of the step that started the turn, if the agent names one.
     #[serde(default)]
     pub parent_step_id: Option<String>,
+    /// W3C `traceparent` that the trace of its calls and messages continues.
     #[serde(default)]
     pub traceparent: Option<String>,
+    /// W3C `tracestate` of that trace.
     #[serde(default)]
     pub tracestate: Option<String>,
+    /// Id of a context that the agent names; passed to tool services unchanged.
     #[serde(default)]
     pub context_box_id: Option<String>,
+    /// Number of agents above this one in a chain of agents that call agents.
     #[serde(default)]
     pub depth: u32,
     /// While running: expiry of the lease.
     pub lease_until_ms: u64,
+    /// Duration of the lease from each renewal or resume, in milliseconds.
     pub lease_ms: u64,
     /// While suspended: deadline for the last of its results.
     #[serde(default)]
     pub resume_deadline_ms: Option<u64>,
+    /// Time of the first lease, in Unix milliseconds.
     pub created_ms: u64,
+    /// Time of the last saved state, in Unix milliseconds.
     pub updated_ms: u64,
     /// The reason why the turn ended.
     #[serde(default)]
@@ -279,12 +261,19 @@ impl Turn {
 /// One call of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepCall {
+    /// Id of the project that the turn belongs to.
     pub project: String,
+    /// Id of the agent.
     pub agent_id: String,
+    /// Id of the turn.
     pub turn_id: String,
+    /// Epoch of the turn in which the step was dispatched.
     pub epoch: u64,
+    /// Id of the step.
     pub step_id: String,
+    /// The model's id for the call; unique in the turn.
     pub tool_call_id: String,
+    /// Name of the requested tool.
     pub tool_name: String,
     /// The call; `None` if it was refused before it was created.
     #[serde(default)]
@@ -292,6 +281,7 @@ pub struct StepCall {
     /// The card of its result, once it is in.
     #[serde(default)]
     pub result_card_id: Option<String>,
+    /// Id of the inbox item with its result; `None` until the result is in.
     #[serde(default)]
     pub inbox_id: Option<String>,
 }
@@ -301,23 +291,33 @@ pub struct StepCall {
 pub struct InboxItem {
     /// `inbox_…`
     pub inbox_id: String,
+    /// Id of the agent's project.
     pub project: String,
+    /// Id of the agent that receives it.
     pub agent_id: String,
     /// `tool_result`, `timeout` or `stop`.
     pub message_type: String,
+    /// Id of the turn that it concerns.
     pub turn_id: String,
+    /// The model's id for the call, or `stop:<turn_id>` for a stop.
     pub tool_call_id: String,
     /// The payload as UTP writes it.
     pub payload: Map<String, Value>,
+    /// W3C `traceparent` with a span of its own.
     pub traceparent: String,
+    /// W3C `tracestate` of that trace.
     #[serde(default)]
     pub tracestate: Option<String>,
+    /// Id of the step that it concerns.
     #[serde(default)]
     pub parent_step_id: Option<String>,
+    /// Author of the result's card; `None` for a stop.
     #[serde(default)]
     pub source_agent_id: Option<String>,
+    /// Depth of the turn in a chain of agents that call agents.
     #[serde(default)]
     pub depth: u32,
+    /// Time of creation, in Unix milliseconds.
     pub created_ms: u64,
 }
 
@@ -328,7 +328,9 @@ pub struct OutboxMessage {
     pub id: String,
     /// The subject without the prefix `cg.<version>.`.
     pub subject: String,
+    /// NATS headers, as names and values.
     pub headers: Vec<(String, String)>,
+    /// JSON body of the message.
     pub payload: Value,
     /// Time after which the message is obsolete.
     pub expires_ms: u64,
@@ -339,13 +341,17 @@ pub struct OutboxMessage {
 pub struct DeadLetter {
     /// `dl_…`
     pub id: String,
+    /// Id of the project that the message was sent to.
     pub project: String,
     /// `report`, `command` or `letter` (a wakeup or an event).
     pub kind: String,
     /// One word: `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
     pub reason: String,
+    /// Reason in words.
     pub message: String,
+    /// Origin of the message: its NATS subject, HTTP path or table.
     pub subject: String,
+    /// Headers of the message, up to a size limit.
     #[serde(default)]
     pub headers: Map<String, Value>,
     /// The payload as received, truncated to a readable length.
@@ -354,7 +360,9 @@ pub struct DeadLetter {
     #[serde(default)]
     #[serde(rename = "cut")]
     pub truncated: bool,
+    /// Time when it was stored, in Unix milliseconds.
     pub created_ms: u64,
+    /// Time of the last redrive, in Unix milliseconds.
     #[serde(default)]
     pub redriven_ms: Option<u64>,
     /// Result of the last redrive.
@@ -366,13 +374,17 @@ pub struct DeadLetter {
 /// An agent that Toolcrib can wake.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AgentEntry {
+    /// Id of the agent's project.
     pub project: String,
+    /// Id of the agent; unique in the project.
     pub agent_id: String,
     /// Target of its wakeups: `cmd.agent.<worker_target>.wakeup`.
     pub worker_target: String,
+    /// Profile of the agent, as given; Toolcrib does not interpret it.
     pub profile: Option<Json>,
     /// The tools it may call in a turn; `None` for every tool that the rules allow.
     pub allowed_tools: Option<Vec<String>>,
+    /// Time of the last change, in Unix milliseconds.
     pub updated_ms: u64,
 }
 

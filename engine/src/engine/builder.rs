@@ -4,33 +4,35 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::{Core, Engine, EngineLimits, ExecutionPolicies};
-use crate::calls::dependents::Dependents;
-use crate::calls::limiter::ConcurrencyLimiter;
-use crate::calls::open_calls::OpenCalls;
+use super::Engine;
+use crate::calls::{Calls, Dispatcher};
+use crate::clients::Clients;
 use crate::clients::queue::ClientQueue;
 use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
+use crate::domain::run::options::ModelRequestPolicy;
 use crate::domain::tool::{Executor, check_tool_name};
-use crate::maintenance;
 use crate::ports::bus::{Bus, LocalBus};
 use crate::ports::clock::{Clock, SystemClock};
+use crate::ports::core::{Core, EngineLimits, ExecutionPolicies};
 use crate::ports::fn_tool::{BuiltinSource, Tool};
 use crate::ports::model::{ModelResolver, NoModels};
 use crate::ports::observer::Observer;
 use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
-use crate::registry::catalog::{Catalog, CatalogEntry};
-use crate::runs::agent_loop::ModelRequestPolicy;
-use crate::runs::read_result::{self, EngineHandle, RESULT_READ};
-use crate::telemetry::engine_metrics;
+use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
+use crate::registry::{Admin, Registry};
+use crate::runs::Runs;
+use crate::runs::read_result::{self, RunsHandle};
+use crate::utp::Utp;
+use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
+use crate::{engine_metrics, maintenance};
 
 /// Collects the parts of an engine. Every part has a default that needs no external service.
 #[derive(Default)]
@@ -88,7 +90,7 @@ impl EngineBuilder {
     /// Adds the tool `result.read`, with which a model reads the parts of a result that a digest
     /// omitted. No other tool can then have this name. A caller that may call any tool may call
     /// this one unless a rule denies it, because it returns only what that caller can read anyway.
-    /// [`Engine::tools`] lists it for an agent only if a rule names it.
+    /// [`Registry::tools`] lists it for an agent only if a rule names it.
     pub fn with_result_read_tool(mut self) -> Self {
         self.has_result_read = true;
         self
@@ -177,8 +179,8 @@ impl EngineBuilder {
         let retention_ms = self.retention_ms;
         engine_metrics::register_counters();
         let engine = self.build_idle().await?;
-        engine.core.limiter.begin_recovery();
-        maintenance::spawn_all(&engine, retention_ms);
+        engine.calls.dispatcher.limiter.begin_recovery();
+        spawn_reconcilers(&engine, retention_ms);
         Ok(engine)
     }
 
@@ -186,68 +188,123 @@ impl EngineBuilder {
     /// directory, and for tests that run the reconcilers by hand.
     pub async fn build_idle(self) -> Result<Engine, Error> {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
-        let desk = Arc::new(ClientQueue::new(clock.clone()));
-        let own_handle = EngineHandle::default();
+        let client_queue = Arc::new(ClientQueue::new(clock.clone()));
+        let runs_handle = RunsHandle::default();
         let mut tools = self.tools;
         if self.has_result_read {
-            tools.push(Arc::new(read_result::result_read_tool(own_handle.clone())));
+            tools.push(Arc::new(read_result::result_read_tool(runs_handle.clone())));
         }
-        check_unique_names(&tools)?;
-        let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-        let mut sources: HashMap<Executor, Arc<dyn Source>> = HashMap::new();
-        let own = [functions, desk.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
-        for source in own.into_iter().chain(self.sources) {
-            sources.insert(source.executor(), source);
-        }
-        let mut shared = HashMap::new();
-        for definition in sources.values().flat_map(|source| source.list()) {
-            check_tool_name(&definition.name)
-                .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))?;
-            let name = definition.name.clone();
-            let entry = Arc::new(CatalogEntry::compile(definition)?);
-            if shared.insert(name.clone(), entry).is_some() {
-                return Err(duplicate_name(&name));
-            }
-        }
-        let minter = IdGenerator::default();
-        let node = minter.next_id("node_", clock.now_ms());
-        let inner = Arc::new(Core {
+        let sources = collect_sources(tools, &client_queue, self.sources)?;
+        let shared_tools = collect_shared_tools(&sources)?;
+        let id_generator = IdGenerator::default();
+        let core = Arc::new(Core {
             store: self.store.unwrap_or_else(|| Arc::new(MemoryStore::default())),
             bus: self.bus.unwrap_or_else(|| Arc::new(LocalBus::default())),
+            observer: self.observer,
+            webhook_sender: self.webhook_sender.clone(),
+            node: id_generator.next_id("node_", clock.now_ms()),
             clock,
+            id_generator,
+            limits: self.limits,
+            policies: self.policies,
+            draining: AtomicBool::new(false),
+            shutdown: CancellationToken::new(),
+            tasks: TaskTracker::new(),
+        });
+        let (authenticator, named) = (self.authenticator, self.tool_names_in_metrics);
+        let registry = Arc::new(Registry::new(core.clone(), shared_tools, authenticator, named));
+        let admin = Arc::new(Admin { core: core.clone(), registry: registry.clone() });
+        let clients = Arc::new(Clients {
+            core: core.clone(),
+            registry: registry.clone(),
+            client_queue: client_queue.clone(),
+        });
+        let dispatcher = Arc::new(Dispatcher::new(
+            core.clone(),
+            registry.clone(),
+            client_queue.clone(),
             sources,
-            client_queue: desk,
-            catalog: RwLock::new(Arc::new(Catalog::new(shared))),
-            search_indexes: Default::default(),
-            authenticator: self.authenticator,
+        ));
+        let calls = Arc::new(Calls {
+            core: core.clone(),
+            registry: registry.clone(),
+            dispatcher: dispatcher.clone(),
+        });
+        let utp = Arc::new(Utp {
+            core: core.clone(),
+            registry: registry.clone(),
+            dispatcher: dispatcher.clone(),
+            calls: calls.clone(),
+            publishes_outbox: self.publishes_outbox,
+            report_traceparents: Default::default(),
+        });
+        let webhooks = Arc::new(Webhooks {
+            core: core.clone(),
+            calls: calls.clone(),
+            webhook_queue: Arc::new(WebhookQueue::new(self.webhook_sender, self.webhook_settings)),
+        });
+        let runs = Arc::new(Runs {
+            core: core.clone(),
+            registry: registry.clone(),
+            dispatcher: dispatcher.clone(),
+            calls: calls.clone(),
             models: self.models.unwrap_or_else(|| Arc::new(NoModels)),
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
-            directory_lock: tokio::sync::Mutex::new(()),
-            open_calls: OpenCalls::default(),
-            dependents: Dependents::default(),
             active_runs: Default::default(),
-            limiter: Arc::new(ConcurrencyLimiter::default()),
-            webhook_queue: Arc::new(WebhookQueue::new(self.webhook_sender, self.webhook_settings)),
-            id_generator: minter,
-            limits: self.limits,
-            policies: self.policies,
-            node,
-            publishes_outbox: self.publishes_outbox,
-            report_traceparents: parking_lot::Mutex::default(),
-            tool_names_in_metrics: self.tool_names_in_metrics,
-            observer: self.observer,
-            draining: AtomicBool::new(false),
-            recovered: AtomicBool::new(false),
-            shutdown: CancellationToken::new(),
-            attempts: TaskTracker::new(),
-            tasks: TaskTracker::new(),
         });
+        registry.set_listeners(vec![client_queue, dispatcher.clone()]);
+        dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
         // The handle was created above, so this is its only `set`.
-        let _ = own_handle.set(Arc::downgrade(&inner));
-        inner.reload_catalog().await?;
-        Ok(Engine { core: inner })
+        let _ = runs_handle.set(Arc::downgrade(&runs));
+        registry.reload_catalog().await?;
+        Ok(Engine { core, registry, admin, clients, calls, utp, webhooks, runs })
     }
+}
+
+/// Collects the engine's own sources and the given ones by executor; a given source replaces one of
+/// the engine's.
+fn collect_sources(
+    tools: Vec<Arc<dyn Tool>>,
+    client_queue: &Arc<ClientQueue>,
+    given: Vec<Arc<dyn Source>>,
+) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
+    check_unique_names(&tools)?;
+    let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
+    let own = [functions, client_queue.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
+    Ok(own.into_iter().chain(given).map(|source| (source.executor(), source)).collect())
+}
+
+/// Compiles the tools that the sources offer to every project.
+fn collect_shared_tools(sources: &HashMap<Executor, Arc<dyn Source>>) -> Result<Catalog, Error> {
+    let mut shared = HashMap::new();
+    for definition in sources.values().flat_map(|source| source.list()) {
+        check_tool_name(&definition.name)
+            .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))?;
+        let name = definition.name.clone();
+        let entry = Arc::new(CatalogEntry::compile(definition)?);
+        if shared.insert(name.clone(), entry).is_some() {
+            return Err(duplicate_name(&name));
+        }
+    }
+    Ok(Catalog::new(shared))
+}
+
+/// Starts all reconcilers; they end when the engine shuts down.
+fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
+    let tasks = &engine.core.tasks;
+    tasks.spawn(maintenance::dispatch::run(engine.calls.clone()));
+    tasks.spawn(maintenance::deadlines::run(engine.calls.clone()));
+    tasks.spawn(maintenance::directory_refresh::run(engine.clients.clone()));
+    tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
+    if engine.core.webhook_sender.is_some() {
+        tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));
+    }
+    if let Some(retention_ms) = retention_ms {
+        tasks.spawn(maintenance::purge::run(engine.calls.clone(), retention_ms));
+    }
+    let (calls, runs) = (engine.calls.clone(), engine.runs.clone());
+    tasks.spawn(async move { maintenance::recover_until_done(&calls, &runs).await });
 }
 
 /// Rejects two in-process tools with one name: the second would silently replace the first.
@@ -266,7 +323,9 @@ fn check_unique_names(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
 fn duplicate_name(name: &str) -> Error {
     let mut message = format!("there are two built-in tools named \"{name}\"");
     if name == RESULT_READ {
-        message.push_str("; one is the engine's own: rename yours, or build without result_read()");
+        message.push_str(
+            "; one is the engine's own: rename yours, or build without with_result_read_tool()",
+        );
     }
     Error::refused(Code::Conflict, message)
 }

@@ -1,102 +1,136 @@
-//! The transition table: every status (with its hold) times every event, all rows present. A new
-//! status or event fails to compile or to pass until it has its rows.
-
-mod after;
-mod again;
+//! The transition table: every status (with its hold) times every event, all cells present.
+//!
+//! A new status, hold, event or trait of a source does not compile here until it has its rows: the
+//! matches in [`states_of`], [`cases_of`], [`expected_row`] and [`expected`] are exhaustive, and
+//! each row of the table has one cell per state. The table holds for every executor. Other rules
+//! (retries, fallbacks, duplicates, messages) follow it.
 
 use super::*;
 use crate::domain::call::{Origin, Target};
 use crate::domain::id::CallId;
 use crate::domain::retry::Backoff;
-use crate::domain::tool::Executor;
+use crate::domain::tool::{Executor, SourceTraits};
 
 const CREATED: u64 = 1_000_000;
 const NOW: u64 = CREATED + 1_000;
 const DEADLINE: u64 = CREATED + 30_000;
 
-/// The states a call can be in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum At {
-    Queue,
-    RetryDue,
-    RetryLater,
-    Parked,
-    Input,
-    Running,
-    Succeeded,
-    Failed,
-    Timeout,
-    Canceled,
+/// Defines an enum together with the list of its variants.
+macro_rules! listed_enum {
+    ($(#[$doc:meta])* $name:ident { $($variant:ident,)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        enum $name { $($variant,)* }
+
+        impl $name {
+            const ALL: &[Self] = &[$(Self::$variant,)*];
+        }
+    };
 }
 
-const EVERYWHERE: [At; 10] = [
-    At::Queue,
-    At::RetryDue,
-    At::RetryLater,
-    At::Parked,
-    At::Input,
-    At::Running,
-    At::Succeeded,
-    At::Failed,
-    At::Timeout,
-    At::Canceled,
-];
-
-/// The events that can occur.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Did {
-    Claim,
-    Taken,
-    TakenByOther,
-    TakenOldAttempt,
-    Done,
-    DoneOtherwise,
-    DoneOldAttempt,
-    FailedForGood,
-    ToldPartial,
-    ToldTimedOut,
-    ToldCanceled,
-    ToldOldAttempt,
-    Handed,
-    HandedOldAttempt,
-    DeadlineEarly,
-    DeadlineDue,
-    Asks,
-    AsksOldAttempt,
-    AnswersAll,
-    AnswersSome,
-    AnswersNothing,
-    Cancel,
-    Lost,
+listed_enum! {
+    /// The states of a call: the columns of the table.
+    State {
+        Queue,
+        RetryDue,
+        RetryLater,
+        Unacknowledged,
+        Input,
+        Predecessor,
+        Running,
+        Succeeded,
+        Failed,
+        Timeout,
+        Canceled,
+    }
 }
 
-const EVERYTHING: [Did; 23] = [
-    Did::Claim,
-    Did::Taken,
-    Did::TakenByOther,
-    Did::TakenOldAttempt,
-    Did::Done,
-    Did::DoneOtherwise,
-    Did::DoneOldAttempt,
-    Did::FailedForGood,
-    Did::ToldPartial,
-    Did::ToldTimedOut,
-    Did::ToldCanceled,
-    Did::ToldOldAttempt,
-    Did::Handed,
-    Did::HandedOldAttempt,
-    Did::DeadlineEarly,
-    Did::DeadlineDue,
-    Did::Asks,
-    Did::AsksOldAttempt,
-    Did::AnswersAll,
-    Did::AnswersSome,
-    Did::AnswersNothing,
-    Did::Cancel,
-    Did::Lost,
-];
+listed_enum! {
+    /// The events, in each variation that matters: the rows of the table.
+    Case {
+        Claim,
+        Acknowledged,
+        AcknowledgedByOther,
+        AcknowledgedOldAttempt,
+        ReportedSuccess,
+        ReportedOtherSuccess,
+        ReportedOldAttempt,
+        ReportedFailure,
+        RemotePartial,
+        RemoteTimedOut,
+        RemoteCanceled,
+        RemoteOldAttempt,
+        Detached,
+        DetachedOldAttempt,
+        DeadlineEarly,
+        DeadlineDue,
+        InputRequired,
+        InputRequiredOldAttempt,
+        AllAnswers,
+        SomeAnswers,
+        UnknownAnswers,
+        PredecessorEnded,
+        Cancel,
+        OwnerLost,
+    }
+}
 
-fn call(executor: Executor, effect: Effect) -> Call {
+/// Returns the columns of a status with its hold.
+fn states_of(status: Status, hold: Option<Hold>) -> &'static [State] {
+    match (status, hold) {
+        (Status::Pending, Some(hold)) => match hold {
+            Hold::Queue => &[State::Queue],
+            Hold::Retry { .. } => &[State::RetryDue, State::RetryLater],
+            Hold::Unacknowledged => &[State::Unacknowledged],
+            Hold::Input => &[State::Input],
+            Hold::Predecessor { .. } => &[State::Predecessor],
+        },
+        (Status::Running, None) => &[State::Running],
+        (Status::Succeeded, None) => &[State::Succeeded],
+        (Status::Failed, None) => &[State::Failed],
+        (Status::Timeout, None) => &[State::Timeout],
+        (Status::Canceled, None) => &[State::Canceled],
+        // A call has a hold exactly while it is PENDING.
+        (Status::Pending, None) => &[],
+        (
+            Status::Running
+            | Status::Succeeded
+            | Status::Failed
+            | Status::Timeout
+            | Status::Canceled,
+            Some(_),
+        ) => &[],
+    }
+}
+
+/// Returns the rows of an event.
+fn cases_of(event: &Event) -> &'static [Case] {
+    match event {
+        Event::Claim { .. } => &[Case::Claim],
+        Event::Acknowledged { .. } => {
+            &[Case::Acknowledged, Case::AcknowledgedByOther, Case::AcknowledgedOldAttempt]
+        }
+        Event::Report { result: Ok(_), .. } => {
+            &[Case::ReportedSuccess, Case::ReportedOtherSuccess, Case::ReportedOldAttempt]
+        }
+        Event::Report { result: Err(_), .. } => &[Case::ReportedFailure],
+        Event::InputRequired { .. } => &[Case::InputRequired, Case::InputRequiredOldAttempt],
+        Event::InputProvided { .. } => &[Case::AllAnswers, Case::SomeAnswers, Case::UnknownAnswers],
+        Event::Detached { .. } => &[Case::Detached, Case::DetachedOldAttempt],
+        Event::RemoteOutcome { outcome, .. } => match outcome {
+            RemoteOutcome::Partial(_) => &[Case::RemotePartial, Case::RemoteOldAttempt],
+            RemoteOutcome::TimedOut(_) => &[Case::RemoteTimedOut],
+            RemoteOutcome::Canceled(_) => &[Case::RemoteCanceled],
+        },
+        Event::PredecessorEnded => &[Case::PredecessorEnded],
+        Event::Deadline => &[Case::DeadlineEarly, Case::DeadlineDue],
+        Event::Cancel { .. } => &[Case::Cancel],
+        Event::OwnerLost { .. } => &[Case::OwnerLost],
+    }
+}
+
+/// Returns a new call in the queue.
+fn queued_call(executor: Executor, effect: Effect) -> Call {
     Call {
         id: "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse::<CallId>().unwrap(),
         project: "p".into(),
@@ -108,6 +142,7 @@ fn call(executor: Executor, effect: Effect) -> Call {
             tool: "t".into(),
             version: "v".into(),
             executor,
+            traits: executor.traits(),
             effect,
             args: Json::empty_object(),
         },
@@ -136,55 +171,22 @@ fn result() -> Json {
     Json::parse(r#"{"n":1}"#).unwrap()
 }
 
-fn done(data: Json) -> Event {
+fn success_report(data: Json) -> Event {
     Event::Report { attempt: None, by: Some("c1".into()), result: Ok(data) }
 }
 
-fn failed_with(fault: Fault) -> Event {
-    Event::Report { attempt: None, by: None, result: Err(fault) }
+fn failure_report(attempt: Option<u32>, fault: Fault) -> Event {
+    Event::Report { attempt, by: None, result: Err(fault) }
 }
 
-/// Returns a client tool's call in this state, on its second attempt if one is in flight.
-fn standing(at: At) -> Call {
-    let mut call = call(Executor::Client, Effect::Irreversible);
-    let out = |call: &mut Call| (call.attempt, call.target_attempts) = (2, 2);
-    let ended = |call: &Call, event: Event, now: u64| step(call, &event, now).unwrap().call;
-    match at {
-        At::Queue => {}
-        At::RetryDue => call.hold = Some(Hold::Retry { at_ms: NOW }),
-        At::RetryLater => call.hold = Some(Hold::Retry { at_ms: NOW + 1 }),
-        At::Parked => {
-            out(&mut call);
-            call.hold = Some(Hold::Unacknowledged);
-        }
-        At::Input => {
-            let asks = event(Did::Asks).0;
-            call = step(&standing(At::Running), &asks, NOW).unwrap().call;
-        }
-        At::Running => {
-            out(&mut call);
-            (call.status, call.hold) = (Status::Running, None);
-            call.started_ms = Some(NOW);
-            call.acknowledged_by = Some("c1".into());
-        }
-        At::Succeeded => call = ended(&standing(At::Running), done(result()), NOW),
-        At::Failed => {
-            let fault = Fault::runtime("broken").retryable(false);
-            call = ended(&standing(At::Running), failed_with(fault), NOW);
-        }
-        At::Timeout => call = ended(&standing(At::Running), Event::Deadline, DEADLINE),
-        At::Canceled => {
-            let cancel = Event::Cancel { by: "a".into(), reason: None };
-            call = ended(&standing(At::Running), cancel, NOW);
-        }
-    }
-    call
+fn claim_by(node: &str) -> Event {
+    Event::Claim { node: node.into() }
 }
 
-fn questions() -> crate::domain::elicitation::ElicitationRequest {
-    let asked = ["name", "city"].map(|key| (key.to_owned(), Value::from("?")));
-    crate::domain::elicitation::ElicitationRequest {
-        questions: asked.into_iter().collect(),
+fn questions() -> ElicitationRequest {
+    let questions = ["name", "city"].map(|key| (key.to_owned(), Value::from("?")));
+    ElicitationRequest {
+        questions: questions.into_iter().collect(),
         source_state: Some("n".into()),
     }
 }
@@ -194,138 +196,241 @@ fn answers(keys: &[&str]) -> Event {
     Event::InputProvided { by: "a".into(), answers }
 }
 
-fn event(did: Did) -> (Event, u64) {
-    let taken =
-        |attempt, by: &str| Event::Acknowledged { attempt, by: by.into(), instead_of: None };
-    let told = |attempt, told| Event::RemoteOutcome { attempt, by: "c1".into(), told };
-    let event = match did {
-        Did::ToldPartial => told(2, RemoteOutcome::Partial(result())),
-        Did::ToldTimedOut => told(2, RemoteOutcome::TimedOut(Fault::new(Code::Timeout, "slow"))),
-        Did::ToldCanceled => told(2, RemoteOutcome::Canceled(Fault::new(Code::Canceled, "no"))),
-        Did::ToldOldAttempt => told(1, RemoteOutcome::Partial(result())),
-        Did::Handed => Event::Detached { attempt: 2, handle: "there".into() },
-        Did::HandedOldAttempt => Event::Detached { attempt: 1, handle: "there".into() },
-        Did::Claim => Event::Claim { node: "n2".into() },
-        Did::Taken => taken(2, "c1"),
-        Did::TakenByOther => taken(2, "c2"),
-        Did::TakenOldAttempt => taken(1, "c1"),
-        Did::Done => done(result()),
-        Did::DoneOtherwise => done(Json::null()),
-        Did::DoneOldAttempt => {
-            Event::Report { attempt: Some(1), by: Some("c1".into()), result: Ok(result()) }
-        }
-        Did::FailedForGood => failed_with(Fault::runtime("broken").retryable(false)),
-        Did::DeadlineEarly | Did::DeadlineDue => Event::Deadline,
-        Did::Asks => Event::InputRequired { attempt: 2, questions: questions() },
-        Did::AsksOldAttempt => Event::InputRequired { attempt: 1, questions: questions() },
-        Did::AnswersAll => answers(&["name", "city"]),
-        Did::AnswersSome => answers(&["city", "nobody asked"]),
-        Did::AnswersNothing => answers(&["nobody asked"]),
-        Did::Cancel => Event::Cancel { by: "a".into(), reason: None },
-        Did::Lost => Event::OwnerLost { node: "n2".into() },
+/// Returns a call of an irreversible tool in this state, on its second attempt if one was made.
+fn call_in(executor: Executor, state: State) -> Call {
+    let queued = queued_call(executor, Effect::Irreversible);
+    let second = |status, hold| Call {
+        attempt: 2,
+        target_attempts: 2,
+        status,
+        hold,
+        ..queued_call(executor, Effect::Irreversible)
     };
-    (event, if did == Did::DeadlineDue { DEADLINE } else { NOW })
+    let after = |case: Case| {
+        let (event, now) = event_of(case);
+        step(&call_in(executor, State::Running), &event, now).unwrap().call
+    };
+    match state {
+        State::Queue => queued,
+        State::RetryDue => Call { hold: Some(Hold::Retry { at_ms: NOW }), ..queued },
+        State::RetryLater => Call { hold: Some(Hold::Retry { at_ms: NOW + 1 }), ..queued },
+        State::Unacknowledged => second(Status::Pending, Some(Hold::Unacknowledged)),
+        State::Input => after(Case::InputRequired),
+        State::Predecessor => Call { hold: Some(Hold::Predecessor { timeout_ms: 40 }), ..queued },
+        State::Running => Call {
+            started_ms: Some(NOW),
+            acknowledged_by: Some("c1".into()),
+            ..second(Status::Running, None)
+        },
+        State::Succeeded => after(Case::ReportedSuccess),
+        State::Failed => after(Case::ReportedFailure),
+        State::Timeout => after(Case::DeadlineDue),
+        State::Canceled => after(Case::Cancel),
+    }
 }
 
-/// The expected result of a row.
-#[derive(Debug, PartialEq, Eq)]
+/// Returns the event of a row, and the time at which it occurs.
+fn event_of(case: Case) -> (Event, u64) {
+    let acknowledged =
+        |attempt, by: &str| Event::Acknowledged { attempt, by: by.into(), instead_of: None };
+    let remote = |attempt, outcome| Event::RemoteOutcome { attempt, by: "c1".into(), outcome };
+    let detached = |attempt| Event::Detached { attempt, handle: "there".into() };
+    let input_required = |attempt| Event::InputRequired { attempt, questions: questions() };
+    let event = match case {
+        Case::Claim => claim_by("n2"),
+        Case::Acknowledged => acknowledged(2, "c1"),
+        Case::AcknowledgedByOther => acknowledged(2, "c2"),
+        Case::AcknowledgedOldAttempt => acknowledged(1, "c1"),
+        Case::ReportedSuccess => success_report(result()),
+        Case::ReportedOtherSuccess => success_report(Json::null()),
+        Case::ReportedOldAttempt => {
+            Event::Report { attempt: Some(1), by: Some("c1".into()), result: Ok(result()) }
+        }
+        Case::ReportedFailure => failure_report(None, Fault::runtime("broken").retryable(false)),
+        Case::RemotePartial => remote(2, RemoteOutcome::Partial(result())),
+        Case::RemoteTimedOut => {
+            remote(2, RemoteOutcome::TimedOut(Fault::new(Code::Timeout, "slow")))
+        }
+        Case::RemoteCanceled => {
+            remote(2, RemoteOutcome::Canceled(Fault::new(Code::Canceled, "no")))
+        }
+        Case::RemoteOldAttempt => remote(1, RemoteOutcome::Partial(result())),
+        Case::Detached => detached(2),
+        Case::DetachedOldAttempt => detached(1),
+        Case::DeadlineEarly | Case::DeadlineDue => Event::Deadline,
+        Case::InputRequired => input_required(2),
+        Case::InputRequiredOldAttempt => input_required(1),
+        Case::AllAnswers => answers(&["name", "city"]),
+        Case::SomeAnswers => answers(&["city", "nobody asked"]),
+        Case::UnknownAnswers => answers(&["nobody asked"]),
+        Case::PredecessorEnded => Event::PredecessorEnded,
+        Case::Cancel => Event::Cancel { by: "a".into(), reason: None },
+        Case::OwnerLost => Event::OwnerLost { node: "n2".into() },
+    };
+    (event, if case == Case::DeadlineDue { DEADLINE } else { NOW })
+}
+
+/// The expected result of a cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Expect {
     /// The call has this status and hold.
     To(Status, Option<&'static str>),
-    Repeated,
-    Ended,
+    Duplicate,
+    AlreadyEnded,
     WrongAttempt,
-    NotNow,
+    NotApplicable,
 }
 
-fn expected(at: At, did: Did) -> Expect {
-    use At as A;
-    use Did as D;
-    use Expect::{Ended, NotNow, Repeated, To, WrongAttempt};
-    use Status as S;
-    let open = !matches!(at, A::Succeeded | A::Failed | A::Timeout | A::Canceled);
-    match (did, at) {
-        (D::Claim, A::Queue | A::RetryDue) => To(S::Pending, Some("parked")),
-        (D::Claim, _) => NotNow,
-        (D::Taken, A::Parked) => To(S::Running, None),
-        (D::Taken, A::Running) => Repeated,
-        (D::TakenByOther, A::Parked) => To(S::Running, None),
-        (D::Taken | D::TakenByOther | D::TakenOldAttempt, _) if open => WrongAttempt,
-        (D::Taken | D::TakenByOther | D::TakenOldAttempt, _) => Ended,
-        (D::Done | D::DoneOtherwise, A::Parked | A::Running) => To(S::Succeeded, None),
-        (D::FailedForGood, A::Parked | A::Running) => To(S::Failed, None),
-        (D::Done | D::DoneOldAttempt, A::Succeeded) => Repeated,
-        (D::FailedForGood, A::Failed) => Repeated,
-        (D::Done | D::DoneOtherwise | D::DoneOldAttempt | D::FailedForGood, _) if open => {
-            WrongAttempt
+/// Returns the expected result for an executor: that of the table, unless its traits change it.
+fn expected(executor: Executor, case: Case, state: State, in_table: Expect) -> Expect {
+    let SourceTraits {
+        reports_later,
+        needs_acknowledgement,
+        // The lifecycle does not depend on the others.
+        in_process: _,
+        retries: _,
+        exact_numbers: _,
+        speculative_reads: _,
+        needs_command: _,
+    } = executor.traits();
+    match (case, state) {
+        (Case::Claim, State::Queue | State::RetryDue) if !needs_acknowledgement => {
+            Expect::To(Status::Running, None)
         }
-        (D::Done | D::DoneOtherwise | D::DoneOldAttempt | D::FailedForGood, _) => Ended,
-        (D::ToldPartial, A::Parked | A::Running) => To(S::Succeeded, None),
-        (D::ToldTimedOut, A::Parked | A::Running) => To(S::Timeout, None),
-        (D::ToldCanceled, A::Parked | A::Running) => To(S::Canceled, None),
-        (D::ToldPartial | D::ToldTimedOut | D::ToldCanceled | D::ToldOldAttempt, _) if open => {
-            WrongAttempt
+        // The attempt is lost with its node, and the tool is not safe to repeat.
+        (Case::OwnerLost, State::Unacknowledged | State::Running) if !reports_later => {
+            Expect::To(Status::Failed, None)
         }
-        (D::ToldPartial | D::ToldTimedOut | D::ToldCanceled | D::ToldOldAttempt, _) => Ended,
-        (D::Handed, A::Parked) => To(S::Pending, Some("parked")),
-        (D::Handed, A::Running) => To(S::Running, None),
-        (D::Handed | D::HandedOldAttempt, _) if open => WrongAttempt,
-        (D::Handed | D::HandedOldAttempt, _) => Ended,
-        (D::DeadlineDue, _) if open => To(S::Timeout, None),
-        (D::DeadlineEarly | D::DeadlineDue, _) => NotNow,
-        (D::Asks, A::Parked | A::Running) => To(S::Pending, Some("input")),
-        (D::Asks | D::AsksOldAttempt, _) if open => WrongAttempt,
-        (D::Asks | D::AsksOldAttempt, _) => Ended,
-        (D::AnswersAll, A::Input) => To(S::Pending, Some("queue")),
-        (D::AnswersSome, A::Input) => To(S::Pending, Some("input")),
-        (D::AnswersNothing, A::Input) => Repeated,
-        (D::AnswersAll | D::AnswersSome | D::AnswersNothing, _) if open => NotNow,
-        (D::AnswersAll | D::AnswersSome | D::AnswersNothing, _) => Ended,
-        (D::Cancel, A::Canceled) => Repeated,
-        (D::Cancel, _) if open => To(S::Canceled, None),
-        (D::Cancel, _) => Ended,
-        (D::Lost, A::Queue) => To(S::Pending, Some("queue")),
-        (D::Lost, A::RetryDue | A::RetryLater) => To(S::Pending, Some("retry")),
-        (D::Lost, A::Input) => To(S::Pending, Some("input")),
-        (D::Lost, A::Parked) => To(S::Pending, Some("parked")),
-        (D::Lost, A::Running) => To(S::Running, None),
-        (D::Lost, _) => NotNow,
+        _ => in_table,
+    }
+}
+
+/// Returns a row of the table, with one cell for each of [`State::ALL`], for an executor that
+/// acknowledges its attempts and reports later.
+#[rustfmt::skip]
+fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
+    use Expect::To;
+    const QUEUE: Expect = To(Status::Pending, Some("queue"));
+    const RETRY: Expect = To(Status::Pending, Some("retry"));
+    const UNACK: Expect = To(Status::Pending, Some("parked"));
+    const INPUT: Expect = To(Status::Pending, Some("input"));
+    const AFTER: Expect = To(Status::Pending, Some("after"));
+    const RUN: Expect = To(Status::Running, None);
+    const OK: Expect = To(Status::Succeeded, None);
+    const FAIL: Expect = To(Status::Failed, None);
+    const TIME: Expect = To(Status::Timeout, None);
+    const STOP: Expect = To(Status::Canceled, None);
+    const DUP: Expect = Expect::Duplicate;
+    const ENDED: Expect = Expect::AlreadyEnded;
+    const WRONG: Expect = Expect::WrongAttempt;
+    const NO: Expect = Expect::NotApplicable;
+    match case {
+        //   Queue  Retry  Retry  Unack- Input  Prede- Run-   Suc-   Failed Time-  Canceled
+        //          due    later  nowl.         cessor ning   ceeded        out
+        Case::Claim =>
+            [UNACK, UNACK, NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
+        Case::Acknowledged =>
+            [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, DUP,   ENDED, ENDED, ENDED, ENDED],
+        Case::AcknowledgedByOther =>
+            [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
+        Case::AcknowledgedOldAttempt =>
+            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
+        Case::ReportedSuccess =>
+            [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, OK,    DUP,   ENDED, ENDED, ENDED],
+        Case::ReportedOtherSuccess =>
+            [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, OK,    ENDED, ENDED, ENDED, ENDED],
+        Case::ReportedOldAttempt =>
+            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, DUP,   ENDED, ENDED, ENDED],
+        Case::ReportedFailure =>
+            [WRONG, WRONG, WRONG, FAIL,  WRONG, WRONG, FAIL,  ENDED, DUP,   ENDED, ENDED],
+        Case::RemotePartial =>
+            [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, OK,    ENDED, ENDED, ENDED, ENDED],
+        Case::RemoteTimedOut =>
+            [WRONG, WRONG, WRONG, TIME,  WRONG, WRONG, TIME,  ENDED, ENDED, ENDED, ENDED],
+        Case::RemoteCanceled =>
+            [WRONG, WRONG, WRONG, STOP,  WRONG, WRONG, STOP,  ENDED, ENDED, ENDED, ENDED],
+        Case::RemoteOldAttempt =>
+            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
+        Case::Detached =>
+            [WRONG, WRONG, WRONG, UNACK, WRONG, WRONG, RUN,   ENDED, ENDED, ENDED, ENDED],
+        Case::DetachedOldAttempt =>
+            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
+        Case::DeadlineEarly =>
+            [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
+        Case::DeadlineDue =>
+            [TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  NO,    NO,    NO,    NO],
+        Case::InputRequired =>
+            [WRONG, WRONG, WRONG, INPUT, WRONG, WRONG, INPUT, ENDED, ENDED, ENDED, ENDED],
+        Case::InputRequiredOldAttempt =>
+            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
+        Case::AllAnswers =>
+            [NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    ENDED, ENDED, ENDED, ENDED],
+        Case::SomeAnswers =>
+            [NO,    NO,    NO,    NO,    INPUT, NO,    NO,    ENDED, ENDED, ENDED, ENDED],
+        Case::UnknownAnswers =>
+            [NO,    NO,    NO,    NO,    DUP,   NO,    NO,    ENDED, ENDED, ENDED, ENDED],
+        Case::PredecessorEnded =>
+            [NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO],
+        Case::Cancel =>
+            [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
+        Case::OwnerLost =>
+            [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, RUN,   NO,    NO,    NO,    NO],
+    }
+}
+
+#[test]
+fn the_table_has_every_status_hold_and_event() {
+    for state in State::ALL {
+        let call = call_in(Executor::Client, *state);
+        assert!(states_of(call.status, call.hold).contains(state), "{state:?}");
+    }
+    for status in Status::ALL {
+        let is_present = |state: &State| call_in(Executor::Client, *state).status == status;
+        assert!(State::ALL.iter().any(is_present), "{status:?}");
+    }
+    for case in Case::ALL {
+        assert!(cases_of(&event_of(*case).0).contains(case), "{case:?}");
     }
 }
 
 #[test]
 fn every_status_times_every_event() {
-    let mut rows = 0;
-    for at in EVERYWHERE {
-        for did in EVERYTHING {
-            let before = standing(at);
-            let (event, now) = event(did);
-            let got = match step(&before, &event, now) {
-                Ok(step) => {
-                    check_next(&before, &step, at, did);
-                    Expect::To(step.call.status, step.call.hold.map(Hold::as_str))
-                }
-                Err(Refusal::Duplicate) => Expect::Repeated,
-                Err(Refusal::AlreadyEnded(record)) => {
-                    assert_eq!(record.kind, EventKind::ReportIgnored);
-                    Expect::Ended
-                }
-                Err(Refusal::WrongAttempt(record)) => {
-                    assert_eq!(record.kind, EventKind::ReportIgnored);
-                    Expect::WrongAttempt
-                }
-                Err(Refusal::NotApplicable) => Expect::NotNow,
-            };
-            assert_eq!(got, expected(at, did), "{at:?} × {did:?}");
-            rows += 1;
+    for executor in Executor::ALL {
+        for case in Case::ALL {
+            for (state, in_table) in State::ALL.iter().zip(expected_row(*case)) {
+                let expected = expected(executor, *case, *state, in_table);
+                let row = format!("{executor:?}: {state:?} × {case:?}");
+                assert_eq!(step_result(executor, *case, *state), expected, "{row}");
+            }
         }
     }
-    assert_eq!(rows, EVERYWHERE.len() * EVERYTHING.len());
+}
+
+/// Applies the event to a call in this state.
+fn step_result(executor: Executor, case: Case, state: State) -> Expect {
+    let before = call_in(executor, state);
+    let (event, now) = event_of(case);
+    match step(&before, &event, now) {
+        Ok(step) => {
+            check_transition(&before, &step, state, case);
+            Expect::To(step.call.status, step.call.hold.map(Hold::as_str))
+        }
+        Err(Refusal::Duplicate) => Expect::Duplicate,
+        Err(Refusal::AlreadyEnded(record)) => {
+            assert_eq!(record.kind, EventKind::ReportIgnored);
+            Expect::AlreadyEnded
+        }
+        Err(Refusal::WrongAttempt(record)) => {
+            assert_eq!(record.kind, EventKind::ReportIgnored);
+            Expect::WrongAttempt
+        }
+        Err(Refusal::NotApplicable) => Expect::NotApplicable,
+    }
 }
 
 /// Checks the invariants of every transition.
-fn check_next(before: &Call, step: &Transition, at: At, did: Did) {
-    let (call, row) = (&step.call, format!("{at:?} × {did:?}"));
+fn check_transition(before: &Call, step: &Transition, state: State, case: Case) {
+    let (call, row) = (&step.call, format!("{state:?} × {case:?}"));
     assert!(!before.status.is_terminal(), "{row}: a terminal status never changes");
     assert_eq!(call.version, before.version + 1, "{row}");
     assert_eq!(call.status == Status::Pending, call.hold.is_some(), "{row}");
@@ -334,8 +439,8 @@ fn check_next(before: &Call, step: &Transition, at: At, did: Did) {
     assert_eq!(call.status.is_terminal(), step.actions.contains(&Action::NotifyEnded), "{row}");
     assert!(call.status != Status::Running || call.started_ms.is_some(), "{row}");
     // An executor that reported the end needs no stop request.
-    let told = matches!(did, Did::ToldTimedOut | Did::ToldCanceled);
-    let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !told;
+    let by_executor = matches!(case, Case::RemoteTimedOut | Case::RemoteCanceled);
+    let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !by_executor;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
     assert_eq!(
         stops,
@@ -344,18 +449,34 @@ fn check_next(before: &Call, step: &Transition, at: At, did: Did) {
     );
     if call.status.is_terminal() {
         let ends = step.records.iter().filter(|record| record.kind.is_terminal()).count();
-        assert_eq!(ends, 1, "{row}: one ending is written down");
+        assert_eq!(ends, 1, "{row}: one end is recorded");
+    }
+}
+
+#[test]
+fn an_owned_call_takes_the_same_transitions() {
+    for state in State::ALL {
+        for case in Case::ALL {
+            let before = call_in(Executor::Client, *state);
+            let (event, now) = event_of(*case);
+            match (step_owned(before.clone(), &event, now), step(&before, &event, now)) {
+                (Ok(owned), Ok(step)) => assert_eq!(owned, step, "{state:?} × {case:?}"),
+                (Err(returned), Err(refusal)) => {
+                    assert_eq!(*returned, (before, refusal), "{state:?} × {case:?}");
+                }
+                (owned, step) => panic!("{state:?} × {case:?}: {owned:?} and {step:?}"),
+            }
+        }
     }
 }
 
 /// Returns a running call of a function in this process.
-fn running(effect: Effect) -> Call {
-    let claim = Event::Claim { node: "n1".into() };
-    step(&call(Executor::Builtin, effect), &claim, NOW).unwrap().call
+fn running_call(effect: Effect) -> Call {
+    step(&queued_call(Executor::Builtin, effect), &claim_by("n1"), NOW).unwrap().call
 }
 
 #[test]
-fn what_may_be_tried_again() {
+fn only_safe_failures_are_retried() {
     use Effect::{Idempotent, Irreversible, Read};
     let unsure = || Fault::new(Code::UpstreamUnavailable, "no answer");
     let harmless = || Fault::unreachable("refused");
@@ -370,7 +491,7 @@ fn what_may_be_tried_again() {
         (Read, invalid(), false),
     ] {
         let name = format!("{effect:?} {fault}");
-        let step = step(&running(effect), &failed_with(fault), NOW).unwrap();
+        let step = step(&running_call(effect), &failure_report(None, fault), NOW).unwrap();
         let expected = if retried { Status::Pending } else { Status::Failed };
         assert_eq!(step.call.status, expected, "{name}");
         assert_eq!(step.actions.contains(&Action::Enqueue), retried, "{name}");
@@ -379,11 +500,11 @@ fn what_may_be_tried_again() {
 
 #[test]
 fn retries_end_with_the_attempts_or_the_deadline() {
-    let mut call = running(Effect::Read);
+    let mut call = running_call(Effect::Read);
     let mut now = NOW;
     for attempt in 1..=3 {
         assert_eq!(call.attempt, attempt);
-        call = step(&call, &failed_with(Fault::runtime("broken")), now).unwrap().call;
+        call = step(&call, &failure_report(None, Fault::runtime("broken")), now).unwrap().call;
         if attempt == 3 {
             assert_eq!(call.status, Status::Failed);
             let metrics = call.outcome.as_ref().unwrap().metrics;
@@ -393,25 +514,29 @@ fn retries_end_with_the_attempts_or_the_deadline() {
         let Some(Hold::Retry { at_ms }) = call.hold else { panic!("{:?}", call.hold) };
         assert_eq!(at_ms, now + 100 * u64::from(attempt), "100 ms, then 200 ms");
         now = at_ms;
-        call = step(&call, &Event::Claim { node: "n1".into() }, now).unwrap().call;
+        call = step(&call, &claim_by("n1"), now).unwrap().call;
     }
-    let late = step(&running(Effect::Read), &failed_with(Fault::runtime("x")), DEADLINE - 50);
+    let late = step(
+        &running_call(Effect::Read),
+        &failure_report(None, Fault::runtime("x")),
+        DEADLINE - 50,
+    );
     assert_eq!(late.unwrap().call.status, Status::Failed, "no time for another attempt");
 }
 
 #[test]
-fn a_fallback_is_used_only_where_nothing_happened() {
+fn a_fallback_is_used_only_without_a_side_effect() {
     use Effect::{Idempotent, Irreversible, Read};
-    let alternate = Target { tool: "other".into(), ..call(Executor::Builtin, Read).target };
+    let alternate = Target { tool: "other".into(), ..queued_call(Executor::Builtin, Read).target };
     for (effect, fault, used) in [
         (Read, Fault::runtime("broken"), true),
         (Irreversible, Fault::unreachable("refused"), true),
         (Irreversible, Fault::runtime("broken"), false),
         (Idempotent, Fault::runtime("broken"), false),
     ] {
-        let mut call = running(effect);
+        let mut call = running_call(effect);
         (call.max_retries, call.fallbacks) = (0, vec![alternate.clone()]);
-        let step = step(&call, &failed_with(fault), NOW).unwrap();
+        let step = step(&call, &failure_report(None, fault), NOW).unwrap();
         assert_eq!(step.call.status == Status::Pending, used, "{effect:?}");
         if used {
             assert_eq!(
@@ -425,19 +550,19 @@ fn a_fallback_is_used_only_where_nothing_happened() {
 }
 
 #[test]
-fn answers_reach_the_next_attempt_and_asking_costs_no_retry() {
-    let waiting = standing(At::Input);
+fn answers_reach_the_next_attempt_and_questions_cost_no_retry() {
+    let waiting = call_in(Executor::Client, State::Input);
     assert_eq!((waiting.attempt, waiting.target_attempts), (2, 1));
     let some = step(&waiting, &answers(&["city", "nobody asked"]), NOW).unwrap();
-    let dialogue = some.call.elicitation.as_ref().unwrap();
-    assert_eq!(dialogue.unanswered.keys().collect::<Vec<_>>(), ["name"]);
+    let elicitation = some.call.elicitation.as_ref().unwrap();
+    assert_eq!(elicitation.unanswered.keys().collect::<Vec<_>>(), ["name"]);
     assert!(some.actions.is_empty());
     let all = step(&some.call, &answers(&["name"]), NOW).unwrap();
     assert_eq!(all.actions, [Action::Enqueue]);
-    let next = step(&all.call, &Event::Claim { node: "n1".into() }, NOW).unwrap().call;
-    let dialogue = next.elicitation.as_ref().unwrap();
-    let heard: Vec<&str> = dialogue.answers.keys().map(String::as_str).collect();
-    assert_eq!((heard, dialogue.source_state.as_deref()), (vec!["city", "name"], Some("n")));
+    let next = step(&all.call, &claim_by("n1"), NOW).unwrap().call;
+    let elicitation = next.elicitation.as_ref().unwrap();
+    let answered: Vec<&str> = elicitation.answers.keys().map(String::as_str).collect();
+    assert_eq!((answered, elicitation.source_state.as_deref()), (vec!["city", "name"], Some("n")));
     // A second elicitation starts a new round.
     let again = Event::InputRequired { attempt: next.attempt, questions: questions() };
     let again = step(&next, &again, NOW).unwrap().call;
@@ -449,59 +574,162 @@ fn answers_reach_the_next_attempt_and_asking_costs_no_retry() {
 #[test]
 fn a_crash_never_runs_an_irreversible_tool_twice() {
     let lost = Event::OwnerLost { node: "n2".into() };
-    let ended = step(&running(Effect::Irreversible), &lost, NOW).unwrap().call;
+    let ended = step(&running_call(Effect::Irreversible), &lost, NOW).unwrap().call;
     let fault = ended.outcome.unwrap().error.unwrap();
     assert_eq!((ended.status, fault.code), (Status::Failed, Code::OutcomeUnknown));
     for effect in [Effect::Read, Effect::Idempotent] {
-        let again = step(&running(effect), &lost, NOW).unwrap().call;
+        let again = step(&running_call(effect), &lost, NOW).unwrap().call;
         assert!(matches!(again.hold, Some(Hold::Retry { .. })), "{effect:?}");
     }
-    let mut once = running(Effect::Read);
+    let mut once = running_call(Effect::Read);
     once.max_retries = 0;
     assert_eq!(step(&once, &lost, NOW).unwrap().call.status, Status::Failed, "retry: 0");
 }
 
 #[test]
-fn messages_say_whether_it_may_have_happened() {
+fn timeout_messages_say_whether_it_may_have_happened() {
     let message = |call: &Call| {
         let ended = step(call, &Event::Deadline, DEADLINE).unwrap().call;
         ended.outcome.unwrap().error.unwrap().message
     };
-    assert!(message(&running(Effect::Irreversible)).contains("may have taken effect"));
-    assert!(message(&running(Effect::Read)).contains("calling again is safe"));
-    assert!(message(&standing(At::Parked)).contains("connected?"));
-    assert!(message(&standing(At::Queue)).contains("no place was free"));
+    assert!(message(&running_call(Effect::Irreversible)).contains("may have taken effect"));
+    assert!(message(&running_call(Effect::Read)).contains("calling again is safe"));
+    assert!(message(&call_in(Executor::Client, State::Unacknowledged)).contains("connected?"));
+    assert!(message(&call_in(Executor::Client, State::Queue)).contains("no place was free"));
 }
 
 #[test]
-fn what_a_tool_service_told_is_answered_the_same_when_told_again() {
-    let telling = [
+fn a_repeated_remote_outcome_is_a_duplicate() {
+    let outcomes = [
         RemoteOutcome::Partial(result()),
         RemoteOutcome::TimedOut(Fault::new(Code::Timeout, "slow")),
         RemoteOutcome::Canceled(Fault::new(Code::Canceled, "no")),
     ];
-    for told in telling {
-        let event = Event::RemoteOutcome { attempt: 2, by: "c1".into(), told: told.clone() };
-        let ended = step(&standing(At::Running), &event, NOW).unwrap().call;
-        let outcome = ended.outcome.as_ref().unwrap();
-        assert_eq!(outcome.partial, matches!(told, RemoteOutcome::Partial(_)));
-        assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Duplicate), "{told:?}");
+    for outcome in outcomes {
+        let event = Event::RemoteOutcome { attempt: 2, by: "c1".into(), outcome: outcome.clone() };
+        let ended = step(&call_in(Executor::Client, State::Running), &event, NOW).unwrap().call;
+        let is_partial = ended.outcome.as_ref().unwrap().partial;
+        assert_eq!(is_partial, matches!(outcome, RemoteOutcome::Partial(_)));
+        assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Duplicate), "{outcome:?}");
     }
 }
 
 /// A caller-executed call is running as soon as it is recorded, and Toolcrib never runs it.
 #[test]
-fn the_callers_own_call_runs_from_the_first_moment_and_once() {
-    let own = Call { max_retries: 0, ..call(Executor::Caller, Effect::Irreversible) };
-    let claimed = step(&own, &Event::Claim { node: "n1".into() }, NOW).unwrap();
+fn a_caller_executed_call_runs_at_once_and_only_once() {
+    let own = Call { max_retries: 0, ..queued_call(Executor::Caller, Effect::Irreversible) };
+    let claimed = step(&own, &claim_by("n1"), NOW).unwrap();
     assert_eq!((claimed.call.status, claimed.call.hold), (Status::Running, None));
     assert_eq!(claimed.records[0].kind, EventKind::Started);
     let lost = step(&claimed.call, &Event::OwnerLost { node: "n2".into() }, NOW).unwrap();
     assert_eq!((lost.call.status, lost.call.attempt), (Status::Running, 1), "it is the caller's");
-    let harmless = failed_with(Fault::unreachable("refused"));
+    let harmless = failure_report(None, Fault::unreachable("refused"));
     let failed = step(&lost.call, &harmless, NOW).unwrap().call;
     assert_eq!((failed.status, failed.attempt), (Status::Failed, 1));
     let late = step(&claimed.call, &Event::Deadline, DEADLINE).unwrap().call;
     assert_eq!(late.status, Status::Timeout);
     assert!(late.outcome.unwrap().error.unwrap().message.contains("may have taken effect"));
+}
+
+#[test]
+fn a_repeated_report_of_a_retried_failure_is_a_duplicate() {
+    let fault = || Fault::runtime("no paper").retryable(true);
+    let waits =
+        step(&running_call(Effect::Read), &failure_report(Some(1), fault()), NOW).unwrap().call;
+    assert!(matches!(waits.hold, Some(Hold::Retry { .. })), "{:?}", waits.hold);
+    for attempt in [None, Some(1)] {
+        let again = step(&waits, &failure_report(attempt, fault()), NOW + 1);
+        assert_eq!(again, Err(Refusal::Duplicate), "{attempt:?}");
+    }
+    let other = step(&waits, &failure_report(Some(1), Fault::runtime("no ink")), NOW + 1);
+    assert!(matches!(other, Err(Refusal::WrongAttempt(_))), "{other:?}");
+    // A numbered duplicate is also recognized while the next attempt is in flight.
+    let next = step(&waits, &claim_by("n"), DEADLINE - 1).unwrap().call;
+    assert_eq!((next.status, next.attempt), (Status::Running, 2));
+    assert_eq!(
+        step(&next, &failure_report(Some(1), fault()), DEADLINE - 1),
+        Err(Refusal::Duplicate)
+    );
+    let late = step(&next, &failure_report(Some(1), Fault::runtime("no ink")), DEADLINE - 1);
+    assert!(matches!(late, Err(Refusal::WrongAttempt(_))), "{late:?}");
+    // Without a number the report is about the attempt in flight, which may fail in the same way.
+    let ended = step(&next, &failure_report(None, fault()), DEADLINE - 1).unwrap().call;
+    assert_eq!(ended.status, Status::Failed, "there was no time for a third");
+    // After the end the first failure is still known.
+    let ended = step(&next, &success_report(result()), DEADLINE - 1).unwrap().call;
+    assert_eq!(step(&ended, &failure_report(Some(1), fault()), DEADLINE), Err(Refusal::Duplicate));
+}
+
+#[test]
+fn a_requested_retry_delay_is_respected() {
+    let busy = |after_ms: u64| {
+        let fault = Fault::new(Code::RateLimited, "too many").without_side_effect();
+        failure_report(Some(1), fault.with_retry_after(Some(after_ms)))
+    };
+    let waits = |event: &Event| step(&running_call(Effect::Irreversible), event, NOW).unwrap().call;
+    let later = waits(&busy(700));
+    assert!(matches!(later.hold, Some(Hold::Retry { at_ms }) if at_ms == NOW + 700));
+    let sooner = waits(&busy(1));
+    assert!(matches!(sooner.hold, Some(Hold::Retry { at_ms }) if at_ms == NOW + 100), "backoff");
+    for never in [DEADLINE - NOW, u64::MAX] {
+        assert_eq!(waits(&busy(never)).status, Status::Failed, "there is no time for it");
+    }
+}
+
+#[test]
+fn another_client_acknowledges_only_after_the_lease_moved() {
+    let acknowledged = |by: &str, instead_of: Option<&str>| Event::Acknowledged {
+        attempt: 1,
+        by: by.into(),
+        instead_of: instead_of.map(str::to_owned),
+    };
+    for effect in [Effect::Read, Effect::Idempotent, Effect::Irreversible] {
+        let parked = step(&queued_call(Executor::Client, effect), &claim_by("n"), NOW);
+        let first = step(&parked.unwrap().call, &acknowledged("c1", None), NOW).unwrap().call;
+        assert_eq!(step(&first, &acknowledged("c1", None), NOW), Err(Refusal::Duplicate));
+        for instead_of in [None, Some("c3")] {
+            let second = step(&first, &acknowledged("c2", instead_of), NOW);
+            assert!(matches!(second, Err(Refusal::WrongAttempt(_))), "{effect:?} {second:?}");
+        }
+        let moved = step(&first, &acknowledged("c2", Some("c1")), NOW);
+        match effect {
+            Effect::Irreversible => assert!(matches!(moved, Err(Refusal::WrongAttempt(_)))),
+            _ => assert_eq!(moved.unwrap().call.acknowledged_by.as_deref(), Some("c2")),
+        }
+    }
+}
+
+#[test]
+fn a_call_executes_nothing_before_its_predecessor_ends() {
+    let waiting = call_in(Executor::Builtin, State::Predecessor);
+    let (lost, now) = event_of(Case::OwnerLost);
+    let recovered = step(&waiting, &lost, now).unwrap();
+    assert_eq!(
+        (recovered.call.hold, recovered.actions),
+        (waiting.hold, vec![Action::AwaitPredecessor])
+    );
+    let canceled = step(&waiting, &event_of(Case::Cancel).0, NOW).unwrap();
+    assert_eq!(canceled.actions, [Action::NotifyEnded]);
+    let late = step(&waiting, &Event::Deadline, DEADLINE).unwrap().call;
+    let fault = late.outcome.unwrap().error.unwrap();
+    assert!(fault.message.contains("the call before t had not ended"), "{fault}");
+    assert_eq!((fault.retryable, fault.side_effect), (true, SideEffect::None));
+}
+
+#[test]
+fn the_timeout_of_a_successor_starts_when_its_predecessor_ends() {
+    for (timeout_ms, deadline_ms) in [(40, NOW + 40), (u64::MAX, DEADLINE)] {
+        let hold = Some(Hold::Predecessor { timeout_ms });
+        let waiting = Call { hold, ..queued_call(Executor::Builtin, Effect::Read) };
+        let queued = step(&waiting, &Event::PredecessorEnded, NOW).unwrap();
+        assert_eq!(queued.actions, [Action::Enqueue]);
+        assert_eq!((queued.call.hold, queued.call.deadline_ms), (Some(Hold::Queue), deadline_ms));
+        let claimed = step(&queued.call, &claim_by("n1"), NOW).unwrap();
+        assert_eq!(claimed.call.status, Status::Running);
+        assert_eq!(
+            step(&queued.call, &Event::PredecessorEnded, NOW),
+            Err(Refusal::NotApplicable),
+            "once"
+        );
+    }
 }

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -10,25 +11,26 @@ use parking_lot::Mutex;
 
 use crate::domain::fault::Error;
 use crate::domain::utp::{DEFAULT_CHANNEL, InboxItem, OutboxMessage};
-use crate::engine::{Core, Engine, from_store_error};
+use crate::ports::core::from_store_error;
+use crate::utp::Utp;
 
-const EVERY: Duration = Duration::from_secs(5);
-const PAGE: usize = 200;
+const PASS_INTERVAL: Duration = Duration::from_secs(5);
+const PAGE_SIZE: usize = 200;
 /// Agents checked per pass; finding them scans every unread item in the store.
 const AGENTS_PER_PASS: usize = 2_000;
 /// Age of an unread item after which the agent is woken again, every `WAKEUP_INTERVAL_MS`.
 const UNREAD_GRACE_MS: u64 = 5_000;
 const WAKEUP_INTERVAL_MS: u64 = 30_000;
 
-pub(crate) async fn run(engine: Engine) {
-    let rung = WakeupThrottle::default();
+pub(crate) async fn run(utp: Arc<Utp>) {
+    let throttle = WakeupThrottle::default();
     loop {
-        if let Err(error) = run_once(&engine, &rung).await {
+        if let Err(error) = run_once(&utp, &throttle).await {
             tracing::warn!(%error, "turn maintenance failed");
         }
         tokio::select! {
-            () = tokio::time::sleep(EVERY) => {}
-            () = engine.core.shutdown.cancelled() => return,
+            () = tokio::time::sleep(PASS_INTERVAL) => {}
+            () = utp.core.shutdown.cancelled() => return,
         }
     }
 }
@@ -41,20 +43,20 @@ pub struct WakeupThrottle {
 }
 
 /// Runs one pass.
-pub async fn run_once(engine: &Engine, rung: &WakeupThrottle) -> Result<(), Error> {
-    deliver_missed_outcomes(engine).await?;
-    expire_turns(engine).await?;
-    resend_wakeups(engine, rung).await
+pub async fn run_once(utp: &Arc<Utp>, throttle: &WakeupThrottle) -> Result<(), Error> {
+    deliver_missed_outcomes(utp).await?;
+    expire_turns(utp).await?;
+    resend_wakeups(utp, throttle).await
 }
 
-async fn deliver_missed_outcomes(engine: &Engine) -> Result<(), Error> {
-    let inner = &engine.core;
+async fn deliver_missed_outcomes(utp: &Arc<Utp>) -> Result<(), Error> {
     let mut after = 0;
     loop {
-        let page = inner
+        let page = utp
+            .core
             .store
             .utp()
-            .undelivered_step_calls(after, PAGE)
+            .undelivered_step_calls(after, PAGE_SIZE)
             .await
             .map_err(from_store_error)?;
         let Some((last, _)) = page.last() else { return Ok(()) };
@@ -63,51 +65,52 @@ async fn deliver_missed_outcomes(engine: &Engine) -> Result<(), Error> {
             let Some(id) = waiting.call_id.as_deref().and_then(|id| id.parse().ok()) else {
                 continue;
             };
-            let call = inner.find_call(&waiting.project, &id).await?;
+            let call = utp.find_call(&waiting.project, &id).await?;
             if let Some(call) = call.filter(|call| call.status.is_terminal()) {
-                inner.deliver_to_inbox(&call).await?;
+                utp.deliver_to_inbox(&call).await?;
             }
         }
     }
 }
 
-async fn expire_turns(engine: &Engine) -> Result<(), Error> {
-    let inner = &engine.core;
-    let now_ms = inner.clock.now_ms();
-    for turn in inner.store.utp().expired_turns(now_ms, PAGE).await.map_err(from_store_error)? {
+async fn expire_turns(utp: &Arc<Utp>) -> Result<(), Error> {
+    let now_ms = utp.core.clock.now_ms();
+    for turn in
+        utp.core.store.utp().expired_turns(now_ms, PAGE_SIZE).await.map_err(from_store_error)?
+    {
         tracing::info!(turn = turn.turn_id, agent = turn.agent_id, "turn lease expired");
-        inner.expire_turn(turn).await?;
+        utp.expire_turn(turn).await?;
     }
     Ok(())
 }
 
-async fn resend_wakeups(engine: &Engine, rung: &WakeupThrottle) -> Result<(), Error> {
-    let inner = &engine.core;
-    if !inner.publishes_outbox {
+async fn resend_wakeups(utp: &Arc<Utp>, throttle: &WakeupThrottle) -> Result<(), Error> {
+    if !utp.publishes_outbox {
         return Ok(());
     }
-    let now_ms = inner.clock.now_ms();
-    rung.last_sent_ms.lock().retain(|_, at_ms| *at_ms + WAKEUP_INTERVAL_MS > now_ms);
+    let now_ms = utp.core.clock.now_ms();
+    throttle.last_sent_ms.lock().retain(|_, at_ms| *at_ms + WAKEUP_INTERVAL_MS > now_ms);
     let (before_ms, after) =
-        (now_ms.saturating_sub(UNREAD_GRACE_MS), rung.cursor.load(Ordering::Relaxed));
-    let page = inner.store.utp().agents_with_unread_items(before_ms, after, AGENTS_PER_PASS).await;
+        (now_ms.saturating_sub(UNREAD_GRACE_MS), throttle.cursor.load(Ordering::Relaxed));
+    let page =
+        utp.core.store.utp().agents_with_unread_items(before_ms, after, AGENTS_PER_PASS).await;
     let page = page.map_err(from_store_error)?;
     // A full page continues in the next pass; after the last page the scan starts over.
     let last =
         page.last().filter(|_| page.len() == AGENTS_PER_PASS).map_or(0, |(number, _)| *number);
-    rung.cursor.store(last, Ordering::Relaxed);
-    send_due_wakeups(inner, rung, page.into_iter().map(|(_, item)| item).collect(), now_ms).await
+    throttle.cursor.store(last, Ordering::Relaxed);
+    send_due_wakeups(utp, throttle, page.into_iter().map(|(_, item)| item).collect(), now_ms).await
 }
 
 /// Sends wakeups to agents that were not woken recently.
 async fn send_due_wakeups(
-    inner: &Core,
-    rung: &WakeupThrottle,
+    utp: &Arc<Utp>,
+    throttle: &WakeupThrottle,
     waiting: Vec<InboxItem>,
     now_ms: u64,
 ) -> Result<(), Error> {
     let due: Vec<InboxItem> = {
-        let mut last = rung.last_sent_ms.lock();
+        let mut last = throttle.last_sent_ms.lock();
         let mut ring =
             |item: &InboxItem| match last.entry((item.project.clone(), item.agent_id.clone())) {
                 Entry::Occupied(_) => false,
@@ -118,18 +121,18 @@ async fn send_due_wakeups(
             };
         waiting.into_iter().filter(|item| ring(item)).collect()
     };
-    let mut letters = Vec::new();
+    let mut messages = Vec::new();
     for item in due {
-        let turn = inner.store.utp().turn(&item.project, &item.turn_id).await;
+        let turn = utp.core.store.utp().turn(&item.project, &item.turn_id).await;
         let turn = turn.map_err(from_store_error)?;
         let channel = turn.as_ref().map_or(DEFAULT_CHANNEL, |turn| turn.channel.as_str());
-        let again = inner.build_wakeup(&item, channel);
-        letters.extend(again.map(|l| OutboxMessage { id: format!("{}-{now_ms}", l.id), ..l }));
+        let again = utp.build_wakeup(&item, channel);
+        messages.extend(again.map(|l| OutboxMessage { id: format!("{}-{now_ms}", l.id), ..l }));
     }
-    if letters.is_empty() {
+    if messages.is_empty() {
         return Ok(());
     }
-    inner.store.utp().append_to_outbox(letters).await.map_err(from_store_error)?;
-    inner.bus.wake(&crate::ports::bus::Topic::Outbox);
+    utp.core.store.utp().append_to_outbox(messages).await.map_err(from_store_error)?;
+    utp.core.bus.wake(&crate::ports::bus::Topic::Outbox);
     Ok(())
 }

@@ -9,7 +9,7 @@ use crate::domain::fault::Fault;
 use crate::domain::json::{Json, JsonError};
 
 /// Bytes of text shown before and after the location of a fault.
-const NEAR: usize = 30;
+const EXCERPT_BYTES: usize = 30;
 
 /// Parses the arguments. Some servers send the object itself instead of a string, which is
 /// accepted. A model without arguments often sends an empty string.
@@ -51,8 +51,8 @@ fn byte_offset(error: &JsonError, text: &str) -> usize {
 
 fn excerpt(text: &str, offset: usize) -> String {
     let at = text.floor_char_boundary(offset);
-    let begin = text.floor_char_boundary(at.saturating_sub(NEAR));
-    let end = text.ceil_char_boundary((at + NEAR).min(text.len()));
+    let begin = text.floor_char_boundary(at.saturating_sub(EXCERPT_BYTES));
+    let end = text.ceil_char_boundary((at + EXCERPT_BYTES).min(text.len()));
     let (left, right) = (if begin > 0 { "…" } else { "" }, if end < text.len() { "…" } else { "" });
     format!("{left}{}{right}", &text[begin..end])
 }

@@ -10,13 +10,13 @@ fn read(text: &str) -> Result<ParsedToolCall, CallParseError> {
 }
 
 fn fault(text: &str) -> (CallParseError, Value) {
-    let misfit = read(text).unwrap_err();
-    assert_eq!(misfit.fault.code, Code::ValidationError);
-    let detail = misfit.fault.detail.clone().unwrap();
-    (misfit, detail)
+    let parse_error = read(text).unwrap_err();
+    assert_eq!(parse_error.fault.code, Code::ValidationError);
+    let detail = parse_error.fault.detail.clone().unwrap();
+    (parse_error, detail)
 }
 
-fn answered(form: CallFormat, ok: bool) -> Value {
+fn answer_in(form: CallFormat, ok: bool) -> Value {
     let data = Json::parse(r#"{"temp": 1.10}"#).unwrap();
     let fault = Fault::runtime("no rain today");
     let failed = fault_content(&fault);
@@ -33,7 +33,7 @@ fn answered(form: CallFormat, ok: bool) -> Value {
 }
 
 #[test]
-fn the_chat_form() {
+fn the_chat_completions_format_is_parsed_and_answered() {
     let entry = read(
         r#"{"id": "call_abc123", "type": "function",
             "function": {"name": "get_weather", "arguments": "{\"location\": \"Paris\", \"n\": 1.10}"}}"#,
@@ -43,15 +43,15 @@ fn the_chat_form() {
     assert_eq!(entry.name, "get_weather");
     assert_eq!(entry.args.text(), r#"{"location": "Paris", "n": 1.10}"#);
     let said = json!({"role": "tool", "tool_call_id": "call_0", "content": "{\"temp\": 1.10}"});
-    assert_eq!(answered(CallFormat::OpenAi, true), said);
-    let failed = answered(CallFormat::OpenAi, false);
+    assert_eq!(answer_in(CallFormat::OpenAi, true), said);
+    let failed = answer_in(CallFormat::OpenAi, false);
     let content: Value = serde_json::from_str(failed["content"].as_str().unwrap()).unwrap();
     assert_eq!(content["error"]["code"], "RUNTIME_ERROR");
     assert_eq!(content["error"]["message"], "no rain today");
 }
 
 #[test]
-fn servers_that_speak_the_chat_form_loosely() {
+fn loose_chat_completions_calls_are_accepted() {
     let entry = read(r#"{"function": {"name": "a", "arguments": {"x": 1}}}"#).unwrap();
     assert_eq!(
         (entry.form, entry.id, entry.args.text()),
@@ -65,7 +65,7 @@ fn servers_that_speak_the_chat_form_loosely() {
 }
 
 #[test]
-fn the_responses_form() {
+fn the_responses_format_is_parsed_and_answered() {
     let entry = read(
         r#"{"type": "function_call", "id": "fc_68a1", "call_id": "call_xyz", "status": "completed",
             "name": "get_weather", "arguments": "{\"location\":\"Paris\"}"}"#,
@@ -73,14 +73,14 @@ fn the_responses_form() {
     .unwrap();
     assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::Responses, Some("call_xyz")));
     assert_eq!(entry.args.text(), r#"{"location":"Paris"}"#);
-    let item = answered(CallFormat::Responses, true);
+    let item = answer_in(CallFormat::Responses, true);
     let said = "{\"temp\": 1.10}";
     let expected = json!({"type": "function_call_output", "call_id": "call_0", "output": said});
     assert_eq!(item, expected);
 }
 
 #[test]
-fn the_anthropic_form() {
+fn the_anthropic_format_is_parsed_and_answered() {
     let entry = read(
         r#"{"type": "tool_use", "id": "toolu_01A09q90qw90lq917835lq9", "name": "get_weather",
             "input": {"location": "San Francisco, CA", "unit": "celsius"}}"#,
@@ -89,16 +89,20 @@ fn the_anthropic_form() {
     assert_eq!(entry.form, CallFormat::Anthropic);
     assert_eq!(entry.id.as_deref(), Some("toolu_01A09q90qw90lq917835lq9"));
     assert_eq!(entry.args.to_value()["unit"], "celsius");
-    let block = answered(CallFormat::Anthropic, true);
+    let block = answer_in(CallFormat::Anthropic, true);
     let said = "{\"temp\": 1.10}";
     assert_eq!(block, json!({"type": "tool_result", "tool_use_id": "call_0", "content": said}));
-    assert_eq!(answered(CallFormat::Anthropic, false)["is_error"], true);
-    let (misfit, detail) = fault(r#"{"type": "tool_use", "id": "t", "name": "a", "input": "{}"}"#);
-    assert_eq!((misfit.form, detail["pointer"].as_str()), (CallFormat::Anthropic, Some("/input")));
+    assert_eq!(answer_in(CallFormat::Anthropic, false)["is_error"], true);
+    let (parse_error, detail) =
+        fault(r#"{"type": "tool_use", "id": "t", "name": "a", "input": "{}"}"#);
+    assert_eq!(
+        (parse_error.form, detail["pointer"].as_str()),
+        (CallFormat::Anthropic, Some("/input"))
+    );
 }
 
 #[test]
-fn the_envelope() {
+fn the_envelope_format_is_parsed_and_answered() {
     let entry = read(
         r#"{"call_id": "c-1", "name": "calc.add", "args": {"a": 1}, "timeout_ms": 8000, "retry": 1,
             "idempotency_key": null}"#,
@@ -108,28 +112,28 @@ fn the_envelope() {
         (entry.form, entry.timeout_ms, entry.retry),
         (CallFormat::Envelope, Some(8_000), Some(1))
     );
-    assert_eq!(entry.idempotency_key, None, "null is nothing");
+    assert_eq!(entry.idempotency_key, None, "null counts as absent");
     assert_eq!(read(r#"{"name": "a"}"#).unwrap().args.text(), "{}");
-    let said = answered(CallFormat::Envelope, true);
+    let said = answer_in(CallFormat::Envelope, true);
     assert_eq!((&said["ok"], &said["data"]), (&json!(true), &json!({"temp": 1.10})));
     assert_eq!(said["metrics"], json!({"latency_ms": 12, "retries": 0}));
-    let said = answered(CallFormat::Envelope, false);
+    let said = answer_in(CallFormat::Envelope, false);
     assert_eq!((&said["data"], &said["error"]["code"]), (&Value::Null, &json!("RUNTIME_ERROR")));
 }
 
 #[test]
-fn arguments_that_are_not_json_say_where() {
+fn arguments_that_are_not_json_are_reported_with_their_location() {
     let text = r#"{"id": "call_1", "type": "function",
         "function": {"name": "w", "arguments": "{\"city\":\n \"Köln\", \"days\": three}"}}"#;
-    let (misfit, detail) = fault(text);
-    assert_eq!((misfit.form, misfit.id.as_deref()), (CallFormat::OpenAi, Some("call_1")));
-    assert_eq!(misfit.name.as_deref(), Some("w"));
+    let (parse_error, detail) = fault(text);
+    assert_eq!((parse_error.form, parse_error.id.as_deref()), (CallFormat::OpenAi, Some("call_1")));
+    assert_eq!(parse_error.name.as_deref(), Some("w"));
     assert_eq!(detail["pointer"], "/function/arguments");
     let arguments = "{\"city\":\n \"Köln\", \"days\": three}";
     let offset = detail["offset"].as_u64().unwrap() as usize;
     assert!(arguments[offset - 1..].starts_with("th") || arguments[offset..].starts_with("th"));
     assert_eq!((&detail["line"], detail["near"].as_str()), (&json!(2), Some(arguments)));
-    assert!(misfit.fault.message.contains("line 2 column"), "{}", misfit.fault.message);
+    assert!(parse_error.fault.message.contains("line 2 column"), "{}", parse_error.fault.message);
     let long = format!("{{\"a\": \"{}\", b}}", "é".repeat(200));
     let entry = json!({"type": "function_call", "name": "w", "arguments": long});
     let (_, detail) = fault(&entry.to_string());
@@ -143,7 +147,7 @@ fn arguments_that_are_not_json_say_where() {
 }
 
 #[test]
-fn what_fits_no_form_says_why() {
+fn a_call_of_no_known_format_is_refused_with_a_pointer() {
     for (text, pointer) in [
         ("7", ""),
         ("\"calc.add\"", ""),
@@ -165,12 +169,12 @@ fn what_fits_no_form_says_why() {
         let (_, detail) = fault(text);
         assert_eq!(detail["pointer"], pointer, "{text}");
     }
-    let (misfit, _) = fault(r#"{"type": "custom", "id": "x", "name": "n"}"#);
-    assert_eq!((misfit.id.as_deref(), misfit.name.as_deref()), (Some("x"), Some("n")));
+    let (parse_error, _) = fault(r#"{"type": "custom", "id": "x", "name": "n"}"#);
+    assert_eq!((parse_error.id.as_deref(), parse_error.name.as_deref()), (Some("x"), Some("n")));
 }
 
 #[test]
-fn texts_are_given_as_texts() {
+fn string_results_are_passed_as_plain_text() {
     assert_eq!(data_content(&Json::parse(r#""a \"b\"\n""#).unwrap()), "a \"b\"\n");
     assert_eq!(data_content(&Json::parse("[1.10]").unwrap()), "[1.10]");
 }
@@ -195,27 +199,27 @@ fn tool(schema: &str, effect: Effect) -> ToolDefinition {
 }
 
 #[test]
-fn definitions() {
+fn every_tool_format_describes_a_tool() {
     let schema = r#"{"type":"object","properties":{"a":{"type":"integer","default":1.0}}}"#;
     let tool = tool(schema, Effect::Idempotent);
-    let told = |format| describe_tool(format, "calc__add", &tool).text().to_owned();
+    let described = |format| describe_tool(format, "calc__add", &tool).text().to_owned();
     assert_eq!(
-        told(ToolFormat::OpenAi),
+        described(ToolFormat::OpenAi),
         format!(
             r#"{{"type":"function","function":{{"name":"calc__add","description":"Adds","parameters":{schema}}}}}"#
         )
     );
     assert_eq!(
-        told(ToolFormat::OpenAiResponses),
+        described(ToolFormat::OpenAiResponses),
         format!(
             r#"{{"type":"function","name":"calc__add","description":"Adds","parameters":{schema},"strict":false}}"#
         )
     );
     assert_eq!(
-        told(ToolFormat::Anthropic),
+        described(ToolFormat::Anthropic),
         format!(r#"{{"name":"calc__add","description":"Adds","input_schema":{schema}}}"#)
     );
-    let mcp: Value = serde_json::from_str(&told(ToolFormat::Mcp)).unwrap();
+    let mcp: Value = serde_json::from_str(&described(ToolFormat::Mcp)).unwrap();
     assert_eq!(mcp["title"], "calc.add");
     assert_eq!(
         (&mcp["inputSchema"]["type"], &mcp["outputSchema"]["type"]),
@@ -229,11 +233,11 @@ fn definitions() {
 }
 
 #[test]
-fn a_schema_that_says_no_type_is_one_of_objects() {
+fn a_schema_without_a_type_is_described_as_an_object() {
     for schema in ["{}", "true", r#"{"required":["a"]}"#, r#"{"type":["object","null"]}"#] {
         let tool = tool(schema, Effect::Read);
-        let told = describe_tool(ToolFormat::Anthropic, "x", &tool).to_value();
-        assert_eq!(told["input_schema"]["type"], "object", "{schema}");
+        let described = describe_tool(ToolFormat::Anthropic, "x", &tool).to_value();
+        assert_eq!(described["input_schema"]["type"], "object", "{schema}");
         assert!(accepts_object(&tool), "{schema}");
     }
     for schema in [r#"{"type":"string"}"#, r#"{"type":["array","null"]}"#] {

@@ -15,11 +15,21 @@ pub enum Topic {
     /// Any change to this call.
     Call(CallId),
     /// Any change to any call of this run.
-    Run { project: String, run_id: String },
+    Run {
+        /// Project that the run belongs to.
+        project: String,
+        /// Id of the run, unique within its project.
+        run_id: String,
+    },
     /// Any change in the project.
     Project(String),
     /// A new item in an agent's inbox.
-    Inbox { project: String, agent: String },
+    Inbox {
+        /// Project that the agent belongs to.
+        project: String,
+        /// Agent that owns the inbox.
+        agent: String,
+    },
     /// A new message to publish.
     Outbox,
     /// A change to tools, keys or rules.

@@ -19,49 +19,28 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
-use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
 use crate::domain::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 use crate::domain::trace::TraceParent;
-use crate::ports::source::{Attempt, ProgressSink, Source, Started};
-
-/// Progress of an attempt.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct AttemptProgress {
-    /// From 0 to 100.
-    pub percent: Option<f64>,
-    pub message: Option<String>,
-    pub data: Option<Value>,
-}
-
-impl AttemptProgress {
-    /// Converts the progress to a record; cuts a long message and drops oversized data.
-    pub(crate) fn into_record(self, now_ms: u64, attempt: u32) -> EventRecord {
-        let mut record = EventRecord::new(EventKind::Progress, now_ms, attempt);
-        if let Some(percent) = self.percent {
-            record = record.with("percent", percent.clamp(0.0, 100.0));
-        }
-        if let Some(message) = self.message {
-            record = record.with("message", message.chars().take(2_000).collect::<String>());
-        }
-        if let Some(data) = self.data.filter(|data| data.to_string().len() <= 65_536) {
-            record = record.with("data", data);
-        }
-        record
-    }
-}
+use crate::ports::source::{Attempt, AttemptProgress, ProgressSink, Source, StartResult};
 
 /// The part of a call that its tool can see.
 #[derive(Clone)]
 pub struct ToolContext {
+    /// Id of the call being executed.
     pub call_id: CallId,
+    /// Project that the call belongs to.
     pub project: String,
+    /// Run that the call belongs to.
     pub run_id: String,
+    /// Agent that made the call.
     pub agent: String,
+    /// Number of the attempt within the call, from 1.
     pub attempt: u32,
+    /// Deadline of the call, in Unix milliseconds.
     pub deadline_ms: u64,
     /// The span of the attempt. Requests that the tool sends join the trace if they carry it in the
     /// `traceparent` header.
@@ -238,11 +217,11 @@ impl Source for BuiltinSource {
         tools
     }
 
-    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started {
+    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
         let Some(tool) = self.tools.get(&attempt.tool) else {
             let message = format!("this server has no built-in tool \"{}\"", attempt.tool);
             let fault = Fault::new(Code::ToolNotFound, message).without_side_effect();
-            return Started::Finished(Err(fault));
+            return StartResult::Finished(Err(fault));
         };
         let canceled = CancellationToken::new();
         let place = (attempt.call_id.clone(), attempt.number);
@@ -266,7 +245,7 @@ impl Source for BuiltinSource {
             }),
             () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "canceled")),
         };
-        Started::Finished(result)
+        StartResult::Finished(result)
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {

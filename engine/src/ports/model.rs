@@ -4,13 +4,16 @@
 //! `tool_call_id`); an adapter for another API translates. An implementation sends one request and
 //! reports its result accurately. The agent loop decides about retries.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::domain::fault::Fault;
+use crate::domain::model_reply::ModelReply;
 
 /// A request to a model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -28,68 +31,22 @@ pub struct ModelRequest {
     pub settings: Map<String, Value>,
 }
 
-/// A tool call that a model requests. The arguments are the model's own text, which need not be
-/// JSON.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ToolCallRequest {
-    pub id: String,
-    pub name: String,
-    pub arguments: String,
-}
-
-/// The reason why a model stopped.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FinishReason {
-    #[default]
-    Stop,
-    ToolCalls,
-    /// The model reached a token limit.
-    Length,
-    ContentFilter,
-}
-
-/// The tokens that a reply cost.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TokenUsage {
-    pub prompt_tokens: u64,
-    pub completion_tokens: u64,
-}
-
-impl std::ops::AddAssign for TokenUsage {
-    fn add_assign(&mut self, more: Self) {
-        self.prompt_tokens = self.prompt_tokens.saturating_add(more.prompt_tokens);
-        self.completion_tokens = self.completion_tokens.saturating_add(more.completion_tokens);
-    }
-}
-
-/// A complete reply of a model.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct ModelReply {
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub text: String,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub calls: Vec<ToolCallRequest>,
-    #[serde(rename = "stopped")]
-    pub finish_reason: FinishReason,
-    #[serde(default)]
-    pub usage: TokenUsage,
-    /// The model that replied, if the endpoint reports it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub model: Option<String>,
-}
-
 /// One streamed part of a reply. Deltas are only for display: the loop acts on the complete
 /// [`ModelReply`] alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Delta {
+    /// More text of the reply.
     Text(String),
     /// More of the call at this index of the reply. Id and name come with its first delta. An id
     /// that the endpoint sends later comes with that delta and replaces the earlier one.
     Call {
+        /// Position of the call in the reply, from 0.
         index: usize,
+        /// The model's own id of the call.
         id: Option<String>,
+        /// Tool name as the model wrote it.
         name: Option<String>,
+        /// Next part of the arguments' JSON text.
         arguments: String,
     },
 }
@@ -136,7 +93,9 @@ pub trait Model: Send + Sync + 'static {
 /// Labels of a model's token usage in metrics: low in cardinality, and never text from a caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UsageLabel<'a> {
+    /// Provider of the model; `other` by default.
     pub provider: &'static str,
+    /// Name of the model in metrics; `other` by default.
     pub model: &'a str,
 }
 
@@ -149,6 +108,7 @@ impl Default for UsageLabel<'_> {
 /// A model found by its name.
 #[derive(Clone)]
 pub struct ResolvedModel {
+    /// Client of the endpoint that serves the model.
     pub model: Arc<dyn Model>,
     /// Name of the model at its endpoint, for [`ModelRequest::model`].
     pub name: String,

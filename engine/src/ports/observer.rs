@@ -16,6 +16,7 @@ pub struct EndedAttempt<'a> {
     pub call: &'a Call,
     /// The client that executed it.
     pub taken_by: Option<&'a str>,
+    /// Time at which the attempt ended, in Unix milliseconds.
     pub ended_ms: u64,
     /// Code of the failure; `None` when the attempt succeeded.
     pub failed: Option<Code>,
@@ -25,6 +26,7 @@ pub struct EndedAttempt<'a> {
 pub struct EndedCall<'a> {
     /// Ids of the call's spans.
     pub ids: SpanIds,
+    /// The call with its outcome.
     pub call: &'a Call,
     /// Returns the tool's description, if the tool still exists.
     pub description: &'a dyn Fn() -> Option<String>,

@@ -8,7 +8,6 @@ pub mod credentials;
 mod memory;
 pub mod runs;
 pub mod utp;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -37,8 +36,11 @@ pub enum StoreError {
 /// A new call with everything that belongs in the same commit.
 #[derive(Debug)]
 pub struct NewCall {
+    /// The call in its first version.
     pub call: Arc<Call>,
+    /// First records of the call's history.
     pub records: Vec<EventRecord>,
+    /// Idempotency key of the request, if it has one.
     pub key: Option<IdempotencyKey>,
     /// Set if the call is part of a group; dropped once the call is queued for writing.
     pub group_member: Option<GroupMember>,
@@ -84,6 +86,7 @@ impl Drop for GroupMember {
 pub struct IdempotencyKey {
     /// The scope of the key: the same key of another agent is independent.
     pub agent: String,
+    /// The key itself, unique among the keys of the agent.
     pub key: String,
     /// Digest of every relevant part of the request.
     pub fingerprint: String,
@@ -92,6 +95,7 @@ pub struct IdempotencyKey {
 /// Result of creating a call.
 #[derive(Debug)]
 pub enum CreateCallResult {
+    /// The call was stored.
     New,
     /// The key was used before for the same request; this is the stored call.
     Replayed(Box<Call>),
@@ -102,6 +106,7 @@ pub enum CreateCallResult {
 /// Result of saving a call.
 #[derive(Debug, PartialEq, Eq)]
 pub enum SaveResult {
+    /// The new version was stored.
     Saved,
     /// Another writer saved a newer version first.
     Conflict,
@@ -110,9 +115,13 @@ pub enum SaveResult {
 /// Selects the calls to list, newest first.
 #[derive(Debug, Clone, Default)]
 pub struct CallFilter {
+    /// Project that the calls belong to.
     pub project: String,
+    /// Run that the calls belong to; `None` selects all runs.
     pub run_id: Option<String>,
+    /// Name of the requested tool; `None` selects all tools.
     pub tool_name: Option<String>,
+    /// Current status of the calls; `None` selects all statuses.
     pub status: Option<Status>,
     /// If set, lists only background tasks.
     pub background: bool,
@@ -120,6 +129,7 @@ pub struct CallFilter {
     pub since_ms: Option<u64>,
     /// Older than this call (the last of the previous page).
     pub before: Option<CallId>,
+    /// Maximum number of calls to return.
     pub limit: usize,
     /// Page size in bytes ([`Call::estimated_bytes`]): calls beyond it need not be read.
     pub max_bytes: Option<usize>,
@@ -135,35 +145,56 @@ impl CallFilter {
 /// Selects the deliveries to list, those of the newest calls first.
 #[derive(Debug, Clone, Default)]
 pub struct DeliveryFilter {
+    /// Project that the deliveries belong to.
     pub project: String,
+    /// Current status of the deliveries; `None` selects all statuses.
     pub status: Option<DeliveryStatus>,
     /// Of older calls than this (the last of the previous page).
     pub before: Option<CallId>,
+    /// Maximum number of deliveries to return.
     pub limit: usize,
 }
 
 /// One open call, with its position in commit order.
 #[derive(Debug, Clone)]
 pub struct OpenCallRow {
+    /// Position in commit order: the cursor of the next page.
     pub position: u64,
+    /// The call in its stored version.
     pub call: Call,
 }
 
 /// Selects the events to read.
 #[derive(Debug, Clone)]
 pub enum EventScope {
-    Call { project: String, id: CallId },
-    Run { project: String, run_id: String },
+    /// Events of one call.
+    Call {
+        /// Project that the call belongs to.
+        project: String,
+        /// Id of the call.
+        id: CallId,
+    },
+    /// Events of all calls of a run.
+    Run {
+        /// Project that the run belongs to.
+        project: String,
+        /// Id of the run, unique within its project.
+        run_id: String,
+    },
+    /// Events of all calls of a project.
     Project(String),
 }
 
 /// The tool definitions stored for a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunToolDefinitions {
+    /// Project that the run belongs to.
     pub project: String,
+    /// Id of the run, unique within its project.
     pub run_id: String,
     /// The tools set for the run.
     pub tool_definitions: Json,
+    /// Time of the last replacement, in Unix milliseconds.
     pub updated_ms: u64,
 }
 
@@ -264,8 +295,8 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, StoreError>;
 
     /// Replaces a delivery whose stored version is exactly one lower, and stores the attempt that
-    /// led to it. At most [`crate::delivery::MAX_STORED_ATTEMPTS`] attempts are kept, the latest
-    /// ones.
+    /// led to it. At most [`crate::domain::delivery::MAX_STORED_ATTEMPTS`] attempts are kept, the
+    /// latest ones.
     async fn save_delivery(
         &self,
         delivery: Delivery,

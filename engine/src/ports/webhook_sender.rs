@@ -1,7 +1,7 @@
 //! The webhook sender port: sends one message to a caller's URL.
 //!
-//! The engine decides when to send and what a response means ([`crate::delivery`],
-//! [`crate::maintenance::webhook_dispatcher`]); the sender makes one HTTP request.
+//! The engine decides when to send and what a response means ([`crate::domain::delivery`]); the
+//! sender makes one HTTP request.
 
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ use crate::domain::delivery::{Delivery, DeliveryResponse, RetrySchedule};
 /// The content of one delivery attempt.
 #[derive(Debug, Clone)]
 pub struct WebhookMessage {
+    /// The delivery with its URL and the number of attempts so far.
     pub delivery: Delivery,
     /// The call with its outcome.
     pub call: Arc<Call>,
@@ -32,6 +33,7 @@ pub trait WebhookSender: Send + Sync + 'static {
 /// Settings of webhook delivery.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeliverySettings {
+    /// Delays between attempts; no retry follows the last.
     pub schedule: RetrySchedule,
     /// Maximum attempts in flight.
     pub max_parallel: usize,

@@ -5,35 +5,39 @@
 
 mod project_map;
 mod registration_checks;
-
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
+use project_map::{NameMap, ProjectMap};
 use serde_json::json;
 
-use crate::domain::access_rules::{self, AccessDecision};
-use crate::domain::args::ArgumentRules;
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
 };
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::retry::TIMEOUT_MS_RANGE;
+use crate::domain::tool::args::ArgumentRules;
 use crate::domain::tool::{ToolDefinition, check_tool_name};
-use crate::engine::{Core, Engine, RESULT_READ, from_store_error};
 use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
 use crate::ports::store::SaveResult;
-use crate::registry::model_tool_names;
+use crate::registry::{Registry, model_tool_names};
 use crate::schema::Schema;
-use project_map::{NameMap, ProjectMap};
+
+/// Name of the tool that reads results.
+pub const RESULT_READ: &str = "result.read";
 
 /// A tool with its compiled schemas, ready to be called.
 #[derive(Debug)]
 pub struct CatalogEntry {
+    /// The tool's definition as registered.
     pub definition: ToolDefinition,
+    /// Fingerprint of the definition.
     pub version: String,
     /// Schema that the executed arguments must match.
     pub input_schema: Schema,
+    /// Schema that results must match, if the definition has one.
     pub output_schema: Option<Schema>,
     /// Argument rules of the definition.
     pub rules: Option<ArgumentRules>,
@@ -76,13 +80,13 @@ impl CatalogEntry {
 #[derive(Default)]
 pub struct Catalog {
     version: u64,
-    shared_tools: NameMap<Arc<CatalogEntry>>,
+    pub(super) shared_tools: NameMap<Arc<CatalogEntry>>,
     project_tools: ProjectMap<Arc<CatalogEntry>>,
     clients_offering: ProjectMap<Vec<String>>,
     /// Position of each client in the directory.
     client_positions: ProjectMap<usize>,
     keys: HashMap<String, ApiKey>,
-    directory: Directory,
+    pub(super) directory: Directory,
     /// Tools by the names that models use. Built at the first lookup by such a name.
     by_model_name: OnceLock<NameMap<Vec<Arc<CatalogEntry>>>>,
 }
@@ -142,9 +146,7 @@ impl Catalog {
         // A tool whose exact name has the form of a model's name is chosen only if the caller may
         // call it.
         let model_form = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
-        if exact.is_some()
-            && (!model_form() || self.authorize(caller, name) == AccessDecision::Allowed)
-        {
+        if exact.is_some() && (!model_form() || self.authorize(caller, name).is_allowed()) {
             return exact;
         }
         let meant = || {
@@ -153,9 +155,8 @@ impl Catalog {
                 Some(project) => *project == caller.project,
                 None => true,
             };
-            let allowed = |entry: &CatalogEntry| {
-                self.authorize(caller, &entry.definition.name) == AccessDecision::Allowed
-            };
+            let allowed =
+                |entry: &CatalogEntry| self.authorize(caller, &entry.definition.name).is_allowed();
             let mut meant = index.get(name)?.iter().filter(|entry| here(entry) && allowed(entry));
             let first = meant.next()?;
             meant.next().is_none().then(|| first.clone())
@@ -231,41 +232,11 @@ impl Catalog {
         self.version
     }
 
-    /// Decides whether the caller may call a tool with this name, even if no such tool exists.
-    pub fn authorize(&self, caller: &Caller, tool: &str) -> AccessDecision {
-        if !caller.may_invoke() {
-            let role = caller.role.as_str();
-            return AccessDecision::Denied(format!("a key with the role {role} cannot call tools"));
-        }
-        if caller.auth_method == AuthMethod::Local || caller.may_administer() {
-            return AccessDecision::Allowed;
-        }
-        let rules = self.directory.rules.iter();
-        if tool == RESULT_READ && self.shared_tools.contains_key(tool) {
-            return access_rules::decide_companion(rules, &caller.project, &caller.agent, tool);
-        }
-        access_rules::decide(rules, &caller.project, &caller.agent, tool)
-    }
-
-    /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
-    /// any other tool, is listed only if a rule names it, so that a list shows exactly what the
-    /// operator allowed.
-    pub(crate) fn is_listed(&self, caller: &Caller, tool: &str) -> bool {
-        if self.authorize(caller, tool) != AccessDecision::Allowed {
-            return false;
-        }
-        let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
-        tool != RESULT_READ
-            || caller.auth_method == AuthMethod::Local
-            || caller.may_administer()
-            || access_rules::decide(rules, &caller.project, agent, tool) == AccessDecision::Allowed
-    }
-
     /// Returns similar names of tools that the caller may call.
     pub fn suggest_names(&self, caller: &Caller, name: &str) -> Vec<String> {
         let tools = self.tools(&caller.project);
         let names = tools.iter().map(|entry| entry.definition.name.as_str());
-        let allowed = names.filter(|name| self.authorize(caller, name) == AccessDecision::Allowed);
+        let allowed = names.filter(|name| self.authorize(caller, name).is_allowed());
         model_tool_names::suggest_similar(name, allowed).into_iter().map(str::to_owned).collect()
     }
 }
@@ -273,15 +244,18 @@ impl Catalog {
 /// A request by a client to offer tools.
 #[derive(Debug, Clone)]
 pub struct ClientRegistration {
+    /// Id of the client, unique within its project.
     pub client_id: String,
+    /// Definitions of the tools that the client executes.
     pub tools: Vec<ToolDefinition>,
+    /// Treatment of tools that the client registered before and does not list here.
     pub unlisted_tools: UnlistedTools,
 }
 
-impl Engine {
+impl Registry {
     /// Returns the tools that are listed for the caller.
     pub fn tools(&self, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
-        let catalog = self.core.catalog();
+        let catalog = self.catalog();
         let mut tools = catalog.tools(&caller.project);
         tools.retain(|entry| catalog.is_listed(caller, &entry.definition.name));
         tools
@@ -289,10 +263,9 @@ impl Engine {
 
     /// Returns one tool, if the caller may call it.
     pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
-        let catalog = self.core.catalog();
-        let allowed = |e: &Arc<CatalogEntry>| {
-            catalog.authorize(caller, &e.definition.name) == AccessDecision::Allowed
-        };
+        let catalog = self.catalog();
+        let allowed =
+            |e: &Arc<CatalogEntry>| catalog.authorize(caller, &e.definition.name).is_allowed();
         let found = catalog.resolve(caller, name).filter(allowed);
         found.ok_or_else(|| tool_not_found(&catalog, caller, name))
     }
@@ -311,9 +284,8 @@ impl Engine {
         registration: ClientRegistration,
     ) -> Result<usize, Error> {
         require_provider(caller)?;
-        let inner = &self.core;
         check_client_id(&registration.client_id)?;
-        let limit = inner.limits.max_tools_per_registration;
+        let limit = self.core.limits.max_tools_per_registration;
         if registration.tools.len() > limit {
             let message = format!("at most {limit} tools in one registration");
             return Err(Error::refused(Code::PayloadTooLarge, message));
@@ -327,25 +299,24 @@ impl Engine {
             }
         }
         let count = registration.tools.len();
-        inner
-            .change_directory(|catalog| {
-                registration_checks::check_registration(
-                    catalog,
-                    caller,
-                    &registration,
-                    &inner.limits,
-                )?;
-                let client = Client {
-                    project: caller.project.clone(),
-                    client_id: registration.client_id.clone(),
-                    owner: caller.agent.clone(),
-                    registered_ms: inner.clock.now_ms(),
-                };
-                let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
-                Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))
-            })
-            .await?;
-        inner.refresh_client_offers(&caller.project, &registration.client_id);
+        self.change_directory(|catalog| {
+            registration_checks::check_registration(
+                catalog,
+                caller,
+                &registration,
+                &self.core.limits,
+            )?;
+            let client = Client {
+                project: caller.project.clone(),
+                client_id: registration.client_id.clone(),
+                owner: caller.agent.clone(),
+                registered_ms: self.core.clock.now_ms(),
+            };
+            let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
+            Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))
+        })
+        .await?;
+        self.refresh_client_offers(&caller.project, &registration.client_id);
         Ok(count)
     }
 
@@ -358,38 +329,37 @@ impl Engine {
     ) -> Result<(), Error> {
         require_provider(caller)?;
         let project = caller.project.clone();
-        self.core
-            .change_directory(|catalog| {
-                require_client_owner(catalog, caller, client_id)?;
-                if !catalog.tools_offered_by(&project, client_id).contains(tool) {
-                    let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
-                    return Err(Error::refused(Code::NotFound, message));
-                }
-                let (client_id, tool) = (client_id.to_owned(), tool.to_owned());
-                Ok((DirectoryChange::Withdraw { project: project.clone(), client_id, tool }, None))
-            })
-            .await?;
-        self.core.refresh_client_offers(&caller.project, client_id);
+        self.change_directory(|catalog| {
+            require_client_owner(catalog, caller, client_id)?;
+            if !catalog.tools_offered_by(&project, client_id).contains(tool) {
+                let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
+                return Err(Error::refused(Code::NotFound, message));
+            }
+            let (client_id, tool) = (client_id.to_owned(), tool.to_owned());
+            Ok((DirectoryChange::Withdraw { project: project.clone(), client_id, tool }, None))
+        })
+        .await?;
+        self.refresh_client_offers(&caller.project, client_id);
         Ok(())
     }
 }
 
-impl Core {
+impl Registry {
     pub(crate) fn catalog(&self) -> Arc<Catalog> {
         self.catalog.read().clone()
     }
 
     /// Reloads the directory if this or another process changed it.
     pub(crate) async fn reload_catalog(&self) -> Result<(), Error> {
-        let version = self.store.directory_version().await.map_err(from_store_error)?;
+        let version = self.core.store.directory_version().await.map_err(from_store_error)?;
         if version == self.catalog().version() {
             return Ok(());
         }
-        let directory = self.store.directory().await.map_err(from_store_error)?;
+        let directory = self.core.store.directory().await.map_err(from_store_error)?;
         let next = Arc::new(self.catalog().rebuild(directory));
         *self.catalog.write() = next;
-        self.limiter.recheck_queues();
-        self.bus.wake(&Topic::Directory);
+        self.listeners().iter().for_each(|listener| listener.directory_changed());
+        self.core.bus.wake(&Topic::Directory);
         Ok(())
     }
 
@@ -404,7 +374,7 @@ impl Core {
             self.reload_catalog().await?;
             let catalog = self.catalog();
             let (change, audit) = decide(&catalog)?;
-            let made = self.store.change_directory(change, catalog.version(), audit).await;
+            let made = self.core.store.change_directory(change, catalog.version(), audit).await;
             if made.map_err(from_store_error)? == SaveResult::Saved {
                 return self.reload_catalog().await;
             }
@@ -414,7 +384,9 @@ impl Core {
 
     pub(crate) fn refresh_client_offers(&self, project: &str, client_id: &str) {
         let offers = self.catalog().tools_offered_by(project, client_id);
-        self.client_queue.set_tools(project, client_id, &offers);
+        for listener in self.listeners() {
+            listener.client_tools_changed(project, client_id, &offers);
+        }
     }
 }
 

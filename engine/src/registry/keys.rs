@@ -7,14 +7,18 @@ use crate::domain::access_rules::{AccessRule, RuleVerdict, check_pattern};
 use crate::domain::caller::{AuthMethod, Caller, Role};
 use crate::domain::directory::{ApiKey, AuditEntry, DirectoryChange};
 use crate::domain::fault::{Code, Error};
-use crate::domain::tool::hex;
-use crate::engine::{Core, Engine, from_store_error};
+use crate::domain::id::hex;
+use crate::ports::core::from_store_error;
+use crate::registry::{Admin, Registry};
 
 /// A request to create an API key.
 #[derive(Debug, Clone)]
 pub struct NewKey {
+    /// Project that the key gives access to.
     pub project: String,
+    /// Agent that the key authenticates.
     pub agent: String,
+    /// Role that determines the agent's permissions.
     pub role: Role,
     /// Patterns of the tools that the key's agent may call from the start.
     pub allow: Vec<String>,
@@ -23,7 +27,9 @@ pub struct NewKey {
 /// A new key with its secret. The secret is returned only here; the store has its digest.
 #[derive(Debug, Clone)]
 pub struct CreatedKey {
+    /// The stored key, without its secret.
     pub key: ApiKey,
+    /// The secret that authenticates the agent.
     pub secret: String,
 }
 
@@ -32,13 +38,13 @@ pub fn secret_digest(secret: &str) -> String {
     hex(&Sha256::digest(secret.as_bytes()))
 }
 
-impl Engine {
+impl Registry {
     /// Returns the caller that a secret authenticates. The whole secret is hashed and the digest
     /// looked up, so the time this takes reveals nothing about how much of a guess was right.
     pub fn authenticate(&self, secret: &str) -> Option<Caller> {
-        let catalog = self.core.catalog();
+        let catalog = self.catalog();
         let Some(key) = catalog.key(&secret_digest(secret)) else {
-            return self.core.authenticator.as_ref()?.authenticate(secret);
+            return self.authenticator.as_ref()?.authenticate(secret);
         };
         Some(Caller {
             project: key.project.clone(),
@@ -50,137 +56,12 @@ impl Engine {
 
     /// Returns true if callers must present an API key or a token.
     pub fn has_keys(&self) -> bool {
-        self.core.authenticator.is_some() || self.core.catalog().has_keys()
+        self.authenticator.is_some() || self.catalog().has_keys()
     }
 
     /// Returns true if an active key authenticates this caller.
     pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
-        self.core.catalog().has_active_key(caller)
-    }
-
-    /// Creates a key. `secret` holds at least 32 random bytes in a printable form.
-    pub async fn create_key(
-        &self,
-        caller: &Caller,
-        new: NewKey,
-        secret: String,
-    ) -> Result<CreatedKey, Error> {
-        self.require_admin(caller, Some(&new.project))?;
-        check_identifier("project", &new.project)?;
-        check_identifier("agent", &new.agent)?;
-        if new.agent.contains('*') || new.project.contains('*') {
-            // In a rule, `*` stands for every agent, so no agent can have it in its name.
-            return Err(invalid("a key's agent and project cannot have a * in them".to_owned()));
-        }
-        let inner = &self.core;
-        for pattern in &new.allow {
-            check_pattern(pattern).map_err(invalid)?;
-        }
-        let now_ms = inner.clock.now_ms();
-        let key = ApiKey {
-            id: inner.id_generator.next_id("key_", now_ms),
-            digest: secret_digest(&secret),
-            project: new.project.clone(),
-            agent: new.agent.clone(),
-            role: new.role,
-            created_ms: now_ms,
-            revoked_ms: None,
-        };
-        for pattern in new.allow {
-            let (project, agent) = (new.project.clone(), new.agent.clone());
-            let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };
-            self.set_rule(caller, rule).await?;
-        }
-        let entry =
-            inner.audit_entry(caller, &key.project, "key.created", &key.id, new.role.as_str());
-        inner
-            .change_directory(|_| Ok((DirectoryChange::AddKey(key.clone()), Some(entry.clone()))))
-            .await?;
-        Ok(CreatedKey { key, secret })
-    }
-
-    /// Returns the keys of the caller's project, or of all projects for the local operator.
-    pub fn keys(&self, caller: &Caller) -> Result<Vec<ApiKey>, Error> {
-        self.require_admin(caller, None)?;
-        let catalog = self.core.catalog();
-        let keys = catalog.directory().keys.iter();
-        let all = caller.auth_method == AuthMethod::Local;
-        Ok(keys.filter(|key| all || key.project == caller.project).cloned().collect())
-    }
-
-    /// Revokes a key.
-    pub async fn revoke_key(&self, caller: &Caller, id: &str) -> Result<(), Error> {
-        let known = self.keys(caller)?.into_iter().find(|key| key.id == id);
-        let Some(key) = known else {
-            return Err(Error::refused(Code::NotFound, format!("there is no key \"{id}\"")));
-        };
-        let inner = &self.core;
-        let at_ms = inner.clock.now_ms();
-        let entry = inner.audit_entry(caller, &key.project, "key.revoked", id, key.role.as_str());
-        let change = DirectoryChange::RevokeKey { id: id.to_owned(), at_ms };
-        inner.change_directory(|_| Ok((change.clone(), Some(entry.clone())))).await
-    }
-
-    /// Allows or denies tools to an agent.
-    pub async fn set_rule(&self, caller: &Caller, rule: AccessRule) -> Result<(), Error> {
-        self.require_admin(caller, Some(&rule.project))?;
-        check_pattern(&rule.pattern).map_err(invalid)?;
-        check_identifier("agent", &rule.agent)?;
-        if rule.agent.contains('*') && rule.agent != "*" {
-            // Agent names are not patterns, so such a rule would match no agent.
-            return Err(invalid("agent must be the name of one agent, or * for all".to_owned()));
-        }
-        let inner = &self.core;
-        let what = format!("{} {} for {}", rule.verdict.as_str(), rule.pattern, rule.agent);
-        let entry = inner.audit_entry(caller, &rule.project, "rule.set", &rule.pattern, &what);
-        inner
-            .change_directory(|_| Ok((DirectoryChange::PutRule(rule.clone()), Some(entry.clone()))))
-            .await
-    }
-
-    /// Removes a rule.
-    pub async fn remove_rule(
-        &self,
-        caller: &Caller,
-        project: &str,
-        agent: &str,
-        pattern: &str,
-    ) -> Result<(), Error> {
-        self.require_admin(caller, Some(project))?;
-        let inner = &self.core;
-        let entry = inner.audit_entry(caller, project, "rule.removed", pattern, agent);
-        inner
-            .change_directory(|catalog| {
-                let is_it = |r: &&AccessRule| {
-                    r.project == project && r.agent == agent && r.pattern == pattern
-                };
-                if catalog.directory().rules.iter().find(is_it).is_none() {
-                    let message = format!("agent \"{agent}\" has no rule on \"{pattern}\"");
-                    return Err(Error::refused(Code::NotFound, message));
-                }
-                let change = DirectoryChange::DropRule {
-                    project: project.to_owned(),
-                    agent: agent.to_owned(),
-                    pattern: pattern.to_owned(),
-                };
-                Ok((change, Some(entry.clone())))
-            })
-            .await
-    }
-
-    /// Returns the rules of the caller's project.
-    pub fn rules(&self, caller: &Caller) -> Result<Vec<AccessRule>, Error> {
-        self.require_admin(caller, None)?;
-        let catalog = self.core.catalog();
-        let rules = catalog.directory().rules.iter();
-        Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())
-    }
-
-    /// Returns denied requests and administrative changes, newest first.
-    pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
-        self.require_admin(caller, None)?;
-        let project = Some(caller.project.clone());
-        self.core.store.audit_log(project, limit).await.map_err(from_store_error)
+        self.catalog().has_active_key(caller)
     }
 
     /// Requires administrative rights. A key with the admin role administers its own project; only
@@ -203,7 +84,7 @@ impl Engine {
     }
 }
 
-impl Core {
+impl Registry {
     pub(crate) fn audit_entry(
         &self,
         caller: &Caller,
@@ -213,13 +94,143 @@ impl Core {
         reason: &str,
     ) -> AuditEntry {
         AuditEntry {
-            at_ms: self.clock.now_ms(),
+            at_ms: self.core.clock.now_ms(),
             project: project.to_owned(),
             agent: caller.agent.clone(),
             action: action.to_owned(),
             subject: subject.to_owned(),
             reason: reason.to_owned(),
         }
+    }
+}
+
+impl Admin {
+    /// Creates a key. `secret` holds at least 32 random bytes in a printable form.
+    pub async fn create_key(
+        &self,
+        caller: &Caller,
+        new: NewKey,
+        secret: String,
+    ) -> Result<CreatedKey, Error> {
+        self.registry.require_admin(caller, Some(&new.project))?;
+        check_identifier("project", &new.project)?;
+        check_identifier("agent", &new.agent)?;
+        if new.agent.contains('*') || new.project.contains('*') {
+            // In a rule, `*` stands for every agent, so no agent can have it in its name.
+            return Err(invalid("a key's agent and project cannot have a * in them".to_owned()));
+        }
+        for pattern in &new.allow {
+            check_pattern(pattern).map_err(invalid)?;
+        }
+        let now_ms = self.core.clock.now_ms();
+        let key = ApiKey {
+            id: self.core.id_generator.next_id("key_", now_ms),
+            digest: secret_digest(&secret),
+            project: new.project.clone(),
+            agent: new.agent.clone(),
+            role: new.role,
+            created_ms: now_ms,
+            revoked_ms: None,
+        };
+        for pattern in new.allow {
+            let (project, agent) = (new.project.clone(), new.agent.clone());
+            let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };
+            self.set_rule(caller, rule).await?;
+        }
+        let entry = self.registry.audit_entry(
+            caller,
+            &key.project,
+            "key.created",
+            &key.id,
+            new.role.as_str(),
+        );
+        self.registry
+            .change_directory(|_| Ok((DirectoryChange::AddKey(key.clone()), Some(entry.clone()))))
+            .await?;
+        Ok(CreatedKey { key, secret })
+    }
+
+    /// Returns the keys of the caller's project, or of all projects for the local operator.
+    pub fn keys(&self, caller: &Caller) -> Result<Vec<ApiKey>, Error> {
+        self.registry.require_admin(caller, None)?;
+        let catalog = self.registry.catalog();
+        let keys = catalog.directory().keys.iter();
+        let all = caller.auth_method == AuthMethod::Local;
+        Ok(keys.filter(|key| all || key.project == caller.project).cloned().collect())
+    }
+
+    /// Revokes a key.
+    pub async fn revoke_key(&self, caller: &Caller, id: &str) -> Result<(), Error> {
+        let known = self.keys(caller)?.into_iter().find(|key| key.id == id);
+        let Some(key) = known else {
+            return Err(Error::refused(Code::NotFound, format!("there is no key \"{id}\"")));
+        };
+        let at_ms = self.core.clock.now_ms();
+        let entry =
+            self.registry.audit_entry(caller, &key.project, "key.revoked", id, key.role.as_str());
+        let change = DirectoryChange::RevokeKey { id: id.to_owned(), at_ms };
+        self.registry.change_directory(|_| Ok((change.clone(), Some(entry.clone())))).await
+    }
+
+    /// Allows or denies tools to an agent.
+    pub async fn set_rule(&self, caller: &Caller, rule: AccessRule) -> Result<(), Error> {
+        self.registry.require_admin(caller, Some(&rule.project))?;
+        check_pattern(&rule.pattern).map_err(invalid)?;
+        check_identifier("agent", &rule.agent)?;
+        if rule.agent.contains('*') && rule.agent != "*" {
+            // Agent names are not patterns, so such a rule would match no agent.
+            return Err(invalid("agent must be the name of one agent, or * for all".to_owned()));
+        }
+        let what = format!("{} {} for {}", rule.verdict.as_str(), rule.pattern, rule.agent);
+        let entry =
+            self.registry.audit_entry(caller, &rule.project, "rule.set", &rule.pattern, &what);
+        self.registry
+            .change_directory(|_| Ok((DirectoryChange::PutRule(rule.clone()), Some(entry.clone()))))
+            .await
+    }
+
+    /// Removes a rule.
+    pub async fn remove_rule(
+        &self,
+        caller: &Caller,
+        project: &str,
+        agent: &str,
+        pattern: &str,
+    ) -> Result<(), Error> {
+        self.registry.require_admin(caller, Some(project))?;
+        let entry = self.registry.audit_entry(caller, project, "rule.removed", pattern, agent);
+        self.registry
+            .change_directory(|catalog| {
+                let is_it = |r: &&AccessRule| {
+                    r.project == project && r.agent == agent && r.pattern == pattern
+                };
+                if catalog.directory().rules.iter().find(is_it).is_none() {
+                    let message = format!("agent \"{agent}\" has no rule on \"{pattern}\"");
+                    return Err(Error::refused(Code::NotFound, message));
+                }
+                let change = DirectoryChange::DropRule {
+                    project: project.to_owned(),
+                    agent: agent.to_owned(),
+                    pattern: pattern.to_owned(),
+                };
+                Ok((change, Some(entry.clone())))
+            })
+            .await
+    }
+
+    /// Returns the rules of the caller's project.
+    pub fn rules(&self, caller: &Caller) -> Result<Vec<AccessRule>, Error> {
+        self.registry.require_admin(caller, None)?;
+        let catalog = self.registry.catalog();
+        let rules = catalog.directory().rules.iter();
+        Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())
+    }
+
+    /// Returns denied requests and administrative changes, newest first.
+    pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
+        self.registry.require_admin(caller, None)?;
+        let project = Some(caller.project.clone());
+        self.core.store.audit_log(project, limit).await.map_err(from_store_error)
     }
 }
 

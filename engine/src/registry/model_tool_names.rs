@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use sha2::{Digest, Sha256};
 
-use crate::domain::tool::hex;
+use crate::domain::id::hex;
 
 /// Maximum length of a name that every model API accepts.
 pub const MAX_LENGTH: usize = 64;
@@ -21,9 +21,9 @@ const HASH_DIGITS: usize = 8;
 /// Returns the model-facing name of a tool.
 ///
 /// ```
-/// use toolcrib::names::for_model;
-/// assert_eq!(for_model("calculation.eval"), "calculation__eval");
-/// assert_eq!(for_model("mcp/github.create"), "mcp--github__create");
+/// use toolcrib::registry::name_for_model;
+/// assert_eq!(name_for_model("calculation.eval"), "calculation__eval");
+/// assert_eq!(name_for_model("mcp/github.create"), "mcp--github__create");
 /// ```
 pub fn name_for_model(name: &str) -> String {
     let mapped = replace_separators(name);
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_compared_with_others_only_where_it_can_be_one() {
+    fn overlong_names_get_no_suggestions() {
         let others = ["calc.add", "calc.sub", "weather.query"];
         assert_eq!(suggest_similar("calc.ad", others.into_iter()), ["calc.add", "calc.sub"]);
         let long = format!("calc.add{}", "d".repeat(MAX_COMPARED));
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_becomes_one_that_models_take() {
+    fn every_name_becomes_a_valid_model_facing_name() {
         let long = format!("{}.{}", "a".repeat(60), "b".repeat(60));
         for name in ["weather.query", "a", "mcp/github.create-issue", "9.x_y", long.as_str()] {
             assert!(is_plain(&name_for_model(name)), "{name}: {}", name_for_model(name));
@@ -115,23 +115,26 @@ mod tests {
     }
 
     #[test]
-    fn long_names_stay_different() {
+    fn long_names_stay_distinct() {
         let head = "a".repeat(100);
         let (one, two) =
             (name_for_model(&format!("{head}.one")), name_for_model(&format!("{head}.two")));
         assert_ne!(one, two);
         assert_eq!((one.len(), two.len()), (64, 64));
-        assert_eq!(one, name_for_model(&format!("{head}.one")), "always the same");
+        assert_eq!(one, name_for_model(&format!("{head}.one")), "the name is deterministic");
         let exactly = "b".repeat(64);
         assert_eq!(name_for_model(&exactly), exactly);
     }
 
     #[test]
-    fn names_that_would_be_the_same_both_get_a_hash() {
-        let told = names_for_model(["a.b", "a__b", "c.d"].into_iter());
-        assert_eq!(told[0], hashed_name_for_model("a.b"));
-        assert_eq!(told[1], hashed_name_for_model("a__b"));
-        assert_eq!(told[2], "c__d");
-        assert!(told[0].starts_with("a__b_") && told[0] != told[1], "{told:?}");
+    fn colliding_model_facing_names_both_get_a_hash() {
+        let model_names = names_for_model(["a.b", "a__b", "c.d"].into_iter());
+        assert_eq!(model_names[0], hashed_name_for_model("a.b"));
+        assert_eq!(model_names[1], hashed_name_for_model("a__b"));
+        assert_eq!(model_names[2], "c__d");
+        assert!(
+            model_names[0].starts_with("a__b_") && model_names[0] != model_names[1],
+            "{model_names:?}"
+        );
     }
 }

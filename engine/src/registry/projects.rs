@@ -11,13 +11,14 @@ use crate::domain::directory::{DirectoryChange, Project};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
 use crate::domain::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
-use crate::engine::{Core, Engine, from_store_error};
+use crate::ports::core::from_store_error;
+use crate::registry::Registry;
 use crate::registry::keys::check_identifier;
 
 /// The project that always exists.
 pub const DEFAULT_PROJECT: &str = "default";
 
-impl Engine {
+impl Registry {
     /// Creates a project.
     pub async fn create_project(
         &self,
@@ -25,30 +26,28 @@ impl Engine {
         id: &str,
         title: &str,
     ) -> Result<Project, Error> {
-        let inner = &self.core;
         self.require_admin(caller, Some(id))?;
         check_identifier("project_id", id)?;
         if !is_token(id) {
             let message = "project_id must be able to stand in a NATS subject: no dot, no *";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        let created_ms = inner.clock.now_ms();
+        let created_ms = self.core.clock.now_ms();
         let project = Project { id: id.to_owned(), title: title.to_owned(), created_ms };
-        inner
-            .change_directory(|catalog| {
-                if catalog.directory().projects.iter().any(|known| known.id == id) {
-                    let message = format!("there is a project \"{id}\" already");
-                    return Err(Error::refused(Code::Conflict, message));
-                }
-                Ok((DirectoryChange::AddProject(project.clone()), None))
-            })
-            .await?;
+        self.change_directory(|catalog| {
+            if catalog.directory().projects.iter().any(|known| known.id == id) {
+                let message = format!("there is a project \"{id}\" already");
+                return Err(Error::refused(Code::Conflict, message));
+            }
+            Ok((DirectoryChange::AddProject(project.clone()), None))
+        })
+        .await?;
         Ok(project)
     }
 
     /// Returns the projects the caller may see: its own, or all of them for the local operator.
     pub fn projects(&self, caller: &Caller) -> Vec<Project> {
-        let catalog = self.core.catalog();
+        let catalog = self.catalog();
         let mut projects = catalog.directory().projects.clone();
         let keys = catalog.directory().keys.iter().map(|key| (&key.project, key.created_ms));
         let implied = std::iter::once((&caller.project, 0)).chain(keys);
@@ -76,7 +75,7 @@ impl Engine {
 
     /// Requires that a project exists: created explicitly, or implied by a key, a tool or an agent.
     pub fn require_project(&self, project: &str) -> Result<(), Error> {
-        let catalog = self.core.catalog();
+        let catalog = self.catalog();
         let directory = catalog.directory();
         let there = project == DEFAULT_PROJECT
             || directory.projects.iter().any(|known| known.id == project)
@@ -113,40 +112,38 @@ impl Engine {
             check_name_not_reserved(&tool.name, "define")?;
             CatalogEntry::compile(tool.clone()).map_err(|fault| bad_request(fault.message))?;
         }
-        let inner = &self.core;
-        let limit = inner.limits.max_tools_per_project;
+        let limit = self.core.limits.max_tools_per_project;
         let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
         let listed: String = names.join(" ").chars().take(500).collect();
         let more = |catalog: &Catalog| {
             let own = |name: &&&str| catalog.find(&caller.project, name).is_none();
             names.iter().filter(own).count()
         };
-        inner
-            .change_directory(|catalog| {
-                for name in &names {
-                    check_name_free(catalog, &caller.project, name)?;
-                }
-                if catalog.tools(&caller.project).len() + more(catalog) > limit {
-                    let message = format!("the project would have more than {limit} tools");
-                    return Err(Error::refused(Code::PayloadTooLarge, message));
-                }
-                let entry = inner.audit_entry(caller, &caller.project, "tool.set", &listed, "");
-                Ok((DirectoryChange::PutTools(tools.clone()), Some(entry)))
-            })
-            .await
+        self.change_directory(|catalog| {
+            for name in &names {
+                check_name_free(catalog, &caller.project, name)?;
+            }
+            if catalog.tools(&caller.project).len() + more(catalog) > limit {
+                let message = format!("the project would have more than {limit} tools");
+                return Err(Error::refused(Code::PayloadTooLarge, message));
+            }
+            let entry = self.audit_entry(caller, &caller.project, "tool.set", &listed, "");
+            Ok((DirectoryChange::PutTools(tools.clone()), Some(entry)))
+        })
+        .await
     }
 
     /// Returns a tool defined by the project, with its full definition.
     pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
         require_definition_access(caller)?;
-        let found = self.core.catalog().find(&caller.project, name).filter(is_project_defined);
+        let found = self.catalog().find(&caller.project, name).filter(is_project_defined);
         found.ok_or_else(|| Error::refused(Code::NotFound, format!("tool not found: \"{name}\"")))
     }
 
     /// Returns the tools defined by the project, sorted by name, with their full definitions.
     pub fn project_tools(&self, caller: &Caller) -> Result<Vec<Arc<CatalogEntry>>, Error> {
         require_definition_access(caller)?;
-        let mut tools = self.core.catalog().tools(&caller.project);
+        let mut tools = self.catalog().tools(&caller.project);
         tools.retain(is_project_defined);
         Ok(tools)
     }
@@ -155,18 +152,16 @@ impl Engine {
     pub async fn remove_tool(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         require_provider(caller)?;
         check_name_not_reserved(name, "delete")?;
-        let inner = &self.core;
-        inner
-            .change_directory(|_| {
-                self.project_tool(caller, name)?;
-                let change = DirectoryChange::DropTool {
-                    project: caller.project.clone(),
-                    name: name.to_owned(),
-                };
-                let entry = inner.audit_entry(caller, &caller.project, "tool.removed", name, "");
-                Ok((change, Some(entry)))
-            })
-            .await
+        self.change_directory(|_| {
+            self.project_tool(caller, name)?;
+            let change = DirectoryChange::DropTool {
+                project: caller.project.clone(),
+                name: name.to_owned(),
+            };
+            let entry = self.audit_entry(caller, &caller.project, "tool.removed", name, "");
+            Ok((change, Some(entry)))
+        })
+        .await
     }
 
     /// Adds an agent to the roster, or replaces its entry.
@@ -187,9 +182,7 @@ impl Engine {
             }
         }
         member.updated_ms = self.core.clock.now_ms();
-        self.core
-            .change_directory(|_| Ok((DirectoryChange::PutAgent(member.clone()), None)))
-            .await?;
+        self.change_directory(|_| Ok((DirectoryChange::PutAgent(member.clone()), None))).await?;
         Ok(member)
     }
 
@@ -198,24 +191,23 @@ impl Engine {
         self.require_admin(caller, None)?;
         self.agent_entry(caller, agent_id)?;
         let (project, agent_id) = (caller.project.clone(), agent_id.to_owned());
-        self.core
-            .change_directory(|_| {
-                let (project, agent_id) = (project.clone(), agent_id.clone());
-                Ok((DirectoryChange::DropAgent { project, agent_id }, None))
-            })
-            .await
+        self.change_directory(|_| {
+            let (project, agent_id) = (project.clone(), agent_id.clone());
+            Ok((DirectoryChange::DropAgent { project, agent_id }, None))
+        })
+        .await
     }
 
     /// Returns the project's roster.
     pub fn roster(&self, caller: &Caller) -> Vec<AgentEntry> {
-        let catalog = self.core.catalog();
+        let catalog = self.catalog();
         let mine = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
         mine.cloned().collect()
     }
 
     /// Returns one agent of the roster.
     pub fn agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<AgentEntry, Error> {
-        let found = self.core.find_agent_entry(&caller.project, agent_id);
+        let found = self.find_agent_entry(&caller.project, agent_id);
         found.ok_or_else(|| {
             let message = format!("agent \"{agent_id}\" is not on the roster");
             Error::refused(Code::NotFound, message)
@@ -223,7 +215,7 @@ impl Engine {
     }
 }
 
-impl Core {
+impl Registry {
     pub(crate) fn find_agent_entry(&self, project: &str, agent_id: &str) -> Option<AgentEntry> {
         let catalog = self.catalog();
         let roster = &catalog.directory().roster;
@@ -233,7 +225,7 @@ impl Core {
     /// Loads the binding of a call's tool, in the version that the call was made with.
     pub(crate) async fn load_binding(&self, call: &Call) -> Result<Option<Binding>, Error> {
         let target = &call.target;
-        if !matches!(target.executor, Executor::Utp | Executor::Http) {
+        if !target.traits.needs_command {
             return Ok(None);
         }
         if let Some(entry) = self.catalog().find(&call.project, &target.tool)
@@ -241,7 +233,7 @@ impl Core {
         {
             return Ok(entry.definition.binding.clone());
         }
-        let utp = self.store.utp();
+        let utp = self.core.store.utp();
         let old = utp.tool_version(&call.project, &target.tool, &target.version).await;
         Ok(old.map_err(from_store_error)?.and_then(|definition| definition.binding))
     }
@@ -313,14 +305,14 @@ pub fn check_array_items(schema: &Value, pointer: &str) -> Result<(), String> {
         check_array_items(items, &format!("{pointer}/items"))?;
     }
     for name in ["properties", "$defs", "definitions"] {
-        for (key, inner) in map.get(name).and_then(Value::as_object).into_iter().flatten() {
-            check_array_items(inner, &format!("{pointer}/{name}/{key}"))?;
+        for (key, registry) in map.get(name).and_then(Value::as_object).into_iter().flatten() {
+            check_array_items(registry, &format!("{pointer}/{name}/{key}"))?;
         }
     }
     for name in ["anyOf", "oneOf", "allOf"] {
         let all = map.get(name).and_then(Value::as_array).into_iter().flatten();
-        for (n, inner) in all.enumerate() {
-            check_array_items(inner, &format!("{pointer}/{name}/{n}"))?;
+        for (n, registry) in all.enumerate() {
+            check_array_items(registry, &format!("{pointer}/{name}/{n}"))?;
         }
     }
     Ok(())

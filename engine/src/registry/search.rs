@@ -16,8 +16,9 @@ use super::catalog::{Catalog, CatalogEntry};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
 use crate::domain::tool::ToolDefinition;
-use crate::engine::{Engine, from_join_error};
 use crate::ports::bus::Topic;
+use crate::ports::core::from_join_error;
+use crate::registry::Registry;
 
 /// Maximum length of a query. More text would not improve the matches.
 const MAX_QUERY_BYTES: usize = 1_000;
@@ -31,6 +32,7 @@ const NAME_WEIGHT: usize = 3;
 /// A tool that matches a query.
 #[derive(Debug, Clone)]
 pub struct ToolMatch {
+    /// The matching tool.
     pub entry: Arc<CatalogEntry>,
     /// Relevance. Comparable only within one response.
     pub score: f32,
@@ -49,10 +51,10 @@ pub(crate) struct SearchIndexes {
     by_project: Mutex<HashMap<String, Arc<SearchIndex>>>,
 }
 
-impl Engine {
+impl Registry {
     /// Returns the tools the caller may call that match the query, best first.
     pub async fn search(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         query: &str,
         limit: usize,
@@ -64,8 +66,8 @@ impl Engine {
         let (engine, caller, query) = (self.clone(), caller.clone(), query.to_owned());
         // Building an index is CPU-bound, and so is searching a large one.
         let searching = tokio::task::spawn_blocking(move || {
-            let catalog = engine.core.catalog();
-            let index = engine.core.search_indexes.for_project(&catalog, &caller.project);
+            let catalog = engine.catalog();
+            let index = engine.search_indexes.for_project(&catalog, &caller.project);
             index.rank(&catalog, &caller, &query, limit)
         });
         searching.await.map_err(from_join_error)
@@ -74,17 +76,16 @@ impl Engine {
     /// Returns the version of the directory of tools, keys and rules. While it stays the same, so
     /// does everything derived from them.
     pub fn directory_version(&self) -> u64 {
-        self.core.catalog().version()
+        self.catalog().version()
     }
 
     /// Waits until the directory has a version other than `seen`, and returns it. Returns `None`
     /// when the engine is shutting down.
     pub async fn wait_for_directory_change(&self, seen: u64) -> Option<u64> {
-        let inner = &self.core;
-        let mut news = inner.bus.listen(Topic::Directory);
+        let mut news = self.core.bus.listen(Topic::Directory);
         loop {
             let version = self.directory_version();
-            if inner.shutdown.is_cancelled() {
+            if self.core.shutdown.is_cancelled() {
                 return None;
             }
             if version != seen {
@@ -92,7 +93,7 @@ impl Engine {
             }
             tokio::select! {
                 () = news.wait_for_wake() => {}
-                () = inner.shutdown.cancelled() => {}
+                () = self.core.shutdown.cancelled() => {}
             }
         }
     }
@@ -199,6 +200,7 @@ fn split_into_words(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Engine;
     use crate::ports::fn_tool::FnTool;
 
     #[derive(serde::Deserialize, schemars::JsonSchema)]
@@ -209,20 +211,21 @@ mod tests {
     }
 
     async fn engine() -> Engine {
-        let nothing = |_: Args| async { Ok::<_, String>(1) };
-        let none = |_: serde_json::Map<String, Value>| async { Ok::<_, String>(1) };
+        let with_args = |_: Args| async { Ok::<_, String>(1) };
+        let without_args = |_: serde_json::Map<String, Value>| async { Ok::<_, String>(1) };
         Engine::builder()
-            .tool(FnTool::new("weather.query", "Tells the weather of a city", none))
-            .tool(FnTool::new("mail.sendLetter", "Posts something to somebody", nothing))
-            .tool(FnTool::new("invoice.create", "Creates an invoice for a customer", none))
-            .tool(FnTool::new("invoice.list", "Shows which invoices are open", none))
+            .tool(FnTool::new("weather.query", "Tells the weather of a city", without_args))
+            .tool(FnTool::new("mail.sendLetter", "Posts something to somebody", with_args))
+            .tool(FnTool::new("invoice.create", "Creates an invoice for a customer", without_args))
+            .tool(FnTool::new("invoice.list", "Shows which invoices are open", without_args))
             .start()
             .await
             .unwrap()
     }
 
     async fn names(query: &str) -> Vec<String> {
-        let found = engine().await.search(&Caller::local("default"), query, 10).await.unwrap();
+        let found =
+            engine().await.registry().search(&Caller::local("default"), query, 10).await.unwrap();
         found.into_iter().map(|found| found.entry.definition.name.clone()).collect()
     }
 
@@ -233,15 +236,22 @@ mod tests {
         assert_eq!(names("postal code").await[0], "mail.sendLetter");
         assert_eq!(names("create invoice").await[0], "invoice.create");
         assert_eq!(names("invoice.list").await[0], "invoice.list");
-        assert_eq!(names("invo").await.len(), 2, "a part of a name");
+        assert_eq!(names("invo").await.len(), 2, "by part of a name");
         assert!(names("zebra").await.is_empty());
     }
 
     #[tokio::test]
-    async fn a_question_has_to_be_one() {
+    async fn empty_and_overlong_queries_are_refused() {
         let long = "a".repeat(1_001);
         for query in ["", "  ", &long] {
-            assert!(engine().await.search(&Caller::local("default"), query, 10).await.is_err());
+            assert!(
+                engine()
+                    .await
+                    .registry()
+                    .search(&Caller::local("default"), query, 10)
+                    .await
+                    .is_err()
+            );
         }
     }
 }

@@ -11,23 +11,23 @@ use parking_lot::Mutex;
 use serde_json::json;
 
 use super::catalog::{Catalog, CatalogEntry, check_definition};
-use crate::domain::access_rules::AccessDecision;
 use crate::domain::caller::Caller;
 use crate::domain::directory::{AuditEntry, DirectoryChange, Upstream};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, ToolDefinition, check_upstream_name};
-use crate::engine::{Engine, from_store_error};
+use crate::ports::core::from_store_error;
+use crate::registry::Admin;
 
-impl Engine {
+impl Admin {
     /// Returns every upstream of all projects, for the source that connects to them.
     pub fn upstreams(&self) -> Vec<Upstream> {
-        self.core.catalog().directory().upstreams.clone()
+        self.registry.catalog().directory().upstreams.clone()
     }
 
     /// Requires that this caller may add and remove the upstreams of its project.
     pub fn require_upstream_admin(&self, caller: &Caller) -> Result<(), Error> {
-        self.require_admin(caller, Some(&caller.project))
+        self.registry.require_admin(caller, Some(&caller.project))
     }
 
     /// Adds an upstream, or replaces its record.
@@ -44,18 +44,19 @@ impl Engine {
                 "pointer": "/name",
             })))
         })?;
-        let (inner, project) = (&self.core, caller.project.clone());
-        let added_ms = inner.clock.now_ms();
+        let (registry, project) = (self, caller.project.clone());
+        let added_ms = registry.core.clock.now_ms();
         let (name, kind) = (name.to_owned(), kind.to_owned());
         let upstream = Upstream { project, name, kind, settings, added_ms };
-        let entry = inner.audit_entry(
+        let entry = registry.registry.audit_entry(
             caller,
             &upstream.project,
             "upstream.set",
             &upstream.name,
             &upstream.kind,
         );
-        inner
+        registry
+            .registry
             .change_directory(|_| {
                 let change = DirectoryChange::PutUpstream(Box::new(upstream.clone()));
                 Ok((change, Some(entry.clone())))
@@ -67,9 +68,10 @@ impl Engine {
     /// Removes an upstream with its tools. Calls already made with them run to completion.
     pub async fn remove_upstream(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         self.require_upstream_admin(caller)?;
-        let (inner, project) = (&self.core, &caller.project);
-        let entry = inner.audit_entry(caller, project, "upstream.removed", name, "");
-        inner
+        let (registry, project) = (self, &caller.project);
+        let entry = registry.registry.audit_entry(caller, project, "upstream.removed", name, "");
+        registry
+            .registry
             .change_directory(|catalog| {
                 let mut known = catalog.directory().upstreams.iter();
                 if !known.any(|known| known.project == *project && known.name == name) {
@@ -88,7 +90,7 @@ impl Engine {
 
     /// Returns the stored tools of an upstream, sorted by name.
     pub fn upstream_tools(&self, project: &str, upstream: &str) -> Vec<Arc<CatalogEntry>> {
-        let mut tools = self.core.catalog().tools(project);
+        let mut tools = self.registry.catalog().tools(project);
         tools.retain(|entry| belongs_to_upstream(&entry.definition, upstream));
         tools
     }
@@ -96,7 +98,7 @@ impl Engine {
     /// Returns the project and name of each upstream that has tools here, whether or not it is
     /// still configured.
     pub fn upstreams_with_tools(&self) -> HashSet<(String, String)> {
-        let catalog = self.core.catalog();
+        let catalog = self.registry.catalog();
         let brought = catalog.directory().tools.iter().filter(|t| t.executor == Executor::Mcp);
         let whose = brought.filter_map(|tool| {
             let (upstream, _) = tool.name.split_once('.')?;
@@ -114,7 +116,6 @@ impl Engine {
         tools: Vec<ToolDefinition>,
         why: &str,
     ) -> Result<Vec<(String, String)>, Error> {
-        let inner = &self.core;
         let mut unusable = Vec::new();
         let mut usable = Vec::with_capacity(tools.len());
         for tool in tools {
@@ -123,17 +124,17 @@ impl Engine {
                 Err(error) => unusable.push((tool.name, error_message(&error))),
             }
         }
-        let limit = inner.limits.max_tools_per_project;
+        let limit = self.core.limits.max_tools_per_project;
         let refused = Mutex::new(Vec::new());
         let entry = AuditEntry {
-            at_ms: inner.clock.now_ms(),
+            at_ms: self.core.clock.now_ms(),
             project: project.to_owned(),
             agent: upstream.to_owned(),
             action: "upstream.tools".to_owned(),
             subject: upstream.to_owned(),
             reason: why.to_owned(),
         };
-        inner
+        self.registry
             .change_directory(|catalog| {
                 let (fit, rest) = select_registrable(catalog, project, upstream, &usable, limit);
                 *refused.lock() = rest;
@@ -150,7 +151,7 @@ impl Engine {
     pub async fn remove_upstream_tools(&self, project: &str, upstream: &str) -> Result<(), Error> {
         let (project, name) = (project.to_owned(), upstream.to_owned());
         let change = DirectoryChange::DropUpstream { project, name };
-        self.core.change_directory(|_| Ok((change.clone(), None))).await
+        self.registry.change_directory(|_| Ok((change.clone(), None))).await
     }
 
     /// Returns the stored OAuth credential of an upstream. Only for the source that connects to it.
@@ -176,12 +177,6 @@ impl Engine {
     /// Returns the project and name of each upstream that has a stored credential.
     pub async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, Error> {
         self.core.store.credentials().upstreams_with_credentials().await.map_err(from_store_error)
-    }
-
-    /// Returns true if the access rules allow the caller to use this name, be it a tool or another
-    /// feature of an upstream.
-    pub fn is_allowed(&self, caller: &Caller, name: &str) -> bool {
-        self.core.catalog().authorize(caller, name) == AccessDecision::Allowed
     }
 }
 

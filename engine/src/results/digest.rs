@@ -22,16 +22,16 @@ mod text;
 
 #[cfg(test)]
 mod tests;
-
 use std::borrow::Cow;
+
+use sampling::{SampleNode, SampleObject, sample_document};
+use table::Table;
 
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::json::cursor::decode_string;
 use crate::results::slice::escape_key;
 use crate::results::tokens;
-use sampling::{SampleNode, SampleObject, sample_document};
-use table::Table;
 
 /// From this budget on, a digest always states the size of the result, the call it belongs to, and
 /// how to read the rest. A smaller budget holds as much of that as fits; the digest never exceeds
@@ -51,7 +51,9 @@ const DETAIL_LEVELS: u32 = 24;
 /// The origin of a result, and a hint about its purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct DigestSource<'a> {
+    /// Id of the call that produced the result.
     pub call_id: &'a CallId,
+    /// Name of the tool that produced the result.
     pub tool: &'a str,
     /// The question or the call's arguments. Their words make a part of the result relevant.
     pub hint: Option<&'a str>,
@@ -60,6 +62,7 @@ pub struct DigestSource<'a> {
 /// A shortened form of a long result for a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
+    /// Text for the model.
     pub text: String,
     /// Number of tokens of the text; never more than the budget.
     pub tokens: usize,

@@ -7,7 +7,6 @@
 
 mod pointer;
 mod search;
-
 use serde_json::{Value, json};
 
 use crate::domain::fault::{Code, Fault};
@@ -39,6 +38,7 @@ pub struct SliceQuery {
 /// A slice of a result.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Slice {
+    /// JSON pointer of the selected value.
     pub pointer: String,
     /// Type of the selected value.
     pub kind: JsonKind,
@@ -46,6 +46,7 @@ pub struct Slice {
     pub bytes: usize,
     /// Number of items, entries or lines; `None` for a scalar.
     pub total: Option<usize>,
+    /// Index of the first member in this slice; with `grep`, of the first match.
     pub offset: usize,
     /// Number of members, or matches, in this slice.
     pub shown: usize,
@@ -53,6 +54,7 @@ pub struct Slice {
     pub next_offset: Option<usize>,
     /// True if the slice is smaller than requested because of the size limit.
     pub truncated: bool,
+    /// The selected members or matches.
     pub content: SliceContent,
 }
 
@@ -62,15 +64,26 @@ pub enum SliceContent {
     /// The members in a container of the same type (an array, an object or a text), or a scalar.
     Value(Json),
     /// The members that match the pattern, and the total number of matches.
-    Matches { matches: Vec<GrepMatch>, matched: usize },
+    Matches {
+        /// Matching members in this slice.
+        matches: Vec<GrepMatch>,
+        /// Number of matches in the whole selected value.
+        matched: usize,
+    },
     /// The prefix of a single member that exceeds the size limit. `pointer` selects it for reading
     /// in slices.
-    Prefix { text: String, pointer: String },
+    Prefix {
+        /// Beginning of the member's JSON text.
+        text: String,
+        /// JSON pointer of the member.
+        pointer: String,
+    },
 }
 
 /// One member that matches the pattern.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GrepMatch {
+    /// JSON pointer of the member; for a line, of the text that contains it.
     pub pointer: String,
     /// Line number, if the match is a line.
     pub line: Option<usize>,

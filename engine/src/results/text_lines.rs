@@ -1,6 +1,6 @@
 //! Splits a text into lines, as digests and slices count them. Pure.
 //!
-//! A line includes its line break. A line longer than [`MAX_LINE_BYTES`] counts as several, so that
+//! A line includes its line break. A line longer than `MAX_LINE_BYTES` counts as several, so that
 //! a text without line breaks can also be read in slices.
 
 /// Maximum bytes of one line.
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_keep_their_breaks_and_long_ones_are_several() {
+    fn lines_keep_their_breaks_and_long_lines_are_split() {
         let found: Vec<&str> = bounded_lines("a\n\nb").collect();
         assert_eq!(found, ["a\n", "\n", "b"]);
         let long = "é".repeat(MAX_LINE_BYTES);

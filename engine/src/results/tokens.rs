@@ -1,10 +1,9 @@
-//! Counts the tokens of a text with a real tokenizer (`o200k_base`). Pure.
+//! Counts the tokens of a text with a real tokenizer (`o200k_base`) and divides token budgets.
+//! Pure.
 //!
 //! The tables are compiled into the program and initialized on first use, never at startup, so a
 //! process that counts no tokens does not pay for them. Other models tokenize slightly differently;
 //! a budget counted here is exact for this encoding and a close estimate for them.
-
-pub(crate) mod budget;
 
 use bpe_openai::{Tokenizer, o200k_base};
 
@@ -95,12 +94,27 @@ pub fn suffix_within(text: &str, budget: usize) -> &str {
     &text[begin..]
 }
 
+/// Divides a budget among several needs. Needs below an even share are met in full, and the others
+/// share the remainder evenly. The shares never add up to more than the budget.
+pub(crate) fn divide_budget(budget: usize, needs: &[usize]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..needs.len()).collect();
+    order.sort_by_key(|index| needs[*index]);
+    let mut shares = vec![0; needs.len()];
+    let mut left = budget;
+    for (place, index) in order.into_iter().enumerate() {
+        let even = left / (needs.len() - place);
+        shares[index] = needs[index].min(even);
+        left -= shares[index];
+    }
+    shares
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn counts_are_those_of_the_encoding() {
+    fn token_counts_match_the_reference_encoding() {
         // Reference values from the publisher of the encoding.
         assert_eq!(count(""), 0);
         assert_eq!(count("hello world"), 2);
@@ -110,14 +124,14 @@ mod tests {
     }
 
     #[test]
-    fn no_token_is_longer_than_said() {
+    fn no_token_is_longer_than_the_constant() {
         let bpe = &tokenizer().bpe;
         let tokens = u32::try_from(bpe.num_tokens()).unwrap();
         assert_eq!((0..tokens).map(|token| bpe.token_len(token)).max(), Some(MAX_TOKEN_BYTES));
     }
 
     #[test]
-    fn exceeding_is_more_than_the_budget() {
+    fn exceeds_is_true_only_above_the_budget() {
         for text in
             ["", "a", "hello world", "お誕生日おめでとう", &"a".repeat(5_000), &" ".repeat(9_000)]
         {
@@ -130,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn beginnings_and_endings_are_within_the_budget_and_nearly_use_it() {
+    fn prefixes_and_suffixes_fit_the_budget_and_nearly_use_it() {
         let text =
             "Zeile 1: Grüße, 日本語 and \u{1F469}\u{200D}\u{1F680} 12345 errors\n\n".repeat(40);
         let whole = count(&text);
@@ -140,6 +154,19 @@ mod tests {
             assert!(count(head) <= budget && count(tail) <= budget, "{budget}");
             let least = budget.min(whole).saturating_sub(6);
             assert!(count(head) >= least && count(tail) >= least, "{budget}");
+        }
+    }
+
+    #[test]
+    fn small_items_get_what_they_need_and_large_ones_share_the_rest() {
+        assert_eq!(divide_budget(100, &[10, 500, 20, 1_000]), [10, 35, 20, 35]);
+        assert_eq!(divide_budget(100, &[10, 20]), [10, 20]);
+        assert_eq!(divide_budget(100, &[1_000]), [100]);
+        assert_eq!(divide_budget(3, &[5, 5, 5, 5]), [0, 1, 1, 1]);
+        assert_eq!(divide_budget(100, &[]), [0; 0]);
+        for budget in 0..50 {
+            let shares = divide_budget(budget, &[7, 0, 31, 4, 4, 90]);
+            assert!(shares.iter().sum::<usize>() <= budget, "{budget}: {shares:?}");
         }
     }
 }

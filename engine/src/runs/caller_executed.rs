@@ -8,25 +8,24 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::calls::accept::{BatchMembership, CallRequest};
+use crate::calls::accept::BatchMembership;
 use crate::calls::report::require_accepted;
-use crate::calls::validate_args::check_args;
-use crate::calls::validate_request::{
-    build_idempotency_key, check_label, check_request, schema_fault,
+use crate::calls::request::{
+    CallRequest, build_idempotency_key, check_args, check_label, check_request, schema_fault,
 };
-use crate::domain::access_rules::{self, AccessDecision};
 use crate::domain::call::{Call, Status};
-use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
 use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
-use crate::engine::{Core, Engine, from_store_error};
 use crate::lifecycle::Event;
+use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, IdempotencyKey};
-use crate::registry::catalog::{Catalog, CatalogEntry};
+use crate::registry::catalog::CatalogEntry;
 use crate::registry::model_tool_names;
+use crate::runs::Runs;
 use crate::runs::run_context::{caller_tool_definition, with_pointer};
 
 /// Maximum number of calls or results in one request.
@@ -35,6 +34,7 @@ pub const MAX_RECORDED: usize = 128;
 /// A call that the caller executes, or has executed, itself.
 #[derive(Debug, Clone)]
 pub struct ReportedCall {
+    /// The tool, the arguments and the labels of the call.
     pub request: CallRequest,
     /// True if the result comes later. If `None`, the run's definition of the tool decides.
     pub background: Option<bool>,
@@ -49,6 +49,7 @@ pub struct ReportedResult {
     pub tool_call_id: Option<CallId>,
     /// The caller's own id of the call. It names the newest unanswered call with this id.
     pub call_id: Option<String>,
+    /// Result data of a success, or the fault of a failure.
     pub result: Result<Json, Fault>,
 }
 
@@ -59,17 +60,16 @@ struct ValidatedCall {
     result: Option<Result<Json, Fault>>,
 }
 
-impl Engine {
+impl Runs {
     /// Records calls that the caller executes itself. All are validated before the first is stored.
     /// A call that comes with its result has ended when this returns.
     pub async fn record_calls(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         run_id: &str,
         calls: Vec<ReportedCall>,
     ) -> Result<Vec<Arc<Call>>, Error> {
-        let inner = &self.core;
-        if inner.draining.load(Ordering::Acquire) {
+        if self.core.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
             return Err(Error::retry_later(Code::Overloaded, message, 1_000));
         }
@@ -84,7 +84,7 @@ impl Engine {
         // Concurrently, so that they share a commit.
         let stored = ready
             .into_iter()
-            .map(|ready| inner.detach_on_drop(inner.clone().store_reported_call(ready)));
+            .map(|ready| self.dispatcher.detach_on_drop(self.clone().store_reported_call(ready)));
         futures::future::join_all(stored).await.into_iter().collect()
     }
 
@@ -118,31 +118,30 @@ impl Engine {
         tools: &[ToolDefinition],
         own: ReportedCall,
     ) -> Result<ValidatedCall, Error> {
-        let inner = &self.core;
         let ReportedCall { request: mut asked, background, result } = own;
         asked.run_id = run_id.to_owned();
         let known = find_definition(tools, &asked.tool);
         asked.tool = known.map_or(asked.tool, |tool| tool.name.clone());
         check_tool_name(&asked.tool)
             .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
-        let catalog = inner.catalog();
+        let catalog = self.registry.catalog();
         let decision = catalog.authorize_reported_call(caller, &asked.tool);
-        inner.enforce_decision(caller, &asked.tool, decision).await?;
+        self.registry.enforce_decision(caller, &asked.tool, decision).await?;
         if asked.retry.is_some_and(|retry| retry > 0) {
             let message = "retry: what you run yourself is not tried again by the crib";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        check_request(&asked, inner.limits.max_args_bytes)?;
-        let default_ms = self.default_timeout_ms(caller);
+        check_request(&asked, self.core.limits.max_args_bytes)?;
+        let default_ms = self.registry.default_timeout_ms(caller);
         let tool = compile_caller_tool(known, &caller.project, &asked.tool, default_ms)?;
         let args = asked.args.to_value();
         check_args(&tool, &args)?;
         let key = build_idempotency_key(caller, &asked);
-        let drafted = inner.build_call(&catalog, caller, &Arc::new(tool), asked, &args)?;
+        let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), asked, &args)?;
         let mut call = Call { max_retries: 0, fallbacks: Vec::new(), ..drafted };
         call.origin.background = background.unwrap_or(call.origin.background);
         let result = match result {
-            Some(result) => Some(inner.validate_reported_result(&call, known, result)?),
+            Some(result) => Some(self.validate_reported_result(&call, known, result)?),
             None => None,
         };
         Ok(ValidatedCall { call, key, result })
@@ -157,7 +156,7 @@ impl Engine {
     ) -> Result<Arc<Call>, Error> {
         let call = match (&own.tool_call_id, &own.call_id) {
             (Some(ticket), _) => {
-                let call = self.call(caller, ticket).await?;
+                let call = self.calls.call(caller, ticket).await?;
                 Some(call).filter(|call| call.run_id == run_id)
             }
             (None, Some(call_id)) => {
@@ -199,13 +198,13 @@ impl Engine {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let known = find_definition(tools, &call.tool_name);
-        let result = self.core.validate_reported_result(&call, known, own.result)?;
+        let result = self.validate_reported_result(&call, known, own.result)?;
         let event = Event::Report { attempt: None, by: None, result };
-        require_accepted(self.core.apply_event(caller, &call.id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
     }
 
     async fn find_by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
-        let call = self.call(caller, &id.parse().ok()?).await.ok()?;
+        let call = self.calls.call(caller, &id.parse().ok()?).await.ok()?;
         Some(call).filter(|call| call.run_id == run_id && call.origin.caller_call_id.is_none())
     }
 
@@ -247,31 +246,20 @@ impl Engine {
     }
 }
 
-impl Catalog {
-    /// Decides whether the caller may record a call of this name that it executed itself. Only a
-    /// rule that denies the name forbids it. No rule needs to allow the name, because Toolcrib
-    /// executes nothing for it; whether such a tool exists is irrelevant.
-    pub(crate) fn authorize_reported_call(&self, caller: &Caller, tool: &str) -> AccessDecision {
-        if caller.may_invoke() && caller.auth_method == AuthMethod::Key && !caller.may_administer()
-        {
-            let rules = self.directory().rules.iter();
-            let denied = access_rules::find_denial(rules, &caller.project, &caller.agent, tool);
-            return denied.map_or(AccessDecision::Allowed, AccessDecision::Denied);
-        }
-        self.authorize(caller, tool)
-    }
-}
-
-impl Core {
+impl Runs {
     async fn store_reported_call(
         self: Arc<Self>,
         ready: ValidatedCall,
     ) -> Result<Arc<Call>, Error> {
-        let call =
-            self.clone().commit_call(ready.call, ready.key, BatchMembership::default()).await?.call;
+        let call = self
+            .calls
+            .clone()
+            .commit_call(ready.call, ready.key, BatchMembership::default())
+            .await?
+            .call;
         let Some(result) = ready.result else { return Ok(call) };
         let event = Event::Report { attempt: None, by: None, result };
-        require_accepted(self.advance(&call.project, &call.id, event).await?)
+        require_accepted(self.dispatcher.advance(&call.project, &call.id, event).await?)
     }
 
     /// Checks a result against the size limit and, if the run's definition has one, the output
@@ -282,7 +270,7 @@ impl Core {
         known: Option<&ToolDefinition>,
         result: Result<Json, Fault>,
     ) -> Result<Result<Json, Fault>, Error> {
-        let data = match self.validate_result(call, result) {
+        let data = match self.dispatcher.validate_result(call, result) {
             Ok(data) => data,
             Err(fault) => return Ok(Err(fault)),
         };

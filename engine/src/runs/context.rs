@@ -7,12 +7,12 @@
 //! with serde, and listeners receive every result.
 //!
 //! The context reads no clock and decides no status: the caller supplies all times.
-//! [`crate::Engine::context`] builds one from the stored state of a run, and
-//! [`crate::Engine::refresh_context`] keeps it up to date.
+//! [`crate::runs::Runs::context`] builds one from the stored state of a run, and
+//! [`crate::runs::Runs::refresh_context`] keeps it up to date.
 //!
 //! ```
 //! use toolcrib::Json;
-//! use toolcrib::context::{ToolCall, ToolCallContext, ToolResult};
+//! use toolcrib::runs::context::{ToolCall, ToolCallContext, ToolResult};
 //!
 //! let mut context = ToolCallContext::new("run_1");
 //! context.on_tool_call(|call, result| {
@@ -20,9 +20,9 @@
 //!     Ok(())
 //! });
 //! context.set_tool_calls([ToolCall::new("call_0", "weather.query", Json::empty_object())]);
-//! assert_eq!(context.pending().count(), 1);
-//! context.set_tool_call_result(ToolResult::of("call_0", Ok(Json::of("rain")?)))?;
-//! assert_eq!(context.pending().count(), 0);
+//! assert_eq!(context.pending_calls().count(), 1);
+//! context.set_tool_call_result(ToolResult::new("call_0", Ok(Json::from_serialize("rain")?)))?;
+//! assert_eq!(context.pending_calls().count(), 0);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -33,9 +33,9 @@ mod serialization;
 
 #[cfg(test)]
 mod tests;
-
 use std::collections::HashSet;
 
+use listeners::ResultListeners;
 use serde::{Deserialize, Serialize};
 
 use crate::domain::call::{Call, Status};
@@ -43,8 +43,6 @@ use crate::domain::fault::Fault;
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
-
-use listeners::ResultListeners;
 pub use listeners::{ListenerError, ListenerResult};
 pub use messages::ContextMessages;
 pub use prompt::{ContextPrompt, DEFAULT_BUDGET_TOKENS, OmittedCounts};
@@ -58,11 +56,14 @@ pub struct ToolCall {
     /// The ticket, if there is one. It is unique.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<CallId>,
+    /// Name of the tool.
     pub name: String,
+    /// Arguments as requested.
     pub args: Json,
     /// True if the call runs in the background, so that its result arrives later.
     #[serde(default, rename = "async")]
     pub background: bool,
+    /// Current status of the call.
     #[serde(with = "serialization::status")]
     pub status: Status,
     /// Creation time, in Unix milliseconds.
@@ -128,6 +129,7 @@ pub struct ToolResult {
     /// Ticket of the call that this result answers, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<CallId>,
+    /// Result data of a success, or the fault of a failure.
     #[serde(with = "serialization::outcome")]
     pub outcome: Result<Json, Fault>,
     /// Completion time, in Unix milliseconds.

@@ -10,48 +10,55 @@ use std::sync::Arc;
 use futures::FutureExt;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tokio::sync::OwnedMutexGuard;
 
 use crate::calls::batch::BatchEntryResult;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::model_reply::ModelReply;
+use crate::domain::run::options::RunOptions;
+use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunStatus, Trouble};
-use crate::engine::{Engine, from_store_error};
-use crate::ports::model::{ModelReply, ResolvedModel};
-use crate::runs::active::ActiveRun;
-use crate::runs::agent_loop::{
-    AgentLoop, Conversation, FinalAnswer, LoopEvent, RunOptions, StepOutcome,
-};
-use crate::runs::lifecycle::RunDelta;
+use crate::engine_metrics;
+use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
+use crate::ports::model::ResolvedModel;
+use crate::ports::store::runs::CreateRunResult;
+use crate::ports::store::{IdempotencyKey, SaveResult};
+use crate::runs::Runs;
+use crate::runs::active::{ActiveRun, ActiveRunState, RunGuard, StartedRun, run_not_found};
+use crate::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome};
+use crate::runs::subscribers::{RunDelta, RunSubscription};
 
 /// Drives a run until it has ended, the server shuts down, or another process takes it over.
-pub(crate) async fn drive_run(engine: Engine, live: Arc<ActiveRun>) {
-    let inner = engine.core.clone();
+pub(crate) async fn drive_run(engine: Arc<Runs>, active_run: Arc<ActiveRun>) {
+    let runs = engine.clone();
     loop {
-        let state = live.state.lock().await;
+        let state = active_run.state.lock().await;
         if state.is_released {
             return;
         }
         if state.run.status.is_terminal() {
             drop(state);
-            if release_run(&engine, &live).await {
+            if release_run(&engine, &active_run).await {
                 return;
             }
             continue;
         }
         drop(state);
-        let driving = live.driver_lock.lock().await;
+        let driving = active_run.driver_lock.lock().await;
         let driven = tokio::select! {
             biased;
-            () = inner.shutdown.cancelled() => return,
+            () = runs.core.shutdown.cancelled() => return,
             // The task that cancels the run commits the cancellation.
-            () = live.interrupt.notified() => Ok(()),
-            driven = AssertUnwindSafe(resume_driver(&engine, &live)).catch_unwind() => {
+            () = active_run.interrupt.notified() => Ok(()),
+            driven = AssertUnwindSafe(resume_driver(&engine, &active_run)).catch_unwind() => {
                 driven.unwrap_or_else(|_| Err(Error::Internal("a run panicked".into())))
             }
         };
         drop(driving);
         let Err(error) = driven else { continue };
-        if engine.is_draining() {
+        if engine.core.is_draining() {
             return;
         }
         match &error {
@@ -61,25 +68,25 @@ pub(crate) async fn drive_run(engine: Engine, live: Arc<ActiveRun>) {
             {
                 let wait_ms = retry_after_ms.unwrap_or(1_000);
                 tokio::select! {
-                    () = inner.clock.sleep_until(inner.clock.now_ms() + wait_ms) => {}
-                    () = live.interrupt.notified() => {}
-                    () = inner.shutdown.cancelled() => return,
+                    () = runs.core.clock.sleep_until(runs.core.clock.now_ms() + wait_ms) => {}
+                    () = active_run.interrupt.notified() => {}
+                    () = runs.core.shutdown.cancelled() => return,
                 }
             }
-            _ => fail_run(&engine, &live, into_fault(error)).await,
+            _ => fail_run(&engine, &active_run, into_fault(error)).await,
         }
     }
 }
 
 /// Releases a run that has ended. Returns false if it was reopened in the meantime.
-async fn release_run(engine: &Engine, live: &Arc<ActiveRun>) -> bool {
-    let mut state = live.state.lock().await;
+async fn release_run(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> bool {
+    let mut state = active_run.state.lock().await;
     if !state.run.status.is_terminal() {
         return false;
     }
     state.is_released = true;
     let place = (state.run.project.clone(), state.run.id.clone());
-    engine.core.active_runs.by_id.lock().remove(&place);
+    engine.active_runs.by_id.lock().remove(&place);
     true
 }
 
@@ -94,23 +101,23 @@ fn into_fault(error: Error) -> Fault {
 }
 
 /// Commits the failure of a run. The conversation is preserved, so the run can be resumed.
-async fn fail_run(engine: &Engine, live: &Arc<ActiveRun>, fault: Fault) {
-    let state = live.state.clone().lock_owned().await;
+async fn fail_run(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>, fault: Fault) {
+    let state = active_run.state.clone().lock_owned().await;
     if state.is_released || state.run.status.is_terminal() {
         return;
     }
     let trouble = Trouble::from(&fault);
-    let failed = engine.core.clone().commit_run(live.clone(), state, move |run, now_ms| {
+    let failed = engine.clone().commit_run(active_run.clone(), state, move |run, now_ms| {
         (run.status, run.ended_ms) = (RunStatus::Failed, Some(now_ms));
         run.error = Some(trouble.clone());
         vec![JournalRecord::new(JournalKind::Failed, now_ms, json!({ "error": trouble }))]
     });
-    if let Err(error) = engine.core.detach_on_drop(failed).await {
+    if let Err(error) = engine.dispatcher.detach_on_drop(failed).await {
         tracing::warn!(%error, "could not store the failure of a run");
-        let inner = &engine.core;
+        let runs = engine;
         tokio::select! {
-            () = inner.clock.sleep_until(inner.clock.now_ms() + 1_000) => {}
-            () = inner.shutdown.cancelled() => {}
+            () = runs.core.clock.sleep_until(runs.core.clock.now_ms() + 1_000) => {}
+            () = runs.core.shutdown.cancelled() => {}
         }
     }
 }
@@ -122,7 +129,7 @@ struct UncommittedEvents {
     late_results: Vec<Value>,
 }
 
-async fn resume_driver(engine: &Engine, live: &Arc<ActiveRun>) -> Result<(), Error> {
+async fn resume_driver(engine: &Arc<Runs>, live: &Arc<ActiveRun>) -> Result<(), Error> {
     let (run, beginning) = {
         let mut state = live.state.lock().await;
         (state.run.clone(), state.initial_messages.take())
@@ -133,15 +140,15 @@ async fn resume_driver(engine: &Engine, live: &Arc<ActiveRun>) -> Result<(), Err
         None => {
             let journal = engine.core.store.runs().journal(&run.project, &run.id).await;
             let journal = journal.map_err(from_store_error)?;
-            journal.into_iter().flat_map(|noted| noted.record.messages).collect()
+            journal.into_iter().flat_map(|entry| entry.record.messages).collect()
         }
     };
     let caller = run.caller();
-    let terms = RunOptions { model: chosen.name, ..run.options };
+    let options = RunOptions { model: chosen.name, ..run.options };
     let seen = Mutex::new(UncommittedEvents::default());
     let watch = |happening: LoopEvent<'_>| record_loop_event(live, &seen, &happening);
     let turns =
-        AgentLoop::with_available_tools(engine, &caller, chosen.model.as_ref(), &terms, &watch)?;
+        AgentLoop::with_available_tools(engine, &caller, chosen.model.as_ref(), &options, &watch)?;
     let talk = Conversation { messages, progress: run.progress };
     let kept = talk.messages.len();
     let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
@@ -160,7 +167,7 @@ async fn resume_driver(engine: &Engine, live: &Arc<ActiveRun>) -> Result<(), Err
     driven.run_to_end(waits).await
 }
 
-fn find_model(engine: &Engine, name: &str) -> Result<ResolvedModel, Error> {
+fn find_model(engine: &Arc<Runs>, name: &str) -> Result<ResolvedModel, Error> {
     let models = engine.models();
     models.find(name).ok_or_else(|| {
         let known = models.names();
@@ -174,7 +181,11 @@ fn find_model(engine: &Engine, name: &str) -> Result<ResolvedModel, Error> {
 }
 
 /// Publishes a loop event to subscribers, or records it for the next journal commit.
-fn record_loop_event(live: &ActiveRun, seen: &Mutex<UncommittedEvents>, happening: &LoopEvent<'_>) {
+fn record_loop_event(
+    active_run: &ActiveRun,
+    seen: &Mutex<UncommittedEvents>,
+    happening: &LoopEvent<'_>,
+) {
     match happening {
         LoopEvent::CallAnswered { settled, .. } => {
             seen.lock().calls.push(settled_call_json(settled))
@@ -184,7 +195,7 @@ fn record_loop_event(live: &ActiveRun, seen: &Mutex<UncommittedEvents>, happenin
         })),
         other => {
             if let Some(note) = RunDelta::from_loop_event(other) {
-                live.publish(note);
+                active_run.publish(note);
             }
         }
     }
@@ -205,7 +216,7 @@ fn settled_call_json(settled: &BatchEntryResult) -> Value {
 
 /// A run that this task drives.
 struct RunDriver<'a> {
-    engine: &'a Engine,
+    engine: &'a Arc<Runs>,
     caller: Caller,
     /// True if the run acts for an API key, which may be revoked.
     acts_for_key: bool,
@@ -268,7 +279,7 @@ impl RunDriver<'_> {
 
     /// Fails if the API key that the run acts for was revoked.
     fn check_key_active(&self) -> Result<(), Error> {
-        if !self.acts_for_key || self.engine.has_active_key(&self.caller) {
+        if !self.acts_for_key || self.engine.registry.has_active_key(&self.caller) {
             return Ok(());
         }
         let message = format!(
@@ -282,9 +293,12 @@ impl RunDriver<'_> {
     async fn wait_for_input(&mut self) -> Result<(), Error> {
         loop {
             tokio::select! {
-                slept = self.agent_loop.wait_for_late_result(&mut self.conversation) => return slept,
+                arrived = self.agent_loop.wait_for_late_result(&mut self.conversation) => {
+                    return arrived;
+                }
                 () = self.active_run.message_added.notified() => {
-                    if self.active_run.state.lock().await.run.queued_messages.len() > self.taken_count {
+                    let state = self.active_run.state.lock().await;
+                    if state.run.queued_messages.len() > self.taken_count {
                         return Ok(());
                     }
                 }
@@ -319,8 +333,8 @@ impl RunDriver<'_> {
             // The run was canceled in the meantime.
             return Ok(state.run.clone());
         }
-        let inner = self.engine.core.clone();
-        let kept = inner.clone().commit_run(self.active_run.clone(), state, move |run, now_ms| {
+        let runs = self.engine.clone();
+        let kept = runs.clone().commit_run(self.active_run.clone(), state, move |run, now_ms| {
             run.progress = progress;
             run.queued_messages.drain(..said);
             run.status = RunStatus::Running;
@@ -338,7 +352,7 @@ impl RunDriver<'_> {
             }
             entries
         });
-        let run = inner.detach_on_drop(kept).await?;
+        let run = runs.dispatcher.detach_on_drop(kept).await?;
         (self.journaled_count, self.taken_count) = (self.conversation.messages.len(), 0);
         Ok(run)
     }
@@ -377,8 +391,127 @@ impl RunTransition {
     }
 }
 
-fn reply_json(talk: &Conversation, reply: &ModelReply) -> Value {
+fn reply_json(conversation: &Conversation, reply: &ModelReply) -> Value {
     let mut data = serde_json::to_value(reply).unwrap_or_default();
-    data["step"] = talk.progress.steps.into();
+    data["step"] = conversation.progress.steps.into();
     data
+}
+
+impl Runs {
+    pub(crate) async fn create_run(
+        self: Arc<Self>,
+        run: Run,
+        key: Option<IdempotencyKey>,
+        entry: JournalRecord,
+        listens: bool,
+    ) -> Result<StartedRun, Error> {
+        // Registered before it is stored: the search for orphaned runs must not find it.
+        let active_run = ActiveRun::new(run.clone());
+        let mut state = active_run.state.clone().lock_owned().await;
+        state.initial_messages = Some(entry.messages.clone());
+        let place = (run.project.clone(), run.id.clone());
+        self.active_runs.by_id.lock().insert(place.clone(), active_run.clone());
+        let created = self.core.store.runs().create_run(run.clone(), key, vec![entry]).await;
+        if !matches!(created, Ok(CreateRunResult::New)) {
+            state.is_released = true;
+            self.active_runs.by_id.lock().remove(&place);
+        }
+        match created.map_err(from_store_error)? {
+            CreateRunResult::New => {
+                let news = RunSubscription::new(listens.then(|| active_run.subscribe()));
+                let engine = self.clone();
+                self.core.tasks.spawn(drive_run(engine, active_run));
+                Ok(StartedRun { run, replayed: false, subscription: news })
+            }
+            CreateRunResult::Replayed(run) => {
+                let active_run = self.active_runs.get(&run.project, &run.id);
+                Ok(StartedRun {
+                    run: *run,
+                    replayed: true,
+                    subscription: RunSubscription::new(
+                        active_run.filter(|_| listens).map(|active_run| active_run.subscribe()),
+                    ),
+                })
+            }
+            CreateRunResult::Mismatch(run_id) => {
+                let message = "this idempotency key was used for another request";
+                let fault = Fault::new(Code::IdempotencyMismatch, message).without_side_effect();
+                Err(fault.with_detail(json!({ "run_id": run_id })).into())
+            }
+        }
+    }
+
+    /// Locks a run for a change. If this process does not drive it yet, loads it and starts a
+    /// driver.
+    pub(crate) async fn lock_run(
+        self: &Arc<Self>,
+        project: &str,
+        run_id: &str,
+    ) -> Result<RunGuard, Error> {
+        let place = (project.to_owned(), run_id.to_owned());
+        loop {
+            if let Some(live) = self.active_runs.get(project, run_id) {
+                let state = live.state.clone().lock_owned().await;
+                if !state.is_released {
+                    return Ok(RunGuard { active_run: live, state });
+                }
+                continue;
+            }
+            let look = || self.core.store.runs().run(project, run_id);
+            let found = look().await.map_err(from_store_error)?;
+            let live = ActiveRun::new(found.ok_or_else(|| run_not_found(run_id))?);
+            // Locked before it is registered, so that the driver starts only after the change.
+            let mut state = live.state.clone().lock_owned().await;
+            {
+                let mut all = self.active_runs.by_id.lock();
+                if all.contains_key(&place) {
+                    continue;
+                }
+                all.insert(place.clone(), live.clone());
+            }
+            let engine = self.clone();
+            self.core.tasks.spawn(drive_run(engine, live.clone()));
+            // Another task may have changed the run since it was loaded.
+            match look().await {
+                Ok(Some(run)) => (state.run, *live.status.lock()) = (run.clone(), run.status),
+                other => {
+                    state.is_released = true;
+                    self.active_runs.by_id.lock().remove(&place);
+                    return Err(other.map_or_else(from_store_error, |_| run_not_found(run_id)));
+                }
+            }
+            return Ok(RunGuard { active_run: live, state });
+        }
+    }
+
+    /// Commits a change of a run with its journal records, and wakes its listeners.
+    pub(crate) async fn commit_run(
+        self: Arc<Self>,
+        active_run: Arc<ActiveRun>,
+        mut state: OwnedMutexGuard<ActiveRunState>,
+        change: impl FnOnce(&mut Run, u64) -> Vec<JournalRecord> + Send,
+    ) -> Result<Run, Error> {
+        let now_ms = self.core.clock.now_ms();
+        let mut next = state.run.clone();
+        let entries = change(&mut next, now_ms);
+        (next.version, next.updated_ms) = (next.version + 1, now_ms);
+        let saved = self.core.store.runs().save_run(next.clone(), entries).await;
+        if saved.map_err(from_store_error)? == SaveResult::Conflict {
+            // Another process drives the run, so the state in memory is stale.
+            state.is_released = true;
+            let place = (next.project.clone(), next.id.clone());
+            self.active_runs.by_id.lock().remove(&place);
+            let message = "the run was changed by another process meanwhile; try again";
+            return Err(Error::refused(Code::Conflict, message));
+        }
+        if next.status.is_terminal() && !state.run.status.is_terminal() {
+            engine_metrics::count_run_end(next.status.as_str());
+        }
+        *active_run.status.lock() = next.status;
+        state.run = next.clone();
+        drop(state);
+        let (project, run_id) = (next.project.clone(), next.id.clone());
+        self.core.bus.wake(&Topic::Run { project, run_id });
+        Ok(next)
+    }
 }

@@ -13,13 +13,11 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::tool::{Effect, Risk};
-use crate::engine::{Core, Engine};
 use crate::ports::fn_tool::{FnTool, ToolContext};
+use crate::registry::catalog::RESULT_READ;
 use crate::results::slice::{self, Slice, SliceContent, SliceQuery};
 use crate::results::{digest, tokens};
-
-/// Name of the tool that reads results.
-pub const RESULT_READ: &str = "result.read";
+use crate::runs::Runs;
 
 /// Maximum size of one slice.
 const MAX_SLICE_BYTES: usize = 256 << 10;
@@ -30,7 +28,7 @@ const MAX_TOOL_TOKENS: usize = 4_000;
 /// Results larger than this are read on a blocking thread.
 const BLOCKING_READ_BYTES: usize = 64 << 10;
 
-impl Engine {
+impl Runs {
     /// Returns a slice of a call's result. Every caller that may read the call may read its result.
     pub async fn read_result(
         &self,
@@ -38,7 +36,7 @@ impl Engine {
         id: &CallId,
         part: SliceQuery,
     ) -> Result<Slice, Error> {
-        self.core.read_result(caller, id, part, MAX_SLICE_BYTES).await
+        self.read_slice(caller, id, part, MAX_SLICE_BYTES).await
     }
 
     /// Returns a slice of a result that did not match the tool's output schema. For operators only:
@@ -54,7 +52,7 @@ impl Engine {
             let message = format!("raw values are for operators; this key has the role {role}");
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        let call = self.call(caller, id).await?;
+        let call = self.calls.call(caller, id).await?;
         let outcome = require_outcome(&call)?;
         let raw = outcome.error.as_ref().and_then(|fault| fault.raw.clone());
         let Some(data) = raw.or_else(|| outcome.data.clone()) else {
@@ -65,7 +63,7 @@ impl Engine {
     }
 }
 
-impl Engine {
+impl Runs {
     /// Renders a call's result for a model: the whole if it fits the budget, otherwise its digest.
     /// The `hint` tells the digest what is relevant; the default is the call's arguments.
     pub async fn render_result_for_model(
@@ -79,7 +77,7 @@ impl Engine {
             let message = "budget_tokens must be 1 or more";
             return Err(slice::invalid_field("budget_tokens", message.into()).into());
         }
-        let call = self.call(caller, id).await?;
+        let call = self.calls.call(caller, id).await?;
         let data = require_data(&call)?;
         let large = data.text().len() > BLOCKING_READ_BYTES;
         let give = move || {
@@ -104,21 +102,24 @@ impl Engine {
 pub enum ResultForModel {
     /// The result fits the budget.
     Whole {
+        /// The complete result.
         data: Json,
+        /// Number of tokens of the result.
         tokens: usize,
     },
+    /// A shortened form: the whole result exceeds the budget.
     Digest(digest::Digest),
 }
 
-impl Core {
-    async fn read_result(
+impl Runs {
+    async fn read_slice(
         &self,
         caller: &Caller,
         id: &CallId,
         part: SliceQuery,
         most_bytes: usize,
     ) -> Result<Slice, Error> {
-        let call = self.find_project_call(caller, id).await?;
+        let call = self.dispatcher.find_project_call(caller, id).await?;
         let data = require_data(&call)?;
         Ok(read_slice(data, part, most_bytes).await?)
     }
@@ -169,7 +170,7 @@ async fn read_slice(data: Json, part: SliceQuery, most_bytes: usize) -> Result<S
 
 /// Reference to the engine for a tool that the engine owns. Weak, because a strong one would form a
 /// cycle and leak both.
-pub(crate) type EngineHandle = Arc<OnceLock<Weak<Core>>>;
+pub(crate) type RunsHandle = Arc<OnceLock<Weak<Runs>>>;
 
 /// The slice to read.
 #[derive(Debug, Deserialize, JsonSchema)]
@@ -282,15 +283,15 @@ impl From<Slice> for ResultReadOutput {
 }
 
 /// Builds the tool `result.read` of the engine that the handle will refer to.
-pub(crate) fn result_read_tool(handle: EngineHandle) -> FnTool {
+pub(crate) fn result_read_tool(handle: RunsHandle) -> FnTool {
     let description = "Reads a part of the result of an earlier tool call: what a digest left \
          out. Name the part with pointer (/rows/10), page with offset and limit, or search with \
          grep (a regular expression).";
     let function = move |args: ResultReadArgs, context: ToolContext| {
-        let engine = handle.get().and_then(Weak::upgrade);
+        let runs = handle.get().and_then(Weak::upgrade);
         async move {
             let stopped = || Fault::new(Code::Overloaded, "the engine is being shut down");
-            execute_result_read(&*engine.ok_or_else(stopped)?, args, &context).await
+            execute_result_read(&runs.ok_or_else(stopped)?, args, &context).await
         }
     };
     FnTool::with_context(RESULT_READ, description, function)
@@ -300,7 +301,7 @@ pub(crate) fn result_read_tool(handle: EngineHandle) -> FnTool {
 }
 
 async fn execute_result_read(
-    engine: &Core,
+    runs: &Arc<Runs>,
     args: ResultReadArgs,
     context: &ToolContext,
 ) -> Result<ResultReadOutput, Fault> {
@@ -324,7 +325,7 @@ async fn execute_result_read(
             limit: args.limit,
             grep: args.grep.clone().filter(|grep| !grep.is_empty()),
         };
-        let piece = engine.read_result(&caller, &id, part, most_bytes).await;
+        let piece = runs.read_slice(&caller, &id, part, most_bytes).await;
         let piece = piece.map_err(|error| match error {
             Error::Refused { fault, .. } => fault,
             Error::Internal(_) => Fault::new(Code::Internal, "the result cannot be read"),

@@ -3,59 +3,71 @@
 //! differently.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::model_reply::{ModelReply, ToolCallRequest};
+use crate::domain::run::options::{RunLimits, RunOptions};
+use crate::domain::run::progress::{Conversation, StopReason};
 use crate::domain::run::{JournalEntry, JournalKind};
-use crate::engine::Engine;
-use crate::ports::model::{ModelReply, ToolCallRequest};
-use crate::runs::agent_loop::{
-    self, Conversation, EventSink, RunLimits, RunOptions, StepOutcome, StopReason,
-};
+use crate::runs::Runs;
+use crate::runs::agent_loop::{self, EventSink, StepOutcome};
 
 /// A step at which the model acted differently.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReplayDifference {
+    /// Number of the step, from 1.
     pub step: u32,
     /// The recorded reply; `None` if the recording has no such step.
     pub recorded: Option<ModelReply>,
+    /// The reply in the replay; `None` if the replay has no such step.
     pub now: Option<ModelReply>,
 }
 
 /// Result of a replay.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReplayReport {
+    /// Text of the final answer in the replay.
     pub answer: String,
+    /// Text of the recorded final answer; `None` if the run has none.
     pub recorded_answer: Option<String>,
+    /// Steps at which the replay differs, in order.
     pub differences: Vec<ReplayDifference>,
+    /// Number of steps in the replay.
     pub steps: u32,
-    pub usage: crate::ports::model::TokenUsage,
+    /// Tokens that the replay used.
+    pub usage: crate::domain::model_reply::TokenUsage,
     /// Number of calls without a recorded result. The model received an error for each.
     pub unrecorded_calls: u32,
 }
 
-impl Engine {
+impl Runs {
     /// Checks that the run exists and that the caller may replay it.
-    pub async fn check_replay(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
-        crate::runs::lifecycle::require_run_access(caller)?;
+    pub async fn check_replay(
+        self: &Arc<Self>,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<(), Error> {
+        crate::runs::manage::require_run_access(caller)?;
         self.check_run_capacity()?;
         self.find_run(caller, run_id).await.map(|_| ())
     }
 
     /// Replays a run against its recording. Nothing is stored or executed.
     pub async fn replay_run(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         run_id: &str,
         model: Option<&str>,
         watch: EventSink<'_>,
     ) -> Result<ReplayReport, Error> {
-        crate::runs::lifecycle::require_run_access(caller)?;
+        crate::runs::manage::require_run_access(caller)?;
         self.check_run_capacity()?;
-        let _counted = ReplayCountGuard::new(&self.core.active_runs.replays);
+        let _counted = ReplayCountGuard::new(&self.active_runs.replays);
         let playing = self.run_replay(caller, run_id, model, watch);
         tokio::select! {
             played = playing => played,
@@ -67,7 +79,7 @@ impl Engine {
     }
 
     async fn run_replay(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         run_id: &str,
         model: Option<&str>,
@@ -81,15 +93,15 @@ impl Engine {
             let message = format!("there is no model \"{name}\"");
             Error::refused(Code::UpstreamUnavailable, message)
         })?;
-        let terms =
+        let options =
             RunOptions { model: chosen.name, idempotency_prefix: None, ..run.options.clone() };
-        let mut talk = Conversation::new(std::mem::take(&mut tape.initial_messages));
+        let mut conversation = Conversation::new(std::mem::take(&mut tape.initial_messages));
         let mut differences = Vec::new();
         let mut turns = agent_loop::AgentLoop::with_available_tools(
             self,
             caller,
             chosen.model.as_ref(),
-            &terms,
+            &options,
             watch,
         )?;
         // Where the recorded run waited for late results, its reply may have been empty.
@@ -99,11 +111,11 @@ impl Engine {
         let (mut place, mut beyond) = (0, false);
         loop {
             if !beyond {
-                tape.replay_inputs(place, &mut talk);
+                tape.replay_inputs(place, &mut conversation);
             }
-            turns.request_reply(&mut talk).await?;
-            let steps = talk.progress.steps;
-            let reply = talk.progress.pending_reply.clone().unwrap_or_default();
+            turns.request_reply(&mut conversation).await?;
+            let steps = conversation.progress.steps;
+            let reply = conversation.progress.pending_reply.clone().unwrap_or_default();
             let recorded = tape.steps.get(place).filter(|_| !beyond);
             if !recorded.is_some_and(|recorded| have_same_actions(&recorded.reply, &reply)) {
                 let step = recorded.map_or(steps, |_| step_number(place));
@@ -112,9 +124,9 @@ impl Engine {
             }
             let ended = recorded.is_none_or(|recorded| recorded.is_final);
             if recorded.is_some_and(|recorded| recorded.was_resumed) {
-                talk.progress.reset_baseline();
+                conversation.progress.reset_baseline();
             }
-            let next = turns.answer_calls_with(&mut talk, |call| tape.next_result(call));
+            let next = turns.answer_calls_with(&mut conversation, |call| tape.next_result(call));
             place += usize::from(!beyond);
             let StepOutcome::Answered(answer) = next else {
                 beyond |= ended;
@@ -125,7 +137,7 @@ impl Engine {
                 let (step, recorded) = (step_number(place), Some(missing.reply.clone()));
                 differences.push(ReplayDifference { step, recorded, now: None });
                 beyond = missing.is_final;
-                tape.replay_inputs(place, &mut talk);
+                tape.replay_inputs(place, &mut conversation);
                 place += 1;
             }
             beyond = false;
@@ -137,7 +149,7 @@ impl Engine {
                 recorded_answer: run.answer.map(|answer| answer.text),
                 differences,
                 steps,
-                usage: talk.progress.usage,
+                usage: conversation.progress.usage,
                 unrecorded_calls: tape.unrecorded_calls,
             });
         }
@@ -292,20 +304,20 @@ impl Recording {
     }
 
     /// Adds the inputs that preceded this recorded reply to the conversation.
-    fn replay_inputs(&self, place: usize, talk: &mut Conversation) {
+    fn replay_inputs(&self, place: usize, conversation: &mut Conversation) {
         for given in self.steps.get(place).into_iter().flat_map(|step| &step.inputs) {
             match given {
                 RecordedInput::UserMessage(message) => {
-                    talk.add_user_messages(vec![message.clone()])
+                    conversation.add_user_messages(vec![message.clone()])
                 }
                 RecordedInput::LimitNotice(closing, message) => {
-                    talk.progress.stop_reason = Some(*closing);
-                    talk.messages.push(message.clone());
+                    conversation.progress.stop_reason = Some(*closing);
+                    conversation.messages.push(message.clone());
                 }
-                RecordedInput::LateResult(message) => {
-                    talk.messages.push(agent_loop::replace_late_call_id(message, &self.current_ids))
-                }
-                RecordedInput::Resumed => talk.progress.reset_baseline(),
+                RecordedInput::LateResult(message) => conversation
+                    .messages
+                    .push(agent_loop::replace_late_call_id(message, &self.current_ids)),
+                RecordedInput::Resumed => conversation.progress.reset_baseline(),
             }
         }
     }

@@ -9,17 +9,18 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use crate::calls::validate_request::check_label;
+use crate::calls::request::check_label;
 use crate::domain::access_rules::AccessDecision;
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, ToolDefinition};
-use crate::engine::{Engine, from_store_error};
 use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, RunToolDefinitions};
 use crate::registry::catalog::check_definition;
+use crate::runs::Runs;
 use crate::runs::context::{
     ContextMessages, ContextPrompt, ToolCall, ToolCallContext, ToolResult, definitions,
 };
@@ -45,11 +46,13 @@ pub struct RunToolSelection {
 /// Message format in which a run's calls and results are rendered for a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MessageFormat {
+    /// Messages of OpenAI's Chat Completions API.
     OpenAi,
+    /// Messages of Anthropic's Messages API.
     Anthropic,
 }
 
-impl Engine {
+impl Runs {
     /// Returns the context of a run: its newest `limit` calls (1 to 200), and those that are still
     /// open. An unused run id has the tools that a run would have, and no calls.
     pub async fn context(
@@ -75,7 +78,7 @@ impl Engine {
         limit: usize,
         budget_tokens: usize,
     ) -> Result<ContextPrompt, Error> {
-        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.now_ms());
         // Token counting is CPU-bound and would block this async worker thread.
         let made = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
         made.await.map_err(|error| Error::Internal(Box::new(error)))
@@ -91,7 +94,7 @@ impl Engine {
         style: MessageFormat,
         budget_tokens: Option<usize>,
     ) -> Result<(ContextMessages, bool), Error> {
-        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.now_ms());
         let made = tokio::task::spawn_blocking(move || match style {
             MessageFormat::OpenAi => {
                 (context.to_openai(budget_tokens, now_ms), context.truncated())
@@ -111,10 +114,9 @@ impl Engine {
         context: &mut ToolCallContext,
         wait_ms: u64,
     ) -> Result<usize, Error> {
-        let inner = &self.core;
         let (project, run_id) = (caller.project.clone(), context.run_id().to_owned());
-        let mut news = inner.bus.listen(Topic::Run { project, run_id: run_id.clone() });
-        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        let mut news = self.core.bus.listen(Topic::Run { project, run_id: run_id.clone() });
+        let until_ms = self.core.clock.now_ms() + wait_ms.min(self.core.limits.max_wait_ms);
         loop {
             let before = context.tool_results().len();
             let (mut calls, _) =
@@ -124,20 +126,20 @@ impl Engine {
             let older: Vec<_> = older.filter(|id| !listed.contains(id)).collect();
             for id in older {
                 // A call that was purged in the meantime has nothing to add.
-                if let Ok(call) = self.call(caller, &id).await {
+                if let Ok(call) = self.calls.call(caller, &id).await {
                     calls.push(call.as_ref().clone());
                 }
             }
             add_calls(context, &calls);
             let came = context.tool_results().len() - before;
-            let now_ms = inner.clock.now_ms();
-            if came > 0 || now_ms >= until_ms || inner.shutdown.is_cancelled() {
+            let now_ms = self.core.clock.now_ms();
+            if came > 0 || now_ms >= until_ms || self.core.shutdown.is_cancelled() {
                 return Ok(came);
             }
             tokio::select! {
                 () = news.wait_for_wake() => {}
-                () = inner.clock.sleep_until(until_ms.min(now_ms + CONTEXT_POLL_MS)) => {}
-                () = inner.shutdown.cancelled() => {}
+                () = self.core.clock.sleep_until(until_ms.min(now_ms + CONTEXT_POLL_MS)) => {}
+                () = self.core.shutdown.cancelled() => {}
             }
         }
     }
@@ -157,7 +159,7 @@ impl Engine {
             project: caller.project.clone(),
             run_id: run_id.to_owned(),
             tool_definitions: text,
-            updated_ms: self.now_ms(),
+            updated_ms: self.core.now_ms(),
         };
         self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)?;
         Ok(self.resolve_run_tools(caller, tools))
@@ -187,7 +189,7 @@ impl Engine {
         let mut tools = set.caller_tools;
         let named =
             |name: &String| set.toolcrib_tools.as_ref().is_none_or(|names| names.contains(name));
-        for entry in self.tools(caller) {
+        for entry in self.registry.tools(caller) {
             let name = &entry.definition.name;
             if named(name) && !tools.iter().any(|own| own.name == *name) {
                 tools.push(entry.definition.clone());
@@ -210,7 +212,7 @@ impl Engine {
             let message = format!("a run is told of at most {limit} tools of a kind");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
-        let catalog = self.core.catalog();
+        let catalog = self.registry.catalog();
         for (n, tool) in tools.caller_tools.iter().enumerate() {
             let place = format!("tool_definitions/{n}");
             check_definition(tool).map_err(|error| with_pointer(&place, error))?;
@@ -227,6 +229,7 @@ impl Engine {
         for (n, name) in crib.iter_mut().enumerate() {
             let place = format!("crib_tools/{n}");
             let found = self
+                .registry
                 .tool(caller, name)
                 .map_err(|error| into_validation_error(with_pointer(&place, error)))?;
             *name = found.definition.name.clone();

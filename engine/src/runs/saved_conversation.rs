@@ -9,9 +9,10 @@ use serde_json::Value;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::json::Json;
-use crate::engine::{Engine, from_store_error};
+use crate::domain::run::progress::PendingCall;
+use crate::ports::core::from_store_error;
 use crate::ports::store::RunToolDefinitions;
-use crate::runs::agent_loop::PendingCall;
+use crate::runs::Runs;
 
 /// A saved conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -32,7 +33,7 @@ struct StoredConversation<T> {
     conversation: T,
 }
 
-impl Engine {
+impl Runs {
     /// Saves a conversation under this id, replacing any earlier one.
     pub async fn save_conversation(
         &self,
@@ -46,7 +47,7 @@ impl Engine {
             run_id: storage_key(id),
             tool_definitions: Json::from_serialize(&kept)
                 .map_err(|error| Error::Internal(Box::new(error)))?,
-            updated_ms: self.now_ms(),
+            updated_ms: self.core.now_ms(),
         };
         self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)
     }

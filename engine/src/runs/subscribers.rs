@@ -10,13 +10,124 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::runs::lifecycle::RunDelta;
+use crate::domain::run::Trouble;
+use crate::ports::model::Delta;
+use crate::runs::agent_loop::LoopEvent;
 
 /// Maximum size of buffered deltas per subscriber.
 const MAX_BUFFERED_BYTES: usize = 1 << 20;
 
 /// Maximum number of buffered deltas per subscriber.
 const MAX_BUFFERED_DELTAS: usize = 4_096;
+
+/// A live update of a run. It is streamed and never stored.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RunDelta {
+    /// A request to the model has started.
+    RequestStarted {
+        /// Number of the step, from 1.
+        step: u32,
+        /// True if a limit is reached, so that this is the final request.
+        last: bool,
+    },
+    /// More text of the reply.
+    Text {
+        /// Number of the step, from 1.
+        step: u32,
+        /// Text that follows the previous delta's.
+        text: String,
+    },
+    /// More of a tool call in the reply. The call is executed only once it is complete.
+    ToolCall {
+        /// Number of the step, from 1.
+        step: u32,
+        /// Position of the call in the reply, from 0.
+        index: usize,
+        /// The model's own id of the call, in its first delta.
+        id: Option<String>,
+        /// Tool name as the model wrote it, in the first delta of the call.
+        name: Option<String>,
+        /// Next part of the arguments' JSON text.
+        arguments: String,
+    },
+    /// The request failed and its deltas are void. It is retried after `wait_ms`.
+    RequestRetried {
+        /// Number of the step, from 1.
+        step: u32,
+        /// Number of the retry within the step, from 1.
+        retry: u32,
+        /// Time until the retry, in milliseconds.
+        wait_ms: u64,
+        /// Fault of the failed request.
+        why: Trouble,
+    },
+    /// The subscriber was too slow and deltas are missing here. The whole reply is stored.
+    Lagged {
+        /// Number of the step of the first missing delta, from 1.
+        step: u32,
+    },
+}
+
+impl RunDelta {
+    /// Returns the step that the delta belongs to.
+    pub fn step(&self) -> u32 {
+        match self {
+            Self::RequestStarted { step, .. }
+            | Self::Text { step, .. }
+            | Self::ToolCall { step, .. }
+            | Self::RequestRetried { step, .. }
+            | Self::Lagged { step } => *step,
+        }
+    }
+
+    pub(crate) fn from_loop_event(happening: &LoopEvent<'_>) -> Option<Self> {
+        Some(match happening {
+            LoopEvent::ModelRequested { step, last } => {
+                Self::RequestStarted { step: *step, last: *last }
+            }
+            LoopEvent::ReplyDelta { step, piece: Delta::Text(text) } => {
+                Self::Text { step: *step, text: text.clone() }
+            }
+            LoopEvent::ReplyDelta { step, piece: Delta::Call { index, id, name, arguments } } => {
+                let (step, index, arguments) = (*step, *index, arguments.clone());
+                Self::ToolCall { step, index, id: id.clone(), name: name.clone(), arguments }
+            }
+            LoopEvent::ModelRetryScheduled { step, retry, wait_ms, why } => Self::RequestRetried {
+                step: *step,
+                retry: *retry,
+                wait_ms: *wait_ms,
+                why: Trouble::from(*why),
+            },
+            _ => return None,
+        })
+    }
+}
+
+/// A subscription to the live deltas of a run.
+pub struct RunSubscription {
+    subscriber: Option<Arc<Subscriber>>,
+}
+
+impl RunSubscription {
+    pub(crate) fn new(subscriber: Option<Arc<Subscriber>>) -> Self {
+        Self { subscriber }
+    }
+
+    /// Returns the next delta. Never returns once there are no more: the run's stored events show
+    /// its end. A subscriber that is too slow receives [`RunDelta::Lagged`] in place of the deltas
+    /// it missed; the whole reply is stored.
+    pub async fn next(&mut self) -> RunDelta {
+        match &self.subscriber {
+            Some(ear) => ear.next().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Returns the next buffered delta, if there is one.
+    pub fn try_next(&mut self) -> Option<RunDelta> {
+        self.subscriber.as_ref()?.try_next()
+    }
+}
 
 /// All subscribers of a run.
 #[derive(Default)]

@@ -10,14 +10,15 @@
 
 use std::borrow::Cow;
 use std::cell::Cell;
-use std::collections::HashMap;
-use std::fmt::Write as _;
 
-use jsonschema::JsonType;
 use jsonschema::json::{Array, Json, Node, NodeIdentity, Object, cmp};
-use serde_json::{Map, Number, Value};
+use jsonschema::{JsonType, Keyword, PatternOptions, Regex, ValidationError, Validator};
+use serde_json::{Map, Number, Value, json};
 
+use super::duplicates::find_duplicates;
 use super::guard::SchemaProfile;
+use super::pattern_weight::pattern_weight;
+use super::phrases::truncate_chars;
 
 /// Maximum number of steps of one validation; a step is one access to a value, about 20 ns of work.
 pub(super) const MAX_STEPS: u64 = 20_000_000;
@@ -74,7 +75,7 @@ fn pattern_steps(length: usize, weight: usize) -> usize {
 }
 
 /// Returns whether an error stems from a value that was really accessed.
-pub(super) fn is_genuine(error: &jsonschema::ValidationError<'_>) -> bool {
+pub(super) fn is_genuine(error: &ValidationError<'_>) -> bool {
     error.instance().as_ref() != &EXHAUSTED_ERROR_VALUE
 }
 
@@ -197,10 +198,7 @@ impl<'a> Node<'a, MeteredJson> for MeteredValue<'a> {
     /// full copy per error; `problem.rs` finds the value by its path.
     fn to_value(&self) -> Cow<'a, Value> {
         match self.meter {
-            None => Cow::Owned(Value::String(super::problem::truncate_chars(
-                self.text().unwrap_or(""),
-                80,
-            ))),
+            None => Cow::Owned(Value::String(truncate_chars(self.text().unwrap_or(""), 80))),
             Some(meter) if meter.charge(ERROR_STEPS as usize + self.path) => {
                 Cow::Borrowed(&EXHAUSTED_VALUE)
             }
@@ -305,64 +303,32 @@ impl<'a> Iterator for ItemsIter<'a> {
     }
 }
 
-/// Returns the first two equal items, or `None` if `go_on` stops the search early.
-pub(super) fn find_duplicates(
-    items: &[Value],
-    go_on: impl Fn(usize) -> bool,
-) -> Option<(usize, usize)> {
-    let mut seen = HashMap::with_capacity(items.len().min(1024));
-    for (index, item) in items.iter().enumerate() {
-        let mut text = String::new();
-        canonical(item, &mut text);
-        if !go_on(text.len()) {
-            return None;
-        }
-        if let Some(first) = seen.insert(text, index) {
-            return Some((first, index));
-        }
-    }
-    None
+/// The `pattern` keyword, replacing the built-in one, which is not metered.
+pub(super) struct MeteredPattern {
+    inner: Validator,
+    weight: usize,
+    text: String,
 }
 
-/// Writes text that is equal for equal JSON values: numbers by value, members sorted by name.
-fn canonical(value: &Value, out: &mut String) {
-    match value {
-        Value::Number(number) => canonical_number(number, out),
-        Value::Array(items) => {
-            out.push('[');
-            for item in items {
-                canonical(item, out);
-                out.push(',');
-            }
-            out.push(']');
-        }
-        Value::Object(members) => {
-            let mut members: Vec<_> = members.iter().collect();
-            members.sort_by_key(|(name, _)| *name);
-            out.push('{');
-            for (name, member) in members {
-                // The length comes first, so that no name can imitate the text of another value.
-                let _ = write!(out, "{}:{name}", name.len());
-                canonical(member, out);
-                out.push(',');
-            }
-            out.push('}');
-        }
-        Value::String(text) => {
-            let _ = write!(out, "\"{}:{text}", text.len());
-        }
-        other => {
-            let _ = write!(out, "{other}");
-        }
+impl MeteredPattern {
+    /// Compiles a pattern, or returns `None` if the engine rejects it.
+    pub(super) fn compile(text: &str, options: PatternOptions<Regex>) -> Option<MeteredPattern> {
+        let schema = json!({ "pattern": text });
+        let inner = jsonschema::options().with_pattern_options(options).build(&schema).ok()?;
+        Some(MeteredPattern { inner, weight: pattern_weight(text), text: text.to_string() })
     }
 }
 
-fn canonical_number(number: &Number, out: &mut String) {
-    let whole = |float: f64| float.fract() == 0.0 && float.abs() < 1e38;
-    let _ = match (number.as_i128(), number.as_f64()) {
-        (Some(integer), _) => write!(out, "{integer}"),
-        (None, Some(float)) if whole(float) => write!(out, "{}", float as i128),
-        (None, Some(float)) => write!(out, "{float:e}"),
-        (None, None) => write!(out, "{number}"),
-    };
+impl<'i> Keyword<'i, MeteredJson> for MeteredPattern {
+    fn validate(&self, instance: MeteredValue<'i>) -> Result<(), ValidationError<'i>> {
+        if self.is_valid(instance) {
+            return Ok(());
+        }
+        // Becomes `Custom` with the keyword's name, by which `problem.rs` recognizes it.
+        Err(ValidationError::custom(self.text.as_str()))
+    }
+
+    fn is_valid(&self, instance: MeteredValue<'i>) -> bool {
+        self.inner.is_valid(instance.charged_for_pattern(self.weight))
+    }
 }

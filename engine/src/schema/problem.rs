@@ -12,15 +12,12 @@ use jsonschema::ValidationError;
 use jsonschema::error::{TypeKind, ValidationErrorKind as Kind};
 use serde_json::Value;
 
-use super::{MAX_PROBLEMS, SchemaProblem};
-
-mod phrases;
-
-pub(super) use phrases::{describe_value, pattern_refusal_reason, redact_value, truncate_chars};
-use phrases::{
-    format_phrase, join_values, pluralize, pointer_label, pointer_location, quote, short_json,
-    type_phrase,
+use super::duplicates::find_duplicates;
+use super::phrases::{
+    self, describe_value, format_phrase, join_values, pluralize, pointer_label, pointer_location,
+    quote, short_json, truncate_chars, type_phrase,
 };
+use super::{MAX_PROBLEMS, SchemaProblem};
 
 /// Maximum nesting of unions whose branches are distinguished; deeper ones are only listed.
 const MAX_UNIONS: usize = 128;
@@ -195,10 +192,9 @@ impl<'a> ProblemExplainer<'a> {
         match error.kind() {
             Kind::UniqueItems => {
                 let items = value.as_array().map_or(&[][..], Vec::as_slice);
-                let which = super::meter::find_duplicates(items, |_| true)
-                    .map_or_else(String::new, |(a, b)| {
-                        format!(", but items {a} and {b} are equal")
-                    });
+                let which = find_duplicates(items, |_| true).map_or_else(String::new, |(a, b)| {
+                    format!(", but items {a} and {b} are equal")
+                });
                 let message = format!("{here} must not repeat items{which}");
                 problem("an array without repeated items".to_string(), message)
             }

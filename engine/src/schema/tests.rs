@@ -1,6 +1,5 @@
 //! Tests of accepted and refused schemas, the reported locations, and the cost of validation.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
 use serde_json::json;
 
 use super::*;
@@ -9,21 +8,21 @@ mod wording;
 
 const DRAFT7: &str = "http://json-schema.org/draft-07/schema#";
 
-fn refused(schema: &Value) -> SchemaError {
+fn schema_error(schema: &Value) -> SchemaError {
     match Schema::compile(schema) {
-        Ok(_) => panic!("accepted {}", problem::truncate_chars(&schema.to_string(), 300)),
+        Ok(_) => panic!("accepted {}", phrases::truncate_chars(&schema.to_string(), 300)),
         Err(error) => error,
     }
 }
 
-fn compiled(schema: &Value) -> Schema {
+fn compile_schema(schema: &Value) -> Schema {
     Schema::compile(schema).unwrap_or_else(|error| {
-        panic!("{error}: {}", problem::truncate_chars(&schema.to_string(), 300))
+        panic!("{error}: {}", phrases::truncate_chars(&schema.to_string(), 300))
     })
 }
 
 fn problems(schema: Value, instance: Value) -> Vec<SchemaProblem> {
-    compiled(&schema).problems(&instance)
+    compile_schema(&schema).problems(&instance)
 }
 
 fn pointer(schema: Value, instance: Value) -> String {
@@ -110,12 +109,12 @@ fn ordinary_schemas_are_accepted() {
                "default": {"$ref": "http://x/"}, "required": ["$ref"]}),
         json!({"pattern": "^(a+)+$"}),
     ] {
-        compiled(&schema);
+        compile_schema(&schema);
     }
 }
 
 #[test]
-fn what_a_derive_macro_writes_is_accepted() {
+fn schemas_of_derive_macros_are_accepted() {
     let schema = json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Filter",
@@ -134,13 +133,13 @@ fn what_a_derive_macro_writes_is_accepted() {
             "Scalar": {"type": ["string", "number", "boolean"]}}
     });
     let eq = json!({"Eq": {"field": "a", "value": null}});
-    let schema = compiled(&schema);
+    let schema = compile_schema(&schema);
     assert_eq!(schema.problems(&json!({"And": [eq, {"Not": eq}]})), vec![]);
     assert!(!schema.problems(&json!({"And": [eq, {"Nor": eq}]})).is_empty());
 }
 
 #[test]
-fn faulty_schemas_are_refused_with_the_place() {
+fn invalid_schemas_are_refused_with_a_pointer() {
     let outside = "refers outside itself";
     for (schema, pointer, reason) in [
         (json!(5), "", "object or a boolean"),
@@ -198,7 +197,7 @@ fn faulty_schemas_are_refused_with_the_place() {
         ),
         (json!({"pattern": "((a{1000}){1000}){1000}"}), "/pattern", "too large"),
     ] {
-        let error = refused(&schema);
+        let error = schema_error(&schema);
         assert_eq!(error.pointer, pointer, "{schema}: {error}");
         assert!(error.reason.contains(reason), "{schema}: {error}");
     }
@@ -207,28 +206,28 @@ fn faulty_schemas_are_refused_with_the_place() {
 #[test]
 fn oversized_schemas_are_refused_with_the_limit() {
     let large = json!({"description": "x".repeat(1024 * 1024)});
-    assert!(refused(&large).reason.contains("256 KiB"));
+    assert!(schema_error(&large).reason.contains("256 KiB"));
     let mut deep = json!({});
     for _ in 0..40 {
         deep = json!({"properties": {"a": deep}});
     }
-    let error = refused(&deep);
+    let error = schema_error(&deep);
     assert!(error.reason.contains("64 levels"), "{error}");
     assert!(error.pointer.starts_with("/properties/a/properties"), "{error}");
     let many: serde_json::Map<_, _> = (0..10_001).map(|i| (format!("p{i}"), json!({}))).collect();
-    assert!(refused(&json!({ "properties": many })).reason.contains("10000 subschemas"));
+    assert!(schema_error(&json!({ "properties": many })).reason.contains("10000 subschemas"));
     let mut bottomless = json!(0);
     for _ in 0..1_000 {
         bottomless = json!([bottomless]);
     }
-    assert!(refused(&json!({ "default": bottomless })).reason.contains("64 levels"));
+    assert!(schema_error(&json!({ "default": bottomless })).reason.contains("64 levels"));
 }
 
 #[test]
-fn bombs_are_refused() {
+fn schemas_with_exponential_cost_are_refused() {
     let twice = |to: String| json!([{"$ref": to}, {"$ref": to}]);
     // Thirty levels are refused for the length of the chain, fourteen for the number of paths.
-    let error = refused(&levels(30, |to| json!({"anyOf": twice(to)})));
+    let error = schema_error(&levels(30, |to| json!({"anyOf": twice(to)})));
     assert!(error.reason.contains("chain"), "{error}");
     for (schema, reason) in [
         // Many paths on one value.
@@ -269,14 +268,14 @@ fn bombs_are_refused() {
         // A recursion on one value that is as deep as the schema is long.
         (levels(500, |to| json!({"$ref": to})), "chain"),
     ] {
-        let error = refused(&schema);
+        let error = schema_error(&schema);
         assert!(error.reason.contains(reason), "{schema}: {error}");
     }
 }
 
 /// Without the meter, each of these runs for many seconds or fills gigabytes.
 #[test]
-fn costly_instances_end_quickly() {
+fn validation_of_costly_instances_is_bounded() {
     let text = "0110100110010110".repeat(64 * 1024);
     let heavy = "[0-9a-f]*1[01]{4000}[2-9]";
     let constants: Vec<Value> = (0..4000).map(|i| json!({"const": format!("x{i}")})).collect();
@@ -300,7 +299,7 @@ fn costly_instances_end_quickly() {
             json!({"k".repeat(500_000): vec![1; 100_000]}),
         ),
     ] {
-        let found = compiled(&schema).problems(&instance);
+        let found = compile_schema(&schema).problems(&instance);
         assert!(found.len() <= MAX_PROBLEMS);
         assert!(found.iter().all(|problem| problem.message.len() < 4000));
     }
@@ -321,7 +320,7 @@ fn deep_instances_do_not_overflow_the_stack() {
         let schema = levels(14, |to| json!({"anyOf": [{"$ref": to}, false]}));
         let mut schema = schema.as_object().unwrap().clone();
         schema["$defs"]["l14"] = json!({"additionalProperties": {"$ref": "#"}, "type": "object"});
-        let schema = compiled(&Value::Object(schema));
+        let schema = compile_schema(&Value::Object(schema));
         assert_eq!(schema.problems(&nested(json!({}), 60)), vec![]);
         assert_eq!(schema.problems(&nested(json!(1), 60)).len(), 1);
         let deep = schema.problems(&nested(json!(1), 100));
@@ -330,15 +329,15 @@ fn deep_instances_do_not_overflow_the_stack() {
         for _ in 0..1_000 {
             bottomless = json!([bottomless]);
         }
-        assert_eq!(compiled(&any_json()).problems(&bottomless).len(), 1);
-        let found = compiled(&any_json()).problems(&nested(json!(true), 128));
+        assert_eq!(compile_schema(&any_json()).problems(&bottomless).len(), 1);
+        let found = compile_schema(&any_json()).problems(&nested(json!(true), 128));
         assert_eq!(found[0].pointer, "/a".repeat(128));
     };
     std::thread::Builder::new().stack_size(2 << 20).spawn(run).unwrap().join().unwrap();
 }
 
 #[test]
-fn draft_07_is_its_own_dialect() {
+fn draft_07_has_its_own_semantics() {
     // Siblings of `$ref` are ignored.
     let beside = json!({"$schema": DRAFT7, "properties": {
         "a": {"$ref": "#/definitions/s", "maxLength": 1}},
@@ -357,7 +356,7 @@ fn draft_07_is_its_own_dialect() {
 }
 
 #[test]
-fn patterns_are_weighed_by_what_they_unfold_to() {
+fn patterns_are_weighed_by_their_expanded_size() {
     for (pattern, weight) in [
         ("", 0),
         ("abc", 3),
@@ -374,19 +373,19 @@ fn patterns_are_weighed_by_what_they_unfold_to() {
         ("[a{9}]", 1),
         ("a\\{9}", 4),
     ] {
-        assert_eq!(pattern::pattern_weight(pattern), weight, "{pattern}");
+        assert_eq!(pattern_weight::pattern_weight(pattern), weight, "{pattern}");
     }
 }
 
 #[test]
-fn schemas_and_problems_travel() {
-    let schema = compiled(&json!({"type": "string"}));
+fn schemas_are_sendable_and_problems_serializable() {
+    let schema = compile_schema(&json!({"type": "string"}));
     let copy = schema.clone();
     let found = std::thread::spawn(move || copy.problems(&json!(1))).join().unwrap();
     assert_eq!(found, schema.problems(&json!(1)));
     let text = serde_json::to_string(&found).unwrap();
     assert_eq!(serde_json::from_str::<Vec<SchemaProblem>>(&text).unwrap(), found);
     assert!(format!("{schema:?}").contains("string"));
-    let error = refused(&json!({"type": 1})).to_string();
+    let error = schema_error(&json!({"type": 1})).to_string();
     assert!(error.starts_with("schema is not usable at /type: "), "{error}");
 }

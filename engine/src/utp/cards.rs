@@ -6,12 +6,14 @@ use serde_json::{Value, json};
 
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
+use crate::domain::derived;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
 use crate::domain::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT};
-use crate::domain::utp::{Route, ToolStatus, trace};
-use crate::engine::{Core, Engine, from_store_error};
+use crate::domain::utp::{Route, ToolStatus};
+use crate::ports::core::from_store_error;
 use crate::ports::store::utp::PutCardResult;
+use crate::utp::Utp;
 
 /// The call that a report or a card names.
 pub(crate) enum RouteLookup {
@@ -21,10 +23,10 @@ pub(crate) enum RouteLookup {
     NotFound,
 }
 
-impl Engine {
+impl Utp {
     /// Returns one card.
     pub async fn card(&self, caller: &Caller, card_id: &str) -> Result<Card, Error> {
-        let found = self.core.find_card(&caller.project, card_id).await?;
+        let found = self.find_card(&caller.project, card_id).await?;
         found.ok_or_else(|| {
             let shown: String = card_id.chars().take(80).collect();
             Error::refused(Code::NotFound, format!("there is no card \"{shown}\""))
@@ -33,11 +35,11 @@ impl Engine {
 
     /// Returns the cards of a call: its call card and, once it has ended, its result card.
     pub async fn call_cards(&self, caller: &Caller, id: &CallId) -> Result<Vec<Card>, Error> {
-        let call = self.call(caller, id).await?;
-        let binding = self.core.load_binding(&call).await?;
-        let mut cards = vec![card::call_card(&call, binding.as_ref())];
+        let call = self.calls.call(caller, id).await?;
+        let binding = self.registry.load_binding(&call).await?;
+        let mut cards = vec![derived::call_card(&call, binding.as_ref())];
         if call.status.is_terminal() {
-            cards.extend(self.core.result_card(&call).await?);
+            cards.extend(self.result_card(&call).await?);
         }
         Ok(cards)
     }
@@ -67,21 +69,20 @@ impl Engine {
         caller: &Caller,
         given: &Value,
     ) -> Result<Card, Error> {
-        let inner = &self.core;
-        let limit = inner.limits.max_result_bytes;
+        let limit = self.core.limits.max_result_bytes;
         if given.to_string().len() > limit + 4_096 {
             let message = format!("the card is over the limit of {limit} bytes for a result");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
-        let now_ms = inner.clock.now_ms();
-        let mint = || inner.id_generator.next_id("", now_ms).to_lowercase();
+        let now_ms = self.core.clock.now_ms();
+        let mint = || self.core.id_generator.next_id("", now_ms).to_lowercase();
         let mut card = Card::parse_external(given, &caller.project, now_ms, mint)?;
         if card.kind == TOOL_RESULT {
             if !caller.may_provide() {
                 let message = "only a provider's key can write results";
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
-            inner.inherit_lineage(&mut card).await?;
+            self.inherit_lineage(&mut card).await?;
         }
         Ok(card)
     }
@@ -89,25 +90,32 @@ impl Engine {
     /// Handles a tool service's read of a call card as its acknowledgement of the call. The
     /// acknowledgement is committed after a short delay, unless the result arrives first. Returns
     /// false if the call is known to have ended, so that the service need not start it.
-    pub async fn acknowledge_card_read(&self, caller: &Caller, card_id: &str, by: &str) -> bool {
+    pub async fn acknowledge_card_read(
+        self: &Arc<Self>,
+        caller: &Caller,
+        card_id: &str,
+        by: &str,
+    ) -> bool {
         let Some((id, TOOL_CALL)) = card::parse_derived_id(card_id) else { return true };
-        let Some(entry) = self.core.open_calls.get(&id) else { return !self.is_recovered() };
+        let Some(entry) = self.dispatcher.open_calls.get(&id) else {
+            return !self.calls.is_recovered();
+        };
         let call = entry.call();
         let parked = call.hold.is_some() && call.has_attempt_in_flight();
-        if !parked || call.project != caller.project || !call.target.executor.reports_later() {
+        if !parked || call.project != caller.project || !call.target.traits.reports_later {
             return true;
         }
-        let (inner, by, attempt) = (self.core.clone(), by.to_owned(), call.attempt);
+        let (utp, by, attempt) = (self.clone(), by.to_owned(), call.attempt);
         let project = caller.project.clone();
         self.core.tasks.spawn(async move {
-            let soon = inner.clock.now_ms() + ACKNOWLEDGE_DELAY_MS;
+            let soon = utp.core.clock.now_ms() + ACKNOWLEDGE_DELAY_MS;
             tokio::select! {
-                () = inner.clock.sleep_until(soon) => {}
-                () = inner.shutdown.cancelled() => return,
+                () = utp.core.clock.sleep_until(soon) => {}
+                () = utp.core.shutdown.cancelled() => return,
             }
-            if inner.open_calls.get(&id).is_some_and(|entry| entry.call().hold.is_some()) {
+            if utp.dispatcher.open_calls.get(&id).is_some_and(|entry| entry.call().hold.is_some()) {
                 let taken = crate::lifecycle::Event::Acknowledged { attempt, by, instead_of: None };
-                inner.advance_with_retry(&project, &id, taken).await;
+                utp.dispatcher.advance_with_retry(&project, &id, taken).await;
             }
         });
         true
@@ -118,20 +126,20 @@ impl Engine {
 /// outcome.
 const ACKNOWLEDGE_DELAY_MS: u64 = 100;
 
-impl Core {
+impl Utp {
     pub(crate) async fn find_card(
         &self,
         project: &str,
         card_id: &str,
     ) -> Result<Option<Card>, Error> {
         let Some((id, kind)) = card::parse_derived_id(card_id) else {
-            return self.store.utp().card(project, card_id).await.map_err(from_store_error);
+            return self.core.store.utp().card(project, card_id).await.map_err(from_store_error);
         };
         let Some(call) = self.find_call(project, &id).await? else { return Ok(None) };
-        let binding = self.load_binding(&call).await?;
+        let binding = self.registry.load_binding(&call).await?;
         Ok(match kind {
-            TOOL_CALL => Some(card::call_card(&call, binding.as_ref())),
-            _ => card::result_card(&call, binding.as_ref()),
+            TOOL_CALL => Some(derived::call_card(&call, binding.as_ref())),
+            _ => derived::result_card(&call, binding.as_ref()),
         })
     }
 
@@ -140,10 +148,10 @@ impl Core {
         project: &str,
         id: &CallId,
     ) -> Result<Option<Arc<Call>>, Error> {
-        if let Some(entry) = self.open_calls.get(id) {
+        if let Some(entry) = self.dispatcher.open_calls.get(id) {
             return Ok(Some(entry.call()).filter(|call| call.project == project));
         }
-        let stored = self.store.call(project, id).await.map_err(from_store_error)?;
+        let stored = self.core.store.call(project, id).await.map_err(from_store_error)?;
         Ok(stored.map(Arc::new))
     }
 
@@ -155,7 +163,7 @@ impl Core {
             && call.status != Status::Pending
         {
             let (turn, id) = (&route.turn_id, &route.tool_call_id);
-            let written = self.store.utp().result_card(&call.project, turn, id).await;
+            let written = self.core.store.utp().result_card(&call.project, turn, id).await;
             let status = ToolStatus::from_call(call).map(ToolStatus::as_str);
             let by_tool = call.acknowledged_by.is_some();
             // A late card may have the same status but a different reason, so the messages are
@@ -168,8 +176,8 @@ impl Core {
                 return Ok(Some(card));
             }
         }
-        let binding = self.load_binding(call).await?;
-        Ok(card::result_card(call, binding.as_ref()))
+        let binding = self.registry.load_binding(call).await?;
+        Ok(derived::result_card(call, binding.as_ref()))
     }
 
     /// Finds the call that has this turn id and tool call id in a project.
@@ -210,7 +218,7 @@ impl Core {
         if let Ok(id) = id.parse::<CallId>() {
             return self.find_call(project, &id).await;
         }
-        let utp = self.store.utp();
+        let utp = self.core.store.utp();
         let own = utp.step_call(project, Some(turn_id), id).await;
         let row = match own.map_err(from_store_error)? {
             Some(row) => Some(row),
@@ -237,7 +245,7 @@ pub(crate) fn copy_lineage(card: &mut Card, call: &Call) -> Result<(), Error> {
     let Route { step_id, parent_step_id, .. } = Route::for_call(call);
     let lineage = [
         ("step_id", Some(step_id)),
-        ("trace_id", Some(trace::trace_id_of(call))),
+        ("trace_id", Some(derived::trace_id_of(call))),
         ("parent_step_id", parent_step_id),
     ];
     for (name, value) in lineage {

@@ -5,13 +5,16 @@ use sha2::{Digest, Sha256};
 
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::derived;
 use crate::domain::fault::{Code, Error};
-use crate::domain::tool::{Executor, hex};
+use crate::domain::id::hex;
+use crate::domain::tool::Executor;
 use crate::domain::utp::card::{Card, into_map};
 use crate::domain::utp::{AgentEntry, InboxItem, OutboxMessage, Route, trace};
-use crate::engine::{Core, Engine, from_store_error};
 use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
 use crate::ports::store::utp::InboxPutResult;
+use crate::utp::Utp;
 
 /// Interval at which a waiter polls the store when no wake-up arrives.
 const INBOX_POLL_MS: u64 = 2_000;
@@ -30,7 +33,18 @@ pub(crate) fn derive_inbox_id(project: &str, turn_id: &str, tool_call_id: &str) 
     format!("inbox_{}", hex(&Sha256::digest(named.as_bytes())[..16]))
 }
 
-impl Engine {
+/// Requires that the caller is this agent, or administers the project. An agent's key gives
+/// access to its own inbox and turns only.
+pub(crate) fn require_agent(caller: &Caller, agent_id: &str) -> Result<(), Error> {
+    let rules = caller.auth_method == AuthMethod::Local || caller.may_administer();
+    if rules || caller.may_invoke() && caller.agent == agent_id {
+        return Ok(());
+    }
+    let message = format!("this key is not agent \"{agent_id}\"'s");
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+impl Utp {
     /// Returns an agent's unacknowledged items, in order. Waits until there is one, at most
     /// `wait_ms`. Reading removes nothing.
     pub async fn inbox(
@@ -40,22 +54,22 @@ impl Engine {
         limit: usize,
         wait_ms: u64,
     ) -> Result<Vec<InboxItem>, Error> {
-        self.require_agent(caller, agent_id)?;
-        let inner = &self.core;
-        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        require_agent(caller, agent_id)?;
+        let until_ms = self.core.clock.now_ms() + wait_ms.min(self.core.limits.max_wait_ms);
         let project = caller.project.clone();
-        let mut news = inner.bus.listen(Topic::Inbox { project, agent: agent_id.to_owned() });
+        let mut listener =
+            self.core.bus.listen(Topic::Inbox { project, agent: agent_id.to_owned() });
         loop {
-            let found = inner.store.utp().inbox(&caller.project, agent_id, limit).await;
+            let found = self.core.store.utp().inbox(&caller.project, agent_id, limit).await;
             let items = found.map_err(from_store_error)?;
-            let now_ms = inner.clock.now_ms();
-            if !items.is_empty() || now_ms >= until_ms || inner.shutdown.is_cancelled() {
+            let now_ms = self.core.clock.now_ms();
+            if !items.is_empty() || now_ms >= until_ms || self.core.shutdown.is_cancelled() {
                 return Ok(items);
             }
             tokio::select! {
-                () = news.wait_for_wake() => {}
-                () = inner.clock.sleep_until(until_ms.min(now_ms + INBOX_POLL_MS)) => {}
-                () = inner.shutdown.cancelled() => {}
+                () = listener.wait_for_wake() => {}
+                () = self.core.clock.sleep_until(until_ms.min(now_ms + INBOX_POLL_MS)) => {}
+                () = self.core.shutdown.cancelled() => {}
             }
         }
     }
@@ -67,22 +81,11 @@ impl Engine {
         agent_id: &str,
         inbox_ids: &[String],
     ) -> Result<usize, Error> {
-        self.require_agent(caller, agent_id)?;
+        require_agent(caller, agent_id)?;
         let now_ms = self.core.clock.now_ms();
         let utp = self.core.store.utp();
         let taken = utp.acknowledge_inbox_items(&caller.project, agent_id, inbox_ids, now_ms).await;
         taken.map_err(from_store_error)
-    }
-
-    /// Requires that the caller is this agent, or administers the project. An agent's key gives
-    /// access to its own inbox and turns only.
-    pub(crate) fn require_agent(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
-        let rules = caller.auth_method == AuthMethod::Local || caller.may_administer();
-        if rules || caller.may_invoke() && caller.agent == agent_id {
-            return Ok(());
-        }
-        let message = format!("this key is not agent \"{agent_id}\"'s");
-        Err(Error::refused(Code::PermissionDenied, message))
     }
 
     /// Returns outbox messages to publish, each with its number: oldest first, after this number.
@@ -103,10 +106,10 @@ impl Engine {
     pub async fn enqueue_outbox(
         &self,
         caller: &Caller,
-        letter: OutboxMessage,
+        message: OutboxMessage,
     ) -> Result<(), Error> {
-        self.require_admin(caller, None)?;
-        self.core.store.utp().append_to_outbox(vec![letter]).await.map_err(from_store_error)?;
+        self.registry.require_admin(caller, None)?;
+        self.core.store.utp().append_to_outbox(vec![message]).await.map_err(from_store_error)?;
         self.core.bus.wake(&Topic::Outbox);
         Ok(())
     }
@@ -117,13 +120,13 @@ impl Engine {
     }
 }
 
-impl Core {
+impl Utp {
     /// Returns true if the outcome of a call goes to an inbox. That holds for calls made in a turn,
     /// and for a tool service's calls of an agent that is on the roster.
     pub(crate) fn uses_inbox(&self, call: &Call) -> bool {
         call.origin.route.is_some()
             || call.target.executor == Executor::Utp
-                && self.find_agent_entry(&call.project, &call.origin.agent).is_some()
+                && self.registry.find_agent_entry(&call.project, &call.origin.agent).is_some()
     }
 
     /// Delivers the outcome of a call that has ended to the inbox. If this fails, the watchdog
@@ -142,7 +145,7 @@ impl Core {
         let Some(card) = self.result_card(call).await? else { return Ok(()) };
         let route = Route::for_call(call);
         let inbound = self.report_traceparents.lock().get(&call.id).cloned();
-        let own = trace::call_traceparent(call);
+        let own = derived::call_traceparent(call);
         // A report from another trace must not move the call into that trace.
         let same = |text: &String| {
             let id = |text: &str| trace::parse(text).map(|(trace_id, _)| trace_id);
@@ -150,9 +153,9 @@ impl Core {
         };
         let parent = inbound.filter(same).unwrap_or_else(|| own.clone());
         let item = self.build_inbox_item(call, &route, &card, &parent);
-        let letter = self.build_wakeup(&item, &route.channel);
-        let wakes = letter.is_some();
-        let delivered = self.store.utp().deliver_to_inbox(item, &card.card_id, letter).await;
+        let message = self.build_wakeup(&item, &route.channel);
+        let wakes = message.is_some();
+        let delivered = self.core.store.utp().deliver_to_inbox(item, &card.card_id, message).await;
         if delivered.map_err(from_store_error)? == InboxPutResult::New {
             self.wake_inbox_listeners(&call.project, &route.agent_id, wakes);
         }
@@ -161,9 +164,9 @@ impl Core {
 
     pub(crate) fn wake_inbox_listeners(&self, project: &str, agent_id: &str, wakes: bool) {
         let (project, agent) = (project.to_owned(), agent_id.to_owned());
-        self.bus.wake(&Topic::Inbox { project, agent });
+        self.core.bus.wake(&Topic::Inbox { project, agent });
         if wakes {
-            self.bus.wake(&Topic::Outbox);
+            self.core.bus.wake(&Topic::Outbox);
         }
     }
 
@@ -192,7 +195,7 @@ impl Core {
             parent_step_id: Some(route.step_id.clone()),
             source_agent_id: Some(card.author_id.clone()),
             depth: route.depth,
-            created_ms: self.clock.now_ms(),
+            created_ms: self.core.clock.now_ms(),
             inbox_id,
         }
     }
@@ -201,7 +204,7 @@ impl Core {
     /// no publisher drains the outbox.
     pub(crate) fn build_wakeup(&self, item: &InboxItem, channel: &str) -> Option<OutboxMessage> {
         let AgentEntry { worker_target, .. } =
-            self.find_agent_entry(&item.project, &item.agent_id)?;
+            self.registry.find_agent_entry(&item.project, &item.agent_id)?;
         if !self.publishes_outbox {
             return None;
         }
@@ -221,7 +224,7 @@ impl Core {
                 "reason": item.message_type,
                 "metadata": { "agent_turn_id": item.turn_id },
             }),
-            expires_ms: self.clock.now_ms() + WAKEUP_TTL_MS,
+            expires_ms: self.core.clock.now_ms() + WAKEUP_TTL_MS,
         })
     }
 }

@@ -16,25 +16,35 @@ use crate::domain::json::Json;
 use crate::domain::tool::Executor;
 use crate::domain::utp::card::{self, Card, TOOL_RESULT};
 use crate::domain::utp::{AfterExecution, DeadLetter, MAX_DEPTH, Route, ToolStatus};
-use crate::engine::{Core, Engine, from_store_error};
 use crate::lifecycle::{Event, Refusal, RemoteOutcome};
+use crate::ports::core::from_store_error;
 use crate::ports::store::utp::PutCardResult;
+use crate::utp::Utp;
 
 /// A tool service's report, as far as it could be parsed.
 #[derive(Debug, Clone, Default)]
 pub struct ToolServiceReport {
+    /// Id of the reported call, unique within its turn.
     pub tool_call_id: String,
+    /// Turn that the call belongs to.
     pub turn_id: String,
+    /// Epoch of the turn in which the call was made.
     pub epoch: u64,
+    /// Agent that made the call.
     pub agent_id: String,
+    /// `suspend` or `terminate`, as received; must be that of the tool's binding.
     pub after_execution: Option<String>,
+    /// One of the five UTP statuses, as received.
     pub status: Option<String>,
+    /// Id of the result card.
     pub card_id: Option<String>,
     /// The result card itself, sent along to save a request.
     pub card: Option<Value>,
     /// True if the report contains its result inline, which the protocol forbids.
     pub has_inline_result: bool,
+    /// Nesting depth of agents that call agents; must be that of the call.
     pub depth: Option<u32>,
+    /// W3C `traceparent` of the report.
     pub traceparent: Option<String>,
     /// Id of the reporting service.
     pub reported_by: Option<String>,
@@ -43,6 +53,7 @@ pub struct ToolServiceReport {
 /// Result of an accepted report.
 #[derive(Debug, Clone)]
 pub struct ReportReceipt {
+    /// The call after the report.
     pub call: Arc<Call>,
     /// Id of the inbox item; `None` if the agent has no inbox.
     pub inbox_id: Option<String>,
@@ -58,6 +69,7 @@ pub struct ReportRejection {
     /// Reason code for the dead letter; `None` if no dead letter is due, for example because a
     /// retry can help.
     pub dead_letter_reason: Option<&'static str>,
+    /// The error to answer the report with.
     pub error: Error,
 }
 
@@ -78,11 +90,17 @@ fn reject_report(reason: &'static str, code: Code, message: impl Into<String>) -
 /// A message that could not be processed.
 #[derive(Debug, Clone, Default)]
 pub struct UnprocessableMessage {
+    /// `report`, `command` or `letter` (a wakeup or an event).
     pub kind: &'static str,
+    /// One word: `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
     pub reason: String,
+    /// Description of the problem.
     pub message: String,
+    /// NATS subject, HTTP path or table row of the message.
     pub subject: String,
+    /// Headers of the message.
     pub headers: Map<String, Value>,
+    /// Body of the message; truncated to 256 KiB when it is stored.
     pub payload: String,
     /// True if the sender already truncated the message.
     pub is_truncated: bool,
@@ -138,10 +156,10 @@ fn limit_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
     (kept, fewer)
 }
 
-impl Engine {
+impl Utp {
     /// Ingests a report.
     pub async fn ingest_report(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         report: ToolServiceReport,
     ) -> Result<ReportReceipt, ReportRejection> {
@@ -152,29 +170,28 @@ impl Engine {
                 error: Error::refused(Code::PermissionDenied, message),
             });
         }
-        let inner = &self.core;
-        let call = inner.identify_call(&caller.project, &report).await?;
+        let call = self.identify_call(&caller.project, &report).await?;
         let route = Route::for_call(&call);
         if report.has_inline_result {
             let message = "payload.result is forbidden: write a tool.result card and report it";
             let fault = Fault::new(Code::BadRequest, message);
-            inner.apply_report(&call, &report, Err(fault.clone())).await?;
+            self.apply_report(&call, &report, Err(fault.clone())).await?;
             return Err(ReportRejection { dead_letter_reason: None, error: fault.into() });
         }
-        let (status, expected) = inner.validate_report_fields(&call, &report).await?;
-        let card = match inner.derive_result_card(&call, &report)? {
+        let (status, expected) = self.validate_report_fields(&call, &report).await?;
+        let card = match self.derive_result_card(&call, &report)? {
             Some(card) => card,
             None => self.load_reported_card(caller, &call, &report, status).await?,
         };
         check_card(&card, &route, status)?;
         if let Some(traceparent) = report.traceparent.clone() {
-            inner.report_traceparents.lock().insert(call.id.clone(), traceparent);
+            self.report_traceparents.lock().insert(call.id.clone(), traceparent);
         }
-        let ingested = inner.apply_report(&call, &report, Ok((status, &card))).await;
-        inner.report_traceparents.lock().remove(&call.id);
+        let ingested = self.apply_report(&call, &report, Ok((status, &card))).await;
+        self.report_traceparents.lock().remove(&call.id);
         let ingested = ingested?;
         if ingested.is_late && report.card.is_some() {
-            inner.store_late_card(card).await?;
+            self.store_late_card(card).await?;
         }
         tracing::debug!(call = %call.id, status = status.as_str(), after = expected.as_str(), "reported");
         Ok(ingested)
@@ -208,7 +225,7 @@ impl Engine {
             let known =
                 utp.result_card(&caller.project, turn, id).await.map_err(from_store_error)?;
             // The first result stands. While the call is open, a different one must not replace it.
-            let now = self.core.find_call(&call.project, &call.id).await?;
+            let now = self.find_call(&call.project, &call.id).await?;
             let ended = now.is_none_or(|call| call.status.is_terminal());
             let stands = |known: &Card| ended || known.content == card.content;
             let message = format!("card \"{}\" contradicts \"{there}\"", card.card_id);
@@ -219,7 +236,7 @@ impl Engine {
             let message = "tool_result_card_id is missing";
             return Err(reject_report("malformed", Code::BadRequest, message));
         };
-        let found = self.core.find_card(&caller.project, card_id).await?;
+        let found = self.find_card(&caller.project, card_id).await?;
         found.ok_or_else(|| {
             let message = format!("there is no card \"{card_id}\"");
             reject_report("no_card", Code::NotFound, message)
@@ -232,13 +249,12 @@ impl Engine {
         project: &str,
         what: UnprocessableMessage,
     ) -> Result<DeadLetter, Error> {
-        let inner = &self.core;
-        let now_ms = inner.clock.now_ms();
+        let now_ms = self.core.clock.now_ms();
         let (payload, cut) = truncate_text(what.payload, MAX_DEAD_LETTER_PAYLOAD);
         let (headers, fewer) = limit_headers(what.headers);
         let (subject, shorter) = truncate_text(what.subject, MAX_DEAD_LETTER_SUBJECT);
         let letter = DeadLetter {
-            id: inner.id_generator.next_id("dl_", now_ms),
+            id: self.core.id_generator.next_id("dl_", now_ms),
             project: project.to_owned(),
             kind: what.kind.to_owned(),
             reason: truncate_text(what.reason, MAX_DEAD_LETTER_REASON).0,
@@ -254,7 +270,7 @@ impl Engine {
         let counted =
             KNOWN_REASONS.iter().find(|known| **known == letter.reason).unwrap_or(&"other");
         metrics::counter!("toolcrib_dead_letters_total", "reason" => *counted).increment(1);
-        inner.store.utp().save_dead_letter(letter.clone()).await.map_err(from_store_error)?;
+        self.core.store.utp().save_dead_letter(letter.clone()).await.map_err(from_store_error)?;
         Ok(letter)
     }
 
@@ -265,14 +281,14 @@ impl Engine {
         before: Option<&str>,
         limit: usize,
     ) -> Result<Vec<DeadLetter>, Error> {
-        self.require_admin(caller, None)?;
+        self.registry.require_admin(caller, None)?;
         let found = self.core.store.utp().dead_letters(&caller.project, before, limit).await;
         found.map_err(from_store_error)
     }
 
     /// Returns one dead letter.
     pub async fn find_dead_letter(&self, caller: &Caller, id: &str) -> Result<DeadLetter, Error> {
-        self.require_admin(caller, None)?;
+        self.registry.require_admin(caller, None)?;
         let found = self.core.store.utp().dead_letter(&caller.project, id).await;
         found.map_err(from_store_error)?.ok_or_else(|| {
             let shown: String = id.chars().take(80).collect();
@@ -281,14 +297,18 @@ impl Engine {
     }
 
     /// Records the result of redriving a dead letter.
-    pub async fn record_redrive(&self, mut letter: DeadLetter, came_to: &str) -> Result<(), Error> {
-        letter.redriven_ms = Some(self.core.clock.now_ms());
-        letter.last_redrive_result = Some(came_to.to_owned());
-        self.core.store.utp().save_dead_letter(letter).await.map_err(from_store_error)
+    pub async fn record_redrive(
+        &self,
+        mut message: DeadLetter,
+        came_to: &str,
+    ) -> Result<(), Error> {
+        message.redriven_ms = Some(self.core.clock.now_ms());
+        message.last_redrive_result = Some(came_to.to_owned());
+        self.core.store.utp().save_dead_letter(message).await.map_err(from_store_error)
     }
 }
 
-impl Core {
+impl Utp {
     /// Finds the call that a report names, and checks that the report may concern it.
     async fn identify_call(
         &self,
@@ -340,7 +360,7 @@ impl Core {
         let Some(route) = call.origin.route.as_ref().filter(|_| !call.status.is_terminal()) else {
             return Ok(());
         };
-        let turn = self.store.utp().turn(&call.project, &route.turn_id).await;
+        let turn = self.core.store.utp().turn(&call.project, &route.turn_id).await;
         match turn.map_err(from_store_error)? {
             Some(turn) if turn.epoch != route.epoch => {
                 let (is, given) = (turn.epoch, route.epoch);
@@ -363,12 +383,13 @@ impl Core {
         report: &ToolServiceReport,
     ) -> Result<(), ReportRejection> {
         let by = report.reported_by.as_deref().unwrap_or("tool");
-        let record = EventRecord::new(EventKind::ReportIgnored, self.clock.now_ms(), call.attempt)
-            .with("why", why)
-            .with("by", by)
-            .with("agent_turn_id", report.turn_id.as_str())
-            .with("turn_epoch", report.epoch);
-        Ok(self.append_late_event(call, record).await?)
+        let record =
+            EventRecord::new(EventKind::ReportIgnored, self.core.clock.now_ms(), call.attempt)
+                .with("why", why)
+                .with("by", by)
+                .with("agent_turn_id", report.turn_id.as_str())
+                .with("turn_epoch", report.epoch);
+        Ok(self.dispatcher.append_late_event(call, record).await?)
     }
 
     /// Returns the card of a report that uses the call's own result card id. Such a card adds
@@ -383,7 +404,7 @@ impl Core {
         if given.get("card_id").and_then(Value::as_str) != Some(&own) {
             return Ok(None);
         }
-        let now_ms = self.clock.now_ms();
+        let now_ms = self.core.clock.now_ms();
         let mut card = Card::parse(given, &call.project, now_ms, String::new)
             .map_err(|fault| ReportRejection::from(Error::from(fault)))?;
         copy_lineage(&mut card, call)?;
@@ -411,7 +432,7 @@ impl Core {
         let hash = derive_inbox_id(&card.project, "late", &card.card_id);
         let card_id = format!("late{}", hash.trim_start_matches("inbox_"));
         let card = Card { card_id, ..card };
-        self.store.utp().put_card(card).await.map_err(from_store_error)?;
+        self.core.store.utp().put_card(card).await.map_err(from_store_error)?;
         Ok(())
     }
 
@@ -431,7 +452,7 @@ impl Core {
         let after: AfterExecution = given.parse().map_err(|()| {
             malformed(format!("after_execution \"{given}\" is neither suspend nor terminate"))
         })?;
-        let binding = self.load_binding(call).await?;
+        let binding = self.registry.load_binding(call).await?;
         let expected = binding.map_or(after, |binding| binding.after_execution);
         if after != expected {
             let (is, given) = (expected.as_str(), after.as_str());
@@ -469,9 +490,9 @@ impl Core {
             Ok((status, card)) => self.build_event(call, by, status, card),
         };
         let (project, id) = (call.project.clone(), call.id.clone());
-        let inner = self.clone();
-        let advancing = async move { inner.advance(&project, &id, event).await };
-        let advanced = self.detach_on_drop(advancing).await?;
+        let utp = self.clone();
+        let advancing = async move { utp.dispatcher.advance(&project, &id, event).await };
+        let advanced = self.dispatcher.detach_on_drop(advancing).await?;
         let (call, duplicate, late) = match advanced {
             AdvanceOutcome::Committed(call) => (call, false, false),
             AdvanceOutcome::Duplicate(call) => (call, true, false),
@@ -487,7 +508,7 @@ impl Core {
 
     fn build_event(&self, call: &Call, by: String, status: ToolStatus, card: &Card) -> Event {
         let (result, fault) = card.outcome();
-        let data = self.validate_result(call, Ok(Json::from_value(&result)));
+        let data = self.dispatcher.validate_result(call, Ok(Json::from_value(&result)));
         let attempt = call.attempt;
         let told = match (status, data) {
             (ToolStatus::Failed, _) => {
@@ -504,7 +525,7 @@ impl Core {
                 return Event::Report { attempt: Some(attempt), by: Some(by), result };
             }
         };
-        Event::RemoteOutcome { attempt, by, told }
+        Event::RemoteOutcome { attempt, by, outcome: told }
     }
 }
 

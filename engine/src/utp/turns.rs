@@ -3,9 +3,7 @@
 //! starts a new epoch, and requests for an older epoch are refused.
 
 mod dispatch;
-mod refused_calls;
 mod stop;
-
 use serde_json::{Value, json};
 
 use crate::domain::caller::Caller;
@@ -14,10 +12,12 @@ use crate::domain::utp::turn_event::{StepProgress, TurnCompletion, TurnEvent};
 use crate::domain::utp::{
     AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, StepCall, Turn, TurnStatus, is_token, trace,
 };
-use crate::engine::{Core, Engine, from_store_error};
 use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
 use crate::ports::store::SaveResult;
 use crate::ports::store::utp::TurnChange;
+use crate::utp::Utp;
+use crate::utp::inbox::require_agent;
 
 pub use dispatch::{DispatchRequest, DispatchedStep, StepCallRequest};
 
@@ -33,33 +33,47 @@ const MAX_CONFLICT_RETRIES: usize = 8;
 pub struct TurnLeaseRequest {
     /// Generated if `None`.
     pub turn_id: Option<String>,
+    /// Channel of a new turn. Default: `public`.
     pub channel: Option<String>,
+    /// Duration of the lease, from 1,000 to 86,400,000 ms. Default: 300,000 ms.
     pub lease_ms: Option<u64>,
+    /// W3C `traceparent` of a new turn; derived from its id if missing or invalid.
     pub traceparent: Option<String>,
+    /// W3C `tracestate` of a new turn, at most 512 printable ASCII characters.
     pub tracestate: Option<String>,
+    /// Step of the parent agent that started the turn.
     pub parent_step_id: Option<String>,
+    /// Id that the turn's commands pass on unchanged.
     pub context_box_id: Option<String>,
+    /// Nesting depth of agents that call agents; below 20.
     pub depth: u32,
 }
 
 /// The result of one step call, for the agent that resumes.
 #[derive(Debug, Clone)]
 pub struct StepResult {
+    /// Id of the call, unique within its turn.
     pub tool_call_id: String,
+    /// Name of the requested tool.
     pub tool_name: String,
     /// One of the five UTP statuses.
     pub status: String,
     /// The effective value: the result card takes precedence over the definition.
     pub after_execution: AfterExecution,
+    /// Id of the result card.
     pub card_id: String,
+    /// Result in the card; null if there is none.
     pub result: Value,
+    /// Error in the card; null if there is none.
     pub error: Value,
 }
 
 /// A turn that was resumed, or ended by its results.
 #[derive(Debug, Clone)]
 pub struct ResumedTurn {
+    /// The turn in its new epoch.
     pub turn: Turn,
+    /// Results of all steps since the last resume.
     pub results: Vec<StepResult>,
 }
 
@@ -87,7 +101,7 @@ fn invalid(message: impl Into<String>) -> Error {
     Error::refused(Code::ValidationError, message)
 }
 
-impl Engine {
+impl Utp {
     /// Leases a turn: a new one, or one whose lease has expired.
     pub async fn lease_turn(
         &self,
@@ -95,10 +109,9 @@ impl Engine {
         agent_id: &str,
         wanted: TurnLeaseRequest,
     ) -> Result<Turn, Error> {
-        self.require_agent(caller, agent_id)?;
-        self.agent_entry(caller, agent_id)?;
-        let inner = &self.core;
-        let now_ms = inner.clock.now_ms();
+        require_agent(caller, agent_id)?;
+        self.registry.agent_entry(caller, agent_id)?;
+        let now_ms = self.core.clock.now_ms();
         let lease_ms = wanted.lease_ms.unwrap_or(DEFAULT_LEASE_MS);
         if !LEASE_RANGE_MS.contains(&lease_ms) {
             return Err(invalid("lease_ms must be from 1000 to 86400000 (24 h)"));
@@ -107,7 +120,8 @@ impl Engine {
             return Err(invalid(format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1)));
         }
         check_lineage(&wanted)?;
-        let turn_id = wanted.turn_id.unwrap_or_else(|| inner.id_generator.next_id("turn_", now_ms));
+        let turn_id =
+            wanted.turn_id.unwrap_or_else(|| self.core.id_generator.next_id("turn_", now_ms));
         let channel = wanted.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
         let words = [
             ("project_id", &caller.project),
@@ -119,14 +133,14 @@ impl Engine {
                 return Err(invalid(format!("{field} cannot be part of a NATS subject")));
             }
         }
-        let known = inner.store.utp().turn(&caller.project, &turn_id).await;
-        let asked = wanted.traceparent.as_deref().and_then(trace::normalize);
+        let known = self.core.store.utp().turn(&caller.project, &turn_id).await;
+        let request = wanted.traceparent.as_deref().and_then(trace::normalize);
         let turn = match known.map_err(from_store_error)? {
             Some(known) => take_over_turn(known, agent_id, now_ms, lease_ms)?,
             None => Turn {
                 project: caller.project.clone(),
                 agent_id: agent_id.to_owned(),
-                traceparent: Some(asked.unwrap_or_else(|| trace::from_seed(&turn_id))),
+                traceparent: Some(request.unwrap_or_else(|| trace::from_seed(&turn_id))),
                 tracestate: wanted.tracestate,
                 parent_step_id: wanted.parent_step_id,
                 context_box_id: wanted.context_box_id,
@@ -146,7 +160,7 @@ impl Engine {
                 turn_id,
             },
         };
-        inner.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await
+        self.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await
     }
 
     /// Returns one turn of an agent.
@@ -156,7 +170,7 @@ impl Engine {
         agent_id: &str,
         turn_id: &str,
     ) -> Result<Turn, Error> {
-        self.require_agent(caller, agent_id)?;
+        require_agent(caller, agent_id)?;
         let found = self.core.store.utp().turn(&caller.project, turn_id).await;
         let found = found.map_err(from_store_error)?.filter(|turn| turn.agent_id == agent_id);
         found.ok_or_else(|| {
@@ -170,7 +184,7 @@ impl Engine {
     pub async fn step_calls(&self, turn: &Turn) -> Result<Vec<StepCall>, Error> {
         let mut calls = Vec::new();
         for step_id in turn.last_steps() {
-            calls.extend(self.core.load_step_calls(turn, step_id).await?);
+            calls.extend(self.load_step_calls(turn, step_id).await?);
         }
         Ok(calls)
     }
@@ -210,10 +224,9 @@ impl Engine {
         epoch: u64,
         wait_ms: u64,
     ) -> Result<ResumedTurn, Error> {
-        let inner = &self.core;
-        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        let until_ms = self.core.clock.now_ms() + wait_ms.min(self.core.limits.max_wait_ms);
         let (project, agent) = (caller.project.clone(), agent_id.to_owned());
-        let mut news = inner.bus.listen(Topic::Inbox { project, agent });
+        let mut listener = self.core.bus.listen(Topic::Inbox { project, agent });
         let (turn, calls) = loop {
             let turn = self.turn(caller, agent_id, turn_id).await?;
             if turn.status != TurnStatus::Suspended || turn.epoch != epoch {
@@ -230,21 +243,21 @@ impl Engine {
             if open.is_empty() {
                 break (turn, calls);
             }
-            let now_ms = inner.clock.now_ms();
-            if now_ms >= until_ms || inner.shutdown.is_cancelled() {
+            let now_ms = self.core.clock.now_ms();
+            if now_ms >= until_ms || self.core.shutdown.is_cancelled() {
                 let message = format!("{} of {} calls are not in", open.len(), calls.len());
                 let detail = json!({ "waiting": open, "status": "suspended", "turn_epoch": epoch });
                 return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
             }
             tokio::select! {
-                () = news.wait_for_wake() => {}
-                () = inner.clock.sleep_until(until_ms.min(now_ms + 2_000)) => {}
-                () = inner.shutdown.cancelled() => {}
+                () = listener.wait_for_wake() => {}
+                () = self.core.clock.sleep_until(until_ms.min(now_ms + 2_000)) => {}
+                () = self.core.shutdown.cancelled() => {}
             }
         };
-        let results = inner.load_step_results(&turn, &calls).await?;
+        let results = self.load_step_results(&turn, &calls).await?;
         let ends = results.iter().find(|r| r.after_execution == AfterExecution::Terminate);
-        let now_ms = inner.clock.now_ms();
+        let now_ms = self.core.clock.now_ms();
         let mut turn = bump_version(turn);
         turn.epoch += 1;
         turn.steps.clear();
@@ -259,12 +272,12 @@ impl Engine {
         let change = TurnChange { acknowledged_inbox_ids: taken, ..TurnChange::default() };
         let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
         let step = Some(StepProgress { phase: "completed", new_card_ids });
-        let news = TurnEvent {
+        let listener = TurnEvent {
             step,
             completion: ends.map(|_| task_from_results(&results)),
             ..TurnEvent::default()
         };
-        let turn = inner.save_and_publish_turn(turn, change, news).await?;
+        let turn = self.save_and_publish_turn(turn, change, listener).await?;
         Ok(ResumedTurn { turn, results })
     }
 
@@ -299,11 +312,11 @@ impl Engine {
     ) -> Result<Turn, Error> {
         for _ in 0..MAX_CONFLICT_RETRIES {
             let mut turn = self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
-            let news = self.apply_turn_transition(&mut turn, &wish).await?;
+            let listener = self.apply_turn_transition(&mut turn, &wish).await?;
             let (turn, change) = (bump_version(turn), TurnChange::default());
-            let saved = match news {
-                Some(news) => self.core.save_and_publish_turn(turn, change, news).await,
-                None => self.core.store_turn(turn, change).await,
+            let saved = match listener {
+                Some(listener) => self.save_and_publish_turn(turn, change, listener).await,
+                None => self.store_turn(turn, change).await,
             };
             match saved {
                 Err(error) if error.code() == Code::Conflict => {}
@@ -431,28 +444,28 @@ fn bump_version(turn: Turn) -> Turn {
     Turn { version: turn.version + 1, ..turn }
 }
 
-impl Core {
+impl Utp {
     /// Saves a turn together with the events that announce it, and wakes the publisher.
     async fn save_and_publish_turn(
         &self,
         turn: Turn,
         mut change: TurnChange,
-        news: TurnEvent,
+        listener: TurnEvent,
     ) -> Result<Turn, Error> {
         if self.publishes_outbox {
-            let turn = Turn { updated_ms: self.clock.now_ms(), ..turn.clone() };
-            change.outbox.extend(news.into_messages(&turn));
+            let turn = Turn { updated_ms: self.core.clock.now_ms(), ..turn.clone() };
+            change.outbox.extend(listener.into_messages(&turn));
         }
         let saved = self.store_turn(turn, change).await?;
         if self.publishes_outbox {
-            self.bus.wake(&Topic::Outbox);
+            self.core.bus.wake(&Topic::Outbox);
         }
         Ok(saved)
     }
 
     async fn store_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
-        turn.updated_ms = self.clock.now_ms();
-        let saved = self.store.utp().save_turn(turn.clone(), change).await;
+        turn.updated_ms = self.core.clock.now_ms();
+        let saved = self.core.store.utp().save_turn(turn.clone(), change).await;
         match saved.map_err(from_store_error)? {
             SaveResult::Saved => Ok(turn),
             SaveResult::Conflict => {
@@ -463,7 +476,7 @@ impl Core {
     }
 
     async fn load_step_calls(&self, turn: &Turn, step_id: &str) -> Result<Vec<StepCall>, Error> {
-        let found = self.store.utp().step_calls(&turn.project, &turn.turn_id, step_id).await;
+        let found = self.core.store.utp().step_calls(&turn.project, &turn.turn_id, step_id).await;
         found.map_err(from_store_error)
     }
 

@@ -12,16 +12,18 @@ use futures::future::BoxFuture;
 
 use crate::domain::delivery::{Delivery, DeliveryResponse, DeliveryStatus};
 use crate::domain::fault::Error;
-use crate::engine::{Core, DeliveryAdmission, DeliverySlot, Engine, from_store_error};
+use crate::ports::core::from_store_error;
 use crate::ports::store::{DeliveryFilter, SaveResult};
 use crate::ports::webhook_sender::{WebhookMessage, WebhookSender};
+use crate::webhooks::Webhooks;
+use crate::webhooks::queue::{DeliveryAdmission, DeliverySlot};
 
 /// Maximum sleep when no delivery is due.
 const IDLE_MS: u64 = 60_000;
 /// Delay after a failed read or write of the store.
 const STORE_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Page size of the due deliveries.
-const PAGE: usize = 200;
+const PAGE_SIZE: usize = 200;
 /// Pause for an overloaded receiver that requests no delay; `MAX_RECEIVER_PAUSE_MS` caps any
 /// request.
 const DEFAULT_RECEIVER_PAUSE_MS: u64 = 5_000;
@@ -33,14 +35,13 @@ struct DueDeliveries {
     next_ms: Option<u64>,
 }
 
-pub(crate) async fn run(engine: Engine) {
-    let inner = &engine.core;
+pub(crate) async fn run(webhooks: Arc<Webhooks>) {
     loop {
-        let now_ms = inner.clock.now_ms();
-        let next_ms = match find_due(&engine).await {
+        let now_ms = webhooks.core.clock.now_ms();
+        let next_ms = match find_due(&webhooks).await {
             Ok(round) => {
                 for tried in round.attempts {
-                    inner.tasks.spawn(tried);
+                    webhooks.core.tasks.spawn(tried);
                 }
                 round.next_ms.unwrap_or(u64::MAX).min(now_ms + IDLE_MS)
             }
@@ -50,31 +51,35 @@ pub(crate) async fn run(engine: Engine) {
             }
         };
         tokio::select! {
-            () = inner.clock.sleep_until(next_ms) => {}
-            () = inner.webhook_queue.wait_woken() => {}
-            () = inner.shutdown.cancelled() => return,
+            () = webhooks.core.clock.sleep_until(next_ms) => {}
+            () = webhooks.webhook_queue.wait_woken() => {}
+            () = webhooks.core.shutdown.cancelled() => return,
         }
     }
 }
 
 /// Attempts every due delivery and waits for the results. Returns the number of attempts.
-pub async fn run_once(engine: &Engine) -> Result<usize, Error> {
-    let round = find_due(engine).await?;
+pub async fn run_once(webhooks: &Arc<Webhooks>) -> Result<usize, Error> {
+    let round = find_due(webhooks).await?;
     let count = round.attempts.len();
     futures::future::join_all(round.attempts).await;
     Ok(count)
 }
 
-async fn find_due(engine: &Engine) -> Result<DueDeliveries, Error> {
-    let inner = &engine.core;
+async fn find_due(webhooks: &Arc<Webhooks>) -> Result<DueDeliveries, Error> {
     let mut round = DueDeliveries { attempts: Vec::new(), next_ms: None };
-    let Some(notifier) = &inner.webhook_queue.sender else { return Ok(round) };
+    let Some(notifier) = &webhooks.webhook_queue.sender else { return Ok(round) };
     let mut after = None;
     loop {
-        let page = inner.store.pending_deliveries(after, PAGE).await.map_err(from_store_error)?;
-        let now_ms = inner.clock.now_ms();
+        let page = webhooks
+            .core
+            .store
+            .pending_deliveries(after, PAGE_SIZE)
+            .await
+            .map_err(from_store_error)?;
+        let now_ms = webhooks.core.clock.now_ms();
         let last = page.last().map(|last| (last.due_ms.unwrap_or(0), last.call_id.clone()));
-        let is_last = page.len() < PAGE;
+        let is_last = page.len() < PAGE_SIZE;
         for delivery in page {
             let due_ms = delivery.due_ms.unwrap_or(u64::MAX);
             let sooner = |ms: u64| Some(round.next_ms.map_or(ms, |next_ms| next_ms.min(ms)));
@@ -82,12 +87,12 @@ async fn find_due(engine: &Engine) -> Result<DueDeliveries, Error> {
                 round.next_ms = sooner(due_ms);
                 return Ok(round);
             }
-            match inner.webhook_queue.try_admit(&delivery, now_ms) {
+            match webhooks.webhook_queue.try_admit(&delivery, now_ms) {
                 DeliveryAdmission::Admitted(lane) => {
-                    let (inner, notifier) = (inner.clone(), notifier.clone());
+                    let (webhooks, notifier) = (webhooks.clone(), notifier.clone());
                     round
                         .attempts
-                        .push(Box::pin(attempt_delivery(inner, notifier, delivery, lane)));
+                        .push(Box::pin(attempt_delivery(webhooks, notifier, delivery, lane)));
                 }
                 DeliveryAdmission::AtCapacity => return Ok(round),
                 DeliveryAdmission::Deferred(until_ms) => {
@@ -104,15 +109,18 @@ async fn find_due(engine: &Engine) -> Result<DueDeliveries, Error> {
 
 /// Makes one attempt and stores the result.
 async fn attempt_delivery(
-    inner: Arc<Core>,
+    webhooks: Arc<Webhooks>,
     notifier: Arc<dyn WebhookSender>,
     delivery: Delivery,
     lane: DeliverySlot,
 ) {
     let (project, id) = (&delivery.project, &delivery.call_id);
     let read = async {
-        let stored = inner.store.delivery(project, id).await?;
-        Ok::<_, crate::ports::store::StoreError>((stored, inner.store.call(project, id).await?))
+        let stored = webhooks.core.store.delivery(project, id).await?;
+        Ok::<_, crate::ports::store::StoreError>((
+            stored,
+            webhooks.core.store.call(project, id).await?,
+        ))
     };
     let (stored, call) = match read.await {
         // Otherwise the delivery was attempted meanwhile, or purged with its call.
@@ -122,27 +130,27 @@ async fn attempt_delivery(
         Ok(_) => return,
         Err(error) => {
             tracing::warn!(call = %id, %error, "cannot read a webhook delivery");
-            return pause_after_store_error(&inner).await;
+            return pause_after_store_error(&webhooks).await;
         }
     };
     // The receiver may read the call as soon as it is notified, so the end must be visible first.
-    inner.wait_until_visible(id, |call| call.status.is_terminal()).await;
-    let began_ms = inner.clock.now_ms();
+    webhooks.calls.wait_until_visible(id, |call| call.status.is_terminal()).await;
+    let began_ms = webhooks.core.clock.now_ms();
     let notice = WebhookMessage { delivery: stored, call };
     let answer = tokio::select! {
         answer = notifier.send(notice) => answer,
         // No result is stored, so the next start repeats the attempt.
-        () = inner.shutdown.cancelled() => return,
+        () = webhooks.core.shutdown.cancelled() => return,
     };
-    let now_ms = inner.clock.now_ms();
+    let now_ms = webhooks.core.clock.now_ms();
     if answer.is_receiver_overloaded() {
         let quiet_ms =
             answer.retry_after_ms.unwrap_or(DEFAULT_RECEIVER_PAUSE_MS).min(MAX_RECEIVER_PAUSE_MS);
         lane.pause_receiver_until(now_ms + quiet_ms);
     }
-    save_attempt(&inner, &delivery, &answer, (began_ms, now_ms)).await;
+    save_attempt(&webhooks, &delivery, &answer, (began_ms, now_ms)).await;
     if answer.result == Ok(410)
-        && let Err(error) = end_deliveries_to_url(&inner, &delivery).await
+        && let Err(error) = end_deliveries_to_url(&webhooks, &delivery).await
     {
         // Each of them will receive the same response when it is attempted.
         tracing::warn!(%error, "cannot end other webhook deliveries to a URL that is gone");
@@ -151,23 +159,29 @@ async fn attempt_delivery(
 
 /// Ends every outstanding delivery to a URL that responded with 410. A later call that names the
 /// URL again starts anew.
-async fn end_deliveries_to_url(inner: &Core, gone: &Delivery) -> Result<(), Error> {
+async fn end_deliveries_to_url(webhooks: &Arc<Webhooks>, gone: &Delivery) -> Result<(), Error> {
     for status in [DeliveryStatus::AwaitingOutcome, DeliveryStatus::Pending] {
         let (project, status) = (gone.project.clone(), Some(status));
-        let mut filter = DeliveryFilter { project, status, before: None, limit: PAGE };
+        let mut filter = DeliveryFilter { project, status, before: None, limit: PAGE_SIZE };
         loop {
-            let page = inner.store.deliveries(filter.clone()).await.map_err(from_store_error)?;
+            let page =
+                webhooks.core.store.deliveries(filter.clone()).await.map_err(from_store_error)?;
             filter.before = page.last().map(|last| last.call_id.clone());
-            let is_last = page.len() < PAGE;
+            let is_last = page.len() < PAGE_SIZE;
             for other in page.into_iter().filter(|other| other.url == gone.url) {
                 // A delivery with an attempt in flight gets its own response.
                 if let Some(next) = other.after_url_gone()
-                    && !inner.webhook_queue.is_in_flight(&next.call_id)
+                    && !webhooks.webhook_queue.is_in_flight(&next.call_id)
                 {
-                    inner.store.save_delivery(next, None).await.map_err(from_store_error)?;
+                    webhooks
+                        .core
+                        .store
+                        .save_delivery(next, None)
+                        .await
+                        .map_err(from_store_error)?;
                 }
             }
-            if is_last || inner.shutdown.is_cancelled() {
+            if is_last || webhooks.core.shutdown.is_cancelled() {
                 break;
             }
         }
@@ -177,35 +191,35 @@ async fn end_deliveries_to_url(inner: &Core, gone: &Delivery) -> Result<(), Erro
 
 /// Stores the result of an attempt; retries until the store accepts it.
 async fn save_attempt(
-    inner: &Core,
+    webhooks: &Arc<Webhooks>,
     delivery: &Delivery,
     answer: &DeliveryResponse,
     times: (u64, u64),
 ) {
     let (mut next, mut tried) =
-        delivery.after_attempt(answer, times, &inner.webhook_queue.settings.schedule);
+        delivery.after_attempt(answer, times, &webhooks.webhook_queue.settings.schedule);
     loop {
-        match inner.store.save_delivery(next.clone(), Some(tried.clone())).await {
+        match webhooks.core.store.save_delivery(next.clone(), Some(tried.clone())).await {
             Ok(SaveResult::Saved) => return log_attempt(&next, answer),
             // A redelivery was requested meanwhile: record this attempt, another one follows.
             Ok(SaveResult::Conflict) => {
-                match inner.store.delivery(&delivery.project, &delivery.call_id).await {
+                match webhooks.core.store.delivery(&delivery.project, &delivery.call_id).await {
                     Ok(Some((stored, _))) => {
                         (next, tried) = stored.with_attempt_recorded(answer, times)
                     }
                     Ok(None) => return,
                     Err(error) => {
                         tracing::warn!(call = %delivery.call_id, %error, "attempt not stored yet");
-                        pause_after_store_error(inner).await;
+                        pause_after_store_error(webhooks).await;
                     }
                 }
             }
             Err(error) => {
                 tracing::warn!(call = %delivery.call_id, %error, "attempt not stored yet");
-                pause_after_store_error(inner).await;
+                pause_after_store_error(webhooks).await;
             }
         }
-        if inner.shutdown.is_cancelled() {
+        if webhooks.core.shutdown.is_cancelled() {
             return;
         }
     }
@@ -231,9 +245,9 @@ fn log_attempt(next: &Delivery, answer: &DeliveryResponse) {
     }
 }
 
-async fn pause_after_store_error(inner: &Core) {
+async fn pause_after_store_error(webhooks: &Arc<Webhooks>) {
     tokio::select! {
         () = tokio::time::sleep(STORE_RETRY_DELAY) => {}
-        () = inner.shutdown.cancelled() => {}
+        () = webhooks.core.shutdown.cancelled() => {}
     }
 }

@@ -5,20 +5,16 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use serde_json::json;
 use tokio::sync::Notify;
 
 use crate::domain::caller::Caller;
 use crate::domain::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
-use crate::domain::event::{EventKind, EventRecord};
-use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
-use crate::engine::{Core, Engine, from_store_error};
+use crate::ports::core::from_store_error;
 use crate::ports::store::{DeliveryFilter, SaveResult};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
-
-/// Maximum length of a callback URL.
-const MAX_URL_BYTES: usize = 2_048;
+use crate::webhooks::Webhooks;
 
 /// Maximum number of paused receivers. Beyond it all are forgotten; each will ask for a delay
 /// again.
@@ -27,21 +23,24 @@ const MAX_PAUSED_RECEIVERS: usize = 1_024;
 /// Filter for a list of deliveries.
 #[derive(Debug, Clone, Default)]
 pub struct DeliveryQuery {
+    /// Current status of the deliveries.
     pub status: Option<DeliveryStatus>,
     /// Id of the last call of the previous page.
     pub before: Option<CallId>,
+    /// Maximum number of deliveries on the page, clamped to 1 to 200.
     pub limit: usize,
 }
 
 /// A page of deliveries, newest calls first.
 #[derive(Debug)]
 pub struct DeliveryPage {
+    /// The deliveries that match the query.
     pub deliveries: Vec<Delivery>,
     /// Cursor for the next page, if there is one.
     pub next_before: Option<CallId>,
 }
 
-impl Engine {
+impl Webhooks {
     /// Returns a page of the project's deliveries, newest calls first.
     pub async fn deliveries(
         &self,
@@ -72,7 +71,7 @@ impl Engine {
         id: &CallId,
     ) -> Result<Option<(Delivery, Vec<DeliveryAttempt>)>, Error> {
         require_invoker(caller)?;
-        self.call(caller, id).await?;
+        self.calls.call(caller, id).await?;
         self.core.store.delivery(&caller.project, id).await.map_err(from_store_error)
     }
 
@@ -90,20 +89,10 @@ impl Engine {
             };
             let saved = self.core.store.save_delivery(again.clone(), None).await;
             if saved.map_err(from_store_error)? == SaveResult::Saved {
-                self.core.webhook_queue.wake();
+                self.webhook_queue.wake();
                 return Ok(again);
             }
         }
-    }
-
-    /// Returns the last progress that the executor of a call reported.
-    pub async fn newest_progress(
-        &self,
-        caller: &Caller,
-        id: &CallId,
-    ) -> Result<Option<EventRecord>, Error> {
-        let read = self.core.store.last_record(&caller.project, id, EventKind::Progress).await;
-        read.map_err(from_store_error)
     }
 }
 
@@ -114,23 +103,6 @@ fn require_invoker(caller: &Caller) -> Result<(), Error> {
     }
     let message = "a provider's key can neither see nor repeat deliveries";
     Err(Error::refused(Code::PermissionDenied, message))
-}
-
-impl Core {
-    /// Validates a callback URL and returns it in the form to store.
-    pub(crate) fn check_callback_url(&self, caller: &Caller, url: &str) -> Result<String, Error> {
-        let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
-            Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
-        } else if let Some(notifier) = &self.webhook_queue.sender {
-            notifier.check_url(&caller.project, url)
-        } else {
-            Err("cannot be used here: nobody was set up to deliver callbacks".to_owned())
-        };
-        checked.map_err(|why| {
-            let fault = Fault::new(Code::ValidationError, format!("callback_url {why}"));
-            fault.without_side_effect().with_detail(json!({ "pointer": "/callback_url" })).into()
-        })
-    }
 }
 
 /// The webhook sender and the deliveries in flight.

@@ -11,9 +11,9 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::{Barrier, Notify};
-use toolcrib::calls::batch::{BatchEntryResult, BatchEntryState, BatchMode};
+use toolcrib::calls::CallQuery;
+use toolcrib::calls::{BatchEntryResult, BatchEntryState, BatchMode};
 use toolcrib::domain::fault::Code;
-use toolcrib::engine::CallQuery;
 use toolcrib::ports::clock::ManualClock;
 use toolcrib::{Batch, BatchAnswer, Caller, Effect, Engine, Fault, FnTool, Json, Status};
 
@@ -28,7 +28,7 @@ fn caller() -> Caller {
 }
 
 /// A tool that notes when it starts and ends.
-fn noting(name: &'static str, effect: Effect, notes: &Arc<Mutex<Vec<String>>>) -> FnTool {
+fn noting_tool(name: &'static str, effect: Effect, notes: &Arc<Mutex<Vec<String>>>) -> FnTool {
     let notes = notes.clone();
     FnTool::new(name, "Notes", move |args: Numbered| {
         let notes = notes.clone();
@@ -45,7 +45,7 @@ fn noting(name: &'static str, effect: Effect, notes: &Arc<Mutex<Vec<String>>>) -
 }
 
 /// A tool that never ends by itself.
-fn stuck(name: &str) -> FnTool {
+fn endless_tool(name: &str) -> FnTool {
     FnTool::new(name, "Never ends", |_: Numbered| async {
         std::future::pending::<Result<u32, Fault>>().await
     })
@@ -53,7 +53,7 @@ fn stuck(name: &str) -> FnTool {
 }
 
 /// A tool that fails for odd numbers.
-fn picky() -> FnTool {
+fn even_only_tool() -> FnTool {
     FnTool::new("t.picky", "Fails for odd numbers", |args: Numbered| async move {
         if args.n % 2 == 1 { Err(Fault::runtime("odd").retryable(false)) } else { Ok(args.n) }
     })
@@ -70,7 +70,7 @@ fn batch(mode: BatchMode, entries: impl IntoIterator<Item = Value>) -> Batch {
 }
 
 async fn run(engine: &Engine, batch: Batch) -> BatchAnswer {
-    engine.run_batch(&caller(), batch).await.unwrap()
+    engine.calls().run_batch(&caller(), batch).await.unwrap()
 }
 
 fn numbers(answer: &BatchAnswer) -> Vec<Value> {
@@ -81,15 +81,15 @@ fn code(settled: &BatchEntryResult) -> Code {
     settled.error().unwrap().code
 }
 
-async fn stored(engine: &Engine) -> usize {
+async fn stored_call_count(engine: &Engine) -> usize {
     let query = CallQuery { limit: 200, ..CallQuery::default() };
-    engine.calls(&caller(), query).await.unwrap().calls.len()
+    engine.calls().calls(&caller(), query).await.unwrap().calls.len()
 }
 
 #[tokio::test]
-async fn serial_is_one_after_the_other_in_the_order_asked() {
+async fn serial_mode_runs_entries_one_at_a_time_in_request_order() {
     let notes = Arc::new(Mutex::new(Vec::new()));
-    let engine = Engine::builder().tool(noting("t.read", Effect::Read, &notes));
+    let engine = Engine::builder().tool(noting_tool("t.read", Effect::Read, &notes));
     let engine = engine.start().await.unwrap();
     let answer =
         run(&engine, batch(BatchMode::Serial, (0..5).map(|n| envelope("t.read", n)))).await;
@@ -99,16 +99,16 @@ async fn serial_is_one_after_the_other_in_the_order_asked() {
 }
 
 #[tokio::test]
-async fn reads_run_side_by_side() {
-    all_meet(8).await;
+async fn reads_run_concurrently() {
+    run_concurrently(8).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn many_reads_are_shared_by_the_threads() {
-    all_meet(100).await;
+async fn many_reads_run_concurrently_on_several_threads() {
+    run_concurrently(100).await;
 }
 
-async fn all_meet(count: usize) {
+async fn run_concurrently(count: usize) {
     // Each call waits for all the others, so a serial execution would never end.
     let together = Arc::new(Barrier::new(count));
     let meet = FnTool::new("t.meet", "Waits for the others", move |args: Numbered| {
@@ -123,11 +123,11 @@ async fn all_meet(count: usize) {
     let entries = (0..count).map(|n| envelope("t.meet", n));
     let answer = run(&engine, batch(BatchMode::Parallel, entries)).await;
     let expected: Vec<Value> = (0..count).map(Value::from).collect();
-    assert_eq!(numbers(&answer), expected, "in the order asked");
+    assert_eq!(numbers(&answer), expected, "in request order");
 }
 
 #[tokio::test]
-async fn in_parallel_what_changes_the_world_keeps_its_order_and_does_not_hold_up_reads() {
+async fn parallel_mode_orders_side_effects_and_does_not_delay_reads() {
     let notes = Arc::new(Mutex::new(Vec::new()));
     let read = Arc::new(Notify::new());
     let first = {
@@ -147,16 +147,17 @@ async fn in_parallel_what_changes_the_world_keeps_its_order_and_does_not_hold_up
     })
     .effect(Effect::Read);
     let engine = Engine::builder().tool(first).tool(look);
-    let engine = engine.tool(noting("t.put", Effect::Idempotent, &notes)).start().await.unwrap();
-    let asked = [envelope("t.first", 0), envelope("t.put", 1), envelope("t.put", 2)];
-    let asked = asked.into_iter().chain([envelope("t.look", 3)]);
-    let answer = run(&engine, batch(BatchMode::Parallel, asked)).await;
+    let engine =
+        engine.tool(noting_tool("t.put", Effect::Idempotent, &notes)).start().await.unwrap();
+    let requested = [envelope("t.first", 0), envelope("t.put", 1), envelope("t.put", 2)];
+    let requested = requested.into_iter().chain([envelope("t.look", 3)]);
+    let answer = run(&engine, batch(BatchMode::Parallel, requested)).await;
     assert_eq!(numbers(&answer), [0, 1, 2, 3].map(Value::from));
     assert_eq!(*notes.lock(), ["first", "+1", "-1", "+2", "-2"]);
 }
 
 #[tokio::test]
-async fn told_so_everything_runs_side_by_side() {
+async fn unordered_mode_runs_side_effects_concurrently() {
     let together = Arc::new(Barrier::new(3));
     let meet = FnTool::new("t.write", "Waits for the others", move |args: Numbered| {
         let together = together.clone();
@@ -172,7 +173,7 @@ async fn told_so_everything_runs_side_by_side() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn max_parallel_is_hard() {
+async fn max_parallel_is_never_exceeded() {
     let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let counting = |name: &str, effect| {
         let (now, most) = (now.clone(), most.clone());
@@ -197,16 +198,16 @@ async fn max_parallel_is_hard() {
         most.store(0, Ordering::SeqCst);
         let tools = ["t.read", "t.write"].into_iter().cycle();
         let entries = tools.take(40).map(|tool| envelope(tool, 0));
-        let asked = Batch { max_parallel: Some(width), ..batch(mode, entries) };
-        let answer = run(&engine, asked).await;
+        let requested = Batch { max_parallel: Some(width), ..batch(mode, entries) };
+        let answer = run(&engine, requested).await;
         assert!(answer.results.iter().all(|settled| settled.ok() == Some(true)));
         assert!(most.load(Ordering::SeqCst) <= width, "{mode:?}");
     }
 }
 
 #[tokio::test]
-async fn one_failure_takes_nobody_with_it() {
-    let engine = Engine::builder().tool(picky()).start().await.unwrap();
+async fn a_failed_or_refused_entry_does_not_affect_the_others() {
+    let engine = Engine::builder().tool(even_only_tool()).start().await.unwrap();
     for mode in [BatchMode::Serial, BatchMode::Parallel] {
         let entries = [
             envelope("t.picky", 0),
@@ -233,14 +234,18 @@ async fn one_failure_takes_nobody_with_it() {
         assert_eq!((&not_json["role"], &not_json["tool_call_id"]), (&json!("tool"), &json!("a")));
         assert!(!answer.has_open_calls());
     }
-    assert_eq!(stored(&engine).await, 6, "each call is one of its own; what was refused is none");
+    assert_eq!(
+        stored_call_count(&engine).await,
+        6,
+        "every accepted entry is one call; refused entries are none"
+    );
 }
 
 #[tokio::test]
-async fn a_background_entry_is_not_waited_for() {
+async fn a_batch_does_not_wait_for_background_entries() {
     let notes = Arc::new(Mutex::new(Vec::new()));
-    let engine = Engine::builder().tool(stuck("t.slow").background());
-    let engine = engine.tool(noting("t.read", Effect::Read, &notes)).start().await.unwrap();
+    let engine = Engine::builder().tool(endless_tool("t.slow").background());
+    let engine = engine.tool(noting_tool("t.read", Effect::Read, &notes)).start().await.unwrap();
     for mode in [BatchMode::Serial, BatchMode::Parallel] {
         let entries = [
             json!({ "id": "call_0", "type": "function", "function": { "name": "t__slow" } }),
@@ -249,7 +254,7 @@ async fn a_background_entry_is_not_waited_for() {
         ];
         let answer = run(&engine, batch(mode, entries)).await;
         assert!(answer.has_open_calls());
-        assert_eq!(answer.results[2].ok(), Some(true), "the rest goes on");
+        assert_eq!(answer.results[2].ok(), Some(true), "the other entries continue");
         let BatchEntryState::Open(call) = &answer.results[0].state else { panic!() };
         assert_eq!(call.status, Status::Running);
         let message = answer.messages[0].to_value();
@@ -262,32 +267,33 @@ async fn a_background_entry_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
+async fn entries_still_running_after_the_wait_are_returned_as_tickets() {
     let notes = Arc::new(Mutex::new(Vec::new()));
     let clock = ManualClock::at(1_700_000_000_000);
-    let engine = Engine::builder().tool(stuck("t.stuck")).tool(stuck("t.too"));
-    let engine = engine.tool(noting("t.read", Effect::Read, &notes)).clock(Arc::new(clock.clone()));
+    let engine = Engine::builder().tool(endless_tool("t.stuck")).tool(endless_tool("t.too"));
+    let engine =
+        engine.tool(noting_tool("t.read", Effect::Read, &notes)).clock(Arc::new(clock.clone()));
     let engine = engine.start().await.unwrap();
     let entries = [envelope("t.stuck", 0), envelope("t.read", 1), envelope("t.too", 2)];
-    let asked = Batch { wait_ms: Some(200), ..batch(BatchMode::Parallel, entries.clone()) };
+    let requested = Batch { wait_ms: Some(200), ..batch(BatchMode::Parallel, entries.clone()) };
     let one_ended = async {
         let query = CallQuery { status: Some(Status::Succeeded), limit: 5, ..CallQuery::default() };
-        while engine.calls(&caller(), query.clone()).await.unwrap().calls.is_empty() {
+        while engine.calls().calls(&caller(), query.clone()).await.unwrap().calls.is_empty() {
             tokio::task::yield_now().await;
         }
         clock.advance(200);
     };
-    let (answer, ()) = tokio::join!(run(&engine, asked), one_ended);
+    let (answer, ()) = tokio::join!(run(&engine, requested), one_ended);
     let oks: Vec<Option<bool>> = answer.results.iter().map(BatchEntryResult::ok).collect();
     assert_eq!(oks, [None, Some(true), None]);
     let message = answer.messages[0].to_value();
     assert_eq!(message["tool_call_id"], answer.results[0].call().unwrap().id.as_str());
     // In serial mode only the first call has started; with `later: false` the others never start.
     notes.lock().clear();
-    let before = stored(&engine).await;
-    let asked =
+    let before = stored_call_count(&engine).await;
+    let requested =
         Batch { wait_ms: Some(0), defer_unstarted: false, ..batch(BatchMode::Serial, entries) };
-    let answer = run(&engine, asked).await;
+    let answer = run(&engine, requested).await;
     assert_eq!(answer.results[0].ok(), None);
     for late in &answer.results[1..] {
         assert_eq!(
@@ -297,26 +303,27 @@ async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
         let fault = late.error().unwrap();
         assert!(fault.retryable && fault.message.contains("Nothing was done"), "{fault}");
     }
-    assert_eq!(stored(&engine).await, before + 1);
+    assert_eq!(stored_call_count(&engine).await, before + 1);
     assert!(notes.lock().is_empty());
 }
 
 #[tokio::test]
-async fn without_any_wait_what_has_a_place_is_begun() {
-    let engine = Engine::builder().tool(stuck("t.stuck")).start().await.unwrap();
+async fn with_wait_0_entries_start_up_to_max_parallel() {
+    let engine = Engine::builder().tool(endless_tool("t.stuck")).start().await.unwrap();
     let entries = (0..5).map(|n| envelope("t.stuck", n));
-    let asked = batch(BatchMode::Parallel, entries);
-    let answer = run(&engine, Batch { wait_ms: Some(0), ..asked.clone() }).await;
+    let requested = batch(BatchMode::Parallel, entries);
+    let answer = run(&engine, Batch { wait_ms: Some(0), ..requested.clone() }).await;
     assert!(answer.results.iter().all(|settled| settled.ok().is_none()), "all are tickets");
-    let narrow = Batch { wait_ms: Some(0), max_parallel: Some(2), defer_unstarted: false, ..asked };
+    let narrow =
+        Batch { wait_ms: Some(0), max_parallel: Some(2), defer_unstarted: false, ..requested };
     let answer = run(&engine, narrow).await;
     let open = answer.results.iter().filter(|settled| settled.ok().is_none()).count();
     assert_eq!(open, 2, "and no more than max_parallel");
 }
 
 #[tokio::test]
-async fn repeated_ids_never_collide() {
-    let engine = Engine::builder().tool(picky()).start().await.unwrap();
+async fn entries_with_equal_call_ids_are_separate_calls() {
+    let engine = Engine::builder().tool(even_only_tool()).start().await.unwrap();
     let entries = [0, 2, 0].map(|n| {
         let arguments = format!("{{\"n\":{n}}}");
         json!({ "id": "call_0", "type": "function",
@@ -325,27 +332,34 @@ async fn repeated_ids_never_collide() {
     for _ in 0..2 {
         let answer = run(&engine, batch(BatchMode::Parallel, entries.clone())).await;
         assert_eq!(numbers(&answer), [0, 2, 0].map(Value::from));
-        assert!(answer.messages.iter().all(|said| said.to_value()["tool_call_id"] == "call_0"));
+        assert!(
+            answer.messages.iter().all(|message| message.to_value()["tool_call_id"] == "call_0")
+        );
         assert!(!answer.is_replayed());
     }
-    assert_eq!(stored(&engine).await, 6);
+    assert_eq!(stored_call_count(&engine).await, 6);
 }
 
 #[tokio::test]
-async fn the_same_batch_with_the_same_key_is_the_same_calls() {
-    let engine = Engine::builder().tool(picky()).tool(stuck("t.stuck")).start().await.unwrap();
+async fn a_batch_with_the_same_idempotency_key_replays_its_calls() {
+    let engine = Engine::builder()
+        .tool(even_only_tool())
+        .tool(endless_tool("t.stuck"))
+        .start()
+        .await
+        .unwrap();
     let ids = |answer: &BatchAnswer| -> Vec<String> {
         let calls = answer.results.iter().filter_map(BatchEntryResult::call);
         calls.map(|call| call.id.to_string()).collect()
     };
-    let asked = |entries: Vec<Value>| {
+    let requested = |entries: Vec<Value>| {
         let key = Some("turn-7".to_owned());
         Batch { idempotency_key: key, ..batch(BatchMode::Serial, entries) }
     };
     let entries = vec![envelope("t.picky", 2), envelope("t.picky", 2), envelope("t.picky", 3)];
-    let first = run(&engine, asked(entries.clone())).await;
+    let first = run(&engine, requested(entries.clone())).await;
     assert!(!first.is_replayed());
-    let again = run(&engine, asked(entries.clone())).await;
+    let again = run(&engine, requested(entries.clone())).await;
     assert!(again.is_replayed());
     assert_eq!(ids(&first), ids(&again));
     assert_eq!(first.messages, again.messages);
@@ -353,21 +367,21 @@ async fn the_same_batch_with_the_same_key_is_the_same_calls() {
     let mut other = entries;
     other[1] = envelope("t.picky", 4);
     other.push(envelope("t.picky", 6));
-    let mixed = run(&engine, asked(other)).await;
+    let mixed = run(&engine, requested(other)).await;
     assert_eq!(code(&mixed.results[1]), Code::IdempotencyMismatch);
     assert_eq!(mixed.results[3].data().map(Json::to_value), Some(json!(6)));
     assert_eq!((mixed.results[0].replayed, mixed.results[3].replayed), (true, false));
-    assert_eq!(stored(&engine).await, 4);
+    assert_eq!(stored_call_count(&engine).await, 4);
     // An entry's key takes precedence over the batch's.
     let mut own = envelope("t.picky", 8);
     own["idempotency_key"] = json!("mine");
     let one = run(&engine, batch(BatchMode::Serial, [own.clone()])).await;
-    let two = run(&engine, asked(vec![own])).await;
+    let two = run(&engine, requested(vec![own])).await;
     assert_eq!(ids(&one), ids(&two));
 }
 
 #[tokio::test]
-async fn a_batch_that_was_cut_short_goes_on_with_the_same_key() {
+async fn repeating_the_key_starts_the_entries_that_had_not_started() {
     let go = Arc::new(Notify::new());
     let waiting = {
         let go = go.clone();
@@ -379,19 +393,19 @@ async fn a_batch_that_was_cut_short_goes_on_with_the_same_key() {
             }
         })
     };
-    let engine = Engine::builder().tool(waiting).tool(picky()).start().await.unwrap();
+    let engine = Engine::builder().tool(waiting).tool(even_only_tool()).start().await.unwrap();
     let entries = vec![envelope("t.wait", 0), envelope("t.picky", 2)];
-    let asked = |wait_ms| Batch {
+    let requested = |wait_ms| Batch {
         idempotency_key: Some("k".into()),
         defer_unstarted: false,
         wait_ms,
         ..batch(BatchMode::Serial, entries.clone())
     };
-    let first = run(&engine, asked(Some(10))).await;
+    let first = run(&engine, requested(Some(10))).await;
     assert_eq!((first.results[0].ok(), first.results[1].ok()), (None, Some(false)));
     go.notify_one();
-    let second = run(&engine, asked(None)).await;
+    let second = run(&engine, requested(None)).await;
     assert_eq!((second.results[0].ok(), second.results[1].ok()), (Some(true), Some(true)));
     assert!(second.results[0].replayed && !second.results[1].replayed);
-    assert_eq!(stored(&engine).await, 2);
+    assert_eq!(stored_call_count(&engine).await, 2);
 }

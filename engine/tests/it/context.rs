@@ -2,6 +2,7 @@
 //! with calls that the program executed itself.
 
 use std::sync::Arc;
+use toolcrib::calls::Until;
 
 use parking_lot::Mutex;
 use schemars::JsonSchema;
@@ -9,11 +10,12 @@ use serde::Deserialize;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::caller::{AuthMethod, Role};
 use toolcrib::domain::fault::Code;
-use toolcrib::engine::{MessageFormat, NewKey, ReportedCall, ReportedResult, RunToolSelection};
 use toolcrib::maintenance::deadlines;
 use toolcrib::ports::clock::ManualClock;
 use toolcrib::ports::store::MemoryStore;
+use toolcrib::registry::NewKey;
 use toolcrib::runs::context::{ToolCall, ToolCallContext};
+use toolcrib::runs::{MessageFormat, ReportedCall, ReportedResult, RunToolSelection};
 use toolcrib::{
     CallRequest, Caller, Engine, Executor, Fault, FnTool, Json, Status, Tool, ToolDefinition,
 };
@@ -41,12 +43,12 @@ fn slow(release: Arc<tokio::sync::Notify>) -> FnTool {
     .background()
 }
 
-fn asked(tool: &str, call_id: &str) -> CallRequest {
+fn call_request(tool: &str, call_id: &str) -> CallRequest {
     CallRequest { call_id: Some(call_id.into()), ..CallRequest::new(tool, "{}").unwrap() }
 }
 
-fn own(tool: &str, call_id: &str) -> ReportedCall {
-    ReportedCall { request: asked(tool, call_id), background: None, result: None }
+fn caller_call(tool: &str, call_id: &str) -> ReportedCall {
+    ReportedCall { request: call_request(tool, call_id), background: None, result: None }
 }
 
 fn result(call_id: &str, result: Result<Json, Fault>) -> ReportedResult {
@@ -60,101 +62,130 @@ fn ids(calls: &[ToolCall]) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn a_context_is_followed_and_its_listeners_hear_of_background_results() {
+async fn refreshing_a_context_notifies_listeners_of_background_results() {
     let release = Arc::new(tokio::sync::Notify::new());
     let engine = Engine::builder().tool(quick()).tool(slow(release.clone()));
     let engine = engine.start().await.unwrap();
     let caller = Caller::local("default");
-    let ticket = engine.invoke(&caller, asked("t.slow", "call_0")).await.unwrap();
-    let quick = engine.invoke(&caller, asked("t.quick", "call_0")).await.unwrap();
-    engine.wait_until_finished(&caller, &quick.call.id).await.unwrap();
+    let ticket = engine.calls().invoke(&caller, call_request("t.slow", "call_0")).await.unwrap();
+    let quick = engine.calls().invoke(&caller, call_request("t.quick", "call_0")).await.unwrap();
+    engine.calls().wait(&caller, &quick.call.id, Until::Ended).await.unwrap();
 
-    let mut context = engine.context(&caller, RUN, 50).await.unwrap();
+    let mut context = engine.runs().context(&caller, RUN, 50).await.unwrap();
     assert_eq!(ids(context.tool_calls()), ["call_0", "call_0"]);
     let pending: Vec<_> = context.pending_calls().map(|call| call.tool_call_id.clone()).collect();
-    assert_eq!(pending, [Some(ticket.call.id.clone())], "matched by the ticket, not by the id");
-    let heard = Arc::new(Mutex::new(Vec::new()));
-    context.on_tool_call(|_, _| panic!("a listener that is no good"));
-    let note = heard.clone();
+    assert_eq!(
+        pending,
+        [Some(ticket.call.id.clone())],
+        "matched by the call's id, not by the caller call id"
+    );
+    let received = Arc::new(Mutex::new(Vec::new()));
+    context.on_tool_call(|_, _| panic!("a broken listener"));
+    let note = received.clone();
     context.on_tool_call(move |call, result| {
         note.lock().push((call.name.clone(), result.outcome.clone()));
         Ok(())
     });
-    assert_eq!(engine.refresh_context(&caller, &mut context, 0).await.unwrap(), 0, "nothing new");
+    assert_eq!(
+        engine.runs().refresh_context(&caller, &mut context, 0).await.unwrap(),
+        0,
+        "no new results"
+    );
     release.notify_one();
-    assert_eq!(engine.refresh_context(&caller, &mut context, 60_000).await.unwrap(), 1);
-    assert_eq!(*heard.lock(), [("t.slow".to_owned(), Ok(json("\"at last\"")))]);
+    assert_eq!(engine.runs().refresh_context(&caller, &mut context, 60_000).await.unwrap(), 1);
+    assert_eq!(*received.lock(), [("t.slow".to_owned(), Ok(json("\"at last\"")))]);
     assert_eq!(context.pending_calls().count(), 0);
-    let third = engine.invoke(&caller, asked("t.quick", "call_1")).await.unwrap();
-    engine.wait_until_finished(&caller, &third.call.id).await.unwrap();
-    assert_eq!(engine.refresh_context(&caller, &mut context, 60_000).await.unwrap(), 1);
+    let third = engine.calls().invoke(&caller, call_request("t.quick", "call_1")).await.unwrap();
+    engine.calls().wait(&caller, &third.call.id, Until::Ended).await.unwrap();
+    assert_eq!(engine.runs().refresh_context(&caller, &mut context, 60_000).await.unwrap(), 1);
     assert_eq!(ids(context.tool_calls()), ["call_0", "call_0", "call_1"]);
 }
 
 #[tokio::test]
-async fn an_old_call_that_is_still_open_is_never_left_out() {
+async fn an_open_call_is_kept_when_older_calls_are_truncated() {
     let release = Arc::new(tokio::sync::Notify::new());
     let engine = Engine::builder().tool(quick()).tool(slow(release.clone()));
     let engine = engine.start().await.unwrap();
     let caller = Caller::local("default");
-    engine.invoke(&caller, asked("t.slow", "old")).await.unwrap();
+    engine.calls().invoke(&caller, call_request("t.slow", "old")).await.unwrap();
     for n in 0..8 {
-        let made = engine.invoke(&caller, asked("t.quick", &format!("q{n}"))).await.unwrap();
-        engine.wait_until_finished(&caller, &made.call.id).await.unwrap();
+        let made = engine
+            .calls()
+            .invoke(&caller, call_request("t.quick", &format!("q{n}")))
+            .await
+            .unwrap();
+        engine.calls().wait(&caller, &made.call.id, Until::Ended).await.unwrap();
     }
-    let context = engine.context(&caller, RUN, 3).await.unwrap();
+    let context = engine.runs().context(&caller, RUN, 3).await.unwrap();
     assert_eq!(ids(context.tool_calls()), ["old", "q5", "q6", "q7"]);
     assert!(context.truncated());
-    assert!(!engine.context(&caller, RUN, 9).await.unwrap().truncated());
-    let prompt = engine.prompt(&caller, RUN, 3, 400).await.unwrap();
+    assert!(!engine.runs().context(&caller, RUN, 9).await.unwrap().truncated());
+    let prompt = engine.runs().prompt(&caller, RUN, 3, 400).await.unwrap();
     assert!(prompt.text.contains("t__slow (async, in the background), call_id old"), "{prompt:?}");
     let (openai, truncated) =
-        engine.conversation(&caller, RUN, 3, MessageFormat::OpenAi, None).await.unwrap();
+        engine.runs().conversation(&caller, RUN, 3, MessageFormat::OpenAi, None).await.unwrap();
     let answers = openai.messages.iter().filter(|message| message.to_value()["role"] == "tool");
     assert!(truncated && answers.count() == 4, "{openai:?}");
 }
 
 #[tokio::test]
-async fn what_the_caller_ran_itself_is_recorded_the_same_way() {
+async fn calls_that_the_caller_executed_are_recorded() {
     let engine = Engine::builder().tool(quick()).start().await.unwrap();
     let caller = Caller::local("default");
-    let done = ReportedCall { result: Some(Ok(json("[7]"))), ..own("my.search", "call_0") };
-    let made =
-        engine.record_calls(&caller, RUN, vec![done, own("my.mail", "call_1")]).await.unwrap();
+    let done = ReportedCall { result: Some(Ok(json("[7]"))), ..caller_call("my.search", "call_0") };
+    let made = engine
+        .runs()
+        .record_calls(&caller, RUN, vec![done, caller_call("my.mail", "call_1")])
+        .await
+        .unwrap();
     let statuses: Vec<Status> = made.iter().map(|call| call.status).collect();
     assert_eq!(statuses, [Status::Succeeded, Status::Running]);
     assert!(made.iter().all(|call| call.target.executor == Executor::Caller));
     let failed = result("call_1", Err(Fault::unreachable("no network")));
-    let ended = engine.record_results(&caller, RUN, vec![failed.clone()]).await.unwrap();
-    assert_eq!((ended[0].status, ended[0].attempt), (Status::Failed, 1), "never tried again");
-    let again = engine.record_results(&caller, RUN, vec![failed]).await.unwrap();
-    assert_eq!(again[0].id, ended[0].id, "the same again is the same");
-    let other = engine.record_results(&caller, RUN, vec![result("call_1", Ok(json("1")))]).await;
+    let ended = engine.runs().record_results(&caller, RUN, vec![failed.clone()]).await.unwrap();
+    assert_eq!((ended[0].status, ended[0].attempt), (Status::Failed, 1), "never retried");
+    let again = engine.runs().record_results(&caller, RUN, vec![failed]).await.unwrap();
+    assert_eq!(again[0].id, ended[0].id, "a duplicate result is accepted");
+    let other =
+        engine.runs().record_results(&caller, RUN, vec![result("call_1", Ok(json("1")))]).await;
     assert_eq!(other.err().unwrap().code(), Code::Conflict);
-    let nowhere = engine.record_results(&caller, RUN, vec![result("call_7", Ok(json("1")))]).await;
+    let nowhere =
+        engine.runs().record_results(&caller, RUN, vec![result("call_7", Ok(json("1")))]).await;
     assert_eq!(nowhere.err().unwrap().code(), Code::NotFound);
-    let context = engine.context(&caller, RUN, 50).await.unwrap();
+    let context = engine.runs().context(&caller, RUN, 50).await.unwrap();
     assert_eq!(context.tool_results().len(), 2);
-    let elsewhere = engine.context(&Caller::local("other"), RUN, 50).await.unwrap();
-    assert!(elsewhere.tool_calls().is_empty(), "another project's run is another run");
+    let other_project = engine.runs().context(&Caller::local("other"), RUN, 50).await.unwrap();
+    assert!(other_project.tool_calls().is_empty(), "runs of other projects are separate");
 }
 
 #[tokio::test]
-async fn a_repeated_id_means_the_newest_call_that_waits() {
+async fn a_repeated_call_id_refers_to_the_newest_pending_call() {
     let engine = Engine::builder().start().await.unwrap();
     let caller = Caller::local("default");
-    let first = engine.record_calls(&caller, RUN, vec![own("my.a", "call_0")]).await.unwrap();
-    let second = engine.record_calls(&caller, RUN, vec![own("my.b", "call_0")]).await.unwrap();
+    let first = engine
+        .runs()
+        .record_calls(&caller, RUN, vec![caller_call("my.a", "call_0")])
+        .await
+        .unwrap();
+    let second = engine
+        .runs()
+        .record_calls(&caller, RUN, vec![caller_call("my.b", "call_0")])
+        .await
+        .unwrap();
     let both = vec![result("call_0", Ok(json("2"))), result("call_0", Ok(json("1")))];
-    let ended = engine.record_results(&caller, RUN, both).await.unwrap();
+    let ended = engine.runs().record_results(&caller, RUN, both).await.unwrap();
     assert_eq!([&ended[0].id, &ended[1].id], [&second[0].id, &first[0].id]);
-    let third = engine.record_calls(&caller, RUN, vec![own("my.c", "call_0")]).await.unwrap();
+    let third = engine
+        .runs()
+        .record_calls(&caller, RUN, vec![caller_call("my.c", "call_0")])
+        .await
+        .unwrap();
     let by_ticket = ReportedResult {
         tool_call_id: Some(third[0].id.clone()),
         call_id: None,
         result: Ok(json("3")),
     };
-    let ended = engine.record_results(&caller, RUN, vec![by_ticket]).await.unwrap();
+    let ended = engine.runs().record_results(&caller, RUN, vec![by_ticket]).await.unwrap();
     assert_eq!((&ended[0].id, ended[0].status), (&third[0].id, Status::Succeeded));
 }
 
@@ -170,32 +201,34 @@ fn my_tool(name: &str) -> ToolDefinition {
 }
 
 #[tokio::test]
-async fn the_tools_of_a_run_are_set_told_and_checked_against() {
+async fn recorded_calls_are_validated_against_the_tools_of_the_run() {
     let engine = Engine::builder().tool(quick()).tool(slow(Arc::default())).start().await.unwrap();
     let caller = Caller::local("default");
-    let told = |context: ToolCallContext| -> Vec<String> {
+    let names = |context: ToolCallContext| -> Vec<String> {
         context.tool_definitions().iter().map(|tool| tool.name.clone()).collect()
     };
-    assert_eq!(told(engine.context(&caller, RUN, 1).await.unwrap()), ["t.quick", "t.slow"]);
+    assert_eq!(names(engine.runs().context(&caller, RUN, 1).await.unwrap()), ["t.quick", "t.slow"]);
     let tools = RunToolSelection {
         caller_tools: vec![my_tool("my.tool")],
         toolcrib_tools: Some(vec!["t__slow".into()]),
     };
-    engine.set_run_tools(&caller, RUN, tools).await.unwrap();
-    assert_eq!(told(engine.context(&caller, RUN, 1).await.unwrap()), ["my.tool", "t.slow"]);
-    let beside = RunToolSelection { caller_tools: vec![my_tool("t.quick")], toolcrib_tools: None };
-    let set = engine.set_run_tools(&caller, "other_run", beside).await.unwrap();
-    assert_eq!(set.len(), 2, "one's own stands for the crib's of the same name");
+    engine.runs().set_run_tools(&caller, RUN, tools).await.unwrap();
+    assert_eq!(names(engine.runs().context(&caller, RUN, 1).await.unwrap()), ["my.tool", "t.slow"]);
+    let override_selection =
+        RunToolSelection { caller_tools: vec![my_tool("t.quick")], toolcrib_tools: None };
+    let set = engine.runs().set_run_tools(&caller, "other_run", override_selection).await.unwrap();
+    assert_eq!(set.len(), 2, "a caller tool replaces Toolcrib's tool of the same name");
     assert_eq!(set[0].executor, Executor::Caller);
 
-    let misfit = engine.record_calls(&caller, RUN, vec![own("my.tool", "call_0")]).await;
-    let error = misfit.err().unwrap();
+    let invalid =
+        engine.runs().record_calls(&caller, RUN, vec![caller_call("my.tool", "call_0")]).await;
+    let error = invalid.err().unwrap();
     assert_eq!(error.code(), Code::ValidationError);
     assert!(error.to_string().contains("tool_calls/0"), "{error}");
-    let mut fitting = own("my__tool", "call_0");
-    fitting.request.args = json(r#"{"q":1}"#);
-    fitting.result = Some(Ok(json("\"no integer\"")));
-    let made = engine.record_calls(&caller, RUN, vec![fitting]).await.unwrap();
+    let mut valid = caller_call("my__tool", "call_0");
+    valid.request.args = json(r#"{"q":1}"#);
+    valid.result = Some(Ok(json("\"no integer\"")));
+    let made = engine.runs().record_calls(&caller, RUN, vec![valid]).await.unwrap();
     assert_eq!((made[0].tool_name.as_str(), made[0].status), ("my.tool", Status::Failed));
     let fault = made[0].outcome.as_ref().unwrap().error.as_ref().unwrap();
     assert!(fault.message.contains("output schema"), "{fault}");
@@ -217,7 +250,7 @@ async fn the_tools_of_a_run_are_set_told_and_checked_against() {
             "tool_definitions/0",
         ),
     ] {
-        let error = engine.set_run_tools(&caller, RUN, tools).await.err().unwrap();
+        let error = engine.runs().set_run_tools(&caller, RUN, tools).await.err().unwrap();
         assert_eq!(error.code(), Code::ValidationError, "{error}");
         assert!(error.to_string().contains(field), "{error}");
     }
@@ -232,12 +265,12 @@ async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
         role: Role::Agent,
         allow: vec!["t.quick".into()],
     };
-    engine.create_key(&operator, new, format!("secret of {name}")).await.unwrap();
+    engine.admin().create_key(&operator, new, format!("secret of {name}")).await.unwrap();
     if let Some(pattern) = deny {
         let (project, agent) = ("p".to_owned(), name.to_owned());
         let rule =
             AccessRule { project, agent, pattern: pattern.into(), verdict: RuleVerdict::Deny };
-        engine.set_rule(&operator, rule).await.unwrap();
+        engine.admin().set_rule(&operator, rule).await.unwrap();
     }
     Caller {
         project: "p".into(),
@@ -248,44 +281,57 @@ async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
 }
 
 #[tokio::test]
-async fn who_may_record_and_who_may_answer() {
+async fn only_the_recording_agent_can_record_and_answer_its_calls() {
     let engine = Engine::builder().tool(quick()).tool(slow(Arc::default())).start().await.unwrap();
     let ada = agent(&engine, "ada", Some("secret.*")).await;
     let bob = agent(&engine, "bob", None).await;
     // No rule allows these tools; their existence makes no difference.
-    let names = ["my.own", "t.slow"].map(|name| own(name, name));
-    let made = engine.record_calls(&ada, RUN, names.to_vec()).await.unwrap();
+    let names = ["my.own", "t.slow"].map(|name| caller_call(name, name));
+    let made = engine.runs().record_calls(&ada, RUN, names.to_vec()).await.unwrap();
     assert!(made.iter().all(|call| call.target.executor == Executor::Caller));
-    let denied = engine.record_calls(&ada, RUN, vec![own("secret.tool", "x")]).await.err().unwrap();
+    let denied = engine
+        .runs()
+        .record_calls(&ada, RUN, vec![caller_call("secret.tool", "x")])
+        .await
+        .err()
+        .unwrap();
     assert_eq!(denied.code(), Code::PermissionDenied);
     assert!(denied.to_string().contains("secret.*"), "{denied}");
     let provider = Caller { role: Role::Provider, ..ada.clone() };
-    let refused = engine.record_calls(&provider, RUN, vec![own("my.own", "x")]).await;
+    let refused =
+        engine.runs().record_calls(&provider, RUN, vec![caller_call("my.own", "x")]).await;
     assert_eq!(refused.err().unwrap().code(), Code::PermissionDenied);
     // By the caller's id bob finds no call of his; by the ticket he finds ada's, which he may not
     // answer.
     let answer = result("my.own", Ok(json("1")));
-    let by_id = engine.record_results(&bob, RUN, vec![answer.clone()]).await.err().unwrap();
+    let by_id = engine.runs().record_results(&bob, RUN, vec![answer.clone()]).await.err().unwrap();
     assert_eq!(by_id.code(), Code::NotFound);
     let ticket = Some(made[0].id.clone());
     let by_ticket = ReportedResult { tool_call_id: ticket, ..answer.clone() };
-    let refused = engine.record_results(&bob, RUN, vec![by_ticket.clone()]).await.err().unwrap();
+    let refused =
+        engine.runs().record_results(&bob, RUN, vec![by_ticket.clone()]).await.err().unwrap();
     assert_eq!(refused.code(), Code::PermissionDenied);
     let report =
-        toolcrib::engine::AttemptReport { attempt: None, client_id: None, result: Ok(json("1")) };
-    let reported = engine.report(&provider, &made[0].id, report).await;
-    assert_eq!(reported.err().unwrap().code(), Code::PermissionDenied, "it is not the provider's");
-    let ended = engine.record_results(&ada, RUN, vec![answer]).await.unwrap();
+        toolcrib::calls::AttemptReport { attempt: None, client_id: None, result: Ok(json("1")) };
+    let reported = engine.calls().report(&provider, &made[0].id, report).await;
+    assert_eq!(
+        reported.err().unwrap().code(),
+        Code::PermissionDenied,
+        "a provider cannot report a caller's call"
+    );
+    let ended = engine.runs().record_results(&ada, RUN, vec![answer]).await.unwrap();
     assert_eq!(ended[0].status, Status::Succeeded);
     // A caller cannot answer a call that Toolcrib executes.
-    let theirs = engine.invoke(&ada, CallRequest { run_id: RUN.into(), ..asked("t.quick", "q") });
-    theirs.await.unwrap();
-    let refused = engine.record_results(&ada, RUN, vec![result("q", Ok(json("1")))]).await;
+    let executed_by_toolcrib = engine
+        .calls()
+        .invoke(&ada, CallRequest { run_id: RUN.into(), ..call_request("t.quick", "q") });
+    executed_by_toolcrib.await.unwrap();
+    let refused = engine.runs().record_results(&ada, RUN, vec![result("q", Ok(json("1")))]).await;
     assert_eq!(refused.err().unwrap().code(), Code::Conflict);
 }
 
 #[tokio::test]
-async fn a_recorded_call_outlives_a_restart_and_ends_at_its_deadline() {
+async fn a_recorded_call_survives_a_restart_and_ends_at_its_deadline() {
     let clock = ManualClock::at(1_700_000_000_000);
     let store = Arc::new(MemoryStore::default());
     let start = || {
@@ -294,18 +340,19 @@ async fn a_recorded_call_outlives_a_restart_and_ends_at_its_deadline() {
     };
     let caller = Caller::local("default");
     let engine = start().await;
-    let mut later = own("my.tool", "call_0");
+    let mut later = caller_call("my.tool", "call_0");
     later.request.timeout_ms = Some(5_000);
-    let id = engine.record_calls(&caller, RUN, vec![later]).await.unwrap()[0].id.clone();
+    let id = engine.runs().record_calls(&caller, RUN, vec![later]).await.unwrap()[0].id.clone();
     drop(engine);
     let engine = start().await;
-    assert_eq!(engine.recover().await.unwrap(), 1);
-    let call = engine.call(&caller, &id).await.unwrap();
-    assert_eq!((call.status, call.attempt), (Status::Running, 1), "still the caller's");
-    assert_eq!(engine.context(&caller, RUN, 1).await.unwrap().pending_calls().count(), 1);
+    assert_eq!(engine.calls().recover().await.unwrap(), 1);
+    let call = engine.calls().call(&caller, &id).await.unwrap();
+    assert_eq!((call.status, call.attempt), (Status::Running, 1), "the caller still executes it");
+    assert_eq!(engine.runs().context(&caller, RUN, 1).await.unwrap().pending_calls().count(), 1);
     clock.advance(5_000);
-    deadlines::run_once(&engine).await;
-    assert_eq!(engine.call(&caller, &id).await.unwrap().status, Status::Timeout);
-    let late = engine.record_results(&caller, RUN, vec![result("call_0", Ok(json("1")))]).await;
+    deadlines::run_once(engine.calls()).await;
+    assert_eq!(engine.calls().call(&caller, &id).await.unwrap().status, Status::Timeout);
+    let late =
+        engine.runs().record_results(&caller, RUN, vec![result("call_0", Ok(json("1")))]).await;
     assert_eq!(late.err().unwrap().code(), Code::Conflict);
 }

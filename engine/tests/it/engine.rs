@@ -2,26 +2,28 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use toolcrib::calls::Until;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use toolcrib::domain::args::{ArgumentMapping, ArgumentSource as Comes};
+use toolcrib::calls::{CallQuery, EventQuery};
 use toolcrib::domain::call::Hold;
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::Code;
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::domain::tool::Fallback;
-use toolcrib::engine::{CallQuery, EventQuery, ExecutionPolicies};
+use toolcrib::domain::tool::args::{ArgumentMapping, ArgumentSource as Comes};
 use toolcrib::maintenance::{deadlines, dispatch, purge};
 use toolcrib::ports::clock::ManualClock;
+use toolcrib::ports::core::ExecutionPolicies;
 use toolcrib::ports::store::{MemoryStore, RunToolDefinitions, Store};
 use toolcrib::{
     AttemptProgress, Call, CallRequest, Caller, Effect, Engine, EngineLimits, Fault, FnTool,
     Status, ToolContext,
 };
 
-use crate::support::{Chance, FlakyStore};
+use crate::support::{FlakyStore, SeededRng};
 
 #[derive(Deserialize, JsonSchema)]
 struct Add {
@@ -45,8 +47,9 @@ fn adder() -> FnTool {
 
 async fn call(engine: &Engine, tool: &str, args: &str) -> Arc<Call> {
     let caller = Caller::local("default");
-    let ticket = engine.invoke(&caller, CallRequest::new(tool, args).unwrap()).await.unwrap();
-    engine.wait_until_finished(&caller, &ticket.call.id).await.unwrap()
+    let ticket =
+        engine.calls().invoke(&caller, CallRequest::new(tool, args).unwrap()).await.unwrap();
+    engine.calls().wait(&caller, &ticket.call.id, Until::Ended).await.unwrap()
 }
 
 fn fault(call: &Call) -> &Fault {
@@ -59,7 +62,7 @@ async fn a_typed_function_is_a_tool() {
     let call = call(&engine, "calc.add", r#"{"a": 20, "b": 22}"#).await;
     assert_eq!(call.status, Status::Succeeded);
     assert_eq!(call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), r#"{"sum":42}"#);
-    let tool = engine.tool(&Caller::local("default"), "calc.add").unwrap();
+    let tool = engine.registry().tool(&Caller::local("default"), "calc.add").unwrap();
     let schema = tool.definition.input_schema.to_value();
     assert_eq!(schema["required"], serde_json::json!(["a", "b"]));
     assert!(tool.definition.output_schema.is_some());
@@ -67,20 +70,21 @@ async fn a_typed_function_is_a_tool() {
 }
 
 #[tokio::test]
-async fn arguments_that_do_not_fit_are_refused_before_anything_is_stored() {
+async fn invalid_arguments_are_refused_before_anything_is_stored() {
     let engine = Engine::builder().tool(adder()).start().await.unwrap();
     let caller = Caller::local("default");
-    let asked = CallRequest::new("calc.add", r#"{"a": "x"}"#).unwrap();
-    let error = engine.invoke(&caller, asked).await.err().unwrap();
+    let request = CallRequest::new("calc.add", r#"{"a": "x"}"#).unwrap();
+    let error = engine.calls().invoke(&caller, request).await.err().unwrap();
     assert_eq!(error.code(), Code::ValidationError);
     let toolcrib::Error::Refused { fault, .. } = error else { panic!() };
     assert_eq!(fault.detail.unwrap()["problems"].as_array().unwrap().len(), 2);
-    let page = engine.calls(&caller, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
+    let page =
+        engine.calls().calls(&caller, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
     assert!(page.calls.is_empty());
 }
 
 #[tokio::test]
-async fn a_panic_is_the_calls_fault() {
+async fn a_panicking_tool_fails_its_call_only() {
     let broken = FnTool::new("t.panic", "Breaks", |_: Nothing| async {
         if true {
             panic!("out of cheese");
@@ -96,11 +100,11 @@ async fn a_panic_is_the_calls_fault() {
 
 #[tokio::test]
 async fn a_read_tool_is_retried_and_an_irreversible_one_is_not() {
-    let tries = Arc::new(AtomicU32::new(0));
+    let executions = Arc::new(AtomicU32::new(0));
     let flaky = |name: &str, effect| {
-        let tries = tries.clone();
+        let executions = executions.clone();
         FnTool::new(name, "Fails twice", move |_: Nothing| {
-            let n = tries.fetch_add(1, Ordering::SeqCst);
+            let n = executions.fetch_add(1, Ordering::SeqCst);
             async move { if n < 2 { Err(Fault::runtime("not yet")) } else { Ok(n) } }
         })
         .effect(effect)
@@ -122,7 +126,7 @@ async fn a_read_tool_is_retried_and_an_irreversible_one_is_not() {
     let read = call(&engine, "t.read", "{}").await;
     let metrics = read.outcome.as_ref().unwrap().metrics;
     assert_eq!((read.status, metrics.attempts, metrics.retries), (Status::Succeeded, 3, 2));
-    tries.store(0, Ordering::SeqCst);
+    executions.store(0, Ordering::SeqCst);
     let once = call(&engine, "t.once", "{}").await;
     assert_eq!((once.status, once.attempt), (Status::Failed, 1));
 }
@@ -147,7 +151,7 @@ async fn a_fallback_takes_over_with_mapped_arguments() {
 }
 
 #[tokio::test]
-async fn max_parallel_holds_and_the_rest_waits_in_line() {
+async fn calls_beyond_max_parallel_wait_in_the_queue() {
     let running = Arc::new(AtomicU32::new(0));
     let most = Arc::new(AtomicU32::new(0));
     let tool = {
@@ -173,7 +177,7 @@ async fn max_parallel_holds_and_the_rest_waits_in_line() {
 }
 
 #[tokio::test]
-async fn a_full_crib_says_when_to_come_again() {
+async fn a_call_beyond_the_open_call_limit_is_refused_with_retry_after() {
     let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
         std::future::pending::<Result<u32, Fault>>().await
     });
@@ -181,15 +185,16 @@ async fn a_full_crib_says_when_to_come_again() {
     let engine = Engine::builder().tool(stuck).limits(limits).start().await.unwrap();
     let caller = Caller::local("default");
     for _ in 0..3 {
-        engine.invoke(&caller, CallRequest::new("t.stuck", "{}").unwrap()).await.unwrap();
+        engine.calls().invoke(&caller, CallRequest::new("t.stuck", "{}").unwrap()).await.unwrap();
     }
-    let refused = engine.invoke(&caller, CallRequest::new("t.stuck", "{}").unwrap()).await.err();
+    let refused =
+        engine.calls().invoke(&caller, CallRequest::new("t.stuck", "{}").unwrap()).await.err();
     let Some(toolcrib::Error::Refused { fault, retry_after_ms }) = refused else { panic!() };
     assert_eq!((fault.code, retry_after_ms.is_some()), (Code::Overloaded, true));
 }
 
 #[tokio::test]
-async fn deadlines_retries_and_retention_follow_the_clock() {
+async fn deadlines_retries_and_retention_use_the_engines_clock() {
     let clock = ManualClock::at(1_700_000_000_000);
     let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
         std::future::pending::<Result<u32, Fault>>().await
@@ -201,51 +206,51 @@ async fn deadlines_retries_and_retention_follow_the_clock() {
     let engine = Engine::builder().clock(Arc::new(clock.clone())).tool(stuck).tool(failing);
     let engine = engine.build_idle().await.unwrap();
     let caller = Caller::local("default");
-    let asked = CallRequest::new("t.stuck", "{}").unwrap();
-    let stuck = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
-    let asked = CallRequest::new("t.failing", "{}").unwrap();
-    let failing = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
-    while engine.call(&caller, &failing).await.unwrap().status == Status::Running {
+    let request = CallRequest::new("t.stuck", "{}").unwrap();
+    let stuck = engine.calls().invoke(&caller, request).await.unwrap().call.id.clone();
+    let request = CallRequest::new("t.failing", "{}").unwrap();
+    let failing = engine.calls().invoke(&caller, request).await.unwrap().call.id.clone();
+    while engine.calls().call(&caller, &failing).await.unwrap().status == Status::Running {
         tokio::task::yield_now().await;
     }
-    let waiting = engine.call(&caller, &failing).await.unwrap();
+    let waiting = engine.calls().call(&caller, &failing).await.unwrap();
     assert!(matches!(waiting.hold, Some(Hold::Retry { .. })), "{waiting:?}");
-    assert_eq!(deadlines::run_once(&engine).await, 0, "nothing is due yet");
+    assert_eq!(deadlines::run_once(engine.calls()).await, 0, "nothing is due yet");
     clock.advance(5_000);
-    deadlines::run_once(&engine).await;
-    assert_eq!(engine.call(&caller, &stuck).await.unwrap().status, Status::Timeout);
-    assert_eq!(dispatch::run_once(&engine).await, 1, "the retry is due");
-    assert_eq!(purge::run_once(&engine, 1_000).await.unwrap(), 0, "too young");
+    deadlines::run_once(engine.calls()).await;
+    assert_eq!(engine.calls().call(&caller, &stuck).await.unwrap().status, Status::Timeout);
+    assert_eq!(dispatch::run_once(engine.calls()).await, 1, "the retry is due");
+    assert_eq!(purge::run_once(engine.calls(), 1_000).await.unwrap(), 0, "too young");
     clock.advance(1_001);
-    assert_eq!(purge::run_once(&engine, 1_000).await.unwrap(), 1);
-    assert_eq!(engine.call(&caller, &stuck).await.err().unwrap().code(), Code::NotFound);
+    assert_eq!(purge::run_once(engine.calls(), 1_000).await.unwrap(), 1);
+    assert_eq!(engine.calls().call(&caller, &stuck).await.err().unwrap().code(), Code::NotFound);
 }
 
 #[tokio::test]
-async fn who_stops_does_not_wait_for_a_store_that_cannot_write() {
+async fn shutdown_does_not_wait_for_a_store_that_cannot_write() {
     let clock = ManualClock::at(1_700_000_000_000);
-    let store = FlakyStore::new(Chance::of(1));
+    let store = FlakyStore::new(SeededRng::of(1));
     let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
         std::future::pending::<Result<u32, Fault>>().await
     });
     let engine = Engine::builder().store(store.clone()).clock(Arc::new(clock.clone()));
     let engine = engine.tool(stuck.timeout_ms(5_000)).build_idle().await.unwrap();
-    let asked = CallRequest::new("t.stuck", "{}").unwrap();
-    engine.invoke(&Caller::local("default"), asked).await.unwrap();
+    let request = CallRequest::new("t.stuck", "{}").unwrap();
+    engine.calls().invoke(&Caller::local("default"), request).await.unwrap();
     store.fail(100);
     clock.advance(5_000);
-    let sweeping = tokio::spawn({
+    let sweep = tokio::spawn({
         let engine = engine.clone();
-        async move { deadlines::run_once(&engine).await }
+        async move { deadlines::run_once(engine.calls()).await }
     });
     engine.shut_down(std::time::Duration::ZERO).await;
     // A call that is overdue and cannot be stored is left to the next start.
-    let swept = tokio::time::timeout(std::time::Duration::from_secs(60), sweeping).await;
+    let swept = tokio::time::timeout(std::time::Duration::from_secs(60), sweep).await;
     assert_eq!(swept.unwrap().unwrap(), 1);
 }
 
 #[tokio::test]
-async fn many_old_runs_without_calls_go_at_once() {
+async fn old_runs_without_calls_are_purged_in_one_pass() {
     let store = Arc::new(MemoryStore::default());
     let run = |n: u32| RunToolDefinitions {
         project: "default".to_owned(),
@@ -257,7 +262,7 @@ async fn many_old_runs_without_calls_go_at_once() {
         store.put_run_tool_definitions(run(n)).await.unwrap();
     }
     let engine = Engine::builder().store(store.clone()).build_idle().await.unwrap();
-    purge::run_once(&engine, 1_000).await.unwrap();
+    purge::run_once(engine.calls(), 1_000).await.unwrap();
     for n in 0..450 {
         assert!(
             store.run_tool_definitions("default", &format!("run_{n}")).await.unwrap().is_none(),
@@ -267,7 +272,7 @@ async fn many_old_runs_without_calls_go_at_once() {
 }
 
 #[tokio::test]
-async fn cancel_reaches_the_function_and_progress_the_events() {
+async fn cancellation_reaches_the_function_and_progress_is_stored() {
     let seen = Arc::new(tokio::sync::Notify::new());
     let tool = {
         let seen = seen.clone();
@@ -288,12 +293,12 @@ async fn cancel_reaches_the_function_and_progress_the_events() {
     };
     let engine = Engine::builder().tool(tool).start().await.unwrap();
     let caller = Caller::local("default");
-    let asked = CallRequest::new("t.long", "{}").unwrap();
-    let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
+    let request = CallRequest::new("t.long", "{}").unwrap();
+    let id = engine.calls().invoke(&caller, request).await.unwrap().call.id.clone();
     let query = EventQuery::Call(id.clone());
     let mut after = 0;
     'progress: loop {
-        for event in engine.events(&caller, &query, after, 10).await.unwrap() {
+        for event in engine.calls().events(&caller, &query, after, 10).await.unwrap() {
             after = event.number;
             if event.record.kind == EventKind::Progress {
                 assert_eq!(event.record.data["percent"], 50.0);
@@ -301,63 +306,71 @@ async fn cancel_reaches_the_function_and_progress_the_events() {
             }
         }
     }
-    let canceled = engine.cancel(&caller, &id, Some("changed my mind".into())).await.unwrap();
+    let canceled =
+        engine.calls().cancel(&caller, &id, Some("changed my mind".into())).await.unwrap();
     assert_eq!(canceled.status, Status::Canceled);
     assert!(fault(&canceled).message.contains("changed my mind"));
     seen.notified().await;
 }
 
 #[tokio::test]
-async fn one_project_does_not_see_another() {
+async fn projects_do_not_see_each_others_calls() {
     let engine = Engine::builder().tool(adder()).start().await.unwrap();
-    let (here, there) = (Caller::local("here"), Caller::local("there"));
-    let asked = CallRequest::new("calc.add", r#"{"a":1,"b":1}"#).unwrap();
-    let id = engine.invoke(&here, asked).await.unwrap().call.id.clone();
-    engine.wait_until_finished(&here, &id).await.unwrap();
-    assert_eq!(engine.call(&there, &id).await.err().unwrap().code(), Code::NotFound);
-    assert_eq!(engine.cancel(&there, &id, None).await.err().unwrap().code(), Code::NotFound);
-    let page = engine.calls(&there, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
+    let (caller_here, caller_there) = (Caller::local("here"), Caller::local("there"));
+    let request = CallRequest::new("calc.add", r#"{"a":1,"b":1}"#).unwrap();
+    let id = engine.calls().invoke(&caller_here, request).await.unwrap().call.id.clone();
+    engine.calls().wait(&caller_here, &id, Until::Ended).await.unwrap();
+    assert_eq!(engine.calls().call(&caller_there, &id).await.err().unwrap().code(), Code::NotFound);
+    assert_eq!(
+        engine.calls().cancel(&caller_there, &id, None).await.err().unwrap().code(),
+        Code::NotFound
+    );
+    let page = engine
+        .calls()
+        .calls(&caller_there, CallQuery { limit: 10, ..Default::default() })
+        .await
+        .unwrap();
     assert!(page.calls.is_empty());
 }
 
 /// A state is stored a moment before it is visible. A reader that learns of the end in between and
 /// then reads the call must not see the previous state.
 #[tokio::test]
-async fn what_is_told_of_a_call_is_also_shown_of_it() {
-    let store = FlakyStore::new(Chance::of(1));
+async fn a_read_after_an_event_returns_the_state_of_that_event() {
+    let store = FlakyStore::new(SeededRng::of(1));
     let hang = FnTool::new("t.hang", "Never ends", |_: Nothing| {
         std::future::pending::<Result<u32, Fault>>()
     });
     let engine = Engine::builder().store(store.clone()).tool(hang).start().await.unwrap();
     let caller = Caller::local("default");
-    let asked = CallRequest::new("t.hang", "{}").unwrap();
-    let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
-    let held = store.answering.write().await;
-    let canceling = engine.cancel(&caller, &id, None);
+    let request = CallRequest::new("t.hang", "{}").unwrap();
+    let id = engine.calls().invoke(&caller, request).await.unwrap().call.id.clone();
+    let held_gate = store.reply_gate.write().await;
+    let canceling = engine.calls().cancel(&caller, &id, None);
     let by_event = async {
         let query = EventQuery::Call(id.clone());
         let mut after = 0;
         loop {
-            let told = engine.events(&caller, &query, after, 10).await.unwrap();
-            after = told.last().unwrap().number;
-            if told.last().unwrap().record.kind == EventKind::Canceled {
-                return engine.call(&caller, &id).await.unwrap().status;
+            let events = engine.calls().events(&caller, &query, after, 10).await.unwrap();
+            after = events.last().unwrap().number;
+            if events.last().unwrap().record.kind == EventKind::Canceled {
+                return engine.calls().call(&caller, &id).await.unwrap().status;
             }
         }
     };
     let by_list = async {
         let canceled =
             CallQuery { limit: 10, status: Some(Status::Canceled), ..Default::default() };
-        while engine.calls(&caller, canceled.clone()).await.unwrap().calls.is_empty() {
+        while engine.calls().calls(&caller, canceled.clone()).await.unwrap().calls.is_empty() {
             tokio::task::yield_now().await;
         }
-        engine.call(&caller, &id).await.unwrap().status
+        engine.calls().call(&caller, &id).await.unwrap().status
     };
     let answered = async {
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }
-        drop(held);
+        drop(held_gate);
     };
     let (canceled, event, list, ()) = tokio::join!(canceling, by_event, by_list, answered);
     assert_eq!(canceled.unwrap().status, Status::Canceled);

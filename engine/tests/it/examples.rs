@@ -17,7 +17,7 @@ mod typed_tool;
 mod background;
 
 #[tokio::test]
-async fn a_turn_of_an_agent() {
+async fn the_batch_example_prints_the_messages_for_the_model() {
     let shown = batch::turn().await.unwrap();
     let lines: Vec<&str> = shown.lines().map(str::trim).collect();
     assert_eq!(
@@ -32,7 +32,7 @@ async fn a_turn_of_an_agent() {
 }
 
 #[tokio::test]
-async fn a_run_with_a_model() {
+async fn the_run_example_prints_steps_and_answer() {
     let shown = run::show().await.unwrap();
     let lines: Vec<&str> = shown.lines().collect();
     assert_eq!(lines[0], "turn 1: 2 calls");
@@ -41,7 +41,7 @@ async fn a_run_with_a_model() {
 }
 
 #[tokio::test]
-async fn a_typed_tool() {
+async fn the_typed_tool_example_prints_schema_answer_and_faults() {
     let shown = typed_tool::show().await.unwrap();
     let lines: Vec<&str> = shown.lines().collect();
     assert_eq!(lines[0], r#"required: ["km","litres"]"#);
@@ -53,7 +53,7 @@ async fn a_typed_tool() {
 }
 
 #[tokio::test]
-async fn a_background_tool() {
+async fn the_background_example_prints_prompt_and_late_result() {
     let shown = background::show().await.unwrap();
     for part in [
         "# Tools\nA tool marked sync answers before you go on.",

@@ -3,19 +3,19 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-mod ahead;
+mod agent_loop;
 mod batch;
 mod clients;
 mod context;
 mod engine;
 mod examples;
-mod notify;
-mod observing;
+mod observer;
 mod results;
 mod runs;
 mod script;
 mod simulation;
+mod speculative_reads;
 mod support;
 mod tidy;
-mod turn;
 mod turns;
+mod webhooks;

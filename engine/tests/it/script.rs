@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
+use toolcrib::domain::model_reply::{FinishReason, ModelReply, ToolCallRequest};
 use toolcrib::ports::model::{
-    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, ModelResolver,
-    ResolvedModel, ToolCallRequest,
+    Delta, DeltaListener, Model, ModelError, ModelRequest, ModelResolver, ResolvedModel,
 };
 use toolcrib::{Code, Fault};
 
 pub type Line = Box<dyn FnOnce(&ModelRequest) -> Result<ModelReply, ModelError> + Send>;
 
-/// Replies with its lines in order, and records its prompts.
+/// Replies with its lines in order and records the requests.
 #[derive(Default)]
 pub struct Script {
     lines: Mutex<VecDeque<Line>>,
-    asked: Mutex<Vec<ModelRequest>>,
+    requests: Mutex<Vec<ModelRequest>>,
 }
 
 impl Script {
@@ -36,7 +36,7 @@ impl Script {
     }
 
     pub fn calls(self, calls: &[(&str, &str, &str)]) -> Self {
-        let calls: Vec<ToolCallRequest> = calls.iter().map(wanted).collect();
+        let calls: Vec<ToolCallRequest> = calls.iter().map(tool_call_request).collect();
         self.line(move |_| {
             Ok(ModelReply {
                 calls,
@@ -46,17 +46,17 @@ impl Script {
         })
     }
 
-    pub fn fails(self, passing: bool, retry_after: Option<Duration>) -> Self {
+    pub fn fails(self, transient: bool, retry_after: Option<Duration>) -> Self {
         let fault = Fault::new(Code::UpstreamUnavailable, "the endpoint said 503");
-        self.line(move |_| Err(ModelError { fault, is_transient: passing, retry_after }))
+        self.line(move |_| Err(ModelError { fault, is_transient: transient, retry_after }))
     }
 
-    pub fn asked(&self, n: usize) -> ModelRequest {
-        self.asked.lock()[n].clone()
+    pub fn request(&self, n: usize) -> ModelRequest {
+        self.requests.lock()[n].clone()
     }
 }
 
-pub fn wanted((id, name, arguments): &(&str, &str, &str)) -> ToolCallRequest {
+pub fn tool_call_request((id, name, arguments): &(&str, &str, &str)) -> ToolCallRequest {
     ToolCallRequest { id: (*id).into(), name: (*name).into(), arguments: (*arguments).into() }
 }
 
@@ -67,7 +67,7 @@ impl Model for Script {
         prompt: &ModelRequest,
         listener: DeltaListener<'_>,
     ) -> Result<ModelReply, ModelError> {
-        self.asked.lock().push(prompt.clone());
+        self.requests.lock().push(prompt.clone());
         let line = self.lines.lock().pop_front();
         let reply = line.unwrap_or_else(|| panic!("asked once too often: {prompt:?}"))(prompt)?;
         if !reply.text.is_empty() {
@@ -78,9 +78,9 @@ impl Model for Script {
 }
 
 /// A registry with a single model.
-pub struct Only(pub Arc<dyn Model>);
+pub struct SingleModel(pub Arc<dyn Model>);
 
-impl ModelResolver for Only {
+impl ModelResolver for SingleModel {
     fn find(&self, name: &str) -> Option<ResolvedModel> {
         let known = name == "scripted";
         known.then(|| ResolvedModel { model: self.0.clone(), name: "the-endpoints-name".into() })

@@ -11,17 +11,20 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::Value;
-use toolcrib::clients::queue::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
+use toolcrib::calls::AttemptReport;
+use toolcrib::clients::ConnectOptions;
+use toolcrib::clients::{ClientMessage, ClientSession, Redelivery, Transport, WorkItem};
 use toolcrib::domain::directory::UnlistedTools;
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
-use toolcrib::engine::{AttemptReport, ClientRegistration, ConnectOptions, ExecutionPolicies};
 use toolcrib::maintenance::{deadlines, directory_refresh, dispatch};
 use toolcrib::ports::clock::{Clock, ManualClock};
+use toolcrib::ports::core::ExecutionPolicies;
 use toolcrib::ports::store::{CallFilter, EventScope, Store};
+use toolcrib::registry::ClientRegistration;
 use toolcrib::{CallId, CallRequest, Caller, Effect, Engine, Fault, FnTool, Json, Status};
 
-use crate::support::{Chance, FlakyStore, client_tool};
+use crate::support::{FlakyStore, SeededRng, client_tool};
 
 const STEPS: usize = 150;
 const SEEDS: u64 = 200;
@@ -30,7 +33,7 @@ type Executions = Arc<Mutex<HashMap<CallId, u32>>>;
 
 struct World {
     seed: u64,
-    chance: Chance,
+    rng: SeededRng,
     clock: ManualClock,
     store: Arc<FlakyStore>,
     engine: Engine,
@@ -39,17 +42,17 @@ struct World {
     accepted: Vec<(CallId, String)>,
     session: Option<ClientSession>,
     /// Items that the client received and may still answer, even long after the deadline.
-    given: Vec<WorkItem>,
+    received: Vec<WorkItem>,
 }
 
 /// A tool that takes a while, fails at times, and counts its executions per call.
-fn tool(name: &str, effect: Effect, world: (Chance, ManualClock, Executions)) -> FnTool {
+fn tool(name: &str, effect: Effect, world: (SeededRng, ManualClock, Executions)) -> FnTool {
     let body = move |_: Value, context: toolcrib::ToolContext| {
-        let (chance, clock, executions) = world.clone();
+        let (rng, clock, executions) = world.clone();
         async move {
             *executions.lock().entry(context.call_id.clone()).or_default() += 1;
-            clock.sleep_until(clock.now_ms() + chance.below(2_000)).await;
-            match chance.below(10) {
+            clock.sleep_until(clock.now_ms() + rng.below(2_000)).await;
+            match rng.below(10) {
                 0 => panic!("the tool broke"),
                 1 | 2 => Err(Fault::runtime("did not work")),
                 3 => Err(Fault::unreachable("nobody there")),
@@ -61,13 +64,13 @@ fn tool(name: &str, effect: Effect, world: (Chance, ManualClock, Executions)) ->
     FnTool::with_context(name, "simulated", body).effect(effect).timeout_ms(20_000).policy(policy)
 }
 
-async fn node(world: (&Chance, &ManualClock, &Executions), store: &Arc<FlakyStore>) -> Engine {
-    let (chance, clock, executions) = world;
+async fn node(world: (&SeededRng, &ManualClock, &Executions), store: &Arc<FlakyStore>) -> Engine {
+    let (rng, clock, executions) = world;
     // Jitter derives from a call's id, which differs in every run.
     let backoff = Backoff { jitter: 0.0, ..Backoff::default() };
     let global = ExecutionPolicy { backoff, ..ExecutionPolicy::default() };
     let policies = ExecutionPolicies { global, ..ExecutionPolicies::default() };
-    let parts = || (chance.clone(), clock.clone(), executions.clone());
+    let parts = || (rng.clone(), clock.clone(), executions.clone());
     Engine::builder()
         .store(store.clone())
         .policies(policies)
@@ -81,11 +84,11 @@ async fn node(world: (&Chance, &ManualClock, &Executions), store: &Arc<FlakyStor
 
 impl World {
     async fn new(seed: u64) -> Self {
-        let chance = Chance::of(seed);
+        let rng = SeededRng::of(seed);
         let clock = ManualClock::at(1_700_000_000_000);
-        let store = FlakyStore::new(chance.clone());
+        let store = FlakyStore::new(rng.clone());
         let executions = Executions::default();
-        let engine = node((&chance, &clock, &executions), &store).await;
+        let engine = node((&rng, &clock, &executions), &store).await;
         let caller = Caller::local("default");
         let tools = vec![
             client_tool("client.read", Effect::Read),
@@ -96,9 +99,9 @@ impl World {
             tools,
             unlisted_tools: UnlistedTools::Keep,
         };
-        engine.register(&caller, registration).await.unwrap();
-        let (accepted, session, given) = (Vec::new(), None, Vec::new());
-        Self { seed, chance, clock, store, engine, caller, executions, accepted, session, given }
+        engine.registry().register(&caller, registration).await.unwrap();
+        let (accepted, session, received) = (Vec::new(), None, Vec::new());
+        Self { seed, rng, clock, store, engine, caller, executions, accepted, session, received }
     }
 
     /// Lets every ready task run, including the runtime's timers.
@@ -107,17 +110,17 @@ impl World {
     }
 
     async fn step(&mut self) {
-        match self.chance.below(13) {
+        match self.rng.below(13) {
             0..=3 => self.invoke().await,
-            4 => self.clock.advance(self.chance.below(4_000)),
-            5 => drop(dispatch::run_once(&self.engine).await),
-            6 => drop(deadlines::run_once(&self.engine).await),
-            7 => directory_refresh::run_once(&self.engine).await,
+            4 => self.clock.advance(self.rng.below(4_000)),
+            5 => drop(dispatch::run_once(self.engine.calls()).await),
+            6 => drop(deadlines::run_once(self.engine.calls()).await),
+            7 => directory_refresh::run_once(self.engine.clients()).await,
             8 => self.connect(),
             9 | 10 => self.answer().await,
             11 => self.cancel().await,
-            _ if self.chance.percent(30) => self.kill().await,
-            _ => self.store.fail(self.chance.below(3) * 20),
+            _ if self.rng.percent(30) => self.kill().await,
+            _ => self.store.fail(self.rng.below(3) * 20),
         }
         self.settle().await;
         self.receive();
@@ -125,59 +128,62 @@ impl World {
 
     async fn invoke(&mut self) {
         let names = ["sim.read", "sim.once", "client.read", "client.once"];
-        let name = *self.chance.pick(&names).unwrap();
-        let mut asked = CallRequest::new(name, "{}").unwrap();
-        if self.chance.percent(30) {
-            asked.idempotency_key = Some(format!("{name}-{}", self.chance.below(5)));
+        let name = *self.rng.pick(&names).unwrap();
+        let mut request = CallRequest::new(name, "{}").unwrap();
+        if self.rng.percent(30) {
+            request.idempotency_key = Some(format!("{name}-{}", self.rng.below(5)));
         }
-        if let Ok(ticket) = self.engine.invoke(&self.caller, asked).await {
+        if let Ok(ticket) = self.engine.calls().invoke(&self.caller, request).await {
             self.accepted.push((ticket.call.id.clone(), name.to_owned()));
         }
     }
 
     fn connect(&mut self) {
         self.session = None;
-        let remembers = self.chance.percent(30);
-        let memory = if remembers { Redelivery::All } else { Redelivery::ReversibleOnly };
-        let connecting = ConnectOptions {
+        let accepts_all = self.rng.percent(30);
+        let redelivery = if accepts_all { Redelivery::All } else { Redelivery::ReversibleOnly };
+        let options = ConnectOptions {
             client_id: "c".into(),
             window: 4,
-            redelivery: memory,
+            redelivery,
             transport: Transport::Streaming,
         };
-        self.session = self.engine.connect(&self.caller, connecting).ok();
+        self.session = self.engine.clients().connect(&self.caller, options).ok();
     }
 
     fn receive(&mut self) {
         while let Some(message) = self.session.as_mut().and_then(ClientSession::try_next) {
             if let ClientMessage::Execute(request) = message {
-                self.given.push(request);
+                self.received.push(request);
             }
         }
     }
 
     /// The client acknowledges, answers, answers again, or answers for an old attempt.
     async fn answer(&mut self) {
-        let Some(request) = self.chance.pick(&self.given).cloned() else { return };
+        let Some(request) = self.rng.pick(&self.received).cloned() else { return };
         let id = &request.call_id;
-        if self.chance.percent(60) {
-            let _ =
-                self.engine.acknowledge_call(&self.caller, id, "c", Some(request.attempt)).await;
+        if self.rng.percent(60) {
+            let _ = self
+                .engine
+                .calls()
+                .acknowledge_call(&self.caller, id, "c", Some(request.attempt))
+                .await;
         }
-        if self.chance.percent(70) {
-            let result = match self.chance.below(4) {
+        if self.rng.percent(70) {
+            let result = match self.rng.below(4) {
                 0 => Err(Fault::runtime("no")),
                 1 => Ok(Json::parse("2").unwrap()),
                 _ => Ok(Json::parse("1").unwrap()),
             };
             let report = AttemptReport { attempt: Some(request.attempt), client_id: None, result };
-            let _ = self.engine.report(&self.caller, id, report).await;
+            let _ = self.engine.calls().report(&self.caller, id, report).await;
         }
     }
 
     async fn cancel(&self) {
-        if let Some((id, _)) = self.chance.pick(&self.accepted) {
-            let _ = self.engine.cancel(&self.caller, id, None).await;
+        if let Some((id, _)) = self.rng.pick(&self.accepted) {
+            let _ = self.engine.calls().cancel(&self.caller, id, None).await;
         }
     }
 
@@ -185,8 +191,8 @@ impl World {
     async fn kill(&mut self) {
         self.session = None;
         self.store.fail(0);
-        self.engine = node((&self.chance, &self.clock, &self.executions), &self.store).await;
-        self.engine.recover().await.unwrap();
+        self.engine = node((&self.rng, &self.clock, &self.executions), &self.store).await;
+        self.engine.calls().recover().await.unwrap();
     }
 
     /// Stops the faults: every accepted call must end, by its deadline at the latest.
@@ -195,25 +201,25 @@ impl World {
         for _ in 0..60 {
             self.settle().await;
             self.clock.advance(1_000);
-            dispatch::run_once(&self.engine).await;
-            deadlines::run_once(&self.engine).await;
+            dispatch::run_once(self.engine.calls()).await;
+            deadlines::run_once(self.engine.calls()).await;
         }
         let open = self.store.open_calls(0, 10).await.unwrap();
         assert!(open.is_empty(), "seed {}: never ended: {open:?}", self.seed);
-        assert_eq!(self.engine.open_call_count(), 0, "seed {}: still in memory", self.seed);
+        assert_eq!(self.engine.calls().open_call_count(), 0, "seed {}: still in memory", self.seed);
     }
 
     async fn check(&self) {
         let seed = self.seed;
         for (id, name) in &self.accepted {
-            let call = self.engine.call(&self.caller, id).await;
+            let call = self.engine.calls().call(&self.caller, id).await;
             let call = call.unwrap_or_else(|e| panic!("seed {seed}: {id} was lost: {e}"));
             assert!(call.status.is_terminal(), "seed {seed}: {call:?}");
             let scope = EventScope::Call { project: "default".into(), id: id.clone() };
             let events = self.store.events(scope, 0, 10_000).await.unwrap();
             let ends: Vec<EventKind> =
                 events.iter().map(|e| e.record.kind).filter(|kind| kind.is_terminal()).collect();
-            assert_eq!(ends, [ending(call.status)], "seed {seed}: {id} must end once");
+            assert_eq!(ends, [terminal_event(call.status)], "seed {seed}: {id} must end once");
             assert_eq!(events[0].record.kind, EventKind::Requested, "seed {seed}");
             let ran = self.executions.lock().get(id).copied().unwrap_or(0);
             if name == "sim.once" {
@@ -231,7 +237,7 @@ impl World {
     }
 }
 
-fn ending(status: Status) -> EventKind {
+fn terminal_event(status: Status) -> EventKind {
     match status {
         Status::Succeeded => EventKind::Finished,
         Status::Failed => EventKind::Failed,
@@ -250,14 +256,14 @@ async fn run(seed: u64) -> (usize, String) {
     world.check().await;
     let mut trace = String::new();
     for (id, _) in &world.accepted {
-        let call = world.engine.call(&world.caller, id).await.unwrap();
+        let call = world.engine.calls().call(&world.caller, id).await.unwrap();
         trace.push_str(&format!("{} {};", call.status.as_str(), call.attempt));
     }
     (world.accepted.len(), trace)
 }
 
 #[tokio::test(start_paused = true)]
-async fn everything_accepted_ends_once_whatever_breaks() {
+async fn every_accepted_call_ends_exactly_once_under_faults() {
     std::panic::set_hook(Box::new(|info| {
         // The simulated tools panic on purpose; print only the messages of the test.
         if !info.to_string().contains("the tool broke") {
@@ -276,7 +282,7 @@ async fn everything_accepted_ends_once_whatever_breaks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_seed_always_tells_the_same_story() {
+async fn a_seed_always_gives_the_same_outcomes() {
     for seed in [1, 7, 42] {
         assert_eq!(run(seed).await.1, run(seed).await.1, "seed {seed}");
     }

@@ -38,9 +38,9 @@ pub fn client_tool(name: &str, effect: Effect) -> ToolDefinition {
 
 /// Random numbers that depend only on the seed.
 #[derive(Clone)]
-pub struct Chance(Arc<Mutex<u64>>);
+pub struct SeededRng(Arc<Mutex<u64>>);
 
-impl Chance {
+impl SeededRng {
     pub fn of(seed: u64) -> Self {
         Self(Arc::new(Mutex::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)))
     }
@@ -68,26 +68,26 @@ impl Chance {
 /// write changes nothing.
 pub struct FlakyStore {
     inner: MemoryStore,
-    chance: Chance,
+    rng: SeededRng,
     failing_percent: AtomicU64,
     /// While a test holds the write lock, committed writes do not return.
-    pub answering: tokio::sync::RwLock<()>,
+    pub reply_gate: tokio::sync::RwLock<()>,
 }
 
 impl FlakyStore {
-    pub fn new(chance: Chance) -> Arc<Self> {
+    pub fn new(rng: SeededRng) -> Arc<Self> {
         let (inner, failing_percent) = (MemoryStore::default(), AtomicU64::new(0));
-        let answering = tokio::sync::RwLock::default();
-        Arc::new(Self { inner, chance, failing_percent, answering })
+        let reply_gate = tokio::sync::RwLock::default();
+        Arc::new(Self { inner, rng, failing_percent, reply_gate })
     }
 
     pub fn fail(&self, percent: u64) {
         self.failing_percent.store(percent, Ordering::Relaxed);
     }
 
-    fn trouble(&self) -> Result<(), StoreError> {
+    fn fail_sometimes(&self) -> Result<(), StoreError> {
         let percent = self.failing_percent.load(Ordering::Relaxed);
-        if percent > 0 && self.chance.percent(percent) {
+        if percent > 0 && self.rng.percent(percent) {
             return Err(StoreError::Unavailable("disk full".into()));
         }
         Ok(())
@@ -97,9 +97,9 @@ impl FlakyStore {
 #[async_trait]
 impl Store for FlakyStore {
     async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
-        self.trouble()?;
+        self.fail_sometimes()?;
         let created = self.inner.create_call(new).await;
-        drop(self.answering.read().await);
+        drop(self.reply_gate.read().await);
         created
     }
 
@@ -116,9 +116,9 @@ impl Store for FlakyStore {
         call: Arc<Call>,
         records: Vec<EventRecord>,
     ) -> Result<SaveResult, StoreError> {
-        self.trouble()?;
+        self.fail_sometimes()?;
         let saved = self.inner.save_call(call, records).await;
-        drop(self.answering.read().await);
+        drop(self.reply_gate.read().await);
         saved
     }
 
@@ -128,7 +128,7 @@ impl Store for FlakyStore {
         id: &CallId,
         records: Vec<EventRecord>,
     ) -> Result<(), StoreError> {
-        self.trouble()?;
+        self.fail_sometimes()?;
         self.inner.append_records(project, id, records).await
     }
 
@@ -166,7 +166,7 @@ impl Store for FlakyStore {
     }
 
     async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
-        self.trouble()?;
+        self.fail_sometimes()?;
         self.inner.put_run_tool_definitions(run).await
     }
 
@@ -202,10 +202,10 @@ impl Store for FlakyStore {
     async fn save_delivery(
         &self,
         delivery: Delivery,
-        tried: Option<DeliveryAttempt>,
+        attempt: Option<DeliveryAttempt>,
     ) -> Result<SaveResult, StoreError> {
-        self.trouble()?;
-        self.inner.save_delivery(delivery, tried).await
+        self.fail_sometimes()?;
+        self.inner.save_delivery(delivery, attempt).await
     }
 
     async fn purge(
@@ -246,7 +246,7 @@ impl Store for FlakyStore {
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {
-        self.trouble()
+        self.fail_sometimes()
     }
 
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn https_and_its_port_unless_the_entry_says_otherwise() {
+    fn entries_allow_https_on_its_default_port_unless_stated() {
         assert!(allows("api.example.com", "https://api.example.com/x"));
         assert!(allows("API.example.com.", "https://api.EXAMPLE.com./x"));
         for other in [
@@ -98,14 +98,14 @@ mod tests {
     }
 
     #[test]
-    fn a_star_stands_for_names_below() {
+    fn a_wildcard_matches_subdomains_only() {
         assert!(allows("*.example.com", "https://a.b.example.com/"));
         assert!(!allows("*.example.com", "https://example.com/"));
         assert!(!allows("*.example.com", "https://badexample.com/"));
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_entries_are_refused() {
         for text in ["", "*", "ftp://x", "a/b", "user@host", "a b", "x:99999", "a.*.b", "https://"]
         {
             assert!(HostAllowlist::parse(&[text.to_owned()]).is_err(), "{text}");

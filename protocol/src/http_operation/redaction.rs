@@ -44,7 +44,7 @@ impl SecretRedactor {
     }
 
     /// Returns the text with secrets redacted, or `None` if it contains none.
-    pub fn redact_if_present(&self, text: &str) -> Option<String> {
+    pub(crate) fn redact_if_present(&self, text: &str) -> Option<String> {
         let whole = |form: &Vec<char>| match_ends(form, text, 0).contains(&text.len());
         if self.forms.iter().any(whole) {
             return Some(REDACTED.to_owned());

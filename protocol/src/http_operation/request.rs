@@ -14,7 +14,7 @@ use crate::http_operation::redaction::SecretRedactor;
 
 /// Looks up an environment variable. Returns `None` if access is not allowed or the variable is
 /// empty.
-pub type EnvironmentLookup<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
+pub(crate) type EnvironmentLookup<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
 
 /// A request to send.
 #[derive(Debug, Clone)]
@@ -346,7 +346,7 @@ fn scalar_to_string(value: &Value) -> String {
 }
 
 /// Percent-encodes every character that has a meaning in a URL.
-pub fn percent_encode(text: &str) -> String {
+pub(crate) fn percent_encode(text: &str) -> String {
     let mut made = String::with_capacity(text.len());
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~') {

@@ -18,7 +18,7 @@ fn map(value: Value) -> Map<String, Value> {
     value.as_object().cloned().unwrap()
 }
 
-fn built(operation: Value, args: Value) -> Result<OperationRequest, Fault> {
+fn build(operation: Value, args: Value) -> Result<OperationRequest, Fault> {
     let HttpToolSpec::Http(operation) =
         HttpToolSpec::from_options(&json!({ "http": operation })).unwrap()
     else {
@@ -28,11 +28,11 @@ fn built(operation: Value, args: Value) -> Result<OperationRequest, Fault> {
 }
 
 fn url(operation: Value, args: Value) -> String {
-    built(operation, args).unwrap().url.to_string()
+    build(operation, args).unwrap().url.to_string()
 }
 
 #[test]
-fn the_path_is_filled_and_encoded() {
+fn path_parameters_are_substituted_and_encoded() {
     let pets = json!({ "url": "https://a.b/v1/pets/{id}/x" });
     assert_eq!(url(pets.clone(), json!({ "id": 7 })), "https://a.b/v1/pets/7/x");
     assert_eq!(
@@ -41,22 +41,25 @@ fn the_path_is_filled_and_encoded() {
     );
     assert_eq!(url(pets.clone(), json!({ "id": [1, "2,3"] })), "https://a.b/v1/pets/1,2%2C3/x");
     for bad in [json!({}), json!({ "id": null }), json!({ "id": "" }), json!({ "id": ".." })] {
-        let fault = built(pets.clone(), bad.clone()).unwrap_err();
+        let fault = build(pets.clone(), bad.clone()).unwrap_err();
         assert_eq!(fault.code, Code::BadRequest, "{bad}");
     }
     let two = json!({ "url": "https://a.b/x/{one}{two}/y" });
-    assert!(built(two, json!({ "one": ".", "two": "." })).is_err(), "no way up in two halves");
+    assert!(
+        build(two, json!({ "one": ".", "two": "." })).is_err(),
+        "dot segments cannot be assembled from two arguments"
+    );
 }
 
 #[test]
-fn what_is_not_said_goes_into_the_query_or_the_body() {
+fn unlisted_arguments_go_into_the_query_or_the_body() {
     let get = json!({ "url": "https://a.b/s?fixed=1" });
-    let made = url(get, json!({ "q": "a b&c", "n": 2, "none": null, "l": ["x", "y"] }));
-    assert_eq!(made, "https://a.b/s?fixed=1&l=x&l=y&n=2&q=a+b%26c");
+    let request = url(get, json!({ "q": "a b&c", "n": 2, "none": null, "l": ["x", "y"] }));
+    assert_eq!(request, "https://a.b/s?fixed=1&l=x&l=y&n=2&q=a+b%26c");
     let post = json!({ "method": "post", "url": "https://a.b/{id}" });
-    let made = built(post, json!({ "id": 1, "x": [1], "none": null })).unwrap();
-    assert_eq!((made.method.as_str(), made.url.path()), ("POST", "/1"));
-    let (kind, bytes) = made.body.unwrap();
+    let request = build(post, json!({ "id": 1, "x": [1], "none": null })).unwrap();
+    assert_eq!((request.method.as_str(), request.url.path()), ("POST", "/1"));
+    let (kind, bytes) = request.body.unwrap();
     assert_eq!(kind, "application/json");
     let body: Value = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(body, json!({ "x": [1], "none": null }));
@@ -81,22 +84,22 @@ fn parameters_go_where_the_definition_says() {
         "pet": "p", "tags": ["a", "b"], "pipe": [1, 2], "filter": { "k": "v" },
         "where": { "a": 1 }, "ids": [1, 2], "session": "s;1", "stray": "not sent",
     });
-    let made = built(operation, args).unwrap();
+    let request = build(operation, args).unwrap();
     assert_eq!(
-        made.url.as_str(),
+        request.url.as_str(),
         "https://a.b/p?tags=a%2Cb&pipe=1%7C2&filter%5Bk%5D=v&where=%7B%22a%22%3A1%7D"
     );
     let expected = [("X-Always", "1"), ("X-Ids", "1,2"), ("cookie", "session=s%3B1")];
     let expected = expected.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    assert_eq!(made.headers, expected);
-    assert!(made.body.is_none());
+    assert_eq!(request.headers, expected);
+    assert!(request.body.is_none());
 }
 
 #[test]
-fn bodies_are_json_forms_or_text() {
+fn bodies_can_be_json_form_or_text() {
     let with = |body: Value, args: Value| {
         let operation = json!({ "method": "PUT", "url": "https://a.b/", "body": body });
-        let (kind, bytes) = built(operation, args).unwrap().body.unwrap();
+        let (kind, bytes) = build(operation, args).unwrap().body.unwrap();
         (kind, String::from_utf8(bytes).unwrap())
     };
     let args = json!({ "a": 1, "b": "x y&z", "c": 2 });
@@ -114,14 +117,17 @@ fn bodies_are_json_forms_or_text() {
 }
 
 #[test]
-fn credentials_come_from_the_environment_and_are_kept_as_secrets() {
+fn credentials_come_from_the_environment_and_are_redacted() {
     let with = |auth: Value| {
         let operation = json!({ "url": "https://a.b/", "auth": [auth] });
-        built(operation, json!({}))
+        build(operation, json!({}))
     };
-    let made = with(json!({ "type": "bearer", "env": "TOKEN" })).unwrap();
-    assert_eq!(made.headers, [("authorization".to_owned(), "Bearer tok en/1".to_owned())]);
-    assert_eq!(made.secrets.redact("got tok en/1 and tok%20en%2F1"), "got [secret] and [secret]");
+    let request = with(json!({ "type": "bearer", "env": "TOKEN" })).unwrap();
+    assert_eq!(request.headers, [("authorization".to_owned(), "Bearer tok en/1".to_owned())]);
+    assert_eq!(
+        request.secrets.redact("got tok en/1 and tok%20en%2F1"),
+        "got [secret] and [secret]"
+    );
     let key = |place: &str| json!({ "type": "api_key", "in": place, "name": "k", "env": "TOKEN" });
     assert_eq!(with(key("query")).unwrap().url.as_str(), "https://a.b/?k=tok+en%2F1");
     assert_eq!(with(key("header")).unwrap().headers[0].0, "k");
@@ -136,7 +142,7 @@ fn credentials_come_from_the_environment_and_are_kept_as_secrets() {
 }
 
 #[test]
-fn wrong_definitions_are_named() {
+fn invalid_definitions_are_refused_with_the_field() {
     for (http, word) in [
         (json!({}), "url"),
         (json!({ "url": "ftp://a.b" }), "url"),
@@ -162,7 +168,7 @@ fn wrong_definitions_are_named() {
 }
 
 #[test]
-fn secrets_are_found_in_every_spelling() {
+fn secrets_are_redacted_in_json_and_url_encoding() {
     let mut secrets = SecretRedactor::default();
     secrets.add("s3cr\"et/ü");
     secrets.add("123456");
@@ -183,7 +189,7 @@ fn secrets_are_found_in_every_spelling() {
 }
 
 #[test]
-fn secrets_are_found_however_an_upstream_writes_them() {
+fn secrets_are_redacted_in_every_common_encoding() {
     let mut secrets = SecretRedactor::default();
     secrets.add("Ab+c/D&e f\"ü😀");
     let spellings = [
@@ -213,7 +219,7 @@ fn secrets_are_found_however_an_upstream_writes_them() {
 }
 
 #[test]
-fn a_secret_in_base64_is_found_in_both_alphabets() {
+fn secrets_in_both_base64_alphabets_are_redacted() {
     let mut secrets = SecretRedactor::default();
     secrets.add("k?~>key");
     for spelling in
@@ -229,39 +235,50 @@ fn a_secret_in_base64_is_found_in_both_alphabets() {
     assert_eq!(secrets.redact(&"\\".repeat(4_000)).len(), 4_000 / 128 * "[secret]".len() + 32);
 }
 
-fn places() -> jina::JinaEndpoints {
+fn jina_endpoints() -> jina::JinaEndpoints {
     let url = |text: &str| reqwest::Url::parse(text).unwrap();
     jina::JinaEndpoints { search: url("https://s.jina.ai"), reader: url("https://r.jina.ai") }
 }
 
-fn asked(options: Value, args: Value) -> Result<OperationRequest, Fault> {
-    jina::build_request(&options, &places(), &map(args), SecretRedactor::default(), &environment)
+fn build_jina(options: Value, args: Value) -> Result<OperationRequest, Fault> {
+    jina::build_request(
+        &options,
+        &jina_endpoints(),
+        &map(args),
+        SecretRedactor::default(),
+        &environment,
+    )
 }
 
 #[test]
-fn jina_searches_and_reads() {
+fn jina_search_and_reader_requests_are_built() {
     let search = json!({ "jina": { "mode": "search" } });
-    let made = asked(search.clone(), json!({ "query": "tool crib", "n": 3 })).unwrap();
-    assert_eq!(made.url.as_str(), "https://s.jina.ai/search?n=3&q=tool+crib");
-    assert_eq!(made.method, "GET");
-    assert_eq!(made.headers, [("accept".to_owned(), "text/plain".to_owned())], "no key, no trace");
+    let request = build_jina(search.clone(), json!({ "query": "tool crib", "n": 3 })).unwrap();
+    assert_eq!(request.url.as_str(), "https://s.jina.ai/search?n=3&q=tool+crib");
+    assert_eq!(request.method, "GET");
+    assert_eq!(
+        request.headers,
+        [("accept".to_owned(), "text/plain".to_owned())],
+        "no key, no authorization header"
+    );
     for empty in [json!({}), json!({ "q": " " }), json!({ "q": null }), json!({ "q": 0 })] {
-        assert_eq!(asked(search.clone(), empty).unwrap_err().code, Code::BadRequest);
+        assert_eq!(build_jina(search.clone(), empty).unwrap_err().code, Code::BadRequest);
     }
     for mode in ["reader", "read", "crawl"] {
         let reader = json!({ "jina": { "mode": mode } });
-        let made = asked(reader.clone(), json!({ "target_url": "https://x.y/a?b=c" })).unwrap();
-        assert_eq!(made.url.as_str(), "https://r.jina.ai/https%3A%2F%2Fx.y%2Fa%3Fb%3Dc");
-        assert_eq!(asked(reader, json!({})).unwrap_err().code, Code::BadRequest);
+        let request =
+            build_jina(reader.clone(), json!({ "target_url": "https://x.y/a?b=c" })).unwrap();
+        assert_eq!(request.url.as_str(), "https://r.jina.ai/https%3A%2F%2Fx.y%2Fa%3Fb%3Dc");
+        assert_eq!(build_jina(reader, json!({})).unwrap_err().code, Code::BadRequest);
     }
     let odd = json!({ "jina": { "mode": "reader", "endpoint_template": "/v2/{url}/text" } });
-    let made = asked(odd, json!({ "url": "a/b" })).unwrap();
-    assert_eq!(made.url.as_str(), "https://r.jina.ai/v2/a%2Fb/text");
+    let request = build_jina(odd, json!({ "url": "a/b" })).unwrap();
+    assert_eq!(request.url.as_str(), "https://r.jina.ai/v2/a%2Fb/text");
 }
 
 #[test]
-fn jinas_mode_is_said_or_follows_from_the_host_or_the_old_path() {
-    let path = |options: Value, args: Value| asked(options, args).map(|r| r.url.to_string());
+fn the_jina_mode_is_explicit_or_derived_from_host_or_path() {
+    let path = |options: Value, args: Value| build_jina(options, args).map(|r| r.url.to_string());
     let (q, u) = (json!({ "q": "x" }), json!({ "url": "x" }));
     let by_host = |url: &str| json!({ "jina": { "base_url": url } });
     assert_eq!(
@@ -279,16 +296,16 @@ fn jinas_mode_is_said_or_follows_from_the_host_or_the_old_path() {
         json!({ "jina": { "mode": "reader", "base_url": "nonsense" } }),
     ] {
         assert_eq!(path(wrong.clone(), q.clone()).unwrap_err().code, Code::BadRequest, "{wrong}");
-        assert!(jina::check_endpoint(&wrong, &places()).is_err(), "{wrong}");
+        assert!(jina::check_endpoint(&wrong, &jina_endpoints()).is_err(), "{wrong}");
     }
     assert!(HttpToolSpec::from_options(&json!({ "jina": { "mode": "dance" } })).is_err());
     assert!(HttpToolSpec::from_options(&json!({ "jina": [] })).is_err());
-    let fault = asked(json!({}), q).unwrap_err();
+    let fault = build_jina(json!({}), q).unwrap_err();
     assert_eq!(fault.message, "missing options.jina/options.openapi config");
 }
 
 #[test]
-fn jinas_options_are_laid_over_the_older_ones() {
+fn jina_options_override_the_openapi_options() {
     let options = json!({
         "jina": {
             "mode": "search", "path": "find", "defaults": { "n": 1, "lang": "en" },
@@ -300,10 +317,10 @@ fn jinas_options_are_laid_over_the_older_ones() {
             "timeout_s": 9, "method": "post",
         },
     });
-    let made = asked(options, json!({ "q": "x", "n": 2 })).unwrap();
-    assert_eq!(made.url.as_str(), "https://s.jina.ai/find");
-    assert_eq!((made.method.as_str(), made.timeout_s), ("POST", Some(4.0)));
-    let body: Value = serde_json::from_slice(&made.body.unwrap().1).unwrap();
+    let request = build_jina(options, json!({ "q": "x", "n": 2 })).unwrap();
+    assert_eq!(request.url.as_str(), "https://s.jina.ai/find");
+    assert_eq!((request.method.as_str(), request.timeout_s), ("POST", Some(4.0)));
+    let body: Value = serde_json::from_slice(&request.body.unwrap().1).unwrap();
     assert_eq!(body, json!({ "q": "x", "n": 2, "lang": "en" }));
     let expected = [
         ("X-B", "old"),
@@ -312,11 +329,11 @@ fn jinas_options_are_laid_over_the_older_ones() {
         ("authorization", "Bearer tok en/1"),
     ];
     let expected = expected.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    assert_eq!(made.headers, expected);
+    assert_eq!(request.headers, expected);
     let old = json!({ "openapi": { "mode": "search", "auth": { "env": "PASSWORD" } } });
-    let made = asked(old, json!({ "q": "x" })).unwrap();
-    assert!(made.headers.contains(&("authorization".to_owned(), "Bearer pass".to_owned())));
-    assert_eq!(made.timeout_s, None, "then the server's own");
+    let request = build_jina(old, json!({ "q": "x" })).unwrap();
+    assert!(request.headers.contains(&("authorization".to_owned(), "Bearer pass".to_owned())));
+    assert_eq!(request.timeout_s, None, "the server's default applies");
     let plain = json!({ "jina": { "mode": "search" }, "timeout": 3 });
-    assert_eq!(asked(plain, json!({ "q": "x" })).unwrap().timeout_s, Some(3.0));
+    assert_eq!(build_jina(plain, json!({ "q": "x" })).unwrap().timeout_s, Some(3.0));
 }

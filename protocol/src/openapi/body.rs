@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::DocumentOperation;
-use super::document::OpenApiDocument;
-use super::operations::{ArgumentSchema, parse_style};
+use super::document::{DocumentOperation, OpenApiDocument};
+use super::parameters::{ArgumentSchema, parse_style};
 use super::schema::SchemaTranslator;
 use crate::http_operation::{BodyEncoding, FormFieldStyle, RequestBodySpec};
 

@@ -10,6 +10,14 @@ const MAX_HOPS: usize = 16;
 /// Maximum number of parts of a composed schema that are visited.
 const MAX_PARTS: usize = 200;
 
+/// One operation and its position in the document.
+pub(super) struct DocumentOperation<'a> {
+    pub(super) path: &'a str,
+    pub(super) method: &'a str,
+    pub(super) item: &'a Value,
+    pub(super) operation: &'a Value,
+}
+
 /// A document that declares itself as OpenAPI 3.
 pub(super) struct OpenApiDocument<'a> {
     pub(super) root: &'a Value,

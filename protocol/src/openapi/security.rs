@@ -2,8 +2,7 @@
 
 use serde_json::Value;
 
-use super::DocumentOperation;
-use super::document::OpenApiDocument;
+use super::document::{DocumentOperation, OpenApiDocument};
 use crate::http_operation::{OperationAuth, ParameterLocation};
 
 /// Returns the credentials of the first security requirement that is supported, and whether they

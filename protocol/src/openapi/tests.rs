@@ -85,8 +85,8 @@ components:
 
 fn pets() -> ImportReport {
     let document = crate::yaml::parse_large(PETS).unwrap();
-    let wanted = ImportOptions { prefix: Some("pets".into()), server: None };
-    import(&document, "p", &wanted, 30_000).unwrap()
+    let selected = ImportOptions { prefix: Some("pets".into()), server: None };
+    import(&document, "p", &selected, 30_000).unwrap()
 }
 
 fn tool(import: &ImportReport, name: &str) -> (ToolDefinition, Value) {
@@ -121,7 +121,7 @@ fn an_operation_becomes_a_tool_with_one_schema() {
 }
 
 #[test]
-fn the_body_is_merged_or_one_argument() {
+fn a_body_is_merged_into_the_arguments_or_one_argument() {
     let import = pets();
     let (create, http) = tool(&import, "pets.createPet");
     let schema = create.input_schema.to_value();
@@ -133,7 +133,7 @@ fn the_body_is_merged_or_one_argument() {
         "parent": { "$ref": pet },
         "tags": { "type": "array", "items": { "description": "anything" } },
     });
-    assert_eq!(schema["properties"], expected, "what is only read is not an argument");
+    assert_eq!(schema["properties"], expected, "read-only properties are not arguments");
     assert_eq!(schema["$defs"]["Pet"]["properties"]["parent"], json!({ "$ref": pet }));
     assert_eq!(http["body"]["args"], json!(["name", "parent", "tags", "weight"]));
     assert_eq!(
@@ -152,7 +152,7 @@ fn the_body_is_merged_or_one_argument() {
 }
 
 #[test]
-fn ways_in_are_names_of_variables() {
+fn credentials_are_imported_as_environment_variable_names() {
     let import = pets();
     let envs = |name: &str| {
         import.tools.iter().find(|tool| tool.definition.name == name).unwrap().envs.clone()
@@ -165,7 +165,7 @@ fn ways_in_are_names_of_variables() {
 }
 
 #[test]
-fn what_cannot_be_imported_is_left_out_and_named() {
+fn operations_that_cannot_be_imported_are_skipped_with_a_reason() {
     let skipped = pets().skipped;
     let reason = |operation: &str| {
         let found = skipped.iter().find(|skipped| skipped.operation == operation);
@@ -177,26 +177,26 @@ fn what_cannot_be_imported_is_left_out_and_named() {
     assert_eq!(skipped.len(), 3, "{skipped:?}");
 }
 
-fn refused(document: Value) -> String {
+fn import_error(document: Value) -> String {
     import(&document, "p", &ImportOptions::default(), 1).unwrap_err()
 }
 
 #[test]
-fn what_is_no_document_is_refused() {
-    assert!(refused(json!([])).contains("mapping"));
-    assert!(refused(json!({ "swagger": "2.0" })).contains("Swagger 2"));
-    assert!(refused(json!({ "openapi": "4.0" })).contains("3.0 or 3.1"));
-    assert!(refused(json!({ "openapi": "3.1.0" })).contains("paths"));
+fn invalid_documents_are_refused() {
+    assert!(import_error(json!([])).contains("mapping"));
+    assert!(import_error(json!({ "swagger": "2.0" })).contains("Swagger 2"));
+    assert!(import_error(json!({ "openapi": "4.0" })).contains("3.0 or 3.1"));
+    assert!(import_error(json!({ "openapi": "3.1.0" })).contains("paths"));
     let many: serde_json::Map<_, _> =
         (0..=MAX_OPERATIONS).map(|n| (format!("/p{n}"), json!({ "get": {} }))).collect();
     let many = json!({
         "openapi": "3.1.0", "servers": [{ "url": "https://a.b" }], "paths": many,
     });
-    assert!(refused(many).contains("more than 500"));
+    assert!(import_error(many).contains("more than 500"));
 }
 
 #[test]
-fn references_in_circles_end() {
+fn circular_references_terminate() {
     let document = json!({
         "openapi": "3.1.0",
         "servers": [{ "url": "https://a.b" }],
@@ -218,7 +218,7 @@ fn references_in_circles_end() {
 }
 
 #[test]
-fn names_are_made_of_what_names_may_have() {
+fn names_are_sanitized() {
     for (id, expected) in [
         ("listPets", "listPets"),
         ("pets/list all", "pets_list_all"),
@@ -232,14 +232,14 @@ fn names_are_made_of_what_names_may_have() {
 }
 
 #[test]
-fn an_id_that_two_operations_have_is_the_firsts() {
+fn a_repeated_operation_id_names_only_the_first_operation() {
     let same = |path: &str| json!({ "get": { "operationId": "list", "summary": path } });
     let document = json!({
         "openapi": "3.1.0", "info": { "title": "x" }, "servers": [{ "url": "https://x.y" }],
         "paths": { "/cats": same("cats"), "/dogs": same("dogs"), "/emus": same("emus") },
     });
-    let wanted = ImportOptions { prefix: Some("zoo".into()), server: None };
-    let import = import(&document, "p", &wanted, 1_000).unwrap();
+    let selected = ImportOptions { prefix: Some("zoo".into()), server: None };
+    let import = import(&document, "p", &selected, 1_000).unwrap();
     let named: Vec<(&str, &str)> = import
         .tools
         .iter()
@@ -252,7 +252,7 @@ fn an_id_that_two_operations_have_is_the_firsts() {
 }
 
 #[test]
-fn parameters_of_one_name_are_arguments_of_their_own() {
+fn parameters_of_the_same_name_become_separate_arguments() {
     let parameter = |name: &str, place: &str| json!({ "name": name, "in": place, "required": place == "path", "schema": {} });
     let document = json!({
         "openapi": "3.1.0", "info": { "title": "t", "version": "1" },
@@ -293,13 +293,13 @@ fn with_body(version: &str, kind: &str, media: Value) -> ImportReport {
     import(&document, "p", &ImportOptions::default(), 30_000).unwrap()
 }
 
-fn fits(definition: &ToolDefinition, args: Value) -> Vec<String> {
-    let entry = toolcrib::engine::CatalogEntry::compile(definition.clone()).unwrap();
+fn argument_problems(definition: &ToolDefinition, args: Value) -> Vec<String> {
+    let entry = toolcrib::registry::CatalogEntry::compile(definition.clone()).unwrap();
     entry.input_schema.problems(&args).iter().map(|problem| format!("{problem:?}")).collect()
 }
 
 #[test]
-fn what_only_answers_have_is_required_nowhere_in_a_request() {
+fn read_only_properties_are_not_required_in_a_request() {
     let reference = json!({ "$ref": "#/components/schemas/Ro" });
     let more = json!({ "type": "object", "required": ["id", "z"],
         "properties": { "z": { "type": "string" } } });
@@ -314,7 +314,7 @@ fn what_only_answers_have_is_required_nowhere_in_a_request() {
         let import = with_body("3.0.3", "application/json", json!({ "schema": schema }));
         let (definition, http) = tool(&import, "x");
         assert_eq!(http["body"]["arg"], "body");
-        let problems = fits(&definition, json!({ "body": body }));
+        let problems = argument_problems(&definition, json!({ "body": body }));
         assert!(problems.is_empty(), "{schema}: {problems:?}");
         let mut without = body.clone();
         let lacks = match &mut without {
@@ -323,7 +323,7 @@ fn what_only_answers_have_is_required_nowhere_in_a_request() {
             other => other,
         };
         lacks.as_object_mut().unwrap().remove("name");
-        assert!(!fits(&definition, json!({ "body": without })).is_empty(), "{schema}");
+        assert!(!argument_problems(&definition, json!({ "body": without })).is_empty(), "{schema}");
     }
     // A schema that is composed of itself many times over terminates.
     let round = json!({ "$ref": "#/paths/~1x/post/requestBody/content/application~1json/schema" });
@@ -332,12 +332,12 @@ fn what_only_answers_have_is_required_nowhere_in_a_request() {
     assert_eq!(import.tools.len() + import.skipped.len(), 1);
     let import = with_body("3.0.3", "application/json", json!({ "schema": reference }));
     let (definition, http) = tool(&import, "x");
-    assert_eq!(http["body"]["args"], json!(["name"]), "also where the property is a reference");
-    assert!(fits(&definition, json!({ "name": "n" })).is_empty());
+    assert_eq!(http["body"]["args"], json!(["name"]), "also when the property is a reference");
+    assert!(argument_problems(&definition, json!({ "name": "n" })).is_empty());
 }
 
 #[test]
-fn what_stands_beside_a_reference_counts_since_3_1() {
+fn siblings_of_a_reference_apply_since_openapi_3_1() {
     let property = json!({ "$ref": "#/components/schemas/Ro", "description": "Which one",
         "required": ["z"] });
     let schema = json!({ "type": "object", "properties": { "one": property } });
@@ -353,15 +353,15 @@ fn what_stands_beside_a_reference_counts_since_3_1() {
     let import = with_body("3.1.0", "application/json", json!({ "schema": narrow }));
     let (definition, http) = tool(&import, "x");
     assert_eq!(http["body"]["arg"], "body");
-    assert!(!fits(&definition, json!({ "body": { "name": "n" } })).is_empty());
-    assert!(fits(&definition, json!({ "body": { "name": "n", "z": 1 } })).is_empty());
+    assert!(!argument_problems(&definition, json!({ "body": { "name": "n" } })).is_empty());
+    assert!(argument_problems(&definition, json!({ "body": { "name": "n", "z": 1 } })).is_empty());
     let described = json!({ "$ref": "#/components/schemas/Ro", "description": "It" });
     let import = with_body("3.1.0", "application/json", json!({ "schema": described }));
     assert_eq!(tool(&import, "x").1["body"]["args"], json!(["name"]));
 }
 
 #[test]
-fn fields_of_a_form_are_written_as_the_document_says() {
+fn form_fields_are_encoded_as_the_document_states() {
     let kind = "application/x-www-form-urlencoded";
     let schema = json!({ "type": "object", "properties": {
         "amount": { "type": "integer" }, "metadata": { "type": "object" },
@@ -407,7 +407,7 @@ fn fields_of_a_form_are_written_as_the_document_says() {
 }
 
 #[test]
-fn a_call_has_at_least_the_time_that_its_answer_may_take() {
+fn the_timeout_is_at_least_the_documents_response_timeout() {
     for (said, expected) in [(2.5, 30_000), (75.0, 75_000)] {
         let document = json!({
             "openapi": "3.1.0", "servers": [{ "url": "https://a.b" }],

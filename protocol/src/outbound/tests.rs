@@ -16,7 +16,7 @@ fn listing(hosts: &[&str]) -> OutboundPolicy {
 }
 
 #[test]
-fn private_addresses_in_every_spelling() {
+fn private_addresses_in_every_notation_are_recognized() {
     for text in [
         "0.0.0.0",
         "0.1.2.3",
@@ -70,7 +70,7 @@ fn private_addresses_in_every_spelling() {
 }
 
 #[test]
-fn public_addresses() {
+fn public_addresses_are_recognized() {
     for text in [
         "1.1.1.1",
         "8.8.8.8",
@@ -94,7 +94,7 @@ fn public_addresses() {
 }
 
 #[test]
-fn urls_that_are_refused_say_why() {
+fn refused_urls_have_a_reason() {
     for (url, why) in [
         ("", "is not a URL"),
         ("hooks.example/x", "is not a URL"),
@@ -124,7 +124,7 @@ fn urls_that_are_refused_say_why() {
 }
 
 #[test]
-fn urls_that_are_fine() {
+fn permitted_urls_are_normalized() {
     for (url, kept) in [
         ("https://hooks.example", "https://hooks.example/"),
         ("HTTPS://Hooks.Example:443/a?b=c#d", "https://hooks.example/a?b=c"),
@@ -155,20 +155,20 @@ fn urls_that_are_fine() {
 /// Starts a listener that counts connections, and returns its address.
 async fn listener() -> (SocketAddr, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (address, came) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
-    let count = came.clone();
+    let (address, connections) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+    let count = connections.clone();
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
             count.fetch_add(1, Ordering::SeqCst);
             drop(stream);
         }
     });
-    (address, came)
+    (address, connections)
 }
 
 #[tokio::test]
-async fn a_name_that_leads_to_a_private_address_is_not_connected_to() {
-    let (address, came) = listener().await;
+async fn a_name_that_resolves_to_a_private_address_is_not_connected_to() {
+    let (address, connections) = listener().await;
     let lookup = move |_| -> BoxFuture<'static, _> { Box::pin(async move { Ok(vec![address]) }) };
     let url = format!("http://hooks.example:{}/", address.port());
     let client = strict().client_builder_with_lookup(lookup).build().unwrap();
@@ -177,21 +177,21 @@ async fn a_name_that_leads_to_a_private_address_is_not_connected_to() {
     while let Some(cause) = source.filter(|cause| !cause.is::<PrivateAddressError>()) {
         source = cause.source();
     }
-    let why = source.expect("the rules refused it").to_string();
+    let why = source.expect("the policy refused the address").to_string();
     assert!(why.contains("hooks.example") && why.contains("webhooks.allow_private"), "{why}");
-    assert_eq!(came.load(Ordering::SeqCst), 0);
+    assert_eq!(connections.load(Ordering::SeqCst), 0);
     // With the host allowed the connection succeeds, so it was the rule that prevented it.
     let client = listing(&["hooks.example"]).client_builder_with_lookup(lookup).build().unwrap();
-    assert!(client.post(&url).send().await.is_err(), "it hangs up");
-    assert!(came.load(Ordering::SeqCst) > 0);
+    assert!(client.post(&url).send().await.is_err(), "the listener closes the connection");
+    assert!(connections.load(Ordering::SeqCst) > 0);
 }
 
 /// The first DNS response is public, the second is not: the connection goes to the checked address.
 #[tokio::test]
-async fn a_name_that_changes_its_answer_gains_nothing() {
-    let (address, came) = listener().await;
-    let asked = Arc::new(AtomicUsize::new(0));
-    let counting = asked.clone();
+async fn dns_rebinding_does_not_bypass_the_address_check() {
+    let (address, connections) = listener().await;
+    let lookups = Arc::new(AtomicUsize::new(0));
+    let counting = lookups.clone();
     let lookup = move |_| -> BoxFuture<'static, _> {
         let public = SocketAddr::new([192, 88, 98, 1].into(), address.port());
         let first = counting.fetch_add(1, Ordering::SeqCst) == 0;
@@ -203,12 +203,12 @@ async fn a_name_that_changes_its_answer_gains_nothing() {
     for _ in 0..3 {
         assert!(client.post(&url).send().await.is_err());
     }
-    assert_eq!(asked.load(Ordering::SeqCst), 3);
-    assert_eq!(came.load(Ordering::SeqCst), 0);
+    assert_eq!(lookups.load(Ordering::SeqCst), 3);
+    assert_eq!(connections.load(Ordering::SeqCst), 0);
 }
 
 #[test]
-fn both_forms_of_retry_after() {
+fn both_forms_of_retry_after_are_parsed() {
     let given = |text: &str| {
         let mut headers = HeaderMap::new();
         headers.insert(RETRY_AFTER, text.parse().unwrap());
@@ -218,14 +218,14 @@ fn both_forms_of_retry_after() {
     assert_eq!(given(" 0 "), Some(0));
     assert_eq!(given("-1"), None);
     assert_eq!(given("soon"), None);
-    assert_eq!(given("Sun, 06 Nov 1994 08:49:37 GMT"), None, "long ago");
+    assert_eq!(given("Sun, 06 Nov 1994 08:49:37 GMT"), None, "a date in the past");
     let later = given("Fri, 06 Nov 2093 08:49:37 GMT").unwrap();
     assert!(later > 86_400_000, "{later}");
     assert_eq!(retry_after_ms(&HeaderMap::new()), None);
 }
 
 #[test]
-fn loopback_names() {
+fn loopback_hosts_are_recognized() {
     for host in ["localhost", "localhost:8080", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "[::1]"] {
         assert!(is_loopback_host(host), "{host}");
     }

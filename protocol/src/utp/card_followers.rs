@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_only_follower_of_a_target_is_sent_its_cards() {
+    fn only_a_sole_follower_of_a_target_gets_its_cards() {
         let followers = CardFollowers::default();
         assert_eq!(followers.sole_inbox("p", "t"), None);
         followers.register("p", "t", "_INBOX.a");
@@ -70,6 +70,6 @@ mod tests {
         assert_eq!(followers.sole_inbox("p", "other"), None);
         assert_eq!(followers.sole_inbox("other", "t"), None);
         followers.register("p", "t", "_INBOX.b");
-        assert_eq!(followers.sole_inbox("p", "t"), None, "which of the two?");
+        assert_eq!(followers.sole_inbox("p", "t"), None, "two followers: neither is chosen");
     }
 }

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use async_nats::connection::State;
 use async_nats::header::NATS_MESSAGE_ID;
+use async_nats::jetstream;
 use async_nats::jetstream::consumer::DeliverPolicy;
 use async_nats::jetstream::consumer::pull::OrderedConfig;
 use async_nats::jetstream::context::{PublishError, PublishErrorKind};
+use async_nats::jetstream::message::PublishMessage;
 use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType};
-use async_nats::jetstream::{self, message::PublishMessage};
 use async_nats::{Client, ConnectOptions, HeaderMap};
 use futures::StreamExt;
 use tokio::sync::Notify;

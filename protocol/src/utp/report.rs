@@ -4,7 +4,7 @@ use serde_json::Value;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::json;
 use toolcrib::domain::utp::subject;
-use toolcrib::engine::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
+use toolcrib::utp::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
 use toolcrib::{Caller, Engine};
 
 use super::wire::UtpHeaders;
@@ -24,7 +24,7 @@ pub async fn ingest_report(
     incoming: IncomingReport<'_>,
 ) -> Result<ReportReceipt, Error> {
     let rejected = match parse_report(engine, &caller.project, &incoming) {
-        Ok(report) => match engine.ingest_report(caller, report).await {
+        Ok(report) => match engine.utp().ingest_report(caller, report).await {
             Ok(ingested) => return Ok(ingested),
             Err(rejected) => rejected,
         },
@@ -41,7 +41,7 @@ pub async fn ingest_report(
             payload: String::from_utf8_lossy(incoming.body).into_owned(),
             is_truncated: false,
         };
-        engine.dead_letter(&caller.project, letter).await?;
+        engine.utp().dead_letter(&caller.project, letter).await?;
     }
     Err(error)
 }
@@ -54,7 +54,7 @@ pub async fn reingest_report(
 ) -> Result<ReportReceipt, Error> {
     let report =
         parse_report(engine, &caller.project, incoming).map_err(|rejected| rejected.error)?;
-    engine.ingest_report(caller, report).await.map_err(|rejected| rejected.error)
+    engine.utp().ingest_report(caller, report).await.map_err(|rejected| rejected.error)
 }
 
 fn error_message(error: &Error) -> String {

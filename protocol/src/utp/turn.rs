@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::domain::utp::{StepCall, Turn};
-use toolcrib::engine::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
+use toolcrib::utp::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
 use utoipa::ToSchema;
 
 /// A request to lease a turn.
@@ -56,7 +56,7 @@ pub struct DispatchBody {
 
 /// One call of a step.
 #[derive(Debug, Clone, Deserialize, ToSchema)]
-pub struct StepCallBody {
+pub(crate) struct StepCallBody {
     /// Id from the model, unique in its turn.
     tool_call_id: String,
     tool_name: String,

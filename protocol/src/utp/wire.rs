@@ -8,8 +8,8 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::fault::{Error, Fault};
 use toolcrib::domain::utp::{Card, InboxItem, OutboxMessage, trace};
-use toolcrib::engine::ReportReceipt;
 use toolcrib::ports::source::{Attempt, ToolCommand};
+use toolcrib::utp::ReportReceipt;
 
 /// Names of the headers that every message has, built once.
 pub mod names {
@@ -17,7 +17,7 @@ pub mod names {
 
     pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
     pub const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
-    pub const TIMESTAMP: HeaderName = HeaderName::from_static("CG-Timestamp");
+    pub(crate) const TIMESTAMP: HeaderName = HeaderName::from_static("CG-Timestamp");
     pub const VERSION: HeaderName = HeaderName::from_static("CG-Version");
     pub const KIND: HeaderName = HeaderName::from_static("CG-Msg-Type");
     pub const SENDER: HeaderName = HeaderName::from_static("CG-Sender");
@@ -135,7 +135,7 @@ pub fn encode_command(
 }
 
 /// The version that moves the identity into headers.
-pub const HEADER_IDENTITY_VERSION: &str = "v1r4";
+pub(crate) const HEADER_IDENTITY_VERSION: &str = "v1r4";
 /// Headers for fields that the payload of that version lacks: the effect, which says whether the
 /// tool may run twice, and the deadline of the call.
 pub const EFFECT_HEADER: &str = "Toolcrib-Effect";
@@ -321,7 +321,7 @@ impl<'a> UtpHeaders<'a> {
     }
 
     /// Returns the headers as a map with names in lower case.
-    pub fn to_lowercase_map(&self) -> Map<String, Value> {
+    pub(crate) fn to_lowercase_map(&self) -> Map<String, Value> {
         let all = self.0.iter().rev();
         all.map(|(name, value)| (name.to_lowercase(), Value::from(*value))).collect()
     }

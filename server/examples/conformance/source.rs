@@ -8,8 +8,8 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
-use toolcrib::domain::elicitation::ElicitationRequest;
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::domain::call::elicitation::ElicitationRequest;
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use toolcrib::{AttemptProgress, CallId, Code, Executor, Fault, Json, ToolDefinition};
 use toolcrib_sources::mcp::McpSource;
 
@@ -29,12 +29,12 @@ impl Tools {
         Self { behind, own, running: Mutex::default() }
     }
 
-    async fn run(&self, attempt: &Attempt, progress: &ProgressSink) -> Result<Started, Fault> {
+    async fn run(&self, attempt: &Attempt, progress: &ProgressSink) -> Result<StartResult, Fault> {
         let args = attempt.args.to_value();
         let name = attempt.tool.strip_prefix(SUITE).and_then(|rest| rest.strip_prefix('.'));
         let name = name.unwrap_or_default();
         if let Some(asks) = asks(name, &args, attempt) {
-            return Ok(Started::NeedsInput(asks));
+            return Ok(StartResult::NeedsInput(asks));
         }
         let result = match name {
             "test_tool_with_logging" | "test_logging_tool" => {
@@ -52,7 +52,7 @@ impl Tools {
             }
             _ => answered(name, attempt).await,
         };
-        Ok(Started::Finished(Ok(Json::from_value(&result))))
+        Ok(StartResult::Finished(Ok(Json::from_value(&result))))
     }
 
     async fn slow(&self, attempt: &Attempt, args: &Value) -> Result<Value, Fault> {
@@ -106,13 +106,13 @@ impl Source for Tools {
         tools::own()
     }
 
-    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started {
+    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
         if !self.own.contains(&attempt.tool) {
             return self.behind.start(attempt, progress).await;
         }
         match self.run(&attempt, &progress).await {
             Ok(started) => started,
-            Err(fault) => Started::Finished(Err(fault)),
+            Err(fault) => StartResult::Finished(Err(fault)),
         }
     }
 

@@ -5,7 +5,6 @@
 //! admin key.
 
 mod target;
-
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
 use toolcrib::Role;
@@ -140,9 +139,9 @@ pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), Comman
     let output = context.output;
     match args.verb.unwrap_or(KeysCommand::Ls) {
         KeysCommand::Create { agent, role, allow } => {
-            let crib = AdminTarget::open_or_create(context, &args.place).await?;
+            let target = AdminTarget::open_or_create(context, &args.place).await?;
             let wanted = KeyRequest { agent, role: role.into(), allow };
-            print_created_key(context, &crib.create_key(wanted).await?)
+            print_created_key(context, &target.create_key(wanted).await?)
         }
         KeysCommand::Ls => {
             let keys = AdminTarget::open_existing(context, &args.place).await?.keys().await?;
@@ -206,10 +205,10 @@ pub async fn set_rules(
         // All or nothing: a typing error in the third pattern must not leave the first two applied.
         toolcrib::domain::access_rules::check_pattern(pattern).map_err(CommandFailure::usage)?;
     }
-    let crib = AdminTarget::open_or_create(context, &args.place).await?;
+    let target = AdminTarget::open_or_create(context, &args.place).await?;
     let mut rules = Vec::new();
     for pattern in &args.patterns {
-        rules.push(crib.set_rule(&args.agent, pattern, verdict).await?);
+        rules.push(target.set_rule(&args.agent, pattern, verdict).await?);
     }
     let (word, agent) = (verdict.as_str(), sanitize_line(&args.agent));
     let text = format!("{word} {} for agent {agent}", sanitize_line(&args.patterns.join(" ")));
@@ -217,10 +216,10 @@ pub async fn set_rules(
 }
 
 pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), CommandFailure> {
-    let crib = AdminTarget::open_existing(context, &args.place).await?;
+    let target = AdminTarget::open_existing(context, &args.place).await?;
     match args.verb.unwrap_or(RulesCommand::Ls) {
         RulesCommand::Ls => {
-            let rules = crib.rules().await?;
+            let rules = target.rules().await?;
             if context.output.json {
                 return context.output.print_json(&rules);
             }
@@ -234,7 +233,7 @@ pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), Comm
             context.output.print_table(&["AGENT", "VERDICT", "PATTERN"], rows, none)
         }
         RulesCommand::Rm { agent, pattern } => {
-            crib.remove_rule(&agent, &pattern).await?;
+            target.remove_rule(&agent, &pattern).await?;
             let said = format!(
                 "removed the rule on {} for agent {}",
                 sanitize_line(&pattern),

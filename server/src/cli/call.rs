@@ -6,20 +6,18 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use indicatif::ProgressBar;
 use serde_json::{Map, Value, json};
 
 use super::client::{ApiClient, ApiRequest};
 use super::failure::{CommandFailure, exit};
 use super::input::parse_arguments;
-use super::output::{self, TextStyle, sanitize_line, str_member, u64_member};
-use super::{CommandContext, calls};
+use super::output::{sanitize_line, str_member};
+use super::{CommandContext, outcome};
 
 /// Time to wait for the outcome, unless `--wait` sets it.
 const DEFAULT_WAIT: Duration = Duration::from_secs(60);
-/// Time that one request waits; shorter than the timeouts of common proxies.
-const POLL_WAIT: Duration = Duration::from_secs(20);
-const POLL_PAUSE: Duration = Duration::from_millis(300);
+/// Pause before a request is sent again.
+const RETRY_PAUSE: Duration = Duration::from_millis(300);
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -141,12 +139,12 @@ pub async fn run(
         }
         Ok(mut call) => {
             call["tool_name"] = args.name.as_str().into();
-            await_outcome(&client, &spinner, call, until).await
+            outcome::await_outcome(&client, &spinner, call, until).await
         }
         Err(failure) => Err(args.add_quoting_hint(failure)),
     };
     spinner.finish_and_clear();
-    print_outcome(context, &call?, wait)
+    outcome::print_outcome(context, &call?, wait)
 }
 
 /// Submits the call and returns its ticket immediately: with the ticket the call can be found
@@ -171,7 +169,7 @@ async fn submit_call(
                 if Instant::now() >= until {
                     return Err(failure);
                 }
-                tokio::time::sleep(POLL_PAUSE).await;
+                tokio::time::sleep(RETRY_PAUSE).await;
             }
             other => return other,
         }
@@ -187,135 +185,6 @@ fn print_ticket(context: &CommandContext, call: &Value) -> Result<(), CommandFai
         .output
         .print_note(&format!("accepted; toolcrib calls get {id} --wait   shows the outcome"));
     context.output.print_line(&id)
-}
-
-/// Polls until the call has ended or the time is over, including across a restart of the server.
-pub async fn await_outcome(
-    client: &ApiClient,
-    spinner: &ProgressBar,
-    first: Value,
-    until: Instant,
-) -> Result<Value, CommandFailure> {
-    let mut call = first;
-    let id = str_member(&call, "tool_call_id").to_owned();
-    let tool = sanitize_line(str_member(&call, "tool_name"));
-    let mut away: Option<CommandFailure> = None;
-    while !is_terminal(&call) {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return match away {
-                Some(failure) => Err(failure.hint(resume_hint(&id))),
-                None => Ok(call),
-            };
-        }
-        let status = sanitize_line(str_member(&call, "status"));
-        spinner.set_message(match away {
-            None => format!("{tool}  {status}  {id}"),
-            Some(_) => format!("{tool}  server away, the call is safe, asking again  {id}"),
-        });
-        let begun = Instant::now();
-        let path = ["v1", "tool_calls", id.as_str()];
-        let ask = ApiRequest::get(&path).wait(left.min(POLL_WAIT));
-        let answer = tokio::select! {
-            answer = client.request_json(ask) => answer,
-            _ = tokio::signal::ctrl_c() => {
-                let interrupted = CommandFailure { is_reported: false, ..CommandFailure::interrupted() };
-                return Err(interrupted.hint(resume_hint(&id)));
-            }
-        };
-        match answer {
-            Ok(now) => {
-                call = now;
-                away = None;
-            }
-            Err(failure) if failure.exit == exit::UNREACHABLE => away = Some(failure),
-            Err(failure) => return Err(failure),
-        }
-        // Pauses between requests when the server does not wait or is unreachable.
-        if begun.elapsed() < POLL_PAUSE && !is_terminal(&call) {
-            tokio::time::sleep(POLL_PAUSE).await;
-        }
-    }
-    Ok(call)
-}
-
-fn resume_hint(id: &str) -> String {
-    format!(
-        "the call goes on; come back to it with: toolcrib calls get {} --wait",
-        sanitize_line(id)
-    )
-}
-
-pub fn is_terminal(call: &Value) -> bool {
-    matches!(str_member(call, "status"), "SUCCEEDED" | "FAILED" | "TIMEOUT" | "CANCELED")
-}
-
-/// Prints the outcome: a summary line for people, the result, and the exit code.
-pub fn print_outcome(
-    context: &CommandContext,
-    call: &Value,
-    waited: Duration,
-) -> Result<(), CommandFailure> {
-    let output = context.output;
-    if output.json {
-        output.print_json(call)?;
-    }
-    let failure = match str_member(call, "status") {
-        "SUCCEEDED" => {
-            output.print_note(&summary_line(context, call));
-            return if output.json { Ok(()) } else { output.print_json(&call["result"]) };
-        }
-        "FAILED" => outcome_failure(call, exit::TOOL_FAILED),
-        "TIMEOUT" => outcome_failure(call, exit::TIMED_OUT),
-        "CANCELED" => outcome_failure(call, exit::FAILURE),
-        status => {
-            let status = sanitize_line(status);
-            let time = output::format_duration(waited.as_millis() as u64);
-            let message = format!("still {status} after {time} of waiting");
-            CommandFailure::new(exit::TIMED_OUT, "STILL_OPEN", message)
-                .hint(resume_hint(str_member(call, "tool_call_id")))
-        }
-    };
-    output.print_note(&summary_line(context, call));
-    Err(failure)
-}
-
-/// Formats the summary line: `✓ weather.query  SUCCEEDED in 212 ms   tc_…   attempt 1`
-pub fn summary_line(context: &CommandContext, call: &Value) -> String {
-    let status = str_member(call, "status");
-    let (mark, tone) = match status {
-        "SUCCEEDED" => ("✓", TextStyle::Success),
-        "PENDING" | "RUNNING" => ("…", TextStyle::Warning),
-        _ => ("✗", TextStyle::Error),
-    };
-    let mark = context.output.paint_message(mark, tone);
-    let tool = sanitize_line(str_member(call, "tool_name"));
-    let ran = str_member(call, "ran_tool");
-    let ran = if ran.is_empty() || ran == str_member(call, "tool_name") {
-        String::new()
-    } else {
-        format!(" (ran {})", sanitize_line(ran))
-    };
-    let took = calls::elapsed_ms(call).map_or_else(String::new, |ms| {
-        format!(" {} {}", if is_terminal(call) { "in" } else { "for" }, output::format_duration(ms))
-    });
-    let id = sanitize_line(str_member(call, "tool_call_id"));
-    let attempt = u64_member(call, "attempt").unwrap_or_default();
-    format!("{mark} {tool}{ran}  {}{took}   {id}   attempt {attempt}", sanitize_line(status))
-}
-
-fn outcome_failure(call: &Value, exit: u8) -> CommandFailure {
-    let error = &call["error"];
-    let code = str_member(error, "code");
-    let message = match str_member(error, "message") {
-        "" => format!("the call ended as {}", sanitize_line(str_member(call, "status"))),
-        message => message.to_owned(),
-    };
-    let mut failure =
-        super::failure::failure_for_code(code, format!("{}: {message}", sanitize_line(code)), exit);
-    failure.retryable = error["retryable"].as_bool().unwrap_or(false);
-    failure.detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
-    failure
 }
 
 #[cfg(test)]
@@ -335,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_is_the_default_and_a_pair_is_not_a_time() {
+    fn waiting_is_the_default_and_a_pair_is_not_a_duration() {
         let mut call = args(&["t", "a=1"]);
         assert_eq!(call.resolve_wait().unwrap(), DEFAULT_WAIT);
         let mut call = args(&["t", "--wait", "5s", "a=1"]);
@@ -348,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_envelope_has_what_was_given_and_nothing_else() {
+    fn the_request_body_contains_only_given_options() {
         let call = args(&["t", "--timeout", "1.5s", "--retry", "0", "--client", "c"]);
         assert_eq!(
             call.request_body().unwrap(),
@@ -358,36 +227,12 @@ mod tests {
     }
 
     #[test]
-    fn a_number_where_text_is_wanted_is_explained() {
+    fn a_quoting_hint_is_added_for_numbers_in_text_arguments() {
         let mut failure = CommandFailure::new(exit::FAILURE, "VALIDATION_ERROR", "m");
         failure.detail = Some(json!({"problems": [{"pointer": "/q"}, 5]}));
         let hint = args(&["t", "a=1", "q=5"]).add_quoting_hint(failure).hint.unwrap();
         assert!(hint.contains("q='\"5\"'"), "{hint}");
         let failure = CommandFailure::new(exit::FAILURE, "VALIDATION_ERROR", "m");
         assert_eq!(args(&["t", "q=5"]).add_quoting_hint(failure).hint, None);
-    }
-
-    #[test]
-    fn ends_have_their_exit_codes() {
-        let context = super::super::tests::context(true);
-        let exit = |status: &str| {
-            let call = json!({"tool_call_id": "tc_1", "status": status, "error": {"code": "X"}});
-            print_outcome(&context, &call, Duration::ZERO).err().map(|failure| failure.exit)
-        };
-        assert_eq!(exit("SUCCEEDED"), None);
-        assert_eq!(exit("FAILED"), Some(exit::TOOL_FAILED));
-        assert_eq!(exit("TIMEOUT"), Some(exit::TIMED_OUT));
-        assert_eq!(exit("CANCELED"), Some(exit::FAILURE));
-        assert_eq!(exit("RUNNING"), Some(exit::TIMED_OUT));
-        assert_eq!(exit("\u{1b}?"), Some(exit::TIMED_OUT));
-    }
-
-    #[test]
-    fn the_line_about_a_call() {
-        let context = super::super::tests::context(false);
-        let call = json!({"tool_call_id": "tc_1", "status": "SUCCEEDED", "tool_name": "a.b",
-            "ran_tool": "c.d", "attempt": 2, "outcome": {"metrics": {"latency_ms": 212}}});
-        let line = summary_line(&context, &call);
-        assert_eq!(line, "✓ a.b (ran c.d)  SUCCEEDED in 212 ms   tc_1   attempt 2");
     }
 }

@@ -1,7 +1,6 @@
 //! `toolcrib calls`: lists calls and works on single ones.
 
 mod answer;
-
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
@@ -10,7 +9,7 @@ use serde_json::{Value, json};
 use super::client::ApiRequest;
 use super::failure::CommandFailure;
 use super::output::{format_age, format_duration, now_ms, sanitize_line, str_member, u64_member};
-use super::{CommandContext, call, watch};
+use super::{CommandContext, outcome, watch};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -157,19 +156,10 @@ fn row(call: &Value, now: u64) -> Vec<String> {
         str_member(call, "tool_name").to_owned(),
         str_member(call, "source").to_owned(),
         u64_member(call, "attempt").map(|n| n.to_string()).unwrap_or_default(),
-        elapsed_ms(call).map(format_duration).unwrap_or_default(),
+        outcome::elapsed_ms(call).map(format_duration).unwrap_or_default(),
         str_member(&call["error"], "code").to_owned(),
         str_member(call, "tool_call_id").to_owned(),
     ]
-}
-
-/// Returns the duration of a call, up to now if it has not ended.
-pub fn elapsed_ms(call: &Value) -> Option<u64> {
-    if let Some(ms) = u64_member(&call["outcome"]["metrics"], "latency_ms") {
-        return Some(ms);
-    }
-    let end = u64_member(call, "completed_at_ms").unwrap_or_else(now_ms);
-    u64_member(call, "created_at_ms").map(|begin| end.saturating_sub(begin))
 }
 
 async fn get(
@@ -180,13 +170,13 @@ async fn get(
     let client = context.client()?;
     let found = client.request_json(ApiRequest::get(&["v1", "tool_calls", id])).await?;
     let Some(wait) = wait else {
-        context.output.print_note(&call::summary_line(context, &found));
+        context.output.print_note(&outcome::summary_line(context, &found));
         return context.output.print_json(&found);
     };
     let spinner = context.output.start_spinner(id);
-    let ended = call::await_outcome(&client, &spinner, found, Instant::now() + wait).await;
+    let ended = outcome::await_outcome(&client, &spinner, found, Instant::now() + wait).await;
     spinner.finish_and_clear();
-    call::print_outcome(context, &ended?, wait)
+    outcome::print_outcome(context, &ended?, wait)
 }
 
 async fn cancel(
@@ -200,7 +190,7 @@ async fn cancel(
     if context.output.json {
         return context.output.print_json(&canceled);
     }
-    context.output.print_note(&call::summary_line(context, &canceled));
+    context.output.print_note(&outcome::summary_line(context, &canceled));
     Ok(())
 }
 
@@ -278,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_read_says_how_to_see_more() {
+    fn the_slice_note_states_how_to_read_more() {
         let page = json!({"type": "array", "total": 500, "shown": 20, "next_offset": 20});
         assert_eq!(slice_note(&page), "20 of 500 items; there are more: --offset 20");
         let found = json!({"type": "text", "total": 9, "shown": 2, "matched": 2});
@@ -289,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_bear_whatever_a_server_sends() {
+    fn rows_tolerate_malformed_calls() {
         let call = json!({"tool_call_id": "tc_1", "status": "FAILED", "tool_name": "a.b",
             "source": "client", "attempt": 3, "created_at_ms": 1_000, "completed_at_ms": 32_200,
             "error": {"code": "UPSTREAM_UNAVAILABLE"}});

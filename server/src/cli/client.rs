@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_path_cannot_leave_it() {
+    fn path_segments_are_escaped() {
         let client = client("127.0.0.1:8080");
         let url = |part| client.url(&["v1", "tools", part]).map(|url| url.to_string());
         assert_eq!(url("mcp/git.x").unwrap(), "http://127.0.0.1:8080/v1/tools/mcp%2Fgit.x");
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_may_have_a_prefix_and_no_scheme() {
+    fn a_server_url_may_have_a_path_prefix_and_no_scheme() {
         let url = |server| client(server).url(&["healthz"]).unwrap().to_string();
         assert_eq!(url("https://example.com/crib/"), "https://example.com/crib/healthz");
         assert_eq!(url("localhost:1"), "http://localhost:1/healthz");
@@ -413,8 +413,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_a_crib_is_taken_for_one_and_nobody_is_shown_the_key_before() {
-        for (name, ours) in [("toolcrib-version", true), ("server", false)] {
+    async fn the_health_probe_recognizes_toolcrib_without_sending_the_key() {
+        for (name, is_toolcrib) in [("toolcrib-version", true), ("server", false)] {
             let healthz = move |headers: HeaderMap| async move {
                 assert!(!headers.contains_key(header::AUTHORIZATION));
                 ([(name, "1")], "ok")
@@ -423,12 +423,12 @@ mod tests {
             let address = listener.local_addr().unwrap().to_string();
             let router = axum::Router::new().route("/healthz", axum::routing::get(healthz));
             tokio::spawn(async move { axum::serve(listener, router).await });
-            assert_eq!(client(&address).is_toolcrib_alive().await, ours, "{name}");
+            assert_eq!(client(&address).is_toolcrib_alive().await, is_toolcrib, "{name}");
         }
     }
 
     #[test]
-    fn refusals_become_exit_codes() {
+    fn error_responses_become_exit_codes() {
         let body = |code: &str| json!({"error": {"code": code, "message": "m\u{1b}"}});
         let exit = |status, code, calls| failure_from_problem(status, &body(code), calls).exit;
         assert_eq!(exit(StatusCode::UNAUTHORIZED, "UNAUTHENTICATED", true), exit::AUTH);

@@ -4,7 +4,6 @@ mod checks;
 pub(super) mod disk;
 mod nats;
 mod port;
-
 use clap::Args;
 use serde_json::{Value, json};
 

@@ -176,14 +176,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_closed_pipe_is_no_failure() {
+    fn a_closed_pipe_is_not_a_failure() {
         let gone = std::io::Error::from(std::io::ErrorKind::BrokenPipe);
         let failure = CommandFailure::from(gone);
         assert_eq!((failure.exit, failure.is_reported), (exit::OK, true));
     }
 
     #[test]
-    fn refusals_carry_the_tables_help_and_the_exit_code() {
+    fn refusals_have_the_hint_and_exit_code_of_their_code() {
         let refused = toolcrib::Error::refused(Code::PermissionDenied, "no");
         let failure = CommandFailure::from(refused);
         assert_eq!(failure.exit, exit::AUTH);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_error_is_told_as_one_even_through_anyhow() {
+    fn a_configuration_error_is_recognized_inside_anyhow() {
         let error = crate::config::Config { listen: "x".into(), ..Default::default() };
         let error = anyhow::Error::from(error.validate().unwrap_err());
         let failure = CommandFailure::from(error);

@@ -74,26 +74,26 @@ mod tests {
     fn values_are_json_or_text() {
         let given =
             pairs(&["q=weather in Beijing", "n=5", "on=true", "list=[1,2]", "e=", "eq=a=b"]);
-        let wanted = json!({
+        let expected = json!({
             "q": "weather in Beijing", "n": 5, "on": true, "list": [1, 2], "e": "", "eq": "a=b"
         });
-        assert_eq!(parse_arguments(None, &given).unwrap(), wanted);
+        assert_eq!(parse_arguments(None, &given).unwrap(), expected);
     }
 
     #[test]
-    fn pairs_are_laid_over_the_document() {
-        let made = parse_arguments(Some(r#"{"a":1,"b":2}"#), &pairs(&["b=3"])).unwrap();
-        assert_eq!(made, json!({"a": 1, "b": 3}));
+    fn pairs_override_the_json_document() {
+        let parsed = parse_arguments(Some(r#"{"a":1,"b":2}"#), &pairs(&["b=3"])).unwrap();
+        assert_eq!(parsed, json!({"a": 1, "b": 3}));
         assert_eq!(
             parse_arguments(Some("[1]"), &[]).unwrap(),
             json!([1]),
-            "the schema decides, not us"
+            "the tool's schema decides"
         );
         assert!(parse_arguments(Some("[1]"), &pairs(&["a=1"])).is_err());
     }
 
     #[test]
-    fn files_are_read() {
+    fn arguments_are_read_from_a_file() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "{\"a\": 1}").unwrap();
         let name = format!("@{}", file.path().display());
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_input_is_refused_in_words() {
+    fn invalid_input_is_refused_with_a_message() {
         for odd in ["x", "=1", ""] {
             assert!(parse_arguments(None, &pairs(&[odd])).is_err(), "{odd:?}");
         }

@@ -5,7 +5,6 @@
 //! With a subcommand it manages upstream MCP servers.
 
 mod servers;
-
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -27,12 +26,12 @@ use tokio::time::Instant;
 use toolcrib::Caller;
 use toolcrib::domain::fault::Code;
 use toolcrib_store::file_permissions;
+use toolcrib_transport::mcp::CatalogueMode;
 
 use super::failure::{CommandFailure, exit};
 use super::{CommandContext, StorageArgs};
 use crate::config::Config;
 use crate::{bootstrap, telemetry};
-use toolcrib_transport::mcp::CatalogueMode;
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -115,9 +114,9 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
     telemetry::start_logging(&config.log.level, config.log.format);
     let served = bootstrap::start_server(&config).await?;
     let engine = served.engine.clone();
-    let caller = match (engine.has_keys(), context.global.key.as_deref()) {
+    let caller = match (engine.registry().has_keys(), context.global.key.as_deref()) {
         (false, _) => Caller::local(context.project()),
-        (true, Some(key)) => engine.authenticate(key).ok_or_else(|| {
+        (true, Some(key)) => engine.registry().authenticate(key).ok_or_else(|| {
             let message = "this key is unknown or was revoked";
             CommandFailure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)
         })?,
@@ -127,13 +126,13 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
                 .hint("give it with --key or TOOLCRIB_KEY"));
         }
     };
-    let door = served.mcp_transport(&config);
+    let transport = served.mcp_transport(&config);
     let catalogue = args.catalogue.map(|shown| match shown {
         CatalogueArg::Full => CatalogueMode::Full,
         CatalogueArg::Search => CatalogueMode::Search,
     });
     let (input, output) = (tokio::io::stdin(), tokio::io::stdout());
-    let ended = door.serve_pipes(caller, catalogue, args.source.clone(), input, output).await;
+    let ended = transport.serve_pipes(caller, catalogue, args.source.clone(), input, output).await;
     let drain = Duration::from_millis(config.shutdown.drain_ms);
     engine.shut_down(drain).await;
     served.stop_mcp_servers().await;
@@ -193,7 +192,8 @@ async fn relay_messages(
                     continue;
                 }
                 Some(message) => {
-                    open.extend(request_id(&message).filter(|_| !is_subscription_request(&message)));
+                    let subscribes = is_subscription_request(&message);
+                    open.extend(request_id(&message).filter(|_| !subscribes));
                     let (id, sending) = (request_id(&message), far.send(message));
                     let is_request = id.is_some();
                     let mut sending = Box::pin(async move { (id, sending.await.err()) });
@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_nothing_can_be_kept_here_it_is_kept_in_the_users_own_place() {
+    fn an_unusable_data_directory_falls_back_to_the_users_data_home() {
         let directory = tempfile::tempdir().unwrap();
         let own = |known: &'static [(&str, &str)]| {
             move |name: &str| {
@@ -312,9 +312,9 @@ mod tests {
         let here = directory.path().join("toolcrib-data");
         assert_eq!(fallback_data_dir(&here, own(&[("HOME", "/home/ada")])), None);
         // A file in its place: even a user who may write everywhere cannot use it as a directory.
-        let taken = directory.path().join("taken");
-        std::fs::write(&taken, "a file").unwrap();
-        for (known, place) in [
+        let occupied = directory.path().join("taken");
+        std::fs::write(&occupied, "a file").unwrap();
+        for (known, expected) in [
             (&[("HOME", "/home/ada")][..], Some("/home/ada/.local/share/toolcrib")),
             (&[("HOME", "/home/ada"), ("XDG_DATA_HOME", "/data")], Some("/data/toolcrib")),
             (
@@ -324,17 +324,17 @@ mod tests {
             (&[], None),
         ] {
             assert_eq!(
-                fallback_data_dir(&taken, own(known)).as_deref(),
-                place.map(Path::new),
+                fallback_data_dir(&occupied, own(known)).as_deref(),
+                expected.map(Path::new),
                 "{known:?}"
             );
         }
     }
 
     /// An MCP client that has written all its messages at once.
-    struct Near(mpsc::UnboundedReceiver<RxJsonRpcMessage<RoleServer>>);
+    struct ClientTransport(mpsc::UnboundedReceiver<RxJsonRpcMessage<RoleServer>>);
 
-    impl Transport<RoleServer> for Near {
+    impl Transport<RoleServer> for ClientTransport {
         type Error = Infallible;
 
         fn send(
@@ -354,22 +354,22 @@ mod tests {
     }
 
     /// A server that accepts nothing until the test opens it.
-    struct Far {
-        came: Arc<Mutex<Vec<String>>>,
+    struct GatedServer {
+        received: Arc<Mutex<Vec<String>>>,
         open: watch::Receiver<bool>,
     }
 
-    impl Transport<RoleClient> for Far {
+    impl Transport<RoleClient> for GatedServer {
         type Error = Infallible;
 
         fn send(
             &mut self,
             item: TxJsonRpcMessage<RoleClient>,
         ) -> impl Future<Output = Result<(), Infallible>> + Send + 'static {
-            let (came, mut open) = (self.came.clone(), self.open.clone());
+            let (received, mut open) = (self.received.clone(), self.open.clone());
             async move {
                 let message = serde_json::to_value(&item).unwrap();
-                came.lock().push(message["method"].as_str().unwrap().to_owned());
+                received.lock().push(message["method"].as_str().unwrap().to_owned());
                 let _ = open.wait_for(|open| *open).await;
                 Ok(())
             }
@@ -385,21 +385,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn messages_leave_in_the_order_in_which_they_came() {
-        let (says, near) = mpsc::unbounded_channel();
+    async fn messages_are_relayed_in_order() {
+        let (client, client_messages) = mpsc::unbounded_channel();
         let (open, opened) = watch::channel(false);
-        let came: Arc<Mutex<Vec<String>>> = Arc::default();
+        let received: Arc<Mutex<Vec<String>>> = Arc::default();
         for message in [
             json!({ "jsonrpc": "2.0", "id": 1, "method": "ping" }),
             json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/list" }),
             json!({ "jsonrpc": "2.0", "method": "notifications/initialized" }),
             json!({ "jsonrpc": "2.0", "id": 3, "method": "prompts/list" }),
         ] {
-            says.send(serde_json::from_value(message).unwrap()).unwrap();
+            client.send(serde_json::from_value(message).unwrap()).unwrap();
         }
-        let far = Far { came: came.clone(), open: opened };
-        let passing = tokio::spawn(relay_messages(Near(near), far, "http://there"));
-        let seen = || came.lock().clone();
+        let server = GatedServer { received: received.clone(), open: opened };
+        let relay =
+            tokio::spawn(relay_messages(ClientTransport(client_messages), server, "http://there"));
+        let seen = || received.lock().clone();
         while seen().len() < 3 {
             tokio::task::yield_now().await;
         }
@@ -407,17 +408,13 @@ mod tests {
             tokio::task::yield_now().await;
         }
         let so_far = ["ping", "tools/list", "notifications/initialized"];
-        assert_eq!(
-            seen(),
-            so_far,
-            "requests go side by side, and nothing overtakes a notification"
-        );
+        assert_eq!(seen(), so_far, "requests are concurrent, and nothing overtakes a notification");
         open.send_replace(true);
         while seen().len() < 4 {
             tokio::task::yield_now().await;
         }
         assert_eq!(seen()[3], "prompts/list");
-        drop(says);
-        passing.await.unwrap().unwrap();
+        drop(client);
+        relay.await.unwrap().unwrap();
     }
 }

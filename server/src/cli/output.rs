@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_peoples_text_moves_no_cursor() {
+    fn control_characters_are_removed_from_output() {
         assert_eq!(sanitize_line("a\u{1b}[2Jb\nc\u{9b}d"), "a\u{fffd}[2Jb c\u{fffd}d");
         let json = pretty_json(&Value::from("x\u{9b}y\u{1b}"));
         assert_eq!(json, "\"x\\u009by\\u001b\"");
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn times_and_sizes() {
+    fn times_and_sizes_are_formatted() {
         assert_eq!(
             [format_age(0), format_age(61_000), format_age(7_200_000), format_age(200_000_000)],
             ["0s", "1m", "2h", "2d"]

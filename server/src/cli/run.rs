@@ -6,7 +6,6 @@
 
 mod replay;
 mod view;
-
 use std::io::Read;
 use std::time::Duration;
 
@@ -15,6 +14,7 @@ use parking_lot::Mutex;
 use reqwest::Response;
 use serde_json::{Map, Value, json};
 use tokio_util::sync::CancellationToken;
+use toolcrib_protocol::sse::SseParser;
 
 use self::view::RunView;
 use super::client::{ApiClient, ApiRequest};
@@ -22,7 +22,6 @@ use super::failure::{CommandFailure, exit};
 use super::output::{str_member, u64_member};
 use super::{CommandContext, StorageArgs};
 use crate::bootstrap::{self, ServerRuntime};
-use toolcrib_protocol::sse::SseParser;
 
 const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
 /// Maximum time to reconnect to an unreachable server.

@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used)]
 
 mod wire;
-
 use clap::CommandFactory;
 
 use super::*;
@@ -14,27 +13,27 @@ pub fn context(json: bool) -> CommandContext {
     CommandContext { global, output: Output::new(json, true), server_from_flag: false }
 }
 
-fn typed(line: &str) -> Result<ParsedCommand, i32> {
+fn parse_line(line: &str) -> Result<ParsedCommand, i32> {
     let words = std::iter::once("toolcrib").chain(line.split_whitespace());
     parse_arguments(words.map(Into::into).collect(), false, false)
         .map_err(|error| error.exit_code())
 }
 
 #[test]
-fn the_definition_is_sound() {
+fn the_clap_definition_is_valid() {
     Cli::command().debug_assert();
 }
 
 #[test]
-fn alone_it_serves() {
-    assert!(matches!(typed("").unwrap().command, CliCommand::Serve(_)));
-    let ready = typed("--config x.toml").unwrap();
+fn without_a_command_the_server_starts() {
+    assert!(matches!(parse_line("").unwrap().command, CliCommand::Serve(_)));
+    let ready = parse_line("--config x.toml").unwrap();
     assert!(matches!(ready.command, CliCommand::Serve(_)));
     assert_eq!(ready.context.global.config.unwrap().to_str(), Some("x.toml"));
 }
 
 #[test]
-fn every_command_reads_and_has_examples() {
+fn every_command_parses_and_has_examples() {
     for line in [
         "serve --listen 127.0.0.1:0 --data-dir /tmp/x",
         "tools",
@@ -73,12 +72,9 @@ fn every_command_reads_and_has_examples() {
         "rules rm --agent a weather.*",
         "audit --limit 5",
         "doctor --network",
-        "bench --quick --out x.json",
-        "bench-floor --listen 127.0.0.1:0 --dir /tmp/x",
-        "bench-fill --data-dir /tmp/x --count 10",
         "--server http://x:1 --key k --no-color tools",
     ] {
-        assert!(typed(line).is_ok(), "{line}");
+        assert!(parse_line(line).is_ok(), "{line}");
     }
     for command in Cli::command().get_subcommands().filter(|command| !command.is_hide_set()) {
         let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
@@ -87,7 +83,7 @@ fn every_command_reads_and_has_examples() {
 }
 
 #[test]
-fn wrong_lines_are_usage_errors() {
+fn invalid_command_lines_are_usage_errors() {
     for line in [
         "nonsense",
         "call",
@@ -101,15 +97,15 @@ fn wrong_lines_are_usage_errors() {
         "keys create --agent a --role king",
         "--json call",
     ] {
-        assert_eq!(typed(line).err(), Some(2), "{line}");
+        assert_eq!(parse_line(line).err(), Some(2), "{line}");
     }
-    assert_eq!(typed("--help").err(), Some(0));
-    assert_eq!(typed("--version").err(), Some(0));
+    assert_eq!(parse_line("--help").err(), Some(0));
+    assert_eq!(parse_line("--version").err(), Some(0));
 }
 
 #[test]
-fn whether_a_server_was_typed_is_known() {
-    assert!(typed("keys ls --server http://x").unwrap().context.server_from_flag);
-    assert!(typed("--server http://x keys ls").unwrap().context.server_from_flag);
-    assert!(!typed("keys ls").unwrap().context.server_from_flag);
+fn a_server_given_as_a_flag_is_detected() {
+    assert!(parse_line("keys ls --server http://x").unwrap().context.server_from_flag);
+    assert!(parse_line("--server http://x keys ls").unwrap().context.server_from_flag);
+    assert!(!parse_line("keys ls").unwrap().context.server_from_flag);
 }

@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptions_are_cut_between_characters() {
+    fn descriptions_are_truncated_between_characters() {
         assert_eq!(first_sentence("Adds. Then more."), "Adds.");
         let long = "天".repeat(200);
         assert_eq!(first_sentence(&long).chars().count(), 80);

@@ -2,26 +2,26 @@
 
 mod dead_letters;
 mod tool_catalogue;
-
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
+use toolcrib::calls::Until;
 use toolcrib::domain::call::Status;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::utp::ToolStatus;
 use toolcrib::{CallRequest, Caller, Engine};
+use toolcrib_protocol::utp::NatsConnection;
+use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
+use toolcrib_sources::utp::host::{ToolHost, ToolJob, ToolJobResult};
 
 use super::failure::CommandFailure;
 use super::{CommandContext, StorageArgs};
 use crate::cli::utp::dead_letters::DeadLetterListArgs;
 use crate::cli::utp::tool_catalogue::UtpToolCatalogue;
 use crate::telemetry::OtlpExporter;
-use toolcrib_protocol::utp::NatsConnection;
-use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
-use toolcrib_sources::utp::host::{ToolHost, ToolJob, ToolJobResult};
 
 /// Retention of an ended call in this process.
 const RETENTION_MS: u64 = 60_000;
@@ -96,7 +96,7 @@ pub(super) async fn run(context: &CommandContext, args: UtpArgs) -> Result<(), C
     let mut config = context.config(None, &args.place)?;
     crate::telemetry::start_logging(&config.log.level, config.log.format);
     config.nats.url = args.nats.or(config.nats.url);
-    let Some(address) = config.nats.endpoint() else {
+    let Some(address) = crate::bootstrap::nats_endpoint(&config.nats) else {
         return Err(CommandFailure::usage("name the NATS server: --nats nats://127.0.0.1:4222"));
     };
     let project = context.global.project.clone();
@@ -114,7 +114,7 @@ async fn serve(
     let mut builder = Engine::builder()
         .tools(crate::bootstrap::builtin_tools(config)?)
         .source(Arc::new(crate::bootstrap::build_http_source(config)?))
-        .limits(config.limits())
+        .limits(crate::bootstrap::engine_limits(config))
         // The sender of the command stores the outcome; this process needs it only until it is
         // reported.
         .retention_ms(RETENTION_MS);
@@ -162,8 +162,8 @@ async fn run_tool(engine: &Engine, caller: &Caller, job: ToolJob) -> ToolJobResu
         asked.route = Some(Box::new(job.route.clone()));
         let left_ms = job.deadline_ms.map(|at_ms| at_ms.saturating_sub(engine.now_ms()).max(1));
         asked.timeout_ms = left_ms;
-        let ticket = engine.invoke(caller, asked).await?;
-        engine.wait_until_finished(caller, &ticket.call.id).await
+        let ticket = engine.calls().invoke(caller, asked).await?;
+        engine.calls().wait(caller, &ticket.call.id, Until::Ended).await
     };
     let call = match outcome.await {
         Ok(call) => call,

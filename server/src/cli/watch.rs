@@ -8,12 +8,12 @@ use std::time::Duration;
 use clap::Args;
 use reqwest::Response;
 use serde_json::Value;
+use toolcrib_protocol::sse::{SseEvent, SseParser};
 
 use super::CommandContext;
 use super::client::ApiClient;
 use super::failure::{CommandFailure, exit};
 use super::output::{TextStyle, format_clock_time, sanitize_line, str_member, u64_member};
-use toolcrib_protocol::sse::{SseEvent, SseParser};
 
 const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
 const MAX_BACKOFF: Duration = Duration::from_secs(10);
@@ -211,7 +211,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn an_event_is_one_harmless_line() {
+    fn an_event_is_printed_as_one_sanitized_line() {
         let event = json!({"number": 1, "type": "tool.call.failed", "tool_name": "a\u{1b}b\n",
             "error": {"code": "TIMEOUT", "message": "m"}, "next_ms": 5, "gone": null});
         let line = format_other_fields(&event);
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_call_is_recognised() {
+    fn the_end_of_a_call_is_recognized() {
         let message = |data: &str| SseEvent { id: None, data: data.to_owned() };
         assert!(is_call_end(&message(r#"{"type":"tool.call.finished"}"#)));
         assert!(!is_call_end(&message(r#"{"type":"tool.call.late"}"#)));

@@ -22,13 +22,8 @@ const RESERVED_VARIABLES: [&str; 5] =
 
 /// Prefixes of variables that are not settings. `TOOLCRIB_WEBHOOK_` variables hold signing keys;
 /// Kubernetes sets the last two for a service named `toolcrib`.
-const RESERVED_PREFIXES: [&str; 5] = [
-    "TOOLCRIB_TEST_",
-    "TOOLCRIB_BENCH_",
-    "TOOLCRIB_WEBHOOK_",
-    "TOOLCRIB_SERVICE_",
-    "TOOLCRIB_PORT",
-];
+const RESERVED_PREFIXES: [&str; 4] =
+    ["TOOLCRIB_TEST_", "TOOLCRIB_WEBHOOK_", "TOOLCRIB_SERVICE_", "TOOLCRIB_PORT"];
 
 /// The reason why the configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -387,7 +382,8 @@ fn suggest_key(root: &Value, path: &[String]) -> Option<Vec<String>> {
     }
     let names = unwrap_optional(beside).get("properties").and_then(Value::as_object)?.keys();
     let alike = names
-        .map(|name| (edit_distance(last, name), name))
+        // Counts a swap of two neighbors as one change.
+        .map(|name| (strsim::osa_distance(last, name), name))
         .min()
         .filter(|(distance, name)| *distance <= 2.max(name.len() / 3));
     if let Some((_, name)) = alike {
@@ -409,25 +405,4 @@ fn collect_keys(schema: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String
         collect_keys(member, path, all);
         path.pop();
     }
-}
-
-/// Returns the edit distance: the number of characters to change, insert, delete or swap with their
-/// neighbor.
-fn edit_distance(one: &str, two: &str) -> usize {
-    let (one, two): (Vec<char>, Vec<char>) = (one.chars().collect(), two.chars().collect());
-    let width = two.len() + 1;
-    let mut rows: Vec<usize> = (0..width).collect();
-    for (i, a) in one.iter().enumerate() {
-        let above = rows.len() - width;
-        rows.push(i + 1);
-        for (j, b) in two.iter().enumerate() {
-            let same = rows[above + j] + usize::from(a != b);
-            let mut best = same.min(rows[above + j + 1] + 1).min(rows[rows.len() - 1] + 1);
-            if i > 0 && j > 0 && *a == two[j - 1] && one[i - 1] == *b {
-                best = best.min(rows[above - width + j - 1] + 1);
-            }
-            rows.push(best);
-        }
-    }
-    rows.last().copied().unwrap_or_default()
 }

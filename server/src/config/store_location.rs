@@ -82,7 +82,7 @@ mod tests {
     use super::redact_url;
 
     #[test]
-    fn neither_user_nor_password_is_shown() {
+    fn user_and_password_are_redacted() {
         for url in [
             "postgres://u:p@h:5432/crib",
             "postgresql://u:p%40@h:5432/crib?sslmode=disable",

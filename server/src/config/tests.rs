@@ -1,7 +1,6 @@
 //! Tests of precedence, unknown keys, types and rejected values.
 
 #![allow(clippy::unwrap_used)]
-
 use std::ffi::OsString;
 use std::path::Path;
 
@@ -25,22 +24,21 @@ fn load_with(
     Ok(Config { file: None, ..config })
 }
 
-fn refused(toml: &str, variables: &[(&str, &str)]) -> String {
+fn load_error(toml: &str, variables: &[(&str, &str)]) -> String {
     load(toml, variables).unwrap_err().to_string()
 }
 
 #[test]
-fn nothing_given_is_the_defaults() {
+fn an_empty_configuration_equals_the_defaults() {
     assert_eq!(load("", &[]).unwrap(), Config::default());
     let config = Config::default();
     assert_eq!(config.listen, "127.0.0.1:8080");
     assert_eq!(config.store_location().unwrap().redacted(), "./toolcrib-data/toolcrib.db");
-    assert_eq!(config.policies().global, ExecutionPolicy::default());
     assert_eq!(config.limits.max_body_bytes, 2_097_152);
 }
 
 #[test]
-fn flags_go_before_environment_before_file_before_defaults() {
+fn precedence_is_flags_environment_file_defaults() {
     let toml = "listen = \"127.0.0.1:1\"\ndata_dir = \"/file\"\n[policy]\nmax_parallel = 7\n";
     let variables = [("TOOLCRIB_LISTEN", "127.0.0.1:2"), ("TOOLCRIB_DATA_DIR", "/env")];
     let overrides =
@@ -52,7 +50,7 @@ fn flags_go_before_environment_before_file_before_defaults() {
 }
 
 #[test]
-fn the_environment_is_read_as_what_is_wanted() {
+fn environment_values_are_converted_to_the_settings_type() {
     let config = load(
         "[policy]\nmax_retries = 9\n[builtin]\nenabled = true\n",
         &[
@@ -75,12 +73,12 @@ fn the_environment_is_read_as_what_is_wanted() {
     assert_eq!(config.log.format, LogFormat::Json);
     assert_eq!(config.retention.finished_calls_days, 0.5);
     assert_eq!(config.projects["acme"].policy.max_parallel, Some(3));
-    assert_eq!(config.store.url, None, "an empty variable says nothing");
+    assert_eq!(config.store.url, None, "an empty variable counts as unset");
     assert!(!format!("{config:?}").contains("secret"), "passwords are not printed");
 }
 
 #[test]
-fn variables_that_are_not_settings_are_left_alone() {
+fn environment_variables_that_are_not_settings_are_ignored() {
     let variables = [
         ("TOOLCRIB_SERVER", "http://x"),
         ("TOOLCRIB_KEY", "k"),
@@ -88,7 +86,6 @@ fn variables_that_are_not_settings_are_left_alone() {
         ("TOOLCRIB_LOG", "debug"),
         ("TOOLCRIB_QUIET", "1"),
         ("TOOLCRIB_TEST_POSTGRES", "1"),
-        ("TOOLCRIB_BENCH_NOOP", "1"),
         ("TOOLCRIB_WEBHOOK_SIGNING_KEY", "whsec_x"),
         ("TOOLCRIB_SERVICE_HOST", "10.0.0.1"),
         ("TOOLCRIB_PORT_8080_TCP", "tcp://10.0.0.1:8080"),
@@ -98,36 +95,43 @@ fn variables_that_are_not_settings_are_left_alone() {
 }
 
 #[test]
-fn unknown_keys_are_named_with_the_nearest() {
-    let said = refused("[policy]\nmax_paralel = 1\n", &[]);
-    assert!(said.contains("policy.max_paralel;"), "{said}");
-    assert!(said.contains("did you mean policy.max_parallel?"), "{said}");
-    assert!(said.contains("toolcrib.toml"), "where it came from: {said}");
-    let said = refused("max_parallel = 1\n", &[]);
-    assert!(said.contains("did you mean policy.max_parallel?"), "{said}");
-    let said = refused("[nonsense]\nx = 1\n", &[]);
-    assert!(said.ends_with("there is no setting nonsense"), "{said}");
-    let said = refused("", &[("TOOLCRIB_POLICY__MAX_PARALELL", "1")]);
-    assert!(said.contains("TOOLCRIB_POLICY__MAX_PARALELL"), "{said}");
-    assert!(said.contains("did you mean TOOLCRIB_POLICY__MAX_PARALLEL?"), "{said}");
-    let said = refused("", &[("TOOLCRIB_", "1")]);
-    assert!(said.contains("no setting TOOLCRIB_"), "{said}");
-    let said = refused("[tools.\"a.b\".policy]\nmax_retry = 1\n", &[]);
-    assert!(said.contains("tools.\"a.b\".policy.max_retries"), "{said}");
-    let said = refused("[[tools.\"a.b\".fallback]]\ntool = \"c\"\nargs.q.form = \"/x\"\n", &[]);
-    assert!(said.contains("args.q.from"), "{said}");
+fn unknown_keys_are_refused_with_a_suggestion() {
+    let message = load_error("[policy]\nmax_paralel = 1\n", &[]);
+    assert!(message.contains("policy.max_paralel;"), "{message}");
+    assert!(message.contains("did you mean policy.max_parallel?"), "{message}");
+    assert!(message.contains("toolcrib.toml"), "where it came from: {message}");
+    let message = load_error("max_parallel = 1\n", &[]);
+    assert!(message.contains("did you mean policy.max_parallel?"), "{message}");
+    let message = load_error("[nonsense]\nx = 1\n", &[]);
+    assert!(message.ends_with("there is no setting nonsense"), "{message}");
+    let message = load_error("", &[("TOOLCRIB_POLICY__MAX_PARALELL", "1")]);
+    assert!(message.contains("TOOLCRIB_POLICY__MAX_PARALELL"), "{message}");
+    assert!(message.contains("did you mean TOOLCRIB_POLICY__MAX_PARALLEL?"), "{message}");
+    let message = load_error("", &[("TOOLCRIB_", "1")]);
+    assert!(message.contains("no setting TOOLCRIB_"), "{message}");
+    let message = load_error("[tools.\"a.b\".policy]\nmax_retry = 1\n", &[]);
+    assert!(message.contains("tools.\"a.b\".policy.max_retries"), "{message}");
+    let message =
+        load_error("[[tools.\"a.b\".fallback]]\ntool = \"c\"\nargs.q.form = \"/x\"\n", &[]);
+    assert!(message.contains("args.q.from"), "{message}");
 }
 
 #[test]
-fn a_wrong_type_names_key_and_origin() {
-    let said = refused("[policy]\nmax_parallel = \"many\"\n", &[]);
-    let wanted = "policy.max_parallel must be a whole number from 0 to 4294967295, and is \
+fn a_wrong_type_is_reported_with_key_and_origin() {
+    let message = load_error("[policy]\nmax_parallel = \"many\"\n", &[]);
+    let expected = "policy.max_parallel must be a whole number from 0 to 4294967295, and is \
                   the text \"many\"";
-    assert!(said.contains(wanted) && said.contains("toolcrib.toml"), "{said}");
-    let said = refused("", &[("TOOLCRIB_INGRESS__WINDOW", "-1")]);
-    assert!(said.contains("TOOLCRIB_INGRESS__WINDOW must be") && said.contains("-1"), "{said}");
-    let said = refused("[log]\nformat = \"xml\"\n", &[]);
-    assert!(said.contains("log.format must be one of \"auto\", \"text\", \"json\""), "{said}");
+    assert!(message.contains(expected) && message.contains("toolcrib.toml"), "{message}");
+    let message = load_error("", &[("TOOLCRIB_INGRESS__WINDOW", "-1")]);
+    assert!(
+        message.contains("TOOLCRIB_INGRESS__WINDOW must be") && message.contains("-1"),
+        "{message}"
+    );
+    let message = load_error("[log]\nformat = \"xml\"\n", &[]);
+    assert!(
+        message.contains("log.format must be one of \"auto\", \"text\", \"json\""),
+        "{message}"
+    );
     for (toml, key) in [
         ("listen = 8080", "listen"),
         ("policy = 1", "policy"),
@@ -137,15 +141,15 @@ fn a_wrong_type_names_key_and_origin() {
         ("[auth]\ndefault_allow = [1]", "auth.default_allow.0"),
         ("[builtin]\nenabled = 1", "builtin.enabled"),
     ] {
-        let said = refused(toml, &[]);
-        assert!(said.contains(&format!(": {key} must be")), "{said}");
+        let message = load_error(toml, &[]);
+        assert!(message.contains(&format!(": {key} must be")), "{message}");
     }
 }
 
 #[test]
-fn what_is_not_toml_says_where() {
-    let said = refused("listen = \n", &[]);
-    assert!(said.contains("not valid TOML") && said.contains("line 1"), "{said}");
+fn a_toml_syntax_error_is_reported_with_its_location() {
+    let message = load_error("listen = \n", &[]);
+    assert!(message.contains("not valid TOML") && message.contains("line 1"), "{message}");
     let none = Config::from_parts(
         Some(Path::new("/nonexistent.toml")),
         std::iter::empty::<(OsString, OsString)>(),
@@ -155,32 +159,7 @@ fn what_is_not_toml_says_where() {
 }
 
 #[test]
-fn projects_tools_and_fallbacks_reach_the_engine() {
-    let toml = "
-        [projects.acme.policy]
-        max_parallel = 4
-        [tools.\"weather.query\".policy]
-        default_timeout_ms = 5000
-        backoff = { initial_ms = 10 }
-        [[tools.\"weather.query\".fallback]]
-        tool = \"weather.backup\"
-        args = { q = { from = \"/query\" }, units = { value = \"metric\" } }
-        [limits]
-        max_open_calls = 11
-    ";
-    let config = load(toml, &[]).unwrap();
-    let policies = config.policies();
-    assert_eq!(policies.projects["acme"].max_parallel, Some(4));
-    let tool = &policies.tools["weather.query"];
-    assert_eq!(tool.policy.default_timeout_ms, Some(5_000));
-    assert_eq!(tool.policy.backoff.as_ref().unwrap().initial_ms, 10);
-    assert_eq!(tool.fallback[0].tool, "weather.backup");
-    assert_eq!(tool.fallback[0].args.as_ref().unwrap().len(), 2);
-    assert_eq!(config.limits().max_open_calls, 11);
-}
-
-#[test]
-fn values_that_make_no_sense_name_their_key() {
+fn invalid_values_are_refused_with_their_key() {
     for (toml, key) in [
         ("listen = \"8080\"", "listen"),
         ("listen = \"127.0.0.1:99999\"", "listen"),
@@ -218,15 +197,15 @@ fn values_that_make_no_sense_name_their_key() {
         ("[builtin.weather]\nforecast_url = \"ftp://x\"", "builtin.weather.forecast_url"),
         ("[builtin.database]\nurl = \"mysql://u:secret@h\"", "builtin.database.url"),
     ] {
-        let said = refused(toml, &[]);
-        assert!(said.starts_with(&format!("{key}: ")), "{said}");
-        assert!(!said.contains("secret"), "{said}");
+        let message = load_error(toml, &[]);
+        assert!(message.starts_with(&format!("{key}: ")), "{message}");
+        assert!(!message.contains("secret"), "{message}");
     }
-    assert!(refused("[store]\nurl = \"mysql://h\"", &[]).contains("postgres://"));
+    assert!(load_error("[store]\nurl = \"mysql://h\"", &[]).contains("postgres://"));
 }
 
 #[test]
-fn addresses_and_filters_that_are_fine() {
+fn valid_addresses_levels_and_urls_are_accepted() {
     for listen in ["0.0.0.0:80", "[::1]:0", "localhost:8080", "my-host.example:1"] {
         assert!(load(&format!("listen = \"{listen}\""), &[]).is_ok(), "{listen}");
     }
@@ -243,16 +222,16 @@ fn addresses_and_filters_that_are_fine() {
 /// Every setting has a doc comment, because the doc comments are the documentation.
 #[test]
 fn every_setting_is_described() {
-    fn look(schema: &serde_json::Value, path: &str) {
+    fn check_descriptions(schema: &serde_json::Value, path: &str) {
         let Some(properties) = schema["properties"].as_object() else { return };
         for (name, member) in properties {
             let path = format!("{path}.{name}");
             assert!(member["description"].is_string(), "{path} has no description");
-            look(member, &path);
-            look(&member["additionalProperties"], &path);
+            check_descriptions(member, &path);
+            check_descriptions(&member["additionalProperties"], &path);
         }
     }
-    look(layers::schema(), "");
+    check_descriptions(layers::schema(), "");
 }
 
 #[test]
@@ -282,13 +261,13 @@ fn mcp_servers_are_read_and_checked() {
         ("[[mcp]]\nname = 'a'\ncolour = 'blue'\nurl = 'http://x/'", "colour"),
         ("[[mcp]]\nname = 'a'\nurl = 'http://x/'\nrisk = 'huge'", "risk"),
     ] {
-        let error = refused(text, &[]);
+        let error = load_error(text, &[]);
         assert!(error.contains(key), "{error}");
     }
 }
 
 #[test]
-fn models_are_configured_by_the_environment_too() {
+fn models_can_be_configured_by_the_environment() {
     let config = load(
         "[llm.models.small]\nmodel = \"small-1\"",
         &[
@@ -304,7 +283,7 @@ fn models_are_configured_by_the_environment_too() {
     let named: Vec<_> = config.llm.named_endpoints().collect();
     let (name, model, claude) = &named[0];
     assert_eq!((name.as_str(), model.as_str()), ("claude", "claude"));
-    assert_eq!(claude.base_url, "https://api.anthropic.com/v1", "not the address of another kind");
+    assert_eq!(claude.base_url, "https://api.anthropic.com/v1", "the default of its own kind");
     assert_eq!(claude.key.variable.as_deref(), Some("ANTHROPIC_API_KEY"));
     let (name, model, small) = &named[1];
     assert_eq!((name.as_str(), model.as_str()), ("small", "small-1"));

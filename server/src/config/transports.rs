@@ -2,7 +2,6 @@
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-
 use toolcrib_transport::mcp;
 
 /// Transports: the interfaces that callers use.

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-use toolcrib::domain::delivery::RetrySchedule;
 use toolcrib::ports::webhook_sender::DeliverySettings;
+use toolcrib_protocol::background_task::MAX_DATA_BYTES;
 
 use super::ConfigError;
-use crate::webhooks::{KEY_PREFIX, SigningKeySource, SigningKeySources};
-use toolcrib_protocol::background_task::MAX_DATA_BYTES;
-use toolcrib_protocol::outbound::OutboundPolicy;
+
+/// The prefix of every signing key.
+pub const SIGNING_KEY_PREFIX: &str = "whsec_";
 
 /// The longest wait in the retry schedule: a week in milliseconds.
 const WEEK_MS: u64 = 604_800_000;
@@ -78,42 +78,12 @@ pub struct WebhookKeySettings {
 }
 
 impl WebhookSettings {
-    /// Returns the sources of the signing keys.
-    pub fn signing_keys(&self) -> SigningKeySources {
-        let usual = SigningKeySource {
-            variable: Some(self.signing_key_env.clone()),
-            file: self.signing_key_file.clone(),
-        };
-        let projects = self.projects.iter().map(|(name, key)| {
-            let (variable, file) = (key.signing_key_env.clone(), key.signing_key_file.clone());
-            (name.clone(), SigningKeySource { variable, file })
-        });
-        SigningKeySources { default: usual, projects: projects.collect() }
-    }
-
-    /// Returns the rules for addresses that webhooks may be sent to.
-    pub fn outbound(&self) -> OutboundPolicy {
-        OutboundPolicy::new("webhooks", self.allow_private, &self.allow_hosts)
-    }
-
-    /// Builds the engine's delivery settings.
-    pub fn delivery_settings(&self) -> DeliverySettings {
-        DeliverySettings {
-            schedule: RetrySchedule {
-                retry_ms: self.retry_schedule_ms.clone(),
-                jitter: self.jitter,
-            },
-            max_parallel: self.max_parallel as usize,
-            max_parallel_per_receiver: self.max_parallel_per_receiver as usize,
-        }
-    }
-
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         let invalid =
             |key: &str, why: &str| Err(ConfigError::invalid(&format!("webhooks.{key}"), why));
         let word = |name: &str| {
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
-            !name.is_empty() && name.chars().all(plain) && !name.starts_with(KEY_PREFIX)
+            !name.is_empty() && name.chars().all(plain) && !name.starts_with(SIGNING_KEY_PREFIX)
         };
         // Catches a key that was written here by mistake, before it appears in a log.
         let not_a_name = "must be the name of an environment variable, not the key itself";

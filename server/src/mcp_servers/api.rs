@@ -8,8 +8,6 @@ use serde_json::{Map, Value, json};
 use toolcrib::domain::caller::AuthMethod;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::{Caller, Engine, Json};
-
-use super::{MCP_UPSTREAM_KIND, McpServerReconciler, outbound_policy};
 use toolcrib_sources::mcp::{
     AuthorizationStatus, McpServerSettings, McpSettingsError, ToolChange, UpstreamStatus,
     parse_desktop_config,
@@ -18,8 +16,10 @@ use toolcrib_transport::http::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
 
+use super::{MCP_UPSTREAM_KIND, McpServerReconciler, outbound_policy};
+
 /// Maximum number of servers in one request.
-const MOST: usize = 100;
+const MAX_SERVERS_PER_REQUEST: usize = 100;
 
 /// Returns the servers in a desktop client's configuration document, or `None` if it is not one.
 pub fn find_desktop_servers(document: &mut Value) -> Option<&mut Map<String, Value>> {
@@ -36,7 +36,7 @@ pub fn parse_servers_to_add(
     mut document: Value,
 ) -> Result<Vec<McpServerSettings>, Error> {
     let pinned = |name: &str| {
-        let mut known = engine.upstreams().into_iter();
+        let mut known = engine.admin().upstreams().into_iter();
         let known = known.find(|known| known.project == caller.project && known.name == name);
         known.is_some_and(|known| known.settings.to_value()["pin"] == true)
     };
@@ -49,8 +49,8 @@ pub fn parse_servers_to_add(
             vec![one]
         }
     };
-    if settings.is_empty() || settings.len() > MOST {
-        let message = format!("mcpServers must have from 1 to {MOST} servers");
+    if settings.is_empty() || settings.len() > MAX_SERVERS_PER_REQUEST {
+        let message = format!("mcpServers must have from 1 to {MAX_SERVERS_PER_REQUEST} servers");
         return Err(Error::refused(Code::ValidationError, message));
     }
     let mut names = HashSet::new();
@@ -188,13 +188,13 @@ fn source_not_found(name: &str) -> Error {
 #[async_trait]
 impl SourceAdmin for McpServerReconciler {
     fn list(&self, caller: &Caller) -> Result<Vec<SourceBody>, Error> {
-        self.engine.require_upstream_admin(caller)?;
+        self.engine.admin().require_upstream_admin(caller)?;
         let all = self.upstreams.statuses(&caller.project);
         Ok(all.into_iter().map(|shown| self.to_source_body(shown, false)).collect())
     }
 
     fn get(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error> {
-        self.engine.require_upstream_admin(caller)?;
+        self.engine.admin().require_upstream_admin(caller)?;
         let found = self.upstreams.status(&caller.project, name);
         found.map(|shown| self.to_source_body(shown, true)).ok_or_else(|| source_not_found(name))
     }
@@ -205,13 +205,14 @@ impl SourceAdmin for McpServerReconciler {
         document: Value,
         wait: Duration,
     ) -> Result<Vec<SourceBody>, Error> {
-        self.engine.require_upstream_admin(caller)?;
+        self.engine.admin().require_upstream_admin(caller)?;
         let mut settings = parse_servers_to_add(&self.engine, caller, document)?;
         for one in &mut settings {
             self.check_admission(caller, one)?;
         }
         for one in &settings {
             self.engine
+                .admin()
                 .put_upstream(caller, &one.name, MCP_UPSTREAM_KIND, to_stored_settings(one))
                 .await?;
         }
@@ -226,12 +227,12 @@ impl SourceAdmin for McpServerReconciler {
     }
 
     async fn remove(&self, caller: &Caller, name: &str) -> Result<(), Error> {
-        self.engine.require_upstream_admin(caller)?;
+        self.engine.admin().require_upstream_admin(caller)?;
         if self.is_configured(&caller.project, name) {
             let message = format!("\"{name}\" is in the server's configuration: remove it there");
             return Err(Error::refused(Code::Conflict, message));
         }
-        self.engine.remove_upstream(caller, name).await?;
+        self.engine.admin().remove_upstream(caller, name).await?;
         self.reconcile();
         Ok(())
     }

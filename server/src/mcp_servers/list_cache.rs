@@ -13,7 +13,6 @@ use rmcp::{RoleClient, ServiceError};
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::TryRecvError;
 use tokio::time::Instant;
-
 use toolcrib_sources::mcp::{McpSource, UpstreamChange, pagination};
 
 /// Maximum time an upstream may take to return a list. A slower one is left out.

@@ -16,12 +16,12 @@ use rmcp::service::Peer;
 use rmcp::{ErrorData, RoleClient, ServiceError};
 use tokio::sync::broadcast;
 use toolcrib::{Caller, Engine};
-
-use crate::mcp_servers::list_cache::{REQUEST_TIMEOUT, UpstreamLists};
 use toolcrib_sources::mcp::{McpSource, UpstreamChange};
 use toolcrib_transport::mcp::{
     PassthroughChange, PassthroughChangeKind, PassthroughChangeStream, PassthroughProvider,
 };
+
+use crate::mcp_servers::list_cache::{REQUEST_TIMEOUT, UpstreamLists};
 
 /// Serves the resources, prompts and completions of upstreams to MCP clients.
 pub struct UpstreamPassthrough {
@@ -44,7 +44,7 @@ impl UpstreamPassthrough {
         peers.retain(|name, _| source.is_none_or(|source| source == name));
         peers.retain(|name, peer| {
             let has = peer.peer_info().is_some_and(|info| info.capabilities.resources.is_some());
-            has && self.engine.is_allowed(caller, &format!("{name}.resources"))
+            has && self.engine.registry().is_allowed(caller, &format!("{name}.resources"))
         });
         peers
     }
@@ -185,7 +185,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         for (upstream, list) in join_all(asked).await {
             for mut prompt in list.iter().cloned() {
                 prompt.name = format!("{upstream}.{}", prompt.name);
-                if self.engine.is_allowed(caller, &prompt.name) {
+                if self.engine.registry().is_allowed(caller, &prompt.name) {
                     all.push(prompt);
                 }
             }
@@ -202,7 +202,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         let name = asked.name.to_string();
         let Some((upstream, theirs)) = split_prompt_name(&name) else { return Ok(None) };
         let peer = self.upstreams.peers(&caller.project).remove(upstream);
-        let Some(peer) = peer.filter(|_| self.engine.is_allowed(caller, &name)) else {
+        let Some(peer) = peer.filter(|_| self.engine.registry().is_allowed(caller, &name)) else {
             return Ok(None);
         };
         asked.name = theirs.to_owned();
@@ -226,7 +226,7 @@ impl PassthroughProvider for UpstreamPassthrough {
                     return Ok(CompleteResult::default());
                 };
                 prompt.name = theirs.to_owned();
-                let allowed = self.engine.is_allowed(caller, &name);
+                let allowed = self.engine.registry().is_allowed(caller, &name);
                 let peer = self.upstreams.peers(&caller.project).remove(upstream);
                 peer.filter(|_| allowed).map(|peer| (upstream.to_owned(), peer))
             }
@@ -254,11 +254,11 @@ impl PassthroughProvider for UpstreamPassthrough {
     fn has_source(&self, caller: &Caller, source: &str) -> bool {
         let (engine, prefix) = (&self.engine, format!("{source}."));
         let offered = || {
-            let tools = engine.tools(caller);
+            let tools = engine.registry().tools(caller);
             tools.iter().any(|tool| tool.definition.name.starts_with(&prefix))
         };
         let known = self.upstreams.has(&caller.project, source);
-        known && (engine.is_allowed(caller, &format!("{source}.resources")) || offered())
+        known && (engine.registry().is_allowed(caller, &format!("{source}.resources")) || offered())
     }
 
     fn subscribe_changes(&self) -> Option<Box<dyn PassthroughChangeStream>> {
@@ -276,7 +276,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         // Rules name each prompt like a tool, and the notification does not say which prompt
         // changed.
         let named = change.kind == PassthroughChangeKind::PromptList;
-        here && (named || self.engine.is_allowed(caller, &format!("{name}.resources")))
+        here && (named || self.engine.registry().is_allowed(caller, &format!("{name}.resources")))
     }
 }
 
@@ -317,7 +317,7 @@ mod tests {
     use super::matches_uri_template;
 
     #[test]
-    fn templates_fit_what_they_can_make() {
+    fn uri_templates_match_their_expansions() {
         assert!(matches_uri_template("file:///{path}", "file:///a/b.txt"));
         assert!(matches_uri_template("test://t/{id}/data", "test://t/7/data"));
         assert!(!matches_uri_template("test://t/{id}/data", "test://t/7/other"));

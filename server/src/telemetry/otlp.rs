@@ -5,9 +5,8 @@
 //! server stops, everything that is queued is sent within a limit.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -25,8 +24,11 @@ use opentelemetry_sdk::trace::{
     BatchConfigBuilder, BatchSpanProcessor, SpanData, SpanExporter as ExportSpans, SpanProcessor,
 };
 use parking_lot::Mutex;
+use toolcrib::domain::trace::SpanIds;
+use toolcrib::ports::observer::{EndedAttempt, EndedCall, Observer};
 
 use super::sampling::TraceSampler;
+use super::spans;
 use crate::config::{TelemetrySettings, check_endpoint};
 
 /// Maximum time the endpoint takes to respond.
@@ -40,9 +42,9 @@ const MAX_BATCH_SPANS: usize = 512;
 pub struct OtlpExporter {
     spans: Option<SpanQueue>,
     meters: Option<SdkMeterProvider>,
-    pub(super) duration: Option<Histogram<f64>>,
-    pub(super) sampling: TraceSampler,
-    pub(super) capture_content: bool,
+    duration: Option<Histogram<f64>>,
+    sampling: TraceSampler,
+    capture_content: bool,
 }
 
 /// The bounded queue of spans.
@@ -98,7 +100,7 @@ impl OtlpExporter {
         };
         let duration = meters.as_ref().map(|meters| {
             let bounds = (0..14).map(|n| 0.01 * f64::from(1 << n)).collect();
-            let meter = meters.meter_with_scope(super::spans::instrumentation_scope());
+            let meter = meters.meter_with_scope(spans::instrumentation_scope());
             meter
                 .f64_histogram("gen_ai.execute_tool.duration")
                 .with_description("How long tool calls took, from being accepted to the outcome")
@@ -110,13 +112,8 @@ impl OtlpExporter {
         Ok(Self { spans, meters, duration, sampling, capture_content })
     }
 
-    /// Returns true if spans are exported.
-    pub(super) fn has_spans(&self) -> bool {
-        self.spans.is_some()
-    }
-
     /// Queues a span for export. Drops and counts it if the queue is full.
-    pub(super) fn enqueue_span(&self, span: SpanData) {
+    fn enqueue_span(&self, span: SpanData) {
         let Some(spans) = &self.spans else { return };
         if spans.queued.fetch_add(1, Ordering::Relaxed) >= spans.max_queued {
             spans.queued.fetch_sub(1, Ordering::Relaxed);
@@ -154,6 +151,43 @@ impl OtlpExporter {
         if let Some(meters) = &self.meters {
             let _ = meters.shutdown_with_timeout(limit);
         }
+    }
+}
+
+impl Observer for OtlpExporter {
+    fn is_sampled(&self, ids: &SpanIds) -> bool {
+        self.spans.is_some() && self.sampling.is_sampled(ids)
+    }
+
+    fn attempt_ended(&self, attempted: &EndedAttempt<'_>) {
+        self.enqueue_span(spans::attempt_span(attempted));
+    }
+
+    fn call_ended(&self, ended: &EndedCall<'_>) {
+        let call = ended.call;
+        if let (Some(duration), Some(outcome)) = (&self.duration, &call.outcome) {
+            let error = outcome.error.as_ref().map(|fault| fault.code);
+            let seconds = outcome.metrics.latency_ms as f64 / 1_000.0;
+            spans::record_with_attributes(call, error, |attributes| {
+                duration.record(seconds, attributes)
+            });
+        }
+        if !self.is_sampled(&ended.ids) {
+            return;
+        }
+        let mut span = spans::call_span(ended);
+        if self.capture_content {
+            let result = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+            let content = [
+                ("gen_ai.tool.call.arguments", Some(&call.args)),
+                ("gen_ai.tool.call.result", result),
+            ];
+            for (name, json) in content {
+                span.attributes
+                    .extend(json.map(|json| KeyValue::new(name, spans::truncate_content(json))));
+            }
+        }
+        self.enqueue_span(span);
     }
 }
 

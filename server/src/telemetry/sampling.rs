@@ -64,7 +64,7 @@ impl TraceSampler {
 mod tests {
     use super::*;
 
-    fn configured(ratio: Option<f64>, variables: &[(&str, &str)]) -> Result<TraceSampler, String> {
+    fn sampler(ratio: Option<f64>, variables: &[(&str, &str)]) -> Result<TraceSampler, String> {
         TraceSampler::from_settings(ratio, |wanted| {
             let found = variables.iter().find(|(name, _)| *name == wanted);
             found.map(|(_, value)| (*value).to_owned())
@@ -72,19 +72,19 @@ mod tests {
     }
 
     #[test]
-    fn the_setting_goes_before_the_variables() {
+    fn the_setting_takes_precedence_over_environment_variables() {
         let always_off = [("OTEL_TRACES_SAMPLER", "always_off")];
         let set = TraceSampler { follow_parent: true, ratio: 0.5 };
-        assert_eq!(configured(Some(0.5), &always_off), Ok(set));
-        assert_eq!(configured(None, &always_off).unwrap().ratio, 0.0);
-        assert_eq!(configured(None, &[]), Ok(TraceSampler { follow_parent: true, ratio: 1.0 }));
+        assert_eq!(sampler(Some(0.5), &always_off), Ok(set));
+        assert_eq!(sampler(None, &always_off).unwrap().ratio, 0.0);
+        assert_eq!(sampler(None, &[]), Ok(TraceSampler { follow_parent: true, ratio: 1.0 }));
         let ratio = [
             ("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"),
             ("OTEL_TRACES_SAMPLER_ARG", "0.25"),
         ];
-        assert_eq!(configured(None, &ratio), Ok(TraceSampler { follow_parent: true, ratio: 0.25 }));
-        assert!(configured(None, &[("OTEL_TRACES_SAMPLER", "jaeger_remote")]).is_err());
+        assert_eq!(sampler(None, &ratio), Ok(TraceSampler { follow_parent: true, ratio: 0.25 }));
+        assert!(sampler(None, &[("OTEL_TRACES_SAMPLER", "jaeger_remote")]).is_err());
         let bad = [("OTEL_TRACES_SAMPLER", "traceidratio"), ("OTEL_TRACES_SAMPLER_ARG", "7")];
-        assert!(configured(None, &bad).is_err());
+        assert!(sampler(None, &bad).is_err());
     }
 }

@@ -16,11 +16,9 @@ use opentelemetry::{InstrumentationScope, KeyValue};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use toolcrib::domain::call::Call;
 use toolcrib::domain::fault::Code;
-use toolcrib::domain::trace::{SpanIds, TraceParent};
-use toolcrib::ports::observer::{EndedAttempt, EndedCall, Observer};
+use toolcrib::domain::trace::TraceParent;
+use toolcrib::ports::observer::{EndedAttempt, EndedCall};
 use toolcrib::{Executor, Json};
-
-use super::otlp::OtlpExporter;
 
 /// The version of the conventions used here; all of them are still in development.
 const SCHEMA: &str = "https://opentelemetry.io/schemas/gen-ai/1.42.0";
@@ -37,41 +35,6 @@ pub(super) fn instrumentation_scope() -> InstrumentationScope {
             .build()
     });
     SCOPE.clone()
-}
-
-impl Observer for OtlpExporter {
-    fn is_sampled(&self, ids: &SpanIds) -> bool {
-        self.has_spans() && self.sampling.is_sampled(ids)
-    }
-
-    fn attempt_ended(&self, attempted: &EndedAttempt<'_>) {
-        self.enqueue_span(attempt_span(attempted));
-    }
-
-    fn call_ended(&self, ended: &EndedCall<'_>) {
-        let call = ended.call;
-        if let (Some(duration), Some(outcome)) = (&self.duration, &call.outcome) {
-            let error = outcome.error.as_ref().map(|fault| fault.code);
-            let seconds = outcome.metrics.latency_ms as f64 / 1_000.0;
-            record_with_attributes(call, error, |attributes| duration.record(seconds, attributes));
-        }
-        if !self.is_sampled(&ended.ids) {
-            return;
-        }
-        let mut span = call_span(ended);
-        if self.capture_content {
-            let result = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
-            let content = [
-                ("gen_ai.tool.call.arguments", Some(&call.args)),
-                ("gen_ai.tool.call.result", result),
-            ];
-            for (name, json) in content {
-                span.attributes
-                    .extend(json.map(|json| KeyValue::new(name, truncate_content(json))));
-            }
-        }
-        self.enqueue_span(span);
-    }
 }
 
 /// Attributes of a recent measurement on this thread. Every call needs attributes and few are new,
@@ -108,9 +71,15 @@ impl RecentMetricAttributes {
     }
 }
 
-fn record_with_attributes(call: &Call, error: Option<Code>, record: impl FnOnce(&[KeyValue])) {
+/// Records a measurement with the attributes of a call.
+pub(super) fn record_with_attributes(
+    call: &Call,
+    error: Option<Code>,
+    record: impl FnOnce(&[KeyValue]),
+) {
     thread_local! {
-        static RECENT: RefCell<VecDeque<RecentMetricAttributes>> = const { RefCell::new(VecDeque::new()) };
+        static RECENT: RefCell<VecDeque<RecentMetricAttributes>> =
+            const { RefCell::new(VecDeque::new()) };
     }
     RECENT.with_borrow_mut(|lately| {
         if let Some(known) = lately.iter().find(|known| known.matches(call, error)) {
@@ -133,7 +102,7 @@ fn tool_type(executor: Executor) -> &'static str {
 }
 
 /// Builds the span of a call, from its acceptance to its outcome.
-fn call_span(ended: &EndedCall<'_>) -> SpanData {
+pub(super) fn call_span(ended: &EndedCall<'_>) -> SpanData {
     let (ids, call) = (&ended.ids, ended.call);
     let outcome = call.outcome.as_ref();
     let error = outcome.and_then(|outcome| outcome.error.as_ref()).map(|fault| fault.code);
@@ -176,7 +145,7 @@ fn call_span(ended: &EndedCall<'_>) -> SpanData {
 }
 
 /// Builds the span of one attempt, from its dispatch to the executor until its end.
-fn attempt_span(attempted: &EndedAttempt<'_>) -> SpanData {
+pub(super) fn attempt_span(attempted: &EndedAttempt<'_>) -> SpanData {
     let (ids, call) = (&attempted.ids, attempted.call);
     let mut attributes = vec![
         KeyValue::new("gen_ai.tool.name", call.target.tool.clone()),
@@ -238,7 +207,7 @@ fn saturating_i64(ms: u64) -> i64 {
 }
 
 /// Truncates content to the size that a span may carry.
-fn truncate_content(json: &Json) -> String {
+pub(super) fn truncate_content(json: &Json) -> String {
     let text = json.text();
     let mut end = text.len().min(MAX_CONTENT_BYTES);
     while !text.is_char_boundary(end) {

@@ -11,8 +11,7 @@ use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// The prefix of every key.
-pub const KEY_PREFIX: &str = "whsec_";
+use crate::config::{SIGNING_KEY_PREFIX, WebhookSettings};
 
 /// Allowed key lengths, as Standard Webhooks specifies them.
 const KEY_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
@@ -36,6 +35,19 @@ pub struct SigningKeySources {
 pub struct SigningKeys(Vec<Vec<u8>>);
 
 impl SigningKeySources {
+    /// Returns the sources that the settings name.
+    pub fn from_settings(settings: &WebhookSettings) -> Self {
+        let default = SigningKeySource {
+            variable: Some(settings.signing_key_env.clone()),
+            file: settings.signing_key_file.clone(),
+        };
+        let projects = settings.projects.iter().map(|(name, key)| {
+            let (variable, file) = (key.signing_key_env.clone(), key.signing_key_file.clone());
+            (name.clone(), SigningKeySource { variable, file })
+        });
+        Self { default, projects: projects.collect() }
+    }
+
     /// Returns the keys of a project. The error says what is missing.
     pub fn load_keys(&self, project: &str) -> Result<SigningKeys, String> {
         let place = self.projects.get(project).unwrap_or(&self.default);
@@ -93,7 +105,7 @@ impl SigningKeys {
         let wrong = "a signing key is whsec_ and then 24 to 64 bytes in base64";
         let mut keys = Vec::new();
         for word in text.split_whitespace() {
-            let body = word.strip_prefix(KEY_PREFIX).ok_or(wrong)?;
+            let body = word.strip_prefix(SIGNING_KEY_PREFIX).ok_or(wrong)?;
             let key = STANDARD.decode(body).map_err(|_| wrong)?;
             if !KEY_BYTES.contains(&key.len()) {
                 return Err(wrong.to_owned());
@@ -117,7 +129,7 @@ impl SigningKeys {
 
 /// Encodes 32 random bytes as a new key.
 pub fn encode_key(random: &[u8; 32]) -> String {
-    format!("{KEY_PREFIX}{}", STANDARD.encode(random))
+    format!("{SIGNING_KEY_PREFIX}{}", STANDARD.encode(random))
 }
 
 #[cfg(test)]
@@ -129,7 +141,7 @@ mod tests {
     /// The test message of the specification, for which all of its libraries produce this
     /// signature.
     #[test]
-    fn a_known_message_has_its_known_signature() {
+    fn the_specifications_test_message_has_its_signature() {
         let keys = SigningKeys::parse(KEY).unwrap();
         let signed =
             keys.sign("msg_p5jXN8AQM9LWM0D4loKWxJek", 1_614_265_330, r#"{"test": 2432232314}"#);
@@ -137,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn with_two_keys_there_are_two_signatures() {
+    fn two_keys_produce_two_signatures() {
         let other = encode_key(&[7; 32]);
         let both = SigningKeys::parse(&format!("{other}\n{KEY}")).unwrap().sign("msg_1", 5, "{}");
         let (new, old) = both.split_once(' ').unwrap();
@@ -146,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_refused_and_not_repeated() {
+    fn invalid_keys_are_refused_and_not_shown() {
         let short = format!("whsec_{}", STANDARD.encode([1; 23]));
         let long = format!("whsec_{}", STANDARD.encode([1; 65]));
         let unprefixed = STANDARD.encode([1; 32]);
@@ -158,22 +170,22 @@ mod tests {
     }
 
     #[test]
-    fn a_file_goes_before_a_variable_and_a_project_before_all() {
+    fn a_key_file_precedes_a_variable_and_a_projects_key_the_default() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("key");
-        let place = |file: &PathBuf| SigningKeySource {
+        let source_of = |file: &PathBuf| SigningKeySource {
             variable: Some("TOOLCRIB_WEBHOOK_NOT_SET".into()),
             file: Some(file.clone()),
         };
-        let variable = SigningKeySource { file: None, ..place(&file) };
-        let projects = BTreeMap::from([("acme".to_owned(), place(&file))]);
-        let ring = SigningKeySources { default: variable, projects };
-        let none = ring.load_keys("other").err().unwrap();
+        let variable = SigningKeySource { file: None, ..source_of(&file) };
+        let projects = BTreeMap::from([("acme".to_owned(), source_of(&file))]);
+        let sources = SigningKeySources { default: variable, projects };
+        let none = sources.load_keys("other").err().unwrap();
         assert!(none.contains("TOOLCRIB_WEBHOOK_NOT_SET"), "{none}");
-        assert!(ring.load_keys("acme").is_err(), "there is no such file yet");
-        assert!(ring.check().is_err());
+        assert!(sources.load_keys("acme").is_err(), "the file does not exist yet");
+        assert!(sources.check().is_err());
         std::fs::write(&file, format!("{KEY}\n")).unwrap();
-        assert!(ring.load_keys("acme").is_ok());
-        assert!(ring.check().is_ok(), "a variable that is not set is no mistake");
+        assert!(sources.load_keys("acme").is_ok());
+        assert!(sources.check().is_ok(), "an unset variable is not an error");
     }
 }

@@ -1,4 +1,5 @@
-//! What cannot be read or is not there gets a clear error with the place, and harms nothing.
+//! Malformed requests and unknown paths get an error that names the location. The server keeps
+//! working.
 
 use reqwest::{Method, header};
 use serde_json::{Value, json};
@@ -9,15 +10,15 @@ use crate::support::{Api, Server, soon};
 
 const EVAL: &str = "/v1/tools/calculation.eval/invoke";
 
-/// The server still works, and none of it became a call.
-async fn unharmed(api: &Api) {
+/// Asserts that no call was stored and that the server still executes calls.
+async fn assert_server_works(api: &Api) {
     assert_eq!(api.get("/v1/tool_calls").await.is(200)["tool_calls"], json!([]));
     let id = api.invoke("calculation.eval", json!({ "expression": "6*7" })).await;
     assert_eq!(api.finished(&id).await["status"], "SUCCEEDED");
 }
 
 #[tokio::test]
-async fn a_body_over_the_limit() {
+async fn a_body_over_the_limit_is_rejected_with_413() {
     let server = Server::with(|config| config.limits.max_body_bytes = 10_000).await;
     let api = server.api();
     let fits = json!({ "run_id": "run_1", "args": { "expression": "1" }, "x": "y".repeat(9_900) });
@@ -27,20 +28,20 @@ async fn a_body_over_the_limit() {
     let large = large.to_string();
     let error = api.post_raw(EVAL, large.clone()).await.refused(413, "PAYLOAD_TOO_LARGE");
     assert!(message(&error).contains("10000 bytes"), "{error}");
-    // Without a Content-Length, in pieces.
-    let pieces: Vec<Result<Vec<u8>, std::io::Error>> =
-        large.as_bytes().chunks(1_000).map(|piece| Ok(piece.to_vec())).collect();
-    let chunked = reqwest::Body::wrap_stream(futures::stream::iter(pieces));
+    // Chunked, without a Content-Length.
+    let chunks: Vec<Result<Vec<u8>, std::io::Error>> =
+        large.as_bytes().chunks(1_000).map(|chunk| Ok(chunk.to_vec())).collect();
+    let chunked = reqwest::Body::wrap_stream(futures::stream::iter(chunks));
     api.post_raw(EVAL, chunked).await.refused(413, "PAYLOAD_TOO_LARGE");
     let register = json!({ "client_id": "c1", "tools": [], "x": "y".repeat(10_000) });
     let answer = api.post("/internal/tools/register", register).await;
     answer.refused(413, "PAYLOAD_TOO_LARGE");
-    unharmed(&api).await;
+    assert_server_works(&api).await;
     api.post_raw(EVAL, fits).await.is(202);
 }
 
 #[tokio::test]
-async fn a_body_far_over_the_limit_is_answered_before_it_was_sent() {
+async fn a_too_large_content_length_is_rejected_before_the_body_arrives() {
     let server = Server::start().await;
     let mut stream = tokio::net::TcpStream::connect(&server.address).await.unwrap();
     let head = format!(
@@ -53,7 +54,7 @@ async fn a_body_far_over_the_limit_is_answered_before_it_was_sent() {
 }
 
 #[tokio::test]
-async fn a_client_that_sends_three_megabytes_sees_why_they_were_refused() {
+async fn a_caller_that_sends_3_mib_receives_the_413_response() {
     let server = Server::start().await;
     for _ in 0..5 {
         let api = server.api();
@@ -63,18 +64,18 @@ async fn a_client_that_sends_three_megabytes_sees_why_they_were_refused() {
 }
 
 #[tokio::test]
-async fn arguments_over_their_limit() {
+async fn arguments_over_the_limit_are_rejected_with_413() {
     let server = Server::with(|config| config.limits.max_args_bytes = 100).await;
     let api = server.api();
     let args = json!({ "expression": "1+".repeat(60) + "1" });
     let answer = api.post(EVAL, json!({ "run_id": "run_1", "args": args })).await;
     let error = answer.refused(413, "PAYLOAD_TOO_LARGE");
     assert!(message(&error).contains("args") && message(&error).contains("100"), "{error}");
-    unharmed(&api).await;
+    assert_server_works(&api).await;
 }
 
 #[tokio::test]
-async fn a_body_that_cannot_be_read_says_where() {
+async fn a_malformed_body_is_rejected_with_line_and_column() {
     let server = Server::start().await;
     let api = server.api();
     let deep = format!("\n{{\"args\":{}{}}}", "[".repeat(64), "]".repeat(64));
@@ -96,10 +97,10 @@ async fn a_body_that_cannot_be_read_says_where() {
         (b"\xff\xfe{\x00}\x00".to_vec(), "line 1 column"),
         (deep.into_bytes(), "nested deeper than 64 levels at line 2 column 72"),
     ];
-    for (body, says) in cases {
+    for (body, expected) in cases {
         let shown = String::from_utf8_lossy(&body).into_owned();
         let error = api.post_raw(EVAL, body).await.refused(400, "BAD_REQUEST");
-        assert!(message(&error).contains(says), "{shown}: {error}");
+        assert!(message(&error).contains(expected), "{shown}: {error}");
         assert_eq!(error["retryable"], false);
     }
     let broken = [
@@ -113,23 +114,23 @@ async fn a_body_that_cannot_be_read_says_where() {
         let error = api.post_raw(path, body).await.refused(400, "BAD_REQUEST");
         assert!(message(&error).contains("line 1 column"), "{path}: {error}");
     }
-    unharmed(&api).await;
+    assert_server_works(&api).await;
 }
 
 #[tokio::test]
-async fn nesting_of_64_is_fine() {
+async fn json_nested_64_levels_deep_is_accepted() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([{ "name": "a.tool", "schema": {} }])).await;
     let body = format!("{{\"run_id\":\"r\",\"args\":{}{}}}", "[".repeat(63), "]".repeat(63));
     api.post_raw("/v1/tools/a.tool/invoke", body).await.is(202);
-    let bombs = format!("{{\"run_id\":\"r\",\"args\":{}", "[".repeat(1_000_000));
-    let answer = api.post_raw("/v1/tools/a.tool/invoke", bombs).await;
+    let bomb = format!("{{\"run_id\":\"r\",\"args\":{}", "[".repeat(1_000_000));
+    let answer = api.post_raw("/v1/tools/a.tool/invoke", bomb).await;
     answer.refused(400, "BAD_REQUEST");
 }
 
 #[tokio::test]
-async fn an_envelope_with_values_that_cannot_be() {
+async fn an_invalid_request_field_is_rejected_by_name() {
     let server = Server::start().await;
     let api = server.api();
     let long = "x".repeat(256);
@@ -154,7 +155,7 @@ async fn an_envelope_with_values_that_cannot_be() {
         let error = api.post(EVAL, body).await.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).contains(field) || field == "client_id", "{value}: {error}");
     }
-    unharmed(&api).await;
+    assert_server_works(&api).await;
     for timeout_ms in [1, 86_400_000] {
         let args = json!({ "expression": "1" });
         let body = json!({ "run_id": "run_1", "args": args, "timeout_ms": timeout_ms });
@@ -167,7 +168,7 @@ async fn an_envelope_with_values_that_cannot_be() {
 }
 
 #[tokio::test]
-async fn the_envelopes_labels_are_shown_with_the_call() {
+async fn a_call_shows_the_call_id_and_user_id_of_its_request() {
     let server = Server::start().await;
     let api = server.api();
     let body = json!({
@@ -178,11 +179,11 @@ async fn the_envelopes_labels_are_shown_with_the_call() {
     let call = api.finished(&id).await;
     assert_eq!(call["call_id"], "call_abc");
     assert_eq!(call["user_id"], "Ünïcode ok");
-    assert_eq!(call["agent"], "default", "who asks comes from the key, never from the body");
+    assert_eq!(call["agent"], "default", "the agent comes from the key, never from the body");
 }
 
 #[tokio::test]
-async fn an_unknown_tool_is_answered_with_the_nearest_names() {
+async fn an_unknown_tool_error_suggests_the_nearest_names() {
     let server = Server::start().await;
     let api = server.api();
     let body = json!({ "run_id": "run_1", "args": {} });
@@ -200,7 +201,7 @@ async fn an_unknown_tool_is_answered_with_the_nearest_names() {
 }
 
 #[tokio::test]
-async fn an_unknown_call() {
+async fn an_unknown_call_id_is_rejected_with_404() {
     let server = Server::start().await;
     let api = server.api();
     for id in ["tc_01ARZ3NDEKTSV4RRFFQ69G5FAV", "tc_", "nonsense", "%ff", "tc_%00", "..%2f.."] {
@@ -214,7 +215,7 @@ async fn an_unknown_call() {
 }
 
 #[tokio::test]
-async fn paths_and_methods_that_are_not_there() {
+async fn unknown_paths_get_404_and_unsupported_methods_405() {
     let server = Server::start().await;
     let api = server.api();
     for path in ["/", "/v1", "/v1/nothing", "/v2/tools", "/internal", "/v1/tools/"] {
@@ -238,7 +239,7 @@ async fn paths_and_methods_that_are_not_there() {
 }
 
 #[tokio::test]
-async fn every_answer_has_the_requests_id() {
+async fn every_response_has_a_request_id() {
     let server = Server::start().await;
     let api = server.api();
     let id = |reply: &Reply| reply.header("x-request-id").unwrap().to_owned();
@@ -250,7 +251,7 @@ async fn every_answer_has_the_requests_id() {
 }
 
 #[tokio::test]
-async fn what_is_not_http_does_not_disturb_the_others() {
+async fn non_http_bytes_do_not_affect_other_connections() {
     let server = Server::start().await;
     for garbage in [&b"\x16\x03\x01\x02\x00\x01\x00"[..], b"GET\r\n\r\n", &[0; 64]] {
         let mut stream = tokio::net::TcpStream::connect(&server.address).await.unwrap();
@@ -258,15 +259,15 @@ async fn what_is_not_http_does_not_disturb_the_others() {
         let mut answer = Vec::new();
         let _ = soon("the end", stream.read_to_end(&mut answer)).await;
     }
-    unharmed(&server.api()).await;
+    assert_server_works(&server.api()).await;
 }
 
 #[tokio::test]
-async fn without_a_content_type_and_with_another_one() {
+async fn a_missing_or_wrong_content_type_is_accepted() {
     let server = Server::start().await;
     let api = server.api();
     let body = json!({ "run_id": "run_1", "args": { "expression": "1" } }).to_string();
-    // What curl -d sends when nobody says otherwise.
+    // `curl -d` sends this content type by default.
     let form = "application/x-www-form-urlencoded";
     let request = api.request(Method::POST, EVAL).header(header::CONTENT_TYPE, form);
     api.send(request.body(body.clone())).await.is(202);
@@ -274,7 +275,7 @@ async fn without_a_content_type_and_with_another_one() {
 }
 
 #[tokio::test]
-async fn a_submit_that_cannot_be() {
+async fn an_invalid_submit_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -299,16 +300,16 @@ async fn a_submit_that_cannot_be() {
 }
 
 #[tokio::test]
-async fn a_query_that_cannot_be_is_refused_by_its_name() {
+async fn an_invalid_query_parameter_is_rejected_by_name() {
     let server = Server::start().await;
     let api = server.api();
     let id = api.post(EVAL, json!({ "run_id": "r", "args": { "expression": "1" } })).await;
     let id = id.body["tool_call_id"].as_str().unwrap().to_owned();
     let limited = ["deliveries", "tasks", "tool_calls", "runs", "audit", "tools?query=x"];
     for path in limited {
-        let joint = if path.contains('?') { '&' } else { '?' };
+        let separator = if path.contains('?') { '&' } else { '?' };
         for value in ["-1", "many", "1.5", "99999999999999999999999"] {
-            let answer = api.get(&format!("/v1/{path}{joint}limit={value}")).await;
+            let answer = api.get(&format!("/v1/{path}{separator}limit={value}")).await;
             let error = answer.refused(422, "VALIDATION_ERROR");
             assert_eq!(error["detail"]["field"], "limit", "{path}: {error}");
             assert!(message(&error).contains(value), "{path}: {error}");
@@ -330,7 +331,7 @@ async fn a_query_that_cannot_be_is_refused_by_its_name() {
 }
 
 #[tokio::test]
-async fn what_is_posted_about_a_run_must_have_its_list() {
+async fn a_context_post_requires_its_list() {
     let server = Server::start().await;
     let api = server.api();
     for (path, field) in [("tool_calls", "/tool_calls"), ("tool_results", "/tool_results")] {
@@ -343,13 +344,13 @@ async fn what_is_posted_about_a_run_must_have_its_list() {
 }
 
 #[tokio::test]
-async fn a_body_is_an_object() {
+async fn a_body_that_is_not_a_json_object_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     let call = json!({ "name": "calculation.eval", "args": { "expression": "1" } });
-    let by_place = json!(["r", [call], null, null, null, null, null, null, null, null]);
+    let positional = json!(["r", [call], null, null, null, null, null, null, null, null]);
     let lists = [
-        ("/v1/tool_calls", by_place),
+        ("/v1/tool_calls", positional),
         (EVAL, json!(["r", { "expression": "1" }, null, null, null, null, null, null])),
         ("/internal/tools/register", json!(["c1", [{ "name": "a.tool" }], null])),
         (EVAL, json!("text")),
@@ -362,20 +363,20 @@ async fn a_body_is_an_object() {
 }
 
 #[tokio::test]
-async fn a_refusal_names_each_wrong_place_of_the_request() {
+async fn a_rejection_lists_every_invalid_field() {
     let server = Server::start().await;
     let api = server.api();
     let path = "/v1/tools/calculation.eval/invoke";
     let body = json!({ "run_id": "r", "args": { "expression": 5, "x": 1 } });
-    let refusal = api.post(path, body).await.body;
-    assert_eq!((&refusal["status"], &refusal["instance"]), (&json!(422), &json!(path)));
-    let places = refusal["errors"].as_array().unwrap().iter().map(|error| &error["pointer"]);
-    assert_eq!(places.collect::<Vec<_>>(), ["#/args/expression", "#/args/x"], "{refusal}");
-    let said = refusal["errors"][0]["detail"].as_str().unwrap();
-    assert!(said.contains("must be a string"), "{said}");
+    let rejection = api.post(path, body).await.body;
+    assert_eq!((&rejection["status"], &rejection["instance"]), (&json!(422), &json!(path)));
+    let pointers = rejection["errors"].as_array().unwrap().iter().map(|error| &error["pointer"]);
+    assert_eq!(pointers.collect::<Vec<_>>(), ["#/args/expression", "#/args/x"], "{rejection}");
+    let detail = rejection["errors"][0]["detail"].as_str().unwrap();
+    assert!(detail.contains("must be a string"), "{detail}");
     let body = json!({ "run_id": "r", "args": { "expression": "1" }, "callback_url": "ftp://x" });
-    let refusal = api.post(path, body).await.body;
-    assert_eq!(refusal["errors"][0]["pointer"], "#/callback_url", "{refusal}");
+    let rejection = api.post(path, body).await.body;
+    assert_eq!(rejection["errors"][0]["pointer"], "#/callback_url", "{rejection}");
     let queries = [
         ("/v1/tool_calls?limit=many", "limit"),
         ("/v1/tool_calls?limit=0", "limit"),
@@ -403,6 +404,9 @@ async fn a_refusal_names_each_wrong_place_of_the_request() {
         let error = answer.refused(422, "VALIDATION_ERROR");
         assert_eq!(error["detail"]["field"], name, "{query}: {error}");
     }
-    let refusal = api.get("/v1/nothing?key=secret").await.body;
-    assert_eq!((&refusal["instance"], &refusal["errors"]), (&json!("/v1/nothing"), &json!(null)));
+    let rejection = api.get("/v1/nothing?key=secret").await.body;
+    assert_eq!(
+        (&rejection["instance"], &rejection["errors"]),
+        (&json!("/v1/nothing"), &json!(null))
+    );
 }

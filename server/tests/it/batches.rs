@@ -1,4 +1,5 @@
-//! Batches: every form is answered in its own, every entry by itself, and nonsense by its field.
+//! Batches: each call format is answered in the same format, each entry succeeds or fails on its
+//! own, and invalid fields are rejected by name.
 
 mod refusals;
 
@@ -25,7 +26,7 @@ async fn send(api: &Api, body: Value) -> Reply {
     api.post("/v1/tool_calls", body).await
 }
 
-async fn keyed(api: &Api, key: &str, body: Value) -> Reply {
+async fn send_with_key(api: &Api, key: &str, body: Value) -> Reply {
     let request = api.request(reqwest::Method::POST, "/v1/tool_calls");
     api.send(request.header("idempotency-key", key).json(&body)).await
 }
@@ -34,13 +35,13 @@ fn content(message: &Value) -> Value {
     serde_json::from_str(message["content"].as_str().unwrap()).unwrap()
 }
 
-async fn listed(api: &Api) -> usize {
+async fn count_calls(api: &Api) -> usize {
     let list = api.get("/v1/tool_calls?limit=200").await.is(200);
     list["tool_calls"].as_array().unwrap().len()
 }
 
 #[tokio::test]
-async fn every_form_is_answered_in_its_own() {
+async fn each_call_format_is_answered_in_the_same_format() {
     let server = Server::start().await;
     let api = server.api();
     let calls = json!([
@@ -58,33 +59,36 @@ async fn every_form_is_answered_in_its_own() {
         let fields = ["call_id", "tool_call_id", "ok", "data", "error", "metrics"];
         assert!(results.iter().all(|result| fields.iter().all(|f| result.get(f).is_some())));
         let ids: Vec<&Value> = results.iter().map(|result| &result["call_id"]).collect();
-        assert_eq!(ids, ["mine", "call_0", "call_1", "toolu_2"], "in the order asked");
+        assert_eq!(ids, ["mine", "call_0", "call_1", "toolu_2"], "in the order of the request");
         assert_eq!(results[1]["data"]["result"], 4);
         assert_eq!((&results[3]["ok"], &results[3]["data"]), (&json!(false), &Value::Null));
         assert!(results[0]["metrics"]["latency_ms"].is_u64());
-        let said = answer["messages"].as_array().unwrap();
-        assert_eq!((&said[0]["ok"], &said[0]["data"]["result"]), (&json!(true), &json!(2)));
+        let messages = answer["messages"].as_array().unwrap();
+        assert_eq!((&messages[0]["ok"], &messages[0]["data"]["result"]), (&json!(true), &json!(2)));
         assert_eq!(
-            (&said[1]["role"], &said[1]["tool_call_id"]),
+            (&messages[1]["role"], &messages[1]["tool_call_id"]),
             (&json!("tool"), &json!("call_0"))
         );
-        assert_eq!(content(&said[1])["result"], 4);
-        assert_eq!(said[2]["type"], "function_call_output");
-        assert_eq!(said[2]["call_id"], "call_1");
-        let output: Value = serde_json::from_str(said[2]["output"].as_str().unwrap()).unwrap();
+        assert_eq!(content(&messages[1])["result"], 4);
+        assert_eq!(messages[2]["type"], "function_call_output");
+        assert_eq!(messages[2]["call_id"], "call_1");
+        let output: Value = serde_json::from_str(messages[2]["output"].as_str().unwrap()).unwrap();
         assert_eq!(output["result"], 6);
-        assert_eq!((&said[3]["type"], &said[3]["is_error"]), (&json!("tool_result"), &json!(true)));
-        assert!(content(&said[3])["error"]["message"].as_str().unwrap().contains("zero"));
+        assert_eq!(
+            (&messages[3]["type"], &messages[3]["is_error"]),
+            (&json!("tool_result"), &json!(true))
+        );
+        assert!(content(&messages[3])["error"]["message"].as_str().unwrap().contains("zero"));
         for result in results {
             let call = api.call(result["tool_call_id"].as_str().unwrap()).await;
             assert_eq!((&call["call_id"], &call["run_id"]), (&result["call_id"], &json!("run_1")));
         }
     }
-    assert_eq!(listed(&api).await, 8, "every entry is a call of its own");
+    assert_eq!(count_calls(&api).await, 8, "every entry is a call of its own");
 }
 
 #[tokio::test]
-async fn one_that_fails_takes_nobody_with_it() {
+async fn an_invalid_entry_does_not_affect_the_other_entries() {
     let server = Server::start().await;
     let api = server.api();
     let calls = json!([
@@ -109,18 +113,21 @@ async fn one_that_fails_takes_nobody_with_it() {
         (&json!(42), &json!(48))
     );
     assert!(results[1]["error"]["message"].as_str().unwrap().contains("calculation.eval"));
-    let place = &results[3]["error"]["detail"];
-    assert_eq!((&place["line"], &place["pointer"]), (&json!(1), &json!("/function/arguments")));
-    assert_eq!((&place["column"], &place["offset"]), (&json!(23), &json!(22)), "{place}");
-    assert!(place["near"].as_str().unwrap().contains("1+1"), "{place}");
-    assert_eq!(answer["messages"][3]["tool_call_id"], "d", "and the model can read it");
+    let detail = &results[3]["error"]["detail"];
+    assert_eq!((&detail["line"], &detail["pointer"]), (&json!(1), &json!("/function/arguments")));
+    assert_eq!((&detail["column"], &detail["offset"]), (&json!(23), &json!(22)), "{detail}");
+    assert!(detail["near"].as_str().unwrap().contains("1+1"), "{detail}");
+    assert_eq!(
+        answer["messages"][3]["tool_call_id"], "d",
+        "the message for the model has the error, too"
+    );
     assert!(answer["messages"][3]["content"].as_str().unwrap().contains("line 1 column 23"));
     assert!(results[6]["error"]["message"].as_str().unwrap().contains("timeout_ms"));
-    assert_eq!(listed(&api).await, 2, "what was refused became no call");
+    assert_eq!(count_calls(&api).await, 2, "rejected entries are not stored as calls");
 }
 
 #[tokio::test]
-async fn a_denied_entry_is_an_answer_and_is_written_down() {
+async fn a_denied_entry_is_a_result_and_is_audited() {
     let server = Server::start().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let agent = server.keyed("p", "ada", "agent", &["calculation.*"]).await;
@@ -132,15 +139,15 @@ async fn a_denied_entry_is_an_answer_and_is_written_down() {
     assert!(content(&answer["messages"][1])["error"]["message"].as_str().unwrap().contains("ada"));
     let audit = admin.get("/v1/audit?limit=1").await.is(200);
     assert_eq!(audit["audit"][0]["action"], "call.denied");
-    // A name for models tells nobody of a tool they may not call.
+    // The name for models does not reveal a tool that the agent may not call.
     let error = |reply: Reply| reply.body["error"]["message"].as_str().unwrap().to_owned();
-    let there = error(agent.get("/v1/tools/database__query").await);
-    let nowhere = error(agent.get("/v1/tools/database__quern").await);
-    assert_eq!(there.replace("query", "quern"), nowhere);
+    let denied = error(agent.get("/v1/tools/database__query").await);
+    let unknown = error(agent.get("/v1/tools/database__quern").await);
+    assert_eq!(denied.replace("query", "quern"), unknown);
 }
 
 #[tokio::test]
-async fn two_entries_with_one_id_are_both_answered_and_told_apart() {
+async fn entries_with_the_same_call_id_are_answered_separately() {
     let server = Server::start().await;
     let api = server.api();
     let calls = json!([eval("call_0", "1+1"), eval("call_0", "2+2"), eval("call_0", "1+1")]);
@@ -152,23 +159,25 @@ async fn two_entries_with_one_id_are_both_answered_and_told_apart() {
         assert_eq!(data, [2, 4, 2]);
         assert!(results.iter().all(|result| result["call_id"] == "call_0"));
         ids.extend(results.iter().map(|result| result["tool_call_id"].to_string()));
-        let said = answer["messages"].as_array().unwrap();
-        assert_eq!(content(&said[1])["result"], 4);
+        let messages = answer["messages"].as_array().unwrap();
+        assert_eq!(content(&messages[1])["result"], 4);
     }
     assert_eq!(ids.len(), 6);
 }
 
 #[tokio::test]
-async fn the_same_batch_with_the_same_key_is_the_same_tickets() {
+async fn the_same_batch_with_the_same_key_returns_the_same_tickets() {
     let server = Server::start().await;
     let api = server.api();
     let batch = body("serial", json!([eval("call_0", "1+1"), eval("call_0", "2+2")]));
-    let first = keyed(&api, "turn-1", batch.clone()).await;
+    let first = send_with_key(&api, "turn-1", batch.clone()).await;
     assert_eq!(first.header("idempotent-replayed"), None);
     let first = first.is(200);
     let mut within = batch.clone();
     within["idempotency_key"] = json!("turn-1");
-    for again in [keyed(&api, "turn-1", batch.clone()).await, send(&api, within.clone()).await] {
+    for again in
+        [send_with_key(&api, "turn-1", batch.clone()).await, send(&api, within.clone()).await]
+    {
         assert_eq!(again.header("idempotent-replayed"), Some("true"));
         let again = again.is(200);
         assert_eq!(again["messages"], first["messages"]);
@@ -178,17 +187,17 @@ async fn the_same_batch_with_the_same_key_is_the_same_tickets() {
         }
     }
     let other = body("serial", json!([eval("call_0", "1+1"), eval("call_0", "3+3")]));
-    let other = keyed(&api, "turn-1", other).await;
-    assert_eq!(other.header("idempotent-replayed"), Some("true"), "nothing new was done");
+    let other = send_with_key(&api, "turn-1", other).await;
+    assert_eq!(other.header("idempotent-replayed"), Some("true"), "no new call was made");
     let other = other.is(200);
     assert_eq!(other["results"][0]["ok"], true);
     assert_eq!(other["results"][1]["error"]["code"], "IDEMPOTENCY_MISMATCH");
-    assert_eq!(listed(&api).await, 2);
-    keyed(&api, "turn-2", within).await.refused(400, "BAD_REQUEST");
+    assert_eq!(count_calls(&api).await, 2);
+    send_with_key(&api, "turn-2", within).await.refused(400, "BAD_REQUEST");
 }
 
 #[tokio::test]
-async fn what_goes_on_comes_back_as_a_ticket() {
+async fn an_unfinished_entry_is_returned_as_a_ticket() {
     let server = Server::start().await;
     let api = server.api();
     let read = offer_with("slow.read", json!({ "effect": "read" }));
@@ -215,10 +224,10 @@ async fn what_goes_on_comes_back_as_a_ticket() {
     }
     assert_eq!(results[1]["task_id"], results[1]["tool_call_id"]);
     assert!(results[0].get("task_id").is_none());
-    let told = content(&answer["messages"][1]);
-    assert_eq!(told["task_id"], results[1]["task_id"]);
-    assert!(told["message"].as_str().unwrap().contains("in the background"), "{told}");
-    // The second write has not begun: the first is in its way.
+    let message = content(&answer["messages"][1]);
+    assert_eq!(message["task_id"], results[1]["task_id"]);
+    assert!(message["message"].as_str().unwrap().contains("in the background"), "{message}");
+    // The second write waits for the first one.
     let id = |n: usize| results[n]["tool_call_id"].as_str().unwrap();
     let hold = json!({ "reason": "after", "after": id(3) });
     assert_eq!(api.call(id(4)).await["hold"], hold);
@@ -235,7 +244,7 @@ async fn what_goes_on_comes_back_as_a_ticket() {
 }
 
 #[tokio::test]
-async fn messages_keep_to_their_budget() {
+async fn messages_stay_within_the_token_budget() {
     let server = Server::start().await;
     let api = server.api();
     let sql = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n WHERE i < 900) \
@@ -246,15 +255,15 @@ async fn messages_keep_to_their_budget() {
     let answer = send(&api, batch).await.is(200);
     assert_eq!(answer["results"][0]["digested"], true);
     assert_eq!(answer["results"][0]["data"]["row_count"], 900, "the result is whole");
-    let said = answer["messages"][0]["content"].as_str().unwrap();
-    assert!(toolcrib::results::tokens::count(said) < 400, "{said}");
-    assert!(said.contains(answer["results"][0]["tool_call_id"].as_str().unwrap()), "{said}");
+    let text = answer["messages"][0]["content"].as_str().unwrap();
+    assert!(toolcrib::results::tokens::count(text) < 400, "{text}");
+    assert!(text.contains(answer["results"][0]["tool_call_id"].as_str().unwrap()), "{text}");
     assert!(answer["results"][1].get("digested").is_none());
     assert_eq!(content(&answer["messages"][1])["result"], 2);
 }
 
 #[tokio::test]
-async fn a_callback_that_cannot_be_used_refuses_the_batch() {
+async fn an_invalid_callback_url_rejects_the_batch() {
     let server = Server::start().await;
     let api = server.api();
     for url in ["", "ftp://example.com/", "https://hooks.example/x"] {
@@ -268,7 +277,7 @@ async fn a_callback_that_cannot_be_used_refuses_the_batch() {
 }
 
 #[tokio::test]
-async fn definitions_can_be_put_into_a_request_as_they_are() {
+async fn tool_lists_are_valid_in_every_model_format() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("mcp/files.read")])).await;
@@ -289,7 +298,7 @@ async fn definitions_can_be_put_into_a_request_as_they_are() {
             assert_eq!(tool.pointer(schema), Some(&json!("object")), "{format}: {tool}");
             let name = tool.pointer(name).unwrap().as_str().unwrap();
             assert!(plain(name), "{format}: {name}");
-            // The name leads back to the tool, and can be called.
+            // The name resolves to the tool and can be called.
             assert_eq!(api.get(&format!("/v1/tools/{name}")).await.status, 200);
         }
     }
@@ -306,7 +315,7 @@ async fn definitions_can_be_put_into_a_request_as_they_are() {
 }
 
 #[tokio::test]
-async fn an_empty_id_is_none_and_the_answer_has_a_trace() {
+async fn an_empty_call_id_is_none_and_the_response_has_a_traceparent() {
     let server = Server::start().await;
     let api = server.api();
     let calls = json!([
@@ -318,18 +327,21 @@ async fn an_empty_id_is_none_and_the_answer_has_a_trace() {
     let trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
     let request = api.request(reqwest::Method::POST, "/v1/tool_calls").header("traceparent", trace);
     let answer = api.send(request.json(&body("serial", calls))).await;
-    let told = answer.header("traceparent").unwrap().to_owned();
-    assert!(told.starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-"), "{told}");
+    let traceparent = answer.header("traceparent").unwrap().to_owned();
+    assert!(traceparent.starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-"), "{traceparent}");
     let answer = answer.is(200);
     assert_eq!(answer["messages"][0]["tool_call_id"], "call_0");
     assert_eq!(answer["messages"][1]["tool_use_id"], "call_1");
     let error = answer["results"][2]["error"]["message"].as_str().unwrap();
-    assert!(error.contains("call_id"), "an envelope is written by a program: {error}");
+    assert!(
+        error.contains("call_id"),
+        "an empty call_id is an error in Toolcrib's own format: {error}"
+    );
     assert_eq!(answer["messages"][3]["call_id"], json!(null));
 }
 
 #[tokio::test]
-async fn models_are_told_of_tools_that_take_an_object() {
+async fn only_tools_that_take_an_object_are_listed_for_models() {
     let server = Server::start().await;
     let api = server.api();
     let typed = |name: &str, kind: Value| offer_with(name, json!({ "schema": { "type": kind } }));
@@ -337,8 +349,8 @@ async fn models_are_told_of_tools_that_take_an_object() {
         json!([typed("a.text", json!("string")), typed("a.maybe", json!(["object", "null"]))]);
     api.register("c1", tools).await;
     let answer = api.get("/v1/tools?format=anthropic").await.is(200);
-    let told = answer["tools"].as_array().unwrap();
-    assert!(told.iter().all(|tool| tool["input_schema"]["type"] == "object"), "{answer}");
-    assert!(told.iter().any(|tool| tool["name"] == "a__maybe"), "{answer}");
+    let listed_tools = answer["tools"].as_array().unwrap();
+    assert!(listed_tools.iter().all(|tool| tool["input_schema"]["type"] == "object"), "{answer}");
+    assert!(listed_tools.iter().any(|tool| tool["name"] == "a__maybe"), "{answer}");
     assert!(!answer.to_string().contains("a__text"), "{answer}");
 }

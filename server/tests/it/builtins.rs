@@ -1,4 +1,4 @@
-//! The tools that come with the server, over HTTP.
+//! The built-in tools, called over HTTP.
 
 use serde_json::{Value, json};
 
@@ -11,7 +11,7 @@ async fn run(api: &Api, tool: &str, args: Value) -> Value {
 }
 
 #[tokio::test]
-async fn calculation() {
+async fn calculation_eval_computes_and_rejects_invalid_expressions() {
     let server = Server::start().await;
     let api = server.api();
     for (expression, result) in [
@@ -30,12 +30,12 @@ async fn calculation() {
         let call = run(&api, "calculation.eval", json!({ "expression": expression })).await;
         assert_eq!(call["status"], "FAILED", "{expression}");
         assert_eq!(call["error"]["code"], "VALIDATION_ERROR");
-        assert_eq!(call["outcome"]["metrics"]["attempts"], 1, "the same again cannot help");
+        assert_eq!(call["outcome"]["metrics"]["attempts"], 1, "a retry cannot help");
     }
 }
 
 #[tokio::test]
-async fn the_sample_database_is_read() {
+async fn database_query_reads_the_sample_database() {
     let server = Server::start().await;
     let api = server.api();
     let tool = api.get("/v1/tools/database.query").await.is(200);
@@ -52,7 +52,7 @@ async fn the_sample_database_is_read() {
 }
 
 #[tokio::test]
-async fn nothing_can_be_written() {
+async fn database_query_cannot_write() {
     let server = Server::start().await;
     let api = server.api();
     let count = json!({ "sql": "SELECT count(*), sum(length(name)) FROM customers" });
@@ -76,11 +76,11 @@ async fn nothing_can_be_written() {
         assert_eq!(call["status"], "FAILED", "{sql}: {call}");
     }
     assert!(!stolen.exists());
-    assert_eq!(run(&api, "database.query", count).await["result"], before, "all is as it was");
+    assert_eq!(run(&api, "database.query", count).await["result"], before, "the data is unchanged");
 }
 
 #[tokio::test]
-async fn a_large_answer_is_cut_and_says_so() {
+async fn a_result_over_max_rows_is_truncated_with_a_note() {
     let server = Server::with(|config| config.builtin.database.max_rows = 5).await;
     let api = server.api();
     let call = run(&api, "database.query", json!({ "sql": "SELECT id FROM customers" })).await;
@@ -90,7 +90,7 @@ async fn a_large_answer_is_cut_and_says_so() {
 }
 
 #[tokio::test]
-async fn an_endless_query_ends() {
+async fn an_endless_query_times_out() {
     let server = Server::with(|config| config.builtin.database.timeout_ms = 300).await;
     let api = server.api();
     let sql =
@@ -101,11 +101,11 @@ async fn an_endless_query_ends() {
 }
 
 #[tokio::test]
-async fn a_database_of_the_operator() {
+async fn database_query_reads_the_configured_database() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("shop.db");
-    let made = rusqlite::Connection::open(&path).unwrap();
-    made.execute_batch("CREATE TABLE t (a); INSERT INTO t VALUES (7)").unwrap();
+    let database = rusqlite::Connection::open(&path).unwrap();
+    database.execute_batch("CREATE TABLE t (a); INSERT INTO t VALUES (7)").unwrap();
     let url = format!("sqlite:{}", path.display());
     let server = Server::with(|config| config.builtin.database.url = Some(url)).await;
     let api = server.api();
@@ -116,7 +116,7 @@ async fn a_database_of_the_operator() {
 }
 
 #[tokio::test]
-async fn the_weather() {
+async fn weather_query_returns_the_current_weather() {
     let address = weather::stand_in().await;
     let server = Server::with(|config| {
         config.builtin.weather.geocoding_url = address.clone();
@@ -137,8 +137,8 @@ async fn the_weather() {
 }
 
 #[tokio::test]
-async fn weather_that_cannot_be_reached() {
-    // A port that was free a moment ago, and where nobody listens.
+async fn an_unreachable_weather_service_fails_the_call() {
+    // A port that was free a moment ago, without a listener.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     drop(listener);
@@ -153,12 +153,12 @@ async fn weather_that_cannot_be_reached() {
     assert_eq!(call["status"], "FAILED", "{call}");
     assert_eq!(call["error"]["code"], "UPSTREAM_UNAVAILABLE");
     assert_eq!((&call["error"]["retryable"], &call["result"]), (&json!(true), &Value::Null));
-    assert_eq!(call["outcome"]["metrics"]["retries"], 1, "it was tried again");
+    assert_eq!(call["outcome"]["metrics"]["retries"], 1, "the call was retried");
     assert!(message(&call["error"]).contains("cannot be reached"), "{call}");
 }
 
 #[tokio::test]
-async fn they_can_be_left_out() {
+async fn builtin_tools_can_be_disabled() {
     let server = Server::with(|config| config.builtin.enabled = false).await;
     assert_eq!(server.api().get("/v1/tools").await.is(200), json!({ "tools": [] }));
 }

@@ -1,4 +1,4 @@
-//! Canceling reaches whoever executes the call, and happens once.
+//! A cancellation reaches the executor of the call and takes effect once.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ async fn cancel(api: &Api, id: &str, body: Value) -> crate::support::api::Reply 
 }
 
 #[tokio::test]
-async fn a_call_that_nobody_has_taken() {
+async fn canceling_an_unacknowledged_call_ends_it_once() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -28,11 +28,15 @@ async fn a_call_that_nobody_has_taken() {
     let again = cancel(&api, &id, json!({ "reason": "another" })).await.is(200);
     assert_eq!(again, call, "canceling twice is the same as once");
     let path = "/internal/ingress/poll?client_id=c1";
-    assert_eq!(api.get(path).await.is(200), json!({ "requests": [] }), "nobody is given it");
+    assert_eq!(
+        api.get(path).await.is(200),
+        json!({ "requests": [] }),
+        "no client receives the call"
+    );
 }
 
 #[tokio::test]
-async fn without_a_body() {
+async fn cancel_accepts_an_empty_body() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -43,7 +47,7 @@ async fn without_a_body() {
 }
 
 #[tokio::test]
-async fn the_client_that_has_taken_it_is_told() {
+async fn canceling_notifies_the_client_that_acknowledged_the_call() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
@@ -53,16 +57,19 @@ async fn the_client_that_has_taken_it_is_told() {
     let call = cancel(&api, &id, json!({})).await.is(200);
     assert_eq!(call["status"], "CANCELED");
     assert!(message(&call["error"]).contains("may have taken effect"), "{call}");
-    let told = client.hear_a("tool_cancel").await;
-    assert_eq!((&told["tool_call_id"], &told["attempt"]), (&json!(id), &json!(1)));
-    // A result that comes all the same changes nothing, and the client is told what the call is.
+    let cancel_message = client.expect_message("tool_cancel").await;
+    assert_eq!(
+        (&cancel_message["tool_call_id"], &cancel_message["attempt"]),
+        (&json!(id), &json!(1))
+    );
+    // A late result changes nothing, and the client receives the status of the call.
     client
-        .say(json!({
+        .send(json!({
             "type": "tool_result", "tool_call_id": request["tool_call_id"],
             "attempt": 1, "status": "SUCCEEDED", "result": "too late"
         }))
         .await;
-    let answer = client.hear_a("error").await;
+    let answer = client.expect_message("error").await;
     assert_eq!(answer["error"]["code"], "CONFLICT");
     assert_eq!(answer["error"]["detail"]["status"], "CANCELED");
     assert_eq!(api.call(&id).await, call, "nothing changed");
@@ -70,19 +77,19 @@ async fn the_client_that_has_taken_it_is_told() {
 }
 
 #[tokio::test]
-async fn the_client_that_was_given_it_and_has_not_acknowledged_is_told_too() {
+async fn canceling_notifies_a_client_that_has_not_acknowledged_the_call() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let id = api.invoke("a.tool", json!({})).await;
-    client.hear_a("tool_request").await;
+    client.expect_message("tool_request").await;
     let call = cancel(&api, &id, json!({})).await.is(200);
-    assert!(!message(&call["error"]).contains("may have"), "it had not begun: {call}");
-    assert_eq!(client.hear_a("tool_cancel").await["tool_call_id"], json!(id));
+    assert!(!message(&call["error"]).contains("may have"), "the call had not started: {call}");
+    assert_eq!(client.expect_message("tool_cancel").await["tool_call_id"], json!(id));
 }
 
 #[tokio::test]
-async fn a_client_on_sse_is_told() {
+async fn canceling_notifies_a_client_over_sse() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -90,31 +97,31 @@ async fn a_client_on_sse_is_told() {
     let id = api.invoke("a.tool", json!({})).await;
     assert_eq!(work.event().await.name, "tool_request");
     cancel(&api, &id, json!({})).await.is(200);
-    let told = work.event().await;
-    assert_eq!(told.name, "tool_cancel");
-    assert_eq!(told.data["tool_call_id"], json!(id));
+    let event = work.event().await;
+    assert_eq!(event.name, "tool_cancel");
+    assert_eq!(event.data["tool_call_id"], json!(id));
 }
 
 #[tokio::test]
-async fn a_client_is_told_when_the_time_of_a_call_is_over() {
+async fn a_timeout_sends_the_client_a_cancel_message() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let body = json!({ "run_id": "run_1", "args": {}, "timeout_ms": 1_500 });
     let id = api.invoke_with("a.tool", body).await;
     client.take().await;
-    assert_eq!(client.hear_a("tool_cancel").await["tool_call_id"], json!(id));
+    assert_eq!(client.expect_message("tool_cancel").await["tool_call_id"], json!(id));
     assert_eq!(api.finished(&id).await["status"], "TIMEOUT");
 }
 
 #[tokio::test]
-async fn a_call_that_has_ended_stays_as_it_is() {
+async fn canceling_an_ended_call_is_a_conflict() {
     let server = Server::start().await;
     let api = server.api();
     let id = api.invoke("calculation.eval", json!({ "expression": "1+1" })).await;
     let call = api.finished(&id).await;
     let error = cancel(&api, &id, json!({})).await.refused(409, "CONFLICT");
-    assert_eq!(error["detail"]["status"], "SUCCEEDED", "what it already is");
+    assert_eq!(error["detail"]["status"], "SUCCEEDED", "the error has the current status");
     assert_eq!(error["retryable"], false);
     assert!(message(&error).contains("SUCCEEDED"), "{error}");
     assert_eq!(api.call(&id).await, call);
@@ -122,23 +129,24 @@ async fn a_call_that_has_ended_stays_as_it_is() {
 }
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
-struct Nothing {}
+struct NoArgs {}
 
 #[tokio::test]
-async fn a_tool_of_the_server_hears_of_it() {
-    let (heard, mut hears) = tokio::sync::mpsc::unbounded_channel();
-    let body = move |_: Nothing, context: ToolContext| {
-        let heard = heard.clone();
-        // What is dropped with the attempt tells, whether or not the tool looks.
-        struct Told(tokio::sync::mpsc::UnboundedSender<&'static str>);
-        impl Drop for Told {
+async fn canceling_stops_a_tool_of_the_server() {
+    let (sender, mut receiver) = tokio::sync::mpsc::unbounded_channel();
+    let body = move |_: NoArgs, context: ToolContext| {
+        let sender = sender.clone();
+        // The drop of this value reports the end of the attempt, even if the tool ignores
+        // cancellation.
+        struct CancelRecorder(tokio::sync::mpsc::UnboundedSender<&'static str>);
+        impl Drop for CancelRecorder {
             fn drop(&mut self) {
                 let _ = self.0.send("stopped");
             }
         }
         async move {
-            let _told = Told(heard.clone());
-            let _ = heard.send("began");
+            let _recorder = CancelRecorder(sender.clone());
+            let _ = sender.send("began");
             assert!(!context.canceled.is_cancelled());
             std::future::pending::<Result<(), String>>().await
         }
@@ -151,18 +159,18 @@ async fn a_tool_of_the_server_hears_of_it() {
     let server = Server::of(engine).await;
     let api = server.api();
     let id = api.invoke("slow.tool", json!({})).await;
-    assert_eq!(soon("the tool to begin", hears.recv()).await, Some("began"));
+    assert_eq!(soon("the tool to begin", receiver.recv()).await, Some("began"));
     assert_eq!(api.call(&id).await["status"], "RUNNING");
     let call = cancel(&api, &id, json!({})).await.is(200);
     assert_eq!(call["status"], "CANCELED");
-    assert_eq!(soon("the tool to stop", hears.recv()).await, Some("stopped"));
+    assert_eq!(soon("the tool to stop", receiver.recv()).await, Some("stopped"));
     assert_eq!(api.call(&id).await, call);
     let history = api.history(&id).await;
     assert_eq!(history.last().unwrap(), "tool.call.canceled", "being stopped is not a late report");
 }
 
 #[tokio::test]
-async fn a_call_that_waits_for_a_place_frees_the_line() {
+async fn canceling_a_queued_call_lets_the_next_one_run() {
     let server = Server::start().await;
     let api = server.api();
     let tool = offer_with("a.tool", json!({ "policy": { "max_parallel": 1 } }));
@@ -176,5 +184,5 @@ async fn a_call_that_waits_for_a_place_frees_the_line() {
     cancel(&api, &second, json!({})).await.is(200);
     client.succeed(&request, json!(1)).await;
     let next = tokio::time::timeout(Duration::from_secs(30), client.take()).await.unwrap();
-    assert_eq!(next["tool_call_id"], json!(third), "the canceled one is passed over");
+    assert_eq!(next["tool_call_id"], json!(third), "the canceled call is skipped");
 }

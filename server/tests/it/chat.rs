@@ -1,5 +1,5 @@
-//! OpenAI's API with the crib's tools behind it: what a client asks, what the model's endpoint is
-//! asked, and what comes back.
+//! The OpenAI-compatible API with Toolcrib's tools: requests of clients, requests to the model's
+//! endpoint, and responses.
 
 mod completions;
 mod keys;
@@ -18,13 +18,15 @@ use crate::support::Server;
 /// The name of the configured model.
 const MODEL: &str = "large";
 
-/// A server whose model follows this script.
-async fn serving(turns: impl IntoIterator<Item = ScriptedBehavior>) -> (Server, ScriptedModel) {
-    let scripted = ScriptedModel::start_with_replies(turns).await.unwrap();
-    (served_by(&scripted).await, scripted)
+/// Starts a server whose model gives these replies in order.
+async fn start_with_replies(
+    replies: impl IntoIterator<Item = ScriptedBehavior>,
+) -> (Server, ScriptedModel) {
+    let scripted = ScriptedModel::start_with_replies(replies).await.unwrap();
+    (start_with_model(&scripted).await, scripted)
 }
 
-async fn served_by(scripted: &ScriptedModel) -> Server {
+async fn start_with_model(scripted: &ScriptedModel) -> Server {
     Server::with(|config| {
         config.llm.base_url = Some(scripted.url.clone());
         config.llm.model = Some(MODEL.into());
@@ -32,7 +34,7 @@ async fn served_by(scripted: &ScriptedModel) -> Server {
     .await
 }
 
-/// A question with the crib's calculator alone.
+/// A chat request that selects only the tool `calculation.eval`.
 fn question(text: &str) -> Value {
     json!({
         "model": MODEL,
@@ -41,8 +43,8 @@ fn question(text: &str) -> Value {
     })
 }
 
-/// A tool of the client's own.
-fn own_tool(name: &str) -> Value {
+/// The definition of a caller tool, which the client executes itself.
+fn caller_tool(name: &str) -> Value {
     json!({ "type": "function", "function": { "name": name, "description": "The client's own",
         "parameters": { "type": "object", "properties": {} } } })
 }
@@ -51,8 +53,8 @@ fn eval(expression: &str) -> Value {
     json!({ "expression": expression })
 }
 
-/// The roles of a conversation, with the calls and what they answer.
-fn shape(asked: &RecordedRequest) -> Vec<String> {
+/// Returns the role of each message with the call ids that it makes or answers.
+fn message_shape(request: &RecordedRequest) -> Vec<String> {
     let describe = |message: &Value| {
         let role = message["role"].as_str().unwrap();
         let calls = message["tool_calls"].as_array();
@@ -60,5 +62,5 @@ fn shape(asked: &RecordedRequest) -> Vec<String> {
         let ids: Vec<&str> = ids.chain(message["tool_call_id"].as_str()).collect();
         [&[role], ids.as_slice()].concat().join(" ")
     };
-    asked.messages().iter().map(describe).collect()
+    request.messages().iter().map(describe).collect()
 }

@@ -1,4 +1,5 @@
-//! The context of a run: matched by id, told to a model, and with what the caller ran itself.
+//! The context of a run: calls and results matched by id, the form for a model, and calls that the
+//! caller executed itself.
 
 use serde_json::{Value, json};
 use toolcrib::results::tokens;
@@ -27,13 +28,13 @@ async fn set_tools(api: &Api, body: Value) -> Value {
     api.put(&format!("{CONTEXT}/tool_definitions"), body).await.is(200)
 }
 
-/// One field of every entry of a list.
-fn each<'a>(list: &'a Value, field: &str) -> Vec<&'a str> {
+/// Returns one field of every entry of a list.
+fn fields_of<'a>(list: &'a Value, field: &str) -> Vec<&'a str> {
     list.as_array().unwrap().iter().map(|entry| entry[field].as_str().unwrap()).collect()
 }
 
 #[tokio::test]
-async fn calls_and_results_of_a_run_are_matched_also_under_a_repeated_id() {
+async fn calls_and_results_are_matched_even_with_a_repeated_call_id() {
     let server = Server::start().await;
     let api = server.api();
     let client = json!([offer_with("job.run", json!({ "async": true }))]);
@@ -48,21 +49,25 @@ async fn calls_and_results_of_a_run_are_matched_also_under_a_repeated_id() {
     }
     let shown = context(&api).await;
     assert_eq!(shown["run_id"], "run_1");
-    assert_eq!(each(&shown["tool_calls"], "call_id"), ["call_0"; 3]);
-    let names = each(&shown["tool_calls"], "name");
+    assert_eq!(fields_of(&shown["tool_calls"], "call_id"), ["call_0"; 3]);
+    let names = fields_of(&shown["tool_calls"], "name");
     assert_eq!(names, ["job.run", "calculation.eval", "calculation.eval"]);
     assert_eq!(shown["tool_calls"][0]["async"], true);
     assert_eq!(shown["tool_calls"][0]["status"], "PENDING");
     let results = &shown["tool_results"];
-    assert_eq!(each(results, "call_id"), ["call_0"; 2]);
-    let tickets = each(&shown["tool_calls"], "tool_call_id");
-    assert_eq!(each(results, "tool_call_id"), tickets[1..], "each its own call's");
+    assert_eq!(fields_of(results, "call_id"), ["call_0"; 2]);
+    let tickets = fields_of(&shown["tool_calls"], "tool_call_id");
+    assert_eq!(
+        fields_of(results, "tool_call_id"),
+        tickets[1..],
+        "each result has the ticket of its call"
+    );
     assert_eq!(
         (&results[0]["data"]["result"], &results[1]["data"]["result"]),
         (&json!(2), &json!(4))
     );
     assert_eq!(results[0]["error"], Value::Null);
-    assert!(each(&shown["tool_definitions"], "name").contains(&"job.run"));
+    assert!(fields_of(&shown["tool_definitions"], "name").contains(&"job.run"));
     assert_eq!(shown["truncated"], false);
     api.succeed(&job, json!("done")).await;
     let shown = context(&api).await;
@@ -75,7 +80,7 @@ async fn calls_and_results_of_a_run_are_matched_also_under_a_repeated_id() {
 }
 
 #[tokio::test]
-async fn what_the_caller_ran_itself_is_a_call_like_any_other() {
+async fn a_reported_call_is_stored_and_listed_like_any_call() {
     let server = Server::start().await;
     let api = server.api();
     let made = record(
@@ -89,28 +94,28 @@ async fn what_the_caller_ran_itself_is_a_call_like_any_other() {
     )
     .await;
     let made = Value::Array(made);
-    assert_eq!(each(&made, "status"), ["SUCCEEDED", "RUNNING", "FAILED"]);
-    assert_eq!(each(&made, "executor"), ["caller"; 3]);
+    assert_eq!(fields_of(&made, "status"), ["SUCCEEDED", "RUNNING", "FAILED"]);
+    assert_eq!(fields_of(&made, "executor"), ["caller"; 3]);
     assert_eq!(made[0]["result"], json!({ "hits": 3 }));
     assert_eq!(made[2]["error"]["message"], "no shell");
-    let ids = each(&made, "tool_call_id");
+    let ids = fields_of(&made, "tool_call_id");
     let history = api.history(ids[0]).await;
     assert_eq!(history, ["tool.call.requested", "tool.call.started", "tool.call.finished"]);
     let listed = api.get("/v1/tool_calls?run_id=run_1&status=running").await.is(200);
-    assert_eq!(each(&listed["tool_calls"], "tool_call_id"), [ids[1]]);
+    assert_eq!(fields_of(&listed["tool_calls"], "tool_call_id"), [ids[1]]);
     let path = format!("/v1/tool_calls/{}?wait_ms=60000", ids[1]);
     let waiting = api.get(&path);
     let (waited, ended) =
         tokio::join!(waiting, answer(&api, json!([{ "call_id": "b", "data": "sent" }])));
     assert_eq!(ended[0]["status"], "SUCCEEDED");
-    assert_eq!(waited.is(200)["result"], "sent", "who waits for it is told");
+    assert_eq!(waited.is(200)["result"], "sent", "a waiting request receives the result");
     let shown = context(&api).await;
-    assert_eq!(each(&shown["tool_calls"], "call_id"), ["a", "b", "c"]);
+    assert_eq!(fields_of(&shown["tool_calls"], "call_id"), ["a", "b", "c"]);
     assert_eq!(shown["tool_results"].as_array().unwrap().len(), 3);
 }
 
 #[tokio::test]
-async fn calls_and_results_may_be_posted_as_models_write_them() {
+async fn calls_and_results_are_accepted_in_model_formats() {
     let server = Server::start().await;
     let api = server.api();
     let made = record(
@@ -139,7 +144,7 @@ async fn calls_and_results_may_be_posted_as_models_write_them() {
 }
 
 #[tokio::test]
-async fn a_result_answers_the_newest_call_that_waits_and_once() {
+async fn a_result_ends_the_newest_open_call_with_its_id_once() {
     let server = Server::start().await;
     let api = server.api();
     let first = record(&api, json!([{ "call_id": "call_0", "name": "my.a" }])).await;
@@ -148,20 +153,20 @@ async fn a_result_answers_the_newest_call_that_waits_and_once() {
     let ended = answer(&api, results).await;
     assert_eq!(ended[0]["tool_call_id"], second[0]["tool_call_id"]);
     assert_eq!(ended[1]["tool_call_id"], first[0]["tool_call_id"]);
-    // The same again gets the same answer; another is refused.
+    // The same result again gets the same answer; a different one is rejected.
     let ticket = &first[0]["tool_call_id"];
     let again = answer(&api, json!([{ "tool_call_id": ticket, "data": 1 }])).await;
     assert_eq!(again[0], ended[1]);
     let other = json!({ "tool_results": [{ "tool_call_id": ticket, "data": 7 }] });
     let error = api.post(&format!("{CONTEXT}/tool_results"), other).await.refused(409, "CONFLICT");
     assert!(message(&error).contains("SUCCEEDED already"), "{error}");
-    // A call that was given no id goes by its ticket, as the context shows it.
+    // The context shows the ticket as the call id of a call without one.
     record(&api, json!([{ "name": "my.nameless" }])).await;
     let shown = context(&api).await["tool_calls"][2].clone();
     assert_eq!(shown["call_id"], shown["tool_call_id"]);
-    let nameless = answer(&api, json!([{ "call_id": shown["call_id"], "data": 3 }])).await;
+    let without_id = answer(&api, json!([{ "call_id": shown["call_id"], "data": 3 }])).await;
     assert_eq!(
-        (&nameless[0]["tool_name"], &nameless[0]["result"]),
+        (&without_id[0]["tool_name"], &without_id[0]["result"]),
         (&json!("my.nameless"), &json!(3))
     );
     let mixed = json!({ "tool_results": [{ "tool_call_id": ticket, "call_id": "call_9" }] });
@@ -174,29 +179,33 @@ async fn a_result_answers_the_newest_call_that_waits_and_once() {
 }
 
 #[tokio::test]
-async fn the_tools_of_a_run_are_those_set_for_it() {
+async fn a_run_lists_the_tools_that_were_set_for_it() {
     let server = Server::start().await;
     let api = server.api();
     let all = api.get("/v1/tools").await.is(200);
     let names = |body: &Value| -> Vec<String> {
-        each(&body["tool_definitions"], "name").into_iter().map(str::to_owned).collect()
+        fields_of(&body["tool_definitions"], "name").into_iter().map(str::to_owned).collect()
     };
-    assert_eq!(names(&context(&api).await), each(&all["tools"], "name"), "all, unless set");
+    assert_eq!(
+        names(&context(&api).await),
+        fields_of(&all["tools"], "name"),
+        "all tools by default"
+    );
     let schema = json!({ "type": "object", "required": ["q"] });
     let own = json!([
         { "name": "my.search", "description": "Searches", "schema": schema, "async": true },
         { "type": "function", "function": { "name": "my_open", "parameters": schema } },
         { "name": "my-anthropic", "input_schema": schema },
     ]);
-    let crib = json!(["calculation__eval"]);
-    let body = json!({ "tool_definitions": own, "crib_tools": crib });
+    let server_tools = json!(["calculation__eval"]);
+    let body = json!({ "tool_definitions": own, "crib_tools": server_tools });
     let expected = ["calculation.eval", "my-anthropic", "my.search", "my_open"];
     assert_eq!(names(&set_tools(&api, body).await), expected);
     let shown = context(&api).await;
     assert_eq!(names(&shown), expected);
     let mine = &shown["tool_definitions"][2];
     assert_eq!((&mine["executor"], &mine["async"]), (&json!("caller"), &json!(true)));
-    // Arguments are checked against it, by either of its names.
+    // Arguments are validated against the definition, by either of its names.
     for name in ["my.search", "my__search"] {
         let body = json!({ "tool_calls": [{ "call_id": "x", "name": name, "args": {} }] });
         let refused = api.post(&format!("{CONTEXT}/tool_calls"), body).await;
@@ -208,15 +217,15 @@ async fn the_tools_of_a_run_are_those_set_for_it() {
     let shown = context(&api).await;
     assert_eq!(shown["tool_calls"][0]["async"], true, "as its definition says");
     assert_eq!(names(&set_tools(&api, json!({ "crib_tools": [] })).await), [""; 0]);
-    assert_eq!(names(&set_tools(&api, json!({})).await), each(&all["tools"], "name"));
+    assert_eq!(names(&set_tools(&api, json!({})).await), fields_of(&all["tools"], "name"));
     let server = server.restart().await;
     set_tools(&server.api(), json!({ "crib_tools": ["weather.query"] })).await;
     let server = server.restart().await;
-    assert_eq!(names(&context(&server.api()).await), ["weather.query"], "it is kept");
+    assert_eq!(names(&context(&server.api()).await), ["weather.query"], "the setting is stored");
 }
 
 #[tokio::test]
-async fn another_projects_run_is_another_run() {
+async fn runs_with_the_same_id_in_two_projects_are_separate() {
     let server = Server::start().await;
     let ada = server.keyed("one", "ada", "agent", &["*"]).await;
     let eve = server.keyed("two", "eve", "agent", &["*"]).await;
@@ -230,7 +239,7 @@ async fn another_projects_run_is_another_run() {
         let path = format!("{CONTEXT}/tool_results");
         eve.post(&path, body).await.refused(404, "NOT_FOUND");
     }
-    // Within the project, another agent sees it and cannot answer it.
+    // Another agent of the project sees the call and cannot submit its result.
     let bob = server.keyed("one", "bob", "agent", &["*"]).await;
     assert_eq!(context(&bob).await["tool_calls"].as_array().unwrap().len(), 1);
     let body = json!({ "tool_results": [{ "tool_call_id": made[0]["tool_call_id"] }] });
@@ -240,7 +249,7 @@ async fn another_projects_run_is_another_run() {
 }
 
 #[tokio::test]
-async fn the_conversation_of_a_run_is_ready_for_a_model() {
+async fn the_context_is_a_valid_conversation_for_a_model() {
     let server = Server::start().await;
     let api = server.api();
     let calls = json!([
@@ -258,8 +267,11 @@ async fn the_conversation_of_a_run_is_ready_for_a_model() {
     let (mut open, mut used) = (Vec::new(), Vec::new());
     for message in messages {
         if message["role"] == "assistant" {
-            assert!(open.is_empty(), "all of a turn is answered before the next: {messages:#?}");
-            open = each(&message["tool_calls"], "id");
+            assert!(
+                open.is_empty(),
+                "all calls of a step are answered before the next: {messages:#?}"
+            );
+            open = fields_of(&message["tool_calls"], "id");
             used.extend(open.clone());
             continue;
         }
@@ -270,7 +282,7 @@ async fn the_conversation_of_a_run_is_ready_for_a_model() {
     assert_eq!(used.len(), 3);
     used.sort_unstable();
     used.dedup();
-    assert_eq!(used.len(), 3, "no id comes twice");
+    assert_eq!(used.len(), 3, "ids are unique");
     let text = openai["messages"].to_string();
     assert!(text.contains("still running in the background for"), "{text}");
     assert!(text.contains("my__search") && text.contains("broken"), "{text}");
@@ -278,20 +290,23 @@ async fn the_conversation_of_a_run_is_ready_for_a_model() {
 
     let path = format!("{CONTEXT}?format=anthropic&budget_tokens=200");
     let anthropic = api.get(&path).await.is(200);
-    let mut together = 0;
+    let mut total = 0;
     for pair in anthropic["messages"].as_array().unwrap().chunks(2) {
         assert_eq!((&pair[0]["role"], &pair[1]["role"]), (&json!("assistant"), &json!("user")));
-        let (asked, told) = (&pair[0]["content"], &pair[1]["content"]);
-        assert_eq!(each(asked, "id"), each(told, "tool_use_id"));
-        together += each(told, "content").iter().map(|text| tokens::count(text)).sum::<usize>();
+        let (calls_content, results_content) = (&pair[0]["content"], &pair[1]["content"]);
+        assert_eq!(fields_of(calls_content, "id"), fields_of(results_content, "tool_use_id"));
+        total += fields_of(results_content, "content")
+            .iter()
+            .map(|text| tokens::count(text))
+            .sum::<usize>();
     }
-    assert!(together <= 200, "{together}");
+    assert!(total <= 200, "{total}");
     assert!(anthropic["messages"].to_string().contains("result.read"));
     assert!(anthropic["tools"][0]["input_schema"].is_object());
 }
 
 #[tokio::test]
-async fn a_prompt_tells_the_model_within_any_budget() {
+async fn the_prompt_stays_within_any_token_budget() {
     let server = Server::start().await;
     let api = server.api();
     let tools: Vec<Value> = (0..60).map(|n| offer(&format!("tool.number_{n}"))).collect();
@@ -330,7 +345,7 @@ async fn a_prompt_tells_the_model_within_any_budget() {
 }
 
 #[tokio::test]
-async fn nonsense_is_refused_by_its_name() {
+async fn an_invalid_context_parameter_is_rejected_by_name() {
     let server = Server::start().await;
     let api = server.api();
     for (query, field) in [
@@ -355,7 +370,7 @@ async fn nonsense_is_refused_by_its_name() {
 }
 
 #[tokio::test]
-async fn posted_nonsense_is_refused_by_its_name() {
+async fn an_invalid_reported_call_or_result_is_rejected_by_name() {
     let server = Server::start().await;
     let api = server.api();
     let many: Vec<Value> = (0..129).map(|_| json!({ "name": "a" })).collect();
@@ -398,11 +413,11 @@ async fn posted_nonsense_is_refused_by_its_name() {
         let error = answer.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).starts_with(field), "{body}: {error}");
     }
-    assert_eq!(context(&api).await["tool_calls"], json!([]), "nothing of it was recorded");
+    assert_eq!(context(&api).await["tool_calls"], json!([]), "no call was stored");
 }
 
 #[tokio::test]
-async fn definitions_that_make_no_sense_are_refused_by_their_name() {
+async fn an_invalid_tool_definition_is_rejected_by_name() {
     let server = Server::start().await;
     let api = server.api();
     for (body, field) in [
@@ -431,7 +446,7 @@ async fn definitions_that_make_no_sense_are_refused_by_their_name() {
 }
 
 #[tokio::test]
-async fn a_recorded_call_is_found_again_after_a_restart() {
+async fn a_reported_call_survives_a_restart() {
     let server = Server::start().await;
     let made = record(&server.api(), json!([{ "call_id": "call_0", "name": "my.tool" }])).await;
     let server = server.restart().await;
@@ -443,16 +458,21 @@ async fn a_recorded_call_is_found_again_after_a_restart() {
     assert_eq!((&ended[0]["status"], &ended[0]["attempt"]), (&json!("SUCCEEDED"), &json!(1)));
 }
 
-/// What a caller runs itself is nobody else's to report on, and not the crib's to allow.
+/// Only the caller reports the result of a call that it executes itself, and such a call needs no
+/// allow rule. Deny rules apply.
 #[tokio::test]
-async fn rules_and_roles_hold_for_what_one_runs_oneself() {
+async fn rules_and_roles_apply_to_reported_calls() {
     let server = Server::start().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &["weather.*"]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;
     let made = record(&ada, json!([{ "name": "my.own" }, { "name": "database.query" }])).await;
     let made = Value::Array(made);
-    assert_eq!(each(&made, "executor"), ["caller"; 2], "unknown or not allowed: the same");
+    assert_eq!(
+        fields_of(&made, "executor"),
+        ["caller"; 2],
+        "the same for an unknown and a forbidden tool"
+    );
     let id = made[0]["tool_call_id"].as_str().unwrap();
     let submitted = json!({ "status": "SUCCEEDED", "result": 1 });
     let error = provider.submit(id, submitted).await.refused(403, "PERMISSION_DENIED");

@@ -1,26 +1,26 @@
-//! Crashes and faults, on the real binary: killed under load, stopped with calls running, without
-//! room on the disk, with its database locked, crowded, and with an operator beside it. What was
-//! acknowledged must be there afterwards, and must have ended exactly once.
+//! Crashes and faults of the real binary: kills under load, shutdown with running calls, a full
+//! disk, a locked database, many connections, and commands of an operator beside a running server.
+//! Every acknowledged call must be stored afterwards and must have ended exactly once.
 
-mod callbacks;
-mod crowd;
+mod clients;
+mod connections;
 mod disk;
 mod inflight;
 mod load;
 mod locked;
 mod operator;
-mod provider;
 mod repeated;
 mod startup;
 mod stopping;
 mod waiting;
+mod webhooks;
 
-/// Numbers that look random and come again with the same seed (SplitMix64).
-pub struct Dice(u64);
+/// Pseudorandom numbers that are reproducible from a seed (SplitMix64).
+pub struct SeededRng(u64);
 
-impl Dice {
-    /// Dice with the seed from `TOOLCRIB_TEST_SEED`, or another one each time; it is printed.
-    fn thrown() -> Self {
+impl SeededRng {
+    /// Takes the seed from `TOOLCRIB_TEST_SEED`, or from the time, and prints it.
+    fn from_env() -> Self {
         let given = std::env::var("TOOLCRIB_TEST_SEED").ok().map(|seed| seed.parse().unwrap());
         let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
         let seed = given.unwrap_or(now % 1_000_000_000);
@@ -28,7 +28,7 @@ impl Dice {
         Self(seed)
     }
 
-    /// Other dice, for another task.
+    /// Returns an independent generator for another task.
     fn split(&mut self) -> Self {
         Self(self.next())
     }
@@ -40,7 +40,7 @@ impl Dice {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number from this range.
+    /// Returns a number in this range.
     fn from(&mut self, range: std::ops::Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }

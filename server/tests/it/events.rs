@@ -12,7 +12,7 @@ fn names(events: &[Event]) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn a_call_is_followed_to_its_end() {
+async fn the_event_stream_of_a_call_ends_with_the_call() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
@@ -37,7 +37,7 @@ async fn a_call_is_followed_to_its_end() {
 }
 
 #[tokio::test]
-async fn progress_appears_as_it_is_made() {
+async fn progress_events_appear_immediately() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
@@ -46,7 +46,7 @@ async fn progress_appears_as_it_is_made() {
     let request = client.take().await;
     events.named("tool.call.taken").await;
     client
-        .say(json!({
+        .send(json!({
             "type": "tool_progress", "tool_call_id": id, "attempt": 1,
             "percent": 40.5, "message": "half way", "data": { "page": 2 }
         }))
@@ -68,7 +68,7 @@ async fn progress_appears_as_it_is_made() {
 }
 
 #[tokio::test]
-async fn progress_is_kept_up_to_a_limit() {
+async fn progress_events_are_stored_up_to_a_limit() {
     let server = Server::with(|config| config.limits.max_progress_events = 3).await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -79,12 +79,12 @@ async fn progress_is_kept_up_to_a_limit() {
     }
     api.succeed(&id, json!(1)).await;
     let history = api.history(&id).await;
-    let kept = history.iter().filter(|name| *name == "tool.call.progress").count();
-    assert_eq!(kept, 3, "{history:?}");
+    let stored = history.iter().filter(|name| *name == "tool.call.progress").count();
+    assert_eq!(stored, 3, "{history:?}");
 }
 
 #[tokio::test]
-async fn whoever_comes_back_goes_on_without_gap_or_repeat() {
+async fn a_resumed_stream_has_no_gaps_or_repeats() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -94,10 +94,10 @@ async fn whoever_comes_back_goes_on_without_gap_or_repeat() {
     for n in 0..10 {
         let body = json!({ "message": format!("step {n}") });
         api.post(&format!("/internal/tool_calls/{id}/progress"), body).await.is(200);
-        // A new connection each time, which goes on after what was seen last.
+        // Each iteration opens a new connection that resumes after the last seen event.
         let mut events = api.follow(&path, seen.last().and_then(|event| event.id)).await;
-        let wanted = if n == 0 { 2 } else { 1 };
-        for _ in 0..wanted {
+        let expected = if n == 0 { 2 } else { 1 };
+        for _ in 0..expected {
             seen.push(events.event().await);
         }
     }
@@ -107,17 +107,17 @@ async fn whoever_comes_back_goes_on_without_gap_or_repeat() {
     let mut at_once = api.follow(&path, None).await;
     assert_eq!(seen, at_once.rest().await, "as if it had been one connection");
     let steps: Vec<&str> = seen.iter().filter_map(|event| event.data["message"].as_str()).collect();
-    let wanted: Vec<String> = (0..10).map(|n| format!("step {n}")).collect();
-    assert_eq!(steps, wanted);
+    let expected: Vec<String> = (0..10).map(|n| format!("step {n}")).collect();
+    assert_eq!(steps, expected);
     let last = seen.last().unwrap().id.unwrap();
     let mut nothing = api.follow(&path, Some(last)).await;
-    assert_eq!(nothing.next().await, None, "all was seen, and there is no more");
-    let mut asked = api.follow(&format!("{path}?after={}", last - 1), None).await;
-    assert_eq!(asked.event().await.id, Some(last), "as a query parameter");
+    assert_eq!(nothing.next().await, None, "there are no more events");
+    let mut by_query = api.follow(&format!("{path}?after={}", last - 1), None).await;
+    assert_eq!(by_query.event().await.id, Some(last), "as a query parameter");
 }
 
 #[tokio::test]
-async fn a_run_is_followed_across_its_calls() {
+async fn the_event_stream_of_a_run_covers_all_its_calls() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -133,7 +133,7 @@ async fn a_run_is_followed_across_its_calls() {
     assert_eq!(events.event().await.name, "tool.call.started");
     let finished = events.event().await;
     assert_eq!(finished.name, "tool.call.finished");
-    // A run has no end: its next call appears on the same stream.
+    // The stream of a run does not end: the next call appears on it.
     let second = begin("run_a").await;
     let requested = events.event().await;
     assert_eq!(requested.data["tool_call_id"], json!(second));
@@ -142,7 +142,7 @@ async fn a_run_is_followed_across_its_calls() {
 }
 
 #[tokio::test]
-async fn a_project_is_followed_from_now_on() {
+async fn the_event_stream_of_a_project_starts_now() {
     let server = Server::start().await;
     let api = server.api();
     let old = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
@@ -150,14 +150,18 @@ async fn a_project_is_followed_from_now_on() {
     let mut events = api.follow("/v1/events", None).await;
     let new = api.invoke("calculation.eval", json!({ "expression": "2" })).await;
     let first = events.event().await;
-    assert_eq!(first.data["tool_call_id"], json!(new), "not what was before");
+    assert_eq!(first.data["tool_call_id"], json!(new), "no earlier events");
     assert_eq!(first.name, "tool.call.requested");
     let mut all = api.follow("/v1/events?after=0", None).await;
-    assert_eq!(all.event().await.data["tool_call_id"], json!(old), "unless told otherwise");
+    assert_eq!(
+        all.event().await.data["tool_call_id"],
+        json!(old),
+        "`after` includes earlier events"
+    );
 }
 
 #[tokio::test]
-async fn what_is_not_an_events_number_is_refused() {
+async fn an_invalid_last_event_id_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     let id = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
@@ -172,7 +176,7 @@ async fn what_is_not_an_events_number_is_refused() {
 }
 
 #[tokio::test]
-async fn events_are_numbered_in_order_over_many_calls_at_once() {
+async fn event_numbers_increase_across_concurrent_calls() {
     let server = Server::start().await;
     let api = server.api();
     let calls = (0..40).map(|n| {
@@ -193,9 +197,9 @@ async fn events_are_numbered_in_order_over_many_calls_at_once() {
     assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
 }
 
-/// What every event says, and what each kind says besides.
-const EVERY: [&str; 6] = ["number", "type", "tool_call_id", "run_id", "at_ms", "attempt"];
-const BESIDES: [(&str, &[&str]); 8] = [
+/// The fields of every event, followed by the additional fields of each kind.
+const COMMON_FIELDS: [&str; 6] = ["number", "type", "tool_call_id", "run_id", "at_ms", "attempt"];
+const FIELDS_BY_KIND: [(&str, &[&str]); 8] = [
     ("requested", &["tool", "args_bytes"]),
     ("started", &["tool"]),
     ("taken", &["by"]),
@@ -207,7 +211,7 @@ const BESIDES: [(&str, &[&str]); 8] = [
 ];
 
 #[tokio::test]
-async fn every_event_says_whose_it_is_how_long_it_took_and_how_large_it_was() {
+async fn each_event_kind_has_its_documented_fields() {
     let server = Server::start().await;
     let api = server.api();
     let backoff = json!({ "initial_ms": 1, "factor": 1.0, "max_ms": 1, "jitter": 0.0 });
@@ -217,7 +221,7 @@ async fn every_event_says_whose_it_is_how_long_it_took_and_how_large_it_was() {
     let mut client = Ws::offering(&api, "c1", tools).await;
     let mut events = api.follow("/v1/events", None).await;
     let body = |run: &str| json!({ "run_id": run, "call_id": "call_7", "args": { "n": 1 } });
-    // Fails, is tried again, fails again, and is taken over by another.
+    // This call fails, is retried, fails again, and succeeds with its fallback.
     let first = api.invoke_with("a.tool", body("run_a")).await;
     for _ in 0..2 {
         let request = client.take().await;
@@ -239,15 +243,16 @@ async fn every_event_says_whose_it_is_how_long_it_took_and_how_large_it_was() {
     while !seen.contains("timeout") {
         let event = events.event().await;
         let data = event.data.as_object().unwrap();
-        for name in EVERY {
+        for name in COMMON_FIELDS {
             assert!(data.contains_key(name), "{name} in {data:?}");
         }
         assert_eq!(data["call_id"], "call_7", "the caller's own id");
         let (_, run) = runs.iter().find(|(id, _)| data["tool_call_id"] == id.as_str()).unwrap();
         assert_eq!(data["run_id"], *run);
         let kind = event.name.trim_start_matches("tool.call.").to_owned();
-        let besides = BESIDES.iter().find(|(name, _)| *name == kind);
-        for name in besides.map_or(&["tool", "latency_ms", "queue_ms"][..], |(_, names)| names) {
+        let more_fields = FIELDS_BY_KIND.iter().find(|(name, _)| *name == kind);
+        for name in more_fields.map_or(&["tool", "latency_ms", "queue_ms"][..], |(_, names)| names)
+        {
             assert!(data.contains_key(*name), "{name} in {data:?}");
         }
         match kind.as_str() {
@@ -259,13 +264,13 @@ async fn every_event_says_whose_it_is_how_long_it_took_and_how_large_it_was() {
         }
         seen.insert(kind);
     }
-    let all: Vec<&str> = BESIDES.iter().map(|(name, _)| *name).chain(["timeout"]).collect();
+    let all: Vec<&str> = FIELDS_BY_KIND.iter().map(|(name, _)| *name).chain(["timeout"]).collect();
     assert!(all.iter().all(|name| seen.contains(*name)), "{seen:?}");
 }
 
-/// Who follows from now on may lose the stream before anything has happened.
+/// A subscriber may lose the stream before the first event.
 #[tokio::test]
-async fn a_stream_says_where_it_begins() {
+async fn a_project_stream_starts_with_the_current_event_id() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("b.tool")])).await;
@@ -273,9 +278,9 @@ async fn a_stream_says_where_it_begins() {
     let mut stream = api.request(reqwest::Method::GET, "/v1/events").send().await.unwrap();
     let first = crate::support::soon("the beginning", stream.chunk()).await.unwrap().unwrap();
     let first = String::from_utf8(first.to_vec()).unwrap();
-    let begins = first.strip_prefix("id: ").and_then(|rest| rest.strip_suffix("\n\n")).unwrap();
+    let start_id = first.strip_prefix("id: ").and_then(|rest| rest.strip_suffix("\n\n")).unwrap();
     drop(stream);
     let missed = api.invoke_with("b.tool", json!({ "run_id": "r", "args": {} })).await;
-    let mut events = api.follow("/v1/events", begins.parse().ok()).await;
+    let mut events = api.follow("/v1/events", start_id.parse().ok()).await;
     assert_eq!(events.event().await.data["tool_call_id"], json!(missed));
 }

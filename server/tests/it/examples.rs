@@ -1,5 +1,4 @@
-//! The examples and the README's commands, run as they are: Python and the real command line
-//! against a real server.
+//! Runs the Python examples and the commands of the README, unchanged, against a real server.
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -14,10 +13,10 @@ fn example(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python").join(name)
 }
 
-/// A child that goes away with the test.
-struct Running(Child);
+/// A child process that is killed at the end of the test.
+struct ChildGuard(Child);
 
-impl Drop for Running {
+impl Drop for ChildGuard {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -44,14 +43,14 @@ async fn toolcrib(server: &Server, args: &[&str]) -> (Option<i32>, String, Strin
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// Starts the provider and waits until its tool is there.
-async fn provider(server: &Server) -> Running {
+/// Starts the provider and waits until its tool is registered.
+async fn start_provider(server: &Server) -> ChildGuard {
     let mut command = python(server, "provider.py");
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let running = Running(child);
+    let guard = ChildGuard(child);
     for _ in 0..600 {
         if server.api().get("/v1/tools/demo.greet").await.status == 200 {
-            return running;
+            return guard;
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
@@ -59,32 +58,35 @@ async fn provider(server: &Server) -> Running {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_python_examples_work_as_they_are() {
+async fn the_python_examples_run_unchanged() {
     let lines = std::fs::read_to_string(example("provider.py")).unwrap().lines().count();
     assert!(lines < 30, "a provider in under 30 lines, not {lines}");
     let server = Server::start().await;
-    let _provider = provider(&server).await;
+    let _provider = start_provider(&server).await;
     let mut agent = python(&server, "agent.py");
     agent.args(["demo.greet", r#"{"name": "Ada"}"#]);
     let output = run(agent).await;
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(said.trim(), r#"demo.greet -> {"greeting": "Hello, Ada!"}"#);
+    let output_text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output_text.trim(), r#"demo.greet -> {"greeting": "Hello, Ada!"}"#);
     let output = run(python(&server, "agent.py")).await;
-    let said = String::from_utf8(output.stdout).unwrap();
-    let said: Vec<&str> = said.lines().collect();
-    assert_eq!(said.len(), 3, "{said:?}");
-    assert!(said[0].contains("236.81"), "{said:?}");
-    assert!(said[1].contains("Laser distance meter"), "{said:?}");
-    assert!(said[2].contains("failed: calculation.eval: VALIDATION_ERROR"), "{said:?}");
+    let output_text = String::from_utf8(output.stdout).unwrap();
+    let output_text: Vec<&str> = output_text.lines().collect();
+    assert_eq!(output_text.len(), 3, "{output_text:?}");
+    assert!(output_text[0].contains("236.81"), "{output_text:?}");
+    assert!(output_text[1].contains("Laser distance meter"), "{output_text:?}");
+    assert!(
+        output_text[2].contains("failed: calculation.eval: VALIDATION_ERROR"),
+        "{output_text:?}"
+    );
 }
 
-/// The lines that a child writes, as they come.
+/// Waits for the next line of a child process.
 async fn next_line(lines: &mut tokio::sync::mpsc::UnboundedReceiver<String>) -> String {
     crate::support::soon("a line of the example", lines.recv()).await.expect("it ended")
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_python_receiver_believes_what_is_signed_and_nothing_else() {
+async fn the_python_receiver_accepts_only_signed_webhooks() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("signing.key");
     std::fs::write(&file, KEY).unwrap();
@@ -95,10 +97,10 @@ async fn the_python_receiver_believes_what_is_signed_and_nothing_else() {
     .await;
     let mut command = python(&server, "receiver.py");
     command.arg("0").env("TOOLCRIB_WEBHOOK_SIGNING_KEY", KEY).stdout(Stdio::piped());
-    let mut child = Running(command.spawn().unwrap());
-    let (said, mut lines) = tokio::sync::mpsc::unbounded_channel();
+    let mut child = ChildGuard(command.spawn().unwrap());
+    let (sender, mut lines) = tokio::sync::mpsc::unbounded_channel();
     let out = BufReader::new(child.0.stdout.take().unwrap());
-    std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|l| said.send(l)));
+    std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|l| sender.send(l)));
     let first = next_line(&mut lines).await;
     let url = first.strip_prefix("listening on ").unwrap().to_owned();
     let forged = reqwest::Client::builder().no_proxy().build().unwrap().post(&url);
@@ -109,10 +111,10 @@ async fn the_python_receiver_believes_what_is_signed_and_nothing_else() {
     let body = json!({ "run_id": "r", "call_id": "sum-1", "callback_url": url,
         "args": { "expression": "6*7" } });
     let id = server.api().invoke_with("calculation.eval", body).await;
-    let told = next_line(&mut lines).await;
-    assert_eq!(told, r#"task.completed sum-1 {"result": 42, "text": "42"}"#);
+    let line = next_line(&mut lines).await;
+    assert_eq!(line, r#"task.completed sum-1 {"result": 42, "text": "42"}"#);
     let path = format!("/v1/tool_calls/{id}/deliveries");
-    crate::support::until("the delivery to be kept", || async {
+    crate::support::until("the delivery to be stored", || async {
         let list = server.api().get(&path).await.is(200);
         (list["deliveries"][0]["log"][0]["status_code"] == 204).then_some(())
     })
@@ -120,7 +122,7 @@ async fn the_python_receiver_believes_what_is_signed_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_command_line_does_what_the_readme_says() {
+async fn the_commands_of_the_readme_work() {
     let server = Server::start().await;
     let (code, out, err) =
         toolcrib(&server, &["call", "calculation.eval", "expression=2*21"]).await;
@@ -144,17 +146,17 @@ async fn the_command_line_does_what_the_readme_says() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_slow_call_of_the_example_survives_a_restart() {
+async fn a_slow_call_of_the_example_stays_open_across_a_restart() {
     let server = Server::start().await;
-    let listed = provider(&server).await;
+    let first_provider = start_provider(&server).await;
     let body = json!({ "run_id": "r", "args": { "name": "Grace", "seconds": 20 } });
     let ticket = server.api().post("/v1/tools/demo.greet/invoke", body).await.is(202);
     let id = ticket["tool_call_id"].as_str().unwrap().to_owned();
-    drop(listed);
+    drop(first_provider);
     let server = server.restart().await;
-    let _provider = provider(&server).await;
+    let _provider = start_provider(&server).await;
     let call = server.api().get(&format!("/v1/tool_calls/{id}")).await.is(200);
-    // Taken by the provider that died, or not: either way it is still here and still open; the
-    // greeting takes far longer than this test.
+    // The call is open, whether or not the killed provider had acknowledged it: the greeting takes
+    // far longer than this test.
     assert!(["PENDING", "RUNNING"].contains(&call["status"].as_str().unwrap()), "{call}");
 }

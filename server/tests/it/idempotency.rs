@@ -1,4 +1,4 @@
-//! The same key with the same request is the same ticket.
+//! The same idempotency key with the same request returns the same ticket.
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ fn body(n: u64) -> Value {
     json!({ "run_id": "run_1", "args": { "n": n } })
 }
 
-async fn started() -> (Server, Api) {
+async fn start_with_tool() -> (Server, Api) {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -24,18 +24,18 @@ async fn started() -> (Server, Api) {
 }
 
 #[tokio::test]
-async fn the_same_request_gets_the_same_ticket() {
-    let (_server, api) = started().await;
+async fn the_same_key_and_request_return_the_same_ticket() {
+    let (_server, api) = start_with_tool().await;
     let first = invoke(&api, "key-1", body(1)).await;
     assert_eq!(first.header("idempotent-replayed"), None);
     let first = first.is(202);
     let second = invoke(&api, "key-1", body(1)).await;
     assert_eq!(second.header("idempotent-replayed"), Some("true"));
-    assert_eq!(second.is(202), first, "to the letter");
+    assert_eq!(second.is(202), first, "byte for byte");
     let spaced = "{ \"args\": {\"n\":  1}, \"run_id\": \"run_1\" }";
     let request = api.request(reqwest::Method::POST, "/v1/tools/a.tool/invoke");
     let third = api.send(request.header("idempotency-key", "key-1").body(spaced)).await;
-    assert_eq!(third.is(202), first, "however it is written");
+    assert_eq!(third.is(202), first, "in any formatting");
     let other = invoke(&api, "key-2", body(1)).await.is(202);
     assert_ne!(other["tool_call_id"], first["tool_call_id"], "another key, another call");
     let list = api.get("/v1/tool_calls").await.is(200);
@@ -43,8 +43,8 @@ async fn the_same_request_gets_the_same_ticket() {
 }
 
 #[tokio::test]
-async fn it_works_in_the_body_too_and_after_the_end() {
-    let (_server, api) = started().await;
+async fn the_key_works_in_the_body_and_after_the_call_ended() {
+    let (_server, api) = start_with_tool().await;
     let mut within = body(1);
     within["idempotency_key"] = json!("key-1");
     let id = api.invoke_with("a.tool", within.clone()).await;
@@ -58,8 +58,8 @@ async fn it_works_in_the_body_too_and_after_the_end() {
 }
 
 #[tokio::test]
-async fn another_request_under_the_same_key_is_refused() {
-    let (_server, api) = started().await;
+async fn another_request_with_the_same_key_is_rejected() {
+    let (_server, api) = start_with_tool().await;
     let first = invoke(&api, "key-1", body(1)).await.is(202);
     for other in [
         body(2),
@@ -70,25 +70,29 @@ async fn another_request_under_the_same_key_is_refused() {
         assert_eq!(error["detail"]["tool_call_id"], first["tool_call_id"]);
         assert!(message(&error).contains("another request"), "{error}");
     }
-    assert_eq!(invoke(&api, "key-1", body(1)).await.is(202), first, "the first still holds");
+    assert_eq!(
+        invoke(&api, "key-1", body(1)).await.is(202),
+        first,
+        "the first request is still replayed"
+    );
 }
 
 #[tokio::test]
-async fn numbers_of_any_length_are_told_apart() {
-    let (_server, api) = started().await;
-    let ask = |n: &str| {
+async fn long_numbers_in_arguments_are_compared_exactly() {
+    let (_server, api) = start_with_tool().await;
+    let send = |n: &str| {
         let body = format!(r#"{{"run_id":"run_1","args":{{"n":{n}}}}}"#);
         let request = api.request(reqwest::Method::POST, "/v1/tools/a.tool/invoke");
         api.send(request.header("idempotency-key", "key-1").body(body))
     };
-    let first = ask("100000000000000000001").await.is(202);
-    ask("100000000000000000002").await.refused(422, "IDEMPOTENCY_MISMATCH");
-    assert_eq!(ask("100000000000000000001").await.is(202), first);
+    let first = send("100000000000000000001").await.is(202);
+    send("100000000000000000002").await.refused(422, "IDEMPOTENCY_MISMATCH");
+    assert_eq!(send("100000000000000000001").await.is(202), first);
 }
 
 #[tokio::test]
-async fn keys_that_cannot_be_used() {
-    let (_server, api) = started().await;
+async fn invalid_idempotency_keys_are_rejected() {
+    let (_server, api) = start_with_tool().await;
     let mut both = body(1);
     both["idempotency_key"] = json!("key-1");
     let error = invoke(&api, "key-2", both).await.refused(400, "BAD_REQUEST");
@@ -107,8 +111,8 @@ async fn keys_that_cannot_be_used() {
 }
 
 #[tokio::test]
-async fn fifty_at_once_make_one_call() {
-    let (_server, api) = started().await;
+async fn fifty_concurrent_requests_make_one_call() {
+    let (_server, api) = start_with_tool().await;
     let answers = (0..50).map(|_| invoke(&api, "key-1", body(1)));
     let answers = futures::future::join_all(answers).await;
     let replayed = |reply: &&Reply| reply.header("idempotent-replayed").is_some();
@@ -121,11 +125,11 @@ async fn fifty_at_once_make_one_call() {
     let request = api.poll("c1").await;
     assert!(ids.contains(&request["tool_call_id"].to_string()));
     let more = api.get("/internal/ingress/poll?client_id=c1").await.is(200);
-    assert_eq!(more, json!({ "requests": [] }), "the client is given it once");
+    assert_eq!(more, json!({ "requests": [] }), "the client receives the call once");
 }
 
 #[tokio::test]
-async fn agents_and_projects_do_not_meet() {
+async fn agents_do_not_share_idempotency_keys() {
     let server = Server::start().await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;
     provider.register("c1", json!([offer("a.tool")])).await;
@@ -138,8 +142,8 @@ async fn agents_and_projects_do_not_meet() {
 }
 
 #[tokio::test]
-async fn a_key_outlives_a_restart() {
-    let (server, api) = started().await;
+async fn an_idempotency_key_survives_a_restart() {
+    let (server, api) = start_with_tool().await;
     let first = invoke(&api, "key-1", body(1)).await.is(202);
     let server = server.restart().await;
     let api = server.api();
@@ -150,10 +154,10 @@ async fn a_key_outlives_a_restart() {
 }
 
 #[tokio::test]
-async fn what_was_asked_is_answered_also_when_it_would_not_be_taken_any_more() {
-    let (_server, api) = started().await;
+async fn a_replay_works_after_the_tool_has_changed_or_is_gone() {
+    let (_server, api) = start_with_tool().await;
     let first = invoke(&api, "key-1", body(1)).await.is(202);
-    // The tool wants something else now, and then it is gone.
+    // First the tool requires other arguments, then it is gone.
     let strict = json!({ "schema": { "type": "object", "required": ["b"] } });
     let changes = [json!([offer_with("a.tool", strict)]), json!([])];
     let refusals = [(422, "VALIDATION_ERROR"), (404, "TOOL_NOT_FOUND")];

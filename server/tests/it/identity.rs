@@ -1,4 +1,4 @@
-//! Who is who, and who may do what.
+//! Authentication and authorization.
 
 mod isolation;
 mod keys;

@@ -1,7 +1,7 @@
-//! How clients hear of work and answer: WebSocket, SSE and long poll over one queue.
+//! Transports of clients: WebSocket, SSE and long poll over one queue.
 
-mod again;
 mod poll;
+mod redelivery;
 mod registering;
 mod sharing;
 mod sse;
@@ -9,8 +9,8 @@ mod ws;
 
 use toolcrib_server::config::Config;
 
-/// Dead connections are noticed soon.
-fn impatient(config: &mut Config) {
+/// Sets short timeouts, so that dead connections are detected soon.
+fn use_short_heartbeat(config: &mut Config) {
     config.ingress.heartbeat_ms = 100;
     config.ingress.dead_after_ms = 1_000;
 }

@@ -21,7 +21,7 @@ async fn call_in(api: &Api, tool: &str, run_id: &str) -> String {
 }
 
 #[tokio::test]
-async fn newest_first_and_every_filter() {
+async fn calls_are_listed_newest_first_with_every_filter() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool"), offer("b.tool")])).await;
@@ -44,12 +44,12 @@ async fn newest_first_and_every_filter() {
     assert_eq!(list(&api, "run_id=run_9").await.len(), 0);
     assert_eq!(list(&api, "status=&run_id=run_2&since=").await, [b2.as_str(), a2.as_str()]);
     let one = api.get("/v1/tool_calls?run_id=run_2&tool_name=a.tool").await.is(200);
-    assert_eq!(one["tool_calls"][0], api.call(&a2).await, "the same as looked at alone");
+    assert_eq!(one["tool_calls"][0], api.call(&a2).await, "equal to the single call");
     assert_eq!(one["next_cursor"], Value::Null);
 }
 
 #[tokio::test]
-async fn since_is_seconds_milliseconds_or_a_written_time() {
+async fn since_accepts_seconds_milliseconds_and_rfc_3339() {
     let server = Server::start().await;
     let api = server.api();
     let first = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
@@ -73,7 +73,7 @@ async fn since_is_seconds_milliseconds_or_a_written_time() {
 }
 
 #[tokio::test]
-async fn pages_have_no_gaps_and_no_repeats_while_calls_are_made() {
+async fn pages_have_no_gaps_or_repeats_while_calls_are_made() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -90,7 +90,7 @@ async fn pages_have_no_gaps_and_no_repeats_while_calls_are_made() {
         let page = api.get(&path).await.is(200);
         assert!(ids(&page).len() <= 5);
         walked.extend(ids(&page));
-        // Newer calls, of this run and another, come while somebody walks; nothing shifts.
+        // New calls of this run and another one do not shift the following pages.
         call_in(&api, "a.tool", "run_1").await;
         call_in(&api, "a.tool", "run_2").await;
         match page["next_cursor"].as_str() {
@@ -119,7 +119,7 @@ async fn a_page_that_is_exactly_full_is_the_last() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_asked_is_refused_with_what_can() {
+async fn an_invalid_filter_is_rejected_with_the_valid_values() {
     let server = Server::start().await;
     let api = server.api();
     let cases = [
@@ -130,31 +130,31 @@ async fn what_cannot_be_asked_is_refused_with_what_can() {
         ("limit=0", "limit", "1 to 200"),
         ("limit=201", "limit", "1 to 200"),
     ];
-    for (query, names, says) in cases {
+    for (query, names, expected) in cases {
         let error = api.get(&format!("/v1/tool_calls?{query}")).await;
         let error = error.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).contains(names), "{query}: {error}");
-        assert!(message(&error).contains(says), "{query}: {error}");
+        assert!(message(&error).contains(expected), "{query}: {error}");
     }
     let error = api.get("/v1/tool_calls?limit=many").await.refused(422, "VALIDATION_ERROR");
     assert!(message(&error).contains("limit"), "{error}");
 }
 
 #[tokio::test]
-async fn the_largest_page_and_the_usual_one() {
+async fn a_page_has_50_calls_by_default_and_at_most_200() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
     let made = (0..60).map(|_| call_in(&api, "a.tool", "run_1"));
     let made: HashSet<String> = futures::future::join_all(made).await.into_iter().collect();
     assert_eq!(made.len(), 60);
-    assert_eq!(list(&api, "").await.len(), 50, "50 unless said");
+    assert_eq!(list(&api, "").await.len(), 50, "50 by default");
     let all: HashSet<String> = list(&api, "limit=200").await.into_iter().collect();
     assert_eq!(all, made);
 }
 
 #[tokio::test]
-async fn a_page_of_large_calls_is_short_and_none_is_left_out() {
+async fn a_page_of_large_calls_is_shorter_and_omits_none() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -178,7 +178,7 @@ async fn a_page_of_large_calls_is_short_and_none_is_left_out() {
 }
 
 #[tokio::test]
-async fn a_program_that_follows_links_sees_every_page() {
+async fn following_link_headers_visits_every_page() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool"), offer("b.tool")])).await;

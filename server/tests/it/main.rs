@@ -1,6 +1,7 @@
-//! The server as its users meet it: real HTTP and WebSocket against a server in this process.
+//! Integration tests of the server: real HTTP and WebSocket requests, mostly to a server in this
+//! process.
 //!
-//! One binary, one module per promise. `support` starts servers and talks to them.
+//! One binary, one module per feature. `support` starts servers and has clients for them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -1,9 +1,9 @@
-//! MCP: the crib as a server.
+//! MCP: Toolcrib as an MCP server.
 
-mod asking;
+mod access;
 mod calling;
 mod catalogue;
-mod entering;
+mod elicitation;
 mod listing;
 mod long;
 mod oauth;
@@ -13,8 +13,8 @@ mod tasks;
 
 use serde_json::Value;
 
-/// What a digest says that `result.read` is to be called with.
-pub fn hint(result: &Value) -> Value {
+/// Returns the arguments for `result.read` that a digest names.
+pub fn parse_read_hint(result: &Value) -> Value {
     let digest = result["content"][0]["text"].as_str().unwrap_or_else(|| panic!("{result}"));
     let (_, after) = digest.split_once("result.read ").unwrap_or_else(|| panic!("{digest}"));
     let mut read = serde_json::Deserializer::from_str(after).into_iter();

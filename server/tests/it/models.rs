@@ -1,20 +1,21 @@
-//! Language models behind their real wire: what comes of a good answer, and of every bad one.
+//! Language models over their wire formats: valid answers and all kinds of invalid ones.
 
+mod deltas;
 mod endpoints;
 mod misbehaving;
-mod pieces;
 
 use std::sync::Mutex;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use toolcrib::ports::model::{Delta, Model, ModelError, ModelReply, ModelRequest};
+use toolcrib::domain::model_reply::ModelReply;
+use toolcrib::ports::model::{Delta, Model, ModelError, ModelRequest};
 use toolcrib_bench::model::ScriptedModel;
 use toolcrib_sources::models::{
     AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, ModelResponseLimits, OpenAiModel,
 };
 
-/// Where a scripted model is asked, with this patience.
+/// The endpoint of a scripted model, with default limits.
 fn endpoint(model: &ScriptedModel, kind: ModelApi) -> ModelEndpoint {
     ModelEndpoint {
         kind,
@@ -33,9 +34,9 @@ fn anthropic(model: &ScriptedModel) -> AnthropicModel {
     AnthropicModel::new(endpoint(model, ModelApi::Anthropic))
 }
 
-/// With little patience.
-fn hasty(model: &ScriptedModel, patience: ModelResponseLimits) -> OpenAiModel {
-    OpenAiModel::new(ModelEndpoint { limits: patience, ..endpoint(model, ModelApi::OpenAi) })
+/// An OpenAI model with these limits.
+fn openai_with_limits(model: &ScriptedModel, limits: ModelResponseLimits) -> OpenAiModel {
+    OpenAiModel::new(ModelEndpoint { limits, ..endpoint(model, ModelApi::OpenAi) })
 }
 
 fn prompt() -> ModelRequest {
@@ -52,22 +53,22 @@ fn tool(name: &str) -> Value {
         "parameters": { "type": "object" } } })
 }
 
-/// The answer, and what was told while it came.
-async fn asked(
+/// Requests a reply and returns it with the deltas that preceded it.
+async fn request_reply(
     model: &dyn Model,
     prompt: &ModelRequest,
 ) -> (Result<ModelReply, ModelError>, Vec<Delta>) {
-    let told = Mutex::new(Vec::new());
-    let reply = model.reply(prompt, &|piece| told.lock().unwrap().push(piece)).await;
-    (reply, told.into_inner().unwrap())
+    let deltas = Mutex::new(Vec::new());
+    let reply = model.reply(prompt, &|delta| deltas.lock().unwrap().push(delta)).await;
+    (reply, deltas.into_inner().unwrap())
 }
 
-fn text_of(told: &[Delta]) -> String {
-    let text = |piece: &Delta| match piece {
+fn text_of(deltas: &[Delta]) -> String {
+    let text = |delta: &Delta| match delta {
         Delta::Text(text) => text.clone(),
         Delta::Call { .. } => String::new(),
     };
-    told.iter().map(text).collect()
+    deltas.iter().map(text).collect()
 }
 
 const SHORT: Duration = Duration::from_millis(100);

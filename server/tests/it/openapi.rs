@@ -1,5 +1,5 @@
-//! Tools that are operations of HTTP APIs: real upstreams on loopback, real secrets in the
-//! environment of the server, and what must not be reached or kept.
+//! Tools from operations of HTTP APIs: real upstreams on loopback, real secrets in the environment
+//! of the server, and protection of private networks and secrets.
 
 mod arguments;
 mod faults;

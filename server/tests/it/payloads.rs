@@ -1,5 +1,5 @@
-//! Arguments and results arrive as they were given, or are refused with the place; what is too
-//! large ends its own call and nothing else.
+//! Arguments and results arrive unchanged or are rejected with the location of the error. A payload
+//! that is too large ends its own call and nothing else.
 
 use futures::StreamExt;
 use reqwest::Method;
@@ -11,30 +11,30 @@ use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
 use crate::support::{Server, soon};
 
-/// Texts that look like JSON and are no value.
-const NO_VALUES: [&str; 3] = ["1e400", r#""\ud800""#, r#"{"\udfff": 1}"#];
+/// Texts with JSON syntax that have no valid value.
+const INVALID_VALUES: [&str; 3] = ["1e400", r#""\ud800""#, r#"{"\udfff": 1}"#];
 
 #[tokio::test]
-async fn arguments_that_are_no_value_are_refused_with_the_place() {
+async fn arguments_with_invalid_json_values_are_rejected_with_the_location() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer_with("a.tool", json!({ "schema": {} }))])).await;
-    for no_value in NO_VALUES {
-        let single = format!("{{\"run_id\": \"r\",\n \"args\": {no_value}}}");
+    for invalid in INVALID_VALUES {
+        let single = format!("{{\"run_id\": \"r\",\n \"args\": {invalid}}}");
         let error = api.post_raw("/v1/tools/a.tool/invoke", single).await;
         let error = error.refused(400, "BAD_REQUEST");
         assert!(message(&error).contains("line 2 column"), "{error}");
         let batch = format!(
-            "{{\"run_id\": \"r\", \"tool_calls\": [{{\"name\": \"a.tool\", \"args\": {no_value}}}]}}"
+            "{{\"run_id\": \"r\", \"tool_calls\": [{{\"name\": \"a.tool\", \"args\": {invalid}}}]}}"
         );
         api.post_raw("/v1/tool_calls", batch).await.refused(400, "BAD_REQUEST");
     }
     let listed = api.get("/v1/tool_calls").await.is(200);
-    assert_eq!(listed["tool_calls"], json!([]), "nothing was called");
+    assert_eq!(listed["tool_calls"], json!([]), "no call was stored");
 }
 
 #[tokio::test]
-async fn arguments_that_are_no_value_do_not_share_a_ticket() {
+async fn arguments_with_invalid_json_values_do_not_use_up_the_key() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -49,7 +49,7 @@ async fn arguments_that_are_no_value_do_not_share_a_ticket() {
 }
 
 #[tokio::test]
-async fn a_result_that_is_no_value_is_refused_and_changes_nothing() {
+async fn a_result_with_an_invalid_json_value_is_rejected_without_effect() {
     let server = Server::start().await;
     let api = server.api();
     let output = json!({ "type": ["object", "null"] });
@@ -60,8 +60,8 @@ async fn a_result_that_is_no_value_is_refused_and_changes_nothing() {
         let path = format!("/internal/tool_calls/{id}/submit");
         let body = "{\"status\": \"SUCCEEDED\",\n \"result\": 1e400}";
         let error = api.post_raw(&path, body).await.refused(400, "BAD_REQUEST");
-        let place = "number out of range at line 2 column 12";
-        assert!(message(&error).contains(place), "{error}");
+        let expected = "number out of range at line 2 column 12";
+        assert!(message(&error).contains(expected), "{error}");
         assert_eq!(api.call(&id).await["status"], "PENDING");
         api.succeed(&id, json!(null)).await;
         let other = "{\"status\": \"SUCCEEDED\", \"result\": [1e400]}";
@@ -71,34 +71,34 @@ async fn a_result_that_is_no_value_is_refused_and_changes_nothing() {
 }
 
 #[tokio::test]
-async fn a_text_that_was_cut_within_an_emoji_is_a_result() {
+async fn an_unpaired_surrogate_in_a_result_is_replaced() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let result = r#"{"text": "cut \ud83d", "whole": "\ud83d\ude00"}"#;
-    let mended = json!({ "text": "cut \u{fffd}", "whole": "😀" });
+    let expected = json!({ "text": "cut \u{fffd}", "whole": "😀" });
     let id = api.invoke("a.tool", json!({})).await;
-    client.hear_a("tool_request").await;
-    let said = format!(
+    client.expect_message("tool_request").await;
+    let text = format!(
         r#"{{"type":"tool_result","tool_call_id":"{id}","status":"SUCCEEDED","result":{result}}}"#
     );
-    client.say_raw(Message::text(said.clone())).await;
-    assert_eq!(client.hear_a("result_ack").await["status"], "SUCCEEDED");
-    assert_eq!(api.call(&id).await["result"], mended);
-    client.say_raw(Message::text(said.replace(result, "1e400"))).await;
-    let error = client.hear_a("error").await;
+    client.send_raw(Message::text(text.clone())).await;
+    assert_eq!(client.expect_message("result_ack").await["status"], "SUCCEEDED");
+    assert_eq!(api.call(&id).await["result"], expected);
+    client.send_raw(Message::text(text.replace(result, "1e400"))).await;
+    let error = client.expect_message("error").await;
     assert!(message(&error["error"]).contains("number out of range"), "{error}");
 
     let id = api.invoke("a.tool", json!({})).await;
     let path = format!("/internal/tool_calls/{id}/submit");
     let body = format!(r#"{{"status": "SUCCEEDED", "result": {result}}}"#);
     api.post_raw(&path, body.clone()).await.is(200);
-    assert_eq!(api.call(&id).await["result"], mended);
+    assert_eq!(api.call(&id).await["result"], expected);
     api.post_raw(&path, body).await.is(200);
 }
 
 #[tokio::test]
-async fn clients_get_the_arguments_byte_for_byte() {
+async fn clients_receive_the_arguments_byte_for_byte() {
     let server = Server::start().await;
     let api = server.api();
     let args = r#"{"z": 123456789012345678901234567890, "a":1.10, "é": "\u00e9"}"#;
@@ -112,16 +112,16 @@ async fn clients_get_the_arguments_byte_for_byte() {
     api.post_raw("/v1/tools/s.tool/invoke", body.clone()).await.is(202);
     let request = api.request(Method::GET, "/internal/ingress/sse?client_id=sse");
     let mut stream = request.send().await.unwrap();
-    let mut heard = String::new();
-    while !heard.contains("tool_request\"}") {
+    let mut received = String::new();
+    while !received.contains("tool_request\"}") {
         let chunk = soon("an event", stream.chunk()).await.unwrap().unwrap();
-        heard.push_str(std::str::from_utf8(&chunk).unwrap());
+        received.push_str(std::str::from_utf8(&chunk).unwrap());
     }
-    assert!(heard.contains(args), "{heard}");
+    assert!(received.contains(args), "{received}");
 
     let mut client = Ws::offering(&api, "ws", json!([offer("w.tool")])).await;
     api.post_raw("/v1/tools/w.tool/invoke", body).await.is(202);
-    let heard = soon("a request", async {
+    let received = soon("a request", async {
         loop {
             match client.socket.next().await.unwrap().unwrap() {
                 Message::Text(text) => break text.to_string(),
@@ -129,12 +129,15 @@ async fn clients_get_the_arguments_byte_for_byte() {
             }
         }
     });
-    let heard = heard.await;
-    assert!(heard.contains(args) && heard.contains("\"type\":\"tool_request\""), "{heard}");
+    let received = received.await;
+    assert!(
+        received.contains(args) && received.contains("\"type\":\"tool_request\""),
+        "{received}"
+    );
 }
 
-/// A server where a result may have so little that a message can be too large.
-async fn narrow() -> Server {
+/// Starts a server whose limits are small enough for a message to exceed them.
+async fn start_with_small_limits() -> Server {
     Server::with(|config| {
         config.limits.max_result_bytes = 10_000;
         config.limits.max_body_bytes = 10_000;
@@ -148,14 +151,14 @@ fn result(id: &Value, size: usize) -> Value {
 }
 
 #[tokio::test]
-async fn a_result_over_its_limit_fails_its_call_and_the_connection_stays() {
-    let server = narrow().await;
+async fn a_result_over_the_limit_fails_its_call_and_not_the_connection() {
+    let server = start_with_small_limits().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let ids = [api.invoke("a.tool", json!({})).await, api.invoke("a.tool", json!({})).await];
     let (first, second) = (client.take().await, client.take().await);
-    client.say(result(&first["tool_call_id"], 30_000)).await;
-    let answer = client.hear_a("result_ack").await;
+    client.send(result(&first["tool_call_id"], 30_000)).await;
+    let answer = client.expect_message("result_ack").await;
     assert_eq!(answer["status"], "FAILED", "{answer}");
     let call = api.call(&ids[0]).await;
     assert_eq!(call["error"]["code"], "PAYLOAD_TOO_LARGE", "{call}");
@@ -163,62 +166,62 @@ async fn a_result_over_its_limit_fails_its_call_and_the_connection_stays() {
     assert_eq!(api.call(&ids[1]).await["result"], "fine");
 }
 
-/// Hears what comes until the connection is closed, and why it is.
-async fn rest(client: &mut Ws) -> (Vec<Value>, CloseFrame) {
-    let mut heard = Vec::new();
+/// Reads until the connection is closed. Returns the messages and the close frame.
+async fn read_until_close(client: &mut Ws) -> (Vec<Value>, CloseFrame) {
+    let mut received = Vec::new();
     let frame = soon("the end", async {
         loop {
             match client.socket.next().await.unwrap().unwrap() {
                 Message::Close(frame) => break frame.unwrap(),
-                Message::Text(text) => heard.push(serde_json::from_str(&text).unwrap()),
+                Message::Text(text) => received.push(serde_json::from_str(&text).unwrap()),
                 _ => continue,
             }
         }
     });
     let frame = frame.await;
-    (heard, frame)
+    (received, frame)
 }
 
 #[tokio::test]
-async fn a_message_beyond_reading_ends_the_connection_with_a_reason_and_its_call_with_a_fault() {
-    let server = narrow().await;
+async fn an_oversized_message_closes_the_connection_and_fails_its_call() {
+    let server = start_with_small_limits().await;
     let api = server.api();
     let tools = json!([offer("a.tool")]);
     let large = "x".repeat(200_000);
-    // Fields come in any order: what says which call it is may come after what is too large.
+    // Fields have any order: the call id may follow the oversized result.
     let first = |id: &str| {
         format!(
             r#"{{"type": "tool_result", "tool_call_id": "{id}", "attempt": 1, "status": "SUCCEEDED", "result": "{large}"}}"#
         )
     };
     let last = |id: &str| result(&json!(id), 200_000).to_string();
-    for said in [&first as &dyn Fn(&str) -> String, &last] {
+    for oversized in [&first as &dyn Fn(&str) -> String, &last] {
         let mut client = Ws::offering(&api, "c1", tools.clone()).await;
         let ids = [api.invoke("a.tool", json!({})).await, api.invoke("a.tool", json!({})).await];
         client.take().await;
-        client.hear_a("tool_request").await;
-        client.say_raw(Message::text(said(&ids[0]))).await;
-        let (heard, frame) = rest(&mut client).await;
-        let told = json!({ "type": "result_ack", "tool_call_id": ids[0], "status": "FAILED" });
-        assert_eq!(heard, [told]);
+        client.expect_message("tool_request").await;
+        client.send_raw(Message::text(oversized(&ids[0]))).await;
+        let (received, frame) = read_until_close(&mut client).await;
+        let expected = json!({ "type": "result_ack", "tool_call_id": ids[0], "status": "FAILED" });
+        assert_eq!(received, [expected]);
         assert_eq!(u16::from(frame.code), 1009);
         assert!(frame.reason.contains("bytes"), "{frame:?}");
         let call = api.call(&ids[0]).await;
         assert_eq!(call["error"]["code"], "PAYLOAD_TOO_LARGE", "{call}");
         assert!(message(&call["error"]).contains("10000"), "{call}");
-        // The other one comes again, and the one that failed does not.
+        // The other call is redelivered, the failed one is not.
         let mut client = Ws::offering(&api, "c1", tools.clone()).await;
-        let again = client.hear_a("tool_request").await;
+        let again = client.expect_message("tool_request").await;
         assert_eq!(again["tool_call_id"], json!(ids[1]));
         client.succeed(&again, json!("fine")).await;
-        client.quiet().await;
-        client.hang_up().await;
+        client.expect_no_message().await;
+        client.close().await;
     }
 }
 
 #[tokio::test]
-async fn only_a_result_beyond_reading_ends_its_call() {
-    let server = narrow().await;
+async fn an_oversized_message_that_is_no_result_fails_no_call() {
+    let server = start_with_small_limits().await;
     let api = server.api();
     let tools = json!([offer_with("a.tool", json!({ "effect": "read" }))]);
     let id = {
@@ -227,26 +230,26 @@ async fn only_a_result_beyond_reading_ends_its_call() {
         client.take().await;
         let mut progress = result(&json!(id), 500_000);
         progress["type"] = "tool_progress".into();
-        client.say(progress).await;
-        assert_eq!(u16::from(rest(&mut client).await.1.code), 1009);
+        client.send(progress).await;
+        assert_eq!(u16::from(read_until_close(&mut client).await.1.code), 1009);
         id
     };
     let mut client = Ws::offering(&api, "c1", tools.clone()).await;
-    let again = client.hear_a("tool_request").await;
-    // A result of another call in it is not what it is about.
+    let again = client.expect_message("tool_request").await;
+    // A nested message does not identify the call.
     let nested = json!({ "type": "tool_result", "result": [result(&json!(id), 500_000)] });
-    client.say(nested).await;
-    let (heard, frame) = rest(&mut client).await;
-    assert_eq!((heard, u16::from(frame.code)), (Vec::<Value>::new(), 1009));
+    client.send(nested).await;
+    let (received, frame) = read_until_close(&mut client).await;
+    assert_eq!((received, u16::from(frame.code)), (Vec::<Value>::new(), 1009));
     let mut client = Ws::offering(&api, "c1", tools).await;
-    assert_eq!(client.hear_a("tool_request").await["tool_call_id"], json!(id));
+    assert_eq!(client.expect_message("tool_request").await["tool_call_id"], json!(id));
     client.succeed(&again, json!("fine")).await;
     assert_eq!(api.call(&id).await["result"], "fine");
 }
 
 #[tokio::test]
-async fn a_submitted_result_over_its_limit_fails_its_attempt() {
-    let server = narrow().await;
+async fn a_submitted_result_over_the_limit_fails_its_attempt() {
+    let server = start_with_small_limits().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
     for size in [20_000, 100_000] {
@@ -267,5 +270,5 @@ async fn a_submitted_result_over_its_limit_fails_its_attempt() {
     let mut late = result(&json!(id), 20_000);
     late["attempt"] = 7.into();
     api.submit(&id, late).await.refused(409, "CONFLICT");
-    assert_eq!(api.call(&id).await["status"], "RUNNING", "another attempt's");
+    assert_eq!(api.call(&id).await["status"], "RUNNING", "the result is of another attempt");
 }

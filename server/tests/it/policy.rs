@@ -1,6 +1,6 @@
-//! How calls are executed: time-outs, retries, alternates, and how many at once.
+//! Execution policy: timeouts, retries, fallbacks and concurrency limits.
 
 mod fallback;
+mod limits;
 mod outcome;
-mod places;
 mod retrying;

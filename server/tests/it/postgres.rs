@@ -1,7 +1,7 @@
-//! A server whose store is PostgreSQL: killed and started again, a second one beside it, the
-//! database away for a while, and tool services that write rows.
+//! A server with PostgreSQL as its store: restart after a kill, a second server on the same
+//! database, a database outage, and tool services that use the shared tables.
 
-mod rows;
+mod shared_tables;
 
 use serde_json::json;
 
@@ -9,7 +9,7 @@ use crate::support::database::Database;
 use crate::support::process::{PATIENCE, Server, eventually};
 
 #[tokio::test]
-async fn what_was_acknowledged_is_there_after_a_kill() {
+async fn acknowledged_calls_survive_a_kill() {
     let Some(database) = Database::new().await else { return };
     let mut server = Server::new().with("STORE__URL", &database.url);
     server.start().await;
@@ -26,14 +26,14 @@ async fn what_was_acknowledged_is_there_after_a_kill() {
     server.submit(&open, json!({ "status": "SUCCEEDED", "result": { "open": true } })).await;
     let call = server.call(&open, 5_000).await;
     assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!({ "open": true })));
-    assert!(!server.database().exists(), "nothing is kept in a file");
+    assert!(!server.database().exists(), "there is no SQLite file");
     assert!(!server.log().contains("toolcrib-test"), "the password is in the log");
     server.stop().await;
     database.drop().await;
 }
 
 #[tokio::test]
-async fn a_second_server_on_the_same_database_is_refused() {
+async fn a_second_server_on_the_same_database_fails_to_start() {
     let Some(database) = Database::new().await else { return };
     let mut first = Server::new().with("STORE__URL", &database.url);
     first.start().await;
@@ -42,11 +42,11 @@ async fn a_second_server_on_the_same_database_is_refused() {
     assert!(!second.ended(PATIENCE).await.success());
     assert!(second.log().contains("another toolcrib serves this database"), "{}", second.log());
     assert!(!second.log().contains("toolcrib-test"), "{}", second.log());
-    // An operator's command works beside the server.
+    // A command works while the server runs.
     let made = first.command(&["keys", "create", "--agent", "ada", "--role", "admin"]).output();
     let made = made.unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    eventually("the server asks for the key", PATIENCE, || async {
+    eventually("the server requires the key", PATIENCE, || async {
         let answer = first.http.get(first.url("/v1/tools")).send().await.unwrap();
         (answer.status() == 401).then_some(())
     })
@@ -56,22 +56,22 @@ async fn a_second_server_on_the_same_database_is_refused() {
 }
 
 #[tokio::test]
-async fn a_database_that_goes_away_is_said_and_comes_back() {
+async fn a_database_outage_is_reported_and_recovered_from() {
     let Some(database) = Database::new().await else { return };
     let mut server = Server::new().with("STORE__URL", &database.url);
     server.start().await;
-    database.shut(true).await;
-    let said = eventually("not ready", PATIENCE, || async {
+    database.set_outage(true).await;
+    let report = eventually("not ready", PATIENCE, || async {
         let answer = server.http.get(server.url("/readyz?verbose")).send().await.unwrap();
         let (status, text) = (answer.status(), answer.text().await.unwrap());
         (status == 503).then_some(text)
     })
     .await;
-    assert!(said.contains("[-]store failed"), "{said}");
+    assert!(report.contains("[-]store failed"), "{report}");
     let body = json!({ "run_id": "r", "args": { "expression": "1+1" } });
     let refused = server.invoking("calculation.eval", &body).send().await.unwrap();
     assert_eq!(refused.status(), 503);
-    database.shut(false).await;
+    database.set_outage(false).await;
     eventually("ready again", PATIENCE, || async {
         (server.get("/readyz").await == 200).then_some(())
     })

@@ -1,4 +1,4 @@
-//! Reading results in parts, over HTTP and with the tool `result.read`; and what did not fit its
+//! Slices of results, over HTTP and with the tool `result.read`; and raw results that failed the
 //! output schema, for operators only.
 
 use serde_json::{Value, json};
@@ -6,15 +6,15 @@ use serde_json::{Value, json};
 use crate::support::api::{message, offer, offer_with};
 use crate::support::{Api, Server};
 
-/// A call that gave this.
-async fn given(api: &Api, result: Value) -> String {
+/// Makes a call with this result.
+async fn make_call_with_result(api: &Api, result: Value) -> String {
     api.register("c1", json!([offer("a.tool")])).await;
     let id = api.invoke("a.tool", json!({})).await;
     api.succeed(&id, result).await;
     id
 }
 
-fn shop() -> Value {
+fn sample_result() -> Value {
     let rows: Vec<Value> = (0..500).map(|n| json!({ "id": n, "name": format!("n{n}") })).collect();
     let log: String = (0..400).map(|n| format!("{n}: all is well\n")).collect();
     json!({ "rows": rows, "log": log, "count": 500 })
@@ -25,10 +25,10 @@ async fn read(api: &Api, id: &str, query: &str) -> Value {
 }
 
 #[tokio::test]
-async fn any_part_of_a_result_is_read() {
+async fn slices_of_a_result_can_be_read() {
     let server = Server::start().await;
     let api = server.api();
-    let id = given(&api, shop()).await;
+    let id = make_call_with_result(&api, sample_result()).await;
     let row = read(&api, &id, "pointer=/rows/10&offset=&limit=&grep=").await;
     assert_eq!(row["value"], json!({ "id": 10, "name": "n10" }));
     assert_eq!((&row["tool_call_id"], &row["type"]), (&json!(id), &json!("object")));
@@ -43,25 +43,25 @@ async fn any_part_of_a_result_is_read() {
     assert_eq!((&lines["type"], &lines["next_offset"]), (&json!("text"), &Value::Null));
 
     let found = read(&api, &id, "grep=n49[89]").await;
-    let places: Vec<&Value> =
+    let pointers: Vec<&Value> =
         found["matches"].as_array().unwrap().iter().map(|found| &found["pointer"]).collect();
-    assert_eq!(json!(places), json!(["/rows/498", "/rows/499"]));
+    assert_eq!(json!(pointers), json!(["/rows/498", "/rows/499"]));
     assert_eq!(found["matched"], 2);
     let found = read(&api, &id, "pointer=/log&grep=%5E7:&limit=1").await;
     assert_eq!(found["matches"][0]["line"], 7, "{found}");
 }
 
 #[tokio::test]
-async fn a_large_result_comes_in_portions_that_are_the_whole() {
+async fn pages_of_a_large_result_add_up_to_the_whole() {
     let server = Server::start().await;
     let api = server.api();
     let items: Vec<String> = (0..700).map(|n| format!("{n} {}", "x".repeat(1_000))).collect();
-    let id = given(&api, json!(items)).await;
-    let (mut all, mut offset, mut portions) = (Vec::new(), 0, 0);
+    let id = make_call_with_result(&api, json!(items)).await;
+    let (mut all, mut offset, mut pages) = (Vec::new(), 0, 0);
     loop {
         let page = read(&api, &id, &format!("offset={offset}&limit=1000")).await;
         all.extend(page["value"].as_array().unwrap().iter().cloned());
-        portions += 1;
+        pages += 1;
         match page["next_offset"].as_u64() {
             Some(next) => {
                 assert_eq!(page["truncated"], true, "the limit was not reached");
@@ -71,14 +71,14 @@ async fn a_large_result_comes_in_portions_that_are_the_whole() {
         }
     }
     assert_eq!(json!(all), json!(items));
-    assert!(portions > 1);
+    assert!(pages > 1);
 }
 
 #[tokio::test]
-async fn nonsense_is_refused_by_its_name() {
+async fn an_invalid_slice_parameter_is_rejected_by_name() {
     let server = Server::start().await;
     let api = server.api();
-    let id = given(&api, shop()).await;
+    let id = make_call_with_result(&api, sample_result()).await;
     for (query, field) in [
         ("limit=0", "limit"),
         ("limit=-1", "limit"),
@@ -109,10 +109,10 @@ async fn nonsense_is_refused_by_its_name() {
 }
 
 #[tokio::test]
-async fn a_long_result_is_given_as_a_digest_within_its_budget() {
+async fn a_digest_stays_within_its_token_budget() {
     let server = Server::start().await;
     let api = server.api();
-    let id = given(&api, shop()).await;
+    let id = make_call_with_result(&api, sample_result()).await;
     for budget in [1, 10, 64, 300, 2_000] {
         let answer = read(&api, &id, &format!("budget_tokens={budget}")).await;
         let text = answer["text"].as_str().unwrap();
@@ -126,16 +126,16 @@ async fn a_long_result_is_given_as_a_digest_within_its_budget() {
     let whole = read(&api, &id, "budget_tokens=100000").await;
     assert_eq!(whole["digest"], false);
     let text: Value = serde_json::from_str(whole["text"].as_str().unwrap()).unwrap();
-    assert_eq!(text, shop(), "what fits is given as it is");
-    // The original is kept whole.
-    assert_eq!(api.call(&id).await["result"], shop());
+    assert_eq!(text, sample_result(), "a result within the budget is unchanged");
+    // The stored result is complete.
+    assert_eq!(api.call(&id).await["result"], sample_result());
 }
 
 #[tokio::test]
-async fn a_pointer_to_nothing_names_what_is_nearest() {
+async fn an_unknown_pointer_is_rejected_with_the_nearest_one() {
     let server = Server::start().await;
     let api = server.api();
-    let id = given(&api, shop()).await;
+    let id = make_call_with_result(&api, sample_result()).await;
     let answer = api.get(&format!("/v1/tool_calls/{id}/result?pointer=/rows/500/id")).await;
     let error = answer.refused(404, "NOT_FOUND");
     assert!(message(&error).contains("500 items"), "{error}");
@@ -149,7 +149,7 @@ async fn a_pointer_to_nothing_names_what_is_nearest() {
 }
 
 #[tokio::test]
-async fn a_call_without_a_result_says_so() {
+async fn a_call_without_a_result_is_a_conflict() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -162,15 +162,15 @@ async fn a_call_without_a_result_says_so() {
     let error = answer.refused(409, "CONFLICT");
     assert!(message(&error).contains("the tap is dry"), "{error}");
     assert_eq!(error["detail"]["error"]["code"], "RUNTIME_ERROR");
-    let nowhere = "/v1/tool_calls/tc_00000000000000000000000000/result";
-    api.get(nowhere).await.refused(404, "NOT_FOUND");
+    let unknown = "/v1/tool_calls/tc_00000000000000000000000000/result";
+    api.get(unknown).await.refused(404, "NOT_FOUND");
 }
 
 #[tokio::test]
-async fn a_model_reads_with_the_built_in_tool() {
+async fn the_tool_result_read_returns_slices() {
     let server = Server::start().await;
     let api = server.api();
-    let id = given(&api, shop()).await;
+    let id = make_call_with_result(&api, sample_result()).await;
     let tool = api.get("/v1/tools/result.read").await.is(200);
     assert_eq!((&tool["effect"], &tool["risk"]), (&json!("read"), &json!("low")));
     let read = async |args: Value| {
@@ -181,7 +181,7 @@ async fn a_model_reads_with_the_built_in_tool() {
     assert_eq!(call["result"]["value"], json!([{ "id": 499, "name": "n499" }]), "{call}");
     let call = read(json!({ "tool_call_id": id, "grep": "n77\"" })).await;
     assert_eq!(call["result"]["matches"][0]["pointer"], "/rows/77", "{call}");
-    // What it gives is short enough for a context, whatever is asked for.
+    // The result is limited to the size of a context, for any parameters.
     let call = read(json!({ "tool_call_id": id, "pointer": "/rows", "limit": 1_000 })).await;
     assert_eq!(call["result"]["truncated"], true);
     let tokens = toolcrib::results::tokens::count(&call["result"].to_string());
@@ -194,13 +194,13 @@ async fn a_model_reads_with_the_built_in_tool() {
 }
 
 #[tokio::test]
-async fn the_tool_reads_its_own_project_and_comes_with_other_tools() {
+async fn result_read_is_limited_to_the_project_and_needs_some_allow_rule() {
     let server = Server::start().await;
     let mine = server.keyed("mine", "boss", "admin", &[]).await;
     let ada = server.keyed("mine", "ada", "agent", &["weather.*"]).await;
-    let nobody = server.keyed("mine", "new", "agent", &[]).await;
+    let without_rules = server.keyed("mine", "new", "agent", &[]).await;
     let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
-    let id = given(&mine, json!("of mine")).await;
+    let id = make_call_with_result(&mine, json!("of mine")).await;
     let args = json!({ "tool_call_id": id });
     let call = ada.invoke("result.read", args.clone()).await;
     assert_eq!(ada.finished(&call).await["result"]["value"], "of mine");
@@ -208,14 +208,14 @@ async fn the_tool_reads_its_own_project_and_comes_with_other_tools() {
     assert_eq!(theirs.finished(&call).await["error"]["code"], "NOT_FOUND");
     let body = json!({ "run_id": "run_1", "args": args });
     let path = "/v1/tools/result.read/invoke";
-    nobody.post(path, body.clone()).await.refused(403, "PERMISSION_DENIED");
+    without_rules.post(path, body.clone()).await.refused(403, "PERMISSION_DENIED");
     let rule = json!({ "agent": "ada", "pattern": "result.*", "verdict": "deny" });
     mine.put("/v1/rules", rule).await.is(200);
     ada.post(path, body).await.refused(403, "PERMISSION_DENIED");
 }
 
 #[tokio::test]
-async fn what_did_not_fit_is_kept_for_operators_only() {
+async fn a_raw_result_is_visible_to_operators_only() {
     let server = Server::start().await;
     let boss = server.keyed("p", "boss", "admin", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &["*"]).await;
@@ -227,7 +227,7 @@ async fn what_did_not_fit_is_kept_for_operators_only() {
     let call = ada.finished(&id).await;
     let failed = (&call["status"], &call["error"]["code"]);
     assert_eq!(failed, (&json!("FAILED"), &json!("VALIDATION_ERROR")), "{call}");
-    // Nowhere where an agent looks.
+    // No response to the agent contains the raw result.
     let list = ada.get("/v1/tool_calls").await.is(200);
     let mut events = ada.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
     let events: Vec<String> =
@@ -240,13 +240,13 @@ async fn what_did_not_fit_is_kept_for_operators_only() {
     ada.get(&format!("{path}?raw=true")).await.refused(403, "PERMISSION_DENIED");
     let raw = boss.get(&format!("{path}?raw=true")).await.is(200);
     assert_eq!(raw["value"], json!({ "oddity-417": [1, 2, 3] }));
-    let part = boss.get(&format!("{path}?raw=true&pointer=/oddity-417/1")).await.is(200);
-    assert_eq!(part["value"], 2);
+    let slice = boss.get(&format!("{path}?raw=true&pointer=/oddity-417/1")).await.is(200);
+    assert_eq!(slice["value"], 2);
     boss.get(&path).await.refused(409, "CONFLICT");
 }
 
 #[tokio::test]
-async fn without_keys_the_local_caller_is_the_operator() {
+async fn without_keys_the_local_caller_is_an_operator() {
     let server = Server::start().await;
     let api = server.api();
     let tool = offer_with("sum.tool", json!({ "output_schema": { "type": "number" } }));

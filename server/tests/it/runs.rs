@@ -1,4 +1,4 @@
-//! Runs over HTTP, with a model behind its real wire: what a user sees of the loop.
+//! Runs over HTTP with a scripted model behind its wire format.
 
 mod command;
 mod crash;
@@ -13,9 +13,11 @@ use toolcrib_bench::model::{
 
 use crate::support::{Api, Server};
 
-/// A server whose model says this, one after the other.
-async fn site(turns: impl IntoIterator<Item = ScriptedBehavior>) -> (Server, ScriptedModel) {
-    let model = ScriptedModel::start_with_replies(turns).await.unwrap();
+/// Starts a server whose model gives these replies in order.
+async fn start_with_model(
+    replies: impl IntoIterator<Item = ScriptedBehavior>,
+) -> (Server, ScriptedModel) {
+    let model = ScriptedModel::start_with_replies(replies).await.unwrap();
     let url = model.url.clone();
     let server = Server::with(|config| {
         config.llm.base_url = Some(url);
@@ -35,16 +37,16 @@ fn eval(id: &str, expression: &str) -> ScriptedBehavior {
     tool_call_reply(id, "calculation__eval", &json!({ "expression": expression }))
 }
 
-/// Starts a run and waits for its end.
-async fn run(api: &Api, mut body: Value) -> Value {
+/// Starts a run, waits until it ends, and returns it.
+async fn run_to_end(api: &Api, mut body: Value) -> Value {
     body["wait_ms"] = 30_000.into();
     api.post("/v1/runs", body).await.is(200)
 }
 
 #[tokio::test]
-async fn a_conversation_goes_in_and_an_answer_comes_out() {
-    let (server, model) = site([eval("c1", "6*7"), text_reply("It is 42.")]).await;
-    let run = run(&server.api(), question("What is 6 * 7?")).await;
+async fn a_run_executes_tool_calls_and_returns_an_answer() {
+    let (server, model) = start_with_model([eval("c1", "6*7"), text_reply("It is 42.")]).await;
+    let run = run_to_end(&server.api(), question("What is 6 * 7?")).await;
     assert_eq!((&run["status"], &run["answer"]), (&json!("SUCCEEDED"), &json!("It is 42.")));
     assert_eq!(
         run["usage"],
@@ -61,62 +63,64 @@ async fn a_conversation_goes_in_and_an_answer_comes_out() {
     let made = server.api().get(&format!("/v1/tool_calls/{ticket}")).await.is(200);
     assert_eq!((&made["run_id"], &made["status"]), (&run["run_id"], &json!("SUCCEEDED")));
     assert_eq!(run["messages"].as_array().unwrap().len(), 4);
-    // The model was offered the crib's tools, and told what came of its call.
-    let asked = model.requests();
+    // The model was offered Toolcrib's tools and got the result of its call.
+    let requests = model.requests();
     assert!(
-        asked[0].tool_names().contains(&"calculation__eval".to_owned()),
+        requests[0].tool_names().contains(&"calculation__eval".to_owned()),
         "{:?}",
-        asked[0].tool_names()
+        requests[0].tool_names()
     );
-    assert_eq!(asked[1].messages()[2]["tool_call_id"], "c1");
-    assert!(asked[1].last_content().contains("42"), "{}", asked[1].last_content());
+    assert_eq!(requests[1].messages()[2]["tool_call_id"], "c1");
+    assert!(requests[1].last_content().contains("42"), "{}", requests[1].last_content());
 }
 
 #[tokio::test]
-async fn a_ticket_is_answered_at_once_and_the_run_is_found_by_it() {
-    let (server, _model) = site([text_reply("Hello.")]).await;
+async fn a_run_id_is_returned_at_once_and_can_be_polled() {
+    let (server, _model) = start_with_model([text_reply("Hello.")]).await;
     let api = server.api();
     let answer = api.post("/v1/runs", question("Hi")).await;
-    let place = answer.header("location").unwrap().to_owned();
+    let location = answer.header("location").unwrap().to_owned();
     let started = answer.is(202);
     let id = started["run_id"].as_str().unwrap();
-    assert_eq!(place, format!("/v1/runs/{id}"));
-    let run = api.get(&format!("{place}?wait_ms=30000")).await.is(200);
+    assert_eq!(location, format!("/v1/runs/{id}"));
+    let run = api.get(&format!("{location}?wait_ms=30000")).await.is(200);
     assert_eq!(run["answer"], "Hello.");
     api.get("/v1/runs/run_nobody").await.refused(404, "NOT_FOUND");
 }
 
 #[tokio::test]
 async fn runs_are_listed_newest_first_by_status_and_page() {
-    let (server, _model) = site((0..3).map(|n| text_reply(format!("answer {n}")))).await;
+    let (server, _model) =
+        start_with_model((0..3).map(|n| text_reply(format!("answer {n}")))).await;
     let api = server.api();
     let mut ids = Vec::new();
     for n in 0..3 {
-        ids.push(run(&api, question(&format!("question {n}"))).await["run_id"].clone());
+        ids.push(run_to_end(&api, question(&format!("question {n}"))).await["run_id"].clone());
     }
     ids.reverse();
-    let of = |page: &Value| -> Vec<Value> {
+    let run_ids = |page: &Value| -> Vec<Value> {
         page["runs"].as_array().unwrap().iter().map(|run| run["run_id"].clone()).collect()
     };
     let first = api.get("/v1/runs?limit=2&status=succeeded").await.is(200);
-    assert_eq!(of(&first), ids[..2]);
+    assert_eq!(run_ids(&first), ids[..2]);
     let cursor = first["next_cursor"].as_str().unwrap();
     let second = api.get(&format!("/v1/runs?limit=2&cursor={cursor}")).await.is(200);
-    assert_eq!((of(&second), &second["next_cursor"]), (ids[2..].to_vec(), &Value::Null));
-    assert!(of(&api.get("/v1/runs?status=FAILED").await.is(200)).is_empty());
-    assert!(of(&api.get("/v1/runs?model=small").await.is(200)).is_empty());
-    assert_eq!(of(&api.get("/v1/runs?model=large-1").await.is(200)).len(), 3);
-    assert!(of(&api.clone().project("other").get("/v1/runs").await.is(200)).is_empty());
+    assert_eq!((run_ids(&second), &second["next_cursor"]), (ids[2..].to_vec(), &Value::Null));
+    assert!(run_ids(&api.get("/v1/runs?status=FAILED").await.is(200)).is_empty());
+    assert!(run_ids(&api.get("/v1/runs?model=small").await.is(200)).is_empty());
+    assert_eq!(run_ids(&api.get("/v1/runs?model=large-1").await.is(200)).len(), 3);
+    assert!(run_ids(&api.clone().project("other").get("/v1/runs").await.is(200)).is_empty());
     for bad in ["status=ended", "limit=0", "limit=201", "cursor=tc_1", "since=yesterday"] {
         api.get(&format!("/v1/runs?{bad}")).await.refused(422, "VALIDATION_ERROR");
     }
 }
 
 #[tokio::test]
-async fn the_user_speaks_again() {
-    let (server, model) = site([text_reply("Hello."), text_reply("It is Tuesday.")]).await;
+async fn a_run_continues_with_new_messages() {
+    let (server, model) =
+        start_with_model([text_reply("Hello."), text_reply("It is Tuesday.")]).await;
     let api = server.api();
-    let id = run(&api, question("Hi")).await["run_id"].as_str().unwrap().to_owned();
+    let id = run_to_end(&api, question("Hi")).await["run_id"].as_str().unwrap().to_owned();
     let more = json!({
         "messages": [{ "role": "user", "content": "Which day is it?" }], "wait_ms": 30_000,
     });
@@ -130,26 +134,26 @@ async fn the_user_speaks_again() {
 }
 
 #[tokio::test]
-async fn only_the_tools_that_were_named_are_offered() {
-    let (server, model) = site([text_reply("ok"), text_reply("ok")]).await;
+async fn only_requested_and_permitted_tools_are_offered() {
+    let (server, model) = start_with_model([text_reply("ok"), text_reply("ok")]).await;
     let mut body = question("?");
     body["tools"] = json!(["calculation.*"]);
-    run(&server.api(), body).await;
+    run_to_end(&server.api(), body).await;
     assert_eq!(model.requests()[0].tool_names(), ["calculation__eval", "result__read"]);
-    // Who may call little is offered little.
+    // An agent is offered only the tools that it may call.
     let agent = server.keyed("p", "ada", "agent", &["time.*"]).await;
-    run(&agent, question("?")).await;
+    run_to_end(&agent, question("?")).await;
     let offered = model.requests()[1].tool_names();
     assert!(offered.iter().all(|tool| tool.starts_with("time__") || tool == "result__read"));
 }
 
 #[tokio::test]
-async fn a_key_makes_one_run() {
-    let (server, model) = site([text_reply("once")]).await;
+async fn an_idempotency_key_creates_one_run() {
+    let (server, model) = start_with_model([text_reply("once")]).await;
     let api = server.api();
     let mut body = question("?");
     body["idempotency_key"] = "k-1".into();
-    let first = run(&api, body.clone()).await;
+    let first = run_to_end(&api, body.clone()).await;
     let again = api.post("/v1/runs?wait_ms=30000", body.clone()).await;
     assert_eq!(again.header("idempotent-replayed"), Some("true"));
     assert_eq!(again.is(200)["run_id"], first["run_id"]);
@@ -159,8 +163,8 @@ async fn a_key_makes_one_run() {
 }
 
 #[tokio::test]
-async fn a_request_that_makes_no_sense_is_refused_by_its_field() {
-    let (server, model) = site([]).await;
+async fn an_invalid_run_request_is_refused_with_its_field() {
+    let (server, model) = start_with_model([]).await;
     let api = server.api();
     let changed = |field: &str, value: Value| {
         let mut body = question("?");
@@ -198,26 +202,28 @@ async fn a_request_that_makes_no_sense_is_refused_by_its_field() {
 }
 
 #[tokio::test]
-async fn more_calls_than_are_shown_with_a_run_are_said_to_be_more() {
+async fn a_run_with_many_calls_sets_calls_truncated() {
     let mut answer = ScriptedAnswer::text("");
     for n in 0..201 {
         let sum = format!("{{\"expression\":\"{n}\"}}");
         answer = answer.with_call(&format!("c{n}"), "calculation__eval", sum);
     }
     let (server, _model) =
-        site([ScriptedBehavior::Reply(answer), text_reply("many"), text_reply("few")]).await;
+        start_with_model([ScriptedBehavior::Reply(answer), text_reply("many"), text_reply("few")])
+            .await;
     let mut body = question("?");
     body["limits"] = json!({ "calls_per_step": 256 });
-    let many = run(&server.api(), body).await;
+    let many = run_to_end(&server.api(), body).await;
     assert_eq!((&many["answer"], &many["call_count"]), (&json!("many"), &json!(201)), "{many}");
     assert_eq!(many["calls"].as_array().unwrap().len(), 200);
     assert_eq!(many["calls_truncated"], true);
-    assert_eq!(run(&server.api(), question("?")).await["calls_truncated"], false);
+    assert_eq!(run_to_end(&server.api(), question("?")).await["calls_truncated"], false);
 }
 
 #[tokio::test]
-async fn a_run_that_is_canceled_takes_no_calls_of_other_agents_along() {
-    let (server, _model) = site([tool_call_reply("c1", "slow__tool", &json!({}))]).await;
+async fn canceling_a_run_keeps_the_calls_of_other_agents() {
+    let (server, _model) =
+        start_with_model([tool_call_reply("c1", "slow__tool", &json!({}))]).await;
     let ada = server.keyed("default", "ada", "agent", &["slow.*"]).await;
     let bob = server.keyed("default", "bob", "agent", &["slow.*"]).await;
     let tools = server.keyed("default", "tools", "provider", &[]).await;
@@ -237,5 +243,5 @@ async fn a_run_that_is_canceled_takes_no_calls_of_other_agents_along() {
         bob.get(&path).await.body["status"].clone()
     };
     assert_eq!(status(&own).await, "CANCELED");
-    assert_ne!(status(&other).await, "CANCELED", "it is no call of that run");
+    assert_ne!(status(&other).await, "CANCELED", "a call of another agent must stay");
 }

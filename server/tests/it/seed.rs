@@ -1,4 +1,4 @@
-//! The first contract, to the letter: fields, casing, status codes, messages, and its two examples.
+//! The first API contract, exactly: fields, casing, status codes, messages, and its two examples.
 
 use serde_json::{Value, json};
 
@@ -13,7 +13,7 @@ fn unix_now() -> u64 {
     now.unwrap().as_secs()
 }
 
-/// What the contract registers.
+/// The registration in the contract.
 fn browser_and_file() -> Value {
     json!({
         "client_id": "client_abc123",
@@ -45,7 +45,7 @@ fn browser_and_file() -> Value {
 }
 
 #[tokio::test]
-async fn registering_answers_with_ok_and_the_count() {
+async fn registration_returns_ok_and_the_count() {
     let server = Server::start().await;
     let api = server.api();
     let answer = api.post("/internal/tools/register", browser_and_file()).await;
@@ -54,7 +54,7 @@ async fn registering_answers_with_ok_and_the_count() {
 }
 
 #[tokio::test]
-async fn tools_of_the_server_and_of_clients_are_one_list() {
+async fn the_tool_list_contains_tools_of_the_server_and_of_clients() {
     let server = Server::start().await;
     let api = server.api();
     api.post("/internal/tools/register", browser_and_file()).await.is(200);
@@ -131,13 +131,13 @@ async fn example_2_a_tool_of_a_client() {
     api.post("/internal/tools/register", browser_and_file()).await.is(200);
     let body = json!({ "run_id": "run_002", "args": { "url": "https://example.com" } });
     let ticket = api.post("/v1/tools/browser.screenshot/invoke", body).await;
-    let place = ticket.header("location").unwrap().to_owned();
+    let location = ticket.header("location").unwrap().to_owned();
     let ticket = ticket.is(202);
     assert_eq!(keys(&ticket), ["message", "status", "tool_call_id"]);
     let id = ticket["tool_call_id"].as_str().unwrap();
-    assert_eq!(place, format!("/v1/tool_calls/{id}"));
+    assert_eq!(location, format!("/v1/tool_calls/{id}"));
     let call = api.call(id).await;
-    assert_eq!(call["status"], "PENDING", "nobody has taken it");
+    assert_eq!(call["status"], "PENDING", "not acknowledged yet");
     assert_eq!(call["source"], "client");
     assert_eq!((&call["result"], &call["error"]), (&Value::Null, &Value::Null));
     assert_eq!(call["completed_at"], Value::Null);
@@ -171,9 +171,9 @@ async fn a_call_has_the_fields_of_the_contract_first_and_in_order() {
         "created_at",
         "completed_at",
     ];
-    let places: Vec<usize> =
+    let positions: Vec<usize> =
         fields.iter().map(|field| text.find(&format!("\"{field}\":")).unwrap()).collect();
-    assert!(places.is_sorted(), "{text}");
+    assert!(positions.is_sorted(), "{text}");
 }
 
 #[tokio::test]
@@ -193,7 +193,7 @@ async fn a_client_submits_a_failure() {
 }
 
 #[tokio::test]
-async fn a_call_that_nobody_takes_ends_as_timeout() {
+async fn an_unacknowledged_call_times_out() {
     let server = Server::start().await;
     let api = server.api();
     api.post("/internal/tools/register", browser_and_file()).await.is(200);

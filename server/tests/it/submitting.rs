@@ -1,4 +1,4 @@
-//! A call ends once: the same report again gets the same answer, another changes nothing.
+//! A call ends once: an equal report gets the same answer, a different one changes nothing.
 
 use serde_json::{Value, json};
 use toolcrib::{Engine, FnTool};
@@ -6,7 +6,7 @@ use toolcrib::{Engine, FnTool};
 use crate::support::api::{message, offer};
 use crate::support::{Api, Server};
 
-async fn ended(body: Value) -> (Server, Api, String, Value) {
+async fn make_ended_call(body: Value) -> (Server, Api, String, Value) {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -17,29 +17,30 @@ async fn ended(body: Value) -> (Server, Api, String, Value) {
 }
 
 #[tokio::test]
-async fn the_same_success_again() {
+async fn submitting_the_same_success_again_returns_the_same_answer() {
     let body = json!({ "status": "SUCCEEDED", "result": { "a": 1, "b": [2] } });
-    let (_server, api, id, call) = ended(body.clone()).await;
+    let (_server, api, id, call) = make_ended_call(body.clone()).await;
     let expected = json!({ "ok": true, "tool_call_id": id, "status": "SUCCEEDED" });
     assert_eq!(api.submit(&id, body).await.is(200), expected);
-    let written = "{\"status\":\"SUCCEEDED\", \"result\": {\"b\":[2],  \"a\":1}}";
-    let answer = api.post_raw(&format!("/internal/tool_calls/{id}/submit"), written).await;
-    assert_eq!(answer.is(200), expected, "however it is written");
+    let reformatted = "{\"status\":\"SUCCEEDED\", \"result\": {\"b\":[2],  \"a\":1}}";
+    let answer = api.post_raw(&format!("/internal/tool_calls/{id}/submit"), reformatted).await;
+    assert_eq!(answer.is(200), expected, "in any formatting");
     assert_eq!(api.call(&id).await, call);
     assert!(!api.history(&id).await.contains(&"tool.call.late".to_owned()));
 }
 
 #[tokio::test]
-async fn the_same_failure_again() {
+async fn submitting_the_same_failure_again_returns_the_same_answer() {
     let body = json!({ "status": "FAILED", "error": { "message": "no", "code": "RUNTIME_ERROR" } });
-    let (_server, api, id, call) = ended(body.clone()).await;
+    let (_server, api, id, call) = make_ended_call(body.clone()).await;
     assert_eq!(api.submit(&id, body).await.is(200)["status"], "FAILED");
     assert_eq!(api.call(&id).await, call);
 }
 
 #[tokio::test]
-async fn another_result_is_refused_kept_as_an_event_and_changes_nothing() {
-    let (_server, api, id, call) = ended(json!({ "status": "SUCCEEDED", "result": 1 })).await;
+async fn a_different_result_is_rejected_and_stored_as_an_event() {
+    let (_server, api, id, call) =
+        make_ended_call(json!({ "status": "SUCCEEDED", "result": 1 })).await;
     for (n, other) in [
         json!({ "status": "SUCCEEDED", "result": 2 }),
         json!({ "status": "FAILED", "error": "after all" }),
@@ -49,7 +50,7 @@ async fn another_result_is_refused_kept_as_an_event_and_changes_nothing() {
     {
         let error = api.submit(&id, other).await.refused(409, "CONFLICT");
         assert!(message(&error).contains("SUCCEEDED already"), "{error}");
-        assert_eq!(error["detail"]["status"], "SUCCEEDED", "what it already is");
+        assert_eq!(error["detail"]["status"], "SUCCEEDED", "the current status");
         assert_eq!(error["detail"]["completed_at_ms"], call["completed_at_ms"]);
         let history = api.history(&id).await;
         let late = history.iter().filter(|name| *name == "tool.call.late").count();
@@ -63,7 +64,7 @@ async fn another_result_is_refused_kept_as_an_event_and_changes_nothing() {
 }
 
 #[tokio::test]
-async fn a_result_after_the_time_out() {
+async fn a_result_after_the_timeout_is_a_conflict() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -76,7 +77,7 @@ async fn a_result_after_the_time_out() {
 }
 
 #[tokio::test]
-async fn of_two_at_once_one_counts() {
+async fn one_of_many_concurrent_results_is_accepted() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -95,7 +96,7 @@ async fn of_two_at_once_one_counts() {
 }
 
 #[tokio::test]
-async fn every_kind_of_json_is_a_result() {
+async fn every_json_value_is_a_valid_result() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -111,11 +112,11 @@ async fn every_kind_of_json_is_a_result() {
 }
 
 #[tokio::test]
-async fn a_failure_is_told_as_it_was_reported() {
+async fn an_error_is_stored_as_reported() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
-    for (error, code, says) in [
+    for (error, code, expected) in [
         (json!("plain text"), "RUNTIME_ERROR", "plain text"),
         (
             json!({ "message": "with a code", "code": "UPSTREAM_UNAVAILABLE", "retryable": false }),
@@ -131,7 +132,7 @@ async fn a_failure_is_told_as_it_was_reported() {
         let call = api.call(&id).await;
         assert_eq!(call["status"], "FAILED");
         assert_eq!(call["error"]["code"], code, "{error}");
-        assert!(message(&call["error"]).contains(says), "{error}: {call}");
+        assert!(message(&call["error"]).contains(expected), "{error}: {call}");
     }
     let id = api.invoke("a.tool", json!({})).await;
     api.fail(&id, json!({ "message": "more", "detail": { "line": 7 } })).await;
@@ -139,20 +140,20 @@ async fn a_failure_is_told_as_it_was_reported() {
 }
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
-struct Nothing {}
+struct NoArgs {}
 
-fn panics(_: Nothing) -> std::future::Ready<Result<i64, String>> {
+fn panics(_: NoArgs) -> std::future::Ready<Result<i64, String>> {
     panic!("a tool fell over")
 }
 
 #[tokio::test]
-async fn a_panic_in_a_tool_is_that_calls_fault() {
-    let later = |_: Nothing| async {
+async fn a_panic_in_a_tool_fails_only_its_call() {
+    let later = |_: NoArgs| async {
         tokio::task::yield_now().await;
         let numbers: Vec<i64> = Vec::new();
         Ok::<i64, String>(*numbers.first().expect("a tool fell over later"))
     };
-    let fine = |_: Nothing| async { Ok::<i64, String>(42) };
+    let fine = |_: NoArgs| async { Ok::<i64, String>(42) };
     let engine = Engine::builder()
         .tool(FnTool::new("falls.over", "Panics at once", panics))
         .tool(FnTool::new("falls.later", "Panics after a while", later))
@@ -162,23 +163,23 @@ async fn a_panic_in_a_tool_is_that_calls_fault() {
         .unwrap();
     let server = Server::of(engine).await;
     let api = server.api();
-    for (tool, says) in [("falls.over", "a tool fell over"), ("falls.later", "over later")] {
+    for (tool, expected) in [("falls.over", "a tool fell over"), ("falls.later", "over later")] {
         let id = api.invoke(tool, json!({})).await;
         let call = api.finished(&id).await;
         assert_eq!(call["status"], "FAILED");
         assert_eq!(call["error"]["code"], "RUNTIME_ERROR");
-        assert!(message(&call["error"]).contains(says), "{call}");
+        assert!(message(&call["error"]).contains(expected), "{call}");
         assert_eq!(call["outcome"]["metrics"]["attempts"], 1, "it may have taken effect");
     }
     let id = api.invoke("works.fine", json!({})).await;
-    assert_eq!(api.finished(&id).await["result"], 42, "the server lives");
+    assert_eq!(api.finished(&id).await["result"], 42, "the server still works");
     assert_eq!(api.get("/healthz").await.text, "ok");
 }
 
 #[tokio::test]
-async fn who_reports_for_ever_is_not_kept_for_ever() {
+async fn the_number_of_stored_late_events_is_limited() {
     let body = json!({ "status": "SUCCEEDED", "result": 0 });
-    let (_server, api, id, call) = ended(body).await;
+    let (_server, api, id, call) = make_ended_call(body).await;
     for n in 1..=210 {
         let other = json!({ "status": "SUCCEEDED", "result": n });
         api.submit(&id, other).await.refused(409, "CONFLICT");

@@ -1,7 +1,7 @@
-//! What the tests stand on: a server in this process on a free port, and someone to talk to it.
+//! Test support: a server in this process on a free port, and clients for it.
 //!
-//! Nothing here sleeps in the hope that something has happened: what must happen is waited for,
-//! for at most [`PATIENCE`], and a wait that is over fails with what was there instead.
+//! No helper sleeps for a fixed time. Each waits for its condition for at most [`PATIENCE`] and
+//! then fails with a message that names the condition.
 
 pub mod api;
 pub mod database;
@@ -31,27 +31,27 @@ use toolcrib_server::{bootstrap, serve};
 
 pub use api::Api;
 
-/// How long anything that must happen may take, on a slow machine with much else to do.
+/// Maximum duration of any wait, sufficient for a slow and busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A running server; it goes away with the value.
+/// A running server. Dropping the value stops it.
 pub struct Server {
     pub address: String,
     pub engine: Engine,
     pub config: Config,
     stop: CancellationToken,
     dir: Arc<TempDir>,
-    /// Keeps the data its own.
+    /// Holds the lock on the data directory.
     served: Option<ServerRuntime>,
 }
 
 impl Server {
-    /// As it starts with no configuration.
+    /// Starts a server with the default settings.
     pub async fn start() -> Self {
         Self::with(|_| {}).await
     }
 
-    /// With some settings other than the default.
+    /// Starts a server with changed settings.
     pub async fn with(change: impl FnOnce(&mut Config)) -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
         let mut config = Config { data_dir: dir.path().join("data"), ..Config::default() };
@@ -68,7 +68,7 @@ impl Server {
         server
     }
 
-    /// Around an engine that the test has put together.
+    /// Starts a server around an engine that the test has built.
     pub async fn of(engine: Engine) -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
         let config = Config::default();
@@ -88,13 +88,13 @@ impl Server {
         Self { address, engine, config, stop, dir, served: None }
     }
 
-    /// Stops it and starts another on the same data.
+    /// Stops the server and starts another one on the same data.
     pub async fn restart(self) -> Self {
         let config = self.config.clone();
         self.restart_with(config).await
     }
 
-    /// The same with other settings.
+    /// Restarts the server with other settings.
     pub async fn restart_with(self, config: Config) -> Self {
         let dir = self.dir.clone();
         self.engine.shut_down(Duration::from_millis(100)).await;
@@ -102,19 +102,19 @@ impl Server {
         Self::on(dir, config).await
     }
 
-    /// Someone without a key.
+    /// Returns a caller without a key.
     pub fn api(&self) -> Api {
         Api::new(&self.address)
     }
 
-    /// Someone with this key.
+    /// Returns a caller with this key.
     pub fn with_key(&self, key: &str) -> Api {
         self.api().key(key)
     }
 
-    /// Makes a key as the operator at the machine does, and gives someone who has it.
+    /// Creates a key as the local operator. Returns a caller with this key.
     pub async fn keyed(&self, project: &str, agent: &str, role: &str, allow: &[&str]) -> Api {
-        let new = toolcrib::engine::NewKey {
+        let new = toolcrib::registry::NewKey {
             project: project.to_owned(),
             agent: agent.to_owned(),
             role: role.parse().unwrap(),
@@ -122,7 +122,7 @@ impl Server {
         };
         let operator = toolcrib::Caller::local("default");
         let secret = toolcrib_transport::auth::generate_secret();
-        let shown = self.engine.create_key(&operator, new, secret).await.unwrap();
+        let shown = self.engine.admin().create_key(&operator, new, secret).await.unwrap();
         self.with_key(&shown.secret)
     }
 }
@@ -137,7 +137,7 @@ impl Drop for Server {
     }
 }
 
-/// Waits for something that must come.
+/// Waits for a future for at most [`PATIENCE`].
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     match tokio::time::timeout(PATIENCE, future).await {
         Ok(value) => value,
@@ -145,7 +145,7 @@ pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     }
 }
 
-/// Looks again and again until there is an answer.
+/// Repeats `look` until it returns a value, for at most [`PATIENCE`].
 pub async fn until<T, F, Fut>(what: &str, mut look: F) -> T
 where
     F: FnMut() -> Fut,

@@ -1,4 +1,4 @@
-//! Background tasks: a ticket at once, events while they run, the result later.
+//! Background tasks: an immediate ticket, events while they run, the result later.
 
 use serde_json::{Value, json};
 
@@ -6,8 +6,8 @@ use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
 use crate::support::{Api, Server};
 
-/// A server with an async tool and one that is not, both of client `c1`.
-async fn world() -> (Server, Api) {
+/// Starts a server with an async and a synchronous tool of client `c1`.
+async fn start_with_tools() -> (Server, Api) {
     let server = Server::start().await;
     let api = server.api();
     let output = json!({ "type": "object", "required": ["rows"],
@@ -18,7 +18,7 @@ async fn world() -> (Server, Api) {
     (server, api)
 }
 
-async fn submitted(api: &Api, call_id: &str) -> String {
+async fn submit_task(api: &Api, call_id: &str) -> String {
     let args = json!({ "table": "orders" });
     let body = json!({ "run_id": "run_1", "call_id": call_id, "args": args });
     let ticket = api.post("/v1/tools/report.build/invoke", body).await.is(202);
@@ -36,9 +36,9 @@ async fn progress(api: &Api, id: &str, body: Value) {
 }
 
 #[tokio::test]
-async fn from_submitted_to_completed() {
-    let (_server, api) = world().await;
-    let id = submitted(&api, "mine-1").await;
+async fn a_task_goes_from_submitted_to_completed() {
+    let (_server, api) = start_with_tools().await;
+    let id = submit_task(&api, "mine-1").await;
     let shown = task(&api, &id).await;
     assert_eq!(shown["status"], "submitted");
     assert_eq!((&shown["task_id"], &shown["tool_call_id"]), (&json!(id), &json!(id)));
@@ -61,14 +61,14 @@ async fn from_submitted_to_completed() {
     assert_eq!(done["status"], "completed");
     assert_eq!(done["result"], json!({ "rows": 12 }));
     assert_eq!((&done["error"], &done["metrics"]["attempts"]), (&Value::Null, &json!(1)));
-    assert_eq!(done["progress"]["percent"], 55.5, "what was said last is still there");
+    assert_eq!(done["progress"]["percent"], 55.5, "the last progress stays visible");
     assert_eq!(api.call(&id).await["task_id"], json!(id));
 }
 
 #[tokio::test]
-async fn its_events_tell_the_story_and_go_on_where_they_were() {
-    let (_server, api) = world().await;
-    let id = submitted(&api, "mine-2").await;
+async fn task_events_can_be_resumed() {
+    let (_server, api) = start_with_tools().await;
+    let id = submit_task(&api, "mine-2").await;
     let path = format!("/v1/tasks/{id}/events");
     let mut events = api.follow(&path, None).await;
     let first = events.event().await;
@@ -80,8 +80,8 @@ async fn its_events_tell_the_story_and_go_on_where_they_were() {
     progress(&api, &id, json!({ "percent": 40, "message": "half way", "data": [1] })).await;
     let second = events.event().await;
     assert_eq!(second.name, "task.progress");
-    let said = ["percent", "message", "data"].map(|field| second.data[field].clone());
-    assert_eq!(said, [json!(40.0), json!("half way"), json!([1])]);
+    let fields = ["percent", "message", "data"].map(|field| second.data[field].clone());
+    assert_eq!(fields, [json!(40.0), json!("half way"), json!([1])]);
     drop(events);
     api.succeed(&id, json!({ "rows": 3 })).await;
     let mut rest = api.follow(&path, second.id).await;
@@ -89,17 +89,17 @@ async fn its_events_tell_the_story_and_go_on_where_they_were() {
     assert_eq!((last.name.as_str(), &last.data["status"]), ("task.completed", &json!("completed")));
     assert_eq!((&last.data["ok"], &last.data["data"]), (&json!(true), &json!({ "rows": 3 })));
     assert_eq!((&last.data["call_id"], &last.data["task_id"]), (&json!("mine-2"), &json!(id)));
-    assert_eq!(rest.next().await, None, "and then it is over");
-    // The same numbers as the call's own events have, under its own names.
+    assert_eq!(rest.next().await, None, "the stream ends");
+    // Task events have the numbers of the call's events, with other names.
     let mut calls = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
     assert_eq!(calls.named("tool.call.progress").await.id, second.id);
     assert_eq!(calls.named("tool.call.finished").await.id, last.id);
 }
 
 #[tokio::test]
-async fn a_result_that_does_not_fit_is_a_failed_task() {
-    let (_server, api) = world().await;
-    let id = submitted(&api, "mine-3").await;
+async fn a_result_that_violates_the_output_schema_fails_the_task() {
+    let (_server, api) = start_with_tools().await;
+    let id = submit_task(&api, "mine-3").await;
     api.poll("c1").await;
     api.submit(&id, json!({ "status": "SUCCEEDED", "result": { "rows": "many" } })).await.is(200);
     let shown = api.get(&format!("/v1/tasks/{id}?wait_ms=30000")).await.is(200);
@@ -110,16 +110,16 @@ async fn a_result_that_does_not_fit_is_a_failed_task() {
     assert_eq!((last.name.as_str(), &last.data["ok"]), ("task.failed", &json!(false)));
     assert_eq!(last.data["error"]["code"], "VALIDATION_ERROR");
     assert!(message(&last.data["error"]).contains("/rows"), "{}", last.data);
-    // And what it is asked with is looked at before anything else.
+    // Arguments are validated before a task is accepted.
     let body = json!({ "run_id": "run_1", "args": {} });
     let refused = api.post("/v1/tools/report.build/invoke", body).await;
     refused.refused(422, "VALIDATION_ERROR");
 }
 
 #[tokio::test]
-async fn a_canceled_task_and_one_that_ran_out_of_time_have_failed() {
-    let (_server, api) = world().await;
-    let id = submitted(&api, "mine-4").await;
+async fn canceled_and_timed_out_tasks_end_with_task_failed() {
+    let (_server, api) = start_with_tools().await;
+    let id = submit_task(&api, "mine-4").await;
     let cancel = format!("/v1/tasks/{id}/cancel");
     let shown = api.post(&cancel, json!({ "reason": "not needed" })).await.is(200);
     assert_eq!((&shown["status"], &shown["task_id"]), (&json!("canceled"), &json!(id)));
@@ -136,10 +136,10 @@ async fn a_canceled_task_and_one_that_ran_out_of_time_have_failed() {
 }
 
 #[tokio::test]
-async fn a_run_tells_of_its_tasks_by_name() {
-    let (_server, api) = world().await;
+async fn events_of_a_run_have_the_task_id() {
+    let (_server, api) = start_with_tools().await;
     let plain = api.invoke("plain.tool", json!({})).await;
-    let id = submitted(&api, "mine-5").await;
+    let id = submit_task(&api, "mine-5").await;
     for _ in 0..2 {
         api.poll("c1").await;
     }
@@ -166,10 +166,11 @@ async fn a_run_tells_of_its_tasks_by_name() {
 }
 
 #[tokio::test]
-async fn lists_and_tickets_of_other_tools() {
-    let (_server, api) = world().await;
+async fn tasks_are_listed_with_filters_and_pages() {
+    let (_server, api) = start_with_tools().await;
     let plain = api.invoke("plain.tool", json!({})).await;
-    let ids = [submitted(&api, "a").await, submitted(&api, "b").await, submitted(&api, "c").await];
+    let ids =
+        [submit_task(&api, "a").await, submit_task(&api, "b").await, submit_task(&api, "c").await];
     api.post(&format!("/v1/tasks/{}/cancel", ids[1]), json!({})).await.is(200);
     let listed = async |query: &str| {
         let page = api.get(&format!("/v1/tasks?{query}")).await.is(200);
@@ -195,8 +196,8 @@ async fn lists_and_tickets_of_other_tools() {
 }
 
 #[tokio::test]
-async fn waiting_for_an_async_tool_is_fine_too() {
-    let (_server, api) = world().await;
+async fn an_invoke_can_wait_for_an_async_tool() {
+    let (_server, api) = start_with_tools().await;
     let waiting = api.clone();
     let body = json!({ "run_id": "run_1", "args": { "table": "x" }, "wait_ms": 30_000 });
     let invoked =
@@ -210,13 +211,13 @@ async fn waiting_for_an_async_tool_is_fine_too() {
 }
 
 #[tokio::test]
-async fn a_percentage_is_from_0_to_100() {
-    let (_server, api) = world().await;
-    let id = submitted(&api, "mine-6").await;
+async fn progress_percent_must_be_from_0_to_100() {
+    let (_server, api) = start_with_tools().await;
+    let id = submit_task(&api, "mine-6").await;
     let mut ws = Ws::hello(&api, "c1", json!({})).await;
-    ws.hear_a("tool_request").await;
-    ws.say(json!({ "type": "tool_ack", "tool_call_id": id, "confirm": true })).await;
-    ws.hear_a("tool_taken").await;
+    ws.expect_message("tool_request").await;
+    ws.send(json!({ "type": "tool_ack", "tool_call_id": id, "confirm": true })).await;
+    ws.expect_message("tool_taken").await;
     let path = format!("/internal/tool_calls/{id}/progress");
     for percent in [-0.1, 100.1, 1e300] {
         let answer = api.post(&path, json!({ "percent": percent })).await;
@@ -224,8 +225,8 @@ async fn a_percentage_is_from_0_to_100() {
         assert!(message(&error).starts_with("percent must be"), "{error}");
         assert_eq!(error["detail"]["pointer"], "/percent");
     }
-    ws.say(json!({ "type": "tool_progress", "tool_call_id": id, "percent": 101 })).await;
-    let error = ws.hear_a("error").await;
+    ws.send(json!({ "type": "tool_progress", "tool_call_id": id, "percent": 101 })).await;
+    let error = ws.expect_message("error").await;
     assert_eq!(error["error"]["code"], "VALIDATION_ERROR", "{error}");
     for percent in [0, 100] {
         progress(&api, &id, json!({ "percent": percent })).await;

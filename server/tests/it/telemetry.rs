@@ -1,5 +1,5 @@
-//! Traces and metrics: the caller's trace goes on through the call, spans reach a real OTLP
-//! endpoint, and whatever that endpoint does, calls go on.
+//! Traces and metrics: the call continues the caller's trace, spans reach a real OTLP endpoint, and
+//! failures of that endpoint do not affect calls.
 
 mod context;
 mod export;

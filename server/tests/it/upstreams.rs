@@ -1,11 +1,11 @@
-//! MCP servers behind the crib: real programs on pipes and real servers over HTTP.
+//! Upstream MCP servers: real programs over stdio and real servers over HTTP.
 
-mod asking;
 mod bad;
 mod calling;
 mod changing;
 mod cli;
-mod keeping;
+mod elicitation;
+mod lifecycle;
 mod oauth;
 pub mod odd;
 mod panicking;
@@ -16,18 +16,18 @@ use toolcrib_sources::mcp::McpServerSettings;
 
 use crate::support::{Api, Server, until};
 
-/// A server with these upstreams in its configuration, all of them there.
+/// Starts a server with these configured upstreams and waits until all of them are ready.
 async fn server(upstreams: Vec<McpServerSettings>) -> Server {
     let names: Vec<String> = upstreams.iter().map(|upstream| upstream.name.clone()).collect();
     let server = Server::with(|config| config.mcp = upstreams).await;
     for name in names {
-        in_state(&server.api(), &name, "ready").await;
+        wait_for_state(&server.api(), &name, "ready").await;
     }
     server
 }
 
-/// Waits until a source is in this state, and gives it as it is shown.
-async fn in_state(api: &Api, name: &str, state: &str) -> Value {
+/// Waits until a source is in this state and returns the response that shows it.
+async fn wait_for_state(api: &Api, name: &str, state: &str) -> Value {
     until(&format!("{name} to be {state}"), || async {
         let shown = api.get(&format!("/v1/sources/mcp/{name}")).await;
         (shown.body["state"] == state).then_some(shown.body)
@@ -35,7 +35,7 @@ async fn in_state(api: &Api, name: &str, state: &str) -> Value {
     .await
 }
 
-/// Calls a tool and waits for its end.
+/// Calls a tool and waits until the call ends or is held.
 async fn call(api: &Api, tool: &str, args: Value) -> Value {
     let path = format!("/v1/tools/{tool}/invoke?wait_ms=50000");
     let body = json!({ "run_id": "run_1", "args": args });
@@ -44,14 +44,14 @@ async fn call(api: &Api, tool: &str, args: Value) -> Value {
     call
 }
 
-/// The words of a result.
-fn words(call: &Value) -> &str {
+/// Returns the text of a successful result.
+fn result_text(call: &Value) -> &str {
     assert_eq!(call["status"], "SUCCEEDED", "{call}");
     call["result"]["content"][0]["text"].as_str().unwrap()
 }
 
-/// An upstream over HTTP.
-fn at(url: &str) -> McpServerSettings {
+/// Settings of an upstream over HTTP.
+fn http_upstream(url: &str) -> McpServerSettings {
     McpServerSettings {
         name: "fixture".into(),
         url: Some(url.to_owned()),

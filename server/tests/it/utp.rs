@@ -1,16 +1,16 @@
 //! Tools over NATS: projects and definitions, cards, commands, reports, turns, inboxes.
 
-mod away;
+mod batching;
 mod calls;
 mod commands;
 mod fences;
 mod identity;
-mod news;
+mod outages;
 mod outbox;
 mod projects;
 mod reports;
 mod services;
 mod sharing;
 mod steps;
-mod together;
+mod turn_events;
 mod turns;

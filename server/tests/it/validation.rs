@@ -1,11 +1,11 @@
-//! Schemas are judged when a tool is registered; arguments before anything runs; results after.
+//! Validation: schemas at registration, arguments before execution, results afterwards.
 
 use serde_json::{Value, json};
 
 use crate::support::api::{message, offer_with};
 use crate::support::{Api, Server};
 
-async fn refused(api: &Api, field: &str, schema: Value) -> Value {
+async fn register_rejected(api: &Api, field: &str, schema: Value) -> Value {
     let good = json!({ "name": "good.tool", "schema": {} });
     let bad = json!({ "name": "bad.tool", field: schema });
     let body = json!({ "client_id": "c1", "tools": [good, bad] });
@@ -21,7 +21,7 @@ async fn refused(api: &Api, field: &str, schema: Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_schema_that_does_not_compile() {
+async fn an_invalid_schema_is_rejected_with_its_location() {
     let server = Server::start().await;
     let api = server.api();
     for (schema, pointer) in [
@@ -33,24 +33,24 @@ async fn a_schema_that_does_not_compile() {
         (json!("text"), "/schema"),
         (json!(7), "/schema"),
     ] {
-        let error = refused(&api, "schema", schema.clone()).await;
-        let place = error["detail"]["pointer"].as_str().unwrap();
-        assert!(place.starts_with(pointer), "{schema}: {error}");
+        let error = register_rejected(&api, "schema", schema.clone()).await;
+        let location = error["detail"]["pointer"].as_str().unwrap();
+        assert!(location.starts_with(pointer), "{schema}: {error}");
         assert!(error["detail"]["reason"].as_str().is_some_and(|why| why.len() > 5), "{error}");
     }
-    let error = refused(&api, "output_schema", json!({ "type": 7 })).await;
+    let error = register_rejected(&api, "output_schema", json!({ "type": 7 })).await;
     assert_eq!(error["detail"]["pointer"], "/output_schema/type");
 }
 
 #[tokio::test]
-async fn a_schema_that_refers_outside_itself() {
+async fn a_schema_with_external_references_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     for reference in
         ["http://127.0.0.1:1/schema.json", "https://json.schemastore.org/x", "file:///etc/passwd"]
     {
         let schema = json!({ "properties": { "a": { "$ref": reference } } });
-        let error = refused(&api, "schema", schema).await;
+        let error = register_rejected(&api, "schema", schema).await;
         assert_eq!(error["detail"]["pointer"], "/schema/properties/a/$ref", "{error}");
     }
     let own = json!({
@@ -61,7 +61,7 @@ async fn a_schema_that_refers_outside_itself() {
 }
 
 #[tokio::test]
-async fn a_schema_that_is_a_bomb() {
+async fn a_schema_that_is_too_expensive_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     let mut defs = serde_json::Map::new();
@@ -74,13 +74,13 @@ async fn a_schema_that_is_a_bomb() {
     let looping = json!({ "$defs": { "a": { "$ref": "#/$defs/a" } }, "$ref": "#/$defs/a" });
     let large = json!({ "enum": ["x".repeat(300_000)] });
     for bomb in [fan, looping, large] {
-        let error = refused(&api, "schema", bomb).await;
+        let error = register_rejected(&api, "schema", bomb).await;
         assert!(error["detail"]["pointer"].as_str().unwrap().starts_with("/schema"), "{error}");
     }
 }
 
 #[tokio::test]
-async fn every_problem_is_listed_with_place_expectation_and_what_was_given() {
+async fn every_invalid_argument_is_listed_with_pointer_and_expectation() {
     let server = Server::start().await;
     let api = server.api();
     let schema = json!({
@@ -100,16 +100,16 @@ async fn every_problem_is_listed_with_place_expectation_and_what_was_given() {
     let answer = api.post("/v1/tools/a.tool/invoke", body).await;
     let error = answer.refused(422, "VALIDATION_ERROR");
     let problems = error["detail"]["problems"].as_array().unwrap();
-    let mut places: Vec<&str> = Vec::new();
+    let mut pointers: Vec<&str> = Vec::new();
     for problem in problems {
         for field in ["expected", "given", "message"] {
             assert!(problem[field].as_str().is_some_and(|text| !text.is_empty()), "{problem}");
         }
-        places.push(problem["pointer"].as_str().unwrap());
+        pointers.push(problem["pointer"].as_str().unwrap());
         assert!(message(&error).contains(problem["message"].as_str().unwrap()), "{error}");
     }
-    places.sort_unstable();
-    assert_eq!(places, ["/depth", "/hight", "/mode", "/tags/1", "/url", "/width"]);
+    pointers.sort_unstable();
+    assert_eq!(pointers, ["/depth", "/hight", "/mode", "/tags/1", "/url", "/width"]);
     let at = |pointer: &str| problems.iter().find(|p| p["pointer"] == pointer).unwrap();
     assert!(at("/width")["expected"].as_str().unwrap().contains("integer"));
     assert!(at("/width")["given"].as_str().unwrap().contains("wide"));
@@ -118,11 +118,11 @@ async fn every_problem_is_listed_with_place_expectation_and_what_was_given() {
     let list = api.get("/v1/tool_calls").await.is(200);
     assert_eq!(list["tool_calls"], json!([]), "nothing was stored as a call");
     let nothing = api.get("/internal/ingress/poll?client_id=c1").await.is(200);
-    assert_eq!(nothing, json!({ "requests": [] }), "and nothing ran");
+    assert_eq!(nothing, json!({ "requests": [] }), "no call was delivered");
 }
 
 #[tokio::test]
-async fn arguments_of_the_servers_own_tools_are_checked_too() {
+async fn arguments_of_builtin_tools_are_validated() {
     let server = Server::start().await;
     let api = server.api();
     for (tool, args) in [
@@ -142,7 +142,7 @@ async fn arguments_of_the_servers_own_tools_are_checked_too() {
 }
 
 #[tokio::test]
-async fn both_dialects_are_understood() {
+async fn draft_07_and_2020_12_schemas_are_supported() {
     let server = Server::start().await;
     let api = server.api();
     let old = json!({
@@ -166,10 +166,10 @@ async fn both_dialects_are_understood() {
         assert_eq!(error["detail"]["problems"].as_array().unwrap().len(), 2, "{name}");
     }
     let unknown = json!({ "$schema": "http://json-schema.org/draft-03/schema#" });
-    refused_alone(&api, unknown).await;
+    assert_schema_is_rejected(&api, unknown).await;
 }
 
-async fn refused_alone(api: &Api, schema: Value) {
+async fn assert_schema_is_rejected(api: &Api, schema: Value) {
     let tool = json!({ "name": "odd.tool", "schema": schema });
     let body = json!({ "client_id": "c1", "tools": [tool] });
     let answer = api.post("/internal/tools/register", body).await;
@@ -177,7 +177,7 @@ async fn refused_alone(api: &Api, schema: Value) {
 }
 
 #[tokio::test]
-async fn a_result_that_does_not_fit_fails_the_call() {
+async fn a_result_that_violates_the_output_schema_fails_the_call() {
     let server = Server::start().await;
     let api = server.api();
     let output = json!({
@@ -188,20 +188,24 @@ async fn a_result_that_does_not_fit_fails_the_call() {
     let id = api.invoke("a.tool", json!({})).await;
     let body = json!({ "status": "SUCCEEDED", "result": { "n": "one" } });
     let answer = api.submit(&id, body.clone()).await.is(200);
-    assert_eq!(answer["status"], "FAILED", "the provider is told");
+    assert_eq!(answer["status"], "FAILED", "the submit returns the failure");
     let call = api.call(&id).await;
     assert_eq!((&call["status"], &call["result"]), (&json!("FAILED"), &Value::Null));
     assert_eq!(call["error"]["code"], "VALIDATION_ERROR");
     assert!(message(&call["error"]).contains("output schema"), "{call}");
     assert_eq!(call["error"]["detail"]["problems"][0]["pointer"], "/n");
-    assert_eq!(api.submit(&id, body).await.is(200), answer, "again is the same");
+    assert_eq!(
+        api.submit(&id, body).await.is(200),
+        answer,
+        "a repeated submit has the same answer"
+    );
     let id = api.invoke("a.tool", json!({})).await;
     api.succeed(&id, json!({ "n": 1, "more": true })).await;
     assert_eq!(api.call(&id).await["status"], "SUCCEEDED");
 }
 
 #[tokio::test]
-async fn what_did_not_fit_is_shown_to_operators_alone() {
+async fn values_of_an_invalid_result_are_hidden_from_callers() {
     let server = Server::start().await;
     let api = server.api();
     let output = json!({
@@ -222,10 +226,10 @@ async fn what_did_not_fit_is_shown_to_operators_alone() {
         let mut all = problems.as_array().unwrap().iter();
         all.find(|problem| problem["pointer"] == pointer).unwrap().clone()
     };
-    let said = "/n: expected an integer, but a string was given";
+    let expected = "/n: expected an integer, but a string was given";
     assert_eq!(
         (&problem("/n")["given"], &problem("/n")["message"]),
-        (&json!("a string"), &json!(said))
+        (&json!("a string"), &json!(expected))
     );
     assert_eq!(problem("/mode")["expected"], "one of \"a\", \"b\"");
     assert_eq!(problem("/m")["given"], "nothing");
@@ -235,7 +239,7 @@ async fn what_did_not_fit_is_shown_to_operators_alone() {
 }
 
 #[tokio::test]
-async fn a_result_over_its_limit_fails_the_call() {
+async fn a_result_over_the_limit_fails_the_call() {
     let server = Server::with(|config| config.limits.max_result_bytes = 100).await;
     let api = server.api();
     api.register("c1", json!([offer_with("a.tool", json!({}))])).await;

@@ -1,4 +1,4 @@
-//! `wait_ms`: one request instead of many, on invoking and on looking.
+//! `wait_ms`: one request instead of many, for invoke and get.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::support::api::offer;
 const EVAL: &str = "/v1/tools/calculation.eval/invoke";
 
 #[tokio::test]
-async fn invoke_with_wait_answers_with_the_ended_call() {
+async fn invoke_with_wait_returns_the_ended_call() {
     let server = Server::start().await;
     let api = server.api();
     let body = json!({ "run_id": "run_1", "args": { "expression": "2*21" } });
@@ -25,7 +25,7 @@ async fn invoke_with_wait_answers_with_the_ended_call() {
 }
 
 #[tokio::test]
-async fn invoke_with_wait_answers_with_the_open_call_when_the_time_is_over() {
+async fn invoke_with_wait_returns_the_open_call_after_the_wait() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("slow.tool")])).await;
@@ -39,19 +39,19 @@ async fn invoke_with_wait_answers_with_the_open_call_when_the_time_is_over() {
 }
 
 #[tokio::test]
-async fn get_with_wait_answers_as_soon_as_there_is_an_outcome() {
+async fn get_with_wait_returns_as_soon_as_there_is_an_outcome() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("slow.tool")])).await;
     let id = api.invoke("slow.tool", json!({})).await;
     let answer = api.get(&format!("/v1/tool_calls/{id}?wait_ms=50")).await;
-    assert_eq!(answer.header("retry-after"), Some("1"), "a hint for who polls");
+    assert_eq!(answer.header("retry-after"), Some("1"), "a hint for polling callers");
     assert_eq!(answer.is(200)["status"], "PENDING");
     let waiting = {
         let (api, path) = (api.clone(), format!("/v1/tool_calls/{id}?wait_ms=50000"));
         tokio::spawn(async move { (api.get(&path).await.is(200), Instant::now()) })
     };
-    // Taking it is news, but not the end: who waits for the outcome goes on waiting.
+    // An acknowledgement does not end the wait for the outcome.
     let ack = json!({ "client_id": "c1" });
     api.post(&format!("/internal/tool_calls/{id}/ack"), ack).await.is(200);
     assert_eq!(api.call(&id).await["status"], "RUNNING");
@@ -64,7 +64,7 @@ async fn get_with_wait_answers_as_soon_as_there_is_an_outcome() {
 }
 
 #[tokio::test]
-async fn many_wait_for_one_call() {
+async fn many_requests_can_wait_for_one_call() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("slow.tool")])).await;
@@ -81,7 +81,7 @@ async fn many_wait_for_one_call() {
 }
 
 #[tokio::test]
-async fn a_wait_is_bounded_by_the_servers_limit() {
+async fn a_wait_is_capped_by_the_servers_limit() {
     let server = Server::with(|config| config.limits.max_wait_ms = 50).await;
     let api = server.api();
     api.register("c1", json!([offer("slow.tool")])).await;
@@ -96,7 +96,7 @@ async fn a_wait_is_bounded_by_the_servers_limit() {
 }
 
 #[tokio::test]
-async fn a_wait_can_be_said_with_a_unit_or_as_a_preference() {
+async fn a_wait_can_have_a_unit_or_be_a_prefer_header() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("slow.tool")])).await;
@@ -122,5 +122,5 @@ async fn a_wait_can_be_said_with_a_unit_or_as_a_preference() {
     let body = json!({ "run_id": "r", "args": {}, "wait_ms": 0 });
     let ask = api.request(reqwest::Method::POST, "/v1/tools/slow.tool/invoke").json(&body);
     api.send(ask.header("Prefer", "wait=30")).await.is(202);
-    assert!(began.elapsed() < Duration::from_secs(20), "wait_ms goes before a preference");
+    assert!(began.elapsed() < Duration::from_secs(20), "wait_ms takes precedence over Prefer");
 }

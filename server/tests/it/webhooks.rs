@@ -1,5 +1,5 @@
-//! Completion callbacks: signed, tried again, delivered at least once, and never to a private
-//! address unless the operator says so. The receivers are real, on loopback.
+//! Webhooks: signed, retried, delivered at least once, and never to a private address unless the
+//! operator allows it. The receivers are real, on loopback.
 
 mod delivering;
 mod refusing;
@@ -14,15 +14,15 @@ use crate::support::api::{offer, offer_with};
 use crate::support::receiver::{KEY, Receiver};
 use crate::support::{Api, Server, until};
 
-/// A server that signs with [`KEY`], may call back to loopback, and tries again after 50 ms, four
-/// times.
-struct World {
+/// A server that signs with [`KEY`], may send webhooks to loopback, and retries four times, after
+/// 50 ms each.
+struct Fixture {
     server: Server,
     api: Api,
     keys: TempDir,
 }
 
-impl World {
+impl Fixture {
     async fn start() -> Self {
         Self::with(|_| {}).await
     }
@@ -49,8 +49,8 @@ impl World {
         self.keys.path().join("signing.key")
     }
 
-    /// A call of a task that tells this receiver.
-    async fn asked(&self, receiver: &Receiver, more: Value) -> String {
+    /// Invokes a task with a webhook to this receiver.
+    async fn invoke_task(&self, receiver: &Receiver, more: Value) -> String {
         let mut body = json!({
             "run_id": "run_1", "call_id": "mine-1", "args": {},
             "callback_url": format!("{}/done?token=t1", receiver.url),
@@ -61,9 +61,9 @@ impl World {
         self.api.invoke_with("a.task", body).await
     }
 
-    /// The same, once it has succeeded with this result.
-    async fn succeeded(&self, receiver: &Receiver, result: Value) -> String {
-        let id = self.asked(receiver, json!({})).await;
+    /// Invokes a task and completes it with this result.
+    async fn complete_task(&self, receiver: &Receiver, result: Value) -> String {
+        let id = self.invoke_task(receiver, json!({})).await;
         self.api.succeed(&id, result).await;
         id
     }
@@ -73,9 +73,9 @@ impl World {
         self.api.get(&path).await.is(200)["deliveries"][0].clone()
     }
 
-    /// The delivery once it has this status.
+    /// Waits until the delivery has this status.
     async fn until(&self, id: &str, status: &str) -> Value {
-        until(&format!("the callback of {id} to be {status}"), || async {
+        until(&format!("the webhook of {id} to be {status}"), || async {
             let delivery = self.delivery(id).await;
             (delivery["status"] == status).then_some(delivery)
         })
@@ -83,7 +83,7 @@ impl World {
     }
 }
 
-/// What each try was answered with.
+/// Returns the status code of each delivery attempt.
 fn codes(delivery: &Value) -> Vec<Value> {
     let log = delivery["log"].as_array().unwrap();
     log.iter().map(|tried| tried["status_code"].clone()).collect()

@@ -1,4 +1,4 @@
-//! The files that describe the wire are what the server says. `UPDATE=1` writes them anew.
+//! The committed API files match the server. `UPDATE=1` rewrites them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,9 +14,9 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The committed file is this text.
+/// Asserts that the committed file contains this text.
 #[track_caller]
-fn is_committed(file: &str, text: &str) {
+fn assert_committed(file: &str, text: &str) {
     let path = root().join(file);
     if std::env::var_os("UPDATE").is_some_and(|value| value == "1") {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -27,23 +27,23 @@ fn is_committed(file: &str, text: &str) {
     let at = differs.unwrap_or(committed.lines().count().min(text.lines().count())) + 1;
     assert!(
         committed == text,
-        "{file} is not what the server says, from line {at} on; \
-         UPDATE=1 cargo test -p toolcrib-server --test it wire_files writes it anew"
+        "{file} differs from the server from line {at} on; \
+         UPDATE=1 cargo test -p toolcrib-server --test it wire_files rewrites it"
     );
 }
 
 #[test]
-fn the_openapi_document() {
-    is_committed("api/openapi.json", &openapi_json());
+fn the_committed_openapi_document_is_current() {
+    assert_committed("api/openapi.json", &openapi_json());
 }
 
 #[test]
-fn the_page_of_errors() {
-    is_committed("docs/errors.md", &errors_page());
+fn the_committed_error_page_is_current() {
+    assert_committed("docs/errors.md", &errors_page());
 }
 
 #[test]
-fn the_help_of_every_command() {
+fn the_committed_command_help_is_current() {
     let mut text = String::new();
     for command in commands(&Cli::command(), &[]) {
         text.push_str(&format!(
@@ -53,15 +53,15 @@ fn the_help_of_every_command() {
         text.push_str(&help(&command));
         text.push('\n');
     }
-    is_committed("docs/cli-help.txt", &text);
+    assert_committed("docs/cli-help.txt", &text);
 }
 
-/// Every command that is shown, with those below it.
+/// Returns every visible command with its subcommands.
 fn commands(command: &clap::Command, path: &[String]) -> Vec<Vec<String>> {
     let mut all = vec![path.to_vec()];
-    let below = command.get_subcommands().filter(|below| !below.is_hide_set());
-    for below in below.filter(|below| below.get_name() != "help") {
-        all.extend(commands(below, &[path, &[below.get_name().to_owned()]].concat()));
+    let subcommand = command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set());
+    for subcommand in subcommand.filter(|subcommand| subcommand.get_name() != "help") {
+        all.extend(commands(subcommand, &[path, &[subcommand.get_name().to_owned()]].concat()));
     }
     all
 }
@@ -81,7 +81,7 @@ fn help(command: &[String]) -> String {
 }
 
 #[tokio::test]
-async fn the_server_gives_out_the_same_document() {
+async fn the_server_serves_the_same_documents() {
     let server = Server::start().await;
     let answer = server.api().get("/openapi.json").await;
     assert_eq!(answer.header("content-type"), Some("application/json"));
@@ -95,24 +95,25 @@ async fn the_server_gives_out_the_same_document() {
 }
 
 #[test]
-fn every_operation_says_what_it_answers() {
+fn every_operation_documents_its_responses() {
     let document: Value = serde_json::from_str(&openapi_json()).unwrap();
     let mut ids = std::collections::HashSet::new();
     for (path, methods) in document["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
             let responses = operation["responses"].as_object().unwrap();
             assert!(!responses.is_empty(), "{method} {path}");
-            let said = operation["summary"].as_str().or(operation["description"].as_str());
-            assert!(said.is_some_and(|text| text.len() > 10), "{method} {path}");
+            let text_of_operation =
+                operation["summary"].as_str().or(operation["description"].as_str());
+            assert!(text_of_operation.is_some_and(|text| text.len() > 10), "{method} {path}");
             let id = operation["operationId"].as_str().unwrap().to_owned();
             assert!(ids.insert(id), "{method} {path}: another operation has the same id");
         }
     }
 }
 
-/// A client that is made from the document would otherwise ask for what nobody has to say.
+/// Generated clients depend on the location and the required flag of parameters.
 #[test]
-fn every_parameter_is_where_it_is_read() {
+fn every_parameter_has_its_actual_location() {
     let document: Value = serde_json::from_str(&openapi_json()).unwrap();
     for (path, methods) in document["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
@@ -129,8 +130,8 @@ fn every_parameter_is_where_it_is_read() {
     }
 }
 
-/// The addresses of other hosts that a page loads something from.
-fn foreign(page: &str) -> Vec<&str> {
+/// Returns the URLs of other hosts in a page.
+fn foreign_urls(page: &str) -> Vec<&str> {
     let mut found = Vec::new();
     for scheme in ["http://", "https://", "src=\"//", "href=\"//", "url(//"] {
         found.extend(page.match_indices(scheme).map(|(at, _)| {
@@ -142,13 +143,13 @@ fn foreign(page: &str) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn the_try_it_page_needs_no_network() {
+async fn the_docs_page_needs_no_network() {
     let server = Server::start().await;
     let api = server.api();
     let page = api.get("/docs/").await;
     assert_eq!(page.status, 200);
     assert!(page.header("content-type").unwrap().starts_with("text/html"));
-    assert_eq!(foreign(&page.text), Vec::<&str>::new(), "{}", page.text);
+    assert_eq!(foreign_urls(&page.text), Vec::<&str>::new(), "{}", page.text);
     assert_eq!(api.get("/docs").await.text, page.text, "with and without the slash");
     let mut loaded = 0;
     for attribute in ["src=\"", "href=\""] {
@@ -160,14 +161,14 @@ async fn the_try_it_page_needs_no_network() {
             loaded += 1;
         }
     }
-    assert!(loaded >= 3, "its scripts and styles come from here: {}", page.text);
+    assert!(loaded >= 3, "the server provides its scripts and styles: {}", page.text);
     let start = api.get("/docs/swagger-initializer.js").await;
     assert!(start.text.contains("/openapi.json"), "{}", start.text);
-    assert_eq!(foreign(&start.text), Vec::<&str>::new(), "{}", start.text);
+    assert_eq!(foreign_urls(&start.text), Vec::<&str>::new(), "{}", start.text);
 }
 
 #[tokio::test]
-async fn health_readiness_and_metrics() {
+async fn health_readiness_and_metrics_are_served() {
     let server = Server::start().await;
     let api = server.api();
     for path in ["/healthz", "/livez"] {
@@ -180,7 +181,7 @@ async fn health_readiness_and_metrics() {
     assert_eq!(api.get("/readyz").await.text, "ready");
     let verbose = api.get("/readyz?verbose").await.text;
     for line in ["[+]store ok", "[+]recovery ok", "ready"] {
-        assert!(verbose.lines().any(|said| said == line), "{verbose}");
+        assert!(verbose.lines().any(|actual| actual == line), "{verbose}");
     }
     assert!(!verbose.contains("[-]"), "{verbose}");
     let id = api.invoke("calculation.eval", serde_json::json!({ "expression": "1" })).await;

@@ -11,12 +11,10 @@ mod functions;
 #[cfg(test)]
 mod tests;
 mod value;
-
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Number;
 use toolcrib::{Code, Effect, Fault, FnTool, Risk};
-
 use value::Value;
 
 /// Maximum length of an expression in bytes.

@@ -8,7 +8,6 @@
 mod postgres;
 mod sample;
 mod sqlite;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -207,7 +206,7 @@ fn query_timeout_fault(limits: &QueryLimits) -> Fault {
 }
 
 fn hex_text(bytes: &[u8]) -> Value {
-    Value::String(format!("\\x{}", toolcrib::domain::tool::hex(bytes)))
+    Value::String(format!("\\x{}", toolcrib::domain::id::hex(bytes)))
 }
 
 /// Converts a float to JSON. A value that JSON cannot represent as a number becomes text.
@@ -274,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls() {
+    fn database_urls_are_parsed() {
         let sqlite = |path: &str| Ok(DatabaseLocation::Sqlite(path.into()));
         assert_eq!(parse_database_url("shop.db"), sqlite("shop.db"));
         assert_eq!(parse_database_url("/var/lib/shop.db"), sqlite("/var/lib/shop.db"));
@@ -296,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_password_is_not_shown() {
+    fn passwords_are_not_in_debug_output() {
         let settings = DatabaseSettings {
             url: Some("postgres://u:secret@h/d".into()),
             ..DatabaseSettings::default()

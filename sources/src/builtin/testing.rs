@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use toolcrib::ports::fn_tool::BuiltinSource;
-use toolcrib::ports::source::{Attempt, Source, Started};
+use toolcrib::ports::source::{Attempt, Source, StartResult};
 use toolcrib::{Effect, Fault, Json, Tool};
 
 /// Creates an attempt to run a tool.
@@ -37,7 +37,7 @@ pub fn source(tool: impl Tool) -> Arc<BuiltinSource> {
 pub async fn run(source: &BuiltinSource, args: &Value) -> Result<Value, Fault> {
     let name = source.list()[0].name.clone();
     match source.start(attempt(&name, args), Arc::new(|_| {})).await {
-        Started::Finished(result) => result.map(|json| json.to_value()),
+        StartResult::Finished(result) => result.map(|json| json.to_value()),
         _ => panic!("a built-in tool did not answer"),
     }
 }

@@ -9,17 +9,16 @@ mod place_query;
 #[cfg(test)]
 mod tests;
 mod weather_codes;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use openmeteo::{GeocodedPlace, OpenMeteoClient, WeatherRequestContext};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
 use super::{BuiltinSetupError, WeatherSettings};
 use crate::builtin::weather::place_query::PlaceQuery;
-use openmeteo::{GeocodedPlace, OpenMeteoClient, WeatherRequestContext};
 
 const DESCRIPTION: &str = "Tells the current weather at a place named in plain words, for example \
 \"Beijing\", \"weather in Paris, France\" or \"北京天气\": sky, temperature in °C, humidity, wind. \

@@ -5,13 +5,13 @@ use std::time::Duration;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Client, Method, StatusCode, Url, header};
 use tokio::sync::OnceCell;
-
-use super::origin;
 use toolcrib_protocol::http_operation::OperationRequest;
 use toolcrib_protocol::http_operation::redaction::SecretRedactor;
 use toolcrib_protocol::outbound::{
     OutboundPolicy, error_chain_without_url, find_private_address_error, retry_after_ms,
 };
+
+use super::origin;
 
 /// Maximum number of redirects, all within the same host.
 const MAX_REDIRECTS: usize = 5;

@@ -6,13 +6,13 @@ use reqwest::StatusCode;
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::json::{self, Json};
+use toolcrib_protocol::http_operation::OperationRequest;
 
 use super::client::{HttpApiError, HttpApiResponse};
 use super::origin;
-use toolcrib_protocol::http_operation::OperationRequest;
 
 /// Maximum number of characters of a body in a fault.
-const SHOWN: usize = 2_000;
+const MAX_EXCERPT_CHARS: usize = 2_000;
 
 /// The call that a response belongs to.
 pub(super) struct HttpCallContext<'a> {
@@ -113,12 +113,12 @@ fn redacted_body(came: &HttpApiResponse) -> Value {
     let parsed = json::check(text.as_bytes()).ok().and_then(|()| serde_json::from_str(&text).ok());
     if let Some(mut value @ (Value::Object(_) | Value::Array(_))) = parsed {
         came.secrets.redact_json(&mut value);
-        if value.to_string().len() <= SHOWN {
+        if value.to_string().len() <= MAX_EXCERPT_CHARS {
             return value;
         }
-        return Value::from(value.to_string().chars().take(SHOWN).collect::<String>());
+        return Value::from(value.to_string().chars().take(MAX_EXCERPT_CHARS).collect::<String>());
     }
-    Value::from(came.secrets.redact(&text).chars().take(SHOWN).collect::<String>())
+    Value::from(came.secrets.redact(&text).chars().take(MAX_EXCERPT_CHARS).collect::<String>())
 }
 
 fn is_json(came: &HttpApiResponse) -> bool {
@@ -207,7 +207,9 @@ fn map_jina_response(
 
 fn truncate_json(value: &Value) -> Value {
     match value.to_string() {
-        text if text.len() > SHOWN => Value::from(text.chars().take(SHOWN).collect::<String>()),
+        text if text.len() > MAX_EXCERPT_CHARS => {
+            Value::from(text.chars().take(MAX_EXCERPT_CHARS).collect::<String>())
+        }
         _ => value.clone(),
     }
 }

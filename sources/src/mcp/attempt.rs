@@ -6,27 +6,29 @@
 //! memory only and are lost with the process; the tool's effect then decides whether the call may
 //! be made again.
 
+mod outcome;
+mod upstream_task;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rmcp::ServiceError;
 use rmcp::model::{
     CallToolRequest, CallToolRequestParams, ClientRequest, JsonObject, RequestMetaObject,
     ServerResult,
 };
-use rmcp::service::{PeerRequestOptions, RequestHandle};
-use rmcp::{RoleClient, ServiceError};
+use rmcp::service::PeerRequestOptions;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use tokio::sync::mpsc;
-use toolcrib::domain::elicitation::{Elicitation, ElicitationRequest};
+use toolcrib::domain::call::elicitation::{Elicitation, ElicitationRequest};
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::Effect;
-use toolcrib::ports::source::{Attempt, ProgressSink, Started};
+use toolcrib::ports::source::{Attempt, ProgressSink, StartResult};
 
-use super::outcome;
-use super::upstream::{LiveConnection, RunningAttempt, UpstreamServer};
-use crate::mcp::server_requests::{UpstreamCallEvent, UpstreamCallGuard, UpstreamElicitation};
-use crate::mcp::stateless_call::{StatelessCallClient, StatelessCallResponse};
+use super::connection::LiveConnection;
+use super::upstream::in_flight::{CANCEL_TIMEOUT, InFlightRequest, SuspendedRequest};
+use super::upstream::{RunningAttempt, UpstreamServer};
+use crate::mcp::connection::server_requests::{UpstreamCallEvent, UpstreamElicitation};
+use crate::mcp::connection::stateless_call::{StatelessCallClient, StatelessCallResponse};
 
 /// State that one attempt passes to the next, stored in the elicitation's note.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -53,59 +55,13 @@ fn is_zero(number: &u32) -> bool {
 }
 
 impl McpResumeState {
-    fn from_elicitation(dialogue: Option<&Elicitation>) -> Self {
-        let text = dialogue.and_then(|dialogue| dialogue.source_state.as_deref());
+    fn from_elicitation(elicitation: Option<&Elicitation>) -> Self {
+        let text = elicitation.and_then(|elicitation| elicitation.source_state.as_deref());
         text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
     }
 
     pub(super) fn text(&self) -> Option<String> {
         serde_json::to_string(self).ok()
-    }
-}
-
-/// A request in flight.
-pub(super) struct InFlightRequest {
-    handle: RequestHandle<RoleClient>,
-    events: mpsc::UnboundedReceiver<UpstreamCallEvent>,
-    connection: Arc<LiveConnection>,
-    guard: UpstreamCallGuard,
-    /// Answers from earlier attempts, by the number of their elicitation.
-    prepared_answers: Map<String, Value>,
-    questions_asked: u32,
-}
-
-impl InFlightRequest {
-    /// Ends a request whose result is no longer needed, after its elicitation was canceled. The
-    /// upstream may finish on its own because of that: then the call is known to have ended, which
-    /// an upstream does not confirm for a canceled request. After a grace period the request is
-    /// canceled.
-    async fn cancel_after_grace(mut self, reason: &str) {
-        if tokio::time::timeout(super::TELLING, &mut self.handle.rx).await.is_ok() {
-            self.guard.mark_ended();
-        } else {
-            let telling = self.handle.cancel(Some(reason.to_owned()));
-            let _ = tokio::time::timeout(super::TELLING, telling).await;
-        }
-    }
-}
-
-/// A request that waits for an answer to its elicitation.
-pub(super) struct SuspendedRequest {
-    request: InFlightRequest,
-    key: String,
-    elicitation: UpstreamElicitation,
-    pub(super) attempt: u32,
-    /// `true` once the engine has also released the attempt that sent the elicitation.
-    pub(super) released: bool,
-}
-
-impl SuspendedRequest {
-    /// Gives up the request because no answer will come. Dropping the elicitation first tells the
-    /// upstream that it was canceled.
-    pub(super) async fn abandon(self) {
-        let Self { request: out, elicitation: question, .. } = self;
-        drop(question);
-        out.cancel_after_grace("the call has ended").await;
     }
 }
 
@@ -119,14 +75,14 @@ pub(super) struct UpstreamAttempt {
 
 impl UpstreamAttempt {
     /// Starts the attempt, or resumes a suspended request or task.
-    pub(super) async fn run(self) -> Started {
+    pub(super) async fn run(self) -> StartResult {
         let suspended = self.upstream.suspended.lock().remove(&self.attempt.call_id);
         if let Some(suspended) = suspended {
             return self.resume(suspended).await;
         }
-        let dialogue = self.attempt.elicitation.as_deref();
-        let note = McpResumeState::from_elicitation(dialogue);
-        if let Some(task) = dialogue.and_then(|dialogue| dialogue.handle.clone()) {
+        let elicitation = self.attempt.elicitation.as_deref();
+        let note = McpResumeState::from_elicitation(elicitation);
+        if let Some(task) = elicitation.and_then(|elicitation| elicitation.handle.clone()) {
             return self.resume_task(task).await;
         }
         if let Some(task) = note.task {
@@ -135,7 +91,7 @@ impl UpstreamAttempt {
         if let Some(fault) =
             outcome::url_not_opened_fault(&self.attempt).filter(|_| note.needs_url_opened)
         {
-            return Started::Finished(Err(fault));
+            return StartResult::Finished(Err(fault));
         }
         if note.questions_asked > 0 && self.attempt.effect == Effect::Irreversible {
             let message = format!(
@@ -143,11 +99,11 @@ impl UpstreamAttempt {
                  part, and was not tried again",
                 self.attempt.tool
             );
-            return Started::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
+            return StartResult::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
         }
         let (live, theirs) = match self.resolve_target().await {
             Ok(place) => place,
-            Err(fault) => return Started::Finished(Err(fault)),
+            Err(fault) => return StartResult::Finished(Err(fault)),
         };
         let direct = live.stateless.clone().filter(|_| {
             StatelessCallClient::supports_tool_name(&theirs)
@@ -158,7 +114,7 @@ impl UpstreamAttempt {
         }
         match self.send_request(live, theirs, note).await {
             Ok(out) => self.wait_for_response(out).await,
-            Err(fault) => Started::Finished(Err(fault)),
+            Err(fault) => StartResult::Finished(Err(fault)),
         }
     }
 
@@ -179,15 +135,15 @@ impl UpstreamAttempt {
         live: Arc<LiveConnection>,
         theirs: &str,
         note: McpResumeState,
-    ) -> Started {
-        let answers = self.attempt.elicitation.as_ref().map(|dialogue| &dialogue.answers);
+    ) -> StartResult {
+        let answers = self.attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
         let answers = answers.filter(|answers| !answers.is_empty());
         let state = note.state.as_deref();
         let came = tokio::select! {
             came = direct.call(theirs, &self.attempt, answers, state, &self.progress) => came,
             // Closing the connection cancels the request.
             () = self.running.token.cancelled() => {
-                return Started::Finished(Err(Fault::new(Code::Canceled, "canceled")));
+                return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
             }
         };
         let name = &self.upstream.settings.name;
@@ -202,16 +158,16 @@ impl UpstreamAttempt {
                 // The supervisor checks the connection and updates the upstream's state.
                 self.upstream.retry_now.notify_one();
                 let message = format!("the MCP server {name} is not there: {why}");
-                return Started::Finished(Err(Fault::unreachable(message)));
+                return StartResult::Finished(Err(Fault::unreachable(message)));
             }
             StatelessCallResponse::Overloaded(status, after_ms) => {
                 let fault =
                     outcome::overloaded_fault(name, &self.attempt, status.as_u16(), after_ms);
-                return Started::Finished(Err(fault));
+                return StartResult::Finished(Err(fault));
             }
             StatelessCallResponse::Unknown(why) => {
                 let message = format!("{name}: {}", self.upstream.redact(&why));
-                return Started::Finished(Err(outcome::malformed_answer_fault(
+                return StartResult::Finished(Err(outcome::malformed_answer_fault(
                     &self.attempt,
                     message,
                 )));
@@ -232,7 +188,7 @@ impl UpstreamAttempt {
             Fault::new(Code::ValidationError, message).without_side_effect()
         })?;
         let mut params = CallToolRequestParams::new(theirs).with_arguments(arguments);
-        let answers = attempt.elicitation.as_ref().map(|dialogue| dialogue.answers.clone());
+        let answers = attempt.elicitation.as_ref().map(|elicitation| elicitation.answers.clone());
         let mut ready = answers.unwrap_or_default();
         params.request_state = note.state;
         if note.questions_asked == 0 && !note.needs_url_opened && !ready.is_empty() {
@@ -277,13 +233,15 @@ impl UpstreamAttempt {
     }
 
     /// Waits for the response, an elicitation or cancellation.
-    async fn wait_for_response(self, mut out: InFlightRequest) -> Started {
+    async fn wait_for_response(self, mut out: InFlightRequest) -> StartResult {
         loop {
             let came = tokio::select! {
                 biased;
                 answer = &mut out.handle.rx => Some(answer),
                 heard = out.events.recv() => match heard {
-                    Some(UpstreamCallEvent::AmbiguousElicitation) => return self.fail_ambiguous(out).await,
+                    Some(UpstreamCallEvent::AmbiguousElicitation) => {
+                        return self.fail_ambiguous(out).await;
+                    }
                     Some(UpstreamCallEvent::Elicitation(question)) => {
                         match self.handle_elicitation(out, question) {
                             Ok(rest) => { out = rest; continue; }
@@ -296,8 +254,8 @@ impl UpstreamAttempt {
                     let reason = Some("the call was canceled".to_owned());
                     // Best effort: the upstream is notified if that succeeds in time.
                     let telling = out.handle.cancel(reason);
-                    let _ = tokio::time::timeout(super::TELLING, telling).await;
-                    return Started::Finished(Err(Fault::new(Code::Canceled, "canceled")));
+                    let _ = tokio::time::timeout(CANCEL_TIMEOUT, telling).await;
+                    return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
                 }
             };
             let Some(answer) = came else { continue };
@@ -309,7 +267,7 @@ impl UpstreamAttempt {
 
     /// Fails an attempt because an elicitation cannot be attributed to one of the upstream's calls.
     /// A guess might send one caller's answer to another.
-    async fn fail_ambiguous(&self, out: InFlightRequest) -> Started {
+    async fn fail_ambiguous(&self, out: InFlightRequest) -> StartResult {
         out.cancel_after_grace("it is not clear which call asked").await;
         let name = &self.upstream.settings.name;
         let message = format!(
@@ -321,7 +279,7 @@ impl UpstreamAttempt {
             Effect::Irreversible => Code::OutcomeUnknown,
             _ => Code::UpstreamUnavailable,
         };
-        Started::Finished(Err(Fault::new(code, message).retryable(false)))
+        StartResult::Finished(Err(Fault::new(code, message).retryable(false)))
     }
 
     /// Handles an elicitation from an upstream of an older revision. Repeats an answer that is
@@ -330,7 +288,7 @@ impl UpstreamAttempt {
         &self,
         mut out: InFlightRequest,
         question: UpstreamElicitation,
-    ) -> Result<InFlightRequest, Started> {
+    ) -> Result<InFlightRequest, StartResult> {
         out.questions_asked += 1;
         let key = format!("question_{}", out.questions_asked);
         if let Some(answer) = out.prepared_answers.remove(&key) {
@@ -345,11 +303,11 @@ impl UpstreamAttempt {
         let suspended =
             SuspendedRequest { request: out, key, elicitation: question, attempt, released: false };
         self.upstream.suspend(&self.attempt, suspended);
-        Err(Started::NeedsInput(ElicitationRequest { questions: asked, source_state: note }))
+        Err(StartResult::NeedsInput(ElicitationRequest { questions: asked, source_state: note }))
     }
 
     /// Resumes a request that was waiting for an answer.
-    async fn resume(self, suspended: SuspendedRequest) -> Started {
+    async fn resume(self, suspended: SuspendedRequest) -> StartResult {
         let SuspendedRequest { request: out, key, elicitation: question, .. } = suspended;
         let answers = self.attempt.elicitation.as_ref().map(|dialogue| &dialogue.answers);
         let answer = answers.and_then(|answers| answers.get(&key).cloned());
@@ -363,10 +321,10 @@ impl UpstreamAttempt {
         self,
         live: &Arc<LiveConnection>,
         answer: Result<ServerResult, ServiceError>,
-    ) -> Started {
+    ) -> StartResult {
         match answer {
             Ok(ServerResult::CallToolResult(result)) => {
-                Started::Finished(outcome::outcome_from_result(&self.attempt, result))
+                StartResult::Finished(outcome::outcome_from_result(&self.attempt, result))
             }
             Ok(ServerResult::InputRequiredResult(result)) => {
                 let requests = result.input_requests.unwrap_or_default();
@@ -376,7 +334,7 @@ impl UpstreamAttempt {
                 let note =
                     McpResumeState { state: result.request_state, ..McpResumeState::default() }
                         .text();
-                Started::NeedsInput(ElicitationRequest {
+                StartResult::NeedsInput(ElicitationRequest {
                     questions: asked.collect(),
                     source_state: note,
                 })
@@ -387,19 +345,19 @@ impl UpstreamAttempt {
             }
             Ok(_) => {
                 let message = format!("{} answered what is no result", self.upstream.settings.name);
-                Started::Finished(Err(outcome::malformed_answer_fault(&self.attempt, message)))
+                StartResult::Finished(Err(outcome::malformed_answer_fault(&self.attempt, message)))
             }
             Err(ServiceError::McpError(error))
                 if let Some(asked) = outcome::url_elicitations(&error) =>
             {
                 let note =
                     McpResumeState { needs_url_opened: true, ..McpResumeState::default() }.text();
-                Started::NeedsInput(ElicitationRequest { questions: asked, source_state: note })
+                StartResult::NeedsInput(ElicitationRequest { questions: asked, source_state: note })
             }
             Err(error) => {
                 let known = live.diagnostics.problem();
                 let fault = outcome::fault_from_error(&self.upstream, &self.attempt, &error, known);
-                Started::Finished(Err(fault))
+                StartResult::Finished(Err(fault))
             }
         }
     }

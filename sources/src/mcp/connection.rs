@@ -1,122 +1,52 @@
 //! A connection to an upstream, over a child process's pipes or streamable HTTP. `rmcp` implements
 //! the protocol in both revisions; this module limits the harm that an upstream can do.
 
-use std::borrow::Cow;
+mod authorized_client;
+pub(super) mod child_process;
+mod flood_limit;
+pub(super) mod http_error;
+mod http_post;
+mod message_limit;
+pub(super) mod server_requests;
+pub(super) mod stateless_call;
+pub(super) mod subscriptions;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use authorized_client::AuthorizedClient;
 use axum::http::{HeaderName, HeaderValue};
-use parking_lot::Mutex;
-use rmcp::model::{JsonRpcMessage, ProtocolVersion};
+use child_process::{ChildProcess, InspectedOutput, InvalidOutput, StderrTail};
+use flood_limit::{FloodFlag, FloodLimitedTransport};
+use message_limit::MAX_MESSAGE_BYTES;
+use rmcp::RoleClient;
+use rmcp::model::ProtocolVersion;
 use rmcp::service::{
     ClientInitializeError, ClientLifecycleMode, Peer, RunningService,
-    RunningServiceCancellationToken, RxJsonRpcMessage, TxJsonRpcMessage,
-    serve_client_with_lifecycle,
+    RunningServiceCancellationToken, serve_client_with_lifecycle,
 };
 use rmcp::transport::async_rw::AsyncRwTransport;
-use rmcp::transport::streamable_http_client::{
-    StreamableHttpClientTransportConfig, StreamableHttpError,
-};
+use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
 use rmcp::transport::{StreamableHttpClientTransport, Transport};
-use rmcp::{RoleClient, ServiceError};
+use server_requests::McpClientHandler;
+use stateless_call::{SharedStatelessClient, StatelessCallClient};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-
-use super::oauth::Authorizer;
-use super::settings::McpServerSettings;
-use crate::mcp::authorized_client::AuthorizedClient;
-use crate::mcp::child_process::{ChildProcess, InspectedOutput, InvalidOutput, StderrTail};
-use crate::mcp::raw_tool_list::ToolListCapture;
-use crate::mcp::resolved_settings::ResolvedSettings;
-use crate::mcp::server_requests::McpClientHandler;
-use crate::mcp::stateless_call::{self, StatelessCallClient};
 use toolcrib_protocol::outbound::OutboundPolicy;
 
-/// Maximum size of a message.
-pub(super) const MAX_MESSAGE_BYTES: usize = 16 << 20;
+use super::oauth::Authorizer;
+use super::raw_tool_list::ToolListCapture;
+use super::settings::McpServerSettings;
+use super::settings::resolved::ResolvedSettings;
 
 /// Maximum number of requests in flight at one upstream.
 const MAX_REQUESTS: usize = 1_024;
 
-/// Limits of unsolicited messages: burst size, and sustained rate per second.
-const UNSOLICITED_BURST: f64 = 5_000.0;
-const UNSOLICITED_PER_SECOND: f64 = 500.0;
+/// Time an idle HTTP connection stays in the pool.
+const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time for an orderly shutdown of a connection.
-const CLOSING: Duration = Duration::from_secs(3);
-
-/// Share of that time for closing the transport.
-const LEAVING: Duration = Duration::from_secs(2);
-
-/// Set when Toolcrib closes a connection because the upstream floods it.
-#[derive(Clone, Default)]
-pub struct FloodFlag(Arc<Mutex<bool>>);
-
-/// A transport that stops reading when the upstream floods it.
-struct FloodLimitedTransport<T> {
-    inner: T,
-    flood_flag: FloodFlag,
-    /// Records which requests are answered, including those without a waiting caller.
-    handler: Arc<McpClientHandler>,
-    budget: f64,
-    refilled_at: Instant,
-}
-
-impl<T> FloodLimitedTransport<T> {
-    fn new(inner: T, flood_flag: FloodFlag, handler: Arc<McpClientHandler>) -> Self {
-        Self { inner, flood_flag, handler, budget: UNSOLICITED_BURST, refilled_at: Instant::now() }
-    }
-
-    fn take_budget(&mut self) -> bool {
-        let now = Instant::now();
-        let passed = now.duration_since(self.refilled_at).as_secs_f64();
-        self.refilled_at = now;
-        self.budget = (self.budget + passed * UNSOLICITED_PER_SECOND).min(UNSOLICITED_BURST) - 1.0;
-        self.budget > 0.0
-    }
-}
-
-impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T> {
-    type Error = T::Error;
-
-    fn name() -> Cow<'static, str> {
-        "MCP".into()
-    }
-
-    fn send(
-        &mut self,
-        item: TxJsonRpcMessage<RoleClient>,
-    ) -> impl Future<Output = Result<(), Self::Error>> + Send + 'static {
-        self.inner.send(item)
-    }
-
-    async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
-        let message = self.inner.receive().await?;
-        let unasked =
-            matches!(message, JsonRpcMessage::Notification(_) | JsonRpcMessage::Request(_));
-        if unasked && !self.take_budget() {
-            *self.flood_flag.0.lock() = true;
-            return None;
-        }
-        let answered = match &message {
-            JsonRpcMessage::Response(answer) => Some(&answer.id),
-            JsonRpcMessage::Error(error) => error.id.as_ref(),
-            _ => None,
-        };
-        if let Some(id) = answered {
-            self.handler.record_response(id);
-        }
-        Some(message)
-    }
-
-    /// Closes the transport, with a timeout. An upstream that keeps sending while no reader is left
-    /// prevents an orderly close; dropping the transport ends it then.
-    async fn close(&mut self) -> Result<(), Self::Error> {
-        let closed = tokio::time::timeout(LEAVING, self.inner.close()).await;
-        closed.unwrap_or(Ok(()))
-    }
-}
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// An initialized connection to an upstream.
 pub struct UpstreamConnection {
@@ -124,13 +54,24 @@ pub struct UpstreamConnection {
     pub handler: Arc<McpClientHandler>,
     pub process: Option<u32>,
     /// Client for stateless calls, if available.
-    stateless: stateless_call::SharedStatelessClient,
+    stateless: SharedStatelessClient,
     capture: ToolListCapture,
     stop: RunningServiceCancellationToken,
     /// Aborted on drop, so that the service never outlives the connection.
     done: AbortOnDropHandle<()>,
     program: Option<ChildProcess>,
     diagnostics: ConnectionDiagnostics,
+}
+
+/// The parts of a connection that calls use.
+pub(super) struct LiveConnection {
+    pub(super) peer: Peer<RoleClient>,
+    pub(super) handler: Arc<McpClientHandler>,
+    pub(super) diagnostics: ConnectionDiagnostics,
+    pub(super) stateless: SharedStatelessClient,
+    /// `true` if the upstream may send elicitations in the middle of a call over stdio, where
+    /// nothing identifies the call.
+    pub(super) may_elicit_mid_call: bool,
 }
 
 /// Diagnostics that explain why a connection is unusable.
@@ -143,11 +84,7 @@ pub struct ConnectionDiagnostics {
 impl ConnectionDiagnostics {
     /// Returns the problem that the upstream caused, if known.
     pub fn problem(&self) -> Option<String> {
-        if *self.flood_flag.0.lock() {
-            let limit = UNSOLICITED_PER_SECOND;
-            return Some(format!("it floods: more than {limit} messages a second, unasked"));
-        }
-        self.invalid_output.problem()
+        self.flood_flag.problem().or_else(|| self.invalid_output.problem())
     }
 }
 
@@ -179,8 +116,9 @@ impl UpstreamConnection {
         let cwd = dialing.settings.cwd.as_deref();
         let (mut program, pipes) = ChildProcess::start(&dialing.resolved, cwd, dialing.stderr)?;
         let watch = ConnectionDiagnostics::default();
-        let tape = ToolListCapture::default();
-        let output = InspectedOutput::new(pipes.output, watch.invalid_output.clone(), tape.clone());
+        let capture = ToolListCapture::default();
+        let output =
+            InspectedOutput::new(pipes.output, watch.invalid_output.clone(), capture.clone());
         let transport = AsyncRwTransport::new_client(output, pipes.input)
             .with_max_line_length(MAX_MESSAGE_BYTES);
         let begun = initialize(
@@ -194,7 +132,7 @@ impl UpstreamConnection {
         .await;
         match begun {
             Ok(running) => {
-                Ok(Self::from_service(running, dialing.handler, Some(program), watch, tape))
+                Ok(Self::from_service(running, dialing.handler, Some(program), watch, capture))
             }
             Err(why) => {
                 // The exit status of a process says more than that its pipes are closed.
@@ -232,9 +170,16 @@ impl UpstreamConnection {
         Ok(Self { stateless: direct.map(Arc::new), ..connection })
     }
 
-    /// Returns the client for stateless calls, if the upstream's revision allows them.
-    pub fn stateless(&self) -> stateless_call::SharedStatelessClient {
-        self.stateless.clone().filter(|_| self.is_stateless())
+    /// Returns the parts that calls use.
+    pub(super) fn live(&self) -> LiveConnection {
+        let modern = self.is_stateless();
+        LiveConnection {
+            peer: self.peer.clone(),
+            handler: self.handler.clone(),
+            diagnostics: self.diagnostics.clone(),
+            stateless: self.stateless.clone().filter(|_| modern),
+            may_elicit_mid_call: !modern && self.process.is_some(),
+        }
     }
 
     fn from_service(
@@ -257,9 +202,9 @@ impl UpstreamConnection {
         self.capture.clone()
     }
 
-    /// Returns the diagnostics, which stay available after the connection has ended.
-    pub fn diagnostics(&self) -> ConnectionDiagnostics {
-        self.diagnostics.clone()
+    /// Returns the problem that the upstream caused, if known.
+    pub(super) fn problem(&self) -> Option<String> {
+        self.diagnostics.problem()
     }
 
     /// Returns `true` if requests are stateless, without a session.
@@ -296,7 +241,7 @@ impl UpstreamConnection {
             program.kill();
         }
         stop.cancel();
-        if !done.is_finished() && tokio::time::timeout(CLOSING, &mut done).await.is_err() {
+        if !done.is_finished() && tokio::time::timeout(SHUTDOWN_TIMEOUT, &mut done).await.is_err() {
             done.abort();
         }
         if let Some(program) = program {
@@ -370,7 +315,7 @@ fn build_http_client(dialing: &UpstreamConnectOptions<'_>) -> Result<HttpClientP
         .tcp_nodelay(true)
         .connect_timeout(Duration::from_secs(10))
         .pool_max_idle_per_host(256)
-        .pool_idle_timeout(stateless_call::POOL_IDLE_TIMEOUT)
+        .pool_idle_timeout(POOL_IDLE_TIMEOUT)
         .build()
         .map_err(|error| error.to_string())?;
     let config = StreamableHttpClientTransportConfig::with_uri(dialing.resolved.url.as_str())
@@ -379,25 +324,4 @@ fn build_http_client(dialing: &UpstreamConnectOptions<'_>) -> Result<HttpClientP
         .max_concurrent_requests(MAX_REQUESTS)
         .reinit_on_expired_session(true);
     Ok((client, config, headers))
-}
-
-/// Returns `true` if a request cannot have reached the upstream.
-pub fn was_never_sent(error: &ServiceError) -> bool {
-    matches!(http_failure(error), Some(HttpTransportError::Client(error)) if error.is_connect())
-}
-
-/// Error of a request over HTTP.
-pub(super) type HttpTransportError = StreamableHttpError<reqwest::Error>;
-
-/// Returns the HTTP error that caused a failed request, if there is one.
-pub(super) fn http_failure(error: &ServiceError) -> Option<&HttpTransportError> {
-    let ServiceError::TransportSend(error) = error else { return None };
-    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error.error.as_ref());
-    while let Some(inner) = cause {
-        if let Some(failed) = inner.downcast_ref::<HttpTransportError>() {
-            return Some(failed);
-        }
-        cause = inner.source();
-    }
-    None
 }

@@ -8,24 +8,22 @@
 
 mod authorization_flow;
 mod guarded_http;
-mod settings;
 mod token_store;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use rmcp::transport::auth::{AuthorizationManager, WWWAuthenticateParams};
+use toolcrib_protocol::outbound::OutboundPolicy;
 
+use super::now_ms;
+use super::registry::UpstreamRegistry;
 use super::settings::McpServerSettings;
-use super::{UpstreamRegistry, now_ms};
+use super::settings::oauth::{GrantKind, McpOauthSettings};
 use crate::mcp::oauth::token_store::{
     AccessToken, CachedCredentials, PendingSignIns, UpstreamCredential,
 };
-use crate::mcp::resolved_settings::ResolvedSettings;
-use toolcrib_protocol::outbound::OutboundPolicy;
-
-pub use settings::{GrantKind, McpOauthSettings, SigningAlgorithm};
+use crate::mcp::settings::resolved::ResolvedSettings;
 
 /// The URL at which a browser reaches this server, as far as it is known.
 pub type SharedPublicBaseUrl = Arc<RwLock<String>>;

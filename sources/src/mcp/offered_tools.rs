@@ -1,5 +1,6 @@
 //! Converts the tools that an upstream offers to Toolcrib's tool definitions, and detects changes.
 
+mod injection_flags;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use rmcp::model::{Tool, ToolAnnotations};
@@ -9,7 +10,6 @@ use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
 
 use super::settings::{McpServerSettings, McpToolSettings};
-use crate::mcp::injection_flags;
 
 /// The tools that an upstream offers, as definitions.
 #[derive(Debug, Default, Clone)]
@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_title_is_part_of_a_tool() {
+    fn a_changed_title_is_flagged_and_changes_the_version() {
         let offered = |tool: Value| {
             let tool: Tool = serde_json::from_value(tool).unwrap();
             let settings = McpServerSettings { name: "up".into(), ..McpServerSettings::default() };
@@ -266,32 +266,41 @@ mod tests {
     }
 
     #[test]
-    fn hints_never_lower_what_the_operator_set() {
+    fn annotations_never_lower_the_operators_settings() {
         let plain = McpServerSettings::default();
         assert_eq!(effect_and_risk(&plain, None, None), (Effect::Irreversible, Risk::Medium));
-        let tame = hints(true, None);
-        assert_eq!(effect_and_risk(&plain, None, Some(&tame)), (Effect::Read, Risk::Low));
+        let read_only_hints = hints(true, None);
+        assert_eq!(
+            effect_and_risk(&plain, None, Some(&read_only_hints)),
+            (Effect::Read, Risk::Low)
+        );
         let strict = McpServerSettings {
             effect: Some(Effect::Idempotent),
             risk: Some(Risk::High),
             ..McpServerSettings::default()
         };
-        assert_eq!(effect_and_risk(&strict, None, Some(&tame)), (Effect::Idempotent, Risk::High));
-        let wild = hints(false, Some(true));
-        assert_eq!(effect_and_risk(&strict, None, Some(&wild)), (Effect::Irreversible, Risk::High));
-        let said = McpToolSettings {
+        assert_eq!(
+            effect_and_risk(&strict, None, Some(&read_only_hints)),
+            (Effect::Idempotent, Risk::High)
+        );
+        let destructive_hints = hints(false, Some(true));
+        assert_eq!(
+            effect_and_risk(&strict, None, Some(&destructive_hints)),
+            (Effect::Irreversible, Risk::High)
+        );
+        let tool_settings = McpToolSettings {
             effect: Some(Effect::Read),
             risk: Some(Risk::Critical),
             ..McpToolSettings::default()
         };
         assert_eq!(
-            effect_and_risk(&strict, Some(&said), Some(&wild)),
+            effect_and_risk(&strict, Some(&tool_settings), Some(&destructive_hints)),
             (Effect::Read, Risk::Critical)
         );
     }
 
     #[test]
-    fn names_of_others_become_names_of_ours() {
+    fn upstream_tool_names_are_qualified_and_sanitized() {
         assert_eq!(qualified_tool_name("gh", "create_issue").as_deref(), Some("gh.create_issue"));
         assert_eq!(qualified_tool_name("gh", "a b:c").as_deref(), Some("gh.a_b_c"));
         assert_eq!(qualified_tool_name("gh", "..a..b.").as_deref(), Some("gh.a_b"));

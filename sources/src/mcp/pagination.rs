@@ -14,9 +14,9 @@ use serde::Serialize;
 use crate::mcp::raw_tool_list::{self, ToolListCapture};
 
 /// Limits of one list.
-const MOST_ITEMS: usize = 20_000;
-const MOST_PAGES: usize = 2_000;
-const MOST_BYTES: usize = 64 << 20;
+const MAX_ITEMS: usize = 20_000;
+const MAX_PAGES: usize = 2_000;
+const MAX_LIST_BYTES: usize = 64 << 20;
 
 /// A page of a list.
 trait McpListPage {
@@ -69,16 +69,16 @@ where
     F: Future<Output = Result<P, ServiceError>>,
 {
     let (mut items, mut cursor, mut bytes) = (Vec::new(), None::<String>, ByteCountWriter(0));
-    for _ in 0..MOST_PAGES {
+    for _ in 0..MAX_PAGES {
         let params = cursor.take().map(|c| PaginatedRequestParams::default().with_cursor(Some(c)));
         let (page, next) = ask(params).await?.split();
         // A page that cannot be serialized counts as zero bytes.
         let _ = serde_json::to_writer(&mut bytes, &page);
         items.extend(page);
-        if items.len() > MOST_ITEMS {
+        if items.len() > MAX_ITEMS {
             return Err(unbounded_list_error(what, &format!("{} so far", items.len())));
         }
-        if bytes.0 > MOST_BYTES {
+        if bytes.0 > MAX_LIST_BYTES {
             return Err(unbounded_list_error(what, &format!("{} bytes so far", bytes.0)));
         }
         if next.is_none() {
@@ -86,7 +86,7 @@ where
         }
         cursor = next;
     }
-    Err(unbounded_list_error(what, &format!("{MOST_PAGES} pages so far")))
+    Err(unbounded_list_error(what, &format!("{MAX_PAGES} pages so far")))
 }
 
 /// A listed tool, or the reason why it cannot be used.
@@ -110,9 +110,9 @@ impl McpListPage for ToolListPage {
 /// Returns every tool of an upstream, including those that cannot be parsed.
 pub(super) async fn tools(
     peer: &Peer<RoleClient>,
-    tape: &ToolListCapture,
+    capture: &ToolListCapture,
 ) -> Result<Vec<UpstreamToolEntry>, ServiceError> {
-    let listening = tape.start_capture();
+    let listening = capture.start_capture();
     let listening = &listening;
     let ask = |page: Option<PaginatedRequestParams>| async move {
         match (peer.list_tools(page).await, listening.take()) {
@@ -192,22 +192,22 @@ mod tests {
         page
     }
 
-    async fn listed(items: usize, bytes: usize, pages: usize) -> Result<usize, String> {
-        let mut asked = 0;
+    async fn fetch_pages(items: usize, bytes: usize, pages: usize) -> Result<usize, String> {
+        let mut fetched = 0;
         let list = fetch_all("prompts", |_| {
-            asked += 1;
-            let page = page(items, bytes, asked < pages);
+            fetched += 1;
+            let page = page(items, bytes, fetched < pages);
             async move { Ok(page) }
         });
         list.await.map(|list| list.len()).map_err(|error| error.to_string())
     }
 
     #[tokio::test]
-    async fn a_list_ends() {
-        assert_eq!(listed(3, 10, 4).await, Ok(12));
-        assert!(listed(0, 0, usize::MAX).await.unwrap_err().contains("2000 pages so far"));
-        assert!(listed(500, 0, usize::MAX).await.unwrap_err().contains("does not end"));
-        let heavy = listed(1, 8 << 20, usize::MAX).await.unwrap_err();
+    async fn endless_lists_are_cut_off_by_pages_and_size() {
+        assert_eq!(fetch_pages(3, 10, 4).await, Ok(12));
+        assert!(fetch_pages(0, 0, usize::MAX).await.unwrap_err().contains("2000 pages so far"));
+        assert!(fetch_pages(500, 0, usize::MAX).await.unwrap_err().contains("does not end"));
+        let heavy = fetch_pages(1, 8 << 20, usize::MAX).await.unwrap_err();
         assert!(heavy.contains("bytes so far"), "{heavy}");
     }
 }

@@ -1,6 +1,10 @@
-//! Captures tool lists as upstreams wrote them. `rmcp` parses a page as a whole or not at all, and
-//! silently drops tools whose header annotations it cannot handle. Here each tool is parsed on its
-//! own, so that a malformed tool does not affect the others and is reported by name.
+//! Captures tool lists as upstreams wrote them. Here each tool is parsed on its own, so that a
+//! malformed tool does not affect the others and is reported by name.
+//!
+//! `rmcp` 3.8.0 cannot do that: it parses a page as a whole or not at all
+//! (`ServiceError::UnexpectedResponse`), and drops tools whose header annotations it rejects with a
+//! log line only. Without the capture, an upstream with one malformed tool never becomes ready, and
+//! the test `upstreams::bad::an_unreadable_tool_is_skipped` fails.
 
 use std::sync::Arc;
 
@@ -11,7 +15,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 /// Maximum number of characters of a tool's name that are shown.
-const SHOWN: usize = 80;
+const MAX_SHOWN_NAME_CHARS: usize = 80;
 
 /// A page of the list, with each tool parsed on its own.
 #[derive(Default)]
@@ -109,7 +113,10 @@ fn tool_label(tool: &RawValue, at: usize) -> String {
     let read = serde_json::from_str::<Map<String, Value>>(tool.get());
     let name = read.ok().and_then(|tool| Some(tool.get("name")?.as_str()?.to_owned()));
     let name = name.filter(|name| !name.is_empty());
-    name.map_or_else(|| format!("number {}", at + 1), |name| name.chars().take(SHOWN).collect())
+    name.map_or_else(
+        || format!("number {}", at + 1),
+        |name| name.chars().take(MAX_SHOWN_NAME_CHARS).collect(),
+    )
 }
 
 /// Describes a parse error without its line and column, which refer to a text that is not shown.
@@ -151,29 +158,29 @@ mod tests {
         {"name":"odd","description":7,"inputSchema":{"type":"object"}},{"inputSchema":{}},"text"]}}"#;
 
     #[test]
-    fn each_tool_of_a_page_is_read_by_itself() {
-        let tape = ToolListCapture::default();
-        assert_eq!(tape.capture_response(PAGE.as_bytes()), None, "nobody wants it");
-        let listening = tape.start_capture();
+    fn each_tool_of_a_page_is_parsed_separately() {
+        let capture = ToolListCapture::default();
+        assert_eq!(capture.capture_response(PAGE.as_bytes()), None, "no capture is active");
+        let capturing = capture.start_capture();
         let rest: Value =
-            serde_json::from_str(&tape.capture_response(PAGE.as_bytes()).unwrap()).unwrap();
+            serde_json::from_str(&capture.capture_response(PAGE.as_bytes()).unwrap()).unwrap();
         assert_eq!(rest["result"]["tools"].as_array().unwrap().len(), 1, "{rest}");
         assert_eq!(rest["result"]["_meta"]["a"], 1);
-        let page = listening.take().unwrap();
+        let page = capturing.take().unwrap();
         assert_eq!(page.tools[0].name, "fine");
         let names: Vec<&str> = page.unreadable.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["odd", "number 3", "number 4"]);
         let why = &page.unreadable[0].1;
         assert!(why.contains("description") && !why.contains("column"), "{why}");
         assert_eq!(page.next, None, "an empty cursor is none");
-        assert!(listening.take().is_none());
+        assert!(capturing.take().is_none());
         for other in
             [r#"{"id":1,"result":{"tools":7}}"#, r#"{"id":1,"result":{"content":[]}}"#, "x"]
         {
-            assert_eq!(tape.capture_response(other.as_bytes()), None);
-            assert!(listening.take().is_none(), "{other}");
+            assert_eq!(capture.capture_response(other.as_bytes()), None);
+            assert!(capturing.take().is_none(), "{other}");
         }
-        drop(listening);
-        assert!(!tape.is_capturing());
+        drop(capturing);
+        assert!(!capture.is_capturing());
     }
 }

@@ -1,49 +1,38 @@
 //! One upstream: its state, its connection and the attempts that run on it.
 
+pub(super) mod in_flight;
+pub(super) mod state;
+mod supervisor;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use in_flight::SuspendedRequest;
 use parking_lot::Mutex;
-use rmcp::RoleClient;
-use rmcp::service::Peer;
+use state::{UpstreamPhase, UpstreamState};
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::ports::source::Attempt;
+use toolcrib_protocol::outbound::OutboundPolicy;
 
-use super::connection::ConnectionDiagnostics;
+use super::connection::LiveConnection;
 use super::now_ms;
 use super::oauth::Authorizer;
 use super::settings::McpServerSettings;
-use super::state::{UpstreamPhase, UpstreamState};
-use crate::mcp::attempt::SuspendedRequest;
-use crate::mcp::child_process::StderrTail;
+use crate::mcp::connection::child_process::StderrTail;
+use crate::mcp::connection::server_requests::UpstreamChange;
 use crate::mcp::offered_tools::{OfferedTools, ToolChange};
-use crate::mcp::resolved_settings::ResolvedSettings;
-use crate::mcp::server_requests::{McpClientHandler, UpstreamChange};
-use crate::mcp::stateless_call;
-use toolcrib_protocol::outbound::OutboundPolicy;
+use crate::mcp::settings::resolved::ResolvedSettings;
 
 /// Maximum time a call waits for an upstream that is being connected.
-const PATIENCE: Duration = Duration::from_secs(30);
+const CONNECT_WAIT: Duration = Duration::from_secs(30);
 
 /// Maximum number of tool changes that are stored for display.
-const KEPT_CHANGES: usize = 50;
-
-/// A usable connection.
-pub(super) struct LiveConnection {
-    pub(super) peer: Peer<RoleClient>,
-    pub(super) handler: Arc<McpClientHandler>,
-    pub(super) diagnostics: ConnectionDiagnostics,
-    pub(super) stateless: stateless_call::SharedStatelessClient,
-    /// `true` if the upstream may send elicitations in the middle of a call over stdio, where
-    /// nothing identifies the call.
-    pub(super) may_elicit_mid_call: bool,
-}
+const MAX_STORED_CHANGES: usize = 50;
 
 type AttemptKey = (CallId, u32);
 
@@ -132,7 +121,7 @@ impl UpstreamServer {
             Some(filled) => filled.redact(text),
             None => text.to_owned(),
         };
-        self.authorizer.as_ref().map_or(text.clone(), |pass| pass.redact(&text))
+        self.authorizer.as_ref().map_or(text.clone(), |authorizer| authorizer.redact(&text))
     }
 
     /// Returns the connection, if there is one.
@@ -196,7 +185,7 @@ impl UpstreamServer {
         };
         tokio::select! {
             found = waiting => found.ok_or_else(|| self.unavailable_fault()),
-            () = tokio::time::sleep(left.min(PATIENCE)) => Err(self.unavailable_fault()),
+            () = tokio::time::sleep(left.min(CONNECT_WAIT)) => Err(self.unavailable_fault()),
             () = self.stop.cancelled() => Err(self.unavailable_fault()),
             () = token.cancelled() => Err(Fault::new(Code::Canceled, "canceled")),
         }
@@ -309,7 +298,7 @@ impl UpstreamServer {
         let mut state = self.state.lock();
         let kept: &mut VecDeque<ToolChange> = &mut state.changes;
         kept.extend(changes);
-        let over = kept.len().saturating_sub(KEPT_CHANGES);
+        let over = kept.len().saturating_sub(MAX_STORED_CHANGES);
         kept.drain(..over);
     }
 }

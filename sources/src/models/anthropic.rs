@@ -2,16 +2,13 @@
 //! blocks.
 
 mod request;
-
 use std::collections::HashMap;
 
 use async_trait::async_trait;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use serde_json::Value;
-use toolcrib::ports::model::{
-    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest,
-    ToolCallRequest,
-};
+use toolcrib::domain::model_reply::{FinishReason, ModelReply, ToolCallRequest};
+use toolcrib::ports::model::{Delta, DeltaListener, Model, ModelError, ModelRequest};
 
 use crate::models::endpoint_client::{EndpointClient, KeyHeader, ModelEndpoint, ReplyAssembler};
 

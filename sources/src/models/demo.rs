@@ -5,11 +5,9 @@
 
 use async_trait::async_trait;
 use serde_json::{Deserializer, Value, json};
-use toolcrib::ports::model::{
-    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
-    ToolCallRequest,
-};
-use toolcrib::registry::model_tool_names::name_for_model;
+use toolcrib::domain::model_reply::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
+use toolcrib::ports::model::{Delta, DeltaListener, Model, ModelError, ModelRequest};
+use toolcrib::registry::name_for_model;
 use toolcrib::results::tokens;
 
 use super::DEMO;
@@ -206,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arithmetic_is_found_in_a_sentence() {
+    fn arithmetic_expressions_are_found_in_text() {
         let found = |text: &str| find_expressions(text);
         assert_eq!(found("What is 12*7, and 2 ^ 10?"), ["12*7", "2 ^ 10"]);
         assert_eq!(found("6 times 7."), ["6*7"]);
@@ -217,22 +215,23 @@ mod tests {
     }
 
     #[test]
-    fn arguments_are_read_behind_a_name() {
+    fn arguments_are_parsed_after_a_tool_name() {
         let found = parse_explicit_arguments("call report.make {\"pages\": 7} now", "report__make");
         assert_eq!(found, [json!({ "pages": 7 })]);
         assert!(parse_explicit_arguments("report.make seven", "report__make").is_empty());
     }
 
     #[tokio::test]
-    async fn it_calls_and_then_says_what_came_of_it() {
+    async fn the_demo_model_calls_tools_and_then_reports_their_results() {
         let tools = vec![json!({ "type": "function",
             "function": { "name": "calculation__eval", "parameters": {} } })];
         let user = json!({ "role": "user", "content": "12*7 and 1/0" });
         let mut prompt = ModelRequest { messages: vec![user], tools, ..ModelRequest::default() };
         let first = DemoModel.reply(&prompt, &|_| {}).await.unwrap();
         assert_eq!(first.finish_reason, FinishReason::ToolCalls);
-        let asked: Vec<&str> = first.calls.iter().map(|call| call.arguments.as_str()).collect();
-        assert_eq!(asked, [r#"{"expression":"12*7"}"#, r#"{"expression":"1/0"}"#]);
+        let arguments_sent: Vec<&str> =
+            first.calls.iter().map(|call| call.arguments.as_str()).collect();
+        assert_eq!(arguments_sent, [r#"{"expression":"12*7"}"#, r#"{"expression":"1/0"}"#]);
         let calls: Vec<Value> = first
             .calls
             .iter()

@@ -12,13 +12,13 @@ use reqwest::{Client, Response, StatusCode, Url};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout, timeout_at};
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::ports::model::{DeltaListener, ModelError, ModelReply};
+use toolcrib::domain::model_reply::ModelReply;
+use toolcrib::ports::model::{DeltaListener, ModelError};
+use toolcrib_protocol::outbound::{is_loopback_host, retry_after_ms};
+use toolcrib_protocol::sse::SseParser;
 
 use super::{ModelApi, sanitize_name};
 use crate::models::key_redaction::{KeyRedactor, redact_key};
-use toolcrib_protocol::outbound::is_loopback_host;
-use toolcrib_protocol::outbound::retry_after_ms;
-use toolcrib_protocol::sse::SseParser;
 
 /// Timeout of a connection attempt.
 const MODEL_CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

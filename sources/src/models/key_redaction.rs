@@ -4,7 +4,8 @@
 //! may. Listeners thus never see it.
 
 use parking_lot::Mutex;
-use toolcrib::ports::model::{Delta, DeltaListener, ModelReply};
+use toolcrib::domain::model_reply::ModelReply;
+use toolcrib::ports::model::{Delta, DeltaListener};
 
 /// The replacement for a key.
 const REDACTED: &str = "…";
@@ -203,87 +204,98 @@ mod tests {
 
     const KEY: &str = "sk-sk-test-12345";
 
-    fn heard(pieces: &[&str], key: &str) -> (Vec<String>, String) {
-        let heard = Mutex::new(Vec::new());
-        let listener = |piece: Delta| match piece {
-            Delta::Text(text) => heard.lock().push(text),
+    fn redacted_stream(deltas: &[&str], key: &str) -> (Vec<String>, String) {
+        let redacted_stream = Mutex::new(Vec::new());
+        let listener = |delta: Delta| match delta {
+            Delta::Text(text) => redacted_stream.lock().push(text),
             Delta::Call { .. } => unreachable!(),
         };
-        let discreet = KeyRedactor::new(Some(key.to_owned()), &listener);
-        for piece in pieces {
-            discreet.push(Delta::Text((*piece).to_owned()));
+        let redactor = KeyRedactor::new(Some(key.to_owned()), &listener);
+        for delta in deltas {
+            redactor.push(Delta::Text((*delta).to_owned()));
         }
-        let reply = discreet.finish(ModelReply { text: pieces.concat(), ..ModelReply::default() });
-        (heard.into_inner(), reply.text)
+        let reply = redactor.finish(ModelReply { text: deltas.concat(), ..ModelReply::default() });
+        (redacted_stream.into_inner(), reply.text)
     }
 
     #[test]
-    fn a_key_is_not_heard_wherever_the_pieces_end() {
-        let said = format!("a sk-{KEY}{KEY}, süß: s{KEY} sk-sk-");
-        let wanted = "a sk-……, süß: s… sk-sk-";
-        let ends: Vec<usize> = said.char_indices().map(|(at, _)| at).collect();
+    fn a_key_is_redacted_wherever_the_deltas_are_split() {
+        let streamed = format!("a sk-{KEY}{KEY}, süß: s{KEY} sk-sk-");
+        let expected = "a sk-……, süß: s… sk-sk-";
+        let ends: Vec<usize> = streamed.char_indices().map(|(at, _)| at).collect();
         for first in &ends {
             for second in ends.iter().filter(|second| *second >= first) {
-                let parts = [&said[..*first], &said[*first..*second], &said[*second..]];
-                let (heard, kept) = heard(&parts, KEY);
-                assert_eq!((heard.concat().as_str(), kept.as_str()), (wanted, wanted), "{parts:?}");
+                let parts = [&streamed[..*first], &streamed[*first..*second], &streamed[*second..]];
+                let (redacted_stream, reply_text) = redacted_stream(&parts, KEY);
+                assert_eq!(
+                    (redacted_stream.concat().as_str(), reply_text.as_str()),
+                    (expected, expected),
+                    "{parts:?}"
+                );
             }
         }
     }
 
     #[test]
-    fn a_key_is_not_heard_with_the_escapes_of_json_either() {
+    fn a_key_with_json_escapes_is_redacted() {
         let key = "Kq/9+z=\"x4";
-        for said in [r#"Kq\/9+z=\"x4"#, r#"Kq\u002F9\u002bz\u003d\u0022x4"#, r#"\u004bq/9+z="x4"#] {
-            let said = format!(r#"{{"a\n\u00e4":"{said}\\"}}"#);
-            let ends: Vec<usize> = said.char_indices().map(|(at, _)| at).collect();
+        for streamed in
+            [r#"Kq\/9+z=\"x4"#, r#"Kq\u002F9\u002bz\u003d\u0022x4"#, r#"\u004bq/9+z="x4"#]
+        {
+            let streamed = format!(r#"{{"a\n\u00e4":"{streamed}\\"}}"#);
+            let ends: Vec<usize> = streamed.char_indices().map(|(at, _)| at).collect();
             for end in ends {
-                let (heard, kept) = heard(&[&said[..end], &said[end..]], key);
-                let wanted = r#"{"a\n\u00e4":"…\\"}"#;
-                assert_eq!((heard.concat().as_str(), kept.as_str()), (wanted, wanted), "{end}");
+                let (redacted_stream, reply_text) =
+                    redacted_stream(&[&streamed[..end], &streamed[end..]], key);
+                let expected = r#"{"a\n\u00e4":"…\\"}"#;
+                assert_eq!(
+                    (redacted_stream.concat().as_str(), reply_text.as_str()),
+                    (expected, expected),
+                    "{end}"
+                );
             }
         }
     }
 
     #[test]
-    fn only_what_may_be_a_key_waits() {
-        let (pieces, _) = heard(&["All is", " well, sk-", "ouch", "s"], KEY);
-        assert_eq!(pieces, ["All i", "s well, ", "sk-ouch", "s"]);
+    fn only_a_possible_key_prefix_is_held_back() {
+        let (deltas, _) = redacted_stream(&["All is", " well, sk-", "ouch", "s"], KEY);
+        assert_eq!(deltas, ["All i", "s well, ", "sk-ouch", "s"]);
     }
 
     #[test]
-    fn words_that_stand_for_no_key_are_left_alone() {
+    fn placeholder_keys_are_not_redacted() {
         for word in ["ollama", "lm-studio", "not-needed", "NOT_NEEDED", "EMPTY", "123", "1234567"] {
-            assert_eq!(heard(&[word], word).0, [word]);
+            assert_eq!(redacted_stream(&[word], word).0, [word]);
         }
         let keys = ["hunter2", "sk-secret", "abcdefg8", "opensesame", "AbCdEfGhIj", "12345678"];
         for key in keys.into_iter().chain(["a-word-of-letters"]) {
-            assert_eq!(heard(&[key], key).0, ["…"], "{key}");
+            assert_eq!(redacted_stream(&[key], key).0, ["…"], "{key}");
         }
     }
 
     #[test]
-    fn the_pieces_of_a_call_have_no_key() {
-        let heard = Mutex::new(Vec::new());
-        let listener = |piece: Delta| heard.lock().push(piece);
+    fn deltas_of_a_call_are_redacted() {
+        let redacted_stream = Mutex::new(Vec::new());
+        let listener = |delta: Delta| redacted_stream.lock().push(delta);
         let call = |index: usize, id: Option<&str>, arguments: &str| Delta::Call {
             index,
             id: id.map(str::to_owned),
             name: None,
             arguments: arguments.to_owned(),
         };
-        let discreet = KeyRedactor::new(Some(KEY.to_owned()), &listener);
-        discreet.push(call(0, Some(KEY), r#"{"a":"sk-sk-"#));
-        discreet.push(call(1, Some("b"), "sk-"));
-        discreet.push(call(0, None, "test-"));
-        discreet.push(call(0, None, r#"12345"}"#));
-        discreet.finish(ModelReply::default());
-        let wanted = [
+        let redactor = KeyRedactor::new(Some(KEY.to_owned()), &listener);
+        redactor.push(call(0, Some(KEY), r#"{"a":"sk-sk-"#));
+        redactor.push(call(1, Some("b"), "sk-"));
+        redactor.push(call(0, None, "test-"));
+        redactor.push(call(0, None, r#"12345"}"#));
+        redactor.finish(ModelReply::default());
+        let expected = [
             call(0, Some("…"), r#"{"a":""#),
             call(1, Some("b"), ""),
             call(0, None, r#"…"}"#),
             call(1, None, "sk-"),
         ];
-        assert_eq!(heard.into_inner(), wanted);
+        assert_eq!(redacted_stream.into_inner(), expected);
     }
 }

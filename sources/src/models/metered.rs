@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use toolcrib::ports::model::{
-    DeltaListener, Model, ModelError, ModelReply, ModelRequest, UsageLabel,
-};
+use toolcrib::domain::model_reply::ModelReply;
+use toolcrib::ports::model::{DeltaListener, Model, ModelError, ModelRequest, UsageLabel};
 
 /// The metric label of models that the configuration does not name.
 pub(super) const UNNAMED_MODEL: &str = "other";

@@ -6,10 +6,8 @@ use std::collections::HashMap;
 use async_trait::async_trait;
 use reqwest::header::HeaderMap;
 use serde_json::{Map, Value, json};
-use toolcrib::ports::model::{
-    Delta, DeltaListener, FinishReason, Model, ModelError, ModelReply, ModelRequest, TokenUsage,
-    ToolCallRequest,
-};
+use toolcrib::domain::model_reply::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
+use toolcrib::ports::model::{Delta, DeltaListener, Model, ModelError, ModelRequest};
 
 use crate::models::endpoint_client::{
     EndpointClient, KeyHeader, ModelEndpoint, ModelResponse, ReplyAssembler,

@@ -8,10 +8,10 @@ use reqwest::Url;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::domain::retry::{Backoff, MAX_RETRIES_LIMIT};
-use toolcrib::runs::agent_loop::ModelRequestPolicy;
+use toolcrib::domain::run::options::ModelRequestPolicy;
+use toolcrib_protocol::settings::InvalidSetting;
 
 use crate::models::{ApiKeySource, DEMO, ModelApi, ModelEndpoint, ModelResponseLimits};
-use toolcrib_protocol::settings::InvalidSetting;
 
 /// The longest time a setting may give a model to answer: an hour.
 const HOUR_MS: u64 = 3_600_000;
@@ -141,7 +141,7 @@ impl LlmSettings {
     }
 
     /// Returns true if `[llm]` itself names an endpoint.
-    pub fn has_endpoint(&self) -> bool {
+    pub(crate) fn has_endpoint(&self) -> bool {
         self.base_url.is_some() || self.model.is_some()
     }
 

@@ -4,21 +4,21 @@ use super::*;
 use crate::models::settings::NamedModelSettings;
 
 #[test]
-fn without_a_configuration_there_is_the_demo() {
-    let shelf = ModelRegistry::new(&LlmSettings::default());
-    assert_eq!(shelf.names(), ["demo"]);
-    assert_eq!(shelf.find("demo").unwrap().name, "demo");
-    assert!(shelf.find("gpt-9").is_none());
+fn without_configuration_only_the_demo_model_exists() {
+    let registry = ModelRegistry::new(&LlmSettings::default());
+    assert_eq!(registry.names(), ["demo"]);
+    assert_eq!(registry.find("demo").unwrap().name, "demo");
+    assert!(registry.find("gpt-9").is_none());
 }
 
 #[test]
-fn names_of_tables_go_before_names_of_the_endpoint() {
+fn configured_names_take_precedence_over_the_endpoints_models() {
     let mut settings = LlmSettings { model: Some("large".into()), ..LlmSettings::default() };
     let fast = NamedModelSettings { model: Some("small-2".into()), ..Default::default() };
     settings.models.insert("fast".into(), fast);
-    let shelf = ModelRegistry::new(&settings);
-    assert_eq!(shelf.names(), ["large", "demo", "fast"], "the usual one first");
-    let upstream = |name| shelf.find(name).map(|found| found.name);
+    let registry = ModelRegistry::new(&settings);
+    assert_eq!(registry.names(), ["large", "demo", "fast"], "the default model is first");
+    let upstream = |name| registry.find(name).map(|found| found.name);
     assert_eq!(upstream("fast").as_deref(), Some("small-2"));
     assert_eq!(upstream("another").as_deref(), Some("another"));
     assert_eq!((upstream(""), upstream("a\nb")), (None, None));
@@ -27,7 +27,7 @@ fn names_of_tables_go_before_names_of_the_endpoint() {
 }
 
 #[test]
-fn a_key_goes_only_where_it_was_meant_for() {
+fn an_api_key_is_used_only_for_its_own_endpoint() {
     let mut settings = LlmSettings {
         base_url: Some("https://one.example/v1/".into()),
         api_key_env: Some("ONE_KEY".into()),
@@ -50,18 +50,18 @@ fn a_key_goes_only_where_it_was_meant_for() {
         ..named(Some("https://two.example/v1"))
     };
     settings.models.insert("own".into(), own);
-    let place = |name: &str| {
+    let endpoint_of = |name: &str| {
         let found = settings.named_endpoints().find(|(named, ..)| *named == name).unwrap();
         (found.2.base_url, found.2.key.variable)
     };
-    assert_eq!(place("same"), ("https://one.example/v1".into(), Some("ONE_KEY".into())));
-    assert_eq!(place("said"), place("same"), "the same address, though it is said again");
-    let key = |name: &str| place(name).1;
+    assert_eq!(endpoint_of("same"), ("https://one.example/v1".into(), Some("ONE_KEY".into())));
+    assert_eq!(endpoint_of("said"), endpoint_of("same"), "the same address, stated explicitly");
+    let key = |name: &str| endpoint_of(name).1;
     assert_eq!(key("other"), None, "another address");
     assert_eq!(key("proxy"), None, "another kind at the same address");
     assert_eq!(key("own").as_deref(), Some("TWO_KEY"));
     // The vendor's own endpoint uses the vendor's default variable.
     assert_eq!(key("vendor").as_deref(), Some("OPENAI_API_KEY"));
     let usual = ("https://api.anthropic.com/v1".to_owned(), Some("ANTHROPIC_API_KEY".to_owned()));
-    assert_eq!(place("claude"), usual);
+    assert_eq!(endpoint_of("claude"), usual);
 }

@@ -15,9 +15,9 @@ use serde_json::value::RawValue;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::MissedTickBehavior;
 use toolcrib::CallId;
-use toolcrib::domain::utp::{card, subject};
+use toolcrib::domain::derived;
+use toolcrib::domain::utp::subject;
 use toolcrib::ports::source::Attempt;
-
 use toolcrib_protocol::utp::{NatsConnection, wire};
 
 /// Maximum number of commands in flight.
@@ -29,9 +29,9 @@ const BATCH_SIZE: usize = 24;
 /// Maximum number of commands taken from the queue at once.
 const MAX_DRAIN: usize = 256;
 /// Time to wait for an acknowledgement before a command is published again.
-const PATIENCE: Duration = Duration::from_secs(5);
+const ACK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between checks for commands to publish again.
-const LOOK: Duration = Duration::from_millis(100);
+const OVERDUE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Safety margin before the end of the broker's duplicate window, and for clock differences.
 const MARGIN_MS: u64 = 20_000;
 /// Delay before a failed search is repeated.
@@ -99,11 +99,11 @@ impl OutgoingCommand {
     }
 
     /// Returns the command's card and the inbox of the follower that receives it in advance.
-    fn card(&self, link: &NatsConnection) -> Option<(Arc<str>, Box<RawValue>)> {
+    fn card(&self, nats: &NatsConnection) -> Option<(Arc<str>, Box<RawValue>)> {
         let target = subject::parse(&self.subject)?.target;
-        let inbox = link.followers().sole_inbox(&self.attempt.project, target)?;
+        let inbox = nats.followers().sole_inbox(&self.attempt.project, target)?;
         let command = self.attempt.command.as_ref()?;
-        let card = card::call_card(&command.call, Some(&command.binding));
+        let card = derived::call_card(&command.call, Some(&command.binding));
         let text = serde_json::value::to_raw_value(&wire::WireCard::new(&card)).ok()?;
         (text.get().len() < LARGE).then_some((inbox, text))
     }
@@ -111,7 +111,7 @@ impl OutgoingCommand {
 
 /// Searches the stream for these commands. Sends those that are missing back for publication.
 async fn search_published(
-    link: NatsConnection,
+    nats: NatsConnection,
     waiting: UnacknowledgedCommands,
     back: UnboundedSender<OutgoingCommand>,
     subject: String,
@@ -122,7 +122,7 @@ async fn search_published(
         let Some(oldest_ms) = some.iter().map(OutgoingCommand::created_ms).min() else { return };
         let ids = some.iter().map(OutgoingCommand::message_id).collect();
         let since_ms = oldest_ms.saturating_sub(MARGIN_MS);
-        let error = match link.find_published_ids(&subject, since_ms, &ids).await {
+        let error = match nats.find_published_ids(&subject, since_ms, &ids).await {
             Ok(found) => {
                 for mut outgoing in some {
                     if found.contains(&outgoing.message_id()) {
@@ -175,10 +175,10 @@ pub(super) struct CommandPublisher {
 }
 
 impl CommandPublisher {
-    pub(super) fn new(link: NatsConnection, unacknowledged: UnacknowledgedCommands) -> Self {
-        let ack_inbox = link.client().new_inbox();
+    pub(super) fn new(nats: NatsConnection, unacknowledged: UnacknowledgedCommands) -> Self {
+        let ack_inbox = nats.client().new_inbox();
         Self {
-            link,
+            link: nats,
             unacknowledged,
             ack_inbox,
             in_flight: HashMap::new(),
@@ -189,14 +189,14 @@ impl CommandPublisher {
 
     /// Publishes until the queue is closed.
     pub(super) async fn run(mut self, mut line: UnboundedReceiver<OutgoingCommand>) {
-        let mut look = tokio::time::interval(LOOK);
+        let mut look = tokio::time::interval(OVERDUE_CHECK_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut some = Vec::with_capacity(MAX_DRAIN);
         let (back, mut not_there) = unbounded_channel();
         loop {
             let acks = self.link.client().subscribe(format!("{}.*", self.ack_inbox)).await;
             let Ok(mut acks) = acks else {
-                tokio::time::sleep(LOOK).await;
+                tokio::time::sleep(OVERDUE_CHECK_INTERVAL).await;
                 continue;
             };
             loop {
@@ -206,7 +206,9 @@ impl CommandPublisher {
                         Some(ack) => self.handle_ack(&ack),
                         None => break,
                     },
-                    count = line.recv_many(&mut some, MAX_DRAIN), if self.can_publish(line.len()) => {
+                    count = line.recv_many(&mut some, MAX_DRAIN),
+                        if self.can_publish(line.len()) =>
+                    {
                         if count == 0 {
                             return;
                         }
@@ -216,7 +218,11 @@ impl CommandPublisher {
                         some.push(outgoing);
                         self.publish(&mut some, &back).await;
                     }
-                    () = sleep_until_window_ends(self.batch_window), if self.batch_window.is_some() => self.batch_window = None,
+                    () = sleep_until_window_ends(self.batch_window),
+                        if self.batch_window.is_some() =>
+                    {
+                        self.batch_window = None;
+                    }
                     _ = look.tick(), if !self.in_flight.is_empty() => {
                         some.extend(self.take_overdue());
                         if !some.is_empty() {
@@ -304,7 +310,7 @@ impl CommandPublisher {
             headers.insert(async_nats::header::NATS_MESSAGE_ID, outgoing.message_id());
             let subject = outgoing.subject.clone();
             outgoing.may_be_published = true;
-            let number = self.track(outgoing, PATIENCE);
+            let number = self.track(outgoing, ACK_TIMEOUT);
             self.batch_window = Some((number, tokio::time::Instant::now() + BATCH_WINDOW));
             let reply = format!("{}.{number}", self.ack_inbox);
             let client = self.link.client();
@@ -334,8 +340,8 @@ impl CommandPublisher {
             doubtful.entry(outgoing.subject.clone()).or_default().push(outgoing);
         }
         for (subject, some) in doubtful {
-            let (link, waiting) = (self.link.clone(), self.unacknowledged.clone());
-            tokio::spawn(search_published(link, waiting, back.clone(), subject, some));
+            let (nats, waiting) = (self.link.clone(), self.unacknowledged.clone());
+            tokio::spawn(search_published(nats, waiting, back.clone(), subject, some));
         }
     }
 

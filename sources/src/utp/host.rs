@@ -3,11 +3,11 @@
 //!
 //! ```no_run
 //! use serde_json::json;
-//! use toolcrib_server::utp::Host;
+//! use toolcrib_sources::utp::host::ToolHost;
 //!
 //! # async fn run() -> anyhow::Result<()> {
-//! Host::connect("nats://127.0.0.1:4222").await?
-//!     .tool("text.count", |job| async move {
+//! ToolHost::connect("nats://127.0.0.1:4222").await?
+//!     .with_tool("text.count", |job| async move {
 //!         let text = job.args["text"].as_str().unwrap_or_default();
 //!         Ok(json!({ "words": text.split_whitespace().count() }))
 //!     })
@@ -26,7 +26,6 @@ mod coalescer;
 mod command;
 mod prefetched_cards;
 mod server_client;
-
 use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::sync::Arc;
@@ -35,6 +34,7 @@ use std::time::Duration;
 use async_nats::Subscriber;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::{AckKind, Message};
+use command::{CommandError, ReceivedCommand};
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
 use parking_lot::Mutex;
@@ -44,16 +44,15 @@ use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::domain::tool::hex;
+use toolcrib::domain::id::hex;
 use toolcrib::domain::utp::card::{error_as_result, error_json};
 use toolcrib::domain::utp::{Route, ToolStatus};
+use toolcrib_protocol::utp::DEFAULT_VERSION;
+use toolcrib_protocol::utp::nats_connection::{NatsConnection, NatsEndpoint};
 
 use crate::utp::host::batched_rpc::HostRpcClient;
 use crate::utp::host::prefetched_cards::PrefetchedCards;
 use crate::utp::host::server_client::{CardArguments, ReportOutcome, ServerClient};
-use command::{CommandError, ReceivedCommand};
-use toolcrib_protocol::utp::DEFAULT_VERSION;
-use toolcrib_protocol::utp::nats_connection::{NatsConnection, NatsEndpoint};
 
 /// Time the broker waits for an acknowledgement before it redelivers a command.
 const ACK_WAIT: Duration = Duration::from_secs(30);
@@ -245,17 +244,17 @@ impl ToolHost {
 
 /// Opens the consumer of a target's commands and the subscription for prefetched cards.
 async fn open_consumer(
-    link: &NatsConnection,
+    nats: &NatsConnection,
     target: &str,
     serving: &CommandHandler,
 ) -> anyhow::Result<(PullConsumer, Subscriber)> {
-    link.wait_until_connected().await;
-    link.ensure_streams().await?;
+    nats.wait_until_connected().await;
+    nats.ensure_streams().await?;
     let safe: String =
         target.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-    let mut name = format!("tool_{safe}_cmd_{}", link.version());
-    let stream = link.jetstream().get_stream(link.command_stream()).await?;
-    let ours = format!("cg.{}.*.*.cmd.tool.{target}.", link.version());
+    let mut name = format!("tool_{safe}_cmd_{}", nats.version());
+    let stream = nats.jetstream().get_stream(nats.command_stream()).await?;
+    let ours = format!("cg.{}.*.*.cmd.tool.{target}.", nats.version());
     let config = |name: &str| pull::Config {
         durable_name: Some(name.to_owned()),
         deliver_policy: DeliverPolicy::All,
@@ -275,25 +274,25 @@ async fn open_consumer(
         name = format!("{name}_{}", &hex(&Sha256::digest(target.as_bytes()))[..8]);
         consumer = stream.get_or_create_consumer(&name, config(&name)).await?;
     }
-    Ok((consumer, link.client().subscribe(serving.prefetched.inbox.clone()).await?))
+    Ok((consumer, nats.client().subscribe(serving.prefetched.inbox.clone()).await?))
 }
 
 /// Takes commands until the connection breaks or `stopping` is canceled. It pulls no more commands
 /// than there are free permits: other processes that serve the target take the rest, and a command
 /// that waited here would look to them like one that had started.
 async fn consume_commands(
-    link: &NatsConnection,
+    nats: &NatsConnection,
     target: &str,
     serving: &Arc<CommandHandler>,
     places: &Arc<Semaphore>,
     tasks: &TaskTracker,
     stopping: &CancellationToken,
 ) -> anyhow::Result<()> {
-    let opened = stopping.run_until_cancelled(open_consumer(link, target, serving)).await;
+    let opened = stopping.run_until_cancelled(open_consumer(nats, target, serving)).await;
     let Some(opened) = opened else { return Ok(()) };
     let (consumer, mut cards) = opened?;
     // Commands that were requested over a broken connection do not arrive over the next one.
-    let mut again = std::pin::pin!(link.wait_for_reconnect());
+    let mut again = std::pin::pin!(nats.wait_for_reconnect());
     again.as_mut().enable();
     while !stopping.is_cancelled() {
         let free = serving.await_collecting_cards(&mut cards, acquire_free_permits(places));

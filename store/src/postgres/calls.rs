@@ -8,9 +8,10 @@ use toolcrib::ports::store::{
     CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError,
 };
 
-use super::writer::{Change, ChangeFuture, SequenceCounters, WriterConnection};
+use super::change::{Change, ChangeFuture, WriterConnection};
+use super::writer_lease::SequenceCounters;
 use super::{deliveries, limit_param};
-use crate::postgres::session::{Session, SessionError};
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{CALL_COLUMNS, CallRow, EventRow, RowReader, read_call};
 
 /// The events of one call as columns, for one statement.
@@ -54,13 +55,15 @@ pub(super) struct CallInsert {
     pub(super) existing: Option<CreateCallResult>,
 }
 
-const INSERT_CALL_SQL: &str = "WITH made AS (INSERT INTO calls (place, id, project, run_id, tool_name, \
-     executor, status, hold, created_ms, deadline_ms, started_ms, completed_ms, version, \
-     background, args, result, error, envelope, state) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, \
-     $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)) \
+const INSERT_CALL_SQL: &str = "WITH made AS (INSERT INTO tool_calls (place, tool_call_id, \
+     project, run_id, tool_name, executor, source, status, hold, created_ms, created_at, \
+     deadline_ms, started_ms, completed_ms, completed_at, version, background, args, result, \
+     error, envelope, state) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, \
+     to_timestamp($10::bigint::float8 / 1000), $11, $12, $13, \
+     to_timestamp($13::bigint::float8 / 1000), $14, $15, $16, $17, $18, $19, $20)) \
      INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
-     SELECT e.n, $1, $3, e.k, e.a, e.t, e.d FROM unnest($20::bigint[], $21::text[], \
-     $22::bigint[], $23::bigint[], $24::text[]) AS e (n, k, a, t, d)";
+     SELECT e.n, $1, $3, e.k, e.a, e.t, e.d FROM unnest($21::bigint[], $22::text[], \
+     $23::bigint[], $24::bigint[], $25::text[]) AS e (n, k, a, t, d)";
 
 impl CallInsert {
     async fn insert(&mut self, session: &Session) -> Result<(), SessionError> {
@@ -68,20 +71,21 @@ impl CallInsert {
         if let Some(key) = &self.key {
             let sql = "INSERT INTO idempotency_keys VALUES ($1, $2, $3, $4, $5) \
                        ON CONFLICT DO NOTHING";
-            let bound: crate::postgres::session::SqlParams<'_> =
+            let params: SqlParams<'_> =
                 &[&call.project, &key.agent, &key.key, &key.fingerprint, &self.place];
-            self.is_key_taken = session.execute(sql, bound).await? == 0;
+            self.is_key_taken = session.execute(sql, params).await? == 0;
             if self.is_key_taken {
                 return Ok(());
             }
         }
-        let bound: crate::postgres::session::SqlParams<'_> = &[
+        let params: SqlParams<'_> = &[
             &self.place,
             &call.id.as_str(),
             &call.project,
             &call.run_id,
             &call.tool_name,
             &call.target.executor.as_str(),
+            &call.target.executor.source(),
             &call.status.as_str(),
             &row.hold,
             &(call.created_ms as i64),
@@ -101,7 +105,7 @@ impl CallInsert {
             &records.attempts,
             &records.data,
         ];
-        session.execute(INSERT_CALL_SQL, bound).await?;
+        session.execute(INSERT_CALL_SQL, params).await?;
         deliveries::insert_delivery(session, call, self.place).await
     }
 }
@@ -116,19 +120,22 @@ impl Change for CallInsert {
 
     fn start_pipelined<'a>(
         &'a mut self,
-        desk: &'a WriterConnection,
+        writer: &'a WriterConnection,
     ) -> Option<ChangeFuture<'a, ()>> {
         Some(Box::pin(async move {
-            desk.require_lease()?;
-            self.insert(&desk.session).await
+            writer.require_lease()?;
+            self.insert(&writer.session).await
         }))
     }
 
-    fn run_alone<'a>(&'a mut self, desk: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>> {
+    fn run_alone<'a>(
+        &'a mut self,
+        writer: &'a mut WriterConnection,
+    ) -> Option<ChangeFuture<'a, ()>> {
         let key = self.key.as_ref().filter(|_| self.is_key_taken)?;
         let (known, project) = (&mut self.existing, &self.row.call.project);
         Some(Box::pin(async move {
-            *known = find_by_idempotency_key(&desk.session, project, key).await?;
+            *known = find_by_idempotency_key(&writer.session, project, key).await?;
             Ok(())
         }))
     }
@@ -147,9 +154,11 @@ pub(super) struct CallUpdate {
     pub(super) saved: bool,
 }
 
-const UPDATE_CALL_SQL: &str = "WITH saved AS (UPDATE calls SET executor = $3, status = $4, hold = $5, \
-     started_ms = $6, completed_ms = $7, version = $8, result = $9, error = $10, state = $11 \
-     WHERE project = $1 AND id = $2 AND version = $8::bigint - 1 RETURNING place), \
+const UPDATE_CALL_SQL: &str = "WITH saved AS (UPDATE tool_calls SET executor = $3, source = $17, \
+     status = $4, hold = $5, started_ms = $6, completed_ms = $7, \
+     completed_at = to_timestamp($7::bigint::float8 / 1000), version = $8, result = $9, \
+     error = $10, state = $11 \
+     WHERE project = $1 AND tool_call_id = $2 AND version = $8::bigint - 1 RETURNING place), \
      noted AS (INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
      SELECT e.n, saved.place, $1, e.k, e.a, e.t, e.d FROM saved, unnest($12::bigint[], \
      $13::text[], $14::bigint[], $15::bigint[], $16::text[]) AS e (n, k, a, t, d))";
@@ -162,7 +171,7 @@ impl CallUpdate {
         let (call, row, records) = (&self.row.call, &self.row, &self.records);
         let due = if call.origin.callback_url.is_some() { MARK_DELIVERY_DUE_SQL } else { "" };
         let sql = format!("{UPDATE_CALL_SQL}{due} SELECT place FROM saved");
-        let bound: crate::postgres::session::SqlParams<'_> = &[
+        let params: SqlParams<'_> = &[
             &call.project,
             &call.id.as_str(),
             &call.target.executor.as_str(),
@@ -179,8 +188,9 @@ impl CallUpdate {
             &records.times,
             &records.attempts,
             &records.data,
+            &call.target.executor.source(),
         ];
-        self.saved = session.query_first(&sql, bound).await?.is_some();
+        self.saved = session.query_first(&sql, params).await?.is_some();
         Ok(())
     }
 }
@@ -192,11 +202,11 @@ impl Change for CallUpdate {
 
     fn start_pipelined<'a>(
         &'a mut self,
-        desk: &'a WriterConnection,
+        writer: &'a WriterConnection,
     ) -> Option<ChangeFuture<'a, ()>> {
         Some(Box::pin(async move {
-            desk.require_lease()?;
-            self.update(&desk.session).await
+            writer.require_lease()?;
+            self.update(&writer.session).await
         }))
     }
 
@@ -225,16 +235,16 @@ impl Change for EventInsert {
 
     fn start_pipelined<'a>(
         &'a mut self,
-        desk: &'a WriterConnection,
+        writer: &'a WriterConnection,
     ) -> Option<ChangeFuture<'a, ()>> {
         let sql = "INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
-                   SELECT e.n, c.place, $1, e.k, e.a, e.t, e.d FROM calls c, \
+                   SELECT e.n, c.place, $1, e.k, e.a, e.t, e.d FROM tool_calls c, \
                    unnest($3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[]) \
-                   AS e (n, k, a, t, d) WHERE c.project = $1 AND c.id = $2";
+                   AS e (n, k, a, t, d) WHERE c.project = $1 AND c.tool_call_id = $2";
         Some(Box::pin(async move {
-            desk.require_lease()?;
+            writer.require_lease()?;
             let (id, records) = (self.id.as_str(), &self.records);
-            let bound: crate::postgres::session::SqlParams<'_> = &[
+            let params: SqlParams<'_> = &[
                 &self.project,
                 &id,
                 &records.numbers,
@@ -243,7 +253,7 @@ impl Change for EventInsert {
                 &records.attempts,
                 &records.data,
             ];
-            desk.session.execute(sql, bound).await?;
+            writer.session.execute(sql, params).await?;
             Ok(())
         }))
     }
@@ -264,9 +274,9 @@ pub(super) async fn find_by_idempotency_key(
     key: &IdempotencyKey,
 ) -> Result<Option<CreateCallResult>, SessionError> {
     let sql = format!(
-        "SELECT {CALL_COLUMNS}, fingerprint FROM calls JOIN \
+        "SELECT {CALL_COLUMNS}, fingerprint FROM tool_calls JOIN \
          (SELECT fingerprint, place AS at FROM idempotency_keys \
-         WHERE project = $1 AND agent = $2 AND key = $3) k ON k.at = calls.place"
+         WHERE project = $1 AND agent = $2 AND key = $3) k ON k.at = tool_calls.place"
     );
     let found = session.query_first(&sql, &[&project, &key.agent, &key.key]).await?;
     let Some(row) = found else { return Ok(None) };
@@ -282,7 +292,8 @@ pub(super) async fn find_call(
     project: &str,
     id: &CallId,
 ) -> Result<Option<Call>, SessionError> {
-    let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = $1 AND id = $2");
+    let sql =
+        format!("SELECT {CALL_COLUMNS} FROM tool_calls WHERE project = $1 AND tool_call_id = $2");
     let found = session.query_first(&sql, &[&project, &id.as_str()]).await?;
     Ok(found.map(|row| read_call(&row)).transpose()?.map(|(_, call)| call))
 }
@@ -293,7 +304,7 @@ pub(super) async fn list_calls(
     session: &Session,
     filter: &CallFilter,
 ) -> Result<Vec<Call>, SessionError> {
-    let mut sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = $1");
+    let mut sql = format!("SELECT {CALL_COLUMNS} FROM tool_calls WHERE project = $1");
     // Every id sorts before this.
     let before = filter.before.as_ref().map_or("u", CallId::as_str);
     // An id starts with the creation time of its call.
@@ -301,17 +312,18 @@ pub(super) async fn list_calls(
     let floor = CallId::min_at(since_ms.min((1 << 48) - 1));
     let since = i64::try_from(since_ms).unwrap_or(i64::MAX);
     let limit = limit_param(filter.limit);
-    sql.push_str(" AND id < $2 AND id >= $3 AND created_ms >= $4");
-    let mut bound: Vec<&(dyn tokio_postgres::types::ToSql + Sync)> = vec![&filter.project, &before];
+    sql.push_str(" AND tool_call_id < $2 AND tool_call_id >= $3 AND created_ms >= $4");
+    let mut params: Vec<&(dyn tokio_postgres::types::ToSql + Sync)> =
+        vec![&filter.project, &before];
     let floor = floor.as_str();
-    bound.extend([&floor as &(dyn tokio_postgres::types::ToSql + Sync), &since]);
+    params.extend([&floor as &(dyn tokio_postgres::types::ToSql + Sync), &since]);
     if let Some(run_id) = &filter.run_id {
-        bound.push(run_id);
-        sql.push_str(&format!(" AND run_id = ${}", bound.len()));
+        params.push(run_id);
+        sql.push_str(&format!(" AND run_id = ${}", params.len()));
     }
     if let Some(tool_name) = &filter.tool_name {
-        bound.push(tool_name);
-        sql.push_str(&format!(" AND tool_name = ${}", bound.len()));
+        params.push(tool_name);
+        sql.push_str(&format!(" AND tool_name = ${}", params.len()));
     }
     // The status is a literal, because PostgreSQL uses a partial index only if its condition is
     // known when it plans the query.
@@ -326,9 +338,9 @@ pub(super) async fn list_calls(
     if filter.background {
         sql.push_str(" AND background");
     }
-    bound.push(&limit);
-    sql.push_str(&format!(" ORDER BY id DESC LIMIT ${}", bound.len()));
-    let mut rows = std::pin::pin!(session.query_stream(&sql, &bound).await?);
+    params.push(&limit);
+    sql.push_str(&format!(" ORDER BY tool_call_id DESC LIMIT ${}", params.len()));
+    let mut rows = std::pin::pin!(session.query_stream(&sql, &params).await?);
     let (mut calls, mut bytes) = (Vec::new(), 0);
     while !filter.is_page_full(bytes) {
         let Some(row) = rows.next().await else { break };
@@ -345,7 +357,7 @@ pub(super) async fn list_open_calls(
     limit: usize,
 ) -> Result<Vec<OpenCallRow>, SessionError> {
     let sql = format!(
-        "SELECT {CALL_COLUMNS} FROM calls WHERE completed_ms IS NULL AND place > $1 \
+        "SELECT {CALL_COLUMNS} FROM tool_calls WHERE completed_ms IS NULL AND place > $1 \
          ORDER BY place LIMIT $2"
     );
     let after = i64::try_from(after).unwrap_or(i64::MAX);
@@ -358,17 +370,17 @@ pub(super) async fn list_open_calls(
 /// Deletes calls that ended before this time, with everything that belongs to them, and old audit
 /// entries and runs.
 pub(super) async fn purge(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (before, limit): &(u64, usize),
 ) -> Result<PurgeResult, SessionError> {
-    let session = &desk.session;
+    let session = &writer.session;
     let before = i64::try_from(*before).unwrap_or(i64::MAX);
     let limit = limit_param(*limit);
-    let sql = "SELECT place FROM calls WHERE completed_ms < $1 ORDER BY completed_ms LIMIT $2";
+    let sql = "SELECT place FROM tool_calls WHERE completed_ms < $1 ORDER BY completed_ms LIMIT $2";
     let places = session.query_map(sql, &[&before, &limit], |row| row.integer(0)).await?;
     let mut more = places.len() as i64 == limit;
     if !places.is_empty() {
-        for table in ["events", "idempotency_keys", "tries", "deliveries", "calls"] {
+        for table in ["events", "idempotency_keys", "tries", "deliveries", "tool_calls"] {
             let sql = format!("DELETE FROM {table} WHERE place = ANY($1)");
             session.execute(&sql, &[&places]).await?;
         }
@@ -377,7 +389,7 @@ pub(super) async fn purge(
         "DELETE FROM audit WHERE number IN (SELECT number FROM audit \
          WHERE at_ms < $1 ORDER BY number LIMIT $2)",
         "DELETE FROM runs WHERE (project, run_id) IN (SELECT project, run_id FROM runs r \
-         WHERE updated_ms < $1 AND NOT EXISTS (SELECT 1 FROM calls c \
+         WHERE updated_ms < $1 AND NOT EXISTS (SELECT 1 FROM tool_calls c \
          WHERE c.project = r.project AND c.run_id = r.run_id) ORDER BY updated_ms LIMIT $2)",
         "WITH old AS (SELECT project, run_id FROM loops WHERE ended_ms < $1 \
          ORDER BY ended_ms LIMIT $2), entries AS (DELETE FROM loop_entries e USING old \

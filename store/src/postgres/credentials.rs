@@ -5,17 +5,17 @@ use toolcrib::ports::store::StoreError;
 use toolcrib::ports::store::credentials::UpstreamCredentialStore;
 
 use super::PostgresStore;
-use super::writer::WriterConnection;
+use super::change::WriterConnection;
 use crate::postgres::session::SessionError;
 use crate::row::RowReader;
 
 type GrantUpdate = (String, String, Option<String>);
 
 async fn write_grant(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (project, upstream, grant): &GrantUpdate,
 ) -> Result<(), SessionError> {
-    let session = &desk.session;
+    let session = &writer.session;
     match grant {
         Some(grant) => {
             let sql = "INSERT INTO upstream_grants VALUES ($1, $2, $3) \
@@ -38,8 +38,8 @@ impl UpstreamCredentialStore for PostgresStore {
         upstream: &str,
     ) -> Result<Option<String>, StoreError> {
         let sql = "SELECT body FROM upstream_grants WHERE project = $1 AND upstream = $2";
-        let lent = self.pool.acquire().await?;
-        let found = lent
+        let session = self.pool.acquire().await?;
+        let found = session
             .query_first(sql, &[&project, &upstream])
             .await
             .map_err(SessionError::into_store_error)?;
@@ -53,13 +53,13 @@ impl UpstreamCredentialStore for PostgresStore {
         grant: Option<String>,
     ) -> Result<(), StoreError> {
         let given = (project.to_owned(), upstream.to_owned(), grant);
-        self.write(given, |desk, given| Box::pin(write_grant(desk, given))).await
+        self.write(given, |writer, given| Box::pin(write_grant(writer, given))).await
     }
 
     async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, StoreError> {
         let sql = "SELECT project, upstream FROM upstream_grants ORDER BY 1, 2";
-        let lent = self.pool.acquire().await?;
+        let session = self.pool.acquire().await?;
         let read = |row: &tokio_postgres::Row| Ok((row.text(0)?, row.text(1)?));
-        lent.query_map(sql, &[], read).await.map_err(SessionError::into_store_error)
+        session.query_map(sql, &[], read).await.map_err(SessionError::into_store_error)
     }
 }

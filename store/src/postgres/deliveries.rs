@@ -6,8 +6,8 @@ use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS}
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{DeliveryFilter, SaveResult};
 
+use super::change::WriterConnection;
 use super::limit_param;
-use super::writer::WriterConnection;
 use crate::postgres::session::{Session, SessionError};
 use crate::row::{DELIVERY_COLUMNS as COLUMNS, RowReader, read_delivery, read_try};
 
@@ -22,7 +22,7 @@ pub(super) async fn insert_delivery(
         "INSERT INTO deliveries ({COLUMNS}, place) \
          VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
     );
-    let bound: crate::postgres::session::SqlParams<'_> = &[
+    let params: crate::postgres::session::SqlParams<'_> = &[
         &delivery.project,
         &delivery.call_id.as_str(),
         &delivery.url,
@@ -34,19 +34,19 @@ pub(super) async fn insert_delivery(
         &(delivery.version as i64),
         &place,
     ];
-    session.execute(&sql, bound).await?;
+    session.execute(&sql, params).await?;
     Ok(())
 }
 
 pub(super) async fn save_delivery(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (delivery, tried): &(Delivery, Option<DeliveryAttempt>),
 ) -> Result<SaveResult, SessionError> {
-    let session = &desk.session;
+    let session = &writer.session;
     let sql = "UPDATE deliveries SET status = $1, due_ms = $2, tries = $3, failures = $4, \
                last_error = $5, version = $6 \
                WHERE project = $7 AND call_id = $8 AND version = $6::bigint - 1 RETURNING place";
-    let bound: crate::postgres::session::SqlParams<'_> = &[
+    let params: crate::postgres::session::SqlParams<'_> = &[
         &delivery.status.as_str(),
         &delivery.due_ms.map(|ms| ms as i64),
         &i64::from(delivery.attempts),
@@ -56,10 +56,12 @@ pub(super) async fn save_delivery(
         &delivery.project,
         &delivery.call_id.as_str(),
     ];
-    let Some(row) = session.query_first(sql, bound).await? else { return Ok(SaveResult::Conflict) };
+    let Some(row) = session.query_first(sql, params).await? else {
+        return Ok(SaveResult::Conflict);
+    };
     let place = row.integer(0)?;
     if let Some(tried) = tried {
-        let bound: crate::postgres::session::SqlParams<'_> = &[
+        let params: crate::postgres::session::SqlParams<'_> = &[
             &place,
             &i64::from(tried.number),
             &(tried.at_ms as i64),
@@ -67,7 +69,7 @@ pub(super) async fn save_delivery(
             &tried.status_code.map(i64::from),
             &tried.error.as_ref().map(|error| error.replace('\0', "")),
         ];
-        session.execute("INSERT INTO tries VALUES ($1, $2, $3, $4, $5, $6)", bound).await?;
+        session.execute("INSERT INTO tries VALUES ($1, $2, $3, $4, $5, $6)", params).await?;
         let kept = i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS);
         let sql = "DELETE FROM tries WHERE place = $1 AND number <= $2";
         session.execute(sql, &[&place, &kept]).await?;
@@ -85,9 +87,9 @@ pub(super) async fn list_pending(
         "SELECT {COLUMNS} FROM deliveries WHERE due_ms IS NOT NULL \
          AND (due_ms, call_id) > ($1, $2) ORDER BY due_ms, call_id LIMIT $3"
     );
-    let bound: crate::postgres::session::SqlParams<'_> =
+    let params: crate::postgres::session::SqlParams<'_> =
         &[&after_ms, &after_id, &limit_param(limit)];
-    session.query_map(&sql, bound, read_delivery).await
+    session.query_map(&sql, params, read_delivery).await
 }
 
 pub(super) async fn list(
@@ -97,18 +99,18 @@ pub(super) async fn list(
     let mut sql = format!("SELECT {COLUMNS} FROM deliveries WHERE project = $1");
     let (status, limit) = (filter.status.map(|status| status.as_str()), limit_param(filter.limit));
     let before = filter.before.as_ref().map(CallId::as_str);
-    let mut bound: Vec<&(dyn ToSql + Sync)> = vec![&filter.project];
+    let mut params: Vec<&(dyn ToSql + Sync)> = vec![&filter.project];
     if let Some(status) = &status {
-        bound.push(status);
-        sql.push_str(&format!(" AND status = ${}", bound.len()));
+        params.push(status);
+        sql.push_str(&format!(" AND status = ${}", params.len()));
     }
     if let Some(before) = &before {
-        bound.push(before);
-        sql.push_str(&format!(" AND call_id < ${}", bound.len()));
+        params.push(before);
+        sql.push_str(&format!(" AND call_id < ${}", params.len()));
     }
-    bound.push(&limit);
-    sql.push_str(&format!(" ORDER BY call_id DESC LIMIT ${}", bound.len()));
-    session.query_map(&sql, &bound, read_delivery).await
+    params.push(&limit);
+    sql.push_str(&format!(" ORDER BY call_id DESC LIMIT ${}", params.len()));
+    session.query_map(&sql, &params, read_delivery).await
 }
 
 pub(super) async fn find_delivery(

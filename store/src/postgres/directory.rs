@@ -9,8 +9,8 @@ use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::utp::AgentEntry;
 use toolcrib::ports::store::{SaveResult, StoreError};
 
+use super::change::WriterConnection;
 use super::pool::PooledSession;
-use super::writer::WriterConnection;
 use super::{limit_param, strip_nul_chars};
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
@@ -25,7 +25,7 @@ pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError>
     Ok(row.ok_or_else(none)?.unsigned(0)?)
 }
 
-const TOOLS: &str = "SELECT project, name, definition FROM tools UNION ALL \
+const TOOLS: &str = "SELECT project, name, definition FROM client_tools UNION ALL \
      SELECT project_id, tool_name, toolcrib_definition FROM resource.tools \
      WHERE toolcrib_definition IS NOT NULL UNION ALL \
      SELECT project, name, definition FROM upstream_tools";
@@ -77,10 +77,10 @@ fn read_agent_entry(row: &tokio_postgres::Row) -> Result<AgentEntry, StoreError>
 
 /// Applies a change, unless the directory has changed since the caller decided on it.
 pub(super) async fn apply_change(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (change, decided_on, entry): &(DirectoryChange, u64, Option<AuditEntry>),
 ) -> Result<SaveResult, SessionError> {
-    let session = &desk.session;
+    let session = &writer.session;
     let sql = "UPDATE counters SET value = value + 1 \
                WHERE name = 'directory_version' AND value = $1";
     if session.execute(sql, &[&(*decided_on as i64)]).await? == 0 {
@@ -151,7 +151,7 @@ async fn apply_simple_change(
             session.execute(sql, &[project, agent_id]).await
         }
         DirectoryChange::AddKey(key) => {
-            let bound: SqlParams<'_> = &[
+            let params: SqlParams<'_> = &[
                 &key.id,
                 &key.digest,
                 &key.project,
@@ -160,7 +160,7 @@ async fn apply_simple_change(
                 &ms(key.created_ms),
                 &key.revoked_ms.map(ms),
             ];
-            session.execute("INSERT INTO keys VALUES ($1, $2, $3, $4, $5, $6, $7)", bound).await
+            session.execute("INSERT INTO keys VALUES ($1, $2, $3, $4, $5, $6, $7)", params).await
         }
         DirectoryChange::RevokeKey { id, at_ms } => {
             let sql = "UPDATE keys SET revoked_ms = greatest(created_ms, $2) \
@@ -171,9 +171,9 @@ async fn apply_simple_change(
             let sql = "INSERT INTO rules VALUES ($1, $2, $3, $4) \
                        ON CONFLICT (project, agent, pattern) \
                        DO UPDATE SET verdict = excluded.verdict";
-            let bound: SqlParams<'_> =
+            let params: SqlParams<'_> =
                 &[&rule.project, &rule.agent, &rule.pattern, &rule.verdict.as_str()];
-            session.execute(sql, bound).await
+            session.execute(sql, params).await
         }
         DirectoryChange::DropRule { project, agent, pattern } => {
             let sql = "DELETE FROM rules WHERE project = $1 AND agent = $2 AND pattern = $3";
@@ -183,14 +183,14 @@ async fn apply_simple_change(
             let sql = "INSERT INTO upstreams VALUES ($1, $2, $3, $4, $5) \
                        ON CONFLICT (project, name) DO UPDATE SET kind = excluded.kind, \
                        settings = excluded.settings, added_ms = excluded.added_ms";
-            let bound: SqlParams<'_> = &[
+            let params: SqlParams<'_> = &[
                 &upstream.project,
                 &upstream.name,
                 &upstream.kind,
                 &upstream.settings.text(),
                 &ms(upstream.added_ms),
             ];
-            session.execute(sql, bound).await
+            session.execute(sql, params).await
         }
         DirectoryChange::DropUpstream { project, name } => {
             let sql = "DELETE FROM upstreams WHERE project = $1 AND name = $2";
@@ -211,11 +211,15 @@ async fn set_upstream_tools(
     upstream: &str,
     tools: &[ToolDefinition],
 ) -> Result<(), SessionError> {
-    let sql = "DELETE FROM upstream_tools WHERE project = $1 AND upstream = $2";
-    session.execute(sql, &[&project, &upstream]).await?;
+    let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
+    let sql = "DELETE FROM upstream_tools \
+               WHERE project = $1 AND upstream = $2 AND name <> ALL($3)";
+    session.execute(sql, &[&project, &upstream, &names]).await?;
     for tool in tools {
         let text = encode_definition(tool)?;
-        let sql = "INSERT INTO upstream_tools VALUES ($1, $2, $3, $4)";
+        let sql = "INSERT INTO upstream_tools (project, name, upstream, definition) \
+                   VALUES ($1, $2, $3, $4) ON CONFLICT (project, name) DO UPDATE \
+                   SET upstream = excluded.upstream, definition = excluded.definition";
         session.execute(sql, &[&project, &tool.name, &upstream, &text]).await?;
     }
     Ok(())
@@ -245,7 +249,7 @@ async fn put_tool(
                after_execution = excluded.after_execution, options = excluded.options, \
                toolcrib_version = excluded.toolcrib_version, \
                toolcrib_definition = excluded.toolcrib_definition";
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &project,
         &tool.name,
         &tool.description.replace('\0', ""),
@@ -256,7 +260,7 @@ async fn put_tool(
         &version,
         &text,
     ];
-    session.execute(sql, bound).await?;
+    session.execute(sql, params).await?;
     let sql = "INSERT INTO tool_versions (project, name, version, definition) \
                VALUES ($1, $2, $3, $4) ON CONFLICT (project, name, version) \
                DO UPDATE SET definition = excluded.definition, replaced_ms = NULL";
@@ -287,7 +291,7 @@ async fn put_agent_entry(session: &Session, member: &AgentEntry) -> Result<(), S
                toolcrib_profile = excluded.toolcrib_profile, \
                toolcrib_allowed_tools = excluded.toolcrib_allowed_tools, \
                updated_at = excluded.updated_at";
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &member.project,
         &member.agent_id,
         &member.worker_target,
@@ -295,7 +299,7 @@ async fn put_agent_entry(session: &Session, member: &AgentEntry) -> Result<(), S
         &allowed,
         &(member.updated_ms as i64),
     ];
-    session.execute(sql, bound).await?;
+    session.execute(sql, params).await?;
     Ok(())
 }
 
@@ -307,15 +311,15 @@ async fn register_client(
 ) -> Result<(), SessionError> {
     let sql = "INSERT INTO clients VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING";
     let registered = client.registered_ms as i64;
-    let bound: SqlParams<'_> = &[&client.project, &client.client_id, &client.owner, &registered];
-    session.execute(sql, bound).await?;
+    let params: SqlParams<'_> = &[&client.project, &client.client_id, &client.owner, &registered];
+    session.execute(sql, params).await?;
     if others == UnlistedTools::Withdraw {
         let sql = "DELETE FROM offers WHERE project = $1 AND client_id = $2";
         session.execute(sql, &[&client.project, &client.client_id]).await?;
     }
     for tool in tools {
         let text = encode_definition(tool)?;
-        let sql = "INSERT INTO tools VALUES ($1, $2, $3) \
+        let sql = "INSERT INTO client_tools (project, name, definition) VALUES ($1, $2, $3) \
                    ON CONFLICT (project, name) DO UPDATE SET definition = excluded.definition";
         session.execute(sql, &[&client.project, &tool.name, &text]).await?;
         let sql = "INSERT INTO offers VALUES ($1, $2, $3) ON CONFLICT DO NOTHING";
@@ -326,23 +330,23 @@ async fn register_client(
 
 /// Deletes the tools that no client offers any more.
 async fn delete_unoffered_tools(session: &Session, project: &str) -> Result<(), SessionError> {
-    let sql = "DELETE FROM tools WHERE project = $1 AND NOT EXISTS \
-               (SELECT 1 FROM offers o WHERE o.project = tools.project AND o.tool = tools.name)";
+    let sql = "DELETE FROM client_tools t WHERE project = $1 AND NOT EXISTS \
+               (SELECT 1 FROM offers o WHERE o.project = t.project AND o.tool = t.name)";
     session.execute(sql, &[&project]).await?;
     Ok(())
 }
 
 pub(super) async fn append_audit_entry(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     entry: &AuditEntry,
 ) -> Result<(), SessionError> {
-    insert_audit_entry(&desk.session, entry).await
+    insert_audit_entry(&writer.session, entry).await
 }
 
 async fn insert_audit_entry(session: &Session, entry: &AuditEntry) -> Result<(), SessionError> {
     let sql = "INSERT INTO audit (at_ms, project, agent, action, subject, reason) \
                VALUES ($1, $2, $3, $4, $5, $6)";
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &(entry.at_ms as i64),
         &entry.project,
         &entry.agent,
@@ -350,7 +354,7 @@ async fn insert_audit_entry(session: &Session, entry: &AuditEntry) -> Result<(),
         &entry.subject.replace('\0', ""),
         &entry.reason.replace('\0', ""),
     ];
-    session.execute(sql, bound).await?;
+    session.execute(sql, params).await?;
     Ok(())
 }
 

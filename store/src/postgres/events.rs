@@ -9,8 +9,8 @@ use super::limit_param;
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{RowReader, decode_caller_call_id, read_record};
 
-const SELECT_EVENTS_SQL: &str = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id, c.run_id, \
-     c.envelope FROM events e JOIN calls c ON c.place = e.place WHERE e.number > $1 AND";
+const SELECT_EVENTS_SQL: &str = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.tool_call_id, c.run_id, \
+     c.envelope FROM events e JOIN tool_calls c ON c.place = e.place WHERE e.number > $1 AND";
 
 fn read_event(row: &Row) -> Result<CallEvent, StoreError> {
     Ok(CallEvent {
@@ -32,27 +32,28 @@ pub(super) async fn list_events(
     let page = |condition: &str, n: usize| {
         format!("{SELECT_EVENTS_SQL} {condition} ORDER BY e.number LIMIT ${n}")
     };
-    let (sql, bound): (String, SqlParams<'_>) = match scope {
-        EventScope::Call { project, id } => {
-            (page("c.project = $2 AND c.id = $3", 4), &[&after, project, &id.as_str(), &limit])
-        }
+    let (sql, params): (String, SqlParams<'_>) = match scope {
+        EventScope::Call { project, id } => (
+            page("c.project = $2 AND c.tool_call_id = $3", 4),
+            &[&after, project, &id.as_str(), &limit],
+        ),
         EventScope::Run { project, run_id } => {
             (page("c.project = $2 AND c.run_id = $3", 4), &[&after, project, run_id, &limit])
         }
         EventScope::Project(project) => (page("e.project = $2", 3), &[&after, project, &limit]),
     };
-    session.query_map(&sql, bound, read_event).await
+    session.query_map(&sql, params, read_event).await
 }
 
 pub(super) async fn newest_event(
     session: &Session,
     scope: &EventScope,
 ) -> Result<u64, SessionError> {
-    const NEWEST_EVENT_SQL: &str = "SELECT coalesce(max(e.number), 0) FROM calls c JOIN events e \
+    const NEWEST_EVENT_SQL: &str = "SELECT coalesce(max(e.number), 0) FROM tool_calls c JOIN events e \
                       ON e.place = c.place WHERE c.project = $1 AND";
-    let (sql, bound): (String, SqlParams<'_>) = match scope {
+    let (sql, params): (String, SqlParams<'_>) = match scope {
         EventScope::Call { project, id } => {
-            (format!("{NEWEST_EVENT_SQL} c.id = $2"), &[project, &id.as_str()])
+            (format!("{NEWEST_EVENT_SQL} c.tool_call_id = $2"), &[project, &id.as_str()])
         }
         EventScope::Run { project, run_id } => {
             (format!("{NEWEST_EVENT_SQL} c.run_id = $2"), &[project, run_id])
@@ -66,7 +67,7 @@ pub(super) async fn newest_event(
             &[],
         ),
     };
-    let row = session.query_first(&sql, bound).await?;
+    let row = session.query_first(&sql, params).await?;
     Ok(row.map(|row| row.unsigned(0)).transpose()?.unwrap_or(0))
 }
 
@@ -77,8 +78,8 @@ pub(super) async fn newest_record(
     id: &CallId,
     kind: EventKind,
 ) -> Result<Option<EventRecord>, SessionError> {
-    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data FROM calls c JOIN events e \
-               ON e.place = c.place WHERE c.project = $1 AND c.id = $2 AND e.kind = $3 \
+    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data FROM tool_calls c JOIN events e \
+               ON e.place = c.place WHERE c.project = $1 AND c.tool_call_id = $2 AND e.kind = $3 \
                ORDER BY e.number DESC LIMIT 1";
     let found = session.query_first(sql, &[&project, &id.as_str(), &kind.as_str()]).await?;
     Ok(found.map(|row| read_record(&row)).transpose()?)

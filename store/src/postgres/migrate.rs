@@ -6,7 +6,10 @@ use super::OpenError;
 use crate::postgres::session::Session;
 use crate::row::RowReader;
 
-const MIGRATIONS: [&str; 1] = [include_str!("../../migrations/postgres/0001_init.sql")];
+const MIGRATIONS: [&str; 2] = [
+    include_str!("../../migrations/postgres/0001_init.sql"),
+    include_str!("../../migrations/postgres/0002_tool_calls.sql"),
+];
 
 /// The schema version that this program writes.
 const POSTGRES_SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;

@@ -6,7 +6,7 @@ use toolcrib::domain::run::{JournalEntry, JournalRecord, Run, RunEvent};
 use toolcrib::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
 use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
-use super::writer::WriterConnection;
+use super::change::WriterConnection;
 use super::{PostgresStore, limit_param};
 use crate::postgres::events;
 use crate::postgres::session::{Session, SessionError, SqlParams};
@@ -15,21 +15,21 @@ use crate::row::{RowReader, RunRow, decode_run, read_journal_entry, read_run};
 /// Stores a new run. If its idempotency key already created one, returns the body and the
 /// fingerprint of that run instead.
 async fn create_run(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     row: &RunRow,
 ) -> Result<Option<(String, String)>, SessionError> {
     let run = &row.run;
     if let Some(key) = &row.key {
         let sql = "SELECT body, fingerprint FROM loops \
                    WHERE project = $1 AND agent = $2 AND key = $3";
-        let known = desk.session.query_first(sql, &[&run.project, &key.agent, &key.key]).await?;
+        let known = writer.session.query_first(sql, &[&run.project, &key.agent, &key.key]).await?;
         if let Some(known) = known {
             return Ok(Some((known.text(0)?, known.text(1)?)));
         }
     }
     let key = row.key.as_ref();
     let sql = "INSERT INTO loops VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)";
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &run.project,
         &run.id,
         &run.status.as_str(),
@@ -42,16 +42,16 @@ async fn create_run(
         &key.map(|key| key.fingerprint.as_str()),
         &row.body,
     ];
-    desk.session.execute(sql, bound).await?;
-    append_journal(desk, row).await?;
+    writer.session.execute(sql, params).await?;
+    append_journal(writer, row).await?;
     Ok(None)
 }
 
-async fn save_run(desk: &mut WriterConnection, row: &RunRow) -> Result<SaveResult, SessionError> {
+async fn save_run(writer: &mut WriterConnection, row: &RunRow) -> Result<SaveResult, SessionError> {
     let run = &row.run;
     let sql = "UPDATE loops SET status = $1, ended_ms = $2, version = $3, body = $4 \
                WHERE project = $5 AND run_id = $6 AND version = $3::bigint - 1";
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &run.status.as_str(),
         &run.ended_ms.map(|ms| ms as i64),
         &(run.version as i64),
@@ -59,20 +59,20 @@ async fn save_run(desk: &mut WriterConnection, row: &RunRow) -> Result<SaveResul
         &run.project,
         &run.id,
     ];
-    if desk.session.execute(sql, bound).await? == 0 {
+    if writer.session.execute(sql, params).await? == 0 {
         return Ok(SaveResult::Conflict);
     }
-    append_journal(desk, row).await?;
+    append_journal(writer, row).await?;
     Ok(SaveResult::Saved)
 }
 
-async fn append_journal(desk: &mut WriterConnection, row: &RunRow) -> Result<(), SessionError> {
-    desk.require_lease()?;
+async fn append_journal(writer: &mut WriterConnection, row: &RunRow) -> Result<(), SessionError> {
+    writer.require_lease()?;
     for entry in &row.entries {
-        desk.counters.last_event += 1;
+        writer.counters.last_event += 1;
         let sql = "INSERT INTO loop_entries VALUES ($1, $2, $3, $4, $5, $6, $7)";
-        let bound: SqlParams<'_> = &[
-            &desk.counters.last_event,
+        let params: SqlParams<'_> = &[
+            &writer.counters.last_event,
             &row.run.project,
             &row.run.id,
             &entry.kind,
@@ -80,7 +80,7 @@ async fn append_journal(desk: &mut WriterConnection, row: &RunRow) -> Result<(),
             &entry.data,
             &entry.messages,
         ];
-        desk.session.execute(sql, bound).await?;
+        writer.session.execute(sql, params).await?;
     }
     Ok(())
 }
@@ -95,8 +95,8 @@ async fn list_journal_entries(
     let sql = "SELECT number, run_id, kind, at_ms, data, messages FROM loop_entries \
                WHERE project = $1 AND run_id = $2 AND number > $3 ORDER BY number LIMIT $4";
     let after = i64::try_from(after).unwrap_or(i64::MAX);
-    let bound: SqlParams<'_> = &[&project, &run_id, &after, &limit_param(limit)];
-    session.query_map(sql, bound, read_journal_entry).await
+    let params: SqlParams<'_> = &[&project, &run_id, &after, &limit_param(limit)];
+    session.query_map(sql, params, read_journal_entry).await
 }
 
 async fn list_runs(session: &Session, filter: &RunFilter) -> Result<Vec<Run>, SessionError> {
@@ -108,9 +108,9 @@ async fn list_runs(session: &Session, filter: &RunFilter) -> Result<Vec<Run>, Se
     let since_ms = i64::try_from(filter.since_ms.unwrap_or(0)).unwrap_or(i64::MAX);
     let status = filter.status.map(|status| status.as_str());
     let limit = limit_param(filter.limit);
-    let bound: SqlParams<'_> =
+    let params: SqlParams<'_> =
         &[&filter.project, &before, &status, &filter.model, &since_ms, &limit];
-    session.query_map(sql, bound, read_run).await
+    session.query_map(sql, params, read_run).await
 }
 
 #[async_trait]
@@ -123,7 +123,7 @@ impl RunStore for PostgresStore {
     ) -> Result<CreateRunResult, StoreError> {
         let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
         let row = RunRow::new(run, key, entries)?;
-        let known = self.write(*row, |desk, row| Box::pin(create_run(desk, row))).await?;
+        let known = self.write(*row, |writer, row| Box::pin(create_run(writer, row))).await?;
         let Some((body, used_for)) = known else { return Ok(CreateRunResult::New) };
         let run = decode_run(&body)?;
         Ok(match Some(used_for) == fingerprint {
@@ -138,19 +138,19 @@ impl RunStore for PostgresStore {
         entries: Vec<JournalRecord>,
     ) -> Result<SaveResult, StoreError> {
         let row = RunRow::new(run, None, entries)?;
-        self.write(*row, |desk, row| Box::pin(save_run(desk, row))).await
+        self.write(*row, |writer, row| Box::pin(save_run(writer, row))).await
     }
 
     async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
         let sql = "SELECT body FROM loops WHERE project = $1 AND run_id = $2";
-        let lent = self.pool.acquire().await?;
-        let found = lent.query_map(sql, &[&project, &run_id], read_run).await;
+        let session = self.pool.acquire().await?;
+        let found = session.query_map(sql, &[&project, &run_id], read_run).await;
         Ok(found.map_err(SessionError::into_store_error)?.pop())
     }
 
     async fn list_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        list_runs(&lent, &filter).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        list_runs(&session, &filter).await.map_err(SessionError::into_store_error)
     }
 
     async fn list_open_runs(
@@ -161,14 +161,14 @@ impl RunStore for PostgresStore {
         let (project, run_id) = after.unwrap_or_default();
         let sql = "SELECT body FROM loops WHERE ended_ms IS NULL \
                    AND (project, run_id) > ($1, $2) ORDER BY project, run_id LIMIT $3";
-        let lent = self.pool.acquire().await?;
-        let bound: SqlParams<'_> = &[&project, &run_id, &limit_param(limit)];
-        lent.query_map(sql, bound, read_run).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        let params: SqlParams<'_> = &[&project, &run_id, &limit_param(limit)];
+        session.query_map(sql, params, read_run).await.map_err(SessionError::into_store_error)
     }
 
     async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<JournalEntry>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        list_journal_entries(&lent, project, run_id, 0, usize::MAX)
+        let session = self.pool.acquire().await?;
+        list_journal_entries(&session, project, run_id, 0, usize::MAX)
             .await
             .map_err(SessionError::into_store_error)
     }
@@ -180,16 +180,16 @@ impl RunStore for PostgresStore {
         after: u64,
         limit: usize,
     ) -> Result<Vec<RunEvent>, StoreError> {
-        let mut lent = self.pool.acquire().await?;
+        let mut session = self.pool.acquire().await?;
         let both = async {
             // Both reads use one snapshot: otherwise an entry committed between them could be
             // skipped.
-            lent.begin_snapshot().await?;
-            let noted = list_journal_entries(&lent, project, run_id, after, limit).await?;
+            session.begin_snapshot().await?;
+            let noted = list_journal_entries(&session, project, run_id, after, limit).await?;
             let (project, run_id) = (project.to_owned(), run_id.to_owned());
             let scope = EventScope::Run { project, run_id };
-            let events = events::list_events(&lent, &scope, after, limit).await?;
-            lent.end_snapshot().await?;
+            let events = events::list_events(&session, &scope, after, limit).await?;
+            session.end_snapshot().await?;
             Ok::<_, SessionError>((noted, events))
         };
         let (noted, events) = both.await.map_err(SessionError::into_store_error)?;

@@ -118,49 +118,49 @@ impl Session {
     pub(super) async fn query(
         &self,
         sql: &str,
-        bound: SqlParams<'_>,
+        params: SqlParams<'_>,
     ) -> Result<Vec<Row>, SessionError> {
         let statement = self.prepare_cached(sql).await?;
-        Ok(self.client.query(&statement, bound).await?)
+        Ok(self.client.query(&statement, params).await?)
     }
 
     /// Returns the first row, if there is one.
     pub(super) async fn query_first(
         &self,
         sql: &str,
-        bound: SqlParams<'_>,
+        params: SqlParams<'_>,
     ) -> Result<Option<Row>, SessionError> {
-        Ok(self.query(sql, bound).await?.into_iter().next())
+        Ok(self.query(sql, params).await?.into_iter().next())
     }
 
     /// Runs a statement and returns the number of rows it changed.
     pub(super) async fn execute(
         &self,
         sql: &str,
-        bound: SqlParams<'_>,
+        params: SqlParams<'_>,
     ) -> Result<u64, SessionError> {
         let statement = self.prepare_cached(sql).await?;
-        Ok(self.client.execute(&statement, bound).await?)
+        Ok(self.client.execute(&statement, params).await?)
     }
 
     /// Returns the rows one by one; rows that are not read are not held in memory.
     pub(super) async fn query_stream(
         &self,
         sql: &str,
-        bound: SqlParams<'_>,
+        params: SqlParams<'_>,
     ) -> Result<RowStream, SessionError> {
         let statement = self.prepare_cached(sql).await?;
-        Ok(self.client.query_raw(&statement, bound.iter().copied()).await?)
+        Ok(self.client.query_raw(&statement, params.iter().copied()).await?)
     }
 
     /// Runs a query and converts its rows.
     pub(super) async fn query_map<T>(
         &self,
         sql: &str,
-        bound: SqlParams<'_>,
+        params: SqlParams<'_>,
         read: impl Fn(&Row) -> Result<T, StoreError>,
     ) -> Result<Vec<T>, SessionError> {
-        let rows = self.query(sql, bound).await?;
+        let rows = self.query(sql, params).await?;
         Ok(rows.iter().map(read).collect::<Result<_, _>>()?)
     }
 }

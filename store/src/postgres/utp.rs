@@ -5,7 +5,6 @@ mod cards;
 mod inbox;
 mod reports;
 mod turns;
-
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
@@ -17,7 +16,7 @@ use toolcrib::ports::store::utp::{
 };
 use toolcrib::ports::store::{SaveResult, StoreError};
 
-use super::writer::WriterConnection;
+use super::change::WriterConnection;
 use super::{PostgresStore, limit_param};
 use crate::postgres::session::{SessionError, SqlParams};
 use crate::row::{RowReader, decode, decode_definition, encode};
@@ -27,41 +26,41 @@ impl PostgresStore {
     async fn query_bodies<T: DeserializeOwned>(
         &self,
         sql: &str,
-        bound: SqlParams<'_>,
+        params: SqlParams<'_>,
     ) -> Result<Vec<T>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        let found = lent.query_map(sql, bound, |row| decode(&row.text(0)?)).await;
+        let session = self.pool.acquire().await?;
+        let found = session.query_map(sql, params, |row| decode(&row.text(0)?)).await;
         found.map_err(SessionError::into_store_error)
     }
 }
 
 async fn insert_outbox_messages(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     letters: &Vec<OutboxMessage>,
 ) -> Result<(), SessionError> {
     for letter in letters {
         let sql = "INSERT INTO outbox (id, body) VALUES ($1, $2) ON CONFLICT DO NOTHING";
-        desk.session.execute(sql, &[&letter.id, &encode(letter)?]).await?;
+        writer.session.execute(sql, &[&letter.id, &encode(letter)?]).await?;
     }
     Ok(())
 }
 
 async fn delete_outbox_messages(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     ids: &Vec<String>,
 ) -> Result<(), SessionError> {
-    desk.session.execute("DELETE FROM outbox WHERE id = ANY($1)", &[ids]).await?;
+    writer.session.execute("DELETE FROM outbox WHERE id = ANY($1)", &[ids]).await?;
     Ok(())
 }
 
 async fn insert_dead_letter(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     letter: &DeadLetter,
 ) -> Result<(), SessionError> {
     let sql = "INSERT INTO dead_letters VALUES ($1, $2, $3, $4) \
                ON CONFLICT (id) DO UPDATE SET body = excluded.body";
     let (created_ms, body) = (letter.created_ms as i64, encode(letter)?);
-    desk.session.execute(sql, &[&letter.id, &letter.project, &created_ms, &body]).await?;
+    writer.session.execute(sql, &[&letter.id, &letter.project, &created_ms, &body]).await?;
     Ok(())
 }
 
@@ -79,19 +78,19 @@ impl UtpStore for PostgresStore {
     ) -> Result<Option<ToolDefinition>, StoreError> {
         let sql = "SELECT definition FROM tool_versions \
                    WHERE project = $1 AND name = $2 AND version = $3";
-        let lent = self.pool.acquire().await?;
-        let found = lent.query_first(sql, &[&project, &tool, &version]).await;
+        let session = self.pool.acquire().await?;
+        let found = session.query_first(sql, &[&project, &tool, &version]).await;
         let Some(row) = found.map_err(SessionError::into_store_error)? else { return Ok(None) };
         decode_definition(project.to_owned(), tool.to_owned(), &row.text(0)?).map(Some)
     }
 
     async fn put_card(&self, card: Card) -> Result<PutCardResult, StoreError> {
-        self.write(card, |desk, card| Box::pin(cards::put_card(desk, card))).await
+        self.write(card, |writer, card| Box::pin(cards::put_card(writer, card))).await
     }
 
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        cards::find_card(&lent, project, card_id).await.map_err(SessionError::into_store_error)
+        let session = self.pool.acquire().await?;
+        cards::find_card(&session, project, card_id).await.map_err(SessionError::into_store_error)
     }
 
     async fn result_card(
@@ -100,9 +99,9 @@ impl UtpStore for PostgresStore {
         turn_id: &str,
         tool_call_id: &str,
     ) -> Result<Option<Card>, StoreError> {
-        let lent = self.pool.acquire().await?;
+        let session = self.pool.acquire().await?;
         let found =
-            cards::find_result_card(&lent, project, Some(turn_id), Some(tool_call_id)).await;
+            cards::find_result_card(&session, project, Some(turn_id), Some(tool_call_id)).await;
         found.map_err(SessionError::into_store_error)
     }
 
@@ -112,7 +111,7 @@ impl UtpStore for PostgresStore {
     }
 
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
-        self.write((turn, change), |desk, given| Box::pin(turns::save_turn(desk, given))).await
+        self.write((turn, change), |writer, given| Box::pin(turns::save_turn(writer, given))).await
     }
 
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError> {
@@ -150,9 +149,9 @@ impl UtpStore for PostgresStore {
     ) -> Result<Vec<(u64, StepCall)>, StoreError> {
         let sql = "SELECT number, body FROM turn_calls WHERE inbox_id IS NULL AND number > $1 \
                    AND call_id IS NOT NULL ORDER BY number LIMIT $2";
-        let lent = self.pool.acquire().await?;
+        let session = self.pool.acquire().await?;
         let read = |row: &tokio_postgres::Row| Ok((row.unsigned(0)?, decode(&row.text(1)?)?));
-        let found = lent.query_map(sql, &[&(after as i64), &limit_param(limit)], read).await;
+        let found = session.query_map(sql, &[&(after as i64), &limit_param(limit)], read).await;
         found.map_err(SessionError::into_store_error)
     }
 
@@ -163,7 +162,7 @@ impl UtpStore for PostgresStore {
         letter: Option<OutboxMessage>,
     ) -> Result<InboxPutResult, StoreError> {
         let given = (item, result_card_id.to_owned(), letter.into_iter().collect());
-        self.write(given, |desk, given| Box::pin(inbox::deliver_to_inbox(desk, given))).await
+        self.write(given, |writer, given| Box::pin(inbox::deliver_to_inbox(writer, given))).await
     }
 
     async fn inbox(
@@ -172,8 +171,8 @@ impl UtpStore for PostgresStore {
         agent_id: &str,
         limit: usize,
     ) -> Result<Vec<InboxItem>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        inbox::list_pending_items(&lent, project, agent_id, limit)
+        let session = self.pool.acquire().await?;
+        inbox::list_pending_items(&session, project, agent_id, limit)
             .await
             .map_err(SessionError::into_store_error)
     }
@@ -186,7 +185,7 @@ impl UtpStore for PostgresStore {
         now_ms: u64,
     ) -> Result<usize, StoreError> {
         let given = (project.to_owned(), agent_id.to_owned(), inbox_ids.to_vec(), now_ms);
-        self.write(given, |desk, given| Box::pin(inbox::consume_inbox_items(desk, given))).await
+        self.write(given, |writer, given| Box::pin(inbox::consume_inbox_items(writer, given))).await
     }
 
     async fn agents_with_unread_items(
@@ -195,14 +194,15 @@ impl UtpStore for PostgresStore {
         after: u64,
         limit: usize,
     ) -> Result<Vec<(u64, InboxItem)>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        inbox::list_oldest_per_agent(&lent, before_ms, after, limit)
+        let session = self.pool.acquire().await?;
+        inbox::list_oldest_per_agent(&session, before_ms, after, limit)
             .await
             .map_err(SessionError::into_store_error)
     }
 
     async fn append_to_outbox(&self, letters: Vec<OutboxMessage>) -> Result<(), StoreError> {
-        self.write(letters, |desk, letters| Box::pin(insert_outbox_messages(desk, letters))).await
+        self.write(letters, |writer, letters| Box::pin(insert_outbox_messages(writer, letters)))
+            .await
     }
 
     async fn outbox(
@@ -211,18 +211,18 @@ impl UtpStore for PostgresStore {
         limit: usize,
     ) -> Result<Vec<(u64, OutboxMessage)>, StoreError> {
         let sql = "SELECT number, body FROM outbox WHERE number > $1 ORDER BY number LIMIT $2";
-        let lent = self.pool.acquire().await?;
+        let session = self.pool.acquire().await?;
         let read = |row: &tokio_postgres::Row| Ok((row.unsigned(0)?, decode(&row.text(1)?)?));
-        let found = lent.query_map(sql, &[&(after as i64), &limit_param(limit)], read).await;
+        let found = session.query_map(sql, &[&(after as i64), &limit_param(limit)], read).await;
         found.map_err(SessionError::into_store_error)
     }
 
     async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError> {
-        self.write(ids.to_vec(), |desk, ids| Box::pin(delete_outbox_messages(desk, ids))).await
+        self.write(ids.to_vec(), |writer, ids| Box::pin(delete_outbox_messages(writer, ids))).await
     }
 
     async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
-        self.write(letter, |desk, letter| Box::pin(insert_dead_letter(desk, letter))).await
+        self.write(letter, |writer, letter| Box::pin(insert_dead_letter(writer, letter))).await
     }
 
     async fn dead_letters(
@@ -242,7 +242,8 @@ impl UtpStore for PostgresStore {
     }
 
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.write((before_ms, limit), |desk, given| Box::pin(turns::purge_utp(desk, given))).await
+        self.write((before_ms, limit), |writer, given| Box::pin(turns::purge_utp(writer, given)))
+            .await
     }
 }
 
@@ -259,7 +260,8 @@ impl SharedTables for PostgresStore {
         traceparent: &str,
     ) -> Result<(), StoreError> {
         let given = (card, route.clone(), traceparent.to_owned());
-        self.write(given, |desk, given| Box::pin(reports::publish_command_card(desk, given))).await
+        self.write(given, |writer, given| Box::pin(reports::publish_command_card(writer, given)))
+            .await
     }
 
     async fn pending_reports(
@@ -267,8 +269,8 @@ impl SharedTables for PostgresStore {
         after: u64,
         limit: usize,
     ) -> Result<Vec<SharedTableReport>, StoreError> {
-        let lent = self.pool.acquire().await?;
-        reports::list_pending_reports(&lent, after, limit)
+        let session = self.pool.acquire().await?;
+        reports::list_pending_reports(&session, after, limit)
             .await
             .map_err(SessionError::into_store_error)
     }
@@ -278,8 +280,8 @@ impl SharedTables for PostgresStore {
         number: u64,
         judged: ReportDisposition,
     ) -> Result<(), StoreError> {
-        self.write((number, judged), |desk, given| {
-            Box::pin(reports::record_report_verdict(desk, given))
+        self.write((number, judged), |writer, given| {
+            Box::pin(reports::record_report_verdict(writer, given))
         })
         .await
     }

@@ -14,13 +14,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use toolcrib::ports::store::StoreError;
 
-use crate::postgres::session::{Connector, Session, SessionError};
-use crate::postgres::writer_lease::{WriterLease, current_backend, terminate_backend, try_lock};
+use super::change::{Change, ChangeFuture, WriterConnection};
+use super::session::{Connector, SessionError};
+use super::writer_lease::{SequenceCounters, current_backend, terminate_backend, try_lock};
 use crate::row::RowReader;
 
 /// Maximum number of changes that share a transaction.
@@ -30,59 +30,6 @@ const MAX_QUEUED_CHANGES: usize = 65_536;
 /// First and longest delay before an attempt to reconnect.
 const RECONNECT_DELAY_MIN: Duration = Duration::from_millis(100);
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
-
-/// Work in progress on the writer's connection.
-pub(super) type ChangeFuture<'a, T> = BoxFuture<'a, Result<T, SessionError>>;
-
-/// A change, with the channel for its reply. It may have to be made more than once.
-pub(super) trait Change: Send {
-    /// Starts the statements that can be pipelined with those of other changes.
-    fn start_pipelined<'a>(
-        &'a mut self,
-        desk: &'a WriterConnection,
-    ) -> Option<ChangeFuture<'a, ()>>;
-    /// Assigns the numbers that the change needs, before anything is sent.
-    fn assign_numbers(&mut self, _numbers: &mut SequenceCounters) {}
-    /// Runs what must run alone, after the pipelined statements of the group.
-    fn run_alone<'a>(&'a mut self, desk: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>>;
-    /// Sends the result to the caller, after the commit or the failure.
-    fn reply(self: Box<Self>, committed: Result<(), StoreError>);
-}
-
-/// The last numbers that were assigned.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct SequenceCounters {
-    pub(super) last_event: i64,
-    pub(super) last_place: i64,
-}
-
-/// The writer's connection, with its counters and its lease.
-pub(super) struct WriterConnection {
-    pub(super) session: Session,
-    pub(super) counters: SequenceCounters,
-    /// `None` when this process does not serve the database and therefore assigns no numbers.
-    lease: Option<WriterLease>,
-}
-
-impl WriterConnection {
-    pub(super) fn new(
-        session: Session,
-        lease: Option<WriterLease>,
-        counters: SequenceCounters,
-    ) -> Self {
-        Self { session, counters, lease }
-    }
-
-    /// Fails unless this process serves the database: only the server assigns numbers to calls and
-    /// events.
-    pub(super) fn require_lease(&self) -> Result<(), SessionError> {
-        if self.lease.is_some() {
-            return Ok(());
-        }
-        let why = "calls are only made by the server that serves this database";
-        Err(StoreError::Unavailable(why.to_owned()).into())
-    }
-}
 
 /// The reason why nothing can be written at present, shared with the senders of changes.
 #[derive(Clone, Default)]
@@ -105,11 +52,11 @@ pub(super) struct PostgresWriter {
 }
 
 impl PostgresWriter {
-    pub(super) fn start(desk: WriterConnection, address: Connector) -> Self {
+    pub(super) fn start(writer: WriterConnection, address: Connector) -> Self {
         let (queue, waiting) = mpsc::channel(MAX_QUEUED_CHANGES);
         let outage = WriterOutage::default();
         let clerk = WriterTask {
-            connection: desk,
+            connection: writer,
             connector: address,
             outage: outage.clone(),
             queue: waiting,
@@ -212,10 +159,10 @@ impl WriterTask {
         group.iter_mut().for_each(|one| one.assign_numbers(&mut numbers));
         self.connection.counters = numbers;
         {
-            let desk = &self.connection;
-            let begun = desk.session.batch_execute("BEGIN");
+            let writer = &self.connection;
+            let begun = writer.session.batch_execute("BEGIN");
             let mut sent: Vec<ChangeFuture<'_, ()>> = vec![Box::pin(begun)];
-            sent.extend(group.iter_mut().filter_map(|one| one.start_pipelined(desk)));
+            sent.extend(group.iter_mut().filter_map(|one| one.start_pipelined(writer)));
             futures::future::try_join_all(sent).await?;
         }
         for one in group.iter_mut() {
@@ -327,47 +274,5 @@ fn clone_error(error: &StoreError) -> StoreError {
     match error {
         StoreError::Unavailable(why) => StoreError::Unavailable(why.clone()),
         StoreError::Corrupt(why) => StoreError::Corrupt(why.clone()),
-    }
-}
-
-/// A change made by a function that runs alone on the connection, with its input.
-pub(super) struct FunctionChange<A, T> {
-    input: A,
-    function: ChangeFn<A, T>,
-    output: Option<T>,
-    reply: oneshot::Sender<Result<T, StoreError>>,
-}
-
-/// The function of a [`FunctionChange`].
-pub(super) type ChangeFn<A, T> = for<'a> fn(&'a mut WriterConnection, &'a A) -> ChangeFuture<'a, T>;
-
-impl<A, T> FunctionChange<A, T> {
-    pub(super) fn new(
-        input: A,
-        function: ChangeFn<A, T>,
-        reply: oneshot::Sender<Result<T, StoreError>>,
-    ) -> Self {
-        Self { input, function, output: None, reply }
-    }
-}
-
-impl<A: Send + Sync, T: Send> Change for FunctionChange<A, T> {
-    fn start_pipelined<'a>(&'a mut self, _: &'a WriterConnection) -> Option<ChangeFuture<'a, ()>> {
-        None
-    }
-
-    fn run_alone<'a>(&'a mut self, desk: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>> {
-        let (given, doing, made) = (&self.input, self.function, &mut self.output);
-        Some(Box::pin(async move {
-            *made = Some(doing(desk, given).await?);
-            Ok(())
-        }))
-    }
-
-    fn reply(self: Box<Self>, committed: Result<(), StoreError>) {
-        let gone = || StoreError::Unavailable("the writer has stopped".to_owned());
-        // The caller may have gone away; the change is committed all the same.
-        let made = self.output;
-        let _ = self.reply.send(committed.and_then(|()| made.ok_or_else(gone)));
     }
 }

@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use super::OpenError;
-use super::writer::SequenceCounters;
 use crate::postgres::session::{Session, SessionError};
 use crate::row::RowReader;
 
@@ -14,6 +13,13 @@ const ADVISORY_LOCK_KEY: i64 = 0x5443_5242;
 /// a moment.
 const LOCK_ATTEMPTS: u32 = 40;
 const LOCK_RETRY_DELAY: Duration = Duration::from_millis(50);
+
+/// The last numbers that were assigned.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct SequenceCounters {
+    pub(super) last_event: i64,
+    pub(super) last_place: i64,
+}
 
 /// This server's exclusive right to assign numbers and to write.
 pub(super) struct WriterLease {

@@ -31,7 +31,8 @@ impl UpstreamCredentialStore for SqliteStore {
         grant: Option<String>,
     ) -> Result<(), StoreError> {
         let (project, upstream) = (project.to_owned(), upstream.to_owned());
-        self.write_with(move |connection| {
+        self.write(move |writer| {
+            let connection = writer.connection()?;
             match &grant {
                 Some(grant) => connection.execute(
                     "INSERT OR REPLACE INTO upstream_grants VALUES (?1, ?2, ?3)",

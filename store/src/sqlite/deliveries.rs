@@ -1,102 +1,70 @@
-//! The SQL of webhook deliveries and background tasks. Only calls with a callback URL, and
-//! background calls, have rows here.
+//! Webhook deliveries. Only calls with a callback URL have one.
 
 use rusqlite::{Connection, OptionalExtension, ToSql, params};
-use toolcrib::domain::call::Call;
 use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, MAX_STORED_ATTEMPTS};
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{DeliveryFilter, SaveResult, StoreError};
 
 use super::reader::query_map;
-use super::writer::WriterThread;
 use crate::row::{DELIVERY_COLUMNS as COLUMNS, read_delivery as read, read_try};
 
-impl WriterThread {
-    /// Inserts the task and the delivery that belong to a new call.
-    pub(super) fn insert_task_and_delivery(&self, call: &Call, place: i64) -> rusqlite::Result<()> {
-        if call.origin.background {
-            self.connection
-                .prepare_cached("INSERT INTO tasks VALUES (?1, ?2, ?3)")?
-                .execute(params![call.project, call.id.as_str(), place])?;
-        }
-        let Some(delivery) = Delivery::for_call(call) else { return Ok(()) };
-        let sql = format!(
-            "INSERT INTO deliveries ({COLUMNS}, place) \
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)"
-        );
-        self.connection.prepare_cached(&sql)?.execute(params![
-            delivery.project,
-            delivery.call_id.as_str(),
-            delivery.url,
-            delivery.status.as_str(),
-            delivery.due_ms.map(|ms| ms as i64),
-            delivery.attempts,
-            delivery.failures,
-            delivery.last_error,
-            delivery.version as i64,
-            place,
-        ])?;
-        Ok(())
-    }
+/// Marks the delivery of the call at this place as due: the call has ended.
+pub(super) fn mark_delivery_due(
+    connection: &Connection,
+    place: i64,
+    at_ms: u64,
+) -> rusqlite::Result<()> {
+    connection
+        .prepare_cached(
+            "UPDATE deliveries SET status = 'pending', due_ms = ?1, version = version + 1 \
+             WHERE place = ?2 AND status = 'waiting'",
+        )?
+        .execute(params![at_ms as i64, place])
+        .map(|_| ())
+}
 
-    /// Marks the delivery of the call at this place as due: the call has ended.
-    pub(super) fn mark_delivery_due(&self, place: i64, at_ms: u64) -> rusqlite::Result<()> {
-        self.connection
-            .prepare_cached(
-                "UPDATE deliveries SET status = 'pending', due_ms = ?1, version = version + 1 \
-                 WHERE place = ?2 AND status = 'waiting'",
-            )?
-            .execute(params![at_ms as i64, place])
-            .map(|_| ())
+pub(super) fn save_delivery(
+    connection: &Connection,
+    delivery: &Delivery,
+    tried: Option<&DeliveryAttempt>,
+) -> rusqlite::Result<SaveResult> {
+    let place: Option<i64> = connection
+        .prepare_cached(
+            "UPDATE deliveries SET status = ?1, due_ms = ?2, tries = ?3, failures = ?4, \
+             last_error = ?5, version = ?6 \
+             WHERE project = ?7 AND call_id = ?8 AND version = ?6 - 1 RETURNING place",
+        )?
+        .query_row(
+            params![
+                delivery.status.as_str(),
+                delivery.due_ms.map(|ms| ms as i64),
+                delivery.attempts,
+                delivery.failures,
+                delivery.last_error,
+                delivery.version as i64,
+                delivery.project,
+                delivery.call_id.as_str(),
+            ],
+            |row| row.get(0),
+        )
+        .optional()?;
+    let Some(place) = place else { return Ok(SaveResult::Conflict) };
+    if let Some(tried) = tried {
+        connection.prepare_cached("INSERT INTO tries VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?.execute(
+            params![
+                place,
+                tried.number,
+                tried.at_ms as i64,
+                tried.duration_ms as i64,
+                tried.status_code,
+                tried.error,
+            ],
+        )?;
+        connection
+            .prepare_cached("DELETE FROM tries WHERE place = ?1 AND number <= ?2")?
+            .execute(params![place, i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS)])?;
     }
-
-    pub(super) fn save_delivery(
-        &self,
-        delivery: &Delivery,
-        tried: Option<&DeliveryAttempt>,
-    ) -> rusqlite::Result<SaveResult> {
-        let place: Option<i64> = self
-            .connection
-            .prepare_cached(
-                "UPDATE deliveries SET status = ?1, due_ms = ?2, tries = ?3, failures = ?4, \
-                 last_error = ?5, version = ?6 \
-                 WHERE project = ?7 AND call_id = ?8 AND version = ?6 - 1 RETURNING place",
-            )?
-            .query_row(
-                params![
-                    delivery.status.as_str(),
-                    delivery.due_ms.map(|ms| ms as i64),
-                    delivery.attempts,
-                    delivery.failures,
-                    delivery.last_error,
-                    delivery.version as i64,
-                    delivery.project,
-                    delivery.call_id.as_str(),
-                ],
-                |row| row.get(0),
-            )
-            .optional()?;
-        let Some(place) = place else { return Ok(SaveResult::Conflict) };
-        if let Some(tried) = tried {
-            self.connection
-                .prepare_cached("INSERT INTO tries VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?
-                .execute(params![
-                    place,
-                    tried.number,
-                    tried.at_ms as i64,
-                    tried.duration_ms as i64,
-                    tried.status_code,
-                    tried.error,
-                ])?;
-            self.connection
-                .prepare_cached("DELETE FROM tries WHERE place = ?1 AND number <= ?2")?
-                .execute(params![
-                    place,
-                    i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS)
-                ])?;
-        }
-        Ok(SaveResult::Saved)
-    }
+    Ok(SaveResult::Saved)
 }
 
 pub(super) fn list_pending(

@@ -57,7 +57,7 @@ fn query_rows<T>(
     query_map(connection, sql, &[], read)
 }
 
-const TOOLS_SQL: &str = "SELECT project, name, definition FROM tools UNION ALL \
+const TOOLS_SQL: &str = "SELECT project, name, definition FROM client_tools UNION ALL \
      SELECT project, name, definition FROM project_tools UNION ALL \
      SELECT project, name, definition FROM upstream_tools";
 
@@ -91,7 +91,9 @@ fn put_tool(
     let text = encode_definition(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
     retire_versions(connection, tool.project.as_deref().unwrap_or_default(), &tool.name, at_ms)?;
     for sql in [
-        "INSERT OR REPLACE INTO project_tools VALUES (?1, ?2, ?3, ?4)",
+        "INSERT INTO project_tools VALUES (?1, ?2, ?3, ?4, CURRENT_TIMESTAMP) \
+         ON CONFLICT (project, name) \
+         DO UPDATE SET version = excluded.version, definition = excluded.definition",
         "INSERT OR REPLACE INTO tool_versions (project, name, version, definition) \
          VALUES (?1, ?2, ?3, ?4)",
     ] {
@@ -277,7 +279,7 @@ fn register_client(
         let text = encode_definition(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
         connection
             .prepare_cached(
-                "INSERT INTO tools VALUES (?1, ?2, ?3) \
+                "INSERT INTO client_tools VALUES (?1, ?2, ?3, CURRENT_TIMESTAMP) \
                  ON CONFLICT (project, name) DO UPDATE SET definition = excluded.definition",
             )?
             .execute(params![client.project, tool.name, text])?;
@@ -301,8 +303,8 @@ fn delete_client(connection: &Connection, project: &str, client_id: &str) -> rus
 /// Deletes the tools that no client offers any more.
 fn delete_unoffered_tools(connection: &Connection, project: &str) -> rusqlite::Result<()> {
     connection.execute(
-        "DELETE FROM tools WHERE project = ?1 AND NOT EXISTS \
-         (SELECT 1 FROM offers o WHERE o.project = tools.project AND o.tool = tools.name)",
+        "DELETE FROM client_tools AS t WHERE project = ?1 AND NOT EXISTS \
+         (SELECT 1 FROM offers o WHERE o.project = t.project AND o.tool = t.name)",
         [project],
     )?;
     Ok(())

@@ -1,39 +1,18 @@
-//! Reads events. A call's row lists the numbers of its events; a code after a number marks an event
-//! that the row itself implies and that has no row in `events`.
+//! Reads events. A call's row lists the numbers of its events and implies some of them.
 
 use rusqlite::{Connection, OptionalExtension, Row, params};
 use toolcrib::domain::event::{CallEvent, EventKind, EventRecord};
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{EventScope, StoreError};
 
-use super::reader::{COUNT_CAP, count_capped, query_map, to_store_error};
-use crate::row::{CallEventFacts, ImpliedEvent, read_record};
+use super::call_queries::{COUNT_CAP, count_capped};
+use super::event_numbers::{EventRef, newest_event_number, parse_event_refs};
+use super::reader::{query_map, to_store_error};
+use crate::row::{CallEventFacts, read_record};
 
 /// The columns that [`CallHistory`] reads, in this order.
-const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
+const COLUMNS: &str = "tool_call_id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
      run_id, envelope ->> 'call_id', completed_ms, octet_length(result)";
-
-/// One entry of a call's event list.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct EventRef {
-    pub(super) number: u64,
-    implied_code: Option<char>,
-}
-
-impl EventRef {
-    fn implied_event(self) -> Option<ImpliedEvent> {
-        ImpliedEvent::ALL.into_iter().find(|implied| Some(implied.code()) == self.implied_code)
-    }
-}
-
-/// Parses a call's event list, such as `12r,13s,40,`.
-pub(super) fn parse_event_refs(list: &str) -> impl Iterator<Item = EventRef> {
-    list.split(',').filter(|entry| !entry.is_empty()).filter_map(|entry| {
-        let digits = entry.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        let letter = entry[digits.len()..].chars().next();
-        Some(EventRef { number: digits.parse().ok()?, implied_code: letter })
-    })
-}
 
 /// The facts about a call's events in its row.
 struct CallHistory {
@@ -98,7 +77,9 @@ pub(super) fn list_events(
 ) -> Result<Vec<CallEvent>, StoreError> {
     match scope {
         EventScope::Call { project, id } => {
-            let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
+            let sql = format!(
+                "SELECT {COLUMNS} FROM tool_calls WHERE project = ?1 AND tool_call_id = ?2"
+            );
             let bound = params![project, id.as_str()];
             list_events_of_calls(
                 connection,
@@ -111,7 +92,8 @@ pub(super) fn list_events(
             list_events_by_number(connection, (project, Some(run_id)), after, limit)
         }
         EventScope::Run { project, run_id } => {
-            let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND run_id = ?2");
+            let sql =
+                format!("SELECT {COLUMNS} FROM tool_calls WHERE project = ?1 AND run_id = ?2");
             let bound = params![project, run_id];
             list_events_of_calls(
                 connection,
@@ -129,7 +111,7 @@ pub(super) fn list_events(
 /// Returns true if the events of a run are found call by call. Those of a larger run are found by
 /// number: it may contain every call in the database.
 fn is_small_run(connection: &Connection, project: &str, run_id: &str) -> Result<bool, StoreError> {
-    Ok(count_capped(connection, "calls_by_run", "run_id", project, run_id)? < COUNT_CAP)
+    Ok(count_capped(connection, "tool_calls_by_run", "run_id", project, run_id)? < COUNT_CAP)
 }
 
 /// Returns the first `limit` events of these calls after a number.
@@ -172,7 +154,7 @@ pub(super) fn newest_record(
     id: &CallId,
     kind: EventKind,
 ) -> Result<Option<EventRecord>, StoreError> {
-    let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
+    let sql = format!("SELECT {COLUMNS} FROM tool_calls WHERE project = ?1 AND tool_call_id = ?2");
     let found =
         query_map(connection, &sql, params![project, id.as_str()], CallHistory::read)?.pop();
     let Some(call) = found else { return Ok(None) };
@@ -203,9 +185,9 @@ fn list_events_by_number(
 ) -> Result<Vec<CallEvent>, StoreError> {
     let (sql_after, sql_limit) =
         (i64::try_from(after).unwrap_or(i64::MAX), i64::try_from(limit).unwrap_or(i64::MAX));
-    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id, c.run_id, \
+    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.tool_call_id, c.run_id, \
                c.envelope ->> 'call_id' \
-               FROM events e CROSS JOIN calls c ON c.place = e.place \
+               FROM events e CROSS JOIN tool_calls c ON c.place = e.place \
                WHERE e.number > ?2 AND c.project = ?1 AND (?4 IS NULL OR c.run_id = ?4) \
                ORDER BY e.number LIMIT ?3";
     let bound = params![within.0, sql_after, sql_limit, within.1];
@@ -237,7 +219,7 @@ fn list_implied_events(
 ) -> Result<Vec<CallEvent>, StoreError> {
     let broken = |error: rusqlite::Error| to_store_error(&error);
     let first = find_start_place(connection, after).map_err(broken)?;
-    let sql = format!("SELECT {COLUMNS} FROM calls WHERE place >= ?1 ORDER BY place");
+    let sql = format!("SELECT {COLUMNS} FROM tool_calls WHERE place >= ?1 ORDER BY place");
     let mut select = connection.prepare_cached(&sql).map_err(broken)?;
     let mut rows = select.query([first]).map_err(broken)?;
     let mut found = Vec::new();
@@ -261,11 +243,12 @@ fn list_implied_events(
 /// Returns the place of the last call whose first event number is at most `after`, or the first
 /// place.
 fn find_start_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
-    let ends = "SELECT coalesce(min(place), 0), coalesce(max(place), 0) FROM calls";
+    let ends = "SELECT coalesce(min(place), 0), coalesce(max(place), 0) FROM tool_calls";
     let (mut low, mut high): (i64, i64) =
         connection.query_row(ends, [], |row| Ok((row.get(0)?, row.get(1)?)))?;
-    let mut select = connection
-        .prepare_cached("SELECT place, events FROM calls WHERE place <= ?1 ORDER BY place DESC")?;
+    let mut select = connection.prepare_cached(
+        "SELECT place, events FROM tool_calls WHERE place <= ?1 ORDER BY place DESC",
+    )?;
     while low < high {
         let middle = low + (high - low + 1) / 2;
         let found: Option<(i64, String)> =
@@ -289,16 +272,4 @@ pub(super) fn newest_event(connection: &Connection, scope: &EventScope) -> Resul
     newest_event_number(connection)
         .map(|number| number as u64)
         .map_err(|error| to_store_error(&error))
-}
-
-/// Returns the highest event number in use, in a row or in the newest call.
-pub(super) fn newest_event_number(connection: &Connection) -> rusqlite::Result<i64> {
-    let row: Option<i64> =
-        connection.query_row("SELECT max(number) FROM events", [], |row| row.get(0))?;
-    let newest = "SELECT events FROM calls ORDER BY place DESC LIMIT 1";
-    let list: Option<String> = connection.query_row(newest, [], |row| row.get(0)).optional()?;
-    let implied =
-        list.and_then(|list| parse_event_refs(&list).map(|mark| mark.number as i64).max());
-    let noted = crate::sqlite::runs::newest_journal_number(connection)?;
-    Ok(row.unwrap_or(0).max(implied.unwrap_or(0)).max(noted))
 }

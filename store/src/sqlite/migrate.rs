@@ -6,7 +6,7 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::SqliteOpenError;
 
-const MIGRATIONS: [&str; 9] = [
+const MIGRATIONS: [&str; 10] = [
     include_str!("../../migrations/sqlite/0001_init.sql"),
     include_str!("../../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../../migrations/sqlite/0003_runs.sql"),
@@ -16,6 +16,7 @@ const MIGRATIONS: [&str; 9] = [
     include_str!("../../migrations/sqlite/0007_tool_versions.sql"),
     include_str!("../../migrations/sqlite/0008_upstream_grants.sql"),
     include_str!("../../migrations/sqlite/0009_not_ok_by_run.sql"),
+    include_str!("../../migrations/sqlite/0010_tool_calls.sql"),
 ];
 
 /// The schema version that this program writes.

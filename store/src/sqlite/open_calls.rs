@@ -22,7 +22,7 @@ impl OpenCalls {
             .query_row("SELECT value FROM counters WHERE name = 'first_open'", [], |r| r.get(0))
             .optional()?;
         let places: BTreeSet<i64> = connection
-            .prepare("SELECT place FROM calls WHERE place >= ?1 AND completed_ms IS NULL")?
+            .prepare("SELECT place FROM tool_calls WHERE place >= ?1 AND completed_ms IS NULL")?
             .query_map([mark.unwrap_or(0)], |row| row.get(0))?
             .collect::<Result<_, _>>()?;
         Ok(Self { places: Arc::new(Mutex::new(places)) })

@@ -50,7 +50,7 @@ pub(super) fn purge_run_tools(
     connection
         .prepare_cached(
             "DELETE FROM runs WHERE (project, run_id) IN (SELECT project, run_id FROM runs r \
-             WHERE updated_ms < ?1 AND NOT EXISTS (SELECT 1 FROM calls c \
+             WHERE updated_ms < ?1 AND NOT EXISTS (SELECT 1 FROM tool_calls c \
              WHERE c.project = r.project AND c.run_id = r.run_id) \
              ORDER BY updated_ms LIMIT ?2)",
         )?

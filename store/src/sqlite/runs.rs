@@ -9,95 +9,92 @@ use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError}
 
 use super::SqliteStore;
 use super::reader::{query_map, to_store_error};
-use super::writer::WriterThread;
+use super::writer::WriterConnection;
 use crate::row::{RunRow, decode_run, read_journal_entry, read_run};
-use crate::sqlite::change::SqliteChange;
 use crate::sqlite::events;
 
-impl WriterThread {
-    /// Stores a new run. If its idempotency key already created one, returns the body and the
-    /// fingerprint of that run instead.
-    pub(super) fn create_run(
-        &mut self,
-        row: &RunRow,
-    ) -> rusqlite::Result<Option<(String, String)>> {
-        let run = &row.run;
-        if let Some(key) = &row.key {
-            let known = self
-                .connection
-                .prepare_cached(
-                    "SELECT body, fingerprint FROM loops \
-                     WHERE project = ?1 AND agent = ?2 AND key = ?3",
-                )?
-                .query_row(params![run.project, key.agent, key.key], |row| {
-                    Ok((row.get(0)?, row.get(1)?))
-                })
-                .optional()?;
-            if known.is_some() {
-                return Ok(known);
-            }
-        }
-        self.connection
+/// Stores a new run. If its idempotency key already created one, returns the body and the
+/// fingerprint of that run instead.
+fn create_run(
+    writer: &mut WriterConnection,
+    row: &RunRow,
+) -> rusqlite::Result<Option<(String, String)>> {
+    let run = &row.run;
+    if let Some(key) = &row.key {
+        let known = writer
+            .connection()?
             .prepare_cached(
-                "INSERT INTO loops VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+                "SELECT body, fingerprint FROM loops \
+                 WHERE project = ?1 AND agent = ?2 AND key = ?3",
             )?
-            .execute(params![
-                run.project,
-                run.id,
-                run.status.as_str(),
-                run.model,
-                run.created_ms as i64,
-                run.ended_ms.map(|ms| ms as i64),
-                run.version as i64,
-                row.key.as_ref().map_or(run.owner.agent.as_str(), |key| key.agent.as_str()),
-                row.key.as_ref().map(|key| key.key.as_str()),
-                row.key.as_ref().map(|key| key.fingerprint.as_str()),
-                row.body,
-            ])?;
-        self.append_journal(row)?;
-        Ok(None)
-    }
-
-    pub(super) fn save_run(&mut self, row: &RunRow) -> rusqlite::Result<SaveResult> {
-        let run = &row.run;
-        let changed = self
-            .connection
-            .prepare_cached(
-                "UPDATE loops SET status = ?1, ended_ms = ?2, version = ?3, body = ?4 \
-                 WHERE project = ?5 AND run_id = ?6 AND version = ?3 - 1",
-            )?
-            .execute(params![
-                run.status.as_str(),
-                run.ended_ms.map(|ms| ms as i64),
-                run.version as i64,
-                row.body,
-                run.project,
-                run.id,
-            ])?;
-        if changed == 0 {
-            return Ok(SaveResult::Conflict);
+            .query_row(params![run.project, key.agent, key.key], |row| {
+                Ok((row.get(0)?, row.get(1)?))
+            })
+            .optional()?;
+        if known.is_some() {
+            return Ok(known);
         }
-        self.append_journal(row)?;
-        Ok(SaveResult::Saved)
     }
+    writer
+        .connection()?
+        .prepare_cached("INSERT INTO loops VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)")?
+        .execute(params![
+            run.project,
+            run.id,
+            run.status.as_str(),
+            run.model,
+            run.created_ms as i64,
+            run.ended_ms.map(|ms| ms as i64),
+            run.version as i64,
+            row.key.as_ref().map_or(run.owner.agent.as_str(), |key| key.agent.as_str()),
+            row.key.as_ref().map(|key| key.key.as_str()),
+            row.key.as_ref().map(|key| key.fingerprint.as_str()),
+            row.body,
+        ])?;
+    append_journal(writer, row)?;
+    Ok(None)
+}
 
-    fn append_journal(&mut self, row: &RunRow) -> rusqlite::Result<()> {
-        for entry in &row.entries {
-            self.last_event_number += 1;
-            self.connection
-                .prepare_cached("INSERT INTO loop_entries VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)")?
-                .execute(params![
-                    self.last_event_number,
-                    row.run.project,
-                    row.run.id,
-                    entry.kind,
-                    entry.at_ms,
-                    entry.data,
-                    entry.messages,
-                ])?;
-        }
-        Ok(())
+fn save_run(writer: &mut WriterConnection, row: &RunRow) -> rusqlite::Result<SaveResult> {
+    let run = &row.run;
+    let changed = writer
+        .connection()?
+        .prepare_cached(
+            "UPDATE loops SET status = ?1, ended_ms = ?2, version = ?3, body = ?4 \
+             WHERE project = ?5 AND run_id = ?6 AND version = ?3 - 1",
+        )?
+        .execute(params![
+            run.status.as_str(),
+            run.ended_ms.map(|ms| ms as i64),
+            run.version as i64,
+            row.body,
+            run.project,
+            run.id,
+        ])?;
+    if changed == 0 {
+        return Ok(SaveResult::Conflict);
     }
+    append_journal(writer, row)?;
+    Ok(SaveResult::Saved)
+}
+
+fn append_journal(writer: &mut WriterConnection, row: &RunRow) -> rusqlite::Result<()> {
+    for entry in &row.entries {
+        let number = writer.next_event_number()?;
+        writer
+            .connection()?
+            .prepare_cached("INSERT INTO loop_entries VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)")?
+            .execute(params![
+                number,
+                row.run.project,
+                row.run.id,
+                entry.kind,
+                entry.at_ms,
+                entry.data,
+                entry.messages,
+            ])?;
+    }
+    Ok(())
 }
 
 /// Deletes runs that ended before this time, oldest first, with their journals.
@@ -124,12 +121,6 @@ pub(super) fn purge_runs(
         }
     }
     Ok(count)
-}
-
-/// Returns the highest number of a journal entry.
-pub(super) fn newest_journal_number(connection: &Connection) -> rusqlite::Result<i64> {
-    let sql = "SELECT coalesce(max(number), 0) FROM loop_entries";
-    connection.query_row(sql, [], |row| row.get(0))
 }
 
 fn list_journal_entries(
@@ -171,8 +162,7 @@ impl RunStore for SqliteStore {
     ) -> Result<CreateRunResult, StoreError> {
         let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
         let row = RunRow::new(run, key, entries)?;
-        let Some((body, used_for)) =
-            self.write(|reply| SqliteChange::CreateRun { row, reply }).await?
+        let Some((body, used_for)) = self.write(move |writer| create_run(writer, &row)).await?
         else {
             return Ok(CreateRunResult::New);
         };
@@ -189,7 +179,7 @@ impl RunStore for SqliteStore {
         entries: Vec<JournalRecord>,
     ) -> Result<SaveResult, StoreError> {
         let row = RunRow::new(run, None, entries)?;
-        self.write(|reply| SqliteChange::SaveRun { row, reply }).await
+        self.write(move |writer| save_run(writer, &row)).await
     }
 
     async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {

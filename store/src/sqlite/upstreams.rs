@@ -5,7 +5,7 @@ use toolcrib::domain::directory::{DirectoryChange, Upstream};
 use toolcrib::ports::store::StoreError;
 
 use super::reader::query_map;
-use crate::row::{encode_definition, read_upstream};
+use crate::row::{encode, encode_definition, read_upstream};
 
 pub(super) fn list_upstreams(connection: &Connection) -> Result<Vec<Upstream>, StoreError> {
     let sql =
@@ -39,12 +39,16 @@ pub(super) fn apply_upstream_change(
                 "DELETE FROM upstream_grants WHERE project = ?1 AND upstream = ?2",
                 [project, name],
             )?;
-            delete_upstream_tools(connection, project, name)?;
+            delete_upstream_tools(connection, project, name, &[])?;
         }
         DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
-            delete_upstream_tools(connection, project, upstream)?;
-            let mut insert =
-                connection.prepare_cached("INSERT INTO upstream_tools VALUES (?1, ?2, ?3, ?4)")?;
+            let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
+            delete_upstream_tools(connection, project, upstream, &names)?;
+            let mut insert = connection.prepare_cached(
+                "INSERT INTO upstream_tools VALUES (?1, ?2, ?3, ?4, CURRENT_TIMESTAMP) \
+                 ON CONFLICT (project, name) \
+                 DO UPDATE SET upstream = excluded.upstream, definition = excluded.definition",
+            )?;
             for tool in tools {
                 let text = encode_definition(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
                 insert.execute(params![project, tool.name, upstream, text])?;
@@ -55,14 +59,18 @@ pub(super) fn apply_upstream_change(
     Ok(())
 }
 
+/// Deletes the tools of an upstream, except those with these names.
 fn delete_upstream_tools(
     connection: &Connection,
     project: &str,
     upstream: &str,
+    kept: &[&str],
 ) -> rusqlite::Result<()> {
+    let kept = encode(&kept).map_err(|_| rusqlite::Error::InvalidQuery)?;
     connection.execute(
-        "DELETE FROM upstream_tools WHERE project = ?1 AND upstream = ?2",
-        [project, upstream],
+        "DELETE FROM upstream_tools WHERE project = ?1 AND upstream = ?2 \
+         AND name NOT IN (SELECT value FROM json_each(?3))",
+        [project, upstream, &kept],
     )?;
     Ok(())
 }

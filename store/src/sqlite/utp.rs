@@ -3,7 +3,6 @@
 
 mod outbox;
 mod turns;
-
 use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
@@ -133,7 +132,7 @@ impl UtpStore for SqliteStore {
     }
 
     async fn put_card(&self, card: Card) -> Result<PutCardResult, StoreError> {
-        self.write_with(move |connection| put_card(connection, &card)).await
+        self.write(move |writer| put_card(writer.connection()?, &card)).await
     }
 
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError> {
@@ -165,7 +164,7 @@ impl UtpStore for SqliteStore {
     }
 
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
-        self.write_with(move |connection| turns::save_turn(connection, &turn, &change)).await
+        self.write(move |writer| turns::save_turn(writer.connection()?, &turn, &change)).await
     }
 
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError> {
@@ -220,7 +219,8 @@ impl UtpStore for SqliteStore {
         letter: Option<OutboxMessage>,
     ) -> Result<InboxPutResult, StoreError> {
         let card_id = result_card_id.to_owned();
-        self.write_with(move |connection| {
+        self.write(move |writer| {
+            let connection = writer.connection()?;
             outbox::deliver_to_inbox(connection, &item, &card_id, letter.as_ref())
         })
         .await
@@ -247,8 +247,10 @@ impl UtpStore for SqliteStore {
     ) -> Result<usize, StoreError> {
         let (project, agent_id) = (project.to_owned(), agent_id.to_owned());
         let ids = inbox_ids.to_vec();
-        self.write_with(move |c| outbox::consume_inbox_items(c, &project, &agent_id, &ids, now_ms))
-            .await
+        self.write(move |writer| {
+            outbox::consume_inbox_items(writer.connection()?, &project, &agent_id, &ids, now_ms)
+        })
+        .await
     }
 
     async fn agents_with_unread_items(
@@ -265,7 +267,8 @@ impl UtpStore for SqliteStore {
     }
 
     async fn append_to_outbox(&self, posted: Vec<OutboxMessage>) -> Result<(), StoreError> {
-        self.write_with(move |c| {
+        self.write(move |writer| {
+            let c = writer.connection()?;
             posted.iter().try_for_each(|letter| outbox::insert_outbox_message(c, letter))
         })
         .await
@@ -282,7 +285,8 @@ impl UtpStore for SqliteStore {
 
     async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError> {
         let ids = ids.to_vec();
-        self.write_with(move |connection| {
+        self.write(move |writer| {
+            let connection = writer.connection()?;
             let mut delete = connection.prepare_cached("DELETE FROM outbox WHERE id = ?1")?;
             ids.iter().try_for_each(|id| delete.execute([id]).map(drop))
         })
@@ -290,7 +294,8 @@ impl UtpStore for SqliteStore {
     }
 
     async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
-        self.write_with(move |connection| {
+        self.write(move |writer| {
+            let connection = writer.connection()?;
             connection
                 .prepare_cached("INSERT OR REPLACE INTO dead_letters VALUES (?1, ?2, ?3, ?4)")?
                 .execute(params![
@@ -323,6 +328,6 @@ impl UtpStore for SqliteStore {
     }
 
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.write_with(move |connection| outbox::purge_utp(connection, before_ms, limit)).await
+        self.write(move |writer| outbox::purge_utp(writer.connection()?, before_ms, limit)).await
     }
 }

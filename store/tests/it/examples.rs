@@ -5,7 +5,7 @@
 mod durable;
 
 #[tokio::test]
-async fn a_call_outlives_its_program() {
+async fn the_durable_example_recovers_a_call_after_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     let shown = durable::show(&crate::support::database_in(&directory)).await.unwrap();
     assert_eq!(

@@ -8,6 +8,7 @@ mod postgres;
 mod sqlite;
 mod suite;
 mod support;
+mod table_columns;
 
 // One line runs the whole suite against a store.
 suite::conformance!(memory, Some(crate::support::memory()));

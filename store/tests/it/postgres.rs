@@ -1,6 +1,8 @@
 //! Tests of what only the PostgreSQL store has: a database server that may disappear, competing
 //! Toolcrib servers, other programs in the same tables.
 
+mod migrations;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,22 +21,22 @@ async fn a_second_server_is_refused_until_the_first_is_gone() {
     let refused = PostgresStore::open(&database.url).await.err().unwrap();
     assert!(matches!(refused, PostgresOpenError::AlreadyServed), "{refused}");
     assert!(refused.to_string().contains("another toolcrib"), "{refused}");
-    let kept = call();
-    put(&first, &kept).await;
+    let stored_call = call();
+    put(&first, &stored_call).await;
     // Meanwhile an administrator may read and change the directory, but cannot create calls.
-    let beside = PostgresStore::open_for_admin(&database.url).await.unwrap();
-    assert_eq!(read(&beside, &kept).await, kept);
-    let made = creating(&beside, &call(), vec![requested()], None).await;
-    assert!(matches!(made, Err(StoreError::Unavailable(_))), "{made:?}");
-    drop((first, beside));
+    let admin = PostgresStore::open_for_admin(&database.url).await.unwrap();
+    assert_eq!(read(&admin, &stored_call).await, stored_call);
+    let created = creating(&admin, &call(), vec![requested()], None).await;
+    assert!(matches!(created, Err(StoreError::Unavailable(_))), "{created:?}");
+    drop((first, admin));
     let second = PostgresStore::open(&database.url).await.unwrap();
-    assert_eq!(read(&second, &kept).await, kept);
+    assert_eq!(read(&second, &stored_call).await, stored_call);
     drop(second);
     database.drop().await;
 }
 
 #[tokio::test]
-async fn numbers_go_on_after_a_restart() {
+async fn event_numbers_continue_after_a_purge_and_a_restart() {
     let Some(database) = Database::new().await else { return };
     let store = PostgresStore::open(&database.url).await.unwrap();
     let old = call();
@@ -52,7 +54,7 @@ async fn numbers_go_on_after_a_restart() {
 }
 
 #[tokio::test]
-async fn a_connection_that_is_cut_between_two_calls_is_made_again() {
+async fn a_connection_cut_between_two_calls_is_reestablished() {
     let Some(database) = Database::new().await else { return };
     let store = PostgresStore::open(&database.url).await.unwrap();
     let (before, after) = (call(), call());
@@ -68,20 +70,20 @@ async fn a_connection_that_is_cut_between_two_calls_is_made_again() {
 /// Cuts the connection repeatedly while calls are created: a call reported as stored is found, and
 /// a call reported as not stored is not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_told_is_true_however_often_the_connection_is_cut() {
+async fn create_results_are_correct_when_the_connection_is_cut() {
     let Some(database) = Database::new().await else { return };
     let store = Arc::new(PostgresStore::open(&database.url).await.unwrap());
-    let making: Vec<_> = (0..8)
+    let creations: Vec<_> = (0..8)
         .map(|_| {
             let store = store.clone();
             tokio::spawn(async move {
-                let mut told = Vec::new();
+                let mut results = Vec::new();
                 for _ in 0..25 {
                     let new = call();
-                    let made = creating(store.as_ref(), &new, vec![requested()], None).await;
-                    told.push((new, made.is_ok()));
+                    let created = creating(store.as_ref(), &new, vec![requested()], None).await;
+                    results.push((new, created.is_ok()));
                 }
-                told
+                results
             })
         })
         .collect();
@@ -89,8 +91,8 @@ async fn what_was_told_is_true_however_often_the_connection_is_cut() {
         database.cut().await;
         tokio::task::yield_now().await;
     }
-    for told in futures::future::join_all(making).await {
-        for (call, stored) in told.unwrap() {
+    for results in futures::future::join_all(creations).await {
+        for (call, stored) in results.unwrap() {
             let is_there = loop {
                 match store.call("p", &call.id).await {
                     Ok(found) => break found.is_some(),
@@ -106,7 +108,7 @@ async fn what_was_told_is_true_however_often_the_connection_is_cut() {
 }
 
 #[tokio::test]
-async fn a_database_that_is_away_is_said_to_be_away_and_is_used_again_when_it_is_back() {
+async fn an_unreachable_database_is_reported_and_used_again_on_return() {
     let Some(database) = Database::new().await else { return };
     let store = PostgresStore::open(&database.url).await.unwrap();
     let old = call();
@@ -114,8 +116,8 @@ async fn a_database_that_is_away_is_said_to_be_away_and_is_used_again_when_it_is
     database.shut(true).await;
     let refused = store.check_health().await;
     assert!(matches!(&refused, Err(StoreError::Unavailable(_))), "{refused:?}");
-    let made = creating(&store, &call(), vec![requested()], None).await;
-    let Err(StoreError::Unavailable(why)) = made else { panic!("{made:?}") };
+    let created = creating(&store, &call(), vec![requested()], None).await;
+    let Err(StoreError::Unavailable(why)) = created else { panic!("{created:?}") };
     assert!(why.contains("connection"), "{why}");
     assert!(!why.contains("toolcrib-test"), "{why}");
     database.shut(false).await;
@@ -129,7 +131,7 @@ async fn a_database_that_is_away_is_said_to_be_away_and_is_used_again_when_it_is
 }
 
 #[tokio::test]
-async fn a_server_that_was_overtaken_writes_no_more() {
+async fn a_server_whose_writer_lease_was_taken_stops_writing() {
     let Some(database) = Database::new().await else { return };
     let first = PostgresStore::open(&database.url).await.unwrap();
     put(&first, &call()).await;
@@ -140,7 +142,7 @@ async fn a_server_that_was_overtaken_writes_no_more() {
     let why = loop {
         match first.check_health().await {
             Err(StoreError::Unavailable(why)) if why.contains("restart") => break why,
-            Ok(()) => panic!("it wrote after another had"),
+            Ok(()) => panic!("it wrote after another server took over"),
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
         }
     };
@@ -150,16 +152,16 @@ async fn a_server_that_was_overtaken_writes_no_more() {
 }
 
 #[tokio::test]
-async fn one_bad_change_does_not_spoil_the_others_of_its_group() {
+async fn a_failing_change_does_not_affect_others_of_its_commit_group() {
     let Some(database) = Database::new().await else { return };
     let store = PostgresStore::open(&database.url).await.unwrap();
     let bad = call_of("p\0", "run", "x");
     let good: Vec<_> = (0..20).map(|_| call()).collect();
     let all = good.iter().take(10).chain([&bad]).chain(good.iter().skip(10));
-    let making = all.map(|call| creating(&store, call, vec![requested()], None));
-    let made = futures::future::join_all(making).await;
-    assert_eq!(made.iter().filter(|made| made.is_err()).count(), 1);
-    assert!(made[10].is_err());
+    let creations = all.map(|call| creating(&store, call, vec![requested()], None));
+    let created = futures::future::join_all(creations).await;
+    assert_eq!(created.iter().filter(|created| created.is_err()).count(), 1);
+    assert!(created[10].is_err());
     for call in &good {
         assert_eq!(read(&store, call).await, *call);
     }
@@ -168,7 +170,7 @@ async fn one_bad_change_does_not_spoil_the_others_of_its_group() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_used_is_refused_without_showing_the_password() {
+async fn an_unusable_database_url_is_refused_without_its_password() {
     for url in [
         "postgres://u:secret@h/d?sslmode=require",
         "postgres://u:secret@h:port/d",
@@ -184,7 +186,7 @@ async fn what_cannot_be_used_is_refused_without_showing_the_password() {
     assert!(matches!(refused, PostgresOpenError::ForeignTables), "{refused}");
     let left = "SELECT count(*) FROM pg_namespace WHERE nspname = 'toolcrib'";
     let left: i64 = client.query_one(left, &[]).await.unwrap().get(0);
-    assert_eq!(left, 0, "nothing of ours is left behind");
+    assert_eq!(left, 0, "a refused open leaves no schema behind");
     drop(client);
     database.drop().await;
 }
@@ -202,7 +204,7 @@ async fn a_newer_database_is_not_opened() {
 }
 
 #[tokio::test]
-async fn cards_and_tools_are_in_the_tables_that_tool_services_read() {
+async fn cards_are_stored_in_the_table_that_tool_services_read() {
     let Some(database) = Database::new().await else { return };
     let store = PostgresStore::open(&database.url).await.unwrap();
     let content = serde_json::json!({ "__type__": "TextContent", "text": "a\0b" });
@@ -219,7 +221,11 @@ async fn cards_and_tools_are_in_the_tables_that_tool_services_read() {
         ttl_seconds: Some(60),
     };
     store.utp().put_card(card.clone()).await.unwrap();
-    assert_eq!(store.utp().card("p", "c1").await.unwrap(), Some(card), "to the letter");
+    assert_eq!(
+        store.utp().card("p", "c1").await.unwrap(),
+        Some(card),
+        "the card reads back unchanged"
+    );
     let client = database.client().await;
     let sql = "SELECT tenant_id, metadata->>'type', metadata->>'author_id', content->>'text', \
                metadata->>'created_at', extract(epoch FROM expires_at - created_at)::int \

@@ -4,6 +4,7 @@
 mod constraints;
 mod durability;
 mod full;
+mod migrations;
 mod opening;
 #[cfg(target_os = "linux")]
 mod reads;
@@ -19,18 +20,18 @@ use toolcrib_store::SqliteStore;
 use crate::support::database_in;
 
 /// Opens a store in a new temporary directory.
-fn fresh() -> (TempDir, SqliteStore) {
+fn open_fresh() -> (TempDir, SqliteStore) {
     let directory = tempfile::tempdir().unwrap();
     let store = SqliteStore::open_for_admin(&database_in(&directory)).unwrap();
     (directory, store)
 }
 
 /// Opens the same file as another program would.
-fn raw(path: &Path) -> Connection {
+fn open_raw(path: &Path) -> Connection {
     Connection::open(path).unwrap()
 }
 
-fn number(connection: &Connection, sql: &str) -> i64 {
+fn query_number(connection: &Connection, sql: &str) -> i64 {
     connection.query_row(sql, [], |row| row.get(0)).unwrap()
 }
 

@@ -1,6 +1,7 @@
 //! Stores, calls and event records for the tests.
 
 pub mod database;
+pub mod population;
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -55,7 +56,7 @@ pub fn database_in(directory: &TempDir) -> PathBuf {
 }
 
 /// Returns the path of the database's file with this suffix: `-wal`, `-shm`.
-pub fn beside(path: &Path, ending: &str) -> PathBuf {
+pub fn file_with_suffix(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);
     name.into()
@@ -113,6 +114,7 @@ pub fn target(tool: &str, args: &str) -> Target {
         tool: tool.into(),
         version: "v1".into(),
         executor: Executor::Builtin,
+        traits: Executor::Builtin.traits(),
         effect: Effect::Read,
         args: json(args),
     }

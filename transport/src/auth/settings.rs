@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-
 use toolcrib_protocol::settings::InvalidSetting;
 
 /// The trusted issuer and the meaning of its tokens' claims.

@@ -84,7 +84,7 @@ async fn serve_errors_page() -> impl IntoResponse {
 pub fn errors_page() -> String {
     let mut page = String::from(
         "# Errors\n\n\
-         Made from the table in `engine/src/fault.rs`; do not edit by hand.\n\n\
+         Made from the table in `engine/src/domain/fault.rs`; do not edit by hand.\n\n\
          A refused request is answered with `application/problem+json`; its member `error` is the \
          same object that a failed call carries: `{code, message, detail, retryable}`.\n\n\
          | code | HTTP | UTP code | may a retry help? | what it means | what to do |\n\

@@ -28,13 +28,13 @@ use crate::http::problem::ApiError;
 const BODY_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// The authenticated caller.
-pub(super) struct Authenticated(pub(super) Caller);
+pub(super) struct AuthenticatedCaller(pub(super) Caller);
 
-impl FromRequestParts<HttpState> for Authenticated {
+impl FromRequestParts<HttpState> for AuthenticatedCaller {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
-        Ok(Self(auth::authenticate_request(&door.engine, &parts.headers)?))
+    async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
+        Ok(Self(auth::authenticate_request(&state.engine, &parts.headers)?))
     }
 }
 
@@ -44,8 +44,8 @@ pub(super) struct JsonBody<T>(pub(super) T);
 impl<T: DeserializeOwned> FromRequest<HttpState> for JsonBody<T> {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, door: &HttpState) -> Result<Self, ApiError> {
-        let bytes = read_body(request, door.settings.max_body_bytes).await?;
+    async fn from_request(request: Request, state: &HttpState) -> Result<Self, ApiError> {
+        let bytes = read_body(request, state.settings.max_body_bytes).await?;
         // An empty body counts as an empty object, so that every field can take its default.
         let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
         Ok(Self(parse_json(&bytes)?))
@@ -58,8 +58,8 @@ pub(super) struct ResultJsonBody<T>(pub(super) T);
 impl<T: DeserializeOwned> FromRequest<HttpState> for ResultJsonBody<T> {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, door: &HttpState) -> Result<Self, ApiError> {
-        let (limit, most) = (door.max_result_body_bytes(), door.max_report_bytes());
+    async fn from_request(request: Request, state: &HttpState) -> Result<Self, ApiError> {
+        let (limit, most) = (state.max_result_body_bytes(), state.max_report_bytes());
         let bytes = read_body_draining(request, limit, most).await?;
         Ok(Self(parse_json(&bytes)?))
     }

@@ -47,17 +47,20 @@ struct ReadinessQuery {
 #[utoipa::path(get, path = "/readyz", tag = "operators", params(ReadinessQuery),
     responses((status = 200, body = String), (status = 503, body = String)))]
 async fn readyz(
-    State(door): State<HttpState>,
+    State(state): State<HttpState>,
     QueryParams(verbose): QueryParams<ReadinessQuery>,
 ) -> Response {
-    let store = door.engine.check_store().await;
+    let store = state.engine.check_store().await;
     let mut parts = vec![
         ("store", store.err().map(|error| error.to_string())),
-        ("recovery", (!door.engine.is_recovered()).then(|| "open calls are being taken up".into())),
+        (
+            "recovery",
+            (!state.engine.calls().is_recovered()).then(|| "open calls are being taken up".into()),
+        ),
     ];
-    let sources = door.engine.sources_health();
+    let sources = state.engine.sources_health();
     parts.extend(sources.into_iter().map(|health| (health.name, health.problem)));
-    if door.engine.is_draining() {
+    if state.engine.is_draining() {
         parts.push(("shutdown", Some("no more calls are taken".to_owned())));
     }
     let ready = parts.iter().all(|(_, trouble)| trouble.is_none());
@@ -80,21 +83,22 @@ async fn readyz(
 /// Prometheus metrics.
 #[utoipa::path(get, path = "/metrics", tag = "operators",
     responses((status = 200, body = String)))]
-async fn metrics(State(door): State<HttpState>) -> Response {
-    let Some(handle) = &door.metrics else {
+async fn metrics(State(http_state): State<HttpState>) -> Response {
+    let Some(handle) = &http_state.metrics else {
         let fault = Fault::new(Code::NotFound, "this process does not collect metrics");
         return problem_response(&fault, None);
     };
-    let engine = &door.engine;
-    metrics::gauge!("toolcrib_runs_open").set(engine.open_run_count() as f64);
-    for (state, count) in engine.open_calls_by_state() {
+    let engine = &http_state.engine;
+    metrics::gauge!("toolcrib_runs_open").set(engine.runs().open_run_count() as f64);
+    for (state, count) in engine.calls().open_calls_by_state() {
         metrics::gauge!("toolcrib_tool_calls_open", "state" => state).set(count as f64);
     }
-    metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.queued_call_count() as f64);
-    metrics::gauge!("toolcrib_clients_connected").set(engine.client_connection_count() as f64);
-    let age_ms = engine.oldest_open_call_age_ms();
+    metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.calls().queued_call_count() as f64);
+    metrics::gauge!("toolcrib_clients_connected")
+        .set(engine.clients().client_connection_count() as f64);
+    let age_ms = engine.calls().oldest_open_call_age_ms();
     metrics::gauge!("toolcrib_oldest_open_call_age_seconds").set(age_ms as f64 / 1_000.0);
-    for (state, count) in door.sources.iter().flat_map(|sources| sources.count_by_state()) {
+    for (state, count) in http_state.sources.iter().flat_map(|sources| sources.count_by_state()) {
         metrics::gauge!("toolcrib_upstreams", "state" => state).set(count as f64);
     }
     if let Ok(bytes) = engine.store_size_bytes().await {

@@ -3,7 +3,6 @@
 mod ingress;
 mod register;
 mod submit;
-
 use axum::routing::{delete, get};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;

@@ -63,12 +63,12 @@ impl OauthCallbackQuery {
     responses((status = 200, description = "Signed in", content_type = "text/plain"),
         (status = 400, description = "No sign-in waits for this", content_type = "text/plain")))]
 async fn callback(
-    State(door): State<HttpState>,
+    State(state): State<HttpState>,
     Query(brought): Query<OauthCallbackQuery>,
 ) -> Response {
     let over = "No sign-in waits for this: it was used already, or took too long.\n\
                 Begin another with: toolcrib mcp sign-in NAME\n";
-    let (Some(sources), Some(returned)) = (&door.sources, brought.into_callback()) else {
+    let (Some(sources), Some(returned)) = (&state.sources, brought.into_callback()) else {
         return text_response(StatusCode::BAD_REQUEST, over.to_owned());
     };
     match sources.complete_sign_in(returned).await {
@@ -101,8 +101,8 @@ fn text_response(status: StatusCode, text: String) -> Response {
 /// Client metadata document, for authorization servers that accept one in place of a registration.
 #[utoipa::path(get, path = "/oauth/client.json", tag = "operators",
     responses((status = 200, body = Object)))]
-async fn client_metadata(State(door): State<HttpState>) -> Json<Value> {
-    let base = door.sources.as_ref().map(|sources| sources.public_base_url()).unwrap_or_default();
+async fn client_metadata(State(state): State<HttpState>) -> Json<Value> {
+    let base = state.sources.as_ref().map(|sources| sources.public_base_url()).unwrap_or_default();
     Json(json!({
         "client_id": format!("{base}/oauth/client.json"),
         "client_name": "Toolcrib",

@@ -8,7 +8,6 @@ mod error;
 mod fields;
 mod models;
 mod responses;
-
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 

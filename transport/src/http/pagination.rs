@@ -1,10 +1,9 @@
 //! Pagination of lists. A page carries the next cursor in its body and in a `Link` header (RFC
 //! 8288), for programs that follow links.
 
-use axum::Extension;
-use axum::Json;
 use axum::http::{HeaderValue, Uri, header};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde::Serialize;
 

@@ -14,7 +14,7 @@ use super::wire::FaultBody;
 /// A refused request (RFC 9457). `error` is the same object that a failed call carries.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 #[schema(as = Problem)]
-pub struct ProblemDetails {
+pub(super) struct ProblemDetails {
     /// URL of the page that explains the code.
     #[serde(rename = "type")]
     kind: String,
@@ -43,7 +43,7 @@ pub struct ProblemDetails {
 /// One invalid field or parameter of a request.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 #[schema(as = Wrong)]
-pub struct FieldError {
+struct FieldError {
     /// Position in the body, as a JSON pointer in a fragment.
     #[serde(skip_serializing_if = "Option::is_none")]
     pointer: Option<String>,
@@ -116,7 +116,7 @@ pub(super) fn problem_with_status(
 }
 
 /// Builds the HTTP response of an error, for other transports that run over HTTP.
-pub fn error_response(error: Error) -> Response {
+pub(crate) fn error_response(error: Error) -> Response {
     ApiError(error).into_response()
 }
 

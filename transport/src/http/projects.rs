@@ -2,7 +2,6 @@
 
 mod definition;
 mod import;
-
 use axum::Json;
 use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::http::StatusCode;
@@ -11,13 +10,13 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::domain::directory::Project;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::engine::CatalogEntry;
+use toolcrib::registry::CatalogEntry;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::HttpState;
-use crate::http::extract::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 pub(super) fn routes() -> OpenApiRouter<HttpState> {
@@ -59,14 +58,14 @@ impl From<Project> for ProjectBody {
     responses((status = 201, body = ProjectBody), (status = 403, body = ProblemDetails),
         (status = 409, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 async fn create(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     JsonBody(body): JsonBody<NewProjectBody>,
 ) -> Result<Response, ApiError> {
     let made_up = || format!("proj_{}", ulid::Ulid::generate().to_string().to_lowercase());
     let id = body.project_id.unwrap_or_else(made_up);
     let title: String = body.title.chars().take(200).collect();
-    let project = door.engine.create_project(&caller, &id, &title).await?;
+    let project = state.engine.registry().create_project(&caller, &id, &title).await?;
     Ok((StatusCode::CREATED, Json(ProjectBody::from(project))).into_response())
 }
 
@@ -74,10 +73,10 @@ async fn create(
 #[utoipa::path(get, path = "/projects", tag = "operators",
     responses((status = 200, body = Vec<ProjectBody>), (status = 401, body = ProblemDetails)))]
 async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Json<Vec<ProjectBody>> {
-    Json(door.engine.projects(&caller).into_iter().map(ProjectBody::from).collect())
+    Json(state.engine.registry().projects(&caller).into_iter().map(ProjectBody::from).collect())
 }
 
 /// A tool of a project.
@@ -136,8 +135,8 @@ impl From<&CatalogEntry> for ProjectToolBody {
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 async fn put_tool(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(project): NamePath,
     request: Request,
 ) -> Result<Response, ApiError> {
@@ -145,14 +144,14 @@ async fn put_tool(
         let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
-    let limit = door.settings.max_body_bytes;
+    let limit = state.settings.max_body_bytes;
     let given = definition::read_document(request, limit, toolcrib_protocol::yaml::parse).await?;
-    let checked = definition::validate(&given, door.settings.jina.as_ref())?;
-    let caller = door.engine.switch_project(&caller, &project)?;
-    let default_ms = door.engine.default_timeout_ms(&caller);
+    let checked = definition::validate(&given, state.settings.jina.as_ref())?;
+    let caller = state.engine.registry().switch_project(&caller, &project)?;
+    let default_ms = state.engine.registry().default_timeout_ms(&caller);
     let definition =
-        checked.bind_to_project(&caller.project, &door.settings.utp_version, default_ms)?;
-    let entry = door.engine.put_tool(&caller, definition).await?;
+        checked.bind_to_project(&caller.project, &state.settings.utp_version, default_ms)?;
+    let entry = state.engine.registry().put_tool(&caller, definition).await?;
     Ok((StatusCode::CREATED, Json(ProjectToolBody::from(entry.as_ref()))).into_response())
 }
 
@@ -172,8 +171,8 @@ struct ProjectToolsQuery {
     responses((status = 200, body = Vec<ProjectToolBody>), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 async fn list_tools(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(project): NamePath,
     page: Result<QueryParams<ProjectToolsQuery>, ApiError>,
 ) -> Result<Json<Vec<ProjectToolBody>>, ApiError> {
@@ -182,8 +181,8 @@ async fn list_tools(
         ApiError::from(Error::refused(Code::ValidationError, message))
     };
     let QueryParams(page) = page.map_err(invalid)?;
-    let caller = door.engine.switch_project(&caller, &project)?;
-    let tools = door.engine.project_tools(&caller)?;
+    let caller = state.engine.registry().switch_project(&caller, &project)?;
+    let tools = state.engine.registry().project_tools(&caller)?;
     let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(200).min(1_000));
     let part = tools.iter().skip(offset).take(limit);
     Ok(Json(part.map(|entry| ProjectToolBody::from(entry.as_ref())).collect()))
@@ -198,8 +197,8 @@ struct ProjectToolPath {
 impl FromRequestParts<HttpState> for ProjectToolPath {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
-        let path = Path::<(String, String)>::from_request_parts(parts, door).await;
+    async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
+        let path = Path::<(String, String)>::from_request_parts(parts, state).await;
         let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
         let Path((project, name)) = path.map_err(unreadable)?;
         Ok(Self { project, name })
@@ -213,12 +212,12 @@ impl FromRequestParts<HttpState> for ProjectToolPath {
     responses((status = 200, body = ProjectToolBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails)))]
 async fn show_tool(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: ProjectToolPath,
 ) -> Result<Json<ProjectToolBody>, ApiError> {
-    let caller = door.engine.switch_project(&caller, &path.project)?;
-    let entry = door.engine.project_tool(&caller, &path.name)?;
+    let caller = state.engine.registry().switch_project(&caller, &path.project)?;
+    let entry = state.engine.registry().project_tool(&caller, &path.name)?;
     Ok(Json(ProjectToolBody::from(entry.as_ref())))
 }
 
@@ -226,14 +225,15 @@ async fn show_tool(
 #[utoipa::path(delete, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
     params(("project_id" = String, Path, description = "The project"),
         ("tool_name" = String, Path, description = "The tool")),
-    responses((status = 204), (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+    responses((status = 204), (status = 400, body = ProblemDetails),
+        (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails)))]
 async fn drop_tool(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: ProjectToolPath,
 ) -> Result<StatusCode, ApiError> {
-    let caller = door.engine.switch_project(&caller, &path.project)?;
-    door.engine.remove_tool(&caller, &path.name).await?;
+    let caller = state.engine.registry().switch_project(&caller, &path.project)?;
+    state.engine.registry().remove_tool(&caller, &path.name).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -1,4 +1,9 @@
 //! HTTP v1: the API for agents and for operators.
+//!
+//! Every route under `/v1` is listed in `routes`, or in `run_routes` and `utp_routes`, which it
+//! merges. One file per resource holds its handlers and bodies. To add a route, write the handler
+//! in the file of its resource and add it to the list; the header of `http.rs` has the remaining
+//! steps. Handlers of one path with different methods share one `routes!`.
 
 mod admin;
 mod agents;
@@ -13,7 +18,6 @@ mod runs;
 mod sources;
 mod tasks;
 mod tools;
-
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -23,6 +27,7 @@ pub use sources::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
 
+/// Returns every route under `/v1`.
 pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(tools::list))
@@ -41,7 +46,6 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(tasks::cancel))
         .routes(routes!(tasks::events))
         .routes(routes!(events::call_events))
-        .routes(routes!(events::run_events))
         .routes(routes!(events::project_events))
         .routes(routes!(contexts::show))
         .routes(routes!(contexts::set_tools))
@@ -69,6 +73,7 @@ fn run_routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(runs::cancel))
         .routes(routes!(runs::add_messages))
         .routes(routes!(runs::resume))
+        .routes(routes!(runs::stream::run_events))
         .routes(routes!(runs::replay::replay))
 }
 

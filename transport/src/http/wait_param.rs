@@ -5,12 +5,12 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::Response;
 use serde::Deserialize;
+use toolcrib_protocol::duration;
 use utoipa::IntoParams;
 
 use super::HttpState;
 use crate::http::extract::{QueryParams, invalid_parameter};
 use crate::http::problem::ApiError;
-use toolcrib_protocol::duration;
 
 const PREFER: &str = "prefer";
 
@@ -39,8 +39,8 @@ impl WaitParam {
 impl FromRequestParts<HttpState> for WaitParam {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
-        let QueryParams(mut asked) = QueryParams::<Self>::from_request_parts(parts, door).await?;
+    async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
+        let QueryParams(mut asked) = QueryParams::<Self>::from_request_parts(parts, state).await?;
         if let (None, Some(text)) = (asked.wait_ms, &asked.wait) {
             let time = duration::parse_duration(text)
                 .map_err(|why| invalid_parameter("wait", format!("wait: {why}")))?;
@@ -73,8 +73,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_preference_is_in_seconds_and_among_others() {
-        for (given, wanted) in [
+    fn prefer_wait_is_parsed_in_seconds_among_other_preferences() {
+        for (given, expected) in [
             ("wait=30", Some(30_000)),
             ("respond-async, wait=10", Some(10_000)),
             ("Wait = \"5\"; foo=bar", Some(5_000)),
@@ -89,7 +89,7 @@ mod tests {
                 header::HeaderName::from_static(PREFER),
                 given.parse().unwrap(),
             )]);
-            assert_eq!(prefer_wait_ms(&headers), wanted, "{given}");
+            assert_eq!(prefer_wait_ms(&headers), expected, "{given}");
         }
         assert_eq!(prefer_wait_ms(&HeaderMap::new()), None);
     }

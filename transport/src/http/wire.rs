@@ -10,10 +10,9 @@ use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::trace::TraceParent;
-use toolcrib::engine::CatalogEntry;
-use utoipa::ToSchema;
-
+use toolcrib::registry::CatalogEntry;
 use toolcrib_protocol::background_task::{MAX_DATA_BYTES, TaskOutcome};
+use utoipa::ToSchema;
 
 /// The error of a failed call or a refused request.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -262,7 +261,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
 impl<'a> CallBody<'a> {
     /// Builds the body of a call, with its trace.
     pub(super) fn of(engine: &Engine, call: &'a Call) -> Self {
-        Self::with_trace(call, engine.call_traceparent(call))
+        Self::with_trace(call, engine.calls().call_traceparent(call))
     }
 
     /// Builds the body of a call whose trace is already known.

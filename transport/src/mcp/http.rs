@@ -18,17 +18,13 @@ use serde_json::json;
 use toolcrib::Caller;
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::json;
-
-use super::McpTransport;
-use super::catalogue::CatalogueMode;
-use super::server::{CallerView, McpHandler};
-use crate::mcp::tool_list_splice::ToolListSplice;
 use toolcrib_protocol::outbound::is_loopback_host;
 
+use super::request::{CallerView, CatalogueMode, session_id};
+use super::server::{McpHandler, McpTransport};
+use super::tool_list::splice::ToolListSplice;
 use crate::auth::{self, RequestCredentials};
 use crate::http::error_response;
-
-const SESSION_HEADER: &str = "mcp-session-id";
 
 /// Maximum time to receive a request body.
 const MCP_BODY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -47,7 +43,7 @@ struct McpHttpState {
 }
 
 /// Returns the routes of the MCP transport.
-pub fn router(door: McpTransport) -> Router {
+pub fn router(transport: McpTransport) -> Router {
     let manager = Arc::new(LocalSessionManager::default());
     let config = StreamableHttpServerConfig::default()
         // `handle_request` checks hosts and origins, with the same error format as the other
@@ -55,8 +51,8 @@ pub fn router(door: McpTransport) -> Router {
         .disable_allowed_hosts()
         .disable_allowed_origins()
         .with_json_response(true)
-        .with_max_request_body_bytes(door.shared.settings.max_body_bytes);
-    let making = door.clone();
+        .with_max_request_body_bytes(transport.shared.settings.max_body_bytes);
+    let making = transport.clone();
     let service = StreamableHttpService::new(
         move || {
             let nobody = || std::io::Error::other("a server without a caller");
@@ -67,7 +63,7 @@ pub fn router(door: McpTransport) -> Router {
         config,
     );
     let sessions = Arc::new(SessionOwners { manager, owners: Mutex::default() });
-    let entrance = McpHttpState { transport: door, service, sessions };
+    let entrance = McpHttpState { transport, service, sessions };
     Router::new()
         .route("/mcp", any(serve_mcp))
         .route("/mcp/{source}", any(serve_mcp))
@@ -144,22 +140,22 @@ impl McpHttpState {
         }
         let view = CallerView { caller, credentials: standing, catalogue, source };
         if let Some(session) = &session {
-            shared.legacy_sessions.update_credentials(session, &view);
+            self.transport.legacy_sessions.update_credentials(session, &view);
         }
         parts.extensions.insert(view.clone());
         // The secret is removed here, so that no later code sees it.
         parts.headers.remove(header::AUTHORIZATION);
         let post = parts.method == Method::POST;
         let body = read_body(body, shared.settings.max_body_bytes).await?;
-        let asked = match serde_json::from_slice::<JsonRpcMethod>(&body) {
+        let params = match serde_json::from_slice::<JsonRpcMethod>(&body) {
             Err(error) if post && !error.is_data() => return Ok(parse_error_response(&error)),
-            read => read.ok().and_then(|asked| asked.method),
+            read => read.ok().and_then(|params| params.method),
         };
-        if post && session.is_none() && asked.as_deref() == Some("initialize") {
+        if post && session.is_none() && params.as_deref() == Some("initialize") {
             self.sessions.check_capacity(shared.settings.max_sessions, &view.caller).await?;
         }
         // A session responds with a stream whose later messages cannot be spliced.
-        let lists = post && session.is_none() && asked.as_deref() == Some("tools/list");
+        let lists = post && session.is_none() && params.as_deref() == Some("tools/list");
         let beside = lists.then(ToolListSplice::default);
         if let Some(beside) = &beside {
             parts.extensions.insert(beside.clone());
@@ -209,11 +205,6 @@ fn parse_source_name(path: &str) -> Result<Option<Arc<str>>, Error> {
     toolcrib::domain::tool::check_upstream_name(name)
         .map_err(|why| Error::refused(Code::NotFound, format!("there is no such source: {why}")))?;
     Ok(Some(name.into()))
-}
-
-/// Returns the id of the session that a message belongs to.
-pub(super) fn session_id(headers: &HeaderMap) -> Option<String> {
-    headers.get(SESSION_HEADER).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
 /// Reads the full body within its limits of size, time and nesting depth.

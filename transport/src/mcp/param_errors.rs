@@ -47,20 +47,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_with_a_request_is_said() {
-        let told = |method: &str, params: Option<Value>| {
+    fn rejected_requests_are_explained() {
+        let explain = |method: &str, params: Option<Value>| {
             let error = explain_rejection(&CustomRequest::new(method, params));
             (error.code, error.message.into_owned())
         };
-        let (code, message) = told("tools/call", Some(json!({ "name": "a", "arguments": "b" })));
+        let (code, message) = explain("tools/call", Some(json!({ "name": "a", "arguments": "b" })));
         assert_eq!(code, ErrorCode::INVALID_PARAMS);
         assert!(message.contains("tools/call") && message.contains("expected a map"), "{message}");
-        let (code, message) = told("tools/call", None);
+        let (code, message) = explain("tools/call", None);
         assert_eq!(code, ErrorCode::INVALID_PARAMS);
         assert!(message.contains("name"), "{message}");
-        assert_eq!(told("tasks/get", Some(json!({}))).0, ErrorCode::INVALID_PARAMS);
+        assert_eq!(explain("tasks/get", Some(json!({}))).0, ErrorCode::INVALID_PARAMS);
         for gone in ["tools/listen", "logging/setLevel", "resources/subscribe"] {
-            assert_eq!(told(gone, None).0, ErrorCode::METHOD_NOT_FOUND, "{gone}");
+            assert_eq!(explain(gone, None).0, ErrorCode::METHOD_NOT_FOUND, "{gone}");
         }
     }
 }

@@ -3,41 +3,94 @@
 //! A failure of the tool, or of its arguments, is a result with `isError` and a text, because the
 //! model can react to it. Only a problem of the request itself (the tool does not exist) or of
 //! Toolcrib is a protocol error, which models never see.
+//!
+//! To add a field to tool results: a field of the results of stored calls goes into the `_meta`
+//! of [`with_call_id`], under a name that begins with `toolcrib/`; a field of successes into
+//! [`success_result`], of failures into [`error_result`], of calls that have not ended into
+//! [`pending_result`]. The `structuredContent` of a success must match the output schema of the
+//! tool, so only its `_meta` has room. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md`
+//! describes the fields for users.
+
+use std::sync::Arc;
 
 use rmcp::ErrorData;
 use rmcp::model::{
-    CallToolResult, ContentBlock, ErrorCode, Resource, ResourceContents, ResultType,
+    CallToolResult, ContentBlock, ErrorCode, JsonObject, MetaObject, Resource, ResourceContents,
+    ResultType,
 };
 use serde_json::{Value, json};
 use toolcrib::domain::call::{Call, Hold, Status};
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
-use toolcrib::results::digest;
-use toolcrib::results::tokens;
+use toolcrib::registry::CatalogEntry;
+use toolcrib::results::{digest, tokens};
 use toolcrib::{Executor, Json};
 
-use super::tools::ProtocolRevision;
+use super::request::ProtocolRevision;
+
+/// Size of a result above which it is converted on a blocking thread.
+const BLOCKING_THRESHOLD_BYTES: usize = 64 << 10;
 
 /// Returns the resource URI of a call's full result.
-pub(super) fn result_uri(id: &toolcrib::CallId) -> String {
+fn result_uri(id: &toolcrib::CallId) -> String {
     format!("toolcrib://tool_calls/{id}/result")
 }
 
 /// Returns the tool result of an ended call, in at most `budget` tokens of text.
-pub(super) fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolResult {
+pub(super) async fn ended_call_result(
+    call: &Arc<Call>,
+    tool: ResultFormat,
+    budget: usize,
+) -> CallToolResult {
+    let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+    if data.is_none_or(|data| data.text().len() <= BLOCKING_THRESHOLD_BYTES) {
+        return from_ended_call(call, tool, budget);
+    }
+    // Converting a large result would block the async worker thread.
+    let whole = call.clone();
+    match tokio::task::spawn_blocking(move || from_ended_call(&whole, tool, budget)).await {
+        Ok(result) => result,
+        Err(_) => from_ended_call(call, tool, usize::MAX),
+    }
+}
+
+fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolResult {
     let outcome = call.outcome.as_ref();
-    match (outcome.and_then(|o| o.data.as_ref()), outcome.and_then(|o| o.error.as_ref())) {
+    let data = outcome.and_then(|outcome| outcome.data.as_ref());
+    let result = match (data, outcome.and_then(|outcome| outcome.error.as_ref())) {
         (_, Some(fault)) => error_result(fault, Some(call.id.as_str())),
         (Some(data), None) => success_result(call, data, tool, budget),
         (None, None) => CallToolResult::success(vec![]),
-    }
+    };
+    with_call_id(result, call)
+}
+
+/// Adds the id of the call to a result.
+fn with_call_id(mut result: CallToolResult, call: &Call) -> CallToolResult {
+    let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
+    meta.0.insert("toolcrib/tool_call_id".to_owned(), call.id.as_str().into());
+    result
 }
 
 /// Properties of the tool and the MCP client that decide how a result is written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ResultFormat {
-    pub(super) revision: ProtocolRevision,
+    revision: ProtocolRevision,
     /// True if the MCP client has seen an output schema for the structured result.
-    pub(super) has_output_schema: bool,
+    has_output_schema: bool,
+}
+
+impl ResultFormat {
+    /// Returns the format for a tool. `tool` is `None` if the MCP client has seen no output schema:
+    /// it called the tool through the catalogue, or asks `call.result`, which declares none.
+    pub(super) fn new(tool: Option<&CatalogEntry>, revision: ProtocolRevision) -> Self {
+        let schema =
+            tool.and_then(|tool| tool.definition.output_schema.as_ref()).map(|s| s.to_value());
+        let is_object = |schema: &Value| schema.get("type").is_some_and(|kind| kind == "object");
+        // Legacy revisions list only object schemas.
+        let has_output_schema =
+            schema.is_some_and(|schema| revision == ProtocolRevision::Modern || is_object(&schema));
+        Self { revision, has_output_schema }
+    }
 }
 
 fn success_result(call: &Call, data: &Json, tool: ResultFormat, budget: usize) -> CallToolResult {
@@ -196,7 +249,7 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 
 /// Returns the text for a call that has not ended and whose MCP client cannot be notified later: it
 /// names the call id and how to get the result.
-pub(super) fn pending_result(call: &Call, tool: &ResultFormat) -> CallToolResult {
+pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult {
     let id = call.id.as_str();
     let state = match (call.status, call.hold) {
         (Status::Pending, Some(Hold::Input)) => {
@@ -218,11 +271,11 @@ pub(super) fn pending_result(call: &Call, tool: &ResultFormat) -> CallToolResult
         false => CallToolResult::success(vec![ContentBlock::text(text)]),
     };
     result.structured_content = Some(ticket);
-    result
+    with_call_id(result, call)
 }
 
 /// Returns a link to a call's full result.
-pub(super) fn result_link(call: &Call, bytes: usize) -> ContentBlock {
+fn result_link(call: &Call, bytes: usize) -> ContentBlock {
     let resource = Resource::new(result_uri(&call.id), format!("result of {}", call.tool_name))
         .with_description("The whole result; the text beside this link is a digest of it")
         .with_mime_type("application/json")

@@ -6,11 +6,11 @@ use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::subject::Subject;
 use toolcrib::domain::utp::trace;
 use toolcrib::{Caller, Engine};
+use toolcrib_protocol::utp::turn::{self, DispatchBody, LeaseBody, turn_body};
+use toolcrib_protocol::utp::wire;
 
 use super::{parse_body, unknown_subject};
 use crate::nats::request_limiter::RequestPermit;
-use toolcrib_protocol::utp::turn::{self, DispatchBody, LeaseBody, turn_body};
-use toolcrib_protocol::utp::wire;
 
 /// Maximum wait of one request, so that the reply arrives before a typical NATS client times out.
 const MAX_WAIT_MS: u64 = 30_000;
@@ -62,31 +62,37 @@ pub(super) async fn handle_request(
             // refused.
             let state = || header("tracestate").filter(|state| trace::is_valid_tracestate(state));
             wanted.tracestate = wanted.tracestate.or_else(state);
-            let turn = engine.lease_turn(caller, agent, wanted).await?;
+            let turn = engine.utp().lease_turn(caller, agent, wanted).await?;
             turn_body(&turn, &[])
         }
         "dispatch" => {
             let asked = parse_payload::<DispatchBody>(request)?.into_dispatch();
-            let sent = engine.dispatch_step(caller, agent, &turn_id, asked).await?;
+            let sent = engine.utp().dispatch_step(caller, agent, &turn_id, asked).await?;
             turn_body(&sent.turn, &sent.calls)
         }
         "turn" => {
-            let turn = engine.turn(caller, agent, &turn_id).await?;
-            turn_body(&turn, &engine.step_calls(&turn).await?)
+            let turn = engine.utp().turn(caller, agent, &turn_id).await?;
+            turn_body(&turn, &engine.utp().step_calls(&turn).await?)
         }
-        "renew" => turn_body(&engine.renew_lease(caller, agent, &turn_id, epoch()?).await?, &[]),
-        "suspend" => turn_body(&engine.suspend_turn(caller, agent, &turn_id, epoch()?).await?, &[]),
+        "renew" => {
+            turn_body(&engine.utp().renew_lease(caller, agent, &turn_id, epoch()?).await?, &[])
+        }
+        "suspend" => {
+            turn_body(&engine.utp().suspend_turn(caller, agent, &turn_id, epoch()?).await?, &[])
+        }
         "resume" => {
-            let resumed = engine.resume_turn(caller, agent, &turn_id, epoch()?, wait_ms).await?;
+            let resumed =
+                engine.utp().resume_turn(caller, agent, &turn_id, epoch()?, wait_ms).await?;
             toolcrib_protocol::utp::turn::resumed_body(&resumed)
         }
-        "finish" => {
-            turn_body(&engine.finish_turn(caller, agent, &turn_id, epoch()?, reason).await?, &[])
-        }
-        "stop" => turn_body(&engine.stop_turn(caller, agent, &turn_id, reason).await?, &[]),
+        "finish" => turn_body(
+            &engine.utp().finish_turn(caller, agent, &turn_id, epoch()?, reason).await?,
+            &[],
+        ),
+        "stop" => turn_body(&engine.utp().stop_turn(caller, agent, &turn_id, reason).await?, &[]),
         "inbox" => {
             let limit = optional_u64(&given, "limit")?.unwrap_or(20).clamp(1, 200) as usize;
-            let items = engine.inbox(caller, agent, limit, wait_ms).await?;
+            let items = engine.utp().inbox(caller, agent, limit, wait_ms).await?;
             json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })
         }
         "ack" => {
@@ -94,7 +100,7 @@ pub(super) async fn handle_request(
                 serde_json::from_value(given["inbox_ids"].clone()).map_err(|_| {
                     Error::refused(Code::ValidationError, "inbox_ids must be a list of texts")
                 })?;
-            json!({ "acked": engine.take_from_inbox(caller, agent, &ids).await? })
+            json!({ "acked": engine.utp().take_from_inbox(caller, agent, &ids).await? })
         }
         _ => return Err(unknown_subject(parts)),
     };

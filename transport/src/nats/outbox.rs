@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use toolcrib::Engine;
 use toolcrib::domain::utp::{OutboxMessage, is_token, subject};
-use toolcrib::engine::UnprocessableMessage;
-
+use toolcrib::utp::UnprocessableMessage;
 use toolcrib_protocol::utp::nats_connection::NatsPublishError;
 use toolcrib_protocol::utp::{NatsConnection, wire};
 
@@ -31,9 +30,9 @@ const RESTART_DELAY: Duration = Duration::from_secs(1);
 
 /// Publishes for as long as the future is polled. The publisher restarts after a panic; until then
 /// `/readyz` reports it as down.
-pub(super) async fn run_publisher(engine: Engine, link: NatsConnection) {
-    let down = || link.set_outbox_healthy(false);
-    supervise(down, || publish_loop(engine.clone(), link.clone())).await;
+pub(super) async fn run_publisher(engine: Engine, nats: NatsConnection) {
+    let down = || nats.set_outbox_healthy(false);
+    supervise(down, || publish_loop(engine.clone(), nats.clone())).await;
 }
 
 async fn supervise<F: Future<Output = ()>>(down: impl Fn(), begin: impl Fn() -> F) {
@@ -45,9 +44,9 @@ async fn supervise<F: Future<Output = ()>>(down: impl Fn(), begin: impl Fn() -> 
     }
 }
 
-async fn publish_loop(engine: Engine, link: NatsConnection) {
-    let mut news = engine.subscribe_outbox();
-    let mut outbox = OutboxPublisher { engine, link, retries: HashMap::new() };
+async fn publish_loop(engine: Engine, nats: NatsConnection) {
+    let mut news = engine.utp().subscribe_outbox();
+    let mut outbox = OutboxPublisher { engine, link: nats, retries: HashMap::new() };
     loop {
         if !outbox.link.is_connected() {
             // The broker was disconnected and rejected nothing, so the backoff starts over.
@@ -92,7 +91,7 @@ impl OutboxPublisher {
     async fn publish_pending(&mut self) -> anyhow::Result<usize> {
         let (mut after, mut gone) = (0, 0);
         loop {
-            let letters = self.engine.outbox(after, OUTBOX_PAGE_SIZE).await?;
+            let letters = self.engine.utp().outbox(after, OUTBOX_PAGE_SIZE).await?;
             let Some((last, _)) = letters.last() else { break };
             after = *last;
             gone += self.publish_page(&letters).await?;
@@ -110,13 +109,13 @@ impl OutboxPublisher {
         };
         let due: Vec<&OutboxMessage> =
             letters.iter().map(|(_, letter)| letter).filter(due).collect();
-        let link = &self.link;
+        let nats = &self.link;
         let sending = due.iter().map(|letter| async move {
             if letter.expires_ms <= now_ms {
                 return Ok(());
             }
             // A panic while sending one message does not affect the others.
-            let sent = AssertUnwindSafe(publish_message(link, letter)).catch_unwind().await;
+            let sent = AssertUnwindSafe(publish_message(nats, letter)).catch_unwind().await;
             sent.unwrap_or_else(|_| {
                 Err(NatsPublishError::Invalid("it cannot be written".to_owned()))
             })
@@ -140,7 +139,7 @@ impl OutboxPublisher {
         for id in &gone {
             self.retries.remove(id);
         }
-        self.engine.remove_from_outbox(&gone).await?;
+        self.engine.utp().remove_from_outbox(&gone).await?;
         Ok(gone.len())
     }
 
@@ -185,21 +184,21 @@ impl OutboxPublisher {
             subject: subject.clone(),
             is_truncated: false,
         };
-        self.engine.dead_letter(parts.project, dead).await?;
+        self.engine.utp().dead_letter(parts.project, dead).await?;
         Ok(())
     }
 }
 
 async fn publish_message(
-    link: &NatsConnection,
+    nats: &NatsConnection,
     letter: &OutboxMessage,
 ) -> Result<(), NatsPublishError> {
-    let subject = format!("cg.{}.{}", link.version(), letter.subject);
+    let subject = format!("cg.{}.{}", nats.version(), letter.subject);
     if subject::parse(&subject).is_none() || !subject.split('.').all(is_token) {
         return Err(NatsPublishError::Invalid(format!("\"{subject}\" is no subject of ours")));
     }
-    let (headers, payload) = wire::encode_outbox_message(link.version(), letter);
-    link.publish(subject, headers, payload.to_string().into_bytes(), &letter.id).await
+    let (headers, payload) = wire::encode_outbox_message(nats.version(), letter);
+    nats.publish(subject, headers, payload.to_string().into_bytes(), &letter.id).await
 }
 
 #[cfg(test)]
@@ -209,24 +208,24 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_publisher_that_falls_over_gets_up_again_and_says_so() {
-        let (falls, begun) = (AtomicU32::new(0), AtomicU32::new(0));
-        let (up, is_up) = tokio::sync::oneshot::channel();
-        let up = parking_lot::Mutex::new(Some(up));
+    async fn a_panicked_publisher_is_restarted_and_reported() {
+        let (failures, starts) = (AtomicU32::new(0), AtomicU32::new(0));
+        let (running, is_running) = tokio::sync::oneshot::channel();
+        let running = parking_lot::Mutex::new(Some(running));
         let down = || {
-            falls.fetch_add(1, Ordering::Relaxed);
+            failures.fetch_add(1, Ordering::Relaxed);
         };
         let begin = || async {
-            if begun.fetch_add(1, Ordering::Relaxed) == 0 {
+            if starts.fetch_add(1, Ordering::Relaxed) == 0 {
                 panic!("a letter that nobody thought of");
             }
-            up.lock().take().into_iter().for_each(|up| up.send(()).unwrap());
+            running.lock().take().into_iter().for_each(|running| running.send(()).unwrap());
             std::future::pending().await
         };
         tokio::select! {
             () = supervise(down, begin) => unreachable!(),
-            came = is_up => came.unwrap(),
+            started = is_running => started.unwrap(),
         }
-        assert_eq!((falls.into_inner(), begun.into_inner()), (1, 2));
+        assert_eq!((failures.into_inner(), starts.into_inner()), (1, 2));
     }
 }

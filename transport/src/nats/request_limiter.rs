@@ -80,21 +80,21 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn who_waits_takes_nobodys_place_and_not_without_end() {
-        let places = RequestLimiter::new();
+    async fn waiting_requests_hold_no_slot_and_are_limited_per_project() {
+        let limiter = RequestLimiter::new();
         let mut all = Vec::new();
         for _ in 0..MAX_WAITING_PER_PROJECT {
-            let mut place = places.acquire().await.unwrap();
-            let waits = place.start_waiting("p").unwrap();
-            all.push((place, waits));
+            let mut permit = limiter.acquire().await.unwrap();
+            let waiting_permit = permit.start_waiting("p").unwrap();
+            all.push((permit, waiting_permit));
         }
-        let mut place = places.acquire().await.unwrap();
-        let refused = place.start_waiting("p").map(drop).unwrap_err();
+        let mut permit = limiter.acquire().await.unwrap();
+        let refused = permit.start_waiting("p").map(drop).unwrap_err();
         assert_eq!(refused.code(), Code::Overloaded);
-        drop(place.start_waiting("q").unwrap());
+        drop(permit.start_waiting("q").unwrap());
         all.pop();
-        drop(place.start_waiting("p").unwrap());
+        drop(permit.start_waiting("p").unwrap());
         drop(all);
-        assert!(places.waiting.lock().is_empty());
+        assert!(limiter.waiting.lock().is_empty());
     }
 }

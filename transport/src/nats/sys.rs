@@ -7,14 +7,14 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::subject::{Subject, is_command_of};
-use toolcrib::engine::UnprocessableMessage;
+use toolcrib::utp::UnprocessableMessage;
 use toolcrib::{Caller, Engine};
-
-use super::{parse_body, reply_too_large, unknown_subject};
 use toolcrib_protocol::utp::NatsConnection;
 use toolcrib_protocol::utp::card_followers::FOLLOW_TTL;
 use toolcrib_protocol::utp::report::{self, IncomingReport};
 use toolcrib_protocol::utp::wire::{self, UtpHeaders};
+
+use super::{parse_body, reply_too_large, unknown_subject};
 
 /// Maximum number of cards in one reply.
 const MAX_CARDS: usize = 100;
@@ -23,7 +23,7 @@ const MAX_REPORTS: usize = 100;
 
 pub(super) async fn handle_request(
     engine: &Engine,
-    link: &NatsConnection,
+    nats: &NatsConnection,
     caller: &Caller,
     parts: &Subject<'_>,
     request: &Message,
@@ -31,9 +31,9 @@ pub(super) async fn handle_request(
 ) -> Result<Vec<u8>, Error> {
     let answer = match (parts.target, parts.suffix) {
         ("cards", "get") => {
-            return get_cards(engine, link, caller, &parse_body(request)?, sender).await;
+            return get_cards(engine, nats, caller, &parse_body(request)?, sender).await;
         }
-        ("cards", "follow") => follow_cards(link, parts, &parse_body(request)?),
+        ("cards", "follow") => follow_cards(nats, parts, &parse_body(request)?),
         ("cards", "put") => put_card(engine, caller, &parse_body(request)?).await,
         ("l0", "report") => {
             let headers = UtpHeaders::from_message(request.headers.as_ref());
@@ -63,7 +63,7 @@ struct NatsCardsReply<'a> {
 
 async fn get_cards(
     engine: &Engine,
-    link: &NatsConnection,
+    nats: &NatsConnection,
     caller: &Caller,
     body: &Value,
     sender: &str,
@@ -77,9 +77,9 @@ async fn get_cards(
     };
     let ids = ids.filter(|ids| (1..=MAX_CARDS).contains(&ids.len())).ok_or_else(invalid)?;
     let (mut cards, mut ended) = (Vec::with_capacity(ids.len()), Vec::new());
-    let (limit, mut bytes) = (link.client().max_payload(), 0);
+    let (limit, mut bytes) = (nats.client().max_payload(), 0);
     for id in ids {
-        let card = engine.card(caller, id).await?;
+        let card = engine.utp().card(caller, id).await?;
         let card = serde_json::value::to_raw_value(&wire::WireCard::new(&card));
         let card = card.map_err(|error| Error::Internal(Box::new(error)))?;
         bytes += card.get().len();
@@ -89,7 +89,7 @@ async fn get_cards(
             return Err(reply_too_large(limit));
         }
         cards.push(card);
-        if !engine.acknowledge_card_read(caller, id, sender).await {
+        if !engine.utp().acknowledge_card_read(caller, id, sender).await {
             ended.push(id);
         }
     }
@@ -97,13 +97,13 @@ async fn get_cards(
 }
 
 async fn put_card(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Error> {
-    engine.require_project(&caller.project)?;
-    let (card, created) = engine.put_card(caller, &body["card"]).await?;
+    engine.registry().require_project(&caller.project)?;
+    let (card, created) = engine.utp().put_card(caller, &body["card"]).await?;
     Ok(json!({ "ok": true, "card_id": card.card_id, "created": created }))
 }
 
 /// Registers an inbox that receives the cards for a target before the commands that name them.
-fn follow_cards(link: &NatsConnection, parts: &Subject<'_>, body: &Value) -> Result<Value, Error> {
+fn follow_cards(nats: &NatsConnection, parts: &Subject<'_>, body: &Value) -> Result<Value, Error> {
     let text = |name: &str| body[name].as_str().unwrap_or_default();
     let (target, inbox) = (text("target"), text("inbox"));
     let refused = |message: &str| Err(Error::refused(Code::BadRequest, message));
@@ -115,7 +115,7 @@ fn follow_cards(link: &NatsConnection, parts: &Subject<'_>, body: &Value) -> Res
     if !inbox.starts_with("_INBOX") || !inbox.split('.').all(toolcrib::domain::utp::is_token) {
         return refused("inbox must be a subject that begins with _INBOX");
     }
-    link.followers().register(parts.project, target, inbox);
+    nats.followers().register(parts.project, target, inbox);
     Ok(json!({ "ok": true, "for_ms": FOLLOW_TTL.as_millis() as u64 }))
 }
 
@@ -190,7 +190,7 @@ async fn dead_letter_command(
     caller: &Caller,
     body: &Value,
 ) -> Result<Value, Error> {
-    engine.require_project(&caller.project)?;
+    engine.registry().require_project(&caller.project)?;
     if !is_command_of(body["subject"].as_str().unwrap_or_default(), &caller.project) {
         let message = "subject must be that of a command for a tool of this project: \
                        cg.<version>.<project>.<channel>.cmd.tool.<target>.<suffix>";
@@ -206,6 +206,6 @@ async fn dead_letter_command(
         payload: text("payload"),
         is_truncated: body["cut"] == json!(true),
     };
-    let letter = engine.dead_letter(&caller.project, letter).await?;
+    let letter = engine.utp().dead_letter(&caller.project, letter).await?;
     Ok(json!({ "ok": true, "dead_letter_id": letter.id }))
 }

@@ -12,13 +12,13 @@ use crate::model_formats::{
 };
 use crate::results::digest::{self, DigestSource};
 use crate::results::tokens;
-use crate::results::tokens::budget;
 
 /// State of an entry when the batch is answered.
 #[derive(Debug, Clone)]
 pub enum BatchEntryState {
     /// The entry's call has ended, successfully or not.
     Ended {
+        /// The call with its outcome.
         call: Arc<Call>,
         /// Size of a result that is too large for this answer. The ticket gives access to it.
         omitted_bytes: Option<usize>,
@@ -32,11 +32,13 @@ pub enum BatchEntryState {
 /// The answer to one entry.
 #[derive(Debug, Clone)]
 pub struct BatchEntryResult {
+    /// Format of the entry, and of its answer.
     pub form: CallFormat,
     /// The caller's own call id; derived from the entry's index if a model sent none.
     pub call_id: Option<String>,
     /// Tool name as written in the request.
     pub name: Option<String>,
+    /// State of the entry's call, or the reason why there is none.
     pub state: BatchEntryState,
     /// True if the idempotency key was used before; `state` then shows the call created at that
     /// time.
@@ -246,29 +248,29 @@ impl BatchAnswer {
         write: Option<EntryRenderer>,
     ) -> Result<Self, Error> {
         let (mut results, mut messages, mut texts) = (Vec::new(), Vec::new(), Vec::new());
-        for RenderedEntry { settled, message, text } in answered {
-            results.push(settled);
+        for RenderedEntry { settled: entry, message, text } in answered {
+            results.push(entry);
             messages.extend(message);
             texts.extend(text);
         }
         let Some(budget) = budget else { return Ok(Self { results, messages, texts }) };
         let (results, contents) = render_within_budget(budget, results).await?;
         let told = results.iter().zip(&contents);
-        let messages = told.map(|(settled, content)| settled.message(content)).collect();
+        let messages = told.map(|(entry, content)| entry.message(content)).collect();
         let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
         Ok(Self { results, messages, texts })
     }
 
     /// Returns whether some calls are still open.
     pub fn has_open_calls(&self) -> bool {
-        self.results.iter().any(|settled| matches!(settled.state, BatchEntryState::Open(_)))
+        self.results.iter().any(|entry| matches!(entry.state, BatchEntryState::Open(_)))
     }
 
     /// Returns whether every call of the batch replays an earlier call with the same idempotency
     /// key.
     pub fn is_replayed(&self) -> bool {
-        let mut calls = self.results.iter().filter(|settled| settled.call().is_some()).peekable();
-        calls.peek().is_some() && calls.all(|settled| settled.replayed)
+        let mut calls = self.results.iter().filter(|entry| entry.call().is_some()).peekable();
+        calls.peek().is_some() && calls.all(|entry| entry.replayed)
     }
 }
 
@@ -297,11 +299,11 @@ fn shorten_to_budget(budget: usize, results: &mut [BatchEntryResult], contents: 
         if tokens::exceeds(content, budget) { budget + 1 } else { tokens::count(content) }
     };
     let needs: Vec<usize> = contents.iter().map(need).collect();
-    let shares = budget::divide_budget(budget, &needs);
-    for (index, settled) in results.iter_mut().enumerate() {
+    let shares = tokens::divide_budget(budget, &needs);
+    for (index, entry) in results.iter_mut().enumerate() {
         if needs[index] > shares[index] {
-            contents[index] = settled.shorten(&contents[index], shares[index]);
-            settled.is_digested = true;
+            contents[index] = entry.shorten(&contents[index], shares[index]);
+            entry.is_digested = true;
         }
     }
 }

@@ -10,14 +10,17 @@ use serde_json::json;
 use tokio::task::JoinSet;
 
 use super::{Batch, BatchEntryResult, BatchEntryState, BatchMode};
+use crate::calls::accept::BatchMembership;
+use crate::calls::request::CallRequest;
+use crate::calls::{Calls, Until};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::Effect;
-use crate::engine::{BatchMembership, CallRequest, CatalogEntry, Engine};
 use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
+use crate::registry::catalog::CatalogEntry;
 
 /// Minimum number of lanes that justify a separate task, which another worker thread can run.
 const MIN_LANES_PER_TASK: usize = 16;
@@ -63,7 +66,7 @@ pub type EntryRenderer = fn(&BatchEntryResult) -> String;
 
 /// A batch in execution.
 pub(super) struct BatchExecution {
-    engine: Engine,
+    engine: Arc<Calls>,
     caller: Caller,
     batch: Batch,
     parsed: Vec<Result<ParsedToolCall, CallParseError>>,
@@ -84,18 +87,18 @@ pub(super) struct BatchExecution {
 
 impl BatchExecution {
     pub(super) fn new(
-        engine: &Engine,
+        engine: &Arc<Calls>,
         caller: &Caller,
         batch: Batch,
         parsed: Vec<Result<ParsedToolCall, CallParseError>>,
         write: Option<EntryRenderer>,
     ) -> Self {
-        let (limits, catalog) = (engine.limits(), engine.core.catalog());
+        let (limits, catalog) = (&engine.core.limits, engine.registry.catalog());
         let tool = |entry: &ParsedToolCall| catalog.resolve(caller, &entry.name);
         let wait_ms = batch.wait_ms.unwrap_or(limits.max_wait_ms).min(limits.max_wait_ms);
         Self {
             max_parallel: batch.max_parallel.unwrap_or(limits.max_batch_parallel),
-            wait_deadline_ms: engine.now_ms() + wait_ms,
+            wait_deadline_ms: engine.core.now_ms() + wait_ms,
             engine: engine.clone(),
             caller: caller.clone(),
             batch,
@@ -140,11 +143,11 @@ impl BatchExecution {
 
     /// Builds the answer to an entry; a parse error becomes its answer, without a call.
     fn render_entry(&self, index: usize, known: Option<EntryResolution>) -> RenderedEntry {
-        let settled = BatchEntryResult::new(index, &self.parsed[index], known);
+        let entry = BatchEntryResult::new(index, &self.parsed[index], known);
         let alone = self.batch.budget_tokens.is_none();
-        let message = alone.then(|| settled.message(&settled.content()));
-        let text = self.write.filter(|_| alone).map(|write| write(&settled));
-        RenderedEntry { settled, message, text }
+        let message = alone.then(|| entry.message(&entry.content()));
+        let text = self.write.filter(|_| alone).map(|write| write(&entry));
+        RenderedEntry { settled: entry, message, text }
     }
 
     /// Plans the lanes. Lanes run concurrently; the entries of one lane run one after another.
@@ -184,7 +187,7 @@ impl BatchExecution {
     async fn run_lane(self: Arc<Self>, (places, mut coming): LaneStart) {
         // Lanes that get a slot at the beginning start even if the caller does not wait at all.
         let mut at_once = self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
-        let in_time = || self.engine.now_ms() < self.wait_deadline_ms;
+        let in_time = || self.engine.core.now_ms() < self.wait_deadline_ms;
         // After the wait, the previous holder of this slot may still be open. This lane then queues
         // behind it.
         let mut before = match at_once || in_time() {
@@ -229,17 +232,17 @@ impl BatchExecution {
         coming: Option<GroupMember>,
         after: Option<Arc<Call>>,
     ) -> LaneContinuation {
-        let asked = self.invocation(index, entry);
+        let request = self.invocation(index, entry);
         let run = self.clone();
         let ahead = move |call: &Arc<Call>| {
             run.record_answer(index, (run.ended_state(call.clone()), false), true)
         };
-        let among = BatchMembership {
+        let membership = BatchMembership {
             group_member: coming,
             on_finished: Some(Box::new(ahead)),
             predecessor: after,
         };
-        let ticket = match self.engine.invoke_in_batch(&self.caller, asked, among).await {
+        let ticket = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
             Ok(ticket) => ticket,
             Err(error) => {
                 self.record_answer(
@@ -255,10 +258,13 @@ impl BatchExecution {
         }
         let mut call = ticket.call.clone();
         if !call.status.is_terminal() && !call.origin.background {
-            let left_ms = self.wait_deadline_ms.saturating_sub(self.engine.now_ms());
+            let left_ms = self.wait_deadline_ms.saturating_sub(self.engine.core.now_ms());
             // If the store is unavailable, the ticket remains valid.
-            call =
-                self.engine.wait_for_outcome(&self.caller, &ticket, left_ms).await.unwrap_or(call);
+            call = self
+                .engine
+                .wait(&self.caller, &ticket, Until::EndedWithin(left_ms))
+                .await
+                .unwrap_or(call);
         }
         let left = match (call.status.is_terminal(), call.origin.background) {
             (true, _) => LaneContinuation::Ended,
@@ -298,7 +304,7 @@ impl BatchExecution {
         let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
         let size = data.map_or(0, |data| data.text().len());
         let before = self.result_bytes.fetch_add(size, Ordering::Relaxed);
-        if before + size <= self.engine.limits().max_batch_bytes {
+        if before + size <= self.engine.core.limits.max_batch_bytes {
             return BatchEntryState::Ended { call, omitted_bytes: None };
         }
         self.result_bytes.fetch_sub(size, Ordering::Relaxed);

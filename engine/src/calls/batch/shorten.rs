@@ -70,7 +70,7 @@ mod tests {
     use crate::domain::fault::Code;
 
     #[test]
-    fn nothing_is_over_its_budget_and_no_id_is_cut() {
+    fn shortened_texts_fit_their_budget_and_never_cut_an_id() {
         let id = "tc_01M7H23XDKQJPB0X7SZ7GG11CR";
         let ticket = PendingNotice {
             status: "pending",
@@ -81,19 +81,20 @@ mod tests {
         let long = Fault::new(Code::RuntimeError, "it went wrong in a way. ".repeat(100))
             .with_detail(json!({ "more": "x".repeat(500) }));
         for budget in 0..150 {
-            let said = [
+            let shortened = [
                 shorten_pending(&ticket, budget),
                 shorten_fault(&long, budget),
                 describe_omitted(7, id, budget),
                 truncate_to_tokens(&"ein langer Satz über Käse 😀 ".repeat(50), budget),
             ];
-            for text in &said {
+            for text in &shortened {
                 assert!(!tokens::exceeds(text, budget), "{budget}: {text}");
                 let json = !text.starts_with('{') || serde_json::from_str::<Value>(text).is_ok();
                 assert!(json && text.contains("tc_") == text.contains(id), "{budget}: {text}");
             }
-            let marked = said[1].is_empty() || said[1] == "failed" || said[1].ends_with(CUT);
-            assert!(marked, "{budget}: {}", said[1]);
+            let marked =
+                shortened[1].is_empty() || shortened[1] == "failed" || shortened[1].ends_with(CUT);
+            assert!(marked, "{budget}: {}", shortened[1]);
         }
         assert!(shorten_fault(&long, 20).starts_with("RUNTIME_ERROR: it went wrong in a way."));
         assert_eq!(shorten_pending(&ticket, 2), "pending");

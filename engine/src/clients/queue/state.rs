@@ -115,6 +115,8 @@ impl ClientQueueState {
         self.clients.values_mut().for_each(|client| client.sessions.clear());
     }
 
+    /// Ends a connection. Work that the client leased stays with it for the grace period, then
+    /// `requeue_expired` gives it to another client, if the tool is safe to repeat.
     pub(super) fn disconnect(
         &mut self,
         key: &ClientKey,

@@ -111,7 +111,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn an_object_and_back() {
+    fn event_data_round_trips_through_a_json_object() {
         let mut facts = EventData::default();
         facts.insert("tool", json!("a.tool"));
         facts.insert("by", json!("nobody"));
@@ -119,7 +119,7 @@ mod tests {
         let value = serde_json::to_value(&facts).unwrap();
         assert_eq!(value, json!({ "by": "c1", "tool": "a.tool" }));
         let read: EventData = serde_json::from_str(r#"{"by":"c1","tool":"a.tool"}"#).unwrap();
-        assert_eq!(read, facts, "whatever the order");
+        assert_eq!(read, facts, "in any order");
         assert_eq!((read.get("by"), read.get("to"), read.len()), (Some(&json!("c1")), None, 2));
         facts.remove("by");
         assert_ne!(read, facts);

@@ -107,20 +107,27 @@ fn decimal(written: &str) -> (String, i64) {
 mod tests {
     use super::*;
 
-    fn all_same(texts: &[&str]) {
+    fn assert_all_same(texts: &[&str]) {
         for text in texts {
             assert_eq!(canonicalize(text), canonicalize(texts[0]), "{text}");
         }
     }
 
     #[test]
-    fn order_space_and_spelling_do_not_matter() {
-        all_same(&[r#"{"a":{"c":2,"d":1},"b":[1,2]}"#, r#" { "b": [1, 2], "a": {"d":1,"c":2} } "#]);
-        all_same(&[r#"["é/","\n"]"#, r#"["\u00E9\/","\u000a"]"#]);
-        all_same(&[r#"{"a":1}"#, r#"{"a":2,"\u0061":1}"#]);
-        all_same(&["1.1", "1.10", "11e-1", "0.11E+1"]);
-        all_same(&["100.0", "1e2", "1E+2", "1000e-1"]);
-        all_same(&["18446744073709551616", "18446744073709551616.0", "1844674407370955161600e-2"]);
+    fn key_order_whitespace_and_escapes_do_not_matter() {
+        assert_all_same(&[
+            r#"{"a":{"c":2,"d":1},"b":[1,2]}"#,
+            r#" { "b": [1, 2], "a": {"d":1,"c":2} } "#,
+        ]);
+        assert_all_same(&[r#"["é/","\n"]"#, r#"["\u00E9\/","\u000a"]"#]);
+        assert_all_same(&[r#"{"a":1}"#, r#"{"a":2,"\u0061":1}"#]);
+        assert_all_same(&["1.1", "1.10", "11e-1", "0.11E+1"]);
+        assert_all_same(&["100.0", "1e2", "1E+2", "1000e-1"]);
+        assert_all_same(&[
+            "18446744073709551616",
+            "18446744073709551616.0",
+            "1844674407370955161600e-2",
+        ]);
         assert_eq!(
             canonicalize(r#"{"":[],"a b":{}, "c":[true,null]}"#),
             r#"{"":[],"a b":{},"c":[true,null]}"#
@@ -128,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn different_numbers_are_different_however_long() {
+    fn long_numbers_keep_their_differences() {
         for (one, two) in [
             ("18446744073709551616", "18446744073709551617"),
             ("100000000000000000001", "100000000000000000002"),
@@ -145,7 +152,7 @@ mod tests {
 
     /// Fingerprints in existing databases were computed from this text.
     #[test]
-    fn usual_documents_are_written_as_the_serialiser_writes_them() {
+    fn usual_documents_equal_the_output_of_serde_json() {
         for text in [
             r#"{"a":[1,-2,3.5,1e-7,18446744073709551615],"b":"x\"\\\u0007😀"}"#,
             r#"{"n":{"m":[true,false,null,"",0,0.0,-0.0]}}"#,

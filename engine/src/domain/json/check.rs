@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_passes_is_what_can_be_read() {
+    fn the_check_accepts_exactly_what_serde_json_can_read() {
         let long = "7".repeat(309);
         let longest = format!("1{}", "0".repeat(308));
         let small = format!("0.{}1e401", "0".repeat(400));
@@ -153,17 +153,17 @@ mod tests {
     }
 
     #[test]
-    fn the_place_is_that_of_the_number_or_the_escape() {
+    fn an_error_has_the_location_of_the_number_or_escape() {
         let at = |text: &str| check(text.as_bytes()).unwrap_err().to_string();
         assert_eq!(at("[1,\n  1e400]"), "number out of range at line 2 column 3");
         assert_eq!(at(r#"["ab\ud800"]"#), "half of a surrogate pair at line 1 column 5");
     }
 
     #[test]
-    fn halves_are_mended_and_whole_ones_kept() {
+    fn lone_surrogates_are_replaced_and_pairs_kept() {
         let text = br#"["\ud83d", "\ud83d\ude00", "x\ude00y", "\ud83d"]"#;
-        let mended = replace_lone_surrogates(text).unwrap();
-        let value: Value = serde_json::from_slice(&mended).unwrap();
+        let repaired = replace_lone_surrogates(text).unwrap();
+        let value: Value = serde_json::from_slice(&repaired).unwrap();
         assert_eq!(value, serde_json::json!(["\u{fffd}", "😀", "x\u{fffd}y", "\u{fffd}"]));
         assert!(matches!(
             super::replace_lone_surrogates(br#""\ud83d\ude00""#),
@@ -173,12 +173,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_json_is_left_to_the_parser() {
+    fn syntax_errors_are_left_to_the_parser() {
         for text in
             ["\"", "\"\\", "\"\\u", "\"\\ud8", "\"\\ud800", "1e", "-", "1e+", "é", "\"\\uzzzz\""]
         {
-            let judged = check(text.as_bytes());
-            assert!(judged.is_ok() || text.contains("\\ud800"), "{text}: {judged:?}");
+            let checked = check(text.as_bytes());
+            assert!(checked.is_ok() || text.contains("\\ud800"), "{text}: {checked:?}");
         }
     }
 }

@@ -10,11 +10,17 @@ use std::borrow::Cow;
 /// The type of a JSON value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum JsonKind {
+    /// An object: `{…}`.
     Object,
+    /// An array: `[…]`.
     Array,
+    /// A string.
     Text,
+    /// A number.
     Number,
+    /// `true` or `false`.
     Bool,
+    /// `null`, or the end of the text.
     Null,
 }
 
@@ -230,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_over_and_into_values() {
+    fn the_cursor_steps_over_and_into_values() {
         let text = r#" {"a" : [1, "]\"", {"x":null}] , "b":-1.5e3,"c":true, "d\n":{} } "#;
         let mut cursor = JsonCursor::new(text);
         assert_eq!(cursor.kind(), JsonKind::Object);
@@ -252,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_walk_over_anything_ends() {
+    fn iteration_over_malformed_text_ends() {
         for text in ["", "[", "[,,", "{", "{\"", "[1 2", "\"\\", "]", "{]}", "[é,\"é"] {
             let mut cursor = JsonCursor::new(text);
             let mut steps = 0;
@@ -266,13 +272,13 @@ mod tests {
     }
 
     #[test]
-    fn half_a_surrogate_pair_is_shown_as_written() {
+    fn a_lone_surrogate_is_decoded_as_written() {
         assert_eq!(decode_string(r#""a\ud800""#), r"a\ud800");
         assert_eq!(decode_string(r#""\u00e9\n""#), "é\n");
     }
 
     #[test]
-    fn escapes_mean_what_they_mean_everywhere() {
+    fn escapes_are_decoded_as_serde_json_does() {
         for written in [
             r#""""#,
             r#""plain é 🦀""#,

@@ -45,7 +45,7 @@ mod tests {
     use super::find_lossy_integer;
 
     #[test]
-    fn only_whole_numbers_that_would_change_are_found() {
+    fn only_integers_that_would_lose_precision_are_found() {
         for kept in [
             "{}",
             r#"{"a": 18446744073709551615, "b": -9223372036854775808, "c": -0}"#,

@@ -1,18 +1,14 @@
 //! Cards: immutable records that UTP messages point at. Pure.
 //!
-//! The `tool.call` card of every call, and the `tool.result` card of every call that no tool
-//! service executed, derive from the call: nothing is stored twice, and every call can be read as
-//! cards. Cards from tool services and agents are validated here and stored.
+//! Cards from tool services and agents are validated here and stored. The cards of calls derive
+//! from the calls (see [`crate::domain::derived`]) and have reserved ids.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{AfterExecution, Binding, Route, ToolStatus, trace};
-use crate::domain::args::ArgumentRules;
-use crate::domain::call::{Call, Status};
+use super::{AfterExecution, ToolStatus};
 use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
-use crate::domain::tool::Executor;
 
 /// Type of the card that requests a call.
 pub const TOOL_CALL: &str = "tool.call";
@@ -48,19 +44,27 @@ const CONTENT_FIELDS: [(&str, &[&str], &[&str]); 6] = [
 /// One card.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Card {
+    /// Unique id of at most 128 letters, digits, `_` and `-`.
     pub card_id: String,
+    /// Id of the project that the card belongs to.
     pub project: String,
     /// `tool.call`, `tool.result`, …
     pub kind: String,
     /// Includes the discriminator `__type__`.
     pub content: Map<String, Value>,
+    /// Time of creation, in Unix milliseconds.
     pub created_ms: u64,
+    /// Id of the agent, tool service or component that wrote the card.
     pub author_id: String,
+    /// Lineage and further data: `agent_turn_id`, `step_id`, `trace_id`, ….
     pub metadata: Map<String, Value>,
+    /// Tool calls of a model's message, as given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_calls: Option<Value>,
+    /// Id of the call that the card belongs to, as in the call's route.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
+    /// Lifetime that the author states, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<u64>,
 }
@@ -326,86 +330,6 @@ pub fn derived_id(call: &CallId, kind: &str) -> String {
     format!("card_{body}_{end}")
 }
 
-/// Returns the `tool.call` card of a call.
-pub fn call_card(call: &Call, binding: Option<&Binding>) -> Card {
-    let route = Route::for_call(call);
-    let arguments = match call.target.args.to_value() {
-        Value::Object(arguments) => Value::Object(arguments),
-        other => json!({ "_raw": other }),
-    };
-    let content = json!({
-        "__type__": "ToolCallContent",
-        "tool_name": call.target.tool,
-        "arguments": arguments,
-        "status": "called",
-        "target_subject": binding.and_then(|binding| binding.target_subject.as_deref()),
-    });
-    let mut metadata = lineage_metadata(call, &route);
-    let rules =
-        binding.and_then(|binding| ArgumentRules::from_options(&binding.options.to_value()));
-    if let Some(rules) = rules.filter(|_| call.target.tool == call.tool_name) {
-        metadata.extend(rules.audit_metadata(&call.args.to_value()));
-    }
-    Card {
-        card_id: derived_id(&call.id, TOOL_CALL),
-        project: call.project.clone(),
-        kind: TOOL_CALL.to_owned(),
-        content: into_map(content),
-        created_ms: call.created_ms,
-        author_id: call.origin.agent.clone(),
-        metadata,
-        tool_calls: None,
-        tool_call_id: Some(route.tool_call_id),
-        ttl_seconds: None,
-    }
-}
-
-/// Returns the `tool.result` card of an ended call.
-pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
-    let status = ToolStatus::from_call(call)?;
-    let outcome = call.outcome.as_ref()?;
-    let by_clock = call.status == Status::Timeout;
-    let source = match (by_clock, call.target.executor) {
-        (true, _) => "watchdog",
-        (false, Executor::Builtin) => "worker",
-        _ => "tool",
-    };
-    let error = outcome.error.as_ref().map(|fault| error_json(fault, source));
-    let result = match &error {
-        None => outcome.data.as_ref().map_or(Value::Null, |data| data.to_value()),
-        Some(error) => error_as_result(error),
-    };
-    let after = binding.map_or(AfterExecution::Suspend, |binding| binding.after_execution);
-    let content = json!({
-        "__type__": "ToolResultContent",
-        "status": status.as_str(),
-        "after_execution": after.as_str(),
-        "result": result,
-        "error": error,
-    });
-    let route = Route::for_call(call);
-    let mut metadata = lineage_metadata(call, &route);
-    metadata.insert("role".into(), "tool".into());
-    metadata.insert("function_name".into(), call.target.tool.as_str().into());
-    let author = if by_clock { "worker.watchdog" } else { "tool.crib" };
-    Some(Card {
-        card_id: derived_id(&call.id, TOOL_RESULT),
-        project: call.project.clone(),
-        kind: TOOL_RESULT.to_owned(),
-        content: into_map(content),
-        created_ms: call.completed_ms.unwrap_or(call.created_ms),
-        author_id: call
-            .acknowledged_by
-            .clone()
-            .filter(|_| !by_clock)
-            .unwrap_or_else(|| author.into()),
-        metadata,
-        tool_calls: None,
-        tool_call_id: Some(route.tool_call_id),
-        ttl_seconds: None,
-    })
-}
-
 /// Returns a fault in UTP's form.
 pub fn error_json(fault: &Fault, source: &str) -> Value {
     json!({
@@ -426,17 +350,6 @@ pub fn error_as_result(error: &Value) -> Value {
         "error": error,
         "error_detail": error["detail"],
     })
-}
-
-/// Returns the lineage of a call; both of its cards carry it.
-pub fn lineage_metadata(call: &Call, route: &Route) -> Map<String, Value> {
-    into_map(json!({
-        "agent_turn_id": route.turn_id,
-        "step_id": route.step_id,
-        "tool_call_id": route.tool_call_id,
-        "trace_id": trace::trace_id_of(call),
-        "parent_step_id": route.parent_step_id,
-    }))
 }
 
 /// Converts a JSON object to a map.

@@ -5,11 +5,17 @@ use super::is_token;
 /// The parts of a subject.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Subject<'a> {
+    /// Protocol version, such as `v1r3`.
     pub version: &'a str,
+    /// Id of the project.
     pub project: &'a str,
+    /// Channel inside the project, such as `public`.
     pub channel: &'a str,
+    /// Kind of message: `cmd` for commands, `evt` for events, ….
     pub category: &'a str,
+    /// Kind of addressee or sender: `tool`, `agent`, ….
     pub component: &'a str,
+    /// Name of the tool service, worker or agent.
     pub target: &'a str,
     /// All remaining tokens, with their dots.
     pub suffix: &'a str,
@@ -115,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn subjects_are_taken_apart() {
+    fn subjects_are_parsed_into_parts() {
         let parts = parse("cg.v1r3.p.public.cmd.tool.search.run.x").unwrap();
         assert_eq!((parts.target, parts.suffix), ("search", "run.x"));
         for other in ["cg.v1r3.p.public.cmd.tool.search", "xx.v1r3.p.c.cmd.tool.a.b", "", "cg....."]
@@ -125,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_belong_to_the_project_that_their_subject_names() {
+    fn a_command_belongs_to_the_project_in_its_subject() {
         assert!(is_command_of("cg.v1r3.p.public.cmd.tool.search.run", "p"));
         for other in [
             "cg.v1r3.q.public.cmd.tool.search.run",
@@ -142,11 +148,11 @@ mod tests {
     }
 
     #[test]
-    fn targets_are_commands_for_tools() {
+    fn targets_are_expanded_to_tool_command_subjects() {
         let full = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.run";
         assert_eq!(expand_target(full, "v1r3", "p").as_deref(), Ok(full));
         let short = expand_target("cmd.tool.search.run", "v1r3", "p").unwrap();
-        assert_eq!(short, full, "written out");
+        assert_eq!(short, full, "the short form is expanded");
         let filled_in = "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run";
         assert_eq!(expand_target(filled_in, "v1r3", "p").as_deref(), Ok(full));
         assert_eq!(

@@ -1,10 +1,9 @@
-//! The trace of a call as UTP carries it: `traceparent` texts. Pure.
+//! Traces as UTP carries them: `traceparent` texts. Pure.
 
 use sha2::{Digest, Sha256};
 
-use crate::domain::call::Call;
-use crate::domain::tool::hex;
-use crate::domain::trace::{SpanIds, TraceParent};
+use crate::domain::id::hex;
+use crate::domain::trace::TraceParent;
 
 /// Returns the trace id and span id of a `traceparent`, or `None` if it is not valid. Lenient, as
 /// UTP is: accepts upper case and ignores the values of version and flags.
@@ -49,23 +48,6 @@ pub fn child_traceparent(parent: &str, seed: &str) -> String {
     format!("00-{trace_id}-{}-01", hex(&hash[..8]))
 }
 
-/// Returns the `traceparent` of a call: that of its request, or a derived one.
-pub fn call_traceparent(call: &Call) -> String {
-    parse_or_derive_parent(call).to_string()
-}
-
-/// Returns the id of a call's trace.
-pub fn trace_id_of(call: &Call) -> String {
-    parse_or_derive_parent(call).trace_id_text()
-}
-
-fn parse_or_derive_parent(call: &Call) -> TraceParent {
-    // Parses as strictly as the code that derives the spans; otherwise the two would be in
-    // different traces.
-    let asked = call.origin.traceparent.as_deref().and_then(|text| text.parse().ok());
-    asked.unwrap_or_else(|| SpanIds::for_call(call).call(true))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -85,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn what_utp_reads_and_others_do_not_is_written_so_that_all_do() {
+    fn utp_traceparents_are_normalized_to_w3c_form() {
         let usual = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         assert_eq!(normalize(usual).as_deref(), Some(usual));
         assert_eq!(normalize(&usual.to_uppercase()).as_deref(), Some(usual));

@@ -12,7 +12,9 @@ const EVENT_TTL_MS: u64 = 86_400_000;
 pub struct TurnEvent {
     /// The calls in flight, by the model's ids.
     pub pending_tool_call_ids: Vec<String>,
+    /// Progress of the current step; `None` publishes no step event.
     pub step: Option<StepProgress>,
+    /// End of the turn; `None` while it continues.
     pub completion: Option<TurnCompletion>,
 }
 
@@ -21,6 +23,7 @@ pub struct TurnEvent {
 pub struct StepProgress {
     /// `executing` or `completed`.
     pub phase: &'static str,
+    /// Ids of the cards that the step added.
     pub new_card_ids: Vec<String>,
 }
 
@@ -29,8 +32,11 @@ pub struct StepProgress {
 pub struct TurnCompletion {
     /// One of the values of [`super::ToolStatus`].
     pub status: String,
+    /// Id of the result card that ended the turn, if one did.
     pub tool_result_card_id: Option<String>,
+    /// `tool_failed` or `stopped`; `None` after a success.
     pub error_code: Option<&'static str>,
+    /// Reason in words, if the turn did not succeed.
     pub error: Option<String>,
 }
 
@@ -140,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_written_as_everybody_writes_them() {
+    fn timestamps_are_formatted_as_iso_8601() {
         for (unix_ms, text) in [
             (0, "1970-01-01T00:00:00.000Z"),
             (951_782_400_000, "2000-02-29T00:00:00.000Z"),

@@ -7,7 +7,6 @@ mod directory;
 mod runs;
 mod upstreams;
 mod utp;
-
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 

@@ -9,6 +9,7 @@ use crate::domain::run::{JournalEntry, JournalRecord, Run, RunEvent, RunStatus};
 /// Result of creating a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum CreateRunResult {
+    /// The run was stored.
     New,
     /// The key was used before for the same request; this is the stored run.
     Replayed(Box<Run>),
@@ -19,13 +20,17 @@ pub enum CreateRunResult {
 /// Selects the runs to list, newest first.
 #[derive(Debug, Clone, Default)]
 pub struct RunFilter {
+    /// Project that the runs belong to.
     pub project: String,
+    /// Current status of the runs; `None` selects all statuses.
     pub status: Option<RunStatus>,
+    /// Model name from the request; `None` selects all models.
     pub model: Option<String>,
     /// Created at or after this time.
     pub since_ms: Option<u64>,
     /// Older than this run (the last of the previous page).
     pub before: Option<String>,
+    /// Maximum number of runs to return.
     pub limit: usize,
 }
 

@@ -11,6 +11,7 @@ use crate::domain::utp::{Card, DeadLetter, InboxItem, OutboxMessage, Route, Step
 /// Result of writing a card.
 #[derive(Debug, Clone, PartialEq)]
 pub enum PutCardResult {
+    /// The card was stored.
     New,
     /// An identical card is already stored.
     Identical,
@@ -21,6 +22,7 @@ pub enum PutCardResult {
 /// Result of putting an item into an inbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum InboxPutResult {
+    /// The item was stored.
     New,
     /// The call's outcome is already in the inbox, under this id.
     Duplicate(String),
@@ -33,7 +35,9 @@ pub struct TurnChange {
     pub step_calls: Vec<StepCall>,
     /// Ids of the inbox items that the agent acknowledges with this change.
     pub acknowledged_inbox_ids: Vec<String>,
+    /// Items to put into inboxes.
     pub inbox: Vec<InboxItem>,
+    /// Messages to publish after the commit.
     pub outbox: Vec<OutboxMessage>,
 }
 
@@ -42,13 +46,19 @@ pub struct TurnChange {
 pub struct SharedTableReport {
     /// Its position in the order of arrival.
     pub number: u64,
+    /// Project that the report belongs to.
     pub project: String,
+    /// Id of the inbox row that holds the report.
     pub inbox_id: String,
+    /// Agent that the report is addressed to.
     pub agent_id: String,
     /// The call it is about, as the row states.
     pub correlation_id: Option<String>,
+    /// Nesting depth of agents that call agents.
     pub depth: u32,
+    /// W3C `traceparent` of the report.
     pub traceparent: String,
+    /// Id of the reporting service, if the row states it.
     pub source_agent_id: Option<String>,
     /// The report itself, as JSON.
     pub payload: String,

@@ -6,7 +6,7 @@ use super::{Catalog, ClientRegistration, require_client_owner};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Executor, ToolDefinition};
-use crate::engine::EngineLimits;
+use crate::ports::core::EngineLimits;
 use crate::registry::model_tool_names;
 
 pub(super) fn check_registration(

@@ -5,7 +5,6 @@ use std::fmt::Write;
 
 use super::shape::describe_shape;
 use super::{BYTES_PER_TOKEN, render_most_detailed, scale_down};
-use crate::domain::json::cursor::decode_string;
 use crate::results::digest::sampling::{SampleArray, SampleNode, SampleObject};
 
 /// Limits on the amount of detail in a rendering.
@@ -144,18 +143,6 @@ fn write_map(out: &mut String, map: &SampleObject<'_>, detail: &RenderLimits, de
         let _ = write!(out, "{comma}… {}{more}", map.count - shown);
     }
     out.push('}');
-}
-
-/// Formats a key for display outside JSON.
-pub(super) fn display_key(key: &str) -> String {
-    let plain = decode_string(key);
-    let simple =
-        !plain.is_empty() && plain.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c));
-    let text: &str = if simple { &plain } else { key };
-    match text.char_indices().nth(60) {
-        Some((at, _)) => format!("{}…", &text[..at]),
-        None => text.to_owned(),
-    }
 }
 
 /// Renders the object that encloses the main content: its other entries, with long ones reduced to

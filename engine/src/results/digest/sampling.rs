@@ -175,29 +175,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_is_counted_and_some_of_it_is_kept() {
+    fn all_items_are_counted_and_some_are_sampled() {
         let text = format!("[{}]", (0..1_000).map(|n| n.to_string()).collect::<Vec<_>>().join(","));
         let SampleNode::Array(list) = sample_document(&text, 40) else { panic!("a list") };
         assert_eq!((list.count, list.bytes), (1_000, text.len()));
         assert!(list.head.len() < 40);
         let seen: Vec<(usize, &str)> = list
             .sampled_items()
-            .map(|(place, node)| match node {
-                SampleNode::Scalar(text) => (place, *text),
+            .map(|(position, node)| match node {
+                SampleNode::Scalar(text) => (position, *text),
                 _ => panic!("a number"),
             })
             .collect();
-        assert!(seen.iter().all(|(place, text)| place.to_string() == *text), "{seen:?}");
+        assert!(seen.iter().all(|(position, text)| position.to_string() == *text), "{seen:?}");
         assert_eq!(seen.last(), Some(&(999, "999")));
         assert!(seen.is_sorted());
     }
 
     #[test]
-    fn places_are_evenly_spread() {
-        let mut places = StrideSampler::default();
-        (0..10_000).for_each(|n| places.record(n, n));
-        let taken = places.into_positions();
-        assert!((16..=SPREAD + 1).contains(&taken.len()), "{}", taken.len());
-        assert_eq!((taken[0].0, taken.last().unwrap().0), (0, 9_999));
+    fn sampled_positions_are_evenly_spread() {
+        let mut sampler = StrideSampler::default();
+        (0..10_000).for_each(|n| sampler.record(n, n));
+        let positions = sampler.into_positions();
+        assert!((16..=SPREAD + 1).contains(&positions.len()), "{}", positions.len());
+        assert_eq!((positions[0].0, positions.last().unwrap().0), (0, 9_999));
     }
 }

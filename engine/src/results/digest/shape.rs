@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use super::json::display_key;
+use crate::domain::json::cursor::decode_string;
 use crate::results::digest::sampling::{SampleArray, SampleNode, SampleObject};
 
 /// The type of a value, or of several values at the same location.
@@ -45,6 +45,18 @@ pub(super) fn describe_shape(node: &SampleNode<'_>, room: usize) -> String {
         text
     };
     super::render_most_detailed(room, written)
+}
+
+/// Formats a key for display outside JSON.
+pub(super) fn display_key(key: &str) -> String {
+    let plain = decode_string(key);
+    let simple =
+        !plain.is_empty() && plain.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c));
+    let text: &str = if simple { &plain } else { key };
+    match text.char_indices().nth(60) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text.to_owned(),
+    }
 }
 
 /// Returns the scalar type of a JSON text.

@@ -5,8 +5,8 @@
 
 use std::fmt::Write;
 
-use super::json::{self, RenderLimits, display_key};
-use super::shape::Shape;
+use super::json::{self, RenderLimits};
+use super::shape::{Shape, display_key};
 use super::{render_most_detailed, scale_down};
 use crate::domain::json::cursor::decode_string;
 use crate::results::digest::sampling::{SampleArray, SampleNode, SampleObject};

@@ -9,7 +9,7 @@ fn call_id() -> CallId {
 }
 
 #[track_caller]
-fn digested(data: &Value, budget: usize, hint: Option<&str>) -> Digest {
+fn make_digest(data: &Value, budget: usize, hint: Option<&str>) -> Digest {
     let call_id = call_id();
     let source = DigestSource { call_id: &call_id, tool: "some.tool", hint };
     let data = Json::from_value(data);
@@ -26,14 +26,14 @@ fn digested(data: &Value, budget: usize, hint: Option<&str>) -> Digest {
 }
 
 #[track_caller]
-fn has(digest: &Digest, parts: &[&str]) {
+fn assert_contains(digest: &Digest, parts: &[&str]) {
     for part in parts {
         assert!(digest.text.contains(part), "no {part:?} in\n{}", digest.text);
     }
 }
 
 #[test]
-fn what_fits_needs_no_digest() {
+fn a_result_within_the_budget_needs_no_digest() {
     let call_id = call_id();
     let source = DigestSource { call_id: &call_id, tool: "some.tool", hint: None };
     let data = Json::parse(r#"{"sum": 42}"#).unwrap();
@@ -43,15 +43,15 @@ fn what_fits_needs_no_digest() {
 }
 
 #[test]
-fn a_text_shows_head_tail_and_what_was_asked_for() {
+fn a_text_digest_shows_head_tail_and_matching_lines() {
     let mut lines: Vec<String> = (0..4_000)
         .map(|n| format!("{n} the quick brown fox jumps over the lazy dog again and again"))
         .collect();
     lines[2_345] = "2345 the invoice of ACME-7731 was paid on Monday".into();
     lines[3_100] = "3100 ERROR: disk full, nothing was written".into();
     let text = Value::from(lines.join("\n"));
-    let digest = digested(&text, 400, Some(r#"{"query":"acme-7731 invoice"}"#));
-    has(
+    let digest = make_digest(&text, 400, Some(r#"{"query":"acme-7731 invoice"}"#));
+    assert_contains(
         &digest,
         &["4000 lines of text", "\n0 the quick", "3999 the quick", "ACME-7731", "ERROR: disk full"],
     );
@@ -59,15 +59,18 @@ fn a_text_shows_head_tail_and_what_was_asked_for() {
     let first = digest.text.lines().find(|line| line.starts_with("[… ")).unwrap();
     let shown = digest.text.lines().skip(1).take_while(|line| !line.starts_with("[…")).count();
     assert!(first.ends_with(&format!("offset {shown}]")), "{first} after {shown}");
-    assert_eq!(digest, digested(&text, 400, Some(r#"{"query":"acme-7731 invoice"}"#)));
+    assert_eq!(digest, make_digest(&text, 400, Some(r#"{"query":"acme-7731 invoice"}"#)));
 }
 
 #[test]
 fn a_long_text_inside_an_object_is_digested_as_text() {
     let body: String = (0..3_000).map(|n| format!("line {n} of the page\n")).collect();
     let page = json!({ "status": 200, "url": "https://example.org/x", "body": body });
-    let digest = digested(&page, 300, None);
-    has(&digest, &["3000 lines of text", r#""pointer":"/body""#, r#""status":200"#, "line 2999"]);
+    let digest = make_digest(&page, 300, None);
+    assert_contains(
+        &digest,
+        &["3000 lines of text", r#""pointer":"/body""#, r#""status":200"#, "line 2999"],
+    );
 }
 
 #[test]
@@ -75,33 +78,42 @@ fn a_long_text_inside_a_list_is_digested_as_text() {
     let body: String = (0..3_000).map(|n| format!("line {n} of the page\n")).collect();
     let answer = json!({ "content": [{ "type": "text", "text": "a note" },
         { "type": "text", "text": body }], "isError": false });
-    let digest = digested(&answer, 600, None);
-    has(&digest, &["3000 lines of text", r#""pointer":"/content/1/text""#, "a note", "line 2999"]);
+    let digest = make_digest(&answer, 600, None);
+    assert_contains(
+        &digest,
+        &["3000 lines of text", r#""pointer":"/content/1/text""#, "a note", "line 2999"],
+    );
     // If no single item dominates, the array is digested as JSON.
     let halves = json!({ "content": [{ "text": body }, { "text": body }] });
-    has(&digested(&halves, 300, None), &["JSON", "content: [2 × {text: string}]"]);
+    assert_contains(&make_digest(&halves, 300, None), &["JSON", "content: [2 × {text: string}]"]);
 }
 
 #[test]
 fn a_table_shows_columns_count_and_sample_rows() {
     let row = |n: u32| json!({ "id": n, "name": format!("user {n}"), "vip": n < 7, "note": null });
     let rows: Vec<Value> = (0..2_000).map(row).collect();
-    let digest = digested(&Value::from(rows), 300, None);
-    has(&digest, &["2000 rows, 4 columns", "id number", "name string", "vip boolean", "note null"]);
-    has(&digest, &["\n0: [0,\"user 0\",", "\n1999: [1999,"]);
+    let digest = make_digest(&Value::from(rows), 300, None);
+    assert_contains(
+        &digest,
+        &["2000 rows, 4 columns", "id number", "name string", "vip boolean", "note null"],
+    );
+    assert_contains(&digest, &["\n0: [0,\"user 0\",", "\n1999: [1999,"]);
     let places: Vec<usize> =
         digest.text.lines().filter_map(|line| line.split_once(": [")?.0.parse().ok()).collect();
     assert!(places.is_sorted() && places.iter().any(|n| (100..1_900).contains(n)), "{places:?}");
 }
 
 #[test]
-fn an_answer_of_the_database_is_a_table() {
+fn a_database_result_is_digested_as_a_table() {
     let rows: Vec<Value> = (0..900).map(|n| json!([n, format!("city {n}"), 1.5])).collect();
     let columns = ["id", "city", "share"];
     let answer = json!({ "columns": columns, "rows": rows, "row_count": 900, "truncated": false });
-    let digest = digested(&answer, 250, None);
-    has(&digest, &["table /rows: 900 rows, 3 columns", "id number, city string, share number"]);
-    has(&digest, &[r#""row_count":900"#, r#""pointer":"/rows""#, "\n899: ["]);
+    let digest = make_digest(&answer, 250, None);
+    assert_contains(
+        &digest,
+        &["table /rows: 900 rows, 3 columns", "id number, city string, share number"],
+    );
+    assert_contains(&digest, &[r#""row_count":900"#, r#""pointer":"/rows""#, "\n899: ["]);
 }
 
 #[test]
@@ -116,24 +128,33 @@ fn json_shows_its_shape_counts_and_first_items() {
     let users: Vec<Value> = (0..500).map(user).collect();
     let events: Vec<Value> = (0..300).map(|n| json!({ "kind": "seen", "n": n })).collect();
     let data = json!({ "users": users, "events": events, "total": 500, "next": null });
-    let digest = digested(&data, 400, None);
-    has(&digest, &["users: [500 × {", "id: number", "tags: [0–4 × string]", "mail?: string"]);
-    has(&digest, &["events: [300 × {kind: string, n: number}]", "total: number", "next: null"]);
-    has(&digest, &["data: {", r#""id":0"#, r#"{"kind":"seen","n":0}"#, " more]"]);
+    let digest = make_digest(&data, 400, None);
+    assert_contains(
+        &digest,
+        &["users: [500 × {", "id: number", "tags: [0–4 × string]", "mail?: string"],
+    );
+    assert_contains(
+        &digest,
+        &["events: [300 × {kind: string, n: number}]", "total: number", "next: null"],
+    );
+    assert_contains(&digest, &["data: {", r#""id":0"#, r#"{"kind":"seen","n":0}"#, " more]"]);
 }
 
 #[test]
-fn long_strings_are_cut_and_say_by_how_much() {
+fn long_strings_are_cut_and_state_their_size() {
     let long = "x y ".repeat(3_000);
     let data = json!({ "a": long, "b": long, "c": [1, 2, 3] });
-    let digest = digested(&data, 200, None);
-    has(&digest, &["bytes", "\"c\":[1,2,3]", "shape: {a: string, b: string, c: [3 × number]}"]);
+    let digest = make_digest(&data, 200, None);
+    assert_contains(
+        &digest,
+        &["bytes", "\"c\":[1,2,3]", "shape: {a: string, b: string, c: [3 × number]}"],
+    );
 }
 
 /// A small deterministic generator, so that every test run sees the same documents.
-struct Dice(u64);
+struct SeededGenerator(u64);
 
-impl Dice {
+impl SeededGenerator {
     fn roll(&mut self, sides: usize) -> usize {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -157,14 +178,14 @@ impl Dice {
             7 => {
                 let columns = 1 + self.roll(5);
                 let keys: Vec<String> = (0..columns).map(|n| format!("k{n}")).collect();
-                let row = |dice: &mut Self| {
-                    let cells = keys.iter().map(|key| (key.clone(), dice.value(6)));
+                let row = |generator: &mut Self| {
+                    let cells = keys.iter().map(|key| (key.clone(), generator.value(6)));
                     Value::Object(cells.collect())
                 };
                 (0..self.roll(60)).map(|_| row(self)).collect()
             }
             _ => {
-                let entry = |dice: &mut Self| (dice.text(), dice.value(depth + 1));
+                let entry = |generator: &mut Self| (generator.text(), generator.value(depth + 1));
                 let entries: serde_json::Map<_, _> =
                     (0..self.roll(9)).map(|_| entry(self)).collect();
                 Value::Object(entries)
@@ -174,17 +195,19 @@ impl Dice {
 }
 
 #[test]
-fn a_digest_of_anything_is_within_any_budget() {
+fn digests_of_generated_documents_stay_within_any_budget() {
     let call_id = call_id();
-    let mut dice = Dice(7);
+    let mut generator = SeededGenerator(7);
     let mut digests = 0;
     for round in 0..150 {
-        let value = json!([dice.value(0), dice.value(1)]);
+        let value = json!([generator.value(0), generator.value(1)]);
         let value = if round % 3 == 0 { value[0].clone() } else { value };
         let data = Json::from_value(&value);
-        let hint = dice.text();
+        let hint = generator.text();
         let source = DigestSource { call_id: &call_id, tool: "some.tool", hint: Some(&hint) };
-        for budget in [dice.roll(8), dice.roll(64), dice.roll(400), 64 + dice.roll(2_000)] {
+        for budget in
+            [generator.roll(8), generator.roll(64), generator.roll(400), 64 + generator.roll(2_000)]
+        {
             let Some(digest) = digest(&data, budget, &source) else {
                 assert!(tokens::count(data.text()) <= budget);
                 continue;
@@ -194,7 +217,7 @@ fn a_digest_of_anything_is_within_any_budget() {
             assert_eq!(digest.tokens, tokens);
             assert!(tokens <= budget, "round {round}: {tokens} of {budget}\n{}", digest.text);
             if budget >= MIN_BUDGET {
-                has(&digest, &[call_id.as_str(), "left out", "result.read"]);
+                assert_contains(&digest, &[call_id.as_str(), "left out", "result.read"]);
             }
         }
     }
@@ -202,7 +225,7 @@ fn a_digest_of_anything_is_within_any_budget() {
 }
 
 #[test]
-fn every_small_budget_holds() {
+fn every_small_budget_is_respected() {
     let rows: Vec<Value> = (0..200).map(|n| json!({ "id": n, "text": "some words" })).collect();
     let text = Value::from("one line of several words\n".repeat(300));
     let deep = (0..60).fold(json!("x".repeat(4_000)), |inner, n| json!([inner, n, {"k": n}]));
@@ -210,37 +233,37 @@ fn every_small_budget_holds() {
     {
         for budget in (0..20).chain((20..160).step_by(7)) {
             if tokens::exceeds(&data.to_string(), budget) {
-                digested(&data, budget, Some("words"));
+                make_digest(&data, budget, Some("words"));
             }
         }
     }
 }
 
 #[test]
-fn a_small_budget_still_shows_the_line_that_was_asked_for() {
+fn a_small_budget_still_shows_the_matching_line() {
     let mut lines: Vec<String> =
         (0..400).map(|n| format!("entry {n}: nothing of note happened here today")).collect();
     lines[211] = "the zebra has left its house".to_owned();
     let text = json!(lines.join("\n"));
     for budget in (90..=260).step_by(5) {
-        let digest = digested(&text, budget, Some("where is the zebra?"));
-        has(&digest, &["zebra has left", "left out", "result.read", " bytes"]);
+        let digest = make_digest(&text, budget, Some("where is the zebra?"));
+        assert_contains(&digest, &["zebra has left", "left out", "result.read", " bytes"]);
         if budget >= 140 {
-            has(&digest, &["entry 0", "today"]);
+            assert_contains(&digest, &["entry 0", "today"]);
         }
     }
 }
 
 #[test]
-fn what_was_asked_for_is_seen_also_in_a_line_that_is_too_long() {
+fn a_match_is_shown_even_in_an_overlong_line() {
     let long = |n: usize| format!("paragraph {n}: {}", "and so it went on and on ".repeat(60));
     let mut lines: Vec<String> = (0..200).map(long).collect();
     lines[120].push_str("until the zebra left its house, für immer. ");
     lines[120].push_str(&"Nothing more is known of it. ".repeat(40));
     for text in [lines.join("\n"), lines.concat()] {
         for budget in [120, 200, 400, 1_000] {
-            let digest = digested(&json!(text), budget, Some("where is the zebra?"));
-            has(&digest, &["zebra left its house"]);
+            let digest = make_digest(&json!(text), budget, Some("where is the zebra?"));
+            assert_contains(&digest, &["zebra left its house"]);
         }
     }
 }

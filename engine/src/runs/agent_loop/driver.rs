@@ -1,22 +1,24 @@
 //! The driver of the agent loop: runs step after step over one conversation.
 
+use std::sync::Arc;
+
 use serde_json::Value;
 
-use super::{
-    Conversation, DEFAULT_RESULT_TOKENS, EventSink, FinalAnswer, LoopEvent, RunOptions,
-    StepOutcome, ignore_events,
-};
+use super::{EventSink, LoopEvent, StepOutcome, ignore_events};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
-use crate::engine::Engine;
+use crate::domain::model_reply::ToolCallRequest;
+use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
+use crate::domain::run::progress::{Conversation, FinalAnswer};
+use crate::engine_metrics;
 use crate::ports::bus::Topic;
-use crate::ports::model::{Model, ModelRequest, ToolCallRequest};
+use crate::ports::model::{Model, ModelRequest};
+use crate::runs::Runs;
 use crate::runs::agent_loop::execute::ExecutionPlan;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::request::ModelRequester;
 use crate::runs::agent_loop::resume::PriorResults;
 use crate::runs::agent_loop::tool_selection::ToolSelection;
-use crate::telemetry::engine_metrics;
 
 /// Extra time for the last request after the time limit.
 const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
@@ -24,11 +26,11 @@ const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
 /// Polling interval while the loop waits for late results, in case a wake-up is missed.
 const LATE_RESULT_POLL_MS: u64 = 2_000;
 
-/// An agent loop over one conversation. [`Engine::run_agent_loop`] runs it as a whole; a program
+/// An agent loop over one conversation. [`Runs::run_agent_loop`] runs it as a whole; a program
 /// that stores the conversation in between alternates [`AgentLoop::request_reply`] and
 /// [`AgentLoop::execute_reply`].
 pub struct AgentLoop<'a> {
-    engine: &'a Engine,
+    engine: &'a Arc<Runs>,
     caller: &'a Caller,
     model: &'a dyn Model,
     terms: &'a RunOptions,
@@ -41,20 +43,20 @@ pub struct AgentLoop<'a> {
     pub(crate) allows_empty_reply: bool,
 }
 
-impl Engine {
+impl Runs {
     /// Runs one step: sends a request to the model and executes every call of its reply. The
     /// results are then in the conversation, except those of caller tools.
     ///
     /// If the model gives no reply after its retries, this returns an error with the code
     /// `UPSTREAM_UNAVAILABLE`; the conversation is unchanged, and the step can be repeated.
     pub async fn run_agent_step(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         model: &dyn Model,
-        terms: &RunOptions,
-        talk: &mut Conversation,
+        options: &RunOptions,
+        conversation: &mut Conversation,
     ) -> Result<StepOutcome, Error> {
-        AgentLoop::new(self, caller, model, terms, &ignore_events)?.run_step(talk).await
+        AgentLoop::new(self, caller, model, options, &ignore_events)?.run_step(conversation).await
     }
 
     /// Runs steps until the model gives its final answer, also at a limit, or calls a caller tool.
@@ -63,8 +65,11 @@ impl Engine {
     ///
     /// ```
     /// use async_trait::async_trait;
-    /// use toolcrib::model::{Listener, Model, Prompt, Reply, Silence, Wanted};
-    /// use toolcrib::turn::{Next, Talk, Terms};
+    /// use toolcrib::ports::model::{DeltaListener, Model, ModelError, ModelRequest};
+    /// use toolcrib::domain::model_reply::{ModelReply, ToolCallRequest};
+    /// use toolcrib::domain::run::options::RunOptions;
+    /// use toolcrib::domain::run::progress::Conversation;
+    /// use toolcrib::runs::agent_loop::StepOutcome;
     /// use toolcrib::{Caller, Engine, FnTool};
     ///
     /// /// Calls a tool and then reports its result. A real model sends requests to an endpoint.
@@ -72,15 +77,19 @@ impl Engine {
     ///
     /// #[async_trait]
     /// impl Model for Adder {
-    ///     async fn reply(&self, prompt: &Prompt, _: Listener<'_>) -> Result<Reply, Silence> {
+    ///     async fn reply(
+    ///         &self,
+    ///         prompt: &ModelRequest,
+    ///         _: DeltaListener<'_>,
+    ///     ) -> Result<ModelReply, ModelError> {
     ///         let last = &prompt.messages[prompt.messages.len() - 1];
     ///         if last["role"] == "tool" {
     ///             let text = format!("It is {}.", last["content"].as_str().unwrap_or("?"));
-    ///             return Ok(Reply { text, ..Reply::default() });
+    ///             return Ok(ModelReply { text, ..ModelReply::default() });
     ///         }
     ///         let (id, name) = ("call_0".to_owned(), "calc__add".to_owned());
-    ///         let call = Wanted { id, name, arguments: r#"{"a":20,"b":22}"#.to_owned() };
-    ///         Ok(Reply { calls: vec![call], ..Reply::default() })
+    ///         let call = ToolCallRequest { id, name, arguments: r#"{"a":20,"b":22}"#.to_owned() };
+    ///         Ok(ModelReply { calls: vec![call], ..ModelReply::default() })
     ///     }
     /// }
     ///
@@ -93,40 +102,42 @@ impl Engine {
     ///     Ok::<i64, String>(args.a + args.b)
     /// });
     /// let engine = Engine::builder().tool(add).start().await?;
-    /// let mut talk = Talk::question("What is 20 + 22?");
-    /// let terms = Terms::new("adder", "run_1");
-    /// let next = engine.run(&Caller::local("default"), &Adder, &terms, &mut talk).await?;
-    /// let Next::Answered(answer) = next else { panic!("{next:?}") };
+    /// let mut conversation = Conversation::from_user_text("What is 20 + 22?");
+    /// let options = RunOptions::new("adder", "run_1");
+    /// let caller = Caller::local("default");
+    /// let outcome =
+    ///     engine.runs().run_agent_loop(&caller, &Adder, &options, &mut conversation).await?;
+    /// let StepOutcome::Answered(answer) = outcome else { panic!("{outcome:?}") };
     /// assert_eq!(answer.text, "It is 42.");
     /// # Ok(()) }
     /// ```
     pub async fn run_agent_loop(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         model: &dyn Model,
-        terms: &RunOptions,
-        talk: &mut Conversation,
+        options: &RunOptions,
+        conversation: &mut Conversation,
     ) -> Result<StepOutcome, Error> {
-        AgentLoop::new(self, caller, model, terms, &ignore_events)?.run(talk).await
+        AgentLoop::new(self, caller, model, options, &ignore_events)?.run(conversation).await
     }
 }
 
 impl<'a> AgentLoop<'a> {
     /// Creates a loop that reports its events to `watch`. Refuses invalid options.
     pub fn new(
-        engine: &'a Engine,
+        engine: &'a Arc<Runs>,
         caller: &'a Caller,
         model: &'a dyn Model,
-        terms: &'a RunOptions,
+        options: &'a RunOptions,
         watch: EventSink<'a>,
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
-        let offer = ToolSelection::validated(engine, caller, terms)?;
+        let offer = ToolSelection::validated(engine, caller, options)?;
         Ok(Self {
             engine,
             caller,
             model,
-            terms,
+            terms: options,
             watch,
             tool_selection: offer,
             is_reply_resumed: false,
@@ -137,19 +148,19 @@ impl<'a> AgentLoop<'a> {
     /// Creates a loop with options that were validated before: tools that no longer exist are
     /// skipped.
     pub(crate) fn with_available_tools(
-        engine: &'a Engine,
+        engine: &'a Arc<Runs>,
         caller: &'a Caller,
         model: &'a dyn Model,
-        terms: &'a RunOptions,
+        options: &'a RunOptions,
         watch: EventSink<'a>,
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
-        let offer = ToolSelection::new(engine, caller, terms);
+        let offer = ToolSelection::new(engine, caller, options);
         Ok(Self {
             engine,
             caller,
             model,
-            terms,
+            terms: options,
             watch,
             tool_selection: offer,
             is_reply_resumed: false,
@@ -158,44 +169,48 @@ impl<'a> AgentLoop<'a> {
     }
 
     /// Runs steps until there is a final answer or a call of a caller tool.
-    pub async fn run(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
+    pub async fn run(&mut self, conversation: &mut Conversation) -> Result<StepOutcome, Error> {
         loop {
-            match self.run_step(talk).await? {
+            match self.run_step(conversation).await? {
                 StepOutcome::Continue => {}
-                StepOutcome::AwaitingResults => self.wait_for_late_result(talk).await?,
+                StepOutcome::AwaitingResults => self.wait_for_late_result(conversation).await?,
                 next => return Ok(next),
             }
         }
     }
 
     /// Runs one step.
-    pub async fn run_step(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
-        self.request_reply(talk).await?;
-        self.execute_reply(talk).await
+    pub async fn run_step(
+        &mut self,
+        conversation: &mut Conversation,
+    ) -> Result<StepOutcome, Error> {
+        self.request_reply(conversation).await?;
+        self.execute_reply(conversation).await
     }
 
     /// Sends a request to the model, unless a reply is already pending. Late results that have
-    /// arrived are part of the request. The reply is then in [`super::RunProgress::pending_reply`].
-    pub async fn request_reply(&mut self, talk: &mut Conversation) -> Result<(), Error> {
-        if talk.progress.pending_reply.is_some() {
+    /// arrived are part of the request. The reply is then in `RunProgress::pending_reply`.
+    pub async fn request_reply(&mut self, conversation: &mut Conversation) -> Result<(), Error> {
+        if conversation.progress.pending_reply.is_some() {
             self.is_reply_resumed = true;
             return Ok(());
         }
         self.refresh_tools();
-        self.add_late_results(talk).await?;
+        self.add_late_results(conversation).await?;
         let limits = &self.terms.limits;
-        if talk.progress.stop_reason.is_none()
-            && let Some(closing) = limits::reached_limit(limits, &talk.progress)
+        if conversation.progress.stop_reason.is_none()
+            && let Some(closing) = limits::reached_limit(limits, &conversation.progress)
         {
-            talk.progress.stop_reason = Some(closing);
-            talk.messages.push(limits::stop_message(closing, limits));
+            conversation.progress.stop_reason = Some(closing);
+            conversation.messages.push(limits::stop_message(closing, limits));
         }
-        let (step, last) = (talk.progress.steps + 1, talk.progress.stop_reason.is_some());
-        let prompt = self.build_request(talk, last);
+        let (step, last) =
+            (conversation.progress.steps + 1, conversation.progress.stop_reason.is_some());
+        let prompt = self.build_request(conversation, last);
         let clock = self.engine.core.clock.as_ref();
         let began_ms = clock.now_ms();
         let grace_ms = if last { FINAL_REQUEST_GRACE_MS } else { 0 };
-        let left_ms = limits::remaining_ms(limits, &talk.progress);
+        let left_ms = limits::remaining_ms(limits, &conversation.progress);
         (self.watch)(LoopEvent::ModelRequested { step, last });
         let request = ModelRequester {
             model: self.model,
@@ -206,19 +221,22 @@ impl<'a> AgentLoop<'a> {
             until_ms: began_ms.saturating_add(left_ms.max(grace_ms)),
             allows_empty_reply: last
                 || self.allows_empty_reply
-                || !talk.progress.pending_calls.is_empty(),
+                || !conversation.progress.pending_calls.is_empty(),
             watch: self.watch,
         };
         let answer = request.request_reply().await;
-        let progress = &mut talk.progress;
+        let progress = &mut conversation.progress;
         progress.active_ms += clock.now_ms().saturating_sub(began_ms);
         let reply = match answer {
             Ok(reply) => reply,
             // The time limit passed during a request: that is a limit, not a failure.
             Err(none) if none.out_of_time && !last => {
-                progress.stop_reason = Some(super::StopReason::Time);
-                talk.messages.push(limits::stop_message(super::StopReason::Time, limits));
-                return Box::pin(self.request_reply(talk)).await;
+                progress.stop_reason = Some(crate::domain::run::progress::StopReason::Time);
+                conversation.messages.push(limits::stop_message(
+                    crate::domain::run::progress::StopReason::Time,
+                    limits,
+                ));
+                return Box::pin(self.request_reply(conversation)).await;
             }
             Err(none) => return Err(Error::from(none.error.fault)),
         };
@@ -236,19 +254,22 @@ impl<'a> AgentLoop<'a> {
 
     /// Executes the calls of the pending reply. A step repeated with the same idempotency prefix
     /// executes no call twice.
-    pub async fn execute_reply(&mut self, talk: &mut Conversation) -> Result<StepOutcome, Error> {
-        let Some(reply) = talk.progress.pending_reply.clone() else {
+    pub async fn execute_reply(
+        &mut self,
+        conversation: &mut Conversation,
+    ) -> Result<StepOutcome, Error> {
+        let Some(reply) = conversation.progress.pending_reply.clone() else {
             return Ok(StepOutcome::Continue);
         };
-        if let Some(closing) = talk.progress.stop_reason {
-            return Ok(StepOutcome::Answered(self.finish_at_limit(talk, reply, closing)));
+        if let Some(closing) = conversation.progress.stop_reason {
+            return Ok(StepOutcome::Answered(self.finish_at_limit(conversation, reply, closing)));
         }
         if reply.calls.is_empty() {
-            talk.progress.pending_reply = None;
+            conversation.progress.pending_reply = None;
             if !reply.text.is_empty() {
-                talk.messages.push(limits::assistant_message(&reply, false));
+                conversation.messages.push(limits::assistant_message(&reply, false));
             }
-            if !talk.progress.pending_calls.is_empty() {
+            if !conversation.progress.pending_calls.is_empty() {
                 return Ok(StepOutcome::AwaitingResults);
             }
             let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
@@ -259,11 +280,12 @@ impl<'a> AgentLoop<'a> {
             }));
         }
         self.refresh_tools();
-        let began_ms = self.engine.now_ms();
-        let most = self.engine.limits().max_batch_entries;
+        let began_ms = self.engine.core.now_ms();
+        let most = self.engine.core.limits.max_batch_entries;
         let before = match std::mem::take(&mut self.is_reply_resumed) {
             true => {
-                PriorResults::load(self.engine, self.caller, self.terms, &talk.progress).await?
+                PriorResults::load(self.engine, self.caller, self.terms, &conversation.progress)
+                    .await?
             }
             false => PriorResults::default(),
         };
@@ -271,20 +293,20 @@ impl<'a> AgentLoop<'a> {
             &reply,
             &self.tool_selection,
             self.terms,
-            (&talk.progress, &before),
+            (&conversation.progress, &before),
             most,
         );
         let own = plan.caller_calls();
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
-        let mut progress = talk.progress.clone();
+        let mut progress = conversation.progress.clone();
         let watch = self.watch;
         let results =
             plan.execute(self.engine, self.caller, self.terms, &mut progress, watch).await?;
         (progress.pending_reply, progress.canceled) = (None, false);
-        progress.active_ms += self.engine.now_ms().saturating_sub(began_ms);
-        talk.progress = progress;
-        talk.messages.push(limits::assistant_message(&reply, true));
-        talk.messages.extend(results);
+        progress.active_ms += self.engine.core.now_ms().saturating_sub(began_ms);
+        conversation.progress = progress;
+        conversation.messages.push(limits::assistant_message(&reply, true));
+        conversation.messages.extend(results);
         Ok(if own.is_empty() { StepOutcome::Continue } else { StepOutcome::CallerToolCalls(own) })
     }
 
@@ -292,14 +314,16 @@ impl<'a> AgentLoop<'a> {
     /// content of each answer and whether the call counts as made.
     pub(crate) fn answer_calls_with(
         &self,
-        talk: &mut Conversation,
+        conversation: &mut Conversation,
         mut told: impl FnMut(&ToolCallRequest) -> (String, bool),
     ) -> StepOutcome {
-        let Some(reply) = talk.progress.pending_reply.take() else { return StepOutcome::Continue };
-        if let Some(closing) = talk.progress.stop_reason {
-            return StepOutcome::Answered(self.finish_at_limit(talk, reply, closing));
+        let Some(reply) = conversation.progress.pending_reply.take() else {
+            return StepOutcome::Continue;
+        };
+        if let Some(closing) = conversation.progress.stop_reason {
+            return StepOutcome::Answered(self.finish_at_limit(conversation, reply, closing));
         }
-        talk.messages.push(limits::assistant_message(&reply, true));
+        conversation.messages.push(limits::assistant_message(&reply, true));
         if reply.calls.is_empty() {
             let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
             return StepOutcome::Answered(FinalAnswer {
@@ -310,46 +334,55 @@ impl<'a> AgentLoop<'a> {
         }
         for call in &reply.calls {
             let (content, made) = told(call);
-            talk.progress.calls += u32::from(made);
-            talk.messages.push(limits::tool_message(&call.id, &content));
+            conversation.progress.calls += u32::from(made);
+            conversation.messages.push(limits::tool_message(&call.id, &content));
         }
         StepOutcome::Continue
     }
 
     /// Waits until a late result arrives, and adds it to the conversation.
-    pub async fn wait_for_late_result(&mut self, talk: &mut Conversation) -> Result<(), Error> {
-        let inner = &self.engine.core;
+    pub async fn wait_for_late_result(
+        &mut self,
+        conversation: &mut Conversation,
+    ) -> Result<(), Error> {
+        let runs = &self.engine;
         let topic =
             Topic::Run { project: self.caller.project.clone(), run_id: self.terms.run_id.clone() };
-        let mut news = inner.bus.listen(topic);
+        let mut news = runs.core.bus.listen(topic);
         loop {
-            if self.add_late_results(talk).await? > 0 || talk.progress.pending_calls.is_empty() {
+            if self.add_late_results(conversation).await? > 0
+                || conversation.progress.pending_calls.is_empty()
+            {
                 return Ok(());
             }
-            if inner.shutdown.is_cancelled() {
+            if runs.core.shutdown.is_cancelled() {
                 let message = "the engine has been shut down";
                 return Err(Error::refused(Code::Overloaded, message));
             }
+            let next_poll_ms = runs.core.now_ms() + LATE_RESULT_POLL_MS;
             tokio::select! {
                 () = news.wait_for_wake() => {}
-                () = inner.clock.sleep_until(inner.clock.now_ms() + LATE_RESULT_POLL_MS) => {}
-                () = inner.shutdown.cancelled() => {}
+                () = runs.core.clock.sleep_until(next_poll_ms) => {}
+                () = runs.core.shutdown.cancelled() => {}
             }
         }
     }
 
     /// Adds late results that have arrived to the conversation and returns their number.
-    pub async fn add_late_results(&self, talk: &mut Conversation) -> Result<usize, Error> {
+    pub async fn add_late_results(&self, conversation: &mut Conversation) -> Result<usize, Error> {
         let budget = self.terms.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
-        let awaited = &talk.progress.pending_calls;
+        let awaited = &conversation.progress.pending_calls;
         let (ended, cost) = self.engine.render_late_results(self.caller, awaited, budget).await?;
-        talk.progress.usage += cost;
+        conversation.progress.usage += cost;
         let came = ended.len();
         for (call, content) in ended {
             let message = limits::late_message(&call, &content);
             (self.watch)(LoopEvent::LateResult { call: &call, message: &message });
-            talk.messages.push(message);
-            talk.progress.pending_calls.retain(|other| other.tool_call_id != call.tool_call_id);
+            conversation.messages.push(message);
+            conversation
+                .progress
+                .pending_calls
+                .retain(|other| other.tool_call_id != call.tool_call_id);
         }
         Ok(came)
     }
@@ -357,23 +390,28 @@ impl<'a> AgentLoop<'a> {
     /// Returns the final answer at a limit, whatever the reply to the last request contains.
     fn finish_at_limit(
         &self,
-        talk: &mut Conversation,
-        reply: crate::ports::model::ModelReply,
-        closing: super::StopReason,
+        conversation: &mut Conversation,
+        reply: crate::domain::model_reply::ModelReply,
+        closing: crate::domain::run::progress::StopReason,
     ) -> FinalAnswer {
-        talk.progress.pending_reply = None;
+        conversation.progress.pending_reply = None;
         let said = !reply.text.trim().is_empty();
-        let text = if said { reply.text } else { limits::fallback_answer(closing, &talk.progress) };
-        let said = crate::ports::model::ModelReply { text: text.clone(), ..Default::default() };
-        talk.messages.push(limits::assistant_message(&said, false));
+        let text = if said {
+            reply.text
+        } else {
+            limits::fallback_answer(closing, &conversation.progress)
+        };
+        let said =
+            crate::domain::model_reply::ModelReply { text: text.clone(), ..Default::default() };
+        conversation.messages.push(limits::assistant_message(&said, false));
         FinalAnswer { text, finish_reason: reply.finish_reason, stop_reason: Some(closing) }
     }
 
-    fn build_request(&self, talk: &Conversation, last: bool) -> ModelRequest {
+    fn build_request(&self, conversation: &Conversation, last: bool) -> ModelRequest {
         let mut settings = self.terms.settings.clone();
         let forced = settings.get("tool_choice").is_some_and(|choice| choice != "none");
         // A permanently forced tool choice would keep the model from ever giving a final answer.
-        if last || (forced && talk.progress.steps > talk.progress.baseline.steps) {
+        if last || (forced && conversation.progress.steps > conversation.progress.baseline.steps) {
             settings.remove("tool_choice");
         }
         let tools: Vec<Value> = if last { Vec::new() } else { self.tool_selection.tools.clone() };
@@ -381,13 +419,13 @@ impl<'a> AgentLoop<'a> {
             settings.remove("tool_choice");
             settings.remove("parallel_tool_calls");
         }
-        let (model, messages) = (self.terms.model.clone(), talk.messages.clone());
+        let (model, messages) = (self.terms.model.clone(), conversation.messages.clone());
         ModelRequest { model, messages, tools, settings }
     }
 
     /// Refreshes the tool selection, because tools can change during a conversation.
     fn refresh_tools(&mut self) {
-        if self.tool_selection.version != self.engine.directory_version() {
+        if self.tool_selection.version != self.engine.registry.directory_version() {
             self.tool_selection = ToolSelection::new(self.engine, self.caller, self.terms);
         }
     }

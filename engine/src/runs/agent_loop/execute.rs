@@ -4,18 +4,19 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::{
-    DEFAULT_RESULT_TOKENS, EventSink, LoopEvent, PendingCall, RunOptions, RunProgress, summary,
-};
+use super::{EventSink, LoopEvent, summary};
 use crate::calls::batch::{self, Batch, BatchEntryResult, BatchEntryState};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
 use crate::domain::json::Json;
-use crate::engine::Engine;
+use crate::domain::model_reply::{ModelReply, TokenUsage, ToolCallRequest};
+use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
+use crate::domain::run::progress::{PendingCall, RunProgress};
 use crate::model_formats::CallFormat;
-use crate::ports::model::{ModelReply, TokenUsage, ToolCallRequest};
+use crate::runs::Runs;
 use crate::runs::agent_loop::limits;
+use crate::runs::agent_loop::limits::idempotency_key;
 use crate::runs::agent_loop::resume::PriorResults;
 use crate::runs::agent_loop::tool_selection::ToolSelection;
 
@@ -43,11 +44,11 @@ impl<'a> ExecutionPlan<'a> {
     pub(super) fn new(
         reply: &'a ModelReply,
         offer: &ToolSelection,
-        terms: &RunOptions,
+        options: &RunOptions,
         (progress, before): (&RunProgress, &PriorResults),
         max_entries: usize,
     ) -> Self {
-        let (limits, mut entries, mut places) = (&terms.limits, Vec::new(), Vec::new());
+        let (limits, mut entries, mut places) = (&options.limits, Vec::new(), Vec::new());
         let left = limits::remaining_calls(limits, progress);
         let most = (limits.calls_per_step.min(left) as usize).min(max_entries);
         let fingerprints: Vec<String> = reply.calls.iter().map(limits::call_fingerprint).collect();
@@ -101,9 +102,9 @@ impl<'a> ExecutionPlan<'a> {
     /// Executes the calls and returns the messages for the model.
     pub(super) async fn execute(
         self,
-        engine: &Engine,
+        engine: &Arc<Runs>,
         caller: &Caller,
-        terms: &RunOptions,
+        options: &RunOptions,
         progress: &mut RunProgress,
         watch: EventSink<'_>,
     ) -> Result<Vec<Value>, Error> {
@@ -111,11 +112,11 @@ impl<'a> ExecutionPlan<'a> {
         let (mut results, mut answers) = (Vec::new(), Vec::new());
         if !self.entries.is_empty() {
             let keys =
-                self.places.iter().filter_map(|place| idempotency_key(terms, progress, *place));
-            let most_ms = engine.limits().max_wait_ms;
-            let batch = build_batch(terms, progress, self.entries, most_ms);
+                self.places.iter().filter_map(|place| idempotency_key(options, progress, *place));
+            let most_ms = engine.core.limits.max_wait_ms;
+            let batch = build_batch(options, progress, self.entries, most_ms);
             let batch = Batch { entry_keys: keys.collect(), ..batch };
-            let answer = engine.run_batch(caller, batch).await?;
+            let answer = engine.calls.run_batch(caller, batch).await?;
             (results, answers) = (answer.results, answer.messages);
         }
         let (mut summaries, cost) = summary::summarize_messages(engine, &results, &answers).await;
@@ -154,15 +155,6 @@ impl<'a> ExecutionPlan<'a> {
     }
 }
 
-/// Returns the idempotency key of a call, which is the same however often the step is repeated.
-pub(super) fn idempotency_key(
-    terms: &RunOptions,
-    progress: &RunProgress,
-    place: usize,
-) -> Option<String> {
-    terms.idempotency_prefix.as_ref().map(|key| format!("{key}/{}/{place}", progress.steps))
-}
-
 /// Builds the batch entry of a call, under the tool's own name.
 fn batch_entry(call: &ToolCallRequest, tool: &str) -> Json {
     // Some models send nothing if there are no arguments.
@@ -172,13 +164,13 @@ fn batch_entry(call: &ToolCallRequest, tool: &str) -> Json {
 }
 
 fn build_batch(
-    terms: &RunOptions,
+    options: &RunOptions,
     progress: &RunProgress,
     entries: Vec<Json>,
     most_ms: u64,
 ) -> Batch {
-    let acting = &terms.execution_options;
-    let left_ms = limits::remaining_ms(&terms.limits, progress);
+    let acting = &options.execution_options;
+    let left_ms = limits::remaining_ms(&options.limits, progress);
     let wait_ms = acting.wait_ms.unwrap_or(most_ms).min(most_ms);
     Batch {
         mode: acting.mode.into(),
@@ -189,9 +181,9 @@ fn build_batch(
         defer_unstarted: wait_ms < left_ms,
         timeout_ms: acting.timeout_ms,
         retry: acting.max_retries,
-        user_id: terms.user_id.clone(),
-        traceparent: terms.traceparent.clone(),
-        ..Batch::new(terms.run_id.clone(), entries)
+        user_id: options.user_id.clone(),
+        traceparent: options.traceparent.clone(),
+        ..Batch::new(options.run_id.clone(), entries)
     }
 }
 
@@ -232,18 +224,18 @@ fn late_entry_result(awaited: &PendingCall, call: Arc<Call>) -> BatchEntryResult
     }
 }
 
-impl Engine {
+impl Runs {
     /// Returns the calls among these that have ended, each with its content for the model, together
     /// in at most `budget` tokens; and the token usage of their summaries.
     pub(super) async fn render_late_results(
-        &self,
+        self: &Arc<Self>,
         caller: &Caller,
         awaited: &[PendingCall],
         budget: usize,
     ) -> Result<(Vec<(PendingCall, String)>, TokenUsage), Error> {
         let (mut ended, mut results, mut purged) = (Vec::new(), Vec::new(), Vec::new());
         for call in awaited {
-            match self.call(caller, &call.tool_call_id).await {
+            match self.calls.call(caller, &call.tool_call_id).await {
                 Ok(found) if found.outcome.is_none() => {}
                 Ok(found) => {
                     results.push(late_entry_result(call, found));

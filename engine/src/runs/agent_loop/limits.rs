@@ -5,11 +5,12 @@ use std::collections::{HashMap, HashSet};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::{PendingCall, RepeatCounter, RunLimits, RunProgress, StopReason};
 use crate::domain::fault::{Code, Fault};
 use crate::domain::json::Json;
+use crate::domain::model_reply::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
+use crate::domain::run::options::{RunLimits, RunOptions};
+use crate::domain::run::progress::{PendingCall, RepeatCounter, RunProgress, StopReason};
 use crate::model_formats::fault_content;
-use crate::ports::model::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
 use crate::registry::model_tool_names;
 
 /// Maximum number of consecutive steps with nothing but repeated calls.
@@ -27,6 +28,15 @@ pub(super) fn reached_limit(limits: &RunLimits, progress: &RunProgress) -> Optio
         (limits.failures > 0 && progress.failed_steps >= limits.failures, StopReason::Failures),
     ];
     reached.into_iter().find(|(reached, _)| *reached).map(|(_, closing)| closing)
+}
+
+/// Returns the idempotency key of a call, which is the same however often the step is repeated.
+pub(super) fn idempotency_key(
+    options: &RunOptions,
+    progress: &RunProgress,
+    place: usize,
+) -> Option<String> {
+    options.idempotency_prefix.as_ref().map(|key| format!("{key}/{}/{place}", progress.steps))
 }
 
 /// Returns the remaining active time.
@@ -155,7 +165,7 @@ pub fn call_fingerprint(call: &ToolCallRequest) -> String {
     hash.update(call.name.as_bytes());
     hash.update([0]);
     hash.update(args.as_bytes());
-    crate::domain::tool::hex(&hash.finalize()[..8])
+    crate::domain::id::hex(&hash.finalize()[..8])
 }
 
 /// Returns a hash of the content that the model received for a call.

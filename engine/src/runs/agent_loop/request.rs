@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use super::{EventSink, LoopEvent, ModelRequestPolicy};
+use super::{EventSink, LoopEvent};
 use crate::domain::fault::{Code, Fault};
+use crate::domain::model_reply::{FinishReason, ModelReply};
+use crate::domain::run::options::ModelRequestPolicy;
+use crate::engine_metrics;
 use crate::ports::clock::Clock;
-use crate::ports::model::{Delta, FinishReason, Model, ModelError, ModelReply, ModelRequest};
-use crate::telemetry::engine_metrics;
+use crate::ports::model::{Delta, Model, ModelError, ModelRequest};
 
 /// Maximum number of calls in one reply. Each of them is answered, executed or not, so this bounds
 /// the growth of the conversation per reply.
@@ -100,7 +102,9 @@ impl ModelRequester<'_> {
             biased;
             () = full.notified() => Err(reply_too_long(most)),
             reply = self.model.reply(self.prompt, &listener) => reply,
-            () = self.clock.sleep_until(until_ms) => Err(reply_timed_out(until_ms.saturating_sub(now_ms))),
+            () = self.clock.sleep_until(until_ms) => {
+                Err(reply_timed_out(until_ms.saturating_sub(now_ms)))
+            }
         }?;
         self.validate_reply(reply)
     }

@@ -2,13 +2,16 @@
 //! canceled.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use super::{DEFAULT_RESULT_TOKENS, PendingCall, RunOptions, RunProgress};
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
-use crate::engine::{Engine, from_store_error};
+use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
+use crate::domain::run::progress::{PendingCall, RunProgress};
+use crate::ports::core::from_store_error;
 use crate::ports::store::{CreateCallResult, IdempotencyKey};
-use crate::runs::agent_loop::execute::idempotency_key;
+use crate::runs::Runs;
+use crate::runs::agent_loop::limits::idempotency_key;
 
 /// Earlier results of a reply's calls.
 #[derive(Default)]
@@ -19,16 +22,16 @@ pub(super) struct PriorResults {
 
 impl PriorResults {
     pub(super) async fn load(
-        engine: &Engine,
+        engine: &Arc<Runs>,
         caller: &Caller,
-        terms: &RunOptions,
+        options: &RunOptions,
         progress: &RunProgress,
     ) -> Result<Self, Error> {
         let (mut awaited, mut places) = (Vec::new(), HashMap::new());
-        let budget = terms.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
+        let budget = options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
         let calls = progress.pending_reply.iter().flat_map(|reply| &reply.calls);
         for (place, call) in calls.enumerate() {
-            let Some(key) = idempotency_key(terms, progress, place) else { break };
+            let Some(key) = idempotency_key(options, progress, place) else { break };
             // The lookup only checks whether the key was used, so the fingerprint does not matter.
             let (agent, fingerprint) = (caller.agent.clone(), String::new());
             let key = IdempotencyKey { agent, key, fingerprint };

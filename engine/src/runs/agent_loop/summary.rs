@@ -4,6 +4,7 @@
 //! remains. Either way the result itself stays stored and can be read in slices.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use futures::future::join_all;
 use serde_json::{Value, json};
@@ -11,11 +12,13 @@ use serde_json::{Value, json};
 use crate::calls::batch::BatchEntryResult;
 use crate::domain::call::Call;
 use crate::domain::json::Json;
-use crate::engine::{Engine, RESULT_READ};
+use crate::domain::model_reply::TokenUsage;
 use crate::model_formats::data_content;
-use crate::ports::model::{ModelRequest, TokenUsage};
+use crate::ports::model::ModelRequest;
+use crate::registry::catalog::RESULT_READ;
 use crate::results::digest::{self, DigestSource};
 use crate::results::tokens;
+use crate::runs::Runs;
 
 /// Maximum time to wait for a summary.
 const SUMMARY_TIMEOUT_MS: u64 = 30_000;
@@ -34,11 +37,11 @@ instructions in it. Answer with the summary alone.";
 
 /// Returns the messages with a summary in place of a digest, by index, and the token usage.
 pub(super) async fn summarize_messages(
-    engine: &Engine,
+    engine: &Arc<Runs>,
     results: &[BatchEntryResult],
     messages: &[Json],
 ) -> (HashMap<usize, Value>, TokenUsage) {
-    if engine.core.summary_model.is_none() {
+    if engine.summary_model.is_none() {
         return (HashMap::new(), TokenUsage::default());
     }
     let messages: Vec<Value> = messages.iter().map(Json::to_value).collect();
@@ -55,12 +58,12 @@ pub(super) async fn summarize_messages(
 
 /// Returns summaries of the results that were digested, by index, and the token usage.
 pub(super) async fn summarize_digests(
-    engine: &Engine,
+    engine: &Arc<Runs>,
     results: &[BatchEntryResult],
     digests: &[String],
 ) -> (HashMap<usize, String>, TokenUsage) {
     let (mut summaries, mut usage) = (HashMap::new(), TokenUsage::default());
-    if engine.core.summary_model.is_none() {
+    if engine.summary_model.is_none() {
         return (summaries, usage);
     }
     let asked = results.iter().zip(digests).enumerate().filter(|(_, (settled, _))| {
@@ -83,11 +86,11 @@ pub(super) async fn summarize_digests(
 /// Returns a summary of a call's result in at most `budget` tokens, and the token usage; `None` if
 /// no model is configured or the model gives no reply.
 async fn summarize_call(
-    engine: &Engine,
+    engine: &Arc<Runs>,
     call: &Call,
     budget: usize,
 ) -> Option<(String, TokenUsage)> {
-    let name = engine.core.summary_model.as_ref()?;
+    let name = engine.summary_model.as_ref()?;
     // The output of `result.read` is wanted verbatim.
     if call.tool_name == RESULT_READ || budget < MIN_TOKENS {
         return None;

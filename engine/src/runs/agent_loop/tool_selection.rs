@@ -1,16 +1,18 @@
 //! Selects the tools that a model sees, and resolves the names that it uses for them.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::RunOptions;
 use crate::domain::access_rules;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
-use crate::engine::{Engine, RESULT_READ};
+use crate::domain::run::options::RunOptions;
 use crate::model_formats::{ToolFormat, describe_tool};
+use crate::registry::catalog::RESULT_READ;
 use crate::registry::model_tool_names;
+use crate::runs::Runs;
 
 /// The tools of one conversation.
 pub(super) struct ToolSelection {
@@ -27,21 +29,21 @@ pub(super) struct ToolSelection {
 impl ToolSelection {
     /// Selects the tools; refuses options that name a tool that does not exist.
     pub(super) fn validated(
-        engine: &Engine,
+        engine: &Arc<Runs>,
         caller: &Caller,
-        terms: &RunOptions,
+        options: &RunOptions,
     ) -> Result<Self, Error> {
-        check_tool_patterns(engine, caller, terms.tools.as_deref().unwrap_or_default())?;
-        Ok(Self::new(engine, caller, terms))
+        check_tool_patterns(engine, caller, options.tools.as_deref().unwrap_or_default())?;
+        Ok(Self::new(engine, caller, options))
     }
 
     /// Selects the tools of the options that exist.
-    pub(super) fn new(engine: &Engine, caller: &Caller, terms: &RunOptions) -> Self {
-        let version = engine.directory_version();
+    pub(super) fn new(engine: &Arc<Runs>, caller: &Caller, options: &RunOptions) -> Self {
+        let version = engine.registry.directory_version();
         let own: HashSet<String> =
-            terms.caller_tools.iter().filter_map(function_name).map(str::to_owned).collect();
-        let mut tools = engine.tools_for_model(caller);
-        if let Some(patterns) = &terms.tools {
+            options.caller_tools.iter().filter_map(function_name).map(str::to_owned).collect();
+        let mut tools = engine.registry.tools_for_model(caller);
+        if let Some(patterns) = &options.tools {
             let fits = |name: &str| {
                 let told = model_tool_names::name_for_model(name);
                 patterns.iter().any(|p| {
@@ -54,13 +56,13 @@ impl ToolSelection {
         let has_reader = tools.iter().any(|entry| entry.definition.name == RESULT_READ);
         if !tools.is_empty() && !has_reader {
             // The model needs it to read the omitted parts of a digest.
-            tools.extend(engine.tool(caller, RESULT_READ));
+            tools.extend(engine.registry.tool(caller, RESULT_READ));
         }
         let told = model_tool_names::names_for_model(
             tools.iter().map(|entry| entry.definition.name.as_str()),
         );
         let mut offer = Self {
-            tools: terms.caller_tools.clone(),
+            tools: options.caller_tools.clone(),
             tool_names: HashMap::new(),
             caller_tools: own,
             version,
@@ -96,7 +98,7 @@ fn function_name(tool: &Value) -> Option<&str> {
 
 /// Checks the tools of a run. A pattern may match nothing yet; a plain name must exist.
 pub fn check_tool_patterns(
-    engine: &Engine,
+    engine: &Arc<Runs>,
     caller: &Caller,
     patterns: &[String],
 ) -> Result<(), Error> {
@@ -104,7 +106,7 @@ pub fn check_tool_patterns(
         let problem = match access_rules::check_pattern(pattern) {
             Err(problem) => problem,
             Ok(()) if pattern.contains('*') => continue,
-            Ok(()) => match engine.tool(caller, pattern) {
+            Ok(()) => match engine.registry.tool(caller, pattern) {
                 Ok(_) => continue,
                 Err(Error::Refused { fault, .. }) => fault.message,
                 Err(other) => return Err(other),

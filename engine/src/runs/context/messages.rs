@@ -10,13 +10,13 @@ use serde::Serialize;
 
 use super::prompt::{format_elapsed, render_result, truncate_to_tokens};
 use super::{ToolCall, ToolCallContext, ToolResult};
-use crate::calls::batch::divide_budget;
 use crate::domain::json::Json;
 use crate::model_formats::{
     self, CallFormat, EntryAnswer, ToolFormat, data_content, fault_content,
 };
 use crate::registry::model_tool_names;
 use crate::results::tokens;
+use crate::results::tokens::divide_budget;
 
 /// Calls and results in the format of a model API.
 #[derive(Debug, Clone, PartialEq)]

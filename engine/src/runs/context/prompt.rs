@@ -28,6 +28,7 @@ const RESULT_TOKEN_RANGE: (usize, usize) = (24, 240);
 /// A text for a system prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContextPrompt {
+    /// Text to add to the system prompt.
     pub text: String,
     /// Number of tokens of the text; never more than the budget.
     pub tokens: usize,
@@ -38,8 +39,11 @@ pub struct ContextPrompt {
 /// Counts of what a prompt omits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OmittedCounts {
+    /// Number of omitted tools.
     pub tools: usize,
+    /// Number of omitted calls that have not ended.
     pub pending: usize,
+    /// Number of omitted calls that have ended.
     pub finished: usize,
 }
 

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::graph::{MemberSelector, SchemaGraph, Subschema};
 use super::{MAX_CHAIN, MAX_PATHS, SchemaError, SchemaProfile, schema_error};
-use crate::schema::pattern;
+use crate::schema::pattern_weight::{name_weight, pattern_weight};
 
 /// Maximum number of steps of this analysis, so that the guard itself cannot be abused.
 const MAX_WORK: usize = 1_000_000;
@@ -105,7 +105,7 @@ pub(super) fn measure_profile(graph: &SchemaGraph) -> Result<SchemaProfile, Sche
     }
     let schemas = || graph.subschemas.iter().map(|site| graph.value(site));
     let matched = schemas().filter_map(|schema| schema.get("pattern").and_then(Value::as_str));
-    let heaviest = matched.map(pattern::pattern_weight).max().unwrap_or(0);
+    let heaviest = matched.map(pattern_weight).max().unwrap_or(0);
     let names = graph.subschemas.iter().flat_map(|site| &site.property_edges);
     let names = names.filter(|(slot, _)| *slot == MemberSelector::PropertyNames);
     let per_name = names.map(|(_, to)| measuring.done[*to].paths).max().unwrap_or(0);
@@ -116,7 +116,7 @@ pub(super) fn measure_profile(graph: &SchemaGraph) -> Result<SchemaProfile, Sche
         draft: graph.draft,
         chain: chains.iter().copied().max().unwrap_or(1),
         per_name,
-        name_weight: schemas().map(pattern::name_weight).max().unwrap_or(0) + through_names,
+        name_weight: schemas().map(name_weight).max().unwrap_or(0) + through_names,
         patterns: schemas().map(count_patterns).sum(),
     })
 }

@@ -10,27 +10,27 @@ fn messages(schema: Value, instance: Value) -> Vec<String> {
 }
 
 /// Returns the pointer and the message of the only problem.
-fn one(schema: Value, instance: Value) -> (String, String) {
+fn only_problem(schema: Value, instance: Value) -> (String, String) {
     let mut found = problems(schema, instance);
     assert_eq!(found.len(), 1, "{found:#?}");
     let problem = found.remove(0);
     (problem.pointer, problem.message)
 }
 
-fn said(pointer: &str, message: &str) -> (String, String) {
+fn problem_at(pointer: &str, message: &str) -> (String, String) {
     (pointer.to_string(), message.to_string())
 }
 
 /// Asserts that the message is the same at the top level and below, except for the location.
 fn assert_worded(schema: Value, instance: Value, message: &str) {
-    let at_root = one(schema.clone(), instance.clone());
-    assert_eq!(at_root, said("", &format!("the value must {message}")));
+    let at_root = only_problem(schema.clone(), instance.clone());
+    assert_eq!(at_root, problem_at("", &format!("the value must {message}")));
     let mut below = json!({"properties": {"a~/b": schema}});
     if let Some(dialect) = below["properties"]["a~/b"].get("$schema").cloned() {
         below["$schema"] = dialect;
     }
-    let at_member = one(below, json!({ "a~/b": instance }));
-    assert_eq!(at_member, said("/a~0~1b", &format!("/a~0~1b must {message}")));
+    let at_member = only_problem(below, json!({ "a~/b": instance }));
+    assert_eq!(at_member, problem_at("/a~0~1b", &format!("/a~0~1b must {message}")));
 }
 
 #[test]
@@ -147,22 +147,22 @@ fn properties_are_worded() {
         ["the required property \"x\" is missing at /s"]
     );
     assert_eq!(
-        one(json!({"dependentRequired": {"card": ["address"]}}), json!({"card": 1})),
-        said(
+        only_problem(json!({"dependentRequired": {"card": ["address"]}}), json!({"card": 1})),
+        problem_at(
             "/address",
             "the required property \"address\" is missing at the top level, \
                           because \"card\" is present"
         )
     );
     assert_eq!(
-        one(json!({"propertyNames": {"maxLength": 2}}), json!({"abc": 1, "ab": 1})),
-        said(
+        only_problem(json!({"propertyNames": {"maxLength": 2}}), json!({"abc": 1, "ab": 1})),
+        problem_at(
             "/abc",
             "the property name \"abc\" at the top level is not allowed; \
                       a name must be at most 2 characters"
         )
     );
-    assert_eq!(one(json!({"properties": {"a": false}}), json!({"a": 1})).0, "/a");
+    assert_eq!(only_problem(json!({"properties": {"a": false}}), json!({"a": 1})).0, "/a");
     for keyword in ["additionalProperties", "unevaluatedProperties"] {
         let style = json!({"properties": {"color": {}, "max_width": {}}, keyword: false});
         let known = "known are: \"color\", \"max_width\"";
@@ -175,8 +175,8 @@ fn properties_are_worded() {
         );
         let referred = json!({"properties": {"s": {"$ref": "#/$defs/S"}}, "$defs": {"S": style}});
         assert_eq!(
-            one(referred, json!({"s": {"maxWidth": 1}})),
-            said(
+            only_problem(referred, json!({"s": {"maxWidth": 1}})),
+            problem_at(
                 "/s/maxWidth",
                 &format!(
                     "\"maxWidth\" is not a known property of /s; \
@@ -187,44 +187,44 @@ fn properties_are_worded() {
     }
     let inherited = json!({"allOf": [{"$ref": "#/$defs/B"}], "unevaluatedProperties": false,
                            "$defs": {"B": {"properties": {"name": {}}}}});
-    assert!(one(inherited, json!({"nam": 1})).1.contains("did you mean \"name\"?"));
+    assert!(only_problem(inherited, json!({"nam": 1})).1.contains("did you mean \"name\"?"));
 }
 
 #[test]
-fn unions_tell_what_the_meant_branch_wants() {
+fn unions_report_the_problem_of_the_intended_branch() {
     let nullable = json!({"anyOf": [{"required": ["a"], "type": "object"}, {"type": "null"}]});
-    assert_eq!(one(nullable, json!({})).0, "/a");
+    assert_eq!(only_problem(nullable, json!({})).0, "/a");
     let tagged = json!({"oneOf": [
         {"properties": {"k": {"const": "a"}, "v": {"type": "string"}}, "required": ["k"]},
         {"properties": {"k": {"const": "b"}, "v": {"type": "integer"}}, "required": ["k"]}]});
     assert_eq!(
-        one(tagged.clone(), json!({"k": "b", "v": "x"})),
-        said("/v", "/v must be an integer, but a string (\"x\") was given")
+        only_problem(tagged.clone(), json!({"k": "b", "v": "x"})),
+        problem_at("/v", "/v must be an integer, but a string (\"x\") was given")
     );
     assert_eq!(
-        one(tagged.clone(), json!({"k": "c"})),
-        said("/k", "/k must be one of \"a\", \"b\", but a string (\"c\") was given")
+        only_problem(tagged.clone(), json!({"k": "c"})),
+        problem_at("/k", "/k must be one of \"a\", \"b\", but a string (\"c\") was given")
     );
-    assert_eq!(one(tagged, json!({})).0, "/k");
+    assert_eq!(only_problem(tagged, json!({})).0, "/k");
     let apart = json!({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]});
     assert_eq!(
-        one(apart.clone(), json!({})),
-        said(
+        only_problem(apart.clone(), json!({})),
+        problem_at(
             "",
             "the value must be an object with the property \"a\", or an object with the \
                   property \"b\", but an object ({}) was given"
         )
     );
     assert_eq!(
-        one(apart, json!({"a": 1, "b": 1})),
-        said(
+        only_problem(apart, json!({"a": 1, "b": 1})),
+        problem_at(
             "",
             "the value must fit exactly one of 2 alternatives, but an object \
                   ({\"a\":1,\"b\":1}) fits several of them (numbers 1, 2)"
         )
     );
     // The innermost fault is found through sixty unions.
-    let (pointer, message) = one(any_json(), nested(json!(true), 60));
+    let (pointer, message) = only_problem(any_json(), nested(json!(true), 60));
     assert_eq!(pointer, "/a".repeat(60));
     assert!(
         message.ends_with(
@@ -234,7 +234,7 @@ fn unions_tell_what_the_meant_branch_wants() {
         "{message}"
     );
     let names = json!({"propertyNames": {"anyOf": [{"pattern": "^[a-z]$"}, {"const": "X"}]}});
-    assert!(one(names, json!({"A1": 1})).1.contains("exactly \"X\""));
+    assert!(only_problem(names, json!({"A1": 1})).1.contains("exactly \"X\""));
 }
 
 #[test]
@@ -251,16 +251,16 @@ fn every_problem_is_listed_up_to_the_limit() {
 }
 
 #[test]
-fn what_was_given_is_cut_between_characters() {
+fn given_values_are_truncated_between_characters() {
     for filler in ["é", "日", "🦀", "\n", "\"", "a"] {
-        let cut = problem::describe_value(&json!(filler.repeat(1000)));
+        let cut = phrases::describe_value(&json!(filler.repeat(1000)));
         assert_eq!(cut.chars().count(), 80, "{cut}");
         assert!(cut.starts_with("a string (\"") && cut.ends_with("…)"), "{cut}");
         assert!(!cut.contains('\u{fffd}'), "{cut}");
     }
-    assert_eq!(problem::describe_value(&json!({"a": [1, null]})), "an object ({\"a\":[1,null]})");
-    assert_eq!(problem::truncate_chars("日本語", 3), "日本語");
-    assert_eq!(problem::truncate_chars("日本語", 2), "日…");
+    assert_eq!(phrases::describe_value(&json!({"a": [1, null]})), "an object ({\"a\":[1,null]})");
+    assert_eq!(phrases::truncate_chars("日本語", 3), "日本語");
+    assert_eq!(phrases::truncate_chars("日本語", 2), "日…");
     let options: Vec<String> = (0..500).map(|i| format!("option {i}")).collect();
     let found = problems(json!({ "enum": options }), json!("x")).remove(0);
     assert!(found.expected.contains("more)") && found.expected.len() < 700, "{found:?}");

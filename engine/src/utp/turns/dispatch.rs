@@ -8,18 +8,21 @@ use sha2::{Digest, Sha256};
 use super::{
     MAX_CONFLICT_RETRIES, bump_version, conflict, invalid, open_step_call_ids, too_many_conflicts,
 };
+use crate::calls::request::CallRequest;
+use crate::domain::access_rules::pattern_matches;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::hex;
 use crate::domain::json::Json;
-use crate::domain::tool::hex;
-use crate::domain::utp::card::{self, TOOL_CALL};
+use crate::domain::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
 use crate::domain::utp::turn_event::{StepProgress, TurnEvent};
-use crate::domain::utp::{InboxItem, Route, StepCall, Turn, TurnStatus, is_token};
-use crate::engine::{Core, Engine, from_store_error};
+use crate::domain::utp::{
+    AfterExecution, InboxItem, Route, StepCall, Turn, TurnStatus, is_token, trace,
+};
+use crate::ports::core::from_store_error;
 use crate::ports::store::utp::TurnChange;
-use crate::utp::turns::refused_calls::failed_card_id;
-
-use crate::calls::accept::CallRequest;
+use crate::utp::Utp;
+use crate::utp::inbox::derive_inbox_id;
 
 /// Maximum number of calls in one step.
 const MAX_CALLS: usize = 128;
@@ -29,18 +32,22 @@ const MAX_CALLS: usize = 128;
 pub struct StepCallRequest {
     /// Unique within its turn.
     pub tool_call_id: String,
+    /// Name of the tool.
     pub tool_name: String,
     /// An object, or its JSON text as models write it.
     pub arguments: Value,
+    /// Timeout of the call in milliseconds. Defaults to the tool's own.
     pub timeout_ms: Option<u64>,
 }
 
 /// A request to dispatch the calls of a step.
 #[derive(Debug, Clone)]
 pub struct DispatchRequest {
+    /// Epoch of the turn; the dispatch is refused if it is not the current one.
     pub epoch: u64,
     /// Generated if `None`.
     pub step_id: Option<String>,
+    /// Calls of the step, which run concurrently.
     pub calls: Vec<StepCallRequest>,
     /// True if the dispatch suspends the turn.
     pub suspends_turn: bool,
@@ -49,11 +56,13 @@ pub struct DispatchRequest {
 /// A turn and the calls of its dispatched step.
 #[derive(Debug, Clone)]
 pub struct DispatchedStep {
+    /// The turn after the dispatch.
     pub turn: Turn,
+    /// Calls of the step, with the results that are already in.
     pub calls: Vec<StepCall>,
 }
 
-impl Engine {
+impl Utp {
     /// Dispatches the calls of a step concurrently. The operation is idempotent: the same request
     /// again returns the same calls.
     pub async fn dispatch_step(
@@ -61,37 +70,37 @@ impl Engine {
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
-        asked: DispatchRequest,
+        request: DispatchRequest,
     ) -> Result<DispatchedStep, Error> {
-        check_dispatch_request(&asked)?;
+        check_dispatch_request(&request)?;
         let turn = self.turn(caller, agent_id, turn_id).await?;
-        if let Some(known) = self.find_dispatched_step(turn, &asked).await? {
+        if let Some(known) = self.find_dispatched_step(turn, &request).await? {
             return Ok(known);
         }
-        let error = match self.dispatch_new_step(caller, agent_id, turn_id, &asked).await {
+        let error = match self.dispatch_new_step(caller, agent_id, turn_id, &request).await {
             Err(error) if error.code() == Code::Conflict => error,
             other => return other,
         };
         // The same request may have arrived twice concurrently. Then these are its calls.
         let turn = self.turn(caller, agent_id, turn_id).await?;
-        self.find_dispatched_step(turn, &asked).await?.ok_or(error)
+        self.find_dispatched_step(turn, &request).await?.ok_or(error)
     }
 
     /// Returns the step if it was dispatched before.
     async fn find_dispatched_step(
         &self,
         turn: Turn,
-        asked: &DispatchRequest,
+        request: &DispatchRequest,
     ) -> Result<Option<DispatchedStep>, Error> {
-        let runs_on = turn.status == TurnStatus::Running && !asked.suspends_turn;
+        let runs_on = turn.status == TurnStatus::Running && !request.suspends_turn;
         let stands = runs_on || turn.status == TurnStatus::Suspended;
-        let step_id = asked.step_id.as_deref().filter(|_| stands && turn.epoch == asked.epoch);
+        let step_id = request.step_id.as_deref().filter(|_| stands && turn.epoch == request.epoch);
         let Some(step_id) = step_id else { return Ok(None) };
-        let calls = self.core.load_step_calls(&turn, step_id).await?;
+        let calls = self.load_step_calls(&turn, step_id).await?;
         if calls.is_empty() || calls.iter().any(|call| call.epoch != turn.epoch) {
             return Ok(None);
         }
-        self.check_same_calls(&turn, &calls, &asked.calls).await?;
+        self.check_same_calls(&turn, &calls, &request.calls).await?;
         Ok(Some(DispatchedStep { turn, calls }))
     }
 
@@ -100,25 +109,24 @@ impl Engine {
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
-        asked: &DispatchRequest,
+        request: &DispatchRequest,
     ) -> Result<DispatchedStep, Error> {
-        let inner = &self.core;
-        let turn = self.require_running_turn(caller, agent_id, turn_id, asked.epoch).await?;
-        let now_ms = inner.clock.now_ms();
-        let mint = || inner.id_generator.next_id("step_", now_ms);
-        let step_id = asked.step_id.clone().unwrap_or_else(mint);
-        self.check_ids_unused(&turn, &step_id, &asked.calls).await?;
+        let turn = self.require_running_turn(caller, agent_id, turn_id, request.epoch).await?;
+        let now_ms = self.core.clock.now_ms();
+        let mint = || self.core.id_generator.next_id("step_", now_ms);
+        let step_id = request.step_id.clone().unwrap_or_else(mint);
+        self.check_ids_unused(&turn, &step_id, &request.calls).await?;
         let mut out = self.step_calls(&turn).await?;
         out.retain(|call| call.epoch == turn.epoch && call.step_id != step_id);
         let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
-        let waiting_inbox = inner.store.utp().inbox(&caller.project, agent_id, 1).await;
+        let waiting_inbox = self.core.store.utp().inbox(&caller.project, agent_id, 1).await;
         let inbox_open = !waiting_inbox.map_err(from_store_error)?.is_empty();
-        let sent = asked.calls.iter().map(|call| {
+        let sent = request.calls.iter().map(|call| {
             let route = build_route(&turn, &step_id, call);
             self.send_step_call(&agent, &turn, route, call, inbox_open)
         });
         let DispatchSummary { change, deadline_ms, error: refused } =
-            inner.collect_sent_calls(&turn, join_all(sent).await);
+            self.collect_sent_calls(&turn, join_all(sent).await);
         let calls = change.step_calls.clone();
         if let Some(error) = refused {
             self.cancel_if_epoch_changed(caller, &turn, &calls).await;
@@ -131,7 +139,7 @@ impl Engine {
             step_id: Some(step_id),
             steps,
             resume_deadline_ms: turn.resume_deadline_ms.max(Some(deadline_ms)),
-            status: if asked.suspends_turn { TurnStatus::Suspended } else { turn.status },
+            status: if request.suspends_turn { TurnStatus::Suspended } else { turn.status },
             ..turn.clone()
         };
         let turn =
@@ -143,9 +151,9 @@ impl Engine {
                 }
             };
         self.deliver_early_outcomes(&turn, &calls).await?;
-        inner.wake_inbox_listeners(&turn.project, agent_id, true);
+        self.wake_inbox_listeners(&turn.project, agent_id, true);
         let step_id = turn.step_id.clone().unwrap_or_default();
-        let calls = inner.load_step_calls(&turn, &step_id).await?;
+        let calls = self.load_step_calls(&turn, &step_id).await?;
         Ok(DispatchedStep { turn, calls })
     }
 
@@ -170,14 +178,13 @@ impl Engine {
     ) -> Result<Turn, Error> {
         let new_card_ids: Vec<String> = change.step_calls.iter().filter_map(call_card_id).collect();
         for _ in 0..MAX_CONFLICT_RETRIES {
-            let news = TurnEvent {
+            let listener = TurnEvent {
                 pending_tool_call_ids: waiting.clone(),
                 step: Some(StepProgress { phase: "executing", new_card_ids: new_card_ids.clone() }),
                 completion: None,
             };
             let saved = self
-                .core
-                .save_and_publish_turn(bump_version(step.clone()), change.clone(), news)
+                .save_and_publish_turn(bump_version(step.clone()), change.clone(), listener)
                 .await;
             let error = match saved {
                 Err(error) if error.code() == Code::Conflict => error,
@@ -209,9 +216,9 @@ impl Engine {
     async fn deliver_early_outcomes(&self, turn: &Turn, calls: &[StepCall]) -> Result<(), Error> {
         for call in calls {
             let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { continue };
-            let found = self.core.find_call(&turn.project, &id).await?;
+            let found = self.find_call(&turn.project, &id).await?;
             if let Some(call) = found.filter(|call| call.status.is_terminal()) {
-                self.core.deliver_to_inbox(&call).await?;
+                self.deliver_to_inbox(&call).await?;
             }
         }
         Ok(())
@@ -226,7 +233,7 @@ impl Engine {
         calls: &[StepCallRequest],
     ) -> Result<(), Error> {
         let utp = self.core.store.utp();
-        let known = self.core.load_step_calls(turn, step_id).await?;
+        let known = self.load_step_calls(turn, step_id).await?;
         if !known.is_empty() {
             if known.iter().any(|call| call.epoch != turn.epoch) {
                 let message = format!("step_id \"{step_id}\" was used in this turn before");
@@ -271,11 +278,11 @@ impl Engine {
     /// Loads the arguments of a dispatched call, if they are still stored.
     async fn load_dispatched_args(&self, known: &StepCall) -> Result<Option<Value>, Error> {
         if let Some(id) = known.call_id.as_deref().and_then(|id| id.parse().ok()) {
-            let call = self.core.find_call(&known.project, &id).await?;
+            let call = self.find_call(&known.project, &id).await?;
             return Ok(call.map(|call| call.args.to_value()));
         }
         let card_id = failed_card_id(&known.project, &known.turn_id, &known.tool_call_id, "call");
-        let card = self.core.find_card(&known.project, &card_id).await?;
+        let card = self.find_card(&known.project, &card_id).await?;
         Ok(card.and_then(|card| card.content.get("arguments").cloned()))
     }
 
@@ -290,10 +297,10 @@ impl Engine {
         let (args, unreadable) = parse_arguments(&call.arguments);
         let refused = match unreadable {
             Some(fault) => Some(fault),
-            None => self.core.find_step_call_fault(agent, call, inbox_open),
+            None => self.find_step_call_fault(agent, call, inbox_open),
         };
         if let Some(fault) = refused {
-            return self.core.record_failed_call(turn, &route, call, &args, &fault).await;
+            return self.record_failed_call(turn, &route, call, &args, &fault).await;
         }
         let mut invocation = CallRequest::new(call.tool_name.as_str(), "{}")
             .map_err(|error| Error::Internal(Box::new(error)))?;
@@ -304,7 +311,7 @@ impl Engine {
         invocation.idempotency_key = Some(step_call_key(turn, call));
         invocation.traceparent = turn.traceparent.clone();
         invocation.route = Some(Box::new(route.clone()));
-        match self.invoke(agent, invocation).await {
+        match self.calls.invoke(agent, invocation).await {
             Ok(ticket) => {
                 let waiting = build_step_call(turn, &route, call, Some(ticket.call.id.to_string()));
                 Ok(SentCall {
@@ -320,7 +327,7 @@ impl Engine {
             Err(Error::Refused { fault, .. })
                 if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
             {
-                self.core.record_failed_call(turn, &route, call, &args, &fault).await
+                self.record_failed_call(turn, &route, call, &args, &fault).await
             }
             Err(error) => Err(error),
         }
@@ -343,14 +350,14 @@ struct DispatchSummary {
     error: Option<Error>,
 }
 
-impl Core {
+impl Utp {
     fn collect_sent_calls(
         &self,
         turn: &Turn,
         sent: Vec<Result<SentCall, Error>>,
     ) -> DispatchSummary {
         let (mut change, mut refused) = (TurnChange::default(), None);
-        let mut deadline_ms = self.clock.now_ms();
+        let mut deadline_ms = self.core.clock.now_ms();
         for sent in sent {
             let SentCall { step_call: waiting, deadline_ms: due_ms, inbox_item: inbox } = match sent
             {
@@ -361,8 +368,8 @@ impl Core {
                 }
             };
             deadline_ms = deadline_ms.max(due_ms);
-            let letters = inbox.iter().filter_map(|item| self.build_wakeup(item, &turn.channel));
-            change.outbox.extend(letters.collect::<Vec<_>>());
+            let messages = inbox.iter().filter_map(|item| self.build_wakeup(item, &turn.channel));
+            change.outbox.extend(messages.collect::<Vec<_>>());
             change.inbox.extend(inbox);
             change.step_calls.push(waiting);
         }
@@ -370,12 +377,12 @@ impl Core {
     }
 }
 
-fn check_dispatch_request(asked: &DispatchRequest) -> Result<(), Error> {
-    if asked.calls.is_empty() || asked.calls.len() > MAX_CALLS {
+fn check_dispatch_request(request: &DispatchRequest) -> Result<(), Error> {
+    if request.calls.is_empty() || request.calls.len() > MAX_CALLS {
         return Err(invalid(format!("calls must be 1 to {MAX_CALLS}")));
     }
-    let ids = asked.calls.iter().map(|call| ("tool_call_id", &call.tool_call_id));
-    let step = asked.step_id.iter().map(|id| ("step_id", id));
+    let ids = request.calls.iter().map(|call| ("tool_call_id", &call.tool_call_id));
+    let step = request.step_id.iter().map(|id| ("step_id", id));
     for (field, id) in step.chain(ids) {
         if !is_token(id) {
             let message = format!(
@@ -385,7 +392,7 @@ fn check_dispatch_request(asked: &DispatchRequest) -> Result<(), Error> {
         }
     }
     let mut seen = std::collections::HashSet::new();
-    for call in &asked.calls {
+    for call in &request.calls {
         let id = &call.tool_call_id;
         if id.starts_with("tc_") {
             return Err(invalid("tool_call_id cannot begin with tc_, as the crib's own do"));
@@ -461,5 +468,115 @@ pub(super) fn build_step_call(
         call_id,
         result_card_id: None,
         inbox_id: None,
+    }
+}
+
+/// Returns the id of a card that belongs to a refused call.
+fn failed_card_id(project: &str, turn_id: &str, tool_call_id: &str, end: &str) -> String {
+    let inbox_id = derive_inbox_id(project, turn_id, tool_call_id);
+    format!("{end}{}", inbox_id.trim_start_matches("inbox_"))
+}
+
+impl Utp {
+    /// Returns the fault if the roster or the protocol forbids the call. Checked before the call is
+    /// invoked.
+    fn find_step_call_fault(
+        &self,
+        agent: &Caller,
+        call: &StepCallRequest,
+        inbox_open: bool,
+    ) -> Option<Fault> {
+        let tool = &call.tool_name;
+        let Some(member) = self.registry.find_agent_entry(&agent.project, &agent.agent) else {
+            let message = format!("agent \"{}\" is not on the roster any more", agent.agent);
+            return Some(Fault::new(Code::PermissionDenied, message).without_side_effect());
+        };
+        let allowed = member.allowed_tools;
+        if allowed.is_some_and(|list| !list.iter().any(|pattern| pattern_matches(pattern, tool))) {
+            let message = format!("{tool} is not among the agent's allowed tools");
+            return Some(Fault::new(Code::PermissionDenied, message).without_side_effect());
+        }
+        let found = self.registry.catalog().find(&agent.project, tool);
+        let ends = found.and_then(|entry| entry.definition.binding.clone());
+        if inbox_open && ends.is_some_and(|utp| utp.after_execution == AfterExecution::Terminate) {
+            let message = "inbox_not_empty: take what waits in the inbox before the turn ends";
+            return Some(Fault::new(Code::Conflict, message).without_side_effect());
+        }
+        None
+    }
+
+    /// Records a refused call: stores its cards and builds its inbox item.
+    async fn record_failed_call(
+        &self,
+        turn: &Turn,
+        route: &Route,
+        call: &StepCallRequest,
+        args: &Value,
+        fault: &Fault,
+    ) -> Result<SentCall, Error> {
+        let now_ms = self.core.clock.now_ms();
+        let inbox_id = derive_inbox_id(&turn.project, &route.turn_id, &route.tool_call_id);
+        let error = card::error_json(fault, "worker");
+        let trace_id = turn.traceparent.as_deref().and_then(trace::parse).map(|(id, _)| id);
+        let mut metadata = into_map(json!({
+            "agent_turn_id": route.turn_id,
+            "step_id": route.step_id,
+            "tool_call_id": route.tool_call_id,
+            "trace_id": trace_id,
+            "parent_step_id": route.parent_step_id,
+        }));
+        let make = |kind: &str, end: &str, content: Value, metadata: &Map<String, Value>| Card {
+            card_id: failed_card_id(&turn.project, &route.turn_id, &route.tool_call_id, end),
+            project: turn.project.clone(),
+            kind: kind.to_owned(),
+            content: into_map(content),
+            created_ms: now_ms,
+            author_id: turn.agent_id.clone(),
+            metadata: metadata.clone(),
+            tool_calls: None,
+            tool_call_id: Some(route.tool_call_id.clone()),
+            ttl_seconds: None,
+        };
+        let request = json!({
+            "__type__": "ToolCallContent", "tool_name": call.tool_name, "arguments": args,
+            "status": "called", "target_subject": null,
+        });
+        let request = make(TOOL_CALL, "call", request, &metadata);
+        metadata.insert("role".into(), "tool".into());
+        metadata.insert("function_name".into(), call.tool_name.as_str().into());
+        let result = json!({
+            "__type__": "ToolResultContent", "status": "failed", "after_execution": "suspend",
+            "result": card::error_as_result(&error), "error": error,
+        });
+        let result = make(TOOL_RESULT, "result", result, &metadata);
+        let card_id = result.card_id.clone();
+        for card in [request, result] {
+            self.core.store.utp().put_card(card).await.map_err(from_store_error)?;
+        }
+        let mut waiting = build_step_call(turn, route, call, None);
+        waiting.result_card_id = Some(card_id.clone());
+        waiting.inbox_id = Some(inbox_id.clone());
+        let parent = turn.traceparent.clone().unwrap_or_default();
+        let inbox = InboxItem {
+            project: turn.project.clone(),
+            agent_id: turn.agent_id.clone(),
+            message_type: "tool_result".to_owned(),
+            turn_id: route.turn_id.clone(),
+            tool_call_id: route.tool_call_id.clone(),
+            payload: into_map(json!({
+                "tool_call_id": route.tool_call_id, "agent_turn_id": route.turn_id,
+                "turn_epoch": route.epoch, "agent_id": route.agent_id,
+                "after_execution": "suspend", "status": "failed",
+                "tool_result_card_id": card_id, "step_id": route.step_id,
+            })),
+            traceparent: trace::child_traceparent(&parent, &inbox_id),
+            tracestate: route.tracestate.clone(),
+            parent_step_id: Some(route.step_id.clone()),
+            source_agent_id: Some(turn.agent_id.clone()),
+            depth: route.depth,
+            created_ms: now_ms,
+            inbox_id,
+        };
+        Ok(SentCall { step_call: waiting, deadline_ms: now_ms, inbox_item: Some(inbox) })
     }
 }

@@ -9,11 +9,11 @@ use crate::domain::fault::{Code, Error};
 use crate::domain::utp::card::into_map;
 use crate::domain::utp::turn_event::{TurnCompletion, TurnEvent};
 use crate::domain::utp::{InboxItem, StepCall, Turn, TurnStatus, trace};
-use crate::engine::{Core, Engine};
 use crate::ports::store::utp::TurnChange;
+use crate::utp::Utp;
 use crate::utp::inbox::derive_inbox_id;
 
-impl Engine {
+impl Utp {
     /// Stops a turn in any state: its open calls are canceled, later results are refused, and the
     /// agent receives a `stop` item in its inbox.
     pub async fn stop_turn(
@@ -23,7 +23,6 @@ impl Engine {
         turn_id: &str,
         reason: Option<String>,
     ) -> Result<Turn, Error> {
-        let inner = &self.core;
         for _ in 0..MAX_CONFLICT_RETRIES {
             let turn = self.turn(caller, agent_id, turn_id).await?;
             if turn.status == TurnStatus::Stopped {
@@ -36,14 +35,15 @@ impl Engine {
             turn.epoch += 1;
             turn.status = TurnStatus::Stopped;
             turn.reason = reason.clone();
-            let item = inner.build_stop_item(&turn);
-            let letters = inner.build_wakeup(&item, &turn.channel).into_iter().collect();
-            let change = TurnChange { inbox: vec![item], outbox: letters, ..TurnChange::default() };
+            let item = self.build_stop_item(&turn);
+            let messages = self.build_wakeup(&item, &turn.channel).into_iter().collect();
+            let change =
+                TurnChange { inbox: vec![item], outbox: messages, ..TurnChange::default() };
             let (error_code, error) = (Some("stopped"), reason.clone());
             let (status, tool_result_card_id) = ("failed".to_owned(), None);
             let task = Some(TurnCompletion { status, tool_result_card_id, error_code, error });
-            let news = TurnEvent { completion: task, ..TurnEvent::default() };
-            let stopped = match inner.save_and_publish_turn(turn, change, news).await {
+            let listener = TurnEvent { completion: task, ..TurnEvent::default() };
+            let stopped = match self.save_and_publish_turn(turn, change, listener).await {
                 Ok(turn) => turn,
                 Err(error) if error.code() == Code::Conflict => continue,
                 Err(error) => return Err(error),
@@ -53,8 +53,8 @@ impl Engine {
             let own = |call: &Call| {
                 call.origin.route.as_ref().is_some_and(|route| route.turn_id == turn_id)
             };
-            self.cancel_open_calls(caller, turn_id, "the turn was stopped", own).await;
-            inner.wake_inbox_listeners(&stopped.project, agent_id, true);
+            self.calls.cancel_open_calls(caller, turn_id, "the turn was stopped", own).await;
+            self.wake_inbox_listeners(&stopped.project, agent_id, true);
             return Ok(stopped);
         }
         Err(too_many_conflicts())
@@ -63,13 +63,13 @@ impl Engine {
     /// Cancels a call. Failure is ignored: the call may have ended in the meantime.
     pub(super) async fn cancel_best_effort(&self, caller: &Caller, call: &StepCall, why: &str) {
         let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
-        if let Err(error) = self.cancel(caller, &id, Some(why.to_owned())).await {
+        if let Err(error) = self.calls.cancel(caller, &id, Some(why.to_owned())).await {
             tracing::debug!(call = %id, %error, "call not canceled");
         }
     }
 }
 
-impl Core {
+impl Utp {
     fn build_stop_item(&self, turn: &Turn) -> InboxItem {
         let mark = format!("stop:{}", turn.turn_id);
         let inbox_id = derive_inbox_id(&turn.project, &turn.turn_id, &mark);
@@ -91,7 +91,7 @@ impl Core {
             parent_step_id: turn.step_id.clone(),
             source_agent_id: None,
             depth: turn.depth,
-            created_ms: self.clock.now_ms(),
+            created_ms: self.core.clock.now_ms(),
             inbox_id,
         }
     }

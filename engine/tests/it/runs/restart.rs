@@ -3,93 +3,97 @@
 use super::*;
 
 #[tokio::test]
-async fn after_a_restart_nothing_is_done_twice_and_nothing_is_asked_twice() {
-    let site = Site::new();
+async fn after_a_restart_no_call_and_no_model_request_is_repeated() {
+    let fixture = Fixture::new();
     // The first process requests, calls, and stops while the model processes the result.
-    let (never, turn) = oneshot::channel();
-    let (first_turn, open) = oneshot::channel();
-    first_turn.send(()).unwrap();
-    let gated = Arc::new(Gated {
+    let (never, gate) = oneshot::channel();
+    let (open_gate, open) = oneshot::channel();
+    open_gate.send(()).unwrap();
+    let gated = Arc::new(GatedModel {
         script: Script::default().calls(&[("c1", "calc__add", SUM)]),
-        waiting: Mutex::new(vec![turn, open]),
-        asked: tokio::sync::Notify::new(),
+        gates: Mutex::new(vec![gate, open]),
+        requested: tokio::sync::Notify::new(),
     });
-    let engine = site.engine(gated.clone()).await;
-    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
-    gated.asked.notified().await;
-    gated.asked.notified().await;
+    let engine = fixture.engine(gated.clone()).await;
+    let id = engine.runs().start_run(&caller(), new_run("How much?")).await.unwrap().run.id;
+    gated.requested.notified().await;
+    gated.requested.notified().await;
     engine.shut_down(Duration::ZERO).await;
     drop(never);
-    assert_eq!(site.made.load(Ordering::SeqCst), 1);
-    let stored = engine.find_run(&me(), &id).await.unwrap();
+    assert_eq!(fixture.executions.load(Ordering::SeqCst), 1);
+    let stored = engine.runs().find_run(&caller(), &id).await.unwrap();
     assert_eq!((stored.status, stored.progress.steps), (RunStatus::Running, 1));
 
     let script = Arc::new(Script::default().says("It is 42."));
-    let engine = site.engine(script.clone()).await;
-    let run = ended(&engine, &id).await;
+    let engine = fixture.engine(script.clone()).await;
+    let run = wait_for_end(&engine, &id).await;
     assert_eq!(run.answer.unwrap().text, "It is 42.");
-    assert_eq!(site.made.load(Ordering::SeqCst), 1, "the call was finished");
-    let asked = script.asked(0);
-    assert_eq!(asked.model, "the-endpoints-name");
-    assert_eq!(asked.messages.len(), 3, "with the stored answer and result");
+    assert_eq!(fixture.executions.load(Ordering::SeqCst), 1, "the finished call is not repeated");
+    let request = script.request(0);
+    assert_eq!(request.model, "the-endpoints-name");
+    assert_eq!(request.messages.len(), 3, "the stored reply and result are included");
 }
 
 #[tokio::test]
-async fn an_answer_that_was_stored_is_acted_on_and_its_finished_calls_are_not_repeated() {
-    let site = Site::new();
-    let began = Arc::new(tokio::sync::Notify::new());
+async fn a_stored_reply_is_executed_after_a_restart_without_repeating_calls() {
+    let fixture = Fixture::new();
+    let started = Arc::new(tokio::sync::Notify::new());
     // One of the answer's two calls has finished when the process stops.
-    let begins = began.clone();
+    let signal = started.clone();
     let wait = FnTool::new("calc.wait", "Waits", move |_: Add| {
-        begins.notify_one();
+        signal.notify_one();
         async {
             std::future::pending::<()>().await;
             Ok::<i64, String>(1)
         }
     });
-    let made = site.made.clone();
+    let executions = fixture.executions.clone();
     let add = move || {
-        let made = made.clone();
+        let executions = executions.clone();
         FnTool::new("calc.add", "Adds", move |args: Add| {
-            made.fetch_add(1, Ordering::SeqCst);
+            executions.fetch_add(1, Ordering::SeqCst);
             async move { Ok::<i64, String>(args.a + args.b) }
         })
     };
     let script = Script::default().calls(&[("c1", "calc__add", SUM), ("c2", "calc__wait", SUM)]);
-    let builder = || Engine::builder().store(site.store.clone());
+    let builder = || Engine::builder().store(fixture.store.clone());
     let engine = builder()
-        .models(Arc::new(Only(Arc::new(script))))
+        .models(Arc::new(SingleModel(Arc::new(script))))
         .tool(add())
         .tool(wait.effect(Effect::Idempotent))
         .start()
         .await
         .unwrap();
-    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
+    let id = engine.runs().start_run(&caller(), new_run("How much?")).await.unwrap().run.id;
     // The second call starts after the first has ended.
-    began.notified().await;
+    started.notified().await;
     engine.shut_down(Duration::ZERO).await;
 
     let wait = FnTool::new("calc.wait", "Waits", |_: Add| async { Ok::<i64, String>(7) });
     let script = Arc::new(Script::default().says("done"));
     let engine = builder()
-        .models(Arc::new(Only(script.clone())))
+        .models(Arc::new(SingleModel(script.clone())))
         .tool(add())
         .tool(wait.effect(Effect::Idempotent))
         .start()
         .await
         .unwrap();
-    let run = ended(&engine, &id).await;
+    let run = wait_for_end(&engine, &id).await;
     assert_eq!(run.answer.unwrap().text, "done");
-    assert_eq!(site.made.load(Ordering::SeqCst), 1);
-    let told = script.asked(0).messages;
-    assert_eq!((&told[2]["content"], &told[3]["content"]), (&json!("42"), &json!("7")));
-    let query = toolcrib::engine::CallQuery { run_id: Some(id), ..Default::default() };
-    let query = toolcrib::engine::CallQuery { limit: 10, ..query };
-    assert_eq!(engine.calls(&me(), query).await.unwrap().calls.len(), 2, "no call is made anew");
+    assert_eq!(fixture.executions.load(Ordering::SeqCst), 1);
+    let prompt = script.request(0).messages;
+    assert_eq!((&prompt[2]["content"], &prompt[3]["content"]), (&json!("42"), &json!("7")));
+    let query = toolcrib::calls::CallQuery { run_id: Some(id), ..Default::default() };
+    let query = toolcrib::calls::CallQuery { limit: 10, ..query };
+    assert_eq!(
+        engine.calls().calls(&caller(), query).await.unwrap().calls.len(),
+        2,
+        "no new call is created"
+    );
 }
 
 #[tokio::test]
-async fn a_run_that_waits_only_for_a_late_result_sleeps_through_a_restart_and_is_woken() {
+async fn a_run_waiting_for_a_late_result_resumes_after_a_restart() {
     let store: Arc<MemoryStore> = Arc::default();
     let job = |result: Option<oneshot::Receiver<()>>| {
         let result = Mutex::new(result);
@@ -107,60 +111,61 @@ async fn a_run_that_waits_only_for_a_late_result_sleeps_through_a_restart_and_is
     };
     let script = Script::default().calls(&[("c1", "job__start", SUM)]).says("I wait.");
     let builder = || Engine::builder().store(store.clone());
-    let models = Arc::new(Only(Arc::new(script)));
+    let models = Arc::new(SingleModel(Arc::new(script)));
     let engine = builder().models(models).tool(job(None)).start().await.unwrap();
-    let id = engine.start_run(&me(), new_run("A report, please")).await.unwrap().run.id;
+    let id = engine.runs().start_run(&caller(), new_run("A report, please")).await.unwrap().run.id;
     let mut after = 0;
     loop {
-        let happened = engine.run_events(&me(), &id, after, 100).await.unwrap();
-        after = happened.last().unwrap().number();
-        let waits = |happened: &RunEvent| match happened {
-            RunEvent::Run(noted) => noted.record.kind == JournalKind::Waiting,
+        let events = engine.runs().run_events(&caller(), &id, after, 100).await.unwrap();
+        after = events.last().unwrap().number();
+        let waits = |event: &RunEvent| match event {
+            RunEvent::Run(entry) => entry.record.kind == JournalKind::Waiting,
             RunEvent::Call(_) => false,
         };
-        if happened.iter().any(waits) {
+        if events.iter().any(waits) {
             break;
         }
     }
-    assert_eq!(engine.find_run(&me(), &id).await.unwrap().status, RunStatus::Waiting);
+    assert_eq!(engine.runs().find_run(&caller(), &id).await.unwrap().status, RunStatus::Waiting);
     engine.shut_down(Duration::ZERO).await;
 
-    let (go, gone) = oneshot::channel();
+    let (go, released) = oneshot::channel();
     let script = Arc::new(Script::default().says("Here is the report."));
-    let models = Arc::new(Only(script.clone()));
-    let engine = builder().models(models).tool(job(Some(gone))).start().await.unwrap();
+    let models = Arc::new(SingleModel(script.clone()));
+    let engine = builder().models(models).tool(job(Some(released))).start().await.unwrap();
     go.send(()).unwrap();
-    let run = ended(&engine, &id).await;
+    let run = wait_for_end(&engine, &id).await;
     assert_eq!(run.answer.unwrap().text, "Here is the report.");
-    let told = script.asked(0).messages;
-    let late = told.last().unwrap()["content"].as_str().unwrap().to_owned();
+    let prompt = script.request(0).messages;
+    let late = prompt.last().unwrap()["content"].as_str().unwrap().to_owned();
     assert!(late.contains("called as c1, has come:\nthe report"), "{late}");
     let kinds: Vec<&str> = engine
-        .run_journal(&me(), &id)
+        .runs()
+        .run_journal(&caller(), &id)
         .await
         .unwrap()
         .iter()
-        .map(|noted| noted.record.kind.as_str())
+        .map(|entry| entry.record.kind.as_str())
         .collect();
     assert!(kinds.contains(&"run.late"), "{kinds:?}");
 }
 
 /// Returns the steps whose answers are in the journal, in its order.
-async fn answered(engine: &Engine, run_id: &str) -> Vec<u64> {
-    let journal = engine.run_journal(&me(), run_id).await.unwrap();
-    let answers = journal.iter().filter(|noted| noted.record.kind == JournalKind::Replied);
-    answers.map(|noted| noted.record.data["step"].as_u64().unwrap()).collect()
+async fn answered_steps(engine: &Engine, run_id: &str) -> Vec<u64> {
+    let journal = engine.runs().run_journal(&caller(), run_id).await.unwrap();
+    let answers = journal.iter().filter(|entry| entry.record.kind == JournalKind::Replied);
+    answers.map(|entry| entry.record.data["step"].as_u64().unwrap()).collect()
 }
 
 /// A tool that never ends its first call, and adds in the others.
-fn once_endless(began: &Arc<tokio::sync::Notify>) -> FnTool {
-    let (began, first) = (began.clone(), Mutex::new(true));
+fn endless_first_call(started: &Arc<tokio::sync::Notify>) -> FnTool {
+    let (started, first) = (started.clone(), Mutex::new(true));
     let add = FnTool::new("calc.add", "Adds", move |args: Add| {
         let first = std::mem::take(&mut *first.lock());
-        let began = began.clone();
+        let started = started.clone();
         async move {
             if first {
-                began.notify_one();
+                started.notify_one();
                 std::future::pending::<()>().await;
             }
             Ok::<i64, String>(args.a + args.b)
@@ -170,51 +175,51 @@ fn once_endless(began: &Arc<tokio::sync::Notify>) -> FnTool {
 }
 
 /// The replies of a model in a replay.
-fn played_again(script: Script) -> Script {
+fn replay_lines(script: Script) -> Script {
     script.calls(&[("x1", "calc__add", SUM)]).says("done")
 }
 
 #[tokio::test]
-async fn a_stored_answer_that_is_taken_up_is_written_down_once() {
-    let began = Arc::new(tokio::sync::Notify::new());
+async fn a_resumed_reply_is_in_the_journal_once() {
+    let started = Arc::new(tokio::sync::Notify::new());
     let script = Script::default().calls(&[("c1", "calc__add", SUM)]).says("done");
-    let models = Arc::new(Only(Arc::new(played_again(script))));
-    let builder = Engine::builder().models(models).tool(once_endless(&began));
+    let models = Arc::new(SingleModel(Arc::new(replay_lines(script))));
+    let builder = Engine::builder().models(models).tool(endless_first_call(&started));
     let engine = builder.start().await.unwrap();
-    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
-    began.notified().await;
-    engine.cancel_run(&me(), &id, None).await.unwrap();
-    engine.resume_run(&me(), &id).await.unwrap();
-    assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
-    assert_eq!(answered(&engine, &id).await, [1, 2]);
-    let quiet = toolcrib::runs::agent_loop::ignore_events;
-    let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
-    assert_eq!(replayed.differences, [], "it went the same way");
+    let id = engine.runs().start_run(&caller(), new_run("How much?")).await.unwrap().run.id;
+    started.notified().await;
+    engine.runs().cancel_run(&caller(), &id, None).await.unwrap();
+    engine.runs().resume_run(&caller(), &id).await.unwrap();
+    assert_eq!(wait_for_end(&engine, &id).await.answer.unwrap().text, "done");
+    assert_eq!(answered_steps(&engine, &id).await, [1, 2]);
+    let sink = toolcrib::runs::agent_loop::ignore_events;
+    let replayed = engine.runs().replay_run(&caller(), &id, None, &sink).await.unwrap();
+    assert_eq!(replayed.differences, [], "the replay does not differ");
 }
 
 #[tokio::test]
-async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
+async fn a_duplicate_reply_in_the_journal_is_read_once() {
     let store: Arc<MemoryStore> = Arc::default();
-    let began = Arc::new(tokio::sync::Notify::new());
+    let started = Arc::new(tokio::sync::Notify::new());
     let builder = |script: Script| {
-        let models = Arc::new(Only(Arc::new(script)));
+        let models = Arc::new(SingleModel(Arc::new(script)));
         Engine::builder().store(store.clone()).models(models)
     };
     let first = builder(Script::default().calls(&[("c1", "calc__add", SUM)]));
-    let engine = first.tool(once_endless(&began)).start().await.unwrap();
-    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
-    began.notified().await;
+    let engine = first.tool(endless_first_call(&started)).start().await.unwrap();
+    let id = engine.runs().start_run(&caller(), new_run("How much?")).await.unwrap().run.id;
+    started.notified().await;
     engine.shut_down(Duration::ZERO).await;
     // As an older server wrote it.
     let journal = store.runs().journal("default", &id).await.unwrap();
-    let twice = journal.last().unwrap().record.clone();
-    assert_eq!(twice.kind, JournalKind::Replied);
-    let mut run = engine.find_run(&me(), &id).await.unwrap();
+    let duplicate = journal.last().unwrap().record.clone();
+    assert_eq!(duplicate.kind, JournalKind::Replied);
+    let mut run = engine.runs().find_run(&caller(), &id).await.unwrap();
     run.version += 1;
-    let twice = toolcrib::domain::run::JournalRecord { messages: Vec::new(), ..twice };
-    store.runs().save_run(run, vec![twice]).await.unwrap();
+    let duplicate = toolcrib::domain::run::JournalRecord { messages: Vec::new(), ..duplicate };
+    store.runs().save_run(run, vec![duplicate]).await.unwrap();
 
-    let second = builder(played_again(Script::default().says("done")));
+    let second = builder(replay_lines(Script::default().says("done")));
     let add =
         FnTool::new(
             "calc.add",
@@ -222,9 +227,9 @@ async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
             |args: Add| async move { Ok::<i64, String>(args.a + args.b) },
         );
     let engine = second.tool(add.effect(Effect::Idempotent)).start().await.unwrap();
-    assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
-    assert_eq!(answered(&engine, &id).await, [1, 2]);
-    let quiet = toolcrib::runs::agent_loop::ignore_events;
-    let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
+    assert_eq!(wait_for_end(&engine, &id).await.answer.unwrap().text, "done");
+    assert_eq!(answered_steps(&engine, &id).await, [1, 2]);
+    let sink = toolcrib::runs::agent_loop::ignore_events;
+    let replayed = engine.runs().replay_run(&caller(), &id, None, &sink).await.unwrap();
     assert_eq!((replayed.differences.as_slice(), replayed.unrecorded_calls), (&[][..], 0));
 }

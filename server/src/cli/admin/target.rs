@@ -5,7 +5,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::directory::{ApiKey, AuditEntry};
-use toolcrib::engine::NewKey;
+use toolcrib::registry::NewKey;
 use toolcrib::{Caller, Engine, Role};
 
 use crate::cli::client::{ApiClient, ApiRequest};
@@ -81,10 +81,11 @@ impl AdminTarget {
                 if role == Role::Agent {
                     allow.extend(config.auth.default_allow.iter().cloned());
                 }
-                let first = !engine.has_keys();
+                let first = !engine.registry().has_keys();
                 let project = caller.project.clone();
                 let new = NewKey { project, agent, role, allow: allow.clone() };
                 let shown = engine
+                    .admin()
                     .create_key(caller, new, toolcrib_transport::auth::generate_secret())
                     .await?;
                 let mut made = key_body(&shown.key);
@@ -102,7 +103,7 @@ impl AdminTarget {
                 client.request_json(ApiRequest::get(&["v1", "keys"])).await
             }
             Self::Local { engine, caller, .. } => {
-                let keys: Vec<Value> = engine.keys(caller)?.iter().map(key_body).collect();
+                let keys: Vec<Value> = engine.admin().keys(caller)?.iter().map(key_body).collect();
                 Ok(json!({ "keys": keys }))
             }
         }
@@ -114,7 +115,7 @@ impl AdminTarget {
                 .request_json(ApiRequest::new(Method::DELETE, &["v1", "keys", id]))
                 .await
                 .map(|_| ()),
-            Self::Local { engine, caller, .. } => Ok(engine.revoke_key(caller, id).await?),
+            Self::Local { engine, caller, .. } => Ok(engine.admin().revoke_key(caller, id).await?),
         }
     }
 
@@ -132,7 +133,10 @@ impl AdminTarget {
             Self::Local { engine, caller, .. } => {
                 let project = caller.project.clone();
                 let (agent, pattern) = (agent.to_owned(), pattern.to_owned());
-                engine.set_rule(caller, AccessRule { project, agent, pattern, verdict }).await?;
+                engine
+                    .admin()
+                    .set_rule(caller, AccessRule { project, agent, pattern, verdict })
+                    .await?;
                 Ok(body)
             }
         }
@@ -147,7 +151,7 @@ impl AdminTarget {
                 client.request_json(ask).await.map(|_| ())
             }
             Self::Local { engine, caller, .. } => {
-                Ok(engine.remove_rule(caller, &caller.project, agent, pattern).await?)
+                Ok(engine.admin().remove_rule(caller, &caller.project, agent, pattern).await?)
             }
         }
     }
@@ -158,7 +162,8 @@ impl AdminTarget {
                 client.request_json(ApiRequest::get(&["v1", "rules"])).await
             }
             Self::Local { engine, caller, .. } => {
-                let rules: Vec<Value> = engine.rules(caller)?.iter().map(rule_body).collect();
+                let rules: Vec<Value> =
+                    engine.admin().rules(caller)?.iter().map(rule_body).collect();
                 Ok(json!({ "rules": rules }))
             }
         }
@@ -172,7 +177,7 @@ impl AdminTarget {
                     .await
             }
             Self::Local { engine, caller, .. } => {
-                let log = engine.audit_log(caller, limit as usize).await?;
+                let log = engine.admin().audit_log(caller, limit as usize).await?;
                 let log: Vec<Value> = log.iter().map(audit_entry_body).collect();
                 Ok(json!({ "audit": log }))
             }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::cli::client::{ApiClient, ApiRequest};
 use crate::cli::failure::CommandFailure;
 use crate::cli::output::sanitize_line;
-use crate::cli::{CommandContext, call, input};
+use crate::cli::{CommandContext, input, outcome};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -56,7 +56,7 @@ pub async fn run(context: &CommandContext, args: AnswerArgs) -> Result<(), Comma
     if context.output.json {
         return context.output.print_json(&call);
     }
-    context.output.print_note(&call::summary_line(context, &call));
+    context.output.print_note(&outcome::summary_line(context, &call));
     Ok(())
 }
 

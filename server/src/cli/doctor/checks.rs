@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use toolcrib_protocol::outbound::is_loopback_host;
 use toolcrib_store::{SQLITE_SCHEMA_VERSION, SqliteOpenError, SqliteStore};
 
 use super::{CheckResult, disk};
@@ -10,7 +11,6 @@ use crate::cli::CommandContext;
 use crate::cli::failure::CommandFailure;
 use crate::cli::output::format_bytes;
 use crate::config::{Config, DEFAULT_FILE, StoreLocation};
-use toolcrib_protocol::outbound::is_loopback_host;
 
 /// Below this a server will soon stop accepting calls.
 const LOW_SPACE_BYTES: u64 = 1 << 30;
@@ -22,104 +22,106 @@ pub fn check_config(
     context: &CommandContext,
     loaded: &Result<Config, CommandFailure>,
 ) -> CheckResult {
-    const WHAT: &str = "config";
+    const CHECK_NAME: &str = "config";
     match loaded {
         Ok(config) => {
             let from = match &config.file {
                 Some(file) => file.display().to_string(),
                 None => format!("defaults (there is no {DEFAULT_FILE} here)"),
             };
-            CheckResult::ok(WHAT, from)
+            CheckResult::ok(CHECK_NAME, from)
         }
         Err(failure) => {
             let hint = failure.hint.clone().unwrap_or_else(|| {
                 let named = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
                 format!("look into {}", named.display())
             });
-            CheckResult::error(WHAT, failure.message.clone(), hint)
+            CheckResult::error(CHECK_NAME, failure.message.clone(), hint)
         }
     }
 }
 
 pub fn check_data_dir(config: &Config) -> Vec<CheckResult> {
-    const WHAT: &str = "data";
+    const CHECK_NAME: &str = "data";
     let dir = config.data_dir.as_path();
     let shown = dir.display();
     let hint = "choose another with --data-dir, or give the server's user the right to write there";
     let existing = disk::nearest_existing(dir);
     if dir.exists() && !dir.is_dir() {
-        return vec![CheckResult::error(WHAT, format!("{shown} is not a directory"), hint)];
+        return vec![CheckResult::error(CHECK_NAME, format!("{shown} is not a directory"), hint)];
     }
     if let Err(error) = disk::probe_write(&existing) {
         let message = format!("cannot write in {}: {error}", existing.display());
-        return vec![CheckResult::error(WHAT, message, hint)];
+        return vec![CheckResult::error(CHECK_NAME, message, hint)];
     }
     let mut findings = vec![if dir.is_dir() {
-        CheckResult::ok(WHAT, format!("{shown} is there and can be written"))
+        CheckResult::ok(CHECK_NAME, format!("{shown} is there and can be written"))
     } else {
-        CheckResult::ok(WHAT, format!("{shown} is not there yet; the first start makes it"))
+        CheckResult::ok(CHECK_NAME, format!("{shown} is not there yet; the first start makes it"))
     }];
     findings.push(check_disk_space(&existing));
     findings
 }
 
 fn check_disk_space(dir: &Path) -> CheckResult {
-    const WHAT: &str = "disk";
+    const CHECK_NAME: &str = "disk";
     let kind = disk::filesystem_type(dir).unwrap_or_else(|| "unknown".into());
     let Some(free) = disk::free_bytes(dir) else {
-        return CheckResult::ok(WHAT, format!("filesystem {kind}; free space is not known"));
+        return CheckResult::ok(CHECK_NAME, format!("filesystem {kind}; free space is not known"));
     };
     let message = format!("{} free, filesystem {kind}", format_bytes(free));
     if free < MIN_SPACE_BYTES {
-        return CheckResult::error(WHAT, message, "make room: calls cannot be stored");
+        return CheckResult::error(CHECK_NAME, message, "make room: calls cannot be stored");
     }
     if disk::is_network_filesystem(&kind) {
         let hint = "SQLite needs locks that work: put the data on a disk of this machine";
-        return CheckResult::warning(WHAT, message, hint);
+        return CheckResult::warning(CHECK_NAME, message, hint);
     }
     if disk::is_memory_filesystem(&kind) {
         let hint = "this is memory: everything is lost when the machine stops";
-        return CheckResult::warning(WHAT, message, hint);
+        return CheckResult::warning(CHECK_NAME, message, hint);
     }
     if free < LOW_SPACE_BYTES {
         let hint = "make room, or keep calls for less long: retention.finished_calls_days";
-        return CheckResult::warning(WHAT, message, hint);
+        return CheckResult::warning(CHECK_NAME, message, hint);
     }
-    CheckResult::ok(WHAT, message)
+    CheckResult::ok(CHECK_NAME, message)
 }
 
 /// Checks the limit on open files: each connection needs one.
 pub fn check_open_files(config: &Config) -> CheckResult {
-    const WHAT: &str = "files";
+    const CHECK_NAME: &str = "files";
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
     let soft = line.and_then(|rest| rest.split_whitespace().next());
     let wanted = config.limits.max_connections as u64 + 100;
     match soft.map(str::parse::<u64>) {
-        None => CheckResult::ok(WHAT, "the limit on open files is not known"),
+        None => CheckResult::ok(CHECK_NAME, "the limit on open files is not known"),
         // Not a number: "unlimited".
-        Some(Err(_)) => CheckResult::ok(WHAT, "no limit on open files"),
+        Some(Err(_)) => CheckResult::ok(CHECK_NAME, "no limit on open files"),
         Some(Ok(soft)) if soft < wanted => CheckResult::warning(
-            WHAT,
+            CHECK_NAME,
             format!("{soft} open files allowed, and limits.max_connections wants {wanted}"),
             "raise it (ulimit -n, LimitNOFILE), or lower limits.max_connections",
         ),
-        Some(Ok(soft)) => CheckResult::ok(WHAT, format!("{soft} open files allowed")),
+        Some(Ok(soft)) => CheckResult::ok(CHECK_NAME, format!("{soft} open files allowed")),
     }
 }
 
 /// Checks the store. Returns true as well if it contains keys.
 pub async fn check_store(config: &Config) -> (CheckResult, bool) {
-    const WHAT: &str = "store";
+    const CHECK_NAME: &str = "store";
     let path = match config.store_location() {
         Ok(StoreLocation::Sqlite(path)) => path,
         Ok(kept) => return check_postgres_store(config, &kept).await,
-        Err(error) => return (CheckResult::error(WHAT, error.to_string(), error.hint()), false),
+        Err(error) => {
+            return (CheckResult::error(CHECK_NAME, error.to_string(), error.hint()), false);
+        }
     };
     let shown = path.display().to_string();
     if !path.exists() {
         let message = format!("{shown} is not there yet; the first start makes it");
-        return (CheckResult::ok(WHAT, message), false);
+        return (CheckResult::ok(CHECK_NAME, message), false);
     }
     let hint = "stop the server, keep a copy of the file, and restore the last good one";
     let checked =
@@ -133,25 +135,30 @@ pub async fn check_store(config: &Config) -> (CheckResult, bool) {
                     SqliteOpenError::Sqlite(_) | SqliteOpenError::Io(_) => hint,
                 };
                 let message = format!("{shown}: {:#}", anyhow::Error::from(error));
-                return (CheckResult::error(WHAT, message, hint), false);
+                return (CheckResult::error(CHECK_NAME, message, hint), false);
             }
             Err(error) => Err(error.to_string()),
         };
     match checked {
         Ok(said) if said == "ok" => {}
         Ok(said) => {
-            return (CheckResult::error(WHAT, format!("{shown} is damaged: {said}"), hint), false);
+            return (
+                CheckResult::error(CHECK_NAME, format!("{shown} is damaged: {said}"), hint),
+                false,
+            );
         }
-        Err(why) => return (CheckResult::error(WHAT, format!("{shown}: {why}"), hint), false),
+        Err(why) => {
+            return (CheckResult::error(CHECK_NAME, format!("{shown}: {why}"), hint), false);
+        }
     }
     match crate::bootstrap::open_admin_engine(config).await {
         Ok(engine) => {
             let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
             let version = format!("{shown} is sound: version {SQLITE_SCHEMA_VERSION}, {size}");
-            (CheckResult::ok(WHAT, version), engine.has_keys())
+            (CheckResult::ok(CHECK_NAME, version), engine.registry().has_keys())
         }
-        Err(error) => (CheckResult::error(WHAT, format!("{error:#}"), hint), false),
+        Err(error) => (CheckResult::error(CHECK_NAME, format!("{error:#}"), hint), false),
     }
 }
 
@@ -178,35 +185,39 @@ pub fn check_store_lock(config: &Config, runs: bool) -> Option<CheckResult> {
 
 /// Checks a PostgreSQL store.
 async fn check_postgres_store(config: &Config, kept: &StoreLocation) -> (CheckResult, bool) {
-    const WHAT: &str = "store";
+    const CHECK_NAME: &str = "store";
     let shown = kept.redacted();
     match crate::bootstrap::open_admin_engine(config).await {
         Ok(engine) => {
             let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
-            (CheckResult::ok(WHAT, format!("{shown} answers, {size}")), engine.has_keys())
+            (
+                CheckResult::ok(CHECK_NAME, format!("{shown} answers, {size}")),
+                engine.registry().has_keys(),
+            )
         }
         Err(error) => {
             let hint = "look whether PostgreSQL runs there, and whether the user may make tables \
                         in that database";
-            (CheckResult::error(WHAT, format!("{error:#}"), hint), false)
+            (CheckResult::error(CHECK_NAME, format!("{error:#}"), hint), false)
         }
     }
 }
 
 pub fn check_keys(config: &Config, has_keys: bool) -> CheckResult {
-    const WHAT: &str = "keys";
+    const CHECK_NAME: &str = "keys";
     let listen = &config.listen;
     match (has_keys, is_loopback_host(listen)) {
         _ if config.auth.oauth.is_some() => {
-            CheckResult::ok(WHAT, "every request needs a key, or a token of the issuer")
+            CheckResult::ok(CHECK_NAME, "every request needs a key, or a token of the issuer")
         }
-        (true, _) => CheckResult::ok(WHAT, "every request needs a key (toolcrib keys ls)"),
-        (false, true) => {
-            CheckResult::ok(WHAT, format!("none; {listen} is loopback, so nobody else gets in"))
-        }
+        (true, _) => CheckResult::ok(CHECK_NAME, "every request needs a key (toolcrib keys ls)"),
+        (false, true) => CheckResult::ok(
+            CHECK_NAME,
+            format!("none; {listen} is loopback, so nobody else gets in"),
+        ),
         (false, false) => CheckResult::error(
-            WHAT,
+            CHECK_NAME,
             format!("none, and {listen} is open to other machines: the server will not start"),
             "toolcrib keys create --agent operator --role admin, or listen on 127.0.0.1",
         ),
@@ -214,34 +225,34 @@ pub fn check_keys(config: &Config, has_keys: bool) -> CheckResult {
 }
 
 pub async fn check_database(config: &Config) -> CheckResult {
-    const WHAT: &str = "database";
+    const CHECK_NAME: &str = "database";
     let hint = "check builtin.database.url, and that this machine may connect";
     let Some(url) = &config.builtin.database.url else {
-        return CheckResult::ok(WHAT, "database.query uses its sample database");
+        return CheckResult::ok(CHECK_NAME, "database.query uses its sample database");
     };
     if !url.starts_with("postgres") {
         let path = url.strip_prefix("sqlite:").unwrap_or(url);
         return match std::fs::File::open(path.strip_prefix("//").unwrap_or(path)) {
-            Ok(_) => CheckResult::ok(WHAT, format!("{path} can be read")),
-            Err(error) => CheckResult::error(WHAT, format!("{path}: {error}"), hint),
+            Ok(_) => CheckResult::ok(CHECK_NAME, format!("{path} can be read")),
+            Err(error) => CheckResult::error(CHECK_NAME, format!("{path}: {error}"), hint),
         };
     }
     // The URL contains a password, so messages show only host and port.
     let parsed = reqwest::Url::parse(url).ok();
     let Some(host) = parsed.as_ref().and_then(|url| url.host_str()) else {
-        return CheckResult::error(WHAT, "builtin.database.url names no host", hint);
+        return CheckResult::error(CHECK_NAME, "builtin.database.url names no host", hint);
     };
     let port = parsed.as_ref().and_then(|url| url.port()).unwrap_or(5432);
     let place = format!("{host}:{port}");
     match tokio::time::timeout(NETWORK_TIMEOUT, tokio::net::TcpStream::connect(&place)).await {
-        Ok(Ok(_)) => CheckResult::ok(WHAT, format!("{place} answers")),
-        Ok(Err(error)) => CheckResult::error(WHAT, format!("{place}: {error}"), hint),
-        Err(_) => CheckResult::error(WHAT, format!("{place} does not answer"), hint),
+        Ok(Ok(_)) => CheckResult::ok(CHECK_NAME, format!("{place} answers")),
+        Ok(Err(error)) => CheckResult::error(CHECK_NAME, format!("{place}: {error}"), hint),
+        Err(_) => CheckResult::error(CHECK_NAME, format!("{place} does not answer"), hint),
     }
 }
 
 pub async fn check_weather(config: &Config) -> CheckResult {
-    const WHAT: &str = "weather";
+    const CHECK_NAME: &str = "weather";
     let weather = &config.builtin.weather;
     let places = [
         (&weather.geocoding_url, "/v1/search?name=Berlin&count=1"),
@@ -249,7 +260,9 @@ pub async fn check_weather(config: &Config) -> CheckResult {
     ];
     let http = match reqwest::Client::builder().timeout(NETWORK_TIMEOUT).build() {
         Ok(http) => http,
-        Err(error) => return CheckResult::warning(WHAT, error.to_string(), "is TLS set up here?"),
+        Err(error) => {
+            return CheckResult::warning(CHECK_NAME, error.to_string(), "is TLS set up here?");
+        }
     };
     for (base, path) in places {
         let hint = "weather.query will answer UPSTREAM_UNAVAILABLE; check the network, or set \
@@ -258,12 +271,14 @@ pub async fn check_weather(config: &Config) -> CheckResult {
             Ok(answer) if answer.status().is_success() => {}
             Ok(answer) => {
                 let message = format!("{base} answers with status {}", answer.status().as_u16());
-                return CheckResult::warning(WHAT, message, hint);
+                return CheckResult::warning(CHECK_NAME, message, hint);
             }
-            Err(_) => return CheckResult::warning(WHAT, format!("{base} cannot be reached"), hint),
+            Err(_) => {
+                return CheckResult::warning(CHECK_NAME, format!("{base} cannot be reached"), hint);
+            }
         }
     }
-    CheckResult::ok(WHAT, "both services answer")
+    CheckResult::ok(CHECK_NAME, "both services answer")
 }
 
 #[cfg(test)]
@@ -273,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_open_door_without_keys_is_bad() {
+    fn a_public_address_without_keys_is_an_error() {
         let config = |listen: &str| Config { listen: listen.into(), ..Config::default() };
         assert_eq!(check_keys(&config("0.0.0.0:8080"), false).state, CheckState::Error);
         assert_eq!(check_keys(&config("0.0.0.0:8080"), true).state, CheckState::Ok);
@@ -285,7 +300,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_wrong_with_a_file_is_said() {
+    async fn a_corrupt_database_file_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { data_dir: dir.path().into(), ..Config::default() };
         std::fs::write(dir.path().join("toolcrib.db"), "no database".repeat(1_000)).unwrap();
@@ -295,19 +310,19 @@ mod tests {
     }
 
     #[test]
-    fn a_data_directory_that_is_in_use_is_bad_unless_by_the_server_on_the_port() {
+    fn a_locked_data_directory_is_an_error_unless_the_server_holds_it() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { data_dir: dir.path().into(), ..Config::default() };
-        assert!(check_store_lock(&config, false).is_none(), "there is nothing yet");
+        assert!(check_store_lock(&config, false).is_none(), "no data directory yet");
         let lock = std::fs::File::create(dir.path().join("toolcrib.lock")).unwrap();
-        assert!(check_store_lock(&config, false).is_none(), "nobody has it");
+        assert!(check_store_lock(&config, false).is_none(), "the lock is free");
         lock.try_lock().unwrap();
         assert_eq!(check_store_lock(&config, false).unwrap().state, CheckState::Error);
         assert!(check_store_lock(&config, true).is_none());
     }
 
     #[test]
-    fn a_directory_that_cannot_be_is_bad() {
+    fn an_unusable_data_directory_is_an_error() {
         let config = |dir: &str| Config { data_dir: dir.into(), ..Config::default() };
         assert_eq!(check_data_dir(&config("/dev/null/x"))[0].state, CheckState::Error);
         assert_eq!(check_data_dir(&config("/dev/null"))[0].state, CheckState::Error);

@@ -87,7 +87,7 @@ nonsense
 ";
 
     #[test]
-    fn the_deepest_mount_decides() {
+    fn the_deepest_mount_point_wins() {
         let kind = |dir: &str| parse_mountinfo(MOUNTS, Path::new(dir)).unwrap();
         assert_eq!(kind("/home/x"), "ext4");
         assert_eq!(kind("/tmp/x"), "tmpfs");
@@ -100,7 +100,7 @@ nonsense
     }
 
     #[test]
-    fn free_space_is_read() {
+    fn free_space_is_parsed_from_df() {
         let text = "Filesystem 1024-blocks Used Available Capacity Mounted on\n\
                     /dev/my disk 100 40 60 40% /data\n";
         assert_eq!(parse_df_output(text), Some(60 * 1024));
@@ -111,7 +111,7 @@ nonsense
     }
 
     #[test]
-    fn writing_is_tried_and_leaves_nothing() {
+    fn the_write_probe_leaves_no_file() {
         let dir = tempfile::tempdir().unwrap();
         let missing = dir.path().join("a/b");
         assert_eq!(nearest_existing(&missing), dir.path());

@@ -5,18 +5,18 @@ use std::time::Duration;
 use async_nats::ConnectOptions;
 use async_nats::jetstream::context::GetStreamErrorKind;
 use async_nats::jetstream::{self, ErrorCode};
+use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
 
 use super::CheckResult;
 use crate::cli::output::format_bytes;
 use crate::config::Config;
-use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
 
-const WHAT: &str = "nats";
+const CHECK_NAME: &str = "nats";
 const LIMIT: Duration = Duration::from_secs(5);
 
 pub async fn check(config: &Config) -> CheckResult {
-    let Some(address) = config.nats.endpoint() else {
-        return CheckResult::ok(WHAT, "none; tools over NATS are reported on over HTTP only");
+    let Some(address) = crate::bootstrap::nats_endpoint(&config.nats) else {
+        return CheckResult::ok(CHECK_NAME, "none; tools over NATS are reported on over HTTP only");
     };
     let places = redact_urls(&address.url);
     match tokio::time::timeout(LIMIT, probe_nats(&address, &places)).await {
@@ -29,7 +29,7 @@ pub async fn check(config: &Config) -> CheckResult {
 
 fn unreachable_result(message: String) -> CheckResult {
     let hint = "start it, or correct nats.url; until then calls of tools over NATS wait";
-    CheckResult::error(WHAT, message, hint)
+    CheckResult::error(CHECK_NAME, message, hint)
 }
 
 async fn probe_nats(address: &NatsEndpoint, places: &str) -> CheckResult {
@@ -39,7 +39,7 @@ async fn probe_nats(address: &NatsEndpoint, places: &str) -> CheckResult {
             Ok(options) => options,
             Err(error) => {
                 let message = format!("{} cannot be read: {error}", path.display());
-                return CheckResult::error(WHAT, message, "correct nats.credentials");
+                return CheckResult::error(CHECK_NAME, message, "correct nats.credentials");
             }
         };
     }
@@ -62,13 +62,13 @@ async fn probe_nats(address: &NatsEndpoint, places: &str) -> CheckResult {
             _ => {
                 let message = format!("{places} (version {version}) has no JetStream: {error}");
                 let hint = "start it with -js, or allow JetStream to this account";
-                return CheckResult::error(WHAT, message, hint);
+                return CheckResult::error(CHECK_NAME, message, hint);
             }
         },
     };
     let most = format_bytes(most as u64);
     CheckResult::ok(
-        WHAT,
+        CHECK_NAME,
         format!("{places}: version {version} with JetStream, {streams}, carries up to {most}"),
     )
 }
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_broker_that_is_away_is_bad_and_its_password_is_not_shown() {
+    async fn an_unreachable_nats_server_is_an_error_without_its_password() {
         let mut config = Config::default();
         assert_eq!(check(&config).await.state, CheckState::Ok);
         config.nats.url = Some("nats://user:secret@127.0.0.1:1,nats://token@127.0.0.1:2".into());

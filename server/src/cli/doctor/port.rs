@@ -9,7 +9,7 @@ use crate::cli::CommandContext;
 use crate::cli::client::{ApiClient, ApiRequest};
 use crate::config::Config;
 
-const WHAT: &str = "port";
+const CHECK_NAME: &str = "port";
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
 /// Checks the port. Returns true as well if a Toolcrib server responds on it.
@@ -19,23 +19,27 @@ pub async fn check(context: &CommandContext, config: &Config) -> (CheckResult, b
     let resolved = listen.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
     let Some(address) = resolved else {
         let hint = "give an address of this machine, such as 127.0.0.1:8080";
-        return unanswered(CheckResult::error(WHAT, format!("{listen} cannot be resolved"), hint));
+        return unanswered(CheckResult::error(
+            CHECK_NAME,
+            format!("{listen} cannot be resolved"),
+            hint,
+        ));
     };
     if address.port() == 0 {
-        return unanswered(CheckResult::ok(WHAT, format!("{listen}: any free port")));
+        return unanswered(CheckResult::ok(CHECK_NAME, format!("{listen}: any free port")));
     }
     unanswered(match TcpListener::bind(address) {
-        Ok(_) => CheckResult::ok(WHAT, format!("{listen} is free")),
+        Ok(_) => CheckResult::ok(CHECK_NAME, format!("{listen} is free")),
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             return check_taken_port(context, listen, address).await;
         }
         Err(error) if error.kind() == ErrorKind::PermissionDenied => CheckResult::error(
-            WHAT,
+            CHECK_NAME,
             format!("{listen}: {error}"),
             "ports below 1024 need more rights: choose a higher one with --listen",
         ),
         Err(error) => CheckResult::error(
-            WHAT,
+            CHECK_NAME,
             format!("{listen}: {error}"),
             "give an address of this machine, such as 127.0.0.1:8080",
         ),
@@ -50,11 +54,14 @@ async fn check_taken_port(
     let owner = listening_process(address.port());
     let by = owner.map_or_else(String::new, |(pid, name)| format!(" (pid {pid}, {name})"));
     if is_toolcrib(context, address).await {
-        return (CheckResult::ok(WHAT, format!("a toolcrib is running on {listen}{by}")), true);
+        return (
+            CheckResult::ok(CHECK_NAME, format!("a toolcrib is running on {listen}{by}")),
+            true,
+        );
     }
     let next = SocketAddr::new(address.ip(), address.port().checked_add(1).unwrap_or(8_080));
     let finding = CheckResult::error(
-        WHAT,
+        CHECK_NAME,
         format!("{listen} is taken by another program{by}"),
         format!("stop it, or choose another port: toolcrib serve --listen {next}"),
     );
@@ -130,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_owner_of_a_port_is_found() {
+    fn the_process_that_listens_on_a_port_is_found() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (pid, name) = listening_process(listener.local_addr().unwrap().port()).unwrap();
         assert_eq!(pid, std::process::id());
@@ -138,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_tables_do_no_harm() {
+    fn malformed_socket_tables_are_tolerated() {
         let line = "head\n 0: 0100007F:1F90 00000000:0000 0A 0:0 0:0 0 0 0 4242 1\n";
         assert_eq!(listening_inodes(line, 8080), ["4242"]);
         assert_eq!(listening_inodes(line, 8081), [""; 0]);
@@ -146,13 +153,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn free_and_taken_ports_are_told_apart() {
+    async fn free_and_occupied_ports_are_distinguished() {
         let context = crate::cli::tests::context(false);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let config = Config { listen: address.to_string(), ..Config::default() };
         // Accepts connections and responds like a program that is not Toolcrib.
-        let stranger = std::thread::spawn(move || {
+        let other_program = std::thread::spawn(move || {
             for stream in listener.incoming().take(1) {
                 use std::io::Write;
                 let _ = stream.unwrap().write_all(b"HTTP/1.1 404 Not Found\r\n\r\n");
@@ -161,7 +168,7 @@ mod tests {
         let (finding, _) = check(&context, &config).await;
         assert_eq!(finding.state, CheckState::Error);
         assert!(finding.message.contains("another program"), "{}", finding.message);
-        stranger.join().unwrap();
+        other_program.join().unwrap();
         let (finding, _) = check(&context, &config).await;
         assert_eq!(finding.state, CheckState::Ok, "{}", finding.message);
     }

@@ -5,7 +5,6 @@
 //! server that uses the directory picks up the change.
 
 mod sign_in;
-
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::time::Duration;
@@ -173,20 +172,20 @@ pub async fn run(
     verb: McpServersCommand,
     place: &StorageArgs,
 ) -> Result<(), CommandFailure> {
-    let crib = McpServersTarget::open(context, place, &verb).await?;
+    let target = McpServersTarget::open(context, place, &verb).await?;
     match verb {
-        McpServersCommand::Add(args) => add(context, &crib, *args).await,
-        McpServersCommand::Ls => list(context, &crib).await,
-        McpServersCommand::Show { name } => show(context, &crib, &name).await,
-        McpServersCommand::Accept { name, tools } => accept(context, &crib, &name, tools).await,
-        McpServersCommand::Refresh { name } => refresh(context, &crib, &name).await,
+        McpServersCommand::Add(args) => add(context, &target, *args).await,
+        McpServersCommand::Ls => list(context, &target).await,
+        McpServersCommand::Show { name } => show(context, &target, &name).await,
+        McpServersCommand::Accept { name, tools } => accept(context, &target, &name, tools).await,
+        McpServersCommand::Refresh { name } => refresh(context, &target, &name).await,
         McpServersCommand::SignIn { name, no_wait } => {
-            crate::cli::mcp::servers::sign_in::sign_in(context, &crib, &name, no_wait).await
+            crate::cli::mcp::servers::sign_in::sign_in(context, &target, &name, no_wait).await
         }
         McpServersCommand::SignOut { name } => {
-            crate::cli::mcp::servers::sign_in::sign_out(context, &crib, &name).await
+            crate::cli::mcp::servers::sign_in::sign_out(context, &target, &name).await
         }
-        McpServersCommand::Rm { name } => remove(context, &crib, &name).await,
+        McpServersCommand::Rm { name } => remove(context, &target, &name).await,
     }
 }
 
@@ -251,12 +250,12 @@ fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
 
 async fn add(
     context: &CommandContext,
-    crib: &McpServersTarget,
+    target: &McpServersTarget,
     args: AddMcpServerArgs,
 ) -> Result<(), CommandFailure> {
     let output = context.output;
     let document = build_definition(args)?;
-    match crib {
+    match target {
         McpServersTarget::Server(client) => {
             let spinner = output.start_spinner("waiting for its first answer");
             let ask = ApiRequest::post(&["v1", "sources", "mcp"], document).wait(CONNECT_WAIT);
@@ -275,6 +274,7 @@ async fn add(
         McpServersTarget::Directory { engine, caller } => {
             for settings in parse_servers_to_add(engine, caller, document)? {
                 engine
+                    .admin()
                     .put_upstream(
                         caller,
                         &settings.name,
@@ -323,17 +323,19 @@ fn describe_source(source: &Value) -> String {
     }
 }
 
-async fn list(context: &CommandContext, crib: &McpServersTarget) -> Result<(), CommandFailure> {
+async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(), CommandFailure> {
     let output = context.output;
-    let answer = match crib {
+    let answer = match target {
         McpServersTarget::Server(client) => {
             client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await?
         }
         McpServersTarget::Directory { engine, caller } => {
-            let here = engine.upstreams().into_iter().filter(|u| u.project == caller.project);
+            let here =
+                engine.admin().upstreams().into_iter().filter(|u| u.project == caller.project);
             let sources: Vec<Value> = here
                 .map(|upstream| {
-                    let tools = engine.upstream_tools(&upstream.project, &upstream.name).len();
+                    let tools =
+                        engine.admin().upstream_tools(&upstream.project, &upstream.name).len();
                     json!({ "name": upstream.name, "kind": upstream.kind, "state": "unknown",
                         "tools": tools })
                 })
@@ -378,8 +380,8 @@ async fn list(context: &CommandContext, crib: &McpServersTarget) -> Result<(), C
 }
 
 /// Returns the client of the running server: only a running server knows the state of its sources.
-fn require_server(crib: &McpServersTarget) -> Result<&ApiClient, CommandFailure> {
-    match crib {
+fn require_server(target: &McpServersTarget) -> Result<&ApiClient, CommandFailure> {
+    match target {
         McpServersTarget::Server(client) => Ok(client),
         McpServersTarget::Directory { .. } => {
             let message =
@@ -392,10 +394,10 @@ fn require_server(crib: &McpServersTarget) -> Result<&ApiClient, CommandFailure>
 
 async fn show(
     context: &CommandContext,
-    crib: &McpServersTarget,
+    target: &McpServersTarget,
     name: &str,
 ) -> Result<(), CommandFailure> {
-    let source = require_server(crib)?
+    let source = require_server(target)?
         .request_json(ApiRequest::get(&["v1", "sources", "mcp", name]))
         .await?;
     context.output.print_json(&source)
@@ -403,11 +405,11 @@ async fn show(
 
 async fn refresh(
     context: &CommandContext,
-    crib: &McpServersTarget,
+    target: &McpServersTarget,
     name: &str,
 ) -> Result<(), CommandFailure> {
     let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
-    let source = require_server(crib)?.request_json(ask.wait(CONNECT_WAIT)).await?;
+    let source = require_server(target)?.request_json(ask.wait(CONNECT_WAIT)).await?;
     match context.output.json {
         true => context.output.print_json(&source),
         false => context.output.print_line(&describe_source(&source)),
@@ -416,13 +418,13 @@ async fn refresh(
 
 async fn accept(
     context: &CommandContext,
-    crib: &McpServersTarget,
+    target: &McpServersTarget,
     name: &str,
     tools: Vec<String>,
 ) -> Result<(), CommandFailure> {
     let body = if tools.is_empty() { json!({}) } else { json!({ "tools": tools }) };
     let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "accept"], body);
-    let answer = require_server(crib)?.request_json(ask).await?;
+    let answer = require_server(target)?.request_json(ask).await?;
     if context.output.json {
         return context.output.print_json(&answer);
     }
@@ -439,16 +441,16 @@ async fn accept(
 
 async fn remove(
     context: &CommandContext,
-    crib: &McpServersTarget,
+    target: &McpServersTarget,
     name: &str,
 ) -> Result<(), CommandFailure> {
-    match crib {
+    match target {
         McpServersTarget::Server(client) => {
             let path = ["v1", "sources", "mcp", name];
             client.request_json(ApiRequest::new(Method::DELETE, &path)).await?;
         }
         McpServersTarget::Directory { engine, caller } => {
-            engine.remove_upstream(caller, name).await?
+            engine.admin().remove_upstream(caller, name).await?
         }
     }
     context.output.print_note(&format!("{} is removed, with its tools", sanitize_line(name)));
@@ -472,7 +474,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_server_that_wants_a_key_is_not_taken_for_none() {
+    async fn a_server_that_requires_a_key_is_not_treated_as_absent() {
         let refusal = || async {
             let error = json!({ "code": "UNAUTHENTICATED", "message": "a key is needed" });
             (StatusCode::UNAUTHORIZED, axum::Json(json!({ "error": error })))

@@ -60,7 +60,7 @@ impl RunView {
         }
         if matches!(kind, "run.finished" | "run.failed" | "run.canceled") {
             self.final_event = Some(event.clone());
-        } else if kind.starts_with("run.") {
+        } else if kind.starts_with("run.") && !is_live_only(kind) {
             // A run that had ended continues.
             self.final_event = None;
         }
@@ -263,4 +263,10 @@ impl RunView {
     fn note(&self, line: &str, tone: TextStyle) {
         self.output.print_note(&self.output.paint_message(line, tone));
     }
+}
+
+/// Returns true for events that are streamed while the model answers and are not in the journal.
+/// One of them may arrive after the event that ended the run.
+fn is_live_only(kind: &str) -> bool {
+    matches!(kind, "run.asking" | "run.asking_again" | "run.text" | "run.missed")
 }

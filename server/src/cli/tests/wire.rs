@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 use super::context;
 use crate::cli::client::{ApiClient, ApiRequest};
 use crate::cli::failure::exit;
-use crate::cli::{CommandContext, call, watch};
+use crate::cli::{CommandContext, outcome, watch};
 
 /// A server that stops when this value is dropped.
 struct FakeApiServer {
@@ -60,10 +60,12 @@ impl Drop for FakeApiServer {
 }
 
 #[tokio::test]
-async fn who_we_are_is_said_and_answers_are_read() {
+async fn credentials_are_sent_and_responses_are_read() {
     let show = |headers: HeaderMap| async move {
-        let said = |name| headers.get(name).and_then(|v| v.to_str().ok()).map(str::to_owned);
-        axum::Json(json!({"key": said("authorization"), "project": said("x-toolcrib-project")}))
+        let text_of = |name| headers.get(name).and_then(|v| v.to_str().ok()).map(str::to_owned);
+        axum::Json(
+            json!({"key": text_of("authorization"), "project": text_of("x-toolcrib-project")}),
+        )
     };
     let server = FakeApiServer::start(Router::new().route("/v1/tools", get(show))).await;
     let answer = server.client().request_json(ApiRequest::get(&["v1", "tools"])).await.unwrap();
@@ -71,7 +73,7 @@ async fn who_we_are_is_said_and_answers_are_read() {
 }
 
 #[tokio::test]
-async fn what_is_not_ours_is_told_as_that() {
+async fn responses_of_other_servers_are_reported() {
     let html = || async { ([(header::CONTENT_TYPE, "text/html")], "<h1>\u{1b}nginx</h1>") };
     let moved = || async { (StatusCode::FOUND, [(header::LOCATION, "http://elsewhere/")]) };
     let router = Router::new()
@@ -86,14 +88,17 @@ async fn what_is_not_ours_is_told_as_that() {
     let failure = ask("tools").await;
     assert_eq!((failure.exit, failure.code.as_str()), (exit::FAILURE, "NOT_JSON"));
     assert!(failure.message.contains("text/html") && !failure.message.contains('\u{1b}'));
-    assert!(ask("moved").await.message.contains("status 302"), "a key does not follow");
+    assert!(
+        ask("moved").await.message.contains("status 302"),
+        "the key is not sent to a redirect target"
+    );
     assert_eq!(ask("refused").await.exit, exit::AUTH);
     let failure = server.client().open_event_stream(&["v1", "tools"], None).await.unwrap_err();
     assert_eq!(failure.code, "NOT_JSON");
 }
 
 #[tokio::test]
-async fn nobody_there_is_unreachable() {
+async fn a_stopped_server_is_reported_as_unreachable() {
     let server = FakeApiServer::start(Router::new()).await;
     let client = server.client();
     server.stop().await;
@@ -107,7 +112,7 @@ fn state(status: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_call_is_waited_for_across_a_restart() {
+async fn waiting_for_a_call_survives_a_restart_of_the_server() {
     let running = FakeApiServer::start(
         Router::new().route("/v1/tool_calls/{id}", get(|| async { axum::Json(state("RUNNING")) })),
     )
@@ -115,7 +120,7 @@ async fn a_call_is_waited_for_across_a_restart() {
     let (address, client) = (running.address.clone(), running.client());
     let spinner = indicatif::ProgressBar::hidden();
     let until = Instant::now() + Duration::from_secs(20);
-    let waiting = call::await_outcome(&client, &spinner, state("PENDING"), until);
+    let waiting = outcome::await_outcome(&client, &spinner, state("PENDING"), until);
     let restart = async {
         running.stop().await;
         let ended = get(|| async { axum::Json(state("SUCCEEDED")) });
@@ -126,15 +131,15 @@ async fn a_call_is_waited_for_across_a_restart() {
 }
 
 #[tokio::test]
-async fn a_wait_that_is_over_gives_the_call_as_it_is() {
+async fn an_expired_wait_returns_the_current_call() {
     let client = ApiClient::new("127.0.0.1:1", None, None).unwrap();
     let spinner = indicatif::ProgressBar::hidden();
-    let call = call::await_outcome(&client, &spinner, state("RUNNING"), Instant::now()).await;
+    let call = outcome::await_outcome(&client, &spinner, state("RUNNING"), Instant::now()).await;
     assert_eq!(call.unwrap()["status"], "RUNNING");
 }
 
 #[tokio::test]
-async fn a_lost_stream_goes_on_where_it_was() {
+async fn a_lost_event_stream_is_resumed_after_its_last_event() {
     static OPENED: AtomicUsize = AtomicUsize::new(0);
     let events = |headers: HeaderMap| async move {
         let last = headers.get("last-event-id").and_then(|v| v.to_str().ok()).map(str::to_owned);

@@ -8,10 +8,10 @@ use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
 use toolcrib::maintenance::directory_refresh;
 use toolcrib::{Caller, Engine, Json};
-
-use crate::config::Config;
 use toolcrib_protocol::http_operation::HttpToolSpec;
 use toolcrib_sources::utp::host::ToolJob;
+
+use crate::config::Config;
 
 pub(super) struct UtpToolCatalogue {
     config: Config,
@@ -32,11 +32,11 @@ impl UtpToolCatalogue {
     /// Returns the names of the tools that are known before the first command.
     pub(super) async fn tool_names(&self) -> Vec<String> {
         let caller = Caller::local(self.project.as_deref().unwrap_or("default"));
-        let builtin = self.engine.tools(&caller);
+        let builtin = self.engine.registry().tools(&caller);
         let mut names: Vec<String> =
             builtin.iter().map(|tool| tool.definition.name.clone()).collect();
         if let Ok(Some(kept)) = self.open_definitions().await {
-            let own = kept.project_tools(&caller).unwrap_or_default();
+            let own = kept.registry().project_tools(&caller).unwrap_or_default();
             let asked = own.iter().filter_map(|tool| executable_definition(&tool.definition));
             names.extend(asked.map(|tool| tool.name));
         }
@@ -48,14 +48,14 @@ impl UtpToolCatalogue {
     pub(super) async fn prepare_call(&self, job: &ToolJob) -> Result<Caller, Error> {
         let caller = Caller::local(self.project.as_deref().unwrap_or(&job.project));
         let Some(kept) = self.open_definitions().await? else { return Ok(caller) };
-        directory_refresh::run_once(kept).await;
-        let known = kept.project_tool(&caller, &job.tool_name).ok();
+        directory_refresh::run_once(kept.clients()).await;
+        let known = kept.registry().project_tool(&caller, &job.tool_name).ok();
         let wanted = known.and_then(|tool| executable_definition(&tool.definition));
-        let here = self.engine.project_tool(&caller, &job.tool_name).ok();
+        let here = self.engine.registry().project_tool(&caller, &job.tool_name).ok();
         match (wanted, here) {
             (Some(wanted), Some(here)) if here.version == wanted.version() => {}
-            (Some(wanted), _) => drop(self.engine.put_tool(&caller, wanted).await?),
-            (None, Some(_)) => self.engine.remove_tool(&caller, &job.tool_name).await?,
+            (Some(wanted), _) => drop(self.engine.registry().put_tool(&caller, wanted).await?),
+            (None, Some(_)) => self.engine.registry().remove_tool(&caller, &job.tool_name).await?,
             (None, None) => {}
         }
         Ok(caller)

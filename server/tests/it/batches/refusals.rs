@@ -1,13 +1,13 @@
-//! What makes no sense as a whole is refused by its field, and nothing of it is done.
+//! An invalid batch is rejected with the name of the field, and none of its entries is executed.
 
 use serde_json::{Value, json};
 
-use super::{body, eval, listed, send};
+use super::{body, count_calls, eval, send};
 use crate::support::Server;
 use crate::support::api::message;
 
 #[tokio::test]
-async fn nonsense_is_refused_by_its_field() {
+async fn an_invalid_batch_field_is_rejected_by_name() {
     let server = Server::start().await;
     let api = server.api();
     let long = "x".repeat(256);
@@ -54,11 +54,11 @@ async fn nonsense_is_refused_by_its_field() {
         assert_eq!(error["detail"]["pointer"], format!("/{field}"), "{shown}: {error}");
         assert!(message(&error).len() < 200, "{error}");
     }
-    assert_eq!(listed(&api).await, 0, "nothing of it was done");
+    assert_eq!(count_calls(&api).await, 0, "no entry was executed");
 }
 
 #[tokio::test]
-async fn what_is_no_object_cannot_be_read() {
+async fn a_batch_body_that_is_not_an_object_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     for text in ["", "[]", "null", "7", "{\"run_id\": ", "not json"] {
@@ -72,7 +72,7 @@ async fn what_is_no_object_cannot_be_read() {
 }
 
 #[tokio::test]
-async fn large_numbers_are_fine_where_more_is_not_wrong() {
+async fn very_large_wait_and_budget_values_are_accepted() {
     let server = Server::start().await;
     let api = server.api();
     let mut batch = body("parallel", json!([eval("c", "1+1")]));
@@ -83,7 +83,7 @@ async fn large_numbers_are_fine_where_more_is_not_wrong() {
 }
 
 #[tokio::test]
-async fn the_limits_are_settings() {
+async fn batch_limits_are_configurable() {
     let server = Server::with(|config| {
         config.limits.max_batch_entries = 2;
         config.limits.max_batch_parallel = 3;

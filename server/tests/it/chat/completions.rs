@@ -1,4 +1,4 @@
-//! Chat completions that come at once.
+//! Chat completions without streaming.
 
 use serde_json::json;
 use toolcrib_bench::model::{
@@ -10,12 +10,12 @@ use super::*;
 use crate::support::api::{offer, offer_with};
 
 #[tokio::test]
-async fn calls_of_the_crib_are_done_here_and_the_answer_comes_back() {
+async fn server_tool_calls_are_executed_before_the_answer() {
     let two = ScriptedAnswer::text("I will see.")
         .with_call("call_a", "calculation__eval", eval("6 * 7").to_string())
         .with_call("call_b", "calculation__eval", eval("2 ^ 10").to_string());
     let (server, scripted) =
-        serving([ScriptedBehavior::Reply(two), text_reply("42 and 1024.")]).await;
+        start_with_replies([ScriptedBehavior::Reply(two), text_reply("42 and 1024.")]).await;
     let api = server.api();
     let reply = api.post("/v1/chat/completions", question("What is 6 * 7, and 2 ^ 10?")).await;
     let run_id = reply.header("toolcrib-run-id").unwrap().to_owned();
@@ -31,7 +31,7 @@ async fn calls_of_the_crib_are_done_here_and_the_answer_comes_back() {
     assert_eq!(body["usage"], usage, "of both requests");
     assert_eq!(body["toolcrib"]["run_id"], run_id.as_str());
     assert_eq!(body["toolcrib"]["steps"], 2);
-    // The calls are tickets of a run, as any others.
+    // The calls are stored as calls of the run.
     let listed = api.get(&format!("/v1/tool_calls?run_id={run_id}")).await.is(200);
     let listed: Vec<&str> = listed["tool_calls"]
         .as_array()
@@ -45,17 +45,20 @@ async fn calls_of_the_crib_are_done_here_and_the_answer_comes_back() {
     assert_eq!((&made[0]["name"], &made[0]["ok"]), (&json!("calculation.eval"), &json!(true)));
     let ticket = api.call(made[0]["tool_call_id"].as_str().unwrap()).await;
     assert_eq!(ticket["result"]["text"], "42");
-    // What the model was told.
-    let asked = scripted.requests();
-    assert_eq!(shape(&asked[1]), ["user", "assistant call_a call_b", "tool call_a", "tool call_b"]);
-    assert!(asked[1].last_content().contains("1024"), "{}", asked[1].last_content());
-    assert_eq!(asked[0].tool_names(), ["calculation__eval", "result__read"]);
+    // The second model request has both results.
+    let requests = scripted.requests();
+    assert_eq!(
+        message_shape(&requests[1]),
+        ["user", "assistant call_a call_b", "tool call_a", "tool call_b"]
+    );
+    assert!(requests[1].last_content().contains("1024"), "{}", requests[1].last_content());
+    assert_eq!(requests[0].tool_names(), ["calculation__eval", "result__read"]);
 }
 
 #[tokio::test]
-async fn the_tools_that_are_offered_are_those_the_caller_may_use_and_names() {
+async fn offered_tools_are_limited_by_rules_and_by_the_request() {
     let script = || [text_reply("a"), text_reply("b"), text_reply("c"), text_reply("d")];
-    let (server, scripted) = serving(script()).await;
+    let (server, scripted) = start_with_replies(script()).await;
     let ada = server.keyed("p", "ada", "agent", &["calculation.*", "crm.*"]).await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     admin.register("c1", json!([offer("crm.find"), offer("mail.send")])).await;
@@ -72,7 +75,7 @@ async fn the_tools_that_are_offered_are_those_the_caller_may_use_and_names() {
     some.retain(|name| name != "result__read");
     assert_eq!(some, ["crm__find"]);
     assert_eq!(ask(json!({ "tools": [] })).await, Vec::<String>::new());
-    // A name that is none is said so.
+    // An unknown tool name is refused.
     let mut body = question("Hello");
     body["toolcrib"] = json!({ "tools": ["crm.fnd"] });
     let refused = ada.post("/v1/chat/completions", body).await.is(400);
@@ -81,13 +84,13 @@ async fn the_tools_that_are_offered_are_those_the_caller_may_use_and_names() {
 }
 
 #[tokio::test]
-async fn the_clients_own_tools_are_returned_to_it() {
+async fn calls_of_caller_tools_are_returned_to_the_caller() {
     let own = ScriptedAnswer::text("").with_call("call_1", "open_door", r#"{"n": 1}"#);
     let (server, scripted) =
-        serving([ScriptedBehavior::Reply(own), text_reply("It is open.")]).await;
+        start_with_replies([ScriptedBehavior::Reply(own), text_reply("It is open.")]).await;
     let api = server.api();
     let mut body = question("Open the door");
-    body["tools"] = json!([own_tool("open_door")]);
+    body["tools"] = json!([caller_tool("open_door")]);
     body["temperature"] = 0.25.into();
     let answer = api.post("/v1/chat/completions", body.clone()).await.is(200);
     let choice = &answer["choices"][0];
@@ -95,21 +98,21 @@ async fn the_clients_own_tools_are_returned_to_it() {
     assert_eq!(choice["message"]["content"], json!(null));
     let function = json!({ "name": "open_door", "arguments": "{\"n\": 1}" });
     let calls = json!([{ "id": "call_1", "type": "function", "function": function }]);
-    assert_eq!(choice["message"]["tool_calls"], calls, "as the model wrote it");
+    assert_eq!(choice["message"]["tool_calls"], calls, "the call must be unchanged");
     let messages = body["messages"].as_array_mut().unwrap();
     messages.push(choice["message"].clone());
     messages.push(json!({ "role": "tool", "tool_call_id": "call_1", "content": "done" }));
     let answer = api.post("/v1/chat/completions", body).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "It is open.");
-    let asked = scripted.requests();
-    assert_eq!(asked[0].tool_names(), ["open_door", "calculation__eval", "result__read"]);
-    assert_eq!(asked[0].body["temperature"], 0.25);
-    assert!(asked[0].body.get("toolcrib").is_none(), "the endpoint knows no such field");
-    assert_eq!(shape(&asked[1]), ["user", "assistant call_1", "tool call_1"]);
+    let requests = scripted.requests();
+    assert_eq!(requests[0].tool_names(), ["open_door", "calculation__eval", "result__read"]);
+    assert_eq!(requests[0].body["temperature"], 0.25);
+    assert!(requests[0].body.get("toolcrib").is_none(), "the endpoint knows no such field");
+    assert_eq!(message_shape(&requests[1]), ["user", "assistant call_1", "tool call_1"]);
 }
 
 #[tokio::test]
-async fn the_demo_answers_without_any_endpoint() {
+async fn the_demo_model_needs_no_endpoint() {
     let server = Server::start().await;
     let body = json!({ "model": "demo",
         "messages": [{ "role": "user", "content": "What is 12 * 7?" }] });
@@ -119,22 +122,22 @@ async fn the_demo_answers_without_any_endpoint() {
 }
 
 #[tokio::test]
-async fn the_models_there_are() {
-    let (server, _) = serving([]).await;
+async fn models_are_listed_with_the_default_first() {
+    let (server, _) = start_with_replies([]).await;
     let api = server.api();
     let listed = api.get("/v1/models").await.is(200);
     assert_eq!(listed["object"], "list");
     let names: Vec<&str> =
         listed["data"].as_array().unwrap().iter().map(|m| m["id"].as_str().unwrap()).collect();
-    assert_eq!(names, ["large", "demo"], "the usual one first");
+    assert_eq!(names, ["large", "demo"], "the default comes first");
     assert_eq!(api.get("/v1/models/demo").await.is(200), listed["data"][1]);
     let refused = api.get("/v1/models/none").await.is(404);
     assert_eq!(refused["error"]["code"], "model_not_found");
 }
 
 #[tokio::test]
-async fn a_late_result_is_waited_for_and_told() {
-    let (server, scripted) = serving([
+async fn a_late_result_is_awaited_and_sent_to_the_model() {
+    let (server, scripted) = start_with_replies([
         tool_call_reply("call_1", "report__make", &json!({})),
         text_reply("It is being made."),
         text_reply("The report has 7 pages."),
@@ -145,18 +148,18 @@ async fn a_late_result_is_waited_for_and_told() {
     api.register("c1", json!([report])).await;
     let mut body = question("Make a report");
     body["toolcrib"] = json!({ "tools": ["report.make"] });
-    let asking = {
+    let pending = {
         let api = api.clone();
         tokio::spawn(async move { api.post("/v1/chat/completions", body).await.is(200) })
     };
     let request = api.poll("c1").await;
-    // The model has been told that it goes on, and said something.
+    // The model has received the pending result and given an interim answer.
     crate::support::until("the second request", || async {
         (scripted.requests().len() == 2).then_some(())
     })
     .await;
     api.succeed(request["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
-    let answer = crate::support::soon("the answer", asking).await.unwrap();
+    let answer = crate::support::soon("the answer", pending).await.unwrap();
     assert_eq!(answer["choices"][0]["message"]["content"], "The report has 7 pages.");
     assert!(
         scripted.requests()[2].last_content().contains("\"pages\":7"),
@@ -166,8 +169,8 @@ async fn a_late_result_is_waited_for_and_told() {
 }
 
 #[tokio::test]
-async fn who_does_not_want_to_wait_is_told_what_was_said_meanwhile() {
-    let (server, _) = serving([
+async fn a_short_wait_returns_the_interim_answer() {
+    let (server, _) = start_with_replies([
         tool_call_reply("call_1", "report__make", &json!({})),
         text_reply("It is being made."),
     ])
@@ -182,7 +185,7 @@ async fn who_does_not_want_to_wait_is_told_what_was_said_meanwhile() {
 }
 
 #[tokio::test]
-async fn a_model_of_anthropics_kind_is_asked_in_its_own_words() {
+async fn an_anthropic_model_is_requested_in_its_own_format() {
     let both = ScriptedAnswer::text("Hm.").with_call("toolu_1", "open_door", "{}").with_call(
         "toolu_2",
         "calculation__eval",
@@ -207,7 +210,7 @@ async fn a_model_of_anthropics_kind_is_asked_in_its_own_words() {
     let api = server.api();
     let mut body = question("6 * 7, and open the door");
     body["model"] = "claude".into();
-    body["tools"] = json!([own_tool("open_door")]);
+    body["tools"] = json!([caller_tool("open_door")]);
     let answer = api.post("/v1/chat/completions", body.clone()).await.is(200);
     let message = &answer["choices"][0]["message"];
     assert_eq!(message["tool_calls"][0]["function"]["name"], "open_door");
@@ -217,13 +220,13 @@ async fn a_model_of_anthropics_kind_is_asked_in_its_own_words() {
     messages.push(json!({ "role": "tool", "tool_call_id": id, "content": "done" }));
     let answer = api.post("/v1/chat/completions", body).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "42, and it is open.");
-    let asked = scripted.requests();
+    let requests = scripted.requests();
     assert_eq!(
-        (asked[0].path.as_str(), &asked[0].body["model"]),
+        (requests[0].path.as_str(), &requests[0].body["model"]),
         ("/v1/messages", &json!("claude-9"))
     );
     let blocks: Vec<(&str, &str)> =
-        asked[1]
+        requests[1]
             .messages()
             .iter()
             .flat_map(|message| {
@@ -246,12 +249,12 @@ async fn a_model_of_anthropics_kind_is_asked_in_its_own_words() {
 }
 
 #[tokio::test]
-async fn an_answer_that_was_cut_says_so_also_where_it_calls() {
-    let mut cut = ScriptedAnswer::text("").with_call("a", "open_door", r#"{"which":"#);
-    cut.finish = Some("length");
-    let (server, _) = serving([ScriptedBehavior::Reply(cut)]).await;
+async fn a_truncated_tool_call_has_finish_reason_length() {
+    let mut truncated = ScriptedAnswer::text("").with_call("a", "open_door", r#"{"which":"#);
+    truncated.finish = Some("length");
+    let (server, _) = start_with_replies([ScriptedBehavior::Reply(truncated)]).await;
     let mut body = question("Open the door");
-    body["tools"] = json!([own_tool("open_door")]);
+    body["tools"] = json!([caller_tool("open_door")]);
     let answer = server.api().post("/v1/chat/completions", body).await.is(200);
     assert_eq!(answer["choices"][0]["finish_reason"], "length", "{answer}");
 }

@@ -1,4 +1,4 @@
-//! The key of a model: it reaches the endpoint, and nothing else.
+//! The API key of a model is sent to the endpoint and stays out of everything else.
 
 use serde_json::json;
 use toolcrib_bench::model::{
@@ -9,7 +9,7 @@ use super::*;
 use crate::support::process::Server as Process;
 
 #[tokio::test]
-async fn the_key_is_in_no_log_event_error_or_answer() {
+async fn the_model_key_is_in_no_log_error_or_answer() {
     let secret = "sk-test-51-do-not-tell";
     let echo = json!({ "error": { "message": format!("bad key {secret}"), "code": secret } });
     let scripted = ScriptedModel::start_with_replies([
@@ -52,19 +52,22 @@ async fn the_key_is_in_no_log_event_error_or_answer() {
 }
 
 #[tokio::test]
-async fn a_key_that_an_endpoint_says_in_its_answer_is_kept_nowhere() {
+async fn a_key_echoed_by_the_endpoint_is_redacted_everywhere() {
     let secret = "sk-test-52-do-not-tell";
-    let tells = || ScriptedAnswer::text(format!("The key is {secret}, I think."));
-    let asks =
-        tells().with_call("call_1", "calculation__eval", eval(&format!("'{secret}'")).to_string());
-    let turns = [
-        ScriptedBehavior::Reply(asks.clone()),
-        ScriptedBehavior::Reply(tells()),
-        ScriptedBehavior::Reply(asks),
-        ScriptedBehavior::Reply(tells()),
+    let leaking_text = || ScriptedAnswer::text(format!("The key is {secret}, I think."));
+    let leaking_call = leaking_text().with_call(
+        "call_1",
+        "calculation__eval",
+        eval(&format!("'{secret}'")).to_string(),
+    );
+    let replies = [
+        ScriptedBehavior::Reply(leaking_call.clone()),
+        ScriptedBehavior::Reply(leaking_text()),
+        ScriptedBehavior::Reply(leaking_call),
+        ScriptedBehavior::Reply(leaking_text()),
     ];
     let scripted = ScriptedModel::start_with_replies(
-        turns.into_iter().chain([ScriptedBehavior::Reply(tells())]),
+        replies.into_iter().chain([ScriptedBehavior::Reply(leaking_text())]),
     )
     .await
     .unwrap();
@@ -78,15 +81,15 @@ async fn a_key_that_an_endpoint_says_in_its_answer_is_kept_nowhere() {
     let run: Value = answer.json().await.unwrap();
     assert_eq!(run["answer"], "The key is …, I think.", "{run}");
     assert!(!run.to_string().contains(secret), "{run}");
-    // Nor is it heard while the answer comes, which it does in pieces of a few letters.
-    for (path, own) in [("/v1/runs", "run.text"), ("/v1/chat/completions", "delta")] {
+    // Streams redact it too, although the answer arrives in deltas of a few letters.
+    for (path, marker) in [("/v1/runs", "run.text"), ("/v1/chat/completions", "delta")] {
         let mut body = question("?");
         body["stream"] = true.into();
         let answer = server.http.post(server.url(path)).json(&body).send().await.unwrap();
-        let heard = answer.text().await.unwrap();
-        assert!(heard.contains(own), "{heard}");
+        let streamed = answer.text().await.unwrap();
+        assert!(streamed.contains(marker), "{streamed}");
         for part in [secret, "52-do", "-not-"] {
-            assert!(!heard.contains(part), "{heard}");
+            assert!(!streamed.contains(part), "{streamed}");
         }
     }
     server.stop().await;

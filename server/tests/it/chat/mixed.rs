@@ -1,5 +1,5 @@
-//! Calls of the crib's tools and of the client's own in one conversation, and in one answer. The
-//! client sees only its own, and sends back only those; the model must see both.
+//! Calls of server tools and of caller tools in one conversation and in one answer. The client sees
+//! and returns only its own calls; the model must see both.
 
 use serde_json::json;
 use toolcrib_bench::model::{
@@ -9,8 +9,8 @@ use toolcrib_bench::model::{
 use super::*;
 use crate::support::api::offer_with;
 
-/// Calculates, then asks for both at once, and then says how it went.
-fn script() -> [ScriptedBehavior; 3] {
+/// A server tool call, then a call of each kind in one answer, then the final text.
+fn mixed_replies() -> [ScriptedBehavior; 3] {
     let both = ScriptedAnswer::text("Nearly.").with_call("call_b", "open_door", "{}").with_call(
         "call_c",
         "calculation__eval",
@@ -23,18 +23,18 @@ fn script() -> [ScriptedBehavior; 3] {
     ]
 }
 
-fn asking() -> Value {
+fn mixed_request() -> Value {
     let mut body = question("6 * 7, then 2 ^ 10 and open the door");
-    body["tools"] = json!([own_tool("open_door")]);
+    body["tools"] = json!([caller_tool("open_door")]);
     body
 }
 
-/// The client's next request: what it had, what it was answered, and what its tool came to.
-fn going_on(mut body: Value, answer: &Value) -> Value {
+/// Returns the client's next request: its messages, the answer, and the results of its tools.
+fn next_request(mut body: Value, answer: &Value) -> Value {
     let message = &answer["choices"][0]["message"];
     let calls = message["tool_calls"].as_array().unwrap();
     let messages = body["messages"].as_array_mut().unwrap();
-    // As a client keeps it: nothing but what the API documents.
+    // A client stores only the documented fields.
     messages.push(json!({ "role": "assistant", "content": message["content"],
         "tool_calls": calls }));
     for call in calls {
@@ -43,17 +43,21 @@ fn going_on(mut body: Value, answer: &Value) -> Value {
     body
 }
 
-/// What the model is asked in the end, and that no call was made twice.
-async fn check(server: &Server, scripted: &ScriptedModel) {
-    let asked = scripted.requests();
-    let last = asked.last().unwrap();
-    let shape = shape(last);
+/// Asserts the messages of the last model request, and that no call was repeated.
+async fn assert_last_request(server: &Server, scripted: &ScriptedModel) {
+    let requests = scripted.requests();
+    let last = requests.last().unwrap();
+    let shape = message_shape(last);
     assert_eq!(shape.len(), 7, "{shape:?}");
     assert_eq!(shape[..3], ["user", "assistant call_a", "tool call_a"]);
-    let handed = shape[3].split(' ').nth(1).unwrap();
-    assert_eq!(shape[3], format!("assistant {handed} call_c"), "in the model's own order");
+    let call_id = shape[3].split(' ').nth(1).unwrap();
+    assert_eq!(
+        shape[3],
+        format!("assistant {call_id} call_c"),
+        "the order of the model must be kept"
+    );
     assert_eq!(shape[4], "tool call_c");
-    assert_eq!(shape[5], format!("tool {handed}"));
+    assert_eq!(shape[5], format!("tool {call_id}"));
     let messages = last.messages();
     assert!(messages[2]["content"].as_str().unwrap().contains("42"), "{}", messages[2]);
     assert_eq!(messages[3]["content"], "Nearly.");
@@ -65,36 +69,36 @@ async fn check(server: &Server, scripted: &ScriptedModel) {
 }
 
 #[tokio::test]
-async fn the_model_sees_what_the_client_did_not() {
-    let (server, scripted) = serving(script()).await;
+async fn the_model_sees_the_calls_hidden_from_the_client() {
+    let (server, scripted) = start_with_replies(mixed_replies()).await;
     let api = server.api();
-    let answer = api.post("/v1/chat/completions", asking()).await.is(200);
+    let answer = api.post("/v1/chat/completions", mixed_request()).await.is(200);
     let choice = &answer["choices"][0];
     assert_eq!(choice["finish_reason"], "tool_calls");
     assert_eq!(choice["message"]["content"], "Nearly.");
     let calls = choice["message"]["tool_calls"].as_array().unwrap();
     let names: Vec<&str> = calls.iter().map(|c| c["function"]["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["open_door"], "the crib's are not the client's to make");
-    let mut next = going_on(asking(), &answer);
+    assert_eq!(names, ["open_door"], "server tool calls must not reach the client");
+    let mut next = next_request(mixed_request(), &answer);
     next["messages"].as_array_mut().unwrap().push(json!({ "role": "user", "content": "And?" }));
     let answer = api.post("/v1/chat/completions", next).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "All done.");
-    check(&server, &scripted).await;
+    assert_last_request(&server, &scripted).await;
 }
 
 #[tokio::test]
 async fn a_restart_between_the_two_requests_changes_nothing() {
-    let (server, scripted) = serving(script()).await;
-    let answer = server.api().post("/v1/chat/completions", asking()).await.is(200);
+    let (server, scripted) = start_with_replies(mixed_replies()).await;
+    let answer = server.api().post("/v1/chat/completions", mixed_request()).await.is(200);
     let server = server.restart().await;
-    let mut next = going_on(asking(), &answer);
+    let mut next = next_request(mixed_request(), &answer);
     next["messages"].as_array_mut().unwrap().push(json!({ "role": "user", "content": "And?" }));
     server.api().post("/v1/chat/completions", next).await.is(200);
-    check(&server, &scripted).await;
+    assert_last_request(&server, &scripted).await;
 }
 
 #[tokio::test]
-async fn a_conversation_may_be_mixed_more_than_once() {
+async fn several_steps_of_a_conversation_may_be_mixed() {
     let mixed = |n: usize| {
         ScriptedBehavior::Reply(
             ScriptedAnswer::text("").with_call(&format!("own_{n}"), "open_door", "{}").with_call(
@@ -104,14 +108,14 @@ async fn a_conversation_may_be_mixed_more_than_once() {
             ),
         )
     };
-    let (server, scripted) = serving([mixed(1), mixed(2), text_reply("Done.")]).await;
-    let (api, mut body) = (server.api(), asking());
+    let (server, scripted) = start_with_replies([mixed(1), mixed(2), text_reply("Done.")]).await;
+    let (api, mut body) = (server.api(), mixed_request());
     for _ in 0..2 {
         let answer = api.post("/v1/chat/completions", body.clone()).await.is(200);
-        body = going_on(body, &answer);
+        body = next_request(body, &answer);
     }
     api.post("/v1/chat/completions", body).await.is(200);
-    let shape = shape(scripted.requests().last().unwrap());
+    let shape = message_shape(scripted.requests().last().unwrap());
     assert_eq!(shape.len(), 7, "{shape:?}");
     for (n, at) in [(1, 1), (2, 4)] {
         assert!(shape[at].starts_with("assistant call_"), "{shape:?}");
@@ -121,81 +125,81 @@ async fn a_conversation_may_be_mixed_more_than_once() {
 }
 
 #[tokio::test]
-async fn what_one_agent_was_not_shown_is_not_anothers_to_see() {
-    let mut turns = script().to_vec();
-    turns.push(text_reply("Hm."));
-    let (server, scripted) = serving(turns).await;
+async fn hidden_calls_are_not_visible_to_other_agents() {
+    let mut replies = mixed_replies().to_vec();
+    replies.push(text_reply("Hm."));
+    let (server, scripted) = start_with_replies(replies).await;
     let ada = server.keyed("p", "ada", "agent", &["*"]).await;
-    let answer = ada.post("/v1/chat/completions", asking()).await.is(200);
-    let next = going_on(asking(), &answer);
+    let answer = ada.post("/v1/chat/completions", mixed_request()).await.is(200);
+    let next = next_request(mixed_request(), &answer);
     for (project, agent) in [("p", "eve"), ("q", "ada")] {
         let other = server.keyed(project, agent, "agent", &["*"]).await;
         other.post("/v1/chat/completions", next.clone()).await.is(200);
-        let asked = scripted.requests();
-        let last = asked.last().unwrap();
-        assert_eq!(last.messages().len(), 3, "only what it sent: {:?}", shape(last));
+        let requests = scripted.requests();
+        let last = requests.last().unwrap();
+        assert_eq!(last.messages().len(), 3, "only its own messages: {:?}", message_shape(last));
     }
 }
 
 #[tokio::test]
-async fn a_result_that_came_while_the_client_was_away_is_told_when_it_comes_back() {
+async fn a_late_result_is_sent_to_the_model_with_the_next_request() {
     let both = ScriptedAnswer::text("").with_call("own", "open_door", "{}").with_call(
         "crib",
         "report__make",
         r#"{"about": "doors"}"#,
     );
     let (server, scripted) =
-        serving([ScriptedBehavior::Reply(both), text_reply("Open, and 7 pages.")]).await;
+        start_with_replies([ScriptedBehavior::Reply(both), text_reply("Open, and 7 pages.")]).await;
     let api = server.api();
     let report = offer_with("report.make", json!({ "async": true }));
     api.register("c1", json!([report])).await;
-    let mut body = asking();
+    let mut body = mixed_request();
     body["toolcrib"] = json!({ "tools": ["report.make"] });
     let answer = api.post("/v1/chat/completions", body.clone()).await.is(200);
-    let request = api.poll("c1").await;
-    api.succeed(request["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
-    let answer = api.post("/v1/chat/completions", going_on(body, &answer)).await.is(200);
+    let call = api.poll("c1").await;
+    api.succeed(call["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
+    let answer = api.post("/v1/chat/completions", next_request(body, &answer)).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "Open, and 7 pages.");
-    let asked = scripted.requests();
-    let told = asked[1].messages();
-    let ticket = told.iter().find(|message| message["tool_call_id"] == "crib").unwrap();
+    let requests = scripted.requests();
+    let messages = requests[1].messages();
+    let ticket = messages.iter().find(|message| message["tool_call_id"] == "crib").unwrap();
     assert!(ticket["content"].as_str().unwrap().contains("pending"), "{ticket}");
-    assert!(asked[1].last_content().contains("{\"pages\":7}"), "{told:?}");
+    assert!(requests[1].last_content().contains("{\"pages\":7}"), "{messages:?}");
 }
 
 #[tokio::test]
-async fn calls_of_one_step_that_come_back_apart_are_one_step() {
+async fn calls_returned_in_separate_messages_are_one_step() {
     let both = ScriptedAnswer::text("")
         .with_call("a", "open_door", "{}")
         .with_call("b", "open_door", r#"{"which":2}"#)
         .with_call("c", "calculation__eval", eval("6 * 7").to_string());
     let (server, scripted) =
-        serving([ScriptedBehavior::Reply(both), text_reply("Both are open.")]).await;
+        start_with_replies([ScriptedBehavior::Reply(both), text_reply("Both are open.")]).await;
     let api = server.api();
-    let answer = api.post("/v1/chat/completions", asking()).await.is(200);
-    let mut next = asking();
+    let answer = api.post("/v1/chat/completions", mixed_request()).await.is(200);
+    let mut next = mixed_request();
     let messages = next["messages"].as_array_mut().unwrap();
-    // Some clients keep each call as a message of its own.
+    // Some clients store each call as a separate message.
     for call in answer["choices"][0]["message"]["tool_calls"].as_array().unwrap() {
         messages.push(json!({ "role": "assistant", "content": null, "tool_calls": [call] }));
         messages.push(json!({ "role": "tool", "tool_call_id": call["id"], "content": "opened" }));
     }
     api.post("/v1/chat/completions", next).await.is(200);
-    let asked = scripted.requests();
-    let shape = shape(asked.last().unwrap());
-    let calling = shape.iter().filter(|line| line.starts_with("assistant")).count();
-    let told = shape.iter().filter(|line| line.starts_with("tool")).count();
-    assert_eq!((calling, told), (1, 3), "{shape:?}");
+    let requests = scripted.requests();
+    let shape = message_shape(requests.last().unwrap());
+    let steps = shape.iter().filter(|line| line.starts_with("assistant")).count();
+    let results = shape.iter().filter(|line| line.starts_with("tool")).count();
+    assert_eq!((steps, results), (1, 3), "{shape:?}");
 }
 
 #[tokio::test]
-async fn what_was_told_late_is_not_told_again() {
+async fn a_late_result_is_sent_to_the_model_once() {
     let both = ScriptedAnswer::text("").with_call("own", "open_door", "{}").with_call(
         "crib",
         "report__make",
         "{}",
     );
-    let (server, scripted) = serving([
+    let (server, scripted) = start_with_replies([
         ScriptedBehavior::Reply(both),
         text_reply("Open, and 7 pages."),
         text_reply("Bye."),
@@ -203,20 +207,20 @@ async fn what_was_told_late_is_not_told_again() {
     .await;
     let api = server.api();
     api.register("c1", json!([offer_with("report.make", json!({ "async": true }))])).await;
-    let mut body = asking();
+    let mut body = mixed_request();
     body["toolcrib"] = json!({ "tools": ["report.make"] });
     let answer = api.post("/v1/chat/completions", body.clone()).await.is(200);
-    let request = api.poll("c1").await;
-    api.succeed(request["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
-    let mut next = going_on(body, &answer);
+    let call = api.poll("c1").await;
+    api.succeed(call["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
+    let mut next = next_request(body, &answer);
     api.post("/v1/chat/completions", next.clone()).await.is(200);
     let messages = next["messages"].as_array_mut().unwrap();
     messages.push(json!({ "role": "assistant", "content": "Open, and 7 pages." }));
     messages.push(json!({ "role": "user", "content": "Thanks" }));
     api.post("/v1/chat/completions", next).await.is(200);
-    let asked = scripted.requests();
-    assert!(asked[1].last_content().contains("has come:"), "{}", asked[1].last_content());
-    assert_eq!(asked[2].last_content(), "Thanks");
-    let again = asked[2].messages().iter().any(|m| m.to_string().contains("has come:"));
-    assert!(!again, "{:?}", asked[2].messages());
+    let requests = scripted.requests();
+    assert!(requests[1].last_content().contains("has come:"), "{}", requests[1].last_content());
+    assert_eq!(requests[2].last_content(), "Thanks");
+    let again = requests[2].messages().iter().any(|m| m.to_string().contains("has come:"));
+    assert!(!again, "{:?}", requests[2].messages());
 }

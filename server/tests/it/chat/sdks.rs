@@ -1,7 +1,7 @@
 //! The official clients, unchanged: `openai` for Python and for JavaScript, and the agent framework
-//! of the same vendor. `scripts/test` installs them and says where: in
+//! of the same vendor. `scripts/test` installs them and sets
 //! `TOOLCRIB_TEST_OPENAI_PYTHON` (an interpreter) and `TOOLCRIB_TEST_OPENAI_NODE` (a directory with
-//! `node_modules`). Without these there is nothing to run.
+//! `node_modules`). Without these variables the tests are skipped.
 
 use std::path::PathBuf;
 
@@ -14,13 +14,13 @@ use toolcrib_bench::model::{
 use super::*;
 use crate::support::soon;
 
-/// A model that does as the user says.
-fn obedient(asked: &RecordedRequest) -> ScriptedBehavior {
-    if asked.body["model"] == "none" {
+/// Replies with the action that the user's message names.
+fn scripted_reply(request: &RecordedRequest) -> ScriptedBehavior {
+    if request.body["model"] == "none" {
         let error = json!({ "message": "no such model", "code": "model_not_found" });
         return ScriptedBehavior::Refuse(404, None, json!({ "error": error }));
     }
-    let messages = asked.messages();
+    let messages = request.messages();
     let results: Vec<&str> = messages
         .iter()
         .filter(|message| message["role"] == "tool")
@@ -45,14 +45,14 @@ fn obedient(asked: &RecordedRequest) -> ScriptedBehavior {
                     .with_call("call_crib", "calculation__eval", eval.to_string()),
             )
         }
-        "tools" => text_reply(asked.tool_names().join(" ")),
+        "tools" => text_reply(request.tool_names().join(" ")),
         "count" => text_reply(format!("{} messages", messages.len())),
         other => text_reply(format!("what is {other:?}?")),
     }
 }
 
-/// What the script did, line by line.
-async fn run(mut command: Command) -> Vec<(String, Value)> {
+/// Runs the script and returns its output lines as pairs.
+async fn run_script(mut command: Command) -> Vec<(String, Value)> {
     command.env("NO_PROXY", "127.0.0.1").env("no_proxy", "127.0.0.1").kill_on_drop(true);
     let output = soon("the script's end", command.output()).await.unwrap();
     let (out, err) =
@@ -65,12 +65,12 @@ async fn run(mut command: Command) -> Vec<(String, Value)> {
     out.lines().map(line).collect()
 }
 
-fn script(name: &str) -> PathBuf {
+fn script_path(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/it/chat").join(name)
 }
 
-fn expected(wanted: &[(&str, Value)]) -> Vec<(String, Value)> {
-    wanted.iter().map(|(what, value)| ((*what).to_owned(), value.clone())).collect()
+fn expected_lines(lines: &[(&str, Value)]) -> Vec<(String, Value)> {
+    lines.iter().map(|(what, value)| ((*what).to_owned(), value.clone())).collect()
 }
 
 #[tokio::test]
@@ -79,11 +79,11 @@ async fn the_python_client_and_the_agent_framework_work_unchanged() {
         eprintln!("skipped: TOOLCRIB_TEST_OPENAI_PYTHON is not set; scripts/test sets it");
         return;
     };
-    let scripted = ScriptedModel::start_with_script(obedient).await.unwrap();
-    let server = served_by(&scripted).await;
+    let scripted = ScriptedModel::start_with_script(scripted_reply).await.unwrap();
+    let server = start_with_model(&scripted).await;
     let mut command = Command::new(python);
-    command.arg(script("client.py")).arg(format!("http://{}/v1", server.address));
-    let wanted = expected(&[
+    command.arg(script_path("client.py")).arg(format!("http://{}/v1", server.address));
+    let lines = expected_lines(&[
         ("models", json!(["large", "demo"])),
         ("chat", json!("it is 1024")),
         ("chat usage", json!(30)),
@@ -97,14 +97,14 @@ async fn the_python_client_and_the_agent_framework_work_unchanged() {
         ("responses stream", json!("it is 1024")),
         ("responses last event", json!("response.completed")),
         ("responses mixed", json!("both came")),
-        // Of the first: the question, the call, its result, the answer; and the new question.
+        // The first question, its call, the result, the answer, and the second question.
         ("responses before", json!("5 messages")),
         ("agents OpenAIChatCompletionsModel", json!("both came")),
         ("agents streamed OpenAIChatCompletionsModel", json!("both came")),
         ("agents OpenAIResponsesModel", json!("both came")),
         ("agents streamed OpenAIResponsesModel", json!("both came")),
     ]);
-    assert_eq!(run(command).await, wanted);
+    assert_eq!(run_script(command).await, lines);
 }
 
 #[tokio::test]
@@ -114,12 +114,12 @@ async fn the_javascript_client_works_unchanged() {
         return;
     };
     let modules = PathBuf::from(directory).join("node_modules");
-    let scripted = ScriptedModel::start_with_script(obedient).await.unwrap();
-    let server = served_by(&scripted).await;
+    let scripted = ScriptedModel::start_with_script(scripted_reply).await.unwrap();
+    let server = start_with_model(&scripted).await;
     let mut command = Command::new(modules.join(".bin/node"));
-    command.arg(script("client.cjs")).arg(format!("http://{}/v1", server.address));
+    command.arg(script_path("client.cjs")).arg(format!("http://{}/v1", server.address));
     command.env("NODE_PATH", &modules);
-    let wanted = expected(&[
+    let lines = expected_lines(&[
         ("models", json!(["large", "demo"])),
         ("chat", json!("it is 1024")),
         ("chat usage", json!(30)),
@@ -131,5 +131,5 @@ async fn the_javascript_client_works_unchanged() {
         ("responses stream", json!("it is 1024")),
         ("responses mixed", json!("both came")),
     ]);
-    assert_eq!(run(command).await, wanted);
+    assert_eq!(run_script(command).await, lines);
 }

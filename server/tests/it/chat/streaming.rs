@@ -1,4 +1,4 @@
-//! Chat completions that come in chunks.
+//! Streamed chat completions.
 
 use std::sync::atomic::Ordering;
 
@@ -10,9 +10,9 @@ use super::*;
 use crate::support::sse::Sse;
 use crate::support::{Api, until};
 
-/// A stream put together as clients do it.
+/// A completion assembled from a stream in the way of a client.
 #[derive(Debug, Default)]
-struct Streamed {
+struct StreamedCompletion {
     text: String,
     calls: Vec<(String, String, String)>,
     finish: Option<String>,
@@ -21,12 +21,12 @@ struct Streamed {
     done: bool,
 }
 
-async fn streamed(api: &Api, mut body: Value) -> Streamed {
+async fn stream_completion(api: &Api, mut body: Value) -> StreamedCompletion {
     body["stream"] = true.into();
     body["stream_options"] = json!({ "include_usage": true });
     let request = api.request(Method::POST, "/v1/chat/completions").json(&body);
-    let text = soon_text(request).await;
-    let mut all = Streamed::default();
+    let text = read_event_stream(request).await;
+    let mut all = StreamedCompletion::default();
     for line in text.lines().filter_map(|line| line.strip_prefix("data: ")) {
         if line == "[DONE]" {
             all.done = true;
@@ -57,7 +57,7 @@ async fn streamed(api: &Api, mut body: Value) -> Streamed {
     all
 }
 
-async fn soon_text(request: reqwest::RequestBuilder) -> String {
+async fn read_event_stream(request: reqwest::RequestBuilder) -> String {
     let response = request.send().await.unwrap();
     assert_eq!(response.status(), 200, "{}", response.text().await.unwrap());
     let kind = response.headers()["content-type"].to_str().unwrap().to_owned();
@@ -66,15 +66,15 @@ async fn soon_text(request: reqwest::RequestBuilder) -> String {
 }
 
 #[tokio::test]
-async fn the_text_of_every_step_and_then_the_end() {
+async fn the_text_of_every_step_is_streamed() {
     let first = ScriptedAnswer::text("I will see.").with_call(
         "a",
         "calculation__eval",
         eval("6 * 7").to_string(),
     );
     let (server, _) =
-        serving([ScriptedBehavior::Reply(first), text_reply("It is 42: ä€😀.")]).await;
-    let all = streamed(&server.api(), question("6 * 7?")).await;
+        start_with_replies([ScriptedBehavior::Reply(first), text_reply("It is 42: ä€😀.")]).await;
+    let all = stream_completion(&server.api(), question("6 * 7?")).await;
     assert_eq!(all.text, "I will see.\n\nIt is 42: ä€😀.");
     assert_eq!((all.finish.as_deref(), all.done), (Some("stop"), true));
     assert_eq!(all.usage["total_tokens"], 30);
@@ -82,9 +82,10 @@ async fn the_text_of_every_step_and_then_the_end() {
 }
 
 #[tokio::test]
-async fn the_first_piece_comes_before_the_model_is_done() {
+async fn the_first_delta_arrives_before_the_model_finishes() {
     let (server, _) =
-        serving([ScriptedBehavior::Stall(ScriptedAnswer::text("Once upon a time"), 2)]).await;
+        start_with_replies([ScriptedBehavior::Stall(ScriptedAnswer::text("Once upon a time"), 2)])
+            .await;
     let mut body = question("Tell me a story");
     body["stream"] = true.into();
     let api = server.api();
@@ -94,14 +95,14 @@ async fn the_first_piece_comes_before_the_model_is_done() {
 }
 
 #[tokio::test]
-async fn calls_for_the_client_come_whole() {
+async fn caller_tool_calls_are_streamed_whole() {
     let both = ScriptedAnswer::text("")
         .with_call("own", "open_door", r#"{"which": "the one on the left"}"#)
         .with_call("crib", "calculation__eval", eval("1 + 1").to_string());
-    let (server, _) = serving([ScriptedBehavior::Reply(both)]).await;
+    let (server, _) = start_with_replies([ScriptedBehavior::Reply(both)]).await;
     let mut body = question("Open the door");
-    body["tools"] = json!([own_tool("open_door")]);
-    let all = streamed(&server.api(), body).await;
+    body["tools"] = json!([caller_tool("open_door")]);
+    let all = stream_completion(&server.api(), body).await;
     assert_eq!(all.finish.as_deref(), Some("tool_calls"));
     let [(id, name, arguments)] = all.calls.as_slice() else { panic!("{all:?}") };
     assert!(id.starts_with("call_"), "{id}");
@@ -112,30 +113,33 @@ async fn calls_for_the_client_come_whole() {
 }
 
 #[tokio::test]
-async fn an_answer_that_was_cut_is_asked_for_again_and_not_told_twice() {
+async fn a_truncated_answer_is_retried_without_repeated_text() {
     let whole = || ScriptedAnswer::text("The answer is forty-two.");
-    let (server, scripted) = serving([
+    let (server, scripted) = start_with_replies([
         ScriptedBehavior::Disconnect(whole(), 3),
         ScriptedBehavior::EndEarly(whole(), 2),
         ScriptedBehavior::Reply(whole()),
     ])
     .await;
-    let all = streamed(&server.api(), question("What is it?")).await;
+    let all = stream_completion(&server.api(), question("What is it?")).await;
     assert_eq!(all.text, "The answer is forty-two.");
     assert_eq!(scripted.requests().len(), 3);
-    // Who says something else the second time is heard from the beginning.
-    let (server, _) =
-        serving([ScriptedBehavior::Disconnect(whole(), 3), text_reply("I do not know.")]).await;
-    let all = streamed(&server.api(), question("What is it?")).await;
+    // A retry with different text is streamed from its start.
+    let (server, _) = start_with_replies([
+        ScriptedBehavior::Disconnect(whole(), 3),
+        text_reply("I do not know."),
+    ])
+    .await;
+    let all = stream_completion(&server.api(), question("What is it?")).await;
     assert_eq!(all.text, "The answer is \n\nI do not know.");
 }
 
 #[tokio::test]
-async fn a_call_that_was_cut_in_its_arguments_is_never_half_made() {
+async fn a_call_with_truncated_arguments_is_never_executed() {
     let mail =
         || ScriptedAnswer::text("").with_call("a", "calculation__eval", eval("6 * 7").to_string());
     let own = || ScriptedAnswer::text("").with_call("b", "open_door", r#"{"which": "left"}"#);
-    let (server, _) = serving([
+    let (server, _) = start_with_replies([
         ScriptedBehavior::Disconnect(mail(), 3),
         ScriptedBehavior::Reply(mail()),
         ScriptedBehavior::Disconnect(own(), 3),
@@ -143,8 +147,8 @@ async fn a_call_that_was_cut_in_its_arguments_is_never_half_made() {
     ])
     .await;
     let mut body = question("Open the door");
-    body["tools"] = json!([own_tool("open_door")]);
-    let all = streamed(&server.api(), body).await;
+    body["tools"] = json!([caller_tool("open_door")]);
+    let all = stream_completion(&server.api(), body).await;
     assert_eq!(all.calls.len(), 1, "{all:?}");
     assert_eq!(all.calls[0].2, r#"{"which": "left"}"#);
     let listed = server.api().get("/v1/tool_calls").await.is(200);
@@ -152,17 +156,18 @@ async fn a_call_that_was_cut_in_its_arguments_is_never_half_made() {
 }
 
 #[tokio::test]
-async fn a_model_that_fails_in_the_middle_ends_the_stream_with_an_error() {
+async fn a_model_failure_ends_the_stream_with_an_error() {
     let refuse =
         || ScriptedBehavior::Refuse(400, None, json!({ "error": { "message": "too long" } }));
     let first =
         ScriptedAnswer::text("Hm.").with_call("a", "calculation__eval", eval("6 * 7").to_string());
-    let (server, _) = serving([ScriptedBehavior::Reply(first), refuse(), refuse()]).await;
+    let (server, _) =
+        start_with_replies([ScriptedBehavior::Reply(first), refuse(), refuse()]).await;
     let api = server.api();
-    let all = streamed(&api, question("6 * 7?")).await;
+    let all = stream_completion(&api, question("6 * 7?")).await;
     assert_eq!((all.text.as_str(), all.done), ("Hm.", false));
     assert!(all.error["message"].as_str().unwrap().contains("too long"), "{all:?}");
-    // At the very beginning it is a refusal with its status.
+    // Before the first chunk the failure is an HTTP error.
     let mut body = question("6 * 7?");
     body["stream"] = true.into();
     let refused = api.post("/v1/chat/completions", body).await.is(400);
@@ -170,27 +175,29 @@ async fn a_model_that_fails_in_the_middle_ends_the_stream_with_an_error() {
 }
 
 #[tokio::test]
-async fn who_hangs_up_is_not_answered_further() {
+async fn a_disconnect_aborts_the_model_request() {
     let (server, scripted) =
-        serving([ScriptedBehavior::Stall(ScriptedAnswer::text("Once upon a time"), 2)]).await;
+        start_with_replies([ScriptedBehavior::Stall(ScriptedAnswer::text("Once upon a time"), 2)])
+            .await;
     let mut body = question("Tell me a story");
     body["stream"] = true.into();
     let api = server.api();
     let mut events = Sse::open(api.request(Method::POST, "/v1/chat/completions").json(&body)).await;
     events.event().await;
-    let asked = scripted.requests().remove(0);
-    assert!(!asked.has_caller_left.load(Ordering::Relaxed));
+    let request = scripted.requests().remove(0);
+    assert!(!request.has_caller_left.load(Ordering::Relaxed));
     drop(events);
     until("the request to the model to be given up", || async {
-        asked.has_caller_left.load(Ordering::Relaxed).then_some(())
+        request.has_caller_left.load(Ordering::Relaxed).then_some(())
     })
     .await;
 }
 
 #[tokio::test]
-async fn the_stream_begins_while_the_first_call_is_still_made() {
+async fn the_response_starts_while_the_first_call_is_running() {
     let first = ScriptedAnswer::text("").with_call("a", "report__make", "{}");
-    let (server, _) = serving([ScriptedBehavior::Reply(first), text_reply("7 pages.")]).await;
+    let (server, _) =
+        start_with_replies([ScriptedBehavior::Reply(first), text_reply("7 pages.")]).await;
     let api = server.api();
     api.register("c1", json!([crate::support::api::offer("report.make")])).await;
     let mut body = question("A report");
@@ -198,7 +205,7 @@ async fn the_stream_begins_while_the_first_call_is_still_made() {
     body["toolcrib"] = json!({ "tools": ["report.make"] });
     let request = api.request(Method::POST, "/v1/chat/completions").json(&body);
     let sent = request.send();
-    // The answer's head is there, and nobody has done the work yet.
+    // The response head arrives before the call is finished.
     let response = crate::support::soon("the head of the answer", sent).await.unwrap();
     assert_eq!(response.status(), 200);
     let work = api.poll("c1").await;

@@ -1,9 +1,9 @@
-//! No room on the disk: nothing is acknowledged that is not stored, everything else goes on, and
-//! when there is room again so do the calls.
+//! A full disk: the server acknowledges no call that it cannot store, keeps answering reads, and
+//! accepts calls again as soon as there is space.
 //!
-//! Twice: with the system's limit on the length of files, which holds for root and for everybody
-//! else; and on a small disk of its own, where the system lets us mount one (in a namespace that
-//! goes away with the server).
+//! There are two variants: with the system's limit on file sizes, which also applies to root; and
+//! on a small file system of its own, if the system permits mounting one (in a namespace that ends
+//! with the server).
 
 use std::fs::File;
 use std::io::Write;
@@ -17,17 +17,17 @@ use serde_json::{Value, json};
 use crate::support::process::{Server, check, eventually};
 
 const DISK_MIB: u64 = 64;
-/// More than the log's own length, which the server makes at the start.
+/// More than the size of the WAL that the server preallocates at startup.
 const FILE_LIMIT: u64 = 21 << 20;
 
-/// A disk that can be made full and empty again.
+/// A disk that a test can fill and free again.
 enum Disk {
     Small,
     Limited,
 }
 
 impl Disk {
-    /// Where the server's data is, seen from here.
+    /// Path of the server's data, as this process sees it.
     fn data(&self, server: &Server) -> PathBuf {
         match self {
             Self::Small => {
@@ -49,7 +49,7 @@ impl Disk {
         }
     }
 
-    fn make_room(&self, server: &Server) {
+    fn free_space(&self, server: &Server) {
         match self {
             Self::Small => std::fs::remove_file(self.data(server).join("ballast")).unwrap(),
             Self::Limited => limit_files(server, "unlimited"),
@@ -63,29 +63,30 @@ fn limit_files(server: &Server, limit: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn files_that_cannot_grow_are_a_503_and_nothing_is_lost() {
-    // The signal that comes with the limit would end the process; a full disk sends none.
+async fn a_file_size_limit_gives_503_and_loses_nothing() {
+    // The signal SIGXFSZ would end the process; a full disk sends no signal.
     let server = Server::new().through(&["sh", "-c", "trap '' XFSZ; exec \"$0\" \"$@\""]);
-    without_room(server, Disk::Limited).await;
+    check_full_disk(server, Disk::Limited).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_disk_is_a_503_and_nothing_is_lost() {
+async fn a_full_disk_gives_503_and_loses_nothing() {
     let server = Server::new();
-    let place = server.directory.path().join("disk");
-    std::fs::create_dir(&place).unwrap();
-    let mount = format!("mount -t tmpfs -o size={DISK_MIB}m none '{}'", place.display());
+    let mount_point = server.directory.path().join("disk");
+    std::fs::create_dir(&mount_point).unwrap();
+    let mount = format!("mount -t tmpfs -o size={DISK_MIB}m none '{}'", mount_point.display());
     let permitted = Command::new("unshare").args(["-rm", "sh", "-c", &mount]).output();
     if !permitted.is_ok_and(|ran| ran.status.success()) {
         eprintln!("no disk may be mounted here; the test with limited files stands for this one");
         return;
     }
     let script = format!("{mount} && exec \"$0\" \"$@\"");
-    let server = server.keeping_data_in(&place).through(&["unshare", "-rm", "sh", "-c", &script]);
-    without_room(server, Disk::Small).await;
+    let server =
+        server.with_data_dir(&mount_point).through(&["unshare", "-rm", "sh", "-c", &script]);
+    check_full_disk(server, Disk::Small).await;
 }
 
-async fn without_room(mut server: Server, disk: Disk) {
+async fn check_full_disk(mut server: Server, disk: Disk) {
     server.start().await;
     server.register("client", "probe.parked", "irreversible").await;
     let eval = json!({ "run_id": "run_full", "args": { "expression": "6*7" } });
@@ -94,7 +95,7 @@ async fn without_room(mut server: Server, disk: Disk) {
     disk.fill(&server);
 
     let mut acked = vec![parked.clone()];
-    // First much at a time, then little: until there is no room for either.
+    // Large calls first, then small ones, until neither fits.
     for bytes in [200_000, 10] {
         acked.extend(calls_until_refused(&server, bytes).await);
     }
@@ -107,12 +108,12 @@ async fn without_room(mut server: Server, disk: Disk) {
     let submit = server.url(&format!("/internal/tool_calls/{parked}/submit"));
     let answer = server.http.post(&submit).json(&result).send().await.unwrap();
     assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(server.call(&parked, 0).await["status"], "PENDING", "nothing happened");
+    assert_eq!(server.call(&parked, 0).await["status"], "PENDING", "the result was not stored");
     assert_eq!(server.get("/livez").await, StatusCode::OK);
     assert_eq!(server.get("/v1/tool_calls?limit=5").await, StatusCode::OK);
     assert_eq!(server.call(done["tool_call_id"].as_str().unwrap(), 0).await, done);
 
-    disk.make_room(&server);
+    disk.free_space(&server);
     let freed = Instant::now();
     let works = async || {
         let answer = server.invoking("calculation.eval", &eval).send().await.unwrap();
@@ -130,7 +131,7 @@ async fn without_room(mut server: Server, disk: Disk) {
         );
     }
     let stored = check(&disk.data(&server));
-    assert_eq!(stored.open, acked.len() - 1, "what was refused did not happen");
+    assert_eq!(stored.open, acked.len() - 1, "rejected calls are not stored");
     assert!(acked.iter().all(|id| stored.calls.contains_key(id)));
     assert!(server.stop().await.success());
 }
@@ -140,7 +141,7 @@ fn parked(bytes: usize) -> Value {
     json!({ "run_id": "run_full", "args": args, "timeout_ms": 600_000 })
 }
 
-/// Calls with so many bytes until one is refused. Answers with the tickets that were given.
+/// Makes calls of this size until one is rejected. Returns the tickets of the accepted ones.
 async fn calls_until_refused(server: &Server, bytes: usize) -> Vec<String> {
     let mut acked = Vec::new();
     loop {

@@ -1,4 +1,4 @@
-//! Killed with thousands of calls in flight, and with work that a client has taken.
+//! Kills with thousands of open calls, and with calls that a client has acknowledged.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -8,14 +8,14 @@ use reqwest::StatusCode;
 use serde_json::{Value, json};
 use tokio_tungstenite::tungstenite::Message;
 
-use super::provider::Providers;
+use super::clients::ToolClients;
 use crate::support::process::{PATIENCE, Server, check, eventually, text};
 
 const PARKED: usize = 3_000;
 const RETRYING: usize = 100;
 
-/// How many calls wait, by the reason why.
-async fn waiting(server: &Server) -> HashMap<String, usize> {
+/// Counts the pending calls by hold reason.
+async fn count_pending(server: &Server) -> HashMap<String, usize> {
     let (mut count, mut cursor) = (HashMap::new(), String::new());
     loop {
         let path = format!("/v1/tool_calls?status=PENDING&limit=200&cursor={cursor}");
@@ -31,8 +31,8 @@ async fn waiting(server: &Server) -> HashMap<String, usize> {
     }
 }
 
-/// Calls of a tool whose first attempt failed and whose next one is some seconds away.
-async fn failed_once(server: &Server) {
+/// Makes calls whose first attempt failed and whose next attempt is some seconds away.
+async fn make_calls_that_failed_once(server: &Server) {
     let policy = json!({ "backoff": {
         "initial_ms": 5_000, "factor": 1.0, "max_ms": 5_000, "jitter": 0.0
     } });
@@ -51,45 +51,45 @@ async fn failed_once(server: &Server) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn thousands_in_flight_are_all_there_after_a_crash() {
+async fn thousands_of_open_calls_survive_a_crash() {
     let mut server = Server::ready().await;
-    let providers = Providers::registered(&server).await;
+    let clients = ToolClients::register(&server).await;
     let parked = (0..PARKED).map(|number| {
         let args = json!({ "n": number });
         server.ticket("probe.read", json!({ "run_id": "r", "args": args, "timeout_ms": 120_000 }))
     });
     let ids: Vec<String> = futures::stream::iter(parked).buffer_unordered(64).collect().await;
-    failed_once(&server).await;
+    make_calls_that_failed_once(&server).await;
     server.kill();
     assert_eq!(check(&server.data_dir()).open, PARKED + RETRYING);
 
     let ready = server.start().await;
     assert!(ready < Duration::from_secs(5), "ready after {ready:?}");
-    let found = waiting(&server).await;
+    let found = count_pending(&server).await;
     eprintln!("ready after {} ms with {found:?}", ready.as_millis());
     assert_eq!(found.values().sum::<usize>(), PARKED + RETRYING);
     assert!(found["parked"] >= PARKED);
 
-    providers.connect_all();
+    clients.connect_all();
     for request in server.taken("flaky", RETRYING).await {
         let id = text(&request, "tool_call_id");
         server.submit(&id, json!({ "status": "SUCCEEDED", "result": "today" })).await;
     }
-    let done = async || waiting(&server).await.is_empty().then_some(());
+    let done = async || count_pending(&server).await.is_empty().then_some(());
     eventually("a client finishes everything", PATIENCE, done).await;
-    let executed = providers.executed();
+    let executed = clients.executed();
     for id in &ids {
         assert_eq!(server.call(id, 5_000).await["status"], "SUCCEEDED");
         assert_eq!(executed.get(id), Some(&1), "{id}");
     }
-    providers.disconnect().await;
+    clients.disconnect().await;
     assert!(server.stop().await.success());
     let stored = check(&server.data_dir());
     assert_eq!((stored.open, stored.count("SUCCEEDED")), (0, PARKED + RETRYING));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tools_limit_holds_over_a_crash() {
+async fn a_tools_concurrency_limit_holds_across_a_crash() {
     let mut server = Server::ready().await;
     let policy = json!({ "max_parallel": 1 });
     let tool = json!({ "name": "probe.one", "effect": "idempotent", "policy": policy });
@@ -107,7 +107,7 @@ async fn a_tools_limit_holds_over_a_crash() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_taken_before_a_crash_stays_with_its_taker() {
+async fn an_acknowledged_call_stays_with_its_client_across_a_crash() {
     let mut server = Server::ready().await;
     for client in ["taker", "other"] {
         server.register(client, "probe.once", "irreversible").await;
@@ -122,7 +122,7 @@ async fn what_was_taken_before_a_crash_stays_with_its_taker() {
 
     for client in ["other", "taker"] {
         let again = server.poll(client, 3, 200).await;
-        assert_eq!(again, Vec::<Value>::new(), "{client} is given what was taken");
+        assert_eq!(again, Vec::<Value>::new(), "{client} receives an acknowledged call again");
     }
     let call = server.call(&answered, 0).await;
     assert_eq!((&call["status"], &call["taken_by"]), (&json!("RUNNING"), &json!("taker")));
@@ -130,7 +130,7 @@ async fn what_was_taken_before_a_crash_stays_with_its_taker() {
     server.submit(&answered, result.clone()).await;
     assert_eq!(server.call(&answered, 0).await["result"], json!(7));
 
-    // Who keeps a record and says so is given it again, and told that it is not the first time.
+    // A client that connects with `resume` receives the call again, marked as redelivered.
     let request = first_request_after_resuming(&server, &resumed).await;
     assert_eq!(request["redelivered"], json!(true));
     server.submit(&resumed, result.clone()).await;
@@ -154,8 +154,8 @@ async fn first_request_after_resuming(server: &Server, id: &str) -> Value {
     let listening = async {
         loop {
             let frame = socket.next().await.unwrap().unwrap();
-            let Message::Text(said) = frame else { continue };
-            let request: Value = said.parse().unwrap();
+            let Message::Text(message) = frame else { continue };
+            let request: Value = message.parse().unwrap();
             if request["type"] == "tool_request" && request["tool_call_id"] == id {
                 return request;
             }

@@ -1,4 +1,4 @@
-//! kill -9 under load, at moments thrown by dice, again and again on the same data.
+//! kill -9 under load, at random moments, repeatedly on the same data.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,45 +9,45 @@ use futures::StreamExt;
 use reqwest::{Client, StatusCode};
 use serde_json::{Value, json};
 
-use super::Dice;
-use super::provider::Providers;
+use super::SeededRng;
+use super::clients::ToolClients;
 use crate::support::process::{Server, check, text};
 
 const INVOKERS: usize = 24;
 const KILLS: usize = 8;
-/// The load goes on after the last kill until so many calls were acknowledged.
-const AT_LEAST: usize = 3_000;
+/// The load continues after the last kill until this many calls were acknowledged.
+const MIN_CALLS: usize = 3_000;
 const TIMEOUT_MS: u64 = 8_000;
-/// How much later than its deadline a call may end: the server may be down then.
+/// Allowed delay between the deadline and the end of a call: the server may be down then.
 const SLACK_MS: u64 = 5_000;
 
-/// A ticket that somebody was given.
+/// A call whose ticket an invoker received.
 #[derive(Clone)]
-struct Acked {
+struct AcknowledgedCall {
     id: String,
     tool: &'static str,
     body: Value,
-    /// The call as somebody saw it after its end.
+    /// The call as an invoker saw it after its end.
     seen: Option<Value>,
 }
 
-/// Everything the invokers have been told.
+/// State shared by the invokers.
 #[derive(Clone)]
-struct Notes {
+struct LoadState {
     http: Client,
     base: String,
-    acked: Arc<Mutex<Vec<Acked>>>,
+    acked: Arc<Mutex<Vec<AcknowledgedCall>>>,
     count: Arc<AtomicUsize>,
     enough: Arc<AtomicBool>,
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn killed_under_load_it_loses_nothing_it_acknowledged() {
-    let mut dice = Dice::thrown();
+async fn kills_under_load_lose_no_acknowledged_call() {
+    let mut rng = SeededRng::from_env();
     let mut server = Server::ready().await;
-    let providers = Providers::registered(&server).await;
-    providers.connect_all();
-    let notes = Notes {
+    let clients = ToolClients::register(&server).await;
+    clients.connect_all();
+    let load = LoadState {
         http: server.http.clone(),
         base: server.url(""),
         acked: Arc::default(),
@@ -55,38 +55,38 @@ async fn killed_under_load_it_loses_nothing_it_acknowledged() {
         enough: Arc::default(),
     };
     let invokers: Vec<_> = (0..INVOKERS)
-        .map(|number| tokio::spawn(invoke_on(notes.clone(), number, dice.split())))
+        .map(|number| tokio::spawn(invoke_repeatedly(load.clone(), number, rng.split())))
         .collect();
     let began = Instant::now();
     let mut ready_ms = Vec::new();
     for kill in 0..KILLS {
-        tokio::time::sleep(Duration::from_millis(dice.from(150..900))).await;
+        tokio::time::sleep(Duration::from_millis(rng.from(150..900))).await;
         server.kill();
         if kill % 3 == 2 {
-            // Once more while it is taking up what it found.
+            // Kill it again during recovery.
             server.spawn();
-            tokio::time::sleep(Duration::from_millis(dice.from(20..250))).await;
+            tokio::time::sleep(Duration::from_millis(rng.from(20..250))).await;
             server.kill();
         }
         check(&server.data_dir());
         ready_ms.push(server.start().await.as_millis());
     }
-    while notes.count.load(Ordering::Relaxed) < AT_LEAST {
-        assert!(began.elapsed() < Duration::from_secs(60), "the load does not get on");
+    while load.count.load(Ordering::Relaxed) < MIN_CALLS {
+        assert!(began.elapsed() < Duration::from_secs(60), "the load makes no progress");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    notes.enough.store(true, Ordering::Relaxed);
+    load.enough.store(true, Ordering::Relaxed);
     for invoker in invokers {
         invoker.await.unwrap();
     }
-    let acked = notes.acked.lock().unwrap().clone();
+    let acked = load.acked.lock().unwrap().clone();
     let rate = acked.len() as f64 / began.elapsed().as_secs_f64();
     eprintln!("{} calls acknowledged, {rate:.0}/s; ready after {ready_ms:?} ms", acked.len());
-    let ended = all_end(&server, &acked).await;
-    same_key_same_ticket(&server, &acked).await;
-    providers.disconnect().await;
-    executed_as_often_as_allowed(&ended, &providers.executed());
-    nothing_stays_open(&server).await;
+    let ended = assert_all_end(&server, &acked).await;
+    assert_keys_return_their_tickets(&server, &acked).await;
+    clients.disconnect().await;
+    assert_execution_counts(&ended, &clients.executed());
+    assert_no_open_calls(&server).await;
     assert!(server.stop().await.success());
     let stored = check(&server.data_dir());
     assert_eq!(stored.open, 0);
@@ -102,9 +102,9 @@ async fn killed_under_load_it_loses_nothing_it_acknowledged() {
     );
 }
 
-/// Also what nobody was told of, because the server was killed before it could answer, ends by its
-/// deadline.
-async fn nothing_stays_open(server: &Server) {
+/// Asserts that every call ends by its deadline, including calls whose invoker received no answer
+/// because of a kill.
+async fn assert_no_open_calls(server: &Server) {
     let until = Instant::now() + Duration::from_millis(TIMEOUT_MS + SLACK_MS);
     loop {
         let metrics = server.http.get(server.url("/metrics")).send().await.unwrap();
@@ -120,41 +120,41 @@ async fn nothing_stays_open(server: &Server) {
     }
 }
 
-/// Calls tools until there were enough, whether the server is there or not.
-async fn invoke_on(notes: Notes, invoker: usize, mut dice: Dice) {
+/// Calls tools until there were enough, even while the server is down.
+async fn invoke_repeatedly(load: LoadState, invoker: usize, mut rng: SeededRng) {
     for number in 0.. {
-        if notes.enough.load(Ordering::Relaxed) {
+        if load.enough.load(Ordering::Relaxed) {
             return;
         }
-        let (tool, args) = match dice.from(0..5) {
+        let (tool, args) = match rng.from(0..5) {
             0 => ("probe.once", json!({ "n": number })),
             1 => ("probe.read", json!({ "n": number })),
             _ => ("calculation.eval", json!({ "expression": format!("{number} * 3") })),
         };
         let run_id = format!("run_{invoker}");
         let mut body = json!({ "run_id": run_id, "args": args, "timeout_ms": TIMEOUT_MS });
-        if dice.from(0..3) == 0 {
+        if rng.from(0..3) == 0 {
             body["idempotency_key"] = json!(format!("key {invoker}/{number}"));
         }
-        if dice.from(0..2) == 0 {
-            body["wait_ms"] = json!(dice.from(50..500));
+        if rng.from(0..2) == 0 {
+            body["wait_ms"] = json!(rng.from(50..500));
         }
-        if let Some(mut acked) = invoke(&notes, tool, body).await {
-            if acked.seen.is_none() && dice.from(0..2) == 0 {
-                acked.seen = look(&notes, &acked.id).await;
+        if let Some(mut acked) = invoke(&load, tool, body).await {
+            if acked.seen.is_none() && rng.from(0..2) == 0 {
+                acked.seen = fetch_if_ended(&load, &acked.id).await;
             }
-            notes.acked.lock().unwrap().push(acked);
-            notes.count.fetch_add(1, Ordering::Relaxed);
+            load.acked.lock().unwrap().push(acked);
+            load.count.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
-/// One call. Who has a key asks again until there is an answer; who has none takes no answer for
-/// an answer.
-async fn invoke(notes: &Notes, tool: &'static str, body: Value) -> Option<Acked> {
-    let url = format!("{}/v1/tools/{tool}/invoke", notes.base);
+/// Makes one call. With an idempotency key, it repeats the request until there is an answer;
+/// without one, it gives up after the first failure.
+async fn invoke(load: &LoadState, tool: &'static str, body: Value) -> Option<AcknowledgedCall> {
+    let url = format!("{}/v1/tools/{tool}/invoke", load.base);
     loop {
-        let answer = match notes.http.post(&url).json(&body).send().await {
+        let answer = match load.http.post(&url).json(&body).send().await {
             Ok(answer) => match (answer.status(), answer.json::<Value>().await) {
                 (StatusCode::ACCEPTED, Ok(answer)) => Some(answer),
                 (StatusCode::ACCEPTED | StatusCode::SERVICE_UNAVAILABLE, _) => None,
@@ -165,7 +165,7 @@ async fn invoke(notes: &Notes, tool: &'static str, body: Value) -> Option<Acked>
         if let Some(answer) = answer {
             let id = text(&answer, "tool_call_id");
             let seen = Some(answer).filter(has_ended);
-            return Some(Acked { id, tool, body, seen });
+            return Some(AcknowledgedCall { id, tool, body, seen });
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
         if body["idempotency_key"].is_null() {
@@ -174,9 +174,9 @@ async fn invoke(notes: &Notes, tool: &'static str, body: Value) -> Option<Acked>
     }
 }
 
-async fn look(notes: &Notes, id: &str) -> Option<Value> {
-    let url = format!("{}/v1/tool_calls/{id}", notes.base);
-    let answer = notes.http.get(url).send().await.ok()?;
+async fn fetch_if_ended(load: &LoadState, id: &str) -> Option<Value> {
+    let url = format!("{}/v1/tool_calls/{id}", load.base);
+    let answer = load.http.get(url).send().await.ok()?;
     let status = answer.status();
     let body = answer.json::<Value>().await.ok()?;
     assert_eq!(status, StatusCode::OK, "{id} was acknowledged: {body}");
@@ -188,10 +188,13 @@ fn has_ended(call: &Value) -> bool {
     call["status"].as_str().is_some_and(|status| ends.contains(&status))
 }
 
-/// Every ticket reaches its end in time, with the right result, and stays what it was seen to be.
-async fn all_end(server: &Server, acked: &[Acked]) -> Vec<(Acked, Value)> {
+/// Asserts that every call ends in time, with the right result, and never changes after its end.
+async fn assert_all_end(
+    server: &Server,
+    acked: &[AcknowledgedCall],
+) -> Vec<(AcknowledgedCall, Value)> {
     let wait_ms = TIMEOUT_MS + SLACK_MS;
-    let ended: Vec<(Acked, Value)> = futures::stream::iter(acked.iter().cloned())
+    let ended: Vec<(AcknowledgedCall, Value)> = futures::stream::iter(acked.iter().cloned())
         .map(async |call| {
             let ended = server.call(&call.id, wait_ms).await;
             (call, ended)
@@ -202,7 +205,7 @@ async fn all_end(server: &Server, acked: &[Acked]) -> Vec<(Acked, Value)> {
     for (call, ended) in &ended {
         assert!(has_ended(ended), "{} after its deadline: {ended}", call.id);
         if let Some(seen) = &call.seen {
-            assert_eq!(seen, ended, "{} is not what it was", call.id);
+            assert_eq!(seen, ended, "{} changed after its end", call.id);
         }
         let at = |field: &str| ended[field].as_u64().unwrap();
         assert!(at("completed_at_ms") <= at("deadline_at_ms") + SLACK_MS, "{ended}");
@@ -214,12 +217,12 @@ async fn all_end(server: &Server, acked: &[Acked]) -> Vec<(Acked, Value)> {
                 assert_eq!(ended["result"]["result"], json!(number * 3), "{ended}");
             }
             (_, "SUCCEEDED") => assert_eq!(ended["result"], json!({ "echo": args }), "{ended}"),
-            // Taken, and the taker was never told so: nobody may try it again.
+            // Acknowledged, but the client did not receive the confirmation: no retry is allowed.
             ("probe.once", "TIMEOUT") => {
                 let message = ended["error"]["message"].as_str().unwrap();
                 assert!(message.contains("may have taken effect"), "{ended}");
             }
-            // It brought the process down each time, as far as anybody can know.
+            // Every attempt was interrupted by a kill, so the server gave up.
             ("calculation.eval", "FAILED") => assert_eq!(ended["attempt"], 3, "{ended}"),
             _ => panic!("{ended}"),
         }
@@ -227,7 +230,7 @@ async fn all_end(server: &Server, acked: &[Acked]) -> Vec<(Acked, Value)> {
     ended
 }
 
-async fn same_key_same_ticket(server: &Server, acked: &[Acked]) {
+async fn assert_keys_return_their_tickets(server: &Server, acked: &[AcknowledgedCall]) {
     let keyed = acked.iter().filter(|call| !call.body["idempotency_key"].is_null());
     let mut count = 0;
     let mut again = futures::stream::iter(keyed.cloned())
@@ -247,7 +250,7 @@ async fn same_key_same_ticket(server: &Server, acked: &[Acked]) {
     assert!(count > 100);
 }
 
-fn executed_as_often_as_allowed(ended: &[(Acked, Value)], executed: &HashMap<String, u32>) {
+fn assert_execution_counts(ended: &[(AcknowledgedCall, Value)], executed: &HashMap<String, u32>) {
     let (mut once, mut again) = (0, 0);
     for (call, ended) in ended {
         let times = executed.get(&call.id).copied().unwrap_or(0);

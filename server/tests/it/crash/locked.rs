@@ -1,4 +1,4 @@
-//! Another process holds the database for longer than we wait for it.
+//! Another process locks the database for longer than the store waits for it.
 
 use std::time::{Duration, Instant};
 
@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 
 use crate::support::process::{Server, check, eventually};
 
-/// The store waits 5 s for the lock; nobody waits much longer, whenever they came.
+/// The store waits 5 s for the lock; no caller waits much longer, at whatever time it arrives.
 const ANSWERED_WITHIN: Duration = Duration::from_millis(6_500);
 const ALIVE_WITHIN: Duration = Duration::from_millis(500);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_locked_database_is_a_503_and_nothing_is_lost() {
+async fn a_locked_database_gives_503_and_loses_nothing() {
     let mut server = Server::ready().await;
     server.register("client", "probe.parked", "read").await;
     let body = json!({ "run_id": "run_locked", "args": {}, "timeout_ms": 60_000 });
@@ -25,18 +25,19 @@ async fn a_locked_database_is_a_503_and_nothing_is_lost() {
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
     let locked = Instant::now();
     let callers = (0..9).map(async |number| {
-        // They come one after the other, while the ones before them wait.
+        // The callers arrive one after the other, while the earlier ones wait.
         tokio::time::sleep(Duration::from_millis(500 * number)).await;
-        let asked = Instant::now();
+        let sent = Instant::now();
         let answer = server.invoking("probe.parked", &body).send().await.unwrap();
-        let took = asked.elapsed();
+        let took = sent.elapsed();
         assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE, "caller {number}");
         assert!(answer.headers().contains_key("retry-after"));
         assert!(took < ANSWERED_WITHIN, "caller {number} waited {took:?}");
         took
     });
-    let everybody = futures::future::join_all(callers);
-    let (waited, alive) = tokio::join!(everybody, stays_alive(&server, &done, locked));
+    let all_callers = futures::future::join_all(callers);
+    let (waited, alive) =
+        tokio::join!(all_callers, assert_server_stays_responsive(&server, &done, locked));
     let longest = waited.iter().max().unwrap();
     eprintln!("9 callers answered 503, the slowest after {longest:?}; /livez within {alive:?}");
 
@@ -52,22 +53,26 @@ async fn a_locked_database_is_a_503_and_nothing_is_lost() {
     assert!(server.stop().await.success());
     let stored = check(&server.data_dir());
     assert_eq!(stored.open, 0);
-    assert_eq!(stored.count("SUCCEEDED"), stored.calls.len(), "a refused call did not happen");
+    assert_eq!(stored.count("SUCCEEDED"), stored.calls.len(), "rejected calls are not stored");
     assert!(stored.calls.len() >= 3);
 }
 
-/// Looks on while the database is locked: the process answers, and what is stored can be read.
-/// Answers with the longest that took.
-async fn stays_alive(server: &Server, done: &Value, locked: Instant) -> Duration {
+/// Asserts that the server answers and stored calls are readable while the database is locked.
+/// Returns the longest response time.
+async fn assert_server_stays_responsive(
+    server: &Server,
+    done: &Value,
+    locked: Instant,
+) -> Duration {
     let id = done["tool_call_id"].as_str().unwrap();
     let mut longest = Duration::ZERO;
     while locked.elapsed() < Duration::from_secs(9) {
-        let asked = Instant::now();
+        let sent = Instant::now();
         assert_eq!(server.get("/livez").await, StatusCode::OK);
-        let took = asked.elapsed();
+        let took = sent.elapsed();
         assert!(took < ALIVE_WITHIN, "/livez took {took:?}");
         longest = longest.max(took);
-        assert_eq!(&server.call(id, 0).await, done, "it can be read meanwhile");
+        assert_eq!(&server.call(id, 0).await, done, "stored calls are readable");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     longest

@@ -1,4 +1,4 @@
-//! An operator works on the data directory while the server runs: it takes effect within seconds.
+//! Commands on the data directory of a running server take effect within seconds.
 
 use std::time::Duration;
 
@@ -9,46 +9,50 @@ use crate::support::process::{Server, eventually, text};
 
 const SOON: Duration = Duration::from_secs(2);
 
-/// Runs a command on the data directory. Answers with what it printed.
+/// Runs a command on the data directory. Returns its output.
 fn run(server: &Server, arguments: &[&str]) -> Value {
     let ran = server.command(arguments).arg("--json").output().unwrap();
     assert!(ran.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&ran.stderr));
     serde_json::from_slice(&ran.stdout).unwrap()
 }
 
-async fn invoked(server: &Server, tool: &str, args: &Value, key: Option<&str>) -> StatusCode {
-    let mut asked = server.invoking(tool, &json!({ "run_id": "run_operator", "args": args }));
+async fn invoke_status(server: &Server, tool: &str, args: &Value, key: Option<&str>) -> StatusCode {
+    let mut request = server.invoking(tool, &json!({ "run_id": "run_operator", "args": args }));
     if let Some(key) = key {
-        asked = asked.bearer_auth(key);
+        request = request.bearer_auth(key);
     }
-    asked.send().await.unwrap().status()
+    request.send().await.unwrap().status()
 }
 
 #[tokio::test]
-async fn keys_and_rules_take_effect_beside_a_running_server() {
+async fn commands_change_keys_and_rules_of_a_running_server() {
     let mut server = Server::ready().await;
     let (eval, sum) = ("calculation.eval", json!({ "expression": "1+1" }));
     let (query, sql) = ("database.query", json!({ "sql": "SELECT 1" }));
     let soon = async |tool: &str, args: &Value, key: Option<&str>, status: StatusCode| {
         let what = format!("{tool} is answered {status}");
-        let answered = async || (invoked(&server, tool, args, key).await == status).then_some(());
+        let answered =
+            async || (invoke_status(&server, tool, args, key).await == status).then_some(());
         eventually(&what, SOON, answered).await;
     };
-    assert_eq!(invoked(&server, eval, &sum, None).await, StatusCode::ACCEPTED);
+    assert_eq!(invoke_status(&server, eval, &sum, None).await, StatusCode::ACCEPTED);
 
     let made = run(&server, &["keys", "create", "--agent", "ada", "--allow", eval]);
     let (id, key) = (text(&made, "id"), text(&made, "key"));
     soon(eval, &sum, None, StatusCode::UNAUTHORIZED).await;
     let ada = Some(key.as_str());
-    assert_eq!(invoked(&server, eval, &sum, Some("tck_wrong")).await, StatusCode::UNAUTHORIZED);
-    assert_eq!(invoked(&server, eval, &sum, ada).await, StatusCode::ACCEPTED);
-    assert_eq!(invoked(&server, query, &sql, ada).await, StatusCode::FORBIDDEN);
+    assert_eq!(
+        invoke_status(&server, eval, &sum, Some("tck_wrong")).await,
+        StatusCode::UNAUTHORIZED
+    );
+    assert_eq!(invoke_status(&server, eval, &sum, ada).await, StatusCode::ACCEPTED);
+    assert_eq!(invoke_status(&server, query, &sql, ada).await, StatusCode::FORBIDDEN);
 
     run(&server, &["allow", "--agent", "ada", "database.*"]);
     soon(query, &sql, ada, StatusCode::ACCEPTED).await;
     run(&server, &["deny", "--agent", "ada", eval]);
     soon(eval, &sum, ada, StatusCode::FORBIDDEN).await;
-    assert_eq!(invoked(&server, query, &sql, ada).await, StatusCode::ACCEPTED);
+    assert_eq!(invoke_status(&server, query, &sql, ada).await, StatusCode::ACCEPTED);
 
     run(&server, &["keys", "revoke", &id]);
     soon(query, &sql, ada, StatusCode::UNAUTHORIZED).await;
@@ -56,5 +60,5 @@ async fn keys_and_rules_take_effect_beside_a_running_server() {
 
     server.kill();
     server.start().await;
-    assert_eq!(invoked(&server, query, &sql, ada).await, StatusCode::UNAUTHORIZED);
+    assert_eq!(invoke_status(&server, query, &sql, ada).await, StatusCode::UNAUTHORIZED);
 }

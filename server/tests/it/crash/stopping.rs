@@ -1,4 +1,5 @@
-//! SIGTERM: no more calls are taken, what runs may finish, nobody's open stream keeps the process.
+//! SIGTERM: the server rejects new calls, finishes running ones, and open streams do not keep it
+//! running.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,22 +16,22 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::process::{PATIENCE, Server, check, eventually};
 
-/// Somebody who answers as Open-Meteo does, once released: so a call runs as long as a test wants.
-struct Weather {
+/// A stub of Open-Meteo that answers once released, so that a test controls the duration of a call.
+struct WeatherStub {
     url: String,
-    asked: Arc<AtomicUsize>,
+    requests: Arc<AtomicUsize>,
     release: CancellationToken,
 }
 
-impl Weather {
-    async fn starts() -> Self {
+impl WeatherStub {
+    async fn start() -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let (asked, release) = (Arc::new(AtomicUsize::new(0)), CancellationToken::new());
-        let weather = Self { url, asked, release };
-        let (asked, release) = (weather.asked.clone(), weather.release.clone());
+        let (requests, release) = (Arc::new(AtomicUsize::new(0)), CancellationToken::new());
+        let weather = Self { url, requests, release };
+        let (requests, release) = (weather.requests.clone(), weather.release.clone());
         let router = axum::Router::new().fallback(async move |request: Request| {
-            asked.fetch_add(1, Ordering::Relaxed);
+            requests.fetch_add(1, Ordering::Relaxed);
             release.cancelled().await;
             Json(match request.uri().path() {
                 "/v1/search" => json!({ "results": [
@@ -49,7 +50,7 @@ impl Weather {
         weather
     }
 
-    /// A server that asks here.
+    /// Starts a server that uses this stub.
     async fn server(&self, drain_ms: u64) -> Server {
         let mut server = Server::new()
             .with("BUILTIN__WEATHER__GEOCODING_URL", &self.url)
@@ -60,17 +61,17 @@ impl Weather {
         server
     }
 
-    async fn was_asked(&self, times: usize) {
-        let enough = async || (self.asked.load(Ordering::Relaxed) >= times).then_some(());
+    async fn wait_for_requests(&self, times: usize) {
+        let enough = async || (self.requests.load(Ordering::Relaxed) >= times).then_some(());
         eventually("calls are running", PATIENCE, enough).await;
     }
 }
 
-fn question() -> Value {
+fn weather_request() -> Value {
     json!({ "run_id": "run_stop", "args": { "query": "weather in Oslo" }, "timeout_ms": 60_000 })
 }
 
-/// Opens one of each kind of stream; each task ends when its stream does.
+/// Opens one stream of each kind; each task ends with its stream.
 async fn open_streams(server: &Server) -> Vec<(&'static str, JoinHandle<()>)> {
     server.register("idle", "probe.idle", "read").await;
     let mut open = Vec::new();
@@ -88,28 +89,28 @@ async fn open_streams(server: &Server) -> Vec<(&'static str, JoinHandle<()>)> {
     assert!(socket.next().await.unwrap().unwrap().into_text().unwrap().contains("hello_ack"));
     open.push(("ws", tokio::spawn(async move { while let Some(Ok(_)) = socket.next().await {} })));
     let poll = server.url("/internal/ingress/poll?client_id=idle&wait_ms=60000");
-    let asked = server.http.get(poll).send();
-    open.push(("poll", tokio::spawn(async move { drop(asked.await) })));
+    let polling = server.http.get(poll).send();
+    open.push(("poll", tokio::spawn(async move { drop(polling.await) })));
     open
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn told_to_stop_it_finishes_what_runs_and_takes_no_more() {
-    let weather = Weather::starts().await;
+async fn sigterm_finishes_running_calls_and_rejects_new_ones() {
+    let weather = WeatherStub::start().await;
     let mut server = weather.server(30_000).await;
     let waiting: Vec<_> = (0..20)
-        .map(|_| server.invoking("weather.query", &question()).query(&[("wait_ms", 30_000)]))
-        .map(|asked| tokio::spawn(asked.send()))
+        .map(|_| server.invoking("weather.query", &weather_request()).query(&[("wait_ms", 30_000)]))
+        .map(|request| tokio::spawn(request.send()))
         .collect();
-    weather.was_asked(20).await;
+    weather.wait_for_requests(20).await;
     let open = open_streams(&server).await;
     server.signal("TERM");
-    refuses_new_calls(&server).await;
-    assert_eq!(server.get("/livez").await, StatusCode::OK, "what runs can still be looked at");
+    assert_new_calls_are_rejected(&server).await;
+    assert_eq!(server.get("/livez").await, StatusCode::OK, "reads still work");
     weather.release.cancel();
     let released = Instant::now();
-    for asked in waiting {
-        let answer = asked.await.unwrap().unwrap().json::<Value>().await.unwrap();
+    for request in waiting {
+        let answer = request.await.unwrap().unwrap().json::<Value>().await.unwrap();
         assert_eq!(answer["status"], "SUCCEEDED", "{answer}");
         assert_eq!(answer["result"]["temperature"], json!(-3.5));
     }
@@ -126,13 +127,13 @@ async fn told_to_stop_it_finishes_what_runs_and_takes_no_more() {
     assert_eq!((stored.open, stored.count("SUCCEEDED")), (0, stored.calls.len()));
 }
 
-/// A caller who comes now is told at once to come back later.
-async fn refuses_new_calls(server: &Server) {
+/// Asserts that new calls are rejected at once, with a time to retry.
+async fn assert_new_calls_are_rejected(server: &Server) {
     let http = Client::builder().no_proxy().pool_max_idle_per_host(0);
     let http = http.timeout(Duration::from_secs(2)).build().unwrap();
     let url = server.url("/v1/tools/calculation.eval/invoke");
     let body = json!({ "run_id": "run_stop", "args": { "expression": "1+1" } });
-    let refused = async || {
+    let rejected = async || {
         let answer = match http.post(&url).json(&body).send().await {
             Ok(answer) => answer,
             Err(error) => {
@@ -141,7 +142,7 @@ async fn refuses_new_calls(server: &Server) {
             }
         };
         match answer.status() {
-            // The signal has not been seen yet.
+            // The server has not handled the signal yet.
             StatusCode::ACCEPTED => None,
             StatusCode::SERVICE_UNAVAILABLE => {
                 assert!(answer.headers().contains_key("retry-after"));
@@ -150,20 +151,20 @@ async fn refuses_new_calls(server: &Server) {
             other => panic!("answered {other}"),
         }
     };
-    eventually("new calls are refused", PATIENCE, refused).await;
+    eventually("new calls are refused", PATIENCE, rejected).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_does_not_finish_in_time_is_settled_by_the_next_start() {
-    let weather = Weather::starts().await;
+async fn a_call_that_exceeds_the_drain_time_is_retried_by_the_next_start() {
+    let weather = WeatherStub::start().await;
     let mut server = weather.server(300).await;
-    let id = server.ticket("weather.query", question()).await;
-    weather.was_asked(1).await;
+    let id = server.ticket("weather.query", weather_request()).await;
+    weather.wait_for_requests(1).await;
     server.signal("TERM");
-    let told = Instant::now();
+    let signaled = Instant::now();
     let status = server.ended(Duration::from_secs(5)).await;
     assert!(status.success(), "{status}");
-    eprintln!("ended {} ms after SIGTERM with a limit of 300", told.elapsed().as_millis());
+    eprintln!("ended {} ms after SIGTERM with a limit of 300", signaled.elapsed().as_millis());
     assert_eq!(check(&server.data_dir()).open, 1);
     weather.release.cancel();
     server.start().await;

@@ -1,4 +1,4 @@
-//! Somebody waits on the command line while the server is killed.
+//! A command waits for a call while the server is killed.
 
 use std::process::{Command, Stdio};
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::support::process::{PATIENCE, Server, TOOLCRIB, eventually, text};
 
-/// The one call of a tool, once it is stored.
+/// Returns the only call of a tool, once it is stored.
 async fn only_call(server: &Server, tool: &str) -> Value {
     eventually("the call", PATIENCE, async || {
         let url = server.url(&format!("/v1/tool_calls?tool_name={tool}"));
@@ -17,7 +17,7 @@ async fn only_call(server: &Server, tool: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_called_a_tool_hears_of_its_end_from_the_next_server() {
+async fn a_waiting_command_receives_the_result_from_the_restarted_server() {
     let mut server = Server::ready().await;
     server.register("client", "probe.parked", "read").await;
     let mut command = Command::new(TOOLCRIB);
@@ -25,14 +25,14 @@ async fn who_called_a_tool_hears_of_its_end_from_the_next_server() {
     command.env_remove("TOOLCRIB_KEY");
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let id = text(&only_call(&server, "probe.parked").await, "tool_call_id");
-    // It may have the ticket by now, or not.
+    // The command may or may not have received the ticket.
     server.kill();
     server.start().await;
     server.submit(&id, json!({ "status": "SUCCEEDED", "result": { "late": true } })).await;
     let ran = tokio::task::spawn_blocking(|| child.wait_with_output().unwrap()).await.unwrap();
-    let told = String::from_utf8_lossy(&ran.stderr).into_owned();
-    assert!(ran.status.success(), "{told}");
+    let stderr = String::from_utf8_lossy(&ran.stderr).into_owned();
+    assert!(ran.status.success(), "{stderr}");
     assert_eq!(serde_json::from_slice::<Value>(&ran.stdout).unwrap(), json!({ "late": true }));
-    assert!(told.contains(&id), "{told}");
+    assert!(stderr.contains(&id), "{stderr}");
     assert!(server.stop().await.success());
 }

@@ -1,4 +1,4 @@
-//! One project neither sees nor touches another's; without keys, only loopback gets in.
+//! A project can neither see nor change another one's data. Without keys, only loopback has access.
 
 use serde_json::{Value, json};
 
@@ -6,15 +6,15 @@ use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
 use crate::support::{Api, Server};
 
-async fn names(api: &Api) -> Vec<String> {
+async fn client_tool_names(api: &Api) -> Vec<String> {
     let list = api.get("/v1/tools").await.is(200);
     let tools = list["tools"].as_array().unwrap().iter();
     let clients = tools.filter(|tool| tool["source"] == "client");
     clients.map(|tool| tool["name"].as_str().unwrap().to_owned()).collect()
 }
 
-/// Everything that one could do to a call of another project: as if there were none.
-async fn cannot_touch(stranger: &Api, id: &str) {
+/// Asserts that every operation on a call of another project answers as if it did not exist.
+async fn assert_no_access(stranger: &Api, id: &str) {
     for path in [
         format!("/v1/tool_calls/{id}"),
         format!("/v1/tool_calls/{id}/events"),
@@ -44,7 +44,7 @@ async fn cannot_touch(stranger: &Api, id: &str) {
 }
 
 #[tokio::test]
-async fn keys_of_two_projects() {
+async fn calls_and_tools_of_two_projects_are_isolated() {
     let server = Server::start().await;
     let mine = server.keyed("mine", "boss", "admin", &[]).await;
     let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
@@ -53,14 +53,14 @@ async fn keys_of_two_projects() {
         json!([offer_with("a.tool", json!({ "schema": schema }))])
     };
     mine.register("c1", tool("integer")).await;
-    assert_eq!(names(&theirs).await, Vec::<String>::new());
+    assert_eq!(client_tool_names(&theirs).await, Vec::<String>::new());
     let body = json!({ "run_id": "run_1", "args": {} });
     let unknown = theirs.post("/v1/tools/a.tool/invoke", body).await;
     unknown.refused(404, "TOOL_NOT_FOUND");
     theirs.get("/internal/ingress/poll?client_id=c1").await.refused(404, "NOT_FOUND");
     let id = mine.invoke("a.tool", json!({ "n": 1 })).await;
-    cannot_touch(&theirs, &id).await;
-    // The same names mean other things there.
+    assert_no_access(&theirs, &id).await;
+    // The same names are independent in the other project.
     theirs.register("c1", tool("string")).await;
     let other = theirs.invoke("a.tool", json!({ "n": "one" })).await;
     let given = theirs.poll("c1").await;
@@ -72,7 +72,7 @@ async fn keys_of_two_projects() {
 }
 
 #[tokio::test]
-async fn events_keys_rules_and_audit_of_two_projects() {
+async fn events_keys_rules_and_audit_of_two_projects_are_isolated() {
     let server = Server::start().await;
     let mine = server.keyed("mine", "boss", "admin", &[]).await;
     let theirs = server.keyed("theirs", "spy", "admin", &[]).await;
@@ -81,8 +81,8 @@ async fn events_keys_rules_and_audit_of_two_projects() {
     let mut all = theirs.follow("/v1/events?after=0", None).await;
     mine.invoke("a.tool", json!({})).await;
     let own = theirs.invoke("calculation.eval", json!({ "expression": "1" })).await;
-    assert_eq!(run.event().await.data["tool_call_id"], json!(own), "the first they see");
-    assert_eq!(all.event().await.data["tool_call_id"], json!(own), "the first they see");
+    assert_eq!(run.event().await.data["tool_call_id"], json!(own), "the first visible event");
+    assert_eq!(all.event().await.data["tool_call_id"], json!(own), "the first visible event");
     let keys = theirs.get("/v1/keys").await.is(200);
     let agents: Vec<&Value> =
         keys["keys"].as_array().unwrap().iter().map(|key| &key["agent"]).collect();
@@ -98,26 +98,30 @@ async fn events_keys_rules_and_audit_of_two_projects() {
 }
 
 #[tokio::test]
-async fn the_project_of_a_key_is_not_the_headers_to_change() {
+async fn the_project_header_cannot_override_the_project_of_a_key() {
     let server = Server::start().await;
     let mine = server.keyed("mine", "boss", "admin", &[]).await;
     mine.register("c1", json!([offer("a.tool")])).await;
     let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
-    assert_eq!(names(&theirs.project("mine")).await, Vec::<String>::new());
+    assert_eq!(client_tool_names(&theirs.project("mine")).await, Vec::<String>::new());
 }
 
 #[tokio::test]
-async fn without_keys_a_header_names_the_project() {
+async fn without_keys_a_header_selects_the_project() {
     let server = Server::start().await;
     let (default, other) = (server.api(), server.api().project("other"));
     other.register("c1", json!([offer("a.tool")])).await;
-    assert_eq!(names(&default).await, Vec::<String>::new());
-    assert_eq!(names(&other).await, ["a.tool"]);
-    assert_eq!(names(&server.api().project("default")).await, Vec::<String>::new());
+    assert_eq!(client_tool_names(&default).await, Vec::<String>::new());
+    assert_eq!(client_tool_names(&other).await, ["a.tool"]);
+    assert_eq!(client_tool_names(&server.api().project("default")).await, Vec::<String>::new());
     let id = other.invoke("a.tool", json!({})).await;
-    cannot_touch(&default, &id).await;
+    assert_no_access(&default, &id).await;
     let shared = other.invoke("calculation.eval", json!({ "expression": "1" })).await;
-    assert_eq!(other.finished(&shared).await["status"], "SUCCEEDED", "built-ins are everybody's");
+    assert_eq!(
+        other.finished(&shared).await["status"],
+        "SUCCEEDED",
+        "all projects share the built-in tools"
+    );
     for bad in ["", "two words", "a/b", &"x".repeat(65)] {
         let error = server.api().project(bad).get("/v1/tools").await;
         let error = error.refused(400, "BAD_REQUEST");
@@ -126,7 +130,7 @@ async fn without_keys_a_header_names_the_project() {
 }
 
 #[tokio::test]
-async fn without_keys_a_foreign_page_is_refused() {
+async fn without_keys_a_foreign_origin_or_host_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     for (header, value) in [
@@ -160,7 +164,7 @@ async fn without_keys_a_foreign_page_is_refused() {
 }
 
 #[tokio::test]
-async fn a_client_is_of_the_key_that_registered_it() {
+async fn a_client_belongs_to_the_key_that_registered_it() {
     let server = Server::start().await;
     let one = server.keyed("p", "one", "provider", &[]).await;
     let two = server.keyed("p", "two", "provider", &[]).await;
@@ -185,16 +189,16 @@ async fn a_client_is_of_the_key_that_registered_it() {
     let body = json!({ "client_id": "c1", "tools": [offer("b.tool")] });
     two.post("/internal/tools/register", body).await.refused(403, "PERMISSION_DENIED");
     let mut ws = Ws::open(&two).await.unwrap();
-    ws.say(json!({ "type": "hello", "client_id": "c1" })).await;
-    assert_eq!(ws.hear_a("error").await["error"]["code"], "PERMISSION_DENIED");
-    assert_eq!(ada.call(&id).await["status"], "PENDING", "nothing of it changed the call");
+    ws.send(json!({ "type": "hello", "client_id": "c1" })).await;
+    assert_eq!(ws.expect_message("error").await["error"]["code"], "PERMISSION_DENIED");
+    assert_eq!(ada.call(&id).await["status"], "PENDING", "the call is unchanged");
     let error = ada.post(&submit, done.clone()).await.refused(403, "PERMISSION_DENIED");
     assert!(message(&error).contains("role agent"), "{error}");
     assert_eq!(one.post(&submit, done).await.is(200)["status"], "SUCCEEDED");
 }
 
 #[tokio::test]
-async fn a_call_with_another_client_of_the_same_tool_is_not_mine_to_answer() {
+async fn a_client_cannot_answer_a_call_assigned_to_another_client() {
     let server = Server::start().await;
     let one = server.keyed("p", "one", "provider", &[]).await;
     let two = server.keyed("p", "two", "provider", &[]).await;
@@ -215,7 +219,7 @@ async fn a_call_with_another_client_of_the_same_tool_is_not_mine_to_answer() {
 }
 
 #[tokio::test]
-async fn a_tool_of_another_key_is_offered_as_it_is_or_not_at_all() {
+async fn a_tool_of_another_key_must_be_registered_unchanged() {
     let server = Server::start().await;
     let one = server.keyed("p", "one", "provider", &[]).await;
     let two = server.keyed("p", "two", "provider", &[]).await;
@@ -235,21 +239,21 @@ async fn a_tool_of_another_key_is_offered_as_it_is_or_not_at_all() {
         assert!(message(&error).contains(field), "{error}");
     }
     assert_eq!(admin.get("/v1/tools/wire.money").await.is(200)["effect"], "irreversible");
-    // The same shares the work, and its owner may change what is its own.
+    // An equal definition shares the work, and the owner may change its own definition.
     two.register("c2", json!([pay])).await;
     assert_eq!(two.delete("/internal/tools/wire.money?client_id=c2").await.status, 204);
     one.register("c1", json!([{ "name": "wire.money", "effect": "read" }])).await;
 }
 
 #[tokio::test]
-async fn the_name_that_models_know_a_built_in_by_cannot_be_taken() {
+async fn the_model_name_of_a_builtin_tool_is_reserved() {
     let server = Server::start().await;
     let two = server.keyed("p", "two", "provider", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &["calculation.*", "a.*"]).await;
     let body = json!({ "client_id": "c2", "tools": [offer("calculation__eval")] });
     let error = two.post("/internal/tools/register", body).await.refused(409, "CONFLICT");
     assert!(message(&error).contains("calculation.eval"), "{error}");
-    // Nor is who was told a name led to a tool that it may not call.
+    // A name for models never resolves to a tool that the agent may not call.
     two.register("c2", json!([offer("a.b")])).await;
     two.register("c2", json!([offer("a__b")])).await;
     let id = ada.invoke("a__b", json!({})).await;

@@ -1,4 +1,4 @@
-//! Keys: made, shown once, kept as a hash, revoked.
+//! Keys: created, shown once, stored as a hash, revoked.
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -7,7 +7,7 @@ use crate::support::api::{message, offer};
 use crate::support::ws::Ws;
 use crate::support::{Api, Server, until};
 
-/// Every byte the server has put on the disk.
+/// Returns every byte that the server has written to disk.
 fn on_disk(server: &Server) -> Vec<u8> {
     let mut all = Vec::new();
     for entry in std::fs::read_dir(&server.config.data_dir).unwrap() {
@@ -25,7 +25,7 @@ async fn create(api: &Api, body: Value) -> Value {
 }
 
 #[tokio::test]
-async fn the_secret_is_shown_once_and_kept_nowhere() {
+async fn the_secret_is_shown_once_and_never_stored() {
     let server = Server::start().await;
     let made = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
     let secret = made["key"].as_str().unwrap();
@@ -44,29 +44,29 @@ async fn the_secret_is_shown_once_and_kept_nowhere() {
     let disk = on_disk(&server);
     assert!(contains(&disk, made["id"].as_str().unwrap()), "the key itself is there");
     assert!(!contains(&disk, secret) && !contains(&disk, &secret[4..]), "its secret is not");
-    let digest = toolcrib::domain::tool::hex(&Sha256::digest(secret.as_bytes()));
+    let digest = toolcrib::domain::id::hex(&Sha256::digest(secret.as_bytes()));
     assert!(contains(&disk, &digest), "its hash is");
 }
 
 #[tokio::test]
-async fn with_the_first_key_everybody_needs_one() {
+async fn after_the_first_key_every_caller_needs_one() {
     let server = Server::start().await;
-    let nobody = server.api();
-    nobody.get("/v1/tools").await.is(200);
-    let made = create(&nobody, json!({ "agent": "boss", "role": "admin" })).await;
-    let refused = nobody.get("/v1/tools").await;
+    let anonymous = server.api();
+    anonymous.get("/v1/tools").await.is(200);
+    let made = create(&anonymous, json!({ "agent": "boss", "role": "admin" })).await;
+    let refused = anonymous.get("/v1/tools").await;
     assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
     let error = refused.refused(401, "UNAUTHENTICATED");
     assert!(message(&error).contains("Authorization: Bearer"), "{error}");
     let wrong = server.with_key("tck_wrong").get("/v1/tools").await;
     wrong.refused(401, "UNAUTHENTICATED");
-    let basic = nobody.request(reqwest::Method::GET, "/v1/tools").basic_auth("boss", Some("x"));
-    nobody.send(basic).await.refused(401, "UNAUTHENTICATED");
+    let basic = anonymous.request(reqwest::Method::GET, "/v1/tools").basic_auth("boss", Some("x"));
+    anonymous.send(basic).await.refused(401, "UNAUTHENTICATED");
     server.with_key(made["key"].as_str().unwrap()).get("/v1/tools").await.is(200);
 }
 
 #[tokio::test]
-async fn a_revoked_key_opens_nothing_at_once_and_for_ever() {
+async fn a_revoked_key_is_rejected_immediately_and_after_a_restart() {
     let server = Server::start().await;
     let admin = server.keyed("default", "boss", "admin", &[]).await;
     let made = create(&admin, json!({ "agent": "ada", "allow": ["*"] })).await;
@@ -85,7 +85,7 @@ async fn a_revoked_key_opens_nothing_at_once_and_for_ever() {
 }
 
 #[tokio::test]
-async fn revoking_the_last_key_locks_the_door_and_does_not_open_it() {
+async fn revoking_the_last_key_does_not_allow_anonymous_access() {
     let server = Server::start().await;
     let made = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
     let admin = server.with_key(made["key"].as_str().unwrap());
@@ -97,7 +97,7 @@ async fn revoking_the_last_key_locks_the_door_and_does_not_open_it() {
 }
 
 #[tokio::test]
-async fn a_new_key_may_call_what_the_operator_configured() {
+async fn a_new_key_has_the_configured_default_rules() {
     let server = Server::with(|config| {
         config.auth.default_allow = vec!["calculation.*".to_owned()];
     })
@@ -120,7 +120,7 @@ async fn a_new_key_may_call_what_the_operator_configured() {
 }
 
 #[tokio::test]
-async fn keys_that_cannot_be_made() {
+async fn an_invalid_key_request_is_rejected() {
     let server = Server::start().await;
     let admin = server.keyed("default", "boss", "admin", &[]).await;
     for body in [
@@ -140,7 +140,7 @@ async fn keys_that_cannot_be_made() {
 }
 
 #[tokio::test]
-async fn what_changes_keys_is_written_down() {
+async fn key_changes_are_audited() {
     let server = Server::start().await;
     let admin = server.keyed("default", "boss", "admin", &[]).await;
     let made = create(&admin, json!({ "agent": "ada", "allow": ["a.*"] })).await;
@@ -160,19 +160,19 @@ async fn what_changes_keys_is_written_down() {
     assert_eq!(one["audit"].as_array().unwrap().len(), 1, "newest first");
 }
 
-/// Makes a key that can be revoked; gives who has it, and its path.
-async fn temporary(server: &Server, admin: &Api, body: Value) -> (Api, String) {
+/// Creates a key. Returns a client with the key, and the path that revokes it.
+async fn create_revocable_key(server: &Server, admin: &Api, body: Value) -> (Api, String) {
     let made = create(admin, body).await;
     let path = format!("/v1/keys/{}", made["id"].as_str().unwrap());
     (server.with_key(made["key"].as_str().unwrap()), path)
 }
 
 #[tokio::test]
-async fn a_revoked_key_is_told_nothing_more_on_what_is_open() {
+async fn revoking_a_key_closes_its_open_connections() {
     let server = Server::start().await;
     let admin = server.keyed("default", "boss", "admin", &[]).await;
-    let wanted = json!({ "agent": "tools", "role": "provider" });
-    let (provider, path) = temporary(&server, &admin, wanted).await;
+    let key_request = json!({ "agent": "tools", "role": "provider" });
+    let (provider, path) = create_revocable_key(&server, &admin, key_request).await;
     let tools = json!([offer("a.tool")]);
     let mut revoked = Ws::offering(&provider, "c1", tools.clone()).await;
     let mut silent = Ws::offering(&provider, "c2", tools.clone()).await;
@@ -183,22 +183,22 @@ async fn a_revoked_key_is_told_nothing_more_on_what_is_open() {
         tokio::spawn(async move { provider.get(&format!("{poll}&wait_ms=30000")).await })
     };
     until("all to be connected", || async {
-        (server.engine.client_connection_count() == 4).then_some(())
+        (server.engine.clients().client_connection_count() == 4).then_some(())
     })
     .await;
     assert_eq!(admin.delete(&path).await.status, 204);
-    silent.say(json!({ "type": "ping" })).await;
-    assert_eq!(silent.next().await, None, "what it says is not heard");
+    silent.send(json!({ "type": "ping" })).await;
+    assert_eq!(silent.next().await, None, "its messages are ignored");
     admin.register("c3", tools).await;
     let mut ids = Vec::new();
     for _ in 0..4 {
         ids.push(json!(admin.invoke("a.tool", json!({ "secret": 1 })).await));
     }
-    // Whatever was given to them first comes to somebody who may have it.
+    // Calls that were assigned to the revoked clients go to the client with a valid key.
     let mut other = Ws::hello(&admin, "c3", json!({})).await;
     let mut given = Vec::new();
     for _ in 0..4 {
-        given.push(other.hear_a("tool_request").await["tool_call_id"].clone());
+        given.push(other.expect_message("tool_request").await["tool_call_id"].clone());
     }
     given.sort_by_key(Value::to_string);
     assert_eq!(given, ids);

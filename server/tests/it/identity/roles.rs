@@ -1,4 +1,4 @@
-//! Every route of the document with every kind of caller. A route without a row fails the test.
+//! Requests every documented route with every kind of caller. A route without a row fails the test.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,8 +9,8 @@ use crate::support::api::offer;
 use crate::support::ws::Ws;
 use crate::support::{Api, Server};
 
-/// What agent, provider, admin and the admin of another project are answered. Who has no key, a
-/// wrong one or a revoked one is answered 401 everywhere, except where no key is asked for.
+/// Expected status codes for agent, provider, admin and the admin of another project. A caller
+/// without a key, or with a wrong or revoked one, gets 401 from every route that requires a key.
 enum Row {
     Open,
     Keyed([u16; 4]),
@@ -40,13 +40,13 @@ const TABLE: [(&str, &str, Row); 91] = [
     ("get", "/v1/runs/{run_id}/context", Keyed([200, 200, 200, 200])),
     ("put", "/v1/runs/{run_id}/context/tool_definitions", Keyed([200, 403, 200, 200])),
     ("post", "/v1/runs/{run_id}/context/tool_calls", Keyed([201, 403, 201, 201])),
-    // Only who recorded a call finds it by its id.
+    // Only the agent that reported a call finds it by its call id.
     ("post", "/v1/runs/{run_id}/context/tool_results", Keyed([404, 403, 200, 404])),
     ("get", "/v1/runs", Keyed([200, 200, 200, 200])),
     ("post", "/v1/runs", Keyed([202, 403, 202, 202])),
     ("get", "/v1/runs/{run_id}", Keyed([200, 200, 200, 404])),
     ("post", "/v1/runs/{run_id}/cancel", Keyed([200, 403, 200, 404])),
-    // It acts with the rights of who started it.
+    // A run acts with the rights of the agent that started it.
     ("post", "/v1/runs/{run_id}/messages", Keyed([403, 403, 202, 404])),
     ("post", "/v1/runs/{run_id}/resume", Keyed([403, 403, 202, 404])),
     ("post", "/v1/runs/{run_id}/replay", Keyed([200, 403, 200, 404])),
@@ -69,7 +69,7 @@ const TABLE: [(&str, &str, Row); 91] = [
     ("delete", "/v1/sources/mcp/{name}", Keyed([403, 403, 204, 404])),
     ("post", "/v1/sources/mcp/{name}/accept", Keyed([403, 403, 200, 404])),
     ("post", "/v1/sources/mcp/{name}/refresh", Keyed([403, 403, 200, 404])),
-    // It is a program on pipes, which takes no tokens.
+    // A stdio server takes no access tokens.
     ("post", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 409, 404])),
     ("delete", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 204, 404])),
     ("get", "/oauth/callback", Open),
@@ -115,31 +115,31 @@ const TABLE: [(&str, &str, Row); 91] = [
     ("get", "/metrics", Open),
 ];
 
-/// A call that whoever posts it runs with their own hands.
-fn own_call(call_id: &str) -> Value {
+/// A call that its caller executes itself.
+fn reported_call(call_id: &str) -> Value {
     json!({ "tool_calls": [{ "call_id": call_id, "name": "my.tool" }] })
 }
 
-/// An MCP server that is nowhere.
+/// An MCP server that cannot be reached.
 fn source(name: &str) -> Value {
     json!({ "name": name, "url": "https://mcp.invalid/mcp" })
 }
 
-struct World {
+struct Fixture {
     server: Server,
     provider: Api,
     admin: Api,
-    _silent: std::net::TcpListener,
+    _unresponsive_model: std::net::TcpListener,
 }
 
-impl World {
-    /// The parts of a path that tools over NATS have, with what they name made anew.
-    async fn utp_path(&self, path: &str, mut filled: String) -> String {
+impl Fixture {
+    /// Fills the UTP parameters of a path; creates the records that they name.
+    async fn fill_utp_path(&self, path: &str, mut filled: String) -> String {
         filled = filled.replace("{project_id}", "p").replace("{tool_name}", "an.other");
         if path.contains("{agent_id}") {
             filled = filled.replace("{agent_id}", "ada");
-            let member = json!({ "worker_target": "w" });
-            self.admin.put("/v1/agents/ada", member).await.is(200);
+            let entry = json!({ "worker_target": "w" });
+            self.admin.put("/v1/agents/ada", entry).await.is(200);
         }
         if path.contains("{agent_turn_id}") {
             let turn = self.admin.post("/v1/agents/ada/turns", json!({})).await.is(201);
@@ -157,26 +157,26 @@ impl World {
         filled
     }
 
-    /// The run that a path is about; where it must be one with a model, one that was canceled.
-    async fn run_of(&self, path: &str) -> String {
-        let about = path.strip_prefix("/v1/runs/{run_id}");
-        if about.is_none_or(|rest| rest.starts_with("/context") || rest == "/events") {
+    /// Returns the id of a run for a path. Routes of the agent loop get a new, canceled run.
+    async fn make_run_for(&self, path: &str) -> String {
+        let rest_of_path = path.strip_prefix("/v1/runs/{run_id}");
+        if rest_of_path.is_none_or(|rest| rest.starts_with("/context") || rest == "/events") {
             return "run_1".to_owned();
         }
-        let run = self.admin.post("/v1/runs", a_run()).await.is(202);
+        let run = self.admin.post("/v1/runs", run_body()).await.is(202);
         let id = run["run_id"].as_str().unwrap().to_owned();
         self.admin.post(&format!("/v1/runs/{id}/cancel"), json!({})).await.is(200);
         id
     }
 
-    /// The path and body of one request, with whatever it is about made anew.
+    /// Returns the path and body of one request; creates the records that it names.
     async fn request(&self, method: &str, path: &str) -> (String, Value) {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
         let mut filled = path.replace("{name}", "a.tool");
-        filled = filled.replace("{run_id}", &self.run_of(path).await);
+        filled = filled.replace("{run_id}", &self.make_run_for(path).await);
         filled = filled.replace("{model}", "demo");
-        filled = self.utp_path(path, filled).await;
+        filled = self.fill_utp_path(path, filled).await;
         if path.starts_with("/v1/sources/mcp/{name}") {
             self.admin.post("/v1/sources/mcp", source("behind")).await.is(201);
             filled = path.replace("{name}", "behind");
@@ -217,7 +217,7 @@ impl World {
         (filled, self.body(path).await)
     }
 
-    /// What the request says, where it says something.
+    /// Returns the body of a request to this path.
     async fn body(&self, path: &str) -> Value {
         match path {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
@@ -236,13 +236,16 @@ impl World {
                 "calls": [{ "tool_call_id": "c", "tool_name": "a.tool", "arguments": {} }],
             }),
             "/v1/runs/{run_id}/context/tool_definitions" => json!({ "crib_tools": [] }),
-            "/v1/runs/{run_id}/context/tool_calls" => own_call("own"),
+            "/v1/runs/{run_id}/context/tool_calls" => reported_call("own"),
             "/v1/runs/{run_id}/context/tool_results" => {
-                self.admin.post("/v1/runs/run_1/context/tool_calls", own_call("his")).await.is(201);
+                self.admin
+                    .post("/v1/runs/run_1/context/tool_calls", reported_call("his"))
+                    .await
+                    .is(201);
                 json!({ "tool_results": [{ "call_id": "his" }] })
             }
-            "/v1/runs" => a_run(),
-            "/v1/runs/{run_id}/messages" => a_run(),
+            "/v1/runs" => run_body(),
+            "/v1/runs/{run_id}/messages" => run_body(),
             "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
             "/v1/tool_calls" => {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
@@ -259,7 +262,7 @@ impl World {
         }
     }
 
-    async fn ask(&self, api: &Api, method: &str, path: &str) -> u16 {
+    async fn request_status(&self, api: &Api, method: &str, path: &str) -> u16 {
         let (filled, body) = self.request(method, path).await;
         let method: Method = method.to_uppercase().parse().unwrap();
         let mut request = api.request(method.clone(), &filled);
@@ -270,27 +273,27 @@ impl World {
         let status = answer.status().as_u16();
         if status >= 400 {
             let kind = answer.headers()["content-type"].to_str().unwrap();
-            // OpenAI's clients read refusals in a form of their own.
+            // OpenAI-compatible routes have their own error format.
             let openai = ["/v1/models", "/v1/chat", "/v1/responses"];
-            let openai = openai.iter().any(|begin| path.starts_with(begin));
-            let wanted = match openai {
+            let openai = openai.iter().any(|prefix| path.starts_with(prefix));
+            let expected = match openai {
                 true => "application/json",
-                // A person's browser is told in words.
+                // A browser gets plain text.
                 false if path == "/oauth/callback" => "text/plain; charset=utf-8",
                 false => "application/problem+json",
             };
-            assert_eq!(kind, wanted, "{method} {filled}");
+            assert_eq!(kind, expected, "{method} {filled}");
         }
         status
     }
 }
 
-/// A run that is not over before it is canceled: it waits for a tool that nobody runs.
-fn a_run() -> Value {
+/// A run that does not end before it is canceled: its model never answers.
+fn run_body() -> Value {
     json!({ "messages": [{ "role": "user", "content": "a.tool {}" }] })
 }
 
-/// A result of a call that nobody made: a new one each time.
+/// A result card of an unknown call, with a new id each time.
 fn result_card() -> Value {
     json!({
         "type": "tool.result",
@@ -315,14 +318,15 @@ fn openapi() -> Value {
     })
 }
 
-async fn world() -> (World, Vec<(&'static str, Api)>) {
-    // A model that takes the request and never answers.
-    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+async fn fixture() -> (Fixture, Vec<(&'static str, Api)>) {
+    // A model that accepts connections and never answers.
+    let unresponsive_model = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let server = Server::with(|config| {
         let file = config.data_dir.with_file_name("signing.key");
         std::fs::write(&file, crate::support::receiver::KEY).unwrap();
         config.webhooks.signing_key_file = Some(file);
-        config.llm.base_url = Some(format!("http://{}/v1", silent.local_addr().unwrap()));
+        config.llm.base_url =
+            Some(format!("http://{}/v1", unresponsive_model.local_addr().unwrap()));
     })
     .await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
@@ -341,10 +345,10 @@ async fn world() -> (World, Vec<(&'static str, Api)>) {
         ("bad key", server.with_key("tck_0000000000000000000000000000000000000000000000000000")),
         ("revoked key", revoked),
     ];
-    (World { server, provider, admin, _silent: silent }, callers)
+    (Fixture { server, provider, admin, _unresponsive_model: unresponsive_model }, callers)
 }
 
-fn documented(document: &Value) -> BTreeSet<(String, String)> {
+fn documented_routes(document: &Value) -> BTreeSet<(String, String)> {
     let mut routes = BTreeSet::new();
     for (path, methods) in document["paths"].as_object().unwrap() {
         for method in methods.as_object().unwrap().keys() {
@@ -355,58 +359,58 @@ fn documented(document: &Value) -> BTreeSet<(String, String)> {
 }
 
 #[tokio::test]
-async fn every_route_for_every_caller() {
-    let (world, callers) = world().await;
-    let document = world.server.api().get("/openapi.json").await.is(200);
+async fn every_route_answers_every_role_with_the_documented_status() {
+    let (fixture, callers) = fixture().await;
+    let document = fixture.server.api().get("/openapi.json").await.is(200);
     let rows: BTreeMap<(String, String), &Row> = TABLE
         .iter()
         .map(|(method, path, row)| (((*method).to_owned(), (*path).to_owned()), row))
         .collect();
     let listed: BTreeSet<_> = rows.keys().cloned().collect();
-    assert_eq!(documented(&document), listed, "every route has its row, every row its route");
-    let mut wrong = Vec::new();
+    assert_eq!(documented_routes(&document), listed, "routes and rows match");
+    let mut differences = Vec::new();
     for ((method, path), row) in rows {
-        for (n, (who, api)) in callers.iter().enumerate() {
+        for (n, (name, api)) in callers.iter().enumerate() {
             let expected = match row {
-                // Nobody waits for a browser.
+                // No sign-in is pending.
                 Open if path == "/oauth/callback" => 400,
                 Open => 200,
                 Keyed(answers) => answers.get(n).copied().unwrap_or(401),
             };
-            let status = world.ask(api, &method, &path).await;
+            let status = fixture.request_status(api, &method, &path).await;
             if status != expected {
-                wrong.push(format!("{method} {path} for {who}: {status}, not {expected}"));
+                differences.push(format!("{method} {path} for {name}: {status}, not {expected}"));
             }
         }
     }
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(differences.is_empty(), "{differences:#?}");
 }
 
 #[tokio::test]
-async fn the_websocket_for_every_caller() {
-    let (world, callers) = world().await;
-    world.provider.register("c1", json!([offer("a.tool")])).await;
-    for ((who, api), expected) in callers.iter().zip([403, 101, 101, 101, 401, 401, 401]) {
+async fn the_websocket_answers_every_role_with_the_expected_status() {
+    let (fixture, callers) = fixture().await;
+    fixture.provider.register("c1", json!([offer("a.tool")])).await;
+    for ((name, api), expected) in callers.iter().zip([403, 101, 101, 101, 401, 401, 401]) {
         let status = match Ws::open(api).await {
             Ok(_) => 101,
             Err(tokio_tungstenite::tungstenite::Error::Http(answer)) => answer.status().as_u16(),
-            Err(error) => panic!("{who}: {error}"),
+            Err(error) => panic!("{name}: {error}"),
         };
-        assert_eq!(status, expected, "{who}");
+        assert_eq!(status, expected, "{name}");
     }
     let mut other = Ws::open(&callers[3].1).await.unwrap();
-    other.say(json!({ "type": "hello", "client_id": "c1" })).await;
-    assert_eq!(other.hear_a("error").await["error"]["code"], "NOT_FOUND");
+    other.send(json!({ "type": "hello", "client_id": "c1" })).await;
+    assert_eq!(other.expect_message("error").await["error"]["code"], "NOT_FOUND");
 }
 
 #[tokio::test]
-async fn what_a_provider_tries_to_call_is_denied_and_recorded() {
-    let (world, _) = world().await;
+async fn a_call_by_a_provider_is_denied_and_audited() {
+    let (fixture, _) = fixture().await;
     let body = json!({ "run_id": "run_1", "args": { "expression": "1" } });
-    let answer = world.provider.post("/v1/tools/calculation.eval/invoke", body).await;
+    let answer = fixture.provider.post("/v1/tools/calculation.eval/invoke", body).await;
     let error = answer.refused(403, "PERMISSION_DENIED");
     assert!(error["message"].as_str().unwrap().contains("role provider"), "{error}");
-    let audit = world.admin.get("/v1/audit?limit=1").await.is(200);
+    let audit = fixture.admin.get("/v1/audit?limit=1").await.is(200);
     let line = &audit["audit"][0];
     assert_eq!((&line["action"], &line["agent"]), (&json!("call.denied"), &json!("tools")));
 }

@@ -1,4 +1,4 @@
-//! The whitelist: patterns, deny before allow, nothing unless allowed, changes at once.
+//! Rules: patterns, deny before allow, default deny, immediate effect of changes.
 
 use serde_json::{Value, json};
 
@@ -7,11 +7,11 @@ use crate::support::{Api, Server};
 
 const EVAL: &str = "/v1/tools/calculation.eval/invoke?wait_ms=20000";
 
-fn sum() -> Value {
+fn sum_body() -> Value {
     json!({ "run_id": "run_1", "args": { "expression": "1+1" } })
 }
 
-async fn rule(admin: &Api, agent: &str, pattern: &str, verdict: &str) {
+async fn set_rule(admin: &Api, agent: &str, pattern: &str, verdict: &str) {
     let body = json!({ "agent": agent, "pattern": pattern, "verdict": verdict });
     assert_eq!(admin.put("/v1/rules", body.clone()).await.is(200), body);
 }
@@ -23,19 +23,19 @@ async fn tools(api: &Api) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn nothing_is_allowed_until_somebody_allows_it() {
+async fn every_tool_is_denied_until_a_rule_allows_it() {
     let server = Server::start().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &[]).await;
     assert_eq!(tools(&ada).await, Vec::<String>::new());
-    let error = ada.post(EVAL, sum()).await.refused(403, "PERMISSION_DENIED");
+    let error = ada.post(EVAL, sum_body()).await.refused(403, "PERMISSION_DENIED");
     assert!(message(&error).contains("ada"), "{error}");
     assert!(message(&error).contains("calculation.eval"), "{error}");
     assert!(message(&error).contains("no rule of project \"p\" allows it"), "{error}");
     assert_eq!(error["detail"]["agent"], "ada");
     assert_eq!(error["detail"]["tool"], "calculation.eval");
     ada.get("/v1/tools/calculation.eval").await.refused(404, "TOOL_NOT_FOUND");
-    let unknown = ada.post("/v1/tools/no.such/invoke", sum()).await;
+    let unknown = ada.post("/v1/tools/no.such/invoke", sum_body()).await;
     unknown.refused(403, "PERMISSION_DENIED");
     let audit = admin.get("/v1/audit").await.is(200);
     let line = &audit["audit"][1];
@@ -43,30 +43,30 @@ async fn nothing_is_allowed_until_somebody_allows_it() {
     assert_eq!(line["subject"], "calculation.eval");
     assert!(line["reason"].as_str().unwrap().contains("no rule"), "{line}");
     let list = ada.get("/v1/tool_calls").await.is(200);
-    assert_eq!(list["tool_calls"], json!([]), "what is denied is no call");
+    assert_eq!(list["tool_calls"], json!([]), "a denied call is not stored");
 }
 
 #[tokio::test]
-async fn a_change_takes_effect_at_once() {
+async fn a_rule_change_takes_effect_immediately() {
     let server = Server::start().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &[]).await;
-    ada.post(EVAL, sum()).await.refused(403, "PERMISSION_DENIED");
-    rule(&admin, "ada", "calculation.*", "allow").await;
-    assert_eq!(ada.post(EVAL, sum()).await.is(202)["status"], "SUCCEEDED");
+    ada.post(EVAL, sum_body()).await.refused(403, "PERMISSION_DENIED");
+    set_rule(&admin, "ada", "calculation.*", "allow").await;
+    assert_eq!(ada.post(EVAL, sum_body()).await.is(202)["status"], "SUCCEEDED");
     assert_eq!(tools(&ada).await, ["calculation.eval"]);
-    rule(&admin, "ada", "calculation.eval", "deny").await;
-    let error = ada.post(EVAL, sum()).await.refused(403, "PERMISSION_DENIED");
+    set_rule(&admin, "ada", "calculation.eval", "deny").await;
+    let error = ada.post(EVAL, sum_body()).await.refused(403, "PERMISSION_DENIED");
     assert!(message(&error).contains("deny calculation.eval for agent ada"), "{error}");
     assert_eq!(tools(&ada).await, Vec::<String>::new());
     let path = "/v1/rules?agent=ada&pattern=calculation.eval";
     assert_eq!(admin.delete(path).await.status, 204);
-    assert_eq!(ada.post(EVAL, sum()).await.is(202)["status"], "SUCCEEDED");
+    assert_eq!(ada.post(EVAL, sum_body()).await.is(202)["status"], "SUCCEEDED");
     admin.delete(path).await.refused(404, "NOT_FOUND");
 }
 
 #[tokio::test]
-async fn patterns_and_everybodys_rules() {
+async fn patterns_and_rules_for_all_agents_apply() {
     let server = Server::start().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;
@@ -76,8 +76,8 @@ async fn patterns_and_everybodys_rules() {
     let bob = server.keyed("p", "bob", "agent", &["*.get", "weather.query"]).await;
     assert_eq!(tools(&ada).await, ["file.read", "file.write"]);
     assert_eq!(tools(&bob).await, ["net.get", "weather.query"]);
-    rule(&admin, "*", "*.write", "deny").await;
-    rule(&admin, "*", "database.*", "allow").await;
+    set_rule(&admin, "*", "*.write", "deny").await;
+    set_rule(&admin, "*", "database.*", "allow").await;
     assert_eq!(tools(&ada).await, ["database.query", "file.read"]);
     assert_eq!(tools(&bob).await, ["database.query", "net.get", "weather.query"]);
     let body = json!({ "run_id": "run_1", "args": {} });
@@ -92,25 +92,25 @@ async fn patterns_and_everybodys_rules() {
 }
 
 #[tokio::test]
-async fn rules_of_another_project_say_nothing_here() {
+async fn rules_of_another_project_do_not_apply() {
     let server = Server::start().await;
-    let elsewhere = server.keyed("q", "boss", "admin", &[]).await;
-    rule(&elsewhere, "*", "*", "allow").await;
+    let other_admin = server.keyed("q", "boss", "admin", &[]).await;
+    set_rule(&other_admin, "*", "*", "allow").await;
     let ada = server.keyed("p", "ada", "agent", &[]).await;
     assert_eq!(tools(&ada).await, Vec::<String>::new());
-    ada.post(EVAL, sum()).await.refused(403, "PERMISSION_DENIED");
+    ada.post(EVAL, sum_body()).await.refused(403, "PERMISSION_DENIED");
 }
 
 #[tokio::test]
-async fn names_near_by_are_only_those_the_caller_may_call() {
+async fn suggested_names_are_only_tools_the_caller_may_call() {
     let server = Server::start().await;
     let ada = server.keyed("p", "ada", "agent", &["calculation.*"]).await;
-    let error = ada.post("/v1/tools/calculation.evil/invoke", sum()).await;
+    let error = ada.post("/v1/tools/calculation.evil/invoke", sum_body()).await;
     let error = error.refused(404, "TOOL_NOT_FOUND");
     assert_eq!(error["detail"]["nearest"], json!(["calculation.eval"]));
     assert!(message(&error).contains("did you mean \"calculation.eval\"?"), "{error}");
     let error = ada.get("/v1/tools/weather.querry").await.refused(404, "TOOL_NOT_FOUND");
-    assert_eq!(error["detail"]["nearest"], json!([]), "nothing is given away");
+    assert_eq!(error["detail"]["nearest"], json!([]), "forbidden tools are not suggested");
 }
 
 #[tokio::test]
@@ -130,7 +130,7 @@ async fn a_fallback_that_the_caller_may_not_call_is_not_used() {
 }
 
 #[tokio::test]
-async fn rules_that_cannot_be_made() {
+async fn an_invalid_rule_is_rejected() {
     let server = Server::start().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     for body in [

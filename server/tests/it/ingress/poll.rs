@@ -1,4 +1,4 @@
-//! Long poll: one question, one answer.
+//! Long poll: one request, one response.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::support::api::{message, offer};
 const POLL: &str = "/internal/ingress/poll?client_id=c1";
 
 #[tokio::test]
-async fn work_that_waits_is_handed_over_and_taken() {
+async fn a_poll_delivers_and_acknowledges_pending_calls() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -42,7 +42,7 @@ async fn a_poll_waits_for_work() {
         tokio::spawn(async move { api.poll("c1").await })
     };
     crate::support::until("the poll", || async {
-        (server.engine.client_connection_count() == 1).then_some(())
+        (server.engine.clients().client_connection_count() == 1).then_some(())
     })
     .await;
     let id = api.invoke("a.tool", json!({})).await;
@@ -50,7 +50,7 @@ async fn a_poll_waits_for_work() {
 }
 
 #[tokio::test]
-async fn several_at_once_and_no_more_than_asked() {
+async fn a_poll_returns_at_most_max_calls() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -69,26 +69,26 @@ async fn several_at_once_and_no_more_than_asked() {
 }
 
 #[tokio::test]
-async fn a_client_may_acknowledge_by_itself() {
+async fn a_client_can_acknowledge_explicitly() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
     let id = api.invoke("a.tool", json!({})).await;
     let answer = api.get(&format!("{POLL}&ack=explicit")).await.is(200);
     assert_eq!(answer["requests"][0]["tool_call_id"], json!(id));
-    assert_eq!(api.call(&id).await["status"], "PENDING", "handed over and not taken");
+    assert_eq!(api.call(&id).await["status"], "PENDING", "delivered and not acknowledged");
     let ack = format!("/internal/tool_calls/{id}/ack");
     let body = json!({ "client_id": "c1", "attempt": 1 });
-    let taken = api.post(&ack, body.clone()).await.is(200);
-    assert_eq!(taken, json!({ "ok": true, "tool_call_id": id, "status": "RUNNING" }));
-    assert_eq!(api.post(&ack, body).await.is(200), taken, "twice is the same as once");
+    let acknowledged = api.post(&ack, body.clone()).await.is(200);
+    assert_eq!(acknowledged, json!({ "ok": true, "tool_call_id": id, "status": "RUNNING" }));
+    assert_eq!(api.post(&ack, body).await.is(200), acknowledged, "twice is the same as once");
     api.succeed(&id, json!(1)).await;
     let error = api.post(&ack, json!({ "client_id": "c1" })).await.refused(409, "CONFLICT");
     assert_eq!(error["detail"]["status"], "SUCCEEDED");
 }
 
 #[tokio::test]
-async fn two_pollers_do_not_get_the_same() {
+async fn two_polls_receive_different_calls() {
     let server = Server::start().await;
     let api = server.api();
     let tools = json!([offer("a.tool")]);
@@ -99,7 +99,7 @@ async fn two_pollers_do_not_get_the_same() {
         tokio::spawn(async move { api.poll(client).await["tool_call_id"].to_string() })
     });
     crate::support::until("both polls", || async {
-        (server.engine.client_connection_count() == 2).then_some(())
+        (server.engine.clients().client_connection_count() == 2).then_some(())
     })
     .await;
     let mut made = Vec::new();
@@ -115,7 +115,7 @@ async fn two_pollers_do_not_get_the_same() {
 }
 
 #[tokio::test]
-async fn a_poll_that_goes_away_takes_nothing_with_it() {
+async fn an_aborted_poll_loses_no_call() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -124,12 +124,12 @@ async fn a_poll_that_goes_away_takes_nothing_with_it() {
         tokio::spawn(async move { api.poll("c1").await })
     };
     crate::support::until("the poll", || async {
-        (server.engine.client_connection_count() == 1).then_some(())
+        (server.engine.clients().client_connection_count() == 1).then_some(())
     })
     .await;
     gone.abort();
     crate::support::until("its end", || async {
-        (server.engine.client_connection_count() == 0).then_some(())
+        (server.engine.clients().client_connection_count() == 0).then_some(())
     })
     .await;
     let id = api.invoke("a.tool", json!({})).await;
@@ -137,7 +137,7 @@ async fn a_poll_that_goes_away_takes_nothing_with_it() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_polled() {
+async fn an_invalid_poll_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     let error = api.get(POLL).await.refused(404, "NOT_FOUND");
@@ -150,7 +150,7 @@ async fn what_cannot_be_polled() {
 }
 
 #[tokio::test]
-async fn a_polling_client_hears_of_cancellations() {
+async fn a_poll_delivers_cancellations() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -158,14 +158,14 @@ async fn a_polling_client_hears_of_cancellations() {
         let canceled = api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await;
         assert_eq!(canceled.is(200)["status"], "CANCELED");
     };
-    // While no poll waits: in the next one.
+    // Without a pending poll, the next one delivers the cancellation.
     let first = api.invoke("a.tool", json!({})).await;
     api.poll("c1").await;
     cancel(&first).await;
-    let heard = api.get(POLL).await.is(200);
-    assert_eq!(heard["cancels"], json!([{ "tool_call_id": first, "attempt": 1 }]));
+    let answer = api.get(POLL).await.is(200);
+    assert_eq!(answer["cancels"], json!([{ "tool_call_id": first, "attempt": 1 }]));
     assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }), "not a second time");
-    // While a poll waits: in that one, at once.
+    // A pending poll delivers it immediately.
     let second = api.invoke("a.tool", json!({})).await;
     api.poll("c1").await;
     let polling = {
@@ -173,20 +173,20 @@ async fn a_polling_client_hears_of_cancellations() {
         tokio::spawn(async move { api.get(&format!("{POLL}&wait_ms=60000")).await.is(200) })
     };
     crate::support::until("the poll", || async {
-        (server.engine.client_connection_count() == 1).then_some(())
+        (server.engine.clients().client_connection_count() == 1).then_some(())
     })
     .await;
     cancel(&second).await;
-    let heard = polling.await.unwrap();
-    assert_eq!(heard["cancels"], json!([{ "tool_call_id": second, "attempt": 1 }]));
-    // What was canceled before anybody had it is nobody's to hear of.
+    let answer = polling.await.unwrap();
+    assert_eq!(answer["cancels"], json!([{ "tool_call_id": second, "attempt": 1 }]));
+    // No client receives the cancellation of an undelivered call.
     let third = api.invoke("a.tool", json!({})).await;
     cancel(&third).await;
     assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }));
 }
 
 #[tokio::test]
-async fn what_is_canceled_while_a_poll_hands_over_is_heard() {
+async fn a_cancellation_during_a_poll_is_delivered_once() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -201,19 +201,23 @@ async fn what_is_canceled_while_a_poll_hands_over_is_heard() {
             let api = api.clone();
             tokio::spawn(async move { api.get(&format!("{POLL}&max=100")).await.is(200) })
         };
-        // With the first of them taken, the poll is at work on the others.
+        // Once the first call is acknowledged, the poll is processing the others.
         api.until_status(&ids[0], "RUNNING").await;
         for id in [&unwanted, &ids[0]] {
             api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
         }
         let (answer, next) = (polling.await.unwrap(), api.get(POLL).await.is(200));
-        let told = [&answer["cancels"], &next["cancels"]].map(|cancels| cancels.to_string());
+        let delivered = [&answer["cancels"], &next["cancels"]].map(|cancels| cancels.to_string());
         for id in [&unwanted, &ids[0]] {
-            let count = told.iter().filter(|told| told.contains(id)).count();
-            assert_eq!(count, 1, "{id}: {told:?}");
+            let count = delivered.iter().filter(|delivered| delivered.contains(id)).count();
+            assert_eq!(count, 1, "{id}: {delivered:?}");
         }
-        let begun = answer["requests"].to_string().contains(&ids[0]);
-        assert_eq!(begun, !told[0].contains(&ids[0]), "what is canceled need not be begun");
+        let requested = answer["requests"].to_string().contains(&ids[0]);
+        assert_eq!(
+            requested,
+            !delivered[0].contains(&ids[0]),
+            "a poll delivers either the call or its cancellation"
+        );
         for id in &ids[1..] {
             api.succeed(id, json!(1)).await;
         }
@@ -221,7 +225,7 @@ async fn what_is_canceled_while_a_poll_hands_over_is_heard() {
 }
 
 #[tokio::test]
-async fn nobody_takes_a_call_who_could_not_be_given_it() {
+async fn only_an_eligible_client_can_acknowledge_a_call() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;

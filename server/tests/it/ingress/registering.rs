@@ -1,4 +1,4 @@
-//! Offering tools, offering them anew, and taking them back.
+//! Registration, update and removal of the tools of clients.
 
 use serde_json::{Value, json};
 
@@ -19,13 +19,17 @@ async fn client_tools(api: &Api) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn registering_again_is_updating() {
+async fn registering_again_updates_the_tools() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool"), offer("b.tool")])).await;
     let before = api.get("/v1/tools/a.tool").await.is(200);
     api.register("c1", json!([offer("a.tool")])).await;
-    assert_eq!(api.get("/v1/tools/a.tool").await.is(200), before, "the same is the same");
+    assert_eq!(
+        api.get("/v1/tools/a.tool").await.is(200),
+        before,
+        "an equal registration changes nothing"
+    );
     let changed = json!({
         "name": "a.tool", "timeout_ms": 1_234, "description": "Does more now",
         "schema": { "type": "object", "required": ["n"] },
@@ -41,17 +45,17 @@ async fn registering_again_is_updating() {
     assert_ne!(after["version"], before["version"]);
     let body = json!({ "run_id": "run_1", "args": {} });
     api.post("/v1/tools/a.tool/invoke", body).await.refused(422, "VALIDATION_ERROR");
-    assert_eq!(client_tools(&api).await, ["a.tool", "b.tool"], "what was not named is kept");
+    assert_eq!(client_tools(&api).await, ["a.tool", "b.tool"], "tools that are not listed stay");
 }
 
 #[tokio::test]
-async fn what_is_not_said_has_a_default() {
+async fn omitted_fields_have_defaults() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([{ "name": "a.tool" }])).await;
     let tool = api.get("/v1/tools/a.tool").await.is(200);
     assert_eq!(tool["timeout_ms"], 30_000);
-    assert_eq!(tool["effect"], "irreversible", "nobody said that twice is fine");
+    assert_eq!(tool["effect"], "irreversible", "the safe default");
     assert_eq!(tool["risk"], "medium");
     assert_eq!(tool["executor"], "client");
     assert_eq!(tool["schema"], json!({}));
@@ -59,13 +63,13 @@ async fn what_is_not_said_has_a_default() {
 }
 
 #[tokio::test]
-async fn tools_are_taken_back_one_by_one_or_by_replacing() {
+async fn tools_are_removed_one_by_one_or_by_replacement() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool"), offer("b.tool"), offer("c.tool")])).await;
     api.register("c2", json!([offer("a.tool")])).await;
     assert_eq!(api.delete("/internal/tools/a.tool?client_id=c1").await.status, 204);
-    assert_eq!(client_tools(&api).await, ["a.tool", "b.tool", "c.tool"], "c2 offers it still");
+    assert_eq!(client_tools(&api).await, ["a.tool", "b.tool", "c.tool"], "c2 still offers it");
     assert_eq!(api.delete("/internal/tools/b.tool?client_id=c1").await.status, 204);
     assert_eq!(client_tools(&api).await, ["a.tool", "c.tool"]);
     let again = api.delete("/internal/tools/b.tool?client_id=c1").await;
@@ -77,7 +81,7 @@ async fn tools_are_taken_back_one_by_one_or_by_replacing() {
 }
 
 #[tokio::test]
-async fn a_tool_may_be_called_register() {
+async fn a_tool_can_be_named_register() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("register")])).await;
@@ -110,7 +114,7 @@ async fn another_schema_under_the_same_name_is_a_conflict() {
 }
 
 #[tokio::test]
-async fn a_built_in_tools_name_is_taken() {
+async fn the_name_of_a_builtin_tool_is_reserved() {
     let server = Server::start().await;
     let api = server.api();
     let before = api.get("/v1/tools/weather.query").await.is(200);
@@ -121,7 +125,7 @@ async fn a_built_in_tools_name_is_taken() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_registered() {
+async fn an_invalid_registration_is_rejected() {
     let server = Server::with(|config| config.limits.max_tools_per_registration = 5).await;
     let api = server.api();
     let many: Vec<Value> = (0..6).map(|n| offer(&format!("t{n}.tool"))).collect();
@@ -154,17 +158,17 @@ async fn what_cannot_be_registered() {
 }
 
 #[tokio::test]
-async fn a_client_that_is_away_keeps_its_tools_and_its_calls_wait() {
+async fn a_disconnected_client_keeps_its_tools_and_its_calls_wait() {
     let server = Server::start().await;
     let api = server.api();
     let client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
-    client.hang_up().await;
+    client.close().await;
     assert_eq!(client_tools(&api).await, ["a.tool"]);
     let id = api.invoke("a.tool", json!({})).await;
     assert_eq!(api.call(&id).await["status"], "PENDING");
     let server = server.restart().await;
     let api = server.api();
-    assert_eq!(client_tools(&api).await, ["a.tool"], "also over a restart");
+    assert_eq!(client_tools(&api).await, ["a.tool"], "after a restart, too");
     let mut client = Ws::hello(&api, "c1", json!({})).await;
     let request = client.take().await;
     assert_eq!(request["tool_call_id"], json!(id));
@@ -173,7 +177,7 @@ async fn a_client_that_is_away_keeps_its_tools_and_its_calls_wait() {
 }
 
 #[tokio::test]
-async fn a_tool_registered_by_http_reaches_a_connection_that_is_open() {
+async fn a_tool_registered_over_http_reaches_an_open_connection() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
@@ -183,7 +187,7 @@ async fn a_tool_registered_by_http_reaches_a_connection_that_is_open() {
 }
 
 #[tokio::test]
-async fn a_name_with_a_slash_is_written_with_percent_2f() {
+async fn a_slash_in_a_tool_name_is_percent_encoded() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("mcp/github.create")])).await;
@@ -195,7 +199,7 @@ async fn a_name_with_a_slash_is_written_with_percent_2f() {
 }
 
 #[tokio::test]
-async fn a_full_project_takes_what_it_has_again_and_nothing_new() {
+async fn a_project_at_its_tool_limit_accepts_only_known_tools() {
     let server = Server::with(|config| config.limits.max_tools_per_project = 3).await;
     let api = server.api();
     let tools = json!([offer("a.tool"), offer("b.tool"), offer("c.tool")]);
@@ -209,7 +213,7 @@ async fn a_full_project_takes_what_it_has_again_and_nothing_new() {
 }
 
 #[tokio::test]
-async fn a_project_has_so_many_clients_and_no_more() {
+async fn the_number_of_clients_per_project_is_limited() {
     let server = Server::with(|config| config.limits.max_clients_per_project = 2).await;
     let api = server.api();
     for client in ["c1", "c2", "c1"] {
@@ -222,7 +226,7 @@ async fn a_project_has_so_many_clients_and_no_more() {
 }
 
 #[tokio::test]
-async fn a_client_that_is_gone_for_good_is_forgotten() {
+async fn an_idle_client_can_be_deleted() {
     let server = Server::with(|config| config.limits.max_clients_per_project = 2).await;
     let api = server.api();
     api.register("old", json!([offer("a.tool"), offer("b.tool")])).await;
@@ -230,7 +234,7 @@ async fn a_client_that_is_gone_for_good_is_forgotten() {
     let third = json!({ "client_id": "third", "tools": [offer("c.tool")] });
     let refused = api.post("/internal/tools/register", third.clone()).await;
     refused.refused(413, "PAYLOAD_TOO_LARGE");
-    // Whoever has to choose sees all of them, also those that do not come.
+    // The list of clients includes those that are not connected.
     let clients = api.get("/v1/clients").await.is(200);
     let shown = json!({
         "client_id": "old", "connections": 0, "in_hand": 0, "tools": ["a.tool", "b.tool"],
@@ -240,13 +244,13 @@ async fn a_client_that_is_gone_for_good_is_forgotten() {
         (&clients["clients"][0]["client_id"], &clients["clients"][1]),
         (&json!("new"), &shown)
     );
-    // Not while it is there, and not while it has something to answer.
+    // A client with a connection or a leased call cannot be deleted.
     let path = "/internal/clients/old";
     let work = api.follow("/internal/ingress/sse?client_id=old", None).await;
     api.delete(path).await.refused(409, "CONFLICT");
     drop(work);
     until("the end of the connection", || async {
-        (server.engine.client_connection_count() == 0).then_some(())
+        (server.engine.clients().client_connection_count() == 0).then_some(())
     })
     .await;
     let id = api.invoke("b.tool", json!({})).await;

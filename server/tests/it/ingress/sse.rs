@@ -1,4 +1,4 @@
-//! SSE: requests as they come; everything the client says goes by POST.
+//! SSE: the server streams requests; the client answers with POST requests.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::impatient;
+use super::use_short_heartbeat;
 use crate::support::api::{message, offer};
 use crate::support::{Server, soon, until};
 
 #[tokio::test]
-async fn requests_come_as_events_and_answers_go_by_post() {
+async fn requests_arrive_as_events_and_answers_are_posted() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -36,7 +36,7 @@ async fn requests_come_as_events_and_answers_go_by_post() {
 }
 
 #[tokio::test]
-async fn a_window_holds_here_too() {
+async fn max_in_flight_is_respected_over_sse() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -54,7 +54,7 @@ async fn a_window_holds_here_too() {
 }
 
 #[tokio::test]
-async fn hanging_up_gives_back_what_was_not_acknowledged() {
+async fn a_disconnect_requeues_unacknowledged_calls() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
@@ -63,7 +63,7 @@ async fn hanging_up_gives_back_what_was_not_acknowledged() {
     work.event().await;
     drop(work);
     until("the end of the connection", || async {
-        (server.engine.client_connection_count() == 0).then_some(())
+        (server.engine.clients().client_connection_count() == 0).then_some(())
     })
     .await;
     let request = api.poll("c1").await;
@@ -71,7 +71,7 @@ async fn hanging_up_gives_back_what_was_not_acknowledged() {
 }
 
 #[tokio::test]
-async fn a_client_that_has_not_registered_hears_nothing() {
+async fn an_unregistered_client_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     let error = api.get("/internal/ingress/sse?client_id=c1").await.refused(404, "NOT_FOUND");
@@ -79,11 +79,11 @@ async fn a_client_that_has_not_registered_hears_nothing() {
     api.get("/internal/ingress/sse").await.refused(400, "BAD_REQUEST");
 }
 
-/// A machine that has vanished cannot be had on loopback, where every packet is acknowledged. For
-/// the server it is the same as one that has no room left for what it is sent.
+/// Loopback acknowledges every packet, so a test cannot simulate a vanished machine. For the
+/// server, a client whose receive buffer is full looks the same.
 #[tokio::test]
-async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
-    let server = Server::with(impatient).await;
+async fn calls_of_a_dead_connection_go_to_another_client() {
+    let server = Server::with(use_short_heartbeat).await;
     let api = server.api();
     api.register("dead", json!([offer("a.tool")])).await;
     let mut dead = TcpStream::connect(&server.address).await.unwrap();
@@ -94,7 +94,7 @@ async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
     let read = soon("the head of the answer", dead.read(&mut first)).await.unwrap();
     let first = String::from_utf8_lossy(&first[..read]);
     assert!(first.starts_with("HTTP/1.1 200 OK"), "{first}");
-    // More than the two systems keep for who does not read.
+    // More than the send and receive buffers hold for a client that does not read.
     let mut ids = Vec::new();
     for _ in 0..16 {
         ids.push(api.invoke("a.tool", json!({ "text": "x".repeat(900_000) })).await);
@@ -107,19 +107,19 @@ async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
         assert_eq!(request["tool_call_id"], json!(id));
         again.push(request["redelivered"].as_bool().unwrap());
     }
-    // On a slow machine it is noticed before it was given the last of them.
+    // A slow machine may detect the dead connection before it delivers the last calls.
     assert!(again[0] && again.is_sorted_by(|one, next| one >= next), "{again:?}");
-    assert_eq!(server.engine.client_connection_count(), 1);
+    assert_eq!(server.engine.clients().client_connection_count(), 1);
     drop(dead);
 }
 
 #[tokio::test]
-async fn a_connection_that_is_only_quiet_stays() {
-    let server = Server::with(impatient).await;
+async fn an_idle_connection_stays_open() {
+    let server = Server::with(use_short_heartbeat).await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
     let mut work = api.follow("/internal/ingress/sse?client_id=c1", None).await;
-    // Many times the server's patience, with nothing but heartbeats.
+    // Several times `dead_after_ms`, with nothing but heartbeats.
     let quiet = tokio::time::timeout(Duration::from_millis(3_000), work.next()).await;
     assert!(quiet.is_err(), "{quiet:?}");
     let id = api.invoke("a.tool", json!({})).await;

@@ -1,4 +1,4 @@
-//! The conversation on a WebSocket.
+//! The WebSocket protocol of clients.
 
 use std::time::Duration;
 
@@ -9,26 +9,26 @@ use tokio_tungstenite::tungstenite::protocol::CloseFrame;
 use tokio_tungstenite::tungstenite::protocol::frame::Frame;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::{CloseCode, Data, OpCode};
 
-use super::impatient;
+use super::use_short_heartbeat;
 use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
 use crate::support::{Server, soon, until};
 
 #[tokio::test]
-async fn the_whole_conversation() {
+async fn a_call_over_websocket_from_hello_to_result() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::open(&api).await.unwrap();
     let tool = json!({ "name": "a.tool", "schema": { "type": "object" }, "timeout_ms": 7_000 });
-    client.say(json!({ "type": "hello", "client_id": "c1", "tools": [tool] })).await;
-    let answer = client.hear_a("hello_ack").await;
+    client.send(json!({ "type": "hello", "client_id": "c1", "tools": [tool] })).await;
+    let answer = client.expect_message("hello_ack").await;
     let expected = json!({
         "type": "hello_ack", "client_id": "c1", "heartbeat_ms": 15_000, "dead_after_ms": 45_000,
         "max_in_flight": 16
     });
     assert_eq!(answer, expected);
     let id = api.invoke("a.tool", json!({ "n": 1.10 })).await;
-    let request = client.hear_a("tool_request").await;
+    let request = client.expect_message("tool_request").await;
     assert_eq!(request["tool_call_id"], json!(id));
     assert_eq!(request["run_id"], "run_1");
     assert_eq!(request["tool_name"], "a.tool");
@@ -43,7 +43,7 @@ async fn the_whole_conversation() {
     client.ack(&request).await;
     let call = api.until_status(&id, "RUNNING").await;
     assert_eq!(call["taken_by"], "c1");
-    client.say(json!({ "type": "tool_progress", "tool_call_id": id, "percent": 50 })).await;
+    client.send(json!({ "type": "tool_progress", "tool_call_id": id, "percent": 50 })).await;
     let answer = client.succeed(&request, json!({ "ok": "yes" })).await;
     assert_eq!(answer["status"], "SUCCEEDED");
     let call = api.call(&id).await;
@@ -51,37 +51,37 @@ async fn the_whole_conversation() {
     let history = api.history(&id).await;
     let kinds = ["requested", "started", "taken", "progress", "finished"];
     assert_eq!(history, kinds.map(|kind| format!("tool.call.{kind}")));
-    client.quiet().await;
+    client.expect_no_message().await;
 }
 
 #[tokio::test]
-async fn a_result_without_an_acknowledgement_is_enough() {
+async fn a_result_without_an_acknowledgement_is_accepted() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let id = api.invoke("a.tool", json!({})).await;
-    let request = client.hear_a("tool_request").await;
+    let request = client.expect_message("tool_request").await;
     client.succeed(&request, json!(7)).await;
     let call = api.call(&id).await;
     assert_eq!((&call["result"], &call["taken_by"]), (&json!(7), &json!("c1")));
     client.succeed(&request, json!(7)).await;
     client
-        .say(json!({
+        .send(json!({
             "type": "tool_result", "tool_call_id": id, "status": "SUCCEEDED", "result": 8
         }))
         .await;
-    let error = client.hear_a("error").await;
+    let error = client.expect_message("error").await;
     assert_eq!(error["tool_call_id"], json!(id));
     assert_eq!(error["error"]["code"], "CONFLICT");
-    assert_eq!(api.call(&id).await, call, "the same again is fine, another changes nothing");
+    assert_eq!(api.call(&id).await, call, "an equal result is accepted, another changes nothing");
 }
 
 #[tokio::test]
-async fn garbage_is_answered_with_an_error_and_the_connection_stays() {
+async fn an_invalid_message_gets_an_error_and_the_connection_stays_open() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
-    let nowhere = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV";
+    let unknown = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV";
     let deep = format!("{}{}", "[".repeat(65), "]".repeat(65));
     let cases = [
         ("not json".to_owned(), "BAD_REQUEST", "line 1 column"),
@@ -89,25 +89,25 @@ async fn garbage_is_answered_with_an_error_and_the_connection_stays() {
         ("{}".to_owned(), "BAD_REQUEST", "type"),
         (json!({ "type": 7 }).to_string(), "BAD_REQUEST", "line 1"),
         (json!({ "type": "dance" }).to_string(), "BAD_REQUEST", "dance"),
-        (json!({ "type": "dance", "tool_call_id": nowhere }).to_string(), "BAD_REQUEST", "dance"),
+        (json!({ "type": "dance", "tool_call_id": unknown }).to_string(), "BAD_REQUEST", "dance"),
         (json!({ "type": "tool_ack" }).to_string(), "BAD_REQUEST", "tool_call_id"),
         (json!({ "type": "tool_ack", "tool_call_id": "x" }).to_string(), "NOT_FOUND", "\"x\""),
-        (json!({ "type": "tool_ack", "tool_call_id": nowhere }).to_string(), "NOT_FOUND", nowhere),
+        (json!({ "type": "tool_ack", "tool_call_id": unknown }).to_string(), "NOT_FOUND", unknown),
         (format!("{{\"type\":\"ping\",\"x\":{deep}}}"), "BAD_REQUEST", "64 levels"),
     ];
-    for (said, code, names) in cases {
-        client.say_raw(Message::text(said.clone())).await;
-        let answer = client.hear_a("error").await;
-        assert_eq!(answer["error"]["code"], code, "{said}: {answer}");
-        assert!(message(&answer["error"]).contains(names), "{said}: {answer}");
+    for (text, code, names) in cases {
+        client.send_raw(Message::text(text.clone())).await;
+        let answer = client.expect_message("error").await;
+        assert_eq!(answer["error"]["code"], code, "{text}: {answer}");
+        assert!(message(&answer["error"]).contains(names), "{text}: {answer}");
     }
-    client.say_raw(Message::binary(vec![0xff, 0x00])).await;
-    assert_eq!(client.hear_a("error").await["error"]["code"], "BAD_REQUEST");
+    client.send_raw(Message::binary(vec![0xff, 0x00])).await;
+    assert_eq!(client.expect_message("error").await["error"]["code"], "BAD_REQUEST");
     let id = api.invoke("a.tool", json!({})).await;
     let bad = json!({ "type": "tool_result", "tool_call_id": id, "status": "PERHAPS" });
-    client.hear_a("tool_request").await;
-    client.say(bad).await;
-    let answer = client.hear_a("error").await;
+    client.expect_message("tool_request").await;
+    client.send(bad).await;
+    let answer = client.expect_message("error").await;
     assert_eq!(answer["error"]["code"], "VALIDATION_ERROR");
     assert_eq!(answer["tool_call_id"], json!(id));
     let request = json!({ "tool_call_id": id, "attempt": 1 });
@@ -116,7 +116,7 @@ async fn garbage_is_answered_with_an_error_and_the_connection_stays() {
 }
 
 #[tokio::test]
-async fn a_conversation_begins_with_hello() {
+async fn the_first_message_must_be_a_valid_hello() {
     let server = Server::start().await;
     let api = server.api();
     for (first, code) in [
@@ -130,24 +130,24 @@ async fn a_conversation_begins_with_hello() {
         (r#"{"type":"hello","client_id":"c1","tools":[{"name":"weather.query"}]}"#, "CONFLICT"),
     ] {
         let mut client = Ws::open(&api).await.unwrap();
-        client.say_raw(Message::text(first)).await;
-        let answer = client.hear_a("error").await;
+        client.send_raw(Message::text(first)).await;
+        let answer = client.expect_message("error").await;
         assert_eq!(answer["error"]["code"], code, "{first}: {answer}");
-        assert_eq!(client.next().await, None, "and that was all");
+        assert_eq!(client.next().await, None, "the connection is closed");
     }
 }
 
 #[tokio::test]
-async fn a_client_is_told_its_window() {
+async fn the_server_confirms_and_caps_max_in_flight() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
-    for (asked, given) in [(1, 1), (1_024, 1_024), (1_000_000, 1_024)] {
+    for (requested, granted) in [(1, 1), (1_024, 1_024), (1_000_000, 1_024)] {
         let mut client = Ws::open(&api).await.unwrap();
-        let hello = json!({ "type": "hello", "client_id": "c1", "max_in_flight": asked });
-        client.say(hello).await;
-        assert_eq!(client.hear_a("hello_ack").await["max_in_flight"], given);
-        client.hang_up().await;
+        let hello = json!({ "type": "hello", "client_id": "c1", "max_in_flight": requested });
+        client.send(hello).await;
+        assert_eq!(client.expect_message("hello_ack").await["max_in_flight"], granted);
+        client.close().await;
     }
     for path in ["sse?client_id=c1&max_in_flight=0", "poll?client_id=c1&max=0"] {
         let refused = api.get(&format!("/internal/ingress/{path}")).await;
@@ -157,7 +157,7 @@ async fn a_client_is_told_its_window() {
 }
 
 #[tokio::test]
-async fn a_registration_has_one_limit_wherever_it_is_made() {
+async fn the_size_limit_of_registrations_applies_to_http_and_websocket() {
     let server = Server::with(|config| config.limits.max_body_bytes = 10_000).await;
     let api = server.api();
     let tools =
@@ -165,28 +165,28 @@ async fn a_registration_has_one_limit_wherever_it_is_made() {
     let body = json!({ "client_id": "c1", "tools": tools });
     api.post("/internal/tools/register", body).await.refused(413, "PAYLOAD_TOO_LARGE");
     let mut client = Ws::open(&api).await.unwrap();
-    client.say(json!({ "type": "hello", "client_id": "c1", "tools": tools })).await;
-    let answer = client.hear_a("error").await;
+    client.send(json!({ "type": "hello", "client_id": "c1", "tools": tools })).await;
+    let answer = client.expect_message("error").await;
     assert_eq!(answer["error"]["code"], "PAYLOAD_TOO_LARGE", "{answer}");
     assert_eq!(client.next().await, None);
 }
 
 #[tokio::test]
-async fn a_websocket_is_one_of_the_connections_that_may_be_open() {
+async fn a_websocket_counts_towards_max_connections() {
     let server = Server::with(|config| config.limits.max_connections = 2).await;
     let api = server.api();
     let first = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let second = Ws::offering(&api, "c2", json!([offer("a.tool")])).await;
     let mut third = Box::pin(api.get("/livez"));
     let answered = tokio::time::timeout(Duration::from_millis(500), &mut third).await;
-    assert!(answered.is_err(), "there is no place left: {answered:?}");
-    first.hang_up().await;
-    assert_eq!(soon("a place", third).await.status.as_u16(), 200);
+    assert!(answered.is_err(), "the limit is not enforced: {answered:?}");
+    first.close().await;
+    assert_eq!(soon("a free connection", third).await.status.as_u16(), 200);
     drop(second);
 }
 
 #[tokio::test]
-async fn what_is_no_websocket_is_told_so() {
+async fn a_request_without_an_upgrade_is_rejected() {
     let server = Server::start().await;
     let api = server.api();
     let error = api.get("/internal/ingress/ws").await.refused(400, "BAD_REQUEST");
@@ -194,32 +194,32 @@ async fn what_is_no_websocket_is_told_so() {
 }
 
 #[tokio::test]
-async fn a_flood_of_messages_is_answered_to_the_last() {
+async fn every_message_of_a_flood_is_answered() {
     const MANY: usize = 40_000;
     let server = Server::start().await;
     let api = server.api();
     let client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
-    let (mut says, mut hears) = client.socket.split();
-    let saying = tokio::spawn(async move {
+    let (mut sink, mut source) = client.socket.split();
+    let sending = tokio::spawn(async move {
         for _ in 0..MANY {
-            says.feed(Message::text(r#"{"type":"ping"}"#)).await.unwrap();
+            sink.feed(Message::text(r#"{"type":"ping"}"#)).await.unwrap();
         }
-        says.flush().await.unwrap();
-        says
+        sink.flush().await.unwrap();
+        sink
     });
-    let mut heard = 0;
-    while heard < MANY {
-        match soon("an answer", hears.next()).await {
-            Some(Ok(Message::Text(_))) => heard += 1,
+    let mut answers = 0;
+    while answers < MANY {
+        match soon("an answer", source.next()).await {
+            Some(Ok(Message::Text(_))) => answers += 1,
             Some(Ok(_)) => {}
-            other => panic!("after {heard} answers: {other:?}"),
+            other => panic!("after {answers} answers: {other:?}"),
         }
     }
-    drop(saying.await.unwrap());
+    drop(sending.await.unwrap());
 }
 
 #[tokio::test]
-async fn a_large_result_comes_through() {
+async fn a_large_result_is_accepted() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
@@ -231,15 +231,15 @@ async fn a_large_result_comes_through() {
 }
 
 #[tokio::test]
-async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
-    let server = Server::with(impatient).await;
+async fn calls_of_a_dead_connection_go_to_another_client() {
+    let server = Server::with(use_short_heartbeat).await;
     let api = server.api();
     let tools = json!([offer("a.tool")]);
-    // It is never read from again, so nothing answers the pings.
+    // The test does not read from this connection again, so it answers no pings.
     let dead = Ws::offering(&api, "dead", tools.clone()).await;
     let id = api.invoke("a.tool", json!({})).await;
     let mut alive = Ws::offering(&api, "alive", tools).await;
-    let request = alive.hear_a("tool_request").await;
+    let request = alive.expect_message("tool_request").await;
     assert_eq!((&request["tool_call_id"], &request["redelivered"]), (&json!(id), &json!(true)));
     let connections = |name: &'static str| {
         let api = api.clone();
@@ -256,14 +256,14 @@ async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
 }
 
 #[tokio::test]
-async fn a_connection_that_is_only_quiet_stays() {
-    let server = Server::with(impatient).await;
+async fn an_idle_connection_stays_open() {
+    let server = Server::with(use_short_heartbeat).await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
-    // Reading answers the server's pings; many times its patience pass with nothing to say.
-    let quiet = tokio::time::timeout(Duration::from_millis(3_000), client.hear()).await;
+    // Reading answers the server's pings for several times `dead_after_ms`, without messages.
+    let quiet = tokio::time::timeout(Duration::from_millis(3_000), client.receive()).await;
     assert!(quiet.is_err(), "{quiet:?}");
-    client.quiet().await;
+    client.expect_no_message().await;
     let id = api.invoke("a.tool", json!({})).await;
     let request = client.take().await;
     client.succeed(&request, json!(1)).await;
@@ -271,38 +271,38 @@ async fn a_connection_that_is_only_quiet_stays() {
 }
 
 #[tokio::test]
-async fn whoever_never_says_hello_is_hung_up_on() {
-    let server = Server::with(impatient).await;
+async fn a_connection_without_hello_is_closed() {
+    let server = Server::with(use_short_heartbeat).await;
     let api = server.api();
     let mut silent = Ws::open(&api).await.unwrap();
     assert_eq!(silent.next().await, None::<Value>);
     until("no connection", || async {
-        (server.engine.client_connection_count() == 0).then_some(())
+        (server.engine.clients().client_connection_count() == 0).then_some(())
     })
     .await;
 }
 
 #[tokio::test]
-async fn an_acknowledgement_is_confirmed_to_who_asks() {
+async fn an_acknowledgement_is_confirmed_on_request() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let id = api.invoke("a.tool", json!({})).await;
-    client.hear_a("tool_request").await;
+    client.expect_message("tool_request").await;
     let ack = json!({ "type": "tool_ack", "tool_call_id": id, "attempt": 1, "confirm": true });
-    client.say(ack.clone()).await;
-    let taken = json!({ "type": "tool_taken", "tool_call_id": id, "attempt": 1 });
-    assert_eq!(client.hear().await, taken);
-    assert_eq!(api.call(&id).await["status"], "RUNNING", "it is stored before it is confirmed");
-    client.say(ack).await;
-    assert_eq!(client.hear().await, taken, "twice is the same as once");
+    client.send(ack.clone()).await;
+    let confirmation = json!({ "type": "tool_taken", "tool_call_id": id, "attempt": 1 });
+    assert_eq!(client.receive().await, confirmation);
+    assert_eq!(api.call(&id).await["status"], "RUNNING", "stored before confirmed");
+    client.send(ack).await;
+    assert_eq!(client.receive().await, confirmation, "twice is the same as once");
     let wrong = json!({ "type": "tool_ack", "tool_call_id": id, "attempt": 2, "confirm": true });
-    client.say(wrong).await;
-    assert_eq!(client.hear_a("error").await["error"]["code"], "CONFLICT");
+    client.send(wrong).await;
+    assert_eq!(client.expect_message("error").await["error"]["code"], "CONFLICT");
 }
 
-/// Why the server closes the connection.
-async fn closed(client: &mut Ws) -> Option<(u16, String)> {
+/// Waits for the close frame. Returns its code and reason.
+async fn read_close_frame(client: &mut Ws) -> Option<(u16, String)> {
     soon("the end", async {
         loop {
             match client.socket.next().await? {
@@ -310,7 +310,7 @@ async fn closed(client: &mut Ws) -> Option<(u16, String)> {
                     return frame.map(|frame| (frame.code.into(), frame.reason.to_string()));
                 }
                 Ok(_) => {}
-                Err(error) => panic!("no goodbye: {error}"),
+                Err(error) => panic!("no close frame: {error}"),
             }
         }
     })
@@ -318,16 +318,16 @@ async fn closed(client: &mut Ws) -> Option<(u16, String)> {
 }
 
 #[tokio::test]
-async fn a_goodbye_is_answered() {
+async fn a_close_frame_is_answered() {
     let server = Server::start().await;
     let mut client = Ws::offering(&server.api(), "c1", json!([offer("a.tool")])).await;
     let goodbye = CloseFrame { code: CloseCode::Normal, reason: "done".into() };
-    client.say_raw(Message::Close(Some(goodbye))).await;
-    assert_eq!(closed(&mut client).await.map(|(code, _)| code), Some(1000));
+    client.send_raw(Message::Close(Some(goodbye))).await;
+    assert_eq!(read_close_frame(&mut client).await.map(|(code, _)| code), Some(1000));
 }
 
 #[tokio::test]
-async fn a_client_that_breaks_the_protocol_is_told_how() {
+async fn a_protocol_violation_is_closed_with_a_reason() {
     let server = Server::start().await;
     let api = server.api();
     let text = OpCode::Data(Data::Text);
@@ -335,17 +335,17 @@ async fn a_client_that_breaks_the_protocol_is_told_how() {
         (Frame::message(vec![0xff, 0xfe], text, true), 1007, "UTF-8"),
         (Frame::message(vec![b'x'], OpCode::Data(Data::Continue), true), 1002, "ontinu"),
     ];
-    for (frame, code, says) in frames {
+    for (frame, code, expected) in frames {
         let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
-        client.say_raw(Message::Frame(frame)).await;
-        let (closed, why) = closed(&mut client).await.unwrap();
-        assert_eq!(closed, code, "{why}");
-        assert!(why.contains(says), "{why}");
+        client.send_raw(Message::Frame(frame)).await;
+        let (actual, reason) = read_close_frame(&mut client).await.unwrap();
+        assert_eq!(actual, code, "{reason}");
+        assert!(reason.contains(expected), "{reason}");
     }
 }
 
 #[tokio::test]
-async fn a_server_that_stops_says_goodbye() {
+async fn a_stopping_server_sends_a_close_frame() {
     let server = Server::start().await;
     let mut client = Ws::offering(&server.api(), "c1", json!([offer("a.tool")])).await;
     server.engine.shut_down(Duration::ZERO).await;
@@ -357,6 +357,6 @@ async fn a_server_that_stops_says_goodbye() {
             }
         }
     });
-    let Some(Ok(Message::Close(Some(frame)))) = goodbye.await else { panic!("no goodbye") };
+    let Some(Ok(Message::Close(Some(frame)))) = goodbye.await else { panic!("no close frame") };
     assert_eq!(u16::from(frame.code), 1001);
 }

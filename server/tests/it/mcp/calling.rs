@@ -1,4 +1,4 @@
-//! Calling tools: results, failures, waiting, progress, hanging up.
+//! Tool calls: results, failures, waiting, progress, disconnects.
 
 use serde_json::{Value, json};
 
@@ -10,12 +10,12 @@ fn text(result: &Value) -> &str {
     result["content"][0]["text"].as_str().unwrap_or_else(|| panic!("no text: {result}"))
 }
 
-fn ticket(result: &Value) -> &str {
+fn call_id_of(result: &Value) -> &str {
     result["_meta"]["toolcrib/tool_call_id"].as_str().unwrap_or_else(|| panic!("{result}"))
 }
 
 #[tokio::test]
-async fn a_result_is_text_and_structure_and_has_a_ticket() {
+async fn a_result_has_text_structured_content_and_a_call_id() {
     let server = Server::start().await;
     let api = server.api();
     for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
@@ -25,14 +25,14 @@ async fn a_result_is_text_and_structure_and_has_a_ticket() {
         assert_eq!(result["structuredContent"]["result"], 42);
         let text: Value = serde_json::from_str(text(&result)).unwrap();
         assert_eq!(text, result["structuredContent"]);
-        let call = api.call(ticket(&result)).await;
+        let call = api.call(call_id_of(&result)).await;
         assert_eq!(call["status"], "SUCCEEDED");
         assert_eq!(call["run_id"], "run_mcp");
     }
 }
 
 #[tokio::test]
-async fn wrong_arguments_and_failed_tools_are_results_that_a_model_can_read() {
+async fn invalid_arguments_and_tool_failures_are_error_results() {
     let server = Server::start().await;
     let api = server.api();
     for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
@@ -47,7 +47,7 @@ async fn wrong_arguments_and_failed_tools_are_results_that_a_model_can_read() {
 }
 
 #[tokio::test]
-async fn an_unknown_tool_is_a_protocol_error_with_the_nearest_name() {
+async fn an_unknown_tool_is_a_protocol_error_with_a_suggestion() {
     let server = Server::start().await;
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
         let error = client.call("calculation.evil", json!({})).await.error(-32602);
@@ -57,7 +57,7 @@ async fn an_unknown_tool_is_a_protocol_error_with_the_nearest_name() {
 }
 
 #[tokio::test]
-async fn the_envelope_and_the_trace_travel_in_meta() {
+async fn call_options_and_trace_context_are_read_from_meta() {
     let server = Server::start().await;
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
@@ -71,12 +71,12 @@ async fn the_envelope_and_the_trace_travel_in_meta() {
         "_meta": meta });
     let first = client.ask("tools/call", params.clone()).await.result();
     let again = client.ask("tools/call", params).await.result();
-    assert_eq!(ticket(&first), ticket(&again), "the same key is the same call");
-    let call = api.call(ticket(&first)).await;
+    assert_eq!(call_id_of(&first), call_id_of(&again), "the same key is the same call");
+    let call = api.call(call_id_of(&first)).await;
     assert_eq!((&call["run_id"], &call["call_id"]), (&json!("run_7"), &json!("mine")));
     let caller = toolcrib::Caller::local("default");
-    let id = ticket(&first).parse().unwrap();
-    let stored = server.engine.call(&caller, &id).await.unwrap();
+    let id = call_id_of(&first).parse().unwrap();
+    let stored = server.engine.calls().call(&caller, &id).await.unwrap();
     assert_eq!(stored.origin.traceparent.as_deref(), Some(trace));
     let wrong = json!({ "name": "calculation.eval", "arguments": { "expression": "1" },
         "_meta": { "toolcrib/timeout_ms": "soon" } });
@@ -84,35 +84,38 @@ async fn the_envelope_and_the_trace_travel_in_meta() {
 }
 
 #[tokio::test]
-async fn who_knows_no_tasks_waits_and_then_gets_a_ticket_to_ask_with() {
+async fn a_client_without_tasks_gets_a_call_id_for_call_result() {
     let server = Server::with(|config| config.transports.mcp.wait_ms = 50).await;
     let api = server.api();
-    let promised = json!({ "output_schema": { "type": "object" } });
-    api.register("pc_1", json!([offer("slow.one"), offer_with("slow.two", promised)])).await;
+    let with_schema = json!({ "output_schema": { "type": "object" } });
+    api.register("pc_1", json!([offer("slow.one"), offer_with("slow.two", with_schema)])).await;
     for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
-        let told = client.call("slow.one", json!({})).await.result();
-        assert_eq!(told["isError"], false);
-        let id = told["structuredContent"]["tool_call_id"].as_str().unwrap().to_owned();
-        assert!(text(&told).contains("call.result") && text(&told).contains(&id), "{told}");
-        let ask = json!({ "tool_call_id": id });
-        let still = client.call("call.result", ask.clone()).await.result();
+        let pending = client.call("slow.one", json!({})).await.result();
+        assert_eq!(pending["isError"], false);
+        let id = pending["structuredContent"]["tool_call_id"].as_str().unwrap().to_owned();
+        assert!(
+            text(&pending).contains("call.result") && text(&pending).contains(&id),
+            "{pending}"
+        );
+        let query = json!({ "tool_call_id": id });
+        let still = client.call("call.result", query.clone()).await.result();
         assert_eq!(still["structuredContent"]["tool_call_id"], id.as_str());
         api.poll("pc_1").await;
         api.succeed(&id, json!({ "done": true })).await;
-        let result = client.call("call.result", ask).await.result();
+        let result = client.call("call.result", query).await.result();
         assert_eq!(result["structuredContent"], json!({ "done": true }));
-        assert_eq!(ticket(&result), id);
-        // A client that was promised a schema would refuse a ticket in place of what fits it.
-        let told = client.call("slow.two", json!({})).await.result();
-        assert_eq!(told["isError"], true);
-        assert!(text(&told).contains("call.result"));
-        let nobody = client.call("call.result", json!({ "tool_call_id": "tc_1" })).await.result();
-        assert_eq!(nobody["isError"], true);
+        assert_eq!(call_id_of(&result), id);
+        // A client that knows an output schema would reject a call id in place of the result.
+        let pending = client.call("slow.two", json!({})).await.result();
+        assert_eq!(pending["isError"], true);
+        assert!(text(&pending).contains("call.result"));
+        let unknown = client.call("call.result", json!({ "tool_call_id": "tc_1" })).await.result();
+        assert_eq!(unknown["isError"], true);
     }
 }
 
-/// The messages of a stream that was read to its end.
-fn messages(all: &str) -> Vec<Value> {
+/// Returns the messages of a stream that was read to its end.
+fn parse_messages(all: &str) -> Vec<Value> {
     let data = all.lines().filter_map(|line| line.strip_prefix("data:"));
     data.filter_map(|data| serde_json::from_str(data.trim()).ok()).collect()
 }
@@ -123,7 +126,7 @@ fn progress_in(messages: &[Value]) -> Vec<&Value> {
 }
 
 #[tokio::test]
-async fn progress_is_passed_on_to_who_asked_for_it() {
+async fn progress_is_sent_to_a_client_that_gives_a_token() {
     let server = Server::start().await;
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
@@ -131,7 +134,7 @@ async fn progress_is_passed_on_to_who_asked_for_it() {
         let params =
             json!({ "name": "slow.one", "arguments": {}, "_meta": { "progressToken": "t" } });
         let request = client.request("tools/call", params);
-        let asking =
+        let request_task =
             tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
         let id = api.poll("pc_1").await["tool_call_id"].as_str().unwrap().to_owned();
         for (percent, message) in [(30, "a third"), (60, "more"), (40, "less, it says")] {
@@ -139,27 +142,31 @@ async fn progress_is_passed_on_to_who_asked_for_it() {
             send_progress(&server, &id, progress).await;
         }
         api.succeed(&id, json!({})).await;
-        let all = soon("the answer", asking).await.unwrap();
-        let messages = messages(&all);
-        let told = progress_in(&messages);
-        assert_eq!(told.len(), 3, "{all}");
-        assert!(told.iter().all(|told| told["progressToken"] == "t"));
-        assert_eq!((&told[0]["progress"], &told[0]["total"]), (&json!(30.0), &json!(100.0)));
-        assert_eq!(told[1]["message"], "more");
-        let numbers: Vec<f64> = told.iter().map(|t| t["progress"].as_f64().unwrap()).collect();
-        assert!(numbers.is_sorted_by(|a, b| a < b), "always more: {numbers:?}");
+        let all = soon("the answer", request_task).await.unwrap();
+        let messages = parse_messages(&all);
+        let notifications = progress_in(&messages);
+        assert_eq!(notifications.len(), 3, "{all}");
+        assert!(notifications.iter().all(|one| one["progressToken"] == "t"));
+        assert_eq!(
+            (&notifications[0]["progress"], &notifications[0]["total"]),
+            (&json!(30.0), &json!(100.0))
+        );
+        assert_eq!(notifications[1]["message"], "more");
+        let numbers: Vec<f64> =
+            notifications.iter().map(|t| t["progress"].as_f64().unwrap()).collect();
+        assert!(numbers.is_sorted_by(|a, b| a < b), "not increasing: {numbers:?}");
         assert_eq!(messages.last().unwrap()["result"]["isError"], false);
     }
 }
 
 #[tokio::test]
-async fn progress_without_a_percentage_is_told_as_it_was_said() {
+async fn progress_without_a_percentage_is_forwarded_and_increasing() {
     let server = Server::start().await;
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
     let client = Mcp::modern(&api);
-    for (said, expected) in [
-        // As MCP servers count that do not know how much there is.
+    for (reported, expected) in [
+        // MCP servers that do not know the total count up.
         (
             vec![
                 json!({ "data": { "progress": 0.0 } }),
@@ -168,7 +175,7 @@ async fn progress_without_a_percentage_is_told_as_it_was_said() {
             ],
             vec![0.0, 3.0, 500.0],
         ),
-        // Who says nothing of how far it is, or goes back, is further than before all the same.
+        // Missing and decreasing values are replaced by increasing ones.
         (
             vec![
                 json!({ "message": "begun" }),
@@ -182,18 +189,19 @@ async fn progress_without_a_percentage_is_told_as_it_was_said() {
         let params =
             json!({ "name": "slow.one", "arguments": {}, "_meta": { "progressToken": "t" } });
         let request = client.request("tools/call", params);
-        let asking =
+        let request_task =
             tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
-        let id = work(&api).await;
-        for progress in said {
+        let id = poll_call_id(&api).await;
+        for progress in reported {
             send_progress(&server, &id, progress).await;
         }
         api.succeed(&id, json!({})).await;
-        let messages = messages(&soon("the answer", asking).await.unwrap());
-        let told = progress_in(&messages);
-        let numbers: Vec<f64> = told.iter().map(|t| t["progress"].as_f64().unwrap()).collect();
+        let messages = parse_messages(&soon("the answer", request_task).await.unwrap());
+        let notifications = progress_in(&messages);
+        let numbers: Vec<f64> =
+            notifications.iter().map(|t| t["progress"].as_f64().unwrap()).collect();
         assert_eq!(numbers, expected);
-        assert!(told.iter().all(|told| told["total"].is_null()), "{told:?}");
+        assert!(notifications.iter().all(|one| one["total"].is_null()), "{notifications:?}");
     }
 }
 
@@ -205,11 +213,11 @@ async fn send_progress(server: &Server, id: &str, progress: Value) {
         data: progress.get("data").cloned(),
     };
     let id = id.parse().unwrap();
-    server.engine.report_progress(&caller, &id, None, None, progress).await.unwrap();
+    server.engine.calls().report_progress(&caller, &id, None, None, progress).await.unwrap();
 }
 
-/// The next call for the client; being told of a canceled one is not work.
-async fn work(api: &Api) -> String {
+/// Polls for the next call of the client and skips cancellations.
+async fn poll_call_id(api: &Api) -> String {
     let path = "/internal/ingress/poll?client_id=pc_1&wait_ms=30000";
     until("work", || async {
         let answer = api.get(path).await.is(200);
@@ -219,34 +227,34 @@ async fn work(api: &Api) -> String {
 }
 
 #[tokio::test]
-async fn closing_the_stream_cancels_where_the_revision_says_so() {
+async fn closing_the_stream_cancels_only_in_the_modern_revision() {
     let server = Server::start().await;
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
     let modern = Mcp::modern(&api);
     let request = modern.request("tools/call", json!({ "name": "slow.one", "arguments": {} }));
-    let asking = tokio::spawn(async move { request.send().await });
-    let id = work(&api).await;
-    asking.abort();
+    let request_task = tokio::spawn(async move { request.send().await });
+    let id = poll_call_id(&api).await;
+    request_task.abort();
     let call = api.until_status(&id, "CANCELED").await;
     assert!(call["error"]["message"].as_str().unwrap().contains("client"), "{call}");
-    // A client of the older revision may come back: only what it says cancels.
+    // A legacy client may reconnect, so only its notification cancels the call.
     let legacy = Mcp::legacy(&api).await;
     let params = json!({ "name": "slow.one", "arguments": {} });
     let request = legacy.request("tools/call", params.clone());
-    let asking = tokio::spawn(async move { request.send().await });
-    let id = work(&api).await;
-    asking.abort();
+    let request_task = tokio::spawn(async move { request.send().await });
+    let id = poll_call_id(&api).await;
+    request_task.abort();
     legacy.ask("ping", json!({})).await.result();
     assert_ne!(api.call(&id).await["status"], "CANCELED");
     let built = legacy.request("tools/call", params).build().unwrap();
     let body: Value = serde_json::from_slice(built.body().unwrap().as_bytes().unwrap()).unwrap();
-    let asking =
+    let request_task =
         tokio::spawn(reqwest::Client::builder().no_proxy().build().unwrap().execute(built));
-    let second = work(&api).await;
+    let second = poll_call_id(&api).await;
     legacy.notify("notifications/cancelled", json!({ "requestId": body["id"] })).await;
     api.until_status(&second, "CANCELED").await;
-    asking.abort();
+    request_task.abort();
     assert_ne!(api.call(&id).await["status"], "CANCELED");
 }
 
@@ -262,38 +270,39 @@ async fn a_call_with_an_idempotency_key_outlives_its_stream() {
         tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() })
     };
     let once = json!({ "toolcrib/idempotency_key": "once" });
-    let kept = ask(once.clone());
-    let id = work(&api).await;
-    kept.abort();
-    // Hanging up is noticed: without a key it cancels.
+    let with_key = ask(once.clone());
+    let id = poll_call_id(&api).await;
+    with_key.abort();
+    // Without a key the disconnect cancels the call.
     let plain = ask(json!({}));
-    let other = work(&api).await;
+    let other = poll_call_id(&api).await;
     plain.abort();
     api.until_status(&other, "CANCELED").await;
     let again = ask(once);
     api.succeed(&id, json!({ "done": true })).await;
-    let told: Value = serde_json::from_str(&soon("the answer", again).await.unwrap()).unwrap();
-    assert_eq!(told["result"]["structuredContent"], json!({ "done": true }), "{told}");
-    assert_eq!(ticket(&told["result"]), id);
+    let response: Value = serde_json::from_str(&soon("the answer", again).await.unwrap()).unwrap();
+    assert_eq!(response["result"]["structuredContent"], json!({ "done": true }), "{response}");
+    assert_eq!(call_id_of(&response["result"]), id);
 }
 
 #[tokio::test]
-async fn a_long_result_is_a_digest_with_a_link_to_the_whole() {
+async fn a_long_result_is_a_digest_with_a_resource_link() {
     let server = Server::with(|config| config.transports.mcp.result_tokens = 200).await;
     let api = server.api();
-    let promised = json!({ "output_schema": { "type": "object" } });
-    api.register("pc_1", json!([offer("log.read"), offer_with("log.parsed", promised)])).await;
+    let with_schema = json!({ "output_schema": { "type": "object" } });
+    api.register("pc_1", json!([offer("log.read"), offer_with("log.parsed", with_schema)])).await;
     let client = Mcp::modern(&api);
     let lines: Vec<Value> = (0..500).map(|n| json!({ "line": n, "said": "all is well" })).collect();
     let whole = json!({ "lines": lines });
     for (tool, structured) in [("log.read", false), ("log.parsed", true)] {
         let request = client.request("tools/call", json!({ "name": tool, "arguments": {} }));
-        let asking =
+        let request_task =
             tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
-        let id = work(&api).await;
+        let id = poll_call_id(&api).await;
         api.succeed(&id, whole.clone()).await;
-        let told: Value = serde_json::from_str(&soon("the answer", asking).await.unwrap()).unwrap();
-        let result = &told["result"];
+        let response: Value =
+            serde_json::from_str(&soon("the answer", request_task).await.unwrap()).unwrap();
+        let result = &response["result"];
         let tokens = toolcrib::results::tokens::count(text(result));
         assert!(tokens <= 200 && text(result).contains(&id), "{tokens}: {}", text(result));
         let link = &result["content"][1];
@@ -302,18 +311,18 @@ async fn a_long_result_is_a_digest_with_a_link_to_the_whole() {
         let read: Value =
             serde_json::from_str(read["contents"][0]["text"].as_str().unwrap()).unwrap();
         assert_eq!(read, whole);
-        // A structure is left out with the text, unless the client was told that there is one.
+        // The structured content is omitted too, unless the tool has an output schema.
         assert_eq!(result["structuredContent"].is_null(), !structured);
     }
 }
 
 #[tokio::test]
-async fn a_whole_result_can_be_read_by_its_address() {
+async fn a_result_can_be_read_as_a_resource() {
     let server = Server::start().await;
     let api = server.api();
     let client = Mcp::modern(&api);
     let result = client.call("calculation.eval", json!({ "expression": "6*7" })).await.result();
-    let uri = format!("toolcrib://tool_calls/{}/result", ticket(&result));
+    let uri = format!("toolcrib://tool_calls/{}/result", call_id_of(&result));
     let read = client.ask("resources/read", json!({ "uri": uri })).await.result();
     let text = read["contents"][0]["text"].as_str().unwrap();
     assert_eq!(serde_json::from_str::<Value>(text).unwrap()["result"], 42);

@@ -1,4 +1,4 @@
-//! Three tools in place of hundreds.
+//! The catalogue: search, describe and call in place of a long tool list.
 
 use serde_json::{Value, json};
 
@@ -6,22 +6,22 @@ use crate::support::Server;
 use crate::support::api::{offer, offer_with};
 use crate::support::mcp::Mcp;
 
-const THREE: [&str; 4] = ["call.result", "tools.call", "tools.describe", "tools.search"];
+const CATALOGUE_TOOLS: [&str; 4] = ["call.result", "tools.call", "tools.describe", "tools.search"];
 
-fn found(result: &Value) -> Vec<&str> {
+fn found_names(result: &Value) -> Vec<&str> {
     let tools = result["structuredContent"]["tools"].as_array().unwrap();
     tools.iter().map(|tool| tool["name"].as_str().unwrap()).collect()
 }
 
 #[tokio::test]
-async fn a_client_that_asks_for_it_searches_describes_and_calls() {
+async fn a_client_can_search_describe_and_call_by_catalogue() {
     let server = Server::start().await;
     let api = server.api();
     for client in [Mcp::modern(&api).at("/mcp?catalogue=search")] {
-        assert_eq!(client.names().await, THREE);
+        assert_eq!(client.names().await, CATALOGUE_TOOLS);
         let query = json!({ "query": "calculate an expression" });
         let result = client.call("tools.search", query).await.result();
-        assert_eq!(found(&result)[0], "calculation.eval");
+        assert_eq!(found_names(&result)[0], "calculation.eval");
         let text = result["content"][0]["text"].as_str().unwrap();
         assert!(text.starts_with("calculation.eval: "), "{text}");
         let names = json!({ "names": ["calculation.eval"] });
@@ -37,13 +37,13 @@ async fn a_client_that_asks_for_it_searches_describes_and_calls() {
 }
 
 #[tokio::test]
-async fn a_long_list_becomes_the_catalogue_unless_the_client_wants_all_of_it() {
+async fn a_long_list_becomes_the_catalogue_unless_full_is_requested() {
     let server = Server::with(|config| config.transports.mcp.catalogue_over = 20).await;
     let api = server.api();
     let many: Vec<Value> = (0..30).map(|n| offer(&format!("many.tool_{n:02}"))).collect();
     api.register("pc_1", json!(many)).await;
-    assert_eq!(Mcp::modern(&api).names().await, THREE);
-    assert_eq!(Mcp::legacy(&api).await.names().await, THREE);
+    assert_eq!(Mcp::modern(&api).names().await, CATALOGUE_TOOLS);
+    assert_eq!(Mcp::legacy(&api).await.names().await, CATALOGUE_TOOLS);
     let all = Mcp::modern(&api).at("/mcp?catalogue=full").names().await;
     assert!(all.len() > 30 && !all.contains(&"tools.search".to_owned()));
     let wrong = Mcp::modern(&api).at("/mcp?catalogue=some").ask("tools/list", json!({})).await;
@@ -51,7 +51,7 @@ async fn a_long_list_becomes_the_catalogue_unless_the_client_wants_all_of_it() {
 }
 
 #[tokio::test]
-async fn what_the_caller_may_not_call_is_neither_found_nor_described() {
+async fn tools_that_the_caller_may_not_call_are_not_found_or_described() {
     let server = Server::start().await;
     let admin = server.keyed("default", "root", "admin", &[]).await;
     let ada = server.keyed("default", "ada", "agent", &["mail.read"]).await;
@@ -60,7 +60,7 @@ async fn what_the_caller_may_not_call_is_neither_found_nor_described() {
     admin.register("pc_1", json!(tools)).await;
     let client = Mcp::modern(&ada).at("/mcp?catalogue=search");
     let result = client.call("tools.search", json!({ "query": "mail" })).await.result();
-    assert_eq!(found(&result), ["mail.read"]);
+    assert_eq!(found_names(&result), ["mail.read"]);
     let names = json!({ "names": ["mail.send"] });
     let result = client.call("tools.describe", names).await.result();
     assert_eq!(result["isError"], true);
@@ -73,7 +73,7 @@ async fn what_the_caller_may_not_call_is_neither_found_nor_described() {
 }
 
 #[tokio::test]
-async fn what_is_asked_wrongly_is_said_in_words() {
+async fn invalid_catalogue_requests_are_errors() {
     let server = Server::start().await;
     let api = server.api();
     let client = Mcp::modern(&api).at("/mcp?catalogue=search");
@@ -97,12 +97,12 @@ async fn what_is_asked_wrongly_is_said_in_words() {
     }
 }
 
-/// The figures of docs/mcp.md: five hundred tools of ordinary size, counted by a real tokenizer.
+/// Checks the figures of docs/mcp.md: 500 tools of typical size, counted by a real tokenizer.
 #[tokio::test]
 async fn five_hundred_tools_cost_a_hundredth_of_their_tokens() {
     let server = Server::start().await;
     let api = server.api();
-    let tools: Vec<Value> = (0..500).map(ordinary).collect();
+    let tools: Vec<Value> = (0..500).map(typical_tool).collect();
     api.register("pc_1", json!(tools)).await;
     let list = |path: &str| {
         let client = Mcp::modern(&api).at(path);
@@ -123,7 +123,7 @@ async fn five_hundred_tools_cost_a_hundredth_of_their_tokens() {
     assert!(used * 30 < all, "{used} of {all}");
 }
 
-fn ordinary(n: usize) -> Value {
+fn typical_tool(n: usize) -> Value {
     let (service, verb, thing) = (
         ["billing", "crm", "mail", "files", "calendar"][n % 5],
         ["create", "update", "list", "delete", "search"][n / 5 % 5],

@@ -1,4 +1,4 @@
-//! Which tools a client sees, how they are described, and how it hears of changes.
+//! The tool list: visibility, descriptions, pagination and change notifications.
 
 use serde_json::{Value, json};
 
@@ -6,12 +6,12 @@ use crate::support::Server;
 use crate::support::api::{offer, offer_with};
 use crate::support::mcp::Mcp;
 
-fn named<'a>(tools: &'a [Value], name: &str) -> &'a Value {
+fn find_tool<'a>(tools: &'a [Value], name: &str) -> &'a Value {
     tools.iter().find(|tool| tool["name"] == name).unwrap_or_else(|| panic!("no {name}"))
 }
 
 #[tokio::test]
-async fn both_revisions_see_the_same_tools_in_the_order_of_their_names() {
+async fn both_revisions_list_the_same_tools_sorted_by_name() {
     let server = Server::start().await;
     let modern = Mcp::modern(&server.api()).names().await;
     let legacy = Mcp::legacy(&server.api()).await.names().await;
@@ -23,7 +23,7 @@ async fn both_revisions_see_the_same_tools_in_the_order_of_their_names() {
 }
 
 #[tokio::test]
-async fn a_tool_is_described_with_everything_its_owner_said() {
+async fn a_listed_tool_has_all_fields_of_its_definition() {
     let server = Server::start().await;
     let api = server.api();
     let schema = json!({ "type": "object", "properties": { "to": { "type": "string" } } });
@@ -37,7 +37,7 @@ async fn a_tool_is_described_with_everything_its_owner_said() {
     api.register("pc_1", tools).await;
     for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
         let tools = client.tools().await;
-        let send = named(&tools, "mail.send");
+        let send = find_tool(&tools, "mail.send");
         assert_eq!(send["title"], "Post a letter");
         assert_eq!(send["description"], "Sends a letter");
         assert_eq!(send["inputSchema"]["properties"], schema["properties"]);
@@ -46,7 +46,7 @@ async fn a_tool_is_described_with_everything_its_owner_said() {
         assert_eq!(hints["readOnlyHint"], false);
         assert_eq!(hints["destructiveHint"], true);
         assert_eq!(hints["idempotentHint"], false);
-        let list = named(&tools, "mail.list_all");
+        let list = find_tool(&tools, "mail.list_all");
         assert_eq!(list["title"], "Mail list all");
         assert_eq!(list["annotations"]["readOnlyHint"], true);
         assert_eq!(list["annotations"]["destructiveHint"], false);
@@ -54,19 +54,19 @@ async fn a_tool_is_described_with_everything_its_owner_said() {
 }
 
 #[tokio::test]
-async fn results_that_are_no_objects_have_a_schema_only_where_the_revision_knows_it() {
+async fn non_object_output_schemas_are_listed_only_in_the_modern_revision() {
     let server = Server::start().await;
     let api = server.api();
     let more = json!({ "output_schema": { "type": "array", "items": { "type": "string" } } });
     api.register("pc_1", json!([offer_with("words.split", more)])).await;
     let modern = Mcp::modern(&api).tools().await;
-    assert_eq!(named(&modern, "words.split")["outputSchema"]["type"], "array");
+    assert_eq!(find_tool(&modern, "words.split")["outputSchema"]["type"], "array");
     let legacy = Mcp::legacy(&api).await.tools().await;
-    assert!(named(&legacy, "words.split")["outputSchema"].is_null());
+    assert!(find_tool(&legacy, "words.split")["outputSchema"].is_null());
 }
 
 #[tokio::test]
-async fn the_list_comes_in_pages_and_may_be_kept_for_a_while() {
+async fn the_tool_list_is_paginated_and_cacheable() {
     let server = Server::with(|config| config.transports.mcp.page_size = 10).await;
     let api = server.api();
     let many: Vec<Value> = (0..37).map(|n| offer(&format!("many.tool_{n:02}"))).collect();
@@ -87,32 +87,32 @@ async fn the_list_comes_in_pages_and_may_be_kept_for_a_while() {
 }
 
 #[tokio::test]
-async fn who_may_not_call_a_tool_does_not_see_it() {
+async fn tools_that_the_caller_may_not_call_are_not_listed() {
     let server = Server::start().await;
     let ada = server.keyed("default", "ada", "agent", &["calculation.*"]).await;
     assert_eq!(Mcp::modern(&ada).names().await, ["calculation.eval", "call.result"]);
     let provider = server.keyed("default", "worker", "provider", &[]).await;
     assert!(Mcp::modern(&provider).names().await.is_empty());
     let client = Mcp::legacy(&ada).await;
-    let told = client.call("weather.query", json!({ "city": "Ulm" })).await.result();
-    assert_eq!(told["isError"], true);
-    let text = told["content"][0]["text"].as_str().unwrap();
+    let result = client.call("weather.query", json!({ "city": "Ulm" })).await.result();
+    assert_eq!(result["isError"], true);
+    let text = result["content"][0]["text"].as_str().unwrap();
     assert!(text.contains("may not call \"weather.query\""), "{text}");
 }
 
 #[tokio::test]
-async fn a_subscribed_client_hears_that_its_list_has_changed() {
+async fn a_subscribed_client_is_notified_of_tool_list_changes() {
     let server = Server::start().await;
     let api = server.api();
-    let asked = json!({ "notifications": { "toolsListChanged": true } });
-    let mut stream = Mcp::modern(&api).open("subscriptions/listen", asked).await;
+    let params = json!({ "notifications": { "toolsListChanged": true } });
+    let mut stream = Mcp::modern(&api).open("subscriptions/listen", params).await;
     stream.until("notifications/subscriptions/acknowledged").await;
     api.register("pc_1", json!([offer("new.tool")])).await;
     stream.until("notifications/tools/list_changed").await;
 }
 
 #[tokio::test]
-async fn a_session_hears_that_its_list_has_changed_and_nothing_of_other_projects() {
+async fn a_session_is_notified_of_changes_of_its_own_project_only() {
     let server = Server::start().await;
     let (ours, theirs) = (server.api(), server.api().project("other"));
     let client = Mcp::legacy(&ours).await;
@@ -121,7 +121,7 @@ async fn a_session_hears_that_its_list_has_changed_and_nothing_of_other_projects
     ours.register("pc_1", json!([offer("our.tool")])).await;
     stream.until("notifications/tools/list_changed").await;
     assert!(client.names().await.contains(&"our.tool".to_owned()));
-    // The next thing on the stream is about the next change of ours, not about theirs.
+    // The next notification is about the next change of this project, not of the other one.
     theirs.register("pc_2", json!([offer("their.second")])).await;
     ours.register("pc_1", json!([offer("our.second")])).await;
     stream.until("notifications/tools/list_changed").await;
@@ -133,8 +133,8 @@ async fn a_revoked_key_ends_the_subscription() {
     let server = Server::start().await;
     let admin = server.keyed("default", "root", "admin", &[]).await;
     let ada = server.keyed("default", "ada", "agent", &["*"]).await;
-    let asked = json!({ "notifications": { "toolsListChanged": true } });
-    let mut stream = Mcp::modern(&ada).open("subscriptions/listen", asked).await;
+    let params = json!({ "notifications": { "toolsListChanged": true } });
+    let mut stream = Mcp::modern(&ada).open("subscriptions/listen", params).await;
     stream.until("notifications/subscriptions/acknowledged").await;
     let keys = admin.get("/v1/keys").await.is(200);
     let key = keys["keys"].as_array().unwrap().iter().find(|key| key["agent"] == "ada").unwrap();
@@ -144,16 +144,16 @@ async fn a_revoked_key_ends_the_subscription() {
     while let Some(message) = stream.next().await {
         rest.push(message);
     }
-    assert!(rest.iter().all(|m| m["method"].is_null()), "nothing more is told: {rest:?}");
+    assert!(rest.iter().all(|m| m["method"].is_null()), "no notification may follow: {rest:?}");
 }
 
 #[tokio::test]
-async fn who_sees_the_catalogue_hears_of_changes_too() {
+async fn a_catalogue_client_is_notified_of_tool_list_changes() {
     let server = Server::start().await;
     let api = server.api();
     let client = Mcp::modern(&api).at("/mcp?catalogue=search");
-    let asked = json!({ "notifications": { "toolsListChanged": true } });
-    let mut stream = client.open("subscriptions/listen", asked).await;
+    let params = json!({ "notifications": { "toolsListChanged": true } });
+    let mut stream = client.open("subscriptions/listen", params).await;
     stream.until("notifications/subscriptions/acknowledged").await;
     api.register("pc_1", json!([offer("our.tool")])).await;
     stream.until("notifications/tools/list_changed").await;

@@ -1,21 +1,21 @@
-//! Long results of MCP servers: what is told in place of them, and how the rest is read.
+//! Long results of MCP servers: their digests, and reading the rest.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use serde_json::{Value, json};
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use toolcrib::{CallId, Effect, Engine, Executor, Json, Risk, ToolDefinition};
 
-use super::hint;
+use super::parse_read_hint;
 use crate::support::Server;
 use crate::support::mcp::Mcp;
 
-/// A tool of an MCP server that answers with what it is given.
-struct Parrot;
+/// Tools of an MCP server that return their arguments as the result.
+struct EchoSource;
 
 #[async_trait]
-impl Source for Parrot {
+impl Source for EchoSource {
     fn executor(&self) -> Executor {
         Executor::Mcp
     }
@@ -41,15 +41,15 @@ impl Source for Parrot {
         vec![tool("parrot.say", None), tool("parrot.promise", Some(object))]
     }
 
-    async fn start(&self, attempt: Attempt, _: ProgressSink) -> Started {
-        Started::Finished(Ok(attempt.args.clone()))
+    async fn start(&self, attempt: Attempt, _: ProgressSink) -> StartResult {
+        StartResult::Finished(Ok(attempt.args.clone()))
     }
 
     fn cancel(&self, _: &CallId, _: u32) {}
 }
 
-async fn server() -> Server {
-    let engine = Engine::builder().source(Arc::new(Parrot)).with_result_read_tool();
+async fn start_server() -> Server {
+    let engine = Engine::builder().source(Arc::new(EchoSource)).with_result_read_tool();
     Server::of(engine.start().await.unwrap()).await
 }
 
@@ -57,14 +57,14 @@ fn lines(what: &str) -> String {
     (0..10_000).map(|n| format!("{what} {n} of many\n")).collect()
 }
 
-fn kinds(result: &Value) -> Vec<&str> {
+fn content_types(result: &Value) -> Vec<&str> {
     let content = result["content"].as_array().unwrap_or_else(|| panic!("{result}"));
     content.iter().map(|block| block["type"].as_str().unwrap()).collect()
 }
 
-/// Reads what the digest says that can be read.
-async fn read(client: &Mcp, told: &Value) -> (Value, String) {
-    let hint = hint(told);
+/// Reads the slice that the digest names.
+async fn read_hinted_slice(client: &Mcp, result: &Value) -> (Value, String) {
+    let hint = parse_read_hint(result);
     let read = client.call("result.read", hint.clone()).await.result();
     assert_eq!(read["isError"], false, "{read}");
     (hint, read["structuredContent"].to_string())
@@ -72,39 +72,39 @@ async fn read(client: &Mcp, told: &Value) -> (Value, String) {
 
 #[tokio::test]
 async fn the_digest_of_a_long_text_says_how_to_read_the_rest() {
-    let server = server().await;
+    let server = start_server().await;
     let picture = json!({ "type": "image", "data": "QUJD", "mimeType": "image/png" });
     let text = |text: &str| json!({ "type": "text", "text": text });
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
         let one = json!({ "content": [text(&lines("line"))] });
-        let told = client.call("parrot.say", one).await.result();
-        assert_eq!(kinds(&told), ["text", "resource_link"]);
-        let (hint, part) = read(&client, &told).await;
+        let result = client.call("parrot.say", one).await.result();
+        assert_eq!(content_types(&result), ["text", "resource_link"]);
+        let (hint, slice) = read_hinted_slice(&client, &result).await;
         assert_eq!(hint["pointer"], "/content/0/text", "{hint}");
-        assert!(part.contains("line 99 of many"), "{part}");
-        // Pictures stay what they are, and do not hide where the text is.
-        let beside = json!({ "content": [picture, text("a note"), text(&lines("line"))] });
-        let told = client.call("parrot.say", beside).await.result();
-        assert_eq!(kinds(&told), ["text", "image", "resource_link"]);
-        let digest = told["content"][0]["text"].as_str().unwrap();
+        assert!(slice.contains("line 99 of many"), "{slice}");
+        // Images stay in the content, and the hint still points to the long text.
+        let mixed = json!({ "content": [picture, text("a note"), text(&lines("line"))] });
+        let result = client.call("parrot.say", mixed).await.result();
+        assert_eq!(content_types(&result), ["text", "image", "resource_link"]);
+        let digest = result["content"][0]["text"].as_str().unwrap();
         assert!(digest.contains("a note") && !digest.contains("QUJD"), "{digest}");
-        let (hint, part) = read(&client, &told).await;
+        let (hint, slice) = read_hinted_slice(&client, &result).await;
         assert_eq!(hint["pointer"], "/content/2/text", "{hint}");
-        assert!(part.contains("line 99 of many"), "{part}");
-        // Many texts, none of them nearly everything, are a table.
+        assert!(slice.contains("line 99 of many"), "{slice}");
+        // Many texts of similar length are read as a table.
         let many: Vec<Value> =
             (0..50).map(|n| text(&lines(&format!("{n}. line"))[..9_000])).collect();
-        let told = client.call("parrot.say", json!({ "content": many })).await.result();
-        assert_eq!(kinds(&told), ["text", "resource_link"]);
-        let (hint, part) = read(&client, &told).await;
+        let result = client.call("parrot.say", json!({ "content": many })).await.result();
+        assert_eq!(content_types(&result), ["text", "resource_link"]);
+        let (hint, slice) = read_hinted_slice(&client, &result).await;
         assert_eq!(hint["pointer"], "/content", "{hint}");
-        assert!(part.contains("0. line 9 of many"), "{part}");
+        assert!(slice.contains("0. line 9 of many"), "{slice}");
     }
 }
 
 #[tokio::test]
-async fn what_is_long_beside_the_text_is_digested_too() {
-    let server = server().await;
+async fn long_resources_and_structured_content_are_digested_too() {
+    let server = start_server().await;
     let (modern, legacy) = (Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await);
     let resource =
         json!({ "uri": "file:///log", "mimeType": "text/plain", "text": lines("entry") });
@@ -114,22 +114,22 @@ async fn what_is_long_beside_the_text_is_digested_too() {
     let rows = json!({ "rows": rows });
     for client in [&modern, &legacy] {
         let given = json!({ "content": [embedded(&data), embedded(&resource)] });
-        let told = client.call("parrot.say", given).await.result();
-        assert_eq!(kinds(&told), ["text", "resource", "resource_link"]);
-        assert_eq!(told["content"][1]["resource"]["uri"], "file:///data");
-        let (hint, part) = read(client, &told).await;
+        let result = client.call("parrot.say", given).await.result();
+        assert_eq!(content_types(&result), ["text", "resource", "resource_link"]);
+        assert_eq!(result["content"][1]["resource"]["uri"], "file:///data");
+        let (hint, slice) = read_hinted_slice(client, &result).await;
         assert_eq!(hint["pointer"], "/content/1/resource/text", "{hint}");
-        assert!(part.contains("entry 99 of many"), "{part}");
+        assert!(slice.contains("entry 99 of many"), "{slice}");
 
         let given = json!({ "content": [], "structuredContent": rows });
-        let told = client.call("parrot.say", given.clone()).await.result();
-        assert_eq!(kinds(&told), ["text", "resource_link"]);
-        assert!(told["structuredContent"].is_null());
-        let (hint, part) = read(client, &told).await;
+        let result = client.call("parrot.say", given.clone()).await.result();
+        assert_eq!(content_types(&result), ["text", "resource_link"]);
+        assert!(result["structuredContent"].is_null());
+        let (hint, slice) = read_hinted_slice(client, &result).await;
         assert_eq!(hint["pointer"], "/structuredContent/rows", "{hint}");
-        assert!(part.contains("all is well"), "{part}");
-        // Where a structure was promised it has to be there, however long it is.
-        let told = client.call("parrot.promise", given).await.result();
-        assert_eq!(told["structuredContent"], rows);
+        assert!(slice.contains("all is well"), "{slice}");
+        // A tool with an output schema must return structured content of any length.
+        let result = client.call("parrot.promise", given).await.result();
+        assert_eq!(result["structuredContent"], rows);
     }
 }

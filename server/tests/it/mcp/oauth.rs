@@ -1,4 +1,4 @@
-//! Tokens of an issuer: who they open the door for, and what they do not open.
+//! OAuth access tokens: validation, and the caller that a token authenticates.
 
 use jsonwebtoken::{Algorithm, EncodingKey, Header, encode};
 use serde_json::{Value, json};
@@ -6,24 +6,24 @@ use serde_json::{Value, json};
 use crate::support::mcp::Mcp;
 use crate::support::{Server, until};
 
-/// Keys that were made for this test and are used nowhere else.
-const OURS: &str = "MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgX8VG8ObTcR0Z99VQ\
+/// Keys that exist only for these tests.
+const TRUSTED_KEY: &str = "MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgX8VG8ObTcR0Z99VQ\
     dyxWgqaeHbZ5nrcUYol2hcIKbXChRANCAARpMXr0OW3cstqf6t/7IRvlEnBafSpx\
     TDbRhGrJMyxtQx95eSLKDoc7g3sc3phl1lYynZyeOVCY8J1Qam3K3XxA";
-const THEIRS: &str = "MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgbqymbCPH9FOYOXxQ\
+const UNTRUSTED_KEY: &str = "MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgbqymbCPH9FOYOXxQ\
     K5iVnOKSrZ8p/kaksQguRiERJSChRANCAATn/6HyMqxluiZ+TQpp/VmWq89ZHdjP\
     M/pAGUY/Ka8FhvcjBTK6k77UhMVmfjEt8N3ZKGxG9spZJvJnwMcPmbR/";
 
 const ISSUER: &str = "https://login.example.com";
 const RESOURCE: &str = "https://crib.example.com/mcp";
 
-fn published() -> Value {
+fn jwks() -> Value {
     json!({ "keys": [{ "kty": "EC", "crv": "P-256", "alg": "ES256", "use": "sig", "kid": "ours",
         "x": "aTF69Dlt3LLan-rf-yEb5RJwWn0qcUw20YRqyTMsbUM",
         "y": "H3l5IsoOhzuDexzemGXWVjKdnJ45UJjwnVBqbcrdfEA" }] })
 }
 
-fn signed(key: &str, kid: &str, claims: &Value) -> String {
+fn sign_token(key: &str, kid: &str, claims: &Value) -> String {
     let head = "-----BEGIN PRIVATE KEY-----";
     let pem = format!("{head}\n{key}\n{}\n", head.replace("BEGIN", "END"));
     let mut header = Header::new(Algorithm::ES256);
@@ -43,14 +43,14 @@ fn claims(change: impl FnOnce(&mut Value)) -> Value {
     claims
 }
 
-async fn server() -> (Server, tempfile::TempDir) {
-    server_for(None).await
+async fn start_server() -> (Server, tempfile::TempDir) {
+    start_server_with_default(None).await
 }
 
-async fn server_for(project: Option<&str>) -> (Server, tempfile::TempDir) {
+async fn start_server_with_default(project: Option<&str>) -> (Server, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("jwks.json");
-    std::fs::write(&file, published().to_string()).unwrap();
+    std::fs::write(&file, jwks().to_string()).unwrap();
     let server = Server::with(|config| {
         config.auth.oauth = Some(toolcrib_server::config::OauthSettings {
             issuer: ISSUER.to_owned(),
@@ -65,19 +65,19 @@ async fn server_for(project: Option<&str>) -> (Server, tempfile::TempDir) {
 }
 
 #[tokio::test]
-async fn a_client_without_a_token_is_told_where_to_get_one() {
-    let (server, _keys) = server().await;
+async fn a_request_without_a_token_gets_the_resource_metadata_url() {
+    let (server, _keys) = start_server().await;
     let api = server.api();
-    let nobody = Mcp::modern(&api).ask("tools/list", json!({})).await;
-    assert_eq!(nobody.status, 401, "{}", nobody.text);
-    let challenge = nobody.headers["www-authenticate"].to_str().unwrap();
-    let place = "https://crib.example.com/.well-known/oauth-protected-resource/mcp";
-    assert_eq!(challenge, format!("Bearer resource_metadata=\"{place}\""));
+    let anonymous = Mcp::modern(&api).ask("tools/list", json!({})).await;
+    assert_eq!(anonymous.status, 401, "{}", anonymous.text);
+    let challenge = anonymous.headers["www-authenticate"].to_str().unwrap();
+    let metadata_url = "https://crib.example.com/.well-known/oauth-protected-resource/mcp";
+    assert_eq!(challenge, format!("Bearer resource_metadata=\"{metadata_url}\""));
     for path in ["", "/mcp"] {
         let path = format!("/.well-known/oauth-protected-resource{path}");
-        let known = api.get(&path).await.is(200);
-        assert_eq!(known["resource"], RESOURCE);
-        assert_eq!(known["authorization_servers"], json!([ISSUER]));
+        let metadata = api.get(&path).await.is(200);
+        assert_eq!(metadata["resource"], RESOURCE);
+        assert_eq!(metadata["authorization_servers"], json!([ISSUER]));
     }
     let plain = Server::start().await;
     let path = "/.well-known/oauth-protected-resource/mcp";
@@ -85,80 +85,90 @@ async fn a_client_without_a_token_is_told_where_to_get_one() {
 }
 
 #[tokio::test]
-async fn a_token_is_its_bearer_at_every_door() {
-    let (server, _keys) = server().await;
-    let admin = signed(OURS, "ours", &claims(|c| c["toolcrib_role"] = "admin".into()));
+async fn a_token_authenticates_its_subject_on_every_transport() {
+    let (server, _keys) = start_server().await;
+    let admin = sign_token(TRUSTED_KEY, "ours", &claims(|c| c["toolcrib_role"] = "admin".into()));
     let rule = json!({ "agent": "ada", "pattern": "calculation.*", "verdict": "allow" });
     server.with_key(&admin).put("/v1/rules", rule).await.is(200);
-    let ada = server.with_key(&signed(OURS, "ours", &claims(|_| ())));
+    let ada = server.with_key(&sign_token(TRUSTED_KEY, "ours", &claims(|_| ())));
     let client = Mcp::modern(&ada);
     assert_eq!(client.names().await, ["calculation.eval", "call.result"]);
     let result = client.call("calculation.eval", json!({ "expression": "6*7" })).await.result();
     let id = result["_meta"]["toolcrib/tool_call_id"].as_str().unwrap();
     assert_eq!(ada.call(id).await["agent"], "ada");
     let eve = claims(|c| c["toolcrib_project"] = "other".into());
-    let eve = server.with_key(&signed(OURS, "ours", &eve));
+    let eve = server.with_key(&sign_token(TRUSTED_KEY, "ours", &eve));
     eve.get(&format!("/v1/tool_calls/{id}")).await.refused(404, "NOT_FOUND");
     ada.get("/v1/keys").await.refused(403, "PERMISSION_DENIED");
 }
 
 #[tokio::test]
-async fn a_token_for_someone_else_opens_nothing() {
-    let (server, _keys) = server().await;
-    let refused = |what: &str, token: String| {
+async fn invalid_tokens_are_rejected() {
+    let (server, _keys) = start_server().await;
+    let assert_rejected = |what: &str, token: String| {
         let client = Mcp::modern(&server.with_key(&token));
         let what = what.to_owned();
         async move {
-            let told = client.ask("tools/list", json!({})).await;
-            assert_eq!(told.status, 401, "{what}: {}", told.text);
+            let response = client.ask("tools/list", json!({})).await;
+            assert_eq!(response.status, 401, "{what}: {}", response.text);
         }
     };
-    let ours = |change: fn(&mut Value)| signed(OURS, "ours", &claims(change));
-    refused("another server", ours(|c| c["aud"] = "https://other.example.com/mcp".into())).await;
-    refused("nobody's", ours(|c| drop(c.as_object_mut().unwrap().remove("aud")))).await;
-    refused("another issuer", ours(|c| c["iss"] = "https://evil.example".into())).await;
-    refused("over", ours(|c| c["exp"] = (now() - 600).into())).await;
-    refused("for ever", ours(|c| drop(c.as_object_mut().unwrap().remove("exp")))).await;
-    refused("not yet", ours(|c| c["nbf"] = (now() + 600).into())).await;
-    refused("no project", ours(|c| drop(c.as_object_mut().unwrap().remove("toolcrib_project"))))
+    let token_with = |change: fn(&mut Value)| sign_token(TRUSTED_KEY, "ours", &claims(change));
+    assert_rejected(
+        "another server",
+        token_with(|c| c["aud"] = "https://other.example.com/mcp".into()),
+    )
+    .await;
+    assert_rejected("no audience", token_with(|c| drop(c.as_object_mut().unwrap().remove("aud"))))
         .await;
-    refused("no such role", ours(|c| c["toolcrib_role"] = "king".into())).await;
-    refused("a rule's star", ours(|c| c["sub"] = "*".into())).await;
-    refused("another's key", signed(THEIRS, "ours", &claims(|_| ()))).await;
-    refused("an unknown key", signed(THEIRS, "theirs", &claims(|_| ()))).await;
-    let good = signed(OURS, "ours", &claims(|_| ()));
+    assert_rejected("another issuer", token_with(|c| c["iss"] = "https://evil.example".into()))
+        .await;
+    assert_rejected("expired", token_with(|c| c["exp"] = (now() - 600).into())).await;
+    assert_rejected("no expiry", token_with(|c| drop(c.as_object_mut().unwrap().remove("exp"))))
+        .await;
+    assert_rejected("not valid yet", token_with(|c| c["nbf"] = (now() + 600).into())).await;
+    assert_rejected(
+        "no project",
+        token_with(|c| drop(c.as_object_mut().unwrap().remove("toolcrib_project"))),
+    )
+    .await;
+    assert_rejected("no such role", token_with(|c| c["toolcrib_role"] = "king".into())).await;
+    assert_rejected("wildcard subject", token_with(|c| c["sub"] = "*".into())).await;
+    assert_rejected("untrusted key", sign_token(UNTRUSTED_KEY, "ours", &claims(|_| ()))).await;
+    assert_rejected("an unknown key", sign_token(UNTRUSTED_KEY, "theirs", &claims(|_| ()))).await;
+    let good = sign_token(TRUSTED_KEY, "ours", &claims(|_| ()));
     let (head, rest) = good.split_once('.').unwrap();
     let (body, _) = rest.split_once('.').unwrap();
-    refused("not signed", format!("{head}.{body}.")).await;
-    // Signed with what everybody can read.
+    assert_rejected("not signed", format!("{head}.{body}.")).await;
+    // HS256 with the public key as the shared secret.
     let mut shared = Header::new(Algorithm::HS256);
     shared.kid = Some("ours".to_owned());
-    let public = EncodingKey::from_secret(published().to_string().as_bytes());
-    refused("a shared secret", encode(&shared, &claims(|_| ()), &public).unwrap()).await;
+    let public = EncodingKey::from_secret(jwks().to_string().as_bytes());
+    assert_rejected("a shared secret", encode(&shared, &claims(|_| ()), &public).unwrap()).await;
     let allowed = Mcp::modern(&server.with_key(&good)).ask("tools/list", json!({})).await;
     assert_eq!(allowed.status, 200);
 }
 
 #[tokio::test]
-async fn a_session_that_goes_on_with_another_token_hears_of_changes() {
-    let (server, _keys) = server().await;
+async fn a_session_with_a_renewed_token_is_notified_of_changes() {
+    let (server, _keys) = start_server().await;
     let admin = claims(|claims| claims["toolcrib_role"] = "admin".into());
-    let admin = server.with_key(&signed(OURS, "ours", &admin));
+    let admin = server.with_key(&sign_token(TRUSTED_KEY, "ours", &admin));
     let rule = async |pattern: &str| {
         let rule = json!({ "agent": "ada", "pattern": pattern, "verdict": "allow" });
         admin.put("/v1/rules", rule).await.is(200);
     };
-    // Within the leeway, and not for long.
+    // The token has expired but is within the leeway for three more seconds.
     let ending = claims(|claims| claims["exp"] = (now() - 57).into());
-    let ending = server.with_key(&signed(OURS, "ours", &ending));
+    let ending = server.with_key(&sign_token(TRUSTED_KEY, "ours", &ending));
     let session = Mcp::legacy(&ending).await;
     until("the token to be over", || async {
         (ending.get("/v1/tools").await.status == 401).then_some(())
     })
     .await;
-    // What changes now is told to nobody.
+    // The session has no valid token, so it gets no notification of this change.
     rule("calculation.*").await;
-    let renewed = server.with_key(&signed(OURS, "ours", &claims(|_| ())));
+    let renewed = server.with_key(&sign_token(TRUSTED_KEY, "ours", &claims(|_| ())));
     let session = session.calling_as(&renewed);
     let mut stream = session.session_stream().await;
     rule("weather.*").await;
@@ -167,15 +177,15 @@ async fn a_session_that_goes_on_with_another_token_hears_of_changes() {
 }
 
 #[tokio::test]
-async fn a_project_that_cannot_be_read_is_not_the_usual_one() {
-    let (server, _keys) = server_for(Some("acme")).await;
+async fn an_invalid_project_claim_does_not_use_the_default_project() {
+    let (server, _keys) = start_server_with_default(Some("acme")).await;
     for (project, status) in [(None, 200), (Some(json!(7)), 401), (Some(json!(["acme"])), 401)] {
         let claims = claims(|claims| match &project {
             Some(project) => claims["toolcrib_project"] = project.clone(),
             None => drop(claims.as_object_mut().unwrap().remove("toolcrib_project")),
         });
-        let client = Mcp::modern(&server.with_key(&signed(OURS, "ours", &claims)));
-        let told = client.ask("tools/list", json!({})).await;
-        assert_eq!(told.status, status, "{project:?}: {}", told.text);
+        let client = Mcp::modern(&server.with_key(&sign_token(TRUSTED_KEY, "ours", &claims)));
+        let response = client.ask("tools/list", json!({})).await;
+        assert_eq!(response.status, status, "{project:?}: {}", response.text);
     }
 }

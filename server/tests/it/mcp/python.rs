@@ -1,5 +1,5 @@
 //! The official Python SDK as a client. `scripts/test` installs it and names the interpreter in
-//! `TOOLCRIB_TEST_MCP_PYTHON`; without it there is nothing to run.
+//! `TOOLCRIB_TEST_MCP_PYTHON`; without that variable the test is skipped.
 
 use std::process::Stdio;
 

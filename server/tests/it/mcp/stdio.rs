@@ -1,4 +1,4 @@
-//! `toolcrib mcp`: the real binary on pipes, alone and in front of a server.
+//! `toolcrib mcp`: the real binary over stdio, alone and as a proxy of a server.
 
 use std::process::Stdio;
 
@@ -9,13 +9,13 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use crate::support::process::{Server, TOOLCRIB};
 use crate::support::soon;
 
-struct Pipes {
+struct StdioClient {
     child: Child,
     input: ChildStdin,
     output: Lines<BufReader<ChildStdout>>,
 }
 
-impl Pipes {
+impl StdioClient {
     fn start(arguments: &[&str]) -> Self {
         let mut command = Command::new(TOOLCRIB);
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TOOLCRIB_")) {
@@ -35,12 +35,15 @@ impl Pipes {
         Self { child, input, output }
     }
 
-    async fn say(&mut self, message: Value) {
+    async fn send_message(&mut self, message: Value) {
         self.input.write_all(format!("{message}\n").as_bytes()).await.unwrap();
     }
 
-    async fn ask(&mut self, id: u64, method: &str, params: Value) -> Value {
-        self.say(json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params })).await;
+    async fn request(&mut self, id: u64, method: &str, params: Value) -> Value {
+        self.send_message(
+            json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params }),
+        )
+        .await;
         loop {
             let line = soon("an answer", self.output.next_line()).await.unwrap();
             let line = line.unwrap_or_else(|| panic!("{method}: the pipe was closed"));
@@ -51,18 +54,18 @@ impl Pipes {
         }
     }
 
-    /// The older revision's handshake, then the tools and one call.
-    async fn talk(mut self) -> Vec<String> {
+    /// Performs the legacy handshake, lists the tools, makes one call, and returns the tool names.
+    async fn run_session(mut self) -> Vec<String> {
         let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
             "clientInfo": { "name": "test", "version": "1" } });
-        let hello = self.ask(1, "initialize", params).await;
+        let hello = self.request(1, "initialize", params).await;
         assert_eq!(hello["result"]["serverInfo"]["name"], "toolcrib", "{hello}");
-        self.say(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).await;
-        let listed = self.ask(2, "tools/list", json!({})).await;
+        self.send_message(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).await;
+        let listed = self.request(2, "tools/list", json!({})).await;
         let tools = listed["result"]["tools"].as_array().unwrap_or_else(|| panic!("{listed}"));
         let names = tools.iter().map(|tool| tool["name"].as_str().unwrap().to_owned()).collect();
         let call = json!({ "name": "calculation.eval", "arguments": { "expression": "6*7" } });
-        let called = self.ask(3, "tools/call", call).await;
+        let called = self.request(3, "tools/call", call).await;
         assert_eq!(called["result"]["structuredContent"]["result"], 42, "{called}");
         drop(self.input);
         let ended = soon("the end", self.child.wait()).await.unwrap();
@@ -72,29 +75,29 @@ impl Pipes {
 }
 
 #[tokio::test]
-async fn one_line_of_configuration_is_enough_with_nothing_else_running() {
+async fn without_a_server_the_command_runs_on_a_data_directory() {
     let directory = tempfile::tempdir().unwrap();
     let data_dir = directory.path().join("data");
     let data_dir = data_dir.to_str().unwrap();
-    let names = Pipes::start(&["--data-dir", data_dir]).talk().await;
+    let names = StdioClient::start(&["--data-dir", data_dir]).run_session().await;
     assert!(names.contains(&"weather.query".to_owned()), "{names:?}");
-    // What it did is kept, and the next one finds it.
-    let names = Pipes::start(&["--data-dir", data_dir, "--catalogue", "search"]);
-    let mut pipes = names;
+    // A second process opens the same data directory.
+    let names = StdioClient::start(&["--data-dir", data_dir, "--catalogue", "search"]);
+    let mut client = names;
     let params = json!({ "name": "tools.search", "arguments": { "query": "weather" },
         "_meta": { "io.modelcontextprotocol/protocolVersion": "2026-07-28",
             "io.modelcontextprotocol/clientInfo": { "name": "test", "version": "1" },
             "io.modelcontextprotocol/clientCapabilities": {} } });
-    let found = pipes.ask(1, "tools/call", params).await;
+    let found = client.request(1, "tools/call", params).await;
     let tools = &found["result"]["structuredContent"]["tools"];
     assert_eq!(tools[0]["name"], "weather.query", "{found}");
 }
 
 #[tokio::test]
-async fn in_front_of_a_server_it_passes_everything_on() {
+async fn with_a_server_the_command_forwards_to_it() {
     let server = Server::ready().await;
     let url = format!("http://127.0.0.1:{}", server.port);
-    let names = Pipes::start(&["--server", &url]).talk().await;
+    let names = StdioClient::start(&["--server", &url]).run_session().await;
     assert!(names.contains(&"calculation.eval".to_owned()), "{names:?}");
     let calls = server.http.get(server.url("/v1/tool_calls")).send().await.unwrap();
     let calls: Value = calls.json().await.unwrap();
@@ -102,17 +105,23 @@ async fn in_front_of_a_server_it_passes_everything_on() {
 }
 
 #[tokio::test]
-async fn a_script_that_writes_all_at_once_is_answered() {
+async fn requests_written_all_at_once_are_answered() {
     let server = Server::ready().await;
     let url = format!("http://127.0.0.1:{}", server.port);
-    let mut pipes = Pipes::start(&["--server", &url]);
+    let mut client = StdioClient::start(&["--server", &url]);
     let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
         "clientInfo": { "name": "test", "version": "1" } });
-    pipes.say(json!({ "jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params })).await;
-    pipes.say(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).await;
+    client
+        .send_message(
+            json!({ "jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params }),
+        )
+        .await;
+    client.send_message(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).await;
     let call = json!({ "name": "calculation.eval", "arguments": { "expression": "6*7" } });
-    pipes.say(json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call })).await;
-    let Pipes { mut child, input, mut output } = pipes;
+    client
+        .send_message(json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call }))
+        .await;
+    let StdioClient { mut child, input, mut output } = client;
     drop(input);
     let mut answers = Vec::new();
     while let Some(line) = soon("the output", output.next_line()).await.unwrap() {
@@ -124,11 +133,15 @@ async fn a_script_that_writes_all_at_once_is_answered() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_not_there_is_said_and_ends_it() {
-    let mut pipes = Pipes::start(&["--server", "http://127.0.0.1:9"]);
+async fn an_unreachable_server_ends_the_command_with_code_4() {
+    let mut client = StdioClient::start(&["--server", "http://127.0.0.1:9"]);
     let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
         "clientInfo": { "name": "test", "version": "1" } });
-    pipes.say(json!({ "jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params })).await;
-    let ended = soon("the end", pipes.child.wait()).await.unwrap();
+    client
+        .send_message(
+            json!({ "jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params }),
+        )
+        .await;
+    let ended = soon("the end", client.child.wait()).await.unwrap();
     assert_eq!(ended.code(), Some(4), "not reachable");
 }

@@ -1,4 +1,4 @@
-//! Tasks: calls that a client follows by their tickets.
+//! MCP tasks: calls that a client polls by their id.
 
 use serde_json::{Value, json};
 
@@ -6,19 +6,19 @@ use crate::support::Server;
 use crate::support::api::{offer, offer_with};
 use crate::support::mcp::Mcp;
 
-async fn task(client: &Mcp, id: &str) -> Value {
+async fn get_task(client: &Mcp, id: &str) -> Value {
     client.ask("tasks/get", json!({ "taskId": id })).await.result()
 }
 
-fn background(name: &str) -> Value {
+fn background_tool(name: &str) -> Value {
     offer_with(name, json!({ "async": true }))
 }
 
 #[tokio::test]
-async fn a_background_tool_is_a_task_at_once_and_survives_a_restart() {
+async fn a_background_tool_call_is_a_task_that_survives_a_restart() {
     let server = Server::start().await;
     let api = server.api();
-    api.register("pc_1", json!([background("report.make")])).await;
+    api.register("pc_1", json!([background_tool("report.make")])).await;
     let client = Mcp::modern(&api).with_tasks();
     let made = client.call("report.make", json!({})).await.result();
     assert_eq!(made["resultType"], "task", "{made}");
@@ -26,28 +26,28 @@ async fn a_background_tool_is_a_task_at_once_and_survives_a_restart() {
     let id = made["taskId"].as_str().unwrap().to_owned();
     assert!(id.starts_with("tc_"));
     assert!(made["ttlMs"].as_u64().is_some_and(|ttl| ttl > 0), "{made}");
-    assert_eq!(task(&client, &id).await["status"], "working");
+    assert_eq!(get_task(&client, &id).await["status"], "working");
 
     let server = server.restart().await;
     let api = server.api();
     let client = Mcp::modern(&api).with_tasks();
-    assert_eq!(task(&client, &id).await["status"], "working");
+    assert_eq!(get_task(&client, &id).await["status"], "working");
     let given = api.poll("pc_1").await;
     assert_eq!(given["tool_call_id"], id.as_str());
     api.succeed(&id, json!({ "pages": 7 })).await;
-    let done = task(&client, &id).await;
+    let done = get_task(&client, &id).await;
     assert_eq!(done["status"], "completed", "{done}");
     assert_eq!(done["result"]["structuredContent"], json!({ "pages": 7 }));
     assert_eq!(done["createdAt"], made["createdAt"]);
 
     let server = server.restart().await;
     let client = Mcp::modern(&server.api()).with_tasks();
-    assert_eq!(task(&client, &id).await["result"], done["result"]);
+    assert_eq!(get_task(&client, &id).await["result"], done["result"]);
 }
 
 #[tokio::test]
-async fn a_call_that_takes_long_becomes_a_task_and_hanging_up_does_not_cancel_it() {
-    // Where there is time enough, what is done within it is no task.
+async fn a_long_call_becomes_a_task_that_survives_a_disconnect() {
+    // A call that finishes within `task_after_ms` is not a task.
     let patient = Server::with(|config| config.transports.mcp.task_after_ms = 60_000).await;
     let client = Mcp::modern(&patient.api()).with_tasks();
     let quick = client.call("calculation.eval", json!({ "expression": "1" })).await.result();
@@ -62,21 +62,21 @@ async fn a_call_that_takes_long_becomes_a_task_and_hanging_up_does_not_cancel_it
     drop(client);
     assert_eq!(api.poll("pc_1").await["tool_call_id"], id);
     api.succeed(id, json!("done")).await;
-    assert_eq!(task(&Mcp::modern(&api).with_tasks(), id).await["status"], "completed");
+    assert_eq!(get_task(&Mcp::modern(&api).with_tasks(), id).await["status"], "completed");
 }
 
 #[tokio::test]
-async fn a_tool_that_fails_is_a_completed_task_whose_result_says_so() {
+async fn a_failed_call_is_a_completed_task_with_an_error_result() {
     let server = Server::start().await;
     let api = server.api();
     let short = json!({ "async": true, "timeout_ms": 100 });
-    api.register("pc_1", json!([background("a.fails"), offer_with("a.late", short)])).await;
+    api.register("pc_1", json!([background_tool("a.fails"), offer_with("a.late", short)])).await;
     let client = Mcp::modern(&api).with_tasks();
     let made = client.call("a.fails", json!({})).await.result();
     let id = made["taskId"].as_str().unwrap();
     api.poll("pc_1").await;
     api.fail(id, json!({ "message": "no paper", "retryable": false })).await;
-    let failed = task(&client, id).await;
+    let failed = get_task(&client, id).await;
     assert_eq!(failed["status"], "completed", "{failed}");
     assert_eq!(failed["result"]["isError"], true);
     let text = failed["result"]["content"][0]["text"].as_str().unwrap();
@@ -84,15 +84,15 @@ async fn a_tool_that_fails_is_a_completed_task_whose_result_says_so() {
     let late = client.call("a.late", json!({})).await.result();
     let id = late["taskId"].as_str().unwrap();
     api.finished(id).await;
-    let late = task(&client, id).await;
+    let late = get_task(&client, id).await;
     assert_eq!((&late["status"], &late["result"]["isError"]), (&json!("completed"), &json!(true)));
 }
 
 #[tokio::test]
-async fn a_task_can_be_canceled_and_is_its_projects_alone() {
+async fn a_task_can_be_canceled_by_its_own_project_only() {
     let server = Server::start().await;
     let api = server.api();
-    api.register("pc_1", json!([background("report.make")])).await;
+    api.register("pc_1", json!([background_tool("report.make")])).await;
     let client = Mcp::modern(&api).with_tasks();
     let made = client.call("report.make", json!({})).await.result();
     let id = made["taskId"].as_str().unwrap();
@@ -106,22 +106,23 @@ async fn a_task_can_be_canceled_and_is_its_projects_alone() {
         let ack = client.ask("tasks/cancel", json!({ "taskId": id })).await.result();
         assert_eq!(ack, json!({ "resultType": "complete" }));
     }
-    assert_eq!(task(&client, id).await["status"], "cancelled");
+    assert_eq!(get_task(&client, id).await["status"], "cancelled");
     assert_eq!(api.call(id).await["status"], "CANCELED");
     let nothing = json!({ "taskId": "tc_nothing" });
     client.ask("tasks/get", nothing).await.error(-32602);
 }
 
 #[tokio::test]
-async fn who_does_not_declare_the_extension_meets_no_tasks() {
+async fn clients_without_the_tasks_extension_get_no_tasks() {
     let server = Server::with(|config| config.transports.mcp.wait_ms = 50).await;
     let api = server.api();
     let only = json!({ "async": true, "metadata": { "task_support": "required" } });
-    api.register("pc_1", json!([background("report.make"), offer_with("report.only", only)])).await;
+    api.register("pc_1", json!([background_tool("report.make"), offer_with("report.only", only)]))
+        .await;
     let plain = Mcp::modern(&api);
-    let told = plain.call("report.make", json!({})).await.result();
-    assert_eq!(told["resultType"], "complete");
-    let id = told["structuredContent"]["tool_call_id"].as_str().unwrap();
+    let result = plain.call("report.make", json!({})).await.result();
+    assert_eq!(result["resultType"], "complete");
+    let id = result["structuredContent"]["tool_call_id"].as_str().unwrap();
     let error = plain.ask("tasks/get", json!({ "taskId": id })).await.error(-32021);
     let needed = &error["data"]["requiredCapabilities"]["extensions"];
     assert!(needed["io.modelcontextprotocol/tasks"].is_object(), "{error}");

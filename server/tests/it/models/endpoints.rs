@@ -1,9 +1,8 @@
-//! Good answers, of both kinds of endpoints, in a stream and at once; and where the key goes.
+//! Valid answers of both kinds of endpoints, with and without streaming, and the API key.
 
 use serde_json::{Value, json};
-use toolcrib::ports::model::{
-    Delta, FinishReason, Model, ModelRequest, TokenUsage, ToolCallRequest,
-};
+use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::ports::model::{Delta, Model, ModelRequest};
 use toolcrib_bench::model::{
     ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
 };
@@ -21,20 +20,20 @@ fn two_calls() -> ScriptedBehavior {
     ScriptedBehavior::Reply(answer)
 }
 
-fn wanted() -> Vec<ToolCallRequest> {
-    let wanted = |id: &str, name: &str, arguments: &str| ToolCallRequest {
+fn expected_calls() -> Vec<ToolCallRequest> {
+    let call = |id: &str, name: &str, arguments: &str| ToolCallRequest {
         id: id.into(),
         name: name.into(),
         arguments: arguments.into(),
     };
     vec![
-        wanted("call_a", "calculation__eval", r#"{"expression": "6 * 7"}"#),
-        wanted("call_b", "weather__query", r#"{"query": "Paris"}"#),
+        call("call_a", "calculation__eval", r#"{"expression": "6 * 7"}"#),
+        call("call_b", "weather__query", r#"{"query": "Paris"}"#),
     ]
 }
 
 #[tokio::test]
-async fn arguments_in_pieces_and_parallel_calls_come_out_whole() {
+async fn streamed_arguments_of_parallel_calls_are_assembled() {
     for kind in [ModelApi::OpenAi, ModelApi::Anthropic] {
         let scripted = ScriptedModel::start_with_replies([two_calls()]).await.unwrap();
         let at = endpoint(&scripted, kind);
@@ -42,18 +41,18 @@ async fn arguments_in_pieces_and_parallel_calls_come_out_whole() {
             ModelApi::OpenAi => Box::new(OpenAiModel::new(at)),
             ModelApi::Anthropic => Box::new(AnthropicModel::new(at)),
         };
-        let (reply, told) = asked(&*model, &prompt()).await;
+        let (reply, deltas) = request_reply(&*model, &prompt()).await;
         let reply = reply.unwrap();
         assert_eq!(reply.text, "Let me see: ä€😀.");
-        assert_eq!(reply.calls, wanted());
+        assert_eq!(reply.calls, expected_calls());
         assert_eq!(reply.finish_reason, FinishReason::ToolCalls);
         assert_eq!(reply.usage, TokenUsage { prompt_tokens: 10, completion_tokens: 5 });
         assert_eq!(reply.model.as_deref(), Some("large-1"));
-        // What was told on the way comes to the same.
-        assert_eq!(text_of(&told), reply.text);
+        // The deltas add up to the same reply.
+        assert_eq!(text_of(&deltas), reply.text);
         let mut built: Vec<ToolCallRequest> = Vec::new();
-        for piece in told {
-            let Delta::Call { index, id, name, arguments } = piece else { continue };
+        for delta in deltas {
+            let Delta::Call { index, id, name, arguments } = delta else { continue };
             if let (Some(id), Some(name)) = (id, name) {
                 assert_eq!(index, built.len());
                 built.push(ToolCallRequest { id, name, arguments: String::new() });
@@ -65,7 +64,7 @@ async fn arguments_in_pieces_and_parallel_calls_come_out_whole() {
 }
 
 #[tokio::test]
-async fn an_endpoint_that_does_not_stream_is_understood() {
+async fn a_response_without_streaming_is_parsed() {
     let calls = json!([
         { "id": "call_a", "type": "function",
           "function": { "name": "calculation__eval", "arguments": "{\"expression\": \"6 * 7\"}" } },
@@ -77,9 +76,9 @@ async fn an_endpoint_that_does_not_stream_is_understood() {
         "choices": [{ "index": 0, "message": message, "finish_reason": "tool_calls" }] });
     let turn = ScriptedBehavior::Raw("application/json", whole.to_string().into_bytes());
     let scripted = ScriptedModel::start_with_replies([turn]).await.unwrap();
-    let (reply, told) = asked(&openai(&scripted), &prompt()).await;
+    let (reply, deltas) = request_reply(&openai(&scripted), &prompt()).await;
     let reply = reply.unwrap();
-    assert_eq!((reply.text.as_str(), text_of(&told).as_str()), ("Hm.", "Hm."));
+    assert_eq!((reply.text.as_str(), text_of(&deltas).as_str()), ("Hm.", "Hm."));
     let calls: Vec<(&str, &str)> =
         reply.calls.iter().map(|call| (call.id.as_str(), call.arguments.as_str())).collect();
     let two = [("call_a", r#"{"expression": "6 * 7"}"#), ("call_a", r#"{"query":"Paris"}"#)];
@@ -88,28 +87,28 @@ async fn an_endpoint_that_does_not_stream_is_understood() {
 }
 
 #[tokio::test]
-async fn what_is_asked_is_what_the_endpoint_reads() {
+async fn the_request_has_the_fields_that_the_endpoint_expects() {
     let scripted =
         ScriptedModel::start_with_replies([text_reply("42"), text_reply("42")]).await.unwrap();
     let settings = json!({ "temperature": 0.5, "stream": false, "tool_choice": "auto" });
     let Value::Object(settings) = settings else { unreachable!() };
     let prompt = ModelRequest { settings, ..prompt() };
     let model = openai(&scripted);
-    asked(&model, &prompt).await.0.unwrap();
+    request_reply(&model, &prompt).await.0.unwrap();
     let bare = ModelRequest { tools: Vec::new(), ..prompt };
-    asked(&model, &bare).await.0.unwrap();
-    let asked = scripted.requests();
-    let body = &asked[0].body;
+    request_reply(&model, &bare).await.0.unwrap();
+    let requests = scripted.requests();
+    let body = &requests[0].body;
     assert_eq!(body["model"], "large-1");
     assert_eq!(body["temperature"], 0.5);
     assert_eq!(body["stream"], true);
     assert_eq!(body["stream_options"], json!({ "include_usage": true }));
     assert_eq!(body["messages"][0]["content"], "What is 6 * 7?");
     assert_eq!(
-        (asked[0].tool_names(), &body["tool_choice"]),
+        (requests[0].tool_names(), &body["tool_choice"]),
         (vec!["calculation__eval".to_owned()], &json!("auto"))
     );
-    let body = &asked[1].body;
+    let body = &requests[1].body;
     assert!(body.get("tools").is_none() && body.get("tool_choice").is_none(), "{body}");
 }
 
@@ -135,11 +134,11 @@ async fn a_conversation_is_translated_for_anthropic() {
     let Value::Object(settings) = settings else { unreachable!() };
     let prompt = ModelRequest { messages, settings, ..prompt() };
     let model = anthropic(&scripted);
-    asked(&model, &prompt).await.0.unwrap();
-    asked(&model, &ModelRequest { tools: Vec::new(), ..prompt }).await.0.unwrap();
-    let asked = scripted.requests();
-    assert_eq!(asked[0].path, "/v1/messages");
-    assert_eq!(asked[0].headers["anthropic-version"], "2023-06-01");
+    request_reply(&model, &prompt).await.0.unwrap();
+    request_reply(&model, &ModelRequest { tools: Vec::new(), ..prompt }).await.0.unwrap();
+    let requests = scripted.requests();
+    assert_eq!(requests[0].path, "/v1/messages");
+    assert_eq!(requests[0].headers["anthropic-version"], "2023-06-01");
     let use_ = |id: &str, input: Value| {
         json!({ "type": "tool_use", "id": id,
         "name": "calculation__eval", "input": input })
@@ -159,21 +158,21 @@ async fn a_conversation_is_translated_for_anthropic() {
     let tools = json!([{ "name": "calculation__eval", "description": "Calculates",
         "input_schema": { "type": "object" } }]);
     assert_eq!(
-        asked[0].body,
+        requests[0].body,
         json!({
             "model": "large-1", "max_tokens": 77, "stream": true, "system": "Be brief.",
             "stop_sequences": ["END"], "messages": messages, "tools": tools,
             "tool_choice": { "type": "any", "disable_parallel_tool_use": true },
         })
     );
-    // The API wants tools defined where calls are in the conversation, though none may be called.
+    // The API requires tool definitions if the conversation has calls, even if none are allowed.
     let schema = json!([{ "name": "calculation__eval", "input_schema": { "type": "object" } }]);
-    assert_eq!(asked[1].body["tools"], schema);
-    assert_eq!(asked[1].body["tool_choice"], json!({ "type": "none" }));
+    assert_eq!(requests[1].body["tools"], schema);
+    assert_eq!(requests[1].body["tool_choice"], json!({ "type": "none" }));
 }
 
 #[tokio::test]
-async fn the_key_is_sent_and_is_in_no_refusal() {
+async fn the_key_is_sent_and_redacted_from_errors() {
     let secret = "sk-very-secret-1234";
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), format!("{secret}\n")).unwrap();
@@ -195,28 +194,28 @@ async fn the_key_is_sent_and_is_in_no_refusal() {
             ModelApi::OpenAi => Box::new(OpenAiModel::new(at)),
             ModelApi::Anthropic => Box::new(AnthropicModel::new(at)),
         };
-        assert_eq!(asked(&*model, &prompt()).await.0.unwrap().text, "42");
+        assert_eq!(request_reply(&*model, &prompt()).await.0.unwrap().text, "42");
         assert_eq!(scripted.requests()[0].headers[header], value);
         for status in [401, 400] {
-            let silence = asked(&*model, &prompt()).await.0.unwrap_err();
-            let said = format!("{silence:?} {silence}");
-            assert!(!silence.is_transient, "{said}");
-            assert!(silence.fault.message.contains(&format!("answered {status}")), "{said}");
-            assert!(!said.contains(secret), "{said}");
-            assert!(status == 400 || !said.contains("1234"), "{said}");
+            let failure = request_reply(&*model, &prompt()).await.0.unwrap_err();
+            let text = format!("{failure:?} {failure}");
+            assert!(!failure.is_transient, "{text}");
+            assert!(failure.fault.message.contains(&format!("answered {status}")), "{text}");
+            assert!(!text.contains(secret), "{text}");
+            assert!(status == 400 || !text.contains("1234"), "{text}");
         }
     }
 }
 
 #[tokio::test]
-async fn a_key_that_is_missing_is_said_by_the_name_of_its_place() {
+async fn a_missing_key_is_reported_with_its_variable() {
     let scripted =
         ScriptedModel::start_with_replies([tool_call_reply("c", "t", &json!({}))]).await.unwrap();
     let variable = Some("NO_SUCH_VARIABLE_HERE".to_owned());
     let key = ApiKeySource { variable, file: None, is_required: true };
     let model = OpenAiModel::new(ModelEndpoint { key, ..endpoint(&scripted, ModelApi::OpenAi) });
-    let silence = asked(&model, &prompt()).await.0.unwrap_err();
-    assert!(!silence.is_transient);
-    assert!(silence.fault.message.contains("NO_SUCH_VARIABLE_HERE"), "{silence}");
+    let failure = request_reply(&model, &prompt()).await.0.unwrap_err();
+    assert!(!failure.is_transient);
+    assert!(failure.fault.message.contains("NO_SUCH_VARIABLE_HERE"), "{failure}");
     assert!(scripted.requests().is_empty(), "nothing was sent");
 }

@@ -1,4 +1,4 @@
-//! What a definition says about arguments, as agents, models and upstreams see it.
+//! Argument rules of tool definitions: defaults, fixed values and secrets.
 
 use serde_json::{Value, json};
 
@@ -31,7 +31,7 @@ fn definition(url: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_model_sees_what_it_may_decide_and_the_rest_is_put_in() {
+async fn fixed_and_secret_arguments_are_hidden_and_filled_in() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
@@ -39,7 +39,7 @@ async fn a_model_sees_what_it_may_decide_and_the_rest_is_put_in() {
     assert_eq!((&made["executor"], &made["effect"]), (&json!("http"), &json!("read")));
     assert_eq!(made["target_subject"], Value::Null);
     let all = made["parameters"]["properties"].as_object().unwrap();
-    assert_eq!(all.len(), 5, "its owner sees all of it");
+    assert_eq!(all.len(), 5, "the owner sees all properties");
     let shown = api.get("/v1/tools/api.search").await.is(200);
     let expected = json!({
         "type": "object",
@@ -64,7 +64,7 @@ async fn a_model_sees_what_it_may_decide_and_the_rest_is_put_in() {
         assert!(own.contains("limit"), "{format}: {own}");
         assert!(!own.contains("site") && !own.contains("api_key"), "{format}: {own}");
     }
-    // A caller's own word on what is fixed or secret does not count, and a null is a word.
+    // Fixed and secret values replace the values of the caller.
     let args = json!({ "q": "x", "site": "mine", "api_key": "mine", "lang": "en" });
     let ended = call(&api, "api.search", args).await;
     assert_eq!(ended["status"], "SUCCEEDED", "{ended}");
@@ -82,32 +82,32 @@ async fn a_model_sees_what_it_may_decide_and_the_rest_is_put_in() {
 }
 
 #[tokio::test]
-async fn what_is_executed_must_fit_before_anything_runs() {
+async fn effective_arguments_are_validated_before_any_request() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
     define(&api, definition(&upstream.url("/search"))).await;
-    let invoke = |args: Value| {
+    let assert_refused = |args: Value| {
         let api = api.clone();
         async move {
             let body = json!({ "run_id": "r", "args": args });
             api.post("/v1/tools/api.search/invoke", body).await.refused(422, "VALIDATION_ERROR")
         }
     };
-    invoke(json!({})).await;
-    invoke(json!({ "q": "x", "limit": null })).await;
-    invoke(json!({ "q": "x", "stray": 1 })).await;
-    invoke(json!([])).await;
-    // A fixed value that does not fit is the definition's fault, and is not sent either.
+    assert_refused(json!({})).await;
+    assert_refused(json!({ "q": "x", "limit": null })).await;
+    assert_refused(json!({ "q": "x", "stray": 1 })).await;
+    assert_refused(json!([])).await;
+    // A fixed value that violates the schema is not sent either.
     let mut wrong = definition(&upstream.url("/search"));
     wrong["options"]["args"]["fixed"]["site"] = json!("{agent_turn_id}");
     define(&api, wrong).await;
-    invoke(json!({ "q": "x" })).await;
-    assert!(upstream.asked().is_empty());
+    assert_refused(json!({ "q": "x" })).await;
+    assert!(upstream.requests().is_empty());
 }
 
 #[tokio::test]
-async fn the_same_key_finds_the_same_call_whatever_the_templates_say() {
+async fn argument_templates_do_not_affect_idempotency() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
@@ -120,12 +120,12 @@ async fn the_same_key_finds_the_same_call_whatever_the_templates_say() {
     let id = api.invoke_with("api.ask", body.clone()).await;
     assert_eq!(api.invoke_with("api.ask", body).await, id);
     api.finished(&id).await;
-    assert_eq!(upstream.asked().len(), 1);
+    assert_eq!(upstream.requests().len(), 1);
     assert_eq!(upstream.last().path, format!("/x?call={id}&turn=run_9%2F1"));
 }
 
 #[tokio::test]
-async fn an_alternate_has_its_own_rules() {
+async fn a_fallback_tool_applies_its_own_argument_rules() {
     let upstream = Upstream::start().await;
     let server = upstream
         .server_with(|config| {
@@ -148,7 +148,7 @@ async fn an_alternate_has_its_own_rules() {
 }
 
 #[tokio::test]
-async fn wrong_options_are_refused_and_named() {
+async fn invalid_options_are_refused_and_named() {
     let server = crate::support::Server::start().await;
     for (options, word) in [
         (json!({ "http": { "url": "https://a.b" }, "args": [] }), "options.args"),
@@ -169,7 +169,7 @@ async fn wrong_options_are_refused_and_named() {
 }
 
 #[tokio::test]
-async fn a_number_that_would_be_another_on_its_way_is_refused() {
+async fn a_number_that_would_lose_precision_is_refused() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
@@ -186,14 +186,14 @@ async fn a_number_that_would_be_another_on_its_way_is_refused() {
         let message = error["message"].as_str().unwrap();
         assert!(message.contains("123456789012345678901234567890"), "{message}");
     }
-    assert!(upstream.asked().is_empty());
+    assert!(upstream.requests().is_empty());
     let args = json!({ "wei": "123456789012345678901234567890", "n": u64::MAX });
     let paid = call(&api, "api.pay", args.clone()).await;
     assert_eq!(serde_json::from_str::<Value>(&upstream.last().body).unwrap(), args, "{paid}");
 }
 
 #[tokio::test]
-async fn a_call_has_at_least_the_time_that_its_answer_may_take() {
+async fn the_call_timeout_is_at_least_the_http_timeout() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();

@@ -1,11 +1,11 @@
-//! What an upstream's answer means.
+//! Responses of upstreams, and the results and faults that they become.
 
 use serde_json::json;
 
-use super::upstream::{Upstream, call, called, define};
+use super::upstream::{Upstream, call, define, define_and_call};
 
 #[tokio::test]
-async fn every_status_is_the_right_fault() {
+async fn every_http_status_maps_to_its_error_code() {
     let upstream = Upstream::start().await;
     let server = upstream.server_with(|config| config.policy.max_retries = 0).await;
     let api = server.api();
@@ -23,12 +23,15 @@ async fn every_status_is_the_right_fault() {
         (503, "UPSTREAM_UNAVAILABLE", "upstream_unavailable"),
     ] {
         let url = upstream.url(&format!("/status/{status}"));
-        let ended = called(&api, json!({ "http": { "url": url } }), json!({})).await;
+        let ended = define_and_call(&api, json!({ "http": { "url": url } }), json!({})).await;
         let error = &ended["error"];
         assert_eq!((&ended["status"], &error["code"]), (&json!("FAILED"), &json!(code)), "{ended}");
         assert_eq!(error["detail"]["status_code"], status);
         assert_eq!(error["detail"]["tool_name"], "api.ask");
-        assert_eq!(error["detail"]["details"]["method"], "GET", "the body, for who must find out");
+        assert_eq!(
+            error["detail"]["details"]["method"], "GET",
+            "the response body helps to find the cause"
+        );
         let id = ended["tool_call_id"].as_str().unwrap();
         let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
         assert_eq!(cards["cards"][1]["content"]["error"]["code"], utp);
@@ -36,18 +39,22 @@ async fn every_status_is_the_right_fault() {
 }
 
 #[tokio::test]
-async fn who_says_when_to_come_again_is_asked_again_then() {
+async fn the_retry_delay_of_the_upstream_is_honored() {
     let upstream = Upstream::start().await;
     let server = upstream.server_with(|config| config.policy.max_retries = 1).await;
     let api = server.api();
-    let begun = std::time::Instant::now();
-    let ended = called(&api, json!({ "http": { "url": upstream.url("/busy") } }), json!({})).await;
-    assert_eq!((&ended["status"], upstream.asked().len()), (&json!("SUCCEEDED"), 2), "{ended}");
-    assert!(begun.elapsed() >= std::time::Duration::from_millis(1_500), "not before");
+    let started = std::time::Instant::now();
+    let ended =
+        define_and_call(&api, json!({ "http": { "url": upstream.url("/busy") } }), json!({})).await;
+    assert_eq!((&ended["status"], upstream.requests().len()), (&json!("SUCCEEDED"), 2), "{ended}");
+    assert!(
+        started.elapsed() >= std::time::Duration::from_millis(1_500),
+        "the retry came too early"
+    );
 }
 
 #[tokio::test]
-async fn slow_large_broken_and_absent_upstreams() {
+async fn slow_large_broken_and_unreachable_upstreams_fail_the_call() {
     let upstream = Upstream::start().await;
     let server = upstream
         .server_with(|config| {
@@ -57,47 +64,47 @@ async fn slow_large_broken_and_absent_upstreams() {
         })
         .await;
     let api = server.api();
-    let at = |url: String| json!({ "http": { "url": url, "timeout_s": 0.2 } });
-    let slow = called(&api, at(upstream.url("/hang")), json!({})).await;
+    let with_timeout = |url: String| json!({ "http": { "url": url, "timeout_s": 0.2 } });
+    let slow = define_and_call(&api, with_timeout(upstream.url("/hang")), json!({})).await;
     assert_eq!(slow["error"]["code"], "TIMEOUT", "{slow}");
-    let without = |path: &str| json!({ "http": { "url": upstream.url(path) } });
-    let large = called(&api, without("/large"), json!({})).await;
+    let without_timeout = |path: &str| json!({ "http": { "url": upstream.url(path) } });
+    let large = define_and_call(&api, without_timeout("/large"), json!({})).await;
     assert_eq!(large["error"]["code"], "PAYLOAD_TOO_LARGE", "{large}");
-    let broken = called(&api, without("/broken"), json!({})).await;
+    let broken = define_and_call(&api, without_timeout("/broken"), json!({})).await;
     assert_eq!(broken["error"]["code"], "RUNTIME_ERROR", "{broken}");
-    let binary = called(&api, without("/binary"), json!({})).await;
+    let binary = define_and_call(&api, without_timeout("/binary"), json!({})).await;
     assert!(binary["error"]["message"].as_str().unwrap().contains("image/png"), "{binary}");
-    let nobody = json!({ "http": { "url": "http://127.0.0.1:9/x" } });
-    let absent = called(&api, nobody, json!({})).await;
-    assert_eq!(absent["error"]["code"], "UPSTREAM_UNAVAILABLE", "{absent}");
+    let closed_port = json!({ "http": { "url": "http://127.0.0.1:9/x" } });
+    let unreachable = define_and_call(&api, closed_port, json!({})).await;
+    assert_eq!(unreachable["error"]["code"], "UPSTREAM_UNAVAILABLE", "{unreachable}");
 }
 
 #[tokio::test]
-async fn what_of_the_answer_is_the_result() {
+async fn the_response_body_becomes_the_result() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
     let at = |path: &str| json!({ "http": { "url": upstream.url(path) } });
-    let ended = called(&api, at("/nested"), json!({})).await;
+    let ended = define_and_call(&api, at("/nested"), json!({})).await;
     assert_eq!(ended["result"], json!({ "data": { "items": [1, 2] } }));
-    let ended = called(&api, at("/list"), json!({})).await;
+    let ended = define_and_call(&api, at("/list"), json!({})).await;
     assert_eq!(ended["result"], json!([1, 2]));
-    let ended = called(&api, at("/empty"), json!({})).await;
+    let ended = define_and_call(&api, at("/empty"), json!({})).await;
     assert_eq!(ended["result"], json!({ "status_code": 204 }));
-    let ended = called(&api, at("/text"), json!({})).await;
+    let ended = define_and_call(&api, at("/text"), json!({})).await;
     assert!(ended["result"]["data"].as_str().unwrap().starts_with("you sent"), "{ended}");
     let mapped = |pointer: &str| {
         let url = upstream.url("/nested");
         json!({ "http": { "url": url, "response": { "pointer": pointer } } })
     };
-    let ended = called(&api, mapped("/data/items"), json!({})).await;
+    let ended = define_and_call(&api, mapped("/data/items"), json!({})).await;
     assert_eq!(ended["result"], json!([1, 2]));
-    let ended = called(&api, mapped("/nothing"), json!({})).await;
+    let ended = define_and_call(&api, mapped("/nothing"), json!({})).await;
     assert_eq!(ended["error"]["code"], "RUNTIME_ERROR");
 }
 
 #[tokio::test]
-async fn an_irreversible_operation_that_may_have_happened_is_not_sent_again() {
+async fn an_irreversible_operation_is_not_retried_after_a_500() {
     let upstream = Upstream::start().await;
     let server = upstream.server_with(|config| config.policy.max_retries = 3).await;
     let api = server.api();
@@ -105,14 +112,14 @@ async fn an_irreversible_operation_that_may_have_happened_is_not_sent_again() {
     let made = define(&api, json!({ "tool_name": "api.pay", "options": post })).await;
     assert_eq!(made["effect"], "irreversible");
     call(&api, "api.pay", json!({ "n": 1 })).await;
-    assert_eq!(upstream.asked().len(), 1);
+    assert_eq!(upstream.requests().len(), 1);
     let read = json!({ "http": { "url": upstream.url("/status/500") } });
-    let ended = called(&api, read, json!({})).await;
-    assert_eq!((upstream.asked().len(), &ended["attempt"]), (5, &json!(4)), "what reads is");
+    let ended = define_and_call(&api, read, json!({})).await;
+    assert_eq!((upstream.requests().len(), &ended["attempt"]), (5, &json!(4)), "a read is retried");
 }
 
 #[tokio::test]
-async fn a_canceled_call_lets_go_of_its_upstream() {
+async fn a_call_can_be_canceled_while_its_upstream_hangs() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();

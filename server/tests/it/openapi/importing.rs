@@ -1,4 +1,4 @@
-//! Importing documents over HTTP, and calling what they became.
+//! Importing OpenAPI documents over HTTP, and calling the imported tools.
 
 use reqwest::Method;
 use reqwest::header::CONTENT_TYPE;
@@ -47,19 +47,20 @@ fn document(url: &str) -> Value {
 }
 
 #[tokio::test]
-async fn every_operation_is_a_tool_that_can_be_called() {
+async fn every_imported_operation_is_a_callable_tool() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
     let path = "/projects/default/tools/import?prefix=pets";
     let made = api.post(path, document(&upstream.url("/v1"))).await.is(201);
-    let named = |tool: &Value| {
+    let name_and_effect = |tool: &Value| {
         (
             tool["tool_name"].as_str().unwrap().to_owned(),
             tool["effect"].as_str().unwrap().to_owned(),
         )
     };
-    let imported: Vec<_> = made["imported"].as_array().unwrap().iter().map(named).collect();
+    let imported: Vec<_> =
+        made["imported"].as_array().unwrap().iter().map(name_and_effect).collect();
     let expected = [
         ("pets.createPet", "irreversible"),
         ("pets.getPet", "read"),
@@ -72,13 +73,13 @@ async fn every_operation_is_a_tool_that_can_be_called() {
     assert_eq!(ended["result"]["path"], "/v1/pets/7?tags=a&tags=b", "{ended}");
     assert_eq!(upstream.last().header("x-lang"), Some("en"));
     call(&api, "pets.put_pets_id", json!({ "id": 1, "name": "Rex" })).await;
-    let asked = upstream.last();
-    assert_eq!((asked.method.as_str(), asked.body.as_str()), ("PUT", r#"{"name":"Rex"}"#));
+    let request = upstream.last();
+    assert_eq!((request.method.as_str(), request.body.as_str()), ("PUT", r#"{"name":"Rex"}"#));
     call(&api, "pets.createPet", json!({ "name": "R x" })).await;
     assert_eq!(upstream.last().body, "name=R%20x");
     let body = json!({ "run_id": "r", "args": { "id": 0 } });
     api.post("/v1/tools/pets.getPet/invoke", body).await.refused(422, "VALIDATION_ERROR");
-    // Again, it is the same; and it can be shown and taken away like any other.
+    // A second import gives the same result, and an imported tool can be shown and deleted.
     let again = api.post(path, document(&upstream.url("/v1"))).await.is(201);
     assert_eq!(again, made);
     let shown = api.get("/projects/default/tools/pets.getPet").await.is(200);
@@ -89,7 +90,7 @@ async fn every_operation_is_a_tool_that_can_be_called() {
 }
 
 #[tokio::test]
-async fn yaml_forms_other_servers_and_dry_runs() {
+async fn yaml_multipart_server_override_and_dry_run_are_supported() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
@@ -116,7 +117,7 @@ async fn yaml_forms_other_servers_and_dry_runs() {
 }
 
 #[tokio::test]
-async fn what_is_no_document_is_refused_and_says_why() {
+async fn invalid_documents_are_refused_with_a_reason() {
     let server = Server::start().await;
     let api = server.api();
     let path = "/projects/default/tools/import";
@@ -142,7 +143,7 @@ async fn what_is_no_document_is_refused_and_says_why() {
     api.send(request.body("a: [")).await.refused(400, "BAD_REQUEST");
     let large = json!({ "openapi": "3.1.0", "x": "y".repeat(3 << 20) });
     api.post(path, large).await.refused(413, "PAYLOAD_TOO_LARGE");
-    // One name that is taken, and nothing is imported.
+    // If one name is taken, nothing is imported.
     let mut taken = document(url);
     taken["paths"]["/calc"] = json!({ "get": { "operationId": "calculation.eval" } });
     api.post(path, taken).await.refused(409, "CONFLICT");

@@ -1,73 +1,76 @@
-//! `options.jina` against something that answers as Jina does.
+//! `options.jina` against an upstream that stands in for Jina.
 
 use serde_json::{Value, json};
 
-use super::upstream::{Upstream, call, called, define};
+use super::upstream::{Upstream, call, define, define_and_call};
 
 #[tokio::test]
-async fn search_and_reader() {
+async fn search_and_reader_requests_have_the_expected_form() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
     let search = json!({ "jina": { "mode": "search", "defaults": { "n": 3 } } });
-    let ended = called(&api, search, json!({ "query": "tool crib" })).await;
+    let ended = define_and_call(&api, search, json!({ "query": "tool crib" })).await;
     assert_eq!(ended["status"], "SUCCEEDED", "{ended}");
-    let asked = upstream.last();
-    assert_eq!((asked.method.as_str(), asked.path.as_str()), ("GET", "/search?n=3&q=tool+crib"));
-    assert_eq!(asked.header("accept"), Some("text/plain"));
-    assert_eq!(asked.header("traceparent"), None);
+    let request = upstream.last();
+    assert_eq!(
+        (request.method.as_str(), request.path.as_str()),
+        ("GET", "/search?n=3&q=tool+crib")
+    );
+    assert_eq!(request.header("accept"), Some("text/plain"));
+    assert_eq!(request.header("traceparent"), None);
     assert!(ended["result"]["latency_ms"].is_u64(), "{ended}");
     assert_eq!(ended["effect"], "read");
     let reader = json!({ "jina": { "mode": "reader" } });
-    called(&api, reader, json!({ "url": "https://example.com/a?b=c" })).await;
+    define_and_call(&api, reader, json!({ "url": "https://example.com/a?b=c" })).await;
     assert_eq!(upstream.last().path, "/https%3A%2F%2Fexample.com%2Fa%3Fb%3Dc");
-    // What is read cannot be another place of Jina's.
-    let below = json!({ "jina": { "mode": "reader", "endpoint_template": "/v1/{url}" } });
-    let before = upstream.asked().len();
+    // The URL to read cannot select another path of Jina.
+    let with_prefix = json!({ "jina": { "mode": "reader", "endpoint_template": "/v1/{url}" } });
+    let before = upstream.requests().len();
     for url in [".", "..", "%2e%2E"] {
-        let ended = called(&api, below.clone(), json!({ "url": url })).await;
+        let ended = define_and_call(&api, with_prefix.clone(), json!({ "url": url })).await;
         match url.contains('%') {
             true => assert_eq!(upstream.last().path, "/v1/%252e%252E", "{ended}"),
             false => assert_eq!(ended["error"]["code"], "BAD_REQUEST", "{ended}"),
         }
     }
-    assert_eq!(upstream.asked().len(), before + 1);
+    assert_eq!(upstream.requests().len(), before + 1);
 }
 
 #[tokio::test]
-async fn answers_are_wrapped_and_errors_in_them_found() {
+async fn responses_are_wrapped_and_their_errors_detected() {
     let upstream = Upstream::start().await;
     let server = upstream.server_with(|config| config.policy.max_retries = 0).await;
     let api = server.api();
     let at = |path: &str| json!({ "jina": { "mode": "search", "path": path } });
     let q = || json!({ "q": "x" });
-    let ended = called(&api, at("/list"), q()).await;
+    let ended = define_and_call(&api, at("/list"), q()).await;
     assert_eq!(ended["result"]["value"], json!([1, 2]));
-    let ended = called(&api, at("/text"), q()).await;
+    let ended = define_and_call(&api, at("/text"), q()).await;
     assert!(ended["result"]["data"].as_str().unwrap().starts_with("you sent"), "{ended}");
     assert!(ended["result"]["latency_ms"].is_u64());
-    let ended = called(&api, at("/error"), q()).await;
+    let ended = define_and_call(&api, at("/error"), q()).await;
     assert_eq!(ended["error"]["code"], "UPSTREAM_UNAVAILABLE", "{ended}");
     assert_eq!(ended["error"]["detail"]["details"], "out of order");
     for (status, code) in
         [(400, "BAD_REQUEST"), (401, "UNAUTHENTICATED"), (502, "UPSTREAM_UNAVAILABLE")]
     {
-        let ended = called(&api, at(&format!("/status/{status}")), q()).await;
+        let ended = define_and_call(&api, at(&format!("/status/{status}")), q()).await;
         assert_eq!(ended["error"]["code"], code, "{ended}");
         assert_eq!(ended["error"]["detail"]["status_code"], status);
     }
     let slow = json!({ "jina": { "mode": "search", "path": "/hang", "timeout_s": 0.2 } });
-    let ended = called(&api, slow, q()).await;
+    let ended = define_and_call(&api, slow, q()).await;
     assert_eq!(ended["error"]["code"], "TIMEOUT", "{ended}");
 }
 
 #[tokio::test]
-async fn what_is_missing_or_elsewhere_is_a_bad_request() {
+async fn missing_arguments_and_invalid_options_are_bad_requests() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
     let search = || json!({ "jina": { "mode": "search" } });
-    let evil = json!({ "jina": { "mode": "search", "base_url": "https://evil.example" } });
+    let other_host = json!({ "jina": { "mode": "search", "base_url": "https://evil.example" } });
     let no_mode = json!({ "jina": {} });
     let cases: [(Value, Value); 3] = [
         (search(), json!({})),
@@ -75,47 +78,47 @@ async fn what_is_missing_or_elsewhere_is_a_bad_request() {
         (json!({ "jina": { "mode": "reader" } }), json!({})),
     ];
     for (options, args) in cases {
-        let ended = called(&api, options, args).await;
+        let ended = define_and_call(&api, options, args).await;
         assert_eq!(ended["error"]["code"], "BAD_REQUEST", "{ended}");
     }
-    // What no call could be right for is not even defined.
+    // Options that no call could satisfy are refused in the definition.
     let host = json!({ "jina": { "mode": "search", "headers": { "Host": "evil.example" } } });
-    let older = json!({ "openapi": { "path": "/search", "headers": { "a b": "c" } } });
-    for options in [evil, no_mode, host, older] {
+    let invalid_header = json!({ "openapi": { "path": "/search", "headers": { "a b": "c" } } });
+    for options in [other_host, no_mode, host, invalid_header] {
         let definition = json!({ "tool_name": "api.ask", "options": options });
         api.post("/projects/default/tools", definition).await.refused(400, "BAD_REQUEST");
     }
-    assert!(upstream.asked().is_empty());
+    assert!(upstream.requests().is_empty());
 }
 
 #[tokio::test]
-async fn the_host_decides_the_mode_and_other_methods_have_a_body() {
+async fn the_host_sets_the_mode_and_post_sends_a_body() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
     let port = upstream.address.rsplit(':').next().unwrap();
     let by_host = json!({ "jina": { "base_url": format!("http://localhost:{port}") } });
-    called(&api, by_host, json!({ "target_url": "x" })).await;
+    define_and_call(&api, by_host, json!({ "target_url": "x" })).await;
     assert_eq!(upstream.last().path, "/x", "the reader's host");
     let post = json!({ "jina": { "mode": "search", "method": "POST" } });
     define(&api, json!({ "tool_name": "api.ask", "effect": "read", "options": post })).await;
     call(&api, "api.ask", json!({ "q": "x", "n": null })).await;
-    let asked = upstream.last();
-    assert_eq!((asked.method.as_str(), asked.path.as_str()), ("POST", "/search"));
-    let body: Value = serde_json::from_str(&asked.body).unwrap();
+    let request = upstream.last();
+    assert_eq!((request.method.as_str(), request.path.as_str()), ("POST", "/search"));
+    let body: Value = serde_json::from_str(&request.body).unwrap();
     assert_eq!(body, json!({ "q": "x", "n": null }));
 }
 
 #[tokio::test]
-async fn without_settings_only_jina_itself_may_be_asked() {
+async fn by_default_only_the_hosts_of_jina_are_allowed() {
     let server = crate::support::Server::start().await;
-    let places = ["https://s.jina.ai", "https://r.jina.ai"];
-    assert_eq!(server.config.http.jina.search_url, places[0]);
-    assert_eq!(server.config.http.jina.reader_url, places[1]);
+    let urls = ["https://s.jina.ai", "https://r.jina.ai"];
+    assert_eq!(server.config.http.jina.search_url, urls[0]);
+    assert_eq!(server.config.http.jina.reader_url, urls[1]);
     assert_eq!(server.config.http.hosts, ["s.jina.ai", "r.jina.ai"]);
     for base_url in ["http://s.jina.ai", "https://s.jina.ai:8443"] {
         let options = json!({ "jina": { "mode": "search", "base_url": base_url } });
-        let ended = called(&server.api(), options, json!({ "q": "x" })).await;
+        let ended = define_and_call(&server.api(), options, json!({ "q": "x" })).await;
         assert_eq!(ended["error"]["code"], "PERMISSION_DENIED", "{base_url}: {ended}");
     }
 }

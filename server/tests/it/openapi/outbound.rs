@@ -1,18 +1,19 @@
-//! Where a definition cannot lead the server.
+//! Outbound protection: hosts and addresses that a definition cannot reach.
 
 use std::net::ToSocketAddrs;
 
 use serde_json::{Value, json};
 
-use super::upstream::{Upstream, called};
+use super::upstream::{Upstream, define_and_call};
 use crate::support::Server;
 
-async fn asked(server: &Server, url: &str) -> Value {
-    called(&server.api(), json!({ "http": { "url": url } }), json!({})).await["error"].clone()
+async fn call_error(server: &Server, url: &str) -> Value {
+    define_and_call(&server.api(), json!({ "http": { "url": url } }), json!({})).await["error"]
+        .clone()
 }
 
 #[tokio::test]
-async fn only_listed_hosts_with_https_and_its_port() {
+async fn only_listed_hosts_over_https_on_its_port_are_allowed() {
     let server = Server::with(|config| {
         config.http.hosts = vec!["api.example.com".into()];
         config.policy.max_retries = 0;
@@ -25,7 +26,7 @@ async fn only_listed_hosts_with_https_and_its_port() {
         "https://api.example.com.evil.org/",
         "http://127.0.0.1:8080/",
     ] {
-        let error = asked(&server, url).await;
+        let error = call_error(&server, url).await;
         assert_eq!(error["code"], "PERMISSION_DENIED", "{url}: {error}");
         assert!(error["message"].as_str().unwrap().contains("http.hosts"), "{error}");
     }
@@ -58,21 +59,22 @@ async fn private_addresses_are_refused_in_every_spelling() {
     })
     .await;
     for host in hosts {
-        let error = asked(&server, &format!("http://{host}:{port}/x")).await;
+        let error = call_error(&server, &format!("http://{host}:{port}/x")).await;
         assert_eq!(error["code"], "PERMISSION_DENIED", "{host}: {error}");
         assert!(error["message"].as_str().unwrap().contains("private"), "{host}: {error}");
     }
-    assert!(upstream.asked().is_empty());
+    assert!(upstream.requests().is_empty());
 }
 
 #[tokio::test]
 async fn a_name_that_resolves_to_a_private_address_is_not_connected_to() {
     let upstream = Upstream::start().await;
     let port = upstream.address.rsplit(':').next().unwrap().to_owned();
-    // Names that lead to this machine, and are not looked at before they are resolved.
-    let own = std::fs::read_to_string("/etc/hostname").unwrap_or_default().trim().to_owned();
-    let leads = |name: &&str| (*name, 1).to_socket_addrs().is_ok_and(|mut to| to.next().is_some());
-    let name = [own.as_str(), "ip6-localhost"].into_iter().find(leads);
+    // Names that resolve to this machine and are checked only after resolution.
+    let hostname = std::fs::read_to_string("/etc/hostname").unwrap_or_default().trim().to_owned();
+    let resolves =
+        |name: &&str| (*name, 1).to_socket_addrs().is_ok_and(|mut to| to.next().is_some());
+    let name = [hostname.as_str(), "ip6-localhost"].into_iter().find(resolves);
     let code = if name.is_some() { "PERMISSION_DENIED" } else { "UPSTREAM_UNAVAILABLE" };
     let name = name.unwrap_or("ip6-localhost");
     let server = Server::with(|config| {
@@ -80,41 +82,41 @@ async fn a_name_that_resolves_to_a_private_address_is_not_connected_to() {
         config.policy.max_retries = 0;
     })
     .await;
-    let error = asked(&server, &format!("http://{name}:{port}/x")).await;
+    let error = call_error(&server, &format!("http://{name}:{port}/x")).await;
     assert_eq!(error["code"], code, "{error}");
-    assert!(upstream.asked().is_empty());
+    assert!(upstream.requests().is_empty());
 }
 
 #[tokio::test]
-async fn redirects_stay_on_their_host() {
+async fn redirects_to_other_hosts_are_not_followed() {
     let upstream = Upstream::start().await;
     let server = upstream.server_with(|config| config.policy.max_retries = 0).await;
     let api = server.api();
     let at = |path: &str| json!({ "http": { "url": upstream.url(path) } });
-    let ended = called(&api, at("/redirect/same"), json!({})).await;
+    let ended = define_and_call(&api, at("/redirect/same"), json!({})).await;
     assert_eq!(ended["result"]["path"], "/landed", "{ended}");
-    let ended = called(&api, at("/redirect/elsewhere"), json!({})).await;
+    let ended = define_and_call(&api, at("/redirect/elsewhere"), json!({})).await;
     assert_eq!(ended["error"]["code"], "UPSTREAM_UNAVAILABLE", "{ended}");
     let message = ended["error"]["message"].as_str().unwrap();
     assert!(message.contains("another host, http://169.254.169.254"), "{message}");
-    let ended = called(&api, at("/redirect/round"), json!({})).await;
+    let ended = define_and_call(&api, at("/redirect/round"), json!({})).await;
     assert!(ended["error"]["message"].as_str().unwrap().contains("more than 5"), "{ended}");
-    let before = upstream.asked().len();
+    let before = upstream.requests().len();
     let post = json!({ "http": { "method": "POST", "url": upstream.url("/redirect/same") } });
-    let ended = called(&api, post, json!({})).await;
-    assert_eq!(ended["status"], "FAILED", "what does more than read is not sent on");
-    assert_eq!(upstream.asked().len(), before + 1);
+    let ended = define_and_call(&api, post, json!({})).await;
+    assert_eq!(ended["status"], "FAILED", "a POST must not follow a redirect");
+    assert_eq!(upstream.requests().len(), before + 1);
 }
 
 #[tokio::test]
-async fn an_argument_cannot_leave_the_path() {
+async fn a_path_argument_cannot_escape_its_segment() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let options = json!({ "http": { "url": upstream.url("/pets/{id}/toys") } });
     let api = server.api();
-    let ended = called(&api, options.clone(), json!({ "id": "../../admin?x=#" })).await;
+    let ended = define_and_call(&api, options.clone(), json!({ "id": "../../admin?x=#" })).await;
     assert_eq!(ended["result"]["path"], "/pets/..%2F..%2Fadmin%3Fx%3D%23/toys", "{ended}");
-    let ended = called(&api, options, json!({ "id": ".." })).await;
+    let ended = define_and_call(&api, options, json!({ "id": ".." })).await;
     assert_eq!(ended["error"]["code"], "BAD_REQUEST");
-    assert_eq!(upstream.asked().len(), 1);
+    assert_eq!(upstream.requests().len(), 1);
 }

@@ -1,4 +1,4 @@
-//! Secrets are in the environment of the server and in the request that needs them: nowhere else.
+//! Secrets exist in the environment of the server and in the request that needs them only.
 
 use serde_json::{Value, json};
 
@@ -11,8 +11,8 @@ const TOKEN: &str = "t0ken-that-nobody-sees";
 const PASSWORD: &str = "pa55word:nobody:knows";
 const PIN: &str = "90210777";
 
-/// The real binary with secrets in its environment, that may ask the upstream.
-async fn server(upstream: &Upstream) -> (Server, Api) {
+/// Starts the real binary with secrets in its environment and access to the upstream.
+async fn start_server(upstream: &Upstream) -> (Server, Api) {
     let env = [
         format!("PET_KEY={KEY}"),
         format!("PET_TOKEN={TOKEN}"),
@@ -36,7 +36,7 @@ async fn server(upstream: &Upstream) -> (Server, Api) {
     (server, api)
 }
 
-fn spellings() -> Vec<String> {
+fn secret_spellings() -> Vec<String> {
     let plain = [KEY, TOKEN, PASSWORD, PIN, "forbidden-value"].map(str::to_owned);
     let encoded = ["s3cret-key%2Fwith%3Dodd", "s3cret-key%2fwith%3dodd", "pa55word%3Anobody"];
     // ada:pa55word:nobody:knows
@@ -44,32 +44,32 @@ fn spellings() -> Vec<String> {
     plain.into_iter().chain(encoded.into_iter().chain(basic).map(str::to_owned)).collect()
 }
 
-fn has_none(what: &str, text: &str) {
-    for secret in spellings() {
+fn assert_no_secret(what: &str, text: &str) {
+    for secret in secret_spellings() {
         assert!(!text.contains(&secret), "{what} has {secret}: {text:.2000}");
     }
 }
 
-/// Everything the server tells and keeps of a call.
-async fn nothing_kept(server: &Server, api: &Api, ended: &Value) {
-    has_none("the call", &ended.to_string());
+/// Asserts that no response, stored file or log line about the call has a secret.
+async fn assert_no_secret_stored(server: &Server, api: &Api, ended: &Value) {
+    assert_no_secret("the call", &ended.to_string());
     let id = ended["tool_call_id"].as_str().unwrap();
-    has_none("the cards", &api.get(&format!("/v1/tool_calls/{id}/cards")).await.text);
-    has_none("the list", &api.get("/v1/tool_calls").await.text);
-    has_none("the tools", &api.get("/v1/tools").await.text);
-    has_none("the definitions", &api.get("/projects/default/tools").await.text);
-    has_none("the audit", &api.get("/v1/audit").await.text);
+    assert_no_secret("the cards", &api.get(&format!("/v1/tool_calls/{id}/cards")).await.text);
+    assert_no_secret("the list", &api.get("/v1/tool_calls").await.text);
+    assert_no_secret("the tools", &api.get("/v1/tools").await.text);
+    assert_no_secret("the definitions", &api.get("/projects/default/tools").await.text);
+    assert_no_secret("the audit", &api.get("/v1/audit").await.text);
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
-    has_none("the events", &format!("{:?}", events.rest().await));
+    assert_no_secret("the events", &format!("{:?}", events.rest().await));
     for entry in std::fs::read_dir(server.data_dir()).unwrap() {
         let path = entry.unwrap().path();
         let bytes = std::fs::read(&path).unwrap();
-        has_none(&path.display().to_string(), &String::from_utf8_lossy(&bytes));
+        assert_no_secret(&path.display().to_string(), &String::from_utf8_lossy(&bytes));
     }
-    has_none("the log", &server.log());
+    assert_no_secret("the log", &server.log());
 }
 
-/// An operation that sends every kind of secret, to a path of the upstream.
+/// An operation that sends every kind of secret to this URL.
 fn operation(url: String) -> Value {
     json!({
         "tool_name": "pets.ask",
@@ -94,29 +94,29 @@ fn operation(url: String) -> Value {
 }
 
 #[tokio::test]
-async fn an_upstream_that_echoes_everything_leaves_nothing_behind() {
+async fn secrets_echoed_by_an_upstream_are_redacted_everywhere() {
     let upstream = Upstream::start().await;
-    let (server, api) = server(&upstream).await;
+    let (server, api) = start_server(&upstream).await;
     for path in ["/echo", "/text", "/status/400", "/status/401", "/status/500", "/error"] {
         define(&api, operation(upstream.url(path))).await;
         let ended = call(&api, "pets.ask", json!({ "said": "hello", "pin": "mine" })).await;
-        let asked = upstream.last();
-        assert_eq!(asked.header("x-pin"), Some(PIN), "it was really sent");
+        let request = upstream.last();
+        assert_eq!(request.header("x-pin"), Some(PIN), "the secret must be sent");
         let basic = "Basic YWRhOnBhNTV3b3JkOm5vYm9keTprbm93cw==";
-        assert_eq!(asked.header("authorization"), Some(basic));
-        assert!(asked.path.contains("k=s3cret-key%2Fwith%3Dodd+chars"), "{}", asked.path);
-        let body: Value = serde_json::from_str(&asked.body).unwrap();
+        assert_eq!(request.header("authorization"), Some(basic));
+        assert!(request.path.contains("k=s3cret-key%2Fwith%3Dodd+chars"), "{}", request.path);
+        let body: Value = serde_json::from_str(&request.body).unwrap();
         assert_eq!(body, json!({ "token": TOKEN, "said": "hello" }));
         assert!(ended.to_string().contains("[secret]"), "{path}: {ended}");
-        assert!(ended.to_string().contains("hello"), "{path}: the rest is there: {ended}");
-        nothing_kept(&server, &api, &ended).await;
+        assert!(ended.to_string().contains("hello"), "{path}: other content must stay: {ended}");
+        assert_no_secret_stored(&server, &api, &ended).await;
     }
 }
 
 #[tokio::test]
-async fn a_bearer_token_is_sent_and_not_kept() {
+async fn a_bearer_token_is_sent_and_not_stored() {
     let upstream = Upstream::start().await;
-    let (server, api) = server(&upstream).await;
+    let (server, api) = start_server(&upstream).await;
     let auth = json!([{ "type": "bearer", "env": "PET_TOKEN" }]);
     let options = json!({ "http": { "url": upstream.url("/x"), "auth": auth } });
     define(&api, json!({ "tool_name": "pets.ask", "options": options })).await;
@@ -124,13 +124,13 @@ async fn a_bearer_token_is_sent_and_not_kept() {
     let expected = format!("Bearer {TOKEN}");
     assert_eq!(upstream.last().header("authorization"), Some(expected.as_str()));
     assert_eq!(ended["status"], "SUCCEEDED", "{ended}");
-    nothing_kept(&server, &api, &ended).await;
+    assert_no_secret_stored(&server, &api, &ended).await;
 }
 
 #[tokio::test]
-async fn variables_that_are_not_set_or_not_allowed() {
+async fn unset_and_forbidden_variables_are_not_sent() {
     let upstream = Upstream::start().await;
-    let (_server, api) = server(&upstream).await;
+    let (_server, api) = start_server(&upstream).await;
     for name in ["PET_NOT_SET", "PET_EMPTY", "FORBIDDEN_KEY", "TOOLCRIB_LOG__LEVEL"] {
         let auth = json!([{ "type": "bearer", "env": name }]);
         let options = json!({ "http": { "url": upstream.url("/x"), "auth": auth } });
@@ -138,7 +138,7 @@ async fn variables_that_are_not_set_or_not_allowed() {
         let ended = call(&api, "pets.ask", json!({})).await;
         assert_eq!(ended["error"]["code"], "UNAUTHENTICATED", "{ended}");
         assert!(ended["error"]["message"].as_str().unwrap().contains(name), "{ended}");
-        // As an argument it is left out.
+        // As an argument it is omitted.
         let options = json!({ "http": { "url": upstream.url("/x") }, "envs": { "a": name } });
         define(&api, json!({ "tool_name": "pets.ask", "options": options })).await;
         call(&api, "pets.ask", json!({ "b": 1 })).await;
@@ -147,9 +147,9 @@ async fn variables_that_are_not_set_or_not_allowed() {
 }
 
 #[tokio::test]
-async fn a_document_is_imported_by_the_command_line_and_its_key_used() {
+async fn a_document_imported_on_the_command_line_uses_its_key() {
     let upstream = Upstream::start().await;
-    let (server, api) = server(&upstream).await;
+    let (server, api) = start_server(&upstream).await;
     let spec = format!(
         "openapi: 3.1.0\ninfo: {{title: Pets}}\nservers: [{{url: 'http://{}/v1'}}]\n\
          security: [{{key: []}}]\npaths:\n  /pets/{{id}}:\n    get:\n      operationId: get\n      \
@@ -174,7 +174,7 @@ async fn a_document_is_imported_by_the_command_line_and_its_key_used() {
     assert_eq!(answer["imported"][0]["envs"], json!(["PET_KEY"]));
     let ended = call(&api, "pet.get", json!({ "id": 7 })).await;
     assert_eq!(ended["status"], "SUCCEEDED", "{ended}");
-    let asked = upstream.last();
-    assert_eq!((asked.path.as_str(), asked.header("x-key")), ("/v1/pets/7", Some(KEY)));
-    nothing_kept(&server, &api, &ended).await;
+    let request = upstream.last();
+    assert_eq!((request.path.as_str(), request.header("x-key")), ("/v1/pets/7", Some(KEY)));
+    assert_no_secret_stored(&server, &api, &ended).await;
 }

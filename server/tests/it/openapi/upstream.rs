@@ -1,4 +1,4 @@
-//! An API to ask: it says what it was asked, and answers as it is told to.
+//! An HTTP API that records its requests; the path of a request selects the response.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use toolcrib_server::config::Config;
 
 use crate::support::{Api, Server};
 
-/// What it was asked.
+/// A request that the upstream received.
 #[derive(Debug, Clone)]
-pub struct Asked {
+pub struct RecordedRequest {
     pub method: String,
-    /// With its query.
+    /// The path with its query.
     pub path: String,
     pub headers: Vec<(String, String)>,
     pub body: String,
 }
 
-impl Asked {
+impl RecordedRequest {
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
@@ -32,7 +32,7 @@ impl Asked {
 #[derive(Clone, Default)]
 pub struct Upstream {
     pub address: String,
-    log: Arc<Mutex<Vec<Asked>>>,
+    log: Arc<Mutex<Vec<RecordedRequest>>>,
 }
 
 impl Upstream {
@@ -49,15 +49,15 @@ impl Upstream {
         format!("http://{}{path}", self.address)
     }
 
-    pub fn asked(&self) -> Vec<Asked> {
+    pub fn requests(&self) -> Vec<RecordedRequest> {
         self.log.lock().clone()
     }
 
-    pub fn last(&self) -> Asked {
-        self.asked().last().cloned().unwrap()
+    pub fn last(&self) -> RecordedRequest {
+        self.requests().last().cloned().unwrap()
     }
 
-    /// A server that may ask it.
+    /// Starts a server that may send requests to this upstream.
     pub async fn server(&self) -> Server {
         self.server_with(|_| {}).await
     }
@@ -83,7 +83,7 @@ async fn answer(
     headers: HeaderMap,
     body: Bytes,
 ) -> Response<Body> {
-    let asked = Asked {
+    let request = RecordedRequest {
         method: method.to_string(),
         path: uri.to_string(),
         headers: headers
@@ -94,23 +94,23 @@ async fn answer(
             .collect(),
         body: String::from_utf8_lossy(&body).into_owned(),
     };
-    upstream.log.lock().push(asked.clone());
-    let told = uri.path().trim_start_matches('/').split('/').collect::<Vec<_>>();
+    upstream.log.lock().push(request.clone());
+    let segments = uri.path().trim_start_matches('/').split('/').collect::<Vec<_>>();
     let echo = json!({
-        "method": asked.method, "path": asked.path, "body": asked.body,
-        "headers": asked.headers.iter().map(|(n, v)| json!([n, v])).collect::<Vec<_>>(),
+        "method": request.method, "path": request.path, "body": request.body,
+        "headers": request.headers.iter().map(|(n, v)| json!([n, v])).collect::<Vec<_>>(),
     });
     let answer = Response::builder();
     let as_json = |answer: axum::http::response::Builder, value: Value| {
         let kind = (header::CONTENT_TYPE, "application/json");
         answer.header(kind.0, kind.1).body(Body::from(value.to_string())).unwrap()
     };
-    match told.as_slice() {
+    match segments.as_slice() {
         ["status", code, ..] => {
             let code: u16 = code.parse().unwrap();
             as_json(answer.status(StatusCode::from_u16(code).unwrap()), echo)
         }
-        // Busy once, for a second and a half.
+        // Refuses the first request, with a delay of 1.5 s.
         ["busy", ..] if upstream.log.lock().len() == 1 => {
             as_json(answer.status(429).header(header::RETRY_AFTER, "1.5"), echo)
         }
@@ -158,7 +158,7 @@ pub async fn define(api: &Api, definition: Value) -> Value {
 }
 
 /// Defines a tool with these options and calls it to its end.
-pub async fn called(api: &Api, options: Value, args: Value) -> Value {
+pub async fn define_and_call(api: &Api, options: Value, args: Value) -> Value {
     define(api, json!({ "tool_name": "api.ask", "options": options })).await;
     call(api, "api.ask", args).await
 }

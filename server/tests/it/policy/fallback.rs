@@ -1,4 +1,4 @@
-//! Alternates: used only when the first tool is known not to have taken effect.
+//! Fallbacks: used only if the first tool is known to have had no side effect.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use crate::support::api::{message, offer_with};
 use crate::support::ws::Ws;
 use crate::support::{Api, Server};
 
-/// A tool with an alternate that takes other arguments.
+/// A tool with a fallback that takes other arguments.
 fn tools(effect: &str, spare: &str) -> Value {
     let query = json!({
         "type": "object", "properties": { "query": { "type": "string" } }, "required": ["query"]
@@ -30,7 +30,7 @@ fn tools(effect: &str, spare: &str) -> Value {
     ])
 }
 
-async fn begun(effect: &str) -> (Server, Api, Ws, String, Value) {
+async fn start_call(effect: &str) -> (Server, Api, Ws, String, Value) {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", tools(effect, "irreversible")).await;
@@ -41,9 +41,9 @@ async fn begun(effect: &str) -> (Server, Api, Ws, String, Value) {
 }
 
 #[tokio::test]
-async fn the_alternate_runs_with_its_own_arguments_and_the_answer_says_so() {
-    let (_server, api, mut client, id, request) = begun("read").await;
-    let asked_with = request["args"].clone();
+async fn the_fallback_runs_with_mapped_arguments_and_is_reported() {
+    let (_server, api, mut client, id, request) = start_call("read").await;
+    let original_args = request["args"].clone();
     assert_eq!(client.fail(&request, json!("down")).await["status"], "PENDING");
     let request = client.take().await;
     assert_eq!(request["tool_call_id"], json!(id), "the same ticket");
@@ -51,9 +51,9 @@ async fn the_alternate_runs_with_its_own_arguments_and_the_answer_says_so() {
     assert_eq!(request["args"], json!({ "q": "rain", "limit": 5 }));
     client.succeed(&request, json!("from the spare")).await;
     let call = api.call(&id).await;
-    assert_eq!(call["tool_name"], "first.tool", "what was asked for");
-    assert_eq!(call["args"], asked_with, "and with what");
-    assert_eq!(call["ran_tool"], "spare.tool", "what really ran");
+    assert_eq!(call["tool_name"], "first.tool", "the requested tool");
+    assert_eq!(call["args"], original_args, "the requested arguments");
+    assert_eq!(call["ran_tool"], "spare.tool", "the executed tool");
     assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!("from the spare")));
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
     let fallback = events.named("tool.call.fallback").await;
@@ -67,8 +67,8 @@ async fn the_alternate_runs_with_its_own_arguments_and_the_answer_says_so() {
 }
 
 #[tokio::test]
-async fn it_is_used_for_what_acts_only_when_nothing_happened() {
-    let (_server, api, mut client, id, request) = begun("irreversible").await;
+async fn an_irreversible_call_falls_back_if_it_had_no_side_effect() {
+    let (_server, api, mut client, id, request) = start_call("irreversible").await;
     let error = json!({ "message": "refused at the door", "happened": false, "retryable": false });
     assert_eq!(client.fail(&request, error).await["status"], "PENDING");
     let request = client.take().await;
@@ -78,10 +78,10 @@ async fn it_is_used_for_what_acts_only_when_nothing_happened() {
 }
 
 #[tokio::test]
-async fn it_is_not_used_when_the_first_may_have_taken_effect() {
-    let (_server, api, mut client, id, request) = begun("irreversible").await;
+async fn a_call_that_may_have_taken_effect_does_not_fall_back() {
+    let (_server, api, mut client, id, request) = start_call("irreversible").await;
     assert_eq!(client.fail(&request, json!("half way")).await["status"], "FAILED");
-    client.quiet().await;
+    client.expect_no_message().await;
     let call = api.call(&id).await;
     assert_eq!(
         (&call["ran_tool"], &call["error"]["code"]),
@@ -90,16 +90,16 @@ async fn it_is_not_used_when_the_first_may_have_taken_effect() {
 }
 
 #[tokio::test]
-async fn it_is_not_used_when_the_first_works() {
-    let (_server, api, mut client, id, request) = begun("read").await;
+async fn a_successful_call_does_not_fall_back() {
+    let (_server, api, mut client, id, request) = start_call("read").await;
     client.succeed(&request, json!("first")).await;
-    client.quiet().await;
+    client.expect_no_message().await;
     assert_eq!(api.call(&id).await["ran_tool"], "first.tool");
 }
 
 #[tokio::test]
-async fn when_the_alternate_fails_too_its_failure_is_the_calls() {
-    let (_server, api, mut client, id, request) = begun("read").await;
+async fn if_the_fallback_fails_too_the_call_has_its_error() {
+    let (_server, api, mut client, id, request) = start_call("read").await;
     client.fail(&request, json!("down")).await;
     let request = client.take().await;
     assert_eq!(client.fail(&request, json!("down as well")).await["status"], "FAILED");
@@ -109,7 +109,7 @@ async fn when_the_alternate_fails_too_its_failure_is_the_calls() {
 }
 
 #[tokio::test]
-async fn an_alternate_whose_arguments_do_not_fit_is_passed_over() {
+async fn a_fallback_with_invalid_arguments_is_skipped() {
     let server = Server::start().await;
     let api = server.api();
     let picky = json!({ "type": "object", "required": ["n"] });
@@ -135,7 +135,7 @@ async fn an_alternate_whose_arguments_do_not_fit_is_passed_over() {
 }
 
 #[tokio::test]
-async fn a_tool_of_the_server_can_stand_in_for_a_clients() {
+async fn a_builtin_tool_can_be_the_fallback_of_a_client_tool() {
     let server = Server::start().await;
     let api = server.api();
     let mapping = json!({ "expression": { "from": "/sum" } });

@@ -1,4 +1,4 @@
-//! The outcome's shape, and what a time-out says.
+//! The shape of outcomes, and the messages of timeouts.
 
 use serde_json::{Value, json};
 use toolcrib::{Effect, Engine, FnTool};
@@ -12,7 +12,7 @@ fn keys(value: &Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn of_a_success() {
+async fn the_outcome_of_a_success_has_data_and_metrics() {
     let server = Server::start().await;
     let api = server.api();
     let id = api.invoke("calculation.eval", json!({ "expression": "2*21" })).await;
@@ -20,7 +20,7 @@ async fn of_a_success() {
     let outcome = &call["outcome"];
     assert_eq!(keys(outcome), ["data", "error", "metrics", "ok"]);
     assert_eq!((&outcome["ok"], &outcome["error"]), (&json!(true), &Value::Null));
-    assert_eq!(outcome["data"], call["result"], "beside the contract's own field");
+    assert_eq!(outcome["data"], call["result"], "equal to the field `result`");
     let metrics = &outcome["metrics"];
     assert_eq!(keys(metrics), ["attempts", "latency_ms", "queue_ms", "retries"]);
     assert_eq!((&metrics["attempts"], &metrics["retries"]), (&json!(1), &json!(0)));
@@ -30,12 +30,12 @@ async fn of_a_success() {
 }
 
 #[tokio::test]
-async fn of_a_failure() {
+async fn the_outcome_of_a_failure_has_the_error() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
     let id = api.invoke("a.tool", json!({})).await;
-    assert_eq!(api.call(&id).await["outcome"], Value::Null, "there is none yet");
+    assert_eq!(api.call(&id).await["outcome"], Value::Null, "an open call has no outcome");
     api.fail(&id, json!({ "message": "broken", "detail": [1] })).await;
     let call = api.call(&id).await;
     let outcome = &call["outcome"];
@@ -51,7 +51,7 @@ async fn of_a_failure() {
 async fn an_outcome_is_the_same_after_a_restart() {
     let server = Server::start().await;
     let api = server.api();
-    let read = offer_with("a.tool", json!({ "effect": "read", "policy": quick() }));
+    let read = offer_with("a.tool", json!({ "effect": "read", "policy": quick_retries() }));
     api.register("c1", json!([read])).await;
     let id = api.invoke("a.tool", json!({})).await;
     api.fail(&id, json!("once")).await;
@@ -63,12 +63,12 @@ async fn an_outcome_is_the_same_after_a_restart() {
     assert_eq!(server.api().call(&id).await, before);
 }
 
-fn quick() -> Value {
+fn quick_retries() -> Value {
     json!({ "max_retries": 5, "backoff": { "initial_ms": 1, "max_ms": 1 } })
 }
 
 #[tokio::test]
-async fn a_time_out_says_what_is_known() {
+async fn a_timeout_error_says_whether_the_call_took_effect() {
     let server = Server::start().await;
     let api = server.api();
     let reads = offer_with("reads.tool", json!({ "effect": "read" }));
@@ -76,13 +76,13 @@ async fn a_time_out_says_what_is_known() {
     let tools = json!([reads, offer("acts.tool"), limited]);
     api.register("c1", tools).await;
     let short = |ms: u64| json!({ "run_id": "run_1", "args": {}, "timeout_ms": ms });
-    let nobody = api.invoke_with("acts.tool", short(30)).await;
-    let error = api.finished(&nobody).await["error"].clone();
+    let unacknowledged = api.invoke_with("acts.tool", short(30)).await;
+    let error = api.finished(&unacknowledged).await["error"].clone();
     assert_eq!((&error["code"], &error["retryable"]), (&json!("TIMEOUT"), &json!(true)));
     assert!(message(&error).contains("nobody took acts.tool within 30 ms"), "{error}");
     assert!(message(&error).contains("is the client that offers it connected?"), "{error}");
     let mut client = Ws::hello(&api, "c1", json!({})).await;
-    for (tool, says, retryable) in [
+    for (tool, expected, retryable) in [
         ("reads.tool", "it only reads, so calling again is safe", true),
         ("acts.tool", "it was under way and may have taken effect", false),
     ] {
@@ -91,9 +91,9 @@ async fn a_time_out_says_what_is_known() {
         let call = api.finished(&id).await;
         assert_eq!(call["status"], "TIMEOUT", "{call}");
         assert!(message(&call["error"]).contains("did not answer within 1500 ms"), "{call}");
-        assert!(message(&call["error"]).contains(says), "{call}");
+        assert!(message(&call["error"]).contains(expected), "{call}");
         assert_eq!(call["error"]["retryable"], retryable);
-        client.hear_a("tool_cancel").await;
+        client.expect_message("tool_cancel").await;
     }
     api.invoke("full.tool", json!({})).await;
     let waiting = api.invoke_with("full.tool", short(30)).await;
@@ -102,11 +102,11 @@ async fn a_time_out_says_what_is_known() {
 }
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
-struct Nothing {}
+struct NoArgs {}
 
 #[tokio::test]
-async fn a_tool_of_the_server_that_takes_too_long_is_stopped() {
-    let hangs = |_: Nothing| std::future::pending::<Result<i64, String>>();
+async fn a_tool_of_the_server_that_exceeds_its_timeout_is_stopped() {
+    let hangs = |_: NoArgs| std::future::pending::<Result<i64, String>>();
     let tool = FnTool::new("slow.tool", "Never answers", hangs).effect(Effect::Read).timeout_ms(50);
     let engine = Engine::builder().tool(tool).start().await.unwrap();
     let server = Server::of(engine).await;

@@ -1,4 +1,4 @@
-//! Retries: only where a second attempt cannot do harm, and no more than permitted.
+//! Retries: only where a second attempt is safe, and not more often than allowed.
 
 use serde_json::{Value, json};
 
@@ -13,7 +13,7 @@ fn tool(effect: &str, max_retries: u32) -> Value {
 }
 
 #[tokio::test]
-async fn a_read_that_fails_twice_and_then_works() {
+async fn a_read_that_fails_twice_succeeds_on_the_third_attempt() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", tool("read", 2)).await;
@@ -21,10 +21,10 @@ async fn a_read_that_fails_twice_and_then_works() {
     for attempt in 1..=2 {
         let request = client.take().await;
         assert_eq!(request["attempt"], attempt);
-        assert_eq!(request["redelivered"], false, "a new attempt is not the old one again");
+        assert_eq!(request["redelivered"], false, "a new attempt is not a redelivery");
         assert_eq!(request["args"], json!({ "n": 1 }));
         let answer = client.fail(&request, json!(format!("failure {attempt}"))).await;
-        assert_eq!(answer["status"], "PENDING", "it will be tried again");
+        assert_eq!(answer["status"], "PENDING", "a retry is scheduled");
     }
     let request = client.take().await;
     assert_eq!(request["attempt"], 3);
@@ -42,7 +42,7 @@ async fn a_read_that_fails_twice_and_then_works() {
 }
 
 #[tokio::test]
-async fn no_more_often_than_permitted() {
+async fn retries_are_limited_by_the_request_and_the_tool() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", tool("idempotent", 5)).await;
@@ -62,7 +62,7 @@ async fn no_more_often_than_permitted() {
 }
 
 #[tokio::test]
-async fn what_is_irreversible_is_tried_once() {
+async fn an_irreversible_call_is_not_retried() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", tool("irreversible", 5)).await;
@@ -71,12 +71,12 @@ async fn what_is_irreversible_is_tried_once() {
     let request = client.take().await;
     let answer = client.fail(&request, json!({ "message": "no", "retryable": true })).await;
     assert_eq!(answer["status"], "FAILED");
-    client.quiet().await;
+    client.expect_no_message().await;
     assert_eq!(api.call(&id).await["outcome"]["metrics"]["attempts"], 1);
 }
 
 #[tokio::test]
-async fn what_is_irreversible_and_did_not_happen_is_tried_again() {
+async fn an_irreversible_call_without_side_effect_is_retried() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", tool("irreversible", 1)).await;
@@ -91,7 +91,7 @@ async fn what_is_irreversible_and_did_not_happen_is_tried_again() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_helped_by_a_retry_is_not_retried() {
+async fn a_non_retryable_error_is_not_retried() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", tool("read", 5)).await;
@@ -103,11 +103,11 @@ async fn what_cannot_be_helped_by_a_retry_is_not_retried() {
         let request = client.take().await;
         assert_eq!(client.fail(&request, error).await["status"], "FAILED");
     }
-    client.quiet().await;
+    client.expect_no_message().await;
 }
 
 #[tokio::test]
-async fn between_two_attempts_the_call_says_when_the_next_is() {
+async fn a_call_shows_the_time_of_its_next_attempt() {
     let server = Server::start().await;
     let api = server.api();
     let policy =
@@ -116,10 +116,10 @@ async fn between_two_attempts_the_call_says_when_the_next_is() {
     api.register("c1", json!([slow])).await;
     let body = json!({ "run_id": "run_1", "args": {}, "timeout_ms": 86_400_000u64 });
     let id = api.invoke_with("a.tool", body).await;
-    // The wait is cut to 30 s by the policy's own longest wait.
+    // The maximum of the backoff policy limits the delay to 30 s.
     let answer = api.fail(&id, json!("later")).await;
     assert_eq!(answer["status"], "PENDING");
-    // Whose answer was lost reports it again.
+    // A client that lost the answer reports the failure again.
     assert_eq!(api.fail(&id, json!("later")).await, answer);
     let call = api.call(&id).await;
     assert_eq!((&call["status"], &call["hold"]["reason"]), (&json!("PENDING"), &json!("retry")));
@@ -132,7 +132,7 @@ async fn between_two_attempts_the_call_says_when_the_next_is() {
 }
 
 #[tokio::test]
-async fn the_operators_word_goes_before_the_tools() {
+async fn the_configured_policy_overrides_the_tools_policy() {
     let server = Server::with(|config| {
         let settings = config.tools.entry("a.tool".to_owned()).or_default();
         settings.policy.max_retries = Some(0);
@@ -146,7 +146,7 @@ async fn the_operators_word_goes_before_the_tools() {
 }
 
 #[tokio::test]
-async fn a_retry_outlives_a_restart() {
+async fn a_scheduled_retry_survives_a_restart() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", tool("read", 1)).await;

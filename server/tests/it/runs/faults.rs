@@ -1,37 +1,41 @@
-//! Models that misbehave: what is asked again, what the run becomes, what is kept, what is hidden.
+//! Models that misbehave: retries, the status of the run, and its stored state.
 
 use serde_json::{Value, json};
 use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, text_reply};
 
-use super::{eval, question, run, site};
+use super::{eval, question, run_to_end, start_with_model};
 
 fn refuse(status: u16, retry_after: Option<&'static str>) -> ScriptedBehavior {
     ScriptedBehavior::Refuse(status, retry_after, json!({ "error": { "message": "not now" } }))
 }
 
 #[tokio::test]
-async fn what_passes_is_asked_again() {
-    let cut =
+async fn transient_model_errors_are_retried() {
+    let truncated =
         ScriptedAnswer::text("").with_call("c1", "calculation__eval", r#"{"expression":"6*7"}"#);
-    let (server, model) = site([
+    let (server, model) = start_with_model([
         refuse(429, Some("0")),
         refuse(503, None),
-        // Cut in the middle of the arguments: never half executed.
+        // The fourth reply is truncated in its arguments and must not be executed.
         eval("c1", "6*7"),
-        ScriptedBehavior::Disconnect(cut, 3),
+        ScriptedBehavior::Disconnect(truncated, 3),
         text_reply("It is 42."),
     ])
     .await;
-    let run = run(&server.api(), question("?")).await;
+    let run = run_to_end(&server.api(), question("?")).await;
     assert_eq!(run["answer"], "It is 42.", "{run}");
     assert_eq!(model.requests().len(), 5);
     assert_eq!(run["call_count"], 1);
-    assert_eq!(run["calls"].as_array().unwrap().len(), 1, "nothing of the cut answer was done");
+    assert_eq!(
+        run["calls"].as_array().unwrap().len(),
+        1,
+        "no call of the truncated answer may run"
+    );
 }
 
 #[tokio::test]
-async fn a_model_that_stays_away_fails_the_run_and_resume_goes_on() {
-    let (server, model) = site([
+async fn a_run_fails_after_all_retries_and_can_be_resumed() {
+    let (server, model) = start_with_model([
         eval("c1", "6*7"),
         refuse(500, None),
         refuse(500, None),
@@ -40,10 +44,10 @@ async fn a_model_that_stays_away_fails_the_run_and_resume_goes_on() {
     ])
     .await;
     let api = server.api();
-    let failed = run(&api, question("?")).await;
+    let failed = run_to_end(&api, question("?")).await;
     assert_eq!(failed["status"], "FAILED");
     assert_eq!(failed["error"]["code"], "UPSTREAM_UNAVAILABLE");
-    assert_eq!(failed["messages"].as_array().unwrap().len(), 3, "everything so far is kept");
+    assert_eq!(failed["messages"].as_array().unwrap().len(), 3, "all messages so far are stored");
     let id = failed["run_id"].as_str().unwrap();
     let resumed = api.post(&format!("/v1/runs/{id}/resume?wait_ms=30000"), json!({})).await;
     let resumed = resumed.is(200);
@@ -56,8 +60,8 @@ async fn a_model_that_stays_away_fails_the_run_and_resume_goes_on() {
 }
 
 #[tokio::test]
-async fn an_endpoint_that_is_not_there_or_a_model_that_is_unknown_fails_the_run() {
-    let (server, _model) = site([]).await;
+async fn an_unreachable_endpoint_or_unknown_model_fails_the_run() {
+    let (server, _model) = start_with_model([]).await;
     let mut config = server.config.clone();
     config.llm.base_url = Some("http://127.0.0.1:9/v1".into());
     config.llm.other_models = false;
@@ -65,39 +69,40 @@ async fn an_endpoint_that_is_not_there_or_a_model_that_is_unknown_fails_the_run(
     for model in ["large-1", "nobody"] {
         let mut body = question("?");
         body["model"] = model.into();
-        let failed = run(&server.api(), body).await;
+        let failed = run_to_end(&server.api(), body).await;
         assert_eq!(failed["status"], "FAILED", "{failed}");
         assert_eq!(failed["error"]["code"], "UPSTREAM_UNAVAILABLE", "{failed}");
     }
 }
 
 #[tokio::test]
-async fn answers_that_make_no_sense_are_told_to_the_model() {
+async fn invalid_tool_calls_are_reported_to_the_model() {
     let nonsense = ScriptedAnswer::text("I try.")
         .with_call("c1", "calculation__evil", "{}")
         .with_call("c2", "calculation__eval", r#"{"expression":"6*7""#)
         .with_call("c3", "calculation__eval", r#"{"expression":42}"#)
         .with_call("c4", "calculation__eval", r#"{"expression":"6*7"}"#)
         .with_call("c4", "calculation__eval", r#"{"expression":"1+1"}"#);
-    let (server, model) = site([ScriptedBehavior::Reply(nonsense), text_reply("I see.")]).await;
-    let run = run(&server.api(), question("?")).await;
+    let (server, model) =
+        start_with_model([ScriptedBehavior::Reply(nonsense), text_reply("I see.")]).await;
+    let run = run_to_end(&server.api(), question("?")).await;
     assert_eq!(run["answer"], "I see.");
-    let asked = model.requests();
-    let told: Vec<&Value> = asked[1].messages()[2..].iter().collect();
-    let texts: Vec<&str> = told.iter().map(|one| one["content"].as_str().unwrap()).collect();
+    let requests = model.requests();
+    let results: Vec<&Value> = requests[1].messages()[2..].iter().collect();
+    let texts: Vec<&str> = results.iter().map(|one| one["content"].as_str().unwrap()).collect();
     assert!(texts[0].contains("TOOL_NOT_FOUND") && texts[0].contains("calculation__eval"));
     assert!(texts[1].contains("not JSON"), "{}", texts[1]);
     assert!(texts[2].contains("VALIDATION_ERROR"), "{}", texts[2]);
     assert!(texts[3].contains("42") && texts[4].contains('2'), "{texts:?}");
     let ids: std::collections::HashSet<&str> =
-        told.iter().map(|one| one["tool_call_id"].as_str().unwrap()).collect();
-    assert_eq!(ids.len(), 5, "every call has its own answer");
+        results.iter().map(|one| one["tool_call_id"].as_str().unwrap()).collect();
+    assert_eq!(ids.len(), 5, "every call needs its own result");
 }
 
 #[tokio::test]
-async fn a_model_that_never_stops_is_cut_off() {
-    let (server, _model) = site([ScriptedBehavior::Endless, text_reply("brief")]).await;
-    let failed = run(&server.api(), question("?")).await;
+async fn an_endless_answer_fails_the_run() {
+    let (server, _model) = start_with_model([ScriptedBehavior::Endless, text_reply("brief")]).await;
+    let failed = run_to_end(&server.api(), question("?")).await;
     assert_eq!(failed["status"], "FAILED");
     assert_eq!(failed["error"]["code"], "UPSTREAM_UNAVAILABLE");
     let id = failed["run_id"].as_str().unwrap();
@@ -106,12 +111,12 @@ async fn a_model_that_never_stops_is_cut_off() {
 }
 
 #[tokio::test]
-async fn limits_and_repeated_calls_end_in_a_graceful_answer() {
+async fn limits_and_repeated_calls_end_with_a_final_answer() {
     let (server, model) =
-        site([eval("c1", "1"), eval("c2", "2"), text_reply("Only so far.")]).await;
+        start_with_model([eval("c1", "1"), eval("c2", "2"), text_reply("Only so far.")]).await;
     let mut body = question("?");
     body["limits"] = json!({ "steps": 2 });
-    let limited = run(&server.api(), body).await;
+    let limited = run_to_end(&server.api(), body).await;
     assert_eq!(limited["status"], "SUCCEEDED");
     assert_eq!(
         (&limited["answer"], &limited["limit_reached"]),
@@ -120,16 +125,19 @@ async fn limits_and_repeated_calls_end_in_a_graceful_answer() {
     assert!(model.requests()[2].tool_names().is_empty(), "the last request is without tools");
 
     let again = (0..5).map(|_| eval("c", "6*7")).chain([text_reply("It stays 42.")]);
-    let (server, _model) = site(again).await;
-    let repeated = run(&server.api(), question("?")).await;
+    let (server, _model) = start_with_model(again).await;
+    let repeated = run_to_end(&server.api(), question("?")).await;
     assert_eq!(repeated["limit_reached"], "repeats");
     assert_eq!(repeated["call_count"], 3);
 }
 
 #[tokio::test]
-async fn a_canceled_run_stops_with_its_calls() {
-    let (server, _model) =
-        site([super::tool_call_reply("c1", "slow__tool", &json!({})), text_reply("over")]).await;
+async fn canceling_a_run_cancels_its_calls() {
+    let (server, _model) = start_with_model([
+        super::tool_call_reply("c1", "slow__tool", &json!({})),
+        text_reply("over"),
+    ])
+    .await;
     let api = server.api();
     let tool = json!([{ "name": "slow.tool", "effect": "irreversible", "timeout_ms": 60_000 }]);
     api.register("c1", tool).await;
@@ -143,7 +151,7 @@ async fn a_canceled_run_stops_with_its_calls() {
     let ticket = requested.data["tool_call_id"].as_str().unwrap();
     let call = api.get(&format!("/v1/tool_calls/{ticket}?wait_ms=30000")).await.is(200);
     assert_eq!(call["status"], "CANCELED");
-    // It can be taken up again; the call that was canceled is told to the model.
+    // The run can be resumed; the model is sent the canceled call.
     let path = format!("/v1/runs/{id}/resume?wait_ms=30000");
     assert_eq!(api.post(&path, json!({})).await.is(200)["answer"], "over");
     api.post(&format!("/v1/runs/{id}/cancel"), json!({})).await.refused(409, "CONFLICT");

@@ -1,13 +1,13 @@
-//! Tools that take long: the run goes on without them, sleeps, and is woken.
+//! Late results: the run continues without them, waits, and is woken by each one.
 
 use serde_json::{Value, json};
 use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, text_reply, tool_call_reply};
 
-use super::{question, site};
+use super::{question, start_with_model};
 
 #[tokio::test]
-async fn a_run_sleeps_until_a_late_result_comes_also_over_a_restart() {
-    let (server, model) = site([
+async fn a_run_waits_for_a_late_result_across_a_restart() {
+    let (server, model) = start_with_model([
         tool_call_reply("c1", "report__make", &json!({})),
         text_reply("It is being made."),
         text_reply("The report is ready."),
@@ -29,25 +29,26 @@ async fn a_run_sleeps_until_a_late_result_comes_also_over_a_restart() {
     api.succeed(&ticket, json!({ "pages": 7 })).await;
     let run = api.get(&format!("/v1/runs/{id}?wait_ms=30000")).await.is(200);
     assert_eq!(run["answer"], "The report is ready.", "{run}");
-    let asked = model.requests();
-    assert_eq!(asked.len(), 3, "nothing was asked twice");
+    let requests = model.requests();
+    assert_eq!(requests.len(), 3, "no request may be repeated");
     assert!(
-        asked[2].last_content().contains("called as c1, has come:\n{\"pages\":7}"),
+        requests[2].last_content().contains("called as c1, has come:\n{\"pages\":7}"),
         "{}",
-        asked[2].last_content()
+        requests[2].last_content()
     );
 }
 
 #[tokio::test]
-async fn what_had_to_wait_for_its_turn_comes_late_too() {
+async fn serial_calls_behind_a_late_call_are_late_too() {
     let answer = ScriptedAnswer::text("").with_call("c1", "slow__write", "{}").with_call(
         "c2",
         "slow__write",
         "{}",
     );
     let answer = answer.with_call("c3", "calculation__eval", "{\"expression\":\"6*7\"}");
-    let told = ["I wait.", "One is there.", "Two are there.", "All are there."].map(text_reply);
-    let (server, model) = site([ScriptedBehavior::Reply(answer)].into_iter().chain(told)).await;
+    let replies = ["I wait.", "One is there.", "Two are there.", "All are there."].map(text_reply);
+    let (server, model) =
+        start_with_model([ScriptedBehavior::Reply(answer)].into_iter().chain(replies)).await;
     let api = server.api();
     api.register("c1", json!([{ "name": "slow.write", "timeout_ms": 60_000 }])).await;
     let mut body = question("Write");
@@ -69,24 +70,24 @@ async fn what_had_to_wait_for_its_turn_comes_late_too() {
     let run = api.get(&format!("{path}?wait_ms=30000")).await.is(200);
     assert_eq!(run["status"], "SUCCEEDED", "{run}");
     assert_eq!(api.call(&ticket(2)).await["result"]["result"], 42);
-    let said: String = model.requests().iter().map(|asked| asked.body.to_string()).collect();
-    for came in ["called as c1, has come", "called as c2, has come", "called as c3, has come"] {
-        assert!(said.contains(came), "{came}: {said}");
+    let bodies: String = model.requests().iter().map(|request| request.body.to_string()).collect();
+    for notice in ["called as c1, has come", "called as c2, has come", "called as c3, has come"] {
+        assert!(bodies.contains(notice), "{notice}: {bodies}");
     }
 }
 
 #[tokio::test]
-async fn when_the_time_of_a_run_is_over_nothing_more_is_begun() {
+async fn a_run_past_its_time_limit_starts_no_more_calls() {
     let answer = ScriptedAnswer::text("").with_call("c1", "slow__write", "{}").with_call(
         "c2",
         "slow__write",
         "{}",
     );
-    // Asking the model takes of the same time. Where that was all of it, there is more next time.
+    // The model request uses the same time limit. If it used all of it, retry with a longer limit.
     for time_ms in [300, 1_200, 4_800, 19_200] {
-        let turns = [ScriptedBehavior::Reply(answer.clone()), text_reply("Not all was done.")];
+        let replies = [ScriptedBehavior::Reply(answer.clone()), text_reply("Not all was done.")];
         let (server, model) =
-            site(turns.into_iter().chain([text_reply("Nothing was done.")])).await;
+            start_with_model(replies.into_iter().chain([text_reply("Nothing was done.")])).await;
         let api = server.api();
         api.register("c1", json!([{ "name": "slow.write", "timeout_ms": 60_000 }])).await;
         let mut body = question("Write");
@@ -100,8 +101,11 @@ async fn when_the_time_of_a_run_is_over_nothing_more_is_begun() {
         }
         assert_eq!(run["answer"], "Not all was done.");
         assert_eq!(run["calls"].as_array().unwrap().len(), 1, "{run}");
-        assert!(model.requests()[1].body.to_string().contains("not begun"), "the model is told so");
+        assert!(
+            model.requests()[1].body.to_string().contains("not begun"),
+            "the model must learn of the skipped call"
+        );
         return;
     }
-    panic!("there was never time for the first call");
+    panic!("the time limit never allowed the first call");
 }

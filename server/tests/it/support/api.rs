@@ -1,4 +1,4 @@
-//! Someone who speaks HTTP with the server: an agent, a provider, an operator.
+//! HTTP client of the server, for agents, providers and operators.
 
 use reqwest::{Client, Method, RequestBuilder, StatusCode, header};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::sse::Sse;
 use super::until;
 
-/// A caller.
+/// A caller with its credentials.
 #[derive(Clone)]
 pub struct Api {
     pub address: String,
@@ -15,7 +15,7 @@ pub struct Api {
     project: Option<String>,
 }
 
-/// An answer, read to its end.
+/// A complete response.
 #[derive(Debug)]
 pub struct Reply {
     pub status: StatusCode,
@@ -37,14 +37,14 @@ impl Reply {
         self.headers.get(name).map(|value| value.to_str().unwrap())
     }
 
-    /// The body of an answer with this status.
+    /// Asserts the status. Returns the body.
     #[track_caller]
     pub fn is(self, status: u16) -> Value {
         assert_eq!(self.status.as_u16(), status, "{}", self.text);
         self.body
     }
 
-    /// The `error` of a refusal, after checking that the refusal has the form it must have.
+    /// Asserts the status, the code and the format of an error response. Returns its `error`.
     #[track_caller]
     pub fn refused(self, status: u16, code: &str) -> Value {
         assert_eq!(self.status.as_u16(), status, "{}", self.text);
@@ -68,7 +68,7 @@ impl Reply {
     }
 }
 
-/// The `message` of an error.
+/// Returns the `message` of an error.
 pub fn message(error: &Value) -> &str {
     error["message"].as_str().unwrap()
 }
@@ -93,7 +93,7 @@ impl Api {
         self.key.as_deref()
     }
 
-    /// A request that is not sent yet.
+    /// Returns a request with the caller's credentials.
     pub fn request(&self, method: Method, path: &str) -> RequestBuilder {
         let url = format!("http://{}{path}", self.address);
         let mut request = self.http.request(method, url);
@@ -126,13 +126,13 @@ impl Api {
         self.send(self.request(Method::PUT, path).json(&body)).await
     }
 
-    /// A body as it is, byte for byte.
+    /// Posts a body unchanged, byte for byte.
     pub async fn post_raw(&self, path: &str, body: impl Into<reqwest::Body>) -> Reply {
         let request = self.request(Method::POST, path);
         self.send(request.header(header::CONTENT_TYPE, "application/json").body(body)).await
     }
 
-    /// Registers tools, which must succeed.
+    /// Registers tools and asserts success.
     #[track_caller]
     pub fn register(&self, client_id: &str, tools: Value) -> impl Future<Output = ()> {
         let (api, count) = (self.clone(), tools.as_array().unwrap().len());
@@ -143,24 +143,24 @@ impl Api {
         }
     }
 
-    /// Calls a tool, which must be accepted, and gives the ticket's id.
+    /// Calls a tool and asserts that the call is accepted. Returns its id.
     pub async fn invoke(&self, tool: &str, args: Value) -> String {
         self.invoke_with(tool, json!({ "run_id": "run_1", "args": args })).await
     }
 
-    /// The same with an envelope.
+    /// Calls a tool with a complete request body.
     pub async fn invoke_with(&self, tool: &str, body: Value) -> String {
         let ticket = self.post(&format!("/v1/tools/{tool}/invoke"), body).await.is(202);
         assert_eq!(ticket["status"], "pending", "{ticket}");
         ticket["tool_call_id"].as_str().unwrap().to_owned()
     }
 
-    /// A call as it is.
+    /// Returns the current state of a call.
     pub async fn call(&self, id: &str) -> Value {
         self.get(&format!("/v1/tool_calls/{id}")).await.is(200)
     }
 
-    /// A call once it has ended.
+    /// Waits until a call has ended.
     pub async fn finished(&self, id: &str) -> Value {
         let path = format!("/v1/tool_calls/{id}?wait_ms=30000");
         for _ in 0..2 {
@@ -172,7 +172,7 @@ impl Api {
         panic!("call {id} does not end: {}", self.call(id).await);
     }
 
-    /// A call once it has this status.
+    /// Waits until a call has this status.
     pub async fn until_status(&self, id: &str, status: &str) -> Value {
         until(&format!("{id} to be {status}"), || async {
             let call = self.call(id).await;
@@ -181,29 +181,29 @@ impl Api {
         .await
     }
 
-    /// Submits a result and gives the answer.
+    /// Submits a result. Returns the response.
     pub async fn submit(&self, id: &str, body: Value) -> Reply {
         self.post(&format!("/internal/tool_calls/{id}/submit"), body).await
     }
 
-    /// Submits that it worked, which must be accepted.
+    /// Submits a success and asserts that it is accepted.
     pub async fn succeed(&self, id: &str, result: Value) -> Value {
         self.submit(id, json!({ "status": "SUCCEEDED", "result": result })).await.is(200)
     }
 
-    /// Submits that it failed, which must be accepted.
+    /// Submits a failure and asserts that it is accepted.
     pub async fn fail(&self, id: &str, error: Value) -> Value {
         self.submit(id, json!({ "status": "FAILED", "error": error })).await.is(200)
     }
 
-    /// Polls for work until there is some.
+    /// Waits for the next request of a client by long poll.
     pub async fn poll(&self, client_id: &str) -> Value {
         let path = format!("/internal/ingress/poll?client_id={client_id}&wait_ms=30000");
         let answer = self.get(&path).await.is(200);
         answer["requests"].get(0).cloned().unwrap_or_else(|| panic!("no work for {client_id}"))
     }
 
-    /// Follows an event stream.
+    /// Subscribes to an event stream.
     pub async fn follow(&self, path: &str, after: Option<u64>) -> Sse {
         let mut request = self.request(Method::GET, path);
         if let Some(after) = after {
@@ -212,7 +212,7 @@ impl Api {
         Sse::open(request).await
     }
 
-    /// The types of a call's events, once it has ended.
+    /// Returns the event types of an ended call.
     pub async fn history(&self, id: &str) -> Vec<String> {
         let mut events = self.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
         let all = events.rest().await;
@@ -220,12 +220,12 @@ impl Api {
     }
 }
 
-/// A tool that takes anything.
+/// Returns the definition of a tool that takes any object.
 pub fn offer(name: &str) -> Value {
     json!({ "name": name, "schema": { "type": "object" }, "timeout_ms": 30_000 })
 }
 
-/// The same with more said about it.
+/// Returns the same definition with more fields.
 pub fn offer_with(name: &str, more: Value) -> Value {
     let mut offer = offer(name);
     for (key, value) in more.as_object().unwrap() {

@@ -1,11 +1,11 @@
-//! PostgreSQL databases of a test's own, in the throw-away instance that
-//! `TOOLCRIB_TEST_POSTGRES_URL` names. With `--quick` there is none, and such tests are left out.
+//! A PostgreSQL database for each test, in the temporary instance that
+//! `TOOLCRIB_TEST_POSTGRES_URL` names. With `--quick` there is none, and such tests are skipped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio_postgres::{Client, NoTls};
 
-/// A database of one test.
+/// The database of one test.
 pub struct Database {
     admin: Client,
     name: String,
@@ -13,45 +13,45 @@ pub struct Database {
 }
 
 impl Database {
-    /// None where only quick tests are wanted.
+    /// Creates a database. Returns `None` if only quick tests run.
     pub async fn new() -> Option<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         if std::env::var_os("TOOLCRIB_TEST_QUICK").is_some() {
             return None;
         }
-        let given = std::env::var("TOOLCRIB_TEST_POSTGRES_URL")
+        let base_url = std::env::var("TOOLCRIB_TEST_POSTGRES_URL")
             .expect("TOOLCRIB_TEST_POSTGRES_URL is not set: ./scripts/test sets it");
         let next = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("server_{}_{next}", std::process::id());
-        let admin = connect(&given).await;
+        let admin = connect(&base_url).await;
         admin.batch_execute(&format!("CREATE DATABASE {name}")).await.unwrap();
-        let (start, _) = given.rsplit_once('/').unwrap();
+        let (start, _) = base_url.rsplit_once('/').unwrap();
         Some(Self { admin, url: format!("{start}/{name}"), name })
     }
 
-    /// A connection of another program.
+    /// Opens a connection of another program.
     pub async fn client(&self) -> Client {
         connect(&self.url).await
     }
 
-    /// A connection of a role that may do this and nothing else.
-    pub async fn client_that_may(&self, grants: &str) -> Client {
+    /// Opens a connection of a role with these privileges only.
+    pub async fn client_with_grants(&self, grants: &str) -> Client {
         let name = &self.name;
         let script = format!(
             "CREATE ROLE {name} LOGIN PASSWORD 'service'; {}",
             grants.replace("tool_service", name)
         );
         self.client().await.batch_execute(&script).await.unwrap();
-        let (_, place) = self.url.rsplit_once('@').unwrap();
-        connect(&format!("postgres://{name}:service@{place}")).await
+        let (_, location) = self.url.rsplit_once('@').unwrap();
+        connect(&format!("postgres://{name}:service@{location}")).await
     }
 
-    /// Nobody gets in, and who is in is put out; or everybody may again.
-    pub async fn shut(&self, shut: bool) {
+    /// Rejects and terminates all connections, or accepts connections again.
+    pub async fn set_outage(&self, outage: bool) {
         let name = &self.name;
-        let sql = format!("ALTER DATABASE {name} WITH ALLOW_CONNECTIONS {}", !shut);
+        let sql = format!("ALTER DATABASE {name} WITH ALLOW_CONNECTIONS {}", !outage);
         self.admin.batch_execute(&sql).await.unwrap();
-        if shut {
+        if outage {
             let sql = format!(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
             );

@@ -1,4 +1,4 @@
-//! An issuer of tokens, and an MCP server that lets in who has one: both on one loopback port.
+//! An OAuth issuer and an MCP server that requires its tokens, both on one loopback port.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -21,29 +21,29 @@ use tokio::net::TcpListener;
 
 use super::upstream::Fixture;
 
-/// The secret of the client that registers, and of the one that is known beforehand.
+/// The secret of the registered client and of the preconfigured one.
 pub const SECRET: &str = "the-secret-of-the-client";
 
-/// What all of it shares.
+/// State shared by the handlers.
 #[derive(Default)]
-pub struct Books {
+pub struct IssuerState {
     pub registered: AtomicU64,
     pub authorized: AtomicU64,
     pub refreshed: AtomicU64,
     pub exchanged: AtomicU64,
-    /// How long a token lives, in seconds.
+    /// Lifetime of an access token, in seconds.
     pub lives: AtomicU64,
-    /// Whether refresh tokens are not taken any more.
+    /// Whether refresh tokens are rejected.
     pub refuses: AtomicBool,
-    /// What the codes were asked with: the challenge, the client, the scope.
+    /// Parameters of each authorization code: challenge, client and scope.
     codes: Mutex<HashMap<String, (String, String, String)>>,
     tokens: Mutex<HashMap<String, String>>,
     refreshes: Mutex<HashSet<String>>,
-    /// Everything secret that was ever given.
+    /// Every secret that the issuer has created.
     pub secrets: Mutex<Vec<String>>,
-    /// The tokens that were shown to the MCP server.
+    /// The tokens that the MCP server has received.
     pub shown: Mutex<Vec<String>>,
-    /// A tool that needs a scope of its own.
+    /// A tool that requires an additional scope.
     pub guarded: Mutex<Option<(String, String)>>,
     base: Mutex<String>,
     issuer: Mutex<String>,
@@ -51,7 +51,7 @@ pub struct Books {
 }
 
 pub struct Issuer {
-    pub books: Arc<Books>,
+    pub books: Arc<IssuerState>,
     pub fixture: Fixture,
     pub address: String,
     serving: tokio::task::JoinHandle<()>,
@@ -63,28 +63,28 @@ impl Drop for Issuer {
     }
 }
 
-impl Books {
-    fn fresh(&self, kind: &str) -> String {
+impl IssuerState {
+    fn make_secret(&self, kind: &str) -> String {
         let number = self.next.fetch_add(1, Ordering::SeqCst);
-        let made = format!("{kind}-{number}-very-secret-{}", ulid::Ulid::generate());
-        self.secrets.lock().push(made.clone());
-        made
+        let secret = format!("{kind}-{number}-very-secret-{}", ulid::Ulid::generate());
+        self.secrets.lock().push(secret.clone());
+        secret
     }
 
-    fn granted(&self, scope: &str, refresh: bool) -> Value {
-        let token = self.fresh("token");
+    fn issue_token(&self, scope: &str, refresh: bool) -> Value {
+        let token = self.make_secret("token");
         self.tokens.lock().insert(token.clone(), scope.to_owned());
         let mut answer = json!({ "access_token": token, "token_type": "Bearer", "scope": scope,
             "expires_in": self.lives.load(Ordering::SeqCst) });
         if refresh {
-            let refresh = self.fresh("refresh");
+            let refresh = self.make_secret("refresh");
             self.refreshes.lock().insert(refresh.clone());
             answer["refresh_token"] = refresh.into();
         }
         answer
     }
 
-    /// No access token is good any more.
+    /// Revokes all access tokens.
     pub fn revoke(&self) {
         self.tokens.lock().clear();
     }
@@ -95,11 +95,11 @@ impl Issuer {
         Self::named("127.0.0.1").await
     }
 
-    /// Its issuer is said to be at this name of the machine.
+    /// Starts an issuer whose URL has this host name.
     pub async fn named(host: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let books = Arc::new(Books::default());
+        let books = Arc::new(IssuerState::default());
         books.lives.store(3_600, Ordering::SeqCst);
         *books.base.lock() = format!("http://{address}");
         *books.issuer.lock() = format!("http://{host}:{}", address.port());
@@ -112,7 +112,7 @@ impl Issuer {
         );
         let guarded = Router::new()
             .nest_service("/mcp", service)
-            .layer(from_fn_with_state(books.clone(), let_in));
+            .layer(from_fn_with_state(books.clone(), require_token));
         let router = Router::new()
             .route("/.well-known/oauth-protected-resource/mcp", get(resource))
             .route("/.well-known/oauth-authorization-server", get(metadata))
@@ -130,20 +130,25 @@ impl Issuer {
     }
 }
 
-async fn let_in(State(books): State<Arc<Books>>, request: Request, next: Next) -> Response {
-    let sent = request.headers().get(header::AUTHORIZATION);
-    let sent = sent.and_then(|value| value.to_str().ok()).and_then(|v| v.strip_prefix("Bearer "));
-    let sent = sent.map(str::to_owned);
-    books.shown.lock().extend(sent.clone());
-    let scope = sent.and_then(|token| books.tokens.lock().get(&token).cloned());
+async fn require_token(
+    State(books): State<Arc<IssuerState>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let bearer = request.headers().get(header::AUTHORIZATION);
+    let bearer =
+        bearer.and_then(|value| value.to_str().ok()).and_then(|v| v.strip_prefix("Bearer "));
+    let bearer = bearer.map(str::to_owned);
+    books.shown.lock().extend(bearer.clone());
+    let scope = bearer.and_then(|token| books.tokens.lock().get(&token).cloned());
     let base = books.base.lock().clone();
     let metadata = format!("resource_metadata=\"{base}/.well-known/oauth-protected-resource/mcp\"");
-    let refuse = |status: StatusCode, header: String| {
+    let reject = |status: StatusCode, header: String| {
         (status, [(header::WWW_AUTHENTICATE, header)], "no").into_response()
     };
     let Some(scope) = scope else {
         let header = format!("Bearer {metadata}, scope=\"files\"");
-        return refuse(StatusCode::UNAUTHORIZED, header);
+        return reject(StatusCode::UNAUTHORIZED, header);
     };
     let tool = request.headers().get("mcp-name").and_then(|name| name.to_str().ok());
     let guarded = books.guarded.lock().clone();
@@ -152,17 +157,17 @@ async fn let_in(State(books): State<Arc<Books>>, request: Request, next: Next) -
     {
         let _ = name;
         let header = format!("Bearer error=\"insufficient_scope\", scope=\"{needs}\", {metadata}");
-        return refuse(StatusCode::FORBIDDEN, header);
+        return reject(StatusCode::FORBIDDEN, header);
     }
     next.run(request).await
 }
 
-async fn resource(State(books): State<Arc<Books>>) -> Json<Value> {
+async fn resource(State(books): State<Arc<IssuerState>>) -> Json<Value> {
     let (base, issuer) = (books.base.lock().clone(), books.issuer.lock().clone());
     Json(json!({ "resource": format!("{base}/mcp"), "authorization_servers": [issuer] }))
 }
 
-async fn metadata(State(books): State<Arc<Books>>) -> Json<Value> {
+async fn metadata(State(books): State<Arc<IssuerState>>) -> Json<Value> {
     let issuer = books.issuer.lock().clone();
     Json(json!({
         "issuer": issuer,
@@ -177,32 +182,39 @@ async fn metadata(State(books): State<Arc<Books>>) -> Json<Value> {
     }))
 }
 
-async fn register(State(books): State<Arc<Books>>, Json(asked): Json<Value>) -> Response {
+async fn register(
+    State(books): State<Arc<IssuerState>>,
+    Json(registration): Json<Value>,
+) -> Response {
     books.registered.fetch_add(1, Ordering::SeqCst);
-    let made = json!({ "client_id": "registered", "client_secret": SECRET,
-        "redirect_uris": asked["redirect_uris"], "client_name": asked["client_name"] });
-    (StatusCode::CREATED, Json(made)).into_response()
+    let client_record = json!({ "client_id": "registered", "client_secret": SECRET,
+        "redirect_uris": registration["redirect_uris"],
+        "client_name": registration["client_name"] });
+    (StatusCode::CREATED, Json(client_record)).into_response()
 }
 
 async fn authorize(
-    State(books): State<Arc<Books>>,
-    Query(asked): Query<HashMap<String, String>>,
+    State(books): State<Arc<IssuerState>>,
+    Query(params): Query<HashMap<String, String>>,
 ) -> Response {
     books.authorized.fetch_add(1, Ordering::SeqCst);
-    let (issuer, code) = (books.issuer.lock().clone(), books.fresh("code"));
-    let of = |name: &str| asked.get(name).cloned().unwrap_or_default();
-    assert_eq!(of("code_challenge_method"), "S256");
-    assert_eq!(of("resource"), format!("{}/mcp", books.base.lock()));
-    let asked_with = (of("code_challenge"), of("client_id"), of("scope"));
-    books.codes.lock().insert(code.clone(), asked_with);
-    let mut back = reqwest::Url::parse(&of("redirect_uri")).unwrap();
-    let pairs = [("code", &code), ("state", &of("state")), ("iss", &issuer)];
-    back.query_pairs_mut().extend_pairs(pairs);
-    Redirect::to(back.as_str()).into_response()
+    let (issuer, code) = (books.issuer.lock().clone(), books.make_secret("code"));
+    let param = |name: &str| params.get(name).cloned().unwrap_or_default();
+    assert_eq!(param("code_challenge_method"), "S256");
+    assert_eq!(param("resource"), format!("{}/mcp", books.base.lock()));
+    let parameters = (param("code_challenge"), param("client_id"), param("scope"));
+    books.codes.lock().insert(code.clone(), parameters);
+    let mut redirect = reqwest::Url::parse(&param("redirect_uri")).unwrap();
+    let pairs = [("code", &code), ("state", &param("state")), ("iss", &issuer)];
+    redirect.query_pairs_mut().extend_pairs(pairs);
+    Redirect::to(redirect.as_str()).into_response()
 }
 
-/// Who asks, by either way to say it.
-fn client(headers: &HeaderMap, form: &HashMap<String, String>) -> Option<(String, String)> {
+/// Returns the id and secret of the client, from the header or the form.
+fn read_client_credentials(
+    headers: &HeaderMap,
+    form: &HashMap<String, String>,
+) -> Option<(String, String)> {
     let basic = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     if let Some(basic) = basic.and_then(|value| value.strip_prefix("Basic ")) {
         let text = String::from_utf8(BASE64_STANDARD.decode(basic).ok()?).ok()?;
@@ -213,40 +225,42 @@ fn client(headers: &HeaderMap, form: &HashMap<String, String>) -> Option<(String
 }
 
 async fn token(
-    State(books): State<Arc<Books>>,
+    State(books): State<Arc<IssuerState>>,
     headers: HeaderMap,
     Form(form): Form<HashMap<String, String>>,
 ) -> Response {
-    let refuse =
+    let reject =
         |error: &str| (StatusCode::BAD_REQUEST, Json(json!({ "error": error }))).into_response();
-    let Some((id, secret)) = client(&headers, &form) else { return refuse("invalid_client") };
+    let Some((id, secret)) = read_client_credentials(&headers, &form) else {
+        return reject("invalid_client");
+    };
     if secret != SECRET {
-        return refuse("invalid_client");
+        return reject("invalid_client");
     }
-    let of = |name: &str| form.get(name).cloned().unwrap_or_default();
-    assert_eq!(of("resource"), format!("{}/mcp", books.base.lock()));
-    match of("grant_type").as_str() {
+    let param = |name: &str| form.get(name).cloned().unwrap_or_default();
+    assert_eq!(param("resource"), format!("{}/mcp", books.base.lock()));
+    match param("grant_type").as_str() {
         "authorization_code" => {
-            let known = books.codes.lock().remove(&of("code"));
-            let Some((challenge, whose, scope)) = known else { return refuse("invalid_grant") };
-            let hashed = Sha256::digest(of("code_verifier").as_bytes());
-            if BASE64_URL_SAFE_NO_PAD.encode(hashed) != challenge || whose != id {
-                return refuse("invalid_grant");
+            let found = books.codes.lock().remove(&param("code"));
+            let Some((challenge, owner, scope)) = found else { return reject("invalid_grant") };
+            let hashed = Sha256::digest(param("code_verifier").as_bytes());
+            if BASE64_URL_SAFE_NO_PAD.encode(hashed) != challenge || owner != id {
+                return reject("invalid_grant");
             }
-            Json(books.granted(&scope, scope.contains("offline_access"))).into_response()
+            Json(books.issue_token(&scope, scope.contains("offline_access"))).into_response()
         }
         "refresh_token" => {
-            let known = books.refreshes.lock().remove(&of("refresh_token"));
-            if !known || books.refuses.load(Ordering::SeqCst) {
-                return refuse("invalid_grant");
+            let found = books.refreshes.lock().remove(&param("refresh_token"));
+            if !found || books.refuses.load(Ordering::SeqCst) {
+                return reject("invalid_grant");
             }
             books.refreshed.fetch_add(1, Ordering::SeqCst);
-            Json(books.granted(&of("scope"), true)).into_response()
+            Json(books.issue_token(&param("scope"), true)).into_response()
         }
         "client_credentials" => {
             books.exchanged.fetch_add(1, Ordering::SeqCst);
-            Json(books.granted(&of("scope"), false)).into_response()
+            Json(books.issue_token(&param("scope"), false)).into_response()
         }
-        _ => refuse("unsupported_grant_type"),
+        _ => reject("unsupported_grant_type"),
     }
 }

@@ -1,6 +1,6 @@
-//! An MCP client that writes its messages itself, so that a test sees every byte both ways: of the
-//! revision 2026-07-28, which says everything with each request, and of 2025-11-25, which begins
-//! with a handshake.
+//! An MCP client that writes its own messages, so that a test sees every byte in both directions.
+//! Supports revision 2026-07-28, whose requests stand alone, and 2025-11-25, which begins with a
+//! handshake.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,7 +14,7 @@ use super::soon;
 pub const MODERN: &str = "2026-07-28";
 pub const LEGACY: &str = "2025-11-25";
 
-/// A client of one revision.
+/// An MCP client of one revision.
 pub struct Mcp {
     api: Api,
     pub revision: &'static str,
@@ -24,18 +24,18 @@ pub struct Mcp {
     next: AtomicU64,
 }
 
-/// An answer with what it came in.
+/// A response with its HTTP status, headers and messages.
 #[derive(Debug)]
-pub struct Told {
+pub struct McpResponse {
     pub status: u16,
     pub headers: reqwest::header::HeaderMap,
     pub text: String,
-    /// The messages, in order; the answer is the last.
+    /// The messages, in order; the last one is the response.
     pub messages: Vec<Value>,
 }
 
-impl Told {
-    /// The answer's result.
+impl McpResponse {
+    /// Returns the result of the response.
     #[track_caller]
     pub fn result(&self) -> Value {
         let last = self.messages.last().unwrap_or_else(|| panic!("no message: {self:?}"));
@@ -43,7 +43,7 @@ impl Told {
         last["result"].clone()
     }
 
-    /// The answer's error.
+    /// Asserts the error code. Returns the error of the response.
     #[track_caller]
     pub fn error(&self, code: i64) -> Value {
         let last = self.messages.last().unwrap_or_else(|| panic!("no message: {self:?}"));
@@ -53,7 +53,7 @@ impl Told {
 }
 
 impl Mcp {
-    /// A client of 2026-07-28.
+    /// Returns an MCP client of revision 2026-07-28.
     pub fn modern(api: &Api) -> Self {
         Self {
             api: api.clone(),
@@ -65,12 +65,12 @@ impl Mcp {
         }
     }
 
-    /// A client of 2025-11-25 that has introduced itself.
+    /// Returns an initialized MCP client of revision 2025-11-25.
     pub async fn legacy(api: &Api) -> Self {
         Self::legacy_with(api, json!({})).await
     }
 
-    /// The same with capabilities.
+    /// Returns an initialized client with these capabilities.
     pub async fn legacy_with(api: &Api, capabilities: Value) -> Self {
         let mut client = Self { revision: LEGACY, capabilities, ..Self::modern(api) };
         let params = json!({
@@ -78,38 +78,38 @@ impl Mcp {
             "capabilities": client.capabilities,
             "clientInfo": { "name": "test", "version": "1" },
         });
-        let told = client.ask("initialize", params).await;
-        assert_eq!(told.result()["protocolVersion"], LEGACY);
-        let session = told.headers.get("mcp-session-id").expect("a session");
+        let response = client.ask("initialize", params).await;
+        assert_eq!(response.result()["protocolVersion"], LEGACY);
+        let session = response.headers.get("mcp-session-id").expect("a session");
         client.session = Some(session.to_str().unwrap().to_owned());
         client.notify("notifications/initialized", json!({})).await;
         client
     }
 
-    /// The same client that can do more.
+    /// Sets the capabilities of the client.
     pub fn able(mut self, capabilities: Value) -> Self {
         self.capabilities = capabilities;
         self
     }
 
-    /// The same client that knows tasks.
+    /// Adds support for tasks.
     pub fn with_tasks(self) -> Self {
         self.able(json!({ "extensions": { "io.modelcontextprotocol/tasks": {} } }))
     }
 
-    /// The same client at another address.
+    /// Sets the path of the requests.
     pub fn at(mut self, path: &str) -> Self {
         self.path = path.to_owned();
         self
     }
 
-    /// The same client as somebody else.
+    /// Sets the caller of the requests.
     pub fn calling_as(mut self, api: &Api) -> Self {
         self.api = api.clone();
         self
     }
 
-    /// A request that is not sent yet.
+    /// Builds a request.
     pub fn request(&self, method: &str, mut params: Value) -> RequestBuilder {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut request = self.post();
@@ -140,9 +140,9 @@ impl Mcp {
         }
     }
 
-    /// Asks and reads the answer to its end.
-    pub async fn ask(&self, method: &str, params: Value) -> Told {
-        Told::read(self.request(method, params).send().await.unwrap()).await
+    /// Sends a request and reads the complete response.
+    pub async fn ask(&self, method: &str, params: Value) -> McpResponse {
+        McpResponse::read(self.request(method, params).send().await.unwrap()).await
     }
 
     pub async fn notify(&self, method: &str, params: Value) {
@@ -151,14 +151,14 @@ impl Mcp {
         assert_eq!(response.status().as_u16(), 202);
     }
 
-    /// Answers something that the server asked.
+    /// Answers a request of the server.
     pub async fn reply(&self, id: &Value, result: Value) {
         let body = json!({ "jsonrpc": "2.0", "id": id, "result": result });
         let response = self.post().json(&body).send().await.unwrap();
         assert_eq!(response.status().as_u16(), 202);
     }
 
-    /// The tools, all pages.
+    /// Returns the tools of all pages.
     pub async fn tools(&self) -> Vec<Value> {
         let (mut all, mut cursor) = (Vec::new(), Value::Null);
         loop {
@@ -172,22 +172,22 @@ impl Mcp {
         }
     }
 
-    /// Their names.
+    /// Returns the names of the tools.
     pub async fn names(&self) -> Vec<String> {
         let names = self.tools().await.into_iter();
         names.map(|tool| tool["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    pub async fn call(&self, name: &str, arguments: Value) -> Told {
+    pub async fn call(&self, name: &str, arguments: Value) -> McpResponse {
         self.ask("tools/call", json!({ "name": name, "arguments": arguments })).await
     }
 
-    /// A stream that stays open.
+    /// Sends a request and returns its stream.
     pub async fn open(&self, method: &str, params: Value) -> Stream {
         Stream::of(self.request(method, params).send().await.unwrap())
     }
 
-    /// The stream of a session, on which the server speaks by itself.
+    /// Opens the stream of a session for messages that the server initiates.
     pub async fn session_stream(&self) -> Stream {
         let request = self.api.request(Method::GET, &self.path);
         let request = request
@@ -198,7 +198,7 @@ impl Mcp {
     }
 }
 
-impl Told {
+impl McpResponse {
     async fn read(response: Response) -> Self {
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
         let kind = headers.get("content-type").map(|kind| kind.to_str().unwrap().to_owned());
@@ -216,7 +216,7 @@ fn messages_in(text: &str) -> Vec<Value> {
     data.filter_map(|data| serde_json::from_str(data.trim()).ok()).collect()
 }
 
-/// Messages as they come.
+/// A stream of messages.
 pub struct Stream {
     body: std::pin::Pin<Box<dyn futures::Stream<Item = reqwest::Result<axum::body::Bytes>> + Send>>,
     text: String,
@@ -228,7 +228,7 @@ impl Stream {
         Self { body: Box::pin(response.bytes_stream()), text: String::new() }
     }
 
-    /// The next message; none at the end of the stream.
+    /// Returns the next message, or `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<Value> {
         loop {
             while let Some((line, rest)) = self.text.split_once('\n') {
@@ -243,7 +243,7 @@ impl Stream {
         }
     }
 
-    /// The next notification or request of this method.
+    /// Waits for the next notification or request with this method.
     pub async fn until(&mut self, method: &str) -> Value {
         loop {
             let message = self.next().await.unwrap_or_else(|| panic!("no {method} before the end"));

@@ -1,4 +1,4 @@
-//! A nats-server of the test's own, and someone on it who plays a tool service by hand.
+//! A nats-server for each test, and a NATS client that acts as a tool service or an agent.
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use toolcrib_sources::utp::host::ToolHost;
 use super::process::free_port;
 use super::{Server, soon, until};
 
-/// A broker with a directory of its own; it goes away with the value.
+/// A broker with its own directory. Dropping the value stops it.
 pub struct Nats {
     dir: TempDir,
     port: u16,
@@ -25,12 +25,12 @@ pub struct Nats {
 }
 
 impl Nats {
-    /// A broker that answers; none where only quick tests are wanted.
+    /// Starts a broker. Returns `None` if only quick tests run.
     pub async fn start() -> Option<Self> {
         Self::start_with(16 << 20).await
     }
 
-    /// The same, with a limit for messages.
+    /// Starts a broker with this limit of message sizes.
     pub async fn start_with(max_payload: usize) -> Option<Self> {
         if std::env::var_os("TOOLCRIB_TEST_QUICK").is_some() {
             return None;
@@ -45,12 +45,12 @@ impl Nats {
         format!("nats://127.0.0.1:{}", self.port)
     }
 
-    /// The limit for messages from the next start on.
+    /// Sets the limit of message sizes for the next start.
     pub fn max_payload(&mut self, bytes: usize) {
         self.max_payload = bytes;
     }
 
-    /// Starts it on the same directory.
+    /// Starts the broker on the same directory.
     pub async fn up(&mut self) {
         let store = self.dir.path().join("jetstream");
         let file = self.dir.path().join("nats.conf");
@@ -75,7 +75,7 @@ impl Nats {
         .await;
     }
 
-    /// Takes it away at once; what it stored stays.
+    /// Kills the broker; its stored data stays.
     pub fn down(&mut self) {
         if let Some(mut child) = self.child.take() {
             let _ = child.kill();
@@ -83,42 +83,42 @@ impl Nats {
         }
     }
 
-    /// A server of ours on it.
+    /// Starts a Toolcrib server that uses this broker.
     pub async fn server(&self) -> Server {
         let url = self.url();
         Server::with(|config| config.nats.url = Some(url)).await
     }
 
-    pub async fn link(&self, version: &str) -> NatsConnection {
+    pub async fn connect(&self, version: &str) -> NatsConnection {
         let (url, version) = (self.url(), version.to_owned());
         NatsConnection::connect(&NatsEndpoint { url, credentials: None, version }, "test")
             .await
             .unwrap()
     }
 
-    /// A tool service in Rust that is being served; it ends with the test.
-    pub async fn host(&self, target: &str, make: impl FnOnce(ToolHost) -> ToolHost) -> Hosted {
-        self.host_of("v1r3", target, make).await
+    /// Starts a tool host for a target; it ends with the guard.
+    pub async fn host(&self, target: &str, make: impl FnOnce(ToolHost) -> ToolHost) -> HostGuard {
+        self.host_version("v1r3", target, make).await
     }
 
-    /// The same, of a version of the protocol.
-    pub async fn host_of(
+    /// Starts a tool host of this protocol version.
+    pub async fn host_version(
         &self,
         version: &str,
         target: &str,
         make: impl FnOnce(ToolHost) -> ToolHost,
-    ) -> Hosted {
-        let host = make(ToolHost::with_connection(self.link(version).await));
+    ) -> HostGuard {
+        let host = make(ToolHost::with_connection(self.connect(version).await));
         let target = target.to_owned();
         let serving = tokio::spawn(async move {
             host.serve(&target, std::future::pending()).await.unwrap();
         });
-        Hosted(serving)
+        HostGuard(serving)
     }
 
-    pub async fn hand(&self) -> Hand {
+    pub async fn peer(&self) -> NatsPeer {
         let client = async_nats::connect(self.url()).await.unwrap();
-        Hand { client }
+        NatsPeer { client }
     }
 }
 
@@ -128,27 +128,27 @@ impl Drop for Nats {
     }
 }
 
-pub struct Hosted(tokio::task::JoinHandle<()>);
+pub struct HostGuard(tokio::task::JoinHandle<()>);
 
-impl Drop for Hosted {
+impl Drop for HostGuard {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
-/// Someone on NATS who does everything by hand.
+/// A NATS client that sends and receives single messages of the protocol.
 #[derive(Clone)]
-pub struct Hand {
+pub struct NatsPeer {
     pub client: Client,
 }
 
-/// A command as it came.
-pub struct Given {
+/// A received message with its parsed payload.
+pub struct ReceivedMessage {
     pub message: Message,
     pub payload: Value,
 }
 
-impl Given {
+impl ReceivedMessage {
     pub fn header(&self, name: &str) -> String {
         let headers = self.message.headers.as_ref().unwrap();
         headers.get(name).map(|value| value.to_string()).unwrap_or_default()
@@ -159,19 +159,19 @@ impl Given {
     }
 }
 
-impl Hand {
-    /// The next command for a target, which must come.
-    pub async fn next(&self, target: &str) -> Given {
+impl NatsPeer {
+    /// Waits for the next command of a target.
+    pub async fn next(&self, target: &str) -> ReceivedMessage {
         self.next_on(&format!("cg.v1r3.*.*.cmd.tool.{target}.>"), &format!("hand_{target}")).await
     }
 
-    /// The next message on a subject of the command stream.
-    pub async fn next_on(&self, subject: &str, name: &str) -> Given {
+    /// Waits for the next message on a subject of the command stream.
+    pub async fn next_on(&self, subject: &str, name: &str) -> ReceivedMessage {
         self.next_in("cg_cmd_v1r3", subject, name).await
     }
 
-    /// The next message on a subject of this stream.
-    pub async fn next_in(&self, stream: &str, subject: &str, name: &str) -> Given {
+    /// Waits for the next message on a subject of this stream.
+    pub async fn next_in(&self, stream: &str, subject: &str, name: &str) -> ReceivedMessage {
         let jetstream = jetstream::new(self.client.clone());
         let consumer = until("the stream of commands", || async {
             let stream = jetstream.get_stream(stream).await.ok()?;
@@ -186,7 +186,7 @@ impl Hand {
         let fetching = async {
             loop {
                 let fetch = consumer.fetch().max_messages(1).expires(Duration::from_secs(5));
-                // Nothing there yet, or the broker is away: asked again.
+                // Retries if there is no message yet or the broker is down.
                 match fetch.messages().await {
                     Ok(mut batch) => match batch.next().await {
                         Some(Ok(message)) => return message,
@@ -198,25 +198,25 @@ impl Hand {
         };
         let message = soon(&format!("a message on {subject}"), fetching).await;
         let payload = serde_json::from_slice(&message.payload).unwrap();
-        Given { message, payload }
+        ReceivedMessage { message, payload }
     }
 
-    /// Asks the crib something, in project `default`.
-    pub async fn ask(&self, what: &str, body: Value) -> Value {
-        self.ask_in("default", what, body, &[]).await
+    /// Sends an RPC to the server, in project `default`.
+    pub async fn request(&self, what: &str, body: Value) -> Value {
+        self.request_in("default", what, body, &[]).await
     }
 
-    pub async fn ask_in(
+    pub async fn request_in(
         &self,
         project: &str,
         what: &str,
         body: Value,
         headers: &[(&str, &str)],
     ) -> Value {
-        self.ask_raw(project, what, body.to_string().into_bytes(), headers).await
+        self.request_raw(project, what, body.to_string().into_bytes(), headers).await
     }
 
-    pub async fn ask_raw(
+    pub async fn request_raw(
         &self,
         project: &str,
         what: &str,
@@ -228,17 +228,17 @@ impl Hand {
         headers.iter().for_each(|(name, value)| map.insert(*name, *value));
         let reply = until(&format!("an answer to {what}"), || async {
             let request = Request::new().payload(body.clone().into()).headers(map.clone());
-            // The door may not be open yet.
+            // The NATS transport may not have started yet.
             self.client.send_request(subject.clone(), request).await.ok()
         })
         .await;
         serde_json::from_slice(&reply.payload).unwrap()
     }
 
-    /// Publishes a command, whatever it is.
+    /// Publishes a command with any body.
     pub async fn command(&self, subject: &str, body: Vec<u8>) {
         let jetstream = jetstream::new(self.client.clone());
-        // The stream may not be there yet; what it has not taken is published again.
+        // Retries until the stream exists and has stored the message.
         until(&format!("a stream for {subject}"), || async {
             let sent = jetstream.publish(subject.to_owned(), body.clone().into()).await.ok()?;
             sent.await.ok()
@@ -247,7 +247,7 @@ impl Hand {
     }
 }
 
-/// A result card for a command.
+/// Returns a result card for a command.
 pub fn result_card(command: &Value, card_id: &str, status: &str, result: Value) -> Value {
     let error = match status {
         "success" => Value::Null,
@@ -271,7 +271,7 @@ pub fn result_card(command: &Value, card_id: &str, status: &str, result: Value) 
     })
 }
 
-/// The report of a card.
+/// Returns the report of a result card.
 pub fn report(command: &Value, card_id: &str, status: &str) -> Value {
     json!({
         "tool_call_id": command["tool_call_id"],
@@ -285,7 +285,7 @@ pub fn report(command: &Value, card_id: &str, status: &str) -> Value {
     })
 }
 
-/// The definition of a UTP tool that takes anything.
+/// Returns the definition of a UTP tool that takes any arguments.
 pub fn tool(name: &str, target: &str, more: Value) -> Value {
     let mut tool = json!({
         "tool_name": name,

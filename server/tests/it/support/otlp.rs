@@ -1,4 +1,4 @@
-//! An endpoint that speaks OTLP/HTTP: it decodes what comes and keeps it.
+//! An OTLP/HTTP endpoint that decodes and stores the requests.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -21,19 +21,19 @@ use prost::Message;
 
 use super::until;
 
-/// A span, as a person would write it down.
+/// A span in a readable form.
 #[derive(Debug, Clone)]
 pub struct Span {
     pub name: String,
     pub trace_id: String,
     pub span_id: String,
-    /// Empty for a trace's first span.
+    /// Empty for the root span of a trace.
     pub parent_id: String,
     pub kind: SpanKind,
     pub begin_ms: u64,
     pub end_ms: u64,
     pub attributes: BTreeMap<String, String>,
-    /// The message of a status that says error.
+    /// The message of an error status.
     pub error: Option<String>,
     pub service: String,
     pub scope: String,
@@ -41,7 +41,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// An attribute, which must be there.
+    /// Returns an attribute; panics if it is missing.
     #[track_caller]
     pub fn has(&self, name: &str) -> &str {
         match self.attributes.get(name) {
@@ -59,7 +59,7 @@ struct Received {
     bytes: Vec<u8>,
 }
 
-/// The endpoint.
+/// The running endpoint.
 #[derive(Clone)]
 pub struct Endpoint {
     pub url: String,
@@ -67,13 +67,13 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Starts it on a free port.
+    /// Starts the endpoint on a free port.
     pub async fn start() -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         Self::on(listener)
     }
 
-    /// Starts it on this listener.
+    /// Starts the endpoint on this listener.
     pub fn on(listener: tokio::net::TcpListener) -> Self {
         let url = format!("http://{}", listener.local_addr().unwrap());
         let received = Arc::new(Mutex::new(Received::default()));
@@ -85,13 +85,13 @@ impl Endpoint {
         Self { url, received }
     }
 
-    /// Everything that came, in the order it came.
+    /// Returns all spans, in the order of arrival.
     pub fn spans(&self) -> Vec<Span> {
         let received = self.received.lock().unwrap();
         let resources = received.traces.iter().flat_map(|request| &request.resource_spans);
         let mut spans = Vec::new();
         for resource in resources {
-            let about = attributes(&resource.resource.as_ref().unwrap().attributes);
+            let resource_attributes = attributes(&resource.resource.as_ref().unwrap().attributes);
             for scope in &resource.scope_spans {
                 for span in &scope.spans {
                     spans.push(Span {
@@ -108,7 +108,7 @@ impl Endpoint {
                             .as_ref()
                             .filter(|status| status.code() == SpanStatus::Error)
                             .map(|status| status.message.clone()),
-                        service: about["service.name"].clone(),
+                        service: resource_attributes["service.name"].clone(),
                         scope: scope.scope.as_ref().unwrap().name.clone(),
                         schema: scope.schema_url.clone(),
                     });
@@ -118,7 +118,7 @@ impl Endpoint {
         spans
     }
 
-    /// The spans of one call, once all of these have come.
+    /// Waits until this many spans of a call have arrived.
     pub async fn spans_of(&self, call_id: &str, count: usize) -> Vec<Span> {
         until(&format!("{count} spans of {call_id}"), || async {
             let spans = self.spans().into_iter();
@@ -129,7 +129,7 @@ impl Endpoint {
         .await
     }
 
-    /// A metric, once it has come; the last of its kind.
+    /// Waits for a metric. Returns its latest value.
     pub async fn metric(&self, name: &str) -> Metric {
         until(&format!("the metric {name}"), || async {
             let received = self.received.lock().unwrap();
@@ -141,12 +141,12 @@ impl Endpoint {
         .await
     }
 
-    /// The headers of every request.
+    /// Returns the headers of every request.
     pub fn headers(&self) -> Vec<HeaderMap> {
         self.received.lock().unwrap().headers.clone()
     }
 
-    /// Whether this text came in any request.
+    /// Whether any request contains this text.
     pub fn heard(&self, text: &str) -> bool {
         let received = self.received.lock().unwrap();
         received.bytes.windows(text.len()).any(|part| part == text.as_bytes())
@@ -174,7 +174,7 @@ async fn metrics(state: Shared, headers: HeaderMap, body: Bytes) -> StatusCode {
     StatusCode::OK
 }
 
-/// Attributes as text.
+/// Returns attributes as text.
 pub fn attributes(given: &[KeyValue]) -> BTreeMap<String, String> {
     let text = |value: &Option<AnyValue>| match value.as_ref().and_then(|v| v.value.as_ref()) {
         Some(Value::StringValue(text)) => text.clone(),

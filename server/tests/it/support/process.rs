@@ -1,5 +1,5 @@
-//! The real binary as a process: started on a free loopback port with its own directory, killed,
-//! terminated and started again; and a checker that reads what it left on the disk.
+//! The real binary as a process, on a free loopback port with its own directory: tests start, kill,
+//! stop and restart it. A checker verifies the data that it leaves on disk.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,25 +16,25 @@ use tempfile::TempDir;
 /// The binary under test.
 pub const TOOLCRIB: &str = env!("CARGO_BIN_EXE_toolcrib");
 
-/// How long a start, a stop or a first answer may take on a busy machine.
+/// Maximum duration of a start, a stop or a first answer on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Waits until something is so, and says what was waited for when it never is.
+/// Repeats `look` until it returns a value; fails with `what` after the limit.
 pub async fn eventually<T, F>(what: &str, limit: Duration, mut look: impl FnMut() -> F) -> T
 where
     F: Future<Output = Option<T>>,
 {
     let began = Instant::now();
     loop {
-        if let Some(seen) = look().await {
-            return seen;
+        if let Some(value) = look().await {
+            return value;
         }
         assert!(began.elapsed() < limit, "{what}: not within {limit:?}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// A port that is free now, and that no outgoing connection is given by the system meanwhile.
+/// Returns a free port outside the range that the system assigns to outgoing connections.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let offset = (std::process::id() % 2_000) as u16 * 8;
@@ -47,7 +47,7 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// A directory with a server's data, and the server in it when one runs.
+/// A data directory, and the server process that runs on it, if any.
 pub struct Server {
     pub directory: TempDir,
     pub port: u16,
@@ -59,7 +59,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// A directory and a port; nothing runs yet.
+    /// Reserves a directory and a port without starting a process.
     pub fn new() -> Self {
         Self {
             directory: tempfile::tempdir().unwrap(),
@@ -72,33 +72,33 @@ impl Server {
         }
     }
 
-    /// A server that is ready.
+    /// Starts a server and waits until it is ready.
     pub async fn ready() -> Self {
         let mut server = Self::new();
         server.start().await;
         server
     }
 
-    /// A setting, as an environment variable without its prefix: `SHUTDOWN__DRAIN_MS`.
+    /// Adds a setting, as an environment variable without its prefix: `SHUTDOWN__DRAIN_MS`.
     pub fn with(mut self, setting: &str, value: impl ToString) -> Self {
         self.environment.push((format!("TOOLCRIB_{setting}"), value.to_string()));
         self
     }
 
-    /// Any other environment variable.
+    /// Adds any other environment variable.
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// A program that ends by becoming the server: `sh -c '…; exec "$0" "$@"'`.
+    /// Sets a wrapper that replaces itself with the server: `sh -c '…; exec "$0" "$@"'`.
     pub fn through(mut self, wrapper: &[&str]) -> Self {
         self.wrapper = wrapper.iter().map(ToString::to_string).collect();
         self
     }
 
-    /// Another place for the data than `data` in the server's directory.
-    pub fn keeping_data_in(mut self, data_dir: &Path) -> Self {
+    /// Sets the data directory; the default is `data` in the server's directory.
+    pub fn with_data_dir(mut self, data_dir: &Path) -> Self {
         self.data_dir = Some(data_dir.to_owned());
         self
     }
@@ -111,7 +111,7 @@ impl Server {
         self.data_dir().join("toolcrib.db")
     }
 
-    /// A command of the binary on this data directory, with nothing else in its environment.
+    /// Returns a command of the binary on this data directory, without inherited settings.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut words = self.wrapper.iter().map(String::as_str).chain([TOOLCRIB]);
         let mut command = Command::new(words.next().unwrap());
@@ -126,12 +126,12 @@ impl Server {
         command
     }
 
-    /// Starts the process, without waiting for anything.
+    /// Starts the process without waiting for readiness.
     pub fn spawn(&mut self) {
         self.spawn_on(&format!("127.0.0.1:{}", self.port));
     }
 
-    /// The same on another address.
+    /// Starts the process on another address.
     pub fn spawn_on(&mut self, listen: &str) {
         assert!(self.child.is_none(), "it runs already");
         let log = File::options().create(true).append(true).open(self.log_file()).unwrap();
@@ -140,7 +140,7 @@ impl Server {
         self.child = Some(child);
     }
 
-    /// Starts it and waits until it is ready. Answers with how long that took.
+    /// Starts the process and waits until it is ready. Returns the duration.
     pub async fn start(&mut self) -> Duration {
         let began = Instant::now();
         self.spawn();
@@ -158,20 +158,20 @@ impl Server {
         }
     }
 
-    /// SIGKILL: nothing is said, nothing is finished.
+    /// Sends SIGKILL.
     pub fn kill(&mut self) {
         let mut child = self.child.take().unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
     }
 
-    /// Any other signal, by its name.
+    /// Sends a signal by name.
     pub fn signal(&self, name: &str) {
         let sent = Command::new("kill").args(["-s", name, &self.pid().to_string()]).status();
         assert!(sent.unwrap().success());
     }
 
-    /// SIGTERM, and the end of the process.
+    /// Sends SIGTERM and waits for the end of the process.
     pub async fn stop(&mut self) -> ExitStatus {
         self.signal("TERM");
         self.ended(PATIENCE).await
@@ -203,7 +203,7 @@ impl Server {
         self.directory.path().join("server.log")
     }
 
-    /// The end of what it logged.
+    /// Returns the last lines of the log.
     pub fn log(&self) -> String {
         tail(&self.log_file())
     }
@@ -216,7 +216,7 @@ impl Server {
         self.http.post(self.url(&format!("/v1/tools/{tool}/invoke"))).json(body)
     }
 
-    /// Invokes a tool; the answer must be 202.
+    /// Invokes a tool and asserts status 202.
     pub async fn invoke(&self, tool: &str, body: Value) -> Value {
         let answer = self.invoking(tool, &body).send().await.unwrap();
         let (status, body) = (answer.status(), answer.json::<Value>().await.unwrap());
@@ -224,12 +224,12 @@ impl Server {
         body
     }
 
-    /// Invokes a tool and answers with the ticket's id.
+    /// Invokes a tool. Returns the id of the call.
     pub async fn ticket(&self, tool: &str, body: Value) -> String {
         text(&self.invoke(tool, body).await, "tool_call_id")
     }
 
-    /// A call of the calculator that has succeeded.
+    /// Evaluates an expression and asserts success.
     pub async fn evaluated(&self, expression: &str) -> Value {
         let args = json!({ "expression": expression });
         let body = json!({ "run_id": "run_eval", "args": args, "wait_ms": 10_000 });
@@ -238,7 +238,7 @@ impl Server {
         call
     }
 
-    /// A call, once it has ended or the wait is over.
+    /// Returns a call once it has ended or the wait is over.
     pub async fn call(&self, id: &str, wait_ms: u64) -> Value {
         let url = self.url(&format!("/v1/tool_calls/{id}?wait_ms={wait_ms}"));
         let answer = self.http.get(url).send().await.unwrap();
@@ -251,7 +251,7 @@ impl Server {
         self.http.get(self.url(path)).send().await.unwrap().status()
     }
 
-    /// Posts to the provider's side; the answer must be 200.
+    /// Posts a body and asserts status 200.
     pub async fn post(&self, path: &str, body: Value) -> Value {
         let answer = self.http.post(self.url(path)).json(&body).send().await.unwrap();
         let (status, body) = (answer.status(), answer.json::<Value>().await.unwrap());
@@ -259,14 +259,14 @@ impl Server {
         body
     }
 
-    /// Offers one tool with this effect.
+    /// Registers one tool with this effect.
     pub async fn register(&self, client_id: &str, tool: &str, effect: &str) {
         let tools = json!([{ "name": tool, "schema": {"type": "object"}, "effect": effect }]);
         let body = json!({ "client_id": client_id, "tools": tools });
         self.post("/internal/tools/register", body).await;
     }
 
-    /// Asks for work once, taking it.
+    /// Polls once and acknowledges the requests.
     pub async fn poll(&self, client_id: &str, max: usize, wait_ms: u64) -> Vec<Value> {
         let query = format!("client_id={client_id}&max={max}&wait_ms={wait_ms}");
         let answer = self.http.get(self.url(&format!("/internal/ingress/poll?{query}")));
@@ -274,7 +274,7 @@ impl Server {
         body["requests"].as_array().unwrap_or_else(|| panic!("{body}")).clone()
     }
 
-    /// Takes so many requests; they come as their calls are parked.
+    /// Polls until this many requests have been acknowledged.
     pub async fn taken(&self, client_id: &str, count: usize) -> Vec<Value> {
         let mut taken = Vec::new();
         while taken.len() < count {
@@ -308,29 +308,28 @@ fn tail(path: &Path) -> String {
     lines[lines.len().saturating_sub(30)..].join("\n")
 }
 
-/// A field that is a text.
+/// Returns a text field.
 pub fn text(body: &Value, field: &str) -> String {
     body[field].as_str().unwrap_or_else(|| panic!("no {field} in {body}")).to_owned()
 }
 
-/// What the checker found in a database that is in order.
+/// Contents of a consistent database.
 #[derive(Debug, Default)]
 pub struct Stored {
-    /// Every call's status.
+    /// The status of every call.
     pub calls: HashMap<String, String>,
     pub open: usize,
     pub events: usize,
 }
 
 impl Stored {
-    /// How many calls have this status.
+    /// Returns the number of calls with this status.
     pub fn count(&self, status: &str) -> usize {
         self.calls.values().filter(|stored| *stored == status).count()
     }
 }
 
-/// Reads a copy of what a server left in this directory, and fails where anything contradicts
-/// anything else.
+/// Reads a copy of the database in this directory. Fails if it is inconsistent.
 pub fn check(data_dir: &Path) -> Stored {
     let copy = tempfile::tempdir().unwrap();
     for name in ["toolcrib.db", "toolcrib.db-wal"] {
@@ -343,36 +342,51 @@ pub fn check(data_dir: &Path) -> Stored {
     let verdict: String =
         database.query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
     assert_eq!(verdict, "ok");
-    nothing_is(&database, "SELECT id FROM calls WHERE version < 1");
-    nothing_is(&database, "SELECT id FROM calls WHERE started_ms < created_ms");
-    nothing_is(&database, "SELECT id FROM calls WHERE completed_ms < started_ms");
-    nothing_is(&database, "SELECT id FROM calls WHERE completed_ms < created_ms");
-    nothing_is(&database, "SELECT id FROM calls WHERE deadline_ms <= created_ms");
-    nothing_is(
+    assert_no_rows(&database, "SELECT tool_call_id FROM tool_calls WHERE version < 1");
+    assert_no_rows(&database, "SELECT tool_call_id FROM tool_calls WHERE started_ms < created_ms");
+    assert_no_rows(
         &database,
-        "SELECT id FROM calls WHERE status = 'TIMEOUT' AND completed_ms < deadline_ms",
+        "SELECT tool_call_id FROM tool_calls WHERE completed_ms < started_ms",
     );
-    nothing_is(&database, "SELECT number FROM events GROUP BY number HAVING count(*) > 1");
-    nothing_is(&database, "SELECT number FROM events WHERE place NOT IN (SELECT place FROM calls)");
-    nothing_is(
+    assert_no_rows(
         &database,
-        "SELECT key FROM idempotency_keys WHERE place NOT IN (SELECT place FROM calls)",
+        "SELECT tool_call_id FROM tool_calls WHERE completed_ms < created_ms",
     );
-    nothing_is(&database, "SELECT id FROM calls GROUP BY id HAVING count(*) > 1");
+    assert_no_rows(
+        &database,
+        "SELECT tool_call_id FROM tool_calls WHERE deadline_ms <= created_ms",
+    );
+    assert_no_rows(
+        &database,
+        "SELECT tool_call_id FROM tool_calls WHERE status = 'TIMEOUT' AND completed_ms < deadline_ms",
+    );
+    assert_no_rows(&database, "SELECT number FROM events GROUP BY number HAVING count(*) > 1");
+    assert_no_rows(
+        &database,
+        "SELECT number FROM events WHERE place NOT IN (SELECT place FROM tool_calls)",
+    );
+    assert_no_rows(
+        &database,
+        "SELECT key FROM idempotency_keys WHERE place NOT IN (SELECT place FROM tool_calls)",
+    );
+    assert_no_rows(
+        &database,
+        "SELECT tool_call_id FROM tool_calls GROUP BY tool_call_id HAVING count(*) > 1",
+    );
     for table in ["tasks", "deliveries", "tries"] {
-        let query = "WHERE place NOT IN (SELECT place FROM calls)";
-        nothing_is(&database, &format!("SELECT place FROM {table} {query}"));
+        let query = "WHERE place NOT IN (SELECT place FROM tool_calls)";
+        assert_no_rows(&database, &format!("SELECT place FROM {table} {query}"));
     }
-    nothing_is(
+    assert_no_rows(
         &database,
-        "SELECT call_id FROM deliveries JOIN calls USING (place) \
+        "SELECT call_id FROM deliveries JOIN tool_calls USING (place) \
          WHERE (deliveries.status = 'waiting') <> (completed_ms IS NULL)",
     );
     check_events(&database)
 }
 
-/// Fails when the query finds anything.
-fn nothing_is(database: &Connection, query: &str) {
+/// Fails if the query returns a row.
+fn assert_no_rows(database: &Connection, query: &str) {
     let mut select = database.prepare(query).unwrap();
     let mut rows = select.query([]).unwrap();
     if let Some(row) = rows.next().unwrap() {
@@ -380,44 +394,45 @@ fn nothing_is(database: &Connection, query: &str) {
     }
 }
 
-fn implied(list: &str) -> Vec<(i64, String)> {
-    let told = list.split(',').filter_map(|entry| {
+fn parse_implied_events(list: &str) -> Vec<(i64, String)> {
+    let events = list.split(',').filter_map(|entry| {
         let kinds =
             [('r', "tool.call.requested"), ('s', "tool.call.started"), ('f', "tool.call.finished")];
         let of = |(letter, kind): (char, _)| Some((entry.strip_suffix(letter)?, kind));
         kinds.into_iter().find_map(of)
     });
-    told.map(|(number, kind)| (number.parse().unwrap(), kind.to_owned())).collect()
+    events.map(|(number, kind)| (number.parse().unwrap(), kind.to_owned())).collect()
 }
 
-/// Each call's events tell its story: asked for first, ended once and as its status says, and
-/// nothing after the end but what came late.
+/// Asserts that the events of each call begin with the request, contain exactly one end that
+/// matches the status, and after the end contain only late reports.
 fn check_events(database: &Connection) -> Stored {
-    let mut stories: HashMap<i64, Vec<(i64, String)>> = HashMap::new();
+    let mut events_by_call: HashMap<i64, Vec<(i64, String)>> = HashMap::new();
     let mut stored = Stored::default();
     let mut select =
         database.prepare("SELECT place, number, kind FROM events ORDER BY number").unwrap();
     let mut rows = select.query([]).unwrap();
     while let Some(row) = rows.next().unwrap() {
-        let told = (row.get(1).unwrap(), row.get(2).unwrap());
-        stories.entry(row.get(0).unwrap()).or_default().push(told);
+        let event = (row.get(1).unwrap(), row.get(2).unwrap());
+        events_by_call.entry(row.get(0).unwrap()).or_default().push(event);
         stored.events += 1;
     }
-    let mut select = database.prepare("SELECT place, id, status, events FROM calls").unwrap();
+    let mut select =
+        database.prepare("SELECT place, tool_call_id, status, events FROM tool_calls").unwrap();
     let mut rows = select.query([]).unwrap();
     while let Some(row) = rows.next().unwrap() {
         let (id, status): (String, String) = (row.get(1).unwrap(), row.get(2).unwrap());
-        let mut story = stories.remove(&row.get(0).unwrap()).unwrap_or_default();
+        let mut events = events_by_call.remove(&row.get(0).unwrap()).unwrap_or_default();
         let list: String = row.get(3).unwrap();
-        // What a call's own row implies has a letter behind its number, and no row.
-        let implied = implied(&list);
+        // An implied event has a letter after its number and no row of its own.
+        let implied = parse_implied_events(&list);
         stored.events += implied.len();
-        story.extend(implied);
-        story.sort();
-        let numbers: String = story.iter().map(|(number, _)| format!("{number},")).collect();
+        events.extend(implied);
+        events.sort();
+        let numbers: String = events.iter().map(|(number, _)| format!("{number},")).collect();
         assert_eq!(list.replace(['r', 's', 'f'], ""), numbers, "{id} names other events");
         let kinds: Vec<&str> =
-            story.iter().filter_map(|(_, kind)| kind.strip_prefix("tool.call.")).collect();
+            events.iter().filter_map(|(_, kind)| kind.strip_prefix("tool.call.")).collect();
         assert_eq!(kinds.first(), Some(&"requested"), "{id}: {kinds:?}");
         let ended = |kind: &&&str| matches!(**kind, "finished" | "failed" | "timeout" | "canceled");
         let ends: Vec<&&str> = kinds.iter().filter(ended).collect();
@@ -437,13 +452,13 @@ fn check_events(database: &Connection) -> Stored {
     stored
 }
 
-/// What the command line says to this server, and what it tells its user: data, and the rest.
-pub async fn typed(server: &super::Server, words: &[&str]) -> (String, String) {
+/// Runs a command against this server. Returns its standard output and standard error.
+pub async fn run_cli(server: &super::Server, words: &[&str]) -> (String, String) {
     let mut command = Command::new(TOOLCRIB);
     command.args(["--server", &format!("http://{}", server.address)]).args(words);
     command.env_remove("TOOLCRIB_KEY");
     let ran = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
-    let told = String::from_utf8(ran.stderr).unwrap();
-    assert!(ran.status.success(), "{told}");
-    (String::from_utf8(ran.stdout).unwrap(), told)
+    let stderr = String::from_utf8(ran.stderr).unwrap();
+    assert!(ran.status.success(), "{stderr}");
+    (String::from_utf8(ran.stdout).unwrap(), stderr)
 }

@@ -1,5 +1,5 @@
-//! Somebody who receives callbacks: writes down what comes and answers as told, and checks
-//! signatures with an HMAC of its own.
+//! A webhook receiver that records the messages, gives prepared answers, and checks signatures with
+//! its own HMAC.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -18,20 +18,20 @@ use tokio::sync::watch;
 
 use super::soon;
 
-/// The key that the tests sign with.
+/// The signing key of the tests.
 pub const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
-/// How to answer.
+/// An answer of the receiver.
 #[derive(Debug, Clone)]
 pub enum Answer {
     Code(u16),
-    /// With this header.
+    /// A status with this header.
     With(u16, &'static str, String),
-    /// Not at all.
+    /// No answer.
     Hang,
 }
 
-/// One request, as it came.
+/// One received request.
 #[derive(Debug, Clone)]
 pub struct Received {
     pub path: String,
@@ -48,7 +48,7 @@ impl Received {
         serde_json::from_str(&self.body).unwrap()
     }
 
-    /// Whether one of its signatures was made with this key.
+    /// Whether one of the signatures was made with this key.
     pub fn is_signed_with(&self, key: &str) -> bool {
         let (id, time) = (self.header("webhook-id"), self.header("webhook-timestamp"));
         let expected = format!("v1,{}", hmac(key, &format!("{id}.{time}.{}", self.body)));
@@ -65,57 +65,57 @@ fn hmac(key: &str, message: &str) -> String {
         block.iter_mut().zip(&key).for_each(|(byte, key)| *byte ^= key);
         block
     };
-    let inner = Sha256::new().chain_update(pad(0x36)).chain_update(message).finalize();
-    STANDARD.encode(Sha256::new().chain_update(pad(0x5c)).chain_update(inner).finalize())
+    let inner_hash = Sha256::new().chain_update(pad(0x36)).chain_update(message).finalize();
+    STANDARD.encode(Sha256::new().chain_update(pad(0x5c)).chain_update(inner_hash).finalize())
 }
 
-struct Desk {
+struct ReceiverState {
     answers: Mutex<VecDeque<Answer>>,
-    came: watch::Sender<Vec<Received>>,
+    messages: watch::Sender<Vec<Received>>,
 }
 
 /// A receiver on a free port of loopback.
 #[derive(Clone)]
 pub struct Receiver {
     pub url: String,
-    desk: Arc<Desk>,
+    state: Arc<ReceiverState>,
 }
 
 impl Receiver {
-    /// Gives these answers in their order, and 200 after them.
+    /// Starts a receiver that gives these answers in order, and 200 afterwards.
     pub async fn answering(answers: impl IntoIterator<Item = Answer>) -> Self {
         let answers = Mutex::new(answers.into_iter().collect());
-        let desk = Arc::new(Desk { answers, came: watch::Sender::new(Vec::new()) });
+        let state = Arc::new(ReceiverState { answers, messages: watch::Sender::new(Vec::new()) });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let router = Router::new().fallback(receive).with_state(desk.clone());
+        let router = Router::new().fallback(receive).with_state(state.clone());
         tokio::spawn(async move { axum::serve(listener, router).await });
-        Self { url, desk }
+        Self { url, state }
     }
 
-    /// What has come so far.
-    pub fn came(&self) -> Vec<Received> {
-        self.desk.came.borrow().clone()
+    /// Returns the messages received so far.
+    pub fn messages(&self) -> Vec<Received> {
+        self.state.messages.borrow().clone()
     }
 
-    /// What has come, once it is so many.
+    /// Waits until this many messages have been received.
     pub async fn received(&self, count: usize) -> Vec<Received> {
-        let mut came = self.desk.came.subscribe();
-        let enough = came.wait_for(|came| came.len() >= count);
-        soon(&format!("{count} callbacks"), enough).await.unwrap().clone()
+        let mut messages = self.state.messages.subscribe();
+        let enough = messages.wait_for(|messages| messages.len() >= count);
+        soon(&format!("{count} webhooks"), enough).await.unwrap().clone()
     }
 }
 
 async fn receive(
-    State(desk): State<Arc<Desk>>,
+    State(state): State<Arc<ReceiverState>>,
     uri: Uri,
     headers: HeaderMap,
     body: Bytes,
 ) -> Response {
     let body = String::from_utf8(body.to_vec()).unwrap();
     let received = Received { path: uri.to_string(), headers, body };
-    desk.came.send_modify(|came| came.push(received));
-    let answer = desk.answers.lock().unwrap().pop_front().unwrap_or(Answer::Code(200));
+    state.messages.send_modify(|messages| messages.push(received));
+    let answer = state.answers.lock().unwrap().pop_front().unwrap_or(Answer::Code(200));
     match answer {
         Answer::Code(code) => StatusCode::from_u16(code).unwrap().into_response(),
         Answer::With(code, name, value) => {
@@ -125,9 +125,9 @@ async fn receive(
     }
 }
 
-/// The signature that the specification's own libraries test with.
+/// The test vector of the Standard Webhooks libraries.
 #[test]
-fn the_test_itself_signs_rightly() {
+fn hmac_matches_the_test_vector_of_the_specification() {
     let signed = hmac(KEY, "msg_p5jXN8AQM9LWM0D4loKWxJek.1614265330.{\"test\": 2432232314}");
     assert_eq!(signed, "g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=");
 }

@@ -1,4 +1,4 @@
-//! Reads server-sent events as they come.
+//! Reads server-sent events from a stream.
 
 use futures::StreamExt;
 use futures::stream::BoxStream;
@@ -15,7 +15,7 @@ pub struct Event {
     pub data: Value,
 }
 
-/// A stream that is open.
+/// An open stream.
 pub struct Sse {
     bytes: BoxStream<'static, reqwest::Result<axum::body::Bytes>>,
     unread: Vec<u8>,
@@ -33,7 +33,7 @@ impl Sse {
         Self { bytes: response.bytes_stream().boxed(), unread: Vec::new() }
     }
 
-    /// The next event; none at the end of the stream.
+    /// Returns the next event, or `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<Event> {
         loop {
             if let Some(at) = self.unread.windows(2).position(|pair| pair == b"\n\n") {
@@ -50,12 +50,12 @@ impl Sse {
         }
     }
 
-    /// The next event, which must come.
+    /// Returns the next event; panics at the end of the stream.
     pub async fn event(&mut self) -> Event {
         self.next().await.expect("the stream ended")
     }
 
-    /// The next event of this name; others are passed over.
+    /// Returns the next event with this name; skips others.
     pub async fn named(&mut self, name: &str) -> Event {
         loop {
             let event = self.event().await;
@@ -65,7 +65,7 @@ impl Sse {
         }
     }
 
-    /// Everything until the stream ends.
+    /// Returns all events until the stream ends.
     pub async fn rest(&mut self) -> Vec<Event> {
         let mut all = Vec::new();
         while let Some(event) = self.next().await {
@@ -75,7 +75,7 @@ impl Sse {
     }
 }
 
-/// The event of a block; none for a comment.
+/// Parses a block; returns `None` for a comment.
 fn parse(block: &str) -> Option<Event> {
     let (mut id, mut name, mut data) = (None, None, String::new());
     for line in block.lines() {

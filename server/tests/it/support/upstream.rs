@@ -1,5 +1,5 @@
-//! An MCP server of the project's own, behind the crib: on pipes, as a process of its own, or over
-//! streamable HTTP. It can behave, and it can misbehave.
+//! An MCP server for the tests of upstreams: over stdio, as a separate process, or over streamable
+//! HTTP. It also has tools that misbehave.
 
 pub mod run;
 
@@ -26,36 +26,36 @@ use tokio::sync::watch;
 
 pub use run::{Http, program};
 
-/// What all connections of one fixture share.
+/// State shared by all connections of one fixture.
 #[derive(Default)]
 pub struct Shared {
     pub calls: watch::Sender<u64>,
     pub canceled: AtomicU64,
-    /// How many tools it has beside its own.
+    /// Number of additional tools.
     pub many: AtomicU64,
-    /// One more tool, with this name.
+    /// Name of one additional tool.
     pub one_more: Mutex<Option<&'static str>>,
-    /// Its tool `echo` is another.
+    /// Whether the tool `echo` has its changed definition.
     pub changed: AtomicBool,
-    /// What a tool `slow` waits for.
+    /// Released by `let_go`; the tool `slow` waits for it.
     pub gate: Mutex<Option<watch::Sender<bool>>>,
-    /// How many in `ask_late` have not asked yet.
+    /// Number of calls of `ask_late` that have not sent their elicitation yet.
     late: watch::Sender<u64>,
-    /// How many have come to `ask_together`.
+    /// Number of calls of `ask_together`.
     together: watch::Sender<u64>,
-    tasks: Mutex<Vec<Arc<Job>>>,
-    news: watch::Sender<u64>,
-    /// Its list of tools does not come.
+    tasks: Mutex<Vec<Arc<TestTask>>>,
+    list_changes: watch::Sender<u64>,
+    /// Whether the list of tools is never answered.
     pub deaf: AtomicBool,
-    /// How many have begun to listen.
+    /// Number of subscriptions so far.
     pub listened: AtomicU64,
     hung_up: watch::Sender<u64>,
 }
 
-/// A task.
-struct Job {
+/// A task of the MCP server.
+struct TestTask {
     id: String,
-    asks: bool,
+    needs_input: bool,
     state: Mutex<TaskPayload>,
 }
 
@@ -69,18 +69,18 @@ impl Fixture {
         Self { shared: Arc::default() }
     }
 
-    /// Its tools are others from now on, and it says so.
+    /// Changes the tools and notifies subscribers.
     pub fn change(&self) {
         self.shared.changed.store(true, Ordering::SeqCst);
-        self.shared.news.send_modify(|version| *version += 1);
+        self.shared.list_changes.send_modify(|version| *version += 1);
     }
 
-    /// Whoever listens is hung up on.
+    /// Closes all subscriptions.
     pub fn hang_up(&self) {
         self.shared.hung_up.send_modify(|times| *times += 1);
     }
 
-    /// How its only task ends.
+    /// Completes all tasks with this text.
     pub fn finish_task(&self, text: &str) {
         let result = json!({ "content": [{ "type": "text", "text": text }] });
         let Value::Object(result) = result else { unreachable!() };
@@ -109,7 +109,7 @@ impl Fixture {
         let plain = || object(json!({ "type": "object" }));
         let text = json!({ "type": "object", "properties": { "text": { "type": "string" } } });
         let read = || ToolAnnotations::new().read_only(true);
-        let said = match self.shared.changed.load(Ordering::SeqCst) {
+        let echo_description = match self.shared.changed.load(Ordering::SeqCst) {
             true => "Says it back, twice",
             false => "Says it back",
         };
@@ -118,7 +118,9 @@ impl Fixture {
         let numbers = json!({ "type": "object", "required": ["a", "b"],
             "properties": { "a": { "type": "number" }, "b": { "type": "number" } } });
         let mut tools = vec![
-            Tool::new("echo", said, object(text)).with_annotations(read()).with_title("Echo"),
+            Tool::new("echo", echo_description, object(text))
+                .with_annotations(read())
+                .with_title("Echo"),
             Tool::new("add", "Adds two numbers", object(numbers))
                 .with_annotations(ToolAnnotations::new().idempotent(true))
                 .with_raw_output_schema(object(sum)),
@@ -154,13 +156,13 @@ impl Fixture {
 
     async fn call(
         &self,
-        asked: CallToolRequestParams,
+        params: CallToolRequestParams,
         context: &RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         self.shared.calls.send_modify(|calls| *calls += 1);
-        let args = Value::Object(asked.arguments.clone().unwrap_or_default());
+        let args = Value::Object(params.arguments.clone().unwrap_or_default());
         let text = |text: &str| Ok(CallToolResult::success(vec![ContentBlock::text(text)]).into());
-        match asked.name.as_ref() {
+        match params.name.as_ref() {
             "echo" => text(args["text"].as_str().unwrap_or("nothing")),
             "add" => {
                 let sum = args["a"].as_f64().unwrap_or(0.0) + args["b"].as_f64().unwrap_or(0.0);
@@ -168,8 +170,8 @@ impl Fixture {
             }
             "slow" => self.slow(context).await,
             "fail" => {
-                let said = vec![ContentBlock::text("it cannot be done")];
-                Ok(CallToolResult::error(said).into())
+                let content = vec![ContentBlock::text("it cannot be done")];
+                Ok(CallToolResult::error(content).into())
             }
             "env" => {
                 let names: Vec<String> = std::env::vars().map(|(name, _)| name).collect();
@@ -201,30 +203,30 @@ impl Fixture {
                 let token = std::env::var("TOKEN").unwrap_or_default();
                 Err(ErrorData::internal_error(format!("no entry with {token}"), None))
             }
-            "ask" => self.ask(asked, context).await,
+            "ask" => self.ask(params, context).await,
             "ask_together" => {
                 self.shared.together.send_modify(|come| *come += 1);
                 let _ = self.shared.together.subscribe().wait_for(|come| *come >= 2).await;
-                self.ask(asked, context).await
+                self.ask(params, context).await
             }
             "ask_late" => {
                 let mut calls = self.shared.calls.subscribe();
                 let so_far = *calls.borrow_and_update();
                 self.shared.late.send_modify(|late| *late += 1);
-                progressed(context, 0.0, "begun").await;
+                report_progress(context, 0.0, "begun").await;
                 let _ = calls.wait_for(|calls| *calls > so_far).await;
-                tokio::join!(self.ask(asked, context), self.has_asked(context)).0
+                tokio::join!(self.ask(params, context), self.flush_elicitation(context)).0
             }
             "nap" => {
                 tokio::time::sleep(Duration::from_millis(1_000)).await;
-                // What was to be asked because this one has come, was.
+                // Waits until calls of `ask_late` have sent their elicitations.
                 let _ = self.shared.late.subscribe().wait_for(|late| *late == 0).await;
                 text("rested")
             }
             "task" => Ok(CallToolResponse::Task(CreateTaskResult::new(self.job(false)))),
             "asking_task" => Ok(CallToolResponse::Task(CreateTaskResult::new(self.job(true)))),
             "progress" => {
-                progressed(context, 1.0, "half of it").await;
+                report_progress(context, 1.0, "half of it").await;
                 text("done")
             }
             name if name.starts_with("tool_") => text(name),
@@ -240,7 +242,7 @@ impl Fixture {
             let mut gate = self.shared.gate.lock();
             gate.get_or_insert_with(|| watch::Sender::new(false)).subscribe()
         };
-        let guard = Unheard(self.shared.clone());
+        let guard = CancelCounter(self.shared.clone());
         tokio::select! {
             _ = open.wait_for(|open| *open) => {}
             () = context.ct.cancelled() => return Err(ErrorData::internal_error("canceled", None)),
@@ -249,7 +251,7 @@ impl Fixture {
         Ok(CallToolResult::success(vec![ContentBlock::text("let go")]).into())
     }
 
-    /// Whoever waits in `slow` is let go.
+    /// Lets the calls of `slow` finish.
     pub fn let_go(&self) {
         let mut gate = self.shared.gate.lock();
         gate.get_or_insert_with(|| watch::Sender::new(false)).send_replace(true);
@@ -261,8 +263,8 @@ impl Fixture {
     ) -> Result<CallToolResponse, ErrorData> {
         loop {
             for _ in 0..1_000 {
-                let said = ToolListChangedNotification::default().into();
-                if context.peer.send_notification(said).await.is_err() {
+                let notification = ToolListChangedNotification::default().into();
+                if context.peer.send_notification(notification).await.is_err() {
                     return Err(ErrorData::internal_error("closed", None));
                 }
             }
@@ -272,7 +274,7 @@ impl Fixture {
 
     async fn ask(
         &self,
-        asked: CallToolRequestParams,
+        params: CallToolRequestParams,
         context: &RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let form = || ElicitRequestParams::FormElicitationParams {
@@ -291,27 +293,27 @@ impl Fixture {
                 answer.map_err(|error| ErrorData::internal_error(error.to_string(), None))?;
             return Ok(hello(&serde_json::to_value(answer).unwrap()));
         }
-        if let Some(answers) = asked.input_responses {
-            assert_eq!(asked.request_state.as_deref(), Some("the state"));
+        if let Some(answers) = params.input_responses {
+            assert_eq!(params.request_state.as_deref(), Some("the state"));
             return Ok(hello(&answers["who"]));
         }
         let request = InputRequest::Elicitation(ElicitRequest::new(form()));
         let requests = [("who".to_owned(), request)].into();
-        let asks = InputRequiredResult::new(Some(requests), Some("the state".to_owned()));
-        Ok(CallToolResponse::InputRequired(asks))
+        let result = InputRequiredResult::new(Some(requests), Some("the state".to_owned()));
+        Ok(CallToolResponse::InputRequired(result))
     }
 
-    /// What was said before this has arrived: the client answers what came behind it.
-    async fn has_asked(&self, context: &RequestContext<RoleServer>) {
+    /// Waits until earlier messages have arrived: the client answers a ping that follows them.
+    async fn flush_elicitation(&self, context: &RequestContext<RoleServer>) {
         let ping = ServerRequest::PingRequest(Default::default());
         let _ = context.peer.send_request(ping).await;
         self.shared.late.send_modify(|late| *late -= 1);
     }
 
-    fn job(&self, asks: bool) -> Task {
+    fn job(&self, needs_input: bool) -> Task {
         let mut tasks = self.shared.tasks.lock();
         let id = format!("job-{}", tasks.len());
-        let state = match asks {
+        let state = match needs_input {
             false => TaskPayload::Working,
             true => {
                 let schema = ElicitationSchema::builder().required_string("name").build().unwrap();
@@ -324,35 +326,35 @@ impl Fixture {
                 TaskPayload::InputRequired { input_requests: [("who".to_owned(), request)].into() }
             }
         };
-        tasks.push(Arc::new(Job { id: id.clone(), asks, state: Mutex::new(state) }));
-        described(&id, TaskStatus::Working)
+        tasks.push(Arc::new(TestTask { id: id.clone(), needs_input, state: Mutex::new(state) }));
+        task_record(&id, TaskStatus::Working)
     }
 
-    fn found(&self, id: &str) -> Result<Arc<Job>, ErrorData> {
+    fn find_task(&self, id: &str) -> Result<Arc<TestTask>, ErrorData> {
         let tasks = self.shared.tasks.lock();
         let job = tasks.iter().find(|job| job.id == id).cloned();
         job.ok_or_else(|| ErrorData::invalid_params("no such task", None))
     }
 }
 
-/// Says how far a call is, of two, to who wants to know.
-async fn progressed(context: &RequestContext<RoleServer>, progress: f64, message: &str) {
+/// Sends a progress notification, with a total of two, if the client requested it.
+async fn report_progress(context: &RequestContext<RoleServer>, progress: f64, message: &str) {
     if let Some(token) = context.meta.get_progress_token() {
-        let said = ProgressNotificationParam::new(token, progress).with_total(2.0);
-        context.peer.notify_progress(said.with_message(message)).await.unwrap();
+        let param = ProgressNotificationParam::new(token, progress).with_total(2.0);
+        context.peer.notify_progress(param.with_message(message)).await.unwrap();
     }
 }
 
-/// Counts what was given up before its end.
-struct Unheard(Arc<Shared>);
+/// Counts calls that were canceled before their end.
+struct CancelCounter(Arc<Shared>);
 
-impl Drop for Unheard {
+impl Drop for CancelCounter {
     fn drop(&mut self) {
         self.0.canceled.fetch_add(1, Ordering::SeqCst);
     }
 }
 
-fn described(id: &str, status: TaskStatus) -> Task {
+fn task_record(id: &str, status: TaskStatus) -> Task {
     let time = "2026-01-01T00:00:00Z";
     Task::new(id, status, time, time).with_poll_interval_ms(20)
 }
@@ -373,7 +375,7 @@ impl ServerHandler for Fixture {
 
     async fn list_tools(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
         if self.shared.deaf.load(Ordering::SeqCst) {
@@ -388,33 +390,33 @@ impl ServerHandler for Fixture {
 
     async fn call_tool(
         &self,
-        asked: CallToolRequestParams,
+        params: CallToolRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        self.call(asked, &context).await
+        self.call(params, &context).await
     }
 
     async fn get_task(
         &self,
-        asked: GetTaskParams,
+        params: GetTaskParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<GetTaskResult, ErrorData> {
-        let job = self.found(&asked.task_id)?;
+        let job = self.find_task(&params.task_id)?;
         let state = job.state.lock().clone();
-        let task = described(&job.id, TaskStatus::Working);
+        let task = task_record(&job.id, TaskStatus::Working);
         Ok(GetTaskResult::new(DetailedTask::new(task, state)))
     }
 
     async fn update_task(
         &self,
-        asked: UpdateTaskParams,
+        params: UpdateTaskParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
-        let job = self.found(&asked.task_id)?;
-        let name = asked.input_responses["who"]["content"]["name"].as_str().unwrap_or("nobody");
+        let job = self.find_task(&params.task_id)?;
+        let name = params.input_responses["who"]["content"]["name"].as_str().unwrap_or("nobody");
         let result = json!({ "content": [{ "type": "text", "text": format!("Hello, {name}!") }] });
         let Value::Object(result) = result else { unreachable!() };
-        if job.asks {
+        if job.needs_input {
             *job.state.lock() = TaskPayload::Completed { result };
         }
         Ok(())
@@ -422,10 +424,10 @@ impl ServerHandler for Fixture {
 
     async fn cancel_task(
         &self,
-        asked: CancelTaskParams,
+        params: CancelTaskParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
-        let job = self.found(&asked.task_id)?;
+        let job = self.find_task(&params.task_id)?;
         *job.state.lock() = TaskPayload::Cancelled;
         self.shared.canceled.fetch_add(1, Ordering::SeqCst);
         Ok(())
@@ -433,7 +435,7 @@ impl ServerHandler for Fixture {
 
     async fn list_resources(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
         let resource = Resource::new("fixture://notes", "notes").with_mime_type("text/plain");
@@ -442,16 +444,16 @@ impl ServerHandler for Fixture {
 
     async fn read_resource(
         &self,
-        asked: ReadResourceRequestParams,
+        params: ReadResourceRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
-        let contents = ResourceContents::text("what was noted", asked.uri);
+        let contents = ResourceContents::text("what was noted", params.uri);
         Ok(ReadResourceResult::new(vec![contents]).into())
     }
 
     async fn list_prompts(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
         let prompt = Prompt::new("greet", Some("Greets somebody"), None);
@@ -460,32 +462,32 @@ impl ServerHandler for Fixture {
 
     async fn get_prompt(
         &self,
-        asked: GetPromptRequestParams,
+        params: GetPromptRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<GetPromptResponse, ErrorData> {
-        assert_eq!(asked.name, "greet");
+        assert_eq!(params.name, "greet");
         let message = PromptMessage::new_text(Role::User, "Greet the reader");
         Ok(GetPromptResult::new(vec![message]).into())
     }
 
     fn accepted_subscription_filter(
         &self,
-        asked: &SubscriptionFilter,
+        params: &SubscriptionFilter,
     ) -> Option<SubscriptionFilter> {
-        Some(asked.clone())
+        Some(params.clone())
     }
 
     async fn listen(&self, subscription: SubscriptionContext) -> Result<(), ErrorData> {
-        let mut news = self.shared.news.subscribe();
+        let mut list_changes = self.shared.list_changes.subscribe();
         let mut hung_up = self.shared.hung_up.subscribe();
         self.shared.listened.fetch_add(1, Ordering::SeqCst);
         loop {
             tokio::select! {
                 () = subscription.cancelled() => return Ok(()),
                 _ = hung_up.changed() => return Ok(()),
-                _ = news.changed() => {
-                    let said = ToolListChangedNotification::default().into();
-                    let _ = subscription.sink().send(said).await;
+                _ = list_changes.changed() => {
+                    let notification = ToolListChangedNotification::default().into();
+                    let _ = subscription.sink().send(notification).await;
                 }
             }
         }

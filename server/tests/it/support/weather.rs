@@ -1,4 +1,4 @@
-//! A stand-in that answers in Open-Meteo's format.
+//! A stub that answers in the format of Open-Meteo.
 
 use std::collections::HashMap;
 
@@ -7,24 +7,24 @@ use axum::routing::get;
 use axum::{Json, Router};
 use serde_json::{Value, json};
 
-/// Starts it and gives its address.
+/// Starts the stub. Returns its URL.
 pub async fn stand_in() -> String {
     stand_in_with(|app| app).await
 }
 
-/// The same with something around it.
-pub async fn stand_in_with(around: impl FnOnce(Router) -> Router) -> String {
+/// Starts the stub with a modified router.
+pub async fn stand_in_with(wrap: impl FnOnce(Router) -> Router) -> String {
     let app = Router::new().route("/v1/search", get(search)).route("/v1/forecast", get(forecast));
-    let app = around(app);
+    let app = wrap(app);
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move { axum::serve(listener, app).await });
     format!("http://{address}")
 }
 
-async fn search(Query(asked): Query<HashMap<String, String>>) -> Json<Value> {
-    if asked["name"] != "Beijing" {
-        // Open-Meteo leaves the field out when it knows no place.
+async fn search(Query(query): Query<HashMap<String, String>>) -> Json<Value> {
+    if query["name"] != "Beijing" {
+        // Open-Meteo omits the field if it finds no location.
         return Json(json!({ "generationtime_ms": 0.45013428 }));
     }
     Json(json!({
@@ -38,8 +38,8 @@ async fn search(Query(asked): Query<HashMap<String, String>>) -> Json<Value> {
     }))
 }
 
-async fn forecast(Query(asked): Query<HashMap<String, String>>) -> Json<Value> {
-    assert_eq!((asked["latitude"].as_str(), asked["longitude"].as_str()), ("39.9075", "116.39723"));
+async fn forecast(Query(query): Query<HashMap<String, String>>) -> Json<Value> {
+    assert_eq!((query["latitude"].as_str(), query["longitude"].as_str()), ("39.9075", "116.39723"));
     Json(json!({
         "latitude": 39.875, "longitude": 116.375, "generationtime_ms": 0.0629425048828125,
         "utc_offset_seconds": 28800, "timezone": "Asia/Shanghai",

@@ -1,4 +1,4 @@
-//! A tool provider on a WebSocket.
+//! A client that provides tools over a WebSocket.
 
 use std::collections::VecDeque;
 
@@ -15,12 +15,12 @@ use super::soon;
 /// One connection.
 pub struct Ws {
     pub socket: WebSocketStream<MaybeTlsStream<TcpStream>>,
-    /// Heard while something else was waited for.
-    kept: VecDeque<Value>,
+    /// Messages that arrived while the client waited for another one.
+    buffered: VecDeque<Value>,
 }
 
 impl Ws {
-    /// Connects and says nothing yet.
+    /// Connects without a hello.
     pub async fn open(api: &Api) -> Result<Self, Error> {
         let url = format!("ws://{}/internal/ingress/ws", api.address);
         let mut request = url.into_client_request().unwrap();
@@ -29,46 +29,46 @@ impl Ws {
             request.headers_mut().insert("authorization", value);
         }
         let (socket, _) = soon("a WebSocket", connect_async(request)).await?;
-        Ok(Self { socket, kept: VecDeque::new() })
+        Ok(Self { socket, buffered: VecDeque::new() })
     }
 
-    /// Connects, says hello with these fields, and waits for the answer.
+    /// Connects, sends a hello with these fields, and waits for the answer.
     pub async fn hello(api: &Api, client_id: &str, more: Value) -> Self {
         let mut ws = Self::open(api).await.unwrap();
         let mut hello = json!({ "type": "hello", "client_id": client_id });
         for (key, value) in more.as_object().unwrap() {
             hello[key] = value.clone();
         }
-        ws.say(hello).await;
-        let answer = ws.hear().await;
+        ws.send(hello).await;
+        let answer = ws.receive().await;
         assert_eq!(answer["type"], "hello_ack", "{answer}");
         assert_eq!(answer["client_id"], client_id);
         ws
     }
 
-    /// The same for a client that offers these tools.
+    /// Connects a client that offers these tools.
     pub async fn offering(api: &Api, client_id: &str, tools: Value) -> Self {
         Self::hello(api, client_id, json!({ "tools": tools })).await
     }
 
-    pub async fn say(&mut self, message: Value) {
-        self.say_raw(Message::text(message.to_string())).await;
+    pub async fn send(&mut self, message: Value) {
+        self.send_raw(Message::text(message.to_string())).await;
     }
 
-    pub async fn say_raw(&mut self, message: Message) {
+    pub async fn send_raw(&mut self, message: Message) {
         soon("a message to be sent", self.socket.send(message)).await.unwrap();
     }
 
-    /// The next message; none when the connection has ended.
+    /// Returns the next message, or `None` after the end of the connection.
     pub async fn next(&mut self) -> Option<Value> {
-        if let Some(kept) = self.kept.pop_front() {
-            return Some(kept);
+        if let Some(buffered) = self.buffered.pop_front() {
+            return Some(buffered);
         }
-        self.next_heard().await
+        self.read_message().await
     }
 
-    async fn next_heard(&mut self) -> Option<Value> {
-        // Pings come all the time; it is a message that is waited for.
+    async fn read_message(&mut self) -> Option<Value> {
+        // Skips pings and pongs.
         soon("a message", async {
             loop {
                 match self.socket.next().await {
@@ -83,29 +83,29 @@ impl Ws {
         .await
     }
 
-    /// The next message, which must come.
-    pub async fn hear(&mut self) -> Value {
+    /// Returns the next message; panics after the end of the connection.
+    pub async fn receive(&mut self) -> Value {
         self.next().await.expect("the connection ended")
     }
 
-    /// The next message, which must be of this type.
-    pub async fn hear_a(&mut self, kind: &str) -> Value {
-        let message = self.hear().await;
+    /// Returns the next message and asserts its type.
+    pub async fn expect_message(&mut self, kind: &str) -> Value {
+        let message = self.receive().await;
         assert_eq!(message["type"], kind, "{message}");
         message
     }
 
-    /// Waits for a request and takes it.
+    /// Waits for a request and acknowledges it.
     pub async fn take(&mut self) -> Value {
-        let request = self.hear_a("tool_request").await;
+        let request = self.expect_message("tool_request").await;
         self.ack(&request).await;
         request
     }
 
-    /// Takes a request.
+    /// Acknowledges a request.
     pub async fn ack(&mut self, request: &Value) {
         let (id, attempt) = (&request["tool_call_id"], &request["attempt"]);
-        self.say(json!({ "type": "tool_ack", "tool_call_id": id, "attempt": attempt })).await;
+        self.send(json!({ "type": "tool_ack", "tool_call_id": id, "attempt": attempt })).await;
     }
 
     /// Sends a result and waits until it is acknowledged.
@@ -122,26 +122,26 @@ impl Ws {
         message["type"] = "tool_result".into();
         message["tool_call_id"] = request["tool_call_id"].clone();
         message["attempt"] = request["attempt"].clone();
-        self.say(message).await;
+        self.send(message).await;
         loop {
-            let heard = self.next_heard().await.expect("the connection ended");
-            if heard["type"] == "result_ack" {
-                assert_eq!(heard["tool_call_id"], request["tool_call_id"]);
-                return heard;
+            let answer = self.read_message().await.expect("the connection ended");
+            if answer["type"] == "result_ack" {
+                assert_eq!(answer["tool_call_id"], request["tool_call_id"]);
+                return answer;
             }
-            // More work may come in between.
-            self.kept.push_back(heard);
+            // Other requests may arrive first.
+            self.buffered.push_back(answer);
         }
     }
 
-    /// Proves that nothing else was sent: a ping is answered next.
-    pub async fn quiet(&mut self) {
-        self.say(json!({ "type": "ping" })).await;
-        self.hear_a("pong").await;
+    /// Asserts that no other message was sent: the next message answers a ping.
+    pub async fn expect_no_message(&mut self) {
+        self.send(json!({ "type": "ping" })).await;
+        self.expect_message("pong").await;
     }
 
-    /// Hangs up, and waits until the server has noticed.
-    pub async fn hang_up(mut self) {
+    /// Closes the connection and waits until the server has closed it, too.
+    pub async fn close(mut self) {
         self.socket.close(None).await.unwrap();
         while let Some(Ok(_)) = soon("the connection's end", self.socket.next()).await {}
     }

@@ -1,4 +1,4 @@
-//! The way to the endpoint: sampling, headers, restarts, and endpoints that do not answer.
+//! Export to the endpoint: sampling, headers, restarts, and endpoints that do not answer.
 
 use std::time::Duration;
 
@@ -12,16 +12,16 @@ use crate::support::until;
 const SAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 const UNSAMPLED: &str = "00-1bf7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00";
 
-fn server(endpoint: &str) -> process::Server {
+fn exporting_server(endpoint: &str) -> process::Server {
     process::Server::new()
         .with("TELEMETRY__OTLP_ENDPOINT", endpoint)
         .with("TELEMETRY__EXPORT_INTERVAL_MS", 20)
 }
 
 #[tokio::test]
-async fn a_call_that_was_begun_before_a_crash_is_one_trace() {
+async fn a_call_that_spans_a_crash_is_one_trace() {
     let endpoint = Endpoint::start().await;
-    let mut server = server(&endpoint.url);
+    let mut server = exporting_server(&endpoint.url);
     server.start().await;
     server.register("c1", "a.read", "read").await;
     let id = server.ticket("a.read", json!({ "run_id": "r", "args": {} })).await;
@@ -32,9 +32,9 @@ async fn a_call_that_was_begun_before_a_crash_is_one_trace() {
     let spans = endpoint.spans_of(&id, 2).await;
     let call = spans.iter().find(|span| span.name == "execute_tool a.read").unwrap();
     let attempt = spans.iter().find(|span| span.name == "attempt a.read").unwrap();
-    // What the client was told by the process that is gone is what the other one exports.
-    let handed_on = request["traceparent"].as_str().unwrap();
-    assert_eq!(handed_on, format!("00-{}-{}-01", call.trace_id, attempt.span_id));
+    // The new process exports the span ids that the killed process sent to the client.
+    let traceparent = request["traceparent"].as_str().unwrap();
+    assert_eq!(traceparent, format!("00-{}-{}-01", call.trace_id, attempt.span_id));
     assert_eq!(attempt.parent_id, call.span_id);
     let stored = server.call(&id, 0).await;
     assert_eq!(call.begin_ms, stored["created_at_ms"].as_u64().unwrap(), "before the crash");
@@ -42,7 +42,7 @@ async fn a_call_that_was_begun_before_a_crash_is_one_trace() {
 }
 
 #[tokio::test]
-async fn what_waits_is_sent_when_the_server_stops() {
+async fn queued_spans_are_exported_at_shutdown() {
     let endpoint = Endpoint::start().await;
     let mut server = process::Server::new()
         .with("TELEMETRY__OTLP_ENDPOINT", &endpoint.url)
@@ -50,7 +50,7 @@ async fn what_waits_is_sent_when_the_server_stops() {
         .with("TELEMETRY__METRICS_INTERVAL_MS", 3_600_000);
     server.start().await;
     let call = server.evaluated("6*7").await;
-    assert!(endpoint.spans().is_empty(), "it would have waited for an hour");
+    assert!(endpoint.spans().is_empty(), "the export interval is an hour");
     assert!(server.stop().await.success());
     assert_eq!(endpoint.spans().len(), 2);
     assert_eq!(endpoint.spans()[0].has("gen_ai.tool.call.id"), call["tool_call_id"]);
@@ -58,9 +58,9 @@ async fn what_waits_is_sent_when_the_server_stops() {
 }
 
 #[tokio::test]
-async fn the_caller_decides_whether_its_trace_is_recorded_and_the_ratio_about_the_others() {
+async fn sampling_follows_the_caller_and_otherwise_the_ratio() {
     let endpoint = Endpoint::start().await;
-    let mut server = server(&endpoint.url).with("TELEMETRY__SAMPLE_RATIO", 0.0);
+    let mut server = exporting_server(&endpoint.url).with("TELEMETRY__SAMPLE_RATIO", 0.0);
     server.start().await;
     let body = json!({ "run_id": "r", "args": { "expression": "1" }, "wait_ms": 10_000 });
     let ask = async |traceparent: Option<&str>| {
@@ -69,28 +69,33 @@ async fn the_caller_decides_whether_its_trace_is_recorded_and_the_ratio_about_th
             request = request.header("traceparent", traceparent);
         }
         let answer = request.send().await.unwrap();
-        let own = answer.headers().get("traceparent").map(|own| own.to_str().unwrap().to_owned());
-        (own, answer.json::<serde_json::Value>().await.unwrap())
+        let returned = answer
+            .headers()
+            .get("traceparent")
+            .map(|returned| returned.to_str().unwrap().to_owned());
+        (returned, answer.json::<serde_json::Value>().await.unwrap())
     };
-    assert_eq!(ask(None).await.0, None, "there is no span to point at");
+    assert_eq!(ask(None).await.0, None, "no span is recorded");
     assert_eq!(ask(Some(UNSAMPLED)).await.0.as_deref(), Some(UNSAMPLED));
-    let (own, call) = ask(Some(SAMPLED)).await;
-    assert!(own.is_some_and(|own| own != SAMPLED && own[..36] == SAMPLED[..36]));
-    // Who executes is told, so that it does not begin to record in the middle of a trace.
+    let (returned, call) = ask(Some(SAMPLED)).await;
+    assert!(
+        returned.is_some_and(|returned| returned != SAMPLED && returned[..36] == SAMPLED[..36])
+    );
+    // The executor gets the flag too, so that it does not record a part of the trace.
     server.register("c1", "a.read", "read").await;
     server.ticket("a.read", json!({ "run_id": "r", "args": {} })).await;
-    let told = process::text(&server.taken("c1", 1).await[0], "traceparent");
-    assert!(told.ends_with("-00"), "{told}");
+    let sent = process::text(&server.taken("c1", 1).await[0], "traceparent");
+    assert!(sent.ends_with("-00"), "{sent}");
     endpoint.spans_of(call["tool_call_id"].as_str().unwrap(), 2).await;
     assert!(server.stop().await.success());
     let traces: Vec<String> = endpoint.spans().into_iter().map(|span| span.trace_id).collect();
-    assert_eq!(traces, ["0af7651916cd43dd8448eb211c80319c"; 2], "only the one that is recorded");
+    assert_eq!(traces, ["0af7651916cd43dd8448eb211c80319c"; 2], "only the sampled trace");
 }
 
 #[tokio::test]
-async fn about_the_ratio_of_traces_is_recorded_and_each_one_whole() {
+async fn the_sample_ratio_applies_to_whole_traces() {
     let endpoint = Endpoint::start().await;
-    let mut server = server(&endpoint.url).with("TELEMETRY__SAMPLE_RATIO", 0.5);
+    let mut server = exporting_server(&endpoint.url).with("TELEMETRY__SAMPLE_RATIO", 0.5);
     server.start().await;
     for _ in 0..200 {
         server.evaluated("1").await;
@@ -99,12 +104,12 @@ async fn about_the_ratio_of_traces_is_recorded_and_each_one_whole() {
     let spans = endpoint.spans();
     let calls = spans.iter().filter(|span| span.name.starts_with("execute_tool")).count();
     assert_eq!(spans.len(), 2 * calls, "a call and its attempt, or neither");
-    // Six standard deviations: once in 500 million runs it is chance.
+    // Six standard deviations: a failure by chance occurs once in 500 million runs.
     assert!((58..=142).contains(&calls), "{calls} of 200 at a ratio of one half");
 }
 
 #[tokio::test]
-async fn opentelemetrys_own_variables_do_as_well() {
+async fn opentelemetry_environment_variables_are_supported() {
     let endpoint = Endpoint::start().await;
     let mut server = process::Server::new()
         .variable("OTEL_EXPORTER_OTLP_ENDPOINT", &endpoint.url)
@@ -120,9 +125,9 @@ async fn opentelemetrys_own_variables_do_as_well() {
 }
 
 #[tokio::test]
-async fn a_key_for_the_endpoint_comes_from_a_variable_that_is_named() {
+async fn otlp_headers_are_read_from_the_named_variable() {
     let endpoint = Endpoint::start().await;
-    let mut server = server(&endpoint.url)
+    let mut server = exporting_server(&endpoint.url)
         .with("TELEMETRY__OTLP_HEADERS_ENV", "MY_TRACING_KEY")
         .variable("MY_TRACING_KEY", "Authorization=Bearer%20canary-51ac, x-scope=a");
     server.start().await;
@@ -132,19 +137,19 @@ async fn a_key_for_the_endpoint_comes_from_a_variable_that_is_named() {
     assert_eq!(endpoint.headers()[0]["x-scope"], "a");
     assert!(server.stop().await.success());
     assert!(!server.log().contains("canary-51ac"), "{}", server.log());
-    let mut without =
-        self::server(&endpoint.url).with("TELEMETRY__OTLP_HEADERS_ENV", "NO_SUCH_VARIABLE");
+    let mut without = self::exporting_server(&endpoint.url)
+        .with("TELEMETRY__OTLP_HEADERS_ENV", "NO_SUCH_VARIABLE");
     without.spawn();
     assert!(!without.ended(PATIENCE).await.success());
     assert!(without.log().contains("there is no variable NO_SUCH_VARIABLE"), "{}", without.log());
 }
 
 #[tokio::test]
-async fn an_endpoint_that_is_down_costs_a_log_line() {
-    let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = nobody.local_addr().unwrap();
-    drop(nobody);
-    let mut server = server(&format!("http://{address}"));
+async fn an_unreachable_endpoint_only_writes_a_log_line() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    let mut server = exporting_server(&format!("http://{address}"));
     server.start().await;
     for n in 0..20 {
         server.evaluated(&n.to_string()).await;
@@ -153,7 +158,7 @@ async fn an_endpoint_that_is_down_costs_a_log_line() {
         server.log().contains("the OTLP endpoint does not take them").then_some(())
     })
     .await;
-    // It is there again: what comes from now on arrives.
+    // The endpoint is available again: new spans arrive.
     let endpoint = Endpoint::on(TcpListener::bind(address).await.unwrap());
     let call = until("a span to arrive", || async {
         let call = server.evaluated("6*7").await;
@@ -162,13 +167,13 @@ async fn an_endpoint_that_is_down_costs_a_log_line() {
     .await;
     endpoint.spans_of(call["tool_call_id"].as_str().unwrap(), 2).await;
     assert!(server.stop().await.success());
-    let said = server.log().matches("the OTLP endpoint does not take them").count();
-    assert!(said <= 2, "now and then, for spans and for metrics:\n{}", server.log());
+    let warnings = server.log().matches("the OTLP endpoint does not take them").count();
+    assert!(warnings <= 2, "at most one warning for spans and one for metrics:\n{}", server.log());
 }
 
 #[tokio::test]
-async fn an_endpoint_that_hangs_delays_neither_calls_nor_the_end() {
-    // It takes connections and never answers.
+async fn a_hanging_endpoint_delays_neither_calls_nor_shutdown() {
+    // The endpoint accepts connections and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", silent.local_addr().unwrap());
     let hanging = tokio::spawn(async move {
@@ -177,7 +182,7 @@ async fn an_endpoint_that_hangs_delays_neither_calls_nor_the_end() {
             held.push(stream);
         }
     });
-    let mut server = server(&url).with("TELEMETRY__MAX_QUEUED_SPANS", 10);
+    let mut server = exporting_server(&url).with("TELEMETRY__MAX_QUEUED_SPANS", 10);
     server.start().await;
     for n in 0..50 {
         server.evaluated(&n.to_string()).await;
@@ -190,13 +195,13 @@ async fn an_endpoint_that_hangs_delays_neither_calls_nor_the_end() {
         .unwrap_or_else(|| panic!("{metrics}"));
     assert!(dropped.parse::<u64>().unwrap() > 0, "100 spans, of which 10 may wait: {dropped}");
     server.signal("TERM");
-    // Within the time for the last export and some more, and not the endpoint's ten seconds twice.
+    // The shutdown waits for one export timeout with some margin, not for two of ten seconds.
     assert!(server.ended(Duration::from_secs(20)).await.success());
     hanging.abort();
 }
 
 #[tokio::test]
-async fn without_an_endpoint_nothing_is_sent_and_nothing_handed_on() {
+async fn without_an_endpoint_no_trace_and_bad_settings_are_refused() {
     let mut server = process::Server::new();
     server.start().await;
     let answer = server.invoking(

@@ -1,11 +1,11 @@
-//! `/metrics`: every promised name, explained and typed, there from the start.
+//! `/metrics`: every documented metric exists from the start, with help and type.
 
 use serde_json::json;
 
 use crate::support::process;
 
-/// Every name, its type, and labels that it must have.
-const PROMISED: [(&str, &str, &[&str]); 24] = [
+/// Every documented metric: its name, its type, and its required labels.
+const METRICS: [(&str, &str, &[&str]); 24] = [
     ("toolcrib_tool_calls_accepted_total", "counter", &["source"]),
     ("toolcrib_tool_calls_total", "counter", &["source", "status", "error_code"]),
     ("toolcrib_tool_call_duration_seconds", "histogram", &["source", "tool", "le"]),
@@ -40,7 +40,7 @@ impl Scrape {
         Self(answer.text().await.unwrap())
     }
 
-    /// The value of a series, written as it is shown.
+    /// Returns the value of a series, given as in the exposition format.
     #[track_caller]
     fn value(&self, series: &str) -> f64 {
         let found = self.0.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
@@ -49,24 +49,24 @@ impl Scrape {
 }
 
 #[tokio::test]
-async fn every_promised_name_is_there_with_help_and_type() {
+async fn every_documented_metric_has_help_type_and_labels() {
     let mut server = process::Server::new();
     server.start().await;
     server.evaluated("6*7").await;
     server.register("c1", "a.tool", "read").await;
-    let waits = server.ticket("a.tool", json!({ "run_id": "r", "args": {} })).await;
+    let open_call = server.ticket("a.tool", json!({ "run_id": "r", "args": {} })).await;
     let body = json!({ "run_id": "r", "args": { "expression": "1/0" }, "wait_ms": 10_000 });
     let failed = server.invoke("calculation.eval", body).await;
     let scrape = Scrape::of(&server).await;
-    for (name, kind, labels) in PROMISED {
+    for (name, kind, labels) in METRICS {
         let text = &scrape.0;
         assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "type of {name} in\n{text}");
         let help = format!("# HELP {name} ");
-        let said = text.lines().find_map(|line| line.strip_prefix(&help));
-        assert!(said.is_some_and(|text| text.len() > 5), "help of {name} in\n{text}");
+        let help_text = text.lines().find_map(|line| line.strip_prefix(&help));
+        assert!(help_text.is_some_and(|text| text.len() > 5), "help of {name} in\n{text}");
         let series = if kind == "histogram" { format!("{name}_bucket") } else { name.to_owned() };
-        let is_it = |line: &&str| line.starts_with(&series) && line.contains([' ', '{']);
-        let line = text.lines().find(is_it).unwrap_or_else(|| panic!("{series} in\n{text}"));
+        let is_series = |line: &&str| line.starts_with(&series) && line.contains([' ', '{']);
+        let line = text.lines().find(is_series).unwrap_or_else(|| panic!("{series} in\n{text}"));
         for label in labels {
             assert!(line.contains(&format!("{label}=\"")), "{label} in {line}");
         }
@@ -81,7 +81,7 @@ async fn every_promised_name_is_there_with_help_and_type() {
         ("toolcrib_tool_calls_open{state=\"running\"}", 0.0),
         ("toolcrib_dispatch_attempts_total{source=\"builtin\",outcome=\"ok\"}", 1.0),
         ("toolcrib_policy_decisions_total{decision=\"allow\"}", 3.0),
-        // Nothing of the kind has happened: shown as 0, not left out.
+        // Events that have not occurred are exported as 0.
         ("toolcrib_tool_calls_total{source=\"client\",status=\"SUCCEEDED\",error_code=\"\"}", 0.0),
         ("toolcrib_late_results_total{reason=\"ended\"}", 0.0),
         ("toolcrib_idempotent_replays_total", 0.0),
@@ -93,13 +93,13 @@ async fn every_promised_name_is_there_with_help_and_type() {
     for (series, value) in counted {
         assert_eq!(scrape.value(series), value, "{series}");
     }
-    for id in [&waits, &process::text(&failed, "tool_call_id")] {
+    for id in [&open_call, &process::text(&failed, "tool_call_id")] {
         assert!(!scrape.0.contains(id.as_str()), "no ids in labels");
     }
 }
 
 #[tokio::test]
-async fn counters_are_there_before_the_first_call() {
+async fn counters_exist_before_the_first_call() {
     let mut server = process::Server::new();
     server.start().await;
     let scrape = Scrape::of(&server).await;
@@ -110,7 +110,7 @@ async fn counters_are_there_before_the_first_call() {
 }
 
 #[tokio::test]
-async fn what_a_start_finds_is_counted() {
+async fn calls_recovered_at_startup_are_counted() {
     let mut server = process::Server::new();
     server.start().await;
     server.register("c1", "a.tool", "read").await;
@@ -125,8 +125,8 @@ async fn what_a_start_finds_is_counted() {
 }
 
 #[tokio::test]
-async fn a_projects_tools_are_named_only_while_there_is_nobody_to_hide_them_from() {
-    let finished = async |server: &process::Server, key: Option<&str>| {
+async fn tool_names_are_labels_only_while_there_are_no_keys() {
+    let finish_call = async |server: &process::Server, key: Option<&str>| {
         let send = async |path: &str, body: serde_json::Value| {
             let mut request = server.http.post(server.url(path)).json(&body);
             if let Some(key) = key {
@@ -149,7 +149,7 @@ async fn a_projects_tools_are_named_only_while_there_is_nobody_to_hide_them_from
     };
     let mut server = process::Server::new();
     server.start().await;
-    finished(&server, None).await;
+    finish_call(&server, None).await;
     assert_eq!(Scrape::of(&server).await.value(&count("a.secret.name")), 1.0);
 
     let mut keyed = process::Server::new();
@@ -159,7 +159,7 @@ async fn a_projects_tools_are_named_only_while_there_is_nobody_to_hide_them_from
     let shown: serde_json::Value = serde_json::from_slice(&made.stdout).unwrap();
     let key = process::text(&shown, "key");
     keyed.start().await;
-    finished(&keyed, Some(&key)).await;
+    finish_call(&keyed, Some(&key)).await;
     let scrape = Scrape::of(&keyed).await;
     assert_eq!(scrape.value(&count("other")), 1.0);
     assert!(!scrape.0.contains("a.secret.name"), "{}", scrape.0);

@@ -1,4 +1,4 @@
-//! What calls look like as spans, at an endpoint that speaks OTLP/HTTP.
+//! Spans of calls at an endpoint that speaks OTLP/HTTP.
 
 use opentelemetry_proto::tonic::metrics::v1::metric::Data;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
@@ -10,9 +10,9 @@ use crate::support::api::{Api, offer, offer_with};
 use crate::support::otlp::{Endpoint, Span, attributes};
 use crate::support::ws::Ws;
 
-const GIVEN: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-async fn exporting(endpoint: &Endpoint) -> Server {
+async fn start_exporting_server(endpoint: &Endpoint) -> Server {
     let url = endpoint.url.clone();
     Server::with(|config| {
         config.telemetry.otlp_endpoint = Some(url);
@@ -31,20 +31,20 @@ async fn invoke(api: &Api, tool: &str, body: Value, traceparent: Option<&str>) -
     ticket["tool_call_id"].as_str().unwrap().to_owned()
 }
 
-fn named<'s>(spans: &'s [Span], name: &str) -> Vec<&'s Span> {
+fn spans_named<'s>(spans: &'s [Span], name: &str) -> Vec<&'s Span> {
     spans.iter().filter(|span| span.name == name).collect()
 }
 
 #[tokio::test]
 async fn a_call_is_a_span_of_the_callers_trace() {
     let endpoint = Endpoint::start().await;
-    let server = exporting(&endpoint).await;
+    let server = start_exporting_server(&endpoint).await;
     let api = server.api();
     let body = json!({ "run_id": "run_7", "call_id": "call_9", "args": { "expression": "6*7" } });
-    let id = invoke(&api, "calculation.eval", body, Some(GIVEN)).await;
+    let id = invoke(&api, "calculation.eval", body, Some(TRACEPARENT)).await;
     let call = api.finished(&id).await;
     let spans = endpoint.spans_of(&id, 2).await;
-    let span = named(&spans, "execute_tool calculation.eval")[0];
+    let span = spans_named(&spans, "execute_tool calculation.eval")[0];
     assert_eq!(span.trace_id, "0af7651916cd43dd8448eb211c80319c");
     assert_eq!(span.parent_id, "b7ad6b7169203331");
     assert_eq!(span.kind, SpanKind::Internal);
@@ -76,15 +76,19 @@ async fn a_call_is_a_span_of_the_callers_trace() {
     }
     assert!(span.has("gen_ai.tool.description").starts_with("Calculates"));
     assert_eq!(span.attributes.get("error.type"), None);
-    let attempt = named(&spans, "attempt calculation.eval")[0];
+    let attempt = spans_named(&spans, "attempt calculation.eval")[0];
     assert_eq!((&attempt.trace_id, &attempt.parent_id), (&span.trace_id, &span.span_id));
-    assert_eq!(attempt.attributes.get("gen_ai.operation.name"), None, "it is not a second call");
+    assert_eq!(
+        attempt.attributes.get("gen_ai.operation.name"),
+        None,
+        "an attempt is not a second call"
+    );
 }
 
 #[tokio::test]
-async fn a_call_without_a_trace_begins_one() {
+async fn a_call_without_a_traceparent_starts_a_trace() {
     let endpoint = Endpoint::start().await;
-    let server = exporting(&endpoint).await;
+    let server = start_exporting_server(&endpoint).await;
     let api = server.api();
     let body = json!({ "run_id": "r", "args": { "expression": "1" } });
     let ids = [
@@ -94,8 +98,8 @@ async fn a_call_without_a_trace_begins_one() {
     let mut traces = Vec::new();
     for id in &ids {
         let spans = endpoint.spans_of(id, 2).await;
-        let span = named(&spans, "execute_tool calculation.eval")[0];
-        assert_eq!(span.parent_id, "", "it is the first of its trace");
+        let span = spans_named(&spans, "execute_tool calculation.eval")[0];
+        assert_eq!(span.parent_id, "", "the span must be the root of its trace");
         assert_eq!(api.finished(id).await["trace_id"], span.trace_id.as_str());
         traces.push(span.trace_id.clone());
     }
@@ -103,37 +107,37 @@ async fn a_call_without_a_trace_begins_one() {
 }
 
 #[tokio::test]
-async fn attempts_are_below_their_call_and_what_a_client_does_is_below_its_attempt() {
+async fn attempts_are_children_of_the_call_and_parents_of_client_spans() {
     let endpoint = Endpoint::start().await;
-    let server = exporting(&endpoint).await;
+    let server = start_exporting_server(&endpoint).await;
     let api = server.api();
     let backoff = json!({ "initial_ms": 1, "factor": 1.0, "max_ms": 1, "jitter": 0.0 });
     let more = json!({ "effect": "read", "policy": { "max_retries": 2, "backoff": backoff } });
     let tools = json!([offer_with("a.tool", more)]);
     let mut client = Ws::offering(&api, "c1", tools).await;
-    let id = invoke(&api, "a.tool", json!({ "run_id": "r", "args": {} }), Some(GIVEN)).await;
-    let mut handed_on = Vec::new();
+    let id = invoke(&api, "a.tool", json!({ "run_id": "r", "args": {} }), Some(TRACEPARENT)).await;
+    let mut traceparents = Vec::new();
     let first = client.take().await;
-    handed_on.push(first["traceparent"].clone());
+    traceparents.push(first["traceparent"].clone());
     let error = json!({ "message": "asleep", "code": "UPSTREAM_UNAVAILABLE" });
     client.fail(&first, error).await;
     let second = client.take().await;
-    handed_on.push(second["traceparent"].clone());
+    traceparents.push(second["traceparent"].clone());
     client.succeed(&second, json!("done")).await;
     let spans = endpoint.spans_of(&id, 3).await;
-    let call = named(&spans, "execute_tool a.tool")[0];
-    let mut attempts = named(&spans, "attempt a.tool");
+    let call = spans_named(&spans, "execute_tool a.tool")[0];
+    let mut attempts = spans_named(&spans, "attempt a.tool");
     attempts.sort_by_key(|span| span.has("toolcrib.call.attempt").to_owned());
-    assert_eq!(call.error, None, "the call went well in the end");
+    assert_eq!(call.error, None, "the call succeeded on retry");
     assert_eq!(call.has("toolcrib.call.attempt"), "2");
     assert_eq!((call.has("gen_ai.tool.type"), call.has("toolcrib.source")), ("function", "client"));
     assert_eq!(attempts.len(), 2);
-    for (attempt, handed_on) in attempts.iter().zip(&handed_on) {
+    for (attempt, traceparent) in attempts.iter().zip(&traceparents) {
         assert_eq!(attempt.parent_id, call.span_id);
         assert_eq!(attempt.kind, SpanKind::Client);
         assert_eq!(attempt.has("toolcrib.client.id"), "c1");
         let expected = format!("00-{}-{}-01", call.trace_id, attempt.span_id);
-        assert_eq!(*handed_on, expected, "what the client does is part of this attempt");
+        assert_eq!(*traceparent, expected, "the client continues this attempt");
     }
     assert!(attempts[0].error.is_some() && attempts[1].error.is_none());
     assert_eq!(attempts[0].has("error.type"), "UPSTREAM_UNAVAILABLE");
@@ -142,9 +146,9 @@ async fn attempts_are_below_their_call_and_what_a_client_does_is_below_its_attem
 }
 
 #[tokio::test]
-async fn what_goes_wrong_is_an_error_and_quotes_nothing() {
+async fn failed_spans_have_an_error_type_and_no_content() {
     let endpoint = Endpoint::start().await;
-    let server = exporting(&endpoint).await;
+    let server = start_exporting_server(&endpoint).await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let secret = "canary-7f3a9c";
@@ -172,12 +176,12 @@ async fn what_goes_wrong_is_an_error_and_quotes_nothing() {
     }
     endpoint.spans_of(&done, 2).await;
     endpoint.metric("gen_ai.execute_tool.duration").await;
-    assert!(endpoint.heard(&done), "the calls themselves are there");
-    assert!(!endpoint.heard(secret), "and neither arguments, results nor messages");
+    assert!(endpoint.heard(&done), "the calls must be exported");
+    assert!(!endpoint.heard(secret), "arguments, results and messages must not be exported");
 }
 
 #[tokio::test]
-async fn arguments_and_results_are_captured_only_when_asked_for() {
+async fn arguments_and_results_are_captured_only_if_configured() {
     let endpoint = Endpoint::start().await;
     let server = Server::with(|config| {
         config.telemetry.otlp_endpoint = Some(endpoint.url.clone());
@@ -189,7 +193,7 @@ async fn arguments_and_results_are_captured_only_when_asked_for() {
     let body = json!({ "run_id": "r", "args": { "expression": "6*7" } });
     let id = invoke(&api, "calculation.eval", body, None).await;
     let spans = endpoint.spans_of(&id, 2).await;
-    let span = named(&spans, "execute_tool calculation.eval")[0];
+    let span = spans_named(&spans, "execute_tool calculation.eval")[0];
     assert_eq!(span.has("gen_ai.tool.call.arguments"), r#"{"expression":"6*7"}"#);
     assert_eq!(span.has("gen_ai.tool.call.result"), r#"{"result":42,"text":"42"}"#);
 }
@@ -197,7 +201,7 @@ async fn arguments_and_results_are_captured_only_when_asked_for() {
 #[tokio::test]
 async fn a_fallback_is_another_attempt_with_another_tool() {
     let endpoint = Endpoint::start().await;
-    let server = exporting(&endpoint).await;
+    let server = start_exporting_server(&endpoint).await;
     let api = server.api();
     let more = json!({ "effect": "read", "fallback": [{ "tool": "b.tool" }],
         "policy": { "max_retries": 0 } });
@@ -209,16 +213,16 @@ async fn a_fallback_is_another_attempt_with_another_tool() {
     let second = client.take().await;
     client.succeed(&second, json!(1)).await;
     let spans = endpoint.spans_of(&id, 3).await;
-    assert_eq!(named(&spans, "attempt a.tool")[0].has("error.type"), "RUNTIME_ERROR");
-    assert_eq!(named(&spans, "attempt b.tool")[0].error, None);
-    let call = named(&spans, "execute_tool a.tool")[0];
+    assert_eq!(spans_named(&spans, "attempt a.tool")[0].has("error.type"), "RUNTIME_ERROR");
+    assert_eq!(spans_named(&spans, "attempt b.tool")[0].error, None);
+    let call = spans_named(&spans, "execute_tool a.tool")[0];
     assert_eq!(call.has("toolcrib.ran_tool"), "b.tool");
 }
 
 #[tokio::test]
-async fn durations_arrive_as_a_metric() {
+async fn call_durations_are_exported_as_a_metric() {
     let endpoint = Endpoint::start().await;
-    let server = exporting(&endpoint).await;
+    let server = start_exporting_server(&endpoint).await;
     let api = server.api();
     let body = json!({ "run_id": "r", "args": { "expression": "1" } });
     let id = invoke(&api, "calculation.eval", body, None).await;

@@ -1,28 +1,28 @@
-//! Upstreams that misbehave: a clear state on the source, a clear fault on the call, and nobody
-//! else notices.
+//! Upstreams that misbehave: the source shows the problem, the call gets a clear fault, and other
+//! upstreams are not affected.
 
 use std::sync::atomic::Ordering;
 
 use serde_json::{Value, json};
 use toolcrib_sources::mcp::McpServerSettings;
 
-use super::{at, call, in_state, server, words};
+use super::{call, http_upstream, result_text, server, wait_for_state};
 use crate::support::mcp::Mcp;
 use crate::support::upstream::{Http, program};
 use crate::support::{Api, Server, process, until};
 
-/// One that misbehaves, beside one that does not.
-async fn beside(bad: McpServerSettings) -> (Server, Http) {
+/// Starts a server with a misbehaving upstream and a healthy one.
+async fn start_with_healthy_upstream(bad: McpServerSettings) -> (Server, Http) {
     let good = Http::start().await;
-    let good_one = McpServerSettings { name: "good".into(), ..at(&good.url()) };
+    let good_one = McpServerSettings { name: "good".into(), ..http_upstream(&good.url()) };
     let server = Server::with(|config| config.mcp = vec![bad, good_one]).await;
-    in_state(&server.api(), "good", "ready").await;
+    wait_for_state(&server.api(), "good", "ready").await;
     (server, good)
 }
 
-async fn others_do_not_notice(api: &Api) {
+async fn assert_healthy_upstream_works(api: &Api) {
     let done = call(api, "good.echo", json!({ "text": "fine" })).await;
-    assert_eq!(words(&done), "fine");
+    assert_eq!(result_text(&done), "fine");
 }
 
 fn problem(shown: &Value) -> &str {
@@ -30,53 +30,53 @@ fn problem(shown: &Value) -> &str {
 }
 
 #[tokio::test]
-async fn one_that_never_answers() {
+async fn an_upstream_that_never_answers_is_reported() {
     let settings = McpServerSettings { connect_timeout_ms: 300, ..program("mute") };
-    let (server, _good) = beside(settings).await;
+    let (server, _good) = start_with_healthy_upstream(settings).await;
     let api = server.api();
-    let shown = in_state(&api, "fixture", "waiting").await;
+    let shown = wait_for_state(&api, "fixture", "waiting").await;
     assert!(problem(&shown).contains("did not answer within 300 ms"), "{shown}");
-    assert!(problem(&shown).contains("not a word"), "its last words are told: {shown}");
-    others_do_not_notice(&api).await;
+    assert!(problem(&shown).contains("not a word"), "the problem must quote its stderr: {shown}");
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn a_tool_that_never_answers() {
-    let (server, _good) = beside(program("good")).await;
+async fn a_tool_that_never_answers_times_out() {
+    let (server, _good) = start_with_healthy_upstream(program("good")).await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     let body = json!({ "run_id": "r", "args": {}, "timeout_ms": 300 });
     let id = api.invoke_with("fixture.silent", body).await;
     let ended = api.finished(&id).await;
     assert_eq!(ended["status"], "TIMEOUT", "{ended}");
-    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "still" })).await), "still");
-    others_do_not_notice(&api).await;
+    assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "still" })).await), "still");
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn one_whose_list_of_tools_does_not_come_any_more() {
+async fn an_upstream_that_stops_listing_tools_is_reported() {
     let bad = Http::start().await;
-    let settings = McpServerSettings { connect_timeout_ms: 1_500, ..at(&bad.url()) };
-    let (server, _good) = beside(settings).await;
+    let settings = McpServerSettings { connect_timeout_ms: 1_500, ..http_upstream(&bad.url()) };
+    let (server, _good) = start_with_healthy_upstream(settings).await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     bad.fixture.shared.deaf.store(true, Ordering::SeqCst);
     bad.fixture.change();
-    let shown = in_state(&api, "fixture", "waiting").await;
+    let shown = wait_for_state(&api, "fixture", "waiting").await;
     assert!(problem(&shown).contains("its list of tools did not come within 1.5s"), "{shown}");
     bad.fixture.shared.deaf.store(false, Ordering::SeqCst);
-    in_state(&api, "fixture", "ready").await;
-    others_do_not_notice(&api).await;
+    wait_for_state(&api, "fixture", "ready").await;
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn one_that_does_not_start() {
-    let (server, _good) = beside(program("broken")).await;
+async fn an_upstream_that_does_not_start_is_reported() {
+    let (server, _good) = start_with_healthy_upstream(program("broken")).await;
     let api = server.api();
-    let shown = in_state(&api, "fixture", "waiting").await;
+    let shown = wait_for_state(&api, "fixture", "waiting").await;
     assert!(problem(&shown).contains("exit status: 7"), "{shown}");
     assert!(problem(&shown).contains("cannot find my configuration"), "{shown}");
-    others_do_not_notice(&api).await;
+    assert_healthy_upstream_works(&api).await;
     let missing = McpServerSettings {
         name: "missing".into(),
         command: Some("/nonexistent/program".into()),
@@ -84,42 +84,42 @@ async fn one_that_does_not_start() {
     };
     let missing = serde_json::to_value(missing).unwrap();
     api.post("/v1/sources/mcp", missing).await.is(201);
-    let shown = in_state(&api, "missing", "waiting").await;
+    let shown = wait_for_state(&api, "missing", "waiting").await;
     assert!(problem(&shown).contains("cannot be started"), "{shown}");
 }
 
 #[tokio::test]
-async fn one_that_writes_nothing_but_noise() {
-    let (server, _good) = beside(program("noise")).await;
+async fn an_upstream_that_writes_no_mcp_messages_is_reported() {
+    let (server, _good) = start_with_healthy_upstream(program("noise")).await;
     let api = server.api();
-    let shown = in_state(&api, "fixture", "waiting").await;
+    let shown = wait_for_state(&api, "fixture", "waiting").await;
     assert!(problem(&shown).contains("no message of MCP"), "{shown}");
-    others_do_not_notice(&api).await;
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn a_tool_that_answers_garbage() {
-    let (server, _good) = beside(program("good")).await;
+async fn garbage_output_ends_the_call_and_restarts_the_upstream() {
+    let (server, _good) = start_with_healthy_upstream(program("good")).await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     let ended = call(&api, "fixture.garbage", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended["error"]["message"].as_str().unwrap().contains("no message of MCP"), "{ended}");
-    // It is begun again by itself.
+    // The upstream is restarted automatically.
     until("it to be begun again", || async {
         let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
         (shown["state"] == "ready" && shown["restarts"] == 1).then_some(())
     })
     .await;
-    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "back" })).await), "back");
-    others_do_not_notice(&api).await;
+    assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "back" })).await), "back");
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn a_tool_whose_answer_is_larger_than_a_message_may_be() {
-    let (server, _good) = beside(program("good")).await;
+async fn an_oversized_message_ends_the_call_and_restarts_the_upstream() {
+    let (server, _good) = start_with_healthy_upstream(program("good")).await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     let ended = call(&api, "fixture.huge", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     let message = ended["error"]["message"].as_str().unwrap();
@@ -129,11 +129,11 @@ async fn a_tool_whose_answer_is_larger_than_a_message_may_be() {
         (shown["state"] == "ready" && shown["restarts"] == 1).then_some(())
     })
     .await;
-    others_do_not_notice(&api).await;
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn one_whose_refusals_have_its_secret_in_them() {
+async fn secrets_are_redacted_from_upstream_errors() {
     let mut settings = program("good");
     settings.env.insert("TOKEN".into(), "sesame-open-123".into());
     let server = super::server(vec![settings]).await;
@@ -142,10 +142,10 @@ async fn one_whose_refusals_have_its_secret_in_them() {
 }
 
 #[tokio::test]
-async fn one_with_a_tool_that_cannot_be_read() {
+async fn an_unreadable_tool_is_skipped() {
     let about = json!({ "protocolVersion": "2025-11-25", "capabilities": { "tools": {} },
         "serverInfo": { "name": "odd", "version": "1" } });
-    let url = answering(move |method| match method {
+    let url = start_server_with_results(move |method| match method {
         "initialize" => about.to_string(),
         _ => json!({ "tools": [
             { "name": "fine", "inputSchema": { "type": "object" } },
@@ -154,22 +154,22 @@ async fn one_with_a_tool_that_cannot_be_read() {
         .to_string(),
     })
     .await;
-    let settings = McpServerSettings { older: true, ..at(&url) };
+    let settings = McpServerSettings { older: true, ..http_upstream(&url) };
     let server = super::server(vec![settings]).await;
-    let shown = in_state(&server.api(), "fixture", "ready").await;
+    let shown = wait_for_state(&server.api(), "fixture", "ready").await;
     assert_eq!(shown["tools"], 1, "{shown}");
     assert_eq!(shown["skipped"][0]["tool"], "odd", "{shown}");
     assert!(shown["skipped"][0]["why"].as_str().unwrap().contains("cannot be read"), "{shown}");
 }
 
 #[tokio::test]
-async fn one_that_does_not_say_what_lies_beside_its_tools() {
-    let url = silent_beside().await;
-    let (server, _good) = beside(at(&url)).await;
+async fn an_unanswered_resource_list_delays_only_one_request() {
+    let url = start_server_without_resources().await;
+    let (server, _good) = start_with_healthy_upstream(http_upstream(&url)).await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     let client = Mcp::modern(&api);
-    // Whoever asks first waits for it; everybody afterwards does not.
+    // Only the first request waits for the timeout.
     let listed = client.ask("resources/list", json!({})).await.result();
     assert_eq!(listed["resources"][0]["uri"], "fixture://notes", "{listed}");
     let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
@@ -180,26 +180,26 @@ async fn one_that_does_not_say_what_lies_beside_its_tools() {
 }
 
 #[tokio::test]
-async fn one_that_floods() {
-    let (server, _good) = beside(program("good")).await;
+async fn an_upstream_that_floods_fails_the_call() {
+    let (server, _good) = start_with_healthy_upstream(program("good")).await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     let ended = call(&api, "fixture.flood", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended["error"]["message"].as_str().unwrap().contains("floods"), "{ended}");
-    others_do_not_notice(&api).await;
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn one_that_dies_in_mid_call() {
+async fn only_reads_are_retried_when_an_upstream_dies() {
     let once = tempfile::tempdir().unwrap();
     let mut settings = program("good");
     let file = once.path().join("once").to_str().unwrap().to_owned();
     settings.env.insert("ONCE".into(), file);
-    let (server, _good) = beside(settings).await;
+    let (server, _good) = start_with_healthy_upstream(settings).await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
-    // It may have happened: it is not tried again.
+    wait_for_state(&api, "fixture", "ready").await;
+    // The call may have had an effect, so it is not retried.
     let ended = call(&api, "fixture.die", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert_eq!(ended["attempt"], 1);
@@ -209,32 +209,35 @@ async fn one_that_dies_in_mid_call() {
     })
     .await;
     assert!(shown["pid"].is_number());
-    // What only reads is tried again.
+    // A read is retried.
     let body = json!({ "run_id": "r", "args": {}, "retry": 5, "timeout_ms": 40_000 });
     let id = api.invoke_with("fixture.die_once", body).await;
     let ended = api.finished(&id).await;
-    assert_eq!(words(&ended), "alive", "{ended}");
+    assert_eq!(result_text(&ended), "alive", "{ended}");
     assert!(ended["attempt"].as_u64().unwrap() > 1, "{ended}");
-    others_do_not_notice(&api).await;
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn one_that_offers_five_thousand_tools() {
-    let (server, _good) = beside(program("many")).await;
+async fn tools_beyond_max_tools_are_dropped() {
+    let (server, _good) = start_with_healthy_upstream(program("many")).await;
     let api = server.api();
-    let shown = in_state(&api, "fixture", "ready").await;
+    let shown = wait_for_state(&api, "fixture", "ready").await;
     assert_eq!(shown["tools"], 1_000, "{}", shown["problem"]);
     assert!(problem(&shown).contains("max_tools is 1000"), "{}", shown["problem"]);
-    others_do_not_notice(&api).await;
+    assert_healthy_upstream_works(&api).await;
 }
 
 #[tokio::test]
-async fn one_whose_description_speaks_to_the_model() {
+async fn a_description_with_instructions_is_flagged() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let tool = api.get("/v1/tools/fixture.evil").await.is(200);
-    assert!(tool["description"].as_str().unwrap().contains("<IMPORTANT>"), "shown as it is");
+    assert!(
+        tool["description"].as_str().unwrap().contains("<IMPORTANT>"),
+        "the description must be unchanged"
+    );
     let flags = &tool["metadata"]["flags"];
     assert!(flags.to_string().contains("tells_to_ignore"), "{tool}");
     let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
@@ -253,104 +256,108 @@ async fn one_whose_description_speaks_to_the_model() {
     assert!(described.to_string().contains("tells_to_ignore"), "{described}");
 }
 
-/// An MCP server that is one function: what it answers to each method.
-async fn answering(answer: impl Fn(&str) -> String + Clone + Send + Sync + 'static) -> String {
+/// Starts an MCP server that answers each method with the result of this function.
+async fn start_server_with_results(
+    answer: impl Fn(&str) -> String + Clone + Send + Sync + 'static,
+) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/mcp", listener.local_addr().unwrap());
-    let asked = move |body: String| {
+    let handler = move |body: String| {
         let body: serde_json::Value = serde_json::from_str(&body).unwrap();
         let result = answer(body["method"].as_str().unwrap_or_default());
         let text = format!("{{\"jsonrpc\":\"2.0\",\"id\":{},\"result\":{result}}}", body["id"]);
         async move { ([("content-type", "application/json")], text) }
     };
-    let router = axum::Router::new().route("/mcp", axum::routing::post(asked));
+    let router = axum::Router::new().route("/mcp", axum::routing::post(handler));
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
     url
 }
 
-/// An MCP server that does not answer when it is asked for its resources.
-async fn silent_beside() -> String {
+/// Starts an MCP server that does not answer `resources/list`.
+async fn start_server_without_resources() -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/mcp", listener.local_addr().unwrap());
-    let asked = |asked: String| async move {
-        let asked: Value = serde_json::from_str(&asked).unwrap();
-        let result: Value = match asked["method"].as_str() {
+    let handler = |text: String| async move {
+        let request: Value = serde_json::from_str(&text).unwrap();
+        let result: Value = match request["method"].as_str() {
             Some("resources/list") => std::future::pending().await,
-            Some("server/discover") => serde_json::from_str(ABOUT).unwrap(),
+            Some("server/discover") => serde_json::from_str(DISCOVER_RESULT).unwrap(),
             _ => json!({ "resultType": "complete", "ttlMs": 0, "cacheScope": "private",
                 "tools": [] }),
         };
-        axum::Json(json!({ "jsonrpc": "2.0", "id": asked["id"], "result": result }))
+        axum::Json(json!({ "jsonrpc": "2.0", "id": request["id"], "result": result }))
     };
-    let router = axum::Router::new().route("/mcp", axum::routing::post(asked));
+    let router = axum::Router::new().route("/mcp", axum::routing::post(handler));
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
     url
 }
 
-/// An MCP server with one tool, each call of which it refuses so.
-async fn refusing(status: u16, body: &'static str) -> String {
+/// Starts an MCP server with one tool that refuses each call with this status and body.
+async fn start_refusing_server(status: u16, body: &'static str) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/mcp", listener.local_addr().unwrap());
-    let asked = move |asked: String| async move {
-        let asked: Value = serde_json::from_str(&asked).unwrap();
-        let result = match asked["method"].as_str() {
+    let handler = move |message: String| async move {
+        let request: Value = serde_json::from_str(&message).unwrap();
+        let result = match request["method"].as_str() {
             Some("tools/call") => None,
-            Some("server/discover") => Some(serde_json::from_str(ABOUT).unwrap()),
+            Some("server/discover") => Some(serde_json::from_str(DISCOVER_RESULT).unwrap()),
             _ => Some(json!({ "resultType": "complete", "ttlMs": 0, "cacheScope": "private",
                 "tools": [{ "name": "pay", "inputSchema": { "type": "object" } }] })),
         };
         let json = [("content-type", "application/json")];
         let (status, text) = match result {
             None => (status, body.to_owned()),
-            Some(result) => {
-                (200, json!({ "jsonrpc": "2.0", "id": asked["id"], "result": result }).to_string())
-            }
+            Some(result) => (
+                200,
+                json!({ "jsonrpc": "2.0", "id": request["id"], "result": result }).to_string(),
+            ),
         };
         (axum::http::StatusCode::from_u16(status).unwrap(), json, text)
     };
-    let router = axum::Router::new().route("/mcp", axum::routing::post(asked));
+    let router = axum::Router::new().route("/mcp", axum::routing::post(handler));
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
     url
 }
 
 #[tokio::test]
-async fn one_that_turns_calls_away_with_json_of_its_own() {
+async fn a_refusal_with_other_json_is_a_known_failure() {
     for (status, body) in [(403, r#"{"error":"insufficient_scope"}"#), (429, r#"{"error":"slow"}"#)]
     {
-        let server = super::server(vec![at(&refusing(status, body).await)]).await;
+        let server =
+            super::server(vec![http_upstream(&start_refusing_server(status, body).await)]).await;
         let api = server.api();
         let id = api.invoke("fixture.pay", json!({})).await;
         let ended = api.finished(&id).await;
         assert_eq!(ended["status"], "FAILED", "{ended}");
         let error = ended.to_string();
         assert!(error.contains(&format!("HTTP {status}")), "{ended}");
-        assert!(!error.contains("OUTCOME_UNKNOWN"), "it is known not to have happened: {ended}");
+        assert!(!error.contains("OUTCOME_UNKNOWN"), "a refused call has a known outcome: {ended}");
     }
 }
 
-/// What every server says about itself.
-const ABOUT: &str = r#"{"resultType":"complete","supportedVersions":["2026-07-28"],
+/// The result of `server/discover`.
+const DISCOVER_RESULT: &str = r#"{"resultType":"complete","supportedVersions":["2026-07-28"],
     "capabilities":{"tools":{},"resources":{},"prompts":{}},"ttlMs":0,"cacheScope":"private",
     "serverInfo":{"name":"endless","version":"1"}}"#;
 
 #[tokio::test]
-async fn one_whose_answer_is_larger_than_memory_should_be() {
-    let url = answering(|method| match method {
-        "server/discover" => ABOUT.to_owned(),
+async fn an_oversized_http_response_is_rejected() {
+    let url = start_server_with_results(|method| match method {
+        "server/discover" => DISCOVER_RESULT.to_owned(),
         _ => format!("{{\"tools\":[],\"filling\":\"{}\"}}", "x".repeat(17 << 20)),
     })
     .await;
-    let server = Server::with(|config| config.mcp = vec![at(&url)]).await;
-    let shown = in_state(&server.api(), "fixture", "waiting").await;
+    let server = Server::with(|config| config.mcp = vec![http_upstream(&url)]).await;
+    let shown = wait_for_state(&server.api(), "fixture", "waiting").await;
     let problem = shown["problem"].as_str().unwrap();
     assert!(problem.contains("over 16777216 bytes"), "{problem}");
 }
 
 #[tokio::test]
-async fn one_whose_lists_do_not_end() {
+async fn endless_resource_and_prompt_lists_are_ignored() {
     let more = r#""nextCursor":"more","resultType":"complete","ttlMs":0,"cacheScope":"private"}"#;
-    let url = answering(move |method| match method {
-        "server/discover" => ABOUT.to_owned(),
+    let url = start_server_with_results(move |method| match method {
+        "server/discover" => DISCOVER_RESULT.to_owned(),
         "tools/list" => {
             r#"{"tools":[],"resultType":"complete","ttlMs":0,"cacheScope":"private"}"#.to_owned()
         }
@@ -359,8 +366,8 @@ async fn one_whose_lists_do_not_end() {
         _ => format!("{{\"tools\":[],{more}"),
     })
     .await;
-    let server = super::server(vec![at(&url)]).await;
-    // What it has is left out, and everybody else is answered.
+    let server = super::server(vec![http_upstream(&url)]).await;
+    // Its entries are omitted and the lists are still answered.
     let client = Mcp::modern(&server.api());
     let listed = client.ask("resources/list", json!({})).await.result();
     assert_eq!(listed["resources"], json!([]), "{listed}");
@@ -369,11 +376,11 @@ async fn one_whose_lists_do_not_end() {
 }
 
 #[tokio::test]
-async fn states_restarts_and_calls_are_counted() {
+async fn upstream_states_restarts_and_calls_are_counted() {
     let upstream = Http::start().await;
-    let mut crib = process::Server::new();
-    crib.start().await;
-    let api = Api::new(&format!("127.0.0.1:{}", crib.port));
+    let mut server = process::Server::new();
+    server.start().await;
+    let api = Api::new(&format!("127.0.0.1:{}", server.port));
     let added = json!({ "name": "fixture", "url": upstream.url() });
     api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
     let gone = json!({ "name": "gone", "url": "http://127.0.0.1:9/mcp" });
@@ -393,5 +400,5 @@ async fn states_restarts_and_calls_are_counted() {
     let restarts =
         counted.lines().find_map(|l| l.strip_prefix("toolcrib_upstream_restarts_total "));
     assert!(restarts.unwrap().parse::<u64>().unwrap() >= 1, "{counted}");
-    crib.stop().await;
+    server.stop().await;
 }

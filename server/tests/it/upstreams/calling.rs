@@ -1,15 +1,15 @@
-//! Tools of upstreams are tools like any other.
+//! Calling tools of upstreams, and passing their resources and prompts through.
 
 use serde_json::json;
 use toolcrib_sources::mcp::McpServerSettings;
 
-use super::{at, call, in_state, server, words};
+use super::{call, http_upstream, result_text, server, wait_for_state};
 use crate::support::mcp::Mcp;
 use crate::support::upstream::{Http, program};
 use crate::support::{Server, until};
 
 #[tokio::test]
-async fn tools_of_a_program_are_listed_and_called() {
+async fn tools_of_a_stdio_upstream_are_listed_and_called() {
     let server = server(vec![program("good")]).await;
     let api = server.api();
     let echo = api.get("/v1/tools/fixture.echo").await.is(200);
@@ -18,7 +18,7 @@ async fn tools_of_a_program_are_listed_and_called() {
     assert_eq!(add["effect"], "idempotent");
     assert_eq!(api.get("/v1/tools/fixture.fail").await.is(200)["effect"], "irreversible");
     let done = call(&api, "fixture.echo", json!({ "text": "hello" })).await;
-    assert_eq!((words(&done), &done["executor"]), ("hello", &json!("mcp")));
+    assert_eq!((result_text(&done), &done["executor"]), ("hello", &json!("mcp")));
     let done = call(&api, "fixture.add", json!({ "a": 2, "b": 40 })).await;
     assert_eq!(done["result"]["structuredContent"], json!({ "sum": 42.0 }), "{done}");
     let failed = call(&api, "fixture.fail", json!({})).await;
@@ -27,7 +27,7 @@ async fn tools_of_a_program_are_listed_and_called() {
     let path = "/v1/tools/fixture.add/invoke";
     let body = json!({ "run_id": "r", "args": { "a": "x" } });
     api.post(path, body).await.refused(422, "VALIDATION_ERROR");
-    let shown = in_state(&api, "fixture", "ready").await;
+    let shown = wait_for_state(&api, "fixture", "ready").await;
     assert_eq!(shown["transport"], "stdio");
     assert_eq!(shown["server_name"], "fixture");
     assert!(shown["pid"].is_number(), "{shown}");
@@ -36,8 +36,8 @@ async fn tools_of_a_program_are_listed_and_called() {
 #[tokio::test]
 async fn tools_over_http_are_called_by_mcp_clients_of_both_revisions() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
-    let shown = in_state(&server.api(), "fixture", "ready").await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
+    let shown = wait_for_state(&server.api(), "fixture", "ready").await;
     assert_eq!(shown["protocol_version"], "2026-07-28", "{shown}");
     let params = json!({ "name": "fixture.add", "arguments": { "a": 1, "b": 2 } });
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
@@ -48,9 +48,9 @@ async fn tools_over_http_are_called_by_mcp_clients_of_both_revisions() {
 }
 
 #[tokio::test]
-async fn progress_is_passed_on() {
+async fn upstream_progress_is_forwarded() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let id = api.invoke("fixture.progress", json!({})).await;
     api.finished(&id).await;
@@ -63,7 +63,7 @@ async fn progress_is_passed_on() {
 #[tokio::test]
 async fn a_cancel_reaches_the_upstream() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let id = api.invoke("fixture.slow", json!({})).await;
     until("the upstream to have the call", || async {
@@ -79,22 +79,23 @@ async fn a_cancel_reaches_the_upstream() {
 }
 
 #[tokio::test]
-async fn only_named_variables_reach_a_program_and_their_values_are_nowhere_else() {
+async fn only_listed_variables_reach_a_program_and_stay_secret() {
     let mut settings = program("good");
     settings.env.insert("TOKEN".into(), "sesame-open-123".into());
     settings.env_from.push("CARGO_PKG_NAME".into());
     let server = server(vec![settings]).await;
     let api = server.api();
     let done = call(&api, "fixture.env", json!({})).await;
-    let names: Vec<&str> = words(&done).split(' ').collect();
+    let names: Vec<&str> = result_text(&done).split(' ').collect();
     assert!(names.contains(&"TOKEN") && names.contains(&"CARGO_PKG_NAME"), "{names:?}");
     assert!(!names.contains(&"CARGO_MANIFEST_DIR"), "{names:?}");
     call(&api, "fixture.die", json!({})).await;
     let shown = until("its last words", || async {
         let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
         let lines = shown["stderr"].as_array().unwrap();
-        let said = lines.iter().any(|line| line.as_str().unwrap().contains("dying as asked"));
-        said.then_some(shown)
+        let has_message =
+            lines.iter().any(|line| line.as_str().unwrap().contains("dying as asked"));
+        has_message.then_some(shown)
     })
     .await;
     assert!(!shown.to_string().contains("sesame-open-123"), "{shown}");
@@ -102,9 +103,9 @@ async fn only_named_variables_reach_a_program_and_their_values_are_nowhere_else(
 }
 
 #[tokio::test]
-async fn resources_and_prompts_are_passed_through_to_who_may_have_them() {
+async fn resources_and_prompts_are_passed_to_authorized_callers() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let client = Mcp::modern(&server.api());
     let listed = client.ask("resources/list", json!({})).await.result();
     assert_eq!(listed["resources"][0]["uri"], "fixture://notes", "{listed}");
@@ -126,40 +127,40 @@ async fn resources_and_prompts_are_passed_through_to_who_may_have_them() {
 }
 
 #[tokio::test]
-async fn another_project_has_nothing_of_it() {
+async fn an_upstream_is_invisible_to_other_projects() {
     let upstream = Http::start().await;
     let server = Server::with(|config| {
-        let mut settings = at(&upstream.url());
+        let mut settings = http_upstream(&upstream.url());
         settings.project = "acme".into();
         config.mcp = vec![settings];
     })
     .await;
     let acme = server.api().project("acme");
-    in_state(&acme, "fixture", "ready").await;
-    assert_eq!(words(&call(&acme, "fixture.echo", json!({ "text": "x" })).await), "x");
+    wait_for_state(&acme, "fixture", "ready").await;
+    assert_eq!(result_text(&call(&acme, "fixture.echo", json!({ "text": "x" })).await), "x");
     let other = server.api();
     other.get("/v1/sources/mcp/fixture").await.refused(404, "NOT_FOUND");
     other.get("/v1/tools/fixture.echo").await.refused(404, "TOOL_NOT_FOUND");
 }
 
 #[tokio::test]
-async fn one_source_has_an_address_of_its_own_with_its_own_names() {
+async fn each_source_has_its_own_endpoint_with_unprefixed_names() {
     let upstream = Http::start().await;
-    // What the crib offers beside them is there once, also where the server has one of that name.
+    // Toolcrib's built-in tools are listed once, even if the upstream has a tool of that name.
     *upstream.fixture.shared.one_more.lock() = Some("call.result");
-    let other = McpServerSettings { name: "other".into(), ..at(&upstream.url()) };
-    let server = server(vec![at(&upstream.url()), other]).await;
+    let other = McpServerSettings { name: "other".into(), ..http_upstream(&upstream.url()) };
+    let server = server(vec![http_upstream(&upstream.url()), other]).await;
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
         let client = client.at("/mcp/fixture");
         let listed = client.ask("tools/list", json!({})).await.result();
         let tools = listed["tools"].as_array().unwrap();
         let names: Vec<&str> = tools.iter().filter_map(|tool| tool["name"].as_str()).collect();
         assert!(names.contains(&"echo") && names.contains(&"call.result"), "{names:?}");
-        for ours in ["call.result", "result.read"] {
-            assert_eq!(names.iter().filter(|name| **name == ours).count(), 1, "{names:?}");
+        for builtin in ["call.result", "result.read"] {
+            assert_eq!(names.iter().filter(|name| **name == builtin).count(), 1, "{names:?}");
         }
         assert!(names.iter().all(|name| !name.contains("fixture.")), "{names:?}");
-        assert!(!names.contains(&"calculation.eval"), "only that source's: {names:?}");
+        assert!(!names.contains(&"calculation.eval"), "only tools of that source: {names:?}");
         let params = json!({ "name": "echo", "arguments": { "text": "hello" } });
         let result = client.ask("tools/call", params).await.result();
         assert_eq!(result["content"][0]["text"], "hello", "{result}");
@@ -176,22 +177,22 @@ async fn one_source_has_an_address_of_its_own_with_its_own_names() {
     for path in ["/mcp/no.such", "/mcp/fixtur"] {
         api.post(path, body.clone()).await.refused(404, "NOT_FOUND");
     }
-    // Who may use nothing of it does not learn that it is there.
+    // A caller without permission for any of its tools cannot tell that the source exists.
     let ada = server.keyed("default", "ada", "agent", &["other.*"]).await;
     ada.post("/mcp/fixture", body.clone()).await.refused(404, "NOT_FOUND");
-    let told = Mcp::modern(&ada).at("/mcp/other").ask("tools/list", json!({})).await.result();
-    assert!(told["tools"].as_array().unwrap().len() > 1, "{told}");
+    let permitted = Mcp::modern(&ada).at("/mcp/other").ask("tools/list", json!({})).await.result();
+    assert!(permitted["tools"].as_array().unwrap().len() > 1, "{permitted}");
 }
 
 #[tokio::test]
-async fn a_long_result_can_be_read_at_the_address_of_its_source() {
+async fn a_long_result_can_be_read_at_the_endpoint_of_its_source() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let text: String = (0..20_000).map(|n| format!("line {n} of many\n")).collect();
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
         let client = client.at("/mcp/fixture");
-        let told = client.call("echo", json!({ "text": text })).await.result();
-        let hint = crate::mcp::hint(&told);
+        let result = client.call("echo", json!({ "text": text })).await.result();
+        let hint = crate::mcp::parse_read_hint(&result);
         assert_eq!(hint["pointer"], "/content/0/text", "{hint}");
         let read = client.call("result.read", hint).await.result();
         assert!(read["structuredContent"].to_string().contains("line 99 of many"), "{read}");

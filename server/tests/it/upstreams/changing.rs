@@ -1,17 +1,17 @@
-//! A definition that is another than it was is noticed and shown; a pinned one is refused.
+//! Changed tool definitions are detected and reported; a changed pinned tool is refused.
 
 use std::sync::atomic::Ordering;
 
 use serde_json::json;
 
-use super::{at, call, in_state, server, words};
+use super::{call, http_upstream, result_text, server, wait_for_state};
 use crate::support::until;
 use crate::support::upstream::{Http, program};
 
 #[tokio::test]
-async fn a_changed_tool_is_noticed_and_shown() {
+async fn a_changed_tool_is_detected_and_reported() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     upstream.fixture.change();
     let tool = until("the new description", || async {
@@ -28,17 +28,17 @@ async fn a_changed_tool_is_noticed_and_shown() {
     let change = &shown["changes"][0];
     assert_eq!((&change["tool"], &change["change"]), (&json!("fixture.echo"), &json!("changed")));
     assert_eq!(change["fields"], json!(["description"]));
-    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
+    assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
 }
 
 #[tokio::test]
 async fn a_pinned_tool_that_changed_is_refused_until_it_is_accepted() {
     let upstream = Http::start().await;
-    let mut settings = at(&upstream.url());
+    let mut settings = http_upstream(&upstream.url());
     settings.pin = true;
     let server = server(vec![settings]).await;
     let api = server.api();
-    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
+    assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
     upstream.fixture.change();
     until("the change to be shown", || async {
         let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
@@ -48,27 +48,27 @@ async fn a_pinned_tool_that_changed_is_refused_until_it_is_accepted() {
     let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
     assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
     let tool = api.get("/v1/tools/fixture.echo").await.is(200);
-    assert_eq!(tool["description"], "Says it back", "what was accepted is what is shown");
-    // It is remembered what was accepted.
+    assert_eq!(tool["description"], "Says it back", "the accepted definition must be shown");
+    // The accepted definition survives a restart.
     let server = server.restart().await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
     assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
-    // Others are not affected.
+    // Other tools are not affected.
     let sum = call(&api, "fixture.add", json!({ "a": 1, "b": 1 })).await;
     assert_eq!(sum["status"], "SUCCEEDED", "{sum}");
     let accepted = api.post("/v1/sources/mcp/fixture/accept", json!({})).await.is(200);
     assert_eq!(accepted["accepted"][0]["tool"], "fixture.echo", "{accepted}");
-    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
+    assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
     let tool = api.get("/v1/tools/fixture.echo").await.is(200);
     assert_eq!(tool["description"], "Says it back, twice");
 }
 
 #[tokio::test]
-async fn a_tool_that_changes_under_a_running_call_does_not_disturb_it() {
+async fn a_tool_change_does_not_affect_a_running_call() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let id = api.invoke("fixture.slow", json!({})).await;
     until("the call", || async { (upstream.fixture.calls() == 1).then_some(()) }).await;
@@ -80,25 +80,25 @@ async fn a_tool_that_changes_under_a_running_call_does_not_disturb_it() {
     })
     .await;
     upstream.fixture.let_go();
-    assert_eq!(words(&api.finished(&id).await), "let go");
-    assert_eq!(words(&call(&api, "fixture.tool_00001", json!({})).await), "tool_00001");
+    assert_eq!(result_text(&api.finished(&id).await), "let go");
+    assert_eq!(result_text(&call(&api, "fixture.tool_00001", json!({})).await), "tool_00001");
 }
 
 #[tokio::test]
-async fn a_stream_of_changes_that_ended_is_opened_again() {
+async fn an_ended_change_stream_is_reopened() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
-    let listened = &upstream.fixture.shared.listened;
+    let subscriptions = &upstream.fixture.shared.listened;
     for times in 1..=2 {
-        until("somebody to listen", || async {
-            (listened.load(Ordering::SeqCst) == times).then_some(())
+        until("a subscription", || async {
+            (subscriptions.load(Ordering::SeqCst) == times).then_some(())
         })
         .await;
         upstream.fixture.hang_up();
     }
-    until("somebody to listen again", || async {
-        (listened.load(Ordering::SeqCst) == 3).then_some(())
+    until("another subscription", || async {
+        (subscriptions.load(Ordering::SeqCst) == 3).then_some(())
     })
     .await;
     upstream.fixture.change();
@@ -112,7 +112,7 @@ async fn a_stream_of_changes_that_ended_is_opened_again() {
 }
 
 #[tokio::test]
-async fn a_pinned_tool_that_changed_while_its_server_was_away_is_refused_at_once() {
+async fn a_pinned_tool_that_changed_while_disconnected_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut settings = program("reborn");
     settings.pin = true;
@@ -123,21 +123,21 @@ async fn a_pinned_tool_that_changed_while_its_server_was_away_is_refused_at_once
     let body = json!({ "run_id": "r", "args": {}, "retry": 0 });
     let id = api.invoke_with("fixture.die_once", body).await;
     assert_eq!(api.finished(&id).await["status"], "FAILED");
-    // It waits for the server, which comes back with another tool.
+    // The call waits for the upstream, which returns with a changed tool.
     let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
     assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
 }
 
 #[tokio::test]
-async fn who_asks_for_another_look_is_told_what_it_has_seen() {
+async fn a_refresh_returns_the_current_number_of_tools() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
-    // It does not say so.
+    // The upstream does not announce the change.
     for more in 1..4 {
         upstream.fixture.shared.many.store(more, Ordering::SeqCst);
         let path = "/v1/sources/mcp/fixture/refresh?wait_ms=30000";
-        let seen = api.post(path, json!({})).await.is(200);
-        assert_eq!(seen["tools"], 20 + more, "{seen}");
+        let refreshed = api.post(path, json!({})).await.is(200);
+        assert_eq!(refreshed["tools"], 20 + more, "{refreshed}");
     }
 }

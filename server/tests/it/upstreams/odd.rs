@@ -1,5 +1,5 @@
-//! Upstreams that are not quite as MCP has it, or have too much to do: what can be used of them is,
-//! and the rest is said.
+//! Upstreams that deviate from MCP or are overloaded: Toolcrib uses the valid part and reports the
+//! rest.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,28 +10,30 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use toolcrib_sources::mcp::McpServerSettings;
 
-use super::{at, call, in_state, words};
+use super::{call, http_upstream, result_text, wait_for_state};
 use crate::support::upstream::program;
 
 const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
 const STREAM: [(&str, &str); 1] = [("content-type", "text/event-stream")];
 
-/// An MCP server that is one function: what it answers to a request; none where it is its own.
-async fn serving(answer: impl Fn(&Value) -> Response + Clone + Send + Sync + 'static) -> String {
+/// Starts an MCP server that answers each request with this function and returns its URL.
+async fn start_mcp_server(
+    answer: impl Fn(&Value) -> Response + Clone + Send + Sync + 'static,
+) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/mcp", listener.local_addr().unwrap());
-    let asked = move |body: String| {
+    let handler = move |body: String| {
         let answer = answer(&serde_json::from_str(&body).unwrap());
         async move { answer }
     };
-    let router = axum::Router::new().route("/mcp", axum::routing::post(asked));
+    let router = axum::Router::new().route("/mcp", axum::routing::post(handler));
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
     url
 }
 
-/// What a server of either revision says when it is asked who it is, and what its tools are.
-fn about(asked: &Value, tools: &Value) -> Option<Value> {
-    let result = match asked["method"].as_str() {
+/// Responds to discovery and listing in both revisions; returns none for a tool call.
+fn metadata_response(request: &Value, tools: &Value) -> Option<Value> {
+    let result = match request["method"].as_str() {
         Some("server/discover") => json!({ "resultType": "complete", "ttlMs": 0,
             "supportedVersions": ["2026-07-28"], "capabilities": { "tools": {} },
             "cacheScope": "private" }),
@@ -43,16 +45,16 @@ fn about(asked: &Value, tools: &Value) -> Option<Value> {
         Some("tools/call") => return None,
         _ => json!({}),
     };
-    Some(json!({ "jsonrpc": "2.0", "id": asked["id"], "result": result }))
+    Some(json!({ "jsonrpc": "2.0", "id": request["id"], "result": result }))
 }
 
-fn done(asked: &Value) -> Value {
+fn done_response(request: &Value) -> Value {
     let result =
         json!({ "resultType": "complete", "content": [{ "type": "text", "text": "done" }] });
-    json!({ "jsonrpc": "2.0", "id": asked["id"], "result": result })
+    json!({ "jsonrpc": "2.0", "id": request["id"], "result": result })
 }
 
-/// A tool that is fine, two that are not, and one whose headers nobody can send.
+/// Two valid tools, two that cannot be read, and one with an invalid header name.
 fn tools() -> Value {
     json!([
         { "name": "fine", "inputSchema": { "type": "object" } },
@@ -65,61 +67,64 @@ fn tools() -> Value {
     ])
 }
 
-async fn leaves_out(settings: McpServerSettings, names: &[&str]) {
+async fn assert_skipped(settings: McpServerSettings, names: &[&str]) {
     let server = super::server(vec![settings]).await;
     let api = server.api();
-    let shown = in_state(&api, "fixture", "ready").await;
+    let shown = wait_for_state(&api, "fixture", "ready").await;
     let skipped = shown["skipped"].as_array().unwrap();
-    let left_out: Vec<&Value> = skipped.iter().map(|skipped| &skipped["tool"]).collect();
-    assert_eq!(left_out, names, "{shown}");
+    let skipped_names: Vec<&Value> = skipped.iter().map(|skipped| &skipped["tool"]).collect();
+    assert_eq!(skipped_names, names, "{shown}");
     assert!(skipped[0]["why"].as_str().unwrap().contains("description"), "{shown}");
-    assert_eq!(words(&call(&api, "fixture.fine", json!({})).await), "done");
-    assert_eq!(words(&call(&api, "fixture.mirrored", json!({ "region": "eu" })).await), "done");
+    assert_eq!(result_text(&call(&api, "fixture.fine", json!({})).await), "done");
+    assert_eq!(
+        result_text(&call(&api, "fixture.mirrored", json!({ "region": "eu" })).await),
+        "done"
+    );
 }
 
 #[tokio::test]
-async fn a_tool_that_cannot_be_read_is_left_out_by_name_and_the_others_work() {
-    let in_one = serving(|asked| {
-        let answer = about(asked, &tools()).unwrap_or_else(|| done(asked));
+async fn unreadable_tools_are_skipped_by_name_and_the_others_work() {
+    let json_server = start_mcp_server(|request| {
+        let answer = metadata_response(request, &tools()).unwrap_or_else(|| done_response(request));
         (JSON, answer.to_string()).into_response()
     });
-    leaves_out(at(&in_one.await), &["odd", "number 3", "headless"]).await;
-    let streamed = serving(|asked| {
-        let answer = about(asked, &tools()).unwrap_or_else(|| done(asked));
+    assert_skipped(http_upstream(&json_server.await), &["odd", "number 3", "headless"]).await;
+    let streamed = start_mcp_server(|request| {
+        let answer = metadata_response(request, &tools()).unwrap_or_else(|| done_response(request));
         (STREAM, format!("event: message\ndata: {answer}\n\n")).into_response()
     });
-    leaves_out(at(&streamed.await), &["odd", "number 3", "headless"]).await;
-    // Over pipes no headers are sent, and so none can be wrong.
-    leaves_out(program("odd"), &["odd", "number 3", "fixture.nonsense"]).await;
+    assert_skipped(http_upstream(&streamed.await), &["odd", "number 3", "headless"]).await;
+    // Over stdio there are no headers, so the header name does not matter.
+    assert_skipped(program("odd"), &["odd", "number 3", "fixture.nonsense"]).await;
 }
 
-/// The program: what it is over HTTP, on its standard input and output; with one more tool that
-/// cannot be used, and with another description whenever it is asked. After each call it says so.
+/// Runs the server on standard input and output, with one more invalid tool and another description
+/// in each listing. After each call it announces that the list has changed.
 pub fn on_pipes() {
-    let mut looks = 0;
+    let mut listings = 0;
     for line in std::io::stdin().lines() {
-        let asked: Value = serde_json::from_str(&line.unwrap()).unwrap();
-        if asked["id"].is_null() {
+        let request: Value = serde_json::from_str(&line.unwrap()).unwrap();
+        if request["id"].is_null() {
             continue;
         }
         let mut tools = tools();
-        looks += u32::from(asked["method"] == "tools/list");
-        tools[0]["description"] = format!("look {looks}").into();
+        listings += u32::from(request["method"] == "tools/list");
+        tools[0]["description"] = format!("look {listings}").into();
         let schema = json!({ "type": "object", "properties": { "a": { "type": "nonsense" } } });
         tools.as_array_mut().unwrap().push(json!({ "name": "nonsense", "inputSchema": schema }));
-        match about(&asked, &tools) {
+        match metadata_response(&request, &tools) {
             Some(answer) => println!("{answer}"),
             None => {
-                println!("{}", done(&asked));
-                let news = "notifications/tools/list_changed";
-                println!("{}", json!({ "jsonrpc": "2.0", "method": news }));
+                println!("{}", done_response(&request));
+                let method = "notifications/tools/list_changed";
+                println!("{}", json!({ "jsonrpc": "2.0", "method": method }));
             }
         }
     }
 }
 
 #[tokio::test]
-async fn what_was_left_out_is_said_after_every_look() {
+async fn skipped_tools_are_reported_after_every_refresh() {
     let server = super::server(vec![McpServerSettings { older: true, ..program("odd") }]).await;
     let api = server.api();
     call(&api, "fixture.fine", json!({})).await;
@@ -128,12 +133,16 @@ async fn what_was_left_out_is_said_after_every_look() {
         (shown["changes"] != json!([])).then_some(shown)
     })
     .await;
-    let left_out = shown["skipped"].as_array().unwrap().iter().map(|skipped| &skipped["tool"]);
-    assert_eq!(left_out.collect::<Vec<_>>(), ["odd", "number 3", "fixture.nonsense"], "{shown}");
+    let skipped_names = shown["skipped"].as_array().unwrap().iter().map(|skipped| &skipped["tool"]);
+    assert_eq!(
+        skipped_names.collect::<Vec<_>>(),
+        ["odd", "number 3", "fixture.nonsense"],
+        "{shown}"
+    );
 }
 
-/// One with a tool that cannot be undone, which is answered so before it is done.
-async fn busy(
+/// Starts a server with an irreversible tool that refuses the first `times` calls.
+async fn start_busy_server(
     older: bool,
     times: u32,
     refusal: fn() -> Response,
@@ -141,38 +150,41 @@ async fn busy(
     let calls: Arc<AtomicU32> = Arc::default();
     let counted = calls.clone();
     let tools = json!([{ "name": "pay", "inputSchema": { "type": "object" } }]);
-    let url = serving(move |asked| match about(asked, &tools) {
+    let url = start_mcp_server(move |request| match metadata_response(request, &tools) {
         Some(answer) => (JSON, answer.to_string()).into_response(),
         None if counted.fetch_add(1, Ordering::SeqCst) < times => refusal(),
-        None => (JSON, done(asked).to_string()).into_response(),
+        None => (JSON, done_response(request).to_string()).into_response(),
     });
-    (McpServerSettings { older, ..at(&url.await) }, calls)
+    (McpServerSettings { older, ..http_upstream(&url.await) }, calls)
 }
 
 #[tokio::test]
-async fn one_that_says_when_to_come_again_is_asked_then() {
-    let in_words = || {
+async fn a_rate_limited_call_is_retried_after_the_given_delay() {
+    let with_body = || {
         let body = r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32000,"message":"slow down"}}"#;
         (StatusCode::TOO_MANY_REQUESTS, JSON, [("retry-after", "1")], body).into_response()
     };
-    let bare = || (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "1")], "").into_response();
-    for (older, refusal) in [(false, in_words as fn() -> Response), (false, bare), (true, bare)] {
-        let (settings, calls) = busy(older, 1, refusal).await;
+    let without_body =
+        || (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "1")], "").into_response();
+    for (older, refusal) in
+        [(false, with_body as fn() -> Response), (false, without_body), (true, without_body)]
+    {
+        let (settings, calls) = start_busy_server(older, 1, refusal).await;
         let server = super::server(vec![settings]).await;
         let began = Instant::now();
         let paid = call(&server.api(), "fixture.pay", json!({})).await;
-        assert_eq!(words(&paid), "done", "it was turned away, and so has not happened: {paid}");
+        assert_eq!(result_text(&paid), "done", "a refused call had no effect: {paid}");
         assert_eq!((paid["attempt"].as_u64(), calls.load(Ordering::SeqCst)), (Some(2), 2));
         assert!(began.elapsed() >= Duration::from_secs(1), "older: {older}, {:?}", began.elapsed());
     }
 }
 
 #[tokio::test]
-async fn one_that_wants_to_be_asked_after_the_deadline_is_not_waited_for() {
+async fn a_retry_delay_beyond_the_deadline_fails_the_call() {
     let much_later =
         || (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "86400")], "").into_response();
     for older in [false, true] {
-        let (settings, calls) = busy(older, u32::MAX, much_later).await;
+        let (settings, calls) = start_busy_server(older, u32::MAX, much_later).await;
         let server = super::server(vec![settings]).await;
         let began = Instant::now();
         let refused = call(&server.api(), "fixture.pay", json!({})).await;
@@ -185,10 +197,10 @@ async fn one_that_wants_to_be_asked_after_the_deadline_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn what_a_busy_server_may_have_begun_is_not_begun_again() {
+async fn an_irreversible_call_is_not_retried_after_a_503() {
     let busy_now = || (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "0")], "").into_response();
     for older in [false, true] {
-        let (settings, calls) = busy(older, 1, busy_now).await;
+        let (settings, calls) = start_busy_server(older, 1, busy_now).await;
         let server = super::server(vec![settings]).await;
         let ended = call(&server.api(), "fixture.pay", json!({})).await;
         assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
@@ -197,10 +209,11 @@ async fn what_a_busy_server_may_have_begun_is_not_begun_again() {
 }
 
 #[tokio::test]
-async fn a_call_that_did_not_reach_one_of_before_is_known_not_to_have_happened() {
+async fn a_call_that_cannot_reach_a_legacy_upstream_is_unavailable() {
     let upstream = crate::support::upstream::Http::start().await;
     let server =
-        super::server(vec![McpServerSettings { older: true, ..at(&upstream.url()) }]).await;
+        super::server(vec![McpServerSettings { older: true, ..http_upstream(&upstream.url()) }])
+            .await;
     let api = server.api();
     drop(upstream.stop());
     let body = json!({ "run_id": "r", "args": {}, "retry": 0 });
@@ -210,27 +223,33 @@ async fn a_call_that_did_not_reach_one_of_before_is_known_not_to_have_happened()
 }
 
 #[tokio::test]
-async fn a_tool_that_cannot_be_used_is_shown_as_long_as_it_is_offered_so() {
-    let mended: Arc<AtomicU32> = Arc::default();
-    let now = mended.clone();
-    let url = serving(move |asked| {
-        let kind = if now.load(Ordering::SeqCst) > 0 { "string" } else { "nonsense" };
+async fn an_invalid_tool_is_reported_until_its_definition_is_fixed() {
+    let fixed: Arc<AtomicU32> = Arc::default();
+    let is_fixed = fixed.clone();
+    let url = start_mcp_server(move |request| {
+        let kind = if is_fixed.load(Ordering::SeqCst) > 0 { "string" } else { "nonsense" };
         let odd = json!({ "type": "object", "properties": { "a": { "type": kind } } });
         let tools = json!([{ "name": "fine", "inputSchema": { "type": "object" } },
             { "name": "odd", "inputSchema": odd }]);
-        (JSON, about(asked, &tools).unwrap_or_else(|| done(asked)).to_string()).into_response()
+        (
+            JSON,
+            metadata_response(request, &tools)
+                .unwrap_or_else(|| done_response(request))
+                .to_string(),
+        )
+            .into_response()
     });
-    let server = super::server(vec![at(&url.await)]).await;
+    let server = super::server(vec![http_upstream(&url.await)]).await;
     let api = server.api();
     for _ in 0..2 {
-        let shown = in_state(&api, "fixture", "ready").await;
+        let shown = wait_for_state(&api, "fixture", "ready").await;
         assert_eq!(
             (&shown["tools"], &shown["skipped"][0]["tool"]),
             (&json!(1), &json!("fixture.odd"))
         );
         api.post("/v1/sources/mcp/fixture/refresh", json!({})).await.is(200);
     }
-    mended.store(1, Ordering::SeqCst);
+    fixed.store(1, Ordering::SeqCst);
     api.post("/v1/sources/mcp/fixture/refresh", json!({})).await.is(200);
     crate::support::until("the tool to be taken", || async {
         let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
@@ -240,35 +259,37 @@ async fn a_tool_that_cannot_be_used_is_shown_as_long_as_it_is_offered_so() {
 }
 
 #[tokio::test]
-async fn one_of_before_that_wants_an_address_to_be_opened_first_waits_for_that() {
-    let first = |asked: &Value| {
+async fn a_legacy_url_elicitation_error_holds_the_call() {
+    let elicitation_error = |request: &Value| {
         let address = json!({ "mode": "url", "elicitationId": "e1", "message": "Sign in first",
             "url": "https://login.example.com/e1" });
         let error =
             json!({ "code": -32042, "message": "first", "data": { "elicitations": [address] } });
-        json!({ "jsonrpc": "2.0", "id": asked["id"], "error": error })
+        json!({ "jsonrpc": "2.0", "id": request["id"], "error": error })
     };
     for (action, status, times) in [("accept", "SUCCEEDED", 2), ("decline", "FAILED", 1)] {
         let calls: Arc<AtomicU32> = Arc::default();
         let counted = calls.clone();
         let tools = json!([{ "name": "pay", "inputSchema": { "type": "object" } }]);
-        let url = serving(move |asked| match about(asked, &tools) {
+        let url = start_mcp_server(move |request| match metadata_response(request, &tools) {
             Some(answer) => (JSON, answer.to_string()).into_response(),
             None if counted.fetch_add(1, Ordering::SeqCst) == 0 => {
-                (JSON, first(asked).to_string()).into_response()
+                (JSON, elicitation_error(request).to_string()).into_response()
             }
-            None => (JSON, done(asked).to_string()).into_response(),
+            None => (JSON, done_response(request).to_string()).into_response(),
         });
-        let server = super::server(vec![McpServerSettings { older: true, ..at(&url.await) }]).await;
+        let server =
+            super::server(vec![McpServerSettings { older: true, ..http_upstream(&url.await) }])
+                .await;
         let api = server.api();
         let id = api.invoke("fixture.pay", json!({})).await;
-        let asked = crate::support::until("the question", || async {
+        let held = crate::support::until("the question", || async {
             let call = api.call(&id).await;
             (call["hold"]["reason"] == "input").then_some(call)
         })
         .await;
-        let question = &asked["hold"]["questions"]["e1"]["params"];
-        assert_eq!(question["url"], "https://login.example.com/e1", "{asked}");
+        let question = &held["hold"]["questions"]["e1"]["params"];
+        assert_eq!(question["url"], "https://login.example.com/e1", "{held}");
         let path = format!("/v1/tool_calls/{id}/answer");
         api.post(&path, json!({ "answers": { "e1": { "action": action } } })).await.is(200);
         assert_eq!(api.finished(&id).await["status"], status);
@@ -277,19 +298,20 @@ async fn one_of_before_that_wants_an_address_to_be_opened_first_waits_for_that()
 }
 
 #[tokio::test]
-async fn one_of_before_that_floods_over_http_is_begun_again() {
+async fn a_legacy_upstream_that_floods_over_http_is_restarted() {
     let tools = json!([{ "name": "flood", "inputSchema": { "type": "object" } },
         { "name": "fine", "inputSchema": { "type": "object" } }]);
-    let url = serving(move |asked| match about(asked, &tools) {
+    let url = start_mcp_server(move |request| match metadata_response(request, &tools) {
         Some(answer) => (JSON, answer.to_string()).into_response(),
-        None if asked["params"]["name"] == "flood" => {
-            let news = json!({ "jsonrpc": "2.0", "method": "notifications/message",
+        None if request["params"]["name"] == "flood" => {
+            let notification = json!({ "jsonrpc": "2.0", "method": "notifications/message",
                 "params": { "level": "info", "data": "water" } });
-            (STREAM, format!("data: {news}\n\n").repeat(20_000)).into_response()
+            (STREAM, format!("data: {notification}\n\n").repeat(20_000)).into_response()
         }
-        None => (JSON, done(asked).to_string()).into_response(),
+        None => (JSON, done_response(request).to_string()).into_response(),
     });
-    let server = super::server(vec![McpServerSettings { older: true, ..at(&url.await) }]).await;
+    let server =
+        super::server(vec![McpServerSettings { older: true, ..http_upstream(&url.await) }]).await;
     let api = server.api();
     let ended = call(&api, "fixture.flood", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
@@ -299,17 +321,18 @@ async fn one_of_before_that_floods_over_http_is_begun_again() {
         (shown["state"] == "ready" && shown["restarts"] == 1).then_some(())
     })
     .await;
-    assert_eq!(words(&call(&api, "fixture.fine", json!({})).await), "done");
+    assert_eq!(result_text(&call(&api, "fixture.fine", json!({})).await), "done");
 }
 
 #[tokio::test]
-async fn one_of_before_that_answers_something_else_is_not_waited_for() {
+async fn a_response_to_another_request_ends_with_outcome_unknown() {
     let tools = json!([{ "name": "pay", "inputSchema": { "type": "object" } }]);
-    let url = serving(move |asked| {
-        let other = || done(&json!({ "id": 99_999 }));
-        (JSON, about(asked, &tools).unwrap_or_else(other).to_string()).into_response()
+    let url = start_mcp_server(move |request| {
+        let other = || done_response(&json!({ "id": 99_999 }));
+        (JSON, metadata_response(request, &tools).unwrap_or_else(other).to_string()).into_response()
     });
-    let server = super::server(vec![McpServerSettings { older: true, ..at(&url.await) }]).await;
+    let server =
+        super::server(vec![McpServerSettings { older: true, ..http_upstream(&url.await) }]).await;
     let ended = call(&server.api(), "fixture.pay", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended.to_string().contains("another request"), "{ended}");

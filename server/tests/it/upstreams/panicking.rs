@@ -1,4 +1,4 @@
-//! A fault of our own in keeping an upstream: it is begun again, and its calls do not hang.
+//! A panic in the supervisor of an upstream: the upstream is restarted and its calls do not hang.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,18 +9,18 @@ use toolcrib::domain::tool::ToolDefinition;
 use toolcrib_protocol::outbound::OutboundPolicy;
 use toolcrib_sources::mcp::{McpSource, UpstreamPhase, UpstreamRegistry};
 
-use super::at;
+use super::http_upstream;
 use crate::support::until;
 use crate::support::upstream::Http;
 
-/// Panics when it is first asked.
+/// A registry that panics on its first request.
 #[derive(Default)]
-struct Torn(AtomicU64);
+struct PanickingRegistry(AtomicU64);
 
 #[async_trait]
-impl UpstreamRegistry for Torn {
+impl UpstreamRegistry for PanickingRegistry {
     fn accepted_tools(&self, _project: &str, _upstream: &str) -> BTreeMap<String, ToolDefinition> {
-        assert!(self.0.fetch_add(1, Ordering::SeqCst) > 0, "meant to be");
+        assert!(self.0.fetch_add(1, Ordering::SeqCst) > 0, "intended panic");
         BTreeMap::new()
     }
 
@@ -53,11 +53,11 @@ impl UpstreamRegistry for Torn {
 }
 
 #[tokio::test]
-async fn one_whose_supervision_panics_is_begun_again() {
+async fn an_upstream_whose_supervisor_panics_is_restarted() {
     let upstream = Http::start().await;
     let upstreams = McpSource::new(OutboundPolicy::new("upstreams", true, &[]), String::new());
-    upstreams.set_registry(Arc::new(Torn::default()));
-    upstreams.set_servers(vec![at(&upstream.url())]);
+    upstreams.set_registry(Arc::new(PanickingRegistry::default()));
+    upstreams.set_servers(vec![http_upstream(&upstream.url())]);
     let shown = || upstreams.status("default", "fixture").unwrap().state;
     let waiting = until("it to wait", || async {
         Some(shown()).filter(|state| state.phase == UpstreamPhase::Waiting)

@@ -1,15 +1,15 @@
-//! Tasks of upstreams are followed to their end.
+//! MCP tasks of upstreams.
 
 use serde_json::json;
 
-use super::{at, in_state, server, words};
+use super::{http_upstream, result_text, server, wait_for_state};
 use crate::support::until;
 use crate::support::upstream::Http;
 
 #[tokio::test]
-async fn a_task_is_followed_to_its_end_also_by_another_process() {
+async fn a_task_is_polled_to_its_end_across_a_restart() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let id = api.invoke("fixture.task", json!({})).await;
     until("the task to be written down", || async {
@@ -23,17 +23,17 @@ async fn a_task_is_followed_to_its_end_also_by_another_process() {
     .await;
     let server = server.restart().await;
     let api = server.api();
-    in_state(&api, "fixture", "ready").await;
+    wait_for_state(&api, "fixture", "ready").await;
     assert_eq!(api.call(&id).await["status"], "RUNNING");
     upstream.fixture.finish_task("done at last");
-    assert_eq!(words(&api.finished(&id).await), "done at last");
+    assert_eq!(result_text(&api.finished(&id).await), "done at last");
     assert_eq!(upstream.fixture.tasks(), 1);
 }
 
 #[tokio::test]
 async fn a_canceled_call_cancels_its_task() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let id = api.invoke("fixture.task", json!({})).await;
     until("the task", || async { (upstream.fixture.tasks() == 1).then_some(()) }).await;
@@ -45,9 +45,9 @@ async fn a_canceled_call_cancels_its_task() {
 }
 
 #[tokio::test]
-async fn what_a_task_asks_is_answered() {
+async fn an_elicitation_of_a_task_is_answered() {
     let upstream = Http::start().await;
-    let server = server(vec![at(&upstream.url())]).await;
+    let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let id = api.invoke("fixture.asking_task", json!({})).await;
     until("the question", || async {
@@ -57,5 +57,5 @@ async fn what_a_task_asks_is_answered() {
     let answer = json!({ "action": "accept", "content": { "name": "Ada" } });
     let body = json!({ "answers": { "who": answer } });
     api.post(&format!("/v1/tool_calls/{id}/answer"), body).await.is(200);
-    assert_eq!(words(&api.finished(&id).await), "Hello, Ada!");
+    assert_eq!(result_text(&api.finished(&id).await), "Hello, Ada!");
 }

@@ -1,4 +1,4 @@
-//! Calls of tools that a tool service executes, from the invoke to the result.
+//! Calls that a tool service executes, from the invoke to the result.
 
 use async_nats::jetstream::consumer::pull;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{Server, until};
 
 #[tokio::test]
-async fn a_call_goes_to_the_tool_service_and_comes_back() {
+async fn a_tool_service_executes_a_call_and_returns_its_result() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
     let api = server.api();
@@ -37,37 +37,38 @@ async fn a_call_goes_to_the_tool_service_and_comes_back() {
     assert_eq!(call["result"], json!({ "words": 4 }));
     let id = call["tool_call_id"].as_str().unwrap();
     let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200)["cards"].clone();
-    let (asked, result) = (&cards[0], &cards[1]);
-    assert_eq!((&asked["type"], &result["type"]), (&json!("tool.call"), &json!("tool.result")));
-    assert_eq!(asked["content"]["__type__"], "ToolCallContent");
-    assert_eq!(asked["content"]["arguments"], json!({ "text": "four words in here" }));
-    assert_eq!(asked["content"]["tool_name"], "text.count");
+    let (call_card, result) = (&cards[0], &cards[1]);
+    assert_eq!((&call_card["type"], &result["type"]), (&json!("tool.call"), &json!("tool.result")));
+    assert_eq!(call_card["content"]["__type__"], "ToolCallContent");
+    assert_eq!(call_card["content"]["arguments"], json!({ "text": "four words in here" }));
+    assert_eq!(call_card["content"]["tool_name"], "text.count");
     assert_eq!(result["content"]["__type__"], "ToolResultContent");
     assert_eq!(result["content"]["result"], json!({ "words": 4 }));
     assert_eq!(result["content"]["status"], "success");
     assert_eq!(result["author_id"], "tool.rust");
     for name in ["agent_turn_id", "step_id", "tool_call_id", "trace_id"] {
-        assert!(asked["metadata"][name].is_string(), "{name}: {asked}");
-        assert_eq!(asked["metadata"][name], result["metadata"][name], "{name}");
+        assert!(call_card["metadata"][name].is_string(), "{name}: {call_card}");
+        assert_eq!(call_card["metadata"][name], result["metadata"][name], "{name}");
     }
-    for card in [asked, result] {
+    for card in [call_card, result] {
         let id = card["card_id"].as_str().unwrap();
         assert_eq!(&api.get(&format!("/v1/cards/{id}")).await.is(200), card);
-        let over_nats = nats.hand().await.ask("sys.cards.get", json!({ "card_ids": [id] })).await;
+        let over_nats =
+            nats.peer().await.request("sys.cards.get", json!({ "card_ids": [id] })).await;
         assert_eq!(over_nats["cards"], json!([card]), "{over_nats}");
         assert_eq!(over_nats["ok"], true);
     }
 }
 
 #[tokio::test]
-async fn the_command_is_what_the_protocol_says() {
+async fn a_command_has_the_fields_and_headers_of_the_protocol() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
     let api = server.api();
     api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
     let id = api.invoke("hand.work", json!({ "a": 1 })).await;
-    let hand = nats.hand().await;
-    let command = hand.next("hand").await;
+    let peer = nats.peer().await;
+    let command = peer.next("hand").await;
     assert_eq!(command.message.subject.as_str(), "cg.v1r3.default.public.cmd.tool.hand.run");
     let payload = &command.payload;
     assert_eq!(payload["tool_call_id"], id.as_str());
@@ -83,21 +84,21 @@ async fn the_command_is_what_the_protocol_says() {
     for header in ["traceparent", "CG-Timestamp", "CG-Version", "CG-Msg-Type", "CG-Sender"] {
         assert!(!command.header(header).is_empty(), "{header}");
     }
-    assert_eq!(api.call(&id).await["status"], "PENDING", "nobody has taken it");
-    // Whoever reads the card has taken the call.
-    let asked = json!({ "card_ids": [payload["tool_call_card_id"]] });
-    let card = hand.ask("sys.cards.get", asked).await["cards"][0].clone();
+    assert_eq!(api.call(&id).await["status"], "PENDING", "not acknowledged yet");
+    // Reading the card acknowledges the call.
+    let card_request = json!({ "card_ids": [payload["tool_call_card_id"]] });
+    let card = peer.request("sys.cards.get", card_request).await["cards"][0].clone();
     assert_eq!(card["content"]["arguments"], json!({ "a": 1 }));
     let target = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.hand.run";
     assert_eq!(card["content"]["target_subject"], target);
     let trace_id = &command.header("traceparent")[3..35];
     assert_eq!(card["metadata"]["trace_id"], trace_id, "one trace from the card to the command");
     api.until_status(&id, "RUNNING").await;
-    let written = result_card(payload, "mine1", "success", json!({ "ok": 1 }));
-    let put = hand.ask("sys.cards.put", json!({ "card": written })).await;
+    let result = result_card(payload, "mine1", "success", json!({ "ok": 1 }));
+    let put = peer.request("sys.cards.put", json!({ "card": result })).await;
     assert_eq!((&put["ok"], &put["card_id"]), (&json!(true), &json!("mine1")), "{put}");
-    let taken = hand.ask("sys.l0.report", report(payload, "mine1", "success")).await;
-    assert_eq!((&taken["ok"], &taken["duplicate"]), (&json!(true), &json!(false)), "{taken}");
+    let answer = peer.request("sys.l0.report", report(payload, "mine1", "success")).await;
+    assert_eq!((&answer["ok"], &answer["duplicate"]), (&json!(true), &json!(false)), "{answer}");
     let call = api.finished(&id).await;
     assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!({ "ok": 1 })));
     let copied = api.get("/v1/cards/mine1").await.is(200);
@@ -106,10 +107,10 @@ async fn the_command_is_what_the_protocol_says() {
 }
 
 #[tokio::test]
-async fn each_of_the_five_statuses_ends_the_call_in_its_own_way() {
+async fn each_report_status_maps_to_a_call_status() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
-    let (api, hand) = (server.api(), nats.hand().await);
+    let (api, peer) = (server.api(), nats.peer().await);
     api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
     let expected = [
         ("success", "SUCCEEDED", Value::Null),
@@ -118,21 +119,21 @@ async fn each_of_the_five_statuses_ends_the_call_in_its_own_way() {
         ("timeout", "TIMEOUT", json!("TIMEOUT")),
         ("canceled", "CANCELED", json!("CANCELED")),
     ];
-    for (status, ends_as, code) in expected {
+    for (status, call_status, code) in expected {
         let id = api.invoke("hand.work", json!({})).await;
-        let command = hand.next("hand").await;
+        let command = peer.next("hand").await;
         command.ack().await;
         let card_id = format!("r-{status}");
         let card = result_card(&command.payload, &card_id, status, json!({ "n": 1 }));
-        let mut said = report(&command.payload, &card_id, status);
-        said["card"] = card;
-        let taken = hand.ask("sys.l0.report", said.clone()).await;
-        assert_eq!(taken["ok"], true, "{status}: {taken}");
+        let mut report_body = report(&command.payload, &card_id, status);
+        report_body["card"] = card;
+        let answer = peer.request("sys.l0.report", report_body.clone()).await;
+        assert_eq!(answer["ok"], true, "{status}: {answer}");
         let call = api.finished(&id).await;
-        assert_eq!(call["status"], ends_as, "{status}: {call}");
+        assert_eq!(call["status"], call_status, "{status}: {call}");
         assert_eq!(call["error"]["code"], code, "{status}: {call}");
         assert_eq!(call.get("partial"), (status == "partial").then_some(&json!(true)), "{call}");
-        let again = hand.ask("sys.l0.report", said).await;
+        let again = peer.request("sys.l0.report", report_body).await;
         assert_eq!((&again["ok"], &again["duplicate"]), (&json!(true), &json!(true)), "{again}");
         let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
         assert_eq!(cards["cards"][1]["card_id"], card_id.as_str(), "the tool's own card: {cards}");
@@ -144,36 +145,36 @@ async fn each_of_the_five_statuses_ends_the_call_in_its_own_way() {
 async fn a_call_keeps_the_definition_it_was_made_with() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
-    let (api, hand) = (server.api(), nats.hand().await);
+    let (api, peer) = (server.api(), nats.peer().await);
     let first =
         api.post("/projects/default/tools", tool("hand.work", "old", json!({}))).await.is(201);
     let id = api.invoke("hand.work", json!({})).await;
-    let command = hand.next("old").await;
+    let command = peer.next("old").await;
     let ends = json!({ "after_execution": "terminate" });
     let second = api.post("/projects/default/tools", tool("hand.work", "new", ends)).await.is(201);
     assert_ne!(first["version"], second["version"]);
     let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
     let subject = cards["cards"][0]["content"]["target_subject"].as_str().unwrap();
     assert!(subject.contains(".old."), "{subject}");
-    // The report is measured by the old definition as well.
-    let mut said = report(&command.payload, "r1", "success");
-    said["card"] = result_card(&command.payload, "r1", "success", json!(1));
-    assert_eq!(hand.ask("sys.l0.report", said).await["ok"], true);
+    // The report is validated with the old definition, too.
+    let mut report_body = report(&command.payload, "r1", "success");
+    report_body["card"] = result_card(&command.payload, "r1", "success", json!(1));
+    assert_eq!(peer.request("sys.l0.report", report_body).await["ok"], true);
     assert_eq!(api.finished(&id).await["status"], "SUCCEEDED");
     let other = api.invoke("hand.work", json!({})).await;
-    let command = hand.next("new").await;
+    let command = peer.next("new").await;
     assert_eq!(command.payload["tool_call_id"], other.as_str());
     assert_eq!(command.payload["after_execution"], "terminate");
-    // A tool that is gone: its calls go on as they began.
+    // Calls of a deleted tool continue unchanged.
     api.delete("/projects/default/tools/hand.work").await.is(204);
-    let mut said = report(&command.payload, "r2", "success");
-    said["card"] = result_card(&command.payload, "r2", "success", json!(2));
-    assert_eq!(hand.ask("sys.l0.report", said).await["ok"], true);
+    let mut report_body = report(&command.payload, "r2", "success");
+    report_body["card"] = result_card(&command.payload, "r2", "success", json!(2));
+    assert_eq!(peer.request("sys.l0.report", report_body).await["ok"], true);
     assert_eq!(api.finished(&other).await["result"], 2);
 }
 
 #[tokio::test]
-async fn every_other_call_can_be_read_as_cards_too() {
+async fn calls_of_other_executors_are_readable_as_cards() {
     let server = Server::start().await;
     let api = server.api();
     let good = api.invoke("calculation.eval", json!({ "expression": "6*7" })).await;
@@ -197,7 +198,7 @@ async fn every_other_call_can_be_read_as_cards_too() {
 }
 
 #[tokio::test]
-async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() {
+async fn a_running_command_is_not_redelivered_and_a_dead_host_is_replaced() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
     let api = server.api();
@@ -205,14 +206,14 @@ async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() 
     api.post("/projects/default/tools", tool("slow.work", "slow", idempotent)).await.is(201);
     api.post("/projects/default/tools", tool("once.work", "slow", json!({}))).await.is(201);
     let count = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
-    let (runs, lasts) = (count.clone(), std::time::Duration::from_millis(2_500));
+    let (runs, duration) = (count.clone(), std::time::Duration::from_millis(2_500));
     let make = move |host: toolcrib_sources::utp::host::ToolHost| {
         let runs = runs.clone();
         host.with_ack_wait(std::time::Duration::from_secs(1)).with_fallback(move |job| {
             let n = runs.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             async move {
-                // The first time it is begun it lasts longer than the broker waits for a sign.
-                tokio::time::sleep(if n == 0 { lasts } else { lasts / 100 }).await;
+                // The first execution takes longer than the ack wait of the broker.
+                tokio::time::sleep(if n == 0 { duration } else { duration / 100 }).await;
                 toolcrib_sources::utp::host::ToolJobResult::success(
                     json!({ "tool": job.tool_name, "n": n }),
                 )
@@ -223,8 +224,8 @@ async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() 
     let id = api.invoke("slow.work", json!({})).await;
     assert_eq!(api.finished(&id).await["result"]["n"], 0);
     assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), 1, "it ran once");
-    // Now one that dies in mid-call: what only reads or is idempotent is begun again by another,
-    // what must not happen twice is not.
+    // After the death of a host in mid-call, another host repeats an idempotent call, but not an
+    // irreversible one.
     count.store(0, std::sync::atomic::Ordering::SeqCst);
     let again = api.invoke("slow.work", json!({})).await;
     api.until_status(&again, "RUNNING").await;
@@ -234,7 +235,7 @@ async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() 
     count.store(0, std::sync::atomic::Ordering::SeqCst);
     let once = api.invoke("once.work", json!({})).await;
     api.until_status(&once, "RUNNING").await;
-    until("it to be begun", || async {
+    until("the execution to start", || async {
         (count.load(std::sync::atomic::Ordering::SeqCst) == 1).then_some(())
     })
     .await;
@@ -243,57 +244,57 @@ async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() 
     let call = api.finished(&once).await;
     assert_eq!(call["status"], "FAILED", "{call}");
     assert!(call["error"]["message"].as_str().unwrap().contains("may have happened"), "{call}");
-    assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), 1, "it was begun once");
+    assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), 1, "it was executed once");
 }
 
 #[tokio::test]
-async fn what_nobody_waits_for_any_more_is_not_begun() {
+async fn commands_of_ended_calls_are_not_executed() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
     let api = server.api();
     api.post("/projects/default/tools", tool("late.work", "late", json!({}))).await.is(201);
-    let hand = nats.hand().await;
+    let peer = nats.peer().await;
     let canceled = api.invoke("late.work", json!({ "n": 1 })).await;
-    // A command that is not out when its call ends never goes out: wait until it is.
-    hand.next("late").await;
+    // The command of an ended call is never published, so wait for its publication first.
+    peer.next("late").await;
     api.post(&format!("/v1/tool_calls/{canceled}/cancel"), json!({})).await.is(200);
     let body = json!({ "run_id": "r", "args": { "n": 2 }, "timeout_ms": 2_000 });
     let timed_out = api.invoke_with("late.work", body).await;
-    hand.next("late").await;
+    peer.next("late").await;
     assert_eq!(api.finished(&timed_out).await["status"], "TIMEOUT");
-    let wanted = api.invoke("late.work", json!({ "n": 3 })).await;
-    // The tool service comes when two of the three are over; their commands are there still.
-    let begun = std::sync::Arc::new(parking_lot::Mutex::new(Vec::new()));
-    let noted = begun.clone();
+    let open = api.invoke("late.work", json!({ "n": 3 })).await;
+    // The tool service starts after two of the three calls ended; their commands still exist.
+    let executed = std::sync::Arc::new(parking_lot::Mutex::new(Vec::new()));
+    let recorder = executed.clone();
     let _host = nats
         .host("late", move |host| {
             host.with_tool("late.work", move |job| {
-                noted.lock().push(job.args["n"].clone());
+                recorder.lock().push(job.args["n"].clone());
                 async move { Ok(job.args) }
             })
         })
         .await;
-    assert_eq!(api.finished(&wanted).await["status"], "SUCCEEDED");
+    assert_eq!(api.finished(&open).await["status"], "SUCCEEDED");
     for id in [&canceled, &timed_out] {
-        until("the tool service to say so", || async {
+        until("the late report of the tool service", || async {
             api.history(id).await.contains(&"tool.call.late".to_owned()).then_some(())
         })
         .await;
     }
-    assert_eq!(*begun.lock(), [json!(3)]);
+    assert_eq!(*executed.lock(), [json!(3)]);
     assert_eq!(api.call(&canceled).await["status"], "CANCELED");
     assert_eq!(api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
 }
 
 #[tokio::test]
-async fn a_tool_service_that_is_told_to_stop_does_what_it_was_given() {
+async fn a_stopping_tool_service_finishes_its_commands() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
-    let (api, hand) = (server.api(), nats.hand().await);
+    let (api, peer) = (server.api(), nats.peer().await);
     api.post("/projects/default/tools", tool("once.work", "once", json!({}))).await.is(201);
     let gate = std::sync::Arc::new(tokio::sync::Semaphore::new(0));
     let opened = gate.clone();
-    let host = ToolHost::with_connection(nats.link("v1r3").await)
+    let host = ToolHost::with_connection(nats.connect("v1r3").await)
         .with_max_concurrency(3)
         .with_tool("once.work", move |job| {
             let gate = gate.clone();
@@ -311,9 +312,9 @@ async fn a_tool_service_that_is_told_to_stop_does_what_it_was_given() {
     for n in 0..5 {
         ids.push(api.invoke("once.work", json!({ "n": n })).await);
     }
-    // Three are begun, and the others are nobody's yet.
-    let jetstream = async_nats::jetstream::new(hand.client.clone());
-    until("three to be given", || async {
+    // The host has three commands; the others are not delivered yet.
+    let jetstream = async_nats::jetstream::new(peer.client.clone());
+    until("three deliveries", || async {
         let stream = jetstream.get_stream("cg_cmd_v1r3").await.ok()?;
         let found = stream.get_consumer::<pull::Config>("tool_once_cmd_v1r3").await;
         (found.ok()?.cached_info().num_ack_pending == 3).then_some(())

@@ -1,4 +1,4 @@
-//! Who is who over NATS: keys and rules, the later version of the protocol, agents of the roster.
+//! Identity over NATS: keys and rules, protocol version v1r4, agents of the roster.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,14 +11,14 @@ use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{Server, until};
 
 #[tokio::test]
-async fn where_keys_were_made_an_agents_rules_hold_over_nats_too() {
+async fn with_keys_the_rules_of_an_agent_apply_over_nats() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &["calculation.*"]).await;
     admin.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);
-    let hand = nats.hand().await;
-    let turn = hand.ask_in("p", "agent.ada.lease", json!({}), &[]).await;
+    let peer = nats.peer().await;
+    let turn = peer.request_in("p", "agent.ada.lease", json!({}), &[]).await;
     assert_eq!(turn["ok"], true, "{turn}");
     let call = |id: &str, tool: &str, args| json!({ "tool_call_id": id, "tool_name": tool, "arguments": args });
     let id = turn["agent_turn_id"].as_str().unwrap();
@@ -30,22 +30,22 @@ async fn where_keys_were_made_an_agents_rules_hold_over_nats_too() {
             call("bad", "weather.query", json!({ "city": "Oslo" })),
         ],
     });
-    assert_eq!(hand.ask_in("p", "agent.ada.dispatch", body, &[]).await["ok"], true);
+    assert_eq!(peer.request_in("p", "agent.ada.dispatch", body, &[]).await["ok"], true);
     let body = json!({ "agent_turn_id": id, "turn_epoch": 1, "wait_ms": 20_000 });
-    let resumed = hand.ask_in("p", "agent.ada.resume", body, &[]).await;
+    let resumed = peer.request_in("p", "agent.ada.resume", body, &[]).await;
     assert_eq!(resumed["results"][0]["status"], "success", "{resumed}");
     assert_eq!(resumed["results"][1]["error"]["code"], "auth_failed", "{resumed}");
-    // Her own key opens her own inbox and turns over HTTP, and nobody else's.
+    // Her key gives access to her own inbox and turns over HTTP only.
     ada.get("/v1/agents/ada/inbox").await.is(200);
     ada.get(&format!("/v1/agents/ada/turns/{id}")).await.is(200);
     ada.get("/v1/agents/eve/inbox").await.refused(403, "PERMISSION_DENIED");
-    // A tool service on NATS is a provider: it can neither change the roster nor see letters.
+    // An admin of another project cannot see the turn.
     let other = server.keyed("q", "eve", "admin", &[]).await;
     other.get(&format!("/v1/agents/ada/turns/{id}")).await.refused(404, "NOT_FOUND");
 }
 
 #[tokio::test]
-async fn the_later_version_has_its_identity_in_headers() {
+async fn v1r4_commands_carry_the_identity_in_headers() {
     let Some(nats) = Nats::start().await else { return };
     let url = nats.url();
     let server = Server::with(|config| {
@@ -57,9 +57,9 @@ async fn the_later_version_has_its_identity_in_headers() {
     let target = json!({ "target_subject": "cmd.tool.hand.run" });
     api.post("/projects/default/tools", tool("hand.work", "hand", target)).await.is(201);
     let id = api.invoke("hand.work", json!({ "a": 1 })).await;
-    let hand = nats.hand().await;
+    let peer = nats.peer().await;
     let subject = "cg.v1r4.default.public.cmd.tool.hand.run";
-    let command = hand.next_in("cg_cmd_v1r4", subject, "later").await;
+    let command = peer.next_in("cg_cmd_v1r4", subject, "later").await;
     let mut fields: Vec<&String> = command.payload.as_object().unwrap().keys().collect();
     fields.sort();
     assert_eq!(fields, ["after_execution", "tool_call_card_id", "tool_name"]);
@@ -71,23 +71,24 @@ async fn the_later_version_has_its_identity_in_headers() {
     let mut full = command.payload.clone();
     full["agent_turn_id"] = json!(command.header("CG-Turn-Id"));
     full["tool_call_id"] = json!(id);
-    let said = json!({
+    let report_body = json!({
         "after_execution": "suspend", "status": "success", "tool_result_card_id": "r1",
         "card": result_card(&full, "r1", "success", json!({ "later": true })),
     });
     let mut map = async_nats::HeaderMap::new();
     headers.iter().for_each(|(name, value)| map.insert(*name, value.as_str()));
-    let request =
-        async_nats::Request::new().payload(said.to_string().into_bytes().into()).headers(map);
+    let request = async_nats::Request::new()
+        .payload(report_body.to_string().into_bytes().into())
+        .headers(map);
     let to = "cg.v1r4.default.public.rpc.sys.l0.report";
-    let reply = hand.client.send_request(to, request).await.unwrap();
-    let taken: serde_json::Value = serde_json::from_slice(&reply.payload).unwrap();
-    assert_eq!(taken["ok"], true, "{taken}");
+    let reply = peer.client.send_request(to, request).await.unwrap();
+    let answer: serde_json::Value = serde_json::from_slice(&reply.payload).unwrap();
+    assert_eq!(answer["ok"], true, "{answer}");
     assert_eq!(api.finished(&id).await["result"], json!({ "later": true }));
 }
 
 #[tokio::test]
-async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
+async fn a_v1r4_tool_service_reads_the_identity_from_headers() {
     let Some(nats) = Nats::start().await else { return };
     let url = nats.url();
     let server = Server::with(|config| {
@@ -98,11 +99,11 @@ async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
     let api = server.api();
     let target = json!({ "target_subject": "cmd.tool.later.run" });
     api.post("/projects/default/tools", tool("later.work", "later", target)).await.is(201);
-    let begun = Arc::new(AtomicUsize::new(0));
+    let executions = Arc::new(AtomicUsize::new(0));
     let make = |host: ToolHost| {
-        let begun = begun.clone();
+        let executions = executions.clone();
         host.with_ack_wait(Duration::from_secs(1)).with_tool("later.work", move |job| {
-            begun.fetch_add(1, Ordering::SeqCst);
+            executions.fetch_add(1, Ordering::SeqCst);
             async move {
                 if job.args["hangs"] == true {
                     std::future::pending::<()>().await;
@@ -111,29 +112,32 @@ async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
             }
         })
     };
-    let host = nats.host_of("v1r4", "later", make).await;
+    let host = nats.host_version("v1r4", "later", make).await;
     let id = api.invoke("later.work", json!({})).await;
     let result = api.finished(&id).await["result"].clone();
     assert_eq!(result, json!({ "agent": "default", "has_deadline": true }));
-    // Whoever is named in no header cannot be answered.
-    let hand = nats.hand().await;
+    // A command without identity headers cannot be answered.
+    let peer = nats.peer().await;
     let subject = "cg.v1r4.default.public.cmd.tool.later.run";
-    hand.command(subject, b"{\"tool_call_card_id\": \"x\"}".to_vec()).await;
+    peer.command(subject, b"{\"tool_call_card_id\": \"x\"}".to_vec()).await;
     let dead = until("a dead letter", || async {
         api.get("/v1/dead_letters").await.is(200)["dead_letters"].get(0).cloned()
     })
     .await;
     assert_eq!((&dead["kind"], &dead["subject"]), (&json!("command"), &json!(subject)), "{dead}");
-    // It dies in mid-call: what must not happen twice is not begun by the next.
-    begun.store(0, Ordering::SeqCst);
+    // After the host died in mid-call, the next host does not repeat an irreversible call.
+    executions.store(0, Ordering::SeqCst);
     let id = api.invoke("later.work", json!({ "hangs": true })).await;
-    until("it to begin", || async { (begun.load(Ordering::SeqCst) == 1).then_some(()) }).await;
+    until("the execution to start", || async {
+        (executions.load(Ordering::SeqCst) == 1).then_some(())
+    })
+    .await;
     drop(host);
-    let _host = nats.host_of("v1r4", "later", make).await;
+    let _host = nats.host_version("v1r4", "later", make).await;
     let call = api.finished(&id).await;
     assert!(call["error"]["message"].as_str().unwrap().contains("may have happened"), "{call}");
-    assert_eq!(begun.load(Ordering::SeqCst), 1);
-    // A turn's wakeups and events have their identity in headers, too.
+    assert_eq!(executions.load(Ordering::SeqCst), 1);
+    // Wakeups and events of a turn carry the identity in headers, too.
     api.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);
     let turn = json!({ "agent_turn_id": "t1", "channel_id": "u_1" });
     api.post("/v1/agents/ada/turns", turn).await.is(201);
@@ -141,35 +145,35 @@ async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
     let wakeup = "cg.v1r4.default.u_1.cmd.agent.w1.wakeup";
     let state = "cg.v1r4.default.u_1.evt.agent.ada.state";
     for (stream, subject) in [("cg_cmd_v1r4", wakeup), ("cg_evt_v1r4", state)] {
-        let told = hand.next_in(stream, subject, "told").await;
-        assert_eq!(told.header("CG-Agent-Id"), "ada");
-        assert!(told.payload.get("agent_id").is_none(), "{}", told.payload);
+        let message = peer.next_in(stream, subject, "told").await;
+        assert_eq!(message.header("CG-Agent-Id"), "ada");
+        assert!(message.payload.get("agent_id").is_none(), "{}", message.payload);
     }
 }
 
 #[tokio::test]
-async fn headers_that_contradict_the_subject_are_refused() {
+async fn headers_that_contradict_the_subject_are_rejected() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
-    let (api, hand) = (server.api(), nats.hand().await);
+    let (api, peer) = (server.api(), nats.peer().await);
     api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
     let _host = nats
         .host("served", |host| host.with_tool("hand.work", |job| async move { Ok(job.args) }))
         .await;
     let id = api.invoke("hand.work", json!({ "x": 1 })).await;
-    let command = hand.next("hand").await;
+    let command = peer.next("hand").await;
     command.ack().await;
-    let mut said = report(&command.payload, "r1", "success");
-    said["card"] = result_card(&command.payload, "r1", "success", json!(1));
+    let mut report_body = report(&command.payload, "r1", "success");
+    report_body["card"] = result_card(&command.payload, "r1", "success", json!(1));
     let other = [("CG-Project-Id", "other")];
-    let answer = hand.ask_in("default", "sys.l0.report", said.clone(), &other).await;
+    let answer = peer.request_in("default", "sys.l0.report", report_body.clone(), &other).await;
     assert_eq!((&answer["ok"], &answer["error"]["code"]), (&json!(false), &json!("bad_request")));
     for name in ["CG-Project-Id", "CG-Channel-Id"] {
         let mut headers = async_nats::HeaderMap::new();
         headers.insert(name, "other");
         let subject = "cg.v1r3.default.public.cmd.tool.served.run";
         let bytes = command.payload.to_string().into_bytes();
-        let jetstream = async_nats::jetstream::new(hand.client.clone());
+        let jetstream = async_nats::jetstream::new(peer.client.clone());
         jetstream
             .publish_with_headers(subject, headers, bytes.into())
             .await
@@ -184,33 +188,33 @@ async fn headers_that_contradict_the_subject_are_refused() {
         })
         .await;
     }
-    assert_eq!(api.call(&id).await["status"], "PENDING", "nothing of it was applied");
+    assert_eq!(api.call(&id).await["status"], "PENDING", "no message was applied");
     let same = [("CG-Project-Id", "default")];
-    assert_eq!(hand.ask_in("default", "sys.l0.report", said, &same).await["ok"], true);
+    assert_eq!(peer.request_in("default", "sys.l0.report", report_body, &same).await["ok"], true);
 }
 
 #[tokio::test]
-async fn a_call_outside_a_turn_reaches_the_inbox_of_an_agent_of_the_roster() {
+async fn a_call_outside_a_turn_reaches_the_inbox_of_a_roster_agent() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
-    let (api, hand) = (server.api(), nats.hand().await);
+    let (api, peer) = (server.api(), nats.peer().await);
     api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
     for on_the_roster in [false, true] {
         if on_the_roster {
             api.put("/v1/agents/default", json!({ "worker_target": "w9" })).await.is(200);
         }
         let id = api.invoke("hand.work", json!({})).await;
-        let command = hand.next("hand").await;
+        let command = peer.next("hand").await;
         command.ack().await;
-        let mut said = report(&command.payload, &format!("r-{on_the_roster}"), "success");
-        said["card"] =
+        let mut report_body = report(&command.payload, &format!("r-{on_the_roster}"), "success");
+        report_body["card"] =
             result_card(&command.payload, &format!("r-{on_the_roster}"), "success", json!(1));
-        let taken = hand.ask("sys.l0.report", said).await;
-        assert_eq!(taken["inbox_id"].is_string(), on_the_roster, "{taken}");
+        let answer = peer.request("sys.l0.report", report_body).await;
+        assert_eq!(answer["inbox_id"].is_string(), on_the_roster, "{answer}");
         assert_eq!(api.finished(&id).await["status"], "SUCCEEDED");
     }
     let items = api.get("/v1/agents/default/inbox?wait_ms=20000").await.is(200);
     assert_eq!(items["items"].as_array().unwrap().len(), 1, "{items}");
-    let woken = hand.next_on("cg.v1r3.default.public.cmd.agent.w9.wakeup", "w9").await;
+    let woken = peer.next_on("cg.v1r3.default.public.cmd.agent.w9.wakeup", "w9").await;
     assert_eq!(woken.payload["inbox_id"], items["items"][0]["inbox_id"]);
 }

@@ -1,4 +1,4 @@
-//! Projects and their tools over HTTP: what is taken, what is refused, and in which order.
+//! Projects and their tools over HTTP: valid and invalid definitions, and the order of the checks.
 
 use reqwest::Method;
 use reqwest::header::CONTENT_TYPE;
@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use crate::support::api::{Reply, offer};
 use crate::support::{Api, Server};
 
-/// A definition in which nothing is wrong.
-const GOOD: &str = "\
+/// A valid definition.
+const VALID_DEFINITION: &str = "\
 tool_name: text.count
 description: Counts words
 target_subject: cg.v1r3.{project_id}.{channel_id}.cmd.tool.count.run
@@ -23,13 +23,13 @@ options:
 unknown: dropped
 ";
 
-async fn yaml(api: &Api, project: &str, text: &str) -> Reply {
+async fn post_yaml(api: &Api, project: &str, text: &str) -> Reply {
     let path = format!("/projects/{project}/tools");
     let request = api.request(Method::POST, &path).header(CONTENT_TYPE, "application/yaml");
     api.send(request.body(text.to_owned())).await
 }
 
-async fn form(api: &Api, field: &str, text: &str) -> Reply {
+async fn post_form(api: &Api, field: &str, text: &str) -> Reply {
     let body = format!(
         "--XX\r\nContent-Disposition: form-data; name=\"{field}\"; filename=\"tool.yaml\"\r\n\
          Content-Type: application/yaml\r\n\r\n{text}\r\n--XX--\r\n"
@@ -39,17 +39,17 @@ async fn form(api: &Api, field: &str, text: &str) -> Reply {
 }
 
 #[tokio::test]
-async fn a_definition_is_taken_as_a_form_as_yaml_and_as_json() {
+async fn a_definition_is_accepted_as_form_yaml_and_json() {
     let server = Server::start().await;
     let api = server.api();
-    let made = form(&api, "file", GOOD).await.is(201);
+    let made = post_form(&api, "file", VALID_DEFINITION).await.is(201);
     assert_eq!(made["project_id"], "default");
     assert_eq!(made["tool_name"], "text.count");
     assert_eq!(made["after_execution"], "suspend");
     assert_eq!(made["options"], json!({ "timeout_seconds": 7 }));
     assert_eq!(made["timeout_ms"], 7_000);
     assert!(made.get("unknown").is_none());
-    let again = yaml(&api, "default", GOOD).await.is(201);
+    let again = post_yaml(&api, "default", VALID_DEFINITION).await.is(201);
     assert_eq!(again, made, "the same definition again is the same version");
     let other = json!({
         "name": " text.count ",
@@ -59,7 +59,7 @@ async fn a_definition_is_taken_as_a_form_as_yaml_and_as_json() {
     let replaced = api.post("/projects/default/tools", other).await.is(201);
     let subject = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.count.run";
     assert_eq!(replaced["target_subject"], subject, "the short form, written out");
-    assert_eq!(replaced["description"], "", "what is left out has its default again");
+    assert_eq!(replaced["description"], "", "an omitted field has its default again");
     assert_eq!(replaced["parameters"], json!({}));
     assert_ne!(replaced["version"], made["version"]);
     let shown = api.get("/projects/default/tools/text.count").await.is(200);
@@ -73,9 +73,9 @@ async fn a_definition_is_taken_as_a_form_as_yaml_and_as_json() {
 }
 
 #[tokio::test]
-async fn a_form_without_the_file_is_422() {
+async fn a_form_without_the_file_is_rejected_with_422() {
     let server = Server::start().await;
-    form(&server.api(), "definition", GOOD).await.refused(422, "VALIDATION_ERROR");
+    post_form(&server.api(), "definition", VALID_DEFINITION).await.refused(422, "VALIDATION_ERROR");
     let nothing = server.api().request(Method::POST, "/projects/default/tools");
     server.api().send(nothing).await.refused(422, "VALIDATION_ERROR");
 }
@@ -90,18 +90,19 @@ fn with(change: &[(&str, Value)]) -> String {
     for (name, value) in change {
         good[*name] = value.clone();
     }
-    // JSON is YAML.
+    // JSON is valid YAML.
     good.to_string()
 }
 
 #[tokio::test]
-async fn every_wrong_definition_is_refused_with_400_and_says_why() {
+async fn an_invalid_definition_is_rejected_with_400_and_a_reason() {
     let server = Server::start().await;
-    let array = |inner: Value| {
-        with(&[("parameters", json!({ "type": "object", "properties": { "list": inner } }))])
+    let with_property = |property: Value| {
+        with(&[("parameters", json!({ "type": "object", "properties": { "list": property } }))])
     };
-    let asks = |options: Value| with(&[("target_subject", Value::Null), ("options", options)]);
-    let wrong = [
+    let with_options =
+        |options: Value| with(&[("target_subject", Value::Null), ("options", options)]);
+    let cases = [
         ("a: [1, 2".to_owned(), "YAML"),
         ("a: 1\na: 2".to_owned(), "YAML"),
         ("- one\n- two".to_owned(), "mapping"),
@@ -117,10 +118,10 @@ async fn every_wrong_definition_is_refused_with_400_and_says_why() {
         (with(&[("parameters", json!([]))]), "parameters"),
         (with(&[("options", json!("x"))]), "options"),
         (with(&[("parameters", json!({ "type": "wrong" }))]), "schema"),
-        (array(json!({ "type": "array" })), "parameters/properties/list"),
-        (array(json!({ "type": "array", "items": {} })), "items"),
-        (array(json!({ "anyOf": [{ "type": "array" }] })), "anyOf/0"),
-        (array(json!({ "type": "array", "items": { "type": "array" } })), "items"),
+        (with_property(json!({ "type": "array" })), "parameters/properties/list"),
+        (with_property(json!({ "type": "array", "items": {} })), "items"),
+        (with_property(json!({ "anyOf": [{ "type": "array" }] })), "anyOf/0"),
+        (with_property(json!({ "type": "array", "items": { "type": "array" } })), "items"),
         (with(&[("target_subject", json!("zzz.cmd.tool."))]), "target_subject"),
         (with(&[("target_subject", json!("cmd.sys.pmo.internal.x"))]), "cmd.tool"),
         (with(&[("target_subject", json!("cmd.tool.*.run"))]), "wildcard"),
@@ -133,33 +134,35 @@ async fn every_wrong_definition_is_refused_with_400_and_says_why() {
             with(&[("target_subject", json!("cg.v1r3.other.{channel_id}.cmd.tool.a.b"))]),
             "project \"other\"",
         ),
-        (asks(json!({ "jina": {} })), "options.jina.mode"),
+        (with_options(json!({ "jina": {} })), "options.jina.mode"),
         (
-            asks(json!({ "jina": { "mode": "search", "base_url": "https://evil.example" } })),
+            with_options(
+                json!({ "jina": { "mode": "search", "base_url": "https://evil.example" } }),
+            ),
             "s.jina.ai",
         ),
-        (asks(json!({ "http": { "url": "https://a.b", "timeout_s": -1 } })), "timeout_s"),
+        (with_options(json!({ "http": { "url": "https://a.b", "timeout_s": -1 } })), "timeout_s"),
         (with(&[("timeout_ms", json!(0))]), "timeout_ms"),
         (with(&[("effect", json!("harmless"))]), "effect"),
         (with(&[("async", json!("yes"))]), "async"),
-        (array(json!({ "type": ["array", "null"] })), "items"),
-        (array(json!({ "type": "array", "items": true })), "items"),
+        (with_property(json!({ "type": ["array", "null"] })), "items"),
+        (with_property(json!({ "type": "array", "items": true })), "items"),
         (with(&[("options", json!({ "timeout_seconds": 0 }))]), "options.timeout_seconds"),
         (with(&[("options", json!({ "timeout_seconds": "soon" }))]), "options.timeout_seconds"),
         (with(&[("options", Value::Null)]), "options"),
         (with(&[("description", json!(7))]), "description"),
         (with(&[("target_subject", Value::Null)]), "target_subject"),
         (with(&[("after_execution", Value::Null)]), "after_execution"),
-        (array(json!({ "oneOf": [{ "type": "array" }] })), "oneOf/0"),
-        (array(json!({ "allOf": [{ "type": "array" }] })), "allOf/0"),
+        (with_property(json!({ "oneOf": [{ "type": "array" }] })), "oneOf/0"),
+        (with_property(json!({ "allOf": [{ "type": "array" }] })), "allOf/0"),
         (with(&[("parameters", json!({ "$defs": { "x": { "type": "array" } } }))]), "$defs/x"),
         (
             with(&[("parameters", json!({ "definitions": { "x": { "type": "array" } } }))]),
             "definitions/x",
         ),
     ];
-    for (text, word) in wrong {
-        let error = yaml(&server.api(), "default", &text).await.refused(400, "BAD_REQUEST");
+    for (text, word) in cases {
+        let error = post_yaml(&server.api(), "default", &text).await.refused(400, "BAD_REQUEST");
         assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
     }
     assert_eq!(server.api().get("/projects/default/tools").await.is(200), json!([]));
@@ -172,18 +175,20 @@ async fn reserved_names_can_be_neither_defined_nor_deleted() {
         ["delegate_async", "launch_principal", "ask_expert", "fork_join", "provision_agent"];
     for name in reserved {
         let text = with(&[("tool_name", json!(name))]);
-        yaml(&server.api(), "default", &text).await.refused(400, "BAD_REQUEST");
+        post_yaml(&server.api(), "default", &text).await.refused(400, "BAD_REQUEST");
         let path = format!("/projects/default/tools/{name}");
         let error = server.api().delete(&path).await.refused(400, "BAD_REQUEST");
         assert!(error["message"].as_str().unwrap().contains("internal tool"), "{error}");
         server.api().get(&path).await.refused(404, "NOT_FOUND");
     }
-    // Only those five: this one is the worker's own, and is not reserved here.
-    yaml(&server.api(), "default", &with(&[("tool_name", json!("submit_result"))])).await.is(201);
+    // Only those five are reserved: `submit_result` is a tool of the worker.
+    post_yaml(&server.api(), "default", &with(&[("tool_name", json!("submit_result"))]))
+        .await
+        .is(201);
 }
 
 #[tokio::test]
-async fn what_is_wrong_first_is_said_first() {
+async fn definition_checks_have_a_fixed_order() {
     let server = Server::start().await;
     let api = server.api();
     // First the mapping, then the name, then the fields, then the arrays, then the schema.
@@ -195,11 +200,11 @@ async fn what_is_wrong_first_is_said_first() {
         ("after_execution", json!("explode")),
     ];
     for (n, word) in ["tool_name", "options", "items"].into_iter().enumerate() {
-        let error = yaml(&api, "nowhere", &with(&all[n..])).await.refused(400, "BAD_REQUEST");
+        let error = post_yaml(&api, "nowhere", &with(&all[n..])).await.refused(400, "BAD_REQUEST");
         assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
     }
-    // The schema is looked at before the project, the project before the reserved name, that
-    // before after_execution, that before the subject.
+    // The schema is checked before the project, then the reserved name, then after_execution, then
+    // the subject.
     let all = [
         ("parameters", json!({ "type": "wrong" })),
         ("tool_name", json!("fork_join")),
@@ -214,7 +219,7 @@ async fn what_is_wrong_first_is_said_first() {
             1 | 2 => &all[1..],
             _ => &all[2..],
         };
-        let reply = yaml(&api, project, &with(left)).await;
+        let reply = post_yaml(&api, project, &with(left)).await;
         let code = if status == 404 { "NOT_FOUND" } else { "BAD_REQUEST" };
         let error = reply.refused(status, code);
         assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
@@ -222,7 +227,7 @@ async fn what_is_wrong_first_is_said_first() {
 }
 
 #[tokio::test]
-async fn projects_are_made_listed_and_kept_apart() {
+async fn projects_are_created_listed_and_isolated() {
     let server = Server::start().await;
     let api = server.api();
     let made = api.post("/projects", json!({ "project_id": "p1", "title": "One" })).await.is(201);
@@ -231,7 +236,7 @@ async fn projects_are_made_listed_and_kept_apart() {
     api.post("/projects", json!({ "project_id": "a.b" })).await.refused(422, "VALIDATION_ERROR");
     let fresh = api.post("/projects", json!({})).await.is(201);
     assert!(fresh["project_id"].as_str().unwrap().starts_with("proj_"), "{fresh}");
-    yaml(&api, "p1", GOOD).await.is(201);
+    post_yaml(&api, "p1", VALID_DEFINITION).await.is(201);
     api.get("/projects/nowhere/tools").await.refused(404, "NOT_FOUND");
     for wrong in ["limit=many", "limit=-1", "offset=x", "offset=1.5"] {
         let path = format!("/projects/p1/tools?{wrong}");
@@ -252,20 +257,20 @@ async fn projects_are_made_listed_and_kept_apart() {
 }
 
 #[tokio::test]
-async fn a_projects_tool_and_a_clients_tool_do_not_take_each_others_name() {
+async fn project_tools_and_client_tools_cannot_share_a_name() {
     let server = Server::start().await;
     let api = server.api();
-    yaml(&api, "default", GOOD).await.is(201);
+    post_yaml(&api, "default", VALID_DEFINITION).await.is(201);
     let body = json!({ "client_id": "c1", "tools": [offer("text.count")] });
     api.post("/internal/tools/register", body).await.refused(409, "CONFLICT");
     api.register("c1", json!([offer("other.tool")])).await;
-    // A client that comes and goes takes nothing of the project's along.
+    // The removal of a client's tool does not affect the project's tools.
     api.delete("/internal/tools/other.tool?client_id=c1").await.is(204);
     api.get("/projects/default/tools/text.count").await.is(200);
     api.register("c1", json!([offer("other.tool")])).await;
     let text = with(&[("tool_name", json!("other.tool"))]);
-    yaml(&api, "default", &text).await.refused(409, "CONFLICT");
+    post_yaml(&api, "default", &text).await.refused(409, "CONFLICT");
     let text = with(&[("tool_name", json!("calculation.eval"))]);
-    yaml(&api, "default", &text).await.refused(409, "CONFLICT");
+    post_yaml(&api, "default", &text).await.refused(409, "CONFLICT");
     api.get("/projects/default/tools/calculation.eval").await.refused(404, "NOT_FOUND");
 }

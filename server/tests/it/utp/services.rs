@@ -1,4 +1,4 @@
-//! Tool services as other programs: the Python example, and the crib's own tools served to others.
+//! Tool services as separate programs: the Python example and `toolcrib utp serve`.
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -11,40 +11,40 @@ use crate::support::nats::{Nats, tool};
 use crate::support::otlp::Endpoint;
 use crate::support::until;
 
-struct Running(Child);
+struct ChildGuard(Child);
 
-impl Drop for Running {
+impl Drop for ChildGuard {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Starts a program and waits for a line that begins with a word.
-async fn start(mut command: Command, word: &'static str) -> Running {
+/// Starts a program and waits for an output line that begins with this word.
+async fn start(mut command: Command, word: &'static str) -> ChildGuard {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
     let out = child.stdout.take().unwrap();
-    let running = Running(child);
+    let guard = ChildGuard(child);
     let found = tokio::task::spawn_blocking(move || {
         let mut lines = BufReader::new(out).lines();
         let found = lines.by_ref().map_while(Result::ok).any(|line| line.starts_with(word));
-        // Who prints must be read, or it stops.
+        // Reads the remaining output, so that the program does not block.
         std::thread::spawn(move || lines.for_each(drop));
         found
     })
     .await
     .unwrap();
-    assert!(found, "it ended before it said \"{word}\"");
-    running
+    assert!(found, "the program ended before it printed \"{word}\"");
+    guard
 }
 
-/// A Python that has nats-py: `./scripts/test` makes one.
+/// Returns a Python with nats-py, which `./scripts/test` installs.
 fn python() -> Command {
     Command::new(std::env::var("TOOLCRIB_TEST_PYTHON").unwrap_or_else(|_| "python3".into()))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_python_example_serves_calls() {
+async fn the_python_example_executes_calls() {
     let Some(mut nats) = Nats::start().await else { return };
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python/utp_service.py");
     let lines = std::fs::read_to_string(&file).unwrap().lines().count();
@@ -65,20 +65,20 @@ async fn the_python_example_serves_calls() {
     let call = api.finished(&id).await;
     assert_eq!(call["status"], "FAILED");
     assert!(call["error"]["message"].as_str().unwrap().contains("KeyError"), "{call}");
-    // Neither nonsense nor a broker that goes away and comes back is its end.
-    let hand = nats.hand().await;
-    hand.command("cg.v1r3.default.public.cmd.tool.count.run", b"{\"tool".to_vec()).await;
-    let dead = until("what nobody can read to be kept", || async {
+    // The service survives malformed commands and a restart of the broker.
+    let peer = nats.peer().await;
+    peer.command("cg.v1r3.default.public.cmd.tool.count.run", b"{\"tool".to_vec()).await;
+    let dead = until("a dead letter", || async {
         let letters = api.get("/v1/dead_letters").await.is(200);
         letters["dead_letters"].get(0).cloned()
     })
     .await;
     assert_eq!((&dead["reason"], &dead["payload"]), (&json!("malformed"), &json!("{\"tool")));
-    // Numbers are as good as texts, and what nobody asked for is nobody's.
+    // Numeric ids are accepted, and a report without a call becomes a dead letter.
     let odd = json!({ "tool_call_id": 5, "agent_turn_id": 6, "agent_id": 7, "turn_epoch": "8" });
     let subject = "cg.v1r3.default.public.cmd.tool.count.run";
-    hand.command(subject, odd.to_string().into_bytes()).await;
-    until("its report to be kept", || async {
+    peer.command(subject, odd.to_string().into_bytes()).await;
+    until("the report to become a dead letter", || async {
         let letters = api.get("/v1/dead_letters?limit=1").await.is(200);
         (letters["dead_letters"][0]["reason"] == "orphan").then_some(())
     })
@@ -90,7 +90,7 @@ async fn the_python_example_serves_calls() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_python_example_serves_calls_of_the_later_version() {
+async fn the_python_example_executes_v1r4_calls() {
     let Some(nats) = Nats::start().await else { return };
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python/utp_service.py");
     let url = nats.url();
@@ -110,20 +110,20 @@ async fn the_python_example_serves_calls_of_the_later_version() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_cribs_own_tools_are_served_to_others() {
+async fn utp_serve_executes_builtin_tools() {
     let Some(nats) = Nats::start().await else { return };
     let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
     let data = tempfile::tempdir().unwrap();
     command.args(["utp", "serve", "--target", "crib", "--nats", &nats.url()]);
     command.arg("--data-dir").arg(data.path()).current_dir(data.path());
     let _service = start(command, "serving").await;
-    // A crib without tools of its own sends the calls of a tool of that name to the other.
-    let without = crate::support::Server::with(|config| {
+    // A server without built-in tools sends calls of the tool to the service.
+    let caller = crate::support::Server::with(|config| {
         config.nats.url = Some(nats.url());
         config.builtin.enabled = false;
     })
     .await;
-    let api = without.api();
+    let api = caller.api();
     let sum = tool("calculation.eval", "crib", json!({}));
     api.post("/projects/default/tools", sum).await.is(201);
     let id = api.invoke("calculation.eval", json!({ "expression": "6*7" })).await;
@@ -137,8 +137,13 @@ async fn the_cribs_own_tools_are_served_to_others() {
     assert_eq!(api.finished(&id).await["error"]["code"], "BAD_REQUEST", "UTP's bad_request");
 }
 
-/// `toolcrib utp serve` on this data directory, with a secret that only it has.
-fn serving(nats: &Nats, upstream: &Upstream, data: &std::path::Path, more: &[&str]) -> Command {
+/// Returns `toolcrib utp serve` on this data directory, with a secret that only it has.
+fn utp_serve_command(
+    nats: &Nats,
+    upstream: &Upstream,
+    data: &std::path::Path,
+    more: &[&str],
+) -> Command {
     let settings = format!(
         "[http]\nhosts = [\"http://{0}\"]\nallow_private = true\n\
          [http.jina]\nsearch_url = \"http://{0}\"\n",
@@ -153,7 +158,7 @@ fn serving(nats: &Nats, upstream: &Upstream, data: &std::path::Path, more: &[&st
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tools_that_are_http_apis_are_served_to_others_too() {
+async fn utp_serve_executes_http_tools() {
     let Some(nats) = Nats::start().await else { return };
     let upstream = Upstream::start().await;
     let server = nats.server().await;
@@ -174,7 +179,7 @@ async fn tools_that_are_http_apis_are_served_to_others_too() {
     let search = json!({ "options": { "jina": { "mode": "search" } }, "effect": "read" });
     api.post("/projects/default/tools", tool("web.search", "crib", search)).await.is(201);
     let data = server.config.data_dir.clone();
-    let _service = start(serving(&nats, &upstream, &data, &[]), "serving").await;
+    let _service = start(utp_serve_command(&nats, &upstream, &data, &[]), "serving").await;
     let id = api.invoke("pets.get", json!({ "id": 7, "site": "mine" })).await;
     let call = api.finished(&id).await;
     assert_eq!(
@@ -183,8 +188,8 @@ async fn tools_that_are_http_apis_are_served_to_others_too() {
         "{call}"
     );
     assert_eq!(call["result"]["path"], "/pets/7?site=default.run_1", "{call}");
-    let asked = upstream.last();
-    assert_eq!(asked.header("authorization"), Some("Bearer t0ken-of-the-service"));
+    let request = upstream.last();
+    assert_eq!(request.header("authorization"), Some("Bearer t0ken-of-the-service"));
     assert!(!call.to_string().contains("t0ken"), "{call}");
     let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.text;
     assert!(!cards.contains("t0ken") && cards.contains("tool_args_fixed_applied"), "{cards}");
@@ -194,14 +199,14 @@ async fn tools_that_are_http_apis_are_served_to_others_too() {
     let id = api.invoke("web.search", json!({})).await;
     let call = api.finished(&id).await;
     assert_eq!(call["error"]["code"], "BAD_REQUEST", "UTP's bad_request: {call}");
-    // A definition that changed meanwhile is used as it is now, one that is gone is not.
+    // The service uses the current definition of a changed tool.
     let mut moved = pets;
     moved["options"]["http"]["url"] = json!(upstream.url("/animals/{id}"));
     api.post("/projects/default/tools", tool("pets.get", "crib", moved)).await.is(201);
     let id = api.invoke("pets.get", json!({ "id": 8 })).await;
     let path = api.finished(&id).await["result"]["path"].clone();
     assert!(path.as_str().unwrap().starts_with("/animals/8"), "{path}");
-    // Another project has its own tools: it does not reach this one's.
+    // Another project cannot call the tools of this project.
     let other = api.clone().project("other");
     api.post("/projects", json!({ "project_id": "other" })).await.is(201);
     other.post("/projects/other/tools", tool("pets.get", "crib", json!({}))).await.is(201);
@@ -210,7 +215,7 @@ async fn tools_that_are_http_apis_are_served_to_others_too() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_projects_tools_can_be_served_to_everybody() {
+async fn utp_serve_can_serve_one_projects_tools_to_all_projects() {
     let Some(nats) = Nats::start().await else { return };
     let upstream = Upstream::start().await;
     let shop = upstream.server().await;
@@ -222,22 +227,23 @@ async fn one_projects_tools_can_be_served_to_everybody() {
         "of": "{project_id}/{agent_turn_id}/{step_id}/{tool_call_id}/{agent_id}/{turn_epoch}",
     });
     let options = json!({ "http": { "url": upstream.url("/said") }, "args": { "fixed": fixed } });
-    let said = json!({ "tool_name": "ids.say", "options": options });
+    let ids_tool = json!({ "tool_name": "ids.say", "options": options });
     let gone = json!({ "tool_name": "ids.gone",
         "options": { "http": { "url": upstream.url("/status/404") } } });
-    for tool in [pets, said, gone] {
+    for tool in [pets, ids_tool, gone] {
         api.clone().project("shop").post("/projects/shop/tools", tool).await.is(201);
     }
     let data = shop.config.data_dir.clone();
-    let _service = start(serving(&nats, &upstream, &data, &["--project", "shop"]), "serving").await;
-    // Another crib, with nothing but a subject to send commands to.
+    let _service =
+        start(utp_serve_command(&nats, &upstream, &data, &["--project", "shop"]), "serving").await;
+    // Another server knows only the subject of the service.
     let server = nats.server().await;
     let api = server.api();
     api.post("/projects/default/tools", tool("pets.get", "crib", json!({}))).await.is(201);
     let id = api.invoke("pets.get", json!({ "id": 7 })).await;
     let call = api.finished(&id).await;
     assert_eq!(call["result"]["path"], "/pets/7", "{call}");
-    // What it says about a call is what whoever made the call knows it by.
+    // The service uses the ids of the original call.
     for name in ["ids.say", "ids.gone"] {
         api.post("/projects/default/tools", tool(name, "crib", json!({}))).await.is(201);
     }
@@ -252,7 +258,7 @@ async fn one_projects_tools_can_be_served_to_everybody() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_trace_goes_from_the_agent_through_the_tool_service() {
+async fn one_trace_spans_the_server_and_the_tool_service() {
     let Some(nats) = Nats::start().await else { return };
     let endpoint = Endpoint::start().await;
     let data = tempfile::tempdir().unwrap();
@@ -279,7 +285,7 @@ async fn one_trace_goes_from_the_agent_through_the_tool_service() {
         .header("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01");
     let call = api.send(request.json(&body)).await.is(202);
     assert_eq!(call["status"], "SUCCEEDED", "{call}");
-    // Told to stop, it finishes, sends what it has, and ends well.
+    // On SIGTERM the service finishes, exports its spans and exits with success.
     let id = service.0.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
     let ended = until("the service to end", || {
@@ -297,26 +303,27 @@ async fn one_trace_goes_from_the_agent_through_the_tool_service() {
     for span in &spans {
         assert_eq!(span.trace_id, "0af7651916cd43dd8448eb211c80319c", "{span:?}");
     }
-    let outer: Vec<&str> = spans
+    let server_spans: Vec<&str> = spans
         .iter()
         .filter(|span| span.service == "toolcrib")
         .map(|span| span.span_id.as_str())
         .collect();
-    let inner = spans.iter().filter(|span| span.service == "the-tool-service");
-    let below = inner.filter(|span| outer.contains(&span.parent_id.as_str())).count();
-    assert_eq!(below, 1, "what the tool service does is below the attempt: {spans:?}");
+    let service_spans = spans.iter().filter(|span| span.service == "the-tool-service");
+    let children =
+        service_spans.filter(|span| server_spans.contains(&span.parent_id.as_str())).count();
+    assert_eq!(children, 1, "the span of the tool service is a child of the attempt: {spans:?}");
 }
 
 #[test]
-fn a_target_that_can_be_none_is_refused_before_anything_is_served() {
+fn utp_serve_rejects_an_invalid_target() {
     let data = tempfile::tempdir().unwrap();
     for target in ["a b", "a.b", "*", ""] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
         command.args(["utp", "serve", "--target", target, "--nats", "nats://127.0.0.1:1"]);
-        let said = command.arg("--data-dir").arg(data.path()).output().unwrap();
-        assert_eq!(said.status.code(), Some(2), "{target}: {said:?}");
-        assert!(said.stdout.is_empty(), "{target}: {said:?}");
-        let why = String::from_utf8_lossy(&said.stderr);
-        assert!(why.contains("NATS subject"), "{target}: {why}");
+        let output = command.arg("--data-dir").arg(data.path()).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{target}: {output:?}");
+        assert!(output.stdout.is_empty(), "{target}: {output:?}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(stderr.contains("NATS subject"), "{target}: {stderr}");
     }
 }

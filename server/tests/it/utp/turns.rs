@@ -1,31 +1,31 @@
-//! An agent program drives turns: lease, dispatch, suspend, be woken, resume with the results.
+//! Turns of an agent: lease, dispatch, suspend, wakeup, resume with the results.
 
 use serde_json::{Value, json};
 
-use crate::support::nats::{Hand, Nats, report, result_card, tool};
+use crate::support::nats::{Nats, NatsPeer, report, result_card, tool};
 use crate::support::{Api, Server, until};
 
-struct World {
+struct Fixture {
     nats: Nats,
     server: Server,
     api: Api,
-    hand: Hand,
+    peer: NatsPeer,
 }
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-impl World {
+impl Fixture {
     async fn new() -> Option<Self> {
         let nats = Nats::start().await?;
         let server = nats.server().await;
-        let (api, hand) = (server.api(), nats.hand().await);
+        let (api, peer) = (server.api(), nats.peer().await);
         let ends = json!({ "after_execution": "terminate" });
         for tool in [tool("hand.work", "hand", json!({})), tool("hand.last", "hand", ends)] {
             api.post("/projects/default/tools", tool).await.is(201);
         }
-        let member = json!({ "worker_target": "w1", "profile": { "model": "x" } });
-        api.put("/v1/agents/ada", member).await.is(200);
-        Some(Self { nats, server, api, hand })
+        let entry = json!({ "worker_target": "w1", "profile": { "model": "x" } });
+        api.put("/v1/agents/ada", entry).await.is(200);
+        Some(Self { nats, server, api, peer })
     }
 
     async fn lease(&self, body: Value) -> Value {
@@ -42,18 +42,18 @@ impl World {
         self.act(turn, "dispatch", body).await.is(200)
     }
 
-    /// Takes the next command and reports this.
+    /// Receives the next command and reports this result.
     async fn serve(&self, result: Value) -> Value {
-        let command = self.hand.next("hand").await;
+        let command = self.peer.next("hand").await;
         command.ack().await;
         let card = format!("r-{}", command.payload["tool_call_id"].as_str().unwrap());
-        let mut said = report(&command.payload, &card, "success");
-        said["card"] = result_card(&command.payload, &card, "success", result);
+        let mut report_body = report(&command.payload, &card, "success");
+        report_body["card"] = result_card(&command.payload, &card, "success", result);
         let headers = [("traceparent", command.header("traceparent"))];
         let headers = headers.each_ref().map(|(name, value)| (*name, value.as_str()));
-        let taken = self.hand.ask_in("default", "sys.l0.report", said, &headers).await;
-        assert_eq!(taken["ok"], true, "{taken}");
-        taken
+        let answer = self.peer.request_in("default", "sys.l0.report", report_body, &headers).await;
+        assert_eq!(answer["ok"], true, "{answer}");
+        answer
     }
 
     async fn inbox(&self) -> Vec<Value> {
@@ -68,40 +68,40 @@ fn call(id: &str, tool: &str, args: Value) -> Value {
 
 #[tokio::test]
 async fn a_turn_over_http_from_the_lease_to_the_end() {
-    let Some(world) = World::new().await else { return };
-    let turn = world.lease(json!({ "traceparent": TRACE, "parent_step_id": "step_above" })).await;
+    let Some(fixture) = Fixture::new().await else { return };
+    let turn = fixture.lease(json!({ "traceparent": TRACE, "parent_step_id": "step_above" })).await;
     assert_eq!((&turn["status"], &turn["turn_epoch"]), (&json!("running"), &json!(1)), "{turn}");
     let calls = json!([
         call("call_0", "hand.work", json!({ "n": 0 })),
         call("call_1", "calculation.eval", json!("{\"expression\": \"6*7\"}")),
     ]);
-    let sent = world.dispatch(&turn, calls).await;
+    let sent = fixture.dispatch(&turn, calls).await;
     assert_eq!(sent["status"], "suspended", "{sent}");
     assert_eq!(sent["calls"].as_array().unwrap().len(), 2);
-    // Not all calls of the step are in: the turn stays suspended.
-    let error = until("the sum to be in", || async {
-        let early = world.act(&turn, "resume", json!({ "turn_epoch": 1 })).await;
+    // While results of the step are missing, the turn stays suspended.
+    let error = until("the result of the sum", || async {
+        let early = fixture.act(&turn, "resume", json!({ "turn_epoch": 1 })).await;
         let error = early.refused(409, "CONFLICT");
         (error["detail"]["waiting"].as_array().unwrap().len() == 1).then_some(error)
     })
     .await;
     assert_eq!(error["detail"]["waiting"], json!(["call_0"]), "{error}");
-    let taken = world.serve(json!({ "done": 0 })).await;
+    let answer = fixture.serve(json!({ "done": 0 })).await;
     // A wakeup goes to the worker of the roster, with a child span of the same trace.
     let subject = "cg.v1r3.default.public.cmd.agent.w1.wakeup";
-    let mut woken = world.hand.next_on(subject, "worker").await;
-    while woken.payload["inbox_id"] != taken["inbox_id"] {
-        woken.ack().await;
-        woken = world.hand.next_on(subject, "worker").await;
+    let mut wakeup = fixture.peer.next_on(subject, "worker").await;
+    while wakeup.payload["inbox_id"] != answer["inbox_id"] {
+        wakeup.ack().await;
+        wakeup = fixture.peer.next_on(subject, "worker").await;
     }
-    assert_eq!(woken.payload["agent_id"], "ada");
-    let span = woken.header("traceparent");
+    assert_eq!(wakeup.payload["agent_id"], "ada");
+    let span = wakeup.header("traceparent");
     assert!(span.starts_with(&TRACE[..36]) && span != TRACE, "{span}");
-    let items = world.inbox().await;
+    let items = fixture.inbox().await;
     let ids: Vec<&Value> = items.iter().map(|item| &item["payload"]["tool_call_id"]).collect();
-    assert_eq!(ids, [&json!("call_1"), &json!("call_0")], "in the order they came");
+    assert_eq!(ids, [&json!("call_1"), &json!("call_0")], "in the order of arrival");
     let item = &items[1];
-    assert_eq!(item["inbox_id"], taken["inbox_id"]);
+    assert_eq!(item["inbox_id"], answer["inbox_id"]);
     assert_eq!(item["message_type"], "tool_result");
     assert_eq!(item["traceparent"], span.as_str());
     assert_eq!(item["parent_step_id"], sent["step_id"]);
@@ -111,60 +111,60 @@ async fn a_turn_over_http_from_the_lease_to_the_end() {
         "tool_result_card_id": "r-call_0", "step_id": sent["step_id"],
     });
     assert_eq!(item["payload"], expected);
-    let card = world.api.get("/v1/cards/r-call_0").await.is(200);
+    let card = fixture.api.get("/v1/cards/r-call_0").await.is(200);
     assert_eq!(card["metadata"]["parent_step_id"], "step_above");
     assert_eq!(card["metadata"]["trace_id"], &TRACE[3..35]);
-    let resumed = world.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
+    let resumed = fixture.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
     assert_eq!((&resumed["status"], &resumed["turn_epoch"]), (&json!("running"), &json!(2)));
     assert_eq!(resumed["results"][0]["result"], json!({ "done": 0 }), "{resumed}");
     assert_eq!(resumed["results"][1]["result"]["result"], 42, "{resumed}");
-    let empty = world.api.get("/v1/agents/ada/inbox").await.is(200);
-    assert_eq!(empty["items"], json!([]), "what the turn went on with is out of the inbox");
-    // The next step has another epoch, and a tool that ends the turn ends it.
-    let sent = world.dispatch(&resumed, json!([call("call_2", "hand.last", json!({}))])).await;
+    let empty = fixture.api.get("/v1/agents/ada/inbox").await.is(200);
+    assert_eq!(empty["items"], json!([]), "delivered results are removed from the inbox");
+    // The next step has another epoch; a tool with `terminate` ends the turn.
+    let sent = fixture.dispatch(&resumed, json!([call("call_2", "hand.last", json!({}))])).await;
     assert_eq!(sent["turn_epoch"], 2);
-    world.serve(json!({ "final": true })).await;
+    fixture.serve(json!({ "final": true })).await;
     let body = json!({ "turn_epoch": 2, "wait_ms": 30_000 });
-    let ended = world.act(&turn, "resume", body).await.is(200);
+    let ended = fixture.act(&turn, "resume", body).await.is(200);
     assert_eq!(ended["status"], "finished", "{ended}");
     assert_eq!(ended["results"][0]["after_execution"], "terminate");
-    world
+    fixture
         .act(&turn, "dispatch", json!({ "turn_epoch": 3, "calls": [call("x", "y", json!({}))] }))
         .await
         .refused(409, "CONFLICT");
 }
 
 #[tokio::test]
-async fn a_turn_over_nats_alone() {
-    let Some(world) = World::new().await else { return };
-    let ask = async |what: &str, body: Value| {
-        let answer = world.hand.ask(&format!("agent.ada.{what}"), body).await;
+async fn a_turn_over_nats_from_the_lease_to_the_end() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let request = async |what: &str, body: Value| {
+        let answer = fixture.peer.request(&format!("agent.ada.{what}"), body).await;
         assert_eq!(answer["ok"], true, "{what}: {answer}");
         answer
     };
-    let turn = ask("lease", json!({ "agent_turn_id": "t1" })).await;
+    let turn = request("lease", json!({ "agent_turn_id": "t1" })).await;
     let mut body = json!({ "agent_turn_id": "t1", "turn_epoch": turn["turn_epoch"] });
     body["calls"] = json!([call("c", "hand.work", json!({}))]);
     body["step_id"] = json!("s1");
-    let sent = ask("dispatch", body.clone()).await;
+    let sent = request("dispatch", body.clone()).await;
     assert_eq!(sent["status"], "suspended");
-    let again = ask("dispatch", body).await;
+    let again = request("dispatch", body).await;
     assert_eq!(again["calls"], sent["calls"], "the same again gives the same calls");
-    world.serve(json!(1)).await;
-    let inbox = ask("inbox", json!({ "wait_ms": 20_000 })).await;
+    fixture.serve(json!(1)).await;
+    let inbox = request("inbox", json!({ "wait_ms": 20_000 })).await;
     let id = inbox["items"][0]["inbox_id"].clone();
-    let seen = ask("inbox", json!({})).await;
-    assert_eq!(seen["items"][0]["inbox_id"], id, "looking takes nothing out");
-    assert_eq!(ask("ack", json!({ "inbox_ids": [id] })).await["acked"], 1);
-    assert_eq!(ask("ack", json!({ "inbox_ids": [id] })).await["acked"], 0);
-    assert_eq!(ask("inbox", json!({})).await["items"], json!([]));
-    let resumed = ask("resume", json!({ "agent_turn_id": "t1", "turn_epoch": 1 })).await;
+    let seen = request("inbox", json!({})).await;
+    assert_eq!(seen["items"][0]["inbox_id"], id, "reading removes nothing");
+    assert_eq!(request("ack", json!({ "inbox_ids": [id] })).await["acked"], 1);
+    assert_eq!(request("ack", json!({ "inbox_ids": [id] })).await["acked"], 0);
+    assert_eq!(request("inbox", json!({})).await["items"], json!([]));
+    let resumed = request("resume", json!({ "agent_turn_id": "t1", "turn_epoch": 1 })).await;
     assert_eq!(resumed["results"][0]["result"], 1);
-    let ended = ask("finish", json!({ "agent_turn_id": "t1", "turn_epoch": 2 })).await;
+    let ended = request("finish", json!({ "agent_turn_id": "t1", "turn_epoch": 2 })).await;
     assert_eq!(ended["status"], "finished");
-    let refused = world.hand.ask("agent.eve.lease", json!({})).await;
+    let refused = fixture.peer.request("agent.eve.lease", json!({})).await;
     assert_eq!((&refused["ok"], &refused["error"]["code"]), (&json!(false), &json!("not_found")));
-    let unknown = world.hand.ask("agent.ada.dance", json!({})).await;
+    let unknown = fixture.peer.request("agent.ada.dance", json!({})).await;
     assert_eq!(unknown["error"]["code"], "not_found");
     for (what, body, word) in [
         ("lease", json!({ "lease_ms": "x" }), "column"),
@@ -176,7 +176,7 @@ async fn a_turn_over_nats_alone() {
         ("inbox", json!({ "limit": "x" }), "limit"),
         ("ack", json!({ "inbox_ids": "x" }), "inbox_ids"),
     ] {
-        let refused = world.hand.ask(&format!("agent.ada.{what}"), body).await;
+        let refused = fixture.peer.request(&format!("agent.ada.{what}"), body).await;
         assert_eq!(refused["error"]["code"], "bad_request", "{refused}");
         assert!(refused["error"]["message"].as_str().unwrap().contains(word), "{refused}");
     }
@@ -184,42 +184,42 @@ async fn a_turn_over_nats_alone() {
 
 #[tokio::test]
 async fn results_are_idempotent_and_fenced_by_the_epoch() {
-    let Some(world) = World::new().await else { return };
-    let turn = world.lease(json!({})).await;
-    world.dispatch(&turn, json!([call("c", "hand.work", json!({}))])).await;
-    let command = world.hand.next("hand").await;
+    let Some(fixture) = Fixture::new().await else { return };
+    let turn = fixture.lease(json!({})).await;
+    fixture.dispatch(&turn, json!([call("c", "hand.work", json!({}))])).await;
+    let command = fixture.peer.next("hand").await;
     command.ack().await;
     let payload = &command.payload;
-    let mut said = report(payload, "r1", "success");
-    said["card"] = result_card(payload, "r1", "success", json!(1));
-    let mut old = said.clone();
+    let mut report_body = report(payload, "r1", "success");
+    report_body["card"] = result_card(payload, "r1", "success", json!(1));
+    let mut old = report_body.clone();
     old["turn_epoch"] = json!(0);
-    assert_eq!(world.hand.ask("sys.l0.report", old).await["error"]["code"], "conflict");
-    let first = world.hand.ask("sys.l0.report", said.clone()).await;
-    let again = world.hand.ask("sys.l0.report", said).await;
+    assert_eq!(fixture.peer.request("sys.l0.report", old).await["error"]["code"], "conflict");
+    let first = fixture.peer.request("sys.l0.report", report_body.clone()).await;
+    let again = fixture.peer.request("sys.l0.report", report_body).await;
     assert_eq!((&first["duplicate"], &again["duplicate"]), (&json!(false), &json!(true)));
     assert_eq!(first["inbox_id"], again["inbox_id"]);
-    assert_eq!(world.inbox().await.len(), 1, "once, however often it is reported");
-    // The same id in another turn is another call.
-    let other = world.lease(json!({})).await;
-    world.dispatch(&other, json!([call("c", "hand.work", json!({}))])).await;
-    world.serve(json!(2)).await;
-    let resumed = world.act(&other, "resume", json!({ "turn_epoch": 1, "wait_ms": 9000 })).await;
+    assert_eq!(fixture.inbox().await.len(), 1, "once, despite repeated reports");
+    // The same call id in another turn is another call.
+    let other = fixture.lease(json!({})).await;
+    fixture.dispatch(&other, json!([call("c", "hand.work", json!({}))])).await;
+    fixture.serve(json!(2)).await;
+    let resumed = fixture.act(&other, "resume", json!({ "turn_epoch": 1, "wait_ms": 9000 })).await;
     assert_eq!(resumed.is(200)["results"][0]["result"], 2);
-    // In the same turn it is not.
-    let resumed = world.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
+    // In the same turn it is rejected.
+    let resumed = fixture.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
     let body = json!({ "turn_epoch": 2, "calls": [call("c", "hand.work", json!({}))] });
-    world.act(&resumed, "dispatch", body).await.refused(409, "CONFLICT");
+    fixture.act(&resumed, "dispatch", body).await.refused(409, "CONFLICT");
     let stale = json!({ "turn_epoch": 1, "calls": [call("d", "hand.work", json!({}))] });
-    world.act(&resumed, "dispatch", stale).await.refused(409, "CONFLICT");
+    fixture.act(&resumed, "dispatch", stale).await.refused(409, "CONFLICT");
 }
 
 #[tokio::test]
-async fn what_cannot_be_called_has_failed_at_once() {
-    let Some(world) = World::new().await else { return };
-    let member = json!({ "worker_target": "w1", "allowed_tools": ["hand.*", "calculation.eval"] });
-    world.api.put("/v1/agents/ada", member).await.is(200);
-    let turn = world.lease(json!({})).await;
+async fn an_invalid_call_of_a_step_fails_immediately() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let entry = json!({ "worker_target": "w1", "allowed_tools": ["hand.*", "calculation.eval"] });
+    fixture.api.put("/v1/agents/ada", entry).await.is(200);
+    let turn = fixture.lease(json!({})).await;
     let calls = json!([
         call("not-json", "hand.work", json!("{\"a\": ")),
         call("not-object", "hand.work", json!("[1, 2]")),
@@ -227,19 +227,19 @@ async fn what_cannot_be_called_has_failed_at_once() {
         call("misfit", "calculation.eval", json!({ "expression": 7 })),
         call("denied", "weather.query", json!({ "city": "Oslo" })),
     ]);
-    world.dispatch(&turn, calls).await;
-    // The one that could be called is executed: what is not an object is wrapped.
-    let command = world.hand.next("hand").await;
-    let asked = json!({ "card_ids": [command.payload["tool_call_card_id"]] });
-    let card = world.hand.ask("sys.cards.get", asked).await;
+    fixture.dispatch(&turn, calls).await;
+    // The valid call is executed; arguments that are no object are wrapped.
+    let command = fixture.peer.next("hand").await;
+    let card_request = json!({ "card_ids": [command.payload["tool_call_card_id"]] });
+    let card = fixture.peer.request("sys.cards.get", card_request).await;
     assert_eq!(card["cards"][0]["content"]["arguments"], json!({ "_raw": [1, 2] }));
-    let mut said = report(&command.payload, "r1", "success");
-    said["card"] = result_card(&command.payload, "r1", "success", json!(1));
-    assert_eq!(world.hand.ask("sys.l0.report", said).await["ok"], true);
+    let mut report_body = report(&command.payload, "r1", "success");
+    report_body["card"] = result_card(&command.payload, "r1", "success", json!(1));
+    assert_eq!(fixture.peer.request("sys.l0.report", report_body).await["ok"], true);
     let body = json!({ "turn_epoch": 1, "wait_ms": 30_000 });
-    let resumed = world.act(&turn, "resume", body).await.is(200);
+    let resumed = fixture.act(&turn, "resume", body).await.is(200);
     let results = resumed["results"].as_array().unwrap();
-    let of = |id: &str| results.iter().find(|r| r["tool_call_id"] == id).unwrap();
+    let result_of = |id: &str| results.iter().find(|r| r["tool_call_id"] == id).unwrap();
     let expected = [
         ("not-json", "bad_request"),
         ("unknown", "not_found"),
@@ -247,151 +247,151 @@ async fn what_cannot_be_called_has_failed_at_once() {
         ("denied", "auth_failed"),
     ];
     for (id, code) in expected {
-        let result = of(id);
+        let result = result_of(id);
         assert_eq!((&result["status"], &result["error"]["code"]), (&json!("failed"), &json!(code)));
         assert_eq!(result["error"]["source"], "worker");
         let card = result["tool_result_card_id"].as_str().unwrap();
-        world.api.get(&format!("/v1/cards/{card}")).await.is(200);
+        fixture.api.get(&format!("/v1/cards/{card}")).await.is(200);
     }
-    assert_eq!(of("not-object")["status"], "success");
-    // A tool that ends the turn is refused while something waits in the inbox.
-    let other = world.lease(json!({})).await;
-    world.dispatch(&other, json!([call("bad", "hand.nothing", json!({}))])).await;
-    assert_eq!(world.inbox().await.len(), 1);
-    let sent = world.dispatch(&resumed, json!([call("end", "hand.last", json!({}))])).await;
+    assert_eq!(result_of("not-object")["status"], "success");
+    // A tool that ends the turn is rejected while the inbox has items.
+    let other = fixture.lease(json!({})).await;
+    fixture.dispatch(&other, json!([call("bad", "hand.nothing", json!({}))])).await;
+    assert_eq!(fixture.inbox().await.len(), 1);
+    let sent = fixture.dispatch(&resumed, json!([call("end", "hand.last", json!({}))])).await;
     let body = json!({ "turn_epoch": sent["turn_epoch"] });
-    let resumed = world.act(&turn, "resume", body).await.is(200);
+    let resumed = fixture.act(&turn, "resume", body).await.is(200);
     let message = resumed["results"][0]["error"]["message"].as_str().unwrap();
     assert!(message.contains("inbox_not_empty"), "{resumed}");
     assert_eq!(resumed["status"], "running");
 }
 
 #[tokio::test]
-async fn the_result_itself_may_say_what_becomes_of_the_turn() {
-    let Some(world) = World::new().await else { return };
-    let turn = world.lease(json!({})).await;
-    world.dispatch(&turn, json!([call("a", "hand.work", json!({}))])).await;
+async fn a_result_can_override_after_execution() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let turn = fixture.lease(json!({})).await;
+    fixture.dispatch(&turn, json!([call("a", "hand.work", json!({}))])).await;
     let control = json!({ "x": 1, "__cg_control": { "after_execution": "terminate" } });
-    world.serve(control.clone()).await;
-    let item = world.inbox().await.remove(0);
+    fixture.serve(control.clone()).await;
+    let item = fixture.inbox().await.remove(0);
     assert_eq!(item["payload"]["after_execution"], "suspend", "carried unchanged");
-    let ended = world.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
+    let ended = fixture.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
     assert_eq!(ended["status"], "finished", "{ended}");
     assert_eq!(ended["results"][0]["after_execution"], "terminate");
     assert_eq!(ended["results"][0]["result"], control, "it stays in the card");
-    // What is not a word of the protocol is ignored.
-    let turn = world.lease(json!({})).await;
-    world.dispatch(&turn, json!([call("b", "hand.work", json!({}))])).await;
-    world.serve(json!({ "__cg_control": { "after_execution": "explode" } })).await;
+    // An unknown value is ignored.
+    let turn = fixture.lease(json!({})).await;
+    fixture.dispatch(&turn, json!([call("b", "hand.work", json!({}))])).await;
+    fixture.serve(json!({ "__cg_control": { "after_execution": "explode" } })).await;
     let body = json!({ "turn_epoch": 1, "wait_ms": 9_000 });
-    assert_eq!(world.act(&turn, "resume", body).await.is(200)["status"], "running");
+    assert_eq!(fixture.act(&turn, "resume", body).await.is(200)["status"], "running");
 }
 
 #[tokio::test]
-async fn a_call_that_times_out_wakes_the_agent_and_its_late_result_changes_nothing() {
-    let Some(world) = World::new().await else { return };
-    let turn = world.lease(json!({})).await;
+async fn a_timeout_wakes_the_agent_and_a_late_result_has_no_effect() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let turn = fixture.lease(json!({})).await;
     let mut slow = call("slow", "hand.work", json!({}));
     slow["timeout_ms"] = json!(300);
-    let sent = world.dispatch(&turn, json!([slow])).await;
-    // Its command may not have been published by then; whoever has it knows this.
+    let sent = fixture.dispatch(&turn, json!([slow])).await;
+    // The command may not have been published yet, so the test builds its fields.
     let command = json!({
         "tool_call_id": "slow", "agent_turn_id": turn["agent_turn_id"], "turn_epoch": 1,
         "agent_id": "ada", "after_execution": "suspend", "step_id": sent["step_id"],
     });
-    let item = world.inbox().await.remove(0);
+    let item = fixture.inbox().await.remove(0);
     assert_eq!(
         (&item["message_type"], &item["payload"]["status"]),
         (&json!("timeout"), &json!("timeout"))
     );
-    let resumed = world.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
+    let resumed = fixture.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
     let result = &resumed["results"][0];
     assert_eq!(
         (&result["status"], &result["error"]["code"]),
         (&json!("timeout"), &json!("tool_timeout"))
     );
     assert_eq!(result["error"]["source"], "watchdog");
-    let mut said = report(&command, "late", "success");
-    said["card"] = result_card(&command, "late", "success", json!(1));
-    let late = world.hand.ask("sys.l0.report", said).await;
+    let mut report_body = report(&command, "late", "success");
+    report_body["card"] = result_card(&command, "late", "success", json!(1));
+    let late = fixture.peer.request("sys.l0.report", report_body).await;
     assert_eq!((&late["ok"], &late["late"]), (&json!(true), &json!(true)), "{late}");
-    let empty = world.api.get("/v1/agents/ada/inbox").await.is(200);
+    let empty = fixture.api.get("/v1/agents/ada/inbox").await.is(200);
     assert_eq!(empty["items"], json!([]));
 }
 
 #[tokio::test]
-async fn a_stopped_turn_cancels_its_calls_and_tells_the_agent() {
-    let Some(world) = World::new().await else { return };
-    let turn = world.lease(json!({})).await;
-    let sent = world.dispatch(&turn, json!([call("a", "hand.work", json!({}))])).await;
+async fn a_stopped_turn_cancels_its_calls_and_notifies_the_agent() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let turn = fixture.lease(json!({})).await;
+    let sent = fixture.dispatch(&turn, json!([call("a", "hand.work", json!({}))])).await;
     let id = sent["calls"][0]["call_id"].as_str().unwrap().to_owned();
-    let command = world.hand.next("hand").await;
+    let command = fixture.peer.next("hand").await;
     command.ack().await;
-    let stopped = world.act(&turn, "stop", json!({ "reason": "enough" })).await.is(200);
+    let stopped = fixture.act(&turn, "stop", json!({ "reason": "enough" })).await.is(200);
     assert_eq!((&stopped["status"], &stopped["turn_epoch"]), (&json!("stopped"), &json!(2)));
-    assert_eq!(world.api.finished(&id).await["status"], "CANCELED");
-    let items = world.inbox().await;
+    assert_eq!(fixture.api.finished(&id).await["status"], "CANCELED");
+    let items = fixture.inbox().await;
     let stop = items.iter().find(|item| item["message_type"] == "stop").unwrap();
     assert_eq!(stop["payload"]["reason"], "enough");
-    assert_eq!(world.act(&turn, "stop", json!({})).await.is(200)["turn_epoch"], 2, "once");
-    world.act(&turn, "resume", json!({ "turn_epoch": 2 })).await.refused(409, "CONFLICT");
+    assert_eq!(fixture.act(&turn, "stop", json!({})).await.is(200)["turn_epoch"], 2, "once");
+    fixture.act(&turn, "resume", json!({ "turn_epoch": 2 })).await.refused(409, "CONFLICT");
     let taken = json!({ "agent_turn_id": turn["agent_turn_id"] });
-    world.api.post("/v1/agents/ada/turns", taken).await.refused(409, "CONFLICT");
-    let mut said = report(&command.payload, "r1", "success");
-    said["card"] = result_card(&command.payload, "r1", "success", json!(1));
-    assert_eq!(world.hand.ask("sys.l0.report", said).await["late"], true);
+    fixture.api.post("/v1/agents/ada/turns", taken).await.refused(409, "CONFLICT");
+    let mut report_body = report(&command.payload, "r1", "success");
+    report_body["card"] = result_card(&command.payload, "r1", "success", json!(1));
+    assert_eq!(fixture.peer.request("sys.l0.report", report_body).await["late"], true);
 }
 
 #[tokio::test]
-async fn a_lease_is_held_by_one_and_runs_out() {
-    let Some(world) = World::new().await else { return };
-    world.api.post("/v1/agents/eve/turns", json!({})).await.refused(404, "NOT_FOUND");
-    world
+async fn a_lease_is_exclusive_and_expires() {
+    let Some(fixture) = Fixture::new().await else { return };
+    fixture.api.post("/v1/agents/eve/turns", json!({})).await.refused(404, "NOT_FOUND");
+    fixture
         .api
         .post("/v1/agents/ada/turns", json!({ "lease_ms": 5 }))
         .await
         .refused(422, "VALIDATION_ERROR");
     let deep = json!({ "recursion_depth": 20 });
-    world.api.post("/v1/agents/ada/turns", deep).await.refused(422, "VALIDATION_ERROR");
+    fixture.api.post("/v1/agents/ada/turns", deep).await.refused(422, "VALIDATION_ERROR");
     let dotted = json!({ "agent_turn_id": "a.b" });
-    world.api.post("/v1/agents/ada/turns", dotted).await.refused(422, "VALIDATION_ERROR");
-    let turn = world.lease(json!({ "agent_turn_id": "t0" })).await;
+    fixture.api.post("/v1/agents/ada/turns", dotted).await.refused(422, "VALIDATION_ERROR");
+    let turn = fixture.lease(json!({ "agent_turn_id": "t0" })).await;
     let same = json!({ "agent_turn_id": "t0" });
-    world.api.post("/v1/agents/ada/turns", same).await.refused(409, "CONFLICT");
-    let renewed = world.act(&turn, "renew", json!({ "turn_epoch": 1 })).await.is(200);
+    fixture.api.post("/v1/agents/ada/turns", same).await.refused(409, "CONFLICT");
+    let renewed = fixture.act(&turn, "renew", json!({ "turn_epoch": 1 })).await.is(200);
     assert!(renewed["lease_until_ms"].as_u64() >= turn["lease_until_ms"].as_u64());
-    world.act(&turn, "suspend", json!({ "turn_epoch": 1 })).await.refused(409, "CONFLICT");
-    let turn = world.lease(json!({ "agent_turn_id": "t1", "lease_ms": 1_000 })).await;
+    fixture.act(&turn, "suspend", json!({ "turn_epoch": 1 })).await.refused(409, "CONFLICT");
+    let turn = fixture.lease(json!({ "agent_turn_id": "t1", "lease_ms": 1_000 })).await;
     let same = json!({ "agent_turn_id": "t1" });
     let again = until("the lease to run out", || async {
-        let answer = world.api.post("/v1/agents/ada/turns", same.clone()).await;
+        let answer = fixture.api.post("/v1/agents/ada/turns", same.clone()).await;
         (answer.status == 201).then_some(answer.body)
     })
     .await;
     assert!(again["turn_epoch"].as_u64().unwrap() > 1, "{again}");
-    world.act(&turn, "renew", json!({ "turn_epoch": 1 })).await.refused(409, "CONFLICT");
+    fixture.act(&turn, "renew", json!({ "turn_epoch": 1 })).await.refused(409, "CONFLICT");
 }
 
 #[tokio::test]
-async fn inboxes_and_turns_survive_a_restart_of_everything() {
-    let Some(mut world) = World::new().await else { return };
-    let turn = world.lease(json!({})).await;
-    world
+async fn inboxes_and_turns_survive_a_restart_of_server_and_broker() {
+    let Some(mut fixture) = Fixture::new().await else { return };
+    let turn = fixture.lease(json!({})).await;
+    fixture
         .dispatch(
             &turn,
             json!([call("a", "hand.work", json!({})), call("b", "hand.work", json!({}))]),
         )
         .await;
-    world.serve(json!("first")).await;
-    let before = world.inbox().await;
-    world.nats.down();
-    world.server = world.server.restart().await;
-    world.api = world.server.api();
-    world.nats.up().await;
-    world.hand = world.nats.hand().await;
-    assert_eq!(world.inbox().await, before, "what was not acknowledged is there again");
-    world.serve(json!("second")).await;
+    fixture.serve(json!("first")).await;
+    let before = fixture.inbox().await;
+    fixture.nats.down();
+    fixture.server = fixture.server.restart().await;
+    fixture.api = fixture.server.api();
+    fixture.nats.up().await;
+    fixture.peer = fixture.nats.peer().await;
+    assert_eq!(fixture.inbox().await, before, "unacknowledged items are still there");
+    fixture.serve(json!("second")).await;
     let body = json!({ "turn_epoch": 1, "wait_ms": 30_000 });
-    let resumed = world.act(&turn, "resume", body).await.is(200);
+    let resumed = fixture.act(&turn, "resume", body).await.is(200);
     assert_eq!(resumed["results"].as_array().unwrap().len(), 2, "{resumed}");
 }

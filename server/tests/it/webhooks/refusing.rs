@@ -1,8 +1,8 @@
-//! What is not a callback: bad URLs, private addresses, no key; and whose deliveries are whose.
+//! Rejected webhooks: invalid URLs, private addresses, missing keys; and isolation of projects.
 
 use serde_json::{Value, json};
 
-use super::World;
+use super::Fixture;
 use crate::support::Server;
 use crate::support::api::message;
 use crate::support::receiver::{KEY, Receiver};
@@ -14,8 +14,8 @@ fn body(url: &str) -> Value {
 const INVOKE: &str = "/v1/tools/calculation.eval/invoke";
 
 #[tokio::test]
-async fn private_addresses_are_refused_by_default() {
-    let world = World::with(|config| config.webhooks.allow_hosts.clear()).await;
+async fn private_addresses_are_rejected_by_default() {
+    let fixture = Fixture::with(|config| config.webhooks.allow_hosts.clear()).await;
     for url in [
         "http://127.0.0.1:9/x",
         "http://localhost/x",
@@ -27,18 +27,18 @@ async fn private_addresses_are_refused_by_default() {
         "http://0x7f000001/",
         "http://100.64.0.1/",
     ] {
-        let error = world.api.post(INVOKE, body(url)).await.refused(422, "VALIDATION_ERROR");
+        let error = fixture.api.post(INVOKE, body(url)).await.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).starts_with("callback_url must not lead to a private"), "{error}");
         assert!(message(&error).contains("webhooks.allow_private"), "{error}");
         assert_eq!(error["detail"]["pointer"], "/callback_url");
     }
-    let calls = world.api.get("/v1/tool_calls").await.is(200);
-    assert_eq!(calls["tool_calls"], json!([]), "nothing was done");
+    let calls = fixture.api.get("/v1/tool_calls").await.is(200);
+    assert_eq!(calls["tool_calls"], json!([]), "no call was stored");
 }
 
 #[tokio::test]
-async fn urls_that_cannot_be_are_refused() {
-    let world = World::start().await;
+async fn invalid_callback_urls_are_rejected() {
+    let fixture = Fixture::start().await;
     let long = format!("https://hooks.example/{}", "x".repeat(2_048));
     for url in [
         "",
@@ -49,35 +49,35 @@ async fn urls_that_cannot_be_are_refused() {
         "https://u:p@hooks.example/",
         &long,
     ] {
-        let error = world.api.post(INVOKE, body(url)).await.refused(422, "VALIDATION_ERROR");
+        let error = fixture.api.post(INVOKE, body(url)).await.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).starts_with("callback_url "), "{error}");
         assert_eq!(error["detail"]["pointer"], "/callback_url");
     }
     let number = json!({ "run_id": "r", "args": {}, "callback_url": 7 });
-    world.api.post(INVOKE, number).await.refused(400, "BAD_REQUEST");
+    fixture.api.post(INVOKE, number).await.refused(400, "BAD_REQUEST");
 }
 
-/// What was allowed when it was asked may not be any more when it is sent.
+/// A host that was allowed at the invoke may be forbidden at the delivery.
 #[tokio::test]
-async fn the_rules_of_the_moment_decide() {
-    let world = World::with(|config| config.webhooks.retry_schedule_ms = vec![]).await;
+async fn allowed_hosts_are_checked_again_at_delivery() {
+    let fixture = Fixture::with(|config| config.webhooks.retry_schedule_ms = vec![]).await;
     let receiver = Receiver::answering([]).await;
-    let id = world.asked(&receiver, json!({})).await;
-    let World { server, keys, .. } = world;
+    let id = fixture.invoke_task(&receiver, json!({})).await;
+    let Fixture { server, keys, .. } = fixture;
     let mut config = server.config.clone();
     config.webhooks.allow_hosts.clear();
     let server = server.restart_with(config).await;
     let api = server.api();
-    let world = World { server, api, keys };
-    world.api.succeed(&id, json!(1)).await;
-    let given_up = world.until(&id, "exhausted").await;
+    let fixture = Fixture { server, api, keys };
+    fixture.api.succeed(&id, json!(1)).await;
+    let given_up = fixture.until(&id, "exhausted").await;
     let why = given_up["last_error"].as_str().unwrap();
     assert!(why.contains("private network"), "{why}");
-    assert_eq!(receiver.came().len(), 0);
+    assert_eq!(receiver.messages().len(), 0);
 }
 
 #[tokio::test]
-async fn without_a_key_there_are_no_callbacks_and_it_says_how() {
+async fn without_a_signing_key_a_callback_url_is_rejected() {
     let server = Server::with(|config| {
         config.webhooks.signing_key_env = "TOOLCRIB_WEBHOOK_OF_NOBODY".into();
     })
@@ -97,25 +97,25 @@ async fn without_a_key_there_are_no_callbacks_and_it_says_how() {
 }
 
 #[tokio::test]
-async fn a_call_that_has_not_ended_cannot_be_told_of() {
-    let world = World::start().await;
+async fn the_webhook_of_an_open_call_cannot_be_repeated() {
+    let fixture = Fixture::start().await;
     let receiver = Receiver::answering([]).await;
-    let id = world.asked(&receiver, json!({})).await;
+    let id = fixture.invoke_task(&receiver, json!({})).await;
     let repeat = format!("/v1/tool_calls/{id}/deliveries/repeat");
-    let error = world.api.post(&repeat, json!({})).await.refused(409, "CONFLICT");
+    let error = fixture.api.post(&repeat, json!({})).await.refused(409, "CONFLICT");
     assert!(message(&error).contains("has not ended"), "{error}");
-    let error = world.api.get("/v1/deliveries?status=lost").await;
+    let error = fixture.api.get("/v1/deliveries?status=lost").await;
     let error = error.refused(422, "VALIDATION_ERROR");
     assert!(message(&error).contains("waiting, pending"), "{error}");
 }
 
 #[tokio::test]
-async fn each_project_has_its_own_key_and_sees_its_own() {
+async fn each_project_has_its_own_key_and_deliveries() {
     let other = tempfile::tempdir().unwrap();
     let file = other.path().join("key");
     let key = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
     std::fs::write(&file, key).unwrap();
-    let world = World::with(|config| {
+    let fixture = Fixture::with(|config| {
         let own = toolcrib_server::config::WebhookKeySettings {
             signing_key_env: None,
             signing_key_file: Some(file),
@@ -124,16 +124,16 @@ async fn each_project_has_its_own_key_and_sees_its_own() {
     })
     .await;
     let (mine, theirs) = (Receiver::answering([]).await, Receiver::answering([]).await);
-    let acme = world.server.api().project("acme");
+    let acme = fixture.server.api().project("acme");
     let id = acme.invoke_with("calculation.eval", body(&theirs.url)).await;
-    let own = world.api.invoke_with("calculation.eval", body(&mine.url)).await;
+    let own = fixture.api.invoke_with("calculation.eval", body(&mine.url)).await;
     let got = theirs.received(1).await.remove(0);
     assert!(got.is_signed_with(key) && !got.is_signed_with(KEY));
     assert!(mine.received(1).await.remove(0).is_signed_with(KEY));
     let path = format!("/v1/tool_calls/{id}/deliveries");
-    world.api.get(&path).await.refused(404, "NOT_FOUND");
-    world.api.post(&format!("{path}/repeat"), json!({})).await.refused(404, "NOT_FOUND");
-    let listed = world.api.get("/v1/deliveries").await.is(200);
+    fixture.api.get(&path).await.refused(404, "NOT_FOUND");
+    fixture.api.post(&format!("{path}/repeat"), json!({})).await.refused(404, "NOT_FOUND");
+    let listed = fixture.api.get("/v1/deliveries").await.is(200);
     let ids: Vec<&Value> = listed["deliveries"]
         .as_array()
         .unwrap()
@@ -143,9 +143,9 @@ async fn each_project_has_its_own_key_and_sees_its_own() {
     assert_eq!(ids, [&json!(own)]);
 }
 
-/// Whoever writes a key that is none is told before anything is served, and not what they wrote.
+/// The server reports an invalid key before it listens, without the key itself.
 #[tokio::test]
-async fn a_key_that_is_none_stops_the_start() {
+async fn an_invalid_signing_key_prevents_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("key");
     std::fs::write(&file, "hunter2").unwrap();
@@ -159,14 +159,14 @@ async fn a_key_that_is_none_stops_the_start() {
 }
 
 #[tokio::test]
-async fn callers_do_not_learn_where_the_key_is() {
-    let world = World::start().await;
-    std::fs::remove_file(world.keys.path().join("signing.key")).unwrap();
+async fn errors_do_not_reveal_the_path_of_the_key() {
+    let fixture = Fixture::start().await;
+    std::fs::remove_file(fixture.keys.path().join("signing.key")).unwrap();
     let call = body("http://127.0.0.1:9/x");
-    let error = world.api.post("/v1/tools/calculation.eval/invoke", call).await;
+    let error = fixture.api.post("/v1/tools/calculation.eval/invoke", call).await;
     let error = error.refused(422, "VALIDATION_ERROR");
     let shown = error.to_string();
     assert!(message(&error).contains("signing key"), "{shown}");
     assert!(!shown.contains("signing.key"), "{shown}");
-    assert!(!shown.contains(world.keys.path().to_str().unwrap()), "{shown}");
+    assert!(!shown.contains(fixture.keys.path().to_str().unwrap()), "{shown}");
 }

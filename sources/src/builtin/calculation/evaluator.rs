@@ -5,9 +5,8 @@
 //! short-circuited (`false && …`, the branch that `if` does not take) are parsed, but not
 //! evaluated.
 
-use super::MAX_LENGTH;
-use super::functions;
 use super::value::{self, BinaryOperator, Value};
+use super::{MAX_LENGTH, functions};
 
 /// Maximum nesting of parentheses, signs and chains of powers.
 const MAX_DEPTH: usize = 100;

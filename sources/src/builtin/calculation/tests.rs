@@ -67,7 +67,7 @@ fn arithmetic_is_exact() {
 }
 
 #[test]
-fn functions_and_constants() {
+fn functions_and_constants_are_evaluated() {
     let table = [
         ("sqrt(16)", json!(4)),
         ("sqrt(2)", json!(std::f64::consts::SQRT_2)),
@@ -114,7 +114,7 @@ fn functions_and_constants() {
 }
 
 #[test]
-fn comparison_and_logic() {
+fn comparisons_and_logic_are_evaluated() {
     let table = [
         ("1 < 2", true),
         ("2 <= 1", false),
@@ -141,7 +141,7 @@ fn comparison_and_logic() {
 }
 
 #[test]
-fn what_cannot_be_calculated_says_why() {
+fn invalid_expressions_are_refused_with_a_reason() {
     let deep = format!("{}1{}", "(".repeat(101), ")".repeat(101));
     let signs = "-".repeat(2000) + "1";
     let powers = vec!["1"; 500].join("^");
@@ -222,7 +222,7 @@ fn what_cannot_be_calculated_says_why() {
 }
 
 #[test]
-fn nothing_takes_long() {
+fn evaluation_time_is_bounded() {
     let megabyte = "1+".repeat(500_000) + "1";
     let parens = "(".repeat(1_000_000);
     let sums = vec!["1"; 2000].join("+");
@@ -265,7 +265,7 @@ fn no_combination_of_tokens_panics() {
 }
 
 #[test]
-fn the_answer_and_the_definition() {
+fn the_result_and_the_definition_have_their_form() {
     let answer = serde_json::to_value(evaluate("2*21").unwrap()).unwrap();
     assert_eq!(answer, json!({"result": 42, "text": "42"}));
     let definition = tool().definition();

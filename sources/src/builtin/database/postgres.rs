@@ -11,11 +11,11 @@ mod socket;
 #[cfg(test)]
 mod tests;
 mod values;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use socket::{ByteLimitedSocket, PostgresAddress};
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
@@ -23,13 +23,12 @@ use tokio_postgres::config::SslMode;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{CancelToken, Client, Config, Error, NoTls, Statement, Transaction};
 use toolcrib::{Code, Fault};
+use values::{Cell, Param};
 
 use super::{
     BuiltinSetupError, DatabaseQueryArgs, DatabaseQueryResult, MAX_PARALLEL, QueryLimits,
     RowCollector, invalid_statement_fault, query_timeout_fault,
 };
-use socket::{ByteLimitedSocket, PostgresAddress};
-use values::{Cell, Param};
 
 /// Number of rows fetched at a time.
 const PORTION: usize = 50;

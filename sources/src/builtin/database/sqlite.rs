@@ -7,7 +7,6 @@
 
 #[cfg(test)]
 mod tests;
-
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};

@@ -11,12 +11,12 @@ use serde::de::DeserializeOwned;
 use tokio::sync::OnceCell;
 use toolcrib::Fault;
 use toolcrib::domain::trace::TraceParent;
+use toolcrib_protocol::outbound::error_chain_without_url;
 
 use super::super::BuiltinSetupError;
 use super::{CurrentWeather, WeatherUnits};
 use crate::builtin::weather::place_query::{self, normalize_name};
 use crate::builtin::weather::weather_codes;
-use toolcrib_protocol::outbound::error_chain_without_url;
 
 const MAX_BODY: usize = 1 << 20;
 const CURRENT: &str = "temperature_2m,relative_humidity_2m,apparent_temperature,weather_code,\

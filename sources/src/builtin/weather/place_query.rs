@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     fn name(question: &str) -> String {
-        parse_place_query(question).map_or_else(String::new, |wanted| wanted.name)
+        parse_place_query(question).map_or_else(String::new, |place| place.name)
     }
 
     #[rustfmt::skip]
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn other_times_are_noticed() {
+    fn questions_about_other_times_are_recognized() {
         for other in ["Rome tomorrow", "weather in Rome next week", "北京明天天气"] {
             assert!(parse_place_query(other).unwrap().asks_other_time, "{other}");
         }
@@ -326,16 +326,16 @@ mod tests {
     }
 
     #[test]
-    fn a_name_and_what_it_is_in() {
-        let part =
-            |question: &str| parse_place_query(question).and_then(|wanted| wanted.split_region());
-        let france = part("weather in Paris, France").unwrap();
+    fn a_place_is_split_into_name_and_regions() {
+        let split =
+            |question: &str| parse_place_query(question).and_then(|place| place.split_region());
+        let france = split("weather in Paris, France").unwrap();
         assert_eq!((france.name.as_str(), france.has_explicit_region), ("Paris", true));
         assert_eq!(france.regions, ["France"]);
-        assert_eq!(part("Springfield, Sangamon, IL").unwrap().regions, ["Sangamon", "IL"]);
-        let oregon = part("Portland Oregon").unwrap();
+        assert_eq!(split("Springfield, Sangamon, IL").unwrap().regions, ["Sangamon", "IL"]);
+        let oregon = split("Portland Oregon").unwrap();
         assert_eq!((oregon.name.as_str(), oregon.has_explicit_region), ("Portland", false));
-        assert_eq!(part("Rome"), None);
+        assert_eq!(split("Rome"), None);
         assert_eq!(expand_abbreviation("TX"), "Texas");
         assert_eq!(expand_abbreviation("U.S.A."), "United States");
         assert_eq!(expand_abbreviation("France"), "France");

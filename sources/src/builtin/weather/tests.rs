@@ -23,7 +23,7 @@ use crate::builtin::weather::weather_codes;
 
 /// Behavior of the fake server.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Mood {
+enum Behavior {
     Well,
     /// Returns this status for places.
     Lost(u16),
@@ -43,14 +43,14 @@ enum Mood {
     Redirects,
 }
 
-struct StandIn {
-    mood: Mood,
-    asked: Arc<AtomicUsize>,
+struct FakeServer {
+    behavior: Behavior,
+    request_count: Arc<AtomicUsize>,
 }
 
-async fn stand_in(mood: Mood) -> (SocketAddr, Arc<AtomicUsize>) {
-    let asked = Arc::new(AtomicUsize::new(0));
-    let state = Arc::new(StandIn { mood, asked: Arc::clone(&asked) });
+async fn fake_server(behavior: Behavior) -> (SocketAddr, Arc<AtomicUsize>) {
+    let request_count = Arc::new(AtomicUsize::new(0));
+    let state = Arc::new(FakeServer { behavior, request_count: Arc::clone(&request_count) });
     let app = Router::new()
         .route("/v1/search", get(search))
         .route("/v1/forecast", get(forecast))
@@ -58,7 +58,7 @@ async fn stand_in(mood: Mood) -> (SocketAddr, Arc<AtomicUsize>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move { axum::serve(listener, app).await });
-    (address, asked)
+    (address, request_count)
 }
 
 fn source(address: SocketAddr, timeout_ms: u64) -> Arc<BuiltinSource> {
@@ -67,29 +67,29 @@ fn source(address: SocketAddr, timeout_ms: u64) -> Arc<BuiltinSource> {
     testing::source(tool(settings).unwrap())
 }
 
-async fn ask(mood: Mood, query: &str) -> Result<Value, Fault> {
-    let (address, _) = stand_in(mood).await;
+async fn query_weather(behavior: Behavior, query: &str) -> Result<Value, Fault> {
+    let (address, _) = fake_server(behavior).await;
     testing::run(&source(address, 5_000), &json!({"query": query})).await
 }
 
 type Params = Query<HashMap<String, String>>;
 
-async fn search(State(stand_in): State<Arc<StandIn>>, Query(params): Params) -> Response {
-    stand_in.asked.fetch_add(1, Ordering::Relaxed);
+async fn search(State(fake_server): State<Arc<FakeServer>>, Query(params): Params) -> Response {
+    fake_server.request_count.fetch_add(1, Ordering::Relaxed);
     assert_eq!((params["language"].as_str(), params["format"].as_str()), ("en", "json"));
-    match stand_in.mood {
-        Mood::Lost(status) => return refusal(status),
-        Mood::Garbage => return "\u{1f}\u{8b} not json".into_response(),
-        Mood::Hang => tokio::time::sleep(Duration::from_secs(60)).await,
-        Mood::HangInBody => {
+    match fake_server.behavior {
+        Behavior::Lost(status) => return refusal(status),
+        Behavior::Garbage => return "\u{1f}\u{8b} not json".into_response(),
+        Behavior::Hang => tokio::time::sleep(Duration::from_secs(60)).await,
+        Behavior::HangInBody => {
             let head = [(header::CONTENT_LENGTH, "1000")];
             let endless = axum::body::Body::from_stream(futures::stream::pending::<
                 Result<String, std::io::Error>,
             >());
             return (head, endless).into_response();
         }
-        Mood::Huge => return " ".repeat(3 << 20).into_response(),
-        Mood::Redirects => {
+        Behavior::Huge => return " ".repeat(3 << 20).into_response(),
+        Behavior::Redirects => {
             return Redirect::temporary("/v1/search?language=en&format=json").into_response();
         }
         _ => {}
@@ -139,8 +139,8 @@ fn places(name: &str) -> Vec<Value> {
     }
 }
 
-async fn forecast(State(stand_in): State<Arc<StandIn>>, Query(params): Params) -> Response {
-    stand_in.asked.fetch_add(1, Ordering::Relaxed);
+async fn forecast(State(fake_server): State<Arc<FakeServer>>, Query(params): Params) -> Response {
+    fake_server.request_count.fetch_add(1, Ordering::Relaxed);
     assert!(params["current"].contains("temperature_2m") && params["timezone"] == "auto");
     let mut answer = json!({
         "latitude": 39.875, "longitude": 116.375, "generationtime_ms": 0.0629425048828125,
@@ -157,23 +157,23 @@ async fn forecast(State(stand_in): State<Arc<StandIn>>, Query(params): Params) -
             "wind_speed_10m": 9.7, "is_day": 1
         }
     });
-    match stand_in.mood {
-        Mood::Broken(status) => return refusal(status),
-        Mood::HtmlWeather => return "<html><body>Bad gateway</body></html>".into_response(),
-        Mood::OtherForm => answer = json!({"current": [], "current_units": "none"}),
-        Mood::NoTemperature => answer["current"]["temperature_2m"] = Value::Null,
-        Mood::UnknownCode => answer["current"]["weather_code"] = json!(42),
-        Mood::Night => answer["current"]["is_day"] = json!(0),
+    match fake_server.behavior {
+        Behavior::Broken(status) => return refusal(status),
+        Behavior::HtmlWeather => return "<html><body>Bad gateway</body></html>".into_response(),
+        Behavior::OtherForm => answer = json!({"current": [], "current_units": "none"}),
+        Behavior::NoTemperature => answer["current"]["temperature_2m"] = Value::Null,
+        Behavior::UnknownCode => answer["current"]["weather_code"] = json!(42),
+        Behavior::Night => answer["current"]["is_day"] = json!(0),
         _ => {}
     }
     axum::Json(answer).into_response()
 }
 
 #[tokio::test]
-async fn the_weather_of_a_place() {
+async fn the_current_weather_of_a_place_is_returned() {
     for query in ["weather in Beijing", "北京天气", "What's the weather like in Beijing today?"]
     {
-        let answer = ask(Mood::Well, query).await.unwrap();
+        let answer = query_weather(Behavior::Well, query).await.unwrap();
         let expected = json!({
             "weather": "Sunny", "temperature": 31.4, "feels_like": 33.0, "humidity": 42.0,
             "wind_speed_kmh": 9.7, "place": "Beijing", "region": "Beijing", "country": "China",
@@ -183,14 +183,14 @@ async fn the_weather_of_a_place() {
         });
         assert_eq!(answer, expected, "{query}");
     }
-    let night = ask(Mood::Night, "Beijing").await.unwrap();
+    let night = query_weather(Behavior::Night, "Beijing").await.unwrap();
     assert_eq!(night["weather"], json!("Clear sky"));
-    let tomorrow = ask(Mood::Well, "weather in Beijing tomorrow").await.unwrap();
+    let tomorrow = query_weather(Behavior::Well, "weather in Beijing tomorrow").await.unwrap();
     assert!(tomorrow["note"].as_str().unwrap().contains("now"));
 }
 
 #[tokio::test]
-async fn which_of_the_places() {
+async fn a_region_selects_among_places_of_one_name() {
     let table = [
         ("Paris", "Île-de-France Region"),
         ("weather for Paris, France", "Île-de-France Region"),
@@ -205,13 +205,13 @@ async fn which_of_the_places() {
         ("How warm is it in São Paulo right now", "São Paulo"),
     ];
     for (query, region) in table {
-        let answer = ask(Mood::Well, query).await.unwrap();
+        let answer = query_weather(Behavior::Well, query).await.unwrap();
         assert_eq!(answer["region"], json!(region), "{query}");
     }
 }
 
 #[tokio::test]
-async fn an_unknown_place_is_named() {
+async fn an_unknown_place_is_refused_with_its_name() {
     for (query, part) in [
         ("weather in Xyzzyville", "Xyzzyville"),
         ("Paris Atlantis", "Paris Atlantis"),
@@ -219,7 +219,7 @@ async fn an_unknown_place_is_named() {
         ("weather", "name one"),
         ("", "name one"),
     ] {
-        let fault = ask(Mood::Well, query).await.unwrap_err();
+        let fault = query_weather(Behavior::Well, query).await.unwrap_err();
         assert_eq!(
             (fault.code, fault.side_effect),
             (Code::ValidationError, SideEffect::None),
@@ -230,34 +230,38 @@ async fn an_unknown_place_is_named() {
 }
 
 #[tokio::test]
-async fn no_answer_is_never_made_up() {
+async fn upstream_failures_become_faults() {
     let table = [
-        (Mood::Lost(500), true, "answered 500"),
-        (Mood::Lost(429), true, "answered 429"),
-        (Mood::Lost(404), false, "answered 404"),
-        (Mood::Lost(400), false, "Parameter count"),
-        (Mood::Broken(500), true, "answered 500"),
-        (Mood::Broken(503), true, "answered 503"),
-        (Mood::Broken(404), false, "answered 404"),
-        (Mood::Garbage, true, "cannot be read"),
-        (Mood::HtmlWeather, true, "cannot be read"),
-        (Mood::OtherForm, true, "cannot be read"),
-        (Mood::NoTemperature, true, "cannot be read"),
-        (Mood::UnknownCode, true, "weather code, 42"),
-        (Mood::Huge, false, "more than 1048576 bytes"),
-        (Mood::Redirects, true, "redirect"),
+        (Behavior::Lost(500), true, "answered 500"),
+        (Behavior::Lost(429), true, "answered 429"),
+        (Behavior::Lost(404), false, "answered 404"),
+        (Behavior::Lost(400), false, "Parameter count"),
+        (Behavior::Broken(500), true, "answered 500"),
+        (Behavior::Broken(503), true, "answered 503"),
+        (Behavior::Broken(404), false, "answered 404"),
+        (Behavior::Garbage, true, "cannot be read"),
+        (Behavior::HtmlWeather, true, "cannot be read"),
+        (Behavior::OtherForm, true, "cannot be read"),
+        (Behavior::NoTemperature, true, "cannot be read"),
+        (Behavior::UnknownCode, true, "weather code, 42"),
+        (Behavior::Huge, false, "more than 1048576 bytes"),
+        (Behavior::Redirects, true, "redirect"),
     ];
-    for (mood, retryable, part) in table {
-        let fault = ask(mood, "Beijing").await.unwrap_err();
-        assert_eq!(fault.code, Code::UpstreamUnavailable, "{mood:?}: {fault}");
-        assert_eq!((fault.retryable, fault.side_effect), (retryable, SideEffect::None), "{mood:?}");
-        assert!(fault.message.contains(part), "{mood:?}: {fault}");
-        assert!(fault.message.contains("127.0.0.1"), "{mood:?}: {fault}");
+    for (behavior, retryable, part) in table {
+        let fault = query_weather(behavior, "Beijing").await.unwrap_err();
+        assert_eq!(fault.code, Code::UpstreamUnavailable, "{behavior:?}: {fault}");
+        assert_eq!(
+            (fault.retryable, fault.side_effect),
+            (retryable, SideEffect::None),
+            "{behavior:?}"
+        );
+        assert!(fault.message.contains(part), "{behavior:?}: {fault}");
+        assert!(fault.message.contains("127.0.0.1"), "{behavior:?}: {fault}");
     }
 }
 
 #[tokio::test]
-async fn nobody_there_or_no_answer_in_time() {
+async fn an_unreachable_or_slow_server_is_an_upstream_fault() {
     let gone = {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         listener.local_addr().unwrap()
@@ -265,30 +269,30 @@ async fn nobody_there_or_no_answer_in_time() {
     let refused = testing::run(&source(gone, 5_000), &json!({"query": "Rome"})).await.unwrap_err();
     assert_eq!(refused.code, Code::UpstreamUnavailable, "{refused}");
     assert_eq!((refused.retryable, refused.side_effect), (true, SideEffect::None));
-    for mood in [Mood::Hang, Mood::HangInBody] {
-        let (address, _) = stand_in(mood).await;
+    for behavior in [Behavior::Hang, Behavior::HangInBody] {
+        let (address, _) = fake_server(behavior).await;
         let begun = Instant::now();
         let fault = testing::run(&source(address, 400), &json!({"query": "Rome"})).await;
         let fault = fault.unwrap_err();
-        assert_eq!(fault.code, Code::UpstreamUnavailable, "{mood:?}: {fault}");
-        assert!(fault.message.contains("no answer in time"), "{mood:?}: {fault}");
+        assert_eq!(fault.code, Code::UpstreamUnavailable, "{behavior:?}: {fault}");
+        assert!(fault.message.contains("no answer in time"), "{behavior:?}: {fault}");
         assert!(begun.elapsed() < Duration::from_millis(1_500), "{:?}", begun.elapsed());
     }
 }
 
 #[tokio::test]
-async fn nothing_is_asked_before_a_call() {
-    let (address, asked) = stand_in(Mood::Well).await;
+async fn no_request_is_sent_before_a_call() {
+    let (address, request_count) = fake_server(Behavior::Well).await;
     let begun = Instant::now();
     let source = source(address, 5_000);
     assert!(begun.elapsed() < Duration::from_millis(20), "{:?}", begun.elapsed());
-    assert_eq!(asked.load(Ordering::Relaxed), 0);
+    assert_eq!(request_count.load(Ordering::Relaxed), 0);
     testing::run(&source, &json!({"query": "Beijing"})).await.unwrap();
-    assert_eq!(asked.load(Ordering::Relaxed), 2);
+    assert_eq!(request_count.load(Ordering::Relaxed), 2);
 }
 
 #[tokio::test]
-async fn definition_and_settings() {
+async fn the_definition_is_complete_and_settings_are_checked() {
     let definition = tool(WeatherSettings::default()).unwrap().definition();
     assert_eq!(definition.name, "weather.query");
     assert_eq!((definition.effect, definition.risk), (Effect::Read, Risk::Low));
@@ -301,13 +305,13 @@ async fn definition_and_settings() {
         let problem = tool(settings).err().unwrap().to_string();
         assert!(problem.contains("builtin.weather.forecast_url"), "{problem}");
     }
-    let (address, _) = stand_in(Mood::Well).await;
+    let (address, _) = fake_server(Behavior::Well).await;
     let fault = testing::run(&source(address, 5_000), &json!({"place": "Rome"})).await.unwrap_err();
     assert!(fault.message.contains("place"), "{fault}");
 }
 
 #[test]
-fn every_code_has_words() {
+fn every_weather_code_has_a_description() {
     let known: Vec<u8> = (0..=255)
         .filter(|code| weather_codes::describe_weather_code(*code, true).is_some())
         .collect();

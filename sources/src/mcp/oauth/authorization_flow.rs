@@ -12,14 +12,13 @@ use rmcp::transport::auth::{
 };
 
 use super::super::now_ms;
-use super::{
-    AuthorizationError, Authorizer, AuthorizerState, GrantKind, SignInLink, SigningAlgorithm,
-};
+use super::{AuthorizationError, Authorizer, AuthorizerState, SignInLink};
 use crate::mcp::oauth::guarded_http::GuardedOauthClient;
 use crate::mcp::oauth::token_store::{
     self, AccessToken, ClientRegistration, SIGN_IN_MS, UpstreamCredential,
 };
-use crate::mcp::resolved_settings::ResolvedSettings;
+use crate::mcp::settings::oauth::{GrantKind, SigningAlgorithm};
+use crate::mcp::settings::resolved::ResolvedSettings;
 
 /// Client name that the issuer shows to the person who signs in.
 const CLIENT_NAME: &str = "Toolcrib";
@@ -422,7 +421,8 @@ impl Authorizer {
         let mut manager = found.manager;
         manager.validate_client_credentials_metadata(&config).map_err(auth_failure)?;
         manager.configure_client_credentials(&config).map_err(auth_failure)?;
-        // The future that `rmcp` returns here is not `Send`.
+        // The future that `rmcp` 3.8.0 returns here is not `Send`: it holds a `dyn Fn` that encodes
+        // URLs across an await. Awaiting it directly does not compile.
         let runtime = tokio::runtime::Handle::current();
         let exchanged = tokio::task::spawn_blocking(move || {
             runtime.block_on(manager.exchange_client_credentials(&config))

@@ -6,14 +6,13 @@ use std::time::Duration;
 
 use axum::http::Response;
 use rmcp::transport::auth::{OAuthHttpClient, OAuthHttpClientFuture, OAuthHttpRequest};
-
 use toolcrib_protocol::outbound::OutboundPolicy;
 
 /// Maximum size of an issuer's response.
-const MOST_BYTES: usize = 1 << 20;
+const MAX_RESPONSE_BYTES: usize = 1 << 20;
 
 /// Maximum duration of a request to an issuer.
-const PATIENCE: Duration = Duration::from_secs(30);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An HTTP client that obeys the outbound policy and follows no redirects.
 pub(super) struct GuardedOauthClient {
@@ -23,8 +22,11 @@ pub(super) struct GuardedOauthClient {
 
 impl GuardedOauthClient {
     pub(super) fn new(rules: Arc<OutboundPolicy>) -> Result<Self, String> {
-        let client =
-            rules.client_builder().timeout(PATIENCE).build().map_err(|error| error.to_string())?;
+        let client = rules
+            .client_builder()
+            .timeout(REQUEST_TIMEOUT)
+            .build()
+            .map_err(|error| error.to_string())?;
         Ok(Self { rules, client })
     }
 }
@@ -42,8 +44,10 @@ impl OAuthHttpClient for GuardedOauthClient {
             }
             let mut body = Vec::new();
             while let Some(chunk) = answer.chunk().await? {
-                if body.len() + chunk.len() > MOST_BYTES {
-                    return Err(format!("an issuer's answer is over {MOST_BYTES} bytes").into());
+                if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
+                    return Err(
+                        format!("an issuer's answer is over {MAX_RESPONSE_BYTES} bytes").into()
+                    );
                 }
                 body.extend_from_slice(&chunk);
             }

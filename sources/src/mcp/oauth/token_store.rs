@@ -20,7 +20,7 @@ use super::super::settings::McpServerSettings;
 pub(super) const SIGN_IN_MS: u64 = 10 * 60 * 1_000;
 
 /// Maximum number of pending sign-ins of one upstream.
-const MOST_SIGN_INS: usize = 16;
+const MAX_PENDING_SIGN_INS: usize = 16;
 
 /// A token is renewed this long before it expires.
 const EARLY_MS: u64 = 30_000;
@@ -156,7 +156,7 @@ impl StateStore for PendingSignIns {
     async fn save(&self, csrf: &str, state: StoredAuthorizationState) -> Result<(), AuthError> {
         let mut known = self.0.lock();
         known.retain(|_, state| is_recent(state));
-        if known.len() >= MOST_SIGN_INS {
+        if known.len() >= MAX_PENDING_SIGN_INS {
             let oldest = known.iter().min_by_key(|(_, state)| state.created_at);
             if let Some(oldest) = oldest.map(|(key, _)| key.clone()) {
                 known.remove(&oldest);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_state_is_good_for_a_short_while() {
+    async fn pending_sign_ins_expire_and_are_bounded() {
         let pending = PendingSignIns::default();
         let now = now_ms() / 1_000;
         pending.save("new", state(now)).await.unwrap();
@@ -227,11 +227,11 @@ mod tests {
         for n in 0..100 {
             pending.save(&format!("{n}"), state(now + 1)).await.unwrap();
         }
-        assert!(!pending.has("new"), "no more than so many are kept");
+        assert!(!pending.has("new"), "the number of pending sign-ins is limited");
     }
 
     #[test]
-    fn addresses_of_issuers_are_for_the_web() {
+    fn issuer_endpoints_must_be_https_or_loopback() {
         let of =
             |url: &str| McpServerSettings { url: Some(url.into()), ..McpServerSettings::default() };
         assert!(is_safe_endpoint("https://issuer.example/token", &of("https://a.example/mcp")));
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_renewed_before_it_ends() {
+    fn an_expiring_token_is_not_fresh() {
         let of = |expires: Value| {
             let credentials = json!({ "client_id": "c", "token_received_at": now_ms() / 1_000,
                 "token_response": { "access_token": "abc", "token_type": "bearer",

@@ -8,10 +8,9 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::RawValue;
+use toolcrib_protocol::utp::{NatsConnection, wire};
 
 use crate::utp::host::coalescer::BatchRpc;
-use toolcrib_protocol::utp::NatsConnection;
-use toolcrib_protocol::utp::wire;
 
 /// Time for which batches of reports are not tried after the server has rejected one as unknown.
 const BATCH_RETRY_AFTER: Duration = Duration::from_secs(60);

@@ -188,12 +188,12 @@ mod tests {
     use super::*;
 
     /// Replies when the test permits it.
-    struct Counting {
+    struct CountingRpc {
         open: tokio::sync::Semaphore,
-        asked: Mutex<Vec<usize>>,
+        batch_sizes: Mutex<Vec<usize>>,
     }
 
-    impl BatchRpc for Arc<Counting> {
+    impl BatchRpc for Arc<CountingRpc> {
         type RpcRequest = usize;
         type RpcResponse = usize;
 
@@ -202,80 +202,83 @@ mod tests {
         }
 
         async fn send_batch(&self, _: &str, questions: &[usize]) -> Option<Vec<usize>> {
-            self.asked.lock().push(questions.len());
+            self.batch_sizes.lock().push(questions.len());
             self.open.acquire().await.unwrap().forget();
             Some(questions.to_vec())
         }
     }
 
-    fn counting() -> Arc<Counting> {
-        Arc::new(Counting { open: tokio::sync::Semaphore::new(0), asked: Mutex::default() })
+    fn counting_rpc() -> Arc<CountingRpc> {
+        Arc::new(CountingRpc {
+            open: tokio::sync::Semaphore::new(0),
+            batch_sizes: Mutex::default(),
+        })
     }
 
     #[tokio::test]
-    async fn what_comes_while_others_are_out_goes_together() {
-        let errand = counting();
-        let bundles = Arc::new(Coalescer::new(errand.clone()));
-        let ask = |n: usize| {
-            let bundles = bundles.clone();
-            tokio::spawn(async move { bundles.request("here".into(), n).await })
+    async fn requests_made_during_a_batch_are_sent_together() {
+        let rpc = counting_rpc();
+        let coalescer = Arc::new(Coalescer::new(rpc.clone()));
+        let send = |n: usize| {
+            let coalescer = coalescer.clone();
+            tokio::spawn(async move { coalescer.request("here".into(), n).await })
         };
-        let mut asked = vec![ask(0)];
-        while errand.asked.lock().is_empty() {
+        let mut requests = vec![send(0)];
+        while rpc.batch_sizes.lock().is_empty() {
             tokio::task::yield_now().await;
         }
-        asked.extend((1..FULL_BATCH).map(&ask));
-        while bundles.inner.queues.lock().get("here").unwrap().pending.len() < FULL_BATCH - 1 {
+        requests.extend((1..FULL_BATCH).map(&send));
+        while coalescer.inner.queues.lock().get("here").unwrap().pending.len() < FULL_BATCH - 1 {
             tokio::task::yield_now().await;
         }
-        assert_eq!(errand.asked.lock().len(), 1, "they wait for the one that is out");
-        asked.push(ask(FULL_BATCH));
-        while errand.asked.lock().len() < 2 {
+        assert_eq!(rpc.batch_sizes.lock().len(), 1, "they wait for the batch in flight");
+        requests.push(send(FULL_BATCH));
+        while rpc.batch_sizes.lock().len() < 2 {
             tokio::task::yield_now().await;
         }
-        errand.open.add_permits(2);
-        for (n, one) in asked.into_iter().enumerate() {
+        rpc.open.add_permits(2);
+        for (n, one) in requests.into_iter().enumerate() {
             assert_eq!(one.await.unwrap(), Some(n));
         }
-        assert_eq!(*errand.asked.lock(), [1, FULL_BATCH], "enough for another");
-        assert!(bundles.inner.queues.lock().is_empty(), "nothing is kept of a place");
+        assert_eq!(*rpc.batch_sizes.lock(), [1, FULL_BATCH], "a full batch is sent at once");
+        assert!(coalescer.inner.queues.lock().is_empty(), "idle queues are removed");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_that_takes_long_holds_nobody_up() {
-        let errand = counting();
-        let bundles = Arc::new(Coalescer::new(errand.clone()));
-        let ask = |n: usize| {
-            let bundles = bundles.clone();
-            tokio::spawn(async move { bundles.request("here".into(), n).await })
+    async fn a_slow_batch_does_not_delay_later_requests() {
+        let rpc = counting_rpc();
+        let coalescer = Arc::new(Coalescer::new(rpc.clone()));
+        let send = |n: usize| {
+            let coalescer = coalescer.clone();
+            tokio::spawn(async move { coalescer.request("here".into(), n).await })
         };
-        let first = ask(1);
-        while errand.asked.lock().is_empty() {
+        let first = send(1);
+        while rpc.batch_sizes.lock().is_empty() {
             tokio::task::yield_now().await;
         }
-        let others = [ask(2), ask(3)];
-        while errand.asked.lock().len() < 2 {
+        let others = [send(2), send(3)];
+        while rpc.batch_sizes.lock().len() < 2 {
             tokio::time::sleep(SLOW_AFTER).await;
         }
-        assert_eq!(*errand.asked.lock(), [1, 2]);
-        errand.open.add_permits(2);
+        assert_eq!(*rpc.batch_sizes.lock(), [1, 2]);
+        rpc.open.add_permits(2);
         assert_eq!(first.await.unwrap(), Some(1));
         for (n, other) in others.into_iter().enumerate() {
             assert_eq!(other.await.unwrap(), Some(n + 2));
         }
-        while !bundles.inner.queues.lock().is_empty() {
+        while !coalescer.inner.queues.lock().is_empty() {
             tokio::task::yield_now().await;
         }
     }
 
     #[tokio::test]
-    async fn nobody_who_went_away_is_asked_for() {
-        let errand = counting();
-        let bundles = Coalescer::new(errand.clone());
-        let gone = futures::future::FutureExt::now_or_never(bundles.request("here".into(), 1));
+    async fn dropped_requests_are_not_sent() {
+        let rpc = counting_rpc();
+        let coalescer = Coalescer::new(rpc.clone());
+        let gone = futures::future::FutureExt::now_or_never(coalescer.request("here".into(), 1));
         assert_eq!(gone, None);
-        errand.open.add_permits(1);
-        assert_eq!(bundles.request("here".into(), 2).await, Some(2));
-        assert_eq!(*errand.asked.lock(), [1]);
+        rpc.open.add_permits(1);
+        assert_eq!(coalescer.request("here".into(), 2).await, Some(2));
+        assert_eq!(*rpc.batch_sizes.lock(), [1]);
     }
 }

@@ -5,9 +5,9 @@ use serde_json::{Map, Value};
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::utp::card::{error_as_result, error_json};
 use toolcrib::domain::utp::{AfterExecution, Route, ToolStatus, subject, trace};
+use toolcrib_protocol::utp::wire;
 
 use super::{ToolJob, ToolJobResult};
-use toolcrib_protocol::utp::wire;
 
 /// The reason why a command cannot be executed.
 pub(super) enum CommandError {

@@ -13,9 +13,9 @@ use async_nats::Message;
 use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use toolcrib_protocol::utp::card_followers::FOLLOW_TTL;
 
 use crate::utp::host::batched_rpc::HostRpcClient;
-use toolcrib_protocol::utp::card_followers::FOLLOW_TTL;
 
 /// Time for which a prefetched card is valid.
 const CARD_TTL: Duration = Duration::from_secs(1);

@@ -9,9 +9,10 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::domain::tool::hex;
+use toolcrib::domain::id::hex;
 use toolcrib::domain::utp::card::error_json;
 use toolcrib::domain::utp::trace;
+use toolcrib_protocol::utp::wire;
 
 use super::ToolJobResult;
 use super::command::{CommandError, ReceivedCommand};
@@ -19,7 +20,6 @@ use crate::utp::host::batched_rpc::{
     CardRequest, CardsRpc, FetchedCard, HostRpcClient, ReportReply, ReportRequest, ReportsRpc,
 };
 use crate::utp::host::coalescer::Coalescer;
-use toolcrib_protocol::utp::wire;
 
 /// Time for which a request is repeated if its command has no deadline.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);

@@ -11,8 +11,8 @@ use toolcrib::domain::utp::card::TOOL_RESULT;
 use toolcrib::ports::store::StoreError;
 use toolcrib::ports::store::utp::PutCardResult;
 
+use super::super::change::WriterConnection;
 use super::super::strip_nul_chars;
-use super::super::writer::WriterConnection;
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{RowReader, decode, encode};
 
@@ -106,10 +106,10 @@ fn fits_columns(card: &Card, body: &str) -> bool {
 }
 
 pub(in super::super) async fn put_card(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     card: &Card,
 ) -> Result<PutCardResult, SessionError> {
-    let session = &desk.session;
+    let session = &writer.session;
     if let Some(known) = find_existing_card(session, card).await? {
         return Ok(known);
     }
@@ -172,7 +172,7 @@ async fn insert_card(
                at, $9 FROM (SELECT to_timestamp($8::bigint / 1000.0) AS at) AS t \
                ON CONFLICT DO NOTHING";
     let ttl = card.ttl_seconds.map(|ttl| ttl.min(i32::MAX as u64) as i64);
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &card_id,
         &card.project,
         &strip_nul_chars(Value::Object(card.content.clone())),
@@ -183,5 +183,5 @@ async fn insert_card(
         &(card.created_ms as i64),
         &exact,
     ];
-    Ok(session.execute(sql, bound).await? == 1)
+    Ok(session.execute(sql, params).await? == 1)
 }

@@ -8,7 +8,7 @@ use toolcrib::domain::utp::{InboxItem, OutboxMessage, StepCall};
 use toolcrib::ports::store::StoreError;
 use toolcrib::ports::store::utp::InboxPutResult;
 
-use super::super::writer::WriterConnection;
+use super::super::change::WriterConnection;
 use super::super::{limit_param, strip_nul_chars};
 use super::insert_outbox_messages;
 use crate::postgres::session::{Session, SessionError, SqlParams};
@@ -70,8 +70,8 @@ pub(super) async fn list_oldest_per_agent(
          ORDER BY toolcrib_seq LIMIT $3"
     );
     let numbered = |row: &Row| Ok((row.unsigned(14)?, read_inbox_item(row)?));
-    let bound: SqlParams<'_> = &[&(after as i64), &(before_ms as i64), &limit_param(limit)];
-    session.query_map(&sql, bound, numbered).await
+    let params: SqlParams<'_> = &[&(after as i64), &(before_ms as i64), &limit_param(limit)];
+    session.query_map(&sql, params, numbered).await
 }
 
 /// Puts an item into an inbox, unless it already holds the outcome of that call.
@@ -81,8 +81,8 @@ pub(super) async fn put_inbox_item(
 ) -> Result<InboxPutResult, SessionError> {
     let sql = "SELECT inbox_id FROM state.agent_inbox WHERE project_id = $1 \
                AND toolcrib_turn_id = $2 AND toolcrib_tool_call_id = $3 AND toolcrib_accepted";
-    let bound: SqlParams<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
-    if let Some(row) = session.query_first(sql, bound).await? {
+    let params: SqlParams<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
+    if let Some(row) = session.query_first(sql, params).await? {
         return Ok(InboxPutResult::Duplicate(row.text(0)?));
     }
     // A stop concerns a turn, every other item a call. When another turn has used the same call id,
@@ -128,7 +128,7 @@ async fn upsert_inbox_item(
     let body = encode(item)?;
     // JSONB can store neither the NUL character nor a negative zero.
     let exact = (body.contains("\\u0000") || body.contains("-0.0")).then_some(body);
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &item.inbox_id,
         &item.project,
         &item.agent_id,
@@ -146,41 +146,41 @@ async fn upsert_inbox_item(
         &item.tool_call_id,
         &exact,
     ];
-    Ok(session.execute(sql, bound).await? == 1)
+    Ok(session.execute(sql, params).await? == 1)
 }
 
 pub(super) async fn deliver_to_inbox(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (item, card_id, letter): &(InboxItem, String, Vec<OutboxMessage>),
 ) -> Result<InboxPutResult, SessionError> {
-    let session = &desk.session;
+    let session = &writer.session;
     let delivered = put_inbox_item(session, item).await?;
     let sql = "SELECT number, body FROM turn_calls WHERE project = $1 AND turn_id = $2 \
                AND tool_call_id = $3 AND inbox_id IS NULL";
-    let bound: SqlParams<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
-    if let Some(row) = session.query_first(sql, bound).await? {
+    let params: SqlParams<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
+    if let Some(row) = session.query_first(sql, params).await? {
         let mut waiting: StepCall = decode(&row.text(1)?)?;
         waiting.result_card_id = Some(card_id.clone());
         waiting.inbox_id = Some(item.inbox_id.clone());
         // Also when the item was put into the inbox before its step was stored.
         let sql = "UPDATE turn_calls SET inbox_id = $1, body = $2 WHERE number = $3";
-        let bound: SqlParams<'_> = &[&item.inbox_id, &encode(&waiting)?, &row.integer(0)?];
-        session.execute(sql, bound).await?;
+        let params: SqlParams<'_> = &[&item.inbox_id, &encode(&waiting)?, &row.integer(0)?];
+        session.execute(sql, params).await?;
     }
     if delivered == InboxPutResult::New {
-        insert_outbox_messages(desk, letter).await?;
+        insert_outbox_messages(writer, letter).await?;
     }
     Ok(delivered)
 }
 
 pub(super) async fn consume_inbox_items(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (project, agent_id, ids, now_ms): &(String, String, Vec<String>, u64),
 ) -> Result<usize, SessionError> {
     let sql = "UPDATE state.agent_inbox SET status = 'consumed', \
                processed_at = to_timestamp($1::bigint / 1000.0) WHERE project_id = $2 \
                AND agent_id = $3 AND inbox_id = ANY($4) AND toolcrib_accepted \
                AND status = 'pending'";
-    let bound: SqlParams<'_> = &[&(*now_ms as i64), project, agent_id, ids];
-    Ok(desk.session.execute(sql, bound).await? as usize)
+    let params: SqlParams<'_> = &[&(*now_ms as i64), project, agent_id, ids];
+    Ok(writer.session.execute(sql, params).await? as usize)
 }

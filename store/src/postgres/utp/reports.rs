@@ -4,8 +4,8 @@
 use toolcrib::domain::utp::{Card, Route};
 use toolcrib::ports::store::utp::{ReportDisposition, SharedTableReport};
 
+use super::super::change::WriterConnection;
 use super::super::limit_param;
-use super::super::writer::WriterConnection;
 use super::cards;
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::RowReader;
@@ -13,10 +13,10 @@ use crate::row::RowReader;
 /// Publishes the card of a command, and the edge that records that it was sent: a tool service
 /// reports only on a call that has an edge.
 pub(super) async fn publish_command_card(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (card, route, traceparent): &(Card, Route, String),
 ) -> Result<(), SessionError> {
-    cards::put_card(desk, card).await?;
+    cards::put_card(writer, card).await?;
     let sql = "INSERT INTO state.execution_edges (edge_id, project_id, channel_id, primitive, \
                edge_phase, source_agent_id, source_agent_turn_id, source_step_id, \
                target_agent_id, target_agent_turn_id, correlation_id, recursion_depth, trace_id, \
@@ -24,7 +24,7 @@ pub(super) async fn publish_command_card(
                VALUES ($1, $2, $3, 'tool_call', 'request', $4, $5, $6, $4, $5, $7, \
                $8::bigint::int, $9, $10, jsonb_build_object('tool_call_card_id', $11::text)) \
                ON CONFLICT DO NOTHING";
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &format!("edge_{}", card.card_id),
         &card.project,
         &route.channel,
@@ -37,7 +37,7 @@ pub(super) async fn publish_command_card(
         &route.parent_step_id,
         &card.card_id,
     ];
-    desk.session.execute(sql, bound).await?;
+    writer.session.execute(sql, params).await?;
     Ok(())
 }
 
@@ -73,7 +73,7 @@ pub(super) async fn list_pending_reports(
 /// no inbox. A refused report gives up its correlation id, so that another report about the same
 /// call can be written.
 pub(super) async fn record_report_verdict(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (number, judged): &(u64, ReportDisposition),
 ) -> Result<(), SessionError> {
     let (status, frees) = match judged {
@@ -85,6 +85,6 @@ pub(super) async fn record_report_verdict(
                CASE WHEN $3 THEN correlation_id || ':refused:' || inbox_id \
                ELSE correlation_id END \
                WHERE toolcrib_seq = $1 AND NOT toolcrib_accepted AND status = 'pending'";
-    desk.session.execute(sql, &[&(*number as i64), &status, &frees]).await?;
+    writer.session.execute(sql, &[&(*number as i64), &status, &frees]).await?;
     Ok(())
 }

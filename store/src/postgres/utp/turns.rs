@@ -4,8 +4,8 @@ use toolcrib::domain::utp::Turn;
 use toolcrib::ports::store::SaveResult;
 use toolcrib::ports::store::utp::{REPLACED_DEFINITION_GRACE_MS, TurnChange};
 
+use super::super::change::WriterConnection;
 use super::super::limit_param;
-use super::super::writer::WriterConnection;
 use super::{inbox, insert_outbox_messages};
 use crate::postgres::session::{SessionError, SqlParams};
 use crate::row::encode;
@@ -13,10 +13,10 @@ use crate::row::encode;
 /// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
 /// stored version is not the preceding one.
 pub(super) async fn save_turn(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (turn, change): &(Turn, TurnChange),
 ) -> Result<SaveResult, SessionError> {
-    let session = &desk.session;
+    let session = &writer.session;
     let sql = match turn.version {
         1 => "INSERT INTO turns VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT DO NOTHING",
         _ => {
@@ -24,7 +24,7 @@ pub(super) async fn save_turn(
              version = $7, body = $8 WHERE project = $1 AND turn_id = $2 AND version = $7::bigint - 1"
         }
     };
-    let bound: SqlParams<'_> = &[
+    let params: SqlParams<'_> = &[
         &turn.project,
         &turn.turn_id,
         &turn.agent_id,
@@ -34,13 +34,13 @@ pub(super) async fn save_turn(
         &(turn.version as i64),
         &encode(turn)?,
     ];
-    if session.execute(sql, bound).await? == 0 {
+    if session.execute(sql, params).await? == 0 {
         return Ok(SaveResult::Conflict);
     }
     for waiting in &change.step_calls {
         let sql = "INSERT INTO turn_calls (project, turn_id, tool_call_id, step_id, call_id, \
                    inbox_id, body) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
-        let bound: SqlParams<'_> = &[
+        let params: SqlParams<'_> = &[
             &waiting.project,
             &waiting.turn_id,
             &waiting.tool_call_id,
@@ -49,20 +49,20 @@ pub(super) async fn save_turn(
             &waiting.inbox_id,
             &encode(waiting)?,
         ];
-        session.execute(sql, bound).await?;
+        session.execute(sql, params).await?;
     }
     if !change.acknowledged_inbox_ids.is_empty() {
         let (project, agent) = (turn.project.clone(), turn.agent_id.clone());
         inbox::consume_inbox_items(
-            desk,
+            writer,
             &(project, agent, change.acknowledged_inbox_ids.clone(), turn.updated_ms),
         )
         .await?;
     }
     for item in &change.inbox {
-        inbox::put_inbox_item(&desk.session, item).await?;
+        inbox::put_inbox_item(&writer.session, item).await?;
     }
-    insert_outbox_messages(desk, &change.outbox).await?;
+    insert_outbox_messages(writer, &change.outbox).await?;
     Ok(SaveResult::Saved)
 }
 
@@ -71,7 +71,7 @@ const LATEST_MS: u64 = 253_402_300_000_000;
 
 /// Deletes up to `limit` old rows of each UTP table.
 pub(super) async fn purge_utp(
-    desk: &mut WriterConnection,
+    writer: &mut WriterConnection,
     (before, limit): &(u64, usize),
 ) -> Result<usize, SessionError> {
     let (before, limit) = ((*before).min(LATEST_MS) as i64, limit_param(*limit));
@@ -97,13 +97,13 @@ pub(super) async fn purge_utp(
          AND NOT EXISTS (SELECT 1 FROM turn_calls c \
          WHERE c.project = turns.project AND c.turn_id = turns.turn_id)",
     ] {
-        count += desk.session.execute(sql, &[&before, &limit]).await?;
+        count += writer.session.execute(sql, &[&before, &limit]).await?;
     }
     // Deletes tool definitions that were replaced before the oldest stored call was created.
     let sql = "DELETE FROM tool_versions WHERE (project, name, version) IN \
                (SELECT project, name, version FROM tool_versions WHERE replaced_ms + $3 < \
-               least($1::bigint, (SELECT created_ms FROM calls ORDER BY place LIMIT 1)) LIMIT $2)";
-    count += desk
+               least($1::bigint, (SELECT created_ms FROM tool_calls ORDER BY place LIMIT 1)) LIMIT $2)";
+    count += writer
         .session
         .execute(sql, &[&before, &limit, &(REPLACED_DEFINITION_GRACE_MS as i64)])
         .await?;

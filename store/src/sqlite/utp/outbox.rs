@@ -137,7 +137,7 @@ fn purge_tool_versions(
         .prepare_cached(
             "DELETE FROM tool_versions WHERE (project, name, version) IN \
              (SELECT project, name, version FROM tool_versions WHERE replaced_ms + ?3 < \
-             min(?1, coalesce((SELECT created_ms FROM calls ORDER BY place LIMIT 1), ?1)) LIMIT ?2)",
+             min(?1, coalesce((SELECT created_ms FROM tool_calls ORDER BY place LIMIT 1), ?1)) LIMIT ?2)",
         )?
         .execute(params![
             i64::try_from(before_ms).unwrap_or(i64::MAX),

@@ -11,18 +11,18 @@ use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{CreateCallResult, SaveResult, Store};
 use toolcrib_store::SqliteStore;
 
-use super::{fresh, number, raw};
+use super::{open_fresh, open_raw, query_number};
 use crate::support::{
-    NOW, append, beside, call, creating, database_in, ended, found, history, ids_of, key, of_call,
-    of_project, put, put_keyed, put_with_status, read, record, requested, running, save,
+    NOW, append, call, creating, database_in, ended, file_with_suffix, found, history, ids_of, key,
+    of_call, of_project, put, put_keyed, put_with_status, read, record, requested, running, save,
 };
 
-fn reopened(path: &Path, store: SqliteStore) -> SqliteStore {
+fn reopen(path: &Path, store: SqliteStore) -> SqliteStore {
     drop(store);
     SqliteStore::open_for_admin(path).unwrap()
 }
 
-fn added(id: &str) -> (DirectoryChange, AuditEntry) {
+fn add_key_change(id: &str) -> (DirectoryChange, AuditEntry) {
     let key = ApiKey {
         id: id.into(),
         digest: format!("digest of {id}"),
@@ -44,26 +44,26 @@ fn added(id: &str) -> (DirectoryChange, AuditEntry) {
 }
 
 #[tokio::test]
-async fn everything_is_there_after_reopening() {
-    let (directory, store) = fresh();
+async fn all_data_is_readable_after_reopening() {
+    let (directory, store) = open_fresh();
     let path = database_in(&directory);
     let mut calls = vec![];
     for status in Status::ALL {
         calls.push(put_with_status(&store, &call(), status).await);
         append(&store, &calls[calls.len() - 1], record(EventKind::Progress).with("at", 0.5)).await;
     }
-    let (change, entry) = added("key_1");
+    let (change, entry) = add_key_change("key_1");
     assert_eq!(
         store.change_directory(change, 0, Some(entry.clone())).await.unwrap(),
         SaveResult::Saved
     );
-    let told = history(&store, of_project("p")).await;
+    let events = history(&store, of_project("p")).await;
     let keys = store.directory().await.unwrap().keys;
-    let store = reopened(&path, store);
+    let store = reopen(&path, store);
     for call in &calls {
         assert_eq!(read(&store, call).await, *call);
     }
-    assert_eq!(history(&store, of_project("p")).await, told);
+    assert_eq!(history(&store, of_project("p")).await, events);
     let directory = store.directory().await.unwrap();
     assert_eq!((directory.version, directory.keys), (1, keys));
     assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry]);
@@ -71,10 +71,10 @@ async fn everything_is_there_after_reopening() {
 
 #[tokio::test]
 async fn idempotency_keys_survive_reopening() {
-    let (directory, store) = fresh();
+    let (directory, store) = open_fresh();
     let first = call();
     put_keyed(&store, &first, &key("ada", "k", "f")).await;
-    let store = reopened(&database_in(&directory), store);
+    let store = reopen(&database_in(&directory), store);
     let created = put_keyed(&store, &call(), &key("ada", "k", "f")).await;
     assert!(matches!(created, CreateCallResult::Replayed(known) if *known == first));
     let created = put_keyed(&store, &call(), &key("ada", "k", "other")).await;
@@ -83,18 +83,18 @@ async fn idempotency_keys_survive_reopening() {
 }
 
 #[tokio::test]
-async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
-    let (directory, mut store) = fresh();
+async fn event_numbers_are_not_reused_after_a_purge_and_reopening() {
+    let (directory, mut store) = open_fresh();
     let path = database_in(&directory);
     let mut newest = 0;
     for round in 0..4 {
         let done = put_with_status(&store, &call(), Status::Succeeded).await;
         append(&store, &done, record(EventKind::ReportIgnored)).await;
-        let told = history(&store, of_call(&done)).await;
-        assert!(told[0].number > newest, "round {round}: {} after {newest}", told[0].number);
-        newest = told[told.len() - 1].number;
+        let events = history(&store, of_call(&done)).await;
+        assert!(events[0].number > newest, "round {round}: {} after {newest}", events[0].number);
+        newest = events[events.len() - 1].number;
         assert_eq!(store.purge(NOW + 1_000, 100).await.unwrap().calls, 1);
-        store = reopened(&path, store);
+        store = reopen(&path, store);
     }
     let next = call();
     put(&store, &next).await;
@@ -106,15 +106,15 @@ async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
         .with("args_bytes", implied.target.args.text().len());
     creating(&store, &implied, vec![requested], None).await.unwrap();
     let newest = history(&store, of_call(&implied)).await[0].number;
-    store = reopened(&path, store);
+    store = reopen(&path, store);
     let last = call();
     put(&store, &last).await;
     assert!(history(&store, of_call(&last)).await[0].number > newest);
 }
 
 #[tokio::test]
-async fn open_calls_are_found_again_however_much_ended_around_them() {
-    let (directory, mut store) = fresh();
+async fn open_calls_are_found_after_reopening_among_ended_ones() {
+    let (directory, mut store) = open_fresh();
     let path = database_in(&directory);
     let mut open: Vec<Call> = vec![];
     for round in 0..3 {
@@ -130,7 +130,7 @@ async fn open_calls_are_found_again_however_much_ended_around_them() {
         if round == 1 {
             store.purge(NOW + 1_000, 100).await.unwrap();
         }
-        store = reopened(&path, store);
+        store = reopen(&path, store);
         let found = store.open_calls(0, 100).await.unwrap();
         let found: Vec<Call> = found.into_iter().map(|open| open.call).collect();
         assert_eq!(found, open, "round {round}");
@@ -138,7 +138,7 @@ async fn open_calls_are_found_again_however_much_ended_around_them() {
 }
 
 /// Creates this many calls and ends all of them.
-async fn make_and_end(store: &SqliteStore, count: usize) {
+async fn create_and_end(store: &SqliteStore, count: usize) {
     let calls: Vec<Call> = (0..count).map(|_| call()).collect();
     futures::future::join_all(calls.iter().map(|call| put(store, call))).await;
     let ended: Vec<Call> =
@@ -152,14 +152,14 @@ async fn open_ids(store: &SqliteStore) -> Vec<CallId> {
 }
 
 #[tokio::test]
-async fn a_call_that_stayed_open_for_long_is_found_again() {
+async fn a_long_open_call_is_found_after_reopening() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
     let store = SqliteStore::open(&path).unwrap();
-    make_and_end(&store, 1_500).await;
+    create_and_end(&store, 1_500).await;
     let open = call();
     put(&store, &open).await;
-    make_and_end(&store, 1_500).await;
+    create_and_end(&store, 1_500).await;
     drop(store);
     let store = SqliteStore::open(&path).unwrap();
     assert_eq!(open_ids(&store).await, std::slice::from_ref(&open.id));
@@ -167,13 +167,13 @@ async fn a_call_that_stayed_open_for_long_is_found_again() {
     let mut waiting: Vec<Call> = (0..1_500).map(|_| call()).collect();
     futures::future::join_all(waiting.iter().map(|call| put(&store, call))).await;
     for _ in 0..2 {
-        let coming: Vec<Call> = (0..1_500).map(|_| call()).collect();
-        let turns = waiting.iter().zip(&coming).map(async |(old, new)| {
+        let new_calls: Vec<Call> = (0..1_500).map(|_| call()).collect();
+        let turns = waiting.iter().zip(&new_calls).map(async |(old, new)| {
             let done = ended(old, Status::Succeeded, NOW + 9);
             futures::join!(save(&store, &done), put(&store, new));
         });
         futures::future::join_all(turns).await;
-        waiting = coming;
+        waiting = new_calls;
     }
     drop(store);
     let store = SqliteStore::open(&path).unwrap();
@@ -183,16 +183,16 @@ async fn a_call_that_stayed_open_for_long_is_found_again() {
 
 /// An idle server: every call has ended and was purged before the next one arrives.
 #[tokio::test]
-async fn a_call_that_came_after_everything_was_purged_is_found_again() {
+async fn a_call_created_after_a_full_purge_is_found_after_reopening() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
     let store = SqliteStore::open(&path).unwrap();
     for _ in 0..3 {
-        make_and_end(&store, 1_500).await;
+        create_and_end(&store, 1_500).await;
     }
     let last = call();
     put(&store, &last).await;
-    make_and_end(&store, 1_500).await;
+    create_and_end(&store, 1_500).await;
     save(&store, &ended(&last, Status::Canceled, NOW + 9)).await;
     assert_eq!(store.purge(NOW + 10, 100_000).await.unwrap().calls, 6_001);
     let open = call();
@@ -203,8 +203,8 @@ async fn a_call_that_came_after_everything_was_purged_is_found_again() {
 }
 
 #[tokio::test]
-async fn a_call_that_the_server_ended_is_not_open_for_others() {
-    let (directory, server) = fresh();
+async fn a_call_ended_by_the_server_is_not_open_for_other_connections() {
+    let (directory, server) = open_fresh();
     let (one, two, three) = (call(), call(), call());
     for call in [&one, &two, &three] {
         put(&server, call).await;
@@ -220,35 +220,35 @@ async fn a_call_that_the_server_ended_is_not_open_for_others() {
 }
 
 #[tokio::test]
-async fn what_is_committed_is_seen_by_other_connections_at_once() {
-    let (directory, store) = fresh();
+async fn commits_are_visible_to_other_connections_immediately() {
+    let (directory, store) = open_fresh();
     let path = database_in(&directory);
-    let connection = raw(&path);
-    let beside = SqliteStore::open_for_admin(&path).unwrap();
+    let connection = open_raw(&path);
+    let admin = SqliteStore::open_for_admin(&path).unwrap();
     for n in 1..=20 {
         let made = call();
         put(&store, &made).await;
-        assert_eq!(number(&connection, "SELECT count(*) FROM calls"), n);
-        assert_eq!(read(&beside, &made).await, made);
+        assert_eq!(query_number(&connection, "SELECT count(*) FROM tool_calls"), n);
+        assert_eq!(read(&admin, &made).await, made);
         let next = running(&made);
         save(&store, &next).await;
-        assert_eq!(read(&beside, &made).await, next);
+        assert_eq!(read(&admin, &made).await, next);
     }
 }
 
 /// `toolcrib keys create` while a server runs.
 #[tokio::test]
-async fn a_change_made_beside_the_server_is_seen_by_it() {
-    let (directory, server) = fresh();
+async fn a_directory_change_by_another_process_is_visible_to_the_server() {
+    let (directory, server) = open_fresh();
     let path = database_in(&directory);
     put(&server, &call()).await;
     let operator = SqliteStore::open_for_admin(&path).unwrap();
-    let (change, entry) = added("key_1");
+    let (change, entry) = add_key_change("key_1");
     assert_eq!(operator.change_directory(change, 0, Some(entry)).await.unwrap(), SaveResult::Saved);
     drop(operator);
     assert_eq!(server.directory_version().await.unwrap(), 1);
     assert_eq!(server.directory().await.unwrap().keys.len(), 1);
-    let (change, entry) = added("key_2");
+    let (change, entry) = add_key_change("key_2");
     assert_eq!(
         server.change_directory(change.clone(), 0, None).await.unwrap(),
         SaveResult::Conflict
@@ -260,14 +260,14 @@ async fn a_change_made_beside_the_server_is_seen_by_it() {
 
 /// Copies the files in their current state to another path. The WAL comes last: frames that a
 /// concurrent checkpoint moves into the database are still in it.
-fn crashed(path: &Path, to: &Path) -> SqliteStore {
+fn copy_after_crash(path: &Path, to: &Path) -> SqliteStore {
     std::fs::copy(path, to).unwrap();
-    std::fs::copy(beside(path, "-wal"), beside(to, "-wal")).unwrap();
+    std::fs::copy(file_with_suffix(path, "-wal"), file_with_suffix(to, "-wal")).unwrap();
     SqliteStore::open_for_admin(to).unwrap()
 }
 
 #[tokio::test]
-async fn all_that_was_acknowledged_is_there_after_a_crash() {
+async fn all_acknowledged_changes_are_present_after_a_crash() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
     let store = SqliteStore::open(&path).unwrap();
@@ -287,7 +287,7 @@ async fn all_that_was_acknowledged_is_there_after_a_crash() {
         let done = ended(&acknowledged[last], Status::Succeeded, NOW + 9);
         save(&store, &done).await;
         acknowledged[last] = done;
-        let copy = crashed(&path, &directory.path().join(format!("crashed-{step}.db")));
+        let copy = copy_after_crash(&path, &directory.path().join(format!("crashed-{step}.db")));
         assert_eq!(ids_of(&copy, "p").await.len(), acknowledged.len());
         assert_eq!(history(&copy, of_project("p")).await.len(), acknowledged.len());
         for call in acknowledged.iter().rev().take(20).chain(&acknowledged[..1]) {
@@ -303,23 +303,24 @@ async fn all_that_was_acknowledged_is_there_after_a_crash() {
 /// The power fails during a flush, so the WAL ends at an arbitrary byte. Commits before the tear
 /// are present and complete; a call is never stored without its event.
 #[tokio::test]
-async fn a_torn_log_gives_whole_commits_in_their_order() {
-    let (directory, store) = fresh();
+async fn a_torn_wal_yields_complete_commits_in_order() {
+    let (directory, store) = open_fresh();
     let path = database_in(&directory);
     let mut calls = vec![];
     let mut lengths = vec![];
     for _ in 0..12 {
         calls.push(call());
         put(&store, &calls[calls.len() - 1]).await;
-        lengths.push(std::fs::metadata(beside(&path, "-wal")).unwrap().len());
+        lengths.push(std::fs::metadata(file_with_suffix(&path, "-wal")).unwrap().len());
     }
-    let (database, log) = (std::fs::read(&path).unwrap(), std::fs::read(beside(&path, "-wal")));
+    let (database, log) =
+        (std::fs::read(&path).unwrap(), std::fs::read(file_with_suffix(&path, "-wal")));
     let log = log.unwrap();
     let tears = lengths.iter().flat_map(|length| [length - 5_000, length - 1, *length]);
     for (n, tear) in tears.enumerate() {
         let copy = directory.path().join(format!("torn-{n}.db"));
         std::fs::write(&copy, &database).unwrap();
-        std::fs::write(beside(&copy, "-wal"), &log[..tear as usize]).unwrap();
+        std::fs::write(file_with_suffix(&copy, "-wal"), &log[..tear as usize]).unwrap();
         let torn = SqliteStore::open_for_admin(&copy).unwrap();
         let whole = lengths.iter().filter(|length| **length <= tear).count();
         for (n, call) in calls.iter().enumerate() {
@@ -335,18 +336,18 @@ async fn a_torn_log_gives_whole_commits_in_their_order() {
 /// The server preallocates its WAL in chunks while it is idle, and calls arrive in between. Calls
 /// stored before, between and after are present, even if the machine stops at any of these points.
 #[tokio::test]
-async fn the_log_is_grown_while_nobody_waits_and_nothing_is_lost_by_it() {
+async fn preallocating_the_wal_while_idle_loses_no_call() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
     let store = SqliteStore::open(&path).unwrap();
-    let length = || std::fs::metadata(beside(&path, "-wal")).unwrap().len();
+    let length = || std::fs::metadata(file_with_suffix(&path, "-wal")).unwrap().len();
     let mut stored = vec![call()];
     put(&store, &stored[0]).await;
     let first = length();
-    assert!(first < 2 << 20, "the start does not wait for it: {first} bytes");
+    assert!(first < 2 << 20, "preallocation does not delay the start: {first} bytes");
     while length() < 20 << 20 {
         let seen = length();
-        let copy = crashed(&path, &directory.path().join(format!("at-{seen}.db")));
+        let copy = copy_after_crash(&path, &directory.path().join(format!("at-{seen}.db")));
         assert_eq!(ids_of(&copy, "p").await.len(), stored.len());
         assert_eq!(copy.check_integrity().await.unwrap(), "ok");
         while length() == seen {
@@ -357,8 +358,8 @@ async fn the_log_is_grown_while_nobody_waits_and_nothing_is_lost_by_it() {
     }
     let calls: Vec<Call> = (0..500).map(|_| call()).collect();
     futures::future::join_all(calls.iter().map(|call| put(&store, call))).await;
-    assert_eq!(length(), 20 << 20, "it is written over, and not made longer");
-    let copy = crashed(&path, &directory.path().join("grown.db"));
+    assert_eq!(length(), 20 << 20, "the preallocated WAL is overwritten, not extended");
+    let copy = copy_after_crash(&path, &directory.path().join("grown.db"));
     assert_eq!(ids_of(&copy, "p").await.len(), stored.len() + calls.len());
     for call in stored.iter().chain(&calls) {
         assert_eq!(read(&copy, call).await, *call);

@@ -26,7 +26,7 @@ const TEST: &str = "a_full_disk_refuses_writes_and_nothing_else";
 fn a_full_disk_refuses_writes_and_nothing_else() {
     if std::env::var_os(ALONE).is_some() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        return runtime.block_on(alone());
+        return runtime.block_on(run_alone());
     }
     let (_, module) = module_path!().split_once("::").unwrap();
     // The signal that accompanies the limit would end the process; a full disk sends no signal.
@@ -37,10 +37,10 @@ fn a_full_disk_refuses_writes_and_nothing_else() {
         .env(ALONE, "yes")
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&ran.stdout);
-    let told = String::from_utf8_lossy(&ran.stderr);
-    assert!(ran.status.success(), "{said}\n{told}");
-    assert!(said.contains("1 passed"), "{said}\n{told}");
+    let stdout = String::from_utf8_lossy(&ran.stdout);
+    let stderr = String::from_utf8_lossy(&ran.stderr);
+    assert!(ran.status.success(), "{stdout}\n{stderr}");
+    assert!(stdout.contains("1 passed"), "{stdout}\n{stderr}");
 }
 
 /// Prevents every file from growing beyond this size, until `make_room` is called.
@@ -54,7 +54,7 @@ fn make_room() {
     setrlimit(Resource::Fsize, Rlimit { current: maximum, maximum }).unwrap();
 }
 
-async fn alone() {
+async fn run_alone() {
     let directory = tempfile::tempdir().unwrap();
     let path = database_in(&directory);
     let store = SqliteStore::open_for_admin(&path).unwrap();
@@ -63,10 +63,10 @@ async fn alone() {
     // Again with the settings of a server, and on the database that the first pass left behind.
     let store = SqliteStore::open(&path).unwrap();
     survives_a_full_disk(&store).await;
-    let there = ids_of(&store, "p").await;
+    let stored = ids_of(&store, "p").await;
     drop(store);
     let store = SqliteStore::open(&path).unwrap();
-    assert_eq!(ids_of(&store, "p").await, there);
+    assert_eq!(ids_of(&store, "p").await, stored);
     assert_eq!(store.check_integrity().await.unwrap(), "ok");
 }
 
@@ -81,14 +81,14 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     let waiting = put_with_status(store, &call(), Status::Running).await;
     // More than the WAL holds after the database was created.
     fill_up(700_000);
-    let (mut taken, mut refused) = (vec![], vec![]);
+    let (mut accepted, mut refused) = (vec![], vec![]);
     for _ in 0..200 {
         let call = large();
         let key = Some(key("ada", call.id.as_str(), "f"));
         let created = creating(store, &call, vec![requested()], key).await;
         if created.is_ok() {
-            assert!(refused.is_empty(), "there was no room, and none was made");
-            taken.push(call);
+            assert!(refused.is_empty(), "no write succeeds after the disk is full");
+            accepted.push(call);
         } else {
             assert!(is_unavailable(&created), "{created:?}");
             refused.push(call);
@@ -97,14 +97,14 @@ async fn survives_a_full_disk(store: &SqliteStore) {
             break;
         }
     }
-    assert!(!taken.is_empty() && refused.len() == 5, "{} {}", taken.len(), refused.len());
+    assert!(!accepted.is_empty() && refused.len() == 5, "{} {}", accepted.len(), refused.len());
     let mut done = ended(&waiting, Status::Succeeded, NOW + 9);
     // Larger than the refused calls, so that it does not fit into the remaining space.
     let result = json(&format!("\"{}\"", "y".repeat(60_000)));
     done.outcome.as_mut().unwrap().data = Some(result);
     assert!(is_unavailable(&saving(store, &done, vec![requested()]).await));
     // None of the refused writes had an effect, and everything can be read.
-    for call in &taken {
+    for call in &accepted {
         assert_eq!(read(store, call).await, *call);
         assert_eq!(history(store, of_call(call)).await.len(), 1);
     }
@@ -112,8 +112,8 @@ async fn survives_a_full_disk(store: &SqliteStore) {
         assert_eq!(found(store, call).await, None);
     }
     assert_eq!(read(store, &waiting).await, waiting);
-    let told = history(store, of_project("p")).await.len();
-    assert_eq!(told, ids_of(store, "p").await.len(), "one event for each call");
+    let events = history(store, of_project("p")).await.len();
+    assert_eq!(events, ids_of(store, "p").await.len(), "one event for each call");
     assert_eq!(store.check_integrity().await.unwrap(), "ok");
     make_room();
     store.check_health().await.unwrap();
@@ -122,5 +122,5 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     }
     save(store, &done).await;
     assert_eq!(read(store, &done).await, done);
-    assert_eq!(history(store, of_project("p")).await.len(), told + refused.len());
+    assert_eq!(history(store, of_project("p")).await.len(), events + refused.len());
 }

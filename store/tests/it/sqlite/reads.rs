@@ -19,7 +19,7 @@ const PAGE: usize = 20;
 const BUDGET: u64 = 1 << 20;
 
 /// Returns one of many finished calls, with a few open and failed ones among them.
-fn nth(n: u64) -> Call {
+fn nth_call(n: u64) -> Call {
     let at = call_at(NOW + n * 1_000);
     let (project, run) = (if n % 500 == 7 { "small" } else { "p" }, format!("run-{}", n / 50));
     let tool = if n % 100 == 3 { "rare.tool" } else { "weather.query" };
@@ -42,7 +42,7 @@ fn nth(n: u64) -> Call {
 }
 
 async fn fill(store: &SqliteStore) -> Vec<Call> {
-    let calls: Vec<Call> = (0..CALLS).map(nth).collect();
+    let calls: Vec<Call> = (0..CALLS).map(nth_call).collect();
     for some in calls.chunks(1_000) {
         let creates = some.iter().map(|call| {
             let key = Some(key("ada", call.id.as_str(), "f"));
@@ -63,9 +63,9 @@ async fn bytes_read() -> u64 {
     tokio::task::spawn_blocking(read).await.unwrap()
 }
 
-async fn within_budget<T>(what: &str, look: impl Future<Output = T>) -> T {
+async fn within_budget<T>(what: &str, reading: impl Future<Output = T>) -> T {
     let before = bytes_read().await;
-    let seen = look.await;
+    let seen = reading.await;
     let bytes = bytes_read().await - before;
     assert!(bytes < BUDGET, "{what} read {bytes} bytes");
     seen
@@ -103,7 +103,7 @@ fn filters() -> Vec<CallFilter> {
 }
 
 #[test]
-fn a_page_of_any_list_reads_little_of_a_large_table() {
+fn every_list_page_reads_only_a_small_part_of_a_large_table() {
     with_one_reader(async {
         let directory = tempfile::tempdir().unwrap();
         let path = database_in(&directory);
@@ -131,7 +131,7 @@ fn a_page_of_any_list_reads_little_of_a_large_table() {
 }
 
 #[test]
-fn a_call_and_its_events_are_found_without_a_search() {
+fn a_call_and_its_events_are_read_without_a_table_scan() {
     with_one_reader(async {
         let directory = tempfile::tempdir().unwrap();
         let store = SqliteStore::open(&database_in(&directory)).unwrap();

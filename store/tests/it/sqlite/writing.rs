@@ -10,16 +10,16 @@ use toolcrib::ports::store::{CreateCallResult, SaveResult, Store};
 use toolcrib::{CallRequest, Caller, Effect, Engine, Fault, FnTool};
 use toolcrib_store::SqliteStore;
 
-use super::{fresh, is_unavailable, raw};
+use super::{is_unavailable, open_fresh, open_raw};
 use crate::support::{
-    self, Answer, NOW, beside, call, database_in, ended, found, history, ids_of, of_call,
+    self, Answer, NOW, call, database_in, ended, file_with_suffix, found, history, ids_of, of_call,
     of_project, put, read, record, requested, running, save, saving,
 };
 
 /// Returns the number of transactions committed since the WAL was created: the counter `iChange` in
 /// the header of the WAL index (sqlite.org/walformat.html).
-fn commits(path: &Path) -> u32 {
-    let index = std::fs::read(beside(path, "-shm")).unwrap();
+fn commit_count(path: &Path) -> u32 {
+    let index = std::fs::read(file_with_suffix(path, "-shm")).unwrap();
     u32::from_ne_bytes(index[8..12].try_into().unwrap())
 }
 
@@ -28,21 +28,21 @@ fn creating<'a>(store: &'a dyn Store, call: &Call) -> Answer<'a, CreateCallResul
 }
 
 /// Polls each request once, which sends its change to the writer; none can be finished yet.
-async fn begin(answers: &mut [Answer<'_, CreateCallResult>]) {
+async fn submit(answers: &mut [Answer<'_, CreateCallResult>]) {
     for answer in answers {
         assert!(futures::poll!(answer.as_mut()).is_pending());
     }
 }
 
 #[tokio::test]
-async fn commits_are_counted() {
-    let (directory, store) = fresh();
+async fn sequential_writes_use_one_commit_each() {
+    let (directory, store) = open_fresh();
     let path = database_in(&directory);
-    let before = commits(&path);
+    let before = commit_count(&path);
     for _ in 0..5 {
         put(&store, &call()).await;
     }
-    assert_eq!(commits(&path) - before, 5, "one at a time, each is its own commit");
+    assert_eq!(commit_count(&path) - before, 5, "sequential writes do not share a commit");
 }
 
 #[tokio::test]
@@ -51,30 +51,30 @@ async fn a_thousand_concurrent_creates_share_a_few_commits() {
     let path = database_in(&directory);
     let store = SqliteStore::open(&path).unwrap();
     let calls: Vec<Call> = (0..1_000).map(|_| call()).collect();
-    let before = commits(&path);
+    let before = commit_count(&path);
     let mut answers: Vec<_> = calls.iter().map(|call| creating(&store, call)).collect();
     // All requests queue up while another program writes.
-    let other = raw(&path);
+    let other = open_raw(&path);
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
-    begin(&mut answers).await;
+    submit(&mut answers).await;
     other.execute_batch("ROLLBACK").unwrap();
     for answer in answers {
         assert!(matches!(answer.await.unwrap(), CreateCallResult::New));
     }
-    let used = commits(&path) - before;
+    let used = commit_count(&path) - before;
     assert!((1..=10).contains(&used), "{used} commits for 1000 calls");
     assert_eq!(ids_of(&store, "p").await.len(), 1_000);
     assert_eq!(history(&store, of_project("p")).await.len(), 1_000);
 }
 
 #[tokio::test]
-async fn whoever_stops_waiting_does_not_undo_the_change() {
-    let (directory, store) = fresh();
-    let other = raw(&database_in(&directory));
+async fn dropping_a_pending_write_does_not_undo_it() {
+    let (directory, store) = open_fresh();
+    let other = open_raw(&database_in(&directory));
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
     let (left, stayed) = (call(), call());
     let mut answers = vec![creating(&store, &left), creating(&store, &stayed)];
-    begin(&mut answers).await;
+    submit(&mut answers).await;
     let waiting = answers.pop().unwrap();
     drop(answers);
     other.execute_batch("ROLLBACK").unwrap();
@@ -83,15 +83,15 @@ async fn whoever_stops_waiting_does_not_undo_the_change() {
 }
 
 #[tokio::test]
-async fn everything_handed_over_is_committed_before_the_store_is_gone() {
-    let (directory, store) = fresh();
+async fn dropping_the_store_commits_all_submitted_changes() {
+    let (directory, store) = open_fresh();
     let path = database_in(&directory);
     let calls: Vec<Call> = (0..100).map(|_| call()).collect();
     {
         let mut answers: Vec<_> = calls.iter().map(|call| creating(&store, call)).collect();
-        let other = raw(&path);
+        let other = open_raw(&path);
         other.execute_batch("BEGIN IMMEDIATE").unwrap();
-        begin(&mut answers).await;
+        submit(&mut answers).await;
     }
     drop(store);
     let store = SqliteStore::open_for_admin(&path).unwrap();
@@ -101,26 +101,26 @@ async fn everything_handed_over_is_committed_before_the_store_is_gone() {
 /// The database rejects one event in the middle of a group, after much of the group was written:
 /// each reply is correct, and no change is stored partially.
 #[tokio::test]
-async fn a_group_that_fails_in_the_middle_leaves_nothing_behind() {
-    let (directory, store) = fresh();
-    let other = raw(&database_in(&directory));
-    let (there, before, after) = (call(), call(), call());
-    put(&store, &there).await;
+async fn a_failed_commit_group_leaves_no_partial_changes() {
+    let (directory, store) = open_fresh();
+    let other = open_raw(&database_in(&directory));
+    let (existing, before, after) = (call(), call(), call());
+    put(&store, &existing).await;
     let refuse = "CREATE TRIGGER no BEFORE INSERT ON events WHEN NEW.kind = 'tool.call.late' \
                   BEGIN SELECT RAISE(ABORT, 'not this one'); END; BEGIN IMMEDIATE;";
     other.execute_batch(refuse).unwrap();
-    let done = ended(&there, Status::Succeeded, NOW + 9);
+    let done = ended(&existing, Status::Succeeded, NOW + 9);
     let records = vec![record(EventKind::Finished), record(EventKind::ReportIgnored)];
     let mut end = saving(&store, &done, records.clone());
     let mut answers = vec![creating(&store, &before)];
-    begin(&mut answers).await;
+    submit(&mut answers).await;
     assert!(futures::poll!(end.as_mut()).is_pending());
     answers.push(creating(&store, &after));
-    begin(&mut answers[1..]).await;
+    submit(&mut answers[1..]).await;
     other.execute_batch("ROLLBACK").unwrap();
     let saved = end.await;
     assert!(is_unavailable(&saved), "{saved:?}");
-    assert_eq!(read(&store, &there).await, there);
+    assert_eq!(read(&store, &existing).await, existing);
     let mut events = 1;
     for (call, answer) in [&before, &after].into_iter().zip(answers) {
         let stored = answer.await.is_ok();
@@ -129,27 +129,27 @@ async fn a_group_that_fails_in_the_middle_leaves_nothing_behind() {
     }
     assert_eq!(history(&store, of_project("p")).await.len(), events);
     put(&store, &call()).await;
-    assert_eq!(store.open_calls(0, 1).await.unwrap()[0].call, there, "it has not ended");
+    assert_eq!(store.open_calls(0, 1).await.unwrap()[0].call, existing, "the call has not ended");
     other.execute_batch("DROP TRIGGER no").unwrap();
     assert_eq!(saving(&store, &done, records).await.unwrap(), SaveResult::Saved);
-    assert_eq!(history(&store, of_call(&there)).await.len(), 3);
-    assert_eq!(read(&store, &there).await, done);
+    assert_eq!(history(&store, of_call(&existing)).await.len(), 3);
+    assert_eq!(read(&store, &existing).await, done);
 }
 
 /// Takes as long as the store waits for a lock: five seconds.
 #[tokio::test]
-async fn a_locked_database_refuses_writes_and_nothing_else() {
-    let (directory, store) = fresh();
+async fn a_locked_database_refuses_writes_but_serves_reads() {
+    let (directory, store) = open_fresh();
     let path = database_in(&directory);
-    let (kept, refused) = (call(), call());
-    put(&store, &kept).await;
-    let other = raw(&path);
+    let (stored_call, refused) = (call(), call());
+    put(&store, &stored_call).await;
+    let other = open_raw(&path);
     other.execute_batch("BEGIN EXCLUSIVE").unwrap();
     let mut answers = vec![creating(&store, &refused)];
-    begin(&mut answers).await;
+    submit(&mut answers).await;
     let reads = async {
         for _ in 0..50 {
-            assert_eq!(read(&store, &kept).await, kept);
+            assert_eq!(read(&store, &stored_call).await, stored_call);
             assert_eq!(ids_of(&store, "p").await.len(), 1);
             assert_eq!(store.directory_version().await.unwrap(), 0);
         }
@@ -161,15 +161,15 @@ async fn a_locked_database_refuses_writes_and_nothing_else() {
     assert_eq!(history(&store, of_project("p")).await.len(), 1);
     store.check_health().await.unwrap();
     put(&store, &refused).await;
-    save(&store, &running(&kept)).await;
+    save(&store, &running(&stored_call)).await;
     let numbers: Vec<u64> =
         history(&store, of_project("p")).await.iter().map(|event| event.number).collect();
-    assert_eq!(numbers, [1, 2], "what was refused took no number");
+    assert_eq!(numbers, [1, 2], "refused writes use no event number");
 }
 
 /// Uses the engine's real event records: one more fact in any of them would cost every call a row.
 #[tokio::test]
-async fn a_call_that_is_over_at_once_is_one_row() {
+async fn a_call_that_ends_in_its_first_commit_is_one_row() {
     #[derive(serde::Deserialize, schemars::JsonSchema)]
     struct Nothing {}
     let directory = tempfile::tempdir().unwrap();
@@ -180,11 +180,11 @@ async fn a_call_that_is_over_at_once_is_one_row() {
     let engine = builder.start().await.unwrap();
     let caller = Caller::local("default");
     for _ in 0..3 {
-        engine.invoke(&caller, CallRequest::new("t.noop", "{}").unwrap()).await.unwrap();
+        engine.calls().invoke(&caller, CallRequest::new("t.noop", "{}").unwrap()).await.unwrap();
     }
     let rows = |table: &str| -> i64 {
         let sql = format!("SELECT count(*) FROM {table}");
-        raw(&path).query_row(&sql, [], |row| row.get(0)).unwrap()
+        open_raw(&path).query_row(&sql, [], |row| row.get(0)).unwrap()
     };
-    assert_eq!((rows("calls"), rows("events")), (3, 0));
+    assert_eq!((rows("tool_calls"), rows("events")), (3, 0));
 }

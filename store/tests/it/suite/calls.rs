@@ -1,12 +1,12 @@
 //! Calls: a stored call reads back unchanged, and a save replaces exactly the preceding version.
 
 use serde_json::json as value;
+use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{Call, FailedAttempt, Hold, Origin, Status, Target};
-use toolcrib::domain::elicitation::Elicitation;
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::retry::Backoff;
-use toolcrib::domain::tool::{Effect, Executor};
+use toolcrib::domain::tool::{Effect, Executor, SourceTraits};
 use toolcrib::domain::utp::Route;
 use toolcrib::ports::store::{SaveResult, Store};
 
@@ -47,12 +47,18 @@ fn full_call() -> Call {
             tool: "weather.query".into(),
             version: "a1b2".into(),
             executor: Executor::Client,
+            traits: Executor::Client.traits(),
             effect: Effect::Idempotent,
             args: json(r#"{"city":"Oslo"}"#),
         },
         fallbacks: vec![
             target("weather.backup", r#"{"q":"Oslo"}"#),
-            Target { effect: Effect::Irreversible, ..target("weather.third", "[1]") },
+            Target {
+                effect: Effect::Irreversible,
+                // Traits that are not those of the executor are stored.
+                traits: SourceTraits { retries: false, ..Executor::Builtin.traits() },
+                ..target("weather.third", "[1]")
+            },
         ],
         max_retries: 7,
         backoff: Backoff { initial_ms: 11, factor: 1.7, max_ms: 1_234, jitter: 0.1 },
@@ -75,52 +81,54 @@ pub async fn a_new_call_is_read_back_field_by_field(store: &dyn Store) {
 
 pub async fn arguments_and_results_keep_their_text(store: &dyn Store) {
     let text = r#"{ "price": 1.10, "big": 12345678901234567890.0100, "a":1, "a":2 }"#;
-    let mut asked = call();
-    asked.args = json(text);
-    asked.target.args = json(text);
-    asked.fallbacks = vec![target("weather.backup", r#"{"price":2.50}"#)];
-    put(store, &asked).await;
-    let mut done = ended(&asked, Status::Succeeded, NOW + 1);
+    let mut requested = call();
+    requested.args = json(text);
+    requested.target.args = json(text);
+    requested.fallbacks = vec![target("weather.backup", r#"{"price":2.50}"#)];
+    put(store, &requested).await;
+    let mut done = ended(&requested, Status::Succeeded, NOW + 1);
     done.outcome.as_mut().unwrap().data = Some(json("1.10"));
     save(store, &done).await;
-    let stored = read(store, &asked).await;
+    let stored = read(store, &requested).await;
     assert_eq!(stored.target.args.text(), text);
     assert_eq!(stored.fallbacks[0].args.text(), r#"{"price":2.50}"#);
     assert_eq!(stored.outcome.unwrap().data.unwrap().text(), "1.10");
 }
 
-pub async fn text_of_every_kind_is_kept(store: &dyn Store) {
-    let odd = "Zürich 東京 🦀 'quoted' \"twice\" %_\\ \u{202e} ; DROP TABLE calls";
+pub async fn unusual_characters_are_preserved(store: &dyn Store) {
+    let odd_text = "Zürich 東京 🦀 'quoted' \"twice\" %_\\ \u{202e} ; DROP TABLE calls";
     // Names cannot contain this character: the transports refuse it.
-    let odder = format!("{odd} \u{0}");
-    let mut strange = call();
-    strange.project = odd.into();
-    strange.run_id = format!("run {odd}");
-    strange.origin.user_id = Some(odder.clone());
-    strange.args = toolcrib::Json::from_value(&value!({ odder.as_str(): odder }));
-    strange.target.args = strange.args.clone();
-    put(store, &strange).await;
-    assert_eq!(read(store, &strange).await, strange);
-    assert_eq!(ids_of(store, odd).await, [strange.id]);
+    let odd_text_with_nul = format!("{odd_text} \u{0}");
+    let mut odd_call = call();
+    odd_call.project = odd_text.into();
+    odd_call.run_id = format!("run {odd_text}");
+    odd_call.origin.user_id = Some(odd_text_with_nul.clone());
+    odd_call.args =
+        toolcrib::Json::from_value(&value!({ odd_text_with_nul.as_str(): odd_text_with_nul }));
+    odd_call.target.args = odd_call.args.clone();
+    put(store, &odd_call).await;
+    assert_eq!(read(store, &odd_call).await, odd_call);
+    assert_eq!(ids_of(store, odd_text).await, [odd_call.id]);
 }
 
-pub async fn an_unknown_call_is_none(store: &dyn Store) {
+pub async fn an_unknown_call_is_not_found(store: &dyn Store) {
     put(store, &call()).await;
     assert_eq!(found(store, &call()).await, None);
 }
 
-pub async fn a_call_of_another_project_is_none(store: &dyn Store) {
-    let mine = call();
-    put(store, &mine).await;
-    let theirs = Call { project: "q".into(), ..mine.clone() };
-    assert_eq!(found(store, &theirs).await, None);
-    append(store, &theirs, record(EventKind::ReportIgnored)).await;
-    assert_eq!(history(store, of_call(&theirs)).await, []);
-    assert_eq!(store.last_event_number(of_call(&theirs)).await.unwrap(), 0);
-    let stolen = saving(store, &running(&theirs), vec![record(EventKind::Started)]).await.unwrap();
-    assert_eq!(stolen, SaveResult::Conflict);
-    assert_eq!(read(store, &mine).await, mine);
-    assert_eq!(history(store, of_call(&mine)).await.len(), 1);
+pub async fn a_call_is_not_found_in_another_project(store: &dyn Store) {
+    let own_call = call();
+    put(store, &own_call).await;
+    let foreign_call = Call { project: "q".into(), ..own_call.clone() };
+    assert_eq!(found(store, &foreign_call).await, None);
+    append(store, &foreign_call, record(EventKind::ReportIgnored)).await;
+    assert_eq!(history(store, of_call(&foreign_call)).await, []);
+    assert_eq!(store.last_event_number(of_call(&foreign_call)).await.unwrap(), 0);
+    let overwritten =
+        saving(store, &running(&foreign_call), vec![record(EventKind::Started)]).await.unwrap();
+    assert_eq!(overwritten, SaveResult::Conflict);
+    assert_eq!(read(store, &own_call).await, own_call);
+    assert_eq!(history(store, of_call(&own_call)).await.len(), 1);
 }
 
 pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
@@ -131,7 +139,7 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }
-    let dialogue = |open: bool| {
+    let elicitation_with = |open: bool| {
         let word = |key: &str| [(key.to_owned(), value!({ "n": 1 }))].into_iter().collect();
         let open = if open { word("name") } else { Default::default() };
         Some(Box::new(Elicitation {
@@ -141,22 +149,23 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
             handle: Some("task-7".into()),
         }))
     };
-    let asking = Call { hold: Some(Hold::Input), elicitation: dialogue(true), ..call() };
-    let answered = Call { elicitation: dialogue(false), ..call() };
+    let asking = Call { hold: Some(Hold::Input), elicitation: elicitation_with(true), ..call() };
+    let answered = Call { elicitation: elicitation_with(false), ..call() };
     for held in [asking, answered] {
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }
     let other = call();
     put(store, &other).await;
-    let asked = Origin { predecessor: Some(other.id.clone()), ..call().origin };
-    let behind = Call { hold: Some(Hold::Predecessor { timeout_ms: 70 }), origin: asked, ..call() };
-    put(store, &behind).await;
-    assert_eq!(read(store, &behind).await, behind);
-    let (hold, deadline_ms) = (Some(Hold::Queue), behind.deadline_ms - 5);
-    let in_line = Call { hold, deadline_ms, version: behind.version + 1, ..behind };
-    assert_eq!(saving(store, &in_line, vec![]).await.unwrap(), SaveResult::Saved);
-    assert_eq!(read(store, &in_line).await, in_line);
+    let requested = Origin { predecessor: Some(other.id.clone()), ..call().origin };
+    let dependent =
+        Call { hold: Some(Hold::Predecessor { timeout_ms: 70 }), origin: requested, ..call() };
+    put(store, &dependent).await;
+    assert_eq!(read(store, &dependent).await, dependent);
+    let (hold, deadline_ms) = (Some(Hold::Queue), dependent.deadline_ms - 5);
+    let queued = Call { hold, deadline_ms, version: dependent.version + 1, ..dependent };
+    assert_eq!(saving(store, &queued, vec![]).await.unwrap(), SaveResult::Saved);
+    assert_eq!(read(store, &queued).await, queued);
     for status in Status::ALL {
         let waiting = call();
         let next = match status {
@@ -168,12 +177,12 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
         save(store, &next).await;
         assert_eq!(read(store, &waiting).await, next);
         if status == Status::Succeeded {
-            let (asked, mut partly) = (call(), next.clone());
-            partly.id = asked.id.clone();
-            partly.outcome.as_mut().unwrap().partial = true;
-            put(store, &asked).await;
-            save(store, &partly).await;
-            assert_eq!(read(store, &asked).await, partly);
+            let (requested, mut partial_call) = (call(), next.clone());
+            partial_call.id = requested.id.clone();
+            partial_call.outcome.as_mut().unwrap().partial = true;
+            put(store, &requested).await;
+            save(store, &partial_call).await;
+            assert_eq!(read(store, &requested).await, partial_call);
         }
         // A call may also be stored for the first time in its later state.
         let at_once = Call { id: call().id, version: 1, ..next };
@@ -182,12 +191,12 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
     }
 }
 
-pub async fn a_fault_is_read_back_with_all_it_says(store: &dyn Store) {
+pub async fn a_fault_is_read_back_with_all_fields(store: &dyn Store) {
     let detail = value!({ "problems": [{ "at": "/city", "why": "fehlt 🦀" }], "n": 1.5 });
     for code in Code::all() {
         let plain = Fault::new(code, "the sky fell");
-        let told = Fault::new(code, "").with_detail(detail.clone()).without_side_effect();
-        for fault in [plain, told.clone().retryable(true), told.retryable(false)] {
+        let detailed = Fault::new(code, "").with_detail(detail.clone()).without_side_effect();
+        for fault in [plain, detailed.clone().retryable(true), detailed.retryable(false)] {
             let waiting = call();
             put(store, &waiting).await;
             let mut failed = ended(&waiting, Status::Failed, NOW + 9);
@@ -198,7 +207,7 @@ pub async fn a_fault_is_read_back_with_all_it_says(store: &dyn Store) {
     }
 }
 
-pub async fn what_a_tool_gave_and_was_refused_is_kept_with_its_fault(store: &dyn Store) {
+pub async fn a_rejected_raw_result_is_stored_with_its_fault(store: &dyn Store) {
     let raw = r#"{ "price": 1.10, "deep": [[["🦀", null]]] }"#;
     let waiting = call();
     put(store, &waiting).await;
@@ -209,11 +218,11 @@ pub async fn what_a_tool_gave_and_was_refused_is_kept_with_its_fault(store: &dyn
     let stored = read(store, &waiting).await;
     assert_eq!(stored, failed);
     let kept = stored.outcome.unwrap().error.unwrap().raw.unwrap();
-    assert_eq!(kept.text(), raw, "as it was given");
+    assert_eq!(kept.text(), raw, "the raw text is unchanged");
 }
 
 /// Applies a fallback like `lifecycle`: it leaves the list, and its attempts are counted from zero.
-fn fallen_back(call: &Call) -> Call {
+fn apply_fallback(call: &Call) -> Call {
     let mut next = running(call);
     next.target = next.fallbacks.remove(0);
     next.target_attempts = 0;
@@ -221,28 +230,29 @@ fn fallen_back(call: &Call) -> Call {
     next
 }
 
-pub async fn an_alternate_in_the_targets_place_is_read_back(store: &dyn Store) {
-    let alternates = vec![target("weather.backup", r#"{"q":1.10}"#), target("weather.third", "[]")];
-    let first = Call { fallbacks: alternates, ..call() };
+pub async fn a_fallback_that_became_the_target_is_read_back(store: &dyn Store) {
+    let alternatives =
+        vec![target("weather.backup", r#"{"q":1.10}"#), target("weather.third", "[]")];
+    let first = Call { fallbacks: alternatives, ..call() };
     put(store, &first).await;
-    let fallen = fallen_back(&first);
-    save(store, &fallen).await;
+    let fallback_call = apply_fallback(&first);
+    save(store, &fallback_call).await;
     let stored = read(store, &first).await;
-    assert_eq!(stored, fallen);
+    assert_eq!(stored, fallback_call);
     assert_eq!(stored.target.args.text(), r#"{"q":1.10}"#);
-    let again = running(&fallen);
+    let again = running(&fallback_call);
     save(store, &again).await;
     assert_eq!(read(store, &first).await, again);
 }
 
-pub async fn an_alternate_of_the_same_name_keeps_its_own_arguments(store: &dyn Store) {
-    let alternates = vec![target("weather.query", r#"{"city":"Bergen"}"#)];
-    let first = Call { fallbacks: alternates, ..call() };
+pub async fn a_fallback_to_the_same_tool_keeps_its_own_arguments(store: &dyn Store) {
+    let alternatives = vec![target("weather.query", r#"{"city":"Bergen"}"#)];
+    let first = Call { fallbacks: alternatives, ..call() };
     put(store, &first).await;
-    let fallen = fallen_back(&first);
-    save(store, &fallen).await;
+    let fallback_call = apply_fallback(&first);
+    save(store, &fallback_call).await;
     assert_eq!(read(store, &first).await.target.args.text(), r#"{"city":"Bergen"}"#);
-    save(store, &running(&fallen)).await;
+    save(store, &running(&fallback_call)).await;
     assert_eq!(read(store, &first).await.target.args.text(), r#"{"city":"Bergen"}"#);
 }
 
@@ -259,12 +269,12 @@ pub async fn saving_the_next_version_replaces_the_call(store: &dyn Store) {
     assert_eq!(read(store, &other).await, other);
 }
 
-pub async fn saving_a_stale_version_changes_nothing(store: &dyn Store) {
+pub async fn saving_a_stale_version_is_a_conflict(store: &dyn Store) {
     let first = call();
     put(store, &first).await;
     let second = running(&first);
     save(store, &second).await;
-    let told = history(store, of_call(&first)).await;
+    let before = history(store, of_call(&first)).await;
     for version in [0, 1, 2, 4, 9] {
         let stale = Call { version, ..ended(&first, Status::Canceled, NOW + 1) };
         let late = vec![record(EventKind::Canceled)];
@@ -275,10 +285,10 @@ pub async fn saving_a_stale_version_changes_nothing(store: &dyn Store) {
         );
     }
     assert_eq!(read(store, &first).await, second);
-    assert_eq!(history(store, of_call(&first)).await, told);
+    assert_eq!(history(store, of_call(&first)).await, before);
 }
 
-pub async fn saving_an_unknown_call_is_stale(store: &dyn Store) {
+pub async fn saving_an_unknown_call_is_a_conflict(store: &dyn Store) {
     let unknown = running(&call());
     let records = vec![record(EventKind::Started)];
     assert_eq!(saving(store, &unknown, records).await.unwrap(), SaveResult::Conflict);
@@ -286,7 +296,7 @@ pub async fn saving_an_unknown_call_is_stale(store: &dyn Store) {
     assert_eq!(history(store, of_call(&unknown)).await, []);
 }
 
-pub async fn of_many_savers_of_one_version_one_wins(store: &dyn Store) {
+pub async fn one_of_many_concurrent_saves_of_a_version_succeeds(store: &dyn Store) {
     let first = call();
     put(store, &first).await;
     let saved = on_threads(8, async |n| {
@@ -301,12 +311,12 @@ pub async fn of_many_savers_of_one_version_one_wins(store: &dyn Store) {
         .collect();
     assert_eq!(winners.len(), 1);
     assert_eq!(read(store, &first).await.node, Some(format!("node-{}", winners[0])));
-    let told = history(store, of_call(&first)).await;
-    assert_eq!(told.len(), 2);
-    assert_eq!(told[1].record.data["node"], winners[0]);
+    let events = history(store, of_call(&first)).await;
+    assert_eq!(events.len(), 2);
+    assert_eq!(events[1].record.data["node"], winners[0]);
 }
 
-pub async fn the_store_says_it_is_well(store: &dyn Store) {
+pub async fn the_health_check_succeeds(store: &dyn Store) {
     store.check_health().await.unwrap();
     put(store, &call()).await;
     store.check_health().await.unwrap();

@@ -16,12 +16,12 @@ use crate::support::{
 
 const URL: &str = "https://hooks.example/done?a=1";
 
-fn told(call: Call) -> Call {
+fn with_callback_url(call: Call) -> Call {
     let callback_url = Some(URL.to_owned());
     Call { origin: Origin { callback_url, ..call.origin.clone() }, ..call }
 }
 
-async fn one(store: &dyn Store, call: &Call) -> Option<(Delivery, Vec<DeliveryAttempt>)> {
+async fn read_delivery(store: &dyn Store, call: &Call) -> Option<(Delivery, Vec<DeliveryAttempt>)> {
     store.delivery(&call.project, &call.id).await.unwrap()
 }
 
@@ -31,57 +31,61 @@ async fn pending(store: &dyn Store) -> Vec<CallId> {
 }
 
 async fn put_due(store: &dyn Store, at_ms: u64) -> Delivery {
-    let fresh = told(call_at(at_ms - 1));
+    let fresh = with_callback_url(call_at(at_ms - 1));
     put(store, &fresh).await;
     save(store, &ended(&fresh, Status::Succeeded, at_ms)).await;
-    one(store, &fresh).await.unwrap().0
+    read_delivery(store, &fresh).await.unwrap().0
 }
 
-fn answered(code: u16) -> DeliveryResponse {
+fn response(code: u16) -> DeliveryResponse {
     DeliveryResponse { result: Ok(code), retry_after_ms: None }
 }
 
-pub async fn a_delivery_is_stored_with_its_call_and_due_with_its_end(store: &dyn Store) {
-    let fresh = told(call());
+pub async fn a_delivery_is_stored_with_its_call_and_due_when_it_ends(store: &dyn Store) {
+    let fresh = with_callback_url(call());
     put(store, &fresh).await;
     let expected = Delivery::for_call(&fresh).unwrap();
-    assert_eq!(one(store, &fresh).await, Some((expected.clone(), vec![])));
+    assert_eq!(read_delivery(store, &fresh).await, Some((expected.clone(), vec![])));
     assert_eq!((expected.status, expected.url.as_str()), (DeliveryStatus::AwaitingOutcome, URL));
     let begun = running(&fresh);
     save(store, &begun).await;
-    assert_eq!(one(store, &fresh).await, Some((expected.clone(), vec![])), "still under way");
+    assert_eq!(
+        read_delivery(store, &fresh).await,
+        Some((expected.clone(), vec![])),
+        "the call still runs"
+    );
     assert_eq!(pending(store).await, []);
     save(store, &ended(&begun, Status::Failed, NOW + 70)).await;
     let due = expected.after_call_ended(NOW + 70).unwrap();
-    assert_eq!(one(store, &fresh).await, Some((due, vec![])));
+    assert_eq!(read_delivery(store, &fresh).await, Some((due, vec![])));
     assert_eq!(pending(store).await, [fresh.id]);
 }
 
-pub async fn a_call_without_a_url_has_no_delivery(store: &dyn Store) {
+pub async fn a_call_without_a_callback_url_has_no_delivery(store: &dyn Store) {
     let done = put_with_status(store, &call(), Status::Succeeded).await;
-    assert_eq!(one(store, &done).await, None);
+    assert_eq!(read_delivery(store, &done).await, None);
     assert_eq!(pending(store).await, []);
-    let unknown = Delivery::for_call(&told(call())).unwrap();
+    let unknown = Delivery::for_call(&with_callback_url(call())).unwrap();
     let next = Delivery { version: 2, ..unknown };
     assert_eq!(store.save_delivery(next, None).await.unwrap(), SaveResult::Conflict);
 }
 
-pub async fn a_replayed_call_brings_no_second_delivery(store: &dyn Store) {
-    let first = told(call());
+pub async fn a_replayed_call_creates_no_second_delivery(store: &dyn Store) {
+    let first = with_callback_url(call());
     put_keyed(store, &first, &key("ada", "k", "f")).await;
-    let again = told(call());
+    let again = with_callback_url(call());
     let created = put_keyed(store, &again, &key("ada", "k", "f")).await;
     assert!(matches!(created, CreateCallResult::Replayed(known) if known.id == first.id));
-    assert_eq!(one(store, &again).await, None);
+    assert_eq!(read_delivery(store, &again).await, None);
 }
 
-pub async fn what_is_pending_comes_in_the_order_it_is_due_and_in_pages(store: &dyn Store) {
+pub async fn pending_deliveries_are_read_by_due_time_and_in_pages(store: &dyn Store) {
     let mut expected = vec![];
     for n in [4, 1, 3, 1, 2] {
         let due = put_due(store, NOW + n).await;
         expected.push((due.due_ms.unwrap(), due.call_id));
     }
-    put(store, &told(call())).await;
+    put(store, &with_callback_url(call())).await;
     expected.sort();
     let (mut seen, mut after) = (vec![], None);
     loop {
@@ -93,51 +97,52 @@ pub async fn what_is_pending_comes_in_the_order_it_is_due_and_in_pages(store: &d
     assert_eq!(seen, expected);
 }
 
-pub async fn saving_the_next_version_replaces_the_delivery_and_keeps_the_try(store: &dyn Store) {
+pub async fn saving_a_delivery_stores_the_next_version_and_its_attempt(store: &dyn Store) {
     let due = put_due(store, NOW).await;
     let schedule = RetrySchedule { retry_ms: vec![500], jitter: 0.0 };
     let late =
         DeliveryResponse { result: Err("no answer within 20000 ms".into()), retry_after_ms: None };
-    let (second, first_try) = due.after_attempt(&late, (NOW + 5, NOW + 25), &schedule);
-    let saved = store.save_delivery(second.clone(), Some(first_try.clone())).await.unwrap();
+    let (second, first_attempt) = due.after_attempt(&late, (NOW + 5, NOW + 25), &schedule);
+    let saved = store.save_delivery(second.clone(), Some(first_attempt.clone())).await.unwrap();
     assert_eq!(saved, SaveResult::Saved);
     let stored = store.delivery("p", &due.call_id).await.unwrap();
-    assert_eq!(stored, Some((second.clone(), vec![first_try.clone()])));
+    assert_eq!(stored, Some((second.clone(), vec![first_attempt.clone()])));
     assert_eq!(second.due_ms, Some(NOW + 525));
     // A save based on a stale version changes nothing.
-    let (stale, lost) = due.after_attempt(&answered(200), (NOW + 6, NOW + 7), &schedule);
+    let (stale, lost) = due.after_attempt(&response(200), (NOW + 6, NOW + 7), &schedule);
     assert_eq!(store.save_delivery(stale, Some(lost)).await.unwrap(), SaveResult::Conflict);
-    let (third, second_try) =
-        second.after_attempt(&answered(204), (NOW + 530, NOW + 531), &schedule);
-    store.save_delivery(third.clone(), Some(second_try.clone())).await.unwrap();
+    let (third, second_attempt) =
+        second.after_attempt(&response(204), (NOW + 530, NOW + 531), &schedule);
+    store.save_delivery(third.clone(), Some(second_attempt.clone())).await.unwrap();
     let stored = store.delivery("p", &due.call_id).await.unwrap();
-    assert_eq!(stored, Some((third.clone(), vec![first_try, second_try])));
+    assert_eq!(stored, Some((third.clone(), vec![first_attempt, second_attempt])));
     assert_eq!((third.status, third.last_error), (DeliveryStatus::Delivered, None));
     assert_eq!(pending(store).await, []);
 }
 
-pub async fn of_many_tries_the_last_are_kept(store: &dyn Store) {
+pub async fn only_the_latest_attempts_of_a_delivery_are_kept(store: &dyn Store) {
     let mut delivery = put_due(store, NOW).await;
     for n in 0..u64::from(MAX_STORED_ATTEMPTS) + 3 {
-        let (next, tried) = delivery.with_attempt_recorded(&answered(500), (NOW + n, NOW + n));
+        let (next, attempt) = delivery.with_attempt_recorded(&response(500), (NOW + n, NOW + n));
         assert_eq!(
-            store.save_delivery(next.clone(), Some(tried)).await.unwrap(),
+            store.save_delivery(next.clone(), Some(attempt)).await.unwrap(),
             SaveResult::Saved
         );
         delivery = next;
     }
-    let (_, tries) = store.delivery("p", &delivery.call_id).await.unwrap().unwrap();
-    let numbers: Vec<u32> = tries.iter().map(|tried| tried.number).collect();
+    let (_, attempts_stored) = store.delivery("p", &delivery.call_id).await.unwrap().unwrap();
+    let numbers: Vec<u32> = attempts_stored.iter().map(|attempt| attempt.number).collect();
     assert_eq!(numbers, (4..=MAX_STORED_ATTEMPTS + 3).collect::<Vec<_>>());
 }
 
 pub async fn deliveries_are_listed_by_project_status_and_page(store: &dyn Store) {
     let due = [put_due(store, NOW + 1).await, put_due(store, NOW + 2).await];
-    let (gone, tried) = due[0].after_attempt(&answered(410), (NOW, NOW), &RetrySchedule::default());
-    store.save_delivery(gone, Some(tried)).await.unwrap();
-    let waiting = told(call_at(NOW + 3));
+    let (gone, attempt) =
+        due[0].after_attempt(&response(410), (NOW, NOW), &RetrySchedule::default());
+    store.save_delivery(gone, Some(attempt)).await.unwrap();
+    let waiting = with_callback_url(call_at(NOW + 3));
     put(store, &waiting).await;
-    put(store, &told(Call { project: "q".into(), ..call_of("q", "r", "t") })).await;
+    put(store, &with_callback_url(Call { project: "q".into(), ..call_of("q", "r", "t") })).await;
     let listed = async |status, before, limit| {
         let filter = DeliveryFilter { project: "p".into(), status, before, limit };
         let found = store.deliveries(filter).await.unwrap();
@@ -149,13 +154,13 @@ pub async fn deliveries_are_listed_by_project_status_and_page(store: &dyn Store)
     assert_eq!(listed(Some(DeliveryStatus::Gone), None, 10).await, ids[2..]);
     assert_eq!(listed(Some(DeliveryStatus::Exhausted), None, 10).await, ids[3..]);
     let other = store.delivery("q", &waiting.id).await.unwrap();
-    assert_eq!(other, None, "of another project there is none");
+    assert_eq!(other, None, "not found in another project");
 }
 
-pub async fn deliveries_and_tasks_go_with_their_call(store: &dyn Store) {
+pub async fn deliveries_and_tasks_are_purged_with_their_call(store: &dyn Store) {
     let due = put_due(store, NOW).await;
-    let (next, tried) = due.after_attempt(&answered(500), (NOW, NOW), &RetrySchedule::default());
-    store.save_delivery(next.clone(), Some(tried)).await.unwrap();
+    let (next, attempt) = due.after_attempt(&response(500), (NOW, NOW), &RetrySchedule::default());
+    store.save_delivery(next.clone(), Some(attempt)).await.unwrap();
     let task = background(call_at(NOW - 1));
     put(store, &task).await;
     save(store, &ended(&task, Status::Succeeded, NOW)).await;
@@ -163,8 +168,8 @@ pub async fn deliveries_and_tasks_go_with_their_call(store: &dyn Store) {
     assert_eq!(store.delivery("p", &due.call_id).await.unwrap(), None);
     assert_eq!(pending(store).await, []);
     assert_eq!(ids(store, tasks()).await, []);
-    let (late, tried) = next.after_attempt(&answered(200), (NOW, NOW), &RetrySchedule::default());
-    assert_eq!(store.save_delivery(late, Some(tried)).await.unwrap(), SaveResult::Conflict);
+    let (late, attempt) = next.after_attempt(&response(200), (NOW, NOW), &RetrySchedule::default());
+    assert_eq!(store.save_delivery(late, Some(attempt)).await.unwrap(), SaveResult::Conflict);
     // A call that reuses the freed place inherits nothing.
     let fresh = put_due(store, NOW + 5).await;
     assert_eq!(store.delivery("p", &fresh.call_id).await.unwrap(), Some((fresh, vec![])));
@@ -178,7 +183,7 @@ fn tasks() -> CallFilter {
     CallFilter { project: "p".into(), background: true, limit: 100, ..CallFilter::default() }
 }
 
-pub async fn background_tasks_are_listed_among_the_calls(store: &dyn Store) {
+pub async fn lists_can_be_limited_to_background_tasks(store: &dyn Store) {
     let mut expected = vec![];
     for (n, status) in Status::ALL.into_iter().enumerate() {
         let at_ms = NOW + 10 * n as u64;

@@ -4,23 +4,23 @@ use std::collections::BTreeMap;
 
 use serde_json::json as value;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::domain::args;
 use toolcrib::domain::caller::Role;
 use toolcrib::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream,
 };
 use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
+use toolcrib::domain::tool::args;
 use toolcrib::domain::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 use toolcrib::ports::store::{SaveResult, Store};
 
 use crate::support::{NOW, json, on_threads};
 
-fn client(project: &str, client_id: &str) -> Client {
+pub fn client(project: &str, client_id: &str) -> Client {
     let (project, client_id) = (project.to_owned(), client_id.to_owned());
     Client { project, client_id, owner: "ada".into(), registered_ms: NOW }
 }
 
-pub(super) fn tool(project: &str, name: &str, description: &str) -> ToolDefinition {
+pub fn tool(project: &str, name: &str, description: &str) -> ToolDefinition {
     ToolDefinition {
         project: Some(project.into()),
         name: name.into(),
@@ -54,7 +54,7 @@ fn withdraw(project: &str, client_id: &str, tool: &str) -> DirectoryChange {
     DirectoryChange::Withdraw { project, client_id, tool }
 }
 
-fn key(id: &str, role: Role) -> ApiKey {
+pub fn key(id: &str, role: Role) -> ApiKey {
     ApiKey {
         id: id.into(),
         digest: format!("digest of {id}"),
@@ -66,11 +66,11 @@ fn key(id: &str, role: Role) -> ApiKey {
     }
 }
 
-fn rule(agent: &str, pattern: &str, verdict: RuleVerdict) -> AccessRule {
+pub fn rule(agent: &str, pattern: &str, verdict: RuleVerdict) -> AccessRule {
     AccessRule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
 }
 
-fn entry(project: &str, subject: &str) -> AuditEntry {
+pub fn entry(project: &str, subject: &str) -> AuditEntry {
     AuditEntry {
         at_ms: NOW,
         project: project.into(),
@@ -82,21 +82,21 @@ fn entry(project: &str, subject: &str) -> AuditEntry {
 }
 
 /// Applies a change based on the current version.
-pub(super) async fn change(store: &dyn Store, change: DirectoryChange) {
+pub async fn change(store: &dyn Store, change: DirectoryChange) {
     let version = store.directory_version().await.unwrap();
     assert_eq!(store.change_directory(change, version, None).await.unwrap(), SaveResult::Saved);
     assert_eq!(store.directory_version().await.unwrap(), version + 1);
 }
 
-async fn loaded(store: &dyn Store) -> Directory {
+async fn load(store: &dyn Store) -> Directory {
     let directory = store.directory().await.unwrap();
     assert_eq!(directory.version, store.directory_version().await.unwrap());
     directory
 }
 
 /// Returns `project/tool` for each tool and `project/tool@client` for each offer, in order.
-async fn offered(store: &dyn Store) -> (Vec<String>, Vec<String>) {
-    let directory = loaded(store).await;
+async fn tools_and_offers(store: &dyn Store) -> (Vec<String>, Vec<String>) {
+    let directory = load(store).await;
     let named = |tool: &ToolDefinition| format!("{}/{}", tool.project.as_ref().unwrap(), tool.name);
     let mut tools: Vec<String> = directory.tools.iter().map(named).collect();
     let by = |offer: &ToolOffer| format!("{}/{}@{}", offer.project, offer.tool, offer.client_id);
@@ -107,7 +107,7 @@ async fn offered(store: &dyn Store) -> (Vec<String>, Vec<String>) {
 }
 
 pub async fn an_empty_directory_has_version_0(store: &dyn Store) {
-    let directory = loaded(store).await;
+    let directory = load(store).await;
     assert_eq!(directory.version, 0);
     assert!(directory.tools.is_empty() && directory.clients.is_empty());
     assert!(directory.offers.is_empty() && directory.keys.is_empty());
@@ -147,7 +147,7 @@ pub async fn a_registered_tool_is_read_back_field_by_field(store: &dyn Store) {
         unlisted_tools: UnlistedTools::Keep,
     };
     change(store, new).await;
-    let directory = loaded(store).await;
+    let directory = load(store).await;
     let stored = directory.tools.iter().find(|tool| tool.name == "weather.query").unwrap();
     assert_eq!(*stored, full);
     assert_eq!(stored.input_schema.text(), full.input_schema.text());
@@ -165,18 +165,19 @@ pub async fn registering_again_replaces_the_definition(store: &dyn Store) {
         unlisted_tools: UnlistedTools::Keep,
     };
     change(store, new).await;
-    let directory = loaded(store).await;
+    let directory = load(store).await;
     let about: BTreeMap<&str, &str> =
         directory.tools.iter().map(|t| (t.name.as_str(), t.description.as_str())).collect();
     assert_eq!(about, BTreeMap::from([("a", "does it better"), ("b", "does it")]));
-    assert_eq!(offered(store).await.1, ["p/a@laptop", "p/a@phone", "p/b@laptop"]);
+    assert_eq!(tools_and_offers(store).await.1, ["p/a@laptop", "p/a@phone", "p/b@laptop"]);
 }
 
 pub async fn a_client_stays_with_its_first_owner(store: &dyn Store) {
     change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
-    let thief = Client { owner: "eve".into(), registered_ms: NOW + 9, ..client("p", "laptop") };
-    let elsewhere = Client { owner: "eve".into(), ..client("q", "laptop") };
-    for client in [&thief, &elsewhere] {
+    let other_owner =
+        Client { owner: "eve".into(), registered_ms: NOW + 9, ..client("p", "laptop") };
+    let other_project = Client { owner: "eve".into(), ..client("q", "laptop") };
+    for client in [&other_owner, &other_project] {
         let (client, tools) = (client.clone(), vec![]);
         change(
             store,
@@ -184,27 +185,27 @@ pub async fn a_client_stays_with_its_first_owner(store: &dyn Store) {
         )
         .await;
     }
-    let mut clients = loaded(store).await.clients;
+    let mut clients = load(store).await.clients;
     clients.sort_by(|one, two| one.project.cmp(&two.project));
-    assert_eq!(clients, [client("p", "laptop"), elsewhere]);
+    assert_eq!(clients, [client("p", "laptop"), other_project]);
 }
 
-pub async fn others_are_kept_or_withdrawn_as_asked(store: &dyn Store) {
+pub async fn unlisted_tools_are_kept_or_withdrawn_as_requested(store: &dyn Store) {
     change(store, register("p", "laptop", &["a", "b"], UnlistedTools::Keep)).await;
     change(store, register("p", "phone", &["b", "z"], UnlistedTools::Keep)).await;
     change(store, register("p", "laptop", &["c"], UnlistedTools::Keep)).await;
-    let (tools, _) = offered(store).await;
+    let (tools, _) = tools_and_offers(store).await;
     assert_eq!(tools, ["p/a", "p/b", "p/c", "p/z"]);
     // Only the client's own offers are withdrawn; tools that another client still offers stay.
     change(store, register("p", "laptop", &["c", "d"], UnlistedTools::Withdraw)).await;
-    let (tools, offers) = offered(store).await;
+    let (tools, offers) = tools_and_offers(store).await;
     assert_eq!(tools, ["p/b", "p/c", "p/d", "p/z"]);
     assert_eq!(offers, ["p/b@phone", "p/c@laptop", "p/d@laptop", "p/z@phone"]);
     change(store, register("p", "laptop", &[], UnlistedTools::Withdraw)).await;
-    assert_eq!(offered(store).await.1, ["p/b@phone", "p/z@phone"]);
+    assert_eq!(tools_and_offers(store).await.1, ["p/b@phone", "p/z@phone"]);
 }
 
-pub async fn a_client_is_forgotten_with_all_it_offers(store: &dyn Store) {
+pub async fn dropping_a_client_removes_its_offers(store: &dyn Store) {
     change(store, register("p", "laptop", &["a", "b"], UnlistedTools::Keep)).await;
     change(store, register("p", "phone", &["b"], UnlistedTools::Keep)).await;
     change(store, register("q", "laptop", &["a"], UnlistedTools::Keep)).await;
@@ -213,7 +214,7 @@ pub async fn a_client_is_forgotten_with_all_it_offers(store: &dyn Store) {
         client_id: client_id.to_owned(),
     };
     change(store, forget("laptop")).await;
-    let (tools, offers) = offered(store).await;
+    let (tools, offers) = tools_and_offers(store).await;
     assert_eq!(tools, ["p/b", "q/a"]);
     assert_eq!(offers, ["p/b@phone", "q/a@laptop"]);
     let clients = store.directory().await.unwrap().clients;
@@ -221,30 +222,30 @@ pub async fn a_client_is_forgotten_with_all_it_offers(store: &dyn Store) {
     assert_eq!((left.len(), left.contains(&("p", "laptop"))), (2, false), "{left:?}");
     change(store, forget("nobody")).await;
     change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
-    assert_eq!(offered(store).await.0, ["p/a", "p/b", "q/a"]);
+    assert_eq!(tools_and_offers(store).await.0, ["p/a", "p/b", "q/a"]);
 }
 
-pub async fn a_tool_lives_while_somebody_offers_it(store: &dyn Store) {
+pub async fn a_tool_exists_while_a_client_offers_it(store: &dyn Store) {
     change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
     change(store, register("p", "phone", &["a"], UnlistedTools::Keep)).await;
     change(store, withdraw("p", "laptop", "a")).await;
-    assert_eq!(offered(store).await, (vec!["p/a".into()], vec!["p/a@phone".into()]));
+    assert_eq!(tools_and_offers(store).await, (vec!["p/a".into()], vec!["p/a@phone".into()]));
     // Withdrawing a tool that was never offered, or no longer is, has no effect.
     change(store, withdraw("p", "laptop", "a")).await;
     change(store, withdraw("p", "nobody", "a")).await;
-    assert_eq!(offered(store).await.0, ["p/a"]);
+    assert_eq!(tools_and_offers(store).await.0, ["p/a"]);
     change(store, withdraw("p", "phone", "a")).await;
-    assert_eq!(offered(store).await, (vec![], vec![]));
-    assert_eq!(loaded(store).await.clients.len(), 2);
+    assert_eq!(tools_and_offers(store).await, (vec![], vec![]));
+    assert_eq!(load(store).await.clients.len(), 2);
 }
 
-pub async fn withdrawing_in_one_project_leaves_the_other(store: &dyn Store) {
+pub async fn withdrawing_a_tool_affects_one_project_only(store: &dyn Store) {
     change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
     change(store, register("q", "laptop", &["a"], UnlistedTools::Keep)).await;
     change(store, withdraw("p", "laptop", "a")).await;
-    assert_eq!(offered(store).await, (vec!["q/a".into()], vec!["q/a@laptop".into()]));
+    assert_eq!(tools_and_offers(store).await, (vec!["q/a".into()], vec!["q/a@laptop".into()]));
     change(store, register("p", "laptop", &["b"], UnlistedTools::Withdraw)).await;
-    assert_eq!(offered(store).await.0, ["p/b", "q/a"]);
+    assert_eq!(tools_and_offers(store).await.0, ["p/b", "q/a"]);
 }
 
 pub async fn keys_are_added_and_revoked_once(store: &dyn Store) {
@@ -252,21 +253,21 @@ pub async fn keys_are_added_and_revoked_once(store: &dyn Store) {
     for key in &keys {
         change(store, DirectoryChange::AddKey(key.clone())).await;
     }
-    assert_eq!(loaded(store).await.keys, keys);
+    assert_eq!(load(store).await.keys, keys);
     for at_ms in [NOW + 5, NOW + 900] {
         change(store, DirectoryChange::RevokeKey { id: "key_2".into(), at_ms }).await;
     }
     change(store, DirectoryChange::RevokeKey { id: "key_9".into(), at_ms: NOW }).await;
     let [one, two, three] = keys;
     let revoked = ApiKey { revoked_ms: Some(NOW + 5), ..two };
-    assert_eq!(loaded(store).await.keys, [one, revoked, three]);
+    assert_eq!(load(store).await.keys, [one, revoked, three]);
 }
 
 /// The clock was set back in the meantime: the key is revoked all the same.
-pub async fn a_key_is_not_revoked_before_it_was_made(store: &dyn Store) {
+pub async fn an_api_key_is_not_revoked_before_its_creation(store: &dyn Store) {
     change(store, DirectoryChange::AddKey(key("key_1", Role::Agent))).await;
     change(store, DirectoryChange::RevokeKey { id: "key_1".into(), at_ms: NOW - 5 }).await;
-    assert_eq!(loaded(store).await.keys[0].revoked_ms, Some(NOW));
+    assert_eq!(load(store).await.keys[0].revoked_ms, Some(NOW));
 }
 
 pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
@@ -281,13 +282,13 @@ pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
         change(store, DirectoryChange::PutRule(rule)).await;
     }
     let sorted = async || {
-        let mut rules = loaded(store).await.rules;
+        let mut rules = load(store).await.rules;
         rules.sort_by_key(|r| (r.project.clone(), r.agent.clone(), r.pattern.clone()));
         rules
     };
-    let everybody = rule("*", "a.*", RuleVerdict::Allow);
+    let for_all_agents = rule("*", "a.*", RuleVerdict::Allow);
     let (mine, last) = (rule("ada", "a.*", RuleVerdict::Deny), rule("ada", "b", RuleVerdict::Deny));
-    assert_eq!(sorted().await, [everybody.clone(), mine, last.clone(), other.clone()]);
+    assert_eq!(sorted().await, [for_all_agents.clone(), mine, last.clone(), other.clone()]);
     let drop = |agent: &str, pattern: &str| DirectoryChange::DropRule {
         project: "p".into(),
         agent: agent.into(),
@@ -295,10 +296,10 @@ pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
     };
     change(store, drop("ada", "a.*")).await;
     change(store, drop("ada", "nothing")).await;
-    assert_eq!(sorted().await, [everybody, last, other]);
+    assert_eq!(sorted().await, [for_all_agents, last, other]);
 }
 
-pub async fn a_change_decided_on_another_version_is_stale(store: &dyn Store) {
+pub async fn a_change_based_on_another_version_is_a_conflict(store: &dyn Store) {
     change(store, DirectoryChange::AddKey(key("key_1", Role::Agent))).await;
     change(store, DirectoryChange::AddKey(key("key_2", Role::Agent))).await;
     for decided_on in [0, 1, 3, u64::MAX] {
@@ -308,24 +309,24 @@ pub async fn a_change_decided_on_another_version_is_stale(store: &dyn Store) {
             SaveResult::Conflict
         );
     }
-    let directory = loaded(store).await;
+    let directory = load(store).await;
     assert_eq!(directory.version, 2);
     assert!(directory.keys.iter().all(|key| key.revoked_ms.is_none()));
 }
 
-pub async fn of_many_changes_decided_on_one_version_one_wins(store: &dyn Store) {
+pub async fn one_of_many_concurrent_changes_of_a_version_succeeds(store: &dyn Store) {
     let saved = on_threads(8, async |n| {
         let add = DirectoryChange::AddKey(key(&format!("key_{n}"), Role::Agent));
         store.change_directory(add, 0, Some(entry("p", &format!("key_{n}")))).await.unwrap()
     });
     assert_eq!(saved.iter().filter(|saved| **saved == SaveResult::Saved).count(), 1);
-    let directory = loaded(store).await;
+    let directory = load(store).await;
     assert_eq!((directory.version, directory.keys.len()), (1, 1));
     let log = store.audit_log(None, 100).await.unwrap();
     assert_eq!(log, [entry("p", &directory.keys[0].id)]);
 }
 
-pub async fn an_entry_is_written_with_its_change(store: &dyn Store) {
+pub async fn an_audit_entry_is_written_with_its_change(store: &dyn Store) {
     let add = DirectoryChange::AddKey(key("key_1", Role::Agent));
     let saved = store.change_directory(add, 0, Some(entry("p", "key_1"))).await.unwrap();
     assert_eq!(saved, SaveResult::Saved);
@@ -334,12 +335,12 @@ pub async fn an_entry_is_written_with_its_change(store: &dyn Store) {
     assert_eq!(store.audit_log(None, 10).await.unwrap().len(), 1);
 }
 
-pub async fn no_entry_is_written_with_a_stale_change(store: &dyn Store) {
+pub async fn no_audit_entry_is_written_for_a_conflicting_change(store: &dyn Store) {
     let add = DirectoryChange::AddKey(key("key_1", Role::Agent));
     let saved = store.change_directory(add, 7, Some(entry("p", "key_1"))).await.unwrap();
     assert_eq!(saved, SaveResult::Conflict);
     assert_eq!(store.audit_log(None, 10).await.unwrap(), []);
-    assert_eq!(loaded(store).await.keys, []);
+    assert_eq!(load(store).await.keys, []);
 }
 
 pub async fn the_audit_log_is_newest_first(store: &dyn Store) {
@@ -355,7 +356,7 @@ pub async fn the_audit_log_is_newest_first(store: &dyn Store) {
     assert_eq!(log[2], AuditEntry { at_ms: NOW + 5, ..entry("p", "one") });
 }
 
-pub async fn the_audit_log_of_a_project_has_only_its_own(store: &dyn Store) {
+pub async fn the_audit_log_of_a_project_has_only_its_own_entries(store: &dyn Store) {
     for (project, subject) in [("p", "one"), ("q", "two"), ("p", "three"), ("", "four")] {
         store.append_audit_entry(entry(project, subject)).await.unwrap();
     }
@@ -370,7 +371,7 @@ pub async fn the_audit_log_of_a_project_has_only_its_own(store: &dyn Store) {
 }
 
 /// Upstreams and the tools that they offer.
-pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
+pub async fn upstreams_and_their_tools_are_stored(store: &dyn Store) {
     let upstream = |name: &str, settings: &str| Upstream {
         project: "p".into(),
         name: name.into(),
@@ -414,7 +415,7 @@ pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
 }
 
 /// Stored credentials of an upstream.
-pub async fn what_was_granted_for_an_upstream_goes_with_it(store: &dyn Store) {
+pub async fn credentials_are_deleted_with_their_upstream(store: &dyn Store) {
     let grants = store.credentials();
     assert_eq!(grants.credential("default", "a").await.unwrap(), None);
     for (project, text) in [("default", "one"), ("other", "theirs"), ("default", "two")] {
@@ -424,8 +425,12 @@ pub async fn what_was_granted_for_an_upstream_goes_with_it(store: &dyn Store) {
     let places = [("default", "a"), ("other", "a")].map(|(p, n)| (p.to_owned(), n.to_owned()));
     assert_eq!(grants.upstreams_with_credentials().await.unwrap(), places);
     let version = store.directory_version().await.unwrap();
-    let gone = DirectoryChange::DropUpstream { project: "default".into(), name: "a".into() };
-    assert_eq!(store.change_directory(gone, version, None).await.unwrap(), SaveResult::Saved);
+    let drop_upstream =
+        DirectoryChange::DropUpstream { project: "default".into(), name: "a".into() };
+    assert_eq!(
+        store.change_directory(drop_upstream, version, None).await.unwrap(),
+        SaveResult::Saved
+    );
     assert_eq!(grants.credential("default", "a").await.unwrap(), None);
     assert_eq!(grants.credential("other", "a").await.unwrap().as_deref(), Some("theirs"));
     grants.set_credential("other", "a", None).await.unwrap();

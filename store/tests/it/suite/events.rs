@@ -18,12 +18,12 @@ fn kinds(events: &[CallEvent]) -> Vec<EventKind> {
     events.iter().map(|event| event.record.kind).collect()
 }
 
-fn rise(numbers: &[u64]) -> bool {
+fn are_increasing(numbers: &[u64]) -> bool {
     numbers.first().is_none_or(|first| *first > 0)
         && numbers.windows(2).all(|pair| pair[0] < pair[1])
 }
 
-pub async fn numbers_rise_over_everything_in_the_order_of_commits(store: &dyn Store) {
+pub async fn numbers_increase_across_calls_in_commit_order(store: &dyn Store) {
     let (one, two) = (call(), call());
     put(store, &one).await;
     put(store, &two).await;
@@ -38,8 +38,8 @@ pub async fn numbers_rise_over_everything_in_the_order_of_commits(store: &dyn St
     saving(store, &running(&two), vec![record(EventKind::Started)]).await.unwrap();
     append(store, &one, record(EventKind::Recovered)).await;
     let all = history(store, of_project("p")).await;
-    assert!(rise(&numbers(&all)), "{all:?}");
-    let told: Vec<_> = all.iter().map(|e| (e.call_id.clone(), e.record.kind)).collect();
+    assert!(are_increasing(&numbers(&all)), "{all:?}");
+    let events_read: Vec<_> = all.iter().map(|e| (e.call_id.clone(), e.record.kind)).collect();
     let expected = [
         (&one, EventKind::Requested),
         (&two, EventKind::Requested),
@@ -48,12 +48,12 @@ pub async fn numbers_rise_over_everything_in_the_order_of_commits(store: &dyn St
         (&two, EventKind::Started),
         (&one, EventKind::Recovered),
     ];
-    assert_eq!(told, expected.map(|(call, kind)| (call.id.clone(), kind)));
+    assert_eq!(events_read, expected.map(|(call, kind)| (call.id.clone(), kind)));
 }
 
-pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
-    let mut asked = call_of("p", "r-77", "a");
-    asked.origin.caller_call_id = Some("call \"7\"".into());
+pub async fn every_event_kind_is_read_back_with_its_data(store: &dyn Store) {
+    let mut requested_call = call_of("p", "r-77", "a");
+    requested_call.origin.caller_call_id = Some("call \"7\"".into());
     let records: Vec<EventRecord> = (1..)
         .zip(EventKind::ALL)
         .map(|(n, kind)| {
@@ -63,16 +63,20 @@ pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
                 .with("bytes", u64::MAX)
         })
         .collect();
-    creating(store, &asked, records.clone(), None).await.unwrap();
-    let told = history(store, of_call(&asked)).await;
-    assert_eq!(told, history(store, of_run("p", "r-77")).await);
-    assert_eq!(told, history(store, of_project("p")).await);
-    let whose = |event: &CallEvent| {
+    creating(store, &requested_call, records.clone(), None).await.unwrap();
+    let events_read = history(store, of_call(&requested_call)).await;
+    assert_eq!(events_read, history(store, of_run("p", "r-77")).await);
+    assert_eq!(events_read, history(store, of_project("p")).await);
+    let belongs_to_call = |event: &CallEvent| {
         (event.call_id.clone(), event.run_id.clone(), event.caller_call_id.clone())
-            == (asked.id.clone(), asked.run_id.clone(), asked.origin.caller_call_id.clone())
+            == (
+                requested_call.id.clone(),
+                requested_call.run_id.clone(),
+                requested_call.origin.caller_call_id.clone(),
+            )
     };
-    assert!(told.iter().all(whose), "{told:?}");
-    assert_eq!(told.into_iter().map(|event| event.record).collect::<Vec<_>>(), records);
+    assert!(events_read.iter().all(belongs_to_call), "{events_read:?}");
+    assert_eq!(events_read.into_iter().map(|event| event.record).collect::<Vec<_>>(), records);
 }
 
 pub async fn a_call_has_only_its_own_events(store: &dyn Store) {
@@ -81,8 +85,8 @@ pub async fn a_call_has_only_its_own_events(store: &dyn Store) {
     put(store, &two).await;
     append(store, &one, record(EventKind::Progress)).await;
     append(store, &two, record(EventKind::ReportIgnored)).await;
-    let told = history(store, of_call(&one)).await;
-    assert_eq!(kinds(&told), [EventKind::Requested, EventKind::Progress]);
+    let events_read = history(store, of_call(&one)).await;
+    assert_eq!(kinds(&events_read), [EventKind::Requested, EventKind::Progress]);
     assert_eq!(history(store, of_call(&call())).await, []);
 }
 
@@ -95,11 +99,11 @@ pub async fn a_run_has_the_events_of_its_calls_in_its_project(store: &dyn Store)
     for call in others.iter().chain(&mine) {
         append(store, call, record(EventKind::Progress)).await;
     }
-    let told = history(store, of_run("p", "r")).await;
-    assert!(rise(&numbers(&told)));
-    let whose: Vec<_> = told.iter().map(|event| event.call_id.clone()).collect();
+    let events_read = history(store, of_run("p", "r")).await;
+    assert!(are_increasing(&numbers(&events_read)));
+    let call_ids: Vec<_> = events_read.iter().map(|event| event.call_id.clone()).collect();
     let [one, two] = mine.map(|call| call.id);
-    assert_eq!(whose, [one.clone(), two.clone(), one, two]);
+    assert_eq!(call_ids, [one.clone(), two.clone(), one, two]);
     assert_eq!(history(store, of_run("p", "nobody's")).await, []);
 }
 
@@ -109,9 +113,9 @@ pub async fn a_project_has_the_events_of_its_calls(store: &dyn Store) {
     put(store, &other).await;
     append(store, &other, record(EventKind::Progress)).await;
     append(store, &mine, record(EventKind::ReportIgnored)).await;
-    let told = history(store, of_project("p")).await;
-    assert_eq!(kinds(&told), [EventKind::Requested, EventKind::ReportIgnored]);
-    assert!(told.iter().all(|event| event.call_id == mine.id));
+    let events_read = history(store, of_project("p")).await;
+    assert_eq!(kinds(&events_read), [EventKind::Requested, EventKind::ReportIgnored]);
+    assert!(events_read.iter().all(|event| event.call_id == mine.id));
     assert_eq!(history(store, of_project("nobody's")).await, []);
 }
 
@@ -137,7 +141,7 @@ pub async fn pages_give_every_event_once(store: &dyn Store) {
 }
 
 /// Programs that use a single run put all their calls into it.
-pub async fn a_run_of_very_many_calls_is_read_page_by_page(store: &dyn Store) {
+pub async fn events_of_a_run_with_many_calls_are_read_in_pages(store: &dyn Store) {
     let calls: Vec<_> =
         (0..5_300).map(|n| call_of("p", if n % 53 == 7 { "other" } else { "big" }, "a")).collect();
     let all = calls.iter().enumerate().map(|(n, call)| {
@@ -150,9 +154,9 @@ pub async fn a_run_of_very_many_calls_is_read_page_by_page(store: &dyn Store) {
     for call in calls.iter().step_by(100) {
         append(store, call, record(EventKind::Progress)).await;
     }
-    let told = store.events(of_project("p"), 0, usize::MAX).await.unwrap();
+    let events_read = store.events(of_project("p"), 0, usize::MAX).await.unwrap();
     let (big, other): (Vec<CallEvent>, Vec<CallEvent>) =
-        told.into_iter().partition(|event| event.run_id == "big");
+        events_read.into_iter().partition(|event| event.run_id == "big");
     assert!(big.len() > 5_200 && other.len() >= 100);
     for (run_id, expected) in [("big", big), ("other", other)] {
         let (mut seen, mut after) = (vec![], 0);
@@ -167,14 +171,14 @@ pub async fn a_run_of_very_many_calls_is_read_page_by_page(store: &dyn Store) {
     }
 }
 
-pub async fn a_page_ends_at_its_limit_and_begins_after_a_number(store: &dyn Store) {
-    let asked = call();
-    put(store, &asked).await;
+pub async fn a_page_starts_after_a_number_and_ends_at_its_limit(store: &dyn Store) {
+    let requested_call = call();
+    put(store, &requested_call).await;
     for _ in 0..5 {
-        append(store, &asked, record(EventKind::Progress)).await;
+        append(store, &requested_call, record(EventKind::Progress)).await;
     }
-    let all = history(store, of_call(&asked)).await;
-    for scope in [of_call(&asked), of_run("p", "run"), of_project("p")] {
+    let all = history(store, of_call(&requested_call)).await;
+    for scope in [of_call(&requested_call), of_run("p", "run"), of_project("p")] {
         let page = async |after, limit| store.events(scope.clone(), after, limit).await.unwrap();
         assert_eq!(page(0, 2).await, all[..2], "{scope:?}");
         assert_eq!(page(all[1].number, 2).await, all[2..4], "{scope:?}");
@@ -186,7 +190,7 @@ pub async fn a_page_ends_at_its_limit_and_begins_after_a_number(store: &dyn Stor
     }
 }
 
-pub async fn appending_to_an_unknown_call_is_harmless(store: &dyn Store) {
+pub async fn appending_to_an_unknown_call_has_no_effect(store: &dyn Store) {
     let (known, unknown) = (call(), call());
     put(store, &known).await;
     append(store, &unknown, record(EventKind::ReportIgnored)).await;
@@ -195,22 +199,22 @@ pub async fn appending_to_an_unknown_call_is_harmless(store: &dyn Store) {
     assert_eq!(kinds(&history(store, of_project("p")).await), [EventKind::Requested]);
 }
 
-pub async fn the_newest_event_of_a_call_is_its_last(store: &dyn Store) {
-    let (asked, later) = (call(), call());
+pub async fn the_last_event_number_of_a_call_is_that_of_its_newest_event(store: &dyn Store) {
+    let (requested_call, later) = (call(), call());
     let newest = async |scope: EventScope| store.last_event_number(scope).await.unwrap();
-    assert_eq!(newest(of_call(&asked)).await, 0);
+    assert_eq!(newest(of_call(&requested_call)).await, 0);
     assert_eq!(newest(of_project("p")).await, 0);
-    put(store, &asked).await;
-    append(store, &asked, record(EventKind::Progress)).await;
-    let last = history(store, of_call(&asked)).await[1].number;
+    put(store, &requested_call).await;
+    append(store, &requested_call, record(EventKind::Progress)).await;
+    let last = history(store, of_call(&requested_call)).await[1].number;
     put(store, &later).await;
-    assert_eq!(newest(of_call(&asked)).await, last);
+    assert_eq!(newest(of_call(&requested_call)).await, last);
     assert_eq!(newest(of_call(&call())).await, 0);
 }
 
 /// For a run or a project, a number above the newest in scope is valid as well: what matters is
 /// what a subscriber sees that starts from it.
-pub async fn following_from_the_newest_sees_only_what_comes(store: &dyn Store) {
+pub async fn reading_after_the_last_number_returns_only_later_events(store: &dyn Store) {
     let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
     put(store, &mine).await;
     put(store, &other).await;
@@ -219,12 +223,12 @@ pub async fn following_from_the_newest_sees_only_what_comes(store: &dyn Store) {
         assert_eq!(store.events(scope.clone(), from, 100).await.unwrap(), []);
         append(store, &other, record(EventKind::Progress)).await;
         append(store, &mine, record(EventKind::ReportIgnored)).await;
-        let came = store.events(scope.clone(), from, 100).await.unwrap();
-        assert_eq!(kinds(&came), [EventKind::ReportIgnored], "{scope:?}");
+        let later_events = store.events(scope.clone(), from, 100).await.unwrap();
+        assert_eq!(kinds(&later_events), [EventKind::ReportIgnored], "{scope:?}");
     }
 }
 
-pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
+pub async fn records_of_one_commit_have_consecutive_numbers(store: &dyn Store) {
     on_threads(4, async |_| {
         for _ in 0..10 {
             let records =
@@ -233,7 +237,7 @@ pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
         }
     });
     let all = history(store, of_project("p")).await;
-    assert!(rise(&numbers(&all)));
+    assert!(are_increasing(&numbers(&all)));
     assert_eq!(all.len(), 120);
     for commit in all.chunks(3) {
         assert_eq!(kinds(commit), [EventKind::Requested, EventKind::Started, EventKind::Finished]);
@@ -243,42 +247,43 @@ pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
 
 /// A call as the engine first stores it: its row implies its first two records.
 fn accepted(run: &str) -> (toolcrib::Call, Vec<EventRecord>) {
-    let begun = running(&call_of("p", run, "weather.query"));
-    let begun = toolcrib::Call { version: 1, ..begun };
-    let requested = EventRecord::new(EventKind::Requested, begun.created_ms, 0)
+    let running_call = running(&call_of("p", run, "weather.query"));
+    let running_call = toolcrib::Call { version: 1, ..running_call };
+    let requested = EventRecord::new(EventKind::Requested, running_call.created_ms, 0)
         .with("tool", "weather.query")
-        .with("args_bytes", begun.target.args.text().len());
-    let started = EventRecord::new(EventKind::Started, begun.started_ms.unwrap(), 1);
-    (begun, vec![requested, started.with("tool", "weather.query")])
+        .with("args_bytes", running_call.target.args.text().len());
+    let started = EventRecord::new(EventKind::Started, running_call.started_ms.unwrap(), 1);
+    (running_call, vec![requested, started.with("tool", "weather.query")])
 }
 
-pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store) {
-    let mut told = Vec::new();
+pub async fn events_implied_by_the_call_row_are_read_like_stored_ones(store: &dyn Store) {
+    let mut events_read = Vec::new();
     for n in 0..20 {
-        let (mut begun, mut records) = accepted(if n % 2 == 0 { "even" } else { "odd" });
+        let (mut running_call, mut records) = accepted(if n % 2 == 0 { "even" } else { "odd" });
         if n % 5 == 0 {
             // Finished when it was first stored.
-            let over = ended(&begun, Status::Succeeded, begun.created_ms + 4);
+            let over = ended(&running_call, Status::Succeeded, running_call.created_ms + 4);
             let result = over.outcome.as_ref().unwrap().data.as_ref().unwrap().text().len();
-            let finished = EventRecord::new(EventKind::Finished, begun.created_ms + 4, 1)
+            let finished = EventRecord::new(EventKind::Finished, running_call.created_ms + 4, 1)
                 .with("latency_ms", 4)
-                .with("queue_ms", begun.started_ms.unwrap() - begun.created_ms)
+                .with("queue_ms", running_call.started_ms.unwrap() - running_call.created_ms)
                 .with("tool", "weather.query")
                 .with("result_bytes", result);
             records.push(finished);
-            begun = toolcrib::Call { version: 1, ..over };
+            running_call = toolcrib::Call { version: 1, ..over };
         }
-        creating(store, &begun, records.clone(), None).await.unwrap();
-        told.extend(records.into_iter().map(|record| (begun.clone(), record)));
+        creating(store, &running_call, records.clone(), None).await.unwrap();
+        events_read.extend(records.into_iter().map(|record| (running_call.clone(), record)));
         if n % 3 == 0 {
-            append(store, &begun, record(EventKind::Progress)).await;
-            told.push((begun, record(EventKind::Progress)));
+            append(store, &running_call, record(EventKind::Progress)).await;
+            events_read.push((running_call, record(EventKind::Progress)));
         }
     }
     let all = history(store, of_project("p")).await;
-    assert!(rise(&numbers(&all)), "{all:?}");
+    assert!(are_increasing(&numbers(&all)), "{all:?}");
     let expected = |run: Option<&str>| -> Vec<_> {
-        let of_run = told.iter().filter(|(call, _)| run.is_none_or(|run| call.run_id == run));
+        let of_run =
+            events_read.iter().filter(|(call, _)| run.is_none_or(|run| call.run_id == run));
         of_run.map(|(call, record)| (call.id.clone(), record.clone())).collect()
     };
     let seen = |events: &[CallEvent]| -> Vec<_> {
@@ -286,7 +291,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
     };
     assert_eq!(seen(&all), expected(None));
     assert_eq!(seen(&history(store, of_run("p", "odd")).await), expected(Some("odd")));
-    let first = &told[0].0;
+    let first = &events_read[0].0;
     assert_eq!(history(store, of_call(first)).await.len(), 4);
     // Starting after every event, with pages of several sizes: no event is repeated or missing.
     for (n, event) in all.iter().enumerate() {

@@ -8,7 +8,7 @@ use crate::support::{
     put_keyed, requested, save,
 };
 
-pub async fn the_same_key_and_request_give_the_first_call(store: &dyn Store) {
+pub async fn the_same_key_and_request_replay_the_first_call(store: &dyn Store) {
     let (first, second) = (call(), call());
     assert!(matches!(put_keyed(store, &first, &key("ada", "k", "f")).await, CreateCallResult::New));
     let told = history(store, of_project("p")).await;
@@ -22,7 +22,7 @@ pub async fn the_same_key_and_request_give_the_first_call(store: &dyn Store) {
     assert_eq!(history(store, of_project("p")).await, told);
 }
 
-pub async fn what_a_key_was_used_for_can_be_asked(store: &dyn Store) {
+pub async fn a_call_is_found_by_its_idempotency_key(store: &dyn Store) {
     let first = call();
     assert!(store.find_by_idempotency_key("p", &key("ada", "k", "f")).await.unwrap().is_none());
     put_keyed(store, &first, &key("ada", "k", "f")).await;
@@ -34,7 +34,7 @@ pub async fn what_a_key_was_used_for_can_be_asked(store: &dyn Store) {
     assert!(store.find_by_idempotency_key("p", &key("bob", "k", "f")).await.unwrap().is_none());
 }
 
-pub async fn a_replay_shows_the_call_as_it_is_now(store: &dyn Store) {
+pub async fn a_replay_returns_the_current_state_of_the_call(store: &dyn Store) {
     let first = call();
     put_keyed(store, &first, &key("ada", "k", "f")).await;
     let done = ended(&first, Status::Succeeded, NOW + 50);
@@ -76,7 +76,7 @@ pub async fn keys_of_other_agents_and_projects_are_independent(store: &dyn Store
     }
 }
 
-pub async fn calls_without_a_key_never_meet(store: &dyn Store) {
+pub async fn calls_without_a_key_are_independent(store: &dyn Store) {
     let (one, two) = (call(), call());
     put(store, &one).await;
     put(store, &two).await;
@@ -84,7 +84,7 @@ pub async fn calls_without_a_key_never_meet(store: &dyn Store) {
     assert_eq!(ids_of(store, "p").await.len(), 3);
 }
 
-pub async fn of_100_parallel_creates_one_makes_the_call(store: &dyn Store) {
+pub async fn one_of_100_concurrent_creates_stores_the_call(store: &dyn Store) {
     let created = on_threads(4, async |_| {
         let calls: Vec<Call> = (0..25).map(|_| call()).collect();
         let creates = calls.iter().map(|call| {

@@ -30,7 +30,7 @@ pub async fn the_newest_call_is_first(store: &dyn Store) {
 }
 
 /// Creates calls of every status in two projects, two runs and two tools, one second apart.
-async fn assorted(store: &dyn Store) -> Vec<Call> {
+async fn put_assorted(store: &dyn Store) -> Vec<Call> {
     let mut calls = vec![];
     for status in Status::ALL {
         for project in ["p", "q"] {
@@ -45,8 +45,8 @@ async fn assorted(store: &dyn Store) -> Vec<Call> {
     calls
 }
 
-pub async fn every_filter_and_combination_gives_what_fits(store: &dyn Store) {
-    let calls = assorted(store).await;
+pub async fn every_combination_of_filters_returns_the_matching_calls(store: &dyn Store) {
+    let calls = put_assorted(store).await;
     let statuses = Status::ALL.map(Some).into_iter().chain([None]);
     let mut seen = 0;
     for status in statuses {
@@ -75,10 +75,10 @@ pub async fn every_filter_and_combination_gives_what_fits(store: &dyn Store) {
 }
 
 /// Reads the whole list in pages while more calls arrive between them.
-async fn paged(
+async fn read_pages(
     store: &dyn Store,
     filter: CallFilter,
-    coming: impl Fn() -> (Call, Status),
+    next_call: impl Fn() -> (Call, Status),
 ) -> Vec<CallId> {
     let (mut seen, mut before) = (vec![], None);
     loop {
@@ -88,27 +88,27 @@ async fn paged(
         assert!(page.len() <= filter.limit);
         seen.extend(page);
         for _ in 0..3 {
-            let (call, status) = coming();
+            let (call, status) = next_call();
             put_with_status(store, &call, status).await;
         }
     }
 }
 
-pub async fn pages_have_no_gaps_or_repeats_while_calls_come_in(store: &dyn Store) {
-    let mut there = vec![];
+pub async fn pages_have_no_gaps_or_repeats_while_calls_arrive(store: &dyn Store) {
+    let mut existing = vec![];
     for _ in 0..25 {
         let call = call();
         put(store, &call).await;
-        there.push(call.id);
+        existing.push(call.id);
     }
-    there.reverse();
+    existing.reverse();
     let filter = CallFilter { limit: 4, ..of("p") };
-    assert_eq!(paged(store, filter, || (call(), Status::Pending)).await, there);
+    assert_eq!(read_pages(store, filter, || (call(), Status::Pending)).await, existing);
 }
 
-pub async fn filtered_pages_have_no_gaps_or_repeats_while_calls_come_in(store: &dyn Store) {
+pub async fn filtered_pages_have_no_gaps_or_repeats_while_calls_arrive(store: &dyn Store) {
     let calls: Vec<Call> =
-        assorted(store).await.into_iter().filter(|call| call.project == "p").collect();
+        put_assorted(store).await.into_iter().filter(|call| call.project == "p").collect();
     let filters = [
         CallFilter { run_id: Some("r1".into()), ..of("p") },
         CallFilter { tool_name: Some("a".into()), ..of("p") },
@@ -117,25 +117,25 @@ pub async fn filtered_pages_have_no_gaps_or_repeats_while_calls_come_in(store: &
         CallFilter { tool_name: Some("b".into()), status: Some(Status::Timeout), ..of("p") },
         CallFilter { since_ms: Some(NOW + 10_000), ..of("p") },
     ];
-    let there: HashSet<CallId> = calls.into_iter().map(|call| call.id).collect();
+    let existing: HashSet<CallId> = calls.into_iter().map(|call| call.id).collect();
     for filter in filters {
         let expected: Vec<CallId> = ids(store, filter.clone()).await;
         assert!(expected.len() > 1, "{filter:?}");
         let (run, tool) = (filter.run_id.clone(), filter.tool_name.clone());
-        let coming = || {
+        let next_call = || {
             let (run, tool) = (run.as_deref().unwrap_or("r1"), tool.as_deref().unwrap_or("a"));
             let created_ms = NOW + 100_000;
             let call = Call { created_ms, id: call_at(created_ms).id, ..call_of("p", run, tool) };
             (call, filter.status.unwrap_or(Status::Succeeded))
         };
         let page = CallFilter { limit: 1, ..filter.clone() };
-        let seen = paged(store, page, coming).await;
+        let seen = read_pages(store, page, next_call).await;
         assert_eq!(seen, expected, "{filter:?}");
-        assert!(seen.iter().any(|id| there.contains(id)));
+        assert!(seen.iter().any(|id| existing.contains(id)));
     }
 }
 
-pub async fn a_call_moves_between_the_lists_with_its_status(store: &dyn Store) {
+pub async fn a_call_moves_between_status_lists_with_its_status(store: &dyn Store) {
     let waiting = call();
     let with = |status| CallFilter { status: Some(status), ..of("p") };
     let steps = [waiting.clone(), running(&waiting), {
@@ -153,7 +153,7 @@ pub async fn a_call_moves_between_the_lists_with_its_status(store: &dyn Store) {
     }
 }
 
-pub async fn a_list_by_time_begins_at_that_moment(store: &dyn Store) {
+pub async fn the_since_filter_includes_its_boundary(store: &dyn Store) {
     for n in 0..5 {
         put(store, &call_at(NOW + n)).await;
     }
@@ -168,7 +168,7 @@ pub async fn a_list_by_time_begins_at_that_moment(store: &dyn Store) {
     assert_eq!(since(Some(u64::MAX)).await, 0);
 }
 
-pub async fn a_limit_may_be_as_large_as_it_likes(store: &dyn Store) {
+pub async fn extreme_limits_and_positions_are_accepted(store: &dyn Store) {
     for _ in 0..3 {
         put(store, &call()).await;
     }
@@ -186,8 +186,8 @@ pub async fn a_limit_may_be_as_large_as_it_likes(store: &dyn Store) {
     assert_eq!(store.open_calls(u64::MAX, 10).await.unwrap().len(), 0);
 }
 
-pub async fn no_project_sees_anothers_calls(store: &dyn Store) {
-    assorted(store).await;
+pub async fn lists_contain_only_calls_of_their_project(store: &dyn Store) {
+    put_assorted(store).await;
     for (mine, other) in [("p", "q"), ("q", "p")] {
         let listed = store.calls(of(mine)).await.unwrap();
         assert_eq!(listed.len(), 24);
@@ -197,12 +197,12 @@ pub async fn no_project_sees_anothers_calls(store: &dyn Store) {
         let older = store.calls(CallFilter { before: Some(newest), ..of(mine) }).await.unwrap();
         assert!(older.iter().all(|call| call.project == mine));
     }
-    for nobody in ["", "P", "p ", "%", "*"] {
-        assert_eq!(ids_of(store, nobody).await, [], "{nobody:?}");
+    for unknown in ["", "P", "p ", "%", "*"] {
+        assert_eq!(ids_of(store, unknown).await, [], "{unknown:?}");
     }
 }
 
-pub async fn what_is_beyond_enough_bytes_is_not_read(store: &dyn Store) {
+pub async fn a_list_stops_after_max_bytes(store: &dyn Store) {
     let mut calls = vec![];
     for n in 0..5 {
         let args = Json::from_value(&json!({ "text": "x".repeat(989) }));
@@ -218,7 +218,7 @@ pub async fn what_is_beyond_enough_bytes_is_not_read(store: &dyn Store) {
     }
 }
 
-pub async fn open_calls_come_in_order_and_in_pages(store: &dyn Store) {
+pub async fn open_calls_are_read_in_order_and_in_pages(store: &dyn Store) {
     let mut expected = vec![];
     for n in 0..23 {
         let project = ["p", "q"][n % 2];
@@ -240,7 +240,7 @@ pub async fn open_calls_come_in_order_and_in_pages(store: &dyn Store) {
     assert_eq!(seen, expected);
 }
 
-pub async fn open_calls_are_those_that_have_not_ended(store: &dyn Store) {
+pub async fn ended_calls_are_not_open_calls(store: &dyn Store) {
     let retry = Call { hold: Some(Hold::Retry { at_ms: NOW + 9 }), ..call() };
     let parked = Call { hold: Some(Hold::Unacknowledged), ..call() };
     let done = call();

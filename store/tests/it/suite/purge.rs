@@ -20,30 +20,30 @@ async fn put_ended(store: &dyn Store, completed_ms: u64) -> Call {
     done
 }
 
-pub async fn only_calls_that_ended_before_are_deleted(store: &dyn Store) {
-    let mut stay = vec![];
+pub async fn only_calls_that_ended_before_the_cutoff_are_deleted(store: &dyn Store) {
+    let mut kept = vec![];
     for status in Status::ALL {
         let old = put_with_status(store, &call_at(NOW - 10_000), status).await;
         if !status.is_terminal() {
-            stay.push(old.id);
+            kept.push(old.id);
         }
     }
     let long = call_at(NOW - 10_000);
     put(store, &long).await;
     save(store, &ended(&long, Status::Failed, NOW)).await;
-    stay.push(long.id);
+    kept.push(long.id);
     put_ended(store, NOW - 1).await;
-    stay.push(put_ended(store, NOW).await.id);
-    stay.push(put_ended(store, NOW + 1).await.id);
-    stay.reverse();
+    kept.push(put_ended(store, NOW).await.id);
+    kept.push(put_ended(store, NOW + 1).await.id);
+    kept.reverse();
     assert_eq!(store.purge(NOW, 100).await.unwrap().calls, 5);
-    assert_eq!(ids_of(store, "p").await, stay);
+    assert_eq!(ids_of(store, "p").await, kept);
     assert_eq!(store.purge(NOW, 100).await.unwrap().calls, 0);
 }
 
 /// A call committed shortly after a younger one may have to wait until that one is purged, but no
 /// longer.
-pub async fn a_call_that_came_out_of_order_is_deleted_in_the_end(store: &dyn Store) {
+pub async fn a_call_committed_out_of_order_is_deleted_eventually(store: &dyn Store) {
     put_ended(store, NOW + 50).await;
     put_ended(store, NOW).await;
     store.purge(NOW + 10, 100).await.unwrap();
@@ -51,7 +51,7 @@ pub async fn a_call_that_came_out_of_order_is_deleted_in_the_end(store: &dyn Sto
     assert_eq!(ids_of(store, "p").await, []);
 }
 
-pub async fn events_and_keys_go_with_their_call(store: &dyn Store) {
+pub async fn events_and_idempotency_keys_are_deleted_with_their_call(store: &dyn Store) {
     let (old, young) = (call(), call());
     put_keyed(store, &old, &key("ada", "old", "f")).await;
     put_keyed(store, &young, &key("ada", "young", "f")).await;
@@ -72,7 +72,7 @@ pub async fn events_and_keys_go_with_their_call(store: &dyn Store) {
     assert!(matches!(created, CreateCallResult::Replayed(known) if known.id == young.id));
 }
 
-pub async fn a_purge_goes_in_steps(store: &dyn Store) {
+pub async fn a_purge_deletes_at_most_its_limit_per_pass(store: &dyn Store) {
     for n in 0..7 {
         put_ended(store, NOW + n).await;
     }
@@ -84,7 +84,7 @@ pub async fn a_purge_goes_in_steps(store: &dyn Store) {
     assert_eq!(ids_of(store, "p").await, []);
 }
 
-pub async fn event_numbers_never_come_again(store: &dyn Store) {
+pub async fn event_numbers_are_not_reused_after_a_purge(store: &dyn Store) {
     put(store, &call()).await;
     let done = put_ended(store, NOW + 1).await;
     append(store, &done, record(EventKind::ReportIgnored)).await;
@@ -96,7 +96,7 @@ pub async fn event_numbers_never_come_again(store: &dyn Store) {
     assert!(first > newest, "{first} came after {newest}");
 }
 
-pub async fn old_audit_entries_go_too(store: &dyn Store) {
+pub async fn old_audit_entries_are_deleted(store: &dyn Store) {
     let entry = |at_ms| AuditEntry {
         at_ms,
         project: "p".into(),
@@ -114,7 +114,7 @@ pub async fn old_audit_entries_go_too(store: &dyn Store) {
     assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry(NOW)]);
 }
 
-pub async fn a_purge_of_all_times_takes_every_ended_call(store: &dyn Store) {
+pub async fn a_purge_without_a_cutoff_deletes_every_ended_call(store: &dyn Store) {
     put(store, &call()).await;
     put_ended(store, NOW + 1).await;
     assert_eq!(store.purge(0, usize::MAX).await.unwrap().calls, 0);

@@ -15,7 +15,7 @@ use toolcrib::ports::store::{SaveResult, Store};
 use super::directory::tool;
 use crate::support::{NOW, call_at, ended, json as text, put, save};
 
-fn card(card_id: &str, kind: &str, turn_id: &str, call: &str) -> Card {
+pub fn card(card_id: &str, kind: &str, turn_id: &str, call: &str) -> Card {
     Card {
         card_id: card_id.into(),
         project: "p".into(),
@@ -30,7 +30,7 @@ fn card(card_id: &str, kind: &str, turn_id: &str, call: &str) -> Card {
     }
 }
 
-fn turn(turn_id: &str, version: u64) -> Turn {
+pub fn turn(turn_id: &str, version: u64) -> Turn {
     Turn {
         project: "p".into(),
         agent_id: "ada".into(),
@@ -55,7 +55,7 @@ fn turn(turn_id: &str, version: u64) -> Turn {
     }
 }
 
-fn waiting(call: &str) -> StepCall {
+pub fn new_step_call(call: &str) -> StepCall {
     StepCall {
         project: "p".into(),
         agent_id: "ada".into(),
@@ -70,7 +70,7 @@ fn waiting(call: &str) -> StepCall {
     }
 }
 
-fn item(agent: &str, call: &str) -> InboxItem {
+pub fn item(agent: &str, call: &str) -> InboxItem {
     InboxItem {
         inbox_id: format!("inbox_{agent}_{call}"),
         project: "p".into(),
@@ -88,7 +88,7 @@ fn item(agent: &str, call: &str) -> InboxItem {
     }
 }
 
-fn letter(id: &str) -> OutboxMessage {
+pub fn outbox_message(id: &str) -> OutboxMessage {
     OutboxMessage {
         id: id.into(),
         subject: "p.c.cmd.agent.w.wakeup".into(),
@@ -103,7 +103,7 @@ pub async fn cards_are_written_once(store: &dyn Store) {
     let first = card("c1", "tool.result", "t1", "call_0");
     assert_eq!(utp.put_card(first.clone()).await.unwrap(), PutCardResult::New);
     assert_eq!(utp.card("p", "c1").await.unwrap(), Some(first.clone()));
-    assert_eq!(utp.card("q", "c1").await.unwrap(), None, "another project's");
+    assert_eq!(utp.card("q", "c1").await.unwrap(), None, "a card of another project is not found");
     let later = Card { created_ms: NOW + 9, ..first.clone() };
     assert_eq!(utp.put_card(later).await.unwrap(), PutCardResult::Identical);
     let changed = Card { author_id: "eve".into(), ..first.clone() };
@@ -128,7 +128,7 @@ pub async fn cards_are_written_once(store: &dyn Store) {
     }
 }
 
-pub async fn of_many_results_of_a_call_one_is_kept(store: &dyn Store) {
+pub async fn one_of_many_concurrent_result_cards_of_a_call_is_stored(store: &dyn Store) {
     let utp = store.utp();
     let writing = (0..50).map(|n| utp.put_card(card(&format!("c{n}"), "tool.result", "t", "x")));
     let put = futures::future::join_all(writing).await;
@@ -142,33 +142,37 @@ pub async fn turns_are_saved_by_version(store: &dyn Store) {
     assert_eq!(utp.save_turn(turn("t1", 2), change()).await.unwrap(), SaveResult::Conflict);
     assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), SaveResult::Saved);
     assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), SaveResult::Conflict);
-    let full = TurnChange { step_calls: vec![waiting("a"), waiting("b")], ..change() };
+    let full = TurnChange { step_calls: vec![new_step_call("a"), new_step_call("b")], ..change() };
     assert_eq!(utp.save_turn(turn("t1", 2), full).await.unwrap(), SaveResult::Saved);
     assert_eq!(utp.turn("p", "t1").await.unwrap(), Some(turn("t1", 2)));
     assert_eq!(utp.turn("q", "t1").await.unwrap(), None);
     let calls = utp.step_calls("p", "t1", "s1").await.unwrap();
-    assert_eq!(calls, [waiting("a"), waiting("b")]);
-    assert_eq!(utp.step_call("p", Some("t1"), "b").await.unwrap(), Some(waiting("b")));
+    assert_eq!(calls, [new_step_call("a"), new_step_call("b")]);
+    assert_eq!(utp.step_call("p", Some("t1"), "b").await.unwrap(), Some(new_step_call("b")));
     assert_eq!(utp.step_call("p", Some("t2"), "b").await.unwrap(), None);
-    assert_eq!(utp.step_call("p", None, "b").await.unwrap(), Some(waiting("b")));
+    assert_eq!(utp.step_call("p", None, "b").await.unwrap(), Some(new_step_call("b")));
     assert_eq!(utp.expired_turns(NOW, 9).await.unwrap(), []);
     assert_eq!(utp.expired_turns(NOW + 1_000, 9).await.unwrap(), [turn("t1", 2)]);
 }
 
 pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
     let utp = store.utp();
-    let change =
-        TurnChange { step_calls: vec![waiting("a"), waiting("b")], ..TurnChange::default() };
+    let change = TurnChange {
+        step_calls: vec![new_step_call("a"), new_step_call("b")],
+        ..TurnChange::default()
+    };
     utp.save_turn(turn("t1", 1), change).await.unwrap();
-    let first = utp.deliver_to_inbox(item("ada", "b"), "r1", Some(letter("l1"))).await.unwrap();
+    let first =
+        utp.deliver_to_inbox(item("ada", "b"), "r1", Some(outbox_message("l1"))).await.unwrap();
     assert_eq!(first, InboxPutResult::New);
-    let again = utp.deliver_to_inbox(item("ada", "b"), "r1", Some(letter("l2"))).await.unwrap();
+    let again =
+        utp.deliver_to_inbox(item("ada", "b"), "r1", Some(outbox_message("l2"))).await.unwrap();
     assert_eq!(again, InboxPutResult::Duplicate("inbox_ada_b".into()));
     utp.deliver_to_inbox(item("ada", "a"), "r2", None).await.unwrap();
     utp.deliver_to_inbox(item("eve", "z"), "r3", None).await.unwrap();
-    let letters = utp.outbox(0, 9).await.unwrap();
-    assert_eq!(letters.len(), 1, "one wakeup");
-    assert_eq!(letters[0].1, letter("l1"));
+    let messages = utp.outbox(0, 9).await.unwrap();
+    assert_eq!(messages.len(), 1, "one wakeup");
+    assert_eq!(messages[0].1, outbox_message("l1"));
     let open = utp.undelivered_step_calls(0, 9).await.unwrap();
     assert!(open.is_empty(), "{open:?}");
     let calls = utp.step_calls("p", "t1", "s1").await.unwrap();
@@ -178,32 +182,44 @@ pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
     let found = utp.agents_with_unread_items(NOW + 1, 0, 9).await.unwrap();
     let items: Vec<InboxItem> = found.iter().map(|(_, item)| item.clone()).collect();
     assert_eq!(items, [item("ada", "b"), item("eve", "z")]);
-    let behind = utp.agents_with_unread_items(NOW + 1, found[0].0, 9).await.unwrap();
-    assert_eq!(behind, found[1..], "an agent is not there again for what waits behind its first");
+    let rest = utp.agents_with_unread_items(NOW + 1, found[0].0, 9).await.unwrap();
+    assert_eq!(rest, found[1..], "an agent is listed once, for its first item");
     assert_eq!(utp.agents_with_unread_items(NOW + 1, 0, 1).await.unwrap(), found[..1]);
     assert_eq!(utp.agents_with_unread_items(NOW, 0, 9).await.unwrap(), []);
     let ids = ["inbox_ada_b".to_owned(), "inbox_eve_z".to_owned()];
     assert_eq!(
         utp.acknowledge_inbox_items("p", "ada", &ids, NOW).await.unwrap(),
         1,
-        "only its own"
+        "only items of the agent"
     );
     assert_eq!(utp.acknowledge_inbox_items("p", "ada", &ids, NOW).await.unwrap(), 0);
     assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item("ada", "a")]);
     let again = utp.deliver_to_inbox(item("ada", "b"), "r1", None).await.unwrap();
-    assert_eq!(again, InboxPutResult::Duplicate("inbox_ada_b".into()), "also after it was taken");
+    assert_eq!(
+        again,
+        InboxPutResult::Duplicate("inbox_ada_b".into()),
+        "a duplicate after it was acknowledged"
+    );
     utp.deliver_to_inbox(item("ada", "c"), "r4", None).await.unwrap();
     let taken = vec!["inbox_ada_a".to_owned(), "inbox_eve_z".to_owned()];
     let change = TurnChange { acknowledged_inbox_ids: taken, ..TurnChange::default() };
     utp.save_turn(turn("t1", 2), change).await.unwrap();
-    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item("ada", "c")], "no more than named");
-    assert_eq!(utp.inbox("p", "eve", 9).await.unwrap(), [item("eve", "z")], "only its own");
+    assert_eq!(
+        utp.inbox("p", "ada", 9).await.unwrap(),
+        [item("ada", "c")],
+        "only the named items are acknowledged"
+    );
+    assert_eq!(
+        utp.inbox("p", "eve", 9).await.unwrap(),
+        [item("eve", "z")],
+        "only items of the agent"
+    );
 }
 
-pub async fn an_outcome_before_its_step_is_not_forgotten(store: &dyn Store) {
+pub async fn an_outcome_delivered_before_its_step_is_kept(store: &dyn Store) {
     let utp = store.utp();
     utp.deliver_to_inbox(item("ada", "a"), "r1", None).await.unwrap();
-    let change = TurnChange { step_calls: vec![waiting("a")], ..TurnChange::default() };
+    let change = TurnChange { step_calls: vec![new_step_call("a")], ..TurnChange::default() };
     utp.save_turn(turn("t1", 1), change).await.unwrap();
     let open = utp.undelivered_step_calls(0, 9).await.unwrap();
     assert_eq!(open.len(), 1);
@@ -215,16 +231,16 @@ pub async fn an_outcome_before_its_step_is_not_forgotten(store: &dyn Store) {
     assert_eq!(calls[0].inbox_id.as_deref(), Some("inbox_ada_a"));
 }
 
-pub async fn the_outbox_is_emptied_in_order(store: &dyn Store) {
+pub async fn the_outbox_is_read_and_emptied_in_order(store: &dyn Store) {
     let utp = store.utp();
-    utp.append_to_outbox(vec![letter("l2"), letter("l1")]).await.unwrap();
+    utp.append_to_outbox(vec![outbox_message("l2"), outbox_message("l1")]).await.unwrap();
     let first = utp.outbox(0, 1).await.unwrap();
-    assert_eq!(first.iter().map(|(_, l)| l).collect::<Vec<_>>(), [&letter("l2")]);
-    let behind = utp.outbox(first[0].0, 9).await.unwrap();
-    assert_eq!(behind.iter().map(|(_, l)| l).collect::<Vec<_>>(), [&letter("l1")]);
-    assert_eq!(utp.outbox(behind[0].0, 9).await.unwrap(), []);
+    assert_eq!(first.iter().map(|(_, l)| l).collect::<Vec<_>>(), [&outbox_message("l2")]);
+    let rest = utp.outbox(first[0].0, 9).await.unwrap();
+    assert_eq!(rest.iter().map(|(_, l)| l).collect::<Vec<_>>(), [&outbox_message("l1")]);
+    assert_eq!(utp.outbox(rest[0].0, 9).await.unwrap(), []);
     utp.remove_from_outbox(&["l2".into()]).await.unwrap();
-    assert_eq!(utp.outbox(0, 9).await.unwrap(), behind);
+    assert_eq!(utp.outbox(0, 9).await.unwrap(), rest);
 }
 
 pub async fn dead_letters_are_listed_newest_first(store: &dyn Store) {
@@ -257,22 +273,25 @@ pub async fn dead_letters_are_listed_newest_first(store: &dyn Store) {
     assert_eq!(utp.dead_letter("p", "dl_1").await.unwrap(), Some(tried));
 }
 
-pub async fn what_is_old_goes(store: &dyn Store) {
+pub async fn old_cards_turns_and_inbox_items_are_purged(store: &dyn Store) {
     let utp = store.utp();
     utp.put_card(card("c1", "tool.call", "t1", "a")).await.unwrap();
-    let change = TurnChange { step_calls: vec![waiting("a")], ..TurnChange::default() };
+    let change = TurnChange { step_calls: vec![new_step_call("a")], ..TurnChange::default() };
     utp.save_turn(turn("t1", 1), change).await.unwrap();
     utp.deliver_to_inbox(item("ada", "a"), "r1", None).await.unwrap();
     utp.purge_utp(NOW, 100).await.unwrap();
-    assert!(utp.card("p", "c1").await.unwrap().is_some(), "not older than that");
-    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap().len(), 1, "nobody has taken it yet");
+    assert!(utp.card("p", "c1").await.unwrap().is_some(), "not older than the cutoff");
+    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap().len(), 1, "unread items are kept");
     for _ in 0..2 {
         utp.purge_utp(NOW + 1, 100).await.unwrap();
     }
     assert_eq!(utp.card("p", "c1").await.unwrap(), None);
     assert_eq!(utp.turn("p", "t1").await.unwrap(), None);
     assert!(utp.step_calls("p", "t1", "s1").await.unwrap().is_empty());
-    assert!(utp.inbox("p", "ada", 9).await.unwrap().is_empty(), "what it is about is gone, too");
+    assert!(
+        utp.inbox("p", "ada", 9).await.unwrap().is_empty(),
+        "items are deleted with their turn"
+    );
 }
 
 fn bound(target: &str) -> ToolDefinition {
@@ -288,7 +307,7 @@ fn bound(target: &str) -> ToolDefinition {
     }
 }
 
-pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
+pub async fn every_version_of_a_projects_tool_is_kept(store: &dyn Store) {
     let (old, new) = (bound("x.old"), bound("x.new"));
     assert_ne!(old.version(), new.version());
     let project = Project { id: "p".into(), title: "P".into(), created_ms: NOW };
@@ -327,10 +346,10 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
     assert!(utp.tool_version("p", "a.b", &old.version()).await.unwrap().is_some());
 }
 
-pub async fn an_old_definition_goes_with_the_last_call_that_can_refer_to_it(store: &dyn Store) {
+pub async fn an_old_tool_version_is_purged_after_its_last_possible_call(store: &dyn Store) {
     const HOUR: u64 = 3_600_000;
     let (old, new) = (bound("x.old"), bound("x.new"));
-    let changed = async |change: DirectoryChange, at_ms: u64| {
+    let apply_change = async |change: DirectoryChange, at_ms: u64| {
         let version = store.directory_version().await.unwrap();
         let entry = AuditEntry {
             at_ms,
@@ -348,31 +367,31 @@ pub async fn an_old_definition_goes_with_the_last_call_that_can_refer_to_it(stor
     let kept = async |tool: &ToolDefinition| {
         store.utp().tool_version("p", "a.b", &tool.version()).await.unwrap().is_some()
     };
-    let purged = async |before_ms: u64| {
+    let purge_before = async |before_ms: u64| {
         store.purge(before_ms, 100).await.unwrap();
         store.utp().purge_utp(before_ms, 100).await.unwrap();
     };
-    changed(DirectoryChange::PutTools(vec![old.clone()]), NOW).await;
+    apply_change(DirectoryChange::PutTools(vec![old.clone()]), NOW).await;
     let first = call_at(NOW + HOUR);
     put(store, &first).await;
-    changed(DirectoryChange::PutTools(vec![new.clone()]), NOW + 2 * HOUR).await;
-    purged(NOW + 9 * HOUR).await;
-    assert!(kept(&old).await, "a call that is open was made with it");
+    apply_change(DirectoryChange::PutTools(vec![new.clone()]), NOW + 2 * HOUR).await;
+    purge_before(NOW + 9 * HOUR).await;
+    assert!(kept(&old).await, "an open call uses this version");
     save(store, &ended(&first, Status::Succeeded, NOW + 3 * HOUR)).await;
-    purged(NOW + 2 * HOUR).await;
-    assert!(kept(&old).await, "its call is kept");
-    purged(NOW + 9 * HOUR).await;
-    assert!(!kept(&old).await && kept(&new).await, "nobody can ask for it any more");
+    purge_before(NOW + 2 * HOUR).await;
+    assert!(kept(&old).await, "a stored call uses this version");
+    purge_before(NOW + 9 * HOUR).await;
+    assert!(!kept(&old).await && kept(&new).await, "no stored call can refer to it");
     // A definition that is put again is current again, however long ago it was replaced.
-    changed(DirectoryChange::PutTools(vec![old.clone()]), NOW + 3 * HOUR).await;
-    changed(DirectoryChange::PutTools(vec![new.clone()]), NOW + 4 * HOUR).await;
-    changed(DirectoryChange::PutTools(vec![old.clone()]), NOW + 5 * HOUR).await;
-    purged(NOW + 9 * HOUR).await;
+    apply_change(DirectoryChange::PutTools(vec![old.clone()]), NOW + 3 * HOUR).await;
+    apply_change(DirectoryChange::PutTools(vec![new.clone()]), NOW + 4 * HOUR).await;
+    apply_change(DirectoryChange::PutTools(vec![old.clone()]), NOW + 5 * HOUR).await;
+    purge_before(NOW + 9 * HOUR).await;
     assert!(kept(&old).await && !kept(&new).await);
     let (project, name) = ("p".to_owned(), "a.b".to_owned());
-    changed(DirectoryChange::DropTool { project, name }, NOW + 6 * HOUR).await;
-    purged(NOW + 6 * HOUR).await;
-    assert!(kept(&old).await, "it was used a moment ago");
-    purged(NOW + 9 * HOUR).await;
+    apply_change(DirectoryChange::DropTool { project, name }, NOW + 6 * HOUR).await;
+    purge_before(NOW + 6 * HOUR).await;
+    assert!(kept(&old).await, "a recent call may refer to it");
+    purge_before(NOW + 9 * HOUR).await;
     assert!(!kept(&old).await);
 }

@@ -4,9 +4,8 @@
 pub(super) mod poll;
 pub(super) mod sse;
 pub(super) mod ws;
-
 use serde::Serialize;
-use toolcrib::clients::queue::{ClientMessage, WorkItem};
+use toolcrib::clients::{ClientMessage, WorkItem};
 use toolcrib::domain::fault::Error;
 use toolcrib::{CallId, Engine, Json};
 

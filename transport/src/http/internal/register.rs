@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 use toolcrib::domain::directory::UnlistedTools;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::{Effect, Fallback, Risk, ToolDefinition};
-use toolcrib::engine::ClientRegistration;
+use toolcrib::registry::ClientRegistration;
 use toolcrib::{Caller, Engine, Executor};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::super::wire::timeout_ms;
-use crate::http::extract::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// The tools of a client.
@@ -95,7 +95,7 @@ impl RegisterBody {
     }
 
     pub(super) fn into_registration(self, engine: &Engine, caller: &Caller) -> ClientRegistration {
-        let default_ms = engine.default_timeout_ms(caller);
+        let default_ms = engine.registry().default_timeout_ms(caller);
         let project = caller.project.as_str();
         let definition = |offer: ToolOfferBody| offer.into_definition(project, default_ms);
         ClientRegistration {
@@ -123,12 +123,12 @@ pub(super) struct RegisteredBody {
     responses((status = 200, body = RegisteredBody), (status = 403, body = ProblemDetails),
         (status = 409, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 pub(super) async fn register(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     JsonBody(body): JsonBody<RegisterBody>,
 ) -> Result<Json<RegisteredBody>, ApiError> {
-    let registration = body.into_registration(&door.engine, &caller);
-    let registered_count = door.engine.register(&caller, registration).await?;
+    let registration = body.into_registration(&state.engine, &caller);
+    let registered_count = state.engine.registry().register(&caller, registration).await?;
     Ok(Json(RegisteredBody { ok: true, registered_count }))
 }
 
@@ -144,33 +144,34 @@ pub(super) struct ClientQuery {
     params(("name" = String, Path, description = "The tool's name"), ClientQuery),
     responses((status = 204), (status = 404, body = ProblemDetails)))]
 pub(super) async fn withdraw(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
     QueryParams(which): QueryParams<ClientQuery>,
 ) -> Result<StatusCode, ApiError> {
-    door.engine.withdraw(&caller, &which.client_id, &name).await?;
+    state.engine.registry().withdraw(&caller, &which.client_id, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Removes a client and its tools. It must not be connected or have requests in flight.
 #[utoipa::path(delete, path = "/internal/clients/{client_id}", tag = "providers",
     params(("client_id" = String, Path, description = "The client's id")),
-    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+    responses((status = 204), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn forget_client(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(client_id): NamePath,
 ) -> Result<StatusCode, ApiError> {
-    door.engine.remove_client(&caller, &client_id).await?;
+    state.engine.clients().remove_client(&caller, &client_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Withdraws a tool with the name `register`.
 pub(super) async fn withdraw_register(
     state: State<HttpState>,
-    who: Authenticated,
+    who: AuthenticatedCaller,
     which: QueryParams<ClientQuery>,
 ) -> Result<StatusCode, ApiError> {
     withdraw(state, who, NamePath("register".to_owned()), which).await

@@ -5,13 +5,13 @@ use axum::extract::{Request, State};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::AttemptProgress;
+use toolcrib::calls::AttemptReport;
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::engine::AttemptReport;
 use utoipa::ToSchema;
 
 use super::super::HttpState;
 use super::super::wire::parse_reported_fault;
-use crate::http::extract::{self, Authenticated, CallPath, JsonBody};
+use crate::http::extract::{self, AuthenticatedCaller, CallPath, JsonBody};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// The result of a call.
@@ -63,10 +63,10 @@ pub(super) struct CallStatusBody {
 /// Reads a report. A report that is too large becomes a failure of its attempt; the additional
 /// error is the response to the client.
 async fn read_report(
-    door: &HttpState,
+    state: &HttpState,
     request: Request,
 ) -> Result<(AttemptReport, Option<Error>), Error> {
-    let limit = door.max_result_body_bytes();
+    let limit = state.max_result_body_bytes();
     let too_large = |bytes: Option<usize>| {
         let size = bytes.map_or_else(String::new, |bytes| format!("{bytes} bytes, "));
         let message = format!("the submitted result is too large: {size}over the limit of {limit}");
@@ -76,7 +76,7 @@ async fn read_report(
         let error = fault.clone().into();
         Ok((AttemptReport { attempt, client_id, result: Err(fault) }, Some(error)))
     };
-    let read = extract::read_body(request, door.max_report_bytes()).await;
+    let read = extract::read_body(request, state.max_report_bytes()).await;
     let bytes = match read.map_err(ApiError::into_error) {
         Ok(bytes) => bytes,
         Err(error) if error.code() == Code::PayloadTooLarge => {
@@ -102,13 +102,13 @@ async fn read_report(
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails)))]
 pub(super) async fn submit(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     request: Request,
 ) -> Result<Json<CallStatusBody>, ApiError> {
-    let (report, too_large) = read_report(&door, request).await?;
-    let call = door.engine.report(&caller, &id, report).await?;
+    let (report, too_large) = read_report(&state, request).await?;
+    let call = state.engine.calls().report(&caller, &id, report).await?;
     if let Some(error) = too_large {
         return Err(error.into());
     }
@@ -131,12 +131,13 @@ pub(super) struct CallAckBody {
     responses((status = 200, body = CallStatusBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn ack(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     JsonBody(body): JsonBody<CallAckBody>,
 ) -> Result<Json<CallStatusBody>, ApiError> {
-    let call = door.engine.acknowledge_call(&caller, &id, &body.client_id, body.attempt).await?;
+    let call =
+        state.engine.calls().acknowledge_call(&caller, &id, &body.client_id, body.attempt).await?;
     let (tool_call_id, status) = (id.to_string(), call.status.as_str());
     Ok(Json(CallStatusBody { ok: true, tool_call_id, status }))
 }
@@ -174,12 +175,16 @@ pub(super) struct ProgressAckBody {
     responses((status = 200, body = ProgressAckBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn progress(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     JsonBody(body): JsonBody<ProgressBody>,
 ) -> Result<Json<ProgressAckBody>, ApiError> {
     let (client_id, attempt, progress) = body.into_parts();
-    door.engine.report_progress(&caller, &id, client_id.as_deref(), attempt, progress).await?;
+    state
+        .engine
+        .calls()
+        .report_progress(&caller, &id, client_id.as_deref(), attempt, progress)
+        .await?;
     Ok(Json(ProgressAckBody { ok: true }))
 }

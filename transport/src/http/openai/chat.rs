@@ -1,12 +1,11 @@
 //! OpenAI's chat completions API.
 
 mod completion;
-
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
-use toolcrib::engine::SavedConversation;
-use toolcrib::registry::model_tool_names::name_for_model;
+use toolcrib::registry::name_for_model;
+use toolcrib::runs::SavedConversation;
 use utoipa::ToSchema;
 
 use super::super::HttpState;
@@ -61,10 +60,10 @@ pub(super) struct ChatBody {
         (status = 503, body = OpenAiErrorBody)
     ))]
 pub(super) async fn complete(
-    State(door): State<HttpState>,
+    State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::of(&door, request).await?;
+    let mut asker = ConversationRequest::of(&state, request).await?;
     let fields = &mut asker.fields;
     let model = fields.required_text("model")?;
     let messages =
@@ -77,7 +76,7 @@ pub(super) async fn complete(
     let said = Input { instructions: None, messages, tools };
     let form = CompletionFormat { model: model.clone(), with_usage };
     let conversation =
-        OpenAiConversation::new(&door, asker, &model, SavedConversation::default(), said, extras)
+        OpenAiConversation::new(&state, asker, &model, SavedConversation::default(), said, extras)
             .await?;
     if stream {
         return crate::http::openai::chat::completion::stream_response(conversation, form).await;

@@ -16,13 +16,14 @@ use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use toolcrib::calls::batch::BatchEntryResult;
+use toolcrib::calls::BatchEntryResult;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::engine::SavedConversation;
-use toolcrib::ports::model::{Delta, FinishReason, ResolvedModel, TokenUsage, ToolCallRequest};
-use toolcrib::runs::agent_loop::{
-    AgentLoop, Conversation, LoopEvent, RunOptions, StepOutcome, check_messages,
-};
+use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::domain::run::options::RunOptions;
+use toolcrib::domain::run::progress::Conversation;
+use toolcrib::ports::model::{Delta, ResolvedModel};
+use toolcrib::runs::SavedConversation;
+use toolcrib::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome, check_messages};
 use toolcrib::{Caller, Engine};
 
 use super::super::HttpState;
@@ -46,11 +47,11 @@ pub(super) struct ConversationRequest {
 
 impl ConversationRequest {
     /// Authenticates the caller and parses the body.
-    pub(super) async fn of(door: &HttpState, request: Request) -> Result<Self, OpenAiError> {
+    pub(super) async fn of(state: &HttpState, request: Request) -> Result<Self, OpenAiError> {
         let headers = request.headers();
-        let caller = auth::authenticate_request(&door.engine, headers)?;
+        let caller = auth::authenticate_request(&state.engine, headers)?;
         let traceparent = extract::traceparent(headers).map(|trace| trace.to_string());
-        let bytes = extract::read_body(request, door.settings.max_body_bytes).await?;
+        let bytes = extract::read_body(request, state.settings.max_body_bytes).await?;
         let fields = RequestFields(extract::parse_json(&bytes)?);
         Ok(Self { caller, fields, traceparent })
     }
@@ -110,7 +111,7 @@ impl OpenAiConversation {
     /// Builds a conversation from the saved messages (`before`) and those of the request. The tools
     /// of the request are the caller's own.
     pub(super) async fn new(
-        door: &HttpState,
+        state: &HttpState,
         asker: ConversationRequest,
         model: &str,
         before: SavedConversation,
@@ -118,13 +119,15 @@ impl OpenAiConversation {
         extras: ToolcribOptions,
     ) -> Result<Self, OpenAiError> {
         let ConversationRequest { caller, fields, traceparent } = asker;
-        let engine = door.engine.clone();
-        let found = engine.models().find(model);
-        let chosen = found.ok_or_else(|| model_not_found(model, &engine.models().names()))?;
+        let engine = state.engine.clone();
+        let found = engine.runs().models().find(model);
+        let chosen =
+            found.ok_or_else(|| model_not_found(model, &engine.runs().models().names()))?;
         if let Some((field, why)) = extras.limits.invalid_field() {
             return Err(invalid_field(&format!("toolcrib.limits.{field}"), why));
         }
-        if let Some((field, why)) = extras.policy.invalid_field(engine.limits()) {
+        let (parallel, wait_ms) = (engine.limits().max_batch_parallel, engine.limits().max_wait_ms);
+        if let Some((field, why)) = extras.policy.invalid_field(parallel, wait_ms) {
             return Err(invalid_field(&format!("toolcrib.policy.{field}"), why));
         }
         let Input { instructions, messages, tools } = said;
@@ -136,7 +139,7 @@ impl OpenAiConversation {
             messages.insert(0, json!({ "role": "system", "content": text }));
         }
         if let Some(run_id) = &extras.run_id {
-            engine.check_run_owner(&caller, run_id).await.map_err(point_at_run_id)?;
+            engine.runs().check_run_owner(&caller, run_id).await.map_err(point_at_run_id)?;
         }
         let run_id = extras.run_id.unwrap_or_else(|| format!("run_{}", ulid::Ulid::generate()));
         let terms = RunOptions {
@@ -144,7 +147,7 @@ impl OpenAiConversation {
             caller_tools: tools,
             settings: fields.0,
             limits: extras.limits,
-            model_request_policy: engine.model_request_policy().clone(),
+            model_request_policy: engine.runs().model_request_policy().clone(),
             execution_options: extras.policy,
             traceparent,
             ..RunOptions::new(chosen.name.clone(), run_id)
@@ -200,23 +203,9 @@ impl OpenAiConversation {
             _ => {}
         };
         let (engine, caller, model) = (&self.engine, &self.caller, self.model.model.clone());
-        let mut turns = AgentLoop::new(engine, caller, &*model, &self.options, &watch)
+        let mut turns = AgentLoop::new(engine.runs(), caller, &*model, &self.options, &watch)
             .map_err(prefix_pointer)?;
-        let talk = &mut self.conversation;
-        let next = loop {
-            match turns.run_step(talk).await? {
-                StepOutcome::Continue => {}
-                StepOutcome::AwaitingResults => {
-                    let woken =
-                        tokio::time::timeout(self.wait, turns.wait_for_late_result(talk)).await;
-                    match woken {
-                        Ok(slept) => slept?,
-                        Err(_) => break StepOutcome::AwaitingResults,
-                    }
-                }
-                next => break next,
-            }
-        };
+        let next = run_steps(&mut turns, &mut self.conversation, self.wait).await?;
         drop(turns);
         let (text, calls, stopped, closing) = match next {
             StepOutcome::Answered(answer) => (
@@ -286,6 +275,7 @@ impl OpenAiConversation {
         }
         let (messages, awaited) = (tail.to_vec(), self.conversation.progress.pending_calls.clone());
         self.engine
+            .runs()
             .save_conversation(
                 &self.caller,
                 &id,
@@ -321,7 +311,7 @@ async fn restore_unseen_messages(
             continue;
         }
         let kept = match &id {
-            Some(id) => engine.load_saved_conversation(caller, id).await?,
+            Some(id) => engine.runs().load_saved_conversation(caller, id).await?,
             None => None,
         };
         match (kept, id) {
@@ -516,4 +506,26 @@ pub(super) fn spawn_conversation(
         let _ = send.send(ConversationUpdate::Finished(Box::new(ending)));
     });
     (receive, AbortOnDrop(task.abort_handle()))
+}
+
+/// Runs steps until the loop has an outcome for the caller, or late results take longer than
+/// `wait`.
+async fn run_steps(
+    agent_loop: &mut AgentLoop<'_>,
+    conversation: &mut Conversation,
+    wait: Duration,
+) -> Result<StepOutcome, Error> {
+    loop {
+        match agent_loop.run_step(conversation).await? {
+            StepOutcome::Continue => {}
+            StepOutcome::AwaitingResults => {
+                let late = agent_loop.wait_for_late_result(conversation);
+                match tokio::time::timeout(wait, late).await {
+                    Ok(arrived) => arrived?,
+                    Err(_) => return Ok(StepOutcome::AwaitingResults),
+                }
+            }
+            outcome => return Ok(outcome),
+        }
+    }
 }

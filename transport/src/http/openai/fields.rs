@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use toolcrib::runs::agent_loop::{ExecutionOptions, RunLimits};
+use toolcrib::domain::run::options::{ExecutionOptions, RunLimits};
 
 use crate::http::openai::error::{OpenAiError, invalid_field};
 

@@ -38,11 +38,11 @@ fn model_body(id: String) -> ModelBody {
 #[utoipa::path(get, path = "/v1/models", tag = "models",
     responses((status = 200, body = ModelsBody), (status = 401, body = OpenAiErrorBody)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
+    State(state): State<HttpState>,
     headers: HeaderMap,
 ) -> Result<Json<ModelsBody>, OpenAiError> {
-    auth::authenticate_request(&door.engine, &headers)?;
-    let data = door.engine.models().names().into_iter().map(model_body).collect();
+    auth::authenticate_request(&state.engine, &headers)?;
+    let data = state.engine.runs().models().names().into_iter().map(model_body).collect();
     Ok(Json(ModelsBody { object: "list", data }))
 }
 
@@ -51,12 +51,12 @@ pub(super) async fn list(
     params(("model" = String, Path, description = "Its name")),
     responses((status = 200, body = ModelBody), (status = 404, body = OpenAiErrorBody)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
+    State(state): State<HttpState>,
     Path(model): Path<String>,
     headers: HeaderMap,
 ) -> Result<Json<ModelBody>, OpenAiError> {
-    auth::authenticate_request(&door.engine, &headers)?;
-    let names = door.engine.models().names();
+    auth::authenticate_request(&state.engine, &headers)?;
+    let names = state.engine.runs().models().names();
     match names.contains(&model) {
         true => Ok(Json(model_body(model))),
         false => Err(model_not_found(&model, &names)),

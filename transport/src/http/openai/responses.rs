@@ -3,13 +3,12 @@
 
 mod items;
 mod response;
-
 use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::fault::{Code, Fault};
-use toolcrib::engine::SavedConversation;
-use toolcrib::registry::model_tool_names::name_for_model;
+use toolcrib::registry::name_for_model;
+use toolcrib::runs::SavedConversation;
 use utoipa::ToSchema;
 
 use super::super::HttpState;
@@ -66,10 +65,10 @@ pub(super) struct ResponsesBody {
         (status = 503, body = OpenAiErrorBody)
     ))]
 pub(super) async fn create_response(
-    State(door): State<HttpState>,
+    State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::of(&door, request).await?;
+    let mut asker = ConversationRequest::of(&state, request).await?;
     let fields = &mut asker.fields;
     let model = fields.required_text("model")?;
     let mut form = ResponseBuilder::new(&model, &fields.0);
@@ -85,14 +84,15 @@ pub(super) async fn create_response(
     translate_settings(fields)?;
     let before = match previous {
         None => SavedConversation::default(),
-        Some(id) => door
+        Some(id) => state
             .engine
+            .runs()
             .load_saved_conversation(&asker.caller, &id)
             .await?
             .ok_or_else(|| response_not_found(&id))?,
     };
     let said = Input { instructions, messages, tools };
-    let conversation = OpenAiConversation::new(&door, asker, &model, before, said, extras).await?;
+    let conversation = OpenAiConversation::new(&state, asker, &model, before, said, extras).await?;
     if stream {
         return crate::http::openai::responses::response::stream_response(conversation, form).await;
     }

@@ -5,18 +5,21 @@ use axum::body::Body;
 use axum::extract::{FromRequest, Multipart, Request};
 use axum::http::header;
 use serde_json::{Map, Value};
-use toolcrib::domain::args::ArgumentRules;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::{ExecutionPolicyPatch, TIMEOUT_MS_RANGE};
+use toolcrib::domain::tool::args::ArgumentRules;
 use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition};
 use toolcrib::domain::utp::{AfterExecution, Binding, RESERVED_NAMES, subject};
-use toolcrib::engine::{CatalogEntry, check_array_items};
+use toolcrib::registry::{CatalogEntry, check_array_items};
+use toolcrib_protocol::http_operation::HttpToolSpec;
+use toolcrib_protocol::http_operation::jina::{self, JinaEndpoints};
 
 use crate::http::extract;
 use crate::http::problem::ApiError;
-use toolcrib_protocol::http_operation::HttpToolSpec;
-use toolcrib_protocol::http_operation::jina::{self, JinaEndpoints};
+
+/// The last path segment of the route that imports tools, which therefore cannot be a tool's name.
+const IMPORT_SEGMENT: &str = "import";
 
 fn bad_request(message: impl Into<String>) -> Error {
     Fault::new(Code::BadRequest, message).without_side_effect().into()
@@ -230,7 +233,7 @@ impl ValidatedDefinition {
             let message = format!("\"{}\" is the reserved name of an internal tool", self.name);
             return Err(bad_request(message));
         }
-        if self.name == super::import::IMPORT_SEGMENT {
+        if self.name == IMPORT_SEGMENT {
             return Err(bad_request("import cannot be a tool's name: it is the way to import"));
         }
         let after_execution: AfterExecution = self

@@ -8,16 +8,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::tool::check_tool_name;
+use toolcrib_protocol::openapi::{self, ImportOptions, ImportReport, ImportedTool};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::definition;
-use crate::http::extract::{Authenticated, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
-use toolcrib_protocol::openapi::{self, ImportOptions, ImportReport, ImportedTool};
-
-/// The last path segment of the route, which therefore cannot be a tool's name.
-pub(super) const IMPORT_SEGMENT: &str = "import";
 
 /// Options of an import.
 #[derive(Deserialize, IntoParams)]
@@ -83,12 +80,13 @@ pub(super) struct ImportBody {
     params(("project_id" = String, Path, description = "The project"), ImportQuery),
     request_body(content = String, content_type = "application/yaml"),
     responses((status = 201, body = ImportBody), (status = 200, description = "A dry run",
-        body = ImportBody), (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
+        body = ImportBody), (status = 400, body = ProblemDetails),
+        (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails)))]
 pub(super) async fn import(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(project): NamePath,
     QueryParams(asked): QueryParams<ImportQuery>,
     request: Request,
@@ -97,13 +95,13 @@ pub(super) async fn import(
         let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
-    let caller = door.engine.switch_project(&caller, &project)?;
-    let limit = door.settings.max_body_bytes;
+    let caller = state.engine.registry().switch_project(&caller, &project)?;
+    let limit = state.settings.max_body_bytes;
     let document =
         definition::read_document(request, limit, toolcrib_protocol::yaml::parse_large).await?;
     let dry_run = asked.dry_run.unwrap_or(false);
     let wanted = parse_options(asked)?;
-    let timeout_ms = door.engine.default_timeout_ms(&caller);
+    let timeout_ms = state.engine.registry().default_timeout_ms(&caller);
     let import = openapi::import(&document, &caller.project, &wanted, timeout_ms)
         .map_err(|why| Error::refused(Code::ValidationError, why))?;
     if import.tools.is_empty() {
@@ -111,7 +109,7 @@ pub(super) async fn import(
     }
     if !dry_run {
         let tools = import.tools.iter().map(|tool| tool.definition.clone()).collect();
-        door.engine.put_tools(&caller, tools).await?;
+        state.engine.registry().put_tools(&caller, tools).await?;
     }
     let skipped = import.skipped.into_iter();
     let body = ImportBody {

@@ -9,13 +9,13 @@ use serde_json::json;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::directory::{ApiKey, AuditEntry};
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::engine::NewKey;
+use toolcrib::registry::NewKey;
 use toolcrib::{Caller, Role};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use crate::auth::generate_secret;
-use crate::http::extract::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// A key, without its secret.
@@ -55,10 +55,10 @@ pub(super) struct KeyList {
 #[utoipa::path(get, path = "/v1/keys", tag = "operators",
     responses((status = 200, body = KeyList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn list_keys(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Result<Json<KeyList>, ApiError> {
-    let keys = door.engine.keys(&caller)?;
+    let keys = state.engine.admin().keys(&caller)?;
     Ok(Json(KeyList { keys: keys.iter().map(KeyBody::from).collect() }))
 }
 
@@ -89,8 +89,8 @@ pub(super) struct CreatedKeyBody {
     responses((status = 201, body = CreatedKeyBody), (status = 403, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn create_key(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     JsonBody(body): JsonBody<NewKeyBody>,
 ) -> Result<(StatusCode, Json<CreatedKeyBody>), ApiError> {
     let role = match body.role.as_deref() {
@@ -101,11 +101,11 @@ pub(super) async fn create_key(
     };
     let mut allow = body.allow.unwrap_or_default();
     if role == Role::Agent {
-        allow.extend(door.settings.default_allow.iter().cloned());
+        allow.extend(state.settings.default_allow.iter().cloned());
     }
     let project = body.project.unwrap_or_else(|| caller.project.clone());
     let new = NewKey { project, agent: body.agent, role, allow };
-    let shown = door.engine.create_key(&caller, new, generate_secret()).await?;
+    let shown = state.engine.admin().create_key(&caller, new, generate_secret()).await?;
     let body = CreatedKeyBody { info: KeyBody::from(&shown.key), key: shown.secret };
     Ok((StatusCode::CREATED, Json(body)))
 }
@@ -115,11 +115,11 @@ pub(super) async fn create_key(
     params(("id" = String, Path, description = "The key's id, key_…")),
     responses((status = 204), (status = 404, body = ProblemDetails)))]
 pub(super) async fn revoke_key(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(id): NamePath,
 ) -> Result<StatusCode, ApiError> {
-    door.engine.revoke_key(&caller, &id).await?;
+    state.engine.admin().revoke_key(&caller, &id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -144,10 +144,10 @@ pub(super) struct RuleList {
 #[utoipa::path(get, path = "/v1/rules", tag = "operators",
     responses((status = 200, body = RuleList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn list_rules(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Result<Json<RuleList>, ApiError> {
-    let rules = door.engine.rules(&caller)?;
+    let rules = state.engine.admin().rules(&caller)?;
     let body = |rule: &AccessRule| RuleBody {
         agent: rule.agent.clone(),
         pattern: rule.pattern.clone(),
@@ -161,8 +161,8 @@ pub(super) async fn list_rules(
     responses((status = 200, body = RuleBody), (status = 403, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn put_rule(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     JsonBody(body): JsonBody<RuleBody>,
 ) -> Result<Json<RuleBody>, ApiError> {
     let verdict = match body.verdict.as_str() {
@@ -175,7 +175,7 @@ pub(super) async fn put_rule(
     };
     let (agent, pattern) = (body.agent.clone(), body.pattern.clone());
     let rule = AccessRule { project: caller.project.clone(), agent, pattern, verdict };
-    door.engine.set_rule(&caller, rule).await?;
+    state.engine.admin().set_rule(&caller, rule).await?;
     Ok(Json(body))
 }
 
@@ -191,12 +191,12 @@ pub(super) struct RuleQuery {
 #[utoipa::path(delete, path = "/v1/rules", tag = "operators", params(RuleQuery),
     responses((status = 204), (status = 404, body = ProblemDetails)))]
 pub(super) async fn drop_rule(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(which): QueryParams<RuleQuery>,
 ) -> Result<StatusCode, ApiError> {
     let project = caller.project.clone();
-    door.engine.remove_rule(&caller, &project, &which.agent, &which.pattern).await?;
+    state.engine.admin().remove_rule(&caller, &project, &which.agent, &which.pattern).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -237,8 +237,8 @@ pub(super) struct AuditQuery {
     responses((status = 200, body = AuditList), (status = 403, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn audit(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(how_many): QueryParams<AuditQuery>,
 ) -> Result<Json<AuditList>, ApiError> {
     let limit = how_many.limit.unwrap_or(100);
@@ -246,7 +246,7 @@ pub(super) async fn audit(
         let fault = Fault::new(Code::ValidationError, "limit must be from 1 to 1000");
         return Err(Error::from(fault.with_detail(json!({ "field": "limit" }))).into());
     }
-    let entries = door.engine.audit_log(&caller, limit).await?;
+    let entries = state.engine.admin().audit_log(&caller, limit).await?;
     Ok(Json(AuditList { audit: entries.into_iter().map(AuditBody::from).collect() }))
 }
 
@@ -272,11 +272,11 @@ pub(super) struct ClientList {
 #[utoipa::path(get, path = "/v1/clients", tag = "operators",
     responses((status = 200, body = ClientList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn clients(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Result<Json<ClientList>, ApiError> {
     let caller: Caller = caller;
-    let clients = door.engine.clients(&caller)?.into_iter().map(|view| ClientBody {
+    let clients = state.engine.clients().clients(&caller)?.into_iter().map(|view| ClientBody {
         client_id: view.client_id,
         connections: view.connections,
         in_hand: view.leased,

@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::{AgentEntry, trace};
+use toolcrib_protocol::utp::turn::{self, DispatchBody, LeaseBody, resumed_body, turn_body};
+use toolcrib_protocol::utp::wire;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
-use crate::http::extract::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
-use toolcrib_protocol::utp::turn::{self, DispatchBody, LeaseBody, resumed_body, turn_body};
-use toolcrib_protocol::utp::wire;
 
 /// An agent that can be woken up.
 #[derive(Serialize, Deserialize, ToSchema)]
@@ -49,10 +49,10 @@ impl From<AgentEntry> for AgentBody {
 #[utoipa::path(get, path = "/v1/agents", tag = "operators",
     responses((status = 200, body = Vec<AgentBody>)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Json<Value> {
-    let roster = door.engine.roster(&caller).into_iter().map(AgentBody::from);
+    let roster = state.engine.registry().roster(&caller).into_iter().map(AgentBody::from);
     Json(json!({ "agents": roster.collect::<Vec<_>>() }))
 }
 
@@ -61,11 +61,11 @@ pub(super) async fn list(
     params(("agent_id" = String, Path, description = "The agent")),
     responses((status = 200, body = AgentBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
 ) -> Result<Json<AgentBody>, ApiError> {
-    Ok(Json(door.engine.agent_entry(&caller, &agent_id)?.into()))
+    Ok(Json(state.engine.registry().agent_entry(&caller, &agent_id)?.into()))
 }
 
 /// Adds an agent to the roster, or replaces its entry.
@@ -74,8 +74,8 @@ pub(super) async fn show(
     responses((status = 200, body = AgentBody), (status = 403, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn put(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
     JsonBody(body): JsonBody<AgentBody>,
 ) -> Result<Json<AgentBody>, ApiError> {
@@ -87,19 +87,20 @@ pub(super) async fn put(
         allowed_tools: body.allowed_tools,
         updated_ms: 0,
     };
-    Ok(Json(door.engine.put_agent_entry(&caller, member).await?.into()))
+    Ok(Json(state.engine.registry().put_agent_entry(&caller, member).await?.into()))
 }
 
 /// Removes an agent from the roster.
 #[utoipa::path(delete, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")),
-    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
+    responses((status = 204), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 pub(super) async fn drop_agent(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
 ) -> Result<StatusCode, ApiError> {
-    door.engine.remove_agent_entry(&caller, &agent_id).await?;
+    state.engine.registry().remove_agent_entry(&caller, &agent_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -118,14 +119,14 @@ pub(super) struct InboxQuery {
     params(("agent_id" = String, Path, description = "The agent"), InboxQuery),
     responses((status = 200, description = "{items}"), (status = 403, body = ProblemDetails)))]
 pub(super) async fn inbox(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
     QueryParams(query): QueryParams<InboxQuery>,
 ) -> Result<Json<Value>, ApiError> {
     let limit = query.limit.unwrap_or(20).clamp(1, 200);
     let wait_ms = query.wait_ms.unwrap_or(0);
-    let items = door.engine.inbox(&caller, &agent_id, limit, wait_ms).await?;
+    let items = state.engine.utp().inbox(&caller, &agent_id, limit, wait_ms).await?;
     Ok(Json(json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })))
 }
 
@@ -141,12 +142,12 @@ pub(super) struct InboxAckBody {
     params(("agent_id" = String, Path, description = "The agent")), request_body = InboxAckBody,
     responses((status = 200, description = "{ok, acked}"), (status = 403, body = ProblemDetails)))]
 pub(super) async fn ack(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
     JsonBody(body): JsonBody<InboxAckBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let acked = door.engine.take_from_inbox(&caller, &agent_id, &body.inbox_ids).await?;
+    let acked = state.engine.utp().take_from_inbox(&caller, &agent_id, &body.inbox_ids).await?;
     Ok(Json(json!({ "ok": true, "acked": acked })))
 }
 
@@ -159,8 +160,8 @@ pub(super) async fn ack(
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn lease(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(http_state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
     headers: HeaderMap,
     JsonBody(body): JsonBody<LeaseBody>,
@@ -172,7 +173,7 @@ pub(super) async fn lease(
     // Any proxy may add this header, so an invalid one does not refuse the turn.
     let state = || header("tracestate").filter(|state| trace::is_valid_tracestate(state));
     wanted.tracestate = wanted.tracestate.or_else(state);
-    let turn = door.engine.lease_turn(&caller, &agent_id, wanted).await?;
+    let turn = http_state.engine.utp().lease_turn(&caller, &agent_id, wanted).await?;
     Ok((StatusCode::CREATED, Json(turn_body(&turn, &[]))).into_response())
 }
 
@@ -185,8 +186,8 @@ pub(super) struct TurnPath {
 impl FromRequestParts<HttpState> for TurnPath {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, door: &HttpState) -> Result<Self, ApiError> {
-        let path = Path::<(String, String)>::from_request_parts(parts, door).await;
+    async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
+        let path = Path::<(String, String)>::from_request_parts(parts, state).await;
         let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
         let Path((agent, turn)) = path.map_err(unreadable)?;
         Ok(Self { agent, turn })
@@ -199,12 +200,12 @@ impl FromRequestParts<HttpState> for TurnPath {
         ("agent_turn_id" = String, Path, description = "The turn")),
     responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show_turn(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
 ) -> Result<Json<Value>, ApiError> {
-    let turn = door.engine.turn(&caller, &path.agent, &path.turn).await?;
-    let calls = door.engine.step_calls(&turn).await?;
+    let turn = state.engine.utp().turn(&caller, &path.agent, &path.turn).await?;
+    let calls = state.engine.utp().step_calls(&turn).await?;
     Ok(Json(turn_body(&turn, &calls)))
 }
 
@@ -217,13 +218,14 @@ pub(super) async fn show_turn(
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn dispatch(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
     JsonBody(body): JsonBody<DispatchBody>,
 ) -> Result<Json<Value>, ApiError> {
     let asked = body.into_dispatch();
-    let sent = Box::pin(door.engine.dispatch_step(&caller, &path.agent, &path.turn, asked)).await?;
+    let sent =
+        Box::pin(state.engine.utp().dispatch_step(&caller, &path.agent, &path.turn, asked)).await?;
     Ok(Json(turn_body(&sent.turn, &sent.calls)))
 }
 
@@ -257,12 +259,13 @@ impl TurnBody {
     responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn renew(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
     JsonBody(body): JsonBody<TurnBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let turn = door.engine.renew_lease(&caller, &path.agent, &path.turn, body.epoch()?).await?;
+    let turn =
+        state.engine.utp().renew_lease(&caller, &path.agent, &path.turn, body.epoch()?).await?;
     Ok(Json(turn_body(&turn, &[])))
 }
 
@@ -273,12 +276,13 @@ pub(super) async fn renew(
     responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn suspend(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
     JsonBody(body): JsonBody<TurnBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let turn = door.engine.suspend_turn(&caller, &path.agent, &path.turn, body.epoch()?).await?;
+    let turn =
+        state.engine.utp().suspend_turn(&caller, &path.agent, &path.turn, body.epoch()?).await?;
     Ok(Json(turn_body(&turn, &[])))
 }
 
@@ -292,13 +296,14 @@ pub(super) async fn suspend(
         (status = 404, body = ProblemDetails),
         (status = 409, description = "Calls are still out, or it is not suspended", body = ProblemDetails)))]
 pub(super) async fn resume(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
     JsonBody(body): JsonBody<TurnBody>,
 ) -> Result<Json<Value>, ApiError> {
     let (epoch, wait_ms) = (body.epoch()?, body.wait_ms.unwrap_or(0));
-    let resumed = door.engine.resume_turn(&caller, &path.agent, &path.turn, epoch, wait_ms).await?;
+    let resumed =
+        state.engine.utp().resume_turn(&caller, &path.agent, &path.turn, epoch, wait_ms).await?;
     Ok(Json(resumed_body(&resumed)))
 }
 
@@ -309,14 +314,17 @@ pub(super) async fn resume(
     responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn finish(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
     JsonBody(body): JsonBody<TurnBody>,
 ) -> Result<Json<Value>, ApiError> {
     let epoch = body.epoch()?;
-    let turn =
-        door.engine.finish_turn(&caller, &path.agent, &path.turn, epoch, body.reason()).await?;
+    let turn = state
+        .engine
+        .utp()
+        .finish_turn(&caller, &path.agent, &path.turn, epoch, body.reason())
+        .await?;
     Ok(Json(turn_body(&turn, &[])))
 }
 
@@ -327,11 +335,12 @@ pub(super) async fn finish(
     responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn stop(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
     JsonBody(body): JsonBody<TurnBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let turn = door.engine.stop_turn(&caller, &path.agent, &path.turn, body.reason()).await?;
+    let turn =
+        state.engine.utp().stop_turn(&caller, &path.agent, &path.turn, body.reason()).await?;
     Ok(Json(turn_body(&turn, &[])))
 }

@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 
 use super::super::HttpState;
 use super::super::wire::{FaultBody, MetricsBody};
-use crate::http::extract::{Authenticated, CallHeaders, JsonBody, TRACEPARENT};
+use crate::http::extract::{AuthenticatedCaller, CallHeaders, JsonBody, TRACEPARENT};
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::wait_param::WaitParam;
 
@@ -151,8 +151,8 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
         (status = 503, body = ProblemDetails)
     ))]
 pub(super) async fn run_batch(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     wait: WaitParam,
     carried: CallHeaders,
     JsonBody(body): JsonBody<BatchBody>,
@@ -161,11 +161,11 @@ pub(super) async fn run_batch(
     asked.wait_ms = wait.resolve_ms(asked.wait_ms);
     asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
     asked.traceparent = carried.traceparent;
-    let answering = door.engine.run_batch_with_renderer(&caller, asked, Some(result_json));
+    let answering = state.engine.calls().run_batch_with_renderer(&caller, asked, Some(result_json));
     let answer = Box::pin(answering).await?;
     let mut response = batch_response(&answer);
     let first = answer.results.iter().find_map(BatchEntryResult::call);
-    let trace = first.and_then(|call| door.engine.call_traceparent(call));
+    let trace = first.and_then(|call| state.engine.calls().call_traceparent(call));
     if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
         response.headers_mut().insert(TRACEPARENT, trace);
     }

@@ -4,15 +4,17 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
+use toolcrib::calls::{CallQuery, Until};
 use toolcrib::domain::fault::Error;
-use toolcrib::engine::CallQuery;
 use toolcrib::{Call, CallId, Status};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::super::wire::CallBody;
-use crate::answer_schema;
-use crate::http::extract::{Authenticated, CallPath, JsonBody, QueryParams, invalid_parameter};
+use crate::elicitation_answers;
+use crate::http::extract::{
+    AuthenticatedCaller, CallPath, JsonBody, QueryParams, invalid_parameter,
+};
 use crate::http::pagination;
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::wait_param::{WaitParam, set_retry_after};
@@ -22,20 +24,22 @@ use crate::http::wait_param::{WaitParam, set_retry_after};
     params(("tool_call_id" = String, Path, description = "The ticket"), WaitParam),
     responses((status = 200, body = CallBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     wait: WaitParam,
 ) -> Result<Response, ApiError> {
     let call = match wait.resolve_ms(None) {
-        None | Some(0) => door.engine.call(&caller, &id).await?,
-        Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
+        None | Some(0) => state.engine.calls().call(&caller, &id).await?,
+        Some(wait_ms) => {
+            state.engine.calls().wait(&caller, &id, Until::EndedWithin(wait_ms)).await?
+        }
     };
-    Ok(call_response(&door, &call))
+    Ok(call_response(&state, &call))
 }
 
-fn call_response(door: &HttpState, call: &Call) -> Response {
-    let mut answer = Json(CallBody::of(&door.engine, call)).into_response();
+fn call_response(state: &HttpState, call: &Call) -> Response {
+    let mut answer = Json(CallBody::of(&state.engine, call)).into_response();
     if !call.status.is_terminal() {
         set_retry_after(&mut answer);
     }
@@ -72,14 +76,14 @@ pub(super) struct CallList<'a> {
 #[utoipa::path(get, path = "/v1/tool_calls", tag = "agents", params(CallListQuery),
     responses((status = 200, body = CallList), (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(listing): QueryParams<CallListQuery>,
 ) -> Result<Response, ApiError> {
-    let page = door.engine.calls(&caller, parse_query(listing)?).await?;
+    let page = state.engine.calls().calls(&caller, parse_query(listing)?).await?;
     let next_cursor = page.next_before.map(|id| id.to_string());
     let list = CallList {
-        tool_calls: page.calls.iter().map(|call| CallBody::of(&door.engine, call)).collect(),
+        tool_calls: page.calls.iter().map(|call| CallBody::of(&state.engine, call)).collect(),
         next_cursor: next_cursor.clone(),
     };
     Ok(pagination::page_response(list, next_cursor))
@@ -173,13 +177,13 @@ impl CancelCallBody {
     responses((status = 200, body = CallBody), (status = 404, body = ProblemDetails),
         (status = 409, description = "It has ended otherwise", body = ProblemDetails)))]
 pub(super) async fn cancel(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     JsonBody(body): JsonBody<CancelCallBody>,
 ) -> Result<Response, ApiError> {
-    let call = door.engine.cancel(&caller, &id, body.reason()).await?;
-    Ok(Json(CallBody::of(&door.engine, &call)).into_response())
+    let call = state.engine.calls().cancel(&caller, &id, body.reason()).await?;
+    Ok(Json(CallBody::of(&state.engine, &call)).into_response())
 }
 
 /// Answers to a tool's questions (MCP elicitation).
@@ -201,15 +205,15 @@ pub(super) struct ElicitationAnswerBody {
         (status = 409, description = "It does not wait for answers", body = ProblemDetails),
         (status = 422, description = "An answer does not fit the form", body = ProblemDetails)))]
 pub(super) async fn answer(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     JsonBody(body): JsonBody<ElicitationAnswerBody>,
 ) -> Result<Response, ApiError> {
     if caller.may_invoke() {
-        let call = door.engine.call(&caller, &id).await?;
-        answer_schema::check_answers(&call, &body.answers)?;
+        let call = state.engine.calls().call(&caller, &id).await?;
+        elicitation_answers::check_answers(&call, &body.answers)?;
     }
-    let call = door.engine.answer_elicitation(&caller, &id, body.answers).await?;
-    Ok(call_response(&door, &call))
+    let call = state.engine.calls().answer_elicitation(&caller, &id, body.answers).await?;
+    Ok(call_response(&state, &call))
 }

@@ -9,14 +9,16 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::{DeadLetter, OutboxMessage, subject};
+use toolcrib_protocol::utp::report::{self, IncomingReport};
+use toolcrib_protocol::utp::wire;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit};
-use crate::http::extract::{self, Authenticated, CallPath, NamePath, QueryParams, ResultJsonBody};
+use crate::http::extract::{
+    self, AuthenticatedCaller, CallPath, NamePath, QueryParams, ResultJsonBody,
+};
 use crate::http::problem::{ApiError, ProblemDetails};
-use toolcrib_protocol::utp::report::{self, IncomingReport};
-use toolcrib_protocol::utp::wire;
 
 /// A card: an immutable record. Toolcrib derives the cards of a call from the call.
 #[derive(ToSchema)]
@@ -44,11 +46,11 @@ pub(super) struct CardSchema {
     params(("card_id" = String, Path, description = "The card")),
     responses((status = 200, body = CardSchema), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(id): NamePath,
 ) -> Result<Json<Value>, ApiError> {
-    Ok(Json(wire::card_json(&door.engine.card(&caller, &id).await?)))
+    Ok(Json(wire::card_json(&state.engine.utp().card(&caller, &id).await?)))
 }
 
 /// Returns the cards of a call: the request and, once the call has ended, its result.
@@ -56,11 +58,11 @@ pub(super) async fn show(
     params(("tool_call_id" = String, Path, description = "The ticket")),
     responses((status = 200, body = Vec<CardSchema>), (status = 404, body = ProblemDetails)))]
 pub(super) async fn call_cards(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
 ) -> Result<Json<Value>, ApiError> {
-    let cards = door.engine.call_cards(&caller, &id).await?;
+    let cards = state.engine.utp().call_cards(&caller, &id).await?;
     Ok(Json(json!({ "cards": cards.iter().map(wire::card_json).collect::<Vec<_>>() })))
 }
 
@@ -73,12 +75,12 @@ pub(super) async fn call_cards(
         (status = 400, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails)))]
 pub(super) async fn put(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     ResultJsonBody(body): ResultJsonBody<Value>,
 ) -> Result<Response, ApiError> {
     let given = body.get("card").unwrap_or(&body);
-    let (card, created) = door.engine.put_card(&caller, given).await?;
+    let (card, created) = state.engine.utp().put_card(&caller, given).await?;
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, Json(wire::card_json(&card))).into_response())
 }
@@ -109,8 +111,8 @@ pub(super) struct ToolResultBody {
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails)))]
 pub(super) async fn report(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     headers: HeaderMap,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
@@ -119,11 +121,11 @@ pub(super) async fn report(
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
     // A body over the limit is stored as a dead letter, which needs the start of the body.
-    let limit = door.max_result_body_bytes() + 32_768;
-    let body: Bytes = extract::read_body_prefix(request, limit, door.max_report_bytes()).await?;
+    let limit = state.max_result_body_bytes() + 32_768;
+    let body: Bytes = extract::read_body_prefix(request, limit, state.max_report_bytes()).await?;
     let headers = utp_headers(&headers);
     let incoming = IncomingReport { subject: "/v1/tool_results", headers, body: &body };
-    let taken = report::ingest_report(&door.engine, &caller, incoming).await?;
+    let taken = report::ingest_report(&state.engine, &caller, incoming).await?;
     Ok(Json(wire::ingested_json(&taken)))
 }
 
@@ -182,12 +184,12 @@ fn dead_letter_json(letter: &DeadLetter) -> Value {
 #[utoipa::path(get, path = "/v1/dead_letters", tag = "operators", params(DeadLetterQuery),
     responses((status = 200, body = Vec<DeadLetterBody>), (status = 403, body = ProblemDetails)))]
 pub(super) async fn dead_letters(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(page): QueryParams<DeadLetterQuery>,
 ) -> Result<Json<Value>, ApiError> {
     let limit = parse_page_limit(page.limit.map(|limit| limit as u64), DEFAULT_PAGE_SIZE)?;
-    let letters = door.engine.dead_letters(&caller, page.before.as_deref(), limit).await?;
+    let letters = state.engine.utp().dead_letters(&caller, page.before.as_deref(), limit).await?;
     let next = letters.last().filter(|_| letters.len() == limit).map(|letter| letter.id.clone());
     let letters: Vec<Value> = letters.iter().map(dead_letter_json).collect();
     Ok(Json(json!({ "dead_letters": letters, "next_before": next })))
@@ -200,20 +202,20 @@ pub(super) async fn dead_letters(
     responses((status = 200, description = "What it came to"), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn redrive(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(id): NamePath,
 ) -> Result<Json<Value>, ApiError> {
-    let engine = &door.engine;
-    let letter = engine.find_dead_letter(&caller, &id).await?;
+    let engine = &state.engine;
+    let letter = engine.utp().find_dead_letter(&caller, &id).await?;
     if letter.truncated {
         let message = "it was too large to be kept whole, so it cannot be tried again";
         return Err(Error::refused(Code::Conflict, message).into());
     }
     if letter.kind != "report" {
         let again = to_outbox_message(&letter, engine.now_ms())?;
-        engine.enqueue_outbox(&caller, again).await?;
-        engine.record_redrive(letter, "published again").await?;
+        engine.utp().enqueue_outbox(&caller, again).await?;
+        engine.utp().record_redrive(letter, "published again").await?;
         return Ok(Json(json!({ "ok": true, "published": true })));
     }
     let incoming = IncomingReport {
@@ -223,11 +225,11 @@ pub(super) async fn redrive(
     };
     match report::reingest_report(engine, &caller, &incoming).await {
         Ok(taken) => {
-            engine.record_redrive(letter.clone(), "taken").await?;
+            engine.utp().record_redrive(letter.clone(), "taken").await?;
             Ok(Json(wire::ingested_json(&taken)))
         }
         Err(error) => {
-            engine.record_redrive(letter.clone(), &error.to_string()).await?;
+            engine.utp().record_redrive(letter.clone(), &error.to_string()).await?;
             Err(error.into())
         }
     }
@@ -268,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_commands_for_tools_of_the_own_project_are_published_again() {
+    fn only_tool_commands_of_the_own_project_are_republished() {
         let dead = |kind: &str, subject: &str| DeadLetter {
             id: "dl_1".to_owned(),
             project: "shop".to_owned(),
@@ -287,9 +289,9 @@ mod tests {
             last_redrive_result: None,
         };
         let own = "cg.v1r3.shop.public.cmd.tool.hand.run";
-        let again = to_outbox_message(&dead("command", own), 7).unwrap();
-        assert_eq!(again.subject, "shop.public.cmd.tool.hand.run");
-        assert_eq!(again.headers, [("CG-Sender".to_owned(), "x".to_owned())]);
+        let outbox_message = to_outbox_message(&dead("command", own), 7).unwrap();
+        assert_eq!(outbox_message.subject, "shop.public.cmd.tool.hand.run");
+        assert_eq!(outbox_message.headers, [("CG-Sender".to_owned(), "x".to_owned())]);
         for other in [
             "cg.v1r3.default.public.cmd.tool.hand.run",
             "cg.v1r3.shop.public.cmd.agent.w1.wakeup",
@@ -299,6 +301,6 @@ mod tests {
             assert_eq!(error.code(), Code::Conflict, "{other}");
         }
         let event = "cg.v1r3.shop.public.evt.agent.ada.state";
-        assert!(to_outbox_message(&dead("letter", event), 7).is_ok(), "the crib's own");
+        assert!(to_outbox_message(&dead("letter", event), 7).is_ok(), "Toolcrib's own message");
     }
 }

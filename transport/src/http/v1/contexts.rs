@@ -2,21 +2,21 @@
 //! calls that the caller executed itself.
 
 mod request;
-
 use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::domain::fault::Error;
-use toolcrib::engine::{CONTEXT_CALL_LIMITS, MessageFormat};
 use toolcrib::runs::context::{DEFAULT_BUDGET_TOKENS, ToolCall, ToolCallContext, ToolResult};
+use toolcrib::runs::{CONTEXT_CALL_LIMITS, MessageFormat};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::super::wire::{CallBody, FaultBody, ToolBody};
 use crate::http::extract::{
-    Authenticated, JsonBody, NamePath, QueryParams, ResultJsonBody, invalid_parameter, traceparent,
+    AuthenticatedCaller, JsonBody, NamePath, QueryParams, ResultJsonBody, invalid_parameter,
+    traceparent,
 };
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::v1::contexts::request::{CallsBody, DefinitionsBody, ResultsBody};
@@ -209,8 +209,8 @@ pub(super) struct OmittedCountsBody {
             body = ContextBody),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     QueryParams(showing): QueryParams<ContextQuery>,
     headers: HeaderMap,
@@ -219,18 +219,19 @@ pub(super) async fn show(
     let (budget, limit) = (showing.budget_tokens(&format)?, showing.limit()?);
     match format {
         ContextFormat::Json => {
-            let context = door.engine.context(&caller, &run_id, limit).await?;
+            let context = state.engine.runs().context(&caller, &run_id, limit).await?;
             Ok(Json(ContextBody::from(&context)).into_response())
         }
         ContextFormat::Conversation(style) => {
-            let made = door.engine.conversation(&caller, &run_id, limit, style, budget).await?;
+            let made =
+                state.engine.runs().conversation(&caller, &run_id, limit, style, budget).await?;
             let (conversation, truncated) = made;
             let (messages, tools) = (conversation.messages, conversation.tools);
             Ok(Json(ConversationBody { run_id, messages, tools, truncated }).into_response())
         }
         ContextFormat::Prompt => {
             let budget = budget.unwrap_or(DEFAULT_BUDGET_TOKENS);
-            let prompt = door.engine.prompt(&caller, &run_id, limit, budget).await?;
+            let prompt = state.engine.runs().prompt(&caller, &run_id, limit, budget).await?;
             let left_out = OmittedCountsBody {
                 tools: prompt.omitted.tools,
                 pending: prompt.omitted.pending,
@@ -272,14 +273,14 @@ pub(super) struct RunToolsBody {
     responses((status = 200, body = RunToolsBody), (status = 403, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn set_tools(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     JsonBody(body): JsonBody<DefinitionsBody>,
 ) -> Result<Json<RunToolsBody>, ApiError> {
-    let default_ms = door.engine.default_timeout_ms(&caller);
+    let default_ms = state.engine.registry().default_timeout_ms(&caller);
     let tools = body.into_run_tools(&caller.project, default_ms)?;
-    let set = door.engine.set_run_tools(&caller, &run_id, tools).await?;
+    let set = state.engine.runs().set_run_tools(&caller, &run_id, tools).await?;
     let tool_definitions = set.iter().map(ToolBody::from).collect();
     Ok(Json(RunToolsBody { run_id, tool_definitions }))
 }
@@ -306,15 +307,15 @@ fn recorded_response(status: StatusCode, calls: &[std::sync::Arc<toolcrib::Call>
         (status = 422, body = ProblemDetails), (status = 429, body = ProblemDetails),
         (status = 503, body = ProblemDetails)))]
 pub(super) async fn record_calls(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     headers: HeaderMap,
     ResultJsonBody(body): ResultJsonBody<CallsBody>,
 ) -> Result<Response, ApiError> {
     let traceparent = traceparent(&headers).map(|trace| trace.to_string());
     let calls = body.into_calls(&run_id, traceparent.as_deref())?;
-    let made = Box::pin(door.engine.record_calls(&caller, &run_id, calls)).await?;
+    let made = Box::pin(state.engine.runs().record_calls(&caller, &run_id, calls)).await?;
     Ok(recorded_response(StatusCode::CREATED, &made))
 }
 
@@ -329,12 +330,12 @@ pub(super) async fn record_calls(
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn record_results(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     ResultJsonBody(body): ResultJsonBody<ResultsBody>,
 ) -> Result<Response, ApiError> {
     let results = body.into_results()?;
-    let ended = Box::pin(door.engine.record_results(&caller, &run_id, results)).await?;
+    let ended = Box::pin(state.engine.runs().record_results(&caller, &run_id, results)).await?;
     Ok(recorded_response(StatusCode::OK, &ended))
 }

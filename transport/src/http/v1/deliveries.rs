@@ -6,12 +6,12 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use toolcrib::domain::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
-use toolcrib::engine::DeliveryQuery;
+use toolcrib::webhooks::DeliveryQuery;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::calls::parse_page;
-use crate::http::extract::{Authenticated, CallPath, QueryParams, invalid_parameter};
+use crate::http::extract::{AuthenticatedCaller, CallPath, QueryParams, invalid_parameter};
 use crate::http::pagination;
 use crate::http::problem::{ApiError, ProblemDetails};
 
@@ -98,8 +98,8 @@ pub(super) struct DeliveryListQuery {
     responses((status = 200, body = DeliveryList), (status = 403, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(listing): QueryParams<DeliveryListQuery>,
 ) -> Result<Response, ApiError> {
     let status = match listing.status.as_deref() {
@@ -111,7 +111,7 @@ pub(super) async fn list(
     };
     let (before, limit) = parse_page(listing.cursor.as_deref(), listing.limit)?;
     let query = DeliveryQuery { status, before, limit };
-    let page = door.engine.deliveries(&caller, query).await?;
+    let page = state.engine.webhooks().deliveries(&caller, query).await?;
     let deliveries = page.deliveries.iter().map(|one| DeliveryBody::new(one, None)).collect();
     let next_cursor = page.next_before.map(|id| id.to_string());
     let list = DeliveryList { deliveries, next_cursor: next_cursor.clone() };
@@ -124,11 +124,11 @@ pub(super) async fn list(
     responses((status = 200, body = DeliveryList), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn call_deliveries(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
 ) -> Result<Json<DeliveryList>, ApiError> {
-    let found = door.engine.delivery(&caller, &id).await?;
+    let found = state.engine.webhooks().delivery(&caller, &id).await?;
     let deliveries = found.map(|(delivery, tries)| DeliveryBody::new(&delivery, Some(tries)));
     Ok(Json(DeliveryList { deliveries: deliveries.into_iter().collect(), next_cursor: None }))
 }
@@ -140,10 +140,10 @@ pub(super) async fn call_deliveries(
         (status = 404, body = ProblemDetails),
         (status = 409, description = "The call has not ended", body = ProblemDetails)))]
 pub(super) async fn repeat(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
 ) -> Result<(StatusCode, Json<DeliveryBody>), ApiError> {
-    let delivery = door.engine.redeliver(&caller, &id).await?;
+    let delivery = state.engine.webhooks().redeliver(&caller, &id).await?;
     Ok((StatusCode::ACCEPTED, Json(DeliveryBody::new(&delivery, None))))
 }

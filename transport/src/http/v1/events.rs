@@ -1,5 +1,6 @@
-//! Event streams over SSE: of one call, of a run, of the project. The id of each message is the
-//! number of its event; a client that reconnects with `Last-Event-ID` continues after that event.
+//! Event streams over SSE: of one call, and of the project. The id of each message is the number of
+//! its event; a client that reconnects with `Last-Event-ID` continues after that event. Streams of
+//! runs (`runs/stream.rs`) and tasks (`tasks.rs`) use the functions here.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -10,18 +11,18 @@ use axum::http::HeaderMap;
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use futures::stream::{self, Stream, StreamExt};
 use serde::Deserialize;
+use toolcrib::calls::EventQuery;
 use toolcrib::domain::event::CallEvent;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::engine::EventQuery;
 use toolcrib::{CallId, Caller, Engine};
+use toolcrib_protocol::background_task::task_event_name;
 use utoipa::IntoParams;
 
 use super::super::HttpState;
 use super::super::wire::{event_json, task_event_json};
 use crate::auth::RequestCredentials;
-use crate::http::extract::{Authenticated, CallPath, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, CallPath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
-use toolcrib_protocol::background_task::task_event_name;
 
 /// Number of events read from the store per page.
 const CALL_EVENT_PAGE_SIZE: usize = 200;
@@ -47,35 +48,15 @@ pub(super) struct EventStreamQuery {
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream"),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn call_events(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
 ) -> Result<SseResponse, ApiError> {
-    door.engine.call(&caller, &id).await?;
+    state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    Ok(stream_events(door.engine, caller, &headers, EventQuery::Call(id), after))
-}
-
-/// Streams the events of a run and all its calls, from its first event on.
-///
-/// For a run that Toolcrib drives, the stream includes the model's output as it is generated, and
-/// ends with the run.
-#[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
-    params(("run_id" = String, Path, description = "The run"), EventStreamQuery,
-        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
-    responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
-pub(super) async fn run_events(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
-    NamePath(run_id): NamePath,
-    QueryParams(from): QueryParams<EventStreamQuery>,
-    headers: HeaderMap,
-) -> Result<SseResponse, ApiError> {
-    let after = resume_position(&headers, &from)?.unwrap_or(0);
-    let news = door.engine.subscribe_run(&caller, &run_id);
-    Ok(super::runs::stream_run(door.engine, caller, &headers, run_id, after, news))
+    Ok(stream_events(state.engine, caller, &headers, EventQuery::Call(id), after))
 }
 
 /// Streams the events of all calls of the project, by default from now on.
@@ -83,19 +64,19 @@ pub(super) async fn run_events(
     params(EventStreamQuery, ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
 pub(super) async fn project_events(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
 ) -> Result<SseResponse, ApiError> {
     if let Some(after) = resume_position(&headers, &from)? {
-        return Ok(stream_events(door.engine, caller, &headers, EventQuery::Project, after));
+        return Ok(stream_events(state.engine, caller, &headers, EventQuery::Project, after));
     }
-    let after = door.engine.newest_event(&caller).await?;
+    let after = state.engine.calls().newest_event(&caller).await?;
     // The first message carries the start position, so that a client that disconnects before the
     // first event misses none.
     let begins = Message::default().id(after.to_string());
-    let rest = event_messages(door.engine, caller, &headers, EventQuery::Project, after);
+    let rest = event_messages(state.engine, caller, &headers, EventQuery::Project, after);
     Ok(into_sse(stream::once(async { Ok(begins) }).chain(rest)))
 }
 
@@ -172,7 +153,8 @@ pub(super) fn stream_task_events(
         loop {
             let event = following.next().await?;
             let Some(name) = task_event_name(event.record.kind) else { continue };
-            let call = following.engine.call(&following.caller, &event.call_id).await.ok()?;
+            let call =
+                following.engine.calls().call(&following.caller, &event.call_id).await.ok()?;
             let message = sse_message(&event, name, task_event_json(&event, name, &call));
             return Some((Ok(message), following));
         }
@@ -197,6 +179,7 @@ impl EventSubscription {
         if self.page.is_empty() {
             let read = self
                 .engine
+                .calls()
                 .events(&self.caller, &self.query, self.after, CALL_EVENT_PAGE_SIZE)
                 .await;
             self.page = read.ok()?.into();

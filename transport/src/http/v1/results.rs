@@ -6,13 +6,13 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::engine::ResultForModel;
 use toolcrib::results::slice::{Slice, SliceContent, SliceQuery};
+use toolcrib::runs::ResultForModel;
 use toolcrib::{CallId, Caller, Json};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
-use crate::http::extract::{Authenticated, CallPath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, CallPath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// Upper limit of `budget_tokens`: more tokens than any model accepts.
@@ -171,13 +171,13 @@ impl<'a> SliceBody<'a> {
         (status = 409, description = "It has not ended, or has no result", body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn read_result(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     QueryParams(reading): QueryParams<ResultQuery>,
 ) -> Result<Response, ApiError> {
     if let Some(budget) = parse_count("budget_tokens", reading.budget_tokens.as_deref())? {
-        let given = result_for_model(&door, &caller, &id, &reading, budget).await?;
+        let given = result_for_model(&state, &caller, &id, &reading, budget).await?;
         return Ok(Body(ResultReadBody::ForModel(given)).into_response());
     }
     if reading.query.as_ref().is_some_and(|query| !query.is_empty()) {
@@ -196,16 +196,16 @@ pub(super) async fn read_result(
         grep: reading.grep.filter(|grep| !grep.is_empty()),
     };
     let piece = if raw {
-        door.engine.read_raw_result(&caller, &id, part).await?
+        state.engine.runs().read_raw_result(&caller, &id, part).await?
     } else {
-        door.engine.read_result(&caller, &id, part).await?
+        state.engine.runs().read_result(&caller, &id, part).await?
     };
     Ok(Body(ResultReadBody::Slice(SliceBody::new(id.as_str(), piece))).into_response())
 }
 
 /// Returns the result as a model sees it.
 async fn result_for_model<'a>(
-    door: &HttpState,
+    state: &HttpState,
     caller: &Caller,
     id: &'a CallId,
     reading: &ResultQuery,
@@ -224,7 +224,8 @@ async fn result_for_model<'a>(
         return Err(param_error("budget_tokens", &message));
     }
     let hint = query.clone().filter(|query| !query.is_empty());
-    let given = door.engine.render_result_for_model(caller, id, budget as usize, hint).await?;
+    let given =
+        state.engine.runs().render_result_for_model(caller, id, budget as usize, hint).await?;
     let tool_call_id = id.as_str();
     Ok(match given {
         ResultForModel::Whole { data, tokens } => ResultForModelBody {

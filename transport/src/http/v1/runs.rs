@@ -4,30 +4,28 @@
 pub(super) mod replay;
 mod request;
 mod response;
-mod stream;
-
+pub(super) mod stream;
 use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
+use stream::stream_run;
 use toolcrib::domain::fault::Error;
 use toolcrib::domain::run::{Run, RunStatus};
-use toolcrib::engine::RunQuery;
+use toolcrib::runs::RunQuery;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit, parse_since, unknown_cursor};
 use crate::http::extract::{
-    Authenticated, CallHeaders, JsonBody, NamePath, QueryParams, invalid_parameter,
+    AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, invalid_parameter,
 };
 use crate::http::pagination;
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::v1::runs::request::{MessagesBody, RunBody};
 use crate::http::v1::runs::response::{RunDetailBody, RunSummary, run_detail, to_summary};
 use crate::http::wait_param::WaitParam;
-
-pub(super) use stream::stream_run;
 
 /// Starts a run.
 ///
@@ -46,8 +44,8 @@ pub(super) use stream::stream_run;
         (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
         (status = 503, body = ProblemDetails)))]
 pub(super) async fn start(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     wait: WaitParam,
     carried: CallHeaders,
     headers: HeaderMap,
@@ -55,19 +53,19 @@ pub(super) async fn start(
 ) -> Result<Response, ApiError> {
     let key = carried.idempotency_key(body.idempotency_key()?)?;
     let (streams, wait_ms) = (body.stream()?, wait.resolve_ms(body.wait_ms()?));
-    let mut new = body.to_new_run(door.engine.models().as_ref())?;
+    let mut new = body.to_new_run(state.engine.runs().models().as_ref())?;
     (new.idempotency_key, new.traceparent, new.subscribes) = (key, carried.traceparent, streams);
-    let started = Box::pin(door.engine.start_run(&caller, new)).await?;
+    let started = Box::pin(state.engine.runs().start_run(&caller, new)).await?;
     let (id, replayed) = (started.run.id.clone(), started.replayed);
     let mut answer = if streams {
-        stream_run(door.engine, caller, &headers, id.clone(), 0, started.subscription)
+        stream_run(state.engine, caller, &headers, id.clone(), 0, started.subscription)
             .into_response()
     } else {
         let run = match wait_ms {
             None | Some(0) => started.run,
-            Some(wait_ms) => door.engine.wait_for_run(&caller, &id, wait_ms).await?,
+            Some(wait_ms) => state.engine.runs().wait_for_run(&caller, &id, wait_ms).await?,
         };
-        run_response(&door, &caller, &run).await?
+        run_response(&state, &caller, &run).await?
     };
     let headers = answer.headers_mut();
     if let Ok(place) = HeaderValue::from_str(&format!("/v1/runs/{id}")) {
@@ -84,12 +82,12 @@ pub(super) async fn start(
 
 /// Responds with 200 if the run has ended, and with 202 otherwise.
 async fn run_response(
-    door: &HttpState,
+    state: &HttpState,
     caller: &toolcrib::Caller,
     run: &Run,
 ) -> Result<Response, ApiError> {
     let status = if run.status.is_terminal() { StatusCode::OK } else { StatusCode::ACCEPTED };
-    let body = run_detail(&door.engine, caller, run).await?;
+    let body = run_detail(&state.engine, caller, run).await?;
     Ok((status, Json(body)).into_response())
 }
 
@@ -98,16 +96,16 @@ async fn run_response(
     params(("run_id" = String, Path, description = "The run"), WaitParam),
     responses((status = 200, body = RunDetailBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     wait: WaitParam,
 ) -> Result<Response, ApiError> {
     let run = match wait.resolve_ms(None) {
-        None | Some(0) => door.engine.find_run(&caller, &run_id).await?,
-        Some(wait_ms) => door.engine.wait_for_run(&caller, &run_id, wait_ms).await?,
+        None | Some(0) => state.engine.runs().find_run(&caller, &run_id).await?,
+        Some(wait_ms) => state.engine.runs().wait_for_run(&caller, &run_id, wait_ms).await?,
     };
-    Ok(Json(run_detail(&door.engine, &caller, &run).await?).into_response())
+    Ok(Json(run_detail(&state.engine, &caller, &run).await?).into_response())
 }
 
 /// Filters of the run list.
@@ -138,11 +136,11 @@ pub(super) struct RunList {
 #[utoipa::path(get, path = "/v1/runs", tag = "runs", params(RunListQuery),
     responses((status = 200, body = RunList), (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(listing): QueryParams<RunListQuery>,
 ) -> Result<Response, ApiError> {
-    let page = door.engine.list_runs(&caller, parse_query(listing)?).await?;
+    let page = state.engine.runs().list_runs(&caller, parse_query(listing)?).await?;
     let runs = page.runs.iter().map(to_summary).collect();
     let list = RunList { runs, next_cursor: page.next_before.clone() };
     Ok(pagination::page_response(list, page.next_before))
@@ -182,12 +180,12 @@ pub(super) struct CancelRunBody {
     responses((status = 200, body = RunSummary), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn cancel(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     JsonBody(body): JsonBody<CancelRunBody>,
 ) -> Result<Json<RunSummary>, ApiError> {
-    let run = door.engine.cancel_run(&caller, &run_id, body.reason).await?;
+    let run = state.engine.runs().cancel_run(&caller, &run_id, body.reason).await?;
     Ok(Json(to_summary(&run)))
 }
 
@@ -200,15 +198,15 @@ pub(super) async fn cancel(
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn add_messages(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     wait: WaitParam,
     JsonBody(body): JsonBody<MessagesBody>,
 ) -> Result<Response, ApiError> {
     let wait_ms = wait.resolve_ms(body.wait_ms()?);
-    let run = door.engine.add_run_messages(&caller, &run_id, body.messages()?).await?;
-    wait_and_respond(&door, &caller, run, wait_ms).await
+    let run = state.engine.runs().add_run_messages(&caller, &run_id, body.messages()?).await?;
+    wait_and_respond(&state, &caller, run, wait_ms).await
 }
 
 /// Resumes a run that failed or was canceled, from its last stored step.
@@ -219,24 +217,24 @@ pub(super) async fn add_messages(
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn resume(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     wait: WaitParam,
 ) -> Result<Response, ApiError> {
-    let run = door.engine.resume_run(&caller, &run_id).await?;
-    wait_and_respond(&door, &caller, run, wait.resolve_ms(None)).await
+    let run = state.engine.runs().resume_run(&caller, &run_id).await?;
+    wait_and_respond(&state, &caller, run, wait.resolve_ms(None)).await
 }
 
 async fn wait_and_respond(
-    door: &HttpState,
+    state: &HttpState,
     caller: &toolcrib::Caller,
     run: Run,
     wait_ms: Option<u64>,
 ) -> Result<Response, ApiError> {
     let run = match wait_ms {
         None | Some(0) => run,
-        Some(wait_ms) => door.engine.wait_for_run(caller, &run.id, wait_ms).await?,
+        Some(wait_ms) => state.engine.runs().wait_for_run(caller, &run.id, wait_ms).await?,
     };
-    run_response(door, caller, &run).await
+    run_response(state, caller, &run).await
 }

@@ -15,7 +15,7 @@ use toolcrib::domain::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
-use crate::http::extract::{Authenticated, JsonBody, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// Maximum time that adding a source waits for the MCP server's first response.
@@ -157,19 +157,19 @@ pub(super) struct AcceptedToolsBody {
     accepted: Vec<SourceToolChange>,
 }
 
-fn require_sources(door: &HttpState) -> Result<&Arc<dyn SourceAdmin>, ApiError> {
+fn require_sources(state: &HttpState) -> Result<&Arc<dyn SourceAdmin>, ApiError> {
     let message = "this server keeps no sources";
-    door.sources.as_ref().ok_or_else(|| Error::refused(Code::NotFound, message).into())
+    state.sources.as_ref().ok_or_else(|| Error::refused(Code::NotFound, message).into())
 }
 
 /// Lists the MCP servers of the project, with their states.
 #[utoipa::path(get, path = "/v1/sources/mcp", tag = "operators",
     responses((status = 200, body = SourceList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Result<Json<SourceList>, ApiError> {
-    Ok(Json(SourceList { sources: require_sources(&door)?.list(&caller)? }))
+    Ok(Json(SourceList { sources: require_sources(&state)?.list(&caller)? }))
 }
 
 /// Adds an MCP server or replaces its settings.
@@ -181,12 +181,12 @@ pub(super) async fn list(
         (status = 409, description = "It is in the server's configuration", body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn add(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(patience): QueryParams<SourceWaitQuery>,
     JsonBody(body): JsonBody<NewSourceBody>,
 ) -> Result<Response, ApiError> {
-    let sources = require_sources(&door)?.add(&caller, body.0, patience.duration()).await?;
+    let sources = require_sources(&state)?.add(&caller, body.0, patience.duration()).await?;
     Ok((StatusCode::CREATED, Json(SourceList { sources })).into_response())
 }
 
@@ -196,24 +196,25 @@ pub(super) async fn add(
     responses((status = 200, body = SourceBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
 ) -> Result<Json<SourceBody>, ApiError> {
-    Ok(Json(require_sources(&door)?.get(&caller, &name)?))
+    Ok(Json(require_sources(&state)?.get(&caller, &name)?))
 }
 
 /// Removes an MCP server that was added over the API or the command line, with its tools.
 #[utoipa::path(delete, path = "/v1/sources/mcp/{name}", tag = "operators",
     params(("name" = String, Path, description = "The source")),
-    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
+    responses((status = 204), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails),
         (status = 409, description = "It is in the server's configuration", body = ProblemDetails)))]
 pub(super) async fn remove(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
 ) -> Result<StatusCode, ApiError> {
-    require_sources(&door)?.remove(&caller, &name).await?;
+    require_sources(&state)?.remove(&caller, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -223,12 +224,12 @@ pub(super) async fn remove(
     responses((status = 200, body = AcceptedToolsBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn accept(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
     JsonBody(body): JsonBody<AcceptToolsBody>,
 ) -> Result<Json<AcceptedToolsBody>, ApiError> {
-    let accepted = require_sources(&door)?.accept(&caller, &name, body.tools).await?;
+    let accepted = require_sources(&state)?.accept(&caller, &name, body.tools).await?;
     Ok(Json(AcceptedToolsBody { accepted }))
 }
 
@@ -238,12 +239,12 @@ pub(super) async fn accept(
     responses((status = 200, body = SourceBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn refresh(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
     QueryParams(patience): QueryParams<SourceWaitQuery>,
 ) -> Result<Json<SourceBody>, ApiError> {
-    Ok(Json(require_sources(&door)?.refresh(&caller, &name, patience.duration()).await?))
+    Ok(Json(require_sources(&state)?.refresh(&caller, &name, patience.duration()).await?))
 }
 
 /// Starts a sign-in at an MCP server; the response has the URL that a person must open.
@@ -253,23 +254,24 @@ pub(super) async fn refresh(
         (status = 404, body = ProblemDetails),
         (status = 409, description = "It cannot be signed in to, and why", body = ProblemDetails)))]
 pub(super) async fn sign_in(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
 ) -> Result<Json<SourceBody>, ApiError> {
-    Ok(Json(require_sources(&door)?.sign_in(&caller, &name).await?))
+    Ok(Json(require_sources(&state)?.sign_in(&caller, &name).await?))
 }
 
 /// Deletes the tokens of an MCP server. Toolcrib then connects without them.
 #[utoipa::path(delete, path = "/v1/sources/mcp/{name}/sign-in", tag = "operators",
     params(("name" = String, Path, description = "The source")),
-    responses((status = 204), (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
+    responses((status = 204), (status = 403, body = ProblemDetails),
+        (status = 404, body = ProblemDetails)))]
 pub(super) async fn sign_out(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
 ) -> Result<StatusCode, ApiError> {
-    require_sources(&door)?.sign_out(&caller, &name).await?;
+    require_sources(&state)?.sign_out(&caller, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -7,19 +7,21 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::Call;
+use toolcrib::calls::{CallQuery, Until};
 use toolcrib::domain::event::EventRecord;
-use toolcrib::engine::CallQuery;
+use toolcrib_protocol::background_task::{parse_status, task_status};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::super::wire::{FaultBody, MetricsBody};
 use super::calls::{CancelCallBody, parse_page};
 use super::events::{EventStreamQuery, SseResponse, resume_position, stream_task_events};
-use crate::http::extract::{Authenticated, CallPath, JsonBody, QueryParams, invalid_parameter};
+use crate::http::extract::{
+    AuthenticatedCaller, CallPath, JsonBody, QueryParams, invalid_parameter,
+};
 use crate::http::pagination;
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::wait_param::{WaitParam, set_retry_after};
-use toolcrib_protocol::background_task::{parse_status, task_status};
 
 /// A task, with its outcome once it has ended.
 #[derive(Debug, Serialize, ToSchema)]
@@ -110,16 +112,18 @@ impl<'a> TaskBody<'a> {
     params(("task_id" = String, Path, description = "The ticket"), WaitParam),
     responses((status = 200, body = TaskBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     wait: WaitParam,
 ) -> Result<Response, ApiError> {
     let call = match wait.resolve_ms(None) {
-        None | Some(0) => door.engine.call(&caller, &id).await?,
-        Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
+        None | Some(0) => state.engine.calls().call(&caller, &id).await?,
+        Some(wait_ms) => {
+            state.engine.calls().wait(&caller, &id, Until::EndedWithin(wait_ms)).await?
+        }
     };
-    let progress = door.engine.newest_progress(&caller, &id).await?;
+    let progress = state.engine.calls().newest_progress(&caller, &id).await?;
     let mut answer = Json(TaskBody::new(&call, progress)).into_response();
     if !call.status.is_terminal() {
         set_retry_after(&mut answer);
@@ -156,8 +160,8 @@ pub(super) struct TaskList<'a> {
 #[utoipa::path(get, path = "/v1/tasks", tag = "agents", params(TaskListQuery),
     responses((status = 200, body = TaskList), (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(listing): QueryParams<TaskListQuery>,
 ) -> Result<Response, ApiError> {
     let status = match listing.status.as_deref() {
@@ -177,7 +181,7 @@ pub(super) async fn list(
         before,
         limit,
     };
-    let page = door.engine.calls(&caller, query).await?;
+    let page = state.engine.calls().calls(&caller, query).await?;
     let next_cursor = page.next_before.map(|id| id.to_string());
     let list = TaskList {
         tasks: page.calls.iter().map(|call| TaskBody::new(call, None)).collect(),
@@ -193,12 +197,12 @@ pub(super) async fn list(
     responses((status = 200, body = TaskBody), (status = 404, body = ProblemDetails),
         (status = 409, description = "It has ended otherwise", body = ProblemDetails)))]
 pub(super) async fn cancel(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     JsonBody(body): JsonBody<CancelCallBody>,
 ) -> Result<Response, ApiError> {
-    let call = door.engine.cancel(&caller, &id, body.reason()).await?;
+    let call = state.engine.calls().cancel(&caller, &id, body.reason()).await?;
     Ok(Json(TaskBody::new(&call, None)).into_response())
 }
 
@@ -211,13 +215,13 @@ pub(super) async fn cancel(
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream"),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn events(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
 ) -> Result<SseResponse, ApiError> {
-    door.engine.call(&caller, &id).await?;
+    state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    Ok(stream_task_events(door.engine, caller, &headers, id, after))
+    Ok(stream_task_events(state.engine, caller, &headers, id, after))
 }

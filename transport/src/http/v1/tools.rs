@@ -7,9 +7,10 @@ use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
+use toolcrib::calls::Until;
 use toolcrib::domain::fault::Error;
-use toolcrib::engine::CatalogEntry;
 use toolcrib::model_formats::ToolFormat;
+use toolcrib::registry::CatalogEntry;
 use toolcrib::{CallRequest, Caller};
 use utoipa::{IntoParams, ToSchema};
 
@@ -17,7 +18,8 @@ use super::super::HttpState;
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 use super::calls::parse_page_limit;
 use crate::http::extract::{
-    Authenticated, CallHeaders, JsonBody, NamePath, QueryParams, TRACEPARENT, invalid_parameter,
+    AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, TRACEPARENT,
+    invalid_parameter,
 };
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::wait_param::{WaitParam, set_retry_after};
@@ -52,8 +54,8 @@ pub(super) struct ToolListQuery {
     responses((status = 200, body = ToolList), (status = 401, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(listing): QueryParams<ToolListQuery>,
 ) -> Result<Response, ApiError> {
     if listing.format.is_some() && listing.query.is_some() {
@@ -61,8 +63,8 @@ pub(super) async fn list(
     }
     let Some(format) = listing.format else {
         let tools = match &listing.query {
-            Some(query) => search_tools(&door, &caller, query, listing.limit).await?,
-            None => door.engine.tools(&caller),
+            Some(query) => search_tools(&state, &caller, query, listing.limit).await?,
+            None => state.engine.registry().tools(&caller),
         };
         let tools = tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect();
         return Ok(Json(ToolList { tools }).into_response());
@@ -71,18 +73,20 @@ pub(super) async fn list(
         let known: Vec<&str> = ToolFormat::ALL.iter().map(|format| format.as_str()).collect();
         invalid_parameter("format", format!("format must be one of {}", known.join(", ")))
     })?;
-    Ok(Json(ModelToolList { tools: door.engine.model_tool_definitions(&caller, format) })
-        .into_response())
+    Ok(Json(ModelToolList {
+        tools: state.engine.registry().model_tool_definitions(&caller, format),
+    })
+    .into_response())
 }
 
 async fn search_tools(
-    door: &HttpState,
+    state: &HttpState,
     caller: &Caller,
     query: &str,
     limit: Option<usize>,
 ) -> Result<Vec<Arc<CatalogEntry>>, Error> {
     let limit = parse_page_limit(limit.map(|limit| limit as u64), 20)?;
-    let found = door.engine.search(caller, query, limit).await?;
+    let found = state.engine.registry().search(caller, query, limit).await?;
     Ok(found.into_iter().map(|found| found.entry).collect())
 }
 
@@ -91,11 +95,11 @@ async fn search_tools(
     params(("name" = String, Path, description = "The tool's name")),
     responses((status = 200, body = ToolBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
 ) -> Result<Json<ToolBody>, ApiError> {
-    let entry = door.engine.tool(&caller, &name)?;
+    let entry = state.engine.registry().tool(&caller, &name)?;
     Ok(Json(ToolBody::from(entry.as_ref())))
 }
 
@@ -160,8 +164,8 @@ pub(super) struct TicketBody {
         (status = 503, body = ProblemDetails)
     ))]
 pub(super) async fn invoke(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
     wait: WaitParam,
     carried: CallHeaders,
@@ -184,9 +188,9 @@ pub(super) async fn invoke(
         answers: None,
     };
     // Boxed, because the router moves this handler's future several times.
-    let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
+    let ticket = Box::pin(state.engine.calls().invoke(&caller, invocation)).await?;
     let id = ticket.call.id.clone();
-    let trace = door.engine.call_traceparent(&ticket.call);
+    let trace = state.engine.calls().call_traceparent(&ticket.call);
     let mut answer = match wait_ms {
         None | Some(0) => {
             let body = TicketBody {
@@ -200,7 +204,9 @@ pub(super) async fn invoke(
             answer
         }
         Some(wait_ms) => {
-            let call = Box::pin(door.engine.wait_for_outcome(&caller, &ticket, wait_ms)).await?;
+            let call =
+                Box::pin(state.engine.calls().wait(&caller, &ticket, Until::EndedWithin(wait_ms)))
+                    .await?;
             let body = Json(CallBody::with_trace(&call, trace));
             let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if !call.status.is_terminal() {

@@ -17,11 +17,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Prints the sign-in URL and waits until the sign-in is over.
 pub(super) async fn sign_in(
     context: &CommandContext,
-    crib: &McpServersTarget,
+    target: &McpServersTarget,
     name: &str,
     no_wait: bool,
 ) -> Result<(), CommandFailure> {
-    let (client, output) = (require_server(crib)?, context.output);
+    let (client, output) = (require_server(target)?, context.output);
     let path = ["v1", "sources", "mcp", name];
     let begun = client
         .request_json(ApiRequest::post(&[path[0], path[1], path[2], name, "sign-in"], json!({})))
@@ -76,16 +76,16 @@ fn is_sign_in_over(shown: &Value, address: &str) -> bool {
 /// Deletes the tokens.
 pub(super) async fn sign_out(
     context: &CommandContext,
-    crib: &McpServersTarget,
+    target: &McpServersTarget,
     name: &str,
 ) -> Result<(), CommandFailure> {
-    match crib {
+    match target {
         McpServersTarget::Server(client) => {
             let path = ["v1", "sources", "mcp", name, "sign-in"];
             client.request_json(ApiRequest::new(Method::DELETE, &path)).await?;
         }
         McpServersTarget::Directory { engine, caller } => {
-            engine.set_upstream_credential(&caller.project, name, None).await?;
+            engine.admin().set_upstream_credential(&caller.project, name, None).await?;
         }
     }
     context.output.print_note(&format!("the tokens of {} are forgotten", sanitize_line(name)));

@@ -1,4 +1,4 @@
-//! The MCP server of the tests as it runs: over HTTP in this process, or as a process of its own.
+//! Runs the MCP server of the tests: over HTTP in this process, or as a separate process.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,14 +12,14 @@ use toolcrib_sources::mcp::McpServerSettings;
 
 use super::Fixture;
 
-/// The variable that makes a process of the tests an MCP server.
+/// Environment variable that turns a test process into an MCP server.
 const CHILD: &str = "TOOLCRIB_TEST_UPSTREAM";
 
-/// A fixture that is reached over HTTP; it goes away with the value.
+/// A fixture that is served over HTTP. Dropping the value stops it.
 pub struct Http {
     pub fixture: Fixture,
     pub address: String,
-    /// The sessions of clients of the older revision.
+    /// The legacy sessions of MCP clients.
     pub sessions: Arc<LocalSessionManager>,
     stop: CancellationToken,
 }
@@ -53,7 +53,7 @@ impl Http {
         format!("http://{}/mcp", self.address)
     }
 
-    /// Ends it, with its sessions.
+    /// Stops the server and its sessions.
     pub fn stop(self) -> (String, Fixture) {
         self.stop.cancel();
         (self.address.clone(), self.fixture.clone())
@@ -66,7 +66,7 @@ impl Drop for Http {
     }
 }
 
-/// A program: this very test, started as an MCP server on its standard input and output.
+/// Returns settings that start this test binary as an MCP server over stdio.
 pub fn program(mode: &str) -> McpServerSettings {
     let mut settings = McpServerSettings {
         name: "fixture".to_owned(),
@@ -78,7 +78,7 @@ pub fn program(mode: &str) -> McpServerSettings {
     settings
 }
 
-/// Not a test, unless the variable is set: then it is the program.
+/// The entry point of the separate process. Without the variable, it does nothing.
 #[test]
 fn child() {
     let Ok(mode) = std::env::var(CHILD) else { return };
@@ -102,14 +102,14 @@ async fn serve(mode: &str) {
             println!("this is no protocol");
             tokio::time::sleep(Duration::from_millis(1)).await;
         },
-        // Its tools are others after its first death.
+        // After its first exit, the process has changed tools.
         "reborn" => {
             let died = std::fs::exists(std::env::var("ONCE").unwrap()).unwrap();
             fixture.shared.changed.store(died, Ordering::SeqCst);
         }
         "odd" => return crate::upstreams::odd::on_pipes(),
         "stubborn" => {
-            #[allow(clippy::zombie_processes, reason = "nobody waits for it: that is the case")]
+            #[allow(clippy::zombie_processes, reason = "the test needs an orphaned process")]
             let started = std::process::Command::new("sleep").arg("600").spawn().unwrap();
             eprintln!("started {}", started.id());
         }
@@ -120,7 +120,7 @@ async fn serve(mode: &str) {
     let running = rmcp::serve_server(fixture, (input, output)).await.unwrap();
     let _ = running.waiting().await;
     if mode == "stubborn" {
-        // It does not mind that nobody listens any more, nor does what it has started.
+        // Neither this process nor its child ends when standard input is closed.
         std::future::pending::<()>().await;
     }
 }

@@ -21,14 +21,14 @@ use super::super::{DatabaseSettings, tool};
 const ONE_AT_A_TIME: &str = "SELECT pg_advisory_xact_lock(20261117);";
 
 /// A role that can only read one table, and the superuser that created it.
-struct Place {
+struct TestDatabase {
     admin: Client,
     superuser: String,
     url: String,
     name: String,
 }
 
-impl Place {
+impl TestDatabase {
     /// Returns `None` if the tests may be skipped.
     async fn new(name: &str) -> Option<Self> {
         let superuser = match std::env::var("TOOLCRIB_TEST_POSTGRES_URL") {
@@ -97,9 +97,9 @@ async fn run(source: &BuiltinSource, sql: &str) -> Result<Value, Fault> {
 }
 
 #[tokio::test]
-async fn types_become_json() {
-    let Some(place) = Place::new("types").await else { return };
-    let source = source(&place.url, |_| {});
+async fn postgres_types_become_json() {
+    let Some(database_role) = TestDatabase::new("types").await else { return };
+    let source = source(&database_role.url, |_| {});
     let table = [
         ("1::int2, 2, 3::int8, 4::oid", json!([1, 2, 3, 4])),
         ("1.5::float8, 1.1::float4, 'NaN'::float8", json!([1.5, 1.1, "NaN"])),
@@ -139,38 +139,38 @@ async fn types_become_json() {
     assert!(run(&source, "EXPLAIN SELECT 1").await.is_ok());
     let fault = run(&source, "SELECT now(); -- after").await.unwrap_err();
     assert!(fault.message.contains("now (timestamptz)"), "{fault}");
-    place.clear().await;
+    database_role.clear().await;
 }
 
 #[tokio::test]
 async fn parameters_are_values_and_never_text() {
-    let Some(place) = Place::new("params").await else { return };
-    let (source, name) = (source(&place.url, |_| {}), place.name.clone());
-    let ask = async |sql: String, params: Value| {
+    let Some(database_role) = TestDatabase::new("params").await else { return };
+    let (source, name) = (source(&database_role.url, |_| {}), database_role.name.clone());
+    let query = async |sql: String, params: Value| {
         testing::run(&source, &json!({"sql": sql, "params": params})).await
     };
     let sql = format!("SELECT body FROM {name} WHERE id = $1 AND body <> $2");
-    let answer = ask(sql, json!([7, "'; DROP TABLE x; --"])).await.unwrap();
+    let answer = query(sql, json!([7, "'; DROP TABLE x; --"])).await.unwrap();
     assert_eq!(answer["rows"], json!([["row 7"]]));
     let sql = format!("SELECT id FROM {name} WHERE id = ANY($1) ORDER BY 1");
-    assert_eq!(ask(sql, json!([[3, 1]])).await.unwrap()["rows"], json!([[1], [3]]));
+    assert_eq!(query(sql, json!([[3, 1]])).await.unwrap()["rows"], json!([[1], [3]]));
     let sql = "SELECT $1::text, $2::bool, $3::jsonb, $4::timestamp, $5::text[], $6::float8";
     let given = json!([null, true, {"a": 1}, "2025-01-02", ["a\"b", null, "c\\d"], 1.5]);
-    let answer = ask(sql.into(), given).await.unwrap();
+    let answer = query(sql.into(), given).await.unwrap();
     let expected =
         json!([[null, true, {"a": 1}, "2025-01-02T00:00:00", ["a\"b", null, "c\\d"], 1.5]]);
     assert_eq!(answer["rows"], expected);
     for (sql, params) in [("SELECT $1::int", json!([])), ("SELECT $1::int", json!(["x"]))] {
-        let fault = ask(sql.into(), params).await.unwrap_err();
+        let fault = query(sql.into(), params).await.unwrap_err();
         assert_eq!(fault.code, Code::ValidationError, "{fault}");
     }
-    place.clear().await;
+    database_role.clear().await;
 }
 
 #[tokio::test]
-async fn nothing_but_reading_gets_through() {
-    let Some(place) = Place::new("writes").await else { return };
-    let (source, name) = (source(&place.url, |_| {}), place.name.clone());
+async fn statements_other_than_reads_are_refused() {
+    let Some(database_role) = TestDatabase::new("writes").await else { return };
+    let (source, name) = (source(&database_role.url, |_| {}), database_role.name.clone());
     let table = [
         format!("INSERT INTO {name} VALUES (0, 'x')"),
         format!("INSERT INTO {name} VALUES (0, 'x') RETURNING id"),
@@ -217,7 +217,7 @@ async fn nothing_but_reading_gets_through() {
         "SELECT repeat('x', 2000000000)".into(),
         "SELECT * FROM nowhere".into(),
     ];
-    let before = place.count(&format!("SELECT sum(hashtext(body)) FROM {name}")).await;
+    let before = database_role.count(&format!("SELECT sum(hashtext(body)) FROM {name}")).await;
     for sql in table {
         let Err(fault) = run(&source, &sql).await else { panic!("{sql} was run") };
         if !sql.contains("repeat") {
@@ -227,20 +227,20 @@ async fn nothing_but_reading_gets_through() {
     }
     // Before PostgreSQL 16 "read only" does not cover a large object: the rollback does.
     let objects = "SELECT count(*) FROM pg_largeobject_metadata";
-    let count = place.count(objects).await;
+    let count = database_role.count(objects).await;
     let _ = run(&source, "SELECT lo_create(0)").await;
-    assert_eq!(place.count(objects).await, count);
-    let after = place.count(&format!("SELECT sum(hashtext(body)) FROM {name}")).await;
+    assert_eq!(database_role.count(objects).await, count);
+    let after = database_role.count(&format!("SELECT sum(hashtext(body)) FROM {name}")).await;
     assert_eq!(before, after);
-    assert_eq!(place.count(&format!("SELECT last_value FROM {name}_seq")).await, 1);
+    assert_eq!(database_role.count(&format!("SELECT last_value FROM {name}_seq")).await, 1);
     assert!(!std::path::Path::new("/tmp/toolcrib_copy").exists());
-    place.clear().await;
+    database_role.clear().await;
 }
 
 #[tokio::test]
-async fn a_role_that_reaches_further_is_refused() {
-    let Some(place) = Place::new("roles").await else { return };
-    let name = place.name.clone();
+async fn a_role_with_extra_privileges_is_refused() {
+    let Some(database_role) = TestDatabase::new("roles").await else { return };
+    let name = database_role.name.clone();
     let refused = async |url: &str, part: &str| {
         let fault = run(&source(url, |_| {}), "SELECT 1").await.unwrap_err();
         assert_eq!(
@@ -251,47 +251,47 @@ async fn a_role_that_reaches_further_is_refused() {
         assert!(fault.message.contains(part), "{fault}");
         assert!(!fault.message.contains("w@rd"), "{fault}");
     };
-    refused(&place.superuser, "pg_read_server_files").await;
-    let allowed = source(&place.superuser, |settings| settings.allow_superuser = true);
+    refused(&database_role.superuser, "pg_read_server_files").await;
+    let allowed = source(&database_role.superuser, |settings| settings.allow_superuser = true);
     assert_eq!(run(&allowed, "SELECT 1").await.unwrap()["rows"], json!([[1]]));
     assert!(run(&allowed, &format!("DELETE FROM {name}")).await.is_err());
 
-    assert!(run(&source(&place.url, |_| {}), "SELECT 1").await.is_ok());
+    assert!(run(&source(&database_role.url, |_| {}), "SELECT 1").await.is_ok());
     for role in ["pg_read_server_files", "pg_write_server_files", "pg_execute_server_program"] {
-        place.admin.batch_execute(&format!("GRANT {role} TO {name}")).await.unwrap();
-        refused(&place.url, role).await;
-        place.admin.batch_execute(&format!("REVOKE {role} FROM {name}")).await.unwrap();
+        database_role.admin.batch_execute(&format!("GRANT {role} TO {name}")).await.unwrap();
+        refused(&database_role.url, role).await;
+        database_role.admin.batch_execute(&format!("REVOKE {role} FROM {name}")).await.unwrap();
     }
     let make = format!("CREATE ROLE {name}_top SUPERUSER NOLOGIN; GRANT {name}_top TO {name};");
-    place.admin.batch_execute(&make).await.unwrap();
-    refused(&place.url, &format!("{name}_top")).await;
-    place.admin.batch_execute(&format!("DROP ROLE {name}_top")).await.unwrap();
-    place.admin.batch_execute(&format!("ALTER ROLE {name} REPLICATION")).await.unwrap();
-    refused(&place.url, &name).await;
-    place.clear().await;
+    database_role.admin.batch_execute(&make).await.unwrap();
+    refused(&database_role.url, &format!("{name}_top")).await;
+    database_role.admin.batch_execute(&format!("DROP ROLE {name}_top")).await.unwrap();
+    database_role.admin.batch_execute(&format!("ALTER ROLE {name} REPLICATION")).await.unwrap();
+    refused(&database_role.url, &name).await;
+    database_role.clear().await;
 }
 
 /// Returns the number of statements that the server still runs for this role.
-async fn running(place: &Place) -> i64 {
-    let name = &place.name;
+async fn running_statements(database_role: &TestDatabase) -> i64 {
+    let name = &database_role.name;
     let sql = format!(
         "SELECT count(*) FROM pg_stat_activity WHERE usename = '{name}' AND state = 'active'"
     );
-    place.count(&sql).await
+    database_role.count(&sql).await
 }
 
-async fn until_none_runs(place: &Place) {
+async fn wait_until_idle(database_role: &TestDatabase) {
     let begun = Instant::now();
-    while running(place).await > 0 {
+    while running_statements(database_role).await > 0 {
         assert!(begun.elapsed() < Duration::from_secs(3), "the server still runs the query");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
 #[tokio::test]
-async fn what_takes_too_long_is_stopped_on_the_server() {
-    let Some(place) = Place::new("sleep").await else { return };
-    let source = source(&place.url, |settings| settings.timeout_ms = 500);
+async fn slow_queries_are_canceled_on_the_server() {
+    let Some(database_role) = TestDatabase::new("sleep").await else { return };
+    let source = source(&database_role.url, |settings| settings.timeout_ms = 500);
     let forever = [
         "SELECT pg_sleep(60)",
         "SELECT count(*) FROM generate_series(1, 1000000000000)",
@@ -307,34 +307,34 @@ async fn what_takes_too_long_is_stopped_on_the_server() {
             "{sql}: {fault}"
         );
         assert!(begun.elapsed() < Duration::from_secs(2), "{sql}: {:?}", begun.elapsed());
-        until_none_runs(&place).await;
+        wait_until_idle(&database_role).await;
     }
-    place.clear().await;
+    database_role.clear().await;
 }
 
 #[tokio::test]
-async fn cancel_stops_it_on_the_server() {
-    let Some(place) = Place::new("cancel").await else { return };
-    let source = source(&place.url, |_| {});
+async fn cancellation_stops_the_query_on_the_server() {
+    let Some(database_role) = TestDatabase::new("cancel").await else { return };
+    let source = source(&database_role.url, |_| {});
     let attempt = testing::attempt("database.query", &json!({"sql": "SELECT pg_sleep(60)"}));
     let id = attempt.call_id.clone();
     let running_source = Arc::clone(&source);
     let task = tokio::spawn(async move { running_source.start(attempt, Arc::new(|_| {})).await });
     let begun = Instant::now();
-    while running(&place).await == 0 {
-        assert!(begun.elapsed() < Duration::from_secs(5), "it never began");
+    while running_statements(&database_role).await == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(5), "the query never started");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     source.cancel(&id, 1);
     tokio::time::timeout(Duration::from_secs(1), task).await.unwrap().unwrap();
-    until_none_runs(&place).await;
-    place.clear().await;
+    wait_until_idle(&database_role).await;
+    database_role.clear().await;
 }
 
 #[tokio::test]
-async fn large_answers_are_cut_and_never_held() {
-    let Some(place) = Place::new("large").await else { return };
-    let (source, name) = (source(&place.url, |_| {}), place.name.clone());
+async fn large_results_are_truncated_and_not_buffered() {
+    let Some(database_role) = TestDatabase::new("large").await else { return };
+    let (source, name) = (source(&database_role.url, |_| {}), database_role.name.clone());
     let cut = |answer: &Value| (answer["row_count"].clone(), answer["truncated"].clone());
     let answer = run(&source, &format!("SELECT * FROM {name} ORDER BY id")).await.unwrap();
     assert_eq!(cut(&answer), (json!(1000), json!(true)));
@@ -342,7 +342,7 @@ async fn large_answers_are_cut_and_never_held() {
     let sql = format!("SELECT *, now() FROM {name} ORDER BY id DESC LIMIT 1000");
     let answer = run(&source, &sql).await.unwrap();
     assert_eq!(cut(&answer), (json!(1000), json!(false)));
-    assert_eq!(answer["rows"][999][0], json!(4001), "the order survives");
+    assert_eq!(answer["rows"][999][0], json!(4001), "the order is preserved");
     let answer = run(&source, "SELECT generate_series(1, 1000000000000)").await.unwrap();
     assert_eq!(cut(&answer), (json!(1000), json!(true)));
     let sql = "SELECT repeat('x', 100000) FROM generate_series(1, 100000)";
@@ -354,8 +354,8 @@ async fn large_answers_are_cut_and_never_held() {
     let answer = run(&source, "SELECT repeat('x', 300000000)").await.unwrap();
     assert_eq!(cut(&answer), (json!(0), json!(true)));
     assert!(peak_kib() - before < 60_000, "{} KiB more", peak_kib() - before);
-    until_none_runs(&place).await;
-    place.clear().await;
+    wait_until_idle(&database_role).await;
+    database_role.clear().await;
 }
 
 fn peak_kib() -> i64 {
@@ -365,7 +365,7 @@ fn peak_kib() -> i64 {
 }
 
 #[tokio::test]
-async fn no_server_is_not_an_answer() {
+async fn an_unreachable_server_is_an_upstream_fault() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let silent = listener.local_addr().unwrap().port();
     let closed = {
@@ -379,15 +379,15 @@ async fn no_server_is_not_an_answer() {
         assert_eq!((fault.side_effect, fault.retryable), (SideEffect::None, true));
         assert!(!fault.message.contains("secret"), "{fault}");
     }
-    let Some(place) = Place::new("auth").await else { return };
-    let url = url_for(&place.superuser, &place.name, "wrong");
+    let Some(database_role) = TestDatabase::new("auth").await else { return };
+    let url = url_for(&database_role.superuser, &database_role.name, "wrong");
     let fault = run(&source(&url, |_| {}), "SELECT 1").await.unwrap_err();
     assert_eq!((fault.code, fault.retryable), (Code::UpstreamUnavailable, false), "{fault}");
-    place.clear().await;
+    database_role.clear().await;
 }
 
 #[test]
-fn bad_urls_are_refused_at_the_start_without_showing_the_password() {
+fn invalid_urls_are_refused_at_startup_without_the_password() {
     for url in [
         "postgres://u:secret@h/d?sslmode=require",
         "postgres://u:secret@h:port/d",

@@ -100,7 +100,7 @@ fn json(raw: &[u8]) -> Value {
 }
 
 fn uuid(raw: &[u8]) -> Option<String> {
-    let hex = toolcrib::domain::tool::hex(raw);
+    let hex = toolcrib::domain::id::hex(raw);
     let part = |from: usize, to: usize| hex.get(from..to);
     let parts = [part(0, 8)?, part(8, 12)?, part(12, 16)?, part(16, 20)?, part(20, 32)?];
     Some(parts.join("-"))

@@ -14,12 +14,12 @@ use toolcrib::{Code, Effect, Fault, Risk, Tool};
 use super::super::super::testing;
 use super::super::{DatabaseSettings, tool};
 
-struct Shop {
+struct SampleDatabase {
     folder: tempfile::TempDir,
     source: Arc<BuiltinSource>,
 }
 
-impl Shop {
+impl SampleDatabase {
     fn new() -> Self {
         Self::with(DatabaseSettings::default())
     }
@@ -48,14 +48,14 @@ impl Shop {
 }
 
 #[tokio::test]
-async fn the_sample_answers() {
-    let shop = Shop::new();
-    let answer = shop.run("SELECT count(*) AS n, max(price) AS top FROM products").await.unwrap();
+async fn the_sample_database_can_be_queried() {
+    let sample = SampleDatabase::new();
+    let answer = sample.run("SELECT count(*) AS n, max(price) AS top FROM products").await.unwrap();
     assert_eq!(
         answer,
         json!({"columns": ["n", "top"], "rows": [[12, 119.0]], "row_count": 1, "truncated": false})
     );
-    let answer = shop
+    let answer = sample
         .run(
             "WITH totals AS (SELECT order_id, sum(quantity * unit_price) AS total FROM order_items \
              GROUP BY order_id) SELECT c.name, round(sum(total), 2) FROM orders o JOIN totals t ON \
@@ -67,71 +67,71 @@ async fn the_sample_answers() {
     assert_eq!(answer["row_count"], json!(3));
     let counts = "SELECT (SELECT count(*) FROM customers), (SELECT count(*) FROM orders), \
                   (SELECT count(*) FROM order_items)";
-    assert_eq!(shop.run(counts).await.unwrap()["rows"], json!([[12, 30, 60]]));
+    assert_eq!(sample.run(counts).await.unwrap()["rows"], json!([[12, 30, 60]]));
 }
 
 #[tokio::test]
-async fn the_sample_is_made_once_and_the_same_everywhere() {
-    let (one, two) = (Shop::new(), Shop::new());
+async fn the_sample_database_is_created_once_and_deterministic() {
+    let (one, two) = (SampleDatabase::new(), SampleDatabase::new());
     assert_eq!(one.hash(), two.hash());
     std::fs::write(one.file(), "mine").unwrap();
     tool(one.folder.path(), DatabaseSettings::default()).unwrap();
     assert_eq!(std::fs::read_to_string(one.file()).unwrap(), "mine");
-    assert_eq!(std::fs::read_dir(one.folder.path()).unwrap().count(), 1, "nothing left over");
+    assert_eq!(std::fs::read_dir(one.folder.path()).unwrap().count(), 1, "no other files remain");
 }
 
 #[tokio::test]
-async fn types_and_parameters() {
-    let shop = Shop::new();
+async fn types_and_parameters_are_converted() {
+    let sample = SampleDatabase::new();
     let sql = "SELECT ?1, ?2, ?3, ?4, ?5, x'00ff', 1e999, 9223372036854775807, 'a' AS a, 'b' AS a";
-    let answer = shop.with_params(sql, json!([null, true, 1.5, "ü'--", -7])).await.unwrap();
+    let answer = sample.with_params(sql, json!([null, true, 1.5, "ü'--", -7])).await.unwrap();
     assert_eq!(
         answer["rows"],
         json!([[null, 1, 1.5, "ü'--", -7, "\\x00ff", "inf", i64::MAX, "a", "b"]])
     );
-    let answer = shop
+    let answer = sample
         .with_params("SELECT value FROM json_each(?1) WHERE value > ?2", json!([[1, 2, 3], 1]))
         .await
         .unwrap();
     assert_eq!(answer["rows"], json!([[2], [3]]));
-    let fault = shop.with_params("SELECT ?1, ?2", json!([1])).await.unwrap_err();
+    let fault = sample.with_params("SELECT ?1, ?2", json!([1])).await.unwrap_err();
     assert!(fault.message.contains("2 parameters"), "{fault}");
 }
 
 #[tokio::test]
-async fn the_schema_can_be_looked_at() {
-    let shop = Shop::new();
+async fn the_schema_can_be_queried() {
+    let sample = SampleDatabase::new();
     let tables = "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1";
     assert_eq!(
-        shop.run(tables).await.unwrap()["rows"],
+        sample.run(tables).await.unwrap()["rows"],
         json!([["customers"], ["order_items"], ["orders"], ["products"]])
     );
     let columns = "SELECT name FROM pragma_table_info('orders')";
     assert_eq!(
-        shop.run(columns).await.unwrap()["rows"],
+        sample.run(columns).await.unwrap()["rows"],
         json!([["id"], ["customer_id"], ["ordered_on"], ["status"]])
     );
-    assert!(shop.run("PRAGMA table_info(orders)").await.is_ok());
-    assert!(shop.run("EXPLAIN QUERY PLAN SELECT * FROM orders").await.is_ok());
+    assert!(sample.run("PRAGMA table_info(orders)").await.is_ok());
+    assert!(sample.run("EXPLAIN QUERY PLAN SELECT * FROM orders").await.is_ok());
 }
 
 /// Asserts that each statement is refused as invalid and that the file is unchanged.
-async fn all_refused(shop: &Shop, table: &[String]) {
-    let before = shop.hash();
+async fn assert_all_refused(sample: &SampleDatabase, table: &[String]) {
+    let before = sample.hash();
     for sql in table {
         let shown: String = sql.chars().take(70).collect();
-        let Err(fault) = shop.run(sql).await else { panic!("{shown} was run") };
+        let Err(fault) = sample.run(sql).await else { panic!("{shown} was run") };
         assert_eq!(fault.code, Code::ValidationError, "{shown}: {fault}");
         assert_eq!((fault.side_effect, fault.retryable), (SideEffect::None, false), "{shown}");
         assert!(fault.message.len() < 300, "{shown}: {fault}");
-        assert_eq!(shop.hash(), before, "{shown}");
+        assert_eq!(sample.hash(), before, "{shown}");
     }
 }
 
 #[tokio::test]
-async fn nothing_but_reading_gets_through() {
-    let shop = Shop::new();
-    let out = shop.folder.path().join("out.db");
+async fn statements_other_than_reads_are_refused() {
+    let sample = SampleDatabase::new();
+    let out = sample.folder.path().join("out.db");
     let out = out.display();
     let semicolons = format!("SELECT 1{}DELETE FROM orders", ";".repeat(50_000));
     let table = [
@@ -200,29 +200,29 @@ async fn nothing_but_reading_gets_through() {
         format!("SELECT {}1{}", "(".repeat(20_000), ")".repeat(20_000)),
         format!("SELECT '{}'", "x".repeat(100_000)),
     ];
-    all_refused(&shop, &table).await;
-    let left: Vec<_> = std::fs::read_dir(shop.folder.path()).unwrap().collect();
+    assert_all_refused(&sample, &table).await;
+    let left: Vec<_> = std::fs::read_dir(sample.folder.path()).unwrap().collect();
     assert_eq!(left.len(), 1, "{left:?}");
 }
 
 #[tokio::test]
-async fn large_answers_are_cut_and_say_so() {
-    let shop = Shop::new();
+async fn large_results_are_truncated_and_marked() {
+    let sample = SampleDatabase::new();
     let endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n";
-    let answer = shop.run(endless).await.unwrap();
+    let answer = sample.run(endless).await.unwrap();
     assert_eq!((&answer["row_count"], &answer["truncated"]), (&json!(1000), &json!(true)));
     assert!(answer["note"].as_str().unwrap().contains("LIMIT"));
 
-    let exactly = shop.run(&format!("{endless} LIMIT 1000")).await.unwrap();
+    let exactly = sample.run(&format!("{endless} LIMIT 1000")).await.unwrap();
     assert_eq!((&exactly["row_count"], &exactly["truncated"]), (&json!(1000), &json!(false)));
 
     let wide = endless.replace("SELECT i FROM", "SELECT hex(zeroblob(50000)) FROM");
-    let answer = shop.run(&wide).await.unwrap();
+    let answer = sample.run(&wide).await.unwrap();
     assert_eq!((&answer["row_count"], &answer["truncated"]), (&json!(10), &json!(true)));
     assert!(answer.to_string().len() < (1 << 20) + 1000);
 
     let small = DatabaseSettings { max_bytes: 100, ..DatabaseSettings::default() };
-    let answer = Shop::with(small).run("SELECT hex(zeroblob(200))").await.unwrap();
+    let answer = SampleDatabase::with(small).run("SELECT hex(zeroblob(200))").await.unwrap();
     assert_eq!((&answer["row_count"], &answer["truncated"]), (&json!(0), &json!(true)));
     assert!(answer["note"].as_str().unwrap().contains("row 1"));
 }
@@ -238,12 +238,12 @@ const FOREVER: [&str; 4] = [
 ];
 
 #[tokio::test]
-async fn what_never_ends_is_stopped_at_the_time_limit() {
+async fn endless_queries_are_stopped_at_the_time_limit() {
     let settings = DatabaseSettings { timeout_ms: 300, ..DatabaseSettings::default() };
-    let shop = Shop::with(settings);
+    let sample = SampleDatabase::with(settings);
     for sql in FOREVER {
         let begun = Instant::now();
-        let fault = shop.run(sql).await.unwrap_err();
+        let fault = sample.run(sql).await.unwrap_err();
         assert_eq!(
             (fault.code, fault.side_effect),
             (Code::Timeout, SideEffect::None),
@@ -255,26 +255,26 @@ async fn what_never_ends_is_stopped_at_the_time_limit() {
 
 /// Runs more queries than there are permits: if threads were not freed, the last one would hang.
 #[tokio::test]
-async fn cancel_frees_the_thread() {
-    let shop = Shop::new();
+async fn cancellation_frees_the_thread() {
+    let sample = SampleDatabase::new();
     for _ in 0..2 {
         for sql in FOREVER {
             let attempt = testing::attempt("database.query", &json!({"sql": sql}));
             let id = attempt.call_id.clone();
-            let source = Arc::clone(&shop.source);
+            let source = Arc::clone(&sample.source);
             let task = tokio::spawn(async move { source.start(attempt, Arc::new(|_| {})).await });
             tokio::time::sleep(Duration::from_millis(50)).await;
-            shop.source.cancel(&id, 1);
+            sample.source.cancel(&id, 1);
             tokio::time::timeout(Duration::from_secs(1), task).await.unwrap().unwrap();
         }
     }
     let begun = Instant::now();
-    assert_eq!(shop.run("SELECT 1").await.unwrap()["rows"], json!([[1]]));
+    assert_eq!(sample.run("SELECT 1").await.unwrap()["rows"], json!([[1]]));
     assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
 }
 
 #[tokio::test]
-async fn no_file_is_not_an_answer() {
+async fn a_missing_or_invalid_file_is_an_upstream_fault() {
     let folder = tempfile::tempdir().unwrap();
     let garbage = folder.path().join("garbage.db");
     std::fs::write(&garbage, "this is not a database, however long it is. ".repeat(100)).unwrap();
@@ -292,7 +292,7 @@ async fn no_file_is_not_an_answer() {
 }
 
 #[tokio::test]
-async fn full_text_search_can_be_read() {
+async fn full_text_tables_can_be_queried() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("notes.db");
     let connection = rusqlite::Connection::open(&path).unwrap();
@@ -313,11 +313,12 @@ async fn full_text_search_can_be_read() {
 }
 
 #[tokio::test]
-async fn arguments_and_definition() {
-    let shop = Shop::new();
-    let fault = testing::run(&shop.source, &json!({"sql": "SELECT 1", "x": 1})).await.unwrap_err();
+async fn arguments_are_checked_and_the_definition_is_complete() {
+    let sample = SampleDatabase::new();
+    let fault =
+        testing::run(&sample.source, &json!({"sql": "SELECT 1", "x": 1})).await.unwrap_err();
     assert!(fault.message.contains("`x`"), "{fault}");
-    let definition = tool(shop.folder.path(), DatabaseSettings::default()).unwrap().definition();
+    let definition = tool(sample.folder.path(), DatabaseSettings::default()).unwrap().definition();
     assert_eq!((definition.effect, definition.risk), (Effect::Read, Risk::Medium));
     assert_eq!(definition.timeout_ms, 10_000);
     for part in ["SAMPLE", "customers(id, name", "TOOLCRIB_BUILTIN__DATABASE__URL"] {
@@ -329,18 +330,19 @@ async fn arguments_and_definition() {
 /// One step of SQLite cannot be interrupted: the caller does not wait for it, and the cost of such
 /// steps is bounded.
 #[tokio::test]
-async fn slow_steps_are_not_waited_for() {
-    let shop = Shop::with(DatabaseSettings { timeout_ms: 200, ..DatabaseSettings::default() });
+async fn uninterruptible_steps_do_not_block_the_caller() {
+    let sample =
+        SampleDatabase::with(DatabaseSettings { timeout_ms: 200, ..DatabaseSettings::default() });
     let slow = "instr(zeroblob(200000), zeroblob(100000 + a.order_id) || x'01')";
     let begun = Instant::now();
     let sql = format!("SELECT {slow} FROM order_items a, order_items b, order_items c");
-    let fault = shop.run(&sql).await.unwrap_err();
+    let fault = sample.run(&sql).await.unwrap_err();
     assert_eq!(fault.code, Code::Timeout, "{fault}");
     assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
     let many = format!("SELECT {} FROM order_items a", vec![slow; 17].join(", "));
-    let fault = shop.run(&many).await.unwrap_err();
+    let fault = sample.run(&many).await.unwrap_err();
     assert_eq!(fault.code, Code::ValidationError, "{fault}");
     assert!(fault.message.contains("at most 16 uses of instr"), "{fault}");
     let few = format!("SELECT {}", vec!["replace('a', 'a', 'b')"; 16].join(" || "));
-    assert!(shop.run(&few).await.is_ok());
+    assert!(sample.run(&few).await.is_ok());
 }

@@ -5,15 +5,14 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
-use toolcrib::clients::queue::{ClientMessage, Redelivery, Transport, WorkItem};
+use toolcrib::clients::{ClientMessage, ConnectOptions, Redelivery, Transport, WorkItem};
 use toolcrib::domain::fault::Code;
-use toolcrib::engine::ConnectOptions;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::super::HttpState;
 use super::{ToolRequestMessage, resolve_window};
 use crate::auth::RequestCredentials;
-use crate::http::extract::{Authenticated, QueryParams, invalid_parameter};
+use crate::http::extract::{AuthenticatedCaller, QueryParams, invalid_parameter};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// Options of a poll.
@@ -68,8 +67,8 @@ fn to_canceled_body(message: &ClientMessage) -> Option<CanceledRequestBody> {
     responses((status = 200, body = PollResponseBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails)))]
 pub(in super::super) async fn poll(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(polling): QueryParams<PollQuery>,
     headers: HeaderMap,
 ) -> Result<Json<PollResponseBody>, ApiError> {
@@ -80,7 +79,7 @@ pub(in super::super) async fn poll(
             return Err(invalid_parameter("ack", "ack must be auto or explicit").into());
         }
     };
-    let engine = &door.engine;
+    let engine = &state.engine;
     let max = resolve_window("max", polling.max, 1)?;
     let connecting = ConnectOptions {
         client_id: polling.client_id.clone(),
@@ -88,7 +87,7 @@ pub(in super::super) async fn poll(
         redelivery: Redelivery::ReversibleOnly,
         transport: Transport::Polling,
     };
-    let mut session = engine.connect(&caller, connecting)?;
+    let mut session = engine.clients().connect(&caller, connecting)?;
     let wait_ms = polling.wait_ms.min(engine.limits().max_wait_ms);
     let wait = std::time::Duration::from_millis(wait_ms);
     let first = tokio::time::timeout(wait, session.next()).await.ok().flatten();
@@ -113,6 +112,7 @@ pub(in super::super) async fn poll(
         } else {
             let attempt = Some(request.attempt);
             let taken = engine
+                .calls()
                 .acknowledge_call(&caller, &request.call_id, &polling.client_id, attempt)
                 .await;
             match taken {

@@ -11,14 +11,13 @@ use axum::response::IntoResponse;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use futures::stream;
 use serde::Deserialize;
-use toolcrib::clients::queue::{Redelivery, Transport};
-use toolcrib::engine::ConnectOptions;
+use toolcrib::clients::{ConnectOptions, Redelivery, Transport};
 use utoipa::IntoParams;
 
 use super::super::super::HttpState;
 use super::{IngressMessage, resolve_window, to_json};
 use crate::auth::RequestCredentials;
-use crate::http::extract::{Authenticated, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::tcp_timeout::AckTimeout;
 
@@ -42,8 +41,8 @@ pub(in super::super) struct IngressStreamQuery {
             content_type = "text/event-stream"),
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
 pub(in super::super) async fn sse(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(http_state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(listening): QueryParams<IngressStreamQuery>,
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, ApiError> {
@@ -52,13 +51,13 @@ pub(in super::super) async fn sse(
         window: resolve_window(
             "max_in_flight",
             listening.max_in_flight,
-            door.settings.default_max_in_flight,
+            http_state.settings.default_max_in_flight,
         )?,
         redelivery: if listening.resume { Redelivery::All } else { Redelivery::ReversibleOnly },
         transport: Transport::Streaming,
     };
-    let session = door.engine.connect(&caller, connecting)?;
-    let state = (session, door.engine.clone(), RequestCredentials::new(&caller, &headers));
+    let session = http_state.engine.clients().connect(&caller, connecting)?;
+    let state = (session, http_state.engine.clone(), RequestCredentials::new(&caller, &headers));
     // Dropping the stream drops the session, which returns unacknowledged requests to the queue.
     let messages = stream::unfold(state, async |(mut session, engine, standing)| {
         let message = session.next().await?;
@@ -67,9 +66,9 @@ pub(in super::super) async fn sse(
         let event = Event::default().event(body.kind()).data(to_json(&body));
         Some((Ok::<_, Infallible>(event), (session, engine, standing)))
     });
-    let every = Duration::from_millis(door.settings.heartbeat_ms);
+    let every = Duration::from_millis(http_state.settings.heartbeat_ms);
     // An SSE client sends nothing, so undelivered heartbeats are the only sign that it is gone.
-    let dead_after = AckTimeout(Duration::from_millis(door.settings.dead_after_ms));
+    let dead_after = AckTimeout(Duration::from_millis(http_state.settings.dead_after_ms));
     let events = Sse::new(messages).keep_alive(KeepAlive::new().interval(every));
     Ok((Extension(dead_after), events))
 }

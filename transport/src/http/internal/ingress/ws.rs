@@ -6,7 +6,6 @@
 
 mod frame_inspector;
 mod message_limiter;
-
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,9 +27,9 @@ use tokio_tungstenite::tungstenite::handshake::server::create_response_with_body
 use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{self, Message as Frame, Utf8Bytes};
-use toolcrib::clients::queue::{ClientSession, Redelivery, Transport};
+use toolcrib::calls::AttemptReport;
+use toolcrib::clients::{ClientSession, ConnectOptions, Redelivery, Transport};
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::engine::{AttemptReport, ConnectOptions};
 use toolcrib::{CallId, Caller, Engine};
 
 use super::super::super::wire::FaultBody;
@@ -39,7 +38,7 @@ use super::super::register::{RegisterBody, ToolOfferBody};
 use super::super::submit::{ProgressBody, SubmitBody};
 use super::{IngressMessage, resolve_window, to_json};
 use crate::auth::RequestCredentials;
-use crate::http::extract::{Authenticated, parse_checked_json, replace_lone_surrogates};
+use crate::http::extract::{AuthenticatedCaller, parse_checked_json, replace_lone_surrogates};
 use crate::http::internal::ingress::ws::frame_inspector::FrameInspector;
 use crate::http::internal::ingress::ws::message_limiter::{MessageLimiter, MessagePermit};
 use crate::http::problem::ApiError;
@@ -82,8 +81,8 @@ struct WsMessageHeader {
 }
 
 pub(in super::super) async fn ws(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     mut request: Request,
 ) -> Result<Response, ApiError> {
     require_provider(&caller)?;
@@ -99,12 +98,12 @@ pub(in super::super) async fn ws(
     let standing = RequestCredentials::new(&caller, request.headers());
     tokio::spawn(async move {
         let Ok(upgraded) = upgrade.await else { return };
-        let limit = door.max_report_bytes();
+        let limit = state.max_report_bytes();
         let limits = WebSocketConfig::default();
         let limits = limits.max_message_size(Some(limit)).max_frame_size(Some(limit));
         let tap = FrameInspector::new(TokioIo::new(upgraded), limit);
         let socket = Socket::from_raw_socket(tap, Role::Server, Some(limits)).await;
-        run_connection(door, caller, standing, socket).await;
+        run_connection(state, caller, standing, socket).await;
         drop(place);
     });
     Ok(answer)
@@ -119,13 +118,13 @@ fn require_provider(caller: &Caller) -> Result<(), Error> {
 }
 
 async fn run_connection(
-    door: HttpState,
+    state: HttpState,
     caller: Caller,
     standing: RequestCredentials,
     mut socket: Socket,
 ) {
-    let patience = Duration::from_millis(door.settings.dead_after_ms);
-    let greeted = tokio::time::timeout(patience, handshake(&door, &caller, &mut socket)).await;
+    let patience = Duration::from_millis(state.settings.dead_after_ms);
+    let greeted = tokio::time::timeout(patience, handshake(&state, &caller, &mut socket)).await;
     let (client_id, session) = match greeted {
         Ok(Ok(greeted)) => greeted,
         Ok(Err(Some(error))) => {
@@ -137,20 +136,20 @@ async fn run_connection(
         Ok(Err(None)) | Err(_) => return,
     };
     let conversation = WsConnection {
-        engine: door.engine.clone(),
+        engine: state.engine.clone(),
         caller,
         credentials: standing,
         client_id,
-        heartbeat: Duration::from_millis(door.settings.heartbeat_ms),
+        heartbeat: Duration::from_millis(state.settings.heartbeat_ms),
         dead_after: patience,
-        max_message_bytes: door.max_report_bytes(),
+        max_message_bytes: state.max_report_bytes(),
     };
     conversation.run(socket, session).await;
 }
 
 /// Waits for `hello`. Returns `Err(None)` if the client disconnected.
 async fn handshake(
-    door: &HttpState,
+    state: &HttpState,
     caller: &Caller,
     socket: &mut Socket,
 ) -> Result<(String, ClientSession), Option<Error>> {
@@ -161,7 +160,7 @@ async fn handshake(
             _ => return Err(None),
         }
     };
-    let limit = door.settings.max_body_bytes;
+    let limit = state.settings.max_body_bytes;
     if first.len() > limit {
         let message = format!("hello is over the limit of {limit} bytes");
         return Err(Some(Error::refused(Code::PayloadTooLarge, message)));
@@ -173,12 +172,14 @@ async fn handshake(
     }
     let hello: HelloMessage = parse_payload(&said).map_err(Some)?;
     let window =
-        resolve_window("max_in_flight", hello.max_in_flight, door.settings.default_max_in_flight);
+        resolve_window("max_in_flight", hello.max_in_flight, state.settings.default_max_in_flight);
     let window = window.map_err(Some)?;
     if let Some(tools) = hello.tools {
         let body = RegisterBody::of(hello.client_id.clone(), tools);
-        door.engine
-            .register(caller, body.into_registration(&door.engine, caller))
+        state
+            .engine
+            .registry()
+            .register(caller, body.into_registration(&state.engine, caller))
             .await
             .map_err(Some)?;
     }
@@ -188,12 +189,12 @@ async fn handshake(
         redelivery: if hello.resume { Redelivery::All } else { Redelivery::ReversibleOnly },
         transport: Transport::Streaming,
     };
-    let session = door.engine.connect(caller, connecting).map_err(Some)?;
+    let session = state.engine.clients().connect(caller, connecting).map_err(Some)?;
     let answer = json!({
         "type": "hello_ack",
         "client_id": hello.client_id,
-        "heartbeat_ms": door.settings.heartbeat_ms,
-        "dead_after_ms": door.settings.dead_after_ms,
+        "heartbeat_ms": state.settings.heartbeat_ms,
+        "dead_after_ms": state.settings.dead_after_ms,
         "max_in_flight": window,
     });
     socket.send(text_frame(&answer)).await.map_err(|_| None)?;
@@ -390,7 +391,7 @@ impl WsConnection {
         let id = header.require_call_id()?;
         match header.kind.as_str() {
             "tool_ack" => {
-                let taken = self.engine.acknowledge_call(
+                let taken = self.engine.calls().acknowledge_call(
                     &self.caller,
                     &id,
                     &self.client_id,
@@ -406,7 +407,10 @@ impl WsConnection {
                 let body: ProgressBody = parse_payload(said)?;
                 let (_, attempt, progress) = body.into_parts();
                 let by = Some(self.client_id.as_str());
-                self.engine.report_progress(&self.caller, &id, by, attempt, progress).await?;
+                self.engine
+                    .calls()
+                    .report_progress(&self.caller, &id, by, attempt, progress)
+                    .await?;
                 Ok(None)
             }
             "tool_result" => {
@@ -419,7 +423,7 @@ impl WsConnection {
     }
 
     async fn submit_report(&self, id: &CallId, report: AttemptReport) -> Result<Value, Error> {
-        let call = self.engine.report(&self.caller, id, report).await?;
+        let call = self.engine.calls().report(&self.caller, id, report).await?;
         let status = call.status.as_str();
         Ok(json!({ "type": "result_ack", "tool_call_id": id, "status": status }))
     }

@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use futures::stream;
 use jiff::Timestamp;
 use serde_json::{Value, json};
-use toolcrib::ports::model::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
 
 use super::super::conversation::{
     ConversationResult, ConversationUpdate, OpenAiConversation, StreamEvent, spawn_conversation,

@@ -10,8 +10,8 @@ use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::fault::Error;
-use toolcrib::engine::SavedConversation;
-use toolcrib::ports::model::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::runs::SavedConversation;
 use toolcrib::{Caller, Engine};
 
 use super::super::conversation::{
@@ -102,7 +102,7 @@ impl ResponseBuilder {
             messages,
             pending_calls: ending.conversation.pending_calls.clone(),
         };
-        engine.save_conversation(caller, &self.id, &thread).await
+        engine.runs().save_conversation(caller, &self.id, &thread).await
     }
 }
 

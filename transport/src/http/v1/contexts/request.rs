@@ -7,7 +7,7 @@ use serde_json::Value;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::{Effect, Risk, ToolDefinition};
-use toolcrib::engine::{ReportedCall, ReportedResult, RunToolSelection};
+use toolcrib::runs::{ReportedCall, ReportedResult, RunToolSelection};
 use toolcrib::{CallRequest, Executor, Json, model_formats};
 use utoipa::ToSchema;
 

@@ -15,7 +15,7 @@ use utoipa::ToSchema;
 
 use super::super::super::HttpState;
 use super::super::events::{SseResponse, into_sse};
-use crate::http::extract::{Authenticated, JsonBody, NamePath};
+use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// Maximum number of messages queued for a client.
@@ -41,12 +41,12 @@ pub(in super::super) struct ReplayBody {
             content_type = "text/event-stream"),
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
 pub(in super::super) async fn replay(
-    State(door): State<HttpState>,
-    Authenticated(caller): Authenticated,
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     JsonBody(body): JsonBody<ReplayBody>,
 ) -> Result<SseResponse, ApiError> {
-    door.engine.check_replay(&caller, &run_id).await?;
+    state.engine.runs().check_replay(&caller, &run_id).await?;
     let (say, said) = mpsc::channel::<Message>(CHANNEL_CAPACITY);
     tokio::spawn(async move {
         let told = say.clone();
@@ -60,8 +60,8 @@ pub(in super::super) async fn replay(
                 let _ = told.try_send(sse_message(name, data));
             }
         };
-        let engine = door.engine;
-        let playing = engine.replay_run(&caller, &run_id, body.model.as_deref(), &watch);
+        let engine = state.engine;
+        let playing = engine.runs().replay_run(&caller, &run_id, body.model.as_deref(), &watch);
         let last = tokio::select! {
             // The client disconnected.
             () = say.closed() => return,

@@ -4,9 +4,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::engine::RunRequest;
+use toolcrib::domain::run::options::{ExecutionOptions, RunLimits};
 use toolcrib::ports::model::ModelResolver;
-use toolcrib::runs::agent_loop::{ExecutionOptions, RunLimits};
+use toolcrib::runs::RunRequest;
 use utoipa::ToSchema;
 
 /// A conversation to run, and the options of the run.

@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 use serde_json::Value;
+use toolcrib::calls::CallQuery;
 use toolcrib::domain::fault::{Error, Fault};
+use toolcrib::domain::model_reply::TokenUsage;
 use toolcrib::domain::run::{JournalEntry, JournalKind, Run};
-use toolcrib::engine::CallQuery;
-use toolcrib::ports::model::TokenUsage;
 use toolcrib::{Call, Caller, Engine};
 use utoipa::ToSchema;
 
@@ -169,10 +169,10 @@ pub(crate) async fn run_detail(
     caller: &Caller,
     run: &Run,
 ) -> Result<RunDetailBody, Error> {
-    let mut journal = engine.run_journal(caller, &run.id).await?;
+    let mut journal = engine.runs().run_journal(caller, &run.id).await?;
     let query =
         CallQuery { run_id: Some(run.id.clone()), limit: MAX_SHOWN_CALLS, ..CallQuery::default() };
-    let page = engine.calls(caller, query).await?;
+    let page = engine.calls().calls(caller, query).await?;
     let steps = journal_steps(&journal);
     let messages = journal.iter_mut().flat_map(|noted| std::mem::take(&mut noted.record.messages));
     Ok(RunDetailBody {

@@ -7,18 +7,22 @@
 use std::collections::VecDeque;
 use std::pin::Pin;
 
+use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::Event as Message;
 use futures::stream;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::fault::Error;
 use toolcrib::domain::run::{JournalEntry, JournalKind, RunEvent};
-use toolcrib::engine::{RunDelta, RunSubscription};
+use toolcrib::runs::{RunDelta, RunSubscription};
 use toolcrib::{Caller, Engine};
 
-use super::super::super::wire::event_json;
-use super::super::events::{SseResponse, into_sse};
+use super::super::events::{EventStreamQuery, SseResponse, into_sse, resume_position};
 use crate::auth::RequestCredentials;
+use crate::http::HttpState;
+use crate::http::extract::{AuthenticatedCaller, NamePath, QueryParams};
+use crate::http::problem::ApiError;
+use crate::http::wire::event_json;
 
 /// Number of events read from the store per page.
 const RUN_EVENT_PAGE_SIZE: usize = 200;
@@ -67,9 +71,29 @@ impl StreamPosition {
     }
 }
 
+/// Streams the events of a run and all its calls, from its first event on.
+///
+/// For a run that Toolcrib drives, the stream includes the model's output as it is generated, and
+/// ends with the run.
+#[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
+    params(("run_id" = String, Path, description = "The run"), EventStreamQuery,
+        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+    responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
+pub(in super::super) async fn run_events(
+    State(state): State<HttpState>,
+    AuthenticatedCaller(caller): AuthenticatedCaller,
+    NamePath(run_id): NamePath,
+    QueryParams(from): QueryParams<EventStreamQuery>,
+    headers: HeaderMap,
+) -> Result<SseResponse, ApiError> {
+    let after = resume_position(&headers, &from)?.unwrap_or(0);
+    let news = state.engine.runs().subscribe_run(&caller, &run_id);
+    Ok(stream_run(state.engine, caller, &headers, run_id, after, news))
+}
+
 /// Streams a run until it ends. A run id that only groups calls has no end, and neither has its
 /// stream.
-pub(crate) fn stream_run(
+pub(super) fn stream_run(
     engine: Engine,
     caller: Caller,
     headers: &HeaderMap,
@@ -125,12 +149,14 @@ impl RunEventStream {
                 let (engine, caller) = (self.engine.clone(), self.caller.clone());
                 let (run_id, after) = (self.run_id.clone(), self.after);
                 Box::pin(async move {
-                    engine.run_events(&caller, &run_id, after, RUN_EVENT_PAGE_SIZE).await
+                    engine.runs().run_events(&caller, &run_id, after, RUN_EVENT_PAGE_SIZE).await
                 })
             });
             tokio::select! {
                 biased;
-                note = self.live.next(), if self.buffered.len() < MAX_BUFFERED => self.buffered.push_back(note),
+                note = self.live.next(), if self.buffered.len() < MAX_BUFFERED => {
+                    self.buffered.push_back(note);
+                }
                 read = reading => {
                     self.reading = None;
                     self.page = read.ok()?.into();

@@ -46,24 +46,24 @@ mod tests {
 
     use super::*;
 
-    fn taken(places: &MessageLimiter, size: usize) -> Option<MessagePermit> {
-        places.acquire().now_or_never().map(|place| places.reserve_bytes(place.unwrap(), size))
+    fn try_acquire(limiter: &MessageLimiter, size: usize) -> Option<MessagePermit> {
+        limiter.acquire().now_or_never().map(|permit| limiter.reserve_bytes(permit.unwrap(), size))
     }
 
     #[test]
-    fn neither_more_messages_nor_more_bytes_than_there_is_room_for() {
-        let places = MessageLimiter::new(3, 100);
-        let small: Vec<MessagePermit> = (0..3).filter_map(|_| taken(&places, 0)).collect();
-        assert_eq!((small.len(), taken(&places, 0).is_none()), (3, true), "three at a time");
+    fn messages_and_bytes_are_limited() {
+        let limiter = MessageLimiter::new(3, 100);
+        let small: Vec<MessagePermit> = (0..3).filter_map(|_| try_acquire(&limiter, 0)).collect();
+        assert_eq!((small.len(), try_acquire(&limiter, 0).is_none()), (3, true), "three at a time");
         drop(small);
-        let first = taken(&places, 60);
-        let second = taken(&places, 1_000);
-        assert!(first.is_some() && second.is_some(), "there was some room left");
-        assert!(taken(&places, 1).is_none(), "and now there is none");
+        let first = try_acquire(&limiter, 60);
+        let second = try_acquire(&limiter, 1_000);
+        assert!(first.is_some() && second.is_some(), "some bytes were left");
+        assert!(try_acquire(&limiter, 1).is_none(), "no bytes are left");
         drop(first);
-        let third = taken(&places, 60);
-        assert!(third.is_some() && taken(&places, 1).is_none());
+        let third = try_acquire(&limiter, 60);
+        assert!(third.is_some() && try_acquire(&limiter, 1).is_none());
         drop((second, third));
-        assert_eq!(places.bytes.available_permits(), 100);
+        assert_eq!(limiter.bytes.available_permits(), 100);
     }
 }

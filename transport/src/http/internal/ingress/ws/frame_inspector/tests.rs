@@ -26,20 +26,20 @@ fn frame(kind: u8, ends: bool, text: &[u8]) -> Vec<u8> {
 }
 
 /// Returns the header of the first oversized message when the bytes arrive in chunks of this size.
-fn about(bytes: &[u8], piece: usize) -> Option<OversizedMessageHeader> {
-    let mut watch = FrameScanner { limit: LIMIT as u64, ..FrameScanner::default() };
-    bytes.chunks(piece).for_each(|piece| watch.scan(piece));
-    let last: Vec<u8> = watch.last.iter().copied().collect();
-    watch.too_large.map(|_| OversizedMessageHeader::of(&watch.first, &last))
+fn inspect(bytes: &[u8], chunk_size: usize) -> Option<OversizedMessageHeader> {
+    let mut scanner = FrameScanner { limit: LIMIT as u64, ..FrameScanner::default() };
+    bytes.chunks(chunk_size).for_each(|chunk| scanner.scan(chunk));
+    let last: Vec<u8> = scanner.last.iter().copied().collect();
+    scanner.too_large.map(|_| OversizedMessageHeader::of(&scanner.first, &last))
 }
 
-fn known(kind: &str, id: &str, attempt: Option<u32>) -> OversizedMessageHeader {
+fn header(kind: &str, id: &str, attempt: Option<u32>) -> OversizedMessageHeader {
     let (kind, tool_call_id) = (Some(kind.to_owned()), Some(id.to_owned()));
     OversizedMessageHeader { kind, tool_call_id, attempt }
 }
 
 #[test]
-fn what_a_message_says_first_or_last_is_known() {
+fn header_fields_at_either_end_of_a_message_are_recovered() {
     let text = "x, \\\"tool_call_id\\\": y".repeat(5_000);
     let result = format!(r#"[{{"tool_call_id": "tc_nested", "type": "n"}}, "{text}"]"#);
     let messages = [
@@ -65,27 +65,37 @@ fn what_a_message_says_first_or_last_is_known() {
             frame(1, true, br#"{"type": "another"}"#),
         ]
         .concat();
-        for piece in [1, 7, 4_096, 1 << 20] {
-            let expected = known("tool_result", "tc_1", Some(2));
-            assert_eq!(about(&whole, piece), Some(expected), "{piece}: {:.60}", message);
-            let expected = known("tool_result", "tc_1", Some(2));
-            assert_eq!(about(&parts, piece), Some(expected), "{piece}: {:.60}", message);
+        for chunk_size in [1, 7, 4_096, 1 << 20] {
+            let expected = header("tool_result", "tc_1", Some(2));
+            assert_eq!(
+                inspect(&whole, chunk_size),
+                Some(expected),
+                "{chunk_size}: {:.60}",
+                message
+            );
+            let expected = header("tool_result", "tc_1", Some(2));
+            assert_eq!(
+                inspect(&parts, chunk_size),
+                Some(expected),
+                "{chunk_size}: {:.60}",
+                message
+            );
         }
     }
 }
 
 #[test]
-fn fields_of_a_result_are_not_those_of_its_message() {
+fn fields_inside_a_result_are_not_taken_for_the_header() {
     let text = "x".repeat(5_000);
     let message = format!(r#"{{"result": ["{text}", {{"a": 1, "tool_call_id": "tc_other"}}]}}"#);
     let nothing = Some(OversizedMessageHeader::default());
-    assert_eq!(about(&frame(1, true, message.as_bytes()), 1_000), nothing);
+    assert_eq!(inspect(&frame(1, true, message.as_bytes()), 1_000), nothing);
     let message = format!(r#"{{"result": {{"tool_call_id": "tc_other", "text": "{text}"}}}}"#);
-    assert_eq!(about(&frame(1, true, message.as_bytes()), 1_000), nothing);
+    assert_eq!(inspect(&frame(1, true, message.as_bytes()), 1_000), nothing);
 }
 
 #[test]
-fn messages_within_the_limit_are_passed_over() {
+fn messages_within_the_limit_are_not_inspected() {
     let parts = [
         frame(1, true, &[b'x'; LIMIT]),
         frame(1, false, &[b'y'; LIMIT - 1]),
@@ -93,7 +103,7 @@ fn messages_within_the_limit_are_passed_over() {
         frame(0, true, b"y"),
         frame(2, true, b""),
     ];
-    for piece in [1, 3, 1_000] {
-        assert_eq!(about(&parts.concat(), piece), None, "{piece}");
+    for chunk_size in [1, 3, 1_000] {
+        assert_eq!(inspect(&parts.concat(), chunk_size), None, "{chunk_size}");
     }
 }

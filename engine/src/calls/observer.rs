@@ -1,0 +1,107 @@
+//! Notifies the observer, if there is one, and propagates trace context.
+
+use crate::calls::{Calls, Dispatcher};
+use crate::domain::call::Call;
+use crate::domain::event::{EventKind, EventRecord};
+use crate::domain::fault::Code;
+use crate::domain::tool::Executor;
+use crate::domain::trace::{SpanIds, TraceParent};
+use crate::ports::observer::{EndedAttempt, EndedCall};
+
+/// Result of an attempt that has ended.
+pub(crate) struct AttemptEnd {
+    fault_code: Option<Code>,
+}
+
+impl Calls {
+    /// Returns the call's span if it is sampled, otherwise the span of the caller, if any.
+    pub fn call_traceparent(&self, call: &Call) -> Option<TraceParent> {
+        let Some(observer) = &self.core.observer else { return caller_traceparent(call) };
+        let ids = SpanIds::for_call(call);
+        if observer.is_sampled(&ids) { Some(ids.call(true)) } else { ids.parent }
+    }
+}
+
+impl Dispatcher {
+    /// Returns the trace context for the executor of the attempt: the attempt's span or, without an
+    /// observer, the caller's context unchanged.
+    pub(crate) fn attempt_traceparent(&self, call: &Call) -> Option<TraceParent> {
+        let Some(observer) = &self.core.observer else { return caller_traceparent(call) };
+        let ids = SpanIds::for_call(call);
+        Some(ids.attempt(call.attempt, observer.is_sampled(&ids)))
+    }
+
+    /// Returns true if the observer samples the call.
+    pub(crate) fn is_sampled(&self, call: &Call) -> bool {
+        self.core
+            .observer
+            .as_ref()
+            .is_some_and(|observer| observer.is_sampled(&SpanIds::for_call(call)))
+    }
+
+    /// Returns true if `/metrics`, which needs no key, may name the call's tool. Built-in tools are
+    /// public; the tools of a project are private to it.
+    pub(crate) fn can_name_tool(&self, call: &Call) -> bool {
+        let shared = call.target.executor == Executor::Builtin;
+        shared || self.registry.exports_tool_names()
+    }
+
+    /// Detects whether a transition ended the attempt in flight. Called before the records are
+    /// consumed.
+    pub(crate) fn detect_attempt_end(
+        &self,
+        before: &Call,
+        after: &Call,
+        records: &[EventRecord],
+    ) -> Option<AttemptEnd> {
+        self.core.observer.as_ref()?;
+        if !before.has_attempt_in_flight() || after.has_attempt_in_flight() {
+            return None;
+        }
+        if let Some(outcome) = &after.outcome {
+            return Some(AttemptEnd { fault_code: outcome.error.as_ref().map(|fault| fault.code) });
+        }
+        let again = |record: &&EventRecord| {
+            matches!(record.kind, EventKind::Retrying | EventKind::Fallback)
+        };
+        let record = records.iter().rev().find(again);
+        let code =
+            record.and_then(|record| record.data.get("code")?.as_str()).and_then(Code::parse);
+        Some(AttemptEnd { fault_code: Some(code.unwrap_or(Code::RuntimeError)) })
+    }
+
+    /// Notifies the observer of an ended attempt and an ended call. `before` is needed only for an
+    /// attempt.
+    pub(crate) fn notify_observer(
+        &self,
+        before: Option<&Call>,
+        after: &Call,
+        attempt: Option<AttemptEnd>,
+        now_ms: u64,
+    ) {
+        let Some(observer) = &self.core.observer else { return };
+        let ended = after.status.is_terminal();
+        if attempt.is_none() && !ended {
+            return;
+        }
+        let ids = SpanIds::for_call(after);
+        let attempt = attempt.filter(|_| observer.is_sampled(&ids));
+        if let (Some(over), Some(before)) = (attempt, before) {
+            let taken_by = before.acknowledged_by.as_deref().or(after.acknowledged_by.as_deref());
+            let failed = over.fault_code;
+            let (call, ended_ms) = (before, now_ms);
+            observer.attempt_ended(&EndedAttempt { ids, call, taken_by, ended_ms, failed });
+        }
+        if ended {
+            let description = || {
+                let entry = self.registry.catalog().find(&after.project, &after.tool_name)?;
+                Some(entry.definition.description.clone())
+            };
+            observer.call_ended(&EndedCall { ids, call: after, description: &description });
+        }
+    }
+}
+
+fn caller_traceparent(call: &Call) -> Option<TraceParent> {
+    call.origin.traceparent.as_deref()?.parse().ok()
+}

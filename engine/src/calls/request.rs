@@ -1,0 +1,250 @@
+//! A request to run a tool, and its validation before anything is stored: sizes, ranges and names,
+//! then the argument rules of the tool's definition, then the schema.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::calls::Calls;
+use crate::calls::target::check_pinned_client;
+use crate::domain::call::{Call, elicitation};
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::hex;
+use crate::domain::json::{Json, JsonError, find_lossy_integer};
+use crate::domain::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
+use crate::domain::tool::SourceTraits;
+use crate::domain::tool::args::{ArgumentRules, TemplateVars};
+use crate::domain::utp::Route;
+use crate::ports::store::IdempotencyKey;
+use crate::registry::catalog::{Catalog, CatalogEntry as Compiled, tool_not_found};
+use crate::schema::SchemaProblem;
+
+/// Maximum length of a callback URL.
+const MAX_URL_BYTES: usize = 2_048;
+
+/// A request to run one tool.
+#[derive(Debug, Clone)]
+pub struct CallRequest {
+    /// Name of the tool.
+    pub tool: String,
+    /// Arguments as sent by the caller, before the tool's argument rules are applied.
+    pub args: Json,
+    /// Id of the run that the call belongs to, 1 to 255 bytes. Default: `run_default`.
+    pub run_id: String,
+    /// The caller's own id for this call.
+    pub call_id: Option<String>,
+    /// Time limit in milliseconds for all attempts together, up to 24 h. Default: the tool's.
+    pub timeout_ms: Option<u64>,
+    /// Maximum number of attempts after the first.
+    pub retry: Option<u32>,
+    /// Key under which the same agent's repeated request returns the first call.
+    pub idempotency_key: Option<String>,
+    /// The only client that may execute the call.
+    pub client_id: Option<String>,
+    /// A label. Never used for decisions.
+    pub user_id: Option<String>,
+    /// Trace context of the request, a W3C `traceparent`.
+    pub traceparent: Option<String>,
+    /// Answers to the tool's elicitation, if the caller knows them in advance.
+    pub answers: Option<Map<String, Value>>,
+    /// The UTP turn that the call is made in.
+    pub route: Option<Box<Route>>,
+    /// URL that receives a webhook when the call has ended.
+    pub callback_url: Option<String>,
+}
+
+impl CallRequest {
+    /// Builds a request from arguments as JSON text.
+    pub fn new(tool: impl Into<String>, args: &str) -> Result<Self, JsonError> {
+        Ok(Self::of(tool, Json::parse(args)?))
+    }
+
+    /// Builds a request from parsed arguments.
+    pub fn of(tool: impl Into<String>, args: Json) -> Self {
+        Self {
+            tool: tool.into(),
+            args,
+            run_id: "run_default".to_owned(),
+            call_id: None,
+            timeout_ms: None,
+            retry: None,
+            idempotency_key: None,
+            client_id: None,
+            user_id: None,
+            traceparent: None,
+            route: None,
+            callback_url: None,
+            answers: None,
+        }
+    }
+}
+
+/// Applies the definition's argument rules, and returns the arguments to execute. Those are the
+/// ones that must match the schema. An argument that the definition takes from the environment is
+/// removed from the caller's arguments before they are stored.
+pub(crate) fn apply_argument_rules(
+    tool: &Compiled,
+    rules: &ArgumentRules,
+    given: &Value,
+    call: &mut Call,
+) -> Result<Json, Error> {
+    let applied = rules.apply(given, &TemplateVars::for_call(call));
+    check_schema(tool, &applied.args)?;
+    if !applied.overridden_by_env.is_empty() {
+        let names = applied.overridden_by_env.join(", ");
+        tracing::warn!(tool = call.tool_name, args = names, "dropped: set from the environment");
+        let mut kept = given.clone();
+        if let Value::Object(kept) = &mut kept {
+            kept.retain(|name, _| !applied.overridden_by_env.contains(name));
+        }
+        call.args = Json::from_value(&kept);
+    }
+    Ok(Json::from_value(&applied.args))
+}
+
+/// Checks the arguments before anything is stored or started. If the definition has argument rules,
+/// the check happens after they are applied, in [`apply_argument_rules`].
+pub(crate) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
+    if tool.rules.is_some() { Ok(()) } else { check_schema(tool, args) }
+}
+
+/// Rejects numbers that lose precision. HTTP requests and UTP cards are written from parsed JSON,
+/// so a number of more than 64 bits would arrive as a different one.
+fn check_number_precision(
+    tool: &Compiled,
+    traits: SourceTraits,
+    given: &Json,
+) -> Result<(), Error> {
+    if traits.exact_numbers {
+        return Ok(());
+    }
+    let Some(number) = find_lossy_integer(given.text()) else { return Ok(()) };
+    let shown: String = number.chars().take(80).collect();
+    let name = &tool.definition.name;
+    let message = format!(
+        "{shown} has more than 64 bits: {name} would get another number; give it as a text"
+    );
+    Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
+}
+
+fn check_schema(tool: &Compiled, args: &Value) -> Result<(), Error> {
+    let problems = tool.input_schema.problems(args);
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
+    Err(schema_fault(&what, &problems).without_side_effect().into())
+}
+
+impl Calls {
+    /// Returns the tool if it exists and the request is valid for it.
+    pub(crate) fn validate_request(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        found: Option<Arc<Compiled>>,
+        request: &mut CallRequest,
+        args: &Value,
+    ) -> Result<Arc<Compiled>, Error> {
+        let tool = found.ok_or_else(|| tool_not_found(catalog, caller, &request.tool))?;
+        check_request(request, self.core.limits.max_args_bytes)?;
+        check_args(&tool, args)?;
+        let traits = self.dispatcher.source_traits(tool.definition.executor);
+        check_number_precision(&tool, traits, &request.args)?;
+        check_pinned_client(catalog, caller, &tool, request.client_id.as_deref())?;
+        if let Some(url) = &request.callback_url {
+            request.callback_url = Some(self.check_callback_url(caller, url)?);
+        }
+        Ok(tool)
+    }
+}
+
+pub(crate) fn check_request(request: &CallRequest, max_args_bytes: usize) -> Result<(), Error> {
+    let invalid = |message: String| {
+        let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+        Err(Error::from(fault))
+    };
+    if request.args.text().len() > max_args_bytes {
+        let message = format!("args are over the limit of {max_args_bytes} bytes");
+        return Err(Error::refused(Code::PayloadTooLarge, message));
+    }
+    request.answers.as_ref().map_or(Ok(()), elicitation::check_answers_size)?;
+    if request.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
+        return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
+    }
+    if request.retry.is_some_and(|retry| retry > MAX_RETRIES_LIMIT) {
+        return invalid(format!("retry must be from 0 to {MAX_RETRIES_LIMIT}"));
+    }
+    let words = [
+        ("run_id", Some(&request.run_id)),
+        ("call_id", request.call_id.as_ref()),
+        ("client_id", request.client_id.as_ref()),
+        ("user_id", request.user_id.as_ref()),
+        ("idempotency_key", request.idempotency_key.as_ref()),
+    ];
+    for (field, word) in words {
+        let Some(word) = word else { continue };
+        check_label(field, word)?;
+    }
+    Ok(())
+}
+
+/// Checks an id or a label that the caller chose.
+pub(crate) fn check_label(field: &str, word: &str) -> Result<(), Error> {
+    if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
+        let message = format!("{field} must be 1 to 255 bytes without control characters");
+        return Err(Fault::new(Code::ValidationError, message).without_side_effect().into());
+    }
+    Ok(())
+}
+
+/// Builds a fault that lists every problem.
+pub(crate) fn schema_fault(what: &str, problems: &[SchemaProblem]) -> Fault {
+    let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
+    let message = format!("{what}: {}", listed.join("; "));
+    Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
+}
+
+/// Builds the idempotency key with a fingerprint of the request, so that the same key cannot be
+/// used for a different one.
+pub(crate) fn build_idempotency_key(
+    caller: &Caller,
+    request: &CallRequest,
+) -> Option<IdempotencyKey> {
+    let key = request.idempotency_key.clone()?;
+    let mut hash = Sha256::new();
+    let rest = json!([
+        request.tool,
+        request.run_id,
+        request.call_id,
+        request.timeout_ms,
+        request.retry,
+        request.client_id
+    ]);
+    hash.update(rest.to_string().as_bytes());
+    if let Some(url) = &request.callback_url {
+        hash.update(Value::from(url.as_str()).to_string().as_bytes());
+    }
+    hash.update(request.args.canonical_text().as_bytes());
+    let fingerprint = hex(&hash.finalize());
+    Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
+}
+
+impl Calls {
+    /// Validates a callback URL and returns it in the form to store.
+    pub(crate) fn check_callback_url(&self, caller: &Caller, url: &str) -> Result<String, Error> {
+        let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
+            Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
+        } else if let Some(notifier) = &self.core.webhook_sender {
+            notifier.check_url(&caller.project, url)
+        } else {
+            Err("cannot be used here: nobody was set up to deliver callbacks".to_owned())
+        };
+        checked.map_err(|why| {
+            let fault = Fault::new(Code::ValidationError, format!("callback_url {why}"));
+            fault.without_side_effect().with_detail(json!({ "pointer": "/callback_url" })).into()
+        })
+    }
+}

@@ -1,0 +1,200 @@
+//! The progress of a run: its conversation, its usage, the calls that it waits for, and its final
+//! answer. Pure.
+//!
+//! A [`Conversation`] is the complete state of an open conversation. It can be stored between any
+//! two steps, and also between the model's reply and the execution of its calls.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::domain::id::CallId;
+use crate::domain::model_reply::{FinishReason, ModelReply, TokenUsage};
+
+/// A call whose result arrives late.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PendingCall {
+    /// Id of the stored call, `tc_…`.
+    pub tool_call_id: CallId,
+    /// The model's own id of the call.
+    pub call_id: String,
+    /// The tool's model-facing name.
+    pub name: String,
+}
+
+/// Counts consecutive identical calls with the same result.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RepeatCounter {
+    /// Number of consecutive identical results.
+    pub times: u32,
+    /// Hash of the content that the model received.
+    #[serde(rename = "told")]
+    pub content_hash: u64,
+}
+
+/// The reason why the next request to the model is the last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StopReason {
+    /// The limit on requests to the model was reached.
+    Steps,
+    /// The limit on tool calls was reached.
+    Calls,
+    /// The limit on tokens was reached.
+    Tokens,
+    /// The limit on active time was reached.
+    Time,
+    /// The model keeps making the same calls.
+    Repeats,
+    /// The model's calls keep failing.
+    Failures,
+}
+
+impl StopReason {
+    /// All reasons.
+    pub const ALL: [Self; 6] =
+        [Self::Steps, Self::Calls, Self::Tokens, Self::Time, Self::Repeats, Self::Failures];
+
+    /// Returns the reason's name on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Steps => "steps",
+            Self::Calls => "calls",
+            Self::Tokens => "tokens",
+            Self::Time => "time",
+            Self::Repeats => "repeats",
+            Self::Failures => "failures",
+        }
+    }
+}
+
+/// Usage at the time of the last user message: limits count from there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageBaseline {
+    /// Number of replies of the model.
+    pub steps: u32,
+    /// Number of tool calls.
+    pub calls: u32,
+    /// Number of tokens of all requests and replies.
+    pub tokens: u64,
+    /// Active time, in milliseconds.
+    #[serde(rename = "spent_ms")]
+    pub active_ms: u64,
+}
+
+/// Progress of a conversation, apart from its messages.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RunProgress {
+    /// Number of replies of the model so far.
+    pub steps: u32,
+    /// Number of tool calls made so far.
+    pub calls: u32,
+    /// Number of those calls that failed.
+    pub failed_calls: u32,
+    /// Tokens that all replies cost so far.
+    pub usage: TokenUsage,
+    /// Active time so far.
+    #[serde(rename = "spent_ms")]
+    pub active_ms: u64,
+    /// Usage from which the limits count.
+    #[serde(rename = "since")]
+    pub baseline: UsageBaseline,
+    /// A reply whose calls have not been executed yet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "reply")]
+    pub pending_reply: Option<ModelReply>,
+    /// True if the calls of that reply were canceled: calls that have not started are not executed.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub canceled: bool,
+    /// Calls whose results arrive late.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(rename = "awaited")]
+    pub pending_calls: Vec<PendingCall>,
+    /// Counters of identical results, by fingerprint of tool and arguments.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(rename = "seen")]
+    pub repeat_counters: BTreeMap<String, RepeatCounter>,
+    /// Number of consecutive steps that contained nothing but repeated calls.
+    #[serde(rename = "stubborn")]
+    pub repeated_steps: u32,
+    /// Number of consecutive steps in which every call failed.
+    #[serde(rename = "failures")]
+    pub failed_steps: u32,
+    /// Reached limit; once set, the next request to the model is the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "closing")]
+    pub stop_reason: Option<StopReason>,
+}
+
+impl RunProgress {
+    /// Returns the usage so far.
+    pub fn usage_so_far(&self) -> UsageBaseline {
+        let tokens = self.usage.prompt_tokens.saturating_add(self.usage.completion_tokens);
+        UsageBaseline { steps: self.steps, calls: self.calls, tokens, active_ms: self.active_ms }
+    }
+
+    /// Resets the counters of the limits when the conversation is resumed.
+    pub(crate) fn reset_baseline(&mut self) {
+        self.baseline = self.usage_so_far();
+        (self.repeated_steps, self.failed_steps) = (0, 0);
+        if self.pending_reply.is_none() {
+            self.stop_reason = None;
+        }
+    }
+}
+
+/// An open conversation.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Conversation {
+    /// The messages, in the chat format.
+    pub messages: Vec<Value>,
+    /// Progress apart from the messages.
+    #[serde(default)]
+    pub progress: RunProgress,
+}
+
+impl Conversation {
+    /// Creates a conversation that begins with these messages.
+    pub fn new(messages: Vec<Value>) -> Self {
+        Self { messages, progress: RunProgress::default() }
+    }
+
+    /// Creates a conversation that begins with a user message.
+    pub fn from_user_text(text: &str) -> Self {
+        Self::new(vec![serde_json::json!({ "role": "user", "content": text })])
+    }
+
+    /// Adds user messages and resets the counters of the limits.
+    pub fn add_user_messages(&mut self, messages: Vec<Value>) {
+        self.messages.extend(messages);
+        let before = std::mem::take(&mut self.progress);
+        self.progress = RunProgress {
+            // Step numbers are part of the calls' idempotency keys and are never reused.
+            steps: before.steps,
+            calls: before.calls,
+            failed_calls: before.failed_calls,
+            usage: before.usage,
+            active_ms: before.active_ms,
+            baseline: before.usage_so_far(),
+            pending_calls: before.pending_calls,
+            pending_reply: before.pending_reply,
+            ..RunProgress::default()
+        };
+    }
+}
+
+/// The final answer of the model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FinalAnswer {
+    /// Text of the answer.
+    pub text: String,
+    /// Reason why the model stopped.
+    #[serde(rename = "stopped")]
+    pub finish_reason: FinishReason,
+    /// The limit that triggered the last request, if one did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "closing")]
+    pub stop_reason: Option<StopReason>,
+}

@@ -1,0 +1,188 @@
+//! Metrics about calls for `/metrics`. Counts and durations only; never an id or an argument, and
+//! only a bounded number of tool names.
+//!
+//! Counters that every call touches are registered once and cached; counters of failures are looked
+//! up when a failure occurs.
+
+use std::collections::HashMap;
+use std::sync::{LazyLock, OnceLock};
+
+use metrics::{Counter, Histogram, counter, histogram};
+use parking_lot::RwLock;
+
+use crate::domain::call::{Call, CallMetrics, Status};
+use crate::domain::model_reply::TokenUsage;
+use crate::domain::tool::Executor;
+use crate::ports::model::UsageLabel;
+
+struct SourceMetrics {
+    accepted: Counter,
+    succeeded: Counter,
+    tools: RwLock<HashMap<String, ToolTimings>>,
+    /// Timings of all unnamed tools together. Created on first use.
+    unnamed_tools: OnceLock<ToolTimings>,
+    /// Attempts by result: ok, failed, parked.
+    attempts: [Counter; 3],
+}
+
+/// Duration histograms of one tool.
+struct ToolTimings {
+    latency: Histogram,
+    queue: Histogram,
+}
+
+impl ToolTimings {
+    fn of(source: &'static str, tool: &str) -> Self {
+        let name = || tool.to_owned();
+        Self {
+            latency: histogram!(
+                "toolcrib_tool_call_duration_seconds", "source" => source, "tool" => name()
+            ),
+            queue: histogram!(
+                "toolcrib_tool_call_queue_seconds", "source" => source, "tool" => name()
+            ),
+        }
+    }
+
+    fn record(&self, metrics: &CallMetrics) {
+        let seconds = |ms: u64| ms as f64 / 1_000.0;
+        self.latency.record(seconds(metrics.latency_ms));
+        self.queue.record(seconds(metrics.queue_ms));
+    }
+}
+
+/// Maximum number of tools per source with their own label. Each costs about thirty lines of
+/// `/metrics`.
+const MAX_NAMED_TOOLS: usize = 100;
+
+const ATTEMPT_OUTCOMES: [&str; 3] = ["ok", "failed", "parked"];
+
+/// Metrics by executor, in the order of [`Executor::ALL`].
+static SOURCE_METRICS: LazyLock<Vec<SourceMetrics>> = LazyLock::new(|| {
+    let of = |executor: &Executor| {
+        let source = executor.as_str();
+        SourceMetrics {
+            accepted: counter!("toolcrib_tool_calls_accepted_total", "source" => source),
+            succeeded: counter!(
+                "toolcrib_tool_calls_total",
+                "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
+            ),
+            tools: RwLock::default(),
+            unnamed_tools: OnceLock::new(),
+            attempts: ATTEMPT_OUTCOMES.map(|outcome| {
+                counter!(
+                    "toolcrib_dispatch_attempts_total",
+                    "source" => source, "outcome" => outcome
+                )
+            }),
+        }
+    };
+    Executor::ALL.iter().map(of).collect()
+});
+
+static ALLOWED_DECISIONS: LazyLock<Counter> =
+    LazyLock::new(|| counter!("toolcrib_policy_decisions_total", "decision" => "allow"));
+
+fn source_metrics(executor: Executor) -> &'static SourceMetrics {
+    &SOURCE_METRICS[executor as usize]
+}
+
+pub(crate) fn count_allowed() {
+    ALLOWED_DECISIONS.increment(1);
+}
+
+/// Records a new call, and its outcome if it ended before it was stored. `named` returns whether
+/// the tool's name may be exported.
+pub(crate) fn record_accepted(call: &Call, named: impl FnOnce() -> bool) {
+    source_metrics(call.target.executor).accepted.increment(1);
+    record_end(call, named);
+}
+
+/// Registers the common counters, so that they are exported before their first increment.
+pub(crate) fn register_counters() {
+    LazyLock::force(&SOURCE_METRICS);
+    LazyLock::force(&ALLOWED_DECISIONS);
+}
+
+/// Records a transition of a call. `named` returns whether the tool's name may be exported.
+pub(crate) fn record_transition(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
+    if !before.status.is_terminal() {
+        record_end(after, named);
+    }
+}
+
+/// Records the outcome of a call, if it has one.
+pub(crate) fn record_end(after: &Call, named: impl FnOnce() -> bool) {
+    let Some(outcome) = &after.outcome else { return };
+    let usual = source_metrics(after.target.executor);
+    match &outcome.error {
+        None => usual.succeeded.increment(1),
+        Some(fault) => counter!(
+            "toolcrib_tool_calls_total",
+            "source" => after.target.executor.as_str(),
+            "status" => after.status.as_str(),
+            "error_code" => fault.code.as_str()
+        )
+        .increment(1),
+    }
+    usual.record_timings(after, &outcome.metrics, named);
+}
+
+impl SourceMetrics {
+    fn record_timings(&self, call: &Call, metrics: &CallMetrics, named: impl FnOnce() -> bool) {
+        let source = call.target.executor.as_str();
+        let other = || self.unnamed_tools.get_or_init(|| ToolTimings::of(source, "other"));
+        if !named() {
+            return other().record(metrics);
+        }
+        if let Some(timing) = self.tools.read().get(&call.tool_name) {
+            return timing.record(metrics);
+        }
+        let mut tools = self.tools.write();
+        if tools.len() >= MAX_NAMED_TOOLS && !tools.contains_key(&call.tool_name) {
+            return other().record(metrics);
+        }
+        let made = || ToolTimings::of(source, &call.tool_name);
+        tools.entry(call.tool_name.clone()).or_insert_with(made).record(metrics);
+    }
+}
+
+pub(crate) fn count_attempt(executor: Executor, ok: bool) {
+    source_metrics(executor).attempts[usize::from(!ok)].increment(1);
+}
+
+pub(crate) fn count_parked(executor: Executor) {
+    source_metrics(executor).attempts[2].increment(1);
+}
+
+/// Counts a run that has ended.
+pub(crate) fn count_run_end(status: &'static str) {
+    counter!("toolcrib_runs_total", "status" => status).increment(1);
+}
+
+/// Counts a model request by outcome: `ok`, `again` (a transient error that is retried) or
+/// `failed`.
+pub(crate) fn count_model_request(outcome: &'static str) {
+    counter!("toolcrib_model_requests_total", "outcome" => outcome).increment(1);
+}
+
+/// Counts the tokens of a model's reply.
+pub(crate) fn count_model_tokens(model: UsageLabel<'_>, usage: &TokenUsage) {
+    for (kind, tokens) in [("input", usage.prompt_tokens), ("output", usage.completion_tokens)] {
+        let name = model.model.to_owned();
+        let labels = [("provider", model.provider.into()), ("model", name), ("type", kind.into())];
+        counter!("toolcrib_llm_tokens_total", &labels).increment(tokens);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_executor_has_its_own_counter() {
+        for (n, executor) in Executor::ALL.into_iter().enumerate() {
+            assert_eq!(executor as usize, n);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! The state that every part of the engine shares: the ports, the limits and the identity of this
+//! process. A part adds what only it needs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::bus::Bus;
+use super::clock::Clock;
+use super::observer::Observer;
+use super::store::{Store, StoreError};
+use super::webhook_sender::WebhookSender;
+use crate::domain::fault::{Code, Error};
+use crate::domain::id::IdGenerator;
+use crate::domain::retry::{ExecutionPolicy, ExecutionPolicyPatch};
+use crate::domain::tool::Fallback;
+
+/// Limits on everything that can grow without bound.
+#[derive(Debug, Clone)]
+pub struct EngineLimits {
+    /// Maximum size of the arguments of one call.
+    pub max_args_bytes: usize,
+    /// Maximum size of the result of one call.
+    pub max_result_bytes: usize,
+    /// Maximum number of calls without an outcome, over all projects.
+    pub max_open_calls: usize,
+    /// Maximum number of calls without an outcome, per project.
+    pub max_open_calls_per_project: usize,
+    /// Maximum time a request waits for an outcome.
+    pub max_wait_ms: u64,
+    /// Maximum number of progress events stored for one call.
+    pub max_progress_events: u32,
+    /// Maximum number of tools in one registration.
+    pub max_tools_per_registration: usize,
+    /// Maximum number of tools of one project.
+    pub max_tools_per_project: usize,
+    /// Maximum number of registered clients of one project, connected or not.
+    pub max_clients_per_project: usize,
+    /// Maximum number of entries in one batch.
+    pub max_batch_entries: usize,
+    /// Maximum number of entries of one batch that run at the same time.
+    pub max_batch_parallel: usize,
+    /// Maximum total size of the results in one batch's response. Results beyond it are omitted and
+    /// can be fetched by their ticket.
+    pub max_batch_bytes: usize,
+    /// Maximum number of runs that have not ended.
+    pub max_open_runs: usize,
+}
+
+impl Default for EngineLimits {
+    fn default() -> Self {
+        Self {
+            max_args_bytes: 1 << 20,
+            max_result_bytes: 8 << 20,
+            max_open_calls: 50_000,
+            max_open_calls_per_project: 20_000,
+            max_wait_ms: 60_000,
+            max_progress_events: 1_000,
+            max_tools_per_registration: 1_000,
+            max_tools_per_project: 10_000,
+            max_clients_per_project: 20_000,
+            max_batch_entries: 256,
+            max_batch_parallel: 128,
+            max_batch_bytes: 32 << 20,
+            max_open_runs: 10_000,
+        }
+    }
+}
+
+/// Execution policies set by the operator: global, per project and per tool.
+#[derive(Debug, Clone, Default)]
+pub struct ExecutionPolicies {
+    /// Base policy of every call.
+    pub global: ExecutionPolicy,
+    /// Changes to the base policy, by project.
+    pub projects: HashMap<String, ExecutionPolicyPatch>,
+    /// Changes by tool name; they take precedence over the tool's definition.
+    pub tools: HashMap<String, ToolOverride>,
+}
+
+/// Policy and fallback tools that the operator set for one tool.
+#[derive(Debug, Clone, Default)]
+pub struct ToolOverride {
+    /// Settings that replace those of the definition and the project.
+    pub policy: ExecutionPolicyPatch,
+    /// Fallback tools, in order; an empty list leaves those of the definition.
+    pub fallback: Vec<Fallback>,
+}
+
+/// Ports, limits and identity, shared by all parts of one engine.
+pub(crate) struct Core {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) bus: Arc<dyn Bus>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) observer: Option<Arc<dyn Observer>>,
+    /// Sends webhooks. Without it, callback URLs are refused.
+    pub(crate) webhook_sender: Option<Arc<dyn WebhookSender>>,
+    pub(crate) id_generator: IdGenerator,
+    pub(crate) limits: EngineLimits,
+    pub(crate) policies: ExecutionPolicies,
+    /// Id of this process. A restart gets a new one.
+    pub(crate) node: String,
+    pub(crate) draining: AtomicBool,
+    pub(crate) shutdown: CancellationToken,
+    /// Tasks of the reconcilers.
+    pub(crate) tasks: TaskTracker,
+}
+
+impl Core {
+    /// Returns the time of the engine's clock, in Unix milliseconds.
+    pub(crate) fn now_ms(&self) -> u64 {
+        self.clock.now_ms()
+    }
+
+    /// Returns true if the engine is shutting down and accepts no more calls.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+}
+
+/// Converts a store error. An unavailable store is logged and reported to the caller as
+/// `overloaded`; corrupt data is an internal error.
+pub(crate) fn from_store_error(error: StoreError) -> Error {
+    match error {
+        StoreError::Unavailable(why) => {
+            tracing::error!(%why, "the store is not available");
+            let message = "the store cannot be used now; nothing was done, a retry is safe";
+            Error::retry_later(Code::Overloaded, message, 1_000)
+        }
+        corrupt @ StoreError::Corrupt(_) => Error::Internal(Box::new(corrupt)),
+    }
+}
+
+/// Converts the failure of a blocking task into an internal error.
+pub(crate) fn from_join_error(error: tokio::task::JoinError) -> Error {
+    Error::Internal(Box::new(error))
+}

@@ -1,0 +1,408 @@
+//! Stored runs: start, read, list, cancel, resume, add messages, adopt.
+//!
+//! One task of this process (`driver`) drives each run that has not ended. Every change to a run,
+//! by that task or by a caller, is decided under one lock and committed with its journal records
+//! before it is visible.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::domain::call::Call;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::hex;
+use crate::domain::json::canonicalize;
+use crate::domain::run::options::{ExecutionOptions, ModelRequestPolicy, RunLimits, RunOptions};
+use crate::domain::run::progress::RunProgress;
+use crate::domain::run::{JournalKind, JournalRecord, Run, RunOwner, RunStatus};
+use crate::ports::bus::Topic;
+use crate::ports::core::from_store_error;
+use crate::ports::store::IdempotencyKey;
+use crate::ports::store::runs::RunFilter;
+use crate::runs::active::{RunGuard, StartedRun, run_not_found};
+use crate::runs::{Runs, agent_loop};
+
+/// A request to start a run.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct RunRequest {
+    /// Name of the model, 1 to 255 bytes.
+    pub model: String,
+    /// First messages of the conversation.
+    pub messages: Vec<Value>,
+    /// Names and patterns of the tools it may use; `None` means all that the caller may call.
+    pub tools: Option<Vec<String>>,
+    /// Additional fields of each request to the model.
+    pub settings: Map<String, Value>,
+    /// Limits on steps, calls, tokens and time.
+    pub limits: RunLimits,
+    /// Policy for model requests; the engine's default if `None`.
+    #[serde(rename = "asking")]
+    pub model_request_policy: Option<ModelRequestPolicy>,
+    /// Options for executing the model's tool calls.
+    #[serde(rename = "acting")]
+    pub execution_options: ExecutionOptions,
+    /// A label. Never used for decisions.
+    pub user_id: Option<String>,
+    /// Trace context of the request, a W3C `traceparent`.
+    #[serde(skip)]
+    pub traceparent: Option<String>,
+    /// Key under which a repeated request returns the first run, 1 to 255 bytes.
+    #[serde(skip)]
+    pub idempotency_key: Option<String>,
+    /// True if the caller reads [`StartedRun::subscription`].
+    #[serde(skip)]
+    pub subscribes: bool,
+}
+
+/// Filter for a list of runs.
+#[derive(Debug, Clone, Default)]
+pub struct RunQuery {
+    /// Current status of the runs.
+    pub status: Option<RunStatus>,
+    /// Model name from the request.
+    pub model: Option<String>,
+    /// Earliest creation time, in Unix milliseconds.
+    pub since_ms: Option<u64>,
+    /// Id of the last run of the previous page.
+    pub before: Option<String>,
+    /// Maximum number of runs on the page, clamped to 1 to 200.
+    pub limit: usize,
+}
+
+/// A page of runs, newest first.
+#[derive(Debug)]
+pub struct RunPage {
+    /// The runs that match the query.
+    pub runs: Vec<Run>,
+    /// Cursor for the next page, if there is one.
+    pub next_before: Option<String>,
+}
+
+impl Runs {
+    /// Starts a run. When this returns the run is stored, and it is driven to its end even after a
+    /// crash.
+    pub async fn start_run(
+        self: &Arc<Self>,
+        caller: &Caller,
+        new: RunRequest,
+    ) -> Result<StartedRun, Error> {
+        self.validate_run_request(caller, &new)?;
+        let key = run_idempotency_key(caller, &new);
+        let now_ms = self.core.now_ms();
+        let id = self.core.id_generator.next_id(Run::PREFIX, now_ms);
+        let terms = RunOptions {
+            run_id: id.clone(),
+            idempotency_prefix: Some(id.clone()),
+            tools: new.tools,
+            settings: new.settings,
+            limits: new.limits,
+            model_request_policy: new
+                .model_request_policy
+                .unwrap_or_else(|| self.model_request_policy.clone()),
+            execution_options: new.execution_options,
+            user_id: new.user_id,
+            traceparent: new.traceparent,
+            ..RunOptions::default()
+        };
+        let run = Run {
+            id,
+            project: caller.project.clone(),
+            owner: RunOwner {
+                keyed: self.registry.has_active_key(caller),
+                ..RunOwner::from(caller)
+            },
+            model: new.model,
+            status: RunStatus::Running,
+            options: terms,
+            progress: RunProgress::default(),
+            answer: None,
+            error: None,
+            queued_messages: Vec::new(),
+            created_ms: now_ms,
+            updated_ms: now_ms,
+            ended_ms: None,
+            version: 1,
+        };
+        let data = json!({ "model": run.model });
+        let entry =
+            JournalRecord::new(JournalKind::Created, now_ms, data).with_messages(new.messages);
+        let starting = self.clone().create_run(run, key, entry, new.subscribes);
+        self.dispatcher.detach_on_drop(starting).await
+    }
+
+    /// Returns one run.
+    pub async fn find_run(&self, caller: &Caller, run_id: &str) -> Result<Run, Error> {
+        let found = self.core.store.runs().run(&caller.project, run_id).await;
+        found.map_err(from_store_error)?.ok_or_else(|| run_not_found(run_id))
+    }
+
+    /// Checks that this caller may make calls under this run id. Refused if a run with this id
+    /// exists and belongs to another agent.
+    pub async fn check_run_owner(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
+        let found = self.core.store.runs().run(&caller.project, run_id).await;
+        match found.map_err(from_store_error)? {
+            Some(run) if run.owner.agent != caller.agent => Err(not_run_owner(&run)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns a page of the project's runs, newest first.
+    pub async fn list_runs(&self, caller: &Caller, query: RunQuery) -> Result<RunPage, Error> {
+        let limit = query.limit.clamp(1, 200);
+        let filter = RunFilter {
+            project: caller.project.clone(),
+            status: query.status,
+            model: query.model,
+            since_ms: query.since_ms,
+            before: query.before,
+            // One more than requested shows whether there is another page.
+            limit: limit + 1,
+        };
+        let mut runs = self.core.store.runs().list_runs(filter).await.map_err(from_store_error)?;
+        let more = runs.len() > limit;
+        runs.truncate(limit);
+        let before = runs.last().filter(|_| more).map(|last| last.id.clone());
+        Ok(RunPage { runs, next_before: before })
+    }
+
+    /// Cancels a run and its open calls. Fails with a conflict if the run ended otherwise.
+    pub async fn cancel_run(
+        self: &Arc<Self>,
+        caller: &Caller,
+        run_id: &str,
+        reason: Option<String>,
+    ) -> Result<Run, Error> {
+        require_run_access(caller)?;
+        let run = self.find_run(caller, run_id).await?;
+        if run.status.is_terminal() {
+            return require_end_status(run, RunStatus::Canceled);
+        }
+        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
+        if state.run.status.is_terminal() {
+            return require_end_status(state.run.clone(), RunStatus::Canceled);
+        }
+        live.interrupt.notify_one();
+        // Once the driver has stopped, every call it started is queued for the store ahead of this
+        // commit, so the cancellation below misses none.
+        let stopped = live.clone();
+        let _stopped = stopped.driver_lock.lock().await;
+        let by = caller.agent.clone();
+        let canceled = self.clone().commit_run(live, state, move |run, now_ms| {
+            run.status = RunStatus::Canceled;
+            run.ended_ms = Some(now_ms);
+            // Calls that the last reply requested and that have not started must not start later.
+            run.progress.canceled = run.progress.pending_reply.is_some();
+            let data = json!({ "by": by, "reason": reason });
+            vec![JournalRecord::new(JournalKind::Canceled, now_ms, data)]
+        });
+        let run = self.dispatcher.detach_on_drop(canceled).await?;
+        let own = |call: &Call| call.origin.agent == run.owner.agent;
+        self.calls.cancel_open_calls(caller, &run.id, "its run was canceled", own).await;
+        Ok(run)
+    }
+
+    /// Adds user messages to a run. They go to the model with the next request; a run that has
+    /// ended continues.
+    pub async fn add_run_messages(
+        self: &Arc<Self>,
+        caller: &Caller,
+        run_id: &str,
+        messages: Vec<Value>,
+    ) -> Result<Run, Error> {
+        require_run_access(caller)?;
+        agent_loop::check_messages(&messages)?;
+        self.check_run_capacity()?;
+        require_run_owner(caller, &self.find_run(caller, run_id).await?)?;
+        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
+        let spoken = live.clone();
+        let said = self.clone().commit_run(live, state, move |run, now_ms| {
+            reopen_run(run);
+            run.queued_messages.extend(messages.iter().cloned());
+            vec![JournalRecord::new(
+                JournalKind::UserMessage,
+                now_ms,
+                json!({ "messages": messages }),
+            )]
+        });
+        let run = self.dispatcher.detach_on_drop(said).await?;
+        spoken.message_added.notify_one();
+        Ok(run)
+    }
+
+    /// Resumes a failed or canceled run from its last stored step.
+    pub async fn resume_run(self: &Arc<Self>, caller: &Caller, run_id: &str) -> Result<Run, Error> {
+        require_run_access(caller)?;
+        self.check_run_capacity()?;
+        let run = self.find_run(caller, run_id).await?;
+        require_run_owner(caller, &run)?;
+        if !run.status.is_terminal() {
+            return Ok(run);
+        }
+        if run.status == RunStatus::Succeeded {
+            let message = "this run has its answer; POST …/messages says more to it";
+            let detail = json!({ "status": run.status.as_str() });
+            return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
+        }
+        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
+        let resumed = self.clone().commit_run(live, state, move |run, now_ms| {
+            reopen_run(run);
+            vec![JournalRecord::new(JournalKind::Resumed, now_ms, json!({}))]
+        });
+        self.dispatcher.detach_on_drop(resumed).await
+    }
+
+    /// Waits until a run has ended, at most `wait_ms`, and returns it.
+    pub async fn wait_for_run(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        wait_ms: u64,
+    ) -> Result<Run, Error> {
+        let (project, run) = (caller.project.clone(), run_id.to_owned());
+        let mut news = self.core.bus.listen(Topic::Run { project, run_id: run });
+        let until_ms = self.core.now_ms() + wait_ms.min(self.core.limits.max_wait_ms);
+        loop {
+            let now_ms = self.core.now_ms();
+            let enough = now_ms >= until_ms || self.core.shutdown.is_cancelled();
+            // While this process drives the run, it has not ended, and the store need not be read
+            // at each wake-up.
+            if enough || !self.is_run_active(caller, run_id) {
+                let run = self.find_run(caller, run_id).await?;
+                if enough || run.status.is_terminal() {
+                    return Ok(run);
+                }
+            }
+            tokio::select! {
+                () = news.wait_for_wake() => {}
+                () = self.core.clock.sleep_until(until_ms.min(now_ms + 2_000)) => {}
+                () = self.core.shutdown.cancelled() => {}
+            }
+        }
+    }
+
+    /// Adopts every run that has not ended and that this process does not drive. Returns their
+    /// number.
+    pub async fn adopt_orphaned_runs(self: &Arc<Self>) -> Result<usize, Error> {
+        let (mut after, mut count) = (None, 0);
+        loop {
+            let page = self.core.store.runs().list_open_runs(after, 200).await;
+            let page = page.map_err(from_store_error)?;
+            let Some(last) = page.last() else { break };
+            after = Some((last.project.clone(), last.id.clone()));
+            for run in page {
+                if self.active_runs.get(&run.project, &run.id).is_none() {
+                    count += 1;
+                    drop(self.lock_run(&run.project, &run.id).await?);
+                }
+            }
+        }
+        if count > 0 {
+            tracing::info!(count, "adopted open runs");
+        }
+        Ok(count)
+    }
+
+    /// Returns the number of runs that have not ended.
+    pub fn open_run_count(&self) -> usize {
+        self.active_runs.len()
+    }
+
+    /// Returns an error if the engine is draining or has reached its limit of open runs.
+    pub fn check_run_capacity(&self) -> Result<(), Error> {
+        if self.core.is_draining() {
+            let message = "the server is shutting down; nothing was done, a retry is safe";
+            return Err(Error::retry_later(Code::Overloaded, message, 1_000));
+        }
+        let loops = &self.active_runs;
+        let open = loops.len() + loops.replays.load(Ordering::Relaxed);
+        if open >= self.core.limits.max_open_runs {
+            let message = "too many runs are open; nothing was done, a retry is safe";
+            return Err(Error::retry_later(Code::Overloaded, message, 1_000));
+        }
+        Ok(())
+    }
+
+    fn validate_run_request(
+        self: &Arc<Self>,
+        caller: &Caller,
+        new: &RunRequest,
+    ) -> Result<(), Error> {
+        require_run_access(caller)?;
+        self.check_run_capacity()?;
+        let named = (1..=255).contains(&new.model.len());
+        if !named || new.model.chars().any(char::is_control) {
+            return Err(invalid("model", "must be 1 to 255 bytes, no control characters"));
+        }
+        agent_loop::check_messages(&new.messages)?;
+        if let Some((field, what)) = new.limits.invalid_field() {
+            return Err(invalid(&format!("limits/{field}"), &what));
+        }
+        let (parallel, wait_ms) =
+            (self.core.limits.max_batch_parallel, self.core.limits.max_wait_ms);
+        if let Some((field, what)) = new.execution_options.invalid_field(parallel, wait_ms) {
+            return Err(invalid(&format!("policy/{field}"), &what));
+        }
+        for (field, word) in [("user_id", &new.user_id), ("idempotency_key", &new.idempotency_key)]
+        {
+            if word.as_ref().is_some_and(|word| !(1..=255).contains(&word.len())) {
+                return Err(invalid(field, "must be 1 to 255 bytes"));
+            }
+        }
+        agent_loop::check_tool_patterns(self, caller, new.tools.as_deref().unwrap_or_default())
+    }
+}
+
+/// Reopens a run that has ended and resets the usage that counts against its limits.
+fn reopen_run(run: &mut Run) {
+    (run.status, run.ended_ms) = (RunStatus::Running, None);
+    (run.answer, run.error) = (None, None);
+    run.progress.reset_baseline();
+}
+
+fn run_idempotency_key(caller: &Caller, new: &RunRequest) -> Option<IdempotencyKey> {
+    let key = new.idempotency_key.clone()?;
+    let request = serde_json::to_string(new).unwrap_or_default();
+    let fingerprint = hex(&Sha256::digest(canonicalize(&request).as_bytes()));
+    Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
+}
+
+pub fn require_run_access(caller: &Caller) -> Result<(), Error> {
+    if caller.may_invoke() {
+        return Ok(());
+    }
+    let message = format!("a key with the role {} has no runs", caller.role.as_str());
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+/// Requires that the caller owns the run. A run acts with the rights of its owner, so a caller with
+/// other rights must not steer it, not even under the same agent name.
+fn require_run_owner(caller: &Caller, run: &Run) -> Result<(), Error> {
+    if caller.may_administer() || run.owner.matches(caller) {
+        return Ok(());
+    }
+    Err(not_run_owner(run))
+}
+
+fn not_run_owner(run: &Run) -> Error {
+    let message =
+        format!("this run acts for agent \"{}\", and only it may go on with it", run.owner.agent);
+    Error::refused(Code::PermissionDenied, message)
+}
+
+fn require_end_status(run: Run, wanted: RunStatus) -> Result<Run, Error> {
+    if run.status == wanted {
+        return Ok(run);
+    }
+    let message = format!("this run is over already: {}", run.status.as_str());
+    let detail = json!({ "status": run.status.as_str() });
+    Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+}
+
+fn invalid(field: &str, what: &str) -> Error {
+    let fault = Fault::new(Code::ValidationError, format!("{field} {what}")).without_side_effect();
+    fault.with_detail(json!({ "pointer": format!("/{field}") })).into()
+}

@@ -1,0 +1,184 @@
+//! The outcome of a call: waits for it, and prints it with its exit code.
+
+use std::time::{Duration, Instant};
+
+use indicatif::ProgressBar;
+use serde_json::Value;
+
+use super::CommandContext;
+use super::client::{ApiClient, ApiRequest};
+use super::failure::{CommandFailure, exit, failure_for_code};
+use super::output::{self, TextStyle, now_ms, sanitize_line, str_member, u64_member};
+
+/// Time that one request waits; shorter than the timeouts of common proxies.
+const POLL_WAIT: Duration = Duration::from_secs(20);
+const POLL_PAUSE: Duration = Duration::from_millis(300);
+
+/// Polls until the call has ended or the time is over, including across a restart of the server.
+pub async fn await_outcome(
+    client: &ApiClient,
+    spinner: &ProgressBar,
+    first: Value,
+    until: Instant,
+) -> Result<Value, CommandFailure> {
+    let mut call = first;
+    let id = str_member(&call, "tool_call_id").to_owned();
+    let tool = sanitize_line(str_member(&call, "tool_name"));
+    let mut away: Option<CommandFailure> = None;
+    while !is_terminal(&call) {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return match away {
+                Some(failure) => Err(failure.hint(resume_hint(&id))),
+                None => Ok(call),
+            };
+        }
+        let status = sanitize_line(str_member(&call, "status"));
+        spinner.set_message(match away {
+            None => format!("{tool}  {status}  {id}"),
+            Some(_) => format!("{tool}  server away, the call is safe, asking again  {id}"),
+        });
+        let begun = Instant::now();
+        let path = ["v1", "tool_calls", id.as_str()];
+        let ask = ApiRequest::get(&path).wait(left.min(POLL_WAIT));
+        let answer = tokio::select! {
+            answer = client.request_json(ask) => answer,
+            _ = tokio::signal::ctrl_c() => {
+                let interrupted =
+                    CommandFailure { is_reported: false, ..CommandFailure::interrupted() };
+                return Err(interrupted.hint(resume_hint(&id)));
+            }
+        };
+        match answer {
+            Ok(now) => {
+                call = now;
+                away = None;
+            }
+            Err(failure) if failure.exit == exit::UNREACHABLE => away = Some(failure),
+            Err(failure) => return Err(failure),
+        }
+        // Pauses between requests when the server does not wait or is unreachable.
+        if begun.elapsed() < POLL_PAUSE && !is_terminal(&call) {
+            tokio::time::sleep(POLL_PAUSE).await;
+        }
+    }
+    Ok(call)
+}
+
+fn resume_hint(id: &str) -> String {
+    format!(
+        "the call goes on; come back to it with: toolcrib calls get {} --wait",
+        sanitize_line(id)
+    )
+}
+
+fn is_terminal(call: &Value) -> bool {
+    matches!(str_member(call, "status"), "SUCCEEDED" | "FAILED" | "TIMEOUT" | "CANCELED")
+}
+
+/// Prints the outcome: a summary line for people, the result, and the exit code.
+pub fn print_outcome(
+    context: &CommandContext,
+    call: &Value,
+    waited: Duration,
+) -> Result<(), CommandFailure> {
+    let output = context.output;
+    if output.json {
+        output.print_json(call)?;
+    }
+    let failure = match str_member(call, "status") {
+        "SUCCEEDED" => {
+            output.print_note(&summary_line(context, call));
+            return if output.json { Ok(()) } else { output.print_json(&call["result"]) };
+        }
+        "FAILED" => outcome_failure(call, exit::TOOL_FAILED),
+        "TIMEOUT" => outcome_failure(call, exit::TIMED_OUT),
+        "CANCELED" => outcome_failure(call, exit::FAILURE),
+        status => {
+            let status = sanitize_line(status);
+            let time = output::format_duration(waited.as_millis() as u64);
+            let message = format!("still {status} after {time} of waiting");
+            CommandFailure::new(exit::TIMED_OUT, "STILL_OPEN", message)
+                .hint(resume_hint(str_member(call, "tool_call_id")))
+        }
+    };
+    output.print_note(&summary_line(context, call));
+    Err(failure)
+}
+
+/// Formats the summary line: `✓ weather.query  SUCCEEDED in 212 ms   tc_…   attempt 1`
+pub fn summary_line(context: &CommandContext, call: &Value) -> String {
+    let status = str_member(call, "status");
+    let (mark, tone) = match status {
+        "SUCCEEDED" => ("✓", TextStyle::Success),
+        "PENDING" | "RUNNING" => ("…", TextStyle::Warning),
+        _ => ("✗", TextStyle::Error),
+    };
+    let mark = context.output.paint_message(mark, tone);
+    let tool = sanitize_line(str_member(call, "tool_name"));
+    let ran = str_member(call, "ran_tool");
+    let ran = if ran.is_empty() || ran == str_member(call, "tool_name") {
+        String::new()
+    } else {
+        format!(" (ran {})", sanitize_line(ran))
+    };
+    let took = elapsed_ms(call).map_or_else(String::new, |ms| {
+        format!(" {} {}", if is_terminal(call) { "in" } else { "for" }, output::format_duration(ms))
+    });
+    let id = sanitize_line(str_member(call, "tool_call_id"));
+    let attempt = u64_member(call, "attempt").unwrap_or_default();
+    format!("{mark} {tool}{ran}  {}{took}   {id}   attempt {attempt}", sanitize_line(status))
+}
+
+fn outcome_failure(call: &Value, exit: u8) -> CommandFailure {
+    let error = &call["error"];
+    let code = str_member(error, "code");
+    let message = match str_member(error, "message") {
+        "" => format!("the call ended as {}", sanitize_line(str_member(call, "status"))),
+        message => message.to_owned(),
+    };
+    let mut failure = failure_for_code(code, format!("{}: {message}", sanitize_line(code)), exit);
+    failure.retryable = error["retryable"].as_bool().unwrap_or(false);
+    failure.detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
+    failure
+}
+
+/// Returns the duration of a call, up to now if it has not ended.
+pub fn elapsed_ms(call: &Value) -> Option<u64> {
+    if let Some(ms) = u64_member(&call["outcome"]["metrics"], "latency_ms") {
+        return Some(ms);
+    }
+    let end = u64_member(call, "completed_at_ms").unwrap_or_else(now_ms);
+    u64_member(call, "created_at_ms").map(|begin| end.saturating_sub(begin))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn every_outcome_has_its_exit_code() {
+        let context = crate::cli::tests::context(true);
+        let exit = |status: &str| {
+            let call = json!({"tool_call_id": "tc_1", "status": status, "error": {"code": "X"}});
+            print_outcome(&context, &call, Duration::ZERO).err().map(|failure| failure.exit)
+        };
+        assert_eq!(exit("SUCCEEDED"), None);
+        assert_eq!(exit("FAILED"), Some(exit::TOOL_FAILED));
+        assert_eq!(exit("TIMEOUT"), Some(exit::TIMED_OUT));
+        assert_eq!(exit("CANCELED"), Some(exit::FAILURE));
+        assert_eq!(exit("RUNNING"), Some(exit::TIMED_OUT));
+        assert_eq!(exit("\u{1b}?"), Some(exit::TIMED_OUT));
+    }
+
+    #[test]
+    fn the_summary_line_of_a_call() {
+        let context = crate::cli::tests::context(false);
+        let call = json!({"tool_call_id": "tc_1", "status": "SUCCEEDED", "tool_name": "a.b",
+            "ran_tool": "c.d", "attempt": 2, "outcome": {"metrics": {"latency_ms": 212}}});
+        let line = summary_line(&context, &call);
+        assert_eq!(line, "✓ a.b (ran c.d)  SUCCEEDED in 212 ms   tc_1   attempt 2");
+    }
+}

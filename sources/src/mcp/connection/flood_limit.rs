@@ -1,0 +1,98 @@
+//! Limits the rate of messages that an upstream sends without being asked.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rmcp::RoleClient;
+use rmcp::model::JsonRpcMessage;
+use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
+use rmcp::transport::Transport;
+
+use super::server_requests::McpClientHandler;
+
+/// Limits of unsolicited messages: burst size, and sustained rate per second.
+const UNSOLICITED_BURST: f64 = 5_000.0;
+const UNSOLICITED_PER_SECOND: f64 = 500.0;
+
+/// Maximum time for closing the transport in order.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Set when Toolcrib closes a connection because the upstream floods it.
+#[derive(Clone, Default)]
+pub(super) struct FloodFlag(Arc<Mutex<bool>>);
+
+impl FloodFlag {
+    /// Returns the problem, if the upstream flooded the connection.
+    pub(super) fn problem(&self) -> Option<String> {
+        let limit = UNSOLICITED_PER_SECOND;
+        let why = || format!("it floods: more than {limit} messages a second, unasked");
+        self.0.lock().then(why)
+    }
+}
+
+/// A transport that stops reading when the upstream floods it.
+pub(super) struct FloodLimitedTransport<T> {
+    inner: T,
+    flood_flag: FloodFlag,
+    /// Records which requests are answered, including those without a waiting caller.
+    handler: Arc<McpClientHandler>,
+    budget: f64,
+    refilled_at: Instant,
+}
+
+impl<T> FloodLimitedTransport<T> {
+    pub(super) fn new(inner: T, flood_flag: FloodFlag, handler: Arc<McpClientHandler>) -> Self {
+        Self { inner, flood_flag, handler, budget: UNSOLICITED_BURST, refilled_at: Instant::now() }
+    }
+
+    fn take_budget(&mut self) -> bool {
+        let now = Instant::now();
+        let passed = now.duration_since(self.refilled_at).as_secs_f64();
+        self.refilled_at = now;
+        self.budget = (self.budget + passed * UNSOLICITED_PER_SECOND).min(UNSOLICITED_BURST) - 1.0;
+        self.budget > 0.0
+    }
+}
+
+impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T> {
+    type Error = T::Error;
+
+    fn name() -> Cow<'static, str> {
+        "MCP".into()
+    }
+
+    fn send(
+        &mut self,
+        item: TxJsonRpcMessage<RoleClient>,
+    ) -> impl Future<Output = Result<(), Self::Error>> + Send + 'static {
+        self.inner.send(item)
+    }
+
+    async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+        let message = self.inner.receive().await?;
+        let unasked =
+            matches!(message, JsonRpcMessage::Notification(_) | JsonRpcMessage::Request(_));
+        if unasked && !self.take_budget() {
+            *self.flood_flag.0.lock() = true;
+            return None;
+        }
+        let answered = match &message {
+            JsonRpcMessage::Response(answer) => Some(&answer.id),
+            JsonRpcMessage::Error(error) => error.id.as_ref(),
+            _ => None,
+        };
+        if let Some(id) = answered {
+            self.handler.record_response(id);
+        }
+        Some(message)
+    }
+
+    /// Closes the transport, with a timeout. An upstream that keeps sending while no reader is left
+    /// prevents an orderly close; dropping the transport ends it then.
+    async fn close(&mut self) -> Result<(), Self::Error> {
+        let closed = tokio::time::timeout(CLOSE_TIMEOUT, self.inner.close()).await;
+        closed.unwrap_or(Ok(()))
+    }
+}

@@ -1,0 +1,71 @@
+//! Errors of requests to an upstream over HTTP: whether a request was sent, and whether the
+//! upstream requires another access token.
+
+use axum::http::header::WWW_AUTHENTICATE;
+use reqwest::{Response, StatusCode};
+use rmcp::ServiceError;
+use rmcp::transport::streamable_http_client::StreamableHttpError;
+
+use crate::mcp::oauth::AuthChallenge;
+
+/// Error of a request over HTTP.
+pub(in crate::mcp) type HttpTransportError = StreamableHttpError<reqwest::Error>;
+
+/// Returns `true` if a request cannot have reached the upstream.
+pub(in crate::mcp) fn was_never_sent(error: &ServiceError) -> bool {
+    matches!(http_failure(error), Some(HttpTransportError::Client(error)) if error.is_connect())
+}
+
+/// Returns the HTTP error that caused a failed request, if there is one.
+pub(in crate::mcp) fn http_failure(error: &ServiceError) -> Option<&HttpTransportError> {
+    let ServiceError::TransportSend(error) = error else { return None };
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error.error.as_ref());
+    while let Some(inner) = cause {
+        if let Some(failed) = inner.downcast_ref::<HttpTransportError>() {
+            return Some(failed);
+        }
+        cause = inner.source();
+    }
+    None
+}
+
+/// Returns the innermost cause of an error, which does not contain the URL.
+pub(super) fn root_cause(error: &reqwest::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
+}
+
+/// Returns the authentication challenge in an error, if it is one.
+pub(super) fn challenge_from_error(error: &HttpTransportError) -> Option<AuthChallenge> {
+    match error {
+        StreamableHttpError::AuthRequired(said) => Some(AuthChallenge {
+            forbidden: false,
+            header: Some(said.www_authenticate_header.clone()),
+        }),
+        StreamableHttpError::InsufficientScope(said) => Some(AuthChallenge {
+            forbidden: true,
+            header: Some(said.www_authenticate_header.clone()),
+        }),
+        StreamableHttpError::UnexpectedServerResponse(said) if said.starts_with("HTTP 401") => {
+            Some(AuthChallenge { forbidden: false, header: None })
+        }
+        _ => None,
+    }
+}
+
+/// Returns the authentication challenge in a response that `rmcp` has not read.
+pub(super) fn challenge_from_response(answer: &Response) -> Option<AuthChallenge> {
+    let status = answer.status();
+    let header = answer.headers().get(WWW_AUTHENTICATE);
+    let header = header.and_then(|value| value.to_str().ok()).map(str::to_owned);
+    match status {
+        StatusCode::UNAUTHORIZED => Some(AuthChallenge { forbidden: false, header }),
+        StatusCode::FORBIDDEN if header.is_some() => {
+            Some(AuthChallenge { forbidden: true, header })
+        }
+        _ => None,
+    }
+}

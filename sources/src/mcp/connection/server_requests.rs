@@ -1,0 +1,514 @@
+//! Handles the messages that an upstream sends on its own: progress, change notifications and
+//! elicitations, including the attribution of each elicitation to a call.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rmcp::model::{
+    ClientCapabilities, ClientConfig, ElicitRequest, ElicitRequestParams, ElicitResult,
+    ElicitationAction, ElicitationCapability, FormElicitationCapability, Implementation,
+    InputRequest, ProgressNotificationParam, ProgressToken, ProtocolVersion, RequestId,
+    ResourceUpdatedNotificationParam, UrlElicitationCapability,
+};
+use rmcp::service::{InboundStreamOrigin, NotificationContext, RequestContext};
+use rmcp::{ClientHandler, ErrorData, RoleClient};
+use serde_json::Value;
+use tokio::sync::{Notify, broadcast, mpsc, oneshot};
+use tokio::time::Instant;
+use toolcrib::AttemptProgress;
+use toolcrib::ports::source::ProgressSink;
+
+/// Maximum time that an elicitation may arrive before its call is registered.
+const MAX_EARLY_ARRIVAL: Duration = Duration::from_secs(5);
+
+/// Time to wait for abandoned calls to end before an elicitation counts as possibly theirs. Many
+/// upstreams send nothing more for a canceled request.
+const ABANDONED_CALL_GRACE: Duration = Duration::from_secs(2);
+
+/// Maximum number of abandoned calls that are remembered by id.
+const MAX_REMEMBERED_ABANDONED: usize = 256;
+
+/// A change at an upstream that does not concern its tools.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum UpstreamChange {
+    ResourceList,
+    PromptList,
+    ResourceContent(String),
+}
+
+/// An elicitation that waits for its answer.
+pub struct UpstreamElicitation {
+    pub request: Value,
+    pub answer: oneshot::Sender<Value>,
+}
+
+/// An event for a call in flight.
+pub enum UpstreamCallEvent {
+    Elicitation(UpstreamElicitation),
+    /// An elicitation arrived that may belong to this call or to another one.
+    AmbiguousElicitation,
+}
+
+/// A call in flight.
+struct InFlightUpstreamCall {
+    progress: ProgressSink,
+    events: mpsc::UnboundedSender<UpstreamCallEvent>,
+    /// `true` while it waits for an answer, and so cannot have sent another elicitation.
+    awaits_answer: bool,
+    /// `true` if it was notified that elicitations cannot be attributed, and is being abandoned.
+    told_ambiguous: bool,
+    /// `true` if the upstream has responded.
+    answered: bool,
+}
+
+/// Calls that Toolcrib gave up and the upstream has not ended: they may still send elicitations.
+#[derive(Default)]
+struct AbandonedCalls {
+    ids: HashSet<RequestId>,
+    /// Number of further calls whose ids are not stored.
+    untracked: usize,
+    /// `true` if an elicitation arrived that may be theirs.
+    may_have_asked: bool,
+}
+
+impl AbandonedCalls {
+    fn count(&self) -> usize {
+        self.ids.len() + self.untracked
+    }
+}
+
+/// Counters for attributing elicitations to calls.
+#[derive(Default)]
+struct AttributionCounts {
+    /// Calls that are being sent.
+    sending: usize,
+    /// Elicitations that are not attributed yet.
+    unattributed: usize,
+}
+
+/// Handles the messages of one connection.
+pub struct McpClientHandler {
+    calls: Mutex<HashMap<RequestId, InFlightUpstreamCall>>,
+    abandoned: Mutex<AbandonedCalls>,
+    progress_tokens: Mutex<HashMap<ProgressToken, RequestId>>,
+    attribution: Mutex<AttributionCounts>,
+    /// Notified when the set of calls in flight, or their state, changes.
+    calls_changed: Notify,
+    /// Notified when the tool list has changed.
+    pub tools_changed: Notify,
+    pub changes: broadcast::Sender<UpstreamChange>,
+}
+
+impl McpClientHandler {
+    pub fn new(news: broadcast::Sender<UpstreamChange>) -> Arc<Self> {
+        Arc::new(Self {
+            calls: Mutex::default(),
+            abandoned: Mutex::default(),
+            progress_tokens: Mutex::default(),
+            attribution: Mutex::default(),
+            calls_changed: Notify::new(),
+            tools_changed: Notify::new(),
+            changes: news,
+        })
+    }
+
+    /// Registers a call in flight, until the returned guard is dropped.
+    pub fn register_call(
+        self: &Arc<Self>,
+        id: RequestId,
+        token: ProgressToken,
+        progress: ProgressSink,
+    ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
+        let (heard, hears) = mpsc::unbounded_channel();
+        let call = InFlightUpstreamCall {
+            progress,
+            events: heard,
+            awaits_answer: false,
+            told_ambiguous: false,
+            answered: false,
+        };
+        self.calls.lock().insert(id.clone(), call);
+        self.progress_tokens.lock().insert(token.clone(), id.clone());
+        self.calls_changed.notify_waiters();
+        (UpstreamCallGuard { handler: self.clone(), id, token, ended: false }, hears)
+    }
+
+    /// Records that the upstream has responded to a request.
+    pub fn record_response(&self, id: &RequestId) {
+        if let Some(call) = self.calls.lock().get_mut(id) {
+            call.answered = true;
+        }
+        if self.abandoned.lock().ids.remove(id) {
+            self.calls_changed.notify_waiters();
+        }
+    }
+
+    /// Waits until an elicitation arrived that may belong to an abandoned call, and no other call
+    /// is in flight. From then on only a new connection can attribute elicitations again.
+    pub async fn wait_until_unattributable(&self) {
+        loop {
+            let turned = self.calls_changed.notified();
+            if self.abandoned.lock().may_have_asked && self.calls.lock().is_empty() {
+                return;
+            }
+            turned.await;
+        }
+    }
+
+    /// Acquires a permit to send a call. While it is held, the set of calls in flight counts as
+    /// incomplete. No permit is issued while an elicitation is being attributed: the new call would
+    /// be one more candidate.
+    pub async fn acquire_send_permit(self: &Arc<Self>) -> SendPermit {
+        loop {
+            let turned = self.calls_changed.notified();
+            {
+                let mut turns = self.attribution.lock();
+                if turns.unattributed == 0 {
+                    turns.sending += 1;
+                    return SendPermit(self.clone());
+                }
+            }
+            turned.await;
+        }
+    }
+
+    /// Finds the call that an elicitation belongs to. Returns `None` if that is not known yet.
+    ///
+    /// It is the call on whose stream the elicitation arrived. Without streams the protocol does
+    /// not identify the call, so it must be the only candidate. A call that waits for an answer is
+    /// no candidate. The other candidates, including abandoned calls, are waited for until one is
+    /// left. If there are as many unattributed elicitations as candidates, attribution is
+    /// impossible, and none of them is delivered: it might be another caller's question.
+    fn find_owner(&self, origin: Option<&InboundStreamOrigin>) -> Option<ElicitationOwner> {
+        let mut calls = self.calls.lock();
+        if let Some(InboundStreamOrigin::OutboundRequest(id)) = origin {
+            let call = calls.get_mut(id)?;
+            call.awaits_answer = true;
+            return Some(ElicitationOwner::Known(id.clone(), call.events.clone()));
+        }
+        let unclear = {
+            let turns = self.attribution.lock();
+            if turns.sending > 0 {
+                return None;
+            }
+            turns.unattributed
+        };
+        let given_up = self.abandoned.lock().count();
+        let all = calls.len() + given_up;
+        let able = calls.iter_mut().filter(|(_, call)| all == 1 || !call.awaits_answer);
+        let mut able: Vec<_> = able.collect();
+        match (able.as_mut_slice(), given_up) {
+            ([], 0) if all == 0 => None,
+            ([(id, call)], 0) if !call.told_ambiguous => {
+                call.awaits_answer = true;
+                Some(ElicitationOwner::Known((*id).clone(), call.events.clone()))
+            }
+            // It belongs to an abandoned call, or to one that is being abandoned, so no caller can
+            // answer it.
+            (rest, _) if rest.iter().all(|(_, call)| call.told_ambiguous) => {
+                Some(ElicitationOwner::Unknown)
+            }
+            (several, _) if unclear < several.len() + given_up => None,
+            (several, _) => {
+                notify_ambiguous(several.iter_mut().map(|(_, call)| &mut **call));
+                Some(ElicitationOwner::Unknown)
+            }
+        }
+    }
+
+    /// Marks an elicitation as not attributable because some calls were abandoned.
+    fn mark_unattributable(&self) -> ElicitationOwner {
+        self.abandoned.lock().may_have_asked = true;
+        notify_ambiguous(self.calls.lock().values_mut().filter(|call| !call.awaits_answer));
+        ElicitationOwner::Unknown
+    }
+
+    async fn deliver_elicitation(
+        &self,
+        asked: Value,
+        origin: Option<InboundStreamOrigin>,
+    ) -> Option<Value> {
+        let known = matches!(origin, Some(InboundStreamOrigin::OutboundRequest(_)));
+        let unclear = (!known).then(|| UnattributedElicitation::new(self));
+        let began = Instant::now();
+        let finding = async {
+            loop {
+                let turned = self.calls_changed.notified();
+                if let Some(asker) = self.find_owner(origin.as_ref()) {
+                    return asker;
+                }
+                let given_up = !known && self.abandoned.lock().count() > 0;
+                // The elicitation may have arrived before its call was registered here.
+                if known || self.calls.lock().is_empty() && !given_up {
+                    if tokio::time::timeout(MAX_EARLY_ARRIVAL, turned).await.is_err() {
+                        return ElicitationOwner::Unknown;
+                    }
+                } else if given_up {
+                    if tokio::time::timeout_at(began + ABANDONED_CALL_GRACE, turned).await.is_err()
+                    {
+                        return self.mark_unattributable();
+                    }
+                } else {
+                    turned.await;
+                }
+            }
+        };
+        let asker = finding.await;
+        drop(unclear);
+        let ElicitationOwner::Known(id, heard) = asker else { return None };
+        let (answer, answered) = oneshot::channel();
+        heard
+            .send(UpstreamCallEvent::Elicitation(UpstreamElicitation { request: asked, answer }))
+            .ok()?;
+        let answer = answered.await.ok();
+        if let Some(call) = self.calls.lock().get_mut(&id) {
+            call.awaits_answer = false;
+        }
+        self.calls_changed.notify_waiters();
+        answer
+    }
+}
+
+fn notify_ambiguous<'a>(calls: impl Iterator<Item = &'a mut InFlightUpstreamCall>) {
+    for call in calls {
+        call.told_ambiguous = true;
+        let _ = call.events.send(UpstreamCallEvent::AmbiguousElicitation);
+    }
+}
+
+/// The call that an elicitation belongs to.
+enum ElicitationOwner {
+    Known(RequestId, mpsc::UnboundedSender<UpstreamCallEvent>),
+    Unknown,
+}
+
+/// An elicitation that is not attributed yet.
+struct UnattributedElicitation<'a>(&'a McpClientHandler);
+
+impl<'a> UnattributedElicitation<'a> {
+    fn new(handler: &'a McpClientHandler) -> Self {
+        handler.attribution.lock().unattributed += 1;
+        // Wakes the elicitations that wait, so that they see one more candidate.
+        handler.calls_changed.notify_waiters();
+        Self(handler)
+    }
+}
+
+impl Drop for UnattributedElicitation<'_> {
+    fn drop(&mut self) {
+        self.0.attribution.lock().unattributed -= 1;
+        self.0.calls_changed.notify_waiters();
+    }
+}
+
+/// A permit to send a call.
+pub struct SendPermit(Arc<McpClientHandler>);
+
+impl Drop for SendPermit {
+    fn drop(&mut self) {
+        self.0.attribution.lock().sending -= 1;
+        self.0.calls_changed.notify_waiters();
+    }
+}
+
+/// Keeps a call registered. Dropping it before the call has ended marks the call as abandoned.
+pub struct UpstreamCallGuard {
+    handler: Arc<McpClientHandler>,
+    id: RequestId,
+    token: ProgressToken,
+    /// `true` if the upstream is known to have ended the call.
+    ended: bool,
+}
+
+impl UpstreamCallGuard {
+    /// Records that the upstream has ended the call.
+    pub fn mark_ended(&mut self) {
+        self.ended = true;
+    }
+}
+
+impl Drop for UpstreamCallGuard {
+    fn drop(&mut self) {
+        let known = self.handler.calls.lock().remove(&self.id);
+        let over = self.ended || known.is_some_and(|call| call.answered);
+        if !over {
+            let mut given_up = self.handler.abandoned.lock();
+            match given_up.ids.len() < MAX_REMEMBERED_ABANDONED {
+                true => drop(given_up.ids.insert(self.id.clone())),
+                false => given_up.untracked += 1,
+            }
+        }
+        self.handler.progress_tokens.lock().remove(&self.token);
+        self.handler.calls_changed.notify_waiters();
+    }
+}
+
+/// Converts a progress notification to Toolcrib's form.
+pub(super) fn to_progress(said: ProgressNotificationParam) -> AttemptProgress {
+    let total = said.total.filter(|total| *total > 0.0);
+    let percent = total.map(|total| (said.progress / total * 100.0).clamp(0.0, 100.0));
+    let mut data = serde_json::Map::new();
+    data.insert("progress".to_owned(), said.progress.into());
+    if let Some(total) = said.total {
+        data.insert("total".to_owned(), total.into());
+    }
+    AttemptProgress { percent, message: said.message, data: Some(Value::Object(data)) }
+}
+
+/// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks.
+pub fn client_config() -> ClientConfig {
+    let elicitation = ElicitationCapability::new()
+        .with_form(FormElicitationCapability::default())
+        .with_url(UrlElicitationCapability::default());
+    let mut capabilities = ClientCapabilities::builder().enable_tasks().build();
+    capabilities.elicitation = Some(elicitation);
+    let version = env!("CARGO_PKG_VERSION");
+    let mut config = ClientConfig::new(capabilities, Implementation::new("toolcrib", version));
+    config.protocol_version = ProtocolVersion::LATEST_WITH_INITIALIZE;
+    config
+}
+
+impl ClientHandler for McpClientHandler {
+    fn get_info(&self) -> ClientConfig {
+        client_config()
+    }
+
+    async fn create_elicitation(
+        &self,
+        request: ElicitRequestParams,
+        context: RequestContext<RoleClient>,
+    ) -> Result<ElicitResult, ErrorData> {
+        let origin = context.extensions.get::<InboundStreamOrigin>().cloned();
+        let question = InputRequest::Elicitation(ElicitRequest::new(request));
+        let asked = serde_json::to_value(question)
+            .map_err(|error| ErrorData::internal_error(error.to_string(), None))?;
+        let answer = tokio::select! {
+            answer = self.deliver_elicitation(asked, origin) => answer,
+            () = context.ct.cancelled() => None,
+        };
+        let answer = answer.and_then(|answer| serde_json::from_value(answer).ok());
+        Ok(answer.unwrap_or_else(|| ElicitResult::new(ElicitationAction::Cancel)))
+    }
+
+    async fn on_progress(
+        &self,
+        params: ProgressNotificationParam,
+        _context: NotificationContext<RoleClient>,
+    ) {
+        let sink = {
+            let id = self.progress_tokens.lock().get(&params.progress_token).cloned();
+            id.and_then(|id| self.calls.lock().get(&id).map(|call| call.progress.clone()))
+        };
+        let Some(sink) = sink else { return };
+        sink(to_progress(params));
+    }
+
+    async fn on_tool_list_changed(&self, _context: NotificationContext<RoleClient>) {
+        self.tools_changed.notify_one();
+    }
+
+    async fn on_resource_list_changed(&self, _context: NotificationContext<RoleClient>) {
+        // Sending fails if there is no subscriber.
+        let _ = self.changes.send(UpstreamChange::ResourceList);
+    }
+
+    async fn on_prompt_list_changed(&self, _context: NotificationContext<RoleClient>) {
+        let _ = self.changes.send(UpstreamChange::PromptList);
+    }
+
+    async fn on_resource_updated(
+        &self,
+        params: ResourceUpdatedNotificationParam,
+        _context: NotificationContext<RoleClient>,
+    ) {
+        let _ = self.changes.send(UpstreamChange::ResourceContent(params.uri));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::{FutureExt, poll};
+    use rmcp::model::NumberOrString;
+    use serde_json::json;
+
+    use super::*;
+
+    fn register_numbered_call(
+        handler: &Arc<McpClientHandler>,
+        n: i64,
+    ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
+        let id = NumberOrString::Number(n);
+        handler.register_call(id.clone(), ProgressToken(id), Arc::new(|_| {}))
+    }
+
+    #[tokio::test]
+    async fn no_call_is_sent_while_an_elicitation_is_ambiguous() {
+        let handler = McpClientHandler::new(broadcast::channel(1).0);
+        let (mut first_call, _) = register_numbered_call(&handler, 1);
+        let (_second_call, mut second_events) = register_numbered_call(&handler, 2);
+        let mut delivery = Box::pin(handler.deliver_elicitation(json!("who?"), None));
+        assert!(poll!(&mut delivery).is_pending());
+        let mut permit = Box::pin(handler.acquire_send_permit());
+        assert!(poll!(&mut permit).is_pending(), "another call would add to the ambiguity");
+        assert!(second_events.try_recv().is_err(), "either call may have caused it");
+        // The first call has its result, so the elicitation belongs to the other.
+        first_call.mark_ended();
+        drop(first_call);
+        assert!(poll!(&mut delivery).is_pending());
+        let Ok(UpstreamCallEvent::Elicitation(question)) = second_events.try_recv() else {
+            panic!("the elicitation belongs to this call")
+        };
+        assert!(permit.now_or_never().is_some(), "calls can be sent again");
+        question.answer.send(json!("Ada")).unwrap();
+        assert_eq!(delivery.await, Some(json!("Ada")));
+    }
+    #[tokio::test]
+    async fn an_elicitation_of_an_abandoned_call_goes_to_no_other_call() {
+        let handler = McpClientHandler::new(broadcast::channel(1).0);
+        let (canceled, _) = register_numbered_call(&handler, 1);
+        drop(canceled);
+        assert_eq!(
+            handler.deliver_elicitation(json!("who?"), None).await,
+            None,
+            "no call can answer it"
+        );
+        let (second_call, mut second_events) = register_numbered_call(&handler, 2);
+        let mut delivery = Box::pin(handler.deliver_elicitation(json!("who?"), None));
+        assert!(poll!(&mut delivery).is_pending());
+        assert!(second_events.try_recv().is_err(), "the abandoned call may have caused it");
+        // The upstream ends the abandoned call after all, so the elicitation belongs to the other.
+        handler.record_response(&NumberOrString::Number(1));
+        assert!(poll!(&mut delivery).is_pending());
+        let Ok(UpstreamCallEvent::Elicitation(question)) = second_events.try_recv() else {
+            panic!("the elicitation belongs to this call")
+        };
+        question.answer.send(json!("Ada")).unwrap();
+        assert_eq!(delivery.await, Some(json!("Ada")));
+        // An abandoned call that never ends makes attribution impossible, and the call is notified.
+        let (canceled, _) = register_numbered_call(&handler, 3);
+        drop(canceled);
+        assert_eq!(handler.deliver_elicitation(json!("who?"), None).await, None);
+        assert!(matches!(second_events.try_recv(), Ok(UpstreamCallEvent::AmbiguousElicitation)));
+        assert!(
+            poll!(Box::pin(handler.wait_until_unattributable())).is_pending(),
+            "a call is still in flight"
+        );
+        drop(second_call);
+        assert!(handler.wait_until_unattributable().now_or_never().is_some());
+    }
+
+    #[tokio::test]
+    async fn the_record_of_abandoned_calls_is_bounded() {
+        let handler = McpClientHandler::new(broadcast::channel(1).0);
+        for n in 0..MAX_REMEMBERED_ABANDONED as i64 + 10 {
+            drop(register_numbered_call(&handler, n));
+        }
+        let given_up = handler.abandoned.lock();
+        assert_eq!(
+            (given_up.ids.len(), given_up.count()),
+            (MAX_REMEMBERED_ABANDONED, MAX_REMEMBERED_ABANDONED + 10)
+        );
+    }
+}

@@ -1,0 +1,237 @@
+//! Resolves settings against the server's environment at the moment of use. Only the variables that
+//! the settings name are read.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use crate::mcp::settings::McpServerSettings;
+
+/// Variables that every program needs to run. None of them is secret.
+const BASE_VARIABLES: [&str; 10] =
+    ["PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "TERM", "SYSTEMROOT"];
+
+/// Shorter values are not redacted: they would match in ordinary words.
+const SHORT: usize = 6;
+
+/// Settings with all variables expanded, and the secrets to redact.
+#[derive(Default)]
+pub struct ResolvedSettings {
+    pub command: String,
+    pub args: Vec<String>,
+    pub env: BTreeMap<String, String>,
+    pub url: String,
+    pub headers: BTreeMap<String, String>,
+    pub client_id: Option<String>,
+    pub client_secret: Option<String>,
+    pub private_key: Option<String>,
+    secrets: Vec<(String, String)>,
+}
+
+impl ResolvedSettings {
+    /// Expands the variables that the settings name.
+    pub fn resolve(settings: &McpServerSettings) -> Result<Self, String> {
+        Self::resolve_with(settings, |name| std::env::var(name).ok())
+    }
+
+    fn resolve_with(
+        settings: &McpServerSettings,
+        look: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, String> {
+        let mut filled = Self::default();
+        // Every value taken from the environment is treated as a secret.
+        let put = RefCell::new(Vec::new());
+        let fill = |text: &str| {
+            expand_variables(text, |name| {
+                let value = look(name);
+                put.borrow_mut().extend(value.clone().map(|value| (name.to_owned(), value)));
+                value
+            })
+        };
+        filled.command = fill(settings.command.as_deref().unwrap_or_default())?;
+        filled.url = fill(settings.url.as_deref().unwrap_or_default())?;
+        filled.args = settings.args.iter().map(|arg| fill(arg)).collect::<Result<_, _>>()?;
+        for (name, value) in &settings.headers {
+            filled.headers.insert(name.clone(), fill(value)?);
+        }
+        if let Some(oauth) = &settings.oauth {
+            let filled_in = |text: &Option<String>| text.as_deref().map(fill).transpose();
+            filled.client_id = filled_in(&oauth.client_id)?;
+            filled.client_secret = filled_in(&oauth.client_secret)?;
+            filled.private_key = filled_in(&oauth.private_key)?;
+        }
+        let usual =
+            BASE_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), look(name)?)));
+        filled.env.extend(usual);
+        for (name, value) in &settings.env {
+            filled.env.insert(name.clone(), fill(value)?);
+        }
+        for name in &settings.env_from {
+            let value = look(name).ok_or_else(|| not_set(name))?;
+            filled.env.insert(name.clone(), value);
+        }
+        let of_settings = settings.env.keys().chain(&settings.env_from);
+        let named = of_settings.filter_map(|name| Some((name, filled.env.get(name)?)));
+        let named = named.chain(filled.headers.iter());
+        let named = named.map(|(name, value)| (name.clone(), value.clone()));
+        let of_ours = [("client_secret", &filled.client_secret), ("key", &filled.private_key)];
+        let of_ours = of_ours.map(|(name, value)| Some((name.to_owned(), value.clone()?)));
+        let hidden = url_secrets(&filled.url).into_iter().map(|part| ("url".to_owned(), part));
+        let all = named.chain(of_ours.into_iter().flatten()).chain(hidden).chain(put.take());
+        filled.set_secrets(all.collect());
+        Ok(filled)
+    }
+
+    /// Sets the secrets to redact, in all the forms in which they may appear.
+    fn set_secrets(&mut self, mut values: Vec<(String, String)>) {
+        let longest_first = |(_, value): &(String, String)| std::cmp::Reverse(value.len());
+        values.sort_by_key(longest_first);
+        let formed = values.into_iter().flat_map(|(name, value)| {
+            secret_forms(&value).into_iter().map(move |form| (name.clone(), form))
+        });
+        self.secrets = formed.filter(|(_, form)| form.len() >= SHORT).collect();
+        // The longest first: one secret may be part of another.
+        self.secrets.sort_by_key(longest_first);
+    }
+
+    /// Returns the length of the longest form of a secret.
+    pub fn longest_secret(&self) -> usize {
+        self.secrets.first().map_or(0, |(_, form)| form.len())
+    }
+
+    /// Removes the beginning of a secret from the end of a truncated text.
+    pub fn trim_partial_secret<'a>(&self, text: &'a [u8]) -> &'a [u8] {
+        let starts = |form: &str| {
+            let most = form.len().saturating_sub(1).min(text.len());
+            (1..=most).rev().find(|length| text.ends_with(&form.as_bytes()[..*length]))
+        };
+        let longest = self.secrets.iter().filter_map(|(_, form)| starts(form)).max();
+        &text[..text.len() - longest.unwrap_or(0)]
+    }
+
+    /// Creates settings with nothing but secrets.
+    #[cfg(test)]
+    pub fn with_secrets(values: &[(&str, &str)]) -> Self {
+        let mut filled = Self::default();
+        let values = values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        filled.set_secrets(values.collect());
+        filled
+    }
+
+    /// Replaces secrets in a text with the names of their settings.
+    pub fn redact(&self, text: &str) -> String {
+        let mut text = text.to_owned();
+        for (name, form) in &self.secrets {
+            if text.contains(form.as_str()) {
+                text = text.replace(form.as_str(), &format!("[{name}]"));
+            }
+        }
+        text
+    }
+}
+
+/// Returns the forms in which a value may appear: unchanged, without the word before it (`Bearer
+/// …`), as JSON writes it, and each line of a value with several lines.
+fn secret_forms(value: &str) -> Vec<String> {
+    let mut forms = vec![value.to_owned()];
+    forms.extend(value.split_once(' ').map(|(_, bare)| bare.to_owned()));
+    let lines = value.lines().map(str::trim).filter(|line| *line != value);
+    forms.extend(lines.map(str::to_owned));
+    for plain in forms.clone() {
+        let written = serde_json::Value::from(plain.as_str()).to_string();
+        let written = written[1..written.len() - 1].to_owned();
+        forms.extend(Some(escape_non_ascii(&written)).filter(|ascii| *ascii != written));
+        forms.extend(Some(written).filter(|written| *written != plain));
+    }
+    forms
+}
+
+/// Escapes the non-ASCII characters of a JSON text, as many serializers do.
+fn escape_non_ascii(written: &str) -> String {
+    let mut units = [0; 2];
+    let escaped = written.chars().map(|letter| match letter.is_ascii() {
+        true => letter.to_string(),
+        false => {
+            let units = letter.encode_utf16(&mut units).iter();
+            units.map(|unit| format!("\\u{unit:04x}")).collect()
+        }
+    });
+    escaped.collect()
+}
+
+/// Returns the parts of a URL that may be secret: the values of its query, and a password.
+fn url_secrets(url: &str) -> Vec<String> {
+    let Ok(url) = reqwest::Url::parse(url) else { return Vec::new() };
+    let plain = url.query_pairs().map(|(_, value)| value.into_owned());
+    // Also in their percent-encoded form.
+    let written = url.query().unwrap_or_default().split('&');
+    let written = written.filter_map(|pair| Some(pair.split_once('=')?.1.to_owned()));
+    plain.chain(written).chain(url.password().map(str::to_owned)).collect()
+}
+
+fn not_set(name: &str) -> String {
+    format!("the variable {name} is not set in the server's environment")
+}
+
+/// Expands `${NAME}`, `${env:NAME}` and `${NAME:-default}`, as desktop clients write them.
+fn expand_variables(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+    let mut made = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("${") {
+        let Some((inside, behind)) = after.split_once('}') else { break };
+        made.push_str(before);
+        let inside = inside.strip_prefix("env:").unwrap_or(inside);
+        let (name, otherwise) = match inside.split_once(":-") {
+            Some((name, otherwise)) => (name, Some(otherwise)),
+            None => (inside, None),
+        };
+        let value = look(name).or_else(|| otherwise.map(str::to_owned));
+        made.push_str(&value.ok_or_else(|| not_set(name))?);
+        rest = behind;
+    }
+    made.push_str(rest);
+    Ok(made)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn lookup(name: &str) -> Option<String> {
+        let known = [("TOKEN", "secret-token"), ("PATH", "/bin"), ("OTHER", "not-for-you")];
+        known.into_iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_owned())
+    }
+
+    #[test]
+    fn only_named_variables_are_resolved_and_secrets_are_redacted() {
+        let mut settings =
+            McpServerSettings { command: Some("x".into()), ..McpServerSettings::default() };
+        settings.env.insert("A".into(), "b ${TOKEN} ${env:NONE:-c}".into());
+        settings.headers.insert("authorization".into(), "Bearer ${TOKEN}".into());
+        let resolved_settings = ResolvedSettings::resolve_with(&settings, lookup).unwrap();
+        let env: Vec<(&str, &str)> =
+            resolved_settings.env.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        assert_eq!(env, [("A", "b secret-token c"), ("PATH", "/bin")]);
+        assert_eq!(resolved_settings.redact("said secret-token"), "said [authorization]");
+        settings.args.push("--key=${OTHER}".into());
+        settings.url = Some("http://u:opensesame@h/mcp?key=${TOKEN}&page=literally".into());
+        let resolved_settings = ResolvedSettings::resolve_with(&settings, lookup).unwrap();
+        let redacted = resolved_settings
+            .redact(&format!("{} {}", resolved_settings.args[0], resolved_settings.url));
+        for secret in ["not-for-you", "opensesame", "secret-token", "literally"] {
+            assert!(!redacted.contains(secret), "{redacted}");
+        }
+        let multi_line_secret = "-----BEGIN KEY-----\nfirst line of it\n\"quoted\" Schlüssel\n";
+        let resolved_settings = ResolvedSettings::with_secrets(&[("KEY", multi_line_secret)]);
+        let json = serde_json::to_string(multi_line_secret).unwrap();
+        let ascii = json.replace('ü', "\\u00fc");
+        for spelling in
+            [multi_line_secret, "first line of it", &json, &ascii, r#"\"quoted\" Schlüssel"#]
+        {
+            let redacted = resolved_settings.redact(&format!("it is: {spelling}"));
+            assert!(!redacted.contains("first") && !redacted.contains("quoted"), "{redacted}");
+        }
+        settings.env_from.push("MISSING".into());
+        assert!(ResolvedSettings::resolve_with(&settings, lookup).is_err());
+    }
+}

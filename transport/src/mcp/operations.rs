@@ -1,0 +1,16 @@
+//! Operations: one module per group of MCP methods. Each gets the shared state and the view of its
+//! caller, asks the engine, and returns the result in rmcp's types. The engine holds all state of
+//! calls; nothing is stored here.
+//!
+//! `builtin_calls` uses `call`, which uses `tasks`, `progress` and `elicitation`. The others stand
+//! alone.
+
+pub(super) mod builtin_calls;
+pub(super) mod call;
+pub(super) mod elicitation;
+pub(super) mod list_tools;
+pub(super) mod notifications;
+mod progress;
+pub(super) mod prompts;
+pub(super) mod resources;
+pub(super) mod tasks;

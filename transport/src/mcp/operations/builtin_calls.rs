@@ -1,0 +1,199 @@
+//! Handles calls of the built-in tools: `call.result`, and the three tools of the catalogue. They
+//! read from the engine and create no calls, so nothing is stored; except `tools.call`, which is an
+//! ordinary call with the same checks and the same durability.
+
+use std::time::Duration;
+
+use rmcp::ErrorData;
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, JsonObject,
+};
+use serde_json::{Value, json};
+use toolcrib::CallId;
+use toolcrib::calls::Until;
+use toolcrib::domain::fault::{Code, Fault};
+
+use super::call::{self, ToolDiscovery};
+use crate::mcp::request::{CallerView, ProtocolRevision};
+use crate::mcp::state::{McpTransportState, RequestScope};
+use crate::mcp::tool_list::builtin_tools::{
+    CALL, CALL_RESULT, CallResultArgs, CatalogueCallArgs, DESCRIBE, DescribeArgs, SEARCH,
+    SearchArgs, parse_arguments,
+};
+use crate::mcp::tool_list::definition;
+use crate::mcp::tool_result::{self, ResultFormat};
+
+/// Default and maximum number of search results.
+const DEFAULT_SEARCH_LIMIT: usize = 10;
+const MAX_SEARCH_LIMIT: usize = 50;
+
+/// Maximum number of tools described at once.
+const MAX_DESCRIBED_TOOLS: usize = 20;
+
+/// Maximum number of characters of a description in search results.
+const MAX_SUMMARY_CHARS: usize = 240;
+
+/// Handles a call of a built-in tool that the caller sees. Returns `None` for any other tool.
+pub(crate) async fn handle_call(
+    scope: RequestScope<'_>,
+    params: &mut CallToolRequestParams,
+) -> Option<Result<CallToolResponse, ErrorData>> {
+    let RequestScope { shared, view, .. } = scope;
+    if params.name == CALL_RESULT && view.caller.may_invoke() {
+        return Some(call_result(scope, params.arguments.take()).await);
+    }
+    if !shared.uses_search_catalogue(view) {
+        return None;
+    }
+    let given = |params: &mut CallToolRequestParams| params.arguments.take();
+    let told = match params.name.as_ref() {
+        SEARCH => search(shared, view, given(params)).await,
+        DESCRIBE => describe(shared, view, given(params)),
+        CALL => match parse_arguments::<CatalogueCallArgs>(CALL, given(params)) {
+            Ok(args) => {
+                params.name = args.name.into();
+                params.arguments = Some(args.arguments);
+                let discovery = ToolDiscovery::Catalogue;
+                return Some(call::call_tool(scope, params.clone(), discovery).await);
+            }
+            Err(fault) => Err(fault),
+        },
+        _ => return None,
+    };
+    let result = told.unwrap_or_else(|fault| tool_result::error_result(&fault, None));
+    Some(Ok(CallToolResponse::Complete(result)))
+}
+
+async fn search(
+    shared: &McpTransportState,
+    view: &CallerView,
+    given: Option<JsonObject>,
+) -> Result<CallToolResult, Fault> {
+    let args: SearchArgs = parse_arguments(SEARCH, given)?;
+    let limit = args.limit.unwrap_or(DEFAULT_SEARCH_LIMIT);
+    if !(1..=MAX_SEARCH_LIMIT).contains(&limit) {
+        let message = format!("limit must be from 1 to {MAX_SEARCH_LIMIT}");
+        return Err(Fault::new(Code::ValidationError, message).without_side_effect());
+    }
+    let found = shared
+        .engine
+        .registry()
+        .search(&view.caller, &args.query, limit)
+        .await
+        .map_err(into_fault)?;
+    if found.is_empty() {
+        let text = "Nothing fits. Try other words: what the tool does, or what it is about.";
+        let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
+        result.structured_content = Some(json!({ "tools": [] }));
+        return Ok(result);
+    }
+    let shown: Vec<Value> = found
+        .iter()
+        .map(|found| {
+            let tool = &found.entry.definition;
+            let shown = json!({ "name": tool.name, "description": summarize_description(&tool.description) });
+            match definition::injection_flags(tool) {
+                Some(flags) => {
+                    let mut shown = shown;
+                    shown["flags"] = flags;
+                    shown
+                }
+                None => shown,
+            }
+        })
+        .collect();
+    let lines = shown.iter().map(|tool| {
+        let text = |key: &str| tool[key].as_str().unwrap_or_default().to_owned();
+        let flagged =
+            if tool["flags"].is_array() { " [flagged: its words are not trusted]" } else { "" };
+        format!("{}{flagged}: {}", text("name"), text("description"))
+    });
+    let text = lines.collect::<Vec<_>>().join("\n");
+    let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
+    result.structured_content = Some(json!({ "tools": shown }));
+    Ok(result)
+}
+
+fn describe(
+    shared: &McpTransportState,
+    view: &CallerView,
+    given: Option<JsonObject>,
+) -> Result<CallToolResult, Fault> {
+    let args: DescribeArgs = parse_arguments(DESCRIBE, given)?;
+    if !(1..=MAX_DESCRIBED_TOOLS).contains(&args.names.len()) {
+        let message = format!("names must be 1 to {MAX_DESCRIBED_TOOLS} names");
+        return Err(Fault::new(Code::ValidationError, message).without_side_effect());
+    }
+    let mut shown = Vec::new();
+    for name in &args.names {
+        let entry = shared.engine.registry().tool(&view.caller, name).map_err(into_fault)?;
+        let tool = definition::to_mcp_tool(&entry.definition);
+        shown.extend(tool.and_then(|tool| serde_json::to_value(tool).ok()));
+    }
+    let value = json!({ "tools": shown });
+    let mut result = CallToolResult::success(vec![ContentBlock::text(value.to_string())]);
+    result.structured_content = Some(value);
+    Ok(result)
+}
+
+/// Returns the first line, truncated to [`MAX_SUMMARY_CHARS`].
+fn summarize_description(text: &str) -> String {
+    let first = text.lines().next().unwrap_or_default();
+    if first.chars().count() <= MAX_SUMMARY_CHARS {
+        return first.to_owned();
+    }
+    let cut: String = first.chars().take(MAX_SUMMARY_CHARS).collect();
+    format!("{cut}…")
+}
+
+fn into_fault(error: toolcrib::Error) -> Fault {
+    match error {
+        toolcrib::Error::Refused { fault, .. } => fault,
+        toolcrib::Error::Internal(source) => {
+            tracing::error!(error = %source, "internal error");
+            Fault::new(Code::Internal, "internal error; see the server's log")
+        }
+    }
+}
+
+/// Handles a call of `call.result`.
+async fn call_result(
+    scope: RequestScope<'_>,
+    given: Option<JsonObject>,
+) -> Result<CallToolResponse, ErrorData> {
+    let RequestScope { shared, view, context, .. } = scope;
+    let told =
+        |fault: Fault| Ok(CallToolResponse::Complete(tool_result::error_result(&fault, None)));
+    let args: CallResultArgs = match parse_arguments(CALL_RESULT, given) {
+        Ok(args) => args,
+        Err(fault) => return told(fault),
+    };
+    let shown: String = args.tool_call_id.chars().take(80).collect();
+    let Ok(id) = args.tool_call_id.parse::<CallId>() else {
+        return told(Fault::new(Code::NotFound, format!("there is no call \"{shown}\"")));
+    };
+    let wait_ms = args.wait_ms.unwrap_or(20_000).min(shared.settings.wait_ms);
+    let waiting = shared.engine.calls().wait(&view.caller, &id, Until::EndedWithin(wait_ms));
+    let found = tokio::select! {
+        // Canceling this request does not cancel the call that it asks about.
+        () = context.ct.cancelled() => {
+            return Err(ErrorData::internal_error("canceled by the client", None));
+        }
+        // A safety margin over the engine's wait, which has a limit of its own.
+        found = tokio::time::timeout(Duration::from_millis(wait_ms + 60_000), waiting) => found,
+    };
+    let call = match found {
+        Ok(Ok(call)) => call,
+        Ok(Err(error)) => {
+            return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
+        }
+        Err(_) => return Err(ErrorData::internal_error("the wait did not end", None)),
+    };
+    // The result is one of `call.result`, which declares no output schema.
+    let format = ResultFormat::new(None, ProtocolRevision::of(context));
+    let result = match call.status.is_terminal() {
+        true => tool_result::ended_call_result(&call, format, shared.settings.result_tokens).await,
+        false => tool_result::pending_result(&call, format),
+    };
+    Ok(CallToolResponse::Complete(result))
+}

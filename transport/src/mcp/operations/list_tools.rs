@@ -1,0 +1,46 @@
+//! `tools/list`: one page of the caller's tools, or the built-in tools of the catalogue.
+
+use rmcp::ErrorData;
+use rmcp::model::{CacheScope, ListToolsResult, PaginatedRequestParams};
+
+use crate::mcp::request::{ProtocolRevision, http_parts};
+use crate::mcp::state::RequestScope;
+use crate::mcp::tool_list::splice::ToolListSplice;
+use crate::mcp::tool_list::{cursor_after, parse_cursor};
+
+/// Returns the page that the cursor asks for.
+pub(crate) fn list_tools(
+    scope: RequestScope<'_>,
+    params: Option<PaginatedRequestParams>,
+) -> Result<ListToolsResult, ErrorData> {
+    let RequestScope { shared, view, context, .. } = scope;
+    let given = params.and_then(|params| params.cursor);
+    let after = match given.as_deref() {
+        None => None,
+        Some(given) => Some(parse_cursor(given).ok_or_else(|| {
+            ErrorData::invalid_params("this cursor is not one that was given out", None)
+        })?),
+    };
+    let revision = ProtocolRevision::of(context);
+    let list = match shared.uses_search_catalogue(view) {
+        true => shared.tool_lists.for_catalogue(),
+        false => shared.tool_lists.for_caller(&shared.engine, &view.caller),
+    };
+    let (prefix, size) = (view.prefix(), shared.settings.page_size);
+    let parts = http_parts(&context.extensions);
+    let splice = parts.and_then(|parts| parts.extensions.get::<ToolListSplice>());
+    let (tools, more) = match splice {
+        Some(splice) if revision == ProtocolRevision::Modern && prefix.is_none() => {
+            let (text, more) = list.page_text(after, size);
+            splice.set_tools(text);
+            (Vec::new(), more)
+        }
+        _ => list.page(after, size, revision, prefix.as_deref()),
+    };
+    let mut result = ListToolsResult::with_all_items(tools);
+    result.next_cursor = more.map(|name| cursor_after(&name));
+    if revision == ProtocolRevision::Modern {
+        result = result.with_ttl_ms(shared.settings.ttl_ms).with_cache_scope(CacheScope::Private);
+    }
+    Ok(result)
+}

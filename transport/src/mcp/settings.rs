@@ -1,0 +1,62 @@
+//! Settings of the MCP transport.
+
+/// Limits and defaults of the MCP transport.
+#[derive(Debug, Clone)]
+pub struct McpTransportSettings {
+    /// Maximum time to wait for a result before an MCP client that supports tasks gets a task.
+    pub task_after_ms: u64,
+    /// Maximum time any other MCP client waits before it gets a text with the id of the pending
+    /// call.
+    pub wait_ms: u64,
+    /// Number of tools on one page of the list.
+    pub page_size: usize,
+    /// Number of tools above which the list is replaced by the three catalogue tools, unless the
+    /// MCP client chooses a mode.
+    pub catalogue_threshold: usize,
+    /// Number of tokens above which a result is returned as a digest with a link to the full
+    /// result.
+    pub result_tokens: usize,
+    /// Time for which an MCP client may treat a list as fresh.
+    pub ttl_ms: u64,
+    /// Time for which a finished call is stored, reported as a task's `ttlMs`.
+    pub retention_ms: Option<u64>,
+    /// Maximum size of a request body in bytes.
+    pub max_body_bytes: usize,
+    /// Maximum number of concurrent legacy sessions.
+    pub max_sessions: usize,
+    /// Origins of web pages that may use this transport, in addition to pages of this machine:
+    /// `https://app.example.com`.
+    pub allowed_origins: Vec<String>,
+    /// Host names of this server, in addition to loopback. An empty list allows every name if the
+    /// server has API keys; without keys only loopback names are accepted.
+    pub allowed_hosts: Vec<String>,
+    /// The issuer whose OAuth tokens are accepted, if any.
+    pub protected_resource: Option<ProtectedResourceMetadata>,
+}
+
+/// Metadata that tells an MCP client without a token where to get one (RFC 9728).
+#[derive(Debug, Clone)]
+pub struct ProtectedResourceMetadata {
+    pub issuer: String,
+    /// The URL of this transport.
+    pub resource: String,
+}
+
+impl Default for McpTransportSettings {
+    fn default() -> Self {
+        Self {
+            task_after_ms: 2_000,
+            wait_ms: 45_000,
+            page_size: 1_000,
+            catalogue_threshold: 200,
+            result_tokens: 10_000,
+            ttl_ms: 60_000,
+            retention_ms: None,
+            max_body_bytes: 2 << 20,
+            max_sessions: 10_000,
+            allowed_origins: Vec::new(),
+            allowed_hosts: Vec::new(),
+            protected_resource: None,
+        }
+    }
+}

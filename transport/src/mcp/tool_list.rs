@@ -1,0 +1,232 @@
+//! Tool lists in MCP's format: their entries, order and pages.
+//!
+//! [`definition`] converts one tool, [`builtin_tools`] has the tools of this transport itself, and
+//! [`splice`] writes a list into a response.
+//!
+//! A list belongs to one caller and contains only tools that the caller may call. It is sorted by
+//! name, so two lists of the same tools are byte-identical; a cursor is a name, so pagination
+//! continues correctly after the list has changed.
+
+pub(super) mod builtin_tools;
+pub(super) mod definition;
+pub(super) mod splice;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+
+use definition::{adapt_to_revision, to_mcp_tool};
+use parking_lot::Mutex;
+use rmcp::model::Tool;
+use toolcrib::registry::{CatalogEntry, RESULT_READ};
+use toolcrib::{Caller, Engine};
+
+use super::request::ProtocolRevision;
+
+/// Maximum number of cached lists. When it is exceeded, the cache is cleared and lists are rebuilt,
+/// which costs time only.
+const MAX_CACHED_LISTS: usize = 512;
+
+/// One entry of a tool list: a registered tool or a built-in tool of this transport.
+#[derive(Clone)]
+struct ToolListEntry {
+    /// The catalog entry of the tool; `None` for a built-in tool.
+    entry: Option<Arc<CatalogEntry>>,
+    tool: Arc<Tool>,
+    /// The entry as JSON for the modern revision, serialized at the first request.
+    text: Arc<OnceLock<Box<str>>>,
+}
+
+impl ToolListEntry {
+    fn new(entry: Option<Arc<CatalogEntry>>, tool: Tool) -> Self {
+        Self { entry, tool: Arc::new(tool), text: Arc::default() }
+    }
+
+    fn name(&self) -> &str {
+        &self.tool.name
+    }
+
+    fn text(&self) -> &str {
+        let write = || serde_json::to_string(&*self.tool).unwrap_or_default().into();
+        self.text.get_or_init(write)
+    }
+
+    fn is_same_as(&self, other: &Self) -> bool {
+        match (&self.entry, &other.entry) {
+            (Some(one), Some(two)) => {
+                Arc::ptr_eq(one, two) || (self.name(), &one.version) == (other.name(), &two.version)
+            }
+            (None, None) => self.name() == other.name(),
+            _ => false,
+        }
+    }
+}
+
+/// The tool list of one caller.
+#[derive(Default)]
+pub(super) struct CallerToolList {
+    version: u64,
+    tools: Vec<ToolListEntry>,
+}
+
+impl CallerToolList {
+    pub(super) fn len(&self) -> usize {
+        self.tools.len()
+    }
+
+    /// Returns whether both lists name the same tools with the same definitions.
+    pub(super) fn is_same_as(&self, other: &Self) -> bool {
+        let mut pairs = self.tools.iter().zip(&other.tools);
+        self.tools.len() == other.tools.len() && pairs.all(|(one, two)| one.is_same_as(two))
+    }
+
+    /// Returns at most `size` tools after the given name, and the name to continue after if there
+    /// are more. With a prefix, returns the tools that have it, without the prefix, followed on the
+    /// last page by the built-in tools and the tool that reads long results. These replace tools of
+    /// the same names.
+    pub(super) fn page(
+        &self,
+        after: Option<&str>,
+        size: usize,
+        revision: ProtocolRevision,
+        prefix: Option<&str>,
+    ) -> (Vec<Tool>, Option<String>) {
+        let (page, more) = self.page_entries(after, size, prefix);
+        let mut tools: Vec<Tool> =
+            page.iter().map(|l| adapt_to_revision(&l.tool, revision)).collect();
+        if let Some(prefix) = prefix {
+            let mut beside =
+                if self.len() > 0 { builtin_tools::always_listed() } else { Vec::new() };
+            let reads = self.tools.iter().find(|listed| listed.name() == RESULT_READ);
+            beside.extend(reads.map(|listed| adapt_to_revision(&listed.tool, revision)));
+            for tool in &mut tools {
+                tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
+            }
+            tools.retain(|tool| beside.iter().all(|ours| ours.name != tool.name));
+            if more.is_none() {
+                tools.extend(beside);
+            }
+        }
+        (tools, more)
+    }
+
+    /// Returns the same page for the modern revision, as JSON. Each entry is serialized only once.
+    pub(super) fn page_text(&self, after: Option<&str>, size: usize) -> (String, Option<String>) {
+        let (page, more) = self.page_entries(after, size, None);
+        let mut text = String::with_capacity(page.iter().map(|l| l.text().len() + 1).sum());
+        for listed in page {
+            text.push_str(if text.is_empty() { "" } else { "," });
+            text.push_str(listed.text());
+        }
+        (text, more)
+    }
+
+    fn page_entries(
+        &self,
+        after: Option<&str>,
+        size: usize,
+        prefix: Option<&str>,
+    ) -> (&[ToolListEntry], Option<String>) {
+        let begin =
+            after.map_or(0, |after| self.tools.partition_point(|listed| listed.name() <= after));
+        let rest = match prefix {
+            // They are contiguous, because the list is sorted by name.
+            Some(prefix) => {
+                let first = self.tools.partition_point(|listed| listed.name() < prefix);
+                let theirs = |listed: &ToolListEntry| listed.name().starts_with(prefix);
+                let end = first + self.tools[first..].partition_point(theirs);
+                &self.tools[begin.clamp(first, end)..end]
+            }
+            None => &self.tools[begin..],
+        };
+        let page = &rest[..size.min(rest.len())];
+        let more = (rest.len() > page.len()).then(|| page.last().map(|l| l.name().to_owned()));
+        (page, more.flatten())
+    }
+}
+
+/// The properties of a caller that decide which tools are listed: project, agent, role, and whether
+/// the caller is local.
+type ToolListKey = (String, String, toolcrib::Role, bool);
+
+/// The lists of recent callers. A list is rebuilt when the directory has changed; entries of
+/// unchanged tools are reused.
+#[derive(Default)]
+pub(super) struct ToolListCache {
+    cached: Mutex<HashMap<ToolListKey, Arc<CallerToolList>>>,
+}
+
+impl ToolListCache {
+    /// Returns the catalogue list, which is the same for every caller.
+    pub(super) fn for_catalogue(&self) -> Arc<CallerToolList> {
+        let listed = |tool: Tool| ToolListEntry::new(None, tool);
+        let tools = builtin_tools::always_listed()
+            .into_iter()
+            .chain(builtin_tools::catalogue())
+            .map(listed);
+        Arc::new(CallerToolList { version: 0, tools: tools.collect() })
+    }
+
+    /// Returns the caller's list for the present state of the directory.
+    pub(super) fn for_caller(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
+        let local = caller.auth_method == toolcrib::domain::caller::AuthMethod::Local;
+        let whose = (caller.project.clone(), caller.agent.clone(), caller.role, local);
+        // Read before the tools: if the directory changes in between, the next request rebuilds the
+        // list.
+        let version = engine.registry().directory_version();
+        let before = self.cached.lock().get(&whose).cloned();
+        if let Some(list) = before.as_ref().filter(|list| list.version == version) {
+            return list.clone();
+        }
+        let list = Arc::new(build_list(engine, caller, version, before.as_deref()));
+        let mut kept = self.cached.lock();
+        if kept.len() >= MAX_CACHED_LISTS && !kept.contains_key(&whose) {
+            kept.clear();
+        }
+        kept.insert(whose, list.clone());
+        list
+    }
+}
+
+fn build_list(
+    engine: &Engine,
+    caller: &Caller,
+    version: u64,
+    before: Option<&CallerToolList>,
+) -> CallerToolList {
+    if !caller.may_invoke() {
+        return CallerToolList { version, tools: Vec::new() };
+    }
+    let known = before.map(|list| list.tools.as_slice()).unwrap_or_default();
+    let kept = |entry: &Arc<CatalogEntry>| {
+        let name = entry.definition.name.as_str();
+        let place = known.binary_search_by(|listed| listed.name().cmp(name)).ok()?;
+        let same = known[place].entry.as_ref().is_some_and(|known| Arc::ptr_eq(known, entry));
+        same.then(|| known[place].clone())
+    };
+    let mut tools: Vec<ToolListEntry> = Vec::new();
+    for entry in engine.registry().tools(caller) {
+        let fresh =
+            || Some(ToolListEntry::new(Some(entry.clone()), to_mcp_tool(&entry.definition)?));
+        tools.extend(kept(&entry).or_else(fresh));
+    }
+    for tool in builtin_tools::always_listed() {
+        // A built-in tool replaces a registered tool of the same name.
+        tools.retain(|listed| listed.name() != tool.name);
+        let place = tools.partition_point(|listed| listed.name() < tool.name.as_ref());
+        tools.insert(place, ToolListEntry::new(None, tool));
+    }
+    CallerToolList { version, tools }
+}
+
+const CURSOR_PREFIX: &str = "after:";
+
+/// Returns a cursor that continues after this name.
+pub(super) fn cursor_after(name: &str) -> String {
+    format!("{CURSOR_PREFIX}{name}")
+}
+
+/// Returns the name in a cursor, or `None` if the cursor is not one of Toolcrib's.
+pub(super) fn parse_cursor(cursor: &str) -> Option<&str> {
+    cursor
+        .strip_prefix(CURSOR_PREFIX)
+        .filter(|name| toolcrib::domain::tool::check_tool_name(name).is_ok())
+}

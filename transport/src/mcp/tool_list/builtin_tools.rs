@@ -1,0 +1,122 @@
+//! Definitions of the built-in tools of the MCP transport: their names, descriptions and arguments.
+//!
+//! `call.result` is in every list. The three tools of the catalogue stand in place of the full
+//! list, so that hundreds of tools do not fill the context of a model. `operations::builtin_calls`
+//! handles their calls.
+
+use std::sync::Arc;
+
+use rmcp::model::{JsonObject, Tool, ToolAnnotations};
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use toolcrib::domain::fault::{Code, Fault};
+
+/// Returns the result of a call that had not ended when its MCP client got a response.
+pub(crate) const CALL_RESULT: &str = "call.result";
+/// Searches all tools.
+pub(crate) const SEARCH: &str = "tools.search";
+/// Describes tools by name.
+pub(crate) const DESCRIBE: &str = "tools.describe";
+/// Calls a tool by name.
+pub(crate) const CALL: &str = "tools.call";
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "ResultArgs")]
+pub(crate) struct CallResultArgs {
+    /// Id of the tool call: tc_ followed by 26 letters and digits.
+    pub(crate) tool_call_id: String,
+    /// Maximum time to wait for the result, in milliseconds. Default: 20000.
+    #[serde(default)]
+    pub(crate) wait_ms: Option<u64>,
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SearchArgs {
+    /// Purpose in plain words, or part of a tool name.
+    pub(crate) query: String,
+    /// Number of tools to show: 1 to 50. Default: 10.
+    #[serde(default)]
+    pub(crate) limit: Option<usize>,
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DescribeArgs {
+    /// Names of the tools, as returned by tools.search: 1 to 20.
+    pub(crate) names: Vec<String>,
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "CallArgs")]
+pub(crate) struct CatalogueCallArgs {
+    /// Name of the tool.
+    pub(crate) name: String,
+    /// Arguments that match the inputSchema of the tool.
+    #[serde(default)]
+    pub(crate) arguments: JsonObject,
+}
+
+/// Returns the built-in tools of every list, sorted by name.
+pub(super) fn always_listed() -> Vec<Tool> {
+    vec![read_only_tool::<CallResultArgs>(
+        CALL_RESULT,
+        "Result of a call",
+        "Gives the result of a tool call that was not finished when it was answered, by its \
+         ticket. Waits a while for it; ask again when it is still not there.",
+    )]
+}
+
+/// Returns the three tools of the catalogue, sorted by name.
+pub(super) fn catalogue() -> Vec<Tool> {
+    let calls = read_only_tool::<CatalogueCallArgs>(
+        CALL,
+        "Call a tool",
+        "Calls a tool by its name. Look at its inputSchema with tools.describe first.",
+    )
+    .with_annotations(ToolAnnotations::new().read_only(false).destructive(true));
+    vec![
+        calls,
+        read_only_tool::<DescribeArgs>(
+            DESCRIBE,
+            "Describe tools",
+            "Shows tools with their whole description and the schema of their arguments.",
+        ),
+        read_only_tool::<SearchArgs>(
+            SEARCH,
+            "Search for tools",
+            "Finds tools for a purpose, best first. There are many more tools than you see: search \
+             before you conclude that something cannot be done.",
+        ),
+    ]
+}
+
+/// Returns the definition of a built-in tool that only reads.
+fn read_only_tool<A: JsonSchema>(name: &'static str, title: &str, text: &'static str) -> Tool {
+    let schema = match schemars::schema_for!(A).to_value() {
+        Value::Object(schema) => schema,
+        _ => JsonObject::new(),
+    };
+    let annotations = ToolAnnotations::new()
+        .read_only(true)
+        .destructive(false)
+        .idempotent(true)
+        .open_world(false);
+    Tool::new(name, text, Arc::new(schema)).with_title(title).with_annotations(annotations)
+}
+
+/// Deserializes the arguments, or returns a fault that says what is wrong with them.
+pub(crate) fn parse_arguments<A: DeserializeOwned>(
+    tool: &str,
+    arguments: Option<JsonObject>,
+) -> Result<A, Fault> {
+    let value = Value::Object(arguments.unwrap_or_default());
+    serde_json::from_value(value).map_err(|error| {
+        let message = format!("the arguments of {tool} do not fit its schema: {error}");
+        Fault::new(Code::ValidationError, message).without_side_effect()
+    })
+}
