@@ -105,7 +105,7 @@ pub struct HttpTransportSettings {
     ),
     tags(
         (name = "agents", description = "Calling tools"),
-        (name = "models", description = "OpenAI's API, with the crib's tools behind it"),
+        (name = "models", description = "OpenAI's API, with Toolcrib's tools behind it"),
         (name = "runs", description = "Conversations with a model, kept and driven here"),
         (name = "providers", description = "Offering tools and executing calls"),
         (name = "operators", description = "Keys, rules, health")

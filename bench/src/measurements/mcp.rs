@@ -51,7 +51,7 @@ impl Bench<'_> {
 
     /// Measures calls through Toolcrib against the same calls without it.
     pub(super) async fn measure_mcp_calls(&mut self) -> anyhow::Result<()> {
-        self.advance_progress("MCP through the crib: start");
+        self.advance_progress("MCP through Toolcrib: start");
         let (_upstream, upstream_addr) = self.launcher.start_mcp_server().await?;
         let dir = self.scratch.dir("upstream")?;
         let settings = format!("[[mcp]]\nname = \"up\"\nurl = \"http://{}/mcp\"\n", upstream_addr);
@@ -72,7 +72,7 @@ impl Bench<'_> {
             alone.push(self.measure_rate(&upstream_addr, "noop", 1, round).await?.1);
             one.push(self.measure_rate(&product.addr, "up.noop", 1, round).await?.1);
         }
-        let name = format!("MCP tools/call through the crib, {CALLERS} at once, a tool of 0.5 ms");
+        let name = format!("MCP tools/call through Toolcrib, {CALLERS} at once, a tool of 0.5 ms");
         let (rate, floor) = (median(ours), median(direct));
         self.push_measurement(Measurement::against_baseline(
             name,
@@ -81,7 +81,7 @@ impl Bench<'_> {
             floor,
             Limit::AtLeast(0.6),
         ));
-        let name = format!("MCP tools/call through the crib, {CALLERS} at once, a tool of nothing");
+        let name = format!("MCP tools/call through Toolcrib, {CALLERS} at once, a tool of nothing");
         let (rate, floor) = (median(empty), median(bare));
         self.push_measurement(Measurement::against_baseline(
             name,
@@ -91,7 +91,7 @@ impl Bench<'_> {
             Limit::None,
         ));
         let added = (median(one) - median(alone)) / 1e3;
-        let name = "MCP tools/call through the crib, one at a time, p50, added";
+        let name = "MCP tools/call through Toolcrib, one at a time, p50, added";
         self.push_measurement(Measurement::absolute(name, "ms", added, Limit::AtMost(2.0)));
         Ok(())
     }
@@ -164,7 +164,7 @@ async fn wait_until_listed(addr: &str) -> anyhow::Result<()> {
         if answer.status().is_success() {
             return Ok(());
         }
-        ensure!(Instant::now() < until, "the crib does not find its upstream");
+        ensure!(Instant::now() < until, "Toolcrib does not find its upstream");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

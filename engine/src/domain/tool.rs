@@ -90,7 +90,7 @@ impl Executor {
     }
 }
 
-/// How the executor behind a source behaves, as far as the engine depends on it.
+/// Behavior of a source's executor that the engine depends on.
 ///
 /// The target of a call stores the traits of its source, so that the lifecycle needs no source to
 /// decide. The default has no trait.

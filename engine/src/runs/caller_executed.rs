@@ -128,7 +128,7 @@ impl Runs {
         let decision = catalog.authorize_reported_call(caller, &asked.tool);
         self.registry.enforce_decision(caller, &asked.tool, decision).await?;
         if asked.retry.is_some_and(|retry| retry > 0) {
-            let message = "retry: what you run yourself is not tried again by the crib";
+            let message = "retry: what you run yourself is not tried again by Toolcrib";
             return Err(Error::refused(Code::ValidationError, message));
         }
         check_request(&asked, self.core.limits.max_args_bytes)?;
@@ -182,7 +182,7 @@ impl Runs {
         };
         if call.target.executor != Executor::Caller {
             let message = format!(
-                "call \"{}\" of {} is executed by the crib, and its result comes by itself",
+                "call \"{}\" of {} is executed by Toolcrib, and its result comes by itself",
                 call.id, call.tool_name
             );
             return Err(Error::refused(Code::Conflict, message));

@@ -43,9 +43,9 @@ Examples:
   toolcrib mcp --server https://crib.example.com --key tck_…
   toolcrib mcp --data-dir ~/.toolcrib            no server needed
   toolcrib mcp --catalogue search                three tools in place of many
-  toolcrib mcp --source files                    one MCP server behind the crib, under its own names
+  toolcrib mcp --source files                    one MCP server behind Toolcrib, under its own names
 
-MCP servers behind the crib:
+MCP servers behind Toolcrib:
   toolcrib mcp add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
   toolcrib mcp add far https://mcp.example.com/mcp --header 'Authorization: Bearer ${TOKEN}'
   toolcrib mcp add --file ~/.config/client.json   the mcpServers of a desktop client

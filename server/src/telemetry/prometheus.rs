@@ -21,7 +21,7 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_llm_tokens_total", "Tokens of language models, of input and of output"),
     ("toolcrib_webhook_deliveries_total", "Tries to deliver a callback, by outcome"),
     ("toolcrib_bus_reconnects_total", "How often the connection to NATS had to be made again"),
-    ("toolcrib_upstream_calls_total", "Attempts at MCP servers behind the crib, by outcome"),
+    ("toolcrib_upstream_calls_total", "Attempts at MCP servers behind Toolcrib, by outcome"),
     ("toolcrib_upstream_restarts_total", "How often MCP servers had to be connected to again"),
     ("toolcrib_otlp_spans_total", "Spans sent by OTLP, not taken by the endpoint, or dropped"),
 ];
@@ -32,7 +32,7 @@ const GAUGES: MetricDescriptions = &[
     ("toolcrib_oldest_open_call_age_seconds", "How long the oldest open call has been open"),
     ("toolcrib_runs_open", "Runs that are not over"),
     ("toolcrib_clients_connected", "Open connections of clients that execute tools"),
-    ("toolcrib_upstreams", "MCP servers behind the crib, by state"),
+    ("toolcrib_upstreams", "MCP servers behind Toolcrib, by state"),
     ("toolcrib_store_size_bytes", "Size of the database and its log"),
     ("toolcrib_build_info", "Always 1; the version is a label"),
 ];

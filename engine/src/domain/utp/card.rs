@@ -100,7 +100,7 @@ impl Card {
     ) -> Result<Self, Fault> {
         let card = Self::parse(given, project, now_ms, mint)?;
         if parse_derived_id(&card.card_id).is_some() {
-            return Err(bad_request("card_id is one of the crib's own"));
+            return Err(bad_request("card_id is one of Toolcrib's own"));
         }
         Ok(card)
     }

@@ -395,7 +395,7 @@ fn check_dispatch_request(request: &DispatchRequest) -> Result<(), Error> {
     for call in &request.calls {
         let id = &call.tool_call_id;
         if id.starts_with("tc_") {
-            return Err(invalid("tool_call_id cannot begin with tc_, as the crib's own do"));
+            return Err(invalid("tool_call_id cannot begin with tc_, as Toolcrib's own do"));
         }
         if !seen.insert(id) {
             return Err(invalid(format!("tool_call_id \"{id}\" is in the step twice")));

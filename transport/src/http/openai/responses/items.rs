@@ -108,7 +108,7 @@ pub(super) fn to_chat_tools(tools: Vec<Value>) -> Result<Vec<Value>, OpenAiError
     let mut functions = Vec::new();
     for (n, tool) in tools.into_iter().enumerate() {
         if tool.get("type").and_then(Value::as_str) != Some("function") {
-            let why = "must be \"function\"; the crib's tools are offered without being sent";
+            let why = "must be \"function\"; Toolcrib's tools are offered without being sent";
             return Err(invalid_field(&format!("tools.{n}.type"), why));
         }
         let Value::Object(mut function) = tool else { continue };
