@@ -1,5 +1,8 @@
 //! Accepts a call: authorize, validate, reserve capacity, commit, then return the ticket. Nothing
 //! is visible to callers before the commit, so a crash can never take back a ticket.
+//!
+//! A call that must wait is stored with a [`Hold`]; `queue_or_hold` in `dependents.rs` keeps it out
+//! of the queue until an event releases it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -115,8 +115,9 @@ impl ClientQueueState {
         self.clients.values_mut().for_each(|client| client.sessions.clear());
     }
 
-    /// Ends a connection. Work that the client leased stays with it for the grace period, then
-    /// `requeue_expired` gives it to another client, if the tool is safe to repeat.
+    /// Ends a connection. Items that were sent and not acknowledged return to the queue at once. An
+    /// acknowledged item stays with the client for the grace period, and a polled one until its
+    /// lease ends; then `requeue_expired` takes it back.
     pub(super) fn disconnect(
         &mut self,
         key: &ClientKey,
