@@ -149,7 +149,7 @@ impl Calls {
 
     /// Runs a batch and renders each result with `write`.
     ///
-    /// Where possible the rendering happens while the calls are being stored, so that it adds no
+    /// The rendering overlaps with the commit of the calls if possible, so that it adds no
     /// latency.
     pub async fn run_batch_with_renderer(
         self: &Arc<Self>,

@@ -270,3 +270,23 @@ impl RunView {
 fn is_live_only(kind: &str) -> bool {
     matches!(kind, "run.asking" | "run.asking_again" | "run.text" | "run.missed")
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_late_live_event_does_not_reopen_an_ended_run() {
+        let mut view = RunView::new(Output::new(true, true));
+        let event = |kind: &str| json!({ "type": kind, "run_id": "run_1", "at_ms": 1 });
+        view.show_event(&event("run.finished")).unwrap();
+        for kind in ["run.text", "run.asking", "run.asking_again", "run.missed"] {
+            view.show_event(&event(kind)).unwrap();
+            assert!(view.outcome().is_some(), "{kind}");
+        }
+        view.show_event(&event("run.said")).unwrap();
+        assert!(view.outcome().is_none(), "a message reopens the run");
+    }
+}

@@ -33,7 +33,7 @@ pub struct IssuerState {
     pub exchanged: AtomicU64,
     /// Lifetime of an access token, in seconds.
     pub lives: AtomicU64,
-    /// Whether refresh tokens are rejected.
+    /// Rejects refresh tokens if set.
     pub refuses: AtomicBool,
     /// Parameters of each authorization code: challenge, client and scope.
     codes: Mutex<HashMap<String, (String, String, String)>>,

@@ -146,7 +146,7 @@ impl Endpoint {
         self.received.lock().unwrap().headers.clone()
     }
 
-    /// Whether any request contains this text.
+    /// Returns true if any request contains this text.
     pub fn heard(&self, text: &str) -> bool {
         let received = self.received.lock().unwrap();
         received.bytes.windows(text.len()).any(|part| part == text.as_bytes())

@@ -48,7 +48,7 @@ impl Received {
         serde_json::from_str(&self.body).unwrap()
     }
 
-    /// Whether one of the signatures was made with this key.
+    /// Returns true if one of the signatures was made with this key.
     pub fn is_signed_with(&self, key: &str) -> bool {
         let (id, time) = (self.header("webhook-id"), self.header("webhook-timestamp"));
         let expected = format!("v1,{}", hmac(key, &format!("{id}.{time}.{}", self.body)));

@@ -35,7 +35,7 @@ pub struct Shared {
     pub many: AtomicU64,
     /// Name of one additional tool.
     pub one_more: Mutex<Option<&'static str>>,
-    /// Whether the tool `echo` has its changed definition.
+    /// Offers the changed definition of the tool `echo` if set.
     pub changed: AtomicBool,
     /// Released by `let_go`; the tool `slow` waits for it.
     pub gate: Mutex<Option<watch::Sender<bool>>>,
@@ -45,7 +45,7 @@ pub struct Shared {
     together: watch::Sender<u64>,
     tasks: Mutex<Vec<Arc<TestTask>>>,
     list_changes: watch::Sender<u64>,
-    /// Whether the list of tools is never answered.
+    /// Never answers a request for the list of tools if set.
     pub deaf: AtomicBool,
     /// Number of subscriptions so far.
     pub listened: AtomicU64,
