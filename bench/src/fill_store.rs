@@ -51,8 +51,8 @@ fn build_finished_call(minter: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
         target: Target {
             tool,
             version: "0".into(),
-            executor: Executor::Builtin,
-            traits: Executor::Builtin.traits(),
+            executor: Executor::BUILTIN,
+            traits: Executor::BUILTIN.traits(),
             effect: Effect::Read,
             args,
         },

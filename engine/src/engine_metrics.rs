@@ -57,34 +57,31 @@ const MAX_NAMED_TOOLS: usize = 100;
 
 const ATTEMPT_OUTCOMES: [&str; 3] = ["ok", "failed", "parked"];
 
-/// Metrics by executor, in the order of [`Executor::ALL`].
-static SOURCE_METRICS: LazyLock<Vec<SourceMetrics>> = LazyLock::new(|| {
-    let of = |executor: &Executor| {
-        let source = executor.as_str();
-        SourceMetrics {
-            accepted: counter!("toolcrib_tool_calls_accepted_total", "source" => source),
-            succeeded: counter!(
-                "toolcrib_tool_calls_total",
-                "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
-            ),
-            tools: RwLock::default(),
-            unnamed_tools: OnceLock::new(),
-            attempts: ATTEMPT_OUTCOMES.map(|outcome| {
-                counter!(
-                    "toolcrib_dispatch_attempts_total",
-                    "source" => source, "outcome" => outcome
-                )
-            }),
-        }
-    };
-    Executor::ALL.iter().map(of).collect()
-});
+/// Metrics by executor; the standard ones first. Entries live as long as the process.
+static SOURCE_METRICS: LazyLock<RwLock<Vec<(Executor, &'static SourceMetrics)>>> =
+    LazyLock::new(|| {
+        let standard = Executor::STANDARD.into_iter();
+        RwLock::new(
+            standard.map(|executor| (executor, SourceMetrics::register(executor))).collect(),
+        )
+    });
 
 static ALLOWED_DECISIONS: LazyLock<Counter> =
     LazyLock::new(|| counter!("toolcrib_policy_decisions_total", "decision" => "allow"));
 
 fn source_metrics(executor: Executor) -> &'static SourceMetrics {
-    &SOURCE_METRICS[executor as usize]
+    let find = |metrics: &[(Executor, &'static SourceMetrics)]| {
+        metrics.iter().find(|(of, _)| *of == executor).map(|(_, metrics)| *metrics)
+    };
+    if let Some(metrics) = find(&SOURCE_METRICS.read()) {
+        return metrics;
+    }
+    let mut all = SOURCE_METRICS.write();
+    find(&all).unwrap_or_else(|| {
+        let metrics = SourceMetrics::register(executor);
+        all.push((executor, metrics));
+        metrics
+    })
 }
 
 pub(crate) fn count_allowed() {
@@ -129,6 +126,26 @@ pub(crate) fn record_end(after: &Call, named: impl FnOnce() -> bool) {
 }
 
 impl SourceMetrics {
+    fn register(executor: Executor) -> &'static Self {
+        let source = executor.as_str();
+        let metrics = Self {
+            accepted: counter!("toolcrib_tool_calls_accepted_total", "source" => source),
+            succeeded: counter!(
+                "toolcrib_tool_calls_total",
+                "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
+            ),
+            tools: RwLock::default(),
+            unnamed_tools: OnceLock::new(),
+            attempts: ATTEMPT_OUTCOMES.map(|outcome| {
+                counter!(
+                    "toolcrib_dispatch_attempts_total",
+                    "source" => source, "outcome" => outcome
+                )
+            }),
+        };
+        Box::leak(Box::new(metrics))
+    }
+
     fn record_timings(&self, call: &Call, metrics: &CallMetrics, named: impl FnOnce() -> bool) {
         let source = call.target.executor.as_str();
         let other = || self.unnamed_tools.get_or_init(|| ToolTimings::of(source, "other"));
@@ -181,8 +198,10 @@ mod tests {
 
     #[test]
     fn every_executor_has_its_own_counter() {
-        for (n, executor) in Executor::ALL.into_iter().enumerate() {
-            assert_eq!(executor as usize, n);
-        }
+        let executors = Executor::STANDARD.into_iter().chain([Executor::new("grpc")]);
+        let counters: Vec<_> = executors.map(|e| std::ptr::from_ref(source_metrics(e))).collect();
+        let distinct: std::collections::HashSet<_> = counters.iter().collect();
+        assert_eq!(distinct.len(), 7);
+        assert_eq!(std::ptr::from_ref(source_metrics(Executor::new("grpc"))), counters[6]);
     }
 }

@@ -133,7 +133,7 @@ fn import_operation(
         project: Some(project.to_owned()),
         name,
         description: description(at),
-        executor: Executor::Http,
+        executor: Executor::HTTP,
         input_schema: Json::from_value(&made.parameters),
         output_schema: None,
         // The call's timeout must not be shorter than the operation's own.

@@ -105,7 +105,7 @@ fn describe_storage(config: &Config) -> String {
 
 fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
     let tools = engine.registry().tools(&Caller::local("default"));
-    let own = tools.iter().filter(|tool| tool.definition.executor == Executor::Builtin);
+    let own = tools.iter().filter(|tool| tool.definition.executor == Executor::BUILTIN);
     let names: Vec<&str> = own.map(|tool| tool.definition.name.as_str()).collect();
     tracing::info!(%address, data = describe_storage(config), tools = names.len(), "ready");
     if !std::io::stdout().is_terminal() && std::env::var_os("TOOLCRIB_QUIET").is_some() {

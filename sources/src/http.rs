@@ -212,7 +212,7 @@ fn origin(url: &Url) -> String {
 #[async_trait]
 impl Source for HttpSource {
     fn executor(&self) -> Executor {
-        Executor::Http
+        Executor::HTTP
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

@@ -302,7 +302,7 @@ fn status_of(upstream: &UpstreamServer) -> UpstreamStatus {
 #[async_trait]
 impl Source for McpSource {
     fn executor(&self) -> Executor {
-        Executor::Mcp
+        Executor::MCP
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

@@ -48,7 +48,7 @@ impl UtpSource {
 #[async_trait]
 impl Source for UtpSource {
     fn executor(&self) -> Executor {
-        Executor::Utp
+        Executor::UTP
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

@@ -35,7 +35,7 @@ impl Dispatcher {
         command: ToolCommand,
     ) -> Result<ToolCommand, Fault> {
         let shared =
-            self.core.store.utp().shared_tables().filter(|_| call.target.executor == Executor::Utp);
+            self.core.store.utp().shared_tables().filter(|_| call.target.executor == Executor::UTP);
         let Some(shared) = shared else { return Ok(command) };
         let card = derived::call_card(call, Some(&command.binding));
         match shared.write_command(card, &command.route, &command.traceparent).await {

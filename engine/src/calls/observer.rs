@@ -4,7 +4,6 @@ use crate::calls::{Calls, Dispatcher};
 use crate::domain::call::Call;
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::Code;
-use crate::domain::tool::Executor;
 use crate::domain::trace::{SpanIds, TraceParent};
 use crate::ports::observer::{EndedAttempt, EndedCall};
 
@@ -42,7 +41,7 @@ impl Dispatcher {
     /// Returns true if `/metrics`, which needs no key, may name the call's tool. Built-in tools are
     /// public; the tools of a project are private to it.
     pub(crate) fn can_name_tool(&self, call: &Call) -> bool {
-        let shared = call.target.executor == Executor::Builtin;
+        let shared = call.target.traits.in_process;
         shared || self.registry.exports_tool_names()
     }
 

@@ -149,7 +149,7 @@ impl Dispatcher {
         require_provider(caller)?;
         let call = self.find_project_call(caller, id).await?;
         let elsewhere = match call.target.executor {
-            Executor::Caller => Some("whoever called it"),
+            Executor::CALLER => Some("whoever called it"),
             _ => (!call.target.traits.reports_later).then_some("the server itself"),
         };
         if let Some(who) = elsewhere {
@@ -227,7 +227,7 @@ impl Dispatcher {
             return Ok(data);
         };
         let mut value = data.to_value();
-        if call.target.executor == Executor::Mcp {
+        if call.target.traits.mcp_results {
             // The schema describes only `structuredContent` of an MCP result, and error results
             // need none.
             if value.get("isError").is_some_and(|is| is == true) {

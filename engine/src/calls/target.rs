@@ -33,7 +33,7 @@ impl Dispatcher {
             let allowed = catalog.authorize(caller, &alternate.tool).is_allowed();
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
-            let by_client = other.definition.executor == Executor::Client;
+            let by_client = other.definition.executor == Executor::CLIENT;
             if by_client && !can_execute(catalog, &caller.project, &other, pinned) {
                 continue;
             }
@@ -71,7 +71,7 @@ impl Dispatcher {
         let line = |tool: &str| {
             Arc::new(QueueKey { project: call.project.clone(), tool: tool.to_owned() })
         };
-        if call.target.executor == Executor::Caller {
+        if call.target.executor == Executor::CALLER {
             return (
                 SlotScope { queue: line("(caller)"), is_local: false },
                 ConcurrencyCaps::default(),

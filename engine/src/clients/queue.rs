@@ -235,7 +235,7 @@ impl Drop for ClientSession {
 #[async_trait]
 impl Source for ClientQueue {
     fn executor(&self) -> Executor {
-        Executor::Client
+        Executor::CLIENT
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

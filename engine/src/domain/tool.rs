@@ -1,9 +1,11 @@
 //! The definition of a tool: its name, schemas, effect and executor. Pure.
 
 pub mod args;
+use std::collections::BTreeSet;
 use std::str::FromStr;
 
 use args::{ArgumentMapping, ArgumentRules};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -12,38 +14,61 @@ use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
 use crate::domain::utp::Binding;
 
-/// The executor of a tool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Executor {
-    /// A function in this process.
-    Builtin,
-    /// A connected client.
-    Client,
-    /// A tool service on NATS.
-    Utp,
-    /// An MCP server.
-    Mcp,
-    /// An HTTP API.
-    Http,
-    /// The caller itself; Toolcrib only records the call.
-    Caller,
-}
+/// The name of the party that executes a tool, such as `mcp`.
+///
+/// The set is open: each source brings its own name. Names are stored and sent, so they never
+/// change. The constants are the names that Toolcrib itself uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(transparent)]
+pub struct Executor(&'static str);
 
 impl Executor {
-    /// Every executor.
-    pub const ALL: [Self; 6] =
-        [Self::Builtin, Self::Client, Self::Utp, Self::Mcp, Self::Http, Self::Caller];
+    /// A function in this process.
+    pub const BUILTIN: Self = Self("builtin");
+    /// A connected client.
+    pub const CLIENT: Self = Self("client");
+    /// A tool service on NATS.
+    pub const UTP: Self = Self("utp");
+    /// An MCP server.
+    pub const MCP: Self = Self("mcp");
+    /// An HTTP API.
+    pub const HTTP: Self = Self("http");
+    /// The caller itself; Toolcrib only records the call.
+    pub const CALLER: Self = Self("caller");
 
-    /// Returns the name used on the wire.
+    /// The executors that Toolcrib itself uses. The position of each is part of the versions of its
+    /// tools, so the order never changes.
+    pub const STANDARD: [Self; 6] =
+        [Self::BUILTIN, Self::CLIENT, Self::UTP, Self::MCP, Self::HTTP, Self::CALLER];
+
+    /// Names an executor: lower-case letters, digits and `_`, at most 32.
+    ///
+    /// # Panics
+    ///
+    /// Panics, at compile time in a constant, if the name has another form.
+    #[allow(clippy::panic, reason = "a source names its executor in a constant")]
+    pub const fn new(name: &'static str) -> Self {
+        if !is_executor_name(name) {
+            panic!("an executor's name has 1 to 32 lower-case letters, digits and '_'");
+        }
+        Self(name)
+    }
+
+    /// Returns the name, as it is stored and sent.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Builtin => "builtin",
-            Self::Client => "client",
-            Self::Utp => "utp",
-            Self::Mcp => "mcp",
-            Self::Http => "http",
-            Self::Caller => "caller",
+        self.0
+    }
+
+    /// Adds the executor to the fingerprint of a tool.
+    fn update_hash(self, hash: &mut Sha256) {
+        match Self::STANDARD.iter().position(|standard| *standard == self) {
+            // Versions are stored, so the standard executors keep their number of one byte.
+            Some(position) => hash.update([position as u8]),
+            None => {
+                hash.update([u8::MAX]);
+                hash.update(self.0.as_bytes());
+                hash.update([0]);
+            }
         }
     }
 
@@ -51,22 +76,22 @@ impl Executor {
     /// else `client`.
     pub fn source(self) -> &'static str {
         match self {
-            Self::Client | Self::Caller => "client",
+            Self::CLIENT | Self::CALLER => "client",
             _ => "server",
         }
     }
 
-    /// Returns the traits of the sources for this executor. A target that was stored without traits
+    /// Returns the usual traits of this executor's sources. A target that was stored without traits
     /// has these.
     pub fn traits(self) -> SourceTraits {
         let common = SourceTraits { retries: true, exact_numbers: true, ..Default::default() };
         match self {
-            Self::Builtin => SourceTraits { in_process: true, speculative_reads: true, ..common },
-            Self::Client => {
+            Self::BUILTIN => SourceTraits { in_process: true, speculative_reads: true, ..common },
+            Self::CLIENT => {
                 SourceTraits { reports_later: true, needs_acknowledgement: true, ..common }
             }
             // A tool service answers a repeated call from its memory, so a retry has no effect.
-            Self::Utp => SourceTraits {
+            Self::UTP => SourceTraits {
                 reports_later: true,
                 needs_acknowledgement: true,
                 needs_command: true,
@@ -74,17 +99,18 @@ impl Executor {
                 exact_numbers: false,
                 ..common
             },
-            Self::Mcp => common,
-            Self::Http => SourceTraits { needs_command: true, exact_numbers: false, ..common },
+            Self::MCP => SourceTraits { mcp_results: true, ..common },
+            Self::HTTP => SourceTraits { needs_command: true, exact_numbers: false, ..common },
             // The caller executes its own calls: the attempt needs no acknowledgement.
-            Self::Caller => SourceTraits { reports_later: true, ..common },
+            Self::CALLER => SourceTraits { reports_later: true, ..common },
+            _ => common,
         }
     }
 
     /// Returns the question to ask if no executor acknowledges a call.
     pub fn availability_question(self) -> &'static str {
         match self {
-            Self::Utp => "is its tool service running, and NATS there",
+            Self::UTP => "is its tool service running, and NATS there",
             _ => "is the client that offers it connected",
         }
     }
@@ -111,13 +137,53 @@ pub struct SourceTraits {
     pub speculative_reads: bool,
     /// An attempt needs a command, which the engine builds from the tool's binding.
     pub needs_command: bool,
+    /// Results are MCP tool results: `content`, `structuredContent` and `isError`. Such a tool may
+    /// also log.
+    pub mcp_results: bool,
+}
+
+/// Maximum number of executors besides [`Executor::STANDARD`] that one process reads. A name read
+/// from text lives as long as the process.
+const MAX_OTHER_EXECUTORS: usize = 256;
+
+const fn is_executor_name(name: &str) -> bool {
+    let bytes = name.as_bytes();
+    let mut index = 0;
+    while index < bytes.len() {
+        if !matches!(bytes[index], b'a'..=b'z' | b'0'..=b'9' | b'_') {
+            return false;
+        }
+        index += 1;
+    }
+    !bytes.is_empty() && bytes.len() <= 32
 }
 
 impl FromStr for Executor {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
-        Self::ALL.into_iter().find(|executor| executor.as_str() == text).ok_or(())
+        static OTHERS: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+        if let Some(standard) = Self::STANDARD.iter().find(|standard| standard.0 == text) {
+            return Ok(*standard);
+        }
+        let mut others = OTHERS.lock();
+        if let Some(name) = others.get(text) {
+            return Ok(Self(name));
+        }
+        if !is_executor_name(text) || others.len() >= MAX_OTHER_EXECUTORS {
+            return Err(());
+        }
+        let name: &'static str = Box::leak(text.to_owned().into_boxed_str());
+        others.insert(name);
+        Ok(Self(name))
+    }
+}
+
+impl<'de> Deserialize<'de> for Executor {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
+        let unknown = |()| serde::de::Error::custom(format!("unknown executor \"{text}\""));
+        text.parse().map_err(unknown)
     }
 }
 
@@ -229,7 +295,9 @@ impl ToolDefinition {
             hash.update([1]);
             hash.update(output.canonical_text().as_bytes());
         }
-        hash.update([self.effect as u8, self.risk as u8, self.executor as u8]);
+        // Versions are stored: the order of the variants of `Effect` and `Risk` must not change.
+        hash.update([self.effect as u8, self.risk as u8]);
+        self.executor.update_hash(&mut hash);
         if let Some(utp) = &self.binding {
             hash.update([2, utp.after_execution as u8]);
             hash.update(utp.target_subject.as_deref().unwrap_or_default().as_bytes());
@@ -334,9 +402,37 @@ mod tests {
 
     #[test]
     fn executors_round_trip() {
-        for executor in Executor::ALL {
+        for executor in Executor::STANDARD.into_iter().chain([Executor::new("grpc")]) {
             assert_eq!(executor.as_str().parse(), Ok(executor));
+            let json = serde_json::to_string(&executor).unwrap();
+            assert_eq!(serde_json::from_str::<Executor>(&json).unwrap(), executor);
         }
+        for bad in ["", "gRPC", "a b", &"a".repeat(33)] {
+            assert!(bad.parse::<Executor>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn the_version_of_a_tool_is_the_one_stored_by_earlier_releases() {
+        let tool = |executor| ToolDefinition {
+            project: None,
+            name: "a.b".to_owned(),
+            description: "c".to_owned(),
+            executor,
+            input_schema: Json::parse("{}").unwrap(),
+            output_schema: None,
+            timeout_ms: 1,
+            background: false,
+            effect: Effect::Irreversible,
+            risk: Risk::Medium,
+            policy: ExecutionPolicyPatch::default(),
+            fallback: Vec::new(),
+            metadata: None,
+            binding: None,
+        };
+        assert_eq!(tool(Executor::MCP).version(), "7239928d4394c474");
+        let grpc = tool(Executor::new("grpc")).version();
+        assert_ne!(grpc, tool(Executor::new("soap")).version());
     }
 
     #[test]

@@ -292,6 +292,7 @@ fn expected(executor: Executor, case: Case, state: State, in_table: Expect) -> E
         exact_numbers: _,
         speculative_reads: _,
         needs_command: _,
+        mcp_results: _,
     } = executor.traits();
     match (case, state) {
         (Case::Claim, State::Queue | State::RetryDue) if !needs_acknowledgement => {
@@ -381,11 +382,11 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
 #[test]
 fn the_table_has_every_status_hold_and_event() {
     for state in State::ALL {
-        let call = call_in(Executor::Client, *state);
+        let call = call_in(Executor::CLIENT, *state);
         assert!(states_of(call.status, call.hold).contains(state), "{state:?}");
     }
     for status in Status::ALL {
-        let is_present = |state: &State| call_in(Executor::Client, *state).status == status;
+        let is_present = |state: &State| call_in(Executor::CLIENT, *state).status == status;
         assert!(State::ALL.iter().any(is_present), "{status:?}");
     }
     for case in Case::ALL {
@@ -395,7 +396,7 @@ fn the_table_has_every_status_hold_and_event() {
 
 #[test]
 fn every_status_times_every_event() {
-    for executor in Executor::ALL {
+    for executor in Executor::STANDARD {
         for case in Case::ALL {
             for (state, in_table) in State::ALL.iter().zip(expected_row(*case)) {
                 let expected = expected(executor, *case, *state, in_table);
@@ -457,7 +458,7 @@ fn check_transition(before: &Call, step: &Transition, state: State, case: Case) 
 fn an_owned_call_takes_the_same_transitions() {
     for state in State::ALL {
         for case in Case::ALL {
-            let before = call_in(Executor::Client, *state);
+            let before = call_in(Executor::CLIENT, *state);
             let (event, now) = event_of(*case);
             match (step_owned(before.clone(), &event, now), step(&before, &event, now)) {
                 (Ok(owned), Ok(step)) => assert_eq!(owned, step, "{state:?} × {case:?}"),
@@ -472,7 +473,7 @@ fn an_owned_call_takes_the_same_transitions() {
 
 /// Returns a running call of a function in this process.
 fn running_call(effect: Effect) -> Call {
-    step(&queued_call(Executor::Builtin, effect), &claim_by("n1"), NOW).unwrap().call
+    step(&queued_call(Executor::BUILTIN, effect), &claim_by("n1"), NOW).unwrap().call
 }
 
 #[test]
@@ -527,7 +528,7 @@ fn retries_end_with_the_attempts_or_the_deadline() {
 #[test]
 fn a_fallback_is_used_only_without_a_side_effect() {
     use Effect::{Idempotent, Irreversible, Read};
-    let alternate = Target { tool: "other".into(), ..queued_call(Executor::Builtin, Read).target };
+    let alternate = Target { tool: "other".into(), ..queued_call(Executor::BUILTIN, Read).target };
     for (effect, fault, used) in [
         (Read, Fault::runtime("broken"), true),
         (Irreversible, Fault::unreachable("refused"), true),
@@ -551,7 +552,7 @@ fn a_fallback_is_used_only_without_a_side_effect() {
 
 #[test]
 fn answers_reach_the_next_attempt_and_questions_cost_no_retry() {
-    let waiting = call_in(Executor::Client, State::Input);
+    let waiting = call_in(Executor::CLIENT, State::Input);
     assert_eq!((waiting.attempt, waiting.target_attempts), (2, 1));
     let some = step(&waiting, &answers(&["city", "nobody asked"]), NOW).unwrap();
     let elicitation = some.call.elicitation.as_ref().unwrap();
@@ -594,8 +595,8 @@ fn timeout_messages_say_whether_it_may_have_happened() {
     };
     assert!(message(&running_call(Effect::Irreversible)).contains("may have taken effect"));
     assert!(message(&running_call(Effect::Read)).contains("calling again is safe"));
-    assert!(message(&call_in(Executor::Client, State::Unacknowledged)).contains("connected?"));
-    assert!(message(&call_in(Executor::Client, State::Queue)).contains("no place was free"));
+    assert!(message(&call_in(Executor::CLIENT, State::Unacknowledged)).contains("connected?"));
+    assert!(message(&call_in(Executor::CLIENT, State::Queue)).contains("no place was free"));
 }
 
 #[test]
@@ -607,7 +608,7 @@ fn a_repeated_remote_outcome_is_a_duplicate() {
     ];
     for outcome in outcomes {
         let event = Event::RemoteOutcome { attempt: 2, by: "c1".into(), outcome: outcome.clone() };
-        let ended = step(&call_in(Executor::Client, State::Running), &event, NOW).unwrap().call;
+        let ended = step(&call_in(Executor::CLIENT, State::Running), &event, NOW).unwrap().call;
         let is_partial = ended.outcome.as_ref().unwrap().partial;
         assert_eq!(is_partial, matches!(outcome, RemoteOutcome::Partial(_)));
         assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Duplicate), "{outcome:?}");
@@ -617,7 +618,7 @@ fn a_repeated_remote_outcome_is_a_duplicate() {
 /// A caller-executed call is running as soon as it is recorded, and Toolcrib never runs it.
 #[test]
 fn a_caller_executed_call_runs_at_once_and_only_once() {
-    let own = Call { max_retries: 0, ..queued_call(Executor::Caller, Effect::Irreversible) };
+    let own = Call { max_retries: 0, ..queued_call(Executor::CALLER, Effect::Irreversible) };
     let claimed = step(&own, &claim_by("n1"), NOW).unwrap();
     assert_eq!((claimed.call.status, claimed.call.hold), (Status::Running, None));
     assert_eq!(claimed.records[0].kind, EventKind::Started);
@@ -684,7 +685,7 @@ fn another_client_acknowledges_only_after_the_lease_moved() {
         instead_of: instead_of.map(str::to_owned),
     };
     for effect in [Effect::Read, Effect::Idempotent, Effect::Irreversible] {
-        let parked = step(&queued_call(Executor::Client, effect), &claim_by("n"), NOW);
+        let parked = step(&queued_call(Executor::CLIENT, effect), &claim_by("n"), NOW);
         let first = step(&parked.unwrap().call, &acknowledged("c1", None), NOW).unwrap().call;
         assert_eq!(step(&first, &acknowledged("c1", None), NOW), Err(Refusal::Duplicate));
         for instead_of in [None, Some("c3")] {
@@ -701,7 +702,7 @@ fn another_client_acknowledges_only_after_the_lease_moved() {
 
 #[test]
 fn a_call_executes_nothing_before_its_predecessor_ends() {
-    let waiting = call_in(Executor::Builtin, State::Predecessor);
+    let waiting = call_in(Executor::BUILTIN, State::Predecessor);
     let (lost, now) = event_of(Case::OwnerLost);
     let recovered = step(&waiting, &lost, now).unwrap();
     assert_eq!(
@@ -720,7 +721,7 @@ fn a_call_executes_nothing_before_its_predecessor_ends() {
 fn the_timeout_of_a_successor_starts_when_its_predecessor_ends() {
     for (timeout_ms, deadline_ms) in [(40, NOW + 40), (u64::MAX, DEADLINE)] {
         let hold = Some(Hold::Predecessor { timeout_ms });
-        let waiting = Call { hold, ..queued_call(Executor::Builtin, Effect::Read) };
+        let waiting = Call { hold, ..queued_call(Executor::BUILTIN, Effect::Read) };
         let queued = step(&waiting, &Event::PredecessorEnded, NOW).unwrap();
         assert_eq!(queued.actions, [Action::Enqueue]);
         assert_eq!((queued.call.hold, queued.call.deadline_ms), (Some(Hold::Queue), deadline_ms));

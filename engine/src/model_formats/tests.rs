@@ -184,7 +184,7 @@ fn tool(schema: &str, effect: Effect) -> ToolDefinition {
         project: None,
         name: "calc.add".into(),
         description: "Adds".into(),
-        executor: Executor::Builtin,
+        executor: Executor::BUILTIN,
         input_schema: Json::parse(schema).unwrap(),
         output_schema: Some(Json::parse(r#"{"type":"object"}"#).unwrap()),
         timeout_ms: 1_000,

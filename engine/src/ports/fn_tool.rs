@@ -115,7 +115,7 @@ impl FnTool {
             project: None,
             name: name.to_owned(),
             description: description.to_owned(),
-            executor: Executor::Builtin,
+            executor: Executor::BUILTIN,
             input_schema: Json::from_value(&schemars::schema_for!(A).to_value()),
             output_schema: says_something(&output).then(|| Json::from_value(&output)),
             timeout_ms: 30_000,
@@ -208,7 +208,7 @@ impl BuiltinSource {
 #[async_trait]
 impl Source for BuiltinSource {
     fn executor(&self) -> Executor {
-        Executor::Builtin
+        Executor::BUILTIN
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

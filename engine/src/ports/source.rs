@@ -175,7 +175,7 @@ pub(crate) struct CallerSource;
 #[async_trait]
 impl Source for CallerSource {
     fn executor(&self) -> Executor {
-        Executor::Caller
+        Executor::CALLER
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

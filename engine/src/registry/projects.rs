@@ -258,14 +258,14 @@ fn project_not_found(project: &str) -> Error {
 }
 
 fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
-    let by_others = matches!(entry.definition.executor, Executor::Client | Executor::Mcp);
+    let by_others = matches!(entry.definition.executor, Executor::CLIENT | Executor::MCP);
     entry.definition.project.is_some() && !by_others
 }
 
 fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
     let taken = catalog.find(project, name).is_some_and(|known| {
         known.definition.project.is_none()
-            || matches!(known.definition.executor, Executor::Client | Executor::Mcp)
+            || matches!(known.definition.executor, Executor::CLIENT | Executor::MCP)
     });
     if taken {
         let message =

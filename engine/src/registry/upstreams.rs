@@ -99,7 +99,7 @@ impl Admin {
     /// still configured.
     pub fn upstreams_with_tools(&self) -> HashSet<(String, String)> {
         let catalog = self.registry.catalog();
-        let brought = catalog.directory().tools.iter().filter(|t| t.executor == Executor::Mcp);
+        let brought = catalog.directory().tools.iter().filter(|t| t.executor == Executor::MCP);
         let whose = brought.filter_map(|tool| {
             let (upstream, _) = tool.name.split_once('.')?;
             Some((tool.project.clone()?, upstream.to_owned()))
@@ -183,7 +183,7 @@ impl Admin {
 /// Returns true if the tool was imported from this upstream. A source's own tools have no project.
 fn belongs_to_upstream(tool: &ToolDefinition, upstream: &str) -> bool {
     let whose = tool.name.split_once('.').map(|(upstream, _)| upstream);
-    tool.executor == Executor::Mcp && tool.project.is_some() && whose == Some(upstream)
+    tool.executor == Executor::MCP && tool.project.is_some() && whose == Some(upstream)
 }
 
 /// Selects the tools whose names are free, up to the limit. Also returns the refused ones, each

@@ -180,7 +180,7 @@ impl Runs {
             );
             return Err(Error::refused(Code::NotFound, message));
         };
-        if call.target.executor != Executor::Caller {
+        if call.target.executor != Executor::CALLER {
             let message = format!(
                 "call \"{}\" of {} is executed by Toolcrib, and its result comes by itself",
                 call.id, call.tool_name
@@ -220,7 +220,7 @@ impl Runs {
             let is_id = call.origin.caller_call_id.as_deref() == Some(call_id);
             is_id && (call.origin.agent == caller.agent || caller.may_administer())
         };
-        let own = |call: &Call| call.target.executor == Executor::Caller && mine(call);
+        let own = |call: &Call| call.target.executor == Executor::CALLER && mine(call);
         let mut filter = CallFilter {
             project: caller.project.clone(),
             run_id: Some(run_id.to_owned()),
@@ -311,7 +311,7 @@ fn compile_caller_tool(
 ) -> Result<CatalogEntry, Error> {
     let unknown = caller_tool_definition(project, name, default_ms);
     let definition = known.map_or(unknown, |tool| ToolDefinition {
-        executor: Executor::Caller,
+        executor: Executor::CALLER,
         policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),
         ..tool.clone()

@@ -329,7 +329,7 @@ pub(crate) fn caller_tool_definition(project: &str, name: &str, timeout_ms: u64)
         project: Some(project.to_owned()),
         name: name.to_owned(),
         description: String::new(),
-        executor: Executor::Caller,
+        executor: Executor::CALLER,
         input_schema: Json::empty_object(),
         output_schema: None,
         timeout_ms,

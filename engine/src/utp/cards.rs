@@ -159,7 +159,7 @@ impl Utp {
     /// that card ended the call, otherwise one derived from the call.
     pub(crate) async fn result_card(&self, call: &Call) -> Result<Option<Card>, Error> {
         let route = Route::for_call(call);
-        if call.target.executor == crate::domain::tool::Executor::Utp
+        if call.target.executor == crate::domain::tool::Executor::UTP
             && call.status != Status::Pending
         {
             let (turn, id) = (&route.turn_id, &route.tool_call_id);

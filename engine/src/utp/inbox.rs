@@ -125,7 +125,7 @@ impl Utp {
     /// and for a tool service's calls of an agent that is on the roster.
     pub(crate) fn uses_inbox(&self, call: &Call) -> bool {
         call.origin.route.is_some()
-            || call.target.executor == Executor::Utp
+            || call.target.executor == Executor::UTP
                 && self.registry.find_agent_entry(&call.project, &call.origin.agent).is_some()
     }
 

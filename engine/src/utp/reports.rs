@@ -329,7 +329,7 @@ impl Utp {
             }
         };
         let route = Route::for_call(&call);
-        if call.target.executor != Executor::Utp {
+        if call.target.executor != Executor::UTP {
             let message = format!("{} is not executed by a tool service", call.target.tool);
             return Err(reject_report("wrong_call", Code::Conflict, message));
         }

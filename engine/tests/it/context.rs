@@ -140,7 +140,7 @@ async fn calls_that_the_caller_executed_are_recorded() {
         .unwrap();
     let statuses: Vec<Status> = made.iter().map(|call| call.status).collect();
     assert_eq!(statuses, [Status::Succeeded, Status::Running]);
-    assert!(made.iter().all(|call| call.target.executor == Executor::Caller));
+    assert!(made.iter().all(|call| call.target.executor == Executor::CALLER));
     let failed = result("call_1", Err(Fault::unreachable("no network")));
     let ended = engine.runs().record_results(&caller, RUN, vec![failed.clone()]).await.unwrap();
     assert_eq!((ended[0].status, ended[0].attempt), (Status::Failed, 1), "never retried");
@@ -193,7 +193,7 @@ fn my_tool(name: &str) -> ToolDefinition {
     ToolDefinition {
         project: None,
         name: name.into(),
-        executor: Executor::Caller,
+        executor: Executor::CALLER,
         input_schema: json(r#"{"type":"object","required":["q"]}"#),
         output_schema: Some(json(r#"{"type":"integer"}"#)),
         ..quick().definition()
@@ -218,7 +218,7 @@ async fn recorded_calls_are_validated_against_the_tools_of_the_run() {
         RunToolSelection { caller_tools: vec![my_tool("t.quick")], toolcrib_tools: None };
     let set = engine.runs().set_run_tools(&caller, "other_run", override_selection).await.unwrap();
     assert_eq!(set.len(), 2, "a caller tool replaces Toolcrib's tool of the same name");
-    assert_eq!(set[0].executor, Executor::Caller);
+    assert_eq!(set[0].executor, Executor::CALLER);
 
     let invalid =
         engine.runs().record_calls(&caller, RUN, vec![caller_call("my.tool", "call_0")]).await;
@@ -288,7 +288,7 @@ async fn only_the_recording_agent_can_record_and_answer_its_calls() {
     // No rule allows these tools; their existence makes no difference.
     let names = ["my.own", "t.slow"].map(|name| caller_call(name, name));
     let made = engine.runs().record_calls(&ada, RUN, names.to_vec()).await.unwrap();
-    assert!(made.iter().all(|call| call.target.executor == Executor::Caller));
+    assert!(made.iter().all(|call| call.target.executor == Executor::CALLER));
     let denied = engine
         .runs()
         .record_calls(&ada, RUN, vec![caller_call("secret.tool", "x")])

@@ -22,7 +22,7 @@ pub fn client_tool(name: &str, effect: Effect) -> ToolDefinition {
         project: Some("default".into()),
         name: name.into(),
         description: String::new(),
-        executor: Executor::Client,
+        executor: Executor::CLIENT,
         input_schema: Json::parse("true").unwrap(),
         output_schema: None,
         timeout_ms: 30_000,

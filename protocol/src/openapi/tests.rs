@@ -101,7 +101,7 @@ fn an_operation_becomes_a_tool_with_one_schema() {
     let import = pets();
     let (get, http) = tool(&import, "pets.getPet");
     assert_eq!(get.description, "One pet. With everything that is known of it.");
-    assert_eq!((get.effect, get.executor), (Effect::Read, Executor::Http));
+    assert_eq!((get.effect, get.executor), (Effect::Read, Executor::HTTP));
     assert_eq!(http["url"], "https://eu.example.com/v1/pets/{petId}");
     let expected = json!({
         "type": "object",

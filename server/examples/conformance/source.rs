@@ -99,7 +99,7 @@ fn logged(message: &str) -> AttemptProgress {
 #[async_trait]
 impl Source for Tools {
     fn executor(&self) -> Executor {
-        Executor::Mcp
+        Executor::MCP
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

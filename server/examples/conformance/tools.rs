@@ -68,7 +68,7 @@ fn tool(name: &str, schema: Value) -> ToolDefinition {
         project: None,
         name: format!("{SUITE}.{name}"),
         description: format!("{name}: for the conformance suite"),
-        executor: Executor::Mcp,
+        executor: Executor::MCP,
         input_schema: Json::from_value(&schema),
         output_schema: None,
         timeout_ms: 120_000,

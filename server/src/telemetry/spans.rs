@@ -96,7 +96,7 @@ pub(super) fn record_with_attributes(
 /// for tools executed by the server.
 fn tool_type(executor: Executor) -> &'static str {
     match executor {
-        Executor::Client => "function",
+        Executor::CLIENT => "function",
         _ => "extension",
     }
 }
@@ -159,7 +159,7 @@ pub(super) fn attempt_span(attempted: &EndedAttempt<'_>) -> SpanData {
     attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
     let began_ms = call.attempt_dispatched_ms.or(call.started_ms).unwrap_or(call.created_ms);
     // An executor elsewhere continues the trace below a client span.
-    let here = call.target.executor == Executor::Builtin;
+    let here = call.target.traits.in_process;
     let kind = if here { SpanKind::Internal } else { SpanKind::Client };
     let name = format!("attempt {}", call.target.tool);
     SpanData {

@@ -109,7 +109,7 @@ fn definition(
         project: Some(settings.project.clone()),
         name: name.to_owned(),
         description: description.chars().take(8_000).collect(),
-        executor: Executor::Mcp,
+        executor: Executor::MCP,
         input_schema: object(&tool.input_schema),
         output_schema: output.map(|schema| object(schema)),
         timeout_ms: timeout_ms.unwrap_or(default_timeout_ms),

@@ -113,8 +113,8 @@ pub fn target(tool: &str, args: &str) -> Target {
     Target {
         tool: tool.into(),
         version: "v1".into(),
-        executor: Executor::Builtin,
-        traits: Executor::Builtin.traits(),
+        executor: Executor::BUILTIN,
+        traits: Executor::BUILTIN.traits(),
         effect: Effect::Read,
         args: json(args),
     }

@@ -34,7 +34,7 @@ async fn fill(store: &dyn Store) -> Vec<Call> {
     for status in Status::ALL {
         let mut new = call();
         if status == Status::Succeeded {
-            new.target.executor = Executor::Client;
+            new.target.executor = Executor::CLIENT;
         }
         calls.push(put_with_status(store, &new, status).await);
     }
@@ -49,7 +49,7 @@ async fn fill(store: &dyn Store) -> Vec<Call> {
         change(store, DirectoryChange::Register { client, tools, unlisted_tools }).await;
     }
     let server = |name| ToolDefinition {
-        executor: Executor::Http,
+        executor: Executor::HTTP,
         timeout_ms: 5_000,
         ..tool("p", name, "does it \0")
     };

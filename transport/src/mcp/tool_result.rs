@@ -19,11 +19,11 @@ use rmcp::model::{
     ResultType,
 };
 use serde_json::{Value, json};
+use toolcrib::Json;
 use toolcrib::domain::call::{Call, Hold, Status};
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
 use toolcrib::registry::CatalogEntry;
 use toolcrib::results::{digest, tokens};
-use toolcrib::{Executor, Json};
 
 use super::request::ProtocolRevision;
 
@@ -95,7 +95,7 @@ impl ResultFormat {
 
 fn success_result(call: &Call, data: &Json, tool: ResultFormat, budget: usize) -> CallToolResult {
     let value = data.to_value();
-    if call.target.executor == Executor::Mcp
+    if call.target.traits.mcp_results
         && value.get("content").is_some_and(Value::is_array)
         && let Ok(mut result) = serde_json::from_value::<CallToolResult>(value.clone())
     {

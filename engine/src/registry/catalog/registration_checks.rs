@@ -68,7 +68,7 @@ fn registration_conflict(
         return Some(message);
     }
     let known = &catalog.project_tools.get(&caller.project, name)?.definition;
-    if known.executor != Executor::Client {
+    if known.executor != Executor::CLIENT {
         return Some(format!("\"{name}\" is not a tool of clients"));
     }
     let others = catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);

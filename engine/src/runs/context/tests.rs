@@ -20,7 +20,7 @@ fn tool(name: &str, description: &str) -> ToolDefinition {
         project: None,
         name: name.into(),
         description: description.into(),
-        executor: Executor::Builtin,
+        executor: Executor::BUILTIN,
         input_schema: json(r#"{"type":"object"}"#),
         output_schema: None,
         timeout_ms: 1_000,

@@ -91,6 +91,6 @@ fn executable_definition(tool: &ToolDefinition) -> Option<ToolDefinition> {
         options.remove("args");
         utp.options = Json::from_value(&serde_json::Value::Object(options.clone()));
     }
-    tool.executor = Executor::Http;
+    tool.executor = Executor::HTTP;
     Some(tool)
 }

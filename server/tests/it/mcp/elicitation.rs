@@ -26,7 +26,7 @@ fn greeting_tool(name: &str, background: bool) -> ToolDefinition {
         project: None,
         name: name.to_owned(),
         description: "says hello".to_owned(),
-        executor: Executor::Mcp,
+        executor: Executor::MCP,
         input_schema: Json::from_value(&json!({ "type": "object" })),
         output_schema: None,
         timeout_ms: 60_000,
@@ -43,7 +43,7 @@ fn greeting_tool(name: &str, background: bool) -> ToolDefinition {
 #[async_trait]
 impl Source for ElicitingSource {
     fn executor(&self) -> Executor {
-        Executor::Mcp
+        Executor::MCP
     }
 
     fn list(&self) -> Vec<ToolDefinition> {

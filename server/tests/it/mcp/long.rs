@@ -17,7 +17,7 @@ struct EchoSource;
 #[async_trait]
 impl Source for EchoSource {
     fn executor(&self) -> Executor {
-        Executor::Mcp
+        Executor::MCP
     }
 
     fn list(&self) -> Vec<ToolDefinition> {
@@ -25,7 +25,7 @@ impl Source for EchoSource {
             project: None,
             name: name.to_owned(),
             description: "says it back".to_owned(),
-            executor: Executor::Mcp,
+            executor: Executor::MCP,
             input_schema: Json::from_value(&json!({ "type": "object" })),
             output_schema: output.map(|schema| Json::from_value(&schema)),
             timeout_ms: 60_000,

@@ -46,8 +46,8 @@ fn full_call() -> Call {
         target: Target {
             tool: "weather.query".into(),
             version: "a1b2".into(),
-            executor: Executor::Client,
-            traits: Executor::Client.traits(),
+            executor: Executor::CLIENT,
+            traits: Executor::CLIENT.traits(),
             effect: Effect::Idempotent,
             args: json(r#"{"city":"Oslo"}"#),
         },
@@ -56,7 +56,7 @@ fn full_call() -> Call {
             Target {
                 effect: Effect::Irreversible,
                 // Traits that are not those of the executor are stored.
-                traits: SourceTraits { retries: false, ..Executor::Builtin.traits() },
+                traits: SourceTraits { retries: false, ..Executor::BUILTIN.traits() },
                 ..target("weather.third", "[1]")
             },
         ],

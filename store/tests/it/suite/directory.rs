@@ -25,7 +25,7 @@ pub fn tool(project: &str, name: &str, description: &str) -> ToolDefinition {
         project: Some(project.into()),
         name: name.into(),
         description: description.into(),
-        executor: Executor::Client,
+        executor: Executor::CLIENT,
         input_schema: json(r#"{"type":"object"}"#),
         output_schema: None,
         timeout_ms: 30_000,
@@ -121,7 +121,7 @@ pub async fn a_registered_tool_is_read_back_field_by_field(store: &dyn Store) {
         ("n".to_owned(), args::ArgumentSource::Value(value!(5))),
     ]);
     let full = ToolDefinition {
-        executor: Executor::Utp,
+        executor: Executor::UTP,
         input_schema: json(r#"{ "type": "object", "maximum": 1.10 }"#),
         output_schema: Some(json(r#"{"type":"number"}"#)),
         timeout_ms: 86_400_000,

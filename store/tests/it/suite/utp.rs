@@ -296,7 +296,7 @@ pub async fn old_cards_turns_and_inbox_items_are_purged(store: &dyn Store) {
 
 fn bound(target: &str) -> ToolDefinition {
     ToolDefinition {
-        executor: Executor::Utp,
+        executor: Executor::UTP,
         binding: Some(Binding {
             target_subject: Some(target.into()),
             after_execution: AfterExecution::Terminate,

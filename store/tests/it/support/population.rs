@@ -95,7 +95,7 @@ async fn populate_calls(store: &dyn Store) {
 
 /// A tool that the server executes.
 fn server_tool(name: &str) -> ToolDefinition {
-    ToolDefinition { executor: Executor::Mcp, ..directory::tool("p", name, "does it") }
+    ToolDefinition { executor: Executor::MCP, ..directory::tool("p", name, "does it") }
 }
 
 async fn populate_directory(store: &dyn Store) {

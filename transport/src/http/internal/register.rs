@@ -73,7 +73,7 @@ impl ToolOfferBody {
             project: Some(project.to_owned()),
             name: self.name,
             description: self.description,
-            executor: Executor::Client,
+            executor: Executor::CLIENT,
             input_schema: self.schema,
             output_schema: self.output_schema,
             timeout_ms: self.timeout_ms.or(own).unwrap_or(default_timeout_ms),

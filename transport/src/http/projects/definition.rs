@@ -205,8 +205,8 @@ impl ValidatedDefinition {
             name: self.name.clone(),
             description: self.description.clone(),
             executor: match self.target_subject {
-                Some(_) => Executor::Utp,
-                None => Executor::Http,
+                Some(_) => Executor::UTP,
+                None => Executor::HTTP,
             },
             input_schema: self.parameters.clone(),
             output_schema: self.output_schema.clone(),

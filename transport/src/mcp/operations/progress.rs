@@ -16,7 +16,7 @@ use serde_json::Value;
 use toolcrib::calls::EventQuery;
 use toolcrib::domain::call::Call;
 use toolcrib::domain::event::{CallEvent, EventData, EventKind};
-use toolcrib::{Caller, Engine, Executor};
+use toolcrib::{Caller, Engine};
 
 use crate::mcp::request::ProtocolRevision;
 use crate::mcp::state::RequestScope;
@@ -57,7 +57,7 @@ impl ProgressForwarder {
         // Only tools of MCP servers log. The current revision sets the level with each request,
         // legacy revisions for the whole session; a legacy client that set no level gets `info`.
         let level = match ProtocolRevision::of(context) {
-            _ if call.target.executor != Executor::Mcp => None,
+            _ if !call.target.traits.mcp_results => None,
             ProtocolRevision::Modern => context.meta.log_level(),
             ProtocolRevision::Legacy => session.level().or(Some(LoggingLevel::Info)),
         };

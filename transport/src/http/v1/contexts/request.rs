@@ -77,7 +77,7 @@ impl CallerTool {
             project: Some(project.to_owned()),
             name: self.name,
             description: self.description.unwrap_or_default(),
-            executor: Executor::Caller,
+            executor: Executor::CALLER,
             input_schema: self.schema.unwrap_or_else(Json::empty_object),
             output_schema: self.output_schema,
             timeout_ms: self.timeout_ms.unwrap_or(default_ms),
