@@ -210,7 +210,9 @@ pub struct AuditEntry {
     pub project: String,
     /// Agent name of the caller, or the name of the upstream that changed its tools.
     pub agent: String,
-    /// `call.denied`, `key.created`, `key.revoked`, `rule.set`, `rule.removed`.
+    /// The kind of change or decision: `call.denied`, `key.created`, `key.revoked`, `rule.set`,
+    /// `rule.removed`, `tool.set`, `tool.removed`, `upstream.set`, `upstream.removed`,
+    /// `upstream.tools`.
     pub action: String,
     /// The subject of the action: a tool, a key's id, a pattern.
     pub subject: String,

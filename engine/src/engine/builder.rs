@@ -295,7 +295,8 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     let tasks = &engine.core.tasks;
     tasks.spawn(maintenance::dispatch::run(engine.calls.clone()));
     tasks.spawn(maintenance::deadlines::run(engine.calls.clone()));
-    tasks.spawn(maintenance::directory_refresh::run(engine.clients.clone()));
+    tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
+    tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
     if engine.core.webhook_sender.is_some() {
         tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));

@@ -17,7 +17,7 @@ use toolcrib::clients::{ClientMessage, ClientSession, Redelivery, Transport, Wor
 use toolcrib::domain::directory::UnlistedTools;
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
-use toolcrib::maintenance::{deadlines, directory_refresh, dispatch};
+use toolcrib::maintenance::{client_leases, deadlines, directory_refresh, dispatch};
 use toolcrib::ports::clock::{Clock, ManualClock};
 use toolcrib::ports::core::ExecutionPolicies;
 use toolcrib::ports::store::{CallFilter, EventScope, Store};
@@ -115,7 +115,10 @@ impl World {
             4 => self.clock.advance(self.rng.below(4_000)),
             5 => drop(dispatch::run_once(self.engine.calls()).await),
             6 => drop(deadlines::run_once(self.engine.calls()).await),
-            7 => directory_refresh::run_once(self.engine.clients()).await,
+            7 => {
+                client_leases::run_once(self.engine.clients());
+                directory_refresh::run_once(self.engine.registry()).await;
+            }
             8 => self.connect(),
             9 | 10 => self.answer().await,
             11 => self.cancel().await,

@@ -48,7 +48,7 @@ impl UtpToolCatalogue {
     pub(super) async fn prepare_call(&self, job: &ToolJob) -> Result<Caller, Error> {
         let caller = Caller::local(self.project.as_deref().unwrap_or(&job.project));
         let Some(kept) = self.open_definitions().await? else { return Ok(caller) };
-        directory_refresh::run_once(kept.clients()).await;
+        directory_refresh::run_once(kept.registry()).await;
         let known = kept.registry().project_tool(&caller, &job.tool_name).ok();
         let wanted = known.and_then(|tool| executable_definition(&tool.definition));
         let here = self.engine.registry().project_tool(&caller, &job.tool_name).ok();
