@@ -306,7 +306,7 @@ impl RunEvent {
     /// Returns the event's position among all events.
     pub fn number(&self) -> u64 {
         match self {
-            Self::Run(noted) => noted.number,
+            Self::Run(entry) => entry.number,
             Self::Call(event) => event.number,
         }
     }
