@@ -115,10 +115,10 @@ impl From<&Fault> for Trouble {
 }
 
 impl From<Trouble> for Fault {
-    fn from(trouble: Trouble) -> Self {
-        let code = Code::parse(&trouble.code).unwrap_or(Code::Internal);
-        let fault = Fault::new(code, trouble.message).retryable(trouble.retryable);
-        Self { detail: trouble.detail, ..fault }
+    fn from(error: Trouble) -> Self {
+        let code = Code::parse(&error.code).unwrap_or(Code::Internal);
+        let fault = Fault::new(code, error.message).retryable(error.retryable);
+        Self { detail: error.detail, ..fault }
     }
 }
 

@@ -312,8 +312,8 @@ pub fn check_upstream_name(name: &str) -> Result<(), String> {
     }
     let excerpt: String = name.chars().take(80).collect();
     Err(format!(
-        "\"{excerpt}\" is not a name for a source: 1 to {MAX_UPSTREAM_NAME} letters, digits, '_' and '-', \
-         beginning with a letter or digit"
+        "\"{excerpt}\" is not a name for a source: 1 to {MAX_UPSTREAM_NAME} letters, digits, '_' \
+         and '-', beginning with a letter or digit"
     ))
 }
 

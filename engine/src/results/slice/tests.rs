@@ -78,11 +78,11 @@ fn arrays_objects_and_texts_are_read_in_slices() {
 #[test]
 fn consecutive_slices_cover_the_whole_value() {
     let data = rows();
-    for (pointer, most_bytes) in [("/rows", 300), ("/log", 100), ("", AMPLE)] {
+    for (pointer, max_bytes) in [("/rows", 300), ("/log", 100), ("", AMPLE)] {
         let (mut offset, mut items, mut text, mut turns) = (0, 0, String::new(), 0);
         loop {
             let query = SliceQuery { offset, limit: Some(1_000), ..at(pointer) };
-            let slice = read_slice(&data, &query, most_bytes).unwrap();
+            let slice = read_slice(&data, &query, max_bytes).unwrap();
             match value(&slice) {
                 Value::String(lines) => text += &lines,
                 Value::Array(list) => items += list.len(),
