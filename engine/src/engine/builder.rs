@@ -211,14 +211,9 @@ impl EngineBuilder {
             shutdown: CancellationToken::new(),
             tasks: TaskTracker::new(),
         });
-        let (authenticator, tool_names_in_metrics) =
-            (self.authenticator, self.tool_names_in_metrics);
-        let registry = Arc::new(Registry::new(
-            core.clone(),
-            shared_tools,
-            authenticator,
-            tool_names_in_metrics,
-        ));
+        let (authenticator, tool_names) = (self.authenticator, self.tool_names_in_metrics);
+        let registry =
+            Arc::new(Registry::new(core.clone(), shared_tools, authenticator, tool_names));
         let admin = Arc::new(Admin { core: core.clone(), registry: registry.clone() });
         let clients = Arc::new(Clients {
             core: core.clone(),

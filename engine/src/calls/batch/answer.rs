@@ -89,22 +89,29 @@ impl BatchEntryResult {
         read: &Result<ParsedToolCall, CallParseError>,
         state: Option<(BatchEntryState, bool)>,
     ) -> Self {
-        let (form, id, name, refused) = match read {
+        let (format, id, name, refused) = match read {
             Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
             Err(misfit) => {
-                let CallParseError { form, id, name, fault } = misfit.clone();
-                (form, id, name, Some(fault))
+                let CallParseError { form: format, id, name, fault } = misfit.clone();
+                (format, id, name, Some(fault))
             }
         };
         // Only the envelope format allows an answer without an id.
-        let stand_in = || (form != CallFormat::Envelope).then(|| format!("call_{index}"));
+        let stand_in = || (format != CallFormat::Envelope).then(|| format!("call_{index}"));
         let lost = || Fault::new(Code::Internal, "internal error; see the server's log");
         let (state, replayed) = match (refused, state) {
             (Some(fault), _) => (BatchEntryState::Refused(*fault), false),
             (None, Some(resolution)) => resolution,
             (None, None) => (BatchEntryState::Refused(lost()), false),
         };
-        Self { form, call_id: id.or_else(stand_in), name, state, replayed, is_digested: false }
+        Self {
+            form: format,
+            call_id: id.or_else(stand_in),
+            name,
+            state,
+            replayed,
+            is_digested: false,
+        }
     }
 
     /// Returns the entry's call, if one was created.

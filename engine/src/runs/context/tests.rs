@@ -82,10 +82,10 @@ fn a_repeated_id_answers_the_newest_pending_call() {
 #[test]
 fn a_call_id_takes_precedence_over_the_caller_call_id() {
     let ticket = |n: u64| Some(CallId::min_at(n));
-    let with = |n| ToolCall { tool_call_id: ticket(n), ..tool_call("call_0", "a") };
+    let call_with = |n| ToolCall { tool_call_id: ticket(n), ..tool_call("call_0", "a") };
     let mut context = ToolCallContext::new("run");
-    context.set_tool_calls([with(1), with(2)]);
-    context.set_tool_calls([ToolCall { status: Status::Pending, ..with(1) }]);
+    context.set_tool_calls([call_with(1), call_with(2)]);
+    context.set_tool_calls([ToolCall { status: Status::Pending, ..call_with(1) }]);
     assert_eq!(context.tool_calls().len(), 2, "one call per call id");
     assert_eq!(context.tool_calls()[0].status, Status::Pending, "the call is updated");
     let first = ToolResult { tool_call_id: ticket(1), ..answer("call_0", "one") };
