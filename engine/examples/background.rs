@@ -45,15 +45,15 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
             engine.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
         }
     }
-    let mut shown = engine.runs().prompt(&caller, "run_1", 50, 400).await?.text;
+    let mut output = engine.runs().prompt(&caller, "run_1", 50, 400).await?.text;
 
     let mut context = engine.runs().context(&caller, "run_1", 50).await?;
-    let (tell, mut told) = mpsc::unbounded_channel();
+    let (sender, mut receiver) = mpsc::unbounded_channel();
     context.on_tool_call(move |call, result| {
         // Long work belongs elsewhere; what fails here is logged and stops nobody.
-        let said =
+        let text =
             result.outcome.as_ref().map_or_else(ToString::to_string, |d| d.text().to_owned());
-        tell.send(format!("{} ({}): {said}", call.name, call.call_id))?;
+        sender.send(format!("{} ({}): {text}", call.name, call.call_id))?;
         Ok(())
     });
     context.on_tool_call(|_, _| Err("this listener is always out of luck".into()));
@@ -62,9 +62,9 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     while context.pending_calls().next().is_some() {
         engine.runs().refresh_context(&caller, &mut context, 10_000).await?;
     }
-    let heard = told.recv().await.ok_or("the listener was told")?;
-    shown.push_str(&format!("\nheard: {heard}\n"));
-    Ok(shown)
+    let heard = receiver.recv().await.ok_or("the listener was told")?;
+    output.push_str(&format!("\nheard: {heard}\n"));
+    Ok(output)
 }
 
 #[tokio::main(flavor = "current_thread")]

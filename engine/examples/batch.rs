@@ -39,22 +39,22 @@ pub async fn turn() -> Result<String, Box<dyn std::error::Error>> {
     let engine = Engine::builder().tool(weather.effect(Effect::Read)).tool(notes).start().await?;
     let caller = Caller::local("default");
 
-    let mut shown = String::from("tools for the model:\n");
+    let mut output = String::from("tools for the model:\n");
     for tool in engine.registry().model_tool_definitions(&caller, ToolFormat::OpenAi) {
-        writeln!(shown, "  {}", tool.to_value()["function"]["name"])?;
+        writeln!(output, "  {}", tool.to_value()["function"]["name"])?;
     }
 
     let entries = TOOL_CALLS.iter().map(|call| Json::parse(call)).collect::<Result<_, _>>()?;
     let batch = Batch { mode: BatchMode::Parallel, ..Batch::new("run_1", entries) };
     let answer = engine.calls().run_batch(&caller, batch).await?;
 
-    writeln!(shown, "messages for the model:")?;
+    writeln!(output, "messages for the model:")?;
     for message in &answer.messages {
-        writeln!(shown, "  {}", message.text())?;
+        writeln!(output, "  {}", message.text())?;
     }
     let well = answer.results.iter().filter(|settled| settled.ok() == Some(true)).count();
-    writeln!(shown, "{well} of {} went well", answer.results.len())?;
-    Ok(shown)
+    writeln!(output, "{well} of {} went well", answer.results.len())?;
+    Ok(output)
 }
 
 #[tokio::main(flavor = "current_thread")]

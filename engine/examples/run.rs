@@ -36,13 +36,13 @@ impl Model for Traveller {
         prompt: &ModelRequest,
         _: DeltaListener<'_>,
     ) -> Result<ModelReply, ModelError> {
-        let told: Vec<&str> = prompt
+        let results: Vec<&str> = prompt
             .messages
             .iter()
             .filter(|message| message["role"] == "tool")
             .filter_map(|message| message["content"].as_str())
             .collect();
-        if told.is_empty() {
+        if results.is_empty() {
             let ask = |(n, city): (usize, &str)| ToolCallRequest {
                 id: format!("call_{n}"),
                 name: "weather__now".to_owned(),
@@ -51,7 +51,7 @@ impl Model for Traveller {
             let calls = ["Oslo", "Rome"].into_iter().enumerate().map(ask).collect();
             return Ok(ModelReply { calls, ..ModelReply::default() });
         }
-        let text = format!("Go south: {}.", told.join(", "));
+        let text = format!("Go south: {}.", results.join(", "));
         Ok(ModelReply { text, ..ModelReply::default() })
     }
 }
@@ -79,7 +79,7 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let tool = weather.effect(Effect::Read);
     let engine = Engine::builder().tool(tool).models(Arc::new(Only)).start().await?;
     let caller = Caller::local("default");
-    let mut shown = String::new();
+    let mut output = String::new();
 
     // In this process: the conversation is yours, between any two turns.
     let mut talk = Conversation::from_user_text("Where is it warmer?");
@@ -87,10 +87,10 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     while let StepOutcome::Continue =
         engine.runs().run_agent_step(&caller, &Traveller, &terms, &mut talk).await?
     {
-        writeln!(shown, "turn {}: {} calls", talk.progress.steps, talk.progress.calls)?;
+        writeln!(output, "turn {}: {} calls", talk.progress.steps, talk.progress.calls)?;
     }
     let last = talk.messages.last().map(|message| message["content"].clone());
-    writeln!(shown, "answer: {}", last.unwrap_or_default())?;
+    writeln!(output, "answer: {}", last.unwrap_or_default())?;
 
     // Kept: with a store on a disk it goes on after a crash.
     let new = RunRequest {
@@ -101,8 +101,8 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let started = engine.runs().start_run(&caller, new).await?;
     let run = engine.runs().wait_for_run(&caller, &started.run.id, 10_000).await?;
     let answer = run.answer.map(|answer| answer.text).unwrap_or_default();
-    writeln!(shown, "{} after {} steps: {answer}", run.status.as_str(), run.progress.steps)?;
-    Ok(shown)
+    writeln!(output, "{} after {} steps: {answer}", run.status.as_str(), run.progress.steps)?;
+    Ok(output)
 }
 
 #[tokio::main(flavor = "current_thread")]

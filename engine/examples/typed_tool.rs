@@ -39,10 +39,10 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let engine = Engine::builder().tool(tool).start().await?;
     let caller = Caller::local("default");
 
-    let mut shown = String::new();
+    let mut output = String::new();
     let tool = engine.registry().tool(&caller, "car.consumption")?;
     let schema = tool.definition.input_schema.to_value();
-    writeln!(shown, "required: {}", schema["required"])?;
+    writeln!(output, "required: {}", schema["required"])?;
 
     for args in [r#"{"km": 480, "litres": 30}"#, r#"{"km": "far"}"#, r#"{"km": 0, "litres": 1}"#] {
         let ticket = match engine
@@ -52,7 +52,7 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
         {
             Ok(ticket) => ticket,
             Err(refused) => {
-                writeln!(shown, "refused: {refused}")?;
+                writeln!(output, "refused: {refused}")?;
                 continue;
             }
         };
@@ -60,16 +60,16 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
         let outcome = call.outcome.as_ref().ok_or("an ended call has an outcome")?;
         match (&outcome.data, &outcome.error) {
             (Some(data), _) if call.status == Status::Succeeded => {
-                writeln!(shown, "answer: {}", data.text())?;
+                writeln!(output, "answer: {}", data.text())?;
             }
             (_, Some(fault)) => {
-                writeln!(shown, "failed after {} attempts: {fault}", outcome.metrics.attempts)?;
+                writeln!(output, "failed after {} attempts: {fault}", outcome.metrics.attempts)?;
             }
-            _ => writeln!(shown, "{}", call.status.as_str())?,
+            _ => writeln!(output, "{}", call.status.as_str())?,
         }
     }
     engine.shut_down(std::time::Duration::from_secs(1)).await;
-    Ok(shown)
+    Ok(output)
 }
 
 #[tokio::main(flavor = "current_thread")]

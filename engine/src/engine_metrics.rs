@@ -32,7 +32,7 @@ struct ToolTimings {
 }
 
 impl ToolTimings {
-    fn of(source: &'static str, tool: &str) -> Self {
+    fn new(source: &'static str, tool: &str) -> Self {
         let name = || tool.to_owned();
         Self {
             latency: histogram!(
@@ -88,11 +88,11 @@ pub(crate) fn count_allowed() {
     ALLOWED_DECISIONS.increment(1);
 }
 
-/// Records a new call, and its outcome if it ended before it was stored. `named` returns whether
-/// the tool's name may be exported.
-pub(crate) fn record_accepted(call: &Call, named: impl FnOnce() -> bool) {
+/// Records a new call, and its outcome if it ended before it was stored. `exports_name` returns
+/// whether the tool's name may be exported.
+pub(crate) fn record_accepted(call: &Call, exports_name: impl FnOnce() -> bool) {
     source_metrics(call.target.executor).accepted.increment(1);
-    record_end(call, named);
+    record_end(call, exports_name);
 }
 
 /// Registers the common counters, so that they are exported before their first increment.
@@ -101,15 +101,15 @@ pub(crate) fn register_counters() {
     LazyLock::force(&ALLOWED_DECISIONS);
 }
 
-/// Records a transition of a call. `named` returns whether the tool's name may be exported.
-pub(crate) fn record_transition(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
+/// Records a transition of a call. `exports_name` returns whether the tool's name may be exported.
+pub(crate) fn record_transition(before: &Call, after: &Call, exports_name: impl FnOnce() -> bool) {
     if !before.status.is_terminal() {
-        record_end(after, named);
+        record_end(after, exports_name);
     }
 }
 
 /// Records the outcome of a call, if it has one.
-pub(crate) fn record_end(after: &Call, named: impl FnOnce() -> bool) {
+pub(crate) fn record_end(after: &Call, exports_name: impl FnOnce() -> bool) {
     let Some(outcome) = &after.outcome else { return };
     let usual = source_metrics(after.target.executor);
     match &outcome.error {
@@ -122,7 +122,7 @@ pub(crate) fn record_end(after: &Call, named: impl FnOnce() -> bool) {
         )
         .increment(1),
     }
-    usual.record_timings(after, &outcome.metrics, named);
+    usual.record_timings(after, &outcome.metrics, exports_name);
 }
 
 impl SourceMetrics {
@@ -146,10 +146,15 @@ impl SourceMetrics {
         Box::leak(Box::new(metrics))
     }
 
-    fn record_timings(&self, call: &Call, metrics: &CallMetrics, named: impl FnOnce() -> bool) {
+    fn record_timings(
+        &self,
+        call: &Call,
+        metrics: &CallMetrics,
+        exports_name: impl FnOnce() -> bool,
+    ) {
         let source = call.target.executor.as_str();
-        let other = || self.unnamed_tools.get_or_init(|| ToolTimings::of(source, "other"));
-        if !named() {
+        let other = || self.unnamed_tools.get_or_init(|| ToolTimings::new(source, "other"));
+        if !exports_name() {
             return other().record(metrics);
         }
         if let Some(timing) = self.tools.read().get(&call.tool_name) {
@@ -159,8 +164,8 @@ impl SourceMetrics {
         if tools.len() >= MAX_NAMED_TOOLS && !tools.contains_key(&call.tool_name) {
             return other().record(metrics);
         }
-        let made = || ToolTimings::of(source, &call.tool_name);
-        tools.entry(call.tool_name.clone()).or_insert_with(made).record(metrics);
+        let register = || ToolTimings::new(source, &call.tool_name);
+        tools.entry(call.tool_name.clone()).or_insert_with(register).record(metrics);
     }
 }
 

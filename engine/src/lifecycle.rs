@@ -260,16 +260,16 @@ fn acknowledge(
     }
     let acknowledged = call.target.traits.reports_later && call.status == Status::Running;
     if (call.hold != Some(Hold::Unacknowledged) && !acknowledged) || call.attempt != attempt {
-        let why = "taken, but this attempt is not out";
-        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why).with("by", by)));
+        let reason = "taken, but this attempt is not out";
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason).with("by", by)));
     }
     // Another client may acknowledge the attempt only after the lease moved to it, which happens
     // only for tools that are safe to repeat.
     let holder = call.acknowledged_by.as_deref().filter(|_| acknowledged);
     let lease_moved = instead_of == holder && call.target.effect != Effect::Irreversible;
     if holder.is_some() && !lease_moved {
-        let why = "taken, but another has taken it before";
-        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why).with("by", by)));
+        let reason = "taken, but another has taken it before";
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason).with("by", by)));
     }
     let mut next = call.clone();
     next.acknowledged_by = Some(by.to_owned());
@@ -296,18 +296,18 @@ fn check_report(
         if matches_outcome(call, result) {
             return Err(Refusal::Duplicate);
         }
-        let why = format!("reported after the call was {}", call.status.as_str());
+        let reason = format!("reported after the call was {}", call.status.as_str());
         return Err(Refusal::AlreadyEnded(with_report(
-            ignored_record(call, now_ms, &why),
+            ignored_record(call, now_ms, &reason),
             by,
             result,
         )));
     }
     let this_one = attempt.is_none_or(|attempt| attempt == call.attempt);
     if !call.has_attempt_in_flight() || !this_one {
-        let why = "reported for an attempt that is not out";
+        let reason = "reported for an attempt that is not out";
         return Err(Refusal::WrongAttempt(with_report(
-            ignored_record(call, now_ms, why),
+            ignored_record(call, now_ms, reason),
             by,
             result,
         )));
@@ -449,16 +449,16 @@ fn apply_remote_outcome(
     };
     let partial = status == Status::Succeeded;
     if call.status.is_terminal() {
-        let known = call.outcome.as_ref();
-        let same = known.is_some_and(|known| {
-            known.partial == partial && known.data == outcome.1 && known.error == outcome.2
+        let stored = call.outcome.as_ref();
+        let same = stored.is_some_and(|stored| {
+            stored.partial == partial && stored.data == outcome.1 && stored.error == outcome.2
         });
         if same && call.status == status {
             return Err(Refusal::Duplicate);
         }
-        let why = format!("reported after the call was {}", call.status.as_str());
+        let reason = format!("reported after the call was {}", call.status.as_str());
         let late =
-            ignored_record(call, now_ms, &why).with("by", by).with("reported", status.as_str());
+            ignored_record(call, now_ms, &reason).with("by", by).with("reported", status.as_str());
         return Err(Refusal::AlreadyEnded(late));
     }
     if !call.has_attempt_in_flight() || attempt != call.attempt {
@@ -491,11 +491,11 @@ fn detach(call: &Call, attempt: u32, handle: &str, now_ms: u64) -> Result<Transi
         )));
     }
     if !call.has_attempt_in_flight() || call.attempt != attempt {
-        let why = "handed over by an attempt that is not out";
-        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why)));
+        let reason = "handed over by an attempt that is not out";
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason)));
     }
-    let known = call.elicitation.as_ref().and_then(|elicitation| elicitation.handle.as_deref());
-    if known == Some(handle) {
+    let current = call.elicitation.as_ref().and_then(|elicitation| elicitation.handle.as_deref());
+    if current == Some(handle) {
         return Err(Refusal::Duplicate);
     }
     let mut next = call.clone();
@@ -515,8 +515,8 @@ fn require_input(
         return Err(Refusal::AlreadyEnded(ignored_record(call, now_ms, "asked after the end")));
     }
     if !call.has_attempt_in_flight() || call.attempt != attempt {
-        let why = "asked by an attempt that is not out";
-        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, why)));
+        let reason = "asked by an attempt that is not out";
+        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason)));
     }
     let mut next = call.clone();
     next.status = Status::Pending;
@@ -716,8 +716,8 @@ fn into_transition(mut call: Call, records: Vec<EventRecord>, actions: Vec<Actio
     Transition { call, records, actions }
 }
 
-fn ignored_record(call: &Call, now_ms: u64, why: &str) -> EventRecord {
-    EventRecord::new(EventKind::ReportIgnored, now_ms, call.attempt).with("why", why)
+fn ignored_record(call: &Call, now_ms: u64, reason: &str) -> EventRecord {
+    EventRecord::new(EventKind::ReportIgnored, now_ms, call.attempt).with("why", reason)
 }
 
 #[cfg(test)]

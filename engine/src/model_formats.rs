@@ -59,10 +59,10 @@ pub struct ParsedToolCall {
 }
 
 impl ParsedToolCall {
-    fn new(form: CallFormat, id: Option<String>, name: String, args: Json) -> Self {
+    fn new(format: CallFormat, id: Option<String>, name: String, args: Json) -> Self {
         Self {
-            form,
-            id: normalize_id(form, id),
+            form: format,
+            id: normalize_id(format, id),
             name,
             args,
             timeout_ms: None,
@@ -87,14 +87,14 @@ pub struct CallParseError {
 }
 
 impl CallParseError {
-    fn new(form: CallFormat, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
-        Self { form, id: normalize_id(form, id), name, fault: Box::new(fault) }
+    fn new(format: CallFormat, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
+        Self { form: format, id: normalize_id(format, id), name, fault: Box::new(fault) }
     }
 }
 
 /// Treats an empty id from a model as missing. An envelope keeps it, so that validation reports it.
-fn normalize_id(form: CallFormat, id: Option<String>) -> Option<String> {
-    id.filter(|id| form == CallFormat::Envelope || !id.is_empty())
+fn normalize_id(format: CallFormat, id: Option<String>) -> Option<String> {
+    id.filter(|id| format == CallFormat::Envelope || !id.is_empty())
 }
 
 /// Parses one tool call in any supported format.
@@ -112,27 +112,27 @@ fn normalize_id(form: CallFormat, id: Option<String>) -> Option<String> {
 pub fn parse(entry: &Json) -> Result<ParsedToolCall, CallParseError> {
     let unreadable = |fault| CallParseError::new(CallFormat::Envelope, None, None, fault);
     let fields = RawFields::parse(entry).map_err(unreadable)?;
-    let of_any = || fields.text_if_valid("call_id").or_else(|| fields.text_if_valid("id"));
-    let form = detect_format(&fields).map_err(|fault| {
-        let (id, name) = (of_any(), fields.text_if_valid("name"));
+    let any_id = || fields.text_if_valid("call_id").or_else(|| fields.text_if_valid("id"));
+    let format = detect_format(&fields).map_err(|fault| {
+        let (id, name) = (any_id(), fields.text_if_valid("name"));
         CallParseError::new(CallFormat::Envelope, id, name, fault)
     })?;
-    let read = match form {
+    let read = match format {
         CallFormat::Envelope => envelope::read(&fields),
         CallFormat::OpenAi => openai::read(&fields),
         CallFormat::Responses => responses::read(&fields),
         CallFormat::Anthropic => anthropic::read(&fields),
     };
     read.map_err(|fault| {
-        let id = match form {
+        let id = match format {
             CallFormat::Envelope | CallFormat::Responses => fields.text_if_valid("call_id"),
             CallFormat::OpenAi | CallFormat::Anthropic => fields.text_if_valid("id"),
         };
-        let name = match form {
+        let name = match format {
             CallFormat::OpenAi => openai::name_hint(&fields),
             _ => fields.text_if_valid("name"),
         };
-        CallParseError::new(form, id, name, fault)
+        CallParseError::new(format, id, name, fault)
     })
 }
 
@@ -145,9 +145,9 @@ fn detect_format(fields: &RawFields<'_>) -> Result<CallFormat, Fault> {
         None if fields.has("function") => Ok(CallFormat::OpenAi),
         None => Ok(CallFormat::Envelope),
         Some(other) => {
-            let shown: String = other.chars().take(40).collect();
+            let excerpt: String = other.chars().take(40).collect();
             let message = format!(
-                "an entry of the type \"{shown}\" is not a call of a tool here; known are \
+                "an entry of the type \"{excerpt}\" is not a call of a tool here; known are \
                  \"function\", \"function_call\" and \"tool_use\", and the envelope has no type"
             );
             Err(parse_fault("/type", message))
@@ -193,8 +193,8 @@ pub struct PendingNotice<'a> {
 }
 
 /// Formats the answer to an entry in the entry's own format.
-pub fn answer_message(form: CallFormat, id: Option<&str>, answer: &EntryAnswer<'_>) -> Json {
-    match form {
+pub fn answer_message(format: CallFormat, id: Option<&str>, answer: &EntryAnswer<'_>) -> Json {
+    match format {
         CallFormat::Envelope => envelope::message(id, answer),
         CallFormat::OpenAi => openai::message(id.unwrap_or_default(), answer),
         CallFormat::Responses => responses::message(id.unwrap_or_default(), answer),
@@ -235,9 +235,9 @@ pub fn fault_content(fault: &Fault) -> String {
 pub fn data_content(data: &Json) -> String {
     let text = data.text();
     // Only a document that starts like a string is decoded as one.
-    let said =
+    let decoded =
         text.trim_start().starts_with('"').then(|| serde_json::from_str(text).ok()).flatten();
-    said.unwrap_or_else(|| text.to_owned())
+    decoded.unwrap_or_else(|| text.to_owned())
 }
 
 /// Formats a ticket as message content.

@@ -99,7 +99,7 @@ impl Calls {
             fitting.and_then(|tool| self.build_call(&catalog, caller, &tool, request, &args));
         let mut call = match drafted {
             Ok(call) => call,
-            Err(why) => return Box::pin(self.replay_or(&caller.project, key, why)).await,
+            Err(error) => return Box::pin(self.replay_or(&caller.project, key, error)).await,
         };
         if let Some(before) = &membership.predecessor {
             set_predecessor(&mut call, before);
@@ -188,9 +188,9 @@ impl Calls {
         }
         policy = policy.with_patch(&tool.definition.policy);
         if let Some(over) = self.core.policies.tools.get(&tool.definition.name) {
-            let own_limit = policy.max_parallel;
+            let tool_limit = policy.max_parallel;
             policy = policy.with_patch(&over.policy);
-            policy.max_parallel = policy.max_parallel.or(own_limit);
+            policy.max_parallel = policy.max_parallel.or(tool_limit);
         }
         policy
     }
@@ -207,8 +207,9 @@ impl Calls {
         let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
         let reservation = match self.dispatcher.open_calls.reserve(&scope.queue, all, each) {
             Ok(reservation) => reservation,
-            Err(why) => {
-                return Box::pin(self.replay_or(&call.project, key, capacity_error(why))).await;
+            Err(exceeded) => {
+                return Box::pin(self.replay_or(&call.project, key, capacity_error(exceeded)))
+                    .await;
             }
         };
         let requested = EventRecord::new(EventKind::Requested, call.created_ms, 0)
@@ -220,11 +221,11 @@ impl Calls {
         let mut call = Arc::new(call);
         // With an idempotency key the call may have been made before. Nothing starts until the
         // store has answered that.
-        let begun = match action {
+        let speculation = match action {
             Some(Action::Start) if key.is_none() => self.dispatcher.start_speculation(&call),
             _ => Speculation::NotUsed,
         };
-        let follows = match begun {
+        let follows = match speculation {
             Speculation::Finished(done) => {
                 let (ended, follows) =
                     self.apply_finished_speculation(call, done, action, &mut records);
@@ -330,25 +331,25 @@ impl Calls {
         &self,
         project: &str,
         key: Option<IdempotencyKey>,
-        why: Error,
+        error: Error,
     ) -> Result<Ticket, Error> {
-        let Some(key) = key else { return Err(why) };
+        let Some(key) = key else { return Err(error) };
         let used = self
             .core
             .store
             .find_by_idempotency_key(project, &key)
             .await
             .map_err(from_store_error)?;
-        used.and_then(|used| self.replayed_ticket(used)).unwrap_or(Err(why))
+        used.and_then(|used| self.replayed_ticket(used)).unwrap_or(Err(error))
     }
 
     fn replayed_ticket(&self, created: CreateCallResult) -> Option<Result<Ticket, Error>> {
         match created {
             CreateCallResult::New => None,
-            CreateCallResult::Replayed(known) => {
+            CreateCallResult::Replayed(stored) => {
                 metrics::counter!("toolcrib_idempotent_replays_total").increment(1);
-                let entry = self.dispatcher.open_calls.get(&known.id);
-                let call = entry.as_ref().map_or_else(|| Arc::new(*known), |entry| entry.call());
+                let entry = self.dispatcher.open_calls.get(&stored.id);
+                let call = entry.as_ref().map_or_else(|| Arc::new(*stored), |entry| entry.call());
                 Some(Ok(Ticket { call, replayed: true, open_call: entry }))
             }
             CreateCallResult::Mismatch(id) => {

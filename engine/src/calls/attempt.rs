@@ -107,8 +107,8 @@ impl Dispatcher {
     ) {
         let (dispatcher, call) = (self.clone(), call.clone());
         tokio::spawn(async move {
-            let noted = dispatcher.record_progress(&call.id, call.attempt, progress).await;
-            if let Err(error) = noted {
+            let recorded = dispatcher.record_progress(&call.id, call.attempt, progress).await;
+            if let Err(error) = recorded {
                 tracing::debug!(call = %call.id, %error, "progress was not stored");
             }
         });

@@ -183,14 +183,14 @@ impl Calls {
             let message = "the server is shutting down; nothing was done, a retry is safe";
             return Err(Error::retry_later(Code::Overloaded, message, 1_000));
         }
-        let (count, most) = (batch.entries.len(), limits.max_batch_entries);
-        if count == 0 || count > most {
-            let message = format!("tool_calls must be 1 to {most} entries, and are {count}");
+        let (count, max) = (batch.entries.len(), limits.max_batch_entries);
+        if count == 0 || count > max {
+            let message = format!("tool_calls must be 1 to {max} entries, and are {count}");
             return refused("tool_calls", message);
         }
-        let most = limits.max_batch_parallel;
-        if batch.max_parallel.is_some_and(|width| width == 0 || width > most) {
-            return refused("max_parallel", format!("max_parallel must be from 1 to {most}"));
+        let max = limits.max_batch_parallel;
+        if batch.max_parallel.is_some_and(|width| width == 0 || width > max) {
+            return refused("max_parallel", format!("max_parallel must be from 1 to {max}"));
         }
         if batch.budget_tokens == Some(0) {
             return refused("budget_tokens", "budget_tokens must be at least 1".into());
@@ -200,12 +200,12 @@ impl Calls {
             ("user_id", batch.user_id.as_ref(), 255),
             ("idempotency_key", batch.idempotency_key.as_ref(), MAX_KEY_BYTES),
         ];
-        for (field, word, most) in words {
+        for (field, word, max) in words {
             let fits = |word: &String| {
-                (1..=most).contains(&word.len()) && !word.chars().any(char::is_control)
+                (1..=max).contains(&word.len()) && !word.chars().any(char::is_control)
             };
             if word.is_some_and(|word| !fits(word)) {
-                let message = format!("{field} must be 1 to {most} bytes, no control characters");
+                let message = format!("{field} must be 1 to {max} bytes, no control characters");
                 return refused(field, message);
             }
         }

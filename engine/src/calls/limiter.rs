@@ -117,10 +117,10 @@ impl LimiterState {
 }
 
 impl LimiterState {
-    fn remove_at(&mut self, line: &QueueKey, at: u64) -> Option<QueuedCall> {
-        let waiting = self.queues.get_mut(line)?.remove(&at);
-        if self.queues.get(line).is_some_and(BTreeMap::is_empty) {
-            self.queues.remove(line);
+    fn remove_at(&mut self, queue: &QueueKey, position: u64) -> Option<QueuedCall> {
+        let waiting = self.queues.get_mut(queue)?.remove(&position);
+        if self.queues.get(queue).is_some_and(BTreeMap::is_empty) {
+            self.queues.remove(queue);
         }
         waiting
     }
@@ -130,22 +130,22 @@ impl ConcurrencyLimiter {
     /// Acquires a slot if one is free and no call is queued for the same tool.
     pub(crate) fn try_acquire(
         self: &Arc<Self>,
-        place: &SlotScope,
+        scope: &SlotScope,
         caps: &ConcurrencyCaps,
     ) -> Option<Slot> {
         let mut state = self.state.lock();
-        let in_line = !state.queues.is_empty() && state.queues.contains_key(&place.queue);
-        if in_line || !state.has_capacity(place, caps) {
+        let has_queue = !state.queues.is_empty() && state.queues.contains_key(&scope.queue);
+        if has_queue || !state.has_capacity(scope, caps) {
             return None;
         }
-        state.acquire(place);
-        Some(Slot { limiter: self.clone(), scope: place.clone() })
+        state.acquire(scope);
+        Some(Slot { limiter: self.clone(), scope: scope.clone() })
     }
 
     /// Acquires a slot for an attempt that is already in flight, regardless of the limits.
-    pub(crate) fn force_acquire(self: &Arc<Self>, place: SlotScope) -> Slot {
-        self.state.lock().acquire(&place);
-        Slot { limiter: self.clone(), scope: place }
+    pub(crate) fn force_acquire(self: &Arc<Self>, scope: SlotScope) -> Slot {
+        self.state.lock().acquire(&scope);
+        Slot { limiter: self.clone(), scope }
     }
 
     /// Withholds slots of tools that have a limit until the attempts in flight are counted.
@@ -167,17 +167,17 @@ impl ConcurrencyLimiter {
     }
 
     /// Queues a call, unless it is queued already.
-    pub(crate) fn enqueue(&self, call_id: CallId, place: SlotScope, caps: ConcurrencyCaps) {
+    pub(crate) fn enqueue(&self, call_id: CallId, scope: SlotScope, caps: ConcurrencyCaps) {
         let mut state = self.state.lock();
         if !state.positions.contains_key(&call_id) {
             state.last_position += 1;
-            let (at, line) = (state.last_position, place.queue.clone());
-            state.positions.insert(call_id.clone(), (line.clone(), at));
+            let (position, queue) = (state.last_position, scope.queue.clone());
+            state.positions.insert(call_id.clone(), (queue.clone(), position));
             state
                 .queues
-                .entry(line)
+                .entry(queue)
                 .or_default()
-                .insert(at, QueuedCall { call_id, scope: place, caps });
+                .insert(position, QueuedCall { call_id, scope, caps });
         }
         drop(state);
         self.capacity_changed.notify_one();
@@ -187,8 +187,8 @@ impl ConcurrencyLimiter {
     /// call until a slot becomes free.
     pub(crate) fn dequeue(&self, call_id: &CallId) {
         let mut state = self.state.lock();
-        let Some((line, at)) = state.positions.remove(call_id) else { return };
-        state.remove_at(&line, at);
+        let Some((queue, position)) = state.positions.remove(call_id) else { return };
+        state.remove_at(&queue, position);
     }
 
     /// Takes the next queued call that fits, and acquires its slot. Uses the present limits of the
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn queued_calls_are_started_by_the_current_limits() {
         let limiter = Arc::new(ConcurrencyLimiter::default());
-        let caps = |most| ConcurrencyCaps { tool: most, ..ConcurrencyCaps::default() };
+        let caps = |max| ConcurrencyCaps { tool: max, ..ConcurrencyCaps::default() };
         let first = limiter.try_acquire(&slot_scope("p", "a"), &caps(Some(1)));
         let id_generator = IdGenerator::default();
         let ids: Vec<CallId> = (0..4).map(|n| id_generator.next_call_id(n)).collect();

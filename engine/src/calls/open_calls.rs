@@ -42,10 +42,10 @@ impl OpenCall {
         slot: Option<Slot>,
         progress_events: OnceCell<AtomicU32>,
     ) -> Arc<Self> {
-        let (shown, slot) = (RwLock::new(call), Mutex::new(slot));
+        let (committed, slot) = (RwLock::new(call), Mutex::new(slot));
         Arc::new(Self {
             decision_lock: tokio::sync::Mutex::new(()),
-            committed: shown,
+            committed,
             slot,
             progress_events,
         })
@@ -130,7 +130,7 @@ impl OpenCalls {
     /// Reserves capacity for one more call of this project.
     pub(crate) fn reserve(
         &self,
-        line: &Arc<QueueKey>,
+        queue: &Arc<QueueKey>,
         all: usize,
         each: usize,
     ) -> Result<Reservation<'_>, CapacityExceeded> {
@@ -138,11 +138,11 @@ impl OpenCalls {
         if state.calls.len() >= all {
             return Err(CapacityExceeded::Engine);
         }
-        if state.count_by_project.increment(&line.project) as usize > each {
-            state.count_by_project.decrement(&line.project);
+        if state.count_by_project.increment(&queue.project) as usize > each {
+            state.count_by_project.decrement(&queue.project);
             return Err(CapacityExceeded::Project);
         }
-        Ok(Reservation { open_calls: self, queue: line.clone(), is_committed: false })
+        Ok(Reservation { open_calls: self, queue: queue.clone(), is_committed: false })
     }
 
     /// Adopts a call loaded from the store, regardless of the limits. Returns false if it is

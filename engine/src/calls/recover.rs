@@ -25,10 +25,10 @@ impl Calls {
         // All are loaded before any continues, so that attempts still in flight elsewhere get their
         // slots before a new call can take them.
         let found = self.find_orphaned_calls().await?;
-        let taken: Vec<_> = found.into_iter().filter_map(|call| self.adopt_call(call)).collect();
+        let adopted: Vec<_> = found.into_iter().filter_map(|call| self.adopt_call(call)).collect();
         self.dispatcher.limiter.end_recovery();
-        let count = taken.len();
-        let lost = futures::stream::iter(taken);
+        let count = adopted.len();
+        let lost = futures::stream::iter(adopted);
         lost.for_each_concurrent(MAX_CONCURRENT, |entry| self.report_owner_lost(entry)).await;
         self.dispatcher.recovered.store(true, Ordering::Release);
         if count > 0 {
@@ -48,8 +48,8 @@ impl Calls {
                 self.core.store.open_calls(after, PAGE_SIZE).await.map_err(from_store_error)?;
             let Some(last) = page.last() else { return Ok(found) };
             after = last.position;
-            let mine = Some(self.core.node.as_str());
-            let others = page.into_iter().filter(|listed| listed.call.node.as_deref() != mine);
+            let this_node = Some(self.core.node.as_str());
+            let others = page.into_iter().filter(|listed| listed.call.node.as_deref() != this_node);
             found.extend(others.map(|listed| Arc::new(listed.call)));
         }
     }

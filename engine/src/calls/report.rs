@@ -46,12 +46,12 @@ impl Calls {
         let call = self.dispatcher.find_reportable_call(caller, id, Some(client_id)).await?;
         let attempt = attempt.unwrap_or(call.attempt);
         // A client that was given another client's acknowledged request takes its place.
-        let given = self.dispatcher.client_queue.lease_holder(id).as_deref() == Some(client_id);
-        let has_it = given || call.acknowledged_by.as_deref() == Some(client_id);
+        let has_lease = self.dispatcher.client_queue.lease_holder(id).as_deref() == Some(client_id);
+        let has_it = has_lease || call.acknowledged_by.as_deref() == Some(client_id);
         if !has_it && !call.status.is_terminal() {
             require_offer(&self.registry.catalog(), &call, client_id)?;
         }
-        let other = call.acknowledged_by.clone().filter(|other| given && other != client_id);
+        let other = call.acknowledged_by.clone().filter(|other| has_lease && other != client_id);
         let event = Event::Acknowledged { attempt, by: client_id.to_owned(), instead_of: other };
         let call = require_accepted(self.dispatcher.apply_event(caller, id, event).await?)?;
         self.dispatcher.client_queue.acknowledge(&call.project, client_id, id);
@@ -152,8 +152,8 @@ impl Dispatcher {
             Executor::CALLER => Some("whoever called it"),
             _ => (!call.target.traits.reports_later).then_some("the server itself"),
         };
-        if let Some(who) = elsewhere {
-            let message = format!("{} is executed by {who}", call.target.tool);
+        if let Some(executor) = elsewhere {
+            let message = format!("{} is executed by {executor}", call.target.tool);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let catalog = self.registry.catalog();
@@ -240,9 +240,9 @@ impl Dispatcher {
         if problems.is_empty() {
             return Ok(data);
         }
-        let what = format!("the result of {} does not fit its output schema", call.target.tool);
+        let summary = format!("the result of {} does not fit its output schema", call.target.tool);
         // The raw data is attached for diagnosis.
-        Err(schema_fault(&what, &problems).with_raw(data))
+        Err(schema_fault(&summary, &problems).with_raw(data))
     }
 
     pub(crate) async fn record_progress(
@@ -313,22 +313,22 @@ pub(crate) fn require_accepted(advanced: AdvanceOutcome) -> Result<Arc<Call>, Er
 }
 
 impl Calls {
-    /// Cancels the open calls of a run that `own` selects. Other callers may have used the same run
-    /// id; their calls are not the run's.
+    /// Cancels the open calls of a run that `is_selected` accepts. Other callers may have used the
+    /// same run id; their calls are not the run's.
     pub(crate) async fn cancel_open_calls(
         &self,
         caller: &Caller,
         run_id: &str,
-        why: &str,
-        own: impl Fn(&Call) -> bool,
+        reason: &str,
+        is_selected: impl Fn(&Call) -> bool,
     ) {
         for status in [Status::Pending, Status::Running] {
             let (run_id, status) = (Some(run_id.to_owned()), Some(status));
             let mut query = CallQuery { run_id, status, limit: 200, ..CallQuery::default() };
             loop {
                 let Ok(page) = self.calls(caller, query.clone()).await else { break };
-                for call in page.calls.iter().filter(|call| own(call)) {
-                    let reason = Some(why.to_owned());
+                for call in page.calls.iter().filter(|call| is_selected(call)) {
+                    let reason = Some(reason.to_owned());
                     if let Err(error) = self.cancel(caller, &call.id, reason).await {
                         tracing::debug!(%error, call = %call.id, "call not canceled");
                     }

@@ -87,19 +87,19 @@ impl CallRequest {
 pub(crate) fn apply_argument_rules(
     tool: &Compiled,
     rules: &ArgumentRules,
-    given: &Value,
+    input: &Value,
     call: &mut Call,
 ) -> Result<Json, Error> {
-    let applied = rules.apply(given, &TemplateVars::for_call(call));
+    let applied = rules.apply(input, &TemplateVars::for_call(call));
     check_schema(tool, &applied.args)?;
     if !applied.overridden_by_env.is_empty() {
         let names = applied.overridden_by_env.join(", ");
         tracing::warn!(tool = call.tool_name, args = names, "dropped: set from the environment");
-        let mut kept = given.clone();
-        if let Value::Object(kept) = &mut kept {
-            kept.retain(|name, _| !applied.overridden_by_env.contains(name));
+        let mut recorded = input.clone();
+        if let Value::Object(recorded) = &mut recorded {
+            recorded.retain(|name, _| !applied.overridden_by_env.contains(name));
         }
-        call.args = Json::from_value(&kept);
+        call.args = Json::from_value(&recorded);
     }
     Ok(Json::from_value(&applied.args))
 }
@@ -112,19 +112,15 @@ pub(crate) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
 
 /// Rejects numbers that lose precision. HTTP requests and UTP cards are written from parsed JSON,
 /// so a number of more than 64 bits would arrive as a different one.
-fn check_number_precision(
-    tool: &Compiled,
-    traits: SourceTraits,
-    given: &Json,
-) -> Result<(), Error> {
+fn check_number_precision(tool: &Compiled, traits: SourceTraits, args: &Json) -> Result<(), Error> {
     if traits.exact_numbers {
         return Ok(());
     }
-    let Some(number) = find_lossy_integer(given.text()) else { return Ok(()) };
-    let shown: String = number.chars().take(80).collect();
+    let Some(number) = find_lossy_integer(args.text()) else { return Ok(()) };
+    let excerpt: String = number.chars().take(80).collect();
     let name = &tool.definition.name;
     let message = format!(
-        "{shown} has more than 64 bits: {name} would get another number; give it as a text"
+        "{excerpt} has more than 64 bits: {name} would get another number; give it as a text"
     );
     Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
 }
@@ -134,8 +130,8 @@ fn check_schema(tool: &Compiled, args: &Value) -> Result<(), Error> {
     if problems.is_empty() {
         return Ok(());
     }
-    let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
-    Err(schema_fault(&what, &problems).without_side_effect().into())
+    let summary = format!("the arguments of {} do not fit its schema", tool.definition.name);
+    Err(schema_fault(&summary, &problems).without_side_effect().into())
 }
 
 impl Calls {
@@ -201,9 +197,9 @@ pub(crate) fn check_label(field: &str, word: &str) -> Result<(), Error> {
 }
 
 /// Builds a fault that lists every problem.
-pub(crate) fn schema_fault(what: &str, problems: &[SchemaProblem]) -> Fault {
+pub(crate) fn schema_fault(summary: &str, problems: &[SchemaProblem]) -> Fault {
     let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
-    let message = format!("{what}: {}", listed.join("; "));
+    let message = format!("{summary}: {}", listed.join("; "));
     Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
 }
 
@@ -242,8 +238,8 @@ impl Calls {
         } else {
             Err("cannot be used here: nobody was set up to deliver callbacks".to_owned())
         };
-        checked.map_err(|why| {
-            let fault = Fault::new(Code::ValidationError, format!("callback_url {why}"));
+        checked.map_err(|reason| {
+            let fault = Fault::new(Code::ValidationError, format!("callback_url {reason}"));
             fault.without_side_effect().with_detail(json!({ "pointer": "/callback_url" })).into()
         })
     }

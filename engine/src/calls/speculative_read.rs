@@ -56,21 +56,21 @@ impl Dispatcher {
         let Some(source) = self.sources.get(&target.executor).cloned() else {
             return Speculation::NotUsed;
         };
-        let held = Arc::new(ProgressBuffer(Mutex::new(Some(Vec::new()))));
-        let sink = self.buffering_progress_sink(call, &held);
+        let buffer = Arc::new(ProgressBuffer(Mutex::new(Some(Vec::new()))));
+        let sink = self.buffering_progress_sink(call, &buffer);
         let attempt = self.build_attempt(call, false);
         let starting = source.clone();
         let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
         match (&mut attempt).now_or_never() {
-            None => Speculation::Running(RunningSpeculation { attempt, progress: held }),
+            None => Speculation::Running(RunningSpeculation { attempt, progress: buffer }),
             Some(
                 StartResult::Accepted | StartResult::NeedsInput(_) | StartResult::Detached { .. },
             ) => Speculation::NotUsed,
             Some(StartResult::Finished(result)) => {
                 engine_metrics::count_attempt(target.executor, result.is_ok());
                 source.release_attempt(&call.id, call.attempt);
-                let said = held.0.lock().take().unwrap_or_default();
-                Speculation::Finished(SpeculationResult { result, progress: said })
+                let progress = buffer.0.lock().take().unwrap_or_default();
+                Speculation::Finished(SpeculationResult { result, progress })
             }
         }
     }
@@ -90,10 +90,10 @@ impl Dispatcher {
             Err(refused) => return Err(Box::new(refused.0)),
         };
         if !done.progress.is_empty() {
-            let said = done.progress.into_iter();
-            let said = said.map(|p| p.into_record(now_ms, attempt).with_task_ids(&step.call));
-            let said: Vec<EventRecord> = said.collect();
-            step.records.splice(0..0, said);
+            let records = done.progress.into_iter();
+            let records = records.map(|p| p.into_record(now_ms, attempt).with_task_ids(&step.call));
+            let records: Vec<EventRecord> = records.collect();
+            step.records.splice(0..0, records);
         }
         // The call is stored once, in this state, so it keeps the version of a first commit.
         step.call.version = version;
@@ -103,14 +103,14 @@ impl Dispatcher {
     fn buffering_progress_sink(
         self: &Arc<Self>,
         call: &Arc<Call>,
-        held: &Arc<ProgressBuffer>,
+        buffer: &Arc<ProgressBuffer>,
     ) -> ProgressSink {
-        let (dispatcher, call, held) = (self.clone(), call.clone(), held.clone());
-        let most = self.core.limits.max_progress_events as usize;
+        let (dispatcher, call, buffer) = (self.clone(), call.clone(), buffer.clone());
+        let max = self.core.limits.max_progress_events as usize;
         Arc::new(move |progress: AttemptProgress| {
-            if let Some(held) = held.0.lock().as_mut() {
-                if held.len() < most {
-                    held.push(progress);
+            if let Some(buffer) = buffer.0.lock().as_mut() {
+                if buffer.len() < max {
+                    buffer.push(progress);
                 }
                 return;
             }
@@ -124,8 +124,8 @@ impl Dispatcher {
         call: &Arc<Call>,
         read: RunningSpeculation,
     ) {
-        let said = read.progress.0.lock().take().unwrap_or_default();
-        said.into_iter().for_each(|progress| self.spawn_progress_record(call, progress));
+        let buffered = read.progress.0.lock().take().unwrap_or_default();
+        buffered.into_iter().for_each(|progress| self.spawn_progress_record(call, progress));
         let (dispatcher, call) = (self.clone(), call.clone());
         self.attempts
             .spawn(async move { dispatcher.handle_started(&call, read.attempt.await).await });

@@ -26,10 +26,10 @@ impl Dispatcher {
         call: &Call,
     ) -> Vec<Target> {
         let over = self.core.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
-        let named = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
+        let alternates = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
-        for alternate in named {
+        for alternate in alternates {
             let allowed = catalog.authorize(caller, &alternate.tool).is_allowed();
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
@@ -68,33 +68,33 @@ impl Dispatcher {
     /// Returns the scope that an attempt's slot counts against, and its limits.
     pub(crate) fn resolve_slot_scope(&self, call: &Call) -> (SlotScope, ConcurrencyCaps) {
         // Calls that the caller executes take no slot of any tool. No tool can have this name.
-        let line = |tool: &str| {
+        let key_for = |tool: &str| {
             Arc::new(QueueKey { project: call.project.clone(), tool: tool.to_owned() })
         };
         if call.target.executor == Executor::CALLER {
             return (
-                SlotScope { queue: line("(caller)"), is_local: false },
+                SlotScope { queue: key_for("(caller)"), is_local: false },
                 ConcurrencyCaps::default(),
             );
         }
-        let (line, local) = (line(&call.target.tool), !call.target.traits.reports_later);
-        let caps = self.resolve_caps(&line).unwrap_or_else(|| self.project_caps(&call.project));
-        (SlotScope { queue: line, is_local: local }, caps)
+        let (queue, is_local) = (key_for(&call.target.tool), !call.target.traits.reports_later);
+        let caps = self.resolve_caps(&queue).unwrap_or_else(|| self.project_caps(&call.project));
+        (SlotScope { queue, is_local }, caps)
     }
 
     /// Returns the present concurrency limits of a queue; `None` if its tool no longer exists.
-    pub(crate) fn resolve_caps(&self, line: &QueueKey) -> Option<ConcurrencyCaps> {
-        let entry = self.registry.catalog().find(&line.project, &line.tool)?;
-        let over = self.core.policies.tools.get(&line.tool).and_then(|o| o.policy.max_parallel);
+    pub(crate) fn resolve_caps(&self, queue: &QueueKey) -> Option<ConcurrencyCaps> {
+        let entry = self.registry.catalog().find(&queue.project, &queue.tool)?;
+        let over = self.core.policies.tools.get(&queue.tool).and_then(|o| o.policy.max_parallel);
         let tool = over.or(entry.definition.policy.max_parallel);
-        Some(ConcurrencyCaps { tool, ..self.project_caps(&line.project) })
+        Some(ConcurrencyCaps { tool, ..self.project_caps(&queue.project) })
     }
 
     fn project_caps(&self, project: &str) -> ConcurrencyCaps {
-        let of_project = self.core.policies.projects.get(project).and_then(|p| p.max_parallel);
+        let project_limit = self.core.policies.projects.get(project).and_then(|p| p.max_parallel);
         ConcurrencyCaps {
             global: self.core.policies.global.max_parallel,
-            project: of_project,
+            project: project_limit,
             tool: None,
         }
     }

@@ -235,7 +235,7 @@ impl Calls {
             ),
             EventQuery::Project => (EventScope::Project(project.clone()), Topic::Project(project)),
         };
-        let mut news = self.core.bus.listen(topic);
+        let mut listener = self.core.bus.listen(topic);
         loop {
             let ended = match query {
                 EventQuery::Call(id) => self.call(caller, id).await?.status.is_terminal(),
@@ -250,7 +250,7 @@ impl Calls {
                 return Ok(events);
             }
             tokio::select! {
-                () = news.wait_for_wake() => {}
+                () = listener.wait_for_wake() => {}
                 () = self.core.clock.sleep_until(self.core.clock.now_ms() + CALL_POLL_MS) => {}
                 () = self.core.shutdown.cancelled() => {}
             }

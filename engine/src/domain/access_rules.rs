@@ -144,10 +144,11 @@ pub fn decide_companion<'a>(
     let decision = decide(rules.clone(), project, agent, tool);
     let about =
         |rule: &&AccessRule| rule.project == project && (rule.agent == "*" || rule.agent == agent);
-    let mut own = rules.filter(about);
-    let denied =
-        own.clone().any(|r| r.verdict == RuleVerdict::Deny && pattern_matches(&r.pattern, tool));
-    if !denied && own.any(|rule| rule.verdict == RuleVerdict::Allow) {
+    let mut applicable = rules.filter(about);
+    let denied = applicable
+        .clone()
+        .any(|r| r.verdict == RuleVerdict::Deny && pattern_matches(&r.pattern, tool));
+    if !denied && applicable.any(|rule| rule.verdict == RuleVerdict::Allow) {
         return AccessDecision::Allowed;
     }
     decision
@@ -187,7 +188,9 @@ mod tests {
         assert!(matches!(ask(&[]), AccessDecision::Denied(_)));
         assert!(matches!(ask(&[rule("bob", "*", RuleVerdict::Allow)]), AccessDecision::Denied(_)));
         let denied = [weather, rule("*", "result.*", RuleVerdict::Deny)];
-        assert!(matches!(ask(&denied), AccessDecision::Denied(why) if why.contains("result.*")));
+        assert!(
+            matches!(ask(&denied), AccessDecision::Denied(reason) if reason.contains("result.*"))
+        );
     }
 
     #[test]
@@ -201,14 +204,14 @@ mod tests {
         assert_eq!(ask("bob", "weather.query"), AccessDecision::Allowed);
         assert_eq!(ask("ada", "calc.add"), AccessDecision::Allowed);
         assert!(
-            matches!(ask("bob", "calc.add"), AccessDecision::Denied(why) if why.contains("no rule"))
+            matches!(ask("bob", "calc.add"), AccessDecision::Denied(r) if r.contains("no rule"))
         );
         assert!(
-            matches!(ask("ada", "file.read"), AccessDecision::Denied(why) if why.contains("file.*"))
+            matches!(ask("ada", "file.read"), AccessDecision::Denied(r) if r.contains("file.*"))
         );
-        let own = |tool| find_denial(rules.iter(), "p", "ada", tool);
-        assert_eq!(own("calc.add"), None, "a caller tool needs no allowing rule");
-        assert!(own("file.read").is_some_and(|why| why.contains("file.*")));
+        let find = |tool| find_denial(rules.iter(), "p", "ada", tool);
+        assert_eq!(find("calc.add"), None, "a caller tool needs no allowing rule");
+        assert!(find("file.read").is_some_and(|reason| reason.contains("file.*")));
         assert_eq!(find_denial(rules.iter(), "other", "ada", "file.read"), None);
         assert!(matches!(
             decide(rules.iter(), "other", "ada", "weather.query"),

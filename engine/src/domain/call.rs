@@ -251,9 +251,9 @@ impl Call {
     /// Returns the dispatch time that the other timestamps imply in the normal case. A store need
     /// not persist a dispatch time that equals this value.
     pub fn implied_dispatch_ms(&self) -> Option<u64> {
-        let given_ms =
+        let dispatched_ms =
             if self.target.traits.reports_later { Some(self.created_ms) } else { self.started_ms };
-        given_ms.filter(|_| self.attempt == 1)
+        dispatched_ms.filter(|_| self.attempt == 1)
     }
 
     /// Returns the time at which the clock alone must act on this call; `None` once it has ended.

@@ -121,7 +121,7 @@ impl DeliveryResponse {
                 Some(format!("answered {code}: redirects are not followed, give the final URL"))
             }
             Ok(code) => Some(format!("answered {code}")),
-            Err(why) => Some(why.clone()),
+            Err(reason) => Some(reason.clone()),
         }
     }
 }

@@ -121,10 +121,10 @@ impl EventRecord {
         if !call.origin.background {
             return self;
         }
-        let named = self.with("task_id", call.id.as_str());
+        let record = self.with("task_id", call.id.as_str());
         match &call.origin.caller_call_id {
-            Some(call_id) => named.with("call_id", call_id.as_str()),
-            None => named,
+            Some(call_id) => record.with("call_id", call_id.as_str()),
+            None => record,
         }
     }
 }

@@ -273,12 +273,12 @@ impl Code {
 
     /// Parses a code in Toolcrib's or in UTP's spelling.
     pub fn parse(name: &str) -> Option<Code> {
-        let ours = TABLE.iter().find(|row| row.name == name);
+        let by_name = TABLE.iter().find(|row| row.name == name);
         // One UTP code covers several of these: prefer the row of the same name, else the first.
         let same =
             || TABLE.iter().find(|row| row.utp == name && row.name.eq_ignore_ascii_case(name));
-        let theirs = || TABLE.iter().find(|row| row.utp == name);
-        ours.or_else(same).or_else(theirs).map(|row| row.code)
+        let by_utp_name = || TABLE.iter().find(|row| row.utp == name);
+        by_name.or_else(same).or_else(by_utp_name).map(|row| row.code)
     }
 }
 

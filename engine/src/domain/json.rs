@@ -139,8 +139,8 @@ impl From<serde_json::Error> for JsonError {
     fn from(error: serde_json::Error) -> Self {
         let (line, column) = (error.line(), error.column());
         let full = error.to_string();
-        let place = format!(" at line {line} column {column}");
-        let reason = full.strip_suffix(&place).unwrap_or(&full).to_owned();
+        let location = format!(" at line {line} column {column}");
+        let reason = full.strip_suffix(&location).unwrap_or(&full).to_owned();
         Self { reason, line, column }
     }
 }

@@ -94,7 +94,7 @@ impl From<&Caller> for RunOwner {
 
 /// A fault in its stored form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Trouble {
+pub struct RunError {
     /// Wire name of the fault's [`Code`].
     pub code: String,
     /// Text for people and models.
@@ -106,7 +106,7 @@ pub struct Trouble {
     pub retryable: bool,
 }
 
-impl From<&Fault> for Trouble {
+impl From<&Fault> for RunError {
     fn from(fault: &Fault) -> Self {
         let (message, detail) = (fault.message.clone(), fault.detail.clone());
         let (code, retryable) = (fault.code.as_str().to_owned(), fault.retryable);
@@ -114,11 +114,11 @@ impl From<&Fault> for Trouble {
     }
 }
 
-impl From<Trouble> for Fault {
-    fn from(trouble: Trouble) -> Self {
-        let code = Code::parse(&trouble.code).unwrap_or(Code::Internal);
-        let fault = Fault::new(code, trouble.message).retryable(trouble.retryable);
-        Self { detail: trouble.detail, ..fault }
+impl From<RunError> for Fault {
+    fn from(error: RunError) -> Self {
+        let code = Code::parse(&error.code).unwrap_or(Code::Internal);
+        let fault = Fault::new(code, error.message).retryable(error.retryable);
+        Self { detail: error.detail, ..fault }
     }
 }
 
@@ -146,7 +146,7 @@ pub struct Run {
     pub answer: Option<FinalAnswer>,
     /// Reason of the failure; set while the run is FAILED.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<Trouble>,
+    pub error: Option<RunError>,
     /// User messages that are not in the conversation yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[serde(rename = "said")]
@@ -306,7 +306,7 @@ impl RunEvent {
     /// Returns the event's position among all events.
     pub fn number(&self) -> u64 {
         match self {
-            Self::Run(noted) => noted.number,
+            Self::Run(entry) => entry.number,
             Self::Call(event) => event.number,
         }
     }

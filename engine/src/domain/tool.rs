@@ -378,10 +378,10 @@ pub fn check_upstream_name(name: &str) -> Result<(), String> {
     if begins && name.len() <= MAX_UPSTREAM_NAME && name.bytes().all(plain) {
         return Ok(());
     }
-    let shown: String = name.chars().take(80).collect();
+    let excerpt: String = name.chars().take(80).collect();
     Err(format!(
-        "\"{shown}\" is not a name for a source: 1 to {MAX_UPSTREAM_NAME} letters, digits, '_' and '-', \
-         beginning with a letter or digit"
+        "\"{excerpt}\" is not a name for a source: 1 to {MAX_UPSTREAM_NAME} letters, digits, '_' \
+         and '-', beginning with a letter or digit"
     ))
 }
 

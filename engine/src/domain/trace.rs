@@ -120,15 +120,19 @@ impl SpanIds {
     pub(super) fn new(id: &CallId, traceparent: Option<&str>) -> Self {
         let parent = traceparent.and_then(|text| text.parse().ok());
         // An id of zeros is invalid.
-        let [first, second, own, attempt_seed] =
+        let [first, second, call_span, attempt_seed] =
             hash_to_words(id.as_str().as_bytes()).map(|id| id.max(1));
-        let begun_here = || TraceParent {
+        let new_trace = || TraceParent {
             trace_id: (u128::from(first) << 64 | u128::from(second)).to_be_bytes(),
             span_id: [0; 8],
             flags: 0,
         };
-        let trace = parent.unwrap_or_else(begun_here);
-        Self { parent, call: trace.with_span(own.to_be_bytes(), trace.is_sampled()), attempt_seed }
+        let trace = parent.unwrap_or_else(new_trace);
+        Self {
+            parent,
+            call: trace.with_span(call_span.to_be_bytes(), trace.is_sampled()),
+            attempt_seed,
+        }
     }
 
     /// Returns the trace id.

@@ -81,8 +81,8 @@ impl Binding {
     /// Returns the timeout of a call, if the options set one.
     pub fn timeout_ms(&self) -> Option<u64> {
         let options = self.options.to_value();
-        let named = ["suspend_timeout_seconds", "timeout_seconds"];
-        let seconds = named.iter().find_map(|name| options.get(*name).and_then(Value::as_f64))?;
+        let names = ["suspend_timeout_seconds", "timeout_seconds"];
+        let seconds = names.iter().find_map(|name| options.get(*name).and_then(Value::as_f64))?;
         (seconds > 0.0).then_some((seconds * 1_000.0) as u64)
     }
 }

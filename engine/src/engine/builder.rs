@@ -169,8 +169,8 @@ impl EngineBuilder {
 
     /// Sets whether metrics carry the names of projects' tools. By default they do as long as no
     /// API key exists.
-    pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
-        self.tool_names_in_metrics = Some(named);
+    pub fn tool_names_in_metrics(mut self, enabled: bool) -> Self {
+        self.tool_names_in_metrics = Some(enabled);
         self
     }
 
@@ -211,8 +211,9 @@ impl EngineBuilder {
             shutdown: CancellationToken::new(),
             tasks: TaskTracker::new(),
         });
-        let (authenticator, named) = (self.authenticator, self.tool_names_in_metrics);
-        let registry = Arc::new(Registry::new(core.clone(), shared_tools, authenticator, named));
+        let (authenticator, tool_names) = (self.authenticator, self.tool_names_in_metrics);
+        let registry =
+            Arc::new(Registry::new(core.clone(), shared_tools, authenticator, tool_names));
         let admin = Arc::new(Admin { core: core.clone(), registry: registry.clone() });
         let clients = Arc::new(Clients {
             core: core.clone(),
@@ -267,12 +268,12 @@ impl EngineBuilder {
 fn collect_sources(
     tools: Vec<Arc<dyn Tool>>,
     client_queue: &Arc<ClientQueue>,
-    given: Vec<Arc<dyn Source>>,
+    provided: Vec<Arc<dyn Source>>,
 ) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
     check_unique_names(&tools)?;
     let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-    let own = [functions, client_queue.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
-    Ok(own.into_iter().chain(given).map(|source| (source.executor(), source)).collect())
+    let builtin = [functions, client_queue.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
+    Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
 }
 
 /// Compiles the tools that the sources offer to every project.

@@ -114,8 +114,8 @@ async fn send_due_wakeups(
         let mut ring =
             |item: &InboxItem| match last.entry((item.project.clone(), item.agent_id.clone())) {
                 Entry::Occupied(_) => false,
-                Entry::Vacant(place) => {
-                    place.insert(now_ms);
+                Entry::Vacant(vacant) => {
+                    vacant.insert(now_ms);
                     true
                 }
             };

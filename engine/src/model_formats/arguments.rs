@@ -13,10 +13,10 @@ const EXCERPT_BYTES: usize = 30;
 
 /// Parses the arguments. Some servers send the object itself instead of a string, which is
 /// accepted. A model without arguments often sends an empty string.
-pub(super) fn read(given: Option<&RawValue>, pointer: &str) -> Result<Json, Fault> {
-    let Some(given) = given else { return Ok(Json::empty_object()) };
-    let Ok(BorrowedText(text)) = serde_json::from_str(given.get()) else {
-        return Ok(Json::from_raw(given));
+pub(super) fn read(raw: Option<&RawValue>, pointer: &str) -> Result<Json, Fault> {
+    let Some(raw) = raw else { return Ok(Json::empty_object()) };
+    let Ok(BorrowedText(text)) = serde_json::from_str(raw.get()) else {
+        return Ok(Json::from_raw(raw));
     };
     if text.trim().is_empty() {
         return Ok(Json::empty_object());

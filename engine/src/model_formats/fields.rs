@@ -16,7 +16,7 @@ use crate::domain::json::Json;
 pub(super) struct RawFields<'a> {
     fields: Vec<(Cow<'a, str>, &'a RawValue)>,
     /// JSON pointer of the object within the entry.
-    place: &'static str,
+    pointer: &'static str,
 }
 
 impl<'a> RawFields<'a> {
@@ -25,19 +25,22 @@ impl<'a> RawFields<'a> {
         Self::parse_object(entry.text(), "")
     }
 
-    fn parse_object(object: &'a str, place: &'static str) -> Result<Self, Fault> {
+    fn parse_object(object: &'a str, pointer: &'static str) -> Result<Self, Fault> {
         let read: Result<RawObject<'a>, _> = serde_json::from_str(object);
         let Ok(RawObject(mut fields)) = read else {
-            let shown: String = object.chars().take(40).collect();
-            return Err(parse_fault(place, format!("a call of a tool is an object, not {shown}")));
+            let excerpt: String = object.chars().take(40).collect();
+            return Err(parse_fault(
+                pointer,
+                format!("a call of a tool is an object, not {excerpt}"),
+            ));
         };
         fields.retain(|(_, value)| value.get() != "null");
-        Ok(Self { fields, place })
+        Ok(Self { fields, pointer })
     }
 
     fn get(&self, name: &str) -> Option<&'a RawValue> {
-        let named = self.fields.iter().rfind(|(field, _)| field == name);
-        named.map(|(_, value)| *value)
+        let found = self.fields.iter().rfind(|(field, _)| field == name);
+        found.map(|(_, value)| *value)
     }
 
     pub(super) fn has(&self, name: &str) -> bool {
@@ -61,10 +64,10 @@ impl<'a> RawFields<'a> {
     }
 
     /// Parses the object in a field.
-    pub(super) fn object(&self, name: &str, place: &'static str) -> Result<Self, Fault> {
+    pub(super) fn object(&self, name: &str, pointer: &'static str) -> Result<Self, Fault> {
         match self.get(name) {
-            Some(object) => Self::parse_object(object.get(), place),
-            None => Err(parse_fault(place, format!("{name} is missing"))),
+            Some(object) => Self::parse_object(object.get(), pointer),
+            None => Err(parse_fault(pointer, format!("{name} is missing"))),
         }
     }
 
@@ -94,8 +97,8 @@ impl<'a> RawFields<'a> {
         serde_json::from_str(value.get()).map(Some).map_err(refused)
     }
 
-    fn field_fault(&self, name: &str, what: &str) -> Fault {
-        parse_fault(&format!("{}/{name}", self.place), format!("{name} {what}"))
+    fn field_fault(&self, name: &str, problem: &str) -> Fault {
+        parse_fault(&format!("{}/{name}", self.pointer), format!("{name} {problem}"))
     }
 }
 

@@ -16,7 +16,7 @@ fn fault(text: &str) -> (CallParseError, Value) {
     (parse_error, detail)
 }
 
-fn answer_in(form: CallFormat, ok: bool) -> Value {
+fn answer_in(format: CallFormat, ok: bool) -> Value {
     let data = Json::parse(r#"{"temp": 1.10}"#).unwrap();
     let fault = Fault::runtime("no rain today");
     let failed = fault_content(&fault);
@@ -29,7 +29,7 @@ fn answer_in(form: CallFormat, ok: bool) -> Value {
         metrics,
         pending: None,
     };
-    answer_message(form, Some("call_0"), &answer).to_value()
+    answer_message(format, Some("call_0"), &answer).to_value()
 }
 
 #[test]
@@ -42,8 +42,8 @@ fn the_chat_completions_format_is_parsed_and_answered() {
     assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::OpenAi, Some("call_abc123")));
     assert_eq!(entry.name, "get_weather");
     assert_eq!(entry.args.text(), r#"{"location": "Paris", "n": 1.10}"#);
-    let said = json!({"role": "tool", "tool_call_id": "call_0", "content": "{\"temp\": 1.10}"});
-    assert_eq!(answer_in(CallFormat::OpenAi, true), said);
+    let expected = json!({"role": "tool", "tool_call_id": "call_0", "content": "{\"temp\": 1.10}"});
+    assert_eq!(answer_in(CallFormat::OpenAi, true), expected);
     let failed = answer_in(CallFormat::OpenAi, false);
     let content: Value = serde_json::from_str(failed["content"].as_str().unwrap()).unwrap();
     assert_eq!(content["error"]["code"], "RUNTIME_ERROR");
@@ -74,8 +74,8 @@ fn the_responses_format_is_parsed_and_answered() {
     assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::Responses, Some("call_xyz")));
     assert_eq!(entry.args.text(), r#"{"location":"Paris"}"#);
     let item = answer_in(CallFormat::Responses, true);
-    let said = "{\"temp\": 1.10}";
-    let expected = json!({"type": "function_call_output", "call_id": "call_0", "output": said});
+    let content = "{\"temp\": 1.10}";
+    let expected = json!({"type": "function_call_output", "call_id": "call_0", "output": content});
     assert_eq!(item, expected);
 }
 
@@ -90,8 +90,8 @@ fn the_anthropic_format_is_parsed_and_answered() {
     assert_eq!(entry.id.as_deref(), Some("toolu_01A09q90qw90lq917835lq9"));
     assert_eq!(entry.args.to_value()["unit"], "celsius");
     let block = answer_in(CallFormat::Anthropic, true);
-    let said = "{\"temp\": 1.10}";
-    assert_eq!(block, json!({"type": "tool_result", "tool_use_id": "call_0", "content": said}));
+    let content = "{\"temp\": 1.10}";
+    assert_eq!(block, json!({"type": "tool_result", "tool_use_id": "call_0", "content": content}));
     assert_eq!(answer_in(CallFormat::Anthropic, false)["is_error"], true);
     let (parse_error, detail) =
         fault(r#"{"type": "tool_use", "id": "t", "name": "a", "input": "{}"}"#);
@@ -114,11 +114,14 @@ fn the_envelope_format_is_parsed_and_answered() {
     );
     assert_eq!(entry.idempotency_key, None, "null counts as absent");
     assert_eq!(read(r#"{"name": "a"}"#).unwrap().args.text(), "{}");
-    let said = answer_in(CallFormat::Envelope, true);
-    assert_eq!((&said["ok"], &said["data"]), (&json!(true), &json!({"temp": 1.10})));
-    assert_eq!(said["metrics"], json!({"latency_ms": 12, "retries": 0}));
-    let said = answer_in(CallFormat::Envelope, false);
-    assert_eq!((&said["data"], &said["error"]["code"]), (&Value::Null, &json!("RUNTIME_ERROR")));
+    let answer = answer_in(CallFormat::Envelope, true);
+    assert_eq!((&answer["ok"], &answer["data"]), (&json!(true), &json!({"temp": 1.10})));
+    assert_eq!(answer["metrics"], json!({"latency_ms": 12, "retries": 0}));
+    let answer = answer_in(CallFormat::Envelope, false);
+    assert_eq!(
+        (&answer["data"], &answer["error"]["code"]),
+        (&Value::Null, &json!("RUNTIME_ERROR"))
+    );
 }
 
 #[test]

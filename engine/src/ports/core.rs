@@ -125,8 +125,8 @@ impl Core {
 /// `overloaded`; corrupt data is an internal error.
 pub(crate) fn from_store_error(error: StoreError) -> Error {
     match error {
-        StoreError::Unavailable(why) => {
-            tracing::error!(%why, "the store is not available");
+        StoreError::Unavailable(reason) => {
+            tracing::error!(why = %reason, "the store is not available");
             let message = "the store cannot be used now; nothing was done, a retry is safe";
             Error::retry_later(Code::Overloaded, message, 1_000)
         }

@@ -224,8 +224,8 @@ impl Source for BuiltinSource {
             return StartResult::Finished(Err(fault));
         };
         let canceled = CancellationToken::new();
-        let place = (attempt.call_id.clone(), attempt.number);
-        self.running.lock().insert(place, canceled.clone());
+        let key = (attempt.call_id.clone(), attempt.number);
+        self.running.lock().insert(key, canceled.clone());
         let context = ToolContext {
             call_id: attempt.call_id,
             project: attempt.project,

@@ -95,11 +95,11 @@ impl Registry {
             AccessDecision::Denied(reason) => reason,
         };
         metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
-        let shown: String = tool.chars().take(128).collect();
-        let entry = self.audit_entry(caller, &caller.project, "call.denied", &shown, &reason);
+        let excerpt: String = tool.chars().take(128).collect();
+        let entry = self.audit_entry(caller, &caller.project, "call.denied", &excerpt, &reason);
         self.core.store.append_audit_entry(entry).await.map_err(from_store_error)?;
-        let message = format!("agent \"{}\" may not call \"{shown}\": {reason}", caller.agent);
-        let detail = json!({ "agent": caller.agent, "tool": shown, "rule": reason });
+        let message = format!("agent \"{}\" may not call \"{excerpt}\": {reason}", caller.agent);
+        let detail = json!({ "agent": caller.agent, "tool": excerpt, "rule": reason });
         Err(Fault::new(Code::PermissionDenied, message)
             .without_side_effect()
             .with_detail(detail)

@@ -47,9 +47,9 @@ impl CatalogEntry {
     /// Compiles a definition.
     pub fn compile(definition: ToolDefinition) -> Result<Self, Fault> {
         let refused = |field: &str, error: crate::schema::SchemaError| {
-            let (name, place) = (&definition.name, &error.pointer);
+            let (name, pointer) = (&definition.name, &error.pointer);
             let reason = &error.reason;
-            let message = format!("{name}: {field} is not usable at {field}{place}: {reason}");
+            let message = format!("{name}: {field} is not usable at {field}{pointer}: {reason}");
             let detail = json!({
                 "tool": definition.name,
                 "pointer": format!("/{field}{}", error.pointer),
@@ -102,11 +102,11 @@ impl Catalog {
         for definition in &directory.tools {
             let project = definition.project.as_deref().unwrap_or_default();
             let name = definition.name.as_str();
-            let kept = self
+            let unchanged = self
                 .project_tools
                 .get(project, name)
                 .filter(|entry| entry.definition == *definition);
-            let entry = match kept {
+            let entry = match unchanged {
                 Some(entry) => entry.clone(),
                 None => match CatalogEntry::compile(definition.clone()) {
                     Ok(entry) => Arc::new(entry),
@@ -123,8 +123,8 @@ impl Catalog {
                 .entry_or_default(&offer.project, &offer.tool)
                 .push(offer.client_id.clone());
         }
-        for (place, client) in directory.clients.iter().enumerate() {
-            next.client_positions.insert(&client.project, &client.client_id, place);
+        for (position, client) in directory.clients.iter().enumerate() {
+            next.client_positions.insert(&client.project, &client.client_id, position);
         }
         let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
         next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
@@ -145,19 +145,20 @@ impl Catalog {
         let exact = self.find(&caller.project, name);
         // A tool whose exact name has the form of a model's name is chosen only if the caller may
         // call it.
-        let model_form = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
-        if exact.is_some() && (!model_form() || self.authorize(caller, name).is_allowed()) {
+        let is_model_name = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
+        if exact.is_some() && (!is_model_name() || self.authorize(caller, name).is_allowed()) {
             return exact;
         }
         let meant = || {
             let index = self.by_model_name.get_or_init(|| self.build_model_name_index());
-            let here = |entry: &CatalogEntry| match &entry.definition.project {
+            let is_visible = |entry: &CatalogEntry| match &entry.definition.project {
                 Some(project) => *project == caller.project,
                 None => true,
             };
             let allowed =
                 |entry: &CatalogEntry| self.authorize(caller, &entry.definition.name).is_allowed();
-            let mut meant = index.get(name)?.iter().filter(|entry| here(entry) && allowed(entry));
+            let mut meant =
+                index.get(name)?.iter().filter(|entry| is_visible(entry) && allowed(entry));
             let first = meant.next()?;
             meant.next().is_none().then(|| first.clone())
         };
@@ -168,22 +169,22 @@ impl Catalog {
         let mut index = NameMap::<Vec<Arc<CatalogEntry>>>::default();
         for entry in self.shared_tools.values().chain(self.project_tools.values()) {
             let name = &entry.definition.name;
-            let (told, apart) = (
+            let (model_name, hashed_name) = (
                 model_tool_names::name_for_model(name),
                 model_tool_names::hashed_name_for_model(name),
             );
-            if told != apart {
-                index.entry(apart).or_default().push(entry.clone());
+            if model_name != hashed_name {
+                index.entry(hashed_name).or_default().push(entry.clone());
             }
-            index.entry(told).or_default().push(entry.clone());
+            index.entry(model_name).or_default().push(entry.clone());
         }
         index
     }
 
     /// Returns every tool available in a project, sorted by name.
     pub fn tools(&self, project: &str) -> Vec<Arc<CatalogEntry>> {
-        let own = self.project_tools.values_in(project);
-        let mut tools: Vec<_> = self.shared_tools.values().chain(own).cloned().collect();
+        let project_tools = self.project_tools.values_in(project);
+        let mut tools: Vec<_> = self.shared_tools.values().chain(project_tools).cloned().collect();
         tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
         tools
     }
@@ -196,8 +197,8 @@ impl Catalog {
     /// Returns the tools that a client offers.
     pub fn tools_offered_by(&self, project: &str, client_id: &str) -> HashSet<String> {
         let offers = self.directory.offers.iter();
-        let mine = offers.filter(|o| o.project == project && o.client_id == client_id);
-        mine.map(|offer| offer.tool.clone()).collect()
+        let client_offers = offers.filter(|o| o.project == project && o.client_id == client_id);
+        client_offers.map(|offer| offer.tool.clone()).collect()
     }
 
     pub(crate) fn client(&self, project: &str, client_id: &str) -> Option<&Client> {
@@ -273,8 +274,9 @@ impl Registry {
     /// Returns the timeout of a call whose tool and request set none.
     pub fn default_timeout_ms(&self, caller: &Caller) -> u64 {
         let policies = &self.core.policies;
-        let own = policies.projects.get(&caller.project).and_then(|p| p.default_timeout_ms);
-        own.unwrap_or(policies.global.default_timeout_ms)
+        let project_default =
+            policies.projects.get(&caller.project).and_then(|p| p.default_timeout_ms);
+        project_default.unwrap_or(policies.global.default_timeout_ms)
     }
 
     /// Registers the tools that a client offers. Returns their number.
@@ -374,8 +376,8 @@ impl Registry {
             self.reload_catalog().await?;
             let catalog = self.catalog();
             let (change, audit) = decide(&catalog)?;
-            let made = self.core.store.change_directory(change, catalog.version(), audit).await;
-            if made.map_err(from_store_error)? == SaveResult::Saved {
+            let saved = self.core.store.change_directory(change, catalog.version(), audit).await;
+            if saved.map_err(from_store_error)? == SaveResult::Saved {
                 return self.reload_catalog().await;
             }
         }
@@ -391,13 +393,13 @@ impl Registry {
 }
 
 pub(crate) fn tool_not_found(catalog: &Catalog, caller: &Caller, name: &str) -> Error {
-    let shown: String = name.chars().take(128).collect();
+    let excerpt: String = name.chars().take(128).collect();
     let nearest = catalog.suggest_names(caller, name);
     let hint = match nearest.first() {
         Some(first) => format!("; did you mean \"{first}\"?"),
         None => "; GET /v1/tools lists what you may call".to_owned(),
     };
-    Fault::new(Code::ToolNotFound, format!("there is no tool \"{shown}\"{hint}"))
+    Fault::new(Code::ToolNotFound, format!("there is no tool \"{excerpt}\"{hint}"))
         .with_detail(json!({ "nearest": nearest }))
         .into()
 }

@@ -71,8 +71,8 @@ impl Registry {
         caller: &Caller,
         project: Option<&str>,
     ) -> Result<(), Error> {
-        let own = project.is_none_or(|project| project == caller.project);
-        if caller.may_administer() && (own || caller.auth_method == AuthMethod::Local) {
+        let is_own_project = project.is_none_or(|project| project == caller.project);
+        if caller.may_administer() && (is_own_project || caller.auth_method == AuthMethod::Local) {
             return Ok(());
         }
         let message = if caller.may_administer() {
@@ -161,8 +161,8 @@ impl Admin {
 
     /// Revokes a key.
     pub async fn revoke_key(&self, caller: &Caller, id: &str) -> Result<(), Error> {
-        let known = self.keys(caller)?.into_iter().find(|key| key.id == id);
-        let Some(key) = known else {
+        let existing = self.keys(caller)?.into_iter().find(|key| key.id == id);
+        let Some(key) = existing else {
             return Err(Error::refused(Code::NotFound, format!("there is no key \"{id}\"")));
         };
         let at_ms = self.core.clock.now_ms();
@@ -181,9 +181,14 @@ impl Admin {
             // Agent names are not patterns, so such a rule would match no agent.
             return Err(invalid("agent must be the name of one agent, or * for all".to_owned()));
         }
-        let what = format!("{} {} for {}", rule.verdict.as_str(), rule.pattern, rule.agent);
-        let entry =
-            self.registry.audit_entry(caller, &rule.project, "rule.set", &rule.pattern, &what);
+        let description = format!("{} {} for {}", rule.verdict.as_str(), rule.pattern, rule.agent);
+        let entry = self.registry.audit_entry(
+            caller,
+            &rule.project,
+            "rule.set",
+            &rule.pattern,
+            &description,
+        );
         self.registry
             .change_directory(|_| Ok((DirectoryChange::PutRule(rule.clone()), Some(entry.clone()))))
             .await

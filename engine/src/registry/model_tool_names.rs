@@ -39,15 +39,20 @@ pub fn hashed_name_for_model(name: &str) -> String {
 /// Returns the model-facing names of these tools, in the same order and all distinct: if the mapped
 /// names of two tools collide, both end in part of their own hash.
 pub fn names_for_model<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let named: Vec<(&str, String)> = names.map(|name| (name, name_for_model(name))).collect();
-    let mut taken: HashMap<&str, usize> = HashMap::new();
-    for (_, told) in &named {
-        *taken.entry(told).or_default() += 1;
+    let mapped: Vec<(&str, String)> = names.map(|name| (name, name_for_model(name))).collect();
+    let mut counts: HashMap<&str, usize> = HashMap::new();
+    for (_, model_name) in &mapped {
+        *counts.entry(model_name).or_default() += 1;
     }
-    let alone: Vec<bool> = named.iter().map(|(_, told)| taken[told.as_str()] == 1).collect();
-    let pairs = named.into_iter().zip(alone);
+    let alone: Vec<bool> =
+        mapped.iter().map(|(_, model_name)| counts[model_name.as_str()] == 1).collect();
+    let pairs = mapped.into_iter().zip(alone);
     pairs
-        .map(|((name, told), alone)| if alone { told } else { hashed_name_for_model(name) })
+        .map(
+            |((name, model_name), alone)| {
+                if alone { model_name } else { hashed_name_for_model(name) }
+            },
+        )
         .collect()
 }
 
@@ -78,8 +83,8 @@ fn replace_separators(name: &str) -> String {
 
 fn append_hash(name: &str, mapped: &str) -> String {
     let hash = hex(&Sha256::digest(name.as_bytes()));
-    let kept: String = mapped.chars().take(MAX_LENGTH - 1 - HASH_DIGITS).collect();
-    format!("{kept}_{}", &hash[..HASH_DIGITS])
+    let prefix: String = mapped.chars().take(MAX_LENGTH - 1 - HASH_DIGITS).collect();
+    format!("{prefix}_{}", &hash[..HASH_DIGITS])
 }
 
 #[cfg(test)]

@@ -16,10 +16,10 @@ impl Registry {
     /// the tools that its entry allows.
     pub fn model_tool_definitions(&self, caller: &Caller, format: ToolFormat) -> Vec<Json> {
         let tools = self.tools_for_model(caller);
-        let told = model_tool_names::names_for_model(
+        let names = model_tool_names::names_for_model(
             tools.iter().map(|entry| entry.definition.name.as_str()),
         );
-        let pairs = tools.iter().zip(&told);
+        let pairs = tools.iter().zip(&names);
         pairs.map(|(entry, name)| describe_tool(format, name, &entry.definition)).collect()
     }
 

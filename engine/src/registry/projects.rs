@@ -35,7 +35,7 @@ impl Registry {
         let created_ms = self.core.clock.now_ms();
         let project = Project { id: id.to_owned(), title: title.to_owned(), created_ms };
         self.change_directory(|catalog| {
-            if catalog.directory().projects.iter().any(|known| known.id == id) {
+            if catalog.directory().projects.iter().any(|existing| existing.id == id) {
                 let message = format!("there is a project \"{id}\" already");
                 return Err(Error::refused(Code::Conflict, message));
             }
@@ -52,7 +52,7 @@ impl Registry {
         let keys = catalog.directory().keys.iter().map(|key| (&key.project, key.created_ms));
         let implied = std::iter::once((&caller.project, 0)).chain(keys);
         for (id, created_ms) in implied {
-            if !projects.iter().any(|known| known.id == *id) {
+            if !projects.iter().any(|existing| existing.id == *id) {
                 projects.push(Project { id: id.clone(), title: String::new(), created_ms });
             }
         }
@@ -66,8 +66,8 @@ impl Registry {
     /// Returns the caller, switched to the named project. A key gives access to its own project
     /// only; any other project is answered exactly as one that does not exist.
     pub fn switch_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
-        let there = self.projects(caller).iter().any(|known| known.id == project);
-        if there || project == DEFAULT_PROJECT && caller.auth_method == AuthMethod::Local {
+        let exists = self.projects(caller).iter().any(|existing| existing.id == project);
+        if exists || project == DEFAULT_PROJECT && caller.auth_method == AuthMethod::Local {
             return Ok(Caller { project: project.to_owned(), ..caller.clone() });
         }
         Err(project_not_found(project))
@@ -77,12 +77,12 @@ impl Registry {
     pub fn require_project(&self, project: &str) -> Result<(), Error> {
         let catalog = self.catalog();
         let directory = catalog.directory();
-        let there = project == DEFAULT_PROJECT
-            || directory.projects.iter().any(|known| known.id == project)
+        let exists = project == DEFAULT_PROJECT
+            || directory.projects.iter().any(|existing| existing.id == project)
             || directory.keys.iter().any(|key| key.project == project)
             || directory.roster.iter().any(|member| member.project == project)
             || directory.tools.iter().any(|tool| tool.project.as_deref() == Some(project));
-        match there {
+        match exists {
             true => Ok(()),
             false => Err(project_not_found(project)),
         }
@@ -116,8 +116,8 @@ impl Registry {
         let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
         let listed: String = names.join(" ").chars().take(500).collect();
         let more = |catalog: &Catalog| {
-            let own = |name: &&&str| catalog.find(&caller.project, name).is_none();
-            names.iter().filter(own).count()
+            let is_new = |name: &&&str| catalog.find(&caller.project, name).is_none();
+            names.iter().filter(is_new).count()
         };
         self.change_directory(|catalog| {
             for name in &names {
@@ -201,8 +201,8 @@ impl Registry {
     /// Returns the project's roster.
     pub fn roster(&self, caller: &Caller) -> Vec<AgentEntry> {
         let catalog = self.catalog();
-        let mine = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
-        mine.cloned().collect()
+        let entries = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
+        entries.cloned().collect()
     }
 
     /// Returns one agent of the roster.
@@ -253,8 +253,8 @@ fn require_definition_access(caller: &Caller) -> Result<(), Error> {
 }
 
 fn project_not_found(project: &str) -> Error {
-    let shown: String = project.chars().take(80).collect();
-    Error::refused(Code::NotFound, format!("project not found: \"{shown}\""))
+    let excerpt: String = project.chars().take(80).collect();
+    Error::refused(Code::NotFound, format!("project not found: \"{excerpt}\""))
 }
 
 fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
@@ -263,11 +263,11 @@ fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
 }
 
 fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
-    let taken = catalog.find(project, name).is_some_and(|known| {
-        known.definition.project.is_none()
-            || matches!(known.definition.executor, Executor::CLIENT | Executor::MCP)
+    let is_taken = catalog.find(project, name).is_some_and(|existing| {
+        existing.definition.project.is_none()
+            || matches!(existing.definition.executor, Executor::CLIENT | Executor::MCP)
     });
-    if taken {
+    if is_taken {
         let message =
             format!("\"{name}\" is the name of a built-in, of a client's or an upstream's tool");
         return Err(Error::refused(Code::Conflict, message));

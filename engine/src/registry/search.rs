@@ -82,7 +82,7 @@ impl Registry {
     /// Waits until the directory has a version other than `seen`, and returns it. Returns `None`
     /// when the engine is shutting down.
     pub async fn wait_for_directory_change(&self, seen: u64) -> Option<u64> {
-        let mut news = self.core.bus.listen(Topic::Directory);
+        let mut listener = self.core.bus.listen(Topic::Directory);
         loop {
             let version = self.directory_version();
             if self.core.shutdown.is_cancelled() {
@@ -92,7 +92,7 @@ impl Registry {
                 return Some(version);
             }
             tokio::select! {
-                () = news.wait_for_wake() => {}
+                () = listener.wait_for_wake() => {}
                 () = self.core.shutdown.cancelled() => {}
             }
         }
@@ -101,16 +101,16 @@ impl Registry {
 
 impl SearchIndexes {
     fn for_project(&self, catalog: &Catalog, project: &str) -> Arc<SearchIndex> {
-        let known = self.by_project.lock().get(project).cloned();
-        if let Some(index) = known.filter(|index| index.version == catalog.version()) {
+        let cached = self.by_project.lock().get(project).cloned();
+        if let Some(index) = cached.filter(|index| index.version == catalog.version()) {
             return index;
         }
         let index = Arc::new(SearchIndex::new(catalog, project));
-        let mut kept = self.by_project.lock();
-        if kept.len() >= MAX_CACHED_INDEXES {
-            kept.clear();
+        let mut indexes = self.by_project.lock();
+        if indexes.len() >= MAX_CACHED_INDEXES {
+            indexes.clear();
         }
-        kept.insert(project.to_owned(), index.clone());
+        indexes.insert(project.to_owned(), index.clone());
         index
     }
 }
@@ -187,12 +187,12 @@ fn searchable_text(definition: &ToolDefinition) -> String {
 fn split_into_words(name: &str) -> String {
     let mut words = String::with_capacity(name.len() + 8);
     let mut before_was_lower = false;
-    for letter in name.chars() {
-        if letter.is_uppercase() && before_was_lower {
+    for character in name.chars() {
+        if character.is_uppercase() && before_was_lower {
             words.push(' ');
         }
-        before_was_lower = letter.is_lowercase() || letter.is_ascii_digit();
-        words.push(if letter.is_alphanumeric() { letter } else { ' ' });
+        before_was_lower = character.is_lowercase() || character.is_ascii_digit();
+        words.push(if character.is_alphanumeric() { character } else { ' ' });
     }
     words
 }

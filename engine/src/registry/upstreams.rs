@@ -39,8 +39,8 @@ impl Admin {
         settings: Json,
     ) -> Result<Upstream, Error> {
         self.require_upstream_admin(caller)?;
-        check_upstream_name(name).map_err(|why| {
-            Error::from(Fault::new(Code::ValidationError, why).with_detail(json!({
+        check_upstream_name(name).map_err(|reason| {
+            Error::from(Fault::new(Code::ValidationError, reason).with_detail(json!({
                 "pointer": "/name",
             })))
         })?;
@@ -73,10 +73,10 @@ impl Admin {
         registry
             .registry
             .change_directory(|catalog| {
-                let mut known = catalog.directory().upstreams.iter();
-                if !known.any(|known| known.project == *project && known.name == name) {
-                    let shown: String = name.chars().take(80).collect();
-                    let message = format!("there is no source \"{shown}\"");
+                let mut upstreams = catalog.directory().upstreams.iter();
+                if !upstreams.any(|other| other.project == *project && other.name == name) {
+                    let excerpt: String = name.chars().take(80).collect();
+                    let message = format!("there is no source \"{excerpt}\"");
                     return Err(Error::refused(Code::NotFound, message));
                 }
                 let change = DirectoryChange::DropUpstream {
@@ -99,12 +99,12 @@ impl Admin {
     /// still configured.
     pub fn upstreams_with_tools(&self) -> HashSet<(String, String)> {
         let catalog = self.registry.catalog();
-        let brought = catalog.directory().tools.iter().filter(|t| t.executor == Executor::MCP);
-        let whose = brought.filter_map(|tool| {
+        let imported = catalog.directory().tools.iter().filter(|t| t.executor == Executor::MCP);
+        let owners = imported.filter_map(|tool| {
             let (upstream, _) = tool.name.split_once('.')?;
             Some((tool.project.clone()?, upstream.to_owned()))
         });
-        whose.collect()
+        owners.collect()
     }
 
     /// Replaces the tools of an upstream. Returns the tools that were refused, each with the
@@ -114,7 +114,7 @@ impl Admin {
         project: &str,
         upstream: &str,
         tools: Vec<ToolDefinition>,
-        why: &str,
+        reason: &str,
     ) -> Result<Vec<(String, String)>, Error> {
         let mut unusable = Vec::new();
         let mut usable = Vec::with_capacity(tools.len());
@@ -132,7 +132,7 @@ impl Admin {
             agent: upstream.to_owned(),
             action: "upstream.tools".to_owned(),
             subject: upstream.to_owned(),
-            reason: why.to_owned(),
+            reason: reason.to_owned(),
         };
         self.registry
             .change_directory(|catalog| {
@@ -170,8 +170,8 @@ impl Admin {
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), Error> {
-        let kept = self.core.store.credentials().set_credential(project, upstream, grant).await;
-        kept.map_err(from_store_error)
+        let saved = self.core.store.credentials().set_credential(project, upstream, grant).await;
+        saved.map_err(from_store_error)
     }
 
     /// Returns the project and name of each upstream that has a stored credential.
@@ -182,8 +182,8 @@ impl Admin {
 
 /// Returns true if the tool was imported from this upstream. A source's own tools have no project.
 fn belongs_to_upstream(tool: &ToolDefinition, upstream: &str) -> bool {
-    let whose = tool.name.split_once('.').map(|(upstream, _)| upstream);
-    tool.executor == Executor::MCP && tool.project.is_some() && whose == Some(upstream)
+    let owner = tool.name.split_once('.').map(|(upstream, _)| upstream);
+    tool.executor == Executor::MCP && tool.project.is_some() && owner == Some(upstream)
 }
 
 /// Selects the tools whose names are free, up to the limit. Also returns the refused ones, each
@@ -196,23 +196,23 @@ fn select_registrable(
     limit: usize,
 ) -> (Vec<ToolDefinition>, Vec<(String, String)>) {
     let others = catalog.tools(project);
-    let mut taken: HashSet<&str> = HashSet::new();
+    let mut used_names: HashSet<&str> = HashSet::new();
     for entry in others.iter().filter(|entry| !belongs_to_upstream(&entry.definition, upstream)) {
-        taken.insert(entry.definition.name.as_str());
+        used_names.insert(entry.definition.name.as_str());
     }
-    let mut room = limit.saturating_sub(taken.len());
+    let mut capacity = limit.saturating_sub(used_names.len());
     let (mut fit, mut rest) = (Vec::new(), Vec::new());
     for tool in tools {
-        let why = match () {
-            () if !taken.insert(tool.name.as_str()) => "there is another tool of this name",
-            () if room == 0 => "the project has limits.max_tools_per_project tools already",
+        let reason = match () {
+            () if !used_names.insert(tool.name.as_str()) => "there is another tool of this name",
+            () if capacity == 0 => "the project has limits.max_tools_per_project tools already",
             () => {
-                room -= 1;
+                capacity -= 1;
                 fit.push(tool.clone());
                 continue;
             }
         };
-        rest.push((tool.name.clone(), why.to_owned()));
+        rest.push((tool.name.clone(), reason.to_owned()));
     }
     (fit, rest)
 }

@@ -77,19 +77,19 @@ pub fn digest(data: &Json, budget_tokens: usize, source: &DigestSource<'_>) -> O
         return None;
     }
     let root = sample_document(whole, budget_tokens.saturating_mul(4).min(MAX_VALUES));
-    let what = MainContent::find(&root);
-    let note = what.header(whole.len(), budget_tokens, source);
-    let mut room = budget_tokens.saturating_sub(tokens::count(&note) + 1);
+    let content = MainContent::find(&root);
+    let note = content.header(whole.len(), budget_tokens, source);
+    let mut body_budget = budget_tokens.saturating_sub(tokens::count(&note) + 1);
     let mut text = note.clone();
     // The parts may tokenize differently when they are joined than alone.
     for _ in 0..4 {
-        let body = what.body(&root, source, room);
+        let body = content.body(&root, source, body_budget);
         let both = format!("{note}\n{body}");
         if !body.is_empty() && !tokens::exceeds(&both, budget_tokens) {
             text = both;
             break;
         }
-        room = room.saturating_sub(4);
+        body_budget = body_budget.saturating_sub(4);
     }
     Some(Digest { tokens: tokens::count(&text), text, whole_bytes: whole.len() })
 }
@@ -120,15 +120,15 @@ impl<'n, 'a> MainContent<'n, 'a> {
                         return Self::Table { pointer, table };
                     }
                     let heaviest = list.sampled_items().max_by_key(|(_, item)| item.bytes());
-                    let most = heaviest.filter(|(_, item)| item.bytes() > list.bytes / 10 * 7);
-                    let Some((place, item)) = most else { return Self::Json };
-                    pointer = format!("{pointer}/{place}");
+                    let dominant = heaviest.filter(|(_, item)| item.bytes() > list.bytes / 10 * 7);
+                    let Some((index, item)) = dominant else { return Self::Json };
+                    pointer = format!("{pointer}/{index}");
                     (node, beside) = (item, None);
                 }
                 SampleNode::Object(map) => {
                     let heaviest = map.entries.iter().max_by_key(|(_, value)| value.bytes());
-                    let most = heaviest.filter(|(_, value)| value.bytes() > map.bytes / 10 * 7);
-                    let Some((key, value)) = most else { return Self::Json };
+                    let dominant = heaviest.filter(|(_, value)| value.bytes() > map.bytes / 10 * 7);
+                    let Some((key, value)) = dominant else { return Self::Json };
                     pointer = format!("{pointer}/{}", escape_key(&decode_string(key)));
                     (node, beside) = (value, Some(map));
                 }
@@ -141,7 +141,7 @@ impl<'n, 'a> MainContent<'n, 'a> {
     /// that fits.
     fn header(&self, bytes: usize, budget: usize, source: &DigestSource<'_>) -> String {
         let DigestSource { call_id, tool, .. } = source;
-        let (what, part) = match self {
+        let (kind, part) = match self {
             Self::Text { pointer, lines, .. } => {
                 (format!("{lines} lines of text"), read_arguments_example(pointer, 100))
             }
@@ -151,12 +151,12 @@ impl<'n, 'a> MainContent<'n, 'a> {
             Self::Json => ("JSON".to_owned(), r#","pointer":"/…""#.to_owned()),
         };
         let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
-        let forms = [
+        let candidates = [
             format!(
-                "[digest of {tool}: {what}, {bytes} bytes; parts are left out, the whole is kept. \
+                "[digest of {tool}: {kind}, {bytes} bytes; parts are left out, the whole is kept. \
                  Read any part: {call}{part}}}, or search it with \"grep\"]"
             ),
-            format!("[digest: {what}, {bytes} bytes; parts left out. Read them: {call}{part}}}]"),
+            format!("[digest: {kind}, {bytes} bytes; parts left out. Read them: {call}{part}}}]"),
             format!("[{bytes} bytes, parts left out. Read them: {call}}}]"),
             format!("[left out: result.read {call_id}]"),
             "[left out]".to_owned(),
@@ -165,30 +165,41 @@ impl<'n, 'a> MainContent<'n, 'a> {
         // With a small budget, the header takes only part of it as long as a shorter form exists.
         // For text that part is smaller while the header remains complete, because the relevant
         // line needs the room.
-        let fits = |(n, form): &(usize, String)| {
+        let fits = |(n, candidate): &(usize, String)| {
             let small = matches!(self, Self::Text { .. }) && *n < 2;
             let part = if small { budget / 2 } else { budget * 2 / 3 };
-            let tokens = tokens::count(form);
+            let tokens = tokens::count(candidate);
             tokens <= budget && (tokens <= part || tokens <= MIN_BUDGET / 2)
         };
-        forms.into_iter().enumerate().find(fits).map(|(_, form)| form).unwrap_or_default()
+        candidates
+            .into_iter()
+            .enumerate()
+            .find(fits)
+            .map(|(_, candidate)| candidate)
+            .unwrap_or_default()
     }
 
-    fn body(&self, root: &SampleNode<'a>, source: &DigestSource<'_>, room: usize) -> String {
+    fn body(&self, root: &SampleNode<'a>, source: &DigestSource<'_>, budget: usize) -> String {
         match self {
             Self::Text { pointer, text, .. } => {
-                let around =
-                    if pointer.is_empty() { String::new() } else { enclosing_line(root, room / 5) };
-                let rest = room.saturating_sub(tokens::count(&around));
+                let around = if pointer.is_empty() {
+                    String::new()
+                } else {
+                    enclosing_line(root, budget / 5)
+                };
+                let rest = budget.saturating_sub(tokens::count(&around));
                 around + &text::render(text, source.hint, rest)
             }
             Self::Table { pointer, table } => {
-                let around =
-                    if pointer.is_empty() { String::new() } else { enclosing_line(root, room / 5) };
-                let rest = room.saturating_sub(tokens::count(&around));
+                let around = if pointer.is_empty() {
+                    String::new()
+                } else {
+                    enclosing_line(root, budget / 5)
+                };
+                let rest = budget.saturating_sub(tokens::count(&around));
                 around + &table.render(pointer, rest)
             }
-            Self::Json => json::render(root, room),
+            Self::Json => json::render(root, budget),
         }
     }
 }
@@ -203,16 +214,16 @@ fn read_arguments_example(pointer: &str, limit: usize) -> String {
 }
 
 /// Renders the object that encloses the main content, in one line.
-fn enclosing_line(root: &SampleNode<'_>, room: usize) -> String {
-    let around = json::render_enclosing(root, room.saturating_sub(1));
+fn enclosing_line(root: &SampleNode<'_>, budget: usize) -> String {
+    let around = json::render_enclosing(root, budget.saturating_sub(1));
     if around.is_empty() { around } else { around + "\n" }
 }
 
 /// Returns the most detailed of several renderings that fits, or a truncated form of the least
 /// detailed one.
-fn render_most_detailed(room: usize, render: impl Fn(u32) -> String) -> String {
+fn render_most_detailed(budget: usize, render: impl Fn(u32) -> String) -> String {
     let fits = |text: &str| {
-        text.len() <= room.saturating_mul(BYTES_PER_TOKEN) && !tokens::exceeds(text, room)
+        text.len() <= budget.saturating_mul(BYTES_PER_TOKEN) && !tokens::exceeds(text, budget)
     };
     let (mut low, mut high) = (0, DETAIL_LEVELS);
     let mut best = None;
@@ -226,23 +237,23 @@ fn render_most_detailed(room: usize, render: impl Fn(u32) -> String) -> String {
             low = middle + 1;
         }
     }
-    best.unwrap_or_else(|| truncate_to_tokens(&render(DETAIL_LEVELS), room))
+    best.unwrap_or_else(|| truncate_to_tokens(&render(DETAIL_LEVELS), budget))
 }
 
 /// Scales a number down for each detail level that is given up.
-fn scale_down(number: usize, factor: f64, rung: u32, least: usize) -> usize {
-    ((number as f64 * factor.powf(f64::from(rung))) as usize).max(least)
+fn scale_down(number: usize, factor: f64, rung: u32, min: usize) -> usize {
+    ((number as f64 * factor.powf(f64::from(rung))) as usize).max(min)
 }
 
-/// Truncates a text to `room` tokens and marks the truncation.
-fn truncate_to_tokens(text: &str, room: usize) -> String {
-    if !tokens::exceeds(text, room) {
+/// Truncates a text to `budget` tokens and marks the truncation.
+fn truncate_to_tokens(text: &str, budget: usize) -> String {
+    if !tokens::exceeds(text, budget) {
         return text.to_owned();
     }
-    let mut begin = tokens::prefix_within(text, room.saturating_sub(1));
+    let mut begin = tokens::prefix_within(text, budget.saturating_sub(1));
     loop {
         let marked = format!("{begin}…");
-        if !tokens::exceeds(&marked, room) {
+        if !tokens::exceeds(&marked, budget) {
             return marked;
         }
         if begin.is_empty() {

@@ -101,8 +101,8 @@ pub(crate) fn invalid_field(field: &str, message: String) -> Fault {
         .without_side_effect()
 }
 
-/// Reads a slice of a result, with a size of about `most_bytes` at most.
-pub fn read_slice(data: &Json, part: &SliceQuery, most_bytes: usize) -> Result<Slice, Fault> {
+/// Reads a slice of a result, with a size of about `max_bytes` at most.
+pub fn read_slice(data: &Json, part: &SliceQuery, max_bytes: usize) -> Result<Slice, Fault> {
     let limit = part.limit.unwrap_or(DEFAULT_LIMIT);
     if !(1..=MAX_LIMIT).contains(&limit) {
         return Err(invalid_field("limit", format!("limit must be from 1 to {MAX_LIMIT}")));
@@ -113,7 +113,7 @@ pub fn read_slice(data: &Json, part: &SliceQuery, most_bytes: usize) -> Result<S
     let cursor = pointer::resolve_pointer(data.text(), &part.pointer)?;
     let written = { cursor }.read_value();
     let mut take =
-        MemberWindow { offset, limit: limit as usize, most_bytes, ..MemberWindow::default() };
+        MemberWindow { offset, limit: limit as usize, max_bytes, ..MemberWindow::default() };
     let (total, content) = match pattern {
         Some(pattern) => search::grep_members(written, &part.pointer, &pattern, &mut take),
         None => read_members(written, &part.pointer, &mut take),
@@ -124,7 +124,7 @@ pub fn read_slice(data: &Json, part: &SliceQuery, most_bytes: usize) -> Result<S
         bytes: written.len(),
         total,
         offset,
-        shown: take.shown,
+        shown: take.included,
         next_offset: take.next_offset(),
         truncated: take.is_full,
         content,
@@ -136,9 +136,9 @@ pub fn read_slice(data: &Json, part: &SliceQuery, most_bytes: usize) -> Result<S
 struct MemberWindow {
     offset: usize,
     limit: usize,
-    most_bytes: usize,
+    max_bytes: usize,
     seen: usize,
-    shown: usize,
+    included: usize,
     bytes: usize,
     /// True if another member would have exceeded the size limit.
     is_full: bool,
@@ -154,28 +154,28 @@ enum MemberDecision {
 
 impl MemberWindow {
     fn admit(&mut self, bytes: usize) -> MemberDecision {
-        let place = self.seen;
+        let index = self.seen;
         self.seen += 1;
-        if place < self.offset || place >= self.offset.saturating_add(self.limit) || self.is_full {
+        if index < self.offset || index >= self.offset.saturating_add(self.limit) || self.is_full {
             return MemberDecision::Skip;
         }
-        if self.bytes + bytes > self.most_bytes {
+        if self.bytes + bytes > self.max_bytes {
             self.is_full = true;
-            return if self.shown == 0 {
+            return if self.included == 0 {
                 MemberDecision::IncludePrefix
             } else {
                 MemberDecision::Skip
             };
         }
         self.bytes += bytes;
-        self.shown += 1;
+        self.included += 1;
         MemberDecision::Include
     }
 
     fn next_offset(&self) -> Option<usize> {
         // A member that exceeds the limit on its own is skipped: it is read at its own pointer.
-        let passed = usize::from(self.is_full && self.shown == 0);
-        let next = self.offset.saturating_add(self.shown + passed);
+        let passed = usize::from(self.is_full && self.included == 0);
+        let next = self.offset.saturating_add(self.included + passed);
         (next < self.seen).then_some(next)
     }
 }
@@ -190,25 +190,25 @@ fn read_members(
         JsonKind::Array => collect_members(written, pointer, take, '['),
         JsonKind::Object => collect_members(written, pointer, take, '{'),
         JsonKind::Text => {
-            let (text, mut given) = (decode_string(written), String::new());
+            let (text, mut selected) = (decode_string(written), String::new());
             for line in bounded_lines(&text) {
                 // A line is never too long to include.
                 if let MemberDecision::Include | MemberDecision::IncludePrefix =
                     take.admit(line.len())
                 {
-                    given.push_str(line);
-                    take.shown = take.shown.max(1);
+                    selected.push_str(line);
+                    take.included = take.included.max(1);
                 }
             }
-            (Some(take.seen), SliceContent::Value(Json::from_value(&Value::from(given))))
+            (Some(take.seen), SliceContent::Value(Json::from_value(&Value::from(selected))))
         }
         JsonKind::Number | JsonKind::Bool | JsonKind::Null => {
-            take.shown = 1;
-            if written.len() <= take.most_bytes {
+            take.included = 1;
+            if written.len() <= take.max_bytes {
                 return (None, SliceContent::Value(json_from_span(written)));
             }
             take.is_full = true;
-            (None, prefix_content(written, take.most_bytes, pointer.to_owned()))
+            (None, prefix_content(written, take.max_bytes, pointer.to_owned()))
         }
     }
 }
@@ -219,39 +219,39 @@ fn collect_members(
     take: &mut MemberWindow,
     open: char,
 ) -> (Option<usize>, SliceContent) {
-    let mut given = String::from(open);
+    let mut selected = String::from(open);
     let mut long = None;
     let mut cursor = JsonCursor::new(written);
     cursor.enter();
     while cursor.advance() {
-        let place = take.seen;
+        let index = take.seen;
         let key = (open == '{').then(|| cursor.read_key());
         let value = cursor.read_value();
         match take.admit(value.len() + key.map_or(0, str::len)) {
             MemberDecision::Skip => {}
             MemberDecision::IncludePrefix => {
                 let step =
-                    key.map_or_else(|| place.to_string(), |key| escape_key(&decode_string(key)));
-                long = Some(prefix_content(value, take.most_bytes, format!("{pointer}/{step}")));
+                    key.map_or_else(|| index.to_string(), |key| escape_key(&decode_string(key)));
+                long = Some(prefix_content(value, take.max_bytes, format!("{pointer}/{step}")));
             }
             MemberDecision::Include => {
-                if take.shown > 1 {
-                    given.push(',');
+                if take.included > 1 {
+                    selected.push(',');
                 }
                 if let Some(key) = key {
-                    given.push_str(key);
-                    given.push(':');
+                    selected.push_str(key);
+                    selected.push(':');
                 }
-                given.push_str(value);
+                selected.push_str(value);
             }
         }
     }
-    given.push(if open == '{' { '}' } else { ']' });
-    (Some(take.seen), long.unwrap_or_else(|| SliceContent::Value(json_from_span(&given))))
+    selected.push(if open == '{' { '}' } else { ']' });
+    (Some(take.seen), long.unwrap_or_else(|| SliceContent::Value(json_from_span(&selected))))
 }
 
-fn prefix_content(written: &str, most_bytes: usize, pointer: String) -> SliceContent {
-    let text = written[..written.floor_char_boundary(most_bytes)].to_owned();
+fn prefix_content(written: &str, max_bytes: usize, pointer: String) -> SliceContent {
+    let text = written[..written.floor_char_boundary(max_bytes)].to_owned();
     SliceContent::Prefix { text, pointer }
 }
 

@@ -23,10 +23,10 @@ impl<'a> Iterator for BoundedLines<'a> {
         if self.rest.is_empty() {
             return None;
         }
-        let most = self.rest.floor_char_boundary(MAX_LINE_BYTES);
-        let end = match self.rest[..most].find('\n') {
+        let max = self.rest.floor_char_boundary(MAX_LINE_BYTES);
+        let end = match self.rest[..max].find('\n') {
             Some(at) => at + 1,
-            None => most,
+            None => max,
         };
         let (line, rest) = self.rest.split_at(end);
         self.rest = rest;

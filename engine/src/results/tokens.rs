@@ -48,8 +48,8 @@ pub fn prefix_within(text: &str, budget: usize) -> &str {
     if text.len() <= budget {
         return text;
     }
-    let most = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
-    let text = &text[..text.floor_char_boundary(most)];
+    let max_bytes = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
+    let text = &text[..text.floor_char_boundary(max_bytes)];
     let tokenizer = tokenizer();
     let (mut end, mut left) = (0, budget);
     for piece in tokenizer.split(text) {
@@ -72,8 +72,8 @@ pub fn prefix_within(text: &str, budget: usize) -> &str {
 
 /// Returns the longest suffix of the text within the budget, in whole characters.
 pub fn suffix_within(text: &str, budget: usize) -> &str {
-    let most = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
-    let text = &text[text.ceil_char_boundary(text.len() - most)..];
+    let max_bytes = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
+    let text = &text[text.ceil_char_boundary(text.len() - max_bytes)..];
     let tokenizer = tokenizer();
     let pieces: Vec<&str> = tokenizer.split(text).collect();
     let (mut begin, mut left) = (text.len(), budget);
@@ -84,8 +84,8 @@ pub fn suffix_within(text: &str, budget: usize) -> &str {
             begin -= piece.len();
             continue;
         }
-        let kept = tokens.iter().rev().take(left).map(|t| tokenizer.bpe.token_len(*t));
-        begin = text.ceil_char_boundary(begin - kept.sum::<usize>());
+        let lengths = tokens.iter().rev().take(left).map(|t| tokenizer.bpe.token_len(*t));
+        begin = text.ceil_char_boundary(begin - lengths.sum::<usize>());
         break;
     }
     while exceeds(&text[begin..], budget) {
@@ -101,8 +101,8 @@ pub(crate) fn divide_budget(budget: usize, needs: &[usize]) -> Vec<usize> {
     order.sort_by_key(|index| needs[*index]);
     let mut shares = vec![0; needs.len()];
     let mut left = budget;
-    for (place, index) in order.into_iter().enumerate() {
-        let even = left / (needs.len() - place);
+    for (rank, index) in order.into_iter().enumerate() {
+        let even = left / (needs.len() - rank);
         shares[index] = needs[index].min(even);
         left -= shares[index];
     }
@@ -152,8 +152,8 @@ mod tests {
             let (head, tail) = (prefix_within(&text, budget), suffix_within(&text, budget));
             assert!(text.starts_with(head) && text.ends_with(tail));
             assert!(count(head) <= budget && count(tail) <= budget, "{budget}");
-            let least = budget.min(whole).saturating_sub(6);
-            assert!(count(head) >= least && count(tail) >= least, "{budget}");
+            let min = budget.min(whole).saturating_sub(6);
+            assert!(count(head) >= min && count(tail) >= min, "{budget}");
         }
     }
 

@@ -45,7 +45,7 @@ pub(crate) struct ActiveRunState {
 
 impl ActiveRun {
     pub(crate) fn new(run: Run) -> Arc<Self> {
-        let shown = Mutex::new(run.status);
+        let status = Mutex::new(run.status);
         Arc::new(Self {
             state: Arc::new(Held::new(ActiveRunState {
                 run,
@@ -56,7 +56,7 @@ impl ActiveRun {
             driver_lock: Held::new(()),
             message_added: Notify::new(),
             subscribers: Subscribers::default(),
-            status: shown,
+            status,
         })
     }
 
@@ -99,6 +99,6 @@ pub struct StartedRun {
 
 /// Builds the refusal for a run that does not exist.
 pub(crate) fn run_not_found(run_id: &str) -> Error {
-    let shown: String = run_id.chars().take(80).collect();
-    Error::refused(Code::NotFound, format!("there is no run \"{shown}\""))
+    let excerpt: String = run_id.chars().take(80).collect();
+    Error::refused(Code::NotFound, format!("there is no run \"{excerpt}\""))
 }

@@ -77,8 +77,8 @@ impl Runs {
         check_count("tool_calls", calls.len())?;
         let tools = self.run_tools(caller, run_id).await?;
         let mut ready = Vec::with_capacity(calls.len());
-        for (n, own) in calls.into_iter().enumerate() {
-            let checked = self.validate_reported_call(caller, run_id, &tools, own).await;
+        for (n, call) in calls.into_iter().enumerate() {
+            let checked = self.validate_reported_call(caller, run_id, &tools, call).await;
             ready.push(checked.map_err(|error| with_pointer(&format!("tool_calls/{n}"), error))?);
         }
         // Concurrently, so that they share a commit.
@@ -103,8 +103,8 @@ impl Runs {
         check_count("tool_results", results.len())?;
         let tools = self.run_tools(caller, run_id).await?;
         let mut calls = Vec::with_capacity(results.len());
-        for (n, own) in results.into_iter().enumerate() {
-            let recorded = self.record_result(caller, run_id, &tools, own).await;
+        for (n, result) in results.into_iter().enumerate() {
+            let recorded = self.record_result(caller, run_id, &tools, result).await;
             calls
                 .push(recorded.map_err(|error| with_pointer(&format!("tool_results/{n}"), error))?);
         }
@@ -116,12 +116,12 @@ impl Runs {
         caller: &Caller,
         run_id: &str,
         tools: &[ToolDefinition],
-        own: ReportedCall,
+        reported: ReportedCall,
     ) -> Result<ValidatedCall, Error> {
-        let ReportedCall { request: mut asked, background, result } = own;
+        let ReportedCall { request: mut asked, background, result } = reported;
         asked.run_id = run_id.to_owned();
-        let known = find_definition(tools, &asked.tool);
-        asked.tool = known.map_or(asked.tool, |tool| tool.name.clone());
+        let definition = find_definition(tools, &asked.tool);
+        asked.tool = definition.map_or(asked.tool, |tool| tool.name.clone());
         check_tool_name(&asked.tool)
             .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
         let catalog = self.registry.catalog();
@@ -133,7 +133,7 @@ impl Runs {
         }
         check_request(&asked, self.core.limits.max_args_bytes)?;
         let default_ms = self.registry.default_timeout_ms(caller);
-        let tool = compile_caller_tool(known, &caller.project, &asked.tool, default_ms)?;
+        let tool = compile_caller_tool(definition, &caller.project, &asked.tool, default_ms)?;
         let args = asked.args.to_value();
         check_args(&tool, &args)?;
         let key = build_idempotency_key(caller, &asked);
@@ -141,7 +141,7 @@ impl Runs {
         let mut call = Call { max_retries: 0, fallbacks: Vec::new(), ..drafted };
         call.origin.background = background.unwrap_or(call.origin.background);
         let result = match result {
-            Some(result) => Some(self.validate_reported_result(&call, known, result)?),
+            Some(result) => Some(self.validate_reported_result(&call, definition, result)?),
             None => None,
         };
         Ok(ValidatedCall { call, key, result })
@@ -152,9 +152,9 @@ impl Runs {
         caller: &Caller,
         run_id: &str,
         tools: &[ToolDefinition],
-        own: ReportedResult,
+        reported: ReportedResult,
     ) -> Result<Arc<Call>, Error> {
-        let call = match (&own.tool_call_id, &own.call_id) {
+        let call = match (&reported.tool_call_id, &reported.call_id) {
             (Some(ticket), _) => {
                 let call = self.calls.call(caller, ticket).await?;
                 Some(call).filter(|call| call.run_id == run_id)
@@ -172,7 +172,7 @@ impl Runs {
             }
         };
         let Some(call) = call else {
-            let id = own.tool_call_id.map(|ticket| ticket.to_string()).or(own.call_id);
+            let id = reported.tool_call_id.map(|ticket| ticket.to_string()).or(reported.call_id);
             let message = format!(
                 "there is no call \"{}\" in run \"{run_id}\"; record it first with \
                  POST /v1/runs/{{run_id}}/context/tool_calls",
@@ -187,18 +187,18 @@ impl Runs {
             );
             return Err(Error::refused(Code::Conflict, message));
         }
-        if let (Some(given), Some(known)) = (&own.call_id, &call.origin.caller_call_id)
-            && given != known
+        if let (Some(call_id), Some(recorded)) = (&reported.call_id, &call.origin.caller_call_id)
+            && call_id != recorded
         {
-            let message = format!("call_id: call \"{}\" has the call_id \"{known}\"", call.id);
+            let message = format!("call_id: call \"{}\" has the call_id \"{recorded}\"", call.id);
             return Err(Error::refused(Code::ValidationError, message));
         }
         if call.origin.agent != caller.agent && !caller.may_administer() {
             let message = format!("call \"{}\" was recorded by another agent", call.id);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        let known = find_definition(tools, &call.tool_name);
-        let result = self.validate_reported_result(&call, known, own.result)?;
+        let definition = find_definition(tools, &call.tool_name);
+        let result = self.validate_reported_result(&call, definition, reported.result)?;
         let event = Event::Report { attempt: None, by: None, result };
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
     }
@@ -267,29 +267,29 @@ impl Runs {
     fn validate_reported_result(
         &self,
         call: &Call,
-        known: Option<&ToolDefinition>,
+        definition: Option<&ToolDefinition>,
         result: Result<Json, Fault>,
     ) -> Result<Result<Json, Fault>, Error> {
         let data = match self.dispatcher.validate_result(call, result) {
             Ok(data) => data,
             Err(fault) => return Ok(Err(fault)),
         };
-        let Some(schema) = known.and_then(|tool| tool.output_schema.clone()) else {
+        let Some(schema) = definition.and_then(|tool| tool.output_schema.clone()) else {
             return Ok(Ok(data));
         };
-        let form = ToolDefinition {
+        let result_definition = ToolDefinition {
             output_schema: Some(schema),
             ..caller_tool_definition("", &call.tool_name, 1)
         };
-        let tool = CatalogEntry::compile(form)?;
+        let tool = CatalogEntry::compile(result_definition)?;
         let problems =
             tool.output_schema.as_ref().map(|output| output.problems_redacted(&data.to_value()));
         let problems = problems.unwrap_or_default();
         if problems.is_empty() {
             return Ok(Ok(data));
         }
-        let what = format!("the result of {} does not fit its output schema", call.tool_name);
-        Ok(Err(schema_fault(&what, &problems).with_raw(data)))
+        let summary = format!("the result of {} does not fit its output schema", call.tool_name);
+        Ok(Err(schema_fault(&summary, &problems).with_raw(data)))
     }
 }
 
@@ -298,19 +298,20 @@ fn find_definition<'a>(tools: &'a [ToolDefinition], name: &str) -> Option<&'a To
     if let Some(tool) = tools.iter().find(|tool| tool.name == name) {
         return Some(tool);
     }
-    let told = model_tool_names::names_for_model(tools.iter().map(|tool| tool.name.as_str()));
-    told.iter().position(|told| told == name).map(|at| &tools[at])
+    let model_names =
+        model_tool_names::names_for_model(tools.iter().map(|tool| tool.name.as_str()));
+    model_names.iter().position(|model_name| model_name == name).map(|at| &tools[at])
 }
 
 /// Compiles a tool as one that the caller executes, whatever its executor is otherwise.
 fn compile_caller_tool(
-    known: Option<&ToolDefinition>,
+    declared: Option<&ToolDefinition>,
     project: &str,
     name: &str,
     default_ms: u64,
 ) -> Result<CatalogEntry, Error> {
     let unknown = caller_tool_definition(project, name, default_ms);
-    let definition = known.map_or(unknown, |tool| ToolDefinition {
+    let definition = declared.map_or(unknown, |tool| ToolDefinition {
         executor: Executor::CALLER,
         policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),

@@ -255,12 +255,12 @@ impl ToolCallContext {
     pub fn set_tool_calls(&mut self, calls: impl IntoIterator<Item = ToolCall>) {
         self.last_step += 1;
         for mut call in calls {
-            let same = |known: &&mut ToolCall| {
-                call.tool_call_id.is_some() && known.tool_call_id == call.tool_call_id
+            let same = |existing: &&mut ToolCall| {
+                call.tool_call_id.is_some() && existing.tool_call_id == call.tool_call_id
             };
-            if let Some(known) = self.tool_calls.iter_mut().find(same) {
-                if !known.status.is_terminal() {
-                    known.status = call.status;
+            if let Some(existing) = self.tool_calls.iter_mut().find(same) {
+                if !existing.status.is_terminal() {
+                    existing.status = call.status;
                 }
                 continue;
             }
@@ -295,18 +295,18 @@ impl ToolCallContext {
     /// Returns the index of the call that a result answers, or `None` if that call already has this
     /// result.
     fn find_unanswered_call(&self, result: &ToolResult) -> Result<Option<usize>, ResultMatchError> {
-        let named = |call: &ToolCall| match (&result.tool_call_id, &call.tool_call_id) {
-            (Some(ticket), known) => Some(ticket) == known.as_ref(),
+        let is_match = |call: &ToolCall| match (&result.tool_call_id, &call.tool_call_id) {
+            (Some(ticket), id) => Some(ticket) == id.as_ref(),
             (None, _) => call.call_id == result.call_id,
         };
-        let mut known = None;
-        for (at, call) in self.tool_calls.iter().enumerate().rev().filter(|(_, c)| named(c)) {
+        let mut answered = None;
+        for (at, call) in self.tool_calls.iter().enumerate().rev().filter(|(_, c)| is_match(c)) {
             match self.result_of(call) {
                 None => return Ok(Some(at)),
-                Some(other) => known = known.or(Some(other)),
+                Some(other) => answered = answered.or(Some(other)),
             }
         }
-        match known {
+        match answered {
             None => Err(ResultMatchError::UnknownCall(result.call_id.clone())),
             Some(other) if other.outcome == result.outcome => Ok(None),
             Some(_) => Err(ResultMatchError::AlreadyAnswered(result.call_id.clone())),

@@ -18,7 +18,7 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::model_reply::ModelReply;
 use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{Conversation, FinalAnswer};
-use crate::domain::run::{JournalKind, JournalRecord, Run, RunStatus, Trouble};
+use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunStatus};
 use crate::engine_metrics;
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
@@ -85,8 +85,8 @@ async fn release_run(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> bool {
         return false;
     }
     state.is_released = true;
-    let place = (state.run.project.clone(), state.run.id.clone());
-    engine.active_runs.by_id.lock().remove(&place);
+    let key = (state.run.project.clone(), state.run.id.clone());
+    engine.active_runs.by_id.lock().remove(&key);
     true
 }
 
@@ -106,11 +106,11 @@ async fn fail_run(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>, fault: Fault)
     if state.is_released || state.run.status.is_terminal() {
         return;
     }
-    let trouble = Trouble::from(&fault);
+    let error = RunError::from(&fault);
     let failed = engine.clone().commit_run(active_run.clone(), state, move |run, now_ms| {
         (run.status, run.ended_ms) = (RunStatus::Failed, Some(now_ms));
-        run.error = Some(trouble.clone());
-        vec![JournalRecord::new(JournalKind::Failed, now_ms, json!({ "error": trouble }))]
+        run.error = Some(error.clone());
+        vec![JournalRecord::new(JournalKind::Failed, now_ms, json!({ "error": error }))]
     });
     if let Err(error) = engine.dispatcher.detach_on_drop(failed).await {
         tracing::warn!(%error, "could not store the failure of a run");
@@ -150,7 +150,7 @@ async fn resume_driver(engine: &Arc<Runs>, live: &Arc<ActiveRun>) -> Result<(), 
     let turns =
         AgentLoop::with_available_tools(engine, &caller, chosen.model.as_ref(), &options, &watch)?;
     let talk = Conversation { messages, progress: run.progress };
-    let kept = talk.messages.len();
+    let journaled_count = talk.messages.len();
     let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
     let (caller, keyed) = (caller.clone(), run.owner.keyed);
     let driven = RunDriver {
@@ -160,8 +160,8 @@ async fn resume_driver(engine: &Arc<Runs>, live: &Arc<ActiveRun>) -> Result<(), 
         active_run: live,
         agent_loop: turns,
         conversation: talk,
-        journaled_count: kept,
-        taken_count: 0,
+        journaled_count,
+        added_count: 0,
         uncommitted: &seen,
     };
     driven.run_to_end(waits).await
@@ -170,12 +170,12 @@ async fn resume_driver(engine: &Arc<Runs>, live: &Arc<ActiveRun>) -> Result<(), 
 fn find_model(engine: &Arc<Runs>, name: &str) -> Result<ResolvedModel, Error> {
     let models = engine.models();
     models.find(name).ok_or_else(|| {
-        let known = models.names();
-        let known = match known.is_empty() {
+        let names = models.names();
+        let available = match names.is_empty() {
             true => "none is configured".to_owned(),
-            false => format!("there are: {}", known.join(", ")),
+            false => format!("there are: {}", names.join(", ")),
         };
-        let message = format!("there is no model \"{name}\"; {known}");
+        let message = format!("there is no model \"{name}\"; {available}");
         Error::refused(Code::UpstreamUnavailable, message)
     })
 }
@@ -210,7 +210,7 @@ fn settled_call_json(settled: &BatchEntryResult) -> Value {
         "status": call.map_or("REFUSED", |call| call.status.as_str()),
         "ok": settled.ok(),
         "digested": settled.is_digested,
-        "error": settled.error().map(Trouble::from),
+        "error": settled.error().map(RunError::from),
     })
 }
 
@@ -226,7 +226,7 @@ struct RunDriver<'a> {
     /// Number of messages in the journal.
     journaled_count: usize,
     /// Number of user messages that are in the conversation but not yet in the journal.
-    taken_count: usize,
+    added_count: usize,
     uncommitted: &'a Mutex<UncommittedEvents>,
 }
 
@@ -260,8 +260,8 @@ impl RunDriver<'_> {
                 }
                 StepOutcome::AwaitingResults => {
                     let data = reply_json(&self.conversation, &reply);
-                    let what = Some((JournalKind::Replied, data));
-                    let run = self.commit_progress(what, Some(RunTransition::Waiting)).await?;
+                    let record = Some((JournalKind::Replied, data));
+                    let run = self.commit_progress(record, Some(RunTransition::Waiting)).await?;
                     waits = run.status == RunStatus::Waiting;
                 }
                 StepOutcome::Answered(answer) => {
@@ -298,7 +298,7 @@ impl RunDriver<'_> {
                 }
                 () = self.active_run.message_added.notified() => {
                     let state = self.active_run.state.lock().await;
-                    if state.run.queued_messages.len() > self.taken_count {
+                    if state.run.queued_messages.len() > self.added_count {
                         return Ok(());
                     }
                 }
@@ -312,9 +312,9 @@ impl RunDriver<'_> {
             return;
         }
         let state = self.active_run.state.lock().await;
-        let new = state.run.queued_messages[self.taken_count..].to_vec();
+        let new = state.run.queued_messages[self.added_count..].to_vec();
         if !new.is_empty() {
-            self.taken_count = state.run.queued_messages.len();
+            self.added_count = state.run.queued_messages.len();
             self.conversation.add_user_messages(new);
         }
     }
@@ -322,11 +322,11 @@ impl RunDriver<'_> {
     /// Commits the progress of the run.
     async fn commit_progress(
         &mut self,
-        what: Option<(JournalKind, Value)>,
+        record: Option<(JournalKind, Value)>,
         turned: Option<RunTransition>,
     ) -> Result<Run, Error> {
         let messages = self.conversation.messages[self.journaled_count..].to_vec();
-        let (progress, said) = (self.conversation.progress.clone(), self.taken_count);
+        let (progress, added_count) = (self.conversation.progress.clone(), self.added_count);
         let late = std::mem::take(&mut self.uncommitted.lock().late_results);
         let state = self.active_run.state.clone().lock_owned().await;
         if state.is_released || state.run.status.is_terminal() {
@@ -334,15 +334,15 @@ impl RunDriver<'_> {
             return Ok(state.run.clone());
         }
         let runs = self.engine.clone();
-        let kept = runs.clone().commit_run(self.active_run.clone(), state, move |run, now_ms| {
+        let commit = runs.clone().commit_run(self.active_run.clone(), state, move |run, now_ms| {
             run.progress = progress;
-            run.queued_messages.drain(..said);
+            run.queued_messages.drain(..added_count);
             run.status = RunStatus::Running;
             let late = late
                 .into_iter()
                 .map(|data| JournalRecord::new(JournalKind::LateResult, now_ms, data));
             let mut entries: Vec<JournalRecord> = late.collect();
-            entries.extend(what.map(|(kind, data)| JournalRecord::new(kind, now_ms, data)));
+            entries.extend(record.map(|(kind, data)| JournalRecord::new(kind, now_ms, data)));
             if let Some(last) = entries.last_mut() {
                 last.messages = messages;
             }
@@ -352,8 +352,8 @@ impl RunDriver<'_> {
             }
             entries
         });
-        let run = runs.dispatcher.detach_on_drop(kept).await?;
-        (self.journaled_count, self.taken_count) = (self.conversation.messages.len(), 0);
+        let run = runs.dispatcher.detach_on_drop(commit).await?;
+        (self.journaled_count, self.added_count) = (self.conversation.messages.len(), 0);
         Ok(run)
     }
 }
@@ -409,19 +409,19 @@ impl Runs {
         let active_run = ActiveRun::new(run.clone());
         let mut state = active_run.state.clone().lock_owned().await;
         state.initial_messages = Some(entry.messages.clone());
-        let place = (run.project.clone(), run.id.clone());
-        self.active_runs.by_id.lock().insert(place.clone(), active_run.clone());
+        let run_key = (run.project.clone(), run.id.clone());
+        self.active_runs.by_id.lock().insert(run_key.clone(), active_run.clone());
         let created = self.core.store.runs().create_run(run.clone(), key, vec![entry]).await;
         if !matches!(created, Ok(CreateRunResult::New)) {
             state.is_released = true;
-            self.active_runs.by_id.lock().remove(&place);
+            self.active_runs.by_id.lock().remove(&run_key);
         }
         match created.map_err(from_store_error)? {
             CreateRunResult::New => {
-                let news = RunSubscription::new(listens.then(|| active_run.subscribe()));
+                let subscription = RunSubscription::new(listens.then(|| active_run.subscribe()));
                 let engine = self.clone();
                 self.core.tasks.spawn(drive_run(engine, active_run));
-                Ok(StartedRun { run, replayed: false, subscription: news })
+                Ok(StartedRun { run, replayed: false, subscription })
             }
             CreateRunResult::Replayed(run) => {
                 let active_run = self.active_runs.get(&run.project, &run.id);
@@ -448,7 +448,7 @@ impl Runs {
         project: &str,
         run_id: &str,
     ) -> Result<RunGuard, Error> {
-        let place = (project.to_owned(), run_id.to_owned());
+        let key = (project.to_owned(), run_id.to_owned());
         loop {
             if let Some(live) = self.active_runs.get(project, run_id) {
                 let state = live.state.clone().lock_owned().await;
@@ -464,10 +464,10 @@ impl Runs {
             let mut state = live.state.clone().lock_owned().await;
             {
                 let mut all = self.active_runs.by_id.lock();
-                if all.contains_key(&place) {
+                if all.contains_key(&key) {
                     continue;
                 }
-                all.insert(place.clone(), live.clone());
+                all.insert(key.clone(), live.clone());
             }
             let engine = self.clone();
             self.core.tasks.spawn(drive_run(engine, live.clone()));
@@ -476,7 +476,7 @@ impl Runs {
                 Ok(Some(run)) => (state.run, *live.status.lock()) = (run.clone(), run.status),
                 other => {
                     state.is_released = true;
-                    self.active_runs.by_id.lock().remove(&place);
+                    self.active_runs.by_id.lock().remove(&key);
                     return Err(other.map_or_else(from_store_error, |_| run_not_found(run_id)));
                 }
             }
@@ -499,8 +499,8 @@ impl Runs {
         if saved.map_err(from_store_error)? == SaveResult::Conflict {
             // Another process drives the run, so the state in memory is stale.
             state.is_released = true;
-            let place = (next.project.clone(), next.id.clone());
-            self.active_runs.by_id.lock().remove(&place);
+            let key = (next.project.clone(), next.id.clone());
+            self.active_runs.by_id.lock().remove(&key);
             let message = "the run was changed by another process meanwhile; try again";
             return Err(Error::refused(Code::Conflict, message));
         }

@@ -200,8 +200,8 @@ impl Runs {
             vec![JournalRecord::new(JournalKind::Canceled, now_ms, data)]
         });
         let run = self.dispatcher.detach_on_drop(canceled).await?;
-        let own = |call: &Call| call.origin.agent == run.owner.agent;
-        self.calls.cancel_open_calls(caller, &run.id, "its run was canceled", own).await;
+        let by_owner = |call: &Call| call.origin.agent == run.owner.agent;
+        self.calls.cancel_open_calls(caller, &run.id, "its run was canceled", by_owner).await;
         Ok(run)
     }
 
@@ -219,7 +219,7 @@ impl Runs {
         require_run_owner(caller, &self.find_run(caller, run_id).await?)?;
         let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
         let spoken = live.clone();
-        let said = self.clone().commit_run(live, state, move |run, now_ms| {
+        let commit = self.clone().commit_run(live, state, move |run, now_ms| {
             reopen_run(run);
             run.queued_messages.extend(messages.iter().cloned());
             vec![JournalRecord::new(
@@ -228,7 +228,7 @@ impl Runs {
                 json!({ "messages": messages }),
             )]
         });
-        let run = self.dispatcher.detach_on_drop(said).await?;
+        let run = self.dispatcher.detach_on_drop(commit).await?;
         spoken.message_added.notify_one();
         Ok(run)
     }
@@ -263,7 +263,7 @@ impl Runs {
         wait_ms: u64,
     ) -> Result<Run, Error> {
         let (project, run) = (caller.project.clone(), run_id.to_owned());
-        let mut news = self.core.bus.listen(Topic::Run { project, run_id: run });
+        let mut listener = self.core.bus.listen(Topic::Run { project, run_id: run });
         let until_ms = self.core.now_ms() + wait_ms.min(self.core.limits.max_wait_ms);
         loop {
             let now_ms = self.core.now_ms();
@@ -277,7 +277,7 @@ impl Runs {
                 }
             }
             tokio::select! {
-                () = news.wait_for_wake() => {}
+                () = listener.wait_for_wake() => {}
                 () = self.core.clock.sleep_until(until_ms.min(now_ms + 2_000)) => {}
                 () = self.core.shutdown.cancelled() => {}
             }
@@ -333,18 +333,18 @@ impl Runs {
     ) -> Result<(), Error> {
         require_run_access(caller)?;
         self.check_run_capacity()?;
-        let named = (1..=255).contains(&new.model.len());
-        if !named || new.model.chars().any(char::is_control) {
+        let has_valid_length = (1..=255).contains(&new.model.len());
+        if !has_valid_length || new.model.chars().any(char::is_control) {
             return Err(invalid("model", "must be 1 to 255 bytes, no control characters"));
         }
         agent_loop::check_messages(&new.messages)?;
-        if let Some((field, what)) = new.limits.invalid_field() {
-            return Err(invalid(&format!("limits/{field}"), &what));
+        if let Some((field, problem)) = new.limits.invalid_field() {
+            return Err(invalid(&format!("limits/{field}"), &problem));
         }
         let (parallel, wait_ms) =
             (self.core.limits.max_batch_parallel, self.core.limits.max_wait_ms);
-        if let Some((field, what)) = new.execution_options.invalid_field(parallel, wait_ms) {
-            return Err(invalid(&format!("policy/{field}"), &what));
+        if let Some((field, problem)) = new.execution_options.invalid_field(parallel, wait_ms) {
+            return Err(invalid(&format!("policy/{field}"), &problem));
         }
         for (field, word) in [("user_id", &new.user_id), ("idempotency_key", &new.idempotency_key)]
         {
@@ -393,8 +393,8 @@ fn not_run_owner(run: &Run) -> Error {
     Error::refused(Code::PermissionDenied, message)
 }
 
-fn require_end_status(run: Run, wanted: RunStatus) -> Result<Run, Error> {
-    if run.status == wanted {
+fn require_end_status(run: Run, expected: RunStatus) -> Result<Run, Error> {
+    if run.status == expected {
         return Ok(run);
     }
     let message = format!("this run is over already: {}", run.status.as_str());
@@ -402,7 +402,8 @@ fn require_end_status(run: Run, wanted: RunStatus) -> Result<Run, Error> {
     Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
 }
 
-fn invalid(field: &str, what: &str) -> Error {
-    let fault = Fault::new(Code::ValidationError, format!("{field} {what}")).without_side_effect();
+fn invalid(field: &str, problem: &str) -> Error {
+    let fault =
+        Fault::new(Code::ValidationError, format!("{field} {problem}")).without_side_effect();
     fault.with_detail(json!({ "pointer": format!("/{field}") })).into()
 }

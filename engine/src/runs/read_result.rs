@@ -117,11 +117,11 @@ impl Runs {
         caller: &Caller,
         id: &CallId,
         part: SliceQuery,
-        most_bytes: usize,
+        max_bytes: usize,
     ) -> Result<Slice, Error> {
         let call = self.dispatcher.find_project_call(caller, id).await?;
         let data = require_data(&call)?;
-        Ok(read_slice(data, part, most_bytes).await?)
+        Ok(read_slice(data, part, max_bytes).await?)
     }
 }
 
@@ -145,7 +145,7 @@ fn require_data(call: &Call) -> Result<Json, Fault> {
         return Ok(outcome.data.clone().unwrap_or_else(Json::null));
     }
     let status = call.status.as_str();
-    let why = outcome.error.as_ref().map(|fault| format!(": {fault}")).unwrap_or_default();
+    let reason = outcome.error.as_ref().map(|fault| format!(": {fault}")).unwrap_or_default();
     let error = outcome.error.as_ref().map(|fault| {
         json!({
             "code": fault.code.as_str(),
@@ -154,17 +154,17 @@ fn require_data(call: &Call) -> Result<Json, Fault> {
             "retryable": fault.retryable,
         })
     });
-    let message = format!("call \"{}\" is {status} and has no result{why}", call.id);
+    let message = format!("call \"{}\" is {status} and has no result{reason}", call.id);
     let detail = json!({ "status": status, "error": error });
     Err(Fault::new(Code::Conflict, message).with_detail(detail).without_side_effect())
 }
 
 /// Reads a slice: small results inline, large ones on a blocking thread.
-async fn read_slice(data: Json, part: SliceQuery, most_bytes: usize) -> Result<Slice, Fault> {
+async fn read_slice(data: Json, part: SliceQuery, max_bytes: usize) -> Result<Slice, Fault> {
     if data.text().len() <= BLOCKING_READ_BYTES {
-        return slice::read_slice(&data, &part, most_bytes);
+        return slice::read_slice(&data, &part, max_bytes);
     }
-    let reading = tokio::task::spawn_blocking(move || slice::read_slice(&data, &part, most_bytes));
+    let reading = tokio::task::spawn_blocking(move || slice::read_slice(&data, &part, max_bytes));
     reading.await.unwrap_or_else(|_| Err(Fault::new(Code::Internal, "the result was not read")))
 }
 
@@ -245,32 +245,32 @@ struct ResultReadMatch {
 }
 
 impl From<Slice> for ResultReadOutput {
-    fn from(piece: Slice) -> Self {
+    fn from(slice: Slice) -> Self {
         let mut answer = Self {
-            pointer: piece.pointer,
-            kind: piece.kind.as_str(),
-            bytes: piece.bytes,
-            total: piece.total,
-            offset: piece.offset,
-            shown: piece.shown,
-            next_offset: piece.next_offset,
-            truncated: piece.truncated,
+            pointer: slice.pointer,
+            kind: slice.kind.as_str(),
+            bytes: slice.bytes,
+            total: slice.total,
+            offset: slice.offset,
+            shown: slice.shown,
+            next_offset: slice.next_offset,
+            truncated: slice.truncated,
             value: None,
             matches: None,
             matched: None,
             beginning: None,
             next_pointer: None,
         };
-        match piece.content {
+        match slice.content {
             SliceContent::Value(value) => answer.value = Some(value),
             SliceContent::Matches { matches, matched } => {
-                let given = matches.into_iter().map(|found| ResultReadMatch {
+                let outputs = matches.into_iter().map(|found| ResultReadMatch {
                     pointer: found.pointer,
                     line: found.line,
                     value: found.value,
                     cut: found.is_truncated.then_some(true),
                 });
-                answer.matches = Some(given.collect());
+                answer.matches = Some(outputs.collect());
                 answer.matched = Some(matched);
             }
             SliceContent::Prefix { text, pointer } => {
@@ -306,8 +306,8 @@ async fn execute_result_read(
     context: &ToolContext,
 ) -> Result<ResultReadOutput, Fault> {
     let no_such = || {
-        let given: String = args.tool_call_id.chars().take(80).collect();
-        Fault::new(Code::NotFound, format!("tool_call_id: there is no call \"{given}\""))
+        let excerpt: String = args.tool_call_id.chars().take(80).collect();
+        Fault::new(Code::NotFound, format!("tool_call_id: there is no call \"{excerpt}\""))
     };
     let id: CallId = args.tool_call_id.parse().map_err(|_| no_such())?;
     // The tool has the rights of the agent that made the call, and never more than an agent's.
@@ -317,7 +317,7 @@ async fn execute_result_read(
         role: Role::Agent,
         auth_method: AuthMethod::Key,
     };
-    let mut most_bytes = MAX_TOOL_BYTES;
+    let mut max_bytes = MAX_TOOL_BYTES;
     loop {
         let part = SliceQuery {
             pointer: args.pointer.clone().unwrap_or_default(),
@@ -325,16 +325,16 @@ async fn execute_result_read(
             limit: args.limit,
             grep: args.grep.clone().filter(|grep| !grep.is_empty()),
         };
-        let piece = runs.read_slice(&caller, &id, part, most_bytes).await;
-        let piece = piece.map_err(|error| match error {
+        let slice = runs.read_slice(&caller, &id, part, max_bytes).await;
+        let slice = slice.map_err(|error| match error {
             Error::Refused { fault, .. } => fault,
             Error::Internal(_) => Fault::new(Code::Internal, "the result cannot be read"),
         })?;
-        let answer = ResultReadOutput::from(piece);
+        let answer = ResultReadOutput::from(slice);
         let text = serde_json::to_string(&answer).unwrap_or_default();
-        if most_bytes < 500 || !tokens::exceeds(&text, MAX_TOOL_TOKENS) {
+        if max_bytes < 500 || !tokens::exceeds(&text, MAX_TOOL_TOKENS) {
             return Ok(answer);
         }
-        most_bytes /= 2;
+        max_bytes /= 2;
     }
 }

@@ -106,19 +106,19 @@ impl Runs {
         )?;
         // Where the recorded run waited for late results, its reply may have been empty.
         turns.allows_empty_reply = true;
-        // `place` is the position in the recording. `beyond` is true while the model continues past
+        // `index` is the position in the recording. `beyond` is true while the model continues past
         // a step that was final in the recording.
-        let (mut place, mut beyond) = (0, false);
+        let (mut index, mut beyond) = (0, false);
         loop {
             if !beyond {
-                tape.replay_inputs(place, &mut conversation);
+                tape.replay_inputs(index, &mut conversation);
             }
             turns.request_reply(&mut conversation).await?;
             let steps = conversation.progress.steps;
             let reply = conversation.progress.pending_reply.clone().unwrap_or_default();
-            let recorded = tape.steps.get(place).filter(|_| !beyond);
+            let recorded = tape.steps.get(index).filter(|_| !beyond);
             if !recorded.is_some_and(|recorded| have_same_actions(&recorded.reply, &reply)) {
-                let step = recorded.map_or(steps, |_| step_number(place));
+                let step = recorded.map_or(steps, |_| step_number(index));
                 let recorded = recorded.map(|recorded| recorded.reply.clone());
                 differences.push(ReplayDifference { step, recorded, now: Some(reply.clone()) });
             }
@@ -127,21 +127,21 @@ impl Runs {
                 conversation.progress.reset_baseline();
             }
             let next = turns.answer_calls_with(&mut conversation, |call| tape.next_result(call));
-            place += usize::from(!beyond);
+            index += usize::from(!beyond);
             let StepOutcome::Answered(answer) = next else {
                 beyond |= ended;
                 continue;
             };
             beyond |= ended;
-            while let Some(missing) = tape.steps.get(place).filter(|_| !beyond) {
-                let (step, recorded) = (step_number(place), Some(missing.reply.clone()));
+            while let Some(missing) = tape.steps.get(index).filter(|_| !beyond) {
+                let (step, recorded) = (step_number(index), Some(missing.reply.clone()));
                 differences.push(ReplayDifference { step, recorded, now: None });
                 beyond = missing.is_final;
-                tape.replay_inputs(place, &mut conversation);
-                place += 1;
+                tape.replay_inputs(index, &mut conversation);
+                index += 1;
             }
             beyond = false;
-            if place < tape.steps.len() {
+            if index < tape.steps.len() {
                 continue;
             }
             return Ok(ReplayReport {
@@ -173,8 +173,8 @@ impl Drop for ReplayCountGuard<'_> {
 }
 
 /// Returns the number of the step at this index. Steps are numbered from 1.
-fn step_number(place: usize) -> u32 {
-    u32::try_from(place + 1).unwrap_or(u32::MAX)
+fn step_number(index: usize) -> u32 {
+    u32::try_from(index + 1).unwrap_or(u32::MAX)
 }
 
 fn unrecorded_result(call: &ToolCallRequest) -> String {
@@ -232,8 +232,8 @@ enum RecordedInput {
 impl Recording {
     fn from_journal(journal: &[JournalEntry], limits: &RunLimits) -> Self {
         let mut tape = Self::default();
-        let mut given = Vec::new();
-        let mut said: VecDeque<Value> = VecDeque::new();
+        let mut inputs = Vec::new();
+        let mut user_messages: VecDeque<Value> = VecDeque::new();
         let mut acted = true;
         for JournalEntry { record: entry, .. } in journal {
             match entry.kind {
@@ -241,23 +241,22 @@ impl Recording {
                     tape.initial_messages.extend(entry.messages.iter().cloned());
                     continue;
                 }
-                JournalKind::UserMessage => {
-                    said.extend(entry.data["messages"].as_array().cloned().unwrap_or_default())
-                }
+                JournalKind::UserMessage => user_messages
+                    .extend(entry.data["messages"].as_array().cloned().unwrap_or_default()),
                 JournalKind::ToolResults => {
                     tape.add_results(&entry.messages, &entry.data["calls"]);
                     acted = true;
                 }
                 JournalKind::Resumed => match tape.steps.last_mut().filter(|_| !acted) {
                     Some(step) => step.was_resumed = true,
-                    None => given.push(RecordedInput::Resumed),
+                    None => inputs.push(RecordedInput::Resumed),
                 },
                 _ => {}
             }
             for message in entry.messages.iter().filter(|message| is_input(message)) {
-                given.push(match agent_loop::stop_reason_of(message, limits) {
-                    _ if said.front() == Some(message) => {
-                        said.pop_front();
+                inputs.push(match agent_loop::stop_reason_of(message, limits) {
+                    _ if user_messages.front() == Some(message) => {
+                        user_messages.pop_front();
                         RecordedInput::UserMessage(message.clone())
                     }
                     Some(closing) => RecordedInput::LimitNotice(closing, message.clone()),
@@ -268,12 +267,12 @@ impl Recording {
                 && let Ok(reply) = serde_json::from_value::<ModelReply>(entry.data.clone())
             {
                 let closes =
-                    given.iter().any(|given| matches!(given, RecordedInput::LimitNotice(..)));
+                    inputs.iter().any(|input| matches!(input, RecordedInput::LimitNotice(..)));
                 let answers = closes || reply.calls.is_empty();
                 acted = answers;
-                let given = std::mem::take(&mut given);
+                let inputs = std::mem::take(&mut inputs);
                 tape.steps.push(RecordedStep {
-                    inputs: given,
+                    inputs,
                     reply,
                     is_final: answers,
                     was_resumed: false,
@@ -283,30 +282,31 @@ impl Recording {
         tape
     }
 
-    fn add_results(&mut self, messages: &[Value], made: &Value) {
+    fn add_results(&mut self, messages: &[Value], executed: &Value) {
         let Some(step) = self.steps.last() else { return };
-        let made: HashSet<&str> = made
+        let executed: HashSet<&str> = executed
             .as_array()
             .into_iter()
             .flatten()
             .filter_map(|call| call["call_id"].as_str())
             .collect();
         for call in &step.reply.calls {
-            let told = messages.iter().find(|message| message["tool_call_id"] == call.id.as_str());
-            let content = told.and_then(|message| message["content"].as_str());
-            let place = self.results.entry(agent_loop::call_fingerprint(call)).or_default();
-            place.extend(content.map(|content| RecordedResult {
+            let answer =
+                messages.iter().find(|message| message["tool_call_id"] == call.id.as_str());
+            let content = answer.and_then(|message| message["content"].as_str());
+            let recorded = self.results.entry(agent_loop::call_fingerprint(call)).or_default();
+            recorded.extend(content.map(|content| RecordedResult {
                 id: call.id.clone(),
                 content: content.to_owned(),
-                was_executed: made.contains(call.id.as_str()),
+                was_executed: executed.contains(call.id.as_str()),
             }));
         }
     }
 
     /// Adds the inputs that preceded this recorded reply to the conversation.
-    fn replay_inputs(&self, place: usize, conversation: &mut Conversation) {
-        for given in self.steps.get(place).into_iter().flat_map(|step| &step.inputs) {
-            match given {
+    fn replay_inputs(&self, index: usize, conversation: &mut Conversation) {
+        for input in self.steps.get(index).into_iter().flat_map(|step| &step.inputs) {
+            match input {
                 RecordedInput::UserMessage(message) => {
                     conversation.add_user_messages(vec![message.clone()])
                 }
@@ -325,17 +325,17 @@ impl Recording {
     /// Returns the next recorded result of this call, in order, and whether the call was executed.
     /// The last result repeats for all further calls.
     fn next_result(&mut self, call: &ToolCallRequest) -> (String, bool) {
-        let told = self.results.get_mut(&agent_loop::call_fingerprint(call));
-        let next = told.and_then(|told| match told.len() {
-            0 | 1 => told.front().cloned(),
-            _ => told.pop_front(),
+        let recorded = self.results.get_mut(&agent_loop::call_fingerprint(call));
+        let next = recorded.and_then(|recorded| match recorded.len() {
+            0 | 1 => recorded.front().cloned(),
+            _ => recorded.pop_front(),
         });
-        let Some(RecordedResult { id, content, was_executed: made }) = next else {
+        let Some(RecordedResult { id, content, was_executed }) = next else {
             self.unrecorded_calls += 1;
             return (unrecorded_result(call), true);
         };
         self.current_ids.insert(id, call.id.clone());
-        (content, made)
+        (content, was_executed)
     }
 }
 
@@ -352,8 +352,8 @@ fn have_same_actions(recorded: &ModelReply, now: &ModelReply) -> bool {
         calls.sort();
         calls
     };
-    let said = recorded.calls.is_empty() && recorded.text.trim() != now.text.trim();
-    calls(recorded) == calls(now) && !said
+    let text_differs = recorded.calls.is_empty() && recorded.text.trim() != now.text.trim();
+    calls(recorded) == calls(now) && !text_differs
 }
 
 /// JSON form, for clients that stream a replay.

@@ -80,8 +80,8 @@ impl Runs {
     ) -> Result<ContextPrompt, Error> {
         let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.now_ms());
         // Token counting is CPU-bound and would block this async worker thread.
-        let made = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
-        made.await.map_err(|error| Error::Internal(Box::new(error)))
+        let rendering = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
+        rendering.await.map_err(|error| Error::Internal(Box::new(error)))
     }
 
     /// Renders a run's calls and results as messages of a conversation. With a budget, the results
@@ -95,7 +95,7 @@ impl Runs {
         budget_tokens: Option<usize>,
     ) -> Result<(ContextMessages, bool), Error> {
         let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.now_ms());
-        let made = tokio::task::spawn_blocking(move || match style {
+        let rendering = tokio::task::spawn_blocking(move || match style {
             MessageFormat::OpenAi => {
                 (context.to_openai(budget_tokens, now_ms), context.truncated())
             }
@@ -103,7 +103,7 @@ impl Runs {
                 (context.to_anthropic(budget_tokens, now_ms), context.truncated())
             }
         });
-        made.await.map_err(|error| Error::Internal(Box::new(error)))
+        rendering.await.map_err(|error| Error::Internal(Box::new(error)))
     }
 
     /// Refreshes a context with its run's new calls and results; its listeners are notified of the
@@ -115,7 +115,7 @@ impl Runs {
         wait_ms: u64,
     ) -> Result<usize, Error> {
         let (project, run_id) = (caller.project.clone(), context.run_id().to_owned());
-        let mut news = self.core.bus.listen(Topic::Run { project, run_id: run_id.clone() });
+        let mut listener = self.core.bus.listen(Topic::Run { project, run_id: run_id.clone() });
         let until_ms = self.core.clock.now_ms() + wait_ms.min(self.core.limits.max_wait_ms);
         loop {
             let before = context.tool_results().len();
@@ -131,13 +131,13 @@ impl Runs {
                 }
             }
             add_calls(context, &calls);
-            let came = context.tool_results().len() - before;
+            let count = context.tool_results().len() - before;
             let now_ms = self.core.clock.now_ms();
-            if came > 0 || now_ms >= until_ms || self.core.shutdown.is_cancelled() {
-                return Ok(came);
+            if count > 0 || now_ms >= until_ms || self.core.shutdown.is_cancelled() {
+                return Ok(count);
             }
             tokio::select! {
-                () = news.wait_for_wake() => {}
+                () = listener.wait_for_wake() => {}
                 () = self.core.clock.sleep_until(until_ms.min(now_ms + CONTEXT_POLL_MS)) => {}
                 () = self.core.shutdown.cancelled() => {}
             }
@@ -187,11 +187,11 @@ impl Runs {
 
     fn resolve_run_tools(&self, caller: &Caller, set: RunToolSelection) -> Vec<ToolDefinition> {
         let mut tools = set.caller_tools;
-        let named =
+        let is_selected =
             |name: &String| set.toolcrib_tools.as_ref().is_none_or(|names| names.contains(name));
         for entry in self.registry.tools(caller) {
             let name = &entry.definition.name;
-            if named(name) && !tools.iter().any(|own| own.name == *name) {
+            if is_selected(name) && !tools.iter().any(|other| other.name == *name) {
                 tools.push(entry.definition.clone());
             }
         }
@@ -214,24 +214,25 @@ impl Runs {
         }
         let catalog = self.registry.catalog();
         for (n, tool) in tools.caller_tools.iter().enumerate() {
-            let place = format!("tool_definitions/{n}");
-            check_definition(tool).map_err(|error| with_pointer(&place, error))?;
-            if let AccessDecision::Denied(why) = catalog.authorize_reported_call(caller, &tool.name)
+            let pointer = format!("tool_definitions/{n}");
+            check_definition(tool).map_err(|error| with_pointer(&pointer, error))?;
+            if let AccessDecision::Denied(reason) =
+                catalog.authorize_reported_call(caller, &tool.name)
             {
-                let message = format!("{place}/name: \"{}\" is denied by {why}", tool.name);
+                let message = format!("{pointer}/name: \"{}\" is denied by {reason}", tool.name);
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
             if tools.caller_tools[..n].iter().any(|other| other.name == tool.name) {
-                let message = format!("{place}/name: \"{}\" is there twice", tool.name);
+                let message = format!("{pointer}/name: \"{}\" is there twice", tool.name);
                 return Err(Error::refused(Code::ValidationError, message));
             }
         }
         for (n, name) in crib.iter_mut().enumerate() {
-            let place = format!("crib_tools/{n}");
+            let pointer = format!("crib_tools/{n}");
             let found = self
                 .registry
                 .tool(caller, name)
-                .map_err(|error| into_validation_error(with_pointer(&place, error)))?;
+                .map_err(|error| into_validation_error(with_pointer(&pointer, error)))?;
             *name = found.definition.name.clone();
         }
         Ok(())
@@ -306,11 +307,11 @@ fn group_concurrent_calls(calls: &[Call]) -> Vec<&[Call]> {
 }
 
 /// Adds the position in the request that a refusal is about.
-pub(crate) fn with_pointer(place: &str, error: Error) -> Error {
+pub(crate) fn with_pointer(pointer: &str, error: Error) -> Error {
     let Error::Refused { mut fault, retry_after_ms } = error else { return error };
-    fault.message = format!("{place}: {}", fault.message);
+    fault.message = format!("{pointer}: {}", fault.message);
     if fault.detail.is_none() {
-        fault.detail = Some(json!({ "pointer": format!("/{place}") }));
+        fault.detail = Some(json!({ "pointer": format!("/{pointer}") }));
     }
     Error::Refused { fault, retry_after_ms }
 }

@@ -41,11 +41,11 @@ impl Runs {
         id: &str,
         thread: &SavedConversation,
     ) -> Result<(), Error> {
-        let kept = StoredConversation { agent: caller.agent.clone(), conversation: thread };
+        let saved = StoredConversation { agent: caller.agent.clone(), conversation: thread };
         let run = RunToolDefinitions {
             project: caller.project.clone(),
             run_id: storage_key(id),
-            tool_definitions: Json::from_serialize(&kept)
+            tool_definitions: Json::from_serialize(&saved)
                 .map_err(|error| Error::Internal(Box::new(error)))?,
             updated_ms: self.core.now_ms(),
         };
@@ -65,10 +65,10 @@ impl Runs {
             .await
             .map_err(from_store_error)?;
         let Some(stored) = stored else { return Ok(None) };
-        let kept: StoredConversation<SavedConversation> =
+        let saved: StoredConversation<SavedConversation> =
             serde_json::from_str(stored.tool_definitions.text())
                 .map_err(|error| Error::Internal(Box::new(error)))?;
-        Ok((kept.agent == caller.agent).then_some(kept.conversation))
+        Ok((saved.agent == caller.agent).then_some(saved.conversation))
     }
 }
 

@@ -42,7 +42,7 @@ impl Runs {
         limit: usize,
     ) -> Result<Vec<RunEvent>, Error> {
         let (project, run) = (caller.project.clone(), run_id.to_owned());
-        let mut news = self.core.bus.listen(Topic::Run { project, run_id: run });
+        let mut listener = self.core.bus.listen(Topic::Run { project, run_id: run });
         let loops = self.core.store.runs();
         loop {
             let active_run = self.is_run_active(caller, run_id);
@@ -56,7 +56,7 @@ impl Runs {
                 return Ok(happened);
             }
             tokio::select! {
-                () = news.wait_for_wake() => {}
+                () = listener.wait_for_wake() => {}
                 () = self.core.clock.sleep_until(self.core.clock.now_ms() + 2_000) => {}
                 () = self.core.shutdown.cancelled() => {}
             }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::domain::run::Trouble;
+use crate::domain::run::RunError;
 use crate::ports::model::Delta;
 use crate::runs::agent_loop::LoopEvent;
 
@@ -59,7 +59,7 @@ pub enum RunDelta {
         /// Time until the retry, in milliseconds.
         wait_ms: u64,
         /// Fault of the failed request.
-        why: Trouble,
+        why: RunError,
     },
     /// The subscriber was too slow and deltas are missing here. The whole reply is stored.
     Lagged {
@@ -96,7 +96,7 @@ impl RunDelta {
                 step: *step,
                 retry: *retry,
                 wait_ms: *wait_ms,
-                why: Trouble::from(*why),
+                why: RunError::from(*why),
             },
             _ => return None,
         })

@@ -86,15 +86,15 @@ fn schema_error(pointer: impl Into<String>, reason: impl Into<String>) -> Schema
 }
 
 fn detect_draft(schema: &Value) -> Result<Draft, SchemaError> {
-    let Some(named) = schema.get("$schema") else {
+    let Some(uri) = schema.get("$schema") else {
         return Ok(Draft::Draft202012);
     };
-    match Draft::from_schema_uri(named.as_str().unwrap_or_default()) {
+    match Draft::from_schema_uri(uri.as_str().unwrap_or_default()) {
         // The address without a version means "the newest", which is not a stable contract.
-        known @ (Draft::Draft202012 | Draft::Draft7)
-            if !named.as_str().unwrap_or_default().contains("json-schema.org/schema") =>
+        draft @ (Draft::Draft202012 | Draft::Draft7)
+            if !uri.as_str().unwrap_or_default().contains("json-schema.org/schema") =>
         {
-            Ok(known)
+            Ok(draft)
         }
         _ => Err(schema_error(
             "/$schema",
@@ -151,8 +151,8 @@ impl<'a> SchemaDocument<'a> {
             }
         }
         // Recursion is safe from here on; the writer stops at the limit instead of filling memory.
-        let mut room = LimitedSink(MAX_BYTES);
-        serde_json::to_writer(&mut room, root).map_err(|_| Self::too_large_error())?;
+        let mut sink = LimitedSink(MAX_BYTES);
+        serde_json::to_writer(&mut sink, root).map_err(|_| Self::too_large_error())?;
         Ok(doc)
     }
 
@@ -175,9 +175,11 @@ impl<'a> SchemaDocument<'a> {
     /// Locates a bad reference. The registry reports only an address and no pointer, so this
     /// searches for the value that contains it.
     fn locate_reference(&self, message: &str) -> String {
-        let named = |v: &Value| v.as_str().is_some_and(|s| !s.is_empty() && message.contains(s));
+        let is_mentioned =
+            |v: &Value| v.as_str().is_some_and(|s| !s.is_empty() && message.contains(s));
         let wrote = |(v, parent): &(&Value, Option<(usize, PointerSegment)>)| {
-            matches!(parent, Some((_, PointerSegment::Key(k))) if k.starts_with('$')) && named(v)
+            matches!(parent, Some((_, PointerSegment::Key(k))) if k.starts_with('$'))
+                && is_mentioned(v)
         };
         self.values.iter().position(wrote).map_or_else(String::new, |i| self.pointer(i))
     }

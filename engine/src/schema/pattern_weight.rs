@@ -33,8 +33,8 @@ pub(super) fn pattern_weight(pattern: &str) -> usize {
             }
             '{' => {
                 let counts: String = rest.by_ref().take_while(|c| *c != '}').collect();
-                let most = counts.split(',').filter_map(|n| n.trim().parse::<usize>().ok()).max();
-                let repeats = most.unwrap_or(1).max(1);
+                let max = counts.split(',').filter_map(|n| n.trim().parse::<usize>().ok()).max();
+                let repeats = max.unwrap_or(1).max(1);
                 let free = first && !group && outer.is_empty();
                 atom = if free { atom } else { atom.saturating_mul(repeats) };
                 first = false;

@@ -31,8 +31,8 @@ pub(super) fn describe_value(value: &Value) -> String {
         Value::Array(_) => "an array",
         Value::Object(_) => "an object",
     };
-    let room = MAX_VALUE_CHARS - kind.chars().count() - 3;
-    format!("{kind} ({})", truncated_json(value, room))
+    let limit = MAX_VALUE_CHARS - kind.chars().count() - 3;
+    format!("{kind} ({})", truncated_json(value, limit))
 }
 
 pub(super) fn short_json(value: &Value) -> String {
@@ -46,7 +46,7 @@ pub(super) fn quote(name: &str) -> String {
 /// Returns JSON truncated to `limit` characters, without serializing more of the value than needed.
 fn truncated_json(value: &Value, limit: usize) -> String {
     // No character takes more than four bytes; the final truncation counts characters.
-    let mut sink = TruncatingBuffer { bytes: Vec::new(), room: 4 * limit + 4 };
+    let mut sink = TruncatingBuffer { bytes: Vec::new(), remaining: 4 * limit + 4 };
     let _ = serde_json::to_writer(&mut sink, value);
     let text = match String::from_utf8(sink.bytes) {
         Ok(text) => text,
@@ -57,14 +57,14 @@ fn truncated_json(value: &Value, limit: usize) -> String {
 
 struct TruncatingBuffer {
     bytes: Vec<u8>,
-    room: usize,
+    remaining: usize,
 }
 
 impl io::Write for TruncatingBuffer {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let fits = bytes.len().min(self.room);
+        let fits = bytes.len().min(self.remaining);
         self.bytes.extend_from_slice(&bytes[..fits]);
-        self.room -= fits;
+        self.remaining -= fits;
         if fits < bytes.len() { Err(io::Error::other("full")) } else { Ok(fits) }
     }
 
@@ -75,19 +75,19 @@ impl io::Write for TruncatingBuffer {
 
 /// Joins values into a list: the first twenty of them, in about 400 characters at most.
 pub(super) fn join_values(values: &[Value]) -> String {
-    let mut shown: Vec<String> = Vec::new();
+    let mut texts: Vec<String> = Vec::new();
     let mut length = 0;
     for value in values.iter().take(20) {
         let text = truncated_json(value, MAX_VALUE_CHARS);
         length += text.len();
-        if length > 400 && !shown.is_empty() {
+        if length > 400 && !texts.is_empty() {
             break;
         }
-        shown.push(text);
+        texts.push(text);
     }
-    match values.len() - shown.len() {
-        0 => shown.join(", "),
-        more => format!("{}, … ({more} more)", shown.join(", ")),
+    match values.len() - texts.len() {
+        0 => texts.join(", "),
+        more => format!("{}, … ({more} more)", texts.join(", ")),
     }
 }
 
@@ -103,11 +103,11 @@ pub(super) fn pointer_location(pointer: &str) -> String {
     }
 }
 
-pub(super) fn pluralize(number: u64, what: &str) -> String {
-    match (number, what.strip_suffix('y')) {
-        (1, _) => format!("1 {what}"),
+pub(super) fn pluralize(number: u64, noun: &str) -> String {
+    match (number, noun.strip_suffix('y')) {
+        (1, _) => format!("1 {noun}"),
         (_, Some(stem)) => format!("{number} {stem}ies"),
-        (_, None) => format!("{number} {what}s"),
+        (_, None) => format!("{number} {noun}s"),
     }
 }
 
@@ -148,7 +148,7 @@ pub(super) fn redact_value(problem: SchemaProblem, instance: &Value) -> SchemaPr
         return problem;
     }
     let SchemaProblem { pointer, expected, .. } = problem;
-    let given = match instance.pointer(&pointer) {
+    let kind = match instance.pointer(&pointer) {
         Some(Value::Null) => "null",
         Some(Value::Bool(_)) => "a boolean",
         Some(Value::Number(_)) => "a number",
@@ -157,14 +157,13 @@ pub(super) fn redact_value(problem: SchemaProblem, instance: &Value) -> SchemaPr
         Some(Value::Object(_)) => "an object",
         None => "something else",
     };
-    let message =
-        format!("{}: expected {expected}, but {given} was given", pointer_label(&pointer));
-    SchemaProblem { pointer, expected, given: given.to_owned(), message }
+    let message = format!("{}: expected {expected}, but {kind} was given", pointer_label(&pointer));
+    SchemaProblem { pointer, expected, given: kind.to_owned(), message }
 }
 
-/// Phrases a problem as one of several alternatives of the value at `here`.
-pub(super) fn alternative_phrase(problem: &SchemaProblem, here: &str) -> String {
-    let inner = problem.pointer.strip_prefix(here).unwrap_or(&problem.pointer);
+/// Phrases a problem as one of several alternatives of the value at `base`.
+pub(super) fn alternative_phrase(problem: &SchemaProblem, base: &str) -> String {
+    let inner = problem.pointer.strip_prefix(base).unwrap_or(&problem.pointer);
     match inner.strip_prefix('/') {
         None => problem.expected.clone(),
         Some(name) if problem.given == "nothing" => {
@@ -175,20 +174,20 @@ pub(super) fn alternative_phrase(problem: &SchemaProblem, here: &str) -> String 
 }
 
 /// Returns the known name that an unknown one is most likely a misspelling of.
-pub(super) fn nearest_name<'n>(name: &str, known: &BTreeSet<&'n str>) -> Option<&'n str> {
+pub(super) fn nearest_name<'n>(name: &str, candidates: &BTreeSet<&'n str>) -> Option<&'n str> {
     // A comparison costs the product of both lengths, and a name that long is unlikely to be a
     // typo.
     if name.len() > 64 {
         return None;
     }
     let plain = |name: &str| name.to_lowercase().replace(['_', '-', ' '], "");
-    let given = plain(name);
-    let near = known
+    let plain_name = plain(name);
+    let near = candidates
         .iter()
         .filter(|other| other.len() <= 64)
-        .map(|other| (strsim::damerau_levenshtein(&given, &plain(other)), *other));
+        .map(|other| (strsim::damerau_levenshtein(&plain_name, &plain(other)), *other));
     let (distance, other) = near.min_by_key(|(distance, _)| *distance)?;
-    (distance <= (given.chars().count() / 3).max(1)).then_some(other)
+    (distance <= (plain_name.chars().count() / 3).max(1)).then_some(other)
 }
 
 /// Returns the reason why a pattern was refused.

@@ -155,7 +155,7 @@ impl<'a> ProblemExplainer<'a> {
         let length = || value.as_str().map_or(0, |text| text.chars().count() as u64);
         let items = || value.as_array().map_or(0, Vec::len) as u64;
         let members = || value.as_object().map_or(0, serde_json::Map::len) as u64;
-        let (bound, limit, has, what) = match error.kind() {
+        let (bound, limit, has, unit) = match error.kind() {
             Kind::MinLength { limit } => ("at least", *limit, length(), "character"),
             Kind::MaxLength { limit } => ("at most", *limit, length(), "character"),
             Kind::MinItems { limit } => ("at least", *limit, items(), "item"),
@@ -165,7 +165,7 @@ impl<'a> ProblemExplainer<'a> {
             Kind::MaxProperties { limit } => ("at most", *limit, members(), "property"),
             _ => return None,
         };
-        Some((format!("{bound} {}", pluralize(limit, what)), pluralize(has, what)))
+        Some((format!("{bound} {}", pluralize(limit, unit)), pluralize(has, unit)))
     }
 
     fn explain_value(
@@ -174,19 +174,19 @@ impl<'a> ProblemExplainer<'a> {
         value: &Value,
         error: &ValidationError<'_>,
     ) -> SchemaProblem {
-        let (here, given) = (pointer_label(pointer), describe_value(value));
+        let (label, found) = (pointer_label(pointer), describe_value(value));
         let problem = |expected: String, message: String| SchemaProblem {
             pointer: truncate_chars(pointer, 512),
             expected,
-            given: given.clone(),
+            given: found.clone(),
             message,
         };
         if let Some(expected) = self.expected(error) {
-            let message = format!("{here} must be {expected}, but {given} was given");
+            let message = format!("{label} must be {expected}, but {found} was given");
             return problem(expected, message);
         }
         if let Some((expected, has)) = self.size_limit(error, value) {
-            let message = format!("{here} must have {expected}, but has {has}");
+            let message = format!("{label} must have {expected}, but has {has}");
             return problem(expected, message);
         }
         match error.kind() {
@@ -195,22 +195,22 @@ impl<'a> ProblemExplainer<'a> {
                 let which = find_duplicates(items, |_| true).map_or_else(String::new, |(a, b)| {
                     format!(", but items {a} and {b} are equal")
                 });
-                let message = format!("{here} must not repeat items{which}");
+                let message = format!("{label} must not repeat items{which}");
                 problem("an array without repeated items".to_string(), message)
             }
             Kind::Contains => {
                 let expected = self.expected_contents(error);
-                let message = format!("{here} must contain {expected}, but {given} was given");
+                let message = format!("{label} must contain {expected}, but {found} was given");
                 problem(format!("an array that contains {expected}"), message)
             }
             Kind::UnevaluatedItems { unexpected } => {
                 let more = pluralize(unexpected.len() as u64, "item");
-                let message = format!("{here} has {more} more than the schema describes");
+                let message = format!("{label} has {more} more than the schema describes");
                 problem("no items beyond those the schema describes".to_string(), message)
             }
             other => {
                 let expected = format!("a value that passes the schema's {}", other.keyword());
-                let message = format!("{here} must be {expected}, but {given} was given");
+                let message = format!("{label} must be {expected}, but {found} was given");
                 problem(expected, message)
             }
         }
@@ -220,7 +220,7 @@ impl<'a> ProblemExplainer<'a> {
         let path = error.schema_path().as_str();
         let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
         let schema = self.source.pointer(parent).unwrap_or(&Value::Null);
-        let wanted = schema.get("contains").map_or_else(|| "the schema".to_string(), short_json);
+        let contents = schema.get("contains").map_or_else(|| "the schema".to_string(), short_json);
         let limit = |key: &str| schema.get(key).and_then(Value::as_u64);
         let amount = match (limit("minContains"), limit("maxContains")) {
             (None, None) => "at least 1 item".to_string(),
@@ -229,7 +229,7 @@ impl<'a> ProblemExplainer<'a> {
                 format!("between {} and {}", min.unwrap_or(1), pluralize(max, "item"))
             }
         };
-        format!("{amount} fitting {wanted}")
+        format!("{amount} fitting {contents}")
     }
 
     fn explain_missing_property(
@@ -242,7 +242,7 @@ impl<'a> ProblemExplainer<'a> {
         let path = error.schema_path().as_str();
         let (parent, keyword) = path.rsplit_once('/').unwrap_or(("", path));
         let schema = self.source.pointer(parent).unwrap_or(&Value::Null);
-        let described = schema.get("properties").and_then(|known| known.get(name));
+        let described = schema.get("properties").and_then(|properties| properties.get(name));
         let expected = match described.and_then(|schema| schema.get("type")) {
             Some(Value::String(only)) => type_phrase([only.as_str()]),
             Some(Value::Array(several)) => type_phrase(several.iter().filter_map(Value::as_str)),
@@ -272,18 +272,18 @@ impl<'a> ProblemExplainer<'a> {
         &self,
         error: &ValidationError<'_>,
         unexpected: &[String],
-        known: BTreeSet<&str>,
+        properties: BTreeSet<&str>,
     ) -> Vec<SchemaProblem> {
         let pointer = error.instance_path().as_str();
         let object = self.value_at(pointer);
-        let of = match pointer {
+        let suffix = match pointer {
             "" => String::new(),
             _ => format!(" of {}", pointer_label(pointer)),
         };
-        let names: Vec<Value> = known.iter().map(|name| Value::from(*name)).collect();
+        let names: Vec<Value> = properties.iter().map(|name| Value::from(*name)).collect();
         let tell = |name: &String| {
-            let mut message = format!("{} is not a known property{of}", quote(name));
-            if let Some(meant) = phrases::nearest_name(name, &known) {
+            let mut message = format!("{} is not a known property{suffix}", quote(name));
+            if let Some(meant) = phrases::nearest_name(name, &properties) {
                 message += &format!("; did you mean {}?", quote(meant));
             }
             let expected = match names.as_slice() {
@@ -317,8 +317,10 @@ impl<'a> ProblemExplainer<'a> {
     }
 
     fn collect_properties(&self, schema: &'a Value, depth: usize, names: &mut BTreeSet<&'a str>) {
-        let own = schema.get("properties").and_then(Value::as_object);
-        names.extend(own.into_iter().flat_map(|own| own.keys().map(String::as_str)));
+        let properties = schema.get("properties").and_then(Value::as_object);
+        names.extend(
+            properties.into_iter().flat_map(|properties| properties.keys().map(String::as_str)),
+        );
         if depth == 0 || names.len() > 200 {
             return;
         }
@@ -368,17 +370,17 @@ impl<'a> ProblemExplainer<'a> {
     ) -> SchemaProblem {
         let fits = context.iter().enumerate().filter(|(_, errors)| errors.is_empty());
         let fits: Vec<Value> = fits.map(|(i, _)| Value::from(i + 1)).collect();
-        let (here, given, total) =
+        let (label, found, total) =
             (pointer_label(pointer), describe_value(self.value_at(pointer)), context.len());
         SchemaProblem {
             pointer: truncate_chars(pointer, 512),
             expected: format!("a value that fits exactly one of {total} alternatives"),
             message: format!(
-                "{here} must fit exactly one of {total} alternatives, but {given} fits \
+                "{label} must fit exactly one of {total} alternatives, but {found} fits \
                  several of them (numbers {})",
                 join_values(&fits)
             ),
-            given,
+            given: found,
         }
     }
 
@@ -414,7 +416,7 @@ impl<'a> ProblemExplainer<'a> {
                 // Requirements shared by all branches apply whichever branch was intended.
                 let branches = self.explain_branches(meant, unions);
                 let mut common = branches.first().cloned().unwrap_or_default();
-                common.retain(|problem| branches.iter().all(|told| told.contains(problem)));
+                common.retain(|problem| branches.iter().all(|branch| branch.contains(problem)));
                 if common.is_empty() {
                     common.push(self.explain_no_branch(pointer, &branches));
                 }
@@ -426,11 +428,11 @@ impl<'a> ProblemExplainer<'a> {
     /// Explains every error once: explaining errors twice per union would double the work with
     /// every union.
     fn explain_all(&self, errors: &ErrorSlice<'_>, unions: usize) -> Vec<SchemaProblem> {
-        let told = errors
+        let problems = errors
             .iter()
             .take(MAX_PROBLEMS)
             .flat_map(|error| self.explain_error(error, unions + 1));
-        told.take(MAX_PROBLEMS).collect()
+        problems.take(MAX_PROBLEMS).collect()
     }
 
     fn explain_branches<'c>(
@@ -453,18 +455,18 @@ impl<'a> ProblemExplainer<'a> {
             }
         }
         let expected = format!("one of {}", join_values(&allowed));
-        let given = describe_value(self.value_at(pointer));
+        let found = describe_value(self.value_at(pointer));
         let message =
-            format!("{} must be {expected}, but {given} was given", pointer_label(pointer));
-        SchemaProblem { pointer: truncate_chars(pointer, 512), expected, given, message }
+            format!("{} must be {expected}, but {found} was given", pointer_label(pointer));
+        SchemaProblem { pointer: truncate_chars(pointer, 512), expected, given: found, message }
     }
 
     /// Explains a union in which no branch stands out: lists briefly what each branch requires.
     fn explain_no_branch(&self, pointer: &str, branches: &[Vec<SchemaProblem>]) -> SchemaProblem {
         let mut wants: Vec<String> = Vec::new();
-        for told in branches.iter().take(MAX_BRANCHES) {
+        for branch in branches.iter().take(MAX_BRANCHES) {
             let brief: Vec<_> =
-                told.iter().take(2).map(|p| phrases::alternative_phrase(p, pointer)).collect();
+                branch.iter().take(2).map(|p| phrases::alternative_phrase(p, pointer)).collect();
             let brief = truncate_chars(&brief.join(" and "), 300);
             if !wants.contains(&brief) {
                 wants.push(brief);
@@ -474,10 +476,10 @@ impl<'a> ProblemExplainer<'a> {
             wants.push(format!("{} more", branches.len() - MAX_BRANCHES));
         }
         let expected = wants.join(", or ");
-        let given = describe_value(self.value_at(pointer));
+        let found = describe_value(self.value_at(pointer));
         let message =
-            format!("{} must be {expected}, but {given} was given", pointer_label(pointer));
-        SchemaProblem { pointer: truncate_chars(pointer, 512), expected, given, message }
+            format!("{} must be {expected}, but {found} was given", pointer_label(pointer));
+        SchemaProblem { pointer: truncate_chars(pointer, 512), expected, given: found, message }
     }
 }
 

@@ -28,8 +28,8 @@ impl Utp {
     pub async fn card(&self, caller: &Caller, card_id: &str) -> Result<Card, Error> {
         let found = self.find_card(&caller.project, card_id).await?;
         found.ok_or_else(|| {
-            let shown: String = card_id.chars().take(80).collect();
-            Error::refused(Code::NotFound, format!("there is no card \"{shown}\""))
+            let excerpt: String = card_id.chars().take(80).collect();
+            Error::refused(Code::NotFound, format!("there is no card \"{excerpt}\""))
         })
     }
 
@@ -47,17 +47,17 @@ impl Utp {
     /// Stores a card that the caller wrote. Returns it, and whether it is new. Storing an identical
     /// card again succeeds; a different card with the same id, or a second result of one call, is a
     /// conflict.
-    pub async fn put_card(&self, caller: &Caller, given: &Value) -> Result<(Card, bool), Error> {
-        let card = self.validate_card(caller, given).await?;
+    pub async fn put_card(&self, caller: &Caller, value: &Value) -> Result<(Card, bool), Error> {
+        let card = self.validate_card(caller, value).await?;
         match self.core.store.utp().put_card(card.clone()).await.map_err(from_store_error)? {
             PutCardResult::New => Ok((card, true)),
             PutCardResult::Identical => Ok((card, false)),
-            PutCardResult::Conflict(known) => {
-                let message = match known.card_id == card.card_id {
-                    true => format!("there is another card \"{}\"", known.card_id),
-                    false => format!("the call has its result already: \"{}\"", known.card_id),
+            PutCardResult::Conflict(existing) => {
+                let message = match existing.card_id == card.card_id {
+                    true => format!("there is another card \"{}\"", existing.card_id),
+                    false => format!("the call has its result already: \"{}\"", existing.card_id),
                 };
-                let detail = json!({ "card_id": known.card_id });
+                let detail = json!({ "card_id": existing.card_id });
                 Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
             }
         }
@@ -67,16 +67,16 @@ impl Utp {
     pub(crate) async fn validate_card(
         &self,
         caller: &Caller,
-        given: &Value,
+        value: &Value,
     ) -> Result<Card, Error> {
         let limit = self.core.limits.max_result_bytes;
-        if given.to_string().len() > limit + 4_096 {
+        if value.to_string().len() > limit + 4_096 {
             let message = format!("the card is over the limit of {limit} bytes for a result");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
         let now_ms = self.core.clock.now_ms();
         let mint = || self.core.id_generator.next_id("", now_ms).to_lowercase();
-        let mut card = Card::parse_external(given, &caller.project, now_ms, mint)?;
+        let mut card = Card::parse_external(value, &caller.project, now_ms, mint)?;
         if card.kind == TOOL_RESULT {
             if !caller.may_provide() {
                 let message = "only a provider's key can write results";
@@ -114,8 +114,8 @@ impl Utp {
                 () = utp.core.shutdown.cancelled() => return,
             }
             if utp.dispatcher.open_calls.get(&id).is_some_and(|entry| entry.call().hold.is_some()) {
-                let taken = crate::lifecycle::Event::Acknowledged { attempt, by, instead_of: None };
-                utp.dispatcher.advance_with_retry(&project, &id, taken).await;
+                let event = crate::lifecycle::Event::Acknowledged { attempt, by, instead_of: None };
+                utp.dispatcher.advance_with_retry(&project, &id, event).await;
             }
         });
         true
@@ -169,9 +169,11 @@ impl Utp {
             // A late card may have the same status but a different reason, so the messages are
             // compared too.
             let error = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
-            let said = |card: &Card| card::fault_from_error(card.content.get("error"));
-            let why = |card: &Card| error.is_none_or(|e| e.message == said(card).message);
-            let same = |card: &Card| by_tool && card.content_text("status") == status && why(card);
+            let card_fault = |card: &Card| card::fault_from_error(card.content.get("error"));
+            let same_error =
+                |card: &Card| error.is_none_or(|e| e.message == card_fault(card).message);
+            let same =
+                |card: &Card| by_tool && card.content_text("status") == status && same_error(card);
             if let Some(card) = written.map_err(from_store_error)?.filter(same) {
                 return Ok(Some(card));
             }
@@ -219,8 +221,8 @@ impl Utp {
             return self.find_call(project, &id).await;
         }
         let utp = self.core.store.utp();
-        let own = utp.step_call(project, Some(turn_id), id).await;
-        let row = match own.map_err(from_store_error)? {
+        let found = utp.step_call(project, Some(turn_id), id).await;
+        let row = match found.map_err(from_store_error)? {
             Some(row) => Some(row),
             None => utp.step_call(project, None, id).await.map_err(from_store_error)?,
         };
@@ -249,8 +251,8 @@ pub(crate) fn copy_lineage(card: &mut Card, call: &Call) -> Result<(), Error> {
         ("parent_step_id", parent_step_id),
     ];
     for (name, value) in lineage {
-        match (card.metadata.get(name).filter(|given| !given.is_null()), value) {
-            (Some(given), value) if given.as_str() == value.as_deref() => {}
+        match (card.metadata.get(name).filter(|current| !current.is_null()), value) {
+            (Some(current), value) if current.as_str() == value.as_deref() => {}
             (Some(_), _) => {
                 let message = format!("metadata.{name} is not the one of the tool.call card");
                 return Err(Error::refused(Code::BadRequest, message));

@@ -29,8 +29,8 @@ pub(crate) fn inbox_id(call: &Call) -> String {
 }
 
 pub(crate) fn derive_inbox_id(project: &str, turn_id: &str, tool_call_id: &str) -> String {
-    let named = json!([project, turn_id, tool_call_id]).to_string();
-    format!("inbox_{}", hex(&Sha256::digest(named.as_bytes())[..16]))
+    let seed = json!([project, turn_id, tool_call_id]).to_string();
+    format!("inbox_{}", hex(&Sha256::digest(seed.as_bytes())[..16]))
 }
 
 /// Requires that the caller is this agent, or administers the project. An agent's key gives
@@ -84,8 +84,9 @@ impl Utp {
         require_agent(caller, agent_id)?;
         let now_ms = self.core.clock.now_ms();
         let utp = self.core.store.utp();
-        let taken = utp.acknowledge_inbox_items(&caller.project, agent_id, inbox_ids, now_ms).await;
-        taken.map_err(from_store_error)
+        let acknowledged =
+            utp.acknowledge_inbox_items(&caller.project, agent_id, inbox_ids, now_ms).await;
+        acknowledged.map_err(from_store_error)
     }
 
     /// Returns outbox messages to publish, each with its number: oldest first, after this number.
@@ -145,13 +146,13 @@ impl Utp {
         let Some(card) = self.result_card(call).await? else { return Ok(()) };
         let route = Route::for_call(call);
         let inbound = self.report_traceparents.lock().get(&call.id).cloned();
-        let own = derived::call_traceparent(call);
+        let call_traceparent = derived::call_traceparent(call);
         // A report from another trace must not move the call into that trace.
         let same = |text: &String| {
             let id = |text: &str| trace::parse(text).map(|(trace_id, _)| trace_id);
-            id(text) == id(&own)
+            id(text) == id(&call_traceparent)
         };
-        let parent = inbound.filter(same).unwrap_or_else(|| own.clone());
+        let parent = inbound.filter(same).unwrap_or_else(|| call_traceparent.clone());
         let item = self.build_inbox_item(call, &route, &card, &parent);
         let message = self.build_wakeup(&item, &route.channel);
         let wakes = message.is_some();

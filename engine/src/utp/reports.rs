@@ -144,16 +144,16 @@ fn truncate_text(mut text: String, limit: usize) -> (String, bool) {
 
 /// Keeps the headers that fit the limit. Also returns whether some were dropped.
 fn limit_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
-    let (count, mut room) = (headers.len(), MAX_DEAD_LETTER_HEADERS);
+    let (count, mut remaining) = (headers.len(), MAX_DEAD_LETTER_HEADERS);
     let fits = |(name, value): &(String, Value)| {
         let size = name.len() + value.as_str().map_or_else(|| value.to_string().len(), str::len);
-        let fits = size <= room;
-        room -= if fits { size } else { 0 };
+        let fits = size <= remaining;
+        remaining -= if fits { size } else { 0 };
         fits
     };
-    let kept: Map<String, Value> = headers.into_iter().filter(fits).collect();
-    let fewer = kept.len() < count;
-    (kept, fewer)
+    let limited: Map<String, Value> = headers.into_iter().filter(fits).collect();
+    let fewer = limited.len() < count;
+    (limited, fewer)
 }
 
 impl Utp {
@@ -206,31 +206,31 @@ impl Utp {
         report: &ToolServiceReport,
         status: ToolStatus,
     ) -> Result<Card, ReportRejection> {
-        if let Some(given) = &report.card {
-            let named = given.get("card_id").and_then(Value::as_str);
-            if report.card_id.is_some() && named != report.card_id.as_deref() {
+        if let Some(document) = &report.card {
+            let document_id = document.get("card_id").and_then(Value::as_str);
+            if report.card_id.is_some() && document_id != report.card_id.as_deref() {
                 let message = "tool_result_card_id is not the id of the card that came with it";
                 return Err(reject_report("wrong_card", Code::BadRequest, message));
             }
-            let card = self.validate_card(caller, given).await?;
+            let card = self.validate_card(caller, document).await?;
             check_card(&card, &Route::for_call(call), status)?;
-            let there = match self.core.store.utp().put_card(card.clone()).await {
-                Ok(PutCardResult::Conflict(there)) => there.card_id,
+            let stored_id = match self.core.store.utp().put_card(card.clone()).await {
+                Ok(PutCardResult::Conflict(stored)) => stored.card_id,
                 stored => {
                     return stored.map(|_| card).map_err(|error| from_store_error(error).into());
                 }
             };
             let utp = self.core.store.utp();
             let (turn, id) = (&report.turn_id, &report.tool_call_id);
-            let known =
+            let existing =
                 utp.result_card(&caller.project, turn, id).await.map_err(from_store_error)?;
             // The first result stands. While the call is open, a different one must not replace it.
             let now = self.find_call(&call.project, &call.id).await?;
             let ended = now.is_none_or(|call| call.status.is_terminal());
-            let stands = |known: &Card| ended || known.content == card.content;
-            let message = format!("card \"{}\" contradicts \"{there}\"", card.card_id);
+            let stands = |existing: &Card| ended || existing.content == card.content;
+            let message = format!("card \"{}\" contradicts \"{stored_id}\"", card.card_id);
             let contradicts = || reject_report("wrong_card", Code::Conflict, message);
-            return known.filter(stands).ok_or_else(contradicts);
+            return existing.filter(stands).ok_or_else(contradicts);
         }
         let Some(card_id) = report.card_id.as_deref().filter(|id| !id.trim().is_empty()) else {
             let message = "tool_result_card_id is missing";
@@ -247,31 +247,36 @@ impl Utp {
     pub async fn dead_letter(
         &self,
         project: &str,
-        what: UnprocessableMessage,
+        message: UnprocessableMessage,
     ) -> Result<DeadLetter, Error> {
         let now_ms = self.core.clock.now_ms();
-        let (payload, cut) = truncate_text(what.payload, MAX_DEAD_LETTER_PAYLOAD);
-        let (headers, fewer) = limit_headers(what.headers);
-        let (subject, shorter) = truncate_text(what.subject, MAX_DEAD_LETTER_SUBJECT);
-        let letter = DeadLetter {
+        let (payload, cut) = truncate_text(message.payload, MAX_DEAD_LETTER_PAYLOAD);
+        let (headers, fewer) = limit_headers(message.headers);
+        let (subject, shorter) = truncate_text(message.subject, MAX_DEAD_LETTER_SUBJECT);
+        let dead_letter = DeadLetter {
             id: self.core.id_generator.next_id("dl_", now_ms),
             project: project.to_owned(),
-            kind: what.kind.to_owned(),
-            reason: truncate_text(what.reason, MAX_DEAD_LETTER_REASON).0,
-            message: truncate_text(what.message, MAX_DEAD_LETTER_MESSAGE).0,
+            kind: message.kind.to_owned(),
+            reason: truncate_text(message.reason, MAX_DEAD_LETTER_REASON).0,
+            message: truncate_text(message.message, MAX_DEAD_LETTER_MESSAGE).0,
             subject,
             headers,
             payload,
-            truncated: what.is_truncated || cut || fewer || shorter,
+            truncated: message.is_truncated || cut || fewer || shorter,
             created_ms: now_ms,
             redriven_ms: None,
             last_redrive_result: None,
         };
         let counted =
-            KNOWN_REASONS.iter().find(|known| **known == letter.reason).unwrap_or(&"other");
+            KNOWN_REASONS.iter().find(|reason| **reason == dead_letter.reason).unwrap_or(&"other");
         metrics::counter!("toolcrib_dead_letters_total", "reason" => *counted).increment(1);
-        self.core.store.utp().save_dead_letter(letter.clone()).await.map_err(from_store_error)?;
-        Ok(letter)
+        self.core
+            .store
+            .utp()
+            .save_dead_letter(dead_letter.clone())
+            .await
+            .map_err(from_store_error)?;
+        Ok(dead_letter)
     }
 
     /// Returns the project's dead letters, newest first.
@@ -291,19 +296,15 @@ impl Utp {
         self.registry.require_admin(caller, None)?;
         let found = self.core.store.utp().dead_letter(&caller.project, id).await;
         found.map_err(from_store_error)?.ok_or_else(|| {
-            let shown: String = id.chars().take(80).collect();
-            Error::refused(Code::NotFound, format!("there is no dead letter \"{shown}\""))
+            let excerpt: String = id.chars().take(80).collect();
+            Error::refused(Code::NotFound, format!("there is no dead letter \"{excerpt}\""))
         })
     }
 
     /// Records the result of redriving a dead letter.
-    pub async fn record_redrive(
-        &self,
-        mut message: DeadLetter,
-        came_to: &str,
-    ) -> Result<(), Error> {
+    pub async fn record_redrive(&self, mut message: DeadLetter, result: &str) -> Result<(), Error> {
         message.redriven_ms = Some(self.core.clock.now_ms());
-        message.last_redrive_result = Some(came_to.to_owned());
+        message.last_redrive_result = Some(result.to_owned());
         self.core.store.utp().save_dead_letter(message).await.map_err(from_store_error)
     }
 }
@@ -339,8 +340,8 @@ impl Utp {
             return Err(reject_report("wrong_agent", Code::Conflict, message));
         }
         if route.epoch != report.epoch {
-            let (is, given) = (route.epoch, report.epoch);
-            let message = format!("call \"{id}\" is of turn_epoch {is}, not {given}");
+            let (is, reported) = (route.epoch, report.epoch);
+            let message = format!("call \"{id}\" is of turn_epoch {is}, not {reported}");
             self.record_refused_report(&call, "reported for another epoch", report).await?;
             return Err(reject_report("wrong_epoch", Code::Conflict, message));
         }
@@ -363,9 +364,10 @@ impl Utp {
         let turn = self.core.store.utp().turn(&call.project, &route.turn_id).await;
         match turn.map_err(from_store_error)? {
             Some(turn) if turn.epoch != route.epoch => {
-                let (is, given) = (turn.epoch, route.epoch);
+                let (is, requested) = (turn.epoch, route.epoch);
                 let message = format!(
-                    "turn \"{}\" is in turn_epoch {is}: nobody waits for what was asked in {given}",
+                    "turn \"{}\" is in turn_epoch {is}: nobody waits for what was asked \
+                     in {requested}",
                     route.turn_id
                 );
                 self.record_refused_report(call, "reported for an epoch that is over", report)
@@ -379,13 +381,13 @@ impl Utp {
     async fn record_refused_report(
         &self,
         call: &Call,
-        why: &str,
+        reason: &str,
         report: &ToolServiceReport,
     ) -> Result<(), ReportRejection> {
         let by = report.reported_by.as_deref().unwrap_or("tool");
         let record =
             EventRecord::new(EventKind::ReportIgnored, self.core.clock.now_ms(), call.attempt)
-                .with("why", why)
+                .with("why", reason)
                 .with("by", by)
                 .with("agent_turn_id", report.turn_id.as_str())
                 .with("turn_epoch", report.epoch);
@@ -399,13 +401,13 @@ impl Utp {
         call: &Call,
         report: &ToolServiceReport,
     ) -> Result<Option<Card>, ReportRejection> {
-        let Some(given) = &report.card else { return Ok(None) };
-        let own = card::derived_id(&call.id, TOOL_RESULT);
-        if given.get("card_id").and_then(Value::as_str) != Some(&own) {
+        let Some(document) = &report.card else { return Ok(None) };
+        let expected_id = card::derived_id(&call.id, TOOL_RESULT);
+        if document.get("card_id").and_then(Value::as_str) != Some(&expected_id) {
             return Ok(None);
         }
         let now_ms = self.core.clock.now_ms();
-        let mut card = Card::parse(given, &call.project, now_ms, String::new)
+        let mut card = Card::parse(document, &call.project, now_ms, String::new)
             .map_err(|fault| ReportRejection::from(Error::from(fault)))?;
         copy_lineage(&mut card, call)?;
         const CALL_METADATA: [&str; 7] = [
@@ -443,31 +445,31 @@ impl Utp {
         report: &ToolServiceReport,
     ) -> Result<(ToolStatus, AfterExecution), ReportRejection> {
         let malformed = |message: String| reject_report("malformed", Code::BadRequest, message);
-        let given = report.status.as_deref().unwrap_or_default();
-        let status: ToolStatus = given.parse().map_err(|()| {
-            let known = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
-            malformed(format!("status \"{given}\" is not one of {known}"))
+        let text = report.status.as_deref().unwrap_or_default();
+        let status: ToolStatus = text.parse().map_err(|()| {
+            let statuses = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
+            malformed(format!("status \"{text}\" is not one of {statuses}"))
         })?;
-        let given = report.after_execution.as_deref().unwrap_or_default();
-        let after: AfterExecution = given.parse().map_err(|()| {
-            malformed(format!("after_execution \"{given}\" is neither suspend nor terminate"))
+        let text = report.after_execution.as_deref().unwrap_or_default();
+        let after: AfterExecution = text.parse().map_err(|()| {
+            malformed(format!("after_execution \"{text}\" is neither suspend nor terminate"))
         })?;
         let binding = self.registry.load_binding(call).await?;
         let expected = binding.map_or(after, |binding| binding.after_execution);
         if after != expected {
-            let (is, given) = (expected.as_str(), after.as_str());
+            let (is, reported) = (expected.as_str(), after.as_str());
             let message = format!(
-                "after_execution of the call is {is}, not {given}; a result changes it with \
+                "after_execution of the call is {is}, not {reported}; a result changes it with \
                  __cg_control"
             );
             return Err(reject_report("after_execution_mismatch", Code::BadRequest, message));
         }
         let depth = Route::for_call(call).depth;
-        if report.depth.is_some_and(|given| given >= MAX_DEPTH) {
+        if report.depth.is_some_and(|reported| reported >= MAX_DEPTH) {
             let message = format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1);
             return Err(malformed(message));
         }
-        if report.depth.is_some_and(|given| given != depth) {
+        if report.depth.is_some_and(|reported| reported != depth) {
             return Err(malformed(format!("CG-Recursion-Depth of the call is {depth}")));
         }
         Ok((status, after))
@@ -478,10 +480,10 @@ impl Utp {
         self: &Arc<Self>,
         call: &Arc<Call>,
         report: &ToolServiceReport,
-        said: Result<(ToolStatus, &Card), Fault>,
+        reported: Result<(ToolStatus, &Card), Fault>,
     ) -> Result<ReportReceipt, ReportRejection> {
         let by = report.reported_by.clone().unwrap_or_else(|| "tool".to_owned());
-        let event = match said {
+        let event = match reported {
             Err(fault) => Event::Report {
                 attempt: Some(call.attempt),
                 by: Some(by),
@@ -510,7 +512,7 @@ impl Utp {
         let (result, fault) = card.outcome();
         let data = self.dispatcher.validate_result(call, Ok(Json::from_value(&result)));
         let attempt = call.attempt;
-        let told = match (status, data) {
+        let outcome = match (status, data) {
             (ToolStatus::Failed, _) => {
                 return Event::Report { attempt: Some(attempt), by: Some(by), result: Err(fault) };
             }
@@ -525,7 +527,7 @@ impl Utp {
                 return Event::Report { attempt: Some(attempt), by: Some(by), result };
             }
         };
-        Event::RemoteOutcome { attempt, by, outcome: told }
+        Event::RemoteOutcome { attempt, by, outcome }
     }
 }
 
@@ -537,8 +539,8 @@ fn check_card(card: &Card, route: &Route, status: ToolStatus) -> Result<(), Repo
     }
     let same_call = card.tool_call_id.as_deref() == Some(&route.tool_call_id);
     if !same_call || card.turn_id() != Some(&route.turn_id) {
-        let named = json!([card.turn_id(), card.tool_call_id]);
-        return Err(wrong(format!("card \"{id}\" is of another call: {named}")));
+        let found = json!([card.turn_id(), card.tool_call_id]);
+        return Err(wrong(format!("card \"{id}\" is of another call: {found}")));
     }
     if card.content_text("status") != Some(status.as_str()) {
         let is = card.content_text("status").unwrap_or_default();

@@ -107,22 +107,23 @@ impl Utp {
         &self,
         caller: &Caller,
         agent_id: &str,
-        wanted: TurnLeaseRequest,
+        lease_request: TurnLeaseRequest,
     ) -> Result<Turn, Error> {
         require_agent(caller, agent_id)?;
         self.registry.agent_entry(caller, agent_id)?;
         let now_ms = self.core.clock.now_ms();
-        let lease_ms = wanted.lease_ms.unwrap_or(DEFAULT_LEASE_MS);
+        let lease_ms = lease_request.lease_ms.unwrap_or(DEFAULT_LEASE_MS);
         if !LEASE_RANGE_MS.contains(&lease_ms) {
             return Err(invalid("lease_ms must be from 1000 to 86400000 (24 h)"));
         }
-        if wanted.depth >= MAX_DEPTH {
+        if lease_request.depth >= MAX_DEPTH {
             return Err(invalid(format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1)));
         }
-        check_lineage(&wanted)?;
-        let turn_id =
-            wanted.turn_id.unwrap_or_else(|| self.core.id_generator.next_id("turn_", now_ms));
-        let channel = wanted.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
+        check_lineage(&lease_request)?;
+        let turn_id = lease_request
+            .turn_id
+            .unwrap_or_else(|| self.core.id_generator.next_id("turn_", now_ms));
+        let channel = lease_request.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
         let words = [
             ("project_id", &caller.project),
             ("agent_turn_id", &turn_id),
@@ -133,18 +134,18 @@ impl Utp {
                 return Err(invalid(format!("{field} cannot be part of a NATS subject")));
             }
         }
-        let known = self.core.store.utp().turn(&caller.project, &turn_id).await;
-        let request = wanted.traceparent.as_deref().and_then(trace::normalize);
-        let turn = match known.map_err(from_store_error)? {
-            Some(known) => take_over_turn(known, agent_id, now_ms, lease_ms)?,
+        let existing = self.core.store.utp().turn(&caller.project, &turn_id).await;
+        let request = lease_request.traceparent.as_deref().and_then(trace::normalize);
+        let turn = match existing.map_err(from_store_error)? {
+            Some(existing) => take_over_turn(existing, agent_id, now_ms, lease_ms)?,
             None => Turn {
                 project: caller.project.clone(),
                 agent_id: agent_id.to_owned(),
                 traceparent: Some(request.unwrap_or_else(|| trace::from_seed(&turn_id))),
-                tracestate: wanted.tracestate,
-                parent_step_id: wanted.parent_step_id,
-                context_box_id: wanted.context_box_id,
-                depth: wanted.depth,
+                tracestate: lease_request.tracestate,
+                parent_step_id: lease_request.parent_step_id,
+                context_box_id: lease_request.context_box_id,
+                depth: lease_request.depth,
                 epoch: 1,
                 status: TurnStatus::Running,
                 channel,
@@ -174,8 +175,8 @@ impl Utp {
         let found = self.core.store.utp().turn(&caller.project, turn_id).await;
         let found = found.map_err(from_store_error)?.filter(|turn| turn.agent_id == agent_id);
         found.ok_or_else(|| {
-            let shown: String = turn_id.chars().take(80).collect();
-            let message = format!("agent \"{agent_id}\" has no turn \"{shown}\"");
+            let excerpt: String = turn_id.chars().take(80).collect();
+            let message = format!("agent \"{agent_id}\" has no turn \"{excerpt}\"");
             Error::refused(Code::NotFound, message)
         })
     }
@@ -268,8 +269,8 @@ impl Utp {
             None => TurnStatus::Running,
         };
         turn.reason = ends.map(|result| format!("terminated by {}", result.tool_name));
-        let taken = calls.into_iter().filter_map(|call| call.inbox_id).collect();
-        let change = TurnChange { acknowledged_inbox_ids: taken, ..TurnChange::default() };
+        let inbox_ids = calls.into_iter().filter_map(|call| call.inbox_id).collect();
+        let change = TurnChange { acknowledged_inbox_ids: inbox_ids, ..TurnChange::default() };
         let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
         let step = Some(StepProgress { phase: "completed", new_card_ids });
         let listener = TurnEvent {
@@ -384,32 +385,39 @@ impl Utp {
 }
 
 /// Checks the lineage of a turn. It is copied into headers and commands, so it must be valid there.
-fn check_lineage(wanted: &TurnLeaseRequest) -> Result<(), Error> {
-    if wanted.tracestate.as_deref().is_some_and(|state| !trace::is_valid_tracestate(state)) {
+fn check_lineage(lease_request: &TurnLeaseRequest) -> Result<(), Error> {
+    if lease_request.tracestate.as_deref().is_some_and(|state| !trace::is_valid_tracestate(state)) {
         return Err(invalid("tracestate must be at most 512 printable ASCII characters"));
     }
-    let ids =
-        [("parent_step_id", &wanted.parent_step_id), ("context_box_id", &wanted.context_box_id)];
+    let ids = [
+        ("parent_step_id", &lease_request.parent_step_id),
+        ("context_box_id", &lease_request.context_box_id),
+    ];
     match ids.iter().find(|(_, id)| id.as_deref().is_some_and(|id| !is_token(id))) {
         Some((field, _)) => Err(invalid(format!("{field} cannot be part of a NATS subject"))),
         None => Ok(()),
     }
 }
 
-fn take_over_turn(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result<Turn, Error> {
-    if known.agent_id != agent_id {
-        return Err(conflict(&known, "the turn is another agent's".into()));
+fn take_over_turn(
+    existing: Turn,
+    agent_id: &str,
+    now_ms: u64,
+    lease_ms: u64,
+) -> Result<Turn, Error> {
+    if existing.agent_id != agent_id {
+        return Err(conflict(&existing, "the turn is another agent's".into()));
     }
-    let lapsed = known.status == TurnStatus::Running && known.lease_until_ms <= now_ms;
-    if !lapsed && known.status != TurnStatus::Expired {
-        let what = match known.status {
+    let lapsed = existing.status == TurnStatus::Running && existing.lease_until_ms <= now_ms;
+    if !lapsed && existing.status != TurnStatus::Expired {
+        let reason = match existing.status {
             TurnStatus::Running => "it is leased",
             TurnStatus::Suspended => "it is suspended: resume it",
             _ => "it has ended",
         };
-        return Err(conflict(&known, format!("the turn cannot be leased: {what}")));
+        return Err(conflict(&existing, format!("the turn cannot be leased: {reason}")));
     }
-    let mut turn = bump_version(known);
+    let mut turn = bump_version(existing);
     turn.epoch += 1;
     turn.status = TurnStatus::Running;
     turn.lease_ms = lease_ms;

@@ -159,16 +159,16 @@ async fn attempt_delivery(
 
 /// Ends every outstanding delivery to a URL that responded with 410. A later call that names the
 /// URL again starts anew.
-async fn end_deliveries_to_url(webhooks: &Arc<Webhooks>, gone: &Delivery) -> Result<(), Error> {
+async fn end_deliveries_to_url(webhooks: &Arc<Webhooks>, delivery: &Delivery) -> Result<(), Error> {
     for status in [DeliveryStatus::AwaitingOutcome, DeliveryStatus::Pending] {
-        let (project, status) = (gone.project.clone(), Some(status));
+        let (project, status) = (delivery.project.clone(), Some(status));
         let mut filter = DeliveryFilter { project, status, before: None, limit: PAGE_SIZE };
         loop {
             let page =
                 webhooks.core.store.deliveries(filter.clone()).await.map_err(from_store_error)?;
             filter.before = page.last().map(|last| last.call_id.clone());
             let is_last = page.len() < PAGE_SIZE;
-            for other in page.into_iter().filter(|other| other.url == gone.url) {
+            for other in page.into_iter().filter(|other| other.url == delivery.url) {
                 // A delivery with an attempt in flight gets its own response.
                 if let Some(next) = other.after_url_gone()
                     && !webhooks.webhook_queue.is_in_flight(&next.call_id)
@@ -232,14 +232,17 @@ fn log_attempt(next: &Delivery, answer: &DeliveryResponse) {
         _ => "failed",
     };
     metrics::counter!("toolcrib_webhook_deliveries_total", "outcome" => outcome).increment(1);
-    let why = next.last_error.as_deref().unwrap_or_default();
+    let reason = next.last_error.as_deref().unwrap_or_default();
     match next.status {
         DeliveryStatus::Exhausted | DeliveryStatus::Gone => {
             let (status, tries) = (next.status.as_str(), next.attempts);
-            tracing::warn!(call = %next.call_id, status, tries, why, "webhook delivery abandoned");
+            tracing::warn!(
+                call = %next.call_id, status, tries, why = reason, "webhook delivery abandoned"
+            );
         }
         DeliveryStatus::Pending => {
-            tracing::debug!(call = %next.call_id, tries = next.attempts, why, "webhook not delivered");
+            let tries = next.attempts;
+            tracing::debug!(call = %next.call_id, tries, why = reason, "webhook not delivered");
         }
         _ => {}
     }

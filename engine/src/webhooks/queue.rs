@@ -175,8 +175,8 @@ impl WebhookQueue {
             }
             traffic.paused_until_ms.remove(receiver);
         }
-        let there = traffic.per_receiver.get(receiver).copied().unwrap_or(0);
-        if there >= self.settings.max_parallel_per_receiver
+        let in_flight = traffic.per_receiver.get(receiver).copied().unwrap_or(0);
+        if in_flight >= self.settings.max_parallel_per_receiver
             || !traffic.call_ids.insert(delivery.call_id.clone())
         {
             return DeliveryAdmission::Deferred(None);

@@ -88,7 +88,7 @@ async fn all_calls_of_a_reply_are_executed_and_their_results_recorded() {
     let both = [("c1", "calc__add", SUM), ("c2", "calc__add", r#"{"a":1,"b":1}"#)];
     let calls: Vec<ToolCallRequest> = both.iter().map(tool_call_request).collect();
     let script = Script::default()
-        .line(|_| Ok(ModelReply { text: "I add.".into(), calls, ..ModelReply::default() }))
+        .replies_with(|_| Ok(ModelReply { text: "I add.".into(), calls, ..ModelReply::default() }))
         .says("42 and 2");
     let (next, conversation) = run(&fixture, &script, &options()).await;
     assert_eq!(answer(next), ("42 and 2".into(), None));
@@ -272,8 +272,10 @@ async fn only_transient_model_errors_are_retried() {
         let fault = Fault::new(Code::UpstreamUnavailable, "the stream was cut");
         Err(ModelError { fault, is_transient: true, retry_after: None })
     };
-    let script =
-        Script::default().fails(true, Some(Duration::from_millis(5))).line(cut).says("here I am");
+    let script = Script::default()
+        .fails(true, Some(Duration::from_millis(5)))
+        .replies_with(cut)
+        .says("here I am");
     assert_eq!(answer(run(&fixture, &script, &options()).await.0).0, "here I am");
 
     let script = Script::default().fails(true, None).fails(true, None).fails(true, None);
@@ -336,7 +338,8 @@ async fn endless_empty_and_oversized_replies_are_cut_off() {
     let error = run(&fixture, &script, &options).await.0.unwrap_err();
     assert!(error.to_string().contains("answered with nothing"), "{error}");
     let huge = "x".repeat(5 << 20);
-    let script = Script::default().line(|_| Ok(ModelReply { text: huge, ..ModelReply::default() }));
+    let script =
+        Script::default().replies_with(|_| Ok(ModelReply { text: huge, ..ModelReply::default() }));
     assert!(run(&fixture, &script, &options).await.0.is_err());
 }
 
@@ -345,7 +348,7 @@ async fn calls_with_truncated_arguments_are_not_executed() {
     let fixture = fixture().await;
     let calls = vec![tool_call_request(&("c1", "calc__add", r#"{"a":20,"b":2"#))];
     let script = Script::default()
-        .line(|_| {
+        .replies_with(|_| {
             Ok(ModelReply { calls, finish_reason: FinishReason::Length, ..ModelReply::default() })
         })
         .says("sorry");
@@ -369,8 +372,8 @@ async fn calls_of_caller_tools_are_returned_after_toolcribs_own_calls_ran() {
         .calls(&[("c1", "calc__add", SUM), ("c2", "open_door", "{}")])
         .says("It is 42, and the door is open.");
     let (next, mut conversation) = run(&fixture, &script, &options).await;
-    let StepOutcome::CallerToolCalls(own) = next.unwrap() else { panic!() };
-    assert_eq!(own, [tool_call_request(&("c2", "open_door", "{}"))]);
+    let StepOutcome::CallerToolCalls(caller_calls) = next.unwrap() else { panic!() };
+    assert_eq!(caller_calls, [tool_call_request(&("c2", "open_door", "{}"))]);
     assert_eq!(tool_result(&conversation, "c1"), "42");
     conversation.messages.push(json!({ "role": "tool", "tool_call_id": "c2", "content": "open" }));
     let caller = Caller::local("default");
@@ -479,7 +482,7 @@ async fn the_token_limit_uses_the_endpoints_usage_figures() {
     let usage = TokenUsage { prompt_tokens: 90, completion_tokens: 15 };
     let calls = vec![tool_call_request(&("c1", "calc__add", SUM))];
     let script = Script::default()
-        .line(move |_| Ok(ModelReply { calls, usage, ..ModelReply::default() }))
+        .replies_with(move |_| Ok(ModelReply { calls, usage, ..ModelReply::default() }))
         .says("short");
     let (next, conversation) = run(&fixture, &script, &options).await;
     assert_eq!(answer(next), ("short".into(), Some(StopReason::Tokens)));
@@ -497,12 +500,12 @@ async fn a_reply_with_too_many_calls_is_rejected_as_a_whole() {
         };
         ModelReply { calls: (0..count).map(call).collect(), ..ModelReply::default() }
     };
-    let script = Script::default().line(move |_| Ok(many(1_000))).says("enough");
+    let script = Script::default().replies_with(move |_| Ok(many(1_000))).says("enough");
     let (next, conversation) = run(&fixture, &script, &options()).await;
     assert_eq!(answer(next).0, "enough");
     assert_eq!(conversation.messages.len(), 1 + 1 + 1_000 + 1, "every call is answered");
     let executions = fixture.executions.load(Ordering::SeqCst);
-    let script = Script::default().line(move |_| Ok(many(1_001)));
+    let script = Script::default().replies_with(move |_| Ok(many(1_001)));
     let (next, conversation) = run(&fixture, &script, &options()).await;
     let error = next.unwrap_err();
     assert_eq!(error.code(), Code::UpstreamUnavailable);

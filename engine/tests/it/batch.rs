@@ -174,13 +174,13 @@ async fn unordered_mode_runs_side_effects_concurrently() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn max_parallel_is_never_exceeded() {
-    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (now, peak) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let counting = |name: &str, effect| {
-        let (now, most) = (now.clone(), most.clone());
+        let (now, peak) = (now.clone(), peak.clone());
         FnTool::new(name, "Counts", move |_: Numbered| {
-            let (now, most) = (now.clone(), most.clone());
+            let (now, peak) = (now.clone(), peak.clone());
             async move {
-                most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                peak.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                 for _ in 0..50 {
                     tokio::task::yield_now().await;
                 }
@@ -195,13 +195,13 @@ async fn max_parallel_is_never_exceeded() {
     for (width, mode) in
         [(3, BatchMode::Parallel), (2, BatchMode::Unordered), (1, BatchMode::Parallel)]
     {
-        most.store(0, Ordering::SeqCst);
+        peak.store(0, Ordering::SeqCst);
         let tools = ["t.read", "t.write"].into_iter().cycle();
         let entries = tools.take(40).map(|tool| envelope(tool, 0));
         let requested = Batch { max_parallel: Some(width), ..batch(mode, entries) };
         let answer = run(&engine, requested).await;
         assert!(answer.results.iter().all(|settled| settled.ok() == Some(true)));
-        assert!(most.load(Ordering::SeqCst) <= width, "{mode:?}");
+        assert!(peak.load(Ordering::SeqCst) <= width, "{mode:?}");
     }
 }
 
@@ -258,9 +258,9 @@ async fn a_batch_does_not_wait_for_background_entries() {
         let BatchEntryState::Open(call) = &answer.results[0].state else { panic!() };
         assert_eq!(call.status, Status::Running);
         let message = answer.messages[0].to_value();
-        let told: Value = serde_json::from_str(message["content"].as_str().unwrap()).unwrap();
-        assert_eq!(told["task_id"], call.id.as_str());
-        assert!(told["message"].as_str().unwrap().contains("in the background"), "{told}");
+        let content: Value = serde_json::from_str(message["content"].as_str().unwrap()).unwrap();
+        assert_eq!(content["task_id"], call.id.as_str());
+        assert!(content["message"].as_str().unwrap().contains("in the background"), "{content}");
         let neutral = answer.messages[1].to_value();
         assert_eq!((&neutral["ok"], &neutral["status"]), (&Value::Null, &json!("pending")));
     }
@@ -373,10 +373,10 @@ async fn a_batch_with_the_same_idempotency_key_replays_its_calls() {
     assert_eq!((mixed.results[0].replayed, mixed.results[3].replayed), (true, false));
     assert_eq!(stored_call_count(&engine).await, 4);
     // An entry's key takes precedence over the batch's.
-    let mut own = envelope("t.picky", 8);
-    own["idempotency_key"] = json!("mine");
-    let one = run(&engine, batch(BatchMode::Serial, [own.clone()])).await;
-    let two = run(&engine, requested(vec![own])).await;
+    let mut entry = envelope("t.picky", 8);
+    entry["idempotency_key"] = json!("mine");
+    let one = run(&engine, batch(BatchMode::Serial, [entry.clone()])).await;
+    let two = run(&engine, requested(vec![entry])).await;
     assert_eq!(ids(&one), ids(&two));
 }
 

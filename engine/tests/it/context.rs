@@ -109,12 +109,12 @@ async fn an_open_call_is_kept_when_older_calls_are_truncated() {
     let caller = Caller::local("default");
     engine.calls().invoke(&caller, call_request("t.slow", "old")).await.unwrap();
     for n in 0..8 {
-        let made = engine
+        let ticket = engine
             .calls()
             .invoke(&caller, call_request("t.quick", &format!("q{n}")))
             .await
             .unwrap();
-        engine.calls().wait(&caller, &made.call.id, Until::Ended).await.unwrap();
+        engine.calls().wait(&caller, &ticket.call.id, Until::Ended).await.unwrap();
     }
     let context = engine.runs().context(&caller, RUN, 3).await.unwrap();
     assert_eq!(ids(context.tool_calls()), ["old", "q5", "q6", "q7"]);
@@ -228,9 +228,9 @@ async fn recorded_calls_are_validated_against_the_tools_of_the_run() {
     let mut valid = caller_call("my__tool", "call_0");
     valid.request.args = json(r#"{"q":1}"#);
     valid.result = Some(Ok(json("\"no integer\"")));
-    let made = engine.runs().record_calls(&caller, RUN, vec![valid]).await.unwrap();
-    assert_eq!((made[0].tool_name.as_str(), made[0].status), ("my.tool", Status::Failed));
-    let fault = made[0].outcome.as_ref().unwrap().error.as_ref().unwrap();
+    let calls = engine.runs().record_calls(&caller, RUN, vec![valid]).await.unwrap();
+    assert_eq!((calls[0].tool_name.as_str(), calls[0].status), ("my.tool", Status::Failed));
+    let fault = calls[0].outcome.as_ref().unwrap().error.as_ref().unwrap();
     assert!(fault.message.contains("output schema"), "{fault}");
 
     for (tools, field) in [

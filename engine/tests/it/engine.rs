@@ -133,7 +133,7 @@ async fn a_read_tool_is_retried_and_an_irreversible_one_is_not() {
 
 #[tokio::test]
 async fn a_fallback_takes_over_with_mapped_arguments() {
-    let gone = FnTool::new("t.gone", "Never there", |_: Add| async {
+    let unreachable = FnTool::new("t.gone", "Never there", |_: Add| async {
         Err::<Sum, _>(Fault::unreachable("no route"))
     })
     .policy(ExecutionPolicyPatch { max_retries: Some(0), ..ExecutionPolicyPatch::default() })
@@ -144,7 +144,7 @@ async fn a_fallback_takes_over_with_mapped_arguments() {
             ("b".to_owned(), Comes::Value(100.into())),
         ])),
     }]);
-    let engine = Engine::builder().tool(gone).tool(adder()).start().await.unwrap();
+    let engine = Engine::builder().tool(unreachable).tool(adder()).start().await.unwrap();
     let call = call(&engine, "t.gone", r#"{"a":1,"b":2}"#).await;
     assert_eq!(call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), r#"{"sum":102}"#);
     assert_eq!((call.tool_name.as_str(), call.target.tool.as_str()), ("t.gone", "calc.add"));
@@ -153,14 +153,14 @@ async fn a_fallback_takes_over_with_mapped_arguments() {
 #[tokio::test]
 async fn calls_beyond_max_parallel_wait_in_the_queue() {
     let running = Arc::new(AtomicU32::new(0));
-    let most = Arc::new(AtomicU32::new(0));
+    let peak = Arc::new(AtomicU32::new(0));
     let tool = {
-        let (running, most) = (running.clone(), most.clone());
+        let (running, peak) = (running.clone(), peak.clone());
         FnTool::new("t.slow", "Counts who runs", move |_: Nothing| {
-            let (running, most) = (running.clone(), most.clone());
+            let (running, peak) = (running.clone(), peak.clone());
             async move {
                 let now = running.fetch_add(1, Ordering::SeqCst) + 1;
-                most.fetch_max(now, Ordering::SeqCst);
+                peak.fetch_max(now, Ordering::SeqCst);
                 tokio::task::yield_now().await;
                 running.fetch_sub(1, Ordering::SeqCst);
                 Ok::<_, Fault>(now)
@@ -173,7 +173,7 @@ async fn calls_beyond_max_parallel_wait_in_the_queue() {
     for call in futures::future::join_all(calls).await {
         assert_eq!(call.status, Status::Succeeded);
     }
-    assert_eq!(most.load(Ordering::SeqCst), 2);
+    assert_eq!(peak.load(Ordering::SeqCst), 2);
 }
 
 #[tokio::test]
@@ -229,7 +229,7 @@ async fn deadlines_retries_and_retention_use_the_engines_clock() {
 #[tokio::test]
 async fn shutdown_does_not_wait_for_a_store_that_cannot_write() {
     let clock = ManualClock::at(1_700_000_000_000);
-    let store = FlakyStore::new(SeededRng::of(1));
+    let store = FlakyStore::new(SeededRng::new(1));
     let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
         std::future::pending::<Result<u32, Fault>>().await
     });
@@ -316,20 +316,17 @@ async fn cancellation_reaches_the_function_and_progress_is_stored() {
 #[tokio::test]
 async fn projects_do_not_see_each_others_calls() {
     let engine = Engine::builder().tool(adder()).start().await.unwrap();
-    let (caller_here, caller_there) = (Caller::local("here"), Caller::local("there"));
+    let (owner, other) = (Caller::local("here"), Caller::local("there"));
     let request = CallRequest::new("calc.add", r#"{"a":1,"b":1}"#).unwrap();
-    let id = engine.calls().invoke(&caller_here, request).await.unwrap().call.id.clone();
-    engine.calls().wait(&caller_here, &id, Until::Ended).await.unwrap();
-    assert_eq!(engine.calls().call(&caller_there, &id).await.err().unwrap().code(), Code::NotFound);
+    let id = engine.calls().invoke(&owner, request).await.unwrap().call.id.clone();
+    engine.calls().wait(&owner, &id, Until::Ended).await.unwrap();
+    assert_eq!(engine.calls().call(&other, &id).await.err().unwrap().code(), Code::NotFound);
     assert_eq!(
-        engine.calls().cancel(&caller_there, &id, None).await.err().unwrap().code(),
+        engine.calls().cancel(&other, &id, None).await.err().unwrap().code(),
         Code::NotFound
     );
-    let page = engine
-        .calls()
-        .calls(&caller_there, CallQuery { limit: 10, ..Default::default() })
-        .await
-        .unwrap();
+    let page =
+        engine.calls().calls(&other, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
     assert!(page.calls.is_empty());
 }
 
@@ -337,7 +334,7 @@ async fn projects_do_not_see_each_others_calls() {
 /// then reads the call must not see the previous state.
 #[tokio::test]
 async fn a_read_after_an_event_returns_the_state_of_that_event() {
-    let store = FlakyStore::new(SeededRng::of(1));
+    let store = FlakyStore::new(SeededRng::new(1));
     let hang = FnTool::new("t.hang", "Never ends", |_: Nothing| {
         std::future::pending::<Result<u32, Fault>>()
     });
@@ -345,7 +342,7 @@ async fn a_read_after_an_event_returns_the_state_of_that_event() {
     let caller = Caller::local("default");
     let request = CallRequest::new("t.hang", "{}").unwrap();
     let id = engine.calls().invoke(&caller, request).await.unwrap().call.id.clone();
-    let held_gate = store.reply_gate.write().await;
+    let gate = store.reply_gate.write().await;
     let canceling = engine.calls().cancel(&caller, &id, None);
     let by_event = async {
         let query = EventQuery::Call(id.clone());
@@ -370,7 +367,7 @@ async fn a_read_after_an_event_returns_the_state_of_that_event() {
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }
-        drop(held_gate);
+        drop(gate);
     };
     let (canceled, event, list, ()) = tokio::join!(canceling, by_event, by_list, answered);
     assert_eq!(canceled.unwrap().status, Status::Canceled);

@@ -18,23 +18,23 @@ mod background;
 
 #[tokio::test]
 async fn the_batch_example_prints_the_messages_for_the_model() {
-    let shown = batch::turn().await.unwrap();
-    let lines: Vec<&str> = shown.lines().map(str::trim).collect();
+    let output = batch::turn().await.unwrap();
+    let lines: Vec<&str> = output.lines().map(str::trim).collect();
     assert_eq!(
         lines[..4],
         ["tools for the model:", "\"notes__write\"", "\"weather__now\"", "messages for the model:"]
     );
     assert_eq!(lines[4], r#"{"role":"tool","tool_call_id":"call_0","content":"4 °C in Oslo"}"#);
     assert_eq!(lines[5], r#"{"role":"tool","tool_call_id":"call_1","content":"17 °C in Rome"}"#);
-    assert!(lines[6].contains("not JSON") && lines[6].contains("line 1 column 10"), "{shown}");
+    assert!(lines[6].contains("not JSON") && lines[6].contains("line 1 column 10"), "{output}");
     assert_eq!(lines[7], r#"{"role":"tool","tool_call_id":"call_3","content":"noted Oslo"}"#);
     assert_eq!(lines[8], "3 of 4 went well");
 }
 
 #[tokio::test]
 async fn the_run_example_prints_steps_and_answer() {
-    let shown = run::show().await.unwrap();
-    let lines: Vec<&str> = shown.lines().collect();
+    let output = run::show().await.unwrap();
+    let lines: Vec<&str> = output.lines().collect();
     assert_eq!(lines[0], "turn 1: 2 calls");
     assert_eq!(lines[1], "answer: \"Go south: 4 °C in Oslo, 17 °C in Rome.\"");
     assert_eq!(lines[2], "SUCCEEDED after 2 steps: Go south: 4 °C in Oslo, 17 °C in Rome.");
@@ -42,19 +42,19 @@ async fn the_run_example_prints_steps_and_answer() {
 
 #[tokio::test]
 async fn the_typed_tool_example_prints_schema_answer_and_faults() {
-    let shown = typed_tool::show().await.unwrap();
-    let lines: Vec<&str> = shown.lines().collect();
+    let output = typed_tool::show().await.unwrap();
+    let lines: Vec<&str> = output.lines().collect();
     assert_eq!(lines[0], r#"required: ["km","litres"]"#);
     assert_eq!(lines[1], r#"answer: {"litres_per_100_km":6.25}"#);
-    assert!(lines[2].starts_with("refused: VALIDATION_ERROR"), "{shown}");
-    assert!(lines[2].contains("/km must be a number"), "{shown}");
+    assert!(lines[2].starts_with("refused: VALIDATION_ERROR"), "{output}");
+    assert!(lines[2].contains("/km must be a number"), "{output}");
     let failed = "failed after 3 attempts: RUNTIME_ERROR: a trip has some kilometres";
     assert_eq!(lines[3..], [failed]);
 }
 
 #[tokio::test]
 async fn the_background_example_prints_prompt_and_late_result() {
-    let shown = background::show().await.unwrap();
+    let output = background::show().await.unwrap();
     for part in [
         "# Tools\nA tool marked sync answers before you go on.",
         "\n- calendar__days (sync): Days of a month\n- report__build (async): Builds a monthly report\n",
@@ -63,6 +63,6 @@ async fn the_background_example_prints_prompt_and_late_result() {
         " ago, ok: 31\n",
         "\nheard: report.build (call_0): \"report of month 5: all is well\"\n",
     ] {
-        assert!(shown.contains(part), "{part}\n---\n{shown}");
+        assert!(output.contains(part), "{part}\n---\n{output}");
     }
 }

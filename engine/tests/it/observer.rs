@@ -80,12 +80,12 @@ async fn attempts_and_end_are_observed_and_the_trace_is_propagated() {
     let attempt_spans: Vec<TraceParent> =
         observed.attempts.iter().map(|(.., span)| *span).collect();
     assert_eq!(*passed.lock(), attempt_spans, "each attempt receives its own span");
-    let own = engine.calls().call_traceparent(&ticket.call);
+    let traceparent = engine.calls().call_traceparent(&ticket.call);
     let ends: Vec<_> =
         observed.ends.iter().map(|(s, about, _)| (s.as_str(), about.as_deref())).collect();
     assert_eq!(ends, [("SUCCEEDED", Some("Fails once"))]);
-    assert_eq!(Some(observed.ends[0].2), own);
-    assert_eq!(own.unwrap().trace_id_text(), "0af7651916cd43dd8448eb211c80319c");
+    assert_eq!(Some(observed.ends[0].2), traceparent);
+    assert_eq!(traceparent.unwrap().trace_id_text(), "0af7651916cd43dd8448eb211c80319c");
 }
 
 #[tokio::test]

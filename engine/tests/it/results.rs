@@ -87,12 +87,12 @@ async fn a_result_that_violates_the_schema_is_readable_by_operators() {
 
 #[tokio::test]
 async fn a_tool_name_can_be_registered_only_once() {
-    let own = || FnTool::new(RESULT_READ, "Mine", |_: Nothing| async { Ok::<i64, Fault>(1) });
+    let tool = || FnTool::new(RESULT_READ, "Mine", |_: Nothing| async { Ok::<i64, Fault>(1) });
     let error =
-        Engine::builder().tool(own()).with_result_read_tool().build_idle().await.err().unwrap();
+        Engine::builder().tool(tool()).with_result_read_tool().build_idle().await.err().unwrap();
     assert_eq!(code(&error), Code::Conflict);
     assert!(error.to_string().contains("with_result_read_tool()"), "{error}");
-    let engine = Engine::builder().tool(own()).start().await.unwrap();
+    let engine = Engine::builder().tool(tool()).start().await.unwrap();
     let call = call_tool(&engine, RESULT_READ, json!({})).await;
     assert_eq!(call.status, Status::Succeeded);
     let twice = Engine::builder().tool(lister()).tool(lister()).build_idle().await.err().unwrap();

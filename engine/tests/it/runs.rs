@@ -240,9 +240,9 @@ async fn a_message_added_during_a_model_request_is_answered_next() {
 #[tokio::test]
 async fn canceling_a_run_cancels_its_calls_and_it_can_be_resumed() {
     let started = Arc::new(tokio::sync::Notify::new());
-    let begun = started.clone();
+    let signal = started.clone();
     let hang = FnTool::new("calc.hang", "Hangs", move |_: Add| {
-        begun.notify_one();
+        signal.notify_one();
         async {
             std::future::pending::<()>().await;
             Ok::<i64, String>(1)

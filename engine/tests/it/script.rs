@@ -12,32 +12,32 @@ use toolcrib::ports::model::{
 };
 use toolcrib::{Code, Fault};
 
-pub type Line = Box<dyn FnOnce(&ModelRequest) -> Result<ModelReply, ModelError> + Send>;
+pub type ScriptedReply = Box<dyn FnOnce(&ModelRequest) -> Result<ModelReply, ModelError> + Send>;
 
-/// Replies with its lines in order and records the requests.
+/// Replies as scripted, in order, and records the requests.
 #[derive(Default)]
 pub struct Script {
-    lines: Mutex<VecDeque<Line>>,
+    replies: Mutex<VecDeque<ScriptedReply>>,
     requests: Mutex<Vec<ModelRequest>>,
 }
 
 impl Script {
-    pub fn line(
+    pub fn replies_with(
         self,
-        line: impl FnOnce(&ModelRequest) -> Result<ModelReply, ModelError> + Send + 'static,
+        reply: impl FnOnce(&ModelRequest) -> Result<ModelReply, ModelError> + Send + 'static,
     ) -> Self {
-        self.lines.lock().push_back(Box::new(line));
+        self.replies.lock().push_back(Box::new(reply));
         self
     }
 
     pub fn says(self, text: &str) -> Self {
         let text = text.to_owned();
-        self.line(move |_| Ok(ModelReply { text, ..ModelReply::default() }))
+        self.replies_with(move |_| Ok(ModelReply { text, ..ModelReply::default() }))
     }
 
     pub fn calls(self, calls: &[(&str, &str, &str)]) -> Self {
         let calls: Vec<ToolCallRequest> = calls.iter().map(tool_call_request).collect();
-        self.line(move |_| {
+        self.replies_with(move |_| {
             Ok(ModelReply {
                 calls,
                 finish_reason: FinishReason::ToolCalls,
@@ -48,7 +48,7 @@ impl Script {
 
     pub fn fails(self, transient: bool, retry_after: Option<Duration>) -> Self {
         let fault = Fault::new(Code::UpstreamUnavailable, "the endpoint said 503");
-        self.line(move |_| Err(ModelError { fault, is_transient: transient, retry_after }))
+        self.replies_with(move |_| Err(ModelError { fault, is_transient: transient, retry_after }))
     }
 
     pub fn request(&self, n: usize) -> ModelRequest {
@@ -68,8 +68,8 @@ impl Model for Script {
         listener: DeltaListener<'_>,
     ) -> Result<ModelReply, ModelError> {
         self.requests.lock().push(prompt.clone());
-        let line = self.lines.lock().pop_front();
-        let reply = line.unwrap_or_else(|| panic!("asked once too often: {prompt:?}"))(prompt)?;
+        let scripted = self.replies.lock().pop_front();
+        let reply = scripted.unwrap_or_else(|| panic!("asked once too often: {prompt:?}"))(prompt)?;
         if !reply.text.is_empty() {
             listener(Delta::Text(reply.text.clone()));
         }
@@ -82,8 +82,8 @@ pub struct SingleModel(pub Arc<dyn Model>);
 
 impl ModelResolver for SingleModel {
     fn find(&self, name: &str) -> Option<ResolvedModel> {
-        let known = name == "scripted";
-        known.then(|| ResolvedModel { model: self.0.clone(), name: "the-endpoints-name".into() })
+        let is_known = name == "scripted";
+        is_known.then(|| ResolvedModel { model: self.0.clone(), name: "the-endpoints-name".into() })
     }
 
     fn names(&self) -> Vec<String> {

@@ -84,7 +84,7 @@ async fn node(world: (&SeededRng, &ManualClock, &Executions), store: &Arc<FlakyS
 
 impl World {
     async fn new(seed: u64) -> Self {
-        let rng = SeededRng::of(seed);
+        let rng = SeededRng::new(seed);
         let clock = ManualClock::at(1_700_000_000_000);
         let store = FlakyStore::new(rng.clone());
         let executions = Executions::default();

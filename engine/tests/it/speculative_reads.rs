@@ -64,7 +64,7 @@ async fn a_read_that_ends_before_its_commit_is_stored_in_one_commit() {
 async fn a_call_with_side_effects_starts_only_after_its_commit() {
     for effect in [Effect::Idempotent, Effect::Irreversible] {
         let ran = Arc::new(AtomicU32::new(0));
-        let store = FlakyStore::new(SeededRng::of(1));
+        let store = FlakyStore::new(SeededRng::new(1));
         let tool = counting_tool("t.write", effect, &ran);
         let engine = Engine::builder().store(store.clone()).tool(tool).start().await.unwrap();
         store.fail(100);
@@ -75,7 +75,7 @@ async fn a_call_with_side_effects_starts_only_after_its_commit() {
 
 #[tokio::test]
 async fn a_speculative_read_is_canceled_when_its_commit_fails() {
-    let store = FlakyStore::new(SeededRng::of(1));
+    let store = FlakyStore::new(SeededRng::new(1));
     let stopped = Arc::new(Notify::new());
     let tool = {
         let stopped = stopped.clone();
@@ -222,20 +222,20 @@ async fn a_repeated_idempotency_key_is_replayed_at_the_open_call_limit() {
 
 /// Polls a future until the store has committed its request, then drops it.
 async fn drop_during_commit<F: Future>(store: &FlakyStore, operation: F) {
-    let held_gate = store.reply_gate.write().await;
+    let gate = store.reply_gate.write().await;
     let mut operation = Box::pin(operation);
     for _ in 0..10 {
         assert!(futures::poll!(&mut operation).is_pending());
         tokio::task::yield_now().await;
     }
     drop(operation);
-    drop(held_gate);
+    drop(gate);
 }
 
 #[tokio::test]
 async fn a_disconnect_during_the_commit_leaves_a_call_that_ends() {
     let ran = Arc::new(AtomicU32::new(0));
-    let store = FlakyStore::new(SeededRng::of(1));
+    let store = FlakyStore::new(SeededRng::new(1));
     let tool = counting_tool("t.write", Effect::Irreversible, &ran);
     let engine = Engine::builder().store(store.clone()).tool(tool).start().await.unwrap();
     let request = CallRequest { run_id: "run_gone".into(), ..call_request("t.write") };
@@ -252,7 +252,7 @@ async fn a_disconnect_during_the_commit_leaves_a_call_that_ends() {
 
 #[tokio::test]
 async fn a_disconnect_during_a_cancel_still_cancels_the_call() {
-    let store = FlakyStore::new(SeededRng::of(1));
+    let store = FlakyStore::new(SeededRng::new(1));
     let hang = FnTool::new("t.hang", "Never ends", |_: Nothing| {
         std::future::pending::<Result<u32, Fault>>()
     });

@@ -41,7 +41,7 @@ pub fn client_tool(name: &str, effect: Effect) -> ToolDefinition {
 pub struct SeededRng(Arc<Mutex<u64>>);
 
 impl SeededRng {
-    pub fn of(seed: u64) -> Self {
+    pub fn new(seed: u64) -> Self {
         Self(Arc::new(Mutex::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)))
     }
 

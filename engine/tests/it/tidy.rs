@@ -143,14 +143,14 @@ const ABSENT: [(&str, &[&str], &str); 6] = [
 fn parts_do_not_contain_forbidden_words() {
     let mut broken = Vec::new();
     for (name, text) in all() {
-        for (part, words, why) in ABSENT {
+        for (part, words, reason) in ABSENT {
             if !name.starts_with(part) {
                 continue;
             }
             let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
             for line in code {
                 for word in words.iter().filter(|word| line.contains(**word)) {
-                    broken.push(format!("{name}: {word}: {why}: {}", line.trim()));
+                    broken.push(format!("{name}: {word}: {reason}: {}", line.trim()));
                 }
             }
         }

@@ -111,14 +111,14 @@ async fn a_model_sees_only_the_tools_that_the_roster_allows_its_agent() {
     let tool = |name: &str| FnTool::new(name, "Does it", async |_: Nothing| Ok::<_, Fault>(1));
     let engine = Engine::builder().tool(tool("a.one")).tool(tool("a.two")).tool(tool("b.one"));
     let engine = engine.build_idle().await.unwrap();
-    let shown = |caller: &Caller| -> Vec<String> {
+    let visible_tools = |caller: &Caller| -> Vec<String> {
         let all = engine.registry().model_tool_definitions(caller, ToolFormat::OpenAi);
         let name = |json: &Json| json.to_value()["function"]["name"].as_str().unwrap().to_owned();
         all.iter().map(name).collect()
     };
     let caller = Caller { agent: "ada".into(), ..Caller::local("p") };
     assert_eq!(
-        shown(&caller),
+        visible_tools(&caller),
         ["a__one", "a__two", "b__one"],
         "an agent that is not on the roster sees every tool"
     );
@@ -137,6 +137,6 @@ async fn a_model_sees_only_the_tools_that_the_roster_allows_its_agent() {
             updated_ms: 0,
         };
         engine.registry().put_agent_entry(&caller, entry).await.unwrap();
-        assert_eq!(shown(&caller), names);
+        assert_eq!(visible_tools(&caller), names);
     }
 }

@@ -175,13 +175,13 @@ async fn after_410_a_delivery_is_sent_only_on_redelivery() {
 #[tokio::test]
 async fn after_410_pending_deliveries_to_the_same_url_are_given_up() {
     let test = WebhookTest::with(Receiver::responding_with(&[500, 410])).await;
-    let (gone, other) = ("https://a.example/x", "https://a.example/y");
-    let first = test.end_call(gone).await;
+    let (url, other) = ("https://a.example/x", "https://a.example/y");
+    let first = test.end_call(url).await;
     test.run().await;
-    let [second, elsewhere] = [test.end_call(gone).await, test.end_call(other).await];
+    let [second, elsewhere] = [test.end_call(url).await, test.end_call(other).await];
     // This call is still running when the receiver responds with 410.
     let mut request = CallRequest::new("t.long", "{}").unwrap();
-    request.callback_url = Some(gone.to_owned());
+    request.callback_url = Some(url.to_owned());
     let open = test.engine.calls().invoke(&test.caller, request).await.unwrap().call.id.clone();
     assert_eq!(test.run().await, 2);
     for id in [&first, &second, &open] {
@@ -195,7 +195,7 @@ async fn after_410_pending_deliveries_to_the_same_url_are_given_up() {
     assert!(delivery.last_error.unwrap().contains("410") && attempts.is_empty());
     // A redelivery request, or a new call with the URL, is attempted again.
     test.engine.webhooks().redeliver(&test.caller, &open).await.unwrap();
-    let later = test.end_call(gone).await;
+    let later = test.end_call(url).await;
     assert_eq!(test.run().await, 2);
     for id in [&open, &later] {
         assert_eq!(test.delivery(id).await.0.status, DeliveryStatus::Delivered);
@@ -383,14 +383,14 @@ async fn the_events_of_a_task_contain_its_ids() {
 
 #[tokio::test]
 async fn a_call_has_ended_when_its_webhook_is_sent() {
-    let store = FlakyStore::new(SeededRng::of(1));
+    let store = FlakyStore::new(SeededRng::new(1));
     let receiver = Receiver::responding_with(&[]);
     let test = WebhookTest::on(store.clone(), ManualClock::at(NOW), receiver).await;
     let mut request = CallRequest::new("t.long", "{}").unwrap();
     request.callback_url = Some("https://a.example/x".to_owned());
     let id = test.engine.calls().invoke(&test.caller, request).await.unwrap().call.id.clone();
     // The end is stored and not yet visible.
-    let held_gate = store.reply_gate.write().await;
+    let gate = store.reply_gate.write().await;
     let canceling = test.engine.calls().cancel(&test.caller, &id, None);
     let dispatched = async {
         while test.run().await == 0 {
@@ -402,7 +402,7 @@ async fn a_call_has_ended_when_its_webhook_is_sent() {
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }
-        drop(held_gate);
+        drop(gate);
     };
     let (canceled, found, ()) = tokio::join!(canceling, dispatched, release);
     assert_eq!((canceled.unwrap().status, found), (Status::Canceled, Status::Canceled));

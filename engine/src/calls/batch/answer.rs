@@ -89,22 +89,29 @@ impl BatchEntryResult {
         read: &Result<ParsedToolCall, CallParseError>,
         state: Option<(BatchEntryState, bool)>,
     ) -> Self {
-        let (form, id, name, refused) = match read {
+        let (format, id, name, refused) = match read {
             Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
             Err(misfit) => {
-                let CallParseError { form, id, name, fault } = misfit.clone();
-                (form, id, name, Some(fault))
+                let CallParseError { form: format, id, name, fault } = misfit.clone();
+                (format, id, name, Some(fault))
             }
         };
         // Only the envelope format allows an answer without an id.
-        let stand_in = || (form != CallFormat::Envelope).then(|| format!("call_{index}"));
+        let stand_in = || (format != CallFormat::Envelope).then(|| format!("call_{index}"));
         let lost = || Fault::new(Code::Internal, "internal error; see the server's log");
         let (state, replayed) = match (refused, state) {
             (Some(fault), _) => (BatchEntryState::Refused(*fault), false),
-            (None, Some(known)) => known,
+            (None, Some(resolution)) => resolution,
             (None, None) => (BatchEntryState::Refused(lost()), false),
         };
-        Self { form, call_id: id.or_else(stand_in), name, state, replayed, is_digested: false }
+        Self {
+            form: format,
+            call_id: id.or_else(stand_in),
+            name,
+            state,
+            replayed,
+            is_digested: false,
+        }
     }
 
     /// Returns the entry's call, if one was created.
@@ -196,16 +203,17 @@ impl BatchEntryResult {
 
     /// Truncates a fault's message so that the whole envelope message stays within the budget.
     fn shorten_fault_message(&self, fault: &Fault, budget: usize) -> String {
-        let mut room = budget;
+        let mut remaining = budget;
         loop {
-            let said = shorten::truncate_to_tokens(&fault.message, room);
-            let whole = self.build_message("", Some(&fault_with_message_only(fault, said.clone())));
+            let message = shorten::truncate_to_tokens(&fault.message, remaining);
+            let whole =
+                self.build_message("", Some(&fault_with_message_only(fault, message.clone())));
             let over = tokens::count(whole.text()).saturating_sub(budget);
             // Escaping and token boundaries between the parts cost more than the parts alone.
-            if over == 0 || room == 0 {
-                return said;
+            if over == 0 || remaining == 0 {
+                return message;
             }
-            room = room.saturating_sub(over);
+            remaining = remaining.saturating_sub(over);
         }
     }
 
@@ -255,8 +263,8 @@ impl BatchAnswer {
         }
         let Some(budget) = budget else { return Ok(Self { results, messages, texts }) };
         let (results, contents) = render_within_budget(budget, results).await?;
-        let told = results.iter().zip(&contents);
-        let messages = told.map(|(entry, content)| entry.message(content)).collect();
+        let pairs = results.iter().zip(&contents);
+        let messages = pairs.map(|(entry, content)| entry.message(content)).collect();
         let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
         Ok(Self { results, messages, texts })
     }
@@ -286,11 +294,11 @@ pub(crate) async fn render_within_budget(
         return Ok((results, contents));
     }
     // Counting the tokens of large results is CPU-bound and would block this worker thread.
-    let kept = tokio::task::spawn_blocking(move || {
+    let shortening = tokio::task::spawn_blocking(move || {
         shorten_to_budget(budget, &mut results, &mut contents);
         (results, contents)
     });
-    kept.await.map_err(|error| Error::Internal(Box::new(error)))
+    shortening.await.map_err(|error| Error::Internal(Box::new(error)))
 }
 
 /// Shortens each content that exceeds its share of the budget.

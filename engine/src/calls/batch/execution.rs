@@ -142,8 +142,8 @@ impl BatchExecution {
     }
 
     /// Builds the answer to an entry; a parse error becomes its answer, without a call.
-    fn render_entry(&self, index: usize, known: Option<EntryResolution>) -> RenderedEntry {
-        let entry = BatchEntryResult::new(index, &self.parsed[index], known);
+    fn render_entry(&self, index: usize, resolution: Option<EntryResolution>) -> RenderedEntry {
+        let entry = BatchEntryResult::new(index, &self.parsed[index], resolution);
         let alone = self.batch.budget_tokens.is_none();
         let message = alone.then(|| entry.message(&entry.content()));
         let text = self.write.filter(|_| alone).map(|write| write(&entry));
@@ -184,7 +184,7 @@ impl BatchExecution {
         futures::stream::iter(lanes).buffer_unordered(self.max_parallel).collect::<()>().await;
     }
 
-    async fn run_lane(self: Arc<Self>, (places, mut coming): LaneStart) {
+    async fn run_lane(self: Arc<Self>, (indexes, mut coming): LaneStart) {
         // Lanes that get a slot at the beginning start even if the caller does not wait at all.
         let mut at_once = self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
         let in_time = || self.engine.core.now_ms() < self.wait_deadline_ms;
@@ -194,7 +194,7 @@ impl BatchExecution {
             true => None,
             false => self.open_predecessors.lock().pop_front(),
         };
-        for index in places {
+        for index in indexes {
             let Ok(entry) = &self.parsed[index] else { continue };
             let now = before.is_none() && (at_once || in_time());
             if !now && !self.batch.defer_unstarted {
@@ -214,8 +214,8 @@ impl BatchExecution {
         self.open_predecessors.lock().extend(before);
     }
 
-    fn record_answer(&self, index: usize, known: EntryResolution, ahead: bool) {
-        let answer = Some(self.render_entry(index, Some(known)));
+    fn record_answer(&self, index: usize, resolution: EntryResolution, ahead: bool) {
+        let answer = Some(self.render_entry(index, Some(resolution)));
         *self.answers[index].lock() = AnswerSlot { answer, is_uncommitted: ahead };
     }
 
@@ -258,15 +258,15 @@ impl BatchExecution {
         }
         let mut call = ticket.call.clone();
         if !call.status.is_terminal() && !call.origin.background {
-            let left_ms = self.wait_deadline_ms.saturating_sub(self.engine.core.now_ms());
+            let remaining_ms = self.wait_deadline_ms.saturating_sub(self.engine.core.now_ms());
             // If the store is unavailable, the ticket remains valid.
             call = self
                 .engine
-                .wait(&self.caller, &ticket, Until::EndedWithin(left_ms))
+                .wait(&self.caller, &ticket, Until::EndedWithin(remaining_ms))
                 .await
                 .unwrap_or(call);
         }
-        let left = match (call.status.is_terminal(), call.origin.background) {
+        let continuation = match (call.status.is_terminal(), call.origin.background) {
             (true, _) => LaneContinuation::Ended,
             (false, true) => LaneContinuation::Unaffected,
             (false, false) => LaneContinuation::Predecessor(call.clone()),
@@ -277,20 +277,20 @@ impl BatchExecution {
             BatchEntryState::Open(call)
         };
         self.record_answer(index, (state, ticket.replayed), false);
-        left
+        continuation
     }
 
     fn invocation(&self, index: usize, entry: &ParsedToolCall) -> CallRequest {
         let batch = &self.batch;
         let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
-        let by_place = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
-        let of_batch = || batch.entry_keys.get(index).cloned().or_else(by_place);
+        let derive_key = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
+        let batch_key = || batch.entry_keys.get(index).cloned().or_else(derive_key);
         CallRequest {
             run_id: batch.run_id.clone(),
             call_id: entry.id.clone(),
             timeout_ms: entry.timeout_ms.or(batch.timeout_ms),
             retry: entry.retry.or(batch.retry),
-            idempotency_key: entry.idempotency_key.clone().or_else(of_batch),
+            idempotency_key: entry.idempotency_key.clone().or_else(batch_key),
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),
             callback_url: entry.callback_url.clone().or_else(|| batch.callback_url.clone()),

@@ -16,12 +16,12 @@ pub(super) fn truncate_to_tokens(text: &str, budget: usize) -> String {
     if !tokens::exceeds(text, budget) {
         return text.to_owned();
     }
-    let mut room = budget.saturating_sub(tokens::count(CUT));
+    let mut content_budget = budget.saturating_sub(tokens::count(CUT));
     loop {
-        let short = format!("{}{CUT}", tokens::prefix_within(text, room).trim_end());
+        let short = format!("{}{CUT}", tokens::prefix_within(text, content_budget).trim_end());
         // The mark may tokenize differently after a text than alone.
-        match room.checked_sub(1) {
-            Some(less) if tokens::exceeds(&short, budget) => room = less,
+        match content_budget.checked_sub(1) {
+            Some(less) if tokens::exceeds(&short, budget) => content_budget = less,
             _ => return first_fitting([short], budget),
         }
     }
@@ -35,8 +35,8 @@ pub(super) fn shorten_fault(fault: &Fault, budget: usize) -> String {
         return brief;
     }
     let code = fault.code.as_str();
-    let said = truncate_to_tokens(&format!("{code}: {}", fault.message), budget);
-    if said.starts_with(code) { said } else { first_fitting(["failed".to_owned()], budget) }
+    let message = truncate_to_tokens(&format!("{code}: {}", fault.message), budget);
+    if message.starts_with(code) { message } else { first_fitting(["failed".to_owned()], budget) }
 }
 
 /// Shortens the notice of an open call: with its whole id, or without an id.
@@ -58,8 +58,8 @@ pub(super) fn describe_omitted(bytes: usize, id: &str, budget: usize) -> String 
 }
 
 /// Returns the first text that fits the budget, or an empty string.
-fn first_fitting(said: impl IntoIterator<Item = String>, budget: usize) -> String {
-    said.into_iter().find(|text| !tokens::exceeds(text, budget)).unwrap_or_default()
+fn first_fitting(candidates: impl IntoIterator<Item = String>, budget: usize) -> String {
+    candidates.into_iter().find(|text| !tokens::exceeds(text, budget)).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -52,21 +52,21 @@ pub(super) struct ClientConnection {
     pub(super) number: u64,
     pub(super) sender: UnboundedSender<ClientMessage>,
     pub(super) window: usize,
-    pub(super) line: Transport,
+    pub(super) transport: Transport,
 }
 
 impl QueueClient {
     /// Returns the connection for the next item, if the client has capacity.
     pub(super) fn connection_with_capacity(&self) -> Option<&ClientConnection> {
-        let in_hand = self.leases.values().filter(|held| held.session.is_some()).count();
+        let in_hand = self.leases.values().filter(|lease| lease.session.is_some()).count();
         self.sessions.iter().rev().find(|connection| in_hand < connection.window)
     }
 
     /// Sends a message on this connection, or on another one, or buffers it for the next one. A
     /// polling client receives it in the pending poll or in the next one.
     pub(super) fn send_or_buffer(&mut self, session: Option<u64>, message: ClientMessage) {
-        let given_on = self.sessions.iter().find(|c| Some(c.number) == session);
-        match given_on.or_else(|| self.sessions.last()) {
+        let assigned = self.sessions.iter().find(|c| Some(c.number) == session);
+        match assigned.or_else(|| self.sessions.last()) {
             Some(connection) => drop(connection.sender.send(message)),
             None => {
                 self.undelivered_cancels.push_back(message);

@@ -67,11 +67,11 @@ impl ClientQueueState {
         let client = self.clients.entry(key.clone()).or_default();
         client.tools = arrival.tools;
         client.last_seen_ms = now_ms;
-        let (window, line) = (arrival.window.max(1), arrival.transport);
+        let (window, transport) = (arrival.window.max(1), arrival.transport);
         client.undelivered_cancels.drain(..).for_each(|message| drop(sender.send(message)));
-        client.sessions.push(ClientConnection { number, sender, window, line });
+        client.sessions.push(ClientConnection { number, sender, window, transport });
         // A poll is not a reconnect: the client is still working on the items it holds.
-        if line == Transport::Streaming {
+        if transport == Transport::Streaming {
             self.redeliver(&key, arrival.redelivery);
         }
         self.fill_client(&key, now_ms);
@@ -82,13 +82,13 @@ impl ClientQueueState {
     fn redeliver(&mut self, key: &ClientKey, memory: Redelivery) {
         let Some(client) = self.clients.get_mut(key) else { return };
         let Some(connection) = client.sessions.last() else { return };
-        for (id, held) in client.leases.iter_mut().filter(|(_, held)| held.session.is_none()) {
+        for (id, lease) in client.leases.iter_mut().filter(|(_, lease)| lease.session.is_none()) {
             let Some(parked) = self.requests.get_mut(id) else { continue };
             let harmless = parked.item.effect != Effect::Irreversible;
             if harmless || memory == Redelivery::All {
                 parked.item.redelivered = true;
-                held.session = Some(connection.number);
-                (held.polled, held.lease_until_ms) = (false, None);
+                lease.session = Some(connection.number);
+                (lease.polled, lease.lease_until_ms) = (false, None);
                 let _ = connection.sender.send(ClientMessage::Execute(parked.item.clone()));
             }
         }
@@ -131,9 +131,11 @@ impl ClientQueueState {
         client.sessions.remove(at);
         unheard.into_iter().for_each(|message| client.send_or_buffer(None, message));
         let mut back = Vec::new();
-        for (id, held) in client.leases.iter_mut().filter(|(_, h)| h.session == Some(number)) {
-            held.session = None;
-            if !held.acknowledged && held.lease_until_ms.is_none() {
+        for (id, lease) in
+            client.leases.iter_mut().filter(|(_, lease)| lease.session == Some(number))
+        {
+            lease.session = None;
+            if !lease.acknowledged && lease.lease_until_ms.is_none() {
                 back.push(id.clone());
             }
         }
@@ -166,7 +168,7 @@ impl ClientQueueState {
 
     /// Returns items to their original positions in their queues, and assigns them again.
     fn requeue(&mut self, key: &ClientKey, ids: Vec<CallId>, now_ms: u64) {
-        let mut lines = Vec::new();
+        let mut queues = Vec::new();
         for id in ids {
             if let Some(client) = self.clients.get_mut(key) {
                 client.leases.remove(&id);
@@ -179,13 +181,13 @@ impl ClientQueueState {
                     client.pinned.insert(parked.order, id);
                 }
             } else {
-                let line = (parked.item.project.clone(), parked.item.tool.clone());
-                self.queues.entry(line.clone()).or_default().insert(parked.order, id);
-                lines.push(line);
+                let queue = (parked.item.project.clone(), parked.item.tool.clone());
+                self.queues.entry(queue.clone()).or_default().insert(parked.order, id);
+                queues.push(queue);
             }
         }
-        for line in lines {
-            self.assign_queued(&line, now_ms);
+        for queue in queues {
+            self.assign_queued(&queue, now_ms);
         }
         self.fill_client(key, now_ms);
     }
@@ -200,11 +202,11 @@ impl ClientQueueState {
             }
             return;
         }
-        let line = (project.clone(), parked.item.tool.clone());
-        if let Some(ids) = self.queues.get_mut(&line) {
+        let queue = (project.clone(), parked.item.tool.clone());
+        if let Some(ids) = self.queues.get_mut(&queue) {
             ids.remove(&order);
             if ids.is_empty() {
-                self.queues.remove(&line);
+                self.queues.remove(&queue);
             }
         }
     }
@@ -213,29 +215,29 @@ impl ClientQueueState {
         &mut self,
         request: WorkItem,
         pinned: Option<String>,
-        taken_by: Option<String>,
+        acknowledged_by: Option<String>,
         now_ms: u64,
     ) {
         let (id, project) = (request.call_id.clone(), request.project.clone());
-        let line = (project.clone(), request.tool.clone());
+        let queue = (project.clone(), request.tool.clone());
         let order = self.next_order();
         self.dequeue(&id);
-        let holder = taken_by.map(|client_id| (project.clone(), client_id));
+        let holder = acknowledged_by.map(|client_id| (project.clone(), client_id));
         let parked =
             WorkEntry { item: request, pinned: pinned.clone(), order, holder: holder.clone() };
         self.requests.insert(id.clone(), parked);
         if let Some(key) = holder {
             // Acknowledged before a restart: the item still belongs to that client, on any
             // transport.
-            let mut held =
+            let mut lease =
                 Lease { acknowledged: true, session: None, polled: true, lease_until_ms: None };
             if let Some(parked) = self.requests.get(&id) {
-                held.extend(&parked.item, now_ms);
+                lease.extend(&parked.item, now_ms);
             }
             let client = self.clients.entry(key.clone()).or_default();
             client.last_seen_ms = client.last_seen_ms.max(now_ms);
-            client.leases.insert(id, held);
-            if client.sessions.iter().any(|c| c.line == Transport::Streaming) {
+            client.leases.insert(id, lease);
+            if client.sessions.iter().any(|c| c.transport == Transport::Streaming) {
                 self.redeliver(&key, Redelivery::ReversibleOnly);
             }
         } else if let Some(client_id) = pinned {
@@ -243,36 +245,36 @@ impl ClientQueueState {
             self.clients.entry(key.clone()).or_default().pinned.insert(order, id);
             self.fill_client(&key, now_ms);
         } else {
-            self.queues.entry(line.clone()).or_default().insert(order, id);
-            self.assign_queued(&line, now_ms);
+            self.queues.entry(queue.clone()).or_default().insert(order, id);
+            self.assign_queued(&queue, now_ms);
         }
     }
 
     /// Assigns the queued items of a tool to the clients that provide it, the least busy first.
-    fn assign_queued(&mut self, line: &ToolKey, now_ms: u64) {
-        while self.queues.contains_key(line) {
+    fn assign_queued(&mut self, queue: &ToolKey, now_ms: u64) {
+        while self.queues.contains_key(queue) {
             let chosen = self
                 .clients
                 .iter()
                 .filter(|((project, _), client)| {
-                    *project == line.0
-                        && client.tools.contains(&line.1)
+                    *project == queue.0
+                        && client.tools.contains(&queue.1)
                         && client.connection_with_capacity().is_some()
                 })
                 .min_by_key(|(_, client)| (client.leases.len(), client.last_assigned))
                 .map(|(key, _)| key.clone());
             let Some(key) = chosen else { return };
-            let Some(id) = self.pop_first(line) else { return };
+            let Some(id) = self.pop_first(queue) else { return };
             self.lease_to(&key, id, now_ms);
         }
     }
 
     /// Removes the first item of a queue and returns it.
-    fn pop_first(&mut self, line: &ToolKey) -> Option<CallId> {
-        let ids = self.queues.get_mut(line)?;
+    fn pop_first(&mut self, queue: &ToolKey) -> Option<CallId> {
+        let ids = self.queues.get_mut(queue)?;
         let first = ids.pop_first();
         if ids.is_empty() {
-            self.queues.remove(line);
+            self.queues.remove(queue);
         }
         first.map(|(_, id)| id)
     }
@@ -296,13 +298,13 @@ impl ClientQueueState {
         if let Some(order) = pinned.find(|(_, id)| is_offered(id)).map(|(order, _)| *order) {
             return client.pinned.remove(&order);
         }
-        let lines = client.tools.iter().map(|tool| (key.0.clone(), tool.clone()));
-        let heads = lines.filter_map(|line| {
-            let (order, _) = self.queues.get(&line)?.first_key_value()?;
-            Some((*order, line))
+        let queues = client.tools.iter().map(|tool| (key.0.clone(), tool.clone()));
+        let heads = queues.filter_map(|queue| {
+            let (order, _) = self.queues.get(&queue)?.first_key_value()?;
+            Some((*order, queue))
         });
-        let (_, line) = heads.min()?;
-        self.pop_first(&line)
+        let (_, queue) = heads.min()?;
+        self.pop_first(&queue)
     }
 
     fn lease_to(&mut self, key: &ClientKey, id: CallId, now_ms: u64) {
@@ -313,14 +315,14 @@ impl ClientQueueState {
         };
         let Some(connection) = client.connection_with_capacity() else { return };
         let (number, message) = (connection.number, ClientMessage::Execute(parked.item.clone()));
-        let polled = connection.line == Transport::Polling;
+        let polled = connection.transport == Transport::Polling;
         let _ = connection.sender.send(message);
         parked.holder = Some(key.clone());
         client.last_assigned = turn;
         client.last_seen_ms = now_ms;
         let session = Some(number);
-        let held = Lease { acknowledged: false, session, polled, lease_until_ms: None };
-        client.leases.insert(id, held);
+        let lease = Lease { acknowledged: false, session, polled, lease_until_ms: None };
+        client.leases.insert(id, lease);
     }
 
     pub(super) fn acknowledge(&mut self, project: &str, client_id: &str, id: &CallId, now_ms: u64) {
@@ -335,21 +337,21 @@ impl ClientQueueState {
         parked.holder = Some(key.clone());
         let client = self.clients.entry(key).or_default();
         client.last_seen_ms = now_ms;
-        let held = client.leases.entry(id.clone()).or_insert_with(|| Lease {
+        let lease = client.leases.entry(id.clone()).or_insert_with(|| Lease {
             acknowledged: true,
             session: None,
             polled: true,
             lease_until_ms: None,
         });
-        held.acknowledged = true;
-        held.extend(&parked.item, now_ms);
+        lease.acknowledged = true;
+        lease.extend(&parked.item, now_ms);
     }
 
     pub(super) fn start_poll_lease(&mut self, key: &ClientKey, id: &CallId, now_ms: u64) {
-        if let Some(held) = self.clients.get_mut(key).and_then(|c| c.leases.get_mut(id))
-            && !held.acknowledged
+        if let Some(lease) = self.clients.get_mut(key).and_then(|c| c.leases.get_mut(id))
+            && !lease.acknowledged
         {
-            held.lease_until_ms = Some(now_ms + POLL_LEASE_MS);
+            lease.lease_until_ms = Some(now_ms + POLL_LEASE_MS);
         }
     }
 
@@ -362,7 +364,7 @@ impl ClientQueueState {
             return;
         };
         let Some(client) = self.clients.get_mut(&key) else { return };
-        let session = client.leases.get(id).and_then(|held| held.session);
+        let session = client.leases.get(id).and_then(|lease| lease.session);
         client.send_or_buffer(session, ClientMessage::Cancel { call_id: id.clone(), attempt });
     }
 
@@ -383,14 +385,14 @@ impl ClientQueueState {
     pub(super) fn requeue_expired(&mut self, now_ms: u64) {
         let mut overdue: Vec<(ClientKey, Vec<CallId>)> = Vec::new();
         for (key, client) in &self.clients {
-            let gone = client.sessions.is_empty()
+            let is_gone = client.sessions.is_empty()
                 && client.last_seen_ms.saturating_add(DISCONNECT_GRACE_MS) <= now_ms;
-            let ids = client.leases.iter().filter(|(id, held)| {
-                let expired = held.lease_until_ms.is_some_and(|until| until <= now_ms);
+            let ids = client.leases.iter().filter(|(id, lease)| {
+                let expired = lease.lease_until_ms.is_some_and(|until| until <= now_ms);
                 let pinned_or_once = self.requests.get(*id).is_none_or(|parked| {
                     parked.pinned.is_some() || parked.item.effect == Effect::Irreversible
                 });
-                expired || (gone && held.acknowledged && !pinned_or_once)
+                expired || (is_gone && lease.acknowledged && !pinned_or_once)
             });
             let ids: Vec<CallId> = ids.map(|(id, _)| id.clone()).collect();
             if !ids.is_empty() {
@@ -404,8 +406,8 @@ impl ClientQueueState {
     }
 
     pub(super) fn list_clients(&self, project: &str) -> Vec<ClientView> {
-        let mine = self.clients.iter().filter(|((owner, _), _)| owner == project);
-        let mut clients: Vec<ClientView> = mine
+        let matching = self.clients.iter().filter(|((owner, _), _)| owner == project);
+        let mut clients: Vec<ClientView> = matching
             .map(|((_, client_id), client)| {
                 let mut tools: Vec<String> = client.tools.iter().cloned().collect();
                 tools.sort();

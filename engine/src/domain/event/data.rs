@@ -18,14 +18,14 @@ impl EventData {
 
     /// Returns the field with this name.
     pub fn get(&self, name: &str) -> Option<&Value> {
-        self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
+        self.0.iter().find(|(key, _)| key == name).map(|(_, value)| value)
     }
 
     /// Sets a field, replacing any previous value.
     pub fn insert(&mut self, name: impl Into<Cow<'static, str>>, value: Value) {
         let name = name.into();
-        match self.0.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, known)) => *known = value,
+        match self.0.iter_mut().find(|(key, _)| *key == name) {
+            Some((_, current)) => *current = value,
             None => {
                 if self.0.is_empty() {
                     self.0.reserve_exact(Self::TYPICAL_LEN);
@@ -37,8 +37,8 @@ impl EventData {
 
     /// Removes a field and returns its value.
     pub fn remove(&mut self, name: &str) -> Option<Value> {
-        let at = self.0.iter().position(|(known, _)| known == name)?;
-        Some(self.0.remove(at).1)
+        let index = self.0.iter().position(|(key, _)| key == name)?;
+        Some(self.0.remove(index).1)
     }
 
     /// Returns the number of fields.

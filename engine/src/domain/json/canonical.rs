@@ -93,9 +93,9 @@ fn decimal(written: &str) -> (String, i64) {
     let exponent: i64 = exponent.parse().unwrap_or_default();
     let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
     let all = format!("{whole}{fraction}");
-    let kept = all.trim_end_matches('0');
-    let zeros = (all.len() - kept.len()) as i64;
-    let digits = kept.trim_start_matches('0').to_owned();
+    let significant = all.trim_end_matches('0');
+    let zeros = (all.len() - significant.len()) as i64;
+    let digits = significant.trim_start_matches('0').to_owned();
     if digits.is_empty() {
         return (digits, 0);
     }

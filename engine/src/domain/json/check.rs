@@ -154,9 +154,9 @@ mod tests {
 
     #[test]
     fn an_error_has_the_location_of_the_number_or_escape() {
-        let at = |text: &str| check(text.as_bytes()).unwrap_err().to_string();
-        assert_eq!(at("[1,\n  1e400]"), "number out of range at line 2 column 3");
-        assert_eq!(at(r#"["ab\ud800"]"#), "half of a surrogate pair at line 1 column 5");
+        let message = |text: &str| check(text.as_bytes()).unwrap_err().to_string();
+        assert_eq!(message("[1,\n  1e400]"), "number out of range at line 2 column 3");
+        assert_eq!(message(r#"["ab\ud800"]"#), "half of a surrogate pair at line 1 column 5");
     }
 
     #[test]

@@ -35,9 +35,9 @@ fn string_end(bytes: &[u8], at: usize) -> usize {
 
 fn loses_precision(number: &str) -> bool {
     let whole = !number.contains(['.', 'e', 'E']);
-    let kept = || number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok();
+    let fits_64_bits = || number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok();
     let near = || number.parse().map_or(String::new(), |near: f64| format!("{near:.0}"));
-    whole && !kept() && near() != number
+    whole && !fits_64_bits() && near() != number
 }
 
 #[cfg(test)]
@@ -46,14 +46,14 @@ mod tests {
 
     #[test]
     fn only_integers_that_would_lose_precision_are_found() {
-        for kept in [
+        for document in [
             "{}",
             r#"{"a": 18446744073709551615, "b": -9223372036854775808, "c": -0}"#,
             r#"[1.5e300, 3.14159265358979323846264338, 1e2, -1E-7]"#,
             r#"{"wei": "123456789012345678901234567890", "\"1": 1}"#,
             r#"{"a\\": 10000000000000000000000, "u": "é\""}"#,
         ] {
-            assert_eq!(find_lossy_integer(kept), None, "{kept}");
+            assert_eq!(find_lossy_integer(document), None, "{document}");
         }
         for (text, number) in [
             (r#"{"wei":123456789012345678901234567890}"#, "123456789012345678901234567890"),

@@ -95,9 +95,8 @@ impl RunLimits {
             ("repeats", u64::from(self.repeats), 0, 10_000),
             ("failures", u64::from(self.failures), 0, 10_000),
         ];
-        let wrong =
-            ranges.into_iter().find(|(_, value, least, most)| !(*least..=*most).contains(value));
-        wrong.map(|(field, _, least, most)| (field, format!("must be from {least} to {most}")))
+        let wrong = ranges.into_iter().find(|(_, value, min, max)| !(*min..=*max).contains(value));
+        wrong.map(|(field, _, min, max)| (field, format!("must be from {min} to {max}")))
     }
 }
 
@@ -150,21 +149,21 @@ impl ExecutionOptions {
     /// `max_parallel` and `wait_ms`.
     pub fn invalid_field(
         &self,
-        most_parallel: usize,
-        longest_wait_ms: u64,
+        max_parallel: usize,
+        max_wait_ms: u64,
     ) -> Option<(&'static str, String)> {
         let number = |value: Option<usize>| value.map(|value| value as u64);
         let ranges = [
-            ("max_parallel", number(self.max_parallel), 1, most_parallel as u64),
+            ("max_parallel", number(self.max_parallel), 1, max_parallel as u64),
             ("timeout_ms", self.timeout_ms, 1, *TIMEOUT_MS_RANGE.end()),
             ("max_retries", self.max_retries.map(u64::from), 0, u64::from(MAX_RETRIES_LIMIT)),
-            ("wait_ms", self.wait_ms, 0, longest_wait_ms),
+            ("wait_ms", self.wait_ms, 0, max_wait_ms),
             ("result_tokens", number(self.result_tokens), 1, 1_000_000),
         ];
-        let wrong = ranges.into_iter().find(|(_, value, least, most)| {
-            value.is_some_and(|value| !(*least..=*most).contains(&value))
+        let wrong = ranges.into_iter().find(|(_, value, min, max)| {
+            value.is_some_and(|value| !(*min..=*max).contains(&value))
         });
-        wrong.map(|(field, _, least, most)| (field, format!("must be from {least} to {most}")))
+        wrong.map(|(field, _, min, max)| (field, format!("must be from {min} to {max}")))
     }
 }
 

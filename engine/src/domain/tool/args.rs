@@ -28,17 +28,17 @@ pub enum ArgumentSource {
 /// Builds the fallback tool's arguments. Without a mapping they equal the first tool's.
 pub fn map_arguments(mapping: Option<&ArgumentMapping>, args: &Value) -> Value {
     let Some(mapping) = mapping else { return args.clone() };
-    let mut made = Map::new();
+    let mut mapped = Map::new();
     for (name, from) in mapping {
         let value = match from {
             ArgumentSource::Pointer(pointer) => args.pointer(pointer).cloned(),
             ArgumentSource::Value(value) => Some(value.clone()),
         };
         if let Some(value) = value {
-            made.insert(name.clone(), value);
+            mapped.insert(name.clone(), value);
         }
     }
-    Value::Object(made)
+    Value::Object(mapped)
 }
 
 /// The argument rules of a definition: `options.args` and `options.envs`.
@@ -66,12 +66,13 @@ pub struct AppliedArguments {
 impl ArgumentRules {
     /// Reads the rules from a definition's options; `None` if the options have none.
     pub fn from_options(options: &Value) -> Option<Self> {
-        let map = |of: &Value, name: &str| of[name].as_object().cloned().unwrap_or_default();
+        let map =
+            |object: &Value, name: &str| object[name].as_object().cloned().unwrap_or_default();
         let args = &options["args"];
         let (defaults, fixed) = (map(args, "defaults"), map(args, "fixed"));
         let envs = parse_env_arguments(options);
-        let given = map(options, "envs");
-        let hidden: BTreeSet<String> = fixed.keys().chain(given.keys()).cloned().collect();
+        let env_options = map(options, "envs");
+        let hidden: BTreeSet<String> = fixed.keys().chain(env_options.keys()).cloned().collect();
         if defaults.is_empty() && hidden.is_empty() {
             return None;
         }
@@ -101,7 +102,7 @@ impl ArgumentRules {
     /// schema validation rejects it.
     pub fn apply(&self, args: &Value, vars: &TemplateVars) -> AppliedArguments {
         let (mut defaults, mut fixed, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
-        let Value::Object(given) = args else {
+        let Value::Object(input) = args else {
             return AppliedArguments {
                 args: args.clone(),
                 defaults,
@@ -109,26 +110,31 @@ impl ArgumentRules {
                 overridden_by_env: dropped,
             };
         };
-        let mut made = given.clone();
+        let mut result = input.clone();
         for name in self.envs.keys() {
-            if made.remove(name).is_some() {
+            if result.remove(name).is_some() {
                 dropped.push(name.clone());
             }
         }
         for (name, value) in &self.defaults {
             // An explicit null counts as a given value.
-            if !made.contains_key(name) && !self.envs.contains_key(name) {
-                made.insert(name.clone(), vars.render_value(value));
+            if !result.contains_key(name) && !self.envs.contains_key(name) {
+                result.insert(name.clone(), vars.render_value(value));
                 defaults.push(name.clone());
             }
         }
         for (name, value) in self.fixed.iter().filter(|(name, _)| !self.envs.contains_key(*name)) {
-            made.insert(name.clone(), vars.render_value(value));
+            result.insert(name.clone(), vars.render_value(value));
             fixed.push(name.clone());
         }
         defaults.sort();
         fixed.sort();
-        AppliedArguments { args: Value::Object(made), defaults, fixed, overridden_by_env: dropped }
+        AppliedArguments {
+            args: Value::Object(result),
+            defaults,
+            fixed,
+            overridden_by_env: dropped,
+        }
     }
 
     /// Returns the schema for models: without the arguments that a model cannot set.
@@ -169,9 +175,12 @@ impl ArgumentRules {
 /// Reads `options.envs`: the variable for each argument. Ignores values that are blank or not
 /// strings.
 pub fn parse_env_arguments(options: &Value) -> BTreeMap<String, String> {
-    let given = options["envs"].as_object().into_iter().flatten();
-    let named = given.filter_map(|(name, value)| Some((name, value.as_str()?.trim())));
-    named.filter(|(_, env)| !env.is_empty()).map(|(n, env)| (n.clone(), env.to_owned())).collect()
+    let entries = options["envs"].as_object().into_iter().flatten();
+    let variables = entries.filter_map(|(name, value)| Some((name, value.as_str()?.trim())));
+    variables
+        .filter(|(_, env)| !env.is_empty())
+        .map(|(n, env)| (n.clone(), env.to_owned()))
+        .collect()
 }
 
 fn omit_properties(parameters: &Value, hidden: impl Fn(&str) -> bool) -> Value {
@@ -213,8 +222,9 @@ impl TemplateVars {
         while let Some(open) = rest.find('{') {
             text.push_str(&rest[..open]);
             let inside = &rest[open + 1..];
-            let known = inside.find('}').and_then(|end| Some((end, self.0.get(&inside[..end])?)));
-            rest = match known {
+            let variable =
+                inside.find('}').and_then(|end| Some((end, self.0.get(&inside[..end])?)));
+            rest = match variable {
                 Some((end, value)) => {
                     text.push_str(value);
                     &inside[end + 1..]

@@ -93,12 +93,12 @@ impl Card {
 
     /// Parses a card from outside; rejects ids that are reserved for the derived cards of calls.
     pub fn parse_external(
-        given: &Value,
+        value: &Value,
         project: &str,
         now_ms: u64,
         mint: impl FnOnce() -> String,
     ) -> Result<Self, Fault> {
-        let card = Self::parse(given, project, now_ms, mint)?;
+        let card = Self::parse(value, project, now_ms, mint)?;
         if parse_derived_id(&card.card_id).is_some() {
             return Err(bad_request("card_id is one of Toolcrib's own"));
         }
@@ -107,12 +107,12 @@ impl Card {
 
     /// Parses a card whose id may be that of a call's derived card.
     pub fn parse(
-        given: &Value,
+        value: &Value,
         project: &str,
         now_ms: u64,
         mint: impl FnOnce() -> String,
     ) -> Result<Self, Fault> {
-        let Value::Object(fields) = given else { return Err(bad_request("a card is an object")) };
+        let Value::Object(fields) = value else { return Err(bad_request("a card is an object")) };
         const KNOWN: [&str; 10] = [
             "card_id",
             "project_id",
@@ -143,7 +143,7 @@ impl Card {
         if card_id.len() > 128 || !card_id.chars().all(plain) {
             return Err(bad_request("card_id must be up to 128 letters, digits, '_' and '-'"));
         }
-        if text("project_id")?.is_some_and(|named| named != project) {
+        if text("project_id")?.is_some_and(|project_id| project_id != project) {
             return Err(bad_request("project_id is another project than the one it is sent to"));
         }
         let kind = text("type")?.ok_or_else(|| bad_request("type is missing"))?;
@@ -174,23 +174,25 @@ impl Card {
             )));
         }
         let name = self.content_text("__type__").unwrap_or_default();
-        let Some((_, required, more)) = CONTENT_FIELDS.iter().find(|(known, ..)| *known == name)
+        let Some((_, required, more)) =
+            CONTENT_FIELDS.iter().find(|(type_name, ..)| *type_name == name)
         else {
             return Err(bad_request(format!("content.__type__ \"{name}\" is not a known content")));
         };
-        let wanted = match self.kind.as_str() {
+        let expected = match self.kind.as_str() {
             TOOL_CALL => Some("ToolCallContent"),
             TOOL_RESULT => Some("ToolResultContent"),
             _ => None,
         };
-        if let Some(wanted) = wanted.filter(|wanted| *wanted != name) {
-            return Err(bad_request(format!("the content of a {} must be {wanted}", self.kind)));
+        if let Some(expected) = expected.filter(|expected| *expected != name) {
+            return Err(bad_request(format!("the content of a {} must be {expected}", self.kind)));
         }
         if let Some(missing) = required.iter().find(|key| !self.content.contains_key(**key)) {
             return Err(bad_request(format!("content.{missing} is missing")));
         }
-        let known = |key: &str| key == "__type__" || required.contains(&key) || more.contains(&key);
-        if let Some(other) = self.content.keys().find(|key| !known(key)) {
+        let is_known =
+            |key: &str| key == "__type__" || required.contains(&key) || more.contains(&key);
+        if let Some(other) = self.content.keys().find(|key| !is_known(key)) {
             return Err(bad_request(format!("{name} has no field \"{other}\"")));
         }
         match name {
@@ -226,8 +228,8 @@ impl Card {
     fn check_result(&self) -> Result<(), Fault> {
         let status: ToolStatus =
             self.content_text("status").unwrap_or_default().parse().map_err(|()| {
-                let known = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
-                bad_request(format!("content.status must be one of {known}"))
+                let statuses = ToolStatus::ALL.map(ToolStatus::as_str).join(", ");
+                bad_request(format!("content.status must be one of {statuses}"))
             })?;
         let after = self.content_text("after_execution").unwrap_or_default();
         if after.parse::<AfterExecution>().is_err() {
@@ -251,8 +253,8 @@ impl Card {
                 }
             }
         }
-        let named = self.metadata_text("tool_call_id").or(self.tool_call_id.as_deref());
-        if self.turn_id().is_none() || named.is_none() {
+        let tool_call_id = self.metadata_text("tool_call_id").or(self.tool_call_id.as_deref());
+        if self.turn_id().is_none() || tool_call_id.is_none() {
             let message = "metadata of a tool.result must have agent_turn_id and tool_call_id";
             return Err(bad_request(message));
         }
@@ -267,8 +269,8 @@ impl Card {
     /// Sets the tool call id in both places where the protocol stores it.
     fn with_tool_call_id(mut self) -> Self {
         if self.kind == TOOL_RESULT || self.kind == TOOL_CALL {
-            let named = self.metadata_text("tool_call_id").map(str::to_owned);
-            self.tool_call_id = self.tool_call_id.or(named);
+            let from_metadata = self.metadata_text("tool_call_id").map(str::to_owned);
+            self.tool_call_id = self.tool_call_id.or(from_metadata);
             if let Some(id) = &self.tool_call_id {
                 self.metadata.entry("tool_call_id").or_insert_with(|| id.as_str().into());
             }
@@ -285,10 +287,12 @@ impl Card {
     /// Returns the effect on the turn: the result's own control field, else the card's field.
     pub fn after_execution(&self) -> AfterExecution {
         let control = self.content.get("result").and_then(|result| result.get("__cg_control"));
-        let own = control.and_then(|control| control.get("after_execution"));
-        let own = own.and_then(Value::as_str).and_then(|text| text.trim().parse().ok());
-        let said = || self.content_text("after_execution").and_then(|text| text.parse().ok());
-        own.or_else(said).unwrap_or_default()
+        let from_control = control.and_then(|control| control.get("after_execution"));
+        let from_control =
+            from_control.and_then(Value::as_str).and_then(|text| text.trim().parse().ok());
+        let from_content =
+            || self.content_text("after_execution").and_then(|text| text.parse().ok());
+        from_control.or_else(from_content).unwrap_or_default()
     }
 }
 
@@ -297,15 +301,15 @@ pub fn fault_from_error(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message: String =
         text("message").unwrap_or("the tool did not say why").chars().take(8_000).collect();
-    let named = text("code").unwrap_or_default();
-    let mut fault = Fault::new(Code::parse(named).unwrap_or(Code::RuntimeError), message);
+    let code = text("code").unwrap_or_default();
+    let mut fault = Fault::new(Code::parse(code).unwrap_or(Code::RuntimeError), message);
     if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {
         fault = fault.retryable(retryable);
     }
     let detail = error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()).cloned();
-    match (Code::parse(named), detail) {
+    match (Code::parse(code), detail) {
         (Some(_), Some(detail)) => fault.with_detail(detail),
-        (None, detail) => fault.with_detail(json!({ "code": named, "detail": detail })),
+        (None, detail) => fault.with_detail(json!({ "code": code, "detail": detail })),
         (Some(_), None) => fault,
     }
 }

@@ -54,9 +54,9 @@ pub fn expand_target(text: &str, version: &str, project: &str) -> Result<String,
         true => format!("cg.{version}.{{project_id}}.{{channel_id}}.{text}"),
         false => text.replace("{version}", version),
     };
-    let form = "cg.<version>.{project_id}.{channel_id}.cmd.tool.<target>.<suffix>";
+    let expected = "cg.<version>.{project_id}.{channel_id}.cmd.tool.<target>.<suffix>";
     let Some(parts) = parse(&full) else {
-        return Err(format!("target_subject \"{text}\" must have the form {form}"));
+        return Err(format!("target_subject \"{text}\" must have the form {expected}"));
     };
     if (parts.category, parts.component) != ("cmd", "tool") {
         let is = format!("{}.{}", parts.category, parts.component);
@@ -69,9 +69,9 @@ pub fn expand_target(text: &str, version: &str, project: &str) -> Result<String,
         ));
     }
     if parts.version != version {
-        let given = parts.version;
+        let found = parts.version;
         return Err(format!(
-            "target_subject is of version \"{given}\"; this server publishes under \"{version}\""
+            "target_subject is of version \"{found}\"; this server publishes under \"{version}\""
         ));
     }
     let fixed = full.replace("{project_id}", "p");
@@ -99,17 +99,17 @@ pub fn fill_template(
 ) -> Result<String, String> {
     let rest = template.splitn(3, '.').nth(2).unwrap_or_default();
     let template = &format!("cg.{{version}}.{rest}");
-    let known = [
+    let variables = [
         ("{version}", version),
         ("{project_id}", project),
         ("{channel_id}", channel),
         ("{agent_id}", agent_id),
     ];
     let mut subject = template.to_owned();
-    for (name, value) in known.into_iter().filter(|(name, _)| template.contains(name)) {
+    for (name, value) in variables.into_iter().filter(|(name, _)| template.contains(name)) {
         if !is_token(value) {
-            let what = name.trim_matches(['{', '}']);
-            return Err(format!("{what} \"{value}\" cannot be part of a NATS subject"));
+            let field = name.trim_matches(['{', '}']);
+            return Err(format!("{field} \"{value}\" cannot be part of a NATS subject"));
         }
         subject = subject.replace(name, value);
     }
@@ -153,8 +153,8 @@ mod tests {
         assert_eq!(expand_target(full, "v1r3", "p").as_deref(), Ok(full));
         let short = expand_target("cmd.tool.search.run", "v1r3", "p").unwrap();
         assert_eq!(short, full, "the short form is expanded");
-        let filled_in = "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run";
-        assert_eq!(expand_target(filled_in, "v1r3", "p").as_deref(), Ok(full));
+        let template = "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run";
+        assert_eq!(expand_target(template, "v1r3", "p").as_deref(), Ok(full));
         assert_eq!(
             fill_template(&short, "v1r3", "p", "c", "a").unwrap(),
             "cg.v1r3.p.c.cmd.tool.search.run"

@@ -43,7 +43,7 @@ pub struct TurnCompletion {
 impl TurnEvent {
     /// Builds the messages to publish.
     pub fn into_messages(self, turn: &Turn) -> Vec<OutboxMessage> {
-        let mut letters =
+        let mut messages =
             vec![event_message(turn, "state", state_payload(turn, &self.pending_tool_call_ids))];
         if let (Some(step), Some(step_id)) = (self.step, &turn.step_id) {
             let payload = json!({
@@ -53,7 +53,7 @@ impl TurnEvent {
                 "metadata": { "turn_epoch": turn.epoch },
                 "new_card_ids": step.new_card_ids,
             });
-            letters.push(event_message(turn, "step", payload));
+            messages.push(event_message(turn, "step", payload));
         }
         if let Some(task) = self.completion {
             let mut payload = json!({
@@ -71,9 +71,9 @@ impl TurnEvent {
                     payload[name] = word.into();
                 }
             }
-            letters.push(event_message(turn, "task", payload));
+            messages.push(event_message(turn, "task", payload));
         }
-        letters
+        messages
     }
 }
 

@@ -52,7 +52,7 @@ pub struct MemoryStore {
 
 impl MemoryState {
     fn call(&self, project: &str, id: &CallId) -> Option<&Call> {
-        let call = self.by_id.get(id).and_then(|place| self.calls.get(place));
+        let call = self.by_id.get(id).and_then(|position| self.calls.get(position));
         call.filter(|call| call.project == project)
     }
 
@@ -71,12 +71,12 @@ impl MemoryState {
         project: &str,
         key: &IdempotencyKey,
     ) -> Option<CreateCallResult> {
-        let place = (project.to_owned(), key.agent.clone(), key.key.clone());
-        let (id, fingerprint) = self.keys.get(&place)?;
+        let scoped_key = (project.to_owned(), key.agent.clone(), key.key.clone());
+        let (id, fingerprint) = self.keys.get(&scoped_key)?;
         if *fingerprint != key.fingerprint {
             return Some(CreateCallResult::Mismatch(id.clone()));
         }
-        let call = self.by_id.get(id).and_then(|place| self.calls.get(place))?;
+        let call = self.by_id.get(id).and_then(|position| self.calls.get(position))?;
         Some(CreateCallResult::Replayed(Box::new(call.clone())))
     }
 
@@ -84,8 +84,9 @@ impl MemoryState {
         let Self { run_tool_definitions: runs, calls, .. } = self;
         let mut left = limit;
         runs.retain(|(project, run_id), run| {
-            let mine = |call: &Call| call.project == *project && call.run_id == *run_id;
-            let goes = left > 0 && run.updated_ms < before_ms && !calls.values().any(mine);
+            let belongs_to_run = |call: &Call| call.project == *project && call.run_id == *run_id;
+            let goes =
+                left > 0 && run.updated_ms < before_ms && !calls.values().any(belongs_to_run);
             left -= usize::from(goes);
             !goes
         });
@@ -93,7 +94,7 @@ impl MemoryState {
     }
 
     fn in_scope(&self, event: &CallEvent, scope: &EventScope) -> bool {
-        let call = || self.by_id.get(&event.call_id).and_then(|place| self.calls.get(place));
+        let call = || self.by_id.get(&event.call_id).and_then(|position| self.calls.get(position));
         match scope {
             EventScope::Call { project, id } => {
                 event.call_id == *id && call().is_some_and(|call| call.project == *project)
@@ -111,20 +112,20 @@ impl Store for MemoryStore {
     async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
         let mut state = self.state.lock();
         if let Some(key) = &new.key {
-            if let Some(known) = state.find_by_idempotency_key(&new.call.project, key) {
-                return Ok(known);
+            if let Some(existing) = state.find_by_idempotency_key(&new.call.project, key) {
+                return Ok(existing);
             }
-            let place = (new.call.project.clone(), key.agent.clone(), key.key.clone());
-            state.keys.insert(place, (new.call.id.clone(), key.fingerprint.clone()));
+            let scoped_key = (new.call.project.clone(), key.agent.clone(), key.key.clone());
+            state.keys.insert(scoped_key, (new.call.id.clone(), key.fingerprint.clone()));
         }
         state.last_position += 1;
-        let place = state.last_position;
-        state.by_id.insert(new.call.id.clone(), place);
+        let position = state.last_position;
+        state.by_id.insert(new.call.id.clone(), position);
         state.append_events(&new.call, new.records);
         if let Some(delivery) = Delivery::for_call(&new.call) {
             state.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
         }
-        state.calls.insert(place, Arc::unwrap_or_clone(new.call));
+        state.calls.insert(position, Arc::unwrap_or_clone(new.call));
         Ok(CreateCallResult::New)
     }
 
@@ -142,12 +143,12 @@ impl Store for MemoryStore {
         records: Vec<EventRecord>,
     ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
-        let Some(place) = state.by_id.get(&call.id).copied() else {
+        let Some(position) = state.by_id.get(&call.id).copied() else {
             return Ok(SaveResult::Conflict);
         };
         let follows =
             |stored: &Call| stored.project == call.project && stored.version + 1 == call.version;
-        if !state.calls.get(&place).is_some_and(follows) {
+        if !state.calls.get(&position).is_some_and(follows) {
             return Ok(SaveResult::Conflict);
         }
         state.append_events(&call, records);
@@ -157,7 +158,7 @@ impl Store for MemoryStore {
         {
             *delivery = due;
         }
-        state.calls.insert(place, Arc::unwrap_or_clone(call));
+        state.calls.insert(position, Arc::unwrap_or_clone(call));
         Ok(SaveResult::Saved)
     }
 
@@ -193,12 +194,12 @@ impl Store for MemoryStore {
             state.calls.values().filter(|call| older(call) && fits(call)).collect();
         all.sort_by(|a, b| b.id.cmp(&a.id));
         let mut bytes = 0;
-        let wanted = all.into_iter().take(filter.limit).take_while(|call| {
-            let wanted = !filter.is_page_full(bytes);
+        let page = all.into_iter().take(filter.limit).take_while(|call| {
+            let has_capacity = !filter.is_page_full(bytes);
             bytes += call.estimated_bytes();
-            wanted
+            has_capacity
         });
-        Ok(wanted.cloned().collect())
+        Ok(page.cloned().collect())
     }
 
     async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<OpenCallRow>, StoreError> {
@@ -207,7 +208,7 @@ impl Store for MemoryStore {
         let open = open.filter(|(_, call)| !call.status.is_terminal());
         Ok(open
             .take(limit)
-            .map(|(place, call)| OpenCallRow { position: *place, call: call.clone() })
+            .map(|(position, call)| OpenCallRow { position: *position, call: call.clone() })
             .collect())
     }
 
@@ -233,13 +234,13 @@ impl Store for MemoryStore {
         project: &str,
         run_id: &str,
     ) -> Result<Option<RunToolDefinitions>, StoreError> {
-        let place = (project.to_owned(), run_id.to_owned());
-        Ok(self.state.lock().run_tool_definitions.get(&place).cloned())
+        let key = (project.to_owned(), run_id.to_owned());
+        Ok(self.state.lock().run_tool_definitions.get(&key).cloned())
     }
 
     async fn put_run_tool_definitions(&self, run: RunToolDefinitions) -> Result<(), StoreError> {
-        let place = (run.project.clone(), run.run_id.clone());
-        self.state.lock().run_tool_definitions.insert(place, run);
+        let key = (run.project.clone(), run.run_id.clone());
+        self.state.lock().run_tool_definitions.insert(key, run);
         Ok(())
     }
 
@@ -263,10 +264,10 @@ impl Store for MemoryStore {
         limit: usize,
     ) -> Result<Vec<Delivery>, StoreError> {
         let state = self.state.lock();
-        let place = |delivery: &Delivery| Some((delivery.due_ms?, delivery.call_id.clone()));
+        let sort_key = |delivery: &Delivery| Some((delivery.due_ms?, delivery.call_id.clone()));
         let mut pending: Vec<&Delivery> = state.deliveries.values().map(|(one, _)| one).collect();
-        pending.retain(|delivery| place(delivery).is_some_and(|at| Some(at) > after));
-        pending.sort_by_key(|delivery| place(delivery));
+        pending.retain(|delivery| sort_key(delivery).is_some_and(|at| Some(at) > after));
+        pending.sort_by_key(|delivery| sort_key(delivery));
         Ok(pending.into_iter().take(limit).cloned().collect())
     }
 
@@ -297,8 +298,8 @@ impl Store for MemoryStore {
         tried: Option<DeliveryAttempt>,
     ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
-        let known = state.deliveries.get_mut(&delivery.call_id);
-        let Some((stored, tries)) = known.filter(|(stored, _)| {
+        let existing = state.deliveries.get_mut(&delivery.call_id);
+        let Some((stored, tries)) = existing.filter(|(stored, _)| {
             stored.project == delivery.project && stored.version + 1 == delivery.version
         }) else {
             return Ok(SaveResult::Conflict);
@@ -317,10 +318,10 @@ impl Store for MemoryStore {
             .iter()
             .filter(|(_, call)| call.completed_ms.is_some_and(|at| at < ended_before_ms))
             .take(limit)
-            .map(|(place, call)| (*place, call.id.clone()))
+            .map(|(position, call)| (*position, call.id.clone()))
             .collect();
-        for (place, id) in &old {
-            state.calls.remove(place);
+        for (position, id) in &old {
+            state.calls.remove(position);
             state.by_id.remove(id);
             state.events.retain(|_, event| event.call_id != *id);
             state.keys.retain(|_, (call, _)| call != id);
@@ -337,8 +338,8 @@ impl Store for MemoryStore {
             !goes
         });
         let calls = old.len();
-        let most = calls.max(runs).max(loops).max(limit - left);
-        Ok(PurgeResult { calls, has_more: most == limit })
+        let max_count = calls.max(runs).max(loops).max(limit - left);
+        Ok(PurgeResult { calls, has_more: max_count == limit })
     }
 
     async fn directory_version(&self) -> Result<u64, StoreError> {
@@ -417,20 +418,20 @@ impl Store for MemoryStore {
 
 impl MemoryState {
     fn apply(&mut self, change: DirectoryChange) {
-        let named =
-            |known: &crate::domain::tool::ToolDefinition, project: Option<&str>, name: &str| {
-                known.project.as_deref() == project && known.name == name
+        let is_tool =
+            |existing: &crate::domain::tool::ToolDefinition, project: Option<&str>, name: &str| {
+                existing.project.as_deref() == project && existing.name == name
             };
         match change {
             DirectoryChange::PutTools(tools) => {
                 for tool in tools {
                     self.project_tools
-                        .retain(|known| !named(known, tool.project.as_deref(), &tool.name));
+                        .retain(|existing| !is_tool(existing, tool.project.as_deref(), &tool.name));
                     self.project_tools.push(tool);
                 }
             }
             DirectoryChange::DropTool { project, name } => {
-                self.project_tools.retain(|known| !named(known, Some(&project), &name));
+                self.project_tools.retain(|existing| !is_tool(existing, Some(&project), &name));
             }
             DirectoryChange::PutUpstream(_)
             | DirectoryChange::DropUpstream { .. }

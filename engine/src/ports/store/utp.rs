@@ -146,7 +146,7 @@ pub trait UtpStore: Send + Sync {
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<OutboxMessage>,
+        message: Option<OutboxMessage>,
     ) -> Result<InboxPutResult, StoreError>;
 
     /// Returns an agent's unread items, in the order of arrival.
@@ -176,7 +176,7 @@ pub trait UtpStore: Send + Sync {
     ) -> Result<Vec<(u64, InboxItem)>, StoreError>;
 
     /// Adds messages to the outbox.
-    async fn append_to_outbox(&self, letters: Vec<OutboxMessage>) -> Result<(), StoreError>;
+    async fn append_to_outbox(&self, messages: Vec<OutboxMessage>) -> Result<(), StoreError>;
 
     /// Returns messages to publish, oldest first, after this one.
     async fn outbox(
@@ -189,7 +189,7 @@ pub trait UtpStore: Send + Sync {
     async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError>;
 
     /// Stores a dead letter, or the result of redriving it.
-    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError>;
+    async fn save_dead_letter(&self, dead_letter: DeadLetter) -> Result<(), StoreError>;
 
     /// Returns dead letters of a project, newest first, older than this one.
     async fn dead_letters(

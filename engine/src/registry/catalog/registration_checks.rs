@@ -67,8 +67,8 @@ fn registration_conflict(
         let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
         return Some(message);
     }
-    let known = &catalog.project_tools.get(&caller.project, name)?.definition;
-    if known.executor != Executor::CLIENT {
+    let existing = &catalog.project_tools.get(&caller.project, name)?.definition;
+    if existing.executor != Executor::CLIENT {
         return Some(format!("\"{name}\" is not a tool of clients"));
     }
     let others = catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);
@@ -76,7 +76,7 @@ fn registration_conflict(
     if others.is_empty() {
         return None;
     }
-    if !have_same_schemas(known, tool) {
+    if !have_same_schemas(existing, tool) {
         return Some(format!(
             "\"{name}\" is offered by another client with a different schema; offer it with the \
              same schema, or under another name"
@@ -87,7 +87,7 @@ fn registration_conflict(
     if !foreign || caller.may_administer() {
         return None;
     }
-    let field = first_difference(known, tool)?;
+    let field = first_difference(existing, tool)?;
     Some(format!(
         "\"{name}\" is offered by a client of another key with a different {field}; offer it as it \
          is, or under another name"

@@ -12,7 +12,7 @@ use crate::results::digest::sampling::{SampleArray, SampleNode, SampleObject};
 pub(super) struct RenderLimits {
     /// Maximum items of an array at the top level; fewer at deeper levels.
     items: usize,
-    least_items: usize,
+    min_items: usize,
     /// Arrays with at most this many items are shown in full.
     full_up_to_items: usize,
     /// Maximum entries of an object.
@@ -22,16 +22,16 @@ pub(super) struct RenderLimits {
     /// Maximum depth.
     depth: usize,
     /// Upper bound on the length of a rendering that could fit the budget.
-    most_bytes: usize,
+    max_bytes: usize,
 }
 
 impl RenderLimits {
     /// Returns the limits of a detail level, from everything the budget could hold (0) down to the
     /// least.
-    pub(super) fn at_level(rung: u32, room: usize) -> Self {
+    pub(super) fn at_level(rung: u32, budget: usize) -> Self {
         Self {
-            items: scale_down(room / 4, 0.7, rung, 0),
-            least_items: match rung {
+            items: scale_down(budget / 4, 0.7, rung, 0),
+            min_items: match rung {
                 0..14 => 3,
                 14..18 => 2,
                 18..23 => 1,
@@ -41,19 +41,19 @@ impl RenderLimits {
             keys: scale_down(512, 0.7, rung, 4),
             text: scale_down(4_096, 0.6, rung, 16),
             depth: 10_usize.saturating_sub(rung as usize / 4).max(2),
-            most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
+            max_bytes: budget.saturating_mul(BYTES_PER_TOKEN),
         }
     }
 
     fn items_at(&self, depth: usize) -> usize {
-        (self.items >> (2 * depth).min(60)).max(self.least_items)
+        (self.items >> (2 * depth).min(60)).max(self.min_items)
     }
 }
 
-/// Renders the shape and the data in at most `room` tokens.
-pub(super) fn render(root: &SampleNode<'_>, room: usize) -> String {
-    let shape = format!("shape: {}", describe_shape(root, room / 3));
-    let rest = room.saturating_sub(crate::results::tokens::count(&shape) + 3);
+/// Renders the shape and the data in at most `budget` tokens.
+pub(super) fn render(root: &SampleNode<'_>, budget: usize) -> String {
+    let shape = format!("shape: {}", describe_shape(root, budget / 3));
+    let rest = budget.saturating_sub(crate::results::tokens::count(&shape) + 3);
     let data = render_most_detailed(rest, |rung| {
         let mut text = "data: ".to_owned();
         write(&mut text, root, &RenderLimits::at_level(rung, rest), 0);
@@ -65,7 +65,7 @@ pub(super) fn render(root: &SampleNode<'_>, room: usize) -> String {
 /// Writes a value as JSON, with `…` and counts in place of omitted parts.
 pub(super) fn write(out: &mut String, node: &SampleNode<'_>, detail: &RenderLimits, depth: usize) {
     // Stop writing a text that is far too long, because it would be discarded.
-    if out.len() > detail.most_bytes {
+    if out.len() > detail.max_bytes {
         return;
     }
     match node {
@@ -78,10 +78,10 @@ pub(super) fn write(out: &mut String, node: &SampleNode<'_>, detail: &RenderLimi
 
 fn write_plain(out: &mut String, text: &str, detail: &RenderLimits) {
     // A number may have any number of digits.
-    let most = detail.text.max(40);
-    match text.get(..most).filter(|_| text.len() > most) {
+    let max = detail.text.max(40);
+    match text.get(..max).filter(|_| text.len() > max) {
         Some(begin) => {
-            let _ = write!(out, "{begin}… {} more digits", text.len() - most);
+            let _ = write!(out, "{begin}… {} more digits", text.len() - max);
         }
         None => out.push_str(text),
     }
@@ -104,20 +104,20 @@ fn write_list(out: &mut String, list: &SampleArray<'_>, detail: &RenderLimits, d
         let _ = write!(out, "[{} items]", list.count);
         return;
     }
-    let most =
+    let max =
         if list.count <= detail.full_up_to_items { list.count } else { detail.items_at(depth) };
-    let shown = list.head.len().min(most);
+    let visible = list.head.len().min(max);
     out.push('[');
-    for (n, item) in list.head[..shown].iter().enumerate() {
+    for (n, item) in list.head[..visible].iter().enumerate() {
         if n > 0 {
             out.push(',');
         }
         write(out, item, detail, depth + 1);
     }
-    if list.count > shown {
-        let comma = if shown > 0 { "," } else { "" };
-        let more = if shown > 0 { " more" } else { " items" };
-        let _ = write!(out, "{comma}… {}{more}", list.count - shown);
+    if list.count > visible {
+        let comma = if visible > 0 { "," } else { "" };
+        let more = if visible > 0 { " more" } else { " items" };
+        let _ = write!(out, "{comma}… {}{more}", list.count - visible);
     }
     out.push(']');
 }
@@ -127,9 +127,9 @@ fn write_map(out: &mut String, map: &SampleObject<'_>, detail: &RenderLimits, de
         let _ = write!(out, "{{{} keys}}", map.count);
         return;
     }
-    let shown = map.entries.len().min(detail.keys);
+    let visible = map.entries.len().min(detail.keys);
     out.push('{');
-    for (n, (key, value)) in map.entries[..shown].iter().enumerate() {
+    for (n, (key, value)) in map.entries[..visible].iter().enumerate() {
         if n > 0 {
             out.push(',');
         }
@@ -137,28 +137,28 @@ fn write_map(out: &mut String, map: &SampleObject<'_>, detail: &RenderLimits, de
         out.push(':');
         write(out, value, detail, depth + 1);
     }
-    if map.count > shown {
-        let comma = if shown > 0 { "," } else { "" };
-        let more = if shown > 0 { " more keys" } else { " keys" };
-        let _ = write!(out, "{comma}… {}{more}", map.count - shown);
+    if map.count > visible {
+        let comma = if visible > 0 { "," } else { "" };
+        let more = if visible > 0 { " more keys" } else { " keys" };
+        let _ = write!(out, "{comma}… {}{more}", map.count - visible);
     }
     out.push('}');
 }
 
 /// Renders the object that encloses the main content: its other entries, with long ones reduced to
 /// their size.
-pub(super) fn render_enclosing(root: &SampleNode<'_>, room: usize) -> String {
+pub(super) fn render_enclosing(root: &SampleNode<'_>, budget: usize) -> String {
     let detail = |rung: u32| RenderLimits {
         items: 3,
-        least_items: 0,
+        min_items: 0,
         // No table is this short, so the main content is not shown twice.
         full_up_to_items: 3,
         keys: scale_down(64, 0.8, rung, 3),
         text: scale_down(400, 0.75, rung, 12),
         depth: 4_usize.saturating_sub(rung as usize / 4).max(1),
-        most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
+        max_bytes: budget.saturating_mul(BYTES_PER_TOKEN),
     };
-    render_most_detailed(room, |rung| {
+    render_most_detailed(budget, |rung| {
         let mut text = "around it: ".to_owned();
         write(&mut text, root, &detail(rung), 0);
         text

@@ -52,14 +52,14 @@ impl<'a> SampleNode<'a> {
 impl<'a> SampleArray<'a> {
     /// Returns the sampled items with their indexes.
     pub(super) fn sampled_items(&self) -> impl Iterator<Item = (usize, &SampleNode<'a>)> {
-        let spread = self.samples.iter().map(|(place, node)| (*place, node));
+        let spread = self.samples.iter().map(|(index, node)| (*index, node));
         self.head.iter().enumerate().chain(spread)
     }
 }
 
-/// Samples a document, with about `most` values at most.
-pub(super) fn sample_document(text: &str, most: usize) -> SampleNode<'_> {
-    let mut walk = DocumentSampler { left: most.max(16) };
+/// Samples a document, with about `max` values at most.
+pub(super) fn sample_document(text: &str, max: usize) -> SampleNode<'_> {
+    let mut walk = DocumentSampler { left: max.max(16) };
     walk.value(&mut JsonCursor::new(text), 0)
 }
 
@@ -86,13 +86,13 @@ impl DocumentSampler {
         // One part of the remaining allowance is for the first items, one for the samples behind
         // them, and most of it for the rest of the document.
         let (first, all) = (self.left / 4 * 3, self.left / 8 * 5);
-        let (mut count, mut head, mut places) = (0, Vec::new(), StrideSampler::default());
+        let (mut count, mut head, mut sampler) = (0, Vec::new(), StrideSampler::default());
         cursor.enter();
         while cursor.advance() {
             if head.is_empty() || self.left > first {
                 head.push(self.value(cursor, depth + 1));
             } else {
-                places.record(count, cursor.position());
+                sampler.record(count, cursor.position());
                 cursor.read_value();
             }
             count += 1;
@@ -100,10 +100,10 @@ impl DocumentSampler {
         let bytes = cursor.position() - begin;
         let mut spread = Vec::new();
         if depth < SPREAD_DEPTH {
-            for (place, at) in places.into_positions() {
+            for (index, position) in sampler.into_positions() {
                 // The last item is always sampled, and the allowance reserves room for it.
-                if self.left > all || place + 1 == count {
-                    spread.push((place, self.value(&mut cursor.at_position(at), depth + 1)));
+                if self.left > all || index + 1 == count {
+                    spread.push((index, self.value(&mut cursor.at_position(position), depth + 1)));
                 }
             }
         }
@@ -133,7 +133,7 @@ impl DocumentSampler {
 /// Selects evenly spaced positions of a sequence whose length is unknown in advance.
 #[derive(Default)]
 struct StrideSampler {
-    kept: Vec<(usize, usize)>,
+    positions: Vec<(usize, usize)>,
     /// Binary logarithm of the sampling interval.
     stride: u32,
     seen: usize,
@@ -141,20 +141,20 @@ struct StrideSampler {
 }
 
 impl StrideSampler {
-    fn record(&mut self, place: usize, at: usize) {
-        self.last = Some((place, at));
+    fn record(&mut self, index: usize, position: usize) {
+        self.last = Some((index, position));
         if self.seen.trailing_zeros() >= self.stride {
-            if self.kept.len() == SPREAD {
+            if self.positions.len() == SPREAD {
                 // Drop every other position and halve the sampling rate.
                 let mut n = 0;
-                self.kept.retain(|_| {
+                self.positions.retain(|_| {
                     n += 1;
                     n % 2 == 1
                 });
                 self.stride += 1;
             }
             if self.seen.trailing_zeros() >= self.stride {
-                self.kept.push((place, at));
+                self.positions.push((index, position));
             }
         }
         self.seen += 1;
@@ -162,11 +162,11 @@ impl StrideSampler {
 
     fn into_positions(mut self) -> Vec<(usize, usize)> {
         if let Some(last) = self.last
-            && self.kept.last() != Some(&last)
+            && self.positions.last() != Some(&last)
         {
-            self.kept.push(last);
+            self.positions.push(last);
         }
-        self.kept
+        self.positions
     }
 }
 

@@ -17,8 +17,8 @@ pub(super) struct Shape<'a> {
 
 #[derive(Clone)]
 struct ArrayShape<'a> {
-    least: usize,
-    most: usize,
+    min: usize,
+    max: usize,
     item: Option<Box<Shape<'a>>>,
 }
 
@@ -34,9 +34,9 @@ struct ObjectShape<'a> {
 /// Objects with more keys than this are not listed in full: their keys are data, not shape.
 const MANY_KEYS: usize = 48;
 
-/// Describes the shape in about `room` tokens at most.
-pub(super) fn describe_shape(node: &SampleNode<'_>, room: usize) -> String {
-    let shape = Shape::of(node);
+/// Describes the shape in about `budget` tokens at most.
+pub(super) fn describe_shape(node: &SampleNode<'_>, budget: usize) -> String {
+    let shape = Shape::from_node(node);
     let written = |rung: u32| {
         let mut text = String::new();
         let depth = 8_usize.saturating_sub(rung as usize / 2);
@@ -44,7 +44,7 @@ pub(super) fn describe_shape(node: &SampleNode<'_>, room: usize) -> String {
         shape.write(&mut text, depth, keys);
         text
     };
-    super::render_most_detailed(room, written)
+    super::render_most_detailed(budget, written)
 }
 
 /// Formats a key for display outside JSON.
@@ -70,7 +70,7 @@ pub(super) fn scalar_type(text: &str) -> &'static str {
 }
 
 impl<'a> Shape<'a> {
-    pub(super) fn of(node: &SampleNode<'a>) -> Self {
+    pub(super) fn from_node(node: &SampleNode<'a>) -> Self {
         let mut shape = Self::default();
         shape.add(node);
         shape
@@ -90,10 +90,10 @@ impl<'a> Shape<'a> {
     }
 
     fn add_list(&mut self, list: &SampleArray<'a>) {
-        let (least, most) = (list.count, list.count);
-        let shape = self.list.get_or_insert(ArrayShape { least, most, item: None });
-        shape.least = shape.least.min(list.count);
-        shape.most = shape.most.max(list.count);
+        let (min, max) = (list.count, list.count);
+        let shape = self.list.get_or_insert(ArrayShape { min, max, item: None });
+        shape.min = shape.min.min(list.count);
+        shape.max = shape.max.max(list.count);
         for (_, item) in list.sampled_items() {
             shape.item.get_or_insert_default().add(item);
         }
@@ -109,17 +109,17 @@ impl<'a> Shape<'a> {
         shape.seen += 1;
         shape.more = shape.more.max(map.count - map.entries.len());
         for (key, value) in &map.entries {
-            let known = shape.entries.iter().position(|(known, ..)| known == key);
-            match known {
-                Some(place) => {
-                    let (_, times, known) = &mut shape.entries[place];
+            let position = shape.entries.iter().position(|(name, ..)| name == key);
+            match position {
+                Some(index) => {
+                    let (_, times, value_shape) = &mut shape.entries[index];
                     *times += 1;
-                    known.add(value);
+                    value_shape.add(value);
                 }
                 // Ever-changing keys are data, and searching for each among all of them would be
                 // slow.
                 None if shape.entries.len() >= 4 * MANY_KEYS => shape.more += 1,
-                None => shape.entries.push((key, 1, Shape::of(value))),
+                None => shape.entries.push((key, 1, Shape::from_node(value))),
             }
         }
     }
@@ -149,9 +149,9 @@ impl<'a> Shape<'a> {
 
 impl ArrayShape<'_> {
     fn write(&self, out: &mut String, depth: usize, keys: usize) {
-        let _ = match (self.least, self.most) {
-            (least, most) if least == most => write!(out, "[{most}"),
-            (least, most) => write!(out, "[{least}–{most}"),
+        let _ = match (self.min, self.max) {
+            (min, max) if min == max => write!(out, "[{max}"),
+            (min, max) => write!(out, "[{min}–{max}"),
         };
         if let Some(item) = self.item.as_ref().filter(|_| depth > 0) {
             out.push_str(" × ");

@@ -44,15 +44,15 @@ impl<'n, 'a> Table<'n, 'a> {
         Some(Self { count: list.count, columns, rows })
     }
 
-    /// Renders columns and rows in at most `room` tokens.
-    pub(super) fn render(&self, pointer: &str, room: usize) -> String {
-        render_most_detailed(room, |rung| self.render_at_level(pointer, rung, room))
+    /// Renders columns and rows in at most `budget` tokens.
+    pub(super) fn render(&self, pointer: &str, budget: usize) -> String {
+        render_most_detailed(budget, |rung| self.render_at_level(pointer, rung, budget))
     }
 
-    fn render_at_level(&self, pointer: &str, rung: u32, room: usize) -> String {
-        let place = if pointer.is_empty() { String::new() } else { format!(" {pointer}") };
+    fn render_at_level(&self, pointer: &str, rung: u32, budget: usize) -> String {
+        let location = if pointer.is_empty() { String::new() } else { format!(" {pointer}") };
         let (rows, columns) = (self.count, self.columns.len());
-        let mut text = format!("table{place}: {rows} rows, {columns} columns\ncolumns: ");
+        let mut text = format!("table{location}: {rows} rows, {columns} columns\ncolumns: ");
         let names = scale_down(256, 0.8, rung, 4);
         for (n, (name, shape)) in self.columns.iter().take(names).enumerate() {
             if n > 0 {
@@ -64,10 +64,10 @@ impl<'n, 'a> Table<'n, 'a> {
         if columns > names {
             let _ = write!(text, ", … {} more", columns - names);
         }
-        let detail = RenderLimits::at_level(rung + 6, room);
+        let detail = RenderLimits::at_level(rung + 6, budget);
         let mut after = 0;
-        for place in self.sample(scale_down(room / 3, 0.7, rung, 0)) {
-            let (row, cells) = &self.rows[place];
+        for index in self.sample(scale_down(budget / 3, 0.7, rung, 0)) {
+            let (row, cells) = &self.rows[index];
             if *row > after {
                 let _ = write!(text, "\n… {} rows", row - after);
             }
@@ -88,21 +88,21 @@ impl<'n, 'a> Table<'n, 'a> {
     }
 
     /// Selects sampled rows to show: mostly the first ones, some of the others, and the last.
-    fn sample(&self, most: usize) -> Vec<usize> {
+    fn sample(&self, max: usize) -> Vec<usize> {
         let seen = self.rows.len();
         // The first items of the array are contiguous; the sparse samples start after the first
         // gap.
         let near = self.rows.iter().enumerate().take_while(|(n, (row, _))| n == row).count();
-        let last = seen.checked_sub(1).filter(|_| most > 1);
-        let first = near.min(most - most / 3 - usize::from(last.is_some() && most > 0));
+        let last = seen.checked_sub(1).filter(|_| max > 1);
+        let first = near.min(max - max / 3 - usize::from(last.is_some() && max > 0));
         let far = seen.saturating_sub(near + 1);
-        let some = far.min(most.saturating_sub(first + 1));
-        let mut places: Vec<usize> = (0..first).collect();
-        places.extend((0..some).map(|n| near + n * far / some.max(1)));
-        places.extend(last);
-        places.sort_unstable();
-        places.dedup();
-        places
+        let some = far.min(max.saturating_sub(first + 1));
+        let mut indexes: Vec<usize> = (0..first).collect();
+        indexes.extend((0..some).map(|n| near + n * far / some.max(1)));
+        indexes.extend(last);
+        indexes.sort_unstable();
+        indexes.dedup();
+        indexes
     }
 }
 
@@ -124,9 +124,9 @@ fn rows_of_objects<'n, 'a>(
         }
         let cell = |(n, key): (usize, &&str)| {
             // The keys are almost always in the same order.
-            let there = map.entries.get(n).filter(|(found, _)| found == key);
-            let there = there.or_else(|| map.entries.iter().find(|(found, _)| found == key));
-            there.map(|(_, value)| value)
+            let entry = map.entries.get(n).filter(|(found, _)| found == key);
+            let entry = entry.or_else(|| map.entries.iter().find(|(found, _)| found == key));
+            entry.map(|(_, value)| value)
         };
         keys.iter().enumerate().map(cell).collect::<Option<Vec<_>>>()
     };
@@ -152,7 +152,7 @@ fn rows_of_arrays<'n, 'a>(
         _ => None,
     };
     let rows = uniform_rows(list, row)?;
-    let named = beside.and_then(|map| {
+    let header = beside.and_then(|map| {
         let columns =
             map.entries.iter().find(|(key, _)| matches!(*key, "\"columns\"" | "\"fields\""));
         match columns? {
@@ -163,7 +163,7 @@ fn rows_of_arrays<'n, 'a>(
         }
     });
     let numbered = || (0..width).map(|n| n.to_string()).collect();
-    Some((named.unwrap_or_else(numbered), rows))
+    Some((header.unwrap_or_else(numbered), rows))
 }
 
 fn column_name(node: &SampleNode<'_>) -> Option<String> {
@@ -192,9 +192,9 @@ fn uniform_rows<'n, 'a>(
         _ => false,
     };
     let mut rows = Vec::new();
-    for (place, node) in list.sampled_items() {
+    for (index, node) in list.sampled_items() {
         match row(node) {
-            Some(cells) => rows.push((place, cells)),
+            Some(cells) => rows.push((index, cells)),
             None if hollow(node) => {}
             None => return None,
         }

@@ -57,8 +57,8 @@ fn a_text_digest_shows_head_tail_and_matching_lines() {
     );
     // Omitted lines are counted, and the mark gives the offset to read from.
     let first = digest.text.lines().find(|line| line.starts_with("[… ")).unwrap();
-    let shown = digest.text.lines().skip(1).take_while(|line| !line.starts_with("[…")).count();
-    assert!(first.ends_with(&format!("offset {shown}]")), "{first} after {shown}");
+    let visible = digest.text.lines().skip(1).take_while(|line| !line.starts_with("[…")).count();
+    assert!(first.ends_with(&format!("offset {visible}]")), "{first} after {visible}");
     assert_eq!(digest, make_digest(&text, 400, Some(r#"{"query":"acme-7731 invoice"}"#)));
 }
 
@@ -98,9 +98,12 @@ fn a_table_shows_columns_count_and_sample_rows() {
         &["2000 rows, 4 columns", "id number", "name string", "vip boolean", "note null"],
     );
     assert_contains(&digest, &["\n0: [0,\"user 0\",", "\n1999: [1999,"]);
-    let places: Vec<usize> =
+    let row_numbers: Vec<usize> =
         digest.text.lines().filter_map(|line| line.split_once(": [")?.0.parse().ok()).collect();
-    assert!(places.is_sorted() && places.iter().any(|n| (100..1_900).contains(n)), "{places:?}");
+    assert!(
+        row_numbers.is_sorted() && row_numbers.iter().any(|n| (100..1_900).contains(n)),
+        "{row_numbers:?}"
+    );
 }
 
 #[test]

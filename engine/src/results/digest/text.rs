@@ -86,9 +86,9 @@ struct TextAnalysis<'t> {
     weights: Vec<f64>,
 }
 
-/// Renders the head, the tail and the most relevant middle in at most `room` tokens, with a mark
+/// Renders the head, the tail and the most relevant middle in at most `budget` tokens, with a mark
 /// wherever lines are omitted.
-pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
+pub(super) fn render(text: &str, hint: Option<&str>, budget: usize) -> String {
     let asked = query_words(hint.unwrap_or_default());
     let Some(words) = KeywordMatcher::new(&asked) else { return String::new() };
     let blocks = split_blocks(text);
@@ -97,11 +97,11 @@ pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
     let blocks = scores.into_iter().zip(blocks).collect();
     let looked = TextAnalysis { text, lines, blocks, words, weights };
     // The cost of the marks between the parts is known only after composing.
-    let mut part = room;
+    let mut part = budget;
     for _ in 0..12 {
-        let shown = looked.compose(part);
-        if !tokens::exceeds(&shown, room) {
-            return shown;
+        let composed = looked.compose(part);
+        if !tokens::exceeds(&composed, budget) {
+            return composed;
         }
         part = (part * 7 / 8).saturating_sub(2);
     }
@@ -114,27 +114,27 @@ pub(super) fn line_count(text: &str) -> usize {
 }
 
 impl TextAnalysis<'_> {
-    fn compose(&self, room: usize) -> String {
+    fn compose(&self, budget: usize) -> String {
         let text = self.text;
-        let SectionBudgets { head, middle, tail } = self.section_budgets(room);
+        let SectionBudgets { head, middle, tail } = self.section_budgets(budget);
         let head_end = snap_to_line_end(text, tokens::prefix_within(text, head).len());
         let (head, rest) = text.split_at(head_end);
         let tail_begin = text.len() - snap_to_line_start(rest, tokens::suffix_within(rest, tail));
         let tail = &text[tail_begin..];
         let mut out = head.to_owned();
-        let mut shown_to = head_end;
+        let mut written_to = head_end;
         let partial = usize::from(!head.is_empty() && !head.ends_with('\n'));
         let mut line = bounded_lines(head).count() - partial;
-        for shown in self.select_excerpts(head_end, tail_begin, middle) {
-            if shown.begin > shown_to {
-                write_omission_mark(&mut out, shown.first_line.saturating_sub(line), line);
+        for excerpt in self.select_excerpts(head_end, tail_begin, middle) {
+            if excerpt.begin > written_to {
+                write_omission_mark(&mut out, excerpt.first_line.saturating_sub(line), line);
             }
-            let part = &text[shown.begin..shown.end];
+            let part = &text[excerpt.begin..excerpt.end];
             out.push_str(part);
-            shown_to = shown.end;
-            line = shown.first_line + bounded_lines(part).count();
+            written_to = excerpt.end;
+            line = excerpt.first_line + bounded_lines(part).count();
         }
-        if tail_begin > shown_to {
+        if tail_begin > written_to {
             let tail_line = self.lines.saturating_sub(bounded_lines(tail).count());
             write_omission_mark(&mut out, tail_line.saturating_sub(line), line);
         }
@@ -143,23 +143,23 @@ impl TextAnalysis<'_> {
     }
 
     /// Divides the budget. If it is small, the best line takes precedence over head and tail.
-    fn section_budgets(&self, room: usize) -> SectionBudgets {
-        let (head, tail) = (room * 2 / 5, room / 4);
-        let middle = room.saturating_sub(head + tail + 24);
+    fn section_budgets(&self, budget: usize) -> SectionBudgets {
+        let (head, tail) = (budget * 2 / 5, budget / 4);
+        let middle = budget.saturating_sub(head + tail + 24);
         let relevant = || self.blocks.iter().any(|(score, _)| *score > FIGURES_SCORE);
         // If it is very small, the best line takes precedence over everything else.
-        let line = BEST_LINE_TOKENS.min(room.saturating_sub(8));
-        if middle >= line || room < MIN_TOKENS_FOR_BEST_LINE || !relevant() {
+        let best_line = BEST_LINE_TOKENS.min(budget.saturating_sub(8));
+        if middle >= best_line || budget < MIN_TOKENS_FOR_BEST_LINE || !relevant() {
             return SectionBudgets { head, middle, tail };
         }
-        let ends = room.saturating_sub(line + 16);
-        SectionBudgets { head: ends * 3 / 5, middle: line, tail: ends * 2 / 5 }
+        let ends = budget.saturating_sub(best_line + 16);
+        SectionBudgets { head: ends * 3 / 5, middle: best_line, tail: ends * 2 / 5 }
     }
 
     /// Selects the best blocks between two offsets, as many as fit, in text order.
-    fn select_excerpts(&self, from: usize, to: usize, room: usize) -> Vec<TextExcerpt> {
+    fn select_excerpts(&self, from: usize, to: usize, budget: usize) -> Vec<TextExcerpt> {
         // Too little for even one line and its mark.
-        if room < 24 {
+        if budget < 24 {
             return Vec::new();
         }
         let within =
@@ -168,16 +168,16 @@ impl TextAnalysis<'_> {
         let mut ranked: Vec<(f64, LineBlock)> = worth.filter_map(within).collect();
         // Blocks with equal scores stay in text order.
         ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
-        let mut left = room;
+        let mut remaining = budget;
         let mut chosen = Vec::new();
         for (_, block) in ranked {
             // Each block costs its own tokens and a mark before it.
-            let Some(rest) = left.checked_sub(16).filter(|rest| *rest >= 8) else { break };
-            let shown = self.excerpt_block(&block, rest.min((room / 2).max(24)));
-            left = rest - tokens::count(&self.text[shown.begin..shown.end]).min(rest);
-            chosen.push(shown);
+            let Some(rest) = remaining.checked_sub(16).filter(|rest| *rest >= 8) else { break };
+            let excerpt = self.excerpt_block(&block, rest.min((budget / 2).max(24)));
+            remaining = rest - tokens::count(&self.text[excerpt.begin..excerpt.end]).min(rest);
+            chosen.push(excerpt);
         }
-        chosen.sort_by_key(|shown| shown.begin);
+        chosen.sort_by_key(|excerpt| excerpt.begin);
         chosen
     }
 
@@ -192,8 +192,8 @@ impl TextAnalysis<'_> {
             let end = at + line.len();
             if at >= from && end <= to {
                 let first_line = block.first_line + n;
-                let begun = LineBlock { begin: at, end, first_line, lines: 0 };
-                let clipped = clipped.get_or_insert(begun);
+                let empty = LineBlock { begin: at, end, first_line, lines: 0 };
+                let clipped = clipped.get_or_insert(empty);
                 (clipped.end, clipped.lines) = (end, clipped.lines + 1);
             }
             at = end;
@@ -203,10 +203,10 @@ impl TextAnalysis<'_> {
 
     /// Returns a block if it fits; otherwise its best line and the lines after it that fit. If that
     /// line does not fit either, returns the part around its highest-scoring word.
-    fn excerpt_block(&self, block: &LineBlock, room: usize) -> TextExcerpt {
+    fn excerpt_block(&self, block: &LineBlock, budget: usize) -> TextExcerpt {
         let (mut begin, mut first_line) = (block.begin, block.first_line);
         let written = &self.text[block.begin..block.end];
-        if tokens::exceeds(written, room) {
+        if tokens::exceeds(written, budget) {
             let (mut at, mut best, mut best_line) = (block.begin, 0.0, "");
             for (n, line) in bounded_lines(written).enumerate() {
                 let score = total_weight(self.words.match_bits(line), &self.weights);
@@ -216,12 +216,12 @@ impl TextAnalysis<'_> {
                 }
                 at += line.len();
             }
-            if tokens::exceeds(best_line, room) {
+            if tokens::exceeds(best_line, budget) {
                 begin += self.words.excerpt_start(best_line, &self.weights);
             }
         }
         let rest = &self.text[begin..block.end];
-        let end = begin + snap_to_line_end(rest, tokens::prefix_within(rest, room).len());
+        let end = begin + snap_to_line_end(rest, tokens::prefix_within(rest, budget).len());
         TextExcerpt { begin, end, first_line }
     }
 }
@@ -261,15 +261,15 @@ fn snap_to_line_start(rest: &str, tail: &str) -> usize {
 fn split_blocks(text: &str) -> Vec<LineBlock> {
     let size = BLOCK.max(text.len() / MAX_BLOCKS);
     let mut blocks: Vec<LineBlock> = Vec::new();
-    let (mut at, mut line) = (0, 0);
-    for piece in bounded_lines(text) {
-        let end = at + piece.len();
+    let (mut at, mut number) = (0, 0);
+    for line in bounded_lines(text) {
+        let end = at + line.len();
         match blocks.last_mut().filter(|block| block.end - block.begin < size) {
             Some(block) => (block.end, block.lines) = (end, block.lines + 1),
-            None => blocks.push(LineBlock { begin: at, end, first_line: line, lines: 1 }),
+            None => blocks.push(LineBlock { begin: at, end, first_line: number, lines: 1 }),
         }
         at = end;
-        line += 1;
+        number += 1;
     }
     blocks
 }
@@ -310,18 +310,18 @@ impl<'a> KeywordMatcher<'a> {
 
     /// Returns the offset at which to start showing a line so that its best word is visible.
     fn excerpt_start(&self, line: &str, weights: &[f64]) -> usize {
-        let (mut best, mut place) = (0.0, 0);
+        let (mut best, mut position) = (0.0, 0);
         for hit in self.finder.find_iter(line).take(MAX_HITS) {
             let word = hit.as_str().to_lowercase();
-            let known = self.all.iter().position(|known| *known == word);
-            let weight = known.map_or(0.0, |n| weights[n]);
+            let index = self.all.iter().position(|other| *other == word);
+            let weight = index.map_or(0.0, |n| weights[n]);
             if weight > best {
-                (best, place) = (weight, hit.start());
+                (best, position) = (weight, hit.start());
             }
         }
-        let from = line.floor_char_boundary(place.saturating_sub(BYTES_BEFORE_HIT));
+        let from = line.floor_char_boundary(position.saturating_sub(BYTES_BEFORE_HIT));
         // Start at a whole word if there is one.
-        let word = line[from..place].find(' ').filter(|_| from > 0);
+        let word = line[from..position].find(' ').filter(|_| from > 0);
         word.map_or(from, |space| from + space + 1)
     }
 

@@ -63,10 +63,10 @@ fn descend(cursor: &mut JsonCursor<'_>, step: &str) -> bool {
         }
         JsonKind::Array => {
             // An index has only one valid spelling: no sign, no leading zeros.
-            let place = step.parse::<usize>().ok().filter(|place| place.to_string() == step);
-            let Some(place) = place else { return false };
+            let index = step.parse::<usize>().ok().filter(|index| index.to_string() == step);
+            let Some(index) = index else { return false };
             cursor.enter();
-            for _ in 0..place {
+            for _ in 0..index {
                 if !cursor.advance() {
                     return false;
                 }
@@ -98,18 +98,18 @@ fn not_found_fault(pointer: &str, parent: &str, mut cursor: JsonCursor<'_>) -> F
     let name = if parent.is_empty() { "the result".to_owned() } else { format!("{parent:?}") };
     let has = match kind {
         JsonKind::Object => {
-            let told: Vec<String> = keys.iter().map(Value::to_string).collect();
+            let names: Vec<String> = keys.iter().map(Value::to_string).collect();
             let more = if count > keys.len() { ", …" } else { "" };
-            format!("is an object with {count} keys: {}{more}", told.join(", "))
+            format!("is an object with {count} keys: {}{more}", names.join(", "))
         }
         JsonKind::Array if count == 0 => "is an empty array".to_owned(),
         JsonKind::Array => format!("is an array of {count} items, 0 to {}", count - 1),
         other => format!("is a {} and has no parts", other.as_str()),
     };
-    let shown: String = pointer.chars().take(200).collect();
-    let message = format!("pointer: there is nothing at {shown:?}; {name} {has}");
+    let excerpt: String = pointer.chars().take(200).collect();
+    let message = format!("pointer: there is nothing at {excerpt:?}; {name} {has}");
     let mut detail = json!({
-        "field": "pointer", "pointer": shown, "nearest": parent, "type": kind.as_str(),
+        "field": "pointer", "pointer": excerpt, "nearest": parent, "type": kind.as_str(),
     });
     match kind {
         JsonKind::Object => detail["keys"] = Value::Array(keys),

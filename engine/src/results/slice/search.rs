@@ -97,16 +97,16 @@ impl GrepSearch<'_> {
         while cursor.advance() {
             let key = keyed.then(|| decode_string(cursor.read_key()));
             let value = cursor.read_value();
-            let named = key.as_ref().is_some_and(|key| self.pattern.is_match(key));
+            let key_matches = key.as_ref().is_some_and(|key| self.pattern.is_match(key));
             let step = key.map_or_else(|| count.to_string(), |key| escape_key(&key));
-            let place = format!("{pointer}/{step}");
+            let member_pointer = format!("{pointer}/{step}");
             let before = self.take.seen;
             if value.len() > LONG_MEMBER_BYTES {
-                self.search_value(value, &place);
+                self.search_value(value, &member_pointer);
             }
             // A match in none of its parts, or only in its key, counts for the whole member.
-            if self.take.seen == before && (named || self.is_match(value)) {
-                self.push_match(value, &place, None);
+            if self.take.seen == before && (key_matches || self.is_match(value)) {
+                self.push_match(value, &member_pointer, None);
             }
             count += 1;
         }
@@ -122,11 +122,11 @@ impl GrepSearch<'_> {
 
     fn push_match(&mut self, written: &str, pointer: &str, line: Option<usize>) {
         let cut = line.is_none() && written.len() > 2 * LONG_MEMBER_BYTES;
-        let shown = &written
+        let excerpt = &written
             [..written.floor_char_boundary(if cut { LONG_MEMBER_BYTES } else { written.len() })];
-        if let MemberDecision::Include = self.take.admit(shown.len() + pointer.len()) {
+        if let MemberDecision::Include = self.take.admit(excerpt.len() + pointer.len()) {
             let value =
-                if cut { Json::from_value(&Value::from(shown)) } else { json_from_span(shown) };
+                if cut { Json::from_value(&Value::from(excerpt)) } else { json_from_span(excerpt) };
             self.found.push(GrepMatch {
                 pointer: pointer.to_owned(),
                 line,

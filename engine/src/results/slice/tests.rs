@@ -14,7 +14,7 @@ fn rows() -> Json {
     )
 }
 
-fn at(pointer: &str) -> SliceQuery {
+fn query_at(pointer: &str) -> SliceQuery {
     SliceQuery { pointer: pointer.into(), ..SliceQuery::default() }
 }
 
@@ -34,15 +34,16 @@ fn a_pointer_selects_any_part_of_a_result() {
         ("/a~1b/~0", json!(1.5)),
         ("/n", Value::Null),
     ] {
-        let slice = read_slice(&data, &at(pointer), AMPLE).unwrap();
+        let slice = read_slice(&data, &query_at(pointer), AMPLE).unwrap();
         assert_eq!(value(&slice), expected, "{pointer}");
         assert_eq!(slice.next_offset, None);
     }
     // The text is returned as written, not serialized again.
     let data = Json::parse(r#"{"x": {"price": 1.10}}"#).unwrap();
-    let slice = read_slice(&data, &at("/x"), AMPLE).unwrap();
+    let slice = read_slice(&data, &query_at("/x"), AMPLE).unwrap();
     assert_eq!(slice.content, SliceContent::Value(Json::parse(r#"{"price":1.10}"#).unwrap()));
-    let SliceContent::Value(text) = read_slice(&data, &at("/x/price"), AMPLE).unwrap().content
+    let SliceContent::Value(text) =
+        read_slice(&data, &query_at("/x/price"), AMPLE).unwrap().content
     else {
         panic!("a value")
     };
@@ -52,7 +53,7 @@ fn a_pointer_selects_any_part_of_a_result() {
 #[test]
 fn arrays_objects_and_texts_are_read_in_slices() {
     let data = rows();
-    let query = SliceQuery { offset: 240, limit: Some(7), ..at("/rows") };
+    let query = SliceQuery { offset: 240, limit: Some(7), ..query_at("/rows") };
     let slice = read_slice(&data, &query, AMPLE).unwrap();
     assert_eq!((slice.total, slice.shown, slice.next_offset), (Some(250), 7, Some(247)));
     assert_eq!(value(&slice)[0]["id"], 240);
@@ -60,17 +61,17 @@ fn arrays_objects_and_texts_are_read_in_slices() {
     let slice = read_slice(&data, &query, AMPLE).unwrap();
     assert_eq!((slice.shown, slice.next_offset, slice.truncated), (3, None, false));
 
-    let slice =
-        read_slice(&data, &SliceQuery { offset: 1, limit: Some(1), ..at("") }, AMPLE).unwrap();
+    let slice = read_slice(&data, &SliceQuery { offset: 1, limit: Some(1), ..query_at("") }, AMPLE)
+        .unwrap();
     assert_eq!((slice.kind, slice.total, slice.next_offset), (JsonKind::Object, Some(4), Some(2)));
     assert_eq!(value(&slice).as_object().unwrap().len(), 1);
 
-    let query = SliceQuery { offset: 298, ..at("/log") };
+    let query = SliceQuery { offset: 298, ..query_at("/log") };
     let slice = read_slice(&data, &query, AMPLE).unwrap();
     assert_eq!((slice.kind, slice.total, slice.shown), (JsonKind::Text, Some(300), 2));
     assert_eq!(value(&slice), json!("298 line of the log\n299 line of the log"));
 
-    let query = SliceQuery { offset: 9_999, ..at("/log") };
+    let query = SliceQuery { offset: 9_999, ..query_at("/log") };
     let slice = read_slice(&data, &query, AMPLE).unwrap();
     assert_eq!((slice.shown, slice.next_offset, value(&slice)), (0, None, json!("")));
 }
@@ -78,11 +79,11 @@ fn arrays_objects_and_texts_are_read_in_slices() {
 #[test]
 fn consecutive_slices_cover_the_whole_value() {
     let data = rows();
-    for (pointer, most_bytes) in [("/rows", 300), ("/log", 100), ("", AMPLE)] {
+    for (pointer, max_bytes) in [("/rows", 300), ("/log", 100), ("", AMPLE)] {
         let (mut offset, mut items, mut text, mut turns) = (0, 0, String::new(), 0);
         loop {
-            let query = SliceQuery { offset, limit: Some(1_000), ..at(pointer) };
-            let slice = read_slice(&data, &query, most_bytes).unwrap();
+            let query = SliceQuery { offset, limit: Some(1_000), ..query_at(pointer) };
+            let slice = read_slice(&data, &query, max_bytes).unwrap();
             match value(&slice) {
                 Value::String(lines) => text += &lines,
                 Value::Array(list) => items += list.len(),
@@ -111,14 +112,14 @@ fn consecutive_slices_cover_the_whole_value() {
 #[test]
 fn an_overlong_item_is_shown_as_a_prefix_with_its_pointer() {
     let data = Json::from_value(&json!([1, "é".repeat(5_000), 3]));
-    let slice = read_slice(&data, &SliceQuery { offset: 1, ..at("") }, 1_001).unwrap();
+    let slice = read_slice(&data, &SliceQuery { offset: 1, ..query_at("") }, 1_001).unwrap();
     let SliceContent::Prefix { text, pointer } = &slice.content else { panic!("{slice:?}") };
     assert!(text.len() <= 1_001 && pointer == "/1");
     assert_eq!((slice.truncated, slice.next_offset), (true, Some(2)));
-    let inside = read_slice(&data, &at("/1"), 100_000).unwrap();
+    let inside = read_slice(&data, &query_at("/1"), 100_000).unwrap();
     assert_eq!(inside.total, Some(5), "a long line is split");
     let digits = Json::parse(&"7".repeat(300)).unwrap();
-    let slice = read_slice(&digits, &at(""), 100).unwrap();
+    let slice = read_slice(&digits, &query_at(""), 100).unwrap();
     assert!(matches!(slice.content, SliceContent::Prefix { .. }) && slice.truncated);
 }
 
@@ -136,27 +137,31 @@ fn grep_returns_matches_with_their_location() {
     let data = rows();
     let grep = |pattern: &str| Some(pattern.to_owned());
     let slice =
-        read_slice(&data, &SliceQuery { grep: grep("n24[0-2]"), ..at("/rows") }, AMPLE).unwrap();
+        read_slice(&data, &SliceQuery { grep: grep("n24[0-2]"), ..query_at("/rows") }, AMPLE)
+            .unwrap();
     let expected = ["/rows/240", "/rows/241", "/rows/242"].map(|p| (p.to_owned(), None));
     assert_eq!(found(&slice), (expected.to_vec(), 3));
     assert_eq!((slice.total, slice.next_offset), (Some(250), None));
 
     // At the top level, only the matching rows and lines are returned.
     let slice =
-        read_slice(&data, &SliceQuery { grep: grep("n123\"|^77 line"), ..at("") }, AMPLE).unwrap();
+        read_slice(&data, &SliceQuery { grep: grep("n123\"|^77 line"), ..query_at("") }, AMPLE)
+            .unwrap();
     let (mut pointers, matched) = found(&slice);
     pointers.sort();
     assert_eq!(pointers, [("/log".to_owned(), Some(77)), ("/rows/123".to_owned(), None)]);
     assert_eq!(matched, 2);
 
-    let query = SliceQuery { grep: grep("line"), offset: 5, limit: Some(2), ..at("/log") };
+    let query = SliceQuery { grep: grep("line"), offset: 5, limit: Some(2), ..query_at("/log") };
     let slice = read_slice(&data, &query, AMPLE).unwrap();
     assert_eq!(found(&slice).0, [("/log".to_owned(), Some(5)), ("/log".to_owned(), Some(6))]);
     assert_eq!((found(&slice).1, slice.next_offset), (300, Some(7)));
 
-    let slice = read_slice(&data, &SliceQuery { grep: grep("nowhere"), ..at("") }, AMPLE).unwrap();
+    let slice =
+        read_slice(&data, &SliceQuery { grep: grep("nowhere"), ..query_at("") }, AMPLE).unwrap();
     assert_eq!((found(&slice), slice.shown), ((vec![], 0), 0));
-    let slice = read_slice(&data, &SliceQuery { grep: grep("^a/b$"), ..at("") }, AMPLE).unwrap();
+    let slice =
+        read_slice(&data, &SliceQuery { grep: grep("^a/b$"), ..query_at("") }, AMPLE).unwrap();
     assert_eq!(found(&slice).0, [("/a~1b".to_owned(), None)], "matched by its key");
 }
 
@@ -172,8 +177,8 @@ fn invalid_queries_are_refused_with_the_field() {
     };
     assert_refused(SliceQuery { limit: Some(0), ..SliceQuery::default() }, "limit");
     assert_refused(SliceQuery { limit: Some(1_001), ..SliceQuery::default() }, "limit");
-    assert_refused(at("rows"), "pointer");
-    assert_refused(at("/~2"), "pointer");
+    assert_refused(query_at("rows"), "pointer");
+    assert_refused(query_at("/~2"), "pointer");
     assert_refused(SliceQuery { grep: Some("(".into()), ..SliceQuery::default() }, "grep");
     assert_refused(
         SliceQuery { grep: Some("a{1000}{1000}".into()), ..SliceQuery::default() },
@@ -194,7 +199,7 @@ fn an_unresolved_pointer_reports_the_nearest_existing_one() {
         ("/log/1", "/log", "has no parts"),
         ("/a~1b/x/y", "/a~1b", "\"~\""),
     ] {
-        let fault = read_slice(&data, &at(pointer), AMPLE).unwrap_err();
+        let fault = read_slice(&data, &query_at(pointer), AMPLE).unwrap_err();
         assert_eq!(fault.code, Code::NotFound);
         assert!(fault.message.contains(says), "{fault}");
         assert_eq!(fault.detail.unwrap()["nearest"], nearest);

@@ -210,7 +210,7 @@ impl<'a> AgentLoop<'a> {
         let clock = self.engine.core.clock.as_ref();
         let began_ms = clock.now_ms();
         let grace_ms = if last { FINAL_REQUEST_GRACE_MS } else { 0 };
-        let left_ms = limits::remaining_ms(limits, &conversation.progress);
+        let remaining_ms = limits::remaining_ms(limits, &conversation.progress);
         (self.watch)(LoopEvent::ModelRequested { step, last });
         let request = ModelRequester {
             model: self.model,
@@ -218,7 +218,7 @@ impl<'a> AgentLoop<'a> {
             asking: &self.terms.model_request_policy,
             clock,
             step,
-            until_ms: began_ms.saturating_add(left_ms.max(grace_ms)),
+            until_ms: began_ms.saturating_add(remaining_ms.max(grace_ms)),
             allows_empty_reply: last
                 || self.allows_empty_reply
                 || !conversation.progress.pending_calls.is_empty(),
@@ -240,10 +240,10 @@ impl<'a> AgentLoop<'a> {
             }
             Err(none) => return Err(Error::from(none.error.fault)),
         };
-        let guess_of: usize =
+        let request_size: usize =
             if reply.usage == Default::default() { request_bytes(&prompt) } else { 0 };
         progress.steps = step;
-        let usage = limits::usage_or_estimate(&reply, guess_of);
+        let usage = limits::usage_or_estimate(&reply, request_size);
         engine_metrics::count_model_tokens(self.model.usage_label(), &usage);
         progress.usage += usage;
         let reply = limits::assign_call_ids(reply, step, &progress.pending_calls);
@@ -281,7 +281,7 @@ impl<'a> AgentLoop<'a> {
         }
         self.refresh_tools();
         let began_ms = self.engine.core.now_ms();
-        let most = self.engine.core.limits.max_batch_entries;
+        let max_entries = self.engine.core.limits.max_batch_entries;
         let before = match std::mem::take(&mut self.is_reply_resumed) {
             true => {
                 PriorResults::load(self.engine, self.caller, self.terms, &conversation.progress)
@@ -294,9 +294,9 @@ impl<'a> AgentLoop<'a> {
             &self.tool_selection,
             self.terms,
             (&conversation.progress, &before),
-            most,
+            max_entries,
         );
-        let own = plan.caller_calls();
+        let caller_calls = plan.caller_calls();
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = conversation.progress.clone();
         let watch = self.watch;
@@ -307,7 +307,11 @@ impl<'a> AgentLoop<'a> {
         conversation.progress = progress;
         conversation.messages.push(limits::assistant_message(&reply, true));
         conversation.messages.extend(results);
-        Ok(if own.is_empty() { StepOutcome::Continue } else { StepOutcome::CallerToolCalls(own) })
+        Ok(if caller_calls.is_empty() {
+            StepOutcome::Continue
+        } else {
+            StepOutcome::CallerToolCalls(caller_calls)
+        })
     }
 
     /// Answers the calls of the pending reply without executing anything. `told` returns the
@@ -315,7 +319,7 @@ impl<'a> AgentLoop<'a> {
     pub(crate) fn answer_calls_with(
         &self,
         conversation: &mut Conversation,
-        mut told: impl FnMut(&ToolCallRequest) -> (String, bool),
+        mut answer_call: impl FnMut(&ToolCallRequest) -> (String, bool),
     ) -> StepOutcome {
         let Some(reply) = conversation.progress.pending_reply.take() else {
             return StepOutcome::Continue;
@@ -333,8 +337,8 @@ impl<'a> AgentLoop<'a> {
             });
         }
         for call in &reply.calls {
-            let (content, made) = told(call);
-            conversation.progress.calls += u32::from(made);
+            let (content, is_executed) = answer_call(call);
+            conversation.progress.calls += u32::from(is_executed);
             conversation.messages.push(limits::tool_message(&call.id, &content));
         }
         StepOutcome::Continue
@@ -348,7 +352,7 @@ impl<'a> AgentLoop<'a> {
         let runs = &self.engine;
         let topic =
             Topic::Run { project: self.caller.project.clone(), run_id: self.terms.run_id.clone() };
-        let mut news = runs.core.bus.listen(topic);
+        let mut listener = runs.core.bus.listen(topic);
         loop {
             if self.add_late_results(conversation).await? > 0
                 || conversation.progress.pending_calls.is_empty()
@@ -361,7 +365,7 @@ impl<'a> AgentLoop<'a> {
             }
             let next_poll_ms = runs.core.now_ms() + LATE_RESULT_POLL_MS;
             tokio::select! {
-                () = news.wait_for_wake() => {}
+                () = listener.wait_for_wake() => {}
                 () = runs.core.clock.sleep_until(next_poll_ms) => {}
                 () = runs.core.shutdown.cancelled() => {}
             }
@@ -374,7 +378,7 @@ impl<'a> AgentLoop<'a> {
         let awaited = &conversation.progress.pending_calls;
         let (ended, cost) = self.engine.render_late_results(self.caller, awaited, budget).await?;
         conversation.progress.usage += cost;
-        let came = ended.len();
+        let count = ended.len();
         for (call, content) in ended {
             let message = limits::late_message(&call, &content);
             (self.watch)(LoopEvent::LateResult { call: &call, message: &message });
@@ -384,7 +388,7 @@ impl<'a> AgentLoop<'a> {
                 .pending_calls
                 .retain(|other| other.tool_call_id != call.tool_call_id);
         }
-        Ok(came)
+        Ok(count)
     }
 
     /// Returns the final answer at a limit, whatever the reply to the last request contains.
@@ -395,15 +399,15 @@ impl<'a> AgentLoop<'a> {
         closing: crate::domain::run::progress::StopReason,
     ) -> FinalAnswer {
         conversation.progress.pending_reply = None;
-        let said = !reply.text.trim().is_empty();
-        let text = if said {
+        let has_text = !reply.text.trim().is_empty();
+        let text = if has_text {
             reply.text
         } else {
             limits::fallback_answer(closing, &conversation.progress)
         };
-        let said =
+        let final_reply =
             crate::domain::model_reply::ModelReply { text: text.clone(), ..Default::default() };
-        conversation.messages.push(limits::assistant_message(&said, false));
+        conversation.messages.push(limits::assistant_message(&final_reply, false));
         FinalAnswer { text, finish_reason: reply.finish_reason, stop_reason: Some(closing) }
     }
 

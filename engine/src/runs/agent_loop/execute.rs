@@ -37,7 +37,7 @@ pub(super) struct ExecutionPlan<'a> {
     fingerprints: Vec<String>,
     entries: Vec<Json>,
     /// Index of each batch entry within the reply.
-    places: Vec<usize>,
+    indexes: Vec<usize>,
 }
 
 impl<'a> ExecutionPlan<'a> {
@@ -48,55 +48,56 @@ impl<'a> ExecutionPlan<'a> {
         (progress, before): (&RunProgress, &PriorResults),
         max_entries: usize,
     ) -> Self {
-        let (limits, mut entries, mut places) = (&options.limits, Vec::new(), Vec::new());
-        let left = limits::remaining_calls(limits, progress);
-        let most = (limits.calls_per_step.min(left) as usize).min(max_entries);
+        let (limits, mut entries, mut indexes) = (&options.limits, Vec::new(), Vec::new());
+        let remaining = limits::remaining_calls(limits, progress);
+        let max_calls = (limits.calls_per_step.min(remaining) as usize).min(max_entries);
         let fingerprints: Vec<String> = reply.calls.iter().map(limits::call_fingerprint).collect();
         let mut fates = Vec::with_capacity(reply.calls.len());
-        for (place, (call, fingerprint)) in reply.calls.iter().zip(&fingerprints).enumerate() {
-            let told = |content| CallDisposition::Reject { content, repeated: false };
-            let has_room = entries.len() < most;
-            let mut made = |tool: &str| {
+        for (index, (call, fingerprint)) in reply.calls.iter().zip(&fingerprints).enumerate() {
+            let reject = |content| CallDisposition::Reject { content, repeated: false };
+            let has_capacity = entries.len() < max_calls;
+            let mut execute = |tool: &str| {
                 entries.push(batch_entry(call, tool));
-                places.push(place);
+                indexes.push(index);
                 CallDisposition::Execute(entries.len() - 1)
             };
             let fate = if offer.caller_tools.contains(&call.name) {
                 CallDisposition::CallerExecuted
-            } else if let Some(came_to) = before.contents.get(&place) {
+            } else if let Some(earlier) = before.contents.get(&index) {
                 // Its idempotency key leads to the call that was made; if its tool is gone, its
                 // outcome is reported all the same.
-                offer.tool(&call.name).map_or_else(|| told(came_to.clone()), &mut made)
+                offer.tool(&call.name).map_or_else(|| reject(earlier.clone()), &mut execute)
             } else if progress.canceled {
-                told(limits::canceled_call_content())
+                reject(limits::canceled_call_content())
             } else if let Some(content) = limits::truncated_arguments_content(reply, call) {
-                told(content)
+                reject(content)
             } else if limits::is_repeated(progress, limits, fingerprint) {
                 CallDisposition::Reject {
                     content: limits::repeated_call_content(call, limits),
                     repeated: true,
                 }
             } else if let Some(tool) = offer.tool(&call.name) {
-                match has_room {
-                    true => made(tool),
-                    false => told(limits::too_many_calls_content(limits, left)),
+                match has_capacity {
+                    true => execute(tool),
+                    false => reject(limits::too_many_calls_content(limits, remaining)),
                 }
             } else {
                 // Searching for similar names is costly, so a reply may trigger only a bounded
                 // number of searches.
-                let compared = if place < limits.calls_per_step as usize { usize::MAX } else { 0 };
-                told(limits::unknown_tool_content(&call.name, offer.names().take(compared)))
+                let compared = if index < limits.calls_per_step as usize { usize::MAX } else { 0 };
+                reject(limits::unknown_tool_content(&call.name, offer.names().take(compared)))
             };
             fates.push(fate);
         }
-        Self { reply, fates, fingerprints, entries, places }
+        Self { reply, fates, fingerprints, entries, indexes }
     }
 
     /// Returns the calls that the caller executes itself.
     pub(super) fn caller_calls(&self) -> Vec<ToolCallRequest> {
         let calls = self.reply.calls.iter().zip(&self.fates);
-        let own = calls.filter(|(_, fate)| matches!(fate, CallDisposition::CallerExecuted));
-        own.map(|(call, _)| call.clone()).collect()
+        let caller_executed =
+            calls.filter(|(_, fate)| matches!(fate, CallDisposition::CallerExecuted));
+        caller_executed.map(|(call, _)| call.clone()).collect()
     }
 
     /// Executes the calls and returns the messages for the model.
@@ -112,9 +113,9 @@ impl<'a> ExecutionPlan<'a> {
         let (mut results, mut answers) = (Vec::new(), Vec::new());
         if !self.entries.is_empty() {
             let keys =
-                self.places.iter().filter_map(|place| idempotency_key(options, progress, *place));
-            let most_ms = engine.core.limits.max_wait_ms;
-            let batch = build_batch(options, progress, self.entries, most_ms);
+                self.indexes.iter().filter_map(|index| idempotency_key(options, progress, *index));
+            let max_wait_ms = engine.core.limits.max_wait_ms;
+            let batch = build_batch(options, progress, self.entries, max_wait_ms);
             let batch = Batch { entry_keys: keys.collect(), ..batch };
             let answer = engine.calls.run_batch(caller, batch).await?;
             (results, answers) = (answer.results, answer.messages);
@@ -123,8 +124,8 @@ impl<'a> ExecutionPlan<'a> {
         progress.usage += cost;
         let mut messages = Vec::with_capacity(self.fates.len());
         let (mut failed, mut repeated) = (0, 0);
-        let told = self.reply.calls.iter().zip(self.fates).zip(self.fingerprints);
-        for ((call, fate), fingerprint) in told {
+        let planned = self.reply.calls.iter().zip(self.fates).zip(self.fingerprints);
+        for ((call, fate), fingerprint) in planned {
             let message = match fate {
                 CallDisposition::CallerExecuted => continue,
                 CallDisposition::Reject { content, repeated: again } => {
@@ -135,11 +136,11 @@ impl<'a> ExecutionPlan<'a> {
                     }
                     limits::tool_message(&call.id, &content)
                 }
-                CallDisposition::Execute(place) => {
-                    let (settled, message) = (&results[place], answers[place].to_value());
+                CallDisposition::Execute(entry) => {
+                    let (settled, message) = (&results[entry], answers[entry].to_value());
                     failed += usize::from(settled.ok() == Some(false));
                     record_call(progress, call, fingerprint, settled, &message);
-                    let message = summaries.remove(&place).unwrap_or(message);
+                    let message = summaries.remove(&entry).unwrap_or(message);
                     watch(LoopEvent::CallAnswered { step, settled, message: &message });
                     message
                 }
@@ -167,18 +168,18 @@ fn build_batch(
     options: &RunOptions,
     progress: &RunProgress,
     entries: Vec<Json>,
-    most_ms: u64,
+    max_wait_ms: u64,
 ) -> Batch {
     let acting = &options.execution_options;
-    let left_ms = limits::remaining_ms(&options.limits, progress);
-    let wait_ms = acting.wait_ms.unwrap_or(most_ms).min(most_ms);
+    let remaining_ms = limits::remaining_ms(&options.limits, progress);
+    let wait_ms = acting.wait_ms.unwrap_or(max_wait_ms).min(max_wait_ms);
     Batch {
         mode: acting.mode.into(),
         max_parallel: acting.max_parallel,
         budget_tokens: Some(acting.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS)),
-        wait_ms: Some(wait_ms.min(left_ms)),
+        wait_ms: Some(wait_ms.min(remaining_ms)),
         // If the time limit ends with the wait, no further call starts.
-        defer_unstarted: wait_ms < left_ms,
+        defer_unstarted: wait_ms < remaining_ms,
         timeout_ms: acting.timeout_ms,
         retry: acting.max_retries,
         user_id: options.user_id.clone(),
@@ -197,7 +198,7 @@ fn record_call(
 ) {
     progress.calls += 1;
     progress.failed_calls += u32::from(settled.ok() == Some(false));
-    let told = match &settled.state {
+    let content_hash = match &settled.state {
         // The ticket differs each time and carries no new information.
         BatchEntryState::Open(open) => {
             progress.pending_calls.push(PendingCall {
@@ -209,7 +210,7 @@ fn record_call(
         }
         _ => limits::content_hash(message["content"].as_str().unwrap_or_default()),
     };
-    limits::count_repeat(progress, fingerprint, told);
+    limits::count_repeat(progress, fingerprint, content_hash);
 }
 
 /// Converts a call that ended late to a batch entry result.
@@ -242,16 +243,16 @@ impl Runs {
                     ended.push(call.clone());
                 }
                 Err(error) if error.code() == Code::NotFound => {
-                    let told = "it was purged before it could be told";
-                    purged.push((call.clone(), told.to_owned()));
+                    let content = "it was purged before it could be told";
+                    purged.push((call.clone(), content.to_owned()));
                 }
                 Err(error) => return Err(error),
             }
         }
         let (results, mut contents) = batch::render_within_budget(budget, results).await?;
         let (summaries, cost) = summary::summarize_digests(self, &results, &contents).await;
-        for (place, summary) in summaries {
-            contents[place] = summary;
+        for (index, summary) in summaries {
+            contents[index] = summary;
         }
         Ok((ended.into_iter().zip(contents).chain(purged).collect(), cost))
     }

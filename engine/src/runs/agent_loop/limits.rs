@@ -34,9 +34,9 @@ pub(super) fn reached_limit(limits: &RunLimits, progress: &RunProgress) -> Optio
 pub(super) fn idempotency_key(
     options: &RunOptions,
     progress: &RunProgress,
-    place: usize,
+    index: usize,
 ) -> Option<String> {
-    options.idempotency_prefix.as_ref().map(|key| format!("{key}/{}/{place}", progress.steps))
+    options.idempotency_prefix.as_ref().map(|key| format!("{key}/{}/{index}", progress.steps))
 }
 
 /// Returns the remaining active time.
@@ -52,7 +52,7 @@ pub(super) fn remaining_calls(limits: &RunLimits, progress: &RunProgress) -> u32
 
 /// Returns the message that announces the last request to the model.
 pub(super) fn stop_message(closing: StopReason, limits: &RunLimits) -> Value {
-    let why = match closing {
+    let reason = match closing {
         StopReason::Steps => format!("The limit of {} steps is reached.", limits.steps),
         StopReason::Calls => format!("The limit of {} tool calls is reached.", limits.calls),
         StopReason::Tokens => format!("The limit of {} tokens is reached.", limits.tokens),
@@ -61,7 +61,7 @@ pub(super) fn stop_message(closing: StopReason, limits: &RunLimits) -> Value {
         StopReason::Failures => "Tool calls have failed again and again.".to_owned(),
     };
     let text = format!(
-        "{why} No more tools can be called. Give your final answer now, with what you know, and \
+        "{reason} No more tools can be called. Give your final answer now, with what you know, and \
          say plainly what could not be done."
     );
     json!({ "role": "user", "content": text })
@@ -74,7 +74,7 @@ pub fn stop_reason_of(message: &Value, limits: &RunLimits) -> Option<StopReason>
 
 /// Returns the final answer if the model's last reply is empty.
 pub(super) fn fallback_answer(closing: StopReason, progress: &RunProgress) -> String {
-    let why = match closing {
+    let reason = match closing {
         StopReason::Steps => "the limit of steps was reached",
         StopReason::Calls => "the limit of tool calls was reached",
         StopReason::Tokens => "the limit of tokens was reached",
@@ -83,7 +83,7 @@ pub(super) fn fallback_answer(closing: StopReason, progress: &RunProgress) -> St
         StopReason::Failures => "tool calls failed again and again",
     };
     format!(
-        "There is no complete answer: {why} before there was one. {} tool calls were made, of \
+        "There is no complete answer: {reason} before there was one. {} tool calls were made, of \
          which {} failed.",
         progress.calls, progress.failed_calls
     )
@@ -175,12 +175,12 @@ pub(super) fn content_hash(content: &str) -> u64 {
 }
 
 /// Counts a result of a call: an identical result increments the counter, a new one restarts it.
-pub(super) fn count_repeat(progress: &mut RunProgress, fingerprint: String, told: u64) {
+pub(super) fn count_repeat(progress: &mut RunProgress, fingerprint: String, content_hash: u64) {
     let seen = progress.repeat_counters.entry(fingerprint).or_default();
-    *seen = if seen.content_hash == told && seen.times > 0 {
-        RepeatCounter { times: seen.times + 1, content_hash: told }
+    *seen = if seen.content_hash == content_hash && seen.times > 0 {
+        RepeatCounter { times: seen.times + 1, content_hash }
     } else {
-        RepeatCounter { times: 1, content_hash: told }
+        RepeatCounter { times: 1, content_hash }
     };
 }
 
@@ -201,13 +201,13 @@ pub(super) fn repeated_call_content(call: &ToolCallRequest, limits: &RunLimits) 
 }
 
 /// Returns the content for a call beyond the limits.
-pub(super) fn too_many_calls_content(limits: &RunLimits, left: u32) -> String {
-    let message = if left < limits.calls_per_step {
+pub(super) fn too_many_calls_content(limits: &RunLimits, remaining: u32) -> String {
+    let message = if remaining < limits.calls_per_step {
         format!("not done: the limit of {} tool calls is reached", limits.calls)
     } else {
-        let most = limits.calls_per_step;
+        let max = limits.calls_per_step;
         format!(
-            "not done: at most {most} tools can be called in one answer, and this call was beyond \
+            "not done: at most {max} tools can be called in one answer, and this call was beyond \
              that. Call it again if it is still needed"
         )
     };
@@ -219,11 +219,11 @@ pub(super) fn unknown_tool_content<'n>(
     name: &str,
     offered: impl Iterator<Item = &'n str>,
 ) -> String {
-    let shown: String = name.chars().take(100).collect();
+    let excerpt: String = name.chars().take(100).collect();
     let near = model_tool_names::suggest_similar(name, offered);
     let message = match near.first() {
-        Some(best) => format!("there is no tool \"{shown}\"; did you mean \"{best}\"?"),
-        None => format!("there is no tool \"{shown}\"; use only the tools you were given"),
+        Some(best) => format!("there is no tool \"{excerpt}\"; did you mean \"{best}\"?"),
+        None => format!("there is no tool \"{excerpt}\"; use only the tools you were given"),
     };
     let fault = Fault::new(Code::ToolNotFound, message).without_side_effect();
     fault_content(&fault.with_detail(json!({ "nearest": near })))
@@ -278,8 +278,8 @@ pub fn check_messages(messages: &[Value]) -> Result<(), Fault> {
         };
         let role = message.get("role").and_then(Value::as_str);
         if !role.is_some_and(|role| ROLES.contains(&role)) {
-            let known = "role must be system, developer, user, assistant or tool";
-            return refused(format!("/messages/{n}/role"), known);
+            let problem = "role must be system, developer, user, assistant or tool";
+            return refused(format!("/messages/{n}/role"), problem);
         }
         let content = message.get("content").unwrap_or(&Value::Null);
         let calls = message.get("tool_calls").is_some_and(|calls| !calls.is_null());

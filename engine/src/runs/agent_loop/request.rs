@@ -70,8 +70,12 @@ impl ModelRequester<'_> {
             }
             engine_metrics::count_model_request("again");
             tracing::info!(step = self.step, retry, wait_ms, why = %silence, "retrying request");
-            let why = &silence.fault;
-            (self.watch)(LoopEvent::ModelRetryScheduled { step: self.step, retry, wait_ms, why });
+            (self.watch)(LoopEvent::ModelRetryScheduled {
+                step: self.step,
+                retry,
+                wait_ms,
+                why: &silence.fault,
+            });
             self.clock.sleep_until(self.clock.now_ms() + wait_ms).await;
         }
     }
@@ -80,27 +84,27 @@ impl ModelRequester<'_> {
         // The deadline seeds the jitter, so that requests that failed together do not retry
         // together.
         let seed = format!("{}/{}", self.prompt.messages.len(), self.until_ms);
-        let own_ms = self.asking.backoff.wait_ms(retry, &seed);
+        let backoff_ms = self.asking.backoff.wait_ms(retry, &seed);
         let asked_ms = retry_after.map_or(0, |wait| wait.as_millis() as u64);
-        own_ms.max(asked_ms)
+        backoff_ms.max(asked_ms)
     }
 
     async fn attempt(&self) -> Result<ModelReply, ModelError> {
-        let most = self.asking.max_answer_bytes;
+        let max_bytes = self.asking.max_answer_bytes;
         let (heard, full) = (AtomicUsize::new(0), Notify::new());
-        let listener = |piece: Delta| {
-            let size = delta_bytes(&piece);
-            if heard.fetch_add(size, Ordering::Relaxed) + size > most {
+        let listener = |delta: Delta| {
+            let size = delta_bytes(&delta);
+            if heard.fetch_add(size, Ordering::Relaxed) + size > max_bytes {
                 full.notify_one();
                 return;
             }
-            (self.watch)(LoopEvent::ReplyDelta { step: self.step, piece });
+            (self.watch)(LoopEvent::ReplyDelta { step: self.step, piece: delta });
         };
         let now_ms = self.clock.now_ms();
         let until_ms = self.until_ms.min(now_ms.saturating_add(self.asking.request_ms));
         let reply = tokio::select! {
             biased;
-            () = full.notified() => Err(reply_too_long(most)),
+            () = full.notified() => Err(reply_too_long(max_bytes)),
             reply = self.model.reply(self.prompt, &listener) => reply,
             () = self.clock.sleep_until(until_ms) => {
                 Err(reply_timed_out(until_ms.saturating_sub(now_ms)))
@@ -110,11 +114,11 @@ impl ModelRequester<'_> {
     }
 
     fn validate_reply(&self, reply: ModelReply) -> Result<ModelReply, ModelError> {
-        let most = self.asking.max_answer_bytes;
+        let max_bytes = self.asking.max_answer_bytes;
         let calls = reply.calls.iter();
         let bytes: usize = calls.map(|call| call.name.len() + call.arguments.len()).sum();
-        if reply.text.len() + bytes > most {
-            return Err(reply_too_long(most));
+        if reply.text.len() + bytes > max_bytes {
+            return Err(reply_too_long(max_bytes));
         }
         if reply.calls.len() > MAX_CALLS {
             return Err(too_many_calls());
@@ -123,19 +127,19 @@ impl ModelRequester<'_> {
         if !empty || self.allows_empty_reply {
             return Ok(reply);
         }
-        let (why, passing) = match reply.finish_reason {
+        let (reason, passing) = match reply.finish_reason {
             FinishReason::ContentFilter => ("its content filter stopped the answer", false),
             FinishReason::Length => {
                 ("its limit of tokens was reached before it said anything", false)
             }
             FinishReason::Stop | FinishReason::ToolCalls => ("it answered with nothing", true),
         };
-        Err(model_error(format!("the model gave no answer: {why}"), passing))
+        Err(model_error(format!("the model gave no answer: {reason}"), passing))
     }
 }
 
-fn delta_bytes(piece: &Delta) -> usize {
-    match piece {
+fn delta_bytes(delta: &Delta) -> usize {
+    match delta {
         Delta::Text(text) => text.len(),
         Delta::Call { name, arguments, .. } => {
             name.as_ref().map_or(0, String::len) + arguments.len()
@@ -148,8 +152,11 @@ fn model_error(message: String, passing: bool) -> ModelError {
     ModelError { fault, is_transient: passing, retry_after: None }
 }
 
-fn reply_too_long(most: usize) -> ModelError {
-    model_error(format!("the model's answer was cut off: it is longer than {most} bytes"), false)
+fn reply_too_long(max_bytes: usize) -> ModelError {
+    model_error(
+        format!("the model's answer was cut off: it is longer than {max_bytes} bytes"),
+        false,
+    )
 }
 
 fn too_many_calls() -> ModelError {

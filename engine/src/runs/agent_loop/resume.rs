@@ -27,11 +27,11 @@ impl PriorResults {
         options: &RunOptions,
         progress: &RunProgress,
     ) -> Result<Self, Error> {
-        let (mut awaited, mut places) = (Vec::new(), HashMap::new());
+        let (mut awaited, mut indexes) = (Vec::new(), HashMap::new());
         let budget = options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
         let calls = progress.pending_reply.iter().flat_map(|reply| &reply.calls);
-        for (place, call) in calls.enumerate() {
-            let Some(key) = idempotency_key(options, progress, place) else { break };
+        for (index, call) in calls.enumerate() {
+            let Some(key) = idempotency_key(options, progress, index) else { break };
             // The lookup only checks whether the key was used, so the fingerprint does not matter.
             let (agent, fingerprint) = (caller.agent.clone(), String::new());
             let key = IdempotencyKey { agent, key, fingerprint };
@@ -43,20 +43,20 @@ impl PriorResults {
                 .map_err(from_store_error)?;
             let tool_call_id = match used {
                 Some(CreateCallResult::Mismatch(id)) => id,
-                Some(CreateCallResult::Replayed(known)) => known.id,
+                Some(CreateCallResult::Replayed(existing)) => existing.id,
                 Some(CreateCallResult::New) | None => continue,
             };
-            places.insert(tool_call_id.clone(), place);
+            indexes.insert(tool_call_id.clone(), index);
             let (call_id, name) = (call.id.clone(), call.name.clone());
             awaited.push(PendingCall { tool_call_id, call_id, name });
         }
         let (ended, _) = engine.render_late_results(caller, &awaited, budget).await?;
         let goes_on = "it was begun, goes on, and its tool has been withdrawn";
-        let mut made: HashMap<usize, String> =
-            places.values().map(|place| (*place, goes_on.to_owned())).collect();
+        let mut contents: HashMap<usize, String> =
+            indexes.values().map(|index| (*index, goes_on.to_owned())).collect();
         for (call, content) in ended {
-            made.extend(places.get(&call.tool_call_id).map(|place| (*place, content)));
+            contents.extend(indexes.get(&call.tool_call_id).map(|index| (*index, content)));
         }
-        Ok(Self { contents: made })
+        Ok(Self { contents })
     }
 }

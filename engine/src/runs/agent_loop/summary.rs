@@ -48,10 +48,10 @@ pub(super) async fn summarize_messages(
     let digest = |message: &Value| message["content"].as_str().unwrap_or_default().to_owned();
     let digests: Vec<String> = messages.iter().map(digest).collect();
     let (summaries, usage) = summarize_digests(engine, results, &digests).await;
-    let summarised = summaries.into_iter().map(|(place, summary)| {
-        let mut message = messages[place].clone();
+    let summarised = summaries.into_iter().map(|(index, summary)| {
+        let mut message = messages[index].clone();
         message["content"] = summary.into();
-        (place, message)
+        (index, message)
     });
     (summarised.collect(), usage)
 }
@@ -69,15 +69,15 @@ pub(super) async fn summarize_digests(
     let asked = results.iter().zip(digests).enumerate().filter(|(_, (settled, _))| {
         settled.is_digested && settled.data().is_some() && settled.error().is_none()
     });
-    let asked = asked.filter_map(|(place, (settled, digest))| {
+    let asked = asked.filter_map(|(index, (settled, digest))| {
         let call = settled.call()?;
         Some(async move {
             let (text, cost) = summarize_call(engine, call, tokens::count(digest)).await?;
-            Some((place, text, cost))
+            Some((index, text, cost))
         })
     });
-    for (place, summary, cost) in join_all(asked).await.into_iter().flatten() {
-        summaries.insert(place, summary);
+    for (index, summary, cost) in join_all(asked).await.into_iter().flatten() {
+        summaries.insert(index, summary);
         usage += cost;
     }
     (summaries, usage)
@@ -144,7 +144,7 @@ async fn summary_request(
         let digest = digest::digest(&data, MAX_TOKENS, &source);
         digest.map_or_else(
             || tokens::prefix_within(&content, MAX_TOKENS).to_owned(),
-            |made| made.text,
+            |digest| digest.text,
         )
     });
     let text = text.await.ok()?;

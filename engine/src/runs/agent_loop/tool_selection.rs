@@ -40,15 +40,15 @@ impl ToolSelection {
     /// Selects the tools of the options that exist.
     pub(super) fn new(engine: &Arc<Runs>, caller: &Caller, options: &RunOptions) -> Self {
         let version = engine.registry.directory_version();
-        let own: HashSet<String> =
+        let caller_tools: HashSet<String> =
             options.caller_tools.iter().filter_map(function_name).map(str::to_owned).collect();
         let mut tools = engine.registry.tools_for_model(caller);
         if let Some(patterns) = &options.tools {
             let fits = |name: &str| {
-                let told = model_tool_names::name_for_model(name);
+                let model_name = model_tool_names::name_for_model(name);
                 patterns.iter().any(|p| {
                     access_rules::pattern_matches(p, name)
-                        || access_rules::pattern_matches(p, &told)
+                        || access_rules::pattern_matches(p, &model_name)
                 })
             };
             tools.retain(|entry| fits(&entry.definition.name));
@@ -58,23 +58,23 @@ impl ToolSelection {
             // The model needs it to read the omitted parts of a digest.
             tools.extend(engine.registry.tool(caller, RESULT_READ));
         }
-        let told = model_tool_names::names_for_model(
+        let model_names = model_tool_names::names_for_model(
             tools.iter().map(|entry| entry.definition.name.as_str()),
         );
         let mut offer = Self {
             tools: options.caller_tools.clone(),
             tool_names: HashMap::new(),
-            caller_tools: own,
+            caller_tools,
             version,
         };
-        for (entry, told) in tools.iter().zip(told) {
-            if offer.caller_tools.contains(&told) {
+        for (entry, name) in tools.iter().zip(model_names) {
+            if offer.caller_tools.contains(&name) {
                 continue;
             }
             offer
                 .tools
-                .push(describe_tool(ToolFormat::OpenAi, &told, &entry.definition).to_value());
-            offer.tool_names.insert(told, entry.definition.name.clone());
+                .push(describe_tool(ToolFormat::OpenAi, &name, &entry.definition).to_value());
+            offer.tool_names.insert(name, entry.definition.name.clone());
         }
         offer
     }

@@ -39,14 +39,14 @@ impl ResultListeners {
         for listener in &self.all {
             // Unwind safe: a listener only borrows two records and cannot leave the context
             // half-updated.
-            let told = catch_unwind(AssertUnwindSafe(|| listener(call, result)));
-            let why = match told {
+            let outcome = catch_unwind(AssertUnwindSafe(|| listener(call, result)));
+            let reason = match outcome {
                 Ok(Ok(())) => continue,
                 Ok(Err(error)) => error.to_string(),
                 Err(panic) => format!("it panicked: {}", panic_message(&*panic)),
             };
             let (tool, call_id) = (&call.name, &call.call_id);
-            tracing::error!(tool, call_id, why, "a listener of tool calls failed");
+            tracing::error!(tool, call_id, why = reason, "a listener of tool calls failed");
         }
     }
 }

@@ -76,14 +76,17 @@ impl ToolCallContext {
     /// Renders the calls and results as OpenAI chat messages, as of `now_ms`. With a budget, the
     /// answers have at most that many tokens together; long ones become digests.
     pub fn to_openai(&self, budget_tokens: Option<usize>, now_ms: u64) -> ContextMessages {
-        let told = self.conversation_calls();
-        let mut contents = render_contents(&told, budget_tokens, now_ms).into_iter();
+        let entries = self.conversation_calls();
+        let mut contents = render_contents(&entries, budget_tokens, now_ms).into_iter();
         let mut messages = Vec::new();
-        for turn in told.chunk_by(|a, b| a.call.step == b.call.step) {
-            let tool_calls = turn.iter().map(|told| OpenAiToolCall {
-                id: &told.id,
+        for turn in entries.chunk_by(|a, b| a.call.step == b.call.step) {
+            let tool_calls = turn.iter().map(|entry| OpenAiToolCall {
+                id: &entry.id,
                 kind: "function",
-                function: OpenAiFunctionCall { name: &told.name, arguments: told.call.args.text() },
+                function: OpenAiFunctionCall {
+                    name: &entry.name,
+                    arguments: entry.call.args.text(),
+                },
             });
             let tool_calls = tool_calls.collect();
             messages.push(to_json(&AssistantMessage {
@@ -92,7 +95,7 @@ impl ToolCallContext {
                 tool_calls,
             }));
             let answers = turn.iter().zip(&mut contents);
-            messages.extend(answers.map(|(told, text)| told.message(CallFormat::OpenAi, &text)));
+            messages.extend(answers.map(|(entry, text)| entry.message(CallFormat::OpenAi, &text)));
         }
         ContextMessages { messages, tools: self.describe_tools(ToolFormat::OpenAi) }
     }
@@ -100,20 +103,20 @@ impl ToolCallContext {
     /// Renders the calls and results as Anthropic messages, with assistant and user messages
     /// alternating.
     pub fn to_anthropic(&self, budget_tokens: Option<usize>, now_ms: u64) -> ContextMessages {
-        let told = self.conversation_calls();
-        let mut contents = render_contents(&told, budget_tokens, now_ms).into_iter();
+        let entries = self.conversation_calls();
+        let mut contents = render_contents(&entries, budget_tokens, now_ms).into_iter();
         let mut messages = Vec::new();
-        for turn in told.chunk_by(|a, b| a.call.step == b.call.step) {
-            let calls = turn.iter().map(|told| {
+        for turn in entries.chunk_by(|a, b| a.call.step == b.call.step) {
+            let calls = turn.iter().map(|entry| {
                 // The Anthropic API accepts only objects as input.
-                let object = told.call.args.text().trim_start().starts_with('{');
-                let input = if object { told.call.args.clone() } else { Json::empty_object() };
-                to_json(&ToolUseBlock { kind: "tool_use", id: &told.id, name: &told.name, input })
+                let object = entry.call.args.text().trim_start().starts_with('{');
+                let input = if object { entry.call.args.clone() } else { Json::empty_object() };
+                to_json(&ToolUseBlock { kind: "tool_use", id: &entry.id, name: &entry.name, input })
             });
             messages
                 .push(to_json(&AnthropicMessage { role: "assistant", content: calls.collect() }));
             let answers = turn.iter().zip(&mut contents);
-            let answers = answers.map(|(told, text)| told.message(CallFormat::Anthropic, &text));
+            let answers = answers.map(|(entry, text)| entry.message(CallFormat::Anthropic, &text));
             messages.push(to_json(&AnthropicMessage { role: "user", content: answers.collect() }));
         }
         ContextMessages { messages, tools: self.describe_tools(ToolFormat::Anthropic) }
@@ -136,8 +139,8 @@ impl ToolCallContext {
         let calls = self.tool_calls.iter();
         calls
             .map(|call| {
-                let known = self.tool_definitions.iter().position(|tool| tool.name == call.name);
-                let name = known.map_or_else(
+                let position = self.tool_definitions.iter().position(|tool| tool.name == call.name);
+                let name = position.map_or_else(
                     || model_tool_names::name_for_model(&call.name),
                     |at| names[at].clone(),
                 );
@@ -173,41 +176,41 @@ impl ConversationCall<'_> {
             Some(Ok(data)) => data_content(data),
             Some(Err(fault)) => fault_content(fault),
             None => {
-                let place = if self.call.background { " in the background" } else { "" };
+                let mode = if self.call.background { " in the background" } else { "" };
                 let since = self.call.created_ms.map(|at_ms| format_elapsed(at_ms, now_ms));
                 let since = since.map(|span| format!(" for {span} now")).unwrap_or_default();
                 format!(
-                    "still running{place}{since}; you will be told its result when it has come, \
+                    "still running{mode}{since}; you will be told its result when it has come, \
                      do not call it again for it"
                 )
             }
         }
     }
 
-    /// Returns the most useful text within `room` tokens.
-    fn shorten(&self, content: &str, room: usize) -> String {
+    /// Returns the most useful text within `budget` tokens.
+    fn shorten(&self, content: &str, budget: usize) -> String {
         match self.result.map(|result| &result.outcome) {
-            Some(Ok(data)) => render_result(self.call, data, room),
-            Some(Err(fault)) => truncate_to_tokens(&format!("failed: {fault}"), room),
-            None => tokens::prefix_within(content, room).to_owned(),
+            Some(Ok(data)) => render_result(self.call, data, budget),
+            Some(Err(fault)) => truncate_to_tokens(&format!("failed: {fault}"), budget),
+            None => tokens::prefix_within(content, budget).to_owned(),
         }
     }
 
-    fn message(&self, form: CallFormat, content: &str) -> Json {
+    fn message(&self, format: CallFormat, content: &str) -> Json {
         let ok = self.result.map(ToolResult::ok);
         let (data, error, metrics, pending) = (None, None, None, None);
         let answer = EntryAnswer { ok, content, data, error, metrics, pending };
-        model_formats::answer_message(form, Some(&self.id), &answer)
+        model_formats::answer_message(format, Some(&self.id), &answer)
     }
 }
 
 /// Renders the text of each answer, together in at most `budget_tokens` tokens.
 fn render_contents(
-    told: &[ConversationCall<'_>],
+    entries: &[ConversationCall<'_>],
     budget_tokens: Option<usize>,
     now_ms: u64,
 ) -> Vec<String> {
-    let mut contents: Vec<String> = told.iter().map(|told| told.content(now_ms)).collect();
+    let mut contents: Vec<String> = entries.iter().map(|entry| entry.content(now_ms)).collect();
     let bytes: usize = contents.iter().map(String::len).sum();
     // Every token has at least one byte.
     let Some(budget) = budget_tokens.filter(|budget| bytes > *budget) else { return contents };
@@ -216,8 +219,8 @@ fn render_contents(
     };
     let needs: Vec<usize> = contents.iter().map(need).collect();
     let shares = divide_budget(budget, &needs);
-    for (at, told) in told.iter().enumerate().filter(|(at, _)| needs[*at] > shares[*at]) {
-        contents[at] = told.shorten(&contents[at], shares[at]);
+    for (at, entry) in entries.iter().enumerate().filter(|(at, _)| needs[*at] > shares[*at]) {
+        contents[at] = entry.shorten(&contents[at], shares[at]);
     }
     contents
 }

@@ -64,7 +64,7 @@ struct PromptSection {
     lines: Vec<String>,
     /// Number of lines in total; more than `lines` if some were omitted from the start.
     total: usize,
-    shown: usize,
+    visible: usize,
     /// End of the note "and 3 …".
     omission_note: &'static str,
 }
@@ -74,23 +74,23 @@ impl PromptSection {
         if self.total == 0 {
             return;
         }
-        if self.shown == 0 {
+        if self.visible == 0 {
             text.push_str(&format!("\n{}: {}, not shown here\n", self.title, self.total));
             return;
         }
         text.push_str(&format!("\n## {} ({})\n", self.title, self.total));
-        for line in &self.lines[..self.shown] {
+        for line in &self.lines[..self.visible] {
             text.push_str(line);
             text.push('\n');
         }
-        let left = self.omitted();
-        if left > 0 {
-            text.push_str(&format!("and {left} {}\n", self.omission_note));
+        let omitted = self.omitted();
+        if omitted > 0 {
+            text.push_str(&format!("and {omitted} {}\n", self.omission_note));
         }
     }
 
     fn omitted(&self) -> usize {
-        self.total - self.shown
+        self.total - self.visible
     }
 }
 
@@ -124,24 +124,24 @@ impl PromptDraft {
 
     /// Shows as many lines of a section as fit, at most `at_most` and never fewer than now.
     fn show_what_fits(&mut self, section: usize, at_most: usize, budget: usize) {
-        let mut least = self.sections[section].shown;
-        let mut most = self.sections[section].lines.len().min(at_most).max(least);
+        let mut min = self.sections[section].visible;
+        let mut max = self.sections[section].lines.len().min(at_most).max(min);
         // Showing all lines needs no note about omitted ones, so all may fit where one fewer does
         // not.
-        self.sections[section].shown = most;
+        self.sections[section].visible = max;
         if self.fits(budget) {
             return;
         }
-        while least < most {
-            let middle = least + (most - least).div_ceil(2);
-            self.sections[section].shown = middle;
+        while min < max {
+            let middle = min + (max - min).div_ceil(2);
+            self.sections[section].visible = middle;
             if self.fits(budget) {
-                least = middle;
+                min = middle;
             } else {
-                most = middle - 1;
+                max = middle - 1;
             }
         }
-        self.sections[section].shown = least;
+        self.sections[section].visible = min;
     }
 
     fn omitted_counts(&self) -> OmittedCounts {
@@ -172,11 +172,11 @@ impl ToolCallContext {
         // Show one line of the most important sections first, then distribute the shares.
         draft.show_what_fits(PENDING, 1, budget_tokens);
         draft.show_what_fits(FINISHED, 1, budget_tokens);
-        let said = tokens::count(&draft.text());
-        let room = budget_tokens.saturating_sub(said);
+        let used = tokens::count(&draft.text());
+        let remaining = budget_tokens.saturating_sub(used);
         let shares = [(PENDING, 2), (FINISHED, 3), (TOOLS, 4), (PENDING, 4), (FINISHED, 4)];
         for (section, quarters) in shares {
-            draft.show_what_fits(section, usize::MAX, said + room * quarters / 4);
+            draft.show_what_fits(section, usize::MAX, used + remaining * quarters / 4);
         }
         let text = draft.text();
         ContextPrompt { tokens: tokens::count(&text), text, omitted: draft.omitted_counts() }
@@ -198,25 +198,27 @@ impl ToolCallContext {
                 format!("- {name} ({kind}){colon}{about}")
             })
             .collect();
-        let told = |name: &str| {
-            let known = self.tool_definitions.iter().position(|tool| tool.name == name);
-            known.map_or_else(|| model_tool_names::name_for_model(name), |at| names[at].clone())
+        let model_name = |name: &str| {
+            let position = self.tool_definitions.iter().position(|tool| tool.name == name);
+            position.map_or_else(|| model_tool_names::name_for_model(name), |at| names[at].clone())
         };
         let pending: Vec<String> = self
             .pending_calls()
-            .map(|call| pending_line(call, &told(&call.name), now_ms))
+            .map(|call| pending_line(call, &model_name(&call.name), now_ms))
             .collect();
-        let (least, most) = RESULT_TOKEN_RANGE;
-        let room = (budget_tokens / 6).clamp(least, most);
+        let (min, max) = RESULT_TOKEN_RANGE;
+        let result_budget = (budget_tokens / 6).clamp(min, max);
         let finished: Vec<String> = self
             .finished_calls()
             .rev()
             .take(MAX_FINISHED_SHOWN)
-            .map(|(call, result)| finished_line(call, result, &told(&call.name), room, now_ms))
+            .map(|(call, result)| {
+                finished_line(call, result, &model_name(&call.name), result_budget, now_ms)
+            })
             .collect();
         let section = |title, lines: Vec<String>, all, others| {
-            let shown = 0;
-            PromptSection { title, lines, total: all, shown, omission_note: others }
+            let visible = 0;
+            PromptSection { title, lines, total: all, visible, omission_note: others }
         };
         let (all_tools, all_pending) = (tools.len(), pending.len());
         PromptDraft {
@@ -233,12 +235,12 @@ impl ToolCallContext {
 /// Returns only the counts, or an empty text, if not even the headings fit.
 fn counts_only_prompt(all: OmittedCounts, budget_tokens: usize) -> ContextPrompt {
     let OmittedCounts { tools, pending, finished } = all;
-    let forms = [
+    let candidates = [
         format!("Tools: {tools} available, {pending} pending, {finished} finished.\n"),
         format!("{pending} tool calls pending.\n"),
     ];
-    let fits = |form: &String| !tokens::exceeds(form, budget_tokens);
-    let text = forms.into_iter().find(fits).unwrap_or_default();
+    let fits = |candidate: &String| !tokens::exceeds(candidate, budget_tokens);
+    let text = candidates.into_iter().find(fits).unwrap_or_default();
     ContextPrompt { tokens: tokens::count(&text), text, omitted: all }
 }
 
@@ -254,23 +256,23 @@ fn finished_line(
     call: &ToolCall,
     result: &ToolResult,
     name: &str,
-    room: usize,
+    budget: usize,
     now_ms: u64,
 ) -> String {
     let ago = result.completed_ms.map(|at_ms| format!(", {} ago", format_elapsed(at_ms, now_ms)));
-    let said = match &result.outcome {
-        Ok(data) => format!("ok: {}", one_line(&render_result(call, data, room))),
-        Err(fault) => truncate_to_tokens(&one_line(&format!("failed: {fault}")), room),
+    let outcome = match &result.outcome {
+        Ok(data) => format!("ok: {}", one_line(&render_result(call, data, budget))),
+        Err(fault) => truncate_to_tokens(&one_line(&format!("failed: {fault}")), budget),
     };
-    format!("- {name}, call_id {}{}, {said}", call.call_id, ago.unwrap_or_default())
+    format!("- {name}, call_id {}{}, {outcome}", call.call_id, ago.unwrap_or_default())
 }
 
-/// Renders a result in at most `room` tokens: unchanged, or as a digest.
-pub(super) fn render_result(call: &ToolCall, data: &Json, room: usize) -> String {
+/// Renders a result in at most `budget` tokens: unchanged, or as a digest.
+pub(super) fn render_result(call: &ToolCall, data: &Json, budget: usize) -> String {
     let whole = || data_content(data);
-    let Some(call_id) = &call.tool_call_id else { return truncate_to_tokens(&whole(), room) };
+    let Some(call_id) = &call.tool_call_id else { return truncate_to_tokens(&whole(), budget) };
     let source = digest::DigestSource { call_id, tool: &call.name, hint: Some(call.args.text()) };
-    digest(data, room, &source).map_or_else(whole, |digest| digest.text)
+    digest(data, budget, &source).map_or_else(whole, |digest| digest.text)
 }
 
 /// Returns the first line or sentence of a description.
@@ -283,13 +285,13 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Truncates a text to `most` tokens and marks the truncation.
-pub(super) fn truncate_to_tokens(text: &str, most: usize) -> String {
-    if !tokens::exceeds(text, most) {
+/// Truncates a text to `budget` tokens and marks the truncation.
+pub(super) fn truncate_to_tokens(text: &str, budget: usize) -> String {
+    if !tokens::exceeds(text, budget) {
         return text.to_owned();
     }
-    let marked = format!("{}…", tokens::prefix_within(text, most.saturating_sub(1)).trim_end());
-    tokens::prefix_within(&marked, most).to_owned()
+    let marked = format!("{}…", tokens::prefix_within(text, budget.saturating_sub(1)).trim_end());
+    tokens::prefix_within(&marked, budget).to_owned()
 }
 
 /// Formats the time since `at_ms` in its two largest units.

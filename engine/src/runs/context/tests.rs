@@ -82,10 +82,10 @@ fn a_repeated_id_answers_the_newest_pending_call() {
 #[test]
 fn a_call_id_takes_precedence_over_the_caller_call_id() {
     let ticket = |n: u64| Some(CallId::min_at(n));
-    let with = |n| ToolCall { tool_call_id: ticket(n), ..tool_call("call_0", "a") };
+    let call_with = |n| ToolCall { tool_call_id: ticket(n), ..tool_call("call_0", "a") };
     let mut context = ToolCallContext::new("run");
-    context.set_tool_calls([with(1), with(2)]);
-    context.set_tool_calls([ToolCall { status: Status::Pending, ..with(1) }]);
+    context.set_tool_calls([call_with(1), call_with(2)]);
+    context.set_tool_calls([ToolCall { status: Status::Pending, ..call_with(1) }]);
     assert_eq!(context.tool_calls().len(), 2, "one call per call id");
     assert_eq!(context.tool_calls()[0].status, Status::Pending, "the call is updated");
     let first = ToolResult { tool_call_id: ticket(1), ..answer("call_0", "one") };
@@ -179,9 +179,9 @@ fn a_failing_or_panicking_listener_is_logged_and_others_still_run() {
     assert_eq!(lines.len(), 4, "{lines:?}");
     let reasons = ["no room", "it panicked: out of cheese"];
     let calls = [("a.tool", "call_0"), ("b.tool", "call_1")];
-    let expected = calls.iter().flat_map(|call| reasons.iter().map(move |why| (call, why)));
-    for (line, ((tool, call_id), why)) in lines.iter().zip(expected) {
-        assert!(line.starts_with("ERROR") && line.contains(why), "{line}");
+    let expected = calls.iter().flat_map(|call| reasons.iter().map(move |reason| (call, reason)));
+    for (line, ((tool, call_id), reason)) in lines.iter().zip(expected) {
+        assert!(line.starts_with("ERROR") && line.contains(reason), "{line}");
         assert!(line.contains(tool) && line.contains(call_id), "{line}");
     }
 }
@@ -279,18 +279,21 @@ fn a_prompt_fits_any_budget_and_states_what_it_omits() {
         let prompt = context.prompt(budget, NOW);
         assert!(tokens::count(&prompt.text) <= budget, "{budget}: {}", prompt.tokens);
         assert_eq!(prompt.tokens, tokens::count(&prompt.text));
-        let left = prompt.omitted;
-        let states = |count: usize, title: &str, what: &str| {
-            let forms = [format!("and {count} {what}"), format!("{title}: {count}, not shown")];
-            budget < 40 || count == 0 || forms.iter().any(|form| prompt.text.contains(form))
+        let omitted = prompt.omitted;
+        let states = |count: usize, title: &str, note: &str| {
+            let phrases = [format!("and {count} {note}"), format!("{title}: {count}, not shown")];
+            budget < 40 || count == 0 || phrases.iter().any(|phrase| prompt.text.contains(phrase))
         };
         let text = &prompt.text;
-        assert!(states(left.tools, "Available", "more tools"), "{budget}: {text}");
-        assert!(states(left.pending, "Pending", "more that have not"), "{budget}: {text}");
-        assert!(states(left.finished, "Just finished", "that came before"), "{budget}: {text}");
-        assert!(budget < 100 || left.pending < 31, "what is pending comes first: {text}");
+        assert!(states(omitted.tools, "Available", "more tools"), "{budget}: {text}");
+        assert!(states(omitted.pending, "Pending", "more that have not"), "{budget}: {text}");
+        assert!(states(omitted.finished, "Just finished", "that came before"), "{budget}: {text}");
+        assert!(budget < 100 || omitted.pending < 31, "what is pending comes first: {text}");
         if budget >= 500 {
-            assert!(left.tools < 300 && left.pending < 31 && left.finished < 32, "{left:?}");
+            assert!(
+                omitted.tools < 300 && omitted.pending < 31 && omitted.finished < 32,
+                "{omitted:?}"
+            );
             assert!(prompt.tokens > before, "a larger budget shows more");
             before = prompt.tokens;
         }
@@ -332,11 +335,11 @@ fn every_call_of_a_conversation_is_answered_under_a_unique_id() {
     let roles: Vec<&str> = messages.iter().map(|m| m["role"].as_str().unwrap()).collect();
     assert_eq!(roles, ["assistant", "user", "assistant", "user"]);
     for pair in messages.chunks(2) {
-        let of = |message: &serde_json::Value, field: &str| -> Vec<String> {
+        let collect_ids = |message: &serde_json::Value, field: &str| -> Vec<String> {
             let blocks = message["content"].as_array().unwrap().iter();
             blocks.map(|block| block[field].as_str().unwrap().to_owned()).collect()
         };
-        assert_eq!(of(&pair[0], "id"), of(&pair[1], "tool_use_id"));
+        assert_eq!(collect_ids(&pair[0], "id"), collect_ids(&pair[1], "tool_use_id"));
     }
     assert_eq!(messages[2]["content"][0]["input"], serde_json::json!({ "q": 1.10 }));
     assert_eq!(messages[3]["content"][1]["is_error"], true);

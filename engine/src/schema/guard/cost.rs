@@ -47,28 +47,28 @@ impl MemberLoad {
 /// The load on each member: the named ones, and any other.
 #[derive(Debug, Clone, Default)]
 struct MemberLoads<'a> {
-    named: BTreeMap<MemberSelector<'a>, MemberLoad>,
+    by_selector: BTreeMap<MemberSelector<'a>, MemberLoad>,
     rest: MemberLoad,
 }
 
 impl<'a> MemberLoads<'a> {
     fn merge(&mut self, other: &MemberLoads<'a>, how: fn(MemberLoad, MemberLoad) -> MemberLoad) {
         if other.rest.recursive > 0 || other.rest.downstream > 0 {
-            for (slot, mine) in &mut self.named {
-                if !other.named.contains_key(slot) {
-                    *mine = how(*mine, other.rest);
+            for (slot, current) in &mut self.by_selector {
+                if !other.by_selector.contains_key(slot) {
+                    *current = how(*current, other.rest);
                 }
             }
         }
-        for (slot, theirs) in &other.named {
-            let mine = self.named.get(slot).copied().unwrap_or(self.rest);
-            self.named.insert(*slot, how(mine, *theirs));
+        for (slot, theirs) in &other.by_selector {
+            let current = self.by_selector.get(slot).copied().unwrap_or(self.rest);
+            self.by_selector.insert(*slot, how(current, *theirs));
         }
         self.rest = how(self.rest, other.rest);
     }
 
     fn heaviest(&self) -> MemberLoad {
-        self.named.values().copied().fold(self.rest, MemberLoad::max)
+        self.by_selector.values().copied().fold(self.rest, MemberLoad::max)
     }
 }
 
@@ -122,8 +122,8 @@ pub(super) fn measure_profile(graph: &SchemaGraph) -> Result<SchemaProfile, Sche
 }
 
 fn count_patterns(schema: &Value) -> usize {
-    let named = schema.get("patternProperties").and_then(Value::as_object);
-    usize::from(schema.get("pattern").is_some()) + named.map_or(0, serde_json::Map::len)
+    let patterns = schema.get("patternProperties").and_then(Value::as_object);
+    usize::from(schema.get("pattern").is_some()) + patterns.map_or(0, serde_json::Map::len)
 }
 
 struct CostAnalysis<'a, 'g, 'r> {
@@ -168,11 +168,11 @@ impl<'a> CostAnalysis<'a, '_, '_> {
         if !alone && !admits_type(value, "array", Value::is_array) {
             total.array = MemberLoads::default();
         }
-        self.work += total.object.named.len() + total.array.named.len();
+        self.work += total.object.by_selector.len() + total.array.by_selector.len();
         let load = total.object.heaviest().max(total.array.heaviest());
-        let here = |reason: String| Err(schema_error(graph.doc.pointer(site.index), reason));
+        let fail = |reason: String| Err(schema_error(graph.doc.pointer(site.index), reason));
         if load.recursive > 1 {
-            return here(
+            return fail(
                 "the schema recurses more than once into the same value, so that the work \
                  doubles with every level of the value; recurse once, or tell the branches apart \
                  by a property with a `const`"
@@ -180,10 +180,10 @@ impl<'a> CostAnalysis<'a, '_, '_> {
             );
         }
         if total.paths.max(load.downstream) > MAX_PATHS {
-            return here(format!("one value could be evaluated along more than {MAX_PATHS} paths"));
+            return fail(format!("one value could be evaluated along more than {MAX_PATHS} paths"));
         }
         if self.work > MAX_WORK {
-            return here("the schema is too tangled to be analysed".to_string());
+            return fail("the schema is too tangled to be analysed".to_string());
         }
         let busiest = &mut self.busiest[self.component[me]];
         *busiest = (*busiest).max(total.paths).max(load.downstream);
@@ -204,12 +204,12 @@ impl<'a> CostAnalysis<'a, '_, '_> {
                     MemberSelector::OtherMembers | MemberSelector::AllMembers => {
                         loads.rest = loads.rest.add(load(*to))
                     }
-                    named => drop(loads.named.insert(*named, load(*to))),
+                    selector => drop(loads.by_selector.insert(*selector, load(*to))),
                 }
             }
             for (_, to) in steps.iter().filter(|(slot, _)| *slot == MemberSelector::AllMembers) {
-                for named in loads.named.values_mut() {
-                    *named = named.add(load(*to));
+                for member_load in loads.by_selector.values_mut() {
+                    *member_load = member_load.add(load(*to));
                 }
             }
             loads
@@ -225,7 +225,7 @@ impl<'a> CostAnalysis<'a, '_, '_> {
     /// is not recursion within the parent's, unless both are the same component.
     fn cost_seen_from(&mut self, me: usize, child: usize) -> SubschemaCost<'a> {
         let mut seen = self.done[child].clone();
-        self.work += seen.object.named.len() + seen.array.named.len();
+        self.work += seen.object.by_selector.len() + seen.array.by_selector.len();
         if self.component[me] != self.component[child] {
             let around = self.busiest[self.component[child]];
             let settle = |load: &mut MemberLoad| {
@@ -234,7 +234,7 @@ impl<'a> CostAnalysis<'a, '_, '_> {
                 load.recursive = 0;
             };
             for loads in [&mut seen.object, &mut seen.array] {
-                loads.named.values_mut().for_each(settle);
+                loads.by_selector.values_mut().for_each(settle);
                 settle(&mut loads.rest);
             }
         }
@@ -258,42 +258,42 @@ fn admits_type(schema: &Value, name: &str, is: fn(&Value) -> bool) -> bool {
 impl<'a> SchemaGraph<'a, '_> {
     /// Returns the longest chain of in-place edges below each subschema; refuses loops.
     fn chain_lengths(&self) -> Result<Vec<u32>, SchemaError> {
-        let mut known = vec![None; self.subschemas.len()];
+        let mut lengths = vec![None; self.subschemas.len()];
         for site in 0..self.subschemas.len() {
-            self.chain_length(site, &mut Vec::new(), &mut known)?;
+            self.chain_length(site, &mut Vec::new(), &mut lengths)?;
         }
-        Ok(known.into_iter().map(Option::unwrap_or_default).collect())
+        Ok(lengths.into_iter().map(Option::unwrap_or_default).collect())
     }
 
     fn chain_length(
         &self,
         at: usize,
         open: &mut Vec<usize>,
-        known: &mut Vec<Option<u32>>,
+        lengths: &mut Vec<Option<u32>>,
     ) -> Result<u32, SchemaError> {
-        if let Some(length) = known[at] {
+        if let Some(length) = lengths[at] {
             return Ok(length);
         }
-        let here =
+        let fail =
             |reason: String| Err(schema_error(self.doc.pointer(self.subschemas[at].index), reason));
         if open.contains(&at) {
-            return here("the schema refers back to itself without ever descending".to_string());
+            return fail("the schema refers back to itself without ever descending".to_string());
         }
         let too_long =
-            || here(format!("more than {MAX_CHAIN} subschemas apply to one value in a chain"));
+            || fail(format!("more than {MAX_CHAIN} subschemas apply to one value in a chain"));
         if open.len() >= MAX_CHAIN as usize {
             return too_long();
         }
         open.push(at);
         let mut longest = 0;
         for edge in &self.subschemas[at].in_place_edges {
-            longest = longest.max(self.chain_length(edge.to, open, known)?);
+            longest = longest.max(self.chain_length(edge.to, open, lengths)?);
         }
         open.pop();
         if longest >= MAX_CHAIN {
             return too_long();
         }
-        known[at] = Some(longest + 1);
+        lengths[at] = Some(longest + 1);
         Ok(longest + 1)
     }
 

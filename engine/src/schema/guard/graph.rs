@@ -107,8 +107,8 @@ impl<'a, 'r> SchemaGraph<'a, 'r> {
         index: usize,
         parent: &Arc<Uri<String>>,
     ) -> Result<usize, SchemaError> {
-        if let Some(&known) = self.by_value_index.get(&index) {
-            return Ok(known);
+        if let Some(&existing) = self.by_value_index.get(&index) {
+            return Ok(existing);
         }
         if self.subschemas.len() >= MAX_SUBSCHEMAS {
             let reason = format!("the schema has more than {MAX_SUBSCHEMAS} subschemas");
@@ -150,9 +150,13 @@ impl<'a, 'r> SchemaGraph<'a, 'r> {
 
     /// Returns the subschema of a value in a subschema position, or `None` if it is not a schema;
     /// the meta-schema reports that with a better message.
-    fn child_subschema(&mut self, of: usize, value: &Value) -> Result<Option<usize>, SchemaError> {
+    fn child_subschema(
+        &mut self,
+        parent: usize,
+        value: &Value,
+    ) -> Result<Option<usize>, SchemaError> {
         let index = self.doc.by_address.get(&address(value)).copied();
-        let base = Arc::clone(&self.subschemas[of].base);
+        let base = Arc::clone(&self.subschemas[parent].base);
         match index {
             Some(index) if value.is_object() || value.is_boolean() => {
                 self.add_subschema(index, &base).map(Some)

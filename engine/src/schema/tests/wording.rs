@@ -165,12 +165,12 @@ fn properties_are_worded() {
     assert_eq!(only_problem(json!({"properties": {"a": false}}), json!({"a": 1})).0, "/a");
     for keyword in ["additionalProperties", "unevaluatedProperties"] {
         let style = json!({"properties": {"color": {}, "max_width": {}}, keyword: false});
-        let known = "known are: \"color\", \"max_width\"";
+        let hint = "known are: \"color\", \"max_width\"";
         assert_eq!(
             messages(style.clone(), json!({"colour": 1, "color": 2, "zzz": 3})),
             [
-                format!("\"colour\" is not a known property; did you mean \"color\"? {known}"),
-                format!("\"zzz\" is not a known property; {known}"),
+                format!("\"colour\" is not a known property; did you mean \"color\"? {hint}"),
+                format!("\"zzz\" is not a known property; {hint}"),
             ]
         );
         let referred = json!({"properties": {"s": {"$ref": "#/$defs/S"}}, "$defs": {"S": style}});
@@ -180,7 +180,7 @@ fn properties_are_worded() {
                 "/s/maxWidth",
                 &format!(
                     "\"maxWidth\" is not a known property of /s; \
-                     did you mean \"max_width\"? {known}"
+                     did you mean \"max_width\"? {hint}"
                 )
             )
         );

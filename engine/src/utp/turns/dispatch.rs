@@ -74,8 +74,8 @@ impl Utp {
     ) -> Result<DispatchedStep, Error> {
         check_dispatch_request(&request)?;
         let turn = self.turn(caller, agent_id, turn_id).await?;
-        if let Some(known) = self.find_dispatched_step(turn, &request).await? {
-            return Ok(known);
+        if let Some(existing) = self.find_dispatched_step(turn, &request).await? {
+            return Ok(existing);
         }
         let error = match self.dispatch_new_step(caller, agent_id, turn_id, &request).await {
             Err(error) if error.code() == Code::Conflict => error,
@@ -204,9 +204,9 @@ impl Utp {
     async fn cancel_undispatched(&self, caller: &Caller, calls: &[StepCall]) {
         for call in calls {
             let (turn, id) = (Some(call.turn_id.as_str()), &call.tool_call_id);
-            let known = self.core.store.utp().step_call(&call.project, turn, id).await;
-            let stays = |known: StepCall| known.call_id == call.call_id;
-            if !known.ok().flatten().is_some_and(stays) {
+            let stored = self.core.store.utp().step_call(&call.project, turn, id).await;
+            let stays = |stored: StepCall| stored.call_id == call.call_id;
+            if !stored.ok().flatten().is_some_and(stays) {
                 self.cancel_best_effort(caller, call, "its step was not dispatched").await;
             }
         }
@@ -233,19 +233,19 @@ impl Utp {
         calls: &[StepCallRequest],
     ) -> Result<(), Error> {
         let utp = self.core.store.utp();
-        let known = self.load_step_calls(turn, step_id).await?;
-        if !known.is_empty() {
-            if known.iter().any(|call| call.epoch != turn.epoch) {
+        let existing = self.load_step_calls(turn, step_id).await?;
+        if !existing.is_empty() {
+            if existing.iter().any(|call| call.epoch != turn.epoch) {
                 let message = format!("step_id \"{step_id}\" was used in this turn before");
                 return Err(conflict(turn, message));
             }
-            self.check_same_calls(turn, &known, calls).await?;
+            self.check_same_calls(turn, &existing, calls).await?;
         }
         for call in calls {
             let id = &call.tool_call_id;
-            let known = utp.step_call(&turn.project, Some(&turn.turn_id), id).await;
-            let known = known.map_err(from_store_error)?;
-            if known.is_some_and(|known| known.step_id != step_id) {
+            let existing = utp.step_call(&turn.project, Some(&turn.turn_id), id).await;
+            let existing = existing.map_err(from_store_error)?;
+            if existing.is_some_and(|existing| existing.step_id != step_id) {
                 let message = format!("tool_call_id \"{id}\" was used in this turn before");
                 return Err(conflict(turn, message));
             }
@@ -257,15 +257,16 @@ impl Utp {
     async fn check_same_calls(
         &self,
         turn: &Turn,
-        known: &[StepCall],
+        existing: &[StepCall],
         calls: &[StepCallRequest],
     ) -> Result<(), Error> {
-        let mut same = known.len() == calls.len();
-        for (known, call) in known.iter().zip(calls) {
+        let mut same = existing.len() == calls.len();
+        for (stored, call) in existing.iter().zip(calls) {
             same = same
-                && (&known.tool_call_id, &known.tool_name) == (&call.tool_call_id, &call.tool_name)
+                && (&stored.tool_call_id, &stored.tool_name)
+                    == (&call.tool_call_id, &call.tool_name)
                 && self
-                    .load_dispatched_args(known)
+                    .load_dispatched_args(stored)
                     .await?
                     .is_none_or(|args| args == parse_arguments(&call.arguments).0);
         }
@@ -276,13 +277,14 @@ impl Utp {
     }
 
     /// Loads the arguments of a dispatched call, if they are still stored.
-    async fn load_dispatched_args(&self, known: &StepCall) -> Result<Option<Value>, Error> {
-        if let Some(id) = known.call_id.as_deref().and_then(|id| id.parse().ok()) {
-            let call = self.find_call(&known.project, &id).await?;
+    async fn load_dispatched_args(&self, step_call: &StepCall) -> Result<Option<Value>, Error> {
+        if let Some(id) = step_call.call_id.as_deref().and_then(|id| id.parse().ok()) {
+            let call = self.find_call(&step_call.project, &id).await?;
             return Ok(call.map(|call| call.args.to_value()));
         }
-        let card_id = failed_card_id(&known.project, &known.turn_id, &known.tool_call_id, "call");
-        let card = self.find_card(&known.project, &card_id).await?;
+        let card_id =
+            failed_card_id(&step_call.project, &step_call.turn_id, &step_call.tool_call_id, "call");
+        let card = self.find_card(&step_call.project, &card_id).await?;
         Ok(card.and_then(|card| card.content.get("arguments").cloned()))
     }
 
@@ -405,8 +407,8 @@ fn check_dispatch_request(request: &DispatchRequest) -> Result<(), Error> {
 }
 
 /// Parses the arguments as an object. Also returns the fault if they are not valid JSON.
-fn parse_arguments(given: &Value) -> (Value, Option<Fault>) {
-    let value = match given {
+fn parse_arguments(input: &Value) -> (Value, Option<Fault>) {
+    let value = match input {
         Value::Null => Value::Object(Map::new()),
         Value::String(text) => match Json::parse(text) {
             Ok(json) => json.to_value(),
@@ -431,8 +433,8 @@ fn call_card_id(call: &StepCall) -> Option<String> {
 }
 
 fn step_call_key(turn: &Turn, call: &StepCallRequest) -> String {
-    let named = json!([turn.turn_id, call.tool_call_id]).to_string();
-    format!("utp:{}", hex(&Sha256::digest(named.as_bytes())))
+    let seed = json!([turn.turn_id, call.tool_call_id]).to_string();
+    format!("utp:{}", hex(&Sha256::digest(seed.as_bytes())))
 }
 
 fn build_route(turn: &Turn, step_id: &str, call: &StepCallRequest) -> Route {

@@ -50,10 +50,10 @@ impl Utp {
             };
             // Covers the calls of every step, including those of a step that was never stored
             // because its dispatch failed halfway.
-            let own = |call: &Call| {
+            let in_turn = |call: &Call| {
                 call.origin.route.as_ref().is_some_and(|route| route.turn_id == turn_id)
             };
-            self.calls.cancel_open_calls(caller, turn_id, "the turn was stopped", own).await;
+            self.calls.cancel_open_calls(caller, turn_id, "the turn was stopped", in_turn).await;
             self.wake_inbox_listeners(&stopped.project, agent_id, true);
             return Ok(stopped);
         }
@@ -61,9 +61,9 @@ impl Utp {
     }
 
     /// Cancels a call. Failure is ignored: the call may have ended in the meantime.
-    pub(super) async fn cancel_best_effort(&self, caller: &Caller, call: &StepCall, why: &str) {
+    pub(super) async fn cancel_best_effort(&self, caller: &Caller, call: &StepCall, reason: &str) {
         let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
-        if let Err(error) = self.calls.cancel(caller, &id, Some(why.to_owned())).await {
+        if let Err(error) = self.calls.cancel(caller, &id, Some(reason.to_owned())).await {
             tracing::debug!(call = %id, %error, "call not canceled");
         }
     }

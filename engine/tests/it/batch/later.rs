@@ -32,8 +32,8 @@ impl ManualTools {
         FnTool::new(name, "Ends when it is told to", move |args: Numbered| {
             let tools = tools.clone();
             async move {
-                let (now, most) = &*tools.running;
-                most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                let (now, peak) = &*tools.running;
+                peak.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                 tools.notes.lock().push(format!("+{}", args.n));
                 tools.go.acquire().await.unwrap().forget();
                 tools.notes.lock().push(format!("-{}", args.n));

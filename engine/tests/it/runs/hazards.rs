@@ -197,7 +197,7 @@ async fn a_run_fails_when_its_api_key_is_revoked() {
 
 #[tokio::test]
 async fn replays_count_toward_the_limit_of_open_runs() {
-    let script = Script::default().says("Hello.").line(|_| panic!("not asked"));
+    let script = Script::default().says("Hello.").replies_with(|_| panic!("not asked"));
     let limits = toolcrib::EngineLimits { max_open_runs: 1, ..Default::default() };
     let (_go, gate) = oneshot::channel();
     let requested = tokio::sync::Notify::new();

@@ -97,7 +97,7 @@ async fn a_replay_delivers_late_results_late() {
     let go = Mutex::new(Some(go));
     let script = Script::default()
         .calls(&[("c1", "job__start", SUM)])
-        .line(move |_| {
+        .replies_with(move |_| {
             go.lock().take().unwrap().send(()).unwrap();
             Ok(ModelReply { text: "I wait.".into(), ..ModelReply::default() })
         })

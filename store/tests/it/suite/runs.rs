@@ -5,7 +5,7 @@ use toolcrib::domain::model_reply::{ModelReply, TokenUsage, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::{FinalAnswer, PendingCall, RepeatCounter, RunProgress};
 use toolcrib::domain::run::{
-    JournalKind, JournalRecord, Run, RunEvent, RunOwner, RunStatus, Trouble,
+    JournalKind, JournalRecord, Run, RunError, RunEvent, RunOwner, RunStatus,
 };
 use toolcrib::ports::store::runs::{CreateRunResult, RunFilter};
 use toolcrib::ports::store::{IdempotencyKey, SaveResult, Store};
@@ -94,7 +94,7 @@ pub async fn a_run_is_saved_by_version_together_with_its_journal(store: &dyn Sto
     let kinds: Vec<JournalKind> = journal.iter().map(|journaled| journaled.record.kind).collect();
     assert_eq!(kinds, [JournalKind::Created, JournalKind::Replied, JournalKind::Finished]);
     // An ended run can continue, and fail.
-    let trouble = Trouble {
+    let trouble = RunError {
         code: "UPSTREAM_UNAVAILABLE".into(),
         message: "away".into(),
         detail: None,

@@ -27,8 +27,8 @@ fn precedence_is_environment_fixed_caller_default() {
         },
         "envs": { "d": "SECRET" },
     });
-    let given = json!({ "b": "caller", "c": "caller", "d": "caller", "e": "caller" });
-    let prepared = rules(options).apply(&given, &vars());
+    let input = json!({ "b": "caller", "c": "caller", "d": "caller", "e": "caller" });
+    let prepared = rules(options).apply(&input, &vars());
     let expected = json!({ "a": "default", "b": "caller", "c": "fixed", "e": "caller" });
     assert_eq!(prepared.args, expected, "d is taken from the environment at execution");
     assert_eq!(prepared.defaults, ["a"]);
@@ -48,8 +48,8 @@ fn only_named_variables_count_as_environment() {
     let options = json!({ "envs": { "a": " KEY ", "b": "  ", "c": 7, "d": "" } });
     let rules = rules(options);
     assert_eq!(rules.env_arguments(), &BTreeMap::from([("a".to_owned(), "KEY".to_owned())]));
-    let given = json!({ "a": 1, "b": 2, "c": 3 });
-    assert_eq!(rules.apply(&given, &vars()).args, json!({ "b": 2, "c": 3 }));
+    let input = json!({ "a": 1, "b": 2, "c": 3 });
+    assert_eq!(rules.apply(&input, &vars()).args, json!({ "b": 2, "c": 3 }));
 }
 
 #[test]
@@ -81,8 +81,8 @@ fn templates_are_expanded_once_and_only_at_the_top_level() {
 fn defaults_are_expanded_and_caller_values_are_not() {
     let options = json!({ "args": { "defaults": { "a": "{project_id}" } } });
     assert_eq!(apply_rules(options.clone(), json!({})), json!({ "a": "p1" }));
-    let given_by_caller = json!({ "a": "{project_id}" });
-    assert_eq!(apply_rules(options, given_by_caller.clone()), given_by_caller);
+    let caller_args = json!({ "a": "{project_id}" });
+    assert_eq!(apply_rules(options, caller_args.clone()), caller_args);
 }
 
 #[test]
@@ -132,13 +132,13 @@ fn absent_rules_are_none_and_invalid_rules_are_named() {
     assert_eq!(ArgumentRules::from_options(&json!({ "jina": {} })), None);
     assert_eq!(ArgumentRules::from_options(&json!({ "args": { "fixed": {} }, "envs": {} })), None);
     assert_eq!(ArgumentRules::find_problem(&json!({ "args": { "fixed": {} } })), None);
-    for (options, named) in [
+    for (options, expected) in [
         (json!({ "args": [] }), "options.args "),
         (json!({ "args": { "fixed": 1 } }), "options.args.fixed"),
         (json!({ "args": { "defaults": "x" } }), "options.args.defaults"),
         (json!({ "envs": ["x"] }), "options.envs"),
     ] {
-        assert!(ArgumentRules::find_problem(&options).unwrap().contains(named), "{options}");
+        assert!(ArgumentRules::find_problem(&options).unwrap().contains(expected), "{options}");
     }
 }
 

@@ -18,8 +18,8 @@ impl UpstreamCredentialStore for MemoryStore {
         project: &str,
         upstream: &str,
     ) -> Result<Option<String>, StoreError> {
-        let place = (project.to_owned(), upstream.to_owned());
-        Ok(self.state.lock().credentials.get(&place).cloned())
+        let key = (project.to_owned(), upstream.to_owned());
+        Ok(self.state.lock().credentials.get(&key).cloned())
     }
 
     async fn set_credential(
@@ -28,11 +28,11 @@ impl UpstreamCredentialStore for MemoryStore {
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), StoreError> {
-        let place = (project.to_owned(), upstream.to_owned());
+        let key = (project.to_owned(), upstream.to_owned());
         let mut state = self.state.lock();
         match grant {
-            Some(grant) => state.credentials.insert(place, grant),
-            None => state.credentials.remove(&place),
+            Some(grant) => state.credentials.insert(key, grant),
+            None => state.credentials.remove(&key),
         };
         Ok(())
     }

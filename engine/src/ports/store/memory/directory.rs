@@ -20,9 +20,10 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
         }
         DirectoryChange::Register { client, tools, unlisted_tools: others } => {
             let (project, id) = (client.project.clone(), client.client_id.clone());
-            let mine = |offer: &ToolOffer| offer.project == project && offer.client_id == id;
+            let belongs_to_client =
+                |offer: &ToolOffer| offer.project == project && offer.client_id == id;
             if others == UnlistedTools::Withdraw {
-                directory.offers.retain(|offer| !mine(offer));
+                directory.offers.retain(|offer| !belongs_to_client(offer));
             }
             for tool in tools {
                 let offer = ToolOffer {
@@ -30,19 +31,19 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
                     tool: tool.name.clone(),
                     client_id: id.clone(),
                 };
-                let same = |known: &crate::domain::tool::ToolDefinition| {
-                    known.project == tool.project && known.name == tool.name
+                let same = |existing: &crate::domain::tool::ToolDefinition| {
+                    existing.project == tool.project && existing.name == tool.name
                 };
-                directory.tools.retain(|known| !same(known));
+                directory.tools.retain(|existing| !same(existing));
                 directory.tools.push(tool);
                 if !directory.offers.contains(&offer) {
                     directory.offers.push(offer);
                 }
             }
             drop_orphans(directory);
-            let known =
+            let is_client =
                 |c: &crate::domain::directory::Client| c.project == project && c.client_id == id;
-            if !directory.clients.iter().any(known) {
+            if !directory.clients.iter().any(is_client) {
                 directory.clients.push(client);
             }
         }

@@ -27,9 +27,9 @@ impl MemoryState {
     fn append_journal(&mut self, run: &Run, entries: Vec<JournalRecord>) {
         for entry in entries {
             self.last_number += 1;
-            let noted =
+            let journal_entry =
                 JournalEntry { number: self.last_number, run_id: run.id.clone(), record: entry };
-            self.runs.journal.insert(self.last_number, (run.project.clone(), noted));
+            self.runs.journal.insert(self.last_number, (run.project.clone(), journal_entry));
         }
     }
 
@@ -38,12 +38,12 @@ impl MemoryState {
         let old = |run: &&Run| run.ended_ms.is_some_and(|at_ms| at_ms < before_ms);
         let old: Vec<RunKey> = runs.values().filter(old).take(limit).map(run_key).collect();
         let count = old.len();
-        for gone in old {
-            runs.remove(&gone);
-            journal.retain(|_, (project, noted)| {
-                (project.as_str(), noted.run_id.as_str()) != (gone.0.as_str(), gone.1.as_str())
+        for key in old {
+            runs.remove(&key);
+            journal.retain(|_, (project, entry)| {
+                (project.as_str(), entry.run_id.as_str()) != (key.0.as_str(), key.1.as_str())
             });
-            keys.retain(|_, (kept, _)| *kept != gone);
+            keys.retain(|_, (owner, _)| *owner != key);
         }
         count
     }
@@ -60,11 +60,11 @@ impl RunStore for MemoryStore {
         let mut state = self.state.lock();
         if let Some(key) = key {
             let name = (run.project.clone(), key.agent, key.key);
-            if let Some((known, fingerprint)) = state.runs.keys.get(&name) {
+            if let Some((existing, fingerprint)) = state.runs.keys.get(&name) {
                 let same = *fingerprint == key.fingerprint;
-                return Ok(match state.runs.runs.get(known).filter(|_| same) {
+                return Ok(match state.runs.runs.get(existing).filter(|_| same) {
                     Some(run) => CreateRunResult::Replayed(Box::new(run.clone())),
-                    None => CreateRunResult::Mismatch(known.1.clone()),
+                    None => CreateRunResult::Mismatch(existing.1.clone()),
                 });
             }
             state.runs.keys.insert(name, (run_key(&run), key.fingerprint));
@@ -90,8 +90,8 @@ impl RunStore for MemoryStore {
     }
 
     async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
-        let place = (project.to_owned(), run_id.to_owned());
-        Ok(self.state.lock().runs.runs.get(&place).cloned())
+        let key = (project.to_owned(), run_id.to_owned());
+        Ok(self.state.lock().runs.runs.get(&key).cloned())
     }
 
     async fn list_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
@@ -113,7 +113,7 @@ impl RunStore for MemoryStore {
         limit: usize,
     ) -> Result<Vec<Run>, StoreError> {
         let state = self.state.lock();
-        let later = state.runs.runs.iter().filter(|(place, _)| Some(*place) > after.as_ref());
+        let later = state.runs.runs.iter().filter(|(key, _)| Some(*key) > after.as_ref());
         let open = later.map(|(_, run)| run).filter(|run| !run.status.is_terminal());
         Ok(open.take(limit).cloned().collect())
     }
@@ -121,8 +121,8 @@ impl RunStore for MemoryStore {
     async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<JournalEntry>, StoreError> {
         let state = self.state.lock();
         let all = state.runs.journal.values();
-        let mine = all.filter(|(owner, noted)| owner == project && noted.run_id == run_id);
-        Ok(mine.map(|(_, noted)| noted.clone()).collect())
+        let entries = all.filter(|(owner, entry)| owner == project && entry.run_id == run_id);
+        Ok(entries.map(|(_, entry)| entry.clone()).collect())
     }
 
     async fn run_events(
@@ -138,9 +138,9 @@ impl RunStore for MemoryStore {
         let events = state.events.range(after.saturating_add(1)..).map(|(_, event)| event);
         let calls = events.filter(|event| state.in_scope(event, &scope)).take(limit);
         let entries = state.runs.journal.range(after.saturating_add(1)..);
-        let entries = entries.map(|(_, (owner, noted))| (owner, noted));
-        let entries = entries.filter(|(owner, noted)| *owner == project && noted.run_id == run_id);
-        let entries = entries.take(limit).map(|(_, noted)| RunEvent::Run(noted.clone()));
+        let entries = entries.map(|(_, (owner, entry))| (owner, entry));
+        let entries = entries.filter(|(owner, entry)| *owner == project && entry.run_id == run_id);
+        let entries = entries.take(limit).map(|(_, entry)| RunEvent::Run(entry.clone()));
         let mut all: Vec<RunEvent> =
             calls.map(|event| RunEvent::Call(event.clone())).chain(entries).collect();
         all.sort_by_key(RunEvent::number);

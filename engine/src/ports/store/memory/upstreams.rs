@@ -6,14 +6,14 @@ use crate::domain::directory::DirectoryChange;
 impl MemoryState {
     /// Applies a change to upstreams or their tools.
     pub(super) fn change_upstream(&mut self, change: DirectoryChange) {
-        let known = &mut self.directory.upstreams;
+        let upstreams = &mut self.directory.upstreams;
         match change {
             DirectoryChange::PutUpstream(upstream) => {
-                known.retain(|k| k.project != upstream.project || k.name != upstream.name);
-                known.push(*upstream);
+                upstreams.retain(|k| k.project != upstream.project || k.name != upstream.name);
+                upstreams.push(*upstream);
             }
             DirectoryChange::DropUpstream { project, name } => {
-                known.retain(|k| k.project != project || k.name != name);
+                upstreams.retain(|k| k.project != project || k.name != name);
                 self.drop_upstream_tools(&project, &name);
                 self.credentials.remove(&(project, name));
             }

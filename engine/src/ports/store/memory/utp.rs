@@ -37,15 +37,15 @@ impl UtpMemoryStore {
     pub(super) fn put_definition(&self, tool: &ToolDefinition, at_ms: Option<u64>) {
         let project = tool.project.clone().unwrap_or_default();
         self.mark_replaced(&project, &tool.name, at_ms);
-        let place = (project, tool.name.clone(), tool.version());
-        self.0.lock().versions.insert(place, (tool.clone(), None));
+        let key = (project, tool.name.clone(), tool.version());
+        self.0.lock().versions.insert(key, (tool.clone(), None));
     }
 
     /// Marks a tool's definitions as replaced: no new call uses them.
     pub(super) fn mark_replaced(&self, project: &str, name: &str, at_ms: Option<u64>) {
         let mut state = self.0.lock();
-        let mine = |place: &(String, String, String)| place.0 == project && place.1 == name;
-        for (_, (_, replaced_ms)) in state.versions.iter_mut().filter(|(place, _)| mine(place)) {
+        let is_version = |key: &(String, String, String)| key.0 == project && key.1 == name;
+        for (_, (_, replaced_ms)) in state.versions.iter_mut().filter(|(key, _)| is_version(key)) {
             *replaced_ms = replaced_ms.or(at_ms);
         }
     }
@@ -63,10 +63,10 @@ impl UtpMemoryState {
         self.number
     }
 
-    fn post(&mut self, letters: impl IntoIterator<Item = OutboxMessage>) {
-        for letter in letters {
+    fn post(&mut self, messages: impl IntoIterator<Item = OutboxMessage>) {
+        for message in messages {
             let number = self.next();
-            self.outbox.insert(number, letter);
+            self.outbox.insert(number, message);
         }
     }
 
@@ -81,12 +81,12 @@ impl UtpMemoryState {
 
     /// Adds the item, unless the inbox already has the outcome of that call.
     fn put_into_inbox(&mut self, item: InboxItem) -> InboxPutResult {
-        let known = self.inbox.values().find(|(known, _)| {
-            (&known.project, &known.turn_id, &known.tool_call_id)
+        let existing = self.inbox.values().find(|(existing, _)| {
+            (&existing.project, &existing.turn_id, &existing.tool_call_id)
                 == (&item.project, &item.turn_id, &item.tool_call_id)
         });
-        if let Some((known, _)) = known {
-            return InboxPutResult::Duplicate(known.inbox_id.clone());
+        if let Some((existing, _)) = existing {
+            return InboxPutResult::Duplicate(existing.inbox_id.clone());
         }
         let number = self.next();
         self.inbox.insert(number, (item, true));
@@ -102,31 +102,31 @@ impl UtpStore for UtpMemoryStore {
         tool: &str,
         version: &str,
     ) -> Result<Option<ToolDefinition>, StoreError> {
-        let place = (project.to_owned(), tool.to_owned(), version.to_owned());
-        Ok(self.0.lock().versions.get(&place).map(|(tool, _)| tool.clone()))
+        let key = (project.to_owned(), tool.to_owned(), version.to_owned());
+        Ok(self.0.lock().versions.get(&key).map(|(tool, _)| tool.clone()))
     }
 
     async fn put_card(&self, card: Card) -> Result<PutCardResult, StoreError> {
         let mut state = self.0.lock();
-        let place = (card.project.clone(), card.card_id.clone());
-        let by_id = state.cards.get(&place);
+        let key = (card.project.clone(), card.card_id.clone());
+        let by_id = state.cards.get(&key);
         let by_call = || {
             let (turn, id) = (card.turn_id()?, card.tool_call_id.as_deref()?);
             state.result_card(&card.project, turn, id).filter(|_| card.kind == TOOL_RESULT)
         };
-        if let Some(known) = by_id.or_else(by_call) {
-            return Ok(match known.equals_ignoring_time(&card) {
+        if let Some(existing) = by_id.or_else(by_call) {
+            return Ok(match existing.equals_ignoring_time(&card) {
                 true => PutCardResult::Identical,
-                false => PutCardResult::Conflict(Box::new(known.clone())),
+                false => PutCardResult::Conflict(Box::new(existing.clone())),
             });
         }
-        state.cards.insert(place, card);
+        state.cards.insert(key, card);
         Ok(PutCardResult::New)
     }
 
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError> {
-        let place = (project.to_owned(), card_id.to_owned());
-        Ok(self.0.lock().cards.get(&place).cloned())
+        let key = (project.to_owned(), card_id.to_owned());
+        Ok(self.0.lock().cards.get(&key).cloned())
     }
 
     async fn result_card(
@@ -139,20 +139,20 @@ impl UtpStore for UtpMemoryStore {
     }
 
     async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError> {
-        let place = (project.to_owned(), turn_id.to_owned());
-        Ok(self.0.lock().turns.get(&place).cloned())
+        let key = (project.to_owned(), turn_id.to_owned());
+        Ok(self.0.lock().turns.get(&key).cloned())
     }
 
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
         let mut state = self.0.lock();
-        let place = (turn.project.clone(), turn.turn_id.clone());
-        let stored = state.turns.get(&place).map_or(0, |known| known.version);
+        let key = (turn.project.clone(), turn.turn_id.clone());
+        let stored = state.turns.get(&key).map_or(0, |existing| existing.version);
         if stored + 1 != turn.version {
             return Ok(SaveResult::Conflict);
         }
         for waiting in change.step_calls {
-            let same = |known: &StepCall| {
-                (&known.project, &known.turn_id, &known.tool_call_id)
+            let same = |existing: &StepCall| {
+                (&existing.project, &existing.turn_id, &existing.tool_call_id)
                     == (&waiting.project, &waiting.turn_id, &waiting.tool_call_id)
             };
             if !state.step_calls.values().any(same) {
@@ -160,16 +160,20 @@ impl UtpStore for UtpMemoryStore {
                 state.step_calls.insert(number, waiting);
             }
         }
-        let gone = |item: &InboxItem| {
+        let is_acknowledged = |item: &InboxItem| {
             (&item.project, &item.agent_id) == (&turn.project, &turn.agent_id)
                 && change.acknowledged_inbox_ids.contains(&item.inbox_id)
         };
-        state.inbox.values_mut().filter(|(item, _)| gone(item)).for_each(|row| row.1 = false);
+        state
+            .inbox
+            .values_mut()
+            .filter(|(item, _)| is_acknowledged(item))
+            .for_each(|row| row.1 = false);
         for item in change.inbox {
             state.put_into_inbox(item);
         }
         state.post(change.outbox);
-        state.turns.insert(place, turn);
+        state.turns.insert(key, turn);
         Ok(SaveResult::Saved)
     }
 
@@ -187,9 +191,9 @@ impl UtpStore for UtpMemoryStore {
         step_id: &str,
     ) -> Result<Vec<StepCall>, StoreError> {
         let state = self.0.lock();
-        let mine =
+        let in_step =
             |w: &&StepCall| w.project == project && w.turn_id == turn_id && w.step_id == step_id;
-        Ok(state.step_calls.values().filter(mine).cloned().collect())
+        Ok(state.step_calls.values().filter(in_step).cloned().collect())
     }
 
     async fn step_call(
@@ -222,7 +226,7 @@ impl UtpStore for UtpMemoryStore {
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<OutboxMessage>,
+        message: Option<OutboxMessage>,
     ) -> Result<InboxPutResult, StoreError> {
         let mut state = self.0.lock();
         let (project, turn_id) = (item.project.clone(), item.turn_id.clone());
@@ -236,7 +240,7 @@ impl UtpStore for UtpMemoryStore {
             }
         }
         if delivered == InboxPutResult::New {
-            state.post(letter);
+            state.post(message);
         }
         Ok(delivered)
     }
@@ -248,10 +252,10 @@ impl UtpStore for UtpMemoryStore {
         limit: usize,
     ) -> Result<Vec<InboxItem>, StoreError> {
         let state = self.0.lock();
-        let mine = |row: &&(InboxItem, bool)| {
+        let is_open = |row: &&(InboxItem, bool)| {
             row.1 && row.0.project == project && row.0.agent_id == agent_id
         };
-        let rows = state.inbox.values().filter(mine).take(limit);
+        let rows = state.inbox.values().filter(is_open).take(limit);
         Ok(rows.map(|(item, _)| item.clone()).collect())
     }
 
@@ -266,8 +270,8 @@ impl UtpStore for UtpMemoryStore {
         let ids: HashSet<&String> = inbox_ids.iter().collect();
         let mut count = 0;
         for (item, open) in state.inbox.values_mut() {
-            let mine = item.project == project && item.agent_id == agent_id;
-            if mine && *open && ids.contains(&item.inbox_id) {
+            let belongs_to_agent = item.project == project && item.agent_id == agent_id;
+            if belongs_to_agent && *open && ids.contains(&item.inbox_id) {
                 *open = false;
                 count += 1;
             }
@@ -290,8 +294,8 @@ impl UtpStore for UtpMemoryStore {
         Ok(due.take(limit).map(|(number, (item, _))| (*number, item.clone())).collect())
     }
 
-    async fn append_to_outbox(&self, letters: Vec<OutboxMessage>) -> Result<(), StoreError> {
-        self.0.lock().post(letters);
+    async fn append_to_outbox(&self, messages: Vec<OutboxMessage>) -> Result<(), StoreError> {
+        self.0.lock().post(messages);
         Ok(())
     }
 
@@ -301,17 +305,17 @@ impl UtpStore for UtpMemoryStore {
         limit: usize,
     ) -> Result<Vec<(u64, OutboxMessage)>, StoreError> {
         let state = self.0.lock();
-        let letters = state.outbox.range(after + 1..).take(limit);
-        Ok(letters.map(|(number, letter)| (*number, letter.clone())).collect())
+        let messages = state.outbox.range(after + 1..).take(limit);
+        Ok(messages.map(|(number, message)| (*number, message.clone())).collect())
     }
 
     async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), StoreError> {
-        self.0.lock().outbox.retain(|_, letter| !ids.contains(&letter.id));
+        self.0.lock().outbox.retain(|_, message| !ids.contains(&message.id));
         Ok(())
     }
 
-    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
-        self.0.lock().dead.insert(letter.id.clone(), letter);
+    async fn save_dead_letter(&self, dead_letter: DeadLetter) -> Result<(), StoreError> {
+        self.0.lock().dead.insert(dead_letter.id.clone(), dead_letter);
         Ok(())
     }
 
@@ -322,15 +326,16 @@ impl UtpStore for UtpMemoryStore {
         limit: usize,
     ) -> Result<Vec<DeadLetter>, StoreError> {
         let state = self.0.lock();
-        let fits = |letter: &&DeadLetter| {
-            letter.project == project && before.is_none_or(|before| letter.id.as_str() < before)
+        let fits = |dead_letter: &&DeadLetter| {
+            dead_letter.project == project
+                && before.is_none_or(|before| dead_letter.id.as_str() < before)
         };
         Ok(state.dead.values().rev().filter(fits).take(limit).cloned().collect())
     }
 
     async fn dead_letter(&self, project: &str, id: &str) -> Result<Option<DeadLetter>, StoreError> {
         let state = self.0.lock();
-        Ok(state.dead.get(id).filter(|letter| letter.project == project).cloned())
+        Ok(state.dead.get(id).filter(|dead_letter| dead_letter.project == project).cloned())
     }
 
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
@@ -344,14 +349,14 @@ impl UtpStore for UtpMemoryStore {
         state.cards.retain(|_, card| !goes(card.created_ms < before_ms));
         // Also deletes unread items: their calls and cards are gone by now.
         state.inbox.retain(|_, (item, _)| !goes(item.created_ms < before_ms));
-        state.dead.retain(|_, letter| !goes(letter.created_ms < before_ms));
+        state.dead.retain(|_, dead_letter| !goes(dead_letter.created_ms < before_ms));
         let old: HashSet<ProjectScopedId> = state
             .turns
             .iter()
             .filter(|(_, turn)| turn.updated_ms < before_ms && goes(true))
-            .map(|(place, _)| place.clone())
+            .map(|(key, _)| key.clone())
             .collect();
-        state.turns.retain(|place, _| !old.contains(place));
+        state.turns.retain(|key, _| !old.contains(key));
         state.step_calls.retain(|_, w| !old.contains(&(w.project.clone(), w.turn_id.clone())));
         Ok(count)
     }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use toolcrib::domain::fault::Error;
-use toolcrib::domain::run::Trouble;
+use toolcrib::domain::run::RunError;
 use toolcrib::ports::model::Delta;
 use toolcrib::runs::agent_loop::LoopEvent;
 use utoipa::ToSchema;
@@ -77,7 +77,7 @@ pub(in super::super) async fn replay(
                     "usage": played.usage,
                 })),
                 Err(Error::Refused { fault, .. }) => {
-                    sse_message("replay.failed", json!({ "error": Trouble::from(&fault) }))
+                    sse_message("replay.failed", json!({ "error": RunError::from(&fault) }))
                 }
                 Err(Error::Internal(error)) => {
                     tracing::error!(%error, "a replay failed");
@@ -106,7 +106,7 @@ fn replay_event(happening: &LoopEvent<'_>) -> Option<(&'static str, Value)> {
         LoopEvent::ModelRetryScheduled { step, retry, wait_ms, why } => (
             "replay.asking_again",
             json!({
-                "step": step, "retry": retry, "wait_ms": wait_ms, "error": Trouble::from(*why),
+                "step": step, "retry": retry, "wait_ms": wait_ms, "error": RunError::from(*why),
             }),
         ),
         LoopEvent::ModelReplied { step, reply } => {
