@@ -109,7 +109,7 @@ async fn a_tool_of_the_server_that_exceeds_its_timeout_is_stopped() {
     let hangs = |_: NoArgs| std::future::pending::<Result<i64, String>>();
     let tool = FnTool::new("slow.tool", "Never answers", hangs).effect(Effect::Read).timeout_ms(50);
     let engine = Engine::builder().tool(tool).start().await.unwrap();
-    let server = Server::of(engine).await;
+    let server = Server::with_engine(engine).await;
     let api = server.api();
     let id = api.invoke("slow.tool", json!({})).await;
     let call = api.finished(&id).await;
