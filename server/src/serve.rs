@@ -88,8 +88,9 @@ fn require_keys_or_loopback(engine: &Engine, address: SocketAddr) -> anyhow::Res
         return Ok(());
     }
     bail!(
-        "{address} is not a loopback address and there are no keys, so anybody could call your \
-         tools. Make a key first:\n\n    toolcrib keys create --agent operator --role admin\n\n\
+        "{address} is not a loopback address and there are no keys, so any program that reaches it \
+         could call your tools. Make a key first:\n\n    \
+         toolcrib keys create --agent operator --role admin\n\n\
          or listen on 127.0.0.1"
     )
 }

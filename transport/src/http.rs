@@ -100,7 +100,7 @@ pub struct HttpTransportSettings {
     info(
         title = "Toolcrib",
         description = "The tool crib for AI agents: agents ask for tools by name, every call is a \
-                       durable ticket, and whoever can do the work gets it.",
+                       durable ticket, and an executor that can do the work gets it.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     tags(

@@ -365,7 +365,7 @@ impl Utp {
             Some(turn) if turn.epoch != route.epoch => {
                 let (is, given) = (turn.epoch, route.epoch);
                 let message = format!(
-                    "turn \"{}\" is in turn_epoch {is}: nobody waits for what was asked in {given}",
+                    "turn \"{}\" is in turn_epoch {is}: the agent no longer waits for calls of {given}",
                     route.turn_id
                 );
                 self.record_refused_report(call, "reported for an epoch that is over", report)

@@ -47,7 +47,7 @@ impl Tools {
             "slow_compute" => self.slow(attempt, &args).await?,
             "failing_job" => return Err(Fault::runtime("the job failed").retryable(false)),
             "protocol_error_job" => {
-                let fault = Fault::new(Code::Internal, "the crib itself failed");
+                let fault = Fault::new(Code::Internal, "Toolcrib itself failed");
                 return Err(fault.retryable(false));
             }
             _ => answered(name, attempt).await,

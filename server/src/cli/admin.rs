@@ -159,7 +159,7 @@ pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), Comman
                     .collect()
             };
             let heads = ["ID", "PROJECT", "AGENT", "ROLE", "CREATED", "REVOKED"];
-            let none = "no keys: whoever reaches the loopback address may do everything";
+            let none = "no keys: every program that reaches the loopback address may do everything";
             output.print_table(&heads, array_member(&keys, "keys").iter().map(row).collect(), none)
         }
         KeysCommand::Revoke { id } => {

@@ -484,7 +484,7 @@ async fn rules_and_roles_apply_to_reported_calls() {
     let id = recorded[0]["tool_call_id"].as_str().unwrap();
     let submitted = json!({ "status": "SUCCEEDED", "result": 1 });
     let error = provider.submit(id, submitted).await.refused(403, "PERMISSION_DENIED");
-    assert!(message(&error).contains("whoever called it"), "{error}");
+    assert!(message(&error).contains("is executed by its caller"), "{error}");
     let rule = json!({ "agent": "*", "pattern": "my.*", "verdict": "deny" });
     admin.put("/v1/rules", rule).await.is(200);
     let body = json!({ "tool_calls": [{ "name": "my.own" }] });

@@ -55,8 +55,8 @@ pub fn router(transport: McpTransport) -> Router {
     let making = transport.clone();
     let service = StreamableHttpService::new(
         move || {
-            let nobody = || std::io::Error::other("a server without a caller");
-            let view = CALLER_VIEW.try_with(CallerView::clone).map_err(|_| nobody())?;
+            let no_caller = || std::io::Error::other("a server without a caller");
+            let view = CALLER_VIEW.try_with(CallerView::clone).map_err(|_| no_caller())?;
             Ok(making.new_handler(view))
         },
         manager.clone(),
@@ -76,10 +76,15 @@ async fn serve_mcp(State(entrance): State<McpHttpState>, request: Request) -> Re
     match entrance.handle_request(request).await {
         Ok(answer) => answer,
         Err(error) => {
-            let nobody = error.code() == Code::Unauthenticated;
+            let is_unauthenticated = error.code() == Code::Unauthenticated;
             let mut answer = error_response(error);
-            let issuer =
-                entrance.transport.shared.settings.protected_resource.as_ref().filter(|_| nobody);
+            let issuer = entrance
+                .transport
+                .shared
+                .settings
+                .protected_resource
+                .as_ref()
+                .filter(|_| is_unauthenticated);
             let url = issuer.map(|issuer| metadata_url(&issuer.resource));
             let challenge = url.map(|url| format!("Bearer resource_metadata=\"{url}\""));
             if let Some(value) = challenge.and_then(|text| HeaderValue::from_str(&text).ok()) {

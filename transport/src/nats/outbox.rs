@@ -217,7 +217,7 @@ mod tests {
         };
         let begin = || async {
             if starts.fetch_add(1, Ordering::Relaxed) == 0 {
-                panic!("a letter that nobody thought of");
+                panic!("an unexpected message");
             }
             running.lock().take().into_iter().for_each(|running| running.send(()).unwrap());
             std::future::pending().await

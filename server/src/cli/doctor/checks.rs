@@ -222,7 +222,7 @@ pub fn check_keys(config: &Config, has_keys: bool) -> CheckResult {
         (true, _) => CheckResult::ok(CHECK_NAME, "every request needs a key (toolcrib keys ls)"),
         (false, true) => CheckResult::ok(
             CHECK_NAME,
-            format!("none; {listen} is loopback, so nobody else gets in"),
+            format!("none; {listen} is loopback, so other machines cannot connect"),
         ),
         (false, false) => CheckResult::error(
             CHECK_NAME,

@@ -315,7 +315,7 @@ fn describe_source(source: &Value) -> String {
             let address = source["oauth"]["sign_in_url"].as_str().unwrap_or_default();
             let address = sanitize_line(address);
             format!(
-                "{name} needs somebody to sign in: toolcrib mcp sign-in {name}, or open\n{address}"
+                "{name} needs a person to sign in: toolcrib mcp sign-in {name}, or open\n{address}"
             )
         }
         (_, Some(problem)) => {

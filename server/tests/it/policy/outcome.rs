@@ -79,7 +79,7 @@ async fn a_timeout_error_says_whether_the_call_took_effect() {
     let unacknowledged = api.invoke_with("acts.tool", short(30)).await;
     let error = api.finished(&unacknowledged).await["error"].clone();
     assert_eq!((&error["code"], &error["retryable"]), (&json!("TIMEOUT"), &json!(true)));
-    assert!(message(&error).contains("nobody took acts.tool within 30 ms"), "{error}");
+    assert!(message(&error).contains("no executor took acts.tool within 30 ms"), "{error}");
     assert!(message(&error).contains("is the client that offers it connected?"), "{error}");
     let mut client = Ws::hello(&api, "c1", json!({})).await;
     for (tool, expected, retryable) in [

@@ -46,7 +46,7 @@ pub(super) async fn sign_in(
         }
         if now_ms() > until {
             spinner.finish_and_clear();
-            let message = "nobody has signed in in time";
+            let message = "the sign-in was not completed in time";
             return Err(CommandFailure::new(exit::FAILURE, "SIGN_IN", message)
                 .hint("begin again: the address is good for ten minutes"));
         }
