@@ -590,7 +590,7 @@ fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
         ),
         (_, Some(Hold::Unacknowledged), _) => {
             let question = call.target.executor.availability_question();
-            format!("nobody took {} within {allowed_ms} ms: {question}?", call.target.tool)
+            format!("no executor took {} within {allowed_ms} ms: {question}?", call.target.tool)
         }
         (_, Some(Hold::Input), _) => {
             format!("{} asked something and had no answer for {allowed_ms} ms", call.target.tool)

@@ -6,7 +6,7 @@ KEY = os.environ.get("TOOLCRIB_KEY")  # a key with the role provider, if the ser
 CLIENT = "client_demo"
 SCHEMA = {"type": "object", "required": ["name"],
           "properties": {"name": {"type": "string"}, "seconds": {"type": "number"}}}
-TOOL = {"name": "demo.greet", "description": "Greets somebody, after some seconds of thought.",
+TOOL = {"name": "demo.greet", "description": "Greets a person, after some seconds of thought.",
         "schema": SCHEMA, "timeout_ms": 60000, "effect": "read"}
 
 def ask(method, path, body=None):

@@ -33,7 +33,7 @@ const ENOUGH: usize = 5;
 
 /// Maximum time until the suite's server is ready, and downtime after which it counts as gone.
 const PATIENCE: Duration = Duration::from_secs(60);
-const AWAY: Duration = Duration::from_secs(8);
+const UNREACHABLE_LIMIT: Duration = Duration::from_secs(8);
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
@@ -85,14 +85,14 @@ fn context() -> Value {
 /// Returns the OAuth settings, with the credentials that the suite provides.
 fn oauth(context: &Value) -> anyhow::Result<McpOauthSettings> {
     let mut settings = json!({ "client_metadata_url": CLIENT });
-    for (ours, theirs) in [
+    for (field, theirs) in [
         ("client_id", "client_id"),
         ("client_secret", "client_secret"),
         ("private_key", "private_key_pem"),
         ("algorithm", "signing_algorithm"),
     ] {
         if let Some(value) = context[theirs].as_str() {
-            settings[ours] = value.into();
+            settings[field] = value.into();
         }
     }
     let scenario = std::env::var("MCP_CONFORMANCE_SCENARIO").unwrap_or_default();
@@ -107,8 +107,8 @@ async fn person(crib: &str) -> anyhow::Error {
     let browser = reqwest::Client::new();
     let mut opened = std::collections::HashSet::new();
     loop {
-        let shown = source(&browser, crib).await.unwrap_or_default();
-        let address = shown["oauth"]["sign_in_url"].as_str().unwrap_or_default().to_owned();
+        let body = source(&browser, crib).await.unwrap_or_default();
+        let address = body["oauth"]["sign_in_url"].as_str().unwrap_or_default().to_owned();
         if !address.is_empty() && opened.len() < ENOUGH && opened.insert(address.clone()) {
             match browser.get(&address).send().await {
                 Ok(page) => println!("signed in: {}", page.text().await.unwrap_or_default()),
@@ -125,19 +125,19 @@ async fn source(browser: &reqwest::Client, crib: &str) -> anyhow::Result<Value> 
 }
 
 /// Waits until the suite's server is ready. Fails when it stays away.
-async fn there(crib: &str) -> anyhow::Result<()> {
+async fn wait_until_ready(crib: &str) -> anyhow::Result<()> {
     let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
     let mut seen = std::time::Instant::now();
     loop {
-        let shown = source(&browser, crib).await?;
-        if shown["state"] == "ready" {
+        let body = source(&browser, crib).await?;
+        if body["state"] == "ready" {
             return Ok(());
         }
-        if shown["state"] == "starting" {
+        if body["state"] == "starting" {
             seen = std::time::Instant::now();
         }
-        if seen.elapsed() > AWAY || began.elapsed() > PATIENCE {
-            bail!("the suite's server is not there: {}", shown["problem"]);
+        if seen.elapsed() > UNREACHABLE_LIMIT || began.elapsed() > PATIENCE {
+            bail!("the suite's server is not there: {}", body["problem"]);
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -145,7 +145,7 @@ async fn there(crib: &str) -> anyhow::Result<()> {
 
 async fn run(served: &ServerRuntime, crib: &str) -> anyhow::Result<()> {
     let (engine, caller) = (&served.engine, Caller::local("default"));
-    there(crib).await?;
+    wait_until_ready(crib).await?;
     for (tool, args) in calls(engine, &caller) {
         let invocation = || CallRequest::of(format!("{NAME}.{tool}"), Json::from_value(&args));
         let mut called = call(engine, &caller, invocation()).await;
@@ -174,7 +174,7 @@ async fn run(served: &ServerRuntime, crib: &str) -> anyhow::Result<()> {
 async fn more_rights(crib: &str) -> anyhow::Result<bool> {
     let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
     let mut asked = false;
-    while began.elapsed() < AWAY {
+    while began.elapsed() < UNREACHABLE_LIMIT {
         if source(&browser, crib).await?["oauth"]["sign_in_url"].is_null() {
             return Ok(asked);
         }
@@ -188,20 +188,22 @@ async fn more_rights(crib: &str) -> anyhow::Result<bool> {
 /// its schema requires.
 fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
     let context = context();
-    let named = context["toolCalls"].as_array().into_iter().flatten();
-    let mut calls: Vec<(String, Value)> = named
-        .filter_map(|call| Some((call["name"].as_str()?.to_owned(), given(&call["arguments"]))))
+    let requested = context["toolCalls"].as_array().into_iter().flatten();
+    let mut calls: Vec<(String, Value)> = requested
+        .filter_map(|call| {
+            Some((call["name"].as_str()?.to_owned(), to_arguments(&call["arguments"])))
+        })
         .collect();
     let tools = engine.admin().upstream_tools(&caller.project, NAME);
     let schema_of = |name: &str| {
-        let named = |tool: &&std::sync::Arc<toolcrib::registry::CatalogEntry>| {
+        let has_name = |tool: &&std::sync::Arc<toolcrib::registry::CatalogEntry>| {
             tool.definition.name.strip_prefix("suite.") == Some(name)
         };
-        tools.iter().find(named).map(|tool| tool.definition.input_schema.to_value())
+        tools.iter().find(has_name).map(|tool| tool.definition.input_schema.to_value())
     };
     for tool in &tools {
         let Some(theirs) = tool.definition.name.strip_prefix("suite.") else { continue };
-        if calls.iter().any(|(known, _)| known == theirs) {
+        if calls.iter().any(|(called, _)| called == theirs) {
             continue;
         }
         let args = match theirs {
@@ -215,7 +217,7 @@ fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
 }
 
 /// Removes null arguments: null does not match the schemas, and means that no value is given.
-fn given(args: &Value) -> Value {
+fn to_arguments(args: &Value) -> Value {
     let each = args.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
     Value::Object(each.map(|(name, value)| (name.clone(), value.clone())).collect())
 }
@@ -233,8 +235,8 @@ fn fitting(schema: &Value) -> Value {
         _ => {
             let required = schema["required"].as_array().into_iter().flatten();
             let names = required.filter_map(Value::as_str);
-            let made = names.map(|name| (name.to_owned(), fitting(&schema["properties"][name])));
-            Value::Object(made.collect())
+            let fields = names.map(|name| (name.to_owned(), fitting(&schema["properties"][name])));
+            Value::Object(fields.collect())
         }
     }
 }

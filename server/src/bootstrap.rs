@@ -111,7 +111,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         config.public_url(),
     ));
     let webhook_sender = HttpWebhookSender::new(&config.webhooks)
-        .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))?;
+        .map_err(|reason| anyhow::anyhow!("callbacks cannot be signed: {reason}"))?;
     let mut builder = Engine::builder()
         .store(store)
         .source(upstreams.clone())
@@ -136,8 +136,8 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     if let Some(retention_ms) = settings::retention_ms(config) {
         builder = builder.retention_ms(retention_ms);
     }
-    if let Some(named) = config.telemetry.tool_names_in_metrics {
-        builder = builder.tool_names_in_metrics(named);
+    if let Some(is_enabled) = config.telemetry.tool_names_in_metrics {
+        builder = builder.tool_names_in_metrics(is_enabled);
     }
     if let Some(otlp) = &otlp {
         builder = builder.observer(otlp.clone());
@@ -206,7 +206,7 @@ fn build_router(
 
 /// Builds the source that calls HTTP APIs.
 pub fn build_http_source(config: &Config) -> anyhow::Result<HttpSource> {
-    HttpSource::new(config.http.clone()).map_err(|why| anyhow::anyhow!("http.{why}"))
+    HttpSource::new(config.http.clone()).map_err(|reason| anyhow::anyhow!("http.{reason}"))
 }
 
 /// Returns the built-in tools that the settings enable.

@@ -130,7 +130,7 @@ struct ServeArgs {
     #[arg(long, value_name = "URL")]
     nats: Option<String>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 /// Options that select the stored data, for commands that work on it directly.
@@ -147,7 +147,7 @@ struct StorageArgs {
 
 impl StorageArgs {
     /// Returns true if a location was given.
-    fn is_given(&self) -> bool {
+    fn is_set(&self) -> bool {
         self.data_dir.is_some() || self.store.is_some()
     }
 }
@@ -170,9 +170,9 @@ impl CommandContext {
     fn config(
         &self,
         listen: Option<&String>,
-        place: &StorageArgs,
+        storage: &StorageArgs,
     ) -> Result<Config, CommandFailure> {
-        let (data_dir, store) = (place.data_dir.clone(), place.store.clone());
+        let (data_dir, store) = (storage.data_dir.clone(), storage.store.clone());
         let overrides = ConfigOverrides { listen: listen.cloned(), data_dir, store };
         Ok(Config::load(self.global.config.as_deref(), &overrides)?)
     }
@@ -331,7 +331,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
 }
 
 async fn serve(context: &CommandContext, args: ServeArgs) -> Result<(), CommandFailure> {
-    let mut config = context.config(args.listen.as_ref(), &args.place)?;
+    let mut config = context.config(args.listen.as_ref(), &args.storage)?;
     if args.nats.is_some() {
         config.nats.url = args.nats;
         config.validate()?;

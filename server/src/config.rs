@@ -446,8 +446,8 @@ impl Config {
 
     /// Returns the file to read: the given one, or the default file if it exists in the current
     /// directory.
-    pub fn resolve_file(named: Option<&Path>) -> Option<PathBuf> {
-        match named {
+    pub fn resolve_file(explicit: Option<&Path>) -> Option<PathBuf> {
+        match explicit {
             Some(path) => Some(path.to_owned()),
             None => Some(PathBuf::from(DEFAULT_FILE)).filter(|path| path.exists()),
         }

@@ -50,10 +50,10 @@ impl UpstreamRegistry for EngineUpstreamRegistry {
         project: &str,
         upstream: &str,
         tools: Vec<ToolDefinition>,
-        why: &str,
+        reason: &str,
     ) -> Result<Vec<(String, String)>, String> {
-        let kept = self.0.admin().set_upstream_tools(project, upstream, tools, why).await;
-        kept.map_err(|error| format!("its tools cannot be stored: {error}"))
+        let stored = self.0.admin().set_upstream_tools(project, upstream, tools, reason).await;
+        stored.map_err(|error| format!("its tools cannot be stored: {error}"))
     }
 
     async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, String> {
@@ -67,8 +67,8 @@ impl UpstreamRegistry for EngineUpstreamRegistry {
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), String> {
-        let kept = self.0.admin().set_upstream_credential(project, upstream, grant).await;
-        kept.map_err(|error| format!("its sign-in cannot be stored: {error}"))
+        let stored = self.0.admin().set_upstream_credential(project, upstream, grant).await;
+        stored.map_err(|error| format!("its sign-in cannot be stored: {error}"))
     }
 
     fn default_timeout_ms(&self, project: &str) -> u64 {
@@ -121,21 +121,21 @@ impl McpServerReconciler {
     /// Returns the upstreams that should be connected. The configuration takes precedence over the
     /// registry.
     fn desired_servers(&self) -> Vec<McpServerSettings> {
-        let mut wanted = self.configured.clone();
-        let ours = |u: &McpServerSettings| (u.project.clone(), u.name.clone());
-        let taken: HashSet<_> = wanted.iter().map(ours).collect();
+        let mut desired = self.configured.clone();
+        let key_of = |u: &McpServerSettings| (u.project.clone(), u.name.clone());
+        let configured: HashSet<_> = desired.iter().map(key_of).collect();
         let stored = self
             .engine
             .admin()
             .upstreams()
             .into_iter()
-            .filter(|known| known.kind == MCP_UPSTREAM_KIND);
-        wanted.extend(
+            .filter(|upstream| upstream.kind == MCP_UPSTREAM_KIND);
+        desired.extend(
             stored
                 .filter_map(parse_stored_settings)
-                .filter(|settings| !taken.contains(&ours(settings))),
+                .filter(|settings| !configured.contains(&key_of(settings))),
         );
-        wanted
+        desired
     }
 
     fn reconcile(&self) {
@@ -145,12 +145,12 @@ impl McpServerReconciler {
     /// Removes the tools and credentials of upstreams that are neither configured nor registered
     /// any more.
     async fn forget_removed_servers(&self) {
-        let wanted = self.desired_servers();
-        let mut places = self.engine.admin().upstreams_with_tools();
-        places.extend(self.engine.admin().upstreams_with_credentials().await.unwrap_or_default());
-        for (project, name) in places {
-            let known = wanted.iter().any(|u| u.project == project && u.name == name);
-            if !known
+        let desired = self.desired_servers();
+        let mut keys = self.engine.admin().upstreams_with_tools();
+        keys.extend(self.engine.admin().upstreams_with_credentials().await.unwrap_or_default());
+        for (project, name) in keys {
+            let is_desired = desired.iter().any(|u| u.project == project && u.name == name);
+            if !is_desired
                 && let Err(error) = self.engine.admin().remove_upstream_tools(&project, &name).await
             {
                 tracing::warn!(upstream = name, %error, "cannot remove its tools");
@@ -171,7 +171,7 @@ impl McpServerReconciler {
         self.upstreams.wait_until_known(project, name, tokio::time::Instant::now() + limit).await;
         self.upstreams
             .status(project, name)
-            .is_some_and(|shown| shown.state.phase == UpstreamPhase::Ready)
+            .is_some_and(|status| status.state.phase == UpstreamPhase::Ready)
     }
 
     /// Returns the current problem of an upstream, if any.
@@ -191,13 +191,13 @@ impl McpServerReconciler {
 }
 
 /// Parses the settings of a stored upstream.
-fn parse_stored_settings(known: Upstream) -> Option<McpServerSettings> {
-    match serde_json::from_str::<McpServerSettings>(known.settings.text()) {
+fn parse_stored_settings(stored: Upstream) -> Option<McpServerSettings> {
+    match serde_json::from_str::<McpServerSettings>(stored.settings.text()) {
         Ok(settings) => {
-            Some(McpServerSettings { project: known.project, name: known.name, ..settings })
+            Some(McpServerSettings { project: stored.project, name: stored.name, ..settings })
         }
         Err(error) => {
-            tracing::warn!(upstream = known.name, %error, "cannot read its stored settings");
+            tracing::warn!(upstream = stored.name, %error, "cannot read its stored settings");
             None
         }
     }

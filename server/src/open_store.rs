@@ -14,10 +14,10 @@ use crate::config::StoreLocation;
 /// Opens the store exclusively for a server. Returns the lock that must be held while a SQLite file
 /// is in use; PostgreSQL needs none here.
 pub async fn open_exclusive(
-    kept: &StoreLocation,
+    location: &StoreLocation,
 ) -> anyhow::Result<(Arc<dyn Store>, Option<File>)> {
-    let cannot = || format!("cannot open {}", kept.redacted());
-    match kept {
+    let cannot = || format!("cannot open {}", location.redacted());
+    match location {
         StoreLocation::Sqlite(path) => {
             let lock = acquire_lock(path).await?;
             let opened = open_blocking(path, SqliteStore::open).await?;
@@ -31,9 +31,9 @@ pub async fn open_exclusive(
 }
 
 /// Opens the store for a read or a single change, possibly while a server is using it.
-pub async fn open_shared(kept: &StoreLocation) -> anyhow::Result<Arc<dyn Store>> {
-    let cannot = || format!("cannot open {}", kept.redacted());
-    match kept {
+pub async fn open_shared(location: &StoreLocation) -> anyhow::Result<Arc<dyn Store>> {
+    let cannot = || format!("cannot open {}", location.redacted());
+    match location {
         StoreLocation::Sqlite(path) => {
             let opened = open_blocking(path, SqliteStore::open_for_admin).await?;
             Ok(Arc::new(opened.with_context(cannot)?))

@@ -88,8 +88,9 @@ fn require_keys_or_loopback(engine: &Engine, address: SocketAddr) -> anyhow::Res
         return Ok(());
     }
     bail!(
-        "{address} is not a loopback address and there are no keys, so anybody could call your \
-         tools. Make a key first:\n\n    toolcrib keys create --agent operator --role admin\n\n\
+        "{address} is not a loopback address and there are no keys, so any program that reaches it \
+         could call your tools. Make a key first:\n\n    \
+         toolcrib keys create --agent operator --role admin\n\n\
          or listen on 127.0.0.1"
     )
 }
@@ -98,15 +99,17 @@ fn require_keys_or_loopback(engine: &Engine, address: SocketAddr) -> anyhow::Res
 fn describe_storage(config: &Config) -> String {
     let directory = config.data_dir.display().to_string();
     match config.store_location() {
-        Ok(kept @ StoreLocation::Postgres(_)) => format!("{} and {directory}", kept.redacted()),
+        Ok(location @ StoreLocation::Postgres(_)) => {
+            format!("{} and {directory}", location.redacted())
+        }
         _ => directory,
     }
 }
 
 fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
     let tools = engine.registry().tools(&Caller::local("default"));
-    let own = tools.iter().filter(|tool| tool.definition.executor == Executor::BUILTIN);
-    let names: Vec<&str> = own.map(|tool| tool.definition.name.as_str()).collect();
+    let builtin = tools.iter().filter(|tool| tool.definition.executor == Executor::BUILTIN);
+    let names: Vec<&str> = builtin.map(|tool| tool.definition.name.as_str()).collect();
     tracing::info!(%address, data = describe_storage(config), tools = names.len(), "ready");
     if !std::io::stdout().is_terminal() && std::env::var_os("TOOLCRIB_QUIET").is_some() {
         return;
@@ -179,10 +182,10 @@ async fn accept_connections(
     connections: &TaskTracker,
     stopping: &CancellationToken,
 ) {
-    let places = Arc::new(Semaphore::new(limits.max_connections));
+    let permits = Arc::new(Semaphore::new(limits.max_connections));
     loop {
         // Beyond the limit, connections wait in the kernel's accept queue until one ends.
-        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let Ok(permit) = permits.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -194,8 +197,8 @@ async fn accept_connections(
             }
         };
         let (router, stopping, header) = (router.clone(), stopping.clone(), limits.header_timeout);
-        let place = ConnectionPermit(Arc::new(place));
-        connections.spawn(serve_connection(stream, router, header, stopping, place));
+        let permit = ConnectionPermit(Arc::new(permit));
+        connections.spawn(serve_connection(stream, router, header, stopping, permit));
     }
 }
 
@@ -204,7 +207,7 @@ async fn serve_connection(
     router: Router,
     header: Duration,
     stopping: CancellationToken,
-    place: ConnectionPermit,
+    permit: ConnectionPermit,
 ) {
     // Responses are small and written whole: Nagle's algorithm would only delay them.
     let _ = stream.set_nodelay(true);
@@ -215,7 +218,7 @@ async fn serve_connection(
             let mut request = request.map(axum::body::Body::new);
             // An upgraded connection outlives this task, so its handler holds the permit.
             if request.headers().contains_key(hyper::header::UPGRADE) {
-                request.extensions_mut().insert(place.clone());
+                request.extensions_mut().insert(permit.clone());
             }
             let patience = patience.clone();
             async move {

@@ -15,9 +15,9 @@ pub use prometheus::metrics_handle;
 
 /// Starts logging to standard error. `TOOLCRIB_LOG` takes precedence over the configured level.
 pub fn start_logging(level: &str, format: LogFormat) {
-    let wanted = std::env::var("TOOLCRIB_LOG").unwrap_or_else(|_| level.to_owned());
+    let filter = std::env::var("TOOLCRIB_LOG").unwrap_or_else(|_| level.to_owned());
     let filter =
-        EnvFilter::try_new(with_rmcp_filters(&wanted)).unwrap_or_else(|_| EnvFilter::new("info"));
+        EnvFilter::try_new(with_rmcp_filters(&filter)).unwrap_or_else(|_| EnvFilter::new("info"));
     let json = match format {
         LogFormat::Auto => !std::io::stderr().is_terminal(),
         LogFormat::Text => false,
@@ -31,7 +31,7 @@ pub fn start_logging(level: &str, format: LogFormat) {
 /// Adds filters for rmcp, the MCP library, which logs several lines per request. A level that names
 /// it, such as `rmcp=info`, enables them. Its sign-in module stays at `warn` even then, because its
 /// other lines contain an authorization code.
-fn with_rmcp_filters(wanted: &str) -> String {
-    let wanted = if wanted.contains("rmcp") { wanted } else { &format!("{wanted},rmcp=error") };
-    format!("{wanted},rmcp::transport::auth=warn")
+fn with_rmcp_filters(filter: &str) -> String {
+    let filter = if filter.contains("rmcp") { filter } else { &format!("{filter},rmcp=error") };
+    format!("{filter},rmcp::transport::auth=warn")
 }

@@ -70,16 +70,17 @@ impl HttpWebhookSender {
         if let Some(client) = self.client.get() {
             return Ok(client);
         }
-        let made = self.outbound.client_builder().build();
-        let made = made.map_err(|error| format!("no HTTP client: {error}"))?;
-        Ok(self.client.get_or_init(|| made))
+        let built = self.outbound.client_builder().build();
+        let built = built.map_err(|error| format!("no HTTP client: {error}"))?;
+        Ok(self.client.get_or_init(|| built))
     }
 
     async fn send(&self, notice: &WebhookMessage) -> Result<(u16, HeaderMap), String> {
         let delivery = &notice.delivery;
         let keys = self.keys.load_keys(&delivery.project)?;
         // The rules may have changed since the URL was accepted.
-        let url = self.outbound.check(&delivery.url).map_err(|why| format!("the URL {why}"))?;
+        let url =
+            self.outbound.check(&delivery.url).map_err(|reason| format!("the URL {reason}"))?;
         let payload = self.payload(&notice.call)?;
         // The wall clock and not the engine's clock, because the receiver compares it with its own.
         let (id, timestamp) = (delivery.message_id(), Timestamp::now().as_second());
@@ -122,8 +123,8 @@ impl HttpWebhookSender {
             last = Some(deeper.to_string());
             cause = deeper.source();
         }
-        let what = if error.is_connect() { "cannot connect" } else { "the connection broke" };
-        last.map_or_else(|| what.to_owned(), |last| format!("{what}: {last}"))
+        let problem = if error.is_connect() { "cannot connect" } else { "the connection broke" };
+        last.map_or_else(|| problem.to_owned(), |last| format!("{problem}: {last}"))
     }
 }
 
@@ -131,7 +132,7 @@ impl HttpWebhookSender {
 impl WebhookSender for HttpWebhookSender {
     fn check_url(&self, project: &str, url: &str) -> Result<String, String> {
         let url = self.outbound.check(url)?;
-        self.keys.load_keys(project).map_err(|why| format!("cannot be used: {why}"))?;
+        self.keys.load_keys(project).map_err(|reason| format!("cannot be used: {reason}"))?;
         Ok(url.into())
     }
 
@@ -140,7 +141,7 @@ impl WebhookSender for HttpWebhookSender {
             Ok((code, headers)) => {
                 DeliveryResponse { result: Ok(code), retry_after_ms: retry_after_ms(&headers) }
             }
-            Err(why) => DeliveryResponse { result: Err(why), retry_after_ms: None },
+            Err(reason) => DeliveryResponse { result: Err(reason), retry_after_ms: None },
         }
     }
 }

@@ -19,7 +19,7 @@ struct Name {
 
 /// A tool that never ends in a program that is about to end, and at once in the next.
 fn greet(last_program: bool) -> FnTool {
-    FnTool::new("demo.greet", "Greets somebody", move |args: Name| async move {
+    FnTool::new("demo.greet", "Greets a person", move |args: Name| async move {
         if last_program {
             std::future::pending::<()>().await;
         }

@@ -55,7 +55,7 @@ pub enum PostgresOpenError {
     /// The database has tables with the same names that another program created.
     #[error(
         "the database has tables that another program made (public.cards, resource.tools, …): \
-         give the crib a database of its own"
+         give Toolcrib a database of its own"
     )]
     ForeignTables,
     /// Another server holds the writer lease of the database.

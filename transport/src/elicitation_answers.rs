@@ -20,12 +20,14 @@ pub(super) fn check_answers(call: &Call, answers: &Map<String, Value>) -> Result
 /// Refuses an accepted answer that does not match the `requestedSchema` of its question. Fields
 /// that have a default may be left out.
 fn check_answer(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
-    let form = question.pointer("/params/requestedSchema");
-    let Some(form) = form.filter(|_| answer["action"] == "accept") else { return Ok(()) };
+    let schema_json = question.pointer("/params/requestedSchema");
+    let Some(schema_json) = schema_json.filter(|_| answer["action"] == "accept") else {
+        return Ok(());
+    };
     // A schema that does not compile is no reason to refuse an answer.
-    let Ok(schema) = Schema::compile(form) else { return Ok(()) };
+    let Ok(schema) = Schema::compile(schema_json) else { return Ok(()) };
     let mut content = answer.get("content").cloned().unwrap_or_else(|| Value::Object(Map::new()));
-    let fields = form.get("properties").and_then(Value::as_object);
+    let fields = schema_json.get("properties").and_then(Value::as_object);
     if let Value::Object(content) = &mut content {
         for (name, field) in fields.into_iter().flatten() {
             if let Some(usual) = field.get("default") {

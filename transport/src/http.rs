@@ -100,7 +100,7 @@ pub struct HttpTransportSettings {
     info(
         title = "Toolcrib",
         description = "The tool crib for AI agents: agents ask for tools by name, every call is a \
-                       durable ticket, and whoever can do the work gets it.",
+                       durable ticket, and an executor that can do the work gets it.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     tags(
@@ -175,8 +175,8 @@ const REQUEST_ID: &str = "x-request-id";
 /// This wraps the router instead of being layers of it, because each layer costs a few allocations
 /// per call.
 pub async fn serve_request(mut router: Router, request: Request) -> Response {
-    let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
-    let id = given.unwrap_or_else(|| {
+    let header_value = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
+    let id = header_value.unwrap_or_else(|| {
         let fresh = format!("req_{}", ulid::Ulid::generate());
         HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
     });

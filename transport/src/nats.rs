@@ -57,7 +57,7 @@ pub fn start(engine: Engine, nats: NatsConnection) -> NatsTransportHandle {
 }
 
 async fn serve_subscription(engine: Engine, nats: NatsConnection, component: &'static str) {
-    let places = RequestLimiter::new();
+    let limiter = RequestLimiter::new();
     let subject = format!("cg.{}.*.*.rpc.{component}.*.*", nats.version());
     loop {
         let queue = "toolcrib".to_owned();
@@ -70,9 +70,9 @@ async fn serve_subscription(engine: Engine, nats: NatsConnection, component: &'s
             }
         };
         while let Some(request) = requests.next().await {
-            let Some(mut place) = places.acquire().await else { return };
+            let Some(mut permit) = limiter.acquire().await else { return };
             let (engine, nats) = (engine.clone(), nats.clone());
-            tokio::spawn(async move { handle_request(&engine, &nats, request, &mut place).await });
+            tokio::spawn(async move { handle_request(&engine, &nats, request, &mut permit).await });
         }
     }
 }
@@ -81,10 +81,10 @@ async fn handle_request(
     engine: &Engine,
     nats: &NatsConnection,
     request: Message,
-    place: &mut RequestPermit,
+    permit: &mut RequestPermit,
 ) {
     let answered = match subject::parse(&request.subject) {
-        Some(parts) => route(engine, nats, &parts, &request, place).await,
+        Some(parts) => route(engine, nats, &parts, &request, permit).await,
         None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
     };
     let refused = |error| wire::error_json(&error).to_string().into_bytes();
@@ -110,7 +110,7 @@ async fn route(
     nats: &NatsConnection,
     parts: &Subject<'_>,
     request: &Message,
-    place: &mut RequestPermit,
+    permit: &mut RequestPermit,
 ) -> Result<Vec<u8>, Error> {
     match parts.component {
         "sys" => {
@@ -120,7 +120,7 @@ async fn route(
         }
         _ => {
             let caller = caller(engine, parts.project, parts.target, Role::Agent);
-            let answer = agent::handle_request(engine, &caller, parts, request, place).await?;
+            let answer = agent::handle_request(engine, &caller, parts, request, permit).await?;
             Ok(answer.to_string().into_bytes())
         }
     }
@@ -143,8 +143,9 @@ fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
 
 /// Returns the request body, which must be an object. An empty body counts as `{}`.
 fn parse_body(request: &Message) -> Result<Value, Error> {
-    let unreadable =
-        |why: String| Error::refused(Code::BadRequest, format!("the request is not JSON: {why}"));
+    let unreadable = |reason: String| {
+        Error::refused(Code::BadRequest, format!("the request is not JSON: {reason}"))
+    };
     if request.payload.is_empty() {
         return Ok(json!({}));
     }

@@ -31,26 +31,26 @@ impl Drop for PostgresReportsHandle {
 
 /// Starts the listener. Returns `None` when the store has no tables that other programs write to.
 pub fn start(engine: Engine) -> Option<PostgresReportsHandle> {
-    let news = engine.utp().subscribe_written_reports()?;
+    let changes = engine.utp().subscribe_written_reports()?;
     let stop = CancellationToken::new();
     let stopped = stop.clone();
     tokio::spawn(async move {
         tokio::select! {
-            () = run_listener(engine, news) => {}
+            () = run_listener(engine, changes) => {}
             () = stopped.cancelled() => {}
         }
     });
     Some(PostgresReportsHandle(stop))
 }
 
-async fn run_listener(engine: Engine, mut news: watch::Receiver<u64>) {
+async fn run_listener(engine: Engine, mut changes: watch::Receiver<u64>) {
     loop {
-        news.mark_unchanged();
+        changes.mark_unchanged();
         if let Err(error) = ingest_pending_reports(&engine).await {
             tracing::warn!(%error, "pending reports could not be read");
         }
         tokio::select! {
-            changed = news.changed() => if changed.is_err() { return },
+            changed = changes.changed() => if changed.is_err() { return },
             () = tokio::time::sleep(REPORT_POLL_INTERVAL) => {}
         }
     }
@@ -64,8 +64,8 @@ async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
         let Some(last) = page.last() else { return Ok(()) };
         after = last.number;
         for written in &page {
-            let taken = ingest_report(engine, written).await;
-            let judged = match taken {
+            let outcome = ingest_report(engine, written).await;
+            let judged = match outcome {
                 Ok(ingested) if ingested.is_late => ReportDisposition::Late,
                 Ok(_) => ReportDisposition::Applied,
                 // The report stays pending and is read again in the next pass.
@@ -105,7 +105,7 @@ async fn ingest_report(
         let payload = written.payload.clone();
         let error = Error::refused(Code::BadRequest, message.clone());
         let cut = false;
-        let letter = UnprocessableMessage {
+        let unprocessable = UnprocessableMessage {
             kind,
             reason,
             message,
@@ -114,7 +114,7 @@ async fn ingest_report(
             payload,
             is_truncated: cut,
         };
-        engine.utp().dead_letter(&caller.project, letter).await?;
+        engine.utp().dead_letter(&caller.project, unprocessable).await?;
         return Err(error);
     }
     let (headers, body) = (UtpHeaders::from_json(&headers), written.payload.as_bytes());

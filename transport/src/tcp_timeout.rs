@@ -91,11 +91,11 @@ impl AsyncWrite for AckTimeoutStream {
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
-        pieces: &[io::IoSlice<'_>],
+        slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         this.apply_timeout();
-        Pin::new(&mut this.stream).poll_write_vectored(context, pieces)
+        Pin::new(&mut this.stream).poll_write_vectored(context, slices)
     }
 
     fn is_write_vectored(&self) -> bool {

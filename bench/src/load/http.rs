@@ -138,7 +138,7 @@ impl Connection {
             ended = self.stream.read_buf(&mut self.input).await? == 0;
         };
         if parsed.bytes_used != self.input.len() {
-            return Err(invalid_data("bytes after the answer that nobody asked for"));
+            return Err(invalid_data("unexpected bytes after the answer"));
         }
         self.open = parsed.keep_alive && !ended;
         let body = match parsed.body {

@@ -149,7 +149,7 @@ impl Dispatcher {
         require_provider(caller)?;
         let call = self.find_project_call(caller, id).await?;
         let elsewhere = match call.target.executor {
-            Executor::CALLER => Some("whoever called it"),
+            Executor::CALLER => Some("its caller"),
             _ => (!call.target.traits.reports_later).then_some("the server itself"),
         };
         if let Some(executor) = elsewhere {

@@ -236,7 +236,7 @@ impl Calls {
         } else if let Some(notifier) = &self.core.webhook_sender {
             notifier.check_url(&caller.project, url)
         } else {
-            Err("cannot be used here: nobody was set up to deliver callbacks".to_owned())
+            Err("cannot be used here: delivery of callbacks is not set up".to_owned())
         };
         checked.map_err(|reason| {
             let fault = Fault::new(Code::ValidationError, format!("callback_url {reason}"));

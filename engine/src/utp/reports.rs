@@ -366,8 +366,7 @@ impl Utp {
             Some(turn) if turn.epoch != route.epoch => {
                 let (is, requested) = (turn.epoch, route.epoch);
                 let message = format!(
-                    "turn \"{}\" is in turn_epoch {is}: nobody waits for what was asked \
-                     in {requested}",
+                    "turn \"{}\" is in turn_epoch {is}: the agent no longer waits for calls of {requested}",
                     route.turn_id
                 );
                 self.record_refused_report(call, "reported for an epoch that is over", report)

@@ -477,7 +477,7 @@ impl Utp {
         match saved.map_err(from_store_error)? {
             SaveResult::Saved => Ok(turn),
             SaveResult::Conflict => {
-                let message = "somebody else changed the turn meanwhile; look at it again";
+                let message = "another request changed the turn meanwhile; look at it again";
                 Err(conflict(&turn, message.to_owned()))
             }
         }

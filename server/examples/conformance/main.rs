@@ -33,11 +33,11 @@ const UPSTREAM: &str = "upstream";
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let given = std::env::args().nth(1);
-    if given.as_deref() == Some(UPSTREAM) {
+    let argument = std::env::args().nth(1);
+    if argument.as_deref() == Some(UPSTREAM) {
         return upstream::serve().await;
     }
-    let listen = given.unwrap_or_else(|| "127.0.0.1:3000".to_owned());
+    let listen = argument.unwrap_or_else(|| "127.0.0.1:3000".to_owned());
     let directory = tempfile::tempdir()?;
     let store = SqliteStore::open(&directory.path().join("toolcrib.db"))?;
     let behind = Arc::new(McpSource::new(

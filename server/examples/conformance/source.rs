@@ -18,15 +18,15 @@ use super::tools::{self, SUITE};
 /// Dispatches attempts to the upstream or to the local tools.
 pub struct Tools {
     behind: Arc<McpSource>,
-    own: Vec<String>,
+    own_tools: Vec<String>,
     running: Mutex<HashMap<CallId, CancellationToken>>,
 }
 
 impl Tools {
     /// Creates the source with this upstream.
     pub fn new(behind: Arc<McpSource>) -> Self {
-        let own = tools::own().into_iter().map(|tool| tool.name).collect();
-        Self { behind, own, running: Mutex::default() }
+        let own_tools = tools::own_tools().into_iter().map(|tool| tool.name).collect();
+        Self { behind, own_tools, running: Mutex::default() }
     }
 
     async fn run(&self, attempt: &Attempt, progress: &ProgressSink) -> Result<StartResult, Fault> {
@@ -38,8 +38,8 @@ impl Tools {
         }
         let result = match name {
             "test_tool_with_logging" | "test_logging_tool" => {
-                for said in ["started", "processing data", "completed"] {
-                    progress(logged(&format!("Tool execution {said}")));
+                for message in ["started", "processing data", "completed"] {
+                    progress(logged(&format!("Tool execution {message}")));
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 text("Logged")
@@ -47,7 +47,7 @@ impl Tools {
             "slow_compute" => self.slow(attempt, &args).await?,
             "failing_job" => return Err(Fault::runtime("the job failed").retryable(false)),
             "protocol_error_job" => {
-                let fault = Fault::new(Code::Internal, "the crib itself failed");
+                let fault = Fault::new(Code::Internal, "Toolcrib itself failed");
                 return Err(fault.retryable(false));
             }
             _ => answered(name, attempt).await,
@@ -103,11 +103,11 @@ impl Source for Tools {
     }
 
     fn list(&self) -> Vec<ToolDefinition> {
-        tools::own()
+        tools::own_tools()
     }
 
     async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
-        if !self.own.contains(&attempt.tool) {
+        if !self.own_tools.contains(&attempt.tool) {
             return self.behind.start(attempt, progress).await;
         }
         match self.run(&attempt, &progress).await {

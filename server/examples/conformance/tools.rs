@@ -99,7 +99,7 @@ fn saying(mut definition: ToolDefinition, metadata: Value) -> ToolDefinition {
 /// Returns the tools of the local source, with behavior that MCP cannot express for an upstream's
 /// tools: they are always tasks, require a capability of the MCP client, fail as Toolcrib itself
 /// does, or log.
-pub fn own() -> Vec<ToolDefinition> {
+pub fn own_tools() -> Vec<ToolDefinition> {
     let mut tools: Vec<ToolDefinition> =
         ["test_tool_with_logging", "test_logging_tool", "test_tool_with_task"].map(plain).into();
     let sampling = json!({ "client_capabilities": { "sampling": {} } });
@@ -148,7 +148,7 @@ fn mirrored() -> Value {
 }
 
 /// Returns an elicitation for the user.
-pub fn form(message: &str, properties: Value, required: &[&str]) -> Value {
+pub fn form_question(message: &str, properties: Value, required: &[&str]) -> Value {
     json!({ "method": "elicitation/create", "params": {
         "mode": "form",
         "message": message,
@@ -172,13 +172,13 @@ pub fn roots() -> Value {
 pub fn questions(tool: &str, args: &Value) -> Option<Map<String, Value>> {
     let name = || json!({ "name": { "type": "string" } });
     let ok = || json!({ "ok": { "type": "boolean" } });
-    let given = |key: &str| args[key].as_str().unwrap_or_default();
+    let argument = |key: &str| args[key].as_str().unwrap_or_default();
     let asked = match tool {
         "test_input_required_result_elicitation" | "test_streaming_elicitation" => {
-            json!({ "user_name": form("What is your name?", name(), &["name"]) })
+            json!({ "user_name": form_question("What is your name?", name(), &["name"]) })
         }
         "test_tool_with_task" => {
-            json!({ "user_name": form("What is your name?", name(), &["name"]) })
+            json!({ "user_name": form_question("What is your name?", name(), &["name"]) })
         }
         "test_input_required_result_sampling" => {
             json!({ "capital_question": prompt("What is the capital of France?") })
@@ -186,37 +186,41 @@ pub fn questions(tool: &str, args: &Value) -> Option<Map<String, Value>> {
         "test_input_required_result_list_roots" => json!({ "client_roots": roots() }),
         "test_input_required_result_request_state"
         | "test_input_required_result_tampered_state" => {
-            json!({ "confirm": form("Please confirm", ok(), &["ok"]) })
+            json!({ "confirm": form_question("Please confirm", ok(), &["ok"]) })
         }
         "test_input_required_result_multiple_inputs" => json!({
-            "user_name": form("What is your name?", name(), &["name"]),
+            "user_name": form_question("What is your name?", name(), &["name"]),
             "greeting": prompt("Generate a greeting"),
             "client_roots": roots(),
         }),
         "test_input_required_result_multi_round" => {
-            json!({ "step1": form("Step 1: What is your name?", name(), &["name"]) })
+            json!({ "step1": form_question("Step 1: What is your name?", name(), &["name"]) })
         }
         "test_input_required_result_capabilities" => json!({
-            "user_name": form("What is your name?", name(), &["name"]),
+            "user_name": form_question("What is your name?", name(), &["name"]),
             "greeting": prompt("Generate a greeting"),
         }),
-        "test_sampling" => json!({ "answer": prompt(given("prompt")) }),
+        "test_sampling" => json!({ "answer": prompt(argument("prompt")) }),
         "test_elicitation" => {
             let fields = json!({
                 "username": { "type": "string", "description": "User's response" },
                 "email": { "type": "string", "description": "User's email address" },
             });
-            json!({ "user": form(given("message"), fields, &["username", "email"]) })
+            json!({ "user": form_question(argument("message"), fields, &["username", "email"]) })
         }
-        "test_elicitation_sep1034_defaults" => json!({ "user": form("Defaults", defaults(), &[]) }),
-        "test_elicitation_sep1330_enums" => json!({ "user": form("Choices", choices(), &[]) }),
+        "test_elicitation_sep1034_defaults" => {
+            json!({ "user": form_question("Defaults", defaults(), &[]) })
+        }
+        "test_elicitation_sep1330_enums" => {
+            json!({ "user": form_question("Choices", choices(), &[]) })
+        }
         "confirm_delete" => {
             let fields = json!({ "confirm": { "type": "boolean" } });
-            json!({ "confirm": form("Delete it?", fields, &["confirm"]) })
+            json!({ "confirm": form_question("Delete it?", fields, &["confirm"]) })
         }
         "multi_input" => json!({
-            "first": form("First?", name(), &[]),
-            "second": form("Second?", name(), &[]),
+            "first": form_question("First?", name(), &[]),
+            "second": form_question("Second?", name(), &[]),
         }),
         _ => return None,
     };

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::broadcast;
 
-use super::tools::{self, IMAGE, SOUND, form};
+use super::tools::{self, IMAGE, SOUND, form_question};
 
 #[derive(Debug, Clone, Copy)]
 enum Changed {
@@ -77,7 +77,7 @@ fn asks(asked: &CallToolRequestParams, args: &Value) -> Result<Option<Value>, Er
     let state = asked.request_state.as_deref();
     if asked.name == "test_input_required_result_multi_round" && state == Some("first") {
         let fields = json!({ "color": { "type": "string" } });
-        let step = form("Step 2: What is your favorite color?", fields, &["color"]);
+        let step = form_question("Step 2: What is your favorite color?", fields, &["color"]);
         return Ok(Some(json!({ "questions": { "step2": step }, "state": "second" })));
     }
     let heard = |key: &String| asked.input_responses.as_ref().is_some_and(|a| a.contains_key(key));
@@ -97,19 +97,19 @@ impl Upstream {
         tools
     }
 
-    fn change(&self, what: Changed) {
-        match what {
+    fn change(&self, change: Changed) {
+        match change {
             Changed::Tools => self.more_tools.fetch_add(1, Ordering::SeqCst),
             Changed::Prompts => self.more_prompts.fetch_add(1, Ordering::SeqCst),
         };
-        let _ = self.changes.send(what);
+        let _ = self.changes.send(change);
     }
 
     async fn progress(&self, context: &RequestContext<RoleServer>) {
         let Some(token) = context.meta.get_progress_token() else { return };
         for percent in [0.0, 50.0, 100.0] {
-            let said = ProgressNotificationParam::new(token.clone(), percent).with_total(100.0);
-            let _ = context.peer.notify_progress(said).await;
+            let progress = ProgressNotificationParam::new(token.clone(), percent).with_total(100.0);
+            let _ = context.peer.notify_progress(progress).await;
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -225,11 +225,11 @@ impl ServerHandler for Upstream {
         _asked: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
-        let named = |uri: &str, kind: &str| Resource::new(uri, uri).with_mime_type(kind);
+        let resource = |uri: &str, kind: &str| Resource::new(uri, uri).with_mime_type(kind);
         Ok(ListResourcesResult::with_all_items(vec![
-            named("test://static-binary", "image/png"),
-            named("test://static-text", "text/plain"),
-            named("test://watched-resource", "text/plain"),
+            resource("test://static-binary", "image/png"),
+            resource("test://static-text", "text/plain"),
+            resource("test://watched-resource", "text/plain"),
         ]))
     }
 
@@ -290,7 +290,7 @@ impl ServerHandler for Upstream {
         asked: GetPromptRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<GetPromptResponse, ErrorData> {
-        let given = |name: &str| {
+        let argument = |name: &str| {
             let value =
                 asked.arguments.as_ref().and_then(|arguments| arguments.get(name)?.as_str());
             value.unwrap_or_default().to_owned()
@@ -298,12 +298,12 @@ impl ServerHandler for Upstream {
         match asked.name.as_str() {
             "test_simple_prompt" => messages(&[text("This is a simple prompt for testing.")]),
             "test_prompt_with_arguments" => {
-                let (one, two) = (given("arg1"), given("arg2"));
+                let (one, two) = (argument("arg1"), argument("arg2"));
                 messages(&[text(&format!("Prompt with arguments: arg1='{one}', arg2='{two}'"))])
             }
             "test_prompt_with_embedded_resource" => {
                 let words = "Embedded resource content for testing.";
-                let resource = embedded(&given("resourceUri"), "text/plain", words);
+                let resource = embedded(&argument("resourceUri"), "text/plain", words);
                 messages(&[resource, text("Please process the embedded resource above.")])
             }
             "test_prompt_with_image" => {
@@ -315,7 +315,8 @@ impl ServerHandler for Upstream {
                 }
                 _ => {
                     let fields = json!({ "context": { "type": "string" } });
-                    let question = form("What context should be used?", fields, &["context"]);
+                    let question =
+                        form_question("What context should be used?", fields, &["context"]);
                     let requests = typed(json!({ "user_context": question }))?;
                     Ok(InputRequiredResult::from_input_requests(requests).into())
                 }
@@ -329,8 +330,8 @@ impl ServerHandler for Upstream {
         asked: CompleteRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<CompleteResult, ErrorData> {
-        let known = ["paris", "park", "party", "test", "tester"];
-        let fitting = known.into_iter().filter(|word| word.starts_with(&asked.argument.value));
+        let words = ["paris", "park", "party", "test", "tester"];
+        let fitting = words.into_iter().filter(|word| word.starts_with(&asked.argument.value));
         let info = CompletionInfo::new(fitting.map(str::to_owned).collect());
         Ok(CompleteResult::new(info.map_err(|error| ErrorData::internal_error(error, None))?))
     }

@@ -28,7 +28,7 @@ pub struct KeysArgs {
     #[command(subcommand)]
     verb: Option<KeysCommand>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -91,7 +91,7 @@ pub struct AllowDenyArgs {
     #[arg(value_name = "PATTERN", required = true)]
     patterns: Vec<String>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 #[derive(Debug, Args)]
@@ -103,7 +103,7 @@ pub struct RulesArgs {
     #[command(subcommand)]
     verb: Option<RulesCommand>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -132,35 +132,38 @@ pub struct AuditArgs {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     limit: u32,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), CommandFailure> {
     let output = context.output;
     match args.verb.unwrap_or(KeysCommand::Ls) {
         KeysCommand::Create { agent, role, allow } => {
-            let target = AdminTarget::open_or_create(context, &args.place).await?;
-            let wanted = KeyRequest { agent, role: role.into(), allow };
-            print_created_key(context, &target.create_key(wanted).await?)
+            let target = AdminTarget::open_or_create(context, &args.storage).await?;
+            let request = KeyRequest { agent, role: role.into(), allow };
+            print_created_key(context, &target.create_key(request).await?)
         }
         KeysCommand::Ls => {
-            let keys = AdminTarget::open_existing(context, &args.place).await?.keys().await?;
+            let keys = AdminTarget::open_existing(context, &args.storage).await?.keys().await?;
             if output.json {
                 return output.print_json(&keys);
             }
             let row = |key: &Value| {
-                let at =
+                let time_cell =
                     |member| u64_member(key, member).map(format_local_time).unwrap_or_default();
                 let words =
                     ["id", "project", "agent", "role"].map(|m| str_member(key, m).to_owned());
-                words.into_iter().chain([at("created_at_ms"), at("revoked_at_ms")]).collect()
+                words
+                    .into_iter()
+                    .chain([time_cell("created_at_ms"), time_cell("revoked_at_ms")])
+                    .collect()
             };
             let heads = ["ID", "PROJECT", "AGENT", "ROLE", "CREATED", "REVOKED"];
-            let none = "no keys: whoever reaches the loopback address may do everything";
+            let none = "no keys: every program that reaches the loopback address may do everything";
             output.print_table(&heads, array_member(&keys, "keys").iter().map(row).collect(), none)
         }
         KeysCommand::Revoke { id } => {
-            AdminTarget::open_existing(context, &args.place).await?.revoke_key(&id).await?;
+            AdminTarget::open_existing(context, &args.storage).await?.revoke_key(&id).await?;
             print_change(
                 context,
                 &json!({"id": id, "revoked": true}),
@@ -170,12 +173,12 @@ pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), Comman
     }
 }
 
-fn print_created_key(context: &CommandContext, made: &Value) -> Result<(), CommandFailure> {
+fn print_created_key(context: &CommandContext, created: &Value) -> Result<(), CommandFailure> {
     let output = context.output;
     if output.json {
-        return output.print_json(made);
+        return output.print_json(created);
     }
-    let part = |member| sanitize_line(str_member(made, member));
+    let part = |member| sanitize_line(str_member(created, member));
     output.print_note(&format!(
         "{} for agent {} of project {}, role {}",
         part("id"),
@@ -183,10 +186,12 @@ fn print_created_key(context: &CommandContext, made: &Value) -> Result<(), Comma
         part("project"),
         part("role"),
     ));
-    if made["first"] == true {
+    if created["first"] == true {
         output.print_note("this is the first key: from now on every request needs one");
     }
-    if str_member(made, "role") == "agent" && made["allow"].as_array().is_some_and(Vec::is_empty) {
+    if str_member(created, "role") == "agent"
+        && created["allow"].as_array().is_some_and(Vec::is_empty)
+    {
         let agent = part("agent");
         output.print_note(&format!(
             "it may call nothing yet: toolcrib allow --agent {agent} PATTERN"
@@ -205,7 +210,7 @@ pub async fn set_rules(
         // All or nothing: a typing error in the third pattern must not leave the first two applied.
         toolcrib::domain::access_rules::check_pattern(pattern).map_err(CommandFailure::usage)?;
     }
-    let target = AdminTarget::open_or_create(context, &args.place).await?;
+    let target = AdminTarget::open_or_create(context, &args.storage).await?;
     let mut rules = Vec::new();
     for pattern in &args.patterns {
         rules.push(target.set_rule(&args.agent, pattern, verdict).await?);
@@ -216,7 +221,7 @@ pub async fn set_rules(
 }
 
 pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), CommandFailure> {
-    let target = AdminTarget::open_existing(context, &args.place).await?;
+    let target = AdminTarget::open_existing(context, &args.storage).await?;
     match args.verb.unwrap_or(RulesCommand::Ls) {
         RulesCommand::Ls => {
             let rules = target.rules().await?;
@@ -234,7 +239,7 @@ pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), Comm
         }
         RulesCommand::Rm { agent, pattern } => {
             target.remove_rule(&agent, &pattern).await?;
-            let said = format!(
+            let summary = format!(
                 "removed the rule on {} for agent {}",
                 sanitize_line(&pattern),
                 sanitize_line(&agent)
@@ -242,21 +247,21 @@ pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), Comm
             print_change(
                 context,
                 &json!({"agent": agent, "pattern": pattern, "removed": true}),
-                &said,
+                &summary,
             )
         }
     }
 }
 
 pub async fn audit(context: &CommandContext, args: AuditArgs) -> Result<(), CommandFailure> {
-    let log = AdminTarget::open_existing(context, &args.place).await?.audit(args.limit).await?;
+    let log = AdminTarget::open_existing(context, &args.storage).await?.audit(args.limit).await?;
     if context.output.json {
         return context.output.print_json(&log);
     }
     let row = |entry: &Value| {
-        let at = u64_member(entry, "at_ms").map(format_local_time).unwrap_or_default();
+        let time = u64_member(entry, "at_ms").map(format_local_time).unwrap_or_default();
         let words = ["agent", "action", "subject", "reason"];
-        [at].into_iter().chain(words.map(|member| str_member(entry, member).to_owned())).collect()
+        [time].into_iter().chain(words.map(|member| str_member(entry, member).to_owned())).collect()
     };
     let rows = array_member(&log, "audit").iter().map(row).collect();
     let heads = ["TIME", "AGENT", "ACTION", "SUBJECT", "REASON"];

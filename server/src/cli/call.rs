@@ -70,13 +70,13 @@ impl CallCommandArgs {
         }
         match self.wait.take().flatten() {
             None => Ok(DEFAULT_WAIT),
-            Some(given) => match toolcrib_protocol::duration::parse_duration(&given) {
+            Some(text) => match toolcrib_protocol::duration::parse_duration(&text) {
                 Ok(wait) => Ok(wait),
-                Err(_) if given.contains('=') => {
-                    self.pairs.insert(0, given);
+                Err(_) if text.contains('=') => {
+                    self.pairs.insert(0, text);
                     Ok(DEFAULT_WAIT)
                 }
-                Err(why) => Err(CommandFailure::usage(format!("--wait: {why}"))),
+                Err(reason) => Err(CommandFailure::usage(format!("--wait: {reason}"))),
             },
         }
     }
@@ -91,10 +91,10 @@ impl CallCommandArgs {
             problems.into_iter().flatten().any(|problem| problem["pointer"] == *pointer)
         };
         let pairs = self.pairs.iter().filter_map(|pair| pair.split_once('='));
-        let taken = pairs
+        let consumed = pairs
             .filter(|(_, text)| serde_json::from_str::<Value>(text).is_ok_and(|v| !v.is_string()))
             .find(|(name, _)| failure.code == "VALIDATION_ERROR" && wrong(name));
-        match taken {
+        match consumed {
             Some((name, text)) => {
                 let hint = format!("{text} was taken as JSON; for text write {name}='\"{text}\"'");
                 failure.hint(hint)

@@ -204,17 +204,17 @@ async fn print_result(
         .query("limit", args.limit)
         .query("grep", args.grep)
         .query("raw", args.raw.then_some(true));
-    let piece = context.client()?.request_json(ask).await?;
+    let slice = context.client()?.request_json(ask).await?;
     let output = context.output;
     if output.json {
-        return output.print_json(&piece);
+        return output.print_json(&slice);
     }
-    match (&piece["matches"], &piece["value"], &piece["beginning"]) {
+    match (&slice["matches"], &slice["value"], &slice["beginning"]) {
         (Value::Array(matches), ..) => {
             for found in matches {
                 let line = u64_member(found, "line").map(|n| format!(":{n}")).unwrap_or_default();
-                let place = format!("{}{line}", sanitize_line(str_member(found, "pointer")));
-                output.print_line(&format!("{place}  {}", format_value(&found["value"])))?;
+                let location = format!("{}{line}", sanitize_line(str_member(found, "pointer")));
+                output.print_line(&format!("{location}  {}", format_value(&found["value"])))?;
             }
         }
         (_, Value::String(lines), _) => output.print_line(&format_lines(lines))?,
@@ -223,7 +223,7 @@ async fn print_result(
         }
         (_, value, _) => output.print_json(value)?,
     }
-    output.print_note(&slice_note(&piece));
+    output.print_note(&slice_note(&slice));
     Ok(())
 }
 
@@ -240,26 +240,26 @@ fn format_lines(text: &str) -> String {
 }
 
 /// Describes the size of a slice and the option that shows more.
-fn slice_note(piece: &Value) -> String {
-    let what = match str_member(piece, "type") {
+fn slice_note(slice: &Value) -> String {
+    let unit = match str_member(slice, "type") {
         "array" => "items",
         "object" => "entries",
         "text" => "lines",
         _ => "values",
     };
-    let count = u64_member(piece, "shown").unwrap_or_default();
-    let mut said = match (u64_member(piece, "matched"), u64_member(piece, "total")) {
+    let count = u64_member(slice, "shown").unwrap_or_default();
+    let mut note = match (u64_member(slice, "matched"), u64_member(slice, "total")) {
         (Some(matched), _) => format!("{count} of {matched} matches"),
-        (None, Some(total)) => format!("{count} of {total} {what}"),
-        (None, None) => str_member(piece, "type").to_owned(),
+        (None, Some(total)) => format!("{count} of {total} {unit}"),
+        (None, None) => str_member(slice, "type").to_owned(),
     };
-    if let Some(next) = piece["next_pointer"].as_str() {
-        said =
-            format!("{said}; one is too long to be shown whole: --pointer {}", sanitize_line(next));
+    if let Some(next) = slice["next_pointer"].as_str() {
+        note =
+            format!("{note}; one is too long to be shown whole: --pointer {}", sanitize_line(next));
     }
-    match u64_member(piece, "next_offset") {
-        Some(next) => format!("{said}; there are more: --offset {next}"),
-        None => said,
+    match u64_member(slice, "next_offset") {
+        Some(next) => format!("{note}; there are more: --offset {next}"),
+        None => note,
     }
 }
 

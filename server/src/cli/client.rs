@@ -369,12 +369,12 @@ fn format_problems(message: &str, detail: &Value) -> String {
     let mut text = String::new();
     for problem in detail["problems"].as_array().into_iter().flatten().take(20) {
         let pointer = problem["pointer"].as_str().unwrap_or_default();
-        let why = problem["message"].as_str().unwrap_or_default();
-        if why.is_empty() || message.contains(why) {
+        let reason = problem["message"].as_str().unwrap_or_default();
+        if reason.is_empty() || message.contains(reason) {
             continue;
         }
-        let place = if why.contains(pointer) { String::new() } else { format!("{pointer}: ") };
-        text.push_str(&format!("\n  {}", sanitize_line(&format!("{place}{why}"))));
+        let prefix = if reason.contains(pointer) { String::new() } else { format!("{pointer}: ") };
+        text.push_str(&format!("\n  {}", sanitize_line(&format!("{prefix}{reason}"))));
     }
     text
 }

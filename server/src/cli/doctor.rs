@@ -25,7 +25,7 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 /// State of a check.
@@ -50,12 +50,12 @@ impl CheckResult {
         Self { check, state: CheckState::Ok, message: message.into(), hint: None }
     }
 
-    fn warning(what: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { state: CheckState::Warning, hint: Some(hint.into()), ..Self::ok(what, message) }
+    fn warning(name: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { state: CheckState::Warning, hint: Some(hint.into()), ..Self::ok(name, message) }
     }
 
-    fn error(what: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { state: CheckState::Error, hint: Some(hint.into()), ..Self::ok(what, message) }
+    fn error(name: &'static str, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { state: CheckState::Error, hint: Some(hint.into()), ..Self::ok(name, message) }
     }
 
     fn json(&self) -> Value {
@@ -69,7 +69,7 @@ impl CheckResult {
 }
 
 pub async fn run(context: &CommandContext, args: DoctorArgs) -> Result<(), CommandFailure> {
-    let loaded = context.config(args.listen.as_ref(), &args.place);
+    let loaded = context.config(args.listen.as_ref(), &args.storage);
     let mut findings = vec![checks::check_config(context, &loaded)];
     if let Ok(config) = &loaded {
         findings.extend(checks::check_data_dir(config));

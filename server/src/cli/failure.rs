@@ -145,8 +145,8 @@ impl From<toolcrib::Error> for CommandFailure {
 /// command to run.
 pub fn failure_for_code(code: &str, message: String, exit: u8) -> CommandFailure {
     let failure = CommandFailure::new(exit, code, message);
-    let Some(known) = Code::parse(code) else { return failure };
-    failure.hint(match known {
+    let Some(parsed) = Code::parse(code) else { return failure };
+    failure.hint(match parsed {
         Code::ValidationError => "toolcrib tools NAME shows what the tool takes",
         Code::ToolNotFound => "toolcrib tools lists what you may call",
         Code::NotFound => {
@@ -158,7 +158,7 @@ pub fn failure_for_code(code: &str, message: String, exit: u8) -> CommandFailure
         Code::PermissionDenied if exit != exit::DENIED => {
             "use a key whose role permits it; toolcrib keys create --role admin makes one"
         }
-        _ => known.help(),
+        _ => parsed.help(),
     })
 }
 
@@ -177,8 +177,8 @@ mod tests {
 
     #[test]
     fn a_closed_pipe_is_not_a_failure() {
-        let gone = std::io::Error::from(std::io::ErrorKind::BrokenPipe);
-        let failure = CommandFailure::from(gone);
+        let broken_pipe = std::io::Error::from(std::io::ErrorKind::BrokenPipe);
+        let failure = CommandFailure::from(broken_pipe);
         assert_eq!((failure.exit, failure.is_reported), (exit::OK, true));
     }
 

@@ -34,7 +34,7 @@ pub fn parse_arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Co
 
 /// Reads JSON from the argument itself, from `@file`, or with `-` from standard input.
 fn read_json(json: &str) -> Result<Value, CommandFailure> {
-    let (place, text) = match json.strip_prefix('@') {
+    let (origin, text) = match json.strip_prefix('@') {
         _ if json == "-" => {
             let mut text = String::new();
             let read = std::io::stdin().read_to_string(&mut text);
@@ -55,7 +55,7 @@ fn read_json(json: &str) -> Result<Value, CommandFailure> {
         None => ("--args", json.to_owned()),
     };
     serde_json::from_str(&text).map_err(|error| {
-        CommandFailure::usage(format!("{place} is not JSON: {error}"))
+        CommandFailure::usage(format!("{origin} is not JSON: {error}"))
             .hint("quote it for the shell: --args '{\"expression\": \"2*21\"}'")
     })
 }
@@ -72,12 +72,12 @@ mod tests {
 
     #[test]
     fn values_are_json_or_text() {
-        let given =
+        let pairs =
             pairs(&["q=weather in Beijing", "n=5", "on=true", "list=[1,2]", "e=", "eq=a=b"]);
         let expected = json!({
             "q": "weather in Beijing", "n": 5, "on": true, "list": [1, 2], "e": "", "eq": "a=b"
         });
-        assert_eq!(parse_arguments(None, &given).unwrap(), expected);
+        assert_eq!(parse_arguments(None, &pairs).unwrap(), expected);
     }
 
     #[test]

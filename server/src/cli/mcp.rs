@@ -65,7 +65,7 @@ pub struct McpArgs {
     #[arg(long, value_name = "NAME", conflicts_with = "catalogue")]
     source: Option<String>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -84,15 +84,15 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Serves until standard input is closed.
 pub async fn run(context: &CommandContext, args: McpArgs) -> Result<(), CommandFailure> {
     if let Some(verb) = args.verb {
-        return crate::cli::mcp::servers::run(context, verb, &args.place).await;
+        return crate::cli::mcp::servers::run(context, verb, &args.storage).await;
     }
-    let named = context.global.server.is_some();
-    if args.place.is_given() && !context.server_from_flag {
+    let has_server = context.global.server.is_some();
+    if args.storage.is_set() && !context.server_from_flag {
         return run_embedded(context, &args).await;
     }
     // Without an explicit choice: the server on this machine if one is running, otherwise the data
     // directory.
-    if named || context.client()?.is_toolcrib_alive().await {
+    if has_server || context.client()?.is_toolcrib_alive().await {
         return run_bridge(context, &args).await;
     }
     run_embedded(context, &args).await
@@ -100,16 +100,18 @@ pub async fn run(context: &CommandContext, args: McpArgs) -> Result<(), CommandF
 
 /// Serves from an engine in this process, on the data directory.
 async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), CommandFailure> {
-    let mut config = context.config(None, &args.place)?;
+    let mut config = context.config(None, &args.storage)?;
     // A configuration that names the default directory counts as unset.
-    let unsaid = !args.place.is_given() && config.data_dir == Config::default().data_dir;
-    if unsaid
+    let is_unset = !args.storage.is_set() && config.data_dir == Config::default().data_dir;
+    if is_unset
         && config.store.url.is_none()
-        && let Some(place) = fallback_data_dir(&config.data_dir, |name| std::env::var_os(name))
+        && let Some(fallback) = fallback_data_dir(&config.data_dir, |name| std::env::var_os(name))
     {
-        let (here, there) = (config.data_dir.display(), place.display());
-        context.output.print_note(&format!("{here} cannot be written: data is kept in {there}"));
-        config.data_dir = place;
+        let (unusable, fallback_text) = (config.data_dir.display(), fallback.display());
+        context
+            .output
+            .print_note(&format!("{unusable} cannot be written: data is kept in {fallback_text}"));
+        config.data_dir = fallback;
     }
     telemetry::start_logging(&config.log.level, config.log.format);
     let served = bootstrap::start_server(&config).await?;
@@ -127,7 +129,7 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
         }
     };
     let transport = served.mcp_transport(&config);
-    let catalogue = args.catalogue.map(|shown| match shown {
+    let catalogue = args.catalogue.map(|mode| match mode {
         CatalogueArg::Full => CatalogueMode::Full,
         CatalogueArg::Search => CatalogueMode::Search,
     });
@@ -149,9 +151,10 @@ fn fallback_data_dir(
     if file_permissions::create_owner_only(&directory.join("toolcrib.lock")).is_ok() {
         return None;
     }
-    let named = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let home = || Some(named("HOME")?.join(".local/share"));
-    Some(named("XDG_DATA_HOME").or_else(home)?.join("toolcrib"))
+    let absolute_path =
+        |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let home = || Some(absolute_path("HOME")?.join(".local/share"));
+    Some(absolute_path("XDG_DATA_HOME").or_else(home)?.join("toolcrib"))
 }
 
 /// Relays messages between the pipes and a server, unchanged.
@@ -186,7 +189,7 @@ async fn relay_messages(
     let (mut open, mut until) = (HashSet::new(), None::<Instant>);
     while until.is_none() || !open.is_empty() || !first.is_terminated() {
         let answer = tokio::select! {
-            said = near.receive(), if first.is_terminated() && until.is_none() => match said {
+            next = near.receive(), if first.is_terminated() && until.is_none() => match next {
                 None => {
                     until = Some(Instant::now() + DRAIN_TIMEOUT);
                     continue;
@@ -224,13 +227,13 @@ async fn relay_messages(
                 None => continue,
                 Some(error) => relay_error(url, id, &error),
             },
-            said = far.receive() => match said {
+            next = far.receive() => match next {
                 Some(message) => message,
                 None => {
                     // The cause, if a failed message reports one.
                     let failed = requests.next().now_or_never().flatten();
-                    let why = failed.and_then(|(_, error)| Some(format!(": {}", error?)));
-                    let message = format!("{url} does not answer{}", why.unwrap_or_default());
+                    let reason = failed.and_then(|(_, error)| Some(format!(": {}", error?)));
+                    let message = format!("{url} does not answer{}", reason.unwrap_or_default());
                     return Err(CommandFailure::unreachable(message)
                         .hint("is the server running, and the key right? toolcrib doctor"));
                 }
@@ -304,17 +307,17 @@ mod tests {
     #[test]
     fn an_unusable_data_directory_falls_back_to_the_users_data_home() {
         let directory = tempfile::tempdir().unwrap();
-        let own = |known: &'static [(&str, &str)]| {
+        let lookup_in = |variables: &'static [(&str, &str)]| {
             move |name: &str| {
-                known.iter().find(|(known, _)| *known == name).map(|(_, to)| to.into())
+                variables.iter().find(|(key, _)| *key == name).map(|(_, to)| to.into())
             }
         };
-        let here = directory.path().join("toolcrib-data");
-        assert_eq!(fallback_data_dir(&here, own(&[("HOME", "/home/ada")])), None);
+        let writable = directory.path().join("toolcrib-data");
+        assert_eq!(fallback_data_dir(&writable, lookup_in(&[("HOME", "/home/ada")])), None);
         // A file in its place: even a user who may write everywhere cannot use it as a directory.
         let occupied = directory.path().join("taken");
         std::fs::write(&occupied, "a file").unwrap();
-        for (known, expected) in [
+        for (variables, expected) in [
             (&[("HOME", "/home/ada")][..], Some("/home/ada/.local/share/toolcrib")),
             (&[("HOME", "/home/ada"), ("XDG_DATA_HOME", "/data")], Some("/data/toolcrib")),
             (
@@ -324,9 +327,9 @@ mod tests {
             (&[], None),
         ] {
             assert_eq!(
-                fallback_data_dir(&occupied, own(known)).as_deref(),
+                fallback_data_dir(&occupied, lookup_in(variables)).as_deref(),
                 expected.map(Path::new),
-                "{known:?}"
+                "{variables:?}"
             );
         }
     }

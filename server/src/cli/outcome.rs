@@ -24,23 +24,23 @@ pub async fn await_outcome(
     let mut call = first;
     let id = str_member(&call, "tool_call_id").to_owned();
     let tool = sanitize_line(str_member(&call, "tool_name"));
-    let mut away: Option<CommandFailure> = None;
+    let mut last_failure: Option<CommandFailure> = None;
     while !is_terminal(&call) {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return match away {
+        let remaining = until.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
+            return match last_failure {
                 Some(failure) => Err(failure.hint(resume_hint(&id))),
                 None => Ok(call),
             };
         }
         let status = sanitize_line(str_member(&call, "status"));
-        spinner.set_message(match away {
+        spinner.set_message(match last_failure {
             None => format!("{tool}  {status}  {id}"),
             Some(_) => format!("{tool}  server away, the call is safe, asking again  {id}"),
         });
-        let begun = Instant::now();
+        let poll_start = Instant::now();
         let path = ["v1", "tool_calls", id.as_str()];
-        let ask = ApiRequest::get(&path).wait(left.min(POLL_WAIT));
+        let ask = ApiRequest::get(&path).wait(remaining.min(POLL_WAIT));
         let answer = tokio::select! {
             answer = client.request_json(ask) => answer,
             _ = tokio::signal::ctrl_c() => {
@@ -52,13 +52,13 @@ pub async fn await_outcome(
         match answer {
             Ok(now) => {
                 call = now;
-                away = None;
+                last_failure = None;
             }
-            Err(failure) if failure.exit == exit::UNREACHABLE => away = Some(failure),
+            Err(failure) if failure.exit == exit::UNREACHABLE => last_failure = Some(failure),
             Err(failure) => return Err(failure),
         }
         // Pauses between requests when the server does not wait or is unreachable.
-        if begun.elapsed() < POLL_PAUSE && !is_terminal(&call) {
+        if poll_start.elapsed() < POLL_PAUSE && !is_terminal(&call) {
             tokio::time::sleep(POLL_PAUSE).await;
         }
     }

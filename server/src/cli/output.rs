@@ -168,8 +168,8 @@ impl Output {
     }
 }
 
-fn apply_style(text: &str, tone: TextStyle, wanted: bool) -> String {
-    if wanted { format!("\u{1b}[{}m{text}\u{1b}[0m", tone.code()) } else { text.to_owned() }
+fn apply_style(text: &str, tone: TextStyle, is_enabled: bool) -> String {
+    if is_enabled { format!("\u{1b}[{}m{text}\u{1b}[0m", tone.code()) } else { text.to_owned() }
 }
 
 /// Returns the text as one line without control characters.
@@ -263,17 +263,17 @@ pub fn now_ms() -> u64 {
 /// Formats a time in the local time zone: `2026-05-01 12:03:04`. Returns "" for a time out of
 /// range.
 pub fn format_local_time(ms: u64) -> String {
-    to_local_time(ms).map(|at| at.strftime("%Y-%m-%d %H:%M:%S").to_string()).unwrap_or_default()
+    to_local_time(ms).map(|time| time.strftime("%Y-%m-%d %H:%M:%S").to_string()).unwrap_or_default()
 }
 
 /// Formats a time of day in the local time zone: `12:03:04.123`.
 pub fn format_clock_time(ms: u64) -> String {
-    to_local_time(ms).map(|at| at.strftime("%H:%M:%S%.3f").to_string()).unwrap_or_default()
+    to_local_time(ms).map(|time| time.strftime("%H:%M:%S%.3f").to_string()).unwrap_or_default()
 }
 
 fn to_local_time(ms: u64) -> Option<jiff::Zoned> {
-    let at = jiff::Timestamp::from_millisecond(i64::try_from(ms).ok()?).ok()?;
-    Some(at.to_zoned(jiff::tz::TimeZone::system()))
+    let timestamp = jiff::Timestamp::from_millisecond(i64::try_from(ms).ok()?).ok()?;
+    Some(timestamp.to_zoned(jiff::tz::TimeZone::system()))
 }
 
 #[cfg(test)]

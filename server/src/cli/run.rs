@@ -71,7 +71,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "RUN", group = "which")]
     replay: Option<String>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 /// The server of the run: a running one, or one embedded in this process.
@@ -83,13 +83,13 @@ struct RunServer {
 pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandFailure> {
     let question = read_question(&args)?;
     let site = connect_or_embed(context, &args).await?;
-    let known = Mutex::new(String::new());
+    let run_id = Mutex::new(String::new());
     let outcome = tokio::select! {
         biased;
-        outcome = start_and_watch(context, &site.client, &args, question, &known) => outcome,
+        outcome = start_and_watch(context, &site.client, &args, question, &run_id) => outcome,
         _ = tokio::signal::ctrl_c() => {
             let how = if site.embedded.is_some() { "when a server is started here" } else { "there" };
-            let run = known.lock().clone();
+            let run = run_id.lock().clone();
             if !run.is_empty() {
                 let come_back = format!("toolcrib run --follow {run}");
                 context.output.print_note(&format!("\nthe run goes on {how}; {come_back}"));
@@ -108,7 +108,7 @@ pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandF
 /// Reads the question. Returns `None` for options that take no question.
 fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
     let silent = args.resume.is_some() || args.follow.is_some() || args.replay.is_some();
-    let given = match args.question.as_deref() {
+    let question = match args.question.as_deref() {
         Some("-") => {
             let mut read = String::new();
             std::io::stdin().read_to_string(&mut read)?;
@@ -116,12 +116,12 @@ fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
         }
         other => other.map(str::to_owned),
     };
-    match given {
+    match question {
         Some(_) if silent => Err(CommandFailure::usage("there is nothing to ask with this option")),
         None if !silent => Err(CommandFailure::usage("what is the question?")
             .hint("toolcrib run --model demo 'What is 6 * 7?'")),
         Some(text) if text.is_empty() => Err(CommandFailure::usage("the question is empty")),
-        given => Ok(given),
+        question => Ok(question),
     }
 }
 
@@ -130,11 +130,11 @@ async fn connect_or_embed(
     args: &RunArgs,
 ) -> Result<RunServer, CommandFailure> {
     let client = context.client()?;
-    let embeds = args.place.is_given() && !context.server_from_flag;
+    let embeds = args.storage.is_set() && !context.server_from_flag;
     if !embeds && (context.global.server.is_some() || client.is_toolcrib_alive().await) {
         return Ok(RunServer { client, embedded: None });
     }
-    let config = context.config(Some(&"127.0.0.1:0".to_owned()), &args.place)?;
+    let config = context.config(Some(&"127.0.0.1:0".to_owned()), &args.storage)?;
     let served = bootstrap::start_server(&config).await?;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let address = format!("http://{}", listener.local_addr()?);
@@ -156,7 +156,7 @@ async fn start_and_watch(
     client: &ApiClient,
     args: &RunArgs,
     question: Option<String>,
-    known: &Mutex<String>,
+    run_id: &Mutex<String>,
 ) -> Result<(), CommandFailure> {
     if let Some(run) = &args.replay {
         return replay::replay_run(context, client, run, args.model.as_deref()).await;
@@ -186,7 +186,7 @@ async fn start_and_watch(
         let watched = RunWatcher::from_start(id.unwrap_or_default());
         RunWatcher { stream: Some(stream), ..watched }
     };
-    known.lock().clone_from(&watched.run);
+    run_id.lock().clone_from(&watched.run);
     watched.watch_to_end(client, &mut view).await
 }
 
@@ -258,14 +258,15 @@ impl RunWatcher {
         client: &ApiClient,
         view: &mut RunView,
     ) -> Result<(), CommandFailure> {
-        let mut away_since: Option<tokio::time::Instant> = None;
+        let mut unreachable_since: Option<tokio::time::Instant> = None;
         loop {
             let stream = match self.stream.take() {
                 Some(stream) => stream,
                 None => match self.reopen_stream(client).await {
                     Ok(stream) => stream,
                     Err(failure) if failure.exit == exit::UNREACHABLE => {
-                        let since = *away_since.get_or_insert_with(tokio::time::Instant::now);
+                        let since =
+                            *unreachable_since.get_or_insert_with(tokio::time::Instant::now);
                         if since.elapsed() > RECONNECT_TIMEOUT {
                             return Err(failure.hint(format!(
                                 "the run is kept: toolcrib run --follow {}",
@@ -278,7 +279,7 @@ impl RunWatcher {
                     Err(failure) => return Err(failure),
                 },
             };
-            away_since = None;
+            unreachable_since = None;
             let mut messages = RunEventReader::new(stream);
             let over = loop {
                 let batch = match messages.next().await {

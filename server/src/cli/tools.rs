@@ -82,11 +82,11 @@ async fn import(
     client: &ApiClient,
     args: &ImportArgs,
 ) -> Result<(), CommandFailure> {
-    let (output, shown) = (context.output, args.file.display());
+    let (output, file) = (context.output, args.file.display());
     let text = std::fs::read_to_string(&args.file)
-        .map_err(|error| CommandFailure::usage(format!("cannot read {shown}: {error}")))?;
+        .map_err(|error| CommandFailure::usage(format!("cannot read {file}: {error}")))?;
     let document = toolcrib_protocol::yaml::parse_large(&text)
-        .map_err(|error| CommandFailure::usage(format!("{shown} cannot be read: {error}")))?;
+        .map_err(|error| CommandFailure::usage(format!("{file} cannot be read: {error}")))?;
     let project = match context.global.project.as_deref() {
         Some(project) => project.to_owned(),
         None => resolve_project(client).await?,
@@ -188,7 +188,7 @@ fn show(context: &CommandContext, tool: &Value) -> Result<(), CommandFailure> {
 /// Returns a one-line summary of a description: its first sentence, at most 80 characters.
 fn first_sentence(description: &str) -> String {
     let line = sanitize_line(description);
-    let end = line.find(". ").map_or(line.len(), |at| at + 1);
+    let end = line.find(". ").map_or(line.len(), |index| index + 1);
     let sentence = &line[..end];
     if sentence.chars().count() <= 80 {
         return sentence.to_owned();

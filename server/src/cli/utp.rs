@@ -76,7 +76,7 @@ struct UtpServeArgs {
     #[arg(long, value_name = "URL")]
     nats: Option<String>,
     #[command(flatten)]
-    place: StorageArgs,
+    storage: StorageArgs,
 }
 
 pub(super) async fn run(context: &CommandContext, args: UtpArgs) -> Result<(), CommandFailure> {
@@ -93,7 +93,7 @@ pub(super) async fn run(context: &CommandContext, args: UtpArgs) -> Result<(), C
         let message = format!("--target \"{}\" cannot be part of a NATS subject", args.target);
         return Err(CommandFailure::usage(message));
     }
-    let mut config = context.config(None, &args.place)?;
+    let mut config = context.config(None, &args.storage)?;
     crate::telemetry::start_logging(&config.log.level, config.log.format);
     config.nats.url = args.nats.or(config.nats.url);
     let Some(address) = crate::bootstrap::nats_endpoint(&config.nats) else {

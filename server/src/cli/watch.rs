@@ -149,13 +149,13 @@ impl EventWatcher<'_> {
         let kind = str_member(&event, "type");
         let word = kind.strip_prefix("tool.call.").unwrap_or(kind);
         let word = output.paint(&format!("{:<10}", sanitize_line(word)), event_style(word));
-        let at = u64_member(&event, "at_ms").map(format_clock_time).unwrap_or_default();
-        let at = output.paint(&at, TextStyle::Dim);
+        let time = u64_member(&event, "at_ms").map(format_clock_time).unwrap_or_default();
+        let time = output.paint(&time, TextStyle::Dim);
         let id = sanitize_line(str_member(&event, "tool_call_id"));
         let attempt = u64_member(&event, "attempt").unwrap_or_default();
         let tool = sanitize_line(str_member(&event, "tool"));
         let line = format!(
-            "{at}  {word}  {tool:<20}  {id}  attempt {attempt}{}",
+            "{time}  {word}  {tool:<20}  {id}  attempt {attempt}{}",
             format_other_fields(&event)
         );
         output.print_line(line.trim_end())
@@ -181,17 +181,17 @@ fn event_style(word: &str) -> TextStyle {
 /// Formats the other fields of the event, shortened.
 fn format_other_fields(event: &Value) -> String {
     // The run id and the caller's call id are for programs; the line is long enough without them.
-    const SAID: [&str; 8] =
+    const OMITTED_FIELDS: [&str; 8] =
         ["number", "type", "tool_call_id", "run_id", "call_id", "at_ms", "attempt", "tool"];
     let Some(members) = event.as_object() else {
         return format!("  {}", sanitize_line(&event.to_string()));
     };
     let mut text = String::new();
     for (name, value) in members {
-        if SAID.contains(&name.as_str()) || value.is_null() {
+        if OMITTED_FIELDS.contains(&name.as_str()) || value.is_null() {
             continue;
         }
-        let shown = match value {
+        let value_text = match value {
             Value::String(word) => sanitize_line(word),
             Value::Object(error) if error.contains_key("message") => {
                 let part = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default();
@@ -199,7 +199,7 @@ fn format_other_fields(event: &Value) -> String {
             }
             other => sanitize_line(&other.to_string()),
         };
-        let short: String = shown.chars().take(120).collect();
+        let short: String = value_text.chars().take(120).collect();
         text.push_str(&format!("  {}={short}", sanitize_line(name)));
     }
     text

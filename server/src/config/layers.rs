@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use ::config::{FileFormat, Source, Value as Given, ValueKind};
+use ::config::{FileFormat, Source, Value as ConfigValue, ValueKind};
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value};
 use toolcrib_protocol::settings::InvalidSetting;
@@ -99,10 +99,10 @@ pub(super) fn read_layers(
 /// Returns the variable if it is a Toolcrib setting.
 fn as_setting_variable((name, value): (OsString, OsString)) -> Option<(String, OsString)> {
     let name = name.into_string().ok()?;
-    let ours = name.starts_with(PREFIX)
+    let is_setting = name.starts_with(PREFIX)
         && !RESERVED_VARIABLES.contains(&name.as_str())
         && !RESERVED_PREFIXES.iter().any(|begin| name.starts_with(begin));
-    ours.then_some((name, value))
+    is_setting.then_some((name, value))
 }
 
 fn read_file(path: &Path) -> Result<Map<String, Value>, ConfigError> {
@@ -137,15 +137,15 @@ fn read_variable(name: &str, text: &str) -> Result<Map<String, Value>, ConfigErr
         .split("__")
         .map(str::to_ascii_lowercase)
         .collect();
-    let mut place =
+    let mut key =
         SettingLocation { origin: "environment", path: Vec::new(), from_environment: true };
-    let mut here = schema();
+    let mut node = schema();
     for part in &path {
-        place.path.push(part.clone());
-        here = member_schema(here, part).ok_or_else(|| place.unknown_key_error(schema()))?;
+        key.path.push(part.clone());
+        node = member_schema(node, part).ok_or_else(|| key.unknown_key_error(schema()))?;
     }
-    let value = parse_text(here, text);
-    place.check_value(here, &value)?;
+    let value = parse_text(node, text);
+    key.check_value(node, &value)?;
     let nested = path.into_iter().rev().fold(value, |inner, part| {
         let mut outer = Map::new();
         outer.insert(part, inner);
@@ -190,8 +190,8 @@ fn merge(base: &mut Map<String, Value>, over: Map<String, Value>) {
     }
 }
 
-fn to_json(given: Given) -> Value {
-    match given.kind {
+fn to_json(parsed: ConfigValue) -> Value {
+    match parsed.kind {
         ValueKind::Nil => Value::Null,
         ValueKind::Boolean(value) => value.into(),
         ValueKind::I64(value) => value.into(),
@@ -254,8 +254,8 @@ struct SettingLocation<'o> {
 
 impl SettingLocation<'_> {
     fn check_value(&mut self, schema: &Value, value: &Value) -> Result<(), ConfigError> {
-        let wanted = expected_type(schema);
-        let fits = match wanted {
+        let expected = expected_type(schema);
+        let fits = match expected {
             "string" => value.is_string() && self.is_allowed_value(schema, value),
             "boolean" => value.is_boolean(),
             "integer" => fits_integer(schema, value),
@@ -273,7 +273,7 @@ impl SettingLocation<'_> {
             });
         }
         match value {
-            Value::Object(table) if wanted == "object" => self.check_table(schema, table),
+            Value::Object(table) if expected == "object" => self.check_table(schema, table),
             Value::Array(items) => {
                 let Some(each) = unwrap_optional(schema).get("items") else { return Ok(()) };
                 for (n, item) in items.iter().enumerate() {
@@ -391,7 +391,7 @@ fn suggest_key(root: &Value, path: &[String]) -> Option<Vec<String>> {
     }
     let mut all = Vec::new();
     collect_keys(root, &mut Vec::new(), &mut all);
-    all.into_iter().find(|known| known.last() == Some(last))
+    all.into_iter().find(|candidate| candidate.last() == Some(last))
 }
 
 fn collect_keys(schema: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String>>) {

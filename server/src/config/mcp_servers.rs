@@ -50,8 +50,8 @@ impl Config {
             let plain = url.query().is_none() && url.fragment().is_none();
             matches!(url.scheme(), "http" | "https") && url.has_host() && plain
         });
-        let why = "must begin with https:// or http://, and have no query";
-        if fine { Ok(()) } else { Err(ConfigError::invalid("upstreams.public_url", why)) }
+        let reason = "must begin with https:// or http://, and have no query";
+        if fine { Ok(()) } else { Err(ConfigError::invalid("upstreams.public_url", reason)) }
     }
 
     /// Checks `[[mcp]]` and `upstreams.public_url`.

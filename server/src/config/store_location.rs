@@ -37,8 +37,8 @@ impl StoreLocation {
 fn redact_url(url: &str) -> String {
     let (_, rest) = url.split_once("://").unwrap_or_default();
     let rest = rest.split(['?', '#']).next().unwrap_or_default();
-    let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
-    format!("postgres://{place}")
+    let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
+    format!("postgres://{host}")
 }
 
 /// Omits user and password.

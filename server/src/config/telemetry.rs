@@ -53,11 +53,11 @@ impl Default for TelemetrySettings {
 impl TelemetrySettings {
     /// Checks what the types alone cannot express.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
-        let invalid = |key: &str, why: &str| {
-            Err(ConfigError::invalid(&format!("telemetry.{key}"), why.to_owned()))
+        let invalid = |key: &str, reason: &str| {
+            Err(ConfigError::invalid(&format!("telemetry.{key}"), reason.to_owned()))
         };
         if let Some(endpoint) = &self.otlp_endpoint {
-            check_endpoint(endpoint).or_else(|why| invalid("otlp_endpoint", &why))?;
+            check_endpoint(endpoint).or_else(|reason| invalid("otlp_endpoint", &reason))?;
         }
         if self.sample_ratio.is_some_and(|ratio| !(0.0..=1.0).contains(&ratio)) {
             return invalid("sample_ratio", "must be from 0 to 1");
@@ -66,8 +66,8 @@ impl TelemetrySettings {
             return invalid("max_queued_spans", "must be at least 1");
         }
         if self.otlp_headers_env.as_ref().is_some_and(|name| !is_variable(name)) {
-            let why = "must be the name of an environment variable, not the headers themselves";
-            return invalid("otlp_headers_env", why);
+            let reason = "must be the name of an environment variable, not the headers themselves";
+            return invalid("otlp_headers_env", reason);
         }
         Ok(())
     }

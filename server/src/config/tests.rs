@@ -280,12 +280,12 @@ fn models_can_be_configured_by_the_environment() {
     let endpoint = config.llm.endpoint().unwrap();
     assert_eq!(endpoint.base_url, "http://127.0.0.1:9/v1");
     assert_eq!(endpoint.key.variable.as_deref(), Some("OPENAI_API_KEY"));
-    let named: Vec<_> = config.llm.named_endpoints().collect();
-    let (name, model, claude) = &named[0];
+    let endpoints: Vec<_> = config.llm.named_endpoints().collect();
+    let (name, model, claude) = &endpoints[0];
     assert_eq!((name.as_str(), model.as_str()), ("claude", "claude"));
     assert_eq!(claude.base_url, "https://api.anthropic.com/v1", "the default of its own kind");
     assert_eq!(claude.key.variable.as_deref(), Some("ANTHROPIC_API_KEY"));
-    let (name, model, small) = &named[1];
+    let (name, model, small) = &endpoints[1];
     assert_eq!((name.as_str(), model.as_str()), ("small", "small-1"));
     assert_eq!(small.base_url, endpoint.base_url);
 }

@@ -24,7 +24,7 @@ impl Config {
         self.check_log_level()?;
         for pattern in &self.auth.default_allow {
             check_pattern(pattern)
-                .map_err(|why| ConfigError::invalid("auth.default_allow", why))?;
+                .map_err(|reason| ConfigError::invalid("auth.default_allow", reason))?;
         }
         self.auth.oauth.as_ref().map_or(Ok(()), |oauth| oauth.check())?;
         self.check_policies()?;
@@ -32,8 +32,8 @@ impl Config {
         self.webhooks.validate()?;
         let days = self.retention.finished_calls_days;
         if !(0.0..=36_500.0).contains(&days) {
-            let why = "must be from 0 (keep for ever) to 36500";
-            return Err(ConfigError::invalid("retention.finished_calls_days", why));
+            let reason = "must be from 0 (keep for ever) to 36500";
+            return Err(ConfigError::invalid("retention.finished_calls_days", reason));
         }
         self.check_nats()?;
         self.check_mcp()?;
@@ -49,8 +49,8 @@ impl Config {
             // The URL may hold a password, so the message does not repeat it.
             let each = url.split(',').all(|url| schemes.iter().any(|s| url.trim().starts_with(s)));
             if !each {
-                let why = "must begin with nats:// or tls://";
-                return Err(ConfigError::invalid("nats.url", why));
+                let reason = "must begin with nats:// or tls://";
+                return Err(ConfigError::invalid("nats.url", reason));
             }
         }
         if !toolcrib::domain::utp::is_token(&self.nats.version) {
@@ -62,11 +62,12 @@ impl Config {
     fn check_http(&self) -> Result<(), ConfigError> {
         let http = &self.http;
         for pattern in &http.allow_envs {
-            check_pattern(pattern).map_err(|why| ConfigError::invalid("http.allow_envs", why))?;
+            check_pattern(pattern)
+                .map_err(|reason| ConfigError::invalid("http.allow_envs", reason))?;
         }
-        toolcrib_sources::http::HttpSource::new(http.clone()).map(|_| ()).map_err(|why| {
-            let (field, why) = why.split_once(": ").unwrap_or(("hosts", why.as_str()));
-            ConfigError::invalid(&format!("http.{field}"), why)
+        toolcrib_sources::http::HttpSource::new(http.clone()).map(|_| ()).map_err(|reason| {
+            let (field, reason) = reason.split_once(": ").unwrap_or(("hosts", reason.as_str()));
+            ConfigError::invalid(&format!("http.{field}"), reason)
         })
     }
 
@@ -75,14 +76,14 @@ impl Config {
         let by_name = || {
             let (host, port) = listen.rsplit_once(':')?;
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
-            let named = !host.is_empty() && host.chars().all(plain);
-            port.parse::<u16>().ok().filter(|_| named)
+            let is_valid_host = !host.is_empty() && host.chars().all(plain);
+            port.parse::<u16>().ok().filter(|_| is_valid_host)
         };
         if listen.parse::<SocketAddr>().is_ok() || by_name().is_some() {
             return Ok(());
         }
-        let why = format!("{listen:?} is not an address and a port such as 127.0.0.1:8080");
-        Err(ConfigError::invalid("listen", why))
+        let reason = format!("{listen:?} is not an address and a port such as 127.0.0.1:8080");
+        Err(ConfigError::invalid("listen", reason))
     }
 
     fn check_log_level(&self) -> Result<(), ConfigError> {
@@ -90,16 +91,16 @@ impl Config {
         // A single word that is not a level would be parsed as the name of a module, and all other
         // modules would log nothing.
         let word = !level.contains(['=', ',']);
-        let known = LEVELS.contains(&level.to_ascii_lowercase().as_str());
+        let is_known_level = LEVELS.contains(&level.to_ascii_lowercase().as_str());
         let filter = || tracing_subscriber::EnvFilter::builder().parse(level).is_ok();
-        if if word { known } else { filter() } {
+        if if word { is_known_level } else { filter() } {
             return Ok(());
         }
-        let why = format!(
+        let reason = format!(
             "{level:?} is neither a level ({}) nor a filter such as info,toolcrib=debug",
             LEVELS.join(", ")
         );
-        Err(ConfigError::invalid("log.level", why))
+        Err(ConfigError::invalid("log.level", reason))
     }
 
     fn check_policies(&self) -> Result<(), ConfigError> {
@@ -115,12 +116,13 @@ impl Config {
         }
         for (name, tool) in &self.tools {
             let key = format!("tools.\"{name}\"");
-            check_tool_name(name).map_err(|why| ConfigError::invalid(&key, why.to_string()))?;
+            check_tool_name(name)
+                .map_err(|reason| ConfigError::invalid(&key, reason.to_string()))?;
             check_policy(&format!("{key}.policy"), &tool.policy)?;
             for alternate in &tool.fallback {
                 let key = format!("{key}.fallback");
                 check_tool_name(&alternate.tool)
-                    .map_err(|why| ConfigError::invalid(&key, why.to_string()))?;
+                    .map_err(|reason| ConfigError::invalid(&key, reason.to_string()))?;
                 if alternate.tool == *name {
                     return Err(ConfigError::invalid(&key, "a tool cannot stand in for itself"));
                 }
@@ -150,8 +152,8 @@ impl Config {
             }
         }
         if self.shutdown.drain_ms > DAY_MS {
-            let why = format!("must be from 0 to {DAY_MS}");
-            return Err(ConfigError::invalid("shutdown.drain_ms", why));
+            let reason = format!("must be from 0 to {DAY_MS}");
+            return Err(ConfigError::invalid("shutdown.drain_ms", reason));
         }
         let counts = [
             ("limits.max_args_bytes", limits.max_args_bytes),
@@ -185,14 +187,14 @@ impl Config {
             ("limits.max_batch_entries", limits.max_batch_entries, 10_000),
             ("limits.max_batch_parallel", limits.max_batch_parallel, 256),
         ];
-        for (key, count, most) in bounded {
-            if count > most {
-                return Err(ConfigError::invalid(key, format!("must be at most {most}")));
+        for (key, count, max) in bounded {
+            if count > max {
+                return Err(ConfigError::invalid(key, format!("must be at most {max}")));
             }
         }
         if self.ingress.dead_after_ms <= self.ingress.heartbeat_ms {
-            let why = "must be longer than ingress.heartbeat_ms, or every connection looks dead";
-            return Err(ConfigError::invalid("ingress.dead_after_ms", why));
+            let reason = "must be longer than ingress.heartbeat_ms, or every connection looks dead";
+            return Err(ConfigError::invalid("ingress.dead_after_ms", reason));
         }
         Ok(())
     }
@@ -215,8 +217,8 @@ impl Config {
                 if url.contains("://") && !schemes.iter().any(|scheme| url.starts_with(scheme)) =>
             {
                 // The value may hold a password, so the message does not repeat it.
-                let why = "must begin with postgres:// or sqlite:";
-                Err(ConfigError::invalid("builtin.database.url", why))
+                let reason = "must begin with postgres:// or sqlite:";
+                Err(ConfigError::invalid("builtin.database.url", reason))
             }
             _ => Ok(()),
         }
@@ -227,7 +229,7 @@ fn check_policy(key: &str, policy: &ExecutionPolicyPatch) -> Result<(), ConfigEr
     match policy.find_problem() {
         // The problem starts with the name of the field, which completes the key.
         Some(problem) => match problem.split_once(' ') {
-            Some((field, why)) => Err(ConfigError::invalid(&format!("{key}.{field}"), why)),
+            Some((field, reason)) => Err(ConfigError::invalid(&format!("{key}.{field}"), reason)),
             None => Err(ConfigError::invalid(key, problem)),
         },
         None => Ok(()),

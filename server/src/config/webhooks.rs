@@ -80,7 +80,7 @@ pub struct WebhookKeySettings {
 impl WebhookSettings {
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         let invalid =
-            |key: &str, why: &str| Err(ConfigError::invalid(&format!("webhooks.{key}"), why));
+            |key: &str, reason: &str| Err(ConfigError::invalid(&format!("webhooks.{key}"), reason));
         let word = |name: &str| {
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
             !name.is_empty() && name.chars().all(plain) && !name.starts_with(SIGNING_KEY_PREFIX)
@@ -95,8 +95,8 @@ impl WebhookSettings {
                 return invalid(&format!("projects.{name}.signing_key_env"), not_a_name);
             }
             if project.signing_key_env.is_none() && project.signing_key_file.is_none() {
-                let why = "needs signing_key_env or signing_key_file";
-                return invalid(&format!("projects.{name}"), why);
+                let reason = "needs signing_key_env or signing_key_file";
+                return invalid(&format!("projects.{name}"), reason);
             }
         }
         if self.allow_hosts.iter().any(|host| host.is_empty() || host.contains(['/', '@', ' '])) {
@@ -107,8 +107,8 @@ impl WebhookSettings {
         }
         let waits = &self.retry_schedule_ms;
         if waits.len() > MAX_RETRIES || waits.iter().any(|wait| !(1..=WEEK_MS).contains(wait)) {
-            let why = "must be up to 50 waits, each from 1 to 604800000 (a week)";
-            return invalid("retry_schedule_ms", why);
+            let reason = "must be up to 50 waits, each from 1 to 604800000 (a week)";
+            return invalid("retry_schedule_ms", reason);
         }
         if !(0.0..=1.0).contains(&self.jitter) {
             return invalid("jitter", "must be from 0 to 1");

@@ -36,9 +36,10 @@ pub fn parse_servers_to_add(
     mut document: Value,
 ) -> Result<Vec<McpServerSettings>, Error> {
     let pinned = |name: &str| {
-        let mut known = engine.admin().upstreams().into_iter();
-        let known = known.find(|known| known.project == caller.project && known.name == name);
-        known.is_some_and(|known| known.settings.to_value()["pin"] == true)
+        let mut upstreams = engine.admin().upstreams().into_iter();
+        let upstream =
+            upstreams.find(|upstream| upstream.project == caller.project && upstream.name == name);
+        upstream.is_some_and(|upstream| upstream.settings.to_value()["pin"] == true)
     };
     let settings = match find_desktop_servers(&mut document).is_some() {
         true => parse_desktop_config(&document, pinned).map_err(invalid_settings_error)?,
@@ -57,8 +58,11 @@ pub fn parse_servers_to_add(
     for one in &settings {
         one.check().map_err(invalid_settings_error)?;
         if !names.insert(one.name.as_str()) {
-            let why = format!("has two servers whose name here would be \"{}\"", one.name);
-            return Err(invalid_settings_error(McpSettingsError { field: "mcpServers", why }));
+            let reason = format!("has two servers whose name here would be \"{}\"", one.name);
+            return Err(invalid_settings_error(McpSettingsError {
+                field: "mcpServers",
+                why: reason,
+            }));
         }
     }
     Ok(settings)
@@ -102,8 +106,8 @@ impl McpServerReconciler {
                  there (toolcrib mcp add), or sets upstreams.allow_commands",
             );
         }
-        let named = settings.reads_environment();
-        if named && !self.settings.allow_env {
+        let reads_env = settings.reads_environment();
+        if reads_env && !self.settings.allow_env {
             return denied(
                 "a key may not read the server's environment with ${…}: write the value itself, \
                  or the operator sets upstreams.allow_env",
@@ -112,20 +116,21 @@ impl McpServerReconciler {
         if let Some(url) = &settings.url {
             settings.guarded = true;
             let checked = outbound_policy(&self.settings).check(url);
-            checked
-                .map_err(|why| invalid_settings_error(McpSettingsError { field: "url", why }))?;
+            checked.map_err(|reason| {
+                invalid_settings_error(McpSettingsError { field: "url", why: reason })
+            })?;
         }
         Ok(())
     }
 
     fn is_configured(&self, project: &str, name: &str) -> bool {
-        self.configured.iter().any(|known| known.project == project && known.name == name)
+        self.configured.iter().any(|settings| settings.project == project && settings.name == name)
     }
 
-    fn to_source_body(&self, shown: UpstreamStatus, all: bool) -> SourceBody {
-        let configured = self.is_configured(&shown.settings.project, &shown.settings.name);
-        let UpstreamStatus { settings, state, stderr, authorization: pass } = shown;
-        let place = settings.display_address();
+    fn to_source_body(&self, status: UpstreamStatus, all: bool) -> SourceBody {
+        let configured = self.is_configured(&status.settings.project, &status.settings.name);
+        let UpstreamStatus { settings, state, stderr, authorization: pass } = status;
+        let address = settings.display_address();
         let program = settings.command.is_some();
         let (server_name, server_version) = state.server.unzip();
         let skipped = state.skipped.into_iter().take(if all { 1_000 } else { 10 });
@@ -134,7 +139,7 @@ impl McpServerReconciler {
             project: settings.project,
             kind: MCP_UPSTREAM_KIND,
             transport: if program { "stdio" } else { "http" },
-            place,
+            place: address,
             origin: if configured { "configuration" } else { "api" },
             state: state.phase.as_str(),
             since_ms: state.since_ms,
@@ -147,7 +152,7 @@ impl McpServerReconciler {
             server_version,
             tools: state.tools,
             pinned: settings.pin,
-            skipped: skipped.map(|(tool, why)| SkippedToolBody { tool, why }).collect(),
+            skipped: skipped.map(|(tool, reason)| SkippedToolBody { tool, why: reason }).collect(),
             flagged: state.flagged,
             pending: state.pending.into_iter().map(to_source_change).collect(),
             changes: state.changes.into_iter().rev().map(to_source_change).collect(),
@@ -160,7 +165,7 @@ impl McpServerReconciler {
 }
 
 fn to_source_oauth(pass: AuthorizationStatus) -> SourceOauth {
-    let (url, expires_ms) = pass.sign_in.map(|wanted| (wanted.url, wanted.expires_ms)).unzip();
+    let (url, expires_ms) = pass.sign_in.map(|sign_in| (sign_in.url, sign_in.expires_ms)).unzip();
     SourceOauth {
         grant: pass.grant.as_str(),
         signed_in: pass.signed_in,
@@ -181,8 +186,8 @@ fn to_source_change(change: ToolChange) -> SourceToolChange {
 }
 
 fn source_not_found(name: &str) -> Error {
-    let shown: String = name.chars().take(80).collect();
-    Error::refused(Code::NotFound, format!("there is no source \"{shown}\""))
+    let excerpt: String = name.chars().take(80).collect();
+    Error::refused(Code::NotFound, format!("there is no source \"{excerpt}\""))
 }
 
 #[async_trait]
@@ -190,13 +195,13 @@ impl SourceAdmin for McpServerReconciler {
     fn list(&self, caller: &Caller) -> Result<Vec<SourceBody>, Error> {
         self.engine.admin().require_upstream_admin(caller)?;
         let all = self.upstreams.statuses(&caller.project);
-        Ok(all.into_iter().map(|shown| self.to_source_body(shown, false)).collect())
+        Ok(all.into_iter().map(|status| self.to_source_body(status, false)).collect())
     }
 
     fn get(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error> {
         self.engine.admin().require_upstream_admin(caller)?;
         let found = self.upstreams.status(&caller.project, name);
-        found.map(|shown| self.to_source_body(shown, true)).ok_or_else(|| source_not_found(name))
+        found.map(|status| self.to_source_body(status, true)).ok_or_else(|| source_not_found(name))
     }
 
     async fn add(
@@ -245,8 +250,9 @@ impl SourceAdmin for McpServerReconciler {
     ) -> Result<Vec<SourceToolChange>, Error> {
         self.get(caller, name)?;
         let accepting = self.upstreams.accept(&caller.project, name, tools.as_deref());
-        let accepted =
-            accepting.await.map_err(|why| Error::retry_later(Code::Overloaded, why, 1_000))?;
+        let accepted = accepting
+            .await
+            .map_err(|reason| Error::retry_later(Code::Overloaded, reason, 1_000))?;
         Ok(accepted.into_iter().map(to_source_change).collect())
     }
 
@@ -264,9 +270,9 @@ impl SourceAdmin for McpServerReconciler {
 
     async fn sign_in(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error> {
         self.get(caller, name)?;
-        let begun = self.upstreams.sign_in(&caller.project, name).await;
-        begun.map_err(|why| {
-            Error::from(Fault::new(Code::Conflict, format!("{name}: {why}")).retryable(false))
+        let started = self.upstreams.sign_in(&caller.project, name).await;
+        started.map_err(|reason| {
+            Error::from(Fault::new(Code::Conflict, format!("{name}: {reason}")).retryable(false))
         })?;
         self.get(caller, name)
     }
@@ -274,7 +280,7 @@ impl SourceAdmin for McpServerReconciler {
     async fn sign_out(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         self.get(caller, name)?;
         let done = self.upstreams.sign_out(&caller.project, name).await;
-        done.map_err(|why| Error::retry_later(Code::Overloaded, why, 1_000))
+        done.map_err(|reason| Error::retry_later(Code::Overloaded, reason, 1_000))
     }
 
     async fn complete_sign_in(

@@ -43,39 +43,39 @@ impl<T> ListCache<T> {
         Self { method, entries: Mutex::default() }
     }
 
-    fn invalidate(&self, place: &UpstreamKey) {
-        self.entries.lock().remove(place);
+    fn invalidate(&self, key: &UpstreamKey) {
+        self.entries.lock().remove(key);
     }
 
     fn evict_expired(&self, now: Instant) {
-        self.entries.lock().retain(|_, said| said.expires_at > now);
+        self.entries.lock().retain(|_, cached| cached.expires_at > now);
     }
 
     /// Returns the list of one upstream, from the cache or freshly fetched.
     async fn get_or_fetch(
         &self,
         upstreams: &McpSource,
-        place: UpstreamKey,
+        key: UpstreamKey,
         asking: impl Future<Output = Result<Vec<T>, ServiceError>>,
     ) -> Arc<Vec<T>> {
-        if let Some(said) = self.entries.lock().get(&place) {
-            return said.list.clone();
+        if let Some(cached) = self.entries.lock().get(&key) {
+            return cached.list.clone();
         }
-        let (list, kept) = match tokio::time::timeout(REQUEST_TIMEOUT, asking).await {
+        let (list, ttl) = match tokio::time::timeout(REQUEST_TIMEOUT, asking).await {
             Ok(Ok(list)) => (list, Some(CACHE_TTL)),
             Ok(Err(ServiceError::McpError(_))) => (Vec::new(), Some(CACHE_TTL)),
             Ok(Err(_)) => (Vec::new(), None),
             Err(_) => (Vec::new(), Some(UNRESPONSIVE_TTL)),
         };
-        let why = format!("it does not answer {}", self.method);
-        match kept == Some(UNRESPONSIVE_TTL) {
-            true => upstreams.report_problem(&place.0, &place.1, &why),
-            false => upstreams.clear_problem(&place.0, &place.1, &why),
+        let reason = format!("it does not answer {}", self.method);
+        match ttl == Some(UNRESPONSIVE_TTL) {
+            true => upstreams.report_problem(&key.0, &key.1, &reason),
+            false => upstreams.clear_problem(&key.0, &key.1, &reason),
         }
         let list = Arc::new(list);
-        if let Some(time) = kept {
-            let said = CachedList { list: list.clone(), expires_at: Instant::now() + time };
-            self.entries.lock().insert(place, said);
+        if let Some(time) = ttl {
+            let cached = CachedList { list: list.clone(), expires_at: Instant::now() + time };
+            self.entries.lock().insert(key, cached);
         }
         list
     }
@@ -107,11 +107,11 @@ impl UpstreamLists {
         let mut now = Instant::now();
         loop {
             match heard.try_recv() {
-                Ok((place, UpstreamChange::ResourceList)) => {
-                    self.resources.invalidate(&place);
-                    self.templates.invalidate(&place);
+                Ok((key, UpstreamChange::ResourceList)) => {
+                    self.resources.invalidate(&key);
+                    self.templates.invalidate(&key);
                 }
-                Ok((place, UpstreamChange::PromptList)) => self.prompts.invalidate(&place),
+                Ok((key, UpstreamChange::PromptList)) => self.prompts.invalidate(&key),
                 Ok((_, UpstreamChange::ResourceContent(_))) => {}
                 // Some changes were missed, so every entry expires.
                 Err(TryRecvError::Lagged(_)) => now += UNRESPONSIVE_TTL + CACHE_TTL,
@@ -125,30 +125,30 @@ impl UpstreamLists {
 
     pub(super) async fn resources(
         &self,
-        place: UpstreamKey,
+        key: UpstreamKey,
         peer: &Peer<RoleClient>,
     ) -> Arc<Vec<Resource>> {
         self.apply_changes();
-        self.resources.get_or_fetch(&self.upstreams, place, pagination::resources(peer)).await
+        self.resources.get_or_fetch(&self.upstreams, key, pagination::resources(peer)).await
     }
 
     pub(super) async fn resource_templates(
         &self,
-        place: UpstreamKey,
+        key: UpstreamKey,
         peer: &Peer<RoleClient>,
     ) -> Arc<Vec<ResourceTemplate>> {
         self.apply_changes();
         self.templates
-            .get_or_fetch(&self.upstreams, place, pagination::resource_templates(peer))
+            .get_or_fetch(&self.upstreams, key, pagination::resource_templates(peer))
             .await
     }
 
     pub(super) async fn prompts(
         &self,
-        place: UpstreamKey,
+        key: UpstreamKey,
         peer: &Peer<RoleClient>,
     ) -> Arc<Vec<Prompt>> {
         self.apply_changes();
-        self.prompts.get_or_fetch(&self.upstreams, place, pagination::prompts(peer)).await
+        self.prompts.get_or_fetch(&self.upstreams, key, pagination::prompts(peer)).await
     }
 }

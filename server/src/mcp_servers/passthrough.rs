@@ -104,7 +104,7 @@ fn matches_uri_template(template: &str, uri: &str) -> bool {
         };
         match (first, rest.find(fixed)) {
             (true, Some(0)) => rest = &rest[fixed.len()..],
-            (false, Some(at)) => rest = &rest[at + fixed.len()..],
+            (false, Some(index)) => rest = &rest[index + fixed.len()..],
             _ => return false,
         }
         first = false;
@@ -257,8 +257,9 @@ impl PassthroughProvider for UpstreamPassthrough {
             let tools = engine.registry().tools(caller);
             tools.iter().any(|tool| tool.definition.name.starts_with(&prefix))
         };
-        let known = self.upstreams.has(&caller.project, source);
-        known && (engine.registry().is_allowed(caller, &format!("{source}.resources")) || offered())
+        let is_configured = self.upstreams.has(&caller.project, source);
+        is_configured
+            && (engine.registry().is_allowed(caller, &format!("{source}.resources")) || offered())
     }
 
     fn subscribe_changes(&self) -> Option<Box<dyn PassthroughChangeStream>> {
@@ -272,11 +273,13 @@ impl PassthroughProvider for UpstreamPassthrough {
         change: &PassthroughChange,
     ) -> bool {
         let Some((project, name)) = &change.origin else { return true };
-        let here = *project == caller.project && source.is_none_or(|source| source == name);
+        let is_in_scope = *project == caller.project && source.is_none_or(|source| source == name);
         // Rules name each prompt like a tool, and the notification does not say which prompt
         // changed.
-        let named = change.kind == PassthroughChangeKind::PromptList;
-        here && (named || self.engine.registry().is_allowed(caller, &format!("{name}.resources")))
+        let is_prompt_list = change.kind == PassthroughChangeKind::PromptList;
+        is_in_scope
+            && (is_prompt_list
+                || self.engine.registry().is_allowed(caller, &format!("{name}.resources")))
     }
 }
 
@@ -289,15 +292,15 @@ impl PassthroughChangeStream for UpstreamChangeStream {
         loop {
             let Some(heard) = &mut self.0 else { return std::future::pending().await };
             match heard.recv().await {
-                Ok((place, news)) => {
-                    let what = match news {
+                Ok((key, change)) => {
+                    let kind = match change {
                         UpstreamChange::ResourceList => PassthroughChangeKind::ResourceList,
                         UpstreamChange::PromptList => PassthroughChangeKind::PromptList,
                         UpstreamChange::ResourceContent(uri) => {
                             PassthroughChangeKind::ResourceContent(uri)
                         }
                     };
-                    return PassthroughChange { kind: what, origin: Some(place) };
+                    return PassthroughChange { kind, origin: Some(key) };
                 }
                 // Some changes were missed: report one that makes the client fetch the lists again.
                 Err(broadcast::error::RecvError::Lagged(_)) => {

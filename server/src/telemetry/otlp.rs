@@ -69,19 +69,19 @@ impl OtlpExporter {
         let sampling = TraceSampler::from_settings(settings.sample_ratio, variable)
             .map_err(anyhow::Error::msg)?;
         let resource = build_resource(settings.service_name.as_deref(), variable);
-        let shown =
+        let redacted =
             |url: &Option<String>| url.as_deref().map_or_else(|| "-".to_owned(), url_origin);
         tracing::info!(
-            traces = shown(&to.traces),
-            metrics = shown(&to.metrics),
+            traces = redacted(&to.traces),
+            metrics = redacted(&to.metrics),
             ratio = sampling.ratio,
             "exporting by OTLP"
         );
         let settings = settings.clone();
         // The blocking client must not be built on a thread of the async runtime.
-        let made =
+        let exporter =
             tokio::task::spawn_blocking(move || Self::build(&settings, &to, &resource, sampling));
-        Ok(Some(Arc::new(made.await??)))
+        Ok(Some(Arc::new(exporter.await??)))
     }
 
     fn build(
@@ -270,13 +270,13 @@ fn build_http_client(url: &str) -> anyhow::Result<reqwest::blocking::Client> {
 
 /// Describes this process in traces and metrics.
 fn build_resource(name: Option<&str>, variable: impl Fn(&str) -> Option<String>) -> Resource {
-    let named = variable("OTEL_SERVICE_NAME").is_some()
+    let has_name = variable("OTEL_SERVICE_NAME").is_some()
         || variable("OTEL_RESOURCE_ATTRIBUTES").is_some_and(|text| text.contains("service.name="));
     let builder = Resource::builder().with_attributes([
         KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
         KeyValue::new("service.instance.id", ulid::Ulid::generate().to_string()),
     ]);
-    match name.or((!named).then_some("toolcrib")) {
+    match name.or((!has_name).then_some("toolcrib")) {
         Some(name) => builder.with_service_name(name.to_owned()).build(),
         None => builder.build(),
     }
@@ -289,24 +289,25 @@ impl OtlpDestination {
         variable: impl Fn(&str) -> Option<String>,
     ) -> anyhow::Result<Option<Self>> {
         let is = |name: &str, value: &str| {
-            variable(name).is_some_and(|given| given.trim().eq_ignore_ascii_case(value))
+            variable(name).is_some_and(|setting| setting.trim().eq_ignore_ascii_case(value))
         };
-        let of = |signal: &str, path: &str| {
-            let own = settings.otlp_endpoint.clone();
+        let resolve = |signal: &str, path: &str| {
+            let configured = settings.otlp_endpoint.clone();
             let whole = variable(&format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"));
-            let base = own.clone().or_else(|| variable("OTEL_EXPORTER_OTLP_ENDPOINT"));
-            let url = match (own, whole) {
+            let base = configured.clone().or_else(|| variable("OTEL_EXPORTER_OTLP_ENDPOINT"));
+            let url = match (configured, whole) {
                 (None, Some(whole)) => whole,
                 _ => format!("{}{path}", base?.trim_end_matches('/')),
             };
             Some(url).filter(|_| !is(&format!("OTEL_{signal}_EXPORTER"), "none"))
         };
-        let (traces, metrics) = (of("TRACES", "/v1/traces"), of("METRICS", "/v1/metrics"));
+        let (traces, metrics) =
+            (resolve("TRACES", "/v1/traces"), resolve("METRICS", "/v1/metrics"));
         if is("OTEL_SDK_DISABLED", "true") || (traces.is_none() && metrics.is_none()) {
             return Ok(None);
         }
         for url in [&traces, &metrics].into_iter().flatten() {
-            check_endpoint(url).map_err(|why| anyhow::anyhow!("the OTLP endpoint {why}"))?;
+            check_endpoint(url).map_err(|reason| anyhow::anyhow!("the OTLP endpoint {reason}"))?;
         }
         if is("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc") {
             tracing::warn!("OTLP is sent as http/protobuf; gRPC is not supported");
@@ -371,17 +372,17 @@ impl ExportFailureLog {
     }
 
     fn record_result(&self, result: &OTelSdkResult) {
-        let (what, endpoint) = (self.signal, &self.host);
+        let (signal, endpoint) = (self.signal, &self.host);
         let mut last = self.last_logged.lock();
         match result {
             Ok(()) => {
                 if last.take().is_some() {
-                    tracing::info!(what, endpoint, "the OTLP endpoint takes them again");
+                    tracing::info!(what = signal, endpoint, "the OTLP endpoint takes them again");
                 }
             }
             Err(error) => {
                 if last.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
-                    tracing::warn!(what, endpoint, %error, "the OTLP endpoint does not take them");
+                    tracing::warn!(what = signal, endpoint, %error, "the OTLP endpoint does not take them");
                     *last = Some(Instant::now());
                 }
             }

@@ -55,14 +55,18 @@ fn install_recorder() -> Option<PrometheusHandle> {
     let calls: Vec<f64> = (0..14).map(|n| 0.01 * f64::from(1 << n)).collect();
     let commits: Vec<f64> = (0..14).map(|n| 0.0001 * f64::from(1 << n)).collect();
     let sizes: Vec<f64> = (0..10).map(|n| f64::from(1 << n)).collect();
-    let named = |name: &str| Matcher::Full(name.to_owned());
+    let full_name = |name: &str| Matcher::Full(name.to_owned());
     let builder = PrometheusBuilder::new()
-        .set_buckets_for_metric(named("toolcrib_tool_call_duration_seconds"), &calls)
-        .and_then(|b| b.set_buckets_for_metric(named("toolcrib_tool_call_queue_seconds"), &calls))
+        .set_buckets_for_metric(full_name("toolcrib_tool_call_duration_seconds"), &calls)
         .and_then(|b| {
-            b.set_buckets_for_metric(named("toolcrib_store_commit_duration_seconds"), &commits)
+            b.set_buckets_for_metric(full_name("toolcrib_tool_call_queue_seconds"), &calls)
         })
-        .and_then(|b| b.set_buckets_for_metric(named("toolcrib_store_commit_group_size"), &sizes));
+        .and_then(|b| {
+            b.set_buckets_for_metric(full_name("toolcrib_store_commit_duration_seconds"), &commits)
+        })
+        .and_then(|b| {
+            b.set_buckets_for_metric(full_name("toolcrib_store_commit_group_size"), &sizes)
+        });
     let handle = builder.ok()?.install_recorder().ok()?;
     for (name, text) in COUNTERS {
         metrics::describe_counter!(*name, *text);

@@ -65,8 +65,8 @@ mod tests {
     use super::*;
 
     fn sampler(ratio: Option<f64>, variables: &[(&str, &str)]) -> Result<TraceSampler, String> {
-        TraceSampler::from_settings(ratio, |wanted| {
-            let found = variables.iter().find(|(name, _)| *name == wanted);
+        TraceSampler::from_settings(ratio, |requested| {
+            let found = variables.iter().find(|(name, _)| *name == requested);
             found.map(|(_, value)| (*value).to_owned())
         })
     }

@@ -82,8 +82,8 @@ pub(super) fn record_with_attributes(
             const { RefCell::new(VecDeque::new()) };
     }
     RECENT.with_borrow_mut(|lately| {
-        if let Some(known) = lately.iter().find(|known| known.matches(call, error)) {
-            return record(&known.attributes);
+        if let Some(cached) = lately.iter().find(|cached| cached.matches(call, error)) {
+            return record(&cached.attributes);
         }
         let new = RecentMetricAttributes::new(call, error);
         record(&new.attributes);
@@ -153,14 +153,14 @@ pub(super) fn attempt_span(attempted: &EndedAttempt<'_>) -> SpanData {
         KeyValue::new("toolcrib.source", call.target.executor.as_str()),
         KeyValue::new("toolcrib.call.attempt", i64::from(call.attempt)),
     ];
-    let taken_by = attempted.taken_by.map(str::to_owned);
-    attributes.extend(taken_by.map(|client| KeyValue::new("toolcrib.client.id", client)));
+    let client_id = attempted.taken_by.map(str::to_owned);
+    attributes.extend(client_id.map(|client| KeyValue::new("toolcrib.client.id", client)));
     let error = attempted.failed;
     attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
     let began_ms = call.attempt_dispatched_ms.or(call.started_ms).unwrap_or(call.created_ms);
     // An executor elsewhere continues the trace below a client span.
-    let here = call.target.traits.in_process;
-    let kind = if here { SpanKind::Internal } else { SpanKind::Client };
+    let is_builtin = call.target.traits.in_process;
+    let kind = if is_builtin { SpanKind::Internal } else { SpanKind::Client };
     let name = format!("attempt {}", call.target.tool);
     SpanData {
         parent_span_id: SpanId::from_bytes(ids.call(true).span_id),
@@ -170,8 +170,9 @@ pub(super) fn attempt_span(attempted: &EndedAttempt<'_>) -> SpanData {
     }
 }
 
-fn base_span(own: TraceParent, name: String, kind: SpanKind, times: (u64, u64)) -> SpanData {
-    let (trace_id, span_id) = (TraceId::from_bytes(own.trace_id), SpanId::from_bytes(own.span_id));
+fn base_span(context: TraceParent, name: String, kind: SpanKind, times: (u64, u64)) -> SpanData {
+    let (trace_id, span_id) =
+        (TraceId::from_bytes(context.trace_id), SpanId::from_bytes(context.span_id));
     let flags = TraceFlags::SAMPLED;
     SpanData {
         span_context: SpanContext::new(trace_id, span_id, flags, false, TraceState::NONE),

@@ -50,30 +50,35 @@ impl SigningKeySources {
 
     /// Returns the keys of a project. The error says what is missing.
     pub fn load_keys(&self, project: &str) -> Result<SigningKeys, String> {
-        let place = self.projects.get(project).unwrap_or(&self.default);
+        let source = self.projects.get(project).unwrap_or(&self.default);
         // Callers see this error, so it does not name the path, which is for the operator only.
-        let text = place.read().map_err(|why| {
-            tracing::warn!(why, "the webhook signing key cannot be read");
+        let text = source.read().map_err(|reason| {
+            tracing::warn!(why = reason, "the webhook signing key cannot be read");
             "the signing key cannot be read; the server's log says why".to_owned()
         })?;
         match text {
-            Some(text) => SigningKeys::parse(&text).map_err(|why| {
-                tracing::warn!(place = place.describe(), why, "the webhook signing key is invalid");
-                format!("the signing key cannot be used: {why}")
+            Some(text) => SigningKeys::parse(&text).map_err(|reason| {
+                tracing::warn!(
+                    place = source.describe(),
+                    why = reason,
+                    "the webhook signing key is invalid"
+                );
+                format!("the signing key cannot be used: {reason}")
             }),
             None => Err(format!(
                 "there is no signing key: the operator makes one with `toolcrib webhooks key` \
                  and puts it into {}",
-                place.describe()
+                source.describe()
             )),
         }
     }
 
     /// Checks the keys that are set. A missing key is an error only when it is used.
     pub fn check(&self) -> Result<(), String> {
-        for place in self.projects.values().chain([&self.default]) {
-            if let Some(text) = place.read()? {
-                SigningKeys::parse(&text).map_err(|why| format!("{}: {why}", place.describe()))?;
+        for source in self.projects.values().chain([&self.default]) {
+            if let Some(text) = source.read()? {
+                SigningKeys::parse(&text)
+                    .map_err(|reason| format!("{}: {reason}", source.describe()))?;
             }
         }
         Ok(())

@@ -98,9 +98,9 @@ async fn a_malformed_body_is_rejected_with_line_and_column() {
         (deep.into_bytes(), "nested deeper than 64 levels at line 2 column 72"),
     ];
     for (body, expected) in cases {
-        let shown = String::from_utf8_lossy(&body).into_owned();
+        let body_text = String::from_utf8_lossy(&body).into_owned();
         let error = api.post_raw(EVAL, body).await.refused(400, "BAD_REQUEST");
-        assert!(message(&error).contains(expected), "{shown}: {error}");
+        assert!(message(&error).contains(expected), "{body_text}: {error}");
         assert_eq!(error["retryable"], false);
     }
     let broken = [
@@ -161,9 +161,9 @@ async fn an_invalid_request_field_is_rejected_by_name() {
         let body = json!({ "run_id": "run_1", "args": args, "timeout_ms": timeout_ms });
         let id = api.invoke_with("calculation.eval", body).await;
         let call = api.finished(&id).await;
-        let given =
+        let accepted =
             call["deadline_at_ms"].as_u64().unwrap() - call["created_at_ms"].as_u64().unwrap();
-        assert_eq!(given, timeout_ms);
+        assert_eq!(accepted, timeout_ms);
     }
 }
 
@@ -268,8 +268,8 @@ async fn a_missing_or_wrong_content_type_is_accepted() {
     let api = server.api();
     let body = json!({ "run_id": "run_1", "args": { "expression": "1" } }).to_string();
     // `curl -d` sends this content type by default.
-    let form = "application/x-www-form-urlencoded";
-    let request = api.request(Method::POST, EVAL).header(header::CONTENT_TYPE, form);
+    let content_type = "application/x-www-form-urlencoded";
+    let request = api.request(Method::POST, EVAL).header(header::CONTENT_TYPE, content_type);
     api.send(request.body(body.clone())).await.is(202);
     api.send(api.request(Method::POST, EVAL).body(body)).await.is(202);
 }
@@ -399,8 +399,8 @@ async fn a_rejection_lists_every_invalid_field() {
     ];
     for (query, name) in queries {
         let answer = api.get(query).await;
-        let named = &answer.body["errors"][0]["parameter"];
-        assert_eq!(named, name, "{query}: {}", answer.body);
+        let parameter = &answer.body["errors"][0]["parameter"];
+        assert_eq!(parameter, name, "{query}: {}", answer.body);
         let error = answer.refused(422, "VALIDATION_ERROR");
         assert_eq!(error["detail"]["field"], name, "{query}: {error}");
     }

@@ -57,7 +57,7 @@ async fn database_query_cannot_write() {
     let api = server.api();
     let count = json!({ "sql": "SELECT count(*), sum(length(name)) FROM customers" });
     let before = run(&api, "database.query", count.clone()).await["result"].clone();
-    let own = server.config.data_dir.join("toolcrib.db");
+    let database = server.config.data_dir.join("toolcrib.db");
     let stolen = server.config.data_dir.join("stolen.db");
     for sql in [
         "DELETE FROM customers".to_owned(),
@@ -68,7 +68,7 @@ async fn database_query_cannot_write() {
         "WITH x AS (SELECT 1) DELETE FROM customers".to_owned(),
         "PRAGMA writable_schema = 1".to_owned(),
         "SELECT 1; DELETE FROM customers".to_owned(),
-        format!("ATTACH DATABASE '{}' AS own", own.display()),
+        format!("ATTACH DATABASE '{}' AS own", database.display()),
         format!("VACUUM INTO '{}'", stolen.display()),
         "SELECT load_extension('x')".to_owned(),
     ] {

@@ -156,7 +156,7 @@ async fn canceling_stops_a_tool_of_the_server() {
         .start()
         .await
         .unwrap();
-    let server = Server::of(engine).await;
+    let server = Server::with_engine(engine).await;
     let api = server.api();
     let id = api.invoke("slow.tool", json!({})).await;
     assert_eq!(soon("the tool to begin", receiver.recv()).await, Some("began"));

@@ -47,16 +47,16 @@ async fn calls_and_results_are_matched_even_with_a_repeated_call_id() {
         let id = api.invoke_with("calculation.eval", body).await;
         api.finished(&id).await;
     }
-    let shown = context(&api).await;
-    assert_eq!(shown["run_id"], "run_1");
-    assert_eq!(fields_of(&shown["tool_calls"], "call_id"), ["call_0"; 3]);
-    let names = fields_of(&shown["tool_calls"], "name");
+    let run_context = context(&api).await;
+    assert_eq!(run_context["run_id"], "run_1");
+    assert_eq!(fields_of(&run_context["tool_calls"], "call_id"), ["call_0"; 3]);
+    let names = fields_of(&run_context["tool_calls"], "name");
     assert_eq!(names, ["job.run", "calculation.eval", "calculation.eval"]);
-    assert_eq!(shown["tool_calls"][0]["async"], true);
-    assert_eq!(shown["tool_calls"][0]["status"], "PENDING");
-    let results = &shown["tool_results"];
+    assert_eq!(run_context["tool_calls"][0]["async"], true);
+    assert_eq!(run_context["tool_calls"][0]["status"], "PENDING");
+    let results = &run_context["tool_results"];
     assert_eq!(fields_of(results, "call_id"), ["call_0"; 2]);
-    let tickets = fields_of(&shown["tool_calls"], "tool_call_id");
+    let tickets = fields_of(&run_context["tool_calls"], "tool_call_id");
     assert_eq!(
         fields_of(results, "tool_call_id"),
         tickets[1..],
@@ -67,11 +67,11 @@ async fn calls_and_results_are_matched_even_with_a_repeated_call_id() {
         (&json!(2), &json!(4))
     );
     assert_eq!(results[0]["error"], Value::Null);
-    assert!(fields_of(&shown["tool_definitions"], "name").contains(&"job.run"));
-    assert_eq!(shown["truncated"], false);
+    assert!(fields_of(&run_context["tool_definitions"], "name").contains(&"job.run"));
+    assert_eq!(run_context["truncated"], false);
     api.succeed(&job, json!("done")).await;
-    let shown = context(&api).await;
-    assert_eq!(shown["tool_results"][2]["tool_call_id"], job.as_str());
+    let run_context = context(&api).await;
+    assert_eq!(run_context["tool_results"][2]["tool_call_id"], job.as_str());
     let short = api.get(&format!("{CONTEXT}?limit=1")).await.is(200);
     assert_eq!(
         (short["tool_calls"].as_array().unwrap().len(), &short["truncated"]),
@@ -83,7 +83,7 @@ async fn calls_and_results_are_matched_even_with_a_repeated_call_id() {
 async fn a_reported_call_is_stored_and_listed_like_any_call() {
     let server = Server::start().await;
     let api = server.api();
-    let made = record(
+    let recorded = record(
         &api,
         json!([
             { "call_id": "a", "name": "my.search", "args": { "q": "rain" },
@@ -93,12 +93,12 @@ async fn a_reported_call_is_stored_and_listed_like_any_call() {
         ]),
     )
     .await;
-    let made = Value::Array(made);
-    assert_eq!(fields_of(&made, "status"), ["SUCCEEDED", "RUNNING", "FAILED"]);
-    assert_eq!(fields_of(&made, "executor"), ["caller"; 3]);
-    assert_eq!(made[0]["result"], json!({ "hits": 3 }));
-    assert_eq!(made[2]["error"]["message"], "no shell");
-    let ids = fields_of(&made, "tool_call_id");
+    let recorded = Value::Array(recorded);
+    assert_eq!(fields_of(&recorded, "status"), ["SUCCEEDED", "RUNNING", "FAILED"]);
+    assert_eq!(fields_of(&recorded, "executor"), ["caller"; 3]);
+    assert_eq!(recorded[0]["result"], json!({ "hits": 3 }));
+    assert_eq!(recorded[2]["error"]["message"], "no shell");
+    let ids = fields_of(&recorded, "tool_call_id");
     let history = api.history(ids[0]).await;
     assert_eq!(history, ["tool.call.requested", "tool.call.started", "tool.call.finished"]);
     let listed = api.get("/v1/tool_calls?run_id=run_1&status=running").await.is(200);
@@ -109,16 +109,16 @@ async fn a_reported_call_is_stored_and_listed_like_any_call() {
         tokio::join!(waiting, answer(&api, json!([{ "call_id": "b", "data": "sent" }])));
     assert_eq!(ended[0]["status"], "SUCCEEDED");
     assert_eq!(waited.is(200)["result"], "sent", "a waiting request receives the result");
-    let shown = context(&api).await;
-    assert_eq!(fields_of(&shown["tool_calls"], "call_id"), ["a", "b", "c"]);
-    assert_eq!(shown["tool_results"].as_array().unwrap().len(), 3);
+    let run_context = context(&api).await;
+    assert_eq!(fields_of(&run_context["tool_calls"], "call_id"), ["a", "b", "c"]);
+    assert_eq!(run_context["tool_results"].as_array().unwrap().len(), 3);
 }
 
 #[tokio::test]
 async fn calls_and_results_are_accepted_in_model_formats() {
     let server = Server::start().await;
     let api = server.api();
-    let made = record(
+    let recorded = record(
         &api,
         json!([
             { "id": "call_x", "type": "function",
@@ -127,7 +127,10 @@ async fn calls_and_results_are_accepted_in_model_formats() {
         ]),
     )
     .await;
-    assert_eq!((&made[0]["args"], &made[1]["args"]), (&json!({ "n": 1 }), &json!({ "n": 2 })));
+    assert_eq!(
+        (&recorded[0]["args"], &recorded[1]["args"]),
+        (&json!({ "n": 1 }), &json!({ "n": 2 }))
+    );
     let ended = answer(
         &api,
         json!([
@@ -162,9 +165,9 @@ async fn a_result_ends_the_newest_open_call_with_its_id_once() {
     assert!(message(&error).contains("SUCCEEDED already"), "{error}");
     // The context shows the ticket as the call id of a call without one.
     record(&api, json!([{ "name": "my.nameless" }])).await;
-    let shown = context(&api).await["tool_calls"][2].clone();
-    assert_eq!(shown["call_id"], shown["tool_call_id"]);
-    let without_id = answer(&api, json!([{ "call_id": shown["call_id"], "data": 3 }])).await;
+    let call = context(&api).await["tool_calls"][2].clone();
+    assert_eq!(call["call_id"], call["tool_call_id"]);
+    let without_id = answer(&api, json!([{ "call_id": call["call_id"], "data": 3 }])).await;
     assert_eq!(
         (&without_id[0]["tool_name"], &without_id[0]["result"]),
         (&json!("my.nameless"), &json!(3))
@@ -192,19 +195,19 @@ async fn a_run_lists_the_tools_that_were_set_for_it() {
         "all tools by default"
     );
     let schema = json!({ "type": "object", "required": ["q"] });
-    let own = json!([
+    let definitions = json!([
         { "name": "my.search", "description": "Searches", "schema": schema, "async": true },
         { "type": "function", "function": { "name": "my_open", "parameters": schema } },
         { "name": "my-anthropic", "input_schema": schema },
     ]);
     let server_tools = json!(["calculation__eval"]);
-    let body = json!({ "tool_definitions": own, "crib_tools": server_tools });
+    let body = json!({ "tool_definitions": definitions, "crib_tools": server_tools });
     let expected = ["calculation.eval", "my-anthropic", "my.search", "my_open"];
     assert_eq!(names(&set_tools(&api, body).await), expected);
-    let shown = context(&api).await;
-    assert_eq!(names(&shown), expected);
-    let mine = &shown["tool_definitions"][2];
-    assert_eq!((&mine["executor"], &mine["async"]), (&json!("caller"), &json!(true)));
+    let run_context = context(&api).await;
+    assert_eq!(names(&run_context), expected);
+    let definition = &run_context["tool_definitions"][2];
+    assert_eq!((&definition["executor"], &definition["async"]), (&json!("caller"), &json!(true)));
     // Arguments are validated against the definition, by either of its names.
     for name in ["my.search", "my__search"] {
         let body = json!({ "tool_calls": [{ "call_id": "x", "name": name, "args": {} }] });
@@ -212,10 +215,10 @@ async fn a_run_lists_the_tools_that_were_set_for_it() {
         let error = refused.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).starts_with("tool_calls/0: the arguments of my.search"), "{error}");
     }
-    let made = record(&api, json!([{ "name": "my.search", "args": { "q": 1 } }])).await;
-    assert_eq!(made[0]["status"], "RUNNING");
-    let shown = context(&api).await;
-    assert_eq!(shown["tool_calls"][0]["async"], true, "as its definition says");
+    let recorded = record(&api, json!([{ "name": "my.search", "args": { "q": 1 } }])).await;
+    assert_eq!(recorded[0]["status"], "RUNNING");
+    let run_context = context(&api).await;
+    assert_eq!(run_context["tool_calls"][0]["async"], true, "as its definition says");
     assert_eq!(names(&set_tools(&api, json!({ "crib_tools": [] })).await), [""; 0]);
     assert_eq!(names(&set_tools(&api, json!({})).await), fields_of(&all["tools"], "name"));
     let server = server.restart().await;
@@ -229,12 +232,17 @@ async fn runs_with_the_same_id_in_two_projects_are_separate() {
     let server = Server::start().await;
     let ada = server.keyed("one", "ada", "agent", &["*"]).await;
     let eve = server.keyed("two", "eve", "agent", &["*"]).await;
-    let made = record(&ada, json!([{ "call_id": "call_0", "name": "my.tool" }])).await;
+    let recorded = record(&ada, json!([{ "call_id": "call_0", "name": "my.tool" }])).await;
     set_tools(&ada, json!({ "crib_tools": [] })).await;
-    let shown = context(&eve).await;
-    assert_eq!((&shown["tool_calls"], &shown["tool_results"]), (&json!([]), &json!([])));
-    assert!(!shown["tool_definitions"].as_array().unwrap().is_empty());
-    for id in [json!({ "call_id": "call_0" }), json!({ "tool_call_id": made[0]["tool_call_id"] })] {
+    let run_context = context(&eve).await;
+    assert_eq!(
+        (&run_context["tool_calls"], &run_context["tool_results"]),
+        (&json!([]), &json!([]))
+    );
+    assert!(!run_context["tool_definitions"].as_array().unwrap().is_empty());
+    for id in
+        [json!({ "call_id": "call_0" }), json!({ "tool_call_id": recorded[0]["tool_call_id"] })]
+    {
         let body = json!({ "tool_results": [id] });
         let path = format!("{CONTEXT}/tool_results");
         eve.post(&path, body).await.refused(404, "NOT_FOUND");
@@ -242,7 +250,7 @@ async fn runs_with_the_same_id_in_two_projects_are_separate() {
     // Another agent of the project sees the call and cannot submit its result.
     let bob = server.keyed("one", "bob", "agent", &["*"]).await;
     assert_eq!(context(&bob).await["tool_calls"].as_array().unwrap().len(), 1);
-    let body = json!({ "tool_results": [{ "tool_call_id": made[0]["tool_call_id"] }] });
+    let body = json!({ "tool_results": [{ "tool_call_id": recorded[0]["tool_call_id"] }] });
     let path = format!("{CONTEXT}/tool_results");
     bob.post(&path, body.clone()).await.refused(403, "PERMISSION_DENIED");
     ada.post(&path, body).await.is(200);
@@ -448,12 +456,12 @@ async fn an_invalid_tool_definition_is_rejected_by_name() {
 #[tokio::test]
 async fn a_reported_call_survives_a_restart() {
     let server = Server::start().await;
-    let made = record(&server.api(), json!([{ "call_id": "call_0", "name": "my.tool" }])).await;
+    let recorded = record(&server.api(), json!([{ "call_id": "call_0", "name": "my.tool" }])).await;
     let server = server.restart().await;
     let api = server.api();
-    let shown = context(&api).await;
-    assert_eq!(shown["tool_calls"][0]["tool_call_id"], made[0]["tool_call_id"]);
-    assert_eq!(shown["tool_calls"][0]["status"], "RUNNING");
+    let run_context = context(&api).await;
+    assert_eq!(run_context["tool_calls"][0]["tool_call_id"], recorded[0]["tool_call_id"]);
+    assert_eq!(run_context["tool_calls"][0]["status"], "RUNNING");
     let ended = answer(&api, json!([{ "call_id": "call_0", "data": "later" }])).await;
     assert_eq!((&ended[0]["status"], &ended[0]["attempt"]), (&json!("SUCCEEDED"), &json!(1)));
 }
@@ -466,17 +474,17 @@ async fn rules_and_roles_apply_to_reported_calls() {
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &["weather.*"]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;
-    let made = record(&ada, json!([{ "name": "my.own" }, { "name": "database.query" }])).await;
-    let made = Value::Array(made);
+    let recorded = record(&ada, json!([{ "name": "my.own" }, { "name": "database.query" }])).await;
+    let recorded = Value::Array(recorded);
     assert_eq!(
-        fields_of(&made, "executor"),
+        fields_of(&recorded, "executor"),
         ["caller"; 2],
         "the same for an unknown and a forbidden tool"
     );
-    let id = made[0]["tool_call_id"].as_str().unwrap();
+    let id = recorded[0]["tool_call_id"].as_str().unwrap();
     let submitted = json!({ "status": "SUCCEEDED", "result": 1 });
     let error = provider.submit(id, submitted).await.refused(403, "PERMISSION_DENIED");
-    assert!(message(&error).contains("whoever called it"), "{error}");
+    assert!(message(&error).contains("is executed by its caller"), "{error}");
     let rule = json!({ "agent": "*", "pattern": "my.*", "verdict": "deny" });
     admin.put("/v1/rules", rule).await.is(200);
     let body = json!({ "tool_calls": [{ "name": "my.own" }] });

@@ -21,9 +21,9 @@ pub struct SeededRng(u64);
 impl SeededRng {
     /// Takes the seed from `TOOLCRIB_TEST_SEED`, or from the time, and prints it.
     fn from_env() -> Self {
-        let given = std::env::var("TOOLCRIB_TEST_SEED").ok().map(|seed| seed.parse().unwrap());
+        let from_env = std::env::var("TOOLCRIB_TEST_SEED").ok().map(|seed| seed.parse().unwrap());
         let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
-        let seed = given.unwrap_or(now % 1_000_000_000);
+        let seed = from_env.unwrap_or(now % 1_000_000_000);
         eprintln!("seed: TOOLCRIB_TEST_SEED={seed}");
         Self(seed)
     }

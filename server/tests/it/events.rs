@@ -27,8 +27,8 @@ async fn the_event_stream_of_a_call_ends_with_the_call() {
     assert!(requested.data["at_ms"].is_u64() && requested.data["attempt"].is_u64());
     let request = client.take().await;
     assert_eq!(events.event().await.name, "tool.call.started");
-    let taken = events.event().await;
-    assert_eq!((taken.name.as_str(), &taken.data["by"]), ("tool.call.taken", &json!("c1")));
+    let event = events.event().await;
+    assert_eq!((event.name.as_str(), &event.data["by"]), ("tool.call.taken", &json!("c1")));
     client.succeed(&request, json!("done")).await;
     let finished = events.event().await;
     assert_eq!(finished.name, "tool.call.finished");
@@ -44,7 +44,7 @@ async fn progress_events_appear_immediately() {
     let id = api.invoke("a.tool", json!({})).await;
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
     let request = client.take().await;
-    events.named("tool.call.taken").await;
+    events.wait_for("tool.call.taken").await;
     client
         .send(json!({
             "type": "tool_progress", "tool_call_id": id, "attempt": 1,

@@ -77,9 +77,9 @@ async fn pages_have_no_gaps_or_repeats_while_calls_are_made() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
-    let mut made = Vec::new();
+    let mut call_ids = Vec::new();
     for _ in 0..23 {
-        made.push(call_in(&api, "a.tool", "run_1").await);
+        call_ids.push(call_in(&api, "a.tool", "run_1").await);
     }
     let (mut walked, mut cursor) = (Vec::new(), None);
     loop {
@@ -98,8 +98,8 @@ async fn pages_have_no_gaps_or_repeats_while_calls_are_made() {
             None => break,
         }
     }
-    made.reverse();
-    assert_eq!(walked, made);
+    call_ids.reverse();
+    assert_eq!(walked, call_ids);
 }
 
 #[tokio::test]
@@ -145,12 +145,12 @@ async fn a_page_has_50_calls_by_default_and_at_most_200() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
-    let made = (0..60).map(|_| call_in(&api, "a.tool", "run_1"));
-    let made: HashSet<String> = futures::future::join_all(made).await.into_iter().collect();
-    assert_eq!(made.len(), 60);
+    let call_ids = (0..60).map(|_| call_in(&api, "a.tool", "run_1"));
+    let call_ids: HashSet<String> = futures::future::join_all(call_ids).await.into_iter().collect();
+    assert_eq!(call_ids.len(), 60);
     assert_eq!(list(&api, "").await.len(), 50, "50 by default");
     let all: HashSet<String> = list(&api, "limit=200").await.into_iter().collect();
-    assert_eq!(all, made);
+    assert_eq!(all, call_ids);
 }
 
 #[tokio::test]
@@ -159,11 +159,11 @@ async fn a_page_of_large_calls_is_shorter_and_omits_none() {
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
     let large = "x".repeat(7 << 20);
-    let mut made = Vec::new();
+    let mut call_ids = Vec::new();
     for _ in 0..5 {
         let id = api.invoke("a.tool", json!({})).await;
         api.succeed(&id, json!(large)).await;
-        made.insert(0, id);
+        call_ids.insert(0, id);
     }
     let (mut pages, mut listed, mut cursor) = (Vec::new(), Vec::new(), String::new());
     loop {
@@ -174,7 +174,7 @@ async fn a_page_of_large_calls_is_shorter_and_omits_none() {
         let Some(next) = page["next_cursor"].as_str() else { break };
         cursor = format!("&cursor={next}");
     }
-    assert_eq!((pages, listed), (vec![3, 2], made));
+    assert_eq!((pages, listed), (vec![3, 2], call_ids));
 }
 
 #[tokio::test]
@@ -182,9 +182,9 @@ async fn following_link_headers_visits_every_page() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool"), offer("b.tool")])).await;
-    let mut made = Vec::new();
+    let mut call_ids = Vec::new();
     for _ in 0..5 {
-        made.insert(0, call_in(&api, "a.tool", "run & 1").await);
+        call_ids.insert(0, call_in(&api, "a.tool", "run & 1").await);
         call_in(&api, "b.tool", "run & 1").await;
     }
     let mut next =
@@ -202,5 +202,5 @@ async fn following_link_headers_visits_every_page() {
         seen.extend(ids(&body));
         (next, pages) = (link, pages + 1);
     }
-    assert_eq!((seen, pages), (made, 3));
+    assert_eq!((seen, pages), (call_ids, 3));
 }

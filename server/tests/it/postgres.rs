@@ -21,8 +21,8 @@ async fn acknowledged_calls_survive_a_kill() {
     server.start().await;
     let id = done["tool_call_id"].as_str().unwrap();
     assert_eq!(server.call(id, 0).await["status"], "SUCCEEDED");
-    let taken = server.taken("c1", 1).await;
-    assert_eq!(taken[0]["tool_call_id"], open.as_str(), "{taken:?}");
+    let requests = server.poll_requests("c1", 1).await;
+    assert_eq!(requests[0]["tool_call_id"], open.as_str(), "{requests:?}");
     server.submit(&open, json!({ "status": "SUCCEEDED", "result": { "open": true } })).await;
     let call = server.call(&open, 5_000).await;
     assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!({ "open": true })));
@@ -43,9 +43,9 @@ async fn a_second_server_on_the_same_database_fails_to_start() {
     assert!(second.log().contains("another toolcrib serves this database"), "{}", second.log());
     assert!(!second.log().contains("toolcrib-test"), "{}", second.log());
     // A command works while the server runs.
-    let made = first.command(&["keys", "create", "--agent", "ada", "--role", "admin"]).output();
-    let made = made.unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let created = first.command(&["keys", "create", "--agent", "ada", "--role", "admin"]).output();
+    let created = created.unwrap();
+    assert!(created.status.success(), "{}", String::from_utf8_lossy(&created.stderr));
     eventually("the server requires the key", PATIENCE, || async {
         let answer = first.http.get(first.url("/v1/tools")).send().await.unwrap();
         (answer.status() == 401).then_some(())

@@ -196,11 +196,11 @@ async fn the_tool_result_read_returns_slices() {
 #[tokio::test]
 async fn result_read_is_limited_to_the_project_and_needs_some_allow_rule() {
     let server = Server::start().await;
-    let mine = server.keyed("mine", "boss", "admin", &[]).await;
+    let owner = server.keyed("mine", "boss", "admin", &[]).await;
     let ada = server.keyed("mine", "ada", "agent", &["weather.*"]).await;
     let without_rules = server.keyed("mine", "new", "agent", &[]).await;
     let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
-    let id = make_call_with_result(&mine, json!("of mine")).await;
+    let id = make_call_with_result(&owner, json!("of mine")).await;
     let args = json!({ "tool_call_id": id });
     let call = ada.invoke("result.read", args.clone()).await;
     assert_eq!(ada.finished(&call).await["result"]["value"], "of mine");
@@ -210,7 +210,7 @@ async fn result_read_is_limited_to_the_project_and_needs_some_allow_rule() {
     let path = "/v1/tools/result.read/invoke";
     without_rules.post(path, body.clone()).await.refused(403, "PERMISSION_DENIED");
     let rule = json!({ "agent": "ada", "pattern": "result.*", "verdict": "deny" });
-    mine.put("/v1/rules", rule).await.is(200);
+    owner.put("/v1/rules", rule).await.is(200);
     ada.post(path, body).await.refused(403, "PERMISSION_DENIED");
 }
 
@@ -234,8 +234,8 @@ async fn a_raw_result_is_visible_to_operators_only() {
         events.rest().await.into_iter().map(|event| event.data.to_string()).collect();
     let path = format!("/v1/tool_calls/{id}/result");
     let plain = ada.get(&path).await.refused(409, "CONFLICT");
-    for shown in [call.to_string(), list.to_string(), events.concat(), plain.to_string()] {
-        assert!(!shown.contains("oddity-417"), "{shown}");
+    for text in [call.to_string(), list.to_string(), events.concat(), plain.to_string()] {
+        assert!(!text.contains("oddity-417"), "{text}");
     }
     ada.get(&format!("{path}?raw=true")).await.refused(403, "PERMISSION_DENIED");
     let raw = boss.get(&format!("{path}?raw=true")).await.is(200);

@@ -60,8 +60,8 @@ async fn a_run_executes_tool_calls_and_returns_an_answer() {
     assert_eq!(step["results"][0]["status"], "SUCCEEDED");
     let ticket = run["calls"][0]["tool_call_id"].as_str().unwrap();
     assert_eq!(step["results"][0]["tool_call_id"], ticket);
-    let made = server.api().get(&format!("/v1/tool_calls/{ticket}")).await.is(200);
-    assert_eq!((&made["run_id"], &made["status"]), (&run["run_id"], &json!("SUCCEEDED")));
+    let call = server.api().get(&format!("/v1/tool_calls/{ticket}")).await.is(200);
+    assert_eq!((&call["run_id"], &call["status"]), (&run["run_id"], &json!("SUCCEEDED")));
     assert_eq!(run["messages"].as_array().unwrap().len(), 4);
     // The model was offered Toolcrib's tools and got the result of its call.
     let requests = model.requests();
@@ -231,7 +231,7 @@ async fn canceling_a_run_keeps_the_calls_of_other_agents() {
     let id = ada.post("/v1/runs", question("?")).await.is(202)["run_id"].clone();
     let id = id.as_str().unwrap();
     let mut events = ada.follow(&format!("/v1/runs/{id}/events"), None).await;
-    let own = events.named("tool.call.requested").await.data["tool_call_id"].clone();
+    let own_call = events.wait_for("tool.call.requested").await.data["tool_call_id"].clone();
     let body = json!({ "args": {}, "run_id": id });
     let other = bob.post("/v1/tools/slow.tool/invoke", body).await.is(202)["tool_call_id"].clone();
     assert_eq!(
@@ -242,6 +242,6 @@ async fn canceling_a_run_keeps_the_calls_of_other_agents() {
         let path = format!("/v1/tool_calls/{}", ticket.as_str().unwrap());
         bob.get(&path).await.body["status"].clone()
     };
-    assert_eq!(status(&own).await, "CANCELED");
+    assert_eq!(status(&own_call).await, "CANCELED");
     assert_ne!(status(&other).await, "CANCELED", "a call of another agent must stay");
 }

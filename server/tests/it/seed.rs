@@ -60,7 +60,7 @@ async fn the_tool_list_contains_tools_of_the_server_and_of_clients() {
     api.post("/internal/tools/register", browser_and_file()).await.is(200);
     let list = api.get("/v1/tools").await.is(200);
     let tools = list["tools"].as_array().unwrap();
-    let named: Vec<(&str, &str, u64)> = tools
+    let listed: Vec<(&str, &str, u64)> = tools
         .iter()
         .map(|tool| {
             assert!(tool["schema"].is_object(), "{tool}");
@@ -69,7 +69,7 @@ async fn the_tool_list_contains_tools_of_the_server_and_of_clients() {
         })
         .collect();
     assert_eq!(
-        named,
+        listed,
         [
             ("browser.screenshot", "client", 30_000),
             ("calculation.eval", "server", 3_000),

@@ -58,7 +58,7 @@ async fn a_different_result_is_rejected_and_stored_as_an_event() {
     }
     assert_eq!(api.call(&id).await, call);
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
-    let late = events.named("tool.call.late").await;
+    let late = events.wait_for("tool.call.late").await;
     assert_eq!(late.data["reported"], "SUCCEEDED");
     assert!(late.data["why"].as_str().unwrap().contains("SUCCEEDED"), "{late:?}");
 }
@@ -161,7 +161,7 @@ async fn a_panic_in_a_tool_fails_only_its_call() {
         .start()
         .await
         .unwrap();
-    let server = Server::of(engine).await;
+    let server = Server::with_engine(engine).await;
     let api = server.api();
     for (tool, expected) in [("falls.over", "a tool fell over"), ("falls.later", "over later")] {
         let id = api.invoke(tool, json!({})).await;

@@ -69,7 +69,7 @@ impl Server {
     }
 
     /// Starts a server around an engine that the test has built.
-    pub async fn of(engine: Engine) -> Self {
+    pub async fn with_engine(engine: Engine) -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
         let config = Config::default();
         let router = bootstrap::router_without_mcp_servers(&config, engine.clone());
@@ -122,8 +122,8 @@ impl Server {
         };
         let operator = toolcrib::Caller::local("default");
         let secret = toolcrib_transport::auth::generate_secret();
-        let shown = self.engine.admin().create_key(&operator, new, secret).await.unwrap();
-        self.with_key(&shown.secret)
+        let created = self.engine.admin().create_key(&operator, new, secret).await.unwrap();
+        self.with_key(&created.secret)
     }
 }
 
@@ -138,15 +138,15 @@ impl Drop for Server {
 }
 
 /// Waits for a future for at most [`PATIENCE`].
-pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+pub async fn soon<T>(description: &str, future: impl Future<Output = T>) -> T {
     match tokio::time::timeout(PATIENCE, future).await {
         Ok(value) => value,
-        Err(_) => panic!("waited {PATIENCE:?} for {what}"),
+        Err(_) => panic!("waited {PATIENCE:?} for {description}"),
     }
 }
 
 /// Repeats `look` until it returns a value, for at most [`PATIENCE`].
-pub async fn until<T, F, Fut>(what: &str, mut look: F) -> T
+pub async fn until<T, F, Fut>(description: &str, mut look: F) -> T
 where
     F: FnMut() -> Fut,
     Fut: Future<Output = Option<T>>,
@@ -156,7 +156,7 @@ where
         if let Some(found) = look().await {
             return found;
         }
-        assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} for {what}");
+        assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} for {description}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -39,20 +39,23 @@ async fn progress(api: &Api, id: &str, body: Value) {
 async fn a_task_goes_from_submitted_to_completed() {
     let (_server, api) = start_with_tools().await;
     let id = submit_task(&api, "mine-1").await;
-    let shown = task(&api, &id).await;
-    assert_eq!(shown["status"], "submitted");
-    assert_eq!((&shown["task_id"], &shown["tool_call_id"]), (&json!(id), &json!(id)));
-    assert_eq!((&shown["call_id"], &shown["run_id"]), (&json!("mine-1"), &json!("run_1")));
-    assert_eq!((&shown["tool_name"], &shown["async"]), (&json!("report.build"), &json!(true)));
-    assert!(shown.get("progress").is_none() && shown["result"].is_null(), "{shown}");
+    let task_body = task(&api, &id).await;
+    assert_eq!(task_body["status"], "submitted");
+    assert_eq!((&task_body["task_id"], &task_body["tool_call_id"]), (&json!(id), &json!(id)));
+    assert_eq!((&task_body["call_id"], &task_body["run_id"]), (&json!("mine-1"), &json!("run_1")));
+    assert_eq!(
+        (&task_body["tool_name"], &task_body["async"]),
+        (&json!("report.build"), &json!(true))
+    );
+    assert!(task_body.get("progress").is_none() && task_body["result"].is_null(), "{task_body}");
     api.poll("c1").await;
     assert_eq!(task(&api, &id).await["status"], "running");
     progress(&api, &id, json!({ "percent": 10, "message": "reading" })).await;
     progress(&api, &id, json!({ "percent": 55.5, "data": { "rows": 7 } })).await;
-    let shown = task(&api, &id).await;
-    assert_eq!(shown["progress"]["percent"], 55.5, "the last one: {shown}");
-    assert_eq!(shown["progress"]["data"], json!({ "rows": 7 }));
-    assert!(shown["progress"].get("message").is_none(), "{shown}");
+    let task_body = task(&api, &id).await;
+    assert_eq!(task_body["progress"]["percent"], 55.5, "the last one: {task_body}");
+    assert_eq!(task_body["progress"]["data"], json!({ "rows": 7 }));
+    assert!(task_body["progress"].get("message").is_none(), "{task_body}");
     let waiting = api.clone();
     let path = format!("/v1/tasks/{id}?wait_ms=30000");
     let waited = tokio::spawn(async move { waiting.get(&path).await.is(200) });
@@ -92,8 +95,8 @@ async fn task_events_can_be_resumed() {
     assert_eq!(rest.next().await, None, "the stream ends");
     // Task events have the numbers of the call's events, with other names.
     let mut calls = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
-    assert_eq!(calls.named("tool.call.progress").await.id, second.id);
-    assert_eq!(calls.named("tool.call.finished").await.id, last.id);
+    assert_eq!(calls.wait_for("tool.call.progress").await.id, second.id);
+    assert_eq!(calls.wait_for("tool.call.finished").await.id, last.id);
 }
 
 #[tokio::test]
@@ -102,9 +105,9 @@ async fn a_result_that_violates_the_output_schema_fails_the_task() {
     let id = submit_task(&api, "mine-3").await;
     api.poll("c1").await;
     api.submit(&id, json!({ "status": "SUCCEEDED", "result": { "rows": "many" } })).await.is(200);
-    let shown = api.get(&format!("/v1/tasks/{id}?wait_ms=30000")).await.is(200);
-    assert_eq!((&shown["status"], &shown["result"]), (&json!("failed"), &Value::Null));
-    assert_eq!(shown["error"]["code"], "VALIDATION_ERROR", "{shown}");
+    let task = api.get(&format!("/v1/tasks/{id}?wait_ms=30000")).await.is(200);
+    assert_eq!((&task["status"], &task["result"]), (&json!("failed"), &Value::Null));
+    assert_eq!(task["error"]["code"], "VALIDATION_ERROR", "{task}");
     let mut events = api.follow(&format!("/v1/tasks/{id}/events"), None).await;
     let last = events.rest().await.pop().unwrap();
     assert_eq!((last.name.as_str(), &last.data["ok"]), ("task.failed", &json!(false)));
@@ -121,8 +124,8 @@ async fn canceled_and_timed_out_tasks_end_with_task_failed() {
     let (_server, api) = start_with_tools().await;
     let id = submit_task(&api, "mine-4").await;
     let cancel = format!("/v1/tasks/{id}/cancel");
-    let shown = api.post(&cancel, json!({ "reason": "not needed" })).await.is(200);
-    assert_eq!((&shown["status"], &shown["task_id"]), (&json!("canceled"), &json!(id)));
+    let task = api.post(&cancel, json!({ "reason": "not needed" })).await.is(200);
+    assert_eq!((&task["status"], &task["task_id"]), (&json!("canceled"), &json!(id)));
     let mut events = api.follow(&format!("/v1/tasks/{id}/events"), None).await;
     let last = events.rest().await.pop().unwrap();
     assert_eq!((last.name.as_str(), &last.data["status"]), ("task.failed", &json!("canceled")));
@@ -148,7 +151,7 @@ async fn events_of_a_run_have_the_task_id() {
         api.succeed(id, result).await;
     }
     let mut run = api.follow("/v1/runs/run_1/events", None).await;
-    let (mut named, mut ended) = (Vec::new(), 0);
+    let (mut names, mut ended) = (Vec::new(), 0);
     while ended < 2 {
         let event = run.event().await;
         ended += usize::from(event.name == "tool.call.finished");
@@ -159,10 +162,10 @@ async fn events_of_a_run_have_the_task_id() {
                 (&event.data["task_id"], &event.data["call_id"]),
                 (&json!(id), &json!("mine-5"))
             );
-            named.push(event.name);
+            names.push(event.name);
         }
     }
-    assert_eq!(named, ["tool.call.requested", "tool.call.progress", "tool.call.finished"]);
+    assert_eq!(names, ["tool.call.requested", "tool.call.progress", "tool.call.finished"]);
 }
 
 #[tokio::test]
@@ -189,8 +192,8 @@ async fn tasks_are_listed_with_filters_and_pages() {
     assert_eq!(listed(&format!("limit=2&cursor={}", cursor.unwrap())).await, (vec![a], None));
     let error = api.get("/v1/tasks?status=SUCCEEDED").await.refused(422, "VALIDATION_ERROR");
     assert!(message(&error).contains("submitted, running, completed"), "{error}");
-    let shown = task(&api, &plain).await;
-    assert_eq!((&shown["async"], &shown["task_id"]), (&json!(false), &json!(plain)));
+    let task_body = task(&api, &plain).await;
+    assert_eq!((&task_body["async"], &task_body["task_id"]), (&json!(false), &json!(plain)));
     api.get("/v1/tasks/tc_unknown").await.refused(404, "NOT_FOUND");
     assert!(api.call(&plain).await.get("task_id").is_none());
 }

@@ -29,8 +29,8 @@ async fn server(upstreams: Vec<McpServerSettings>) -> Server {
 /// Waits until a source is in this state and returns the response that shows it.
 async fn wait_for_state(api: &Api, name: &str, state: &str) -> Value {
     until(&format!("{name} to be {state}"), || async {
-        let shown = api.get(&format!("/v1/sources/mcp/{name}")).await;
-        (shown.body["state"] == state).then_some(shown.body)
+        let reply = api.get(&format!("/v1/sources/mcp/{name}")).await;
+        (reply.body["state"] == state).then_some(reply.body)
     })
     .await
 }

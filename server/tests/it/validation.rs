@@ -36,7 +36,10 @@ async fn an_invalid_schema_is_rejected_with_its_location() {
         let error = register_rejected(&api, "schema", schema.clone()).await;
         let location = error["detail"]["pointer"].as_str().unwrap();
         assert!(location.starts_with(pointer), "{schema}: {error}");
-        assert!(error["detail"]["reason"].as_str().is_some_and(|why| why.len() > 5), "{error}");
+        assert!(
+            error["detail"]["reason"].as_str().is_some_and(|reason| reason.len() > 5),
+            "{error}"
+        );
     }
     let error = register_rejected(&api, "output_schema", json!({ "type": 7 })).await;
     assert_eq!(error["detail"]["pointer"], "/output_schema/type");
@@ -53,11 +56,11 @@ async fn a_schema_with_external_references_is_rejected() {
         let error = register_rejected(&api, "schema", schema).await;
         assert_eq!(error["detail"]["pointer"], "/schema/properties/a/$ref", "{error}");
     }
-    let own = json!({
+    let self_contained = json!({
         "$defs": { "word": { "type": "string" } },
         "properties": { "a": { "$ref": "#/$defs/word" } }
     });
-    api.register("c1", json!([offer_with("fine.tool", json!({ "schema": own }))])).await;
+    api.register("c1", json!([offer_with("fine.tool", json!({ "schema": self_contained }))])).await;
 }
 
 #[tokio::test]
@@ -110,10 +113,10 @@ async fn every_invalid_argument_is_listed_with_pointer_and_expectation() {
     }
     pointers.sort_unstable();
     assert_eq!(pointers, ["/depth", "/hight", "/mode", "/tags/1", "/url", "/width"]);
-    let at = |pointer: &str| problems.iter().find(|p| p["pointer"] == pointer).unwrap();
-    assert!(at("/width")["expected"].as_str().unwrap().contains("integer"));
-    assert!(at("/width")["given"].as_str().unwrap().contains("wide"));
-    assert!(at("/mode")["expected"].as_str().unwrap().contains("\"full\""));
+    let problem_at = |pointer: &str| problems.iter().find(|p| p["pointer"] == pointer).unwrap();
+    assert!(problem_at("/width")["expected"].as_str().unwrap().contains("integer"));
+    assert!(problem_at("/width")["given"].as_str().unwrap().contains("wide"));
+    assert!(problem_at("/mode")["expected"].as_str().unwrap().contains("\"full\""));
     assert_eq!(error["retryable"], false);
     let list = api.get("/v1/tool_calls").await.is(200);
     assert_eq!(list["tool_calls"], json!([]), "nothing was stored as a call");
@@ -219,9 +222,9 @@ async fn values_of_an_invalid_result_are_hidden_from_callers() {
     let secret = "hunter2";
     let result = json!({ "n": secret, "mode": secret, "other": [secret], "more": { "x": secret } });
     api.succeed(&id, result).await;
-    let shown = api.get(&format!("/v1/tool_calls/{id}")).await;
-    assert!(!shown.text.contains(secret), "{}", shown.text);
-    let problems = &shown.body["error"]["detail"]["problems"];
+    let reply = api.get(&format!("/v1/tool_calls/{id}")).await;
+    assert!(!reply.text.contains(secret), "{}", reply.text);
+    let problems = &reply.body["error"]["detail"]["problems"];
     let problem = |pointer: &str| {
         let mut all = problems.as_array().unwrap().iter();
         all.find(|problem| problem["pointer"] == pointer).unwrap().clone()

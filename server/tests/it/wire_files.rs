@@ -24,10 +24,10 @@ fn assert_committed(file: &str, text: &str) {
     }
     let committed = std::fs::read_to_string(&path).unwrap_or_default();
     let differs = committed.lines().zip(text.lines()).position(|(a, b)| a != b);
-    let at = differs.unwrap_or(committed.lines().count().min(text.lines().count())) + 1;
+    let line_number = differs.unwrap_or(committed.lines().count().min(text.lines().count())) + 1;
     assert!(
         committed == text,
-        "{file} differs from the server from line {at} on; \
+        "{file} differs from the server from line {line_number} on; \
          UPDATE=1 cargo test -p toolcrib-server --test it wire_files rewrites it"
     );
 }
@@ -134,9 +134,9 @@ fn every_parameter_has_its_actual_location() {
 fn foreign_urls(page: &str) -> Vec<&str> {
     let mut found = Vec::new();
     for scheme in ["http://", "https://", "src=\"//", "href=\"//", "url(//"] {
-        found.extend(page.match_indices(scheme).map(|(at, _)| {
-            let end = page[at..].find(['"', '\'', '<', ' ', ')']).unwrap_or(page.len() - at);
-            &page[at..at + end.max(scheme.len())]
+        found.extend(page.match_indices(scheme).map(|(start, _)| {
+            let end = page[start..].find(['"', '\'', '<', ' ', ')']).unwrap_or(page.len() - start);
+            &page[start..start + end.max(scheme.len())]
         }));
     }
     found

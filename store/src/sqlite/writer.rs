@@ -125,7 +125,7 @@ impl Drop for SqliteWriter {
 }
 
 const FLUSH_FAILED: &str =
-    "a flush to disk failed, so nobody can know what is stored; restart the server";
+    "a flush to disk failed, so it is unknown what is stored; restart the server";
 
 /// The state of the writer thread.
 struct WriterThread {

@@ -65,8 +65,8 @@ impl OauthSettings {
             (Some(url), None) if is_url(url) => {}
             (None, Some(_)) => {}
             _ => {
-                let why = "set exactly one of auth.oauth.jwks_url and auth.oauth.jwks_file";
-                return Err(InvalidSetting::new("auth.oauth", why));
+                let reason = "set exactly one of auth.oauth.jwks_url and auth.oauth.jwks_file";
+                return Err(InvalidSetting::new("auth.oauth", reason));
             }
         }
         self.default_role.parse::<toolcrib::Role>().map(|_| ()).map_err(|()| {

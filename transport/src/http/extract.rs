@@ -59,8 +59,8 @@ impl<T: DeserializeOwned> FromRequest<HttpState> for ResultJsonBody<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &HttpState) -> Result<Self, ApiError> {
-        let (limit, most) = (state.max_result_body_bytes(), state.max_report_bytes());
-        let bytes = read_body_draining(request, limit, most).await?;
+        let (limit, drain_limit) = (state.max_result_body_bytes(), state.max_report_bytes());
+        let bytes = read_body_draining(request, limit, drain_limit).await?;
         Ok(Self(parse_json(&bytes)?))
     }
 }
@@ -111,10 +111,14 @@ pub(super) async fn read_body(request: Request, limit: usize) -> Result<Bytes, A
 async fn read_body_draining(
     request: Request,
     limit: usize,
-    most: usize,
+    drain_limit: usize,
 ) -> Result<Bytes, ApiError> {
-    let known = content_length(&request).is_some_and(|length| length > most);
-    let body = if known { None } else { Some(read_body_prefix(request, limit, most).await?) };
+    let is_oversized = content_length(&request).is_some_and(|length| length > drain_limit);
+    let body = if is_oversized {
+        None
+    } else {
+        Some(read_body_prefix(request, limit, drain_limit).await?)
+    };
     body.filter(|body| body.len() <= limit).ok_or_else(|| {
         let message = format!("the body is over the limit of {limit} bytes");
         Error::refused(Code::PayloadTooLarge, message).into()
@@ -127,15 +131,15 @@ fn content_length(request: &Request) -> Option<usize> {
 }
 
 /// Reads the whole body, or only a prefix longer than `limit` if the body is over the limit.
-/// Discards the rest, up to `most` bytes in all, because a caller that is still sending does not
-/// read the response.
+/// Discards the rest, up to `drain_limit` bytes in all, because a caller that is still sending does
+/// not read the response.
 pub(super) async fn read_body_prefix(
     request: Request,
     limit: usize,
-    most: usize,
+    drain_limit: usize,
 ) -> Result<Bytes, ApiError> {
     let mut body = Vec::with_capacity(content_length(&request).unwrap_or(0).min(limit));
-    let (mut chunks, mut came) = (request.into_body().into_data_stream(), 0);
+    let (mut chunks, mut received) = (request.into_body().into_data_stream(), 0);
     let until = tokio::time::Instant::now() + BODY_TIMEOUT;
     let slow = |_| {
         let seconds = BODY_TIMEOUT.as_secs();
@@ -144,11 +148,11 @@ pub(super) async fn read_body_prefix(
     while let Some(chunk) = tokio::time::timeout_at(until, chunks.next()).await.map_err(slow)? {
         let chunk =
             chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended before its end"))?;
-        came += chunk.len();
+        received += chunk.len();
         if body.len() <= limit {
             body.extend_from_slice(&chunk);
         }
-        if came > most {
+        if received > drain_limit {
             break;
         }
     }
@@ -196,8 +200,8 @@ pub(super) const TRACEPARENT: &str = "traceparent";
 /// counts as absent, and so does one that occurs twice. `tracestate` is not stored: it belongs to
 /// the tracing systems along the way, and calls outlive requests.
 pub(super) fn traceparent(headers: &HeaderMap) -> Option<TraceParent> {
-    let mut given = headers.get_all(TRACEPARENT).iter();
-    let (first, second) = (given.next()?, given.next());
+    let mut values = headers.get_all(TRACEPARENT).iter();
+    let (first, second) = (values.next()?, values.next());
     let parsed = first.to_str().ok()?.trim().parse().ok()?;
     second.is_none().then_some(parsed)
 }
@@ -211,8 +215,8 @@ impl FromRequestParts<HttpState> for CallPath {
     async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
         let path: Result<Path<String>, PathRejection> = parts.extract().await;
         let text = path.map(|Path(text)| text).unwrap_or_default();
-        let shown: String = text.chars().take(80).collect();
-        let unknown = |_| Error::refused(Code::NotFound, format!("there is no call \"{shown}\""));
+        let excerpt: String = text.chars().take(80).collect();
+        let unknown = |_| Error::refused(Code::NotFound, format!("there is no call \"{excerpt}\""));
         Ok(Self(text.parse().map_err(unknown)?))
     }
 }
@@ -245,15 +249,15 @@ impl<T: DeserializeOwned + 'static> FromRequestParts<HttpState> for QueryParams<
             Ok(Query(asked)) => return Ok(Self(asked)),
             Err(error) => error,
         };
-        let Some((field, why)) = invalid_field(&error) else {
+        let Some((field, reason)) = invalid_field(&error) else {
             let message = format!("a query parameter: {}", error.body_text());
             return Err(Error::refused(Code::BadRequest, message).into());
         };
         let all = Query::<Vec<(String, String)>>::try_from_uri(&parts.uri);
         let mut all = all.map(|Query(all)| all).unwrap_or_default().into_iter();
-        let given = all.find(|(name, _)| *name == field).map(|(_, given)| given);
-        let given: String = given.unwrap_or_default().chars().take(40).collect();
-        let message = format!("{field} cannot be \"{given}\": {why}");
+        let value = all.find(|(name, _)| *name == field).map(|(_, value)| value);
+        let value: String = value.unwrap_or_default().chars().take(40).collect();
+        let message = format!("{field} cannot be \"{value}\": {reason}");
         Err(invalid_parameter(&field, message).into())
     }
 }

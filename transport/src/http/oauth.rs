@@ -64,22 +64,25 @@ impl OauthCallbackQuery {
         (status = 400, description = "No sign-in waits for this", content_type = "text/plain")))]
 async fn callback(
     State(state): State<HttpState>,
-    Query(brought): Query<OauthCallbackQuery>,
+    Query(query): Query<OauthCallbackQuery>,
 ) -> Response {
     let over = "No sign-in waits for this: it was used already, or took too long.\n\
                 Begin another with: toolcrib mcp sign-in NAME\n";
-    let (Some(sources), Some(returned)) = (&state.sources, brought.into_callback()) else {
+    let (Some(sources), Some(returned)) = (&state.sources, query.into_callback()) else {
         return text_response(StatusCode::BAD_REQUEST, over.to_owned());
     };
     match sources.complete_sign_in(returned).await {
         None => text_response(StatusCode::BAD_REQUEST, over.to_owned()),
         Some((name, Ok(()))) => {
-            let said = format!("Toolcrib is signed in to {name}. You can close this page.\n");
-            text_response(StatusCode::OK, said)
+            let message = format!("Toolcrib is signed in to {name}. You can close this page.\n");
+            text_response(StatusCode::OK, message)
         }
-        Some((name, Err(why))) => {
-            let why: String = why.chars().take(500).collect();
-            text_response(StatusCode::BAD_REQUEST, format!("The sign-in to {name} failed: {why}\n"))
+        Some((name, Err(reason))) => {
+            let reason: String = reason.chars().take(500).collect();
+            text_response(
+                StatusCode::BAD_REQUEST,
+                format!("The sign-in to {name} failed: {reason}\n"),
+            )
         }
     }
 }

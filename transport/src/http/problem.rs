@@ -58,22 +58,22 @@ impl FieldError {
     /// Collects the field errors of a fault. Problems that the fault lists are in the arguments,
     /// unless it names a parameter or a pointer.
     fn from_fault(fault: &Fault) -> Vec<Self> {
-        let said = |name: &str| fault.detail.as_ref().and_then(|detail| detail.get(name));
+        let detail_field = |name: &str| fault.detail.as_ref().and_then(|detail| detail.get(name));
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let whole = |pointer, parameter| Self { pointer, parameter, detail: fault.message.clone() };
-        if let Some(parameter) = said("field").and_then(text) {
+        if let Some(parameter) = detail_field("field").and_then(text) {
             return vec![whole(None, Some(parameter))];
         }
-        if let Some(pointer) = said("pointer").and_then(Value::as_str) {
+        if let Some(pointer) = detail_field("pointer").and_then(Value::as_str) {
             return vec![whole(Some(format!("#{pointer}")), None)];
         }
-        let problems = said("problems").and_then(Value::as_array).into_iter().flatten();
-        let of_args = problems.map(|problem| Self {
+        let problems = detail_field("problems").and_then(Value::as_array).into_iter().flatten();
+        let argument_problems = problems.map(|problem| Self {
             pointer: problem["pointer"].as_str().map(|pointer| format!("#/args{pointer}")),
             parameter: None,
             detail: problem["message"].as_str().unwrap_or_default().to_owned(),
         });
-        of_args.collect()
+        argument_problems.collect()
     }
 }
 

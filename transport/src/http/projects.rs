@@ -62,8 +62,8 @@ async fn create(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     JsonBody(body): JsonBody<NewProjectBody>,
 ) -> Result<Response, ApiError> {
-    let made_up = || format!("proj_{}", ulid::Ulid::generate().to_string().to_lowercase());
-    let id = body.project_id.unwrap_or_else(made_up);
+    let generate_id = || format!("proj_{}", ulid::Ulid::generate().to_string().to_lowercase());
+    let id = body.project_id.unwrap_or_else(generate_id);
     let title: String = body.title.chars().take(200).collect();
     let project = state.engine.registry().create_project(&caller, &id, &title).await?;
     Ok((StatusCode::CREATED, Json(ProjectBody::from(project))).into_response())
@@ -145,8 +145,9 @@ async fn put_tool(
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
     let limit = state.settings.max_body_bytes;
-    let given = definition::read_document(request, limit, toolcrib_protocol::yaml::parse).await?;
-    let checked = definition::validate(&given, state.settings.jina.as_ref())?;
+    let document =
+        definition::read_document(request, limit, toolcrib_protocol::yaml::parse).await?;
+    let checked = definition::validate(&document, state.settings.jina.as_ref())?;
     let caller = state.engine.registry().switch_project(&caller, &project)?;
     let default_ms = state.engine.registry().default_timeout_ms(&caller);
     let definition =

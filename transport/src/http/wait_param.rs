@@ -43,7 +43,7 @@ impl FromRequestParts<HttpState> for WaitParam {
         let QueryParams(mut asked) = QueryParams::<Self>::from_request_parts(parts, state).await?;
         if let (None, Some(text)) = (asked.wait_ms, &asked.wait) {
             let time = duration::parse_duration(text)
-                .map_err(|why| invalid_parameter("wait", format!("wait: {why}")))?;
+                .map_err(|reason| invalid_parameter("wait", format!("wait: {reason}")))?;
             asked.wait_ms = u64::try_from(time.as_millis()).ok();
         }
         asked.preferred_ms = prefer_wait_ms(&parts.headers);
@@ -53,8 +53,8 @@ impl FromRequestParts<HttpState> for WaitParam {
 
 /// Parses the `Prefer` header. A preference that cannot be parsed is ignored, as the RFC requires.
 fn prefer_wait_ms(headers: &HeaderMap) -> Option<u64> {
-    let lines = headers.get_all(PREFER).iter().filter_map(|line| line.to_str().ok());
-    let mut all = lines.flat_map(|line| line.split(','));
+    let values = headers.get_all(PREFER).iter().filter_map(|value| value.to_str().ok());
+    let mut all = values.flat_map(|value| value.split(','));
     all.find_map(|preference| {
         let (name, value) = preference.split(';').next()?.split_once('=')?;
         let seconds: u64 = value.trim().trim_matches('"').parse().ok()?;
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn prefer_wait_is_parsed_in_seconds_among_other_preferences() {
-        for (given, expected) in [
+        for (header, expected) in [
             ("wait=30", Some(30_000)),
             ("respond-async, wait=10", Some(10_000)),
             ("Wait = \"5\"; foo=bar", Some(5_000)),
@@ -87,9 +87,9 @@ mod tests {
         ] {
             let headers = HeaderMap::from_iter([(
                 header::HeaderName::from_static(PREFER),
-                given.parse().unwrap(),
+                header.parse().unwrap(),
             )]);
-            assert_eq!(prefer_wait_ms(&headers), expected, "{given}");
+            assert_eq!(prefer_wait_ms(&headers), expected, "{header}");
         }
         assert_eq!(prefer_wait_ms(&HeaderMap::new()), None);
     }

@@ -260,7 +260,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
 
 impl<'a> CallBody<'a> {
     /// Builds the body of a call, with its trace.
-    pub(super) fn of(engine: &Engine, call: &'a Call) -> Self {
+    pub(super) fn new(engine: &Engine, call: &'a Call) -> Self {
         Self::with_trace(call, engine.calls().call_traceparent(call))
     }
 
@@ -277,8 +277,8 @@ pub(super) fn event_json(event: &CallEvent) -> String {
     body.insert("type".into(), event.record.kind.as_str().into());
     body.insert("tool_call_id".into(), event.call_id.to_string().into());
     body.insert("run_id".into(), event.run_id.clone().into());
-    if let Some(asked_as) = &event.caller_call_id {
-        body.insert("call_id".into(), asked_as.clone().into());
+    if let Some(caller_call_id) = &event.caller_call_id {
+        body.insert("call_id".into(), caller_call_id.clone().into());
     }
     body.insert("at_ms".into(), event.record.at_ms.into());
     body.insert("attempt".into(), event.record.attempt.into());
@@ -316,8 +316,8 @@ pub(super) fn task_event_json(event: &CallEvent, name: &str, call: &Call) -> Str
     body.insert("call_id".into(), call.origin.caller_call_id.as_deref().into());
     body.insert("run_id".into(), call.run_id.as_str().into());
     body.insert("tool_name".into(), call.tool_name.as_str().into());
-    let said = ["percent", "message", "data"].into_iter();
-    body.extend(said.filter_map(|name| {
+    let names = ["percent", "message", "data"].into_iter();
+    body.extend(names.filter_map(|name| {
         event.record.data.get(name).map(|value| (name.to_owned(), value.clone()))
     }));
     Value::Object(body).to_string()
@@ -330,17 +330,17 @@ pub(super) fn timeout_ms<'de, D>(deserializer: D) -> Result<Option<u64>, D::Erro
 where
     D: serde::Deserializer<'de>,
 {
-    let Some(given) = Option::<serde_json::Number>::deserialize(deserializer)? else {
+    let Some(number) = Option::<serde_json::Number>::deserialize(deserializer)? else {
         return Ok(None);
     };
-    if let Some(ms) = given.as_u64() {
+    if let Some(ms) = number.as_u64() {
         return Ok(Some(ms));
     }
     // Negative, larger than `u64::MAX`, or written with a decimal point.
-    let ms = given.as_f64().unwrap_or(f64::MAX);
+    let ms = number.as_f64().unwrap_or(f64::MAX);
     if ms.fract() != 0.0 {
-        let given = serde::de::Unexpected::Float(ms);
-        return Err(serde::de::Error::invalid_value(given, &"a whole number of milliseconds"));
+        let unexpected = serde::de::Unexpected::Float(ms);
+        return Err(serde::de::Error::invalid_value(unexpected, &"a whole number of milliseconds"));
     }
     Ok(Some(ms as u64))
 }

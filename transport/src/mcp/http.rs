@@ -55,8 +55,8 @@ pub fn router(transport: McpTransport) -> Router {
     let making = transport.clone();
     let service = StreamableHttpService::new(
         move || {
-            let nobody = || std::io::Error::other("a server without a caller");
-            let view = CALLER_VIEW.try_with(CallerView::clone).map_err(|_| nobody())?;
+            let no_caller = || std::io::Error::other("a server without a caller");
+            let view = CALLER_VIEW.try_with(CallerView::clone).map_err(|_| no_caller())?;
             Ok(making.new_handler(view))
         },
         manager.clone(),
@@ -76,12 +76,17 @@ async fn serve_mcp(State(entrance): State<McpHttpState>, request: Request) -> Re
     match entrance.handle_request(request).await {
         Ok(answer) => answer,
         Err(error) => {
-            let nobody = error.code() == Code::Unauthenticated;
+            let is_unauthenticated = error.code() == Code::Unauthenticated;
             let mut answer = error_response(error);
-            let issuer =
-                entrance.transport.shared.settings.protected_resource.as_ref().filter(|_| nobody);
-            let place = issuer.map(|issuer| metadata_url(&issuer.resource));
-            let challenge = place.map(|place| format!("Bearer resource_metadata=\"{place}\""));
+            let issuer = entrance
+                .transport
+                .shared
+                .settings
+                .protected_resource
+                .as_ref()
+                .filter(|_| is_unauthenticated);
+            let url = issuer.map(|issuer| metadata_url(&issuer.resource));
+            let challenge = url.map(|url| format!("Bearer resource_metadata=\"{url}\""));
             if let Some(value) = challenge.and_then(|text| HeaderValue::from_str(&text).ok()) {
                 answer.headers_mut().insert(header::WWW_AUTHENTICATE, value);
             }
@@ -95,8 +100,8 @@ const METADATA_PATH: &str = "/.well-known/oauth-protected-resource";
 /// Returns the URL of the resource metadata. RFC 9728 inserts the well-known path before the path
 /// of the resource.
 fn metadata_url(resource: &str) -> String {
-    let scheme_end = resource.find("://").map_or(0, |at| at + 3);
-    let path = resource[scheme_end..].find('/').map(|at| scheme_end + at);
+    let scheme_end = resource.find("://").map_or(0, |index| index + 3);
+    let path = resource[scheme_end..].find('/').map(|index| scheme_end + index);
     let (origin, path) = resource.split_at(path.unwrap_or(resource.len()));
     format!("{origin}{METADATA_PATH}{}", path.trim_end_matches('/'))
 }
@@ -162,8 +167,8 @@ impl McpHttpState {
         }
         let request = Request::from_parts(parts, Body::from(body));
         let answer = CALLER_VIEW.scope(view.clone(), self.service.handle(request)).await;
-        if let Some(made) = session_id(answer.headers()) {
-            self.sessions.add_session(made, &view.caller).await;
+        if let Some(new_session) = session_id(answer.headers()) {
+            self.sessions.add_session(new_session, &view.caller).await;
         }
         let answer = answer.map(Body::new);
         match beside {
@@ -189,8 +194,8 @@ fn parse_error_response(error: &serde_json::Error) -> Response {
 
 /// Returns the catalogue mode that the MCP client requests: `/mcp?catalogue=search`.
 fn parse_catalogue_mode(query: &str) -> Result<Option<CatalogueMode>, Error> {
-    let given = query.split('&').find_map(|pair| pair.strip_prefix("catalogue="));
-    let Some(word) = given else { return Ok(None) };
+    let mode = query.split('&').find_map(|pair| pair.strip_prefix("catalogue="));
+    let Some(word) = mode else { return Ok(None) };
     let catalogue = CatalogueMode::parse(word)
         .ok_or_else(|| Error::refused(Code::ValidationError, "catalogue must be search or full"))?;
     Ok(Some(catalogue))
@@ -202,8 +207,9 @@ fn parse_source_name(path: &str) -> Result<Option<Arc<str>>, Error> {
     let Some(name) = path.strip_prefix("/mcp/").filter(|name| !name.is_empty()) else {
         return Ok(None);
     };
-    toolcrib::domain::tool::check_upstream_name(name)
-        .map_err(|why| Error::refused(Code::NotFound, format!("there is no such source: {why}")))?;
+    toolcrib::domain::tool::check_upstream_name(name).map_err(|reason| {
+        Error::refused(Code::NotFound, format!("there is no such source: {reason}"))
+    })?;
     Ok(Some(name.into()))
 }
 
@@ -228,9 +234,10 @@ async fn read_body(body: Body, limit: usize) -> Result<axum::body::Bytes, Error>
 fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
     let Some(host) = headers.get(header::HOST).map(header_text) else { return Ok(()) };
     let bare = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    let named =
-        |known: &String| known.eq_ignore_ascii_case(host) || known.eq_ignore_ascii_case(bare);
-    if allowed.is_empty() || is_loopback_host(host) || allowed.iter().any(named) {
+    let is_named = |allowed_name: &String| {
+        allowed_name.eq_ignore_ascii_case(host) || allowed_name.eq_ignore_ascii_case(bare)
+    };
+    if allowed.is_empty() || is_loopback_host(host) || allowed.iter().any(is_named) {
         return Ok(());
     }
     let message = "this is not a name of this server; doors.mcp.allowed_hosts lists them";
@@ -240,9 +247,10 @@ fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
 /// Allows web pages only from this machine, from this server itself, or from an allowed origin.
 fn check_origin(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
     let Some(origin) = headers.get(header::ORIGIN).map(header_text) else { return Ok(()) };
-    let place = origin.split_once("://").map_or("", |(_, place)| place);
-    let own = headers.get(header::HOST).is_some_and(|host| header_text(host) == place);
-    if !place.is_empty() && (own || is_loopback_host(place)) || allowed.iter().any(|o| o == origin)
+    let authority = origin.split_once("://").map_or("", |(_, authority)| authority);
+    let is_same_host = headers.get(header::HOST).is_some_and(|host| header_text(host) == authority);
+    if !authority.is_empty() && (is_same_host || is_loopback_host(authority))
+        || allowed.iter().any(|o| o == origin)
     {
         return Ok(());
     }

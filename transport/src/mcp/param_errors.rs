@@ -27,8 +27,8 @@ pub(super) fn explain_rejection(request: &CustomRequest) -> ErrorData {
         "resources/read" => params_error::<ReadResourceRequestParams>(params),
         "completion/complete" => params_error::<CompleteRequestParams>(params),
         _ => {
-            let shown: String = method.chars().take(80).collect();
-            let message = format!("there is no method \"{shown}\"");
+            let excerpt: String = method.chars().take(80).collect();
+            let message = format!("there is no method \"{excerpt}\"");
             return ErrorData::new(ErrorCode::METHOD_NOT_FOUND, message, None);
         }
     };
@@ -59,8 +59,8 @@ mod tests {
         assert_eq!(code, ErrorCode::INVALID_PARAMS);
         assert!(message.contains("name"), "{message}");
         assert_eq!(explain("tasks/get", Some(json!({}))).0, ErrorCode::INVALID_PARAMS);
-        for gone in ["tools/listen", "logging/setLevel", "resources/subscribe"] {
-            assert_eq!(explain(gone, None).0, ErrorCode::METHOD_NOT_FOUND, "{gone}");
+        for removed in ["tools/listen", "logging/setLevel", "resources/subscribe"] {
+            assert_eq!(explain(removed, None).0, ErrorCode::METHOD_NOT_FOUND, "{removed}");
         }
     }
 }

@@ -26,7 +26,7 @@ pub(super) enum ProtocolRevision {
 
 impl ProtocolRevision {
     /// Returns the revision of a request.
-    pub(super) fn of(context: &RequestContext<RoleServer>) -> Self {
+    pub(super) fn from_context(context: &RequestContext<RoleServer>) -> Self {
         match context.protocol_version() {
             Some(version) if version.as_str() >= ProtocolVersion::V_2026_07_28.as_str() => {
                 Self::Modern
@@ -44,9 +44,9 @@ pub(super) struct McpClientInfo {
 
 impl McpClientInfo {
     /// Reads them from the context of a request.
-    pub(super) fn of(context: &RequestContext<RoleServer>) -> Self {
+    pub(super) fn from_context(context: &RequestContext<RoleServer>) -> Self {
         Self {
-            revision: ProtocolRevision::of(context),
+            revision: ProtocolRevision::from_context(context),
             capabilities: context.client_capabilities().unwrap_or_default(),
         }
     }

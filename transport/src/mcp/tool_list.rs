@@ -100,7 +100,7 @@ impl CallerToolList {
             for tool in &mut tools {
                 tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
             }
-            tools.retain(|tool| beside.iter().all(|ours| ours.name != tool.name));
+            tools.retain(|tool| beside.iter().all(|builtin| builtin.name != tool.name));
             if more.is_none() {
                 tools.extend(beside);
             }
@@ -168,20 +168,20 @@ impl ToolListCache {
     /// Returns the caller's list for the present state of the directory.
     pub(super) fn for_caller(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
         let local = caller.auth_method == toolcrib::domain::caller::AuthMethod::Local;
-        let whose = (caller.project.clone(), caller.agent.clone(), caller.role, local);
+        let key = (caller.project.clone(), caller.agent.clone(), caller.role, local);
         // Read before the tools: if the directory changes in between, the next request rebuilds the
         // list.
         let version = engine.registry().directory_version();
-        let before = self.cached.lock().get(&whose).cloned();
+        let before = self.cached.lock().get(&key).cloned();
         if let Some(list) = before.as_ref().filter(|list| list.version == version) {
             return list.clone();
         }
         let list = Arc::new(build_list(engine, caller, version, before.as_deref()));
-        let mut kept = self.cached.lock();
-        if kept.len() >= MAX_CACHED_LISTS && !kept.contains_key(&whose) {
-            kept.clear();
+        let mut cached = self.cached.lock();
+        if cached.len() >= MAX_CACHED_LISTS && !cached.contains_key(&key) {
+            cached.clear();
         }
-        kept.insert(whose, list.clone());
+        cached.insert(key, list.clone());
         list
     }
 }
@@ -195,24 +195,25 @@ fn build_list(
     if !caller.may_invoke() {
         return CallerToolList { version, tools: Vec::new() };
     }
-    let known = before.map(|list| list.tools.as_slice()).unwrap_or_default();
-    let kept = |entry: &Arc<CatalogEntry>| {
+    let previous = before.map(|list| list.tools.as_slice()).unwrap_or_default();
+    let reuse = |entry: &Arc<CatalogEntry>| {
         let name = entry.definition.name.as_str();
-        let place = known.binary_search_by(|listed| listed.name().cmp(name)).ok()?;
-        let same = known[place].entry.as_ref().is_some_and(|known| Arc::ptr_eq(known, entry));
-        same.then(|| known[place].clone())
+        let index = previous.binary_search_by(|listed| listed.name().cmp(name)).ok()?;
+        let same =
+            previous[index].entry.as_ref().is_some_and(|previous| Arc::ptr_eq(previous, entry));
+        same.then(|| previous[index].clone())
     };
     let mut tools: Vec<ToolListEntry> = Vec::new();
     for entry in engine.registry().tools(caller) {
         let fresh =
             || Some(ToolListEntry::new(Some(entry.clone()), to_mcp_tool(&entry.definition)?));
-        tools.extend(kept(&entry).or_else(fresh));
+        tools.extend(reuse(&entry).or_else(fresh));
     }
     for tool in builtin_tools::always_listed() {
         // A built-in tool replaces a registered tool of the same name.
         tools.retain(|listed| listed.name() != tool.name);
-        let place = tools.partition_point(|listed| listed.name() < tool.name.as_ref());
-        tools.insert(place, ToolListEntry::new(None, tool));
+        let index = tools.partition_point(|listed| listed.name() < tool.name.as_ref());
+        tools.insert(index, ToolListEntry::new(None, tool));
     }
     CallerToolList { version, tools }
 }

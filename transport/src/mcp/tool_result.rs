@@ -253,7 +253,7 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
     let id = call.id.as_str();
     let state = match (call.status, call.hold) {
         (Status::Pending, Some(Hold::Input)) => {
-            "waits for an answer to what it has asked, which somebody must give,"
+            "waits for an answer to what it has asked, which a person must give,"
         }
         (Status::Pending, _) => "waits to be executed",
         _ => "is being executed",

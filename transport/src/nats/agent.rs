@@ -24,8 +24,8 @@ fn parse_payload<T: serde::de::DeserializeOwned>(request: &Message) -> Result<T,
 }
 
 /// Returns the named number, or `None` when the field is missing or null.
-fn optional_u64(given: &Value, name: &str) -> Result<Option<u64>, Error> {
-    match &given[name] {
+fn optional_u64(body: &Value, name: &str) -> Result<Option<u64>, Error> {
+    match &body[name] {
         Value::Null => Ok(None),
         value => value.as_u64().map(Some).ok_or_else(|| {
             let message = format!("{name} must be a whole number from 0");
@@ -39,30 +39,30 @@ pub(super) async fn handle_request(
     caller: &Caller,
     parts: &Subject<'_>,
     request: &Message,
-    place: &mut RequestPermit,
+    permit: &mut RequestPermit,
 ) -> Result<Value, Error> {
-    let (agent, given) = (parts.target, parse_body(request)?);
+    let (agent, body) = (parts.target, parse_body(request)?);
     let headers = wire::header_map(request.headers.as_ref());
     let header = |name: &str| headers.get(name).and_then(Value::as_str).map(str::to_owned);
-    let turn_id = given["agent_turn_id"].as_str().unwrap_or_default().to_owned();
-    let reason = given["reason"].as_str().map(turn::truncate_reason);
-    let wait_ms = optional_u64(&given, "wait_ms")?.unwrap_or(0).min(MAX_WAIT_MS);
+    let turn_id = body["agent_turn_id"].as_str().unwrap_or_default().to_owned();
+    let reason = body["reason"].as_str().map(turn::truncate_reason);
+    let wait_ms = optional_u64(&body, "wait_ms")?.unwrap_or(0).min(MAX_WAIT_MS);
     let waits = wait_ms > 0 && matches!(parts.suffix, "inbox" | "resume");
-    let _waits = waits.then(|| place.start_waiting(parts.project)).transpose()?;
+    let _waits = waits.then(|| permit.start_waiting(parts.project)).transpose()?;
     let epoch = || {
         let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
-        optional_u64(&given, "turn_epoch")?.ok_or_else(missing)
+        optional_u64(&body, "turn_epoch")?.ok_or_else(missing)
     };
     let mut answer = match parts.suffix {
         "lease" => {
-            let mut wanted = parse_payload::<LeaseBody>(request)?.into_lease();
-            wanted.channel.get_or_insert_with(|| parts.channel.to_owned());
-            wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
+            let mut lease = parse_payload::<LeaseBody>(request)?.into_lease();
+            lease.channel.get_or_insert_with(|| parts.channel.to_owned());
+            lease.traceparent = lease.traceparent.or_else(|| header("traceparent"));
             // Any intermediary may have set this header, so an invalid value is ignored rather than
             // refused.
             let state = || header("tracestate").filter(|state| trace::is_valid_tracestate(state));
-            wanted.tracestate = wanted.tracestate.or_else(state);
-            let turn = engine.utp().lease_turn(caller, agent, wanted).await?;
+            lease.tracestate = lease.tracestate.or_else(state);
+            let turn = engine.utp().lease_turn(caller, agent, lease).await?;
             turn_body(&turn, &[])
         }
         "dispatch" => {
@@ -91,13 +91,13 @@ pub(super) async fn handle_request(
         ),
         "stop" => turn_body(&engine.utp().stop_turn(caller, agent, &turn_id, reason).await?, &[]),
         "inbox" => {
-            let limit = optional_u64(&given, "limit")?.unwrap_or(20).clamp(1, 200) as usize;
+            let limit = optional_u64(&body, "limit")?.unwrap_or(20).clamp(1, 200) as usize;
             let items = engine.utp().inbox(caller, agent, limit, wait_ms).await?;
             json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })
         }
         "ack" => {
             let ids: Vec<String> =
-                serde_json::from_value(given["inbox_ids"].clone()).map_err(|_| {
+                serde_json::from_value(body["inbox_ids"].clone()).map_err(|_| {
                     Error::refused(Code::ValidationError, "inbox_ids must be a list of texts")
                 })?;
             json!({ "acked": engine.utp().take_from_inbox(caller, agent, &ids).await? })

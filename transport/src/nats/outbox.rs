@@ -45,7 +45,7 @@ async fn supervise<F: Future<Output = ()>>(down: impl Fn(), begin: impl Fn() -> 
 }
 
 async fn publish_loop(engine: Engine, nats: NatsConnection) {
-    let mut news = engine.utp().subscribe_outbox();
+    let mut wake = engine.utp().subscribe_outbox();
     let mut outbox = OutboxPublisher { engine, link: nats, retries: HashMap::new() };
     loop {
         if !outbox.link.is_connected() {
@@ -61,7 +61,7 @@ async fn publish_loop(engine: Engine, nats: NatsConnection) {
             Ok(0) => {
                 outbox.link.set_outbox_healthy(true);
                 tokio::select! {
-                    () = news.wait_for_wake() => {}
+                    () = wake.wait_for_wake() => {}
                     () = tokio::time::sleep(OUTBOX_POLL_INTERVAL) => {}
                 }
             }
@@ -89,69 +89,69 @@ struct PublishRetry {
 impl OutboxPublisher {
     /// Publishes every due message. Returns the number of messages that left the outbox.
     async fn publish_pending(&mut self) -> anyhow::Result<usize> {
-        let (mut after, mut gone) = (0, 0);
+        let (mut after, mut removed) = (0, 0);
         loop {
-            let letters = self.engine.utp().outbox(after, OUTBOX_PAGE_SIZE).await?;
-            let Some((last, _)) = letters.last() else { break };
+            let messages = self.engine.utp().outbox(after, OUTBOX_PAGE_SIZE).await?;
+            let Some((last, _)) = messages.last() else { break };
             after = *last;
-            gone += self.publish_page(&letters).await?;
-            if letters.len() < OUTBOX_PAGE_SIZE || !self.link.is_connected() {
+            removed += self.publish_page(&messages).await?;
+            if messages.len() < OUTBOX_PAGE_SIZE || !self.link.is_connected() {
                 break;
             }
         }
-        Ok(gone)
+        Ok(removed)
     }
 
-    async fn publish_page(&mut self, letters: &[(u64, OutboxMessage)]) -> anyhow::Result<usize> {
+    async fn publish_page(&mut self, messages: &[(u64, OutboxMessage)]) -> anyhow::Result<usize> {
         let (now_ms, now) = (self.engine.now_ms(), Instant::now());
-        let due = |letter: &&OutboxMessage| {
-            self.retries.get(&letter.id).is_none_or(|wait| wait.due_at <= now)
+        let due = |message: &&OutboxMessage| {
+            self.retries.get(&message.id).is_none_or(|wait| wait.due_at <= now)
         };
         let due: Vec<&OutboxMessage> =
-            letters.iter().map(|(_, letter)| letter).filter(due).collect();
+            messages.iter().map(|(_, message)| message).filter(due).collect();
         let nats = &self.link;
-        let sending = due.iter().map(|letter| async move {
-            if letter.expires_ms <= now_ms {
+        let sending = due.iter().map(|message| async move {
+            if message.expires_ms <= now_ms {
                 return Ok(());
             }
             // A panic while sending one message does not affect the others.
-            let sent = AssertUnwindSafe(publish_message(nats, letter)).catch_unwind().await;
+            let sent = AssertUnwindSafe(publish_message(nats, message)).catch_unwind().await;
             sent.unwrap_or_else(|_| {
                 Err(NatsPublishError::Invalid("it cannot be written".to_owned()))
             })
         });
-        let came_to = futures::future::join_all(sending).await;
-        let mut gone = Vec::with_capacity(due.len());
-        for (letter, came_to) in due.into_iter().zip(came_to) {
-            let Err(error) = came_to else {
-                gone.push(letter.id.clone());
+        let outcomes = futures::future::join_all(sending).await;
+        let mut removed = Vec::with_capacity(due.len());
+        for (message, outcome) in due.into_iter().zip(outcomes) {
+            let Err(error) = outcome else {
+                removed.push(message.id.clone());
                 continue;
             };
-            match self.record_failure(letter, &error) {
+            match self.record_failure(message, &error) {
                 Some(reason) => {
-                    tracing::warn!(letter = letter.id, reason, %error, "became a dead letter");
-                    self.dead_letter(letter, reason, &error).await?;
-                    gone.push(letter.id.clone());
+                    tracing::warn!(letter = message.id, reason, %error, "became a dead letter");
+                    self.dead_letter(message, reason, &error).await?;
+                    removed.push(message.id.clone());
                 }
-                None => tracing::debug!(letter = letter.id, %error, "will be published again"),
+                None => tracing::debug!(letter = message.id, %error, "will be published again"),
             }
         }
-        for id in &gone {
+        for id in &removed {
             self.retries.remove(id);
         }
-        self.engine.utp().remove_from_outbox(&gone).await?;
-        Ok(gone.len())
+        self.engine.utp().remove_from_outbox(&removed).await?;
+        Ok(removed.len())
     }
 
     /// Records a failed attempt. Returns the reason if the message can never be published, or
     /// `None` after scheduling the next attempt.
     fn record_failure(
         &mut self,
-        letter: &OutboxMessage,
+        message: &OutboxMessage,
         error: &NatsPublishError,
     ) -> Option<&'static str> {
         let waits = PublishRetry { tries: 0, due_at: Instant::now() };
-        let waits = self.retries.entry(letter.id.clone()).or_insert(waits);
+        let waits = self.retries.entry(message.id.clone()).or_insert(waits);
         waits.due_at = Instant::now() + MAX_BACKOFF.min(FIRST_BACKOFF * (1 << waits.tries.min(8)));
         waits.tries += 1;
         match error {
@@ -164,23 +164,23 @@ impl OutboxPublisher {
 
     async fn dead_letter(
         &self,
-        letter: &OutboxMessage,
+        message: &OutboxMessage,
         reason: &str,
         error: &NatsPublishError,
     ) -> anyhow::Result<()> {
-        let subject = format!("cg.{}.{}", self.link.version(), letter.subject);
+        let subject = format!("cg.{}.{}", self.link.version(), message.subject);
         let parts = subject::parse(&subject);
-        let ours = parts.filter(|parts| matches!(parts.category, "cmd" | "evt"));
+        let publishable = parts.filter(|parts| matches!(parts.category, "cmd" | "evt"));
         // The subject does not say which project the message belongs to, so it is dropped.
-        let Some(parts) = ours else { return Ok(()) };
+        let Some(parts) = publishable else { return Ok(()) };
         let command = (parts.category, parts.component) == ("cmd", "tool");
         let text = |(name, value): &(String, String)| (name.clone(), value.as_str().into());
         let dead = UnprocessableMessage {
             kind: if command { "command" } else { "letter" },
             reason: reason.to_owned(),
             message: error.to_string(),
-            headers: letter.headers.iter().map(text).collect(),
-            payload: letter.payload.to_string(),
+            headers: message.headers.iter().map(text).collect(),
+            payload: message.payload.to_string(),
             subject: subject.clone(),
             is_truncated: false,
         };
@@ -191,14 +191,14 @@ impl OutboxPublisher {
 
 async fn publish_message(
     nats: &NatsConnection,
-    letter: &OutboxMessage,
+    message: &OutboxMessage,
 ) -> Result<(), NatsPublishError> {
-    let subject = format!("cg.{}.{}", nats.version(), letter.subject);
+    let subject = format!("cg.{}.{}", nats.version(), message.subject);
     if subject::parse(&subject).is_none() || !subject.split('.').all(is_token) {
         return Err(NatsPublishError::Invalid(format!("\"{subject}\" is no subject of ours")));
     }
-    let (headers, payload) = wire::encode_outbox_message(nats.version(), letter);
-    nats.publish(subject, headers, payload.to_string().into_bytes(), &letter.id).await
+    let (headers, payload) = wire::encode_outbox_message(nats.version(), message);
+    nats.publish(subject, headers, payload.to_string().into_bytes(), &message.id).await
 }
 
 #[cfg(test)]
@@ -217,7 +217,7 @@ mod tests {
         };
         let begin = || async {
             if starts.fetch_add(1, Ordering::Relaxed) == 0 {
-                panic!("a letter that nobody thought of");
+                panic!("an unexpected message");
             }
             running.lock().take().into_iter().for_each(|running| running.send(()).unwrap());
             std::future::pending().await

@@ -49,8 +49,10 @@ impl RequestPermit {
     pub(super) fn start_waiting(&mut self, project: &str) -> Result<WaitPermit, Error> {
         {
             let mut waiting = self.limiter.waiting.lock();
-            let (all, own) = (waiting.values().sum::<usize>(), waiting.get(project));
-            if all >= MAX_WAITING || own.is_some_and(|own| *own >= MAX_WAITING_PER_PROJECT) {
+            let (all, in_project) = (waiting.values().sum::<usize>(), waiting.get(project));
+            if all >= MAX_WAITING
+                || in_project.is_some_and(|count| *count >= MAX_WAITING_PER_PROJECT)
+            {
                 let message = "too many requests wait over NATS; ask without wait_ms";
                 return Err(Error::retry_later(Code::Overloaded, message, 1_000));
             }
@@ -64,9 +66,9 @@ impl RequestPermit {
 impl Drop for WaitPermit {
     fn drop(&mut self) {
         let mut waiting = self.limiter.waiting.lock();
-        if let Some(own) = waiting.get_mut(&self.project) {
-            *own -= 1;
-            if *own == 0 {
+        if let Some(count) = waiting.get_mut(&self.project) {
+            *count -= 1;
+            if *count == 0 {
                 waiting.remove(&self.project);
             }
         }

@@ -39,8 +39,8 @@ pub(super) async fn handle_request(
             let headers = UtpHeaders::from_message(request.headers.as_ref());
             let subject = request.subject.as_str();
             let incoming = IncomingReport { subject, headers, body: &request.payload };
-            let taken = report::ingest_report(engine, caller, incoming).await?;
-            return to_json_bytes(&wire::IngestedBody::new(&taken));
+            let ingested = report::ingest_report(engine, caller, incoming).await?;
+            return to_json_bytes(&wire::IngestedBody::new(&ingested));
         }
         ("l0", "reports") => return ingest_reports(engine, caller, parts, request).await,
         ("l0", "dead_letter") => dead_letter_command(engine, caller, &parse_body(request)?).await,
@@ -156,13 +156,13 @@ async fn ingest_reports(
     parts: &Subject<'_>,
     request: &Message,
 ) -> Result<Vec<u8>, Error> {
-    let given: NatsReportsRequest<'_> =
+    let batch: NatsReportsRequest<'_> =
         serde_json::from_slice(&request.payload).map_err(|error| {
             let message =
                 format!("a request has a list \"reports\" of {{headers, report}}: {error}");
             Error::refused(Code::BadRequest, message)
         })?;
-    if !(1..=MAX_REPORTS).contains(&given.reports.len()) {
+    if !(1..=MAX_REPORTS).contains(&batch.reports.len()) {
         let message = format!("reports must be a list of 1 to {MAX_REPORTS}");
         return Err(Error::refused(Code::BadRequest, message));
     }
@@ -170,15 +170,15 @@ async fn ingest_reports(
     // The subject of a single report, so that a dead letter of it can be redriven.
     let subject = format!("cg.{version}.{project}.{channel}.rpc.sys.l0.report");
     let common = UtpHeaders::from_message(request.headers.as_ref());
-    let taking = given.reports.iter().map(|one| {
+    let taking = batch.reports.iter().map(|one| {
         let headers = UtpHeaders::from_json(&one.headers).or_fallback(&common);
         let body = one.report.get().as_bytes();
         let incoming = IncomingReport { subject: &subject, headers, body };
         report::ingest_report(engine, caller, incoming)
     });
-    let taken = futures::future::join_all(taking).await;
-    let answers = taken.iter().map(|taken| match taken {
-        Ok(taken) => NatsReportReply::Accepted(wire::IngestedBody::new(taken)),
+    let outcomes = futures::future::join_all(taking).await;
+    let answers = outcomes.iter().map(|outcome| match outcome {
+        Ok(ingested) => NatsReportReply::Accepted(wire::IngestedBody::new(ingested)),
         Err(error) => NatsReportReply::Refused(wire::error_json(error)),
     });
     to_json_bytes(&NatsReportsReply { ok: true, answers: answers.collect() })
@@ -197,7 +197,7 @@ async fn dead_letter_command(
         return Err(Error::refused(Code::BadRequest, message));
     }
     let text = |name: &str| body[name].as_str().unwrap_or_default().to_owned();
-    let letter = UnprocessableMessage {
+    let unprocessable = UnprocessableMessage {
         kind: "command",
         reason: Some(text("reason")).filter(|r| !r.is_empty()).unwrap_or("malformed".into()),
         message: text("message"),
@@ -206,6 +206,6 @@ async fn dead_letter_command(
         payload: text("payload"),
         is_truncated: body["cut"] == json!(true),
     };
-    let letter = engine.utp().dead_letter(&caller.project, letter).await?;
-    Ok(json!({ "ok": true, "dead_letter_id": letter.id }))
+    let unprocessable = engine.utp().dead_letter(&caller.project, unprocessable).await?;
+    Ok(json!({ "ok": true, "dead_letter_id": unprocessable.id }))
 }

@@ -29,36 +29,36 @@ impl AdminTarget {
     /// Opens the target for a change. Creates the data directory if it does not exist.
     pub async fn open_or_create(
         context: &CommandContext,
-        place: &StorageArgs,
+        storage: &StorageArgs,
     ) -> Result<Self, CommandFailure> {
-        Self::open(context, place, true).await
+        Self::open(context, storage, true).await
     }
 
     /// Opens a target that must exist: a mistyped directory must not become a new store.
     pub async fn open_existing(
         context: &CommandContext,
-        place: &StorageArgs,
+        storage: &StorageArgs,
     ) -> Result<Self, CommandFailure> {
-        Self::open(context, place, false).await
+        Self::open(context, storage, false).await
     }
 
     async fn open(
         context: &CommandContext,
-        place: &StorageArgs,
+        storage: &StorageArgs,
         make: bool,
     ) -> Result<Self, CommandFailure> {
-        let server_named = context.global.server.is_some();
-        if context.server_from_flag && place.is_given() {
+        let has_server = context.global.server.is_some();
+        if context.server_from_flag && storage.is_set() {
             return Err(CommandFailure::usage("--server and --data-dir exclude each other"));
         }
-        if server_named && !place.is_given() {
+        if has_server && !storage.is_set() {
             let project = context.global.project.clone();
             return Ok(Self::Remote { client: context.client()?, project });
         }
-        let config = context.config(None, place)?;
-        let kept = config.store_location()?;
-        if !make && !kept.may_exist() {
-            let message = format!("there is nothing at {} yet", kept.redacted());
+        let config = context.config(None, storage)?;
+        let location = config.store_location()?;
+        if !make && !location.may_exist() {
+            let message = format!("there is nothing at {} yet", location.redacted());
             let hint = "name the place with --data-dir DIR or --config FILE, a server with \
                         --server URL, or start the server once";
             return Err(CommandFailure::new(exit::FAILURE, "NOT_FOUND", message).hint(hint));
@@ -68,8 +68,8 @@ impl AdminTarget {
         Ok(Self::Local { engine, caller, config: Box::new(config) })
     }
 
-    pub async fn create_key(&self, wanted: KeyRequest) -> Result<Value, CommandFailure> {
-        let KeyRequest { agent, role, mut allow } = wanted;
+    pub async fn create_key(&self, request: KeyRequest) -> Result<Value, CommandFailure> {
+        let KeyRequest { agent, role, mut allow } = request;
         match self {
             Self::Remote { client, project } => {
                 let body = json!({
@@ -84,15 +84,15 @@ impl AdminTarget {
                 let first = !engine.registry().has_keys();
                 let project = caller.project.clone();
                 let new = NewKey { project, agent, role, allow: allow.clone() };
-                let shown = engine
+                let issued = engine
                     .admin()
                     .create_key(caller, new, toolcrib_transport::auth::generate_secret())
                     .await?;
-                let mut made = key_body(&shown.key);
-                made["key"] = shown.secret.into();
-                made["allow"] = allow.into();
-                made["first"] = first.into();
-                Ok(made)
+                let mut created = key_body(&issued.key);
+                created["key"] = issued.secret.into();
+                created["allow"] = allow.into();
+                created["first"] = first.into();
+                Ok(created)
             }
         }
     }

@@ -33,8 +33,9 @@ pub fn check_config(
         }
         Err(failure) => {
             let hint = failure.hint.clone().unwrap_or_else(|| {
-                let named = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
-                format!("look into {}", named.display())
+                let config_file =
+                    context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
+                format!("look into {}", config_file.display())
             });
             CheckResult::error(CHECK_NAME, failure.message.clone(), hint)
         }
@@ -44,20 +45,27 @@ pub fn check_config(
 pub fn check_data_dir(config: &Config) -> Vec<CheckResult> {
     const CHECK_NAME: &str = "data";
     let dir = config.data_dir.as_path();
-    let shown = dir.display();
+    let dir_text = dir.display();
     let hint = "choose another with --data-dir, or give the server's user the right to write there";
     let existing = disk::nearest_existing(dir);
     if dir.exists() && !dir.is_dir() {
-        return vec![CheckResult::error(CHECK_NAME, format!("{shown} is not a directory"), hint)];
+        return vec![CheckResult::error(
+            CHECK_NAME,
+            format!("{dir_text} is not a directory"),
+            hint,
+        )];
     }
     if let Err(error) = disk::probe_write(&existing) {
         let message = format!("cannot write in {}: {error}", existing.display());
         return vec![CheckResult::error(CHECK_NAME, message, hint)];
     }
     let mut findings = vec![if dir.is_dir() {
-        CheckResult::ok(CHECK_NAME, format!("{shown} is there and can be written"))
+        CheckResult::ok(CHECK_NAME, format!("{dir_text} is there and can be written"))
     } else {
-        CheckResult::ok(CHECK_NAME, format!("{shown} is not there yet; the first start makes it"))
+        CheckResult::ok(
+            CHECK_NAME,
+            format!("{dir_text} is not there yet; the first start makes it"),
+        )
     }];
     findings.push(check_disk_space(&existing));
     findings
@@ -94,14 +102,14 @@ pub fn check_open_files(config: &Config) -> CheckResult {
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
     let soft = line.and_then(|rest| rest.split_whitespace().next());
-    let wanted = config.limits.max_connections as u64 + 100;
+    let required = config.limits.max_connections as u64 + 100;
     match soft.map(str::parse::<u64>) {
         None => CheckResult::ok(CHECK_NAME, "the limit on open files is not known"),
         // Not a number: "unlimited".
         Some(Err(_)) => CheckResult::ok(CHECK_NAME, "no limit on open files"),
-        Some(Ok(soft)) if soft < wanted => CheckResult::warning(
+        Some(Ok(soft)) if soft < required => CheckResult::warning(
             CHECK_NAME,
-            format!("{soft} open files allowed, and limits.max_connections wants {wanted}"),
+            format!("{soft} open files allowed, and limits.max_connections wants {required}"),
             "raise it (ulimit -n, LimitNOFILE), or lower limits.max_connections",
         ),
         Some(Ok(soft)) => CheckResult::ok(CHECK_NAME, format!("{soft} open files allowed")),
@@ -113,14 +121,14 @@ pub async fn check_store(config: &Config) -> (CheckResult, bool) {
     const CHECK_NAME: &str = "store";
     let path = match config.store_location() {
         Ok(StoreLocation::Sqlite(path)) => path,
-        Ok(kept) => return check_postgres_store(config, &kept).await,
+        Ok(location) => return check_postgres_store(config, &location).await,
         Err(error) => {
             return (CheckResult::error(CHECK_NAME, error.to_string(), error.hint()), false);
         }
     };
-    let shown = path.display().to_string();
+    let path_text = path.display().to_string();
     if !path.exists() {
-        let message = format!("{shown} is not there yet; the first start makes it");
+        let message = format!("{path_text} is not there yet; the first start makes it");
         return (CheckResult::ok(CHECK_NAME, message), false);
     }
     let hint = "stop the server, keep a copy of the file, and restore the last good one";
@@ -134,28 +142,28 @@ pub async fn check_store(config: &Config) -> (CheckResult, bool) {
                     }
                     SqliteOpenError::Sqlite(_) | SqliteOpenError::Io(_) => hint,
                 };
-                let message = format!("{shown}: {:#}", anyhow::Error::from(error));
+                let message = format!("{path_text}: {:#}", anyhow::Error::from(error));
                 return (CheckResult::error(CHECK_NAME, message, hint), false);
             }
             Err(error) => Err(error.to_string()),
         };
     match checked {
-        Ok(said) if said == "ok" => {}
-        Ok(said) => {
+        Ok(report) if report == "ok" => {}
+        Ok(report) => {
             return (
-                CheckResult::error(CHECK_NAME, format!("{shown} is damaged: {said}"), hint),
+                CheckResult::error(CHECK_NAME, format!("{path_text} is damaged: {report}"), hint),
                 false,
             );
         }
-        Err(why) => {
-            return (CheckResult::error(CHECK_NAME, format!("{shown}: {why}"), hint), false);
+        Err(reason) => {
+            return (CheckResult::error(CHECK_NAME, format!("{path_text}: {reason}"), hint), false);
         }
     }
     match crate::bootstrap::open_admin_engine(config).await {
         Ok(engine) => {
             let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
-            let version = format!("{shown} is sound: version {SQLITE_SCHEMA_VERSION}, {size}");
+            let version = format!("{path_text} is sound: version {SQLITE_SCHEMA_VERSION}, {size}");
             (CheckResult::ok(CHECK_NAME, version), engine.registry().has_keys())
         }
         Err(error) => (CheckResult::error(CHECK_NAME, format!("{error:#}"), hint), false),
@@ -184,15 +192,15 @@ pub fn check_store_lock(config: &Config, runs: bool) -> Option<CheckResult> {
 }
 
 /// Checks a PostgreSQL store.
-async fn check_postgres_store(config: &Config, kept: &StoreLocation) -> (CheckResult, bool) {
+async fn check_postgres_store(config: &Config, location: &StoreLocation) -> (CheckResult, bool) {
     const CHECK_NAME: &str = "store";
-    let shown = kept.redacted();
+    let url = location.redacted();
     match crate::bootstrap::open_admin_engine(config).await {
         Ok(engine) => {
             let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
             (
-                CheckResult::ok(CHECK_NAME, format!("{shown} answers, {size}")),
+                CheckResult::ok(CHECK_NAME, format!("{url} answers, {size}")),
                 engine.registry().has_keys(),
             )
         }
@@ -214,7 +222,7 @@ pub fn check_keys(config: &Config, has_keys: bool) -> CheckResult {
         (true, _) => CheckResult::ok(CHECK_NAME, "every request needs a key (toolcrib keys ls)"),
         (false, true) => CheckResult::ok(
             CHECK_NAME,
-            format!("none; {listen} is loopback, so nobody else gets in"),
+            format!("none; {listen} is loopback, so other machines cannot connect"),
         ),
         (false, false) => CheckResult::error(
             CHECK_NAME,
@@ -243,18 +251,18 @@ pub async fn check_database(config: &Config) -> CheckResult {
         return CheckResult::error(CHECK_NAME, "builtin.database.url names no host", hint);
     };
     let port = parsed.as_ref().and_then(|url| url.port()).unwrap_or(5432);
-    let place = format!("{host}:{port}");
-    match tokio::time::timeout(NETWORK_TIMEOUT, tokio::net::TcpStream::connect(&place)).await {
-        Ok(Ok(_)) => CheckResult::ok(CHECK_NAME, format!("{place} answers")),
-        Ok(Err(error)) => CheckResult::error(CHECK_NAME, format!("{place}: {error}"), hint),
-        Err(_) => CheckResult::error(CHECK_NAME, format!("{place} does not answer"), hint),
+    let address = format!("{host}:{port}");
+    match tokio::time::timeout(NETWORK_TIMEOUT, tokio::net::TcpStream::connect(&address)).await {
+        Ok(Ok(_)) => CheckResult::ok(CHECK_NAME, format!("{address} answers")),
+        Ok(Err(error)) => CheckResult::error(CHECK_NAME, format!("{address}: {error}"), hint),
+        Err(_) => CheckResult::error(CHECK_NAME, format!("{address} does not answer"), hint),
     }
 }
 
 pub async fn check_weather(config: &Config) -> CheckResult {
     const CHECK_NAME: &str = "weather";
     let weather = &config.builtin.weather;
-    let places = [
+    let endpoints = [
         (&weather.geocoding_url, "/v1/search?name=Berlin&count=1"),
         (&weather.forecast_url, "/v1/forecast?latitude=52.5&longitude=13.4"),
     ];
@@ -264,7 +272,7 @@ pub async fn check_weather(config: &Config) -> CheckResult {
             return CheckResult::warning(CHECK_NAME, error.to_string(), "is TLS set up here?");
         }
     };
-    for (base, path) in places {
+    for (base, path) in endpoints {
         let hint = "weather.query will answer UPSTREAM_UNAVAILABLE; check the network, or set \
                     builtin.weather to a server that can be reached";
         match http.get(format!("{}{path}", base.trim_end_matches('/'))).send().await {

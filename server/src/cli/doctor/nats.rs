@@ -18,12 +18,13 @@ pub async fn check(config: &Config) -> CheckResult {
     let Some(address) = crate::bootstrap::nats_endpoint(&config.nats) else {
         return CheckResult::ok(CHECK_NAME, "none; tools over NATS are reported on over HTTP only");
     };
-    let places = redact_urls(&address.url);
-    match tokio::time::timeout(LIMIT, probe_nats(&address, &places)).await {
+    let redacted_urls = redact_urls(&address.url);
+    match tokio::time::timeout(LIMIT, probe_nats(&address, &redacted_urls)).await {
         Ok(finding) => finding,
-        Err(_) => {
-            unreachable_result(format!("{places} does not answer within {} s", LIMIT.as_secs()))
-        }
+        Err(_) => unreachable_result(format!(
+            "{redacted_urls} does not answer within {} s",
+            LIMIT.as_secs()
+        )),
     }
 }
 
@@ -32,7 +33,7 @@ fn unreachable_result(message: String) -> CheckResult {
     CheckResult::error(CHECK_NAME, message, hint)
 }
 
-async fn probe_nats(address: &NatsEndpoint, places: &str) -> CheckResult {
+async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult {
     let mut options = ConnectOptions::new().name("toolcrib doctor").connection_timeout(LIMIT);
     if let Some(path) = &address.credentials {
         options = match options.credentials_file(path).await {
@@ -46,30 +47,35 @@ async fn probe_nats(address: &NatsEndpoint, places: &str) -> CheckResult {
     let urls: Vec<&str> = address.url.split(',').map(str::trim).collect();
     let client = match options.connect(urls).await {
         Ok(client) => client,
-        Err(error) => return unreachable_result(format!("{places} cannot be used: {error}")),
+        Err(error) => {
+            return unreachable_result(format!("{redacted_urls} cannot be used: {error}"));
+        }
     };
-    let (server, most) = (client.server_info(), client.max_payload());
+    let (server, max_payload) = (client.server_info(), client.max_payload());
     let version = server.version;
     let stream = format!("cg_cmd_{}", address.version);
     let streams = match jetstream::new(client).get_stream(&stream).await {
         Ok(_) => format!("stream {stream} is there"),
         Err(error) => match error.kind() {
-            GetStreamErrorKind::JetStream(why)
-                if why.error_code() == ErrorCode::STREAM_NOT_FOUND =>
+            GetStreamErrorKind::JetStream(reason)
+                if reason.error_code() == ErrorCode::STREAM_NOT_FOUND =>
             {
                 "the first start makes the streams".to_owned()
             }
             _ => {
-                let message = format!("{places} (version {version}) has no JetStream: {error}");
+                let message =
+                    format!("{redacted_urls} (version {version}) has no JetStream: {error}");
                 let hint = "start it with -js, or allow JetStream to this account";
                 return CheckResult::error(CHECK_NAME, message, hint);
             }
         },
     };
-    let most = format_bytes(most as u64);
+    let max_payload = format_bytes(max_payload as u64);
     CheckResult::ok(
         CHECK_NAME,
-        format!("{places}: version {version} with JetStream, {streams}, carries up to {most}"),
+        format!(
+            "{redacted_urls}: version {version} with JetStream, {streams}, carries up to {max_payload}"
+        ),
     )
 }
 

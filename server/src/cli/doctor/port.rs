@@ -31,7 +31,7 @@ pub async fn check(context: &CommandContext, config: &Config) -> (CheckResult, b
     unanswered(match TcpListener::bind(address) {
         Ok(_) => CheckResult::ok(CHECK_NAME, format!("{listen} is free")),
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
-            return check_taken_port(context, listen, address).await;
+            return check_port_in_use(context, listen, address).await;
         }
         Err(error) if error.kind() == ErrorKind::PermissionDenied => CheckResult::error(
             CHECK_NAME,
@@ -46,7 +46,7 @@ pub async fn check(context: &CommandContext, config: &Config) -> (CheckResult, b
     })
 }
 
-async fn check_taken_port(
+async fn check_port_in_use(
     context: &CommandContext,
     listen: &str,
     address: SocketAddr,
@@ -120,11 +120,11 @@ fn listening_process(port: u16) -> Option<(u32, String)> {
 /// Returns the inodes of the sockets that listen on a port.
 fn listening_inodes(table: &str, port: u16) -> Vec<String> {
     const LISTENING: &str = "0A";
-    let wanted = format!(":{port:04X}");
+    let suffix = format!(":{port:04X}");
     let inode = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let local = words.get(1)?;
-        let listens = words.get(3) == Some(&LISTENING) && local.ends_with(&wanted);
+        let listens = words.get(3) == Some(&LISTENING) && local.ends_with(&suffix);
         words.get(9).filter(|_| listens).map(|&inode| inode.to_owned())
     };
     table.lines().skip(1).filter_map(inode).collect()

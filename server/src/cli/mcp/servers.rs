@@ -129,14 +129,14 @@ enum McpServersTarget {
 impl McpServersTarget {
     async fn open(
         context: &CommandContext,
-        place: &StorageArgs,
+        storage: &StorageArgs,
         verb: &McpServersCommand,
     ) -> Result<Self, CommandFailure> {
-        let named = context.global.server.is_some();
-        if named && !place.is_given() {
+        let has_server = context.global.server.is_some();
+        if has_server && !storage.is_set() {
             return Ok(Self::Server(context.client()?));
         }
-        if !place.is_given() {
+        if !storage.is_set() {
             let client = context.client()?;
             match probe_server(&client).await {
                 Some(Ok(())) => return Ok(Self::Server(client)),
@@ -146,7 +146,7 @@ impl McpServersTarget {
                 _ => {}
             }
         }
-        let config = context.config(None, place)?;
+        let config = context.config(None, storage)?;
         let engine = crate::bootstrap::open_admin_engine(&config).await?;
         Ok(Self::Directory { engine, caller: Caller::local(context.project()) })
     }
@@ -170,9 +170,9 @@ impl McpServersCommand {
 pub async fn run(
     context: &CommandContext,
     verb: McpServersCommand,
-    place: &StorageArgs,
+    storage: &StorageArgs,
 ) -> Result<(), CommandFailure> {
-    let target = McpServersTarget::open(context, place, &verb).await?;
+    let target = McpServersTarget::open(context, storage, &verb).await?;
     match verb {
         McpServersCommand::Add(args) => add(context, &target, *args).await,
         McpServersCommand::Ls => list(context, &target).await,
@@ -200,31 +200,33 @@ fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
         done.map_err(|error| CommandFailure::usage(format!("{file} cannot be read: {error}")))?;
         let mut document: Value = serde_json::from_str(&read)
             .map_err(|error| CommandFailure::usage(format!("{file} is not JSON: {error}")))?;
-        let mut said = Map::new();
+        let mut overrides = Map::new();
         if args.pin {
-            said.insert("pin".to_owned(), true.into());
+            overrides.insert("pin".to_owned(), true.into());
         }
         for (field, value) in [("effect", args.effect), ("risk", args.risk)] {
-            said.extend(value.map(|value| (field.to_owned(), value.into())));
+            overrides.extend(value.map(|value| (field.to_owned(), value.into())));
         }
         match find_desktop_servers(&mut document) {
             Some(servers) => {
                 let each = servers.values_mut().filter_map(Value::as_object_mut);
-                each.for_each(|server| server.extend(said.clone()));
+                each.for_each(|server| server.extend(overrides.clone()));
             }
-            None => document.as_object_mut().into_iter().for_each(|one| one.extend(said.clone())),
+            None => {
+                document.as_object_mut().into_iter().for_each(|one| one.extend(overrides.clone()))
+            }
         }
         return Ok(document);
     }
-    let pairs = |given: &[String], between: char, what: &str| {
+    let pairs = |entries: &[String], between: char, usage: &str| {
         let split = |pair: &String| {
             let (name, value) = pair.split_once(between)?;
             Some((name.trim().to_owned(), value.trim().to_owned()))
         };
-        let all: Option<BTreeMap<String, String>> = given.iter().map(split).collect();
-        all.ok_or_else(|| CommandFailure::usage(format!("write {what}")))
+        let all: Option<BTreeMap<String, String>> = entries.iter().map(split).collect();
+        all.ok_or_else(|| CommandFailure::usage(format!("write {usage}")))
     };
-    let mut made = json!({
+    let mut definition = json!({
         "name": args.name,
         "env": pairs(&args.env, '=', "--env NAME=VALUE")?,
         "env_from": args.env_from,
@@ -241,11 +243,11 @@ fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
     ];
     for (field, value) in optional {
         if let Some(value) = value {
-            made[field] = value.into();
+            definition[field] = value.into();
         }
     }
-    made["args"] = command.collect::<Vec<String>>().into();
-    Ok(made)
+    definition["args"] = command.collect::<Vec<String>>().into();
+    Ok(definition)
 }
 
 async fn add(
@@ -299,21 +301,21 @@ fn describe_source(source: &Value) -> String {
         ("ready", _) => {
             let tools = u64_member(source, "tools").unwrap_or_default();
             let skipped = source["skipped"].as_array().map(Vec::as_slice).unwrap_or_default();
-            let left_out = skipped.iter().take(10).map(|skipped| {
-                let (tool, why) = (str_member(skipped, "tool"), str_member(skipped, "why"));
-                let line = match why.starts_with(tool) {
-                    true => why.to_owned(),
-                    false => format!("{tool}: {why}"),
+            let skipped_note = skipped.iter().take(10).map(|skipped| {
+                let (tool, reason) = (str_member(skipped, "tool"), str_member(skipped, "why"));
+                let line = match reason.starts_with(tool) {
+                    true => reason.to_owned(),
+                    false => format!("{tool}: {reason}"),
                 };
                 format!("\n  left out: {}", sanitize_line(&line))
             });
-            format!("{name} is ready: {tools} tools, {name}.…{}", left_out.collect::<String>())
+            format!("{name} is ready: {tools} tools, {name}.…{}", skipped_note.collect::<String>())
         }
         ("needs_sign_in", _) => {
             let address = source["oauth"]["sign_in_url"].as_str().unwrap_or_default();
             let address = sanitize_line(address);
             format!(
-                "{name} needs somebody to sign in: toolcrib mcp sign-in {name}, or open\n{address}"
+                "{name} needs a person to sign in: toolcrib mcp sign-in {name}, or open\n{address}"
             )
         }
         (_, Some(problem)) => {
@@ -330,9 +332,9 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
             client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await?
         }
         McpServersTarget::Directory { engine, caller } => {
-            let here =
+            let listed =
                 engine.admin().upstreams().into_iter().filter(|u| u.project == caller.project);
-            let sources: Vec<Value> = here
+            let sources: Vec<Value> = listed
                 .map(|upstream| {
                     let tools =
                         engine.admin().upstream_tools(&upstream.project, &upstream.name).len();
@@ -355,14 +357,14 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
         let problem = source["problem"].as_str().map(str::to_owned);
         let waits = (pending > 0).then(|| format!("{pending} to accept"));
         let skipped = source["skipped"].as_array().map_or(0, Vec::len);
-        let left_out = (skipped > 0).then(|| format!("{skipped} left out: toolcrib mcp show"));
+        let skipped_note = (skipped > 0).then(|| format!("{skipped} left out: toolcrib mcp show"));
         vec![
             str_member(source, "name").to_owned(),
             str_member(source, "state").to_owned(),
             since.unwrap_or_default(),
             u64_member(source, "tools").map(|n| n.to_string()).unwrap_or_default(),
             str_member(source, "place").to_owned(),
-            problem.or(waits).or(left_out).unwrap_or_default(),
+            problem.or(waits).or(skipped_note).unwrap_or_default(),
         ]
     });
     let heads = ["NAME", "STATE", "SINCE", "TOOLS", "PLACE", "PROBLEM"];
@@ -479,8 +481,8 @@ mod tests {
             let error = json!({ "code": "UNAUTHENTICATED", "message": "a key is needed" });
             (StatusCode::UNAUTHORIZED, axum::Json(json!({ "error": error })))
         };
-        let ours = get(|| async { ([("toolcrib-version", "1")], "ok") });
-        let router = axum::Router::new().route("/healthz", ours);
+        let healthz = get(|| async { ([("toolcrib-version", "1")], "ok") });
+        let router = axum::Router::new().route("/healthz", healthz);
         let client = server(router.route("/v1/sources/mcp", get(refusal))).await;
         let failure = probe_server(&client).await.unwrap().unwrap_err();
         assert_eq!((failure.exit, failure.message.as_str()), (exit::AUTH, "a key is needed"));

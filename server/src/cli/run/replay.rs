@@ -9,7 +9,7 @@ use super::super::output::{TextStyle, sanitize_line, str_member, u64_member};
 use super::RunEventReader;
 
 /// Maximum number of characters shown of a text or of arguments.
-const MAX_SHOWN_CHARS: usize = 160;
+const MAX_EXCERPT_CHARS: usize = 160;
 
 pub(super) async fn replay_run(
     context: &CommandContext,
@@ -75,7 +75,7 @@ fn format_reply(reply: &Value) -> String {
         return "no such step".to_owned();
     }
     let calls = reply["calls"].as_array().map_or(&[][..], Vec::as_slice);
-    let said = match calls.is_empty() {
+    let text = match calls.is_empty() {
         true => format!("\"{}\"", str_member(reply, "text")),
         false => {
             let one = |call: &Value| {
@@ -84,6 +84,6 @@ fn format_reply(reply: &Value) -> String {
             calls.iter().map(one).collect::<Vec<_>>().join(", ")
         }
     };
-    let short: String = sanitize_line(&said).chars().take(MAX_SHOWN_CHARS).collect();
-    if said.chars().count() > MAX_SHOWN_CHARS { format!("{short}…") } else { short }
+    let short: String = sanitize_line(&text).chars().take(MAX_EXCERPT_CHARS).collect();
+    if text.chars().count() > MAX_EXCERPT_CHARS { format!("{short}…") } else { short }
 }

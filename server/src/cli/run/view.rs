@@ -82,8 +82,8 @@ impl RunView {
                 self.end_line()?;
                 self.reset_answer();
                 let wait = format_duration(u64_member(event, "wait_ms").unwrap_or_default());
-                let why = sanitize_line(str_member(&event["error"], "message"));
-                self.note(&format!("{why}; asking again in {wait}"), TextStyle::Warning);
+                let reason = sanitize_line(str_member(&event["error"], "message"));
+                self.note(&format!("{reason}; asking again in {wait}"), TextStyle::Warning);
                 Ok(())
             }
             "run.replied" => self.show_reply(event),
@@ -204,16 +204,16 @@ impl RunView {
             "requested" => {
                 let arguments =
                     self.call_details.remove(str_member(event, "call_id")).unwrap_or_default();
-                let shown: String =
+                let excerpt: String =
                     sanitize_line(&arguments).chars().take(MAX_ARGUMENT_CHARS).collect();
                 let more = if arguments.chars().count() > MAX_ARGUMENT_CHARS { "…" } else { "" };
                 self.call_start_ms.insert(id.clone(), at_ms.unwrap_or_default());
                 self.call_details.insert(id, tool.clone());
-                self.note(&format!("→ {tool} {shown}{more}"), TextStyle::Bold);
+                self.note(&format!("→ {tool} {excerpt}{more}"), TextStyle::Bold);
             }
             "finished" | "failed" | "timeout" | "canceled" => {
                 let began_ms = self.call_start_ms.remove(&id);
-                let took_ms = at_ms.zip(began_ms).map(|(at, began)| at.saturating_sub(began));
+                let took_ms = at_ms.zip(began_ms).map(|(end, began)| end.saturating_sub(began));
                 let took = took_ms.map(format_duration).unwrap_or_default();
                 let tool = self.call_details.remove(&id).unwrap_or(tool);
                 let (mark, tone) = if word == "finished" {
@@ -222,14 +222,14 @@ impl RunView {
                     ("✗", TextStyle::Error)
                 };
                 let error = &event["error"];
-                let why = match str_member(error, "message") {
+                let reason = match str_member(error, "message") {
                     "" if word == "finished" => String::new(),
                     "" => format!(" {word}"),
                     message => {
                         format!(" {}: {}", str_member(error, "code"), sanitize_line(message))
                     }
                 };
-                self.note(&format!("{mark} {tool} {took}{why}"), tone);
+                self.note(&format!("{mark} {tool} {took}{reason}"), tone);
             }
             "retrying" | "fallback" => {
                 let tool = self.call_details.get(&id).cloned().unwrap_or(tool);
@@ -246,7 +246,7 @@ impl RunView {
         }
         let usage = &event["usage"];
         let count = |name: &str| u64_member(usage, name).unwrap_or_default();
-        let took_ms = at_ms.zip(self.start_ms).map(|(at, began)| at.saturating_sub(began));
+        let took_ms = at_ms.zip(self.start_ms).map(|(end, began)| end.saturating_sub(began));
         let line = format!(
             "{}  {} steps  {} calls  {}  {} + {} tokens",
             self.run_id,

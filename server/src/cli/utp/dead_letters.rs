@@ -30,19 +30,19 @@ pub(super) async fn list(
     if output.json {
         return output.print_json(&answer);
     }
-    let row = |letter: &Value| {
+    let row = |dead_letter: &Value| {
         vec![
-            str_member(letter, "created_at").to_owned(),
-            str_member(letter, "kind").to_owned(),
-            str_member(letter, "reason").to_owned(),
-            str_member(letter, "message").to_owned(),
-            str_member(letter, "last_try").to_owned(),
-            str_member(letter, "id").to_owned(),
+            str_member(dead_letter, "created_at").to_owned(),
+            str_member(dead_letter, "kind").to_owned(),
+            str_member(dead_letter, "reason").to_owned(),
+            str_member(dead_letter, "message").to_owned(),
+            str_member(dead_letter, "last_try").to_owned(),
+            str_member(dead_letter, "id").to_owned(),
         ]
     };
-    let letters = answer["dead_letters"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let dead_letters = answer["dead_letters"].as_array().map(Vec::as_slice).unwrap_or_default();
     let heads = ["TIME", "KIND", "REASON", "MESSAGE", "LAST TRY", "ID"];
-    output.print_table(&heads, letters.iter().map(row).collect(), "none")?;
+    output.print_table(&heads, dead_letters.iter().map(row).collect(), "none")?;
     if let Some(before) = answer["next_before"].as_str() {
         output.print_note(&format!("there may be more: --before {}", sanitize_line(before)));
     }
@@ -55,7 +55,7 @@ pub(super) async fn redrive(context: &CommandContext, id: &str) -> Result<(), Co
     if context.output.json {
         return context.output.print_json(&answer);
     }
-    let came_to = if answer["published"] == json!(true) { "published again" } else { "taken" };
-    context.output.print_note(&format!("{} was {came_to}", sanitize_line(id)));
+    let outcome = if answer["published"] == json!(true) { "published again" } else { "taken" };
+    context.output.print_note(&format!("{} was {outcome}", sanitize_line(id)));
     Ok(())
 }

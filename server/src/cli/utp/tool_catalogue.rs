@@ -35,9 +35,9 @@ impl UtpToolCatalogue {
         let builtin = self.engine.registry().tools(&caller);
         let mut names: Vec<String> =
             builtin.iter().map(|tool| tool.definition.name.clone()).collect();
-        if let Ok(Some(kept)) = self.open_definitions().await {
-            let own = kept.registry().project_tools(&caller).unwrap_or_default();
-            let asked = own.iter().filter_map(|tool| executable_definition(&tool.definition));
+        if let Ok(Some(definitions)) = self.open_definitions().await {
+            let tools = definitions.registry().project_tools(&caller).unwrap_or_default();
+            let asked = tools.iter().filter_map(|tool| executable_definition(&tool.definition));
             names.extend(asked.map(|tool| tool.name));
         }
         names
@@ -47,14 +47,16 @@ impl UtpToolCatalogue {
     /// version.
     pub(super) async fn prepare_call(&self, job: &ToolJob) -> Result<Caller, Error> {
         let caller = Caller::local(self.project.as_deref().unwrap_or(&job.project));
-        let Some(kept) = self.open_definitions().await? else { return Ok(caller) };
-        directory_refresh::run_once(kept.registry()).await;
-        let known = kept.registry().project_tool(&caller, &job.tool_name).ok();
-        let wanted = known.and_then(|tool| executable_definition(&tool.definition));
-        let here = self.engine.registry().project_tool(&caller, &job.tool_name).ok();
-        match (wanted, here) {
-            (Some(wanted), Some(here)) if here.version == wanted.version() => {}
-            (Some(wanted), _) => drop(self.engine.registry().put_tool(&caller, wanted).await?),
+        let Some(definitions) = self.open_definitions().await? else { return Ok(caller) };
+        directory_refresh::run_once(definitions.registry()).await;
+        let stored = definitions.registry().project_tool(&caller, &job.tool_name).ok();
+        let definition = stored.and_then(|tool| executable_definition(&tool.definition));
+        let local = self.engine.registry().project_tool(&caller, &job.tool_name).ok();
+        match (definition, local) {
+            (Some(definition), Some(local)) if local.version == definition.version() => {}
+            (Some(definition), _) => {
+                drop(self.engine.registry().put_tool(&caller, definition).await?)
+            }
             (None, Some(_)) => self.engine.registry().remove_tool(&caller, &job.tool_name).await?,
             (None, None) => {}
         }
@@ -63,16 +65,16 @@ impl UtpToolCatalogue {
 
     /// Returns the engine of the data directory, if a server has created it.
     async fn open_definitions(&self) -> Result<Option<&Engine>, Error> {
-        let there = self.config.store_location().is_ok_and(|kept| kept.may_exist());
-        if !there && self.definitions.get().is_none() {
+        let exists = self.config.store_location().is_ok_and(|location| location.may_exist());
+        if !exists && self.definitions.get().is_none() {
             return Ok(None);
         }
         let open = || crate::bootstrap::open_admin_engine(&self.config);
-        let kept = self.definitions.get_or_try_init(open).await.map_err(|error| {
+        let definitions = self.definitions.get_or_try_init(open).await.map_err(|error| {
             tracing::warn!(error = format!("{error:#}"), "the data directory cannot be read");
             Error::retry_later(Code::Overloaded, "the definitions cannot be read; try again", 1_000)
         })?;
-        Ok(Some(kept))
+        Ok(Some(definitions))
     }
 }
 

@@ -48,10 +48,10 @@ async fn an_invalid_batch_field_is_rejected_by_name() {
     for (field, value) in cases {
         let mut batch = body("serial", json!([eval("c", "1+1")]));
         batch[field] = value.clone();
-        let shown: String = value.to_string().chars().take(60).collect();
+        let excerpt: String = value.to_string().chars().take(60).collect();
         let error = send(&api, batch).await.refused(422, "VALIDATION_ERROR");
-        assert!(message(&error).contains(field), "{field} {shown}: {error}");
-        assert_eq!(error["detail"]["pointer"], format!("/{field}"), "{shown}: {error}");
+        assert!(message(&error).contains(field), "{field} {excerpt}: {error}");
+        assert_eq!(error["detail"]["pointer"], format!("/{field}"), "{excerpt}: {error}");
         assert!(message(&error).len() < 200, "{error}");
     }
     assert_eq!(count_calls(&api).await, 0, "no entry was executed");

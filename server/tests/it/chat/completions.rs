@@ -40,10 +40,10 @@ async fn server_tool_calls_are_executed_before_the_answer() {
         .map(|call| call["status"].as_str().unwrap())
         .collect();
     assert_eq!(listed, ["SUCCEEDED", "SUCCEEDED"]);
-    let made = body["toolcrib"]["tool_calls"].as_array().unwrap();
-    assert_eq!(made.len(), 2);
-    assert_eq!((&made[0]["name"], &made[0]["ok"]), (&json!("calculation.eval"), &json!(true)));
-    let ticket = api.call(made[0]["tool_call_id"].as_str().unwrap()).await;
+    let calls = body["toolcrib"]["tool_calls"].as_array().unwrap();
+    assert_eq!(calls.len(), 2);
+    assert_eq!((&calls[0]["name"], &calls[0]["ok"]), (&json!("calculation.eval"), &json!(true)));
+    let ticket = api.call(calls[0]["tool_call_id"].as_str().unwrap()).await;
     assert_eq!(ticket["result"]["text"], "42");
     // The second model request has both results.
     let requests = scripted.requests();
@@ -85,9 +85,9 @@ async fn offered_tools_are_limited_by_rules_and_by_the_request() {
 
 #[tokio::test]
 async fn calls_of_caller_tools_are_returned_to_the_caller() {
-    let own = ScriptedAnswer::text("").with_call("call_1", "open_door", r#"{"n": 1}"#);
+    let call_reply = ScriptedAnswer::text("").with_call("call_1", "open_door", r#"{"n": 1}"#);
     let (server, scripted) =
-        start_with_replies([ScriptedBehavior::Reply(own), text_reply("It is open.")]).await;
+        start_with_replies([ScriptedBehavior::Reply(call_reply), text_reply("It is open.")]).await;
     let api = server.api();
     let mut body = question("Open the door");
     body["tools"] = json!([caller_tool("open_door")]);

@@ -43,8 +43,8 @@ async fn the_model_key_is_in_no_log_error_or_answer() {
     server.stop().await;
     let log = std::fs::read_to_string(server.directory.path().join("server.log")).unwrap();
     assert!(log.contains("DEBUG") || log.contains("TRACE"), "the log has everything");
-    for (what, text) in [("answers", &seen), ("the log", &log)] {
-        assert!(!text.contains(secret), "the key is in {what}");
+    for (origin, text) in [("answers", &seen), ("the log", &log)] {
+        assert!(!text.contains(secret), "the key is in {origin}");
     }
     let stored = std::fs::read(server.database()).unwrap();
     let found = stored.windows(secret.len()).any(|part| part == secret.as_bytes());

@@ -117,10 +117,10 @@ async fn several_steps_of_a_conversation_may_be_mixed() {
     api.post("/v1/chat/completions", body).await.is(200);
     let shape = message_shape(scripted.requests().last().unwrap());
     assert_eq!(shape.len(), 7, "{shape:?}");
-    for (n, at) in [(1, 1), (2, 4)] {
-        assert!(shape[at].starts_with("assistant call_"), "{shape:?}");
-        assert!(shape[at].ends_with(&format!(" crib_{n}")), "{shape:?}");
-        assert_eq!(shape[at + 1], format!("tool crib_{n}"));
+    for (n, index) in [(1, 1), (2, 4)] {
+        assert!(shape[index].starts_with("assistant call_"), "{shape:?}");
+        assert!(shape[index].ends_with(&format!(" crib_{n}")), "{shape:?}");
+        assert_eq!(shape[index + 1], format!("tool crib_{n}"));
     }
 }
 

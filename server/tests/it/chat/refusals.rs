@@ -42,7 +42,7 @@ async fn invalid_chat_requests_are_refused_with_their_field() {
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         body
     };
-    let own = caller_tool("a");
+    let tool = caller_tool("a");
     let requests = [
         (json!({}), "model"),
         (json!({ "model": 7 }), "model"),
@@ -51,7 +51,7 @@ async fn invalid_chat_requests_are_refused_with_their_field() {
         (json!({ "messages": [{ "role": "x" }] }), "messages.0.role"),
         (chat_with(json!({ "n": 2 })), "n"),
         (chat_with(json!({ "stream": "yes" })), "stream"),
-        (chat_with(json!({ "tools": [own, own] })), "tools.1.function.name"),
+        (chat_with(json!({ "tools": [tool, tool] })), "tools.1.function.name"),
         (chat_with(json!({ "tools": [{ "type": "web_search" }] })), "tools.0.type"),
         (chat_with(json!({ "toolcrib": 7 })), "toolcrib"),
         (chat_with(json!({ "toolcrib": { "tool": [] } })), "toolcrib.tool"),
@@ -187,9 +187,9 @@ async fn an_error_after_executed_calls_forbids_retries() {
         let run_id = reply.header("toolcrib-run-id").unwrap().to_owned();
         check_error(reply, 429, "rate_limit_error");
         let path = format!("/v1/tool_calls?run_id={run_id}");
-        let made = server.api().get(&path).await.is(200);
+        let run = server.api().get(&path).await.is(200);
         assert_eq!(
-            made["tool_calls"].as_array().unwrap().len(),
+            run["tool_calls"].as_array().unwrap().len(),
             1,
             "the executed call must be listed"
         );

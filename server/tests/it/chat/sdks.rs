@@ -70,7 +70,7 @@ fn script_path(name: &str) -> PathBuf {
 }
 
 fn expected_lines(lines: &[(&str, Value)]) -> Vec<(String, Value)> {
-    lines.iter().map(|(what, value)| ((*what).to_owned(), value.clone())).collect()
+    lines.iter().map(|(label, value)| ((*label).to_owned(), value.clone())).collect()
 }
 
 #[tokio::test]

@@ -138,12 +138,13 @@ async fn a_truncated_answer_is_retried_without_repeated_text() {
 async fn a_call_with_truncated_arguments_is_never_executed() {
     let mail =
         || ScriptedAnswer::text("").with_call("a", "calculation__eval", eval("6 * 7").to_string());
-    let own = || ScriptedAnswer::text("").with_call("b", "open_door", r#"{"which": "left"}"#);
+    let call_reply =
+        || ScriptedAnswer::text("").with_call("b", "open_door", r#"{"which": "left"}"#);
     let (server, _) = start_with_replies([
         ScriptedBehavior::Disconnect(mail(), 3),
         ScriptedBehavior::Reply(mail()),
-        ScriptedBehavior::Disconnect(own(), 3),
-        ScriptedBehavior::Reply(own()),
+        ScriptedBehavior::Disconnect(call_reply(), 3),
+        ScriptedBehavior::Reply(call_reply()),
     ])
     .await;
     let mut body = question("Open the door");

@@ -79,8 +79,8 @@ async fn idle_connections_cost_only_file_descriptors() {
     }
     drop((idle, listening));
     // The store may hold a few more: SQLite keeps the files of its readers open.
-    let gone = async || (open_files(&server) <= before + 24).then_some(());
-    eventually("the file descriptors are given back", PATIENCE, gone).await;
+    let are_closed = async || (open_files(&server) <= before + 24).then_some(());
+    eventually("the file descriptors are given back", PATIENCE, are_closed).await;
     let after = open_files(&server);
     eprintln!("file descriptors: {before}, {crowded}, {after}; a call in the crowd took {took:?}");
     server.evaluated("1+1").await;

@@ -44,7 +44,7 @@ async fn make_calls_that_failed_once(server: &Server) {
         server.invoke("probe.flaky", body.clone()).await;
     }
     let error = json!({ "message": "not today", "retryable": true });
-    for request in server.taken("flaky", RETRYING).await {
+    for request in server.poll_requests("flaky", RETRYING).await {
         let id = text(&request, "tool_call_id");
         server.submit(&id, json!({ "status": "FAILED", "error": error })).await;
     }
@@ -71,7 +71,7 @@ async fn thousands_of_open_calls_survive_a_crash() {
     assert!(found["parked"] >= PARKED);
 
     clients.connect_all();
-    for request in server.taken("flaky", RETRYING).await {
+    for request in server.poll_requests("flaky", RETRYING).await {
         let id = text(&request, "tool_call_id");
         server.submit(&id, json!({ "status": "SUCCEEDED", "result": "today" })).await;
     }
@@ -96,13 +96,13 @@ async fn a_tools_concurrency_limit_holds_across_a_crash() {
     server.post("/internal/tools/register", json!({ "client_id": "c1", "tools": [tool] })).await;
     let first = server.ticket("probe.one", json!({ "run_id": "r" })).await;
     let second = server.ticket("probe.one", json!({ "run_id": "r" })).await;
-    assert_eq!(text(&server.taken("c1", 1).await[0], "tool_call_id"), first);
+    assert_eq!(text(&server.poll_requests("c1", 1).await[0], "tool_call_id"), first);
     server.kill();
     server.start().await;
     assert_eq!(server.poll("c1", 5, 200).await, Vec::<Value>::new(), "one at a time");
     assert_eq!(server.call(&first, 0).await["status"], "RUNNING");
     server.submit(&first, json!({ "status": "SUCCEEDED", "client_id": "c1" })).await;
-    assert_eq!(text(&server.taken("c1", 1).await[0], "tool_call_id"), second);
+    assert_eq!(text(&server.poll_requests("c1", 1).await[0], "tool_call_id"), second);
     server.submit(&second, json!({ "status": "SUCCEEDED", "client_id": "c1" })).await;
 }
 
@@ -116,7 +116,7 @@ async fn an_acknowledged_call_stays_with_its_client_across_a_crash() {
     let answered = server.ticket("probe.once", body(60_000)).await;
     let forgotten = server.ticket("probe.once", body(4_000)).await;
     let resumed = server.ticket("probe.once", body(60_000)).await;
-    server.taken("taker", 3).await;
+    server.poll_requests("taker", 3).await;
     server.kill();
     server.start().await;
 

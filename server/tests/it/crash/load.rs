@@ -207,8 +207,8 @@ async fn assert_all_end(
         if let Some(seen) = &call.seen {
             assert_eq!(seen, ended, "{} changed after its end", call.id);
         }
-        let at = |field: &str| ended[field].as_u64().unwrap();
-        assert!(at("completed_at_ms") <= at("deadline_at_ms") + SLACK_MS, "{ended}");
+        let time_ms = |field: &str| ended[field].as_u64().unwrap();
+        assert!(time_ms("completed_at_ms") <= time_ms("deadline_at_ms") + SLACK_MS, "{ended}");
         let args = &call.body["args"];
         match (call.tool, ended["status"].as_str().unwrap()) {
             ("calculation.eval", "SUCCEEDED") => {

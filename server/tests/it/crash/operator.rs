@@ -30,15 +30,15 @@ async fn commands_change_keys_and_rules_of_a_running_server() {
     let (eval, sum) = ("calculation.eval", json!({ "expression": "1+1" }));
     let (query, sql) = ("database.query", json!({ "sql": "SELECT 1" }));
     let soon = async |tool: &str, args: &Value, key: Option<&str>, status: StatusCode| {
-        let what = format!("{tool} is answered {status}");
+        let description = format!("{tool} is answered {status}");
         let answered =
             async || (invoke_status(&server, tool, args, key).await == status).then_some(());
-        eventually(&what, SOON, answered).await;
+        eventually(&description, SOON, answered).await;
     };
     assert_eq!(invoke_status(&server, eval, &sum, None).await, StatusCode::ACCEPTED);
 
-    let made = run(&server, &["keys", "create", "--agent", "ada", "--allow", eval]);
-    let (id, key) = (text(&made, "id"), text(&made, "key"));
+    let created = run(&server, &["keys", "create", "--agent", "ada", "--allow", eval]);
+    let (id, key) = (text(&created, "id"), text(&created, "key"));
     soon(eval, &sum, None, StatusCode::UNAUTHORIZED).await;
     let ada = Some(key.as_str());
     assert_eq!(

@@ -9,7 +9,7 @@ use crate::support::process::{Server, check, text};
 async fn make_acknowledged_call(server: &Server) -> String {
     let body = json!({ "run_id": "run_repeated", "args": {}, "timeout_ms": 60_000 });
     let id = server.ticket("probe.once", body).await;
-    let delivered = server.taken("client", 1).await;
+    let delivered = server.poll_requests("client", 1).await;
     assert_eq!(text(&delivered[0], "tool_call_id"), id);
     id
 }

@@ -27,7 +27,7 @@ async fn assert_no_access(stranger: &Api, id: &str) {
     }
     let wait = format!("/v1/tool_calls/{id}?wait_ms=1000");
     stranger.get(&wait).await.refused(404, "NOT_FOUND");
-    for (what, body) in [
+    for (url, body) in [
         (format!("/v1/tool_calls/{id}/cancel"), json!({})),
         (format!("/v1/tool_calls/{id}/deliveries/repeat"), json!({})),
         (format!("/v1/tasks/{id}/cancel"), json!({})),
@@ -35,7 +35,7 @@ async fn assert_no_access(stranger: &Api, id: &str) {
         (format!("/internal/tool_calls/{id}/ack"), json!({ "client_id": "c1" })),
         (format!("/internal/tool_calls/{id}/progress"), json!({ "percent": 1 })),
     ] {
-        stranger.post(&what, body).await.refused(404, "NOT_FOUND");
+        stranger.post(&url, body).await.refused(404, "NOT_FOUND");
     }
     let list = stranger.get("/v1/tool_calls").await.is(200);
     assert_eq!(list, json!({ "tool_calls": [], "next_cursor": null }));
@@ -46,52 +46,52 @@ async fn assert_no_access(stranger: &Api, id: &str) {
 #[tokio::test]
 async fn calls_and_tools_of_two_projects_are_isolated() {
     let server = Server::start().await;
-    let mine = server.keyed("mine", "boss", "admin", &[]).await;
+    let owner = server.keyed("mine", "boss", "admin", &[]).await;
     let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
     let tool = |kind: &str| {
         let schema = json!({ "type": "object", "properties": { "n": { "type": kind } } });
         json!([offer_with("a.tool", json!({ "schema": schema }))])
     };
-    mine.register("c1", tool("integer")).await;
+    owner.register("c1", tool("integer")).await;
     assert_eq!(client_tool_names(&theirs).await, Vec::<String>::new());
     let body = json!({ "run_id": "run_1", "args": {} });
     let unknown = theirs.post("/v1/tools/a.tool/invoke", body).await;
     unknown.refused(404, "TOOL_NOT_FOUND");
     theirs.get("/internal/ingress/poll?client_id=c1").await.refused(404, "NOT_FOUND");
-    let id = mine.invoke("a.tool", json!({ "n": 1 })).await;
+    let id = owner.invoke("a.tool", json!({ "n": 1 })).await;
     assert_no_access(&theirs, &id).await;
     // The same names are independent in the other project.
     theirs.register("c1", tool("string")).await;
     let other = theirs.invoke("a.tool", json!({ "n": "one" })).await;
-    let given = theirs.poll("c1").await;
-    assert_eq!(given["tool_call_id"], json!(other), "not the call of the other project");
-    assert_eq!(mine.poll("c1").await["tool_call_id"], json!(id));
-    assert_eq!(mine.get("/v1/clients").await.is(200)["clients"].as_array().unwrap().len(), 1);
-    mine.succeed(&id, json!(1)).await;
-    assert_eq!(mine.call(&id).await["status"], "SUCCEEDED");
+    let polled = theirs.poll("c1").await;
+    assert_eq!(polled["tool_call_id"], json!(other), "not the call of the other project");
+    assert_eq!(owner.poll("c1").await["tool_call_id"], json!(id));
+    assert_eq!(owner.get("/v1/clients").await.is(200)["clients"].as_array().unwrap().len(), 1);
+    owner.succeed(&id, json!(1)).await;
+    assert_eq!(owner.call(&id).await["status"], "SUCCEEDED");
 }
 
 #[tokio::test]
 async fn events_keys_rules_and_audit_of_two_projects_are_isolated() {
     let server = Server::start().await;
-    let mine = server.keyed("mine", "boss", "admin", &[]).await;
+    let owner = server.keyed("mine", "boss", "admin", &[]).await;
     let theirs = server.keyed("theirs", "spy", "admin", &[]).await;
-    mine.register("c1", json!([offer("a.tool")])).await;
+    owner.register("c1", json!([offer("a.tool")])).await;
     let mut run = theirs.follow("/v1/runs/run_1/events", None).await;
     let mut all = theirs.follow("/v1/events?after=0", None).await;
-    mine.invoke("a.tool", json!({})).await;
-    let own = theirs.invoke("calculation.eval", json!({ "expression": "1" })).await;
-    assert_eq!(run.event().await.data["tool_call_id"], json!(own), "the first visible event");
-    assert_eq!(all.event().await.data["tool_call_id"], json!(own), "the first visible event");
+    owner.invoke("a.tool", json!({})).await;
+    let call_id = theirs.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    assert_eq!(run.event().await.data["tool_call_id"], json!(call_id), "the first visible event");
+    assert_eq!(all.event().await.data["tool_call_id"], json!(call_id), "the first visible event");
     let keys = theirs.get("/v1/keys").await.is(200);
     let agents: Vec<&Value> =
         keys["keys"].as_array().unwrap().iter().map(|key| &key["agent"]).collect();
     assert_eq!(agents, ["spy"]);
     let body = json!({ "agent": "ada", "pattern": "*", "verdict": "allow" });
-    mine.put("/v1/rules", body).await.is(200);
+    owner.put("/v1/rules", body).await.is(200);
     assert_eq!(theirs.get("/v1/rules").await.is(200)["rules"], json!([]));
     theirs.delete("/v1/rules?agent=ada&pattern=*").await.refused(404, "NOT_FOUND");
-    let id = mine.get("/v1/keys").await.is(200)["keys"][0]["id"].as_str().unwrap().to_owned();
+    let id = owner.get("/v1/keys").await.is(200)["keys"][0]["id"].as_str().unwrap().to_owned();
     theirs.delete(&format!("/v1/keys/{id}")).await.refused(404, "NOT_FOUND");
     let audit = theirs.get("/v1/audit").await;
     assert!(!audit.text.contains("ada"), "{}", audit.text);
@@ -100,8 +100,8 @@ async fn events_keys_rules_and_audit_of_two_projects_are_isolated() {
 #[tokio::test]
 async fn the_project_header_cannot_override_the_project_of_a_key() {
     let server = Server::start().await;
-    let mine = server.keyed("mine", "boss", "admin", &[]).await;
-    mine.register("c1", json!([offer("a.tool")])).await;
+    let owner = server.keyed("mine", "boss", "admin", &[]).await;
+    owner.register("c1", json!([offer("a.tool")])).await;
     let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
     assert_eq!(client_tool_names(&theirs.project("mine")).await, Vec::<String>::new());
 }
@@ -157,8 +157,8 @@ async fn without_keys_a_foreign_origin_or_host_is_rejected() {
         let request = api.request(reqwest::Method::GET, "/v1/tools").header(header, value);
         api.send(request).await.is(200);
     }
-    let made = api.post("/v1/keys", json!({ "agent": "boss", "role": "admin" })).await.is(201);
-    let admin = server.with_key(made["key"].as_str().unwrap());
+    let created = api.post("/v1/keys", json!({ "agent": "boss", "role": "admin" })).await.is(201);
+    let admin = server.with_key(created["key"].as_str().unwrap());
     let request = admin.request(reqwest::Method::GET, "/v1/tools").header("host", "crib.example");
     admin.send(request).await.is(200);
 }

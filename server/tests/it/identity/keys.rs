@@ -27,22 +27,22 @@ async fn create(api: &Api, body: Value) -> Value {
 #[tokio::test]
 async fn the_secret_is_shown_once_and_never_stored() {
     let server = Server::start().await;
-    let made = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
-    let secret = made["key"].as_str().unwrap();
+    let created = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
+    let secret = created["key"].as_str().unwrap();
     assert!(secret.starts_with("tck_") && secret.len() >= 40, "{secret}");
-    assert_eq!((&made["project"], &made["role"]), (&json!("default"), &json!("admin")));
-    assert!(made["created_at"].is_u64());
+    assert_eq!((&created["project"], &created["role"]), (&json!("default"), &json!("admin")));
+    assert!(created["created_at"].is_u64());
     let admin = server.with_key(secret);
     let list = admin.get("/v1/keys").await;
     assert!(!list.text.contains(secret) && !list.text.contains(&secret[4..]));
-    let shown = &list.is(200)["keys"][0];
-    assert_eq!((&shown["id"], &shown["agent"]), (&made["id"], &json!("boss")));
-    assert_eq!(shown["revoked_at_ms"], Value::Null);
-    assert!(shown.get("key").is_none() && shown.get("digest").is_none(), "{shown}");
+    let listed = &list.is(200)["keys"][0];
+    assert_eq!((&listed["id"], &listed["agent"]), (&created["id"], &json!("boss")));
+    assert_eq!(listed["revoked_at_ms"], Value::Null);
+    assert!(listed.get("key").is_none() && listed.get("digest").is_none(), "{listed}");
     let audit = admin.get("/v1/audit").await;
     assert!(!audit.text.contains(&secret[4..]));
     let disk = on_disk(&server);
-    assert!(contains(&disk, made["id"].as_str().unwrap()), "the key itself is there");
+    assert!(contains(&disk, created["id"].as_str().unwrap()), "the key itself is there");
     assert!(!contains(&disk, secret) && !contains(&disk, &secret[4..]), "its secret is not");
     let digest = toolcrib::domain::id::hex(&Sha256::digest(secret.as_bytes()));
     assert!(contains(&disk, &digest), "its hash is");
@@ -53,7 +53,7 @@ async fn after_the_first_key_every_caller_needs_one() {
     let server = Server::start().await;
     let anonymous = server.api();
     anonymous.get("/v1/tools").await.is(200);
-    let made = create(&anonymous, json!({ "agent": "boss", "role": "admin" })).await;
+    let created = create(&anonymous, json!({ "agent": "boss", "role": "admin" })).await;
     let refused = anonymous.get("/v1/tools").await;
     assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
     let error = refused.refused(401, "UNAUTHENTICATED");
@@ -62,21 +62,21 @@ async fn after_the_first_key_every_caller_needs_one() {
     wrong.refused(401, "UNAUTHENTICATED");
     let basic = anonymous.request(reqwest::Method::GET, "/v1/tools").basic_auth("boss", Some("x"));
     anonymous.send(basic).await.refused(401, "UNAUTHENTICATED");
-    server.with_key(made["key"].as_str().unwrap()).get("/v1/tools").await.is(200);
+    server.with_key(created["key"].as_str().unwrap()).get("/v1/tools").await.is(200);
 }
 
 #[tokio::test]
 async fn a_revoked_key_is_rejected_immediately_and_after_a_restart() {
     let server = Server::start().await;
     let admin = server.keyed("default", "boss", "admin", &[]).await;
-    let made = create(&admin, json!({ "agent": "ada", "allow": ["*"] })).await;
-    let ada = server.with_key(made["key"].as_str().unwrap());
+    let created = create(&admin, json!({ "agent": "ada", "allow": ["*"] })).await;
+    let ada = server.with_key(created["key"].as_str().unwrap());
     ada.get("/v1/tools").await.is(200);
-    let path = format!("/v1/keys/{}", made["id"].as_str().unwrap());
+    let path = format!("/v1/keys/{}", created["id"].as_str().unwrap());
     assert_eq!(admin.delete(&path).await.status, 204);
     ada.get("/v1/tools").await.refused(401, "UNAUTHENTICATED");
     let listed = admin.get("/v1/keys").await.is(200);
-    let revoked = listed["keys"].as_array().unwrap().iter().find(|key| key["id"] == made["id"]);
+    let revoked = listed["keys"].as_array().unwrap().iter().find(|key| key["id"] == created["id"]);
     assert!(revoked.unwrap()["revoked_at_ms"].is_u64());
     admin.delete("/v1/keys/key_nobody").await.refused(404, "NOT_FOUND");
     let secret = ada.secret().unwrap().to_owned();
@@ -87,9 +87,9 @@ async fn a_revoked_key_is_rejected_immediately_and_after_a_restart() {
 #[tokio::test]
 async fn revoking_the_last_key_does_not_allow_anonymous_access() {
     let server = Server::start().await;
-    let made = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
-    let admin = server.with_key(made["key"].as_str().unwrap());
-    let path = format!("/v1/keys/{}", made["id"].as_str().unwrap());
+    let created = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
+    let admin = server.with_key(created["key"].as_str().unwrap());
+    let path = format!("/v1/keys/{}", created["id"].as_str().unwrap());
     assert_eq!(admin.delete(&path).await.status, 204);
     server.api().get("/v1/keys").await.refused(401, "UNAUTHENTICATED");
     let server = server.restart().await;
@@ -106,8 +106,8 @@ async fn a_new_key_has_the_configured_default_rules() {
     let plain = create(&admin, json!({ "agent": "ada" })).await;
     let more = create(&admin, json!({ "agent": "bob", "allow": ["weather.query"] })).await;
     let provider = create(&admin, json!({ "agent": "tools", "role": "provider" })).await;
-    let tools = |made: &Value| {
-        let api = server.with_key(made["key"].as_str().unwrap());
+    let tools = |created: &Value| {
+        let api = server.with_key(created["key"].as_str().unwrap());
         async move {
             let list = api.get("/v1/tools").await.is(200);
             let tools = list["tools"].as_array().unwrap().clone();
@@ -143,28 +143,28 @@ async fn an_invalid_key_request_is_rejected() {
 async fn key_changes_are_audited() {
     let server = Server::start().await;
     let admin = server.keyed("default", "boss", "admin", &[]).await;
-    let made = create(&admin, json!({ "agent": "ada", "allow": ["a.*"] })).await;
-    admin.delete(&format!("/v1/keys/{}", made["id"].as_str().unwrap())).await;
+    let created = create(&admin, json!({ "agent": "ada", "allow": ["a.*"] })).await;
+    admin.delete(&format!("/v1/keys/{}", created["id"].as_str().unwrap())).await;
     let audit = admin.get("/v1/audit").await.is(200);
-    let lines: Vec<(&str, &str)> = audit["audit"].as_array().unwrap()[..3]
+    let entries: Vec<(&str, &str)> = audit["audit"].as_array().unwrap()[..3]
         .iter()
-        .map(|line| {
-            assert_eq!(line["agent"], "boss");
-            assert!(line["at_ms"].is_u64());
-            (line["action"].as_str().unwrap(), line["subject"].as_str().unwrap())
+        .map(|entry| {
+            assert_eq!(entry["agent"], "boss");
+            assert!(entry["at_ms"].is_u64());
+            (entry["action"].as_str().unwrap(), entry["subject"].as_str().unwrap())
         })
         .collect();
-    let id = made["id"].as_str().unwrap();
-    assert_eq!(lines, [("key.revoked", id), ("key.created", id), ("rule.set", "a.*")]);
+    let id = created["id"].as_str().unwrap();
+    assert_eq!(entries, [("key.revoked", id), ("key.created", id), ("rule.set", "a.*")]);
     let one = admin.get("/v1/audit?limit=1").await.is(200);
     assert_eq!(one["audit"].as_array().unwrap().len(), 1, "newest first");
 }
 
 /// Creates a key. Returns a client with the key, and the path that revokes it.
 async fn create_revocable_key(server: &Server, admin: &Api, body: Value) -> (Api, String) {
-    let made = create(admin, body).await;
-    let path = format!("/v1/keys/{}", made["id"].as_str().unwrap());
-    (server.with_key(made["key"].as_str().unwrap()), path)
+    let created = create(admin, body).await;
+    let path = format!("/v1/keys/{}", created["id"].as_str().unwrap());
+    (server.with_key(created["key"].as_str().unwrap()), path)
 }
 
 #[tokio::test]
@@ -196,12 +196,12 @@ async fn revoking_a_key_closes_its_open_connections() {
     }
     // Calls that were assigned to the revoked clients go to the client with a valid key.
     let mut other = Ws::hello(&admin, "c3", json!({})).await;
-    let mut given = Vec::new();
+    let mut delivered = Vec::new();
     for _ in 0..4 {
-        given.push(other.expect_message("tool_request").await["tool_call_id"].clone());
+        delivered.push(other.expect_message("tool_request").await["tool_call_id"].clone());
     }
-    given.sort_by_key(Value::to_string);
-    assert_eq!(given, ids);
+    delivered.sort_by_key(Value::to_string);
+    assert_eq!(delivered, ids);
     assert_eq!(revoked.next().await, None);
     assert_eq!(work.next().await, None);
     assert_eq!(events.next().await, None);

@@ -134,27 +134,28 @@ struct Fixture {
 
 impl Fixture {
     /// Fills the UTP parameters of a path; creates the records that they name.
-    async fn fill_utp_path(&self, path: &str, mut filled: String) -> String {
-        filled = filled.replace("{project_id}", "p").replace("{tool_name}", "an.other");
+    async fn fill_utp_path(&self, path: &str, mut filled_path: String) -> String {
+        filled_path = filled_path.replace("{project_id}", "p").replace("{tool_name}", "an.other");
         if path.contains("{agent_id}") {
-            filled = filled.replace("{agent_id}", "ada");
+            filled_path = filled_path.replace("{agent_id}", "ada");
             let entry = json!({ "worker_target": "w" });
             self.admin.put("/v1/agents/ada", entry).await.is(200);
         }
         if path.contains("{agent_turn_id}") {
             let turn = self.admin.post("/v1/agents/ada/turns", json!({})).await.is(201);
-            filled = filled.replace("{agent_turn_id}", turn["agent_turn_id"].as_str().unwrap());
+            filled_path =
+                filled_path.replace("{agent_turn_id}", turn["agent_turn_id"].as_str().unwrap());
         }
         if path.contains("{card_id}") {
             let id = self.admin.invoke("a.tool", json!({})).await;
             let cards = self.admin.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
             let id = cards["cards"][0]["card_id"].as_str().unwrap();
-            filled = filled.replace("{card_id}", id);
+            filled_path = filled_path.replace("{card_id}", id);
         }
         if path.contains("{tool_name}") {
             self.admin.post("/projects/p/tools", project_tool()).await.is(201);
         }
-        filled
+        filled_path
     }
 
     /// Returns the id of a run for a path. Routes of the agent loop get a new, canceled run.
@@ -173,48 +174,49 @@ impl Fixture {
     async fn request(&self, method: &str, path: &str) -> (String, Value) {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
-        let mut filled = path.replace("{name}", "a.tool");
-        filled = filled.replace("{run_id}", &self.make_run_for(path).await);
-        filled = filled.replace("{model}", "demo");
-        filled = self.fill_utp_path(path, filled).await;
+        let mut filled_path = path.replace("{name}", "a.tool");
+        filled_path = filled_path.replace("{run_id}", &self.make_run_for(path).await);
+        filled_path = filled_path.replace("{model}", "demo");
+        filled_path = self.fill_utp_path(path, filled_path).await;
         if path.starts_with("/v1/sources/mcp/{name}") {
             self.admin.post("/v1/sources/mcp", source("behind")).await.is(201);
-            filled = path.replace("{name}", "behind");
+            filled_path = path.replace("{name}", "behind");
         }
-        filled = filled.replace("{task_id}", "{tool_call_id}");
+        filled_path = filled_path.replace("{task_id}", "{tool_call_id}");
         if path.ends_with("/repeat") {
             let url = "https://hooks.example/x";
             let body = json!({ "run_id": "run_1", "callback_url": url });
             let id = self.admin.invoke_with("a.tool", body).await;
             self.admin.post(&format!("/v1/tasks/{id}/cancel"), json!({})).await.is(200);
-            filled = filled.replace("{tool_call_id}", &id);
+            filled_path = filled_path.replace("{tool_call_id}", &id);
         }
-        if filled.contains("{tool_call_id}") {
+        if filled_path.contains("{tool_call_id}") {
             let id = self.admin.invoke("a.tool", json!({})).await;
             if path.ends_with("/result") {
                 self.provider.succeed(&id, json!({})).await;
             }
-            filled = filled.replace("{tool_call_id}", &id);
+            filled_path = filled_path.replace("{tool_call_id}", &id);
         }
         if path.contains("/keys/{id}") {
-            let made = self.admin.post("/v1/keys", json!({ "agent": "temporary" })).await.is(201);
-            filled = filled.replace("{id}", made["id"].as_str().unwrap());
+            let created =
+                self.admin.post("/v1/keys", json!({ "agent": "temporary" })).await.is(201);
+            filled_path = filled_path.replace("{id}", created["id"].as_str().unwrap());
         }
         if path.contains("{client_id}") {
             self.provider.register("temporary", json!([offer("t.tool")])).await;
-            filled = filled.replace("{client_id}", "temporary");
+            filled_path = filled_path.replace("{client_id}", "temporary");
         }
         if (method, path) == ("delete", "/v1/rules") {
             let rule = json!({ "agent": "eve", "pattern": "x.*", "verdict": "deny" });
             self.admin.put("/v1/rules", rule).await.is(200);
-            filled.push_str("?agent=eve&pattern=x.*");
+            filled_path.push_str("?agent=eve&pattern=x.*");
         }
         if path.starts_with("/internal/ingress")
             || method == "delete" && path.starts_with("/internal")
         {
-            filled.push_str("?client_id=c1");
+            filled_path.push_str("?client_id=c1");
         }
-        (filled, self.body(path).await)
+        (filled_path, self.body(path).await)
     }
 
     /// Returns the body of a request to this path.
@@ -263,9 +265,9 @@ impl Fixture {
     }
 
     async fn request_status(&self, api: &Api, method: &str, path: &str) -> u16 {
-        let (filled, body) = self.request(method, path).await;
+        let (filled_path, body) = self.request(method, path).await;
         let method: Method = method.to_uppercase().parse().unwrap();
-        let mut request = api.request(method.clone(), &filled);
+        let mut request = api.request(method.clone(), &filled_path);
         if method != Method::GET {
             request = request.json(&body);
         }
@@ -282,7 +284,7 @@ impl Fixture {
                 false if path == "/oauth/callback" => "text/plain; charset=utf-8",
                 false => "application/problem+json",
             };
-            assert_eq!(kind, expected, "{method} {filled}");
+            assert_eq!(kind, expected, "{method} {filled_path}");
         }
         status
     }
@@ -333,9 +335,9 @@ async fn fixture() -> (Fixture, Vec<(&'static str, Api)>) {
     let agent = server.keyed("p", "ada", "agent", &["*"]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;
     let other = server.keyed("other", "boss", "admin", &[]).await;
-    let made = admin.post("/v1/keys", json!({ "agent": "gone", "role": "admin" })).await.is(201);
-    let revoked = server.with_key(made["key"].as_str().unwrap());
-    admin.delete(&format!("/v1/keys/{}", made["id"].as_str().unwrap())).await.is(204);
+    let created = admin.post("/v1/keys", json!({ "agent": "gone", "role": "admin" })).await.is(201);
+    let revoked = server.with_key(created["key"].as_str().unwrap());
+    admin.delete(&format!("/v1/keys/{}", created["id"].as_str().unwrap())).await.is(204);
     let callers = vec![
         ("agent", agent),
         ("provider", provider.clone()),
@@ -411,6 +413,6 @@ async fn a_call_by_a_provider_is_denied_and_audited() {
     let error = answer.refused(403, "PERMISSION_DENIED");
     assert!(error["message"].as_str().unwrap().contains("role provider"), "{error}");
     let audit = fixture.admin.get("/v1/audit?limit=1").await.is(200);
-    let line = &audit["audit"][0];
-    assert_eq!((&line["action"], &line["agent"]), (&json!("call.denied"), &json!("tools")));
+    let entry = &audit["audit"][0];
+    assert_eq!((&entry["action"], &entry["agent"]), (&json!("call.denied"), &json!("tools")));
 }

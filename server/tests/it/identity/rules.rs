@@ -38,10 +38,10 @@ async fn every_tool_is_denied_until_a_rule_allows_it() {
     let unknown = ada.post("/v1/tools/no.such/invoke", sum_body()).await;
     unknown.refused(403, "PERMISSION_DENIED");
     let audit = admin.get("/v1/audit").await.is(200);
-    let line = &audit["audit"][1];
-    assert_eq!((&line["action"], &line["agent"]), (&json!("call.denied"), &json!("ada")));
-    assert_eq!(line["subject"], "calculation.eval");
-    assert!(line["reason"].as_str().unwrap().contains("no rule"), "{line}");
+    let entry = &audit["audit"][1];
+    assert_eq!((&entry["action"], &entry["agent"]), (&json!("call.denied"), &json!("ada")));
+    assert_eq!(entry["subject"], "calculation.eval");
+    assert!(entry["reason"].as_str().unwrap().contains("no rule"), "{entry}");
     let list = ada.get("/v1/tool_calls").await.is(200);
     assert_eq!(list["tool_calls"], json!([]), "a denied call is not stored");
 }
@@ -70,8 +70,8 @@ async fn patterns_and_rules_for_all_agents_apply() {
     let server = Server::start().await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;
-    let named = ["file.read", "file.write", "net.get"].map(offer);
-    provider.register("c1", json!(named)).await;
+    let offers = ["file.read", "file.write", "net.get"].map(offer);
+    provider.register("c1", json!(offers)).await;
     let ada = server.keyed("p", "ada", "agent", &["file.*"]).await;
     let bob = server.keyed("p", "bob", "agent", &["*.get", "weather.query"]).await;
     assert_eq!(tools(&ada).await, ["file.read", "file.write"]);

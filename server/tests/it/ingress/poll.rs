@@ -58,14 +58,14 @@ async fn a_poll_returns_at_most_max_calls() {
     for _ in 0..5 {
         ids.push(Value::from(api.invoke("a.tool", json!({})).await));
     }
-    let mut given = Vec::new();
+    let mut delivered = Vec::new();
     for (max, count) in [(3, 3), (3, 2), (3, 0)] {
         let answer = api.get(&format!("{POLL}&max={max}")).await.is(200);
         let requests = answer["requests"].as_array().unwrap();
         assert_eq!(requests.len(), count);
-        given.extend(requests.iter().map(|request| request["tool_call_id"].clone()));
+        delivered.extend(requests.iter().map(|request| request["tool_call_id"].clone()));
     }
-    assert_eq!(given, ids, "the oldest first");
+    assert_eq!(delivered, ids, "the oldest first");
 }
 
 #[tokio::test]
@@ -102,16 +102,16 @@ async fn two_polls_receive_different_calls() {
         (server.engine.clients().client_connection_count() == 2).then_some(())
     })
     .await;
-    let mut made = Vec::new();
+    let mut call_ids = Vec::new();
     for _ in 0..2 {
-        made.push(json!(api.invoke("a.tool", json!({})).await).to_string());
+        call_ids.push(json!(api.invoke("a.tool", json!({})).await).to_string());
     }
-    let mut given = Vec::new();
+    let mut delivered = Vec::new();
     for poll in polls {
-        given.push(poll.await.unwrap());
+        delivered.push(poll.await.unwrap());
     }
-    given.sort();
-    assert_eq!(given, made);
+    delivered.sort();
+    assert_eq!(delivered, call_ids);
 }
 
 #[tokio::test]
@@ -119,7 +119,7 @@ async fn an_aborted_poll_loses_no_call() {
     let server = Server::start().await;
     let api = server.api();
     api.register("c1", json!([offer("a.tool")])).await;
-    let gone = {
+    let aborted = {
         let api = api.clone();
         tokio::spawn(async move { api.poll("c1").await })
     };
@@ -127,7 +127,7 @@ async fn an_aborted_poll_loses_no_call() {
         (server.engine.clients().client_connection_count() == 1).then_some(())
     })
     .await;
-    gone.abort();
+    aborted.abort();
     crate::support::until("its end", || async {
         (server.engine.clients().client_connection_count() == 0).then_some(())
     })

@@ -14,8 +14,8 @@ async fn register(api: &Api, client_id: &str, tools: Value) -> crate::support::a
 async fn client_tools(api: &Api) -> Vec<String> {
     let list = api.get("/v1/tools").await.is(200);
     let tools = list["tools"].as_array().unwrap().iter();
-    let mine = tools.filter(|tool| tool["source"] == "client");
-    mine.map(|tool| tool["name"].as_str().unwrap().to_owned()).collect()
+    let client_tools = tools.filter(|tool| tool["source"] == "client");
+    client_tools.map(|tool| tool["name"].as_str().unwrap().to_owned()).collect()
 }
 
 #[tokio::test]
@@ -109,8 +109,9 @@ async fn another_schema_under_the_same_name_is_a_conflict() {
     assert!(message(&error).contains("different schema"), "{error}");
     assert_eq!(client_tools(&api).await, ["a.tool"], "all or nothing");
     api.register("c2", json!([offer_with("a.tool", json!({ "schema": same }))])).await;
-    let mine = register(&api, "c1", json!([offer_with("a.tool", json!({ "schema": other }))]));
-    mine.await.refused(409, "CONFLICT");
+    let conflicting =
+        register(&api, "c1", json!([offer_with("a.tool", json!({ "schema": other }))]));
+    conflicting.await.refused(409, "CONFLICT");
 }
 
 #[tokio::test]
@@ -236,13 +237,13 @@ async fn an_idle_client_can_be_deleted() {
     refused.refused(413, "PAYLOAD_TOO_LARGE");
     // The list of clients includes those that are not connected.
     let clients = api.get("/v1/clients").await.is(200);
-    let shown = json!({
+    let expected = json!({
         "client_id": "old", "connections": 0, "in_hand": 0, "tools": ["a.tool", "b.tool"],
         "last_seen_ms": null,
     });
     assert_eq!(
         (&clients["clients"][0]["client_id"], &clients["clients"][1]),
-        (&json!("new"), &shown)
+        (&json!("new"), &expected)
     );
     // A client with a connection or a leased call cannot be deleted.
     let path = "/internal/clients/old";

@@ -103,7 +103,7 @@ async fn calls_of_a_dead_connection_go_to_another_client() {
     let mut alive = api.follow("/internal/ingress/sse?client_id=alive", None).await;
     let mut again = Vec::new();
     for id in ids {
-        let request = alive.named("tool_request").await.data;
+        let request = alive.wait_for("tool_request").await.data;
         assert_eq!(request["tool_call_id"], json!(id));
         again.push(request["redelivered"].as_bool().unwrap());
     }

@@ -17,7 +17,7 @@ fn found_names(result: &Value) -> Vec<&str> {
 async fn a_client_can_search_describe_and_call_by_catalogue() {
     let server = Server::start().await;
     let api = server.api();
-    for client in [Mcp::modern(&api).at("/mcp?catalogue=search")] {
+    for client in [Mcp::modern(&api).with_path("/mcp?catalogue=search")] {
         assert_eq!(client.names().await, CATALOGUE_TOOLS);
         let query = json!({ "query": "calculate an expression" });
         let result = client.call("tools.search", query).await.result();
@@ -44,9 +44,10 @@ async fn a_long_list_becomes_the_catalogue_unless_full_is_requested() {
     api.register("pc_1", json!(many)).await;
     assert_eq!(Mcp::modern(&api).names().await, CATALOGUE_TOOLS);
     assert_eq!(Mcp::legacy(&api).await.names().await, CATALOGUE_TOOLS);
-    let all = Mcp::modern(&api).at("/mcp?catalogue=full").names().await;
+    let all = Mcp::modern(&api).with_path("/mcp?catalogue=full").names().await;
     assert!(all.len() > 30 && !all.contains(&"tools.search".to_owned()));
-    let wrong = Mcp::modern(&api).at("/mcp?catalogue=some").ask("tools/list", json!({})).await;
+    let wrong =
+        Mcp::modern(&api).with_path("/mcp?catalogue=some").ask("tools/list", json!({})).await;
     assert_eq!(wrong.status, 422);
 }
 
@@ -58,7 +59,7 @@ async fn tools_that_the_caller_may_not_call_are_not_found_or_described() {
     let tools = ["mail.read", "mail.send"]
         .map(|name| offer_with(name, json!({ "description": "Something about mail" })));
     admin.register("pc_1", json!(tools)).await;
-    let client = Mcp::modern(&ada).at("/mcp?catalogue=search");
+    let client = Mcp::modern(&ada).with_path("/mcp?catalogue=search");
     let result = client.call("tools.search", json!({ "query": "mail" })).await.result();
     assert_eq!(found_names(&result), ["mail.read"]);
     let names = json!({ "names": ["mail.send"] });
@@ -76,7 +77,7 @@ async fn tools_that_the_caller_may_not_call_are_not_found_or_described() {
 async fn invalid_catalogue_requests_are_errors() {
     let server = Server::start().await;
     let api = server.api();
-    let client = Mcp::modern(&api).at("/mcp?catalogue=search");
+    let client = Mcp::modern(&api).with_path("/mcp?catalogue=search");
     for (tool, args) in [
         ("tools.search", json!({})),
         ("tools.search", json!({ "query": "" })),
@@ -105,12 +106,12 @@ async fn five_hundred_tools_cost_a_hundredth_of_their_tokens() {
     let tools: Vec<Value> = (0..500).map(typical_tool).collect();
     api.register("pc_1", json!(tools)).await;
     let list = |path: &str| {
-        let client = Mcp::modern(&api).at(path);
+        let client = Mcp::modern(&api).with_path(path);
         async move { json!(client.tools().await).to_string() }
     };
     let all = toolcrib::results::tokens::count(&list("/mcp?catalogue=full").await);
     let few = toolcrib::results::tokens::count(&list("/mcp?catalogue=search").await);
-    let client = Mcp::modern(&api).at("/mcp?catalogue=search");
+    let client = Mcp::modern(&api).with_path("/mcp?catalogue=search");
     let query = json!({ "query": "create an invoice", "limit": 5 });
     let search = client.call("tools.search", query).await.result()["content"].to_string();
     let names = json!({ "names": ["billing.create_invoice_000"] });

@@ -82,7 +82,8 @@ fn accept(value: &str) -> Value {
 }
 
 async fn start_server() -> Server {
-    Server::of(Engine::builder().source(Arc::new(ElicitingSource)).start().await.unwrap()).await
+    Server::with_engine(Engine::builder().source(Arc::new(ElicitingSource)).start().await.unwrap())
+        .await
 }
 
 fn text(result: &Value) -> &str {
@@ -94,10 +95,10 @@ async fn answers_sent_with_a_repeated_request_complete_the_call() {
     let server = start_server().await;
     let api = server.api();
     let client = Mcp::modern(&api).able(json!({ "elicitation": {} }));
-    let held = client.call("hello.one", json!({})).await.result();
-    assert_eq!(held["resultType"], "input_required", "{held}");
-    assert_eq!(held["inputRequests"]["name"]["params"]["message"], "Who?");
-    let state = held["requestState"].as_str().unwrap().to_owned();
+    let paused = client.call("hello.one", json!({})).await.result();
+    assert_eq!(paused["resultType"], "input_required", "{paused}");
+    assert_eq!(paused["inputRequests"]["name"]["params"]["message"], "Who?");
+    let state = paused["requestState"].as_str().unwrap().to_owned();
     let repeat_with = |answers: Value, state: &str| {
         json!({ "name": "hello.one", "arguments": {}, "inputResponses": answers,
             "requestState": state })
@@ -119,9 +120,9 @@ async fn answers_sent_with_a_repeated_request_complete_the_call() {
     let misfit = json!({ "city": { "action": "accept", "content": { "value": 7 } } });
     client.ask("tools/call", repeat_with(misfit, &state)).await.error(-32602);
     // The name in the format of models refers to the same tool.
-    let mut named = repeat_with(city.clone(), &state);
-    named["name"] = "hello__one".into();
-    let done = client.ask("tools/call", named).await.result();
+    let mut renamed = repeat_with(city.clone(), &state);
+    renamed["name"] = "hello__one".into();
+    let done = client.ask("tools/call", renamed).await.result();
     assert_eq!(text(&done), "hello Ada in Ulm, attempt 2");
     // A repeated request returns the same result and makes no second call.
     let repeated = client.ask("tools/call", repeat_with(city, &state)).await.result();
@@ -216,7 +217,7 @@ async fn without_the_elicitation_capability_answers_come_over_http() {
     let request = plain.request("tools/call", json!({ "name": "hello.one", "arguments": {} }));
     let waiting = tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
     let mut events = api.follow("/v1/events?after=0", None).await;
-    let event = events.named("tool.call.asked").await;
+    let event = events.wait_for("tool.call.asked").await;
     let id = event.data["tool_call_id"].as_str().unwrap();
     let call = api.call(id).await;
     assert_eq!((&call["status"], &call["hold"]["reason"]), (&json!("PENDING"), &json!("input")));
@@ -237,14 +238,14 @@ async fn a_task_requests_input_before_and_after_a_restart() {
     let open = || async {
         let store = Arc::new(SqliteStore::open(&path).unwrap());
         let builder = Engine::builder().store(store).source(Arc::new(ElicitingSource));
-        Server::of(builder.start().await.unwrap()).await
+        Server::with_engine(builder.start().await.unwrap()).await
     };
     let able = json!({ "elicitation": {}, "extensions": { "io.modelcontextprotocol/tasks": {} } });
     let first = open().await;
     let client = Mcp::modern(&first.api()).able(able.clone());
-    let made = client.call("hello.later", json!({})).await.result();
-    assert_eq!(made["resultType"], "task");
-    let id = made["taskId"].as_str().unwrap().to_owned();
+    let created = client.call("hello.later", json!({})).await.result();
+    assert_eq!(created["resultType"], "task");
+    let id = created["taskId"].as_str().unwrap().to_owned();
     let get = json!({ "taskId": id });
     first.engine.shut_down(std::time::Duration::from_secs(5)).await;
     drop(first);

@@ -114,16 +114,16 @@ async fn a_subscribed_client_is_notified_of_tool_list_changes() {
 #[tokio::test]
 async fn a_session_is_notified_of_changes_of_its_own_project_only() {
     let server = Server::start().await;
-    let (ours, theirs) = (server.api(), server.api().project("other"));
-    let client = Mcp::legacy(&ours).await;
+    let (owner, theirs) = (server.api(), server.api().project("other"));
+    let client = Mcp::legacy(&owner).await;
     let mut stream = client.session_stream().await;
     theirs.register("pc_2", json!([offer("their.tool")])).await;
-    ours.register("pc_1", json!([offer("our.tool")])).await;
+    owner.register("pc_1", json!([offer("our.tool")])).await;
     stream.until("notifications/tools/list_changed").await;
     assert!(client.names().await.contains(&"our.tool".to_owned()));
     // The next notification is about the next change of this project, not of the other one.
     theirs.register("pc_2", json!([offer("their.second")])).await;
-    ours.register("pc_1", json!([offer("our.second")])).await;
+    owner.register("pc_1", json!([offer("our.second")])).await;
     stream.until("notifications/tools/list_changed").await;
     assert!(client.names().await.contains(&"our.second".to_owned()));
 }
@@ -151,7 +151,7 @@ async fn a_revoked_key_ends_the_subscription() {
 async fn a_catalogue_client_is_notified_of_tool_list_changes() {
     let server = Server::start().await;
     let api = server.api();
-    let client = Mcp::modern(&api).at("/mcp?catalogue=search");
+    let client = Mcp::modern(&api).with_path("/mcp?catalogue=search");
     let params = json!({ "notifications": { "toolsListChanged": true } });
     let mut stream = client.open("subscriptions/listen", params).await;
     stream.until("notifications/subscriptions/acknowledged").await;

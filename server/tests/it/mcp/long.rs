@@ -50,11 +50,11 @@ impl Source for EchoSource {
 
 async fn start_server() -> Server {
     let engine = Engine::builder().source(Arc::new(EchoSource)).with_result_read_tool();
-    Server::of(engine.start().await.unwrap()).await
+    Server::with_engine(engine.start().await.unwrap()).await
 }
 
-fn lines(what: &str) -> String {
-    (0..10_000).map(|n| format!("{what} {n} of many\n")).collect()
+fn lines(word: &str) -> String {
+    (0..10_000).map(|n| format!("{word} {n} of many\n")).collect()
 }
 
 fn content_types(result: &Value) -> Vec<&str> {
@@ -113,23 +113,23 @@ async fn long_resources_and_structured_content_are_digested_too() {
     let rows: Vec<Value> = (0..5_000).map(|n| json!({ "id": n, "said": "all is well" })).collect();
     let rows = json!({ "rows": rows });
     for client in [&modern, &legacy] {
-        let given = json!({ "content": [embedded(&data), embedded(&resource)] });
-        let result = client.call("parrot.say", given).await.result();
+        let arguments = json!({ "content": [embedded(&data), embedded(&resource)] });
+        let result = client.call("parrot.say", arguments).await.result();
         assert_eq!(content_types(&result), ["text", "resource", "resource_link"]);
         assert_eq!(result["content"][1]["resource"]["uri"], "file:///data");
         let (hint, slice) = read_hinted_slice(client, &result).await;
         assert_eq!(hint["pointer"], "/content/1/resource/text", "{hint}");
         assert!(slice.contains("entry 99 of many"), "{slice}");
 
-        let given = json!({ "content": [], "structuredContent": rows });
-        let result = client.call("parrot.say", given.clone()).await.result();
+        let arguments = json!({ "content": [], "structuredContent": rows });
+        let result = client.call("parrot.say", arguments.clone()).await.result();
         assert_eq!(content_types(&result), ["text", "resource_link"]);
         assert!(result["structuredContent"].is_null());
         let (hint, slice) = read_hinted_slice(client, &result).await;
         assert_eq!(hint["pointer"], "/structuredContent/rows", "{hint}");
         assert!(slice.contains("all is well"), "{slice}");
         // A tool with an output schema must return structured content of any length.
-        let result = client.call("parrot.promise", given).await.result();
+        let result = client.call("parrot.promise", arguments).await.result();
         assert_eq!(result["structuredContent"], rows);
     }
 }

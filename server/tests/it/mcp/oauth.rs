@@ -105,12 +105,12 @@ async fn a_token_authenticates_its_subject_on_every_transport() {
 #[tokio::test]
 async fn invalid_tokens_are_rejected() {
     let (server, _keys) = start_server().await;
-    let assert_rejected = |what: &str, token: String| {
+    let assert_rejected = |case: &str, token: String| {
         let client = Mcp::modern(&server.with_key(&token));
-        let what = what.to_owned();
+        let case = case.to_owned();
         async move {
             let response = client.ask("tools/list", json!({})).await;
-            assert_eq!(response.status, 401, "{what}: {}", response.text);
+            assert_eq!(response.status, 401, "{case}: {}", response.text);
         }
     };
     let token_with = |change: fn(&mut Value)| sign_token(TRUSTED_KEY, "ours", &claims(change));

@@ -20,25 +20,25 @@ async fn a_background_tool_call_is_a_task_that_survives_a_restart() {
     let api = server.api();
     api.register("pc_1", json!([background_tool("report.make")])).await;
     let client = Mcp::modern(&api).with_tasks();
-    let made = client.call("report.make", json!({})).await.result();
-    assert_eq!(made["resultType"], "task", "{made}");
-    assert_eq!(made["status"], "working");
-    let id = made["taskId"].as_str().unwrap().to_owned();
+    let task = client.call("report.make", json!({})).await.result();
+    assert_eq!(task["resultType"], "task", "{task}");
+    assert_eq!(task["status"], "working");
+    let id = task["taskId"].as_str().unwrap().to_owned();
     assert!(id.starts_with("tc_"));
-    assert!(made["ttlMs"].as_u64().is_some_and(|ttl| ttl > 0), "{made}");
+    assert!(task["ttlMs"].as_u64().is_some_and(|ttl| ttl > 0), "{task}");
     assert_eq!(get_task(&client, &id).await["status"], "working");
 
     let server = server.restart().await;
     let api = server.api();
     let client = Mcp::modern(&api).with_tasks();
     assert_eq!(get_task(&client, &id).await["status"], "working");
-    let given = api.poll("pc_1").await;
-    assert_eq!(given["tool_call_id"], id.as_str());
+    let polled = api.poll("pc_1").await;
+    assert_eq!(polled["tool_call_id"], id.as_str());
     api.succeed(&id, json!({ "pages": 7 })).await;
     let done = get_task(&client, &id).await;
     assert_eq!(done["status"], "completed", "{done}");
     assert_eq!(done["result"]["structuredContent"], json!({ "pages": 7 }));
-    assert_eq!(done["createdAt"], made["createdAt"]);
+    assert_eq!(done["createdAt"], task["createdAt"]);
 
     let server = server.restart().await;
     let client = Mcp::modern(&server.api()).with_tasks();
@@ -56,9 +56,9 @@ async fn a_long_call_becomes_a_task_that_survives_a_disconnect() {
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
     let client = Mcp::modern(&api).with_tasks();
-    let made = client.call("slow.one", json!({})).await.result();
-    assert_eq!(made["resultType"], "task");
-    let id = made["taskId"].as_str().unwrap();
+    let task = client.call("slow.one", json!({})).await.result();
+    assert_eq!(task["resultType"], "task");
+    let id = task["taskId"].as_str().unwrap();
     drop(client);
     assert_eq!(api.poll("pc_1").await["tool_call_id"], id);
     api.succeed(id, json!("done")).await;
@@ -72,8 +72,8 @@ async fn a_failed_call_is_a_completed_task_with_an_error_result() {
     let short = json!({ "async": true, "timeout_ms": 100 });
     api.register("pc_1", json!([background_tool("a.fails"), offer_with("a.late", short)])).await;
     let client = Mcp::modern(&api).with_tasks();
-    let made = client.call("a.fails", json!({})).await.result();
-    let id = made["taskId"].as_str().unwrap();
+    let task = client.call("a.fails", json!({})).await.result();
+    let id = task["taskId"].as_str().unwrap();
     api.poll("pc_1").await;
     api.fail(id, json!({ "message": "no paper", "retryable": false })).await;
     let failed = get_task(&client, id).await;
@@ -94,8 +94,8 @@ async fn a_task_can_be_canceled_by_its_own_project_only() {
     let api = server.api();
     api.register("pc_1", json!([background_tool("report.make")])).await;
     let client = Mcp::modern(&api).with_tasks();
-    let made = client.call("report.make", json!({})).await.result();
-    let id = made["taskId"].as_str().unwrap();
+    let task = client.call("report.make", json!({})).await.result();
+    let id = task["taskId"].as_str().unwrap();
     let other = Mcp::modern(&api.clone().project("other")).with_tasks();
     for method in ["tasks/get", "tasks/cancel"] {
         other.ask(method, json!({ "taskId": id })).await.error(-32602);

@@ -33,14 +33,14 @@ fn names_and_arguments(calls: &[ToolCallRequest]) -> Vec<(&str, &str)> {
 
 #[tokio::test]
 async fn an_id_in_a_later_delta_belongs_to_its_call() {
-    let (made, deltas) = collect_calls(&[
+    let (calls, deltas) = collect_calls(&[
         json!([{ "index": 0, "function": { "name": "w__slow", "arguments": "" } }]),
         json!([{ "index": 0, "id": "late_id", "function": { "arguments": "{\"key\":" } }]),
         json!([{ "index": 0, "id": "late_id", "function": { "arguments": "\"REAL\"}" } }]),
     ])
     .await;
-    assert_eq!(names_and_arguments(&made), [("w__slow", r#"{"key":"REAL"}"#)]);
-    assert_eq!(made[0].id, "late_id");
+    assert_eq!(names_and_arguments(&calls), [("w__slow", r#"{"key":"REAL"}"#)]);
+    assert_eq!(calls[0].id, "late_id");
     let ids: Vec<String> = deltas
         .into_iter()
         .filter_map(|delta| match delta {
@@ -50,13 +50,13 @@ async fn an_id_in_a_later_delta_belongs_to_its_call() {
         .collect();
     assert_eq!(ids.last().map(String::as_str), Some("late_id"), "{ids:?}");
     // The same without an index.
-    let (made, _) = collect_calls(&[
+    let (calls, _) = collect_calls(&[
         json!([{ "function": { "name": "w__slow" } }]),
         json!([{ "id": "late_id", "function": { "arguments": "{}" } }]),
     ])
     .await;
     assert_eq!(
-        (names_and_arguments(&made), made[0].id.as_str()),
+        (names_and_arguments(&calls), calls[0].id.as_str()),
         (vec![("w__slow", "{}")], "late_id")
     );
 }
@@ -103,12 +103,12 @@ async fn whole_calls_with_equal_or_missing_ids_stay_separate() {
             ],
         ),
     ];
-    for (what, deltas) in cases {
-        let (made, _) = collect_calls(&deltas).await;
+    for (case, deltas) in cases {
+        let (calls, _) = collect_calls(&deltas).await;
         assert_eq!(
-            names_and_arguments(&made),
+            names_and_arguments(&calls),
             [("mail__send", one), ("mail__send", two)],
-            "{what}"
+            "{case}"
         );
     }
 }
@@ -116,8 +116,8 @@ async fn whole_calls_with_equal_or_missing_ids_stay_separate() {
 #[tokio::test]
 async fn calls_without_arguments_are_distinguished_by_name() {
     let bare = |name: &str| json!([{ "index": 0, "id": "", "function": { "name": name } }]);
-    let (made, _) = collect_calls(&[bare("one"), bare("two")]).await;
-    assert_eq!(names_and_arguments(&made), [("one", ""), ("two", "")]);
+    let (calls, _) = collect_calls(&[bare("one"), bare("two")]).await;
+    assert_eq!(names_and_arguments(&calls), [("one", ""), ("two", "")]);
 }
 
 #[tokio::test]
@@ -129,9 +129,9 @@ async fn deltas_that_repeat_the_name_are_one_call() {
         };
         // A brace within a string does not end the arguments; the last delta is empty.
         let deltas = ["", "{\"to\":\"}", "\\\"{\",", "\"n\":{}", "}", ""].map(delta);
-        let (made, _) = collect_calls(&deltas).await;
+        let (calls, _) = collect_calls(&deltas).await;
         assert_eq!(
-            names_and_arguments(&made),
+            names_and_arguments(&calls),
             [("mail__send", r#"{"to":"}\"{","n":{}}"#)],
             "id {id:?}"
         );
@@ -142,14 +142,14 @@ async fn deltas_that_repeat_the_name_are_one_call() {
 async fn interleaved_calls_are_distinguished_by_index() {
     let next = |index: u64, arguments: &str| json!({ "index": index, "function": { "arguments": arguments } });
     let head = |index: u64, name: &str| json!({ "index": index, "id": name, "function": { "name": name } });
-    let (made, _) = collect_calls(&[
+    let (calls, _) = collect_calls(&[
         json!([head(0, "one"), head(1, "two")]),
         json!([next(1, "{\"b\""), next(0, "{\"a\"")]),
         json!([next(0, ":1}")]),
         json!([next(1, ":2}")]),
     ])
     .await;
-    assert_eq!(names_and_arguments(&made), [("one", r#"{"a":1}"#), ("two", r#"{"b":2}"#)]);
+    assert_eq!(names_and_arguments(&calls), [("one", r#"{"a":1}"#), ("two", r#"{"b":2}"#)]);
 }
 
 #[tokio::test]

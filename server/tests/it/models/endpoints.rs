@@ -36,10 +36,10 @@ fn expected_calls() -> Vec<ToolCallRequest> {
 async fn streamed_arguments_of_parallel_calls_are_assembled() {
     for kind in [ModelApi::OpenAi, ModelApi::Anthropic] {
         let scripted = ScriptedModel::start_with_replies([two_calls()]).await.unwrap();
-        let at = endpoint(&scripted, kind);
+        let endpoint = endpoint(&scripted, kind);
         let model: Box<dyn Model> = match kind {
-            ModelApi::OpenAi => Box::new(OpenAiModel::new(at)),
-            ModelApi::Anthropic => Box::new(AnthropicModel::new(at)),
+            ModelApi::OpenAi => Box::new(OpenAiModel::new(endpoint)),
+            ModelApi::Anthropic => Box::new(AnthropicModel::new(endpoint)),
         };
         let (reply, deltas) = request_reply(&*model, &prompt()).await;
         let reply = reply.unwrap();
@@ -189,10 +189,10 @@ async fn the_key_is_sent_and_redacted_from_errors() {
             .unwrap();
         let key =
             ApiKeySource { variable: None, file: Some(file.path().to_owned()), is_required: true };
-        let at = ModelEndpoint { key, ..endpoint(&scripted, kind) };
+        let endpoint = ModelEndpoint { key, ..endpoint(&scripted, kind) };
         let model: Box<dyn Model> = match kind {
-            ModelApi::OpenAi => Box::new(OpenAiModel::new(at)),
-            ModelApi::Anthropic => Box::new(AnthropicModel::new(at)),
+            ModelApi::OpenAi => Box::new(OpenAiModel::new(endpoint)),
+            ModelApi::Anthropic => Box::new(AnthropicModel::new(endpoint)),
         };
         assert_eq!(request_reply(&*model, &prompt()).await.0.unwrap().text, "42");
         assert_eq!(scripted.requests()[0].headers[header], value);

@@ -204,13 +204,13 @@ async fn nonstandard_streams_of_real_endpoints_are_parsed() {
 
 #[tokio::test]
 async fn an_unreachable_endpoint_is_reported_with_its_address() {
-    let mut at = {
+    let mut unreachable = {
         let scripted = ScriptedModel::start_with_replies([text_reply("x")]).await.unwrap();
         endpoint(&scripted, ModelApi::OpenAi)
     };
     // Nothing listens on port 1.
-    at.base_url = "http://127.0.0.1:1/v1?secret=abc".into();
-    let failure = request_reply(&OpenAiModel::new(at), &prompt()).await.0.unwrap_err();
+    unreachable.base_url = "http://127.0.0.1:1/v1?secret=abc".into();
+    let failure = request_reply(&OpenAiModel::new(unreachable), &prompt()).await.0.unwrap_err();
     assert!(failure.is_transient);
     assert!(failure.fault.message.contains("127.0.0.1:1"), "{failure}");
     assert!(!failure.fault.message.contains("abc"), "{failure}");

@@ -35,12 +35,12 @@ async fn fixed_and_secret_arguments_are_hidden_and_filled_in() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
-    let made = define(&api, definition(&upstream.url("/search"))).await;
-    assert_eq!((&made["executor"], &made["effect"]), (&json!("http"), &json!("read")));
-    assert_eq!(made["target_subject"], Value::Null);
-    let all = made["parameters"]["properties"].as_object().unwrap();
+    let defined = define(&api, definition(&upstream.url("/search"))).await;
+    assert_eq!((&defined["executor"], &defined["effect"]), (&json!("http"), &json!("read")));
+    assert_eq!(defined["target_subject"], Value::Null);
+    let all = defined["parameters"]["properties"].as_object().unwrap();
     assert_eq!(all.len(), 5, "the owner sees all properties");
-    let shown = api.get("/v1/tools/api.search").await.is(200);
+    let info = api.get("/v1/tools/api.search").await.is(200);
     let expected = json!({
         "type": "object",
         "properties": {
@@ -51,7 +51,7 @@ async fn fixed_and_secret_arguments_are_hidden_and_filled_in() {
         "required": ["q"],
         "additionalProperties": false,
     });
-    assert_eq!(shown["schema"], expected);
+    assert_eq!(info["schema"], expected);
     let listed = api.get("/v1/tools").await.is(200);
     let listed = listed["tools"].as_array().unwrap();
     let listed = listed.iter().find(|tool| tool["name"] == "api.search").unwrap();
@@ -60,9 +60,12 @@ async fn fixed_and_secret_arguments_are_hidden_and_filled_in() {
         let text = api.get(&format!("/v1/tools?format={format}")).await.text;
         let described: Value = serde_json::from_str(&text).unwrap();
         let tools = described["tools"].as_array().unwrap().iter().map(Value::to_string);
-        let own = tools.into_iter().find(|tool| tool.contains("api__search")).unwrap();
-        assert!(own.contains("limit"), "{format}: {own}");
-        assert!(!own.contains("site") && !own.contains("api_key"), "{format}: {own}");
+        let definition = tools.into_iter().find(|tool| tool.contains("api__search")).unwrap();
+        assert!(definition.contains("limit"), "{format}: {definition}");
+        assert!(
+            !definition.contains("site") && !definition.contains("api_key"),
+            "{format}: {definition}"
+        );
     }
     // Fixed and secret values replace the values of the caller.
     let args = json!({ "q": "x", "site": "mine", "api_key": "mine", "lang": "en" });

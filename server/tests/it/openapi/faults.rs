@@ -84,14 +84,14 @@ async fn the_response_body_becomes_the_result() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
     let api = server.api();
-    let at = |path: &str| json!({ "http": { "url": upstream.url(path) } });
-    let ended = define_and_call(&api, at("/nested"), json!({})).await;
+    let options_for = |path: &str| json!({ "http": { "url": upstream.url(path) } });
+    let ended = define_and_call(&api, options_for("/nested"), json!({})).await;
     assert_eq!(ended["result"], json!({ "data": { "items": [1, 2] } }));
-    let ended = define_and_call(&api, at("/list"), json!({})).await;
+    let ended = define_and_call(&api, options_for("/list"), json!({})).await;
     assert_eq!(ended["result"], json!([1, 2]));
-    let ended = define_and_call(&api, at("/empty"), json!({})).await;
+    let ended = define_and_call(&api, options_for("/empty"), json!({})).await;
     assert_eq!(ended["result"], json!({ "status_code": 204 }));
-    let ended = define_and_call(&api, at("/text"), json!({})).await;
+    let ended = define_and_call(&api, options_for("/text"), json!({})).await;
     assert!(ended["result"]["data"].as_str().unwrap().starts_with("you sent"), "{ended}");
     let mapped = |pointer: &str| {
         let url = upstream.url("/nested");
@@ -109,8 +109,8 @@ async fn an_irreversible_operation_is_not_retried_after_a_500() {
     let server = upstream.server_with(|config| config.policy.max_retries = 3).await;
     let api = server.api();
     let post = json!({ "http": { "method": "POST", "url": upstream.url("/status/500") } });
-    let made = define(&api, json!({ "tool_name": "api.pay", "options": post })).await;
-    assert_eq!(made["effect"], "irreversible");
+    let defined = define(&api, json!({ "tool_name": "api.pay", "options": post })).await;
+    assert_eq!(defined["effect"], "irreversible");
     call(&api, "api.pay", json!({ "n": 1 })).await;
     assert_eq!(upstream.requests().len(), 1);
     let read = json!({ "http": { "url": upstream.url("/status/500") } });

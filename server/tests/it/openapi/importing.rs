@@ -52,7 +52,7 @@ async fn every_imported_operation_is_a_callable_tool() {
     let server = upstream.server().await;
     let api = server.api();
     let path = "/projects/default/tools/import?prefix=pets";
-    let made = api.post(path, document(&upstream.url("/v1"))).await.is(201);
+    let report = api.post(path, document(&upstream.url("/v1"))).await.is(201);
     let name_and_effect = |tool: &Value| {
         (
             tool["tool_name"].as_str().unwrap().to_owned(),
@@ -60,14 +60,14 @@ async fn every_imported_operation_is_a_callable_tool() {
         )
     };
     let imported: Vec<_> =
-        made["imported"].as_array().unwrap().iter().map(name_and_effect).collect();
+        report["imported"].as_array().unwrap().iter().map(name_and_effect).collect();
     let expected = [
         ("pets.createPet", "irreversible"),
         ("pets.getPet", "read"),
         ("pets.put_pets_id", "idempotent"),
     ];
     assert_eq!(imported, expected.map(|(name, effect)| (name.to_owned(), effect.to_owned())));
-    assert_eq!(made["skipped"][0]["operation"], "GET /elsewhere");
+    assert_eq!(report["skipped"][0]["operation"], "GET /elsewhere");
     let args = json!({ "id": 7, "tags": ["a", "b"], "X-Lang": "en" });
     let ended = call(&api, "pets.getPet", args).await;
     assert_eq!(ended["result"]["path"], "/v1/pets/7?tags=a&tags=b", "{ended}");
@@ -81,9 +81,12 @@ async fn every_imported_operation_is_a_callable_tool() {
     api.post("/v1/tools/pets.getPet/invoke", body).await.refused(422, "VALIDATION_ERROR");
     // A second import gives the same result, and an imported tool can be shown and deleted.
     let again = api.post(path, document(&upstream.url("/v1"))).await.is(201);
-    assert_eq!(again, made);
-    let shown = api.get("/projects/default/tools/pets.getPet").await.is(200);
-    assert_eq!((&shown["executor"], &shown["target_subject"]), (&json!("http"), &Value::Null));
+    assert_eq!(again, report);
+    let described = api.get("/projects/default/tools/pets.getPet").await.is(200);
+    assert_eq!(
+        (&described["executor"], &described["target_subject"]),
+        (&json!("http"), &Value::Null)
+    );
     api.delete("/projects/default/tools/pets.getPet").await.is(204);
     let server = server.restart().await;
     server.api().get("/v1/tools/pets.put_pets_id").await.is(200);
@@ -107,11 +110,11 @@ async fn yaml_multipart_server_override_and_dry_run_are_supported() {
     let dry = send(query, "application/yaml", yaml.into()).await.is(200);
     assert_eq!(dry["imported"][0]["url"], upstream.url("/api/a"));
     assert_eq!(api.get("/projects/default/tools").await.is(200), json!([]));
-    let form = format!(
+    let multipart = format!(
         "--XX\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.yaml\"\r\n\r\n{yaml}\r\n--XX--\r\n"
     );
     let query = format!("?server={}", upstream.url("/api"));
-    send(query, "multipart/form-data; boundary=XX", form).await.is(201);
+    send(query, "multipart/form-data; boundary=XX", multipart).await.is(201);
     call(&api, "get_a", json!({})).await;
     assert_eq!(upstream.last().path, "/api/a");
 }
@@ -144,8 +147,8 @@ async fn invalid_documents_are_refused_with_a_reason() {
     let large = json!({ "openapi": "3.1.0", "x": "y".repeat(3 << 20) });
     api.post(path, large).await.refused(413, "PAYLOAD_TOO_LARGE");
     // If one name is taken, nothing is imported.
-    let mut taken = document(url);
-    taken["paths"]["/calc"] = json!({ "get": { "operationId": "calculation.eval" } });
-    api.post(path, taken).await.refused(409, "CONFLICT");
+    let mut conflicting = document(url);
+    conflicting["paths"]["/calc"] = json!({ "get": { "operationId": "calculation.eval" } });
+    api.post(path, conflicting).await.refused(409, "CONFLICT");
     assert_eq!(api.get("/projects/default/tools").await.is(200), json!([]));
 }

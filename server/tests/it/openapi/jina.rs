@@ -42,20 +42,20 @@ async fn responses_are_wrapped_and_their_errors_detected() {
     let upstream = Upstream::start().await;
     let server = upstream.server_with(|config| config.policy.max_retries = 0).await;
     let api = server.api();
-    let at = |path: &str| json!({ "jina": { "mode": "search", "path": path } });
+    let options_for = |path: &str| json!({ "jina": { "mode": "search", "path": path } });
     let q = || json!({ "q": "x" });
-    let ended = define_and_call(&api, at("/list"), q()).await;
+    let ended = define_and_call(&api, options_for("/list"), q()).await;
     assert_eq!(ended["result"]["value"], json!([1, 2]));
-    let ended = define_and_call(&api, at("/text"), q()).await;
+    let ended = define_and_call(&api, options_for("/text"), q()).await;
     assert!(ended["result"]["data"].as_str().unwrap().starts_with("you sent"), "{ended}");
     assert!(ended["result"]["latency_ms"].is_u64());
-    let ended = define_and_call(&api, at("/error"), q()).await;
+    let ended = define_and_call(&api, options_for("/error"), q()).await;
     assert_eq!(ended["error"]["code"], "UPSTREAM_UNAVAILABLE", "{ended}");
     assert_eq!(ended["error"]["detail"]["details"], "out of order");
     for (status, code) in
         [(400, "BAD_REQUEST"), (401, "UNAUTHENTICATED"), (502, "UPSTREAM_UNAVAILABLE")]
     {
-        let ended = define_and_call(&api, at(&format!("/status/{status}")), q()).await;
+        let ended = define_and_call(&api, options_for(&format!("/status/{status}")), q()).await;
         assert_eq!(ended["error"]["code"], code, "{ended}");
         assert_eq!(ended["error"]["detail"]["status_code"], status);
     }

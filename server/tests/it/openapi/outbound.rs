@@ -92,14 +92,14 @@ async fn redirects_to_other_hosts_are_not_followed() {
     let upstream = Upstream::start().await;
     let server = upstream.server_with(|config| config.policy.max_retries = 0).await;
     let api = server.api();
-    let at = |path: &str| json!({ "http": { "url": upstream.url(path) } });
-    let ended = define_and_call(&api, at("/redirect/same"), json!({})).await;
+    let options_for = |path: &str| json!({ "http": { "url": upstream.url(path) } });
+    let ended = define_and_call(&api, options_for("/redirect/same"), json!({})).await;
     assert_eq!(ended["result"]["path"], "/landed", "{ended}");
-    let ended = define_and_call(&api, at("/redirect/elsewhere"), json!({})).await;
+    let ended = define_and_call(&api, options_for("/redirect/elsewhere"), json!({})).await;
     assert_eq!(ended["error"]["code"], "UPSTREAM_UNAVAILABLE", "{ended}");
     let message = ended["error"]["message"].as_str().unwrap();
     assert!(message.contains("another host, http://169.254.169.254"), "{message}");
-    let ended = define_and_call(&api, at("/redirect/round"), json!({})).await;
+    let ended = define_and_call(&api, options_for("/redirect/round"), json!({})).await;
     assert!(ended["error"]["message"].as_str().unwrap().contains("more than 5"), "{ended}");
     let before = upstream.requests().len();
     let post = json!({ "http": { "method": "POST", "url": upstream.url("/redirect/same") } });

@@ -44,9 +44,9 @@ fn secret_spellings() -> Vec<String> {
     plain.into_iter().chain(encoded.into_iter().chain(basic).map(str::to_owned)).collect()
 }
 
-fn assert_no_secret(what: &str, text: &str) {
+fn assert_no_secret(origin: &str, text: &str) {
     for secret in secret_spellings() {
-        assert!(!text.contains(&secret), "{what} has {secret}: {text:.2000}");
+        assert!(!text.contains(&secret), "{origin} has {secret}: {text:.2000}");
     }
 }
 

@@ -56,7 +56,7 @@ async fn the_fallback_runs_with_mapped_arguments_and_is_reported() {
     assert_eq!(call["ran_tool"], "spare.tool", "the executed tool");
     assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!("from the spare")));
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
-    let fallback = events.named("tool.call.fallback").await;
+    let fallback = events.wait_for("tool.call.fallback").await;
     assert_eq!(
         (&fallback.data["from"], &fallback.data["to"]),
         (&json!("first.tool"), &json!("spare.tool"))

@@ -25,8 +25,8 @@ async fn max_parallel_of_a_tool_is_respected() {
         let request = client.take().await;
         assert_eq!(request["tool_call_id"], json!(other));
         client.succeed(&request, json!(0)).await;
-        let mine = json!({ "tool_call_id": id, "attempt": 1 });
-        client.succeed(&mine, json!(1)).await;
+        let assignment = json!({ "tool_call_id": id, "attempt": 1 });
+        client.succeed(&assignment, json!(1)).await;
     }
     let last = api.call(&ids[2]).await;
     let metrics = &last["outcome"]["metrics"];

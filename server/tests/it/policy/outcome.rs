@@ -79,7 +79,7 @@ async fn a_timeout_error_says_whether_the_call_took_effect() {
     let unacknowledged = api.invoke_with("acts.tool", short(30)).await;
     let error = api.finished(&unacknowledged).await["error"].clone();
     assert_eq!((&error["code"], &error["retryable"]), (&json!("TIMEOUT"), &json!(true)));
-    assert!(message(&error).contains("nobody took acts.tool within 30 ms"), "{error}");
+    assert!(message(&error).contains("no executor took acts.tool within 30 ms"), "{error}");
     assert!(message(&error).contains("is the client that offers it connected?"), "{error}");
     let mut client = Ws::hello(&api, "c1", json!({})).await;
     for (tool, expected, retryable) in [
@@ -109,7 +109,7 @@ async fn a_tool_of_the_server_that_exceeds_its_timeout_is_stopped() {
     let hangs = |_: NoArgs| std::future::pending::<Result<i64, String>>();
     let tool = FnTool::new("slow.tool", "Never answers", hangs).effect(Effect::Read).timeout_ms(50);
     let engine = Engine::builder().tool(tool).start().await.unwrap();
-    let server = Server::of(engine).await;
+    let server = Server::with_engine(engine).await;
     let api = server.api();
     let id = api.invoke("slow.tool", json!({})).await;
     let call = api.finished(&id).await;

@@ -35,7 +35,7 @@ async fn a_read_that_fails_twice_succeeds_on_the_third_attempt() {
     assert_eq!((&metrics["attempts"], &metrics["retries"]), (&json!(3), &json!(2)));
     assert_eq!(call["error"], Value::Null);
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
-    let retrying = events.named("tool.call.retrying").await;
+    let retrying = events.wait_for("tool.call.retrying").await;
     assert_eq!(retrying.data["code"], "RUNTIME_ERROR");
     assert_eq!(retrying.data["message"], "failure 1");
     assert!(retrying.data["next_attempt_at_ms"].is_u64());

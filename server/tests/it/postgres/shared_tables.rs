@@ -263,9 +263,9 @@ async fn a_report_written_while_the_server_is_down_is_processed_at_startup() {
     let mut server =
         process::Server::new().with("STORE__URL", &database.url).with("NATS__URL", nats.url());
     server.start().await;
-    let made = server.http.post(server.url("/projects/default/tools"));
-    let made = made.json(&tool("hand.work", "hand", json!({}))).send().await.unwrap();
-    assert_eq!(made.status(), 201);
+    let created = server.http.post(server.url("/projects/default/tools"));
+    let created = created.json(&tool("hand.work", "hand", json!({}))).send().await.unwrap();
+    assert_eq!(created.status(), 201);
     let id = server.ticket("hand.work", json!({ "run_id": "r", "args": {} })).await;
     let peer = nats.peer().await;
     let command = peer.next("hand").await;

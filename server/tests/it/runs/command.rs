@@ -145,10 +145,10 @@ async fn json_output_has_the_same_error_as_the_run() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn options_of_a_new_run_are_refused_for_an_existing_run() {
     let server = Server::new();
-    let own = [("--tools", "weather.*"), ("--steps", "1"), ("--system", "Be brief.")];
+    let options = [("--tools", "weather.*"), ("--steps", "1"), ("--system", "Be brief.")];
     for which in ["--continue", "--resume", "--follow", "--replay"] {
         let model = (which != "--replay").then_some(("--model", "demo"));
-        for (option, value) in own.into_iter().chain(model) {
+        for (option, value) in options.into_iter().chain(model) {
             let (code, stdout, stderr) =
                 run_command(&server, &["run", which, "run_1", option, value]).await;
             assert_eq!((code, stdout.as_str()), (2, ""), "{which} {option}: {stderr}");

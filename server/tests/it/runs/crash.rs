@@ -45,12 +45,12 @@ async fn a_run_killed_during_a_tool_call_resumes_without_repeats() {
     let registration = json!({ "client_id": "bank", "tools": tools });
     server.post("/internal/tools/register", registration).await;
     let id = start_run(&server).await;
-    let paid = server.taken("bank", 1).await.remove(0);
+    let paid = server.poll_requests("bank", 1).await.remove(0);
     assert_eq!(paid["tool_name"], "bank.pay");
     let done = json!({ "status": "SUCCEEDED", "result": { "receipt": 1 } });
     server.submit(&text(&paid, "tool_call_id"), done).await;
     // The second call is dispatched only when the end of the first is stored.
-    let report = server.taken("bank", 1).await.remove(0);
+    let report = server.poll_requests("bank", 1).await.remove(0);
     assert_eq!(report["tool_name"], "bank.report");
     server.kill();
 
@@ -151,7 +151,7 @@ async fn runs_killed_repeatedly_make_every_call_once() {
         }
     }
     // Each kill costs a run at most the answer in flight.
-    let most = RUNS * (STEPS + 1 + KILLS);
-    assert!(model.requests().len() <= most, "{} of {most}", model.requests().len());
+    let max = RUNS * (STEPS + 1 + KILLS);
+    assert!(model.requests().len() <= max, "{} of {max}", model.requests().len());
     server.stop().await;
 }

@@ -144,10 +144,10 @@ async fn canceling_a_run_cancels_its_calls() {
     let id = api.post("/v1/runs", question("?")).await.is(202)["run_id"].clone();
     let id = id.as_str().unwrap();
     let mut events = api.follow(&format!("/v1/runs/{id}/events"), None).await;
-    let requested = events.named("tool.call.requested").await;
+    let requested = events.wait_for("tool.call.requested").await;
     let canceled = api.post(&format!("/v1/runs/{id}/cancel"), json!({ "reason": "enough" })).await;
     assert_eq!(canceled.is(200)["status"], "CANCELED");
-    events.named("run.canceled").await;
+    events.wait_for("run.canceled").await;
     let ticket = requested.data["tool_call_id"].as_str().unwrap();
     let call = api.get(&format!("/v1/tool_calls/{ticket}?wait_ms=30000")).await.is(200);
     assert_eq!(call["status"], "CANCELED");

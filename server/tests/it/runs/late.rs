@@ -19,7 +19,7 @@ async fn a_run_waits_for_a_late_result_across_a_restart() {
     let id = api.post("/v1/runs", question("A report")).await.is(202)["run_id"].clone();
     let id = id.as_str().unwrap().to_owned();
     let mut events = api.follow(&format!("/v1/runs/{id}/events"), None).await;
-    let waiting = events.named("run.waiting").await;
+    let waiting = events.wait_for("run.waiting").await;
     let ticket = waiting.data["calls"][0]["tool_call_id"].as_str().unwrap().to_owned();
     let run = api.get(&format!("/v1/runs/{id}")).await.is(200);
     assert_eq!(run["status"], "WAITING");
@@ -56,7 +56,7 @@ async fn serial_calls_behind_a_late_call_are_late_too() {
     let id = api.post("/v1/runs", body).await.is(202)["run_id"].clone();
     let path = format!("/v1/runs/{}", id.as_str().unwrap());
     let mut events = api.follow(&format!("{path}/events"), None).await;
-    let waiting = events.named("run.waiting").await;
+    let waiting = events.wait_for("run.waiting").await;
     let ticket = |n: usize| waiting.data["calls"][n]["tool_call_id"].as_str().unwrap().to_owned();
     let hold = |call: &Value| call["hold"]["after"].as_str().map(str::to_owned);
     assert_eq!(hold(&api.call(&ticket(1)).await), Some(ticket(0)));

@@ -38,8 +38,11 @@ async fn a_streamed_run_sends_all_events_in_order() {
             "run.finished"
         ]
     );
-    let at = |name: &str| names.iter().rposition(|other| *other == name).unwrap();
-    assert!(at("run.text") < at("run.replied"), "deltas come before the reply: {names:?}");
+    let last_index = |name: &str| names.iter().rposition(|other| *other == name).unwrap();
+    assert!(
+        last_index("run.text") < last_index("run.replied"),
+        "deltas come before the reply: {names:?}"
+    );
     assert_eq!(step_text(&events, 2), "It is forty-two, I think.");
     assert!(
         events.iter().filter(|event| event.name == "run.text").count() > 2,

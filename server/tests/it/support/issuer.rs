@@ -42,7 +42,7 @@ pub struct IssuerState {
     /// Every secret that the issuer has created.
     pub secrets: Mutex<Vec<String>>,
     /// The tokens that the MCP server has received.
-    pub shown: Mutex<Vec<String>>,
+    pub presented_tokens: Mutex<Vec<String>>,
     /// A tool that requires an additional scope.
     pub guarded: Mutex<Option<(String, String)>>,
     base: Mutex<String>,
@@ -92,11 +92,11 @@ impl IssuerState {
 
 impl Issuer {
     pub async fn start() -> Self {
-        Self::named("127.0.0.1").await
+        Self::start_on("127.0.0.1").await
     }
 
     /// Starts an issuer whose URL has this host name.
-    pub async fn named(host: &str) -> Self {
+    pub async fn start_on(host: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let books = Arc::new(IssuerState::default());
@@ -139,7 +139,7 @@ async fn require_token(
     let bearer =
         bearer.and_then(|value| value.to_str().ok()).and_then(|v| v.strip_prefix("Bearer "));
     let bearer = bearer.map(str::to_owned);
-    books.shown.lock().extend(bearer.clone());
+    books.presented_tokens.lock().extend(bearer.clone());
     let scope = bearer.and_then(|token| books.tokens.lock().get(&token).cloned());
     let base = books.base.lock().clone();
     let metadata = format!("resource_metadata=\"{base}/.well-known/oauth-protected-resource/mcp\"");
@@ -213,7 +213,7 @@ async fn authorize(
 /// Returns the id and secret of the client, from the header or the form.
 fn read_client_credentials(
     headers: &HeaderMap,
-    form: &HashMap<String, String>,
+    params: &HashMap<String, String>,
 ) -> Option<(String, String)> {
     let basic = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     if let Some(basic) = basic.and_then(|value| value.strip_prefix("Basic ")) {
@@ -221,23 +221,23 @@ fn read_client_credentials(
         let (id, secret) = text.split_once(':')?;
         return Some((id.to_owned(), secret.to_owned()));
     }
-    Some((form.get("client_id")?.clone(), form.get("client_secret")?.clone()))
+    Some((params.get("client_id")?.clone(), params.get("client_secret")?.clone()))
 }
 
 async fn token(
     State(books): State<Arc<IssuerState>>,
     headers: HeaderMap,
-    Form(form): Form<HashMap<String, String>>,
+    Form(params): Form<HashMap<String, String>>,
 ) -> Response {
     let reject =
         |error: &str| (StatusCode::BAD_REQUEST, Json(json!({ "error": error }))).into_response();
-    let Some((id, secret)) = read_client_credentials(&headers, &form) else {
+    let Some((id, secret)) = read_client_credentials(&headers, &params) else {
         return reject("invalid_client");
     };
     if secret != SECRET {
         return reject("invalid_client");
     }
-    let param = |name: &str| form.get(name).cloned().unwrap_or_default();
+    let param = |name: &str| params.get(name).cloned().unwrap_or_default();
     assert_eq!(param("resource"), format!("{}/mcp", books.base.lock()));
     match param("grant_type").as_str() {
         "authorization_code" => {

@@ -98,7 +98,7 @@ impl Mcp {
     }
 
     /// Sets the path of the requests.
-    pub fn at(mut self, path: &str) -> Self {
+    pub fn with_path(mut self, path: &str) -> Self {
         self.path = path.to_owned();
         self
     }
@@ -119,8 +119,9 @@ impl Mcp {
             meta["io.modelcontextprotocol/clientInfo"] = json!({ "name": "test", "version": "1" });
             meta["io.modelcontextprotocol/clientCapabilities"] = self.capabilities.clone();
             request = request.header("mcp-method", method);
-            let named = ["name", "uri", "taskId"].into_iter().find_map(|key| params[key].as_str());
-            if let Some(name) = named.filter(|_| method != "server/discover") {
+            let subject =
+                ["name", "uri", "taskId"].into_iter().find_map(|key| params[key].as_str());
+            if let Some(name) = subject.filter(|_| method != "server/discover") {
                 request = request.header("mcp-name", name);
             }
         }
@@ -184,7 +185,7 @@ impl Mcp {
 
     /// Sends a request and returns its stream.
     pub async fn open(&self, method: &str, params: Value) -> Stream {
-        Stream::of(self.request(method, params).send().await.unwrap())
+        Stream::new(self.request(method, params).send().await.unwrap())
     }
 
     /// Opens the stream of a session for messages that the server initiates.
@@ -194,7 +195,7 @@ impl Mcp {
             .header("accept", "text/event-stream")
             .header("mcp-protocol-version", self.revision)
             .header("mcp-session-id", self.session.as_ref().unwrap());
-        Stream::of(request.send().await.unwrap())
+        Stream::new(request.send().await.unwrap())
     }
 }
 
@@ -223,7 +224,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    fn of(response: Response) -> Self {
+    fn new(response: Response) -> Self {
         assert_eq!(response.status().as_u16(), 200);
         Self { body: Box::pin(response.bytes_stream()), text: String::new() }
     }

@@ -202,31 +202,31 @@ impl NatsPeer {
     }
 
     /// Sends an RPC to the server, in project `default`.
-    pub async fn request(&self, what: &str, body: Value) -> Value {
-        self.request_in("default", what, body, &[]).await
+    pub async fn request(&self, operation: &str, body: Value) -> Value {
+        self.request_in("default", operation, body, &[]).await
     }
 
     pub async fn request_in(
         &self,
         project: &str,
-        what: &str,
+        operation: &str,
         body: Value,
         headers: &[(&str, &str)],
     ) -> Value {
-        self.request_raw(project, what, body.to_string().into_bytes(), headers).await
+        self.request_raw(project, operation, body.to_string().into_bytes(), headers).await
     }
 
     pub async fn request_raw(
         &self,
         project: &str,
-        what: &str,
+        operation: &str,
         body: Vec<u8>,
         headers: &[(&str, &str)],
     ) -> Value {
-        let subject = format!("cg.v1r3.{project}.public.rpc.{what}");
+        let subject = format!("cg.v1r3.{project}.public.rpc.{operation}");
         let mut map = HeaderMap::new();
         headers.iter().for_each(|(name, value)| map.insert(*name, *value));
-        let reply = until(&format!("an answer to {what}"), || async {
+        let reply = until(&format!("an answer to {operation}"), || async {
             let request = Request::new().payload(body.clone().into()).headers(map.clone());
             // The NATS transport may not have started yet.
             self.client.send_request(subject.clone(), request).await.ok()

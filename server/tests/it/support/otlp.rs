@@ -122,9 +122,9 @@ impl Endpoint {
     pub async fn spans_of(&self, call_id: &str, count: usize) -> Vec<Span> {
         until(&format!("{count} spans of {call_id}"), || async {
             let spans = self.spans().into_iter();
-            let mine: Vec<Span> =
+            let matching: Vec<Span> =
                 spans.filter(|span| span.has("gen_ai.tool.call.id") == call_id).collect();
-            (mine.len() >= count).then_some(mine)
+            (matching.len() >= count).then_some(matching)
         })
         .await
     }
@@ -175,7 +175,7 @@ async fn metrics(state: Shared, headers: HeaderMap, body: Bytes) -> StatusCode {
 }
 
 /// Returns attributes as text.
-pub fn attributes(given: &[KeyValue]) -> BTreeMap<String, String> {
+pub fn attributes(pairs: &[KeyValue]) -> BTreeMap<String, String> {
     let text = |value: &Option<AnyValue>| match value.as_ref().and_then(|v| v.value.as_ref()) {
         Some(Value::StringValue(text)) => text.clone(),
         Some(Value::IntValue(number)) => number.to_string(),
@@ -183,7 +183,7 @@ pub fn attributes(given: &[KeyValue]) -> BTreeMap<String, String> {
         Some(Value::DoubleValue(number)) => number.to_string(),
         other => format!("{other:?}"),
     };
-    given.iter().map(|pair| (pair.key.clone(), text(&pair.value))).collect()
+    pairs.iter().map(|pair| (pair.key.clone(), text(&pair.value))).collect()
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -20,7 +20,7 @@ pub const TOOLCRIB: &str = env!("CARGO_BIN_EXE_toolcrib");
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Repeats `look` until it returns a value; fails with `what` after the limit.
-pub async fn eventually<T, F>(what: &str, limit: Duration, mut look: impl FnMut() -> F) -> T
+pub async fn eventually<T, F>(description: &str, limit: Duration, mut look: impl FnMut() -> F) -> T
 where
     F: Future<Output = Option<T>>,
 {
@@ -29,7 +29,7 @@ where
         if let Some(value) = look().await {
             return value;
         }
-        assert!(began.elapsed() < limit, "{what}: not within {limit:?}");
+        assert!(began.elapsed() < limit, "{description}: not within {limit:?}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
@@ -117,8 +117,8 @@ impl Server {
         let mut command = Command::new(words.next().unwrap());
         command.args(words).args(arguments).arg("--data-dir").arg(self.data_dir());
         command.current_dir(self.directory.path());
-        let ours = |name: &str| name.starts_with("TOOLCRIB_") || name.starts_with("OTEL_");
-        for (name, _) in std::env::vars().filter(|(name, _)| ours(name)) {
+        let is_setting = |name: &str| name.starts_with("TOOLCRIB_") || name.starts_with("OTEL_");
+        for (name, _) in std::env::vars().filter(|(name, _)| is_setting(name)) {
             command.env_remove(name);
         }
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
@@ -275,14 +275,14 @@ impl Server {
     }
 
     /// Polls until this many requests have been acknowledged.
-    pub async fn taken(&self, client_id: &str, count: usize) -> Vec<Value> {
-        let mut taken = Vec::new();
-        while taken.len() < count {
-            let requests = self.poll(client_id, count - taken.len(), 10_000).await;
-            assert!(!requests.is_empty(), "{} of {count} came", taken.len());
-            taken.extend(requests);
+    pub async fn poll_requests(&self, client_id: &str, count: usize) -> Vec<Value> {
+        let mut requests = Vec::new();
+        while requests.len() < count {
+            let polled = self.poll(client_id, count - requests.len(), 10_000).await;
+            assert!(!polled.is_empty(), "{} of {count} came", requests.len());
+            requests.extend(polled);
         }
-        taken
+        requests
     }
 
     pub async fn submit(&self, id: &str, body: Value) -> Value {
@@ -398,8 +398,8 @@ fn parse_implied_events(list: &str) -> Vec<(i64, String)> {
     let events = list.split(',').filter_map(|entry| {
         let kinds =
             [('r', "tool.call.requested"), ('s', "tool.call.started"), ('f', "tool.call.finished")];
-        let of = |(letter, kind): (char, _)| Some((entry.strip_suffix(letter)?, kind));
-        kinds.into_iter().find_map(of)
+        let strip_kind = |(suffix, kind): (char, _)| Some((entry.strip_suffix(suffix)?, kind));
+        kinds.into_iter().find_map(strip_kind)
     });
     events.map(|(number, kind)| (number.parse().unwrap(), kind.to_owned())).collect()
 }

@@ -36,8 +36,8 @@ impl Sse {
     /// Returns the next event, or `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<Event> {
         loop {
-            if let Some(at) = self.unread.windows(2).position(|pair| pair == b"\n\n") {
-                let block: Vec<u8> = self.unread.drain(..at + 2).collect();
+            if let Some(index) = self.unread.windows(2).position(|pair| pair == b"\n\n") {
+                let block: Vec<u8> = self.unread.drain(..index + 2).collect();
                 match parse(std::str::from_utf8(&block).unwrap()) {
                     Some(event) => return Some(event),
                     None => continue,
@@ -56,7 +56,7 @@ impl Sse {
     }
 
     /// Returns the next event with this name; skips others.
-    pub async fn named(&mut self, name: &str) -> Event {
+    pub async fn wait_for(&mut self, name: &str) -> Event {
         loop {
             let event = self.event().await;
             if event.name == name {

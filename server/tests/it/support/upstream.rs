@@ -277,7 +277,7 @@ impl Fixture {
         params: CallToolRequestParams,
         context: &RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let form = || ElicitRequestParams::FormElicitationParams {
+        let elicitation = || ElicitRequestParams::FormElicitationParams {
             meta: None,
             message: "Which name?".to_owned(),
             requested_schema: ElicitationSchema::builder().required_string("name").build().unwrap(),
@@ -288,7 +288,7 @@ impl Fixture {
         };
         let modern = context.protocol_version().is_some_and(|version| !version.has_initialize());
         if !modern {
-            let answer = context.peer.create_elicitation(form()).await;
+            let answer = context.peer.create_elicitation(elicitation()).await;
             let answer =
                 answer.map_err(|error| ErrorData::internal_error(error.to_string(), None))?;
             return Ok(hello(&serde_json::to_value(answer).unwrap()));
@@ -297,7 +297,7 @@ impl Fixture {
             assert_eq!(params.request_state.as_deref(), Some("the state"));
             return Ok(hello(&answers["who"]));
         }
-        let request = InputRequest::Elicitation(ElicitRequest::new(form()));
+        let request = InputRequest::Elicitation(ElicitRequest::new(elicitation()));
         let requests = [("who".to_owned(), request)].into();
         let result = InputRequiredResult::new(Some(requests), Some("the state".to_owned()));
         Ok(CallToolResponse::InputRequired(result))
@@ -317,12 +317,12 @@ impl Fixture {
             false => TaskPayload::Working,
             true => {
                 let schema = ElicitationSchema::builder().required_string("name").build().unwrap();
-                let form = ElicitRequestParams::FormElicitationParams {
+                let elicitation = ElicitRequestParams::FormElicitationParams {
                     meta: None,
                     message: "Which name?".to_owned(),
                     requested_schema: schema,
                 };
-                let request = InputRequest::Elicitation(ElicitRequest::new(form));
+                let request = InputRequest::Elicitation(ElicitRequest::new(elicitation));
                 TaskPayload::InputRequired { input_requests: [("who".to_owned(), request)].into() }
             }
         };

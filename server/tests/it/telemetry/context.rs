@@ -83,7 +83,7 @@ async fn long_poll_and_sse_requests_carry_the_traceparent() {
     let path = "/internal/ingress/sse?client_id=c1";
     let mut events = api.follow(path, None).await;
     invoke(&api, "a.tool", json!({}), &[TRACEPARENT]).await.is(202);
-    assert_eq!(events.named("tool_request").await.data["traceparent"], TRACEPARENT);
+    assert_eq!(events.wait_for("tool_request").await.data["traceparent"], TRACEPARENT);
 }
 
 #[tokio::test]
@@ -108,7 +108,7 @@ async fn a_rust_tool_can_read_the_traceparent() {
         )
     };
     let tool = FnTool::with_context("a.tool", "Tells", handler);
-    let server = Server::of(Engine::builder().tool(tool).start().await.unwrap()).await;
+    let server = Server::with_engine(Engine::builder().tool(tool).start().await.unwrap()).await;
     let api = server.api();
     let ticket = invoke(&api, "a.tool", json!({}), &[TRACEPARENT]).await.is(202);
     assert_eq!(api.finished(&id(&ticket)).await["result"]["traceparent"], TRACEPARENT);

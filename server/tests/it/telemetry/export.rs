@@ -25,7 +25,7 @@ async fn a_call_that_spans_a_crash_is_one_trace() {
     server.start().await;
     server.register("c1", "a.read", "read").await;
     let id = server.ticket("a.read", json!({ "run_id": "r", "args": {} })).await;
-    let request = server.taken("c1", 1).await.remove(0);
+    let request = server.poll_requests("c1", 1).await.remove(0);
     server.kill();
     server.start().await;
     server.submit(&id, json!({ "status": "SUCCEEDED", "result": 1 })).await;
@@ -84,7 +84,7 @@ async fn sampling_follows_the_caller_and_otherwise_the_ratio() {
     // The executor gets the flag too, so that it does not record a part of the trace.
     server.register("c1", "a.read", "read").await;
     server.ticket("a.read", json!({ "run_id": "r", "args": {} })).await;
-    let sent = process::text(&server.taken("c1", 1).await[0], "traceparent");
+    let sent = process::text(&server.poll_requests("c1", 1).await[0], "traceparent");
     assert!(sent.ends_with("-00"), "{sent}");
     endpoint.spans_of(call["tool_call_id"].as_str().unwrap(), 2).await;
     assert!(server.stop().await.success());
@@ -177,9 +177,9 @@ async fn a_hanging_endpoint_delays_neither_calls_nor_shutdown() {
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", silent.local_addr().unwrap());
     let hanging = tokio::spawn(async move {
-        let mut held = Vec::new();
+        let mut streams = Vec::new();
         while let Ok((stream, _)) = silent.accept().await {
-            held.push(stream);
+            streams.push(stream);
         }
     });
     let mut server = exporting_server(&url).with("TELEMETRY__MAX_QUEUED_SPANS", 10);
@@ -218,11 +218,11 @@ async fn without_an_endpoint_no_trace_and_bad_settings_are_refused() {
         ("TELEMETRY__SAMPLE_RATIO", "2", "must be from 0 to 1"),
         ("TELEMETRY__OTLP_HEADERS_ENV", "authorization=canary", "not the headers themselves"),
     ];
-    for (setting, value, why) in bad {
+    for (setting, value, reason) in bad {
         let mut server = process::Server::new().with(setting, value);
         server.spawn();
         assert!(!server.ended(PATIENCE).await.success());
-        assert!(server.log().contains(why), "{}", server.log());
+        assert!(server.log().contains(reason), "{}", server.log());
         assert!(!server.log().contains("canary"), "{}", server.log());
     }
 }

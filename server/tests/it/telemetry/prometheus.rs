@@ -35,7 +35,7 @@ const METRICS: [(&str, &str, &[&str]); 24] = [
 struct Scrape(String);
 
 impl Scrape {
-    async fn of(server: &process::Server) -> Self {
+    async fn read(server: &process::Server) -> Self {
         let answer = server.http.get(server.url("/metrics")).send().await.unwrap();
         Self(answer.text().await.unwrap())
     }
@@ -57,7 +57,7 @@ async fn every_documented_metric_has_help_type_and_labels() {
     let open_call = server.ticket("a.tool", json!({ "run_id": "r", "args": {} })).await;
     let body = json!({ "run_id": "r", "args": { "expression": "1/0" }, "wait_ms": 10_000 });
     let failed = server.invoke("calculation.eval", body).await;
-    let scrape = Scrape::of(&server).await;
+    let scrape = Scrape::read(&server).await;
     for (name, kind, labels) in METRICS {
         let text = &scrape.0;
         assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "type of {name} in\n{text}");
@@ -102,7 +102,7 @@ async fn every_documented_metric_has_help_type_and_labels() {
 async fn counters_exist_before_the_first_call() {
     let mut server = process::Server::new();
     server.start().await;
-    let scrape = Scrape::of(&server).await;
+    let scrape = Scrape::read(&server).await;
     for source in ["builtin", "client"] {
         let series = format!("toolcrib_tool_calls_accepted_total{{source=\"{source}\"}}");
         assert_eq!(scrape.value(&series), 0.0);
@@ -118,7 +118,7 @@ async fn calls_recovered_at_startup_are_counted() {
     server.kill();
     server.start().await;
     server.submit(&id, json!({ "status": "SUCCEEDED", "result": 1 })).await;
-    let scrape = Scrape::of(&server).await;
+    let scrape = Scrape::read(&server).await;
     assert_eq!(scrape.value("toolcrib_reconciled_calls_total"), 1.0);
     let ended = "toolcrib_tool_calls_total{source=\"client\",status=\"SUCCEEDED\",error_code=\"\"}";
     assert_eq!(scrape.value(ended), 1.0);
@@ -150,17 +150,17 @@ async fn tool_names_are_labels_only_while_there_are_no_keys() {
     let mut server = process::Server::new();
     server.start().await;
     finish_call(&server, None).await;
-    assert_eq!(Scrape::of(&server).await.value(&count("a.secret.name")), 1.0);
+    assert_eq!(Scrape::read(&server).await.value(&count("a.secret.name")), 1.0);
 
     let mut keyed = process::Server::new();
     let create = ["keys", "create", "--agent", "operator", "--role", "admin", "--json"];
-    let made = keyed.command(&create).output().unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let shown: serde_json::Value = serde_json::from_slice(&made.stdout).unwrap();
-    let key = process::text(&shown, "key");
+    let output = keyed.command(&create).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let created: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let key = process::text(&created, "key");
     keyed.start().await;
     finish_call(&keyed, Some(&key)).await;
-    let scrape = Scrape::of(&keyed).await;
+    let scrape = Scrape::read(&keyed).await;
     assert_eq!(scrape.value(&count("other")), 1.0);
     assert!(!scrape.0.contains("a.secret.name"), "{}", scrape.0);
 }

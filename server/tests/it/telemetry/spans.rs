@@ -31,7 +31,7 @@ async fn invoke(api: &Api, tool: &str, body: Value, traceparent: Option<&str>) -
     ticket["tool_call_id"].as_str().unwrap().to_owned()
 }
 
-fn spans_named<'s>(spans: &'s [Span], name: &str) -> Vec<&'s Span> {
+fn find_spans<'s>(spans: &'s [Span], name: &str) -> Vec<&'s Span> {
     spans.iter().filter(|span| span.name == name).collect()
 }
 
@@ -44,7 +44,7 @@ async fn a_call_is_a_span_of_the_callers_trace() {
     let id = invoke(&api, "calculation.eval", body, Some(TRACEPARENT)).await;
     let call = api.finished(&id).await;
     let spans = endpoint.spans_of(&id, 2).await;
-    let span = spans_named(&spans, "execute_tool calculation.eval")[0];
+    let span = find_spans(&spans, "execute_tool calculation.eval")[0];
     assert_eq!(span.trace_id, "0af7651916cd43dd8448eb211c80319c");
     assert_eq!(span.parent_id, "b7ad6b7169203331");
     assert_eq!(span.kind, SpanKind::Internal);
@@ -76,7 +76,7 @@ async fn a_call_is_a_span_of_the_callers_trace() {
     }
     assert!(span.has("gen_ai.tool.description").starts_with("Calculates"));
     assert_eq!(span.attributes.get("error.type"), None);
-    let attempt = spans_named(&spans, "attempt calculation.eval")[0];
+    let attempt = find_spans(&spans, "attempt calculation.eval")[0];
     assert_eq!((&attempt.trace_id, &attempt.parent_id), (&span.trace_id, &span.span_id));
     assert_eq!(
         attempt.attributes.get("gen_ai.operation.name"),
@@ -98,7 +98,7 @@ async fn a_call_without_a_traceparent_starts_a_trace() {
     let mut traces = Vec::new();
     for id in &ids {
         let spans = endpoint.spans_of(id, 2).await;
-        let span = spans_named(&spans, "execute_tool calculation.eval")[0];
+        let span = find_spans(&spans, "execute_tool calculation.eval")[0];
         assert_eq!(span.parent_id, "", "the span must be the root of its trace");
         assert_eq!(api.finished(id).await["trace_id"], span.trace_id.as_str());
         traces.push(span.trace_id.clone());
@@ -125,8 +125,8 @@ async fn attempts_are_children_of_the_call_and_parents_of_client_spans() {
     traceparents.push(second["traceparent"].clone());
     client.succeed(&second, json!("done")).await;
     let spans = endpoint.spans_of(&id, 3).await;
-    let call = spans_named(&spans, "execute_tool a.tool")[0];
-    let mut attempts = spans_named(&spans, "attempt a.tool");
+    let call = find_spans(&spans, "execute_tool a.tool")[0];
+    let mut attempts = find_spans(&spans, "attempt a.tool");
     attempts.sort_by_key(|span| span.has("toolcrib.call.attempt").to_owned());
     assert_eq!(call.error, None, "the call succeeded on retry");
     assert_eq!(call.has("toolcrib.call.attempt"), "2");
@@ -193,7 +193,7 @@ async fn arguments_and_results_are_captured_only_if_configured() {
     let body = json!({ "run_id": "r", "args": { "expression": "6*7" } });
     let id = invoke(&api, "calculation.eval", body, None).await;
     let spans = endpoint.spans_of(&id, 2).await;
-    let span = spans_named(&spans, "execute_tool calculation.eval")[0];
+    let span = find_spans(&spans, "execute_tool calculation.eval")[0];
     assert_eq!(span.has("gen_ai.tool.call.arguments"), r#"{"expression":"6*7"}"#);
     assert_eq!(span.has("gen_ai.tool.call.result"), r#"{"result":42,"text":"42"}"#);
 }
@@ -213,9 +213,9 @@ async fn a_fallback_is_another_attempt_with_another_tool() {
     let second = client.take().await;
     client.succeed(&second, json!(1)).await;
     let spans = endpoint.spans_of(&id, 3).await;
-    assert_eq!(spans_named(&spans, "attempt a.tool")[0].has("error.type"), "RUNTIME_ERROR");
-    assert_eq!(spans_named(&spans, "attempt b.tool")[0].error, None);
-    let call = spans_named(&spans, "execute_tool a.tool")[0];
+    assert_eq!(find_spans(&spans, "attempt a.tool")[0].has("error.type"), "RUNTIME_ERROR");
+    assert_eq!(find_spans(&spans, "attempt b.tool")[0].error, None);
+    let call = find_spans(&spans, "execute_tool a.tool")[0];
     assert_eq!(call.has("toolcrib.ran_tool"), "b.tool");
 }
 

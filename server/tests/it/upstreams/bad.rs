@@ -25,8 +25,8 @@ async fn assert_healthy_upstream_works(api: &Api) {
     assert_eq!(result_text(&done), "fine");
 }
 
-fn problem(shown: &Value) -> &str {
-    shown["problem"].as_str().unwrap_or_else(|| panic!("no problem: {shown}"))
+fn problem(source: &Value) -> &str {
+    source["problem"].as_str().unwrap_or_else(|| panic!("no problem: {source}"))
 }
 
 #[tokio::test]
@@ -34,9 +34,9 @@ async fn an_upstream_that_never_answers_is_reported() {
     let settings = McpServerSettings { connect_timeout_ms: 300, ..program("mute") };
     let (server, _good) = start_with_healthy_upstream(settings).await;
     let api = server.api();
-    let shown = wait_for_state(&api, "fixture", "waiting").await;
-    assert!(problem(&shown).contains("did not answer within 300 ms"), "{shown}");
-    assert!(problem(&shown).contains("not a word"), "the problem must quote its stderr: {shown}");
+    let source = wait_for_state(&api, "fixture", "waiting").await;
+    assert!(problem(&source).contains("did not answer within 300 ms"), "{source}");
+    assert!(problem(&source).contains("not a word"), "the problem must quote its stderr: {source}");
     assert_healthy_upstream_works(&api).await;
 }
 
@@ -62,8 +62,8 @@ async fn an_upstream_that_stops_listing_tools_is_reported() {
     wait_for_state(&api, "fixture", "ready").await;
     bad.fixture.shared.deaf.store(true, Ordering::SeqCst);
     bad.fixture.change();
-    let shown = wait_for_state(&api, "fixture", "waiting").await;
-    assert!(problem(&shown).contains("its list of tools did not come within 1.5s"), "{shown}");
+    let source = wait_for_state(&api, "fixture", "waiting").await;
+    assert!(problem(&source).contains("its list of tools did not come within 1.5s"), "{source}");
     bad.fixture.shared.deaf.store(false, Ordering::SeqCst);
     wait_for_state(&api, "fixture", "ready").await;
     assert_healthy_upstream_works(&api).await;
@@ -73,9 +73,9 @@ async fn an_upstream_that_stops_listing_tools_is_reported() {
 async fn an_upstream_that_does_not_start_is_reported() {
     let (server, _good) = start_with_healthy_upstream(program("broken")).await;
     let api = server.api();
-    let shown = wait_for_state(&api, "fixture", "waiting").await;
-    assert!(problem(&shown).contains("exit status: 7"), "{shown}");
-    assert!(problem(&shown).contains("cannot find my configuration"), "{shown}");
+    let source = wait_for_state(&api, "fixture", "waiting").await;
+    assert!(problem(&source).contains("exit status: 7"), "{source}");
+    assert!(problem(&source).contains("cannot find my configuration"), "{source}");
     assert_healthy_upstream_works(&api).await;
     let missing = McpServerSettings {
         name: "missing".into(),
@@ -84,16 +84,16 @@ async fn an_upstream_that_does_not_start_is_reported() {
     };
     let missing = serde_json::to_value(missing).unwrap();
     api.post("/v1/sources/mcp", missing).await.is(201);
-    let shown = wait_for_state(&api, "missing", "waiting").await;
-    assert!(problem(&shown).contains("cannot be started"), "{shown}");
+    let source = wait_for_state(&api, "missing", "waiting").await;
+    assert!(problem(&source).contains("cannot be started"), "{source}");
 }
 
 #[tokio::test]
 async fn an_upstream_that_writes_no_mcp_messages_is_reported() {
     let (server, _good) = start_with_healthy_upstream(program("noise")).await;
     let api = server.api();
-    let shown = wait_for_state(&api, "fixture", "waiting").await;
-    assert!(problem(&shown).contains("no message of MCP"), "{shown}");
+    let source = wait_for_state(&api, "fixture", "waiting").await;
+    assert!(problem(&source).contains("no message of MCP"), "{source}");
     assert_healthy_upstream_works(&api).await;
 }
 
@@ -107,8 +107,8 @@ async fn garbage_output_ends_the_call_and_restarts_the_upstream() {
     assert!(ended["error"]["message"].as_str().unwrap().contains("no message of MCP"), "{ended}");
     // The upstream is restarted automatically.
     until("it to be begun again", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["state"] == "ready" && shown["restarts"] == 1).then_some(())
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["state"] == "ready" && source["restarts"] == 1).then_some(())
     })
     .await;
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "back" })).await), "back");
@@ -125,8 +125,8 @@ async fn an_oversized_message_ends_the_call_and_restarts_the_upstream() {
     let message = ended["error"]["message"].as_str().unwrap();
     assert!(message.contains("it wrote a message over 16 MiB"), "{message}");
     until("it to be begun again", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["state"] == "ready" && shown["restarts"] == 1).then_some(())
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["state"] == "ready" && source["restarts"] == 1).then_some(())
     })
     .await;
     assert_healthy_upstream_works(&api).await;
@@ -156,10 +156,10 @@ async fn an_unreadable_tool_is_skipped() {
     .await;
     let settings = McpServerSettings { older: true, ..http_upstream(&url) };
     let server = super::server(vec![settings]).await;
-    let shown = wait_for_state(&server.api(), "fixture", "ready").await;
-    assert_eq!(shown["tools"], 1, "{shown}");
-    assert_eq!(shown["skipped"][0]["tool"], "odd", "{shown}");
-    assert!(shown["skipped"][0]["why"].as_str().unwrap().contains("cannot be read"), "{shown}");
+    let source = wait_for_state(&server.api(), "fixture", "ready").await;
+    assert_eq!(source["tools"], 1, "{source}");
+    assert_eq!(source["skipped"][0]["tool"], "odd", "{source}");
+    assert!(source["skipped"][0]["why"].as_str().unwrap().contains("cannot be read"), "{source}");
 }
 
 #[tokio::test]
@@ -172,8 +172,8 @@ async fn an_unanswered_resource_list_delays_only_one_request() {
     // Only the first request waits for the timeout.
     let listed = client.ask("resources/list", json!({})).await.result();
     assert_eq!(listed["resources"][0]["uri"], "fixture://notes", "{listed}");
-    let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-    assert_eq!(problem(&shown), "it does not answer resources/list");
+    let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+    assert_eq!(problem(&source), "it does not answer resources/list");
     let began = std::time::Instant::now();
     client.ask("resources/list", json!({})).await.result();
     assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
@@ -203,12 +203,12 @@ async fn only_reads_are_retried_when_an_upstream_dies() {
     let ended = call(&api, "fixture.die", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert_eq!(ended["attempt"], 1);
-    let shown = until("it to be begun again", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["state"] == "ready" && shown["restarts"] == 1).then_some(shown)
+    let source = until("it to be begun again", || async {
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["state"] == "ready" && source["restarts"] == 1).then_some(source)
     })
     .await;
-    assert!(shown["pid"].is_number());
+    assert!(source["pid"].is_number());
     // A read is retried.
     let body = json!({ "run_id": "r", "args": {}, "retry": 5, "timeout_ms": 40_000 });
     let id = api.invoke_with("fixture.die_once", body).await;
@@ -222,9 +222,9 @@ async fn only_reads_are_retried_when_an_upstream_dies() {
 async fn tools_beyond_max_tools_are_dropped() {
     let (server, _good) = start_with_healthy_upstream(program("many")).await;
     let api = server.api();
-    let shown = wait_for_state(&api, "fixture", "ready").await;
-    assert_eq!(shown["tools"], 1_000, "{}", shown["problem"]);
-    assert!(problem(&shown).contains("max_tools is 1000"), "{}", shown["problem"]);
+    let source = wait_for_state(&api, "fixture", "ready").await;
+    assert_eq!(source["tools"], 1_000, "{}", source["problem"]);
+    assert!(problem(&source).contains("max_tools is 1000"), "{}", source["problem"]);
     assert_healthy_upstream_works(&api).await;
 }
 
@@ -240,17 +240,17 @@ async fn a_description_with_instructions_is_flagged() {
     );
     let flags = &tool["metadata"]["flags"];
     assert!(flags.to_string().contains("tells_to_ignore"), "{tool}");
-    let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-    assert_eq!(shown["flagged"], json!(["fixture.evil"]));
+    let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+    assert_eq!(source["flagged"], json!(["fixture.evil"]));
     let client = crate::support::mcp::Mcp::modern(&api);
     let listed = client.ask("tools/list", json!({})).await.result();
-    let of = |name: &str| {
+    let find_tool = |name: &str| {
         let tools = listed["tools"].as_array().unwrap();
         tools.iter().find(|tool| tool["name"] == name).unwrap().clone()
     };
-    assert!(of("fixture.evil")["_meta"]["toolcrib/flags"].is_array(), "{listed}");
-    assert!(of("fixture.echo")["_meta"]["toolcrib/flags"].is_null());
-    let client = client.at("/mcp?catalogue=search");
+    assert!(find_tool("fixture.evil")["_meta"]["toolcrib/flags"].is_array(), "{listed}");
+    assert!(find_tool("fixture.echo")["_meta"]["toolcrib/flags"].is_null());
+    let client = client.with_path("/mcp?catalogue=search");
     let params = json!({ "name": "tools.describe", "arguments": { "names": ["fixture.evil"] } });
     let described = client.ask("tools/call", params).await.result();
     assert!(described.to_string().contains("tells_to_ignore"), "{described}");
@@ -348,8 +348,8 @@ async fn an_oversized_http_response_is_rejected() {
     })
     .await;
     let server = Server::with(|config| config.mcp = vec![http_upstream(&url)]).await;
-    let shown = wait_for_state(&server.api(), "fixture", "waiting").await;
-    let problem = shown["problem"].as_str().unwrap();
+    let source = wait_for_state(&server.api(), "fixture", "waiting").await;
+    let problem = source["problem"].as_str().unwrap();
     assert!(problem.contains("over 16777216 bytes"), "{problem}");
 }
 
@@ -383,8 +383,8 @@ async fn upstream_states_restarts_and_calls_are_counted() {
     let api = Api::new(&format!("127.0.0.1:{}", server.port));
     let added = json!({ "name": "fixture", "url": upstream.url() });
     api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
-    let gone = json!({ "name": "gone", "url": "http://127.0.0.1:9/mcp" });
-    api.post("/v1/sources/mcp?wait_ms=20000", gone).await.is(201);
+    let unreachable = json!({ "name": "gone", "url": "http://127.0.0.1:9/mcp" });
+    api.post("/v1/sources/mcp?wait_ms=20000", unreachable).await.is(201);
     call(&api, "fixture.echo", json!({ "text": "x" })).await;
     call(&api, "fixture.fail", json!({})).await;
     let counted = api.get("/metrics").await.text;

@@ -27,18 +27,18 @@ async fn tools_of_a_stdio_upstream_are_listed_and_called() {
     let path = "/v1/tools/fixture.add/invoke";
     let body = json!({ "run_id": "r", "args": { "a": "x" } });
     api.post(path, body).await.refused(422, "VALIDATION_ERROR");
-    let shown = wait_for_state(&api, "fixture", "ready").await;
-    assert_eq!(shown["transport"], "stdio");
-    assert_eq!(shown["server_name"], "fixture");
-    assert!(shown["pid"].is_number(), "{shown}");
+    let source = wait_for_state(&api, "fixture", "ready").await;
+    assert_eq!(source["transport"], "stdio");
+    assert_eq!(source["server_name"], "fixture");
+    assert!(source["pid"].is_number(), "{source}");
 }
 
 #[tokio::test]
 async fn tools_over_http_are_called_by_mcp_clients_of_both_revisions() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let shown = wait_for_state(&server.api(), "fixture", "ready").await;
-    assert_eq!(shown["protocol_version"], "2026-07-28", "{shown}");
+    let source = wait_for_state(&server.api(), "fixture", "ready").await;
+    assert_eq!(source["protocol_version"], "2026-07-28", "{source}");
     let params = json!({ "name": "fixture.add", "arguments": { "a": 1, "b": 2 } });
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
         let result = client.ask("tools/call", params.clone()).await.result();
@@ -90,16 +90,16 @@ async fn only_listed_variables_reach_a_program_and_stay_secret() {
     assert!(names.contains(&"TOKEN") && names.contains(&"CARGO_PKG_NAME"), "{names:?}");
     assert!(!names.contains(&"CARGO_MANIFEST_DIR"), "{names:?}");
     call(&api, "fixture.die", json!({})).await;
-    let shown = until("its last words", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        let lines = shown["stderr"].as_array().unwrap();
+    let source = until("its last words", || async {
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        let lines = source["stderr"].as_array().unwrap();
         let has_message =
             lines.iter().any(|line| line.as_str().unwrap().contains("dying as asked"));
-        has_message.then_some(shown)
+        has_message.then_some(source)
     })
     .await;
-    assert!(!shown.to_string().contains("sesame-open-123"), "{shown}");
-    assert!(shown["env"].to_string().contains("TOKEN"), "{shown}");
+    assert!(!source.to_string().contains("sesame-open-123"), "{source}");
+    assert!(source["env"].to_string().contains("TOKEN"), "{source}");
 }
 
 #[tokio::test]
@@ -151,7 +151,7 @@ async fn each_source_has_its_own_endpoint_with_unprefixed_names() {
     let other = McpServerSettings { name: "other".into(), ..http_upstream(&upstream.url()) };
     let server = server(vec![http_upstream(&upstream.url()), other]).await;
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
-        let client = client.at("/mcp/fixture");
+        let client = client.with_path("/mcp/fixture");
         let listed = client.ask("tools/list", json!({})).await.result();
         let tools = listed["tools"].as_array().unwrap();
         let names: Vec<&str> = tools.iter().filter_map(|tool| tool["name"].as_str()).collect();
@@ -180,7 +180,8 @@ async fn each_source_has_its_own_endpoint_with_unprefixed_names() {
     // A caller without permission for any of its tools cannot tell that the source exists.
     let ada = server.keyed("default", "ada", "agent", &["other.*"]).await;
     ada.post("/mcp/fixture", body.clone()).await.refused(404, "NOT_FOUND");
-    let permitted = Mcp::modern(&ada).at("/mcp/other").ask("tools/list", json!({})).await.result();
+    let permitted =
+        Mcp::modern(&ada).with_path("/mcp/other").ask("tools/list", json!({})).await.result();
     assert!(permitted["tools"].as_array().unwrap().len() > 1, "{permitted}");
 }
 
@@ -190,7 +191,7 @@ async fn a_long_result_can_be_read_at_the_endpoint_of_its_source() {
     let server = server(vec![http_upstream(&upstream.url())]).await;
     let text: String = (0..20_000).map(|n| format!("line {n} of many\n")).collect();
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
-        let client = client.at("/mcp/fixture");
+        let client = client.with_path("/mcp/fixture");
         let result = client.call("echo", json!({ "text": text })).await.result();
         let hint = crate::mcp::parse_read_hint(&result);
         assert_eq!(hint["pointer"], "/content/0/text", "{hint}");

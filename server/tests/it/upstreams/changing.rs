@@ -20,12 +20,12 @@ async fn a_changed_tool_is_detected_and_reported() {
     })
     .await;
     assert_eq!(tool["name"], "fixture.echo");
-    let shown = until("the change to be shown", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["changes"] != json!([])).then_some(shown)
+    let source = until("the change to be shown", || async {
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["changes"] != json!([])).then_some(source)
     })
     .await;
-    let change = &shown["changes"][0];
+    let change = &source["changes"][0];
     assert_eq!((&change["tool"], &change["change"]), (&json!("fixture.echo"), &json!("changed")));
     assert_eq!(change["fields"], json!(["description"]));
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
@@ -41,8 +41,8 @@ async fn a_pinned_tool_that_changed_is_refused_until_it_is_accepted() {
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
     upstream.fixture.change();
     until("the change to be shown", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["pending"][0]["tool"] == "fixture.echo").then_some(())
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["pending"][0]["tool"] == "fixture.echo").then_some(())
     })
     .await;
     let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
@@ -75,8 +75,8 @@ async fn a_tool_change_does_not_affect_a_running_call() {
     upstream.fixture.shared.many.store(3, Ordering::SeqCst);
     upstream.fixture.change();
     until("the change", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["changes"].as_array().unwrap().len() == 4).then_some(())
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["changes"].as_array().unwrap().len() == 4).then_some(())
     })
     .await;
     upstream.fixture.let_go();
@@ -107,8 +107,8 @@ async fn an_ended_change_stream_is_reopened() {
         (tool["description"] == "Says it back, twice").then_some(())
     })
     .await;
-    let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-    assert_eq!((&shown["state"], &shown["restarts"]), (&json!("ready"), &json!(0)), "{shown}");
+    let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+    assert_eq!((&source["state"], &source["restarts"]), (&json!("ready"), &json!(0)), "{source}");
 }
 
 #[tokio::test]

@@ -44,14 +44,14 @@ async fn servers_are_added_listed_and_removed_on_a_running_server() {
     assert!(added.starts_with("near is ready"), "{added}");
     let listed = run_successfully(&[&["mcp", "ls"], &target[..]].concat()).await;
     assert!(listed.contains("near") && listed.contains("far"), "{listed}");
-    let shown = run_successfully(&[&["mcp", "show", "far"], &target[..]].concat()).await;
-    let shown: Value = serde_json::from_str(&shown).unwrap();
-    assert_eq!(shown["pinned"], true);
+    let output = run_successfully(&[&["mcp", "show", "far"], &target[..]].concat()).await;
+    let output: Value = serde_json::from_str(&output).unwrap();
+    assert_eq!(output["pinned"], true);
     upstream.fixture.change();
     let api = server.api();
     until("the change", || async {
-        let shown = api.get("/v1/sources/mcp/far").await.is(200);
-        (shown["pending"] != json!([])).then_some(())
+        let source = api.get("/v1/sources/mcp/far").await.is(200);
+        (source["pending"] != json!([])).then_some(())
     })
     .await;
     let accepted = run_successfully(&[&["mcp", "accept", "far"], &target[..]].concat()).await;
@@ -95,8 +95,12 @@ async fn options_beside_a_file_apply_to_each_server_in_it() {
     for target in [["--server", server_url.as_str()], ["--data-dir", directory.as_str()]] {
         run_successfully(&[&add[..], &target, &["--pin", "--risk", "critical"]].concat()).await;
         for name in ["one", "two"] {
-            let shown = wait_for_state(&api, name, "ready").await;
-            assert_eq!((&shown["pinned"], &shown["tools"]), (&json!(true), &json!(19)), "{shown}");
+            let source = wait_for_state(&api, name, "ready").await;
+            assert_eq!(
+                (&source["pinned"], &source["tools"]),
+                (&json!(true), &json!(19)),
+                "{source}"
+            );
             let tool = api.get(&format!("/v1/tools/{name}.echo")).await.is(200);
             assert_eq!(tool["risk"], "critical", "{tool}");
             api.get(&format!("/v1/tools/{name}.fail")).await.refused(404, "TOOL_NOT_FOUND");
@@ -105,9 +109,9 @@ async fn options_beside_a_file_apply_to_each_server_in_it() {
         run_successfully(&[&add[..], &target].concat()).await;
         until("the risk to be as it was", || async {
             let tool = api.get("/v1/tools/one.echo").await;
-            let shown = api.get("/v1/sources/mcp/one").await.is(200);
-            assert_eq!(shown["pinned"], true, "{shown}");
-            (tool.body["risk"] == "critical" && shown["pending"] != json!([])).then_some(())
+            let source = api.get("/v1/sources/mcp/one").await.is(200);
+            assert_eq!(source["pinned"], true, "{source}");
+            (tool.body["risk"] == "critical" && source["pending"] != json!([])).then_some(())
         })
         .await;
         for name in ["one", "two"] {

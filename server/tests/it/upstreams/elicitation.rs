@@ -19,13 +19,13 @@ async fn an_elicitation_between_two_requests_is_answered_over_http() {
     let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.api();
     let id = api.invoke("fixture.ask", json!({})).await;
-    let held = until("the question", || async {
+    let paused = until("the question", || async {
         let call = api.call(&id).await;
         (call["hold"]["reason"] == "input").then_some(call)
     })
     .await;
-    let question = &held["hold"]["questions"]["who"];
-    assert_eq!(question["params"]["message"], "Which name?", "{held}");
+    let question = &paused["hold"]["questions"]["who"];
+    assert_eq!(question["params"]["message"], "Which name?", "{paused}");
     let path = format!("/v1/tool_calls/{id}/answer");
     for content in [json!({}), json!({ "name": 7 }), json!("Ada")] {
         let invalid = json!({ "answers": { "who": { "action": "accept", "content": content } } });
@@ -191,8 +191,8 @@ async fn over_stdio_an_elicitation_of_an_ended_call_reaches_no_other() {
         let body = json!({ "run_id": "r", "args": {}, "timeout_ms": timeout_ms });
         let id = api.invoke_with("fixture.ask_late", body).await;
         // The upstream has started the call.
-        let begun = events.named("tool.call.progress").await;
-        assert_eq!(begun.data["tool_call_id"], id.as_str());
+        let started = events.wait_for("tool.call.progress").await;
+        assert_eq!(started.data["tool_call_id"], id.as_str());
         id
     };
     let id = invoke_late(2_000).await;

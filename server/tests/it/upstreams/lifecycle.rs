@@ -122,8 +122,8 @@ async fn an_upstream_process_does_not_outlive_a_killed_server() {
     let added = api.post("/v1/sources/mcp?wait_ms=30000", settings).await.is(201);
     let pid = added["sources"][0]["pid"].as_u64().unwrap();
     let child_pid = until("what it has started", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        let lines = shown["stderr"].as_array().unwrap().clone();
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        let lines = source["stderr"].as_array().unwrap().clone();
         lines.iter().find_map(|line| line.as_str()?.strip_prefix("started ")?.parse::<u64>().ok())
     })
     .await;

@@ -25,8 +25,8 @@ async fn get_source(api: &Api) -> Value {
 
 /// Opens the sign-in URL of the source and returns the path and query of the redirect, without the
 /// address of the server.
-async fn follow_sign_in_url(shown: &Value) -> String {
-    let address = shown["oauth"]["sign_in_url"].as_str().unwrap_or_else(|| panic!("{shown}"));
+async fn follow_sign_in_url(source: &Value) -> String {
+    let address = source["oauth"]["sign_in_url"].as_str().unwrap_or_else(|| panic!("{source}"));
     let browser = Client::builder().redirect(Policy::none()).build().unwrap();
     let response = browser.get(address).send().await.unwrap();
     assert_eq!(response.status(), 303, "{address}");
@@ -56,17 +56,20 @@ async fn one_sign_in_makes_the_tools_available() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
     let api = server.api();
-    let shown = get_source(&api).await;
-    assert!(shown["problem"].as_str().unwrap().contains("toolcrib mcp sign-in fixture"), "{shown}");
-    assert_eq!(shown["oauth"]["signed_in"], false);
-    assert_eq!(shown["oauth"]["grant"], "authorization_code");
+    let source = get_source(&api).await;
+    assert!(
+        source["problem"].as_str().unwrap().contains("toolcrib mcp sign-in fixture"),
+        "{source}"
+    );
+    assert_eq!(source["oauth"]["signed_in"], false);
+    assert_eq!(source["oauth"]["grant"], "authorization_code");
     sign_in(&api).await;
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "hello" })).await), "hello");
-    let shown = get_source(&api).await;
-    assert_eq!(shown["oauth"]["signed_in"], true);
-    assert_eq!(shown["oauth"]["scopes"], json!(["files", "offline_access"]));
-    assert_eq!(shown["oauth"]["sign_in_url"], Value::Null);
-    assert_no_secrets(&issuer, &shown.to_string());
+    let source = get_source(&api).await;
+    assert_eq!(source["oauth"]["signed_in"], true);
+    assert_eq!(source["oauth"]["scopes"], json!(["files", "offline_access"]));
+    assert_eq!(source["oauth"]["sign_in_url"], Value::Null);
+    assert_no_secrets(&issuer, &source.to_string());
     assert_no_secrets(&issuer, &api.get("/v1/sources/mcp").await.text);
     assert_eq!(issuer.books.authorized.load(Ordering::SeqCst), 1);
     assert_eq!(issuer.books.registered.load(Ordering::SeqCst), 1);
@@ -116,18 +119,18 @@ async fn a_denied_sign_in_can_be_repeated() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
     let api = server.api();
-    let shown = get_source(&api).await;
-    let back = follow_sign_in_url(&shown).await;
+    let source = get_source(&api).await;
+    let back = follow_sign_in_url(&source).await;
     let state = back.split(['&', '?']).find(|pair| pair.starts_with("state=")).unwrap();
     let page = api.get(&format!("/oauth/callback?error=access_denied&{state}")).await;
     assert_eq!(page.status, 400);
     assert!(page.text.contains("access_denied"), "{}", page.text);
     assert_eq!(api.get(&back).await.status, 400, "the state is used up");
-    let first = shown["oauth"]["sign_in_url"].clone();
+    let first = source["oauth"]["sign_in_url"].clone();
     until("another address", || async {
-        let shown = get_source(&api).await;
-        let problem = shown["problem"].as_str().unwrap_or_default().to_owned();
-        let other = shown["oauth"]["sign_in_url"] != first;
+        let source = get_source(&api).await;
+        let problem = source["problem"].as_str().unwrap_or_default().to_owned();
+        let other = source["oauth"]["sign_in_url"] != first;
         (other && problem.contains("access_denied")).then_some(())
     })
     .await;
@@ -211,9 +214,9 @@ async fn client_credentials_tokens_are_fetched() {
     issuer.books.revoke();
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "again" })).await), "again");
     assert_eq!(issuer.books.exchanged.load(Ordering::SeqCst), 2);
-    let shown = get_source(&api).await;
-    assert_eq!(shown["oauth"]["grant"], "client_credentials");
-    assert_no_secrets(&issuer, &shown.to_string());
+    let source = get_source(&api).await;
+    assert_eq!(source["oauth"]["grant"], "client_credentials");
+    assert_no_secrets(&issuer, &source.to_string());
     assert_eq!(issuer.books.authorized.load(Ordering::SeqCst), 0);
     api.post("/v1/sources/mcp/fixture/sign-in", json!({})).await.refused(409, "CONFLICT");
 }
@@ -231,8 +234,8 @@ async fn an_additional_scope_is_requested_once() {
     sign_in(&api).await;
     let refused = call(&api, "fixture.add", json!({ "a": 1, "b": 2 })).await;
     assert_eq!(refused["status"], "FAILED", "{refused}");
-    let shown = get_source(&api).await;
-    assert_eq!(shown["state"], "ready", "other tools can still be called: {shown}");
+    let source = get_source(&api).await;
+    assert_eq!(source["state"], "ready", "other tools can still be called: {source}");
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
     sign_in(&api).await;
     let sum = call(&api, "fixture.add", json!({ "a": 1, "b": 2 })).await;
@@ -240,8 +243,8 @@ async fn an_additional_scope_is_requested_once() {
     // A granted scope that is still insufficient is not requested again.
     *issuer.books.guarded.lock() = Some(("add".into(), "nothing-helps".into()));
     call(&api, "fixture.add", json!({ "a": 1, "b": 2 })).await;
-    let shown = get_source(&api).await;
-    assert!(shown["oauth"]["sign_in_url"].is_string(), "{shown}");
+    let source = get_source(&api).await;
+    assert!(source["oauth"]["sign_in_url"].is_string(), "{source}");
 }
 
 #[tokio::test]
@@ -258,7 +261,7 @@ async fn tokens_are_bound_to_the_url_and_deleted_with_the_source() {
     let moved = json!({ "name": "fixture", "url": other.url() });
     api.post("/v1/sources/mcp?wait_ms=20000", moved).await.is(201);
     wait_for_state(&api, "fixture", "needs_sign_in").await;
-    assert!(other.books.shown.lock().is_empty(), "the token was sent to another URL");
+    assert!(other.books.presented_tokens.lock().is_empty(), "the token was sent to another URL");
     api.delete("/v1/sources/mcp/fixture").await.is(204);
     assert!(server.engine.admin().upstreams_with_credentials().await.unwrap().is_empty());
 }
@@ -266,14 +269,14 @@ async fn tokens_are_bound_to_the_url_and_deleted_with_the_source() {
 #[tokio::test]
 async fn an_upstream_cannot_name_an_issuer_in_a_private_network() {
     // The upstream is on an allowed host, the issuer that it names is not.
-    let issuer = Issuer::named("localhost").await;
+    let issuer = Issuer::start_on("localhost").await;
     let hosts = vec!["127.0.0.1".to_owned()];
     let server = Server::with(|config| config.mcp_servers.allow_hosts = hosts).await;
     let admin = server.keyed("default", "ada", "admin", &["*"]).await;
     let added = json!({ "name": "fixture", "url": issuer.url() });
     admin.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
-    let shown = wait_for_state(&admin, "fixture", "waiting").await;
-    let problem = shown["problem"].as_str().unwrap();
+    let source = wait_for_state(&admin, "fixture", "waiting").await;
+    let problem = source["problem"].as_str().unwrap();
     assert!(problem.contains("private network"), "{problem}");
     assert_eq!(issuer.books.registered.load(Ordering::SeqCst), 0);
 }
@@ -286,8 +289,8 @@ async fn a_401_without_oauth_metadata_starts_no_sign_in() {
     let router = axum::Router::new().route("/mcp", axum::routing::any(refuse));
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
     let server = Server::with(|config| config.mcp = vec![http_upstream(&url)]).await;
-    let shown = wait_for_state(&server.api(), "fixture", "waiting").await;
-    let problem = shown["problem"].as_str().unwrap();
+    let source = wait_for_state(&server.api(), "fixture", "waiting").await;
+    let problem = source["problem"].as_str().unwrap();
     assert!(problem.contains("401") && problem.contains("header"), "{problem}");
 }
 
@@ -315,8 +318,8 @@ async fn the_command_line_signs_in_and_nothing_secret_is_logged() {
     let person = async {
         // The command starts another sign-in: only the latest URL is valid.
         until("the address", || async {
-            let shown = get_source(&api).await;
-            (shown["oauth"]["sign_in_url"].as_str()? != address.trim()).then_some(())
+            let source = get_source(&api).await;
+            (source["oauth"]["sign_in_url"].as_str()? != address.trim()).then_some(())
         })
         .await;
         let back = follow_sign_in_url(&get_source(&api).await).await;

@@ -70,11 +70,11 @@ fn tools() -> Value {
 async fn assert_skipped(settings: McpServerSettings, names: &[&str]) {
     let server = super::server(vec![settings]).await;
     let api = server.api();
-    let shown = wait_for_state(&api, "fixture", "ready").await;
-    let skipped = shown["skipped"].as_array().unwrap();
+    let source = wait_for_state(&api, "fixture", "ready").await;
+    let skipped = source["skipped"].as_array().unwrap();
     let skipped_names: Vec<&Value> = skipped.iter().map(|skipped| &skipped["tool"]).collect();
-    assert_eq!(skipped_names, names, "{shown}");
-    assert!(skipped[0]["why"].as_str().unwrap().contains("description"), "{shown}");
+    assert_eq!(skipped_names, names, "{source}");
+    assert!(skipped[0]["why"].as_str().unwrap().contains("description"), "{source}");
     assert_eq!(result_text(&call(&api, "fixture.fine", json!({})).await), "done");
     assert_eq!(
         result_text(&call(&api, "fixture.mirrored", json!({ "region": "eu" })).await),
@@ -128,16 +128,17 @@ async fn skipped_tools_are_reported_after_every_refresh() {
     let server = super::server(vec![McpServerSettings { older: true, ..program("odd") }]).await;
     let api = server.api();
     call(&api, "fixture.fine", json!({})).await;
-    let shown = crate::support::until("another look", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["changes"] != json!([])).then_some(shown)
+    let source = crate::support::until("another look", || async {
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["changes"] != json!([])).then_some(source)
     })
     .await;
-    let skipped_names = shown["skipped"].as_array().unwrap().iter().map(|skipped| &skipped["tool"]);
+    let skipped_names =
+        source["skipped"].as_array().unwrap().iter().map(|skipped| &skipped["tool"]);
     assert_eq!(
         skipped_names.collect::<Vec<_>>(),
         ["odd", "number 3", "fixture.nonsense"],
-        "{shown}"
+        "{source}"
     );
 }
 
@@ -242,9 +243,9 @@ async fn an_invalid_tool_is_reported_until_its_definition_is_fixed() {
     let server = super::server(vec![http_upstream(&url.await)]).await;
     let api = server.api();
     for _ in 0..2 {
-        let shown = wait_for_state(&api, "fixture", "ready").await;
+        let source = wait_for_state(&api, "fixture", "ready").await;
         assert_eq!(
-            (&shown["tools"], &shown["skipped"][0]["tool"]),
+            (&source["tools"], &source["skipped"][0]["tool"]),
             (&json!(1), &json!("fixture.odd"))
         );
         api.post("/v1/sources/mcp/fixture/refresh", json!({})).await.is(200);
@@ -252,8 +253,8 @@ async fn an_invalid_tool_is_reported_until_its_definition_is_fixed() {
     fixed.store(1, Ordering::SeqCst);
     api.post("/v1/sources/mcp/fixture/refresh", json!({})).await.is(200);
     crate::support::until("the tool to be taken", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["tools"] == 2 && shown["skipped"] == json!([])).then_some(())
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["tools"] == 2 && source["skipped"] == json!([])).then_some(())
     })
     .await;
 }
@@ -283,13 +284,13 @@ async fn a_legacy_url_elicitation_error_holds_the_call() {
                 .await;
         let api = server.api();
         let id = api.invoke("fixture.pay", json!({})).await;
-        let held = crate::support::until("the question", || async {
+        let paused = crate::support::until("the question", || async {
             let call = api.call(&id).await;
             (call["hold"]["reason"] == "input").then_some(call)
         })
         .await;
-        let question = &held["hold"]["questions"]["e1"]["params"];
-        assert_eq!(question["url"], "https://login.example.com/e1", "{held}");
+        let question = &paused["hold"]["questions"]["e1"]["params"];
+        assert_eq!(question["url"], "https://login.example.com/e1", "{paused}");
         let path = format!("/v1/tool_calls/{id}/answer");
         api.post(&path, json!({ "answers": { "e1": { "action": action } } })).await.is(200);
         assert_eq!(api.finished(&id).await["status"], status);
@@ -317,8 +318,8 @@ async fn a_legacy_upstream_that_floods_over_http_is_restarted() {
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended["error"]["message"].as_str().unwrap().contains("floods"), "{ended}");
     crate::support::until("it to be begun again", || async {
-        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
-        (shown["state"] == "ready" && shown["restarts"] == 1).then_some(())
+        let source = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (source["state"] == "ready" && source["restarts"] == 1).then_some(())
     })
     .await;
     assert_eq!(result_text(&call(&api, "fixture.fine", json!({})).await), "done");

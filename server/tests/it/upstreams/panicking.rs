@@ -29,7 +29,7 @@ impl UpstreamRegistry for PanickingRegistry {
         _project: &str,
         _upstream: &str,
         _tools: Vec<ToolDefinition>,
-        _why: &str,
+        _reason: &str,
     ) -> Result<Vec<(String, String)>, String> {
         Ok(Vec::new())
     }
@@ -58,13 +58,15 @@ async fn an_upstream_whose_supervisor_panics_is_restarted() {
     let upstreams = McpSource::new(OutboundPolicy::new("upstreams", true, &[]), String::new());
     upstreams.set_registry(Arc::new(PanickingRegistry::default()));
     upstreams.set_servers(vec![http_upstream(&upstream.url())]);
-    let shown = || upstreams.status("default", "fixture").unwrap().state;
+    let current_state = || upstreams.status("default", "fixture").unwrap().state;
     let waiting = until("it to wait", || async {
-        Some(shown()).filter(|state| state.phase == UpstreamPhase::Waiting)
+        Some(current_state()).filter(|state| state.phase == UpstreamPhase::Waiting)
     })
     .await;
     assert!(waiting.problem.unwrap().contains("a fault of Toolcrib's own"));
-    until("it to be there", || async { (shown().phase == UpstreamPhase::Ready).then_some(()) })
-        .await;
+    until("it to be there", || async {
+        (current_state().phase == UpstreamPhase::Ready).then_some(())
+    })
+    .await;
     upstreams.close().await;
 }

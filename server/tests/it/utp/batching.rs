@@ -52,22 +52,26 @@ async fn each_report_of_a_batch_is_answered_separately() {
     assert_eq!(answer["answers"][3]["error"]["code"], "bad_request");
     let both = [&answer["answers"][4]["duplicate"], &answer["answers"][5]["duplicate"]];
     assert_eq!(both.iter().filter(|duplicate| **duplicate == &json!(true)).count(), 1);
-    for (at, n) in [(0, "r0"), (3, "r3")] {
-        let call = api.finished(&commands[at].0).await;
+    for (index, n) in [(0, "r0"), (3, "r3")] {
+        let call = api.finished(&commands[index].0).await;
         assert_eq!((&call["result"], &call["taken_by"]), (&json!({ "n": n }), &json!("tool.hand")));
     }
-    for at in [1, 2] {
-        assert_eq!(api.call(&commands[at].0).await["status"], "PENDING");
+    for index in [1, 2] {
+        assert_eq!(api.call(&commands[index].0).await["status"], "PENDING");
     }
     // A rejected report of a batch becomes a dead letter, like a single report.
     let dead = api.get("/v1/dead_letters").await.is(200)["dead_letters"].clone();
-    let mut reasons: Vec<&str> =
-        dead.as_array().unwrap().iter().map(|letter| letter["reason"].as_str().unwrap()).collect();
+    let mut reasons: Vec<&str> = dead
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|dead_letter| dead_letter["reason"].as_str().unwrap())
+        .collect();
     reasons.sort_unstable();
     assert_eq!(reasons, ["malformed", "malformed", "wrong_epoch"]);
-    for letter in dead.as_array().unwrap() {
-        assert_eq!(letter["subject"], "cg.v1r3.default.public.rpc.sys.l0.report");
-        assert_eq!(letter["headers"]["cg-sender"], "tool.hand");
+    for dead_letter in dead.as_array().unwrap() {
+        assert_eq!(dead_letter["subject"], "cg.v1r3.default.public.rpc.sys.l0.report");
+        assert_eq!(dead_letter["headers"]["cg-sender"], "tool.hand");
     }
     for wrong in [json!({}), json!({ "reports": [] }), json!({ "reports": [{ "headers": {} }] })] {
         let answer = peer.request("sys.l0.reports", wrong).await;

@@ -70,10 +70,10 @@ impl Fixture {
 
     async fn wait_for_dead_letter(&self, word: &str) -> Value {
         until(&format!("a dead letter with {word}"), || async {
-            let letters = self.api.get("/v1/dead_letters").await.is(200);
-            let mut letters = letters["dead_letters"].as_array().unwrap().clone();
-            letters.retain(|l| l["message"].as_str().unwrap().contains(word));
-            letters.pop()
+            let dead_letters = self.api.get("/v1/dead_letters").await.is(200);
+            let mut dead_letters = dead_letters["dead_letters"].as_array().unwrap().clone();
+            dead_letters.retain(|l| l["message"].as_str().unwrap().contains(word));
+            dead_letters.pop()
         })
         .await
     }
@@ -162,18 +162,18 @@ async fn an_unanswerable_command_becomes_a_dead_letter() {
     for name in ["tool_call_id", "agent_turn_id", "agent_id"] {
         invalid_fields.extend([(name, Value::Null), (name, json!(7))]);
     }
-    let letters = async || {
-        let letters = fixture.api.get("/v1/dead_letters?limit=200").await.is(200);
-        letters["dead_letters"].as_array().unwrap().len()
+    let count_dead_letters = async || {
+        let dead_letters = fixture.api.get("/v1/dead_letters?limit=200").await.is(200);
+        dead_letters["dead_letters"].as_array().unwrap().len()
     };
-    let before = letters().await;
+    let before = count_dead_letters().await;
     for (name, value) in &invalid_fields {
         let mut payload = command.payload.clone();
         payload[*name] = value.clone();
         fixture.peer.command(SERVED, payload.to_string().into_bytes()).await;
     }
     fixture.wait_until_processed().await;
-    assert_eq!(letters().await, before + invalid_fields.len());
+    assert_eq!(count_dead_letters().await, before + invalid_fields.len());
     assert_eq!(fixture.api.call(&id).await["status"], "PENDING", "no command was applied");
     // The redriven command is published, and the original command is executed.
     let dead = fixture.wait_for_dead_letter("turn_epoch").await;
@@ -184,7 +184,7 @@ async fn an_unanswerable_command_becomes_a_dead_letter() {
     assert_eq!(stderr.trim(), format!("{dead_id} was published again"));
     let (list, _) = run_cli(&fixture.server, &["utp", "dead-letters", "--json"]).await;
     let list: Value = list.parse().unwrap();
-    let same = |letter: &&Value| letter["id"] == dead_id;
+    let same = |dead_letter: &&Value| dead_letter["id"] == dead_id;
     let again = list["dead_letters"].as_array().unwrap().iter().find(same).unwrap();
     assert_eq!(again["last_try"], "published again");
     fixture.peer.command(SERVED, command.payload.to_string().into_bytes()).await;

@@ -22,8 +22,8 @@ impl Fixture {
         Some(Self { _nats: nats, _server: server, api, peer })
     }
 
-    async fn act(&self, turn: &str, what: &str, body: Value) -> crate::support::api::Reply {
-        self.api.post(&format!("/v1/agents/ada/turns/{turn}/{what}"), body).await
+    async fn act(&self, turn: &str, action: &str, body: Value) -> crate::support::api::Reply {
+        self.api.post(&format!("/v1/agents/ada/turns/{turn}/{action}"), body).await
     }
 
     /// Dispatches a call in a turn whose lease expires soon. Tries longer leases if the machine is
@@ -214,9 +214,9 @@ async fn a_report_header_must_match_the_channel_of_the_subject() {
     assert_eq!(refused["error"]["code"], "bad_request", "{refused}");
     let dead = fixture.api.get("/v1/dead_letters").await.is(200)["dead_letters"][0].clone();
     assert_eq!(dead["reason"], "malformed", "{dead}");
-    let own = [("CG-Channel-Id", "public")];
+    let headers = [("CG-Channel-Id", "public")];
     assert_eq!(
-        fixture.peer.request_in("default", "sys.l0.report", report_body, &own).await["ok"],
+        fixture.peer.request_in("default", "sys.l0.report", report_body, &headers).await["ok"],
         true
     );
     assert_eq!(fixture.api.finished(&id).await["status"], "SUCCEEDED");
@@ -296,10 +296,10 @@ async fn an_agent_removed_from_the_roster_cannot_call_tools() {
 
 /// Asserts that the call of a suspended step is still open.
 async fn assert_call_is_open(fixture: &Fixture, turn: &str) {
-    let shown = fixture.api.get(&format!("/v1/agents/ada/turns/{turn}")).await.is(200);
-    let id = shown["calls"][0]["call_id"].as_str().unwrap();
-    assert_eq!(fixture.api.call(id).await["status"], "PENDING", "{turn}: {shown}");
-    assert_eq!(shown["status"], "suspended", "{shown}");
+    let turn_body = fixture.api.get(&format!("/v1/agents/ada/turns/{turn}")).await.is(200);
+    let id = turn_body["calls"][0]["call_id"].as_str().unwrap();
+    assert_eq!(fixture.api.call(id).await["status"], "PENDING", "{turn}: {turn_body}");
+    assert_eq!(turn_body["status"], "suspended", "{turn_body}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -348,9 +348,9 @@ async fn a_concurrent_renewal_does_not_prevent_suspend_or_finish() {
         let calls = json!([call("c", "hand.work", json!({}))]);
         let body = json!({ "turn_epoch": 1, "calls": calls, "suspend": false });
         fixture.act(turn, "dispatch", body).await.is(200);
-        let what = if turn < "t3" { "suspend" } else { "finish" };
+        let action = if turn < "t3" { "suspend" } else { "finish" };
         let renewing = (0..6).map(|_| fixture.act(turn, "renew", json!({ "turn_epoch": 1 })));
-        let ending = fixture.act(turn, what, json!({ "turn_epoch": 1 }));
+        let ending = fixture.act(turn, action, json!({ "turn_epoch": 1 }));
         let (_, ended) = tokio::join!(futures::future::join_all(renewing), ending);
         ended.is(200);
     }

@@ -181,10 +181,10 @@ async fn headers_that_contradict_the_subject_are_rejected() {
             .await
             .unwrap();
         until("a dead letter", || async {
-            let letters = api.get("/v1/dead_letters").await.is(200);
-            let letters = letters["dead_letters"].as_array().unwrap().clone();
+            let dead_letters = api.get("/v1/dead_letters").await.is(200);
+            let dead_letters = dead_letters["dead_letters"].as_array().unwrap().clone();
             let word = name.to_lowercase();
-            letters.iter().find(|l| l["message"].as_str().unwrap().contains(&word)).map(|_| ())
+            dead_letters.iter().find(|l| l["message"].as_str().unwrap().contains(&word)).map(|_| ())
         })
         .await;
     }

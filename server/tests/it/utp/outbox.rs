@@ -46,9 +46,9 @@ impl Fixture {
 
     async fn wait_for_dead_letter(&self, reason: &str) -> Value {
         until(&format!("a dead letter: {reason}"), || async {
-            let letters = self.api.get("/v1/dead_letters").await.is(200);
-            let letters = letters["dead_letters"].as_array().unwrap().clone();
-            letters.into_iter().find(|letter| letter["reason"] == reason)
+            let dead_letters = self.api.get("/v1/dead_letters").await.is(200);
+            let dead_letters = dead_letters["dead_letters"].as_array().unwrap().clone();
+            dead_letters.into_iter().find(|dead_letter| dead_letter["reason"] == reason)
         })
         .await
     }
@@ -91,10 +91,10 @@ async fn invalid_characters_in_header_values_are_rejected() {
 async fn the_reason_of_an_end_is_truncated() {
     let Some(nats) = Nats::start_with(4_096).await else { return };
     let Some(fixture) = Fixture::with_nats(nats).await else { return };
-    for (turn, what) in [("t1", "stop"), ("t2", "finish")] {
+    for (turn, action) in [("t1", "stop"), ("t2", "finish")] {
         fixture.lease(json!({ "agent_turn_id": turn })).await;
         let body = json!({ "turn_epoch": 1, "reason": "x".repeat(100_000) });
-        let path = format!("/v1/agents/ada/turns/{turn}/{what}");
+        let path = format!("/v1/agents/ada/turns/{turn}/{action}");
         let ended = fixture.api.post(&path, body).await.is(200);
         assert_eq!(ended["reason"].as_str().unwrap().len(), 500);
         let subject = "cg.v1r3.default.public.evt.agent.ada.task";
@@ -112,11 +112,11 @@ async fn invalid_headers_of_a_redriven_command_are_dropped() {
         "tracestate": "a\r\nb", "CG-Odd\r\n": "x", "Nats-Expected-Stream": "another",
         "CG-Sender": "somebody",
     });
-    let letter = json!({
+    let message = json!({
         "reason": "malformed", "message": "odd", "subject": subject, "headers": headers,
         "payload": "{\"again\": 1}",
     });
-    let stored = fixture.peer.request("sys.l0.dead_letter", letter).await;
+    let stored = fixture.peer.request("sys.l0.dead_letter", message).await;
     let path = format!("/v1/dead_letters/{}/redrive", stored["dead_letter_id"].as_str().unwrap());
     fixture.api.post(&path, json!({})).await.is(200);
     let again = fixture.peer.next("hand").await;
@@ -225,7 +225,7 @@ async fn a_message_without_a_stream_becomes_a_dead_letter() {
 async fn a_dead_letter_must_name_a_tool_subject_of_its_project() {
     let Some(fixture) = Fixture::new().await else { return };
     fixture.api.post("/projects", json!({ "project_id": "shop" })).await.is(201);
-    let letter = |subject: &str| {
+    let message_for = |subject: &str| {
         json!({
             "reason": "malformed", "message": "odd", "subject": subject, "headers": {},
             "payload": "{}",
@@ -240,11 +240,11 @@ async fn a_dead_letter_must_name_a_tool_subject_of_its_project() {
         "",
     ] {
         let refused =
-            fixture.peer.request_in("shop", "sys.l0.dead_letter", letter(subject), &[]).await;
+            fixture.peer.request_in("shop", "sys.l0.dead_letter", message_for(subject), &[]).await;
         assert_eq!(refused["error"]["code"], "bad_request", "{subject}: {refused}");
     }
-    let own = letter("cg.v1r3.shop.public.cmd.tool.hand.run");
-    let stored = fixture.peer.request_in("shop", "sys.l0.dead_letter", own, &[]).await;
+    let valid = message_for("cg.v1r3.shop.public.cmd.tool.hand.run");
+    let stored = fixture.peer.request_in("shop", "sys.l0.dead_letter", valid, &[]).await;
     let path = format!("/v1/dead_letters/{}/redrive", stored["dead_letter_id"].as_str().unwrap());
     fixture.api.clone().project("shop").post(&path, json!({})).await.is(200);
     let again = fixture.peer.next("hand").await;
@@ -256,11 +256,11 @@ async fn the_size_of_a_dead_letter_is_limited() {
     let Some(fixture) = Fixture::new().await else { return };
     let long = "x".repeat(100_000);
     let subject = "cg.v1r3.default.public.cmd.tool.hand.run";
-    let letter = json!({
+    let message = json!({
         "reason": format!("mine-{long}"), "message": long, "subject": subject,
         "headers": { "a": "1", "b": long }, "payload": "{}",
     });
-    let stored = fixture.peer.request("sys.l0.dead_letter", letter.clone()).await;
+    let stored = fixture.peer.request("sys.l0.dead_letter", message.clone()).await;
     assert_eq!(stored["ok"], true, "{stored}");
     let dead = fixture.api.get("/v1/dead_letters").await.is(200)["dead_letters"][0].clone();
     assert!(dead.to_string().len() < 10_000, "{} bytes", dead.to_string().len());
@@ -271,7 +271,7 @@ async fn the_size_of_a_dead_letter_is_limited() {
     assert!(counted.clone().any(|line| line.contains("reason=\"other\"")), "{metrics}");
     assert!(!metrics.contains("mine-"), "{metrics}");
     // An unknown project stores nothing.
-    let mut other = letter;
+    let mut other = message;
     other["subject"] = json!("cg.v1r3.nobody.public.cmd.tool.hand.run");
     let refused = fixture.peer.request_in("nobody", "sys.l0.dead_letter", other, &[]).await;
     assert_eq!(refused["error"]["code"], "not_found", "{refused}");

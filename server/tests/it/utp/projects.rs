@@ -42,15 +42,15 @@ async fn post_form(api: &Api, field: &str, text: &str) -> Reply {
 async fn a_definition_is_accepted_as_form_yaml_and_json() {
     let server = Server::start().await;
     let api = server.api();
-    let made = post_form(&api, "file", VALID_DEFINITION).await.is(201);
-    assert_eq!(made["project_id"], "default");
-    assert_eq!(made["tool_name"], "text.count");
-    assert_eq!(made["after_execution"], "suspend");
-    assert_eq!(made["options"], json!({ "timeout_seconds": 7 }));
-    assert_eq!(made["timeout_ms"], 7_000);
-    assert!(made.get("unknown").is_none());
+    let defined = post_form(&api, "file", VALID_DEFINITION).await.is(201);
+    assert_eq!(defined["project_id"], "default");
+    assert_eq!(defined["tool_name"], "text.count");
+    assert_eq!(defined["after_execution"], "suspend");
+    assert_eq!(defined["options"], json!({ "timeout_seconds": 7 }));
+    assert_eq!(defined["timeout_ms"], 7_000);
+    assert!(defined.get("unknown").is_none());
     let again = post_yaml(&api, "default", VALID_DEFINITION).await.is(201);
-    assert_eq!(again, made, "the same definition again is the same version");
+    assert_eq!(again, defined, "the same definition again is the same version");
     let other = json!({
         "name": " text.count ",
         "target_subject": "cmd.tool.count.run",
@@ -61,9 +61,9 @@ async fn a_definition_is_accepted_as_form_yaml_and_json() {
     assert_eq!(replaced["target_subject"], subject, "the short form, written out");
     assert_eq!(replaced["description"], "", "an omitted field has its default again");
     assert_eq!(replaced["parameters"], json!({}));
-    assert_ne!(replaced["version"], made["version"]);
-    let shown = api.get("/projects/default/tools/text.count").await.is(200);
-    assert_eq!(shown, replaced);
+    assert_ne!(replaced["version"], defined["version"]);
+    let stored = api.get("/projects/default/tools/text.count").await.is(200);
+    assert_eq!(stored, replaced);
     let listed = api.get("/v1/tools/text.count").await.is(200);
     assert_eq!((&listed["executor"], &listed["source"]), (&json!("utp"), &json!("server")));
     api.delete("/projects/default/tools/text.count").await.is(204);
@@ -214,12 +214,12 @@ async fn definition_checks_have_a_fixed_order() {
     let expected = [(400, "schema"), (404, "project"), (400, "reserved"), (400, "after_execution")];
     for (n, (status, word)) in expected.into_iter().enumerate() {
         let project = if n < 2 { "nowhere" } else { "default" };
-        let left = match n {
+        let remaining = match n {
             0 => &all[..],
             1 | 2 => &all[1..],
             _ => &all[2..],
         };
-        let reply = post_yaml(&api, project, &with(left)).await;
+        let reply = post_yaml(&api, project, &with(remaining)).await;
         let code = if status == 404 { "NOT_FOUND" } else { "BAD_REQUEST" };
         let error = reply.refused(status, code);
         assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
@@ -230,8 +230,9 @@ async fn definition_checks_have_a_fixed_order() {
 async fn projects_are_created_listed_and_isolated() {
     let server = Server::start().await;
     let api = server.api();
-    let made = api.post("/projects", json!({ "project_id": "p1", "title": "One" })).await.is(201);
-    assert_eq!((&made["project_id"], &made["title"]), (&json!("p1"), &json!("One")));
+    let created =
+        api.post("/projects", json!({ "project_id": "p1", "title": "One" })).await.is(201);
+    assert_eq!((&created["project_id"], &created["title"]), (&json!("p1"), &json!("One")));
     api.post("/projects", json!({ "project_id": "p1" })).await.refused(409, "CONFLICT");
     api.post("/projects", json!({ "project_id": "a.b" })).await.refused(422, "VALIDATION_ERROR");
     let fresh = api.post("/projects", json!({})).await.is(201);

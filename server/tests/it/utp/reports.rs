@@ -234,8 +234,8 @@ async fn the_card_of_a_rejected_report_is_not_stored() {
         .await;
     fixture.api.get("/v1/cards/x1").await.refused(404, "NOT_FOUND");
     assert_eq!(fixture.api.call(&other).await["status"], "PENDING");
-    let own = result_card(another, "x2", "success", json!({ "of": "the second" }));
-    let answer = fixture.report(report_with_card(another, "x2", "success", own)).await;
+    let card = result_card(another, "x2", "success", json!({ "of": "the second" }));
+    let answer = fixture.report(report_with_card(another, "x2", "success", card)).await;
     assert_eq!(answer["ok"], true, "{answer}");
     assert_eq!(fixture.api.finished(&other).await["result"], json!({ "of": "the second" }));
     // The card contradicts the report; a corrected card with the same id is accepted.
@@ -296,8 +296,8 @@ async fn another_project_can_neither_report_nor_read() {
     }
     assert_eq!(fixture.api.call(&id).await["status"], "PENDING");
     let other = fixture.api.clone().project("other");
-    let letters = other.get("/v1/dead_letters").await.is(200);
-    assert_eq!(letters["dead_letters"][0]["reason"], "orphan");
+    let dead_letters = other.get("/v1/dead_letters").await.is(200);
+    assert_eq!(dead_letters["dead_letters"][0]["reason"], "orphan");
     assert_eq!(fixture.api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
 }
 
@@ -396,8 +396,8 @@ async fn a_dead_letter_can_be_redriven() {
     fixture.api.post("/v1/dead_letters/dl_x/redrive", json!({})).await.refused(404, "NOT_FOUND");
     // Dead letters survive a restart of the server.
     let server = fixture.server.restart().await;
-    let letters = server.api().get("/v1/dead_letters").await.is(200);
-    assert_eq!(letters["dead_letters"][0]["id"], dead["id"]);
+    let dead_letters = server.api().get("/v1/dead_letters").await.is(200);
+    assert_eq!(dead_letters["dead_letters"][0]["id"], dead["id"]);
 }
 
 #[tokio::test]
@@ -412,9 +412,9 @@ async fn cards_are_validated_before_they_are_stored() {
         },
         "metadata": { "note": "mine" },
     });
-    let made = api.post("/v1/cards", good.clone()).await.is(201);
-    let id = made["card_id"].as_str().unwrap();
-    assert_eq!(api.get(&format!("/v1/cards/{id}")).await.is(200), made);
+    let stored = api.post("/v1/cards", good.clone()).await.is(201);
+    let id = stored["card_id"].as_str().unwrap();
+    assert_eq!(api.get(&format!("/v1/cards/{id}")).await.is(200), stored);
     let mut same = good.clone();
     same["card_id"] = json!(id);
     api.post("/v1/cards", same.clone()).await.is(200);

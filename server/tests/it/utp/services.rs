@@ -69,8 +69,8 @@ async fn the_python_example_executes_calls() {
     let peer = nats.peer().await;
     peer.command("cg.v1r3.default.public.cmd.tool.count.run", b"{\"tool".to_vec()).await;
     let dead = until("a dead letter", || async {
-        let letters = api.get("/v1/dead_letters").await.is(200);
-        letters["dead_letters"].get(0).cloned()
+        let dead_letters = api.get("/v1/dead_letters").await.is(200);
+        dead_letters["dead_letters"].get(0).cloned()
     })
     .await;
     assert_eq!((&dead["reason"], &dead["payload"]), (&json!("malformed"), &json!("{\"tool")));
@@ -79,8 +79,8 @@ async fn the_python_example_executes_calls() {
     let subject = "cg.v1r3.default.public.cmd.tool.count.run";
     peer.command(subject, odd.to_string().into_bytes()).await;
     until("the report to become a dead letter", || async {
-        let letters = api.get("/v1/dead_letters?limit=1").await.is(200);
-        (letters["dead_letters"][0]["reason"] == "orphan").then_some(())
+        let dead_letters = api.get("/v1/dead_letters?limit=1").await.is(200);
+        (dead_letters["dead_letters"][0]["reason"] == "orphan").then_some(())
     })
     .await;
     nats.down();
@@ -149,11 +149,15 @@ fn utp_serve_command(
          [http.jina]\nsearch_url = \"http://{0}\"\n",
         upstream.address
     );
-    let here = data.parent().unwrap();
-    std::fs::write(here.join("toolcrib.toml"), settings).unwrap();
+    let directory = data.parent().unwrap();
+    std::fs::write(directory.join("toolcrib.toml"), settings).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
     command.args(more).args(["utp", "serve", "--target", "crib", "--nats", &nats.url()]);
-    command.arg("--data-dir").arg(data).current_dir(here).env("PETS_TOKEN", "t0ken-of-the-service");
+    command
+        .arg("--data-dir")
+        .arg(data)
+        .current_dir(directory)
+        .env("PETS_TOKEN", "t0ken-of-the-service");
     command
 }
 
@@ -228,9 +232,9 @@ async fn utp_serve_can_serve_one_projects_tools_to_all_projects() {
     });
     let options = json!({ "http": { "url": upstream.url("/said") }, "args": { "fixed": fixed } });
     let ids_tool = json!({ "tool_name": "ids.say", "options": options });
-    let gone = json!({ "tool_name": "ids.gone",
+    let removed = json!({ "tool_name": "ids.gone",
         "options": { "http": { "url": upstream.url("/status/404") } } });
-    for tool in [pets, ids_tool, gone] {
+    for tool in [pets, ids_tool, removed] {
         api.clone().project("shop").post("/projects/shop/tools", tool).await.is(201);
     }
     let data = shop.config.data_dir.clone();

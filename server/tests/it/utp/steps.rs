@@ -29,8 +29,8 @@ impl Fixture {
         Some(Self { _nats: nats, _server: server, api, peer })
     }
 
-    async fn act(&self, what: &str, body: Value) -> crate::support::api::Reply {
-        self.api.post(&format!("/v1/agents/default/turns/t1/{what}"), body).await
+    async fn act(&self, action: &str, body: Value) -> crate::support::api::Reply {
+        self.api.post(&format!("/v1/agents/default/turns/t1/{action}"), body).await
     }
 
     /// Dispatches a step with one call, without a suspend.
@@ -67,8 +67,8 @@ async fn a_turn_resumes_with_the_results_of_all_open_steps() {
     let second = fixture.step("s2", eval_call("b", "2+2")).await;
     assert_eq!(ids(&second["calls"]), ["b"]);
     assert_eq!(fixture.step("s1", work_call("a")).await["calls"], first["calls"], "the same again");
-    let shown = fixture.api.get("/v1/agents/default/turns/t1").await.is(200);
-    assert_eq!(ids(&shown["calls"]), ["a", "b"], "{shown}");
+    let turn = fixture.api.get("/v1/agents/default/turns/t1").await.is(200);
+    assert_eq!(ids(&turn["calls"]), ["a", "b"], "{turn}");
     fixture.act("suspend", json!({ "turn_epoch": 1 })).await.is(200);
     let early = fixture.act("resume", json!({ "turn_epoch": 1 })).await.refused(409, "CONFLICT");
     let pending = early["detail"]["waiting"].as_array().unwrap();
@@ -133,12 +133,12 @@ async fn calls_of_a_rejected_step_are_reused_and_canceled_with_the_turn() {
     let refused = fixture.act("dispatch", body.clone()).await;
     assert_eq!(refused.status, 429, "{}", refused.text);
     let list_calls = async || fixture.api.get("/v1/tool_calls?run_id=t1").await.is(200);
-    let made = list_calls().await["tool_calls"].as_array().unwrap().clone();
-    assert_eq!(made.len(), 2);
+    let listed_calls = list_calls().await["tool_calls"].as_array().unwrap().clone();
+    assert_eq!(listed_calls.len(), 2);
     assert_eq!(fixture.act("dispatch", body).await.status, 429, "the same two calls are open");
     assert_eq!(list_calls().await["tool_calls"].as_array().unwrap().len(), 2);
     fixture.act("stop", json!({})).await.is(200);
-    for call in made {
+    for call in listed_calls {
         let id = call["tool_call_id"].as_str().unwrap();
         assert_eq!(fixture.api.finished(id).await["status"], "CANCELED", "{call}");
     }

@@ -32,9 +32,9 @@ impl Fixture {
         self.api.post("/v1/agents/ada/turns", body).await.is(201)
     }
 
-    async fn act(&self, turn: &Value, what: &str, body: Value) -> crate::support::api::Reply {
+    async fn act(&self, turn: &Value, action: &str, body: Value) -> crate::support::api::Reply {
         let id = turn["agent_turn_id"].as_str().unwrap();
-        self.api.post(&format!("/v1/agents/ada/turns/{id}/{what}"), body).await
+        self.api.post(&format!("/v1/agents/ada/turns/{id}/{action}"), body).await
     }
 
     async fn dispatch(&self, turn: &Value, calls: Value) -> Value {
@@ -137,9 +137,9 @@ async fn a_turn_over_http_from_the_lease_to_the_end() {
 #[tokio::test]
 async fn a_turn_over_nats_from_the_lease_to_the_end() {
     let Some(fixture) = Fixture::new().await else { return };
-    let request = async |what: &str, body: Value| {
-        let answer = fixture.peer.request(&format!("agent.ada.{what}"), body).await;
-        assert_eq!(answer["ok"], true, "{what}: {answer}");
+    let request = async |operation: &str, body: Value| {
+        let answer = fixture.peer.request(&format!("agent.ada.{operation}"), body).await;
+        assert_eq!(answer["ok"], true, "{operation}: {answer}");
         answer
     };
     let turn = request("lease", json!({ "agent_turn_id": "t1" })).await;
@@ -166,7 +166,7 @@ async fn a_turn_over_nats_from_the_lease_to_the_end() {
     assert_eq!((&refused["ok"], &refused["error"]["code"]), (&json!(false), &json!("not_found")));
     let unknown = fixture.peer.request("agent.ada.dance", json!({})).await;
     assert_eq!(unknown["error"]["code"], "not_found");
-    for (what, body, word) in [
+    for (operation, body, word) in [
         ("lease", json!({ "lease_ms": "x" }), "column"),
         ("lease", json!({ "agent_turn_id": "a b" }), "agent_turn_id"),
         ("dispatch", json!({ "agent_turn_id": "t1" }), "turn_epoch"),
@@ -176,7 +176,7 @@ async fn a_turn_over_nats_from_the_lease_to_the_end() {
         ("inbox", json!({ "limit": "x" }), "limit"),
         ("ack", json!({ "inbox_ids": "x" }), "inbox_ids"),
     ] {
-        let refused = fixture.peer.request(&format!("agent.ada.{what}"), body).await;
+        let refused = fixture.peer.request(&format!("agent.ada.{operation}"), body).await;
         assert_eq!(refused["error"]["code"], "bad_request", "{refused}");
         assert!(refused["error"]["message"].as_str().unwrap().contains(word), "{refused}");
     }
@@ -335,8 +335,8 @@ async fn a_stopped_turn_cancels_its_calls_and_notifies_the_agent() {
     assert_eq!(stop["payload"]["reason"], "enough");
     assert_eq!(fixture.act(&turn, "stop", json!({})).await.is(200)["turn_epoch"], 2, "once");
     fixture.act(&turn, "resume", json!({ "turn_epoch": 2 })).await.refused(409, "CONFLICT");
-    let taken = json!({ "agent_turn_id": turn["agent_turn_id"] });
-    fixture.api.post("/v1/agents/ada/turns", taken).await.refused(409, "CONFLICT");
+    let lease = json!({ "agent_turn_id": turn["agent_turn_id"] });
+    fixture.api.post("/v1/agents/ada/turns", lease).await.refused(409, "CONFLICT");
     let mut report_body = report(&command.payload, "r1", "success");
     report_body["card"] = result_card(&command.payload, "r1", "success", json!(1));
     assert_eq!(fixture.peer.request("sys.l0.report", report_body).await["late"], true);

@@ -26,9 +26,9 @@ async fn the_end_of_a_call_is_delivered_once_and_signed() {
     assert!(!got.is_signed_with("whsec_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"));
     let body = got.json();
     assert_eq!(body["type"], "task.completed");
-    let at: jiff::Timestamp = body["timestamp"].as_str().unwrap().parse().unwrap();
+    let ended_at: jiff::Timestamp = body["timestamp"].as_str().unwrap().parse().unwrap();
     let call = fixture.api.call(&id).await;
-    assert_eq!(json!(at.as_millisecond()), call["completed_at_ms"], "when it ended");
+    assert_eq!(json!(ended_at.as_millisecond()), call["completed_at_ms"], "when it ended");
     let data = &body["data"];
     for (field, value) in [
         ("task_id", json!(id)),
@@ -107,8 +107,8 @@ async fn a_redirect_is_not_followed() {
     let id = fixture.complete_task(&receiver, json!(1)).await;
     let delivered = fixture.until(&id, "delivered").await;
     assert_eq!(codes(&delivered), [302, 307, 200]);
-    let why = delivered["log"][0]["error"].as_str().unwrap();
-    assert!(why.contains("redirects are not followed"), "{why}");
+    let reason = delivered["log"][0]["error"].as_str().unwrap();
+    assert!(reason.contains("redirects are not followed"), "{reason}");
     assert_eq!(other.messages().len(), 0);
 }
 
@@ -150,10 +150,10 @@ async fn an_unreachable_receiver_is_retried_until_exhausted() {
     let body = json!({ "run_id": "r", "args": {}, "callback_url": url });
     let id = fixture.api.invoke_with("a.tool", body).await;
     fixture.api.succeed(&id, json!(1)).await;
-    let given_up = fixture.until(&id, "exhausted").await;
-    assert_eq!((codes(&given_up).len(), &given_up["tries"]), (5, &json!(5)));
-    let why = given_up["last_error"].as_str().unwrap();
-    assert!(why.starts_with("cannot connect"), "{why}");
+    let exhausted = fixture.until(&id, "exhausted").await;
+    assert_eq!((codes(&exhausted).len(), &exhausted["tries"]), (5, &json!(5)));
+    let reason = exhausted["last_error"].as_str().unwrap();
+    assert!(reason.starts_with("cannot connect"), "{reason}");
 }
 
 #[tokio::test]
@@ -161,8 +161,8 @@ async fn status_410_ends_the_delivery() {
     let fixture = Fixture::start().await;
     let receiver = Receiver::answering([Answer::Code(410)]).await;
     let id = fixture.complete_task(&receiver, json!(1)).await;
-    let gone = fixture.until(&id, "gone").await;
-    assert_eq!((codes(&gone), &gone["next_try_at_ms"]), (vec![json!(410)], &Value::Null));
+    let ended = fixture.until(&id, "gone").await;
+    assert_eq!((codes(&ended), &ended["next_try_at_ms"]), (vec![json!(410)], &Value::Null));
 }
 
 #[tokio::test]
@@ -179,9 +179,9 @@ async fn retry_after_of_the_receiver_is_respected() {
         })
         .await;
         assert_eq!(pending["status"], "pending", "{code}");
-        let at = pending["log"][0]["at_ms"].as_u64().unwrap();
+        let attempt_ms = pending["log"][0]["at_ms"].as_u64().unwrap();
         let next = pending["next_try_at_ms"].as_u64().unwrap();
-        assert!(next - at >= 3_600_000, "{code}: {}", next - at);
+        assert!(next - attempt_ms >= 3_600_000, "{code}: {}", next - attempt_ms);
     }
 }
 

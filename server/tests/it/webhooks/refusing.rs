@@ -70,9 +70,9 @@ async fn allowed_hosts_are_checked_again_at_delivery() {
     let api = server.api();
     let fixture = Fixture { server, api, keys };
     fixture.api.succeed(&id, json!(1)).await;
-    let given_up = fixture.until(&id, "exhausted").await;
-    let why = given_up["last_error"].as_str().unwrap();
-    assert!(why.contains("private network"), "{why}");
+    let exhausted = fixture.until(&id, "exhausted").await;
+    let reason = exhausted["last_error"].as_str().unwrap();
+    assert!(reason.contains("private network"), "{reason}");
     assert_eq!(receiver.messages().len(), 0);
 }
 
@@ -116,20 +116,20 @@ async fn each_project_has_its_own_key_and_deliveries() {
     let key = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
     std::fs::write(&file, key).unwrap();
     let fixture = Fixture::with(|config| {
-        let own = toolcrib_server::config::WebhookKeySettings {
+        let key_settings = toolcrib_server::config::WebhookKeySettings {
             signing_key_env: None,
             signing_key_file: Some(file),
         };
-        config.webhooks.projects.insert("acme".into(), own);
+        config.webhooks.projects.insert("acme".into(), key_settings);
     })
     .await;
-    let (mine, theirs) = (Receiver::answering([]).await, Receiver::answering([]).await);
+    let (default_receiver, theirs) = (Receiver::answering([]).await, Receiver::answering([]).await);
     let acme = fixture.server.api().project("acme");
     let id = acme.invoke_with("calculation.eval", body(&theirs.url)).await;
-    let own = fixture.api.invoke_with("calculation.eval", body(&mine.url)).await;
+    let call_id = fixture.api.invoke_with("calculation.eval", body(&default_receiver.url)).await;
     let got = theirs.received(1).await.remove(0);
     assert!(got.is_signed_with(key) && !got.is_signed_with(KEY));
-    assert!(mine.received(1).await.remove(0).is_signed_with(KEY));
+    assert!(default_receiver.received(1).await.remove(0).is_signed_with(KEY));
     let path = format!("/v1/tool_calls/{id}/deliveries");
     fixture.api.get(&path).await.refused(404, "NOT_FOUND");
     fixture.api.post(&format!("{path}/repeat"), json!({})).await.refused(404, "NOT_FOUND");
@@ -140,7 +140,7 @@ async fn each_project_has_its_own_key_and_deliveries() {
         .iter()
         .map(|delivery| &delivery["tool_call_id"])
         .collect();
-    assert_eq!(ids, [&json!(own)]);
+    assert_eq!(ids, [&json!(call_id)]);
 }
 
 /// The server reports an invalid key before it listens, without the key itself.
@@ -165,8 +165,8 @@ async fn errors_do_not_reveal_the_path_of_the_key() {
     let call = body("http://127.0.0.1:9/x");
     let error = fixture.api.post("/v1/tools/calculation.eval/invoke", call).await;
     let error = error.refused(422, "VALIDATION_ERROR");
-    let shown = error.to_string();
-    assert!(message(&error).contains("signing key"), "{shown}");
-    assert!(!shown.contains("signing.key"), "{shown}");
-    assert!(!shown.contains(fixture.keys.path().to_str().unwrap()), "{shown}");
+    let error_text = error.to_string();
+    assert!(message(&error).contains("signing key"), "{error_text}");
+    assert!(!error_text.contains("signing.key"), "{error_text}");
+    assert!(!error_text.contains(fixture.keys.path().to_str().unwrap()), "{error_text}");
 }

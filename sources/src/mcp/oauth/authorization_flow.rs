@@ -121,7 +121,7 @@ impl Authorizer {
         manager.set_state_store(self.pending_sign_ins.clone());
         let found = manager.resolve_metadata_from_challenge(header).await.map_err(auth_failure)?;
         if !found.source.is_discovered() {
-            let why = "it does not let us in (HTTP 401), and names nobody who gives tokens; if it \
+            let why = "it does not let us in (HTTP 401), and names no authorization server; if it \
                        takes a key, give it as a header";
             return Err(AuthorizationError::Failed(why.to_owned()));
         }

@@ -102,7 +102,7 @@ impl UpstreamServer {
             (state.process, state.next_try_ms) = (None, None);
             let failed = authorizer.problem().map(|why| format!("{why}; ")).unwrap_or_default();
             state.problem =
-                Some(format!("{failed}somebody must sign in: toolcrib mcp sign-in {name}"));
+                Some(format!("{failed}a person must sign in: toolcrib mcp sign-in {name}"));
         }
         self.set_connection(None);
         self.complete_refreshes(wanted);

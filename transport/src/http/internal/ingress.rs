@@ -50,7 +50,7 @@ enum IngressMessage {
 }
 
 impl ToolRequestMessage {
-    fn of(engine: &Engine, request: WorkItem) -> Self {
+    fn new(engine: &Engine, request: WorkItem) -> Self {
         Self {
             args: request.args,
             attempt: request.attempt,
@@ -68,10 +68,10 @@ impl ToolRequestMessage {
 }
 
 impl IngressMessage {
-    fn of(engine: &Engine, message: ClientMessage) -> Self {
+    fn new(engine: &Engine, message: ClientMessage) -> Self {
         match message {
             ClientMessage::Execute(request) => {
-                Self::Request(ToolRequestMessage::of(engine, request))
+                Self::Request(ToolRequestMessage::new(engine, request))
             }
             ClientMessage::Cancel { call_id, attempt } => Self::Cancel(ToolCancelMessage {
                 attempt,

@@ -68,7 +68,7 @@ pub(super) struct ToolOfferBody {
 
 impl ToolOfferBody {
     fn into_definition(self, project: &str, default_timeout_ms: u64) -> ToolDefinition {
-        let own = self.policy.default_timeout_ms;
+        let policy_timeout_ms = self.policy.default_timeout_ms;
         ToolDefinition {
             project: Some(project.to_owned()),
             name: self.name,
@@ -76,7 +76,7 @@ impl ToolOfferBody {
             executor: Executor::CLIENT,
             input_schema: self.schema,
             output_schema: self.output_schema,
-            timeout_ms: self.timeout_ms.or(own).unwrap_or(default_timeout_ms),
+            timeout_ms: self.timeout_ms.or(policy_timeout_ms).unwrap_or(default_timeout_ms),
             background: self.background,
             effect: self.effect,
             risk: self.risk,
@@ -90,7 +90,7 @@ impl ToolOfferBody {
 
 impl RegisterBody {
     /// Adds these tools to those that the client registered before.
-    pub(super) fn of(client_id: String, tools: Vec<ToolOfferBody>) -> Self {
+    pub(super) fn new(client_id: String, tools: Vec<ToolOfferBody>) -> Self {
         Self { client_id, tools, replace: false }
     }
 
@@ -171,8 +171,8 @@ pub(super) async fn forget_client(
 /// Withdraws a tool with the name `register`.
 pub(super) async fn withdraw_register(
     state: State<HttpState>,
-    who: AuthenticatedCaller,
+    caller: AuthenticatedCaller,
     which: QueryParams<ClientQuery>,
 ) -> Result<StatusCode, ApiError> {
-    withdraw(state, who, NamePath("register".to_owned()), which).await
+    withdraw(state, caller, NamePath("register".to_owned()), which).await
 }

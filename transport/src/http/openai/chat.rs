@@ -63,7 +63,7 @@ pub(super) async fn complete(
     State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::of(&state, request).await?;
+    let mut asker = ConversationRequest::from_request(&state, request).await?;
     let fields = &mut asker.fields;
     let model = fields.required_text("model")?;
     let messages =
@@ -73,16 +73,16 @@ pub(super) async fn complete(
     let with_usage = fields.take("stream_options").is_some_and(|o| o["include_usage"] == true);
     let extras = fields.toolcrib_options()?;
     check_fields(fields)?;
-    let said = Input { instructions: None, messages, tools };
-    let form = CompletionFormat { model: model.clone(), with_usage };
+    let input = Input { instructions: None, messages, tools };
+    let format = CompletionFormat { model: model.clone(), with_usage };
     let conversation =
-        OpenAiConversation::new(&state, asker, &model, SavedConversation::default(), said, extras)
+        OpenAiConversation::new(&state, asker, &model, SavedConversation::default(), input, extras)
             .await?;
     if stream {
-        return crate::http::openai::chat::completion::stream_response(conversation, form).await;
+        return crate::http::openai::chat::completion::stream_response(conversation, format).await;
     }
     Ok(match Box::pin(conversation.run(&|_| {})).await {
-        Ok(ending) => crate::http::openai::chat::completion::full_response(&ending, &form),
+        Ok(ending) => crate::http::openai::chat::completion::full_response(&ending, &format),
         Err(broken) => broken.into_response(),
     })
 }

@@ -47,7 +47,10 @@ pub(super) struct ConversationRequest {
 
 impl ConversationRequest {
     /// Authenticates the caller and parses the body.
-    pub(super) async fn of(state: &HttpState, request: Request) -> Result<Self, OpenAiError> {
+    pub(super) async fn from_request(
+        state: &HttpState,
+        request: Request,
+    ) -> Result<Self, OpenAiError> {
         let headers = request.headers();
         let caller = auth::authenticate_request(&state.engine, headers)?;
         let traceparent = extract::traceparent(headers).map(|trace| trace.to_string());
@@ -115,7 +118,7 @@ impl OpenAiConversation {
         asker: ConversationRequest,
         model: &str,
         before: SavedConversation,
-        said: Input,
+        input: Input,
         extras: ToolcribOptions,
     ) -> Result<Self, OpenAiError> {
         let ConversationRequest { caller, fields, traceparent } = asker;
@@ -123,14 +126,14 @@ impl OpenAiConversation {
         let found = engine.runs().models().find(model);
         let chosen =
             found.ok_or_else(|| model_not_found(model, &engine.runs().models().names()))?;
-        if let Some((field, why)) = extras.limits.invalid_field() {
-            return Err(invalid_field(&format!("toolcrib.limits.{field}"), why));
+        if let Some((field, reason)) = extras.limits.invalid_field() {
+            return Err(invalid_field(&format!("toolcrib.limits.{field}"), reason));
         }
         let (parallel, wait_ms) = (engine.limits().max_batch_parallel, engine.limits().max_wait_ms);
-        if let Some((field, why)) = extras.policy.invalid_field(parallel, wait_ms) {
-            return Err(invalid_field(&format!("toolcrib.policy.{field}"), why));
+        if let Some((field, reason)) = extras.policy.invalid_field(parallel, wait_ms) {
+            return Err(invalid_field(&format!("toolcrib.policy.{field}"), reason));
         }
-        let Input { instructions, messages, tools } = said;
+        let Input { instructions, messages, tools } = input;
         check_tools(&tools)?;
         check_messages(&messages)?;
         let SavedConversation { mut messages, pending_calls: awaited } =
@@ -155,14 +158,14 @@ impl OpenAiConversation {
         let wait_ms = extras.wait_ms.unwrap_or(DEFAULT_WAIT_MS).min(engine.limits().max_wait_ms);
         let mut talk = Conversation::new(messages);
         talk.progress.pending_calls = awaited;
-        let (known, wait) = (talk.messages.len(), Duration::from_millis(wait_ms));
+        let (known_messages, wait) = (talk.messages.len(), Duration::from_millis(wait_ms));
         Ok(Self {
             engine,
             caller,
             model: chosen,
             options: terms,
             conversation: talk,
-            known_messages: known,
+            known_messages,
             wait,
         })
     }
@@ -170,36 +173,38 @@ impl OpenAiConversation {
     /// Runs the agent loop until there is a response for the caller.
     pub(super) async fn run(
         mut self,
-        tell: EventSink<'_>,
+        sink: EventSink<'_>,
     ) -> Result<ConversationResult, ConversationError> {
-        let made: Mutex<Vec<Value>> = Mutex::default();
-        let ending = self.drive(tell, &made).await;
-        let (run_id, made) = (self.options.run_id, !made.lock().is_empty());
-        ending.map_err(|error| ConversationError { error, run_id, calls_made: made })
+        let call_summaries: Mutex<Vec<Value>> = Mutex::default();
+        let ending = self.drive(sink, &call_summaries).await;
+        let (run_id, calls_made) = (self.options.run_id, !call_summaries.lock().is_empty());
+        ending.map_err(|error| ConversationError { error, run_id, calls_made })
     }
 
     async fn drive(
         &mut self,
-        tell: EventSink<'_>,
-        made: &Mutex<Vec<Value>>,
+        sink: EventSink<'_>,
+        call_summaries: &Mutex<Vec<Value>>,
     ) -> Result<ConversationResult, Error> {
-        let telling = Mutex::new(TextDeduplicator {
-            sink: tell,
+        let deduplicator = Mutex::new(TextDeduplicator {
+            sink,
             received: String::new(),
             discarded: String::new(),
         });
         let how = Mutex::new(FinishReason::ToolCalls);
         let watch = |happening: LoopEvent<'_>| match happening {
-            LoopEvent::ModelRequested { .. } => telling.lock().start_step(),
+            LoopEvent::ModelRequested { .. } => deduplicator.lock().start_step(),
             LoopEvent::ReplyDelta { piece: Delta::Text(text), .. } => {
-                telling.lock().push_text(&text)
+                deduplicator.lock().push_text(&text)
             }
-            LoopEvent::ModelRetryScheduled { .. } => telling.lock().restart_reply(),
+            LoopEvent::ModelRetryScheduled { .. } => deduplicator.lock().restart_reply(),
             LoopEvent::ModelReplied { reply, .. } => {
                 *how.lock() = reply.finish_reason;
-                (tell)(StreamEvent::ModelReplied);
+                (sink)(StreamEvent::ModelReplied);
             }
-            LoopEvent::CallAnswered { settled, .. } => made.lock().push(call_summary(settled)),
+            LoopEvent::CallAnswered { settled, .. } => {
+                call_summaries.lock().push(call_summary(settled))
+            }
             _ => {}
         };
         let (engine, caller, model) = (&self.engine, &self.caller, self.model.model.clone());
@@ -232,11 +237,11 @@ impl OpenAiConversation {
                 (text, Vec::new(), FinishReason::Stop, None)
             }
         };
-        telling.lock().finish(&text);
+        deduplicator.lock().finish(&text);
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
         let about = json!({ "run_id": self.options.run_id, "steps": progress.steps,
-            "tool_calls": *made.lock(), "limit_reached": closing });
+            "tool_calls": *call_summaries.lock(), "limit_reached": closing });
         let messages = std::mem::take(&mut self.conversation.messages);
         let thread = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
@@ -265,13 +270,13 @@ impl OpenAiConversation {
         let step = tail.iter_mut().rev().find(|message| message["role"] == "assistant");
         let asked = step.and_then(|message| message["tool_calls"].as_array_mut());
         for asked in asked.into_iter().flatten() {
-            let place = calls.iter().position(|call| asked["id"] == call.id.as_str());
-            if let Some(place) = place {
-                asked["id"] = format!("call_{id}_{place}").into();
+            let index = calls.iter().position(|call| asked["id"] == call.id.as_str());
+            if let Some(index) = index {
+                asked["id"] = format!("call_{id}_{index}").into();
             }
         }
-        for (place, call) in calls.iter_mut().enumerate() {
-            call.id = format!("call_{id}_{place}");
+        for (index, call) in calls.iter_mut().enumerate() {
+            call.id = format!("call_{id}_{index}");
         }
         let (messages, awaited) = (tail.to_vec(), self.conversation.progress.pending_calls.clone());
         self.engine
@@ -294,36 +299,36 @@ async fn restore_unseen_messages(
     messages: Vec<Value>,
 ) -> Result<SavedConversation, OpenAiError> {
     let mut all = before;
-    let known = all.messages.len();
+    let start = all.messages.len();
     let mut newest: Vec<String> = Vec::new();
     for id in messages.iter().rev().filter_map(saved_conversation_id) {
         if newest.len() < MAX_SAVED_CONVERSATIONS && !newest.contains(&id) {
             newest.push(id);
         }
     }
-    let mut told: HashSet<String> = HashSet::new();
-    let last_said = messages.iter().rfind(|message| message["role"] != "tool");
-    let goes_on_from = last_said.and_then(saved_conversation_id);
+    let mut restored: HashSet<String> = HashSet::new();
+    let last_message = messages.iter().rfind(|message| message["role"] != "tool");
+    let goes_on_from = last_message.and_then(saved_conversation_id);
     for message in messages {
         let id = saved_conversation_id(&message).filter(|id| newest.contains(id));
         // Calls of one step that come back in several messages still belong to one step.
-        if id.as_ref().is_some_and(|id| told.contains(id)) {
+        if id.as_ref().is_some_and(|id| restored.contains(id)) {
             continue;
         }
-        let kept = match &id {
+        let saved = match &id {
             Some(id) => engine.runs().load_saved_conversation(caller, id).await?,
             None => None,
         };
-        match (kept, id) {
+        match (saved, id) {
             (Some(thread), Some(id)) => {
-                drop_repeated_messages(&mut all.messages, known, &thread.messages);
+                drop_repeated_messages(&mut all.messages, start, &thread.messages);
                 all.messages.extend(thread.messages);
                 // For earlier saved conversations, late results were delivered and answered when
                 // the caller continued from there.
                 if goes_on_from.as_ref() == Some(&id) {
                     all.pending_calls.extend(thread.pending_calls);
                 }
-                told.insert(id);
+                restored.insert(id);
             }
             _ => all.messages.push(message),
         }
@@ -334,14 +339,14 @@ async fn restore_unseen_messages(
 /// Drops trailing messages that the saved conversation contains as well: in the Responses format,
 /// the text before a call of Toolcrib's tools is a separate message, and callers send it back as
 /// one.
-fn drop_repeated_messages(messages: &mut Vec<Value>, known: usize, thread: &[Value]) {
-    let said = thread.iter().rev().filter(|message| message["role"] == "assistant");
-    let mut said = said.map(|message| &message["content"]);
-    while messages.len() > known
+fn drop_repeated_messages(messages: &mut Vec<Value>, start: usize, thread: &[Value]) {
+    let contents = thread.iter().rev().filter(|message| message["role"] == "assistant");
+    let mut contents = contents.map(|message| &message["content"]);
+    while messages.len() > start
         && let Some(last) = messages.last()
         && last["role"] == "assistant"
         && last.get("tool_calls").is_none_or(Value::is_null)
-        && said.any(|content| *content == last["content"])
+        && contents.any(|content| *content == last["content"])
     {
         messages.pop();
     }
@@ -351,22 +356,22 @@ fn drop_repeated_messages(messages: &mut Vec<Value>, known: usize, thread: &[Val
 fn saved_conversation_id(message: &Value) -> Option<String> {
     let calls = message.get("tool_calls")?.as_array()?;
     let lead = |call: &Value| {
-        let (id, place) = call.get("id")?.as_str()?.strip_prefix("call_")?.split_once('_')?;
-        let is_ours = ulid::Ulid::from_string(id).is_ok() && place.parse::<usize>().is_ok();
-        is_ours.then(|| id.to_owned())
+        let (id, index) = call.get("id")?.as_str()?.strip_prefix("call_")?.split_once('_')?;
+        let is_saved_id = ulid::Ulid::from_string(id).is_ok() && index.parse::<usize>().is_ok();
+        is_saved_id.then(|| id.to_owned())
     };
     calls.iter().find_map(lead)
 }
 
 fn last_assistant_text(messages: &[Value]) -> String {
-    let said = messages.iter().rev().find(|message| message["role"] == "assistant");
-    said.and_then(|message| message["content"].as_str()).unwrap_or_default().to_owned()
+    let last = messages.iter().rev().find(|message| message["role"] == "assistant");
+    last.and_then(|message| message["content"].as_str()).unwrap_or_default().to_owned()
 }
 
 fn assistant_texts(messages: &[Value], last: &str) -> Vec<String> {
-    let said = messages.iter().filter(|message| message["role"] == "assistant");
-    let said = said.filter_map(|message| message["content"].as_str());
-    let mut texts: Vec<String> = said.filter(|t| !t.is_empty()).map(str::to_owned).collect();
+    let texts = messages.iter().filter(|message| message["role"] == "assistant");
+    let texts = texts.filter_map(|message| message["content"].as_str());
+    let mut texts: Vec<String> = texts.filter(|t| !t.is_empty()).map(str::to_owned).collect();
     if !last.is_empty() && texts.last().is_none_or(|text| text != last) {
         texts.push(last.to_owned());
     }
@@ -498,11 +503,11 @@ pub(super) fn spawn_conversation(
     let (send, receive) = tokio::sync::mpsc::unbounded_channel();
     let send = Arc::new(send);
     let task = tokio::spawn(async move {
-        let teller = send.clone();
-        let tell = move |news: StreamEvent| {
-            let _ = teller.send(ConversationUpdate::Event(news));
+        let update_sender = send.clone();
+        let sink = move |event: StreamEvent| {
+            let _ = update_sender.send(ConversationUpdate::Event(event));
         };
-        let ending = Box::pin(conversation.run(&tell)).await;
+        let ending = Box::pin(conversation.run(&sink)).await;
         let _ = send.send(ConversationUpdate::Finished(Box::new(ending)));
     });
     (receive, AbortOnDrop(task.abort_handle()))

@@ -64,8 +64,8 @@ pub(super) fn invalid_field(param: &str, message: impl std::fmt::Display) -> Ope
 
 /// Builds the error for an unknown model.
 pub(super) fn model_not_found(name: &str, names: &[String]) -> OpenAiError {
-    let shown: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
-    let message = format!("there is no model \"{shown}\"; there are: {}", names.join(", "));
+    let excerpt: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
+    let message = format!("there is no model \"{excerpt}\"; there are: {}", names.join(", "));
     let detail = serde_json::json!({ "pointer": "/model", "code": "model_not_found" });
     let fault = Fault::new(Code::NotFound, message).without_side_effect().with_detail(detail);
     OpenAiError(fault.into())
@@ -113,7 +113,8 @@ impl OpenAiError {
             (None, Code::Unauthenticated) => "invalid_api_key".to_owned(),
             (None, code) => code.as_str().to_owned(),
         };
-        let param = detail("pointer").map(|at| at.trim_start_matches('/').replace('/', "."));
+        let param =
+            detail("pointer").map(|pointer| pointer.trim_start_matches('/').replace('/', "."));
         let message = fault.message.clone();
         (status, OpenAiErrorBody { error: OpenAiErrorDetail { message, kind, param, code } })
     }

@@ -58,17 +58,17 @@ impl RequestFields {
     }
 
     pub(super) fn toolcrib_options(&mut self) -> Result<ToolcribOptions, OpenAiError> {
-        let Some(given) = self.take("toolcrib") else { return Ok(ToolcribOptions::default()) };
-        let extras: ToolcribOptions = serde_path_to_error::deserialize(given).map_err(|error| {
+        let Some(value) = self.take("toolcrib") else { return Ok(ToolcribOptions::default()) };
+        let extras: ToolcribOptions = serde_path_to_error::deserialize(value).map_err(|error| {
             let path = error.path().to_string();
-            let place = if path == "." { "toolcrib".into() } else { format!("toolcrib.{path}") };
-            invalid_field(&place, format!("cannot be read: {}", error.inner()))
+            let field = if path == "." { "toolcrib".into() } else { format!("toolcrib.{path}") };
+            invalid_field(&field, format!("cannot be read: {}", error.inner()))
         })?;
         let fits =
             |word: &String| (1..=255).contains(&word.len()) && !word.chars().any(char::is_control);
         if extras.run_id.as_ref().is_some_and(|run_id| !fits(run_id)) {
-            let why = "must be 1 to 255 bytes, without control characters";
-            return Err(invalid_field("toolcrib.run_id", why));
+            let reason = "must be 1 to 255 bytes, without control characters";
+            return Err(invalid_field("toolcrib.run_id", reason));
         }
         Ok(extras)
     }
@@ -87,8 +87,8 @@ pub(super) fn check_tools(tools: &[Value]) -> Result<(), OpenAiError> {
             return Err(invalid_field(&format!("tools.{n}.function.name"), "is missing"));
         };
         if names.contains(&name) {
-            let why = format!("is there twice: {name:?}");
-            return Err(invalid_field(&format!("tools.{n}.function.name"), why));
+            let reason = format!("is there twice: {name:?}");
+            return Err(invalid_field(&format!("tools.{n}.function.name"), reason));
         }
         names.push(name);
     }

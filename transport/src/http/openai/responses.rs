@@ -68,17 +68,17 @@ pub(super) async fn create_response(
     State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::of(&state, request).await?;
+    let mut asker = ConversationRequest::from_request(&state, request).await?;
     let fields = &mut asker.fields;
     let model = fields.required_text("model")?;
-    let mut form = ResponseBuilder::new(&model, &fields.0);
+    let mut builder = ResponseBuilder::new(&model, &fields.0);
     let input = fields.take("input").ok_or_else(|| invalid_field("input", "is missing"))?;
     let messages = items::to_messages(input)?;
     let instructions = fields.text("instructions")?;
     let tools = items::to_chat_tools(fields.list("tools")?.unwrap_or_default())?;
     let stream = fields.flag("stream")?;
-    form.store = fields.take("store").is_none_or(|store| store != false);
-    form.has_instructions = instructions.is_some();
+    builder.store = fields.take("store").is_none_or(|store| store != false);
+    builder.has_instructions = instructions.is_some();
     let extras = fields.toolcrib_options()?;
     let previous = fields.text("previous_response_id")?;
     translate_settings(fields)?;
@@ -91,19 +91,21 @@ pub(super) async fn create_response(
             .await?
             .ok_or_else(|| response_not_found(&id))?,
     };
-    let said = Input { instructions, messages, tools };
-    let conversation = OpenAiConversation::new(&state, asker, &model, before, said, extras).await?;
+    let model_input = Input { instructions, messages, tools };
+    let conversation =
+        OpenAiConversation::new(&state, asker, &model, before, model_input, extras).await?;
     if stream {
-        return crate::http::openai::responses::response::stream_response(conversation, form).await;
+        return crate::http::openai::responses::response::stream_response(conversation, builder)
+            .await;
     }
-    crate::http::openai::responses::response::full_response(conversation, form).await
+    crate::http::openai::responses::response::full_response(conversation, builder).await
 }
 
 fn response_not_found(id: &str) -> OpenAiError {
-    let shown: String = id.chars().filter(|c| !c.is_control()).take(80).collect();
+    let excerpt: String = id.chars().filter(|c| !c.is_control()).take(80).collect();
     let detail = json!({ "pointer": "/previous_response_id",
         "code": "previous_response_not_found" });
-    let message = format!("there is no response \"{shown}\" to go on from");
+    let message = format!("there is no response \"{excerpt}\" to go on from");
     Fault::new(Code::NotFound, message).without_side_effect().with_detail(detail).into()
 }
 
@@ -123,8 +125,8 @@ fn translate_settings(fields: &mut RequestFields) -> Result<(), OpenAiError> {
     for name in UNFORWARDED_RESPONSE_FIELDS {
         fields.take(name);
     }
-    if let Some(most) = fields.take("max_output_tokens") {
-        fields.0.insert("max_completion_tokens".into(), most);
+    if let Some(max_tokens) = fields.take("max_output_tokens") {
+        fields.0.insert("max_completion_tokens".into(), max_tokens);
     }
     if let Some(effort) =
         fields.take("reasoning").and_then(|mut r| r.get_mut("effort").map(Value::take))

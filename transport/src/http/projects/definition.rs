@@ -36,8 +36,8 @@ pub(super) async fn read_document(
     let (parts, body) = request.into_parts();
     let bytes = extract::read_body(Request::from_parts(parts.clone(), body), limit).await?;
     if kind.starts_with("multipart/form-data") {
-        let form = Request::from_parts(parts, Body::from(bytes));
-        return parse_yaml(&read_form_file(form).await?, parse);
+        let multipart = Request::from_parts(parts, Body::from(bytes));
+        return parse_yaml(&read_form_file(multipart).await?, parse);
     }
     if bytes.is_empty() {
         let message = "there is no definition: send a form with the field file, or YAML or JSON";
@@ -49,12 +49,13 @@ pub(super) async fn read_document(
     }
 }
 
-async fn read_form_file(form: Request) -> Result<Vec<u8>, ApiError> {
-    let unreadable = |why: String| bad_request(format!("the form cannot be read: {why}"));
-    let mut form =
-        Multipart::from_request(form, &()).await.map_err(|error| unreadable(error.body_text()))?;
+async fn read_form_file(multipart: Request) -> Result<Vec<u8>, ApiError> {
+    let unreadable = |reason: String| bad_request(format!("the form cannot be read: {reason}"));
+    let mut multipart = Multipart::from_request(multipart, &())
+        .await
+        .map_err(|error| unreadable(error.body_text()))?;
     while let Some(field) =
-        form.next_field().await.map_err(|error| unreadable(error.body_text()))?
+        multipart.next_field().await.map_err(|error| unreadable(error.body_text()))?
     {
         if field.name() == Some("file") {
             let bytes = field.bytes().await.map_err(|error| unreadable(error.body_text()))?;
@@ -67,7 +68,7 @@ async fn read_form_file(form: Request) -> Result<Vec<u8>, ApiError> {
 fn parse_yaml(bytes: &[u8], parse: fn(&str) -> Result<Value, String>) -> Result<Value, ApiError> {
     let text =
         std::str::from_utf8(bytes).map_err(|_| bad_request("the definition is not UTF-8"))?;
-    parse(text).map_err(|why| bad_request(format!("the YAML cannot be read: {why}")).into())
+    parse(text).map_err(|reason| bad_request(format!("the YAML cannot be read: {reason}")).into())
 }
 
 /// A definition that is valid by itself. [`ValidatedDefinition::bind_to_project`] checks that it
@@ -89,14 +90,14 @@ pub(super) struct ValidatedDefinition {
 
 /// Validates the root, the name, the fields, the arrays and the schema, in this order.
 pub(super) fn validate(
-    given: &Value,
+    document: &Value,
     jina: Option<&JinaEndpoints>,
 ) -> Result<ValidatedDefinition, Error> {
-    let Value::Object(fields) = given else {
+    let Value::Object(fields) = document else {
         return Err(bad_request("the definition must be a mapping"));
     };
-    let named = fields.get("tool_name").or_else(|| fields.get("name"));
-    let name = named.and_then(Value::as_str).map(str::trim).unwrap_or_default().to_owned();
+    let name_field = fields.get("tool_name").or_else(|| fields.get("name"));
+    let name = name_field.and_then(Value::as_str).map(str::trim).unwrap_or_default().to_owned();
     if name.is_empty() {
         return Err(bad_request("tool_name must be a non-empty text"));
     }
@@ -109,8 +110,8 @@ pub(super) fn validate(
     };
     let timeout_ms = match fields.get("timeout_ms") {
         None | Some(Value::Null) => None,
-        Some(given) => {
-            Some(given.as_u64().filter(|ms| TIMEOUT_MS_RANGE.contains(ms)).ok_or_else(|| {
+        Some(value) => {
+            Some(value.as_u64().filter(|ms| TIMEOUT_MS_RANGE.contains(ms)).ok_or_else(|| {
                 bad_request("timeout_ms must be a whole number from 1 to 86400000 (24 h)")
             })?)
         }
@@ -120,20 +121,21 @@ pub(super) fn validate(
         false => None,
     };
     // A tool that Toolcrib can execute itself needs no subject to send commands to.
-    let here = plan.as_ref().filter(|_| fields.get("target_subject").is_none_or(Value::is_null));
-    if let (Some(HttpToolSpec::Jina), Some(places)) = (here, jina) {
-        jina::check_endpoint(&options, places).map_err(bad_request)?;
+    let local_spec =
+        plan.as_ref().filter(|_| fields.get("target_subject").is_none_or(Value::is_null));
+    if let (Some(HttpToolSpec::Jina), Some(endpoints)) = (local_spec, jina) {
+        jina::check_endpoint(&options, endpoints).map_err(bad_request)?;
     }
-    let usual = match here {
+    let usual = match local_spec {
         Some(plan) if plan.is_get(&options) => Effect::Read,
         _ => Effect::default(),
     };
     let checked = ValidatedDefinition {
-        target_subject: match here {
+        target_subject: match local_spec {
             Some(_) => None,
             None => Some(text_field(fields, "target_subject")?),
         },
-        after_execution: match (here, fields.get("after_execution")) {
+        after_execution: match (local_spec, fields.get("after_execution")) {
             (Some(_), None | Some(Value::Null)) => AfterExecution::Suspend.as_str().to_owned(),
             _ => text_field(fields, "after_execution")?,
         },
@@ -148,8 +150,8 @@ pub(super) fn validate(
         timeout_ms,
     };
     for name in ["suspend_timeout_seconds", "timeout_seconds"] {
-        let given = options.get(name).filter(|given| !given.is_null());
-        if given.is_some_and(|given| given.as_f64().is_none_or(|seconds| seconds <= 0.0)) {
+        let value = options.get(name).filter(|value| !value.is_null());
+        if value.is_some_and(|value| value.as_f64().is_none_or(|seconds| seconds <= 0.0)) {
             return Err(bad_request(format!("options.{name} must be a number of seconds over 0")));
         }
     }
@@ -165,25 +167,25 @@ pub(super) fn validate(
 fn object_field(fields: &Map<String, Value>, name: &str) -> Result<Value, Error> {
     match fields.get(name) {
         None => Ok(Value::Object(Map::new())),
-        Some(given @ Value::Object(_)) => Ok(given.clone()),
+        Some(value @ Value::Object(_)) => Ok(value.clone()),
         Some(_) => Err(bad_request(format!("{name} must be a mapping"))),
     }
 }
 
 fn text_field(fields: &Map<String, Value>, name: &str) -> Result<String, Error> {
-    let given = fields.get(name).and_then(Value::as_str).unwrap_or_default();
-    if given.is_empty() {
+    let text = fields.get(name).and_then(Value::as_str).unwrap_or_default();
+    if text.is_empty() {
         return Err(bad_request(format!("{name} must be a non-empty text")));
     }
-    Ok(given.to_owned())
+    Ok(text.to_owned())
 }
 
 fn typed_field<T: serde::de::DeserializeOwned>(
     fields: &Map<String, Value>,
     name: &str,
 ) -> Result<Option<T>, Error> {
-    let given = fields.get(name).filter(|given| !given.is_null()).cloned();
-    let read = given.map(serde_json::from_value).transpose();
+    let value = fields.get(name).filter(|value| !value.is_null()).cloned();
+    let read = value.map(serde_json::from_value).transpose();
     read.map_err(|error| bad_request(format!("{name}: {error}")))
 }
 
@@ -194,7 +196,7 @@ impl ValidatedDefinition {
         default_timeout_ms: u64,
         utp: Option<Binding>,
     ) -> ToolDefinition {
-        let own_ms = utp.as_ref().and_then(Binding::timeout_ms);
+        let binding_timeout_ms = utp.as_ref().and_then(Binding::timeout_ms);
         let options = self.options.to_value();
         // The call must not end before the longest time that its HTTP response may take.
         let answer_ms =
@@ -210,7 +212,10 @@ impl ValidatedDefinition {
             },
             input_schema: self.parameters.clone(),
             output_schema: self.output_schema.clone(),
-            timeout_ms: self.timeout_ms.or(own_ms).unwrap_or(default_timeout_ms.max(answer_ms)),
+            timeout_ms: self
+                .timeout_ms
+                .or(binding_timeout_ms)
+                .unwrap_or(default_timeout_ms.max(answer_ms)),
             background: self.background,
             effect: self.effect,
             risk: self.risk,
@@ -240,7 +245,8 @@ impl ValidatedDefinition {
             .after_execution
             .parse()
             .map_err(|()| bad_request("after_execution must be suspend or terminate"))?;
-        let checked = |given| subject::expand_target(given, version, project).map_err(bad_request);
+        let checked =
+            |target| subject::expand_target(target, version, project).map_err(bad_request);
         let target_subject = self.target_subject.as_deref().map(checked).transpose()?;
         let (options, parameters) = (self.options.clone(), None);
         let binding = Binding { target_subject, after_execution, options, parameters };

@@ -100,10 +100,10 @@ pub(super) async fn import(
     let document =
         definition::read_document(request, limit, toolcrib_protocol::yaml::parse_large).await?;
     let dry_run = asked.dry_run.unwrap_or(false);
-    let wanted = parse_options(asked)?;
+    let options = parse_options(asked)?;
     let timeout_ms = state.engine.registry().default_timeout_ms(&caller);
-    let import = openapi::import(&document, &caller.project, &wanted, timeout_ms)
-        .map_err(|why| Error::refused(Code::ValidationError, why))?;
+    let import = openapi::import(&document, &caller.project, &options, timeout_ms)
+        .map_err(|reason| Error::refused(Code::ValidationError, reason))?;
     if import.tools.is_empty() {
         return Err(empty_import_error(&import).into());
     }
@@ -149,7 +149,7 @@ fn parse_options(asked: ImportQuery) -> Result<ImportOptions, Error> {
 
 fn empty_import_error(import: &ImportReport) -> Error {
     let first = import.skipped.first();
-    let why = first.map_or("it has no operations".to_owned(), |skipped| {
+    let reason = first.map_or("it has no operations".to_owned(), |skipped| {
         format!("{}: {}", skipped.operation, skipped.reason)
     });
     let all: Vec<_> = import
@@ -158,6 +158,6 @@ fn empty_import_error(import: &ImportReport) -> Error {
         .take(50)
         .map(|skipped| json!({ "operation": skipped.operation, "reason": skipped.reason }))
         .collect();
-    let fault = Fault::new(Code::ValidationError, format!("nothing can be imported: {why}"));
+    let fault = Fault::new(Code::ValidationError, format!("nothing can be imported: {reason}"));
     fault.without_side_effect().with_detail(json!({ "skipped": all })).into()
 }

@@ -105,8 +105,8 @@ pub(super) async fn create_key(
     }
     let project = body.project.unwrap_or_else(|| caller.project.clone());
     let new = NewKey { project, agent: body.agent, role, allow };
-    let shown = state.engine.admin().create_key(&caller, new, generate_secret()).await?;
-    let body = CreatedKeyBody { info: KeyBody::from(&shown.key), key: shown.secret };
+    let created = state.engine.admin().create_key(&caller, new, generate_secret()).await?;
+    let body = CreatedKeyBody { info: KeyBody::from(&created.key), key: created.secret };
     Ok((StatusCode::CREATED, Json(body)))
 }
 

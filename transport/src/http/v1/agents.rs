@@ -168,12 +168,12 @@ pub(super) async fn lease(
 ) -> Result<Response, ApiError> {
     let header =
         |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
-    let mut wanted = body.into_lease();
-    wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
+    let mut request = body.into_lease();
+    request.traceparent = request.traceparent.or_else(|| header("traceparent"));
     // Any proxy may add this header, so an invalid one does not refuse the turn.
     let state = || header("tracestate").filter(|state| trace::is_valid_tracestate(state));
-    wanted.tracestate = wanted.tracestate.or_else(state);
-    let turn = http_state.engine.utp().lease_turn(&caller, &agent_id, wanted).await?;
+    request.tracestate = request.tracestate.or_else(state);
+    let turn = http_state.engine.utp().lease_turn(&caller, &agent_id, request).await?;
     Ok((StatusCode::CREATED, Json(turn_body(&turn, &[]))).into_response())
 }
 

@@ -219,10 +219,10 @@ fn push_joined<'a>(text: &mut String, parts: impl Iterator<Item = &'a str>) {
 fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
     let run_id = text_field("run_id", body.run_id.as_ref())?;
     let run_id = run_id.ok_or_else(|| invalid_field("run_id", "run_id is missing"))?;
-    let given = body.tool_calls.as_ref();
-    let given = given.ok_or_else(|| invalid_field("tool_calls", "tool_calls is missing"))?;
+    let value = body.tool_calls.as_ref();
+    let value = value.ok_or_else(|| invalid_field("tool_calls", "tool_calls is missing"))?;
     let entries =
-        given.items().ok_or_else(|| wrong_type("tool_calls", "an array of calls", given))?;
+        value.items().ok_or_else(|| wrong_type("tool_calls", "an array of calls", value))?;
     Ok(Batch {
         mode: parse_mode(body.mode.as_ref(), body.order.as_ref())?,
         max_parallel: number_field("max_parallel", 1, body.max_parallel.as_ref())?
@@ -259,31 +259,31 @@ fn parse_mode(
 
 fn parse_field<T: DeserializeOwned>(
     name: &str,
-    given: Option<&toolcrib::Json>,
-    what: &str,
+    value: Option<&toolcrib::Json>,
+    expected: &str,
 ) -> Result<Option<T>, Error> {
-    let Some(given) = given else { return Ok(None) };
-    serde_json::from_str(given.text()).map(Some).map_err(|_| wrong_type(name, what, given))
+    let Some(value) = value else { return Ok(None) };
+    serde_json::from_str(value.text()).map(Some).map_err(|_| wrong_type(name, expected, value))
 }
 
-fn wrong_type(name: &str, what: &str, given: &toolcrib::Json) -> Error {
-    let shown: String = given.text().chars().take(40).collect();
-    invalid_field(name, &format!("{name} must be {what}, not {shown}"))
+fn wrong_type(name: &str, expected: &str, value: &toolcrib::Json) -> Error {
+    let excerpt: String = value.text().chars().take(40).collect();
+    invalid_field(name, &format!("{name} must be {expected}, not {excerpt}"))
 }
 
-fn text_field(name: &str, given: Option<&toolcrib::Json>) -> Result<Option<String>, Error> {
-    parse_field(name, given, "a text")
+fn text_field(name: &str, value: Option<&toolcrib::Json>) -> Result<Option<String>, Error> {
+    parse_field(name, value, "a text")
 }
 
 fn number_field(
     name: &str,
-    least: u64,
-    given: Option<&toolcrib::Json>,
+    min: u64,
+    value: Option<&toolcrib::Json>,
 ) -> Result<Option<u64>, Error> {
-    let what = format!("a whole number, at least {least}");
-    let Some(number) = parse_field::<i128>(name, given, &what)? else { return Ok(None) };
-    if number < i128::from(least) {
-        return Err(invalid_field(name, &format!("{name} must be {what}, not {number}")));
+    let expected = format!("a whole number, at least {min}");
+    let Some(number) = parse_field::<i128>(name, value, &expected)? else { return Ok(None) };
+    if number < i128::from(min) {
+        return Err(invalid_field(name, &format!("{name} must be {expected}, not {number}")));
     }
     // A number out of the range of `u64` is clamped, and is then refused or cut as any other that
     // is out of the permitted range.

@@ -39,7 +39,7 @@ pub(super) async fn show(
 }
 
 fn call_response(state: &HttpState, call: &Call) -> Response {
-    let mut answer = Json(CallBody::of(&state.engine, call)).into_response();
+    let mut answer = Json(CallBody::new(&state.engine, call)).into_response();
     if !call.status.is_terminal() {
         set_retry_after(&mut answer);
     }
@@ -83,7 +83,7 @@ pub(super) async fn list(
     let page = state.engine.calls().calls(&caller, parse_query(listing)?).await?;
     let next_cursor = page.next_before.map(|id| id.to_string());
     let list = CallList {
-        tool_calls: page.calls.iter().map(|call| CallBody::of(&state.engine, call)).collect(),
+        tool_calls: page.calls.iter().map(|call| CallBody::new(&state.engine, call)).collect(),
         next_cursor: next_cursor.clone(),
     };
     Ok(pagination::page_response(list, next_cursor))
@@ -93,8 +93,8 @@ fn parse_query(listing: CallListQuery) -> Result<CallQuery, Error> {
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(text) => Some(text.to_uppercase().parse::<Status>().map_err(|()| {
-            let known: Vec<&str> = Status::ALL.iter().map(|status| status.as_str()).collect();
-            invalid_parameter("status", format!("status must be one of {}", known.join(", ")))
+            let statuses: Vec<&str> = Status::ALL.iter().map(|status| status.as_str()).collect();
+            invalid_parameter("status", format!("status must be one of {}", statuses.join(", ")))
         })?),
     };
     let since_ms = parse_since(listing.since.as_deref())?;
@@ -183,7 +183,7 @@ pub(super) async fn cancel(
     JsonBody(body): JsonBody<CancelCallBody>,
 ) -> Result<Response, ApiError> {
     let call = state.engine.calls().cancel(&caller, &id, body.reason()).await?;
-    Ok(Json(CallBody::of(&state.engine, &call)).into_response())
+    Ok(Json(CallBody::new(&state.engine, &call)).into_response())
 }
 
 /// Answers to a tool's questions (MCP elicitation).

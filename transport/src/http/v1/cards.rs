@@ -79,8 +79,8 @@ pub(super) async fn put(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     ResultJsonBody(body): ResultJsonBody<Value>,
 ) -> Result<Response, ApiError> {
-    let given = body.get("card").unwrap_or(&body);
-    let (card, created) = state.engine.utp().put_card(&caller, given).await?;
+    let card_json = body.get("card").unwrap_or(&body);
+    let (card, created) = state.engine.utp().put_card(&caller, card_json).await?;
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, Json(wire::card_json(&card))).into_response())
 }
@@ -125,14 +125,14 @@ pub(super) async fn report(
     let body: Bytes = extract::read_body_prefix(request, limit, state.max_report_bytes()).await?;
     let headers = utp_headers(&headers);
     let incoming = IncomingReport { subject: "/v1/tool_results", headers, body: &body };
-    let taken = report::ingest_report(&state.engine, &caller, incoming).await?;
-    Ok(Json(wire::ingested_json(&taken)))
+    let ingested = report::ingest_report(&state.engine, &caller, incoming).await?;
+    Ok(Json(wire::ingested_json(&ingested)))
 }
 
 /// Returns the headers that UTP uses. A dead letter must not contain the caller's key.
 fn utp_headers(headers: &HeaderMap) -> wire::UtpHeaders<'_> {
-    let ours = |name: &str| name.starts_with("cg-") || name.starts_with("trace");
-    let texts = headers.iter().filter(|(name, _)| ours(name.as_str()));
+    let is_utp_header = |name: &str| name.starts_with("cg-") || name.starts_with("trace");
+    let texts = headers.iter().filter(|(name, _)| is_utp_header(name.as_str()));
     texts.filter_map(|(name, value)| Some((name.as_str(), value.to_str().ok()?))).collect()
 }
 
@@ -163,20 +163,20 @@ pub(super) struct DeadLetterBody {
     last_try: Option<String>,
 }
 
-fn dead_letter_json(letter: &DeadLetter) -> Value {
+fn dead_letter_json(dead_letter: &DeadLetter) -> Value {
     json!({
-        "id": letter.id,
-        "project_id": letter.project,
-        "kind": letter.kind,
-        "reason": letter.reason,
-        "message": letter.message,
-        "subject": letter.subject,
-        "headers": letter.headers,
-        "payload": letter.payload,
-        "cut": letter.truncated,
-        "created_at": wire::format_rfc3339(letter.created_ms),
-        "redriven_at": letter.redriven_ms.map(wire::format_rfc3339),
-        "last_try": letter.last_redrive_result,
+        "id": dead_letter.id,
+        "project_id": dead_letter.project,
+        "kind": dead_letter.kind,
+        "reason": dead_letter.reason,
+        "message": dead_letter.message,
+        "subject": dead_letter.subject,
+        "headers": dead_letter.headers,
+        "payload": dead_letter.payload,
+        "cut": dead_letter.truncated,
+        "created_at": wire::format_rfc3339(dead_letter.created_ms),
+        "redriven_at": dead_letter.redriven_ms.map(wire::format_rfc3339),
+        "last_try": dead_letter.last_redrive_result,
     })
 }
 
@@ -189,10 +189,14 @@ pub(super) async fn dead_letters(
     QueryParams(page): QueryParams<DeadLetterQuery>,
 ) -> Result<Json<Value>, ApiError> {
     let limit = parse_page_limit(page.limit.map(|limit| limit as u64), DEFAULT_PAGE_SIZE)?;
-    let letters = state.engine.utp().dead_letters(&caller, page.before.as_deref(), limit).await?;
-    let next = letters.last().filter(|_| letters.len() == limit).map(|letter| letter.id.clone());
-    let letters: Vec<Value> = letters.iter().map(dead_letter_json).collect();
-    Ok(Json(json!({ "dead_letters": letters, "next_before": next })))
+    let dead_letters =
+        state.engine.utp().dead_letters(&caller, page.before.as_deref(), limit).await?;
+    let next = dead_letters
+        .last()
+        .filter(|_| dead_letters.len() == limit)
+        .map(|dead_letter| dead_letter.id.clone());
+    let dead_letters: Vec<Value> = dead_letters.iter().map(dead_letter_json).collect();
+    Ok(Json(json!({ "dead_letters": dead_letters, "next_before": next })))
 }
 
 /// Redrives a dead letter: processes a report as if it had just arrived, and republishes any other
@@ -207,29 +211,29 @@ pub(super) async fn redrive(
     NamePath(id): NamePath,
 ) -> Result<Json<Value>, ApiError> {
     let engine = &state.engine;
-    let letter = engine.utp().find_dead_letter(&caller, &id).await?;
-    if letter.truncated {
+    let dead_letter = engine.utp().find_dead_letter(&caller, &id).await?;
+    if dead_letter.truncated {
         let message = "it was too large to be kept whole, so it cannot be tried again";
         return Err(Error::refused(Code::Conflict, message).into());
     }
-    if letter.kind != "report" {
-        let again = to_outbox_message(&letter, engine.now_ms())?;
+    if dead_letter.kind != "report" {
+        let again = to_outbox_message(&dead_letter, engine.now_ms())?;
         engine.utp().enqueue_outbox(&caller, again).await?;
-        engine.utp().record_redrive(letter, "published again").await?;
+        engine.utp().record_redrive(dead_letter, "published again").await?;
         return Ok(Json(json!({ "ok": true, "published": true })));
     }
     let incoming = IncomingReport {
-        subject: &letter.subject,
-        headers: wire::UtpHeaders::from_json(&letter.headers),
-        body: letter.payload.as_bytes(),
+        subject: &dead_letter.subject,
+        headers: wire::UtpHeaders::from_json(&dead_letter.headers),
+        body: dead_letter.payload.as_bytes(),
     };
     match report::reingest_report(engine, &caller, &incoming).await {
-        Ok(taken) => {
-            engine.utp().record_redrive(letter.clone(), "taken").await?;
-            Ok(Json(wire::ingested_json(&taken)))
+        Ok(ingested) => {
+            engine.utp().record_redrive(dead_letter.clone(), "taken").await?;
+            Ok(Json(wire::ingested_json(&ingested)))
         }
         Err(error) => {
-            engine.utp().record_redrive(letter.clone(), &error.to_string()).await?;
+            engine.utp().record_redrive(dead_letter.clone(), &error.to_string()).await?;
             Err(error.into())
         }
     }
@@ -237,27 +241,34 @@ pub(super) async fn redrive(
 
 /// Builds the outbox message that republishes a dead letter. A command may only go to a tool of its
 /// own project. Messages that Toolcrib itself could not publish need no such check.
-fn to_outbox_message(letter: &DeadLetter, now_ms: u64) -> Result<OutboxMessage, Error> {
-    let unusable = |what: &str| {
-        let message = format!("it cannot be published again: {what}");
+fn to_outbox_message(dead_letter: &DeadLetter, now_ms: u64) -> Result<OutboxMessage, Error> {
+    let unusable = |reason: &str| {
+        let message = format!("it cannot be published again: {reason}");
         Error::refused(Code::Conflict, message)
     };
-    let (kind, project) = (letter.kind.as_str(), letter.project.as_str());
-    if kind == "command" && !subject::is_command_of(&letter.subject, project) {
+    let (kind, project) = (dead_letter.kind.as_str(), dead_letter.project.as_str());
+    if kind == "command" && !subject::is_command_of(&dead_letter.subject, project) {
         return Err(unusable("its subject is not that of a command for a tool of this project"));
     }
-    let subject = letter.subject.splitn(3, '.').nth(2).ok_or_else(|| unusable("its subject"))?;
-    let payload = serde_json::from_str(&letter.payload).map_err(|_| unusable("it is not JSON"))?;
+    let subject =
+        dead_letter.subject.splitn(3, '.').nth(2).ok_or_else(|| unusable("its subject"))?;
+    let payload =
+        serde_json::from_str(&dead_letter.payload).map_err(|_| unusable("it is not JSON"))?;
     // Other headers are dropped, so that a message of another program cannot control the NATS
     // server.
-    let ours = |name: &str| {
+    let is_utp_header = |name: &str| {
         let name = name.to_ascii_lowercase();
         ["cg-", "trace", "toolcrib-"].iter().any(|begin| name.starts_with(begin))
     };
     let text = |(name, value): (&String, &Value)| Some((name.clone(), value.as_str()?.to_owned()));
-    let headers = letter.headers.iter().filter(|(name, _)| ours(name)).filter_map(text).collect();
+    let headers = dead_letter
+        .headers
+        .iter()
+        .filter(|(name, _)| is_utp_header(name))
+        .filter_map(text)
+        .collect();
     Ok(OutboxMessage {
-        id: format!("redrive-{}-{now_ms}", letter.id),
+        id: format!("redrive-{}-{now_ms}", dead_letter.id),
         subject: subject.to_owned(),
         headers,
         payload,
@@ -288,8 +299,8 @@ mod tests {
             redriven_ms: None,
             last_redrive_result: None,
         };
-        let own = "cg.v1r3.shop.public.cmd.tool.hand.run";
-        let outbox_message = to_outbox_message(&dead("command", own), 7).unwrap();
+        let own_subject = "cg.v1r3.shop.public.cmd.tool.hand.run";
+        let outbox_message = to_outbox_message(&dead("command", own_subject), 7).unwrap();
         assert_eq!(outbox_message.subject, "shop.public.cmd.tool.hand.run");
         assert_eq!(outbox_message.headers, [("CG-Sender".to_owned(), "x".to_owned())]);
         for other in [

@@ -68,19 +68,19 @@ impl ContextQuery {
     }
 
     fn limit(&self) -> Result<usize, Error> {
-        let (usual, most) = CONTEXT_CALL_LIMITS;
-        Ok(parse_number("limit", self.limit.as_deref(), most)?.unwrap_or(usual))
+        let (usual, max) = CONTEXT_CALL_LIMITS;
+        Ok(parse_number("limit", self.limit.as_deref(), max)?.unwrap_or(usual))
     }
 }
 
-fn param_error(field: &str, what: &str) -> Error {
-    invalid_parameter(field, format!("{field} {what}"))
+fn param_error(field: &str, message: &str) -> Error {
+    invalid_parameter(field, format!("{field} {message}"))
 }
 
-fn parse_number(field: &str, text: Option<&str>, most: usize) -> Result<Option<usize>, Error> {
+fn parse_number(field: &str, text: Option<&str>, max: usize) -> Result<Option<usize>, Error> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
-    let number = text.parse::<usize>().ok().filter(|number| (1..=most).contains(number));
-    let refused = || param_error(field, &format!("must be from 1 to {most}"));
+    let number = text.parse::<usize>().ok().filter(|number| (1..=max).contains(number));
+    let refused = || param_error(field, &format!("must be from 1 to {max}"));
     number.map(Some).ok_or_else(refused)
 }
 
@@ -223,9 +223,9 @@ pub(super) async fn show(
             Ok(Json(ContextBody::from(&context)).into_response())
         }
         ContextFormat::Conversation(style) => {
-            let made =
+            let assembled =
                 state.engine.runs().conversation(&caller, &run_id, limit, style, budget).await?;
-            let (conversation, truncated) = made;
+            let (conversation, truncated) = assembled;
             let (messages, tools) = (conversation.messages, conversation.tools);
             Ok(Json(ConversationBody { run_id, messages, tools, truncated }).into_response())
         }
@@ -315,8 +315,8 @@ pub(super) async fn record_calls(
 ) -> Result<Response, ApiError> {
     let traceparent = traceparent(&headers).map(|trace| trace.to_string());
     let calls = body.into_calls(&run_id, traceparent.as_deref())?;
-    let made = Box::pin(state.engine.runs().record_calls(&caller, &run_id, calls)).await?;
-    Ok(recorded_response(StatusCode::CREATED, &made))
+    let recorded = Box::pin(state.engine.runs().record_calls(&caller, &run_id, calls)).await?;
+    Ok(recorded_response(StatusCode::CREATED, &recorded))
 }
 
 /// Records the results of calls that the caller executed itself.

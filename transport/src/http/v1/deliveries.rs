@@ -52,7 +52,7 @@ pub(super) struct TryBody {
 
 impl DeliveryBody {
     fn new(delivery: &Delivery, log: Option<Vec<DeliveryAttempt>>) -> Self {
-        let shown = |tried: DeliveryAttempt| TryBody {
+        let to_body = |tried: DeliveryAttempt| TryBody {
             number: tried.number,
             at_ms: tried.at_ms,
             duration_ms: tried.duration_ms,
@@ -68,7 +68,7 @@ impl DeliveryBody {
             tries: delivery.attempts,
             next_try_at_ms: delivery.due_ms,
             last_error: delivery.last_error.clone(),
-            log: log.map(|tries| tries.into_iter().map(shown).collect()),
+            log: log.map(|tries| tries.into_iter().map(to_body).collect()),
         }
     }
 }
@@ -105,8 +105,8 @@ pub(super) async fn list(
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(word) => Some(word.to_lowercase().parse().map_err(|()| {
-            let known = DeliveryStatus::ALL.map(DeliveryStatus::as_str).join(", ");
-            invalid_parameter("status", format!("status must be one of {known}"))
+            let statuses = DeliveryStatus::ALL.map(DeliveryStatus::as_str).join(", ");
+            invalid_parameter("status", format!("status must be one of {statuses}"))
         })?),
     };
     let (before, limit) = parse_page(listing.cursor.as_deref(), listing.limit)?;

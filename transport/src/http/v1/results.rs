@@ -124,33 +124,33 @@ pub(super) struct MatchBody {
 }
 
 impl<'a> SliceBody<'a> {
-    fn new(tool_call_id: &'a str, piece: Slice) -> Self {
+    fn new(tool_call_id: &'a str, slice: Slice) -> Self {
         let mut body = Self {
             tool_call_id,
-            pointer: piece.pointer,
-            kind: piece.kind.as_str(),
-            bytes: piece.bytes,
-            total: piece.total,
-            offset: piece.offset,
-            shown: piece.shown,
-            next_offset: piece.next_offset,
-            truncated: piece.truncated,
+            pointer: slice.pointer,
+            kind: slice.kind.as_str(),
+            bytes: slice.bytes,
+            total: slice.total,
+            offset: slice.offset,
+            shown: slice.shown,
+            next_offset: slice.next_offset,
+            truncated: slice.truncated,
             value: None,
             matches: None,
             matched: None,
             beginning: None,
             next_pointer: None,
         };
-        match piece.content {
+        match slice.content {
             SliceContent::Value(value) => body.value = Some(value),
             SliceContent::Matches { matches, matched } => {
-                let given = matches.into_iter().map(|found| MatchBody {
+                let bodies = matches.into_iter().map(|found| MatchBody {
                     pointer: found.pointer,
                     line: found.line,
                     value: found.value,
                     cut: found.is_truncated,
                 });
-                body.matches = Some(given.collect());
+                body.matches = Some(bodies.collect());
                 body.matched = Some(matched);
             }
             SliceContent::Prefix { text, pointer } => {
@@ -177,8 +177,8 @@ pub(super) async fn read_result(
     QueryParams(reading): QueryParams<ResultQuery>,
 ) -> Result<Response, ApiError> {
     if let Some(budget) = parse_count("budget_tokens", reading.budget_tokens.as_deref())? {
-        let given = result_for_model(&state, &caller, &id, &reading, budget).await?;
-        return Ok(Body(ResultReadBody::ForModel(given)).into_response());
+        let rendered = result_for_model(&state, &caller, &id, &reading, budget).await?;
+        return Ok(Body(ResultReadBody::ForModel(rendered)).into_response());
     }
     if reading.query.as_ref().is_some_and(|query| !query.is_empty()) {
         let message = "query goes with budget_tokens; to search a part, use grep";
@@ -195,12 +195,12 @@ pub(super) async fn read_result(
         limit: parse_count("limit", reading.limit.as_deref())?,
         grep: reading.grep.filter(|grep| !grep.is_empty()),
     };
-    let piece = if raw {
+    let slice = if raw {
         state.engine.runs().read_raw_result(&caller, &id, part).await?
     } else {
         state.engine.runs().read_result(&caller, &id, part).await?
     };
-    Ok(Body(ResultReadBody::Slice(SliceBody::new(id.as_str(), piece))).into_response())
+    Ok(Body(ResultReadBody::Slice(SliceBody::new(id.as_str(), slice))).into_response())
 }
 
 /// Returns the result as a model sees it.
@@ -214,8 +214,8 @@ async fn result_for_model<'a>(
     let ResultQuery { pointer, offset, limit, grep, raw, query, .. } = reading;
     let others =
         [("pointer", pointer), ("offset", offset), ("limit", limit), ("grep", grep), ("raw", raw)];
-    let said = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
-    if let Some((field, _)) = others.into_iter().find(|(_, value)| said(value)) {
+    let is_set = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
+    if let Some((field, _)) = others.into_iter().find(|(_, value)| is_set(value)) {
         let message = format!("{field} reads a part, budget_tokens the whole: give one of them");
         return Err(param_error(field, &message));
     }
@@ -224,10 +224,10 @@ async fn result_for_model<'a>(
         return Err(param_error("budget_tokens", &message));
     }
     let hint = query.clone().filter(|query| !query.is_empty());
-    let given =
+    let rendered =
         state.engine.runs().render_result_for_model(caller, id, budget as usize, hint).await?;
     let tool_call_id = id.as_str();
-    Ok(match given {
+    Ok(match rendered {
         ResultForModel::Whole { data, tokens } => ResultForModelBody {
             tool_call_id,
             budget_tokens: budget,
@@ -251,8 +251,8 @@ async fn result_for_model<'a>(
 fn parse_count(field: &str, text: Option<&str>) -> Result<Option<u64>, Error> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
     let number = text.parse().map_err(|_| {
-        let least = if field == "offset" { 0 } else { 1 };
-        param_error(field, &format!("{field} must be a whole number from {least} up"))
+        let min = if field == "offset" { 0 } else { 1 };
+        param_error(field, &format!("{field} must be a whole number from {min} up"))
     })?;
     Ok(Some(number))
 }

@@ -68,8 +68,8 @@ pub(super) async fn start(
         run_response(&state, &caller, &run).await?
     };
     let headers = answer.headers_mut();
-    if let Ok(place) = HeaderValue::from_str(&format!("/v1/runs/{id}")) {
-        headers.insert(header::LOCATION, place);
+    if let Ok(location) = HeaderValue::from_str(&format!("/v1/runs/{id}")) {
+        headers.insert(header::LOCATION, location);
     }
     if let Ok(id) = HeaderValue::from_str(&id) {
         headers.insert("toolcrib-run-id", id);
@@ -150,8 +150,8 @@ fn parse_query(listing: RunListQuery) -> Result<RunQuery, Error> {
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(text) => Some(text.to_uppercase().parse::<RunStatus>().map_err(|()| {
-            let known: Vec<&str> = RunStatus::ALL.iter().map(|status| status.as_str()).collect();
-            invalid_parameter("status", format!("status must be one of {}", known.join(", ")))
+            let statuses: Vec<&str> = RunStatus::ALL.iter().map(|status| status.as_str()).collect();
+            invalid_parameter("status", format!("status must be one of {}", statuses.join(", ")))
         })?),
     };
     let before = listing.cursor.filter(|cursor| !cursor.is_empty());

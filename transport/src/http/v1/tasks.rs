@@ -167,8 +167,8 @@ pub(super) async fn list(
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(word) => Some(parse_status(&word.to_lowercase()).ok_or_else(|| {
-            let known = toolcrib::Status::ALL.map(task_status).join(", ");
-            invalid_parameter("status", format!("status must be one of {known}"))
+            let statuses = toolcrib::Status::ALL.map(task_status).join(", ");
+            invalid_parameter("status", format!("status must be one of {statuses}"))
         })?),
     };
     let (before, limit) = parse_page(listing.cursor.as_deref(), listing.limit)?;

@@ -70,8 +70,8 @@ pub(super) async fn list(
         return Ok(Json(ToolList { tools }).into_response());
     };
     let format = format.parse::<ToolFormat>().map_err(|()| {
-        let known: Vec<&str> = ToolFormat::ALL.iter().map(|format| format.as_str()).collect();
-        invalid_parameter("format", format!("format must be one of {}", known.join(", ")))
+        let formats: Vec<&str> = ToolFormat::ALL.iter().map(|format| format.as_str()).collect();
+        invalid_parameter("format", format!("format must be one of {}", formats.join(", ")))
     })?;
     Ok(Json(ModelToolList {
         tools: state.engine.registry().model_tool_definitions(&caller, format),
@@ -216,8 +216,8 @@ pub(super) async fn invoke(
         }
     };
     let headers = answer.headers_mut();
-    if let Ok(place) = HeaderValue::from_str(&format!("/v1/tool_calls/{id}")) {
-        headers.insert(header::LOCATION, place);
+    if let Ok(location) = HeaderValue::from_str(&format!("/v1/tool_calls/{id}")) {
+        headers.insert(header::LOCATION, location);
     }
     if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
         headers.insert(TRACEPARENT, trace);

@@ -45,11 +45,11 @@ pub(crate) async fn handle_call(
     if !shared.uses_search_catalogue(view) {
         return None;
     }
-    let given = |params: &mut CallToolRequestParams| params.arguments.take();
-    let told = match params.name.as_ref() {
-        SEARCH => search(shared, view, given(params)).await,
-        DESCRIBE => describe(shared, view, given(params)),
-        CALL => match parse_arguments::<CatalogueCallArgs>(CALL, given(params)) {
+    let take_arguments = |params: &mut CallToolRequestParams| params.arguments.take();
+    let outcome = match params.name.as_ref() {
+        SEARCH => search(shared, view, take_arguments(params)).await,
+        DESCRIBE => describe(shared, view, take_arguments(params)),
+        CALL => match parse_arguments::<CatalogueCallArgs>(CALL, take_arguments(params)) {
             Ok(args) => {
                 params.name = args.name.into();
                 params.arguments = Some(args.arguments);
@@ -60,16 +60,16 @@ pub(crate) async fn handle_call(
         },
         _ => return None,
     };
-    let result = told.unwrap_or_else(|fault| tool_result::error_result(&fault, None));
+    let result = outcome.unwrap_or_else(|fault| tool_result::error_result(&fault, None));
     Some(Ok(CallToolResponse::Complete(result)))
 }
 
 async fn search(
     shared: &McpTransportState,
     view: &CallerView,
-    given: Option<JsonObject>,
+    arguments: Option<JsonObject>,
 ) -> Result<CallToolResult, Fault> {
-    let args: SearchArgs = parse_arguments(SEARCH, given)?;
+    let args: SearchArgs = parse_arguments(SEARCH, arguments)?;
     let limit = args.limit.unwrap_or(DEFAULT_SEARCH_LIMIT);
     if !(1..=MAX_SEARCH_LIMIT).contains(&limit) {
         let message = format!("limit must be from 1 to {MAX_SEARCH_LIMIT}");
@@ -87,22 +87,22 @@ async fn search(
         result.structured_content = Some(json!({ "tools": [] }));
         return Ok(result);
     }
-    let shown: Vec<Value> = found
+    let listed: Vec<Value> = found
         .iter()
         .map(|found| {
             let tool = &found.entry.definition;
-            let shown = json!({ "name": tool.name, "description": summarize_description(&tool.description) });
+            let body = json!({ "name": tool.name, "description": summarize_description(&tool.description) });
             match definition::injection_flags(tool) {
                 Some(flags) => {
-                    let mut shown = shown;
-                    shown["flags"] = flags;
-                    shown
+                    let mut body = body;
+                    body["flags"] = flags;
+                    body
                 }
-                None => shown,
+                None => body,
             }
         })
         .collect();
-    let lines = shown.iter().map(|tool| {
+    let lines = listed.iter().map(|tool| {
         let text = |key: &str| tool[key].as_str().unwrap_or_default().to_owned();
         let flagged =
             if tool["flags"].is_array() { " [flagged: its words are not trusted]" } else { "" };
@@ -110,27 +110,27 @@ async fn search(
     });
     let text = lines.collect::<Vec<_>>().join("\n");
     let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
-    result.structured_content = Some(json!({ "tools": shown }));
+    result.structured_content = Some(json!({ "tools": listed }));
     Ok(result)
 }
 
 fn describe(
     shared: &McpTransportState,
     view: &CallerView,
-    given: Option<JsonObject>,
+    arguments: Option<JsonObject>,
 ) -> Result<CallToolResult, Fault> {
-    let args: DescribeArgs = parse_arguments(DESCRIBE, given)?;
+    let args: DescribeArgs = parse_arguments(DESCRIBE, arguments)?;
     if !(1..=MAX_DESCRIBED_TOOLS).contains(&args.names.len()) {
         let message = format!("names must be 1 to {MAX_DESCRIBED_TOOLS} names");
         return Err(Fault::new(Code::ValidationError, message).without_side_effect());
     }
-    let mut shown = Vec::new();
+    let mut described = Vec::new();
     for name in &args.names {
         let entry = shared.engine.registry().tool(&view.caller, name).map_err(into_fault)?;
         let tool = definition::to_mcp_tool(&entry.definition);
-        shown.extend(tool.and_then(|tool| serde_json::to_value(tool).ok()));
+        described.extend(tool.and_then(|tool| serde_json::to_value(tool).ok()));
     }
-    let value = json!({ "tools": shown });
+    let value = json!({ "tools": described });
     let mut result = CallToolResult::success(vec![ContentBlock::text(value.to_string())]);
     result.structured_content = Some(value);
     Ok(result)
@@ -159,18 +159,21 @@ fn into_fault(error: toolcrib::Error) -> Fault {
 /// Handles a call of `call.result`.
 async fn call_result(
     scope: RequestScope<'_>,
-    given: Option<JsonObject>,
+    arguments: Option<JsonObject>,
 ) -> Result<CallToolResponse, ErrorData> {
     let RequestScope { shared, view, context, .. } = scope;
-    let told =
+    let to_error_result =
         |fault: Fault| Ok(CallToolResponse::Complete(tool_result::error_result(&fault, None)));
-    let args: CallResultArgs = match parse_arguments(CALL_RESULT, given) {
+    let args: CallResultArgs = match parse_arguments(CALL_RESULT, arguments) {
         Ok(args) => args,
-        Err(fault) => return told(fault),
+        Err(fault) => return to_error_result(fault),
     };
-    let shown: String = args.tool_call_id.chars().take(80).collect();
+    let excerpt: String = args.tool_call_id.chars().take(80).collect();
     let Ok(id) = args.tool_call_id.parse::<CallId>() else {
-        return told(Fault::new(Code::NotFound, format!("there is no call \"{shown}\"")));
+        return to_error_result(Fault::new(
+            Code::NotFound,
+            format!("there is no call \"{excerpt}\""),
+        ));
     };
     let wait_ms = args.wait_ms.unwrap_or(20_000).min(shared.settings.wait_ms);
     let waiting = shared.engine.calls().wait(&view.caller, &id, Until::EndedWithin(wait_ms));
@@ -190,7 +193,7 @@ async fn call_result(
         Err(_) => return Err(ErrorData::internal_error("the wait did not end", None)),
     };
     // The result is one of `call.result`, which declares no output schema.
-    let format = ResultFormat::new(None, ProtocolRevision::of(context));
+    let format = ResultFormat::new(None, ProtocolRevision::from_context(context));
     let result = match call.status.is_terminal() {
         true => tool_result::ended_call_result(&call, format, shared.settings.result_tokens).await,
         false => tool_result::pending_result(&call, format),

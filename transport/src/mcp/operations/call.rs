@@ -41,7 +41,7 @@ pub(crate) async fn call_tool(
     discovery: ToolDiscovery,
 ) -> Result<CallToolResponse, ErrorData> {
     let RequestScope { shared, view, context, .. } = scope;
-    let client = McpClientInfo::of(context);
+    let client = McpClientInfo::from_context(context);
     let tool = shared.engine.registry().tool(&view.caller, &params.name).ok();
     let listed = tool.as_deref().filter(|_| discovery == ToolDiscovery::List);
     let format = ResultFormat::new(listed, client.revision);
@@ -93,13 +93,13 @@ fn to_call_request(
     let invalid = |word: &str, kind: &str| {
         ErrorData::invalid_params(format!("_meta: toolcrib/{word} must be {kind}"), None)
     };
-    let given = |word: &str| meta.0.get(&format!("toolcrib/{word}")).filter(|v| !v.is_null());
-    let text = |word: &str| match given(word) {
+    let field = |word: &str| meta.0.get(&format!("toolcrib/{word}")).filter(|v| !v.is_null());
+    let text = |word: &str| match field(word) {
         None => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.clone())),
         Some(_) => Err(invalid(word, "a text")),
     };
-    let number = |word: &str| match given(word) {
+    let number = |word: &str| match field(word) {
         None => Ok(None),
         Some(value) => value.as_u64().map(Some).ok_or_else(|| invalid(word, "a number from 0 on")),
     };
@@ -140,7 +140,7 @@ impl ToolCallWaiter<'_> {
         };
         let patience = Duration::from_millis(patience_ms);
         let mut until = tokio::time::Instant::now() + patience;
-        let mut progress = ProgressForwarder::of(self.scope, &ticket.call);
+        let mut progress = ProgressForwarder::new(self.scope, &ticket.call);
         let mut call = ticket.call.clone();
         while !call.status.is_terminal() {
             let questions = elicitation::answerable_requests(&call, &self.client.capabilities);
@@ -162,22 +162,22 @@ impl ToolCallWaiter<'_> {
                 until = tokio::time::Instant::now() + patience;
                 continue;
             }
-            let left = until.saturating_duration_since(tokio::time::Instant::now());
-            if left.is_zero() {
+            let remaining = until.saturating_duration_since(tokio::time::Instant::now());
+            if remaining.is_zero() {
                 return Ok(self.pending_response(&call));
             }
-            let left_ms = left.as_millis() as u64 + 1;
+            let left_ms = remaining.as_millis() as u64 + 1;
             let until = Until::ChangedSince { version: call.version, within_ms: left_ms };
             tokio::select! {
                 biased;
                 () = context.ct.cancelled() => return Err(self.handle_disconnect(&call).await),
-                news = engine.calls().wait(caller, ticket, until) => {
-                    let news = news.map_err(tool_result::protocol_error)?;
-                    if news.version == call.version {
+                update = engine.calls().wait(caller, ticket, until) => {
+                    let update = update.map_err(tool_result::protocol_error)?;
+                    if update.version == call.version {
                         // The wait time is over, or the server stops.
                         return Ok(self.pending_response(&call));
                     }
-                    call = news;
+                    call = update;
                 }
                 () = progress.forward_next() => {}
             }
@@ -214,12 +214,12 @@ impl ToolCallWaiter<'_> {
                 return Err(self.cancel(call, "the client did not answer what was asked").await);
             }
         };
-        let given = elicitation::submit_answers(shared, view, &call.id, answers).await;
-        if given.is_err() {
+        let submitted = elicitation::submit_answers(shared, view, &call.id, answers).await;
+        if submitted.is_err() {
             // The MCP client learns the reason, but has no call id with which to answer again.
             self.cancel(call, "the client's answers could not be taken").await;
         }
-        given.map(|()| true)
+        submitted.map(|()| true)
     }
 
     /// Waits until none of these questions is open: they were answered through another request, or
@@ -230,22 +230,22 @@ impl ToolCallWaiter<'_> {
         loop {
             // On a read error, the caller of this function reads the call again and reports the
             // error.
-            let Ok(news) = engine
+            let Ok(update) = engine
                 .calls()
                 .wait(caller, ticket, Until::ChangedSince { version: seen, within_ms: u64::MAX })
                 .await
             else {
                 return true;
             };
-            if news.version == seen && engine.is_draining() {
+            if update.version == seen && engine.is_draining() {
                 return false;
             }
-            let open = news.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
-            let waits = news.hold == Some(Hold::Input) && news.attempt == call.attempt;
+            let open = update.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
+            let waits = update.hold == Some(Hold::Input) && update.attempt == call.attempt;
             if !waits || !open.is_some_and(|open| keys.iter().any(|key| open.contains_key(key))) {
                 return true;
             }
-            seen = news.version;
+            seen = update.version;
         }
     }
 

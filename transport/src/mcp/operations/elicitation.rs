@@ -65,13 +65,13 @@ pub(crate) fn request_state(call: &Call) -> String {
 }
 
 /// Checks that each answer is an object.
-pub(crate) fn parse_answers(given: InputResponses) -> Result<Map<String, Value>, ErrorData> {
-    if let Some((key, _)) = given.iter().find(|(_, answer)| !answer.is_object()) {
-        let shown: String = key.chars().take(80).collect();
-        let message = format!("the answer to \"{shown}\" must be an object");
+pub(crate) fn parse_answers(responses: InputResponses) -> Result<Map<String, Value>, ErrorData> {
+    if let Some((key, _)) = responses.iter().find(|(_, answer)| !answer.is_object()) {
+        let excerpt: String = key.chars().take(80).collect();
+        let message = format!("the answer to \"{excerpt}\" must be an object");
         return Err(ErrorData::invalid_params(message, None));
     }
-    Ok(given.into_iter().collect())
+    Ok(responses.into_iter().collect())
 }
 
 /// Resumes a call that asked for input, if the caller, the tool and the call id are those of the
@@ -157,11 +157,11 @@ pub(crate) async fn elicit<W>(
         };
         let answer = tokio::select! {
             answer = &mut params.rx => answer,
-            why = &mut pointless => {
+            reason = &mut pointless => {
                 // If the MCP client has disconnected, the withdrawal cannot be delivered and the
                 // error is ignored.
                 let _ = params.cancel(Some("this is not needed any more".to_owned())).await;
-                return ElicitationOutcome::Superseded(why);
+                return ElicitationOutcome::Superseded(reason);
             }
         };
         let Ok(Ok(answer)) = answer else { return ElicitationOutcome::Unanswered };
@@ -187,12 +187,12 @@ mod tests {
             serde_json::from_value::<InputRequest>(question).unwrap()
         };
         let schema = json!({ "type": "object", "properties": {} });
-        let form =
+        let form_question =
             input_request(json!({ "mode": "form", "message": "Who?", "requestedSchema": schema }));
         let address =
             input_request(json!({ "mode": "url", "message": "Sign in", "elicitationId": "e",
             "url": "https://login.example.com" }));
-        for (declared, forms, addresses) in [
+        for (declared, answers_forms, answers_urls) in [
             (json!({}), false, false),
             (json!({ "elicitation": {} }), true, false),
             (json!({ "elicitation": { "form": {} } }), true, false),
@@ -200,8 +200,8 @@ mod tests {
             (json!({ "elicitation": { "form": {}, "url": {} } }), true, true),
         ] {
             let client: ClientCapabilities = serde_json::from_value(declared.clone()).unwrap();
-            assert_eq!(can_answer(&client, &form), forms, "{declared}");
-            assert_eq!(can_answer(&client, &address), addresses, "{declared}");
+            assert_eq!(can_answer(&client, &form_question), answers_forms, "{declared}");
+            assert_eq!(can_answer(&client, &address), answers_urls, "{declared}");
         }
     }
 }

@@ -14,14 +14,14 @@ pub(crate) fn list_tools(
     params: Option<PaginatedRequestParams>,
 ) -> Result<ListToolsResult, ErrorData> {
     let RequestScope { shared, view, context, .. } = scope;
-    let given = params.and_then(|params| params.cursor);
-    let after = match given.as_deref() {
+    let cursor = params.and_then(|params| params.cursor);
+    let after = match cursor.as_deref() {
         None => None,
-        Some(given) => Some(parse_cursor(given).ok_or_else(|| {
+        Some(cursor) => Some(parse_cursor(cursor).ok_or_else(|| {
             ErrorData::invalid_params("this cursor is not one that was given out", None)
         })?),
     };
-    let revision = ProtocolRevision::of(context);
+    let revision = ProtocolRevision::from_context(context);
     let list = match shared.uses_search_catalogue(view) {
         true => shared.tool_lists.for_catalogue(),
         false => shared.tool_lists.for_caller(&shared.engine, &view.caller),

@@ -58,7 +58,7 @@ impl McpChangeListener {
 
     async fn next(&mut self) -> McpChangeEvent {
         let registry = self.shared.engine.registry();
-        let news = tokio::select! {
+        let event = tokio::select! {
             changed = registry.wait_for_directory_change(self.directory_version) => match changed {
                 Some(version) => McpChangeEvent::ToolsChanged(version),
                 None => McpChangeEvent::ServerStopping,
@@ -67,10 +67,10 @@ impl McpChangeListener {
                 McpChangeEvent::PassthroughChanged(changed)
             }
         };
-        if let McpChangeEvent::ToolsChanged(version) = news {
+        if let McpChangeEvent::ToolsChanged(version) = event {
             self.directory_version = version;
         }
-        news
+        event
     }
 }
 
@@ -101,18 +101,20 @@ pub(crate) async fn listen(
     subscription: SubscriptionContext,
 ) -> Result<(), ErrorData> {
     let mut following = McpChangeListener::new(shared);
-    let mut shown = shared.tool_lists.for_caller(&shared.engine, &view.caller);
+    let mut last_list = shared.tool_lists.for_caller(&shared.engine, &view.caller);
     loop {
-        let news = tokio::select! {
+        let event = tokio::select! {
             () = subscription.cancelled() => return Ok(()),
-            news = following.next() => news,
+            event = following.next() => event,
         };
         if !is_authorized(shared, view) {
             return Ok(());
         }
-        let notice = match news {
+        let notice = match event {
             McpChangeEvent::ServerStopping => return Ok(()),
-            McpChangeEvent::ToolsChanged(_) if !has_tool_list_changed(shared, view, &mut shown) => {
+            McpChangeEvent::ToolsChanged(_)
+                if !has_tool_list_changed(shared, view, &mut last_list) =>
+            {
                 continue;
             }
             McpChangeEvent::ToolsChanged(_) => ToolListChangedNotification::default().into(),
@@ -146,11 +148,11 @@ fn can_see_change(
 fn has_tool_list_changed(
     shared: &McpTransportState,
     view: &CallerView,
-    shown: &mut Arc<CallerToolList>,
+    last_list: &mut Arc<CallerToolList>,
 ) -> bool {
     let now = shared.tool_lists.for_caller(&shared.engine, &view.caller);
-    let differs = !now.is_same_as(shown);
-    *shown = now;
+    let differs = !now.is_same_as(last_list);
+    *last_list = now;
     differs
 }
 
@@ -184,12 +186,12 @@ impl LegacySessions {
         peer: Peer<RoleServer>,
     ) {
         let shared = &self.shared;
-        let shown = shared.tool_lists.for_caller(&shared.engine, &view.caller);
+        let tool_list = shared.tool_lists.for_caller(&shared.engine, &view.caller);
         let id = id.unwrap_or_else(|| format!("{:p}", Arc::as_ptr(&session)));
         {
-            let mut known = self.sessions.lock();
-            known.retain(|_, known| !known.peer.is_transport_closed());
-            known.insert(id, LegacySession { peer, view, session, last_tool_list: shown });
+            let mut sessions = self.sessions.lock();
+            sessions.retain(|_, session| !session.peer.is_transport_closed());
+            sessions.insert(id, LegacySession { peer, view, session, last_tool_list: tool_list });
         }
         if !self.listener_started.swap(true, Ordering::AcqRel) {
             tokio::spawn(notify_sessions(self.clone(), McpChangeListener::new(shared)));
@@ -199,8 +201,8 @@ impl LegacySessions {
     /// Replaces the credentials of a session: a later request of the MCP client may carry another
     /// token.
     pub(crate) fn update_credentials(&self, id: &str, view: &CallerView) {
-        if let Some(known) = self.sessions.lock().get_mut(id) {
-            known.view.credentials.clone_from(&view.credentials);
+        if let Some(session) = self.sessions.lock().get_mut(id) {
+            session.view.credentials.clone_from(&view.credentials);
         }
     }
 
@@ -208,33 +210,34 @@ impl LegacySessions {
     /// longer valid is skipped but stays, because the MCP client may present another token.
     fn notifications_for(
         &self,
-        news: &McpChangeEvent,
+        event: &McpChangeEvent,
     ) -> Vec<(Peer<RoleServer>, ServerNotification)> {
         let shared = &self.shared;
-        let mut known = self.sessions.lock();
-        known.retain(|_, known| !known.peer.is_transport_closed());
-        let credentials = known.values_mut().filter(|known| is_authorized(shared, &known.view));
-        let concerned = credentials.filter_map(|known| {
-            let told = match news {
+        let mut sessions = self.sessions.lock();
+        sessions.retain(|_, session| !session.peer.is_transport_closed());
+        let credentials =
+            sessions.values_mut().filter(|session| is_authorized(shared, &session.view));
+        let concerned = credentials.filter_map(|session| {
+            let notice = match event {
                 McpChangeEvent::ServerStopping => return None,
                 McpChangeEvent::ToolsChanged(_) => {
-                    has_tool_list_changed(shared, &known.view, &mut known.last_tool_list)
+                    has_tool_list_changed(shared, &session.view, &mut session.last_tool_list)
                         .then(|| ToolListChangedNotification::default().into())
                 }
                 McpChangeEvent::PassthroughChanged(change)
-                    if !can_see_change(shared, &known.view, change) =>
+                    if !can_see_change(shared, &session.view, change) =>
                 {
                     None
                 }
                 McpChangeEvent::PassthroughChanged(PassthroughChange {
                     kind: PassthroughChangeKind::ResourceContent(uri),
                     ..
-                }) if !known.session.is_subscribed(uri) => None,
+                }) if !session.session.is_subscribed(uri) => None,
                 McpChangeEvent::PassthroughChanged(change) => {
                     Some(to_notification(change.kind.clone()))
                 }
             };
-            told.map(|told| (known.peer.clone(), told))
+            notice.map(|notice| (session.peer.clone(), notice))
         });
         concerned.collect()
     }
@@ -243,11 +246,11 @@ impl LegacySessions {
 /// Notifies all legacy sessions for as long as the engine runs.
 async fn notify_sessions(sessions: Arc<LegacySessions>, mut following: McpChangeListener) {
     loop {
-        let news = following.next().await;
-        if matches!(news, McpChangeEvent::ServerStopping) {
+        let event = following.next().await;
+        if matches!(event, McpChangeEvent::ServerStopping) {
             return;
         }
-        for (peer, notice) in sessions.notifications_for(&news) {
+        for (peer, notice) in sessions.notifications_for(&event) {
             // Sent in a task per session, so that a slow session does not delay the others.
             tokio::spawn(async move { drop(peer.send_notification(notice).await) });
         }

@@ -51,12 +51,12 @@ struct ToolLogMessage {
 
 impl ProgressForwarder {
     /// Returns a forwarder for this call, which does nothing if the MCP client did not subscribe.
-    pub(crate) fn of(scope: RequestScope<'_>, call: &Call) -> Self {
+    pub(crate) fn new(scope: RequestScope<'_>, call: &Call) -> Self {
         let RequestScope { shared, session, view, context } = scope;
         let token = context.meta.get_progress_token();
         // Only tools of MCP servers log. The current revision sets the level with each request,
         // legacy revisions for the whole session; a legacy client that set no level gets `info`.
-        let level = match ProtocolRevision::of(context) {
+        let level = match ProtocolRevision::from_context(context) {
             _ if !call.target.traits.mcp_results => None,
             ProtocolRevision::Modern => context.meta.log_level(),
             ProtocolRevision::Legacy => session.level().or(Some(LoggingLevel::Info)),
@@ -76,14 +76,16 @@ impl ProgressForwarder {
 
     /// Waits for new events and forwards them. Never returns if no more events can come.
     pub(crate) async fn forward_next(&mut self) {
-        let Some(wanted) = &mut self.subscription else { return std::future::pending().await };
-        let read = wanted
+        let Some(subscription) = &mut self.subscription else {
+            return std::future::pending().await;
+        };
+        let read = subscription
             .engine
             .calls()
-            .events(&wanted.caller, &wanted.query, wanted.after, EVENT_PAGE_SIZE)
+            .events(&subscription.caller, &subscription.query, subscription.after, EVENT_PAGE_SIZE)
             .await;
         match read {
-            Ok(events) if !events.is_empty() => wanted.forward(events).await,
+            Ok(events) if !events.is_empty() => subscription.forward(events).await,
             // The call has ended, or the store is unavailable: the result is reported elsewhere.
             _ => std::future::pending().await,
         }
@@ -91,16 +93,16 @@ impl ProgressForwarder {
 
     /// Forwards the remaining events of an ended call.
     pub(crate) async fn forward_remaining(&mut self) {
-        let Some(wanted) = &mut self.subscription else { return };
+        let Some(subscription) = &mut self.subscription else { return };
         loop {
-            let read = wanted.engine.calls().events(
-                &wanted.caller,
-                &wanted.query,
-                wanted.after,
+            let read = subscription.engine.calls().events(
+                &subscription.caller,
+                &subscription.query,
+                subscription.after,
                 EVENT_PAGE_SIZE,
             );
             match read.await {
-                Ok(events) if !events.is_empty() => wanted.forward(events).await,
+                Ok(events) if !events.is_empty() => subscription.forward(events).await,
                 _ => return,
             }
         }
@@ -114,26 +116,26 @@ impl ProgressSubscription {
             if event.record.kind != EventKind::Progress {
                 continue;
             }
-            let said = &event.record.data;
-            match said.get("data").and_then(|data| data.get("log")) {
+            let event_data = &event.record.data;
+            match event_data.get("data").and_then(|data| data.get("log")) {
                 Some(log) => self.send_log(log).await,
-                None => self.send_progress(said).await,
+                None => self.send_progress(event_data).await,
             }
         }
     }
 
-    async fn send_progress(&mut self, said: &EventData) {
+    async fn send_progress(&mut self, progress: &EventData) {
         let Some(token) = self.token.clone() else { return };
-        let percent = said.get("percent").and_then(Value::as_f64);
+        let percent = progress.get("percent").and_then(Value::as_f64);
         // An MCP server that does not know the total reports progress without one.
-        let counted = || said.get("data")?.get("progress")?.as_f64();
+        let counted = || progress.get("data")?.get("progress")?.as_f64();
         let next = next_progress_value(self.last_progress, percent.or_else(counted));
         self.last_progress = Some(next);
         let mut param = ProgressNotificationParam::new(token, next);
         if percent.is_some() {
             param = param.with_total(100.0);
         }
-        if let Some(message) = said.get("message").and_then(Value::as_str) {
+        if let Some(message) = progress.get("message").and_then(Value::as_str) {
             param = param.with_message(message);
         }
         // An error means that the MCP client has disconnected, which ends the wait elsewhere.
@@ -142,7 +144,7 @@ impl ProgressSubscription {
 
     async fn send_log(&self, log: &Value) {
         let Ok(logged) = ToolLogMessage::deserialize(log) else { return };
-        if self.level.is_none_or(|wanted| severity(logged.level) < severity(wanted)) {
+        if self.level.is_none_or(|min_level| severity(logged.level) < severity(min_level)) {
             return;
         }
         let mut param = LoggingMessageNotificationParam::new(logged.level, logged.data);
@@ -153,9 +155,10 @@ impl ProgressSubscription {
 
 /// Returns the next progress value. MCP requires each value to exceed the one before, whatever the
 /// tool reports.
-fn next_progress_value(shown: Option<f64>, said: Option<f64>) -> f64 {
-    let said = said.filter(|said| shown.map_or(*said >= 0.0, |shown| *said > shown));
-    said.unwrap_or_else(|| shown.map_or(0.0, |shown| (shown + 0.01).max(shown.next_up())))
+fn next_progress_value(last: Option<f64>, reported: Option<f64>) -> f64 {
+    let reported =
+        reported.filter(|reported| last.map_or(*reported >= 0.0, |last| *reported > last));
+    reported.unwrap_or_else(|| last.map_or(0.0, |last| (last + 0.01).max(last.next_up())))
 }
 
 fn severity(level: LoggingLevel) -> u8 {

@@ -17,8 +17,8 @@ pub(crate) async fn list_prompts(
     let mut prompts = shared.passthrough.prompts(&view.caller).await?;
     if let Some(prefix) = view.prefix() {
         prompts.retain_mut(|prompt| match prompt.name.strip_prefix(&prefix) {
-            Some(own) => {
-                prompt.name = own.to_owned();
+            Some(own_name) => {
+                prompt.name = own_name.to_owned();
                 true
             }
             None => false,

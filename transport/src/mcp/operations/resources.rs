@@ -51,11 +51,11 @@ pub(crate) async fn read_resource(
     params: ReadResourceRequestParams,
 ) -> Result<ReadResourceResponse, ErrorData> {
     let uri = params.uri.clone();
-    let shown: String = uri.chars().take(200).collect();
+    let excerpt: String = uri.chars().take(200).collect();
     let unknown = || {
         ErrorData::resource_not_found(
-            format!("there is no resource \"{shown}\""),
-            Some(json!({ "uri": shown })),
+            format!("there is no resource \"{excerpt}\""),
+            Some(json!({ "uri": excerpt })),
         )
     };
     let ticket = uri.strip_prefix(PREFIX).and_then(|rest| rest.strip_suffix(SUFFIX));

@@ -27,8 +27,8 @@ const POLL_INTERVAL_MS: u64 = 1_000;
 /// call is stored.
 pub(crate) fn to_task(call: &Call, retention_ms: Option<u64>) -> Task {
     let time = |ms: u64| {
-        let at = jiff::Timestamp::from_millisecond(ms as i64).unwrap_or_default();
-        at.to_string()
+        let timestamp = jiff::Timestamp::from_millisecond(ms as i64).unwrap_or_default();
+        timestamp.to_string()
     };
     let updated_ms = call.completed_ms.or(call.started_ms).unwrap_or(call.created_ms);
     let mut task =
@@ -54,8 +54,8 @@ fn status_message(call: &Call) -> String {
     match (call.status, fault) {
         (_, Some(fault)) => fault.to_string(),
         (Status::Pending, _) => {
-            let why = call.hold.map_or("queue", |hold| hold.as_str());
-            format!("{} waits ({why})", call.target.tool)
+            let reason = call.hold.map_or("queue", |hold| hold.as_str());
+            format!("{} waits ({reason})", call.target.tool)
         }
         (Status::Running, _) => format!("{} is being executed", call.target.tool),
         _ => format!("{} is done", call.target.tool),
@@ -91,10 +91,10 @@ pub(crate) async fn update_task(
     shared: &McpTransportState,
     view: &CallerView,
     task_id: &str,
-    given: InputResponses,
+    responses: InputResponses,
 ) -> Result<(), ErrorData> {
     let call = find_call(shared, view, task_id).await?;
-    let answers = elicitation::parse_answers(given)?;
+    let answers = elicitation::parse_answers(responses)?;
     if answers.is_empty() {
         return Ok(());
     }
@@ -149,8 +149,8 @@ async fn find_call(
     view: &CallerView,
     task_id: &str,
 ) -> Result<Arc<Call>, ErrorData> {
-    let shown: String = task_id.chars().take(80).collect();
-    let unknown = || ErrorData::invalid_params(format!("there is no task \"{shown}\""), None);
+    let excerpt: String = task_id.chars().take(80).collect();
+    let unknown = || ErrorData::invalid_params(format!("there is no task \"{excerpt}\""), None);
     let id: CallId = task_id.parse().map_err(|_| unknown())?;
     shared.engine.calls().call(&view.caller, &id).await.map_err(|error| match error.code() {
         Code::NotFound => unknown(),

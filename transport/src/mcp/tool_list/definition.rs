@@ -31,15 +31,15 @@ pub(crate) fn to_mcp_tool(definition: &ToolDefinition) -> Option<Tool> {
 /// Returns the title in the tool's metadata, or its name as words.
 fn title(definition: &ToolDefinition) -> String {
     let metadata = definition.metadata.as_ref().map(|metadata| metadata.to_value());
-    let given = metadata.as_ref().and_then(|metadata| metadata.get("title")?.as_str());
-    if let Some(title) = given.filter(|title| !title.trim().is_empty()) {
+    let title = metadata.as_ref().and_then(|metadata| metadata.get("title")?.as_str());
+    if let Some(title) = title.filter(|title| !title.trim().is_empty()) {
         return title.to_owned();
     }
     let words: Vec<&str> =
         definition.name.split(['.', '_', '-', '/']).filter(|word| !word.is_empty()).collect();
     let text = words.join(" ");
-    let mut letters = text.chars();
-    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+    let mut chars = text.chars();
+    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }
 
 /// Returns hints for the MCP client. They reflect the definition and guarantee nothing.

@@ -36,24 +36,24 @@ impl ToolListSplice {
         // The body is short, because the long list is held here.
         let body = axum::body::to_bytes(body, usize::MAX).await;
         let body = body.map_err(|error| Error::Internal(Box::new(error)))?;
-        let filled = splice(&body, &tools).ok_or_else(|| {
+        let spliced = splice(&body, &tools).ok_or_else(|| {
             let missing = std::io::Error::other("tools/list was answered without a list");
             Error::Internal(Box::new(missing))
         })?;
         parts.headers.remove(header::CONTENT_LENGTH);
-        Ok(Response::from_parts(parts, Body::from(filled)))
+        Ok(Response::from_parts(parts, Body::from(spliced)))
     }
 }
 
 fn splice(body: &Bytes, tools: &str) -> Option<Vec<u8>> {
-    let at = body.windows(EMPTY_TOOL_LIST.len()).rposition(|part| part == EMPTY_TOOL_LIST)?
+    let index = body.windows(EMPTY_TOOL_LIST.len()).rposition(|part| part == EMPTY_TOOL_LIST)?
         + EMPTY_TOOL_LIST.len()
         - 1;
-    let mut filled = Vec::with_capacity(body.len() + tools.len());
-    filled.extend_from_slice(&body[..at]);
-    filled.extend_from_slice(tools.as_bytes());
-    filled.extend_from_slice(&body[at..]);
-    Some(filled)
+    let mut spliced = Vec::with_capacity(body.len() + tools.len());
+    spliced.extend_from_slice(&body[..index]);
+    spliced.extend_from_slice(tools.as_bytes());
+    spliced.extend_from_slice(&body[index..]);
+    Some(spliced)
 }
 
 #[cfg(test)]
@@ -72,9 +72,9 @@ mod tests {
         let plain = list_splice.clone().splice_into(answer()).await.unwrap();
         assert_eq!(text(plain).await, r#"{"id":"\"tools\":[]","result":{"tools":[]}}"#);
         list_splice.set_tools(r#"{"name":"a"}"#.to_owned());
-        let filled = list_splice.clone().splice_into(answer()).await.unwrap();
+        let spliced = list_splice.clone().splice_into(answer()).await.unwrap();
         let whole = r#"{"id":"\"tools\":[]","result":{"tools":[{"name":"a"}]}}"#;
-        assert_eq!(text(filled).await, whole);
+        assert_eq!(text(spliced).await, whole);
         list_splice.set_tools(String::new());
         assert!(list_splice.splice_into(Response::new(Body::from("{}"))).await.is_err());
     }

@@ -23,30 +23,30 @@ pub(super) async fn sign_in(
 ) -> Result<(), CommandFailure> {
     let (client, output) = (require_server(target)?, context.output);
     let path = ["v1", "sources", "mcp", name];
-    let begun = client
+    let started = client
         .request_json(ApiRequest::post(&[path[0], path[1], path[2], name, "sign-in"], json!({})))
         .await?;
-    let Some(address) = begun["oauth"]["sign_in_url"].as_str() else {
-        return output.print_line(&describe_source(&begun));
+    let Some(address) = started["oauth"]["sign_in_url"].as_str() else {
+        return output.print_line(&describe_source(&started));
     };
     if output.json && no_wait {
-        return output.print_json(&begun);
+        return output.print_json(&started);
     }
     if no_wait {
         return output.print_line(&sanitize_line(address));
     }
     output.print_note("open this in a browser:");
     output.print_note(&format!("  {}", sanitize_line(address)));
-    let until = u64_member(&begun["oauth"], "sign_in_expires_at_ms").unwrap_or_default();
+    let until = u64_member(&started["oauth"], "sign_in_expires_at_ms").unwrap_or_default();
     let spinner = output.start_spinner("waiting for the sign-in");
     let ended = loop {
-        let shown = client.request_json(ApiRequest::get(&path)).await?;
-        if is_sign_in_over(&shown, address) {
-            break shown;
+        let source = client.request_json(ApiRequest::get(&path)).await?;
+        if is_sign_in_over(&source, address) {
+            break source;
         }
         if now_ms() > until {
             spinner.finish_and_clear();
-            let message = "nobody has signed in in time";
+            let message = "the sign-in was not completed in time";
             return Err(CommandFailure::new(exit::FAILURE, "SIGN_IN", message)
                 .hint("begin again: the address is good for ten minutes"));
         }
@@ -64,12 +64,12 @@ pub(super) async fn sign_in(
 }
 
 /// Returns true if the sign-in that was started is over, successfully or not.
-fn is_sign_in_over(shown: &Value, address: &str) -> bool {
-    let oauth = &shown["oauth"];
+fn is_sign_in_over(source: &Value, address: &str) -> bool {
+    let oauth = &source["oauth"];
     match oauth["sign_in_url"].as_str() {
         // A failed sign-in replaces its URL with a new one.
         Some(other) => other != address,
-        None => oauth["signed_in"] == true && str_member(shown, "state") != "starting",
+        None => oauth["signed_in"] == true && str_member(source, "state") != "starting",
     }
 }
 

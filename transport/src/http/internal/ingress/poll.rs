@@ -111,11 +111,11 @@ pub(in super::super) async fn poll(
             session.start_poll_lease(&request.call_id);
         } else {
             let attempt = Some(request.attempt);
-            let taken = engine
+            let polled = engine
                 .calls()
                 .acknowledge_call(&caller, &request.call_id, &polling.client_id, attempt)
                 .await;
-            match taken {
+            match polled {
                 Ok(_) => {}
                 // The call has ended in the meantime, so there is nothing to hand over.
                 Err(error) if error.code() == Code::Conflict => continue,
@@ -131,6 +131,6 @@ pub(in super::super) async fn poll(
     // The client need not start requests that were canceled in the meantime.
     requests.retain(|request| !cancels.iter().any(|cancel| cancel.matches_request(request)));
     let requests =
-        requests.into_iter().map(|request| ToolRequestMessage::of(engine, request)).collect();
+        requests.into_iter().map(|request| ToolRequestMessage::new(engine, request)).collect();
     Ok(Json(PollResponseBody { requests, cancels }))
 }

@@ -62,7 +62,7 @@ pub(in super::super) async fn sse(
     let messages = stream::unfold(state, async |(mut session, engine, standing)| {
         let message = session.next().await?;
         standing.revalidate(&engine).ok()?;
-        let body = IngressMessage::of(&engine, message);
+        let body = IngressMessage::new(&engine, message);
         let event = Event::default().event(body.kind()).data(to_json(&body));
         Some((Ok::<_, Infallible>(event), (session, engine, standing)))
     });

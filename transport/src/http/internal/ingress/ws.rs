@@ -86,15 +86,15 @@ pub(in super::super) async fn ws(
     mut request: Request,
 ) -> Result<Response, ApiError> {
     require_provider(&caller)?;
-    let refused = |why: String| {
-        let message = format!("this is for WebSocket connections only: {why}");
+    let refused = |reason: String| {
+        let message = format!("this is for WebSocket connections only: {reason}");
         Error::refused(Code::BadRequest, message)
     };
     let answer = create_response_with_body(&request, Body::empty)
         .map_err(|error| refused(error.to_string()))?;
     let upgrade = request.extensions_mut().remove::<OnUpgrade>();
     let upgrade = upgrade.ok_or_else(|| refused("this connection cannot be one".to_owned()))?;
-    let place = request.extensions_mut().remove::<ConnectionPermit>();
+    let permit = request.extensions_mut().remove::<ConnectionPermit>();
     let standing = RequestCredentials::new(&caller, request.headers());
     tokio::spawn(async move {
         let Ok(upgraded) = upgrade.await else { return };
@@ -104,7 +104,7 @@ pub(in super::super) async fn ws(
         let tap = FrameInspector::new(TokioIo::new(upgraded), limit);
         let socket = Socket::from_raw_socket(tap, Role::Server, Some(limits)).await;
         run_connection(state, caller, standing, socket).await;
-        drop(place);
+        drop(permit);
     });
     Ok(answer)
 }
@@ -165,17 +165,17 @@ async fn handshake(
         let message = format!("hello is over the limit of {limit} bytes");
         return Err(Some(Error::refused(Code::PayloadTooLarge, message)));
     }
-    let (header, said) = parse_message(first);
+    let (header, payload) = parse_message(first);
     if header.map_err(Some)?.kind != "hello" {
         let message = "the first message must be hello";
         return Err(Some(Error::refused(Code::BadRequest, message)));
     }
-    let hello: HelloMessage = parse_payload(&said).map_err(Some)?;
+    let hello: HelloMessage = parse_payload(&payload).map_err(Some)?;
     let window =
         resolve_window("max_in_flight", hello.max_in_flight, state.settings.default_max_in_flight);
     let window = window.map_err(Some)?;
     if let Some(tools) = hello.tools {
-        let body = RegisterBody::of(hello.client_id.clone(), tools);
+        let body = RegisterBody::new(hello.client_id.clone(), tools);
         state
             .engine
             .registry()
@@ -214,7 +214,7 @@ struct WsConnection {
 impl WsConnection {
     async fn run(self, mut socket: Socket, mut session: ClientSession) {
         let (answers, mut outbox) = mpsc::channel::<Value>(MAX_CONCURRENT_MESSAGES);
-        let places = MessageLimiter::new(MAX_CONCURRENT_MESSAGES, self.max_message_bytes);
+        let limiter = MessageLimiter::new(MAX_CONCURRENT_MESSAGES, self.max_message_bytes);
         let mut last_on_call: HashMap<CallId, JoinHandle<()>> = HashMap::new();
         let mut heartbeat = tokio::time::interval(self.heartbeat);
         // After a pause of this process, sends one ping and leaves time for the response.
@@ -232,7 +232,7 @@ impl WsConnection {
                         break;
                     };
                     if !this.ensure_authorized(&mut socket).await { break }
-                    let body = IngressMessage::of(&this.engine, message);
+                    let body = IngressMessage::new(&this.engine, message);
                     if !this.send(&mut socket, text_frame(&body)).await { break }
                 }
                 Some(answer) = outbox.recv() => {
@@ -245,8 +245,8 @@ impl WsConnection {
                     if !this.send(&mut socket, Frame::Ping(Vec::new().into())).await { break }
                     last_on_call.retain(|_, task| !task.is_finished());
                 }
-                (place, frame) = next_frame(&places, &mut socket) => {
-                    let (Ok(place), Some(frame)) = (place, frame) else { break };
+                (permit, frame) = next_frame(&limiter, &mut socket) => {
+                    let (Ok(permit), Some(frame)) = (permit, frame) else { break };
                     let frame = match frame {
                         Ok(frame) => frame,
                         Err(error) => {
@@ -254,10 +254,10 @@ impl WsConnection {
                             break;
                         }
                     };
-                    let place = places.reserve_bytes(place, frame.len());
+                    let permit = limiter.reserve_bytes(permit, frame.len());
                     unanswered = 0;
-                    let (header, said) = match frame {
-                        Frame::Text(said) => parse_message(said),
+                    let (header, payload) = match frame {
+                        Frame::Text(text) => parse_message(text),
                         Frame::Binary(_) => (Err(binary_frame_error()), Bytes::new()),
                         Frame::Ping(_) | Frame::Pong(_) | Frame::Frame(_) => continue,
                         Frame::Close(_) => {
@@ -274,10 +274,10 @@ impl WsConnection {
                         if let Some(before) = before {
                             let _ = before.await;
                         }
-                        if let Some(answer) = this.handle_message(header, &said).await {
+                        if let Some(answer) = this.handle_message(header, &payload).await {
                             let _ = answers.send(answer).await;
                         }
-                        drop(place);
+                        drop(permit);
                     });
                     if let Some(id) = id {
                         last_on_call.insert(id, task);
@@ -330,8 +330,8 @@ impl WsConnection {
         tap: &mut FrameInspector<TokioIo<Upgraded>>,
         mut under_way: HashMap<CallId, JoinHandle<()>>,
     ) -> Option<Value> {
-        let most = self.max_message_bytes.saturating_mul(MAX_DRAIN_FACTOR);
-        let _ = tokio::time::timeout(self.dead_after, tap.drain_oversized(most)).await;
+        let drain_limit = self.max_message_bytes.saturating_mul(MAX_DRAIN_FACTOR);
+        let _ = tokio::time::timeout(self.dead_after, tap.drain_oversized(drain_limit)).await;
         let about = tap.oversized_header();
         let id: CallId = about
             .tool_call_id
@@ -365,7 +365,7 @@ impl WsConnection {
     async fn handle_message(
         &self,
         header: Result<WsMessageHeader, Error>,
-        said: &[u8],
+        payload: &[u8],
     ) -> Option<Value> {
         let header = match header {
             Ok(header) => header,
@@ -377,7 +377,7 @@ impl WsConnection {
         if header.kind == "pong" {
             return None;
         }
-        match self.dispatch_message(&header, said).await {
+        match self.dispatch_message(&header, payload).await {
             Ok(answer) => answer,
             Err(error) => Some(error_body(header.tool_call_id.as_deref(), &error)),
         }
@@ -386,25 +386,25 @@ impl WsConnection {
     async fn dispatch_message(
         &self,
         header: &WsMessageHeader,
-        said: &[u8],
+        payload: &[u8],
     ) -> Result<Option<Value>, Error> {
         let id = header.require_call_id()?;
         match header.kind.as_str() {
             "tool_ack" => {
-                let taken = self.engine.calls().acknowledge_call(
+                let acknowledged = self.engine.calls().acknowledge_call(
                     &self.caller,
                     &id,
                     &self.client_id,
                     header.attempt,
                 );
-                let call = taken.await?;
+                let call = acknowledged.await?;
                 // For clients that must not start before the acknowledgement is stored.
                 Ok(header.confirm.then(
                     || json!({ "type": "tool_taken", "tool_call_id": id, "attempt": call.attempt }),
                 ))
             }
             "tool_progress" => {
-                let body: ProgressBody = parse_payload(said)?;
+                let body: ProgressBody = parse_payload(payload)?;
                 let (_, attempt, progress) = body.into_parts();
                 let by = Some(self.client_id.as_str());
                 self.engine
@@ -414,7 +414,7 @@ impl WsConnection {
                 Ok(None)
             }
             "tool_result" => {
-                let body: SubmitBody = parse_payload(said)?;
+                let body: SubmitBody = parse_payload(payload)?;
                 let report = body.with_client_id(&self.client_id).into_report()?;
                 Ok(Some(self.submit_report(&id, report).await?))
             }
@@ -441,11 +441,11 @@ impl WsMessageHeader {
             let message = format!("there is no message of the type \"{kind}\"");
             return Err(Error::refused(Code::BadRequest, message));
         }
-        let Some(named) = &self.tool_call_id else {
+        let Some(call_id) = &self.tool_call_id else {
             return Err(Error::refused(Code::BadRequest, format!("{kind} needs a tool_call_id")));
         };
-        let named: String = named.chars().take(80).collect();
-        let unknown = || Error::refused(Code::NotFound, format!("there is no call \"{named}\""));
+        let call_id: String = call_id.chars().take(80).collect();
+        let unknown = || Error::refused(Code::NotFound, format!("there is no call \"{call_id}\""));
         self.call_id().ok_or_else(unknown)
     }
 }
@@ -453,11 +453,11 @@ impl WsMessageHeader {
 /// Reads the next frame once there is a permit to handle it. Until then the connection keeps
 /// sending responses, because handlers release their permits only after their responses are queued.
 async fn next_frame(
-    places: &MessageLimiter,
+    limiter: &MessageLimiter,
     socket: &mut Socket,
 ) -> (Result<MessagePermit, AcquireError>, Option<Result<Frame, tungstenite::Error>>) {
-    let place = places.acquire().await;
-    (place, socket.next().await)
+    let permit = limiter.acquire().await;
+    (permit, socket.next().await)
 }
 
 fn binary_frame_error() -> Error {
@@ -465,19 +465,19 @@ fn binary_frame_error() -> Error {
 }
 
 /// Parses the header of a message, and returns it with the checked bytes.
-fn parse_message(said: Utf8Bytes) -> (Result<WsMessageHeader, Error>, Bytes) {
-    let said = Bytes::from(said);
-    let said = match replace_lone_surrogates(&said) {
+fn parse_message(payload: Utf8Bytes) -> (Result<WsMessageHeader, Error>, Bytes) {
+    let payload = Bytes::from(payload);
+    let payload = match replace_lone_surrogates(&payload) {
         Err(refused) => return (Err(refused.into_error()), Bytes::new()),
-        Ok(Cow::Borrowed(_)) => said,
+        Ok(Cow::Borrowed(_)) => payload,
         Ok(Cow::Owned(mended)) => mended.into(),
     };
-    (parse_payload(&said), said)
+    (parse_payload(&payload), payload)
 }
 
 /// Parses a message that was checked before.
-fn parse_payload<T: serde::de::DeserializeOwned>(said: &[u8]) -> Result<T, Error> {
-    parse_checked_json(said).map_err(ApiError::into_error)
+fn parse_payload<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T, Error> {
+    parse_checked_json(payload).map_err(ApiError::into_error)
 }
 
 fn error_body(id: Option<&str>, error: &Error) -> Value {

@@ -25,7 +25,7 @@ pub(super) struct CompletionFormat {
 }
 
 /// Builds the complete response.
-pub(super) fn full_response(ending: &ConversationResult, form: &CompletionFormat) -> Response {
+pub(super) fn full_response(ending: &ConversationResult, format: &CompletionFormat) -> Response {
     let calls: Vec<Value> = ending.calls.iter().map(tool_call_json).collect();
     let content = (calls.is_empty() || !ending.text.is_empty()).then_some(&ending.text);
     let mut message =
@@ -37,7 +37,7 @@ pub(super) fn full_response(ending: &ConversationResult, form: &CompletionFormat
         "finish_reason": finish_reason(ending) });
     let body = json!({
         "id": new_id(), "object": "chat.completion", "created": Timestamp::now().as_second(),
-        "model": form.model, "choices": [choice], "usage": usage(ending.usage),
+        "model": format.model, "choices": [choice], "usage": usage(ending.usage),
         "toolcrib": ending.metadata,
     });
     let run_id = ending.metadata["run_id"].as_str().unwrap_or_default();
@@ -94,8 +94,8 @@ impl ChunkWriter {
         self.delta(&json!({ "role": "assistant", "content": "" }), None)
     }
 
-    fn on_event(&mut self, news: StreamEvent) -> Option<Event> {
-        let text = match news {
+    fn on_event(&mut self, event: StreamEvent) -> Option<Event> {
+        let text = match event {
             StreamEvent::StepStarted => {
                 self.new_step = true;
                 return None;
@@ -112,8 +112,8 @@ impl ChunkWriter {
 
     fn final_chunks(&self, ending: &ConversationResult) -> Vec<Event> {
         let mut events = Vec::new();
-        for (index, wanted) in ending.calls.iter().enumerate() {
-            let mut call = tool_call_json(wanted);
+        for (index, requested) in ending.calls.iter().enumerate() {
+            let mut call = tool_call_json(requested);
             call["index"] = index.into();
             events.push(self.delta(&json!({ "tool_calls": [call] }), None));
         }
@@ -133,19 +133,19 @@ impl ChunkWriter {
 /// is an error with its HTTP status and not a broken stream.
 pub(super) async fn stream_response(
     conversation: OpenAiConversation,
-    form: CompletionFormat,
+    format: CompletionFormat,
 ) -> Result<Response, OpenAiError> {
     let run_id = conversation.options.run_id.clone();
-    let (mut told, leash) = spawn_conversation(conversation);
+    let (mut updates, leash) = spawn_conversation(conversation);
     let (id, created) = (new_id(), Timestamp::now().as_second());
-    let mut chunks = ChunkWriter { id, created, format: form, has_text: false, new_step: false };
+    let mut chunks = ChunkWriter { id, created, format, has_text: false, new_step: false };
     let mut begin = vec![chunks.first_chunk()];
     loop {
-        match told.recv().await {
-            Some(ConversationUpdate::Event(news)) => {
+        match updates.recv().await {
+            Some(ConversationUpdate::Event(event)) => {
                 // A first reply proves that the model is available, and its calls may take long.
-                let replied = news == StreamEvent::ModelReplied;
-                begin.extend(chunks.on_event(news));
+                let replied = event == StreamEvent::ModelReplied;
+                begin.extend(chunks.on_event(event));
                 if replied || begin.len() > 1 {
                     break;
                 }
@@ -160,24 +160,27 @@ pub(super) async fn stream_response(
             None => break,
         }
     }
-    let rest = stream::unfold((told, chunks, leash), async |(mut told, mut chunks, leash)| {
-        loop {
-            let events = match told.recv().await? {
-                ConversationUpdate::Event(news) => chunks.on_event(news).into_iter().collect(),
-                ConversationUpdate::Finished(ending) => match *ending {
-                    Ok(ending) => chunks.final_chunks(&ending),
-                    Err(broken) => {
-                        let body = OpenAiError(broken.error).log_internal().body().1;
-                        let text = serde_json::to_string(&body).unwrap_or_default();
-                        vec![Event::default().data(text)]
+    let rest =
+        stream::unfold((updates, chunks, leash), async |(mut updates, mut chunks, leash)| {
+            loop {
+                let events = match updates.recv().await? {
+                    ConversationUpdate::Event(event) => {
+                        chunks.on_event(event).into_iter().collect()
                     }
-                },
-            };
-            if !events.is_empty() {
-                return Some((events, (told, chunks, leash)));
+                    ConversationUpdate::Finished(ending) => match *ending {
+                        Ok(ending) => chunks.final_chunks(&ending),
+                        Err(broken) => {
+                            let body = OpenAiError(broken.error).log_internal().body().1;
+                            let text = serde_json::to_string(&body).unwrap_or_default();
+                            vec![Event::default().data(text)]
+                        }
+                    },
+                };
+                if !events.is_empty() {
+                    return Some((events, (updates, chunks, leash)));
+                }
             }
-        }
-    });
+        });
     let events = futures::StreamExt::flat_map(
         futures::StreamExt::chain(stream::iter([begin]), rest),
         |events| stream::iter(events.into_iter().map(Ok::<_, Infallible>)),

@@ -16,21 +16,25 @@ pub(super) fn to_messages(input: Value) -> Result<Vec<Value>, OpenAiError> {
     };
     let mut messages = Vec::new();
     for (n, item) in items.iter().enumerate() {
-        let at = |field: &str| format!("input.{n}{field}");
+        let field_path = |field: &str| format!("input.{n}{field}");
         let text = |field: &str| item.get(field).and_then(Value::as_str);
         let needed = |field: &str| {
-            text(field).ok_or_else(|| invalid_field(&at(&format!(".{field}")), "is missing"))
+            text(field)
+                .ok_or_else(|| invalid_field(&field_path(&format!(".{field}")), "is missing"))
         };
         match text("type") {
             None | Some("message") => {
                 let content = item.get("content").unwrap_or(&Value::Null);
                 let content = to_content(content).ok_or_else(|| {
-                    invalid_field(&at(".content"), "must be a text or a list of texts and pictures")
+                    invalid_field(
+                        &field_path(".content"),
+                        "must be a text or a list of texts and pictures",
+                    )
                 })?;
                 let role = needed("role")?;
                 if !ROLES.contains(&role) {
-                    let known = "must be system, developer, user or assistant";
-                    return Err(invalid_field(&at(".role"), known));
+                    let expected = "must be system, developer, user or assistant";
+                    return Err(invalid_field(&field_path(".role"), expected));
                 }
                 messages.push(json!({ "role": role, "content": content }));
             }
@@ -44,7 +48,7 @@ pub(super) fn to_messages(input: Value) -> Result<Vec<Value>, OpenAiError> {
             Some("function_call_output") => {
                 let output = item.get("output").unwrap_or(&Value::Null);
                 let output = to_content(output).ok_or_else(|| {
-                    invalid_field(&at(".output"), "must be a text or a list of texts")
+                    invalid_field(&field_path(".output"), "must be a text or a list of texts")
                 })?;
                 messages.push(json!({ "role": "tool", "tool_call_id": needed("call_id")?,
                     "content": output }));
@@ -52,9 +56,12 @@ pub(super) fn to_messages(input: Value) -> Result<Vec<Value>, OpenAiError> {
             // One model's reasoning is not passed to another.
             Some("reasoning") => {}
             Some(other) => {
-                let shown: String = other.chars().take(40).collect();
-                let known = "known are message, function_call and function_call_output";
-                return Err(invalid_field(&at(".type"), format!("cannot be \"{shown}\": {known}")));
+                let excerpt: String = other.chars().take(40).collect();
+                let expected = "known are message, function_call and function_call_output";
+                return Err(invalid_field(
+                    &field_path(".type"),
+                    format!("cannot be \"{excerpt}\": {expected}"),
+                ));
             }
         }
     }
@@ -83,9 +90,9 @@ fn to_content(content: &Value) -> Option<Value> {
         Value::Array(parts) => parts,
         _ => return None,
     };
-    let mut said = Vec::new();
+    let mut contents = Vec::new();
     for part in parts {
-        said.push(match part.get("type")?.as_str()? {
+        contents.push(match part.get("type")?.as_str()? {
             "input_text" | "output_text" | "text" => {
                 json!({ "type": "text", "text": part.get("text")?.as_str()? })
             }
@@ -97,9 +104,9 @@ fn to_content(content: &Value) -> Option<Value> {
             _ => return None,
         });
     }
-    match said.as_slice() {
+    match contents.as_slice() {
         [only] if only["type"] == "text" => Some(only["text"].clone()),
-        _ => Some(said.into()),
+        _ => Some(contents.into()),
     }
 }
 
@@ -108,8 +115,8 @@ pub(super) fn to_chat_tools(tools: Vec<Value>) -> Result<Vec<Value>, OpenAiError
     let mut functions = Vec::new();
     for (n, tool) in tools.into_iter().enumerate() {
         if tool.get("type").and_then(Value::as_str) != Some("function") {
-            let why = "must be \"function\"; Toolcrib's tools are offered without being sent";
-            return Err(invalid_field(&format!("tools.{n}.type"), why));
+            let reason = "must be \"function\"; Toolcrib's tools are offered without being sent";
+            return Err(invalid_field(&format!("tools.{n}.type"), reason));
         }
         let Value::Object(mut function) = tool else { continue };
         function.remove("type");

@@ -33,25 +33,25 @@ pub(super) struct ResponseBuilder {
 
 impl ResponseBuilder {
     pub(super) fn new(model: &str, asked: &Map<String, Value>) -> Self {
-        let given = |name: &str, usual: Value| {
+        let field_or = |name: &str, usual: Value| {
             asked.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(usual)
         };
         let repeated = json!({
             "model": model,
-            "instructions": given("instructions", Value::Null),
-            "max_output_tokens": given("max_output_tokens", Value::Null),
-            "metadata": given("metadata", json!({})),
-            "parallel_tool_calls": given("parallel_tool_calls", true.into()),
-            "previous_response_id": given("previous_response_id", Value::Null),
-            "reasoning": given("reasoning", json!({ "effort": null, "summary": null })),
-            "store": given("store", true.into()),
-            "temperature": given("temperature", 1.0.into()),
-            "text": given("text", json!({ "format": { "type": "text" } })),
-            "tool_choice": given("tool_choice", "auto".into()),
-            "tools": given("tools", json!([])),
-            "top_p": given("top_p", 1.0.into()),
-            "truncation": given("truncation", "disabled".into()),
-            "user": given("user", Value::Null),
+            "instructions": field_or("instructions", Value::Null),
+            "max_output_tokens": field_or("max_output_tokens", Value::Null),
+            "metadata": field_or("metadata", json!({})),
+            "parallel_tool_calls": field_or("parallel_tool_calls", true.into()),
+            "previous_response_id": field_or("previous_response_id", Value::Null),
+            "reasoning": field_or("reasoning", json!({ "effort": null, "summary": null })),
+            "store": field_or("store", true.into()),
+            "temperature": field_or("temperature", 1.0.into()),
+            "text": field_or("text", json!({ "format": { "type": "text" } })),
+            "tool_choice": field_or("tool_choice", "auto".into()),
+            "tools": field_or("tools", json!([])),
+            "top_p": field_or("top_p", 1.0.into()),
+            "truncation": field_or("truncation", "disabled".into()),
+            "user": field_or("user", Value::Null),
         });
         let echoed_fields = repeated.as_object().cloned().unwrap_or_default();
         let id = format!("resp_{}", ulid::Ulid::generate());
@@ -61,22 +61,22 @@ impl ResponseBuilder {
 
     fn build(&self, status: &str, output: Vec<Value>) -> Value {
         let mut response = self.echoed_fields.clone();
-        let own = json!({
+        let fields = json!({
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
             "error": null, "incomplete_details": null, "output": output, "usage": null,
         });
-        response.extend(own.as_object().cloned().unwrap_or_default());
+        response.extend(fields.as_object().cloned().unwrap_or_default());
         Value::Object(response)
     }
 
     fn build_final(&self, ending: &ConversationResult, output: Vec<Value>) -> Value {
-        let (status, why) = match ending.finish_reason {
+        let (status, reason) = match ending.finish_reason {
             FinishReason::Length => ("incomplete", Some("max_output_tokens")),
             FinishReason::ContentFilter => ("incomplete", Some("content_filter")),
             FinishReason::Stop | FinishReason::ToolCalls => ("completed", None),
         };
         let mut response = self.build(status, output);
-        if let Some(reason) = why {
+        if let Some(reason) = reason {
             response["incomplete_details"] = json!({ "reason": reason });
         }
         response["usage"] = usage(ending.usage);
@@ -137,7 +137,7 @@ fn new_id(kind: &str) -> String {
 /// Builds the complete response.
 pub(super) async fn full_response(
     conversation: OpenAiConversation,
-    form: ResponseBuilder,
+    builder: ResponseBuilder,
 ) -> Result<Response, OpenAiError> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
     let run_id = conversation.options.run_id.clone();
@@ -145,14 +145,14 @@ pub(super) async fn full_response(
         Ok(ending) => ending,
         Err(broken) => return Ok(broken.into_response()),
     };
-    form.save_conversation(&engine, &caller, &ending).await?;
-    let said =
+    builder.save_conversation(&engine, &caller, &ending).await?;
+    let messages =
         ending.texts.iter().map(|text| message_item(&new_id("msg"), "completed", Some(text)));
     let calls = ending.calls.iter();
     let calls =
         calls.map(|call| function_call_item(&new_id("fc"), "completed", call, &call.arguments));
-    let output = said.chain(calls).collect();
-    Ok(with_run_id_header(Json(form.build_final(&ending, output)).into_response(), &run_id))
+    let output = messages.chain(calls).collect();
+    Ok(with_run_id_header(Json(builder.build_final(&ending, output)).into_response(), &run_id))
 }
 
 /// Builds the events of a streamed response.
@@ -180,8 +180,8 @@ impl ResponseEventWriter {
         self.push("response.in_progress", json!({ "response": response }));
     }
 
-    fn on_event(&mut self, news: StreamEvent) {
-        let text = match news {
+    fn on_event(&mut self, event: StreamEvent) {
+        let text = match event {
             StreamEvent::StepStarted => return self.close_message(),
             StreamEvent::ModelReplied => return,
             StreamEvent::TextDelta(text) => text,
@@ -198,8 +198,8 @@ impl ResponseEventWriter {
             );
             self.open_message = Some((id, String::new()));
         }
-        let Some((id, said)) = &mut self.open_message else { return };
-        said.push_str(&text);
+        let Some((id, content)) = &mut self.open_message else { return };
+        content.push_str(&text);
         let delta = json!({ "item_id": id, "output_index": index, "content_index": 0,
             "delta": text, "logprobs": [] });
         self.push("response.output_text.delta", delta);
@@ -207,19 +207,19 @@ impl ResponseEventWriter {
 
     /// Completes the message in progress.
     fn close_message(&mut self) {
-        let Some((id, said)) = self.open_message.take() else { return };
+        let Some((id, content)) = self.open_message.take() else { return };
         let index = self.output.len();
         self.push(
             "response.output_text.done",
             json!({ "item_id": id, "output_index": index,
-            "content_index": 0, "text": said, "logprobs": [] }),
+            "content_index": 0, "text": content, "logprobs": [] }),
         );
         self.push(
             "response.content_part.done",
             json!({ "item_id": id, "output_index": index,
-            "content_index": 0, "part": text_part(&said) }),
+            "content_index": 0, "part": text_part(&content) }),
         );
-        self.finish_item(message_item(&id, "completed", Some(&said)));
+        self.finish_item(message_item(&id, "completed", Some(&content)));
     }
 
     fn finish_item(&mut self, item: Value) {
@@ -232,11 +232,8 @@ impl ResponseEventWriter {
         self.close_message();
         for call in &ending.calls {
             let (id, index) = (new_id("fc"), self.output.len());
-            let begun = function_call_item(&id, "in_progress", call, "");
-            self.push(
-                "response.output_item.added",
-                json!({ "output_index": index, "item": begun }),
-            );
+            let item = function_call_item(&id, "in_progress", call, "");
+            self.push("response.output_item.added", json!({ "output_index": index, "item": item }));
             self.push(
                 "response.function_call_arguments.delta",
                 json!({ "item_id": id,
@@ -290,20 +287,20 @@ impl ResponseStream {
     async fn next(&mut self) -> Option<Vec<Event>> {
         loop {
             match self.updates.recv().await? {
-                ConversationUpdate::Event(news) => self.writer.on_event(news),
+                ConversationUpdate::Event(event) => self.writer.on_event(event),
                 ConversationUpdate::Finished(ending) => {
-                    let kept = match *ending {
+                    let saved = match *ending {
                         Ok(ending) => {
-                            let kept = self.writer.builder.save_conversation(
+                            let saved = self.writer.builder.save_conversation(
                                 &self.engine,
                                 &self.caller,
                                 &ending,
                             );
-                            kept.await.map(|()| ending)
+                            saved.await.map(|()| ending)
                         }
                         Err(broken) => Err(broken.error),
                     };
-                    match kept {
+                    match saved {
                         Ok(ending) => self.writer.finish(&ending),
                         Err(error) => self.writer.fail(error),
                     }
@@ -320,20 +317,20 @@ impl ResponseStream {
 /// Streams the response. An unavailable model is an error with its HTTP status.
 pub(super) async fn stream_response(
     conversation: OpenAiConversation,
-    form: ResponseBuilder,
+    builder: ResponseBuilder,
 ) -> Result<Response, OpenAiError> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
     let run_id = conversation.options.run_id.clone();
-    let (mut told, leash) = spawn_conversation(conversation);
+    let (mut updates, leash) = spawn_conversation(conversation);
     let events = ResponseEventWriter {
-        builder: form,
+        builder,
         number: 0,
         output: Vec::new(),
         open_message: None,
         out: Vec::new(),
     };
     let first = loop {
-        match told.recv().await {
+        match updates.recv().await {
             Some(ConversationUpdate::Event(StreamEvent::StepStarted)) => {}
             Some(ConversationUpdate::Finished(ending)) => match *ending {
                 Ok(ending) => break Some(ConversationUpdate::Finished(Box::new(Ok(ending)))),
@@ -342,11 +339,11 @@ pub(super) async fn stream_response(
             other => break other,
         }
     };
-    let mut going = ResponseStream { updates: told, writer: events, engine, caller, _leash: leash };
+    let mut going = ResponseStream { updates, writer: events, engine, caller, _leash: leash };
     going.writer.begin();
     let mut begin = Vec::new();
     match first {
-        Some(ConversationUpdate::Event(news)) => going.writer.on_event(news),
+        Some(ConversationUpdate::Event(event)) => going.writer.on_event(event),
         Some(ConversationUpdate::Finished(ending)) => {
             if let Ok(ending) = *ending {
                 going

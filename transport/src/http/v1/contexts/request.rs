@@ -57,17 +57,17 @@ impl DefinitionsBody {
         project: &str,
         default_ms: u64,
     ) -> Result<RunToolSelection, Error> {
-        let mut own = Vec::with_capacity(self.tool_definitions.len());
+        let mut caller_tools = Vec::with_capacity(self.tool_definitions.len());
         for (n, entry) in self.tool_definitions.iter().enumerate() {
-            let place = format!("tool_definitions/{n}");
-            let wrapped: OpenAiToolWrapper = parse_entry(&place, entry)?;
+            let path = format!("tool_definitions/{n}");
+            let wrapped: OpenAiToolWrapper = parse_entry(&path, entry)?;
             let tool: CallerTool = match wrapped.function {
-                Some(function) => parse_entry(&format!("{place}/function"), &function)?,
-                None => parse_entry(&place, entry)?,
+                Some(function) => parse_entry(&format!("{path}/function"), &function)?,
+                None => parse_entry(&path, entry)?,
             };
-            own.push(tool.into_definition(project, default_ms));
+            caller_tools.push(tool.into_definition(project, default_ms));
         }
-        Ok(RunToolSelection { caller_tools: own, toolcrib_tools: self.crib_tools })
+        Ok(RunToolSelection { caller_tools, toolcrib_tools: self.crib_tools })
     }
 }
 
@@ -119,7 +119,7 @@ struct ReportedOutcome {
 }
 
 impl ReportedOutcome {
-    fn into_result(self, place: &str) -> Result<Result<Json, Fault>, Error> {
+    fn into_result(self, path: &str) -> Result<Result<Json, Fault>, Error> {
         let error = self.error.filter(|error| !error.is_null());
         let field = match (self.ok, &self.data, &error) {
             (_, Some(_), Some(_)) => Some(("error", "is for a failure, and there is data")),
@@ -127,8 +127,8 @@ impl ReportedOutcome {
             (Some(false), Some(_), _) => Some(("data", "is for a success, and ok is false")),
             _ => None,
         };
-        if let Some((field, what)) = field {
-            return Err(invalid_entry(&format!("{place}/{field}"), what));
+        if let Some((field, message)) = field {
+            return Err(invalid_entry(&format!("{path}/{field}"), message));
         }
         let ok = self.ok.unwrap_or(error.is_none());
         Ok(match ok {
@@ -147,14 +147,14 @@ impl CallsBody {
         let entries = required_list("tool_calls", self.tool_calls.as_ref())?;
         let mut calls = Vec::with_capacity(entries.len());
         for (n, entry) in entries.iter().enumerate() {
-            let place = format!("tool_calls/{n}");
+            let path = format!("tool_calls/{n}");
             let asked = model_formats::parse(entry).map_err(|misfit| {
-                let message = format!("{place}: {}", misfit.fault.message);
+                let message = format!("{path}: {}", misfit.fault.message);
                 Error::from(Fault { message, ..*misfit.fault })
             })?;
-            let beside: CallEntryExtras = parse_entry(&place, entry)?;
+            let beside: CallEntryExtras = parse_entry(&path, entry)?;
             let result =
-                beside.result.map(|outcome| outcome.into_result(&format!("{place}/result")));
+                beside.result.map(|outcome| outcome.into_result(&format!("{path}/result")));
             let asked = CallRequest {
                 run_id: run_id.to_owned(),
                 call_id: asked.id,
@@ -204,33 +204,33 @@ impl ResultsBody {
         let entries = entries.iter().enumerate();
         entries
             .map(|(n, entry)| {
-                let place = format!("tool_results/{n}");
-                parse_entry::<ResultEntry>(&place, entry)?.into_result(&place)
+                let path = format!("tool_results/{n}");
+                parse_entry::<ResultEntry>(&path, entry)?.into_result(&path)
             })
             .collect()
     }
 }
 
 impl ResultEntry {
-    fn into_result(self, place: &str) -> Result<ReportedResult, Error> {
+    fn into_result(self, path: &str) -> Result<ReportedResult, Error> {
         let (tool_call_id, models) = match self.tool_call_id {
             Some(text) if text.starts_with(toolcrib::CallId::PREFIX) => {
-                let what = "is not a ticket";
+                let message = "is not a ticket";
                 let ticket = text.parse();
                 let ticket =
-                    ticket.map_err(|_| invalid_entry(&format!("{place}/tool_call_id"), what))?;
+                    ticket.map_err(|_| invalid_entry(&format!("{path}/tool_call_id"), message))?;
                 (Some(ticket), None)
             }
             other => (None, other),
         };
         let call_id = self.call_id.or(models).or(self.tool_use_id);
         if tool_call_id.is_none() && call_id.is_none() {
-            return Err(invalid_entry(&format!("{place}/call_id"), "is missing"));
+            return Err(invalid_entry(&format!("{path}/call_id"), "is missing"));
         }
         let texts = [self.content, self.output].into_iter().flatten().collect::<Vec<_>>();
         if texts.len() + usize::from(self.data.is_some()) > 1 {
             return Err(invalid_entry(
-                &format!("{place}/content"),
+                &format!("{path}/content"),
                 "is there beside another result",
             ));
         }
@@ -245,31 +245,32 @@ impl ResultEntry {
                 ReportedOutcome { ok: self.ok, data: self.data.or(text), error: self.error }
             }
         };
-        Ok(ReportedResult { tool_call_id, call_id, result: outcome.into_result(place)? })
+        Ok(ReportedResult { tool_call_id, call_id, result: outcome.into_result(path)? })
     }
 }
 
 /// Returns the entries of a required list.
-fn required_list(field: &str, given: Option<&Json>) -> Result<Vec<Json>, Error> {
-    let given = given.ok_or_else(|| invalid_entry(field, "is missing"))?;
-    given.items().ok_or_else(|| invalid_entry(field, "must be a list"))
+fn required_list(field: &str, list: Option<&Json>) -> Result<Vec<Json>, Error> {
+    let list = list.ok_or_else(|| invalid_entry(field, "is missing"))?;
+    list.items().ok_or_else(|| invalid_entry(field, "must be a list"))
 }
 
 /// Parses an entry as `T`; an error names the field that does not fit.
-fn parse_entry<T: DeserializeOwned>(place: &str, entry: &Json) -> Result<T, Error> {
+fn parse_entry<T: DeserializeOwned>(entry_path: &str, entry: &Json) -> Result<T, Error> {
     let mut text = serde_json::Deserializer::from_str(entry.text());
     serde_path_to_error::deserialize(&mut text).map_err(|error| {
         let path = error.path().to_string();
         let field = match path.as_str() {
-            "." => place.to_owned(),
-            path => format!("{place}/{}", path.replace('.', "/")),
+            "." => entry_path.to_owned(),
+            path => format!("{entry_path}/{}", path.replace('.', "/")),
         };
         let reason = toolcrib::domain::json::JsonError::from(error.into_inner()).reason;
         invalid_entry(&field, &reason)
     })
 }
 
-fn invalid_entry(field: &str, what: &str) -> Error {
-    let fault = Fault::new(Code::ValidationError, format!("{field}: {what}")).without_side_effect();
+fn invalid_entry(field: &str, message: &str) -> Error {
+    let fault =
+        Fault::new(Code::ValidationError, format!("{field}: {message}")).without_side_effect();
     fault.with_detail(serde_json::json!({ "pointer": format!("/{field}") })).into()
 }

@@ -47,24 +47,24 @@ pub(in super::super) async fn replay(
     JsonBody(body): JsonBody<ReplayBody>,
 ) -> Result<SseResponse, ApiError> {
     state.engine.runs().check_replay(&caller, &run_id).await?;
-    let (say, said) = mpsc::channel::<Message>(CHANNEL_CAPACITY);
+    let (sender, receiver) = mpsc::channel::<Message>(CHANNEL_CAPACITY);
     tokio::spawn(async move {
-        let told = say.clone();
+        let delta_sender = sender.clone();
         let watch = move |happening: LoopEvent<'_>| {
             // A slow client misses deltas of a response; it still gets the complete response.
-            let is_piece = matches!(happening, LoopEvent::ReplyDelta { .. });
-            if is_piece && told.capacity() < CHANNEL_CAPACITY / 2 {
+            let is_delta = matches!(happening, LoopEvent::ReplyDelta { .. });
+            if is_delta && delta_sender.capacity() < CHANNEL_CAPACITY / 2 {
                 return;
             }
             if let Some((name, data)) = replay_event(&happening) {
-                let _ = told.try_send(sse_message(name, data));
+                let _ = delta_sender.try_send(sse_message(name, data));
             }
         };
         let engine = state.engine;
         let playing = engine.runs().replay_run(&caller, &run_id, body.model.as_deref(), &watch);
         let last = tokio::select! {
             // The client disconnected.
-            () = say.closed() => return,
+            () = sender.closed() => return,
             played = playing => match played {
                 Ok(played) => sse_message("replay.finished", json!({
                     "run_id": run_id,
@@ -85,9 +85,11 @@ pub(in super::super) async fn replay(
                 }
             },
         };
-        let _ = say.send(last).await;
+        let _ = sender.send(last).await;
     });
-    Ok(into_sse(stream::unfold(said, async |mut said| Some((Ok(said.recv().await?), said)))))
+    Ok(into_sse(stream::unfold(receiver, async |mut receiver| {
+        Some((Ok(receiver.recv().await?), receiver))
+    })))
 }
 
 fn sse_message(name: &str, mut data: Value) -> Message {
@@ -103,10 +105,10 @@ fn replay_event(happening: &LoopEvent<'_>) -> Option<(&'static str, Value)> {
         LoopEvent::ReplyDelta { step, piece: Delta::Text(text) } => {
             ("replay.text", json!({ "step": step, "text": text }))
         }
-        LoopEvent::ModelRetryScheduled { step, retry, wait_ms, why } => (
+        LoopEvent::ModelRetryScheduled { step, retry, wait_ms, why: reason } => (
             "replay.asking_again",
             json!({
-                "step": step, "retry": retry, "wait_ms": wait_ms, "error": RunError::from(*why),
+                "step": step, "retry": retry, "wait_ms": wait_ms, "error": RunError::from(*reason),
             }),
         ),
         LoopEvent::ModelReplied { step, reply } => {

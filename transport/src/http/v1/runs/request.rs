@@ -84,8 +84,9 @@ pub(crate) struct LimitsBody {
     failures: Option<u32>,
 }
 
-fn invalid_field(field: &str, what: &str) -> Error {
-    let fault = Fault::new(Code::ValidationError, format!("{field} {what}")).without_side_effect();
+fn invalid_field(field: &str, message: &str) -> Error {
+    let fault =
+        Fault::new(Code::ValidationError, format!("{field} {message}")).without_side_effect();
     fault.with_detail(json!({ "pointer": format!("/{field}") })).into()
 }
 
@@ -93,18 +94,18 @@ fn invalid_field(field: &str, what: &str) -> Error {
 fn parse_field<T: DeserializeOwned>(
     name: &str,
     value: Option<&Value>,
-    what: &str,
+    expected: &str,
 ) -> Result<Option<T>, Error> {
     let Some(value) = value.filter(|value| !value.is_null()) else { return Ok(None) };
     let read = serde_path_to_error::deserialize(value.clone());
     read.map(Some).map_err(|error| {
-        if !what.is_empty() {
-            return invalid_field(name, what);
+        if !expected.is_empty() {
+            return invalid_field(name, expected);
         }
         // Names the nested field as well: serde's message alone does not identify it.
         let path = error.path().to_string();
-        let place = if path == "." { name.to_owned() } else { format!("{name}/{path}") };
-        invalid_field(&place.replace('.', "/"), &format!("cannot be read: {}", error.inner()))
+        let field = if path == "." { name.to_owned() } else { format!("{name}/{path}") };
+        invalid_field(&field.replace('.', "/"), &format!("cannot be read: {}", error.inner()))
     })
 }
 
@@ -132,9 +133,9 @@ impl RunBody {
             parse_field("settings", self.settings.as_ref(), "must be an object")?;
         let settings = settings.unwrap_or_default();
         // The run sets these fields itself.
-        for taken in ["model", "messages", "tools", "stream", "stream_options", "n"] {
-            if settings.contains_key(taken) {
-                return Err(invalid_field(&format!("settings/{taken}"), "cannot be set here"));
+        for reserved in ["model", "messages", "tools", "stream", "stream_options", "n"] {
+            if settings.contains_key(reserved) {
+                return Err(invalid_field(&format!("settings/{reserved}"), "cannot be set here"));
             }
         }
         let limits: Option<RunLimits> = parse_field("limits", self.limits.as_ref(), "")?;

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use super::super::super::wire::FaultBody;
 
 /// Maximum number of a run's newest calls in its detail.
-const MAX_SHOWN_CALLS: usize = 200;
+const MAX_LISTED_CALLS: usize = 200;
 
 /// A run, without its steps.
 #[derive(Serialize, ToSchema)]
@@ -171,10 +171,10 @@ pub(crate) async fn run_detail(
 ) -> Result<RunDetailBody, Error> {
     let mut journal = engine.runs().run_journal(caller, &run.id).await?;
     let query =
-        CallQuery { run_id: Some(run.id.clone()), limit: MAX_SHOWN_CALLS, ..CallQuery::default() };
+        CallQuery { run_id: Some(run.id.clone()), limit: MAX_LISTED_CALLS, ..CallQuery::default() };
     let page = engine.calls().calls(caller, query).await?;
     let steps = journal_steps(&journal);
-    let messages = journal.iter_mut().flat_map(|noted| std::mem::take(&mut noted.record.messages));
+    let messages = journal.iter_mut().flat_map(|entry| std::mem::take(&mut entry.record.messages));
     Ok(RunDetailBody {
         summary: to_summary(run),
         steps,
@@ -189,15 +189,15 @@ pub(crate) async fn run_detail(
 fn journal_steps(journal: &[JournalEntry]) -> Vec<StepBody> {
     let mut steps: Vec<StepBody> = Vec::new();
     let list = |value: &Value| if value.is_array() { value.clone() } else { Value::Array(vec![]) };
-    for noted in journal {
-        let data = &noted.record.data;
-        match noted.record.kind {
+    for entry in journal {
+        let data = &entry.record.data;
+        match entry.record.kind {
             JournalKind::Replied => {
                 let usage: TokenUsage =
                     serde_json::from_value(data["usage"].clone()).unwrap_or_default();
                 steps.push(StepBody {
                     step: data["step"].as_u64().unwrap_or_default(),
-                    at_ms: noted.record.at_ms,
+                    at_ms: entry.record.at_ms,
                     text: data["text"].as_str().unwrap_or_default().to_owned(),
                     usage: usage.into(),
                     calls: list(&data["calls"]),

@@ -57,12 +57,12 @@ struct StreamPosition {
 impl StreamPosition {
     /// Returns true if deltas of this step can be sent now.
     fn has_reached(&self, step: u32) -> bool {
-        self.step.is_none_or(|told| !self.calls_pending && told + 1 >= step)
+        self.step.is_none_or(|sent| !self.calls_pending && sent + 1 >= step)
     }
 
-    fn advance(&mut self, noted: &JournalEntry) {
-        let data = &noted.record.data;
-        if noted.record.kind == JournalKind::Replied {
+    fn advance(&mut self, entry: &JournalEntry) {
+        let data = &entry.record.data;
+        if entry.record.kind == JournalKind::Replied {
             self.step = data["step"].as_u64().map(|step| step as u32);
             self.calls_pending = data["calls"].as_array().is_some_and(|calls| !calls.is_empty());
         } else {
@@ -87,8 +87,8 @@ pub(in super::super) async fn run_events(
     headers: HeaderMap,
 ) -> Result<SseResponse, ApiError> {
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    let news = state.engine.runs().subscribe_run(&caller, &run_id);
-    Ok(stream_run(state.engine, caller, &headers, run_id, after, news))
+    let subscription = state.engine.runs().subscribe_run(&caller, &run_id);
+    Ok(stream_run(state.engine, caller, &headers, run_id, after, subscription))
 }
 
 /// Streams a run until it ends. A run id that only groups calls has no end, and neither has its
@@ -99,12 +99,12 @@ pub(super) fn stream_run(
     headers: &HeaderMap,
     run_id: String,
     after: u64,
-    news: RunSubscription,
+    subscription: RunSubscription,
 ) -> SseResponse {
     let standing = RequestCredentials::new(&caller, headers);
     // The run's first journal entry precedes all deltas.
     let order = StreamPosition { step: (after == 0).then_some(0), calls_pending: after == 0 };
-    let (page, held) = (VecDeque::new(), VecDeque::new());
+    let (page, buffered) = (VecDeque::new(), VecDeque::new());
     let reading = None;
     let following = RunEventStream {
         engine,
@@ -113,8 +113,8 @@ pub(super) fn stream_run(
         run_id,
         after,
         page,
-        live: news,
-        buffered: held,
+        live: subscription,
+        buffered,
         order,
         reading,
     };
@@ -140,8 +140,8 @@ impl RunEventStream {
             }
             if let Some(happened) = self.page.pop_front() {
                 self.after = happened.number();
-                if let RunEvent::Run(noted) = &happened {
-                    self.order.advance(noted);
+                if let RunEvent::Run(entry) = &happened {
+                    self.order.advance(entry);
                 }
                 return Some(stored_message(&happened));
             }
@@ -173,8 +173,8 @@ impl RunEventStream {
     fn take_due_delta(&mut self) -> Option<RunDelta> {
         let step = self.buffered.front()?.step();
         let whole_is_next = match self.page.front() {
-            Some(RunEvent::Run(noted)) if noted.record.kind == JournalKind::Replied => {
-                noted.record.data["step"].as_u64().is_some_and(|whole| whole >= u64::from(step))
+            Some(RunEvent::Run(entry)) if entry.record.kind == JournalKind::Replied => {
+                entry.record.data["step"].as_u64().is_some_and(|whole| whole >= u64::from(step))
             }
             _ => false,
         };
@@ -195,9 +195,9 @@ fn delta_message(run_id: &str, note: &RunDelta) -> Message {
                 "step": step, "index": index, "call_id": id, "name": name, "arguments": arguments,
             }),
         ),
-        RunDelta::RequestRetried { step, retry, wait_ms, why } => (
+        RunDelta::RequestRetried { step, retry, wait_ms, why: reason } => (
             "run.asking_again",
-            json!({ "step": step, "retry": retry, "wait_ms": wait_ms, "error": why }),
+            json!({ "step": step, "retry": retry, "wait_ms": wait_ms, "error": reason }),
         ),
         RunDelta::Lagged { step } => ("run.missed", json!({ "step": step })),
     };
@@ -209,21 +209,21 @@ fn delta_message(run_id: &str, note: &RunDelta) -> Message {
 fn stored_message(happened: &RunEvent) -> Message {
     let (number, name, text) = match happened {
         RunEvent::Call(event) => (event.number, event.record.kind.as_str(), event_json(event)),
-        RunEvent::Run(noted) => {
-            (noted.number, noted.record.kind.as_str(), journal_entry_json(noted))
+        RunEvent::Run(entry) => {
+            (entry.number, entry.record.kind.as_str(), journal_entry_json(entry))
         }
     };
     Message::default().id(number.to_string()).event(name).data(text)
 }
 
 /// Serializes a journal entry as the data of an SSE message.
-fn journal_entry_json(noted: &JournalEntry) -> String {
+fn journal_entry_json(entry: &JournalEntry) -> String {
     let mut body = Map::new();
-    body.insert("number".into(), noted.number.into());
-    body.insert("type".into(), noted.record.kind.as_str().into());
-    body.insert("run_id".into(), noted.run_id.clone().into());
-    body.insert("at_ms".into(), noted.record.at_ms.into());
-    if let Value::Object(data) = &noted.record.data {
+    body.insert("number".into(), entry.number.into());
+    body.insert("type".into(), entry.record.kind.as_str().into());
+    body.insert("run_id".into(), entry.run_id.clone().into());
+    body.insert("at_ms".into(), entry.record.at_ms.into());
+    if let Value::Object(data) = &entry.record.data {
         body.extend(data.clone());
     }
     Value::Object(body).to_string()

@@ -30,10 +30,10 @@ impl<S: AsyncRead + Unpin> FrameInspector<S> {
 
     /// Reads to the end of the oversized message, but at most `most` bytes of it. A client that is
     /// still sending reads no response before it has finished.
-    pub(super) async fn drain_oversized(&mut self, most: usize) {
+    pub(super) async fn drain_oversized(&mut self, limit: usize) {
         let mut scrap = vec![0; 65_536];
         let mut passed = 0;
-        while self.scanner.too_large == Some(OversizeProgress::Receiving) && passed < most {
+        while self.scanner.too_large == Some(OversizeProgress::Receiving) && passed < limit {
             match self.inner.read(&mut scrap).await {
                 Ok(0) | Err(_) => return,
                 Ok(read) => {
@@ -47,7 +47,7 @@ impl<S: AsyncRead + Unpin> FrameInspector<S> {
     /// Returns the header of the oversized message, as far as its retained ends contain it.
     pub(super) fn oversized_header(&self) -> OversizedMessageHeader {
         let last: Vec<u8> = self.scanner.last.iter().copied().collect();
-        OversizedMessageHeader::of(&self.scanner.first, &last)
+        OversizedMessageHeader::parse(&self.scanner.first, &last)
     }
 }
 
@@ -127,7 +127,7 @@ enum FrameKind {
 
 impl PartialFrame {
     /// Parses a frame's header, once it is complete.
-    fn of(head: &[u8]) -> Option<Self> {
+    fn parse(head: &[u8]) -> Option<Self> {
         let (kind, length) = (*head.first()?, *head.get(1)?);
         let more = match length & 0x7f {
             126 => 2,
@@ -135,7 +135,7 @@ impl PartialFrame {
             _ => 0,
         };
         let more_length = head.get(2..2 + more)?;
-        let left = match more {
+        let remaining = match more {
             0 => u64::from(length & 0x7f),
             _ => more_length.iter().fold(0, |sum, byte| (sum << 8) | u64::from(*byte)),
         };
@@ -149,7 +149,7 @@ impl PartialFrame {
             _ => FrameKind::Control,
         };
         Some(Self {
-            remaining: left,
+            remaining,
             mask,
             mask_offset: 0,
             kind: part,
@@ -167,19 +167,21 @@ impl FrameScanner {
             let Some(mut frame) = self.frame.take() else {
                 self.head.push(*next);
                 bytes = &bytes[1..];
-                if let Some(frame) = PartialFrame::of(&self.head) {
+                if let Some(frame) = PartialFrame::parse(&self.head) {
                     self.head.clear();
                     self.begin_frame(frame);
                 }
                 continue;
             };
-            let here = usize::try_from(frame.remaining).unwrap_or(usize::MAX).min(bytes.len());
+            let count = usize::try_from(frame.remaining).unwrap_or(usize::MAX).min(bytes.len());
             if frame.keeps_edges {
-                self.keep_edges(&bytes[..here], |at| frame.mask[(frame.mask_offset + at) % 4]);
+                self.keep_edges(&bytes[..count], |index| {
+                    frame.mask[(frame.mask_offset + index) % 4]
+                });
             }
-            frame.remaining -= here as u64;
-            frame.mask_offset = (frame.mask_offset + here) % 4;
-            bytes = &bytes[here..];
+            frame.remaining -= count as u64;
+            frame.mask_offset = (frame.mask_offset + count) % 4;
+            bytes = &bytes[count..];
             self.advance_frame(frame);
         }
     }
@@ -209,10 +211,11 @@ impl FrameScanner {
     }
 
     fn keep_edges(&mut self, part: &[u8], mask: impl Fn(usize) -> u8) {
-        let room = EDGE_BYTES.saturating_sub(self.first.len()).min(part.len());
-        self.first.extend(part[..room].iter().enumerate().map(|(at, byte)| byte ^ mask(at)));
+        let capacity = EDGE_BYTES.saturating_sub(self.first.len()).min(part.len());
+        self.first
+            .extend(part[..capacity].iter().enumerate().map(|(index, byte)| byte ^ mask(index)));
         let begin = part.len().saturating_sub(EDGE_BYTES);
-        let more = part[begin..].iter().enumerate().map(|(at, byte)| byte ^ mask(begin + at));
+        let more = part[begin..].iter().enumerate().map(|(index, byte)| byte ^ mask(begin + index));
         self.last.extend(more);
         let too_many = self.last.len().saturating_sub(EDGE_BYTES);
         self.last.drain(..too_many);
@@ -231,7 +234,7 @@ pub(super) struct OversizedMessageHeader {
 impl OversizedMessageHeader {
     /// Extracts the header from the first and last bytes of a message. Only top-level fields count,
     /// because a result may contain fields with the same names.
-    fn of(first: &[u8], last: &[u8]) -> Self {
+    fn parse(first: &[u8], last: &[u8]) -> Self {
         let mut about = Self::default();
         // Fails where the retained bytes end; fields that were read until then remain.
         let _ =
@@ -248,7 +251,7 @@ impl OversizedMessageHeader {
     /// then does the rest become a valid object when an opening brace is put before it.
     fn from_tail(last: &[u8]) -> Self {
         let commas = last.iter().enumerate().filter(|(_, byte)| **byte == b',');
-        let rests = commas.map(|(at, _)| [b"{", &last[at + 1..]].concat());
+        let rests = commas.map(|(index, _)| [b"{", &last[index + 1..]].concat());
         let mut read = rests.filter_map(|rest| serde_json::from_slice(&rest).ok());
         read.next().unwrap_or_default()
     }

@@ -24,19 +24,19 @@ impl MessageLimiter {
     }
 
     pub(super) async fn acquire(&self) -> Result<MessagePermit, AcquireError> {
-        let place = self.slots.clone().acquire_owned().await?;
-        Ok(MessagePermit { _slot: place, bytes: self.bytes.clone().acquire_owned().await? })
+        let slot = self.slots.clone().acquire_owned().await?;
+        Ok(MessagePermit { _slot: slot, bytes: self.bytes.clone().acquire_owned().await? })
     }
 
     /// Extends a permit once the size of its message is known. If fewer bytes are free, takes all
     /// of them; the next message is then not read until some are released.
-    pub(super) fn reserve_bytes(&self, mut taken: MessagePermit, size: usize) -> MessagePermit {
+    pub(super) fn reserve_bytes(&self, mut permit: MessagePermit, size: usize) -> MessagePermit {
         let more = size.saturating_sub(1).min(self.bytes.available_permits());
         let more = u32::try_from(more).unwrap_or(u32::MAX);
         if let Ok(more) = self.bytes.clone().try_acquire_many_owned(more) {
-            taken.bytes.merge(more);
+            permit.bytes.merge(more);
         }
-        taken
+        permit
     }
 }
 

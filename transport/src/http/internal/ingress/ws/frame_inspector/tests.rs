@@ -21,7 +21,7 @@ fn frame(kind: u8, ends: bool, text: &[u8]) -> Vec<u8> {
         }
     }
     bytes.extend(mask);
-    bytes.extend(text.iter().enumerate().map(|(at, byte)| byte ^ mask[at % 4]));
+    bytes.extend(text.iter().enumerate().map(|(index, byte)| byte ^ mask[index % 4]));
     bytes
 }
 
@@ -30,7 +30,7 @@ fn inspect(bytes: &[u8], chunk_size: usize) -> Option<OversizedMessageHeader> {
     let mut scanner = FrameScanner { limit: LIMIT as u64, ..FrameScanner::default() };
     bytes.chunks(chunk_size).for_each(|chunk| scanner.scan(chunk));
     let last: Vec<u8> = scanner.last.iter().copied().collect();
-    scanner.too_large.map(|_| OversizedMessageHeader::of(&scanner.first, &last))
+    scanner.too_large.map(|_| OversizedMessageHeader::parse(&scanner.first, &last))
 }
 
 fn header(kind: &str, id: &str, attempt: Option<u32>) -> OversizedMessageHeader {
