@@ -67,13 +67,13 @@ impl LoadTarget {
     /// Makes one call, on a new connection if the old one is no longer open. Returns its latency if
     /// the response was ok.
     async fn call(&self, connection: &mut Connection) -> io::Result<Option<Duration>> {
-        let begun = Instant::now();
+        let started = Instant::now();
         if !connection.is_open() {
             *connection = Connection::open(&self.addr).await?;
         }
         let answer = connection.round_trip(&self.request).await?;
         // Checking a long response takes time that must not count as the server's.
-        let took = begun.elapsed();
+        let took = started.elapsed();
         Ok((self.is_ok)(&answer).then_some(took))
     }
 }
@@ -142,8 +142,8 @@ pub async fn closed_loop_with_request(
     let ok: ResponseCheck = Arc::new(|answer| answer.has_succeeded());
     let target = LoadTarget { addr: addr.into(), request: request.into(), is_ok: ok };
     let connections = target.connect(concurrency).await?;
-    let begun = Instant::now();
-    let end = begun + duration;
+    let started = Instant::now();
+    let end = started + duration;
     let mut workers = JoinSet::new();
     for mut connection in connections {
         let target = target.clone();
@@ -165,7 +165,7 @@ pub async fn closed_loop_with_request(
     while let Some(tally) = workers.join_next().await {
         total.merge(tally.context("a worker of the load generator died")?);
     }
-    Ok(Sample::from_latencies(total.latencies, total.errors, begun.elapsed()))
+    Ok(Sample::from_latencies(total.latencies, total.errors, started.elapsed()))
 }
 
 /// Sends `n` calls at once and measures the time from the first byte sent until all results have
@@ -192,7 +192,7 @@ pub async fn burst(
     let mut total = WorkerStats::default();
     for _ in 0..rounds {
         let mut calls = JoinSet::new();
-        let begun = Instant::now();
+        let started = Instant::now();
         for mut connection in connections.drain(..) {
             let target = target.clone();
             calls.spawn(async move {
@@ -209,7 +209,7 @@ pub async fn burst(
             total.merge(tally);
             connections.push(connection);
         }
-        times.push(micros(begun.elapsed()));
+        times.push(micros(started.elapsed()));
     }
     let count = total.latencies.len() as u64;
     Ok(BurstSample::from_rounds(n, times, count, total.errors))
@@ -236,13 +236,13 @@ pub async fn batch_loop(
     let mut connection =
         Connection::open(addr).await.with_context(|| format!("cannot connect to {addr}"))?;
     let mut tally = WorkerStats::default();
-    let begun = Instant::now();
-    while begun.elapsed() < duration {
+    let started = Instant::now();
+    while started.elapsed() < duration {
         tokio::time::timeout(GRACE, tally.call(&target, &mut connection))
             .await
             .with_context(|| format!("POST {path} stays unanswered"))?;
     }
-    Ok(Sample::from_latencies(tally.latencies, tally.errors, begun.elapsed()))
+    Ok(Sample::from_latencies(tally.latencies, tally.errors, started.elapsed()))
 }
 
 /// Sends `count` GETs of `path` one after the other on one connection; any 2xx is ok.
@@ -265,13 +265,13 @@ pub async fn get_latencies(
     let mut connection =
         Connection::open(addr).await.with_context(|| format!("cannot connect to {addr}"))?;
     let mut tally = WorkerStats::default();
-    let begun = Instant::now();
+    let started = Instant::now();
     for _ in 0..count {
         tokio::time::timeout(GRACE, tally.call(&target, &mut connection))
             .await
             .with_context(|| format!("GET {path} stays unanswered"))?;
     }
-    Ok(Sample::from_latencies(tally.latencies, tally.errors, begun.elapsed()))
+    Ok(Sample::from_latencies(tally.latencies, tally.errors, started.elapsed()))
 }
 
 /// Measures the time from `since` until a server answers its first call successfully.

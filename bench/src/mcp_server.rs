@@ -62,8 +62,8 @@ impl ServerHandler for BenchMcpHandler {
         _context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         if request.name == "work" {
-            let begun = Instant::now();
-            while begun.elapsed() < WORK_TIME {
+            let started = Instant::now();
+            while started.elapsed() < WORK_TIME {
                 std::hint::spin_loop();
             }
         }

@@ -86,8 +86,8 @@ impl BenchPlan {
     /// Returns the number of steps on the progress bar.
     #[must_use]
     pub fn progress_steps(&self) -> u64 {
-        let filled = if self.stored_calls.is_some() { 3 } else { 0 };
-        (8 + self.start_count + (15 + tracing::PAIRS) * self.rounds + filled) as u64
+        let stored_steps = if self.stored_calls.is_some() { 3 } else { 0 };
+        (8 + self.start_count + (15 + tracing::PAIRS) * self.rounds + stored_steps) as u64
     }
 }
 
@@ -153,27 +153,27 @@ impl<'a> Bench<'a> {
 
     async fn sample_calls(
         &mut self,
-        whose: &str,
+        subject: &str,
         server: &MeasuredServer,
         callers: usize,
     ) -> anyhow::Result<Sample> {
-        self.sample_round(whose, server, callers, &server.call_path).await
+        self.sample_round(subject, server, callers, &server.call_path).await
     }
 
     async fn sample_round(
         &mut self,
-        whose: &str,
+        subject: &str,
         server: &MeasuredServer,
         callers: usize,
         path: &str,
     ) -> anyhow::Result<Sample> {
-        self.advance_progress(&format!("{callers} at once: {whose}"));
-        self.run_load(whose, server, callers, path, self.plan.round_length).await
+        self.advance_progress(&format!("{callers} at once: {subject}"));
+        self.run_load(subject, server, callers, path, self.plan.round_length).await
     }
 
     async fn run_load(
         &self,
-        whose: &str,
+        subject: &str,
         server: &MeasuredServer,
         callers: usize,
         path: &str,
@@ -182,7 +182,7 @@ impl<'a> Bench<'a> {
         let addr = server.addr.as_str();
         let sample = load::closed_loop(addr, callers, time, path, CALL_BODY, None).await?;
         let (bad, all) = (sample.errors, sample.errors + sample.count);
-        ensure!(bad == 0 && all > 0, "{whose} answered {bad} of {all} calls with an error");
+        ensure!(bad == 0 && all > 0, "{subject} answered {bad} of {all} calls with an error");
         Ok(sample)
     }
 

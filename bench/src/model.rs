@@ -208,9 +208,8 @@ async fn handle_request(
     body: Bytes,
 ) -> Response<Body> {
     let body: Value = serde_json::from_slice(&body).unwrap_or_default();
-    let (path, first, left) = (uri.path().to_owned(), Arc::default(), Arc::default());
-    let asked =
-        RecordedRequest { path, headers, body, first_event_at: first, has_caller_left: left };
+    let (path, first, has_caller_left) = (uri.path().to_owned(), Arc::default(), Arc::default());
+    let asked = RecordedRequest { path, headers, body, first_event_at: first, has_caller_left };
     model.recorded.lock().unwrap_or_else(PoisonError::into_inner).push(asked.clone());
     let turn = (model.script)(&asked);
     let streams = asked.body["stream"] == true;
@@ -296,7 +295,7 @@ fn stream_response(
 ) -> Response<Body> {
     let first = asked.first_event_at.clone();
     let again = events.last().cloned().unwrap_or_default();
-    let said = stream::iter(events).enumerate().then(move |(n, event)| {
+    let events_sent = stream::iter(events).enumerate().then(move |(n, event)| {
         let first = first.clone();
         async move {
             if n == 0 {
@@ -311,14 +310,14 @@ fn stream_response(
         }
     });
     let body = match then {
-        StreamEnding::End => Body::from_stream(said),
+        StreamEnding::End => Body::from_stream(events_sent),
         StreamEnding::Break => {
             let broken = stream::once(async {
                 // While no further event is ready, the previous ones are written to the socket.
                 tokio::task::yield_now().await;
                 Err(std::io::Error::other("cut"))
             });
-            Body::from_stream(said.chain(broken))
+            Body::from_stream(events_sent.chain(broken))
         }
         StreamEnding::Hang => {
             let leaving = DisconnectNotice(asked.has_caller_left.clone());
@@ -326,11 +325,11 @@ fn stream_response(
                 let _leaving = leaving;
                 std::future::pending().await
             });
-            Body::from_stream(said.chain(silent))
+            Body::from_stream(events_sent.chain(silent))
         }
         StreamEnding::Repeat => {
             let more = stream::repeat(again).map(|event| Ok(Bytes::from(event)));
-            Body::from_stream(said.chain(more))
+            Body::from_stream(events_sent.chain(more))
         }
     };
     let kind = [(header::CONTENT_TYPE, "text/event-stream")];

@@ -28,8 +28,8 @@ impl Limit {
     #[must_use]
     pub fn allows(self, figure: f64) -> bool {
         match self {
-            Self::AtLeast(least) => figure >= least,
-            Self::AtMost(most) => figure <= most,
+            Self::AtLeast(min) => figure >= min,
+            Self::AtMost(max) => figure <= max,
             Self::None => true,
         }
     }
@@ -97,8 +97,8 @@ impl Measurement {
             }
         };
         let (limit, outcome) = match self.limit {
-            Limit::AtLeast(least) => (bound(">=", least), self.outcome()),
-            Limit::AtMost(most) => (bound("<=", most), self.outcome()),
+            Limit::AtLeast(min) => (bound(">=", min), self.outcome()),
+            Limit::AtMost(max) => (bound("<=", max), self.outcome()),
             Limit::None => ("-".to_owned(), "-"),
         };
         let absent = || "-".to_owned();

@@ -124,7 +124,7 @@ impl<'a> TaskOutcome<'a> {
             data: data.filter(|_| !too_large).cloned(),
             data_omitted: too_large
                 .then(|| OmittedData { bytes, read_at: format!("/v1/tool_calls/{}", call.id) }),
-            error: fault.map(TaskFault::of),
+            error: fault.map(TaskFault::from_fault),
             metrics: TaskMetrics {
                 latency_ms: metrics.latency_ms,
                 retries: metrics.retries,
@@ -143,7 +143,7 @@ impl<'a> TaskOutcome<'a> {
 }
 
 impl<'a> TaskFault<'a> {
-    fn of(fault: &'a Fault) -> Self {
+    fn from_fault(fault: &'a Fault) -> Self {
         Self {
             code: fault.code.as_str(),
             message: &fault.message,

@@ -199,7 +199,7 @@ impl HttpToolSpec {
         if let Some(http) = options.get("http") {
             let read: HttpOperation = serde_json::from_value(http.clone())
                 .map_err(|error| format!("options.http: {error}"))?;
-            read.check().map_err(|why| format!("options.http.{why}"))?;
+            read.check().map_err(|reason| format!("options.http.{reason}"))?;
             return Ok(Self::Http(Box::new(read)));
         }
         jina::check(options).map(|()| Self::Jina)
@@ -250,14 +250,14 @@ impl HttpOperation {
             return Err("url must name its host, and have nothing in braces there".to_owned());
         }
         let in_headers = self.parameters.iter().filter(|p| p.location == ParameterLocation::Header);
-        let named = in_headers.map(|p| &p.name).chain(self.headers.keys());
+        let names = in_headers.map(|p| &p.name).chain(self.headers.keys());
         let keys = self.auth.iter().filter_map(|auth| match auth {
             OperationAuth::ApiKey { location: ParameterLocation::Header, name, .. } => Some(name),
             OperationAuth::ApiKey { .. }
             | OperationAuth::Bearer { .. }
             | OperationAuth::Basic { .. } => None,
         });
-        for name in named.chain(keys) {
+        for name in names.chain(keys) {
             check_header(name)?;
         }
         if let Some(RequestBodySpec { arg: Some(_), args, .. }) = &self.body

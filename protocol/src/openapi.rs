@@ -64,7 +64,7 @@ pub struct ImportReport {
 pub fn import(
     document: &Value,
     project: &str,
-    wanted: &ImportOptions,
+    import_options: &ImportOptions,
     timeout_ms: u64,
 ) -> Result<ImportReport, String> {
     let document = OpenApiDocument::new(document)?;
@@ -72,8 +72,8 @@ pub fn import(
     let paths = paths.ok_or("the document has no paths, so there is nothing to import")?;
     let mut import = ImportReport::default();
     let mut names = std::collections::BTreeSet::new();
-    for (path, given) in paths {
-        let item = match document.resolve(given) {
+    for (path, path_item) in paths {
+        let item = match document.resolve(path_item) {
             Ok(item) => item,
             Err(reason) => {
                 import.skipped.push(SkippedOperation { operation: path.clone(), reason });
@@ -85,25 +85,29 @@ pub fn import(
             if import.tools.len() + import.skipped.len() >= MAX_OPERATIONS {
                 return Err(format!("the document has more than {MAX_OPERATIONS} operations"));
             }
-            let place = DocumentOperation { path, method, item, operation };
-            let named = format!("{method} {path}");
-            match import_operation(&document, &place, project, wanted, timeout_ms) {
+            let endpoint = DocumentOperation { path, method, item, operation };
+            let label = format!("{method} {path}");
+            match import_operation(&document, &endpoint, project, import_options, timeout_ms) {
                 Ok(tool) if names.insert(tool.definition.name.clone()) => import.tools.push(tool),
                 // Of two operations with one `operationId`, the second is named by its method and
                 // path.
                 Ok(mut tool) => {
-                    match tool_name(&place, wanted.prefix.as_deref(), NameOrigin::MethodAndPath) {
+                    match tool_name(
+                        &endpoint,
+                        import_options.prefix.as_deref(),
+                        NameOrigin::MethodAndPath,
+                    ) {
                         Ok(other) if names.insert(other.clone()) => {
                             tool.definition.name = other;
                             import.tools.push(tool);
                         }
                         _ => {
                             let reason = format!("its name {} is another's", tool.definition.name);
-                            import.skipped.push(SkippedOperation { operation: named, reason });
+                            import.skipped.push(SkippedOperation { operation: label, reason });
                         }
                     }
                 }
-                Err(reason) => import.skipped.push(SkippedOperation { operation: named, reason }),
+                Err(reason) => import.skipped.push(SkippedOperation { operation: label, reason }),
             }
         }
     }
@@ -112,34 +116,35 @@ pub fn import(
 
 fn import_operation(
     document: &OpenApiDocument<'_>,
-    at: &DocumentOperation<'_>,
+    endpoint: &DocumentOperation<'_>,
     project: &str,
-    wanted: &ImportOptions,
+    import_options: &ImportOptions,
     timeout_ms: u64,
 ) -> Result<ImportedTool, String> {
-    if at.method == "TRACE" {
+    if endpoint.method == "TRACE" {
         return Err("the method TRACE is not sent".to_owned());
     }
-    let name = tool_name(at, wanted.prefix.as_deref(), NameOrigin::OperationId)?;
-    let scope = wanted.prefix.as_deref().unwrap_or(document.title);
-    let made = operations::parse_operation(document, at, wanted.server.as_deref(), scope)?;
-    check_array_items(&made.parameters, "")?;
-    let options = json!({ "http": made.http });
+    let name = tool_name(endpoint, import_options.prefix.as_deref(), NameOrigin::OperationId)?;
+    let scope = import_options.prefix.as_deref().unwrap_or(document.title);
+    let parsed =
+        operations::parse_operation(document, endpoint, import_options.server.as_deref(), scope)?;
+    check_array_items(&parsed.parameters, "")?;
+    let options = json!({ "http": parsed.http });
     let envs: Vec<String> =
-        made.http.auth.iter().flat_map(|auth| auth.envs()).map(str::to_owned).collect();
-    let url = made.http.url.clone();
+        parsed.http.auth.iter().flat_map(|auth| auth.envs()).map(str::to_owned).collect();
+    let url = parsed.http.url.clone();
     let plan = HttpToolSpec::from_options(&options)?;
     let definition = ToolDefinition {
         project: Some(project.to_owned()),
         name,
-        description: description(at),
+        description: description(endpoint),
         executor: Executor::HTTP,
-        input_schema: Json::from_value(&made.parameters),
+        input_schema: Json::from_value(&parsed.parameters),
         output_schema: None,
         // The call's timeout must not be shorter than the operation's own.
-        timeout_ms: plan.timeout_ms(&options).map_or(timeout_ms, |own_ms| own_ms.max(timeout_ms)),
+        timeout_ms: plan.timeout_ms(&options).map_or(timeout_ms, |tool_ms| tool_ms.max(timeout_ms)),
         background: false,
-        effect: infer_effect(at)?,
+        effect: infer_effect(endpoint)?,
         risk: Risk::default(),
         policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),
@@ -153,18 +158,26 @@ fn import_operation(
     };
     let entry = toolcrib::registry::CatalogEntry::compile(definition);
     let definition = entry.map_err(|fault| fault.message)?.definition;
-    Ok(ImportedTool { definition, operation: format!("{} {}", at.method, at.path), url, envs })
+    Ok(ImportedTool {
+        definition,
+        operation: format!("{} {}", endpoint.method, endpoint.path),
+        url,
+        envs,
+    })
 }
 
 /// Infers the effect from the method: GET and HEAD read, PUT and DELETE are idempotent, the rest is
 /// irreversible. `x-toolcrib-effect` overrides it.
-fn infer_effect(at: &DocumentOperation<'_>) -> Result<Effect, String> {
-    let said = at.operation.get("x-toolcrib-effect").or_else(|| at.item.get("x-toolcrib-effect"));
-    match said {
-        Some(said) => serde_json::from_value(said.clone()).map_err(|_| {
-            format!("x-toolcrib-effect must be read, idempotent or irreversible, not {said}")
+fn infer_effect(endpoint: &DocumentOperation<'_>) -> Result<Effect, String> {
+    let declared = endpoint
+        .operation
+        .get("x-toolcrib-effect")
+        .or_else(|| endpoint.item.get("x-toolcrib-effect"));
+    match declared {
+        Some(declared) => serde_json::from_value(declared.clone()).map_err(|_| {
+            format!("x-toolcrib-effect must be read, idempotent or irreversible, not {declared}")
         }),
-        None => Ok(match at.method {
+        None => Ok(match endpoint.method {
             "GET" | "HEAD" | "OPTIONS" => Effect::Read,
             "PUT" | "DELETE" => Effect::Idempotent,
             _ => Effect::Irreversible,
@@ -184,14 +197,17 @@ enum NameOrigin {
 /// Returns the tool name: the `operationId`, or the method and the path, in the characters that a
 /// name may have.
 fn tool_name(
-    at: &DocumentOperation<'_>,
+    endpoint: &DocumentOperation<'_>,
     prefix: Option<&str>,
-    by: NameOrigin,
+    origin: NameOrigin,
 ) -> Result<String, String> {
-    let own = at.operation["operationId"].as_str().map(str::trim).filter(|id| !id.is_empty());
-    let base = match own.filter(|_| by == NameOrigin::OperationId) {
+    let operation_id =
+        endpoint.operation["operationId"].as_str().map(str::trim).filter(|id| !id.is_empty());
+    let base = match operation_id.filter(|_| origin == NameOrigin::OperationId) {
         Some(id) => sanitize_name(id),
-        None => sanitize_name(&format!("{}_{}", at.method.to_ascii_lowercase(), at.path)),
+        None => {
+            sanitize_name(&format!("{}_{}", endpoint.method.to_ascii_lowercase(), endpoint.path))
+        }
     };
     let name = match prefix {
         Some(prefix) => format!("{prefix}.{base}"),
@@ -208,29 +224,31 @@ fn tool_name(
 
 /// Replaces every sequence of other characters with one underscore.
 fn sanitize_name(text: &str) -> String {
-    let mut made = String::with_capacity(text.len());
+    let mut output = String::with_capacity(text.len());
     for c in text.chars() {
         let keep = c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
-        let last = made.chars().last();
+        let last = output.chars().last();
         match (keep, c) {
-            (true, c) => made.push(c),
-            (false, '.') if last.is_some_and(|last| last != '.' && last != '_') => made.push('.'),
-            (false, _) if last.is_some_and(|last| last != '_' && last != '.') => made.push('_'),
+            (true, c) => output.push(c),
+            (false, '.') if last.is_some_and(|last| last != '.' && last != '_') => output.push('.'),
+            (false, _) if last.is_some_and(|last| last != '_' && last != '.') => output.push('_'),
             _ => {}
         }
     }
-    made.trim_start_matches(['_', '-', '.']).trim_end_matches(['_', '.']).to_owned()
+    output.trim_start_matches(['_', '-', '.']).trim_end_matches(['_', '.']).to_owned()
 }
 
-fn description(at: &DocumentOperation<'_>) -> String {
-    let text = |of: &Value, name: &str| of[name].as_str().unwrap_or_default().trim().to_owned();
-    let (summary, more) = (text(at.operation, "summary"), text(at.operation, "description"));
+fn description(endpoint: &DocumentOperation<'_>) -> String {
+    let text =
+        |object: &Value, name: &str| object[name].as_str().unwrap_or_default().trim().to_owned();
+    let (summary, more) =
+        (text(endpoint.operation, "summary"), text(endpoint.operation, "description"));
     let whole = match (summary.is_empty(), more.is_empty()) {
         (false, false) if more.starts_with(&summary) => more,
         (false, false) => format!("{}. {more}", summary.trim_end_matches('.')),
         (false, true) => summary,
         (true, false) => more,
-        (true, true) => format!("{} {}", at.method, at.path),
+        (true, true) => format!("{} {}", endpoint.method, endpoint.path),
     };
     whole.chars().take(4_000).collect()
 }

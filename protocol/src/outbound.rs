@@ -188,8 +188,8 @@ pub fn parse_retry_after_ms(text: &str) -> Option<u64> {
         let fits = (0.0..=u32::MAX.into()).contains(&seconds);
         return fits.then_some((seconds * 1_000.0).ceil() as u64);
     }
-    let at = jiff::fmt::rfc2822::parse(text).ok()?.timestamp();
-    u64::try_from(at.as_millisecond() - Timestamp::now().as_millisecond()).ok()
+    let date = jiff::fmt::rfc2822::parse(text).ok()?.timestamp();
+    u64::try_from(date.as_millisecond() - Timestamp::now().as_millisecond()).ok()
 }
 
 /// Returns whether an address is on the public internet, in every notation.

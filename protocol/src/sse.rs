@@ -148,8 +148,8 @@ mod tests {
         for size in [1, 2, 3, 7, bytes.len()] {
             let mut parser = SseParser::default();
             let mut all = Vec::new();
-            for piece in bytes.chunks(size) {
-                all.extend(parser.push(piece).unwrap());
+            for chunk in bytes.chunks(size) {
+                all.extend(parser.push(chunk).unwrap());
             }
             let seen: Vec<(Option<&str>, &str)> =
                 all.iter().map(|m| (m.id.as_deref(), m.data.as_str())).collect();
@@ -166,8 +166,8 @@ mod tests {
     fn a_byte_order_mark_is_skipped_at_the_start_only() {
         for size in [1, 2, 100] {
             let mut parser = SseParser::default();
-            let pieces = "\u{feff}data: one\n\n\u{feff}data: two\n\n".as_bytes().chunks(size);
-            let all: Vec<SseEvent> = pieces.flat_map(|piece| parser.push(piece).unwrap()).collect();
+            let chunks = "\u{feff}data: one\n\n\u{feff}data: two\n\n".as_bytes().chunks(size);
+            let all: Vec<SseEvent> = chunks.flat_map(|chunk| parser.push(chunk).unwrap()).collect();
             let seen: Vec<&str> = all.iter().map(|message| message.data.as_str()).collect();
             assert_eq!(seen, ["one"], "only at the beginning");
         }

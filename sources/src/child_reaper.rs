@@ -90,16 +90,16 @@ mod unix {
     }
 
     /// Reports to the reaper that a group exists, or that it is gone.
-    pub(crate) fn update_group(group: i32, here: bool) {
+    pub(crate) fn update_group(group: i32, exists: bool) {
         let mut watched = REAPER.lock();
         if !watched.enabled {
             return;
         }
-        let changed = match here {
+        let changed = match exists {
             true => watched.groups.insert(group),
             false => watched.groups.remove(&group),
         };
-        let sign = if here { '+' } else { '-' };
+        let sign = if exists { '+' } else { '-' };
         if changed && watched.write_line(&format!("{sign}{group}\n")).is_err() {
             watched.start_reaper();
         }
@@ -118,14 +118,14 @@ mod unix {
                 return;
             }
             let lines: String = self.groups.iter().map(|group| format!("+{group}\n")).collect();
-            let begun = spawn_reaper_process().and_then(|mut watcher| {
+            let spawned = spawn_reaper_process().and_then(|mut watcher| {
                 self.input = watcher.stdin.take();
                 self.generation += 1;
                 let number = self.generation;
                 std::thread::Builder::new().spawn(move || restart_when_ended(watcher, number))?;
                 self.write_line(&lines)
             });
-            if let Err(error) = begun {
+            if let Err(error) = spawned {
                 tracing::warn!(%error, "child processes may outlive this server if it is killed");
             }
         }

@@ -103,15 +103,15 @@ pub struct HttpSource {
 impl HttpSource {
     /// Creates the source, or returns an error message about the settings.
     pub fn new(settings: HttpSettings) -> Result<Self, String> {
-        let places = JinaEndpoints::parse(&settings.jina.search_url, &settings.jina.reader_url)?;
+        let endpoints = JinaEndpoints::parse(&settings.jina.search_url, &settings.jina.reader_url)?;
         let allowed =
-            HostAllowlist::parse(&settings.hosts).map_err(|why| format!("hosts: {why}"))?;
+            HostAllowlist::parse(&settings.hosts).map_err(|reason| format!("hosts: {reason}"))?;
         let outbound = OutboundPolicy::new("http", settings.allow_private, &settings.allow_hosts);
         let upstream = HttpApiClient::new(outbound.clone(), settings.max_response_bytes);
         Ok(Self {
             allowed,
             outbound,
-            jina_endpoints: places,
+            jina_endpoints: endpoints,
             settings,
             client: upstream,
             running: Mutex::default(),
@@ -120,27 +120,28 @@ impl HttpSource {
 
     /// Returns the value of a variable that a definition may name, if it is set and not empty.
     fn read_variable(&self, name: &str) -> Option<String> {
-        let own = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
-        let named = self.settings.allow_envs.iter().any(|p| access_rules::pattern_matches(p, name));
-        if own || !named {
+        let is_reserved = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
+        let is_allowed =
+            self.settings.allow_envs.iter().any(|p| access_rules::pattern_matches(p, name));
+        if is_reserved || !is_allowed {
             tracing::warn!(variable = name, "http.allow_envs does not allow this variable");
             return None;
         }
         std::env::var(name).ok().filter(|value| !value.is_empty())
     }
 
-    fn build_request(&self, options: &Value, given: &Json) -> Result<OperationRequest, Fault> {
+    fn build_request(&self, options: &Value, args: &Json) -> Result<OperationRequest, Fault> {
         let plan = HttpToolSpec::from_options(options).map_err(bad_request_fault)?;
-        let Value::Object(mut given) = given.to_value() else {
+        let Value::Object(mut args) = args.to_value() else {
             return Err(bad_request_fault("the arguments must be an object"));
         };
         let mut secrets = SecretRedactor::default();
-        self.insert_env_args(&plan, options, &mut given, &mut secrets);
+        self.insert_env_args(&plan, options, &mut args, &mut secrets);
         let look = |name: &str| self.read_variable(name);
         let request = match &plan {
-            HttpToolSpec::Http(operation) => operation.build_request(&given, secrets, &look),
+            HttpToolSpec::Http(operation) => operation.build_request(&args, secrets, &look),
             HttpToolSpec::Jina => {
-                jina::build_request(options, &self.jina_endpoints, &given, secrets, &look)
+                jina::build_request(options, &self.jina_endpoints, &args, secrets, &look)
             }
         }?;
         self.check_destination(&request.url)?;
@@ -153,7 +154,7 @@ impl HttpSource {
         &self,
         plan: &HttpToolSpec,
         options: &Value,
-        given: &mut Map<String, Value>,
+        args: &mut Map<String, Value>,
         secrets: &mut SecretRedactor,
     ) {
         let mut envs = args::parse_env_arguments(options);
@@ -165,7 +166,7 @@ impl HttpSource {
             match self.read_variable(&name) {
                 Some(value) => {
                     secrets.add(&value);
-                    given.insert(arg, Value::String(value));
+                    args.insert(arg, Value::String(value));
                 }
                 None => tracing::warn!(arg, variable = name, "variable not set; omitted"),
             }
@@ -173,16 +174,17 @@ impl HttpSource {
     }
 
     fn check_destination(&self, url: &Url) -> Result<(), Fault> {
-        let refused = |why: String| {
-            Fault::new(Code::PermissionDenied, why).without_side_effect().retryable(false)
+        let refused = |reason: String| {
+            Fault::new(Code::PermissionDenied, reason).without_side_effect().retryable(false)
         };
         if !self.allowed.allows(url) {
-            let place = origin(url);
-            let message = format!("{place} may not be asked: it is not in the setting http.hosts");
+            let origin_text = origin(url);
+            let message =
+                format!("{origin_text} may not be asked: it is not in the setting http.hosts");
             return Err(refused(message));
         }
         let checked = self.outbound.check(url.as_str());
-        checked.map(|_| ()).map_err(|why| refused(format!("the tool's URL {why}")))
+        checked.map(|_| ()).map_err(|reason| refused(format!("the tool's URL {reason}")))
     }
 
     async fn run(&self, attempt: &Attempt) -> Result<Json, Fault> {
@@ -190,17 +192,18 @@ impl HttpSource {
             return Err(Fault::new(Code::Internal, "the definition is gone").without_side_effect());
         };
         let request = self.build_request(&command.binding.options.to_value(), &attempt.args)?;
-        let own_ms = request.timeout_s.map(seconds_to_ms);
+        let requested_ms = request.timeout_s.map(seconds_to_ms);
         let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
         let left_ms = attempt.deadline_ms.saturating_sub(now_ms);
-        let limit = Duration::from_millis(own_ms.unwrap_or(self.settings.timeout_ms).min(left_ms));
+        let limit =
+            Duration::from_millis(requested_ms.unwrap_or(self.settings.timeout_ms).min(left_ms));
         let began = std::time::Instant::now();
-        let came = self.client.send(&request, limit).await;
+        let response = self.client.send(&request, limit).await;
         let about = crate::http::response::HttpCallContext {
             tool: &attempt.tool,
             tool_call_id: &command.route.tool_call_id,
         };
-        crate::http::response::interpret_response(&request, came, began.elapsed(), &about)
+        crate::http::response::interpret_response(&request, response, began.elapsed(), &about)
     }
 }
 
@@ -221,13 +224,13 @@ impl Source for HttpSource {
 
     async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> StartResult {
         let canceled = CancellationToken::new();
-        let place = (attempt.call_id.clone(), attempt.number);
-        self.running.lock().insert(place.clone(), canceled.clone());
+        let key = (attempt.call_id.clone(), attempt.number);
+        self.running.lock().insert(key.clone(), canceled.clone());
         let done = tokio::select! {
             done = self.run(&attempt) => done,
             () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "stopped")),
         };
-        self.running.lock().remove(&place);
+        self.running.lock().remove(&key);
         StartResult::Finished(done)
     }
 

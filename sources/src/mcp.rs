@@ -94,33 +94,33 @@ impl McpSource {
 
     /// Sets the desired upstreams: connects to new ones, shuts down removed ones, and restarts
     /// those whose settings changed.
-    pub fn set_servers(&self, wanted: Vec<McpServerSettings>) {
+    pub fn set_servers(&self, desired: Vec<McpServerSettings>) {
         let Some(registry) = self.registry.get() else { return };
-        let mut known = self.servers.lock();
+        let mut current = self.servers.lock();
         let mut next: HashMap<UpstreamKey, McpServerSettings> = HashMap::new();
-        for settings in wanted {
+        for settings in desired {
             next.insert((settings.project.clone(), settings.name.clone()), settings);
         }
-        known.retain(|place, upstream| {
-            let stays = next.get(place).is_some_and(|settings| *settings == upstream.settings);
+        current.retain(|key, upstream| {
+            let stays = next.get(key).is_some_and(|settings| *settings == upstream.settings);
             if !stays {
                 upstream.stop.cancel();
             }
             stays
         });
-        for (place, settings) in next {
-            if known.contains_key(&place) {
+        for (key, settings) in next {
+            if current.contains_key(&key) {
                 continue;
             }
-            let news = broadcast::Sender::new(CHANGE_CHANNEL_CAPACITY);
-            let heard = news.subscribe();
+            let changes = broadcast::Sender::new(CHANGE_CHANNEL_CAPACITY);
+            let change_events = changes.subscribe();
             let outbound = &self.outbound;
             let authorizer =
                 Authorizer::for_server(&settings, registry, outbound, &self.public_base_url);
-            let upstream = UpstreamServer::new(settings, news, outbound.clone(), authorizer);
-            self.tasks.spawn(forward_changes(place.clone(), heard, self.changes.clone()));
+            let upstream = UpstreamServer::new(settings, changes, outbound.clone(), authorizer);
+            self.tasks.spawn(forward_changes(key.clone(), change_events, self.changes.clone()));
             self.tasks.spawn(upstream.clone().supervise(registry.clone()));
-            known.insert(place, upstream);
+            current.insert(key, upstream);
         }
     }
 
@@ -141,9 +141,10 @@ impl McpSource {
 
     /// Returns the status of each upstream of a project, sorted by name.
     pub fn statuses(&self, project: &str) -> Vec<UpstreamStatus> {
-        let known = self.servers.lock();
-        let here = known.iter().filter(|((owner, _), _)| owner == project);
-        let mut all: Vec<UpstreamStatus> = here.map(|(_, upstream)| status_of(upstream)).collect();
+        let servers = self.servers.lock();
+        let project_servers = servers.iter().filter(|((owner, _), _)| owner == project);
+        let mut all: Vec<UpstreamStatus> =
+            project_servers.map(|(_, upstream)| status_of(upstream)).collect();
         all.sort_by(|a, b| a.settings.name.cmp(&b.settings.name));
         all
     }
@@ -155,11 +156,11 @@ impl McpSource {
 
     /// Counts the upstreams of all projects by phase.
     pub fn count_by_phase(&self) -> [(&'static str, usize); 5] {
-        let known = self.servers.lock();
+        let servers = self.servers.lock();
         let phases: Vec<UpstreamPhase> =
-            known.values().map(|known| known.state.lock().phase).collect();
+            servers.values().map(|server| server.state.lock().phase).collect();
         UpstreamPhase::ALL
-            .map(|phase| (phase.as_str(), phases.iter().filter(|known| **known == phase).count()))
+            .map(|phase| (phase.as_str(), phases.iter().filter(|other| **other == phase).count()))
     }
 
     /// Returns the status of one upstream.
@@ -172,13 +173,13 @@ impl McpSource {
         &self,
         project: &str,
         name: &str,
-        wanted: Option<&[String]>,
+        tool_names: Option<&[String]>,
     ) -> Result<Vec<ToolChange>, String> {
         let (Some(upstream), Some(registry)) = (self.find(project, name), self.registry.get())
         else {
             return Ok(Vec::new());
         };
-        upstream.accept(&**registry, wanted).await
+        upstream.accept(&**registry, tool_names).await
     }
 
     /// Reconnects an upstream at once, or refreshes its tool list if it is connected, and waits
@@ -230,9 +231,9 @@ impl McpSource {
         let (authorizer, name) = (upstream.authorizer.as_ref()?, upstream.settings.name.clone());
         let finished = match code {
             Ok(code) => authorizer.complete_sign_in(state, code, issuer).await,
-            Err(why) => {
-                authorizer.decline_sign_in(state, why).await;
-                Err(why.to_owned())
+            Err(reason) => {
+                authorizer.decline_sign_in(state, reason).await;
+                Err(reason.to_owned())
             }
         };
         upstream.retry_now.notify_one();
@@ -241,9 +242,9 @@ impl McpSource {
 
     /// Returns the usable connections of a project, by the names of their upstreams.
     pub fn peers(&self, project: &str) -> BTreeMap<String, Peer<RoleClient>> {
-        let known = self.servers.lock();
-        let here = known.iter().filter(|((owner, _), _)| owner == project);
-        let peers = here.filter_map(|((_, name), upstream)| {
+        let servers = self.servers.lock();
+        let project_servers = servers.iter().filter(|((owner, _), _)| owner == project);
+        let peers = project_servers.filter_map(|((_, name), upstream)| {
             Some((name.clone(), upstream.current_connection()?.peer.clone()))
         });
         peers.collect()
@@ -256,17 +257,17 @@ impl McpSource {
 
     /// Records a problem of an upstream that does not concern its tools, unless one is already
     /// recorded.
-    pub fn report_problem(&self, project: &str, name: &str, why: &str) {
+    pub fn report_problem(&self, project: &str, name: &str, reason: &str) {
         if let Some(upstream) = self.find(project, name) {
-            upstream.state.lock().problem.get_or_insert_with(|| why.to_owned());
+            upstream.state.lock().problem.get_or_insert_with(|| reason.to_owned());
         }
     }
 
     /// Clears a problem that was recorded with `report_problem`.
-    pub fn clear_problem(&self, project: &str, name: &str, why: &str) {
+    pub fn clear_problem(&self, project: &str, name: &str, reason: &str) {
         if let Some(upstream) = self.find(project, name) {
             let mut state = upstream.state.lock();
-            state.problem = state.problem.take().filter(|known| known != why);
+            state.problem = state.problem.take().filter(|current| current != reason);
         }
     }
 
@@ -277,13 +278,13 @@ impl McpSource {
 }
 
 async fn forward_changes(
-    place: UpstreamKey,
-    mut heard: broadcast::Receiver<UpstreamChange>,
+    key: UpstreamKey,
+    mut changes: broadcast::Receiver<UpstreamChange>,
     all: broadcast::Sender<(UpstreamKey, UpstreamChange)>,
 ) {
     loop {
-        match heard.recv().await {
-            Ok(news) => drop(all.send((place.clone(), news))),
+        match changes.recv().await {
+            Ok(change) => drop(all.send((key.clone(), change))),
             Err(broadcast::error::RecvError::Lagged(_)) => {}
             Err(broadcast::error::RecvError::Closed) => return,
         }
@@ -357,8 +358,13 @@ impl AttemptCounters {
 }
 
 static CALLS: LazyLock<AttemptCounters> = LazyLock::new(|| {
-    let of = |outcome: &'static str| metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome);
-    AttemptCounters { ok: of("ok"), failed: of("failed"), asked: of("asked"), task: of("task") }
+    let register_counter = |outcome: &'static str| metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome);
+    AttemptCounters {
+        ok: register_counter("ok"),
+        failed: register_counter("failed"),
+        asked: register_counter("asked"),
+        task: register_counter("task"),
+    }
 });
 
 /// Returns the current time in milliseconds since 1970.

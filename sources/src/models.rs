@@ -57,7 +57,7 @@ impl ModelApi {
 pub struct ModelRegistry {
     /// The model of requests that name none.
     default_model: Option<String>,
-    named: BTreeMap<String, RegisteredModel>,
+    models: BTreeMap<String, RegisteredModel>,
     /// The endpoint for names that are not registered.
     fallback: Option<Arc<dyn Model>>,
 }
@@ -74,13 +74,13 @@ impl ModelRegistry {
     pub fn new(settings: &LlmSettings) -> Self {
         let demo = MeteredModel::wrap(Arc::new(DemoModel), DEMO, DEMO);
         let demo = RegisteredModel { model: demo, remote_name: DEMO.into() };
-        let mut named = BTreeMap::from([(DEMO.to_owned(), demo)]);
+        let mut models = BTreeMap::from([(DEMO.to_owned(), demo)]);
         let mut fallback = None;
         if let Some(endpoint) = settings.endpoint() {
             let (provider, model) = (endpoint.kind.as_str(), build_model(endpoint));
             if let Some(name) = &settings.model {
                 let model = MeteredModel::wrap(model.clone(), provider, name);
-                named.insert(name.clone(), RegisteredModel { model, remote_name: name.clone() });
+                models.insert(name.clone(), RegisteredModel { model, remote_name: name.clone() });
             }
             fallback =
                 settings.other_models.then(|| MeteredModel::wrap(model, provider, UNNAMED_MODEL));
@@ -88,20 +88,20 @@ impl ModelRegistry {
         for (name, upstream, endpoint) in settings.named_endpoints() {
             let provider = endpoint.kind.as_str();
             let model = MeteredModel::wrap(build_model(endpoint), provider, name);
-            named.insert(name.clone(), RegisteredModel { model, remote_name: upstream });
+            models.insert(name.clone(), RegisteredModel { model, remote_name: upstream });
         }
         // A single configured model is the default.
         let only = settings.models.keys().next().filter(|_| settings.models.len() == 1).cloned();
-        Self { default_model: settings.model.clone().or(only), named, fallback }
+        Self { default_model: settings.model.clone().or(only), models, fallback }
     }
 }
 
 impl ModelResolver for ModelRegistry {
     fn find(&self, name: &str) -> Option<ResolvedModel> {
-        if let Some(known) = self.named.get(name) {
+        if let Some(registered) = self.models.get(name) {
             return Some(ResolvedModel {
-                model: known.model.clone(),
-                name: known.remote_name.clone(),
+                model: registered.model.clone(),
+                name: registered.remote_name.clone(),
             });
         }
         let others = self.fallback.as_ref().filter(|_| is_model_name(name))?;
@@ -109,7 +109,7 @@ impl ModelResolver for ModelRegistry {
     }
 
     fn names(&self) -> Vec<String> {
-        let others = self.named.keys().filter(|name| Some(*name) != self.default_model.as_ref());
+        let others = self.models.keys().filter(|name| Some(*name) != self.default_model.as_ref());
         self.default_model.iter().chain(others).cloned().collect()
     }
 }

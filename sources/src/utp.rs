@@ -31,13 +31,13 @@ pub struct UtpSource {
 impl UtpSource {
     /// Creates the source for this connection. Without one, calls wait until their deadline.
     pub fn new(nats: Option<NatsConnection>) -> Self {
-        let (unacknowledged, gone) = (UnacknowledgedCommands::default(), CancellationToken::new());
-        let (queue, taken) = unbounded_channel();
+        let (unacknowledged, stop) = (UnacknowledgedCommands::default(), CancellationToken::new());
+        let (queue, commands) = unbounded_channel();
         if let Some(nats) = nats.clone() {
-            let (post, gone) = (CommandPublisher::new(nats, unacknowledged.clone()), gone.clone());
-            tokio::spawn(async move { gone.run_until_cancelled(post.run(taken)).await });
+            let (post, stop) = (CommandPublisher::new(nats, unacknowledged.clone()), stop.clone());
+            tokio::spawn(async move { stop.run_until_cancelled(post.run(commands)).await });
         }
-        Self { link: nats, unacknowledged, queue, _stop_on_drop: gone.drop_guard() }
+        Self { link: nats, unacknowledged, queue, _stop_on_drop: stop.drop_guard() }
     }
 
     fn drop_command(&self, call_id: &CallId, attempt: u32) {
@@ -69,8 +69,8 @@ impl Source for UtpSource {
                 StartResult::Accepted
             }
             Ok(_) => StartResult::Accepted,
-            Err(why) => {
-                let fault = Fault::new(Code::ValidationError, why).without_side_effect();
+            Err(reason) => {
+                let fault = Fault::new(Code::ValidationError, reason).without_side_effect();
                 StartResult::Finished(Err(fault))
             }
         }
@@ -88,12 +88,13 @@ impl Source for UtpSource {
         let nats = self.link.as_ref()?;
         let waiting = self.unacknowledged.lock().len();
         metrics::gauge!("toolcrib_utp_commands_waiting").set(waiting as f64);
-        let away =
+        let describe_outage =
             || format!("NATS does not answer; {waiting} commands wait, everything else works");
-        let down = || "wakeups and events are not published; see the server's log".to_owned();
+        let describe_outbox =
+            || "wakeups and events are not published; see the server's log".to_owned();
         let trouble = match (nats.is_connected(), nats.is_outbox_down()) {
-            (false, _) => Some(away()),
-            (true, true) => Some(down()),
+            (false, _) => Some(describe_outage()),
+            (true, true) => Some(describe_outbox()),
             (true, false) => None,
         };
         Some(SourceHealth { name: "nats", problem: trouble })

@@ -37,13 +37,13 @@ async fn engine(file: &Path, last_program: bool) -> Result<Engine, Box<dyn std::
 /// Two programs, one after the other, on the same file; answers with what there is to show.
 pub async fn show(file: &Path) -> Result<String, Box<dyn std::error::Error>> {
     let caller = Caller::local("default");
-    let mut shown = String::new();
+    let mut output = String::new();
 
     let first = engine(file, true).await?;
     let mut asked = CallRequest::new("demo.greet", r#"{"name": "Ada"}"#)?;
     asked.idempotency_key = Some("greet-ada".to_owned());
     let ticket = first.calls().invoke(&caller, asked.clone()).await?;
-    writeln!(shown, "before the restart: {}", ticket.call.status.as_str())?;
+    writeln!(output, "before the restart: {}", ticket.call.status.as_str())?;
     // Nothing is waited for: this is as good as a crash.
     first.shut_down(Duration::ZERO).await;
     drop((first, ticket.clone()));
@@ -51,21 +51,21 @@ pub async fn show(file: &Path) -> Result<String, Box<dyn std::error::Error>> {
     let second = engine(file, false).await?;
     let call = second.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
     let answer = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
-    writeln!(shown, "after the restart: {}", call.status.as_str())?;
-    writeln!(shown, "answer: {}", answer.ok_or("there is an answer")?.text())?;
-    writeln!(shown, "attempts: {}", call.attempt)?;
+    writeln!(output, "after the restart: {}", call.status.as_str())?;
+    writeln!(output, "answer: {}", answer.ok_or("there is an answer")?.text())?;
+    writeln!(output, "attempts: {}", call.attempt)?;
     let again = second.calls().invoke(&caller, asked).await?;
     let same = again.call.id == call.id && again.replayed;
-    writeln!(shown, "the same key gives the same ticket: {same}")?;
+    writeln!(output, "the same key gives the same ticket: {same}")?;
     second.shut_down(Duration::from_secs(1)).await;
-    Ok(shown)
+    Ok(output)
 }
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let directory = std::env::temp_dir().join(format!("toolcrib-durable-{}", std::process::id()));
-    let shown = show(&directory.join("toolcrib.db")).await;
+    let output = show(&directory.join("toolcrib.db")).await;
     let _ = std::fs::remove_dir_all(&directory);
-    print!("{}", shown?);
+    print!("{}", output?);
     Ok(())
 }

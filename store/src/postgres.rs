@@ -113,14 +113,9 @@ impl PostgresStore {
         };
         let writer =
             PostgresWriter::start(WriterConnection::new(session, lease, numbers), address.clone());
-        let (told, news) = tokio::sync::watch::channel(0);
-        let ears = serves.then(|| ReportListener::spawn(address.clone(), told));
-        Ok(Self {
-            writer,
-            pool: SessionPool::new(address),
-            report_listener: ears,
-            report_signal: news,
-        })
+        let (report_sender, report_signal) = tokio::sync::watch::channel(0);
+        let report_listener = serves.then(|| ReportListener::spawn(address.clone(), report_sender));
+        Ok(Self { writer, pool: SessionPool::new(address), report_listener, report_signal })
     }
 
     /// Returns true if this is the URL of a PostgreSQL database.
@@ -131,19 +126,19 @@ impl PostgresStore {
     /// Makes a change in the writer's next transaction.
     async fn write<A: Send + Sync + 'static, T: Send + 'static>(
         &self,
-        given: A,
-        doing: ChangeFn<A, T>,
+        input: A,
+        function: ChangeFn<A, T>,
     ) -> Result<T, StoreError> {
         let (reply, answer) = oneshot::channel();
-        self.writer.send(Box::new(FunctionChange::new(given, doing, reply)))?;
+        self.writer.send(Box::new(FunctionChange::new(input, function, reply)))?;
         await_reply(answer).await
     }
 }
 
 /// Waits for the writer's reply.
 async fn await_reply<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
-    let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
-    answer.await.map_err(gone)?
+    let to_unavailable = |_| StoreError::Unavailable("the writer has stopped".to_owned());
+    answer.await.map_err(to_unavailable)?
 }
 
 /// Converts a limit to a parameter.
@@ -189,9 +184,9 @@ impl Store for PostgresStore {
         let records = EventColumns::new(encode_events(new.records)?);
         let row = Box::new(CallRow::for_insert(new.call)?);
         let (reply, answer) = oneshot::channel();
-        let (key, known) = (new.key, None);
+        let (key, existing) = (new.key, None);
         let creating =
-            CallInsert { row, records, key, reply, place: 0, is_key_taken: false, existing: known };
+            CallInsert { row, records, key, reply, position: 0, is_key_taken: false, existing };
         self.writer.send(Box::new(creating))?;
         drop(new.group_member);
         await_reply(answer).await
@@ -334,14 +329,14 @@ impl Store for PostgresStore {
         delivery: Delivery,
         tried: Option<DeliveryAttempt>,
     ) -> Result<SaveResult, StoreError> {
-        self.write((delivery, tried), |writer, given| {
-            Box::pin(deliveries::save_delivery(writer, given))
+        self.write((delivery, tried), |writer, input| {
+            Box::pin(deliveries::save_delivery(writer, input))
         })
         .await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError> {
-        self.write((ended_before_ms, limit), |writer, given| Box::pin(calls::purge(writer, given)))
+        self.write((ended_before_ms, limit), |writer, input| Box::pin(calls::purge(writer, input)))
             .await
     }
 
@@ -361,8 +356,8 @@ impl Store for PostgresStore {
         decided_on: u64,
         audit: Option<AuditEntry>,
     ) -> Result<SaveResult, StoreError> {
-        let given = (change, decided_on, audit);
-        self.write(given, |writer, given| Box::pin(directory::apply_change(writer, given))).await
+        let input = (change, decided_on, audit);
+        self.write(input, |writer, input| Box::pin(directory::apply_change(writer, input))).await
     }
 
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
@@ -383,7 +378,7 @@ impl Store for PostgresStore {
 
     async fn check_health(&self) -> Result<(), StoreError> {
         self.directory_version().await?;
-        self.write((), |writer, given| Box::pin(write_probe(writer, given))).await
+        self.write((), |writer, input| Box::pin(write_probe(writer, input))).await
     }
 
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {

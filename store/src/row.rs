@@ -1,6 +1,7 @@
 //! Converts calls and events to rows and back. The engine's types are not designed for storage. The
 //! types in this module are: every later version of Toolcrib must be able to read them.
 
+mod columns;
 mod definition;
 mod delivery;
 mod directory;
@@ -24,8 +25,9 @@ use toolcrib::domain::tool::{Effect, Executor, SourceTraits};
 use toolcrib::domain::utp::Route;
 use toolcrib::ports::store::StoreError;
 
+pub(crate) use columns::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
-pub(crate) use delivery::{DELIVERY_COLUMNS, read_delivery, read_try};
+pub(crate) use delivery::{DELIVERY_COLUMNS, DeliveryColumn, read_delivery, read_try};
 pub(crate) use directory::{
     read_audit, read_client, read_key, read_offer, read_project, read_rule, read_tool,
     read_upstream,
@@ -34,10 +36,29 @@ pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;
 pub(crate) use run::{RunRow, decode_run, read_journal_entry, read_run};
 
-/// The columns of `tool_calls` that [`read_call`] reads, in this order.
-pub(crate) const CALL_COLUMNS: &str = "place, tool_call_id, project, run_id, tool_name, executor, status, \
-     hold, created_ms, deadline_ms, started_ms, completed_ms, version, args, result, error, \
-     envelope, state";
+columns! {
+    /// The columns of `tool_calls` that [`read_call`] reads.
+    CALL_COLUMNS, CallColumn {
+        Position = "place",
+        Id = "tool_call_id",
+        Project = "project",
+        RunId = "run_id",
+        ToolName = "tool_name",
+        Executor = "executor",
+        Status = "status",
+        Hold = "hold",
+        CreatedMs = "created_ms",
+        DeadlineMs = "deadline_ms",
+        StartedMs = "started_ms",
+        CompletedMs = "completed_ms",
+        Version = "version",
+        Args = "args",
+        Result = "result",
+        Error = "error",
+        Envelope = "envelope",
+        State = "state",
+    }
+}
 
 /// The part of a call that never changes after the insert. Borrows its fields when it is written
 /// and owns them when it is read.
@@ -288,25 +309,26 @@ pub(crate) fn decode_caller_call_id(envelope: &str) -> Result<Option<String>, St
     Ok(envelope.call_id.map(Cow::into_owned))
 }
 
-/// Reads a call and its place.
+/// Reads a call and its position.
 pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError> {
-    let text = |n: usize| row.text(n);
-    let number = |n: usize| row.integer(n);
-    let time = |n: usize| row.optional_integer(n);
-    let maybe = |n: usize| row.optional_text(n);
+    let text = |column: CallColumn| row.text(column as usize);
+    let optional_text = |column: CallColumn| row.optional_text(column as usize);
+    let number = |column: CallColumn| row.unsigned(column as usize);
+    let optional_number = |column: CallColumn| row.optional_unsigned(column as usize);
     let parse =
         |text: &str| Json::from_stored(text).map_err(|e| StoreError::Corrupt(e.to_string()));
-    let envelope: StoredCallEnvelope<'_> = decode(&text(16)?)?;
-    let state: StoredCallState<'_> = decode(&text(17)?)?;
-    let args = parse(&text(13)?)?;
-    let status_text = text(6)?;
+    let envelope: StoredCallEnvelope<'_> = decode(&text(CallColumn::Envelope)?)?;
+    let state: StoredCallState<'_> = decode(&text(CallColumn::State)?)?;
+    let args = parse(&text(CallColumn::Args)?)?;
+    let status_text = text(CallColumn::Status)?;
     let status: Status =
         status_text.parse().map_err(|()| StoreError::Corrupt(format!("status {status_text}")))?;
-    let hold = decode_hold(maybe(7)?.as_deref(), &state);
-    let data = maybe(14)?.map(|text| parse(&text)).transpose()?;
-    let error = maybe(15)?.map(|text| read_fault(&text)).transpose()?;
-    let (created_ms, started_ms) = (number(8)? as u64, time(10)?.map(|ms| ms as u64));
-    let completed_ms = time(11)?.map(|ms| ms as u64);
+    let hold = decode_hold(optional_text(CallColumn::Hold)?.as_deref(), &state);
+    let data = optional_text(CallColumn::Result)?.map(|text| parse(&text)).transpose()?;
+    let error = optional_text(CallColumn::Error)?.map(|text| read_fault(&text)).transpose()?;
+    let (created_ms, started_ms) =
+        (number(CallColumn::CreatedMs)?, optional_number(CallColumn::StartedMs)?);
+    let completed_ms = optional_number(CallColumn::CompletedMs)?;
     let outcome = completed_ms.map(|completed_ms| Outcome {
         ok: status == Status::Succeeded,
         partial: state.partial,
@@ -314,15 +336,15 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         error,
         metrics: CallMetrics::from_timestamps(created_ms, started_ms, completed_ms, state.attempt),
     });
-    let (tool_name, executor) = (text(4)?, text(5)?);
+    let (tool_name, executor) = (text(CallColumn::ToolName)?, text(CallColumn::Executor)?);
     let executor: Executor =
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| decode_target(stored, &tool_name, executor, &args);
-    let id = text(1)?;
+    let id = text(CallColumn::Id)?;
     let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
-        project: text(2)?,
-        run_id: text(3)?,
+        project: text(CallColumn::Project)?,
+        run_id: text(CallColumn::RunId)?,
         tool_name: tool_name.clone(),
         args: args.clone(),
         origin: Origin {
@@ -350,15 +372,15 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         elicitation: state.elicitation.map(|dialogue| Box::new(dialogue.into_owned())),
         failed_attempt: state.failed_attempt.map(|failed| Box::new(failed.into_owned())),
         created_ms,
-        deadline_ms: state.deadline_ms.map_or_else(|| number(9).map(|ms| ms as u64), Ok)?,
+        deadline_ms: state.deadline_ms.map_or_else(|| number(CallColumn::DeadlineMs), Ok)?,
         started_ms,
         attempt_dispatched_ms: state.attempt_ms,
         completed_ms,
         outcome,
-        version: number(12)? as u64,
+        version: number(CallColumn::Version)?,
     };
     call.attempt_dispatched_ms = call.attempt_dispatched_ms.or_else(|| call.implied_dispatch_ms());
-    Ok((number(0)? as u64, call))
+    Ok((number(CallColumn::Position)?, call))
 }
 
 /// Decodes a hold. Earlier versions stored `input` and `after` as `queue`, so the state decides

@@ -132,8 +132,8 @@ impl SqliteStore {
         &self,
         look: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
-        let gone = |_| StoreError::Unavailable("the store is closed".to_owned());
-        let turn = self.read_permits.clone().acquire_owned().await.map_err(gone)?;
+        let to_unavailable = |_| StoreError::Unavailable("the store is closed".to_owned());
+        let turn = self.read_permits.clone().acquire_owned().await.map_err(to_unavailable)?;
         let readers = self.readers.clone();
         // The permit is released when the read ends, even if its caller no longer waits.
         let read =
@@ -144,8 +144,8 @@ impl SqliteStore {
 
 /// Waits for the writer's reply.
 async fn await_reply<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
-    let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
-    answer.await.map_err(gone)?
+    let to_unavailable = |_| StoreError::Unavailable("the writer has stopped".to_owned());
+    answer.await.map_err(to_unavailable)?
 }
 
 /// Writes a value that has no reader: a probe that writes nothing would not detect a full disk.

@@ -45,10 +45,10 @@ async fn listen_for_replies(
     subject: &str,
 ) -> anyhow::Result<PendingReplies> {
     let waiting = PendingReplies::default();
-    let mut came = link.client().subscribe(format!("{subject}.*")).await?;
+    let mut replies = link.client().subscribe(format!("{subject}.*")).await?;
     let woken = waiting.clone();
     tokio::spawn(async move {
-        while let Some(message) = came.next().await {
+        while let Some(message) = replies.next().await {
             let number = message.subject.rsplit('.').next().and_then(|text| text.parse().ok());
             let waits = number.and_then(|number: u64| woken.lock().remove(&number));
             if let Some(waits) = waits {

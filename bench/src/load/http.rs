@@ -30,9 +30,10 @@ pub fn post(addr: &str, path: &str, body: &str, bearer: Option<&str>) -> Vec<u8>
 #[must_use]
 pub fn post_with(addr: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Vec<u8> {
     let length = body.len();
-    let own: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    let header_lines: String =
+        headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
     format!(
-        "POST {path} HTTP/1.1\r\nhost: {addr}\r\n{own}content-type: application/json\r\n\
+        "POST {path} HTTP/1.1\r\nhost: {addr}\r\n{header_lines}content-type: application/json\r\n\
          content-length: {length}\r\n\r\n{body}"
     )
     .into_bytes()
@@ -149,8 +150,8 @@ impl Connection {
     }
 }
 
-fn invalid_data(why: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, why)
+fn invalid_data(reason: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, reason)
 }
 
 #[derive(Debug, PartialEq)]
@@ -180,7 +181,7 @@ struct ResponseHead {
 /// not worth the effort.
 fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<ParsedResponse>> {
     let mut start = 0;
-    let (head, at) = loop {
+    let (head, body_start) = loop {
         let rest = input.get(start..).unwrap_or_default();
         let Some(length) = head_length(rest) else {
             return if rest.len() > MAX_HEAD {
@@ -197,21 +198,22 @@ fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<P
         }
     };
     let (body, used) = if matches!(head.status, 204 | 304) {
-        (ResponseBody::InPlace(at..at), at)
+        (ResponseBody::InPlace(body_start..body_start), body_start)
     } else if head.chunked {
-        let Some(used) = join_chunks(input, at, joined)? else {
+        let Some(used) = join_chunks(input, body_start, joined)? else {
             return Ok(None);
         };
         (ResponseBody::Joined, used)
     } else if let Some(length) = head.length {
-        let end =
-            at.checked_add(length).ok_or_else(|| invalid_data("a content-length too large"))?;
+        let end = body_start
+            .checked_add(length)
+            .ok_or_else(|| invalid_data("a content-length too large"))?;
         if input.len() < end {
             return Ok(None);
         }
-        (ResponseBody::InPlace(at..end), end)
+        (ResponseBody::InPlace(body_start..end), end)
     } else if ended {
-        (ResponseBody::InPlace(at..input.len()), input.len())
+        (ResponseBody::InPlace(body_start..input.len()), input.len())
     } else {
         return Ok(None);
     };
@@ -225,7 +227,7 @@ fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<P
 
 /// Returns the length of the head, including its empty line.
 fn head_length(input: &[u8]) -> Option<usize> {
-    input.windows(4).position(|part| part == b"\r\n\r\n").map(|at| at + 4)
+    input.windows(4).position(|part| part == b"\r\n\r\n").map(|end| end + 4)
 }
 
 fn parse_head(head: &[u8]) -> io::Result<ResponseHead> {
@@ -264,12 +266,12 @@ fn parse_head(head: &[u8]) -> io::Result<ResponseHead> {
 /// is incomplete.
 fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<Option<usize>> {
     joined.clear();
-    let mut at = start;
+    let mut offset = start;
     loop {
-        let Some((line, next)) = take_line(input, at) else {
+        let Some((line, next)) = take_line(input, offset) else {
             return Ok(None);
         };
-        at = next;
+        offset = next;
         // Extensions follow a semicolon and may be ignored.
         let digits = line.split(|&byte| byte == b';').next().unwrap_or_default().trim_ascii();
         let size = std::str::from_utf8(digits)
@@ -280,30 +282,31 @@ fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<O
         if size == 0 {
             break;
         }
-        let Some(end) = input.get(at + size..at + size + 2) else {
+        let Some(end) = input.get(offset + size..offset + size + 2) else {
             return Ok(None);
         };
         if end != b"\r\n" {
             return Err(invalid_data("a chunk that does not end where it said"));
         }
-        joined.extend_from_slice(input.get(at..at + size).unwrap_or_default());
-        at += size + 2;
+        joined.extend_from_slice(input.get(offset..offset + size).unwrap_or_default());
+        offset += size + 2;
     }
     // Trailers, up to an empty line.
-    while let Some((line, next)) = take_line(input, at) {
-        at = next;
+    while let Some((line, next)) = take_line(input, offset) {
+        offset = next;
         if line.is_empty() {
-            return Ok(Some(at));
+            return Ok(Some(offset));
         }
     }
     Ok(None)
 }
 
-/// Returns the line that starts at `at`, without its terminator, and the position of the next line.
-fn take_line(input: &[u8], at: usize) -> Option<(&[u8], usize)> {
-    let rest = input.get(at..)?;
+/// Returns the line that starts at `offset`, without its terminator, and the position of the next
+/// line.
+fn take_line(input: &[u8], offset: usize) -> Option<(&[u8], usize)> {
+    let rest = input.get(offset..)?;
     let length = rest.windows(2).position(|part| part == b"\r\n")?;
-    Some((rest.get(..length)?, at + length + 2))
+    Some((rest.get(..length)?, offset + length + 2))
 }
 
 #[cfg(test)]

@@ -93,8 +93,8 @@ impl BurstSample {
 #[must_use]
 pub fn percentile(sorted: &[u64], percent: f64) -> u64 {
     let rank = (percent / 100.0 * sorted.len() as f64).ceil() as usize;
-    let at = rank.clamp(1, sorted.len().max(1)) - 1;
-    sorted.get(at).copied().unwrap_or(0)
+    let index = rank.clamp(1, sorted.len().max(1)) - 1;
+    sorted.get(index).copied().unwrap_or(0)
 }
 
 /// Returns the whole microseconds of a duration.

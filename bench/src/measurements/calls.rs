@@ -74,17 +74,17 @@ impl Bench<'_> {
         product: &MeasuredServer,
         floor: &MeasuredServer,
     ) -> anyhow::Result<()> {
-        let (mut ours, mut base) = (Vec::new(), Vec::new());
+        let (mut measured, mut base) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
-            ours.push(self.sample_calls("the product", product, CALLERS).await?.calls_per_s);
+            measured.push(self.sample_calls("the product", product, CALLERS).await?.calls_per_s);
             base.push(self.sample_calls("the floor", floor, CALLERS).await?.calls_per_s);
         }
         let name = format!("invoke and wait, {CALLERS} at once");
-        let (ours, base) = (median(ours), median(base));
+        let (measured, base) = (median(measured), median(base));
         self.push_measurement(Measurement::against_baseline(
             name,
             "calls/s",
-            ours,
+            measured,
             base,
             Limit::AtLeast(0.6),
         ));
@@ -96,17 +96,17 @@ impl Bench<'_> {
         product: &MeasuredServer,
         floor: &MeasuredServer,
     ) -> anyhow::Result<()> {
-        let (mut ours, mut base) = (Vec::new(), Vec::new());
+        let (mut measured, mut base) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
-            ours.push(self.sample_calls("the product", product, 1).await?.p50_us as f64);
+            measured.push(self.sample_calls("the product", product, 1).await?.p50_us as f64);
             base.push(self.sample_calls("the floor", floor, 1).await?.p50_us as f64);
         }
-        let (ours, base) = (median(ours), median(base));
+        let (measured, base) = (median(measured), median(base));
         let limit = Limit::AtMost(1.5);
         self.push_measurement(Measurement::against_baseline(
             "one at a time, p50",
             "µs",
-            ours,
+            measured,
             base,
             limit,
         ));
@@ -118,26 +118,26 @@ impl Bench<'_> {
         product: &MeasuredServer,
         floor: &MeasuredServer,
     ) -> anyhow::Result<()> {
-        let (mut ours, mut base) = (Vec::new(), Vec::new());
+        let (mut measured, mut base) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
-            for (whose, server, times) in
-                [("the product", product, &mut ours), ("the floor", floor, &mut base)]
+            for (subject, server, times) in
+                [("the product", product, &mut measured), ("the floor", floor, &mut base)]
             {
-                self.advance_progress(&format!("{BURST} from one client: {whose}"));
+                self.advance_progress(&format!("{BURST} from one client: {subject}"));
                 let (addr, bursts) = (server.addr.as_str(), self.plan.burst_count);
                 let sample =
                     load::burst(addr, BURST, bursts, &server.call_path, CALL_BODY, None).await?;
                 let bad = sample.errors;
-                ensure!(bad == 0, "{whose} answered {bad} calls of a burst with an error");
+                ensure!(bad == 0, "{subject} answered {bad} calls of a burst with an error");
                 times.push(sample.median_us as f64 / 1e3);
             }
         }
         let name = format!("{BURST} calls at once, until all results");
-        let (ours, base) = (median(ours), median(base));
+        let (measured, base) = (median(measured), median(base));
         self.push_measurement(Measurement::against_baseline(
             name,
             "ms",
-            ours,
+            measured,
             base,
             Limit::AtMost(2.0),
         ));

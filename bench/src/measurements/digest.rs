@@ -78,10 +78,10 @@ fn time_digest(data: &Json) -> anyhow::Result<f64> {
     let call_id: CallId = "tc_00000000000000000000000000".parse()?;
     let hint = Some("which order failed");
     let source = DigestSource { call_id: &call_id, tool: "bench.noop", hint };
-    let begun = Instant::now();
-    let made = digest(data, BUDGET, &source).context("the document is longer than the budget")?;
-    let took = begun.elapsed();
-    anyhow::ensure!(made.tokens <= BUDGET, "a digest is over its budget");
+    let started = Instant::now();
+    let result = digest(data, BUDGET, &source).context("the document is longer than the budget")?;
+    let took = started.elapsed();
+    anyhow::ensure!(result.tokens <= BUDGET, "a digest is over its budget");
     Ok(took.as_secs_f64() * 1e3)
 }
 

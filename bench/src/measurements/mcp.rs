@@ -60,20 +60,20 @@ impl Bench<'_> {
         wait_until_listed(&product.addr).await?;
         let warm = Duration::from_secs(1);
         self.measure_rate(&product.addr, "up.work", 8, warm).await?;
-        let (mut ours, mut direct) = (Vec::new(), Vec::new());
+        let (mut measured, mut direct) = (Vec::new(), Vec::new());
         let (mut empty, mut bare) = (Vec::new(), Vec::new());
         let (mut one, mut alone) = (Vec::new(), Vec::new());
         let round = self.plan.round_length;
         for _ in 0..self.plan.rounds {
             direct.push(self.measure_rate(&upstream_addr, "work", CALLERS, round).await?.0);
-            ours.push(self.measure_rate(&product.addr, "up.work", CALLERS, round).await?.0);
+            measured.push(self.measure_rate(&product.addr, "up.work", CALLERS, round).await?.0);
             bare.push(self.measure_rate(&upstream_addr, "noop", CALLERS, round).await?.0);
             empty.push(self.measure_rate(&product.addr, "up.noop", CALLERS, round).await?.0);
             alone.push(self.measure_rate(&upstream_addr, "noop", 1, round).await?.1);
             one.push(self.measure_rate(&product.addr, "up.noop", 1, round).await?.1);
         }
         let name = format!("MCP tools/call through Toolcrib, {CALLERS} at once, a tool of 0.5 ms");
-        let (rate, floor) = (median(ours), median(direct));
+        let (rate, floor) = (median(measured), median(direct));
         self.push_measurement(Measurement::against_baseline(
             name,
             "calls/s",

@@ -86,8 +86,8 @@ impl Bench<'_> {
         let (warm, path) = (Duration::from_secs(1), call_path(TOOL));
         load::closed_loop(&product.addr, 8, warm, &path, CALL_BODY, None).await?;
         let shared = vec![link.clone(); CALLERS];
-        let own = (0..CALLERS).map(|_| NatsConnection::connect(&address, "bench"));
-        let own = futures::future::try_join_all(own).await?;
+        let connections = (0..CALLERS).map(|_| NatsConnection::connect(&address, "bench"));
+        let connections = futures::future::try_join_all(connections).await?;
         let mut rates: [Vec<f64>; 4] = Default::default();
         let (mut one, mut trip) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
@@ -97,7 +97,7 @@ impl Bench<'_> {
             let sample = self.sample_round("the bare way", &bare, CALLERS, &bare.call_path).await?;
             rates[1].push(sample.calls_per_s);
             rates[2].push(publish_rate(&shared, self.plan.round_length).await?);
-            rates[3].push(publish_rate(&own, self.plan.round_length).await?);
+            rates[3].push(publish_rate(&connections, self.plan.round_length).await?);
             trip.push(round_trip_us(&link, self.plan.round_length).await?);
             let alone = self.sample_round("tools over NATS", &product, 1, &path).await?;
             one.push(alone.p50_us as f64);
@@ -125,8 +125,8 @@ impl Bench<'_> {
             ("tools over NATS", "the bare way", product, bare, Limit::None),
             ("the bare way", "JetStream's publish", bare, publishing, Limit::None),
         ];
-        for (what, against, rate, floor, limit) in all {
-            let name = format!("{what}, {CALLERS} at once, against {against}");
+        for (operation, against, rate, floor, limit) in all {
+            let name = format!("{operation}, {CALLERS} at once, against {against}");
             self.push_measurement(Measurement::against_baseline(
                 name, "calls/s", rate, floor, limit,
             ));
@@ -153,13 +153,13 @@ async fn register_tool(product: &MeasuredServer) -> anyhow::Result<()> {
 async fn publish_rate(publishers: &[NatsConnection], time: Duration) -> anyhow::Result<f64> {
     let link = publishers.first().context("no publisher")?;
     create_raw_stream(link).await?;
-    let (count, begun) = (Arc::new(AtomicU64::new(0)), Instant::now());
+    let (count, started) = (Arc::new(AtomicU64::new(0)), Instant::now());
     let workers = publishers.iter().enumerate().map(|(worker, link)| {
         let (link, count) = (link.clone(), count.clone());
         tokio::spawn(async move {
             let mut n = 0u64;
-            while begun.elapsed() < time {
-                let id = format!("raw-{worker}-{n}-{}", begun.elapsed().as_nanos());
+            while started.elapsed() < time {
+                let id = format!("raw-{worker}-{n}-{}", started.elapsed().as_nanos());
                 publish(&link, &id).await?;
                 n += 1;
                 count.fetch_add(1, Ordering::Relaxed);
@@ -170,7 +170,7 @@ async fn publish_rate(publishers: &[NatsConnection], time: Duration) -> anyhow::
     for worker in futures::future::join_all(workers).await {
         worker??;
     }
-    let rate = count.load(Ordering::Relaxed) as f64 / begun.elapsed().as_secs_f64();
+    let rate = count.load(Ordering::Relaxed) as f64 / started.elapsed().as_secs_f64();
     delete_raw_stream(link).await?;
     Ok(rate)
 }
@@ -192,11 +192,11 @@ async fn round_trip_us(link: &NatsConnection, time: Duration) -> anyhow::Result<
             let _ = echo.publish(reply, request.payload).await;
         }
     });
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut times = Vec::new();
-    while begun.elapsed() < time {
+    while started.elapsed() < time {
         let one = Instant::now();
-        publish(link, &format!("one-{}", begun.elapsed().as_nanos())).await?;
+        publish(link, &format!("one-{}", started.elapsed().as_nanos())).await?;
         link.client().request("bench.echo", vec![b'x'; 300].into()).await?;
         times.push(one.elapsed().as_secs_f64() * 1e6);
     }

@@ -98,9 +98,9 @@ impl Bench<'_> {
         for _ in 0..FIRST_WORD_RUNS {
             let heard = client.first_word_at().await?;
             let asked = model.requests();
-            let said = asked.last().and_then(RecordedRequest::first_event_time);
-            let said = said.context("the model said nothing")?;
-            ways.push(heard.saturating_duration_since(said).as_secs_f64() * 1e3);
+            let sent_at = asked.last().and_then(RecordedRequest::first_event_time);
+            let sent_at = sent_at.context("the model said nothing")?;
+            ways.push(heard.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
         }
         let name = "run: first word from the model to the client, p50";
         self.push_measurement(Measurement::absolute(name, "ms", median(ways), Limit::AtMost(5.0)));
@@ -165,10 +165,10 @@ impl BenchRunClient {
         let mut body = Self::body("words");
         body["stream"] = true.into();
         let answer = self.http.post(&self.url).json(&body).send().await?.error_for_status()?;
-        let (mut pieces, mut read) = (answer.bytes_stream(), Vec::new());
+        let (mut chunks, mut read) = (answer.bytes_stream(), Vec::new());
         let mut heard = None;
-        while let Some(piece) = pieces.next().await {
-            read.extend_from_slice(&piece?);
+        while let Some(chunk) = chunks.next().await {
+            read.extend_from_slice(&chunk?);
             let word = b"event: run.text";
             if heard.is_none() && read.windows(word.len()).any(|window| window == word) {
                 heard = Some(Instant::now());

@@ -48,15 +48,15 @@ pub(super) fn events(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<St
     };
     let first = json!({ "role": "assistant", "content": "", "refusal": null });
     let mut events = vec![delta(first, Value::Null)];
-    for piece in split_text(&answer.text, answer.chunk_chars) {
-        events.push(delta(json!({ "content": piece }), Value::Null));
+    for part in split_text(&answer.text, answer.chunk_chars) {
+        events.push(delta(json!({ "content": part }), Value::Null));
     }
     for (n, (id, name, arguments)) in answer.calls.iter().enumerate() {
         let head = json!({ "index": n, "id": id, "type": "function",
             "function": { "name": name, "arguments": "" } });
         events.push(delta(json!({ "tool_calls": [head] }), Value::Null));
-        for piece in split_text(arguments, answer.chunk_chars) {
-            let more = json!({ "index": n, "function": { "arguments": piece } });
+        for part in split_text(arguments, answer.chunk_chars) {
+            let more = json!({ "index": n, "function": { "arguments": part } });
             events.push(delta(json!({ "tool_calls": [more] }), Value::Null));
         }
     }
@@ -86,7 +86,7 @@ fn usage(answer: &ScriptedAnswer) -> Value {
 /// Splits the text into pieces of this many characters.
 fn split_text(text: &str, size: usize) -> Vec<String> {
     let all: Vec<char> = text.chars().collect();
-    all.chunks(size.max(1)).map(|piece| piece.iter().collect()).collect()
+    all.chunks(size.max(1)).map(|chunk| chunk.iter().collect()).collect()
 }
 
 fn stop_reason(answer: &ScriptedAnswer) -> Value {
@@ -116,13 +116,13 @@ fn anthropic_events(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<Str
         let kind = event["type"].as_str().unwrap_or_default().to_owned();
         format!("event: {kind}\ndata: {event}\n\n")
     };
-    let begun = json!({
+    let message = json!({
         "id": "msg_scripted", "type": "message", "role": "assistant", "content": [],
         "model": asked.body["model"], "stop_reason": null, "stop_sequence": null,
         "usage": { "input_tokens": answer.usage.0, "output_tokens": 1 },
     });
     let mut events = vec![
-        event(json!({ "type": "message_start", "message": begun })),
+        event(json!({ "type": "message_start", "message": message })),
         event(json!({ "type": "ping" })),
     ];
     let mut index = 0;

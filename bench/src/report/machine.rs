@@ -77,19 +77,19 @@ fn flush_rates(path: &Path) -> io::Result<(f64, f64)> {
     Ok((append, overwrite))
 }
 
-/// Writes and flushes one block after the other for `PROBE_TIME`, at the positions that `place`
-/// returns.
-fn flush_rate(file: &File, place: impl Fn(u64) -> u64) -> io::Result<f64> {
+/// Writes and flushes one block after the other for `PROBE_TIME`, at the positions that
+/// `block_index` returns.
+fn flush_rate(file: &File, block_index: impl Fn(u64) -> u64) -> io::Result<f64> {
     let block = [2; BLOCK];
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut turns = 0;
-    while begun.elapsed() < PROBE_TIME {
-        file.write_all_at(&block, place(turns) * BLOCK as u64)?;
+    while started.elapsed() < PROBE_TIME {
+        file.write_all_at(&block, block_index(turns) * BLOCK as u64)?;
         // fsync and not fdatasync, because that is what the bundled SQLite calls.
         file.sync_all()?;
         turns += 1;
     }
-    Ok(turns as f64 / begun.elapsed().as_secs_f64())
+    Ok(turns as f64 / started.elapsed().as_secs_f64())
 }
 
 #[cfg(test)]

@@ -26,11 +26,11 @@ impl HostAllowlist {
         let Some(host) = url.host_str().map(normalize_host) else { return false };
         let port = url.port_or_known_default();
         self.0.iter().any(|entry| {
-            let named = match entry.host.strip_prefix("*.") {
+            let host_matches = match entry.host.strip_prefix("*.") {
                 Some(parent) => host.strip_suffix(parent).is_some_and(|rest| rest.ends_with('.')),
                 None => entry.host == host,
             };
-            named && entry.scheme == url.scheme() && Some(entry.port) == port
+            host_matches && entry.scheme == url.scheme() && Some(entry.port) == port
         })
     }
 }

@@ -65,9 +65,9 @@ impl<'a> JinaOptions<'a> {
     }
 
     fn text(&self, name: &str) -> Option<&'a str> {
-        let said =
+        let find =
             |table: &'a Value| table[name].as_str().map(str::trim).filter(|text| !text.is_empty());
-        said(self.jina).or_else(|| said(self.openapi))
+        find(self.jina).or_else(|| find(self.openapi))
     }
 }
 
@@ -76,7 +76,7 @@ pub(super) fn check(options: &Value) -> Result<(), String> {
     let read = JinaOptions::from_options(options)?;
     for table in [read.openapi, read.jina] {
         for (name, _) in table["headers"].as_object().into_iter().flatten() {
-            check_header(name).map_err(|why| format!("options.jina.{why}"))?;
+            check_header(name).map_err(|reason| format!("options.jina.{reason}"))?;
         }
     }
     match read.text("mode") {
@@ -88,9 +88,9 @@ pub(super) fn check(options: &Value) -> Result<(), String> {
 }
 
 /// Checks that the options have a mode and that their base URL is on Jina's host for it.
-pub fn check_endpoint(options: &Value, places: &JinaEndpoints) -> Result<(), String> {
+pub fn check_endpoint(options: &Value, endpoints: &JinaEndpoints) -> Result<(), String> {
     let read = JinaOptions::from_options(options)?;
-    resolve_mode_and_base(&read, places).map(drop).map_err(|fault| fault.message)
+    resolve_mode_and_base(&read, endpoints).map(drop).map_err(|fault| fault.message)
 }
 
 fn parse_mode(mode: &str) -> Option<JinaMode> {
@@ -104,21 +104,21 @@ fn parse_mode(mode: &str) -> Option<JinaMode> {
 /// Returns the method in upper case.
 pub(super) fn method(options: &Value) -> String {
     let read = JinaOptions::from_options(options);
-    let said = read.ok().and_then(|read| read.text("method").map(str::to_ascii_uppercase));
-    said.unwrap_or_else(|| "GET".to_owned())
+    let method = read.ok().and_then(|read| read.text("method").map(str::to_ascii_uppercase));
+    method.unwrap_or_else(|| "GET".to_owned())
 }
 
 /// Builds the request for these arguments. They include values from the environment, which are in
 /// `secrets` as well.
 pub fn build_request(
     options: &Value,
-    places: &JinaEndpoints,
+    endpoints: &JinaEndpoints,
     args: &Map<String, Value>,
     mut secrets: SecretRedactor,
     environment: EnvironmentLookup<'_>,
 ) -> Result<OperationRequest, Fault> {
     let read = JinaOptions::from_options(options).map_err(bad_request_fault)?;
-    let (mode, base) = resolve_mode_and_base(&read, places)?;
+    let (mode, base) = resolve_mode_and_base(&read, endpoints)?;
     let mut asked = read.jina["defaults"].as_object().cloned().unwrap_or_default();
     asked.extend(args.clone());
     let path = match mode {
@@ -179,7 +179,7 @@ fn take_first_present(args: &mut Map<String, Value>, names: [&str; 2]) -> Option
 
 fn resolve_mode_and_base(
     read: &JinaOptions<'_>,
-    places: &JinaEndpoints,
+    endpoints: &JinaEndpoints,
 ) -> Result<(JinaMode, Url), Fault> {
     let base = match read.text("base_url") {
         Some(text) => {
@@ -191,8 +191,8 @@ fn resolve_mode_and_base(
     };
     let host = base.as_ref().and_then(Url::host_str);
     let by_host = || {
-        let is = |place: &Url| host.is_some() && place.host_str() == host;
-        match (is(&places.search), is(&places.reader)) {
+        let is = |endpoint: &Url| host.is_some() && endpoint.host_str() == host;
+        match (is(&endpoints.search), is(&endpoints.reader)) {
             (true, _) => Some(JinaMode::Search),
             (_, true) => Some(JinaMode::Reader),
             _ => None,
@@ -208,13 +208,13 @@ fn resolve_mode_and_base(
     };
     let mode =
         mode.ok_or_else(|| bad_request_fault("options.jina.mode must be search or reader"))?;
-    let place = match mode {
-        JinaMode::Search => &places.search,
-        JinaMode::Reader => &places.reader,
+    let endpoint = match mode {
+        JinaMode::Search => &endpoints.search,
+        JinaMode::Reader => &endpoints.reader,
     };
-    let base = base.unwrap_or_else(|| place.clone());
-    if base.host_str() != place.host_str() {
-        let (mode, host) = (mode.as_str(), place.host_str().unwrap_or_default());
+    let base = base.unwrap_or_else(|| endpoint.clone());
+    if base.host_str() != endpoint.host_str() {
+        let (mode, host) = (mode.as_str(), endpoint.host_str().unwrap_or_default());
         return Err(bad_request_fault(format!(
             "options.jina.base_url must be on {host} for the mode {mode}"
         )));
@@ -229,7 +229,7 @@ fn build_headers(
 ) -> Vec<(String, String)> {
     let mut headers: Vec<(String, String)> = Vec::new();
     let mut set = |name: &str, value: String| {
-        headers.retain(|(known, _)| !known.eq_ignore_ascii_case(name));
+        headers.retain(|(existing, _)| !existing.eq_ignore_ascii_case(name));
         headers.push((name.to_owned(), value));
     };
     for table in [read.openapi, read.jina] {
@@ -239,15 +239,16 @@ fn build_headers(
         }
     }
     let accept = read.text("accept").unwrap_or("text/plain").to_owned();
-    let said = |table: &Value| {
+    let sets_accept = |table: &Value| {
         let mut names = table["headers"].as_object().into_iter().flatten().map(|(name, _)| name);
         names.any(|name| name.eq_ignore_ascii_case("accept"))
     };
-    if !said(read.jina) && !said(read.openapi) || read.text("accept").is_some() {
+    if !sets_accept(read.jina) && !sets_accept(read.openapi) || read.text("accept").is_some() {
         set("accept", accept);
     }
-    let own = read.jina["auth_env"].as_str().map(str::trim).filter(|name| !name.is_empty());
-    let name = own.or_else(|| read.openapi["auth"]["env"].as_str()).unwrap_or(DEFAULT_KEY_VARIABLE);
+    let configured = read.jina["auth_env"].as_str().map(str::trim).filter(|name| !name.is_empty());
+    let name =
+        configured.or_else(|| read.openapi["auth"]["env"].as_str()).unwrap_or(DEFAULT_KEY_VARIABLE);
     match environment(name) {
         Some(key) => {
             secrets.add(&key);
@@ -261,6 +262,6 @@ fn build_headers(
 /// Returns the first positive timeout.
 pub(super) fn timeout_s(options: &Value) -> Option<f64> {
     let tables = [&options["jina"], &options["openapi"], options];
-    let said = tables.into_iter().flat_map(|table| [&table["timeout_s"], &table["timeout"]]);
-    said.filter_map(Value::as_f64).find(|seconds| *seconds > 0.0)
+    let values = tables.into_iter().flat_map(|table| [&table["timeout_s"], &table["timeout"]]);
+    values.filter_map(Value::as_f64).find(|seconds| *seconds > 0.0)
 }

@@ -16,12 +16,12 @@ const SHORT: usize = 4;
 #[derive(Clone, Default)]
 pub struct SecretRedactor {
     /// Each secret as is and in base64; other encodings are decoded from the text.
-    forms: Vec<Vec<char>>,
+    variants: Vec<Vec<char>>,
 }
 
 impl std::fmt::Debug for SecretRedactor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} forms of secrets", self.forms.len())
+        write!(f, "{} forms of secrets", self.variants.len())
     }
 }
 
@@ -32,12 +32,12 @@ impl SecretRedactor {
             return;
         }
         let (standard, in_urls) = (STANDARD.encode(secret), URL_SAFE.encode(secret));
-        for form in [secret, secret.trim(), &standard, &in_urls] {
+        for variant in [secret, secret.trim(), &standard, &in_urls] {
             // Padding is often omitted.
-            for form in [form, form.trim_end_matches('=')] {
-                let form: Vec<char> = form.chars().collect();
-                if !form.is_empty() && !self.forms.contains(&form) {
-                    self.forms.push(form);
+            for variant in [variant, variant.trim_end_matches('=')] {
+                let variant: Vec<char> = variant.chars().collect();
+                if !variant.is_empty() && !self.variants.contains(&variant) {
+                    self.variants.push(variant);
                 }
             }
         }
@@ -45,29 +45,31 @@ impl SecretRedactor {
 
     /// Returns the text with secrets redacted, or `None` if it contains none.
     pub(crate) fn redact_if_present(&self, text: &str) -> Option<String> {
-        let whole = |form: &Vec<char>| match_ends(form, text, 0).contains(&text.len());
-        if self.forms.iter().any(whole) {
+        let whole = |variant: &Vec<char>| match_ends(variant, text, 0).contains(&text.len());
+        if self.variants.iter().any(whole) {
             return Some(REDACTED.to_owned());
         }
-        let (mut made, mut kept, mut at) = (String::new(), 0, 0);
-        while let Some(first) = text[at..].chars().next() {
-            let Some(end) = self.longest_match_at(text, at).filter(|end| end - at >= SHORT) else {
-                at += first.len_utf8();
+        let (mut output, mut copied, mut offset) = (String::new(), 0, 0);
+        while let Some(first) = text[offset..].chars().next() {
+            let Some(end) = self.longest_match_at(text, offset).filter(|end| end - offset >= SHORT)
+            else {
+                offset += first.len_utf8();
                 continue;
             };
-            made.push_str(&text[kept..at]);
-            made.push_str(REDACTED);
-            (at, kept) = (end, end);
+            output.push_str(&text[copied..offset]);
+            output.push_str(REDACTED);
+            (offset, copied) = (end, end);
         }
-        (kept > 0).then(|| made + &text[kept..])
+        (copied > 0).then(|| output + &text[copied..])
     }
 
     /// Returns the end of the longest secret that starts at this position.
-    fn longest_match_at(&self, text: &str, at: usize) -> Option<usize> {
-        let first = decode_first_char(&text[at..]).map(|reading| reading.map(|(read, _)| read));
-        let begins = |form: &&Vec<char>| form.len() > 1 && first.contains(&form.first().copied());
-        let forms = self.forms.iter().filter(begins);
-        forms.filter_map(|form| match_ends(form, text, at).into_iter().max()).max()
+    fn longest_match_at(&self, text: &str, offset: usize) -> Option<usize> {
+        let first = decode_first_char(&text[offset..]).map(|reading| reading.map(|(read, _)| read));
+        let begins =
+            |variant: &&Vec<char>| variant.len() > 1 && first.contains(&variant.first().copied());
+        let variants = self.variants.iter().filter(begins);
+        variants.filter_map(|variant| match_ends(variant, text, offset).into_iter().max()).max()
     }
 
     /// Returns the text with secrets redacted.
@@ -78,7 +80,7 @@ impl SecretRedactor {
     /// Redacts secrets in a JSON value: in strings, in names, and in numbers that equal one.
     /// Returns whether there were any.
     pub fn redact_json(&self, value: &mut Value) -> bool {
-        if self.forms.is_empty() {
+        if self.variants.is_empty() {
             return false;
         }
         match value {
@@ -91,11 +93,12 @@ impl SecretRedactor {
             },
             Value::Number(number) => {
                 let number = number.to_string();
-                let known = self.forms.iter().any(|form| number.chars().eq(form.iter().copied()));
-                if known {
+                let is_secret =
+                    self.variants.iter().any(|variant| number.chars().eq(variant.iter().copied()));
+                if is_secret {
                     *value = Value::from(REDACTED);
                 }
-                known
+                is_secret
             }
             Value::Array(items) => items.iter_mut().fold(false, |any, i| self.redact_json(i) | any),
             Value::Object(map) => self.redact_object(map),
@@ -105,11 +108,11 @@ impl SecretRedactor {
 
     fn redact_object(&self, map: &mut Map<String, Value>) -> bool {
         let mut any = map.values_mut().fold(false, |any, value| self.redact_json(value) | any);
-        let named: Vec<(String, String)> = map
+        let renames: Vec<(String, String)> = map
             .keys()
             .filter_map(|name| Some((name.clone(), self.redact_if_present(name)?)))
             .collect();
-        for (name, clean) in named {
+        for (name, clean) in renames {
             if let Some(value) = map.remove(&name) {
                 map.insert(clean, value);
             }
@@ -121,14 +124,14 @@ impl SecretRedactor {
 
 /// Returns the possible ends of a secret that starts at this position, with each character in any
 /// encoding. Empty if the secret does not start here.
-fn match_ends(form: &[char], text: &str, at: usize) -> Vec<usize> {
-    let mut ends = vec![at];
-    for wanted in form {
+fn match_ends(variant: &[char], text: &str, offset: usize) -> Vec<usize> {
+    let mut ends = vec![offset];
+    for expected in variant {
         let mut next = Vec::new();
-        for at in ends {
-            let readings = decode_first_char(&text[at..]);
-            let fitting = readings.into_iter().flatten().filter(|(read, _)| read == wanted);
-            next.extend(fitting.map(|(_, length)| at + length));
+        for offset in ends {
+            let readings = decode_first_char(&text[offset..]);
+            let fitting = readings.into_iter().flatten().filter(|(read, _)| read == expected);
+            next.extend(fitting.map(|(_, length)| offset + length));
         }
         // Two decodings that end at the same position are one.
         next.sort_unstable();

@@ -101,16 +101,16 @@ impl HttpOperation {
                 ));
             };
             text.push_str(before);
-            let known = self
+            let parameter = self
                 .parameters
                 .iter()
                 .find(|p| p.location == ParameterLocation::Path && p.name == name);
-            let arg = known.and_then(|p| p.arg.as_deref()).unwrap_or(name);
+            let arg = parameter.and_then(|p| p.arg.as_deref()).unwrap_or(name);
             let value = args.get(arg).filter(|value| !value.is_null());
             let value =
                 value.ok_or_else(|| bad_request_fault(format!("{arg} is needed for the path")))?;
             let plain = Parameter::with_default_style(name, ParameterLocation::Path);
-            let written = known.unwrap_or(&plain).to_simple_style(value, percent_encode);
+            let written = parameter.unwrap_or(&plain).to_simple_style(value, percent_encode);
             if written.is_empty() {
                 return Err(bad_request_fault(format!(
                     "{arg} is needed for the path and must not be empty"
@@ -164,8 +164,8 @@ impl HttpOperation {
         cookies: &mut Vec<(String, String)>,
         environment: EnvironmentLookup<'_>,
     ) -> Result<(), Fault> {
-        let there = |name: &&str| environment(name).is_some();
-        let all = self.auth.iter().flat_map(|auth| auth.envs()).all(|name| there(&name));
+        let is_set = |name: &&str| environment(name).is_some();
+        let all = self.auth.iter().flat_map(|auth| auth.envs()).all(|name| is_set(&name));
         if self.auth_optional && !all {
             return Ok(());
         }
@@ -184,7 +184,7 @@ impl HttpOperation {
                 (OperationAuth::Bearer { .. }, [token]) => {
                     request.headers.push(("authorization".into(), format!("Bearer {token}")));
                 }
-                (OperationAuth::ApiKey { location: place, name, .. }, [key]) => match place {
+                (OperationAuth::ApiKey { location, name, .. }, [key]) => match location {
                     ParameterLocation::Query => query.push((name.clone(), key.clone())),
                     ParameterLocation::Cookie => cookies.push((name.clone(), key.clone())),
                     _ => request.headers.push((name.clone(), key.clone())),
@@ -228,8 +228,8 @@ impl RequestBodySpec {
                 None => return Ok(None),
             },
             None => {
-                let named = self.args.iter().filter_map(|name| Some((name, args.get(name)?)));
-                let fields: Map<_, _> = named.map(|(n, v)| (n.clone(), v.clone())).collect();
+                let provided = self.args.iter().filter_map(|name| Some((name, args.get(name)?)));
+                let fields: Map<_, _> = provided.map(|(n, v)| (n.clone(), v.clone())).collect();
                 Value::Object(fields)
             }
         };
@@ -295,10 +295,10 @@ impl Parameter {
                 pairs.push((self.name.clone(), text.join(between)));
             }
             Value::Object(fields) if style == ParameterStyle::DeepObject => {
-                let named = fields
+                let nested = fields
                     .iter()
                     .map(|(n, v)| (format!("{}[{n}]", self.name), scalar_to_string(v)));
-                pairs.extend(named);
+                pairs.extend(nested);
             }
             Value::Object(fields) if explode => {
                 pairs.extend(
@@ -347,13 +347,13 @@ fn scalar_to_string(value: &Value) -> String {
 
 /// Percent-encodes every character that has a meaning in a URL.
 pub(crate) fn percent_encode(text: &str) -> String {
-    let mut made = String::with_capacity(text.len());
+    let mut output = String::with_capacity(text.len());
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~') {
-            made.push(char::from(byte));
+            output.push(char::from(byte));
         } else {
-            made.push_str(&format!("%{byte:02X}"));
+            output.push_str(&format!("%{byte:02X}"));
         }
     }
-    made
+    output
 }

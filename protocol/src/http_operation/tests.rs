@@ -128,7 +128,8 @@ fn credentials_come_from_the_environment_and_are_redacted() {
         request.secrets.redact("got tok en/1 and tok%20en%2F1"),
         "got [secret] and [secret]"
     );
-    let key = |place: &str| json!({ "type": "api_key", "in": place, "name": "k", "env": "TOKEN" });
+    let key =
+        |location: &str| json!({ "type": "api_key", "in": location, "name": "k", "env": "TOKEN" });
     assert_eq!(with(key("query")).unwrap().url.as_str(), "https://a.b/?k=tok+en%2F1");
     assert_eq!(with(key("header")).unwrap().headers[0].0, "k");
     assert_eq!(with(key("cookie")).unwrap().headers[0].1, "k=tok%20en%2F1");
@@ -162,8 +163,8 @@ fn invalid_definitions_are_refused_with_the_field() {
         (json!({ "url": "https://x.y", "timeout_s": -1 }), "timeout_s"),
         (json!({ "url": "https://x.y", "timeout_s": 0 }), "timeout_s"),
     ] {
-        let why = HttpToolSpec::from_options(&json!({ "http": http })).unwrap_err();
-        assert!(why.contains(word), "{word}: {why}");
+        let reason = HttpToolSpec::from_options(&json!({ "http": http })).unwrap_err();
+        assert!(reason.contains(word), "{word}: {reason}");
     }
 }
 

@@ -18,14 +18,14 @@ const MEDIA_TYPES: [(&str, BodyEncoding); 3] = [
 
 pub(super) fn parse_body(
     document: &OpenApiDocument<'_>,
-    at: &DocumentOperation<'_>,
+    endpoint: &DocumentOperation<'_>,
     schemas: &mut SchemaTranslator<'_>,
     arguments: &mut ArgumentSchema,
 ) -> Result<Option<RequestBodySpec>, String> {
-    let Some(given) = at.operation.get("requestBody") else { return Ok(None) };
-    let given = document.resolve(given)?;
-    let required = given["required"] == json!(true);
-    let Some((kind, encoding, media)) = select_media_type(given) else {
+    let Some(request_body) = endpoint.operation.get("requestBody") else { return Ok(None) };
+    let request_body = document.resolve(request_body)?;
+    let required = request_body["required"] == json!(true);
+    let Some((kind, encoding, media)) = select_media_type(request_body) else {
         if !required {
             return Ok(None);
         }
@@ -47,7 +47,7 @@ pub(super) fn parse_body(
         .find(|name| !arguments.properties.contains_key(*name))
         .ok_or("its parameters leave no name for the body")?;
     let mut schema = schemas.translate(schema)?;
-    if let (Value::Object(fields), Some(text)) = (&mut schema, given["description"].as_str())
+    if let (Value::Object(fields), Some(text)) = (&mut schema, request_body["description"].as_str())
         && !fields.contains_key("$ref")
     {
         fields.entry("description").or_insert_with(|| text.into());
@@ -60,12 +60,13 @@ pub(super) fn parse_body(
 /// Returns the serialization of form fields, as far as the document specifies it.
 fn parse_field_styles(media: &Value) -> Result<BTreeMap<String, FormFieldStyle>, String> {
     let mut styles = BTreeMap::new();
-    for (name, given) in media["encoding"].as_object().into_iter().flatten() {
-        let style = parse_style(given, &format!("the field {name}"))?;
-        let explode = given["explode"].as_bool();
+    for (name, definition) in media["encoding"].as_object().into_iter().flatten() {
+        let style = parse_style(definition, &format!("the field {name}"))?;
+        let explode = definition["explode"].as_bool();
         // If a style or explode is set, OpenAPI ignores the content type.
         let plain = style.is_none() && explode.is_none();
-        let json = plain && given["contentType"].as_str().is_some_and(|kind| kind.contains("json"));
+        let json =
+            plain && definition["contentType"].as_str().is_some_and(|kind| kind.contains("json"));
         styles.insert(name.clone(), FormFieldStyle { style, explode, json });
     }
     Ok(styles)
@@ -77,9 +78,9 @@ fn select_media_type(body: &Value) -> Option<(&str, BodyEncoding, &Value)> {
         let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
         if kind.ends_with("+json") || kind == "*/*" { "application/json".to_owned() } else { kind }
     };
-    MEDIA_TYPES.iter().find_map(|(wanted, encoding)| {
-        let (kind, media) = content.iter().find(|(kind, _)| plain(kind) == *wanted)?;
-        let kind = if kind == "*/*" { *wanted } else { kind.as_str() };
+    MEDIA_TYPES.iter().find_map(|(media_type, encoding)| {
+        let (kind, media) = content.iter().find(|(kind, _)| plain(kind) == *media_type)?;
+        let kind = if kind == "*/*" { *media_type } else { kind.as_str() };
         Some((kind, *encoding, media))
     })
 }

@@ -37,10 +37,10 @@ impl<'a> OpenApiDocument<'a> {
         };
         let old = version.starts_with("3.0");
         if !old && !version.starts_with("3.1") {
-            let shown: String = version.chars().take(20).collect();
+            let excerpt: String = version.chars().take(20).collect();
             return Err(match root.get("swagger") {
                 Some(_) => "Swagger 2 is not read; convert it to OpenAPI 3 first".to_owned(),
-                None => format!("openapi must be 3.0 or 3.1, not {shown}"),
+                None => format!("openapi must be 3.0 or 3.1, not {excerpt}"),
             });
         }
         let title = root["info"]["title"].as_str().unwrap_or("api");
@@ -49,22 +49,22 @@ impl<'a> OpenApiDocument<'a> {
 
     /// Returns the target of a reference within the document.
     pub(super) fn resolve_pointer(&self, reference: &str) -> Result<&'a Value, String> {
-        let shown: String = reference.chars().take(120).collect();
+        let excerpt: String = reference.chars().take(120).collect();
         let Some(pointer) = reference.strip_prefix('#') else {
-            return Err(format!("$ref \"{shown}\" leads out of the document"));
+            return Err(format!("$ref \"{excerpt}\" leads out of the document"));
         };
         // A pointer in a fragment is percent-encoded.
         let decoded = percent_decode_str(pointer).decode_utf8();
         let found = self.root.pointer(decoded.as_deref().unwrap_or(pointer));
-        found.ok_or_else(|| format!("$ref \"{shown}\" leads nowhere"))
+        found.ok_or_else(|| format!("$ref \"{excerpt}\" leads nowhere"))
     }
 
     /// Follows references and returns the final target, or the value itself.
-    pub(super) fn resolve<'b>(&self, given: &'b Value) -> Result<&'b Value, String>
+    pub(super) fn resolve<'b>(&self, node: &'b Value) -> Result<&'b Value, String>
     where
         'a: 'b,
     {
-        let mut value = given;
+        let mut value = node;
         for _ in 0..MAX_HOPS {
             match value.get("$ref").and_then(Value::as_str) {
                 Some(reference) => value = self.resolve_pointer(reference)?,
@@ -89,8 +89,8 @@ impl<'a> OpenApiDocument<'a> {
 
     /// Returns whether a property is read-only: it is not sent, even if it is listed as required.
     pub(super) fn is_read_only(&self, property: &Value) -> bool {
-        let said = |schema: &Value| schema["readOnly"] == Value::Bool(true);
-        said(property) || self.resolve(property).is_ok_and(said)
+        let is_marked = |schema: &Value| schema["readOnly"] == Value::Bool(true);
+        is_marked(property) || self.resolve(property).is_ok_and(is_marked)
     }
 
     /// Returns the names of an object's read-only properties, including those of its `allOf` parts.
@@ -98,19 +98,19 @@ impl<'a> OpenApiDocument<'a> {
     where
         'a: 'b,
     {
-        let (mut names, mut seen, mut left) = (Vec::new(), HashSet::new(), vec![schema]);
-        while let Some(schema) = left.pop() {
+        let (mut names, mut seen, mut pending) = (Vec::new(), HashSet::new(), vec![schema]);
+        while let Some(schema) = pending.pop() {
             // Ends cycles, and limits very large schemas.
             if seen.len() >= MAX_PARTS || !seen.insert(std::ptr::from_ref(schema)) {
                 continue;
             }
             let properties = schema["properties"].as_object().into_iter().flatten();
-            let own = properties.filter(|(_, property)| self.is_read_only(property));
-            names.extend(own.map(|(name, _)| name.clone()));
-            left.extend(
+            let read_only = properties.filter(|(_, property)| self.is_read_only(property));
+            names.extend(read_only.map(|(name, _)| name.clone()));
+            pending.extend(
                 schema["$ref"].as_str().and_then(|reference| self.resolve_pointer(reference).ok()),
             );
-            left.extend(schema["allOf"].as_array().into_iter().flatten());
+            pending.extend(schema["allOf"].as_array().into_iter().flatten());
         }
         names
     }

@@ -16,49 +16,49 @@ pub(super) struct ParsedOperation {
 
 pub(super) fn parse_operation(
     document: &OpenApiDocument<'_>,
-    at: &DocumentOperation<'_>,
+    endpoint: &DocumentOperation<'_>,
     server: Option<&str>,
     scope: &str,
 ) -> Result<ParsedOperation, String> {
     let mut schemas = SchemaTranslator::new(document);
     let mut arguments = ArgumentSchema::default();
     let mut parameters = Vec::new();
-    for given in merge_parameters(document, at)? {
-        if let Some(parameter) = parse_parameter(given, &mut schemas, &mut arguments)? {
+    for definition in merge_parameters(document, endpoint)? {
+        if let Some(parameter) = parse_parameter(definition, &mut schemas, &mut arguments)? {
             parameters.push(parameter);
         }
     }
-    for name in path_placeholders(at.path) {
-        let known = parameters
+    for name in path_placeholders(endpoint.path) {
+        let is_declared = parameters
             .iter()
             .any(|p: &Parameter| p.location == ParameterLocation::Path && p.name == name);
-        if !known {
+        if !is_declared {
             return Err(format!("the path has {{{name}}} and no parameter of that name"));
         }
     }
-    let body = body::parse_body(document, at, &mut schemas, &mut arguments)?;
-    let (auth, auth_optional) = security::parse_security(document, at, scope)?;
+    let body = body::parse_body(document, endpoint, &mut schemas, &mut arguments)?;
+    let (auth, auth_optional) = security::parse_security(document, endpoint, scope)?;
     let http = HttpOperation {
-        method: at.method.to_owned(),
-        url: format!("{}{}", server_url(document, at, server)?, at.path),
+        method: endpoint.method.to_owned(),
+        url: format!("{}{}", server_url(document, endpoint, server)?, endpoint.path),
         parameters,
         body,
         headers: [("accept".to_owned(), "application/json, */*;q=0.5".to_owned())].into(),
         auth,
         auth_optional,
-        timeout_s: parse_timeout(at)?,
+        timeout_s: parse_timeout(endpoint)?,
         response: ResponseMapping {
-            pointer: at.operation["x-toolcrib-result"].as_str().map(Into::into),
+            pointer: endpoint.operation["x-toolcrib-result"].as_str().map(Into::into),
         },
     };
     let schema = arguments.into_schema(schemas.defs());
     Ok(ParsedOperation { http, parameters: schema })
 }
 
-fn parse_timeout(at: &DocumentOperation<'_>) -> Result<Option<f64>, String> {
-    match at.operation.get("x-toolcrib-timeout-s") {
+fn parse_timeout(endpoint: &DocumentOperation<'_>) -> Result<Option<f64>, String> {
+    match endpoint.operation.get("x-toolcrib-timeout-s") {
         None => Ok(None),
-        Some(said) => match said.as_f64().filter(|seconds| *seconds > 0.0) {
+        Some(declared) => match declared.as_f64().filter(|seconds| *seconds > 0.0) {
             Some(seconds) => Ok(Some(seconds)),
             None => Err("x-toolcrib-timeout-s must be a number of seconds".to_owned()),
         },
@@ -73,13 +73,14 @@ fn path_placeholders(path: &str) -> Vec<&str> {
 /// path or the document, with the defaults of its variables.
 fn server_url(
     document: &OpenApiDocument<'_>,
-    at: &DocumentOperation<'_>,
+    endpoint: &DocumentOperation<'_>,
     asked: Option<&str>,
 ) -> Result<String, String> {
-    let servers = [&at.operation["servers"], &at.item["servers"], &document.root["servers"]];
+    let servers =
+        [&endpoint.operation["servers"], &endpoint.item["servers"], &document.root["servers"]];
     let server = servers.into_iter().find_map(|servers| servers.get(0));
-    let said = server.and_then(|server| server["url"].as_str());
-    let mut url = asked.or(said).unwrap_or_default().to_owned();
+    let declared = server.and_then(|server| server["url"].as_str());
+    let mut url = asked.or(declared).unwrap_or_default().to_owned();
     if asked.is_none() {
         let variables = server.and_then(|server| server["variables"].as_object());
         for (name, variable) in variables.into_iter().flatten() {

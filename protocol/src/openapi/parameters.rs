@@ -43,16 +43,16 @@ impl ArgumentSchema {
 /// the operation's wins.
 pub(super) fn merge_parameters<'a>(
     document: &OpenApiDocument<'a>,
-    at: &DocumentOperation<'a>,
+    endpoint: &DocumentOperation<'a>,
 ) -> Result<Vec<&'a Value>, String> {
     let mut all: Vec<&Value> = Vec::new();
-    for list in [&at.item["parameters"], &at.operation["parameters"]] {
-        for given in list.as_array().into_iter().flatten() {
-            let parameter = document.resolve(given)?;
-            let same = |known: &&Value| {
-                known["name"] == parameter["name"] && known["in"] == parameter["in"]
+    for list in [&endpoint.item["parameters"], &endpoint.operation["parameters"]] {
+        for entry in list.as_array().into_iter().flatten() {
+            let parameter = document.resolve(entry)?;
+            let same = |existing: &&Value| {
+                existing["name"] == parameter["name"] && existing["in"] == parameter["in"]
             };
-            all.retain(|known| !same(known));
+            all.retain(|existing| !same(existing));
             all.push(parameter);
         }
     }
@@ -60,66 +60,71 @@ pub(super) fn merge_parameters<'a>(
 }
 
 pub(super) fn parse_parameter(
-    given: &Value,
+    definition: &Value,
     schemas: &mut SchemaTranslator<'_>,
     arguments: &mut ArgumentSchema,
 ) -> Result<Option<Parameter>, String> {
-    let name = given["name"].as_str().filter(|name| !name.is_empty());
+    let name = definition["name"].as_str().filter(|name| !name.is_empty());
     let name = name.ok_or("a parameter has no name")?;
-    let place = given["in"].as_str().unwrap_or_default();
-    let place: ParameterLocation = serde_json::from_value(json!(place))
-        .map_err(|_| format!("the parameter {name} is in \"{place}\", which is no place"))?;
+    let location = definition["in"].as_str().unwrap_or_default();
+    let location: ParameterLocation = serde_json::from_value(json!(location))
+        .map_err(|_| format!("the parameter {name} is in \"{location}\", which is no place"))?;
     // OpenAPI reserves these headers, even if a document lists them as parameters.
     let ignored = ["accept", "content-type", "authorization"];
-    if place == ParameterLocation::Header && ignored.contains(&name.to_ascii_lowercase().as_str()) {
+    if location == ParameterLocation::Header
+        && ignored.contains(&name.to_ascii_lowercase().as_str())
+    {
         return Ok(None);
     }
-    let style = parse_style(given, &format!("the parameter {name}"))?;
-    let content = given["content"].as_object().and_then(|content| content.iter().next());
+    let style = parse_style(definition, &format!("the parameter {name}"))?;
+    let content = definition["content"].as_object().and_then(|content| content.iter().next());
     let (json, schema) = match content {
         Some((kind, media)) => (kind.contains("json"), &media["schema"]),
-        None => (false, &given["schema"]),
+        None => (false, &definition["schema"]),
     };
     let anything = json!({});
     let schema = if schema.is_null() { &anything } else { schema };
     let mut schema = schemas.translate(schema)?;
-    describe(&mut schema, given);
-    let arg = unique_argument_name(name, place, arguments);
-    let required = place == ParameterLocation::Path || given["required"] == json!(true);
+    describe(&mut schema, definition);
+    let arg = unique_argument_name(name, location, arguments);
+    let required = location == ParameterLocation::Path || definition["required"] == json!(true);
     arguments.add(&arg, schema, required);
     Ok(Some(Parameter {
         name: name.to_owned(),
-        location: place,
+        location,
         arg: (arg != name).then_some(arg),
         style,
-        explode: given["explode"].as_bool(),
+        explode: definition["explode"].as_bool(),
         json,
     }))
 }
 
 /// Returns the serialization of lists and objects, if the document specifies one.
-pub(super) fn parse_style(given: &Value, whose: &str) -> Result<Option<ParameterStyle>, String> {
-    let Some(style) = given["style"].as_str() else { return Ok(None) };
+pub(super) fn parse_style(
+    definition: &Value,
+    subject: &str,
+) -> Result<Option<ParameterStyle>, String> {
+    let Some(style) = definition["style"].as_str() else { return Ok(None) };
     let read = serde_json::from_value(json!(style));
-    read.map(Some).map_err(|_| format!("{whose} has the style \"{style}\", which is not written"))
+    read.map(Some).map_err(|_| format!("{subject} has the style \"{style}\", which is not written"))
 }
 
 /// Returns a unique argument name: two parameters may have one name in different locations.
 fn unique_argument_name(
     name: &str,
-    place: ParameterLocation,
+    location: ParameterLocation,
     arguments: &ArgumentSchema,
 ) -> String {
     if !arguments.properties.contains_key(name) {
         return name.to_owned();
     }
-    let place = match place {
+    let location = match location {
         ParameterLocation::Path => "path",
         ParameterLocation::Query => "query",
         ParameterLocation::Header => "header",
         ParameterLocation::Cookie => "cookie",
     };
-    let mut free = format!("{place}_{name}");
+    let mut free = format!("{location}_{name}");
     // The document may have a parameter of that name, too.
     while arguments.properties.contains_key(&free) {
         free.push('_');
@@ -128,8 +133,10 @@ fn unique_argument_name(
 }
 
 /// Adds a parameter's description if its schema has none.
-fn describe(schema: &mut Value, given: &Value) {
-    let Some(text) = given["description"].as_str().filter(|text| !text.is_empty()) else { return };
+fn describe(schema: &mut Value, definition: &Value) {
+    let Some(text) = definition["description"].as_str().filter(|text| !text.is_empty()) else {
+        return;
+    };
     if let Value::Object(fields) = schema
         && !fields.contains_key("description")
     {

@@ -41,20 +41,20 @@ impl<'a> SchemaTranslator<'a> {
             return Err(format!("a schema is deeper than {MAX_DEPTH}"));
         }
         let Value::Object(fields) = schema else { return Ok(schema.clone()) };
-        let mut made = Map::new();
+        let mut output = Map::new();
         if let Some(reference) = fields.get("$ref").and_then(Value::as_str) {
             let name = self.define_reference(reference, depth)?;
-            made.insert("$ref".into(), format!("#/$defs/{name}").into());
+            output.insert("$ref".into(), format!("#/$defs/{name}").into());
             // Siblings of `$ref` count since 3.1.
             if self.document.is_version_3_0 {
-                return Ok(Value::Object(made));
+                return Ok(Value::Object(output));
             }
         }
         let mut hidden = hidden.to_vec();
         hidden.extend(self.document.read_only_names(schema));
         for (name, value) in fields {
             let value = match name.as_str() {
-                "$ref" if made.contains_key("$ref") => continue,
+                "$ref" if output.contains_key("$ref") => continue,
                 "required" => match required_without(value, &hidden) {
                     Some(value) => value,
                     None => continue,
@@ -80,17 +80,17 @@ impl<'a> SchemaTranslator<'a> {
                 name if name.starts_with("x-") => continue,
                 _ => value.clone(),
             };
-            made.insert(name.clone(), value);
+            output.insert(name.clone(), value);
         }
         if self.document.is_version_3_0 {
-            upgrade_from_3_0(&mut made);
+            upgrade_from_3_0(&mut output);
         }
         // An array without `items` must say that any item is allowed; otherwise models leave it
         // empty.
-        if made.get("type") == Some(&json!("array")) && !made.contains_key("items") {
-            made.insert("items".into(), json!({ "description": "anything" }));
+        if output.get("type") == Some(&json!("array")) && !output.contains_key("items") {
+            output.insert("items".into(), json!({ "description": "anything" }));
         }
-        Ok(Value::Object(made))
+        Ok(Value::Object(output))
     }
 
     fn translate_list(
@@ -123,16 +123,16 @@ impl<'a> SchemaTranslator<'a> {
         let last = reference.rsplit('/').next().unwrap_or("schema");
         let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
         let base: String = last.chars().map(plain).collect();
-        let taken = |name: &str| self.defs.values().any(|(known, _)| known == name);
+        let is_used = |name: &str| self.defs.values().any(|(existing, _)| existing == name);
         let mut name = base.clone();
         let mut n = 2;
-        while taken(&name) {
+        while is_used(&name) {
             name = format!("{base}_{n}");
             n += 1;
         }
         self.defs.insert(reference.to_owned(), (name.clone(), None));
-        let made = self.walk(target, depth + 1, &[])?;
-        self.defs.insert(reference.to_owned(), (name.clone(), Some(made)));
+        let output = self.walk(target, depth + 1, &[])?;
+        self.defs.insert(reference.to_owned(), (name.clone(), Some(output)));
         Ok(name)
     }
 }
@@ -141,8 +141,8 @@ impl<'a> SchemaTranslator<'a> {
 fn required_without(required: &Value, hidden: &[String]) -> Option<Value> {
     let Value::Array(names) = required else { return Some(required.clone()) };
     let sent = |name: &&Value| !name.as_str().is_some_and(|n| hidden.iter().any(|h| h == n));
-    let left: Vec<Value> = names.iter().filter(sent).cloned().collect();
-    (!left.is_empty() || names.is_empty()).then_some(Value::Array(left))
+    let remaining: Vec<Value> = names.iter().filter(sent).cloned().collect();
+    (!remaining.is_empty() || names.is_empty()).then_some(Value::Array(remaining))
 }
 
 /// Converts `nullable` and boolean exclusive limits to JSON Schema.

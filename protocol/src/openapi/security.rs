@@ -9,10 +9,10 @@ use crate::http_operation::{OperationAuth, ParameterLocation};
 /// are optional. Returns none if the operation needs none.
 pub(super) fn parse_security(
     document: &OpenApiDocument<'_>,
-    at: &DocumentOperation<'_>,
+    endpoint: &DocumentOperation<'_>,
     scope: &str,
 ) -> Result<(Vec<OperationAuth>, bool), String> {
-    let security = at.operation.get("security").or_else(|| document.root.get("security"));
+    let security = endpoint.operation.get("security").or_else(|| document.root.get("security"));
     let ways = security.and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     let free = |way: &Value| way.as_object().is_some_and(|names| names.is_empty());
     let optional = ways.iter().any(free);
@@ -23,7 +23,7 @@ pub(super) fn parse_security(
             names.map(|name| parse_scheme(document, name, scope)).collect();
         match auth {
             Ok(auth) => return Ok((auth, optional)),
-            Err(why) => reason = Some(why),
+            Err(problem) => reason = Some(problem),
         }
     }
     reason.filter(|_| !optional).map_or(Ok((Vec::new(), false)), Err)
@@ -34,19 +34,20 @@ fn parse_scheme(
     name: &str,
     scope: &str,
 ) -> Result<OperationAuth, String> {
-    let given = &document.root["components"]["securitySchemes"][name];
-    if given.is_null() {
+    let scheme = &document.root["components"]["securitySchemes"][name];
+    if scheme.is_null() {
         return Err(format!("there is no security scheme \"{name}\""));
     }
-    let given = document.resolve(given)?;
-    let own = |key: &str| given[key].as_str().map(str::to_owned);
-    let env = |end: &str| own("x-toolcrib-env").unwrap_or_else(|| variable_name(scope, name, end));
-    let http = given["scheme"].as_str().unwrap_or_default().to_ascii_lowercase();
-    match (given["type"].as_str().unwrap_or_default(), http.as_str()) {
+    let scheme = document.resolve(scheme)?;
+    let read_field = |key: &str| scheme[key].as_str().map(str::to_owned);
+    let env =
+        |end: &str| read_field("x-toolcrib-env").unwrap_or_else(|| variable_name(scope, name, end));
+    let http = scheme["scheme"].as_str().unwrap_or_default().to_ascii_lowercase();
+    match (scheme["type"].as_str().unwrap_or_default(), http.as_str()) {
         ("http", "basic") => Ok(OperationAuth::Basic {
-            username_env: own("x-toolcrib-username-env")
+            username_env: read_field("x-toolcrib-username-env")
                 .unwrap_or_else(|| variable_name(scope, name, "USERNAME")),
-            password_env: own("x-toolcrib-password-env")
+            password_env: read_field("x-toolcrib-password-env")
                 .unwrap_or_else(|| variable_name(scope, name, "PASSWORD")),
         }),
         // The operator obtains the token, by whatever flow the scheme defines.
@@ -54,15 +55,15 @@ fn parse_scheme(
             Ok(OperationAuth::Bearer { env: env("") })
         }
         ("apiKey", _) => {
-            let place = match given["in"].as_str() {
+            let location = match scheme["in"].as_str() {
                 Some("query") => ParameterLocation::Query,
                 Some("header") => ParameterLocation::Header,
                 Some("cookie") => ParameterLocation::Cookie,
                 _ => return Err(format!("the security scheme \"{name}\" is in no place")),
             };
-            let key = given["name"].as_str().filter(|key| !key.is_empty());
+            let key = scheme["name"].as_str().filter(|key| !key.is_empty());
             let key = key.ok_or_else(|| format!("the security scheme \"{name}\" has no name"))?;
-            Ok(OperationAuth::ApiKey { location: place, name: key.to_owned(), env: env("") })
+            Ok(OperationAuth::ApiKey { location, name: key.to_owned(), env: env("") })
         }
         (kind, _) => Err(format!("the security scheme \"{name}\" ({kind} {http}) is not written")),
     }
@@ -72,20 +73,20 @@ fn parse_scheme(
 fn variable_name(scope: &str, name: &str, end: &str) -> String {
     let mut words = vec![scope, name];
     words.extend(Some(end).filter(|end| !end.is_empty()));
-    let mut made = String::new();
+    let mut output = String::new();
     let mut before = ' ';
     for c in words.join("_").chars() {
         match c.is_ascii_alphanumeric() {
             // Splits camel case, so that `apiKey` becomes `API_KEY`.
             true if c.is_ascii_uppercase() && before.is_ascii_lowercase() => {
-                made.push('_');
-                made.push(c);
+                output.push('_');
+                output.push(c);
             }
-            true => made.push(c.to_ascii_uppercase()),
-            false if !made.is_empty() && !made.ends_with('_') => made.push('_'),
+            true => output.push(c.to_ascii_uppercase()),
+            false if !output.is_empty() && !output.ends_with('_') => output.push('_'),
             false => {}
         }
         before = c;
     }
-    made.trim_end_matches('_').to_owned()
+    output.trim_end_matches('_').to_owned()
 }

@@ -240,20 +240,20 @@ fn a_repeated_operation_id_names_only_the_first_operation() {
     });
     let selected = ImportOptions { prefix: Some("zoo".into()), server: None };
     let import = import(&document, "p", &selected, 1_000).unwrap();
-    let named: Vec<(&str, &str)> = import
+    let operations: Vec<(&str, &str)> = import
         .tools
         .iter()
         .map(|tool| (tool.definition.name.as_str(), tool.operation.as_str()))
         .collect();
     let expected =
         [("zoo.list", "GET /cats"), ("zoo.get_dogs", "GET /dogs"), ("zoo.get_emus", "GET /emus")];
-    assert_eq!(named, expected);
+    assert_eq!(operations, expected);
     assert!(import.skipped.is_empty());
 }
 
 #[test]
 fn parameters_of_the_same_name_become_separate_arguments() {
-    let parameter = |name: &str, place: &str| json!({ "name": name, "in": place, "required": place == "path", "schema": {} });
+    let parameter = |name: &str, location: &str| json!({ "name": name, "in": location, "required": location == "path", "schema": {} });
     let document = json!({
         "openapi": "3.1.0", "info": { "title": "t", "version": "1" },
         "servers": [{ "url": "https://api.example.com" }],
@@ -341,13 +341,13 @@ fn siblings_of_a_reference_apply_since_openapi_3_1() {
     let property = json!({ "$ref": "#/components/schemas/Ro", "description": "Which one",
         "required": ["z"] });
     let schema = json!({ "type": "object", "properties": { "one": property } });
-    let made = |version: &str| {
+    let import_property = |version: &str| {
         let import = with_body(version, "application/json", json!({ "schema": schema }));
         tool(&import, "x").0.input_schema.to_value()["properties"]["one"].clone()
     };
     let expected = json!({ "$ref": "#/$defs/Ro", "description": "Which one", "required": ["z"] });
-    assert_eq!(made("3.1.0"), expected);
-    assert_eq!(made("3.0.3"), json!({ "$ref": "#/$defs/Ro" }));
+    assert_eq!(import_property("3.1.0"), expected);
+    assert_eq!(import_property("3.0.3"), json!({ "$ref": "#/$defs/Ro" }));
     // A body with constraints besides its reference stays one argument, with all constraints.
     let narrow = json!({ "$ref": "#/components/schemas/Ro", "required": ["z"] });
     let import = with_body("3.1.0", "application/json", json!({ "schema": narrow }));
@@ -383,9 +383,9 @@ fn form_fields_are_encoded_as_the_document_states() {
         else {
             panic!("{options}")
         };
-        let made =
+        let request =
             operation.build_request(args.as_object().unwrap(), Default::default(), &|_| None);
-        let (_, bytes) = made.unwrap().body.unwrap();
+        let (_, bytes) = request.unwrap().body.unwrap();
         let pairs: Vec<(String, String)> = reqwest::Url::parse("http://x/?")
             .map(|mut url| {
                 url.set_query(Some(std::str::from_utf8(&bytes).unwrap()));
@@ -408,10 +408,10 @@ fn form_fields_are_encoded_as_the_document_states() {
 
 #[test]
 fn the_timeout_is_at_least_the_documents_response_timeout() {
-    for (said, expected) in [(2.5, 30_000), (75.0, 75_000)] {
+    for (seconds, expected) in [(2.5, 30_000), (75.0, 75_000)] {
         let document = json!({
             "openapi": "3.1.0", "servers": [{ "url": "https://a.b" }],
-            "paths": { "/x": { "get": { "operationId": "x", "x-toolcrib-timeout-s": said } } },
+            "paths": { "/x": { "get": { "operationId": "x", "x-toolcrib-timeout-s": seconds } } },
         });
         let import = import(&document, "p", &ImportOptions::default(), 30_000).unwrap();
         assert_eq!(tool(&import, "x").0.timeout_ms, expected);

@@ -95,7 +95,7 @@ fn public_addresses_are_recognized() {
 
 #[test]
 fn refused_urls_have_a_reason() {
-    for (url, why) in [
+    for (url, reason) in [
         ("", "is not a URL"),
         ("hooks.example/x", "is not a URL"),
         ("/x", "is not a URL"),
@@ -119,19 +119,19 @@ fn refused_urls_have_a_reason() {
         ("http://169.254.169.254/latest/meta-data", "private network"),
     ] {
         let error = strict().check(url).expect_err(url);
-        assert!(error.contains(why), "{url}: {error}");
+        assert!(error.contains(reason), "{url}: {error}");
     }
 }
 
 #[test]
 fn permitted_urls_are_normalized() {
-    for (url, kept) in [
+    for (url, normalized) in [
         ("https://hooks.example", "https://hooks.example/"),
         ("HTTPS://Hooks.Example:443/a?b=c#d", "https://hooks.example/a?b=c"),
         ("http://8.8.8.8:8080/x", "http://8.8.8.8:8080/x"),
         ("https://bücher.example/", "https://xn--bcher-kva.example/"),
     ] {
-        assert_eq!(strict().check(url).unwrap().as_str(), kept);
+        assert_eq!(strict().check(url).unwrap().as_str(), normalized);
     }
     let open = OutboundPolicy::new("webhooks", true, &[]);
     assert!(open.check("http://localhost:1/").is_ok());
@@ -177,8 +177,11 @@ async fn a_name_that_resolves_to_a_private_address_is_not_connected_to() {
     while let Some(cause) = source.filter(|cause| !cause.is::<PrivateAddressError>()) {
         source = cause.source();
     }
-    let why = source.expect("the policy refused the address").to_string();
-    assert!(why.contains("hooks.example") && why.contains("webhooks.allow_private"), "{why}");
+    let reason = source.expect("the policy refused the address").to_string();
+    assert!(
+        reason.contains("hooks.example") && reason.contains("webhooks.allow_private"),
+        "{reason}"
+    );
     assert_eq!(connections.load(Ordering::SeqCst), 0);
     // With the host allowed the connection succeeds, so it was the rule that prevented it.
     let client = listing(&["hooks.example"]).client_builder_with_lookup(lookup).build().unwrap();
@@ -209,17 +212,17 @@ async fn dns_rebinding_does_not_bypass_the_address_check() {
 
 #[test]
 fn both_forms_of_retry_after_are_parsed() {
-    let given = |text: &str| {
+    let parse = |text: &str| {
         let mut headers = HeaderMap::new();
         headers.insert(RETRY_AFTER, text.parse().unwrap());
         retry_after_ms(&headers)
     };
-    assert_eq!(given("120"), Some(120_000));
-    assert_eq!(given(" 0 "), Some(0));
-    assert_eq!(given("-1"), None);
-    assert_eq!(given("soon"), None);
-    assert_eq!(given("Sun, 06 Nov 1994 08:49:37 GMT"), None, "a date in the past");
-    let later = given("Fri, 06 Nov 2093 08:49:37 GMT").unwrap();
+    assert_eq!(parse("120"), Some(120_000));
+    assert_eq!(parse(" 0 "), Some(0));
+    assert_eq!(parse("-1"), None);
+    assert_eq!(parse("soon"), None);
+    assert_eq!(parse("Sun, 06 Nov 1994 08:49:37 GMT"), None, "a date in the past");
+    let later = parse("Fri, 06 Nov 2093 08:49:37 GMT").unwrap();
     assert!(later > 86_400_000, "{later}");
     assert_eq!(retry_after_ms(&HeaderMap::new()), None);
 }

@@ -22,24 +22,24 @@ struct CardFollower {
 /// The followers of each target, by project and target.
 #[derive(Default)]
 pub struct CardFollowers {
-    known: Mutex<HashMap<String, HashMap<String, Vec<CardFollower>>>>,
+    projects: Mutex<HashMap<String, HashMap<String, Vec<CardFollower>>>>,
 }
 
 impl CardFollowers {
     /// Registers an inbox for the cards of a target, and removes expired followers.
     pub fn register(&self, project: &str, target: &str, inbox: &str) {
-        let (now, mut known) = (Instant::now(), self.known.lock());
-        known.retain(|_, targets| {
+        let (now, mut projects) = (Instant::now(), self.projects.lock());
+        projects.retain(|_, targets| {
             targets.retain(|_, followers| {
                 followers.retain(|follower| follower.until > now && *follower.inbox != *inbox);
                 !followers.is_empty()
             });
             !targets.is_empty()
         });
-        if known.values().map(HashMap::len).sum::<usize>() >= MAX_FOLLOWED_TARGETS {
+        if projects.values().map(HashMap::len).sum::<usize>() >= MAX_FOLLOWED_TARGETS {
             return;
         }
-        let targets = known.entry(project.to_owned()).or_default();
+        let targets = projects.entry(project.to_owned()).or_default();
         let followers = targets.entry(target.to_owned()).or_default();
         followers.push(CardFollower { inbox: inbox.into(), until: now + FOLLOW_TTL });
     }
@@ -48,11 +48,11 @@ impl CardFollowers {
     /// the target: the broker decides which of them gets the command, and the others would receive
     /// the card for nothing.
     pub fn sole_inbox(&self, project: &str, target: &str) -> Option<Arc<str>> {
-        let (now, known) = (Instant::now(), self.known.lock());
-        let mut there =
-            known.get(project)?.get(target)?.iter().filter(|follower| follower.until > now);
-        let only = there.next()?.inbox.clone();
-        there.next().is_none().then_some(only)
+        let (now, projects) = (Instant::now(), self.projects.lock());
+        let mut active =
+            projects.get(project)?.get(target)?.iter().filter(|follower| follower.until > now);
+        let only = active.next()?.inbox.clone();
+        active.next().is_none().then_some(only)
     }
 }
 

@@ -85,8 +85,9 @@ pub struct NatsConnection {
 impl NatsConnection {
     /// Connects. If the broker is unavailable, connection attempts continue in the background.
     pub async fn connect(address: &NatsEndpoint, name: &str) -> anyhow::Result<Self> {
-        let (came_up, streams_known) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
-        let (up, known) = (came_up.clone(), streams_known.clone());
+        let (on_connected, are_streams_ready) =
+            (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
+        let (up, streams_ready) = (on_connected.clone(), are_streams_ready.clone());
         let was_up = Arc::new(AtomicBool::new(false));
         let mut options = ConnectOptions::new()
             .name(name)
@@ -99,7 +100,8 @@ impl NatsConnection {
             .client_capacity(8_192)
             .subscription_capacity(262_144)
             .event_callback(move |event| {
-                let (up, known, was_up) = (up.clone(), known.clone(), was_up.clone());
+                let (up, streams_ready, was_up) =
+                    (up.clone(), streams_ready.clone(), was_up.clone());
                 async move {
                     match event {
                         async_nats::Event::Connected => {
@@ -111,7 +113,7 @@ impl NatsConnection {
                         }
                         async_nats::Event::Disconnected => {
                             tracing::warn!("disconnected from NATS; publishing waits");
-                            known.store(false, Ordering::Release);
+                            streams_ready.store(false, Ordering::Release);
                         }
                         other => tracing::debug!(event = %other, "NATS"),
                     }
@@ -129,8 +131,8 @@ impl NatsConnection {
             client,
             jetstream,
             version,
-            on_connected: came_up,
-            are_streams_ready: streams_known,
+            on_connected,
+            are_streams_ready,
             duplicate_window_ms: Arc::default(),
             followers: Arc::default(),
             outbox_down: Arc::default(),
@@ -202,11 +204,11 @@ impl NatsConnection {
             (format!("cg_evt_{version}"), format!("cg.{version}.*.*.evt.*.*.>"), 7 * DAY),
         ];
         for (name, subject, max_age) in streams {
-            let made =
+            let stream =
                 self.jetstream.get_or_create_stream(stream_config(name, subject, max_age)).await;
-            let made =
-                made.map_err(|error| NatsPublishError::Retryable(format!("no stream: {error}")))?;
-            let config = &made.cached_info().config;
+            let stream = stream
+                .map_err(|error| NatsPublishError::Retryable(format!("no stream: {error}")))?;
+            let config = &stream.cached_info().config;
             if config.name == self.command_stream() {
                 let remembers_ms = config.duplicate_window.as_millis() as u64;
                 self.duplicate_window_ms.store(remembers_ms, Ordering::Release);
@@ -238,12 +240,12 @@ impl NatsConnection {
         let stream = self.jetstream.get_stream(self.command_stream()).await?;
         let consumer = stream.create_consumer(config).await?;
         let mut found = HashSet::new();
-        let mut left = consumer.cached_info().num_pending;
+        let mut pending = consumer.cached_info().num_pending;
         let mut messages = consumer.messages().await?;
-        while left > 0 && found.len() < ids.len() {
+        while pending > 0 && found.len() < ids.len() {
             let next = tokio::time::timeout(ACK_TIMEOUT, messages.next()).await?;
             let message = next.ok_or("the stream of commands has ended")??;
-            left = message.info()?.pending;
+            pending = message.info()?.pending;
             let headers = message.headers.as_ref();
             let id = headers.and_then(|headers| headers.get(NATS_MESSAGE_ID));
             found.extend(id.and_then(|id| ids.get(id.as_str())).cloned());
@@ -273,9 +275,9 @@ impl NatsConnection {
         let sent = async { self.jetstream.send_publish(subject, message).await?.await };
         match tokio::time::timeout(ACK_TIMEOUT, sent).await {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(why)) => {
+            Ok(Err(error)) => {
                 self.invalidate_streams();
-                Err(why.into())
+                Err(error.into())
             }
             Err(_) => Err(NatsPublishError::Retryable("the broker did not answer".to_owned())),
         }

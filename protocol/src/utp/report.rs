@@ -32,7 +32,7 @@ pub async fn ingest_report(
     };
     let ReportRejection { dead_letter_reason: reason, error } = rejected;
     if let Some(reason) = reason {
-        let letter = UnprocessableMessage {
+        let message = UnprocessableMessage {
             kind: "report",
             reason: reason.to_owned(),
             message: error_message(&error),
@@ -41,7 +41,7 @@ pub async fn ingest_report(
             payload: String::from_utf8_lossy(incoming.body).into_owned(),
             is_truncated: false,
         };
-        engine.utp().dead_letter(&caller.project, letter).await?;
+        engine.utp().dead_letter(&caller.project, message).await?;
     }
     Err(error)
 }
@@ -81,7 +81,7 @@ fn parse_report(
         let fault = Fault::new(Code::PayloadTooLarge, message).without_side_effect();
         return Err(ReportRejection { dead_letter_reason: Some("too_large"), error: fault.into() });
     }
-    let unreadable = |why: String| malformed_report(format!("the report is not JSON: {why}"));
+    let unreadable = |reason: String| malformed_report(format!("the report is not JSON: {reason}"));
     json::check(incoming.body).map_err(|error| unreadable(error.to_string()))?;
     let mut body: Value =
         serde_json::from_slice(incoming.body).map_err(|error| unreadable(error.to_string()))?;
@@ -92,22 +92,22 @@ fn parse_report(
     let card = fields.get_mut("card").filter(|card| card.is_object()).map(Value::take);
     let fields = &*fields;
     let header = |name: &str| incoming.headers.get(name);
-    if header("cg-project-id").is_some_and(|given| given != project) {
+    if header("cg-project-id").is_some_and(|value| value != project) {
         return Err(malformed_report("CG-Project-Id is not the project that is reported to"));
     }
     // A report over HTTP has no channel.
     let channel = subject::parse(incoming.subject).map(|parts| parts.channel);
-    if header("cg-channel-id").is_some_and(|given| channel.is_some_and(|is| is != given)) {
+    if header("cg-channel-id").is_some_and(|value| channel.is_some_and(|is| is != value)) {
         return Err(malformed_report("CG-Channel-Id is not the channel that is reported under"));
     }
     let field = |name: &str, in_header: &str| {
-        let given = fields.get(name).filter(|given| !given.is_null());
-        let given = given.map(|given| match given {
+        let value = fields.get(name).filter(|value| !value.is_null());
+        let value = value.map(|value| match value {
             Value::String(text) => text.clone(),
             other => other.to_string(),
         });
-        let given = given.or_else(|| header(in_header).map(str::to_owned));
-        given.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+        let value = value.or_else(|| header(in_header).map(str::to_owned));
+        value.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
     };
     let needed = |name: &str, in_header: &str| {
         field(name, in_header).ok_or_else(|| malformed_report(format!("{name} is missing")))

@@ -87,13 +87,13 @@ impl DispatchBody {
 }
 
 /// Truncates the reason for the end of a turn to the length that is stored and published.
-pub fn truncate_reason(given: &str) -> String {
-    given.chars().take(500).collect()
+pub fn truncate_reason(reason: &str) -> String {
+    reason.chars().take(500).collect()
 }
 
 /// Returns the JSON body of a turn.
 pub fn turn_body(turn: &Turn, calls: &[StepCall]) -> Value {
-    let shown: Vec<Value> = calls
+    let call_bodies: Vec<Value> = calls
         .iter()
         .map(|call| {
             json!({
@@ -120,7 +120,7 @@ pub fn turn_body(turn: &Turn, calls: &[StepCall]) -> Value {
         "lease_until_ms": turn.lease_until_ms,
         "resume_deadline_ms": turn.resume_deadline_ms,
         "waiting_tool_count": waiting.count(),
-        "calls": shown,
+        "calls": call_bodies,
         "reason": turn.reason,
         "created_at_ms": turn.created_ms,
         "updated_at_ms": turn.updated_ms,

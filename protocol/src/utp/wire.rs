@@ -143,13 +143,13 @@ pub const DEADLINE_HEADER: &str = "Toolcrib-Deadline-At-Ms";
 
 /// Encodes the headers and the payload of an outbox message for a protocol version. A value that is
 /// not a valid header is left out.
-pub fn encode_outbox_message(version: &str, letter: &OutboxMessage) -> (HeaderMap, Value) {
+pub fn encode_outbox_message(version: &str, message: &OutboxMessage) -> (HeaderMap, Value) {
     let mut headers = base_headers(version, "dict", "");
-    for (name, value) in &letter.headers {
+    for (name, value) in &message.headers {
         let Ok(name) = HeaderName::from_str(name) else { continue };
         set_header(&mut headers, name, value);
     }
-    let mut payload = letter.payload.clone();
+    let mut payload = message.payload.clone();
     if let (HEADER_IDENTITY_VERSION, Value::Object(fields)) = (version, &mut payload) {
         let identity = [
             ("agent_id", "CG-Agent-Id"),
@@ -317,7 +317,7 @@ impl<'a> UtpHeaders<'a> {
 
     /// Returns the value of a header.
     pub fn get(&self, name: &str) -> Option<&'a str> {
-        self.0.iter().find(|(given, _)| given.eq_ignore_ascii_case(name)).map(|(_, value)| *value)
+        self.0.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| *value)
     }
 
     /// Returns the headers as a map with names in lower case.

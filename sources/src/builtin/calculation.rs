@@ -76,11 +76,11 @@ pub fn tool() -> FnTool {
 pub fn evaluate(expression: &str) -> Result<CalculationResult, Fault> {
     let value =
         crate::builtin::calculation::evaluator::evaluate_text(expression).map_err(|problem| {
-            let shown: String = expression.chars().take(60).collect();
-            let more = if shown.len() < expression.len() { "…" } else { "" };
+            let excerpt: String = expression.chars().take(60).collect();
+            let more = if excerpt.len() < expression.len() { "…" } else { "" };
             Fault::new(
                 Code::ValidationError,
-                format!("cannot calculate \"{shown}{more}\": {problem}"),
+                format!("cannot calculate \"{excerpt}{more}\": {problem}"),
             )
             .without_side_effect()
         })?;

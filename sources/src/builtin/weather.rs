@@ -106,15 +106,15 @@ async fn query(
     query: &str,
     asking: &WeatherRequestContext,
 ) -> Result<CurrentWeather, Fault> {
-    let wanted =
+    let place_query =
         crate::builtin::weather::place_query::parse_place_query(query).ok_or_else(|| {
             invalid_query_fault(
                 "no place is named in the query: name one, for example \"weather in Beijing\"",
             )
         })?;
-    let found = find_place(service, &wanted, asking).await?;
+    let found = find_place(service, &place_query, asking).await?;
     let mut answer = service.current(found, asking).await?;
-    if wanted.asks_other_time {
+    if place_query.asks_other_time {
         answer.note = Some("this is the weather now: other times cannot be asked for".into());
     }
     Ok(answer)
@@ -123,11 +123,11 @@ async fn query(
 /// Finds the place, first by its whole name, then by a part of it.
 async fn find_place(
     service: &OpenMeteoClient,
-    wanted: &PlaceQuery,
+    place_query: &PlaceQuery,
     asking: &WeatherRequestContext,
 ) -> Result<GeocodedPlace, Fault> {
-    let mut whole = service.search(&wanted.name, 1, asking).await?.into_iter().next();
-    let part = wanted.split_region();
+    let mut whole = service.search(&place_query.name, 1, asking).await?.into_iter().next();
+    let part = place_query.split_region();
     let fits = |found: &GeocodedPlace| match &part {
         Some(part) if part.has_explicit_region => found.is_in(&part.regions),
         _ => true,
@@ -149,7 +149,7 @@ async fn find_place(
     whole.ok_or_else(|| {
         invalid_query_fault(format!(
             "no place \"{}\" is known: check the spelling, or name a larger place nearby",
-            wanted.name
+            place_query.name
         ))
     })
 }

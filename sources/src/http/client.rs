@@ -69,7 +69,8 @@ impl HttpApiClient {
                     .pool_max_idle_per_host(8)
                     .build()
             });
-            let failed = |why: String| HttpApiError::Unreachable(format!("no HTTP client: {why}"));
+            let failed =
+                |reason: String| HttpApiError::Unreachable(format!("no HTTP client: {reason}"));
             let built = built.await.map_err(|error| failed(error.to_string()))?;
             built.map_err(|error| failed(error.to_string()))
         };
@@ -83,7 +84,7 @@ impl HttpApiClient {
     ) -> Result<HttpApiResponse, HttpApiError> {
         let asking = self.send_following_redirects(request);
         match tokio::time::timeout(limit, asking).await {
-            Ok(came) => came,
+            Ok(response) => response,
             Err(_) => Err(HttpApiError::TimedOut(limit)),
         }
     }
@@ -144,8 +145,8 @@ fn redirect_target(from: &Url, target: &HeaderValue, reads: bool) -> Result<Url,
     let target = target.to_str().map_err(|_| unreadable())?;
     let to = from.join(target).map_err(|_| unreadable())?;
     if to.origin() != from.origin() {
-        let place = origin(&to);
-        let message = format!("sent the request on to another host, {place}: not followed");
+        let target_origin = origin(&to);
+        let message = format!("sent the request on to another host, {target_origin}: not followed");
         return Err(HttpApiError::RedirectRefused(message));
     }
     if !reads {
@@ -170,7 +171,7 @@ fn build_headers(
     }
     for (name, value) in all {
         let unusable =
-            |what: &str| HttpApiError::InvalidRequest(format!("the header {name} {what}"));
+            |problem: &str| HttpApiError::InvalidRequest(format!("the header {name} {problem}"));
         let key = HeaderName::from_bytes(name.as_bytes());
         let key = key.map_err(|_| unusable("has no usable name"))?;
         let mut value = HeaderValue::from_bytes(value.as_bytes())
@@ -179,11 +180,11 @@ fn build_headers(
         headers.insert(key, value);
     }
     if let Some((name, password)) = &request.basic_auth {
-        let made = client.get("http://basic.invalid").basic_auth(name, Some(password));
-        let made = made
+        let signed = client.get("http://basic.invalid").basic_auth(name, Some(password));
+        let signed = signed
             .build()
             .map_err(|_| HttpApiError::InvalidRequest("no Authorization".to_owned()))?;
-        if let Some(value) = made.headers().get(header::AUTHORIZATION) {
+        if let Some(value) = signed.headers().get(header::AUTHORIZATION) {
             let text = value.to_str().unwrap_or_default();
             secrets.add(text.trim_start_matches("Basic "));
             headers.insert(header::AUTHORIZATION, value.clone());

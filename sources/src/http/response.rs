@@ -23,39 +23,39 @@ pub(super) struct HttpCallContext<'a> {
 /// Interprets a response. The result and the fault contain no secrets.
 pub(super) fn interpret_response(
     request: &OperationRequest,
-    came: Result<HttpApiResponse, HttpApiError>,
+    response: Result<HttpApiResponse, HttpApiError>,
     took: Duration,
     about: &HttpCallContext<'_>,
 ) -> Result<Json, Fault> {
     let host = origin(&request.url);
-    let came = came.map_err(|trouble| {
+    let response = response.map_err(|trouble| {
         let mut fault = fault_from_error(&host, trouble);
         fault.message = request.secrets.redact(&fault.message);
         fault
     })?;
-    if !came.status.is_success() {
-        return Err(status_fault(&host, &came, about));
+    if !response.status.is_success() {
+        return Err(status_fault(&host, &response, about));
     }
     let latency_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
     match request.jina {
-        true => map_jina_response(&host, &came, latency_ms, about),
-        false => map_response(&host, request, &came),
+        true => map_jina_response(&host, &response, latency_ms, about),
+        false => map_response(&host, request, &response),
     }
 }
 
 fn fault_from_error(host: &str, trouble: HttpApiError) -> Fault {
     match trouble {
-        HttpApiError::InvalidRequest(why) => {
-            toolcrib_protocol::http_operation::bad_request_fault(why)
+        HttpApiError::InvalidRequest(reason) => {
+            toolcrib_protocol::http_operation::bad_request_fault(reason)
         }
-        HttpApiError::Forbidden(why) => {
-            Fault::new(Code::PermissionDenied, why).without_side_effect()
+        HttpApiError::Forbidden(reason) => {
+            Fault::new(Code::PermissionDenied, reason).without_side_effect()
         }
-        HttpApiError::Unreachable(why) => {
-            Fault::unreachable(format!("{host} cannot be reached: {why}"))
+        HttpApiError::Unreachable(reason) => {
+            Fault::unreachable(format!("{host} cannot be reached: {reason}"))
         }
-        HttpApiError::Interrupted(why) => {
-            Fault::new(Code::UpstreamUnavailable, format!("{host} broke off: {why}"))
+        HttpApiError::Interrupted(reason) => {
+            Fault::new(Code::UpstreamUnavailable, format!("{host} broke off: {reason}"))
         }
         HttpApiError::TimedOut(limit) => {
             let message = format!("{host} did not answer within {} ms", limit.as_millis());
@@ -67,8 +67,8 @@ fn fault_from_error(host: &str, trouble: HttpApiError) -> Fault {
             );
             Fault::new(Code::PayloadTooLarge, message)
         }
-        HttpApiError::RedirectRefused(what) => {
-            Fault::new(Code::UpstreamUnavailable, format!("{host} {what}")).retryable(false)
+        HttpApiError::RedirectRefused(problem) => {
+            Fault::new(Code::UpstreamUnavailable, format!("{host} {problem}")).retryable(false)
         }
     }
 }
@@ -89,18 +89,18 @@ fn code_for_status(status: StatusCode) -> (Code, bool) {
     }
 }
 
-fn status_fault(host: &str, came: &HttpApiResponse, about: &HttpCallContext<'_>) -> Fault {
-    let status = came.status.as_u16();
-    let (code, refused) = code_for_status(came.status);
+fn status_fault(host: &str, response: &HttpApiResponse, about: &HttpCallContext<'_>) -> Fault {
+    let status = response.status.as_u16();
+    let (code, refused) = code_for_status(response.status);
     let fault = Fault::new(code, format!("HTTP {status} from {host}"));
     let mut detail = json!({
         "status_code": status,
-        "details": redacted_body(came),
+        "details": redacted_body(response),
         "tool_name": about.tool,
         "tool_call_id": about.tool_call_id,
     });
     // The engine reads this field as the time to wait before a retry.
-    if let Some(ms) = came.retry_after_ms.filter(|_| matches!(status, 429 | 503)) {
+    if let Some(ms) = response.retry_after_ms.filter(|_| matches!(status, 429 | 503)) {
         detail["retry_after_ms"] = ms.into();
     }
     let fault = fault.with_detail(detail);
@@ -108,70 +108,71 @@ fn status_fault(host: &str, came: &HttpApiResponse, about: &HttpCallContext<'_>)
 }
 
 /// Returns a body for display, redacted and truncated; as JSON if it is JSON.
-fn redacted_body(came: &HttpApiResponse) -> Value {
-    let text = String::from_utf8_lossy(&came.body);
+fn redacted_body(response: &HttpApiResponse) -> Value {
+    let text = String::from_utf8_lossy(&response.body);
     let parsed = json::check(text.as_bytes()).ok().and_then(|()| serde_json::from_str(&text).ok());
     if let Some(mut value @ (Value::Object(_) | Value::Array(_))) = parsed {
-        came.secrets.redact_json(&mut value);
+        response.secrets.redact_json(&mut value);
         if value.to_string().len() <= MAX_EXCERPT_CHARS {
             return value;
         }
         return Value::from(value.to_string().chars().take(MAX_EXCERPT_CHARS).collect::<String>());
     }
-    Value::from(came.secrets.redact(&text).chars().take(MAX_EXCERPT_CHARS).collect::<String>())
+    Value::from(response.secrets.redact(&text).chars().take(MAX_EXCERPT_CHARS).collect::<String>())
 }
 
-fn is_json(came: &HttpApiResponse) -> bool {
-    let kind = came.content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+fn is_json(response: &HttpApiResponse) -> bool {
+    let kind =
+        response.content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     kind == "application/json" || kind.ends_with("+json") || kind == "text/json"
 }
 
-fn unreadable_response_fault(host: &str, why: &str) -> Fault {
-    Fault::runtime(format!("the answer of {host} cannot be read: {why}")).retryable(false)
+fn unreadable_response_fault(host: &str, reason: &str) -> Fault {
+    Fault::runtime(format!("the answer of {host} cannot be read: {reason}")).retryable(false)
 }
 
 /// Parses the body and redacts its secrets. Also returns whether the body is unchanged.
-fn parse_redacted(host: &str, came: &HttpApiResponse) -> Result<(Value, bool), Fault> {
-    let wrong = |why: String| unreadable_response_fault(host, &came.secrets.redact(&why));
-    json::check(&came.body).map_err(|error| wrong(error.to_string()))?;
+fn parse_redacted(host: &str, response: &HttpApiResponse) -> Result<(Value, bool), Fault> {
+    let wrong = |reason: String| unreadable_response_fault(host, &response.secrets.redact(&reason));
+    json::check(&response.body).map_err(|error| wrong(error.to_string()))?;
     let mut value: Value =
-        serde_json::from_slice(&came.body).map_err(|error| wrong(error.to_string()))?;
-    let changed = came.secrets.redact_json(&mut value);
+        serde_json::from_slice(&response.body).map_err(|error| wrong(error.to_string()))?;
+    let changed = response.secrets.redact_json(&mut value);
     Ok((value, !changed))
 }
 
 fn map_response(
     host: &str,
     request: &OperationRequest,
-    came: &HttpApiResponse,
+    response: &HttpApiResponse,
 ) -> Result<Json, Fault> {
-    if came.body.is_empty() {
-        return Ok(Json::from_value(&json!({ "status_code": came.status.as_u16() })));
+    if response.body.is_empty() {
+        return Ok(Json::from_value(&json!({ "status_code": response.status.as_u16() })));
     }
-    if !is_json(came) {
-        let text = decode_text(host, came)?;
+    if !is_json(response) {
+        let text = decode_text(host, response)?;
         return Ok(Json::from_value(&json!({ "data": text })));
     }
-    let (value, untouched) = parse_redacted(host, came)?;
+    let (value, untouched) = parse_redacted(host, response)?;
     if let Some(pointer) = &request.mapping.pointer {
         return value.pointer(pointer).map(Json::from_value).ok_or_else(|| {
             unreadable_response_fault(host, &format!("there is nothing at {pointer} in it"))
         });
     }
     // Stores the body byte for byte if nothing was redacted.
-    let as_it_came = std::str::from_utf8(&came.body).ok().filter(|_| untouched);
-    let kept = as_it_came.and_then(|text| Json::parse(text).ok());
-    Ok(kept.unwrap_or_else(|| Json::from_value(&value)))
+    let unchanged = std::str::from_utf8(&response.body).ok().filter(|_| untouched);
+    let parsed = unchanged.and_then(|text| Json::parse(text).ok());
+    Ok(parsed.unwrap_or_else(|| Json::from_value(&value)))
 }
 
-fn decode_text(host: &str, came: &HttpApiResponse) -> Result<String, Fault> {
-    match std::str::from_utf8(&came.body) {
-        Ok(text) => Ok(came.secrets.redact(text)),
-        Err(_) if came.content_type.starts_with("text/") => {
-            Ok(came.secrets.redact(&String::from_utf8_lossy(&came.body)))
+fn decode_text(host: &str, response: &HttpApiResponse) -> Result<String, Fault> {
+    match std::str::from_utf8(&response.body) {
+        Ok(text) => Ok(response.secrets.redact(text)),
+        Err(_) if response.content_type.starts_with("text/") => {
+            Ok(response.secrets.redact(&String::from_utf8_lossy(&response.body)))
         }
         Err(_) => {
-            let kind = came.secrets.redact(&came.content_type);
+            let kind = response.secrets.redact(&response.content_type);
             Err(unreadable_response_fault(host, &format!("it is not text but \"{kind}\"")))
         }
     }
@@ -179,15 +180,15 @@ fn decode_text(host: &str, came: &HttpApiResponse) -> Result<String, Fault> {
 
 fn map_jina_response(
     host: &str,
-    came: &HttpApiResponse,
+    response: &HttpApiResponse,
     latency_ms: u64,
     about: &HttpCallContext<'_>,
 ) -> Result<Json, Fault> {
-    if !is_json(came) {
-        let text = decode_text(host, came)?;
+    if !is_json(response) {
+        let text = decode_text(host, response)?;
         return Ok(Json::from_value(&json!({ "data": text, "latency_ms": latency_ms })));
     }
-    let (mut value, _) = parse_redacted(host, came)?;
+    let (mut value, _) = parse_redacted(host, response)?;
     if let Some(error) = value.get("error").filter(|error| !error.is_null()) {
         let fault = Fault::new(Code::UpstreamUnavailable, format!("{host} answered with an error"));
         return Err(fault.with_detail(json!({

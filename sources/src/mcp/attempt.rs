@@ -102,7 +102,7 @@ impl UpstreamAttempt {
             return StartResult::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
         }
         let (live, theirs) = match self.resolve_target().await {
-            Ok(place) => place,
+            Ok(target) => target,
             Err(fault) => return StartResult::Finished(Err(fault)),
         };
         let direct = live.stateless.clone().filter(|_| {
@@ -139,25 +139,25 @@ impl UpstreamAttempt {
         let answers = self.attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
         let answers = answers.filter(|answers| !answers.is_empty());
         let state = note.state.as_deref();
-        let came = tokio::select! {
-            came = direct.call(theirs, &self.attempt, answers, state, &self.progress) => came,
+        let reply = tokio::select! {
+            reply = direct.call(theirs, &self.attempt, answers, state, &self.progress) => reply,
             // Closing the connection cancels the request.
             () = self.running.token.cancelled() => {
                 return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
             }
         };
         let name = &self.upstream.settings.name;
-        let answer = match came {
+        let answer = match reply {
             StatelessCallResponse::Result(result) => Ok(ServerResult::CallToolResult(result)),
             StatelessCallResponse::InputRequired(asks) => {
                 Ok(ServerResult::InputRequiredResult(asks))
             }
             StatelessCallResponse::Task(task) => Ok(ServerResult::CreateTaskResult(task)),
             StatelessCallResponse::Error(error) => Err(ServiceError::McpError(error)),
-            StatelessCallResponse::NotSent(why) => {
+            StatelessCallResponse::NotSent(reason) => {
                 // The supervisor checks the connection and updates the upstream's state.
                 self.upstream.retry_now.notify_one();
-                let message = format!("the MCP server {name} is not there: {why}");
+                let message = format!("the MCP server {name} is not there: {reason}");
                 return StartResult::Finished(Err(Fault::unreachable(message)));
             }
             StatelessCallResponse::Overloaded(status, after_ms) => {
@@ -165,8 +165,8 @@ impl UpstreamAttempt {
                     outcome::overloaded_fault(name, &self.attempt, status.as_u16(), after_ms);
                 return StartResult::Finished(Err(fault));
             }
-            StatelessCallResponse::Unknown(why) => {
-                let message = format!("{name}: {}", self.upstream.redact(&why));
+            StatelessCallResponse::Unknown(reason) => {
+                let message = format!("{name}: {}", self.upstream.redact(&reason));
                 return StartResult::Finished(Err(outcome::malformed_answer_fault(
                     &self.attempt,
                     message,
@@ -204,9 +204,9 @@ impl UpstreamAttempt {
         // If the upstream can send elicitations mid-call, all requests in flight must be known.
         let sending = match live.may_elicit_mid_call {
             true => {
-                let left = attempt.deadline_ms.saturating_sub(super::now_ms());
+                let remaining_ms = attempt.deadline_ms.saturating_sub(super::now_ms());
                 let turn = tokio::time::timeout(
-                    Duration::from_millis(left),
+                    Duration::from_millis(remaining_ms),
                     live.handler.acquire_send_permit(),
                 );
                 let late = |_| Fault::new(Code::Timeout, "it was not its turn in time");
@@ -235,7 +235,7 @@ impl UpstreamAttempt {
     /// Waits for the response, an elicitation or cancellation.
     async fn wait_for_response(self, mut out: InFlightRequest) -> StartResult {
         loop {
-            let came = tokio::select! {
+            let response = tokio::select! {
                 biased;
                 answer = &mut out.handle.rx => Some(answer),
                 heard = out.events.recv() => match heard {
@@ -258,7 +258,7 @@ impl UpstreamAttempt {
                     return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
                 }
             };
-            let Some(answer) = came else { continue };
+            let Some(answer) = response else { continue };
             out.guard.mark_ended();
             let answer = answer.unwrap_or(Err(ServiceError::TransportClosed));
             return self.finish(&out.connection, answer).await;
@@ -339,8 +339,8 @@ impl UpstreamAttempt {
                     source_state: note,
                 })
             }
-            Ok(ServerResult::CreateTaskResult(made)) => {
-                let task = made.task.task_id.clone();
+            Ok(ServerResult::CreateTaskResult(created)) => {
+                let task = created.task.task_id.clone();
                 self.detach_as_task(task, Some(live.clone()))
             }
             Ok(_) => {
@@ -355,8 +355,9 @@ impl UpstreamAttempt {
                 StartResult::NeedsInput(ElicitationRequest { questions: asked, source_state: note })
             }
             Err(error) => {
-                let known = live.diagnostics.problem();
-                let fault = outcome::fault_from_error(&self.upstream, &self.attempt, &error, known);
+                let problem = live.diagnostics.problem();
+                let fault =
+                    outcome::fault_from_error(&self.upstream, &self.attempt, &error, problem);
                 StartResult::Finished(Err(fault))
             }
         }

@@ -121,7 +121,7 @@ impl UpstreamConnection {
             InspectedOutput::new(pipes.output, watch.invalid_output.clone(), capture.clone());
         let transport = AsyncRwTransport::new_client(output, pipes.input)
             .with_max_line_length(MAX_MESSAGE_BYTES);
-        let begun = initialize(
+        let initialized = initialize(
             &dialing,
             FloodLimitedTransport::new(
                 transport,
@@ -130,16 +130,16 @@ impl UpstreamConnection {
             ),
         )
         .await;
-        match begun {
+        match initialized {
             Ok(running) => {
                 Ok(Self::from_service(running, dialing.handler, Some(program), watch, capture))
             }
-            Err(why) => {
+            Err(reason) => {
                 // The exit status of a process says more than that its pipes are closed.
-                let said =
+                let exit =
                     tokio::time::timeout(Duration::from_millis(200), program.wait_exit()).await;
                 program.shut_down().await;
-                Err(watch.problem().or(said.ok()).unwrap_or(why))
+                Err(watch.problem().or(exit.ok()).unwrap_or(reason))
             }
         }
     }
@@ -165,7 +165,7 @@ impl UpstreamConnection {
             ),
         )
         .await;
-        let running = running.map_err(|why| watch.problem().unwrap_or(why))?;
+        let running = running.map_err(|reason| watch.problem().unwrap_or(reason))?;
         let connection = Self::from_service(running, dialing.handler, None, watch, tape);
         Ok(Self { stateless: direct.map(Arc::new), ..connection })
     }
@@ -217,11 +217,11 @@ impl UpstreamConnection {
     pub async fn wait_closed(&mut self) -> String {
         let ended = match &mut self.program {
             Some(program) => tokio::select! {
-                said = program.wait_exit() => said,
+                exit = program.wait_exit() => exit,
                 _ = &mut self.done => {
                     let waited = Duration::from_millis(500);
-                    let said = tokio::time::timeout(waited, program.wait_exit()).await;
-                    said.unwrap_or_else(|_| "it has closed its output".to_owned())
+                    let exit = tokio::time::timeout(waited, program.wait_exit()).await;
+                    exit.unwrap_or_else(|_| "it has closed its output".to_owned())
                 }
             },
             None => {
@@ -278,7 +278,7 @@ fn describe_initialize_error(error: &ClientInitializeError) -> String {
     let mut cause = std::error::Error::source(error);
     while let Some(inner) = cause {
         let text = inner.to_string();
-        if !words.iter().any(|known| known.contains(&text)) {
+        if !words.iter().any(|described| described.contains(&text)) {
             words.push(text);
         }
         cause = inner.source();
@@ -304,7 +304,7 @@ fn build_http_client(dialing: &UpstreamConnectOptions<'_>) -> Result<HttpClientP
     let builder = match dialing.settings.guarded {
         true => {
             let rules = dialing.outbound;
-            rules.check(&dialing.resolved.url).map_err(|why| format!("url {why}"))?;
+            rules.check(&dialing.resolved.url).map_err(|reason| format!("url {reason}"))?;
             rules.client_builder()
         }
         false => reqwest::Client::builder()

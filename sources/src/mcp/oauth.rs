@@ -98,8 +98,9 @@ impl Authorizer {
         outbound: &Arc<OutboundPolicy>,
         base: &SharedPublicBaseUrl,
     ) -> Option<Arc<Self>> {
-        let given = settings.headers.keys().any(|name| name.eq_ignore_ascii_case("authorization"));
-        if settings.url.is_none() || given {
+        let has_header =
+            settings.headers.keys().any(|name| name.eq_ignore_ascii_case("authorization"));
+        if settings.url.is_none() || has_header {
             return None;
         }
         Some(Arc::new(Self {
@@ -121,17 +122,17 @@ impl Authorizer {
     /// Returns the token to send now, after renewing it if it is about to expire. Returns `None` if
     /// no token is known to be needed.
     pub(super) async fn token(&self) -> Option<Arc<str>> {
-        let known = self.current_token.lock().clone();
-        match known {
+        let current = self.current_token.lock().clone();
+        match current {
             Some(token) if token.is_fresh() => return Some(token.value),
             None if self.loaded.load(Ordering::Acquire) => return None,
             _ => {}
         }
         let mut inner = self.state.lock().await;
         self.load_once(&mut inner).await;
-        let known = self.current_token.lock().clone()?;
-        if known.is_fresh() {
-            return Some(known.value);
+        let current = self.current_token.lock().clone()?;
+        if current.is_fresh() {
+            return Some(current.value);
         }
         match self.renew_token(&mut inner).await {
             Ok(token) => Some(token.value),
@@ -140,17 +141,17 @@ impl Authorizer {
                 None
             }
             // The upstream may still accept an expired token.
-            Err(AuthorizationError::Failed(why)) => {
-                self.record_failure(&why);
-                Some(known.value)
+            Err(AuthorizationError::Failed(reason)) => {
+                self.record_failure(&reason);
+                Some(current.value)
             }
         }
     }
 
     /// Records that the upstream accepted the token.
     pub(super) fn record_accepted(&self, sent: Option<&str>) {
-        let known = self.current_token.lock();
-        if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) == sent) {
+        let current = self.current_token.lock();
+        if let Some(token) = current.as_ref().filter(|token| Some(&*token.value) == sent) {
             token.mark_accepted();
         }
     }
@@ -164,8 +165,8 @@ impl Authorizer {
     ) -> Option<Arc<str>> {
         let mut inner = self.state.lock().await;
         self.load_once(&mut inner).await;
-        let known = self.current_token.lock().clone();
-        if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) != sent) {
+        let current = self.current_token.lock().clone();
+        if let Some(token) = current.as_ref().filter(|token| Some(&*token.value) != sent) {
             // Another request has replaced the token in the meantime.
             return Some(token.value.clone());
         }
@@ -174,15 +175,15 @@ impl Authorizer {
             true => self.step_up(&mut inner, header).await,
             false => {
                 // Renewal does not help a token that was never accepted.
-                let useless = known.as_ref().is_some_and(|token| !token.was_accepted());
+                let useless = current.as_ref().is_some_and(|token| !token.was_accepted());
                 self.reauthorize(&mut inner, header, useless).await
             }
         };
         match outcome {
             Ok(token) => Some(token.value),
             Err(AuthorizationError::SignInRequired) => None,
-            Err(AuthorizationError::Failed(why)) => {
-                self.record_failure(&why);
+            Err(AuthorizationError::Failed(reason)) => {
+                self.record_failure(&reason);
                 None
             }
         }
@@ -197,8 +198,8 @@ impl Authorizer {
     ) -> Result<AccessToken, AuthorizationError> {
         let machine = self.oauth.grant == GrantKind::ClientCredentials;
         if machine && useless {
-            let why = "it refuses the token that its own issuer gave us";
-            return Err(AuthorizationError::Failed(why.to_owned()));
+            let reason = "it refuses the token that its own issuer gave us";
+            return Err(AuthorizationError::Failed(reason.to_owned()));
         }
         if machine {
             return self.exchange_client_credentials(inner, header, &[]).await;
@@ -225,15 +226,16 @@ impl Authorizer {
         inner: &mut AuthorizerState,
         header: Option<&str>,
     ) -> Result<AccessToken, AuthorizationError> {
-        let trouble = |why: String| Err(AuthorizationError::Failed(why));
+        let trouble = |reason: String| Err(AuthorizationError::Failed(reason));
         let url = self.url()?;
-        let said = reqwest::Url::parse(&url).ok().zip(header);
-        let said = said.map(|(url, header)| WWWAuthenticateParams::parse(header, &url));
-        let Some(said) = said.filter(WWWAuthenticateParams::is_insufficient_scope) else {
+        let challenge = reqwest::Url::parse(&url).ok().zip(header);
+        let challenge = challenge.map(|(url, header)| WWWAuthenticateParams::parse(header, &url));
+        let Some(challenge) = challenge.filter(WWWAuthenticateParams::is_insufficient_scope) else {
             return trouble("it does not let us do this (HTTP 403)".to_owned());
         };
-        let needed =
-            crate::mcp::oauth::token_store::split_scopes(said.scope.as_deref().unwrap_or_default());
+        let needed = crate::mcp::oauth::token_store::split_scopes(
+            challenge.scope.as_deref().unwrap_or_default(),
+        );
         if needed.iter().all(|scope| inner.credential.requested_scopes.contains(scope)) {
             return trouble(format!(
                 "it wants the scope \"{}\", which was asked for already",
@@ -266,9 +268,9 @@ impl Authorizer {
         self.last_failure.lock().clone()
     }
 
-    fn record_failure(&self, why: &str) {
-        let why: String = self.redact(why).chars().take(500).collect();
-        *self.last_failure.lock() = Some(why);
+    fn record_failure(&self, reason: &str) {
+        let reason: String = self.redact(reason).chars().take(500).collect();
+        *self.last_failure.lock() = Some(reason);
     }
 
     /// Clears the recorded failure.
@@ -278,13 +280,13 @@ impl Authorizer {
 
     /// Returns the authorization status, for display.
     pub(super) fn status(&self) -> AuthorizationStatus {
-        let known = self.credentials.get();
+        let credentials = self.credentials.get();
         AuthorizationStatus {
             grant: self.oauth.grant,
             signed_in: self.current_token.lock().is_some(),
-            issuer: known.as_ref().and_then(|known| known.issuer.clone()),
-            scopes: known.map(|known| known.granted_scopes).unwrap_or_default(),
-            sign_in: self.pending_sign_in().filter(|wanted| now_ms() < wanted.expires_ms),
+            issuer: credentials.as_ref().and_then(|credentials| credentials.issuer.clone()),
+            scopes: credentials.map(|credentials| credentials.granted_scopes).unwrap_or_default(),
+            sign_in: self.pending_sign_in().filter(|link| now_ms() < link.expires_ms),
         }
     }
 
@@ -301,7 +303,7 @@ impl Authorizer {
             text = text.replace(secret.as_str(), "[token]");
         }
         match ResolvedSettings::resolve(&self.settings) {
-            Ok(filled) => filled.redact(&text),
+            Ok(resolved) => resolved.redact(&text),
             Err(_) => text,
         }
     }
@@ -309,7 +311,7 @@ impl Authorizer {
     /// Returns the upstream's URL with its variables expanded.
     fn url(&self) -> Result<String, AuthorizationError> {
         ResolvedSettings::resolve(&self.settings)
-            .map(|filled| filled.url)
+            .map(|resolved| resolved.url)
             .map_err(AuthorizationError::Failed)
     }
 
@@ -319,8 +321,8 @@ impl Authorizer {
 
     /// Returns the URL at which the issuer can read Toolcrib's client metadata, if there is one.
     fn client_metadata_url(&self) -> Option<String> {
-        let ours = format!("{}{CLIENT_PATH}", self.public_base_url.read());
-        let ours = Some(ours).filter(|url| url.starts_with("https://"));
-        self.oauth.client_metadata_url.clone().or(ours)
+        let own_url = format!("{}{CLIENT_PATH}", self.public_base_url.read());
+        let own_url = Some(own_url).filter(|url| url.starts_with("https://"));
+        self.oauth.client_metadata_url.clone().or(own_url)
     }
 }

@@ -38,36 +38,38 @@ impl OfferedTools {
         let mut offered = Self { skipped: unreadable, ..Self::default() };
         let mut list = list;
         list.sort_by(|a, b| a.name.cmp(&b.name));
-        let known: HashSet<&str> = list.iter().map(|tool| tool.name.as_ref()).collect();
-        let unreadable = |name: &str| offered.skipped.iter().any(|(known, _)| known == name);
+        let names: HashSet<&str> = list.iter().map(|tool| tool.name.as_ref()).collect();
+        let unreadable = |name: &str| offered.skipped.iter().any(|(skipped, _)| skipped == name);
         let missing = settings.tools.keys();
-        let missing = missing.filter(|name| !known.contains(name.as_str()) && !unreadable(name));
+        let missing = missing.filter(|name| !names.contains(name.as_str()) && !unreadable(name));
         let missing: Vec<String> = missing.cloned().collect();
         let total = list.len();
         for tool in list {
             let theirs = tool.name.to_string();
-            let said = settings.tools.get(&theirs);
-            if said.is_some_and(|said| said.enabled == Some(false)) {
+            let overrides = settings.tools.get(&theirs);
+            if overrides.is_some_and(|overrides| overrides.enabled == Some(false)) {
                 continue;
             }
             if offered.tools.len() >= settings.max_tools {
                 let limit = settings.max_tools;
-                let left = total.saturating_sub(offered.tools.len() + offered.skipped.len());
-                let why = format!("it offers {total} tools, and max_tools is {limit}");
-                offered.skipped.push((format!("{theirs} and {} more", left.max(1) - 1), why));
+                let remaining = total.saturating_sub(offered.tools.len() + offered.skipped.len());
+                let reason = format!("it offers {total} tools, and max_tools is {limit}");
+                offered
+                    .skipped
+                    .push((format!("{theirs} and {} more", remaining.max(1) - 1), reason));
                 break;
             }
             let Some(name) = qualified_tool_name(&settings.name, &theirs) else {
-                let why = "it has no name that a tool can have".to_owned();
-                offered.skipped.push((theirs.chars().take(80).collect(), why));
+                let reason = "it has no name that a tool can have".to_owned();
+                offered.skipped.push((theirs.chars().take(80).collect(), reason));
                 continue;
             };
             if offered.tools.contains_key(&name) {
-                let why = format!("another of its tools is called {name} already");
-                offered.skipped.push((theirs, why));
+                let reason = format!("another of its tools is called {name} already");
+                offered.skipped.push((theirs, reason));
                 continue;
             }
-            let definition = definition(settings, said, &name, &tool, default_timeout_ms);
+            let definition = definition(settings, overrides, &name, &tool, default_timeout_ms);
             if injection_flags::recorded_flags(&definition).is_some() {
                 offered.flagged.push(name.clone());
             }
@@ -77,8 +79,8 @@ impl OfferedTools {
             offered.upstream_names.insert(name.clone(), theirs);
             offered.tools.insert(name, definition);
         }
-        let why = "it is in the settings, and the server does not offer it";
-        offered.skipped.extend(missing.into_iter().map(|name| (name, why.to_owned())));
+        let reason = "it is in the settings, and the server does not offer it";
+        offered.skipped.extend(missing.into_iter().map(|name| (name, reason.to_owned())));
         offered
     }
 }
@@ -96,14 +98,14 @@ fn qualified_tool_name(upstream: &str, theirs: &str) -> Option<String> {
 
 fn definition(
     settings: &McpServerSettings,
-    said: Option<&McpToolSettings>,
+    overrides: Option<&McpToolSettings>,
     name: &str,
     tool: &Tool,
     default_timeout_ms: u64,
 ) -> ToolDefinition {
-    let (effect, risk) = effect_and_risk(settings, said, tool.annotations.as_ref());
+    let (effect, risk) = effect_and_risk(settings, overrides, tool.annotations.as_ref());
     let description = tool.description.as_deref().unwrap_or_default();
-    let timeout_ms = said.and_then(|said| said.timeout_ms).or(settings.timeout_ms);
+    let timeout_ms = overrides.and_then(|overrides| overrides.timeout_ms).or(settings.timeout_ms);
     let output = tool.output_schema.as_ref();
     let mut definition = ToolDefinition {
         project: Some(settings.project.clone()),
@@ -150,7 +152,7 @@ fn metadata(settings: &McpServerSettings, tool: &Tool, found: &[&str]) -> Json {
 /// operator's settings for the server are a minimum, which the server's hints can only raise.
 fn effect_and_risk(
     settings: &McpServerSettings,
-    said: Option<&McpToolSettings>,
+    overrides: Option<&McpToolSettings>,
     hints: Option<&ToolAnnotations>,
 ) -> (Effect, Risk) {
     let yes = |hint: Option<bool>| hint == Some(true);
@@ -167,10 +169,11 @@ fn effect_and_risk(
         (false, Some(true)) => Risk::High,
         (false, Some(false) | None) => Risk::Medium,
     };
-    let least = settings.effect.map_or(hinted, |least| stricter_effect(least, hinted));
-    let effect = said.and_then(|said| said.effect).unwrap_or(least);
-    let least = settings.risk.map_or(risk, |least| least.max(risk));
-    (effect, said.and_then(|said| said.risk).unwrap_or(least))
+    let min_effect =
+        settings.effect.map_or(hinted, |min_effect| stricter_effect(min_effect, hinted));
+    let effect = overrides.and_then(|overrides| overrides.effect).unwrap_or(min_effect);
+    let min_risk = settings.risk.map_or(risk, |min_risk| min_risk.max(risk));
+    (effect, overrides.and_then(|overrides| overrides.risk).unwrap_or(min_risk))
 }
 
 fn stricter_effect(a: Effect, b: Effect) -> Effect {
@@ -192,13 +195,13 @@ pub struct ToolChange {
 
 /// Returns the differences between the known and the offered definitions.
 pub fn diff_tools(
-    known: &BTreeMap<String, ToolDefinition>,
+    accepted: &BTreeMap<String, ToolDefinition>,
     offered: &BTreeMap<String, ToolDefinition>,
     at_ms: u64,
 ) -> Vec<ToolChange> {
     let mut changes = Vec::new();
     for (name, tool) in offered {
-        let (change, fields) = match known.get(name) {
+        let (change, fields) = match accepted.get(name) {
             None => ("added", Vec::new()),
             Some(before) => ("changed", changed_fields(before, tool)),
         };
@@ -206,7 +209,7 @@ pub fn diff_tools(
             changes.push(ToolChange { tool: name.clone(), change, fields, at_ms });
         }
     }
-    for name in known.keys().filter(|name| !offered.contains_key(*name)) {
+    for name in accepted.keys().filter(|name| !offered.contains_key(*name)) {
         let (tool, change) = (name.clone(), "removed");
         changes.push(ToolChange { tool, change, fields: Vec::new(), at_ms });
     }
@@ -229,7 +232,7 @@ fn changed_fields(a: &ToolDefinition, b: &ToolDefinition) -> Vec<&'static str> {
 fn titles(tool: &ToolDefinition) -> [Option<Value>; 2] {
     let metadata = tool.metadata.as_ref().map(Json::to_value);
     ["/title", "/mcp/annotations/title"]
-        .map(|place| metadata.as_ref().and_then(|metadata| metadata.pointer(place).cloned()))
+        .map(|pointer| metadata.as_ref().and_then(|metadata| metadata.pointer(pointer).cloned()))
 }
 
 #[cfg(test)]

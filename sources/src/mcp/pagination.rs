@@ -41,8 +41,8 @@ page!(ListResourcesResult, Resource, resources);
 page!(ListResourceTemplatesResult, ResourceTemplate, resource_templates);
 page!(ListPromptsResult, Prompt, prompts);
 
-fn unbounded_list_error(what: &str, why: &str) -> ServiceError {
-    let message = format!("its list of {what} does not end: {why}");
+fn unbounded_list_error(item_kind: &str, reason: &str) -> ServiceError {
+    let message = format!("its list of {item_kind} does not end: {reason}");
     ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
 }
 
@@ -61,7 +61,7 @@ impl std::io::Write for ByteCountWriter {
 }
 
 async fn fetch_all<P, F>(
-    what: &str,
+    item_kind: &str,
     mut ask: impl FnMut(Option<PaginatedRequestParams>) -> F,
 ) -> Result<Vec<P::Item>, ServiceError>
 where
@@ -76,17 +76,17 @@ where
         let _ = serde_json::to_writer(&mut bytes, &page);
         items.extend(page);
         if items.len() > MAX_ITEMS {
-            return Err(unbounded_list_error(what, &format!("{} so far", items.len())));
+            return Err(unbounded_list_error(item_kind, &format!("{} so far", items.len())));
         }
         if bytes.0 > MAX_LIST_BYTES {
-            return Err(unbounded_list_error(what, &format!("{} bytes so far", bytes.0)));
+            return Err(unbounded_list_error(item_kind, &format!("{} bytes so far", bytes.0)));
         }
         if next.is_none() {
             return Ok(items);
         }
         cursor = next;
     }
-    Err(unbounded_list_error(what, &format!("{MAX_PAGES} pages so far")))
+    Err(unbounded_list_error(item_kind, &format!("{MAX_PAGES} pages so far")))
 }
 
 /// A listed tool, or the reason why it cannot be used.
@@ -116,16 +116,19 @@ pub(super) async fn tools(
     let listening = &listening;
     let ask = |page: Option<PaginatedRequestParams>| async move {
         match (peer.list_tools(page).await, listening.take()) {
-            (Ok(page), told) => {
-                let left_out =
-                    told.map(|told| omitted_tools(told, &page.tools)).unwrap_or_default();
+            (Ok(page), raw_page) => {
+                let left_out = raw_page
+                    .map(|raw_page| omitted_tools(raw_page, &page.tools))
+                    .unwrap_or_default();
                 let tools =
                     page.tools.into_iter().map(|tool| UpstreamToolEntry::Tool(Box::new(tool)));
                 Ok(ToolListPage(tools.chain(left_out).collect(), page.next_cursor))
             }
             // One malformed tool makes the whole page unreadable for `rmcp`: use the tools parsed
             // one by one.
-            (Err(ServiceError::UnexpectedResponse), Some(told)) => Ok(tool_page_from_raw(told)),
+            (Err(ServiceError::UnexpectedResponse), Some(raw_page)) => {
+                Ok(tool_page_from_raw(raw_page))
+            }
             (Err(ServiceError::UnexpectedResponse), None) => Err(unreadable()),
             (Err(error), _) => Err(error),
         }
@@ -140,7 +143,7 @@ fn unreadable() -> ServiceError {
 }
 
 fn unreadable_tools(unreadable: Vec<(String, String)>) -> impl Iterator<Item = UpstreamToolEntry> {
-    unreadable.into_iter().map(|(name, why)| UpstreamToolEntry::Unreadable(name, why))
+    unreadable.into_iter().map(|(name, reason)| UpstreamToolEntry::Unreadable(name, reason))
 }
 
 fn tool_page_from_raw(page: raw_tool_list::RawToolPage) -> ToolListPage {
@@ -149,16 +152,17 @@ fn tool_page_from_raw(page: raw_tool_list::RawToolPage) -> ToolListPage {
 }
 
 /// Returns the tools that the upstream offers on a page and that `rmcp` left out.
-fn omitted_tools(told: raw_tool_list::RawToolPage, read: &[Tool]) -> Vec<UpstreamToolEntry> {
-    let mut left_out: Vec<UpstreamToolEntry> = unreadable_tools(told.unreadable).collect();
-    if told.tools.len() == read.len() {
+fn omitted_tools(raw_page: raw_tool_list::RawToolPage, read: &[Tool]) -> Vec<UpstreamToolEntry> {
+    let mut left_out: Vec<UpstreamToolEntry> = unreadable_tools(raw_page.unreadable).collect();
+    if raw_page.tools.len() == read.len() {
         return left_out;
     }
-    let known: HashSet<&str> = read.iter().map(|tool| tool.name.as_ref()).collect();
-    let why = "what it says of arguments in headers (x-mcp-header) is not as MCP has it";
-    let missing = told.tools.into_iter().filter(|tool| !known.contains(tool.name.as_ref()));
+    let read_names: HashSet<&str> = read.iter().map(|tool| tool.name.as_ref()).collect();
+    let reason = "what it says of arguments in headers (x-mcp-header) is not as MCP has it";
+    let missing =
+        raw_page.tools.into_iter().filter(|tool| !read_names.contains(tool.name.as_ref()));
     left_out.extend(missing.map(|tool| {
-        UpstreamToolEntry::Unreadable(tool.name.chars().take(80).collect(), why.to_owned())
+        UpstreamToolEntry::Unreadable(tool.name.chars().take(80).collect(), reason.to_owned())
     }));
     left_out
 }

@@ -15,7 +15,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 /// Maximum number of characters of a tool's name that are shown.
-const MAX_SHOWN_NAME_CHARS: usize = 80;
+const MAX_LABEL_CHARS: usize = 80;
 
 /// A page of the list, with each tool parsed on its own.
 #[derive(Default)]
@@ -84,8 +84,8 @@ impl ToolListCapture {
         let (page, fine) = parse_page(answer.result);
         let without =
             (!page.unreadable.is_empty()).then(|| remove_unreadable(text, &fine)).flatten();
-        if let Some(kept) = self.0.lock().as_mut() {
-            *kept = Some(page);
+        if let Some(captured) = self.0.lock().as_mut() {
+            *captured = Some(page);
         }
         without
     }
@@ -96,34 +96,34 @@ fn parse_page(list: RawToolListResult<'_>) -> (RawToolPage, Vec<bool>) {
     let next = list.next.as_ref().and_then(Value::as_str).filter(|next| !next.is_empty());
     let mut page = RawToolPage { next: next.map(str::to_owned), ..RawToolPage::default() };
     let mut fine = Vec::with_capacity(list.tools.len());
-    for (at, text) in list.tools.into_iter().enumerate() {
+    for (index, text) in list.tools.into_iter().enumerate() {
         let read = serde_json::from_str::<Tool>(text.get());
         fine.push(read.is_ok());
         match read {
             Ok(tool) => page.tools.push(tool),
             Err(error) => {
-                page.unreadable.push((tool_label(text, at), describe_parse_error(text, &error)))
+                page.unreadable.push((tool_label(text, index), describe_parse_error(text, &error)))
             }
         }
     }
     (page, fine)
 }
 
-fn tool_label(tool: &RawValue, at: usize) -> String {
+fn tool_label(tool: &RawValue, index: usize) -> String {
     let read = serde_json::from_str::<Map<String, Value>>(tool.get());
     let name = read.ok().and_then(|tool| Some(tool.get("name")?.as_str()?.to_owned()));
     let name = name.filter(|name| !name.is_empty());
     name.map_or_else(
-        || format!("number {}", at + 1),
-        |name| name.chars().take(MAX_SHOWN_NAME_CHARS).collect(),
+        || format!("number {}", index + 1),
+        |name| name.chars().take(MAX_LABEL_CHARS).collect(),
     )
 }
 
 /// Describes a parse error without its line and column, which refer to a text that is not shown.
 fn describe_parse_error(tool: &RawValue, error: &serde_json::Error) -> String {
-    let place = format!(" at line {} column {}", error.line(), error.column());
-    let said = error.to_string();
-    let said = said.strip_suffix(&place).unwrap_or(&said);
+    let location = format!(" at line {} column {}", error.line(), error.column());
+    let message = error.to_string();
+    let message = message.strip_suffix(&location).unwrap_or(&message);
     // The error does not name the field.
     let field = serde_json::from_str::<Map<String, Value>>(tool.get()).ok().and_then(|tool| {
         let texts = ["name", "title", "description"].into_iter();
@@ -134,8 +134,8 @@ fn describe_parse_error(tool: &RawValue, error: &serde_json::Error) -> String {
         wrong.next().or_else(|| shapeless.next())
     });
     match field {
-        Some(field) => format!("it cannot be read: {field}: {said}"),
-        None => format!("it cannot be read: {said}"),
+        Some(field) => format!("it cannot be read: {field}: {message}"),
+        None => format!("it cannot be read: {message}"),
     }
 }
 
@@ -170,8 +170,8 @@ mod tests {
         assert_eq!(page.tools[0].name, "fine");
         let names: Vec<&str> = page.unreadable.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["odd", "number 3", "number 4"]);
-        let why = &page.unreadable[0].1;
-        assert!(why.contains("description") && !why.contains("column"), "{why}");
+        let reason = &page.unreadable[0].1;
+        assert!(reason.contains("description") && !reason.contains("column"), "{reason}");
         assert_eq!(page.next, None, "an empty cursor is none");
         assert!(capturing.take().is_none());
         for other in

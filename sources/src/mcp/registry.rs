@@ -19,7 +19,7 @@ pub trait UpstreamRegistry: Send + Sync + 'static {
         project: &str,
         upstream: &str,
         tools: Vec<ToolDefinition>,
-        why: &str,
+        reason: &str,
     ) -> Result<Vec<(String, String)>, String>;
 
     /// Returns the stored OAuth credential of an upstream, if any.

@@ -185,19 +185,19 @@ pub struct McpSettingsError {
     pub why: String,
 }
 
-fn settings_error(field: &'static str, why: impl Into<String>) -> Result<(), McpSettingsError> {
-    Err(McpSettingsError { field, why: why.into() })
+fn settings_error(field: &'static str, reason: impl Into<String>) -> Result<(), McpSettingsError> {
+    Err(McpSettingsError { field, why: reason.into() })
 }
 
 impl McpServerSettings {
     /// Checks the constraints that the types do not express.
     pub fn check(&self) -> Result<(), McpSettingsError> {
-        if let Err(why) = toolcrib::domain::tool::check_upstream_name(&self.name) {
-            return settings_error("name", why);
+        if let Err(reason) = toolcrib::domain::tool::check_upstream_name(&self.name) {
+            return settings_error("name", reason);
         }
         if RESERVED.contains(&self.name.as_str()) {
-            let why = format!("\"{}\" is taken: Toolcrib has tools under it", self.name);
-            return settings_error("name", why);
+            let reason = format!("\"{}\" is taken: Toolcrib has tools under it", self.name);
+            return settings_error("name", reason);
         }
         match (&self.command, &self.url) {
             (Some(command), None) if command.trim().is_empty() => {
@@ -231,7 +231,7 @@ impl McpServerSettings {
             if authorized {
                 return settings_error("oauth", "and a header Authorization cannot both be");
             }
-            oauth.check().or_else(|why| settings_error("oauth", why))?;
+            oauth.check().or_else(|reason| settings_error("oauth", reason))?;
         }
         let variables = self.env.keys().chain(&self.env_from);
         for name in variables {
@@ -253,13 +253,16 @@ impl McpServerSettings {
 
     /// Returns `true` if any setting takes a value from the server's environment.
     pub fn reads_environment(&self) -> bool {
-        let filled = |text: &String| text.contains("${");
+        let has_placeholder = |text: &String| text.contains("${");
         let command = self.command.as_ref();
         !self.env_from.is_empty()
-            || self.env.values().chain(self.headers.values()).chain(&self.args).any(filled)
-            || command.is_some_and(filled)
-            || self.url.as_ref().is_some_and(filled)
-            || self.oauth.as_ref().is_some_and(|oauth| oauth.expandable_fields().any(filled))
+            || self.env.values().chain(self.headers.values()).chain(&self.args).any(has_placeholder)
+            || command.is_some_and(has_placeholder)
+            || self.url.as_ref().is_some_and(has_placeholder)
+            || self
+                .oauth
+                .as_ref()
+                .is_some_and(|oauth| oauth.expandable_fields().any(has_placeholder))
     }
 
     /// Returns a short display form of the command or URL, without secrets.
@@ -302,21 +305,21 @@ mod tests {
 
     #[test]
     fn exactly_one_of_command_and_url_is_required() {
-        let named = McpServerSettings { name: "a".into(), ..McpServerSettings::default() };
-        assert_eq!(named.check().unwrap_err().field, "command");
+        let minimal = McpServerSettings { name: "a".into(), ..McpServerSettings::default() };
+        assert_eq!(minimal.check().unwrap_err().field, "command");
         let both = McpServerSettings {
             command: Some("x".into()),
             url: Some("http://x/".into()),
-            ..named.clone()
+            ..minimal.clone()
         };
         assert_eq!(both.check().unwrap_err().field, "command");
-        let ours = McpServerSettings {
+        let reserved = McpServerSettings {
             name: "tools".into(),
             url: Some("http://x/".into()),
-            ..named.clone()
+            ..minimal.clone()
         };
-        assert_eq!(ours.check().unwrap_err().field, "name");
-        let odd = McpServerSettings { url: Some("ftp://x/".into()), ..named };
+        assert_eq!(reserved.check().unwrap_err().field, "name");
+        let odd = McpServerSettings { url: Some("ftp://x/".into()), ..minimal };
         assert_eq!(odd.check().unwrap_err().field, "url");
     }
 }

@@ -81,7 +81,7 @@ pub struct UpstreamServer {
 impl UpstreamServer {
     pub(super) fn new(
         settings: McpServerSettings,
-        news: broadcast::Sender<UpstreamChange>,
+        changes: broadcast::Sender<UpstreamChange>,
         outbound: Arc<OutboundPolicy>,
         pass: Option<Arc<Authorizer>>,
     ) -> Arc<Self> {
@@ -90,7 +90,7 @@ impl UpstreamServer {
             settings,
             state: Mutex::new(UpstreamState::new(phase)),
             stderr: StderrTail::default(),
-            changes: news,
+            changes,
             outbound,
             authorizer: pass,
             stop: CancellationToken::new(),
@@ -111,14 +111,14 @@ impl UpstreamServer {
         self.connection.send_replace(live);
     }
 
-    pub(super) fn set_resolved(&self, filled: Arc<ResolvedSettings>) {
-        *self.resolved.lock() = Some(filled);
+    pub(super) fn set_resolved(&self, resolved: Arc<ResolvedSettings>) {
+        *self.resolved.lock() = Some(resolved);
     }
 
     /// Redacts the secrets of the settings and the tokens from a text.
     pub(super) fn redact(&self, text: &str) -> String {
         let text = match &*self.resolved.lock() {
-            Some(filled) => filled.redact(text),
+            Some(resolved) => resolved.redact(text),
             None => text.to_owned(),
         };
         self.authorizer.as_ref().map_or(text.clone(), |authorizer| authorizer.redact(&text))
@@ -166,7 +166,7 @@ impl UpstreamServer {
         if let Some(live) = self.current_connection() {
             return Ok(live);
         }
-        let left = Duration::from_millis(deadline_ms.saturating_sub(now_ms()));
+        let remaining = Duration::from_millis(deadline_ms.saturating_sub(now_ms()));
         let mut seen = self.connection.subscribe();
         let waiting = async {
             loop {
@@ -185,7 +185,7 @@ impl UpstreamServer {
         };
         tokio::select! {
             found = waiting => found.ok_or_else(|| self.unavailable_fault()),
-            () = tokio::time::sleep(left.min(CONNECT_WAIT)) => Err(self.unavailable_fault()),
+            () = tokio::time::sleep(remaining.min(CONNECT_WAIT)) => Err(self.unavailable_fault()),
             () = self.stop.cancelled() => Err(self.unavailable_fault()),
             () = token.cancelled() => Err(Fault::new(Code::Canceled, "canceled")),
         }
@@ -195,12 +195,12 @@ impl UpstreamServer {
     pub(super) fn unavailable_fault(&self) -> Fault {
         let name = &self.settings.name;
         let state = self.state.lock();
-        let why = match (&state.problem, state.phase) {
+        let reason = match (&state.problem, state.phase) {
             (Some(problem), _) => problem.clone(),
             (None, UpstreamPhase::Off) => "it is switched off".to_owned(),
             (None, _) => "it has not answered yet".to_owned(),
         };
-        let message = format!("the MCP server {name} is not there: {why}");
+        let message = format!("the MCP server {name} is not there: {reason}");
         let shut = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
         Fault::unreachable(message).retryable(!shut)
     }
@@ -230,13 +230,13 @@ impl UpstreamServer {
             return Ok(());
         };
         let name = &self.settings.name;
-        let what = match pending.fields.as_slice() {
+        let difference = match pending.fields.as_slice() {
             [] => pending.change.to_owned(),
             fields => format!("{} ({})", pending.change, fields.join(", ")),
         };
         let message = format!(
             "{tool} is not what was accepted: the MCP server {name} is pinned, and the tool was \
-             {what}; an operator can accept it (toolcrib mcp accept {name})"
+             {difference}; an operator can accept it (toolcrib mcp accept {name})"
         );
         Err(Fault::new(Code::Conflict, message).without_side_effect().retryable(false))
     }
@@ -261,8 +261,8 @@ impl UpstreamServer {
     pub(super) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
         let over = {
             let mut suspended = self.suspended.lock();
-            match suspended.get_mut(call_id).filter(|known| known.attempt == attempt) {
-                Some(known) => std::mem::replace(&mut known.released, true),
+            match suspended.get_mut(call_id).filter(|request| request.attempt == attempt) {
+                Some(request) => std::mem::replace(&mut request.released, true),
                 None => false,
             }
         };
@@ -281,12 +281,12 @@ impl UpstreamServer {
     pub(super) fn suspend(self: &Arc<Self>, attempt: &Attempt, suspended: SuspendedRequest) {
         let (call_id, number) = (attempt.call_id.clone(), attempt.number);
         self.suspended.lock().insert(call_id.clone(), suspended);
-        let left = Duration::from_millis(attempt.deadline_ms.saturating_sub(now_ms()));
+        let remaining = Duration::from_millis(attempt.deadline_ms.saturating_sub(now_ms()));
         let upstream = Arc::downgrade(self);
         tokio::spawn(async move {
-            tokio::time::sleep(left).await;
+            tokio::time::sleep(remaining).await;
             let Some(upstream) = upstream.upgrade() else { return };
-            let same = |known: &SuspendedRequest| known.attempt == number;
+            let same = |request: &SuspendedRequest| request.attempt == number;
             let still = upstream.suspended.lock().get(&call_id).is_some_and(same);
             if still {
                 upstream.abandon(&call_id);
@@ -296,9 +296,9 @@ impl UpstreamServer {
 
     pub(super) fn record_changes(&self, changes: Vec<ToolChange>) {
         let mut state = self.state.lock();
-        let kept: &mut VecDeque<ToolChange> = &mut state.changes;
-        kept.extend(changes);
-        let over = kept.len().saturating_sub(MAX_STORED_CHANGES);
-        kept.drain(..over);
+        let stored: &mut VecDeque<ToolChange> = &mut state.changes;
+        stored.extend(changes);
+        let over = stored.len().saturating_sub(MAX_STORED_CHANGES);
+        stored.drain(..over);
     }
 }

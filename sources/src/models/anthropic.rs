@@ -37,15 +37,15 @@ impl Model for AnthropicModel {
         prompt: &ModelRequest,
         listener: DeltaListener<'_>,
     ) -> Result<ModelReply, ModelError> {
-        let most = self.client.endpoint.max_tokens.unwrap_or(MAX_TOKENS);
-        let body = request::build_body(prompt, most).to_string().into_bytes();
+        let max_tokens = self.client.endpoint.max_tokens.unwrap_or(MAX_TOKENS);
+        let body = request::build_body(prompt, max_tokens).to_string().into_bytes();
         let mut headers = HeaderMap::new();
         headers.insert("anthropic-version", HeaderValue::from_static(VERSION));
         let credential = KeyHeader::Header(HeaderName::from_static("x-api-key"));
         let answer = self.client.post("/messages", headers, credential, body).await?;
         let mut blocks = AnthropicReplyAssembler::new(&self.client);
         let discreet = self.client.key_redactor(listener);
-        let listener = |piece| discreet.push(piece);
+        let listener = |delta| discreet.push(delta);
         let reply = match answer.is_stream() {
             true => answer.read_events(blocks, &listener).await?,
             false => {
@@ -129,20 +129,20 @@ impl<'l> AnthropicReplyAssembler<'l> {
             Some("text") => self.push_text(text("text").unwrap_or_default(), listener),
             Some("tool_use") => {
                 let (id, name) = (text("id").unwrap_or_default(), text("name").unwrap_or_default());
-                let place = self.reply.calls.len();
+                let call_index = self.reply.calls.len();
                 // In a stream, the input starts as an empty object and arrives in deltas.
-                let given = block
+                let initial_input = block
                     .get("input")
                     .filter(|input| input.as_object().is_none_or(|o| !o.is_empty()));
-                let arguments = given.map(Value::to_string).unwrap_or_default();
-                self.call_index_by_block.insert(index, place);
+                let arguments = initial_input.map(Value::to_string).unwrap_or_default();
+                self.call_index_by_block.insert(index, call_index);
                 self.reply.calls.push(ToolCallRequest {
                     id: id.to_owned(),
                     name: name.to_owned(),
                     arguments: arguments.clone(),
                 });
                 let (id, name) = (Some(id.to_owned()), Some(name.to_owned()));
-                listener(Delta::Call { index: place, id, name, arguments });
+                listener(Delta::Call { index: call_index, id, name, arguments });
             }
             _ => {}
         }
@@ -160,13 +160,13 @@ impl<'l> AnthropicReplyAssembler<'l> {
         match delta.get("type").and_then(Value::as_str) {
             Some("text_delta") => self.push_text(text("text"), listener),
             Some("input_json_delta") => {
-                let place = self.call_index_by_block.get(&index).copied();
-                let call = place.and_then(|place| self.reply.calls.get_mut(place));
-                let (Some(place), Some(call)) = (place, call) else { return };
+                let call_index = self.call_index_by_block.get(&index).copied();
+                let call = call_index.and_then(|call_index| self.reply.calls.get_mut(call_index));
+                let (Some(call_index), Some(call)) = (call_index, call) else { return };
                 let arguments = text("partial_json").to_owned();
                 call.arguments.push_str(&arguments);
                 if !arguments.is_empty() {
-                    listener(Delta::Call { index: place, id: None, name: None, arguments });
+                    listener(Delta::Call { index: call_index, id: None, name: None, arguments });
                 }
             }
             _ => {}

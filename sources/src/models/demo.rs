@@ -32,7 +32,7 @@ impl Model for DemoModel {
         listener: DeltaListener<'_>,
     ) -> Result<ModelReply, ModelError> {
         let question = last_user_message(&prompt.messages);
-        let since = question.as_ref().map_or(0, |(place, _)| place + 1);
+        let since = question.as_ref().map_or(0, |(question_index, _)| question_index + 1);
         let since = &prompt.messages[since..];
         let asked = question.map(|(_, text)| text).unwrap_or_default();
         let (text, calls) = match collect_results(since) {
@@ -48,11 +48,11 @@ impl Model for DemoModel {
             let (id, name) = (Some(call.id.clone()), Some(call.name.clone()));
             listener(Delta::Call { index, id, name, arguments: call.arguments.clone() });
         }
-        let said: String = calls.iter().map(|call| call.arguments.as_str()).collect();
+        let arguments: String = calls.iter().map(|call| call.arguments.as_str()).collect();
         let read: String = prompt.messages.iter().map(Value::to_string).collect();
         let usage = TokenUsage {
             prompt_tokens: tokens::count(&read) as u64,
-            completion_tokens: tokens::count(&format!("{text}{said}")) as u64,
+            completion_tokens: tokens::count(&format!("{text}{arguments}")) as u64,
         };
         let stopped = if calls.is_empty() { FinishReason::Stop } else { FinishReason::ToolCalls };
         Ok(ModelReply { text, calls, finish_reason: stopped, usage, model: Some(DEMO.into()) })
@@ -61,8 +61,8 @@ impl Model for DemoModel {
 
 /// Returns the index and the text of the last user message.
 fn last_user_message(messages: &[Value]) -> Option<(usize, String)> {
-    let place = messages.iter().rposition(|message| message["role"] == "user")?;
-    let text = match &messages[place]["content"] {
+    let index = messages.iter().rposition(|message| message["role"] == "user")?;
+    let text = match &messages[index]["content"] {
         Value::String(text) => text.clone(),
         Value::Array(parts) => {
             let texts = parts.iter().filter_map(|part| part["text"].as_str());
@@ -70,7 +70,7 @@ fn last_user_message(messages: &[Value]) -> Option<(usize, String)> {
         }
         _ => String::new(),
     };
-    Some((place, text))
+    Some((index, text))
 }
 
 /// Returns the names of the tools that may be called.
@@ -79,10 +79,14 @@ fn offered_tool_names(tools: &[Value]) -> Vec<&str> {
 }
 
 /// Returns the first reply: a short text and calls, or only text.
-fn plan_reply(question: &str, tools: &[&str], place: usize) -> (String, Vec<ToolCallRequest>) {
+fn plan_reply(
+    question: &str,
+    tools: &[&str],
+    question_index: usize,
+) -> (String, Vec<ToolCallRequest>) {
     let tool = |name: &str| {
-        let told = name_for_model(name);
-        tools.iter().find(|offered| **offered == told || **offered == name).copied()
+        let model_name = name_for_model(name);
+        tools.iter().find(|offered| **offered == model_name || **offered == name).copied()
     };
     let mut asked: Vec<(&str, Value)> = Vec::new();
     for name in tools {
@@ -92,8 +96,8 @@ fn plan_reply(question: &str, tools: &[&str], place: usize) -> (String, Vec<Tool
     if let (Some(name), true) = (tool(WEATHER), asked.is_empty())
         && question.to_lowercase().contains("weather")
     {
-        let place: String = question.chars().take(500).collect();
-        asked.push((name, json!({ "query": place })));
+        let query: String = question.chars().take(500).collect();
+        asked.push((name, json!({ "query": query })));
     }
     let calculator = tool(CALCULATOR);
     if let (Some(name), true) = (calculator, asked.is_empty()) {
@@ -112,7 +116,7 @@ fn plan_reply(question: &str, tools: &[&str], place: usize) -> (String, Vec<Tool
         (false, _) => "I am a scripted model and understood nothing of this. To show you a call:",
     };
     let calls = asked.into_iter().enumerate().map(|(n, (name, args))| ToolCallRequest {
-        id: format!("call_{place}_{n}"),
+        id: format!("call_{question_index}_{n}"),
         name: name.to_owned(),
         arguments: args.to_string(),
     });
@@ -124,8 +128,8 @@ fn parse_explicit_arguments(question: &str, name: &str) -> Vec<Value> {
     let dotted = name.replace("--", "/").replace("__", ".");
     let mut found = Vec::new();
     for spelling in [name, dotted.as_str()] {
-        for (place, _) in question.match_indices(spelling) {
-            let rest = question[place + spelling.len()..].trim_start();
+        for (offset, _) in question.match_indices(spelling) {
+            let rest = question[offset + spelling.len()..].trim_start();
             let args = Deserializer::from_str(rest).into_iter::<Value>().next();
             found.extend(args.and_then(Result::ok).filter(|_| rest.starts_with('{')));
         }
@@ -145,13 +149,13 @@ fn find_expressions(question: &str) -> Vec<String> {
     }
     let arithmetic = |c: char| c.is_ascii_digit() || "+-*/^%(). ".contains(c);
     let mut found = Vec::new();
-    for piece in text.split(|c| !arithmetic(c)) {
-        let piece = piece.trim().trim_end_matches(['.', ' ']);
-        let inside = piece.trim_start_matches(['-', ' ', '(', '.']);
+    for candidate in text.split(|c| !arithmetic(c)) {
+        let candidate = candidate.trim().trim_end_matches(['.', ' ']);
+        let inside = candidate.trim_start_matches(['-', ' ', '(', '.']);
         if inside.contains(|c: char| "+-*/^%".contains(c))
-            && piece.contains(|c: char| c.is_ascii_digit())
+            && candidate.contains(|c: char| c.is_ascii_digit())
         {
-            found.push(piece.to_owned());
+            found.push(candidate.to_owned());
         }
     }
     found
@@ -170,29 +174,30 @@ fn collect_results(since: &[Value]) -> Vec<(String, String)> {
             .as_str()
             .and_then(|text| serde_json::from_str(text).ok())
             .unwrap_or_default();
-        let what = match args["expression"].as_str() {
+        let subject = match args["expression"].as_str() {
             Some(expression) => expression.to_owned(),
             None => name,
         };
-        found.push((what, message["content"].as_str().unwrap_or_default().to_owned()));
+        found.push((subject, message["content"].as_str().unwrap_or_default().to_owned()));
     }
     found
 }
 
 fn summarize_results(found: &[(String, String)], question: &str) -> String {
     let mut lines = Vec::new();
-    for (what, content) in found {
+    for (subject, content) in found {
         let value: Value = serde_json::from_str(content).unwrap_or_default();
         lines.push(match (&value["error"]["message"], &value["text"]) {
-            (Value::String(why), _) => format!("{what} could not be done: {why}"),
-            (_, Value::String(text)) => format!("{what} = {text}"),
+            (Value::String(reason), _) => format!("{subject} could not be done: {reason}"),
+            (_, Value::String(text)) => format!("{subject} = {text}"),
             _ => {
                 let short: String = content.chars().take(400).collect();
-                format!("{what} answered: {short}")
+                format!("{subject} answered: {short}")
             }
         });
     }
-    let understood = found.len() > 1 || found.first().is_some_and(|(what, _)| what != EXAMPLE);
+    let understood =
+        found.len() > 1 || found.first().is_some_and(|(subject, _)| subject != EXAMPLE);
     if !understood && !question.contains(EXAMPLE) {
         lines.push("Ask me to calculate something, such as 12 * 7 and 2 ^ 10.".to_owned());
     }

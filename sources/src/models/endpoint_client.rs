@@ -127,10 +127,10 @@ impl EndpointClient {
         if is_loopback_host(&self.host) {
             builder = builder.no_proxy();
         }
-        let made = builder.build().map_err(|error| {
+        let built = builder.build().map_err(|error| {
             permanent_error(format!("no HTTP client: {}", error.without_url()), None)
         })?;
-        Ok(self.client.get_or_init(|| made))
+        Ok(self.client.get_or_init(|| built))
     }
 
     /// Sends a POST request. Returns the response if its status is a success.
@@ -143,7 +143,7 @@ impl EndpointClient {
     ) -> Result<ModelResponse<'_>, ModelError> {
         let key = self.endpoint.key.load();
         let key =
-            key.map_err(|why| permanent_error(format!("no key for the model: {why}"), None))?;
+            key.map_err(|reason| permanent_error(format!("no key for the model: {reason}"), None))?;
         if let Some(key) = &key {
             let (name, text) = match credential {
                 KeyHeader::Bearer => (reqwest::header::AUTHORIZATION, format!("Bearer {key}")),
@@ -189,11 +189,11 @@ impl EndpointClient {
             last = Some(deeper.to_string());
             cause = deeper.source();
         }
-        let what = match error.is_connect() {
+        let message = match error.is_connect() {
             true => format!("cannot connect to the model at {}", self.host),
             false => format!("the connection to the model at {} broke", self.host),
         };
-        transient_error(last.map_or_else(|| what.clone(), |last| format!("{what}: {last}")))
+        transient_error(last.map_or_else(|| message.clone(), |last| format!("{message}: {last}")))
     }
 
     /// Returns a redactor between the endpoint's deltas and the listener.
@@ -218,9 +218,9 @@ impl EndpointClient {
     pub(super) fn stream_error(&self, error: &Value) -> ModelError {
         let kind = error.get("type").and_then(Value::as_str).unwrap_or_default();
         let key = self.endpoint.key.load().ok().flatten();
-        let what = error_message(error, key.as_deref());
-        let what = what.map(|said| format!(": {said}")).unwrap_or_default();
-        let message = format!("the model at {} gave up{what}", self.host);
+        let detail = error_message(error, key.as_deref());
+        let detail = detail.map(|text| format!(": {text}")).unwrap_or_default();
+        let message = format!("the model at {} gave up{detail}", self.host);
         match kind {
             "invalid_request_error"
             | "authentication_error"
@@ -257,19 +257,21 @@ impl ModelResponse<'_> {
     }
 
     async fn next_chunk(&mut self) -> Result<Option<Bytes>, ModelError> {
-        let (line, patience) = (self.client, self.client.endpoint.limits);
+        let (client, patience) = (self.client, self.client.endpoint.limits);
         let idle = timeout(patience.idle, self.response.chunk());
         let late = |_| {
             let ms = patience.total.as_millis();
-            transient_error(format!("the model at {} was not done after {ms} ms", line.host))
+            transient_error(format!("the model at {} was not done after {ms} ms", client.host))
         };
-        let chunk =
-            timeout_at(self.deadline, idle).await.map_err(late)?.map_err(|_| line.idle_error())?;
-        let chunk = chunk.map_err(|error| line.connection_error(&error))?;
+        let chunk = timeout_at(self.deadline, idle)
+            .await
+            .map_err(late)?
+            .map_err(|_| client.idle_error())?;
+        let chunk = chunk.map_err(|error| client.connection_error(&error))?;
         let size = chunk.as_ref().map_or(0, Bytes::len);
         self.bytes_left = self.bytes_left.checked_sub(size).ok_or_else(|| {
-            let (host, most) = (&line.host, patience.max_bytes);
-            let message = format!("the model at {host} answered more than {most} bytes");
+            let (host, max_bytes) = (&client.host, patience.max_bytes);
+            let message = format!("the model at {host} answered more than {max_bytes} bytes");
             model_error(Code::PayloadTooLarge, message, false)
         })?;
         Ok(chunk)
@@ -338,10 +340,10 @@ impl ModelResponse<'_> {
             let word = error.get(field).and_then(Value::as_str);
             word.map(|word| sanitize_name(&redact_key(word, key)))
         };
-        let (kind, code, said) = (word("type"), word("code"), error_message(error, key));
-        let said = said.map(|said| format!(": {said}")).unwrap_or_default();
+        let (kind, code, reason) = (word("type"), word("code"), error_message(error, key));
+        let reason = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
         let message =
-            format!("the model at {} answered {}{said}", self.client.host, status.as_u16());
+            format!("the model at {} answered {}{reason}", self.client.host, status.as_u16());
         let detail = json!({ "http_status": status.as_u16(), "type": kind, "code": code });
         let spent = code.as_deref() == Some("insufficient_quota");
         let passes = matches!(status.as_u16(), 408 | 409 | 425 | 429) || status.is_server_error();

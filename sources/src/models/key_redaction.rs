@@ -38,14 +38,14 @@ const PLACEHOLDER_KEYS: [&str; 15] = [
 
 /// Returns whether a key must be redacted.
 fn should_redact(key: &str) -> bool {
-    let digits = key.bytes().any(|byte| byte.is_ascii_digit());
-    let letters = key.chars().any(char::is_alphabetic);
+    let has_digits = key.bytes().any(|byte| byte.is_ascii_digit());
+    let has_letters = key.chars().any(char::is_alphabetic);
     match key.len() {
         MIN_SECRET_BYTES.. => {
             let word = key.to_lowercase().replace('_', "-");
             !PLACEHOLDER_KEYS.contains(&word.as_str())
         }
-        MIN_MIXED_SECRET_BYTES.. => digits && letters,
+        MIN_MIXED_SECRET_BYTES.. => has_digits && has_letters,
         _ => false,
     }
 }
@@ -59,9 +59,9 @@ pub(super) fn redact_key(text: &str, key: Option<&str>) -> String {
 }
 
 fn redact_all(text: &str, key: &[char]) -> String {
-    let mut held = String::new();
-    let said = release_safe_prefix(&mut held, text, key);
-    said + &held
+    let mut pending = String::new();
+    let released = release_safe_prefix(&mut pending, text, key);
+    released + &pending
 }
 
 /// Redacts the key from deltas before they reach the listener.
@@ -86,25 +86,26 @@ impl<'a> KeyRedactor<'a> {
     }
 
     /// Forwards the part of a delta that is safe to release.
-    pub(super) fn push(&self, piece: Delta) {
-        let Some(key) = &self.key else { return (self.listener)(piece) };
-        let mut held = self.buffer.lock();
-        match piece {
+    pub(super) fn push(&self, delta: Delta) {
+        let Some(key) = &self.key else { return (self.listener)(delta) };
+        let mut buffer = self.buffer.lock();
+        match delta {
             Delta::Text(text) => {
-                let said = release_safe_prefix(&mut held.text, &text, key);
-                if !said.is_empty() {
-                    (self.listener)(Delta::Text(said));
+                let released = release_safe_prefix(&mut buffer.text, &text, key);
+                if !released.is_empty() {
+                    (self.listener)(Delta::Text(released));
                 }
             }
             Delta::Call { index, id, name, arguments } => {
-                if held.calls.len() <= index {
-                    held.calls.resize_with(index + 1, String::new);
+                if buffer.calls.len() <= index {
+                    buffer.calls.resize_with(index + 1, String::new);
                 }
                 let empty = arguments.is_empty();
-                let arguments = release_safe_prefix(&mut held.calls[index], &arguments, key);
+                let arguments = release_safe_prefix(&mut buffer.calls[index], &arguments, key);
                 // A delta that is held back completely is not forwarded.
                 if id.is_some() || name.is_some() || empty || !arguments.is_empty() {
-                    let [id, name] = [id, name].map(|said| said.map(|s| redact_all(&s, key)));
+                    let [id, name] =
+                        [id, name].map(|released| released.map(|s| redact_all(&s, key)));
                     (self.listener)(Delta::Call { index, id, name, arguments });
                 }
             }
@@ -114,18 +115,18 @@ impl<'a> KeyRedactor<'a> {
     /// Releases the held text after the last delta, and returns the reply with the key redacted.
     pub(super) fn finish(self, mut reply: ModelReply) -> ModelReply {
         let Some(key) = &self.key else { return reply };
-        let held = self.buffer.into_inner();
-        if !held.text.is_empty() {
-            (self.listener)(Delta::Text(held.text));
+        let buffer = self.buffer.into_inner();
+        if !buffer.text.is_empty() {
+            (self.listener)(Delta::Text(buffer.text));
         }
-        for (index, arguments) in held.calls.into_iter().enumerate() {
+        for (index, arguments) in buffer.calls.into_iter().enumerate() {
             if !arguments.is_empty() {
                 (self.listener)(Delta::Call { index, id: None, name: None, arguments });
             }
         }
         let calls = reply.calls.iter_mut();
-        let said = calls.flat_map(|call| [&mut call.id, &mut call.name, &mut call.arguments]);
-        for text in said.chain([&mut reply.text]).chain(&mut reply.model) {
+        let fields = calls.flat_map(|call| [&mut call.id, &mut call.name, &mut call.arguments]);
+        for text in fields.chain([&mut reply.text]).chain(&mut reply.model) {
             *text = redact_all(text, key);
         }
         reply
@@ -134,24 +135,24 @@ impl<'a> KeyRedactor<'a> {
 
 /// Returns the part of a text that is safe to release, after the text held back before; the rest
 /// stays in the buffer.
-fn release_safe_prefix(held: &mut String, more: &str, key: &[char]) -> String {
-    held.push_str(more);
-    let (mut said, mut at) = (String::new(), 0);
-    while let Some(first) = held[at..].chars().next() {
-        match match_key(&held[at..], key) {
+fn release_safe_prefix(pending: &mut String, more: &str, key: &[char]) -> String {
+    pending.push_str(more);
+    let (mut released, mut offset) = (String::new(), 0);
+    while let Some(first) = pending[offset..].chars().next() {
+        match match_key(&pending[offset..], key) {
             KeyMatch::Full(length) => {
-                said.push_str(REDACTED);
-                at += length;
+                released.push_str(REDACTED);
+                offset += length;
             }
             KeyMatch::Partial => break,
             KeyMatch::Mismatch => {
-                said.push(first);
-                at += first.len_utf8();
+                released.push(first);
+                offset += first.len_utf8();
             }
         }
     }
-    held.drain(..at);
-    said
+    pending.drain(..offset);
+    released
 }
 
 /// The result of matching the start of a text against the key.
@@ -164,36 +165,36 @@ enum KeyMatch {
 }
 
 fn match_key(text: &str, key: &[char]) -> KeyMatch {
-    let mut at = 0;
-    for wanted in key {
-        let Some(first) = text[at..].chars().next() else { return KeyMatch::Partial };
-        at += match first {
-            same if same == *wanted => same.len_utf8(),
-            '\\' => match match_escaped_char(&text[at..], *wanted) {
+    let mut offset = 0;
+    for expected in key {
+        let Some(first) = text[offset..].chars().next() else { return KeyMatch::Partial };
+        offset += match first {
+            same if same == *expected => same.len_utf8(),
+            '\\' => match match_escaped_char(&text[offset..], *expected) {
                 KeyMatch::Full(length) => length,
                 other => return other,
             },
             _ => return KeyMatch::Mismatch,
         };
     }
-    KeyMatch::Full(at)
+    KeyMatch::Full(offset)
 }
 
 /// Matches the start of a text against a character in JSON's escaped form: `\/`, `\u002b`.
-fn match_escaped_char(text: &str, wanted: char) -> KeyMatch {
+fn match_escaped_char(text: &str, expected: char) -> KeyMatch {
     let mut rest = text.chars().skip(1);
     match rest.next() {
         None => KeyMatch::Partial,
         Some('u') => {
-            let digits: String = rest.take(4).collect();
-            let number = format!("{:04x}", u32::from(wanted));
-            match number.starts_with(&digits.to_ascii_lowercase()) {
-                true if digits.len() == number.len() => KeyMatch::Full(6),
+            let has_digits: String = rest.take(4).collect();
+            let number = format!("{:04x}", u32::from(expected));
+            match number.starts_with(&has_digits.to_ascii_lowercase()) {
+                true if has_digits.len() == number.len() => KeyMatch::Full(6),
                 true => KeyMatch::Partial,
                 false => KeyMatch::Mismatch,
             }
         }
-        Some(same) if same == wanted && matches!(same, '/' | '"' | '\\') => KeyMatch::Full(2),
+        Some(same) if same == expected && matches!(same, '/' | '"' | '\\') => KeyMatch::Full(2),
         Some(_) => KeyMatch::Mismatch,
     }
 }
@@ -222,7 +223,7 @@ mod tests {
     fn a_key_is_redacted_wherever_the_deltas_are_split() {
         let streamed = format!("a sk-{KEY}{KEY}, süß: s{KEY} sk-sk-");
         let expected = "a sk-……, süß: s… sk-sk-";
-        let ends: Vec<usize> = streamed.char_indices().map(|(at, _)| at).collect();
+        let ends: Vec<usize> = streamed.char_indices().map(|(offset, _)| offset).collect();
         for first in &ends {
             for second in ends.iter().filter(|second| *second >= first) {
                 let parts = [&streamed[..*first], &streamed[*first..*second], &streamed[*second..]];
@@ -243,7 +244,7 @@ mod tests {
             [r#"Kq\/9+z=\"x4"#, r#"Kq\u002F9\u002bz\u003d\u0022x4"#, r#"\u004bq/9+z="x4"#]
         {
             let streamed = format!(r#"{{"a\n\u00e4":"{streamed}\\"}}"#);
-            let ends: Vec<usize> = streamed.char_indices().map(|(at, _)| at).collect();
+            let ends: Vec<usize> = streamed.char_indices().map(|(offset, _)| offset).collect();
             for end in ends {
                 let (redacted_stream, reply_text) =
                     redacted_stream(&[&streamed[..end], &streamed[end..]], key);

@@ -30,8 +30,8 @@ impl OpenAiModel {
     fn request(&self, prompt: &ModelRequest) -> Vec<u8> {
         let mut body = prompt.settings.clone();
         let limited = ["max_tokens", "max_completion_tokens"].iter().any(|k| body.contains_key(*k));
-        if let (Some(most), false) = (self.client.endpoint.max_tokens, limited) {
-            body.insert("max_tokens".into(), most.into());
+        if let (Some(max_tokens), false) = (self.client.endpoint.max_tokens, limited) {
+            body.insert("max_tokens".into(), max_tokens.into());
         }
         if prompt.tools.is_empty() {
             // Endpoints refuse tool settings in a request without tools.
@@ -60,7 +60,7 @@ impl Model for OpenAiModel {
         let path = "/chat/completions";
         let answer = self.client.post(path, HeaderMap::new(), KeyHeader::Bearer, body).await?;
         let discreet = self.client.key_redactor(listener);
-        let listener = |piece| discreet.push(piece);
+        let listener = |delta| discreet.push(delta);
         let reply = match answer.is_stream() {
             true => answer.read_events(OpenAiReplyAssembler::new(&self.client), &listener).await?,
             false => read_complete_reply(&self.client, answer, &listener).await?,
@@ -71,12 +71,12 @@ impl Model for OpenAiModel {
 
 /// Reads the reply of an endpoint that does not stream.
 async fn read_complete_reply(
-    line: &EndpointClient,
+    client: &EndpointClient,
     answer: ModelResponse<'_>,
     listener: DeltaListener<'_>,
 ) -> Result<ModelReply, ModelError> {
     let body = answer.read_json().await?;
-    let mut chunks = OpenAiReplyAssembler::new(line);
+    let mut chunks = OpenAiReplyAssembler::new(client);
     chunks.push_chunk(&body, MESSAGE_FIELD, listener)?;
     chunks.finish()
 }
@@ -145,91 +145,92 @@ impl<'l> OpenAiReplyAssembler<'l> {
 
     fn push_delta(&mut self, delta: &Map<String, Value>, whole: bool, listener: DeltaListener<'_>) {
         // The text of a refusal is the model's reply.
-        for said in
+        for text in
             ["content", "refusal"].iter().filter_map(|field| content_text(delta.get(*field)))
         {
-            self.reply.text.push_str(&said);
-            listener(Delta::Text(said));
+            self.reply.text.push_str(&text);
+            listener(Delta::Text(text));
         }
         let calls = delta.get("tool_calls").and_then(Value::as_array);
         let calls = calls.map_or(&[][..], Vec::as_slice);
         for (n, call) in calls.iter().enumerate() {
-            let piece = ToolCallFragment::parse(call);
+            let fragment = ToolCallFragment::parse(call);
             // A fragment with a name and without an index, after another one in the same chunk,
             // starts a new call.
-            let beside = n > 0 && piece.index.is_none() && piece.name.is_some();
-            let known = if whole || beside { None } else { self.find_call(&piece) };
-            self.push_call_fragment(&piece, known, listener);
+            let beside = n > 0 && fragment.index.is_none() && fragment.name.is_some();
+            let existing = if whole || beside { None } else { self.find_call(&fragment) };
+            self.push_call_fragment(&fragment, existing, listener);
         }
     }
 
     /// Adds a fragment to this call, or to a new one.
     fn push_call_fragment(
         &mut self,
-        piece: &ToolCallFragment<'_>,
-        known: Option<usize>,
+        fragment: &ToolCallFragment<'_>,
+        existing: Option<usize>,
         listener: DeltaListener<'_>,
     ) {
-        let fresh = known.is_none();
-        let place = known.unwrap_or_else(|| self.start_call(piece));
+        let fresh = existing.is_none();
+        let call_index = existing.unwrap_or_else(|| self.start_call(fragment));
         let Some((call, forming)) =
-            self.reply.calls.get_mut(place).zip(self.partial_calls.get_mut(place))
+            self.reply.calls.get_mut(call_index).zip(self.partial_calls.get_mut(call_index))
         else {
             return;
         };
         // An id that arrives after the first fragment replaces a generated one.
-        let late = piece.id.filter(|_| forming.has_generated_id && !fresh);
+        let late = fragment.id.filter(|_| forming.has_generated_id && !fresh);
         if let Some(id) = late {
             id.clone_into(&mut call.id);
             forming.has_generated_id = false;
         }
-        if let Some(name) = piece.name.filter(|_| call.name.is_empty()) {
+        if let Some(name) = fragment.name.filter(|_| call.name.is_empty()) {
             name.clone_into(&mut call.name);
         }
-        call.arguments.push_str(&piece.arguments);
-        forming.nesting.push(&piece.arguments);
+        call.arguments.push_str(&fragment.arguments);
+        forming.nesting.push(&fragment.arguments);
         listener(Delta::Call {
-            index: place,
+            index: call_index,
             id: (fresh || late.is_some()).then(|| call.id.clone()),
             name: fresh.then(|| call.name.clone()),
-            arguments: piece.arguments.to_string(),
+            arguments: fragment.arguments.to_string(),
         });
     }
 
     /// Returns the call that a fragment continues, or `None` if it starts a new one. Endpoints
     /// differ: some give every call the index 0, some omit the index, some give all calls the same
     /// id or none, some repeat the name in every fragment.
-    fn find_call(&self, piece: &ToolCallFragment<'_>) -> Option<usize> {
-        let place = match piece.index {
+    fn find_call(&self, fragment: &ToolCallFragment<'_>) -> Option<usize> {
+        let call_index = match fragment.index {
             Some(index) => self.call_index_by_number.get(&index).copied()?,
             None => self.reply.calls.len().checked_sub(1)?,
         };
-        let (call, forming) = (self.reply.calls.get(place)?, self.partial_calls.get(place)?);
+        let (call, forming) =
+            (self.reply.calls.get(call_index)?, self.partial_calls.get(call_index)?);
         // A different id starts a new call.
-        let other_id = !forming.has_generated_id && piece.id.is_some_and(|id| id != call.id);
+        let other_id = !forming.has_generated_id && fragment.id.is_some_and(|id| id != call.id);
         // A repeated name continues the call, unless the name differs or more arguments arrive
         // after the arguments are complete.
-        let named = piece.name.is_some_and(|name| {
-            let more = !piece.arguments.trim().is_empty();
+        let starts_new_call = fragment.name.is_some_and(|name| {
+            let more = !fragment.arguments.trim().is_empty();
             !call.name.is_empty() && (name != call.name || (more && forming.nesting.is_closed()))
         });
-        (!other_id && !named).then_some(place)
+        (!other_id && !starts_new_call).then_some(call_index)
     }
 
     /// Starts a call with this fragment.
-    fn start_call(&mut self, piece: &ToolCallFragment<'_>) -> usize {
-        let place = self.reply.calls.len();
-        let made_up = || format!("call_{}", ulid::Ulid::generate());
-        let id = piece.id.map_or_else(made_up, str::to_owned);
+    fn start_call(&mut self, fragment: &ToolCallFragment<'_>) -> usize {
+        let call_index = self.reply.calls.len();
+        let generate_id = || format!("call_{}", ulid::Ulid::generate());
+        let id = fragment.id.map_or_else(generate_id, str::to_owned);
         self.reply.calls.push(ToolCallRequest { id, ..ToolCallRequest::default() });
         self.partial_calls.push(PartialToolCall {
-            has_generated_id: piece.id.is_none(),
+            has_generated_id: fragment.id.is_none(),
             nesting: JsonNesting::default(),
         });
-        if let Some(index) = piece.index {
-            self.call_index_by_number.insert(index, place);
+        if let Some(index) = fragment.index {
+            self.call_index_by_number.insert(index, call_index);
         }
-        place
+        call_index
     }
 }
 
@@ -243,9 +244,9 @@ struct ToolCallFragment<'a> {
 }
 
 impl<'a> ToolCallFragment<'a> {
-    fn parse(piece: &'a Value) -> Self {
-        let index = piece.get("index").and_then(Value::as_u64);
-        let function = piece.get("function");
+    fn parse(fragment: &'a Value) -> Self {
+        let index = fragment.get("index").and_then(Value::as_u64);
+        let function = fragment.get("function");
         let field = |name: &str| function.and_then(|function| function.get(name));
         let arguments = match field("arguments") {
             Some(Value::String(text)) => Cow::Borrowed(text.as_str()),
@@ -255,7 +256,7 @@ impl<'a> ToolCallFragment<'a> {
         };
         Self {
             index,
-            id: non_empty_str(piece.get("id")),
+            id: non_empty_str(fragment.get("id")),
             name: non_empty_str(field("name")),
             arguments,
         }
@@ -326,7 +327,7 @@ impl ReplyAssembler for OpenAiReplyAssembler<'_> {
 
 /// Returns the text of a content: a string, or the text parts of a list.
 fn content_text(value: Option<&Value>) -> Option<String> {
-    let said = match value? {
+    let text = match value? {
         Value::Array(parts) => {
             let says = |part: &&Value| {
                 let kind = part.get("type").and_then(Value::as_str);
@@ -336,7 +337,7 @@ fn content_text(value: Option<&Value>) -> Option<String> {
         }
         other => non_empty_str(Some(other))?.to_owned(),
     };
-    Some(said).filter(|said| !said.is_empty())
+    Some(text).filter(|text| !text.is_empty())
 }
 
 fn non_empty_str(value: Option<&Value>) -> Option<&str> {

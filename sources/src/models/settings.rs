@@ -129,13 +129,13 @@ impl LlmSettings {
     /// Builds the engine's policy for model requests and their retries.
     pub fn request_policy(&self) -> ModelRequestPolicy {
         let usual = ModelRequestPolicy::default();
-        let named = self.models.values().filter_map(|model| model.timeout_ms);
+        let timeouts = self.models.values().filter_map(|model| model.timeout_ms);
         let backoff = Backoff { initial_ms: self.retry_backoff_ms, ..usual.backoff };
         ModelRequestPolicy {
             retries: self.max_retries,
             backoff,
             // An upper bound for all endpoints; each endpoint's own timeout ends sooner.
-            request_ms: named.chain([self.timeout_ms]).max().unwrap_or(usual.request_ms),
+            request_ms: timeouts.chain([self.timeout_ms]).max().unwrap_or(usual.request_ms),
             max_answer_bytes: self.max_answer_bytes,
         }
     }
@@ -168,18 +168,18 @@ impl LlmSettings {
         })
     }
 
-    fn named_endpoint(&self, named: &NamedModelSettings) -> ModelEndpoint {
-        let kind = named.kind.unwrap_or(self.kind);
+    fn named_endpoint(&self, model: &NamedModelSettings) -> ModelEndpoint {
+        let kind = model.kind.unwrap_or(self.kind);
         let same_kind = kind == self.kind;
-        let base = named.base_url.as_deref();
+        let base = model.base_url.as_deref();
         let base = base.or_else(|| self.base_url.as_deref().filter(|_| same_kind));
         let base_url = base_url_or_default(base, kind.into());
         let same = same_kind
             && base_url == base_url_or_default(self.base_url.as_deref(), self.kind.into());
-        let own_key = named.api_key_env.is_some() || named.api_key_file.is_some();
+        let has_key = model.api_key_env.is_some() || model.api_key_file.is_some();
         // A key is sent only to the endpoint it was meant for.
-        let key = if own_key {
-            api_key_source(named.api_key_env.as_deref(), named.api_key_file.clone(), kind)
+        let key = if has_key {
+            api_key_source(model.api_key_env.as_deref(), model.api_key_file.clone(), kind)
         } else if same {
             api_key_source(self.api_key_env.as_deref(), self.api_key_file.clone(), kind)
         } else if base_url == base_url_or_default(None, kind.into()) {
@@ -188,13 +188,13 @@ impl LlmSettings {
             // The usual variable may hold the key of `[llm]` or of the vendor.
             ApiKeySource { variable: None, file: None, is_required: false }
         };
-        let whole = named.timeout_ms.unwrap_or(self.timeout_ms);
-        let idle = named.idle_timeout_ms.unwrap_or(self.idle_timeout_ms);
+        let whole = model.timeout_ms.unwrap_or(self.timeout_ms);
+        let idle = model.idle_timeout_ms.unwrap_or(self.idle_timeout_ms);
         ModelEndpoint {
             kind: kind.into(),
             base_url,
             key,
-            max_tokens: named.max_tokens.or(self.max_tokens),
+            max_tokens: model.max_tokens.or(self.max_tokens),
             limits: ModelResponseLimits {
                 total: Duration::from_millis(whole),
                 idle: Duration::from_millis(idle),
@@ -212,41 +212,42 @@ impl LlmSettings {
         check_tokens("llm.max_tokens", self.max_tokens)?;
         check_time("llm.retry_backoff_ms", Some(self.retry_backoff_ms))?;
         if self.max_retries > MAX_RETRIES_LIMIT {
-            let why = format!("must be from 0 to {MAX_RETRIES_LIMIT}");
-            return Err(InvalidSetting::new("llm.max_retries", why));
+            let reason = format!("must be from 0 to {MAX_RETRIES_LIMIT}");
+            return Err(InvalidSetting::new("llm.max_retries", reason));
         }
         if self.max_answer_bytes == 0 {
             return Err(InvalidSetting::new("llm.max_answer_bytes", "must be at least 1"));
         }
-        for (name, named) in &self.models {
+        for (name, model) in &self.models {
             let key = |field: &str| format!("llm.models.{name}.{field}");
             if name == DEMO {
-                let why = "is the scripted model that comes with the server: choose another name";
-                return Err(InvalidSetting::new("llm.models.demo", why));
+                let reason =
+                    "is the scripted model that comes with the server: choose another name";
+                return Err(InvalidSetting::new("llm.models.demo", reason));
             }
             check_model_name("llm.models", Some(name))?;
-            check_url(&key("base_url"), named.base_url.as_deref())?;
-            check_variable(&key("api_key_env"), named.api_key_env.as_deref())?;
-            check_model_name(&key("model"), named.model.as_deref())?;
-            check_time(&key("timeout_ms"), named.timeout_ms)?;
-            check_time(&key("idle_timeout_ms"), named.idle_timeout_ms)?;
-            check_tokens(&key("max_tokens"), named.max_tokens)?;
+            check_url(&key("base_url"), model.base_url.as_deref())?;
+            check_variable(&key("api_key_env"), model.api_key_env.as_deref())?;
+            check_model_name(&key("model"), model.model.as_deref())?;
+            check_time(&key("timeout_ms"), model.timeout_ms)?;
+            check_time(&key("idle_timeout_ms"), model.idle_timeout_ms)?;
+            check_tokens(&key("max_tokens"), model.max_tokens)?;
         }
         let Some(summary) = &self.summary_model else { return Ok(()) };
-        let known = summary == DEMO
+        let is_configured = summary == DEMO
             || self.models.contains_key(summary)
             || self.model.as_ref() == Some(summary)
             || (self.has_endpoint() && self.other_models);
-        if known {
+        if is_configured {
             return Ok(());
         }
-        let why = "must be a model of [llm] or a name of [llm.models]";
-        Err(InvalidSetting::new("llm.summary_model", why))
+        let reason = "must be a model of [llm] or a name of [llm.models]";
+        Err(InvalidSetting::new("llm.summary_model", reason))
     }
 }
 
-fn base_url_or_default(given: Option<&str>, kind: ModelApi) -> String {
-    given.unwrap_or(kind.default_base_url()).trim_end_matches('/').to_owned()
+fn base_url_or_default(value: Option<&str>, kind: ModelApi) -> String {
+    value.unwrap_or(kind.default_base_url()).trim_end_matches('/').to_owned()
 }
 
 fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> ApiKeySource {
@@ -256,14 +257,14 @@ fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind
     };
     match variable {
         Some("") => ApiKeySource { variable: None, file, is_required: false },
-        Some(named) => ApiKeySource { variable: Some(named.to_owned()), file, is_required: true },
+        Some(name) => ApiKeySource { variable: Some(name.to_owned()), file, is_required: true },
         // Endpoints on the local machine require no key.
         None => ApiKeySource { variable: Some(usual.to_owned()), file, is_required: false },
     }
 }
 
-fn check_url(key: &str, given: Option<&str>) -> Result<(), InvalidSetting> {
-    let Some(text) = given else { return Ok(()) };
+fn check_url(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
+    let Some(text) = value else { return Ok(()) };
     // The message does not repeat the value: it may contain a password.
     let Ok(url) = Url::parse(text) else {
         return Err(InvalidSetting::new(key, "must be a URL such as https://host/v1"));
@@ -272,39 +273,39 @@ fn check_url(key: &str, given: Option<&str>) -> Result<(), InvalidSetting> {
         return Err(InvalidSetting::new(key, "must begin with https:// or http://"));
     }
     if !url.username().is_empty() || url.password().is_some() {
-        let why = "must not have a user name or password in it; api_key_env names the key";
-        return Err(InvalidSetting::new(key, why));
+        let reason = "must not have a user name or password in it; api_key_env names the key";
+        return Err(InvalidSetting::new(key, reason));
     }
     Ok(())
 }
 
-fn check_variable(key: &str, given: Option<&str>) -> Result<(), InvalidSetting> {
+fn check_variable(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
     // Catches a key that was written here by mistake, before it appears in a log.
-    if given.is_some_and(|name| !name.chars().all(plain) || name.len() > 128) {
-        let why = "must be the name of an environment variable, not the key itself";
-        return Err(InvalidSetting::new(key, why));
+    if value.is_some_and(|name| !name.chars().all(plain) || name.len() > 128) {
+        let reason = "must be the name of an environment variable, not the key itself";
+        return Err(InvalidSetting::new(key, reason));
     }
     Ok(())
 }
 
-fn check_model_name(key: &str, given: Option<&str>) -> Result<(), InvalidSetting> {
+fn check_model_name(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
     let fits = |word: &str| (1..=200).contains(&word.len()) && !word.chars().any(char::is_control);
-    if given.is_some_and(|word| !fits(word)) {
+    if value.is_some_and(|word| !fits(word)) {
         return Err(InvalidSetting::new(key, "must be a name of 1 to 200 bytes"));
     }
     Ok(())
 }
 
-fn check_time(key: &str, given: Option<u64>) -> Result<(), InvalidSetting> {
-    if given.is_some_and(|time| !(1..=HOUR_MS).contains(&time)) {
+fn check_time(key: &str, value: Option<u64>) -> Result<(), InvalidSetting> {
+    if value.is_some_and(|time| !(1..=HOUR_MS).contains(&time)) {
         return Err(InvalidSetting::new(key, format!("must be from 1 to {HOUR_MS}")));
     }
     Ok(())
 }
 
-fn check_tokens(key: &str, given: Option<u32>) -> Result<(), InvalidSetting> {
-    if given == Some(0) {
+fn check_tokens(key: &str, value: Option<u32>) -> Result<(), InvalidSetting> {
+    if value == Some(0) {
         return Err(InvalidSetting::new(key, "must be at least 1"));
     }
     Ok(())

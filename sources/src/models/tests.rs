@@ -33,25 +33,25 @@ fn an_api_key_is_used_only_for_its_own_endpoint() {
         api_key_env: Some("ONE_KEY".into()),
         ..LlmSettings::default()
     };
-    let named = |base_url: Option<&str>| NamedModelSettings {
+    let model_at = |base_url: Option<&str>| NamedModelSettings {
         base_url: base_url.map(str::to_owned),
         ..Default::default()
     };
-    settings.models.insert("same".into(), named(None));
-    settings.models.insert("said".into(), named(Some("https://one.example/v1")));
-    settings.models.insert("other".into(), named(Some("https://two.example/v1")));
-    settings.models.insert("vendor".into(), named(Some("https://api.openai.com/v1/")));
+    settings.models.insert("same".into(), model_at(None));
+    settings.models.insert("said".into(), model_at(Some("https://one.example/v1")));
+    settings.models.insert("other".into(), model_at(Some("https://two.example/v1")));
+    settings.models.insert("vendor".into(), model_at(Some("https://api.openai.com/v1/")));
     let claude = Some(crate::models::settings::ModelKind::Anthropic);
-    settings.models.insert("claude".into(), NamedModelSettings { kind: claude, ..named(None) });
-    let proxy = named(Some("https://one.example/v1"));
+    settings.models.insert("claude".into(), NamedModelSettings { kind: claude, ..model_at(None) });
+    let proxy = model_at(Some("https://one.example/v1"));
     settings.models.insert("proxy".into(), NamedModelSettings { kind: claude, ..proxy });
-    let own = NamedModelSettings {
+    let with_key = NamedModelSettings {
         api_key_env: Some("TWO_KEY".into()),
-        ..named(Some("https://two.example/v1"))
+        ..model_at(Some("https://two.example/v1"))
     };
-    settings.models.insert("own".into(), own);
+    settings.models.insert("own".into(), with_key);
     let endpoint_of = |name: &str| {
-        let found = settings.named_endpoints().find(|(named, ..)| *named == name).unwrap();
+        let found = settings.named_endpoints().find(|(model, ..)| *model == name).unwrap();
         (found.2.base_url, found.2.key.variable)
     };
     assert_eq!(endpoint_of("same"), ("https://one.example/v1".into(), Some("ONE_KEY".into())));

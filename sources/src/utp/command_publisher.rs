@@ -61,14 +61,8 @@ impl OutgoingCommand {
     pub(super) fn new(version: &str, attempt: Attempt) -> Result<Option<Self>, String> {
         let Some(command) = &attempt.command else { return Ok(None) };
         let (subject, headers, payload) = wire::encode_command(version, &attempt, command)?;
-        let (written, perhaps_there) = (Some((headers, payload)), attempt.redelivered);
-        Ok(Some(Self {
-            subject,
-            encoded: written,
-            attempt,
-            tries: 0,
-            may_be_published: perhaps_there,
-        }))
+        let (written, may_be_published) = (Some((headers, payload)), attempt.redelivered);
+        Ok(Some(Self { subject, encoded: written, attempt, tries: 0, may_be_published }))
     }
 
     pub(super) fn attempt_key(&self) -> (CallId, u32) {
@@ -150,8 +144,8 @@ struct InFlightCommand {
     retry_at: Instant,
 }
 
-async fn sleep_until_window_ends(held: Option<(u64, tokio::time::Instant)>) {
-    if let Some((_, until)) = held {
+async fn sleep_until_window_ends(window: Option<(u64, tokio::time::Instant)>) {
+    if let Some((_, until)) = window {
         tokio::time::sleep_until(until).await;
     }
 }
@@ -188,11 +182,11 @@ impl CommandPublisher {
     }
 
     /// Publishes until the queue is closed.
-    pub(super) async fn run(mut self, mut line: UnboundedReceiver<OutgoingCommand>) {
+    pub(super) async fn run(mut self, mut commands: UnboundedReceiver<OutgoingCommand>) {
         let mut look = tokio::time::interval(OVERDUE_CHECK_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut some = Vec::with_capacity(MAX_DRAIN);
-        let (back, mut not_there) = unbounded_channel();
+        let (back, mut unpublished) = unbounded_channel();
         loop {
             let acks = self.link.client().subscribe(format!("{}.*", self.ack_inbox)).await;
             let Ok(mut acks) = acks else {
@@ -206,15 +200,15 @@ impl CommandPublisher {
                         Some(ack) => self.handle_ack(&ack),
                         None => break,
                     },
-                    count = line.recv_many(&mut some, MAX_DRAIN),
-                        if self.can_publish(line.len()) =>
+                    count = commands.recv_many(&mut some, MAX_DRAIN),
+                        if self.can_publish(commands.len()) =>
                     {
                         if count == 0 {
                             return;
                         }
                         self.publish(&mut some, &back).await;
                     }
-                    Some(outgoing) = not_there.recv() => {
+                    Some(outgoing) = unpublished.recv() => {
                         some.push(outgoing);
                         self.publish(&mut some, &back).await;
                     }
@@ -237,8 +231,8 @@ impl CommandPublisher {
     /// Returns `true` if queued commands can be sent: none is awaited, or there are enough for a
     /// batch.
     fn can_publish(&self, waiting: usize) -> bool {
-        let room = self.in_flight.len() < MAX_IN_FLIGHT;
-        room && (self.batch_window.is_none() || waiting >= BATCH_SIZE)
+        let has_capacity = self.in_flight.len() < MAX_IN_FLIGHT;
+        has_capacity && (self.batch_window.is_none() || waiting >= BATCH_SIZE)
     }
 
     fn handle_ack(&mut self, ack: &Message) {
@@ -249,15 +243,15 @@ impl CommandPublisher {
         let Some(sent) = number.and_then(|number: u64| self.in_flight.remove(&number)) else {
             return;
         };
-        let taken = ack.status.is_none()
+        let is_stored = ack.status.is_none()
             && serde_json::from_slice::<PublishAck>(&ack.payload)
                 .is_ok_and(|ack| ack.seq.is_some());
-        if taken {
+        if is_stored {
             self.unacknowledged.lock().remove(&sent.outgoing.attempt_key());
             return;
         }
-        let why = String::from_utf8_lossy(&ack.payload);
-        tracing::debug!(command = sent.outgoing.message_id(), %why, "will be published again");
+        let reason = String::from_utf8_lossy(&ack.payload);
+        tracing::debug!(command = sent.outgoing.message_id(), why = %reason, "will be published again");
         self.link.invalidate_streams();
         self.retry_later(sent.outgoing);
     }

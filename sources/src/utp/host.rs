@@ -210,20 +210,20 @@ impl ToolHost {
         });
         // If the caller drops this future, running commands are canceled.
         let _dropped = serving.canceled.clone().drop_guard();
-        let (places, tasks) = (Arc::new(Semaphore::new(self.max_concurrency)), TaskTracker::new());
+        let (permits, tasks) = (Arc::new(Semaphore::new(self.max_concurrency)), TaskTracker::new());
         let stopping = CancellationToken::new();
         let taking = async {
             while !stopping.is_cancelled() {
-                let taken = consume_commands(
+                let consumed = consume_commands(
                     &self.connection,
                     target,
                     &serving,
-                    &places,
+                    &permits,
                     &tasks,
                     &stopping,
                 )
                 .await;
-                if let Err(error) = taken {
+                if let Err(error) = consumed {
                     tracing::warn!(%error, "commands cannot be received; retrying");
                 }
                 let pause = tokio::time::sleep(Duration::from_millis(200));
@@ -254,7 +254,7 @@ async fn open_consumer(
         target.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     let mut name = format!("tool_{safe}_cmd_{}", nats.version());
     let stream = nats.jetstream().get_stream(nats.command_stream()).await?;
-    let ours = format!("cg.{}.*.*.cmd.tool.{target}.", nats.version());
+    let subject_prefix = format!("cg.{}.*.*.cmd.tool.{target}.", nats.version());
     let config = |name: &str| pull::Config {
         durable_name: Some(name.to_owned()),
         deliver_policy: DeliverPolicy::All,
@@ -263,12 +263,12 @@ async fn open_consumer(
         // Redelivery is unlimited: an unavailable server returns, and an unusable command becomes a
         // dead letter.
         max_deliver: -1,
-        filter_subject: format!("{ours}>"),
+        filter_subject: format!("{subject_prefix}>"),
         max_ack_pending: 10_000,
         ..pull::Config::default()
     };
     let mut consumer: PullConsumer = stream.get_or_create_consumer(&name, config(&name)).await?;
-    if !consumer.cached_info().config.filter_subject.starts_with(&ours) {
+    if !consumer.cached_info().config.filter_subject.starts_with(&subject_prefix) {
         // Another target maps to the same consumer name, which allows fewer characters. A hash
         // makes the name unique.
         name = format!("{name}_{}", &hex(&Sha256::digest(target.as_bytes()))[..8]);
@@ -284,7 +284,7 @@ async fn consume_commands(
     nats: &NatsConnection,
     target: &str,
     serving: &Arc<CommandHandler>,
-    places: &Arc<Semaphore>,
+    permits: &Arc<Semaphore>,
     tasks: &TaskTracker,
     stopping: &CancellationToken,
 ) -> anyhow::Result<()> {
@@ -295,7 +295,7 @@ async fn consume_commands(
     let mut again = std::pin::pin!(nats.wait_for_reconnect());
     again.as_mut().enable();
     while !stopping.is_cancelled() {
-        let free = serving.await_collecting_cards(&mut cards, acquire_free_permits(places));
+        let free = serving.await_collecting_cards(&mut cards, acquire_free_permits(permits));
         let Some(free) = stopping.run_until_cancelled(free).await else { break };
         let mut free = free?;
         let asking = consumer.batch().max_messages(free.num_permits()).expires(PULL_EXPIRY);
@@ -311,9 +311,9 @@ async fn consume_commands(
             let Some(message) = message.transpose().map_err(anyhow::Error::from_boxed)? else {
                 break;
             };
-            let Some(place) = free.split(1) else { break };
+            let Some(permit) = free.split(1) else { break };
             // Boxed, because the future of a command is large and spawning moves it.
-            tasks.spawn(Box::pin(serving.clone().handle_until_dropped(message, place)));
+            tasks.spawn(Box::pin(serving.clone().handle_until_dropped(message, permit)));
         }
     }
     Ok(())
@@ -321,11 +321,11 @@ async fn consume_commands(
 
 /// Waits for a free permit and returns all free permits.
 async fn acquire_free_permits(
-    places: &Arc<Semaphore>,
+    permits: &Arc<Semaphore>,
 ) -> Result<OwnedSemaphorePermit, AcquireError> {
-    let mut free = places.clone().acquire_owned().await?;
-    let more = u32::try_from(places.available_permits()).unwrap_or(u32::MAX);
-    if let Ok(more) = places.clone().try_acquire_many_owned(more) {
+    let mut free = permits.clone().acquire_owned().await?;
+    let more = u32::try_from(permits.available_permits()).unwrap_or(u32::MAX);
+    if let Ok(more) = permits.clone().try_acquire_many_owned(more) {
         free.merge(more);
     }
     Ok(free)
@@ -350,40 +350,40 @@ impl CommandHandler {
     async fn await_collecting_cards<T>(
         &self,
         cards: &mut Subscriber,
-        wanted: impl Future<Output = T>,
+        future: impl Future<Output = T>,
     ) -> T {
-        let mut wanted = std::pin::pin!(wanted);
+        let mut future = std::pin::pin!(future);
         loop {
             tokio::select! {
                 biased;
                 Some(sent) = cards.next() => self.prefetched.store(&sent),
-                came = &mut wanted => return came,
+                output = &mut future => return output,
             }
         }
     }
 
-    async fn handle_until_dropped(self: Arc<Self>, message: Message, place: OwnedSemaphorePermit) {
+    async fn handle_until_dropped(self: Arc<Self>, message: Message, permit: OwnedSemaphorePermit) {
         self.canceled.run_until_cancelled(self.handle(&message)).await;
-        drop(place);
+        drop(permit);
     }
 
     async fn handle(&self, message: &Message) {
         let deliveries = message.info().map_or(1, |info| info.delivered);
         let command = match ReceivedCommand::parse(message) {
             Ok(command) => command,
-            Err(why) => return self.dead_letter(message, &why).await,
+            Err(reason) => return self.dead_letter(message, &reason).await,
         };
         if !self.running.lock().insert(command.call_key()) {
             return;
         }
         let working = self.execute(&command, deliveries);
-        let told = self.with_heartbeats(message, working).await;
+        let outcome = self.with_heartbeats(message, working).await;
         self.running.lock().remove(&command.call_key());
-        match told {
+        match outcome {
             ReportOutcome::Accepted => acknowledge(message, AckKind::Ack).await,
             // The server has recorded the report, and redelivery would change nothing.
-            ReportOutcome::Rejected(why) => {
-                tracing::warn!(call = command.tool_call_id, why, "the report was refused");
+            ReportOutcome::Rejected(reason) => {
+                tracing::warn!(call = command.tool_call_id, why = reason, "the report was refused");
                 acknowledge(message, AckKind::Ack).await;
             }
             ReportOutcome::NoReply => {
@@ -421,8 +421,8 @@ impl CommandHandler {
                 is_announced: looked,
             }) => {
                 let again = deliveries > 1 && !self.was_returned(command, deliveries);
-                if again && let Some(told) = self.server.report_stored_result(command).await {
-                    return told;
+                if again && let Some(outcome) = self.server.report_stored_result(command).await {
+                    return outcome;
                 }
                 let answer = match (ended, again && command.is_irreversible()) {
                     (true, _) => not_started_result(&tool_name),
@@ -473,7 +473,7 @@ impl CommandHandler {
         tokio::select! {
             done = &mut running => done,
             () = tokio::time::sleep(ANNOUNCE_AFTER) => {
-                let (done, _) = tokio::join!(running, self.server.announce_taken(command));
+                let (done, _) = tokio::join!(running, self.server.announce_start(command));
                 done
             }
         }
@@ -506,16 +506,16 @@ impl CommandHandler {
         }
     }
 
-    async fn dead_letter(&self, message: &Message, why: &str) {
+    async fn dead_letter(&self, message: &Message, reason: &str) {
         let subject = message.subject.as_str();
-        let kind = match self.server.dead_letter(message, why).await {
+        let kind = match self.server.dead_letter(message, reason).await {
             ReportOutcome::Accepted => {
-                tracing::warn!(subject, why, "a command became a dead letter");
+                tracing::warn!(subject, why = reason, "a command became a dead letter");
                 AckKind::Term
             }
             // The dead letter is not stored, and redelivery would change nothing.
             ReportOutcome::Rejected(refused) => {
-                tracing::error!(subject, why, refused, "a command was dropped");
+                tracing::error!(subject, why = reason, refused, "a command was dropped");
                 AckKind::Term
             }
             ReportOutcome::NoReply => AckKind::Nak(Some(REDELIVERY_DELAY)),

@@ -12,7 +12,7 @@ use super::change::{Change, ChangeFuture, WriterConnection};
 use super::writer_lease::SequenceCounters;
 use super::{deliveries, limit_param};
 use crate::postgres::session::{Session, SessionError, SqlParams};
-use crate::row::{CALL_COLUMNS, CallRow, EventRow, RowReader, read_call};
+use crate::row::{CALL_COLUMNS, CallColumn, CallRow, EventRow, RowReader, read_call};
 
 /// The events of one call as columns, for one statement.
 #[derive(Default)]
@@ -49,7 +49,7 @@ pub(super) struct CallInsert {
     pub(super) records: EventColumns,
     pub(super) key: Option<IdempotencyKey>,
     pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
-    pub(super) place: i64,
+    pub(super) position: i64,
     /// Set when the idempotency key is already in use; `existing` then holds the call it created.
     pub(super) is_key_taken: bool,
     pub(super) existing: Option<CreateCallResult>,
@@ -72,14 +72,14 @@ impl CallInsert {
             let sql = "INSERT INTO idempotency_keys VALUES ($1, $2, $3, $4, $5) \
                        ON CONFLICT DO NOTHING";
             let params: SqlParams<'_> =
-                &[&call.project, &key.agent, &key.key, &key.fingerprint, &self.place];
+                &[&call.project, &key.agent, &key.key, &key.fingerprint, &self.position];
             self.is_key_taken = session.execute(sql, params).await? == 0;
             if self.is_key_taken {
                 return Ok(());
             }
         }
         let params: SqlParams<'_> = &[
-            &self.place,
+            &self.position,
             &call.id.as_str(),
             &call.project,
             &call.run_id,
@@ -106,14 +106,14 @@ impl CallInsert {
             &records.data,
         ];
         session.execute(INSERT_CALL_SQL, params).await?;
-        deliveries::insert_delivery(session, call, self.place).await
+        deliveries::insert_delivery(session, call, self.position).await
     }
 }
 
 impl Change for CallInsert {
     fn assign_numbers(&mut self, numbers: &mut SequenceCounters) {
-        numbers.last_place += 1;
-        self.place = numbers.last_place;
+        numbers.last_position += 1;
+        self.position = numbers.last_position;
         self.records.assign_numbers(numbers);
         (self.is_key_taken, self.existing) = (false, None);
     }
@@ -133,16 +133,16 @@ impl Change for CallInsert {
         writer: &'a mut WriterConnection,
     ) -> Option<ChangeFuture<'a, ()>> {
         let key = self.key.as_ref().filter(|_| self.is_key_taken)?;
-        let (known, project) = (&mut self.existing, &self.row.call.project);
+        let (existing, project) = (&mut self.existing, &self.row.call.project);
         Some(Box::pin(async move {
-            *known = find_by_idempotency_key(&writer.session, project, key).await?;
+            *existing = find_by_idempotency_key(&writer.session, project, key).await?;
             Ok(())
         }))
     }
 
     fn reply(self: Box<Self>, committed: Result<(), StoreError>) {
-        let known = self.existing.unwrap_or(CreateCallResult::New);
-        let _ = self.reply.send(committed.map(|()| known));
+        let existing = self.existing.unwrap_or(CreateCallResult::New);
+        let _ = self.reply.send(committed.map(|()| existing));
     }
 }
 
@@ -281,7 +281,7 @@ pub(super) async fn find_by_idempotency_key(
     let found = session.query_first(&sql, &[&project, &key.agent, &key.key]).await?;
     let Some(row) = found else { return Ok(None) };
     let (_, call) = read_call(&row)?;
-    if row.text(18)? != key.fingerprint {
+    if row.text(CallColumn::COUNT)? != key.fingerprint {
         return Ok(Some(CreateCallResult::Mismatch(call.id)));
     }
     Ok(Some(CreateCallResult::Replayed(Box::new(call))))
@@ -362,7 +362,7 @@ pub(super) async fn list_open_calls(
     );
     let after = i64::try_from(after).unwrap_or(i64::MAX);
     let read = |row: &tokio_postgres::Row| {
-        read_call(row).map(|(place, call)| OpenCallRow { position: place, call })
+        read_call(row).map(|(position, call)| OpenCallRow { position, call })
     };
     session.query_map(&sql, &[&after, &limit_param(limit)], read).await
 }
@@ -377,12 +377,12 @@ pub(super) async fn purge(
     let before = i64::try_from(*before).unwrap_or(i64::MAX);
     let limit = limit_param(*limit);
     let sql = "SELECT place FROM tool_calls WHERE completed_ms < $1 ORDER BY completed_ms LIMIT $2";
-    let places = session.query_map(sql, &[&before, &limit], |row| row.integer(0)).await?;
-    let mut more = places.len() as i64 == limit;
-    if !places.is_empty() {
+    let positions = session.query_map(sql, &[&before, &limit], |row| row.integer(0)).await?;
+    let mut more = positions.len() as i64 == limit;
+    if !positions.is_empty() {
         for table in ["events", "idempotency_keys", "tries", "deliveries", "tool_calls"] {
             let sql = format!("DELETE FROM {table} WHERE place = ANY($1)");
-            session.execute(&sql, &[&places]).await?;
+            session.execute(&sql, &[&positions]).await?;
         }
     }
     for sql in [
@@ -399,5 +399,5 @@ pub(super) async fn purge(
     ] {
         more |= session.execute(sql, &[&before, &limit]).await? == limit as u64;
     }
-    Ok(PurgeResult { calls: places.len(), has_more: more })
+    Ok(PurgeResult { calls: positions.len(), has_more: more })
 }

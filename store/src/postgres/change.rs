@@ -48,8 +48,8 @@ impl WriterConnection {
         if self.lease.is_some() {
             return Ok(());
         }
-        let why = "calls are only made by the server that serves this database";
-        Err(StoreError::Unavailable(why.to_owned()).into())
+        let reason = "calls are only made by the server that serves this database";
+        Err(StoreError::Unavailable(reason.to_owned()).into())
     }
 }
 
@@ -83,17 +83,17 @@ impl<A: Send + Sync, T: Send> Change for FunctionChange<A, T> {
         &'a mut self,
         writer: &'a mut WriterConnection,
     ) -> Option<ChangeFuture<'a, ()>> {
-        let (given, doing, made) = (&self.input, self.function, &mut self.output);
+        let (input, function, output) = (&self.input, self.function, &mut self.output);
         Some(Box::pin(async move {
-            *made = Some(doing(writer, given).await?);
+            *output = Some(function(writer, input).await?);
             Ok(())
         }))
     }
 
     fn reply(self: Box<Self>, committed: Result<(), StoreError>) {
-        let gone = || StoreError::Unavailable("the writer has stopped".to_owned());
+        let unavailable = || StoreError::Unavailable("the writer has stopped".to_owned());
         // The caller may have gone away; the change is committed all the same.
-        let made = self.output;
-        let _ = self.reply.send(committed.and_then(|()| made.ok_or_else(gone)));
+        let output = self.output;
+        let _ = self.reply.send(committed.and_then(|()| output.ok_or_else(unavailable)));
     }
 }

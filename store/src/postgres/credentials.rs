@@ -52,8 +52,8 @@ impl UpstreamCredentialStore for PostgresStore {
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), StoreError> {
-        let given = (project.to_owned(), upstream.to_owned(), grant);
-        self.write(given, |writer, given| Box::pin(write_grant(writer, given))).await
+        let input = (project.to_owned(), upstream.to_owned(), grant);
+        self.write(input, |writer, input| Box::pin(write_grant(writer, input))).await
     }
 
     async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, StoreError> {

@@ -9,13 +9,13 @@ use toolcrib::ports::store::{DeliveryFilter, SaveResult};
 use super::change::WriterConnection;
 use super::limit_param;
 use crate::postgres::session::{Session, SessionError};
-use crate::row::{DELIVERY_COLUMNS as COLUMNS, RowReader, read_delivery, read_try};
+use crate::row::{DELIVERY_COLUMNS as COLUMNS, DeliveryColumn, RowReader, read_delivery, read_try};
 
 /// Inserts the delivery that a new call requests, if any.
 pub(super) async fn insert_delivery(
     session: &Session,
     call: &Call,
-    place: i64,
+    position: i64,
 ) -> Result<(), SessionError> {
     let Some(delivery) = Delivery::for_call(call) else { return Ok(()) };
     let sql = format!(
@@ -32,7 +32,7 @@ pub(super) async fn insert_delivery(
         &i64::from(delivery.failures),
         &delivery.last_error,
         &(delivery.version as i64),
-        &place,
+        &position,
     ];
     session.execute(&sql, params).await?;
     Ok(())
@@ -59,10 +59,10 @@ pub(super) async fn save_delivery(
     let Some(row) = session.query_first(sql, params).await? else {
         return Ok(SaveResult::Conflict);
     };
-    let place = row.integer(0)?;
+    let position = row.integer(0)?;
     if let Some(tried) = tried {
         let params: crate::postgres::session::SqlParams<'_> = &[
-            &place,
+            &position,
             &i64::from(tried.number),
             &(tried.at_ms as i64),
             &(tried.duration_ms as i64),
@@ -70,9 +70,9 @@ pub(super) async fn save_delivery(
             &tried.error.as_ref().map(|error| error.replace('\0', "")),
         ];
         session.execute("INSERT INTO tries VALUES ($1, $2, $3, $4, $5, $6)", params).await?;
-        let kept = i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS);
+        let last_deleted = i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS);
         let sql = "DELETE FROM tries WHERE place = $1 AND number <= $2";
-        session.execute(sql, &[&place, &kept]).await?;
+        session.execute(sql, &[&position, &last_deleted]).await?;
     }
     Ok(SaveResult::Saved)
 }
@@ -125,6 +125,6 @@ pub(super) async fn find_delivery(
     };
     let sql = "SELECT number, at_ms, duration_ms, status_code, error FROM tries \
                WHERE place = $1 ORDER BY number";
-    let tries = session.query_map(sql, &[&row.integer(9)?], read_try).await?;
+    let tries = session.query_map(sql, &[&row.integer(DeliveryColumn::COUNT)?], read_try).await?;
     Ok(Some((read_delivery(&row)?, tries)))
 }

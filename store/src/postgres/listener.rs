@@ -16,8 +16,8 @@ const HEALTH_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) struct ReportListener(JoinHandle<()>);
 
 impl ReportListener {
-    pub(super) fn spawn(address: Connector, news: watch::Sender<u64>) -> Self {
-        Self(tokio::spawn(listen(address, news)))
+    pub(super) fn spawn(address: Connector, signal: watch::Sender<u64>) -> Self {
+        Self(tokio::spawn(listen(address, signal)))
     }
 }
 
@@ -27,12 +27,12 @@ impl Drop for ReportListener {
     }
 }
 
-async fn listen(address: Connector, news: watch::Sender<u64>) {
+async fn listen(address: Connector, signal: watch::Sender<u64>) {
     loop {
-        if let Ok(session) = address.connect(Some(news.clone())).await
+        if let Ok(session) = address.connect(Some(signal.clone())).await
             && session.batch_execute("LISTEN toolcrib_reports").await.is_ok()
         {
-            news.send_modify(|count| *count += 1);
+            signal.send_modify(|count| *count += 1);
             while !session.is_closed() {
                 tokio::time::sleep(HEALTH_CHECK_INTERVAL).await;
             }

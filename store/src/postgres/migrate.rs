@@ -26,15 +26,15 @@ pub(super) async fn migrate(session: &Session) -> Result<(), OpenError> {
         return Ok(());
     }
     session.batch_execute(BEGIN_MIGRATION_SQL).await?;
-    let made = apply_migrations(session).await;
-    session.batch_execute(if made.is_ok() { "COMMIT" } else { "ROLLBACK" }).await?;
-    made
+    let result = apply_migrations(session).await;
+    session.batch_execute(if result.is_ok() { "COMMIT" } else { "ROLLBACK" }).await?;
+    result
 }
 
 async fn find_installed_version(session: &Session) -> Result<Option<i64>, OpenError> {
     let sql = "SELECT (to_regclass('toolcrib.schema_version') IS NOT NULL)::int::bigint";
-    let there = session.query_first(sql, &[]).await?.map(|row| row.integer(0)).transpose();
-    if there.map_err(super::SessionError::from)? != Some(1) {
+    let exists = session.query_first(sql, &[]).await?.map(|row| row.integer(0)).transpose();
+    if exists.map_err(super::SessionError::from)? != Some(1) {
         return Ok(None);
     }
     read_version(session).await.map(Some)

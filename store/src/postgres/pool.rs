@@ -39,8 +39,8 @@ impl SessionPool {
     }
 
     pub(super) async fn acquire(&self) -> Result<PooledSession, StoreError> {
-        let gone = |_| StoreError::Unavailable("the store is closed".to_owned());
-        let turn = self.permits.clone().acquire_owned().await.map_err(gone)?;
+        let to_unavailable = |_| StoreError::Unavailable("the store is closed".to_owned());
+        let turn = self.permits.clone().acquire_owned().await.map_err(to_unavailable)?;
         let idle = {
             let mut idle = self.idle.lock();
             idle.retain(|session| !session.is_closed());
@@ -49,8 +49,8 @@ impl SessionPool {
         let session = match idle {
             Some(session) => session,
             None => {
-                let made = self.address.connect(None).await;
-                Arc::new(made.map_err(SessionError::into_store_error)?)
+                let connected = self.address.connect(None).await;
+                Arc::new(connected.map_err(SessionError::into_store_error)?)
             }
         };
         let idle = self.idle.clone();

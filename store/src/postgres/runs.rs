@@ -22,9 +22,10 @@ async fn create_run(
     if let Some(key) = &row.key {
         let sql = "SELECT body, fingerprint FROM loops \
                    WHERE project = $1 AND agent = $2 AND key = $3";
-        let known = writer.session.query_first(sql, &[&run.project, &key.agent, &key.key]).await?;
-        if let Some(known) = known {
-            return Ok(Some((known.text(0)?, known.text(1)?)));
+        let existing =
+            writer.session.query_first(sql, &[&run.project, &key.agent, &key.key]).await?;
+        if let Some(existing) = existing {
+            return Ok(Some((existing.text(0)?, existing.text(1)?)));
         }
     }
     let key = row.key.as_ref();
@@ -123,8 +124,8 @@ impl RunStore for PostgresStore {
     ) -> Result<CreateRunResult, StoreError> {
         let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
         let row = RunRow::new(run, key, entries)?;
-        let known = self.write(*row, |writer, row| Box::pin(create_run(writer, row))).await?;
-        let Some((body, used_for)) = known else { return Ok(CreateRunResult::New) };
+        let existing = self.write(*row, |writer, row| Box::pin(create_run(writer, row))).await?;
+        let Some((body, used_for)) = existing else { return Ok(CreateRunResult::New) };
         let run = decode_run(&body)?;
         Ok(match Some(used_for) == fingerprint {
             true => CreateRunResult::Replayed(Box::new(run)),
@@ -185,15 +186,15 @@ impl RunStore for PostgresStore {
             // Both reads use one snapshot: otherwise an entry committed between them could be
             // skipped.
             session.begin_snapshot().await?;
-            let noted = list_journal_entries(&session, project, run_id, after, limit).await?;
+            let entries = list_journal_entries(&session, project, run_id, after, limit).await?;
             let (project, run_id) = (project.to_owned(), run_id.to_owned());
             let scope = EventScope::Run { project, run_id };
             let events = events::list_events(&session, &scope, after, limit).await?;
             session.end_snapshot().await?;
-            Ok::<_, SessionError>((noted, events))
+            Ok::<_, SessionError>((entries, events))
         };
-        let (noted, events) = both.await.map_err(SessionError::into_store_error)?;
-        let mut all: Vec<RunEvent> = noted.into_iter().map(RunEvent::Run).collect();
+        let (entries, events) = both.await.map_err(SessionError::into_store_error)?;
+        let mut all: Vec<RunEvent> = entries.into_iter().map(RunEvent::Run).collect();
         all.extend(events.into_iter().map(RunEvent::Call));
         all.sort_by_key(RunEvent::number);
         all.truncate(limit);

@@ -47,24 +47,27 @@ impl Connector {
         Ok(Self(config, home))
     }
 
-    /// Opens a connection that forwards its notifications to `told`. The connection lives in the
+    /// Opens a connection that forwards its notifications to `signal`. The connection lives in the
     /// store's runtime, because the task that requests it may end before the connection does.
-    pub(super) async fn connect(&self, told: Option<Sender<u64>>) -> Result<Session, SessionError> {
-        let connecting = connect(self.0.clone(), told);
-        let gone =
+    pub(super) async fn connect(
+        &self,
+        signal: Option<Sender<u64>>,
+    ) -> Result<Session, SessionError> {
+        let connecting = connect(self.0.clone(), signal);
+        let to_error =
             |_| SessionError::Store(StoreError::Unavailable("the store is closed".to_owned()));
-        self.1.spawn(connecting).await.map_err(gone)?
+        self.1.spawn(connecting).await.map_err(to_error)?
     }
 }
 
-async fn connect(config: Config, told: Option<Sender<u64>>) -> Result<Session, SessionError> {
+async fn connect(config: Config, signal: Option<Sender<u64>>) -> Result<Session, SessionError> {
     let (client, mut connection) = config.connect(NoTls).await?;
     let driver = tokio::spawn(async move {
         let messages = futures::stream::poll_fn(move |context| connection.poll_message(context));
         let mut messages = std::pin::pin!(messages);
         while let Some(Ok(message)) = messages.next().await {
-            if let (AsyncMessage::Notification(_), Some(told)) = (message, &told) {
-                told.send_modify(|count| *count += 1);
+            if let (AsyncMessage::Notification(_), Some(signal)) = (message, &signal) {
+                signal.send_modify(|count| *count += 1);
             }
         }
     });
@@ -106,9 +109,9 @@ impl Session {
     }
 
     pub(super) async fn prepare_cached(&self, sql: &str) -> Result<Statement, SessionError> {
-        let known = self.statements.lock().get(sql).cloned();
-        if let Some(known) = known {
-            return Ok(known);
+        let prepared = self.statements.lock().get(sql).cloned();
+        if let Some(prepared) = prepared {
+            return Ok(prepared);
         }
         let statement = self.client.prepare(sql).await?;
         self.statements.lock().insert(sql.to_owned(), statement.clone());

@@ -36,11 +36,11 @@ impl PostgresStore {
 
 async fn insert_outbox_messages(
     writer: &mut WriterConnection,
-    letters: &Vec<OutboxMessage>,
+    messages: &Vec<OutboxMessage>,
 ) -> Result<(), SessionError> {
-    for letter in letters {
+    for message in messages {
         let sql = "INSERT INTO outbox (id, body) VALUES ($1, $2) ON CONFLICT DO NOTHING";
-        writer.session.execute(sql, &[&letter.id, &encode(letter)?]).await?;
+        writer.session.execute(sql, &[&message.id, &encode(message)?]).await?;
     }
     Ok(())
 }
@@ -55,12 +55,15 @@ async fn delete_outbox_messages(
 
 async fn insert_dead_letter(
     writer: &mut WriterConnection,
-    letter: &DeadLetter,
+    dead_letter: &DeadLetter,
 ) -> Result<(), SessionError> {
     let sql = "INSERT INTO dead_letters VALUES ($1, $2, $3, $4) \
                ON CONFLICT (id) DO UPDATE SET body = excluded.body";
-    let (created_ms, body) = (letter.created_ms as i64, encode(letter)?);
-    writer.session.execute(sql, &[&letter.id, &letter.project, &created_ms, &body]).await?;
+    let (created_ms, body) = (dead_letter.created_ms as i64, encode(dead_letter)?);
+    writer
+        .session
+        .execute(sql, &[&dead_letter.id, &dead_letter.project, &created_ms, &body])
+        .await?;
     Ok(())
 }
 
@@ -111,7 +114,7 @@ impl UtpStore for PostgresStore {
     }
 
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
-        self.write((turn, change), |writer, given| Box::pin(turns::save_turn(writer, given))).await
+        self.write((turn, change), |writer, input| Box::pin(turns::save_turn(writer, input))).await
     }
 
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError> {
@@ -159,10 +162,10 @@ impl UtpStore for PostgresStore {
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<OutboxMessage>,
+        message: Option<OutboxMessage>,
     ) -> Result<InboxPutResult, StoreError> {
-        let given = (item, result_card_id.to_owned(), letter.into_iter().collect());
-        self.write(given, |writer, given| Box::pin(inbox::deliver_to_inbox(writer, given))).await
+        let input = (item, result_card_id.to_owned(), message.into_iter().collect());
+        self.write(input, |writer, input| Box::pin(inbox::deliver_to_inbox(writer, input))).await
     }
 
     async fn inbox(
@@ -184,8 +187,8 @@ impl UtpStore for PostgresStore {
         inbox_ids: &[String],
         now_ms: u64,
     ) -> Result<usize, StoreError> {
-        let given = (project.to_owned(), agent_id.to_owned(), inbox_ids.to_vec(), now_ms);
-        self.write(given, |writer, given| Box::pin(inbox::consume_inbox_items(writer, given))).await
+        let input = (project.to_owned(), agent_id.to_owned(), inbox_ids.to_vec(), now_ms);
+        self.write(input, |writer, input| Box::pin(inbox::consume_inbox_items(writer, input))).await
     }
 
     async fn agents_with_unread_items(
@@ -200,8 +203,8 @@ impl UtpStore for PostgresStore {
             .map_err(SessionError::into_store_error)
     }
 
-    async fn append_to_outbox(&self, letters: Vec<OutboxMessage>) -> Result<(), StoreError> {
-        self.write(letters, |writer, letters| Box::pin(insert_outbox_messages(writer, letters)))
+    async fn append_to_outbox(&self, messages: Vec<OutboxMessage>) -> Result<(), StoreError> {
+        self.write(messages, |writer, messages| Box::pin(insert_outbox_messages(writer, messages)))
             .await
     }
 
@@ -221,8 +224,11 @@ impl UtpStore for PostgresStore {
         self.write(ids.to_vec(), |writer, ids| Box::pin(delete_outbox_messages(writer, ids))).await
     }
 
-    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
-        self.write(letter, |writer, letter| Box::pin(insert_dead_letter(writer, letter))).await
+    async fn save_dead_letter(&self, dead_letter: DeadLetter) -> Result<(), StoreError> {
+        self.write(dead_letter, |writer, dead_letter| {
+            Box::pin(insert_dead_letter(writer, dead_letter))
+        })
+        .await
     }
 
     async fn dead_letters(
@@ -242,7 +248,7 @@ impl UtpStore for PostgresStore {
     }
 
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.write((before_ms, limit), |writer, given| Box::pin(turns::purge_utp(writer, given)))
+        self.write((before_ms, limit), |writer, input| Box::pin(turns::purge_utp(writer, input)))
             .await
     }
 }
@@ -259,8 +265,8 @@ impl SharedTables for PostgresStore {
         route: &Route,
         traceparent: &str,
     ) -> Result<(), StoreError> {
-        let given = (card, route.clone(), traceparent.to_owned());
-        self.write(given, |writer, given| Box::pin(reports::publish_command_card(writer, given)))
+        let input = (card, route.clone(), traceparent.to_owned());
+        self.write(input, |writer, input| Box::pin(reports::publish_command_card(writer, input)))
             .await
     }
 
@@ -280,8 +286,8 @@ impl SharedTables for PostgresStore {
         number: u64,
         judged: ReportDisposition,
     ) -> Result<(), StoreError> {
-        self.write((number, judged), |writer, given| {
-            Box::pin(reports::record_report_verdict(writer, given))
+        self.write((number, judged), |writer, input| {
+            Box::pin(reports::record_report_verdict(writer, input))
         })
         .await
     }

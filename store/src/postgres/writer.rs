@@ -40,8 +40,8 @@ impl WriterOutage {
         self.0.lock().clone()
     }
 
-    fn set(&self, why: Option<String>) {
-        *self.0.lock() = why;
+    fn set(&self, reason: Option<String>) {
+        *self.0.lock() = reason;
     }
 }
 
@@ -66,15 +66,15 @@ impl PostgresWriter {
     }
 
     pub(super) fn send(&self, change: Box<dyn Change>) -> Result<(), StoreError> {
-        if let Some(why) = self.outage.reason() {
-            return Err(StoreError::Unavailable(why));
+        if let Some(reason) = self.outage.reason() {
+            return Err(StoreError::Unavailable(reason));
         }
         self.queue.try_send(change).map_err(|refused| {
-            let why = match refused {
+            let reason = match refused {
                 mpsc::error::TrySendError::Full(_) => "too much waits to be written",
                 mpsc::error::TrySendError::Closed(_) => "the writer has stopped",
             };
-            StoreError::Unavailable(why.to_owned())
+            StoreError::Unavailable(reason.to_owned())
         })
     }
 }
@@ -107,8 +107,8 @@ impl WriterTask {
             // The connection was lost while the writer was idle: no transaction is in flight whose
             // fate has to be determined.
             if self.connection.session.is_closed() && !self.try_reconnect().await {
-                let why = self.outage.reason().unwrap_or_default();
-                return fail_group(group, &why);
+                let reason = self.outage.reason().unwrap_or_default();
+                return fail_group(group, &reason);
             }
             let Err(broke) = self.write_group(&mut group).await else { break };
             if self.connection.session.is_closed() || broke.is_connection_lost() {
@@ -117,9 +117,9 @@ impl WriterTask {
                     CommitFate::Committed => break,
                     CommitFate::RolledBack => continue,
                     CommitFate::Unknown => {
-                        let why =
+                        let reason =
                             self.outage.reason().unwrap_or_else(|| COMMIT_FATE_UNKNOWN.to_owned());
-                        return fail_group(group, &why);
+                        return fail_group(group, &reason);
                     }
                 }
             }
@@ -160,8 +160,8 @@ impl WriterTask {
         self.connection.counters = numbers;
         {
             let writer = &self.connection;
-            let begun = writer.session.batch_execute("BEGIN");
-            let mut sent: Vec<ChangeFuture<'_, ()>> = vec![Box::pin(begun)];
+            let begin = writer.session.batch_execute("BEGIN");
+            let mut sent: Vec<ChangeFuture<'_, ()>> = vec![Box::pin(begin)];
             sent.extend(group.iter_mut().filter_map(|one| one.start_pipelined(writer)));
             futures::future::try_join_all(sent).await?;
         }
@@ -200,9 +200,9 @@ impl WriterTask {
     async fn reconnect(&mut self) -> bool {
         let mut pause = RECONNECT_DELAY_MIN;
         while !self.try_reconnect().await {
-            let why = self.outage.reason().unwrap_or_default();
-            fail_group(std::iter::from_fn(|| self.queue.try_recv().ok()).collect(), &why);
-            if why == LEASE_LOST || self.queue.is_closed() {
+            let reason = self.outage.reason().unwrap_or_default();
+            fail_group(std::iter::from_fn(|| self.queue.try_recv().ok()).collect(), &reason);
+            if reason == LEASE_LOST || self.queue.is_closed() {
                 return false;
             }
             tokio::time::sleep(pause).await;
@@ -216,18 +216,18 @@ impl WriterTask {
         if self.outage.reason().as_deref() == Some(LEASE_LOST) {
             return false;
         }
-        let why = match self.restore_session().await {
+        let reason = match self.restore_session().await {
             Ok(true) => None,
             Ok(false) => Some(LEASE_LOST.to_owned()),
             Err(broke) => Some(format!("the connection is lost: {}", broke.message())),
         };
-        match &why {
+        match &reason {
             None => tracing::info!("connected to PostgreSQL again"),
-            Some(why) if self.outage.reason().is_none() => tracing::error!("{why}"),
+            Some(reason) if self.outage.reason().is_none() => tracing::error!("{reason}"),
             Some(_) => {}
         }
-        self.outage.set(why.clone());
-        why.is_none()
+        self.outage.set(reason.clone());
+        reason.is_none()
     }
 
     async fn restore_session(&mut self) -> Result<bool, SessionError> {
@@ -235,8 +235,8 @@ impl WriterTask {
         if let Some(lease) = &mut self.connection.lease {
             if !try_lock(&session).await? {
                 terminate_backend(&session, &lease.backend).await?;
-                let why = "the lock of this server's lost connection is still held";
-                return Err(StoreError::Unavailable(why.to_owned()).into());
+                let reason = "the lock of this server's lost connection is still held";
+                return Err(StoreError::Unavailable(reason.to_owned()).into());
             }
             let sql = "SELECT owner, commits, last_event, last_place FROM writer";
             let Some(row) = session.query_first(sql, &[]).await? else { return Ok(false) };
@@ -246,7 +246,7 @@ impl WriterTask {
             lease.commits = row.integer(1)?;
             lease.backend = current_backend(&session).await?;
             self.connection.counters =
-                SequenceCounters { last_event: row.integer(2)?, last_place: row.integer(3)? };
+                SequenceCounters { last_event: row.integer(2)?, last_position: row.integer(3)? };
         }
         self.connection.session = session;
         Ok(true)
@@ -265,14 +265,14 @@ const COMMIT_FATE_UNKNOWN: &str = "the connection was lost before PostgreSQL ans
 const LEASE_LOST: &str = "another toolcrib has served this database since the connection was lost; \
      restart this one";
 
-fn fail_group(group: ChangeGroup, why: &str) {
-    let error = StoreError::Unavailable(why.to_owned());
+fn fail_group(group: ChangeGroup, reason: &str) {
+    let error = StoreError::Unavailable(reason.to_owned());
     group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
 }
 
 fn clone_error(error: &StoreError) -> StoreError {
     match error {
-        StoreError::Unavailable(why) => StoreError::Unavailable(why.clone()),
-        StoreError::Corrupt(why) => StoreError::Corrupt(why.clone()),
+        StoreError::Unavailable(reason) => StoreError::Unavailable(reason.clone()),
+        StoreError::Corrupt(reason) => StoreError::Corrupt(reason.clone()),
     }
 }

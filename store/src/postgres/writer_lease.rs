@@ -18,7 +18,7 @@ const LOCK_RETRY_DELAY: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct SequenceCounters {
     pub(super) last_event: i64,
-    pub(super) last_place: i64,
+    pub(super) last_position: i64,
 }
 
 /// This server's exclusive right to assign numbers and to write.
@@ -78,7 +78,7 @@ impl WriterLease {
         let row = session.query_first(sql, &[]).await?.ok_or(OpenError::ForeignTables)?;
         let number =
             |n: usize| row.integer(n).map_err(|error| OpenError::from(SessionError::from(error)));
-        let numbers = SequenceCounters { last_event: number(2)?, last_place: number(3)? };
+        let numbers = SequenceCounters { last_event: number(2)?, last_position: number(3)? };
         let holder = current_backend(session).await?;
         Ok((Self { generation: number(0)?, commits: number(1)?, backend: holder }, numbers))
     }
@@ -91,7 +91,7 @@ impl WriterLease {
     ) -> Result<(), SessionError> {
         let sql = "UPDATE writer SET commits = $1, last_event = $2, last_place = $3";
         session
-            .execute(sql, &[&(self.commits + 1), &numbers.last_event, &numbers.last_place])
+            .execute(sql, &[&(self.commits + 1), &numbers.last_event, &numbers.last_position])
             .await?;
         Ok(())
     }

@@ -3,24 +3,35 @@
 use toolcrib::domain::delivery::{Delivery, DeliveryAttempt};
 use toolcrib::ports::store::StoreError;
 
-use super::RowReader;
+use super::{RowReader, columns};
 
-/// The columns that [`read_delivery`] reads, in this order.
-pub(crate) const DELIVERY_COLUMNS: &str =
-    "project, call_id, url, status, due_ms, tries, failures, last_error, version";
+columns! {
+    /// The columns of `deliveries` that [`read_delivery`] reads.
+    DELIVERY_COLUMNS, DeliveryColumn {
+        Project = "project",
+        CallId = "call_id",
+        Url = "url",
+        Status = "status",
+        DueMs = "due_ms",
+        Attempts = "tries",
+        Failures = "failures",
+        LastError = "last_error",
+        Version = "version",
+    }
+}
 
 pub(crate) fn read_delivery(row: &impl RowReader) -> Result<Delivery, StoreError> {
-    let status = row.text(3)?;
+    let status = row.text(DeliveryColumn::Status as usize)?;
     Ok(Delivery {
-        project: row.text(0)?,
-        call_id: row.call_id(1)?,
-        url: row.text(2)?,
+        project: row.text(DeliveryColumn::Project as usize)?,
+        call_id: row.call_id(DeliveryColumn::CallId as usize)?,
+        url: row.text(DeliveryColumn::Url as usize)?,
         status: status.parse().map_err(|()| StoreError::Corrupt(format!("status {status}")))?,
-        due_ms: row.optional_unsigned(4)?,
-        attempts: row.count(5)?,
-        failures: row.count(6)?,
-        last_error: row.optional_text(7)?,
-        version: row.unsigned(8)?,
+        due_ms: row.optional_unsigned(DeliveryColumn::DueMs as usize)?,
+        attempts: row.count(DeliveryColumn::Attempts as usize)?,
+        failures: row.count(DeliveryColumn::Failures as usize)?,
+        last_error: row.optional_text(DeliveryColumn::LastError as usize)?,
+        version: row.unsigned(DeliveryColumn::Version as usize)?,
     })
 }
 

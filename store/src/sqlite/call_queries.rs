@@ -154,7 +154,7 @@ fn list_background_calls(
     read_page(connection, &sql, bound, filter)
 }
 
-/// Lists open calls. They are few, and their places are in memory.
+/// Lists open calls. They are few, and their positions are in memory.
 fn filter_open_calls(
     connection: &Connection,
     filter: &CallFilter,
@@ -170,10 +170,10 @@ fn filter_open_calls(
             && filter.before.as_ref().is_none_or(|before| call.id < *before)
     };
     let mut page = Vec::new();
-    for place in open.newest_first() {
-        page.extend(find_call_at(connection, place)?.map(|open| open.call).filter(fits));
-        // Ids and places have nearly the same order; reading slightly more than a page and sorting
-        // it gives the right one.
+    for position in open.newest_first() {
+        page.extend(find_call_at(connection, position)?.map(|open| open.call).filter(fits));
+        // Ids and positions have nearly the same order; reading slightly more than a page and
+        // sorting it gives the right one.
         if page.len() >= filter.limit.saturating_add(64) {
             break;
         }
@@ -183,16 +183,16 @@ fn filter_open_calls(
     Ok(page)
 }
 
-fn find_call_at(connection: &Connection, place: i64) -> Result<Option<OpenCallRow>, StoreError> {
+fn find_call_at(connection: &Connection, position: i64) -> Result<Option<OpenCallRow>, StoreError> {
     let sql = format!("SELECT {CALL_COLUMNS} FROM tool_calls WHERE place = ?1");
-    let found = query_map(connection, &sql, params![place], |row| {
-        read_call(row).map(|(place, call)| OpenCallRow { position: place, call })
+    let found = query_map(connection, &sql, params![position], |row| {
+        read_call(row).map(|(position, call)| OpenCallRow { position, call })
     })?;
     Ok(found.into_iter().next())
 }
 
-/// Returns a page of open calls. Calls that ended after their place was looked up are left out; an
-/// empty page means that there are no more.
+/// Returns a page of open calls. Calls that ended after their position was looked up are left out;
+/// an empty page means that there are no more.
 pub(super) fn list_open_calls(
     connection: &Connection,
     open: &OpenCalls,
@@ -201,11 +201,11 @@ pub(super) fn list_open_calls(
 ) -> Result<Vec<OpenCallRow>, StoreError> {
     let mut page = Vec::new();
     loop {
-        let places = open.page_after(after, limit);
-        let Some(last) = places.last() else { return Ok(page) };
+        let positions = open.page_after(after, limit);
+        let Some(last) = positions.last() else { return Ok(page) };
         after = *last as u64;
-        for place in places {
-            let found = find_call_at(connection, place)?;
+        for position in positions {
+            let found = find_call_at(connection, position)?;
             page.extend(found.filter(|open| !open.call.status.is_terminal()));
         }
         if !page.is_empty() {
@@ -227,10 +227,10 @@ pub(super) fn find_by_idempotency_key(
         )?
         .query_row(params![project, key.agent, key.key], |row| Ok((row.get(0)?, row.get(1)?)))
         .optional()?;
-    let Some((fingerprint, place)) = used else { return Ok(None) };
+    let Some((fingerprint, position)) = used else { return Ok(None) };
     let sql = format!("SELECT {CALL_COLUMNS} FROM tool_calls WHERE place = ?1");
     let mut select = connection.prepare_cached(&sql)?;
-    let mut rows = select.query([place])?;
+    let mut rows = select.query([position])?;
     let row = rows.next()?.ok_or(rusqlite::Error::QueryReturnedNoRows)?;
     let (_, call) = read_call(row).map_err(|_| rusqlite::Error::InvalidQuery)?;
     if fingerprint != key.fingerprint {

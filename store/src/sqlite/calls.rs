@@ -49,14 +49,14 @@ fn create_with_key(
     key: &IdempotencyKey,
 ) -> rusqlite::Result<CreateCallResult> {
     let project = new.row.call.project.clone();
-    if let Some(known) = find_by_idempotency_key(writer.connection()?, &project, key)? {
-        return Ok(known);
+    if let Some(existing) = find_by_idempotency_key(writer.connection()?, &project, key)? {
+        return Ok(existing);
     }
-    let place = writer.insert_call_now(new)?;
+    let position = writer.insert_call_now(new)?;
     writer
         .connection()?
         .prepare_cached("INSERT INTO idempotency_keys VALUES (?1, ?2, ?3, ?4, ?5)")?
-        .execute(params![project, key.agent, key.key, key.fingerprint, place])?;
+        .execute(params![project, key.agent, key.key, key.fingerprint, position])?;
     Ok(CreateCallResult::New)
 }
 
@@ -67,7 +67,7 @@ pub(super) fn save_call(
     records: &[EventRow],
 ) -> rusqlite::Result<SaveResult> {
     let call = &row.call;
-    let Some(place) = writer.find_place(&call.project, &call.id)? else {
+    let Some(position) = writer.find_position(&call.project, &call.id)? else {
         return Ok(SaveResult::Conflict);
     };
     let events = format_event_refs(writer.last_event_number()?, records);
@@ -89,19 +89,19 @@ pub(super) fn save_call(
             row.error,
             row.state,
             events,
-            place,
+            position,
             call.version as i64 - 1,
         ])?;
     if saved == 0 {
         return Ok(SaveResult::Conflict);
     }
     if let Some(ended_ms) = call.completed_ms {
-        writer.note_ended(place, &call.id);
+        writer.note_ended(position, &call.id);
         if call.origin.callback_url.is_some() {
-            mark_delivery_due(writer.connection()?, place, ended_ms)?;
+            mark_delivery_due(writer.connection()?, position, ended_ms)?;
         }
     }
-    writer.insert_events(place, records)?;
+    writer.insert_events(position, records)?;
     Ok(SaveResult::Saved)
 }
 
@@ -112,11 +112,11 @@ pub(super) fn append_events(
     id: &CallId,
     records: &[EventRow],
 ) -> rusqlite::Result<()> {
-    let Some(place) = writer.find_place(project, id)? else { return Ok(()) };
+    let Some(position) = writer.find_position(project, id)? else { return Ok(()) };
     let events = format_event_refs(writer.last_event_number()?, records);
     writer
         .connection()?
         .prepare_cached("UPDATE tool_calls SET events = events || ?1 WHERE place = ?2")?
-        .execute(params![events, place])?;
-    writer.insert_events(place, records)
+        .execute(params![events, position])?;
+    writer.insert_events(position, records)
 }

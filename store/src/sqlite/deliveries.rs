@@ -8,10 +8,10 @@ use toolcrib::ports::store::{DeliveryFilter, SaveResult, StoreError};
 use super::reader::query_map;
 use crate::row::{DELIVERY_COLUMNS as COLUMNS, read_delivery as read, read_try};
 
-/// Marks the delivery of the call at this place as due: the call has ended.
+/// Marks the delivery of the call at this position as due: the call has ended.
 pub(super) fn mark_delivery_due(
     connection: &Connection,
-    place: i64,
+    position: i64,
     at_ms: u64,
 ) -> rusqlite::Result<()> {
     connection
@@ -19,7 +19,7 @@ pub(super) fn mark_delivery_due(
             "UPDATE deliveries SET status = 'pending', due_ms = ?1, version = version + 1 \
              WHERE place = ?2 AND status = 'waiting'",
         )?
-        .execute(params![at_ms as i64, place])
+        .execute(params![at_ms as i64, position])
         .map(|_| ())
 }
 
@@ -28,7 +28,7 @@ pub(super) fn save_delivery(
     delivery: &Delivery,
     tried: Option<&DeliveryAttempt>,
 ) -> rusqlite::Result<SaveResult> {
-    let place: Option<i64> = connection
+    let position: Option<i64> = connection
         .prepare_cached(
             "UPDATE deliveries SET status = ?1, due_ms = ?2, tries = ?3, failures = ?4, \
              last_error = ?5, version = ?6 \
@@ -48,11 +48,11 @@ pub(super) fn save_delivery(
             |row| row.get(0),
         )
         .optional()?;
-    let Some(place) = place else { return Ok(SaveResult::Conflict) };
+    let Some(position) = position else { return Ok(SaveResult::Conflict) };
     if let Some(tried) = tried {
         connection.prepare_cached("INSERT INTO tries VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?.execute(
             params![
-                place,
+                position,
                 tried.number,
                 tried.at_ms as i64,
                 tried.duration_ms as i64,
@@ -62,7 +62,7 @@ pub(super) fn save_delivery(
         )?;
         connection
             .prepare_cached("DELETE FROM tries WHERE place = ?1 AND number <= ?2")?
-            .execute(params![place, i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS)])?;
+            .execute(params![position, i64::from(tried.number) - i64::from(MAX_STORED_ATTEMPTS)])?;
     }
     Ok(SaveResult::Saved)
 }

@@ -23,8 +23,8 @@ impl EventRef {
 pub(crate) fn parse_event_refs(list: &str) -> impl Iterator<Item = EventRef> {
     list.split(',').filter(|entry| !entry.is_empty()).filter_map(|entry| {
         let digits = entry.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        let letter = entry[digits.len()..].chars().next();
-        Some(EventRef { number: digits.parse().ok()?, implied_code: letter })
+        let implied_code = entry[digits.len()..].chars().next();
+        Some(EventRef { number: digits.parse().ok()?, implied_code })
     })
 }
 

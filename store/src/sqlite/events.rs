@@ -8,11 +8,24 @@ use toolcrib::ports::store::{EventScope, StoreError};
 use super::call_queries::{COUNT_CAP, count_capped};
 use super::event_numbers::{EventRef, newest_event_number, parse_event_refs};
 use super::reader::{query_map, to_store_error};
-use crate::row::{CallEventFacts, read_record};
+use crate::row::{CallEventFacts, RowReader, columns, read_record};
 
-/// The columns that [`CallHistory`] reads, in this order.
-const COLUMNS: &str = "tool_call_id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
-     run_id, envelope ->> 'call_id', completed_ms, octet_length(result)";
+columns! {
+    /// The columns that [`CallHistory`] reads.
+    HISTORY_COLUMNS, HistoryColumn {
+        Id = "tool_call_id",
+        EventList = "events",
+        ToolName = "tool_name",
+        ArgsBytes = "octet_length(args)",
+        CreatedMs = "created_ms",
+        StartedMs = "started_ms",
+        Project = "project",
+        RunId = "run_id",
+        CallerCallId = "envelope ->> 'call_id'",
+        CompletedMs = "completed_ms",
+        ResultBytes = "octet_length(result)",
+    }
+}
 
 /// The facts about a call's events in its row.
 struct CallHistory {
@@ -30,19 +43,19 @@ struct CallHistory {
 
 impl CallHistory {
     fn read(row: &Row<'_>) -> Result<Self, StoreError> {
-        let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
-        let id: String = row.get(0).map_err(unreadable)?;
         Ok(Self {
-            id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
-            run_id: row.get(7).map_err(unreadable)?,
-            caller_call_id: row.get(8).map_err(unreadable)?,
-            event_list: row.get(1).map_err(unreadable)?,
-            tool_name: row.get(2).map_err(unreadable)?,
-            args_bytes: row.get::<_, i64>(3).map_err(unreadable)? as usize,
-            created_ms: row.get::<_, i64>(4).map_err(unreadable)? as u64,
-            started_ms: row.get::<_, Option<i64>>(5).map_err(unreadable)?.map(|ms| ms as u64),
-            completed_ms: row.get::<_, Option<i64>>(9).map_err(unreadable)?.map(|ms| ms as u64),
-            result_bytes: row.get::<_, Option<i64>>(10).map_err(unreadable)?.map(|n| n as usize),
+            id: row.call_id(HistoryColumn::Id as usize)?,
+            run_id: row.text(HistoryColumn::RunId as usize)?,
+            caller_call_id: row.optional_text(HistoryColumn::CallerCallId as usize)?,
+            event_list: row.text(HistoryColumn::EventList as usize)?,
+            tool_name: row.text(HistoryColumn::ToolName as usize)?,
+            args_bytes: row.integer(HistoryColumn::ArgsBytes as usize)? as usize,
+            created_ms: row.unsigned(HistoryColumn::CreatedMs as usize)?,
+            started_ms: row.optional_unsigned(HistoryColumn::StartedMs as usize)?,
+            completed_ms: row.optional_unsigned(HistoryColumn::CompletedMs as usize)?,
+            result_bytes: row
+                .optional_integer(HistoryColumn::ResultBytes as usize)?
+                .map(|n| n as usize),
         })
     }
 
@@ -78,7 +91,7 @@ pub(super) fn list_events(
     match scope {
         EventScope::Call { project, id } => {
             let sql = format!(
-                "SELECT {COLUMNS} FROM tool_calls WHERE project = ?1 AND tool_call_id = ?2"
+                "SELECT {HISTORY_COLUMNS} FROM tool_calls WHERE project = ?1 AND tool_call_id = ?2"
             );
             let bound = params![project, id.as_str()];
             list_events_of_calls(
@@ -92,8 +105,9 @@ pub(super) fn list_events(
             list_events_by_number(connection, (project, Some(run_id)), after, limit)
         }
         EventScope::Run { project, run_id } => {
-            let sql =
-                format!("SELECT {COLUMNS} FROM tool_calls WHERE project = ?1 AND run_id = ?2");
+            let sql = format!(
+                "SELECT {HISTORY_COLUMNS} FROM tool_calls WHERE project = ?1 AND run_id = ?2"
+            );
             let bound = params![project, run_id];
             list_events_of_calls(
                 connection,
@@ -154,7 +168,9 @@ pub(super) fn newest_record(
     id: &CallId,
     kind: EventKind,
 ) -> Result<Option<EventRecord>, StoreError> {
-    let sql = format!("SELECT {COLUMNS} FROM tool_calls WHERE project = ?1 AND tool_call_id = ?2");
+    let sql = format!(
+        "SELECT {HISTORY_COLUMNS} FROM tool_calls WHERE project = ?1 AND tool_call_id = ?2"
+    );
     let found =
         query_map(connection, &sql, params![project, id.as_str()], CallHistory::read)?.pop();
     let Some(call) = found else { return Ok(None) };
@@ -175,8 +191,9 @@ pub(super) fn newest_record(
 /// A project, and optionally one run in it.
 type ProjectRunFilter<'a> = (&'a str, Option<&'a str>);
 
-/// Merges two sorted lists: events that have rows, and events that new calls imply. Places follow
-/// the order of the calls' first event numbers, so a binary search finds the place to start from.
+/// Merges two sorted lists: events that have rows, and events that new calls imply. Positions
+/// follow the order of the calls' first event numbers, so a binary search finds the position to
+/// start from.
 fn list_events_by_number(
     connection: &Connection,
     within: ProjectRunFilter<'_>,
@@ -218,18 +235,21 @@ fn list_implied_events(
     limit: usize,
 ) -> Result<Vec<CallEvent>, StoreError> {
     let broken = |error: rusqlite::Error| to_store_error(&error);
-    let first = find_start_place(connection, after).map_err(broken)?;
-    let sql = format!("SELECT {COLUMNS} FROM tool_calls WHERE place >= ?1 ORDER BY place");
+    let first = find_start_position(connection, after).map_err(broken)?;
+    let sql = format!("SELECT {HISTORY_COLUMNS} FROM tool_calls WHERE place >= ?1 ORDER BY place");
     let mut select = connection.prepare_cached(&sql).map_err(broken)?;
     let mut rows = select.query([first]).map_err(broken)?;
     let mut found = Vec::new();
     while let Some(row) = rows.next().map_err(broken)? {
-        let text = |column: usize| Ok(row.get_ref(column).map_err(broken)?.as_str().ok());
-        let begins = text(1)?.and_then(|list| parse_event_refs(list).next());
+        let text =
+            |column: HistoryColumn| Ok(row.get_ref(column as usize).map_err(broken)?.as_str().ok());
+        let begins = text(HistoryColumn::EventList)?.and_then(|list| parse_event_refs(list).next());
         if begins.is_some_and(|mark| mark.number > until) || found.len() >= limit {
             break;
         }
-        if text(6)? != Some(project) || run_id.is_some() && text(7)? != run_id {
+        if text(HistoryColumn::Project)? != Some(project)
+            || run_id.is_some() && text(HistoryColumn::RunId)? != run_id
+        {
             continue;
         }
         let call = CallHistory::read(row)?;
@@ -240,9 +260,9 @@ fn list_implied_events(
     Ok(found)
 }
 
-/// Returns the place of the last call whose first event number is at most `after`, or the first
-/// place.
-fn find_start_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
+/// Returns the position of the last call whose first event number is at most `after`, or the first
+/// position.
+fn find_start_position(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
     let ends = "SELECT coalesce(min(place), 0), coalesce(max(place), 0) FROM tool_calls";
     let (mut low, mut high): (i64, i64) =
         connection.query_row(ends, [], |row| Ok((row.get(0)?, row.get(1)?)))?;
@@ -253,9 +273,9 @@ fn find_start_place(connection: &Connection, after: u64) -> rusqlite::Result<i64
         let middle = low + (high - low + 1) / 2;
         let found: Option<(i64, String)> =
             select.query_row([middle], |row| Ok((row.get(0)?, row.get(1)?))).optional()?;
-        let Some((place, list)) = found else { break };
+        let Some((position, list)) = found else { break };
         match parse_event_refs(&list).next() {
-            Some(mark) if mark.number > after => high = place.min(middle) - 1,
+            Some(mark) if mark.number > after => high = position.min(middle) - 1,
             _ => low = middle,
         }
     }

@@ -16,8 +16,8 @@ pub(super) fn purge(
     let before_ms = i64::try_from(ended_before_ms).unwrap_or(i64::MAX);
     let last_event_number = writer.last_event_number()?;
     let connection = writer.connection()?;
-    let places = find_ended_calls(connection, before_ms, limit)?;
-    places.iter().try_for_each(|place| delete_call(connection, *place))?;
+    let positions = find_ended_calls(connection, before_ms, limit)?;
+    positions.iter().try_for_each(|position| delete_call(connection, *position))?;
     connection
         .prepare_cached("INSERT OR REPLACE INTO counters VALUES ('last_event', ?1)")?
         .execute([last_event_number])?;
@@ -29,7 +29,7 @@ pub(super) fn purge(
         .execute(params![before_ms, limit as i64])?;
     let run_tools = run_tools::purge_run_tools(connection, before_ms, limit)?;
     let runs = runs::purge_runs(connection, before_ms, limit)?;
-    // SQLite reuses the places of the newest calls after they are purged: the low watermark must
+    // SQLite reuses the positions of the newest calls after they are purged: the low watermark must
     // not be ahead of them.
     connection
         .prepare_cached(
@@ -37,13 +37,13 @@ pub(super) fn purge(
              (SELECT coalesce(max(place), 0) + 1 FROM tool_calls)) WHERE name = 'first_open'",
         )?
         .execute([])?;
-    let calls = places.len();
+    let calls = positions.len();
     let has_more = [calls, audited, run_tools, runs].contains(&limit);
     Ok(PurgeResult { calls, has_more })
 }
 
-/// Returns the places of calls that ended before a time. Scans the calls in insertion order up to
-/// the first that is too young: a call that ended before a time was also created before it.
+/// Returns the positions of calls that ended before a time. Scans the calls in insertion order up
+/// to the first that is too young: a call that ended before a time was also created before it.
 fn find_ended_calls(
     connection: &Connection,
     before_ms: i64,
@@ -52,23 +52,23 @@ fn find_ended_calls(
     let mut select = connection
         .prepare_cached("SELECT place, created_ms, completed_ms FROM tool_calls ORDER BY place")?;
     let mut rows = select.query([])?;
-    let mut places = Vec::new();
+    let mut positions = Vec::new();
     while let Some(row) = rows.next()? {
         let (created_ms, ended_ms): (i64, Option<i64>) = (row.get(1)?, row.get(2)?);
-        if created_ms >= before_ms || places.len() == limit {
+        if created_ms >= before_ms || positions.len() == limit {
             break;
         }
         if ended_ms.is_some_and(|ended_ms| ended_ms < before_ms) {
-            places.push(row.get(0)?);
+            positions.push(row.get(0)?);
         }
     }
-    Ok(places)
+    Ok(positions)
 }
 
-fn delete_call(connection: &Connection, place: i64) -> rusqlite::Result<()> {
+fn delete_call(connection: &Connection, position: i64) -> rusqlite::Result<()> {
     let list: String = connection
         .prepare_cached("SELECT events FROM tool_calls WHERE place = ?1")?
-        .query_row([place], |row| row.get(0))?;
+        .query_row([position], |row| row.get(0))?;
     for event in parse_event_refs(&list) {
         connection
             .prepare_cached("DELETE FROM events WHERE number = ?1")?
@@ -82,7 +82,7 @@ fn delete_call(connection: &Connection, place: i64) -> rusqlite::Result<()> {
          (SELECT project, tool_call_id FROM tool_calls WHERE place = ?1)",
         "DELETE FROM tool_calls WHERE place = ?1",
     ] {
-        connection.prepare_cached(sql)?.execute([place])?;
+        connection.prepare_cached(sql)?.execute([position])?;
     }
     Ok(())
 }

@@ -21,7 +21,7 @@ fn create_run(
 ) -> rusqlite::Result<Option<(String, String)>> {
     let run = &row.run;
     if let Some(key) = &row.key {
-        let known = writer
+        let existing = writer
             .connection()?
             .prepare_cached(
                 "SELECT body, fingerprint FROM loops \
@@ -31,8 +31,8 @@ fn create_run(
                 Ok((row.get(0)?, row.get(1)?))
             })
             .optional()?;
-        if known.is_some() {
-            return Ok(known);
+        if existing.is_some() {
+            return Ok(existing);
         }
     }
     writer
@@ -230,10 +230,10 @@ impl RunStore for SqliteStore {
             // skipped.
             let moment =
                 connection.unchecked_transaction().map_err(|error| to_store_error(&error))?;
-            let noted = list_journal_entries(&moment, &project, &run_id, after, limit)?;
+            let entries = list_journal_entries(&moment, &project, &run_id, after, limit)?;
             let scope = EventScope::Run { project, run_id };
             let events = events::list_events(&moment, &scope, after, limit)?;
-            let mut all: Vec<RunEvent> = noted.into_iter().map(RunEvent::Run).collect();
+            let mut all: Vec<RunEvent> = entries.into_iter().map(RunEvent::Run).collect();
             all.extend(events.into_iter().map(RunEvent::Call));
             all.sort_by_key(RunEvent::number);
             all.truncate(limit);

@@ -64,13 +64,13 @@ fn delete_upstream_tools(
     connection: &Connection,
     project: &str,
     upstream: &str,
-    kept: &[&str],
+    kept_names: &[&str],
 ) -> rusqlite::Result<()> {
-    let kept = encode(&kept).map_err(|_| rusqlite::Error::InvalidQuery)?;
+    let kept_names = encode(&kept_names).map_err(|_| rusqlite::Error::InvalidQuery)?;
     connection.execute(
         "DELETE FROM upstream_tools WHERE project = ?1 AND upstream = ?2 \
          AND name NOT IN (SELECT value FROM json_each(?3))",
-        [project, upstream, &kept],
+        [project, upstream, &kept_names],
     )?;
     Ok(())
 }

@@ -63,7 +63,7 @@ fn query_numbered_bodies<T: DeserializeOwned>(
 
 fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<PutCardResult> {
     let result = card.kind == TOOL_RESULT;
-    let known: Option<String> = connection
+    let existing: Option<String> = connection
         .prepare_cached(
             "SELECT body FROM cards WHERE project = ?1 AND card_id = ?2 UNION ALL \
              SELECT body FROM cards WHERE project = ?1 AND turn_id = ?3 AND tool_call_id = ?4 \
@@ -74,11 +74,11 @@ fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<PutCardRes
             |row| row.get(0),
         )
         .optional()?;
-    if let Some(known) = known {
-        let known: Card = decode_body(&known)?;
-        return Ok(match known.equals_ignoring_time(card) {
+    if let Some(existing) = existing {
+        let existing: Card = decode_body(&existing)?;
+        return Ok(match existing.equals_ignoring_time(card) {
             true => PutCardResult::Identical,
-            false => PutCardResult::Conflict(Box::new(known)),
+            false => PutCardResult::Conflict(Box::new(existing)),
         });
     }
     connection
@@ -216,12 +216,12 @@ impl UtpStore for SqliteStore {
         &self,
         item: InboxItem,
         result_card_id: &str,
-        letter: Option<OutboxMessage>,
+        message: Option<OutboxMessage>,
     ) -> Result<InboxPutResult, StoreError> {
         let card_id = result_card_id.to_owned();
         self.write(move |writer| {
             let connection = writer.connection()?;
-            outbox::deliver_to_inbox(connection, &item, &card_id, letter.as_ref())
+            outbox::deliver_to_inbox(connection, &item, &card_id, message.as_ref())
         })
         .await
     }
@@ -269,7 +269,7 @@ impl UtpStore for SqliteStore {
     async fn append_to_outbox(&self, posted: Vec<OutboxMessage>) -> Result<(), StoreError> {
         self.write(move |writer| {
             let c = writer.connection()?;
-            posted.iter().try_for_each(|letter| outbox::insert_outbox_message(c, letter))
+            posted.iter().try_for_each(|message| outbox::insert_outbox_message(c, message))
         })
         .await
     }
@@ -293,16 +293,16 @@ impl UtpStore for SqliteStore {
         .await
     }
 
-    async fn save_dead_letter(&self, letter: DeadLetter) -> Result<(), StoreError> {
+    async fn save_dead_letter(&self, dead_letter: DeadLetter) -> Result<(), StoreError> {
         self.write(move |writer| {
             let connection = writer.connection()?;
             connection
                 .prepare_cached("INSERT OR REPLACE INTO dead_letters VALUES (?1, ?2, ?3, ?4)")?
                 .execute(params![
-                    letter.id,
-                    letter.project,
-                    letter.created_ms as i64,
-                    encode_body(&letter)?
+                    dead_letter.id,
+                    dead_letter.project,
+                    dead_letter.created_ms as i64,
+                    encode_body(&dead_letter)?
                 ])
                 .map(drop)
         })

@@ -91,7 +91,7 @@ impl SqliteWriter {
     }
 
     pub(super) fn send(&self, change: Box<dyn Change>) -> Result<(), StoreError> {
-        let unavailable = |why: &str| Err(StoreError::Unavailable(why.to_owned()));
+        let unavailable = |reason: &str| Err(StoreError::Unavailable(reason.to_owned()));
         if self.flush_failed.load(Ordering::Acquire) {
             return unavailable(FLUSH_FAILED);
         }
@@ -170,10 +170,10 @@ impl WriterThread {
         };
         self.connection.roll_back();
         tracing::error!(%error, changes = group.len(), "a group of changes could not be committed");
-        let mut why = error.to_string();
+        let mut reason = error.to_string();
         if is_flush_failure(&error) {
             self.flush_failed.store(true, Ordering::Release);
-            why = FLUSH_FAILED.to_owned();
+            reason = FLUSH_FAILED.to_owned();
         }
         // Changes that were queued while this group waited for another process's lock must not wait
         // for that lock again. They leave the queue before any caller gets its reply, so changes
@@ -181,7 +181,7 @@ impl WriterThread {
         if error.sqlite_error_code() == Some(rusqlite::ErrorCode::DatabaseBusy) {
             group.extend(std::iter::from_fn(|| queue.try_pop()));
         }
-        fail_group(group, &why);
+        fail_group(group, &reason);
     }
 
     /// Applies the changes of the group, and those that arrive meanwhile, and commits them all.
@@ -236,9 +236,9 @@ impl WriterThread {
     }
 }
 
-fn fail_group(group: &mut ChangeGroup, why: &str) {
+fn fail_group(group: &mut ChangeGroup, reason: &str) {
     for change in group.drain(..) {
-        change.reply(Err(StoreError::Unavailable(why.to_owned())));
+        change.reply(Err(StoreError::Unavailable(reason.to_owned())));
     }
 }
 

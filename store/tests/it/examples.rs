@@ -7,9 +7,9 @@ mod durable;
 #[tokio::test]
 async fn the_durable_example_recovers_a_call_after_a_restart() {
     let directory = tempfile::tempdir().unwrap();
-    let shown = durable::show(&crate::support::database_in(&directory)).await.unwrap();
+    let output = durable::show(&crate::support::database_in(&directory)).await.unwrap();
     assert_eq!(
-        shown.lines().collect::<Vec<_>>(),
+        output.lines().collect::<Vec<_>>(),
         [
             "before the restart: RUNNING",
             "after the restart: SUCCEEDED",

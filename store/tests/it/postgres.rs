@@ -93,14 +93,14 @@ async fn create_results_are_correct_when_the_connection_is_cut() {
     }
     for results in futures::future::join_all(creations).await {
         for (call, stored) in results.unwrap() {
-            let is_there = loop {
+            let is_stored = loop {
                 match store.call("p", &call.id).await {
                     Ok(found) => break found.is_some(),
                     // The cut ended a read connection as well.
                     Err(_) => tokio::task::yield_now().await,
                 }
             };
-            assert_eq!(is_there, stored, "{}", call.id);
+            assert_eq!(is_stored, stored, "{}", call.id);
         }
     }
     drop(store);
@@ -117,9 +117,9 @@ async fn an_unreachable_database_is_reported_and_used_again_on_return() {
     let refused = store.check_health().await;
     assert!(matches!(&refused, Err(StoreError::Unavailable(_))), "{refused:?}");
     let created = creating(&store, &call(), vec![requested()], None).await;
-    let Err(StoreError::Unavailable(why)) = created else { panic!("{created:?}") };
-    assert!(why.contains("connection"), "{why}");
-    assert!(!why.contains("toolcrib-test"), "{why}");
+    let Err(StoreError::Unavailable(reason)) = created else { panic!("{created:?}") };
+    assert!(reason.contains("connection"), "{reason}");
+    assert!(!reason.contains("toolcrib-test"), "{reason}");
     database.shut(false).await;
     while store.check_health().await.is_err() {
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -139,14 +139,14 @@ async fn a_server_whose_writer_lease_was_taken_stops_writing() {
     let client = database.client().await;
     client.batch_execute("UPDATE toolcrib.writer SET owner = owner + 1").await.unwrap();
     database.cut().await;
-    let why = loop {
+    let reason = loop {
         match first.check_health().await {
-            Err(StoreError::Unavailable(why)) if why.contains("restart") => break why,
+            Err(StoreError::Unavailable(reason)) if reason.contains("restart") => break reason,
             Ok(()) => panic!("it wrote after another server took over"),
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
         }
     };
-    assert!(why.contains("another toolcrib"), "{why}");
+    assert!(reason.contains("another toolcrib"), "{reason}");
     drop(first);
     database.drop().await;
 }
@@ -184,9 +184,9 @@ async fn an_unusable_database_url_is_refused_without_its_password() {
     client.batch_execute("CREATE TABLE public.cards (a INT)").await.unwrap();
     let refused = PostgresStore::open(&database.url).await.err().unwrap();
     assert!(matches!(refused, PostgresOpenError::ForeignTables), "{refused}");
-    let left = "SELECT count(*) FROM pg_namespace WHERE nspname = 'toolcrib'";
-    let left: i64 = client.query_one(left, &[]).await.unwrap().get(0);
-    assert_eq!(left, 0, "a refused open leaves no schema behind");
+    let schema_count = "SELECT count(*) FROM pg_namespace WHERE nspname = 'toolcrib'";
+    let schema_count: i64 = client.query_one(schema_count, &[]).await.unwrap().get(0);
+    assert_eq!(schema_count, 0, "a refused open leaves no schema behind");
     drop(client);
     database.drop().await;
 }

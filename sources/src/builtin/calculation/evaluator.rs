@@ -60,14 +60,15 @@ pub fn evaluate_text(text: &str) -> Result<Value, String> {
     let value = reader.expression(0, true)?;
     match reader.peek() {
         ExpressionToken::End => Ok(value),
-        ExpressionToken::Close => Err(reader.error_here("there is a \")\" without its \"(\"")),
-        ExpressionToken::Comma => Err(reader.error_here(
+        ExpressionToken::Close => Err(reader.error_at_token("there is a \")\" without its \"(\"")),
+        ExpressionToken::Comma => Err(reader.error_at_token(
             "there is a \",\" outside a function: write 1000 and 1.5, not 1,000 or 1,5",
         )),
         other => {
             let other = other.display();
-            Err(reader
-                .error_here(format!("an operator is missing before {other}: write 2*pi, not 2pi")))
+            Err(reader.error_at_token(format!(
+                "an operator is missing before {other}: write 2*pi, not 2pi"
+            )))
         }
     }
 }
@@ -91,24 +92,24 @@ impl ExpressionEvaluator {
     }
 
     /// Returns an error message with the position of the next token.
-    fn error_here(&self, problem: impl std::fmt::Display) -> String {
+    fn error_at_token(&self, problem: impl std::fmt::Display) -> String {
         match self.tokens.get(self.next) {
-            Some((_, place)) => format!("{problem} (at character {place})"),
+            Some((_, position)) => format!("{problem} (at character {position})"),
             None => format!("{problem} (at the end)"),
         }
     }
 
     /// Parses operators that bind at least this strongly, and evaluates them if `live`.
-    fn expression(&mut self, least: u8, live: bool) -> Result<Value, String> {
+    fn expression(&mut self, min_precedence: u8, live: bool) -> Result<Value, String> {
         self.depth += 1;
         if self.depth > MAX_DEPTH {
-            return Err(self.error_here(format!(
+            return Err(self.error_at_token(format!(
                 "it nests deeper than {MAX_DEPTH} levels: calculate a part of it first"
             )));
         }
         let mut left = self.operand(live)?;
         loop {
-            if *self.peek() == ExpressionToken::Bang && FACTORIAL >= least {
+            if *self.peek() == ExpressionToken::Bang && FACTORIAL >= min_precedence {
                 self.next += 1;
                 if live {
                     left = functions::factorial(value::to_integer(left, "a factorial")?)?;
@@ -117,7 +118,7 @@ impl ExpressionEvaluator {
             }
             let ExpressionToken::Op(op) = *self.peek() else { break };
             let (binds_left, binds_right) = op.binding_power();
-            if binds_left < least {
+            if binds_left < min_precedence {
                 break;
             }
             self.next += 1;
@@ -157,7 +158,7 @@ impl ExpressionEvaluator {
             ExpressionToken::Name(name) => self.constant_or_call(&name, live),
             other => {
                 self.next -= 1;
-                Err(self.error_here(format!("a number is missing before {}", other.display())))
+                Err(self.error_at_token(format!("a number is missing before {}", other.display())))
             }
         }
     }
@@ -173,10 +174,11 @@ impl ExpressionEvaluator {
                 self.next += 1;
                 Ok(())
             }
-            ExpressionToken::End => Err(self.error_here("a \")\" is missing")),
+            ExpressionToken::End => Err(self.error_at_token("a \")\" is missing")),
             other => {
                 let other = other.display();
-                Err(self.error_here(format!("a \")\" or an operator is missing before {other}")))
+                Err(self
+                    .error_at_token(format!("a \")\" or an operator is missing before {other}")))
             }
         }
     }
@@ -185,9 +187,8 @@ impl ExpressionEvaluator {
     fn constant_or_call(&mut self, name: &str, live: bool) -> Result<Value, String> {
         if *self.peek() != ExpressionToken::Open {
             if functions::is_function(name) {
-                return Err(
-                    self.error_here(format!("{name} needs its values in parentheses: {name}(2)"))
-                );
+                return Err(self
+                    .error_at_token(format!("{name} needs its values in parentheses: {name}(2)")));
             }
             return functions::constant(name).ok_or_else(|| functions::unknown_name_message(name));
         }
@@ -223,7 +224,7 @@ impl ExpressionEvaluator {
 
     fn expect_comma(&mut self) -> Result<(), String> {
         if *self.peek() != ExpressionToken::Comma {
-            return Err(self.error_here("if takes three values: if(condition, a, b)"));
+            return Err(self.error_at_token("if takes three values: if(condition, a, b)"));
         }
         self.next += 1;
         Ok(())
@@ -233,22 +234,22 @@ impl ExpressionEvaluator {
 fn tokenize(text: &str) -> Result<Vec<(ExpressionToken, usize)>, String> {
     let chars: Vec<char> = text.chars().collect();
     let mut tokens = Vec::new();
-    let mut at = 0;
-    while let Some(&first) = chars.get(at) {
+    let mut index = 0;
+    while let Some(&first) = chars.get(index) {
         if first.is_whitespace() {
-            at += 1;
+            index += 1;
             continue;
         }
-        let rest = &chars[at..];
+        let rest = &chars[index..];
         let (token, length) = if first.is_ascii_digit() || first == '.' {
             scan_number(rest)?
         } else if first.is_ascii_alphabetic() || first == '_' || first == 'π' {
             scan_word(rest)
         } else {
-            scan_operator(rest).ok_or_else(|| unexpected_character_message(first, at + 1))?
+            scan_operator(rest).ok_or_else(|| unexpected_character_message(first, index + 1))?
         };
-        tokens.push((token, at + 1));
-        at += length;
+        tokens.push((token, index + 1));
+        index += length;
     }
     Ok(tokens)
 }
@@ -276,17 +277,17 @@ fn scan_number(chars: &[char]) -> Result<(ExpressionToken, usize), String> {
         }
     }
     let text: String = chars[..length].iter().collect();
-    let shown: String = text.chars().take(40).collect();
+    let excerpt: String = text.chars().take(40).collect();
     let value = if whole {
         text.parse().ok().map(Value::Int).ok_or_else(|| {
             format!(
-                "{shown} is over the largest whole number, 9223372036854775807: write it with a \
+                "{excerpt} is over the largest whole number, 9223372036854775807: write it with a \
                  decimal point to calculate approximately"
             )
         })?
     } else {
-        let number: f64 = text.parse().map_err(|_| format!("{shown} is not a number"))?;
-        value::checked_float(number, shown)?
+        let number: f64 = text.parse().map_err(|_| format!("{excerpt} is not a number"))?;
+        value::checked_float(number, excerpt)?
     };
     Ok((ExpressionToken::Value(value), length))
 }
@@ -335,8 +336,8 @@ fn scan_operator(chars: &[char]) -> Option<(ExpressionToken, usize)> {
     }
 }
 
-fn unexpected_character_message(what: char, place: usize) -> String {
-    let advice = match what {
+fn unexpected_character_message(character: char, position: usize) -> String {
+    let advice = match character {
         '=' => "write == to compare; nothing can be assigned",
         '&' | '|' => "write && for and, || for or",
         '[' | ']' | '{' | '}' => "only ( and ) group",
@@ -344,5 +345,5 @@ fn unexpected_character_message(what: char, place: usize) -> String {
         c if c.is_numeric() => "write numbers with the digits 0 to 9",
         _ => "an expression has numbers, operators and functions like sqrt(2)",
     };
-    format!("\"{}\" cannot be read (at character {place}): {advice}", what.escape_debug())
+    format!("\"{}\" cannot be read (at character {position}): {advice}", character.escape_debug())
 }

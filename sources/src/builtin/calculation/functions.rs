@@ -32,9 +32,9 @@ pub fn constant(name: &str) -> Option<Value> {
 
 /// Returns the message for a name that is neither a constant nor a function.
 pub fn unknown_name_message(name: &str) -> String {
-    let shown: String = name.chars().take(40).collect();
+    let excerpt: String = name.chars().take(40).collect();
     format!(
-        "there is no \"{shown}\" here: the constants are pi, e, tau, true and false, the functions \
+        "there is no \"{excerpt}\" here: the constants are pi, e, tau, true and false, the functions \
          are {}",
         NAMES.join(", ")
     )
@@ -50,8 +50,8 @@ pub fn call(name: &str, args: &[Value]) -> Result<Value, String> {
     }
 }
 
-fn arity_message(name: &str, wanted: &str) -> String {
-    format!("{name} takes {wanted}")
+fn arity_message(name: &str, expected: &str) -> String {
+    format!("{name} takes {expected}")
 }
 
 fn call_unary(name: &str, value: Value) -> Result<Value, String> {
@@ -62,13 +62,13 @@ fn call_unary(name: &str, value: Value) -> Result<Value, String> {
         return call_rounding(name, value);
     }
     let x = to_float(value)?;
-    let shown = format!("{name}({value})");
+    let expression = format!("{name}({value})");
     let number = match name {
         "sqrt" => x.sqrt(),
         "cbrt" => x.cbrt(),
         "exp" => x.exp(),
         "ln" | "log" | "log10" | "log2" if x <= 0.0 => {
-            return Err(format!("{shown} is not a number: logarithms need values over 0"));
+            return Err(format!("{expression} is not a number: logarithms need values over 0"));
         }
         "ln" | "log" => x.ln(),
         "log10" => x.log10(),
@@ -90,18 +90,18 @@ fn call_unary(name: &str, value: Value) -> Result<Value, String> {
         "atan2" | "pow" | "mod" | "comb" => return Err(arity_message(name, "two values")),
         _ => return Err(unknown_name_message(name)),
     };
-    checked_float(number, shown)
+    checked_float(number, expression)
 }
 
 /// Calls a function that keeps an integer an integer, or returns one.
 fn call_rounding(name: &str, value: Value) -> Result<Value, String> {
-    let shown = format!("{name}({value})");
+    let expression = format!("{name}({value})");
     if let "fact" | "factorial" = name {
         return factorial(to_integer(value, "a factorial")?);
     }
     if let Value::Int(whole) = value {
         return match name {
-            "abs" => checked_integer(whole.checked_abs(), shown),
+            "abs" => checked_integer(whole.checked_abs(), expression),
             "sign" => Ok(Value::Int(whole.signum())),
             _ => Ok(value),
         };
@@ -131,20 +131,20 @@ pub fn factorial(n: i64) -> Result<Value, String> {
 }
 
 fn call_binary(name: &str, first: Value, second: Value) -> Result<Value, String> {
-    let shown = format!("{name}({first}, {second})");
+    let expression = format!("{name}({first}, {second})");
     match name {
         "pow" => apply(BinaryOperator::Power, first, second),
         "mod" => apply(BinaryOperator::Modulo, first, second),
-        "atan2" => checked_float(to_float(first)?.atan2(to_float(second)?), shown),
+        "atan2" => checked_float(to_float(first)?.atan2(to_float(second)?), expression),
         "log" => {
             let (x, base) = (to_float(first)?, to_float(second)?);
             if x <= 0.0 || base <= 0.0 || base == 1.0 {
                 return Err(format!(
-                    "{shown} is not a number: logarithms need a value over 0 and a base over 0 \
+                    "{expression} is not a number: logarithms need a value over 0 and a base over 0 \
                      that is not 1"
                 ));
             }
-            checked_float(logarithm(x, base), shown)
+            checked_float(logarithm(x, base), expression)
         }
         "round" => round(first, to_integer(second, "round's second value")?),
         "comb" => combinations(to_integer(first, "comb")?, to_integer(second, "comb")?),
@@ -174,9 +174,9 @@ fn round(value: Value, digits: i64) -> Result<Value, String> {
 }
 
 fn combinations(n: i64, k: i64) -> Result<Value, String> {
-    let shown = format!("comb({n}, {k})");
+    let expression = format!("comb({n}, {k})");
     if n < 0 || k < 0 {
-        return Err(format!("{shown} is not defined: both values must be 0 or more"));
+        return Err(format!("{expression} is not defined: both values must be 0 or more"));
     }
     if k > n {
         return Ok(Value::Int(0));
@@ -186,10 +186,10 @@ fn combinations(n: i64, k: i64) -> Result<Value, String> {
         total = total * (i128::from(n) - step + 1) / step;
         // Checked at each step, so that neither the product nor the loop grows without limit.
         if total > i128::from(i64::MAX) {
-            return checked_integer(None, shown);
+            return checked_integer(None, expression);
         }
     }
-    checked_integer(i64::try_from(total).ok(), shown)
+    checked_integer(i64::try_from(total).ok(), expression)
 }
 
 fn call_variadic(name: &str, values: &[Value]) -> Result<Value, String> {

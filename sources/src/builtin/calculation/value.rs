@@ -99,41 +99,41 @@ pub fn to_float(value: Value) -> Result<f64, String> {
 }
 
 /// Converts the value to an integer, for operations on integers.
-pub fn to_integer(value: Value, what: &str) -> Result<i64, String> {
+pub fn to_integer(value: Value, subject: &str) -> Result<i64, String> {
     match value {
         Value::Int(number) => Ok(number),
         Value::Float(number) => exact_integer(number)
-            .ok_or_else(|| format!("{what} needs whole numbers, not {number:?}")),
-        Value::Bool(truth) => Err(format!("{what} needs whole numbers, not {truth}")),
+            .ok_or_else(|| format!("{subject} needs whole numbers, not {number:?}")),
+        Value::Bool(truth) => Err(format!("{subject} needs whole numbers, not {truth}")),
     }
 }
 
 /// Converts the value to a boolean.
-pub fn to_bool(value: Value, what: &str) -> Result<bool, String> {
+pub fn to_bool(value: Value, subject: &str) -> Result<bool, String> {
     match value {
         Value::Bool(truth) => Ok(truth),
         number => Err(format!(
-            "{what} needs true or false, not {number}: compare it with something, as in x != 0"
+            "{subject} needs true or false, not {number}: compare it with something, as in x != 0"
         )),
     }
 }
 
 /// Returns a float as a value, or an error if it is NaN or infinite.
-pub fn checked_float(number: f64, what: impl fmt::Display) -> Result<Value, String> {
+pub fn checked_float(number: f64, subject: impl fmt::Display) -> Result<Value, String> {
     if number.is_nan() {
-        return Err(format!("{what} is not a real number"));
+        return Err(format!("{subject} is not a real number"));
     }
     if number.is_infinite() {
-        return Err(format!("{what} is too large for a number"));
+        return Err(format!("{subject} is too large for a number"));
     }
     Ok(Value::Float(number))
 }
 
 /// Returns an integer as a value, or an error if it overflowed.
-pub fn checked_integer(number: Option<i64>, what: impl fmt::Display) -> Result<Value, String> {
+pub fn checked_integer(number: Option<i64>, subject: impl fmt::Display) -> Result<Value, String> {
     number.map(Value::Int).ok_or_else(|| {
         format!(
-            "{what} is over the largest whole number, 9223372036854775807: write a number with a \
+            "{subject} is over the largest whole number, 9223372036854775807: write a number with a \
              decimal point (2.0 for 2) to calculate approximately"
         )
     })
@@ -150,27 +150,27 @@ pub fn negate(value: Value) -> Result<Value, String> {
 
 /// Applies an operator to two values.
 pub fn apply(op: BinaryOperator, left: Value, right: Value) -> Result<Value, String> {
-    let shown = format_args!("{left} {} {right}", op.symbol()).to_string();
+    let expression = format_args!("{left} {} {right}", op.symbol()).to_string();
     match op {
         BinaryOperator::Or => Ok(Value::Bool(to_bool(left, "||")? || to_bool(right, "||")?)),
         BinaryOperator::And => Ok(Value::Bool(to_bool(left, "&&")? && to_bool(right, "&&")?)),
         BinaryOperator::Equal | BinaryOperator::NotEqual => {
             let same = match (left, right) {
                 (Value::Bool(a), Value::Bool(b)) => a == b,
-                _ => compare(left, right, &shown)? == Ordering::Equal,
+                _ => compare(left, right, &expression)? == Ordering::Equal,
             };
             Ok(Value::Bool(same == (op == BinaryOperator::Equal)))
         }
-        BinaryOperator::Less => Ok(Value::Bool(compare(left, right, &shown)?.is_lt())),
-        BinaryOperator::LessEqual => Ok(Value::Bool(compare(left, right, &shown)?.is_le())),
-        BinaryOperator::Greater => Ok(Value::Bool(compare(left, right, &shown)?.is_gt())),
-        BinaryOperator::GreaterEqual => Ok(Value::Bool(compare(left, right, &shown)?.is_ge())),
-        _ => arithmetic(op, left, right, &shown),
+        BinaryOperator::Less => Ok(Value::Bool(compare(left, right, &expression)?.is_lt())),
+        BinaryOperator::LessEqual => Ok(Value::Bool(compare(left, right, &expression)?.is_le())),
+        BinaryOperator::Greater => Ok(Value::Bool(compare(left, right, &expression)?.is_gt())),
+        BinaryOperator::GreaterEqual => Ok(Value::Bool(compare(left, right, &expression)?.is_ge())),
+        _ => arithmetic(op, left, right, &expression),
     }
 }
 
-fn compare(left: Value, right: Value, shown: &str) -> Result<Ordering, String> {
-    let mixed = || format!("{shown} compares a number with true or false");
+fn compare(left: Value, right: Value, expression: &str) -> Result<Ordering, String> {
+    let mixed = || format!("{expression} compares a number with true or false");
     match (left, right) {
         (Value::Int(a), Value::Int(b)) => Ok(a.cmp(&b)),
         (Value::Bool(_), _) | (_, Value::Bool(_)) => {
@@ -180,35 +180,42 @@ fn compare(left: Value, right: Value, shown: &str) -> Result<Ordering, String> {
     }
 }
 
-fn arithmetic(op: BinaryOperator, left: Value, right: Value, shown: &str) -> Result<Value, String> {
+fn arithmetic(
+    op: BinaryOperator,
+    left: Value,
+    right: Value,
+    expression: &str,
+) -> Result<Value, String> {
     let divides =
         matches!(op, BinaryOperator::Divide | BinaryOperator::FloorDivide | BinaryOperator::Modulo);
     if divides && to_float(right)? == 0.0 {
-        return Err(format!("{shown} is a division by zero"));
+        return Err(format!("{expression} is a division by zero"));
     }
     if let (Value::Int(a), Value::Int(b)) = (left, right) {
         return match op {
-            BinaryOperator::Add => checked_integer(a.checked_add(b), shown),
-            BinaryOperator::Subtract => checked_integer(a.checked_sub(b), shown),
-            BinaryOperator::Multiply => checked_integer(a.checked_mul(b), shown),
-            BinaryOperator::FloorDivide => checked_integer(floor_divide(a, b), shown),
-            BinaryOperator::Modulo => checked_integer(modulo(a, b), shown),
-            BinaryOperator::Power => power(a, b, shown),
+            BinaryOperator::Add => checked_integer(a.checked_add(b), expression),
+            BinaryOperator::Subtract => checked_integer(a.checked_sub(b), expression),
+            BinaryOperator::Multiply => checked_integer(a.checked_mul(b), expression),
+            BinaryOperator::FloorDivide => checked_integer(floor_divide(a, b), expression),
+            BinaryOperator::Modulo => checked_integer(modulo(a, b), expression),
+            BinaryOperator::Power => power(a, b, expression),
             // The remainder overflows only if the division does.
-            _ if a.checked_rem(b).unwrap_or(0) == 0 => checked_integer(a.checked_div(b), shown),
-            _ => checked_float(a as f64 / b as f64, shown),
+            _ if a.checked_rem(b).unwrap_or(0) == 0 => {
+                checked_integer(a.checked_div(b), expression)
+            }
+            _ => checked_float(a as f64 / b as f64, expression),
         };
     }
     let (a, b) = (to_float(left)?, to_float(right)?);
     match op {
-        BinaryOperator::Add => checked_float(a + b, shown),
-        BinaryOperator::Subtract => checked_float(a - b, shown),
-        BinaryOperator::Multiply => checked_float(a * b, shown),
-        BinaryOperator::Divide => checked_float(a / b, shown),
-        BinaryOperator::FloorDivide => checked_float((a / b).floor(), shown),
-        BinaryOperator::Modulo => checked_float(a - b * (a / b).floor(), shown),
-        _ if a == 0.0 && b < 0.0 => Err(format!("{shown} is a division by zero")),
-        _ => checked_float(a.powf(b), shown),
+        BinaryOperator::Add => checked_float(a + b, expression),
+        BinaryOperator::Subtract => checked_float(a - b, expression),
+        BinaryOperator::Multiply => checked_float(a * b, expression),
+        BinaryOperator::Divide => checked_float(a / b, expression),
+        BinaryOperator::FloorDivide => checked_float((a / b).floor(), expression),
+        BinaryOperator::Modulo => checked_float(a - b * (a / b).floor(), expression),
+        _ if a == 0.0 && b < 0.0 => Err(format!("{expression} is a division by zero")),
+        _ => checked_float(a.powf(b), expression),
     }
 }
 
@@ -226,12 +233,12 @@ fn modulo(a: i64, b: i64) -> Option<i64> {
     if below { remainder.checked_add(b) } else { Some(remainder) }
 }
 
-fn power(base: i64, exponent: i64, shown: &str) -> Result<Value, String> {
+fn power(base: i64, exponent: i64, expression: &str) -> Result<Value, String> {
     if exponent < 0 {
         if base == 0 {
-            return Err(format!("{shown} is a division by zero"));
+            return Err(format!("{expression} is a division by zero"));
         }
-        return checked_float((base as f64).powf(exponent as f64), shown);
+        return checked_float((base as f64).powf(exponent as f64), expression);
     }
     // 0, 1 and -1 can be raised to any power.
     let whole = match (base, u32::try_from(exponent)) {
@@ -240,5 +247,5 @@ fn power(base: i64, exponent: i64, shown: &str) -> Result<Value, String> {
         (_, Ok(exponent)) => base.checked_pow(exponent),
         (_, Err(_)) => None,
     };
-    checked_integer(whole, shown)
+    checked_integer(whole, expression)
 }

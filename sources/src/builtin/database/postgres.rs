@@ -97,7 +97,7 @@ impl PostgresDatabase {
         limits: QueryLimits,
         allow_superuser: bool,
     ) -> Result<Self, BuiltinSetupError> {
-        let unusable = |why: &str| BuiltinSetupError(format!("builtin.database.url: {why}"));
+        let unusable = |reason: &str| BuiltinSetupError(format!("builtin.database.url: {reason}"));
         // The parser's own message could repeat a part of the URL, and with it the password.
         let mut config: Config = url.parse().map_err(|_| {
             unusable("not a PostgreSQL URL: write postgres://user:password@host:5432/name")
@@ -115,14 +115,14 @@ impl PostgresDatabase {
         if config.get_application_name().is_none() {
             config.application_name("toolcrib");
         }
-        let places = Semaphore::new(MAX_PARALLEL);
-        Ok(Self { config, addresses, limits, allow_superuser, permits: places })
+        let permits = Semaphore::new(MAX_PARALLEL);
+        Ok(Self { config, addresses, limits, allow_superuser, permits })
     }
 
     /// Runs one statement. Dropping the future stops it.
     pub async fn query(&self, args: DatabaseQueryArgs) -> Result<DatabaseQueryResult, Fault> {
         let all = async {
-            let _place = self.permits.acquire().await;
+            let _permit = self.permits.acquire().await;
             let mut session = self.connect().await?;
             let result = self.run(&mut session, &args).await;
             // The statement is over and need not be canceled, unless the server is still sending.
@@ -135,15 +135,15 @@ impl PostgresDatabase {
     }
 
     async fn connect(&self) -> Result<PostgresSession, Fault> {
-        let unreachable = |why: &dyn std::fmt::Display| {
-            Fault::unreachable(format!("the PostgreSQL database cannot be reached: {why}"))
+        let unreachable = |reason: &dyn std::fmt::Display| {
+            Fault::unreachable(format!("the PostgreSQL database cannot be reached: {reason}"))
         };
         let connecting = async {
             let (socket, address) =
                 socket::connect_first(&self.addresses).await.map_err(|e| unreachable(&e))?;
             let over = Arc::new(AtomicBool::new(false));
-            let most = self.limits.max_bytes.saturating_mul(WIRE).saturating_add(OVERHEAD);
-            let socket = ByteLimitedSocket::new(socket, most, Arc::clone(&over));
+            let byte_limit = self.limits.max_bytes.saturating_mul(WIRE).saturating_add(OVERHEAD);
+            let socket = ByteLimitedSocket::new(socket, byte_limit, Arc::clone(&over));
             let (client, connection) =
                 self.config.connect_raw(socket, NoTls).await.map_err(|error| {
                     let fault = unreachable(&server_message(&error));
@@ -213,8 +213,8 @@ impl PostgresDatabase {
             params.iter().map(|param| param as &(dyn ToSql + Sync)).collect();
         let names = columns.iter().map(|column| column.name().to_owned()).collect();
         let mut collected = RowCollector::new(names, self.limits);
-        let shown = self.with_json_columns(transaction, &args.sql, statement).await?;
-        let portal = transaction.bind(&shown, &params).await.map_err(failed)?;
+        let json_statement = self.with_json_columns(transaction, &args.sql, statement).await?;
+        let portal = transaction.bind(&json_statement, &params).await.map_err(failed)?;
         loop {
             let portion = PORTION.min(self.limits.max_rows + 1 - collected.rows.len());
             let asked = i32::try_from(portion).unwrap_or(1);
@@ -228,7 +228,7 @@ impl PostgresDatabase {
             };
             let last = rows.len() < portion;
             for row in rows {
-                let cell = |at| row.try_get::<_, Cell>(at).map(|cell| cell.0);
+                let cell = |position| row.try_get::<_, Cell>(position).map(|cell| cell.0);
                 let values = (0..row.len()).map(cell).collect::<Result<Vec<_>, _>>();
                 if !collected.push(values.map_err(failed)?) {
                     return Ok(collected.into_result());
@@ -269,7 +269,7 @@ impl PostgresDatabase {
         statement: Statement,
     ) -> Result<Statement, Fault> {
         let columns = statement.columns();
-        if columns.iter().all(|column| values::is_decoded_here(column.type_())) {
+        if columns.iter().all(|column| values::has_decoder(column.type_())) {
             return Ok(statement);
         }
         let inner = sql.trim_end_matches(|c: char| c.is_whitespace() || c == ';');
@@ -283,7 +283,7 @@ impl PostgresDatabase {
             format!("SELECT {} FROM (\n{inner}\n) AS q ({})", outer.join(", "), aliases.join(", "));
         let types = statement.params();
         transaction.prepare_typed(&wrapped, types).await.map_err(|error| {
-            let plain = |n: &usize| !values::is_decoded_here(columns[*n].type_());
+            let plain = |n: &usize| !values::has_decoder(columns[*n].type_());
             let name = |n: usize| format!("{} ({})", columns[n].name(), columns[n].type_());
             let names: Vec<_> = (0..columns.len()).filter(plain).map(name).collect();
             let fault = self.fault(&error);
@@ -338,8 +338,8 @@ fn server_message(error: &Error) -> String {
     if let Some(hint) = db.hint() {
         let _ = write!(text, "; hint: {hint}");
     }
-    if let Some(tokio_postgres::error::ErrorPosition::Original(at)) = db.position() {
-        let _ = write!(text, "; at character {at}");
+    if let Some(tokio_postgres::error::ErrorPosition::Original(position)) = db.position() {
+        let _ = write!(text, "; at character {position}");
     }
     text
 }

@@ -92,15 +92,15 @@ impl SqliteDatabase {
     pub async fn query(&self, args: DatabaseQueryArgs) -> Result<DatabaseQueryResult, Fault> {
         let deadline = Instant::now() + self.limits.timeout;
         let late = |_| query_timeout_fault(&self.limits);
-        let place = timeout_at(deadline.into(), Arc::clone(&self.permits).acquire_owned());
+        let permit = timeout_at(deadline.into(), Arc::clone(&self.permits).acquire_owned());
         // The semaphore is never closed, so only the timeout can fail.
-        let place = place.await.map_err(late)?.ok();
+        let permit = permit.await.map_err(late)?.ok();
         let stop = Arc::new(QueryInterrupt::default());
         let _guard = InterruptOnDrop(Arc::clone(&stop));
         let (path, limits) = (self.path.clone(), self.limits);
         let work = tokio::task::spawn_blocking(move || {
             // The permit is released when the thread ends, not when the caller stops waiting.
-            let _place = place;
+            let _permit = permit;
             let denied = Arc::new(OnceLock::new());
             let connection =
                 open(&path, &stop, deadline, &denied).map_err(|error| open_fault(&path, &error))?;
@@ -144,8 +144,8 @@ fn open(
     let (mut slow, denied) = (0, Arc::clone(denied));
     let authorizer = move |context: AuthContext<'_>| match authorize_action(&context, &mut slow) {
         Ok(()) => Authorization::Allow,
-        Err(why) => {
-            let _ = denied.set(why);
+        Err(reason) => {
+            let _ = denied.set(reason);
             Authorization::Deny
         }
     };
@@ -218,27 +218,27 @@ fn run_statement(
 }
 
 fn bind(statement: &mut Statement<'_>, params: &[Value]) -> Result<(), SqliteQueryError> {
-    let wanted = statement.parameter_count();
-    if wanted != params.len() {
-        let given = params.len();
+    let expected = statement.parameter_count();
+    if expected != params.len() {
+        let provided = params.len();
         return Err(SqliteQueryError::Refused(format!(
-            "the statement has {wanted} parameters and params has {given} values: give one value \
+            "the statement has {expected} parameters and params has {provided} values: give one value \
              for each ?"
         )));
     }
     for (n, value) in params.iter().enumerate() {
-        let at = n + 1;
+        let index = n + 1;
         match value {
-            Value::Null => statement.raw_bind_parameter(at, Null)?,
-            Value::Bool(truth) => statement.raw_bind_parameter(at, truth)?,
-            Value::String(text) => statement.raw_bind_parameter(at, text)?,
+            Value::Null => statement.raw_bind_parameter(index, Null)?,
+            Value::Bool(truth) => statement.raw_bind_parameter(index, truth)?,
+            Value::String(text) => statement.raw_bind_parameter(index, text)?,
             Value::Number(number) => match (number.as_i64(), number.as_f64()) {
-                (Some(whole), _) => statement.raw_bind_parameter(at, whole)?,
-                (None, number) => statement.raw_bind_parameter(at, number)?,
+                (Some(whole), _) => statement.raw_bind_parameter(index, whole)?,
+                (None, number) => statement.raw_bind_parameter(index, number)?,
             },
             // For `json_each(?1)`.
             Value::Array(_) | Value::Object(_) => {
-                statement.raw_bind_parameter(at, value.to_string())?;
+                statement.raw_bind_parameter(index, value.to_string())?;
             }
         }
     }
@@ -246,8 +246,8 @@ fn bind(statement: &mut Statement<'_>, params: &[Value]) -> Result<(), SqliteQue
 }
 
 fn row_to_json(row: &Row<'_>, width: usize) -> rusqlite::Result<Vec<Value>> {
-    let value = |at| {
-        Ok(match row.get_ref(at)? {
+    let value = |index| {
+        Ok(match row.get_ref(index)? {
             ValueRef::Null => Value::Null,
             ValueRef::Integer(whole) => Value::from(whole),
             ValueRef::Real(number) => super::float_to_json(number),
@@ -284,7 +284,7 @@ fn query_fault(problem: SqliteQueryError, limits: &QueryLimits, denied: Option<&
         ) => return Fault::unreachable(format!("the database cannot be read: {error}")),
         _ => {}
     }
-    let said = match error {
+    let description = match error {
         // Omits the statement, which the author of the call already knows.
         Error::SqlInputError { msg, offset, .. } if offset >= 0 => {
             format!("{msg} (at byte {})", offset + 1)
@@ -292,6 +292,6 @@ fn query_fault(problem: SqliteQueryError, limits: &QueryLimits, denied: Option<&
         Error::SqlInputError { msg, .. } => msg,
         other => other.to_string(),
     };
-    let why = denied.map_or_else(String::new, |why| format!(": {why}"));
-    invalid_statement_fault(format!("SQLite refused the statement: {said}{why}"))
+    let reason = denied.map_or_else(String::new, |reason| format!(": {reason}"));
+    invalid_statement_fault(format!("SQLite refused the statement: {description}{reason}"))
 }

@@ -55,10 +55,10 @@ impl GeocodedPlace {
         let names = [&self.country, &self.country_code, &self.admin1, &self.admin2];
         let names: Vec<String> =
             names.into_iter().flatten().map(|name| normalize_name(name)).collect();
-        within.iter().all(|wanted| {
+        within.iter().all(|region| {
             let spellings =
-                [normalize_name(wanted), normalize_name(place_query::expand_abbreviation(wanted))];
-            spellings.iter().any(|wanted| names.contains(wanted))
+                [normalize_name(region), normalize_name(place_query::expand_abbreviation(region))];
+            spellings.iter().any(|spelling| names.contains(spelling))
         })
     }
 }
@@ -177,7 +177,7 @@ impl OpenMeteoClient {
 
     async fn client(&self) -> Result<&Client, Fault> {
         let make = || async {
-            let made = tokio::task::spawn_blocking(|| {
+            let building = tokio::task::spawn_blocking(|| {
                 // Without a proxy: proxy variables in the environment are meant for other programs.
                 Client::builder()
                     .no_proxy()
@@ -188,8 +188,9 @@ impl OpenMeteoClient {
                     .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")))
                     .build()
             });
-            let failed = |why: String| Fault::unreachable(format!("no HTTP client: {why}"));
-            made.await
+            let failed = |reason: String| Fault::unreachable(format!("no HTTP client: {reason}"));
+            building
+                .await
                 .map_err(|error| failed(error.to_string()))?
                 .map_err(|e| failed(e.to_string()))
         };
@@ -203,16 +204,16 @@ impl OpenMeteoClient {
     ) -> Result<T, Fault> {
         let host = display_host(&url);
         let client = self.client().await?;
-        let left = asking.deadline.saturating_duration_since(Instant::now());
+        let remaining = asking.deadline.saturating_duration_since(Instant::now());
         let failed = |error: reqwest::Error| {
-            let why = if error.is_timeout() {
+            let reason = if error.is_timeout() {
                 "no answer in time".into()
             } else {
                 error_chain_without_url(error)
             };
-            Fault::unreachable(format!("{host} cannot be reached: {why}"))
+            Fault::unreachable(format!("{host} cannot be reached: {reason}"))
         };
-        let mut request = client.get(url).timeout(left);
+        let mut request = client.get(url).timeout(remaining);
         if let Some(traceparent) = &asking.traceparent {
             request = request.header("traceparent", traceparent.to_string());
         }

@@ -122,15 +122,15 @@ fn strip_cjk_question(question: &str) -> String {
 
 fn strip_question_words(question: &str) -> String {
     let words: Vec<&str> = question.split_whitespace().collect();
-    let (mut from, mut at) = (0, 0);
+    let (mut from, mut index) = (0, 0);
     // Skips the leading words of the question, and records the position after the last "in".
     let mut after_before = None;
-    while at < words.len() && is_question_word(&words, at) {
-        at += 1;
-        if contains_word(BEFORE, words[at - 1]) {
-            after_before = Some(at);
-        } else if after_before.is_none() || is_time_word(&words, at - 1) {
-            from = at;
+    while index < words.len() && is_question_word(&words, index) {
+        index += 1;
+        if contains_word(BEFORE, words[index - 1]) {
+            after_before = Some(index);
+        } else if after_before.is_none() || is_time_word(&words, index - 1) {
+            from = index;
         }
     }
     if let Some(start) = after_before {
@@ -153,28 +153,32 @@ fn strip_question_words(question: &str) -> String {
 }
 
 /// Returns `true` if a word belongs to the question and not to the place.
-fn is_question_word(words: &[&str], at: usize) -> bool {
-    let word = normalize_word(words[at]);
-    if word.is_empty() || contains_word(QUESTION, words[at]) || contains_word(BEFORE, words[at]) {
+fn is_question_word(words: &[&str], index: usize) -> bool {
+    let word = normalize_word(words[index]);
+    if word.is_empty()
+        || contains_word(QUESTION, words[index])
+        || contains_word(BEFORE, words[index])
+    {
         return true;
     }
     if word.len() <= 2 && word.bytes().all(|b| b.is_ascii_digit()) {
         return true;
     }
-    if !contains_word(EITHER, words[at]) {
+    if !contains_word(EITHER, words[index]) {
         return false;
     }
     // "Hot Springs", but "How hot is Paris" and "Is it hot Paris".
     let capital = |word: &str| word.chars().next().is_some_and(char::is_uppercase);
-    let next = words.get(at + 1);
-    let begins_a_name = next
-        .is_some_and(|next| capital(next) && !contains_word(QUESTION, next) && capital(words[at]));
+    let next = words.get(index + 1);
+    let begins_a_name = next.is_some_and(|next| {
+        capital(next) && !contains_word(QUESTION, next) && capital(words[index])
+    });
     !begins_a_name
 }
 
 /// Returns `true` for a word of time, as in "at the moment", "in the morning" or "for the next 3
 /// days": there the preposition does not introduce a place.
-fn is_time_word(words: &[&str], at: usize) -> bool {
+fn is_time_word(words: &[&str], index: usize) -> bool {
     let times = [
         "moment",
         "morning",
@@ -192,7 +196,7 @@ fn is_time_word(words: &[&str], at: usize) -> bool {
         "yesterday",
         "me",
     ];
-    contains_word(&times, words[at])
+    contains_word(&times, words[index])
 }
 
 fn contains_word(list: &[&str], word: &str) -> bool {

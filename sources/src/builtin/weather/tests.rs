@@ -109,9 +109,15 @@ fn refusal(status: u16) -> Response {
     (status, axum::Json(body)).into_response()
 }
 
-fn place(id: u32, name: &str, at: (f64, f64), country: (&str, &str), admin1: &str) -> Value {
+fn place(
+    id: u32,
+    name: &str,
+    coordinates: (f64, f64),
+    country: (&str, &str),
+    admin1: &str,
+) -> Value {
     json!({
-        "id": id, "name": name, "latitude": at.0, "longitude": at.1, "elevation": 49.0,
+        "id": id, "name": name, "latitude": coordinates.0, "longitude": coordinates.1, "elevation": 49.0,
         "feature_code": "PPLC", "country_code": country.0, "admin1_id": 2038349,
         "timezone": "Asia/Shanghai", "population": 18960744, "country_id": 1814991,
         "country": country.1, "admin1": admin1
@@ -262,30 +268,31 @@ async fn upstream_failures_become_faults() {
 
 #[tokio::test]
 async fn an_unreachable_or_slow_server_is_an_upstream_fault() {
-    let gone = {
+    let closed_address = {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         listener.local_addr().unwrap()
     };
-    let refused = testing::run(&source(gone, 5_000), &json!({"query": "Rome"})).await.unwrap_err();
+    let refused =
+        testing::run(&source(closed_address, 5_000), &json!({"query": "Rome"})).await.unwrap_err();
     assert_eq!(refused.code, Code::UpstreamUnavailable, "{refused}");
     assert_eq!((refused.retryable, refused.side_effect), (true, SideEffect::None));
     for behavior in [Behavior::Hang, Behavior::HangInBody] {
         let (address, _) = fake_server(behavior).await;
-        let begun = Instant::now();
+        let started = Instant::now();
         let fault = testing::run(&source(address, 400), &json!({"query": "Rome"})).await;
         let fault = fault.unwrap_err();
         assert_eq!(fault.code, Code::UpstreamUnavailable, "{behavior:?}: {fault}");
         assert!(fault.message.contains("no answer in time"), "{behavior:?}: {fault}");
-        assert!(begun.elapsed() < Duration::from_millis(1_500), "{:?}", begun.elapsed());
+        assert!(started.elapsed() < Duration::from_millis(1_500), "{:?}", started.elapsed());
     }
 }
 
 #[tokio::test]
 async fn no_request_is_sent_before_a_call() {
     let (address, request_count) = fake_server(Behavior::Well).await;
-    let begun = Instant::now();
+    let started = Instant::now();
     let source = source(address, 5_000);
-    assert!(begun.elapsed() < Duration::from_millis(20), "{:?}", begun.elapsed());
+    assert!(started.elapsed() < Duration::from_millis(20), "{:?}", started.elapsed());
     assert_eq!(request_count.load(Ordering::Relaxed), 0);
     testing::run(&source, &json!({"query": "Beijing"})).await.unwrap();
     assert_eq!(request_count.load(Ordering::Relaxed), 2);
@@ -312,11 +319,11 @@ async fn the_definition_is_complete_and_settings_are_checked() {
 
 #[test]
 fn every_weather_code_has_a_description() {
-    let known: Vec<u8> = (0..=255)
+    let described: Vec<u8> = (0..=255)
         .filter(|code| weather_codes::describe_weather_code(*code, true).is_some())
         .collect();
     assert_eq!(
-        known,
+        described,
         [
             0, 1, 2, 3, 45, 48, 51, 53, 55, 56, 57, 61, 63, 65, 66, 67, 71, 73, 75, 77, 80, 81, 82,
             85, 86, 95, 96, 99

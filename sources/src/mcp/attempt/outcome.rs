@@ -31,7 +31,7 @@ pub(super) fn outcome_from_result(
     let words: String = words.join("\n").chars().take(4_000).collect();
     let message = match words.trim() {
         "" => format!("{} failed without saying why", attempt.tool),
-        said => said.to_owned(),
+        text => text.to_owned(),
     };
     let fault = Fault::runtime(message);
     match serde_json::to_value(&result) {
@@ -85,9 +85,9 @@ pub(super) fn overloaded_fault(
 /// Returns the fault for an HTTP refusal, where that says more than a lost response.
 fn http_refusal_fault(name: &str, attempt: &Attempt, error: &ServiceError) -> Option<Fault> {
     match http_failure(error)? {
-        HttpTransportError::HttpStatus(said) => {
-            let after_ms = said.retry_after.as_deref().and_then(parse_retry_after_ms);
-            Some(overloaded_fault(name, attempt, said.status, after_ms))
+        HttpTransportError::HttpStatus(refusal) => {
+            let after_ms = refusal.retry_after.as_deref().and_then(parse_retry_after_ms);
+            Some(overloaded_fault(name, attempt, refusal.status, after_ms))
         }
         HttpTransportError::AuthRequired(_) | HttpTransportError::InsufficientScope(_) => {
             Some(Fault::unreachable(format!("{name} does not let us in")))
@@ -129,7 +129,7 @@ pub(super) fn fault_from_error(
     upstream: &UpstreamServer,
     attempt: &Attempt,
     error: &ServiceError,
-    known: Option<String>,
+    problem: Option<String>,
 ) -> Fault {
     let name = &upstream.settings.name;
     if let Some(fault) = http_refusal_fault(name, attempt, error) {
@@ -137,22 +137,22 @@ pub(super) fn fault_from_error(
     }
     match error {
         ServiceError::McpError(error) => {
-            let said: String = upstream.redact(&error.message).chars().take(2_000).collect();
+            let text: String = upstream.redact(&error.message).chars().take(2_000).collect();
             match error.code {
                 ErrorCode::INVALID_PARAMS => {
-                    Fault::new(Code::ValidationError, format!("{name}: {said}"))
+                    Fault::new(Code::ValidationError, format!("{name}: {text}"))
                         .without_side_effect()
                 }
                 ErrorCode::METHOD_NOT_FOUND => {
-                    Fault::new(Code::ToolNotFound, format!("{name}: {said}")).without_side_effect()
+                    Fault::new(Code::ToolNotFound, format!("{name}: {text}")).without_side_effect()
                 }
                 ErrorCode::MISSING_REQUIRED_CLIENT_CAPABILITY => {
-                    let message = format!("{name} needs what Toolcrib cannot do for it: {said}");
+                    let message = format!("{name} needs what Toolcrib cannot do for it: {text}");
                     Fault::new(Code::UpstreamUnavailable, message)
                         .without_side_effect()
                         .retryable(false)
                 }
-                _ => Fault::runtime(format!("{name}: {said}")),
+                _ => Fault::runtime(format!("{name}: {text}")),
             }
         }
         error if was_never_sent(error) => {
@@ -161,19 +161,19 @@ pub(super) fn fault_from_error(
             Fault::unreachable(message)
         }
         ServiceError::TransportClosed | ServiceError::Cancelled { .. } => {
-            let why = known.unwrap_or_else(|| "it went away".to_owned());
+            let reason = problem.unwrap_or_else(|| "it went away".to_owned());
             uncertain_outcome_fault(
                 attempt,
-                format!("{name} did not finish {}: {why}", attempt.tool),
+                format!("{name} did not finish {}: {reason}", attempt.tool),
             )
         }
         error => {
-            let said = upstream.redact(&error.to_string());
-            let said: String = said.chars().take(400).collect();
-            let why = known.unwrap_or(said);
+            let text = upstream.redact(&error.to_string());
+            let text: String = text.chars().take(400).collect();
+            let reason = problem.unwrap_or(text);
             uncertain_outcome_fault(
                 attempt,
-                format!("{name} did not answer {} properly: {why}", attempt.tool),
+                format!("{name} did not answer {} properly: {reason}", attempt.tool),
             )
         }
     }

@@ -53,8 +53,8 @@ impl UpstreamAttempt {
             Ok(live) => live,
             Err(fault) => return StartResult::Finished(Err(fault)),
         };
-        let told = live.peer.update_task(UpdateTaskParams::new(task.clone(), answers)).await;
-        if let Err(error) = told {
+        let sent = live.peer.update_task(UpdateTaskParams::new(task.clone(), answers)).await;
+        if let Err(error) = sent {
             // Answering twice is harmless: a question that has been answered is not pending any
             // more.
             let fault = outcome::fault_from_error(&self.upstream, &self.attempt, &error, None);
@@ -149,10 +149,10 @@ impl UpstreamAttempt {
                 Err(StartResult::Finished(done))
             }
             TaskPayload::Failed { error } => {
-                let said =
+                let description =
                     error.get("message").and_then(Value::as_str).unwrap_or("no reason given");
-                let said: String = said.chars().take(2_000).collect();
-                Err(StartResult::Finished(Err(Fault::runtime(said))))
+                let description: String = description.chars().take(2_000).collect();
+                Err(StartResult::Finished(Err(Fault::runtime(description))))
             }
             TaskPayload::Cancelled => {
                 let name = &self.upstream.settings.name;

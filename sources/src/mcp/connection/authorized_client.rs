@@ -68,13 +68,14 @@ impl AuthorizedClient {
     /// Sends a request of `rmcp`'s.
     async fn retry_with_token<T, F>(
         &self,
-        given: Option<String>,
+        first_token: Option<String>,
         ask: impl FnMut(Option<String>) -> F,
     ) -> Result<T, HttpTransportError>
     where
         F: Future<Output = Result<T, HttpTransportError>>,
     {
-        self.retry_refused(given, ask, |answer| challenge_from_error(answer.as_ref().err()?)).await
+        self.retry_refused(first_token, ask, |answer| challenge_from_error(answer.as_ref().err()?))
+            .await
     }
 
     /// Sends a request of Toolcrib's own. Only a refused request is repeated, so nothing takes
@@ -91,16 +92,16 @@ impl AuthorizedClient {
     /// `challenge_in` finds the refusal in an answer.
     async fn retry_refused<T, E, F>(
         &self,
-        given: Option<String>,
+        first_token: Option<String>,
         mut ask: impl FnMut(Option<String>) -> F,
         challenge_in: impl Fn(&Result<T, E>) -> Option<AuthChallenge>,
     ) -> Result<T, E>
     where
         F: Future<Output = Result<T, E>>,
     {
-        let Some(authorizer) = &self.authorizer else { return ask(given).await };
+        let Some(authorizer) = &self.authorizer else { return ask(first_token).await };
         let mut token = authorizer.token().await;
-        let mut left = MAX_TOKEN_RETRIES;
+        let mut retries_left = MAX_TOKEN_RETRIES;
         loop {
             let answer = ask(token.as_deref().map(str::to_owned)).await;
             let Some(challenge) = challenge_in(&answer) else {
@@ -110,11 +111,11 @@ impl AuthorizedClient {
                 return answer;
             };
             let other = authorizer.replace_refused(token.as_deref(), challenge).await;
-            match other.filter(|_| left > 0) {
+            match other.filter(|_| retries_left > 0) {
                 Some(other) => token = Some(other),
                 None => return answer,
             }
-            left -= 1;
+            retries_left -= 1;
         }
     }
 }

@@ -72,15 +72,15 @@ pub struct ChildPipes {
 impl ChildProcess {
     /// Starts the process and collects its standard error.
     pub fn start(
-        filled: &Arc<ResolvedSettings>,
+        resolved: &Arc<ResolvedSettings>,
         cwd: Option<&str>,
         complaints: &StderrTail,
     ) -> Result<(Self, ChildPipes), String> {
-        let mut command = Command::new(&filled.command);
+        let mut command = Command::new(&resolved.command);
         command
-            .args(&filled.args)
+            .args(&resolved.args)
             .env_clear()
-            .envs(&filled.env)
+            .envs(&resolved.env)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -94,16 +94,16 @@ impl ChildProcess {
         command.process_group(0);
         let mut child = command
             .spawn()
-            .map_err(|error| format!("{} cannot be started: {error}", filled.command))?;
-        let missing = || format!("{} has no pipes", filled.command);
+            .map_err(|error| format!("{} cannot be started: {error}", resolved.command))?;
+        let missing = || format!("{} has no pipes", resolved.command);
         let input = child.stdin.take().ok_or_else(missing)?;
         let output = child.stdout.take().ok_or_else(missing)?;
         let errors = child.stderr.take().ok_or_else(missing)?;
-        let errors = collect_stderr(errors, filled.clone(), complaints.clone());
+        let errors = collect_stderr(errors, resolved.clone(), complaints.clone());
         let group = child.id().and_then(|id| i32::try_from(id).ok());
-        let kept = group.map(child_reaper::guard_process_group);
+        let group_guard = group.map(child_reaper::guard_process_group);
         Ok((
-            Self { child, group, _group_guard: kept, stderr_task: errors },
+            Self { child, group, _group_guard: group_guard, stderr_task: errors },
             ChildPipes { input, output },
         ))
     }
@@ -169,39 +169,39 @@ impl Drop for ChildProcess {
 /// Reads standard error to its end, holding at most one line in memory.
 fn collect_stderr(
     errors: tokio::process::ChildStderr,
-    filled: Arc<ResolvedSettings>,
+    resolved: Arc<ResolvedSettings>,
     complaints: StderrTail,
 ) -> JoinHandle<()> {
     tokio::spawn(async move {
         let mut reader = BufReader::new(errors);
         // Reads enough beyond the limit that no secret is seen only in part.
-        let most = LINE_BYTES + filled.longest_secret();
+        let max_bytes = LINE_BYTES + resolved.longest_secret();
         let mut line = Vec::new();
         while let Ok(available) = reader.fill_buf().await {
             if available.is_empty() {
                 break;
             }
             let end = available.iter().position(|byte| *byte == b'\n');
-            let taken = end.map_or(available.len(), |end| end + 1);
-            let room = most.saturating_sub(line.len());
+            let consumed = end.map_or(available.len(), |end| end + 1);
+            let capacity = max_bytes.saturating_sub(line.len());
             let text = &available[..end.unwrap_or(available.len())];
-            line.extend_from_slice(&text[..text.len().min(room)]);
-            reader.consume(taken);
+            line.extend_from_slice(&text[..text.len().min(capacity)]);
+            reader.consume(consumed);
             if end.is_some() {
-                complaints.add(redact_line(&filled, &line, most));
+                complaints.add(redact_line(&resolved, &line, max_bytes));
                 line.clear();
             }
         }
         if !line.is_empty() {
-            complaints.add(redact_line(&filled, &line, most));
+            complaints.add(redact_line(&resolved, &line, max_bytes));
         }
     })
 }
 
 /// Returns a line as it is stored: redacted first, then truncated.
-fn redact_line(filled: &ResolvedSettings, line: &[u8], most: usize) -> String {
-    let whole = if line.len() < most { line } else { filled.trim_partial_secret(line) };
-    let mut text = filled.redact(String::from_utf8_lossy(whole).trim_end());
+fn redact_line(resolved: &ResolvedSettings, line: &[u8], max_bytes: usize) -> String {
+    let whole = if line.len() < max_bytes { line } else { resolved.trim_partial_secret(line) };
+    let mut text = resolved.redact(String::from_utf8_lossy(whole).trim_end());
     text.truncate(text.floor_char_boundary(LINE_BYTES));
     text
 }
@@ -253,7 +253,7 @@ impl<R> InspectedOutput<R> {
 
     /// Returns `true` if the output is still valid after these bytes.
     fn inspect(&mut self, bytes: &[u8]) -> bool {
-        let wanted = self.capture.is_capturing();
+        let is_capturing = self.capture.is_capturing();
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
             let ends = part.ends_with(b"\n");
             self.length += part.len();
@@ -263,7 +263,7 @@ impl<R> InspectedOutput<R> {
                     Some(format!("it wrote a message over {limit} MiB"));
                 return false;
             }
-            if wanted {
+            if is_capturing {
                 self.captured_line.extend_from_slice(part);
             }
             if ends && !self.captured_line.is_empty() {
@@ -271,8 +271,8 @@ impl<R> InspectedOutput<R> {
             }
             let text = part.strip_suffix(b"\n").unwrap_or(part);
             let text = text.strip_suffix(b"\r").unwrap_or(text);
-            let room = 120_usize.saturating_sub(self.head.len());
-            self.head.extend_from_slice(&text[..text.len().min(room)]);
+            let capacity = 120_usize.saturating_sub(self.head.len());
+            self.head.extend_from_slice(&text[..text.len().min(capacity)]);
             if let Some(last) = text.last() {
                 self.last = *last;
             }
@@ -301,9 +301,9 @@ impl<R> InspectedOutput<R> {
         if !broken && self.invalid_lines <= MAX_INVALID_LINES {
             return true;
         }
-        let shown: String = String::from_utf8_lossy(text).chars().take(80).collect();
-        let why = format!("it writes what is no message of MCP: {shown:?}");
-        *self.invalid_output.0.lock() = Some(why);
+        let excerpt: String = String::from_utf8_lossy(text).chars().take(80).collect();
+        let reason = format!("it writes what is no message of MCP: {excerpt:?}");
+        *self.invalid_output.0.lock() = Some(reason);
         false
     }
 }
@@ -349,16 +349,16 @@ mod tests {
     #[test]
     fn a_secret_at_the_truncation_point_is_not_shown_in_part() {
         let resolved = ResolvedSettings::with_secrets(&[("TOKEN", "sesame-open-123")]);
-        let most = LINE_BYTES + resolved.longest_secret();
-        for before in [LINE_BYTES - 20, LINE_BYTES - 7, LINE_BYTES, most - 8] {
+        let max_bytes = LINE_BYTES + resolved.longest_secret();
+        for before in [LINE_BYTES - 20, LINE_BYTES - 7, LINE_BYTES, max_bytes - 8] {
             let mut line = format!("{}sesame-open-123 and more", "x".repeat(before)).into_bytes();
-            line.truncate(most);
-            let shown = redact_line(&resolved, &line, most);
-            assert!(!shown.contains("ses") && shown.len() <= LINE_BYTES, "{shown}");
+            line.truncate(max_bytes);
+            let excerpt = redact_line(&resolved, &line, max_bytes);
+            assert!(!excerpt.contains("ses") && excerpt.len() <= LINE_BYTES, "{excerpt}");
         }
         // Redaction shortens the line, so the end of what was read comes into view.
         let mut line = "sesame-open-123 ".repeat(100).into_bytes();
-        line.truncate(most);
-        assert!(!redact_line(&resolved, &line, most).contains("ses"));
+        line.truncate(max_bytes);
+        assert!(!redact_line(&resolved, &line, max_bytes).contains("ses"));
     }
 }

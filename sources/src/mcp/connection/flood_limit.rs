@@ -27,8 +27,8 @@ impl FloodFlag {
     /// Returns the problem, if the upstream flooded the connection.
     pub(super) fn problem(&self) -> Option<String> {
         let limit = UNSOLICITED_PER_SECOND;
-        let why = || format!("it floods: more than {limit} messages a second, unasked");
-        self.0.lock().then(why)
+        let describe = || format!("it floods: more than {limit} messages a second, unasked");
+        self.0.lock().then(describe)
     }
 }
 

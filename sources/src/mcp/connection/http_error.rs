@@ -41,15 +41,17 @@ pub(super) fn root_cause(error: &reqwest::Error) -> String {
 /// Returns the authentication challenge in an error, if it is one.
 pub(super) fn challenge_from_error(error: &HttpTransportError) -> Option<AuthChallenge> {
     match error {
-        StreamableHttpError::AuthRequired(said) => Some(AuthChallenge {
+        StreamableHttpError::AuthRequired(refusal) => Some(AuthChallenge {
             forbidden: false,
-            header: Some(said.www_authenticate_header.clone()),
+            header: Some(refusal.www_authenticate_header.clone()),
         }),
-        StreamableHttpError::InsufficientScope(said) => Some(AuthChallenge {
+        StreamableHttpError::InsufficientScope(refusal) => Some(AuthChallenge {
             forbidden: true,
-            header: Some(said.www_authenticate_header.clone()),
+            header: Some(refusal.www_authenticate_header.clone()),
         }),
-        StreamableHttpError::UnexpectedServerResponse(said) if said.starts_with("HTTP 401") => {
+        StreamableHttpError::UnexpectedServerResponse(refusal)
+            if refusal.starts_with("HTTP 401") =>
+        {
             Some(AuthChallenge { forbidden: false, header: None })
         }
         _ => None,

@@ -159,15 +159,15 @@ impl McpPostRequest<'_> {
 
     /// Returns the error for a 401 or 403 response that carries an authentication challenge.
     fn auth_error(&self, answer: &Response) -> Option<HttpTransportError> {
-        let said = header_text(answer.headers(), WWW_AUTHENTICATE.as_str())?;
+        let challenge = header_text(answer.headers(), WWW_AUTHENTICATE.as_str())?;
         match answer.status() {
             StatusCode::UNAUTHORIZED => {
-                Some(StreamableHttpError::AuthRequired(AuthRequiredError::new(said)))
+                Some(StreamableHttpError::AuthRequired(AuthRequiredError::new(challenge)))
             }
             StatusCode::FORBIDDEN => {
                 let base = reqwest::Url::parse(self.uri).ok()?;
-                let scope = WWWAuthenticateParams::parse(&said, &base).scope;
-                let error = InsufficientScopeError::new(said, scope);
+                let scope = WWWAuthenticateParams::parse(&challenge, &base).scope;
+                let error = InsufficientScopeError::new(challenge, scope);
                 Some(StreamableHttpError::InsufficientScope(error))
             }
             _ => None,
@@ -203,14 +203,14 @@ impl McpPostRequest<'_> {
         body: &[u8],
         session: Option<String>,
     ) -> Result<StreamableHttpPostResponse, HttpTransportError> {
-        let said = serde_json::from_slice::<ServerJsonRpcMessage>(body).ok();
-        let said = said.filter(|message| matches!(message, JsonRpcMessage::Error(_)));
+        let rpc_error = serde_json::from_slice::<ServerJsonRpcMessage>(body).ok();
+        let rpc_error = rpc_error.filter(|message| matches!(message, JsonRpcMessage::Error(_)));
         let shut = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
         if let Some(id) = self.discovery_request_id().filter(|_| status.is_client_error() && !shut)
         {
             // A legacy server does not know the discovery request: its refusal is the answer.
-            let error = match said {
-                Some(JsonRpcMessage::Error(said)) => said.error,
+            let error = match rpc_error {
+                Some(JsonRpcMessage::Error(rpc_error)) => rpc_error.error,
                 _ => ErrorData::invalid_request(
                     format!("HTTP {status}: {}", body_excerpt(body)),
                     None,
@@ -219,7 +219,7 @@ impl McpPostRequest<'_> {
             let answer = ServerJsonRpcMessage::error(error, Some(id));
             return Ok(StreamableHttpPostResponse::Json(answer, None));
         }
-        match said.filter(|_| !shut && kind.starts_with(JSON)) {
+        match rpc_error.filter(|_| !shut && kind.starts_with(JSON)) {
             Some(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
             None if status.is_server_error() => {
                 Err(HttpStatusError::new(status.as_u16(), None).into())
@@ -253,8 +253,8 @@ fn body_excerpt(body: &[u8]) -> String {
     String::from_utf8_lossy(body).chars().take(MAX_EXCERPT_CHARS).collect()
 }
 
-fn unexpected(why: String) -> HttpTransportError {
-    StreamableHttpError::UnexpectedServerResponse(Cow::Owned(why))
+fn unexpected(message: String) -> HttpTransportError {
+    StreamableHttpError::UnexpectedServerResponse(Cow::Owned(message))
 }
 
 fn overload_error(answer: &Response) -> Option<HttpStatusError> {

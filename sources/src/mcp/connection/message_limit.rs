@@ -47,8 +47,8 @@ pub(super) fn limited_event_stream(answer: Response, limit: usize) -> SseEventSt
             }
             size += 1;
             if size > limit {
-                let why = format!("an event of its stream is over {limit} bytes");
-                return Err(std::io::Error::other(why));
+                let message = format!("an event of its stream is over {limit} bytes");
+                return Err(std::io::Error::other(message));
             }
         }
         Ok(chunk)

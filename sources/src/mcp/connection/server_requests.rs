@@ -58,7 +58,7 @@ struct InFlightUpstreamCall {
     /// `true` while it waits for an answer, and so cannot have sent another elicitation.
     awaits_answer: bool,
     /// `true` if it was notified that elicitations cannot be attributed, and is being abandoned.
-    told_ambiguous: bool,
+    is_marked_ambiguous: bool,
     /// `true` if the upstream has responded.
     answered: bool,
 }
@@ -102,7 +102,7 @@ pub struct McpClientHandler {
 }
 
 impl McpClientHandler {
-    pub fn new(news: broadcast::Sender<UpstreamChange>) -> Arc<Self> {
+    pub fn new(changes: broadcast::Sender<UpstreamChange>) -> Arc<Self> {
         Arc::new(Self {
             calls: Mutex::default(),
             abandoned: Mutex::default(),
@@ -110,7 +110,7 @@ impl McpClientHandler {
             attribution: Mutex::default(),
             calls_changed: Notify::new(),
             tools_changed: Notify::new(),
-            changes: news,
+            changes,
         })
     }
 
@@ -126,7 +126,7 @@ impl McpClientHandler {
             progress,
             events: heard,
             awaits_answer: false,
-            told_ambiguous: false,
+            is_marked_ambiguous: false,
             answered: false,
         };
         self.calls.lock().insert(id.clone(), call);
@@ -195,22 +195,22 @@ impl McpClientHandler {
             }
             turns.unattributed
         };
-        let given_up = self.abandoned.lock().count();
-        let all = calls.len() + given_up;
+        let abandoned_count = self.abandoned.lock().count();
+        let all = calls.len() + abandoned_count;
         let able = calls.iter_mut().filter(|(_, call)| all == 1 || !call.awaits_answer);
         let mut able: Vec<_> = able.collect();
-        match (able.as_mut_slice(), given_up) {
+        match (able.as_mut_slice(), abandoned_count) {
             ([], 0) if all == 0 => None,
-            ([(id, call)], 0) if !call.told_ambiguous => {
+            ([(id, call)], 0) if !call.is_marked_ambiguous => {
                 call.awaits_answer = true;
                 Some(ElicitationOwner::Known((*id).clone(), call.events.clone()))
             }
             // It belongs to an abandoned call, or to one that is being abandoned, so no caller can
             // answer it.
-            (rest, _) if rest.iter().all(|(_, call)| call.told_ambiguous) => {
+            (rest, _) if rest.iter().all(|(_, call)| call.is_marked_ambiguous) => {
                 Some(ElicitationOwner::Unknown)
             }
-            (several, _) if unclear < several.len() + given_up => None,
+            (several, _) if unclear < several.len() + abandoned_count => None,
             (several, _) => {
                 notify_ambiguous(several.iter_mut().map(|(_, call)| &mut **call));
                 Some(ElicitationOwner::Unknown)
@@ -230,8 +230,8 @@ impl McpClientHandler {
         asked: Value,
         origin: Option<InboundStreamOrigin>,
     ) -> Option<Value> {
-        let known = matches!(origin, Some(InboundStreamOrigin::OutboundRequest(_)));
-        let unclear = (!known).then(|| UnattributedElicitation::new(self));
+        let is_attributed = matches!(origin, Some(InboundStreamOrigin::OutboundRequest(_)));
+        let unclear = (!is_attributed).then(|| UnattributedElicitation::new(self));
         let began = Instant::now();
         let finding = async {
             loop {
@@ -239,13 +239,13 @@ impl McpClientHandler {
                 if let Some(asker) = self.find_owner(origin.as_ref()) {
                     return asker;
                 }
-                let given_up = !known && self.abandoned.lock().count() > 0;
+                let has_abandoned = !is_attributed && self.abandoned.lock().count() > 0;
                 // The elicitation may have arrived before its call was registered here.
-                if known || self.calls.lock().is_empty() && !given_up {
+                if is_attributed || self.calls.lock().is_empty() && !has_abandoned {
                     if tokio::time::timeout(MAX_EARLY_ARRIVAL, turned).await.is_err() {
                         return ElicitationOwner::Unknown;
                     }
-                } else if given_up {
+                } else if has_abandoned {
                     if tokio::time::timeout_at(began + ABANDONED_CALL_GRACE, turned).await.is_err()
                     {
                         return self.mark_unattributable();
@@ -273,7 +273,7 @@ impl McpClientHandler {
 
 fn notify_ambiguous<'a>(calls: impl Iterator<Item = &'a mut InFlightUpstreamCall>) {
     for call in calls {
-        call.told_ambiguous = true;
+        call.is_marked_ambiguous = true;
         let _ = call.events.send(UpstreamCallEvent::AmbiguousElicitation);
     }
 }
@@ -331,13 +331,13 @@ impl UpstreamCallGuard {
 
 impl Drop for UpstreamCallGuard {
     fn drop(&mut self) {
-        let known = self.handler.calls.lock().remove(&self.id);
-        let over = self.ended || known.is_some_and(|call| call.answered);
+        let removed = self.handler.calls.lock().remove(&self.id);
+        let over = self.ended || removed.is_some_and(|call| call.answered);
         if !over {
-            let mut given_up = self.handler.abandoned.lock();
-            match given_up.ids.len() < MAX_REMEMBERED_ABANDONED {
-                true => drop(given_up.ids.insert(self.id.clone())),
-                false => given_up.untracked += 1,
+            let mut abandoned = self.handler.abandoned.lock();
+            match abandoned.ids.len() < MAX_REMEMBERED_ABANDONED {
+                true => drop(abandoned.ids.insert(self.id.clone())),
+                false => abandoned.untracked += 1,
             }
         }
         self.handler.progress_tokens.lock().remove(&self.token);
@@ -346,15 +346,15 @@ impl Drop for UpstreamCallGuard {
 }
 
 /// Converts a progress notification to Toolcrib's form.
-pub(super) fn to_progress(said: ProgressNotificationParam) -> AttemptProgress {
-    let total = said.total.filter(|total| *total > 0.0);
-    let percent = total.map(|total| (said.progress / total * 100.0).clamp(0.0, 100.0));
+pub(super) fn to_progress(notification: ProgressNotificationParam) -> AttemptProgress {
+    let total = notification.total.filter(|total| *total > 0.0);
+    let percent = total.map(|total| (notification.progress / total * 100.0).clamp(0.0, 100.0));
     let mut data = serde_json::Map::new();
-    data.insert("progress".to_owned(), said.progress.into());
-    if let Some(total) = said.total {
+    data.insert("progress".to_owned(), notification.progress.into());
+    if let Some(total) = notification.total {
         data.insert("total".to_owned(), total.into());
     }
-    AttemptProgress { percent, message: said.message, data: Some(Value::Object(data)) }
+    AttemptProgress { percent, message: notification.message, data: Some(Value::Object(data)) }
 }
 
 /// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks.
@@ -505,9 +505,9 @@ mod tests {
         for n in 0..MAX_REMEMBERED_ABANDONED as i64 + 10 {
             drop(register_numbered_call(&handler, n));
         }
-        let given_up = handler.abandoned.lock();
+        let abandoned = handler.abandoned.lock();
         assert_eq!(
-            (given_up.ids.len(), given_up.count()),
+            (abandoned.ids.len(), abandoned.count()),
             (MAX_REMEMBERED_ABANDONED, MAX_REMEMBERED_ABANDONED + 10)
         );
     }

@@ -86,7 +86,7 @@ impl StatelessCallClient {
     pub(super) fn new(
         client: AuthorizedClient,
         url: &str,
-        own: impl IntoIterator<Item = (HeaderName, HeaderValue)>,
+        extra_headers: impl IntoIterator<Item = (HeaderName, HeaderValue)>,
     ) -> Option<Self> {
         let mut headers = HeaderMap::new();
         let accepted = "application/json, text/event-stream";
@@ -94,7 +94,7 @@ impl StatelessCallClient {
         headers.insert("content-type", HeaderValue::from_static("application/json"));
         headers.insert("mcp-protocol-version", HeaderValue::from_static(REVISION));
         headers.insert("mcp-method", HeaderValue::from_static("tools/call"));
-        headers.extend(own);
+        headers.extend(extra_headers);
         let us = client_config();
         let info = serde_json::to_string(&us.client_info).ok()?;
         let capabilities = serde_json::to_string(&us.capabilities).ok()?;
@@ -199,8 +199,8 @@ async fn read_response(
     };
     // Gateways and issuers refuse with JSON that is not JSON-RPC.
     let is_message = is_json && (status.is_success() || is_json_rpc(&body));
-    if is_message && let Some(came) = interpret_message(&body, id, progress) {
-        return came;
+    if is_message && let Some(response) = interpret_message(&body, id, progress) {
+        return response;
     }
     match status {
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
@@ -242,8 +242,8 @@ async fn read_event_stream(
             return StatelessCallResponse::Unknown(too_large.to_string());
         };
         for event in events.iter().filter(|event| !event.data.is_empty()) {
-            if let Some(came) = interpret_message(event.data.as_bytes(), id, progress) {
-                return came;
+            if let Some(response) = interpret_message(event.data.as_bytes(), id, progress) {
+                return response;
             }
             seen += 1;
         }
@@ -285,22 +285,23 @@ fn interpret_message(
     let Some(result) = message.result else {
         if message.method == Some("notifications/progress")
             && let Some(params) = message.params
-            && let Ok(said) = serde_json::from_str::<ProgressNotificationParam>(params.get())
+            && let Ok(notification) =
+                serde_json::from_str::<ProgressNotificationParam>(params.get())
         {
-            progress(to_progress(said));
+            progress(to_progress(notification));
         }
         return None;
     };
     let text = result.get();
     let kind = serde_json::from_str::<ResultTypeField<'_>>(text).ok().and_then(|kind| kind.kind);
-    let came = match kind {
+    let response = match kind {
         Some("task") => serde_json::from_str(text).ok().map(StatelessCallResponse::Task),
         Some("input_required") => {
             serde_json::from_str(text).ok().map(StatelessCallResponse::InputRequired)
         }
         _ => serde_json::from_str(text).ok().map(StatelessCallResponse::Result),
     };
-    came.or_else(garbled)
+    response.or_else(garbled)
 }
 
 /// A client that all attempts share, if the upstream supports stateless calls.
@@ -327,9 +328,9 @@ mod tests {
         assert!(matches!(interpret(asks), Some(StatelessCallResponse::InputRequired(_))));
         let error = r#"{"id":1,"error":{"code":-32602,"message":"no"}}"#;
         assert!(matches!(interpret(error), Some(StatelessCallResponse::Error(_))));
-        let news =
+        let notification =
             r#"{"method":"notifications/progress","params":{"progressToken":1,"progress":1}}"#;
-        assert!(interpret(news).is_none());
+        assert!(interpret(notification).is_none());
         let other = r#"{"jsonrpc":"2.0","id":2,"result":{"content":[]}}"#;
         assert!(interpret(other).is_none(), "a response to another request");
         assert!(interpret(r#"{"id":"1","error":{"code":-32602,"message":"no"}}"#).is_none());

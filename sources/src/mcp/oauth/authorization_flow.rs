@@ -47,24 +47,25 @@ impl Authorizer {
                 let grant =
                     text.and_then(|text| serde_json::from_str::<UpstreamCredential>(&text).ok());
                 // Ignores a credential for another URL or another client.
-                let ours = grant.filter(|grant| self.matches_settings(grant)).unwrap_or_default();
-                self.credentials.set(ours.credentials.clone());
-                let token = ours.credentials.as_ref().and_then(AccessToken::from_credentials);
+                let credential =
+                    grant.filter(|grant| self.matches_settings(grant)).unwrap_or_default();
+                self.credentials.set(credential.credentials.clone());
+                let token = credential.credentials.as_ref().and_then(AccessToken::from_credentials);
                 // It was stored because it was valid once.
                 token.iter().for_each(AccessToken::mark_accepted);
                 *self.current_token.lock() = token;
-                inner.credential = ours;
+                inner.credential = credential;
                 self.loaded.store(true, Ordering::Release);
             }
-            Err(why) => self.record_failure(&why),
+            Err(reason) => self.record_failure(&reason),
         }
     }
 
     fn matches_settings(&self, grant: &UpstreamCredential) -> bool {
-        let Ok(filled) = ResolvedSettings::resolve(&self.settings) else { return false };
+        let Ok(resolved) = ResolvedSettings::resolve(&self.settings) else { return false };
         let client = grant.client.as_ref().map(|client| &client.client_id);
-        let same = filled.client_id.is_none() || filled.client_id.as_ref() == client;
-        grant.url == filled.url && same
+        let same = resolved.client_id.is_none() || resolved.client_id.as_ref() == client;
+        grant.url == resolved.url && same
     }
 
     /// Stores the token that was just issued.
@@ -92,12 +93,16 @@ impl Authorizer {
         let credentials = inner.credential.credentials.clone().filter(|_| !machine);
         let UpstreamCredential { url, client, requested_scopes: asked, .. } = &inner.credential;
         let (url, client, asked) = (url.clone(), client.clone(), asked.clone());
-        let kept = UpstreamCredential { url, client, credentials, requested_scopes: asked };
-        let text = serde_json::to_string(&kept).ok();
-        if let Err(why) =
+        let stored = UpstreamCredential { url, client, credentials, requested_scopes: asked };
+        let text = serde_json::to_string(&stored).ok();
+        if let Err(reason) =
             self.registry.set_credential(&self.settings.project, &self.settings.name, text).await
         {
-            tracing::warn!(upstream = self.settings.name, why, "cannot store its credential");
+            tracing::warn!(
+                upstream = self.settings.name,
+                why = reason,
+                "cannot store its credential"
+            );
         }
     }
 
@@ -108,7 +113,7 @@ impl Authorizer {
         header: Option<&str>,
     ) -> Result<DiscoveredIssuer, AuthorizationError> {
         let url = self.url()?;
-        let made = match self.settings.guarded {
+        let created = match self.settings.guarded {
             true => {
                 let web = GuardedOauthClient::new(self.outbound.clone())
                     .map_err(AuthorizationError::Failed)?;
@@ -116,23 +121,23 @@ impl Authorizer {
             }
             false => AuthorizationManager::new_allowing_private_addresses(url).await,
         };
-        let mut manager = made.map_err(auth_failure)?;
+        let mut manager = created.map_err(auth_failure)?;
         manager.set_credential_store(self.credentials.clone());
         manager.set_state_store(self.pending_sign_ins.clone());
         let found = manager.resolve_metadata_from_challenge(header).await.map_err(auth_failure)?;
         if !found.source.is_discovered() {
-            let why = "it does not let us in (HTTP 401), and names no authorization server; if it \
+            let reason = "it does not let us in (HTTP 401), and names no authorization server; if it \
                        takes a key, give it as a header";
-            return Err(AuthorizationError::Failed(why.to_owned()));
+            return Err(AuthorizationError::Failed(reason.to_owned()));
         }
         let ends = [&found.metadata.authorization_endpoint, &found.metadata.token_endpoint];
         let ends = ends.into_iter().chain(&found.metadata.registration_endpoint);
         if let Some(bad) =
             ends.into_iter().find(|end| !token_store::is_safe_endpoint(end, &self.settings))
         {
-            let shown: String = bad.chars().take(200).collect();
-            let why = format!("its issuer names an address that is not used: {shown}");
-            return Err(AuthorizationError::Failed(why));
+            let excerpt: String = bad.chars().take(200).collect();
+            let reason = format!("its issuer names an address that is not used: {excerpt}");
+            return Err(AuthorizationError::Failed(reason));
         }
         let issuer = found.metadata.issuer.clone().unwrap_or_default();
         self.check_issuer(&issuer, inner)?;
@@ -151,8 +156,8 @@ impl Authorizer {
     ) -> Result<(), AuthorizationError> {
         let same = |a: &str, b: &str| a.trim_end_matches('/') == b.trim_end_matches('/');
         if let Some(only) = self.oauth.issuer.as_deref().filter(|only| !same(only, issuer)) {
-            let why = format!("it names the issuer {issuer}, and only {only} is believed");
-            return Err(AuthorizationError::Failed(why));
+            let reason = format!("it names the issuer {issuer}, and only {only} is believed");
+            return Err(AuthorizationError::Failed(reason));
         }
         let secret = self.oauth.client_secret.is_some() || self.oauth.private_key.is_some();
         let before = inner.credential.client.as_ref().map(|client| client.issuer.as_str());
@@ -177,16 +182,16 @@ impl Authorizer {
         scopes: &[String],
     ) -> Result<ClientRegistration, AuthorizationError> {
         let (issuer, redirect_uri) = (found.issuer.clone(), self.redirect_uri());
-        let filled =
+        let resolved =
             ResolvedSettings::resolve(&self.settings).map_err(AuthorizationError::Failed)?;
-        if let Some(client_id) = filled.client_id {
-            let client_secret = filled.client_secret;
+        if let Some(client_id) = resolved.client_id {
+            let client_secret = resolved.client_secret;
             return Ok(ClientRegistration { issuer, client_id, client_secret, redirect_uri });
         }
         let before = inner.credential.client.clone();
-        let known =
+        let is_reusable =
             |it: &ClientRegistration| it.issuer == issuer && it.redirect_uri == redirect_uri;
-        if let Some(before) = before.filter(known) {
+        if let Some(before) = before.filter(is_reusable) {
             return Ok(before);
         }
         if let Some(client_id) = self.client_metadata_url().filter(|_| found.reads_client_metadata)
@@ -194,15 +199,15 @@ impl Authorizer {
             return Ok(ClientRegistration { issuer, client_id, client_secret: None, redirect_uri });
         }
         let local = ["http://127.0.0.1", "http://localhost", "http://[::1]"];
-        if !local.iter().any(|place| redirect_uri.starts_with(place)) {
+        if !local.iter().any(|prefix| redirect_uri.starts_with(prefix)) {
             // A registration defaults to a native application on a person's machine.
             let mut kind = OAuthClientConfig::new("", &redirect_uri);
             kind.application_type = Some("web".to_owned());
             found.manager.configure_client(kind).map_err(auth_failure)?;
         }
         let scopes: Vec<&str> = scopes.iter().map(String::as_str).collect();
-        let made = found.manager.register_client(CLIENT_NAME, &redirect_uri, &scopes).await;
-        let OAuthClientConfig { client_id, client_secret, .. } = made.map_err(auth_failure)?;
+        let created = found.manager.register_client(CLIENT_NAME, &redirect_uri, &scopes).await;
+        let OAuthClientConfig { client_id, client_secret, .. } = created.map_err(auth_failure)?;
         Ok(ClientRegistration { issuer, client_id, client_secret, redirect_uri })
     }
 
@@ -218,8 +223,11 @@ impl Authorizer {
         if scopes.is_empty() && more.is_empty() {
             scopes = found.manager.select_initial_scopes(&[]).await;
         }
-        let granted =
-            inner.credential.credentials.as_ref().map(|known| known.granted_scopes.clone());
+        let granted = inner
+            .credential
+            .credentials
+            .as_ref()
+            .map(|credentials| credentials.granted_scopes.clone());
         if !more.is_empty() {
             scopes.extend(granted.unwrap_or_default());
             scopes.extend(inner.credential.requested_scopes.iter().cloned());
@@ -299,7 +307,7 @@ impl Authorizer {
         self.load_once(&mut inner).await;
         match self.begin_sign_in(&mut inner, None, &[]).await {
             Ok(()) | Err(AuthorizationError::SignInRequired) => Ok(()),
-            Err(AuthorizationError::Failed(why)) => Err(self.redact(&why)),
+            Err(AuthorizationError::Failed(reason)) => Err(self.redact(&reason)),
         }
     }
 
@@ -321,27 +329,27 @@ impl Authorizer {
             return Err("this sign-in is over; begin another".to_owned());
         };
         let exchanged = manager.exchange_code_for_token_with_issuer(code, state, issuer).await;
-        let kept = match exchanged {
+        let stored = match exchanged {
             Ok(_) => self.store_token(&mut inner).await,
             Err(error) => Err(auth_failure(error)),
         };
-        match kept {
+        match stored {
             Ok(_) | Err(AuthorizationError::SignInRequired) => Ok(()),
-            Err(AuthorizationError::Failed(why)) => {
-                let why = self.redact(&why).replace(code, "[code]");
-                self.record_failure(&format!("the sign-in failed: {why}"));
+            Err(AuthorizationError::Failed(reason)) => {
+                let reason = self.redact(&reason).replace(code, "[code]");
+                self.record_failure(&format!("the sign-in failed: {reason}"));
                 if !self.pending_sign_ins.has(state) {
                     self.renew_sign_in_link_locked(&inner).await;
                 }
-                Err(why)
+                Err(reason)
             }
         }
     }
 
     /// Handles a redirect without a code: the sign-in was declined.
-    pub(in super::super) async fn decline_sign_in(&self, state: &str, why: &str) {
+    pub(in super::super) async fn decline_sign_in(&self, state: &str, reason: &str) {
         self.pending_sign_ins.forget(state);
-        self.record_failure(&format!("the sign-in was refused: {why}"));
+        self.record_failure(&format!("the sign-in was refused: {reason}"));
         self.renew_sign_in_link().await;
     }
 
@@ -393,10 +401,10 @@ impl Authorizer {
         if found.issuer != client.issuer {
             return Err(AuthorizationError::SignInRequired);
         }
-        let filled =
+        let resolved =
             ResolvedSettings::resolve(&self.settings).map_err(AuthorizationError::Failed)?;
         let mut config = OAuthClientConfig::new(&client.client_id, &client.redirect_uri);
-        config.client_secret = filled.client_secret.or(client.client_secret);
+        config.client_secret = resolved.client_secret.or(client.client_secret);
         found.manager.configure_client(config).map_err(auth_failure)?;
         inner.manager = Some(found.manager);
         Ok(())
@@ -442,13 +450,13 @@ impl Authorizer {
         &self,
         scopes: &[String],
     ) -> Result<(ClientCredentialsConfig, String), AuthorizationError> {
-        let filled =
+        let resolved =
             ResolvedSettings::resolve(&self.settings).map_err(AuthorizationError::Failed)?;
         let missing = || AuthorizationError::Failed("oauth has nothing to show for us".to_owned());
-        let client_id = filled.client_id.ok_or_else(missing)?;
-        let (scopes, resource) = (scopes.to_vec(), Some(filled.url));
-        let shown = client_id.clone();
-        let config = match (filled.client_secret, filled.private_key) {
+        let client_id = resolved.client_id.ok_or_else(missing)?;
+        let (scopes, resource) = (scopes.to_vec(), Some(resolved.url));
+        let used_client_id = client_id.clone();
+        let config = match (resolved.client_secret, resolved.private_key) {
             (Some(client_secret), _) => {
                 ClientCredentialsConfig::ClientSecret { client_id, client_secret, scopes, resource }
             }
@@ -469,6 +477,6 @@ impl Authorizer {
             },
             (None, None) => return Err(missing()),
         };
-        Ok((config, shown))
+        Ok((config, used_client_id))
     }
 }

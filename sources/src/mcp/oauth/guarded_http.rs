@@ -38,8 +38,8 @@ impl OAuthHttpClient for GuardedOauthClient {
             let url = self.rules.check(&head.uri.to_string())?;
             let request = self.client.request(head.method, url).headers(head.headers).body(body);
             let mut answer = request.send().await?;
-            let mut made = Response::builder().status(answer.status());
-            if let Some(headers) = made.headers_mut() {
+            let mut builder = Response::builder().status(answer.status());
+            if let Some(headers) = builder.headers_mut() {
                 headers.extend(answer.headers().clone());
             }
             let mut body = Vec::new();
@@ -51,7 +51,7 @@ impl OAuthHttpClient for GuardedOauthClient {
                 }
                 body.extend_from_slice(&chunk);
             }
-            Ok(made.body(body)?)
+            Ok(builder.body(body)?)
         })
     }
 }

@@ -62,10 +62,10 @@ pub(super) struct AccessToken {
 
 impl AccessToken {
     pub(super) fn from_credentials(credentials: &StoredCredentials) -> Option<Self> {
-        let said = serde_json::to_value(credentials.token_response.as_ref()?).ok()?;
-        let value: Arc<str> = said["access_token"].as_str()?.into();
+        let response = serde_json::to_value(credentials.token_response.as_ref()?).ok()?;
+        let value: Arc<str> = response["access_token"].as_str()?.into();
         let received_ms = credentials.token_received_at.unwrap_or_default().saturating_mul(1_000);
-        let lives_ms = said["expires_in"].as_u64().map(|seconds| seconds.saturating_mul(1_000));
+        let lives_ms = response["expires_in"].as_u64().map(|seconds| seconds.saturating_mul(1_000));
         // A short-lived token is used for half of its lifetime.
         let renew_ms = lives_ms.map(|ms| received_ms.saturating_add(ms - EARLY_MS.min(ms / 2)));
         Some(Self { value, renew_ms, accepted: Arc::default() })
@@ -86,15 +86,15 @@ impl AccessToken {
 
 /// Returns the secrets in credentials, for redaction.
 pub(super) fn secrets(credentials: &StoredCredentials) -> Vec<String> {
-    let said = serde_json::to_value(&credentials.token_response).unwrap_or_default();
-    let text = |key: &str| said[key].as_str().map(str::to_owned);
+    let response = serde_json::to_value(&credentials.token_response).unwrap_or_default();
+    let text = |key: &str| response[key].as_str().map(str::to_owned);
     ["access_token", "refresh_token", "id_token"].into_iter().filter_map(text).collect()
 }
 
 /// Returns `true` if a new token can be obtained without a person.
 pub(super) fn can_refresh(credentials: &StoredCredentials) -> bool {
-    let said = serde_json::to_value(&credentials.token_response).unwrap_or_default();
-    said["refresh_token"].is_string()
+    let response = serde_json::to_value(&credentials.token_response).unwrap_or_default();
+    response["refresh_token"].is_string()
 }
 
 /// The credentials that `rmcp` works on. `rmcp` writes them only here; the authorizer persists
@@ -154,15 +154,15 @@ impl PendingSignIns {
 #[async_trait]
 impl StateStore for PendingSignIns {
     async fn save(&self, csrf: &str, state: StoredAuthorizationState) -> Result<(), AuthError> {
-        let mut known = self.0.lock();
-        known.retain(|_, state| is_recent(state));
-        if known.len() >= MAX_PENDING_SIGN_INS {
-            let oldest = known.iter().min_by_key(|(_, state)| state.created_at);
+        let mut pending = self.0.lock();
+        pending.retain(|_, state| is_recent(state));
+        if pending.len() >= MAX_PENDING_SIGN_INS {
+            let oldest = pending.iter().min_by_key(|(_, state)| state.created_at);
             if let Some(oldest) = oldest.map(|(key, _)| key.clone()) {
-                known.remove(&oldest);
+                pending.remove(&oldest);
             }
         }
-        known.insert(csrf.to_owned(), state);
+        pending.insert(csrf.to_owned(), state);
         Ok(())
     }
 
@@ -190,8 +190,8 @@ pub(super) fn query_param(url: &str, name: &str) -> Option<String> {
 
 /// Returns `true` if an issuer's endpoint is fit for a browser and for secrets: an HTTP URL that is
 /// at least as secure as the upstream's own.
-pub(super) fn is_safe_endpoint(end: &str, of: &McpServerSettings) -> bool {
-    let safe = of.url.as_ref().is_some_and(|url| url.starts_with("https:"));
+pub(super) fn is_safe_endpoint(end: &str, settings: &McpServerSettings) -> bool {
+    let safe = settings.url.as_ref().is_some_and(|url| url.starts_with("https:"));
     match reqwest::Url::parse(end) {
         Ok(end) => end.has_host() && (end.scheme() == "https" || end.scheme() == "http" && !safe),
         Err(_) => false,
@@ -232,26 +232,35 @@ mod tests {
 
     #[test]
     fn issuer_endpoints_must_be_https_or_loopback() {
-        let of =
+        let settings_with =
             |url: &str| McpServerSettings { url: Some(url.into()), ..McpServerSettings::default() };
-        assert!(is_safe_endpoint("https://issuer.example/token", &of("https://a.example/mcp")));
-        assert!(!is_safe_endpoint("http://issuer.example/token", &of("https://a.example/mcp")));
-        assert!(is_safe_endpoint("http://127.0.0.1:9/token", &of("http://127.0.0.1:8/mcp")));
+        assert!(is_safe_endpoint(
+            "https://issuer.example/token",
+            &settings_with("https://a.example/mcp")
+        ));
+        assert!(!is_safe_endpoint(
+            "http://issuer.example/token",
+            &settings_with("https://a.example/mcp")
+        ));
+        assert!(is_safe_endpoint(
+            "http://127.0.0.1:9/token",
+            &settings_with("http://127.0.0.1:8/mcp")
+        ));
         for odd in ["javascript:alert(1)", "file:///etc/passwd", "data:text/html,x", "", "token"] {
-            assert!(!is_safe_endpoint(odd, &of("http://127.0.0.1:8/mcp")), "{odd}");
+            assert!(!is_safe_endpoint(odd, &settings_with("http://127.0.0.1:8/mcp")), "{odd}");
         }
     }
 
     #[test]
     fn an_expiring_token_is_not_fresh() {
-        let of = |expires: Value| {
+        let token_with_expiry = |expires: Value| {
             let credentials = json!({ "client_id": "c", "token_received_at": now_ms() / 1_000,
                 "token_response": { "access_token": "abc", "token_type": "bearer",
                     "expires_in": expires } });
             AccessToken::from_credentials(&serde_json::from_value(credentials).unwrap()).unwrap()
         };
-        assert!(of(json!(3_600)).is_fresh());
-        assert!(of(Value::Null).is_fresh());
-        assert!(!of(json!(0)).is_fresh());
+        assert!(token_with_expiry(json!(3_600)).is_fresh());
+        assert!(token_with_expiry(Value::Null).is_fresh());
+        assert!(!token_with_expiry(json!(0)).is_fresh());
     }
 }

@@ -60,8 +60,8 @@ pub fn detect_flags(tool: &ToolDefinition, titles: [Option<&str>; 2]) -> Vec<&'s
     for text in words.into_iter().chain(titles.into_iter().flatten()) {
         finder.matches(text).into_iter().for_each(|n| hits[n] = true);
     }
-    let named = PATTERNS.iter().zip(hits).filter(|(_, hit)| *hit);
-    named.map(|((flag, _), _)| *flag).collect()
+    let matched = PATTERNS.iter().zip(hits).filter(|(_, hit)| *hit);
+    matched.map(|((flag, _), _)| *flag).collect()
 }
 
 /// Returns the flags recorded in a definition.

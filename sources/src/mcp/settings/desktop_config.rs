@@ -19,14 +19,14 @@ pub fn parse_desktop_config(
 ) -> Result<Vec<McpServerSettings>, McpSettingsError> {
     let found = document.get("mcpServers").or_else(|| document.get("servers"));
     let Some(Value::Object(servers)) = found else {
-        let why = "must be an object of servers by their names";
-        return Err(McpSettingsError { field: "mcpServers", why: why.to_owned() });
+        let reason = "must be an object of servers by their names";
+        return Err(McpSettingsError { field: "mcpServers", why: reason.to_owned() });
     };
     let read = |(name, server): (&String, &Value)| {
         let settings = parse_desktop_server(name, server, &pinned)?;
         settings.check().map_err(|wrong| {
-            let why = format!("in \"{name}\": {}", wrong.why);
-            McpSettingsError { field: wrong.field, why }
+            let reason = format!("in \"{name}\": {}", wrong.why);
+            McpSettingsError { field: wrong.field, why: reason }
         })?;
         Ok(settings)
     };
@@ -39,8 +39,8 @@ fn parse_desktop_server(
     pinned: impl Fn(&str) -> bool,
 ) -> Result<McpServerSettings, McpSettingsError> {
     let bad = |field: &'static str, kind: &str| {
-        let why = format!("of \"{name}\" must be {kind}");
-        McpSettingsError { field, why }
+        let reason = format!("of \"{name}\" must be {kind}");
+        McpSettingsError { field, why: reason }
     };
     let Value::Object(server) = server else { return Err(bad("mcpServers", "an object")) };
     let text = |key: &'static str| match server.get(key) {
@@ -76,19 +76,19 @@ fn parse_desktop_server(
         });
     }
     if !off && !list("includeTools")?.is_empty() {
-        let why = format!(
+        let reason = format!(
             "of \"{name}\" cannot be taken over, since tools are switched off here one by one: \
              name those in excludeTools"
         );
-        return Err(McpSettingsError { field: "includeTools", why });
+        return Err(McpSettingsError { field: "includeTools", why: reason });
     }
     let switched_off = || McpToolSettings { enabled: Some(false), ..McpToolSettings::default() };
     let without = list("disabledTools")?.into_iter().chain(list("excludeTools")?);
     let (url, other_url) = (text("url")?, text("serverUrl")?);
-    let ours = sanitize_server_name(name);
+    let server_name = sanitize_server_name(name);
     let pin = parse_optional(server, "pin").map_err(|()| bad("pin", "true or false"))?;
     Ok(McpServerSettings {
-        name: ours.clone(),
+        name: server_name.clone(),
         enabled: !off,
         command: text("command")?,
         args: list("args")?,
@@ -97,7 +97,7 @@ fn parse_desktop_server(
         // If both are set, `url` is the address of the older SSE transport.
         url: text("httpUrl")?.or(url).or(other_url),
         headers: words("headers")?,
-        pin: pin.unwrap_or_else(|| pinned(&ours)),
+        pin: pin.unwrap_or_else(|| pinned(&server_name)),
         effect: parse_optional(server, "effect").map_err(|()| bad("effect", EFFECTS))?,
         risk: parse_optional(server, "risk").map_err(|()| bad("risk", RISKS))?,
         tools: without.map(|tool| (tool, switched_off())).collect(),

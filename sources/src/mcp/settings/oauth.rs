@@ -87,7 +87,7 @@ impl McpOauthSettings {
     /// Checks the constraints that the types do not express. The error is a phrase that follows the
     /// name of the field.
     pub(super) fn check(&self) -> Result<(), String> {
-        let wrong = |why: &str| Err(why.to_owned());
+        let wrong = |reason: &str| Err(reason.to_owned());
         let machine = self.grant == GrantKind::ClientCredentials;
         match (machine, &self.client_secret, &self.private_key) {
             (true, Some(_), None) | (true, None, Some(_)) if self.client_id.is_some() => {}

@@ -37,7 +37,7 @@ impl ResolvedSettings {
         settings: &McpServerSettings,
         look: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, String> {
-        let mut filled = Self::default();
+        let mut resolved = Self::default();
         // Every value taken from the environment is treated as a secret.
         let put = RefCell::new(Vec::new());
         let fill = |text: &str| {
@@ -47,38 +47,41 @@ impl ResolvedSettings {
                 value
             })
         };
-        filled.command = fill(settings.command.as_deref().unwrap_or_default())?;
-        filled.url = fill(settings.url.as_deref().unwrap_or_default())?;
-        filled.args = settings.args.iter().map(|arg| fill(arg)).collect::<Result<_, _>>()?;
+        resolved.command = fill(settings.command.as_deref().unwrap_or_default())?;
+        resolved.url = fill(settings.url.as_deref().unwrap_or_default())?;
+        resolved.args = settings.args.iter().map(|arg| fill(arg)).collect::<Result<_, _>>()?;
         for (name, value) in &settings.headers {
-            filled.headers.insert(name.clone(), fill(value)?);
+            resolved.headers.insert(name.clone(), fill(value)?);
         }
         if let Some(oauth) = &settings.oauth {
-            let filled_in = |text: &Option<String>| text.as_deref().map(fill).transpose();
-            filled.client_id = filled_in(&oauth.client_id)?;
-            filled.client_secret = filled_in(&oauth.client_secret)?;
-            filled.private_key = filled_in(&oauth.private_key)?;
+            let fill_optional = |text: &Option<String>| text.as_deref().map(fill).transpose();
+            resolved.client_id = fill_optional(&oauth.client_id)?;
+            resolved.client_secret = fill_optional(&oauth.client_secret)?;
+            resolved.private_key = fill_optional(&oauth.private_key)?;
         }
         let usual =
             BASE_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), look(name)?)));
-        filled.env.extend(usual);
+        resolved.env.extend(usual);
         for (name, value) in &settings.env {
-            filled.env.insert(name.clone(), fill(value)?);
+            resolved.env.insert(name.clone(), fill(value)?);
         }
         for name in &settings.env_from {
             let value = look(name).ok_or_else(|| not_set(name))?;
-            filled.env.insert(name.clone(), value);
+            resolved.env.insert(name.clone(), value);
         }
         let of_settings = settings.env.keys().chain(&settings.env_from);
-        let named = of_settings.filter_map(|name| Some((name, filled.env.get(name)?)));
-        let named = named.chain(filled.headers.iter());
-        let named = named.map(|(name, value)| (name.clone(), value.clone()));
-        let of_ours = [("client_secret", &filled.client_secret), ("key", &filled.private_key)];
-        let of_ours = of_ours.map(|(name, value)| Some((name.to_owned(), value.clone()?)));
-        let hidden = url_secrets(&filled.url).into_iter().map(|part| ("url".to_owned(), part));
-        let all = named.chain(of_ours.into_iter().flatten()).chain(hidden).chain(put.take());
-        filled.set_secrets(all.collect());
-        Ok(filled)
+        let secrets = of_settings.filter_map(|name| Some((name, resolved.env.get(name)?)));
+        let secrets = secrets.chain(resolved.headers.iter());
+        let secrets = secrets.map(|(name, value)| (name.clone(), value.clone()));
+        let client_secrets =
+            [("client_secret", &resolved.client_secret), ("key", &resolved.private_key)];
+        let client_secrets =
+            client_secrets.map(|(name, value)| Some((name.to_owned(), value.clone()?)));
+        let hidden = url_secrets(&resolved.url).into_iter().map(|part| ("url".to_owned(), part));
+        let all =
+            secrets.chain(client_secrets.into_iter().flatten()).chain(hidden).chain(put.take());
+        resolved.set_secrets(all.collect());
+        Ok(resolved)
     }
 
     /// Sets the secrets to redact, in all the forms in which they may appear.
@@ -86,43 +89,43 @@ impl ResolvedSettings {
         let longest_first = |(_, value): &(String, String)| std::cmp::Reverse(value.len());
         values.sort_by_key(longest_first);
         let formed = values.into_iter().flat_map(|(name, value)| {
-            secret_forms(&value).into_iter().map(move |form| (name.clone(), form))
+            secret_variants(&value).into_iter().map(move |variant| (name.clone(), variant))
         });
-        self.secrets = formed.filter(|(_, form)| form.len() >= SHORT).collect();
+        self.secrets = formed.filter(|(_, variant)| variant.len() >= SHORT).collect();
         // The longest first: one secret may be part of another.
         self.secrets.sort_by_key(longest_first);
     }
 
     /// Returns the length of the longest form of a secret.
     pub fn longest_secret(&self) -> usize {
-        self.secrets.first().map_or(0, |(_, form)| form.len())
+        self.secrets.first().map_or(0, |(_, variant)| variant.len())
     }
 
     /// Removes the beginning of a secret from the end of a truncated text.
     pub fn trim_partial_secret<'a>(&self, text: &'a [u8]) -> &'a [u8] {
-        let starts = |form: &str| {
-            let most = form.len().saturating_sub(1).min(text.len());
-            (1..=most).rev().find(|length| text.ends_with(&form.as_bytes()[..*length]))
+        let starts = |variant: &str| {
+            let max_length = variant.len().saturating_sub(1).min(text.len());
+            (1..=max_length).rev().find(|length| text.ends_with(&variant.as_bytes()[..*length]))
         };
-        let longest = self.secrets.iter().filter_map(|(_, form)| starts(form)).max();
+        let longest = self.secrets.iter().filter_map(|(_, variant)| starts(variant)).max();
         &text[..text.len() - longest.unwrap_or(0)]
     }
 
     /// Creates settings with nothing but secrets.
     #[cfg(test)]
     pub fn with_secrets(values: &[(&str, &str)]) -> Self {
-        let mut filled = Self::default();
+        let mut resolved = Self::default();
         let values = values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        filled.set_secrets(values.collect());
-        filled
+        resolved.set_secrets(values.collect());
+        resolved
     }
 
     /// Replaces secrets in a text with the names of their settings.
     pub fn redact(&self, text: &str) -> String {
         let mut text = text.to_owned();
-        for (name, form) in &self.secrets {
-            if text.contains(form.as_str()) {
-                text = text.replace(form.as_str(), &format!("[{name}]"));
+        for (name, variant) in &self.secrets {
+            if text.contains(variant.as_str()) {
+                text = text.replace(variant.as_str(), &format!("[{name}]"));
             }
         }
         text
@@ -131,27 +134,27 @@ impl ResolvedSettings {
 
 /// Returns the forms in which a value may appear: unchanged, without the word before it (`Bearer
 /// …`), as JSON writes it, and each line of a value with several lines.
-fn secret_forms(value: &str) -> Vec<String> {
-    let mut forms = vec![value.to_owned()];
-    forms.extend(value.split_once(' ').map(|(_, bare)| bare.to_owned()));
+fn secret_variants(value: &str) -> Vec<String> {
+    let mut variants = vec![value.to_owned()];
+    variants.extend(value.split_once(' ').map(|(_, bare)| bare.to_owned()));
     let lines = value.lines().map(str::trim).filter(|line| *line != value);
-    forms.extend(lines.map(str::to_owned));
-    for plain in forms.clone() {
+    variants.extend(lines.map(str::to_owned));
+    for plain in variants.clone() {
         let written = serde_json::Value::from(plain.as_str()).to_string();
         let written = written[1..written.len() - 1].to_owned();
-        forms.extend(Some(escape_non_ascii(&written)).filter(|ascii| *ascii != written));
-        forms.extend(Some(written).filter(|written| *written != plain));
+        variants.extend(Some(escape_non_ascii(&written)).filter(|ascii| *ascii != written));
+        variants.extend(Some(written).filter(|written| *written != plain));
     }
-    forms
+    variants
 }
 
 /// Escapes the non-ASCII characters of a JSON text, as many serializers do.
 fn escape_non_ascii(written: &str) -> String {
     let mut units = [0; 2];
-    let escaped = written.chars().map(|letter| match letter.is_ascii() {
-        true => letter.to_string(),
+    let escaped = written.chars().map(|character| match character.is_ascii() {
+        true => character.to_string(),
         false => {
-            let units = letter.encode_utf16(&mut units).iter();
+            let units = character.encode_utf16(&mut units).iter();
             units.map(|unit| format!("\\u{unit:04x}")).collect()
         }
     });
@@ -174,22 +177,22 @@ fn not_set(name: &str) -> String {
 
 /// Expands `${NAME}`, `${env:NAME}` and `${NAME:-default}`, as desktop clients write them.
 fn expand_variables(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
-    let mut made = String::new();
+    let mut output = String::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("${") {
         let Some((inside, behind)) = after.split_once('}') else { break };
-        made.push_str(before);
+        output.push_str(before);
         let inside = inside.strip_prefix("env:").unwrap_or(inside);
         let (name, otherwise) = match inside.split_once(":-") {
             Some((name, otherwise)) => (name, Some(otherwise)),
             None => (inside, None),
         };
         let value = look(name).or_else(|| otherwise.map(str::to_owned));
-        made.push_str(&value.ok_or_else(|| not_set(name))?);
+        output.push_str(&value.ok_or_else(|| not_set(name))?);
         rest = behind;
     }
-    made.push_str(rest);
-    Ok(made)
+    output.push_str(rest);
+    Ok(output)
 }
 
 #[cfg(test)]
@@ -198,8 +201,11 @@ mod tests {
     use super::*;
 
     fn lookup(name: &str) -> Option<String> {
-        let known = [("TOKEN", "secret-token"), ("PATH", "/bin"), ("OTHER", "not-for-you")];
-        known.into_iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_owned())
+        let variables = [("TOKEN", "secret-token"), ("PATH", "/bin"), ("OTHER", "not-for-you")];
+        variables
+            .into_iter()
+            .find(|(variable, _)| *variable == name)
+            .map(|(_, value)| value.to_owned())
     }
 
     #[test]

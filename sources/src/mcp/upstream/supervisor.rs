@@ -52,12 +52,12 @@ impl UpstreamServer {
         let (mut failures, mut older) = (0_u32, false);
         loop {
             let began = Instant::now();
-            let wanted = self.refreshes_requested.load(Ordering::Acquire);
+            let requested = self.refreshes_requested.load(Ordering::Acquire);
             // A panic in Toolcrib must not leave the upstream disconnected for good. Unwinding
             // drops everything the attempt held.
             let tried =
                 AssertUnwindSafe(self.run_connection(&*registry, older)).catch_unwind().await;
-            let (reached, why) = tried.unwrap_or_else(|_| {
+            let (reached, reason) = tried.unwrap_or_else(|_| {
                 tracing::error!(upstream = self.settings.name, "the supervisor panicked");
                 (false, "a fault of Toolcrib's own; the server's log has it".to_owned())
             });
@@ -66,7 +66,7 @@ impl UpstreamServer {
                 return;
             }
             if self.authorizer.as_ref().is_some_and(|authorizer| authorizer.needs_sign_in()) {
-                self.wait_for_sign_in(wanted).await;
+                self.wait_for_sign_in(requested).await;
                 if self.stop.is_cancelled() {
                     return;
                 }
@@ -80,8 +80,13 @@ impl UpstreamServer {
             let name = &self.settings.name;
             let wait =
                 (FIRST_WAIT * 2_u32.pow(failures.min(8) - failures.min(1))).min(LONGEST_WAIT);
-            tracing::warn!(upstream = name, problem = why, ?wait, "an MCP server is unavailable");
-            self.back_off(why, wait, wanted).await;
+            tracing::warn!(
+                upstream = name,
+                problem = reason,
+                ?wait,
+                "an MCP server is unavailable"
+            );
+            self.back_off(reason, wait, requested).await;
             if self.stop.is_cancelled() {
                 return;
             }
@@ -92,7 +97,7 @@ impl UpstreamServer {
 
     /// Waits until a person has signed in. Renews the sign-in link before it expires, so that the
     /// shown link always works.
-    async fn wait_for_sign_in(&self, wanted: u64) {
+    async fn wait_for_sign_in(&self, requested: u64) {
         let Some(authorizer) = &self.authorizer else { return };
         let name = &self.settings.name;
         tracing::warn!(upstream = name, "an MCP server needs a person to sign in");
@@ -100,18 +105,19 @@ impl UpstreamServer {
             let mut state = self.state.lock();
             state.enter(UpstreamPhase::NeedsSignIn);
             (state.process, state.next_try_ms) = (None, None);
-            let failed = authorizer.problem().map(|why| format!("{why}; ")).unwrap_or_default();
+            let failed =
+                authorizer.problem().map(|reason| format!("{reason}; ")).unwrap_or_default();
             state.problem =
                 Some(format!("{failed}a person must sign in: toolcrib mcp sign-in {name}"));
         }
         self.set_connection(None);
-        self.complete_refreshes(wanted);
+        self.complete_refreshes(requested);
         while authorizer.needs_sign_in() {
-            let left = authorizer
+            let remaining_ms = authorizer
                 .pending_sign_in()
-                .map_or(0, |wanted| wanted.expires_ms.saturating_sub(now_ms()));
+                .map_or(0, |link| link.expires_ms.saturating_sub(now_ms()));
             tokio::select! {
-                () = tokio::time::sleep(Duration::from_millis(left).max(FIRST_WAIT)) => {
+                () = tokio::time::sleep(Duration::from_millis(remaining_ms).max(FIRST_WAIT)) => {
                     authorizer.renew_sign_in_link().await;
                 }
                 () = self.retry_now.notified() => break,
@@ -122,7 +128,7 @@ impl UpstreamServer {
         self.set_connection(None);
     }
 
-    async fn back_off(&self, why: String, wait: Duration, wanted: u64) {
+    async fn back_off(&self, reason: String, wait: Duration, requested: u64) {
         {
             let mut state = self.state.lock();
             state.enter(UpstreamPhase::Waiting);
@@ -132,13 +138,13 @@ impl UpstreamServer {
             state.next_try_ms = Some(now_ms() + wait.as_millis() as u64);
             let last = self.stderr.last();
             state.problem = Some(match last.filter(|_| self.settings.command.is_some()) {
-                Some(line) => format!("{why}; it last said: {line}"),
-                None => why,
+                Some(line) => format!("{reason}; it last said: {line}"),
+                None => reason,
             });
         }
         // Wakes the waiting calls, which then find the upstream unavailable.
         self.set_connection(None);
-        self.complete_refreshes(wanted);
+        self.complete_refreshes(requested);
         tokio::select! {
             () = tokio::time::sleep(wait) => {}
             () = self.retry_now.notified() => {}
@@ -149,18 +155,18 @@ impl UpstreamServer {
     /// Connects once and serves the connection until it ends. Returns whether the connection was
     /// established, and why it ended.
     async fn run_connection(&self, registry: &dyn UpstreamRegistry, older: bool) -> (bool, String) {
-        let filled = match ResolvedSettings::resolve(&self.settings) {
-            Ok(filled) => Arc::new(filled),
-            Err(why) => return (false, why),
+        let resolved = match ResolvedSettings::resolve(&self.settings) {
+            Ok(resolved) => Arc::new(resolved),
+            Err(reason) => return (false, reason),
         };
-        self.set_resolved(filled.clone());
+        self.set_resolved(resolved.clone());
         if let Some(pass) = self.authorizer.as_ref().filter(|pass| !pass.needs_sign_in()) {
             pass.clear_failure();
         }
         let ears = McpClientHandler::new(self.changes.clone());
         let dialing = UpstreamConnectOptions {
             settings: &self.settings,
-            resolved: filled,
+            resolved,
             stderr: &self.stderr,
             handler: ears,
             outbound: &self.outbound,
@@ -176,22 +182,23 @@ impl UpstreamServer {
         };
         let mut connection = match dialled {
             Ok(connection) => connection,
-            Err(why) => return (false, self.authorization_problem().unwrap_or(why)),
+            Err(reason) => return (false, self.authorization_problem().unwrap_or(reason)),
         };
-        let why = tokio::select! {
-            why = self.serve_connection(registry, &mut connection) => why,
+        let reason = tokio::select! {
+            reason = self.serve_connection(registry, &mut connection) => reason,
             () = self.stop.cancelled() => "it was removed".to_owned(),
         };
-        let why = connection.problem().or_else(|| self.authorization_problem()).unwrap_or(why);
+        let reason =
+            connection.problem().or_else(|| self.authorization_problem()).unwrap_or(reason);
         {
             let mut state = self.state.lock();
             state.enter(UpstreamPhase::Waiting);
-            state.problem = Some(why.clone());
+            state.problem = Some(reason.clone());
             state.next_try_ms = Some(now_ms() + FIRST_WAIT.as_millis() as u64);
         }
         self.set_connection(None);
         connection.shut_down().await;
-        (true, why)
+        (true, reason)
     }
 
     async fn serve_connection(
@@ -204,26 +211,26 @@ impl UpstreamServer {
         let (process, capture) = (connection.process, connection.capture());
         let live = Arc::new(connection.live());
         let mut over = std::pin::pin!(connection.wait_closed());
-        let mut wanted = self.refreshes_requested.load(Ordering::Acquire);
+        let mut requested = self.refreshes_requested.load(Ordering::Acquire);
         let first = tokio::select! {
             first = self.refresh_tools(registry, &peer, &capture) => first,
-            why = &mut over => return why,
+            reason = &mut over => return reason,
         };
-        if let Err(why) = first {
-            return why;
+        if let Err(reason) = first {
+            return reason;
         }
         self.mark_ready(&peer, process);
         self.set_connection(Some(live));
-        self.complete_refreshes(wanted);
+        self.complete_refreshes(requested);
         let mut listening = std::pin::pin!(follow_changes(&peer, &handler, modern));
         loop {
             tokio::select! {
-                why = &mut over => return why,
+                reason = &mut over => return reason,
                 () = handler.tools_changed.notified() => {}
                 never = &mut listening => match never {},
                 // An operator who requests a refresh may have made room for rejected tools.
                 () = self.retry_now.notified() => {
-                    wanted = self.refreshes_requested.load(Ordering::Acquire);
+                    requested = self.refreshes_requested.load(Ordering::Acquire);
                     self.rejected_tools.lock().clear();
                 }
                 () = self.reconnect_requested.notified() => return SIGNED_OUT.to_owned(),
@@ -232,20 +239,20 @@ impl UpstreamServer {
             // The end of the connection is noticed even while a refresh takes long.
             let looked = tokio::select! {
                 looked = self.refresh_and_record(registry, &peer, &capture) => looked,
-                why = &mut over => return why,
+                reason = &mut over => return reason,
                 () = self.reconnect_requested.notified() => return SIGNED_OUT.to_owned(),
             };
-            if let Err(why) = looked {
-                return why;
+            if let Err(reason) = looked {
+                return reason;
             }
-            self.complete_refreshes(wanted);
+            self.complete_refreshes(requested);
             tokio::time::sleep(PAUSE).await;
         }
     }
 
     /// Marks the refreshes that were requested so far as completed.
-    fn complete_refreshes(&self, wanted: u64) {
-        self.refreshes_completed.send_modify(|looked| *looked = wanted.max(*looked));
+    fn complete_refreshes(&self, requested: u64) {
+        self.refreshes_completed.send_modify(|looked| *looked = requested.max(*looked));
     }
 
     /// Refreshes the tool list and records the result. Returns an error if the upstream cannot be
@@ -256,15 +263,15 @@ impl UpstreamServer {
         peer: &Peer<RoleClient>,
         capture: &ToolListCapture,
     ) -> Result<(), String> {
-        let Err(why) = self.refresh_tools(registry, peer, capture).await else {
+        let Err(reason) = self.refresh_tools(registry, peer, capture).await else {
             let problem = self.tool_limit_problem();
             self.state.lock().problem = problem;
             return Ok(());
         };
-        self.state.lock().problem = Some(why.clone());
+        self.state.lock().problem = Some(reason.clone());
         let shut = self.authorizer.as_ref().is_some_and(|authorizer| authorizer.needs_sign_in());
         match shut || peer.is_transport_closed() || !self.is_responsive(peer).await {
-            true => Err(why),
+            true => Err(reason),
             false => Ok(()),
         }
     }
@@ -293,8 +300,8 @@ impl UpstreamServer {
     /// Returns the problem of an upstream that offers more tools than its limit.
     fn tool_limit_problem(&self) -> Option<String> {
         let offered = self.offered.lock();
-        let over = offered.skipped.iter().find(|(_, why)| why.contains("max_tools"));
-        over.map(|(_, why)| why.clone())
+        let over = offered.skipped.iter().find(|(_, reason)| reason.contains("max_tools"));
+        over.map(|(_, reason)| reason.clone())
     }
 
     /// Returns `true` if the upstream responds. Silence counts as unresponsive.
@@ -329,14 +336,14 @@ impl UpstreamServer {
         let listing = tokio::time::timeout(limit, list_tools(peer, capture)).await;
         let list = listing
             .map_err(|_| format!("its list of tools did not come within {limit:?}"))?
-            .map_err(|why| self.redact(&why))?;
+            .map_err(|reason| self.redact(&reason))?;
         let (project, name) = (&self.settings.project, &self.settings.name);
         let (mut readable, mut unreadable) = (Vec::new(), Vec::new());
         for listed in list {
             match listed {
                 UpstreamToolEntry::Tool(tool) => readable.push(*tool),
-                UpstreamToolEntry::Unreadable(name, why) => {
-                    unreadable.push((name, self.redact(&why)))
+                UpstreamToolEntry::Unreadable(name, reason) => {
+                    unreadable.push((name, self.redact(&reason)))
                 }
             }
         }
@@ -345,17 +352,17 @@ impl UpstreamServer {
         let mut skipped = offered.skipped.clone();
         skipped.extend(self.previously_rejected(&offered.tools));
         *self.offered.lock() = offered.clone();
-        let known = registry.accepted_tools(project, name);
+        let accepted = registry.accepted_tools(project, name);
         let usable = self.without_rejected(&offered.tools);
-        let found = diff_tools(&known, &usable, now_ms());
-        if self.settings.pin && !known.is_empty() {
+        let found = diff_tools(&accepted, &usable, now_ms());
+        if self.settings.pin && !accepted.is_empty() {
             let mut state = self.state.lock();
             state.pending = found;
-            state.tools = known.len();
+            state.tools = accepted.len();
             (state.flagged, state.skipped) = (offered.flagged, skipped);
             return Ok(());
         }
-        skipped.extend(self.apply_tools(registry, &known, usable, found).await?);
+        skipped.extend(self.apply_tools(registry, &accepted, usable, found).await?);
         let mut state = self.state.lock();
         (state.flagged, state.skipped) = (offered.flagged, skipped);
         Ok(())
@@ -382,36 +389,36 @@ impl UpstreamServer {
     ) -> Vec<(String, String)> {
         let unusable = self.rejected_tools.lock();
         let same = unusable.iter().filter(|(name, (tool, _))| offered.get(*name) == Some(tool));
-        same.map(|(name, (_, why))| (name.clone(), why.clone())).collect()
+        same.map(|(name, (_, reason))| (name.clone(), reason.clone())).collect()
     }
 
     /// Registers these tools. Returns those that the registry rejected, with the reasons.
     async fn apply_tools(
         &self,
         registry: &dyn UpstreamRegistry,
-        known: &BTreeMap<String, ToolDefinition>,
+        accepted: &BTreeMap<String, ToolDefinition>,
         tools: BTreeMap<String, ToolDefinition>,
         found: Vec<ToolChange>,
     ) -> Result<Vec<(String, String)>, String> {
         let mut refusals = Vec::new();
         let (project, name) = (&self.settings.project, &self.settings.name);
-        if !found.is_empty() || *known != tools {
-            let why = describe_changes(&found);
+        if !found.is_empty() || *accepted != tools {
+            let reason = describe_changes(&found);
             let list: Vec<ToolDefinition> = tools.values().cloned().collect();
             let refused: HashMap<String, String> =
-                registry.set_tools(project, name, list, &why).await?.into_iter().collect();
+                registry.set_tools(project, name, list, &reason).await?.into_iter().collect();
             let mut unusable = self.rejected_tools.lock();
             // A changed definition may be accepted this time.
             unusable.retain(|name, _| !tools.contains_key(name));
-            for (tool, why) in refused {
+            for (tool, reason) in refused {
                 if let Some(definition) = tools.get(&tool) {
-                    unusable.insert(tool.clone(), (definition.clone(), why.clone()));
+                    unusable.insert(tool.clone(), (definition.clone(), reason.clone()));
                 }
-                refusals.push((tool, why));
+                refusals.push((tool, reason));
             }
             drop(unusable);
-            if !known.is_empty() {
-                tracing::info!(upstream = name, changes = why, "an MCP server's tools changed");
+            if !accepted.is_empty() {
+                tracing::info!(upstream = name, changes = reason, "an MCP server's tools changed");
                 self.record_changes(found);
             }
         }
@@ -429,35 +436,35 @@ impl UpstreamServer {
     pub(in crate::mcp) async fn accept(
         &self,
         registry: &dyn UpstreamRegistry,
-        wanted: Option<&[String]>,
+        tool_names: Option<&[String]>,
     ) -> Result<Vec<ToolChange>, String> {
         let (project, name) = (&self.settings.project, &self.settings.name);
-        let known = registry.accepted_tools(project, name);
+        let current = registry.accepted_tools(project, name);
         let offered = self.without_rejected(&self.offered.lock().tools);
-        let found = diff_tools(&known, &offered, now_ms());
-        let meant = |change: &ToolChange| wanted.is_none_or(|list| list.contains(&change.tool));
-        let (accepted, left): (Vec<_>, Vec<_>) = found.into_iter().partition(meant);
+        let found = diff_tools(&current, &offered, now_ms());
+        let meant = |change: &ToolChange| tool_names.is_none_or(|list| list.contains(&change.tool));
+        let (accepted, remaining): (Vec<_>, Vec<_>) = found.into_iter().partition(meant);
         if accepted.is_empty() {
             return Ok(accepted);
         }
-        let mut next = known.clone();
+        let mut next = current.clone();
         for change in &accepted {
             match offered.get(&change.tool) {
                 Some(tool) => drop(next.insert(change.tool.clone(), tool.clone())),
                 None => drop(next.remove(&change.tool)),
             }
         }
-        let refused = self.apply_tools(registry, &known, next, accepted.clone()).await?;
+        let refused = self.apply_tools(registry, &current, next, accepted.clone()).await?;
         let mut state = self.state.lock();
-        state.pending = left;
+        state.pending = remaining;
         state.skipped.extend(refused);
         Ok(accepted)
     }
 }
 
 fn describe_changes(found: &[ToolChange]) -> String {
-    let shown = found.iter().take(10).map(|change| format!("{} {}", change.tool, change.change));
-    let mut words: Vec<String> = shown.collect();
+    let listed = found.iter().take(10).map(|change| format!("{} {}", change.tool, change.change));
+    let mut words: Vec<String> = listed.collect();
     if found.len() > 10 {
         words.push(format!("and {} more", found.len() - 10));
     }

@@ -12,11 +12,11 @@ use toolcrib::ports::model::ModelRequest;
 pub(super) fn build_body(prompt: &ModelRequest, max_tokens: u32) -> Value {
     let settings = &prompt.settings;
     let (system, messages) = convert_messages(&prompt.messages);
-    let most = ["max_completion_tokens", "max_tokens"].iter().find_map(|k| settings.get(*k));
-    let most = most.filter(|most| !most.is_null());
+    let limit = ["max_completion_tokens", "max_tokens"].iter().find_map(|k| settings.get(*k));
+    let limit = limit.filter(|limit| !limit.is_null());
     let mut body = json!({
         "model": prompt.model,
-        "max_tokens": most.cloned().unwrap_or_else(|| max_tokens.into()),
+        "max_tokens": limit.cloned().unwrap_or_else(|| max_tokens.into()),
         "stream": true,
     });
     if !system.is_empty() {
@@ -117,7 +117,7 @@ fn convert_messages(messages: &[Value]) -> (String, Vec<Value>) {
 fn content_blocks(content: &Value) -> Vec<Value> {
     let text = |text: &str| (!text.is_empty()).then(|| json!({ "type": "text", "text": text }));
     match content {
-        Value::String(said) => text(said).into_iter().collect(),
+        Value::String(string) => text(string).into_iter().collect(),
         Value::Array(parts) => {
             let block = |part: &Value| match part.get("type").and_then(Value::as_str) {
                 Some("image_url") => image_block(part),
@@ -139,19 +139,19 @@ fn image_block(part: &Value) -> Option<Value> {
 }
 
 fn content_text(content: &Value) -> String {
-    let said: Vec<Value> = content_blocks(content);
-    let texts = said.iter().filter_map(|block| block.get("text").and_then(Value::as_str));
+    let blocks: Vec<Value> = content_blocks(content);
+    let texts = blocks.iter().filter_map(|block| block.get("text").and_then(Value::as_str));
     texts.collect::<Vec<_>>().join("\n")
 }
 
 fn tool_use_block(call: &Value) -> Value {
     let function = call.get("function").unwrap_or(&Value::Null);
-    let given = function.get("arguments").and_then(Value::as_str).unwrap_or_default();
+    let arguments = function.get("arguments").and_then(Value::as_str).unwrap_or_default();
     // The API accepts only objects; other text from the model is passed back inside one.
-    let input = match serde_json::from_str::<Value>(given) {
+    let input = match serde_json::from_str::<Value>(arguments) {
         Ok(Value::Object(input)) => Value::Object(input),
-        _ if given.trim().is_empty() => json!({}),
-        _ => json!({ "not_json": given }),
+        _ if arguments.trim().is_empty() => json!({}),
+        _ => json!({ "not_json": arguments }),
     };
     let name = function.get("name").unwrap_or(&Value::Null);
     json!({ "type": "tool_use", "id": sanitize_id(call.get("id")), "name": name, "input": input })
@@ -163,8 +163,8 @@ fn tool_result_block(message: &Value, content: &Value) -> Value {
 }
 
 /// Replaces the characters that this API refuses in an id. Other endpoints may have issued it.
-fn sanitize_id(given: Option<&Value>) -> String {
-    let text = given.and_then(Value::as_str).unwrap_or_default();
+fn sanitize_id(id: Option<&Value>) -> String {
+    let text = id.and_then(Value::as_str).unwrap_or_default();
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '-' { c } else { '_' };
     text.chars().map(plain).collect()
 }

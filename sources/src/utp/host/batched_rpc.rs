@@ -87,18 +87,24 @@ impl BatchRpc for CardsRpc {
         4_096
     }
 
-    async fn send_batch(&self, place: &str, questions: &[CardRequest]) -> Option<Vec<FetchedCard>> {
+    async fn send_batch(
+        &self,
+        subject_prefix: &str,
+        questions: &[CardRequest],
+    ) -> Option<Vec<FetchedCard>> {
         let first = questions.first()?;
-        let card_ids = questions.iter().map(|wanted| wanted.card_id.as_str()).collect();
+        let card_ids = questions.iter().map(|request| request.card_id.as_str()).collect();
         let body = serde_json::to_vec(&CardsRequestBody { card_ids }).ok()?;
         let headers = self.0.headers(&first.traceparent);
-        let answer: CardsResponseBody =
-            self.0.request_once(format!("{place}.rpc.sys.cards.get"), headers, body).await?;
+        let answer: CardsResponseBody = self
+            .0
+            .request_once(format!("{subject_prefix}.rpc.sys.cards.get"), headers, body)
+            .await?;
         if !answer.ok || answer.cards.len() != questions.len() {
             return None;
         }
-        let got = answer.cards.into_iter().zip(questions).map(|(card, wanted)| {
-            let ended = answer.ended.contains(&wanted.card_id);
+        let got = answer.cards.into_iter().zip(questions).map(|(card, request)| {
+            let ended = answer.ended.contains(&request.card_id);
             FetchedCard { card, is_call_ended: ended }
         });
         Some(got.collect())
@@ -198,18 +204,18 @@ impl BatchRpc for ReportsRpc {
 
     async fn send_batch(
         &self,
-        place: &str,
+        subject_prefix: &str,
         questions: &[ReportRequest],
     ) -> Option<Vec<ReportReply>> {
         let first = questions.first()?;
         if questions.len() == 1 {
             let (headers, body) = (first.headers(&self.rpc), first.report.get().as_bytes());
-            let subject = format!("{place}.rpc.sys.l0.report");
+            let subject = format!("{subject_prefix}.rpc.sys.l0.report");
             return self
                 .rpc
                 .request_once(subject, headers, body.to_vec())
                 .await
-                .map(|said| vec![said]);
+                .map(|reply| vec![reply]);
         }
         if self
             .batch_unsupported_since
@@ -227,7 +233,7 @@ impl BatchRpc for ReportsRpc {
             report: &one.report,
         });
         let body = serde_json::to_vec(&ReportsRequestBody { reports: reports.collect() }).ok()?;
-        let subject = format!("{place}.rpc.sys.l0.reports");
+        let subject = format!("{subject_prefix}.rpc.sys.l0.reports");
         let headers = self.rpc.headers(&first.traceparent);
         let answer: ReportsResponseBody = self.rpc.request_once(subject, headers, body).await?;
         if answer.error.is_some_and(|error| error.code == "not_found") {

@@ -35,7 +35,7 @@ pub(super) trait BatchRpc: Send + Sync + 'static {
     /// each request has to be sent alone.
     fn send_batch(
         &self,
-        place: &str,
+        prefix: &str,
         questions: &[Self::RpcRequest],
     ) -> impl Future<Output = Option<Vec<Self::RpcResponse>>> + Send;
 }
@@ -89,41 +89,41 @@ impl<E: BatchRpc> Coalescer<E> {
     /// could not be answered.
     pub(super) async fn request(
         &self,
-        place: String,
+        prefix: String,
         question: E::RpcRequest,
     ) -> Option<E::RpcResponse> {
-        let (tell, told) = oneshot::channel();
+        let (reply, response) = oneshot::channel();
         let begins = {
-            let mut lines = self.inner.queues.lock();
-            let line = lines.entry(place.clone()).or_default();
-            line.pending.push_back(PendingRequest { request: question, reply: tell });
-            line.should_start_worker()
+            let mut queues = self.inner.queues.lock();
+            let queue = queues.entry(prefix.clone()).or_default();
+            queue.pending.push_back(PendingRequest { request: question, reply });
+            queue.should_start_worker()
         };
         if begins {
-            tokio::spawn(self.inner.clone().run_worker(place));
+            tokio::spawn(self.inner.clone().run_worker(prefix));
         }
-        told.await.ok().flatten()
+        response.await.ok().flatten()
     }
 }
 
 impl<E: BatchRpc> CoalescerShared<E> {
     /// Sends batches until the queue is empty.
-    async fn run_worker(self: Arc<Self>, place: String) {
+    async fn run_worker(self: Arc<Self>, prefix: String) {
         // Requests of the same instant join the first batch.
         tokio::task::yield_now().await;
-        if let Some(line) = self.queues.lock().get_mut(&place) {
-            line.worker_scheduled = false;
-            line.in_flight += 1;
+        if let Some(queue) = self.queues.lock().get_mut(&prefix) {
+            queue.worker_scheduled = false;
+            queue.in_flight += 1;
         }
-        while let Some(some) = self.next_batch(&place) {
+        while let Some(some) = self.next_batch(&prefix) {
             let (questions, tells): (Vec<_>, Vec<_>) =
                 some.into_iter().map(|one| (one.request, one.reply)).unzip();
-            let asking = self.rpc.send_batch(&place, &questions);
-            let answers = self.clone().await_or_mark_slow(&place, asking).await;
+            let asking = self.rpc.send_batch(&prefix, &questions);
+            let answers = self.clone().await_or_mark_slow(&prefix, asking).await;
             let mut answers = answers.map(Vec::into_iter);
-            for tell in tells {
+            for reply in tells {
                 // An error means that the requester has been dropped.
-                let _ = tell.send(answers.as_mut().and_then(Iterator::next));
+                let _ = reply.send(answers.as_mut().and_then(Iterator::next));
             }
         }
     }
@@ -131,7 +131,7 @@ impl<E: BatchRpc> CoalescerShared<E> {
     /// Awaits a batch. If it is slow, starts another worker, so that queued requests need not wait.
     async fn await_or_mark_slow<T>(
         self: Arc<Self>,
-        place: &str,
+        prefix: &str,
         asking: impl Future<Output = T>,
     ) -> T {
         let mut asking = std::pin::pin!(asking);
@@ -140,43 +140,43 @@ impl<E: BatchRpc> CoalescerShared<E> {
             answers = &mut asking => return answers,
             () = tokio::time::sleep(SLOW_AFTER) => {}
         }
-        let calls = self.queues.lock().get_mut(place).is_some_and(|line| {
-            line.slow += 1;
-            line.should_start_worker()
+        let calls = self.queues.lock().get_mut(prefix).is_some_and(|queue| {
+            queue.slow += 1;
+            queue.should_start_worker()
         });
         if calls {
-            tokio::spawn(self.clone().run_worker_boxed(place.to_owned()));
+            tokio::spawn(self.clone().run_worker_boxed(prefix.to_owned()));
         }
         let answers = asking.await;
-        if let Some(line) = self.queues.lock().get_mut(place) {
-            line.slow -= 1;
+        if let Some(queue) = self.queues.lock().get_mut(prefix) {
+            queue.slow -= 1;
         }
         answers
     }
 
     /// The same with a nameable type, because `run_worker` starts itself recursively.
-    fn run_worker_boxed(self: Arc<Self>, place: String) -> BoxFuture<'static, ()> {
-        self.run_worker(place).boxed()
+    fn run_worker_boxed(self: Arc<Self>, prefix: String) -> BoxFuture<'static, ()> {
+        self.run_worker(prefix).boxed()
     }
 
-    fn next_batch(&self, place: &str) -> Option<Vec<PendingRequest<E>>> {
-        let mut lines = self.queues.lock();
-        let line = lines.get_mut(place)?;
+    fn next_batch(&self, prefix: &str) -> Option<Vec<PendingRequest<E>>> {
+        let mut queues = self.queues.lock();
+        let queue = queues.get_mut(prefix)?;
         let (mut some, mut bytes) = (Vec::new(), 0);
         while some.len() < MAX_BATCH_REQUESTS {
-            let Some(next) = line.pending.front() else { break };
+            let Some(next) = queue.pending.front() else { break };
             bytes += E::request_bytes(&next.request);
             if bytes > MAX_BATCH_BYTES && !some.is_empty() {
                 break;
             }
-            some.extend(line.pending.pop_front().filter(|one| !one.reply.is_closed()));
+            some.extend(queue.pending.pop_front().filter(|one| !one.reply.is_closed()));
         }
         if !some.is_empty() {
             return Some(some);
         }
-        line.in_flight -= 1;
-        if line.in_flight == 0 && !line.worker_scheduled {
-            lines.remove(place);
+        queue.in_flight -= 1;
+        if queue.in_flight == 0 && !queue.worker_scheduled {
+            queues.remove(prefix);
         }
         None
     }
@@ -275,8 +275,8 @@ mod tests {
     async fn dropped_requests_are_not_sent() {
         let rpc = counting_rpc();
         let coalescer = Coalescer::new(rpc.clone());
-        let gone = futures::future::FutureExt::now_or_never(coalescer.request("here".into(), 1));
-        assert_eq!(gone, None);
+        let dropped = futures::future::FutureExt::now_or_never(coalescer.request("here".into(), 1));
+        assert_eq!(dropped, None);
         rpc.open.add_permits(1);
         assert_eq!(coalescer.request("here".into(), 2).await, Some(2));
         assert_eq!(*rpc.batch_sizes.lock(), [1]);

@@ -56,9 +56,9 @@ impl ReceivedCommand {
         let headers = wire::UtpHeaders::from_message(message.headers.as_ref());
         let header = |name: &str| headers.get(name).map(str::to_owned);
         let text = |name: &str, in_header: &str| {
-            let given = fields.get(name).and_then(Value::as_str).map(str::to_owned);
-            let given = given.or_else(|| header(in_header));
-            given.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+            let value = fields.get(name).and_then(Value::as_str).map(str::to_owned);
+            let value = value.or_else(|| header(in_header));
+            value.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
         };
         let needed = |name: &str, in_header: &str| {
             text(name, in_header).ok_or_else(|| format!("{name} is missing"))
@@ -69,7 +69,7 @@ impl ReceivedCommand {
             _ => header("cg-turn-epoch").and_then(|text| text.trim().parse().ok()),
         };
         for (name, part) in [("cg-project-id", parts.project), ("cg-channel-id", parts.channel)] {
-            if header(name).is_some_and(|given| given != part) {
+            if header(name).is_some_and(|value| value != part) {
                 return Err(format!("the header {name} is not what the subject says"));
             }
         }
@@ -113,7 +113,7 @@ impl ReceivedCommand {
             ("after_execution", self.after_execution.is_some()),
         ];
         let missing: Vec<&str> =
-            needed.iter().filter(|(_, there)| !there).map(|(name, _)| *name).collect();
+            needed.iter().filter(|(_, is_present)| !is_present).map(|(name, _)| *name).collect();
         if !missing.is_empty() {
             let message = format!("missing required fields {missing:?}");
             return Err(CommandError::rejected(Code::BadRequest, message));
@@ -133,8 +133,8 @@ impl ReceivedCommand {
 
     /// Returns the value to report for `after_execution`; an invalid value counts as `suspend`.
     pub(super) fn after_execution(&self) -> AfterExecution {
-        let given = self.after_execution.as_deref().unwrap_or_default();
-        given.parse().unwrap_or_default()
+        let value = self.after_execution.as_deref().unwrap_or_default();
+        value.parse().unwrap_or_default()
     }
 
     pub(super) fn call_key(&self) -> (String, String, String) {

@@ -73,47 +73,49 @@ impl PrefetchedCards {
             return;
         };
         let size = message.payload.len() / cards.len().max(1);
-        let (now, mut known) = (Instant::now(), self.cache.lock());
-        let known = &mut *known;
+        let (now, mut cache) = (Instant::now(), self.cache.lock());
+        let cache = &mut *cache;
         for card in cards {
             let Some(id) = card["card_id"].as_str().map(str::to_owned) else { continue };
-            known.order.push_back((now, id.clone(), size));
-            known.bytes += size;
-            known.cards.insert(id, PrefetchedCard { card, received_at: now });
+            cache.order.push_back((now, id.clone(), size));
+            cache.bytes += size;
+            cache.cards.insert(id, PrefetchedCard { card, received_at: now });
         }
-        let stale = |(came, ..): &(Instant, String, usize)| came.elapsed() >= CARD_TTL;
-        while known.order.front().is_some_and(|first| known.bytes > MAX_CACHE_BYTES || stale(first))
+        let stale =
+            |(received_at, ..): &(Instant, String, usize)| received_at.elapsed() >= CARD_TTL;
+        while cache.order.front().is_some_and(|first| cache.bytes > MAX_CACHE_BYTES || stale(first))
         {
-            let Some((came, id, size)) = known.order.pop_front() else { break };
-            known.bytes -= size;
-            if known.cards.get(&id).is_some_and(|kept| kept.received_at == came) {
-                known.cards.remove(&id);
+            let Some((received_at, id, size)) = cache.order.pop_front() else { break };
+            cache.bytes -= size;
+            if cache.cards.get(&id).is_some_and(|prefetched| prefetched.received_at == received_at)
+            {
+                cache.cards.remove(&id);
             }
         }
     }
 
     /// Removes and returns a card, if it is cached and fresh.
     pub(super) fn take(&self, card_id: &str) -> Option<Value> {
-        let kept = self.cache.lock().cards.remove(card_id)?;
-        (kept.received_at.elapsed() < CARD_TTL).then_some(kept.card)
+        let prefetched = self.cache.lock().cards.remove(card_id)?;
+        (prefetched.received_at.elapsed() < CARD_TTL).then_some(prefetched.card)
     }
 
     /// Requests the cards of a subject prefix in advance, unless that was requested recently.
-    pub(super) fn request_prefetch(self: &Arc<Self>, place: &str) {
+    pub(super) fn request_prefetch(self: &Arc<Self>, prefix: &str) {
         {
             let (now, mut followed) = (Instant::now(), self.last_requested.lock());
-            let recent = |said: &Instant| said.elapsed() < FOLLOW_TTL / 3;
-            if followed.get(place).is_some_and(recent) {
+            let recent = |requested_at: &Instant| requested_at.elapsed() < FOLLOW_TTL / 3;
+            if followed.get(prefix).is_some_and(recent) {
                 return;
             }
             if followed.len() >= MAX_REQUESTED_PREFIXES {
                 followed.clear();
             }
-            followed.insert(place.to_owned(), now);
+            followed.insert(prefix.to_owned(), now);
         }
-        let (ahead, place) = (self.clone(), place.to_owned());
+        let (ahead, prefix) = (self.clone(), prefix.to_owned());
         tokio::spawn(async move {
-            let subject = format!("{place}.rpc.sys.cards.follow");
+            let subject = format!("{prefix}.rpc.sys.cards.follow");
             let body = json!({ "target": ahead.target, "inbox": ahead.inbox }).to_string();
             let headers = ahead.rpc.headers("");
             let client = ahead.rpc.connection.client();

@@ -140,9 +140,9 @@ impl ServerClient {
         &self,
         command: &ReceivedCommand,
     ) -> Result<CardArguments, CommandError> {
-        let wanted = Self::card_request(command);
+        let request = Self::card_request(command);
         let FetchedCard { card, is_call_ended: ended } =
-            match self.cards.request(Self::subject_prefix(command), wanted).await {
+            match self.cards.request(Self::subject_prefix(command), request).await {
                 Some(got) => got,
                 None => {
                     self.fetch_card_or_fail(command, command.card_id.as_deref().unwrap_or_default())
@@ -153,7 +153,7 @@ impl ServerClient {
     }
 
     /// Requests a card that is already known, so that the server learns that the call was taken.
-    pub(super) async fn announce_taken(&self, command: &ReceivedCommand) {
+    pub(super) async fn announce_start(&self, command: &ReceivedCommand) {
         self.cards.request(Self::subject_prefix(command), Self::card_request(command)).await;
     }
 
@@ -171,9 +171,9 @@ impl ServerClient {
         if card["content"]["__type__"] != "ToolCallContent" {
             return wrong(format!("the content of card \"{card_id}\" is no ToolCallContent"));
         }
-        let named = card["tool_call_id"].as_str().unwrap_or_default();
-        if !named.is_empty() && named != command.tool_call_id {
-            return wrong(format!("card \"{card_id}\" is of the call \"{named}\""));
+        let id = card["tool_call_id"].as_str().unwrap_or_default();
+        if !id.is_empty() && id != command.tool_call_id {
+            return wrong(format!("card \"{card_id}\" is of the call \"{id}\""));
         }
         Ok(CardArguments {
             tool_name: card["content"]["tool_name"].as_str().unwrap_or_default().to_owned(),
@@ -212,8 +212,8 @@ impl ServerClient {
     /// the same card.
     fn result_card_id(command: &ReceivedCommand) -> String {
         let (project, turn, call) = command.call_key();
-        let named = json!([project, turn, call]).to_string();
-        format!("res{}", hex(&Sha256::digest(named.as_bytes())[..16]))
+        let id = json!([project, turn, call]).to_string();
+        format!("res{}", hex(&Sha256::digest(id.as_bytes())[..16]))
     }
 
     /// Reports a result. A result over a size limit is replaced by a fault.
@@ -224,12 +224,12 @@ impl ServerClient {
         meta: &Value,
     ) -> ReportOutcome {
         let card = self.result_card(command, &answer, meta);
-        let told = self.send_report(command, &answer, card).await;
-        let ReportOutcome::Rejected(why) = &told else { return told };
-        if !why.contains("limit") {
-            return told;
+        let outcome = self.send_report(command, &answer, card).await;
+        let ReportOutcome::Rejected(reason) = &outcome else { return outcome };
+        if !reason.contains("limit") {
+            return outcome;
         }
-        let message = format!("the result of {} is too large: {why}", command.tool_name());
+        let message = format!("the result of {} is too large: {reason}", command.tool_name());
         let smaller = ToolJobResult::failed(Fault::new(Code::PayloadTooLarge, message));
         let card = self.result_card(command, &smaller, meta);
         self.send_report(command, &smaller, card).await
@@ -273,19 +273,19 @@ impl ServerClient {
             tracestate: command.tracestate.clone(),
             depth: command.recursion_depth.clone(),
         };
-        let said = match self.reports.request(Self::subject_prefix(command), reported()).await {
-            Some(said) => said,
+        let reply = match self.reports.request(Self::subject_prefix(command), reported()).await {
+            Some(reply) => reply,
             None => {
                 let (headers, body) = (reported().headers(&self.rpc), report.get().as_bytes());
                 let answer = self
                     .request_until_reply(&subject, headers, body.to_vec(), request_timeout(command))
                     .await;
-                let said = answer.and_then(|answer| serde_json::from_slice(&answer).ok());
-                let Some(said) = said else { return ReportOutcome::NoReply };
-                said
+                let reply = answer.and_then(|answer| serde_json::from_slice(&answer).ok());
+                let Some(reply) = reply else { return ReportOutcome::NoReply };
+                reply
             }
         };
-        match said {
+        match reply {
             ReportReply { ok: true, .. } => ReportOutcome::Accepted,
             ReportReply { error: Some(error), .. } if error.retryable => ReportOutcome::NoReply,
             ReportReply { error, .. } => {
@@ -300,15 +300,15 @@ impl ServerClient {
         &self,
         command: &ReceivedCommand,
     ) -> Option<ReportOutcome> {
-        let mut known = None;
+        let mut stored = None;
         for card_id in
             Self::server_result_card_id(command).into_iter().chain([Self::result_card_id(command)])
         {
             let answer = self.fetch_card(command, &card_id).await?;
             let status = answer["cards"][0]["content"]["status"].as_str().map(str::to_owned);
-            known = known.or(status.map(|status| (card_id, status)));
+            stored = stored.or(status.map(|status| (card_id, status)));
         }
-        let (card_id, status) = known?;
+        let (card_id, status) = stored?;
         Some(self.submit_report(command, &status, &card_id, None).await)
     }
 
@@ -320,8 +320,8 @@ impl ServerClient {
     ) -> Value {
         let error = answer.error.as_ref().map(|fault| {
             let mut error = error_json(fault, "tool");
-            let named = fault.detail.as_ref().and_then(|detail| detail.get("utp_code"));
-            if let Some(code) = named {
+            let utp_code = fault.detail.as_ref().and_then(|detail| detail.get("utp_code"));
+            if let Some(code) = utp_code {
                 error["code"] = code.clone();
             }
             error
@@ -338,9 +338,9 @@ impl ServerClient {
             }
         }
         let plain = answer.status == toolcrib::domain::utp::ToolStatus::Success && !meta.is_null();
-        let own = Self::server_result_card_id(command).filter(|_| plain);
+        let server_card_id = Self::server_result_card_id(command).filter(|_| plain);
         json!({
-            "card_id": own.unwrap_or_else(|| Self::result_card_id(command)),
+            "card_id": server_card_id.unwrap_or_else(|| Self::result_card_id(command)),
             "project_id": command.project,
             "type": "tool.result",
             "author_id": self.rpc.sender,
@@ -357,28 +357,28 @@ impl ServerClient {
     }
 
     /// Stores a command that can be neither executed nor answered as a dead letter.
-    pub(super) async fn dead_letter(&self, message: &Message, why: &str) -> ReportOutcome {
+    pub(super) async fn dead_letter(&self, message: &Message, reason: &str) -> ReportOutcome {
         let Some(parts) = toolcrib::domain::utp::subject::parse(&message.subject) else {
             return ReportOutcome::Rejected("its subject is not one of ours".to_owned());
         };
-        let mut letter = json!({
+        let mut dead_letter = json!({
             "reason": "malformed",
-            "message": why,
+            "message": reason,
             "subject": message.subject.as_str(),
             "headers": wire::header_map(message.headers.as_ref()),
             "payload": String::from_utf8_lossy(&message.payload),
         });
         let limit = self.rpc.connection.client().max_payload();
-        if limit > 0 && letter.to_string().len() > limit {
+        if limit > 0 && dead_letter.to_string().len() > limit {
             // A byte can become six in JSON, so the payload may not fit into one message again.
             let begins = &message.payload[..message.payload.len().min(limit / 8)];
-            letter["payload"] = String::from_utf8_lossy(begins).into();
-            letter["headers"] = json!({});
-            letter["cut"] = json!(true);
+            dead_letter["payload"] = String::from_utf8_lossy(begins).into();
+            dead_letter["headers"] = json!({});
+            dead_letter["cut"] = json!(true);
         }
         let to = format!("cg.{}.{}.{}", parts.version, parts.project, parts.channel);
         let (subject, headers) = (format!("{to}.rpc.sys.l0.dead_letter"), self.rpc.headers(""));
-        let body = letter.to_string().into_bytes();
+        let body = dead_letter.to_string().into_bytes();
         let answer = self.request_until_reply(&subject, headers, body, DEAD_LETTER_TIMEOUT).await;
         match answer.and_then(|answer| serde_json::from_slice(&answer).ok()) {
             Some(ReportReply { ok: true, .. }) => ReportOutcome::Accepted,

@@ -71,17 +71,19 @@ fn read_card(row: &Row) -> Result<Card, StoreError> {
         return decode(&body);
     }
     let mut metadata = decode_object_or_empty(row.optional_text(6)?);
-    let said = |metadata: &Map<String, Value>, pointer: &str| {
+    let read_pointer = |metadata: &Map<String, Value>, pointer: &str| {
         let value = Value::Object(metadata.clone());
         value.pointer(pointer).and_then(Value::as_str).map(str::to_owned)
     };
-    let kind = said(&metadata, "/type").or_else(|| said(&metadata, "/semantic_type"));
-    let author = said(&metadata, "/author_id").or_else(|| said(&metadata, "/producer/id"));
+    let kind =
+        read_pointer(&metadata, "/type").or_else(|| read_pointer(&metadata, "/semantic_type"));
+    let author =
+        read_pointer(&metadata, "/author_id").or_else(|| read_pointer(&metadata, "/producer/id"));
     for name in RESERVED_METADATA_KEYS {
         metadata.remove(name);
     }
     let unknown = || "unknown".to_owned();
-    let call = row.optional_text(4)?.or_else(|| said(&metadata, "/tool_call_id"));
+    let call = row.optional_text(4)?.or_else(|| read_pointer(&metadata, "/tool_call_id"));
     let calls = row.optional_text(3)?.and_then(|text| decode::<Value>(&text).ok());
     Ok(Card {
         card_id: row.text(0)?,
@@ -99,10 +101,12 @@ fn read_card(row: &Row) -> Result<Card, StoreError> {
 
 /// Returns true if the columns can represent the card exactly.
 fn fits_columns(card: &Card, body: &str) -> bool {
-    let taken = RESERVED_METADATA_KEYS.iter().any(|name| card.metadata.contains_key(*name));
-    let unsaid = card.tool_call_id.is_none() && card.metadata.contains_key("tool_call_id");
+    let uses_reserved_key =
+        RESERVED_METADATA_KEYS.iter().any(|name| card.metadata.contains_key(*name));
+    let lacks_call_column =
+        card.tool_call_id.is_none() && card.metadata.contains_key("tool_call_id");
     // JSONB can store neither the NUL character nor a negative zero.
-    !taken && !unsaid && !body.contains("\\u0000") && !body.contains("-0.0")
+    !uses_reserved_key && !lacks_call_column && !body.contains("\\u0000") && !body.contains("-0.0")
 }
 
 pub(in super::super) async fn put_card(
@@ -110,8 +114,8 @@ pub(in super::super) async fn put_card(
     card: &Card,
 ) -> Result<PutCardResult, SessionError> {
     let session = &writer.session;
-    if let Some(known) = find_existing_card(session, card).await? {
-        return Ok(known);
+    if let Some(existing) = find_existing_card(session, card).await? {
+        return Ok(existing);
     }
     let body = encode(card)?;
     let exact = (!fits_columns(card, &body)).then_some(&body);
@@ -119,8 +123,8 @@ pub(in super::super) async fn put_card(
         return Ok(PutCardResult::New);
     }
     // Another program wrote the card a moment ago, or another card has one of the ids.
-    if let Some(known) = find_existing_card(session, card).await? {
-        return Ok(known);
+    if let Some(existing) = find_existing_card(session, card).await? {
+        return Ok(existing);
     }
     let longer = format!("{}:{}", card.project, card.card_id);
     for (card_id, call) in
@@ -137,14 +141,14 @@ async fn find_existing_card(
     session: &Session,
     card: &Card,
 ) -> Result<Option<PutCardResult>, SessionError> {
-    let mut known = find_card(session, &card.project, &card.card_id).await?;
-    if known.is_none() && card.kind == TOOL_RESULT {
+    let mut existing = find_card(session, &card.project, &card.card_id).await?;
+    if existing.is_none() && card.kind == TOOL_RESULT {
         let (turn, call) = (card.turn_id(), card.tool_call_id.as_deref());
-        known = find_result_card(session, &card.project, turn, call).await?;
+        existing = find_result_card(session, &card.project, turn, call).await?;
     }
-    Ok(known.map(|known| match known.equals_ignoring_time(card) {
+    Ok(existing.map(|existing| match existing.equals_ignoring_time(card) {
         true => PutCardResult::Identical,
-        false => PutCardResult::Conflict(Box::new(known)),
+        false => PutCardResult::Conflict(Box::new(existing)),
     }))
 }
 

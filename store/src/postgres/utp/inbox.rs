@@ -151,7 +151,7 @@ async fn upsert_inbox_item(
 
 pub(super) async fn deliver_to_inbox(
     writer: &mut WriterConnection,
-    (item, card_id, letter): &(InboxItem, String, Vec<OutboxMessage>),
+    (item, card_id, message): &(InboxItem, String, Vec<OutboxMessage>),
 ) -> Result<InboxPutResult, SessionError> {
     let session = &writer.session;
     let delivered = put_inbox_item(session, item).await?;
@@ -168,7 +168,7 @@ pub(super) async fn deliver_to_inbox(
         session.execute(sql, params).await?;
     }
     if delivered == InboxPutResult::New {
-        insert_outbox_messages(writer, letter).await?;
+        insert_outbox_messages(writer, message).await?;
     }
     Ok(delivered)
 }

@@ -11,15 +11,15 @@ pub(super) fn put_inbox_item(
     connection: &Connection,
     item: &InboxItem,
 ) -> rusqlite::Result<InboxPutResult> {
-    let known: Option<String> = connection
+    let existing: Option<String> = connection
         .prepare_cached(
             "SELECT inbox_id FROM inbox \
              WHERE project = ?1 AND turn_id = ?2 AND tool_call_id = ?3",
         )?
         .query_row([&item.project, &item.turn_id, &item.tool_call_id], |row| row.get(0))
         .optional()?;
-    if let Some(known) = known {
-        return Ok(InboxPutResult::Duplicate(known));
+    if let Some(existing) = existing {
+        return Ok(InboxPutResult::Duplicate(existing));
     }
     connection
         .prepare_cached(
@@ -43,7 +43,7 @@ pub(super) fn deliver_to_inbox(
     connection: &Connection,
     item: &InboxItem,
     result_card_id: &str,
-    letter: Option<&OutboxMessage>,
+    message: Option<&OutboxMessage>,
 ) -> rusqlite::Result<InboxPutResult> {
     let delivered = put_inbox_item(connection, item)?;
     let call: Option<(i64, String)> = connection
@@ -65,18 +65,18 @@ pub(super) fn deliver_to_inbox(
             .execute(params![item.inbox_id, encode_body(&waiting)?, number])?;
     }
     if delivered == InboxPutResult::New {
-        letter.map_or(Ok(()), |letter| insert_outbox_message(connection, letter))?;
+        message.map_or(Ok(()), |message| insert_outbox_message(connection, message))?;
     }
     Ok(delivered)
 }
 
 pub(super) fn insert_outbox_message(
     connection: &Connection,
-    letter: &OutboxMessage,
+    message: &OutboxMessage,
 ) -> rusqlite::Result<()> {
     connection
         .prepare_cached("INSERT OR IGNORE INTO outbox (id, body) VALUES (?1, ?2)")?
-        .execute(params![letter.id, encode_body(letter)?])
+        .execute(params![message.id, encode_body(message)?])
         .map(drop)
 }
 

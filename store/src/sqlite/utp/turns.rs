@@ -64,6 +64,6 @@ pub(super) fn save_turn(
     change
         .outbox
         .iter()
-        .try_for_each(|letter| outbox::insert_outbox_message(connection, letter))?;
+        .try_for_each(|message| outbox::insert_outbox_message(connection, message))?;
     Ok(SaveResult::Saved)
 }

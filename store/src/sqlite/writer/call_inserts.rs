@@ -19,16 +19,35 @@ const ROWS_PER_INSERT: [usize; 3] = [8, 2, 1];
 /// Maximum number of rows that one statement inserts.
 pub(super) const MAX_ROWS_PER_INSERT: usize = ROWS_PER_INSERT[0];
 
-const COLUMN_COUNT: usize = 18;
+/// The columns that a new call sets, in the order in which [`bind_call`] binds them.
+const INSERT_COLUMNS: &[&str] = &[
+    "tool_call_id",
+    "project",
+    "run_id",
+    "tool_name",
+    "executor",
+    "status",
+    "hold",
+    "created_ms",
+    "deadline_ms",
+    "started_ms",
+    "completed_ms",
+    "version",
+    "args",
+    "result",
+    "error",
+    "envelope",
+    "state",
+    "events",
+];
 
 static INSERT_STATEMENTS: LazyLock<[String; 3]> = LazyLock::new(|| ROWS_PER_INSERT.map(insert_sql));
 
 fn insert_sql(rows: usize) -> String {
-    let row = format!("({})", vec!["?"; COLUMN_COUNT].join(", "));
+    let row = format!("({})", vec!["?"; INSERT_COLUMNS.len()].join(", "));
     format!(
-        "INSERT INTO tool_calls (tool_call_id, project, run_id, tool_name, executor, status, hold, created_ms, \
-         deadline_ms, started_ms, completed_ms, version, args, result, error, envelope, state, \
-         events) VALUES {}",
+        "INSERT INTO tool_calls ({}) VALUES {}",
+        INSERT_COLUMNS.join(", "),
         vec![row; rows].join(", ")
     )
 }
@@ -40,8 +59,8 @@ pub(crate) struct NewCallRow {
 }
 
 /// Inserts the first of these calls with one statement: as many as a statement takes. Their events
-/// get the numbers after `last_event_number`. Returns the place of the first call and the number of
-/// calls; their places are consecutive.
+/// get the numbers after `last_event_number`. Returns the position of the first call and the number
+/// of calls; their positions are consecutive.
 pub(super) fn insert_some(
     connection: &Connection,
     calls: &[NewCallRow],
@@ -55,7 +74,7 @@ pub(super) fn insert_some(
     let mut number = last_event_number;
     for (n, new) in calls.iter().take(size).enumerate() {
         let events = format_event_refs(number, &new.records);
-        bind_call(&mut statement, n * COLUMN_COUNT, &new.row, &events)?;
+        bind_call(&mut statement, n * INSERT_COLUMNS.len(), &new.row, &events)?;
         number += new.records.len() as i64;
     }
     statement.raw_execute()?;
@@ -69,10 +88,10 @@ fn bind_call(
     events: &str,
 ) -> rusqlite::Result<()> {
     let call = &row.call;
-    let mut at = before;
+    let mut index = before;
     let mut next = || {
-        at += 1;
-        at
+        index += 1;
+        index
     };
     let ms = |ms: Option<u64>| ms.map(|ms| ms as i64);
     statement.raw_bind_parameter(next(), call.id.as_str())?;
@@ -99,12 +118,12 @@ fn bind_call(
 pub(super) fn insert_event(
     connection: &Connection,
     number: i64,
-    place: i64,
+    position: i64,
     record: &EventRow,
 ) -> rusqlite::Result<()> {
     connection
         .prepare_cached("INSERT INTO events VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?
-        .execute(params![number, place, record.kind, record.at_ms, record.attempt, record.data])
+        .execute(params![number, position, record.kind, record.at_ms, record.attempt, record.data])
         .map(|_| ())
 }
 
@@ -113,13 +132,13 @@ pub(super) fn insert_event(
 pub(super) fn insert_task_and_delivery(
     connection: &Connection,
     call: &Call,
-    place: i64,
+    position: i64,
 ) -> rusqlite::Result<()> {
     if call.origin.background {
         connection.prepare_cached("INSERT INTO tasks VALUES (?1, ?2, ?3)")?.execute(params![
             call.project,
             call.id.as_str(),
-            place
+            position
         ])?;
     }
     let Some(delivery) = Delivery::for_call(call) else { return Ok(()) };
@@ -137,7 +156,7 @@ pub(super) fn insert_task_and_delivery(
         delivery.failures,
         delivery.last_error,
         delivery.version as i64,
-        place,
+        position,
     ])?;
     Ok(())
 }

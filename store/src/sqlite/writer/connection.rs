@@ -1,4 +1,4 @@
-//! The connection of the writer: its transaction, the numbers of events and the places of open
+//! The connection of the writer: its transaction, the numbers of events and the positions of open
 //! calls.
 //!
 //! New calls are buffered, because a statement that inserts several of them is cheaper than several
@@ -32,8 +32,8 @@ pub(crate) struct WriterConnection {
     /// Calls that the open transaction opened and ended; applied to `open_calls` after the commit.
     opened: Vec<(i64, CallId)>,
     ended: Vec<(i64, CallId)>,
-    /// Project and place of each open call that this writer inserted.
-    open_call_places: HashMap<CallId, (Box<str>, i64)>,
+    /// Project and position of each open call that this writer inserted.
+    open_call_positions: HashMap<CallId, (Box<str>, i64)>,
     /// New calls of the open transaction that are not written yet.
     buffered_inserts: Vec<NewCallRow>,
     ended_since_watermark: usize,
@@ -55,7 +55,7 @@ impl WriterConnection {
             open_calls,
             opened: Vec::new(),
             ended: Vec::new(),
-            open_call_places: HashMap::new(),
+            open_call_positions: HashMap::new(),
             buffered_inserts: Vec::with_capacity(MAX_ROWS_PER_INSERT),
             ended_since_watermark: 0,
             maintains_low_watermark,
@@ -79,10 +79,10 @@ impl WriterConnection {
         self.advance_low_watermark()?;
         self.connection.prepare_cached("COMMIT")?.execute([])?;
         self.committed_event_number = self.last_event_number;
-        self.opened.drain(..).for_each(|(place, _)| self.open_calls.insert(place));
-        for (place, id) in self.ended.drain(..) {
-            self.open_calls.remove(place);
-            self.open_call_places.remove(&id);
+        self.opened.drain(..).for_each(|(position, _)| self.open_calls.insert(position));
+        for (position, id) in self.ended.drain(..) {
+            self.open_calls.remove(position);
+            self.open_call_positions.remove(&id);
         }
         Ok(())
     }
@@ -92,7 +92,7 @@ impl WriterConnection {
         self.buffered_inserts.clear();
         self.last_event_number = self.committed_event_number;
         for (_, id) in self.opened.drain(..) {
-            self.open_call_places.remove(&id);
+            self.open_call_positions.remove(&id);
         }
         self.ended.clear();
         if !self.connection.is_autocommit() {
@@ -109,13 +109,13 @@ impl WriterConnection {
         self.flush_inserts()
     }
 
-    /// Inserts a call at once and returns its place.
+    /// Inserts a call at once and returns its position.
     pub(crate) fn insert_call_now(&mut self, new: NewCallRow) -> rusqlite::Result<i64> {
         self.flush_inserts()?;
-        let (place, _) =
+        let (position, _) =
             insert_some(&self.connection, std::slice::from_ref(&new), self.last_event_number)?;
-        self.finish_insert(place, &new)?;
-        Ok(place)
+        self.finish_insert(position, &new)?;
+        Ok(position)
     }
 
     fn flush_inserts(&mut self) -> rusqlite::Result<()> {
@@ -129,8 +129,8 @@ impl WriterConnection {
         while !rest.is_empty() {
             let (first, count) = insert_some(&self.connection, rest, self.last_event_number)?;
             let (inserted, later) = rest.split_at(count);
-            for (place, new) in (first..).zip(inserted) {
-                self.finish_insert(place, new)?;
+            for (position, new) in (first..).zip(inserted) {
+                self.finish_insert(position, new)?;
             }
             rest = later;
         }
@@ -139,27 +139,28 @@ impl WriterConnection {
         Ok(())
     }
 
-    /// Completes the insert of a call at this place: its events, task and delivery.
-    fn finish_insert(&mut self, place: i64, new: &NewCallRow) -> rusqlite::Result<()> {
+    /// Completes the insert of a call at this position: its events, task and delivery.
+    fn finish_insert(&mut self, position: i64, new: &NewCallRow) -> rusqlite::Result<()> {
         let call: &Call = &new.row.call;
         if call.completed_ms.is_none() {
-            self.opened.push((place, call.id.clone()));
-            self.open_call_places.insert(call.id.clone(), (call.project.as_str().into(), place));
+            self.opened.push((position, call.id.clone()));
+            self.open_call_positions
+                .insert(call.id.clone(), (call.project.as_str().into(), position));
         }
-        self.insert_events(place, &new.records)?;
-        insert_task_and_delivery(&self.connection, call, place)
+        self.insert_events(position, &new.records)?;
+        insert_task_and_delivery(&self.connection, call, position)
     }
 
     /// Assigns numbers to the events, and inserts those that their call's row does not imply.
     pub(crate) fn insert_events(
         &mut self,
-        place: i64,
+        position: i64,
         records: &[EventRow],
     ) -> rusqlite::Result<()> {
         for record in records {
             let number = self.next_event_number()?;
             if record.implied.is_none() {
-                insert_event(&self.connection, number, place, record)?;
+                insert_event(&self.connection, number, position, record)?;
             }
         }
         Ok(())
@@ -179,21 +180,22 @@ impl WriterConnection {
     }
 
     /// Records that the open transaction ends a call.
-    pub(crate) fn note_ended(&mut self, place: i64, id: &CallId) {
-        self.ended.push((place, id.clone()));
+    pub(crate) fn note_ended(&mut self, position: i64, id: &CallId) {
+        self.ended.push((position, id.clone()));
     }
 
-    /// Finds the place of a call. The places of open calls that this writer inserted are in memory.
-    pub(crate) fn find_place(
+    /// Finds the position of a call. The positions of open calls that this writer inserted are in
+    /// memory.
+    pub(crate) fn find_position(
         &mut self,
         project: &str,
         id: &CallId,
     ) -> rusqlite::Result<Option<i64>> {
         self.flush_inserts()?;
-        if let Some((owner, place)) = self.open_call_places.get(id)
+        if let Some((owner, position)) = self.open_call_positions.get(id)
             && **owner == *project
         {
-            return Ok(Some(*place));
+            return Ok(Some(*position));
         }
         self.connection
             .prepare_cached(
@@ -213,7 +215,7 @@ impl WriterConnection {
         self.ended_since_watermark = 0;
         // The set is as of the last commit: calls that this transaction ends only make the
         // watermark lag.
-        let opened = self.opened.iter().map(|(place, _)| *place).min();
+        let opened = self.opened.iter().map(|(position, _)| *position).min();
         let Some(first) = self.open_calls.first().into_iter().chain(opened).min() else {
             return Ok(());
         };

@@ -57,10 +57,10 @@ impl WalPreallocator {
     fn append_zeros(&self) -> std::io::Result<bool> {
         let file = OpenOptions::new().write(true).open(&self.path)?;
         let length = file.metadata()?.len();
-        let left = WAL_BYTES.saturating_sub(length);
-        let part = CHUNK_BYTES.min(usize::try_from(left).unwrap_or(CHUNK_BYTES));
+        let remaining = WAL_BYTES.saturating_sub(length);
+        let part = CHUNK_BYTES.min(usize::try_from(remaining).unwrap_or(CHUNK_BYTES));
         file.write_all_at(&vec![0; part], length)?;
         file.sync_data()?;
-        Ok(left > part as u64)
+        Ok(remaining > part as u64)
     }
 }

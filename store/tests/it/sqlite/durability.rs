@@ -76,7 +76,7 @@ async fn idempotency_keys_survive_reopening() {
     put_keyed(&store, &first, &key("ada", "k", "f")).await;
     let store = reopen(&database_in(&directory), store);
     let created = put_keyed(&store, &call(), &key("ada", "k", "f")).await;
-    assert!(matches!(created, CreateCallResult::Replayed(known) if *known == first));
+    assert!(matches!(created, CreateCallResult::Replayed(existing) if *existing == first));
     let created = put_keyed(&store, &call(), &key("ada", "k", "other")).await;
     assert!(matches!(created, CreateCallResult::Mismatch(id) if id == first.id));
     assert_eq!(ids_of(&store, "p").await, [first.id]);
@@ -119,9 +119,9 @@ async fn open_calls_are_found_after_reopening_among_ended_ones() {
     let mut open: Vec<Call> = vec![];
     for round in 0..3 {
         for status in [Status::Succeeded, Status::Pending, Status::Failed, Status::Running] {
-            let made = put_with_status(&store, &call(), status).await;
+            let created = put_with_status(&store, &call(), status).await;
             if !status.is_terminal() {
-                open.push(made);
+                open.push(created);
             }
         }
         // The oldest open call ends; one round purges the ended calls.
@@ -226,13 +226,13 @@ async fn commits_are_visible_to_other_connections_immediately() {
     let connection = open_raw(&path);
     let admin = SqliteStore::open_for_admin(&path).unwrap();
     for n in 1..=20 {
-        let made = call();
-        put(&store, &made).await;
+        let created = call();
+        put(&store, &created).await;
         assert_eq!(query_number(&connection, "SELECT count(*) FROM tool_calls"), n);
-        assert_eq!(read(&admin, &made).await, made);
-        let next = running(&made);
+        assert_eq!(read(&admin, &created).await, created);
+        let next = running(&created);
         save(&store, &next).await;
-        assert_eq!(read(&admin, &made).await, next);
+        assert_eq!(read(&admin, &created).await, next);
     }
 }
 

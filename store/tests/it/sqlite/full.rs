@@ -43,13 +43,13 @@ fn a_full_disk_refuses_writes_and_nothing_else() {
     assert!(stdout.contains("1 passed"), "{stdout}\n{stderr}");
 }
 
-/// Prevents every file from growing beyond this size, until `make_room` is called.
-fn fill_up(bytes: u64) {
+/// Prevents every file from growing beyond this size, until `lift_file_size_limit` is called.
+fn limit_file_size(bytes: u64) {
     let maximum = getrlimit(Resource::Fsize).maximum;
     setrlimit(Resource::Fsize, Rlimit { current: Some(bytes), maximum }).unwrap();
 }
 
-fn make_room() {
+fn lift_file_size_limit() {
     let maximum = getrlimit(Resource::Fsize).maximum;
     setrlimit(Resource::Fsize, Rlimit { current: maximum, maximum }).unwrap();
 }
@@ -80,7 +80,7 @@ fn large() -> Call {
 async fn survives_a_full_disk(store: &SqliteStore) {
     let waiting = put_with_status(store, &call(), Status::Running).await;
     // More than the WAL holds after the database was created.
-    fill_up(700_000);
+    limit_file_size(700_000);
     let (mut accepted, mut refused) = (vec![], vec![]);
     for _ in 0..200 {
         let call = large();
@@ -115,7 +115,7 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     let events = history(store, of_project("p")).await.len();
     assert_eq!(events, ids_of(store, "p").await.len(), "one event for each call");
     assert_eq!(store.check_integrity().await.unwrap(), "ok");
-    make_room();
+    lift_file_size_limit();
     store.check_health().await.unwrap();
     for call in &refused {
         put(store, call).await;

@@ -80,10 +80,10 @@ async fn databases_of_every_earlier_schema_version_are_read_completely() {
         let store = SqliteStore::open(&path).unwrap();
         assert_eq!(query_number(&open_raw(&path), "PRAGMA user_version"), SQLITE_SCHEMA_VERSION);
         let found = read_everything(&store).await;
-        let known = |all: &[Reading]| -> Vec<Reading> {
+        let readable_by_version = |all: &[Reading]| -> Vec<Reading> {
             all.iter().filter(|reading| reading.since <= version).cloned().collect()
         };
-        let (found, expected) = (known(&found), known(&expected));
+        let (found, expected) = (readable_by_version(&found), readable_by_version(&expected));
         assert_eq!(found.len(), expected.len(), "version {version}");
         for (found, expected) in found.into_iter().zip(expected) {
             assert_eq!(found, expected, "version {version}");

@@ -19,8 +19,8 @@ fn assert_refused_untouched(path: &Path) -> SqliteOpenError {
     assert_eq!(first.to_string(), second.to_string());
     assert!(std::fs::read(path).unwrap() == before, "the file has changed");
     for ending in ["-wal", "-journal"] {
-        let left = std::fs::metadata(file_with_suffix(path, ending)).map_or(0, |file| file.len());
-        assert_eq!(left, 0, "something was left in {ending}");
+        let length = std::fs::metadata(file_with_suffix(path, ending)).map_or(0, |file| file.len());
+        assert_eq!(length, 0, "something was left in {ending}");
     }
     first
 }
@@ -35,8 +35,10 @@ async fn a_database_of_a_newer_version_is_refused_and_untouched() {
     let newer = SQLITE_SCHEMA_VERSION + 1;
     open_raw(&path).pragma_update(None, "user_version", newer).unwrap();
     let error = assert_refused_untouched(&path);
-    let SqliteOpenError::NewerSchema { found: version, known } = &error else { panic!("{error}") };
-    assert_eq!((*version, *known), (newer, SQLITE_SCHEMA_VERSION));
+    let SqliteOpenError::NewerSchema { found: version, known: supported } = &error else {
+        panic!("{error}")
+    };
+    assert_eq!((*version, *supported), (newer, SQLITE_SCHEMA_VERSION));
     let message = error.to_string();
     assert!(
         message.contains(&newer.to_string()) && message.contains("newer toolcrib"),

@@ -20,10 +20,11 @@ const BUDGET: u64 = 1 << 20;
 
 /// Returns one of many finished calls, with a few open and failed ones among them.
 fn nth_call(n: u64) -> Call {
-    let at = call_at(NOW + n * 1_000);
+    let dated = call_at(NOW + n * 1_000);
     let (project, run) = (if n % 500 == 7 { "small" } else { "p" }, format!("run-{}", n / 50));
     let tool = if n % 100 == 3 { "rare.tool" } else { "weather.query" };
-    let mut call = Call { id: at.id, created_ms: at.created_ms, ..call_of(project, &run, tool) };
+    let mut call =
+        Call { id: dated.id, created_ms: dated.created_ms, ..call_of(project, &run, tool) };
     call.args = json(&format!("\"{}\"", "x".repeat(2_000)));
     call.target.args = call.args.clone();
     let status = match n % 400 {
@@ -48,7 +49,10 @@ async fn fill(store: &SqliteStore) -> Vec<Call> {
             let key = Some(key("ada", call.id.as_str(), "f"));
             creating(store, call, vec![requested()], key)
         });
-        futures::future::join_all(creates).await.into_iter().for_each(|made| drop(made.unwrap()));
+        futures::future::join_all(creates)
+            .await
+            .into_iter()
+            .for_each(|created| drop(created.unwrap()));
     }
     calls
 }
@@ -63,11 +67,11 @@ async fn bytes_read() -> u64 {
     tokio::task::spawn_blocking(read).await.unwrap()
 }
 
-async fn within_budget<T>(what: &str, reading: impl Future<Output = T>) -> T {
+async fn within_budget<T>(query: &str, reading: impl Future<Output = T>) -> T {
     let before = bytes_read().await;
     let seen = reading.await;
     let bytes = bytes_read().await - before;
-    assert!(bytes < BUDGET, "{what} read {bytes} bytes");
+    assert!(bytes < BUDGET, "{query} read {bytes} bytes");
     seen
 }
 
@@ -143,14 +147,14 @@ fn a_call_and_its_events_are_read_without_a_table_scan() {
         let newest = store.last_event_number(of_project("p")).await.unwrap();
         for scope in scopes {
             let read = async |scope: EventScope, after| {
-                let what = format!("events after {after} of {scope:?}");
-                within_budget(&what, store.events(scope, after, PAGE)).await.unwrap()
+                let query = format!("events after {after} of {scope:?}");
+                within_budget(&query, store.events(scope, after, PAGE)).await.unwrap()
             };
             assert!(!read(scope.clone(), 0).await.is_empty());
             assert!(!read(scope.clone(), newest - 1).await.is_empty(), "{scope:?}");
             assert!(read(scope.clone(), newest).await.is_empty());
-            let what = format!("the newest event of {scope:?}");
-            assert!(within_budget(&what, store.last_event_number(scope)).await.unwrap() > 0);
+            let query = format!("the newest event of {scope:?}");
+            assert!(within_budget(&query, store.last_event_number(scope)).await.unwrap() > 0);
         }
         let open = within_budget("open calls", store.open_calls(0, PAGE)).await.unwrap();
         assert_eq!(open.len(), PAGE);

@@ -72,14 +72,14 @@ async fn dropping_a_pending_write_does_not_undo_it() {
     let (directory, store) = open_fresh();
     let other = open_raw(&database_in(&directory));
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
-    let (left, stayed) = (call(), call());
-    let mut answers = vec![creating(&store, &left), creating(&store, &stayed)];
+    let (dropped, stayed) = (call(), call());
+    let mut answers = vec![creating(&store, &dropped), creating(&store, &stayed)];
     submit(&mut answers).await;
     let waiting = answers.pop().unwrap();
     drop(answers);
     other.execute_batch("ROLLBACK").unwrap();
     assert!(matches!(waiting.await.unwrap(), CreateCallResult::New));
-    assert_eq!(found(&store, &left).await, Some(left));
+    assert_eq!(found(&store, &dropped).await, Some(dropped));
 }
 
 #[tokio::test]

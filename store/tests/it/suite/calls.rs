@@ -217,8 +217,8 @@ pub async fn a_rejected_raw_result_is_stored_with_its_fault(store: &dyn Store) {
     save(store, &failed).await;
     let stored = read(store, &waiting).await;
     assert_eq!(stored, failed);
-    let kept = stored.outcome.unwrap().error.unwrap().raw.unwrap();
-    assert_eq!(kept.text(), raw, "the raw text is unchanged");
+    let stored_raw = stored.outcome.unwrap().error.unwrap().raw.unwrap();
+    assert_eq!(stored_raw.text(), raw, "the raw text is unchanged");
 }
 
 /// Applies a fallback like `lifecycle`: it leaves the list, and its attempts are counted from zero.

@@ -47,15 +47,15 @@ pub async fn a_delivery_is_stored_with_its_call_and_due_when_it_ends(store: &dyn
     let expected = Delivery::for_call(&fresh).unwrap();
     assert_eq!(read_delivery(store, &fresh).await, Some((expected.clone(), vec![])));
     assert_eq!((expected.status, expected.url.as_str()), (DeliveryStatus::AwaitingOutcome, URL));
-    let begun = running(&fresh);
-    save(store, &begun).await;
+    let started = running(&fresh);
+    save(store, &started).await;
     assert_eq!(
         read_delivery(store, &fresh).await,
         Some((expected.clone(), vec![])),
         "the call still runs"
     );
     assert_eq!(pending(store).await, []);
-    save(store, &ended(&begun, Status::Failed, NOW + 70)).await;
+    save(store, &ended(&started, Status::Failed, NOW + 70)).await;
     let due = expected.after_call_ended(NOW + 70).unwrap();
     assert_eq!(read_delivery(store, &fresh).await, Some((due, vec![])));
     assert_eq!(pending(store).await, [fresh.id]);
@@ -75,7 +75,7 @@ pub async fn a_replayed_call_creates_no_second_delivery(store: &dyn Store) {
     put_keyed(store, &first, &key("ada", "k", "f")).await;
     let again = with_callback_url(call());
     let created = put_keyed(store, &again, &key("ada", "k", "f")).await;
-    assert!(matches!(created, CreateCallResult::Replayed(known) if known.id == first.id));
+    assert!(matches!(created, CreateCallResult::Replayed(existing) if existing.id == first.id));
     assert_eq!(read_delivery(store, &again).await, None);
 }
 
@@ -137,9 +137,9 @@ pub async fn only_the_latest_attempts_of_a_delivery_are_kept(store: &dyn Store) 
 
 pub async fn deliveries_are_listed_by_project_status_and_page(store: &dyn Store) {
     let due = [put_due(store, NOW + 1).await, put_due(store, NOW + 2).await];
-    let (gone, attempt) =
+    let (ended_delivery, attempt) =
         due[0].after_attempt(&response(410), (NOW, NOW), &RetrySchedule::default());
-    store.save_delivery(gone, Some(attempt)).await.unwrap();
+    store.save_delivery(ended_delivery, Some(attempt)).await.unwrap();
     let waiting = with_callback_url(call_at(NOW + 3));
     put(store, &waiting).await;
     put(store, &with_callback_url(Call { project: "q".into(), ..call_of("q", "r", "t") })).await;
@@ -170,7 +170,7 @@ pub async fn deliveries_and_tasks_are_purged_with_their_call(store: &dyn Store) 
     assert_eq!(ids(store, tasks()).await, []);
     let (late, attempt) = next.after_attempt(&response(200), (NOW, NOW), &RetrySchedule::default());
     assert_eq!(store.save_delivery(late, Some(attempt)).await.unwrap(), SaveResult::Conflict);
-    // A call that reuses the freed place inherits nothing.
+    // A call that reuses the freed position inherits nothing.
     let fresh = put_due(store, NOW + 5).await;
     assert_eq!(store.delivery("p", &fresh.call_id).await.unwrap(), Some((fresh, vec![])));
 }
@@ -195,9 +195,9 @@ pub async fn lists_can_be_limited_to_background_tasks(store: &dyn Store) {
     put(store, &background(Call { project: "q".into(), ..call() })).await;
     expected.reverse();
     let listed = async |filter: CallFilter, fits: &dyn Fn(&Call) -> bool| {
-        let what = format!("{filter:?}");
+        let context = format!("{filter:?}");
         let fitting = expected.iter().filter(|call| fits(call)).map(|call| call.id.clone());
-        assert_eq!(ids(store, filter).await, fitting.collect::<Vec<_>>(), "{what}");
+        assert_eq!(ids(store, filter).await, fitting.collect::<Vec<_>>(), "{context}");
     };
     listed(tasks(), &|_| true).await;
     for status in Status::ALL {

@@ -97,10 +97,12 @@ async fn load(store: &dyn Store) -> Directory {
 /// Returns `project/tool` for each tool and `project/tool@client` for each offer, in order.
 async fn tools_and_offers(store: &dyn Store) -> (Vec<String>, Vec<String>) {
     let directory = load(store).await;
-    let named = |tool: &ToolDefinition| format!("{}/{}", tool.project.as_ref().unwrap(), tool.name);
-    let mut tools: Vec<String> = directory.tools.iter().map(named).collect();
-    let by = |offer: &ToolOffer| format!("{}/{}@{}", offer.project, offer.tool, offer.client_id);
-    let mut offers: Vec<String> = directory.offers.iter().map(by).collect();
+    let format_tool =
+        |tool: &ToolDefinition| format!("{}/{}", tool.project.as_ref().unwrap(), tool.name);
+    let mut tools: Vec<String> = directory.tools.iter().map(format_tool).collect();
+    let format_offer =
+        |offer: &ToolOffer| format!("{}/{}@{}", offer.project, offer.tool, offer.client_id);
+    let mut offers: Vec<String> = directory.offers.iter().map(format_offer).collect();
     tools.sort();
     offers.sort();
     (tools, offers)
@@ -218,8 +220,13 @@ pub async fn dropping_a_client_removes_its_offers(store: &dyn Store) {
     assert_eq!(tools, ["p/b", "q/a"]);
     assert_eq!(offers, ["p/b@phone", "q/a@laptop"]);
     let clients = store.directory().await.unwrap().clients;
-    let left: Vec<_> = clients.iter().map(|c| (c.project.as_str(), c.client_id.as_str())).collect();
-    assert_eq!((left.len(), left.contains(&("p", "laptop"))), (2, false), "{left:?}");
+    let client_keys: Vec<_> =
+        clients.iter().map(|c| (c.project.as_str(), c.client_id.as_str())).collect();
+    assert_eq!(
+        (client_keys.len(), client_keys.contains(&("p", "laptop"))),
+        (2, false),
+        "{client_keys:?}"
+    );
     change(store, forget("nobody")).await;
     change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
     assert_eq!(tools_and_offers(store).await.0, ["p/a", "p/b", "q/a"]);
@@ -287,8 +294,9 @@ pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
         rules
     };
     let for_all_agents = rule("*", "a.*", RuleVerdict::Allow);
-    let (mine, last) = (rule("ada", "a.*", RuleVerdict::Deny), rule("ada", "b", RuleVerdict::Deny));
-    assert_eq!(sorted().await, [for_all_agents.clone(), mine, last.clone(), other.clone()]);
+    let (first, last) =
+        (rule("ada", "a.*", RuleVerdict::Deny), rule("ada", "b", RuleVerdict::Deny));
+    assert_eq!(sorted().await, [for_all_agents.clone(), first, last.clone(), other.clone()]);
     let drop = |agent: &str, pattern: &str| DirectoryChange::DropRule {
         project: "p".into(),
         agent: agent.into(),
@@ -422,8 +430,8 @@ pub async fn credentials_are_deleted_with_their_upstream(store: &dyn Store) {
         grants.set_credential(project, "a", Some(text.to_owned())).await.unwrap();
     }
     assert_eq!(grants.credential("default", "a").await.unwrap().as_deref(), Some("two"));
-    let places = [("default", "a"), ("other", "a")].map(|(p, n)| (p.to_owned(), n.to_owned()));
-    assert_eq!(grants.upstreams_with_credentials().await.unwrap(), places);
+    let upstreams = [("default", "a"), ("other", "a")].map(|(p, n)| (p.to_owned(), n.to_owned()));
+    assert_eq!(grants.upstreams_with_credentials().await.unwrap(), upstreams);
     let version = store.directory_version().await.unwrap();
     let drop_upstream =
         DirectoryChange::DropUpstream { project: "default".into(), name: "a".into() };

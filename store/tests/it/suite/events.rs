@@ -91,43 +91,43 @@ pub async fn a_call_has_only_its_own_events(store: &dyn Store) {
 }
 
 pub async fn a_run_has_the_events_of_its_calls_in_its_project(store: &dyn Store) {
-    let mine = [call_of("p", "r", "a"), call_of("p", "r", "b")];
+    let own_calls = [call_of("p", "r", "a"), call_of("p", "r", "b")];
     let others = [call_of("p", "r2", "a"), call_of("q", "r", "a")];
-    for call in mine.iter().chain(&others) {
+    for call in own_calls.iter().chain(&others) {
         put(store, call).await;
     }
-    for call in others.iter().chain(&mine) {
+    for call in others.iter().chain(&own_calls) {
         append(store, call, record(EventKind::Progress)).await;
     }
     let events_read = history(store, of_run("p", "r")).await;
     assert!(are_increasing(&numbers(&events_read)));
     let call_ids: Vec<_> = events_read.iter().map(|event| event.call_id.clone()).collect();
-    let [one, two] = mine.map(|call| call.id);
+    let [one, two] = own_calls.map(|call| call.id);
     assert_eq!(call_ids, [one.clone(), two.clone(), one, two]);
     assert_eq!(history(store, of_run("p", "nobody's")).await, []);
 }
 
 pub async fn a_project_has_the_events_of_its_calls(store: &dyn Store) {
-    let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
-    put(store, &mine).await;
+    let (own_call, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
+    put(store, &own_call).await;
     put(store, &other).await;
     append(store, &other, record(EventKind::Progress)).await;
-    append(store, &mine, record(EventKind::ReportIgnored)).await;
+    append(store, &own_call, record(EventKind::ReportIgnored)).await;
     let events_read = history(store, of_project("p")).await;
     assert_eq!(kinds(&events_read), [EventKind::Requested, EventKind::ReportIgnored]);
-    assert!(events_read.iter().all(|event| event.call_id == mine.id));
+    assert!(events_read.iter().all(|event| event.call_id == own_call.id));
     assert_eq!(history(store, of_project("nobody's")).await, []);
 }
 
 pub async fn pages_give_every_event_once(store: &dyn Store) {
-    let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
-    put(store, &mine).await;
+    let (own_call, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
+    put(store, &own_call).await;
     put(store, &other).await;
     for n in 0..10 {
-        append(store, &mine, record(EventKind::Progress).with("n", n)).await;
+        append(store, &own_call, record(EventKind::Progress).with("n", n)).await;
         append(store, &other, record(EventKind::Progress)).await;
     }
-    for scope in [of_call(&mine), of_run("p", "r"), of_project("p")] {
+    for scope in [of_call(&own_call), of_run("p", "r"), of_project("p")] {
         let (mut seen, mut after) = (vec![], 0);
         loop {
             let page = store.events(scope.clone(), after, 3).await.unwrap();
@@ -191,8 +191,8 @@ pub async fn a_page_starts_after_a_number_and_ends_at_its_limit(store: &dyn Stor
 }
 
 pub async fn appending_to_an_unknown_call_has_no_effect(store: &dyn Store) {
-    let (known, unknown) = (call(), call());
-    put(store, &known).await;
+    let (stored, unknown) = (call(), call());
+    put(store, &stored).await;
     append(store, &unknown, record(EventKind::ReportIgnored)).await;
     assert_eq!(history(store, of_call(&unknown)).await, []);
     assert_eq!(found(store, &unknown).await, None);
@@ -215,14 +215,14 @@ pub async fn the_last_event_number_of_a_call_is_that_of_its_newest_event(store: 
 /// For a run or a project, a number above the newest in scope is valid as well: what matters is
 /// what a subscriber sees that starts from it.
 pub async fn reading_after_the_last_number_returns_only_later_events(store: &dyn Store) {
-    let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
-    put(store, &mine).await;
+    let (own_call, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
+    put(store, &own_call).await;
     put(store, &other).await;
-    for scope in [of_call(&mine), of_run("p", "r"), of_project("p")] {
+    for scope in [of_call(&own_call), of_run("p", "r"), of_project("p")] {
         let from = store.last_event_number(scope.clone()).await.unwrap();
         assert_eq!(store.events(scope.clone(), from, 100).await.unwrap(), []);
         append(store, &other, record(EventKind::Progress)).await;
-        append(store, &mine, record(EventKind::ReportIgnored)).await;
+        append(store, &own_call, record(EventKind::ReportIgnored)).await;
         let later_events = store.events(scope.clone(), from, 100).await.unwrap();
         assert_eq!(kinds(&later_events), [EventKind::ReportIgnored], "{scope:?}");
     }

@@ -11,15 +11,16 @@ use crate::support::{
 pub async fn the_same_key_and_request_replay_the_first_call(store: &dyn Store) {
     let (first, second) = (call(), call());
     assert!(matches!(put_keyed(store, &first, &key("ada", "k", "f")).await, CreateCallResult::New));
-    let told = history(store, of_project("p")).await;
-    let CreateCallResult::Replayed(known) = put_keyed(store, &second, &key("ada", "k", "f")).await
+    let events = history(store, of_project("p")).await;
+    let CreateCallResult::Replayed(existing) =
+        put_keyed(store, &second, &key("ada", "k", "f")).await
     else {
         panic!("the key was used before");
     };
-    assert_eq!(*known, first);
+    assert_eq!(*existing, first);
     assert_eq!(found(store, &second).await, None);
     assert_eq!(ids_of(store, "p").await, [first.id]);
-    assert_eq!(history(store, of_project("p")).await, told);
+    assert_eq!(history(store, of_project("p")).await, events);
 }
 
 pub async fn a_call_is_found_by_its_idempotency_key(store: &dyn Store) {
@@ -27,7 +28,7 @@ pub async fn a_call_is_found_by_its_idempotency_key(store: &dyn Store) {
     assert!(store.find_by_idempotency_key("p", &key("ada", "k", "f")).await.unwrap().is_none());
     put_keyed(store, &first, &key("ada", "k", "f")).await;
     let used = store.find_by_idempotency_key("p", &key("ada", "k", "f")).await.unwrap();
-    assert!(matches!(used, Some(CreateCallResult::Replayed(known)) if *known == first));
+    assert!(matches!(used, Some(CreateCallResult::Replayed(existing)) if *existing == first));
     let other = store.find_by_idempotency_key("p", &key("ada", "k", "g")).await.unwrap();
     assert!(matches!(other, Some(CreateCallResult::Mismatch(id)) if id == first.id));
     assert!(store.find_by_idempotency_key("q", &key("ada", "k", "f")).await.unwrap().is_none());
@@ -39,11 +40,12 @@ pub async fn a_replay_returns_the_current_state_of_the_call(store: &dyn Store) {
     put_keyed(store, &first, &key("ada", "k", "f")).await;
     let done = ended(&first, Status::Succeeded, NOW + 50);
     save(store, &done).await;
-    let CreateCallResult::Replayed(known) = put_keyed(store, &call(), &key("ada", "k", "f")).await
+    let CreateCallResult::Replayed(existing) =
+        put_keyed(store, &call(), &key("ada", "k", "f")).await
     else {
         panic!("the key was used before");
     };
-    assert_eq!(*known, done);
+    assert_eq!(*existing, done);
 }
 
 pub async fn the_same_key_for_another_request_is_a_mismatch(store: &dyn Store) {
@@ -58,7 +60,7 @@ pub async fn the_same_key_for_another_request_is_a_mismatch(store: &dyn Store) {
     assert_eq!(history(store, of_call(&second)).await, []);
     // The key still refers to the first call.
     let again = put_keyed(store, &call(), &key("ada", "k", "one")).await;
-    assert!(matches!(again, CreateCallResult::Replayed(known) if known.id == first.id));
+    assert!(matches!(again, CreateCallResult::Replayed(existing) if existing.id == first.id));
 }
 
 pub async fn keys_of_other_agents_and_projects_are_independent(store: &dyn Store) {
@@ -95,16 +97,16 @@ pub async fn one_of_100_concurrent_creates_stores_the_call(store: &dyn Store) {
         let pairs = calls.into_iter().zip(answers);
         pairs.map(|(call, answer)| (call.id, answer.unwrap())).collect::<Vec<_>>()
     });
-    let (mut made, mut replayed) = (vec![], vec![]);
+    let (mut new_ids, mut replayed_ids) = (vec![], vec![]);
     for (asked, answer) in created.into_iter().flatten() {
         match answer {
-            CreateCallResult::New => made.push(asked),
-            CreateCallResult::Replayed(known) => replayed.push(known.id),
+            CreateCallResult::New => new_ids.push(asked),
+            CreateCallResult::Replayed(existing) => replayed_ids.push(existing.id),
             CreateCallResult::Mismatch(_) => panic!("the requests are the same"),
         }
     }
-    assert_eq!((made.len(), replayed.len()), (1, 99));
-    assert!(replayed.iter().all(|id| *id == made[0]));
-    assert_eq!(ids_of(store, "p").await, made);
+    assert_eq!((new_ids.len(), replayed_ids.len()), (1, 99));
+    assert!(replayed_ids.iter().all(|id| *id == new_ids[0]));
+    assert_eq!(ids_of(store, "p").await, new_ids);
     assert_eq!(history(store, of_project("p")).await.len(), 1);
 }

@@ -12,7 +12,7 @@ use crate::support::{
     NOW, call, call_at, call_of, ended, ids, ids_of, put, put_with_status, read, running, save,
 };
 
-fn of(project: &str) -> CallFilter {
+fn filter_of(project: &str) -> CallFilter {
     CallFilter { project: project.into(), limit: 1_000, ..CallFilter::default() }
 }
 
@@ -25,7 +25,7 @@ pub async fn the_newest_call_is_first(store: &dyn Store) {
     save(store, &running(&calls[0])).await;
     let [first, second, third] = calls.map(|call| call.id);
     assert_eq!(ids_of(store, "p").await, [second, third, first]);
-    let listed = store.calls(of("p")).await.unwrap();
+    let listed = store.calls(filter_of("p")).await.unwrap();
     assert_eq!(listed[2], read(store, &listed[2]).await);
 }
 
@@ -35,8 +35,8 @@ async fn put_assorted(store: &dyn Store) -> Vec<Call> {
     for status in Status::ALL {
         for project in ["p", "q"] {
             for (run, tool) in [("r1", "a"), ("r1", "b"), ("r2", "a"), ("r2", "b")] {
-                let at = call_at(NOW + 1_000 * calls.len() as u64);
-                let (id, created_ms) = (at.id, at.created_ms);
+                let dated = call_at(NOW + 1_000 * calls.len() as u64);
+                let (id, created_ms) = (dated.id, dated.created_ms);
                 let fresh = Call { id, created_ms, ..call_of(project, run, tool) };
                 calls.push(put_with_status(store, &fresh, status).await);
             }
@@ -63,9 +63,10 @@ pub async fn every_combination_of_filters_returns_the_matching_calls(store: &dyn
                     let fitting = calls.iter().rev().filter(fits);
                     let expected: Vec<CallId> = fitting.map(|call| call.id.clone()).collect();
                     let (run_id, tool_name) = (run_id.map(Into::into), tool_name.map(Into::into));
-                    let filter = CallFilter { run_id, tool_name, status, since_ms, ..of("p") };
-                    let what = format!("{filter:?}");
-                    assert_eq!(ids(store, filter).await, expected, "{what}");
+                    let filter =
+                        CallFilter { run_id, tool_name, status, since_ms, ..filter_of("p") };
+                    let context = format!("{filter:?}");
+                    assert_eq!(ids(store, filter).await, expected, "{context}");
                     seen += expected.len();
                 }
             }
@@ -102,7 +103,7 @@ pub async fn pages_have_no_gaps_or_repeats_while_calls_arrive(store: &dyn Store)
         existing.push(call.id);
     }
     existing.reverse();
-    let filter = CallFilter { limit: 4, ..of("p") };
+    let filter = CallFilter { limit: 4, ..filter_of("p") };
     assert_eq!(read_pages(store, filter, || (call(), Status::Pending)).await, existing);
 }
 
@@ -110,12 +111,12 @@ pub async fn filtered_pages_have_no_gaps_or_repeats_while_calls_arrive(store: &d
     let calls: Vec<Call> =
         put_assorted(store).await.into_iter().filter(|call| call.project == "p").collect();
     let filters = [
-        CallFilter { run_id: Some("r1".into()), ..of("p") },
-        CallFilter { tool_name: Some("a".into()), ..of("p") },
-        CallFilter { status: Some(Status::Failed), ..of("p") },
-        CallFilter { status: Some(Status::Pending), ..of("p") },
-        CallFilter { tool_name: Some("b".into()), status: Some(Status::Timeout), ..of("p") },
-        CallFilter { since_ms: Some(NOW + 10_000), ..of("p") },
+        CallFilter { run_id: Some("r1".into()), ..filter_of("p") },
+        CallFilter { tool_name: Some("a".into()), ..filter_of("p") },
+        CallFilter { status: Some(Status::Failed), ..filter_of("p") },
+        CallFilter { status: Some(Status::Pending), ..filter_of("p") },
+        CallFilter { tool_name: Some("b".into()), status: Some(Status::Timeout), ..filter_of("p") },
+        CallFilter { since_ms: Some(NOW + 10_000), ..filter_of("p") },
     ];
     let existing: HashSet<CallId> = calls.into_iter().map(|call| call.id).collect();
     for filter in filters {
@@ -137,7 +138,7 @@ pub async fn filtered_pages_have_no_gaps_or_repeats_while_calls_arrive(store: &d
 
 pub async fn a_call_moves_between_status_lists_with_its_status(store: &dyn Store) {
     let waiting = call();
-    let with = |status| CallFilter { status: Some(status), ..of("p") };
+    let with = |status| CallFilter { status: Some(status), ..filter_of("p") };
     let steps = [waiting.clone(), running(&waiting), {
         ended(&running(&waiting), Status::Failed, NOW + 50)
     }];
@@ -157,7 +158,7 @@ pub async fn the_since_filter_includes_its_boundary(store: &dyn Store) {
     for n in 0..5 {
         put(store, &call_at(NOW + n)).await;
     }
-    let since = async |since_ms| ids(store, CallFilter { since_ms, ..of("p") }).await.len();
+    let since = async |since_ms| ids(store, CallFilter { since_ms, ..filter_of("p") }).await.len();
     assert_eq!(since(None).await, 5);
     assert_eq!(since(Some(0)).await, 5);
     assert_eq!(since(Some(NOW)).await, 5);
@@ -172,14 +173,14 @@ pub async fn extreme_limits_and_positions_are_accepted(store: &dyn Store) {
     for _ in 0..3 {
         put(store, &call()).await;
     }
-    assert_eq!(ids(store, CallFilter { limit: usize::MAX, ..of("p") }).await.len(), 3);
+    assert_eq!(ids(store, CallFilter { limit: usize::MAX, ..filter_of("p") }).await.len(), 3);
     for status in [Status::Pending, Status::Failed] {
-        let all = CallFilter { limit: usize::MAX, status: Some(status), ..of("p") };
+        let all = CallFilter { limit: usize::MAX, status: Some(status), ..filter_of("p") };
         assert_eq!(ids(store, all).await.len(), if status == Status::Pending { 3 } else { 0 });
     }
-    assert_eq!(ids(store, CallFilter { limit: 2, ..of("p") }).await.len(), 2);
-    assert_eq!(ids(store, CallFilter { limit: 0, ..of("p") }).await.len(), 0);
-    let before = |before| CallFilter { before: Some(CallId::min_at(before)), ..of("p") };
+    assert_eq!(ids(store, CallFilter { limit: 2, ..filter_of("p") }).await.len(), 2);
+    assert_eq!(ids(store, CallFilter { limit: 0, ..filter_of("p") }).await.len(), 0);
+    let before = |before| CallFilter { before: Some(CallId::min_at(before)), ..filter_of("p") };
     assert_eq!(ids(store, before(NOW + 1)).await.len(), 3);
     assert_eq!(ids(store, before(0)).await.len(), 0);
     assert_eq!(store.open_calls(0, usize::MAX).await.unwrap().len(), 3);
@@ -188,14 +189,15 @@ pub async fn extreme_limits_and_positions_are_accepted(store: &dyn Store) {
 
 pub async fn lists_contain_only_calls_of_their_project(store: &dyn Store) {
     put_assorted(store).await;
-    for (mine, other) in [("p", "q"), ("q", "p")] {
-        let listed = store.calls(of(mine)).await.unwrap();
+    for (project, other) in [("p", "q"), ("q", "p")] {
+        let listed = store.calls(filter_of(project)).await.unwrap();
         assert_eq!(listed.len(), 24);
-        assert!(listed.iter().all(|call| call.project == mine));
+        assert!(listed.iter().all(|call| call.project == project));
         // An id from another project's list is only a point in time: it gives access to nothing.
         let newest = ids_of(store, other).await.swap_remove(0);
-        let older = store.calls(CallFilter { before: Some(newest), ..of(mine) }).await.unwrap();
-        assert!(older.iter().all(|call| call.project == mine));
+        let older =
+            store.calls(CallFilter { before: Some(newest), ..filter_of(project) }).await.unwrap();
+        assert!(older.iter().all(|call| call.project == project));
     }
     for unknown in ["", "P", "p ", "%", "*"] {
         assert_eq!(ids_of(store, unknown).await, [], "{unknown:?}");
@@ -211,7 +213,7 @@ pub async fn a_list_stops_after_max_bytes(store: &dyn Store) {
     }
     assert_eq!(calls[0].args.text().len(), 1_000);
     for (enough, count) in [(Some(1), 1), (Some(1_000), 1), (Some(2_001), 3), (None, 5)] {
-        let filter = CallFilter { max_bytes: enough, ..of("p") };
+        let filter = CallFilter { max_bytes: enough, ..filter_of("p") };
         let listed = store.calls(filter).await.unwrap();
         let newest: Vec<&CallId> = calls.iter().rev().take(count).map(|call| &call.id).collect();
         assert_eq!(listed.iter().map(|call| &call.id).collect::<Vec<_>>(), newest, "{enough:?}");

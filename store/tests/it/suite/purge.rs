@@ -21,23 +21,23 @@ async fn put_ended(store: &dyn Store, completed_ms: u64) -> Call {
 }
 
 pub async fn only_calls_that_ended_before_the_cutoff_are_deleted(store: &dyn Store) {
-    let mut kept = vec![];
+    let mut expected = vec![];
     for status in Status::ALL {
         let old = put_with_status(store, &call_at(NOW - 10_000), status).await;
         if !status.is_terminal() {
-            kept.push(old.id);
+            expected.push(old.id);
         }
     }
     let long = call_at(NOW - 10_000);
     put(store, &long).await;
     save(store, &ended(&long, Status::Failed, NOW)).await;
-    kept.push(long.id);
+    expected.push(long.id);
     put_ended(store, NOW - 1).await;
-    kept.push(put_ended(store, NOW).await.id);
-    kept.push(put_ended(store, NOW + 1).await.id);
-    kept.reverse();
+    expected.push(put_ended(store, NOW).await.id);
+    expected.push(put_ended(store, NOW + 1).await.id);
+    expected.reverse();
     assert_eq!(store.purge(NOW, 100).await.unwrap().calls, 5);
-    assert_eq!(ids_of(store, "p").await, kept);
+    assert_eq!(ids_of(store, "p").await, expected);
     assert_eq!(store.purge(NOW, 100).await.unwrap().calls, 0);
 }
 
@@ -69,7 +69,7 @@ pub async fn events_and_idempotency_keys_are_deleted_with_their_call(store: &dyn
     let created = put_keyed(store, &call(), &key("ada", "old", "other")).await;
     assert!(matches!(created, CreateCallResult::New));
     let created = put_keyed(store, &call(), &key("ada", "young", "f")).await;
-    assert!(matches!(created, CreateCallResult::Replayed(known) if known.id == young.id));
+    assert!(matches!(created, CreateCallResult::Replayed(existing) if existing.id == young.id));
 }
 
 pub async fn a_purge_deletes_at_most_its_limit_per_pass(store: &dyn Store) {

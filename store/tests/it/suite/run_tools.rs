@@ -25,13 +25,13 @@ pub async fn reading_tool_definitions_that_were_not_set_returns_none(store: &dyn
 }
 
 pub async fn tool_definitions_are_read_back_unchanged(store: &dyn Store) {
-    let given = run("p", "run '\u{e9}\u{1F980}\"", r#"{"own": [1.10, "\u00fc"]}"#);
-    store.put_run_tool_definitions(given.clone()).await.unwrap();
-    let read = read_back(store, "p", &given.run_id).await.unwrap();
-    assert_eq!(read, given);
+    let definitions = run("p", "run '\u{e9}\u{1F980}\"", r#"{"own": [1.10, "\u00fc"]}"#);
+    store.put_run_tool_definitions(definitions.clone()).await.unwrap();
+    let read = read_back(store, "p", &definitions.run_id).await.unwrap();
+    assert_eq!(read, definitions);
     assert_eq!(
         read.tool_definitions.text(),
-        given.tool_definitions.text(),
+        definitions.tool_definitions.text(),
         "the text is unchanged"
     );
 }
@@ -81,14 +81,14 @@ pub async fn a_purge_deletes_tool_definitions_up_to_its_limit(store: &dyn Store)
     for n in 0..5 {
         store.put_run_tool_definitions(run("p", &format!("run_{n}"), "[]")).await.unwrap();
     }
-    let (mut left, mut more) = (vec![], vec![]);
+    let (mut remaining, mut more) = (vec![], vec![]);
     for _ in 0..3 {
         more.push(store.purge(NOW + 1, 2).await.unwrap().has_more);
         let mut count = 0;
         for n in 0..5 {
             count += usize::from(read_back(store, "p", &format!("run_{n}")).await.is_some());
         }
-        left.push(count);
+        remaining.push(count);
     }
-    assert_eq!((left, more), (vec![3, 1, 0], vec![true, true, false]));
+    assert_eq!((remaining, more), (vec![3, 1, 0], vec![true, true, false]));
 }

@@ -171,11 +171,11 @@ pub async fn open_runs_of_all_projects_are_read_in_pages(store: &dyn Store) {
 }
 
 pub async fn journal_entries_and_call_events_share_one_numbering(store: &dyn Store) {
-    let mine = run("p", "run");
-    create(store, &mine).await;
+    let first = run("p", "run");
+    create(store, &first).await;
     let call = call_at(NOW);
     put(store, &call).await;
-    let next = Run { version: 2, ..mine };
+    let next = Run { version: 2, ..first };
     let entries = vec![entry(JournalKind::ToolResults, "x")];
     store.runs().save_run(next, entries).await.unwrap();
     // Neither another run nor another project is included.

@@ -201,8 +201,8 @@ pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
         "a duplicate after it was acknowledged"
     );
     utp.deliver_to_inbox(item("ada", "c"), "r4", None).await.unwrap();
-    let taken = vec!["inbox_ada_a".to_owned(), "inbox_eve_z".to_owned()];
-    let change = TurnChange { acknowledged_inbox_ids: taken, ..TurnChange::default() };
+    let acknowledged = vec!["inbox_ada_a".to_owned(), "inbox_eve_z".to_owned()];
+    let change = TurnChange { acknowledged_inbox_ids: acknowledged, ..TurnChange::default() };
     utp.save_turn(turn("t1", 2), change).await.unwrap();
     assert_eq!(
         utp.inbox("p", "ada", 9).await.unwrap(),
@@ -333,9 +333,9 @@ pub async fn every_version_of_a_projects_tool_is_kept(store: &dyn Store) {
     assert_eq!(directory.tools, std::slice::from_ref(&new));
     assert_eq!((directory.projects, directory.roster), (vec![project], vec![member]));
     let utp = store.utp();
-    for known in [&old, &new] {
-        let found = utp.tool_version("p", "a.b", &known.version()).await.unwrap();
-        assert_eq!(found.as_ref(), Some(known));
+    for tool in [&old, &new] {
+        let found = utp.tool_version("p", "a.b", &tool.version()).await.unwrap();
+        assert_eq!(found.as_ref(), Some(tool));
     }
     let (project, name, agent_id) = ("p".to_owned(), "a.b".to_owned(), "ada".to_owned());
     super::directory::change(store, DirectoryChange::DropTool { project: project.clone(), name })
@@ -364,7 +364,7 @@ pub async fn an_old_tool_version_is_purged_after_its_last_possible_call(store: &
             SaveResult::Saved
         );
     };
-    let kept = async |tool: &ToolDefinition| {
+    let is_stored = async |tool: &ToolDefinition| {
         store.utp().tool_version("p", "a.b", &tool.version()).await.unwrap().is_some()
     };
     let purge_before = async |before_ms: u64| {
@@ -376,22 +376,22 @@ pub async fn an_old_tool_version_is_purged_after_its_last_possible_call(store: &
     put(store, &first).await;
     apply_change(DirectoryChange::PutTools(vec![new.clone()]), NOW + 2 * HOUR).await;
     purge_before(NOW + 9 * HOUR).await;
-    assert!(kept(&old).await, "an open call uses this version");
+    assert!(is_stored(&old).await, "an open call uses this version");
     save(store, &ended(&first, Status::Succeeded, NOW + 3 * HOUR)).await;
     purge_before(NOW + 2 * HOUR).await;
-    assert!(kept(&old).await, "a stored call uses this version");
+    assert!(is_stored(&old).await, "a stored call uses this version");
     purge_before(NOW + 9 * HOUR).await;
-    assert!(!kept(&old).await && kept(&new).await, "no stored call can refer to it");
+    assert!(!is_stored(&old).await && is_stored(&new).await, "no stored call can refer to it");
     // A definition that is put again is current again, however long ago it was replaced.
     apply_change(DirectoryChange::PutTools(vec![old.clone()]), NOW + 3 * HOUR).await;
     apply_change(DirectoryChange::PutTools(vec![new.clone()]), NOW + 4 * HOUR).await;
     apply_change(DirectoryChange::PutTools(vec![old.clone()]), NOW + 5 * HOUR).await;
     purge_before(NOW + 9 * HOUR).await;
-    assert!(kept(&old).await && !kept(&new).await);
+    assert!(is_stored(&old).await && !is_stored(&new).await);
     let (project, name) = ("p".to_owned(), "a.b".to_owned());
     apply_change(DirectoryChange::DropTool { project, name }, NOW + 6 * HOUR).await;
     purge_before(NOW + 6 * HOUR).await;
-    assert!(kept(&old).await, "a recent call may refer to it");
+    assert!(is_stored(&old).await, "a recent call may refer to it");
     purge_before(NOW + 9 * HOUR).await;
-    assert!(!kept(&old).await);
+    assert!(!is_stored(&old).await);
 }

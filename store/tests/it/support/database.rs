@@ -21,7 +21,7 @@ impl Database {
     /// Returns `None` when the tests may be skipped.
     pub async fn new() -> Option<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let given = match std::env::var("TOOLCRIB_TEST_POSTGRES_URL") {
+        let admin_url = match std::env::var("TOOLCRIB_TEST_POSTGRES_URL") {
             Ok(url) => url,
             Err(_) if std::env::var("TOOLCRIB_TEST_QUICK").as_deref() == Ok("1") => return None,
             Err(_) => panic!(
@@ -31,9 +31,9 @@ impl Database {
         };
         let next = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("store_{}_{next}", std::process::id());
-        let admin = connect(&given).await;
+        let admin = connect(&admin_url).await;
         admin.batch_execute(&format!("CREATE DATABASE {name}")).await.unwrap();
-        let (start, _) = given.rsplit_once('/').unwrap();
+        let (start, _) = admin_url.rsplit_once('/').unwrap();
         Some(Self { admin, url: format!("{start}/{name}"), name })
     }
 

@@ -66,8 +66,8 @@ pub async fn populate(store: &dyn Store) {
 }
 
 async fn populate_calls(store: &dyn Store) {
-    for held in calls_in_every_hold() {
-        put(store, &held).await;
+    for held_call in calls_in_every_hold() {
+        put(store, &held_call).await;
     }
     for status in Status::ALL {
         let call = put_with_status(store, &call(), status).await;

@@ -82,9 +82,9 @@ pub struct ByteLimitedSocket {
 }
 
 impl ByteLimitedSocket {
-    /// Creates a socket that delivers at most `most` bytes, then sets `over` and fails.
-    pub fn new(socket: Box<dyn Socket>, most: usize, limit_hit: Arc<AtomicBool>) -> Self {
-        Self { socket, bytes_left: most, limit_hit }
+    /// Creates a socket that delivers at most `byte_limit` bytes, then sets `limit_hit` and fails.
+    pub fn new(socket: Box<dyn Socket>, byte_limit: usize, limit_hit: Arc<AtomicBool>) -> Self {
+        Self { socket, bytes_left: byte_limit, limit_hit }
     }
 }
 

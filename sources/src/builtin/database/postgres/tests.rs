@@ -132,8 +132,8 @@ async fn postgres_types_become_json() {
             assert_eq!(answer["rows"], json!([expected]), "{sql}");
         }
     }
-    let named = run(&source, "SELECT now() AS a, 2 AS a, 3 AS \"ä b\"").await.unwrap();
-    assert_eq!(named["columns"], json!(["a", "a", "ä b"]));
+    let duplicates = run(&source, "SELECT now() AS a, 2 AS a, 3 AS \"ä b\"").await.unwrap();
+    assert_eq!(duplicates["columns"], json!(["a", "a", "ä b"]));
     assert_eq!(run(&source, "VALUES (1), (2)").await.unwrap()["rows"], json!([[1], [2]]));
     assert!(run(&source, "SHOW server_version").await.is_ok());
     assert!(run(&source, "EXPLAIN SELECT 1").await.is_ok());
@@ -155,8 +155,8 @@ async fn parameters_are_values_and_never_text() {
     let sql = format!("SELECT id FROM {name} WHERE id = ANY($1) ORDER BY 1");
     assert_eq!(query(sql, json!([[3, 1]])).await.unwrap()["rows"], json!([[1], [3]]));
     let sql = "SELECT $1::text, $2::bool, $3::jsonb, $4::timestamp, $5::text[], $6::float8";
-    let given = json!([null, true, {"a": 1}, "2025-01-02", ["a\"b", null, "c\\d"], 1.5]);
-    let answer = query(sql.into(), given).await.unwrap();
+    let values = json!([null, true, {"a": 1}, "2025-01-02", ["a\"b", null, "c\\d"], 1.5]);
+    let answer = query(sql.into(), values).await.unwrap();
     let expected =
         json!([[null, true, {"a": 1}, "2025-01-02T00:00:00", ["a\"b", null, "c\\d"], 1.5]]);
     assert_eq!(answer["rows"], expected);
@@ -281,9 +281,9 @@ async fn running_statements(database_role: &TestDatabase) -> i64 {
 }
 
 async fn wait_until_idle(database_role: &TestDatabase) {
-    let begun = Instant::now();
+    let started = Instant::now();
     while running_statements(database_role).await > 0 {
-        assert!(begun.elapsed() < Duration::from_secs(3), "the server still runs the query");
+        assert!(started.elapsed() < Duration::from_secs(3), "the server still runs the query");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -299,14 +299,14 @@ async fn slow_queries_are_canceled_on_the_server() {
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i % 9 FROM n) SELECT max(i) FROM n",
     ];
     for sql in forever {
-        let begun = Instant::now();
+        let started = Instant::now();
         let fault = run(&source, sql).await.unwrap_err();
         assert_eq!(
             (fault.code, fault.side_effect),
             (Code::Timeout, SideEffect::None),
             "{sql}: {fault}"
         );
-        assert!(begun.elapsed() < Duration::from_secs(2), "{sql}: {:?}", begun.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(2), "{sql}: {:?}", started.elapsed());
         wait_until_idle(&database_role).await;
     }
     database_role.clear().await;
@@ -320,9 +320,9 @@ async fn cancellation_stops_the_query_on_the_server() {
     let id = attempt.call_id.clone();
     let running_source = Arc::clone(&source);
     let task = tokio::spawn(async move { running_source.start(attempt, Arc::new(|_| {})).await });
-    let begun = Instant::now();
+    let started = Instant::now();
     while running_statements(&database_role).await == 0 {
-        assert!(begun.elapsed() < Duration::from_secs(5), "the query never started");
+        assert!(started.elapsed() < Duration::from_secs(5), "the query never started");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     source.cancel(&id, 1);
@@ -369,8 +369,8 @@ async fn an_unreachable_server_is_an_upstream_fault() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let silent = listener.local_addr().unwrap().port();
     let closed = {
-        let gone = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        gone.local_addr().unwrap().port()
+        let probe = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        probe.local_addr().unwrap().port()
     };
     for port in [silent, closed] {
         let url = format!("postgres://u:secret@127.0.0.1:{port}/d");

@@ -19,7 +19,7 @@ pub struct UnreadableValueError(String);
 pub struct Cell(pub Value);
 
 /// Returns `true` if a column of this type is decoded here.
-pub fn is_decoded_here(ty: &Type) -> bool {
+pub fn has_decoder(ty: &Type) -> bool {
     matches!(ty.kind(), Kind::Enum(_)) || is_text(ty) || is_number(ty) || is_other_decoded(ty)
 }
 
@@ -37,7 +37,7 @@ fn is_other_decoded(ty: &Type) -> bool {
 
 /// Returns the expression that selects a column of this type.
 pub fn select_expression(ty: &Type, column: &str) -> String {
-    if is_decoded_here(ty) {
+    if has_decoder(ty) {
         format!("q.{column}")
     } else if *ty == Type::NUMERIC {
         // As text: most readers parse a JSON number as a float, which loses digits.
@@ -60,7 +60,7 @@ impl<'a> FromSql<'a> for Cell {
             Type::JSON => json(raw),
             // The first byte is the format's version.
             Type::JSONB => json(raw.get(1..).ok_or_else(unread)?),
-            _ if is_decoded_here(ty) => text(raw),
+            _ if has_decoder(ty) => text(raw),
             _ => return Err(Box::new(unread())),
         };
         Ok(Self(value))

@@ -119,12 +119,12 @@ async fn the_schema_can_be_queried() {
 async fn assert_all_refused(sample: &SampleDatabase, table: &[String]) {
     let before = sample.hash();
     for sql in table {
-        let shown: String = sql.chars().take(70).collect();
-        let Err(fault) = sample.run(sql).await else { panic!("{shown} was run") };
-        assert_eq!(fault.code, Code::ValidationError, "{shown}: {fault}");
-        assert_eq!((fault.side_effect, fault.retryable), (SideEffect::None, false), "{shown}");
-        assert!(fault.message.len() < 300, "{shown}: {fault}");
-        assert_eq!(sample.hash(), before, "{shown}");
+        let excerpt: String = sql.chars().take(70).collect();
+        let Err(fault) = sample.run(sql).await else { panic!("{excerpt} was run") };
+        assert_eq!(fault.code, Code::ValidationError, "{excerpt}: {fault}");
+        assert_eq!((fault.side_effect, fault.retryable), (SideEffect::None, false), "{excerpt}");
+        assert!(fault.message.len() < 300, "{excerpt}: {fault}");
+        assert_eq!(sample.hash(), before, "{excerpt}");
     }
 }
 
@@ -201,8 +201,8 @@ async fn statements_other_than_reads_are_refused() {
         format!("SELECT '{}'", "x".repeat(100_000)),
     ];
     assert_all_refused(&sample, &table).await;
-    let left: Vec<_> = std::fs::read_dir(sample.folder.path()).unwrap().collect();
-    assert_eq!(left.len(), 1, "{left:?}");
+    let files: Vec<_> = std::fs::read_dir(sample.folder.path()).unwrap().collect();
+    assert_eq!(files.len(), 1, "{files:?}");
 }
 
 #[tokio::test]
@@ -242,14 +242,14 @@ async fn endless_queries_are_stopped_at_the_time_limit() {
     let settings = DatabaseSettings { timeout_ms: 300, ..DatabaseSettings::default() };
     let sample = SampleDatabase::with(settings);
     for sql in FOREVER {
-        let begun = Instant::now();
+        let started = Instant::now();
         let fault = sample.run(sql).await.unwrap_err();
         assert_eq!(
             (fault.code, fault.side_effect),
             (Code::Timeout, SideEffect::None),
             "{sql}: {fault}"
         );
-        assert!(begun.elapsed() < Duration::from_secs(2), "{sql}: {:?}", begun.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(2), "{sql}: {:?}", started.elapsed());
     }
 }
 
@@ -268,9 +268,9 @@ async fn cancellation_frees_the_thread() {
             tokio::time::timeout(Duration::from_secs(1), task).await.unwrap().unwrap();
         }
     }
-    let begun = Instant::now();
+    let started = Instant::now();
     assert_eq!(sample.run("SELECT 1").await.unwrap()["rows"], json!([[1]]));
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
 }
 
 #[tokio::test]
@@ -334,11 +334,11 @@ async fn uninterruptible_steps_do_not_block_the_caller() {
     let sample =
         SampleDatabase::with(DatabaseSettings { timeout_ms: 200, ..DatabaseSettings::default() });
     let slow = "instr(zeroblob(200000), zeroblob(100000 + a.order_id) || x'01')";
-    let begun = Instant::now();
+    let started = Instant::now();
     let sql = format!("SELECT {slow} FROM order_items a, order_items b, order_items c");
     let fault = sample.run(&sql).await.unwrap_err();
     assert_eq!(fault.code, Code::Timeout, "{fault}");
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
     let many = format!("SELECT {} FROM order_items a", vec![slow; 17].join(", "));
     let fault = sample.run(&many).await.unwrap_err();
     assert_eq!(fault.code, Code::ValidationError, "{fault}");
