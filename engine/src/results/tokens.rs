@@ -1,38 +1,33 @@
 //! Counts the tokens of a text with a real tokenizer (`o200k_base`) and divides token budgets.
 //! Pure.
 //!
-//! The tables are compiled into the program and initialized on first use, never at startup, so a
-//! process that counts no tokens does not pay for them. Other models tokenize slightly differently;
+//! The vocabulary is compressed in the program and expanded on first use, never at startup, so a
+//! process that counts no tokens does not pay for it. Other models tokenize slightly differently;
 //! a budget counted here is exact for this encoding and a close estimate for them.
 
-use bpe_openai::{Tokenizer, o200k_base};
+mod o200k;
 
-/// Maximum bytes of a token in this encoding. A text of `n` times this many bytes therefore has at
-/// least `n` tokens.
-const MAX_TOKEN_BYTES: usize = 128;
-
-fn tokenizer() -> &'static Tokenizer {
-    o200k_base()
-}
+use o200k::{MAX_TOKEN_BYTES, Merger, split};
 
 /// Returns the number of tokens of the text.
 pub fn count(text: &str) -> usize {
-    tokenizer().count(text)
+    let mut merger = Merger::new();
+    split(text).map(|piece| merger.count(piece)).sum()
 }
 
 /// Returns whether the text has more tokens than the budget. Reads only as much of it as needed.
 pub fn exceeds(text: &str, budget: usize) -> bool {
-    // Every token has at least one byte and at most `MAX_TOKEN_BYTES`.
+    // Every token has at least one byte and at max_bytes `MAX_TOKEN_BYTES`.
     if text.len() <= budget {
         return false;
     }
     if text.len() > budget.saturating_mul(MAX_TOKEN_BYTES) {
         return true;
     }
-    let tokenizer = tokenizer();
+    let mut merger = Merger::new();
     let mut left = budget;
-    for piece in tokenizer.split(text) {
-        match left.checked_sub(tokenizer.bpe.count(piece.as_bytes())) {
+    for piece in split(text) {
+        match left.checked_sub(merger.count(piece)) {
             Some(rest) => left = rest,
             None => return true,
         }
@@ -50,16 +45,15 @@ pub fn prefix_within(text: &str, budget: usize) -> &str {
     }
     let max_bytes = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
     let text = &text[..text.floor_char_boundary(max_bytes)];
-    let tokenizer = tokenizer();
+    let mut merger = Merger::new();
     let (mut end, mut left) = (0, budget);
-    for piece in tokenizer.split(text) {
-        let tokens = tokenizer.bpe.encode_via_backtracking(piece.as_bytes());
-        if let Some(rest) = left.checked_sub(tokens.len()) {
+    for piece in split(text) {
+        if let Some(rest) = left.checked_sub(merger.count(piece)) {
             left = rest;
             end += piece.len();
             continue;
         }
-        let bytes: usize = tokens.iter().take(left).map(|t| tokenizer.bpe.token_len(*t)).sum();
+        let bytes: usize = merger.lengths(piece).iter().take(left).sum();
         end = text.floor_char_boundary(end + bytes);
         break;
     }
@@ -74,18 +68,17 @@ pub fn prefix_within(text: &str, budget: usize) -> &str {
 pub fn suffix_within(text: &str, budget: usize) -> &str {
     let max_bytes = budget.saturating_mul(MAX_TOKEN_BYTES).min(text.len());
     let text = &text[text.ceil_char_boundary(text.len() - max_bytes)..];
-    let tokenizer = tokenizer();
-    let pieces: Vec<&str> = tokenizer.split(text).collect();
+    let pieces: Vec<&str> = split(text).collect();
+    let mut merger = Merger::new();
     let (mut begin, mut left) = (text.len(), budget);
     for piece in pieces.into_iter().rev() {
-        let tokens = tokenizer.bpe.encode_via_backtracking(piece.as_bytes());
-        if let Some(rest) = left.checked_sub(tokens.len()) {
+        if let Some(rest) = left.checked_sub(merger.count(piece)) {
             left = rest;
             begin -= piece.len();
             continue;
         }
-        let lengths = tokens.iter().rev().take(left).map(|t| tokenizer.bpe.token_len(*t));
-        begin = text.ceil_char_boundary(begin - lengths.sum::<usize>());
+        let bytes: usize = merger.lengths(piece).iter().rev().take(left).sum();
+        begin = text.ceil_char_boundary(begin - bytes);
         break;
     }
     while exceeds(&text[begin..], budget) {
@@ -121,13 +114,6 @@ mod tests {
         assert_eq!(count("antidisestablishmentarianism"), 6);
         assert_eq!(count("2 + 2 = 4"), 7);
         assert_eq!(count("お誕生日おめでとう"), 8);
-    }
-
-    #[test]
-    fn no_token_is_longer_than_the_constant() {
-        let bpe = &tokenizer().bpe;
-        let tokens = u32::try_from(bpe.num_tokens()).unwrap();
-        assert_eq!((0..tokens).map(|token| bpe.token_len(token)).max(), Some(MAX_TOKEN_BYTES));
     }
 
     #[test]
