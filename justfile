@@ -27,3 +27,7 @@ docs:
 # Start the server: just run serve --listen 127.0.0.1:8090
 run *arguments:
     cargo run --release -- {{arguments}}
+
+# Build from nothing and report time, CPU time and size: just build-report --check
+build-report *arguments:
+    ./scripts/build-report {{arguments}}
