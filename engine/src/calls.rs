@@ -31,8 +31,9 @@ use open_calls::OpenCalls;
 use tokio_util::task::TaskTracker;
 
 use crate::clients::queue::ClientQueue;
-use crate::domain::call::Call;
-use crate::domain::tool::Executor;
+use crate::domain::call::{Call, Hold, Status};
+use crate::domain::tool::availability::{ToolAvailability, last_seen_text};
+use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::core::Core;
 use crate::ports::source::{Source, SourceHealth};
 use crate::registry::{DirectoryListener, Registry};
@@ -136,6 +137,51 @@ impl Calls {
     pub fn oldest_open_call_age_ms(&self) -> u64 {
         let oldest_ms = self.dispatcher.open_calls.oldest_created_ms();
         oldest_ms.map_or(0, |oldest_ms| self.core.now_ms().saturating_sub(oldest_ms))
+    }
+
+    /// Returns whether a tool of this project can be executed now, and by which clients.
+    pub fn tool_availability(&self, project: &str, tool: &ToolDefinition) -> ToolAvailability {
+        self.availability(project, &tool.name, tool.executor)
+    }
+
+    /// Says what a call waits for that no executor has taken: a client that is away, for example.
+    /// Returns `None` for every other call.
+    pub fn describe_hold(&self, call: &Call) -> Option<String> {
+        let is_untaken = matches!(call.hold, Some(Hold::Queue | Hold::Unacknowledged));
+        if call.status != Status::Pending || !is_untaken {
+            return None;
+        }
+        let (tool, executor) = (&call.target.tool, call.target.executor);
+        if let (Some(client_id), Executor::CLIENT) = (&call.origin.client_id, executor) {
+            let client = self.dispatcher.client_queue.tool_client(&call.project, client_id);
+            return Some(match client.is_connected {
+                true => format!("waiting for client {client_id} to take {tool}"),
+                false => {
+                    let seen = last_seen_text(&client, self.core.now_ms());
+                    format!("waiting for client {client_id}, which is not connected; {seen}")
+                }
+            });
+        }
+        let availability = self.availability(&call.project, tool, executor);
+        match (availability.problem, call.hold) {
+            (Some(problem), _) => Some(format!("waiting: {problem}")),
+            (None, Some(Hold::Unacknowledged)) => {
+                Some(format!("waiting for an executor of {tool} to take the call"))
+            }
+            (None, _) => None,
+        }
+    }
+
+    fn availability(&self, project: &str, tool: &str, executor: Executor) -> ToolAvailability {
+        if executor == Executor::CLIENT {
+            let catalog = self.registry.catalog();
+            let clients = catalog.offered_by(project, tool).iter();
+            let clients = clients.map(|id| self.dispatcher.client_queue.tool_client(project, id));
+            return ToolAvailability::of_clients(tool, clients.collect(), self.core.now_ms());
+        }
+        let source = self.dispatcher.sources.get(&executor);
+        let problem = source.and_then(|source| source.unavailable_reason(project, tool));
+        ToolAvailability { problem, clients: Vec::new() }
     }
 
     /// Returns the health of each source's dependencies, ordered by name.

@@ -1,9 +1,8 @@
 """A client in Python that provides tools: registers demo.greet with Toolcrib and executes its calls."""
-import json, os, time, urllib.error, urllib.request
+import json, os, time, urllib.request
 
-SERVER = os.environ.get("TOOLCRIB_SERVER", "http://127.0.0.1:8080")
-KEY = os.environ.get("TOOLCRIB_KEY")  # a key with the role provider, if the server has keys
-CLIENT = "client_demo"
+SERVER, CLIENT = os.environ.get("TOOLCRIB_SERVER", "http://127.0.0.1:8080"), "client_demo"
+KEY = os.environ.get("TOOLCRIB_KEY")  # if the server has keys: toolcrib keys create --agent demo --role provider
 SCHEMA = {"type": "object", "required": ["name"],
           "properties": {"name": {"type": "string"}, "seconds": {"type": "number"}}}
 TOOL = {"name": "demo.greet", "description": "Greets a person, after some seconds of thought.",
@@ -17,7 +16,9 @@ def ask(method, path, body=None):
             return json.load(urllib.request.urlopen(request, timeout=60))
         except OSError as error:
             if getattr(error, "code", 503) not in (429, 503):
-                return json.load(error)  # rejected, for example because the call was canceled
+                problem = json.load(error)
+                if error.code != 409: raise SystemExit(f"{path}: {error}: {problem['detail']} ({problem['hint']})")
+                return problem  # rejected, for example because the call was canceled
             time.sleep(1)
 
 print(ask("POST", "/internal/tools/register", {"client_id": CLIENT, "tools": [TOOL]}), flush=True)

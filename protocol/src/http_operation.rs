@@ -1,6 +1,7 @@
 //! An HTTP operation as a tool definition describes it (`options.http`), and the request that it
 //! makes from arguments. Pure: this module sends nothing.
 
+pub mod destination;
 pub mod host_allowlist;
 pub mod jina;
 pub mod redaction;

@@ -29,7 +29,7 @@ use std::process::ExitCode;
 
 use clap::parser::ValueSource;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use client::{ApiClient, DEFAULT_SERVER};
+use client::{ApiClient, DEFAULT_SERVER, url_of_listen_address};
 use failure::{CommandFailure, exit};
 use output::Output;
 
@@ -38,6 +38,7 @@ use crate::config::{Config, ConfigOverrides};
 const EXAMPLES: &str = "\
 Examples:
   toolcrib                                          start the server
+  toolcrib --listen 127.0.0.1:9000                  start it on another port
   toolcrib call calculation.eval expression='2*21'  call a tool and wait for the result
   toolcrib calls --status failed --since 1h         what went wrong in the last hour
   toolcrib run --model demo 'What is 6 * 7?'        ask a model, and see its calls happen
@@ -55,6 +56,8 @@ Exit codes:
 pub struct Cli {
     #[command(flatten)]
     global: GlobalArgs,
+    #[command(flatten)]
+    server_options: ServerOptions,
     #[command(subcommand)]
     command: Option<CliCommand>,
 }
@@ -65,7 +68,7 @@ struct GlobalArgs {
     /// Configuration file [default: toolcrib.toml in the current directory, if it exists]
     #[arg(long, global = true, value_name = "FILE", env = "TOOLCRIB_CONFIG")]
     config: Option<PathBuf>,
-    /// URL of the server [default: http://127.0.0.1:8080]
+    /// URL of the server [default: the configured `listen`, or http://127.0.0.1:8080]
     #[arg(long, global = true, value_name = "URL", env = "TOOLCRIB_SERVER")]
     server: Option<String>,
     /// API key for the server
@@ -121,6 +124,70 @@ Examples:
     Doctor(doctor::DoctorArgs),
 }
 
+/// The options of `serve`, for a command line without a command. They are not global, so that no
+/// other command accepts an option that it does not use. They have ids of their own, because clap
+/// copies a global option of a command, such as `--data-dir`, to the command line as a whole.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Without a command")]
+struct ServerOptions {
+    /// Address and port to listen on
+    #[arg(long = "listen", id = "server_listen", value_name = "ADDRESS")]
+    listen: Option<String>,
+    /// NATS server for tools over NATS: nats://127.0.0.1:4222
+    #[arg(long = "nats", id = "server_nats", value_name = "URL")]
+    nats: Option<String>,
+    /// Directory for all stored data
+    #[arg(long = "data-dir", id = "server_data_dir", value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// Database URL: postgres://USER:PASSWORD@HOST/NAME or sqlite:PATH [default: SQLite in the data
+    /// directory]
+    #[arg(long = "store", id = "server_store", value_name = "URL")]
+    store: Option<String>,
+}
+
+impl ServerOptions {
+    /// Returns the first option that was given.
+    fn first_given(&self) -> Option<&'static str> {
+        let given = [
+            ("--listen", self.listen.is_some()),
+            ("--nats", self.nats.is_some()),
+            ("--data-dir", self.data_dir.is_some()),
+            ("--store", self.store.is_some()),
+        ];
+        given.into_iter().find(|(_, is_given)| *is_given).map(|(option, _)| option)
+    }
+
+    /// Returns the command to run. Options before `serve` count as its own; before any other
+    /// command they are an error, because that command would ignore them.
+    fn apply_to(self, command: Option<CliCommand>) -> Result<CliCommand, clap::Error> {
+        let args = match command {
+            None => ServeArgs::default(),
+            Some(CliCommand::Serve(args)) => args,
+            Some(command) => {
+                return match self.first_given() {
+                    None => Ok(command),
+                    Some(option) => Err(Cli::command().error(
+                        clap::error::ErrorKind::ArgumentConflict,
+                        format!(
+                            "{option} before the command is an option of the server; write an \
+                             option of the command after it"
+                        ),
+                    )),
+                };
+            }
+        };
+        let storage = StorageArgs {
+            data_dir: args.storage.data_dir.or(self.data_dir),
+            store: args.storage.store.or(self.store),
+        };
+        Ok(CliCommand::Serve(ServeArgs {
+            listen: args.listen.or(self.listen),
+            nats: args.nats.or(self.nats),
+            storage,
+        }))
+    }
+}
+
 #[derive(Debug, Default, Args)]
 struct ServeArgs {
     /// Address and port to listen on
@@ -161,10 +228,17 @@ struct CommandContext {
 }
 
 impl CommandContext {
-    /// Returns the client for the server that user commands talk to.
+    /// Returns the client for the server that user commands talk to: `--server`, then
+    /// `TOOLCRIB_SERVER`, then the address that the settings make a server listen on.
     fn client(&self) -> Result<ApiClient, CommandFailure> {
-        let server = self.global.server.as_deref().unwrap_or(DEFAULT_SERVER);
-        ApiClient::new(server, self.global.key.as_deref(), self.global.project.as_deref())
+        let server = match &self.global.server {
+            Some(server) => server.clone(),
+            None => {
+                let listen = Config::load_listen_address(self.global.config.as_deref())?;
+                url_of_listen_address(&listen).unwrap_or_else(|| DEFAULT_SERVER.to_owned())
+            }
+        };
+        ApiClient::new(&server, self.global.key.as_deref(), self.global.project.as_deref())
     }
 
     fn config(
@@ -258,7 +332,7 @@ fn parse_arguments(
     global.key = global.key.take().filter(|key| !key.is_empty());
     global.config = global.config.take().filter(|file| !file.as_os_str().is_empty());
     let output = Output::new(cli.global.json, cli.global.no_color);
-    let command = cli.command.unwrap_or_else(|| CliCommand::Serve(ServeArgs::default()));
+    let command = cli.server_options.apply_to(cli.command)?;
     Ok(ParsedCommand {
         context: CommandContext { global: cli.global, output, server_from_flag: server_typed },
         command,

@@ -424,6 +424,15 @@ impl Config {
         Self::from_parts(file, std::env::vars_os(), overrides)
     }
 
+    /// Reads the address that a server with these settings listens on. A command that only connects
+    /// to the server calls this: it does not check settings that concern the server alone.
+    pub fn load_listen_address(file: Option<&Path>) -> Result<String, ConfigError> {
+        let file = Self::resolve_file(file);
+        let config = layers::read_layers(file.as_deref(), std::env::vars_os())?;
+        config.check_listen()?;
+        Ok(config.listen)
+    }
+
     /// Same as [`Config::load`], with the environment as a parameter.
     pub(crate) fn from_parts(
         file: Option<&Path>,

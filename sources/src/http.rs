@@ -24,13 +24,12 @@ use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::{Executor, ToolDefinition, args};
 use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
-use toolcrib_protocol::http_operation::host_allowlist::HostAllowlist;
+use toolcrib_protocol::http_operation::destination::DestinationRules;
 use toolcrib_protocol::http_operation::jina::{self, JinaEndpoints};
 use toolcrib_protocol::http_operation::redaction::SecretRedactor;
 use toolcrib_protocol::http_operation::{
     HttpToolSpec, OperationRequest, bad_request_fault, seconds_to_ms,
 };
-use toolcrib_protocol::outbound::OutboundPolicy;
 
 /// Tools that are operations of HTTP APIs.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
@@ -54,6 +53,13 @@ pub struct HttpSettings {
     pub envs: BTreeMap<String, String>,
     /// Jina's search and reader.
     pub jina: JinaSettings,
+}
+
+impl HttpSettings {
+    /// Returns the rules on destinations, or an error message about the settings.
+    pub fn destination_rules(&self) -> Result<DestinationRules, String> {
+        DestinationRules::new(&self.hosts, self.allow_private, &self.allow_hosts)
+    }
 }
 
 impl Default for HttpSettings {
@@ -92,8 +98,7 @@ impl Default for JinaSettings {
 
 /// Executes tools by calling HTTP APIs.
 pub struct HttpSource {
-    allowed: HostAllowlist,
-    outbound: OutboundPolicy,
+    destinations: DestinationRules,
     jina_endpoints: JinaEndpoints,
     settings: HttpSettings,
     client: HttpApiClient,
@@ -104,13 +109,11 @@ impl HttpSource {
     /// Creates the source, or returns an error message about the settings.
     pub fn new(settings: HttpSettings) -> Result<Self, String> {
         let endpoints = JinaEndpoints::parse(&settings.jina.search_url, &settings.jina.reader_url)?;
-        let allowed =
-            HostAllowlist::parse(&settings.hosts).map_err(|reason| format!("hosts: {reason}"))?;
-        let outbound = OutboundPolicy::new("http", settings.allow_private, &settings.allow_hosts);
-        let upstream = HttpApiClient::new(outbound.clone(), settings.max_response_bytes);
+        let destinations = settings.destination_rules()?;
+        let upstream =
+            HttpApiClient::new(destinations.outbound().clone(), settings.max_response_bytes);
         Ok(Self {
-            allowed,
-            outbound,
+            destinations,
             jina_endpoints: endpoints,
             settings,
             client: upstream,
@@ -174,17 +177,14 @@ impl HttpSource {
     }
 
     fn check_destination(&self, url: &Url) -> Result<(), Fault> {
-        let refused = |reason: String| {
-            Fault::new(Code::PermissionDenied, reason).without_side_effect().retryable(false)
-        };
-        if !self.allowed.allows(url) {
-            let origin_text = origin(url);
-            let message =
-                format!("{origin_text} may not be asked: it is not in the setting http.hosts");
-            return Err(refused(message));
-        }
-        let checked = self.outbound.check(url.as_str());
-        checked.map(|_| ()).map_err(|reason| refused(format!("the tool's URL {reason}")))
+        self.destinations.check(url).map_err(|forbidden| {
+            let fault = Fault::new(Code::PermissionDenied, forbidden.message);
+            let fault = fault.without_side_effect().retryable(false);
+            match forbidden.hint {
+                Some(hint) => fault.with_hint(hint),
+                None => fault,
+            }
+        })
     }
 
     async fn run(&self, attempt: &Attempt) -> Result<Json, Fault> {

@@ -322,6 +322,16 @@ impl Source for McpSource {
         started
     }
 
+    fn unavailable_reason(&self, project: &str, tool: &str) -> Option<String> {
+        match self.find_by_tool(project, tool) {
+            Some(upstream) => {
+                let is_ready = upstream.state.lock().phase == UpstreamPhase::Ready;
+                (!is_ready).then(|| upstream.unavailable_fault().message)
+            }
+            None => Some("its MCP server is not configured any more".to_owned()),
+        }
+    }
+
     fn cancel(&self, call_id: &CallId, attempt: u32) {
         self.for_each_server(|upstream| upstream.cancel(call_id, attempt));
     }

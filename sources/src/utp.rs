@@ -84,6 +84,12 @@ impl Source for UtpSource {
         self.drop_command(call_id, attempt);
     }
 
+    fn unavailable_reason(&self, _project: &str, _tool: &str) -> Option<String> {
+        // Without NATS, tool services take their commands from the shared tables.
+        let nats = self.link.as_ref()?;
+        (!nats.is_connected()).then(|| "NATS does not answer".to_owned())
+    }
+
     fn health(&self) -> Option<SourceHealth> {
         let nats = self.link.as_ref()?;
         let waiting = self.unacknowledged.lock().len();

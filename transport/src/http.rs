@@ -43,6 +43,7 @@ use problem::{problem_response, problem_with_status};
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
 use toolcrib::domain::fault::{Code, Fault};
+use toolcrib_protocol::http_operation::destination::DestinationRules;
 use toolcrib_protocol::http_operation::jina::JinaEndpoints;
 use tower::Service;
 use utoipa::OpenApi;
@@ -91,6 +92,8 @@ pub struct HttpTransportSettings {
     pub default_allow: Vec<String>,
     /// UTP version: a part of the NATS subjects in tool definitions.
     pub utp_version: String,
+    /// Rules on the destinations of HTTP tools, for the warnings of an import.
+    pub destinations: Option<DestinationRules>,
     /// Jina endpoints, for tools that use Jina.
     pub jina: Option<JinaEndpoints>,
 }
@@ -110,6 +113,7 @@ pub struct HttpTransportSettings {
         (name = "providers", description = "Offering tools and executing calls"),
         (name = "operators", description = "Keys, rules, health")
     ),
+    external_docs(url = "/docs/errors", description = "Error codes and what to do about them"),
     modifiers(&BearerSecurity)
 )]
 struct ApiDoc;

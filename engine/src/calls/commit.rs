@@ -307,5 +307,7 @@ impl Dispatcher {
 }
 
 pub(crate) fn call_not_found(id: &CallId) -> Error {
-    Error::refused(Code::NotFound, format!("there is no call \"{id}\""))
+    let hint = "check the id: toolcrib calls lists calls, and calls that ended are removed after \
+                the configured retention";
+    Error::not_found(format!("there is no call \"{id}\""), hint)
 }

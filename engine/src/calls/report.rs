@@ -156,6 +156,9 @@ impl Dispatcher {
             let message = format!("{} is executed by {executor}", call.target.tool);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
+        if let Some(client_id) = client_id {
+            self.registry.adopt_client(caller, client_id).await?;
+        }
         let catalog = self.registry.catalog();
         // The client queue may have redelivered the work of an absent client, so its lease holder
         // comes first. A call without a holder may be pinned to one client.

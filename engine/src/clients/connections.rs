@@ -29,13 +29,14 @@ pub struct ConnectOptions {
 
 impl Clients {
     /// Connects a client to the client queue.
-    pub fn connect(
+    pub async fn connect(
         &self,
         caller: &Caller,
         connecting: ConnectOptions,
     ) -> Result<ClientSession, Error> {
         require_provider(caller)?;
         check_client_id(&connecting.client_id)?;
+        self.registry.adopt_client(caller, &connecting.client_id).await?;
         let catalog = self.registry.catalog();
         require_client_owner(&catalog, caller, &connecting.client_id)?;
         require_registered(&catalog, &caller.project, &connecting.client_id)?;

@@ -24,6 +24,7 @@ use tokio::sync::mpsc;
 
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
+use crate::domain::tool::availability::ToolClient;
 use crate::domain::tool::{Effect, Executor, ToolDefinition};
 use crate::domain::trace::TraceParent;
 use crate::ports::clock::Clock;
@@ -158,6 +159,11 @@ impl ClientQueue {
     /// Returns the clients of a project that are or were connected.
     pub fn clients(&self, project: &str) -> Vec<ClientView> {
         self.state.lock().list_clients(project)
+    }
+
+    /// Returns a client that offers a tool, as the callers of the tool see it.
+    pub fn tool_client(&self, project: &str, client_id: &str) -> ToolClient {
+        self.state.lock().tool_client(project, client_id, self.clock.now_ms())
     }
 
     /// Returns true if a client is connected or has unanswered items.

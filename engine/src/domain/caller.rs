@@ -51,6 +51,9 @@ pub trait Authenticator: Send + Sync + 'static {
     fn authenticate(&self, token: &str) -> Option<Caller>;
 }
 
+/// Agent name of local callers.
+pub const LOCAL_AGENT: &str = "default";
+
 /// The authenticated requester of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
@@ -67,7 +70,7 @@ pub struct Caller {
 impl Caller {
     /// Returns the embedding program as a caller, or any loopback caller while no key exists.
     pub fn local(project: impl Into<String>) -> Self {
-        let (agent, role, auth_method) = ("default".into(), Role::Admin, AuthMethod::Local);
+        let (agent, role, auth_method) = (LOCAL_AGENT.into(), Role::Admin, AuthMethod::Local);
         Self { project: project.into(), agent, role, auth_method }
     }
 

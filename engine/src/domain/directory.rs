@@ -37,7 +37,7 @@ pub struct Client {
     pub project: String,
     /// Id that the client chose; unique in the project.
     pub client_id: String,
-    /// The agent name of the key that registered it first.
+    /// The agent name of the key that registered it first, or that adopted it.
     pub owner: String,
     /// Time of the first registration, in Unix milliseconds.
     pub registered_ms: u64,
@@ -123,6 +123,15 @@ pub enum DirectoryChange {
         client_id: String,
         /// Name of the withdrawn tool.
         tool: String,
+    },
+    /// Gives a client to another owner; its tools stay.
+    SetClientOwner {
+        /// Id of the client's project.
+        project: String,
+        /// Id of the client.
+        client_id: String,
+        /// Agent name of the owner from now on.
+        owner: String,
     },
     /// Removes a client and all its tools.
     DropClient {
@@ -211,8 +220,8 @@ pub struct AuditEntry {
     /// Agent name of the caller, or the name of the upstream that changed its tools.
     pub agent: String,
     /// The kind of change or decision: `call.denied`, `key.created`, `key.revoked`, `rule.set`,
-    /// `rule.removed`, `tool.set`, `tool.removed`, `upstream.set`, `upstream.removed`,
-    /// `upstream.tools`.
+    /// `rule.removed`, `client.adopted`, `tool.set`, `tool.removed`, `upstream.set`,
+    /// `upstream.removed`, `upstream.tools`.
     pub action: String,
     /// The subject of the action: a tool, a key's id, a pattern.
     pub subject: String,

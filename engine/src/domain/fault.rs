@@ -300,6 +300,12 @@ pub enum SideEffect {
 /// Field of a fault's detail that holds the retry delay.
 const RETRY_AFTER_MS: &str = "retry_after_ms";
 
+/// Field of a fault's detail that holds the advice on its cause.
+const HINT: &str = "hint";
+
+/// Maximum length of advice.
+const MAX_HINT_BYTES: usize = 1_000;
+
 /// The reason why an attempt or a call failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fault {
@@ -356,6 +362,28 @@ impl Fault {
     /// Returns the retry delay that the executor requested, if any.
     pub fn retry_after_ms(&self) -> Option<u64> {
         self.detail.as_ref()?.get(RETRY_AFTER_MS)?.as_u64()
+    }
+
+    /// Adds advice on the cause of this fault, in place of the general advice of its code: a
+    /// "not found" of another system needs other advice than a mistyped id. The advice is part of
+    /// `detail`, so it is stored with a call and reaches every transport.
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
+        let hint = Value::String(hint.into());
+        match &mut self.detail {
+            Some(Value::Object(fields)) => {
+                fields.insert(HINT.to_owned(), hint);
+            }
+            Some(_) => {}
+            None => self.detail = Some(serde_json::json!({ HINT: hint })),
+        }
+        self
+    }
+
+    /// Returns the advice on the cause of this fault, or the general advice of its code.
+    pub fn hint(&self) -> &str {
+        let cause = self.detail.as_ref().and_then(|detail| detail.get(HINT)?.as_str());
+        // The detail of a tool can be long; advice is one line.
+        cause.filter(|hint| hint.len() <= MAX_HINT_BYTES).unwrap_or_else(|| self.code.help())
     }
 
     /// Adds the tool's rejected output, for operators.
@@ -415,6 +443,11 @@ impl Error {
         Fault::new(code, message).into()
     }
 
+    /// Creates a refusal with the code `NOT_FOUND` and advice on finding the right name.
+    pub fn not_found(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Fault::new(Code::NotFound, message).with_hint(hint).into()
+    }
+
     /// Creates a refusal that says when to retry.
     pub fn retry_later(code: Code, message: impl Into<String>, retry_after_ms: u64) -> Self {
         let fault = Fault::new(code, message).without_side_effect();
@@ -447,6 +480,16 @@ mod tests {
             assert_eq!(Code::parse(row.name), Some(row.code));
         }
         assert_eq!(Code::Internal as usize + 1, TABLE.len());
+    }
+
+    #[test]
+    fn the_hint_follows_the_cause_and_then_the_code() {
+        let fault = Fault::new(Code::NotFound, "HTTP 404");
+        assert_eq!(fault.hint(), Code::NotFound.help());
+        let fault = fault.with_detail(serde_json::json!({ "status_code": 404 })).with_hint("look");
+        assert_eq!(fault.hint(), "look");
+        assert_eq!(fault.detail, Some(serde_json::json!({ "status_code": 404, "hint": "look" })));
+        assert_eq!(Fault::runtime("x").with_hint("y").hint(), "y");
     }
 
     #[test]

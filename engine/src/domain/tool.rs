@@ -1,6 +1,7 @@
 //! The definition of a tool: its name, schemas, effect and executor. Pure.
 
 pub mod args;
+pub mod availability;
 use std::collections::BTreeSet;
 use std::str::FromStr;
 

@@ -164,6 +164,12 @@ pub trait Source: Send + Sync + 'static {
         None
     }
 
+    /// Returns the reason why no executor can take a call of this tool now, if one is known.
+    fn unavailable_reason(&self, _project: &str, _tool: &str) -> Option<String> {
+        let health = self.health()?;
+        health.problem.map(|problem| format!("{}: {problem}", health.name))
+    }
+
     /// Releases the state of an attempt, which has ended in any way.
     fn release_attempt(&self, _call_id: &CallId, _attempt: u32) {}
 }

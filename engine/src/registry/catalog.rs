@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use project_map::{NameMap, ProjectMap};
 use serde_json::json;
 
-use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
 use crate::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
 };
@@ -223,6 +223,24 @@ impl Catalog {
                 .any(|key| (&key.project, &key.agent, key.role) == (project, agent, *role))
     }
 
+    /// Returns true if this caller's key may adopt a client: it was registered before the server
+    /// had keys, and no key stands for the agent name that such clients belong to.
+    fn is_adoptable(&self, caller: &Caller, client_id: &str) -> bool {
+        let Some(client) = self.client(&caller.project, client_id) else { return false };
+        let keys = &self.directory.keys;
+        let first_key_ms = keys.iter().map(|key| key.created_ms).min();
+        let is_provider = caller.auth_method == AuthMethod::Key && caller.role == Role::Provider;
+        // Revoked keys count: the client of another provider is never adopted.
+        let owner_has_key = keys.iter().any(|key| {
+            key.project == client.project && key.agent == client.owner && key.role != Role::Agent
+        });
+        is_provider
+            && client.owner == LOCAL_AGENT
+            && caller.agent != LOCAL_AGENT
+            && !owner_has_key
+            && first_key_ms.is_some_and(|first_ms| client.registered_ms <= first_ms)
+    }
+
     /// Returns true if a key was ever created. Revoked keys count: revoking the last key must lock
     /// the server, not open it.
     pub(crate) fn has_keys(&self) -> bool {
@@ -301,6 +319,7 @@ impl Registry {
             }
         }
         let count = registration.tools.len();
+        self.adopt_client(caller, &registration.client_id).await?;
         self.change_directory(|catalog| {
             registration_checks::check_registration(
                 catalog,
@@ -320,6 +339,37 @@ impl Registry {
         .await?;
         self.refresh_client_offers(&caller.project, &registration.client_id);
         Ok(count)
+    }
+
+    /// Gives a client that was registered before the server had keys to the first provider whose
+    /// key uses it, so that turning keys on does not lock its provider out. Does nothing for any
+    /// other client.
+    pub(crate) async fn adopt_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
+        // An issuer's tokens can have any agent name, so the name does not tell whose client it is.
+        let is_adoptable = |catalog: &Catalog| {
+            self.authenticator.is_none() && catalog.is_adoptable(caller, client_id)
+        };
+        if !is_adoptable(&self.catalog()) {
+            return Ok(());
+        }
+        let (project, owner) = (&caller.project, &caller.agent);
+        let reason = "registered before the server had keys";
+        let entry = self.audit_entry(caller, project, "client.adopted", client_id, reason);
+        self.change_directory(|catalog| {
+            if !is_adoptable(catalog) {
+                // Another key was first.
+                require_client_owner(catalog, caller, client_id)?;
+            }
+            let change = DirectoryChange::SetClientOwner {
+                project: project.clone(),
+                client_id: client_id.to_owned(),
+                owner: owner.clone(),
+            };
+            Ok((change, Some(entry.clone())))
+        })
+        .await?;
+        tracing::info!(project, client_id, agent = owner, "the key adopted the client");
+        Ok(())
     }
 
     /// Withdraws a tool that a client offered.
@@ -417,7 +467,7 @@ pub(crate) fn require_provider(caller: &Caller) -> Result<(), Error> {
 }
 
 /// Requires that the caller owns the client. A client belongs to the agent that registered it
-/// first.
+/// first, or that adopted it.
 pub(crate) fn require_client_owner(
     catalog: &Catalog,
     caller: &Caller,
@@ -441,7 +491,7 @@ pub(crate) fn require_registered(
     }
     let message =
         format!("client \"{client_id}\" has not registered; POST /internal/tools/register first");
-    Err(Error::refused(Code::NotFound, message))
+    Err(Error::not_found(message, "register the client's tools, then connect"))
 }
 
 pub(crate) fn check_client_id(client_id: &str) -> Result<(), Error> {

@@ -163,7 +163,8 @@ impl Admin {
     pub async fn revoke_key(&self, caller: &Caller, id: &str) -> Result<(), Error> {
         let existing = self.keys(caller)?.into_iter().find(|key| key.id == id);
         let Some(key) = existing else {
-            return Err(Error::refused(Code::NotFound, format!("there is no key \"{id}\"")));
+            let message = format!("there is no key \"{id}\"");
+            return Err(Error::not_found(message, "toolcrib keys ls lists the keys"));
         };
         let at_ms = self.core.clock.now_ms();
         let entry =
@@ -211,7 +212,7 @@ impl Admin {
                 };
                 if catalog.directory().rules.iter().find(is_it).is_none() {
                     let message = format!("agent \"{agent}\" has no rule on \"{pattern}\"");
-                    return Err(Error::refused(Code::NotFound, message));
+                    return Err(Error::not_found(message, "toolcrib rules lists the rules"));
                 }
                 let change = DirectoryChange::DropRule {
                     project: project.to_owned(),

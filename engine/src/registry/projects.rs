@@ -254,7 +254,8 @@ fn require_definition_access(caller: &Caller) -> Result<(), Error> {
 
 fn project_not_found(project: &str) -> Error {
     let excerpt: String = project.chars().take(80).collect();
-    Error::refused(Code::NotFound, format!("project not found: \"{excerpt}\""))
+    let hint = "GET /projects lists the projects that you may use";
+    Error::not_found(format!("project not found: \"{excerpt}\""), hint)
 }
 
 fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {

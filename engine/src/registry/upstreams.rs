@@ -77,7 +77,7 @@ impl Admin {
                 if !upstreams.any(|other| other.project == *project && other.name == name) {
                     let excerpt: String = name.chars().take(80).collect();
                     let message = format!("there is no source \"{excerpt}\"");
-                    return Err(Error::refused(Code::NotFound, message));
+                    return Err(Error::not_found(message, "toolcrib mcp ls lists the MCP servers"));
                 }
                 let change = DirectoryChange::DropUpstream {
                     project: project.clone(),

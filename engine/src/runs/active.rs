@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
-use crate::domain::fault::{Code, Error};
+use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunStatus};
 use crate::runs::subscribers::{RunDelta, RunSubscription, Subscriber, Subscribers};
 
@@ -100,5 +100,5 @@ pub struct StartedRun {
 /// Builds the refusal for a run that does not exist.
 pub(crate) fn run_not_found(run_id: &str) -> Error {
     let excerpt: String = run_id.chars().take(80).collect();
-    Error::refused(Code::NotFound, format!("there is no run \"{excerpt}\""))
+    Error::not_found(format!("there is no run \"{excerpt}\""), "GET /v1/runs lists the runs")
 }

@@ -297,7 +297,8 @@ impl Utp {
         let found = self.core.store.utp().dead_letter(&caller.project, id).await;
         found.map_err(from_store_error)?.ok_or_else(|| {
             let excerpt: String = id.chars().take(80).collect();
-            Error::refused(Code::NotFound, format!("there is no dead letter \"{excerpt}\""))
+            let hint = "toolcrib utp dead-letters lists them";
+            Error::not_found(format!("there is no dead letter \"{excerpt}\""), hint)
         })
     }
 

@@ -44,10 +44,10 @@ async fn invoke(engine: &Engine, tool: &str, client_id: Option<&str>) -> CallId 
     engine.calls().invoke(&caller(), request).await.unwrap().call.id.clone()
 }
 
-fn connect(engine: &Engine, client_id: &str) -> ClientSession {
+async fn connect(engine: &Engine, client_id: &str) -> ClientSession {
     let (window, redelivery, transport) = (10, Redelivery::ReversibleOnly, Transport::Streaming);
     let options = ConnectOptions { client_id: client_id.into(), window, redelivery, transport };
-    engine.clients().connect(&caller(), options).unwrap()
+    engine.clients().connect(&caller(), options).await.unwrap()
 }
 
 async fn next_work_item(session: &mut ClientSession) -> WorkItem {
@@ -88,7 +88,7 @@ async fn a_call_in_flight_keeps_its_slot_across_a_restart() {
     register(&before, "c1", vec![limited_tool(Some(1))]).await;
     let first = invoke(&before, "x.one", None).await;
     let second = invoke(&before, "x.one", None).await;
-    let mut session = connect(&before, "c1");
+    let mut session = connect(&before, "c1").await;
     assert_eq!(next_work_item(&mut session).await.call_id, first);
     acknowledge(&before, &first, "c1").await.unwrap();
     let after = Engine::builder().store(store).build_idle().await.unwrap();
@@ -99,7 +99,7 @@ async fn a_call_in_flight_keeps_its_slot_across_a_restart() {
     assert_eq!(after.calls().call(&caller(), &first).await.unwrap().status, Status::Running);
     settle().await;
     report(&after, &first, Some("c1"), Ok(Json::empty_object())).await.unwrap();
-    let mut session = connect(&after, "c1");
+    let mut session = connect(&after, "c1").await;
     for id in [second, third] {
         assert_eq!(dispatch::run_once(after.calls()).await, 1, "one at a time");
         assert_eq!(next_work_item(&mut session).await.call_id, id);
@@ -111,7 +111,7 @@ async fn a_call_in_flight_keeps_its_slot_across_a_restart() {
 async fn a_changed_limit_applies_to_queued_calls() {
     let engine = Engine::builder().start().await.unwrap();
     register(&engine, "c1", vec![limited_tool(Some(1))]).await;
-    let mut session = connect(&engine, "c1");
+    let mut session = connect(&engine, "c1").await;
     let mut ids = Vec::new();
     for _ in 0..6 {
         ids.push(invoke(&engine, "x.one", None).await);
@@ -147,7 +147,7 @@ async fn a_pinned_call_falls_back_only_to_tools_of_its_client() {
     let alt = client_tool("x.alt", Effect::Read);
     register(&engine, "c2", vec![alt.clone()]).await;
     register(&engine, "c3", vec![main.clone()]).await;
-    let mut session = connect(&engine, "c3");
+    let mut session = connect(&engine, "c3").await;
     for (tools, falls_back) in [(vec![main.clone()], false), (vec![main, alt], true)] {
         register(&engine, "c3", tools).await;
         let id = invoke(&engine, "x.main", Some("c3")).await;
@@ -173,7 +173,7 @@ async fn a_pinned_call_waits_until_its_client_offers_the_tool_again() {
     let other = invoke(&engine, "x.two", Some("c1")).await;
     register(&engine, "c1", vec![tool("x.two")]).await;
     settle().await;
-    let mut session = connect(&engine, "c1");
+    let mut session = connect(&engine, "c1").await;
     assert_eq!(next_work_item(&mut session).await.call_id, other, "the other call is not delayed");
     assert!(session.try_next().is_none());
     register(&engine, "c1", vec![tool("x.one"), tool("x.two")]).await;
@@ -224,7 +224,7 @@ async fn only_a_client_that_offers_the_tool_can_acknowledge_a_call() {
         .collect();
     assert_eq!(listed, ["c1", "c2"]);
     // An item stays with the client that received it, even if the client stops providing the tool.
-    let mut session = connect(&engine, "c1");
+    let mut session = connect(&engine, "c1").await;
     assert_eq!(next_work_item(&mut session).await.call_id, id);
     register(&engine, "c1", vec![]).await;
     assert_eq!(acknowledge(&engine, &id, "c1").await.unwrap().status, Status::Running);
@@ -273,6 +273,6 @@ async fn a_call_that_ends_before_it_is_queued_is_not_delivered() {
     let id = invoke(&engine, "x.one", None).await;
     engine.calls().cancel(&caller(), &id, None).await.unwrap();
     settle().await;
-    let mut session = connect(&engine, "c1");
+    let mut session = connect(&engine, "c1").await;
     assert!(session.try_next().is_none());
 }

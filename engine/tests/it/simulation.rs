@@ -119,7 +119,7 @@ impl World {
                 client_leases::run_once(self.engine.clients());
                 directory_refresh::run_once(self.engine.registry()).await;
             }
-            8 => self.connect(),
+            8 => self.connect().await,
             9 | 10 => self.answer().await,
             11 => self.cancel().await,
             _ if self.rng.percent(30) => self.kill().await,
@@ -141,7 +141,7 @@ impl World {
         }
     }
 
-    fn connect(&mut self) {
+    async fn connect(&mut self) {
         self.session = None;
         let accepts_all = self.rng.percent(30);
         let redelivery = if accepts_all { Redelivery::All } else { Redelivery::ReversibleOnly };
@@ -151,7 +151,7 @@ impl World {
             redelivery,
             transport: Transport::Streaming,
         };
-        self.session = self.engine.clients().connect(&self.caller, options).ok();
+        self.session = self.engine.clients().connect(&self.caller, options).await.ok();
     }
 
     fn receive(&mut self) {

@@ -92,6 +92,7 @@ pub fn http_transport(config: &Config) -> HttpTransportSettings {
         default_max_in_flight: config.ingress.window as usize,
         default_allow: config.auth.default_allow.clone(),
         utp_version: config.nats.version.clone(),
+        destinations: config.http.destination_rules().ok(),
         jina: JinaEndpoints::parse(&config.http.jina.search_url, &config.http.jina.reader_url).ok(),
     }
 }

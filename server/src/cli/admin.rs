@@ -11,7 +11,7 @@ use toolcrib::Role;
 use toolcrib::domain::access_rules::RuleVerdict;
 
 use super::failure::CommandFailure;
-use super::output::{format_local_time, sanitize_line, str_member, u64_member};
+use super::output::{Column, format_local_time, sanitize_line, str_member, u64_member};
 use super::{CommandContext, StorageArgs};
 use crate::cli::admin::target::{AdminTarget, KeyRequest};
 
@@ -158,9 +158,17 @@ pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), Comman
                     .chain([time_cell("created_at_ms"), time_cell("revoked_at_ms")])
                     .collect()
             };
-            let heads = ["ID", "PROJECT", "AGENT", "ROLE", "CREATED", "REVOKED"];
+            let columns = [
+                Column::id("ID"),
+                Column::detail("PROJECT", 2),
+                Column::text("AGENT"),
+                Column::id("ROLE"),
+                Column::detail("CREATED", 1),
+                Column::detail("REVOKED", 3),
+            ];
             let none = "no keys: every program that reaches the loopback address may do everything";
-            output.print_table(&heads, array_member(&keys, "keys").iter().map(row).collect(), none)
+            let rows = array_member(&keys, "keys").iter().map(row).collect();
+            output.print_table(&columns, rows, none)
         }
         KeysCommand::Revoke { id } => {
             AdminTarget::open_existing(context, &args.storage).await?.revoke_key(&id).await?;
@@ -188,6 +196,10 @@ fn print_created_key(context: &CommandContext, created: &Value) -> Result<(), Co
     ));
     if created["first"] == true {
         output.print_note("this is the first key: from now on every request needs one");
+        output.print_note(
+            "programs that provide tools need one too: toolcrib keys create --agent NAME --role \
+             provider",
+        );
     }
     if str_member(created, "role") == "agent"
         && created["allow"].as_array().is_some_and(Vec::is_empty)
@@ -235,7 +247,8 @@ pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), Comm
             };
             let rows = array_member(&rules, "rules").iter().map(row).collect();
             let none = "no rules: keys of the role agent may call nothing (toolcrib allow)";
-            context.output.print_table(&["AGENT", "VERDICT", "PATTERN"], rows, none)
+            let columns = [Column::text("AGENT"), Column::id("VERDICT"), Column::text("PATTERN")];
+            context.output.print_table(&columns, rows, none)
         }
         RulesCommand::Rm { agent, pattern } => {
             target.remove_rule(&agent, &pattern).await?;
@@ -264,8 +277,14 @@ pub async fn audit(context: &CommandContext, args: AuditArgs) -> Result<(), Comm
         [time].into_iter().chain(words.map(|member| str_member(entry, member).to_owned())).collect()
     };
     let rows = array_member(&log, "audit").iter().map(row).collect();
-    let heads = ["TIME", "AGENT", "ACTION", "SUBJECT", "REASON"];
-    context.output.print_table(&heads, rows, "nothing was denied and nothing was changed")
+    let columns = [
+        Column::detail("TIME", 1),
+        Column::text("AGENT"),
+        Column::id("ACTION"),
+        Column::text("SUBJECT"),
+        Column::text("REASON"),
+    ];
+    context.output.print_table(&columns, rows, "nothing was denied and nothing was changed")
 }
 
 fn print_change(context: &CommandContext, value: &Value, text: &str) -> Result<(), CommandFailure> {

@@ -135,11 +135,11 @@ pub async fn run(
     let call = match submit_call(&client, &path, body, until).await {
         Ok(call) if wait.is_zero() => {
             spinner.finish_and_clear();
-            return print_ticket(context, &call);
+            return print_ticket(context, &client, &call).await;
         }
         Ok(mut call) => {
             call["tool_name"] = args.name.as_str().into();
-            outcome::await_outcome(&client, &spinner, call, until).await
+            outcome::await_outcome(context.output, &client, &spinner, call, until).await
         }
         Err(failure) => Err(args.add_quoting_hint(failure)),
     };
@@ -176,7 +176,11 @@ async fn submit_call(
     }
 }
 
-fn print_ticket(context: &CommandContext, call: &Value) -> Result<(), CommandFailure> {
+async fn print_ticket(
+    context: &CommandContext,
+    client: &ApiClient,
+    call: &Value,
+) -> Result<(), CommandFailure> {
     let id = sanitize_line(str_member(call, "tool_call_id"));
     if context.output.json {
         return context.output.print_json(call);
@@ -184,6 +188,13 @@ fn print_ticket(context: &CommandContext, call: &Value) -> Result<(), CommandFai
     context
         .output
         .print_note(&format!("accepted; toolcrib calls get {id} --wait   shows the outcome"));
+    // The call is accepted, so a failure to read it is none of the command.
+    let path = ["v1", "tool_calls", id.as_str()];
+    if let Ok(call) = client.request_json(ApiRequest::get(&path)).await
+        && let Some(detail) = outcome::hold_detail(&call)
+    {
+        context.output.print_note(&detail);
+    }
     context.output.print_line(&id)
 }
 

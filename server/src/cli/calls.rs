@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 
 use super::client::ApiRequest;
 use super::failure::CommandFailure;
-use super::output::{format_age, format_duration, now_ms, sanitize_line, str_member, u64_member};
+use super::output::{
+    Column, format_age, format_duration, now_ms, sanitize_line, str_member, u64_member,
+};
 use super::{CommandContext, outcome, watch};
 
 #[derive(Debug, Args)]
@@ -139,9 +141,18 @@ async fn list(context: &CommandContext, filters: CallFilters) -> Result<(), Comm
     }
     let calls = answer["tool_calls"].as_array().map(Vec::as_slice).unwrap_or_default();
     let now = now_ms();
-    let heads = ["AGE", "STATUS", "TOOL", "SOURCE", "ATTEMPT", "TIME", "ERROR", "ID"];
+    let columns = [
+        Column::detail("AGE", 4),
+        Column::id("STATUS"),
+        Column::text("TOOL"),
+        Column::detail("SOURCE", 1),
+        Column::detail("ATTEMPT", 2),
+        Column::detail("TIME", 3),
+        Column::detail("ERROR", 5),
+        Column::id("ID"),
+    ];
     let rows = calls.iter().map(|call| row(call, now)).collect();
-    output.print_table(&heads, rows, "no calls")?;
+    output.print_table(&columns, rows, "no calls")?;
     if let Some(cursor) = answer["next_cursor"].as_str() {
         output.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
     }
@@ -171,10 +182,15 @@ async fn get(
     let found = client.request_json(ApiRequest::get(&["v1", "tool_calls", id])).await?;
     let Some(wait) = wait else {
         context.output.print_note(&outcome::summary_line(context, &found));
+        if let Some(detail) = outcome::hold_detail(&found) {
+            context.output.print_note(&detail);
+        }
         return context.output.print_json(&found);
     };
     let spinner = context.output.start_spinner(id);
-    let ended = outcome::await_outcome(&client, &spinner, found, Instant::now() + wait).await;
+    let ended =
+        outcome::await_outcome(context.output, &client, &spinner, found, Instant::now() + wait)
+            .await;
     spinner.finish_and_clear();
     outcome::print_outcome(context, &ended?, wait)
 }

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::failure::{CommandFailure, exit, failure_for_code};
 use super::output::sanitize_line;
 
-/// The server that commands use unless `--server` names another.
+/// The server that commands use if neither `--server` nor the settings name one.
 pub const DEFAULT_SERVER: &str = "http://127.0.0.1:8080";
 
 /// The header that identifies a Toolcrib server in every response.
@@ -310,6 +310,22 @@ fn base_url(server: &str) -> Result<Url, CommandFailure> {
     Ok(url)
 }
 
+/// Returns the URL at which this machine reaches a server that listens on this address, or `None`
+/// if the address does not say: port 0 stands for any free port.
+pub fn url_of_listen_address(listen: &str) -> Option<String> {
+    let (host, port) = listen.rsplit_once(':')?;
+    if port.parse() == Ok(0_u16) {
+        return None;
+    }
+    // A server that listens on all addresses is reached on loopback.
+    let host = match host {
+        "0.0.0.0" | "" => "127.0.0.1",
+        "[::]" => "[::1]",
+        host => host,
+    };
+    Some(format!("http://{host}:{port}"))
+}
+
 fn is_loopback(url: &Url) -> bool {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
@@ -353,9 +369,12 @@ fn failure_from_problem(status: StatusCode, body: &Value, calls_tool: bool) -> C
     if exit == exit::USAGE {
         failure.hint = Some("--help shows what can be said here".to_owned());
     }
-    if failure.hint.is_none() {
-        // An unknown code comes from a newer server, which includes its own hint.
-        failure.hint = body["hint"].as_str().map(sanitize_line);
+    // The server knows the cause. It also has the only advice on a code that is newer than this
+    // command.
+    let cause = error["detail"]["hint"].as_str();
+    let newer = body["hint"].as_str().filter(|_| failure.hint.is_none());
+    if let Some(hint) = cause.or(newer) {
+        failure.hint = Some(sanitize_line(hint));
     }
     let problems = format_problems(&failure.message, &error["detail"]);
     failure.message.push_str(&problems);
@@ -410,6 +429,16 @@ mod tests {
             assert!(ApiClient::new(odd, None, None).is_err(), "{odd}");
         }
         assert!(ApiClient::new("http://x", Some("a\nb"), None).is_err(), "no header injection");
+    }
+
+    #[test]
+    fn a_listen_address_becomes_the_url_that_reaches_it() {
+        let url = |listen| url_of_listen_address(listen);
+        assert_eq!(url("127.0.0.1:9000").as_deref(), Some("http://127.0.0.1:9000"));
+        assert_eq!(url("0.0.0.0:9000").as_deref(), Some("http://127.0.0.1:9000"));
+        assert_eq!(url("[::]:9000").as_deref(), Some("http://[::1]:9000"));
+        assert_eq!(url("localhost:9000").as_deref(), Some("http://localhost:9000"));
+        assert_eq!(url("127.0.0.1:0"), None);
     }
 
     #[tokio::test]

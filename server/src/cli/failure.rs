@@ -128,11 +128,13 @@ impl From<ConfigError> for CommandFailure {
 impl From<toolcrib::Error> for CommandFailure {
     fn from(error: toolcrib::Error) -> Self {
         match error {
-            toolcrib::Error::Refused { fault, .. } => Self {
-                detail: fault.detail,
-                retryable: fault.retryable,
-                ..failure_for_code(fault.code.as_str(), fault.message, exit_code_for(fault.code))
-            },
+            toolcrib::Error::Refused { fault, .. } => {
+                let exit = exit_code_for(fault.code);
+                let failure = failure_for_code(fault.code.as_str(), fault.message.clone(), exit);
+                let cause = (fault.hint() != fault.code.help()).then(|| fault.hint().to_owned());
+                let hint = cause.or(failure.hint);
+                Self { hint, detail: fault.detail, retryable: fault.retryable, ..failure }
+            }
             toolcrib::Error::Internal(source) => {
                 let message = format!("internal error: {source}");
                 Self::new(exit::FAILURE, Code::Internal.as_str(), message)
@@ -149,9 +151,6 @@ pub fn failure_for_code(code: &str, message: String, exit: u8) -> CommandFailure
     failure.hint(match parsed {
         Code::ValidationError => "toolcrib tools NAME shows what the tool takes",
         Code::ToolNotFound => "toolcrib tools lists what you may call",
-        Code::NotFound => {
-            "check what you named: toolcrib calls, keys ls and rules list what there is"
-        }
         Code::Unauthenticated => {
             "give a key with --key or TOOLCRIB_KEY; toolcrib keys create makes one"
         }
@@ -160,6 +159,39 @@ pub fn failure_for_code(code: &str, message: String, exit: u8) -> CommandFailure
         }
         _ => parsed.help(),
     })
+}
+
+/// Returns the advice for a call that failed. The executor of the tool reported the code, so advice
+/// on the request to Toolcrib does not apply: an API's "not found" is no mistyped ticket.
+pub fn hint_for_outcome(error: &Value) -> Option<String> {
+    if let Some(hint) = error["detail"]["hint"].as_str() {
+        return Some(hint.to_owned());
+    }
+    let code = Code::parse(error["code"].as_str()?)?;
+    let hint = match code {
+        Code::ValidationError if error["detail"]["problems"].is_array() => {
+            "toolcrib tools NAME shows what the tool takes and returns"
+        }
+        Code::RateLimited | Code::Overloaded => "wait before you call again",
+        Code::Timeout
+        | Code::UpstreamUnavailable
+        | Code::RuntimeError
+        | Code::OutcomeUnknown
+        | Code::Canceled
+        | Code::PayloadTooLarge
+        | Code::Internal => code.help(),
+        Code::ValidationError
+        | Code::BadRequest
+        | Code::ToolNotFound
+        | Code::NotFound
+        | Code::Unauthenticated
+        | Code::PermissionDenied
+        | Code::Conflict
+        | Code::IdempotencyMismatch => {
+            "the tool answered this, not Toolcrib; toolcrib calls get ID shows the details"
+        }
+    };
+    Some(hint.to_owned())
 }
 
 fn exit_code_for(code: Code) -> u8 {
@@ -191,6 +223,17 @@ mod tests {
         let denied = super::failure_for_code("PERMISSION_DENIED", "no".into(), exit::DENIED);
         assert!(denied.hint.unwrap().contains("toolcrib allow"));
         assert_eq!(failure.json()["error"]["code"], "PERMISSION_DENIED");
+    }
+
+    #[test]
+    fn the_hint_of_a_failed_call_is_not_about_the_request() {
+        for code in ["NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED", "BAD_REQUEST"] {
+            let hint = hint_for_outcome(&json!({"code": code, "detail": null})).unwrap();
+            assert!(hint.starts_with("the tool answered this"), "{code}: {hint}");
+        }
+        let error = json!({"code": "NOT_FOUND", "detail": {"hint": "look there"}});
+        assert_eq!(hint_for_outcome(&error).as_deref(), Some("look there"));
+        assert_eq!(hint_for_outcome(&json!({"code": "LATER"})), None);
     }
 
     #[test]

@@ -7,15 +7,18 @@ use serde_json::Value;
 
 use super::CommandContext;
 use super::client::{ApiClient, ApiRequest};
-use super::failure::{CommandFailure, exit, failure_for_code};
-use super::output::{self, TextStyle, now_ms, sanitize_line, str_member, u64_member};
+use super::failure::{CommandFailure, exit, hint_for_outcome};
+use super::output::{self, Output, TextStyle, now_ms, sanitize_line, str_member, u64_member};
 
 /// Time that one request waits; shorter than the timeouts of common proxies.
 const POLL_WAIT: Duration = Duration::from_secs(20);
 const POLL_PAUSE: Duration = Duration::from_millis(300);
+/// Time that the first request waits, so that a call that cannot start is explained soon.
+const FIRST_POLL_WAIT: Duration = Duration::from_secs(1);
 
 /// Polls until the call has ended or the time is over, including across a restart of the server.
 pub async fn await_outcome(
+    output: Output,
     client: &ApiClient,
     spinner: &ProgressBar,
     first: Value,
@@ -25,6 +28,8 @@ pub async fn await_outcome(
     let id = str_member(&call, "tool_call_id").to_owned();
     let tool = sanitize_line(str_member(&call, "tool_name"));
     let mut last_failure: Option<CommandFailure> = None;
+    let mut poll_wait = FIRST_POLL_WAIT;
+    let mut is_explained = false;
     while !is_terminal(&call) {
         let remaining = until.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
@@ -34,13 +39,18 @@ pub async fn await_outcome(
             };
         }
         let status = sanitize_line(str_member(&call, "status"));
+        if let Some(detail) = hold_detail(&call).filter(|_| !is_explained) {
+            spinner.suspend(|| output.print_note(&detail));
+            is_explained = true;
+        }
         spinner.set_message(match last_failure {
             None => format!("{tool}  {status}  {id}"),
             Some(_) => format!("{tool}  server away, the call is safe, asking again  {id}"),
         });
         let poll_start = Instant::now();
         let path = ["v1", "tool_calls", id.as_str()];
-        let ask = ApiRequest::get(&path).wait(remaining.min(POLL_WAIT));
+        let ask = ApiRequest::get(&path).wait(remaining.min(poll_wait));
+        poll_wait = POLL_WAIT;
         let answer = tokio::select! {
             answer = client.request_json(ask) => answer,
             _ = tokio::signal::ctrl_c() => {
@@ -72,6 +82,11 @@ fn resume_hint(id: &str) -> String {
     )
 }
 
+/// Returns what an open call waits for, in words, if the server says.
+pub fn hold_detail(call: &Value) -> Option<String> {
+    call["hold"]["detail"].as_str().map(sanitize_line)
+}
+
 fn is_terminal(call: &Value) -> bool {
     matches!(str_member(call, "status"), "SUCCEEDED" | "FAILED" | "TIMEOUT" | "CANCELED")
 }
@@ -98,6 +113,10 @@ pub fn print_outcome(
             let status = sanitize_line(status);
             let time = output::format_duration(waited.as_millis() as u64);
             let message = format!("still {status} after {time} of waiting");
+            let message = match hold_detail(call) {
+                Some(detail) => format!("{message}: {detail}"),
+                None => message,
+            };
             CommandFailure::new(exit::TIMED_OUT, "STILL_OPEN", message)
                 .hint(resume_hint(str_member(call, "tool_call_id")))
         }
@@ -137,7 +156,9 @@ fn outcome_failure(call: &Value, exit: u8) -> CommandFailure {
         "" => format!("the call ended as {}", sanitize_line(str_member(call, "status"))),
         message => message.to_owned(),
     };
-    let mut failure = failure_for_code(code, format!("{}: {message}", sanitize_line(code)), exit);
+    let message = format!("{}: {message}", sanitize_line(code));
+    let mut failure = CommandFailure::new(exit, code, message);
+    failure.hint = hint_for_outcome(error);
     failure.retryable = error["retryable"].as_bool().unwrap_or(false);
     failure.detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
     failure

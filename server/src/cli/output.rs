@@ -3,13 +3,15 @@
 //! Names, ids and messages come from other programs, so output for people replaces control
 //! characters: foreign text must not move the cursor of this terminal.
 
+mod table;
 use std::io::{self, IsTerminal, Write};
 
-use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
 use super::failure::CommandFailure;
+pub use table::Column;
+use table::render_table;
 
 /// Output settings of this process.
 #[derive(Debug, Clone, Copy)]
@@ -107,10 +109,11 @@ impl Output {
         };
     }
 
-    /// Prints a table and sanitizes its cells. Prints the note `none` if there are no rows.
+    /// Prints a table that fits the terminal, and sanitizes its cells. Prints the note `none` if
+    /// there are no rows.
     pub fn print_table(
         self,
-        heads: &[&str],
+        columns: &[Column],
         rows: Vec<Vec<String>>,
         none: &str,
     ) -> Result<(), CommandFailure> {
@@ -118,29 +121,13 @@ impl Output {
             self.print_note(none);
             return Ok(());
         }
-        let mut table = Table::new();
-        table.load_style(presets::NOTHING);
-        // Only a terminal limits the width; programs receive each row in one line.
-        let arrangement = if io::stdout().is_terminal() {
-            ContentArrangement::Dynamic
-        } else {
-            ContentArrangement::Disabled
-        };
-        table.set_content_arrangement(arrangement);
-        let head = |head: &&str| {
-            let cell = Cell::new(head);
-            if self.colour { cell.add_attribute(Attribute::Bold) } else { cell }
-        };
-        table.set_header(heads.iter().map(head));
-        for row in rows {
-            table.add_row(row.iter().map(|cell| sanitize_line(cell)));
+        let table = render_table(columns, &rows, self.colour, terminal_width());
+        self.print_line(&table.text)?;
+        if !table.hidden.is_empty() {
+            let heads = table.hidden.join(", ");
+            self.print_note(&format!("hidden: {heads} (see --json)"));
         }
-        for column in table.column_iter_mut() {
-            column.set_padding((0, 2));
-        }
-        let text = table.trim_fmt();
-        let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
-        self.print_line(&lines.join("\n"))
+        Ok(())
     }
 
     /// Styles text for standard output.
@@ -166,6 +153,16 @@ impl Output {
         spinner.enable_steady_tick(std::time::Duration::from_millis(100));
         spinner
     }
+}
+
+/// Returns the width of the terminal that shows standard output: `COLUMNS`, if it is set, or the
+/// terminal's own. Output to a file or a program has no limit.
+fn terminal_width() -> Option<u16> {
+    if !io::stdout().is_terminal() {
+        return None;
+    }
+    let variable = std::env::var("COLUMNS").ok().and_then(|text| text.trim().parse().ok());
+    variable.filter(|width| *width > 0).or_else(|| comfy_table::Table::new().width())
 }
 
 fn apply_style(text: &str, tone: TextStyle, is_enabled: bool) -> String {

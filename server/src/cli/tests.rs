@@ -1,6 +1,6 @@
 //! Tests of the command line as it is typed.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 mod wire;
 use clap::CommandFactory;
@@ -30,6 +30,29 @@ fn without_a_command_the_server_starts() {
     let ready = parse_line("--config x.toml").unwrap();
     assert!(matches!(ready.command, CliCommand::Serve(_)));
     assert_eq!(ready.context.global.config.unwrap().to_str(), Some("x.toml"));
+}
+
+#[test]
+fn options_of_the_server_need_no_command() {
+    for line in [
+        "--listen 127.0.0.1:9000",
+        "serve --listen 127.0.0.1:9000",
+        "--listen 127.0.0.1:9000 serve",
+        "--listen 127.0.0.1:1 serve --listen 127.0.0.1:9000",
+    ] {
+        let CliCommand::Serve(args) = parse_line(line).unwrap().command else { panic!("{line}") };
+        assert_eq!(args.listen.as_deref(), Some("127.0.0.1:9000"), "{line}");
+    }
+    let line = "--data-dir /tmp/x --store sqlite:y --nats nats://z";
+    let CliCommand::Serve(args) = parse_line(line).unwrap().command else { panic!("{line}") };
+    assert_eq!(args.storage.data_dir.as_deref(), Some(std::path::Path::new("/tmp/x")));
+    assert_eq!(
+        (args.storage.store.as_deref(), args.nats.as_deref()),
+        (Some("sqlite:y"), Some("nats://z"))
+    );
+    for line in ["--listen 127.0.0.1:9000 calls", "--data-dir /tmp/x keys ls"] {
+        assert_eq!(parse_line(line).err(), Some(2), "{line}");
+    }
 }
 
 #[test]

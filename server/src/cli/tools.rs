@@ -9,7 +9,7 @@ use super::CommandContext;
 use super::client::{ApiClient, ApiRequest};
 use super::failure::CommandFailure;
 use super::output::{
-    TextStyle, format_duration, pretty_json, sanitize_line, str_member, u64_member,
+    Column, TextStyle, format_duration, pretty_json, sanitize_line, str_member, u64_member,
 };
 
 #[derive(Debug, Args)]
@@ -109,8 +109,17 @@ async fn import(
             envs.collect::<Vec<_>>().join(" "),
         ]
     };
-    let heads = ["NAME", "OPERATION", "EFFECT", "NEEDS"];
-    output.print_table(&heads, list("imported").iter().map(row).collect(), "nothing")?;
+    let columns = [
+        Column::id("NAME"),
+        Column::text("OPERATION"),
+        Column::detail("EFFECT", 1),
+        Column::text("NEEDS"),
+    ];
+    output.print_table(&columns, list("imported").iter().map(row).collect(), "nothing")?;
+    for warning in answer["warnings"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        let label = output.paint_message("warning:", TextStyle::Warning);
+        output.print_note(&format!("{label} {}", sanitize_line(warning)));
+    }
     for skipped in list("skipped") {
         let (operation, reason) =
             (owned_str_member(&skipped, "operation"), owned_str_member(&skipped, "reason"));
@@ -150,12 +159,28 @@ fn list(context: &CommandContext, answer: &Value) -> Result<(), CommandFailure> 
             str_member(tool, "source").to_owned(),
             str_member(tool, "effect").to_owned(),
             u64_member(tool, "timeout_ms").map(format_duration).unwrap_or_default(),
+            match tool["available"].as_bool() {
+                Some(true) => "yes".to_owned(),
+                Some(false) => "no".to_owned(),
+                None => String::new(),
+            },
             first_sentence(str_member(tool, "description")),
         ]
     };
-    let heads = ["NAME", "SOURCE", "EFFECT", "TIMEOUT", "DESCRIPTION"];
+    let columns = [
+        Column::id("NAME"),
+        Column::detail("SOURCE", 2),
+        Column::detail("EFFECT", 3),
+        Column::detail("TIMEOUT", 1),
+        Column::id("AVAILABLE"),
+        Column::text("DESCRIPTION"),
+    ];
     let none = "no tools: none are registered, or your key may call none (toolcrib allow)";
-    output.print_table(&heads, tools.iter().map(row).collect(), none)
+    output.print_table(&columns, tools.iter().map(row).collect(), none)?;
+    if tools.iter().any(|tool| tool["available"] == false) {
+        output.print_note("calls of an unavailable tool wait: toolcrib tools NAME");
+    }
+    Ok(())
 }
 
 fn show(context: &CommandContext, tool: &Value) -> Result<(), CommandFailure> {
@@ -172,9 +197,11 @@ fn show(context: &CommandContext, tool: &Value) -> Result<(), CommandFailure> {
         ("risk", str_member(tool, "risk").to_owned()),
         ("timeout", u64_member(tool, "timeout_ms").map(format_duration).unwrap_or_default()),
         ("version", str_member(tool, "version").to_owned()),
+        ("available", describe_availability(tool)),
+        ("clients", describe_clients(tool)),
     ];
     for (fact, value) in facts.iter().filter(|(_, value)| !value.is_empty()) {
-        output.print_line(&format!("  {fact:<10}{}", sanitize_line(value)))?;
+        output.print_line(&format!("  {fact:<11}{}", sanitize_line(value)))?;
     }
     output.print_line("arguments")?;
     output.print_line(&pretty_json(&tool["schema"]))?;
@@ -183,6 +210,26 @@ fn show(context: &CommandContext, tool: &Value) -> Result<(), CommandFailure> {
         output.print_line(&pretty_json(&tool["output_schema"]))?;
     }
     Ok(())
+}
+
+/// Says whether a call can be executed now, and if not, why.
+fn describe_availability(tool: &Value) -> String {
+    match (tool["available"].as_bool(), str_member(tool, "unavailable_reason")) {
+        (Some(true), _) => "yes".to_owned(),
+        (Some(false), "") => "no".to_owned(),
+        (Some(false), reason) => format!("no: {reason}"),
+        (None, _) => String::new(),
+    }
+}
+
+/// Lists the clients that offer a tool: `client_demo (connected)`.
+fn describe_clients(tool: &Value) -> String {
+    let clients = tool["providers"].as_array().into_iter().flatten();
+    let clients = clients.map(|client| {
+        let state = if client["connected"] == true { "connected" } else { "away" };
+        format!("{} ({state})", str_member(client, "client_id"))
+    });
+    clients.collect::<Vec<_>>().join(", ")
 }
 
 /// Returns a one-line summary of a description: its first sentence, at most 80 characters.

@@ -8,7 +8,8 @@ use super::CommandContext;
 use super::client::ApiRequest;
 use super::failure::CommandFailure;
 use super::output::{
-    format_age, format_duration, format_local_time, now_ms, sanitize_line, str_member, u64_member,
+    Column, format_age, format_duration, format_local_time, now_ms, sanitize_line, str_member,
+    u64_member,
 };
 use crate::webhooks::encode_key;
 
@@ -85,9 +86,16 @@ async fn list(context: &CommandContext, ask: ApiRequest<'_>) -> Result<(), Comma
             str_member(delivery, "tool_call_id").to_owned(),
         ]
     };
-    let heads = ["STATUS", "TRIES", "NEXT", "URL", "LAST ERROR", "ID"];
+    let columns = [
+        Column::id("STATUS"),
+        Column::detail("TRIES", 2),
+        Column::detail("NEXT", 1),
+        Column::text("URL"),
+        Column::text("LAST ERROR"),
+        Column::id("ID"),
+    ];
     output.print_table(
-        &heads,
+        &columns,
         array_member(&answer, "deliveries").iter().map(row).collect(),
         "none",
     )?;
@@ -130,7 +138,14 @@ async fn show_delivery(context: &CommandContext, id: &str) -> Result<(), Command
         ]
     };
     let rows = array_member(delivery, "log").iter().map(row).collect();
-    output.print_table(&["TRY", "TIME", "TOOK", "ANSWER", "ERROR"], rows, "not tried yet")
+    let columns = [
+        Column::id("TRY"),
+        Column::id("TIME"),
+        Column::detail("TOOK", 1),
+        Column::id("ANSWER"),
+        Column::text("ERROR"),
+    ];
+    output.print_table(&columns, rows, "not tried yet")
 }
 
 async fn repeat(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {

@@ -71,7 +71,7 @@ impl Config {
         })
     }
 
-    fn check_listen(&self) -> Result<(), ConfigError> {
+    pub(super) fn check_listen(&self) -> Result<(), ConfigError> {
         let listen = self.listen.as_str();
         let by_name = || {
             let (host, port) = listen.rsplit_once(':')?;

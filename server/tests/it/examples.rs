@@ -80,6 +80,29 @@ async fn the_python_examples_run_unchanged() {
     );
 }
 
+/// Turning keys on stops the provider with a message that says what to do, and with a key it goes
+/// on as the same client.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_python_provider_explains_that_it_needs_a_key() {
+    let server = Server::start().await;
+    drop(start_provider(&server).await);
+    let key = server.keyed("default", "demo", "provider", &[]).await;
+    let caller = server.keyed("default", "ada", "agent", &["*"]).await;
+    let refused = run(python(&server, "provider.py")).await;
+    let text = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{text}");
+    assert_eq!(text.lines().count(), 1, "no traceback: {text}");
+    assert!(text.contains("HTTP Error 401"), "{text}");
+    assert!(text.contains("this server needs a key"), "{text}");
+    assert!(text.contains("toolcrib keys create"), "{text}");
+    let mut command = python(&server, "provider.py");
+    command.env("TOOLCRIB_KEY", key.secret().unwrap());
+    let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let _provider = ChildGuard(child);
+    let id = caller.invoke("demo.greet", json!({ "name": "Ada" })).await;
+    assert_eq!(caller.finished(&id).await["result"]["greeting"], "Hello, Ada!");
+}
+
 /// Waits for the next line of a child process.
 async fn next_line(lines: &mut tokio::sync::mpsc::UnboundedReceiver<String>) -> String {
     crate::support::soon("a line of the example", lines.recv()).await.expect("it ended")

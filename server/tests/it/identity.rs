@@ -1,5 +1,6 @@
 //! Authentication and authorization.
 
+mod adoption;
 mod isolation;
 mod keys;
 mod roles;

@@ -1,5 +1,6 @@
 //! Transports of clients: WebSocket, SSE and long poll over one queue.
 
+mod availability;
 mod poll;
 mod redelivery;
 mod registering;

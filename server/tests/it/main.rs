@@ -10,6 +10,7 @@ mod batches;
 mod builtins;
 mod canceling;
 mod chat;
+mod command_line;
 mod contexts;
 mod crash;
 mod events;

@@ -94,6 +94,36 @@ async fn the_server_serves_the_same_documents() {
     assert_eq!(page.text, errors_page());
 }
 
+/// The `type` of a problem opens in a browser, at the code that it names.
+#[tokio::test]
+async fn the_errors_page_is_html_for_a_browser() {
+    let server = Server::start().await;
+    let api = server.api();
+    let refused = api.get("/v1/tools/no.such").await;
+    let link = refused.body["type"].as_str().unwrap().to_owned();
+    let (path, anchor) = link.split_once('#').unwrap();
+    let browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
+    let with_accept = |accept: &'static str| {
+        api.send(api.request(reqwest::Method::GET, path).header("accept", accept))
+    };
+    let page = with_accept(browser).await;
+    assert_eq!(page.header("content-type"), Some("text/html; charset=utf-8"));
+    assert_eq!(page.header("vary"), Some("accept"));
+    assert!(page.text.contains(&format!("id=\"{anchor}\"")), "{}", page.text);
+    for code in toolcrib::Code::all() {
+        let anchor = format!("<section id=\"{}\">", code.as_str().to_lowercase());
+        assert_eq!(page.text.matches(&anchor).count(), 1, "{anchor}");
+    }
+    assert_eq!(foreign_urls(&page.text), Vec::<&str>::new(), "it needs no network");
+    for accept in ["text/markdown", "*/*"] {
+        let page = with_accept(accept).await;
+        assert_eq!(page.header("content-type"), Some("text/markdown; charset=utf-8"));
+        assert_eq!(page.text, errors_page());
+    }
+    let document = api.get("/openapi.json").await.is(200);
+    assert_eq!(document["externalDocs"]["url"], "/docs/errors", "the interactive page links to it");
+}
+
 #[test]
 fn every_operation_documents_its_responses() {
     let document: Value = serde_json::from_str(&openapi_json()).unwrap();

@@ -89,6 +89,22 @@ fn code_for_status(status: StatusCode) -> (Code, bool) {
     }
 }
 
+/// Returns the advice for a status of the API. The API refused the request, not Toolcrib.
+fn hint_for_status(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        401 | 403 => {
+            "the API refused the credentials of this tool: check the environment variables of the \
+             server that its definition names"
+        }
+        404 | 410 => {
+            "the API has nothing there: check the arguments, and the URL in the tool's definition"
+        }
+        408 | 429 | 503 => "the API is busy: call again later; detail.details has its answer",
+        400..=499 => "the API refused the arguments: detail.details has its answer",
+        _ => "the API itself failed: detail.details has its answer",
+    }
+}
+
 fn status_fault(host: &str, response: &HttpApiResponse, about: &HttpCallContext<'_>) -> Fault {
     let status = response.status.as_u16();
     let (code, refused) = code_for_status(response.status);
@@ -103,7 +119,7 @@ fn status_fault(host: &str, response: &HttpApiResponse, about: &HttpCallContext<
     if let Some(ms) = response.retry_after_ms.filter(|_| matches!(status, 429 | 503)) {
         detail["retry_after_ms"] = ms.into();
     }
-    let fault = fault.with_detail(detail);
+    let fault = fault.with_detail(detail).with_hint(hint_for_status(response.status));
     if refused { fault.without_side_effect() } else { fault }
 }
 

@@ -95,6 +95,10 @@ pub(super) async fn apply_change(
             session.execute(sql, &[project, client_id, tool]).await?;
             delete_unoffered_tools(session, project).await?;
         }
+        DirectoryChange::SetClientOwner { project, client_id, owner } => {
+            let sql = "UPDATE clients SET owner = $3 WHERE project = $1 AND client_id = $2";
+            session.execute(sql, &[project, client_id, owner]).await?;
+        }
         DirectoryChange::DropClient { project, client_id } => {
             for sql in [
                 "DELETE FROM offers WHERE project = $1 AND client_id = $2",

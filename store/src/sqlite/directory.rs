@@ -198,11 +198,10 @@ pub(super) fn apply_change(
             register_client(connection, client, tools, *others)?;
         }
         DirectoryChange::Withdraw { project, client_id, tool } => {
-            connection.execute(
-                "DELETE FROM offers WHERE project = ?1 AND client_id = ?2 AND tool = ?3",
-                params![project, client_id, tool],
-            )?;
-            delete_unoffered_tools(connection, project)?;
+            delete_offer(connection, project, client_id, tool)?
+        }
+        DirectoryChange::SetClientOwner { project, client_id, owner } => {
+            set_client_owner(connection, project, client_id, owner)?
         }
         DirectoryChange::DropClient { project, client_id } => {
             delete_client(connection, project, client_id)?
@@ -298,6 +297,28 @@ fn delete_client(connection: &Connection, project: &str, client_id: &str) -> rus
         connection.execute(sql, params![project, client_id])?;
     }
     delete_unoffered_tools(connection, project)
+}
+
+fn delete_offer(
+    connection: &Connection,
+    project: &str,
+    client_id: &str,
+    tool: &str,
+) -> rusqlite::Result<()> {
+    let sql = "DELETE FROM offers WHERE project = ?1 AND client_id = ?2 AND tool = ?3";
+    connection.execute(sql, params![project, client_id, tool])?;
+    delete_unoffered_tools(connection, project)
+}
+
+fn set_client_owner(
+    connection: &Connection,
+    project: &str,
+    client_id: &str,
+    owner: &str,
+) -> rusqlite::Result<()> {
+    let sql = "UPDATE clients SET owner = ?3 WHERE project = ?1 AND client_id = ?2";
+    connection.execute(sql, params![project, client_id, owner])?;
+    Ok(())
 }
 
 /// Deletes the tools that no client offers any more.

@@ -119,6 +119,7 @@ macro_rules! conformance {
                     registering_again_replaces_the_definition
                     a_client_stays_with_its_first_owner
                     unlisted_tools_are_kept_or_withdrawn_as_requested
+                    a_client_can_get_another_owner
                     dropping_a_client_removes_its_offers
                     a_tool_exists_while_a_client_offers_it
                     withdrawing_a_tool_affects_one_project_only

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use axum::Router;
 use axum::body::Bytes;
-use axum::http::header;
+use axum::http::{HeaderMap, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use toolcrib::domain::fault::Code;
@@ -76,8 +76,19 @@ async fn serve_openapi() -> impl IntoResponse {
     ([(header::CONTENT_TYPE, "application/json")], TEXT.clone())
 }
 
-async fn serve_errors_page() -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, "text/markdown; charset=utf-8")], errors_page())
+/// Serves HTML to a browser and Markdown to every other client.
+async fn serve_errors_page(headers: HeaderMap) -> impl IntoResponse {
+    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let wants_html = accepted.flat_map(|value| value.split(',')).any(|range| {
+        let media_type = range.split(';').next().unwrap_or_default().trim();
+        media_type.eq_ignore_ascii_case("text/html")
+    });
+    let (content_type, page) = if wants_html {
+        ("text/html; charset=utf-8", errors_html())
+    } else {
+        ("text/markdown; charset=utf-8", errors_page())
+    };
+    ([(header::CONTENT_TYPE, content_type), (header::VARY, "accept")], page)
 }
 
 /// Renders the table of error codes as Markdown; also committed as docs/errors.md.
@@ -103,4 +114,69 @@ pub fn errors_page() -> String {
         ));
     }
     page
+}
+
+/// Styles of the errors page. They are part of it, so that it needs no other request.
+const ERRORS_STYLE: &str = "\
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
+code { font-family: ui-monospace, monospace; }
+nav a { display: inline-block; margin-right: 1rem; }
+section { border-top: 1px solid #8884; padding: 0 1rem; }
+section:target { background: #fd03; border-left: 4px solid #fb0; }
+h2 { font-size: 1.1rem; }
+h2 a { color: inherit; text-decoration: none; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.25rem 1rem; }
+dd { margin: 0; }";
+
+/// Renders the table of error codes as HTML, with a section per code that the `type` of a problem
+/// links to.
+fn errors_html() -> String {
+    let mut links = String::new();
+    let mut sections = String::new();
+    for code in Code::all() {
+        let (name, anchor) = (code.as_str(), code.as_str().to_lowercase());
+        links.push_str(&format!("<a href=\"#{anchor}\"><code>{name}</code></a>\n"));
+        let retry = if code.is_retryable() { "yes" } else { "no" };
+        sections.push_str(&format!(
+            "<section id=\"{anchor}\">\n\
+             <h2><a href=\"#{anchor}\"><code>{name}</code></a> {title}</h2>\n\
+             <dl>\n\
+             <dt>What to do</dt><dd>{help}</dd>\n\
+             <dt>May a retry help?</dt><dd>{retry}</dd>\n\
+             <dt>HTTP status</dt><dd>{status}</dd>\n\
+             <dt>UTP code</dt><dd><code>{utp}</code></dd>\n\
+             </dl>\n\
+             </section>\n",
+            title = escape_html(code.title()),
+            help = escape_html(code.help()),
+            status = code.http_status(),
+            utp = code.utp_code(),
+        ));
+    }
+    format!(
+        "<!doctype html>\n\
+         <html lang=\"en\">\n\
+         <head>\n\
+         <meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\n\
+         <title>Errors - Toolcrib</title>\n\
+         <style>\n{ERRORS_STYLE}\n</style>\n\
+         </head>\n\
+         <body>\n\
+         <h1>Errors</h1>\n\
+         <p>A refused request is answered with <code>application/problem+json</code>; its member \
+         <code>error</code> is the same object that a failed call carries: \
+         <code>{{code, message, detail, retryable}}</code>. The <code>hint</code> of a response \
+         says what to do about its cause; this page says what to do in general.</p>\n\
+         <nav>\n{links}</nav>\n\
+         {sections}\
+         <p><a href=\"/docs\">The API</a></p>\n\
+         </body>\n\
+         </html>\n"
+    )
+}
+
+fn escape_html(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

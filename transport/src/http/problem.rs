@@ -29,7 +29,7 @@ pub(super) struct ProblemDetails {
     instance: Option<String>,
     /// The error code, for programs.
     code: String,
-    /// One line of advice for this code.
+    /// One line of advice on the cause, or on the code in general.
     hint: String,
     /// The invalid fields and parameters, if they are known.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -97,7 +97,7 @@ pub(super) fn problem_with_status(
         detail: fault.message.clone(),
         instance: None,
         code: code.as_str().to_owned(),
-        hint: code.help().to_owned(),
+        hint: fault.hint().to_owned(),
         errors: FieldError::from_fault(fault),
         trace_id: None,
         error: FaultBody::from(fault),

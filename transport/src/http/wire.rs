@@ -3,14 +3,15 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use toolcrib::Engine;
 use toolcrib::domain::call::{Call, CallMetrics, Hold, Outcome};
 use toolcrib::domain::event::CallEvent;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
+use toolcrib::domain::tool::availability::ToolClient;
 use toolcrib::domain::trace::TraceParent;
 use toolcrib::registry::CatalogEntry;
+use toolcrib::{Caller, Engine};
 use toolcrib_protocol::background_task::{MAX_DATA_BYTES, TaskOutcome};
 use utoipa::ToSchema;
 
@@ -65,11 +66,34 @@ pub(super) struct ToolBody {
     metadata: Option<Json>,
     /// A fingerprint of the definition.
     version: String,
+    /// False if no executor can take a call now: it is accepted, and waits. Omitted if that is not
+    /// known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    available: Option<bool>,
+    /// Why no executor can take a call now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unavailable_reason: Option<String>,
+    /// The clients that offer the tool, for tools of clients.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    providers: Vec<ToolClientBody>,
 }
 
-impl From<&CatalogEntry> for ToolBody {
-    fn from(entry: &CatalogEntry) -> Self {
-        Self::new(&entry.definition, entry.version.clone())
+/// A client that offers a tool.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct ToolClientBody {
+    client_id: String,
+    /// True if the client is connected, or polls and did so recently.
+    connected: bool,
+    /// When the client was last connected, in Unix milliseconds; omitted if it has not connected
+    /// since the server started.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_seen_ms: Option<u64>,
+}
+
+impl From<ToolClient> for ToolClientBody {
+    fn from(client: ToolClient) -> Self {
+        let ToolClient { client_id, is_connected, last_seen_ms } = client;
+        Self { client_id, connected: is_connected, last_seen_ms }
     }
 }
 
@@ -80,6 +104,21 @@ impl From<&ToolDefinition> for ToolBody {
 }
 
 impl ToolBody {
+    /// Builds the body of a registered tool, with its availability for the caller's project.
+    pub(super) fn with_availability(
+        engine: &Engine,
+        caller: &Caller,
+        entry: &CatalogEntry,
+    ) -> Self {
+        let availability = engine.calls().tool_availability(&caller.project, &entry.definition);
+        Self {
+            available: Some(availability.is_available()),
+            unavailable_reason: availability.problem,
+            providers: availability.clients.into_iter().map(ToolClientBody::from).collect(),
+            ..Self::new(&entry.definition, entry.version.clone())
+        }
+    }
+
     fn new(tool: &ToolDefinition, version: String) -> Self {
         Self {
             name: tool.name.clone(),
@@ -94,6 +133,9 @@ impl ToolBody {
             output_schema: tool.output_schema.clone(),
             metadata: tool.metadata.clone(),
             version,
+            available: None,
+            unavailable_reason: None,
+            providers: Vec::new(),
         }
     }
 }
@@ -159,6 +201,9 @@ pub(super) struct CallBody<'a> {
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct HoldBody<'a> {
     reason: &'static str,
+    /// What the call waits for, in words: a client that is not connected, for example.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    detail: Option<String>,
     /// When the next attempt is due, in Unix milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     until_ms: Option<u64>,
@@ -228,6 +273,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             deadline_at_ms: call.deadline_ms,
             hold: call.hold.map(|hold| HoldBody {
                 reason: hold.as_str(),
+                detail: None,
                 until_ms: match hold {
                     Hold::Retry { at_ms } => Some(at_ms),
                     _ => None,
@@ -261,12 +307,17 @@ impl<'a> From<&'a Call> for CallBody<'a> {
 impl<'a> CallBody<'a> {
     /// Builds the body of a call, with its trace.
     pub(super) fn new(engine: &Engine, call: &'a Call) -> Self {
-        Self::with_trace(call, engine.calls().call_traceparent(call))
+        Self::with_trace(engine, call, engine.calls().call_traceparent(call))
     }
 
     /// Builds the body of a call whose trace is already known.
-    pub(super) fn with_trace(call: &'a Call, trace: Option<TraceParent>) -> Self {
-        Self { trace_id: trace.map(|trace| trace.trace_id_text()), ..Self::from(call) }
+    pub(super) fn with_trace(engine: &Engine, call: &'a Call, trace: Option<TraceParent>) -> Self {
+        let mut body = Self::from(call);
+        body.trace_id = trace.map(|trace| trace.trace_id_text());
+        if let Some(hold) = &mut body.hold {
+            hold.detail = engine.calls().describe_hold(call);
+        }
+        body
     }
 }
 

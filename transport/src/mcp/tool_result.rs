@@ -197,7 +197,7 @@ pub(super) fn error_result(fault: &Fault, call_id: Option<&str>) -> CallToolResu
         (Code::Timeout | Code::Canceled, SideEffect::None) => "nothing was done",
         _ => "the same call will fail again",
     };
-    let text = format!("{}: {}\n({}; {again})", fault.code, fault.message, fault.code.help());
+    let text = format!("{}: {}\n({}; {again})", fault.code, fault.message, fault.hint());
     let mut result = CallToolResult::error(vec![ContentBlock::text(text)]);
     let mut error = json!({
         "code": fault.code.as_str(),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::{ClientMessage, POLL_LEASE_MS, Transport, WorkItem};
+use super::{ClientMessage, DISCONNECT_GRACE_MS, POLL_LEASE_MS, Transport, WorkItem};
 use crate::domain::id::CallId;
 use crate::domain::tool::Effect;
 
@@ -46,6 +46,8 @@ pub(super) struct QueueClient {
     pub(super) undelivered_cancels: VecDeque<ClientMessage>,
     pub(super) last_assigned: u64,
     pub(super) last_seen_ms: u64,
+    /// True if the last connection was a poll: the client is there between two polls as well.
+    pub(super) is_polling: bool,
 }
 
 pub(super) struct ClientConnection {
@@ -75,6 +77,16 @@ impl QueueClient {
                 }
             }
         }
+    }
+
+    /// Returns true if the client is connected, or polled recently, or works on polled items.
+    pub(super) fn is_present(&self, now_ms: u64) -> bool {
+        let is_recent = self.last_seen_ms.saturating_add(DISCONNECT_GRACE_MS) > now_ms;
+        let works = || {
+            let mut until_ms = self.leases.values().filter_map(|lease| lease.lease_until_ms);
+            until_ms.any(|until_ms| until_ms > now_ms)
+        };
+        !self.sessions.is_empty() || (self.is_polling && (is_recent || works()))
     }
 
     /// Returns true if removing the client loses nothing: it has no connection, no lease, no queued

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::domain::id::CallId;
 use crate::domain::tool::Effect;
+use crate::domain::tool::availability::ToolClient;
 
 type ClientKey = (String, String);
 type ToolKey = (String, String);
@@ -68,6 +69,7 @@ impl ClientQueueState {
         client.tools = arrival.tools;
         client.last_seen_ms = now_ms;
         let (window, transport) = (arrival.window.max(1), arrival.transport);
+        client.is_polling = transport == Transport::Polling;
         client.undelivered_cancels.drain(..).for_each(|message| drop(sender.send(message)));
         client.sessions.push(ClientConnection { number, sender, window, transport });
         // A poll is not a reconnect: the client is still working on the items it holds.
@@ -402,6 +404,18 @@ impl ClientQueueState {
         for (key, ids) in overdue {
             self.requeue(&key, ids, now_ms);
             self.remove_if_stale(&key);
+        }
+    }
+
+    /// Returns a client of a tool, as its callers see it.
+    pub(super) fn tool_client(&self, project: &str, client_id: &str, now_ms: u64) -> ToolClient {
+        let client = self.clients.get(&(project.to_owned(), client_id.to_owned()));
+        let last_seen_ms = client
+            .map(|client| if client.sessions.is_empty() { client.last_seen_ms } else { now_ms });
+        ToolClient {
+            client_id: client_id.to_owned(),
+            is_connected: client.is_some_and(|client| client.is_present(now_ms)),
+            last_seen_ms: last_seen_ms.filter(|ms| *ms > 0),
         }
     }
 

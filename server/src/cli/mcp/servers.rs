@@ -16,7 +16,7 @@ use toolcrib::{Caller, Engine};
 
 use crate::cli::client::{ApiClient, ApiRequest};
 use crate::cli::failure::{CommandFailure, exit};
-use crate::cli::output::{format_age, now_ms, sanitize_line, str_member, u64_member};
+use crate::cli::output::{Column, format_age, now_ms, sanitize_line, str_member, u64_member};
 use crate::cli::{CommandContext, StorageArgs};
 use crate::mcp_servers::{
     MCP_UPSTREAM_KIND, find_desktop_servers, parse_servers_to_add, to_stored_settings,
@@ -367,8 +367,15 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
             problem.or(waits).or(skipped_note).unwrap_or_default(),
         ]
     });
-    let heads = ["NAME", "STATE", "SINCE", "TOOLS", "PLACE", "PROBLEM"];
-    output.print_table(&heads, rows.collect(), "no MCP servers: toolcrib mcp add --help")?;
+    let columns = [
+        Column::id("NAME"),
+        Column::id("STATE"),
+        Column::detail("SINCE", 1),
+        Column::detail("TOOLS", 2),
+        Column::text("PLACE"),
+        Column::text("PROBLEM"),
+    ];
+    output.print_table(&columns, rows.collect(), "no MCP servers: toolcrib mcp add --help")?;
     for source in sources {
         if let Some(address) = source["oauth"]["sign_in_url"].as_str() {
             output.print_note(&format!(

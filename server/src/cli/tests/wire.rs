@@ -120,7 +120,8 @@ async fn waiting_for_a_call_survives_a_restart_of_the_server() {
     let (address, client) = (running.address.clone(), running.client());
     let spinner = indicatif::ProgressBar::hidden();
     let until = Instant::now() + Duration::from_secs(20);
-    let waiting = outcome::await_outcome(&client, &spinner, state("PENDING"), until);
+    let waiting =
+        outcome::await_outcome(context(true).output, &client, &spinner, state("PENDING"), until);
     let restart = async {
         running.stop().await;
         let ended = get(|| async { axum::Json(state("SUCCEEDED")) });
@@ -134,7 +135,14 @@ async fn waiting_for_a_call_survives_a_restart_of_the_server() {
 async fn an_expired_wait_returns_the_current_call() {
     let client = ApiClient::new("127.0.0.1:1", None, None).unwrap();
     let spinner = indicatif::ProgressBar::hidden();
-    let call = outcome::await_outcome(&client, &spinner, state("RUNNING"), Instant::now()).await;
+    let call = outcome::await_outcome(
+        context(true).output,
+        &client,
+        &spinner,
+        state("RUNNING"),
+        Instant::now(),
+    )
+    .await;
     assert_eq!(call.unwrap()["status"], "RUNNING");
 }
 

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::cli::CommandContext;
 use crate::cli::client::ApiRequest;
 use crate::cli::failure::CommandFailure;
-use crate::cli::output::{sanitize_line, str_member};
+use crate::cli::output::{Column, sanitize_line, str_member};
 
 #[derive(Debug, Args)]
 pub(super) struct DeadLetterListArgs {
@@ -41,8 +41,15 @@ pub(super) async fn list(
         ]
     };
     let dead_letters = answer["dead_letters"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let heads = ["TIME", "KIND", "REASON", "MESSAGE", "LAST TRY", "ID"];
-    output.print_table(&heads, dead_letters.iter().map(row).collect(), "none")?;
+    let columns = [
+        Column::detail("TIME", 3),
+        Column::detail("KIND", 2),
+        Column::text("REASON"),
+        Column::text("MESSAGE"),
+        Column::detail("LAST TRY", 1),
+        Column::id("ID"),
+    ];
+    output.print_table(&columns, dead_letters.iter().map(row).collect(), "none")?;
     if let Some(before) = answer["next_before"].as_str() {
         output.print_note(&format!("there may be more: --before {}", sanitize_line(before)));
     }

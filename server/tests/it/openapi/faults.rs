@@ -28,6 +28,8 @@ async fn every_http_status_maps_to_its_error_code() {
         assert_eq!((&ended["status"], &error["code"]), (&json!("FAILED"), &json!(code)), "{ended}");
         assert_eq!(error["detail"]["status_code"], status);
         assert_eq!(error["detail"]["tool_name"], "api.ask");
+        let hint = error["detail"]["hint"].as_str().unwrap();
+        assert!(hint.starts_with("the API "), "the advice is about the API: {hint}");
         assert_eq!(
             error["detail"]["details"]["method"], "GET",
             "the response body helps to find the cause"

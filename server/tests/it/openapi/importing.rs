@@ -152,3 +152,38 @@ async fn invalid_documents_are_refused_with_a_reason() {
     api.post(path, conflicting).await.refused(409, "CONFLICT");
     assert_eq!(api.get("/projects/default/tools").await.is(200), json!([]));
 }
+
+/// The newcomer sees at import time, and not at the first call, that a setting is missing.
+#[tokio::test]
+async fn an_import_warns_of_hosts_that_calls_may_not_reach() {
+    let upstream = Upstream::start().await;
+    let server = Server::start().await;
+    let api = server.api();
+    let path = "/projects/default/tools/import?prefix=pets";
+    let report = api.post(path, document(&upstream.url("/v1"))).await.is(201);
+    let address = &upstream.address;
+    let settings = format!(
+        "set http.hosts = [\"s.jina.ai\", \"r.jina.ai\", \"http://{address}\"] and \
+         http.allow_hosts = [\"127.0.0.1\"] in the server's configuration, and restart the server"
+    );
+    let warning = format!(
+        "calls will be denied: http://{address} may not be asked: it is not in the setting \
+         http.hosts; {settings}"
+    );
+    assert_eq!(report["warnings"], json!([warning]));
+    assert_eq!(report["imported"].as_array().unwrap().len(), 3, "{report}");
+    let denied = call(&api, "pets.getPet", json!({ "id": 1 })).await;
+    assert_eq!(denied["error"]["code"], "PERMISSION_DENIED", "{denied}");
+    assert_eq!(denied["error"]["detail"]["hint"], settings, "{denied}");
+
+    // With exactly these settings the call works, and a second import does not warn.
+    let mut config = server.config.clone();
+    config.http.hosts = vec!["s.jina.ai".into(), "r.jina.ai".into(), format!("http://{address}")];
+    config.http.allow_hosts = vec!["127.0.0.1".into()];
+    let server = server.restart_with(config).await;
+    let api = server.api();
+    let done = call(&api, "pets.getPet", json!({ "id": 1 })).await;
+    assert_eq!(done["status"], "SUCCEEDED", "{done}");
+    let report = api.post(path, document(&upstream.url("/v1"))).await.is(201);
+    assert_eq!(report["warnings"], json!([]));
+}

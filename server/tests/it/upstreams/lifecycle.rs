@@ -30,6 +30,26 @@ async fn an_added_upstream_survives_a_restart_until_it_is_removed() {
 }
 
 #[tokio::test]
+async fn the_tools_of_an_upstream_that_is_away_say_so() {
+    let upstream = Http::start().await;
+    let server = Server::start().await;
+    let api = server.api();
+    let body = json!({ "name": "fixture", "url": upstream.url() });
+    api.post("/v1/sources/mcp?wait_ms=30000", body).await.is(201);
+    assert_eq!(api.get("/v1/tools/fixture.echo").await.is(200)["available"], true);
+    upstream.stop();
+    let server = server.restart().await;
+    let api = server.api();
+    let tool = until("the tool to be unavailable", || async {
+        let tool = api.get("/v1/tools/fixture.echo").await.is(200);
+        (tool["available"] == false).then_some(tool)
+    })
+    .await;
+    let reason = tool["unavailable_reason"].as_str().unwrap();
+    assert!(reason.starts_with("the MCP server fixture is not there: "), "{reason}");
+}
+
+#[tokio::test]
 async fn the_configuration_of_desktop_clients_is_accepted_unchanged() {
     let (upstream, mut other) = (Http::start().await, program("good"));
     other.env.insert("TOKEN".into(), "sesame-open-123".into());

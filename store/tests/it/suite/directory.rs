@@ -207,6 +207,21 @@ pub async fn unlisted_tools_are_kept_or_withdrawn_as_requested(store: &dyn Store
     assert_eq!(tools_and_offers(store).await.1, ["p/b@phone", "p/z@phone"]);
 }
 
+pub async fn a_client_can_get_another_owner(store: &dyn Store) {
+    change(store, register("p", "laptop", &["a"], UnlistedTools::Keep)).await;
+    change(store, register("q", "laptop", &["a"], UnlistedTools::Keep)).await;
+    let [project, client_id, owner] = ["p", "laptop", "grace"].map(str::to_owned);
+    change(store, DirectoryChange::SetClientOwner { project, client_id, owner }).await;
+    // A later registration does not take it back.
+    change(store, register("p", "laptop", &["b"], UnlistedTools::Keep)).await;
+    let clients = load(store).await.clients;
+    let mut owners: Vec<_> =
+        clients.iter().map(|c| (c.project.as_str(), c.owner.as_str(), c.registered_ms)).collect();
+    owners.sort_unstable();
+    assert_eq!(owners, [("p", "grace", NOW), ("q", "ada", NOW)]);
+    assert_eq!(tools_and_offers(store).await.0, ["p/a", "p/b", "q/a"]);
+}
+
 pub async fn dropping_a_client_removes_its_offers(store: &dyn Store) {
     change(store, register("p", "laptop", &["a", "b"], UnlistedTools::Keep)).await;
     change(store, register("p", "phone", &["b"], UnlistedTools::Keep)).await;

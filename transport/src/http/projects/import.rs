@@ -4,10 +4,12 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use reqwest::Url;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::tool::check_tool_name;
+use toolcrib_protocol::http_operation::destination::DestinationRules;
 use toolcrib_protocol::openapi::{self, ImportOptions, ImportReport, ImportedTool};
 use utoipa::{IntoParams, ToSchema};
 
@@ -69,6 +71,8 @@ pub(super) struct ImportBody {
     project_id: String,
     imported: Vec<ImportedToolBody>,
     skipped: Vec<SkippedOperationBody>,
+    /// Reasons why calls of imported tools will be denied, with the settings that permit them.
+    warnings: Vec<String>,
     dry_run: bool,
 }
 
@@ -111,6 +115,7 @@ pub(super) async fn import(
         let tools = import.tools.iter().map(|tool| tool.definition.clone()).collect();
         state.engine.registry().put_tools(&caller, tools).await?;
     }
+    let warnings = destination_warnings(state.settings.destinations.as_ref(), &import.tools);
     let skipped = import.skipped.into_iter();
     let body = ImportBody {
         project_id: caller.project.clone(),
@@ -121,10 +126,27 @@ pub(super) async fn import(
                 reason: skipped.reason,
             })
             .collect(),
+        warnings,
         dry_run,
     };
     let status = if dry_run { StatusCode::OK } else { StatusCode::CREATED };
     Ok((status, Json(body)).into_response())
+}
+
+/// Returns one warning for each host of the tools that they may not connect to. The tools are
+/// imported all the same: the operator can change the settings later.
+fn destination_warnings(rules: Option<&DestinationRules>, tools: &[ImportedTool]) -> Vec<String> {
+    let Some(rules) = rules else { return Vec::new() };
+    let mut warnings: Vec<String> = Vec::new();
+    for url in tools.iter().filter_map(|tool| Url::parse(&tool.url).ok()) {
+        let Err(forbidden) = rules.check(&url) else { continue };
+        let hint = forbidden.hint.map(|hint| format!("; {hint}")).unwrap_or_default();
+        let warning = format!("calls will be denied: {}{hint}", forbidden.message);
+        if !warnings.contains(&warning) {
+            warnings.push(warning);
+        }
+    }
+    warnings
 }
 
 fn parse_options(asked: ImportQuery) -> Result<ImportOptions, Error> {

@@ -66,7 +66,9 @@ pub(super) async fn list(
             Some(query) => search_tools(&state, &caller, query, listing.limit).await?,
             None => state.engine.registry().tools(&caller),
         };
-        let tools = tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect();
+        let body =
+            |entry: &Arc<CatalogEntry>| ToolBody::with_availability(&state.engine, &caller, entry);
+        let tools = tools.iter().map(body).collect();
         return Ok(Json(ToolList { tools }).into_response());
     };
     let format = format.parse::<ToolFormat>().map_err(|()| {
@@ -100,7 +102,7 @@ pub(super) async fn show(
     NamePath(name): NamePath,
 ) -> Result<Json<ToolBody>, ApiError> {
     let entry = state.engine.registry().tool(&caller, &name)?;
-    Ok(Json(ToolBody::from(entry.as_ref())))
+    Ok(Json(ToolBody::with_availability(&state.engine, &caller, &entry)))
 }
 
 /// A request to run one tool.
@@ -207,7 +209,7 @@ pub(super) async fn invoke(
             let call =
                 Box::pin(state.engine.calls().wait(&caller, &ticket, Until::EndedWithin(wait_ms)))
                     .await?;
-            let body = Json(CallBody::with_trace(&call, trace));
+            let body = Json(CallBody::with_trace(&state.engine, &call, trace));
             let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if !call.status.is_terminal() {
                 set_retry_after(&mut answer);

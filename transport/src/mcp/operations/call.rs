@@ -277,7 +277,7 @@ impl ToolCallWaiter<'_> {
     }
 
     fn task_response(&self, call: &Call) -> CallToolResponse {
-        let task = tasks::to_task(call, self.scope.shared.settings.retention_ms);
+        let task = tasks::to_task(self.scope.shared, call);
         CallToolResponse::Task(CreateTaskResult::new(task))
     }
 }

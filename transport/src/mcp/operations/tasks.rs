@@ -12,6 +12,7 @@ use rmcp::model::{
 };
 use serde_json::{Value, json};
 use toolcrib::CallId;
+use toolcrib::Engine;
 use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::fault::Code;
 
@@ -23,9 +24,8 @@ use crate::mcp::tool_result::{self, ResultFormat};
 /// Poll interval that tasks recommend to MCP clients.
 const POLL_INTERVAL_MS: u64 = 1_000;
 
-/// Returns the call as a task, without its outcome. `retention_ms` is the time for which a finished
-/// call is stored.
-pub(crate) fn to_task(call: &Call, retention_ms: Option<u64>) -> Task {
+/// Returns the call as a task, without its outcome.
+pub(crate) fn to_task(shared: &McpTransportState, call: &Call) -> Task {
     let time = |ms: u64| {
         let timestamp = jiff::Timestamp::from_millisecond(ms as i64).unwrap_or_default();
         timestamp.to_string()
@@ -34,8 +34,9 @@ pub(crate) fn to_task(call: &Call, retention_ms: Option<u64>) -> Task {
     let mut task =
         Task::new(call.id.as_str(), task_status(call), time(call.created_ms), time(updated_ms))
             .with_poll_interval_ms(POLL_INTERVAL_MS)
-            .with_status_message(status_message(call));
-    task.ttl_ms = retention_ms;
+            .with_status_message(status_message(&shared.engine, call));
+    // A finished call is stored for this time.
+    task.ttl_ms = shared.settings.retention_ms;
     task
 }
 
@@ -49,13 +50,17 @@ fn task_status(call: &Call) -> TaskStatus {
     }
 }
 
-fn status_message(call: &Call) -> String {
+fn status_message(engine: &Engine, call: &Call) -> String {
     let fault = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
     match (call.status, fault) {
         (_, Some(fault)) => fault.to_string(),
         (Status::Pending, _) => {
             let reason = call.hold.map_or("queue", |hold| hold.as_str());
-            format!("{} waits ({reason})", call.target.tool)
+            let waits = format!("{} waits ({reason})", call.target.tool);
+            match engine.calls().describe_hold(call) {
+                Some(detail) => format!("{waits}: {detail}"),
+                None => waits,
+            }
         }
         (Status::Running, _) => format!("{} is being executed", call.target.tool),
         _ => format!("{} is done", call.target.tool),
@@ -83,7 +88,7 @@ pub(crate) async fn get_task(
         _ if !questions.is_empty() => TaskPayload::InputRequired { input_requests: questions },
         _ => TaskPayload::Working,
     };
-    Ok(DetailedTask::new(to_task(call, shared.settings.retention_ms), payload))
+    Ok(DetailedTask::new(to_task(shared, call), payload))
 }
 
 /// Submits the answers of `tasks/update`.

@@ -57,6 +57,12 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
             });
             drop_orphans(directory);
         }
+        DirectoryChange::SetClientOwner { project, client_id, owner } => {
+            let clients = directory.clients.iter_mut();
+            clients
+                .filter(|c| c.project == project && c.client_id == client_id)
+                .for_each(|client| client.owner.clone_from(&owner));
+        }
         DirectoryChange::DropClient { project, client_id } => {
             directory.offers.retain(|o| o.project != project || o.client_id != client_id);
             directory.clients.retain(|c| c.project != project || c.client_id != client_id);

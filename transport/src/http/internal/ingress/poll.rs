@@ -87,7 +87,7 @@ pub(in super::super) async fn poll(
         redelivery: Redelivery::ReversibleOnly,
         transport: Transport::Polling,
     };
-    let mut session = engine.clients().connect(&caller, connecting)?;
+    let mut session = engine.clients().connect(&caller, connecting).await?;
     let wait_ms = polling.wait_ms.min(engine.limits().max_wait_ms);
     let wait = std::time::Duration::from_millis(wait_ms);
     let first = tokio::time::timeout(wait, session.next()).await.ok().flatten();

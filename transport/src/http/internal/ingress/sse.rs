@@ -56,7 +56,7 @@ pub(in super::super) async fn sse(
         redelivery: if listening.resume { Redelivery::All } else { Redelivery::ReversibleOnly },
         transport: Transport::Streaming,
     };
-    let session = http_state.engine.clients().connect(&caller, connecting)?;
+    let session = http_state.engine.clients().connect(&caller, connecting).await?;
     let state = (session, http_state.engine.clone(), RequestCredentials::new(&caller, &headers));
     // Dropping the stream drops the session, which returns unacknowledged requests to the queue.
     let messages = stream::unfold(state, async |(mut session, engine, standing)| {

@@ -189,7 +189,7 @@ async fn handshake(
         redelivery: if hello.resume { Redelivery::All } else { Redelivery::ReversibleOnly },
         transport: Transport::Streaming,
     };
-    let session = state.engine.clients().connect(caller, connecting).map_err(Some)?;
+    let session = state.engine.clients().connect(caller, connecting).await.map_err(Some)?;
     let answer = json!({
         "type": "hello_ack",
         "client_id": hello.client_id,
