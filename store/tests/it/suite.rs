@@ -59,6 +59,7 @@ macro_rules! conformance {
                     the_last_event_number_of_a_call_is_that_of_its_newest_event
                     reading_after_the_last_number_returns_only_later_events
                     records_of_one_commit_have_consecutive_numbers
+                    followers_see_every_event_once_and_in_order_while_calls_end
                 }
                 lists {
                     the_newest_call_is_first
