@@ -34,6 +34,7 @@ macro_rules! conformance {
                     saving_a_stale_version_is_a_conflict
                     saving_an_unknown_call_is_a_conflict
                     one_of_many_concurrent_saves_of_a_version_succeeds
+                    a_deadline_that_moved_is_read_back
                     the_health_check_succeeds
                 }
                 idempotency {

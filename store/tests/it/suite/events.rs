@@ -306,8 +306,8 @@ pub async fn events_implied_by_the_call_row_are_read_like_stored_ones(store: &dy
     assert!(history(store, of_project("q")).await.is_empty());
 }
 
-/// Callers commit while followers read page by page, as a stream of the project does. A page must be
-/// one snapshot: if events that have rows and implied ones are read at two moments, a follower
+/// Callers commit while followers read page by page, as a stream of the project does. A page must
+/// be one snapshot: if events that have rows and implied ones are read at two moments, a follower
 /// continues after a number below which events appear later.
 pub async fn followers_see_every_event_once_and_in_order_while_calls_end(store: &dyn Store) {
     const CALLERS: usize = 8;
