@@ -128,7 +128,8 @@ fn start_upkeep(handle: PrometheusHandle) {
     }
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
+#[cfg(target_os = "linux")]
 mod tests {
     use std::process::Command;
 
