@@ -136,7 +136,7 @@ impl Calls {
     /// Returns the age of the oldest open call, or 0 if no call is open.
     pub fn oldest_open_call_age_ms(&self) -> u64 {
         let oldest_ms = self.dispatcher.open_calls.oldest_created_ms();
-        oldest_ms.map_or(0, |oldest_ms| self.core.now_ms().saturating_sub(oldest_ms))
+        oldest_ms.map_or(0, |oldest_ms| self.core.wall_ms().saturating_sub(oldest_ms))
     }
 
     /// Returns whether a tool of this project can be executed now, and by which clients.

@@ -81,9 +81,9 @@ impl Engine {
         &self.core.limits
     }
 
-    /// Returns the time of the engine's clock, in Unix milliseconds.
+    /// Returns the time of day by the engine's clock, in Unix milliseconds.
     pub fn now_ms(&self) -> u64 {
-        self.core.now_ms()
+        self.core.wall_ms()
     }
 
     /// Returns true if the engine is shutting down and accepts no more calls.

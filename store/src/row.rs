@@ -111,8 +111,8 @@ struct StoredCallState<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[serde(rename = "after_timeout_ms")]
     predecessor_timeout_ms: Option<u64>,
-    /// Set only for a call with a predecessor: the `deadline_ms` column holds the deadline of the
-    /// insert, which moves when the predecessor ends.
+    /// Set only for a call with a predecessor, whose deadline moves when the predecessor ends.
+    /// Older versions leave the `deadline_ms` column as it was inserted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     deadline_ms: Option<u64>,
     /// Omitted when it equals `Call::implied_dispatch_ms`.

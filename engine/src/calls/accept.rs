@@ -61,6 +61,8 @@ struct Admission<'a> {
     slot: Option<Slot>,
     scope: SlotScope,
     caps: ConcurrencyCaps,
+    /// The clock's offset when the call's deadline was set.
+    wall_offset_ms: i64,
 }
 
 impl Calls {
@@ -119,7 +121,7 @@ impl Calls {
         request: CallRequest,
         args: &Value,
     ) -> Result<Call, Error> {
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let definition = &tool.definition;
         let policy = self.resolve_policy(&caller.project, tool);
         // The operator's timeout for this tool takes precedence over the definition's.
@@ -202,6 +204,7 @@ impl Calls {
         key: Option<IdempotencyKey>,
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
+        let wall_offset_ms = self.core.clock.wall_offset_ms();
         let (all, each) =
             (self.core.limits.max_open_calls, self.core.limits.max_open_calls_per_project);
         let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
@@ -257,7 +260,7 @@ impl Calls {
         if let Some(answer) = self.replayed_ticket(created.map_err(from_store_error)?) {
             return answer;
         }
-        let admission = Admission { reservation, slot, scope, caps };
+        let admission = Admission { reservation, slot, scope, caps, wall_offset_ms };
         Ok(self.start_committed(call, follows, admission).await)
     }
 
@@ -273,7 +276,7 @@ impl Calls {
             PostCommit::ApplyFinished { before, over, .. } => (before.take(), over.take()),
             _ => (None, None),
         };
-        let (before, at_ms) = (before.as_deref(), self.core.now_ms());
+        let (before, at_ms) = (before.as_deref(), self.core.wall_ms());
         let accepted = Commit::new(&call, CommitKind::Accepted, before, attempt_end, at_ms);
         if call.status.is_terminal() {
             // The call was never in `open_calls`: its reservation is released on return, and no
@@ -281,9 +284,9 @@ impl Calls {
             self.dispatcher.after_commit(accepted, None).await;
             return Ticket { call, replayed: false, open_call: None };
         }
-        let Admission { reservation, slot, scope, caps } = admission;
+        let Admission { reservation, slot, scope, caps, wall_offset_ms } = admission;
         reservation.commit();
-        let entry = OpenCall::new(call.clone(), slot);
+        let entry = OpenCall::new(call.clone(), slot, wall_offset_ms);
         self.dispatcher.open_calls.insert(entry.clone());
         let actions = match &mut follows {
             PostCommit::Start(action) => action.take().into_iter().collect(),

@@ -76,14 +76,18 @@ impl Dispatcher {
         let entry = match self.open_calls.get(id) {
             Some(entry) => entry,
             None => match self.core.store.call(project, id).await.map_err(from_store_error)? {
-                Some(call) => OpenCall::from_store(Arc::new(call), None),
+                Some(call) => {
+                    let wall_offset_ms = self.core.clock.wall_offset_ms();
+                    OpenCall::from_store(Arc::new(call), None, wall_offset_ms)
+                }
                 None => return Err(call_not_found(id)),
             },
         };
         let _one_at_a_time = entry.decision_lock.lock().await;
         loop {
-            let before = entry.call();
-            let now_ms = self.core.clock.now_ms();
+            let wall_offset_ms = self.core.clock.wall_offset_ms();
+            let before = entry.call_by_offset(wall_offset_ms);
+            let now_ms = self.core.clock.now_ms().saturating_add_signed(wall_offset_ms);
             let step = match lifecycle::step(&before, &event, now_ms) {
                 Ok(step) => step,
                 Err(refusal) => return self.handle_refusal(before, refusal).await,
@@ -93,11 +97,12 @@ impl Dispatcher {
             let saved = self.core.store.save_call(after.clone(), step.records).await;
             if saved.map_err(from_store_error)? == SaveResult::Conflict {
                 let stored = self.core.store.call(project, id).await.map_err(from_store_error)?;
-                entry.set_committed(Arc::new(stored.ok_or_else(|| call_not_found(id))?));
+                let stored = Arc::new(stored.ok_or_else(|| call_not_found(id))?);
+                entry.set_committed(stored, entry.wall_offset_ms());
                 continue;
             }
-            entry.set_committed(after.clone());
-            self.open_calls.apply_transition(&before, &after);
+            entry.set_committed(after.clone(), wall_offset_ms);
+            self.open_calls.apply_transition(&before, &after, wall_offset_ms);
             self.release_attempt(&entry, &before, &after);
             let commit = Commit::new(&after, CommitKind::Advanced, Some(&before), attempt, now_ms);
             self.after_commit(commit, Some((&entry, &step.actions))).await;
@@ -278,15 +283,46 @@ impl Dispatcher {
     /// Queues the call now, or leaves it to the timers until its retry is due.
     pub(crate) fn enqueue_call(self: &Arc<Self>, call: &Arc<Call>) {
         if let Some(Hold::Retry { at_ms }) = call.hold
-            && at_ms > self.core.clock.now_ms()
+            && at_ms > self.core.clock.wall_ms()
         {
             return;
         }
         if let Some(Hold::Retry { at_ms }) = call.hold {
-            self.open_calls.reschedule(&call.id, at_ms.min(call.deadline_ms), call.deadline_ms);
+            let wall_offset_ms = self.core.clock.wall_offset_ms();
+            let (was_ms, deadline_ms) = (at_ms.min(call.deadline_ms), call.deadline_ms);
+            self.open_calls.reschedule(&call.id, was_ms, deadline_ms, wall_offset_ms);
         }
         let (scope, caps) = self.resolve_slot_scope(call);
         self.limiter.enqueue(call.id.clone(), scope, caps);
+    }
+
+    /// Stores new deadlines and retry times of the open calls after a change of the time of day, so
+    /// that each call keeps the time that it has left, also after a restart. Until it is stored,
+    /// [`advance`](Self::advance) does the same for a call that it decides on.
+    pub(crate) async fn follow_wall_clock(&self) {
+        let wall_offset_ms = self.core.clock.wall_offset_ms();
+        let others = self.open_calls.with_other_offset(wall_offset_ms);
+        if others.is_empty() {
+            return;
+        }
+        tracing::warn!(calls = others.len(), "the system time was changed; open calls follow it");
+        let saving = others.iter().map(async |entry| {
+            let _one_at_a_time = entry.decision_lock.lock().await;
+            let mut next = Call::clone(&entry.call_by_offset(wall_offset_ms));
+            if next.status.is_terminal() || entry.wall_offset_ms() == wall_offset_ms {
+                return;
+            }
+            next.version += 1;
+            let next = Arc::new(next);
+            match self.core.store.save_call(next.clone(), Vec::new()).await {
+                Ok(SaveResult::Saved) => entry.set_committed(next, wall_offset_ms),
+                Ok(SaveResult::Conflict) => {}
+                Err(error) => {
+                    tracing::warn!(call = %next.id, %error, "a new deadline is not stored");
+                }
+            }
+        });
+        futures::future::join_all(saving).await;
     }
 
     /// Wakes everything that waits for a change of this call.

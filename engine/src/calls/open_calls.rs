@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, OnceCell};
@@ -19,6 +19,9 @@ pub(crate) struct OpenCall {
     pub(crate) decision_lock: tokio::sync::Mutex<()>,
     /// The last committed state.
     committed: RwLock<Arc<Call>>,
+    /// The clock's `wall_offset_ms` that the deadline and the retry time of `committed` are based
+    /// on. If the time of day has changed since, they are off by the difference.
+    wall_offset_ms: AtomicI64,
     /// Slot of the attempt in flight.
     slot: Mutex<Option<Slot>>,
     /// Number of progress events. Unset until first needed if the call was loaded from the
@@ -28,24 +31,31 @@ pub(crate) struct OpenCall {
 
 impl OpenCall {
     /// Creates the entry of a call that this process accepted.
-    pub(crate) fn new(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
-        Self::with_progress_count(call, slot, OnceCell::new_with(Some(AtomicU32::new(0))))
+    pub(crate) fn new(call: Arc<Call>, slot: Option<Slot>, wall_offset_ms: i64) -> Arc<Self> {
+        let none = OnceCell::new_with(Some(AtomicU32::new(0)));
+        Self::with_progress_count(call, slot, wall_offset_ms, none)
     }
 
     /// Creates the entry of a call loaded from the store.
-    pub(crate) fn from_store(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
-        Self::with_progress_count(call, slot, OnceCell::new())
+    pub(crate) fn from_store(
+        call: Arc<Call>,
+        slot: Option<Slot>,
+        wall_offset_ms: i64,
+    ) -> Arc<Self> {
+        Self::with_progress_count(call, slot, wall_offset_ms, OnceCell::new())
     }
 
     fn with_progress_count(
         call: Arc<Call>,
         slot: Option<Slot>,
+        wall_offset_ms: i64,
         progress_events: OnceCell<AtomicU32>,
     ) -> Arc<Self> {
         let (committed, slot) = (RwLock::new(call), Mutex::new(slot));
         Arc::new(Self {
             decision_lock: tokio::sync::Mutex::new(()),
             committed,
+            wall_offset_ms: AtomicI64::new(wall_offset_ms),
             slot,
             progress_events,
         })
@@ -55,8 +65,27 @@ impl OpenCall {
         self.committed.read().clone()
     }
 
-    pub(crate) fn set_committed(&self, call: Arc<Call>) {
-        *self.committed.write() = call;
+    /// Returns the call with its deadline and its retry time as times of day by this offset.
+    pub(crate) fn call_by_offset(&self, wall_offset_ms: i64) -> Arc<Call> {
+        let committed = self.committed.read();
+        let by_ms = wall_offset_ms.saturating_sub(self.wall_offset_ms());
+        if by_ms == 0 {
+            return committed.clone();
+        }
+        let mut call = Call::clone(&committed);
+        call.shift_schedule(by_ms);
+        Arc::new(call)
+    }
+
+    pub(crate) fn wall_offset_ms(&self) -> i64 {
+        self.wall_offset_ms.load(Ordering::Acquire)
+    }
+
+    /// Replaces the call by a state with times by this offset.
+    pub(crate) fn set_committed(&self, call: Arc<Call>, wall_offset_ms: i64) {
+        let mut committed = self.committed.write();
+        self.wall_offset_ms.store(wall_offset_ms, Ordering::Release);
+        *committed = call;
     }
 
     pub(crate) fn set_slot(&self, slot: Slot) {
@@ -86,7 +115,7 @@ impl OpenCall {
 struct OpenCallsState {
     calls: HashMap<CallId, Arc<OpenCall>>,
     count_by_project: KeyCounts<String>,
-    /// Timers: the time at which each call is due.
+    /// Timers: the time at which each call is due, by the clock's `now_ms`.
     due: BTreeSet<(u64, CallId)>,
 }
 
@@ -168,26 +197,36 @@ impl OpenCalls {
         let call = entry.call();
         let mut state = self.state.lock();
         if let Some(due_ms) = call.due_ms() {
+            let due_ms = to_timer(due_ms, entry.wall_offset_ms());
             self.schedule(&mut state, due_ms, call.id.clone());
         }
         state.calls.insert(call.id.clone(), entry);
     }
 
-    /// Updates the timer of a call after a transition, and removes the call if it has ended.
-    pub(crate) fn apply_transition(&self, before: &Call, after: &Call) {
+    /// Updates the timer of a call after a transition, and removes the call if it has ended. The
+    /// times of both states are by this offset.
+    pub(crate) fn apply_transition(&self, before: &Call, after: &Call, wall_offset_ms: i64) {
         let mut state = self.state.lock();
         if let Some(due_ms) = before.due_ms() {
-            state.due.remove(&(due_ms, before.id.clone()));
+            state.due.remove(&(to_timer(due_ms, wall_offset_ms), before.id.clone()));
             // A queued retry has its timer at the deadline; see `reschedule`.
-            state.due.remove(&(before.deadline_ms, before.id.clone()));
+            let deadline_ms = to_timer(before.deadline_ms, wall_offset_ms);
+            state.due.remove(&(deadline_ms, before.id.clone()));
         }
         if after.status.is_terminal() {
             if state.calls.remove(&after.id).is_some() {
                 state.count_by_project.decrement(&after.project);
             }
         } else if let Some(due_ms) = after.due_ms() {
-            self.schedule(&mut state, due_ms, after.id.clone());
+            self.schedule(&mut state, to_timer(due_ms, wall_offset_ms), after.id.clone());
         }
+    }
+
+    /// Returns the open calls whose times are not by this offset.
+    pub(crate) fn with_other_offset(&self, wall_offset_ms: i64) -> Vec<Arc<OpenCall>> {
+        let state = self.state.lock();
+        let others = state.calls.values().filter(|entry| entry.wall_offset_ms() != wall_offset_ms);
+        others.cloned().collect()
     }
 
     fn schedule(&self, state: &mut OpenCallsState, due_ms: u64, id: CallId) {
@@ -206,10 +245,16 @@ impl OpenCalls {
     }
 
     /// Moves the timer of a call whose retry is now queued: only its deadline remains.
-    pub(crate) fn reschedule(&self, id: &CallId, was_ms: u64, deadline_ms: u64) {
+    pub(crate) fn reschedule(
+        &self,
+        id: &CallId,
+        was_ms: u64,
+        deadline_ms: u64,
+        wall_offset_ms: i64,
+    ) {
         let mut state = self.state.lock();
-        if state.due.remove(&(was_ms, id.clone())) {
-            state.due.insert((deadline_ms, id.clone()));
+        if state.due.remove(&(to_timer(was_ms, wall_offset_ms), id.clone())) {
+            state.due.insert((to_timer(deadline_ms, wall_offset_ms), id.clone()));
         }
     }
 
@@ -245,4 +290,10 @@ impl OpenCalls {
         let state = self.state.lock();
         state.calls.values().map(|entry| entry.call().created_ms).min()
     }
+}
+
+/// Converts a time of day to the time of a timer. A change of the time of day changes both times of
+/// a call, and the difference stays: timers need no adjustment.
+fn to_timer(at_ms: u64, wall_offset_ms: i64) -> u64 {
+    at_ms.saturating_add_signed(wall_offset_ms.saturating_neg())
 }

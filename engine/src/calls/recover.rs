@@ -58,7 +58,7 @@ impl Calls {
         let slot = call.survives_node_loss().then(|| {
             self.dispatcher.limiter.force_acquire(self.dispatcher.resolve_slot_scope(&call).0)
         });
-        let entry = OpenCall::from_store(call, slot);
+        let entry = OpenCall::from_store(call, slot, self.core.clock.wall_offset_ms());
         self.dispatcher.open_calls.adopt(entry.clone()).then_some(entry)
     }
 
@@ -69,7 +69,8 @@ impl Calls {
         // The call may have ended between the scan and its adoption.
         let now = entry.call();
         if now.status.is_terminal() {
-            self.dispatcher.open_calls.apply_transition(&found, &now);
+            let wall_offset_ms = entry.wall_offset_ms();
+            self.dispatcher.open_calls.apply_transition(&found, &now, wall_offset_ms);
             entry.release_slot();
         }
     }

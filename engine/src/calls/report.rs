@@ -271,7 +271,7 @@ impl Dispatcher {
         if entry.next_progress_number(stored).await? > self.core.limits.max_progress_events {
             return Ok(());
         }
-        let record = progress.into_record(self.core.clock.now_ms(), attempt).with_task_ids(&call);
+        let record = progress.into_record(self.core.clock.wall_ms(), attempt).with_task_ids(&call);
         self.core
             .store
             .append_records(&call.project, id, vec![record])

@@ -83,7 +83,7 @@ impl Dispatcher {
         done: SpeculationResult,
     ) -> Result<Transition, Box<Call>> {
         let result = self.validate_result(&call, done.result);
-        let (attempt, version, now_ms) = (call.attempt, call.version, self.core.clock.now_ms());
+        let (attempt, version, now_ms) = (call.attempt, call.version, self.core.clock.wall_ms());
         let event = Event::Report { attempt: Some(attempt), by: None, result };
         let mut step = match lifecycle::step_owned(call, &event, now_ms) {
             Ok(step) => step,

@@ -57,6 +57,8 @@ pub struct WorkItem {
     pub effect: Effect,
     /// Deadline of the call, in Unix milliseconds.
     pub deadline_ms: u64,
+    /// The deadline by the clock's `now_ms`, which leases use.
+    pub(crate) lease_deadline_ms: u64,
     /// The span of the attempt.
     pub traceparent: Option<TraceParent>,
     /// True if the item may have been delivered before.
@@ -158,7 +160,12 @@ impl ClientQueue {
 
     /// Returns the clients of a project that are or were connected.
     pub fn clients(&self, project: &str) -> Vec<ClientView> {
-        self.state.lock().list_clients(project)
+        let mut clients = self.state.lock().list_clients(project);
+        let wall_offset_ms = self.clock.wall_offset_ms();
+        for seen_ms in clients.iter_mut().filter_map(|client| client.last_seen_ms.as_mut()) {
+            *seen_ms = seen_ms.saturating_add_signed(wall_offset_ms);
+        }
+        clients
     }
 
     /// Returns a client that offers a tool, as the callers of the tool see it.
@@ -258,6 +265,7 @@ impl Source for ClientQueue {
             attempt: attempt.number,
             effect: attempt.effect,
             deadline_ms: attempt.deadline_ms,
+            lease_deadline_ms: self.clock.to_monotonic_ms(attempt.deadline_ms),
             traceparent: attempt.traceparent,
             redelivered: attempt.redelivered,
         };

@@ -264,6 +264,15 @@ impl Call {
             (false, _) => Some(self.deadline_ms),
         }
     }
+
+    /// Moves the times at which the clock must act, after the time of day has changed by this much:
+    /// the call has as much time left as before. Times of what has happened stay.
+    pub fn shift_schedule(&mut self, by_ms: i64) {
+        self.deadline_ms = self.deadline_ms.saturating_add_signed(by_ms);
+        if let Some(Hold::Retry { at_ms }) = &mut self.hold {
+            *at_ms = at_ms.saturating_add_signed(by_ms);
+        }
+    }
 }
 
 /// The outcome of a call.

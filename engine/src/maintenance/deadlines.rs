@@ -6,14 +6,14 @@ use crate::calls::Calls;
 use crate::domain::call::Hold;
 use crate::lifecycle::Event;
 
-/// Maximum sleep when no call is due.
-const IDLE_MS: u64 = 60_000;
+/// Maximum sleep. It bounds the time until a change of the system time is noticed.
+const IDLE_MS: u64 = 5_000;
 const MAX_DUE_PER_PASS: usize = 1_000;
 
 pub(crate) async fn run(calls: Arc<Calls>) {
     loop {
-        let now_ms = calls.core.clock.now_ms();
-        let next_ms = calls.dispatcher.open_calls.next_due_ms().unwrap_or(now_ms + IDLE_MS);
+        let idle_ms = calls.core.clock.now_ms() + IDLE_MS;
+        let next_ms = calls.dispatcher.open_calls.next_due_ms().unwrap_or(idle_ms).min(idle_ms);
         tokio::select! {
             () = calls.core.clock.sleep_until(next_ms) => { run_once(&calls).await; }
             () = calls.dispatcher.open_calls.wait_earlier_due() => {}
@@ -22,8 +22,10 @@ pub(crate) async fn run(calls: Arc<Calls>) {
     }
 }
 
-/// Acts on every call that is due. Returns the number of calls.
+/// Follows a change of the system time, and acts on every call that is due. Returns the number of
+/// calls.
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
+    calls.dispatcher.follow_wall_clock().await;
     let mut count = 0;
     loop {
         let now_ms = calls.core.clock.now_ms();
@@ -34,9 +36,11 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
         count += due.len();
         let acts = due.into_iter().map(|id| async move {
             let Some(entry) = calls.dispatcher.open_calls.get(&id) else { return };
-            let call = entry.call();
+            let wall_offset_ms = calls.core.clock.wall_offset_ms();
+            let call = entry.call_by_offset(wall_offset_ms);
+            let wall_ms = now_ms.saturating_add_signed(wall_offset_ms);
             match call.hold {
-                Some(Hold::Retry { .. }) if now_ms < call.deadline_ms => {
+                Some(Hold::Retry { .. }) if wall_ms < call.deadline_ms => {
                     calls.dispatcher.enqueue_call(&call)
                 }
                 _ => calls.dispatcher.advance_with_retry(&call.project, &id, Event::Deadline).await,

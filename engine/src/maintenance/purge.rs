@@ -25,7 +25,9 @@ pub(crate) async fn run(calls: Arc<Calls>, retention_ms: u64) {
 
 /// Purges everything that is old enough. Returns the number of deleted calls.
 pub async fn run_once(calls: &Arc<Calls>, retention_ms: u64) -> Result<usize, Error> {
-    let before_ms = calls.core.clock.now_ms().saturating_sub(retention_ms);
+    // The earlier of the two times: a wrong time of day in the future must not delete anything.
+    let now_ms = calls.core.now_ms().min(calls.core.wall_ms());
+    let before_ms = now_ms.saturating_sub(retention_ms);
     let mut count = 0;
     loop {
         let purged =

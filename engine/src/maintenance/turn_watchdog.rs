@@ -90,8 +90,8 @@ async fn resend_wakeups(utp: &Arc<Utp>, throttle: &WakeupThrottle) -> Result<(),
     }
     let now_ms = utp.core.clock.now_ms();
     throttle.last_sent_ms.lock().retain(|_, at_ms| *at_ms + WAKEUP_INTERVAL_MS > now_ms);
-    let (before_ms, after) =
-        (now_ms.saturating_sub(UNREAD_GRACE_MS), throttle.cursor.load(Ordering::Relaxed));
+    let before_ms = utp.core.clock.wall_ms().saturating_sub(UNREAD_GRACE_MS);
+    let after = throttle.cursor.load(Ordering::Relaxed);
     let page =
         utp.core.store.utp().agents_with_unread_items(before_ms, after, AGENTS_PER_PASS).await;
     let page = page.map_err(from_store_error)?;

@@ -110,9 +110,14 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// Returns the time of the engine's clock, in Unix milliseconds.
+    /// Returns the time that waits and leases use; see [`Clock::now_ms`].
     pub(crate) fn now_ms(&self) -> u64 {
         self.clock.now_ms()
+    }
+
+    /// Returns the time of day, in Unix milliseconds; see [`Clock::wall_ms`].
+    pub(crate) fn wall_ms(&self) -> u64 {
+        self.clock.wall_ms()
     }
 
     /// Returns true if the engine is shutting down and accepts no more calls.

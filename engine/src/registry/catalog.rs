@@ -331,7 +331,7 @@ impl Registry {
                 project: caller.project.clone(),
                 client_id: registration.client_id.clone(),
                 owner: caller.agent.clone(),
-                registered_ms: self.core.clock.now_ms(),
+                registered_ms: self.core.clock.wall_ms(),
             };
             let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
             Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))

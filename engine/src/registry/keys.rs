@@ -94,7 +94,7 @@ impl Registry {
         reason: &str,
     ) -> AuditEntry {
         AuditEntry {
-            at_ms: self.core.clock.now_ms(),
+            at_ms: self.core.clock.wall_ms(),
             project: project.to_owned(),
             agent: caller.agent.clone(),
             action: action.to_owned(),
@@ -122,7 +122,7 @@ impl Admin {
         for pattern in &new.allow {
             check_pattern(pattern).map_err(invalid)?;
         }
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let key = ApiKey {
             id: self.core.id_generator.next_id("key_", now_ms),
             digest: secret_digest(&secret),
@@ -166,7 +166,7 @@ impl Admin {
             let message = format!("there is no key \"{id}\"");
             return Err(Error::not_found(message, "toolcrib keys ls lists the keys"));
         };
-        let at_ms = self.core.clock.now_ms();
+        let at_ms = self.core.clock.wall_ms();
         let entry =
             self.registry.audit_entry(caller, &key.project, "key.revoked", id, key.role.as_str());
         let change = DirectoryChange::RevokeKey { id: id.to_owned(), at_ms };

@@ -32,7 +32,7 @@ impl Registry {
             let message = "project_id must be able to stand in a NATS subject: no dot, no *";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        let created_ms = self.core.clock.now_ms();
+        let created_ms = self.core.clock.wall_ms();
         let project = Project { id: id.to_owned(), title: title.to_owned(), created_ms };
         self.change_directory(|catalog| {
             if catalog.directory().projects.iter().any(|existing| existing.id == id) {
@@ -181,7 +181,7 @@ impl Registry {
                 return Err(fault.with_detail(json!({ "pointer": format!("/{field}") })).into());
             }
         }
-        member.updated_ms = self.core.clock.now_ms();
+        member.updated_ms = self.core.clock.wall_ms();
         self.change_directory(|_| Ok((DirectoryChange::PutAgent(member.clone()), None))).await?;
         Ok(member)
     }

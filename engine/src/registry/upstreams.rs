@@ -45,7 +45,7 @@ impl Admin {
             })))
         })?;
         let (registry, project) = (self, caller.project.clone());
-        let added_ms = registry.core.clock.now_ms();
+        let added_ms = registry.core.clock.wall_ms();
         let (name, kind) = (name.to_owned(), kind.to_owned());
         let upstream = Upstream { project, name, kind, settings, added_ms };
         let entry = registry.registry.audit_entry(
@@ -127,7 +127,7 @@ impl Admin {
         let limit = self.core.limits.max_tools_per_project;
         let refused = Mutex::new(Vec::new());
         let entry = AuditEntry {
-            at_ms: self.core.clock.now_ms(),
+            at_ms: self.core.clock.wall_ms(),
             project: project.to_owned(),
             agent: upstream.to_owned(),
             action: "upstream.tools".to_owned(),

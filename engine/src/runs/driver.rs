@@ -491,7 +491,7 @@ impl Runs {
         mut state: OwnedMutexGuard<ActiveRunState>,
         change: impl FnOnce(&mut Run, u64) -> Vec<JournalRecord> + Send,
     ) -> Result<Run, Error> {
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let mut next = state.run.clone();
         let entries = change(&mut next, now_ms);
         (next.version, next.updated_ms) = (next.version + 1, now_ms);

@@ -92,7 +92,7 @@ impl Runs {
     ) -> Result<StartedRun, Error> {
         self.validate_run_request(caller, &new)?;
         let key = run_idempotency_key(caller, &new);
-        let now_ms = self.core.now_ms();
+        let now_ms = self.core.wall_ms();
         let id = self.core.id_generator.next_id(Run::PREFIX, now_ms);
         let terms = RunOptions {
             run_id: id.clone(),

@@ -78,7 +78,7 @@ impl Runs {
         limit: usize,
         budget_tokens: usize,
     ) -> Result<ContextPrompt, Error> {
-        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.now_ms());
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.wall_ms());
         // Token counting is CPU-bound and would block this async worker thread.
         let rendering = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
         rendering.await.map_err(|error| Error::Internal(Box::new(error)))
@@ -94,7 +94,7 @@ impl Runs {
         style: MessageFormat,
         budget_tokens: Option<usize>,
     ) -> Result<(ContextMessages, bool), Error> {
-        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.now_ms());
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.core.wall_ms());
         let rendering = tokio::task::spawn_blocking(move || match style {
             MessageFormat::OpenAi => {
                 (context.to_openai(budget_tokens, now_ms), context.truncated())
@@ -159,7 +159,7 @@ impl Runs {
             project: caller.project.clone(),
             run_id: run_id.to_owned(),
             tool_definitions: text,
-            updated_ms: self.core.now_ms(),
+            updated_ms: self.core.wall_ms(),
         };
         self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)?;
         Ok(self.resolve_run_tools(caller, tools))

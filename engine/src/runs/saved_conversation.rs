@@ -47,7 +47,7 @@ impl Runs {
             run_id: storage_key(id),
             tool_definitions: Json::from_serialize(&saved)
                 .map_err(|error| Error::Internal(Box::new(error)))?,
-            updated_ms: self.core.now_ms(),
+            updated_ms: self.core.wall_ms(),
         };
         self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)
     }

@@ -74,7 +74,7 @@ impl Utp {
             let message = format!("the card is over the limit of {limit} bytes for a result");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let mint = || self.core.id_generator.next_id("", now_ms).to_lowercase();
         let mut card = Card::parse_external(value, &caller.project, now_ms, mint)?;
         if card.kind == TOOL_RESULT {

@@ -82,7 +82,7 @@ impl Utp {
         inbox_ids: &[String],
     ) -> Result<usize, Error> {
         require_agent(caller, agent_id)?;
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let utp = self.core.store.utp();
         let acknowledged =
             utp.acknowledge_inbox_items(&caller.project, agent_id, inbox_ids, now_ms).await;
@@ -196,7 +196,7 @@ impl Utp {
             parent_step_id: Some(route.step_id.clone()),
             source_agent_id: Some(card.author_id.clone()),
             depth: route.depth,
-            created_ms: self.core.clock.now_ms(),
+            created_ms: self.core.clock.wall_ms(),
             inbox_id,
         }
     }
@@ -225,7 +225,7 @@ impl Utp {
                 "reason": item.message_type,
                 "metadata": { "agent_turn_id": item.turn_id },
             }),
-            expires_ms: self.core.clock.now_ms() + WAKEUP_TTL_MS,
+            expires_ms: self.core.clock.wall_ms() + WAKEUP_TTL_MS,
         })
     }
 }

@@ -249,7 +249,7 @@ impl Utp {
         project: &str,
         message: UnprocessableMessage,
     ) -> Result<DeadLetter, Error> {
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let (payload, cut) = truncate_text(message.payload, MAX_DEAD_LETTER_PAYLOAD);
         let (headers, fewer) = limit_headers(message.headers);
         let (subject, shorter) = truncate_text(message.subject, MAX_DEAD_LETTER_SUBJECT);
@@ -304,7 +304,7 @@ impl Utp {
 
     /// Records the result of redriving a dead letter.
     pub async fn record_redrive(&self, mut message: DeadLetter, result: &str) -> Result<(), Error> {
-        message.redriven_ms = Some(self.core.clock.now_ms());
+        message.redriven_ms = Some(self.core.clock.wall_ms());
         message.last_redrive_result = Some(result.to_owned());
         self.core.store.utp().save_dead_letter(message).await.map_err(from_store_error)
     }
@@ -386,7 +386,7 @@ impl Utp {
     ) -> Result<(), ReportRejection> {
         let by = report.reported_by.as_deref().unwrap_or("tool");
         let record =
-            EventRecord::new(EventKind::ReportIgnored, self.core.clock.now_ms(), call.attempt)
+            EventRecord::new(EventKind::ReportIgnored, self.core.clock.wall_ms(), call.attempt)
                 .with("why", reason)
                 .with("by", by)
                 .with("agent_turn_id", report.turn_id.as_str())
@@ -406,7 +406,7 @@ impl Utp {
         if document.get("card_id").and_then(Value::as_str) != Some(&expected_id) {
             return Ok(None);
         }
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let mut card = Card::parse(document, &call.project, now_ms, String::new)
             .map_err(|fault| ReportRejection::from(Error::from(fault)))?;
         copy_lineage(&mut card, call)?;

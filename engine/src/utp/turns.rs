@@ -111,7 +111,7 @@ impl Utp {
     ) -> Result<Turn, Error> {
         require_agent(caller, agent_id)?;
         self.registry.agent_entry(caller, agent_id)?;
-        let now_ms = self.core.clock.now_ms();
+        let (now_ms, wall_ms) = (self.core.clock.now_ms(), self.core.clock.wall_ms());
         let lease_ms = lease_request.lease_ms.unwrap_or(DEFAULT_LEASE_MS);
         if !LEASE_RANGE_MS.contains(&lease_ms) {
             return Err(invalid("lease_ms must be from 1000 to 86400000 (24 h)"));
@@ -122,7 +122,7 @@ impl Utp {
         check_lineage(&lease_request)?;
         let turn_id = lease_request
             .turn_id
-            .unwrap_or_else(|| self.core.id_generator.next_id("turn_", now_ms));
+            .unwrap_or_else(|| self.core.id_generator.next_id("turn_", wall_ms));
         let channel = lease_request.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
         let words = [
             ("project_id", &caller.project),
@@ -154,8 +154,8 @@ impl Utp {
                 lease_until_ms: now_ms + lease_ms,
                 lease_ms,
                 resume_deadline_ms: None,
-                created_ms: now_ms,
-                updated_ms: now_ms,
+                created_ms: wall_ms,
+                updated_ms: wall_ms,
                 reason: None,
                 version: 1,
                 turn_id,
@@ -461,7 +461,7 @@ impl Utp {
         listener: TurnEvent,
     ) -> Result<Turn, Error> {
         if self.publishes_outbox {
-            let turn = Turn { updated_ms: self.core.clock.now_ms(), ..turn.clone() };
+            let turn = Turn { updated_ms: self.core.clock.wall_ms(), ..turn.clone() };
             change.outbox.extend(listener.into_messages(&turn));
         }
         let saved = self.store_turn(turn, change).await?;
@@ -472,7 +472,7 @@ impl Utp {
     }
 
     async fn store_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
-        turn.updated_ms = self.core.clock.now_ms();
+        turn.updated_ms = self.core.clock.wall_ms();
         let saved = self.core.store.utp().save_turn(turn.clone(), change).await;
         match saved.map_err(from_store_error)? {
             SaveResult::Saved => Ok(turn),

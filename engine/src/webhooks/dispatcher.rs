@@ -77,14 +77,15 @@ async fn find_due(webhooks: &Arc<Webhooks>) -> Result<DueDeliveries, Error> {
             .pending_deliveries(after, PAGE_SIZE)
             .await
             .map_err(from_store_error)?;
-        let now_ms = webhooks.core.clock.now_ms();
+        let clock = &webhooks.core.clock;
+        let (now_ms, wall_ms) = (clock.now_ms(), clock.wall_ms());
         let last = page.last().map(|last| (last.due_ms.unwrap_or(0), last.call_id.clone()));
         let is_last = page.len() < PAGE_SIZE;
         for delivery in page {
             let due_ms = delivery.due_ms.unwrap_or(u64::MAX);
             let sooner = |ms: u64| Some(round.next_ms.map_or(ms, |next_ms| next_ms.min(ms)));
-            if due_ms > now_ms {
-                round.next_ms = sooner(due_ms);
+            if due_ms > wall_ms {
+                round.next_ms = sooner(clock.to_monotonic_ms(due_ms));
                 return Ok(round);
             }
             match webhooks.webhook_queue.try_admit(&delivery, now_ms) {
@@ -135,18 +136,18 @@ async fn attempt_delivery(
     };
     // The receiver may read the call as soon as it is notified, so the end must be visible first.
     webhooks.calls.wait_until_visible(id, |call| call.status.is_terminal()).await;
-    let began_ms = webhooks.core.clock.now_ms();
+    let began_ms = webhooks.core.clock.wall_ms();
     let notice = WebhookMessage { delivery: stored, call };
     let answer = tokio::select! {
         answer = notifier.send(notice) => answer,
         // No result is stored, so the next start repeats the attempt.
         () = webhooks.core.shutdown.cancelled() => return,
     };
-    let now_ms = webhooks.core.clock.now_ms();
+    let now_ms = webhooks.core.clock.wall_ms();
     if answer.is_receiver_overloaded() {
         let quiet_ms =
             answer.retry_after_ms.unwrap_or(DEFAULT_RECEIVER_PAUSE_MS).min(MAX_RECEIVER_PAUSE_MS);
-        lane.pause_receiver_until(now_ms + quiet_ms);
+        lane.pause_receiver_until(webhooks.core.clock.now_ms() + quiet_ms);
     }
     save_attempt(&webhooks, &delivery, &answer, (began_ms, now_ms)).await;
     if answer.result == Ok(410)

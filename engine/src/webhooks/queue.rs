@@ -82,7 +82,7 @@ impl Webhooks {
                 let message = format!("call \"{id}\" was made without a callback_url");
                 return Err(Error::refused(Code::NotFound, message));
             };
-            let Some(again) = delivery.after_redelivery_request(self.core.clock.now_ms()) else {
+            let Some(again) = delivery.after_redelivery_request(self.core.clock.wall_ms()) else {
                 let message =
                     format!("call \"{id}\" has not ended; its delivery follows when it has");
                 return Err(Error::refused(Code::Conflict, message));
@@ -118,7 +118,8 @@ pub(crate) struct WebhookQueue {
 struct InFlightDeliveries {
     call_ids: HashSet<CallId>,
     per_receiver: HashMap<String, usize>,
-    /// Receivers that asked for a delay, with the time until which they are paused.
+    /// Receivers that asked for a delay, with the time until which they are paused, by the clock's
+    /// `now_ms`.
     paused_until_ms: HashMap<String, u64>,
 }
 

@@ -6,6 +6,7 @@
 mod agent_loop;
 mod batch;
 mod clients;
+mod clock_steps;
 mod context;
 mod engine;
 mod examples;

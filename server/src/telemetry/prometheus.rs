@@ -2,6 +2,7 @@
 //! so that a rate does not miss the first event.
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
@@ -44,6 +45,9 @@ const HISTOGRAMS: MetricDescriptions = &[
     ("toolcrib_store_commit_group_size", "Changes that shared a commit"),
 ];
 
+/// Interval at which recorded samples are added to their histograms.
+const UPKEEP_INTERVAL: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 2_000 });
+
 /// Returns the handle of the process-wide recorder, which the first call installs.
 pub fn metrics_handle() -> Option<PrometheusHandle> {
     static COLLECTED: OnceLock<Option<PrometheusHandle>> = OnceLock::new();
@@ -68,6 +72,7 @@ fn install_recorder() -> Option<PrometheusHandle> {
             b.set_buckets_for_metric(full_name("toolcrib_store_commit_group_size"), &sizes)
         });
     let handle = builder.ok()?.install_recorder().ok()?;
+    start_upkeep(handle.clone());
     for (name, text) in COUNTERS {
         metrics::describe_counter!(*name, *text);
     }
@@ -104,4 +109,71 @@ fn install_recorder() -> Option<PrometheusHandle> {
     metrics::counter!("toolcrib_idempotent_replays_total").increment(0);
     metrics::counter!("toolcrib_reconciled_calls_total").increment(0);
     Some(handle)
+}
+
+/// Adds recorded samples to their histograms at an interval. The recorder stores each sample until
+/// it is added or `/metrics` is read: without this, a server whose metrics no program reads would
+/// need more memory with every call. The recorder belongs to the process and outlives any runtime,
+/// so this is a thread.
+fn start_upkeep(handle: PrometheusHandle) {
+    let upkeep = move || {
+        loop {
+            std::thread::sleep(UPKEEP_INTERVAL);
+            handle.run_upkeep();
+        }
+    };
+    let thread = std::thread::Builder::new().name("metrics-upkeep".to_owned());
+    if let Err(error) = thread.stack_size(256 << 10).spawn(upkeep) {
+        tracing::warn!(%error, "samples stay in memory until /metrics is read");
+    }
+}
+
+#[cfg(test)]
+#[cfg(target_os = "linux")]
+mod tests {
+    use std::process::Command;
+
+    const CHILD: &str = "TOOLCRIB_TEST_UPKEEP_CHILD";
+    /// Samples of one round: 8 MB, until they are added to their histogram.
+    const SAMPLES: usize = 1_000_000;
+    const WARM_UP: usize = 4;
+    const ROUNDS: usize = 16;
+
+    fn resident_bytes() -> usize {
+        let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: usize = text.split_whitespace().nth(1).unwrap().parse().unwrap();
+        pages * 4_096
+    }
+
+    /// Measures a process of its own, because other tests in this one use memory too.
+    #[test]
+    fn samples_use_no_memory_although_metrics_are_never_read() {
+        if std::env::var_os(CHILD).is_some() {
+            return record_many_samples();
+        }
+        let name = "samples_use_no_memory_although_metrics_are_never_read";
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args([&format!("telemetry::prometheus::tests::{name}"), "--exact", "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let output = String::from_utf8_lossy(&child.stdout);
+        assert!(child.status.success() && output.contains("1 passed"), "{child:?}");
+    }
+
+    fn record_many_samples() {
+        let handle = super::metrics_handle().unwrap();
+        let samples = metrics::histogram!("toolcrib_store_commit_group_size");
+        let mut before = 0;
+        for round in 0..ROUNDS {
+            if round == WARM_UP {
+                before = resident_bytes();
+            }
+            (0..SAMPLES).for_each(|n| samples.record((n % 512) as f64));
+            std::thread::sleep(super::UPKEEP_INTERVAL * 5);
+        }
+        let grown = resident_bytes().saturating_sub(before);
+        assert!(grown < (ROUNDS - WARM_UP) * SAMPLES * 8 / 4, "{grown} more bytes");
+        assert!(handle.render().contains("toolcrib_store_commit_group_size_count "));
+    }
 }

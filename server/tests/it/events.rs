@@ -2,10 +2,10 @@
 
 use serde_json::{Value, json};
 
-use crate::support::Server;
-use crate::support::api::offer;
+use crate::support::api::{Api, offer};
 use crate::support::sse::Event;
 use crate::support::ws::Ws;
+use crate::support::{PATIENCE, Server};
 
 fn names(events: &[Event]) -> Vec<&str> {
     events.iter().map(|event| event.name.trim_start_matches("tool.call.")).collect()
@@ -283,4 +283,56 @@ async fn a_project_stream_starts_with_the_current_event_id() {
     let missed = api.invoke_with("b.tool", json!({ "run_id": "r", "args": {} })).await;
     let mut events = api.follow("/v1/events", start_id.parse().ok()).await;
     assert_eq!(events.event().await.data["tool_call_id"], json!(missed));
+}
+
+/// Reads the events of the project up to the last event of this call, and reconnects after every
+/// `page` events, as a client on a bad line does. Returns their numbers.
+async fn follow_until_finished(api: &Api, id: &str, page: usize) -> Vec<u64> {
+    let mut numbers: Vec<u64> = Vec::new();
+    loop {
+        let mut events = api.follow("/v1/events?after=0", numbers.last().copied()).await;
+        for _ in 0..page {
+            let event = events.event().await;
+            numbers.push(event.id.unwrap());
+            if event.name == "tool.call.finished" && event.data["tool_call_id"] == id {
+                return numbers;
+            }
+        }
+    }
+}
+
+/// Eight callers make calls whose events are implied by their row and calls whose events have rows,
+/// while four followers reconnect again and again. Every follower sees every event once, in order.
+pub async fn check_that_followers_miss_nothing(api: &Api) {
+    const CALLS: usize = 40;
+    api.register("c1", json!([offer("a.tool"), offer("last.tool")])).await;
+    let last = api.invoke("last.tool", json!({})).await;
+    let callers = (0..8).map(|n| async move {
+        for _ in 0..CALLS {
+            if n % 2 == 0 {
+                api.invoke("calculation.eval", json!({ "expression": "1+1" })).await;
+            } else {
+                let id = api.invoke("a.tool", json!({})).await;
+                api.succeed(&id, json!(1)).await;
+            }
+        }
+    });
+    let calling = async {
+        futures::future::join_all(callers).await;
+        api.succeed(&last, json!("the last event")).await;
+    };
+    let followers = [7, 20, 33, 1_000].map(|page| follow_until_finished(api, &last, page));
+    let work = futures::future::join(calling, futures::future::join_all(followers));
+    let ((), followed) = tokio::time::timeout(PATIENCE * 2, work).await.unwrap();
+    for numbers in followed {
+        assert!(numbers.len() > 8 * CALLS * 2);
+        let expected: Vec<u64> = (1..=numbers.len() as u64).collect();
+        assert_eq!(numbers, expected, "the store numbers its events without gaps");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn followers_that_reconnect_see_every_event_once() {
+    let server = Server::start().await;
+    check_that_followers_miss_nothing(&server.api()).await;
 }

@@ -80,3 +80,14 @@ async fn a_database_outage_is_reported_and_recovered_from() {
     server.stop().await;
     database.drop().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn followers_that_reconnect_see_every_event_once() {
+    let Some(database) = Database::new().await else { return };
+    let mut server = Server::new().with("STORE__URL", &database.url);
+    server.start().await;
+    let api = crate::support::Api::new(server.url("").trim_start_matches("http://"));
+    crate::events::check_that_followers_miss_nothing(&api).await;
+    server.stop().await;
+    database.drop().await;
+}

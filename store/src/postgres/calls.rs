@@ -157,7 +157,7 @@ pub(super) struct CallUpdate {
 const UPDATE_CALL_SQL: &str = "WITH saved AS (UPDATE tool_calls SET executor = $3, source = $17, \
      status = $4, hold = $5, started_ms = $6, completed_ms = $7, \
      completed_at = to_timestamp($7::bigint::float8 / 1000), version = $8, result = $9, \
-     error = $10, state = $11 \
+     error = $10, state = $11, deadline_ms = $18 \
      WHERE project = $1 AND tool_call_id = $2 AND version = $8::bigint - 1 RETURNING place), \
      noted AS (INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
      SELECT e.n, saved.place, $1, e.k, e.a, e.t, e.d FROM saved, unnest($12::bigint[], \
@@ -189,6 +189,7 @@ impl CallUpdate {
             &records.attempts,
             &records.data,
             &call.target.executor.source(),
+            &(call.deadline_ms as i64),
         ];
         self.saved = session.query_first(&sql, params).await?.is_some();
         Ok(())

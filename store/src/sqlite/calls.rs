@@ -76,7 +76,7 @@ pub(super) fn save_call(
         .prepare_cached(
             "UPDATE tool_calls SET executor = ?1, status = ?2, hold = ?3, started_ms = ?4, \
              completed_ms = ?5, version = ?6, result = ?7, error = ?8, state = ?9, \
-             events = events || ?10 WHERE place = ?11 AND version = ?12",
+             events = events || ?10, deadline_ms = ?13 WHERE place = ?11 AND version = ?12",
         )?
         .execute(params![
             call.target.executor.as_str(),
@@ -91,6 +91,7 @@ pub(super) fn save_call(
             events,
             position,
             call.version as i64 - 1,
+            call.deadline_ms as i64,
         ])?;
     if saved == 0 {
         return Ok(SaveResult::Conflict);

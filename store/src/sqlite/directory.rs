@@ -24,27 +24,28 @@ pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
         .map_err(|error| to_store_error(&error))
 }
 
-/// Loads the whole directory from one snapshot.
+/// Loads the whole directory.
 pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
-    let moment = connection.unchecked_transaction().map_err(|error| to_store_error(&error))?;
     let directory = Directory {
-        version: read_version(&moment)?,
-        tools: tools(&moment)?,
-        projects: projects(&moment)?,
-        roster: roster(&moment)?,
+        version: read_version(connection)?,
+        tools: tools(connection)?,
+        projects: projects(connection)?,
+        roster: roster(connection)?,
         clients: query_rows(
-            &moment,
+            connection,
             "SELECT project, client_id, owner, registered_ms FROM clients",
             |row| read_client(row),
         )?,
-        offers: query_rows(&moment, "SELECT project, tool, client_id FROM offers", |row| {
+        offers: query_rows(connection, "SELECT project, tool, client_id FROM offers", |row| {
             read_offer(row)
         })?,
-        keys: keys(&moment)?,
-        rules: query_rows(&moment, "SELECT project, agent, pattern, verdict FROM rules", |row| {
-            read_rule(row)
-        })?,
-        upstreams: upstreams::list_upstreams(&moment)?,
+        keys: keys(connection)?,
+        rules: query_rows(
+            connection,
+            "SELECT project, agent, pattern, verdict FROM rules",
+            |row| read_rule(row),
+        )?,
+        upstreams: upstreams::list_upstreams(connection)?,
     };
     Ok(directory)
 }

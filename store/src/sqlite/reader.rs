@@ -1,4 +1,7 @@
 //! Reads that run concurrently with the writer, on a few connections used from blocking threads.
+//!
+//! A read is one transaction: all its statements see the same commit. It is also short, because the
+//! WAL cannot start again at its beginning while a read uses it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -33,7 +36,11 @@ impl ReadConnectionPool {
             Some(connection) => connection,
             None => self.open().map_err(|error| to_store_error(&error))?,
         };
-        let seen = look(&connection);
+        let seen = read_snapshot(&connection, look);
+        // A connection that is still inside a transaction would block the WAL from now on.
+        if !connection.is_autocommit() {
+            return seen;
+        }
         let mut idle = self.idle.lock();
         if idle.len() < MAX_IDLE_CONNECTIONS {
             idle.push(connection);
@@ -49,6 +56,21 @@ impl ReadConnectionPool {
         connection.set_prepared_statement_cache_capacity(32);
         Ok(connection)
     }
+}
+
+/// Reads within one transaction.
+fn read_snapshot<T>(
+    connection: &Connection,
+    look: impl FnOnce(&Connection) -> Result<T, StoreError>,
+) -> Result<T, StoreError> {
+    let run = |sql: &str| connection.prepare_cached(sql)?.execute([]).map(|_| ());
+    run("BEGIN").map_err(|error| to_store_error(&error))?;
+    let seen = look(connection);
+    // Some errors end the transaction.
+    if !connection.is_autocommit() {
+        run("COMMIT").map_err(|error| to_store_error(&error))?;
+    }
+    seen
 }
 
 /// Converts an error of SQLite. The message goes to the log and never contains data.

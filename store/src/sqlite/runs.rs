@@ -8,7 +8,7 @@ use toolcrib::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
 use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
 use super::SqliteStore;
-use super::reader::{query_map, to_store_error};
+use super::reader::query_map;
 use super::writer::WriterConnection;
 use crate::row::{RunRow, decode_run, read_journal_entry, read_run};
 use crate::sqlite::events;
@@ -226,13 +226,9 @@ impl RunStore for SqliteStore {
     ) -> Result<Vec<RunEvent>, StoreError> {
         let (project, run_id) = (project.to_owned(), run_id.to_owned());
         self.read(move |connection| {
-            // Both reads use one snapshot: otherwise an entry committed between them could be
-            // skipped.
-            let moment =
-                connection.unchecked_transaction().map_err(|error| to_store_error(&error))?;
-            let entries = list_journal_entries(&moment, &project, &run_id, after, limit)?;
+            let entries = list_journal_entries(connection, &project, &run_id, after, limit)?;
             let scope = EventScope::Run { project, run_id };
-            let events = events::list_events(&moment, &scope, after, limit)?;
+            let events = events::list_events(connection, &scope, after, limit)?;
             let mut all: Vec<RunEvent> = entries.into_iter().map(RunEvent::Run).collect();
             all.extend(events.into_iter().map(RunEvent::Call));
             all.sort_by_key(RunEvent::number);

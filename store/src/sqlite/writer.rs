@@ -3,7 +3,7 @@
 //!
 //! Group commit makes `synchronous=FULL` affordable: one flush serves all waiting callers. The WAL
 //! is preallocated once and then overwritten again and again. Checkpoints run between groups, when
-//! the writer is idle or the WAL has become long.
+//! the writer is idle or the WAL has become long (`checkpoint`).
 //!
 //! When a group fails (disk full, database locked), the writer rolls all of it back and reports the
 //! failure to every caller: none of its changes happened. When a flush fails, the state of the disk
@@ -11,10 +11,11 @@
 
 mod call_inserts;
 mod change;
+mod checkpoint;
 mod connection;
 mod queue;
 mod wal;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -24,6 +25,7 @@ use toolcrib::ports::store::{CommitGroup, StoreError};
 
 pub(super) use call_inserts::NewCallRow;
 pub(super) use change::{Change, FunctionChange};
+use checkpoint::{Checkpointer, IdleCheckpoint};
 pub(super) use connection::WriterConnection;
 use queue::{PopResult, PushError, WriteQueue};
 use wal::WalPreallocator;
@@ -36,10 +38,6 @@ const MAX_GROUP: usize = 512;
 const QUEUE_CAPACITY: usize = 65_536;
 /// Maximum time a group waits for a call that has been announced.
 const GROUP_MEMBER_TIMEOUT: Duration = Duration::from_micros(50);
-/// SQLite runs a checkpoint when the WAL has this many pages; the idle writer runs one after this
-/// many changes.
-const CHECKPOINT_PAGES: u32 = 4_096;
-const IDLE_CHECKPOINT_CHANGES: u32 = 1_000;
 /// The writer is idle when no change arrived for this long.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
 
@@ -62,20 +60,22 @@ pub(super) struct SqliteWriter {
 
 impl SqliteWriter {
     pub(super) fn start(
-        connection: Connection,
+        mut connection: Connection,
         path: &Path,
         wal: WalPreallocation,
         open_calls: OpenCalls,
     ) -> Result<Self, super::SqliteOpenError> {
         connection.set_prepared_statement_cache_capacity(64);
-        connection.pragma_update(None, "wal_autocheckpoint", CHECKPOINT_PAGES)?;
+        let checkpointer = Checkpointer::install(&mut connection, path)?;
         let serves = wal == WalPreallocation::Enabled;
         let queue = Arc::new(WriteQueue::new(QUEUE_CAPACITY));
         let flush_failed = Arc::new(AtomicBool::new(false));
         let mut writer = WriterThread {
             connection: WriterConnection::new(connection, open_calls, serves)?,
             flush_failed: flush_failed.clone(),
-            changes_since_checkpoint: 0,
+            checkpointer,
+            path: path.to_owned(),
+            preallocation: wal,
             wal_preallocator: serves.then(|| WalPreallocator::for_database(path)),
         };
         let thread = std::thread::Builder::new().name("store-writer".to_owned()).spawn({
@@ -131,8 +131,9 @@ const FLUSH_FAILED: &str =
 struct WriterThread {
     connection: WriterConnection,
     flush_failed: Arc<AtomicBool>,
-    /// Number of changes since the last checkpoint.
-    changes_since_checkpoint: u32,
+    checkpointer: Checkpointer,
+    path: PathBuf,
+    preallocation: WalPreallocation,
     /// Set until the WAL has its target length.
     wal_preallocator: Option<WalPreallocator>,
 }
@@ -143,8 +144,7 @@ impl WriterThread {
         loop {
             let mut popped = queue.pop(Some(IDLE_AFTER));
             if let PopResult::TimedOut = popped {
-                self.checkpoint(IDLE_CHECKPOINT_CHANGES);
-                if self.preallocate_wal() {
+                if self.work_while_idle() {
                     continue;
                 }
                 popped = queue.pop(None);
@@ -153,8 +153,9 @@ impl WriterThread {
             group.push(change);
             self.commit_group(&mut group, queue);
         }
-        // Everything in the WAL is already durable; a checkpoint now makes the next start faster.
-        self.checkpoint(1);
+        if let Ok(connection) = self.connection.connection() {
+            self.checkpointer.before_close(connection);
+        }
     }
 
     /// Commits a group, or reports to every caller in it why it failed.
@@ -166,7 +167,13 @@ impl WriterThread {
         let Err(error) = self.write_group(group, queue) else {
             metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
             metrics::histogram!("toolcrib_store_commit_group_size").record(group.len() as f64);
-            return group.drain(..).for_each(|change| change.reply(Ok(())));
+            let changes = group.len();
+            // No caller waits for the checkpoint that its own commit makes due.
+            group.drain(..).for_each(|change| change.reply(Ok(())));
+            if let Ok(connection) = self.connection.connection() {
+                self.checkpointer.after_commit(connection, changes);
+            }
+            return;
         };
         self.connection.roll_back();
         tracing::error!(%error, changes = group.len(), "a group of changes could not be committed");
@@ -207,32 +214,21 @@ impl WriterThread {
             }
             change.apply(&mut self.connection)?;
         }
-        self.connection.commit()?;
-        self.changes_since_checkpoint =
-            self.changes_since_checkpoint.saturating_add(group.len() as u32);
-        Ok(())
+        self.connection.commit()
     }
 
-    /// Extends the WAL; returns true if more remains to be done.
-    fn preallocate_wal(&mut self) -> bool {
+    /// Runs a checkpoint and extends the WAL, as far as either is due. Returns true if more remains
+    /// to be done.
+    fn work_while_idle(&mut self) -> bool {
         let Ok(connection) = self.connection.connection() else { return false };
+        let checkpoint = self.checkpointer.when_idle(connection);
+        let serves = self.preallocation == WalPreallocation::Enabled;
+        if checkpoint == IdleCheckpoint::Truncated && serves {
+            self.wal_preallocator = Some(WalPreallocator::for_database(&self.path));
+        }
         self.wal_preallocator =
             self.wal_preallocator.take().and_then(|wal| wal.preallocate_chunk(connection));
-        self.wal_preallocator.is_some()
-    }
-
-    /// Runs a checkpoint if enough changes were written since the last one.
-    fn checkpoint(&mut self, at_changes: u32) {
-        if self.changes_since_checkpoint < at_changes {
-            return;
-        }
-        self.changes_since_checkpoint = 0;
-        let checkpoint = "PRAGMA wal_checkpoint(PASSIVE)";
-        let copied = self.connection.connection();
-        let copied = copied.and_then(|connection| connection.query_row(checkpoint, [], |_| Ok(())));
-        if let Err(error) = copied {
-            tracing::warn!(%error, "a WAL checkpoint failed");
-        }
+        self.wal_preallocator.is_some() || checkpoint == IdleCheckpoint::Blocked
     }
 }
 

@@ -8,6 +8,7 @@ mod migrations;
 mod opening;
 #[cfg(target_os = "linux")]
 mod reads;
+mod wal;
 mod writing;
 
 use std::path::Path;

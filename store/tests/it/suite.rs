@@ -34,6 +34,7 @@ macro_rules! conformance {
                     saving_a_stale_version_is_a_conflict
                     saving_an_unknown_call_is_a_conflict
                     one_of_many_concurrent_saves_of_a_version_succeeds
+                    a_deadline_that_moved_is_read_back
                     the_health_check_succeeds
                 }
                 idempotency {
@@ -59,6 +60,7 @@ macro_rules! conformance {
                     the_last_event_number_of_a_call_is_that_of_its_newest_event
                     reading_after_the_last_number_returns_only_later_events
                     records_of_one_commit_have_consecutive_numbers
+                    followers_see_every_event_once_and_in_order_while_calls_end
                 }
                 lists {
                     the_newest_call_is_first

@@ -296,6 +296,10 @@ impl Card {
     }
 }
 
+/// Field of an error's detail with the code that the error has in Toolcrib, where UTP's code is
+/// too coarse.
+const CODE_IN_DETAIL: &str = "toolcrib_code";
+
 /// Converts a UTP error to a fault. The detail keeps a code that Toolcrib does not have.
 pub fn fault_from_error(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
@@ -306,7 +310,18 @@ pub fn fault_from_error(error: Option<&Value>) -> Fault {
     if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {
         fault = fault.retryable(retryable);
     }
-    let detail = error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()).cloned();
+    let mut detail =
+        error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()).cloned();
+    let named = detail.as_ref().and_then(|detail| detail.get(CODE_IN_DETAIL));
+    let named = named.and_then(Value::as_str).and_then(Code::parse);
+    // A detail may refine the error's code, and not contradict it.
+    if let Some(named) = named.filter(|named| named.utp_code() == code) {
+        fault.code = named;
+        if let Some(Value::Object(fields)) = &mut detail {
+            fields.remove(CODE_IN_DETAIL);
+        }
+        detail = detail.filter(|detail| detail.as_object().is_none_or(|fields| !fields.is_empty()));
+    }
     match (Code::parse(code), detail) {
         (Some(_), Some(detail)) => fault.with_detail(detail),
         (None, detail) => fault.with_detail(json!({ "code": code, "detail": detail })),
@@ -334,13 +349,23 @@ pub fn derived_id(call: &CallId, kind: &str) -> String {
     format!("card_{body}_{end}")
 }
 
-/// Returns a fault in UTP's form.
+/// Returns a fault in UTP's form. UTP has no code for an unknown outcome, and it must not be taken
+/// for a failure of the tool: the detail names it.
 pub fn error_json(fault: &Fault, source: &str) -> Value {
+    let mut detail = fault.detail.clone().unwrap_or(Value::Null);
+    if fault.code == Code::OutcomeUnknown {
+        let name = json!(fault.code.as_str());
+        match &mut detail {
+            Value::Object(fields) => drop(fields.insert(CODE_IN_DETAIL.to_owned(), name)),
+            Value::Null => detail = json!({ CODE_IN_DETAIL: name }),
+            other => detail = json!({ CODE_IN_DETAIL: name, "detail": other.take() }),
+        }
+    }
     json!({
         "code": fault.code.utp_code(),
         "message": fault.message,
         "source": source,
-        "detail": fault.detail,
+        "detail": detail,
         "retryable": fault.retryable,
         "http_status": fault.code.http_status(),
     })
@@ -361,5 +386,30 @@ pub fn into_map(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(map) => map,
         _ => Map::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_outcome_is_read_back_as_one() {
+        let plain = Fault::new(Code::OutcomeUnknown, "it may have happened");
+        for fault in [plain.clone(), plain.with_detail(json!({ "order": 7 }))] {
+            let error = error_json(&fault, "tool");
+            assert_eq!(error["code"], "internal_error", "UTP's own code stays");
+            assert_eq!(error["detail"]["toolcrib_code"], "OUTCOME_UNKNOWN");
+            assert_eq!(fault_from_error(Some(&error)), fault);
+        }
+    }
+
+    #[test]
+    fn a_detail_does_not_contradict_the_code() {
+        let detail = json!({ "toolcrib_code": "OUTCOME_UNKNOWN" });
+        let error = json!({ "code": "not_found", "message": "no", "detail": detail });
+        assert_eq!(fault_from_error(Some(&error)).code, Code::parse("not_found").unwrap());
+        let failed = json!({ "code": "internal_error", "message": "no", "retryable": true });
+        assert_eq!(fault_from_error(Some(&failed)).code, Code::RuntimeError);
     }
 }

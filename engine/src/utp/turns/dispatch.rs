@@ -112,7 +112,7 @@ impl Utp {
         request: &DispatchRequest,
     ) -> Result<DispatchedStep, Error> {
         let turn = self.require_running_turn(caller, agent_id, turn_id, request.epoch).await?;
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let mint = || self.core.id_generator.next_id("step_", now_ms);
         let step_id = request.step_id.clone().unwrap_or_else(mint);
         self.check_ids_unused(&turn, &step_id, &request.calls).await?;
@@ -359,7 +359,7 @@ impl Utp {
         sent: Vec<Result<SentCall, Error>>,
     ) -> DispatchSummary {
         let (mut change, mut refused) = (TurnChange::default(), None);
-        let mut deadline_ms = self.core.clock.now_ms();
+        let mut deadline_ms = self.core.clock.wall_ms();
         for sent in sent {
             let SentCall { step_call: waiting, deadline_ms: due_ms, inbox_item: inbox } = match sent
             {
@@ -516,7 +516,7 @@ impl Utp {
         args: &Value,
         fault: &Fault,
     ) -> Result<SentCall, Error> {
-        let now_ms = self.core.clock.now_ms();
+        let now_ms = self.core.clock.wall_ms();
         let inbox_id = derive_inbox_id(&turn.project, &route.turn_id, &route.tool_call_id);
         let error = card::error_json(fault, "worker");
         let trace_id = turn.traceparent.as_deref().and_then(trace::parse).map(|(id, _)| id);

@@ -91,7 +91,7 @@ impl Utp {
             parent_step_id: turn.step_id.clone(),
             source_agent_id: None,
             depth: turn.depth,
-            created_ms: self.core.clock.now_ms(),
+            created_ms: self.core.clock.wall_ms(),
             inbox_id,
         }
     }

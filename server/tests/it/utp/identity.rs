@@ -136,6 +136,8 @@ async fn a_v1r4_tool_service_reads_the_identity_from_headers() {
     let _host = nats.host_version("v1r4", "later", make).await;
     let call = api.finished(&id).await;
     assert!(call["error"]["message"].as_str().unwrap().contains("may have happened"), "{call}");
+    assert_eq!(call["error"]["code"], "OUTCOME_UNKNOWN", "{call}");
+    assert_eq!(call["error"]["retryable"], false, "{call}");
     assert_eq!(executions.load(Ordering::SeqCst), 1);
     // Wakeups and events of a turn carry the identity in headers, too.
     api.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);

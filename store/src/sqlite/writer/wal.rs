@@ -14,9 +14,16 @@ use std::path::{Path, PathBuf};
 use rusqlite::Connection;
 
 /// Target length of the WAL: more than it holds when a checkpoint is due.
-const WAL_BYTES: u64 = 20 << 20;
+pub(super) const WAL_BYTES: u64 = 20 << 20;
 /// Number of bytes that one step appends.
 const CHUNK_BYTES: usize = 2 << 20;
+
+/// Returns the path of a database's WAL.
+pub(super) fn wal_path(database: &Path) -> PathBuf {
+    let mut path = database.as_os_str().to_owned();
+    path.push("-wal");
+    path.into()
+}
 
 /// A WAL that does not have its target length yet.
 pub(super) struct WalPreallocator {
@@ -26,9 +33,7 @@ pub(super) struct WalPreallocator {
 impl WalPreallocator {
     /// Returns the preallocator for the WAL of this database.
     pub(super) fn for_database(database: &Path) -> Self {
-        let mut path = database.as_os_str().to_owned();
-        path.push("-wal");
-        Self { path: path.into() }
+        Self { path: wal_path(database) }
     }
 
     /// Appends one chunk. Returns `None` when the WAL is long enough or cannot be extended.

@@ -322,3 +322,14 @@ pub async fn the_health_check_succeeds(store: &dyn Store) {
     store.check_health().await.unwrap();
     store.size_bytes().await.unwrap();
 }
+
+/// The deadline of an open call moves when the system time is changed.
+pub async fn a_deadline_that_moved_is_read_back(store: &dyn Store) {
+    let stored = call();
+    put(store, &stored).await;
+    let mut moved = running(&stored);
+    moved.shift_schedule(-3_600_000);
+    save(store, &moved).await;
+    assert_eq!(read(store, &stored).await.deadline_ms, stored.deadline_ms - 3_600_000);
+    assert_eq!(store.open_calls(0, 10).await.unwrap()[0].call, moved);
+}

@@ -305,3 +305,49 @@ pub async fn events_implied_by_the_call_row_are_read_like_stored_ones(store: &dy
     assert!(newest >= all.last().unwrap().number);
     assert!(history(store, of_project("q")).await.is_empty());
 }
+
+/// Callers commit while followers read page by page, as a stream of the project does. A page must
+/// be one snapshot: if events that have rows and implied ones are read at two moments, a follower
+/// continues after a number below which events appear later.
+pub async fn followers_see_every_event_once_and_in_order_while_calls_end(store: &dyn Store) {
+    const CALLERS: usize = 8;
+    const CALLS: usize = 150;
+    const FOLLOWERS: usize = 4;
+    const EVENTS: usize = CALLERS * CALLS * 4;
+    let seen = on_threads(CALLERS + FOLLOWERS, async |n| {
+        if n < CALLERS {
+            for _ in 0..CALLS {
+                let (running_call, records) = accepted("followed");
+                creating(store, &running_call, records, None).await.unwrap();
+                append(store, &running_call, record(EventKind::Progress)).await;
+                let over = ended(&running_call, Status::Succeeded, running_call.created_ms + 9);
+                saving(store, &over, vec![record(EventKind::Finished)]).await.unwrap();
+            }
+            return vec![];
+        }
+        let scope = if n % 2 == 0 { of_project("p") } else { of_run("p", "followed") };
+        let mut seen: Vec<CallEvent> = Vec::new();
+        let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        // A gap would otherwise be waited for forever: the last event of the store ends the wait.
+        while seen.len() < EVENTS && std::time::Instant::now() < patience {
+            let after = seen.last().map_or(0, |event| event.number);
+            let page = store.events(scope.clone(), after, 20 + n).await.unwrap();
+            if page.is_empty() && store.last_event_number(of_project("p")).await.unwrap() <= after {
+                let all = store.events(scope.clone(), 0, EVENTS + 1).await.unwrap();
+                if all.len() == EVENTS {
+                    break;
+                }
+            }
+            seen.extend(page);
+        }
+        seen
+    });
+    let all = store.events(of_project("p"), 0, EVENTS + 1).await.unwrap();
+    assert_eq!(all.len(), EVENTS);
+    for followed in &seen[CALLERS..] {
+        let read: std::collections::HashSet<u64> = numbers(followed).into_iter().collect();
+        let missing = all.iter().filter(|event| !read.contains(&event.number)).count();
+        assert_eq!(missing, 0, "events missing of {EVENTS}");
+        assert_eq!(numbers(followed), numbers(&all));
+    }
+}
