@@ -200,7 +200,7 @@ impl Runs {
         let definition = find_definition(tools, &call.tool_name);
         let result = self.validate_reported_result(&call, definition, reported.result)?;
         let event = Event::Report { attempt: None, by: None, result };
-        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
 
     async fn find_by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
@@ -259,7 +259,7 @@ impl Runs {
             .call;
         let Some(result) = ready.result else { return Ok(call) };
         let event = Event::Report { attempt: None, by: None, result };
-        require_accepted(self.dispatcher.advance(&call.project, &call.id, event).await?)
+        require_accepted(self.dispatcher.advance(&call.project, &call.id, event).await?, None)
     }
 
     /// Checks a result against the size limit and, if the run's definition has one, the output

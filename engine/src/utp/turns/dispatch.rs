@@ -129,7 +129,7 @@ impl Utp {
             self.collect_sent_calls(&turn, join_all(sent).await);
         let calls = change.step_calls.clone();
         if let Some(error) = refused {
-            self.cancel_if_epoch_changed(caller, &turn, &calls).await;
+            self.abort_if_epoch_changed(caller, &turn, &calls).await;
             return Err(error);
         }
         out.extend(calls.iter().cloned());
@@ -146,7 +146,7 @@ impl Utp {
             match self.store_step(caller, &turn, step, change, open_step_call_ids(&out)).await {
                 Ok(turn) => turn,
                 Err(error) => {
-                    self.cancel_undispatched(caller, &calls).await;
+                    self.abort_undispatched(caller, &calls).await;
                     return Err(error);
                 }
             };
@@ -159,11 +159,11 @@ impl Utp {
 
     /// Leaves the calls that started before one was refused: a repetition of the request finds
     /// them, and `stop_turn` cancels them. If the turn has moved to another epoch, neither would
-    /// happen, so they are canceled here.
-    async fn cancel_if_epoch_changed(&self, caller: &Caller, turn: &Turn, calls: &[StepCall]) {
+    /// happen, so they are ended here.
+    async fn abort_if_epoch_changed(&self, caller: &Caller, turn: &Turn, calls: &[StepCall]) {
         let now = self.turn(caller, &turn.agent_id, &turn.turn_id).await;
         if now.is_ok_and(|now| now.epoch != turn.epoch) {
-            self.cancel_undispatched(caller, calls).await;
+            self.abort_undispatched(caller, calls).await;
         }
     }
 
@@ -200,14 +200,14 @@ impl Utp {
         Err(too_many_conflicts())
     }
 
-    /// Cancels the calls of a step that was not stored, except those that belong to a stored step.
-    async fn cancel_undispatched(&self, caller: &Caller, calls: &[StepCall]) {
+    /// Ends the calls of a step that was not stored, except those that belong to a stored step.
+    async fn abort_undispatched(&self, caller: &Caller, calls: &[StepCall]) {
         for call in calls {
             let (turn, id) = (Some(call.turn_id.as_str()), &call.tool_call_id);
             let stored = self.core.store.utp().step_call(&call.project, turn, id).await;
             let stays = |stored: StepCall| stored.call_id == call.call_id;
             if !stored.ok().flatten().is_some_and(stays) {
-                self.cancel_best_effort(caller, call, "its step was not dispatched").await;
+                self.abort_best_effort(caller, call).await;
             }
         }
     }

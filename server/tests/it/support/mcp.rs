@@ -159,6 +159,13 @@ impl Mcp {
         assert_eq!(response.status().as_u16(), 202);
     }
 
+    /// Refuses a request of the server.
+    pub async fn reply_error(&self, id: &Value, error: Value) {
+        let body = json!({ "jsonrpc": "2.0", "id": id, "error": error });
+        let response = self.post().json(&body).send().await.unwrap();
+        assert_eq!(response.status().as_u16(), 202);
+    }
+
     /// Returns the tools of all pages.
     pub async fn tools(&self) -> Vec<Value> {
         let (mut all, mut cursor) = (Vec::new(), Value::Null);

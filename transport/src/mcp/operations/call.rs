@@ -15,6 +15,7 @@ use rmcp::model::{
 use serde_json::Value;
 use toolcrib::calls::Until;
 use toolcrib::domain::call::{Call, Hold};
+use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::registry::CatalogEntry;
 use toolcrib::{CallRequest, Json, Ticket};
 
@@ -211,13 +212,16 @@ impl ToolCallWaiter<'_> {
             }
             ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
             ElicitationOutcome::Unanswered => {
-                return Err(self.cancel(call, "the client did not answer what was asked").await);
+                let message = "the MCP client did not answer what the tool asked";
+                let fault = Fault::new(Code::RuntimeError, message).retryable(false);
+                return Err(self.abort(call, fault).await);
             }
         };
         let submitted = elicitation::submit_answers(shared, view, &call.id, answers).await;
-        if submitted.is_err() {
+        if let Err(error) = &submitted {
             // The MCP client learns the reason, but has no call id with which to answer again.
-            self.cancel(call, "the client's answers could not be taken").await;
+            let message = format!("the MCP client's answers cannot be used: {}", error.message);
+            self.abort(call, Fault::new(Code::ValidationError, message)).await;
         }
         submitted.map(|()| true)
     }
@@ -266,6 +270,15 @@ impl ToolCallWaiter<'_> {
         // The call may have ended meanwhile; then there is nothing to cancel.
         let _ = engine.calls().cancel(caller, &call.id, Some(reason.to_owned())).await;
         ErrorData::internal_error(format!("canceled: {reason}"), None)
+    }
+
+    /// Ends a call that cannot continue, although its caller did not cancel it.
+    async fn abort(&self, call: &Call, fault: Fault) -> ErrorData {
+        let (engine, caller) = (&self.scope.shared.engine, &self.scope.view.caller);
+        let message = fault.message.clone();
+        // The call may have ended meanwhile; then there is nothing to stop.
+        let _ = engine.calls().abort(caller, &call.id, fault).await;
+        ErrorData::internal_error(message, None)
     }
 
     /// Returns the response when the wait time is over: a task, or a text with the call id.
