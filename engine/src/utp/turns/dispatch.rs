@@ -14,6 +14,7 @@ use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
 use crate::domain::json::Json;
+use crate::domain::json::cursor::JsonKind;
 use crate::domain::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
 use crate::domain::utp::turn_event::{StepProgress, TurnEvent};
 use crate::domain::utp::{
@@ -34,8 +35,8 @@ pub struct StepCallRequest {
     pub tool_call_id: String,
     /// Name of the tool.
     pub tool_name: String,
-    /// An object, or its JSON text as models write it.
-    pub arguments: Value,
+    /// An object, or its JSON text as models write it. Null counts as an empty object.
+    pub arguments: Json,
     /// Timeout of the call in milliseconds. Defaults to the tool's own.
     pub timeout_ms: Option<u64>,
 }
@@ -268,7 +269,7 @@ impl Utp {
                 && self
                     .load_dispatched_args(stored)
                     .await?
-                    .is_none_or(|args| args == parse_arguments(&call.arguments).0);
+                    .is_none_or(|args| args == parse_arguments(&call.arguments).0.to_value());
         }
         match same {
             true => Ok(()),
@@ -302,11 +303,11 @@ impl Utp {
             None => self.find_step_call_fault(agent, call, inbox_open),
         };
         if let Some(fault) = refused {
-            return self.record_failed_call(turn, &route, call, &args, &fault).await;
+            return self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await;
         }
         let mut invocation = CallRequest::new(call.tool_name.as_str(), "{}")
             .map_err(|error| Error::Internal(Box::new(error)))?;
-        invocation.args = Json::from_value(&args);
+        invocation.args = args.clone();
         invocation.run_id = turn.turn_id.clone();
         invocation.call_id = Some(call.tool_call_id.clone());
         invocation.timeout_ms = call.timeout_ms;
@@ -329,7 +330,7 @@ impl Utp {
             Err(Error::Refused { fault, .. })
                 if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
             {
-                self.record_failed_call(turn, &route, call, &args, &fault).await
+                self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await
             }
             Err(error) => Err(error),
         }
@@ -406,23 +407,28 @@ fn check_dispatch_request(request: &DispatchRequest) -> Result<(), Error> {
     Ok(())
 }
 
-/// Parses the arguments as an object. Also returns the fault if they are not valid JSON.
-fn parse_arguments(input: &Value) -> (Value, Option<Fault>) {
-    let value = match input {
-        Value::Null => Value::Object(Map::new()),
-        Value::String(text) => match Json::parse(text) {
-            Ok(json) => json.to_value(),
-            Err(error) => {
-                let message = format!("the arguments are not JSON: {error}");
-                let fault = Fault::new(Code::BadRequest, message).without_side_effect();
-                return (json!({ "_raw": text }), Some(fault));
+/// Returns the arguments as an object. Also returns the fault if they are not valid JSON.
+fn parse_arguments(input: &Json) -> (Json, Option<Fault>) {
+    let wrap_raw = |raw: &Value| Json::from_value(&json!({ "_raw": raw }));
+    let args = match JsonKind::of(input.text()) {
+        JsonKind::Null => Json::empty_object(),
+        JsonKind::Text => {
+            let written = input.to_value();
+            let text = written.as_str().unwrap_or_default();
+            match Json::parse(text) {
+                Ok(json) => json,
+                Err(error) => {
+                    let message = format!("the arguments are not JSON: {error}");
+                    let fault = Fault::new(Code::BadRequest, message).without_side_effect();
+                    return (wrap_raw(&written), Some(fault));
+                }
             }
-        },
-        other => other.clone(),
+        }
+        _ => input.clone(),
     };
-    match value {
-        Value::Object(_) => (value, None),
-        other => (json!({ "_raw": other }), None),
+    match JsonKind::of(args.text()) {
+        JsonKind::Object => (args, None),
+        _ => (wrap_raw(&args.to_value()), None),
     }
 }
 

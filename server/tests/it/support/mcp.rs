@@ -146,6 +146,11 @@ impl Mcp {
         McpResponse::read(self.request(method, params).send().await.unwrap()).await
     }
 
+    /// Sends a request with a body of its own and reads the complete response.
+    pub async fn send(&self, request: RequestBuilder) -> McpResponse {
+        McpResponse::read(request.send().await.unwrap()).await
+    }
+
     pub async fn notify(&self, method: &str, params: Value) {
         let body = json!({ "jsonrpc": "2.0", "method": method, "params": params });
         let response = self.post().json(&body).send().await.unwrap();

@@ -13,7 +13,7 @@ use rmcp::model::{
     InputRequiredResult, MetaObject,
 };
 use serde_json::Value;
-use toolcrib::calls::Until;
+use toolcrib::calls::{Until, duplicate_key_error};
 use toolcrib::domain::call::{Call, Hold};
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::registry::CatalogEntry;
@@ -22,6 +22,7 @@ use toolcrib::{CallRequest, Json, Ticket};
 use super::elicitation::{self, ElicitationOutcome};
 use super::progress::ProgressForwarder;
 use super::tasks;
+use crate::mcp::duplicate_keys;
 use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts};
 use crate::mcp::state::RequestScope;
 use crate::mcp::tool_result::{self, ResultFormat};
@@ -52,6 +53,10 @@ pub(crate) async fn call_tool(
     }
     if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
+    }
+    if let Some(duplicate) = duplicate_keys::find_mark(&context.meta.0) {
+        let error = duplicate_key_error(&params.name, duplicate);
+        return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
     }
     let invocation = to_call_request(params, &context.meta.0)?;
     let ticket = match Box::pin(shared.engine.calls().invoke(&view.caller, invocation)).await {
