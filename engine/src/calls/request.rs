@@ -168,7 +168,8 @@ pub(crate) fn fit_to_schema(
 /// that the schema does not list counts only if the schema needs it.
 fn find_problems(tool: &Compiled, args: &Value, from_rules: &[&str]) -> Vec<SchemaProblem> {
     let problems = tool.input_schema.problems(args);
-    let is_extra = |name: &str| from_rules.contains(&name) && !tool.input_schema.lists_property(name);
+    let is_extra =
+        |name: &str| from_rules.contains(&name) && !tool.input_schema.lists_property(name);
     if problems.is_empty() || !from_rules.iter().any(|name| is_extra(name)) {
         return problems;
     }

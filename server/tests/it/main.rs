@@ -13,6 +13,7 @@ mod canceling;
 mod chat;
 mod contexts;
 mod crash;
+mod documented_responses;
 mod events;
 mod examples;
 mod idempotency;

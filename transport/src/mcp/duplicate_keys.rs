@@ -47,7 +47,8 @@ pub(super) fn mark_message(message: &[u8]) -> Option<Vec<u8>> {
     let DuplicateKey { key, pointer } = arguments.to_value_with_unique_keys().err()?;
     let mut marked: Value = serde_json::from_slice(message).ok()?;
     let params = marked.get_mut("params")?.as_object_mut()?;
-    let meta = params.entry("_meta").or_insert_with(|| Value::Object(Map::new())).as_object_mut()?;
+    let meta =
+        params.entry("_meta").or_insert_with(|| Value::Object(Map::new())).as_object_mut()?;
     meta.insert(META_FIELD.to_owned(), serde_json::to_value(MarkedKey { key, pointer }).ok()?);
     serde_json::to_vec(&marked).ok()
 }

@@ -90,7 +90,8 @@ impl McpTransport {
             catalogue,
             source: source.map(Into::into),
         });
-        let running = rmcp::serve_server(server, (duplicate_keys::mark_lines(input), output)).await?;
+        let running =
+            rmcp::serve_server(server, (duplicate_keys::mark_lines(input), output)).await?;
         running.waiting().await?;
         Ok(())
     }

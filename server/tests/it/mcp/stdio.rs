@@ -71,7 +71,8 @@ impl StdioClient {
         let call = json!({ "name": "calculation.eval", "arguments": { "expression": "6*7" } });
         let called = self.request(3, "tools/call", call).await;
         assert_eq!(called["result"]["structuredContent"]["result"], 42, "{called}");
-        let repeated = r#"{"name":"calculation.eval","arguments":{"expression":"1","expression":"2"}}"#;
+        let repeated =
+            r#"{"name":"calculation.eval","arguments":{"expression":"1","expression":"2"}}"#;
         let line =
             format!(r#"{{"jsonrpc":"2.0","id":4,"method":"tools/call","params":{repeated}}}"#);
         self.input.write_all(format!("{line}\n").as_bytes()).await.unwrap();

@@ -150,6 +150,14 @@ pub(super) struct TicketBody<'a> {
     call: Option<CallBody<'a>>,
 }
 
+/// The ticket, or the call itself if the caller waits.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+pub(super) enum InvokeResponseBody<'a> {
+    Ticket(TicketBody<'a>),
+    Call(CallBody<'a>),
+}
+
 impl<'a> TicketBody<'a> {
     fn new(ticket: &'a Ticket, trace: Option<TraceParent>) -> Self {
         let call = &ticket.call;
@@ -187,7 +195,8 @@ impl<'a> TicketBody<'a> {
     ),
     request_body = InvokeBody,
     responses(
-        (status = 202, description = "The ticket; with wait_ms the call itself", body = TicketBody),
+        (status = 202, description = "The ticket; with wait_ms the call itself",
+            body = InvokeResponseBody),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 413, body = ProblemDetails),
         (status = 422, body = ProblemDetails), (status = 429, body = ProblemDetails),
@@ -225,7 +234,8 @@ pub(super) async fn invoke(
         None | Some(0) => {
             let body = TicketBody::new(&ticket, trace);
             let is_open = body.call.is_none();
-            let mut answer = (StatusCode::ACCEPTED, Json(body)).into_response();
+            let body = Json(InvokeResponseBody::Ticket(body));
+            let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if is_open {
                 set_retry_after(&mut answer);
             }
@@ -235,7 +245,7 @@ pub(super) async fn invoke(
             let call =
                 Box::pin(state.engine.calls().wait(&caller, &ticket, Until::EndedWithin(wait_ms)))
                     .await?;
-            let body = Json(CallBody::with_trace(&call, trace));
+            let body = Json(InvokeResponseBody::Call(CallBody::with_trace(&call, trace)));
             let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if !call.status.is_terminal() {
                 set_retry_after(&mut answer);
