@@ -41,7 +41,7 @@ use crate::registry::{DirectoryListener, Registry};
 pub use accept::Ticket;
 pub use batch::{Batch, BatchAnswer, BatchEntryResult, BatchEntryState, BatchMode};
 pub use report::AttemptReport;
-pub use request::CallRequest;
+pub use request::{CallRequest, duplicate_key_error};
 pub use wait::{CallPage, CallQuery, CallRef, EventQuery, Until};
 
 /// Accepts, reports, cancels, reads and waits for calls.

@@ -12,6 +12,7 @@
 //!   RUNNING ── input required ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
 //!   PENDING(after) ── its predecessor has ended ──▶ PENDING(queue)
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
+//!   any open state ── a rule of the system ──▶ FAILED
 //! ```
 
 use serde_json::{Map, Value};
@@ -90,6 +91,11 @@ pub enum Event {
         by: String,
         /// Reason of the requester, as shown in the outcome.
         reason: Option<String>,
+    },
+    /// A rule of the system ends the call: no caller asked for it.
+    Abort {
+        /// The reason, which becomes the error of the call.
+        fault: Fault,
     },
     /// The process that owned the call is gone.
     OwnerLost {
@@ -178,6 +184,7 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refus
         Event::PredecessorEnded => start_after_predecessor(call, now_ms),
         Event::Deadline => time_out(call, now_ms),
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
+        Event::Abort { fault } => abort(call, fault, now_ms),
         Event::OwnerLost { node } => recover_from_owner_loss(call, node, now_ms),
     }
 }
@@ -443,8 +450,9 @@ fn apply_remote_outcome(
         RemoteOutcome::TimedOut(fault) => {
             (Status::Timeout, EventKind::Timeout, (false, None, Some(fault.clone())))
         }
+        // No caller canceled it, so the call has failed.
         RemoteOutcome::Canceled(fault) => {
-            (Status::Canceled, EventKind::Canceled, (false, None, Some(fault.clone())))
+            (Status::Failed, EventKind::Failed, (false, None, Some(fault.clone())))
         }
     };
     let partial = status == Status::Succeeded;
@@ -453,7 +461,10 @@ fn apply_remote_outcome(
         let same = stored.is_some_and(|stored| {
             stored.partial == partial && stored.data == outcome.1 && stored.error == outcome.2
         });
-        if same && call.status == status {
+        // Calls that a tool service canceled were once stored as CANCELED.
+        let was_canceled =
+            matches!(reported, RemoteOutcome::Canceled(_)) && call.status == Status::Canceled;
+        if same && (call.status == status || was_canceled) {
             return Err(Refusal::Duplicate);
         }
         let reason = format!("reported after the call was {}", call.status.as_str());
@@ -616,7 +627,21 @@ fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
     Ok(into_transition(end, vec![record], actions))
 }
 
-/// Ends a call at someone's request.
+/// Ends a call because of a rule of the system. The status is FAILED and not CANCELED, which is
+/// for calls that their callers cancel: the first version of the API knows only SUCCEEDED, FAILED
+/// and TIMEOUT, and its callers would wait for an end that never comes.
+fn abort(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition, Refusal> {
+    if call.status.is_terminal() {
+        return Err(Refusal::AlreadyEnded(ignored_record(call, now_ms, "stopped after the end")));
+    }
+    let mut actions = stop_actions(call);
+    actions.push(Action::NotifyEnded);
+    let end = end_call(call.clone(), Status::Failed, (false, None, Some(fault.clone())), now_ms);
+    let record = end_record(&end, EventKind::Failed, now_ms).with("code", fault.code.as_str());
+    Ok(into_transition(end, vec![record], actions))
+}
+
+/// Ends a call at its caller's request.
 fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status == Status::Canceled {
         return Err(Refusal::Duplicate);

@@ -17,6 +17,7 @@ use jsonschema::{PatternOptions, ValidationError, Validator};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+mod defaults;
 mod duplicates;
 mod guard;
 mod meter;
@@ -26,6 +27,8 @@ mod problem;
 #[cfg(test)]
 mod tests;
 
+use crate::domain::json::Json;
+pub use defaults::DefaultsTooLarge;
 use guard::SchemaProfile;
 use meter::{MeteredJson, MeteredPattern, MeteredValue, StepMeter};
 
@@ -53,6 +56,7 @@ struct CompiledSchema {
     /// The schema document, used to look up failed keywords when problems are explained.
     source: Value,
     passed: SchemaProfile,
+    has_defaults: bool,
 }
 
 /// The reason why a schema was refused, and the location.
@@ -117,14 +121,15 @@ impl Schema {
             })
             .build(schema)
             .map_err(|error| schema_error_from(schema, &error))?;
-        let inner = CompiledSchema { validator, source: schema.clone(), passed };
+        let has_defaults = defaults::has_defaults(schema);
+        let inner = CompiledSchema { validator, source: schema.clone(), passed, has_defaults };
         Ok(Schema { inner: Arc::new(inner) })
     }
 
     /// Returns the problems of an instance: an empty list if it is valid, and never more than
     /// [`MAX_PROBLEMS`].
     pub fn problems(&self, instance: &Value) -> Vec<SchemaProblem> {
-        let CompiledSchema { validator, source, passed } = self.inner.as_ref();
+        let CompiledSchema { validator, source, passed, .. } = self.inner.as_ref();
         let levels = MAX_LEVELS.min(MAX_RECURSION / (passed.chain as usize).max(1));
         if nests_deeper_than(instance, levels) {
             return vec![problem::too_deep(instance, levels)];
@@ -141,6 +146,29 @@ impl Schema {
         let errors = validator.iter_errors(MeteredValue::new(instance, &meter));
         let genuine: Vec<_> = errors.filter(meter::is_genuine).collect();
         problem::explain(source, instance, &genuine)
+    }
+
+    /// Returns the instance with the defaults of the schema, or `None` if it lacks none. A default
+    /// never replaces a given value, and the text of given values stays as it is. The module
+    /// `defaults` has the rules.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the instance with its defaults has more than `max_bytes`.
+    pub fn with_defaults(
+        &self,
+        instance: &Json,
+        max_bytes: usize,
+    ) -> Result<Option<Json>, DefaultsTooLarge> {
+        if !self.inner.has_defaults {
+            return Ok(None);
+        }
+        defaults::add_defaults(&self.inner.source, self.inner.passed.draft, instance, max_bytes)
+    }
+
+    /// Returns true if the schema itself lists a property of this name.
+    pub fn lists_property(&self, name: &str) -> bool {
+        self.inner.source.get("properties").is_some_and(|listed| listed.get(name).is_some())
     }
 
     /// Returns the problems without any content of the instance: the location, the expected value,

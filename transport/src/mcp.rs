@@ -8,8 +8,9 @@
 //!
 //! Layers, lowest first. A module uses only modules of lower layers:
 //!
-//! 1. `settings`, `passthrough` and `request`: the settings, the port to resources and prompts
-//!    of MCP servers, and the properties of one request.
+//! 1. `settings`, `passthrough`, `request` and `duplicate_keys`: the settings, the port to
+//!    resources and prompts of MCP servers, the properties of one request, and repeated keys in the
+//!    text of a message.
 //! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format.
 //! 3. `tool_list`: the tools that a caller sees.
 //! 4. `state`: the state that all requests share, and that of a legacy session.
@@ -18,6 +19,7 @@
 //!    there.
 //! 7. `http`: the route `/mcp`, with authentication and session owners.
 
+mod duplicate_keys;
 mod http;
 mod operations;
 mod param_errors;
@@ -29,6 +31,7 @@ mod state;
 mod tool_list;
 mod tool_result;
 
+pub use duplicate_keys::mark_lines;
 pub use http::router;
 pub use passthrough::{
     PassthroughChange, PassthroughChangeKind, PassthroughChangeStream, PassthroughProvider,

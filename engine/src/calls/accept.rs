@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use futures::poll;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::calls::Calls;
 use crate::calls::commit::{Commit, CommitKind};
@@ -17,7 +17,9 @@ use crate::calls::dependents::set_predecessor;
 use crate::calls::limiter::{ConcurrencyCaps, Slot, SlotScope};
 use crate::calls::observer::AttemptEnd;
 use crate::calls::open_calls::{CapacityExceeded, OpenCall, Reservation};
-use crate::calls::request::{CallRequest, apply_argument_rules, build_idempotency_key};
+use crate::calls::request::{
+    CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments,
+};
 use crate::calls::speculative_read::{RunningSpeculation, Speculation, SpeculationResult};
 use crate::domain::call::elicitation::Elicitation;
 use crate::domain::call::{Call, Hold, Origin, Status};
@@ -94,11 +96,9 @@ impl Calls {
             request.tool.clone_from(&tool.definition.name);
         }
         self.registry.authorize_call(&catalog, caller, &request.tool).await?;
-        let args = request.args.to_value();
-        let fitting = self.validate_request(&catalog, caller, found, &mut request, &args);
+        let fitting = self.validate_request(&catalog, caller, found, &mut request);
         let key = build_idempotency_key(caller, &request);
-        let drafted =
-            fitting.and_then(|tool| self.build_call(&catalog, caller, &tool, request, &args));
+        let drafted = fitting.and_then(|tool| self.build_call(&catalog, caller, &tool, request));
         let mut call = match drafted {
             Ok(call) => call,
             Err(error) => return Box::pin(self.replay_or(&caller.project, key, error)).await,
@@ -112,15 +112,15 @@ impl Calls {
 }
 
 impl Calls {
-    /// Builds the call in its initial state.
+    /// Builds the call in its initial state, with the arguments to execute.
     pub(crate) fn build_call(
         &self,
         catalog: &Catalog,
         caller: &Caller,
         tool: &Arc<Compiled>,
         request: CallRequest,
-        args: &Value,
     ) -> Result<Call, Error> {
+        let args = parse_unique_args(&request.tool, &request.args)?;
         let now_ms = self.core.clock.wall_ms();
         let definition = &tool.definition;
         let policy = self.resolve_policy(&caller.project, tool);
@@ -172,10 +172,8 @@ impl Calls {
             outcome: None,
             version: 1,
         };
-        if let Some(rules) = &tool.rules {
-            call.target.args = apply_argument_rules(tool, rules, args, &mut call)?;
-        }
-        call.fallbacks = self.dispatcher.resolve_fallbacks(catalog, caller, tool, args, &call);
+        prepare_arguments(tool, &args, &mut call, self.core.limits.max_args_bytes)?;
+        call.fallbacks = self.dispatcher.resolve_fallbacks(catalog, caller, tool, &args, &call);
         Ok(call)
     }
 

@@ -9,7 +9,7 @@ use crate::calls::commit::{AdvanceOutcome, call_not_found};
 use crate::calls::request::schema_fault;
 use crate::calls::wait::CallQuery;
 use crate::calls::{Calls, Dispatcher};
-use crate::domain::call::{Call, Status, elicitation};
+use crate::domain::call::{Call, Hold, Status, elicitation};
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::event::EventKind;
 use crate::domain::fault::{Code, Error, Fault};
@@ -44,16 +44,14 @@ impl Calls {
         attempt: Option<u32>,
     ) -> Result<Arc<Call>, Error> {
         let call = self.dispatcher.find_reportable_call(caller, id, Some(client_id)).await?;
+        let named = attempt;
         let attempt = attempt.unwrap_or(call.attempt);
         // A client that was given another client's acknowledged request takes its place.
         let has_lease = self.dispatcher.client_queue.lease_holder(id).as_deref() == Some(client_id);
-        let has_it = has_lease || call.acknowledged_by.as_deref() == Some(client_id);
-        if !has_it && !call.status.is_terminal() {
-            require_offer(&self.registry.catalog(), &call, client_id)?;
-        }
         let other = call.acknowledged_by.clone().filter(|other| has_lease && other != client_id);
         let event = Event::Acknowledged { attempt, by: client_id.to_owned(), instead_of: other };
-        let call = require_accepted(self.dispatcher.apply_event(caller, id, event).await?)?;
+        let advanced = self.dispatcher.apply_event(caller, id, event).await?;
+        let call = require_accepted(advanced, named)?;
         self.dispatcher.client_queue.acknowledge(&call.project, client_id, id);
         Ok(call)
     }
@@ -70,7 +68,7 @@ impl Calls {
         let by = report.client_id.or_else(|| self.dispatcher.client_queue.lease_holder(id));
         let result = self.dispatcher.validate_result(&call, report.result);
         let event = Event::Report { attempt: report.attempt, by, result };
-        require_accepted(self.dispatcher.apply_event(caller, id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, id, event).await?, report.attempt)
     }
 
     /// Records the progress of a client's attempt.
@@ -103,7 +101,20 @@ impl Calls {
         }
         let call = self.call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
-        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
+    }
+
+    /// Ends a call that a rule of the system stops: it is FAILED with this fault, and its executor
+    /// is stopped. A call that its own caller no longer wants is canceled ([`Calls::cancel`]).
+    pub async fn abort(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        fault: Fault,
+    ) -> Result<Arc<Call>, Error> {
+        let call = self.call(caller, id).await?;
+        let event = Event::Abort { fault };
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
 }
 
@@ -123,7 +134,7 @@ impl Calls {
         elicitation::check_answers_size(&answers)?;
         let call = self.call(caller, id).await?;
         let event = Event::InputProvided { by: caller.agent.clone(), answers };
-        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
 }
 
@@ -170,6 +181,14 @@ impl Dispatcher {
             if let Some(other) = other.filter(|_| !call.status.is_terminal()) {
                 let message = format!("call \"{id}\" is for client \"{other}\"");
                 return Err(Error::refused(Code::PermissionDenied, message));
+            }
+            // A client that has the call may have withdrawn the tool in the meantime.
+            let has_lease = self.client_queue.lease_holder(id).as_deref() == Some(client_id);
+            if !has_lease && call.acknowledged_by.as_deref() != Some(client_id) {
+                match call.status.is_terminal() {
+                    true => require_registered(&catalog, &call.project, client_id)?,
+                    false => require_offer(&catalog, &call, client_id)?,
+                }
             }
         }
         if caller.auth_method == AuthMethod::Local || caller.may_administer() {
@@ -282,7 +301,7 @@ impl Dispatcher {
     }
 }
 
-/// Requires that a client which takes work it was not given offers the tool.
+/// Requires that a client which takes or reports work it was not given offers the tool.
 fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), Error> {
     require_registered(catalog, &call.project, client_id)?;
     let tool = &call.target.tool;
@@ -293,26 +312,66 @@ fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), 
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-/// Converts a refused event into the error for the reporter.
-pub(crate) fn require_accepted(advanced: AdvanceOutcome) -> Result<Arc<Call>, Error> {
+/// Converts a refused event into an error that names its reason. `attempt` is the attempt that the
+/// reporter named.
+pub(crate) fn require_accepted(
+    advanced: AdvanceOutcome,
+    attempt: Option<u32>,
+) -> Result<Arc<Call>, Error> {
     let (call, refusal) = match advanced {
         AdvanceOutcome::Committed(call) | AdvanceOutcome::Duplicate(call) => return Ok(call),
         AdvanceOutcome::Refused(call, refusal) => (call, refusal),
     };
-    let status = call.status.as_str();
-    let message = match refusal {
-        Refusal::NotApplicable => format!("call \"{}\" does not wait for that", call.id),
-        Refusal::AlreadyEnded(_) => {
-            format!("call \"{}\" is {status} already; nothing changed", call.id)
+    let (id, status) = (&call.id, call.status.as_str());
+    let end = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
+    let other = attempt.filter(|attempt| *attempt != call.attempt);
+    let (reason, message) = match (refusal, other) {
+        (Refusal::NotApplicable | Refusal::Duplicate, _) => {
+            let waits = describe_state(&call);
+            ("not_expected", format!("call \"{id}\" does not wait for that: it {waits}"))
         }
-        _ => format!("this attempt of call \"{}\" is not out; nothing changed", call.id),
+        (Refusal::AlreadyEnded(_), _) => {
+            let why = end.map_or_else(String::new, |fault| format!(": {}", fault.message));
+            ("already_ended", format!("call \"{id}\" is {status} already{why}"))
+        }
+        (Refusal::WrongAttempt(_), _) if !call.has_attempt_in_flight() => {
+            let waits = describe_state(&call);
+            ("no_attempt_in_flight", format!("call \"{id}\" has no attempt in flight: it {waits}"))
+        }
+        (Refusal::WrongAttempt(_), Some(named)) => {
+            let current = call.attempt;
+            let message = format!(
+                "attempt {named} of call \"{id}\" is not in flight, but attempt {current} is"
+            );
+            ("other_attempt", message)
+        }
+        (Refusal::WrongAttempt(_), None) => {
+            let by = call.acknowledged_by.as_deref().unwrap_or_default();
+            ("already_taken", format!("call \"{id}\" was taken by client \"{by}\" before"))
+        }
     };
     let detail = json!({
+        "reason": reason,
         "status": status,
         "attempt": call.attempt,
         "completed_at_ms": call.completed_ms,
+        "error": end.map(|fault| json!({ "code": fault.code.as_str(), "message": fault.message })),
     });
+    let message = format!("{message}; nothing changed");
     Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+}
+
+/// Describes the state of an open call, as the end of a sentence.
+fn describe_state(call: &Call) -> &'static str {
+    match call.hold {
+        Some(Hold::Queue) => "waits for a free slot",
+        Some(Hold::Retry { .. }) => "waits for its next attempt",
+        Some(Hold::Unacknowledged) => "waits for an executor to take it",
+        Some(Hold::Input) => "waits for answers",
+        Some(Hold::Predecessor { .. }) => "waits for the call before it",
+        None if call.status.is_terminal() => "has ended",
+        None => "is running",
+    }
 }
 
 impl Calls {

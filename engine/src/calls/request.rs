@@ -1,6 +1,7 @@
 //! A request to run a tool, and its validation before anything is stored: sizes, ranges and names,
-//! then the argument rules of the tool's definition, then the schema.
+//! then the argument rules of the tool's definition, the defaults of its schema, and the schema.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
@@ -12,10 +13,10 @@ use crate::domain::call::{Call, elicitation};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
-use crate::domain::json::{Json, JsonError, find_lossy_integer};
+use crate::domain::json::{DuplicateKey, Json, JsonError, find_lossy_integer};
 use crate::domain::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::domain::tool::SourceTraits;
-use crate::domain::tool::args::{ArgumentRules, TemplateVars};
+use crate::domain::tool::args::{AppliedArguments, TemplateVars};
 use crate::domain::utp::Route;
 use crate::ports::store::IdempotencyKey;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled, tool_not_found};
@@ -81,17 +82,26 @@ impl CallRequest {
     }
 }
 
-/// Applies the definition's argument rules, and returns the arguments to execute. Those are the
-/// ones that must match the schema. An argument that the definition takes from the environment is
+/// Sets the arguments to execute: those of the caller after the definition's argument rules, with
+/// the defaults of the schema. An argument that the definition takes from the environment is
 /// removed from the caller's arguments before they are stored.
-pub(crate) fn apply_argument_rules(
+///
+/// # Errors
+///
+/// The arguments to execute do not match the schema, or are too large.
+pub(crate) fn prepare_arguments(
     tool: &Compiled,
-    rules: &ArgumentRules,
     input: &Value,
     call: &mut Call,
-) -> Result<Json, Error> {
+    max_args_bytes: usize,
+) -> Result<(), Error> {
+    let Some(rules) = &tool.rules else {
+        let given = ExecutedArguments { args: call.args.clone(), value: Cow::Borrowed(input) };
+        call.target.args = fit_to_schema(tool, given, &[], max_args_bytes)?;
+        return Ok(());
+    };
     let applied = rules.apply(input, &TemplateVars::for_call(call));
-    check_schema(tool, &applied.args)?;
+    call.target.args = fit_applied_arguments(tool, &applied, max_args_bytes)?;
     if !applied.overridden_by_env.is_empty() {
         let names = applied.overridden_by_env.join(", ");
         tracing::warn!(tool = call.tool_name, args = names, "dropped: set from the environment");
@@ -101,13 +111,92 @@ pub(crate) fn apply_argument_rules(
         }
         call.args = Json::from_value(&recorded);
     }
-    Ok(Json::from_value(&applied.args))
+    Ok(())
 }
 
-/// Checks the arguments before anything is stored or started. If the definition has argument rules,
-/// the check happens after they are applied, in [`apply_argument_rules`].
-pub(crate) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
-    if tool.rules.is_some() { Ok(()) } else { check_schema(tool, args) }
+/// Returns the arguments to execute from those to which a definition's rules were applied.
+pub(crate) fn fit_applied_arguments(
+    tool: &Compiled,
+    applied: &AppliedArguments,
+    max_args_bytes: usize,
+) -> Result<Json, Error> {
+    let (args, value) = (Json::from_value(&applied.args), Cow::Borrowed(&applied.args));
+    let from_rules: Vec<&str> =
+        applied.fixed.iter().chain(&applied.defaults).map(String::as_str).collect();
+    fit_to_schema(tool, ExecutedArguments { args, value }, &from_rules, max_args_bytes)
+}
+
+/// Arguments in both of their forms.
+pub(crate) struct ExecutedArguments<'a> {
+    pub(crate) args: Json,
+    pub(crate) value: Cow<'a, Value>,
+}
+
+/// Returns the arguments with the schema's defaults, if they match the schema. The rules of the
+/// definition supplied those named in `from_rules`. The schema may close the object to all that a
+/// caller could add, but not to what the definition itself adds.
+pub(crate) fn fit_to_schema(
+    tool: &Compiled,
+    given: ExecutedArguments<'_>,
+    from_rules: &[&str],
+    max_args_bytes: usize,
+) -> Result<Json, Error> {
+    let name = &tool.definition.name;
+    let filled = tool.input_schema.with_defaults(&given.args, max_args_bytes).map_err(|_| {
+        let message = format!(
+            "args of {name} with the defaults of its schema are over the limit of \
+             {max_args_bytes} bytes"
+        );
+        Error::refused(Code::PayloadTooLarge, message)
+    })?;
+    let filled_value = filled.as_ref().map(Json::to_value);
+    let value = filled_value.as_ref().unwrap_or(&given.value);
+    let problems = find_problems(tool, value, from_rules);
+    if problems.is_empty() {
+        return Ok(filled.unwrap_or(given.args));
+    }
+    // A default that the schema itself refuses must not make every call of the tool fail.
+    if filled.is_some() && find_problems(tool, &given.value, from_rules).is_empty() {
+        tracing::warn!(tool = name, "defaults not applied: they do not match the tool's schema");
+        return Ok(given.args);
+    }
+    let summary = format!("the arguments of {name} do not fit its schema");
+    Err(schema_fault(&summary, &problems).without_side_effect().into())
+}
+
+/// Returns the problems that the caller's arguments have. An argument from the definition's rules
+/// that the schema does not list counts only if the schema needs it.
+fn find_problems(tool: &Compiled, args: &Value, from_rules: &[&str]) -> Vec<SchemaProblem> {
+    let problems = tool.input_schema.problems(args);
+    let is_extra =
+        |name: &str| from_rules.contains(&name) && !tool.input_schema.lists_property(name);
+    if problems.is_empty() || !from_rules.iter().any(|name| is_extra(name)) {
+        return problems;
+    }
+    let mut without_extras = args.clone();
+    if let Value::Object(members) = &mut without_extras {
+        members.retain(|name, _| !is_extra(name));
+    }
+    tool.input_schema.problems(&without_extras)
+}
+
+/// Reads the arguments. A key that an object has twice is refused: the schema would see one of its
+/// values, and the executor might see the other.
+pub(crate) fn parse_unique_args(tool: &str, args: &Json) -> Result<Value, Error> {
+    args.to_value_with_unique_keys().map_err(|duplicate| duplicate_key_error(tool, duplicate))
+}
+
+/// Returns the error for arguments that repeat a key.
+pub fn duplicate_key_error(tool: &str, duplicate: DuplicateKey) -> Error {
+    let DuplicateKey { key, pointer } = duplicate;
+    let problem = SchemaProblem {
+        expected: "each key once".to_owned(),
+        given: format!("the key \"{key}\" twice"),
+        message: format!("{pointer}: the key \"{key}\" is given twice; give each key once"),
+        pointer,
+    };
+    let summary = format!("the arguments of {tool} are ambiguous");
+    schema_fault(&summary, &[problem]).without_side_effect().into()
 }
 
 /// Rejects numbers that lose precision. HTTP requests and UTP cards are written from parsed JSON,
@@ -125,28 +214,18 @@ fn check_number_precision(tool: &Compiled, traits: SourceTraits, args: &Json) ->
     Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
 }
 
-fn check_schema(tool: &Compiled, args: &Value) -> Result<(), Error> {
-    let problems = tool.input_schema.problems(args);
-    if problems.is_empty() {
-        return Ok(());
-    }
-    let summary = format!("the arguments of {} do not fit its schema", tool.definition.name);
-    Err(schema_fault(&summary, &problems).without_side_effect().into())
-}
-
 impl Calls {
-    /// Returns the tool if it exists and the request is valid for it.
+    /// Returns the tool if it exists and the request is valid for it. `prepare_arguments` checks
+    /// the arguments against the schema.
     pub(crate) fn validate_request(
         &self,
         catalog: &Catalog,
         caller: &Caller,
         found: Option<Arc<Compiled>>,
         request: &mut CallRequest,
-        args: &Value,
     ) -> Result<Arc<Compiled>, Error> {
         let tool = found.ok_or_else(|| tool_not_found(catalog, caller, &request.tool))?;
         check_request(request, self.core.limits.max_args_bytes)?;
-        check_args(&tool, args)?;
         let traits = self.dispatcher.source_traits(tool.definition.executor);
         check_number_precision(&tool, traits, &request.args)?;
         check_pinned_client(catalog, caller, &tool, request.client_id.as_deref())?;

@@ -1,12 +1,14 @@
 //! Routes a call: resolves its tool and fallbacks, its client, and the concurrency limits that
 //! apply.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 
 use crate::calls::Dispatcher;
 use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotScope};
+use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
 use crate::domain::call::{Call, Target};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
@@ -37,12 +39,21 @@ impl Dispatcher {
             if by_client && !can_execute(catalog, &caller.project, &other, pinned) {
                 continue;
             }
-            let mut mapped = args::map_arguments(alternate.args.as_ref(), args);
-            if let Some(rules) = &other.rules {
-                mapped = rules.apply(&mapped, &args::TemplateVars::for_call(call)).args;
-            }
-            if other.input_schema.problems(&mapped).is_empty() {
-                targets.push(self.build_target(&other, Json::from_value(&mapped)));
+            let mapped = args::map_arguments(alternate.args.as_ref(), args);
+            let max_bytes = self.core.limits.max_args_bytes;
+            let fitting = match &other.rules {
+                Some(rules) => {
+                    let applied = rules.apply(&mapped, &args::TemplateVars::for_call(call));
+                    fit_applied_arguments(&other, &applied, max_bytes)
+                }
+                None => {
+                    let args = Json::from_value(&mapped);
+                    let given = ExecutedArguments { args, value: Cow::Owned(mapped) };
+                    fit_to_schema(&other, given, &[], max_bytes)
+                }
+            };
+            if let Ok(args) = fitting {
+                targets.push(self.build_target(&other, args));
             }
         }
         targets

@@ -10,7 +10,9 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use crate::domain::call::{Call, Status};
+use crate::domain::fault::Code;
 use crate::domain::id::CallId;
+use crate::domain::tool::Executor;
 use crate::domain::tool::args::{ArgumentRules, TemplateVars};
 use crate::domain::trace::{SpanIds, TraceParent};
 use crate::domain::utp::card::{
@@ -77,12 +79,17 @@ fn id_for_target(id: &str, call: &Call) -> String {
 }
 
 impl ToolStatus {
-    /// Returns the status of an ended call; `None` while it is open.
+    /// Returns the status of an ended call; `None` while it is open. A call that its tool service
+    /// canceled is FAILED with the code CANCELED, and `canceled` in UTP.
     pub fn from_call(call: &Call) -> Option<Self> {
         let partial = call.outcome.as_ref().is_some_and(|outcome| outcome.partial);
+        let error = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
+        let canceled_by_tool = call.target.executor == Executor::UTP
+            && error.is_some_and(|fault| fault.code == Code::Canceled);
         match call.status {
             Status::Succeeded if partial => Some(Self::Partial),
             Status::Succeeded => Some(Self::Success),
+            Status::Failed if canceled_by_tool => Some(Self::Canceled),
             Status::Failed => Some(Self::Failed),
             Status::Timeout => Some(Self::Timeout),
             Status::Canceled => Some(Self::Canceled),

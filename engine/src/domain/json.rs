@@ -7,6 +7,7 @@ mod canonical;
 mod check;
 pub mod cursor;
 mod lossy_integer;
+mod unique_keys;
 use std::fmt;
 use std::sync::Arc;
 
@@ -17,6 +18,7 @@ use serde_json::value::RawValue;
 pub use canonical::canonicalize;
 pub use check::{check, replace_lone_surrogates};
 pub use lossy_integer::find_lossy_integer;
+pub use unique_keys::{DuplicateKey, pointer_segment};
 
 /// Maximum nesting depth of a document, enforced everywhere.
 pub const MAX_DEPTH: usize = 64;

@@ -71,6 +71,7 @@ listed_enum! {
         UnknownAnswers,
         PredecessorEnded,
         Cancel,
+        Abort,
         OwnerLost,
     }
 }
@@ -125,6 +126,7 @@ fn cases_of(event: &Event) -> &'static [Case] {
         Event::PredecessorEnded => &[Case::PredecessorEnded],
         Event::Deadline => &[Case::DeadlineEarly, Case::DeadlineDue],
         Event::Cancel { .. } => &[Case::Cancel],
+        Event::Abort { .. } => &[Case::Abort],
         Event::OwnerLost { .. } => &[Case::OwnerLost],
     }
 }
@@ -265,6 +267,7 @@ fn event_of(case: Case) -> (Event, u64) {
         Case::UnknownAnswers => answers(&["nobody asked"]),
         Case::PredecessorEnded => Event::PredecessorEnded,
         Case::Cancel => Event::Cancel { by: "a".into(), reason: None },
+        Case::Abort => Event::Abort { fault: Fault::new(Code::Conflict, "not stored") },
         Case::OwnerLost => Event::OwnerLost { node: "n2".into() },
     };
     (event, if case == Case::DeadlineDue { DEADLINE } else { NOW })
@@ -349,7 +352,7 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
         Case::RemoteTimedOut =>
             [WRONG, WRONG, WRONG, TIME,  WRONG, WRONG, TIME,  ENDED, ENDED, ENDED, ENDED],
         Case::RemoteCanceled =>
-            [WRONG, WRONG, WRONG, STOP,  WRONG, WRONG, STOP,  ENDED, ENDED, ENDED, ENDED],
+            [WRONG, WRONG, WRONG, FAIL,  WRONG, WRONG, FAIL,  ENDED, ENDED, ENDED, ENDED],
         Case::RemoteOldAttempt =>
             [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
         Case::Detached =>
@@ -374,6 +377,8 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO],
         Case::Cancel =>
             [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
+        Case::Abort =>
+            [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  ENDED, ENDED, ENDED, ENDED],
         Case::OwnerLost =>
             [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, RUN,   NO,    NO,    NO,    NO],
     }
@@ -441,7 +446,9 @@ fn check_transition(before: &Call, step: &Transition, state: State, case: Case) 
     assert!(call.status != Status::Running || call.started_ms.is_some(), "{row}");
     // An executor that reported the end needs no stop request.
     let by_executor = matches!(case, Case::RemoteTimedOut | Case::RemoteCanceled);
-    let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !by_executor;
+    let by_server =
+        matches!(call.status, Status::Timeout | Status::Canceled) || case == Case::Abort;
+    let stopped = by_server && !by_executor;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
     assert_eq!(
         stops,

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use crate::calls::accept::BatchMembership;
 use crate::calls::report::require_accepted;
 use crate::calls::request::{
-    CallRequest, build_idempotency_key, check_args, check_label, check_request, schema_fault,
+    CallRequest, build_idempotency_key, check_label, check_request, schema_fault,
 };
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
@@ -134,10 +134,8 @@ impl Runs {
         check_request(&asked, self.core.limits.max_args_bytes)?;
         let default_ms = self.registry.default_timeout_ms(caller);
         let tool = compile_caller_tool(definition, &caller.project, &asked.tool, default_ms)?;
-        let args = asked.args.to_value();
-        check_args(&tool, &args)?;
         let key = build_idempotency_key(caller, &asked);
-        let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), asked, &args)?;
+        let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), asked)?;
         let mut call = Call { max_retries: 0, fallbacks: Vec::new(), ..drafted };
         call.origin.background = background.unwrap_or(call.origin.background);
         let result = match result {
@@ -200,7 +198,7 @@ impl Runs {
         let definition = find_definition(tools, &call.tool_name);
         let result = self.validate_reported_result(&call, definition, reported.result)?;
         let event = Event::Report { attempt: None, by: None, result };
-        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?)
+        require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
 
     async fn find_by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
@@ -259,7 +257,7 @@ impl Runs {
             .call;
         let Some(result) = ready.result else { return Ok(call) };
         let event = Event::Report { attempt: None, by: None, result };
-        require_accepted(self.dispatcher.advance(&call.project, &call.id, event).await?)
+        require_accepted(self.dispatcher.advance(&call.project, &call.id, event).await?, None)
     }
 
     /// Checks a result against the size limit and, if the run's definition has one, the output

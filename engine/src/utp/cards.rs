@@ -164,7 +164,13 @@ impl Utp {
         {
             let (turn, id) = (&route.turn_id, &route.tool_call_id);
             let written = self.core.store.utp().result_card(&call.project, turn, id).await;
-            let status = ToolStatus::from_call(call).map(ToolStatus::as_str);
+            let status = ToolStatus::from_call(call);
+            // A tool service may also report `failed` with the code of a cancellation.
+            let same_status = |card: &Card| {
+                let written = card.content_text("status").and_then(|text| text.parse().ok());
+                written == status
+                    || call.status == Status::Failed && written == Some(ToolStatus::Failed)
+            };
             let by_tool = call.acknowledged_by.is_some();
             // A late card may have the same status but a different reason, so the messages are
             // compared too.
@@ -172,8 +178,7 @@ impl Utp {
             let card_fault = |card: &Card| card::fault_from_error(card.content.get("error"));
             let same_error =
                 |card: &Card| error.is_none_or(|e| e.message == card_fault(card).message);
-            let same =
-                |card: &Card| by_tool && card.content_text("status") == status && same_error(card);
+            let same = |card: &Card| by_tool && same_status(card) && same_error(card);
             if let Some(card) = written.map_err(from_store_error)?.filter(same) {
                 return Ok(Some(card));
             }

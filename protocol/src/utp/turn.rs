@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::{Value, json};
+use toolcrib::Json;
 use toolcrib::domain::utp::{StepCall, Turn};
 use toolcrib::utp::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
 use utoipa::ToSchema;
@@ -61,9 +62,9 @@ pub(crate) struct StepCallBody {
     tool_call_id: String,
     tool_name: String,
     /// An object, or an object as JSON text.
-    #[serde(default)]
+    #[serde(default = "Json::null")]
     #[schema(value_type = Object)]
-    arguments: Value,
+    arguments: Json,
     /// Maximum duration of this call. Default: the timeout of the tool.
     timeout_ms: Option<u64>,
 }

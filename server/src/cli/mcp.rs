@@ -26,7 +26,7 @@ use tokio::time::Instant;
 use toolcrib::Caller;
 use toolcrib::domain::fault::Code;
 use toolcrib_store::file_permissions;
-use toolcrib_transport::mcp::CatalogueMode;
+use toolcrib_transport::mcp::{CatalogueMode, mark_lines};
 
 use super::failure::{CommandFailure, exit};
 use super::{CommandContext, StorageArgs};
@@ -170,7 +170,7 @@ async fn run_bridge(context: &CommandContext, args: &McpArgs) -> Result<(), Comm
     // This client sends the key and the project with every request.
     let config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
     let far = StreamableHttpClientTransport::with_client(client.http_client(), config);
-    let near = AsyncRwTransport::new_server(tokio::io::stdin(), tokio::io::stdout());
+    let near = AsyncRwTransport::new_server(mark_lines(tokio::io::stdin()), tokio::io::stdout());
     relay_messages(near, far, &url).await
 }
 

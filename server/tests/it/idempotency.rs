@@ -58,6 +58,66 @@ async fn the_key_works_in_the_body_and_after_the_call_ended() {
 }
 
 #[tokio::test]
+async fn a_replay_returns_the_current_status_and_the_ended_call() {
+    let (_server, api) = start_with_tool().await;
+    let first = invoke(&api, "key-1", body(1)).await;
+    assert!(first.header("retry-after").is_some());
+    let first = first.is(202);
+    let id = first["tool_call_id"].as_str().unwrap();
+    api.poll("c1").await;
+    let running = invoke(&api, "key-1", body(1)).await;
+    assert!(running.header("retry-after").is_some());
+    let running = running.is(202);
+    assert_eq!((&running["tool_call_id"], &running["status"]), (&json!(id), &json!("running")));
+    assert_eq!(running.get("call"), None, "{running}");
+    assert!(running["message"].as_str().unwrap().contains("poll"), "{running}");
+    api.succeed(id, json!("done")).await;
+    let ended = invoke(&api, "key-1", body(1)).await;
+    assert_eq!(ended.header("idempotent-replayed"), Some("true"));
+    assert_eq!(ended.header("retry-after"), None, "there is nothing to poll for");
+    let ended = ended.is(202);
+    assert_eq!((&ended["tool_call_id"], &ended["status"]), (&json!(id), &json!("succeeded")));
+    assert_eq!(ended["message"], "tool call succeeded, call has the result");
+    assert_eq!(ended["call"], api.call(id).await, "the whole call");
+}
+
+#[tokio::test]
+async fn a_replay_of_a_failed_call_names_its_end() {
+    let (_server, api) = start_with_tool().await;
+    for (key, end) in [("key-f", "failed"), ("key-c", "canceled"), ("key-t", "timeout")] {
+        let mut request = body(1);
+        if end == "timeout" {
+            request["timeout_ms"] = json!(20);
+        }
+        let first = invoke(&api, key, request.clone()).await.is(202);
+        let id = first["tool_call_id"].as_str().unwrap();
+        match end {
+            "failed" => drop(api.fail(id, json!("broken")).await),
+            "canceled" => {
+                let path = format!("/v1/tool_calls/{id}/cancel");
+                api.post(&path, json!({})).await.is(200);
+            }
+            _ => drop(api.finished(id).await),
+        }
+        let again = invoke(&api, key, request).await.is(202);
+        assert_eq!(again["status"], end, "{again}");
+        assert_eq!(again["call"]["status"], end.to_uppercase(), "{again}");
+        assert!(again["message"].as_str().unwrap().contains(end), "{again}");
+        assert!(again["call"]["error"]["code"].is_string(), "{again}");
+    }
+}
+
+#[tokio::test]
+async fn a_replay_after_a_restart_returns_the_ended_call() {
+    let (server, api) = start_with_tool().await;
+    let first = invoke(&api, "key-1", body(1)).await.is(202);
+    api.succeed(first["tool_call_id"].as_str().unwrap(), json!("done")).await;
+    let server = server.restart().await;
+    let again = invoke(&server.api(), "key-1", body(1)).await.is(202);
+    assert_eq!((&again["status"], &again["call"]["result"]), (&json!("succeeded"), &json!("done")));
+}
+
+#[tokio::test]
 async fn another_request_with_the_same_key_is_rejected() {
     let (_server, api) = start_with_tool().await;
     let first = invoke(&api, "key-1", body(1)).await.is(202);

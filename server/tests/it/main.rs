@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod arguments;
 mod bad_input;
 mod batches;
 mod builtins;
@@ -13,6 +14,7 @@ mod chat;
 mod command_line;
 mod contexts;
 mod crash;
+mod documented_responses;
 mod events;
 mod examples;
 mod idempotency;

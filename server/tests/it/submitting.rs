@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use toolcrib::{Engine, FnTool};
 
-use crate::support::api::{message, offer};
+use crate::support::api::{message, offer, offer_with};
 use crate::support::{Api, Server};
 
 async fn make_ended_call(body: Value) -> (Server, Api, String, Value) {
@@ -187,4 +187,84 @@ async fn the_number_of_stored_late_events_is_limited() {
     let late = api.history(&id).await.into_iter().filter(|kind| kind == "tool.call.late").count();
     assert_eq!(late, 200);
     assert_eq!(api.call(&id).await, call);
+}
+
+#[tokio::test]
+async fn a_report_names_only_a_client_that_offers_the_tool() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    api.register("c2", json!([offer("b.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let submit = |client: &str| json!({ "status": "SUCCEEDED", "result": 1, "client_id": client });
+    let error = api.submit(&id, submit("nobody")).await.refused(404, "NOT_FOUND");
+    assert!(message(&error).contains("\"nobody\" has not registered"), "{error}");
+    let error = api.submit(&id, submit("c2")).await.refused(403, "PERMISSION_DENIED");
+    assert!(message(&error).contains("\"c2\" does not offer \"a.tool\""), "{error}");
+    let path = format!("/internal/tool_calls/{id}/progress");
+    let progress = json!({ "percent": 5, "client_id": "nobody" });
+    api.post(&path, progress).await.refused(404, "NOT_FOUND");
+    assert_eq!(api.call(&id).await["status"], "PENDING", "nothing changed");
+    api.submit(&id, submit("c1")).await.is(200);
+    assert_eq!(api.call(&id).await["taken_by"], "c1");
+    // The same report again has the same answer. Another client has none to give.
+    api.submit(&id, submit("c1")).await.is(200);
+    api.submit(&id, submit("nobody")).await.refused(404, "NOT_FOUND");
+    // A result without a client id is accepted as before.
+    let id = api.invoke("a.tool", json!({})).await;
+    api.succeed(&id, json!(2)).await;
+}
+
+#[tokio::test]
+async fn a_client_reports_a_call_it_took_after_it_withdrew_the_tool() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    api.poll("c1").await;
+    api.delete("/internal/tools/a.tool?client_id=c1").await.is(204);
+    let body = json!({ "status": "SUCCEEDED", "result": 1, "client_id": "c1" });
+    api.submit(&id, body).await.is(200);
+    assert_eq!(api.call(&id).await["result"], 1);
+}
+
+#[tokio::test]
+async fn rejected_reports_and_cancels_name_their_reason() {
+    let server = Server::start().await;
+    let api = server.api();
+    let retrying = json!({ "effect": "read",
+        "policy": { "max_retries": 1, "backoff": { "initial_ms": 20_000, "jitter": 0 } } });
+    api.register("c1", json!([offer_with("a.tool", retrying), offer("b.tool")])).await;
+    let reason = |error: &Value| error["detail"]["reason"].as_str().unwrap().to_owned();
+    let ack = |id: &str| format!("/internal/tool_calls/{id}/ack");
+    let cancel = |id: &str| format!("/v1/tool_calls/{id}/cancel");
+    // The call waits for its second attempt.
+    let id = api.invoke("a.tool", json!({})).await;
+    let failed = json!({ "message": "busy", "code": "UPSTREAM_UNAVAILABLE" });
+    assert_eq!(api.fail(&id, failed).await["status"], "PENDING");
+    let error = api.submit(&id, json!({ "status": "SUCCEEDED", "result": 1 })).await;
+    let error = error.refused(409, "CONFLICT");
+    assert_eq!(reason(&error), "no_attempt_in_flight", "{error}");
+    assert!(message(&error).contains("waits for its next attempt"), "{error}");
+    // Another attempt is meant.
+    let id = api.invoke("b.tool", json!({})).await;
+    let late = json!({ "status": "SUCCEEDED", "result": 1, "attempt": 7 });
+    let error = api.submit(&id, late).await.refused(409, "CONFLICT");
+    assert_eq!(reason(&error), "other_attempt", "{error}");
+    let text = message(&error);
+    assert!(text.contains("attempt 7") && text.contains("attempt 1"), "{error}");
+    let error = api.post(&ack(&id), json!({ "client_id": "c1", "attempt": 7 })).await;
+    assert_eq!(reason(&error.refused(409, "CONFLICT")), "other_attempt");
+    // The call has ended, and the response says how.
+    api.fail(&id, json!("the disk is full")).await;
+    for answer in [
+        api.submit(&id, json!({ "status": "SUCCEEDED", "result": 1 })).await,
+        api.post(&ack(&id), json!({ "client_id": "c1" })).await,
+        api.post(&cancel(&id), json!({})).await,
+    ] {
+        let error = answer.refused(409, "CONFLICT");
+        assert_eq!(reason(&error), "already_ended", "{error}");
+        assert!(message(&error).contains("FAILED already: the disk is full"), "{error}");
+        assert_eq!(error["detail"]["error"]["code"], "RUNTIME_ERROR", "{error}");
+    }
 }

@@ -10,9 +10,9 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use toolcrib::domain::fault::Code;
 use utoipa::Modify;
-use utoipa::openapi::OpenApi;
 use utoipa::openapi::path::Operation;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::{Content, ContentBuilder, OpenApi, Ref, RefOr, ResponseBuilder};
 use utoipa_swagger_ui::{Config, SwaggerUi};
 
 /// Declares bearer authentication for all operations. A server without keys does not require it.
@@ -41,6 +41,56 @@ pub(super) fn deduplicate_operation_ids(mut document: OpenApi) -> OpenApi {
             let words = path.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
             let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
             *id = format!("{method}_{}", words.join("_"));
+        }
+    }
+    document
+}
+
+/// Paths that answer without credentials.
+const PUBLIC_PATHS: [&str; 4] = ["/healthz", "/livez", "/readyz", "/metrics"];
+
+/// Documents the refusals that every operation shares, and the media type of all of them. An
+/// operation declares only those that are its own.
+pub(super) fn add_common_refusals(mut document: OpenApi) -> OpenApi {
+    for (path, _, operation) in operations(&mut document) {
+        let is_model_api = operation.tags.iter().flatten().any(|tag| tag == "models");
+        let (schema, media_type) = match is_model_api {
+            true => ("RefusalBody", "application/json"),
+            false => ("Problem", "application/problem+json"),
+        };
+        let has_body = operation.request_body.is_some();
+        let responses = &mut operation.responses.responses;
+        if !PUBLIC_PATHS.contains(&path.as_str()) && !path.starts_with("/oauth/") {
+            let codes = [
+                Code::BadRequest,
+                Code::Unauthenticated,
+                Code::PermissionDenied,
+                Code::ValidationError,
+                Code::Internal,
+                Code::Overloaded,
+            ];
+            let too_large = has_body.then_some(Code::PayloadTooLarge);
+            for code in codes.into_iter().chain(too_large) {
+                let schema = Ref::from_schema_name(schema);
+                let content = ContentBuilder::new().schema(Some(schema)).build();
+                let response = ResponseBuilder::new().description(code.title());
+                let response = RefOr::T(response.content(media_type, content).build());
+                responses.entry(code.http_status().to_string()).or_insert(response);
+            }
+        }
+        for response in responses.values_mut() {
+            let RefOr::T(response) = response else { continue };
+            let is_problem = |content: &RefOr<Content>| match content {
+                RefOr::T(Content { schema: Some(RefOr::Ref(schema)), .. }) => {
+                    schema.ref_location.ends_with("/Problem")
+                }
+                _ => false,
+            };
+            if response.content.get("application/json").is_some_and(is_problem)
+                && let Some(content) = response.content.shift_remove("application/json")
+            {
+                response.content.insert("application/problem+json".to_owned(), content);
+            }
         }
     }
     document

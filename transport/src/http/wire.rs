@@ -22,7 +22,7 @@ pub(super) struct FaultBody {
     pub(super) code: String,
     pub(super) message: String,
     /// Structured details: problems with JSON pointers, nearest names, the current state.
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     pub(super) detail: Option<Value>,
     /// True if the same request can succeed when repeated.
     pub(super) retryable: bool,
@@ -150,9 +150,9 @@ pub(super) struct CallBody<'a> {
     source: &'static str,
     /// `PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED`, `TIMEOUT` or `CANCELED`.
     status: &'static str,
-    #[schema(value_type = Object)]
+    #[schema(value_type = serde_json::Value)]
     args: Json,
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     result: Option<Json>,
     error: Option<FaultBody>,
     /// Unix seconds.
@@ -220,7 +220,7 @@ pub(super) struct HoldBody<'a> {
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct OutcomeBody {
     ok: bool,
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     data: Option<Json>,
     error: Option<FaultBody>,
     metrics: MetricsBody,

@@ -14,12 +14,13 @@ use axum::routing::{any, get};
 use parking_lot::Mutex;
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
-use serde_json::json;
+use serde_json::{Value, json};
 use toolcrib::Caller;
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::json;
 use toolcrib_protocol::outbound::is_loopback_host;
 
+use super::duplicate_keys;
 use super::request::{CallerView, CatalogueMode, session_id};
 use super::server::{McpHandler, McpTransport};
 use super::tool_list::splice::ToolListSplice;
@@ -152,10 +153,14 @@ impl McpHttpState {
         parts.headers.remove(header::AUTHORIZATION);
         let post = parts.method == Method::POST;
         let body = read_body(body, shared.settings.max_body_bytes).await?;
-        let params = match serde_json::from_slice::<JsonRpcMethod>(&body) {
+        let JsonRpcMethod { method: params, id } = match serde_json::from_slice(&body) {
             Err(error) if post && !error.is_data() => return Ok(parse_error_response(&error)),
-            read => read.ok().and_then(|params| params.method),
+            read => read.unwrap_or_default(),
         };
+        let calls_tool = post && params.as_deref() == Some("tools/call");
+        let marked = calls_tool.then(|| duplicate_keys::mark_message(&body)).flatten();
+        let body = marked.map_or(body, axum::body::Bytes::from);
+        let is_json = content_type(&parts.headers).is_some_and(|kind| kind == "application/json");
         if post && session.is_none() && params.as_deref() == Some("initialize") {
             self.sessions.check_capacity(shared.settings.max_sessions, &view.caller).await?;
         }
@@ -167,6 +172,11 @@ impl McpHttpState {
         }
         let request = Request::from_parts(parts, Body::from(body));
         let answer = CALLER_VIEW.scope(view.clone(), self.service.handle(request)).await;
+        // rmcp reports every body that it cannot read as one of an unsupported type.
+        if is_json && answer.status() == StatusCode::UNSUPPORTED_MEDIA_TYPE {
+            let message = "the body is JSON, but no JSON-RPC 2.0 request, notification or response";
+            return Ok(invalid_message_response(id, -32600, message));
+        }
         if let Some(new_session) = session_id(answer.headers()) {
             self.sessions.add_session(new_session, &view.caller).await;
         }
@@ -178,18 +188,31 @@ impl McpHttpState {
     }
 }
 
-/// The method of a message, which decides whether it creates a session.
-#[derive(serde::Deserialize)]
+/// The method of a message, which decides whether it creates a session, and its id.
+#[derive(Default, serde::Deserialize)]
 struct JsonRpcMethod {
     method: Option<String>,
+    #[serde(default)]
+    id: Value,
 }
 
 /// Returns the JSON-RPC response to a body that is not JSON.
 fn parse_error_response(error: &serde_json::Error) -> Response {
     let message = format!("the body is no JSON: {error}");
-    let error = json!({ "code": -32700, "message": message });
-    let body = json!({ "jsonrpc": "2.0", "id": null, "error": error });
+    invalid_message_response(Value::Null, -32700, &message)
+}
+
+/// Returns the JSON-RPC response to a body that is not a message.
+fn invalid_message_response(id: Value, code: i32, message: &str) -> Response {
+    let error = json!({ "code": code, "message": message });
+    let body = json!({ "jsonrpc": "2.0", "id": id, "error": error });
     (StatusCode::BAD_REQUEST, axum::Json(body)).into_response()
+}
+
+/// Returns the media type of a request, without its parameters.
+fn content_type(headers: &HeaderMap) -> Option<String> {
+    let written = headers.get(header::CONTENT_TYPE)?.to_str().ok()?;
+    Some(written.split(';').next().unwrap_or_default().trim().to_ascii_lowercase())
 }
 
 /// Returns the catalogue mode that the MCP client requests: `/mcp?catalogue=search`.

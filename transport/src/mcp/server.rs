@@ -22,6 +22,7 @@ use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
 use toolcrib::{Caller, Engine};
 
+use super::duplicate_keys;
 use super::operations::call::{self, ToolDiscovery};
 use super::operations::notifications::{self, LegacySessions};
 use super::operations::{builtin_calls, list_tools, prompts, resources, tasks};
@@ -89,7 +90,8 @@ impl McpTransport {
             catalogue,
             source: source.map(Into::into),
         });
-        let running = rmcp::serve_server(server, (input, output)).await?;
+        let running =
+            rmcp::serve_server(server, (duplicate_keys::mark_lines(input), output)).await?;
         running.waiting().await?;
         Ok(())
     }

@@ -14,6 +14,7 @@ use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
 use crate::domain::json::Json;
+use crate::domain::json::cursor::JsonKind;
 use crate::domain::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
 use crate::domain::utp::turn_event::{StepProgress, TurnEvent};
 use crate::domain::utp::{
@@ -34,8 +35,8 @@ pub struct StepCallRequest {
     pub tool_call_id: String,
     /// Name of the tool.
     pub tool_name: String,
-    /// An object, or its JSON text as models write it.
-    pub arguments: Value,
+    /// An object, or its JSON text as models write it. Null counts as an empty object.
+    pub arguments: Json,
     /// Timeout of the call in milliseconds. Defaults to the tool's own.
     pub timeout_ms: Option<u64>,
 }
@@ -129,7 +130,7 @@ impl Utp {
             self.collect_sent_calls(&turn, join_all(sent).await);
         let calls = change.step_calls.clone();
         if let Some(error) = refused {
-            self.cancel_if_epoch_changed(caller, &turn, &calls).await;
+            self.abort_if_epoch_changed(caller, &turn, &calls).await;
             return Err(error);
         }
         out.extend(calls.iter().cloned());
@@ -146,7 +147,7 @@ impl Utp {
             match self.store_step(caller, &turn, step, change, open_step_call_ids(&out)).await {
                 Ok(turn) => turn,
                 Err(error) => {
-                    self.cancel_undispatched(caller, &calls).await;
+                    self.abort_undispatched(caller, &calls).await;
                     return Err(error);
                 }
             };
@@ -159,11 +160,11 @@ impl Utp {
 
     /// Leaves the calls that started before one was refused: a repetition of the request finds
     /// them, and `stop_turn` cancels them. If the turn has moved to another epoch, neither would
-    /// happen, so they are canceled here.
-    async fn cancel_if_epoch_changed(&self, caller: &Caller, turn: &Turn, calls: &[StepCall]) {
+    /// happen, so they are ended here.
+    async fn abort_if_epoch_changed(&self, caller: &Caller, turn: &Turn, calls: &[StepCall]) {
         let now = self.turn(caller, &turn.agent_id, &turn.turn_id).await;
         if now.is_ok_and(|now| now.epoch != turn.epoch) {
-            self.cancel_undispatched(caller, calls).await;
+            self.abort_undispatched(caller, calls).await;
         }
     }
 
@@ -200,14 +201,14 @@ impl Utp {
         Err(too_many_conflicts())
     }
 
-    /// Cancels the calls of a step that was not stored, except those that belong to a stored step.
-    async fn cancel_undispatched(&self, caller: &Caller, calls: &[StepCall]) {
+    /// Ends the calls of a step that was not stored, except those that belong to a stored step.
+    async fn abort_undispatched(&self, caller: &Caller, calls: &[StepCall]) {
         for call in calls {
             let (turn, id) = (Some(call.turn_id.as_str()), &call.tool_call_id);
             let stored = self.core.store.utp().step_call(&call.project, turn, id).await;
             let stays = |stored: StepCall| stored.call_id == call.call_id;
             if !stored.ok().flatten().is_some_and(stays) {
-                self.cancel_best_effort(caller, call, "its step was not dispatched").await;
+                self.abort_best_effort(caller, call).await;
             }
         }
     }
@@ -268,7 +269,7 @@ impl Utp {
                 && self
                     .load_dispatched_args(stored)
                     .await?
-                    .is_none_or(|args| args == parse_arguments(&call.arguments).0);
+                    .is_none_or(|args| args == parse_arguments(&call.arguments).0.to_value());
         }
         match same {
             true => Ok(()),
@@ -302,11 +303,11 @@ impl Utp {
             None => self.find_step_call_fault(agent, call, inbox_open),
         };
         if let Some(fault) = refused {
-            return self.record_failed_call(turn, &route, call, &args, &fault).await;
+            return self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await;
         }
         let mut invocation = CallRequest::new(call.tool_name.as_str(), "{}")
             .map_err(|error| Error::Internal(Box::new(error)))?;
-        invocation.args = Json::from_value(&args);
+        invocation.args = args.clone();
         invocation.run_id = turn.turn_id.clone();
         invocation.call_id = Some(call.tool_call_id.clone());
         invocation.timeout_ms = call.timeout_ms;
@@ -329,7 +330,7 @@ impl Utp {
             Err(Error::Refused { fault, .. })
                 if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
             {
-                self.record_failed_call(turn, &route, call, &args, &fault).await
+                self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await
             }
             Err(error) => Err(error),
         }
@@ -406,23 +407,28 @@ fn check_dispatch_request(request: &DispatchRequest) -> Result<(), Error> {
     Ok(())
 }
 
-/// Parses the arguments as an object. Also returns the fault if they are not valid JSON.
-fn parse_arguments(input: &Value) -> (Value, Option<Fault>) {
-    let value = match input {
-        Value::Null => Value::Object(Map::new()),
-        Value::String(text) => match Json::parse(text) {
-            Ok(json) => json.to_value(),
-            Err(error) => {
-                let message = format!("the arguments are not JSON: {error}");
-                let fault = Fault::new(Code::BadRequest, message).without_side_effect();
-                return (json!({ "_raw": text }), Some(fault));
+/// Returns the arguments as an object. Also returns the fault if they are not valid JSON.
+fn parse_arguments(input: &Json) -> (Json, Option<Fault>) {
+    let wrap_raw = |raw: &Value| Json::from_value(&json!({ "_raw": raw }));
+    let args = match JsonKind::of(input.text()) {
+        JsonKind::Null => Json::empty_object(),
+        JsonKind::Text => {
+            let written = input.to_value();
+            let text = written.as_str().unwrap_or_default();
+            match Json::parse(text) {
+                Ok(json) => json,
+                Err(error) => {
+                    let message = format!("the arguments are not JSON: {error}");
+                    let fault = Fault::new(Code::BadRequest, message).without_side_effect();
+                    return (wrap_raw(&written), Some(fault));
+                }
             }
-        },
-        other => other.clone(),
+        }
+        _ => input.clone(),
     };
-    match value {
-        Value::Object(_) => (value, None),
-        other => (json!({ "_raw": other }), None),
+    match JsonKind::of(args.text()) {
+        JsonKind::Object => (args, None),
+        _ => (wrap_raw(&args.to_value()), None),
     }
 }
 

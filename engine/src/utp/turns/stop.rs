@@ -5,7 +5,7 @@ use serde_json::json;
 use super::{MAX_CONFLICT_RETRIES, bump_version, conflict, too_many_conflicts};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
-use crate::domain::fault::{Code, Error};
+use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::utp::card::into_map;
 use crate::domain::utp::turn_event::{TurnCompletion, TurnEvent};
 use crate::domain::utp::{InboxItem, StepCall, Turn, TurnStatus, trace};
@@ -60,11 +60,14 @@ impl Utp {
         Err(too_many_conflicts())
     }
 
-    /// Cancels a call. Failure is ignored: the call may have ended in the meantime.
-    pub(super) async fn cancel_best_effort(&self, caller: &Caller, call: &StepCall, reason: &str) {
+    /// Ends a call of a step that was not dispatched. No caller canceled it, so it has failed.
+    /// Failure is ignored: the call may have ended in the meantime.
+    pub(super) async fn abort_best_effort(&self, caller: &Caller, call: &StepCall) {
         let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
-        if let Err(error) = self.calls.cancel(caller, &id, Some(reason.to_owned())).await {
-            tracing::debug!(call = %id, %error, "call not canceled");
+        let message = "its step was not dispatched: the turn had changed; it may have taken effect";
+        let fault = Fault::new(Code::Conflict, message);
+        if let Err(error) = self.calls.abort(caller, &id, fault).await {
+            tracing::debug!(call = %id, %error, "call not stopped");
         }
     }
 }

@@ -329,3 +329,34 @@ async fn a_result_can_be_read_as_a_resource() {
     let other = Mcp::modern(&api.clone().project("other"));
     other.ask("resources/read", json!({ "uri": uri })).await.error(-32602);
 }
+
+#[tokio::test]
+async fn json_that_is_no_json_rpc_message_is_answered_with_an_error() {
+    let server = Server::start().await;
+    let api = server.api();
+    for (body, code, id) in [
+        ("{", -32700, Value::Null),
+        ("{}", -32600, Value::Null),
+        ("[]", -32600, Value::Null),
+        ("7", -32600, Value::Null),
+        (r#"{"a":1}"#, -32600, Value::Null),
+        (r#"{"jsonrpc":"2.0","id":5}"#, -32600, json!(5)),
+        (r#"{"jsonrpc":"2.0","id":6,"method":7}"#, -32600, Value::Null),
+        (r#"{"jsonrpc":"1.0","id":7,"method":"ping"}"#, -32600, json!(7)),
+    ] {
+        let request = api.request(reqwest::Method::POST, "/mcp");
+        let request = request
+            .header("accept", "application/json, text/event-stream")
+            .header("content-type", "application/json")
+            .body(body);
+        let answer = api.send(request).await;
+        assert_eq!(answer.status, 400, "{body}: {}", answer.text);
+        assert_eq!(answer.body["jsonrpc"], "2.0", "{body}: {}", answer.text);
+        assert_eq!(answer.body["error"]["code"], code, "{body}: {}", answer.text);
+        assert_eq!(answer.body["id"], id, "{body}: {}", answer.text);
+    }
+    let request = api.request(reqwest::Method::POST, "/mcp");
+    let request = request.header("accept", "application/json, text/event-stream");
+    let answer = api.send(request.header("content-type", "text/plain").body("{}")).await;
+    assert_eq!(answer.status, 415, "a body of another type: {}", answer.text);
+}

@@ -193,7 +193,23 @@ async fn a_legacy_client_gets_a_timeout_at_the_deadline_of_the_call() {
 }
 
 #[tokio::test]
-async fn an_answer_that_violates_the_schema_cancels_the_legacy_call() {
+async fn an_error_instead_of_an_answer_fails_the_legacy_call() {
+    let server = start_server().await;
+    let api = server.api();
+    let client = Mcp::legacy_with(&api, json!({ "elicitation": {} })).await;
+    let params = json!({ "name": "hello.one", "arguments": {} });
+    let mut stream = client.open("tools/call", params).await;
+    let elicitation = stream.until("elicitation/create").await;
+    client.reply_error(&elicitation["id"], json!({ "code": -32603, "message": "no" })).await;
+    let response = soon("the answer", stream.next()).await.unwrap();
+    assert!(response["error"]["message"].as_str().unwrap().contains("did not answer"));
+    let call = api.get("/v1/tool_calls").await.is(200)["tool_calls"][0].clone();
+    assert_eq!(call["status"], "FAILED", "no caller canceled it: {call}");
+    assert_eq!(call["error"]["code"], "RUNTIME_ERROR", "{call}");
+}
+
+#[tokio::test]
+async fn an_answer_that_violates_the_schema_fails_the_legacy_call() {
     let server = start_server().await;
     let api = server.api();
     let client = Mcp::legacy_with(&api, json!({ "elicitation": {} })).await;
@@ -206,7 +222,9 @@ async fn an_answer_that_violates_the_schema_cancels_the_legacy_call() {
     let response = soon("the answer", stream.next()).await.unwrap();
     assert_eq!(response["error"]["code"], -32602, "{response}");
     let calls = api.get("/v1/tool_calls").await.is(200);
-    assert_eq!(calls["tool_calls"][0]["status"], "CANCELED", "{calls}");
+    let call = &calls["tool_calls"][0];
+    assert_eq!(call["status"], "FAILED", "no caller canceled it: {call}");
+    assert_eq!(call["error"]["code"], "VALIDATION_ERROR", "{call}");
 }
 
 #[tokio::test]

@@ -44,9 +44,13 @@ impl StdioClient {
             json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params }),
         )
         .await;
+        self.read_answer(id).await
+    }
+
+    async fn read_answer(&mut self, id: u64) -> Value {
         loop {
             let line = soon("an answer", self.output.next_line()).await.unwrap();
-            let line = line.unwrap_or_else(|| panic!("{method}: the pipe was closed"));
+            let line = line.unwrap_or_else(|| panic!("{id}: the pipe was closed"));
             let message: Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
             if message["id"] == id {
                 return message;
@@ -67,6 +71,14 @@ impl StdioClient {
         let call = json!({ "name": "calculation.eval", "arguments": { "expression": "6*7" } });
         let called = self.request(3, "tools/call", call).await;
         assert_eq!(called["result"]["structuredContent"]["result"], 42, "{called}");
+        let repeated =
+            r#"{"name":"calculation.eval","arguments":{"expression":"1","expression":"2"}}"#;
+        let line =
+            format!(r#"{{"jsonrpc":"2.0","id":4,"method":"tools/call","params":{repeated}}}"#);
+        self.input.write_all(format!("{line}\n").as_bytes()).await.unwrap();
+        let refused = self.read_answer(4).await;
+        let error = &refused["result"]["structuredContent"]["error"];
+        assert_eq!(error["code"], "VALIDATION_ERROR", "a repeated key: {refused}");
         drop(self.input);
         let ended = soon("the end", self.child.wait()).await.unwrap();
         assert!(ended.success(), "{ended}");

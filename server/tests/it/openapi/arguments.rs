@@ -121,7 +121,8 @@ async fn argument_templates_do_not_affect_idempotency() {
     define(&api, json!({ "tool_name": "api.ask", "options": options })).await;
     let body = json!({ "run_id": "run_9", "args": {}, "idempotency_key": "k" });
     let id = api.invoke_with("api.ask", body.clone()).await;
-    assert_eq!(api.invoke_with("api.ask", body).await, id);
+    let again = api.post("/v1/tools/api.ask/invoke", body).await.is(202);
+    assert_eq!(again["tool_call_id"], json!(id), "in whatever state the call is");
     api.finished(&id).await;
     assert_eq!(upstream.requests().len(), 1);
     assert_eq!(upstream.last().path, format!("/x?call={id}&turn=run_9%2F1"));
@@ -211,5 +212,41 @@ async fn the_call_timeout_is_at_least_the_http_timeout() {
         let mut tool = json!({ "tool_name": "api.slow" });
         tool.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         assert_eq!(define(&api, tool).await["timeout_ms"], expected, "{more}");
+    }
+}
+
+/// The schema closes the object to callers. What the definition itself adds does not count.
+#[tokio::test]
+async fn arguments_of_the_definition_fit_a_closed_schema() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let definition = json!({
+        "tool_name": "api.closed",
+        "parameters": {
+            "type": "object",
+            "properties": { "q": { "type": "string" }, "limit": { "default": 5 } },
+            "required": ["q"],
+            "additionalProperties": false,
+        },
+        "options": {
+            "http": { "url": upstream.url("/search") },
+            "args": { "defaults": { "lang": "en" }, "fixed": { "version": 2 } },
+        },
+    });
+    define(&api, definition).await;
+    let id = api.invoke("api.closed", json!({ "q": "a" })).await;
+    let call = api.finished(&id).await;
+    assert_eq!(call["status"], "SUCCEEDED", "{call}");
+    assert_eq!(call["args"], json!({ "q": "a" }));
+    let sent = upstream.last();
+    for argument in ["q=a", "lang=en", "version=2", "limit=5"] {
+        assert!(sent.path.contains(argument), "{argument} in {}", sent.path);
+    }
+    // A caller cannot add what the schema does not list, not even under a name of the rules.
+    for args in [json!({ "q": "a", "other": 1 }), json!({ "q": "a", "lang": "de" })] {
+        let body = json!({ "run_id": "run_1", "args": args });
+        let answer = api.post("/v1/tools/api.closed/invoke", body).await;
+        answer.refused(422, "VALIDATION_ERROR");
     }
 }

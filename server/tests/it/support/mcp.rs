@@ -146,6 +146,11 @@ impl Mcp {
         McpResponse::read(self.request(method, params).send().await.unwrap()).await
     }
 
+    /// Sends a request with a body of its own and reads the complete response.
+    pub async fn send(&self, request: RequestBuilder) -> McpResponse {
+        McpResponse::read(request.send().await.unwrap()).await
+    }
+
     pub async fn notify(&self, method: &str, params: Value) {
         let body = json!({ "jsonrpc": "2.0", "method": method, "params": params });
         let response = self.post().json(&body).send().await.unwrap();
@@ -155,6 +160,13 @@ impl Mcp {
     /// Answers a request of the server.
     pub async fn reply(&self, id: &Value, result: Value) {
         let body = json!({ "jsonrpc": "2.0", "id": id, "result": result });
+        let response = self.post().json(&body).send().await.unwrap();
+        assert_eq!(response.status().as_u16(), 202);
+    }
+
+    /// Refuses a request of the server.
+    pub async fn reply_error(&self, id: &Value, error: Value) {
+        let body = json!({ "jsonrpc": "2.0", "id": id, "error": error });
         let response = self.post().json(&body).send().await.unwrap();
         assert_eq!(response.status().as_u16(), 202);
     }

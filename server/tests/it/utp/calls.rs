@@ -117,7 +117,7 @@ async fn each_report_status_maps_to_a_call_status() {
         ("partial", "SUCCEEDED", Value::Null),
         ("failed", "FAILED", json!("UPSTREAM_UNAVAILABLE")),
         ("timeout", "TIMEOUT", json!("TIMEOUT")),
-        ("canceled", "CANCELED", json!("CANCELED")),
+        ("canceled", "FAILED", json!("CANCELED")),
     ];
     for (status, call_status, code) in expected {
         let id = api.invoke("hand.work", json!({})).await;
@@ -137,6 +137,7 @@ async fn each_report_status_maps_to_a_call_status() {
         assert_eq!((&again["ok"], &again["duplicate"]), (&json!(true), &json!(true)), "{again}");
         let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
         assert_eq!(cards["cards"][1]["card_id"], card_id.as_str(), "the tool's own card: {cards}");
+        assert_eq!(cards["cards"][1]["content"]["status"], status, "as the tool reported it");
     }
     assert_eq!(api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
 }

@@ -20,11 +20,11 @@ pub(super) struct SubmitBody {
     /// `SUCCEEDED` or `FAILED`.
     status: String,
     #[serde(default)]
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     result: Option<toolcrib::Json>,
     /// A text, or `{message, code?, detail?, retryable?, happened?}`.
     #[serde(default)]
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     error: Option<Value>,
     /// The client that reports; it must own the call.
     client_id: Option<String>,
@@ -150,7 +150,7 @@ pub(super) struct ProgressBody {
     /// 0 to 100.
     percent: Option<f64>,
     message: Option<String>,
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     data: Option<Value>,
 }
 

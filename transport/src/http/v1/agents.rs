@@ -45,15 +45,21 @@ impl From<AgentEntry> for AgentBody {
     }
 }
 
+/// The agents of the roster.
+#[derive(Serialize, ToSchema)]
+pub(super) struct AgentList {
+    agents: Vec<AgentBody>,
+}
+
 /// Lists the agents of the roster.
 #[utoipa::path(get, path = "/v1/agents", tag = "operators",
-    responses((status = 200, body = Vec<AgentBody>)))]
+    responses((status = 200, body = AgentList)))]
 pub(super) async fn list(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
-) -> Json<Value> {
+) -> Json<AgentList> {
     let roster = state.engine.registry().roster(&caller).into_iter().map(AgentBody::from);
-    Json(json!({ "agents": roster.collect::<Vec<_>>() }))
+    Json(AgentList { agents: roster.collect() })
 }
 
 /// Returns one agent of the roster.

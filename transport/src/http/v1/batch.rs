@@ -80,7 +80,7 @@ pub(super) struct BatchResultBody<'a> {
     tool_call_id: Option<&'a str>,
     /// Null while the call has no outcome.
     ok: Option<bool>,
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     data: Option<&'a toolcrib::Json>,
     error: Option<FaultBody>,
     metrics: Option<MetricsBody>,

@@ -53,10 +53,17 @@ pub(super) async fn show(
     Ok(Json(wire::card_json(&state.engine.utp().card(&caller, &id).await?)))
 }
 
+/// The cards of a call.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct CallCardsBody {
+    cards: Vec<CardSchema>,
+}
+
 /// Returns the cards of a call: the request and, once the call has ended, its result.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/cards", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
-    responses((status = 200, body = Vec<CardSchema>), (status = 404, body = ProblemDetails)))]
+    responses((status = 200, body = CallCardsBody), (status = 404, body = ProblemDetails)))]
 pub(super) async fn call_cards(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
@@ -163,6 +170,15 @@ pub(super) struct DeadLetterBody {
     last_try: Option<String>,
 }
 
+/// A page of dead letters.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct DeadLetterList {
+    dead_letters: Vec<DeadLetterBody>,
+    /// The value of `before` for the next page; null on the last one.
+    next_before: Option<String>,
+}
+
 fn dead_letter_json(dead_letter: &DeadLetter) -> Value {
     json!({
         "id": dead_letter.id,
@@ -182,7 +198,7 @@ fn dead_letter_json(dead_letter: &DeadLetter) -> Value {
 
 /// Lists the dead letters, newest first.
 #[utoipa::path(get, path = "/v1/dead_letters", tag = "operators", params(DeadLetterQuery),
-    responses((status = 200, body = Vec<DeadLetterBody>), (status = 403, body = ProblemDetails)))]
+    responses((status = 200, body = DeadLetterList), (status = 403, body = ProblemDetails)))]
 pub(super) async fn dead_letters(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,

@@ -106,7 +106,7 @@ pub(super) struct ContextCallBody<'a> {
     call_id: &'a str,
     tool_call_id: Option<&'a str>,
     name: &'a str,
-    #[schema(value_type = Object)]
+    #[schema(value_type = serde_json::Value)]
     args: &'a toolcrib::Json,
     /// True if the call is a background task.
     #[serde(rename = "async")]
@@ -122,7 +122,7 @@ pub(super) struct ContextResultBody<'a> {
     call_id: &'a str,
     tool_call_id: Option<&'a str>,
     ok: bool,
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     data: Option<&'a toolcrib::Json>,
     error: Option<FaultBody>,
     completed_at_ms: Option<u64>,

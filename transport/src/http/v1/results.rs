@@ -93,7 +93,7 @@ pub(super) struct SliceBody<'a> {
     truncated: bool,
     /// The items, entries or lines as an array, an object or a text; or the scalar.
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     value: Option<Json>,
     /// With `grep`: the matches.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -117,7 +117,7 @@ pub(super) struct MatchBody {
     #[serde(skip_serializing_if = "Option::is_none")]
     line: Option<usize>,
     /// The value there; for a long one, its start as text.
-    #[schema(value_type = Object)]
+    #[schema(value_type = serde_json::Value)]
     value: Json,
     /// True if only the start is returned.
     cut: bool,

@@ -42,7 +42,7 @@ pub(super) struct TaskBody<'a> {
     /// The last reported progress. Omitted in lists.
     #[serde(skip_serializing_if = "Option::is_none")]
     progress: Option<TaskProgress>,
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     result: Option<toolcrib::Json>,
     error: Option<FaultBody>,
     metrics: Option<MetricsBody>,
@@ -66,7 +66,7 @@ pub(super) struct TaskProgress {
     #[serde(skip_serializing_if = "Option::is_none")]
     message: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Object>)]
+    #[schema(value_type = Option<serde_json::Value>)]
     data: Option<Value>,
     at_ms: u64,
 }

@@ -8,10 +8,12 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::calls::Until;
+use toolcrib::domain::call::Status;
 use toolcrib::domain::fault::Error;
+use toolcrib::domain::trace::TraceParent;
 use toolcrib::model_formats::ToolFormat;
 use toolcrib::registry::CatalogEntry;
-use toolcrib::{CallRequest, Caller};
+use toolcrib::{CallRequest, Caller, Engine, Ticket};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
@@ -136,19 +138,55 @@ pub(super) struct InvokeBody {
 
 /// The ticket of an accepted call.
 #[derive(Serialize, ToSchema)]
-pub(super) struct TicketBody {
+pub(super) struct TicketBody<'a> {
     tool_call_id: String,
-    /// `pending`.
-    status: &'static str,
+    /// `pending`. If the idempotency key was used before, the current status of its call:
+    /// `pending`, `running`, `succeeded`, `failed`, `timeout` or `canceled`.
+    status: String,
     message: &'static str,
     /// For an async tool: the same id, for use at `/v1/tasks/{task_id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     task_id: Option<String>,
+    /// The call, if the idempotency key was used before and its call has ended.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    call: Option<CallBody<'a>>,
+}
+
+/// The ticket, or the call itself if the caller waits.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+pub(super) enum InvokeResponseBody<'a> {
+    Ticket(TicketBody<'a>),
+    Call(CallBody<'a>),
+}
+
+impl<'a> TicketBody<'a> {
+    fn new(engine: &Engine, ticket: &'a Ticket, trace: Option<TraceParent>) -> Self {
+        let call = &ticket.call;
+        // A new call may have ended before its ticket is sent. Its ticket is `pending` like any
+        // other, because callers poll for the outcome of every new call.
+        let status = if ticket.replayed { call.status } else { Status::Pending };
+        Self {
+            tool_call_id: call.id.to_string(),
+            status: status.as_str().to_lowercase(),
+            message: match status {
+                Status::Pending => "tool call created, use tool_call_id to poll result",
+                Status::Running => "tool call is running, use tool_call_id to poll result",
+                Status::Succeeded => "tool call succeeded, call has the result",
+                Status::Failed => "tool call failed, call has the error",
+                Status::Timeout => "tool call ended by timeout, call has the error",
+                Status::Canceled => "tool call was canceled, call has the error",
+            },
+            task_id: call.origin.background.then(|| call.id.to_string()),
+            call: status.is_terminal().then(|| CallBody::with_trace(engine, call, trace)),
+        }
+    }
 }
 
 /// Calls a tool and returns a ticket.
 ///
-/// With `wait_ms`, the response is the call itself, once it has ended or the wait has expired.
+/// An idempotency key that was used before returns the ticket of its call with the current status,
+/// and the call itself once it has ended. With `wait_ms`, the response is the call itself, once it has ended or the wait has expired.
 #[utoipa::path(post, path = "/v1/tools/{name}/invoke", tag = "agents",
     params(
         ("name" = String, Path, description = "The tool's name"),
@@ -159,7 +197,8 @@ pub(super) struct TicketBody {
     ),
     request_body = InvokeBody,
     responses(
-        (status = 202, description = "The ticket; with wait_ms the call itself", body = TicketBody),
+        (status = 202, description = "The ticket; with wait_ms the call itself",
+            body = InvokeResponseBody),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 413, body = ProblemDetails),
         (status = 422, body = ProblemDetails), (status = 429, body = ProblemDetails),
@@ -195,21 +234,21 @@ pub(super) async fn invoke(
     let trace = state.engine.calls().call_traceparent(&ticket.call);
     let mut answer = match wait_ms {
         None | Some(0) => {
-            let body = TicketBody {
-                tool_call_id: id.to_string(),
-                status: "pending",
-                message: "tool call created, use tool_call_id to poll result",
-                task_id: ticket.call.origin.background.then(|| id.to_string()),
-            };
-            let mut answer = (StatusCode::ACCEPTED, Json(body)).into_response();
-            set_retry_after(&mut answer);
+            let body = TicketBody::new(&state.engine, &ticket, trace);
+            let is_open = body.call.is_none();
+            let body = Json(InvokeResponseBody::Ticket(body));
+            let mut answer = (StatusCode::ACCEPTED, body).into_response();
+            if is_open {
+                set_retry_after(&mut answer);
+            }
             answer
         }
         Some(wait_ms) => {
             let call =
                 Box::pin(state.engine.calls().wait(&caller, &ticket, Until::EndedWithin(wait_ms)))
                     .await?;
-            let body = Json(CallBody::with_trace(&state.engine, &call, trace));
+            let body = CallBody::with_trace(&state.engine, &call, trace);
+            let body = Json(InvokeResponseBody::Call(body));
             let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if !call.status.is_terminal() {
                 set_retry_after(&mut answer);

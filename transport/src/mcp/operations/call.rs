@@ -13,14 +13,16 @@ use rmcp::model::{
     InputRequiredResult, MetaObject,
 };
 use serde_json::Value;
-use toolcrib::calls::Until;
+use toolcrib::calls::{Until, duplicate_key_error};
 use toolcrib::domain::call::{Call, Hold};
+use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::registry::CatalogEntry;
 use toolcrib::{CallRequest, Json, Ticket};
 
 use super::elicitation::{self, ElicitationOutcome};
 use super::progress::ProgressForwarder;
 use super::tasks;
+use crate::mcp::duplicate_keys;
 use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts};
 use crate::mcp::state::RequestScope;
 use crate::mcp::tool_result::{self, ResultFormat};
@@ -51,6 +53,10 @@ pub(crate) async fn call_tool(
     }
     if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
+    }
+    if let Some(duplicate) = duplicate_keys::find_mark(&context.meta.0) {
+        let error = duplicate_key_error(&params.name, duplicate);
+        return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
     }
     let invocation = to_call_request(params, &context.meta.0)?;
     let ticket = match Box::pin(shared.engine.calls().invoke(&view.caller, invocation)).await {
@@ -211,13 +217,16 @@ impl ToolCallWaiter<'_> {
             }
             ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
             ElicitationOutcome::Unanswered => {
-                return Err(self.cancel(call, "the client did not answer what was asked").await);
+                let message = "the MCP client did not answer what the tool asked";
+                let fault = Fault::new(Code::RuntimeError, message).retryable(false);
+                return Err(self.abort(call, fault).await);
             }
         };
         let submitted = elicitation::submit_answers(shared, view, &call.id, answers).await;
-        if submitted.is_err() {
+        if let Err(error) = &submitted {
             // The MCP client learns the reason, but has no call id with which to answer again.
-            self.cancel(call, "the client's answers could not be taken").await;
+            let message = format!("the MCP client's answers cannot be used: {}", error.message);
+            self.abort(call, Fault::new(Code::ValidationError, message)).await;
         }
         submitted.map(|()| true)
     }
@@ -266,6 +275,15 @@ impl ToolCallWaiter<'_> {
         // The call may have ended meanwhile; then there is nothing to cancel.
         let _ = engine.calls().cancel(caller, &call.id, Some(reason.to_owned())).await;
         ErrorData::internal_error(format!("canceled: {reason}"), None)
+    }
+
+    /// Ends a call that cannot continue, although its caller did not cancel it.
+    async fn abort(&self, call: &Call, fault: Fault) -> ErrorData {
+        let (engine, caller) = (&self.scope.shared.engine, &self.scope.view.caller);
+        let message = fault.message.clone();
+        // The call may have ended meanwhile; then there is nothing to stop.
+        let _ = engine.calls().abort(caller, &call.id, fault).await;
+        ErrorData::internal_error(message, None)
     }
 
     /// Returns the response when the wait time is over: a task, or a text with the call id.

@@ -1,0 +1,113 @@
+//! Finds repeated keys in the arguments of `tools/call`.
+//!
+//! rmcp reads a message into a tree of values, in which only one of two equal keys remains. This
+//! module looks at the text before: a call whose arguments repeat a key carries the key in its
+//! `_meta` from there on, and is refused like any call with invalid arguments.
+
+use rmcp::model::MetaObject;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWriteExt, BufReader};
+use toolcrib::domain::json::{DuplicateKey, Json};
+
+/// Field of `_meta` that holds the repeated key.
+const META_FIELD: &str = "toolcrib/duplicate_key";
+
+/// Bytes that are read ahead of the MCP library.
+const PIPE_BYTES: usize = 64 * 1024;
+
+/// The parts of a message that decide whether its arguments are looked at.
+#[derive(Deserialize)]
+struct MessageParts<'a> {
+    method: Option<String>,
+    #[serde(borrow)]
+    params: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct CallParts<'a> {
+    #[serde(borrow)]
+    arguments: Option<&'a RawValue>,
+}
+
+/// The repeated key, as stored in `_meta`.
+#[derive(Serialize, Deserialize)]
+struct MarkedKey {
+    key: String,
+    pointer: String,
+}
+
+/// Returns the message with a mark, if it calls a tool with arguments that repeat a key.
+pub(super) fn mark_message(message: &[u8]) -> Option<Vec<u8>> {
+    let parts: MessageParts<'_> = serde_json::from_slice(message).ok()?;
+    let params = parts.params.filter(|_| parts.method.as_deref() == Some("tools/call"))?;
+    let call: CallParts<'_> = serde_json::from_str(params.get()).ok()?;
+    let arguments = Json::parse(call.arguments?.get()).ok()?;
+    let DuplicateKey { key, pointer } = arguments.to_value_with_unique_keys().err()?;
+    let mut marked: Value = serde_json::from_slice(message).ok()?;
+    let params = marked.get_mut("params")?.as_object_mut()?;
+    let meta =
+        params.entry("_meta").or_insert_with(|| Value::Object(Map::new())).as_object_mut()?;
+    meta.insert(META_FIELD.to_owned(), serde_json::to_value(MarkedKey { key, pointer }).ok()?);
+    serde_json::to_vec(&marked).ok()
+}
+
+/// Returns the repeated key of a marked call.
+pub(super) fn find_mark(meta: &MetaObject) -> Option<DuplicateKey> {
+    let marked: MarkedKey = serde_json::from_value(meta.0.get(META_FIELD)?.clone()).ok()?;
+    Some(DuplicateKey { key: marked.key, pointer: marked.pointer })
+}
+
+/// Marks the messages that an MCP client writes to a pipe, one in each line.
+pub fn mark_lines(input: impl AsyncRead + Send + Unpin + 'static) -> impl AsyncRead + Send + Unpin {
+    let (read_side, mut write_side) = tokio::io::duplex(PIPE_BYTES);
+    // Ends with either side: at the end of the input, or when the reader is dropped.
+    tokio::spawn(async move {
+        let mut lines = BufReader::new(input);
+        let mut line = Vec::new();
+        while lines.read_until(b'\n', &mut line).await.is_ok_and(|bytes| bytes > 0) {
+            let written = match mark_message(&line) {
+                Some(mut marked) => {
+                    marked.push(b'\n');
+                    write_side.write_all(&marked).await
+                }
+                None => write_side.write_all(&line).await,
+            };
+            if written.is_err() {
+                break;
+            }
+            line.clear();
+        }
+    });
+    read_side
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_calls_with_repeated_keys_are_marked() {
+        let call = |arguments: &str| {
+            format!(
+                r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call",
+                    "params":{{"name":"a","arguments":{arguments}}}}}"#
+            )
+        };
+        for unmarked in [
+            call(r#"{"a":1,"b":{"a":1}}"#),
+            call("7"),
+            call(r#"{"a":1,"a":2}"#).replace("tools/call", "prompts/get"),
+            r#"{"jsonrpc":"2.0","id":1,"method":"tools/call"}"#.to_owned(),
+            r#"[{"a":1,"a":2}]"#.to_owned(),
+            "{".to_owned(),
+        ] {
+            assert_eq!(mark_message(unmarked.as_bytes()), None, "{unmarked}");
+        }
+        let marked = mark_message(call(r#"{"x":[{"a":1,"a":2}]}"#).as_bytes()).unwrap();
+        let marked: Value = serde_json::from_slice(&marked).unwrap();
+        let mark = &marked["params"]["_meta"][META_FIELD];
+        assert_eq!((&mark["key"], &mark["pointer"]), (&"a".into(), &"/x/0/a".into()));
+    }
+}
