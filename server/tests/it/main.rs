@@ -19,6 +19,7 @@ mod identity;
 mod ingress;
 mod listing;
 mod mcp;
+mod mcp_clients;
 mod models;
 mod openapi;
 mod payloads;

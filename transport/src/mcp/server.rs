@@ -22,6 +22,7 @@ use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
 use toolcrib::{Caller, Engine};
 
+use super::call_stream::ResumedCall;
 use super::operations::call::{self, ToolDiscovery};
 use super::operations::notifications::{self, LegacySessions};
 use super::operations::{builtin_calls, list_tools, prompts, resources, tasks};
@@ -55,7 +56,14 @@ impl McpTransport {
         passthrough: Arc<dyn PassthroughProvider>,
     ) -> Self {
         let tool_lists = ToolListCache::default();
-        let shared = Arc::new(McpTransportState { engine, settings, tool_lists, passthrough });
+        let stream_waiters = Arc::default();
+        let shared = Arc::new(McpTransportState {
+            engine,
+            settings,
+            tool_lists,
+            passthrough,
+            stream_waiters,
+        });
         Self { legacy_sessions: Arc::new(LegacySessions::new(shared.clone())), shared }
     }
 
@@ -167,6 +175,10 @@ impl ServerHandler for McpHandler {
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let scope = self.scope(&context);
+        let parts = http_parts(&context.extensions);
+        if let Some(resumed) = parts.and_then(|parts| parts.extensions.get::<ResumedCall>()) {
+            return call::resume_stream(scope, &resumed.0).await;
+        }
         if let Some(result) = builtin_calls::handle_call(scope, &mut params).await {
             return result;
         }
