@@ -3,11 +3,23 @@
 
 # Versions of the programs that the tests run against.
 mcp_python_version="2.3.0"
+mcp_python_v1_version="1.30.0"
+mcp_node_v1_version="1.32.2"
+mcp_node_v2_version="2.4.0"
 mcp_suite_version="0.2.0-alpha.12"
+mcp_inspector_version="2.12.0"
+ai_sdk_mcp_version="2.0.97"
+fastmcp_version="4.1.2"
+google_adk_version="2.13.0"
+langchain_mcp_version="0.3.2"
+llama_index_mcp_version="0.6.0"
+mastra_mcp_version="2.0.0"
 nats_python_version="2.16.0"
 openai_python_version="3.49.0"
 openai_agents_version="0.24.0"
 openai_node_version="7.53.0"
+openai_agents_node_version="0.20.0"
+pydantic_ai_version="2.66.0"
 typos_version="1.51.1"
 
 # Installed packages are kept between runs. Each directory name contains the versions it holds.

@@ -17,6 +17,44 @@ setup_mcp_python() {
   export TOOLCRIB_TEST_MCP_PYTHON="$cache/python-mcp-$mcp_python_version/bin/python"
 }
 
+# The official SDKs for JavaScript, and the AI SDK.
+setup_mcp_node() {
+  step "MCP SDK for TypeScript $mcp_node_v1_version and $mcp_node_v2_version, @ai-sdk/mcp $ai_sdk_mcp_version"
+  local node="node-mcp-$mcp_node_v1_version-$mcp_node_v2_version-$ai_sdk_mcp_version"
+  node_packages "$node" node@22 "@modelcontextprotocol/sdk@$mcp_node_v1_version" \
+    "@modelcontextprotocol/client@$mcp_node_v2_version" "@ai-sdk/mcp@$ai_sdk_mcp_version"
+  export TOOLCRIB_TEST_MCP_NODE="$cache/$node"
+}
+
+# All MCP clients of the part mcp-clients, in directories whose names the tests know.
+setup_mcp_clients() {
+  step "MCP clients: FastMCP, LangChain, pydantic-ai, OpenAI Agents, LlamaIndex, ADK, Mastra, Inspector"
+  local versions="$mcp_python_version-$fastmcp_version-$pydantic_ai_version-$llama_index_mcp_version"
+  versions+="-$google_adk_version-$openai_agents_version"
+  local versions_v1="$mcp_python_v1_version-$langchain_mcp_version"
+  local versions_node="$mcp_node_v1_version-$mcp_node_v2_version-$ai_sdk_mcp_version"
+  versions_node+="-$mastra_mcp_version-$openai_agents_node_version-$mcp_inspector_version"
+  python_environment "mcp-clients-python-$versions" \
+    agents,fastmcp,google.adk.tools.mcp_tool,llama_index.tools.mcp,mcp,pydantic_ai.mcp \
+    "mcp==$mcp_python_version" "fastmcp==$fastmcp_version" \
+    "pydantic-ai-slim[mcp]==$pydantic_ai_version" \
+    "llama-index-tools-mcp==$llama_index_mcp_version" "google-adk[mcp]==$google_adk_version" \
+    "openai-agents==$openai_agents_version"
+  python_environment "mcp-clients-python-v1-$versions_v1" langchain_mcp_adapters.client,mcp \
+    "mcp==$mcp_python_v1_version" "langchain-mcp-adapters==$langchain_mcp_version"
+  node_packages "mcp-clients-node-$versions_node" node@22 \
+    "@modelcontextprotocol/sdk@$mcp_node_v1_version" \
+    "@modelcontextprotocol/client@$mcp_node_v2_version" "@ai-sdk/mcp@$ai_sdk_mcp_version" \
+    "@mastra/mcp@$mastra_mcp_version" "@openai/agents@$openai_agents_node_version" \
+    "@modelcontextprotocol/inspector@$mcp_inspector_version"
+  local clients="$scratch/mcp-clients"
+  mkdir -p "$clients"
+  ln -sfn "$cache/mcp-clients-python-$versions" "$clients/python"
+  ln -sfn "$cache/mcp-clients-python-v1-$versions_v1" "$clients/python-v1"
+  ln -sfn "$cache/mcp-clients-node-$versions_node" "$clients/node"
+  export TOOLCRIB_TEST_MCP_CLIENTS="$clients"
+}
+
 # The official clients of OpenAI's API, and OpenAI's agent framework.
 setup_openai_clients() {
   step "openai for Python $openai_python_version and Node $openai_node_version, openai-agents $openai_agents_version"

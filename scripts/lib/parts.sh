@@ -7,6 +7,8 @@
 # shellcheck shell=bash disable=SC2154 # scripts/test and the other files set the variables
 
 parts=()
+# Parts that run only when they are named.
+standalone_parts=()
 declare -A part_about part_needs part_package part_modules
 
 # Defines a part: define_part NAME NEEDS ABOUT. `postgres` in NEEDS stands for setup_postgres.
@@ -47,8 +49,11 @@ define_parts() {
     define_package "$package" "$directory"
   done <"$workspace_file"
   define_modules utp "nats" "utp" "tools on NATS (UTP)"
-  define_modules mcp "mcp_python mcp_suite" "mcp upstreams" \
+  define_modules mcp "mcp_python mcp_node mcp_suite" "mcp upstreams" \
     "MCP in both directions, MCP conformance suite"
+  define_modules mcp-clients "mcp_clients" "mcp_clients" \
+    "MCP clients whose server is killed, only when named"
+  standalone_parts+=(mcp-clients)
   define_modules postgres "postgres nats" "postgres" "the server with PostgreSQL as its store"
   define_modules chat "openai_clients" "chat models" "OpenAI-compatible API, language models"
   define_modules runs "" "runs batches contexts" "runs, batches, contexts"

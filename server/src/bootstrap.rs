@@ -1,6 +1,7 @@
 //! Bootstrap: builds the store, the engine, the built-in tools and the transports from the settings
 //! and connects them. Makes no decisions.
 
+mod session_key;
 mod settings;
 use std::fs::File;
 use std::net::SocketAddr;
@@ -46,7 +47,7 @@ impl ServerRuntime {
 
     /// Returns the MCP transport of the server.
     pub fn mcp_transport(&self, config: &Config) -> mcp::McpTransport {
-        let settings = settings::mcp_transport(config);
+        let settings = mcp_transport_settings(config);
         mcp::McpTransport::with_passthrough(
             self.engine.clone(),
             settings,
@@ -194,14 +195,23 @@ fn build_router(
     if !config.transports.mcp.enabled {
         return router;
     }
-    let (engine, settings) = (engine.clone(), settings::mcp_transport(config));
+    let engine = engine.clone();
     let transport = match reconciler {
-        Some(reconciler) => {
-            mcp::McpTransport::with_passthrough(engine, settings, reconciler.passthrough())
-        }
-        None => mcp::McpTransport::new(engine, settings),
+        Some(reconciler) => mcp::McpTransport::with_passthrough(
+            engine,
+            mcp_transport_settings(config),
+            reconciler.passthrough(),
+        ),
+        // The data directory belongs to a server.
+        None => mcp::McpTransport::new(engine, settings::mcp_transport(config)),
     };
     router.merge(mcp::router(transport))
+}
+
+/// Returns the settings of the MCP transport, with the session key of the data directory.
+fn mcp_transport_settings(config: &Config) -> mcp::McpTransportSettings {
+    let session_key = session_key::load_or_create(&config.data_dir);
+    mcp::McpTransportSettings { session_key, ..settings::mcp_transport(config) }
 }
 
 /// Builds the source that calls HTTP APIs.

@@ -11,21 +11,26 @@
 //! 1. `settings`, `passthrough`, `request` and `duplicate_keys`: the settings, the port to
 //!    resources and prompts of MCP servers, the properties of one request, and repeated keys in the
 //!    text of a message.
-//! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format.
+//! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format;
+//!    `sessions` and `call_stream`: session ids and streams that outlive the process.
 //! 3. `tool_list`: the tools that a caller sees.
 //! 4. `state`: the state that all requests share, and that of a legacy session.
 //! 5. `operations`: one module per group of MCP methods.
 //! 6. `server`: rmcp's handler, which delegates each method to its operation. A method is added
 //!    there.
-//! 7. `http`: the route `/mcp`, with authentication and session owners.
+//! 7. `http` and `resume`: the route `/mcp`, with authentication, and the streams that continue a
+//!    lost one.
 
+mod call_stream;
 mod duplicate_keys;
 mod http;
 mod operations;
 mod param_errors;
 mod passthrough;
 mod request;
+mod resume;
 mod server;
+mod sessions;
 mod settings;
 mod state;
 mod tool_list;
@@ -38,4 +43,5 @@ pub use passthrough::{
 };
 pub use request::CatalogueMode;
 pub use server::McpTransport;
+pub use sessions::SessionKey;
 pub use settings::{McpTransportSettings, ProtectedResourceMetadata};

@@ -110,6 +110,8 @@ pub fn mcp_transport(config: &Config) -> McpTransportSettings {
         retention_ms: retention_ms(config),
         max_body_bytes: config.limits.max_body_bytes,
         max_sessions: mcp.max_sessions,
+        retry_ms: mcp.retry_ms,
+        session_key: None,
         allowed_origins: mcp.allowed_origins.clone(),
         allowed_hosts: mcp.allowed_hosts.clone(),
         protected_resource: config.auth.oauth.as_ref().map(|oauth| ProtectedResourceMetadata {

@@ -4,6 +4,7 @@
 //!
 //! With a subcommand it manages upstream MCP servers.
 
+mod retrying_client;
 mod servers;
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -28,6 +29,7 @@ use toolcrib::domain::fault::Code;
 use toolcrib_store::file_permissions;
 use toolcrib_transport::mcp::{CatalogueMode, mark_lines};
 
+use self::retrying_client::RetryingClient;
 use super::failure::{CommandFailure, exit};
 use super::{CommandContext, StorageArgs};
 use crate::config::Config;
@@ -157,7 +159,8 @@ fn fallback_data_dir(
     Some(absolute_path("XDG_DATA_HOME").or_else(home)?.join("toolcrib"))
 }
 
-/// Relays messages between the pipes and a server, unchanged.
+/// Relays messages between the pipes and a server, unchanged except for the idempotency key of a
+/// call. A server that goes away and comes back is not noticed.
 async fn run_bridge(context: &CommandContext, args: &McpArgs) -> Result<(), CommandFailure> {
     let client = context.client()?;
     let query = match (args.catalogue, &args.source) {
@@ -168,10 +171,14 @@ async fn run_bridge(context: &CommandContext, args: &McpArgs) -> Result<(), Comm
     };
     let url = format!("{}/mcp{query}", client.server());
     // This client sends the key and the project with every request.
+    let http = RetryingClient::new(client.http_client(), client.server());
     let config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
-    let far = StreamableHttpClientTransport::with_client(client.http_client(), config);
+    let far = StreamableHttpClientTransport::with_client(http.clone(), config);
     let near = AsyncRwTransport::new_server(mark_lines(tokio::io::stdin()), tokio::io::stdout());
-    relay_messages(near, far, &url).await
+    let ended = relay_messages(near, far, &url).await;
+    // A cancellation that cannot be delivered any more leaves the call to its deadline.
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, http.finish()).await;
+    ended
 }
 
 /// Relays messages until one side closes. Messages are sent in the order in which they arrived: a

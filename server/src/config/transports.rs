@@ -35,6 +35,9 @@ pub struct McpEndpointSettings {
     pub ttl_ms: u64,
     /// Maximum number of concurrent sessions of MCP clients that use older protocol revisions.
     pub max_sessions: usize,
+    /// Time after which an MCP client that lost the stream of a call connects again. Common MCP
+    /// clients try twice, so they get their result if the server is back within twice this time.
+    pub retry_ms: u64,
     /// Origins of web pages that may use `/mcp`, in addition to those of this machine:
     /// `https://app.example.com`.
     pub allowed_origins: Vec<String>,
@@ -55,6 +58,7 @@ impl Default for McpEndpointSettings {
             result_tokens: settings.result_tokens,
             ttl_ms: settings.ttl_ms,
             max_sessions: settings.max_sessions,
+            retry_ms: settings.retry_ms,
             allowed_origins: Vec::new(),
             allowed_hosts: Vec::new(),
         }

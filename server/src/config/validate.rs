@@ -140,6 +140,7 @@ impl Config {
             ("ingress.dead_after_ms", self.ingress.dead_after_ms),
             ("doors.mcp.task_after_ms", self.transports.mcp.task_after_ms),
             ("doors.mcp.wait_ms", self.transports.mcp.wait_ms),
+            ("doors.mcp.retry_ms", self.transports.mcp.retry_ms),
             ("telemetry.export_interval_ms", self.telemetry.export_interval_ms),
             ("telemetry.metrics_interval_ms", self.telemetry.metrics_interval_ms),
             ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),

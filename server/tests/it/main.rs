@@ -22,6 +22,7 @@ mod identity;
 mod ingress;
 mod listing;
 mod mcp;
+mod mcp_clients;
 mod models;
 mod openapi;
 mod payloads;

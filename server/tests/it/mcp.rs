@@ -3,11 +3,13 @@
 mod access;
 mod calling;
 mod catalogue;
+pub mod clients;
 mod elicitation;
 mod listing;
 mod long;
 mod oauth;
 mod python;
+mod resuming;
 mod stdio;
 mod tasks;
 

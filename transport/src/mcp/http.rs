@@ -1,28 +1,31 @@
 //! Streamable HTTP at `/mcp`. Authenticates each request before the protocol is parsed, by the same
 //! rules as the other transports.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get};
-use parking_lot::Mutex;
-use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use rmcp::model::InitializeRequestParams;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use serde_json::{Value, json};
-use toolcrib::Caller;
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::json;
 use toolcrib_protocol::outbound::is_loopback_host;
 
+use super::call_stream::{self, CallStoredSignal, CallStreamOptions, StreamId, StreamedRequest};
 use super::duplicate_keys;
 use super::request::{CallerView, CatalogueMode, session_id};
+use super::resume::{self, ResumedStreams};
 use super::server::{McpHandler, McpTransport};
+use super::sessions::{RestorableSessions, SessionKey};
 use super::tool_list::splice::ToolListSplice;
 use crate::auth::{self, RequestCredentials};
 use crate::http::error_response;
@@ -37,22 +40,28 @@ tokio::task_local! {
 }
 
 #[derive(Clone)]
-struct McpHttpState {
-    transport: McpTransport,
-    service: StreamableHttpService<McpHandler, LocalSessionManager>,
-    sessions: Arc<SessionOwners>,
+pub(super) struct McpHttpState {
+    pub(super) transport: McpTransport,
+    service: StreamableHttpService<McpHandler, RestorableSessions>,
+    sessions: Arc<RestorableSessions>,
+    pub(super) resumed: Arc<ResumedStreams>,
 }
 
 /// Returns the routes of the MCP transport.
 pub fn router(transport: McpTransport) -> Router {
-    let manager = Arc::new(LocalSessionManager::default());
-    let config = StreamableHttpServerConfig::default()
+    let settings = &transport.shared.settings;
+    let key = settings.session_key.clone().unwrap_or_else(SessionKey::generate);
+    let sessions = Arc::new(RestorableSessions::new(key, settings.max_sessions));
+    let mut config = StreamableHttpServerConfig::default()
         // `handle_request` checks hosts and origins, with the same error format as the other
         // transports.
         .disable_allowed_hosts()
         .disable_allowed_origins()
         .with_json_response(true)
+        // `call_stream` and `resume` write the events that tell an MCP client how to resume.
+        .with_sse_retry(None)
         .with_max_request_body_bytes(transport.shared.settings.max_body_bytes);
+    config.session_store = Some(sessions.clone());
     let making = transport.clone();
     let service = StreamableHttpService::new(
         move || {
@@ -60,11 +69,10 @@ pub fn router(transport: McpTransport) -> Router {
             let view = CALLER_VIEW.try_with(CallerView::clone).map_err(|_| no_caller())?;
             Ok(making.new_handler(view))
         },
-        manager.clone(),
+        sessions.clone(),
         config,
     );
-    let sessions = Arc::new(SessionOwners { manager, owners: Mutex::default() });
-    let entrance = McpHttpState { transport, service, sessions };
+    let entrance = McpHttpState { transport, service, sessions, resumed: Arc::default() };
     Router::new()
         .route("/mcp", any(serve_mcp))
         .route("/mcp/{source}", any(serve_mcp))
@@ -129,7 +137,9 @@ impl McpHttpState {
         check_origin(&parts.headers, &shared.settings.allowed_origins)?;
         let caller = auth::authenticate_request(&shared.engine, &parts.headers)?;
         let session = session_id(&parts.headers);
-        self.sessions.check_owner(session.as_deref(), &caller)?;
+        if let Some(session) = &session {
+            self.sessions.check_session(session, &caller).await?;
+        }
         let standing = Some(RequestCredentials::new(&caller, &parts.headers));
         let query = parts.uri.query().unwrap_or_default();
         let (catalogue, source) =
@@ -151,41 +161,131 @@ impl McpHttpState {
         parts.extensions.insert(view.clone());
         // The secret is removed here, so that no later code sees it.
         parts.headers.remove(header::AUTHORIZATION);
+        if let Some(session) = session.as_ref().filter(|_| parts.method != Method::DELETE) {
+            self.restore_session(&parts, &view, session).await;
+        }
+        if parts.method == Method::GET {
+            return self.serve_get(parts, view, session).await;
+        }
         let post = parts.method == Method::POST;
         let body = read_body(body, shared.settings.max_body_bytes).await?;
-        let JsonRpcMethod { method: params, id } = match serde_json::from_slice(&body) {
+        let JsonRpcMethod { method, id } = match serde_json::from_slice(&body) {
             Err(error) if post && !error.is_data() => return Ok(parse_error_response(&error)),
             read => read.unwrap_or_default(),
         };
-        let calls_tool = post && params.as_deref() == Some("tools/call");
-        let marked = calls_tool.then(|| duplicate_keys::mark_message(&body)).flatten();
-        let body = marked.map_or(body, axum::body::Bytes::from);
+        let method = method.filter(|_| post);
         let is_json = content_type(&parts.headers).is_some_and(|kind| kind == "application/json");
-        if post && session.is_none() && params.as_deref() == Some("initialize") {
-            self.sessions.check_capacity(shared.settings.max_sessions, &view.caller).await?;
-        }
-        // A session responds with a stream whose later messages cannot be spliced.
-        let lists = post && session.is_none() && params.as_deref() == Some("tools/list");
-        let beside = lists.then(ToolListSplice::default);
-        if let Some(beside) = &beside {
-            parts.extensions.insert(beside.clone());
-        }
-        let request = Request::from_parts(parts, Body::from(body));
-        let answer = CALLER_VIEW.scope(view.clone(), self.service.handle(request)).await;
+        let answer = match (method.as_deref(), &session) {
+            (Some("tools/call"), _) => {
+                let marked = duplicate_keys::mark_message(&body);
+                let body = marked.map_or(body, axum::body::Bytes::from);
+                self.serve_call(parts, body, view, session).await
+            }
+            (Some("initialize"), None) => {
+                let params = serde_json::from_slice::<InitializeMessage>(&body);
+                let caller = view.caller.clone();
+                let handling = self.handle(parts, body, view);
+                let params = params.ok().map(|message| message.params);
+                self.sessions.create(&caller, params, handling).await?
+            }
+            // A session responds with a stream whose later messages cannot be spliced.
+            (Some("tools/list"), None) => {
+                let splice = ToolListSplice::default();
+                parts.extensions.insert(splice.clone());
+                splice.splice_into(self.handle(parts, body, view).await).await?
+            }
+            (Some("server/discover"), None) if resume::needs_session(&parts.headers) => {
+                resume::undiscoverable_response(&body)
+            }
+            (Some("notifications/cancelled"), Some(session)) => {
+                let body = self.resumed.with_internal_request_id(session, body);
+                self.handle(parts, body, view).await
+            }
+            _ => self.handle(parts, body, view).await,
+        };
         // rmcp reports every body that it cannot read as one of an unsupported type.
         if is_json && answer.status() == StatusCode::UNSUPPORTED_MEDIA_TYPE {
             let message = "the body is JSON, but no JSON-RPC 2.0 request, notification or response";
             return Ok(invalid_message_response(id, -32600, message));
         }
-        if let Some(new_session) = session_id(answer.headers()) {
-            self.sessions.add_session(new_session, &view.caller).await;
-        }
-        let answer = answer.map(Body::new);
-        match beside {
-            Some(beside) => beside.splice_into(answer).await,
-            None => Ok(answer),
-        }
+        Ok(answer)
     }
+
+    /// Restores a session that this process does not know, before any of its requests.
+    ///
+    /// rmcp restores a session with its first request, but fails when requests come concurrently,
+    /// as they do after a restart: one finds a session that is not initialized, another one that
+    /// is present unexpectedly. So an internal `ping` comes first, and requests wait for it. It
+    /// runs in its own task, because a session that is restored halfway is unusable.
+    async fn restore_session(&self, parts: &Parts, view: &CallerView, session: &str) {
+        let Some(lock) = self.sessions.restoring(session).await else { return };
+        let (this, mut parts) = (self.clone(), parts.clone());
+        let (view, session) = (view.clone(), session.to_owned());
+        parts.method = Method::POST;
+        let both = HeaderValue::from_static("application/json, text/event-stream");
+        parts.headers.insert(header::ACCEPT, both);
+        let json = HeaderValue::from_static("application/json");
+        parts.headers.insert(header::CONTENT_TYPE, json);
+        let restoring = tokio::spawn(async move {
+            let _held = lock.lock().await;
+            if !this.sessions.is_open(&session).await {
+                let id = format!("restored-{}", ulid::Ulid::generate());
+                let ping = json!({ "jsonrpc": "2.0", "id": id, "method": "ping" });
+                let pinged = this.handle(parts, ping.to_string(), view).await;
+                drop(axum::body::to_bytes(pinged.into_body(), usize::MAX).await);
+            }
+            this.sessions.end_restoring(&session);
+        });
+        // If it fails, the request itself is answered with 404.
+        drop(restoring.await);
+    }
+
+    /// Passes a request to rmcp.
+    pub(super) fn handle(
+        &self,
+        parts: Parts,
+        body: impl Into<Body>,
+        view: CallerView,
+    ) -> BoxFuture<'static, Response> {
+        let (service, request) = (self.service.clone(), Request::from_parts(parts, body.into()));
+        let handling = async move { service.handle(request).await.map(Body::new) };
+        CALLER_VIEW.scope(view, handling).boxed()
+    }
+
+    /// Answers `tools/call`, with a stream if the call does not end at once.
+    async fn serve_call(
+        &self,
+        mut parts: Parts,
+        body: axum::body::Bytes,
+        view: CallerView,
+        session: Option<String>,
+    ) -> Response {
+        let message = serde_json::from_slice::<Value>(&body).unwrap_or_default();
+        let Some(request) = StreamedRequest::parse(&message) else {
+            return self.handle(parts, body, view).await;
+        };
+        let (signal, stored) = CallStoredSignal::new();
+        parts.extensions.insert(signal);
+        parts.extensions.insert(StreamId(request.stream.clone()));
+        let options = CallStreamOptions {
+            request,
+            retry_ms: self.transport.shared.settings.retry_ms,
+            priming: resume::priming_format(&parts.headers),
+            internal: None,
+        };
+        let on_open = self.resumed.track_call(session.filter(|_| {
+            // Only an MCP client that does not resume the streams of calls needs their ids on the
+            // stream of its session.
+            resume::needs_session(&parts.headers)
+        }));
+        call_stream::respond(self.handle(parts, body, view), stored, options, on_open).await
+    }
+}
+
+/// The parameters of `initialize`, from which a session can be restored.
+#[derive(serde::Deserialize)]
+struct InitializeMessage {
+    params: InitializeRequestParams,
 }
 
 /// The method of a message, which decides whether it creates a session, and its id.
@@ -284,51 +384,4 @@ fn check_origin(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
 
 fn header_text(value: &HeaderValue) -> &str {
     value.to_str().unwrap_or("")
-}
-
-/// The owner of each session: a session id alone grants no access.
-struct SessionOwners {
-    manager: Arc<LocalSessionManager>,
-    owners: Mutex<HashMap<String, Caller>>,
-}
-
-impl SessionOwners {
-    /// Refuses a session of another caller as one that does not exist.
-    fn check_owner(&self, session: Option<&str>, caller: &Caller) -> Result<(), Error> {
-        let Some(session) = session else { return Ok(()) };
-        match self.owners.lock().get(session) {
-            Some(owner) if owner == caller => Ok(()),
-            _ => Err(Error::refused(Code::NotFound, "there is no such session; initialize again")),
-        }
-    }
-
-    /// Refuses a session over the limit. One project may use at most half of all sessions, so that
-    /// it leaves capacity for the others.
-    async fn check_capacity(&self, limit: usize, caller: &Caller) -> Result<(), Error> {
-        let sessions = self.manager.sessions.read().await;
-        let owners = self.owners.lock();
-        let theirs = owners.iter().filter(|(id, owner)| {
-            owner.project == caller.project && sessions.contains_key(id.as_str())
-        });
-        let too_many = match () {
-            () if sessions.len() >= limit => "too many MCP sessions are open",
-            () if theirs.count() >= (limit / 2).max(1) => "the project has too many MCP sessions",
-            () => return Ok(()),
-        };
-        Err(Error::retry_later(Code::Overloaded, too_many, 1_000))
-    }
-
-    async fn add_session(&self, session: String, caller: &Caller) {
-        let open: Vec<String> = {
-            let sessions = self.manager.sessions.read().await;
-            sessions.keys().map(|id| id.to_string()).collect()
-        };
-        let mut owners = self.owners.lock();
-        // Owners of ended sessions are removed once there are twice as many owners as open
-        // sessions.
-        if owners.len() > 64 && owners.len() > open.len() * 2 {
-            owners.retain(|id, _| open.contains(id));
-        }
-        owners.insert(session, caller.clone());
-    }
 }

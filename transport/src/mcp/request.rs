@@ -120,3 +120,8 @@ pub(super) fn http_parts(extensions: &Extensions) -> Option<&Parts> {
 pub(super) fn session_id(headers: &HeaderMap) -> Option<String> {
     headers.get(SESSION_HEADER).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
+
+/// Removes the session from the headers of a request that belongs to none.
+pub(super) fn remove_session_id(headers: &mut HeaderMap) {
+    headers.remove(SESSION_HEADER);
+}

@@ -22,6 +22,7 @@ use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
 use toolcrib::{Caller, Engine};
 
+use super::call_stream::ResumedCall;
 use super::duplicate_keys;
 use super::operations::call::{self, ToolDiscovery};
 use super::operations::notifications::{self, LegacySessions};
@@ -56,7 +57,14 @@ impl McpTransport {
         passthrough: Arc<dyn PassthroughProvider>,
     ) -> Self {
         let tool_lists = ToolListCache::default();
-        let shared = Arc::new(McpTransportState { engine, settings, tool_lists, passthrough });
+        let stream_waiters = Arc::default();
+        let shared = Arc::new(McpTransportState {
+            engine,
+            settings,
+            tool_lists,
+            passthrough,
+            stream_waiters,
+        });
         Self { legacy_sessions: Arc::new(LegacySessions::new(shared.clone())), shared }
     }
 
@@ -169,6 +177,10 @@ impl ServerHandler for McpHandler {
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let scope = self.scope(&context);
+        let parts = http_parts(&context.extensions);
+        if let Some(resumed) = parts.and_then(|parts| parts.extensions.get::<ResumedCall>()) {
+            return call::resume_stream(scope, &resumed.0).await;
+        }
         if let Some(result) = builtin_calls::handle_call(scope, &mut params).await {
             return result;
         }

@@ -1,5 +1,7 @@
 //! Settings of the MCP transport.
 
+use super::sessions::SessionKey;
+
 /// Limits and defaults of the MCP transport.
 #[derive(Debug, Clone)]
 pub struct McpTransportSettings {
@@ -24,6 +26,12 @@ pub struct McpTransportSettings {
     pub max_body_bytes: usize,
     /// Maximum number of concurrent legacy sessions.
     pub max_sessions: usize,
+    /// Time after which an MCP client that lost the stream of a call is asked to connect again.
+    /// Common MCP clients try twice, so the server may be away for up to twice this time.
+    pub retry_ms: u64,
+    /// The key that authenticates the ids of legacy sessions. With the same key, sessions survive a
+    /// restart. If `None`, they end with the process.
+    pub session_key: Option<SessionKey>,
     /// Origins of web pages that may use this transport, in addition to pages of this machine:
     /// `https://app.example.com`.
     pub allowed_origins: Vec<String>,
@@ -54,6 +62,8 @@ impl Default for McpTransportSettings {
             retention_ms: None,
             max_body_bytes: 2 << 20,
             max_sessions: 10_000,
+            retry_ms: 5_000,
+            session_key: None,
             allowed_origins: Vec::new(),
             allowed_hosts: Vec::new(),
             protected_resource: None,

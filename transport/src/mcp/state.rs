@@ -11,6 +11,7 @@ use rmcp::model::LoggingLevel;
 use rmcp::service::RequestContext;
 use toolcrib::Engine;
 
+use super::call_stream::StreamWaiters;
 use super::passthrough::PassthroughProvider;
 use super::request::{CallerView, CatalogueMode};
 use super::settings::McpTransportSettings;
@@ -25,6 +26,7 @@ pub(super) struct McpTransportState {
     pub(super) settings: McpTransportSettings,
     pub(super) tool_lists: ToolListCache,
     pub(super) passthrough: Arc<dyn PassthroughProvider>,
+    pub(super) stream_waiters: Arc<StreamWaiters>,
 }
 
 impl McpTransportState {

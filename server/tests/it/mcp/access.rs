@@ -100,15 +100,34 @@ async fn unreadable_requests_are_rejected_and_the_server_survives() {
 }
 
 #[tokio::test]
-async fn a_legacy_client_with_a_lost_session_gets_404() {
+async fn a_legacy_session_survives_a_restart_for_its_own_caller() {
+    let server = Server::start().await;
+    let ada = server.keyed("acme", "ada", "agent", &["*"]).await;
+    let eve = server.keyed("acme", "eve", "agent", &["*"]).await;
+    let client = Mcp::legacy(&ada).await;
+    let mut other = Mcp::legacy(&ada).await;
+    let server = server.restart().await;
+    let operator = server.keyed("acme", "op", "admin", &["*"]).await;
+    let (ada, eve) = (ada.at(&server.address), eve.at(&server.address));
+    let client = client.calling_as(&ada);
+    assert!(!client.names().await.is_empty());
+    let mut stream = client.session_stream().await;
+    operator.register("pc_1", json!([offer("x.y")])).await;
+    stream.until("notifications/tools/list_changed").await;
+    let client = client.calling_as(&eve);
+    assert_eq!(client.ask("tools/list", json!({})).await.status, 404, "it is not eve's");
+    other.session = Some("made.up".to_owned());
+    assert_eq!(other.calling_as(&ada).ask("tools/list", json!({})).await.status, 404);
+}
+
+#[tokio::test]
+async fn a_closed_session_gets_404() {
     let server = Server::start().await;
     let client = Mcp::legacy(&server.api()).await;
-    let server = server.restart().await;
-    let after = client.calling_as(&server.api());
-    assert_eq!(after.ask("tools/list", json!({})).await.status, 404);
+    assert_eq!(client.close().await, 202);
+    assert_eq!(client.ask("tools/list", json!({})).await.status, 404);
     let again = Mcp::legacy(&server.api()).await;
     assert!(!again.names().await.is_empty());
-    server.api().register("pc_1", json!([offer("x.y")])).await;
 }
 
 #[tokio::test]

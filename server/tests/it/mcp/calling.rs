@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::support::api::{offer, offer_with};
-use crate::support::mcp::Mcp;
+use crate::support::mcp::{Mcp, McpResponse};
 use crate::support::{Api, Server, soon, until};
 
 fn text(result: &Value) -> &str {
@@ -233,7 +233,8 @@ async fn closing_the_stream_cancels_only_in_the_modern_revision() {
     api.register("pc_1", json!([offer("slow.one")])).await;
     let modern = Mcp::modern(&api);
     let request = modern.request("tools/call", json!({ "name": "slow.one", "arguments": {} }));
-    let request_task = tokio::spawn(async move { request.send().await });
+    let request_task =
+        tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await });
     let id = poll_call_id(&api).await;
     request_task.abort();
     let call = api.until_status(&id, "CANCELED").await;
@@ -242,7 +243,8 @@ async fn closing_the_stream_cancels_only_in_the_modern_revision() {
     let legacy = Mcp::legacy(&api).await;
     let params = json!({ "name": "slow.one", "arguments": {} });
     let request = legacy.request("tools/call", params.clone());
-    let request_task = tokio::spawn(async move { request.send().await });
+    let request_task =
+        tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await });
     let id = poll_call_id(&api).await;
     request_task.abort();
     legacy.ask("ping", json!({})).await.result();
@@ -267,7 +269,7 @@ async fn a_call_with_an_idempotency_key_outlives_its_stream() {
     let ask = |meta: Value| {
         let params = json!({ "name": "slow.one", "arguments": {}, "_meta": meta });
         let request = client.request("tools/call", params);
-        tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() })
+        tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await })
     };
     let once = json!({ "toolcrib/idempotency_key": "once" });
     let with_key = ask(once.clone());
@@ -280,9 +282,9 @@ async fn a_call_with_an_idempotency_key_outlives_its_stream() {
     api.until_status(&other, "CANCELED").await;
     let again = ask(once);
     api.succeed(&id, json!({ "done": true })).await;
-    let response: Value = serde_json::from_str(&soon("the answer", again).await.unwrap()).unwrap();
-    assert_eq!(response["result"]["structuredContent"], json!({ "done": true }), "{response}");
-    assert_eq!(call_id_of(&response["result"]), id);
+    let result = soon("the answer", again).await.unwrap().result();
+    assert_eq!(result["structuredContent"], json!({ "done": true }), "{result}");
+    assert_eq!(call_id_of(&result), id);
 }
 
 #[tokio::test]
@@ -297,12 +299,10 @@ async fn a_long_result_is_a_digest_with_a_resource_link() {
     for (tool, structured) in [("log.read", false), ("log.parsed", true)] {
         let request = client.request("tools/call", json!({ "name": tool, "arguments": {} }));
         let request_task =
-            tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
+            tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await });
         let id = poll_call_id(&api).await;
         api.succeed(&id, whole.clone()).await;
-        let response: Value =
-            serde_json::from_str(&soon("the answer", request_task).await.unwrap()).unwrap();
-        let result = &response["result"];
+        let result = &soon("the answer", request_task).await.unwrap().result();
         let tokens = toolcrib::results::tokens::count(text(result));
         assert!(tokens <= 200 && text(result).contains(&id), "{tokens}: {}", text(result));
         let link = &result["content"][1];

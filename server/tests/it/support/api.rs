@@ -74,6 +74,12 @@ pub fn message(error: &Value) -> &str {
 }
 
 impl Api {
+    /// Returns the same caller at another address.
+    pub fn at(mut self, address: &str) -> Self {
+        address.clone_into(&mut self.address);
+        self
+    }
+
     pub fn new(address: &str) -> Self {
         let http = Client::builder().no_proxy().timeout(super::PATIENCE * 2).build().unwrap();
         Self { address: address.to_owned(), http, key: None, project: None }

@@ -2,6 +2,7 @@
 //! Supports revision 2026-07-28, whose requests stand alone, and 2025-11-25, which begins with a
 //! handshake.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures::StreamExt;
@@ -202,17 +203,39 @@ impl Mcp {
 
     /// Opens the stream of a session for messages that the server initiates.
     pub async fn session_stream(&self) -> Stream {
+        Stream::new(self.get().send().await.unwrap())
+    }
+
+    /// Builds a request for a stream.
+    pub fn get(&self) -> RequestBuilder {
         let request = self.api.request(Method::GET, &self.path);
         let request = request
             .header("accept", "text/event-stream")
+            .header("mcp-protocol-version", self.revision);
+        match &self.session {
+            Some(session) => request.header("mcp-session-id", session),
+            None => request,
+        }
+    }
+
+    /// Continues the stream that ended after this event.
+    pub async fn resume(&self, last_event_id: &str) -> Stream {
+        let request = self.get().header("last-event-id", last_event_id);
+        Stream::new(request.send().await.unwrap())
+    }
+
+    /// Closes the session. Returns the status.
+    pub async fn close(&self) -> u16 {
+        let request = self.api.request(Method::DELETE, &self.path);
+        let request = request
             .header("mcp-protocol-version", self.revision)
             .header("mcp-session-id", self.session.as_ref().unwrap());
-        Stream::new(request.send().await.unwrap())
+        request.send().await.unwrap().status().as_u16()
     }
 }
 
 impl McpResponse {
-    async fn read(response: Response) -> Self {
+    pub async fn read(response: Response) -> Self {
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
         let kind = headers.get("content-type").map(|kind| kind.to_str().unwrap().to_owned());
         let text = response.text().await.unwrap();
@@ -239,6 +262,26 @@ impl Stream {
     fn new(response: Response) -> Self {
         assert_eq!(response.status().as_u16(), 200);
         Self { body: Box::pin(response.bytes_stream()), text: String::new() }
+    }
+
+    /// Returns the fields of the next event, or `None` at the end of the stream. Skips comments.
+    pub async fn event(&mut self) -> Option<HashMap<String, String>> {
+        loop {
+            while let Some((block, rest)) = self.text.split_once("\n\n") {
+                let fields: HashMap<String, String> = block
+                    .lines()
+                    .filter_map(|line| line.split_once(':'))
+                    .filter(|(name, _)| !name.is_empty())
+                    .map(|(name, value)| (name.to_owned(), value.trim().to_owned()))
+                    .collect();
+                self.text = rest.to_owned();
+                if !fields.is_empty() {
+                    return Some(fields);
+                }
+            }
+            let chunk = soon("an event", self.body.next()).await?;
+            self.text.push_str(std::str::from_utf8(&chunk.ok()?).unwrap());
+        }
     }
 
     /// Returns the next message, or `None` at the end of the stream.

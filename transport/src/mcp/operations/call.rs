@@ -22,6 +22,7 @@ use toolcrib::{CallRequest, Json, Ticket};
 use super::elicitation::{self, ElicitationOutcome};
 use super::progress::ProgressForwarder;
 use super::tasks;
+use crate::mcp::call_stream::{CallStoredSignal, StreamId, StreamWaiter, StreamedCall};
 use crate::mcp::duplicate_keys;
 use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts};
 use crate::mcp::state::RequestScope;
@@ -49,7 +50,8 @@ pub(crate) async fn call_tool(
     let format = ResultFormat::new(listed, client.revision);
     if let Some(state) = params.request_state.clone() {
         let ticket = elicitation::resume_call(shared, view, params, &state).await?;
-        return ToolCallWaiter { scope, client, format }.wait_for_response(&ticket).await;
+        let waiter = ToolCallWaiter::new(scope, client, format);
+        return waiter.wait_for_response(&ticket, discovery).await;
     }
     if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
@@ -65,11 +67,30 @@ pub(crate) async fn call_tool(
             return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
         }
     };
-    let waiter = ToolCallWaiter { scope, client, format };
+    let waiter = ToolCallWaiter::new(scope, client, format);
     if waiter.client.supports_tasks() && ticket.call.origin.background {
         return Ok(waiter.task_response(&ticket.call));
     }
-    waiter.wait_for_response(&ticket).await
+    waiter.wait_for_response(&ticket, discovery).await
+}
+
+/// Waits for a call whose stream was lost, and returns the response to the request that made it.
+pub(crate) async fn resume_stream(
+    scope: RequestScope<'_>,
+    call: &StreamedCall,
+) -> Result<CallToolResponse, ErrorData> {
+    let RequestScope { shared, view, context, .. } = scope;
+    let client = McpClientInfo::from_context(context);
+    let ticket = shared.engine.calls().ticket(&view.caller, &call.id).await;
+    let ticket = ticket.map_err(tool_result::protocol_error)?;
+    let tool = shared.engine.registry().tool(&view.caller, &ticket.call.tool_name).ok();
+    let discovery = match call.through_catalogue {
+        true => ToolDiscovery::Catalogue,
+        false => ToolDiscovery::List,
+    };
+    let listed = tool.as_deref().filter(|_| discovery == ToolDiscovery::List);
+    let format = ResultFormat::new(listed, client.revision);
+    ToolCallWaiter::new(scope, client, format).wait_for_response(&ticket, discovery).await
 }
 
 /// Returns the client capabilities that the tool requires and this MCP client lacks. The tool's
@@ -128,17 +149,59 @@ fn to_call_request(
     })
 }
 
+/// Returns the response on a connection that the MCP client has replaced by another one.
+fn superseded_error() -> ErrorData {
+    ErrorData::internal_error("the response is sent on another stream", None)
+}
+
 /// Waits for one call on behalf of one MCP client.
 struct ToolCallWaiter<'a> {
     scope: RequestScope<'a>,
     client: McpClientInfo,
     format: ResultFormat,
+    /// The registration of this waiter, if its response is a stream that can be resumed.
+    stream: Option<StreamWaiter>,
 }
 
-impl ToolCallWaiter<'_> {
+impl<'a> ToolCallWaiter<'a> {
+    fn new(scope: RequestScope<'a>, client: McpClientInfo, format: ResultFormat) -> Self {
+        let parts = http_parts(&scope.context.extensions);
+        let stream = parts.and_then(|parts| parts.extensions.get::<StreamId>());
+        let stream = stream.map(|stream| scope.shared.stream_waiters.register(&stream.0));
+        Self { scope, client, format, stream }
+    }
+
+    /// Opens the stream of the response: from now on the MCP client can resume it.
+    fn open_stream(&self, call: &Call, discovery: ToolDiscovery) {
+        let parts = http_parts(&self.scope.context.extensions);
+        if let Some(signal) = parts.and_then(|parts| parts.extensions.get::<CallStoredSignal>()) {
+            let through_catalogue = discovery == ToolDiscovery::Catalogue;
+            signal.send(StreamedCall { id: call.id.clone(), through_catalogue });
+        }
+    }
+
+    /// Returns once a continuation has taken over the stream.
+    async fn superseded(&self) {
+        match &self.stream {
+            Some(stream) => stream.superseded().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    fn is_superseded(&self) -> bool {
+        self.stream.as_ref().is_some_and(StreamWaiter::is_superseded)
+    }
+
     /// Waits until there is a response for the MCP client.
-    async fn wait_for_response(self, ticket: &Ticket) -> Result<CallToolResponse, ErrorData> {
+    async fn wait_for_response(
+        self,
+        ticket: &Ticket,
+        discovery: ToolDiscovery,
+    ) -> Result<CallToolResponse, ErrorData> {
         let RequestScope { shared, view, context, .. } = self.scope;
+        if !ticket.call.status.is_terminal() {
+            self.open_stream(&ticket.call, discovery);
+        }
         let (engine, caller, settings) = (&shared.engine, &view.caller, &shared.settings);
         let patience_ms = match self.client.supports_tasks() {
             true => settings.task_after_ms,
@@ -176,6 +239,7 @@ impl ToolCallWaiter<'_> {
             let until = Until::ChangedSince { version: call.version, within_ms: left_ms };
             tokio::select! {
                 biased;
+                () = self.superseded() => return Err(superseded_error()),
                 () = context.ct.cancelled() => return Err(self.handle_disconnect(&call).await),
                 update = engine.calls().wait(caller, ticket, until) => {
                     let update = update.map_err(tool_result::protocol_error)?;
@@ -206,12 +270,16 @@ impl ToolCallWaiter<'_> {
         let keys: Vec<String> = questions.keys().cloned().collect();
         let pointless = async {
             tokio::select! {
+                () = self.superseded() => true,
                 () = context.ct.cancelled() => true,
                 goes_on = self.wait_until_superseded(ticket, call, &keys) => goes_on,
             }
         };
         let answers = match elicitation::elicit(&context.peer, questions, pointless).await {
             ElicitationOutcome::Answers(answers) => answers,
+            ElicitationOutcome::Superseded(_) if self.is_superseded() => {
+                return Err(superseded_error());
+            }
             ElicitationOutcome::Superseded(_) if context.ct.is_cancelled() => {
                 return Err(self.handle_disconnect(call).await);
             }
@@ -262,6 +330,9 @@ impl ToolCallWaiter<'_> {
     /// only the HTTP stream of a sessionless MCP client is lost and the call has an idempotency
     /// key: that client can then send the same request again.
     async fn handle_disconnect(&self, call: &Call) -> ErrorData {
+        if self.is_superseded() {
+            return superseded_error();
+        }
         let over_http = http_parts(&self.scope.context.extensions).is_some();
         let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
         if stream_only && call.origin.idempotency_key.is_some() {
