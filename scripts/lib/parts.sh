@@ -50,6 +50,7 @@ define_parts() {
   define_modules mcp "mcp_python mcp_suite" "mcp upstreams" \
     "MCP in both directions, MCP conformance suite"
   define_modules postgres "postgres nats" "postgres" "the server with PostgreSQL as its store"
+  define_modules rejoin "openai_clients postgres" "rejoin" "repeated requests join the earlier work"
   define_modules chat "openai_clients" "chat models" "OpenAI-compatible API, language models"
   define_modules runs "" "runs batches contexts" "runs, batches, contexts"
   define_modules clients "" "ingress" "connected programs: WebSocket, SSE, long poll"

@@ -10,6 +10,7 @@ mod context;
 mod engine;
 mod examples;
 mod observer;
+mod rejoin;
 mod results;
 mod runs;
 mod script;

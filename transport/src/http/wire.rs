@@ -152,6 +152,9 @@ pub(super) struct CallBody<'a> {
     /// The trace of the call: the caller's, or a new one if the server exports spans.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
+    /// True if the request joined this call, whose answer had not been delivered.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    joined: bool,
     outcome: Option<OutcomeBody>,
 }
 
@@ -253,6 +256,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             taken_by: call.acknowledged_by.as_deref(),
             partial: outcome.is_some_and(|outcome| outcome.partial),
             trace_id: None,
+            joined: false,
             outcome: outcome.map(OutcomeBody::from),
         }
     }
@@ -267,6 +271,11 @@ impl<'a> CallBody<'a> {
     /// Builds the body of a call whose trace is already known.
     pub(super) fn with_trace(call: &'a Call, trace: Option<TraceParent>) -> Self {
         Self { trace_id: trace.map(|trace| trace.trace_id_text()), ..Self::from(call) }
+    }
+
+    /// Returns the body as the answer to a request that joined the call, or did not.
+    pub(super) fn with_joined(self, joined: bool) -> Self {
+        Self { joined, ..self }
     }
 }
 

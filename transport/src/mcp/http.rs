@@ -24,6 +24,7 @@ use super::request::{CallerView, CatalogueMode, session_id};
 use super::server::{McpHandler, McpTransport};
 use super::tool_list::splice::ToolListSplice;
 use crate::auth::{self, RequestCredentials};
+use crate::delivery::ResponseDeliveries;
 use crate::http::error_response;
 
 /// Maximum time to receive a request body.
@@ -165,12 +166,15 @@ impl McpHttpState {
         if let Some(beside) = &beside {
             parts.extensions.insert(beside.clone());
         }
+        let deliveries = ResponseDeliveries::default();
+        parts.extensions.insert(deliveries.clone());
         let request = Request::from_parts(parts, Body::from(body));
         let answer = CALLER_VIEW.scope(view.clone(), self.service.handle(request)).await;
         if let Some(new_session) = session_id(answer.headers()) {
             self.sessions.add_session(new_session, &view.caller).await;
         }
-        let answer = answer.map(Body::new);
+        let mut answer = answer.map(Body::new);
+        answer.extensions_mut().insert(deliveries);
         match beside {
             Some(beside) => beside.splice_into(answer).await,
             None => Ok(answer),

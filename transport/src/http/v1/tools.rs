@@ -17,6 +17,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::HttpState;
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 use super::calls::parse_page_limit;
+use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{
     AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, TRACEPARENT,
     invalid_parameter,
@@ -130,6 +131,9 @@ pub(super) struct InvokeBody {
     callback_url: Option<String>,
     /// Maximum time to wait for the outcome, in milliseconds. Alternative: the query parameter.
     wait_ms: Option<u64>,
+    /// False if the request never joins an earlier identical call whose answer was not delivered
+    /// (default: true).
+    rejoin: Option<bool>,
 }
 
 /// The ticket of an accepted call.
@@ -142,6 +146,9 @@ pub(super) struct TicketBody {
     /// For an async tool: the same id, for use at `/v1/tasks/{task_id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     task_id: Option<String>,
+    /// True if the request joined an earlier call whose answer was not delivered.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    joined: bool,
 }
 
 /// Calls a tool and returns a ticket.
@@ -186,6 +193,7 @@ pub(super) async fn invoke(
         route: None,
         callback_url: body.callback_url,
         answers: None,
+        rejoin: body.rejoin.unwrap_or(true),
     };
     // Boxed, because the router moves this handler's future several times.
     let ticket = Box::pin(state.engine.calls().invoke(&caller, invocation)).await?;
@@ -198,6 +206,7 @@ pub(super) async fn invoke(
                 status: "pending",
                 message: "tool call created, use tool_call_id to poll result",
                 task_id: ticket.call.origin.background.then(|| id.to_string()),
+                joined: ticket.joined,
             };
             let mut answer = (StatusCode::ACCEPTED, Json(body)).into_response();
             set_retry_after(&mut answer);
@@ -207,7 +216,8 @@ pub(super) async fn invoke(
             let call =
                 Box::pin(state.engine.calls().wait(&caller, &ticket, Until::EndedWithin(wait_ms)))
                     .await?;
-            let body = Json(CallBody::with_trace(&call, trace));
+            let body = CallBody::with_trace(&call, trace).with_joined(ticket.joined);
+            let body = Json(body);
             let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if !call.status.is_terminal() {
                 set_retry_after(&mut answer);
@@ -225,5 +235,11 @@ pub(super) async fn invoke(
     if ticket.replayed {
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
     }
+    if ticket.joined
+        && let Ok(id) = HeaderValue::from_str(id.as_str())
+    {
+        headers.insert(JOINED_HEADER, id);
+    }
+    ResponseDeliveries::attach(&mut answer, ticket.delivery().cloned());
     Ok(answer)
 }

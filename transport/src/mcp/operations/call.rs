@@ -21,6 +21,7 @@ use toolcrib::{CallRequest, Json, Ticket};
 use super::elicitation::{self, ElicitationOutcome};
 use super::progress::ProgressForwarder;
 use super::tasks;
+use crate::delivery::ResponseDeliveries;
 use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts};
 use crate::mcp::state::RequestScope;
 use crate::mcp::tool_result::{self, ResultFormat};
@@ -47,7 +48,8 @@ pub(crate) async fn call_tool(
     let format = ResultFormat::new(listed, client.revision);
     if let Some(state) = params.request_state.clone() {
         let ticket = elicitation::resume_call(shared, view, params, &state).await?;
-        return ToolCallWaiter { scope, client, format }.wait_for_response(&ticket).await;
+        let waiter = ToolCallWaiter { scope, client, format };
+        return waiter.wait_for_response(&ticket).await;
     }
     if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
@@ -60,10 +62,12 @@ pub(crate) async fn call_tool(
         }
     };
     let waiter = ToolCallWaiter { scope, client, format };
+    waiter.track_delivery(&ticket);
     if waiter.client.supports_tasks() && ticket.call.origin.background {
-        return Ok(waiter.task_response(&ticket.call));
+        return waiter.answer(&ticket, Ok(waiter.task_response(&ticket.call)));
     }
-    waiter.wait_for_response(&ticket).await
+    let response = waiter.wait_for_response(&ticket).await;
+    waiter.answer(&ticket, response)
 }
 
 /// Returns the client capabilities that the tool requires and this MCP client lacks. The tool's
@@ -103,6 +107,10 @@ fn to_call_request(
         None => Ok(None),
         Some(value) => value.as_u64().map(Some).ok_or_else(|| invalid(word, "a number from 0 on")),
     };
+    let flag = |word: &str| match field(word) {
+        None => Ok(None),
+        Some(value) => value.as_bool().map(Some).ok_or_else(|| invalid(word, "true or false")),
+    };
     let args = Value::Object(params.arguments.unwrap_or_default());
     let retry = number("retry")?.map(|retry| u32::try_from(retry).unwrap_or(u32::MAX));
     Ok(CallRequest {
@@ -119,6 +127,7 @@ fn to_call_request(
         route: None,
         callback_url: None,
         answers: params.input_responses.map(elicitation::parse_answers).transpose()?,
+        rejoin: flag("rejoin")?.unwrap_or(true),
     })
 }
 
@@ -131,7 +140,7 @@ struct ToolCallWaiter<'a> {
 
 impl ToolCallWaiter<'_> {
     /// Waits until there is a response for the MCP client.
-    async fn wait_for_response(self, ticket: &Ticket) -> Result<CallToolResponse, ErrorData> {
+    async fn wait_for_response(&self, ticket: &Ticket) -> Result<CallToolResponse, ErrorData> {
         let RequestScope { shared, view, context, .. } = self.scope;
         let (engine, caller, settings) = (&shared.engine, &view.caller, &shared.settings);
         let patience_ms = match self.client.supports_tasks() {
@@ -170,7 +179,9 @@ impl ToolCallWaiter<'_> {
             let until = Until::ChangedSince { version: call.version, within_ms: left_ms };
             tokio::select! {
                 biased;
-                () = context.ct.cancelled() => return Err(self.handle_disconnect(&call).await),
+                () = context.ct.cancelled() => {
+                    return Err(self.handle_disconnect(ticket, &call).await);
+                }
                 update = engine.calls().wait(caller, ticket, until) => {
                     let update = update.map_err(tool_result::protocol_error)?;
                     if update.version == call.version {
@@ -207,7 +218,7 @@ impl ToolCallWaiter<'_> {
         let answers = match elicitation::elicit(&context.peer, questions, pointless).await {
             ElicitationOutcome::Answers(answers) => answers,
             ElicitationOutcome::Superseded(_) if context.ct.is_cancelled() => {
-                return Err(self.handle_disconnect(call).await);
+                return Err(self.handle_disconnect(ticket, call).await);
             }
             ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
             ElicitationOutcome::Unanswered => {
@@ -249,13 +260,56 @@ impl ToolCallWaiter<'_> {
         }
     }
 
-    /// Handles a disconnect and returns the error for the response. The call is canceled, except if
-    /// only the HTTP stream of a sessionless MCP client is lost and the call has an idempotency
-    /// key: that client can then send the same request again.
-    async fn handle_disconnect(&self, call: &Call) -> ErrorData {
+    /// Adds the delivery of the call to the HTTP response.
+    fn track_delivery(&self, ticket: &Ticket) {
+        if let (Some(deliveries), Some(delivery)) = (self.deliveries(), ticket.delivery()) {
+            deliveries.push(delivery.clone());
+        }
+    }
+
+    fn deliveries(&self) -> Option<&ResponseDeliveries> {
+        http_parts(&self.scope.context.extensions)?.extensions.get::<ResponseDeliveries>()
+    }
+
+    /// Returns the response of a call, which the transport delivers next.
+    fn answer(
+        &self,
+        ticket: &Ticket,
+        response: Result<CallToolResponse, ErrorData>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        match (self.deliveries(), ticket.delivery()) {
+            (Some(deliveries), _) => deliveries.set_answered(),
+            // A pipe has no moment of delivery that the server could observe.
+            (None, Some(delivery)) => delivery.mark_delivered(),
+            (None, None) => {}
+        }
+        match response {
+            Ok(CallToolResponse::Complete(result)) if ticket.joined => {
+                Ok(CallToolResponse::Complete(tool_result::mark_joined(result)))
+            }
+            other => other,
+        }
+    }
+
+    /// Handles a disconnect and returns the error for the response. The call is canceled. If only
+    /// the HTTP stream of a sessionless MCP client is lost, that client can send the same request
+    /// again: a call with an idempotency key goes on, and one with side effects is canceled only if
+    /// no repeated request joins it within the grace period.
+    async fn handle_disconnect(&self, ticket: &Ticket, call: &Call) -> ErrorData {
         let over_http = http_parts(&self.scope.context.extensions).is_some();
         let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
         if stream_only && call.origin.idempotency_key.is_some() {
+            return ErrorData::internal_error("the client has hung up", None);
+        }
+        if stream_only {
+            if let Some(deliveries) = self.deliveries() {
+                deliveries.clear();
+            }
+            let (engine, caller) = (&self.scope.shared.engine, &self.scope.view.caller);
+            let reason = "the client does not want it any more";
+            // The call may have ended meanwhile; then there is nothing to cancel.
+            let calls = engine.calls();
+            let _ = calls.cancel_after_disconnect(caller, ticket.clone(), reason).await;
             return ErrorData::internal_error("the client has hung up", None);
         }
         self.cancel(call, "the client does not want it any more").await
