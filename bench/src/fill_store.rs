@@ -89,5 +89,5 @@ fn build_finished_call(minter: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
             call = Call { version: 1, ..next.call };
         }
     }
-    NewCall { call: Arc::new(call), records, key: None, group_member: None }
+    NewCall { call: Arc::new(call), records, key: None, undelivered: None, group_member: None }
 }

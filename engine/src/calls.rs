@@ -37,7 +37,9 @@ use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::core::Core;
 use crate::ports::source::{Source, SourceHealth};
 use crate::registry::{DirectoryListener, Registry};
+use crate::rejoin::Rejoin;
 
+pub use crate::rejoin::PendingDelivery;
 pub use accept::Ticket;
 pub use batch::{Batch, BatchAnswer, BatchEntryResult, BatchEntryState, BatchMode};
 pub use report::AttemptReport;
@@ -49,6 +51,7 @@ pub struct Calls {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) dispatcher: Arc<Dispatcher>,
+    pub(crate) rejoin: Arc<Rejoin>,
 }
 
 /// Applies events to calls, commits them, and performs the actions that follow: the one path of an

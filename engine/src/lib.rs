@@ -44,6 +44,7 @@ pub mod maintenance;
 pub mod model_formats;
 pub mod ports;
 pub mod registry;
+pub(crate) mod rejoin;
 pub mod results;
 pub mod runs;
 pub mod schema;

@@ -3,6 +3,7 @@
 pub(crate) mod active;
 pub mod agent_loop;
 pub(crate) mod caller_executed;
+pub(crate) mod checkpoint;
 pub mod context;
 pub(crate) mod driver;
 pub(crate) mod manage;
@@ -20,10 +21,12 @@ use crate::calls::{Calls, Dispatcher};
 use crate::domain::run::options::ModelRequestPolicy;
 use crate::ports::core::Core;
 use crate::ports::model::ModelResolver;
+pub use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::registry::Registry;
 
 pub use active::StartedRun;
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
+pub use checkpoint::ConversationCheckpoint;
 pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::ResultForModel;
 pub use replay::{ReplayDifference, ReplayReport};

@@ -55,6 +55,7 @@ define_parts() {
     "MCP clients whose server is killed, only when named"
   standalone_parts+=(mcp-clients)
   define_modules postgres "postgres nats" "postgres" "the server with PostgreSQL as its store"
+  define_modules rejoin "openai_clients postgres" "rejoin" "repeated requests join the earlier work"
   define_modules chat "openai_clients" "chat models" "OpenAI-compatible API, language models"
   define_modules runs "" "runs batches contexts" "runs, batches, contexts"
   define_modules clients "" "ingress" "connected programs: WebSocket, SSE, long poll"

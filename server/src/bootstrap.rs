@@ -177,6 +177,7 @@ fn http_transport_state(
         settings: Arc::new(settings::http_transport(config)),
         metrics: telemetry::metrics_handle(),
         sources,
+        conversations: Default::default(),
     }
 }
 

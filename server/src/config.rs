@@ -186,6 +186,14 @@ pub struct PolicySettings {
     /// Wait between attempts.
     #[schemars(with = "BackoffSettings")]
     pub backoff: Backoff,
+    /// Whether a repeated request joins the earlier call if that call's answer was not delivered,
+    /// where the tool's effect is not `read`.
+    pub rejoin: bool,
+    /// Maximum age of a call, run or conversation that a repeated request joins.
+    pub rejoin_window_ms: u64,
+    /// Time between a broken connection and the cancellation of the calls that waited on it, where
+    /// the tool's effect is not `read`.
+    pub disconnect_grace_ms: u64,
 }
 
 impl Default for PolicySettings {
@@ -196,6 +204,9 @@ impl Default for PolicySettings {
             default_timeout_ms: policy.default_timeout_ms,
             max_retries: policy.max_retries,
             backoff: policy.backoff,
+            rejoin: policy.rejoin,
+            rejoin_window_ms: policy.rejoin_window_ms,
+            disconnect_grace_ms: policy.disconnect_grace_ms,
         }
     }
 }

@@ -19,6 +19,7 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
+use toolcrib_transport::delivery::ConnectionDeliveries;
 use toolcrib_transport::http::ConnectionPermit;
 use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutStream};
 
@@ -211,7 +212,8 @@ async fn serve_connection(
 ) {
     // Responses are small and written whole: Nagle's algorithm would only delay them.
     let _ = stream.set_nodelay(true);
-    let (peer, patience) = AckTimeoutStream::new(stream);
+    let deliveries = ConnectionDeliveries::default();
+    let (peer, patience) = AckTimeoutStream::new(stream, deliveries.clone());
     let service =
         hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
             let router = router.clone();
@@ -220,11 +222,11 @@ async fn serve_connection(
             if request.headers().contains_key(hyper::header::UPGRADE) {
                 request.extensions_mut().insert(permit.clone());
             }
-            let patience = patience.clone();
+            let (patience, deliveries) = (patience.clone(), deliveries.clone());
             async move {
                 let answer = toolcrib_transport::http::serve_request(router, request).await;
                 patience.set(answer.extensions().get::<AckTimeout>());
-                Ok::<_, Infallible>(answer)
+                Ok::<_, Infallible>(deliveries.track(answer))
             }
         });
     let connection = hyper::server::conn::http1::Builder::new()

@@ -12,6 +12,7 @@ mod migrate;
 mod pool;
 mod runs;
 mod session;
+mod undelivered;
 mod utp;
 mod writer;
 mod writer_lease;
@@ -184,9 +185,16 @@ impl Store for PostgresStore {
         let records = EventColumns::new(encode_events(new.records)?);
         let row = Box::new(CallRow::for_insert(new.call)?);
         let (reply, answer) = oneshot::channel();
-        let (key, existing) = (new.key, None);
-        let creating =
-            CallInsert { row, records, key, reply, position: 0, is_key_taken: false, existing };
+        let creating = CallInsert {
+            row,
+            records,
+            key: new.key,
+            undelivered: new.undelivered,
+            reply,
+            position: 0,
+            is_key_taken: false,
+            existing: None,
+        };
         self.writer.send(Box::new(creating))?;
         drop(new.group_member);
         await_reply(answer).await
@@ -386,6 +394,10 @@ impl Store for PostgresStore {
     }
 
     fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
+        self
+    }
+
+    fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
         self
     }
 

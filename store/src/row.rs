@@ -8,6 +8,7 @@ mod directory;
 mod implied_event;
 mod row_reader;
 mod run;
+mod undelivered;
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -35,6 +36,7 @@ pub(crate) use directory::{
 pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;
 pub(crate) use run::{RunRow, decode_run, read_journal_entry, read_run};
+pub(crate) use undelivered::read_undelivered;
 
 columns! {
     /// The columns of `tool_calls` that [`read_call`] reads.

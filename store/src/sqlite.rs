@@ -169,6 +169,7 @@ impl Store for SqliteStore {
         self.writer.send(Box::new(CallInsert {
             new: Some(NewCallRow { row, records }),
             key: new.key,
+            undelivered: new.undelivered,
             group: group.clone(),
             result: CreateCallResult::New,
             reply,
@@ -347,6 +348,10 @@ impl Store for SqliteStore {
     }
 
     fn runs(&self) -> &dyn toolcrib::ports::store::runs::RunStore {
+        self
+    }
+
+    fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
         self
     }
 

@@ -38,6 +38,7 @@ use docs::BearerSecurity;
 pub use docs::errors_page;
 use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
+pub use openai::LiveConversations;
 pub(crate) use problem::error_response;
 use problem::{problem_response, problem_with_status};
 use tokio::sync::OwnedSemaphorePermit;
@@ -60,6 +61,8 @@ pub struct HttpState {
     pub metrics: Option<PrometheusHandle>,
     /// Administers tool sources; `None` if this server manages none.
     pub sources: Option<Arc<dyn SourceAdmin>>,
+    /// Conversations of OpenAI's API that a repeated request can take over.
+    pub conversations: LiveConversations,
 }
 
 impl HttpState {

@@ -2,6 +2,7 @@
 //! engine request, and turns the response back. It uses neither the store nor the sources.
 
 pub mod auth;
+pub mod delivery;
 mod elicitation_answers;
 pub mod http;
 pub mod mcp;

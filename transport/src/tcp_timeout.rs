@@ -14,6 +14,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use crate::delivery::ConnectionDeliveries;
+
 /// A response extension: the connection is considered dead when the peer leaves data of this
 /// response unacknowledged for this long.
 #[derive(Debug, Clone, Copy)]
@@ -37,12 +39,14 @@ pub struct AckTimeoutStream {
     timeout: AckTimeoutHandle,
     /// The value last passed to the system.
     applied_ms: u32,
+    deliveries: ConnectionDeliveries,
 }
 
 impl AckTimeoutStream {
-    pub fn new(stream: TcpStream) -> (Self, AckTimeoutHandle) {
+    /// Wraps a stream. The deliveries of its responses learn what becomes of the connection.
+    pub fn new(stream: TcpStream, deliveries: ConnectionDeliveries) -> (Self, AckTimeoutHandle) {
         let asked = AckTimeoutHandle::default();
-        (Self { stream, timeout: asked.clone(), applied_ms: 0 }, asked)
+        (Self { stream, timeout: asked.clone(), applied_ms: 0, deliveries }, asked)
     }
 
     fn apply_timeout(&mut self) {
@@ -67,13 +71,23 @@ fn set_tcp_user_timeout(_: &TcpStream, _: u32) -> io::Result<()> {
     Ok(())
 }
 
+/// A connection that the server closes after a flush has delivered what it wrote.
+impl Drop for AckTimeoutStream {
+    fn drop(&mut self) {
+        self.deliveries.confirm();
+    }
+}
+
 impl AsyncRead for AckTimeoutStream {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_read(context, buffer)
+        let this = self.get_mut();
+        let read = Pin::new(&mut this.stream).poll_read(context, buffer);
+        this.deliveries.observe_read(&read);
+        read
     }
 }
 
@@ -85,7 +99,9 @@ impl AsyncWrite for AckTimeoutStream {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         this.apply_timeout();
-        Pin::new(&mut this.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut this.stream).poll_write(context, bytes);
+        this.deliveries.observe_write(&written);
+        written
     }
 
     fn poll_write_vectored(
@@ -95,7 +111,9 @@ impl AsyncWrite for AckTimeoutStream {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         this.apply_timeout();
-        Pin::new(&mut this.stream).poll_write_vectored(context, slices)
+        let written = Pin::new(&mut this.stream).poll_write_vectored(context, slices);
+        this.deliveries.observe_write(&written);
+        written
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -103,7 +121,12 @@ impl AsyncWrite for AckTimeoutStream {
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_flush(context)
+        let this = self.get_mut();
+        let flushed = Pin::new(&mut this.stream).poll_flush(context);
+        if let Poll::Ready(Ok(())) = flushed {
+            this.deliveries.mark_flushed();
+        }
+        flushed
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {

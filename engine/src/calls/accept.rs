@@ -26,10 +26,14 @@ use crate::domain::call::{Call, Hold, Origin, Status};
 use crate::domain::caller::Caller;
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::CallId;
+use crate::domain::tool::Effect;
 use crate::lifecycle::{self, Action, Event, Transition};
 use crate::ports::core::from_store_error;
+use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
+use crate::rejoin::{PendingDelivery, request_digest};
 
 /// Callback that receives a call which finished before its commit.
 pub(crate) type OnFinished = Box<dyn FnOnce(&Arc<Call>) + Send>;
@@ -53,8 +57,19 @@ pub struct Ticket {
     pub call: Arc<Call>,
     /// True if the idempotency key was used before. `call` is the call it created then.
     pub replayed: bool,
+    /// True if the request joined an earlier call whose answer was not delivered.
+    pub joined: bool,
     /// The open call, so that waiting on this ticket needs no lookup.
     pub(crate) open_call: Option<Arc<OpenCall>>,
+    pub(crate) delivery: Option<PendingDelivery>,
+}
+
+impl Ticket {
+    /// Returns the delivery of the answer, if a repeated request can join the call. Dropping the
+    /// ticket and all clones of the delivery without marking it means that the requester is gone.
+    pub fn delivery(&self) -> Option<&PendingDelivery> {
+        self.delivery.as_ref()
+    }
 }
 
 /// The capacity of a call that is being accepted.
@@ -98,15 +113,28 @@ impl Calls {
         self.registry.authorize_call(&catalog, caller, &request.tool).await?;
         let fitting = self.validate_request(&catalog, caller, found, &mut request);
         let key = build_idempotency_key(caller, &request);
-        let drafted = fitting.and_then(|tool| self.build_call(&catalog, caller, &tool, request));
-        let mut call = match drafted {
-            Ok(call) => call,
+        let may_rejoin = request.rejoin && key.is_none();
+        let drafted = fitting.and_then(|tool| {
+            let call = self.build_call(&catalog, caller, &tool, request)?;
+            let is_candidate = may_rejoin && tool.definition.effect != Effect::Read;
+            let undelivered = is_candidate
+                .then(|| self.undelivered_request(&catalog, caller, &tool, &call))
+                .flatten();
+            Ok((call, undelivered))
+        });
+        let (mut call, undelivered) = match drafted {
+            Ok(drafted) => drafted,
             Err(error) => return Box::pin(self.replay_or(&caller.project, key, error)).await,
         };
         if let Some(before) = &membership.predecessor {
             set_predecessor(&mut call, before);
         }
-        let accepting = self.clone().commit_call(call, key, membership);
+        if let Some(request) = &undelivered
+            && let Some(ticket) = self.join_earlier_call(&request.digest, &call.project).await?
+        {
+            return Ok(ticket);
+        }
+        let accepting = self.clone().commit_call(call, key, undelivered, membership);
         self.dispatcher.detach_on_drop(accepting).await
     }
 }
@@ -200,6 +228,7 @@ impl Calls {
         self: Arc<Self>,
         call: Call,
         key: Option<IdempotencyKey>,
+        undelivered: Option<UndeliveredRequest>,
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
@@ -240,8 +269,13 @@ impl Calls {
             Speculation::Running(read) => PostCommit::ContinueSpeculation(read),
             Speculation::NotUsed => PostCommit::Start(action),
         };
-        let new =
-            NewCall { call: call.clone(), records, key, group_member: membership.group_member };
+        let new = NewCall {
+            call: call.clone(),
+            records,
+            key,
+            undelivered: undelivered.clone(),
+            group_member: membership.group_member,
+        };
         let mut creating = self.core.store.create_call(new);
         // The first poll hands the call to the store.
         let created = match (poll!(&mut creating), membership.on_finished) {
@@ -259,7 +293,71 @@ impl Calls {
             return answer;
         }
         let admission = Admission { reservation, slot, scope, caps, wall_offset_ms };
-        Ok(self.start_committed(call, follows, admission).await)
+        let delivery = undelivered.map(|request| self.rejoin.add_waiting(request));
+        let ticket = self.start_committed(call, follows, admission).await;
+        Ok(Ticket { delivery, ..ticket })
+    }
+
+    /// Returns the undelivered request of a call that a repeated request may join.
+    fn undelivered_request(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        tool: &Compiled,
+        call: &Call,
+    ) -> Option<UndeliveredRequest> {
+        let policy = self.resolve_policy(&caller.project, tool);
+        if !policy.rejoin || policy.rejoin_window_ms == 0 || !catalog.allows_rejoin(caller) {
+            return None;
+        }
+        let args = call.args.canonical_text();
+        let digest = request_digest(caller, "call", &[&call.run_id, &call.tool_name, &args]);
+        Some(UndeliveredRequest {
+            id: call.id.to_string(),
+            digest,
+            kind: RequestKind::Call,
+            project: call.project.clone(),
+            expires_ms: call.created_ms.saturating_add(policy.rejoin_window_ms),
+        })
+    }
+
+    /// Returns the ticket of an earlier call with this digest whose requester is gone.
+    async fn join_earlier_call(
+        &self,
+        digest: &str,
+        project: &str,
+    ) -> Result<Option<Ticket>, Error> {
+        while let Some(delivery) = self.rejoin.take_over(digest) {
+            let found = match delivery.id().parse::<CallId>() {
+                Ok(id) => self.find_stored_call(project, &id).await?,
+                Err(_) => None,
+            };
+            let Some((call, open_call)) = found else {
+                delivery.mark_delivered();
+                continue;
+            };
+            if call.status == Status::Canceled && call.attempt == 0 {
+                // It was canceled before it did anything, so the request starts anew.
+                delivery.mark_delivered();
+                continue;
+            }
+            delivery.record_join();
+            let delivery = Some(delivery);
+            return Ok(Some(Ticket { call, replayed: false, joined: true, open_call, delivery }));
+        }
+        Ok(None)
+    }
+
+    async fn find_stored_call(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<(Arc<Call>, Option<Arc<OpenCall>>)>, Error> {
+        if let Some(open) = self.dispatcher.open_calls.get(id) {
+            return Ok(Some((open.call(), Some(open))));
+        }
+        let stored = self.core.store.call(project, id).await.map_err(from_store_error)?;
+        Ok(stored.map(|call| (Arc::new(call), None)))
     }
 
     /// Continues a committed call: starts or queues its first attempt, or finishes a call that
@@ -280,7 +378,13 @@ impl Calls {
             // The call was never in `open_calls`: its reservation is released on return, and no
             // listener can know its id.
             self.dispatcher.after_commit(accepted, None).await;
-            return Ticket { call, replayed: false, open_call: None };
+            return Ticket {
+                call,
+                replayed: false,
+                joined: false,
+                open_call: None,
+                delivery: None,
+            };
         }
         let Admission { reservation, slot, scope, caps, wall_offset_ms } = admission;
         reservation.commit();
@@ -300,7 +404,7 @@ impl Calls {
             }
             _ => {}
         }
-        Ticket { call, replayed: false, open_call: Some(entry) }
+        Ticket { call, replayed: false, joined: false, open_call: Some(entry), delivery: None }
     }
 
     /// Applies an attempt that finished before its call was committed.
@@ -351,7 +455,8 @@ impl Calls {
                 metrics::counter!("toolcrib_idempotent_replays_total").increment(1);
                 let entry = self.dispatcher.open_calls.get(&stored.id);
                 let call = entry.as_ref().map_or_else(|| Arc::new(*stored), |entry| entry.call());
-                Some(Ok(Ticket { call, replayed: true, open_call: entry }))
+                let open_call = entry;
+                Some(Ok(Ticket { call, replayed: true, joined: false, open_call, delivery: None }))
             }
             CreateCallResult::Mismatch(id) => {
                 let message = "this idempotency key was used for another request";

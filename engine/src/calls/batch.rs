@@ -81,6 +81,9 @@ pub struct Batch {
     /// ticket: each starts when its predecessor has ended. If false, they are answered with a fault
     /// and never start.
     pub defer_unstarted: bool,
+    /// True if an entry joins an earlier identical call whose answer was not delivered
+    /// ([`crate::CallRequest::rejoin`]). Entries of one batch never join each other.
+    pub rejoin: bool,
 }
 
 impl Batch {
@@ -101,6 +104,7 @@ impl Batch {
             traceparent: None,
             callback_url: None,
             defer_unstarted: true,
+            rejoin: false,
         }
     }
 }
@@ -169,7 +173,9 @@ impl Calls {
         }
         let budget = batch.budget_tokens;
         let run = Arc::new(BatchExecution::new(self, caller, batch, read, write));
-        BatchAnswer::assemble(run.run().await, budget, write).await
+        let (answers, deliveries) = run.run().await;
+        let answer = BatchAnswer::assemble(answers, budget, write).await?;
+        Ok(BatchAnswer { deliveries, ..answer })
     }
 
     fn validate_batch(&self, batch: &Batch) -> Result<(), Error> {

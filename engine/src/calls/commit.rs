@@ -163,7 +163,11 @@ impl Dispatcher {
         loop {
             match self.advance(project, id, event.clone()).await {
                 Ok(_) => return,
-                Err(Error::Refused { fault, .. }) if fault.code != Code::Overloaded => return,
+                Err(Error::Refused { fault, .. })
+                    if !matches!(fault.code, Code::Overloaded | Code::OutcomeUnknown) =>
+                {
+                    return;
+                }
                 Err(error) => tracing::warn!(call = %id, %error, "event not committed; will retry"),
             }
             tokio::select! {

@@ -54,6 +54,12 @@ pub struct CallRequest {
     pub route: Option<Box<Route>>,
     /// URL that receives a webhook when the call has ended.
     pub callback_url: Option<String>,
+    /// True if the request joins an earlier identical call whose answer was not delivered, and if a
+    /// later one may join this call. The ticket then has a delivery ([`Ticket::delivery`]), which
+    /// the requester must mark when it has the answer. Default: false.
+    ///
+    /// [`Ticket::delivery`]: crate::calls::Ticket::delivery
+    pub rejoin: bool,
 }
 
 impl CallRequest {
@@ -78,6 +84,7 @@ impl CallRequest {
             route: None,
             callback_url: None,
             answers: None,
+            rejoin: false,
         }
     }
 }

@@ -12,6 +12,7 @@ use crate::domain::caller::Caller;
 use crate::domain::event::{CallEvent, EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
+use crate::domain::tool::Effect;
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, EventScope};
@@ -126,7 +127,9 @@ impl Calls {
     /// Returns a ticket for a call, to wait for it.
     pub async fn ticket(&self, caller: &Caller, id: &CallId) -> Result<Ticket, Error> {
         let call = self.call(caller, id).await?;
-        Ok(Ticket { open_call: self.dispatcher.open_calls.get(id), call, replayed: true })
+        let open_call = self.dispatcher.open_calls.get(id);
+        let delivery = self.rejoin.take_over_id(id.as_str());
+        Ok(Ticket { call, replayed: true, joined: false, open_call, delivery })
     }
 
     /// Waits for a call and returns it. Reads an open call from memory and any other from the
@@ -178,6 +181,56 @@ impl Calls {
                 () = wakes.wait_for_wake() => {}
                 () = self.core.clock.sleep_until(poll_ms) => {}
                 () = self.core.shutdown.cancelled() => {}
+            }
+        }
+    }
+
+    /// Cancels a call whose requester has disconnected, unless a repeated request joins it within
+    /// the tool's grace period. A call that only reads is canceled at once.
+    pub async fn cancel_after_disconnect(
+        self: &Arc<Self>,
+        caller: &Caller,
+        ticket: Ticket,
+        reason: &str,
+    ) -> Result<(), Error> {
+        let (call, tool) = (ticket.call.clone(), ticket.call.tool_name.clone());
+        let entry = self.registry.catalog().resolve(caller, &tool);
+        let grace_ms = match &entry {
+            Some(entry) => self.resolve_policy(&caller.project, entry).disconnect_grace_ms,
+            None => self.core.policies.global.disconnect_grace_ms,
+        };
+        let is_candidate = call.target.effect != Effect::Read && ticket.delivery.is_some();
+        let has_grace = is_candidate && grace_ms > 0;
+        // The requester is gone: a repeated request may join from here on.
+        drop(ticket);
+        if !has_grace {
+            return self.cancel(caller, &call.id, Some(reason.to_owned())).await.map(|_| ());
+        }
+        let (calls, caller, reason) = (self.clone(), caller.clone(), reason.to_owned());
+        self.core.tasks.spawn(async move {
+            if calls.wait_for_requester(call.id.as_str(), grace_ms).await {
+                // The call may have ended meanwhile; then there is nothing to cancel.
+                let _ = calls.cancel(&caller, &call.id, Some(reason)).await;
+            }
+        });
+        Ok(())
+    }
+
+    /// Waits this long for a repeated request to take over the work of a requester that is gone.
+    /// Returns true if none did; false also if the engine shuts down.
+    pub(crate) async fn wait_for_requester(&self, id: &str, grace_ms: u64) -> bool {
+        let mut remaining_ms = grace_ms;
+        loop {
+            let until_ms = self.core.now_ms().saturating_add(remaining_ms);
+            tokio::select! {
+                () = self.core.clock.sleep_until(until_ms) => {}
+                () = self.core.shutdown.cancelled() => return false,
+            }
+            match self.rejoin.gone_for_ms(id) {
+                None => return false,
+                Some(gone_ms) if gone_ms >= grace_ms => return true,
+                // A requester that came back and went again has the whole time once more.
+                Some(gone_ms) => remaining_ms = grace_ms - gone_ms,
             }
         }
     }

@@ -28,6 +28,8 @@ pub struct ApiKey {
     pub created_ms: u64,
     /// Time of revocation, in Unix milliseconds; `None` while the key is valid.
     pub revoked_ms: Option<u64>,
+    /// False if requests of its agent never join an earlier call.
+    pub rejoin: bool,
 }
 
 /// A program that provides tools.

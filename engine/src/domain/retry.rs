@@ -22,6 +22,12 @@ pub struct ExecutionPolicy {
     pub max_retries: u32,
     /// Delays between attempts.
     pub backoff: Backoff,
+    /// True if a repeated request joins an earlier call whose answer was not delivered.
+    pub rejoin: bool,
+    /// Maximum age of a call that a repeated request joins.
+    pub rejoin_window_ms: u64,
+    /// Time between the disconnect of a requester and the cancellation of its call.
+    pub disconnect_grace_ms: u64,
 }
 
 impl Default for ExecutionPolicy {
@@ -31,6 +37,9 @@ impl Default for ExecutionPolicy {
             default_timeout_ms: 30_000,
             max_retries: 2,
             backoff: Backoff::default(),
+            rejoin: true,
+            rejoin_window_ms: 600_000,
+            disconnect_grace_ms: 30_000,
         }
     }
 }
@@ -51,6 +60,15 @@ pub struct ExecutionPolicyPatch {
     /// Delays between attempts; `None` inherits all of them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backoff: Option<Backoff>,
+    /// False if a repeated request never joins an earlier call; `None` inherits it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rejoin: Option<bool>,
+    /// Maximum age of a call that a repeated request joins, up to a day; `None` inherits it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rejoin_window_ms: Option<u64>,
+    /// Time from a disconnect to the cancellation of the call, up to a day; `None` inherits it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disconnect_grace_ms: Option<u64>,
 }
 
 impl ExecutionPolicyPatch {
@@ -66,6 +84,14 @@ impl ExecutionPolicyPatch {
         }
         if self.max_retries.is_some_and(|retries| retries > MAX_RETRIES_LIMIT) {
             return Some(format!("max_retries must be from 0 to {MAX_RETRIES_LIMIT}"));
+        }
+        for (field, ms) in [
+            ("rejoin_window_ms", self.rejoin_window_ms),
+            ("disconnect_grace_ms", self.disconnect_grace_ms),
+        ] {
+            if ms.is_some_and(|ms| ms > *TIMEOUT_MS_RANGE.end()) {
+                return Some(format!("{field} must be from 0 to 86400000"));
+            }
         }
         let backoff = self.backoff.as_ref()?;
         if !(1.0..=100.0).contains(&backoff.factor) {
@@ -85,6 +111,9 @@ impl ExecutionPolicy {
             default_timeout_ms: patch.default_timeout_ms.unwrap_or(self.default_timeout_ms),
             max_retries: patch.max_retries.unwrap_or(self.max_retries),
             backoff: patch.backoff.clone().unwrap_or_else(|| self.backoff.clone()),
+            rejoin: patch.rejoin.unwrap_or(self.rejoin),
+            rejoin_window_ms: patch.rejoin_window_ms.unwrap_or(self.rejoin_window_ms),
+            disconnect_grace_ms: patch.disconnect_grace_ms.unwrap_or(self.disconnect_grace_ms),
         }
     }
 }

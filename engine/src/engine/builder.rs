@@ -27,6 +27,7 @@ use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
 use crate::registry::{Admin, Registry};
+use crate::rejoin::Rejoin;
 use crate::runs::Runs;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::utp::Utp;
@@ -179,6 +180,8 @@ impl EngineBuilder {
         let retention_ms = self.retention_ms;
         engine_metrics::register_counters();
         let engine = self.build_idle().await?;
+        // Before the first request, which may repeat one that an earlier process received.
+        engine.calls.rejoin.load().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
         spawn_reconcilers(&engine, retention_ms);
         Ok(engine)
@@ -230,6 +233,7 @@ impl EngineBuilder {
             core: core.clone(),
             registry: registry.clone(),
             dispatcher: dispatcher.clone(),
+            rejoin: Arc::new(Rejoin::new(core.clone())),
         });
         let utp = Arc::new(Utp {
             core: core.clone(),

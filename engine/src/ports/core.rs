@@ -135,6 +135,13 @@ pub(crate) fn from_store_error(error: StoreError) -> Error {
             let message = "the store cannot be used now; nothing was done, a retry is safe";
             Error::retry_later(Code::Overloaded, message, 1_000)
         }
+        StoreError::OutcomeUnknown(reason) => {
+            tracing::error!(why = %reason, "it is unknown if a change was stored");
+            let message = "the store failed while it wrote this request: it is unknown if it was \
+                           accepted, and it may still be executed after a restart; a repeated \
+                           request joins it then";
+            Error::refused(Code::OutcomeUnknown, message)
+        }
         corrupt @ StoreError::Corrupt(_) => Error::Internal(Box::new(corrupt)),
     }
 }

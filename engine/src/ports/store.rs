@@ -7,6 +7,7 @@
 pub mod credentials;
 mod memory;
 pub mod runs;
+pub mod undelivered;
 pub mod utp;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,6 +29,10 @@ pub enum StoreError {
     /// The store cannot read or write now: disk full, locked, unreachable. Nothing was changed.
     #[error("the store is not available: {0}")]
     Unavailable(String),
+    /// The write failed in a way that leaves its fate open: it may or may not be stored. The state
+    /// of the store is certain again after a restart.
+    #[error("it is unknown if the store wrote this: {0}")]
+    OutcomeUnknown(String),
     /// This program cannot have written the stored data.
     #[error("the store holds something unreadable: {0}")]
     Corrupt(String),
@@ -42,6 +47,8 @@ pub struct NewCall {
     pub records: Vec<EventRecord>,
     /// Idempotency key of the request, if it has one.
     pub key: Option<IdempotencyKey>,
+    /// The request that made the call, if a repeated request may join the call.
+    pub undelivered: Option<undelivered::UndeliveredRequest>,
     /// Set if the call is part of a group; dropped once the call is queued for writing.
     pub group_member: Option<GroupMember>,
 }
@@ -340,6 +347,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the store of runs and their journals.
     fn runs(&self) -> &dyn runs::RunStore;
+
+    /// Returns the store of undelivered requests.
+    fn undelivered(&self) -> &dyn undelivered::UndeliveredRequestStore;
 
     /// Returns the store of upstream credentials.
     fn credentials(&self) -> &dyn credentials::UpstreamCredentialStore;

@@ -86,6 +86,8 @@ pub struct Catalog {
     /// Position of each client in the directory.
     client_positions: ProjectMap<usize>,
     keys: HashMap<String, ApiKey>,
+    /// Project and agent of the active keys whose requests never join an earlier call.
+    agents_without_rejoin: HashSet<(String, String)>,
     pub(super) directory: Directory,
     /// Tools by the names that models use. Built at the first lookup by such a name.
     by_model_name: OnceLock<NameMap<Vec<Arc<CatalogEntry>>>>,
@@ -128,6 +130,9 @@ impl Catalog {
         }
         let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
         next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
+        let without = next.keys.values().filter(|key| !key.rejoin);
+        next.agents_without_rejoin =
+            without.map(|key| (key.project.clone(), key.agent.clone())).collect();
         next.version = directory.version;
         next.directory = directory;
         next
@@ -239,6 +244,12 @@ impl Catalog {
             && caller.agent != LOCAL_AGENT
             && !owner_has_key
             && first_key_ms.is_some_and(|first_ms| client.registered_ms <= first_ms)
+    }
+
+    /// Returns true if a repeated request of this caller may join an earlier call.
+    pub(crate) fn allows_rejoin(&self, caller: &Caller) -> bool {
+        let without = &self.agents_without_rejoin;
+        without.is_empty() || !without.contains(&(caller.project.clone(), caller.agent.clone()))
     }
 
     /// Returns true if a key was ever created. Revoked keys count: revoking the last key must lock

@@ -22,6 +22,8 @@ pub struct NewKey {
     pub role: Role,
     /// Patterns of the tools that the key's agent may call from the start.
     pub allow: Vec<String>,
+    /// False if requests of the agent never join an earlier call.
+    pub rejoin: bool,
 }
 
 /// A new key with its secret. The secret is returned only here; the store has its digest.
@@ -131,6 +133,7 @@ impl Admin {
             role: new.role,
             created_ms: now_ms,
             revoked_ms: None,
+            rejoin: new.rejoin,
         };
         for pattern in new.allow {
             let (project, agent) = (new.project.clone(), new.agent.clone());

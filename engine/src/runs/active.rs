@@ -10,6 +10,7 @@ use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
 use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunStatus};
+use crate::rejoin::PendingDelivery;
 use crate::runs::subscribers::{RunDelta, RunSubscription, Subscriber, Subscribers};
 
 /// The runs that this process drives.
@@ -93,6 +94,11 @@ pub struct StartedRun {
     pub run: Run,
     /// True if the idempotency key was used before. `run` is the run it created then.
     pub replayed: bool,
+    /// True if the request joined an earlier run whose answer was not delivered.
+    pub joined: bool,
+    /// The delivery of the answer, if a repeated request may join the run. The requester marks it
+    /// when it has the answer.
+    pub delivery: Option<PendingDelivery>,
     /// Stream of the run's deltas from its beginning. Empty unless the request subscribes.
     pub subscription: RunSubscription,
 }

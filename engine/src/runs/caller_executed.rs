@@ -252,7 +252,7 @@ impl Runs {
         let call = self
             .calls
             .clone()
-            .commit_call(ready.call, ready.key, BatchMembership::default())
+            .commit_call(ready.call, ready.key, None, BatchMembership::default())
             .await?
             .call;
         let Some(result) = ready.result else { return Ok(call) };

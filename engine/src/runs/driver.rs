@@ -24,6 +24,7 @@ use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::model::ResolvedModel;
 use crate::ports::store::runs::CreateRunResult;
+use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::ports::store::{IdempotencyKey, SaveResult};
 use crate::runs::Runs;
 use crate::runs::active::{ActiveRun, ActiveRunState, RunGuard, StartedRun, run_not_found};
@@ -64,7 +65,10 @@ pub(crate) async fn drive_run(engine: Arc<Runs>, active_run: Arc<ActiveRun>) {
         match &error {
             // Toolcrib lacks capacity; the run itself has not failed. It continues after a delay.
             Error::Refused { fault, retry_after_ms }
-                if matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
+                if matches!(
+                    fault.code,
+                    Code::Overloaded | Code::RateLimited | Code::OutcomeUnknown
+                ) =>
             {
                 let wait_ms = retry_after_ms.unwrap_or(1_000);
                 tokio::select! {
@@ -402,6 +406,7 @@ impl Runs {
         self: Arc<Self>,
         run: Run,
         key: Option<IdempotencyKey>,
+        undelivered: Option<UndeliveredRequest>,
         entry: JournalRecord,
         listens: bool,
     ) -> Result<StartedRun, Error> {
@@ -411,7 +416,8 @@ impl Runs {
         state.initial_messages = Some(entry.messages.clone());
         let run_key = (run.project.clone(), run.id.clone());
         self.active_runs.by_id.lock().insert(run_key.clone(), active_run.clone());
-        let created = self.core.store.runs().create_run(run.clone(), key, vec![entry]).await;
+        let store = self.core.store.runs();
+        let created = store.create_run(run.clone(), key, vec![entry], undelivered.clone()).await;
         if !matches!(created, Ok(CreateRunResult::New)) {
             state.is_released = true;
             self.active_runs.by_id.lock().remove(&run_key);
@@ -421,13 +427,16 @@ impl Runs {
                 let subscription = RunSubscription::new(listens.then(|| active_run.subscribe()));
                 let engine = self.clone();
                 self.core.tasks.spawn(drive_run(engine, active_run));
-                Ok(StartedRun { run, replayed: false, subscription })
+                let delivery = undelivered.map(|request| self.calls.rejoin.add_waiting(request));
+                Ok(StartedRun { run, replayed: false, joined: false, delivery, subscription })
             }
             CreateRunResult::Replayed(run) => {
                 let active_run = self.active_runs.get(&run.project, &run.id);
                 Ok(StartedRun {
                     run: *run,
                     replayed: true,
+                    joined: false,
+                    delivery: None,
                     subscription: RunSubscription::new(
                         active_run.filter(|_| listens).map(|active_run| active_run.subscribe()),
                     ),

@@ -56,6 +56,10 @@ pub struct RunRequest {
     /// True if the caller reads [`StartedRun::subscription`].
     #[serde(skip)]
     pub subscribes: bool,
+    /// True if the request joins an earlier identical run whose answer was not delivered, and if a
+    /// later one may join this run ([`StartedRun::delivery`]).
+    #[serde(skip)]
+    pub rejoin: bool,
 }
 
 /// Filter for a list of runs.
@@ -94,6 +98,15 @@ impl Runs {
         let key = run_idempotency_key(caller, &new);
         let now_ms = self.core.wall_ms();
         let id = self.core.id_generator.next_id(Run::PREFIX, now_ms);
+        let undelivered = match new.rejoin && key.is_none() {
+            true => self.undelivered_run(caller, &id, "run", &run_fingerprint(&new)),
+            false => None,
+        };
+        if let Some(request) = &undelivered
+            && let Some(joined) = self.join_earlier_run(request, new.subscribes).await?
+        {
+            return Ok(joined);
+        }
         let terms = RunOptions {
             run_id: id.clone(),
             idempotency_prefix: Some(id.clone()),
@@ -130,7 +143,7 @@ impl Runs {
         let data = json!({ "model": run.model });
         let entry =
             JournalRecord::new(JournalKind::Created, now_ms, data).with_messages(new.messages);
-        let starting = self.clone().create_run(run, key, entry, new.subscribes);
+        let starting = self.clone().create_run(run, key, undelivered, entry, new.subscribes);
         self.dispatcher.detach_on_drop(starting).await
     }
 
@@ -365,9 +378,13 @@ fn reopen_run(run: &mut Run) {
 
 fn run_idempotency_key(caller: &Caller, new: &RunRequest) -> Option<IdempotencyKey> {
     let key = new.idempotency_key.clone()?;
-    let request = serde_json::to_string(new).unwrap_or_default();
-    let fingerprint = hex(&Sha256::digest(canonicalize(&request).as_bytes()));
+    let fingerprint = run_fingerprint(new);
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
+}
+
+fn run_fingerprint(new: &RunRequest) -> String {
+    let request = serde_json::to_string(new).unwrap_or_default();
+    hex(&Sha256::digest(canonicalize(&request).as_bytes()))
 }
 
 pub fn require_run_access(caller: &Caller) -> Result<(), Error> {

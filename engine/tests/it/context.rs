@@ -264,6 +264,7 @@ async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
         agent: name.into(),
         role: Role::Agent,
         allow: vec!["t.quick".into()],
+        rejoin: true,
     };
     engine.admin().create_key(&operator, new, format!("secret of {name}")).await.unwrap();
     if let Some(pattern) = deny {

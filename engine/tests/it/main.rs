@@ -11,6 +11,7 @@ mod context;
 mod engine;
 mod examples;
 mod observer;
+mod rejoin;
 mod results;
 mod runs;
 mod script;

@@ -257,6 +257,10 @@ impl Store for FlakyStore {
         self.inner.runs()
     }
 
+    fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
+        self.inner.undelivered()
+    }
+
     fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
         self.inner.credentials()
     }

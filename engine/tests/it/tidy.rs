@@ -186,7 +186,7 @@ fn dependencies_point_down() {
 }
 
 /// The layers of the engine. A module uses only those before it.
-const LAYERS: [&str; 15] = [
+const LAYERS: [&str; 16] = [
     "domain",
     "schema",
     "lifecycle",
@@ -194,6 +194,7 @@ const LAYERS: [&str; 15] = [
     "model_formats",
     "ports",
     "engine_metrics",
+    "rejoin",
     "registry",
     "clients",
     "calls",

@@ -22,6 +22,9 @@ pub fn execution_policies(config: &Config) -> ExecutionPolicies {
             default_timeout_ms: policy.default_timeout_ms,
             max_retries: policy.max_retries,
             backoff: policy.backoff.clone(),
+            rejoin: policy.rejoin,
+            rejoin_window_ms: policy.rejoin_window_ms,
+            disconnect_grace_ms: policy.disconnect_grace_ms,
         },
         projects: config
             .projects

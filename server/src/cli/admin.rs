@@ -21,6 +21,7 @@ Examples:
   toolcrib keys create --agent ada --allow 'weather.*' --allow calculation.eval
   toolcrib keys create --agent ops --role admin
   toolcrib keys create --agent browser --role provider --project acme
+  toolcrib keys create --agent cron --allow 'mail.*' --no-rejoin
   toolcrib keys ls
   toolcrib keys revoke key_01K…
   KEY=$(toolcrib keys create --agent ci --allow '*')")]
@@ -44,6 +45,9 @@ enum KeysCommand {
         /// Pattern of tools that the agent may call; can be repeated
         #[arg(long, value_name = "PATTERN")]
         allow: Vec<String>,
+        /// A repeated request of the agent never joins an earlier call
+        #[arg(long)]
+        no_rejoin: bool,
     },
     /// List keys, without their secrets
     #[command(alias = "list")]
@@ -138,9 +142,9 @@ pub struct AuditArgs {
 pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), CommandFailure> {
     let output = context.output;
     match args.verb.unwrap_or(KeysCommand::Ls) {
-        KeysCommand::Create { agent, role, allow } => {
+        KeysCommand::Create { agent, role, allow, no_rejoin } => {
             let target = AdminTarget::open_or_create(context, &args.storage).await?;
-            let request = KeyRequest { agent, role: role.into(), allow };
+            let request = KeyRequest { agent, role: role.into(), allow, rejoin: !no_rejoin };
             print_created_key(context, &target.create_key(request).await?)
         }
         KeysCommand::Ls => {

@@ -109,6 +109,9 @@ impl Config {
             default_timeout_ms: Some(self.policy.default_timeout_ms),
             max_retries: Some(self.policy.max_retries),
             backoff: Some(self.policy.backoff.clone()),
+            rejoin: Some(self.policy.rejoin),
+            rejoin_window_ms: Some(self.policy.rejoin_window_ms),
+            disconnect_grace_ms: Some(self.policy.disconnect_grace_ms),
         };
         check_policy("policy", &global)?;
         for (name, project) in &self.projects {

@@ -28,6 +28,7 @@ mod openapi;
 mod payloads;
 mod policy;
 mod postgres;
+mod rejoin;
 mod results;
 mod runs;
 mod seed;

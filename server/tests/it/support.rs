@@ -119,6 +119,7 @@ impl Server {
             agent: agent.to_owned(),
             role: role.parse().unwrap(),
             allow: allow.iter().map(|pattern| (*pattern).to_owned()).collect(),
+            rejoin: true,
         };
         let operator = toolcrib::Caller::local("default");
         let secret = toolcrib_transport::auth::generate_secret();

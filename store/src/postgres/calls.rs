@@ -4,6 +4,7 @@ use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{
     CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError,
 };
@@ -12,6 +13,7 @@ use super::change::{Change, ChangeFuture, WriterConnection};
 use super::writer_lease::SequenceCounters;
 use super::{deliveries, limit_param};
 use crate::postgres::session::{Session, SessionError, SqlParams};
+use crate::postgres::undelivered::insert_undelivered;
 use crate::row::{CALL_COLUMNS, CallColumn, CallRow, EventRow, RowReader, read_call};
 
 /// The events of one call as columns, for one statement.
@@ -48,6 +50,7 @@ pub(super) struct CallInsert {
     pub(super) row: Box<CallRow>,
     pub(super) records: EventColumns,
     pub(super) key: Option<IdempotencyKey>,
+    pub(super) undelivered: Option<UndeliveredRequest>,
     pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
     pub(super) position: i64,
     /// Set when the idempotency key is already in use; `existing` then holds the call it created.
@@ -106,6 +109,9 @@ impl CallInsert {
             &records.data,
         ];
         session.execute(INSERT_CALL_SQL, params).await?;
+        if let Some(request) = &self.undelivered {
+            insert_undelivered(session, request).await?;
+        }
         deliveries::insert_delivery(session, call, self.position).await
     }
 }

@@ -31,7 +31,7 @@ const TOOLS: &str = "SELECT project, name, definition FROM client_tools UNION AL
      SELECT project, name, definition FROM upstream_tools";
 const CLIENTS: &str = "SELECT project, client_id, owner, registered_ms FROM clients";
 const KEYS: &str =
-    "SELECT id, digest, project, agent, role, created_ms, revoked_ms FROM keys ORDER BY id";
+    "SELECT id, digest, project, agent, role, created_ms, revoked_ms, rejoin FROM keys ORDER BY id";
 const UPSTREAMS: &str =
     "SELECT project, name, kind, settings, added_ms FROM upstreams ORDER BY project, name";
 const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profile, \
@@ -163,8 +163,10 @@ async fn apply_simple_change(
                 &key.role.as_str(),
                 &ms(key.created_ms),
                 &key.revoked_ms.map(ms),
+                &i64::from(key.rejoin),
             ];
-            session.execute("INSERT INTO keys VALUES ($1, $2, $3, $4, $5, $6, $7)", params).await
+            let sql = "INSERT INTO keys VALUES ($1, $2, $3, $4, $5, $6, $7, $8)";
+            session.execute(sql, params).await
         }
         DirectoryChange::RevokeKey { id, at_ms } => {
             let sql = "UPDATE keys SET revoked_ms = greatest(created_ms, $2) \

@@ -4,12 +4,14 @@
 use async_trait::async_trait;
 use toolcrib::domain::run::{JournalEntry, JournalRecord, Run, RunEvent};
 use toolcrib::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
+use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
 use super::change::WriterConnection;
 use super::{PostgresStore, limit_param};
 use crate::postgres::events;
 use crate::postgres::session::{Session, SessionError, SqlParams};
+use crate::postgres::undelivered::insert_undelivered;
 use crate::row::{RowReader, RunRow, decode_run, read_journal_entry, read_run};
 
 /// Stores a new run. If its idempotency key already created one, returns the body and the
@@ -45,6 +47,9 @@ async fn create_run(
     ];
     writer.session.execute(sql, params).await?;
     append_journal(writer, row).await?;
+    if let Some(request) = &row.undelivered {
+        insert_undelivered(&writer.session, request).await?;
+    }
     Ok(None)
 }
 
@@ -121,9 +126,11 @@ impl RunStore for PostgresStore {
         run: Run,
         key: Option<IdempotencyKey>,
         entries: Vec<JournalRecord>,
+        undelivered: Option<UndeliveredRequest>,
     ) -> Result<CreateRunResult, StoreError> {
         let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
-        let row = RunRow::new(run, key, entries)?;
+        let mut row = RunRow::new(run, key, entries)?;
+        row.undelivered = undelivered;
         let existing = self.write(*row, |writer, row| Box::pin(create_run(writer, row))).await?;
         let Some((body, used_for)) = existing else { return Ok(CreateRunResult::New) };
         let run = decode_run(&body)?;

@@ -119,7 +119,9 @@ impl WriterTask {
                     CommitFate::Unknown => {
                         let reason =
                             self.outage.reason().unwrap_or_else(|| COMMIT_FATE_UNKNOWN.to_owned());
-                        return fail_group(group, &reason);
+                        let error = StoreError::OutcomeUnknown(reason);
+                        group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
+                        return;
                     }
                 }
             }
@@ -273,6 +275,7 @@ fn fail_group(group: ChangeGroup, reason: &str) {
 fn clone_error(error: &StoreError) -> StoreError {
     match error {
         StoreError::Unavailable(reason) => StoreError::Unavailable(reason.clone()),
+        StoreError::OutcomeUnknown(reason) => StoreError::OutcomeUnknown(reason.clone()),
         StoreError::Corrupt(reason) => StoreError::Corrupt(reason.clone()),
     }
 }

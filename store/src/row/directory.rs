@@ -33,7 +33,7 @@ pub(crate) fn read_rule(row: &impl RowReader) -> Result<AccessRule, StoreError> 
     })
 }
 
-/// Reads `id, digest, project, agent, role, created_ms, revoked_ms`.
+/// Reads `id, digest, project, agent, role, created_ms, revoked_ms, rejoin`.
 pub(crate) fn read_key(row: &impl RowReader) -> Result<ApiKey, StoreError> {
     let role = row.text(4)?;
     Ok(ApiKey {
@@ -44,6 +44,7 @@ pub(crate) fn read_key(row: &impl RowReader) -> Result<ApiKey, StoreError> {
         role: role.parse().map_err(|()| StoreError::Corrupt(format!("role {role}")))?,
         created_ms: row.unsigned(5)?,
         revoked_ms: row.optional_unsigned(6)?,
+        rejoin: row.unsigned(7)? != 0,
     })
 }
 

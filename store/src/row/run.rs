@@ -1,6 +1,7 @@
 //! The rows of runs and of their journals.
 
 use toolcrib::domain::run::{JournalEntry, JournalRecord, Run};
+use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{IdempotencyKey, StoreError};
 
 use super::{RowReader, decode, encode};
@@ -12,6 +13,8 @@ pub(crate) struct RunRow {
     /// Set only when the run is created.
     pub(crate) key: Option<IdempotencyKey>,
     pub(crate) entries: Vec<JournalEntryRow>,
+    /// Set only when the run is created.
+    pub(crate) undelivered: Option<UndeliveredRequest>,
 }
 
 pub(crate) struct JournalEntryRow {
@@ -33,7 +36,7 @@ impl RunRow {
             Ok(JournalEntryRow { kind, at_ms, data, messages })
         });
         let entries = entries.collect::<Result<_, StoreError>>()?;
-        Ok(Box::new(Self { body: encode(&run)?, run, key, entries }))
+        Ok(Box::new(Self { body: encode(&run)?, run, key, entries, undelivered: None }))
     }
 }
 

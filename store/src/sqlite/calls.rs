@@ -1,8 +1,10 @@
 //! The changes of calls.
 
+pub(super) mod undelivered;
 use rusqlite::params;
 use tokio::sync::oneshot;
 use toolcrib::domain::id::CallId;
+use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{
     CommitGroup, CreateCallResult, IdempotencyKey, SaveResult, StoreError,
 };
@@ -18,6 +20,7 @@ pub(super) struct CallInsert {
     /// Taken when the change is applied.
     pub(super) new: Option<NewCallRow>,
     pub(super) key: Option<IdempotencyKey>,
+    pub(super) undelivered: Option<UndeliveredRequest>,
     pub(super) group: Option<CommitGroup>,
     pub(super) result: CreateCallResult,
     pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
@@ -33,6 +36,9 @@ impl Change for CallInsert {
         match &self.key {
             None => writer.insert_call(new)?,
             Some(key) => self.result = create_with_key(writer, new, key)?,
+        }
+        if let Some(request) = &self.undelivered {
+            undelivered::insert_undelivered(writer.connection()?, request)?;
         }
         Ok(())
     }

@@ -139,8 +139,8 @@ fn tools(connection: &Connection) -> Result<Vec<ToolDefinition>, StoreError> {
 }
 
 fn keys(connection: &Connection) -> Result<Vec<ApiKey>, StoreError> {
-    let sql = "SELECT id, digest, project, agent, role, created_ms, revoked_ms FROM keys \
-               ORDER BY id";
+    let sql = "SELECT id, digest, project, agent, role, created_ms, revoked_ms, rejoin \
+               FROM keys ORDER BY id";
     query_rows(connection, sql, |row| read_key(row))
 }
 
@@ -221,7 +221,7 @@ pub(super) fn apply_change(
         }
         DirectoryChange::AddKey(key) => {
             connection.execute(
-                "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+                "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
                 params![
                     key.id,
                     key.digest,
@@ -229,7 +229,8 @@ pub(super) fn apply_change(
                     key.agent,
                     key.role.as_str(),
                     key.created_ms as i64,
-                    key.revoked_ms.map(|ms| ms as i64)
+                    key.revoked_ms.map(|ms| ms as i64),
+                    key.rejoin,
                 ],
             )?;
         }

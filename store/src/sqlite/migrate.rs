@@ -6,7 +6,7 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::SqliteOpenError;
 
-const MIGRATIONS: [&str; 10] = [
+const MIGRATIONS: [&str; 11] = [
     include_str!("../../migrations/sqlite/0001_init.sql"),
     include_str!("../../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../../migrations/sqlite/0003_runs.sql"),
@@ -17,6 +17,7 @@ const MIGRATIONS: [&str; 10] = [
     include_str!("../../migrations/sqlite/0008_upstream_grants.sql"),
     include_str!("../../migrations/sqlite/0009_not_ok_by_run.sql"),
     include_str!("../../migrations/sqlite/0010_tool_calls.sql"),
+    include_str!("../../migrations/sqlite/0011_undelivered_requests.sql"),
 ];
 
 /// The schema version that this program writes.

@@ -5,9 +5,11 @@ use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::domain::run::{JournalEntry, JournalRecord, Run, RunEvent};
 use toolcrib::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
+use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
 use super::SqliteStore;
+use super::calls::undelivered::insert_undelivered;
 use super::reader::query_map;
 use super::writer::WriterConnection;
 use crate::row::{RunRow, decode_run, read_journal_entry, read_run};
@@ -52,6 +54,9 @@ fn create_run(
             row.body,
         ])?;
     append_journal(writer, row)?;
+    if let Some(request) = &row.undelivered {
+        insert_undelivered(writer.connection()?, request)?;
+    }
     Ok(None)
 }
 
@@ -159,9 +164,11 @@ impl RunStore for SqliteStore {
         run: Run,
         key: Option<IdempotencyKey>,
         entries: Vec<JournalRecord>,
+        undelivered: Option<UndeliveredRequest>,
     ) -> Result<CreateRunResult, StoreError> {
         let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
-        let row = RunRow::new(run, key, entries)?;
+        let mut row = RunRow::new(run, key, entries)?;
+        row.undelivered = undelivered;
         let Some((body, used_for)) = self.write(move |writer| create_run(writer, &row)).await?
         else {
             return Ok(CreateRunResult::New);

@@ -7,7 +7,8 @@
 //!
 //! When a group fails (disk full, database locked), the writer rolls all of it back and reports the
 //! failure to every caller: none of its changes happened. When a flush fails, the state of the disk
-//! is unknown: the writer accepts no more changes until the process restarts.
+//! is unknown: the writer reports that to the callers in the group, and accepts no more changes
+//! until the process restarts.
 
 mod call_inserts;
 mod change;
@@ -177,10 +178,13 @@ impl WriterThread {
         };
         self.connection.roll_back();
         tracing::error!(%error, changes = group.len(), "a group of changes could not be committed");
-        let mut reason = error.to_string();
         if is_flush_failure(&error) {
             self.flush_failed.store(true, Ordering::Release);
-            reason = FLUSH_FAILED.to_owned();
+            // The pages may be on the disk all the same, and the next start reads them.
+            for change in group.drain(..) {
+                change.reply(Err(StoreError::OutcomeUnknown(FLUSH_FAILED.to_owned())));
+            }
+            return;
         }
         // Changes that were queued while this group waited for another process's lock must not wait
         // for that lock again. They leave the queue before any caller gets its reply, so changes
@@ -188,7 +192,7 @@ impl WriterThread {
         if error.sqlite_error_code() == Some(rusqlite::ErrorCode::DatabaseBusy) {
             group.extend(std::iter::from_fn(|| queue.try_pop()));
         }
-        fail_group(group, &reason);
+        fail_group(group, &error.to_string());
     }
 
     /// Applies the changes of the group, and those that arrive meanwhile, and commits them all.

@@ -12,6 +12,7 @@ pub mod lists;
 pub mod purge;
 pub mod run_tools;
 pub mod runs;
+pub mod undelivered;
 pub mod utp;
 
 /// Every behavior, as tests of the store that this expression opens.
@@ -91,6 +92,10 @@ macro_rules! conformance {
                     tool_definitions_are_separate_per_project_and_run
                     tool_definitions_are_purged_after_the_last_call_of_their_run
                     a_purge_deletes_tool_definitions_up_to_its_limit
+                }
+                undelivered {
+                    an_undelivered_request_is_stored_with_its_call_and_run
+                    an_undelivered_request_is_replaced_removed_and_expires
                 }
                 runs {
                     a_run_is_read_back_as_it_was_created

@@ -197,7 +197,13 @@ pub fn creating<'a>(
     records: Vec<EventRecord>,
     key: Option<IdempotencyKey>,
 ) -> Answer<'a, CreateCallResult> {
-    store.create_call(NewCall { call: Arc::new(call.clone()), records, key, group_member: None })
+    store.create_call(NewCall {
+        call: Arc::new(call.clone()),
+        records,
+        key,
+        undelivered: None,
+        group_member: None,
+    })
 }
 
 /// Starts to store the next version of a call.

@@ -6,12 +6,15 @@ mod chat;
 mod conversation;
 mod error;
 mod fields;
+mod live;
 mod models;
 mod responses;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::HttpState;
+
+pub use live::LiveConversations;
 
 pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()

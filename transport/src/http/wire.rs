@@ -194,6 +194,9 @@ pub(super) struct CallBody<'a> {
     /// The trace of the call: the caller's, or a new one if the server exports spans.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
+    /// True if the request joined this call, whose answer had not been delivered.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    joined: bool,
     outcome: Option<OutcomeBody>,
 }
 
@@ -299,6 +302,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             taken_by: call.acknowledged_by.as_deref(),
             partial: outcome.is_some_and(|outcome| outcome.partial),
             trace_id: None,
+            joined: false,
             outcome: outcome.map(OutcomeBody::from),
         }
     }
@@ -318,6 +322,11 @@ impl<'a> CallBody<'a> {
             hold.detail = engine.calls().describe_hold(call);
         }
         body
+    }
+
+    /// Returns the body as the answer to a request that joined the call, or did not.
+    pub(super) fn with_joined(self, joined: bool) -> Self {
+        Self { joined, ..self }
     }
 }
 

@@ -28,6 +28,7 @@ use super::server::{McpHandler, McpTransport};
 use super::sessions::{RestorableSessions, SessionKey};
 use super::tool_list::splice::ToolListSplice;
 use crate::auth::{self, RequestCredentials};
+use crate::delivery::ResponseDeliveries;
 use crate::http::error_response;
 
 /// Maximum time to receive a request body.
@@ -175,7 +176,9 @@ impl McpHttpState {
         };
         let method = method.filter(|_| post);
         let is_json = content_type(&parts.headers).is_some_and(|kind| kind == "application/json");
-        let answer = match (method.as_deref(), &session) {
+        let deliveries = ResponseDeliveries::default();
+        parts.extensions.insert(deliveries.clone());
+        let mut answer = match (method.as_deref(), &session) {
             (Some("tools/call"), _) => {
                 let marked = duplicate_keys::mark_message(&body);
                 let body = marked.map_or(body, axum::body::Bytes::from);
@@ -208,6 +211,7 @@ impl McpHttpState {
             let message = "the body is JSON, but no JSON-RPC 2.0 request, notification or response";
             return Ok(invalid_message_response(id, -32600, message));
         }
+        answer.extensions_mut().insert(deliveries);
         Ok(answer)
     }
 

@@ -71,6 +71,13 @@ fn with_call_id(mut result: CallToolResult, call: &Call) -> CallToolResult {
     result
 }
 
+/// Marks the result of a call that the request joined.
+pub(super) fn mark_joined(mut result: CallToolResult) -> CallToolResult {
+    let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
+    meta.0.insert("toolcrib/joined".to_owned(), true.into());
+    result
+}
+
 /// Properties of the tool and the MCP client that decide how a result is written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ResultFormat {

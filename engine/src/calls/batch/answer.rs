@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::calls::batch::execution::{EntryRenderer, RenderedEntry};
+use crate::calls::batch::execution::{EntryRenderer, EntryResolution, RenderedEntry};
 use crate::calls::batch::shorten;
 use crate::domain::call::{Call, CallMetrics, Hold};
 use crate::domain::fault::{Code, Error, Fault};
@@ -10,6 +10,7 @@ use crate::domain::json::Json;
 use crate::model_formats::{
     self, CallFormat, CallParseError, EntryAnswer, ParsedToolCall, PendingNotice,
 };
+use crate::rejoin::PendingDelivery;
 use crate::results::digest::{self, DigestSource};
 use crate::results::tokens;
 
@@ -43,6 +44,8 @@ pub struct BatchEntryResult {
     /// True if the idempotency key was used before; `state` then shows the call created at that
     /// time.
     pub replayed: bool,
+    /// True if the entry joined an earlier call whose answer was not delivered.
+    pub joined: bool,
     /// True if the message holds a shortened text to stay within the token budget.
     pub is_digested: bool,
 }
@@ -56,6 +59,9 @@ pub struct BatchAnswer {
     pub messages: Vec<Json>,
     /// Each result as the [`EntryRenderer`] wrote it; empty if the batch had none.
     pub texts: Vec<String>,
+    /// The deliveries of the entries that a repeated batch may join. The requester marks each when
+    /// it has the answer.
+    pub deliveries: Vec<PendingDelivery>,
 }
 
 const BACKGROUND_NOTICE: &str = "it runs in the background as this task: go on with the rest. Its \
@@ -87,7 +93,7 @@ impl BatchEntryResult {
     pub(super) fn new(
         index: usize,
         read: &Result<ParsedToolCall, CallParseError>,
-        state: Option<(BatchEntryState, bool)>,
+        state: Option<EntryResolution>,
     ) -> Self {
         let (format, id, name, refused) = match read {
             Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
@@ -99,10 +105,10 @@ impl BatchEntryResult {
         // Only the envelope format allows an answer without an id.
         let stand_in = || (format != CallFormat::Envelope).then(|| format!("call_{index}"));
         let lost = || Fault::new(Code::Internal, "internal error; see the server's log");
-        let (state, replayed) = match (refused, state) {
-            (Some(fault), _) => (BatchEntryState::Refused(*fault), false),
+        let EntryResolution { state, replayed, joined } = match (refused, state) {
+            (Some(fault), _) => EntryResolution::from(BatchEntryState::Refused(*fault)),
             (None, Some(resolution)) => resolution,
-            (None, None) => (BatchEntryState::Refused(lost()), false),
+            (None, None) => EntryResolution::from(BatchEntryState::Refused(lost())),
         };
         Self {
             form: format,
@@ -110,6 +116,7 @@ impl BatchEntryResult {
             name,
             state,
             replayed,
+            joined,
             is_digested: false,
         }
     }
@@ -261,12 +268,14 @@ impl BatchAnswer {
             messages.extend(message);
             texts.extend(text);
         }
-        let Some(budget) = budget else { return Ok(Self { results, messages, texts }) };
+        let Some(budget) = budget else {
+            return Ok(Self { results, messages, texts, deliveries: Vec::new() });
+        };
         let (results, contents) = render_within_budget(budget, results).await?;
         let pairs = results.iter().zip(&contents);
         let messages = pairs.map(|(entry, content)| entry.message(content)).collect();
         let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
-        Ok(Self { results, messages, texts })
+        Ok(Self { results, messages, texts, deliveries: Vec::new() })
     }
 
     /// Returns whether some calls are still open.

@@ -21,6 +21,7 @@ use crate::domain::tool::Effect;
 use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
 use crate::registry::catalog::CatalogEntry;
+use crate::rejoin::PendingDelivery;
 
 /// Minimum number of lanes that justify a separate task, which another worker thread can run.
 const MIN_LANES_PER_TASK: usize = 16;
@@ -32,8 +33,18 @@ type EntryLane = Vec<usize>;
 /// with others.
 type LaneStart = (EntryLane, Option<GroupMember>);
 
-/// The state of an entry, and whether it replays an earlier call.
-type EntryResolution = (BatchEntryState, bool);
+/// The state of an entry, and its relation to an earlier call.
+pub(super) struct EntryResolution {
+    pub(super) state: BatchEntryState,
+    pub(super) replayed: bool,
+    pub(super) joined: bool,
+}
+
+impl From<BatchEntryState> for EntryResolution {
+    fn from(state: BatchEntryState) -> Self {
+        Self { state, replayed: false, joined: false }
+    }
+}
 
 /// Holds the answer to one entry.
 #[derive(Default)]
@@ -83,6 +94,9 @@ pub(super) struct BatchExecution {
     result_bytes: AtomicUsize,
     write: Option<EntryRenderer>,
     answers: Vec<Mutex<AnswerSlot>>,
+    /// The deliveries of the entries so far. Dropped with the batch, they mark its requester as
+    /// gone.
+    deliveries: Mutex<Vec<PendingDelivery>>,
 }
 
 impl BatchExecution {
@@ -109,11 +123,12 @@ impl BatchExecution {
             open_predecessors: Mutex::default(),
             result_bytes: AtomicUsize::new(0),
             write,
+            deliveries: Mutex::default(),
         }
     }
 
     /// Runs the batch and returns the answers in the order of the entries.
-    pub(super) async fn run(self: Arc<Self>) -> Vec<RenderedEntry> {
+    pub(super) async fn run(self: Arc<Self>) -> (Vec<RenderedEntry>, Vec<PendingDelivery>) {
         let together = CommitGroup::default();
         let beginning = |(n, lane)| (lane, (n < self.max_parallel).then(|| together.add_member()));
         let mut lanes: Vec<_> = self.plan_lanes().into_iter().enumerate().map(beginning).collect();
@@ -138,7 +153,8 @@ impl BatchExecution {
             let AnswerSlot { answer, is_uncommitted: ahead } = std::mem::take(&mut *slot.lock());
             answer.filter(|_| !ahead).unwrap_or_else(|| self.render_entry(index, None))
         };
-        self.answers.iter().enumerate().map(answer).collect()
+        let answers = self.answers.iter().enumerate().map(answer).collect();
+        (answers, std::mem::take(&mut *self.deliveries.lock()))
     }
 
     /// Builds the answer to an entry; a parse error becomes its answer, without a call.
@@ -198,11 +214,8 @@ impl BatchExecution {
             let Ok(entry) = &self.parsed[index] else { continue };
             let now = before.is_none() && (at_once || in_time());
             if !now && !self.batch.defer_unstarted {
-                self.record_answer(
-                    index,
-                    (BatchEntryState::Refused(not_started_fault()), false),
-                    false,
-                );
+                let refused = BatchEntryState::Refused(not_started_fault());
+                self.record_answer(index, refused.into(), false);
                 continue;
             }
             match self.run_entry(index, entry, coming.take(), before.clone()).await {
@@ -235,7 +248,7 @@ impl BatchExecution {
         let request = self.invocation(index, entry);
         let run = self.clone();
         let ahead = move |call: &Arc<Call>| {
-            run.record_answer(index, (run.ended_state(call.clone()), false), true)
+            run.record_answer(index, run.ended_state(call.clone()).into(), true)
         };
         let membership = BatchMembership {
             group_member: coming,
@@ -245,14 +258,12 @@ impl BatchExecution {
         let ticket = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
             Ok(ticket) => ticket,
             Err(error) => {
-                self.record_answer(
-                    index,
-                    (BatchEntryState::Refused(fault_from_error(error)), false),
-                    false,
-                );
+                let refused = BatchEntryState::Refused(fault_from_error(error));
+                self.record_answer(index, refused.into(), false);
                 return LaneContinuation::Unaffected;
             }
         };
+        self.deliveries.lock().extend(ticket.delivery.clone());
         if self.confirm_committed(index) {
             return LaneContinuation::Ended;
         }
@@ -276,7 +287,8 @@ impl BatchExecution {
         } else {
             BatchEntryState::Open(call)
         };
-        self.record_answer(index, (state, ticket.replayed), false);
+        let (replayed, joined) = (ticket.replayed, ticket.joined);
+        self.record_answer(index, EntryResolution { state, replayed, joined }, false);
         continuation
     }
 
@@ -294,6 +306,7 @@ impl BatchExecution {
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),
             callback_url: entry.callback_url.clone().or_else(|| batch.callback_url.clone()),
+            rejoin: batch.rejoin,
             ..CallRequest::of(name.clone(), entry.args.clone())
         }
     }

@@ -5,6 +5,7 @@
 mod credentials;
 mod directory;
 mod runs;
+mod undelivered;
 mod upstreams;
 mod utp;
 use std::collections::{BTreeMap, HashMap};
@@ -41,6 +42,7 @@ struct MemoryState {
     audit: Vec<AuditEntry>,
     runs: runs::MemoryRuns,
     credentials: credentials::Credentials,
+    undelivered: BTreeMap<String, super::undelivered::UndeliveredRequest>,
 }
 
 /// Stores everything in memory.
@@ -126,6 +128,7 @@ impl Store for MemoryStore {
             state.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
         }
         state.calls.insert(position, Arc::unwrap_or_clone(new.call));
+        state.undelivered.extend(new.undelivered.map(|request| (request.id.clone(), request)));
         Ok(CreateCallResult::New)
     }
 
@@ -404,6 +407,10 @@ impl Store for MemoryStore {
     }
 
     fn runs(&self) -> &dyn crate::ports::store::runs::RunStore {
+        self
+    }
+
+    fn undelivered(&self) -> &dyn super::undelivered::UndeliveredRequestStore {
         self
     }
 

@@ -3,6 +3,7 @@
 
 use async_trait::async_trait;
 
+use super::undelivered::UndeliveredRequest;
 use super::{IdempotencyKey, SaveResult, StoreError};
 use crate::domain::run::{JournalEntry, JournalRecord, Run, RunEvent, RunStatus};
 
@@ -37,12 +38,14 @@ pub struct RunFilter {
 /// Stores runs.
 #[async_trait]
 pub trait RunStore: Send + Sync {
-    /// Stores a new run with the start of its journal, unless its idempotency key was used before.
+    /// Stores a new run with the start of its journal, unless its idempotency key was used before,
+    /// together with its undelivered request.
     async fn create_run(
         &self,
         run: Run,
         key: Option<IdempotencyKey>,
         entries: Vec<JournalRecord>,
+        undelivered: Option<UndeliveredRequest>,
     ) -> Result<CreateRunResult, StoreError>;
 
     /// Replaces a run whose stored version is exactly one lower, and appends to its journal.

@@ -10,6 +10,7 @@ use crate::domain::fault::{Code, Error};
 use crate::domain::model_reply::ToolCallRequest;
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
 use crate::domain::run::progress::{Conversation, FinalAnswer};
+use crate::domain::tool::Effect;
 use crate::engine_metrics;
 use crate::ports::bus::Topic;
 use crate::ports::model::{Model, ModelRequest};
@@ -41,6 +42,8 @@ pub struct AgentLoop<'a> {
     is_reply_resumed: bool,
     /// True if an empty reply is acceptable even if no late results are pending.
     pub(crate) allows_empty_reply: bool,
+    /// The options with the idempotency prefix of [`AgentLoop::set_idempotency_prefix`].
+    keyed_options: Option<Box<RunOptions>>,
 }
 
 impl Runs {
@@ -142,6 +145,7 @@ impl<'a> AgentLoop<'a> {
             tool_selection: offer,
             is_reply_resumed: false,
             allows_empty_reply: false,
+            keyed_options: None,
         })
     }
 
@@ -165,6 +169,7 @@ impl<'a> AgentLoop<'a> {
             tool_selection: offer,
             is_reply_resumed: false,
             allows_empty_reply: false,
+            keyed_options: None,
         })
     }
 
@@ -252,6 +257,29 @@ impl<'a> AgentLoop<'a> {
         Ok(())
     }
 
+    /// Returns true if the pending reply calls a tool whose effect is not `read`, and whose calls a
+    /// repeated request may join.
+    pub fn has_side_effects(&self, conversation: &Conversation) -> bool {
+        let calls = conversation.progress.pending_reply.iter().flat_map(|reply| &reply.calls);
+        let mut tools = calls.filter_map(|call| self.tool_selection.tool(&call.name));
+        tools.any(|tool| {
+            let found = self.engine.registry.tool(self.caller, tool);
+            found.is_ok_and(|tool| {
+                let project = &self.caller.project;
+                tool.definition.effect != Effect::Read
+                    && self.engine.calls.resolve_policy(project, &tool).rejoin
+            })
+        })
+    }
+
+    /// Sets the prefix of the idempotency keys of the calls that follow; `None` restores that of
+    /// the options.
+    pub fn set_idempotency_prefix(&mut self, prefix: Option<String>) {
+        self.keyed_options = prefix.map(|prefix| {
+            Box::new(RunOptions { idempotency_prefix: Some(prefix), ..self.terms.clone() })
+        });
+    }
+
     /// Executes the calls of the pending reply. A step repeated with the same idempotency prefix
     /// executes no call twice.
     pub async fn execute_reply(
@@ -282,9 +310,11 @@ impl<'a> AgentLoop<'a> {
         self.refresh_tools();
         let began_ms = self.engine.core.now_ms();
         let max_entries = self.engine.core.limits.max_batch_entries;
-        let before = match std::mem::take(&mut self.is_reply_resumed) {
+        let is_resumed = std::mem::take(&mut self.is_reply_resumed);
+        let options = self.keyed_options.as_deref().unwrap_or(self.terms);
+        let before = match is_resumed {
             true => {
-                PriorResults::load(self.engine, self.caller, self.terms, &conversation.progress)
+                PriorResults::load(self.engine, self.caller, options, &conversation.progress)
                     .await?
             }
             false => PriorResults::default(),
@@ -292,7 +322,7 @@ impl<'a> AgentLoop<'a> {
         let plan = ExecutionPlan::new(
             &reply,
             &self.tool_selection,
-            self.terms,
+            options,
             (&conversation.progress, &before),
             max_entries,
         );
@@ -300,8 +330,7 @@ impl<'a> AgentLoop<'a> {
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = conversation.progress.clone();
         let watch = self.watch;
-        let results =
-            plan.execute(self.engine, self.caller, self.terms, &mut progress, watch).await?;
+        let results = plan.execute(self.engine, self.caller, options, &mut progress, watch).await?;
         (progress.pending_reply, progress.canceled) = (None, false);
         progress.active_ms += self.engine.core.now_ms().saturating_sub(began_ms);
         conversation.progress = progress;

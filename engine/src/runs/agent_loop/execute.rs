@@ -221,6 +221,7 @@ fn late_entry_result(awaited: &PendingCall, call: Arc<Call>) -> BatchEntryResult
         name: Some(awaited.name.clone()),
         state: BatchEntryState::Ended { call, omitted_bytes: None },
         replayed: false,
+        joined: false,
         is_digested: false,
     }
 }

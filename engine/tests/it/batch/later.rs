@@ -139,8 +139,13 @@ async fn dependents_run_in_order_after_a_restart() {
         deadline_ms: engine.now_ms() + 60_000,
         ..(*calls[2]).clone()
     };
-    let new =
-        NewCall { call: Arc::new(missed.clone()), records: vec![], key: None, group_member: None };
+    let new = NewCall {
+        call: Arc::new(missed.clone()),
+        records: vec![],
+        key: None,
+        undelivered: None,
+        group_member: None,
+    };
     tools.store.create_call(new).await.unwrap();
     tools.go.add_permits(1);
     let engine = tools.engine().await;

@@ -179,6 +179,7 @@ async fn a_run_fails_when_its_api_key_is_revoked() {
         agent: "ada".into(),
         role: Role::Admin,
         allow: Vec::new(),
+        rejoin: true,
     };
     let key = engine.admin().create_key(&caller(), new_key(), "x".repeat(40)).await.unwrap();
     let ada = engine.registry().authenticate(&"x".repeat(40)).unwrap();

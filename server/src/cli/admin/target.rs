@@ -18,6 +18,7 @@ pub struct KeyRequest {
     pub agent: String,
     pub role: Role,
     pub allow: Vec<String>,
+    pub rejoin: bool,
 }
 
 pub enum AdminTarget {
@@ -69,11 +70,12 @@ impl AdminTarget {
     }
 
     pub async fn create_key(&self, request: KeyRequest) -> Result<Value, CommandFailure> {
-        let KeyRequest { agent, role, mut allow } = request;
+        let KeyRequest { agent, role, mut allow, rejoin } = request;
         match self {
             Self::Remote { client, project } => {
                 let body = json!({
                     "agent": agent, "project": project, "role": role.as_str(), "allow": allow,
+                    "rejoin": rejoin,
                 });
                 client.request_json(ApiRequest::post(&["v1", "keys"], body)).await
             }
@@ -83,7 +85,7 @@ impl AdminTarget {
                 }
                 let first = !engine.registry().has_keys();
                 let project = caller.project.clone();
-                let new = NewKey { project, agent, role, allow: allow.clone() };
+                let new = NewKey { project, agent, role, allow: allow.clone(), rejoin };
                 let issued = engine
                     .admin()
                     .create_key(caller, new, toolcrib_transport::auth::generate_secret())
@@ -194,6 +196,7 @@ fn key_body(key: &ApiKey) -> Value {
         "created_at": key.created_ms / 1_000,
         "created_at_ms": key.created_ms,
         "revoked_at_ms": key.revoked_ms,
+        "rejoin": key.rejoin,
     })
 }
 

@@ -25,6 +25,7 @@ async fn assert_rejected(sql: &str, constraint: &str) {
         role: Role::Agent,
         created_ms: NOW,
         revoked_ms: None,
+        rejoin: true,
     };
     let (project, agent, pattern) = ("p".into(), "ada".into(), "*".into());
     let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };

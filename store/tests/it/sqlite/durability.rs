@@ -31,6 +31,7 @@ fn add_key_change(id: &str) -> (DirectoryChange, AuditEntry) {
         role: Role::Admin,
         created_ms: NOW,
         revoked_ms: None,
+        rejoin: true,
     };
     let entry = AuditEntry {
         at_ms: NOW,

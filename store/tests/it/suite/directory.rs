@@ -63,6 +63,7 @@ pub fn key(id: &str, role: Role) -> ApiKey {
         role,
         created_ms: NOW,
         revoked_ms: None,
+        rejoin: role != Role::Provider,
     }
 }
 
@@ -134,6 +135,9 @@ pub async fn a_registered_tool_is_read_back_field_by_field(store: &dyn Store) {
             default_timeout_ms: Some(4_000),
             max_retries: Some(0),
             backoff: Some(Backoff { initial_ms: 1, factor: 1.1, max_ms: 9, jitter: 0.3 }),
+            rejoin: Some(false),
+            rejoin_window_ms: Some(5_000),
+            disconnect_grace_ms: Some(0),
         },
         fallback: vec![
             Fallback { tool: "weather.backup".into(), args: Some(mapping) },

@@ -38,7 +38,7 @@ pub fn entry(kind: JournalKind, text: &str) -> JournalRecord {
 
 async fn create(store: &dyn Store, run: &Run) {
     let entries = vec![entry(JournalKind::Created, "hello \u{1F980}")];
-    let created = store.runs().create_run(run.clone(), None, entries).await.unwrap();
+    let created = store.runs().create_run(run.clone(), None, entries, None).await.unwrap();
     assert_eq!(created, CreateRunResult::New);
 }
 
@@ -111,14 +111,14 @@ pub async fn an_idempotency_key_makes_one_run(store: &dyn Store) {
         Some(IdempotencyKey { agent, key, fingerprint })
     };
     let run_store = store.runs();
-    let create_with_key = |id, key| run_store.create_run(run("p", id), key, Vec::new());
+    let create_with_key = |id, key| run_store.create_run(run("p", id), key, Vec::new(), None);
     assert_eq!(create_with_key("run_1", key("ada", "f")).await.unwrap(), CreateRunResult::New);
     let again = create_with_key("run_2", key("ada", "f")).await.unwrap();
     assert_eq!(again, CreateRunResult::Replayed(Box::new(run("p", "run_1"))));
     let other = create_with_key("run_3", key("ada", "g")).await.unwrap();
     assert_eq!(other, CreateRunResult::Mismatch("run_1".into()));
     assert_eq!(create_with_key("run_4", key("bob", "f")).await.unwrap(), CreateRunResult::New);
-    let elsewhere = run_store.create_run(run("q", "run_5"), key("ada", "f"), Vec::new());
+    let elsewhere = run_store.create_run(run("q", "run_5"), key("ada", "f"), Vec::new(), None);
     assert_eq!(elsewhere.await.unwrap(), CreateRunResult::New);
     assert_eq!(read_back(store, "p", "run_2").await, None);
 }

@@ -52,7 +52,7 @@ pub async fn populate(store: &dyn Store) {
     populate_utp(store).await;
     let new = runs::run("p", "run_1");
     let entries = vec![runs::entry(JournalKind::Created, "hello")];
-    store.runs().create_run(new, Some(key("ada", "r", "f")), entries).await.unwrap();
+    store.runs().create_run(new, Some(key("ada", "r", "f")), entries, None).await.unwrap();
     let tool_definitions = json(r#"[{"own":1.10}]"#);
     let run = RunToolDefinitions {
         project: "p".into(),

@@ -54,7 +54,8 @@ pub(super) struct ToolOfferBody {
     #[serde(default)]
     #[schema(value_type = String, example = "low")]
     risk: Risk,
-    /// Limits of this tool: max_parallel, default_timeout_ms, max_retries, backoff.
+    /// Limits of this tool: max_parallel, default_timeout_ms, max_retries, backoff,
+    /// rejoin, rejoin_window_ms, disconnect_grace_ms.
     #[serde(default)]
     #[schema(value_type = Option<Object>)]
     policy: ExecutionPolicyPatch,
@@ -62,6 +63,8 @@ pub(super) struct ToolOfferBody {
     #[serde(default)]
     #[schema(value_type = Vec<Object>)]
     fallback: Vec<Fallback>,
+    /// False if a repeated request never joins an earlier call of the tool (default: true).
+    rejoin: Option<bool>,
     #[schema(value_type = Option<Object>)]
     metadata: Option<toolcrib::Json>,
 }
@@ -80,7 +83,10 @@ impl ToolOfferBody {
             background: self.background,
             effect: self.effect,
             risk: self.risk,
-            policy: self.policy,
+            policy: ExecutionPolicyPatch {
+                rejoin: self.rejoin.or(self.policy.rejoin),
+                ..self.policy
+            },
             fallback: self.fallback,
             metadata: self.metadata,
             binding: None,

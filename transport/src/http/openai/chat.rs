@@ -2,14 +2,14 @@
 
 mod completion;
 use axum::extract::{Request, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde_json::{Map, Value, json};
 use toolcrib::registry::name_for_model;
 use toolcrib::runs::SavedConversation;
 use utoipa::ToSchema;
 
 use super::super::HttpState;
-use super::conversation::{ConversationRequest, Input, OpenAiConversation};
+use super::conversation::{ConversationRequest, Input, open_conversation};
 use super::fields::RequestFields;
 use crate::http::openai::chat::completion::CompletionFormat;
 use crate::http::openai::error::{OpenAiError, OpenAiErrorBody, invalid_field};
@@ -41,7 +41,8 @@ pub(super) struct ChatBody {
     /// True to receive the response as server-sent events.
     stream: Option<bool>,
     /// Options for Toolcrib: `tools` (names and patterns of its tools to offer; default: all that
-    /// the caller may call), `run_id`, `limits`, `policy`, `wait_ms`.
+    /// the caller may call), `run_id`, `limits`, `policy`, `wait_ms`, `rejoin` (false: never join
+    /// the conversation of an earlier identical request).
     #[schema(value_type = Option<Object>)]
     toolcrib: Option<Value>,
 }
@@ -63,7 +64,7 @@ pub(super) async fn complete(
     State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::from_request(&state, request).await?;
+    let mut asker = ConversationRequest::from_request(&state, request, "chat").await?;
     let fields = &mut asker.fields;
     let model = fields.required_text("model")?;
     let messages =
@@ -75,16 +76,21 @@ pub(super) async fn complete(
     check_fields(fields)?;
     let input = Input { instructions: None, messages, tools };
     let format = CompletionFormat { model: model.clone(), with_usage };
-    let conversation =
-        OpenAiConversation::new(&state, asker, &model, SavedConversation::default(), input, extras)
-            .await?;
+    let before = SavedConversation::default();
+    let mut requester =
+        Box::pin(open_conversation(&state, asker, &model, before, input, extras)).await?;
     if stream {
-        return crate::http::openai::chat::completion::stream_response(conversation, format).await;
+        return crate::http::openai::chat::completion::stream_response(requester, format).await;
     }
-    Ok(match Box::pin(conversation.run(&|_| {})).await {
-        Ok(ending) => crate::http::openai::chat::completion::full_response(&ending, &format),
-        Err(broken) => broken.into_response(),
-    })
+    let end = requester.wait_for_end().await?;
+    let response = match &*end {
+        Ok(ending) => {
+            let metadata = requester.metadata(ending);
+            crate::http::openai::chat::completion::full_response(ending, &format, metadata)
+        }
+        Err(broken) => broken.to_response(),
+    };
+    Ok(requester.response_head().complete(response))
 }
 
 fn check_fields(fields: &mut RequestFields) -> Result<(), OpenAiError> {

@@ -16,18 +16,19 @@ use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use toolcrib::calls::BatchEntryResult;
+use toolcrib::calls::{BatchEntryResult, PendingDelivery};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::Conversation;
 use toolcrib::ports::model::{Delta, ResolvedModel};
-use toolcrib::runs::SavedConversation;
 use toolcrib::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome, check_messages};
+use toolcrib::runs::{ConversationCheckpoint, SavedConversation, UndeliveredRequest};
 use toolcrib::{Caller, Engine};
 
 use super::super::HttpState;
 use super::fields::{RequestFields, ToolcribOptions, check_tools};
+use super::live::{ConversationEnd, LiveConversation, Requester};
 use crate::auth;
 use crate::http::extract;
 use crate::http::openai::error::{OpenAiError, invalid_field, model_not_found};
@@ -43,6 +44,9 @@ pub(super) struct ConversationRequest {
     pub(super) caller: Caller,
     pub(super) fields: RequestFields,
     traceparent: Option<String>,
+    /// The API, and the body as text: a repeated request has the same.
+    api: &'static str,
+    body: String,
 }
 
 impl ConversationRequest {
@@ -50,13 +54,15 @@ impl ConversationRequest {
     pub(super) async fn from_request(
         state: &HttpState,
         request: Request,
+        api: &'static str,
     ) -> Result<Self, OpenAiError> {
         let headers = request.headers();
         let caller = auth::authenticate_request(&state.engine, headers)?;
         let traceparent = extract::traceparent(headers).map(|trace| trace.to_string());
         let bytes = extract::read_body(request, state.settings.max_body_bytes).await?;
         let fields = RequestFields(extract::parse_json(&bytes)?);
-        Ok(Self { caller, fields, traceparent })
+        let body = String::from_utf8_lossy(&bytes).into_owned();
+        Ok(Self { caller, fields, traceparent, api, body })
     }
 }
 
@@ -70,6 +76,14 @@ pub(super) struct Input {
 
 /// A conversation that is ready to run.
 pub(super) struct OpenAiConversation {
+    /// Prefix of the idempotency keys of its calls.
+    pub(super) id: String,
+    /// The request, if a repeated one may join the conversation.
+    undelivered: Option<UndeliveredRequest>,
+    /// Set if a repeated request continues the conversation from its checkpoint.
+    pub(super) resumed_delivery: Option<PendingDelivery>,
+    /// Summaries of the calls so far.
+    call_summaries: Vec<Value>,
     pub(super) engine: Engine,
     pub(super) caller: Caller,
     model: ResolvedModel,
@@ -110,10 +124,49 @@ pub(super) struct ConversationResult {
     pub(super) conversation: SavedConversation,
 }
 
+/// Starts the conversation of a request, or joins that of an earlier request with the same body
+/// whose answer was not delivered.
+pub(super) async fn open_conversation(
+    state: &HttpState,
+    asker: ConversationRequest,
+    model: &str,
+    before: SavedConversation,
+    input: Input,
+    extras: ToolcribOptions,
+) -> Result<Requester, OpenAiError> {
+    let (runs, caller) = (state.engine.runs().clone(), asker.caller.clone());
+    let id = format!("chat_{}", ulid::Ulid::generate());
+    let undelivered = match extras.rejoin {
+        Some(false) => None,
+        _ => runs.undelivered_conversation(&caller, &id, asker.api, &asker.body),
+    };
+    let taken = undelivered.as_ref().and_then(|own| runs.take_over_conversation(&own.digest));
+    let mut resumed = None;
+    if let Some(delivery) = taken {
+        if let Some(live) = state.conversations.get(delivery.id()) {
+            delivery.record_join();
+            return Ok(live.take_over(delivery));
+        }
+        match runs.load_checkpoint(&caller, delivery.id()).await? {
+            Some(checkpoint) => resumed = Some((delivery, checkpoint)),
+            None => delivery.mark_delivered(),
+        }
+    }
+    let mut conversation =
+        OpenAiConversation::new(state, asker, model, before, input, extras).await?;
+    conversation.id = id;
+    conversation.undelivered = undelivered;
+    if let Some((delivery, checkpoint)) = resumed {
+        delivery.record_join();
+        conversation.resume(delivery, checkpoint);
+    }
+    Ok(LiveConversation::start(conversation, &state.conversations))
+}
+
 impl OpenAiConversation {
     /// Builds a conversation from the saved messages (`before`) and those of the request. The tools
     /// of the request are the caller's own.
-    pub(super) async fn new(
+    async fn new(
         state: &HttpState,
         asker: ConversationRequest,
         model: &str,
@@ -121,7 +174,7 @@ impl OpenAiConversation {
         input: Input,
         extras: ToolcribOptions,
     ) -> Result<Self, OpenAiError> {
-        let ConversationRequest { caller, fields, traceparent } = asker;
+        let ConversationRequest { caller, fields, traceparent, .. } = asker;
         let engine = state.engine.clone();
         let found = engine.runs().models().find(model);
         let chosen =
@@ -160,6 +213,10 @@ impl OpenAiConversation {
         talk.progress.pending_calls = awaited;
         let (known_messages, wait) = (talk.messages.len(), Duration::from_millis(wait_ms));
         Ok(Self {
+            id: String::new(),
+            undelivered: None,
+            resumed_delivery: None,
+            call_summaries: Vec::new(),
             engine,
             caller,
             model: chosen,
@@ -170,19 +227,46 @@ impl OpenAiConversation {
         })
     }
 
+    /// Continues from a checkpoint.
+    fn resume(&mut self, delivery: PendingDelivery, checkpoint: ConversationCheckpoint) {
+        self.id = delivery.id().to_owned();
+        if let Some(undelivered) = &mut self.undelivered {
+            undelivered.id.clone_from(&self.id);
+        }
+        self.options.run_id = checkpoint.run_id;
+        self.conversation = checkpoint.conversation;
+        self.known_messages = checkpoint.known_messages;
+        self.call_summaries = checkpoint.call_summaries;
+        self.resumed_delivery = Some(delivery);
+    }
+
     /// Runs the agent loop until there is a response for the caller.
-    pub(super) async fn run(
-        mut self,
-        sink: EventSink<'_>,
-    ) -> Result<ConversationResult, ConversationError> {
-        let call_summaries: Mutex<Vec<Value>> = Mutex::default();
-        let ending = self.drive(sink, &call_summaries).await;
-        let (run_id, calls_made) = (self.options.run_id, !call_summaries.lock().is_empty());
-        ending.map_err(|error| ConversationError { error, run_id, calls_made })
+    pub(super) async fn run(mut self, live: &Arc<LiveConversation>) -> ConversationEnd {
+        let call_summaries = Mutex::new(std::mem::take(&mut self.call_summaries));
+        let sink = |event: StreamEvent| live.push(event);
+        self.replay_texts(&sink);
+        let ending = self.drive(live, &sink, &call_summaries).await;
+        let calls_made = !call_summaries.lock().is_empty();
+        ending.map_err(|error| ConversationError { error, calls_made })
+    }
+
+    /// Repeats the texts of the steps before the checkpoint for the new requester.
+    fn replay_texts(&self, sink: EventSink<'_>) {
+        let messages = &self.conversation.messages[self.known_messages..];
+        let replies = messages.iter().filter(|message| message["role"] == "assistant");
+        let mut texts: Vec<&str> =
+            replies.filter_map(|message| message["content"].as_str()).collect();
+        texts.extend(self.conversation.progress.pending_reply.iter().map(|r| r.text.as_str()));
+        for text in texts.into_iter().filter(|text| !text.is_empty()) {
+            (sink)(StreamEvent::StepStarted);
+            (sink)(StreamEvent::TextDelta(text.to_owned()));
+            (sink)(StreamEvent::ModelReplied);
+        }
     }
 
     async fn drive(
         &mut self,
+        live: &Arc<LiveConversation>,
         sink: EventSink<'_>,
         call_summaries: &Mutex<Vec<Value>>,
     ) -> Result<ConversationResult, Error> {
@@ -210,7 +294,13 @@ impl OpenAiConversation {
         let (engine, caller, model) = (&self.engine, &self.caller, self.model.model.clone());
         let mut turns = AgentLoop::new(engine.runs(), caller, &*model, &self.options, &watch)
             .map_err(prefix_pointer)?;
-        let next = run_steps(&mut turns, &mut self.conversation, self.wait).await?;
+        let checkpoints = Checkpoints {
+            live,
+            undelivered: self.undelivered.as_ref(),
+            known_messages: self.known_messages,
+            call_summaries,
+        };
+        let next = run_steps(&mut turns, &mut self.conversation, self.wait, &checkpoints).await?;
         drop(turns);
         let (text, calls, stopped, closing) = match next {
             StepOutcome::Answered(answer) => (
@@ -454,63 +544,72 @@ impl TextDeduplicator<'_> {
 
 /// A conversation that ended with an error.
 pub(super) struct ConversationError {
-    pub(super) error: Error,
-    run_id: String,
+    error: Error,
     /// True if calls were made before the error. OpenAI's SDKs retry requests by themselves, and a
     /// retry would make all these calls again.
     calls_made: bool,
 }
 
-impl IntoResponse for ConversationError {
-    fn into_response(self) -> Response {
-        let mut answer = OpenAiError(self.error).into_response();
+impl ConversationError {
+    /// Returns the error. An internal one, which only the log describes, loses its source.
+    pub(super) fn to_error(&self) -> Error {
+        match &self.error {
+            Error::Refused { fault, retry_after_ms } => {
+                Error::Refused { fault: fault.clone(), retry_after_ms: *retry_after_ms }
+            }
+            Error::Internal(source) => Error::Internal(source.to_string().into()),
+        }
+    }
+
+    /// Returns the response. Several requesters may get it, one after the other.
+    pub(super) fn to_response(&self) -> Response {
+        let mut answer = OpenAiError(self.to_error()).into_response();
         if self.calls_made {
             let never = HeaderValue::from_static("false");
             answer.headers_mut().insert("x-should-retry", never);
             answer.headers_mut().remove(header::RETRY_AFTER);
         }
-        with_run_id_header(answer, &self.run_id)
+        answer
     }
 }
 
-/// Adds the header with the run id to a response.
-pub(super) fn with_run_id_header(mut answer: Response, run_id: &str) -> Response {
-    if let Ok(run_id) = HeaderValue::from_str(run_id) {
-        answer.headers_mut().insert("toolcrib-run-id", run_id);
-    }
-    answer
+/// The checkpoints of a conversation. One is stored before each step that has side effects.
+struct Checkpoints<'a> {
+    live: &'a Arc<LiveConversation>,
+    undelivered: Option<&'a UndeliveredRequest>,
+    known_messages: usize,
+    call_summaries: &'a Mutex<Vec<Value>>,
 }
 
-/// Aborts a conversation when the caller disconnects.
-pub(super) struct AbortOnDrop(pub(super) tokio::task::AbortHandle);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-/// The events of a conversation, and then its result.
-pub(super) enum ConversationUpdate {
-    Event(StreamEvent),
-    Finished(Box<Result<ConversationResult, ConversationError>>),
-}
-
-/// Runs a conversation in a separate task, which is aborted when the returned guard is dropped.
-pub(super) fn spawn_conversation(
-    conversation: OpenAiConversation,
-) -> (tokio::sync::mpsc::UnboundedReceiver<ConversationUpdate>, AbortOnDrop) {
-    let (send, receive) = tokio::sync::mpsc::unbounded_channel();
-    let send = Arc::new(send);
-    let task = tokio::spawn(async move {
-        let update_sender = send.clone();
-        let sink = move |event: StreamEvent| {
-            let _ = update_sender.send(ConversationUpdate::Event(event));
+impl Checkpoints<'_> {
+    /// Prepares the execution of the pending reply. If it has side effects, a repeated request
+    /// finds its calls from here on.
+    async fn prepare_step(
+        &self,
+        agent_loop: &mut AgentLoop<'_>,
+        conversation: &Conversation,
+    ) -> Result<(), Error> {
+        let Some(request) = self.undelivered else { return Ok(()) };
+        if !agent_loop.has_side_effects(conversation) {
+            agent_loop.set_idempotency_prefix(None);
+            return Ok(());
+        }
+        let checkpoint = ConversationCheckpoint {
+            run_id: self.live.run_id.clone(),
+            conversation: conversation.clone(),
+            known_messages: self.known_messages,
+            call_summaries: self.call_summaries.lock().clone(),
         };
-        let ending = Box::pin(conversation.run(&sink)).await;
-        let _ = send.send(ConversationUpdate::Finished(Box::new(ending)));
-    });
-    (receive, AbortOnDrop(task.abort_handle()))
+        let runs = self.live.engine.runs();
+        runs.save_checkpoint(&self.live.caller, request, &checkpoint).await?;
+        agent_loop.set_idempotency_prefix(Some(request.id.clone()));
+        let is_first = !self.live.has_checkpoint();
+        if is_first && !self.live.set_delivery(runs.start_delivery(request.clone())) {
+            let message = "the requester has disconnected; nothing more is done";
+            return Err(Error::refused(Code::Canceled, message));
+        }
+        Ok(())
+    }
 }
 
 /// Runs steps until the loop has an outcome for the caller, or late results take longer than
@@ -519,9 +618,12 @@ async fn run_steps(
     agent_loop: &mut AgentLoop<'_>,
     conversation: &mut Conversation,
     wait: Duration,
+    checkpoints: &Checkpoints<'_>,
 ) -> Result<StepOutcome, Error> {
     loop {
-        match agent_loop.run_step(conversation).await? {
+        agent_loop.request_reply(conversation).await?;
+        checkpoints.prepare_step(agent_loop, conversation).await?;
+        match agent_loop.execute_reply(conversation).await? {
             StepOutcome::Continue => {}
             StepOutcome::AwaitingResults => {
                 let late = agent_loop.wait_for_late_result(conversation);

@@ -21,6 +21,8 @@ pub(super) struct ToolcribOptions {
     pub(super) policy: ExecutionOptions,
     /// Maximum time to wait for late results.
     pub(super) wait_ms: Option<u64>,
+    /// False if the request never joins the conversation of an earlier one (default: true).
+    pub(super) rejoin: Option<bool>,
 }
 
 impl RequestFields {

@@ -12,10 +12,10 @@ use toolcrib::runs::SavedConversation;
 use utoipa::ToSchema;
 
 use super::super::HttpState;
-use super::conversation::{ConversationRequest, Input, OpenAiConversation};
+use super::conversation::{ConversationRequest, Input, open_conversation};
 use super::fields::RequestFields;
 use crate::http::openai::error::{OpenAiError, OpenAiErrorBody, invalid_field};
-use crate::http::openai::responses::response::ResponseBuilder;
+use crate::http::openai::responses::response::{ResponseBuilder, ResponseTarget};
 
 /// Fields that are not forwarded to the model.
 const UNFORWARDED_RESPONSE_FIELDS: [&str; 8] = [
@@ -68,7 +68,7 @@ pub(super) async fn create_response(
     State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::from_request(&state, request).await?;
+    let mut asker = ConversationRequest::from_request(&state, request, "responses").await?;
     let fields = &mut asker.fields;
     let model = fields.required_text("model")?;
     let mut builder = ResponseBuilder::new(&model, &fields.0);
@@ -92,13 +92,13 @@ pub(super) async fn create_response(
             .ok_or_else(|| response_not_found(&id))?,
     };
     let model_input = Input { instructions, messages, tools };
-    let conversation =
-        OpenAiConversation::new(&state, asker, &model, before, model_input, extras).await?;
+    let target = ResponseTarget { engine: state.engine.clone(), caller: asker.caller.clone() };
+    let requester =
+        Box::pin(open_conversation(&state, asker, &model, before, model_input, extras)).await?;
     if stream {
-        return crate::http::openai::responses::response::stream_response(conversation, builder)
-            .await;
+        return response::stream_response(requester, builder, target).await;
     }
-    crate::http::openai::responses::response::full_response(conversation, builder).await
+    response::full_response(requester, builder, target).await
 }
 
 fn response_not_found(id: &str) -> OpenAiError {

@@ -29,6 +29,8 @@ pub(super) struct KeyBody {
     created_at: u64,
     created_at_ms: u64,
     revoked_at_ms: Option<u64>,
+    /// False if requests of the key's agent never join an earlier call.
+    rejoin: bool,
 }
 
 impl From<&ApiKey> for KeyBody {
@@ -41,6 +43,7 @@ impl From<&ApiKey> for KeyBody {
             created_at: key.created_ms / 1_000,
             created_at_ms: key.created_ms,
             revoked_at_ms: key.revoked_ms,
+            rejoin: key.rejoin,
         }
     }
 }
@@ -72,6 +75,8 @@ pub(super) struct NewKeyBody {
     role: Option<String>,
     /// Patterns of the tools that the agent may call from the start.
     allow: Option<Vec<String>>,
+    /// False if requests of the agent never join an earlier call (default: true).
+    rejoin: Option<bool>,
 }
 
 /// A new key, with its secret.
@@ -104,7 +109,8 @@ pub(super) async fn create_key(
         allow.extend(state.settings.default_allow.iter().cloned());
     }
     let project = body.project.unwrap_or_else(|| caller.project.clone());
-    let new = NewKey { project, agent: body.agent, role, allow };
+    let rejoin = body.rejoin.unwrap_or(true);
+    let new = NewKey { project, agent: body.agent, role, allow, rejoin };
     let created = state.engine.admin().create_key(&caller, new, generate_secret()).await?;
     let body = CreatedKeyBody { info: KeyBody::from(&created.key), key: created.secret };
     Ok((StatusCode::CREATED, Json(body)))

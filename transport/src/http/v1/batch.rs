@@ -13,6 +13,7 @@ use utoipa::ToSchema;
 
 use super::super::HttpState;
 use super::super::wire::{FaultBody, MetricsBody};
+use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{AuthenticatedCaller, CallHeaders, JsonBody, TRACEPARENT};
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::wait_param::WaitParam;
@@ -56,6 +57,10 @@ pub(super) struct BatchBody {
     /// URL that receives a signed POST at the end of each call.
     #[schema(value_type = Option<String>)]
     callback_url: Option<toolcrib::Json>,
+    /// False if no call joins an earlier identical one whose answer was not delivered (default:
+    /// true).
+    #[schema(value_type = Option<bool>)]
+    rejoin: Option<toolcrib::Json>,
 }
 
 /// The result of each call, and the messages for the model.
@@ -98,6 +103,9 @@ pub(super) struct BatchResultBody<'a> {
     /// True if the idempotency key was used before; this is the call that it created then.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     replayed: bool,
+    /// True if the entry joined an earlier call whose answer was not delivered.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    joined: bool,
     /// True if the message is shortened to fit the budget; `data` is complete.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     digested: bool,
@@ -127,6 +135,7 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
             task_id: pending.and_then(|pending| pending.task_id),
             message: pending.map(|pending| pending.message),
             replayed: settled.replayed,
+            joined: settled.joined,
             digested: settled.is_digested,
             left_out_bytes,
         }
@@ -162,13 +171,15 @@ pub(super) async fn run_batch(
     asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
     asked.traceparent = carried.traceparent;
     let answering = state.engine.calls().run_batch_with_renderer(&caller, asked, Some(result_json));
-    let answer = Box::pin(answering).await?;
+    let mut answer = Box::pin(answering).await?;
     let mut response = batch_response(&answer);
     let first = answer.results.iter().find_map(BatchEntryResult::call);
     let trace = first.and_then(|call| state.engine.calls().call_traceparent(call));
     if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
         response.headers_mut().insert(TRACEPARENT, trace);
     }
+    let deliveries = std::mem::take(&mut answer.deliveries);
+    ResponseDeliveries::attach(&mut response, deliveries);
     // Dropping a hundred calls takes a while, and the caller need not wait for it.
     tokio::spawn(async move { drop(answer) });
     Ok(response)
@@ -181,6 +192,12 @@ fn batch_response(answer: &BatchAnswer) -> Response {
     if answer.is_replayed() {
         let headers = response.headers_mut();
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
+    }
+    for entry in answer.results.iter().filter(|entry| entry.joined) {
+        let id = entry.call().and_then(|call| HeaderValue::from_str(call.id.as_str()).ok());
+        if let Some(id) = id {
+            response.headers_mut().append(JOINED_HEADER, id);
+        }
     }
     response
 }
@@ -233,6 +250,7 @@ fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
         idempotency_key: text_field("idempotency_key", body.idempotency_key.as_ref())?,
         user_id: text_field("user_id", body.user_id.as_ref())?,
         callback_url: text_field("callback_url", body.callback_url.as_ref())?,
+        rejoin: parse_field("rejoin", body.rejoin.as_ref(), "true or false")?.unwrap_or(true),
         ..Batch::new(run_id, entries)
     })
 }

@@ -18,6 +18,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit, parse_since, unknown_cursor};
+use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{
     AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, invalid_parameter,
 };
@@ -54,9 +55,11 @@ pub(super) async fn start(
     let key = carried.idempotency_key(body.idempotency_key()?)?;
     let (streams, wait_ms) = (body.stream()?, wait.resolve_ms(body.wait_ms()?));
     let mut new = body.to_new_run(state.engine.runs().models().as_ref())?;
+    new.rejoin = body.rejoin()?;
     (new.idempotency_key, new.traceparent, new.subscribes) = (key, carried.traceparent, streams);
     let started = Box::pin(state.engine.runs().start_run(&caller, new)).await?;
-    let (id, replayed) = (started.run.id.clone(), started.replayed);
+    let (id, replayed, joined) = (started.run.id.clone(), started.replayed, started.joined);
+    let delivery = started.delivery;
     let mut answer = if streams {
         stream_run(state.engine, caller, &headers, id.clone(), 0, started.subscription)
             .into_response()
@@ -65,7 +68,9 @@ pub(super) async fn start(
             None | Some(0) => started.run,
             Some(wait_ms) => state.engine.runs().wait_for_run(&caller, &id, wait_ms).await?,
         };
-        run_response(&state, &caller, &run).await?
+        let mut detail = run_detail(&state.engine, &caller, &run).await?;
+        detail.joined = joined;
+        detail_response(&run, detail)
     };
     let headers = answer.headers_mut();
     if let Ok(location) = HeaderValue::from_str(&format!("/v1/runs/{id}")) {
@@ -77,6 +82,10 @@ pub(super) async fn start(
     if replayed {
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
     }
+    if joined && let Ok(id) = HeaderValue::from_str(&id) {
+        headers.insert(JOINED_HEADER, id);
+    }
+    ResponseDeliveries::attach(&mut answer, delivery);
     Ok(answer)
 }
 
@@ -86,9 +95,12 @@ async fn run_response(
     caller: &toolcrib::Caller,
     run: &Run,
 ) -> Result<Response, ApiError> {
+    Ok(detail_response(run, run_detail(&state.engine, caller, run).await?))
+}
+
+fn detail_response(run: &Run, detail: RunDetailBody) -> Response {
     let status = if run.status.is_terminal() { StatusCode::OK } else { StatusCode::ACCEPTED };
-    let body = run_detail(&state.engine, caller, run).await?;
-    Ok((status, Json(body)).into_response())
+    (status, Json(detail)).into_response()
 }
 
 /// Returns a run: status, answer, steps, calls and usage.

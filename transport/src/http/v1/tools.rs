@@ -19,6 +19,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::HttpState;
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 use super::calls::parse_page_limit;
+use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{
     AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, TRACEPARENT,
     invalid_parameter,
@@ -134,6 +135,9 @@ pub(super) struct InvokeBody {
     callback_url: Option<String>,
     /// Maximum time to wait for the outcome, in milliseconds. Alternative: the query parameter.
     wait_ms: Option<u64>,
+    /// False if the request never joins an earlier identical call whose answer was not delivered
+    /// (default: true).
+    rejoin: Option<bool>,
 }
 
 /// The ticket of an accepted call.
@@ -150,6 +154,9 @@ pub(super) struct TicketBody<'a> {
     /// The call, if the idempotency key was used before and its call has ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     call: Option<CallBody<'a>>,
+    /// True if the request joined an earlier call whose answer was not delivered.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    joined: bool,
 }
 
 /// The ticket, or the call itself if the caller waits.
@@ -165,7 +172,7 @@ impl<'a> TicketBody<'a> {
         let call = &ticket.call;
         // A new call may have ended before its ticket is sent. Its ticket is `pending` like any
         // other, because callers poll for the outcome of every new call.
-        let status = if ticket.replayed { call.status } else { Status::Pending };
+        let status = if ticket.replayed || ticket.joined { call.status } else { Status::Pending };
         Self {
             tool_call_id: call.id.to_string(),
             status: status.as_str().to_lowercase(),
@@ -178,6 +185,7 @@ impl<'a> TicketBody<'a> {
                 Status::Canceled => "tool call was canceled, call has the error",
             },
             task_id: call.origin.background.then(|| call.id.to_string()),
+            joined: ticket.joined,
             call: status.is_terminal().then(|| CallBody::with_trace(engine, call, trace)),
         }
     }
@@ -227,6 +235,7 @@ pub(super) async fn invoke(
         route: None,
         callback_url: body.callback_url,
         answers: None,
+        rejoin: body.rejoin.unwrap_or(true),
     };
     // Boxed, because the router moves this handler's future several times.
     let ticket = Box::pin(state.engine.calls().invoke(&caller, invocation)).await?;
@@ -247,7 +256,7 @@ pub(super) async fn invoke(
             let call =
                 Box::pin(state.engine.calls().wait(&caller, &ticket, Until::EndedWithin(wait_ms)))
                     .await?;
-            let body = CallBody::with_trace(&state.engine, &call, trace);
+            let body = CallBody::with_trace(&state.engine, &call, trace).with_joined(ticket.joined);
             let body = Json(InvokeResponseBody::Call(body));
             let mut answer = (StatusCode::ACCEPTED, body).into_response();
             if !call.status.is_terminal() {
@@ -266,5 +275,11 @@ pub(super) async fn invoke(
     if ticket.replayed {
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
     }
+    if ticket.joined
+        && let Ok(id) = HeaderValue::from_str(id.as_str())
+    {
+        headers.insert(JOINED_HEADER, id);
+    }
+    ResponseDeliveries::attach(&mut answer, ticket.delivery().cloned());
     Ok(answer)
 }

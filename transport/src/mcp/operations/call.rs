@@ -22,6 +22,7 @@ use toolcrib::{CallRequest, Json, Ticket};
 use super::elicitation::{self, ElicitationOutcome};
 use super::progress::ProgressForwarder;
 use super::tasks;
+use crate::delivery::ResponseDeliveries;
 use crate::mcp::call_stream::{CallStoredSignal, StreamId, StreamWaiter, StreamedCall};
 use crate::mcp::duplicate_keys;
 use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts};
@@ -68,10 +69,12 @@ pub(crate) async fn call_tool(
         }
     };
     let waiter = ToolCallWaiter::new(scope, client, format);
+    waiter.track_delivery(&ticket);
     if waiter.client.supports_tasks() && ticket.call.origin.background {
-        return Ok(waiter.task_response(&ticket.call));
+        return waiter.answer(&ticket, Ok(waiter.task_response(&ticket.call)));
     }
-    waiter.wait_for_response(&ticket, discovery).await
+    let response = waiter.wait_for_response(&ticket, discovery).await;
+    waiter.answer(&ticket, response)
 }
 
 /// Waits for a call whose stream was lost, and returns the response to the request that made it.
@@ -90,7 +93,10 @@ pub(crate) async fn resume_stream(
     };
     let listed = tool.as_deref().filter(|_| discovery == ToolDiscovery::List);
     let format = ResultFormat::new(listed, client.revision);
-    ToolCallWaiter::new(scope, client, format).wait_for_response(&ticket, discovery).await
+    let waiter = ToolCallWaiter::new(scope, client, format);
+    waiter.track_delivery(&ticket);
+    let response = waiter.wait_for_response(&ticket, discovery).await;
+    waiter.answer(&ticket, response)
 }
 
 /// Returns the client capabilities that the tool requires and this MCP client lacks. The tool's
@@ -130,6 +136,10 @@ fn to_call_request(
         None => Ok(None),
         Some(value) => value.as_u64().map(Some).ok_or_else(|| invalid(word, "a number from 0 on")),
     };
+    let flag = |word: &str| match field(word) {
+        None => Ok(None),
+        Some(value) => value.as_bool().map(Some).ok_or_else(|| invalid(word, "true or false")),
+    };
     let args = Value::Object(params.arguments.unwrap_or_default());
     let retry = number("retry")?.map(|retry| u32::try_from(retry).unwrap_or(u32::MAX));
     Ok(CallRequest {
@@ -146,6 +156,7 @@ fn to_call_request(
         route: None,
         callback_url: None,
         answers: params.input_responses.map(elicitation::parse_answers).transpose()?,
+        rejoin: flag("rejoin")?.unwrap_or(true),
     })
 }
 
@@ -194,7 +205,7 @@ impl<'a> ToolCallWaiter<'a> {
 
     /// Waits until there is a response for the MCP client.
     async fn wait_for_response(
-        self,
+        &self,
         ticket: &Ticket,
         discovery: ToolDiscovery,
     ) -> Result<CallToolResponse, ErrorData> {
@@ -240,7 +251,9 @@ impl<'a> ToolCallWaiter<'a> {
             tokio::select! {
                 biased;
                 () = self.superseded() => return Err(superseded_error()),
-                () = context.ct.cancelled() => return Err(self.handle_disconnect(&call).await),
+                () = context.ct.cancelled() => {
+                    return Err(self.handle_disconnect(ticket, &call).await);
+                }
                 update = engine.calls().wait(caller, ticket, until) => {
                     let update = update.map_err(tool_result::protocol_error)?;
                     if update.version == call.version {
@@ -281,7 +294,7 @@ impl<'a> ToolCallWaiter<'a> {
                 return Err(superseded_error());
             }
             ElicitationOutcome::Superseded(_) if context.ct.is_cancelled() => {
-                return Err(self.handle_disconnect(call).await);
+                return Err(self.handle_disconnect(ticket, call).await);
             }
             ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
             ElicitationOutcome::Unanswered => {
@@ -326,16 +339,59 @@ impl<'a> ToolCallWaiter<'a> {
         }
     }
 
-    /// Handles a disconnect and returns the error for the response. The call is canceled, except if
-    /// only the HTTP stream of a sessionless MCP client is lost and the call has an idempotency
-    /// key: that client can then send the same request again.
-    async fn handle_disconnect(&self, call: &Call) -> ErrorData {
+    /// Adds the delivery of the call to the HTTP response.
+    fn track_delivery(&self, ticket: &Ticket) {
+        if let (Some(deliveries), Some(delivery)) = (self.deliveries(), ticket.delivery()) {
+            deliveries.push(delivery.clone());
+        }
+    }
+
+    fn deliveries(&self) -> Option<&ResponseDeliveries> {
+        http_parts(&self.scope.context.extensions)?.extensions.get::<ResponseDeliveries>()
+    }
+
+    /// Returns the response of a call, which the transport delivers next.
+    fn answer(
+        &self,
+        ticket: &Ticket,
+        response: Result<CallToolResponse, ErrorData>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        match (self.deliveries(), ticket.delivery()) {
+            (Some(deliveries), _) => deliveries.set_answered(),
+            // A pipe has no moment of delivery that the server could observe.
+            (None, Some(delivery)) => delivery.mark_delivered(),
+            (None, None) => {}
+        }
+        match response {
+            Ok(CallToolResponse::Complete(result)) if ticket.joined => {
+                Ok(CallToolResponse::Complete(tool_result::mark_joined(result)))
+            }
+            other => other,
+        }
+    }
+
+    /// Handles a disconnect and returns the error for the response. The call is canceled. If only
+    /// the HTTP stream of a sessionless MCP client is lost, that client can send the same request
+    /// again: a call with an idempotency key goes on, and one with side effects is canceled only if
+    /// no repeated request joins it within the grace period.
+    async fn handle_disconnect(&self, ticket: &Ticket, call: &Call) -> ErrorData {
         if self.is_superseded() {
             return superseded_error();
         }
         let over_http = http_parts(&self.scope.context.extensions).is_some();
         let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
         if stream_only && call.origin.idempotency_key.is_some() {
+            return ErrorData::internal_error("the client has hung up", None);
+        }
+        if stream_only {
+            if let Some(deliveries) = self.deliveries() {
+                deliveries.clear();
+            }
+            let (engine, caller) = (&self.scope.shared.engine, &self.scope.view.caller);
+            let reason = "the client does not want it any more";
+            // The call may have ended meanwhile; then there is nothing to cancel.
+            let calls = engine.calls();
+            let _ = calls.cancel_after_disconnect(caller, ticket.clone(), reason).await;
             return ErrorData::internal_error("the client has hung up", None);
         }
         self.cancel(call, "the client does not want it any more").await

@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use super::{MemoryState, MemoryStore};
 use crate::domain::run::{JournalEntry, JournalRecord, Run, RunEvent};
 use crate::ports::store::runs::{CreateRunResult, RunFilter, RunStore};
+use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::ports::store::{EventScope, IdempotencyKey, SaveResult, StoreError};
 
 /// A project and the id of a run.
@@ -56,6 +57,7 @@ impl RunStore for MemoryStore {
         run: Run,
         key: Option<IdempotencyKey>,
         entries: Vec<JournalRecord>,
+        undelivered: Option<UndeliveredRequest>,
     ) -> Result<CreateRunResult, StoreError> {
         let mut state = self.state.lock();
         if let Some(key) = key {
@@ -71,6 +73,7 @@ impl RunStore for MemoryStore {
         }
         state.append_journal(&run, entries);
         state.runs.runs.insert(run_key(&run), run);
+        state.undelivered.extend(undelivered.map(|request| (request.id.clone(), request)));
         Ok(CreateRunResult::New)
     }
 

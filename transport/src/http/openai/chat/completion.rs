@@ -11,10 +11,8 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
 
-use super::super::conversation::{
-    ConversationResult, ConversationUpdate, OpenAiConversation, StreamEvent, spawn_conversation,
-    with_run_id_header,
-};
+use super::super::conversation::{ConversationResult, StreamEvent};
+use super::super::live::{ConversationUpdate, Requester};
 use crate::http::openai::error::OpenAiError;
 
 /// Format of the response.
@@ -25,7 +23,11 @@ pub(super) struct CompletionFormat {
 }
 
 /// Builds the complete response.
-pub(super) fn full_response(ending: &ConversationResult, format: &CompletionFormat) -> Response {
+pub(super) fn full_response(
+    ending: &ConversationResult,
+    format: &CompletionFormat,
+    metadata: Value,
+) -> Response {
     let calls: Vec<Value> = ending.calls.iter().map(tool_call_json).collect();
     let content = (calls.is_empty() || !ending.text.is_empty()).then_some(&ending.text);
     let mut message =
@@ -38,10 +40,9 @@ pub(super) fn full_response(ending: &ConversationResult, format: &CompletionForm
     let body = json!({
         "id": new_id(), "object": "chat.completion", "created": Timestamp::now().as_second(),
         "model": format.model, "choices": [choice], "usage": usage(ending.usage),
-        "toolcrib": ending.metadata,
+        "toolcrib": metadata,
     });
-    let run_id = ending.metadata["run_id"].as_str().unwrap_or_default();
-    with_run_id_header(Json(&body).into_response(), run_id)
+    Json(&body).into_response()
 }
 
 fn new_id() -> String {
@@ -110,7 +111,7 @@ impl ChunkWriter {
         Some(self.delta(&json!({ "content": text }), None))
     }
 
-    fn final_chunks(&self, ending: &ConversationResult) -> Vec<Event> {
+    fn final_chunks(&self, ending: &ConversationResult, metadata: Value) -> Vec<Event> {
         let mut events = Vec::new();
         for (index, requested) in ending.calls.iter().enumerate() {
             let mut call = tool_call_json(requested);
@@ -121,7 +122,7 @@ impl ChunkWriter {
         if self.format.with_usage {
             let mut last = self.chunk(&json!([]));
             last["usage"] = usage(ending.usage);
-            last["toolcrib"] = ending.metadata.clone();
+            last["toolcrib"] = metadata;
             events.push(Event::default().data(last.to_string()));
         }
         events.push(Event::default().data("[DONE]"));
@@ -132,16 +133,15 @@ impl ChunkWriter {
 /// Streams the response. Sends nothing until the model has responded, so that an unavailable model
 /// is an error with its HTTP status and not a broken stream.
 pub(super) async fn stream_response(
-    conversation: OpenAiConversation,
+    mut requester: Requester,
     format: CompletionFormat,
 ) -> Result<Response, OpenAiError> {
-    let run_id = conversation.options.run_id.clone();
-    let (mut updates, leash) = spawn_conversation(conversation);
     let (id, created) = (new_id(), Timestamp::now().as_second());
     let mut chunks = ChunkWriter { id, created, format, has_text: false, new_step: false };
     let mut begin = vec![chunks.first_chunk()];
+    let mut has_ended = false;
     loop {
-        match updates.recv().await {
+        match requester.next().await {
             Some(ConversationUpdate::Event(event)) => {
                 // A first reply proves that the model is available, and its calls may take long.
                 let replied = event == StreamEvent::ModelReplied;
@@ -150,41 +150,44 @@ pub(super) async fn stream_response(
                     break;
                 }
             }
-            Some(ConversationUpdate::Finished(ending)) => match *ending {
+            Some(ConversationUpdate::Finished(end)) => match &*end {
                 Ok(ending) => {
-                    begin.extend(chunks.final_chunks(&ending));
+                    begin.extend(chunks.final_chunks(ending, requester.metadata(ending)));
+                    has_ended = true;
                     break;
                 }
-                Err(broken) => return Ok(broken.into_response()),
+                Err(broken) => return Ok(requester.response_head().complete(broken.to_response())),
             },
             None => break,
         }
     }
-    let rest =
-        stream::unfold((updates, chunks, leash), async |(mut updates, mut chunks, leash)| {
-            loop {
-                let events = match updates.recv().await? {
-                    ConversationUpdate::Event(event) => {
-                        chunks.on_event(event).into_iter().collect()
-                    }
-                    ConversationUpdate::Finished(ending) => match *ending {
-                        Ok(ending) => chunks.final_chunks(&ending),
-                        Err(broken) => {
-                            let body = OpenAiError(broken.error).log_internal().body().1;
-                            let text = serde_json::to_string(&body).unwrap_or_default();
-                            vec![Event::default().data(text)]
-                        }
-                    },
-                };
-                if !events.is_empty() {
-                    return Some((events, (updates, chunks, leash)));
+    let head = requester.response_head();
+    let state = (!has_ended).then_some((requester, chunks));
+    let rest = stream::unfold(state, async |state| {
+        let (mut requester, mut chunks) = state?;
+        loop {
+            let (events, has_ended): (Vec<Event>, bool) = match requester.next().await? {
+                ConversationUpdate::Event(event) => {
+                    (chunks.on_event(event).into_iter().collect(), false)
                 }
+                ConversationUpdate::Finished(end) => match &*end {
+                    Ok(ending) => (chunks.final_chunks(ending, requester.metadata(ending)), true),
+                    Err(broken) => {
+                        let body = OpenAiError(broken.to_error()).log_internal().body().1;
+                        let text = serde_json::to_string(&body).unwrap_or_default();
+                        (vec![Event::default().data(text)], true)
+                    }
+                },
+            };
+            if !events.is_empty() {
+                return Some((events, (!has_ended).then_some((requester, chunks))));
             }
-        });
+        }
+    });
     let events = futures::StreamExt::flat_map(
         futures::StreamExt::chain(stream::iter([begin]), rest),
         |events| stream::iter(events.into_iter().map(Ok::<_, Infallible>)),
     );
     let alive = KeepAlive::new().interval(Duration::from_secs(15));
-    Ok(with_run_id_header(Sse::new(events).keep_alive(alive).into_response(), &run_id))
+    Ok(head.complete(Sse::new(events).keep_alive(alive).into_response()))
 }

@@ -14,11 +14,15 @@ use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
 use toolcrib::runs::SavedConversation;
 use toolcrib::{Caller, Engine};
 
-use super::super::conversation::{
-    AbortOnDrop, ConversationResult, ConversationUpdate, OpenAiConversation, StreamEvent,
-    spawn_conversation, with_run_id_header,
-};
+use super::super::conversation::{ConversationResult, StreamEvent};
+use super::super::live::{ConversationUpdate, Requester};
 use crate::http::openai::error::OpenAiError;
+
+/// The engine and the caller that a response is saved for.
+pub(super) struct ResponseTarget {
+    pub(super) engine: Engine,
+    pub(super) caller: Caller,
+}
 
 /// Builds the response, and saves its conversation if requested.
 pub(super) struct ResponseBuilder {
@@ -69,7 +73,12 @@ impl ResponseBuilder {
         Value::Object(response)
     }
 
-    fn build_final(&self, ending: &ConversationResult, output: Vec<Value>) -> Value {
+    fn build_final(
+        &self,
+        ending: &ConversationResult,
+        output: Vec<Value>,
+        metadata: Value,
+    ) -> Value {
         let (status, reason) = match ending.finish_reason {
             FinishReason::Length => ("incomplete", Some("max_output_tokens")),
             FinishReason::ContentFilter => ("incomplete", Some("content_filter")),
@@ -80,15 +89,14 @@ impl ResponseBuilder {
             response["incomplete_details"] = json!({ "reason": reason });
         }
         response["usage"] = usage(ending.usage);
-        response["toolcrib"] = ending.metadata.clone();
+        response["toolcrib"] = metadata;
         response
     }
 
     /// Saves the conversation, so that a later request can continue from it.
     async fn save_conversation(
         &self,
-        engine: &Engine,
-        caller: &Caller,
+        target: &ResponseTarget,
         ending: &ConversationResult,
     ) -> Result<(), Error> {
         if !self.store {
@@ -102,7 +110,8 @@ impl ResponseBuilder {
             messages,
             pending_calls: ending.conversation.pending_calls.clone(),
         };
-        engine.runs().save_conversation(caller, &self.id, &thread).await
+        let runs = target.engine.runs();
+        runs.save_conversation(&target.caller, &self.id, &thread).await
     }
 }
 
@@ -136,23 +145,24 @@ fn new_id(kind: &str) -> String {
 
 /// Builds the complete response.
 pub(super) async fn full_response(
-    conversation: OpenAiConversation,
+    mut requester: Requester,
     builder: ResponseBuilder,
+    target: ResponseTarget,
 ) -> Result<Response, OpenAiError> {
-    let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
-    let run_id = conversation.options.run_id.clone();
-    let ending = match Box::pin(conversation.run(&|_| {})).await {
+    let end = requester.wait_for_end().await?;
+    let ending = match &*end {
         Ok(ending) => ending,
-        Err(broken) => return Ok(broken.into_response()),
+        Err(broken) => return Ok(requester.response_head().complete(broken.to_response())),
     };
-    builder.save_conversation(&engine, &caller, &ending).await?;
+    builder.save_conversation(&target, ending).await?;
     let messages =
         ending.texts.iter().map(|text| message_item(&new_id("msg"), "completed", Some(text)));
     let calls = ending.calls.iter();
     let calls =
         calls.map(|call| function_call_item(&new_id("fc"), "completed", call, &call.arguments));
     let output = messages.chain(calls).collect();
-    Ok(with_run_id_header(Json(builder.build_final(&ending, output)).into_response(), &run_id))
+    let body = builder.build_final(ending, output, requester.metadata(ending));
+    Ok(requester.response_head().complete(Json(body).into_response()))
 }
 
 /// Builds the events of a streamed response.
@@ -228,7 +238,7 @@ impl ResponseEventWriter {
         self.output.push(item);
     }
 
-    fn finish(&mut self, ending: &ConversationResult) {
+    fn finish(&mut self, ending: &ConversationResult, metadata: Value) {
         self.close_message();
         for call in &ending.calls {
             let (id, index) = (new_id("fc"), self.output.len());
@@ -246,7 +256,7 @@ impl ResponseEventWriter {
             );
             self.finish_item(function_call_item(&id, "completed", call, &call.arguments));
         }
-        let response = self.builder.build_final(ending, self.output.clone());
+        let response = self.builder.build_final(ending, self.output.clone(), metadata);
         let kind = match response["status"].as_str() {
             Some("incomplete") => "response.incomplete",
             _ => "response.completed",
@@ -275,54 +285,54 @@ impl ResponseEventWriter {
 
 /// State of a streamed response.
 struct ResponseStream {
-    updates: tokio::sync::mpsc::UnboundedReceiver<ConversationUpdate>,
+    requester: Requester,
     writer: ResponseEventWriter,
-    engine: Engine,
-    caller: Caller,
-    _leash: AbortOnDrop,
+    target: ResponseTarget,
+    has_ended: bool,
 }
 
 impl ResponseStream {
     /// Returns the next events, or `None` at the end of the stream.
     async fn next(&mut self) -> Option<Vec<Event>> {
+        if self.has_ended {
+            return None;
+        }
         loop {
-            match self.updates.recv().await? {
-                ConversationUpdate::Event(event) => self.writer.on_event(event),
-                ConversationUpdate::Finished(ending) => {
-                    let saved = match *ending {
-                        Ok(ending) => {
-                            let saved = self.writer.builder.save_conversation(
-                                &self.engine,
-                                &self.caller,
-                                &ending,
-                            );
-                            saved.await.map(|()| ending)
-                        }
-                        Err(broken) => Err(broken.error),
-                    };
-                    match saved {
-                        Ok(ending) => self.writer.finish(&ending),
-                        Err(error) => self.writer.fail(error),
-                    }
-                }
-            }
+            let update = self.requester.next().await?;
+            self.apply(update).await;
             let events = self.writer.drain();
             if !events.is_empty() {
                 return Some(events);
             }
         }
     }
+
+    async fn apply(&mut self, update: ConversationUpdate) {
+        let end = match update {
+            ConversationUpdate::Event(event) => return self.writer.on_event(event),
+            ConversationUpdate::Finished(end) => end,
+        };
+        self.has_ended = true;
+        match &*end {
+            Ok(ending) => {
+                let saved = self.writer.builder.save_conversation(&self.target, ending).await;
+                match saved {
+                    Ok(()) => self.writer.finish(ending, self.requester.metadata(ending)),
+                    Err(error) => self.writer.fail(error),
+                }
+            }
+            Err(broken) => self.writer.fail(broken.to_error()),
+        }
+    }
 }
 
 /// Streams the response. An unavailable model is an error with its HTTP status.
 pub(super) async fn stream_response(
-    conversation: OpenAiConversation,
+    mut requester: Requester,
     builder: ResponseBuilder,
+    target: ResponseTarget,
 ) -> Result<Response, OpenAiError> {
-    let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
-    let run_id = conversation.options.run_id.clone();
-    let (mut updates, leash) = spawn_conversation(conversation);
-    let events = ResponseEventWriter {
+    let writer = ResponseEventWriter {
         builder,
         number: 0,
         output: Vec::new(),
@@ -330,37 +340,28 @@ pub(super) async fn stream_response(
         out: Vec::new(),
     };
     let first = loop {
-        match updates.recv().await {
+        match requester.next().await {
             Some(ConversationUpdate::Event(StreamEvent::StepStarted)) => {}
-            Some(ConversationUpdate::Finished(ending)) => match *ending {
-                Ok(ending) => break Some(ConversationUpdate::Finished(Box::new(Ok(ending)))),
-                Err(broken) => return Ok(broken.into_response()),
-            },
+            Some(ConversationUpdate::Finished(end)) => {
+                if let Err(broken) = &*end {
+                    return Ok(requester.response_head().complete(broken.to_response()));
+                }
+                break Some(ConversationUpdate::Finished(end));
+            }
             other => break other,
         }
     };
-    let mut going = ResponseStream { updates, writer: events, engine, caller, _leash: leash };
+    let head = requester.response_head();
+    let mut going = ResponseStream { requester, writer, target, has_ended: false };
     going.writer.begin();
-    let mut begin = Vec::new();
-    match first {
-        Some(ConversationUpdate::Event(event)) => going.writer.on_event(event),
-        Some(ConversationUpdate::Finished(ending)) => {
-            if let Ok(ending) = *ending {
-                going
-                    .writer
-                    .builder
-                    .save_conversation(&going.engine, &going.caller, &ending)
-                    .await?;
-                going.writer.finish(&ending);
-            }
-        }
-        None => {}
+    if let Some(update) = first {
+        going.apply(update).await;
     }
-    begin.extend(going.writer.drain());
+    let begin = going.writer.drain();
     let rest = stream::unfold(going, async |mut going| Some((going.next().await?, going)));
     let events = stream::iter([begin]).chain(rest);
     let events =
         events.flat_map(|events| stream::iter(events.into_iter().map(Ok::<_, Infallible>)));
     let alive = KeepAlive::new().interval(Duration::from_secs(15));
-    Ok(with_run_id_header(Sse::new(events).keep_alive(alive).into_response(), &run_id))
+    Ok(head.complete(Sse::new(events).keep_alive(alive).into_response()))
 }

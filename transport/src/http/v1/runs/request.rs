@@ -43,6 +43,10 @@ pub(crate) struct RunBody {
     /// The same as the header `Idempotency-Key`.
     #[schema(value_type = Option<String>)]
     idempotency_key: Option<Value>,
+    /// False if the request never joins an earlier identical run whose answer was not delivered
+    /// (default: true).
+    #[schema(value_type = Option<bool>)]
+    rejoin: Option<Value>,
 }
 
 /// Execution of the calls of a run.
@@ -113,6 +117,11 @@ impl RunBody {
     pub(super) fn stream(&self) -> Result<bool, Error> {
         let stream = parse_field("stream", self.stream.as_ref(), "must be true or false")?;
         Ok(stream.unwrap_or(false))
+    }
+
+    pub(super) fn rejoin(&self) -> Result<bool, Error> {
+        let rejoin = parse_field("rejoin", self.rejoin.as_ref(), "must be true or false")?;
+        Ok(rejoin.unwrap_or(true))
     }
 
     pub(super) fn wait_ms(&self) -> Result<Option<u64>, Error> {

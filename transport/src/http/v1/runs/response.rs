@@ -90,6 +90,9 @@ pub(crate) struct RunDetailBody {
     #[schema(value_type = Object)]
     limits: Value,
     tools: Option<Vec<String>>,
+    /// True if the request joined this run, whose answer had not been delivered.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(super) joined: bool,
 }
 
 /// One response of the model, and the results of its calls.
@@ -183,6 +186,7 @@ pub(crate) async fn run_detail(
         messages: messages.collect(),
         limits: serde_json::to_value(&run.options.limits).unwrap_or_default(),
         tools: run.options.tools.clone(),
+        joined: false,
     })
 }
 

@@ -1,0 +1,303 @@
+//! Rejoin: a repeated request joins the work of an earlier one whose answer was not delivered.
+//!
+//! A client that loses its connection cannot know if its request arrived, and many client libraries
+//! send it again by themselves, without an idempotency key. A second execution would repeat a side
+//! effect. So every request that makes such work is a candidate, under a digest of its caller and
+//! its content, until its answer is delivered. While the requester is there, the candidate is
+//! `waiting` and joins nothing: two deliberate identical requests stay two. When the requester goes
+//! without an answer, the candidate is `gone`, and the next request with the same digest takes it
+//! over: it is `waiting` again, for the new requester.
+//!
+//! Candidates are stored with their work ([`crate::ports::store::undelivered`]), so that they
+//! survive a crash: every candidate that a start finds is gone. A delivered one leaves memory at
+//! once and the store a moment later, with others, so that no response waits for it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use sha2::{Digest, Sha256};
+
+use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::fault::Error;
+use crate::domain::id::hex;
+use crate::ports::core::{Core, from_store_error};
+use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
+
+/// Time for which delivered requests are collected before they leave the store together.
+const REMOVAL_DELAY: Duration = Duration::from_millis(20);
+
+/// Number of candidates in memory above which expired ones are removed.
+const MIN_SWEEP_SIZE: usize = 1_024;
+
+/// The state of a candidate's requester.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RequesterState {
+    /// The requester waits for the answer.
+    Waiting,
+    /// The requester went without an answer, at this time.
+    Gone { since_ms: u64 },
+}
+
+struct Candidate {
+    request: UndeliveredRequest,
+    requester: RequesterState,
+}
+
+#[derive(Default)]
+struct CandidateIndex {
+    by_digest: HashMap<String, Vec<Candidate>>,
+    /// Digest of each candidate, by its id.
+    digests: HashMap<String, String>,
+    /// Ids to remove from the store.
+    delivered: Vec<String>,
+    is_removal_scheduled: bool,
+    sweep_size: usize,
+}
+
+impl CandidateIndex {
+    fn candidate(&mut self, id: &str) -> Option<&mut Candidate> {
+        let candidates = self.by_digest.get_mut(self.digests.get(id)?)?;
+        candidates.iter_mut().find(|candidate| candidate.request.id == id)
+    }
+
+    fn insert(&mut self, request: UndeliveredRequest, requester: RequesterState, now_ms: u64) {
+        if self.digests.len() >= self.sweep_size.max(MIN_SWEEP_SIZE) {
+            self.remove_expired(now_ms);
+            self.sweep_size = self.digests.len() * 2;
+        }
+        self.remove(&request.id);
+        self.digests.insert(request.id.clone(), request.digest.clone());
+        let candidates = self.by_digest.entry(request.digest.clone()).or_default();
+        candidates.push(Candidate { request, requester });
+    }
+
+    fn remove(&mut self, id: &str) -> Option<Candidate> {
+        let digest = self.digests.remove(id)?;
+        let candidates = self.by_digest.get_mut(&digest)?;
+        let index = candidates.iter().position(|candidate| candidate.request.id == id)?;
+        let removed = candidates.remove(index);
+        if candidates.is_empty() {
+            self.by_digest.remove(&digest);
+        }
+        Some(removed)
+    }
+
+    /// Removes the candidates whose requester is gone and that are too old to be joined.
+    fn remove_expired(&mut self, now_ms: u64) {
+        let is_current = |candidate: &Candidate| {
+            candidate.requester == RequesterState::Waiting || candidate.request.expires_ms >= now_ms
+        };
+        let digests = &mut self.digests;
+        self.by_digest.retain(|_, candidates| {
+            candidates.retain(|candidate| {
+                let keeps = is_current(candidate);
+                if !keeps {
+                    digests.remove(&candidate.request.id);
+                }
+                keeps
+            });
+            !candidates.is_empty()
+        });
+    }
+}
+
+/// The requests whose answers are not delivered yet.
+pub struct Rejoin {
+    core: Arc<Core>,
+    index: Mutex<CandidateIndex>,
+}
+
+impl Rejoin {
+    pub(crate) fn new(core: Arc<Core>) -> Self {
+        Self { core, index: Mutex::default() }
+    }
+
+    /// Loads the candidates that an earlier process left. Their requesters are gone.
+    pub(crate) async fn load(&self) -> Result<(), Error> {
+        let now_ms = self.core.now_ms();
+        let store = self.core.store.undelivered();
+        let listed = store.list_undelivered(now_ms).await.map_err(from_store_error)?;
+        let mut index = self.index.lock();
+        for request in listed {
+            index.insert(request, RequesterState::Gone { since_ms: now_ms }, now_ms);
+        }
+        Ok(())
+    }
+
+    /// Adds a request whose requester waits for the answer. The request is stored already.
+    pub(crate) fn add_waiting(self: &Arc<Self>, request: UndeliveredRequest) -> PendingDelivery {
+        let delivery = self.new_delivery(&request);
+        self.index.lock().insert(request, RequesterState::Waiting, self.core.now_ms());
+        delivery
+    }
+
+    /// Takes over the oldest candidate with this digest whose requester is gone.
+    pub(crate) fn take_over(self: &Arc<Self>, digest: &str) -> Option<PendingDelivery> {
+        let now_ms = self.core.now_ms();
+        let mut index = self.index.lock();
+        let found = index.by_digest.get_mut(digest)?.iter_mut().find(|candidate| {
+            candidate.requester != RequesterState::Waiting && candidate.request.expires_ms >= now_ms
+        })?;
+        found.requester = RequesterState::Waiting;
+        let request = found.request.clone();
+        drop(index);
+        Some(self.new_delivery(&request))
+    }
+
+    /// Takes over the candidate with this id, for a requester that comes back to its work by name.
+    pub(crate) fn take_over_id(self: &Arc<Self>, id: &str) -> Option<PendingDelivery> {
+        let mut index = self.index.lock();
+        let candidate = index.candidate(id)?;
+        candidate.requester = RequesterState::Waiting;
+        let request = candidate.request.clone();
+        drop(index);
+        Some(self.new_delivery(&request))
+    }
+
+    /// Returns how long the requester of a candidate has been gone, or `None` if it waits or has
+    /// its answer.
+    pub(crate) fn gone_for_ms(&self, id: &str) -> Option<u64> {
+        let now_ms = self.core.now_ms();
+        match self.index.lock().candidate(id)?.requester {
+            RequesterState::Waiting => None,
+            RequesterState::Gone { since_ms } => Some(now_ms.saturating_sub(since_ms)),
+        }
+    }
+
+    fn new_delivery(self: &Arc<Self>, request: &UndeliveredRequest) -> PendingDelivery {
+        let (rejoin, id, kind) = (self.clone(), request.id.clone(), request.kind);
+        let progress = AtomicU8::new(DeliveryProgress::Pending as u8);
+        PendingDelivery(Arc::new(DeliveryGuard { rejoin, id, kind, progress }))
+    }
+
+    /// Removes a candidate, whose row leaves the store a moment later.
+    fn remove(self: &Arc<Self>, id: &str) {
+        let mut index = self.index.lock();
+        if index.remove(id).is_some() {
+            self.schedule_removal(&mut index, id);
+        }
+    }
+
+    fn schedule_removal(self: &Arc<Self>, index: &mut CandidateIndex, id: &str) {
+        index.delivered.push(id.to_owned());
+        // Without a runtime the process is exiting.
+        if index.is_removal_scheduled || tokio::runtime::Handle::try_current().is_err() {
+            return;
+        }
+        index.is_removal_scheduled = true;
+        self.core.tasks.spawn(self.clone().remove_delivered());
+    }
+
+    async fn remove_delivered(self: Arc<Self>) {
+        tokio::select! {
+            () = tokio::time::sleep(REMOVAL_DELAY) => {}
+            () = self.core.shutdown.cancelled() => {}
+        }
+        let ids = {
+            let mut index = self.index.lock();
+            index.is_removal_scheduled = false;
+            std::mem::take(&mut index.delivered)
+        };
+        let removed = self.core.store.undelivered().remove_undelivered(ids, self.core.now_ms());
+        if let Err(error) = removed.await {
+            tracing::warn!(%error, "delivered requests could not be removed from the store");
+        }
+    }
+
+    fn mark_gone(&self, id: &str) {
+        let now_ms = self.core.now_ms();
+        if let Some(candidate) = self.index.lock().candidate(id) {
+            candidate.requester = RequesterState::Gone { since_ms: now_ms };
+        }
+    }
+}
+
+/// The progress of an answer to its requester.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum DeliveryProgress {
+    Pending,
+    /// The answer is written to the connection, and the connection may still break.
+    Written,
+    Delivered,
+}
+
+/// The answer that a requester waits for. Dropped without [`mark_delivered`], it means that the
+/// requester is gone: a repeated request joins the work. All clones are one delivery.
+///
+/// [`mark_delivered`]: PendingDelivery::mark_delivered
+#[derive(Clone)]
+pub struct PendingDelivery(Arc<DeliveryGuard>);
+
+struct DeliveryGuard {
+    rejoin: Arc<Rejoin>,
+    id: String,
+    kind: RequestKind,
+    progress: AtomicU8,
+}
+
+impl PendingDelivery {
+    /// Returns the id of the call, run or conversation that the answer is about.
+    pub fn id(&self) -> &str {
+        &self.0.id
+    }
+
+    /// Records that the answer was written to the connection. A later start does not take the
+    /// requester for gone; this process does if the delivery is dropped.
+    pub fn mark_written(&self) {
+        let guard = &self.0;
+        let (pending, written) = (DeliveryProgress::Pending as u8, DeliveryProgress::Written as u8);
+        let order = (Ordering::AcqRel, Ordering::Acquire);
+        if guard.progress.compare_exchange(pending, written, order.0, order.1).is_ok() {
+            guard.rejoin.schedule_removal(&mut guard.rejoin.index.lock(), &guard.id);
+        }
+    }
+
+    /// Records that the requester has the answer: no repeated request joins the work.
+    pub fn mark_delivered(&self) {
+        let guard = &self.0;
+        let delivered = DeliveryProgress::Delivered as u8;
+        if guard.progress.swap(delivered, Ordering::AcqRel) != delivered {
+            guard.rejoin.remove(&guard.id);
+        }
+    }
+
+    /// Counts a request that joined the work.
+    pub fn record_join(&self) {
+        let kind = self.0.kind.as_str();
+        tracing::info!(id = self.0.id, kind, "a repeated request joined earlier work");
+        metrics::counter!("toolcrib_rejoined_total", "kind" => kind).increment(1);
+    }
+}
+
+impl std::fmt::Debug for PendingDelivery {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("PendingDelivery").field(&self.0.id).finish()
+    }
+}
+
+impl Drop for DeliveryGuard {
+    fn drop(&mut self) {
+        if *self.progress.get_mut() != DeliveryProgress::Delivered as u8 {
+            self.rejoin.mark_gone(&self.id);
+        }
+    }
+}
+
+/// Computes the digest of a request. Equal parts of one caller have equal digests.
+pub(crate) fn request_digest(caller: &Caller, kind: &str, parts: &[&str]) -> String {
+    let method = match caller.auth_method {
+        AuthMethod::Key => "key",
+        AuthMethod::Local => "local",
+    };
+    let identity = [&caller.project, &caller.agent, caller.role.as_str(), method, kind];
+    let mut hash = Sha256::new();
+    for part in identity.iter().copied().chain(parts.iter().copied()) {
+        // The length keeps the parts apart.
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    hex(&hash.finalize())
+}
