@@ -246,7 +246,7 @@ async fn call(engine: &Engine, caller: &Caller, asked: CallRequest) -> anyhow::R
     let ticket = engine.calls().invoke(caller, asked).await?;
     let mut call = ticket.call.clone();
     while !call.status.is_terminal() {
-        if call.hold == Some(Hold::Input) {
+        if call.waits_for_input() {
             let open = call.elicitation.as_ref().map(|dialogue| dialogue.unanswered.clone());
             let answers = open.unwrap_or_default().into_iter().map(answered).collect();
             call = engine.calls().answer_elicitation(caller, &call.id, answers).await?;

@@ -55,7 +55,11 @@ fn status_message(call: &Call) -> String {
         (_, Some(fault)) => fault.to_string(),
         (Status::Pending, _) => {
             let reason = call.hold.map_or("queue", |hold| hold.as_str());
-            format!("{} waits ({reason})", call.target.tool)
+            let answer = match call.waits_for_input() {
+                true => format!("; POST /v1/tool_calls/{}/answer answers its questions", call.id),
+                false => String::new(),
+            };
+            format!("{} waits ({reason}){answer}", call.target.tool)
         }
         (Status::Running, _) => format!("{} is being executed", call.target.tool),
         _ => format!("{} is done", call.target.tool),
