@@ -10,12 +10,17 @@
 //!        │   └── retry is due ── PENDING(retry) ◀── a retryable failure
 //!        └ node lost before start                     RUNNING ── report ──▶ SUCCEEDED | FAILED
 //!   RUNNING ── input required ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
+//!   an attempt in flight ── its time is over ──▶ PENDING(retry) | TIMEOUT | FAILED
 //!   PENDING(after) ── its predecessor has ended ──▶ PENDING(queue)
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
 //!   any open state ── a rule of the system ──▶ FAILED
 //! ```
 
+pub(crate) mod time_limits;
 use serde_json::{Map, Value};
+use time_limits::{
+    attempt_deadline, extend_predecessor_wait, retries_left, time_out, time_out_attempt,
+};
 
 use crate::domain::call::elicitation::{Elicitation, ElicitationRequest};
 use crate::domain::call::{Call, CallMetrics, FailedAttempt, Hold, Outcome, Status};
@@ -23,6 +28,9 @@ use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Fault, SideEffect};
 use crate::domain::json::Json;
 use crate::domain::tool::Effect;
+
+/// Ends the message of a fault that leaves open if an irreversible tool had its effect.
+pub(crate) const MAY_HAVE_HAPPENED: &str = "it may have happened, so a retry is not safe";
 
 /// An input of the state machine.
 #[derive(Debug, Clone, PartialEq)]
@@ -83,8 +91,20 @@ pub enum Event {
     },
     /// The predecessor has ended.
     PredecessorEnded,
+    /// The predecessor got more time, because it waits for input.
+    PredecessorExtended {
+        /// Present deadline of the predecessor, in Unix milliseconds.
+        deadline_ms: u64,
+    },
     /// The clock reached the call's deadline.
     Deadline,
+    /// The clock reached the end of the attempt's time.
+    AttemptDeadline {
+        /// Number of the attempt.
+        attempt: u32,
+        /// Time at which the executor received the attempt; `None` if none has received it.
+        delivered_ms: Option<u64>,
+    },
     /// A cancel request.
     Cancel {
         /// Name of the requester, as shown in the outcome.
@@ -182,7 +202,11 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refus
             apply_remote_outcome(call, *attempt, by, outcome, now_ms)
         }
         Event::PredecessorEnded => start_after_predecessor(call, now_ms),
+        Event::PredecessorExtended { deadline_ms } => extend_predecessor_wait(call, *deadline_ms),
         Event::Deadline => time_out(call, now_ms),
+        Event::AttemptDeadline { attempt, delivered_ms } => {
+            time_out_attempt(call, *attempt, *delivered_ms, now_ms)
+        }
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
         Event::Abort { fault } => abort(call, fault, now_ms),
         Event::OwnerLost { node } => recover_from_owner_loss(call, node, now_ms),
@@ -240,6 +264,7 @@ fn claim(mut next: Call, node: &str, now_ms: u64) -> Transition {
     }
     if next.target.traits.needs_acknowledgement {
         next.hold = Some(Hold::Unacknowledged);
+        next.attempt_deadline_ms = attempt_deadline(&next, now_ms);
         return into_transition(next, vec![], vec![Action::Start]);
     }
     let record = begin_attempt(&mut next, now_ms);
@@ -284,6 +309,9 @@ fn acknowledge(
         vec![EventRecord::new(EventKind::Acknowledged, now_ms, attempt).with("by", by)];
     if !acknowledged {
         records.insert(0, begin_attempt(&mut next, now_ms));
+    } else {
+        // The client that takes over gets the whole time of an attempt.
+        next.attempt_deadline_ms = attempt_deadline(&next, now_ms);
     }
     Ok(into_transition(next, records, vec![]))
 }
@@ -345,16 +373,17 @@ fn apply_report(
             records.push(record);
             into_transition(end, records, vec![Action::NotifyEnded])
         }
-        Err(fault) => retry_or_fail(next, records, fault, now_ms),
+        Err(fault) => retry_or_fail(next, records, fault, now_ms, Status::Failed),
     }
 }
 
-/// Handles a failed attempt: retries, falls back, or ends the call.
+/// Handles a failed attempt: retries, falls back, or ends the call with this status.
 fn retry_or_fail(
     mut next: Call,
     mut records: Vec<EventRecord>,
     fault: &Fault,
     now_ms: u64,
+    end_status: Status,
 ) -> Transition {
     let harmless = fault.side_effect == SideEffect::None;
     let may_repeat = harmless || next.target.effect != Effect::Irreversible;
@@ -362,7 +391,7 @@ fn retry_or_fail(
     // Do not retry before the delay that the executor requested.
     let wait_ms = backoff_ms.max(fault.retry_after_ms().unwrap_or(0));
     let at_ms = now_ms.saturating_add(wait_ms);
-    let tries_left = next.target_attempts <= next.max_retries;
+    let tries_left = retries_left(&next) > 0;
     let duration_ms = now_ms.saturating_sub(next.attempt_dispatched_ms.unwrap_or(now_ms));
     let failed = |kind: EventKind, call: &Call| {
         EventRecord::new(kind, now_ms, call.attempt)
@@ -393,9 +422,29 @@ fn retry_or_fail(
         schedule_next_attempt(&mut next, fault, now_ms);
         return into_transition(next, records, vec![Action::Enqueue]);
     }
-    let end = end_call(next, Status::Failed, (false, None, Some(fault.clone())), now_ms);
-    records.push(end_record(&end, EventKind::Failed, now_ms).with("code", fault.code.as_str()));
+    let final_fault = warn_of_side_effect(&next, fault.clone());
+    let end = end_call(next, end_status, (false, None, Some(final_fault)), now_ms);
+    let kind = match end_status {
+        Status::Timeout => EventKind::Timeout,
+        _ => EventKind::Failed,
+    };
+    records.push(end_record(&end, kind, now_ms).with("code", fault.code.as_str()));
     into_transition(end, records, vec![Action::NotifyEnded])
+}
+
+/// Returns the final fault of a call. If an irreversible tool may have had its effect, the fault
+/// says so, and it is not retryable: the same request could have the effect twice.
+fn warn_of_side_effect(call: &Call, fault: Fault) -> Fault {
+    let is_harmless = fault.side_effect == SideEffect::None;
+    if is_harmless || call.target.effect != Effect::Irreversible {
+        return fault;
+    }
+    let message = match fault.code {
+        // Faults with this code say it in their own words.
+        Code::OutcomeUnknown => fault.message,
+        _ => format!("{}; {MAY_HAVE_HAPPENED}", fault.message),
+    };
+    Fault { message, retryable: false, ..fault }
 }
 
 fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {
@@ -403,6 +452,7 @@ fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {
     next.status = Status::Pending;
     next.hold = Some(Hold::Retry { at_ms });
     next.acknowledged_by = None;
+    next.attempt_deadline_ms = None;
 }
 
 /// Returns true if a report repeats the failure that led to another attempt. A report without an
@@ -419,10 +469,10 @@ fn matches_outcome(call: &Call, result: &Result<Json, Fault>) -> bool {
     let Some(outcome) = &call.outcome else { return false };
     match (call.status, result) {
         (Status::Succeeded, Ok(data)) => outcome.data.as_ref() == Some(data),
-        (Status::Failed, Err(fault)) => outcome
-            .error
-            .as_ref()
-            .is_some_and(|error| (error.code, &error.message) == (fault.code, &fault.message)),
+        (Status::Failed, Err(fault)) => outcome.error.as_ref().is_some_and(|error| {
+            let fault = warn_of_side_effect(call, fault.clone());
+            (error.code, &error.message) == (fault.code, &fault.message)
+        }),
         _ => false,
     }
 }
@@ -448,11 +498,13 @@ fn apply_remote_outcome(
             (Status::Succeeded, EventKind::Finished, (true, Some(data.clone()), None))
         }
         RemoteOutcome::TimedOut(fault) => {
-            (Status::Timeout, EventKind::Timeout, (false, None, Some(fault.clone())))
+            let fault = warn_of_side_effect(call, fault.clone());
+            (Status::Timeout, EventKind::Timeout, (false, None, Some(fault)))
         }
         // No caller canceled it, so the call has failed.
         RemoteOutcome::Canceled(fault) => {
-            (Status::Failed, EventKind::Failed, (false, None, Some(fault.clone())))
+            let fault = warn_of_side_effect(call, fault.clone());
+            (Status::Failed, EventKind::Failed, (false, None, Some(fault)))
         }
     };
     let partial = status == Status::Succeeded;
@@ -531,7 +583,12 @@ fn require_input(
     }
     let mut next = call.clone();
     next.status = Status::Pending;
-    next.hold = Some(Hold::Input);
+    // The time in which a person answers does not count against the deadline: the clock of the call
+    // stops here and continues with the last answer.
+    let remaining_ms = call.deadline_ms.saturating_sub(now_ms);
+    next.hold = Some(Hold::Input { remaining_ms });
+    next.deadline_ms = now_ms.saturating_add(call.input_timeout_ms);
+    next.attempt_deadline_ms = None;
     next.acknowledged_by = None;
     // An elicitation is not a failure: it costs no retry.
     next.target_attempts = next.target_attempts.saturating_sub(1);
@@ -554,9 +611,9 @@ fn provide_input(
             ignored_record(call, now_ms, "answered after the end").with("by", by),
         ));
     }
-    if call.hold != Some(Hold::Input) {
+    let Some(Hold::Input { remaining_ms }) = call.hold else {
         return Err(Refusal::NotApplicable);
-    }
+    };
     let mut next = call.clone();
     let elicitation = next.elicitation.get_or_insert_default();
     let keys = elicitation.accept_answers(answers);
@@ -568,6 +625,7 @@ fn provide_input(
     let mut actions = Vec::new();
     if elicitation.unanswered.is_empty() {
         next.hold = Some(Hold::Queue);
+        next.deadline_ms = now_ms.saturating_add(remaining_ms);
         actions.push(Action::Enqueue);
     }
     Ok(into_transition(next, vec![record], actions))
@@ -582,49 +640,6 @@ fn start_after_predecessor(call: &Call, now_ms: u64) -> Result<Transition, Refus
     next.hold = Some(Hold::Queue);
     next.deadline_ms = call.deadline_ms.min(now_ms.saturating_add(timeout_ms));
     Ok(into_transition(next, vec![], vec![Action::Enqueue]))
-}
-
-/// Ends a call whose deadline has passed.
-fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
-    if call.status.is_terminal() || now_ms < call.deadline_ms {
-        return Err(Refusal::NotApplicable);
-    }
-    let allowed_ms = call.deadline_ms.saturating_sub(call.created_ms);
-    let message = match (call.status, call.hold, call.target.effect) {
-        (Status::Running, _, Effect::Read) => format!(
-            "{} did not answer within {allowed_ms} ms; it only reads, so calling again is safe",
-            call.target.tool
-        ),
-        (Status::Running, _, _) => format!(
-            "{} did not answer within {allowed_ms} ms; it was under way and may have taken effect",
-            call.target.tool
-        ),
-        (_, Some(Hold::Unacknowledged), _) => {
-            let question = call.target.executor.availability_question();
-            format!("no executor took {} within {allowed_ms} ms: {question}?", call.target.tool)
-        }
-        (_, Some(Hold::Input), _) => {
-            format!("{} asked something and had no answer for {allowed_ms} ms", call.target.tool)
-        }
-        (_, Some(Hold::Retry { .. }), _) => {
-            format!("{} failed and its {allowed_ms} ms ended before the next try", call.target.tool)
-        }
-        (_, Some(Hold::Predecessor { .. }), _) => {
-            format!("the call before {} had not ended after {allowed_ms} ms", call.target.tool)
-        }
-        _ => format!("no place was free for {} within {allowed_ms} ms", call.target.tool),
-    };
-    let mut fault = Fault::new(Code::Timeout, message);
-    if call.status != Status::Running {
-        fault = fault.without_side_effect().retryable(true);
-    } else if call.target.effect == Effect::Read {
-        fault = fault.retryable(true);
-    }
-    let mut actions = stop_actions(call);
-    actions.push(Action::NotifyEnded);
-    let end = end_call(call.clone(), Status::Timeout, (false, None, Some(fault)), now_ms);
-    let record = end_record(&end, EventKind::Timeout, now_ms);
-    Ok(into_transition(end, vec![record], actions))
 }
 
 /// Ends a call because of a rule of the system. The status is FAILED and not CANCELED, which is
@@ -653,7 +668,13 @@ fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Tr
     }
     let under_way = call.status == Status::Running && call.target.effect != Effect::Read;
     let because = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
-    let may = if under_way { "; it was under way and may have taken effect" } else { "" };
+    let may = match (under_way, call.target.effect) {
+        (true, Effect::Irreversible) => {
+            "; it was under way and may have taken effect: a retry is not safe"
+        }
+        (true, _) => "; it was under way and may have taken effect",
+        (false, _) => "",
+    };
     let fault = Fault::new(Code::Canceled, format!("canceled by {by}{because}{may}"));
     let mut actions = stop_actions(call);
     actions.push(Action::NotifyEnded);
@@ -677,7 +698,7 @@ fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Trans
     if !call.has_attempt_in_flight() {
         // A call that waits for input keeps waiting; a call that waits for a slot is queued.
         let actions = match call.hold {
-            Some(Hold::Input) => vec![],
+            Some(Hold::Input { .. }) => vec![],
             Some(Hold::Predecessor { .. }) => vec![Action::AwaitPredecessor],
             Some(Hold::Queue | Hold::Retry { .. } | Hold::Unacknowledged) | None => {
                 vec![Action::Enqueue]
@@ -686,25 +707,29 @@ fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Trans
         return Ok(into_transition(next, vec![recovered], actions));
     }
     if call.survives_node_loss() {
+        // The executor could not report while the server was stopped.
+        next.attempt_deadline_ms = attempt_deadline(&next, now_ms);
         return Ok(into_transition(next, vec![recovered], vec![Action::Redeliver]));
     }
     let retryable = next.target.effect != Effect::Irreversible;
     let (tool, attempt) = (&call.target.tool, call.attempt);
     let then = match retryable {
         true => format!(" in attempt {attempt}: it may have happened"),
-        false => ": it may have happened, and it was not tried again".to_owned(),
+        false => format!(", and it was not tried again: {MAY_HAVE_HAPPENED}"),
     };
     let message = format!("the server stopped while {tool} was under way{then}");
     let fault = Fault::new(Code::OutcomeUnknown, message);
     // A crash is not the tool's failure, but it costs an attempt: a call that brings the process
     // down each time must end.
-    Ok(retry_or_fail(next, vec![recovered], &fault.retryable(retryable), now_ms))
+    let fault = fault.retryable(retryable);
+    Ok(retry_or_fail(next, vec![recovered], &fault, now_ms, Status::Failed))
 }
 
 /// Marks the attempt as running.
 fn begin_attempt(next: &mut Call, now_ms: u64) -> EventRecord {
     next.status = Status::Running;
     next.hold = None;
+    next.attempt_deadline_ms = attempt_deadline(next, now_ms);
     next.started_ms.get_or_insert(now_ms);
     EventRecord::new(EventKind::Started, now_ms, next.attempt)
         .with("tool", next.target.tool.as_str())
@@ -718,6 +743,7 @@ fn end_call(mut call: Call, status: Status, (ok, data, error): OutcomeParts, now
         CallMetrics::from_timestamps(call.created_ms, call.started_ms, completed_ms, call.attempt);
     call.status = status;
     call.hold = None;
+    call.attempt_deadline_ms = None;
     call.completed_ms = Some(completed_ms);
     call.outcome = Some(Outcome { ok, partial: false, data, error, metrics });
     call

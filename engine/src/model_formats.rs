@@ -50,6 +50,10 @@ pub struct ParsedToolCall {
     pub args: Json,
     /// Timeout in milliseconds, if the entry sets one; only envelopes can.
     pub timeout_ms: Option<u64>,
+    /// Time limit of each attempt, if the entry sets one; only envelopes can.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Time to wait for input, if the entry sets one; only envelopes can.
+    pub input_timeout_ms: Option<u64>,
     /// Maximum number of retries, if the entry sets one; only envelopes can.
     pub retry: Option<u32>,
     /// Idempotency key, if the entry sets one; only envelopes can.
@@ -66,6 +70,8 @@ impl ParsedToolCall {
             name,
             args,
             timeout_ms: None,
+            attempt_timeout_ms: None,
+            input_timeout_ms: None,
             retry: None,
             idempotency_key: None,
             callback_url: None,
@@ -179,7 +185,7 @@ pub struct EntryAnswer<'a> {
 }
 
 /// The notice about a call that is still open.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct PendingNotice<'a> {
     /// Always `pending`.
     pub status: &'static str,
@@ -190,6 +196,9 @@ pub struct PendingNotice<'a> {
     pub task_id: Option<&'a str>,
     /// Explanation for a caller or a model.
     pub message: &'static str,
+    /// The tool's unanswered questions, if the call waits for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub questions: Option<&'a serde_json::Map<String, serde_json::Value>>,
 }
 
 /// Formats the answer to an entry in the entry's own format.

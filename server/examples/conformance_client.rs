@@ -16,7 +16,6 @@ use anyhow::{Context, bail};
 use serde_json::{Map, Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use toolcrib::domain::call::Hold;
 use toolcrib::{Call, CallRequest, Caller, Engine, Json};
 use toolcrib_server::bootstrap::{self, ServerRuntime};
 use toolcrib_server::config::Config;
@@ -246,7 +245,7 @@ async fn call(engine: &Engine, caller: &Caller, asked: CallRequest) -> anyhow::R
     let ticket = engine.calls().invoke(caller, asked).await?;
     let mut call = ticket.call.clone();
     while !call.status.is_terminal() {
-        if call.hold == Some(Hold::Input) {
+        if call.waits_for_input() {
             let open = call.elicitation.as_ref().map(|dialogue| dialogue.unanswered.clone());
             let answers = open.unwrap_or_default().into_iter().map(answered).collect();
             call = engine.calls().answer_elicitation(caller, &call.id, answers).await?;

@@ -181,6 +181,12 @@ pub struct PolicySettings {
     /// Time from the acceptance of a call to its outcome, unless the request or the tool sets
     /// another timeout.
     pub default_timeout_ms: u64,
+    /// Time limit of each attempt. Default: the remaining time, divided by the attempts that may
+    /// still follow, fallbacks included.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Time that a call waits for answers to its tool's questions. It does not count against the
+    /// call's timeout.
+    pub input_timeout_ms: u64,
     /// Maximum number of attempts after the first, where the tool's effect permits a retry.
     pub max_retries: u32,
     /// Wait between attempts.
@@ -202,6 +208,8 @@ impl Default for PolicySettings {
         Self {
             max_parallel: policy.max_parallel.unwrap_or(256),
             default_timeout_ms: policy.default_timeout_ms,
+            attempt_timeout_ms: policy.attempt_timeout_ms,
+            input_timeout_ms: policy.input_timeout_ms,
             max_retries: policy.max_retries,
             backoff: policy.backoff,
             rejoin: policy.rejoin,

@@ -21,7 +21,7 @@ use toolcrib::domain::call::{
 use toolcrib::domain::event::{EventKind, EventRecord};
 use toolcrib::domain::fault::{Code, Fault, SideEffect};
 use toolcrib::domain::json::Json;
-use toolcrib::domain::retry::Backoff;
+use toolcrib::domain::retry::{Backoff, DEFAULT_INPUT_TIMEOUT_MS};
 use toolcrib::domain::tool::{Effect, Executor, SourceTraits};
 use toolcrib::domain::utp::Route;
 use toolcrib::ports::store::StoreError;
@@ -87,6 +87,11 @@ struct StoredCallEnvelope<'a> {
     #[serde(rename = "after")]
     predecessor: Option<Cow<'a, str>>,
     max_retries: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attempt_timeout_ms: Option<u64>,
+    /// Omitted when it is the default.
+    #[serde(default = "default_input_timeout", skip_serializing_if = "is_default_input_timeout")]
+    input_timeout_ms: u64,
     /// Omitted when it is the default.
     #[serde(default, skip_serializing_if = "is_default_backoff")]
     backoff: Cow<'a, Backoff>,
@@ -94,6 +99,14 @@ struct StoredCallEnvelope<'a> {
 
 fn is_false(value: &bool) -> bool {
     !value
+}
+
+fn default_input_timeout() -> u64 {
+    DEFAULT_INPUT_TIMEOUT_MS
+}
+
+fn is_default_input_timeout(timeout_ms: &u64) -> bool {
+    *timeout_ms == DEFAULT_INPUT_TIMEOUT_MS
 }
 
 fn is_default_backoff(backoff: &Backoff) -> bool {
@@ -113,10 +126,16 @@ struct StoredCallState<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[serde(rename = "after_timeout_ms")]
     predecessor_timeout_ms: Option<u64>,
-    /// Set only for a call with a predecessor, whose deadline moves when the predecessor ends.
-    /// Older versions leave the `deadline_ms` column as it was inserted.
+    /// Time of the call that was left when it began to wait for input. Set only while it waits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    input_remaining_ms: Option<u64>,
+    /// Set only for a call with a predecessor or an elicitation, whose deadline moves when the
+    /// predecessor ends and while the call waits for input. Older versions leave the `deadline_ms`
+    /// column as it was inserted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     deadline_ms: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attempt_deadline_ms: Option<u64>,
     /// Omitted when it equals `Call::implied_dispatch_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     attempt_ms: Option<u64>,
@@ -219,6 +238,8 @@ impl CallRow {
             callback_url: call.origin.callback_url.as_deref().map(Cow::Borrowed),
             predecessor: call.origin.predecessor.as_ref().map(|id| Cow::Borrowed(id.as_str())),
             max_retries: call.max_retries,
+            attempt_timeout_ms: call.attempt_timeout_ms,
+            input_timeout_ms: call.input_timeout_ms,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
         let mut row = Self::for_update(call)?;
@@ -254,7 +275,12 @@ impl CallRow {
                 Some(Hold::Predecessor { timeout_ms }) => Some(timeout_ms),
                 _ => None,
             },
-            deadline_ms: call.origin.predecessor.is_some().then_some(call.deadline_ms),
+            input_remaining_ms: match call.hold {
+                Some(Hold::Input { remaining_ms }) => Some(remaining_ms),
+                _ => None,
+            },
+            deadline_ms: has_moving_deadline(&call).then_some(call.deadline_ms),
+            attempt_deadline_ms: call.attempt_deadline_ms,
             attempt_ms: call
                 .attempt_dispatched_ms
                 .filter(|_| call.attempt_dispatched_ms != call.implied_dispatch_ms()),
@@ -275,6 +301,11 @@ impl CallRow {
             call,
         })
     }
+}
+
+/// Returns true if the deadline of a call may differ from that of its insert.
+fn has_moving_deadline(call: &Call) -> bool {
+    call.origin.predecessor.is_some() || call.elicitation.is_some()
 }
 
 fn encode_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> StoredTarget<'a> {
@@ -325,7 +356,9 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
     let status_text = text(CallColumn::Status)?;
     let status: Status =
         status_text.parse().map_err(|()| StoreError::Corrupt(format!("status {status_text}")))?;
-    let hold = decode_hold(optional_text(CallColumn::Hold)?.as_deref(), &state);
+    let deadline_ms = state.deadline_ms.map_or_else(|| number(CallColumn::DeadlineMs), Ok)?;
+    let timeout_ms = deadline_ms.saturating_sub(number(CallColumn::CreatedMs)?);
+    let hold = decode_hold(optional_text(CallColumn::Hold)?.as_deref(), &state, timeout_ms);
     let data = optional_text(CallColumn::Result)?.map(|text| parse(&text)).transpose()?;
     let error = optional_text(CallColumn::Error)?.map(|text| read_fault(&text)).transpose()?;
     let (created_ms, started_ms) =
@@ -364,6 +397,8 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         target: target(state.target),
         fallbacks: state.alternates.into_iter().map(target).collect(),
         max_retries: envelope.max_retries,
+        attempt_timeout_ms: envelope.attempt_timeout_ms,
+        input_timeout_ms: envelope.input_timeout_ms,
         backoff: envelope.backoff.into_owned(),
         status,
         hold,
@@ -374,7 +409,8 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         elicitation: state.elicitation.map(|dialogue| Box::new(dialogue.into_owned())),
         failed_attempt: state.failed_attempt.map(|failed| Box::new(failed.into_owned())),
         created_ms,
-        deadline_ms: state.deadline_ms.map_or_else(|| number(CallColumn::DeadlineMs), Ok)?,
+        deadline_ms,
+        attempt_deadline_ms: state.attempt_deadline_ms,
         started_ms,
         attempt_dispatched_ms: state.attempt_ms,
         completed_ms,
@@ -386,11 +422,14 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
 }
 
 /// Decodes a hold. Earlier versions stored `input` and `after` as `queue`, so the state decides
-/// between the three: it has open questions, or the timeout of a call that has a predecessor.
-fn decode_hold(column: Option<&str>, state: &StoredCallState<'_>) -> Option<Hold> {
+/// between the three: it has open questions, or the timeout of a call that has a predecessor. A
+/// call that waits for input without a stored remaining time gets its whole timeout.
+fn decode_hold(column: Option<&str>, state: &StoredCallState<'_>, timeout_ms: u64) -> Option<Hold> {
     let asks = state.elicitation.as_ref().is_some_and(|dialogue| !dialogue.unanswered.is_empty());
     match (column?, state.predecessor_timeout_ms) {
-        ("queue" | "input", _) if asks => Some(Hold::Input),
+        ("queue" | "input", _) if asks => {
+            Some(Hold::Input { remaining_ms: state.input_remaining_ms.unwrap_or(timeout_ms) })
+        }
         ("queue" | "after", Some(timeout_ms)) => Some(Hold::Predecessor { timeout_ms }),
         ("queue" | "input" | "after", _) => Some(Hold::Queue),
         ("parked", _) => Some(Hold::Unacknowledged),

@@ -8,6 +8,7 @@ use crate::domain::call::elicitation::ElicitationRequest;
 use crate::domain::fault::{Code, Fault};
 use crate::engine_metrics;
 use crate::lifecycle::Event;
+use crate::lifecycle::time_limits::connect_deadline;
 use crate::ports::source::{Attempt, AttemptProgress, ProgressSink, StartResult};
 
 impl Dispatcher {
@@ -85,9 +86,13 @@ impl Dispatcher {
         call: &Call,
         result: Result<crate::domain::json::Json, Fault>,
     ) {
-        // An attempt that was stopped because its call had ended has nothing to report.
+        // An attempt that was stopped has nothing to report: its call has ended, or its time.
         let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
-        if stopped && self.open_calls.get(&call.id).is_none() {
+        let is_in_flight = || {
+            let open = self.open_calls.get(&call.id).map(|entry| entry.call());
+            open.is_some_and(|now| now.has_attempt_in_flight() && now.attempt == call.attempt)
+        };
+        if stopped && !is_in_flight() {
             return;
         }
         let result = self.validate_result(call, result);
@@ -127,7 +132,13 @@ impl Dispatcher {
             tool: call.target.tool.clone(),
             effect: call.target.effect,
             args: call.target.args.clone(),
-            deadline_ms: call.deadline_ms,
+            deadline_ms: match call.target.traits.reports_later {
+                // The time of such an attempt begins when its executor acknowledges it.
+                true => call.deadline_ms,
+                false => call.attempt_deadline_ms.unwrap_or(call.deadline_ms),
+            },
+            connect_deadline_ms: connect_deadline(call, self.core.clock.now_ms()),
+            input_timeout_ms: call.input_timeout_ms,
             traceparent: self.attempt_traceparent(call),
             command: None,
             client_id: call.origin.client_id.clone(),

@@ -69,7 +69,10 @@ pub struct Batch {
     pub entry_keys: Vec<String>,
     /// Timeout of each entry that sets none itself.
     pub timeout_ms: Option<u64>,
-    /// Number of retries of each entry that sets none itself.
+    /// Time limit of each attempt, for entries that set none themselves.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Number of retries of each entry that sets none itself, where the tool's executor permits
+    /// retries.
     pub retry: Option<u32>,
     /// A label; never used for a decision.
     pub user_id: Option<String>,
@@ -99,6 +102,7 @@ impl Batch {
             idempotency_key: None,
             entry_keys: Vec::new(),
             timeout_ms: None,
+            attempt_timeout_ms: None,
             retry: None,
             user_id: None,
             traceparent: None,

@@ -103,7 +103,7 @@ impl Dispatcher {
             }
             entry.set_committed(after.clone(), wall_offset_ms);
             self.open_calls.apply_transition(&before, &after, wall_offset_ms);
-            self.release_attempt(&entry, &before, &after);
+            self.release_attempt(&entry, &before, &after, &step.actions);
             let commit = Commit::new(&after, CommitKind::Advanced, Some(&before), attempt, now_ms);
             self.after_commit(commit, Some((&entry, &step.actions))).await;
             return Ok(AdvanceOutcome::Committed(after));
@@ -235,7 +235,7 @@ impl Dispatcher {
     }
 
     /// Releases the slot of an attempt that is no longer in flight, and lets its source forget it.
-    fn release_attempt(&self, entry: &OpenCall, before: &Call, after: &Call) {
+    fn release_attempt(&self, entry: &OpenCall, before: &Call, after: &Call, actions: &[Action]) {
         let over = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
         if !over {
             if after.status.is_terminal() {
@@ -250,6 +250,10 @@ impl Dispatcher {
             return;
         }
         if let Some(source) = self.sources.get(&before.target.executor) {
+            // The attempt is stopped here, because a fallback may have another source.
+            if actions.contains(&Action::Stop { attempt: before.attempt }) {
+                source.cancel(&before.id, before.attempt);
+            }
             source.release_attempt(&before.id, before.attempt);
         }
         entry.release_slot();
@@ -267,7 +271,9 @@ impl Dispatcher {
                 Action::Start => self.start_attempt(call, false),
                 Action::Redeliver => self.start_attempt(call, true),
                 Action::Stop { attempt } => {
-                    if let Some(source) = self.sources.get(&call.target.executor) {
+                    // `release_attempt` has stopped an attempt that another one follows.
+                    let source = self.sources.get(&call.target.executor);
+                    if let Some(source) = source.filter(|_| call.status.is_terminal()) {
                         source.cancel(&call.id, *attempt);
                     }
                 }

@@ -1,12 +1,13 @@
 //! The concurrency limiter: it bounds the number of attempts in flight and queues the calls that
 //! wait for a slot.
 //!
-//! Three limits apply together: engine, project and tool. The first two count attempts that run in
-//! this process; a tool's limit also counts work that is handed to a client, so an absent client
-//! cannot use up the slots of its project. Calls queue per project and tool, and free slots go
-//! round-robin over the queues, so a busy tool does not starve the others. All of this is in memory
-//! only: after a restart the queues, and the slots of attempts still in flight, are rebuilt from
-//! the store.
+//! Three limits apply together: engine, project and tool. All of them count every attempt in
+//! flight, wherever it runs. A call that waits for an absent client counts against its tool's limit
+//! alone: for the other two the client queue takes a permit when it hands the work to a client, so
+//! an absent client cannot use up the slots of its project. Calls queue per project and tool, and
+//! free slots go round-robin over the queues, so a busy tool does not starve the others. All of
+//! this is in memory only: after a restart the queues, and the slots of attempts still in flight,
+//! are rebuilt from the store.
 
 pub mod key_counts;
 use std::collections::{BTreeMap, HashMap};
@@ -30,8 +31,8 @@ pub(crate) struct QueueKey {
 #[derive(Debug, Clone)]
 pub(crate) struct SlotScope {
     pub queue: Arc<QueueKey>,
-    /// True if the attempt runs in this process.
-    pub is_local: bool,
+    /// True if the slot counts against the limits of the engine and the project too.
+    pub is_shared: bool,
 }
 
 /// The limits that apply to a slot scope.
@@ -56,6 +57,8 @@ struct LimiterState {
     last_served: Option<Arc<QueueKey>>,
     /// True during recovery, while attempts in flight from before the start are not all counted.
     is_recovering: bool,
+    /// True if the client queue holds work back because no permit was free.
+    has_blocked_deliveries: bool,
 }
 
 struct QueuedCall {
@@ -82,7 +85,7 @@ impl Drop for Slot {
     fn drop(&mut self) {
         let mut state = self.limiter.state.lock();
         state.release(&self.scope);
-        if !state.positions.is_empty() {
+        if !state.positions.is_empty() || state.has_blocked_deliveries {
             self.limiter.capacity_changed.notify_one();
         }
     }
@@ -96,11 +99,11 @@ impl LimiterState {
             caps.tool.is_none_or(|cap| !self.is_recovering && self.tools.get(&scope.queue) < cap);
         let project =
             || caps.project.is_none_or(|cap| self.projects.get(&scope.queue.project) < cap);
-        tool && (!scope.is_local || below(self.global, caps.global) && project())
+        tool && (!scope.is_shared || below(self.global, caps.global) && project())
     }
 
     fn acquire(&mut self, scope: &SlotScope) {
-        if scope.is_local {
+        if scope.is_shared {
             self.global += 1;
             self.projects.increment(&scope.queue.project);
         }
@@ -108,7 +111,7 @@ impl LimiterState {
     }
 
     fn release(&mut self, scope: &SlotScope) {
-        if scope.is_local {
+        if scope.is_shared {
             self.global = self.global.saturating_sub(1);
             self.projects.decrement(&scope.queue.project);
         }
@@ -146,6 +149,27 @@ impl ConcurrencyLimiter {
     pub(crate) fn force_acquire(self: &Arc<Self>, scope: SlotScope) -> Slot {
         self.state.lock().acquire(&scope);
         Slot { limiter: self.clone(), scope }
+    }
+
+    /// Acquires a slot for work that the client queue hands to a client. If none is free, the next
+    /// released slot wakes the dispatcher.
+    pub(crate) fn try_acquire_delivery(
+        self: &Arc<Self>,
+        scope: &SlotScope,
+        caps: &ConcurrencyCaps,
+    ) -> Option<Slot> {
+        let mut state = self.state.lock();
+        if !state.has_capacity(scope, caps) {
+            state.has_blocked_deliveries = true;
+            return None;
+        }
+        state.acquire(scope);
+        Some(Slot { limiter: self.clone(), scope: scope.clone() })
+    }
+
+    /// Returns true if the client queue was refused a slot since the last time.
+    pub(crate) fn take_blocked_deliveries(&self) -> bool {
+        std::mem::take(&mut self.state.lock().has_blocked_deliveries)
     }
 
     /// Withholds slots of tools that have a limit until the attempts in flight are counted.
@@ -237,7 +261,7 @@ mod tests {
 
     fn slot_scope(project: &str, tool: &str) -> SlotScope {
         let queue = Arc::new(QueueKey { project: project.into(), tool: tool.into() });
-        SlotScope { queue, is_local: true }
+        SlotScope { queue, is_shared: true }
     }
 
     #[test]
@@ -253,8 +277,11 @@ mod tests {
         let c = limiter.try_acquire(&slot_scope("q", "a"), &caps);
         assert!(c.is_some());
         assert!(limiter.try_acquire(&slot_scope("r", "a"), &caps).is_none(), "the engine's limit");
-        let parked = SlotScope { is_local: false, ..slot_scope("p", "c") };
-        assert!(limiter.try_acquire(&parked, &caps).is_some(), "remote work takes no local slot");
+        let parked = SlotScope { is_shared: false, ..slot_scope("p", "c") };
+        assert!(
+            limiter.try_acquire(&parked, &caps).is_some(),
+            "work for a client takes a shared slot when it is handed over"
+        );
         drop((a, b, c));
         assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_some());
     }

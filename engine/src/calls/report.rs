@@ -367,7 +367,7 @@ fn describe_state(call: &Call) -> &'static str {
         Some(Hold::Queue) => "waits for a free slot",
         Some(Hold::Retry { .. }) => "waits for its next attempt",
         Some(Hold::Unacknowledged) => "waits for an executor to take it",
-        Some(Hold::Input) => "waits for answers",
+        Some(Hold::Input { .. }) => "waits for answers",
         Some(Hold::Predecessor { .. }) => "waits for the call before it",
         None if call.status.is_terminal() => "has ended",
         None => "is running",

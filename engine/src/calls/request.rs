@@ -38,6 +38,12 @@ pub struct CallRequest {
     pub call_id: Option<String>,
     /// Time limit in milliseconds for all attempts together, up to 24 h. Default: the tool's.
     pub timeout_ms: Option<u64>,
+    /// Time limit in milliseconds of each attempt. Default: the policy's, else an equal part of the
+    /// remaining time for each attempt that may follow.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Time in milliseconds that the call waits for answers to its tool's elicitation; it does not
+    /// count against `timeout_ms`. Default: the policy's, one hour.
+    pub input_timeout_ms: Option<u64>,
     /// Maximum number of attempts after the first.
     pub retry: Option<u32>,
     /// Key under which the same agent's repeated request returns the first call.
@@ -76,6 +82,8 @@ impl CallRequest {
             run_id: "run_default".to_owned(),
             call_id: None,
             timeout_ms: None,
+            attempt_timeout_ms: None,
+            input_timeout_ms: None,
             retry: None,
             idempotency_key: None,
             client_id: None,
@@ -221,6 +229,20 @@ fn check_number_precision(tool: &Compiled, traits: SourceTraits, args: &Json) ->
     Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
 }
 
+/// Refuses retries of a tool whose executor answers a repeated request with its first result.
+fn check_retry(tool: &Compiled, traits: SourceTraits, retry: Option<u32>) -> Result<(), Error> {
+    if traits.retries || retry.is_none_or(|retry| retry == 0) {
+        return Ok(());
+    }
+    let name = &tool.definition.name;
+    let message = format!(
+        "retry must be 0 for {name}: a tool service answers a repeated command with its first \
+         result, so Toolcrib does not retry it; omit retry, or make a new call"
+    );
+    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+    Err(fault.with_detail(json!({ "pointer": "/retry" })).into())
+}
+
 impl Calls {
     /// Returns the tool if it exists and the request is valid for it. `prepare_arguments` checks
     /// the arguments against the schema.
@@ -235,6 +257,7 @@ impl Calls {
         check_request(request, self.core.limits.max_args_bytes)?;
         let traits = self.dispatcher.source_traits(tool.definition.executor);
         check_number_precision(&tool, traits, &request.args)?;
+        check_retry(&tool, traits, request.retry)?;
         check_pinned_client(catalog, caller, &tool, request.client_id.as_deref())?;
         if let Some(url) = &request.callback_url {
             request.callback_url = Some(self.check_callback_url(caller, url)?);
@@ -253,8 +276,15 @@ pub(crate) fn check_request(request: &CallRequest, max_args_bytes: usize) -> Res
         return Err(Error::refused(Code::PayloadTooLarge, message));
     }
     request.answers.as_ref().map_or(Ok(()), elicitation::check_answers_size)?;
-    if request.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
-        return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
+    let timeouts = [
+        ("timeout_ms", request.timeout_ms),
+        ("attempt_timeout_ms", request.attempt_timeout_ms),
+        ("input_timeout_ms", request.input_timeout_ms),
+    ];
+    for (field, timeout_ms) in timeouts {
+        if timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
+            return invalid(format!("{field} must be from 1 to 86400000 (24 h)"));
+        }
     }
     if request.retry.is_some_and(|retry| retry > MAX_RETRIES_LIMIT) {
         return invalid(format!("retry must be from 0 to {MAX_RETRIES_LIMIT}"));
@@ -306,6 +336,11 @@ pub(crate) fn build_idempotency_key(
         request.client_id
     ]);
     hash.update(rest.to_string().as_bytes());
+    // Stored fingerprints of requests without these fields stay valid.
+    if request.attempt_timeout_ms.is_some() || request.input_timeout_ms.is_some() {
+        let limits = json!([request.attempt_timeout_ms, request.input_timeout_ms]);
+        hash.update(limits.to_string().as_bytes());
+    }
     if let Some(url) = &request.callback_url {
         hash.update(Value::from(url.as_str()).to_string().as_bytes());
     }

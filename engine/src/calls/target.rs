@@ -2,13 +2,14 @@
 //! apply.
 
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use serde_json::{Value, json};
 
 use crate::calls::Dispatcher;
 use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotScope};
 use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
+use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
 use crate::domain::call::{Call, Target};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
@@ -84,13 +85,15 @@ impl Dispatcher {
         };
         if call.target.executor == Executor::CALLER {
             return (
-                SlotScope { queue: key_for("(caller)"), is_local: false },
+                SlotScope { queue: key_for("(caller)"), is_shared: false },
                 ConcurrencyCaps::default(),
             );
         }
-        let (queue, is_local) = (key_for(&call.target.tool), !call.target.traits.reports_later);
+        // The client queue takes the shared slot of its work when it hands it to a client.
+        let (queue, is_shared) =
+            (key_for(&call.target.tool), call.target.executor != Executor::CLIENT);
         let caps = self.resolve_caps(&queue).unwrap_or_else(|| self.project_caps(&call.project));
-        (SlotScope { queue, is_local }, caps)
+        (SlotScope { queue, is_shared }, caps)
     }
 
     /// Returns the present concurrency limits of a queue; `None` if its tool no longer exists.
@@ -108,6 +111,33 @@ impl Dispatcher {
             project: project_limit,
             tool: None,
         }
+    }
+}
+
+/// Counts the work of clients against the limits of the engine and of its project.
+pub(crate) struct ClientWorkLimiter {
+    pub(crate) dispatcher: Weak<Dispatcher>,
+}
+
+impl ClientWorkLimiter {
+    fn scope_of(project: &str) -> SlotScope {
+        // No tool can have this name.
+        let queue = QueueKey { project: project.to_owned(), tool: "(clients)".to_owned() };
+        SlotScope { queue: Arc::new(queue), is_shared: true }
+    }
+}
+
+impl DeliveryLimiter for ClientWorkLimiter {
+    fn try_acquire(&self, project: &str) -> Option<DeliveryPermit> {
+        let dispatcher = self.dispatcher.upgrade()?;
+        let caps = dispatcher.project_caps(project);
+        let slot = dispatcher.limiter.try_acquire_delivery(&Self::scope_of(project), &caps)?;
+        Some(Box::new(slot))
+    }
+
+    fn force_acquire(&self, project: &str) -> Option<DeliveryPermit> {
+        let dispatcher = self.dispatcher.upgrade()?;
+        Some(Box::new(dispatcher.limiter.force_acquire(Self::scope_of(project))))
     }
 }
 

@@ -14,6 +14,7 @@
 
 mod client;
 mod state;
+use std::any::Any;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -34,9 +35,12 @@ pub use state::ClientView;
 /// Lease of a polled work item that its client has not acknowledged.
 pub const POLL_LEASE_MS: u64 = 30_000;
 
-/// Time a client may stay disconnected before its acknowledged items that are safe to repeat go to
-/// another client.
+/// Time a client may stay disconnected before its acknowledged items that are safe to repeat return
+/// to the queue.
 pub const DISCONNECT_GRACE_MS: u64 = 30_000;
+
+/// The same time if another connected client can take the items.
+pub const FAILOVER_GRACE_MS: u64 = 1_000;
 
 /// A work item: one attempt queued for a client.
 #[derive(Debug, Clone)]
@@ -110,6 +114,18 @@ pub struct ConnectRequest {
     pub transport: Transport,
 }
 
+/// Holds capacity for one item that a client has. Dropping it releases the capacity.
+pub type DeliveryPermit = Box<dyn Any + Send>;
+
+/// Limits the number of items that clients have at the same time.
+pub trait DeliveryLimiter: Send + Sync {
+    /// Acquires a permit for an item of this project, if one is free.
+    fn try_acquire(&self, project: &str) -> Option<DeliveryPermit>;
+
+    /// Acquires a permit for an item that a client has already, regardless of the limit.
+    fn force_acquire(&self, project: &str) -> Option<DeliveryPermit>;
+}
+
 /// The queue of work items for connected clients.
 pub struct ClientQueue {
     state: Arc<Mutex<ClientQueueState>>,
@@ -142,6 +158,16 @@ impl ClientQueue {
         ClientSession { state, clock, client, number, inbox, deferred_cancels: Vec::new() }
     }
 
+    /// Sets the limiter of the items that clients have. Without one there is no limit.
+    pub fn set_limiter(&self, limiter: Arc<dyn DeliveryLimiter>) {
+        self.state.lock().set_limiter(limiter);
+    }
+
+    /// Hands items that waited for a permit to clients, as far as permits are free.
+    pub fn assign_waiting(&self) {
+        self.state.lock().assign_waiting(self.clock.now_ms());
+    }
+
     /// Replaces the set of tools that a client provides.
     pub fn set_tools(&self, project: &str, client_id: &str, offers: &HashSet<String>) {
         self.state.lock().set_tools(project, client_id, offers, self.clock.now_ms());
@@ -156,6 +182,11 @@ impl ClientQueue {
     /// Returns the client that holds the lease on this item.
     pub fn lease_holder(&self, call_id: &CallId) -> Option<String> {
         self.state.lock().lease_holder(call_id)
+    }
+
+    /// Returns the time since which a client has this item; `None` if no client has it.
+    pub fn delivered_ms(&self, call_id: &CallId) -> Option<u64> {
+        self.state.lock().delivered_ms(call_id)
     }
 
     /// Returns the clients of a project that are or were connected.

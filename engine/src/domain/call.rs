@@ -82,8 +82,12 @@ pub enum Hold {
     },
     /// Handed to a remote executor that has not acknowledged it yet.
     Unacknowledged,
-    /// Waits for answers to its tool's elicitation.
-    Input,
+    /// Waits for answers to its tool's elicitation, until [`Call::deadline_ms`]; then has
+    /// `remaining_ms` to finish.
+    Input {
+        /// Time of the call that was left when it began to wait, in milliseconds.
+        remaining_ms: u64,
+    },
     /// Waits for its predecessor to end ([`Origin::predecessor`]), then has `timeout_ms` to finish.
     Predecessor {
         /// Time to finish after the predecessor has ended, in milliseconds.
@@ -98,7 +102,7 @@ impl Hold {
             Self::Queue => "queue",
             Self::Retry { .. } => "retry",
             Self::Unacknowledged => "parked",
-            Self::Input => "input",
+            Self::Input { .. } => "input",
             Self::Predecessor { .. } => "after",
         }
     }
@@ -169,6 +173,10 @@ pub struct Call {
     pub max_retries: u32,
     /// Delays between attempts.
     pub backoff: Backoff,
+    /// Time limit of each attempt; `None` divides the remaining time by the remaining attempts.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Time that the call waits for the answers to its tool's elicitation.
+    pub input_timeout_ms: u64,
     /// Current status.
     pub status: Status,
     /// Set exactly while PENDING.
@@ -187,8 +195,12 @@ pub struct Call {
     pub node: Option<String>,
     /// Time of acceptance, in Unix milliseconds.
     pub created_ms: u64,
-    /// Time at which an open call ends with a timeout, in Unix milliseconds.
+    /// Time at which an open call ends with a timeout, in Unix milliseconds. While the call waits
+    /// for input, the end of that wait.
     pub deadline_ms: u64,
+    /// Time at which the attempt in flight ends, in Unix milliseconds; `None` if that is the
+    /// deadline.
+    pub attempt_deadline_ms: Option<u64>,
     /// Time when the first attempt started.
     pub started_ms: Option<u64>,
     /// Time when the attempt in flight, or the last one, was given to its executor.
@@ -242,6 +254,19 @@ impl Call {
         self.status == Status::Running || self.hold == Some(Hold::Unacknowledged)
     }
 
+    /// Returns true if the call waits for answers to its tool's elicitation.
+    pub fn waits_for_input(&self) -> bool {
+        matches!(self.hold, Some(Hold::Input { .. }))
+    }
+
+    /// Returns true if the attempt in flight may have had an effect: it runs, or a tool service may
+    /// have its command. Clients acknowledge an attempt before they start it, tool services need
+    /// not.
+    pub fn may_have_begun(&self) -> bool {
+        let commanded = self.target.traits.needs_command;
+        self.status == Status::Running || (self.hold == Some(Hold::Unacknowledged) && commanded)
+    }
+
     /// Returns true if the attempt continues when the process that started it is gone.
     pub fn survives_node_loss(&self) -> bool {
         let handed = self.elicitation.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
@@ -261,7 +286,7 @@ impl Call {
         match (self.status.is_terminal(), self.hold) {
             (true, _) => None,
             (false, Some(Hold::Retry { at_ms })) => Some(at_ms.min(self.deadline_ms)),
-            (false, _) => Some(self.deadline_ms),
+            (false, _) => Some(self.attempt_deadline_ms.unwrap_or(u64::MAX).min(self.deadline_ms)),
         }
     }
 
@@ -269,6 +294,8 @@ impl Call {
     /// the call has as much time left as before. Times of what has happened stay.
     pub fn shift_schedule(&mut self, by_ms: i64) {
         self.deadline_ms = self.deadline_ms.saturating_add_signed(by_ms);
+        let attempt_ms = self.attempt_deadline_ms.map(|ms| ms.saturating_add_signed(by_ms));
+        self.attempt_deadline_ms = attempt_ms;
         if let Some(Hold::Retry { at_ms }) = &mut self.hold {
             *at_ms = at_ms.saturating_add_signed(by_ms);
         }

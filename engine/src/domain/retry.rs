@@ -11,6 +11,9 @@ pub const TIMEOUT_MS_RANGE: std::ops::RangeInclusive<u64> = 1..=86_400_000;
 /// Maximum number of retries that a policy may set.
 pub const MAX_RETRIES_LIMIT: u32 = 100;
 
+/// Time that a call waits for the answers to its tool's elicitation, if nothing sets another.
+pub const DEFAULT_INPUT_TIMEOUT_MS: u64 = 3_600_000;
+
 /// Limits and retries of a tool's calls.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExecutionPolicy {
@@ -18,6 +21,11 @@ pub struct ExecutionPolicy {
     pub max_parallel: Option<u32>,
     /// Default time from acceptance of a call to its outcome.
     pub default_timeout_ms: u64,
+    /// Time limit of each attempt; `None` divides the remaining time by the remaining attempts.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Time that a call waits for the answers to its tool's elicitation. It does not count against
+    /// the timeout of the call.
+    pub input_timeout_ms: u64,
     /// Maximum number of attempts after the first.
     pub max_retries: u32,
     /// Delays between attempts.
@@ -35,6 +43,8 @@ impl Default for ExecutionPolicy {
         Self {
             max_parallel: Some(256),
             default_timeout_ms: 30_000,
+            attempt_timeout_ms: None,
+            input_timeout_ms: DEFAULT_INPUT_TIMEOUT_MS,
             max_retries: 2,
             backoff: Backoff::default(),
             rejoin: true,
@@ -54,6 +64,12 @@ pub struct ExecutionPolicyPatch {
     /// Default time from acceptance to outcome, in milliseconds; `None` inherits it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_timeout_ms: Option<u64>,
+    /// Time limit of each attempt, in milliseconds; `None` inherits it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attempt_timeout_ms: Option<u64>,
+    /// Time that a call waits for input, in milliseconds; `None` inherits it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub input_timeout_ms: Option<u64>,
     /// Maximum number of attempts after the first, from 0 to 100; `None` inherits it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_retries: Option<u32>,
@@ -77,10 +93,14 @@ impl ExecutionPolicyPatch {
         if self.max_parallel == Some(0) {
             return Some("max_parallel must be at least 1".into());
         }
-        if let Some(timeout_ms) = self.default_timeout_ms
-            && !TIMEOUT_MS_RANGE.contains(&timeout_ms)
-        {
-            return Some("default_timeout_ms must be from 1 to 86400000".into());
+        let timeouts = [
+            ("default_timeout_ms", self.default_timeout_ms),
+            ("attempt_timeout_ms", self.attempt_timeout_ms),
+            ("input_timeout_ms", self.input_timeout_ms),
+        ];
+        let is_invalid = |ms: Option<u64>| ms.is_some_and(|ms| !TIMEOUT_MS_RANGE.contains(&ms));
+        if let Some((field, _)) = timeouts.into_iter().find(|(_, ms)| is_invalid(*ms)) {
+            return Some(format!("{field} must be from 1 to 86400000"));
         }
         if self.max_retries.is_some_and(|retries| retries > MAX_RETRIES_LIMIT) {
             return Some(format!("max_retries must be from 0 to {MAX_RETRIES_LIMIT}"));
@@ -109,6 +129,8 @@ impl ExecutionPolicy {
         Self {
             max_parallel: patch.max_parallel,
             default_timeout_ms: patch.default_timeout_ms.unwrap_or(self.default_timeout_ms),
+            attempt_timeout_ms: patch.attempt_timeout_ms.or(self.attempt_timeout_ms),
+            input_timeout_ms: patch.input_timeout_ms.unwrap_or(self.input_timeout_ms),
             max_retries: patch.max_retries.unwrap_or(self.max_retries),
             backoff: patch.backoff.clone().unwrap_or_else(|| self.backoff.clone()),
             rejoin: patch.rejoin.unwrap_or(self.rejoin),

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::Engine;
+use crate::calls::target::ClientWorkLimiter;
 use crate::calls::{Calls, Dispatcher};
 use crate::clients::Clients;
 use crate::clients::queue::ClientQueue;
@@ -258,6 +259,8 @@ impl EngineBuilder {
             model_request_policy: self.model_request_policy,
             active_runs: Default::default(),
         });
+        client_queue
+            .set_limiter(Arc::new(ClientWorkLimiter { dispatcher: Arc::downgrade(&dispatcher) }));
         registry.set_listeners(vec![client_queue, dispatcher.clone()]);
         dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
         // The handle was created above, so this is its only `set`.

@@ -5,6 +5,7 @@
 //! each row of the table has one cell per state. The table holds for every executor. Other rules
 //! (retries, fallbacks, duplicates, messages) follow it.
 
+mod time_limits;
 use super::*;
 use crate::domain::call::{Origin, Target};
 use crate::domain::id::CallId;
@@ -14,6 +15,9 @@ use crate::domain::tool::{Executor, SourceTraits};
 const CREATED: u64 = 1_000_000;
 const NOW: u64 = CREATED + 1_000;
 const DEADLINE: u64 = CREATED + 30_000;
+const INPUT_TIMEOUT: u64 = 3_600_000;
+/// Time at which the attempts of `call_in` end.
+const ATTEMPT_DEADLINE: u64 = NOW + 9_000;
 
 /// Defines an enum together with the list of its variants.
 macro_rules! listed_enum {
@@ -64,12 +68,17 @@ listed_enum! {
         DetachedOldAttempt,
         DeadlineEarly,
         DeadlineDue,
+        AttemptDeadlineEarly,
+        AttemptDeadlineDue,
+        AttemptDeadlineAbsent,
+        AttemptDeadlineOldAttempt,
         InputRequired,
         InputRequiredOldAttempt,
         AllAnswers,
         SomeAnswers,
         UnknownAnswers,
         PredecessorEnded,
+        PredecessorExtended,
         Cancel,
         Abort,
         OwnerLost,
@@ -83,7 +92,7 @@ fn states_of(status: Status, hold: Option<Hold>) -> &'static [State] {
             Hold::Queue => &[State::Queue],
             Hold::Retry { .. } => &[State::RetryDue, State::RetryLater],
             Hold::Unacknowledged => &[State::Unacknowledged],
-            Hold::Input => &[State::Input],
+            Hold::Input { .. } => &[State::Input],
             Hold::Predecessor { .. } => &[State::Predecessor],
         },
         (Status::Running, None) => &[State::Running],
@@ -124,7 +133,14 @@ fn cases_of(event: &Event) -> &'static [Case] {
             RemoteOutcome::Canceled(_) => &[Case::RemoteCanceled],
         },
         Event::PredecessorEnded => &[Case::PredecessorEnded],
+        Event::PredecessorExtended { .. } => &[Case::PredecessorExtended],
         Event::Deadline => &[Case::DeadlineEarly, Case::DeadlineDue],
+        Event::AttemptDeadline { .. } => &[
+            Case::AttemptDeadlineEarly,
+            Case::AttemptDeadlineDue,
+            Case::AttemptDeadlineAbsent,
+            Case::AttemptDeadlineOldAttempt,
+        ],
         Event::Cancel { .. } => &[Case::Cancel],
         Event::Abort { .. } => &[Case::Abort],
         Event::OwnerLost { .. } => &[Case::OwnerLost],
@@ -151,6 +167,8 @@ fn queued_call(executor: Executor, effect: Effect) -> Call {
         fallbacks: Vec::new(),
         max_retries: 2,
         backoff: Backoff { initial_ms: 100, factor: 2.0, max_ms: 1_000, jitter: 0.0 },
+        attempt_timeout_ms: None,
+        input_timeout_ms: INPUT_TIMEOUT,
         status: Status::Pending,
         hold: Some(Hold::Queue),
         attempt: 0,
@@ -161,6 +179,7 @@ fn queued_call(executor: Executor, effect: Effect) -> Call {
         node: None,
         created_ms: CREATED,
         deadline_ms: DEADLINE,
+        attempt_deadline_ms: None,
         started_ms: None,
         attempt_dispatched_ms: None,
         completed_ms: None,
@@ -206,6 +225,9 @@ fn call_in(executor: Executor, state: State) -> Call {
         target_attempts: 2,
         status,
         hold,
+        attempt_timeout_ms: Some(ATTEMPT_DEADLINE - NOW),
+        attempt_deadline_ms: Some(ATTEMPT_DEADLINE),
+        attempt_dispatched_ms: Some(NOW),
         ..queued_call(executor, Effect::Irreversible)
     };
     let after = |case: Case| {
@@ -260,17 +282,33 @@ fn event_of(case: Case) -> (Event, u64) {
         Case::Detached => detached(2),
         Case::DetachedOldAttempt => detached(1),
         Case::DeadlineEarly | Case::DeadlineDue => Event::Deadline,
+        Case::AttemptDeadlineEarly | Case::AttemptDeadlineDue => {
+            Event::AttemptDeadline { attempt: 2, delivered_ms: Some(NOW) }
+        }
+        Case::AttemptDeadlineAbsent => Event::AttemptDeadline { attempt: 2, delivered_ms: None },
+        Case::AttemptDeadlineOldAttempt => {
+            Event::AttemptDeadline { attempt: 1, delivered_ms: Some(NOW) }
+        }
         Case::InputRequired => input_required(2),
         Case::InputRequiredOldAttempt => input_required(1),
         Case::AllAnswers => answers(&["name", "city"]),
         Case::SomeAnswers => answers(&["city", "nobody asked"]),
         Case::UnknownAnswers => answers(&["nobody asked"]),
         Case::PredecessorEnded => Event::PredecessorEnded,
+        Case::PredecessorExtended => Event::PredecessorExtended { deadline_ms: DEADLINE },
         Case::Cancel => Event::Cancel { by: "a".into(), reason: None },
         Case::Abort => Event::Abort { fault: Fault::new(Code::Conflict, "not stored") },
         Case::OwnerLost => Event::OwnerLost { node: "n2".into() },
     };
-    (event, if case == Case::DeadlineDue { DEADLINE } else { NOW })
+    let at_ms = match case {
+        // A wait for input ends later than the deadline of the call.
+        Case::DeadlineDue => DEADLINE + INPUT_TIMEOUT,
+        Case::AttemptDeadlineDue
+        | Case::AttemptDeadlineAbsent
+        | Case::AttemptDeadlineOldAttempt => ATTEMPT_DEADLINE,
+        _ => NOW,
+    };
+    (event, at_ms)
 }
 
 /// The expected result of a cell.
@@ -294,7 +332,7 @@ fn expected(executor: Executor, case: Case, state: State, in_table: Expect) -> E
         retries: _,
         exact_numbers: _,
         speculative_reads: _,
-        needs_command: _,
+        needs_command,
         mcp_results: _,
     } = executor.traits();
     match (case, state) {
@@ -303,6 +341,12 @@ fn expected(executor: Executor, case: Case, state: State, in_table: Expect) -> E
         }
         // The attempt is lost with its node, and the tool is not safe to repeat.
         (Case::OwnerLost, State::Unacknowledged | State::Running) if !reports_later => {
+            Expect::To(Status::Failed, None)
+        }
+        // Such an attempt never waits for a client to receive it.
+        (Case::AttemptDeadlineDue | Case::AttemptDeadlineAbsent, State::Unacknowledged)
+            if needs_command =>
+        {
             Expect::To(Status::Failed, None)
         }
         _ => in_table,
@@ -363,6 +407,14 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::DeadlineDue =>
             [TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  NO,    NO,    NO,    NO],
+        Case::AttemptDeadlineEarly =>
+            [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
+        Case::AttemptDeadlineDue =>
+            [NO,    NO,    NO,    RETRY, NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
+        Case::AttemptDeadlineAbsent =>
+            [NO,    NO,    NO,    UNACK, NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
+        Case::AttemptDeadlineOldAttempt =>
+            [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::InputRequired =>
             [WRONG, WRONG, WRONG, INPUT, WRONG, WRONG, INPUT, ENDED, ENDED, ENDED, ENDED],
         Case::InputRequiredOldAttempt =>
@@ -375,6 +427,8 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [NO,    NO,    NO,    NO,    DUP,   NO,    NO,    ENDED, ENDED, ENDED, ENDED],
         Case::PredecessorEnded =>
             [NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO],
+        Case::PredecessorExtended =>
+            [NO,    NO,    NO,    NO,    NO,    AFTER, NO,    NO,    NO,    NO,    NO],
         Case::Cancel =>
             [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
         Case::Abort =>
@@ -446,9 +500,11 @@ fn check_transition(before: &Call, step: &Transition, state: State, case: Case) 
     assert!(call.status != Status::Running || call.started_ms.is_some(), "{row}");
     // An executor that reported the end needs no stop request.
     let by_executor = matches!(case, Case::RemoteTimedOut | Case::RemoteCanceled);
+    let by_clock = matches!(case, Case::AttemptDeadlineDue | Case::AttemptDeadlineAbsent)
+        && !call.has_attempt_in_flight();
     let by_server =
         matches!(call.status, Status::Timeout | Status::Canceled) || case == Case::Abort;
-    let stopped = by_server && !by_executor;
+    let stopped = by_clock || by_server && !by_executor;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
     assert_eq!(
         stops,
@@ -575,8 +631,8 @@ fn answers_reach_the_next_attempt_and_questions_cost_no_retry() {
     let again = Event::InputRequired { attempt: next.attempt, questions: questions() };
     let again = step(&next, &again, NOW).unwrap().call;
     assert!(again.elicitation.unwrap().answers.is_empty());
-    let message = step(&waiting, &Event::Deadline, DEADLINE).unwrap().call.outcome.unwrap();
-    assert!(message.error.unwrap().message.contains("no answer"));
+    let late = step(&waiting, &Event::Deadline, NOW + INPUT_TIMEOUT).unwrap().call;
+    assert!(late.outcome.unwrap().error.unwrap().message.contains("no answer"));
 }
 
 #[test]

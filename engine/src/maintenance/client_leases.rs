@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::clients::Clients;
 
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 pub(crate) async fn run(clients: Arc<Clients>) {
     loop {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::calls::Calls;
-use crate::domain::call::Hold;
+use crate::domain::call::{Call, Hold};
 use crate::lifecycle::Event;
 
 /// Maximum sleep. It bounds the time until a change of the system time is noticed.
@@ -19,6 +19,27 @@ pub(crate) async fn run(calls: Arc<Calls>) {
             () = calls.dispatcher.open_calls.wait_earlier_due() => {}
             () = calls.core.shutdown.cancelled() => return,
         }
+    }
+}
+
+/// Returns the event that is due.
+fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64) -> Event {
+    if wall_ms < call.deadline_ms {
+        // The client queue counts; the call has the time of day.
+        let delivered_ms = calls.dispatcher.client_queue.delivered_ms(&call.id);
+        let delivered_ms = delivered_ms.map(|ms| ms.saturating_add_signed(wall_offset_ms));
+        return Event::AttemptDeadline { attempt: call.attempt, delivered_ms };
+    }
+    // A predecessor that waits for input has more time than it had when this call was accepted.
+    let before = call.origin.predecessor.as_ref().filter(|_| call.hold.is_some());
+    let before = before.and_then(|id| calls.dispatcher.open_calls.get(id));
+    match (call.hold, before.map(|entry| entry.call().deadline_ms)) {
+        (Some(Hold::Predecessor { timeout_ms }), Some(deadline_ms))
+            if deadline_ms.saturating_add(timeout_ms) > call.deadline_ms =>
+        {
+            Event::PredecessorExtended { deadline_ms }
+        }
+        _ => Event::Deadline,
     }
 }
 
@@ -43,7 +64,10 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
                 Some(Hold::Retry { .. }) if wall_ms < call.deadline_ms => {
                     calls.dispatcher.enqueue_call(&call)
                 }
-                _ => calls.dispatcher.advance_with_retry(&call.project, &id, Event::Deadline).await,
+                _ => {
+                    let event = due_event(calls, &call, wall_ms, wall_offset_ms);
+                    calls.dispatcher.advance_with_retry(&call.project, &id, event).await
+                }
             }
         });
         // A thousand simultaneous deadlines share a few commits.

@@ -35,5 +35,8 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
         // Concurrent claims share a commit; the tasks start in queue order.
         calls.core.tasks.spawn(claim);
     }
+    if calls.dispatcher.limiter.take_blocked_deliveries() {
+        calls.dispatcher.client_queue.assign_waiting();
+    }
     count
 }

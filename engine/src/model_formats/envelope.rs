@@ -1,5 +1,5 @@
-//! Toolcrib's own envelope: `{call_id, name, args, timeout_ms, retry, idempotency_key,
-//! callback_url}`.
+//! Toolcrib's own envelope: `{call_id, name, args, timeout_ms, attempt_timeout_ms,
+//! input_timeout_ms, retry, idempotency_key, callback_url}`.
 
 use serde::Serialize;
 
@@ -26,6 +26,8 @@ pub(super) fn read(fields: &RawFields<'_>) -> Result<ParsedToolCall, Fault> {
     let args = fields.json("args").unwrap_or_else(Json::empty_object);
     Ok(ParsedToolCall {
         timeout_ms: fields.number("timeout_ms")?,
+        attempt_timeout_ms: fields.number("attempt_timeout_ms")?,
+        input_timeout_ms: fields.number("input_timeout_ms")?,
         retry: fields.number("retry")?,
         idempotency_key: fields.text("idempotency_key")?,
         callback_url: fields.text("callback_url")?,

@@ -148,6 +148,13 @@ impl FnTool {
         self
     }
 
+    /// Sets the time limit of each attempt of a call. By default, each attempt that may still
+    /// follow gets an equal part of the remaining time.
+    pub fn attempt_timeout_ms(mut self, timeout_ms: u64) -> Self {
+        self.definition.policy.attempt_timeout_ms = Some(timeout_ms);
+        self
+    }
+
     /// Makes its calls background tasks: a batch or an agent loop does not wait for them.
     pub fn background(mut self) -> Self {
         self.definition.background = true;
@@ -156,7 +163,10 @@ impl FnTool {
 
     /// Sets the tool's execution limits.
     pub fn policy(mut self, policy: ExecutionPolicyPatch) -> Self {
+        let attempt_timeout_ms = self.definition.policy.attempt_timeout_ms;
         self.definition.policy = policy;
+        self.definition.policy.attempt_timeout_ms =
+            self.definition.policy.attempt_timeout_ms.or(attempt_timeout_ms);
         self
     }
 

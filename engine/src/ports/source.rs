@@ -38,8 +38,14 @@ pub struct Attempt {
     pub effect: Effect,
     /// Arguments to execute the tool with.
     pub args: Json,
-    /// Deadline of the call, in Unix milliseconds.
+    /// Time at which the attempt, or its call, is given up, in Unix milliseconds.
     pub deadline_ms: u64,
+    /// Time until which the source waits for an executor that it cannot reach, in Unix
+    /// milliseconds. It then reports a fault without a side effect, so that a retry or a fallback
+    /// can follow.
+    pub connect_deadline_ms: u64,
+    /// Time that the call waits for answers if this attempt ends with questions, in milliseconds.
+    pub input_timeout_ms: u64,
     /// The span of the attempt; everything it does is part of it.
     pub traceparent: Option<TraceParent>,
     /// The command for a tool service; only for tools that a tool service or an HTTP API executes.

@@ -136,7 +136,9 @@ impl Runs {
         let tool = compile_caller_tool(definition, &caller.project, &asked.tool, default_ms)?;
         let key = build_idempotency_key(caller, &asked);
         let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), asked)?;
-        let mut call = Call { max_retries: 0, fallbacks: Vec::new(), ..drafted };
+        // The caller executes the call once; only its deadline limits that.
+        let mut call =
+            Call { max_retries: 0, fallbacks: Vec::new(), attempt_timeout_ms: None, ..drafted };
         call.origin.background = background.unwrap_or(call.origin.background);
         let result = match result {
             Some(result) => Some(self.validate_reported_result(&call, definition, result)?),

@@ -67,6 +67,10 @@ pub(crate) struct StepCallBody {
     arguments: Json,
     /// Maximum duration of this call. Default: the timeout of the tool.
     timeout_ms: Option<u64>,
+    /// Maximum duration of each attempt. Default: the policy's.
+    attempt_timeout_ms: Option<u64>,
+    /// Maximum time to wait for answers to the tool's questions. Default: the policy's.
+    input_timeout_ms: Option<u64>,
 }
 
 impl DispatchBody {
@@ -77,6 +81,8 @@ impl DispatchBody {
             tool_name: call.tool_name,
             arguments: call.arguments,
             timeout_ms: call.timeout_ms,
+            attempt_timeout_ms: call.attempt_timeout_ms,
+            input_timeout_ms: call.input_timeout_ms,
         });
         DispatchRequest {
             epoch: self.turn_epoch,

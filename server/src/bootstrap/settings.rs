@@ -20,6 +20,8 @@ pub fn execution_policies(config: &Config) -> ExecutionPolicies {
         global: ExecutionPolicy {
             max_parallel: Some(policy.max_parallel),
             default_timeout_ms: policy.default_timeout_ms,
+            attempt_timeout_ms: policy.attempt_timeout_ms,
+            input_timeout_ms: policy.input_timeout_ms,
             max_retries: policy.max_retries,
             backoff: policy.backoff.clone(),
             rejoin: policy.rejoin,

@@ -28,6 +28,7 @@ Examples:
   toolcrib call weather.query query='weather in Beijing' --wait 10s
   toolcrib call database.query --args '{\"sql\": \"select 1\"}' --json
   toolcrib call report.make --args @report.json --no-wait
+  toolcrib call web.fetch url=https://example.com --timeout 30s --attempt-timeout 5s --retry 2
   echo '{\"n\": 5}' | toolcrib call some.tool --args -")]
 pub struct CallCommandArgs {
     /// The tool to call
@@ -47,6 +48,12 @@ pub struct CallCommandArgs {
     /// Timeout of the call, from its acceptance to its outcome
     #[arg(long, value_name = "TIME", value_parser = toolcrib_protocol::duration::parse_duration)]
     timeout: Option<Duration>,
+    /// Time limit of each attempt [default: the remaining time, divided by the attempts left]
+    #[arg(long, value_name = "TIME", value_parser = toolcrib_protocol::duration::parse_duration)]
+    attempt_timeout: Option<Duration>,
+    /// Time to wait for answers to the tool's questions, not counted by --timeout [default: 1h]
+    #[arg(long, value_name = "TIME", value_parser = toolcrib_protocol::duration::parse_duration)]
+    input_timeout: Option<Duration>,
     /// Maximum number of attempts after the first
     #[arg(long, value_name = "N")]
     retry: Option<u32>,
@@ -108,7 +115,9 @@ impl CallCommandArgs {
         body.insert("run_id".into(), self.run.as_str().into());
         body.insert("args".into(), parse_arguments(self.args.as_deref(), &self.pairs)?);
         let more = [
-            ("timeout_ms", self.timeout.map(|time| json!(time.as_millis() as u64))),
+            ("timeout_ms", milliseconds(self.timeout)),
+            ("attempt_timeout_ms", milliseconds(self.attempt_timeout)),
+            ("input_timeout_ms", milliseconds(self.input_timeout)),
             ("retry", self.retry.map(Value::from)),
             ("idempotency_key", self.idempotency_key.clone().map(Value::from)),
             ("client_id", self.client.clone().map(Value::from)),
@@ -120,6 +129,10 @@ impl CallCommandArgs {
         }
         Ok(Value::Object(body))
     }
+}
+
+fn milliseconds(time: Option<Duration>) -> Option<Value> {
+    time.map(|time| json!(time.as_millis() as u64))
 }
 
 pub async fn run(

@@ -87,6 +87,18 @@ pub fn hold_detail(call: &Value) -> Option<String> {
     call["hold"]["detail"].as_str().map(sanitize_line)
 }
 
+/// Names the questions of a call that waits for answers, and the command that answers them.
+fn answer_hint(id: &str, questions: &Value) -> String {
+    let texts = questions.as_object().into_iter().flatten().map(|(key, question)| {
+        let message = question["params"]["message"].as_str().unwrap_or_default();
+        format!("{} \"{}\"", sanitize_line(key), sanitize_line(message))
+    });
+    let (id, texts) = (sanitize_line(id), texts.collect::<Vec<_>>().join(", "));
+    format!(
+        "the call waits for answers: {texts}; answer with: toolcrib calls answer {id} --question KEY FIELD=VALUE"
+    )
+}
+
 fn is_terminal(call: &Value) -> bool {
     matches!(str_member(call, "status"), "SUCCEEDED" | "FAILED" | "TIMEOUT" | "CANCELED")
 }
@@ -117,8 +129,13 @@ pub fn print_outcome(
                 Some(detail) => format!("{message}: {detail}"),
                 None => message,
             };
-            CommandFailure::new(exit::TIMED_OUT, "STILL_OPEN", message)
-                .hint(resume_hint(str_member(call, "tool_call_id")))
+            let id = str_member(call, "tool_call_id");
+            let hint = if call["hold"]["questions"].is_object() {
+                answer_hint(id, &call["hold"]["questions"])
+            } else {
+                resume_hint(id)
+            };
+            CommandFailure::new(exit::TIMED_OUT, "STILL_OPEN", message).hint(hint)
         }
     };
     output.print_note(&summary_line(context, call));

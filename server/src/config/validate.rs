@@ -107,6 +107,8 @@ impl Config {
         let global = ExecutionPolicyPatch {
             max_parallel: Some(self.policy.max_parallel),
             default_timeout_ms: Some(self.policy.default_timeout_ms),
+            attempt_timeout_ms: self.policy.attempt_timeout_ms,
+            input_timeout_ms: Some(self.policy.input_timeout_ms),
             max_retries: Some(self.policy.max_retries),
             backoff: Some(self.policy.backoff.clone()),
             rejoin: Some(self.policy.rejoin),

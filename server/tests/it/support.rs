@@ -70,8 +70,14 @@ impl Server {
 
     /// Starts a server around an engine that the test has built.
     pub async fn with_engine(engine: Engine) -> Self {
+        Self::with_engine_and(engine, |_| {}).await
+    }
+
+    /// Starts a server around an engine that the test has built, with other settings.
+    pub async fn with_engine_and(engine: Engine, change: impl FnOnce(&mut Config)) -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
-        let config = Config::default();
+        let mut config = Config::default();
+        change(&mut config);
         let router = bootstrap::router_without_mcp_servers(&config, engine.clone());
         Self::open(dir, config, engine, router).await
     }

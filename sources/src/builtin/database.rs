@@ -116,7 +116,9 @@ pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, Built
     Ok(FnTool::with_context("database.query", &description, function)
         .effect(Effect::Read)
         .risk(Risk::Medium)
-        .timeout_ms(timeout_ms))
+        .timeout_ms(timeout_ms)
+        // One request may take the whole time; the tool ends it by itself.
+        .attempt_timeout_ms(timeout_ms))
 }
 
 async fn query(

@@ -19,6 +19,8 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         effect: Effect::Read,
         args: Json::from_value(args),
         deadline_ms: u64::MAX,
+        connect_deadline_ms: u64::MAX,
+        input_timeout_ms: u64::MAX,
         traceparent: None,
         command: None,
         client_id: None,

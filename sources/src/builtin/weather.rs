@@ -98,7 +98,9 @@ pub fn tool(settings: WeatherSettings) -> Result<FnTool, BuiltinSetupError> {
     Ok(FnTool::with_context("weather.query", DESCRIPTION, function)
         .effect(Effect::Read)
         .risk(Risk::Low)
-        .timeout_ms(timeout_ms))
+        .timeout_ms(timeout_ms)
+        // One request may take the whole time; the tool ends it by itself.
+        .attempt_timeout_ms(timeout_ms))
 }
 
 async fn query(

@@ -96,7 +96,7 @@ impl UpstreamAttempt {
         if note.questions_asked > 0 && self.attempt.effect == Effect::Irreversible {
             let message = format!(
                 "{} asked something, and the session it asked in is lost: it may have happened in \
-                 part, and was not tried again",
+                 part, and was not tried again; a retry is not safe",
                 self.attempt.tool
             );
             return StartResult::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
@@ -122,7 +122,8 @@ impl UpstreamAttempt {
     async fn resolve_target(&self) -> Result<(Arc<LiveConnection>, String), Fault> {
         let (upstream, attempt) = (&self.upstream, &self.attempt);
         upstream.check_pin(&attempt.tool)?;
-        let live = upstream.wait_connected(attempt.deadline_ms, &self.running.token).await?;
+        let live =
+            upstream.wait_connected(attempt.connect_deadline_ms, &self.running.token).await?;
         // The upstream may have reconnected with a different tool during the wait.
         upstream.check_pin(&attempt.tool)?;
         Ok((live, upstream.upstream_tool_name(&attempt.tool)?))

@@ -277,11 +277,11 @@ impl UpstreamServer {
         }
     }
 
-    /// Keeps a request that waits for an answer, until its call's deadline at the latest.
+    /// Keeps a request that waits for an answer, for as long as its call waits at the latest.
     pub(super) fn suspend(self: &Arc<Self>, attempt: &Attempt, suspended: SuspendedRequest) {
         let (call_id, number) = (attempt.call_id.clone(), attempt.number);
         self.suspended.lock().insert(call_id.clone(), suspended);
-        let remaining = Duration::from_millis(attempt.deadline_ms.saturating_sub(now_ms()));
+        let remaining = Duration::from_millis(attempt.input_timeout_ms);
         let upstream = Arc::downgrade(self);
         tokio::spawn(async move {
             tokio::time::sleep(remaining).await;

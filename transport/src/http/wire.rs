@@ -169,6 +169,15 @@ pub(super) struct CallBody<'a> {
     hold: Option<HoldBody<'a>>,
     /// Number of the current or last attempt.
     attempt: u32,
+    /// Time limit of each attempt; null if each attempt that may still follow gets an equal part of
+    /// the remaining time.
+    attempt_timeout_ms: Option<u64>,
+    /// When the attempt in flight ends, in Unix milliseconds; absent if that is the deadline.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attempt_deadline_at_ms: Option<u64>,
+    /// Time that the call waits for answers to its tool's questions. It does not count against the
+    /// deadline: while the call waits, `deadline_at_ms` is the end of that wait.
+    input_timeout_ms: u64,
     /// `builtin`, `client`, `utp`, `mcp`, `http` or `caller` (the caller executed it).
     executor: &'static str,
     effect: &'static str,
@@ -207,7 +216,7 @@ pub(super) struct HoldBody<'a> {
     /// What the call waits for, in words: a client that is not connected, for example.
     #[serde(skip_serializing_if = "Option::is_none")]
     detail: Option<String>,
-    /// When the next attempt is due, in Unix milliseconds.
+    /// When the next attempt is due, or the wait for answers ends, in Unix milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     until_ms: Option<u64>,
     /// The call that must end before this one starts.
@@ -217,6 +226,9 @@ pub(super) struct HoldBody<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     questions: Option<Map<String, Value>>,
+    /// The request that answers the questions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    answer_with: Option<String>,
 }
 
 /// The outcome of a call.
@@ -279,6 +291,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
                 detail: None,
                 until_ms: match hold {
                     Hold::Retry { at_ms } => Some(at_ms),
+                    Hold::Input { .. } => Some(call.deadline_ms),
                     _ => None,
                 },
                 after: match (hold, &call.origin.predecessor) {
@@ -286,11 +299,17 @@ impl<'a> From<&'a Call> for CallBody<'a> {
                     _ => None,
                 },
                 questions: match (hold, &call.elicitation) {
-                    (Hold::Input, Some(dialogue)) => Some(dialogue.unanswered.clone()),
+                    (Hold::Input { .. }, Some(dialogue)) => Some(dialogue.unanswered.clone()),
                     _ => None,
                 },
+                answer_with: call
+                    .waits_for_input()
+                    .then(|| format!("POST /v1/tool_calls/{}/answer", call.id)),
             }),
             attempt: call.attempt,
+            attempt_timeout_ms: call.attempt_timeout_ms,
+            attempt_deadline_at_ms: call.attempt_deadline_ms,
+            input_timeout_ms: call.input_timeout_ms,
             executor: call.target.executor.as_str(),
             effect: call.target.effect.as_str(),
             ran_tool: &call.target.tool,

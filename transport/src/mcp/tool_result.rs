@@ -18,10 +18,11 @@ use rmcp::model::{
     CallToolResult, ContentBlock, ErrorCode, JsonObject, MetaObject, Resource, ResourceContents,
     ResultType,
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use toolcrib::Json;
-use toolcrib::domain::call::{Call, Hold, Status};
+use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
+use toolcrib::domain::tool::Effect;
 use toolcrib::registry::CatalogEntry;
 use toolcrib::results::{digest, tokens};
 
@@ -57,7 +58,10 @@ fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolRe
     let outcome = call.outcome.as_ref();
     let data = outcome.and_then(|outcome| outcome.data.as_ref());
     let result = match (data, outcome.and_then(|outcome| outcome.error.as_ref())) {
-        (_, Some(fault)) => error_result(fault, Some(call.id.as_str())),
+        (_, Some(fault)) => {
+            let is_unsafe = call.target.effect == Effect::Irreversible;
+            error_result(fault, Some(call.id.as_str()), is_unsafe)
+        }
         (Some(data), None) => success_result(call, data, tool, budget),
         (None, None) => CallToolResult::success(vec![]),
     };
@@ -193,9 +197,17 @@ fn strip_media(data: &Json, structured: bool) -> Json {
     Json::from_value(&whole)
 }
 
-/// Returns a failure as text, with the fault as structured content.
-pub(super) fn error_result(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
+/// Returns a failure as text, with the fault as structured content. `is_irreversible` is true if
+/// the failed call was one of an irreversible tool.
+pub(super) fn error_result(
+    fault: &Fault,
+    call_id: Option<&str>,
+    is_irreversible: bool,
+) -> CallToolResult {
     let again = match (fault.code, fault.side_effect) {
+        (_, SideEffect::Possible) if is_irreversible => {
+            "it may have happened, so a retry is not safe: the same call may do it a second time"
+        }
         _ if fault.retryable => "the same call can succeed later",
         // The caller should check whether the effect happened before calling again.
         (Code::OutcomeUnknown | Code::Timeout | Code::Canceled, SideEffect::Possible) => {
@@ -229,7 +241,7 @@ pub(super) fn refused_call_result(error: Error) -> Result<CallToolResult, ErrorD
         Error::Refused { fault, .. } if fault.code == Code::ToolNotFound => {
             Err(ErrorData::invalid_params(fault.message, fault.detail))
         }
-        Error::Refused { fault, .. } => Ok(error_result(&fault, None)),
+        Error::Refused { fault, .. } => Ok(error_result(&fault, None, false)),
         internal @ Error::Internal(_) => Err(protocol_error(internal)),
     }
 }
@@ -258,20 +270,27 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 /// names the call id and how to get the result.
 pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult {
     let id = call.id.as_str();
-    let state = match (call.status, call.hold) {
-        (Status::Pending, Some(Hold::Input)) => {
+    let questions = call.elicitation.as_ref().filter(|_| call.waits_for_input());
+    let questions = questions.map(|asked| &asked.unanswered);
+    let state = match (call.status, questions) {
+        (Status::Pending, Some(_)) => {
             "waits for an answer to what it has asked, which a person must give,"
         }
-        (Status::Pending, _) => "waits to be executed",
+        (Status::Pending, None) => "waits to be executed",
         _ => "is being executed",
     };
+    let asked = questions.map(|questions| describe_questions(call, questions)).unwrap_or_default();
     let text = format!(
-        "{} {state} and will go on. Its ticket is {id}. To get the result, call the tool \
+        "{} {state} and will go on. Its ticket is {id}.{asked} To get the result, call the tool \
          \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} again for the same \
          purpose: that would be a second call.",
         call.tool_name, call.tool_name
     );
-    let ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
+    let mut ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
+    if let Some(questions) = questions {
+        ticket["questions"] = Value::Object(questions.clone());
+        ticket["input_deadline_at_ms"] = call.deadline_ms.into();
+    }
     // An MCP client that has seen an output schema rejects a success that does not match it.
     let mut result = match tool.has_output_schema {
         true => CallToolResult::error(vec![ContentBlock::text(text)]),
@@ -279,6 +298,24 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
     };
     result.structured_content = Some(ticket);
     with_call_id(result, call)
+}
+
+/// Describes the unanswered questions of a call, and the ways to answer them, for an MCP client
+/// that cannot receive them.
+fn describe_questions(call: &Call, questions: &Map<String, Value>) -> String {
+    let texts = questions.iter().map(|(key, question)| {
+        let message = question["params"]["message"].as_str().unwrap_or("see its ticket");
+        format!("{key}: \"{message}\"")
+    });
+    let (id, texts) = (&call.id, texts.collect::<Vec<_>>().join("; "));
+    format!(
+        " It asks {texts}. A person answers over HTTP, with POST /v1/tool_calls/{id}/answer and \
+         {{\"answers\": {{KEY: {{\"action\": \"accept\", \"content\": {{…}}}}}}}}, or on the command \
+         line, with: toolcrib calls answer {id} --question KEY FIELD=VALUE. An MCP client that \
+         supports elicitation or tasks gets the questions itself. Without an answer, the call ends \
+         {} s after it asked.",
+        call.input_timeout_ms / 1_000
+    )
 }
 
 /// Returns a link to a call's full result.

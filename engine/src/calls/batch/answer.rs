@@ -73,15 +73,22 @@ const PREDECESSOR_NOTICE: &str = "its turn has not come within the wait: it begi
                             call before it has ended. Its result comes later, with this same call \
                             id; do not call it again for it";
 
+const INPUT_NOTICE: &str = "its tool asked the questions below, and it waits for a person to answer \
+                            them: POST /v1/tool_calls/{tool_call_id}/answer, or on the command \
+                            line: toolcrib calls answer {tool_call_id}. Its result comes later, \
+                            with this same call id; do not call it again for it";
+
 /// Returns the notice that tells a caller or a model about a call that is still open.
 pub fn pending_notice(call: &Call) -> PendingNotice<'_> {
     let id = call.id.as_str();
-    let background = call.origin.background;
+    let (background, waits) = (call.origin.background, call.waits_for_input());
     PendingNotice {
         status: "pending",
         tool_call_id: id,
         task_id: background.then_some(id),
+        questions: call.elicitation.as_ref().filter(|_| waits).map(|asked| &asked.unanswered),
         message: match call.hold {
+            _ if waits => INPUT_NOTICE,
             _ if background => BACKGROUND_NOTICE,
             Some(Hold::Predecessor { .. }) => PREDECESSOR_NOTICE,
             _ => STILL_RUNNING_NOTICE,
@@ -234,6 +241,7 @@ impl BatchEntryResult {
         let pending = match &self.state {
             BatchEntryState::Open(call) if self.is_digested => Some(PendingNotice {
                 message: shorten::SHORT_PENDING_NOTICE,
+                questions: None,
                 ..pending_notice(call)
             }),
             BatchEntryState::Open(call) => Some(pending_notice(call)),

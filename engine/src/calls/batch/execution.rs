@@ -295,13 +295,17 @@ impl BatchExecution {
     fn invocation(&self, index: usize, entry: &ParsedToolCall) -> CallRequest {
         let batch = &self.batch;
         let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
+        let executor = self.tools[index].as_ref().map(|tool| tool.definition.executor);
+        let retries = executor.is_none_or(|e| self.engine.dispatcher.source_traits(e).retries);
         let derive_key = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
         let batch_key = || batch.entry_keys.get(index).cloned().or_else(derive_key);
         CallRequest {
             run_id: batch.run_id.clone(),
             call_id: entry.id.clone(),
             timeout_ms: entry.timeout_ms.or(batch.timeout_ms),
-            retry: entry.retry.or(batch.retry),
+            attempt_timeout_ms: entry.attempt_timeout_ms.or(batch.attempt_timeout_ms),
+            input_timeout_ms: entry.input_timeout_ms,
+            retry: entry.retry.or(batch.retry.filter(|_| retries)),
             idempotency_key: entry.idempotency_key.clone().or_else(batch_key),
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),

@@ -43,6 +43,7 @@ pub(super) fn shorten_fault(fault: &Fault, budget: usize) -> String {
 pub(super) fn shorten_pending(pending: &PendingNotice<'_>, budget: usize) -> String {
     let with_id = model_formats::pending_content(&PendingNotice {
         message: SHORT_PENDING_NOTICE,
+        questions: None,
         ..*pending
     });
     first_fitting(
@@ -77,6 +78,7 @@ mod tests {
             tool_call_id: id,
             task_id: Some(id),
             message: "a message that is longer than it has to be, as such messages are",
+            questions: None,
         };
         let long = Fault::new(Code::RuntimeError, "it went wrong in a way. ".repeat(100))
             .with_detail(json!({ "more": "x".repeat(500) }));

@@ -14,6 +14,8 @@ const MAX_UNDELIVERED_CANCELS: usize = 256;
 
 pub(super) struct Lease {
     pub(super) acknowledged: bool,
+    /// Time when the client received the item.
+    pub(super) since_ms: u64,
     /// The connection that received the item; `None` if the client has disconnected.
     pub(super) session: Option<u64>,
     /// True if the item left with the response to a poll: the server cannot detect when that client

@@ -2,13 +2,14 @@
 //! leases.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::client::{ClientConnection, Lease, QueueClient};
 use super::{
-    ClientMessage, ConnectRequest, DISCONNECT_GRACE_MS, POLL_LEASE_MS, Redelivery, Transport,
-    WorkItem,
+    ClientMessage, ConnectRequest, DISCONNECT_GRACE_MS, DeliveryLimiter, DeliveryPermit,
+    FAILOVER_GRACE_MS, POLL_LEASE_MS, Redelivery, Transport, WorkItem,
 };
 use crate::domain::id::CallId;
 use crate::domain::tool::Effect;
@@ -28,6 +29,7 @@ pub(super) struct ClientQueueState {
     last_order: u64,
     /// True after shutdown: no item is assigned any more.
     closed: bool,
+    limiter: Option<Arc<dyn DeliveryLimiter>>,
 }
 
 struct WorkEntry {
@@ -35,6 +37,8 @@ struct WorkEntry {
     pinned: Option<String>,
     order: u64,
     holder: Option<ClientKey>,
+    /// Held while a client has the item.
+    permit: Option<DeliveryPermit>,
 }
 
 /// A client as the operator sees it.
@@ -177,7 +181,7 @@ impl ClientQueueState {
             }
             let Some(parked) = self.requests.get_mut(&id) else { continue };
             parked.item.redelivered = true;
-            parked.holder = None;
+            (parked.holder, parked.permit) = (None, None);
             if parked.pinned.is_some() {
                 if let Some(client) = self.clients.get_mut(key) {
                     client.pinned.insert(parked.order, id);
@@ -225,14 +229,25 @@ impl ClientQueueState {
         let order = self.next_order();
         self.dequeue(&id);
         let holder = acknowledged_by.map(|client_id| (project.clone(), client_id));
-        let parked =
-            WorkEntry { item: request, pinned: pinned.clone(), order, holder: holder.clone() };
+        let permit = holder.as_ref().and_then(|_| self.limiter.as_ref()?.force_acquire(&project));
+        let parked = WorkEntry {
+            item: request,
+            pinned: pinned.clone(),
+            order,
+            holder: holder.clone(),
+            permit,
+        };
         self.requests.insert(id.clone(), parked);
         if let Some(key) = holder {
             // Acknowledged before a restart: the item still belongs to that client, on any
             // transport.
-            let mut lease =
-                Lease { acknowledged: true, session: None, polled: true, lease_until_ms: None };
+            let mut lease = Lease {
+                acknowledged: true,
+                since_ms: now_ms,
+                session: None,
+                polled: true,
+                lease_until_ms: None,
+            };
             if let Some(parked) = self.requests.get(&id) {
                 lease.extend(&parked.item, now_ms);
             }
@@ -267,7 +282,9 @@ impl ClientQueueState {
                 .map(|(key, _)| key.clone());
             let Some(key) = chosen else { return };
             let Some(id) = self.pop_first(queue) else { return };
-            self.lease_to(&key, id, now_ms);
+            if !self.lease_to(&key, id, now_ms) {
+                return;
+            }
         }
     }
 
@@ -284,8 +301,20 @@ impl ClientQueueState {
     /// Assigns as many waiting items to a client as it has capacity for, the oldest first.
     fn fill_client(&mut self, key: &ClientKey, now_ms: u64) {
         while let Some(id) = self.take_next_for(key) {
-            self.lease_to(key, id, now_ms);
+            if !self.lease_to(key, id, now_ms) {
+                return;
+            }
         }
+    }
+
+    /// Assigns items that waited for a permit.
+    pub(super) fn assign_waiting(&mut self, now_ms: u64) {
+        let keys: Vec<ClientKey> = self.clients.keys().cloned().collect();
+        keys.iter().for_each(|key| self.fill_client(key, now_ms));
+    }
+
+    pub(super) fn set_limiter(&mut self, limiter: Arc<dyn DeliveryLimiter>) {
+        self.limiter = Some(limiter);
     }
 
     fn take_next_for(&mut self, key: &ClientKey) -> Option<CallId> {
@@ -309,13 +338,28 @@ impl ClientQueueState {
         self.pop_first(&queue)
     }
 
-    fn lease_to(&mut self, key: &ClientKey, id: CallId, now_ms: u64) {
+    /// Hands an item to a client. Returns false if no permit is free; the item is queued again.
+    fn lease_to(&mut self, key: &ClientKey, id: CallId, now_ms: u64) -> bool {
         let turn = self.next_order();
         let (Some(parked), Some(client)) = (self.requests.get_mut(&id), self.clients.get_mut(key))
         else {
-            return;
+            return true;
         };
-        let Some(connection) = client.connection_with_capacity() else { return };
+        let Some(connection) = client.connection_with_capacity() else { return true };
+        if let Some(limiter) = &self.limiter {
+            parked.permit = limiter.try_acquire(&key.0);
+            if parked.permit.is_none() {
+                let (order, tool) = (parked.order, parked.item.tool.clone());
+                match parked.pinned {
+                    Some(_) => client.pinned.insert(order, id),
+                    None => {
+                        let queue = (key.0.clone(), tool);
+                        self.queues.entry(queue).or_default().insert(order, id)
+                    }
+                };
+                return false;
+            }
+        }
         let (number, message) = (connection.number, ClientMessage::Execute(parked.item.clone()));
         let polled = connection.transport == Transport::Polling;
         let _ = connection.sender.send(message);
@@ -323,8 +367,10 @@ impl ClientQueueState {
         client.last_assigned = turn;
         client.last_seen_ms = now_ms;
         let session = Some(number);
-        let lease = Lease { acknowledged: false, session, polled, lease_until_ms: None };
+        let lease =
+            Lease { acknowledged: false, since_ms: now_ms, session, polled, lease_until_ms: None };
         client.leases.insert(id, lease);
+        true
     }
 
     pub(super) fn acknowledge(&mut self, project: &str, client_id: &str, id: &CallId, now_ms: u64) {
@@ -337,15 +383,19 @@ impl ClientQueueState {
         // A client may acknowledge an item that was not assigned yet: it holds the lease from now
         // on.
         parked.holder = Some(key.clone());
+        if parked.permit.is_none() {
+            parked.permit = self.limiter.as_ref().and_then(|limiter| limiter.force_acquire(&key.0));
+        }
         let client = self.clients.entry(key).or_default();
         client.last_seen_ms = now_ms;
         let lease = client.leases.entry(id.clone()).or_insert_with(|| Lease {
             acknowledged: true,
+            since_ms: now_ms,
             session: None,
             polled: true,
             lease_until_ms: None,
         });
-        lease.acknowledged = true;
+        (lease.acknowledged, lease.since_ms) = (true, now_ms);
         lease.extend(&parked.item, now_ms);
     }
 
@@ -359,6 +409,11 @@ impl ClientQueueState {
 
     pub(super) fn lease_holder(&self, id: &CallId) -> Option<String> {
         self.requests.get(id)?.holder.as_ref().map(|(_, client_id)| client_id.clone())
+    }
+
+    pub(super) fn delivered_ms(&self, id: &CallId) -> Option<u64> {
+        let holder = self.requests.get(id)?.holder.as_ref()?;
+        self.clients.get(holder)?.leases.get(id).map(|lease| lease.since_ms)
     }
 
     pub(super) fn cancel(&mut self, id: &CallId, attempt: u32) {
@@ -387,14 +442,21 @@ impl ClientQueueState {
     pub(super) fn requeue_expired(&mut self, now_ms: u64) {
         let mut overdue: Vec<(ClientKey, Vec<CallId>)> = Vec::new();
         for (key, client) in &self.clients {
-            let is_gone = client.sessions.is_empty()
-                && client.last_seen_ms.saturating_add(DISCONNECT_GRACE_MS) <= now_ms;
+            let away_ms = match client.sessions.is_empty() {
+                true => now_ms.saturating_sub(client.last_seen_ms),
+                false => 0,
+            };
             let ids = client.leases.iter().filter(|(id, lease)| {
                 let expired = lease.lease_until_ms.is_some_and(|until| until <= now_ms);
-                let pinned_or_once = self.requests.get(*id).is_none_or(|parked| {
-                    parked.pinned.is_some() || parked.item.effect == Effect::Irreversible
+                let movable = self.requests.get(*id).filter(|parked| {
+                    parked.pinned.is_none() && parked.item.effect != Effect::Irreversible
                 });
-                expired || (is_gone && lease.acknowledged && !pinned_or_once)
+                // Between two polls a client has no connection and is not gone.
+                let is_gone = |parked: &WorkEntry| {
+                    let has_left = !lease.polled && away_ms >= FAILOVER_GRACE_MS;
+                    away_ms >= DISCONNECT_GRACE_MS || has_left && self.has_other_client(key, parked)
+                };
+                expired || lease.acknowledged && movable.is_some_and(is_gone)
             });
             let ids: Vec<CallId> = ids.map(|(id, _)| id.clone()).collect();
             if !ids.is_empty() {
@@ -417,6 +479,16 @@ impl ClientQueueState {
             is_connected: client.is_some_and(|client| client.is_present(now_ms)),
             last_seen_ms: last_seen_ms.filter(|ms| *ms > 0),
         }
+    }
+
+    /// Returns true if another connected client can take the item now.
+    fn has_other_client(&self, key: &ClientKey, parked: &WorkEntry) -> bool {
+        self.clients.iter().any(|(other, client)| {
+            other != key
+                && other.0 == key.0
+                && client.tools.contains(&parked.item.tool)
+                && client.connection_with_capacity().is_some()
+        })
     }
 
     pub(super) fn list_clients(&self, project: &str) -> Vec<ClientView> {

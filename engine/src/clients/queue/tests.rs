@@ -62,6 +62,8 @@ impl TestQueue {
             args: Json::empty_object(),
             command: None,
             deadline_ms,
+            connect_deadline_ms: deadline_ms,
+            input_timeout_ms: 3_600_000,
             traceparent: None,
             client_id: pinned.map(str::to_owned),
             acknowledged_by: acknowledged_by.map(str::to_owned),
@@ -148,12 +150,43 @@ async fn after_the_grace_period_reversible_items_go_to_other_clients() {
     fixture.queue.acknowledge("p", "one", &once);
     drop(one);
     let mut two = fixture.connect("two", Transport::Streaming, Redelivery::ReversibleOnly, 8);
-    fixture.clock.advance(DISCONNECT_GRACE_MS - 1);
+    fixture.clock.advance(FAILOVER_GRACE_MS - 1);
     fixture.queue.requeue_expired();
     assert_eq!(ids(&mut two), []);
     fixture.clock.advance(1);
     fixture.queue.requeue_expired();
     assert_eq!(ids(&mut two), [(read, true)], "never the irreversible one");
+}
+
+#[tokio::test]
+async fn without_another_client_an_item_stays_for_the_whole_grace_period() {
+    let fixture = TestQueue::new();
+    let mut one = fixture.connect("one", Transport::Streaming, Redelivery::ReversibleOnly, 8);
+    let read = fixture.put(Effect::Read, None, None).await;
+    ids(&mut one);
+    fixture.queue.acknowledge("p", "one", &read);
+    drop(one);
+    fixture.clock.advance(DISCONNECT_GRACE_MS - 1);
+    fixture.queue.requeue_expired();
+    assert_eq!(fixture.queue.lease_holder(&read).as_deref(), Some("one"));
+    fixture.clock.advance(1);
+    fixture.queue.requeue_expired();
+    assert_eq!(fixture.queue.lease_holder(&read), None);
+}
+
+#[tokio::test]
+async fn a_client_between_two_polls_keeps_its_item() {
+    let fixture = TestQueue::new();
+    let read = fixture.put(Effect::Read, None, None).await;
+    let mut poll = fixture.connect("one", Transport::Polling, Redelivery::ReversibleOnly, 1);
+    assert_eq!(ids(&mut poll).len(), 1);
+    poll.start_poll_lease(&read);
+    fixture.queue.acknowledge("p", "one", &read);
+    drop(poll);
+    let mut two = fixture.connect("two", Transport::Streaming, Redelivery::ReversibleOnly, 8);
+    fixture.clock.advance(DISCONNECT_GRACE_MS - 1);
+    fixture.queue.requeue_expired();
+    assert_eq!(ids(&mut two), []);
 }
 
 #[tokio::test]

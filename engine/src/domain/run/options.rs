@@ -135,7 +135,10 @@ pub struct ExecutionOptions {
     pub max_parallel: Option<usize>,
     /// Timeout of each call. Defaults to the tool's own.
     pub timeout_ms: Option<u64>,
-    /// Maximum number of retries of each call. Defaults to the execution policies.
+    /// Time limit of each attempt of a call. Defaults to the execution policies.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Maximum number of retries of each call, where the tool's executor permits retries. Defaults
+    /// to the execution policies.
     pub max_retries: Option<u32>,
     /// Maximum time to wait for the calls of one reply. A call that has not ended by then
     /// continues, and its result arrives late.
@@ -156,6 +159,7 @@ impl ExecutionOptions {
         let ranges = [
             ("max_parallel", number(self.max_parallel), 1, max_parallel as u64),
             ("timeout_ms", self.timeout_ms, 1, *TIMEOUT_MS_RANGE.end()),
+            ("attempt_timeout_ms", self.attempt_timeout_ms, 1, *TIMEOUT_MS_RANGE.end()),
             ("max_retries", self.max_retries.map(u64::from), 0, u64::from(MAX_RETRIES_LIMIT)),
             ("wait_ms", self.wait_ms, 0, max_wait_ms),
             ("result_tokens", number(self.result_tokens), 1, 1_000_000),

@@ -181,6 +181,7 @@ fn build_batch(
         // If the time limit ends with the wait, no further call starts.
         defer_unstarted: wait_ms < remaining_ms,
         timeout_ms: acting.timeout_ms,
+        attempt_timeout_ms: acting.attempt_timeout_ms,
         retry: acting.max_retries,
         user_id: options.user_id.clone(),
         traceparent: options.traceparent.clone(),

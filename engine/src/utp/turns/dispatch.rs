@@ -39,6 +39,10 @@ pub struct StepCallRequest {
     pub arguments: Json,
     /// Timeout of the call in milliseconds. Defaults to the tool's own.
     pub timeout_ms: Option<u64>,
+    /// Time limit of each attempt in milliseconds. Defaults to the execution policies.
+    pub attempt_timeout_ms: Option<u64>,
+    /// Time that the call waits for input, in milliseconds. Defaults to the execution policies.
+    pub input_timeout_ms: Option<u64>,
 }
 
 /// A request to dispatch the calls of a step.
@@ -311,6 +315,8 @@ impl Utp {
         invocation.run_id = turn.turn_id.clone();
         invocation.call_id = Some(call.tool_call_id.clone());
         invocation.timeout_ms = call.timeout_ms;
+        invocation.attempt_timeout_ms = call.attempt_timeout_ms;
+        invocation.input_timeout_ms = call.input_timeout_ms;
         invocation.idempotency_key = Some(step_call_key(turn, call));
         invocation.traceparent = turn.traceparent.clone();
         invocation.route = Some(Box::new(route.clone()));

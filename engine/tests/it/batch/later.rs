@@ -188,8 +188,13 @@ async fn a_dependents_timeout_starts_when_its_predecessor_ends() {
     let engine = Engine::builder().clock(Arc::new(clock.clone()));
     let engine = engine.tool(tools.tool("t.read").effect(Effect::Read)).start().await.unwrap();
     let entries = (0..2).map(|n| envelope("t.read", n));
-    let requested =
-        Batch { wait_ms: Some(0), timeout_ms: Some(10_000), ..batch(BatchMode::Serial, entries) };
+    // Without retries, an attempt may take the whole time of its call.
+    let requested = Batch {
+        wait_ms: Some(0),
+        timeout_ms: Some(10_000),
+        retry: Some(0),
+        ..batch(BatchMode::Serial, entries)
+    };
     let calls = open_calls(&run(&engine, requested).await);
     let now_ms = calls[1].created_ms;
     assert_eq!(calls[1].deadline_ms, now_ms + 20_000, "the predecessor's timeout plus its own");

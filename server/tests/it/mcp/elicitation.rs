@@ -179,17 +179,69 @@ async fn a_legacy_client_gets_the_result_when_the_answer_comes_over_http() {
 }
 
 #[tokio::test]
-async fn a_legacy_client_gets_a_timeout_at_the_deadline_of_the_call() {
+async fn a_legacy_client_gets_a_timeout_when_the_wait_for_input_ends() {
     let server = start_server().await;
     let client = Mcp::legacy_with(&server.api(), json!({ "elicitation": {} })).await;
     let params = json!({ "name": "hello.one", "arguments": {},
-        "_meta": { "toolcrib/timeout_ms": 1_000 } });
+        "_meta": { "toolcrib/timeout_ms": 500, "toolcrib/input_timeout_ms": 1_000 } });
     let session_stream = client.session_stream().await;
     let mut stream = client.open("tools/call", params).await;
     let elicitation = stream.until("elicitation/create").await;
     let result = await_result_after_withdrawal(session_stream, stream, &elicitation).await;
     assert_eq!(result["isError"], true, "{result}");
     assert_eq!(result["structuredContent"]["error"]["code"], "TIMEOUT", "{result}");
+    assert!(text(&result).contains("no answer came within 1000 ms"), "{result}");
+}
+
+#[tokio::test]
+async fn the_time_in_which_a_person_answers_does_not_count() {
+    let server = start_server().await;
+    let api = server.api();
+    let body = json!({ "run_id": "run_1", "args": {}, "timeout_ms": 700 });
+    let id = api.invoke_with("hello.one", body).await;
+    let waiting = crate::support::until("the questions", || async {
+        let call = api.call(&id).await;
+        (call["hold"]["reason"] == "input").then_some(call)
+    })
+    .await;
+    assert_eq!(waiting["input_timeout_ms"], 3_600_000);
+    assert_eq!(waiting["hold"]["until_ms"], waiting["deadline_at_ms"]);
+    let path = format!("/v1/tool_calls/{id}/answer");
+    assert_eq!(waiting["hold"]["answer_with"], format!("POST {path}"));
+    // The person answers after the time of the call would have been over.
+    let created_ms = waiting["created_at_ms"].as_u64().unwrap();
+    crate::support::until("the timeout to pass", || async {
+        (server.engine.now_ms() > created_ms + 1_000).then_some(())
+    })
+    .await;
+    let answers = json!({ "answers": { "name": accept("Ada"), "city": accept("Ulm") } });
+    api.post(&path, answers).await.is(200);
+    assert_eq!(api.finished(&id).await["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn a_client_that_cannot_ask_learns_what_is_asked_and_how_to_answer() {
+    let engine = Engine::builder().source(Arc::new(ElicitingSource)).start().await.unwrap();
+    let server =
+        Server::with_engine_and(engine, |config| config.transports.mcp.wait_ms = 300).await;
+    let api = server.api();
+    let pending = Mcp::modern(&api).call("hello.one", json!({})).await.result();
+    let id = pending["_meta"]["toolcrib/tool_call_id"].as_str().unwrap();
+    for part in [
+        "Who?".to_owned(),
+        "Where?".to_owned(),
+        format!("POST /v1/tool_calls/{id}/answer"),
+        format!("toolcrib calls answer {id}"),
+    ] {
+        assert!(text(&pending).contains(&part), "{part}: {pending}");
+    }
+    // A batch tells a model the same.
+    let entry = json!({ "call_id": "a", "name": "hello.one", "args": {} });
+    let body = json!({ "run_id": "run_1", "tool_calls": [entry], "wait_ms": 300 });
+    let answer = api.post("/v1/tool_calls", body).await.is(200);
+    let result = &answer["results"][0];
+    assert!(result["message"].as_str().unwrap().contains("/answer"), "{answer}");
+    assert_eq!(result["questions"]["name"]["params"]["message"], "Who?");
 }
 
 #[tokio::test]

@@ -1,6 +1,8 @@
 //! Concurrency limits, and the rejection of calls beyond the limit of open calls.
 
 use serde_json::{Value, json};
+use toolcrib::domain::retry::ExecutionPolicyPatch;
+use toolcrib_server::config::ProjectSettings;
 
 use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
@@ -141,6 +143,37 @@ async fn max_parallel_of_the_server_queues_calls_and_loses_none() {
     });
     for (n, call) in futures::future::join_all(calls).await {
         assert_eq!(call["result"]["result"], n * 2, "{call}");
+    }
+}
+
+#[tokio::test]
+async fn max_parallel_of_the_server_and_the_project_counts_clients() {
+    let policy = |max_parallel| ExecutionPolicyPatch { max_parallel, ..Default::default() };
+    let project = ProjectSettings { policy: policy(Some(1)), ..Default::default() };
+    for per_project in [false, true] {
+        let server = Server::with(|config| match per_project {
+            true => drop(config.projects.insert("default".into(), project.clone())),
+            false => config.policy.max_parallel = 1,
+        })
+        .await;
+        let api = server.api();
+        // Calls that wait for an absent client take no slot from the others.
+        api.register("absent", json!([offer("absent.tool")])).await;
+        api.invoke("absent.tool", json!({})).await;
+        let tools = json!([offer("a.tool"), offer("b.tool")]);
+        let mut client = Ws::offering(&api, "c1", tools).await;
+        let first = api.invoke("a.tool", json!({})).await;
+        let second = api.invoke("b.tool", json!({})).await;
+        let sum = api.invoke("calculation.eval", json!({ "expression": "1+1" })).await;
+        let request = client.take().await;
+        assert_eq!(request["tool_call_id"], json!(first));
+        client.expect_no_message().await;
+        assert_eq!(api.call(&sum).await["status"], "PENDING", "the client has the only slot");
+        client.succeed(&request, json!(1)).await;
+        let request = client.take().await;
+        assert_eq!(request["tool_call_id"], json!(second));
+        client.succeed(&request, json!(2)).await;
+        assert_eq!(api.finished(&sum).await["result"]["result"], 2);
     }
 }
 

@@ -5,6 +5,7 @@ use toolcrib::{Effect, Engine, FnTool};
 
 use crate::support::Server;
 use crate::support::api::{message, offer, offer_with};
+use crate::support::mcp::Mcp;
 use crate::support::ws::Ws;
 
 fn keys(value: &Value) -> Vec<&str> {
@@ -41,10 +42,58 @@ async fn the_outcome_of_a_failure_has_the_error() {
     let outcome = &call["outcome"];
     assert_eq!((&outcome["ok"], &outcome["data"]), (&json!(false), &Value::Null));
     assert_eq!(outcome["error"], call["error"]);
+    // The tool is irreversible.
+    let text = "broken; it may have happened, so a retry is not safe";
     let error = json!({
-        "code": "RUNTIME_ERROR", "message": "broken", "detail": [1], "retryable": true
+        "code": "RUNTIME_ERROR", "message": text, "detail": [1], "retryable": false
     });
     assert_eq!(call["error"], error);
+}
+
+#[tokio::test]
+async fn a_failed_irreversible_call_says_everywhere_that_a_retry_is_not_safe() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("pay.tool")])).await;
+    let unsafe_retry = |error: &Value| {
+        assert_eq!(error["retryable"], false, "{error}");
+        assert!(message(error).contains("it may have happened, so a retry is not safe"), "{error}");
+    };
+    // A batch, in the envelope and in the format of OpenAI.
+    let call = json!({ "id": "b", "type": "function",
+        "function": { "name": "pay__tool", "arguments": "{}" } });
+    let body = json!({ "run_id": "run_1",
+        "tool_calls": [{ "call_id": "a", "name": "pay.tool", "args": {} }, call] });
+    let posting = {
+        let api = api.clone();
+        tokio::spawn(async move { api.post("/v1/tool_calls", body).await.is(200) })
+    };
+    for _ in 0..2 {
+        let request = client.take().await;
+        client.fail(&request, json!("no paper")).await;
+    }
+    let answer = posting.await.unwrap();
+    unsafe_retry(&answer["results"][0]["error"]);
+    unsafe_retry(&answer["messages"][0]["error"]);
+    let content = answer["messages"][1]["content"].as_str().unwrap();
+    unsafe_retry(&serde_json::from_str::<Value>(content).unwrap()["error"]);
+    // MCP: the text that the model reads, and the structured error.
+    let calling = {
+        let mcp = Mcp::modern(&api);
+        tokio::spawn(async move { mcp.call("pay.tool", json!({})).await.result() })
+    };
+    let request = client.take().await;
+    client.fail(&request, json!("no paper")).await;
+    let result = calling.await.unwrap();
+    let text = result["content"][0]["text"].as_str().unwrap();
+    assert!(text.contains("the same call may do it a second time"), "{text}");
+    unsafe_retry(&result["structuredContent"]["error"]);
+    // A failure that certainly had no effect stays retryable.
+    let id = api.invoke_with("pay.tool", json!({ "run_id": "r", "args": {}, "retry": 0 })).await;
+    let request = client.take().await;
+    client.fail(&request, json!({ "message": "refused", "happened": false })).await;
+    let call = api.call(&id).await;
+    assert_eq!((message(&call["error"]), &call["error"]["retryable"]), ("refused", &json!(true)));
 }
 
 #[tokio::test]
@@ -86,7 +135,10 @@ async fn a_timeout_error_says_whether_the_call_took_effect() {
         ("reads.tool", "it only reads, so calling again is safe", true),
         ("acts.tool", "it was under way and may have taken effect", false),
     ] {
-        let id = api.invoke_with(tool, short(1_500)).await;
+        // With retries, the first attempt would have a third of the time.
+        let mut once = short(1_500);
+        once["retry"] = json!(0);
+        let id = api.invoke_with(tool, once).await;
         client.take().await;
         let call = api.finished(&id).await;
         assert_eq!(call["status"], "TIMEOUT", "{call}");

@@ -53,7 +53,9 @@ pub(super) fn malformed_answer_fault(attempt: &Attempt, message: String) -> Faul
 fn uncertain_outcome_fault(attempt: &Attempt, message: String) -> Fault {
     match attempt.effect {
         Effect::Irreversible => {
-            let message = format!("{message}; it may have happened, and was not tried again");
+            let message = format!(
+                "{message}; it may have happened, and was not tried again: a retry is not safe"
+            );
             Fault::new(Code::OutcomeUnknown, message).retryable(false)
         }
         _ => Fault::new(Code::UpstreamUnavailable, message).retryable(true),

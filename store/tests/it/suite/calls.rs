@@ -149,7 +149,9 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
             handle: Some("task-7".into()),
         }))
     };
-    let asking = Call { hold: Some(Hold::Input), elicitation: elicitation_with(true), ..call() };
+    let hold = Some(Hold::Input { remaining_ms: 400 });
+    let asking =
+        Call { hold, deadline_ms: NOW + 3_600_000, elicitation: elicitation_with(true), ..call() };
     let answered = Call { elicitation: elicitation_with(false), ..call() };
     for held in [asking, answered] {
         put(store, &held).await;

@@ -133,6 +133,8 @@ pub async fn a_registered_tool_is_read_back_field_by_field(store: &dyn Store) {
         policy: ExecutionPolicyPatch {
             max_parallel: Some(3),
             default_timeout_ms: Some(4_000),
+            attempt_timeout_ms: Some(1_500),
+            input_timeout_ms: Some(600_000),
             max_retries: Some(0),
             backoff: Some(Backoff { initial_ms: 1, factor: 1.1, max_ms: 9, jitter: 0.3 }),
             rejoin: Some(false),

@@ -41,7 +41,14 @@ pub fn calls_in_every_hold() -> Vec<Call> {
         Call { fallbacks: vec![fallback], hold: Some(Hold::Queue), ..first },
         Call { hold: Some(Hold::Retry { at_ms: NOW + 5 }), ..call() },
         Call { hold: Some(Hold::Unacknowledged), ..call() },
-        Call { hold: Some(Hold::Input), elicitation: Some(Box::new(elicitation)), ..call() },
+        Call {
+            hold: Some(Hold::Input { remaining_ms: 400 }),
+            elicitation: Some(Box::new(elicitation)),
+            attempt_timeout_ms: Some(7_000),
+            input_timeout_ms: 60_000,
+            deadline_ms: NOW + 60_000,
+            ..call()
+        },
         Call { hold: Some(Hold::Predecessor { timeout_ms: 70 }), origin, ..call() },
     ]
 }

@@ -38,6 +38,14 @@ pub(super) struct ToolOfferBody {
     /// Time limit of a call in milliseconds, 1 to 86400000 (default: the configured one).
     #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
+    /// Time limit of each attempt of a call in milliseconds, 1 to 86400000. The same as
+    /// `policy.attempt_timeout_ms`.
+    #[serde(default, deserialize_with = "timeout_ms")]
+    attempt_timeout_ms: Option<u64>,
+    /// Time in milliseconds that a call waits for answers to the tool's questions, 1 to 86400000.
+    /// The same as `policy.input_timeout_ms`.
+    #[serde(default, deserialize_with = "timeout_ms")]
+    input_timeout_ms: Option<u64>,
     /// True if its calls are background tasks: callers do not wait, and the result arrives later.
     #[serde(default, rename = "async")]
     background: bool,
@@ -54,8 +62,8 @@ pub(super) struct ToolOfferBody {
     #[serde(default)]
     #[schema(value_type = String, example = "low")]
     risk: Risk,
-    /// Limits of this tool: max_parallel, default_timeout_ms, max_retries, backoff,
-    /// rejoin, rejoin_window_ms, disconnect_grace_ms.
+    /// Limits of this tool: max_parallel, default_timeout_ms, attempt_timeout_ms, input_timeout_ms,
+    /// max_retries, backoff, rejoin, rejoin_window_ms, disconnect_grace_ms.
     #[serde(default)]
     #[schema(value_type = Option<Object>)]
     policy: ExecutionPolicyPatch,
@@ -84,6 +92,8 @@ impl ToolOfferBody {
             effect: self.effect,
             risk: self.risk,
             policy: ExecutionPolicyPatch {
+                attempt_timeout_ms: self.attempt_timeout_ms.or(self.policy.attempt_timeout_ms),
+                input_timeout_ms: self.input_timeout_ms.or(self.policy.input_timeout_ms),
                 rejoin: self.rejoin.or(self.policy.rejoin),
                 ..self.policy
             },

@@ -85,6 +85,7 @@ pub(super) struct ValidatedDefinition {
     effect: Effect,
     risk: Risk,
     timeout_ms: Option<u64>,
+    policy: ExecutionPolicyPatch,
     background: bool,
 }
 
@@ -108,13 +109,11 @@ pub(super) fn validate(
         Some(Value::String(text)) => text.clone(),
         Some(_) => return Err(bad_request("description must be a text")),
     };
-    let timeout_ms = match fields.get("timeout_ms") {
-        None | Some(Value::Null) => None,
-        Some(value) => {
-            Some(value.as_u64().filter(|ms| TIMEOUT_MS_RANGE.contains(ms)).ok_or_else(|| {
-                bad_request("timeout_ms must be a whole number from 1 to 86400000 (24 h)")
-            })?)
-        }
+    let timeout_ms = timeout_field(fields, "timeout_ms")?;
+    let policy = ExecutionPolicyPatch {
+        attempt_timeout_ms: timeout_field(fields, "attempt_timeout_ms")?,
+        input_timeout_ms: timeout_field(fields, "input_timeout_ms")?,
+        ..ExecutionPolicyPatch::default()
     };
     let plan = match HttpToolSpec::is_present(&options) {
         true => Some(HttpToolSpec::from_options(&options).map_err(bad_request)?),
@@ -148,6 +147,7 @@ pub(super) fn validate(
         name,
         description,
         timeout_ms,
+        policy,
     };
     for name in ["suspend_timeout_seconds", "timeout_seconds"] {
         let value = options.get(name).filter(|value| !value.is_null());
@@ -170,6 +170,13 @@ fn object_field(fields: &Map<String, Value>, name: &str) -> Result<Value, Error>
         Some(value @ Value::Object(_)) => Ok(value.clone()),
         Some(_) => Err(bad_request(format!("{name} must be a mapping"))),
     }
+}
+
+fn timeout_field(fields: &Map<String, Value>, name: &str) -> Result<Option<u64>, Error> {
+    let Some(value) = fields.get(name).filter(|value| !value.is_null()) else { return Ok(None) };
+    let timeout_ms = value.as_u64().filter(|ms| TIMEOUT_MS_RANGE.contains(ms));
+    let message = || format!("{name} must be a whole number from 1 to 86400000 (24 h)");
+    timeout_ms.map(Some).ok_or_else(|| bad_request(message()))
 }
 
 fn text_field(fields: &Map<String, Value>, name: &str) -> Result<String, Error> {
@@ -201,7 +208,12 @@ impl ValidatedDefinition {
         // The call must not end before the longest time that its HTTP response may take.
         let answer_ms =
             HttpToolSpec::from_options(&options).ok().and_then(|plan| plan.timeout_ms(&options));
-        let answer_ms = answer_ms.unwrap_or_default().min(*TIMEOUT_MS_RANGE.end());
+        let answer_ms = answer_ms.map(|ms| ms.min(*TIMEOUT_MS_RANGE.end()));
+        let policy = ExecutionPolicyPatch {
+            attempt_timeout_ms: self.policy.attempt_timeout_ms.or(answer_ms.filter(|ms| *ms > 0)),
+            ..self.policy.clone()
+        };
+        let answer_ms = answer_ms.unwrap_or_default();
         ToolDefinition {
             project: Some(project.to_owned()),
             name: self.name.clone(),
@@ -219,7 +231,7 @@ impl ValidatedDefinition {
             background: self.background,
             effect: self.effect,
             risk: self.risk,
-            policy: ExecutionPolicyPatch::default(),
+            policy,
             fallback: Vec::new(),
             metadata: None,
             binding: utp,

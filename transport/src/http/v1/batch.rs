@@ -25,9 +25,9 @@ pub(super) struct BatchBody {
     #[schema(value_type = String)]
     run_id: Option<toolcrib::Json>,
     /// The calls, each in any of these formats: the envelope (`{call_id, name, args, timeout_ms,
-    /// retry, idempotency_key, callback_url}`), OpenAI's chat format (`{id, type: "function",
-    /// function}`), its Responses format (`{type: "function_call"}`), or Anthropic's (`{type:
-    /// "tool_use"}`).
+    /// attempt_timeout_ms, input_timeout_ms, retry, idempotency_key, callback_url}`), OpenAI's chat
+    /// format (`{id, type: "function", function}`), its Responses format (`{type:
+    /// "function_call"}`), or Anthropic's (`{type: "tool_use"}`).
     #[schema(value_type = Vec<Object>)]
     tool_calls: Option<toolcrib::Json>,
     /// `serial` (default) or `parallel`: read-only tools run concurrently, the others in the
@@ -100,6 +100,10 @@ pub(super) struct BatchResultBody<'a> {
     /// While the call has not ended: an explanation for the caller and the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     message: Option<&'static str>,
+    /// If the call waits for them: the unanswered questions of its tool, by key.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    questions: Option<&'a serde_json::Map<String, serde_json::Value>>,
     /// True if the idempotency key was used before; this is the call that it created then.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     replayed: bool,
@@ -134,6 +138,7 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
             status: pending.map(|pending| pending.status),
             task_id: pending.and_then(|pending| pending.task_id),
             message: pending.map(|pending| pending.message),
+            questions: pending.and_then(|pending| pending.questions),
             replayed: settled.replayed,
             joined: settled.joined,
             digested: settled.is_digested,

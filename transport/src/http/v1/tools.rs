@@ -122,6 +122,14 @@ pub(super) struct InvokeBody {
     /// Time in milliseconds within which the call must end: 1 to 86400000.
     #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
+    /// Time limit of each attempt in milliseconds: 1 to 86400000 (default: the policy's, else an
+    /// equal part of the remaining time for each attempt that may follow).
+    #[serde(default, deserialize_with = "timeout_ms")]
+    attempt_timeout_ms: Option<u64>,
+    /// Time in milliseconds that the call waits for answers to its tool's questions: 1 to 86400000
+    /// (default: 3600000). It does not count against `timeout_ms`.
+    #[serde(default, deserialize_with = "timeout_ms")]
+    input_timeout_ms: Option<u64>,
     /// Maximum number of retries after the first attempt.
     retry: Option<u32>,
     /// The same key with the same request returns the same ticket. Alternative: the header
@@ -227,6 +235,8 @@ pub(super) async fn invoke(
         run_id: body.run_id,
         call_id: body.call_id,
         timeout_ms: body.timeout_ms,
+        attempt_timeout_ms: body.attempt_timeout_ms,
+        input_timeout_ms: body.input_timeout_ms,
         retry: body.retry,
         idempotency_key: carried.idempotency_key(body.idempotency_key)?,
         client_id: body.client_id,

@@ -60,7 +60,7 @@ pub(crate) async fn handle_call(
         },
         _ => return None,
     };
-    let result = outcome.unwrap_or_else(|fault| tool_result::error_result(&fault, None));
+    let result = outcome.unwrap_or_else(|fault| tool_result::error_result(&fault, None, false));
     Some(Ok(CallToolResponse::Complete(result)))
 }
 
@@ -162,8 +162,9 @@ async fn call_result(
     arguments: Option<JsonObject>,
 ) -> Result<CallToolResponse, ErrorData> {
     let RequestScope { shared, view, context, .. } = scope;
-    let to_error_result =
-        |fault: Fault| Ok(CallToolResponse::Complete(tool_result::error_result(&fault, None)));
+    let to_error_result = |fault: Fault| {
+        Ok(CallToolResponse::Complete(tool_result::error_result(&fault, None, false)))
+    };
     let args: CallResultArgs = match parse_arguments(CALL_RESULT, arguments) {
         Ok(args) => args,
         Err(fault) => return to_error_result(fault),

@@ -14,7 +14,7 @@ use rmcp::model::{
 };
 use serde_json::Value;
 use toolcrib::calls::{Until, duplicate_key_error};
-use toolcrib::domain::call::{Call, Hold};
+use toolcrib::domain::call::Call;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::registry::CatalogEntry;
 use toolcrib::{CallRequest, Json, Ticket};
@@ -148,6 +148,8 @@ fn to_call_request(
         run_id: text("run_id")?.unwrap_or_else(|| "run_mcp".to_owned()),
         call_id: text("call_id")?,
         timeout_ms: number("timeout_ms")?,
+        attempt_timeout_ms: number("attempt_timeout_ms")?,
+        input_timeout_ms: number("input_timeout_ms")?,
         retry,
         idempotency_key: text("idempotency_key")?,
         client_id: text("client_id")?,
@@ -331,7 +333,7 @@ impl<'a> ToolCallWaiter<'a> {
                 return false;
             }
             let open = update.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
-            let waits = update.hold == Some(Hold::Input) && update.attempt == call.attempt;
+            let waits = update.waits_for_input() && update.attempt == call.attempt;
             if !waits || !open.is_some_and(|open| keys.iter().any(|key| open.contains_key(key))) {
                 return true;
             }

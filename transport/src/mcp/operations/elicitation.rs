@@ -13,7 +13,7 @@ use rmcp::model::{
 use rmcp::service::{Peer, PeerRequestOptions};
 use rmcp::{ErrorData, RoleServer};
 use serde_json::{Map, Value};
-use toolcrib::domain::call::{Call, Hold};
+use toolcrib::domain::call::Call;
 use toolcrib::{CallId, Code, Ticket};
 
 use crate::elicitation_answers;
@@ -23,7 +23,7 @@ use crate::mcp::tool_result;
 
 /// Returns the unanswered questions that this MCP client can answer.
 pub(crate) fn answerable_requests(call: &Call, client: &ClientCapabilities) -> InputRequests {
-    if call.hold != Some(Hold::Input) {
+    if !call.waits_for_input() {
         return InputRequests::new();
     }
     let open = call.elicitation.iter().flat_map(|dialogue| &dialogue.unanswered);
@@ -103,7 +103,7 @@ pub(crate) async fn resume_call(
     }
     let answers = parse_answers(params.input_responses.unwrap_or_default())?;
     // Answers to an earlier attempt were submitted before: the MCP client gets the present state.
-    let asks = call.hold == Some(Hold::Input) && call.attempt == round;
+    let asks = call.waits_for_input() && call.attempt == round;
     if asks && !answers.is_empty() {
         submit_answers(shared, view, &id, answers).await?;
     }

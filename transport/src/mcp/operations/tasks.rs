@@ -57,9 +57,13 @@ fn status_message(engine: &Engine, call: &Call) -> String {
         (Status::Pending, _) => {
             let reason = call.hold.map_or("queue", |hold| hold.as_str());
             let waits = format!("{} waits ({reason})", call.target.tool);
+            let answer = match call.waits_for_input() {
+                true => format!("; POST /v1/tool_calls/{}/answer answers its questions", call.id),
+                false => String::new(),
+            };
             match engine.calls().describe_hold(call) {
-                Some(detail) => format!("{waits}: {detail}"),
-                None => waits,
+                Some(detail) => format!("{waits}: {detail}{answer}"),
+                None => waits + &answer,
             }
         }
         (Status::Running, _) => format!("{} is being executed", call.target.tool),

@@ -58,6 +58,8 @@ pub(crate) struct PolicyBody {
     max_parallel: Option<u32>,
     /// Time limit of each call in milliseconds (default: that of its tool).
     timeout_ms: Option<u64>,
+    /// Time limit of each attempt of a call in milliseconds.
+    attempt_timeout_ms: Option<u64>,
     /// Maximum number of retries of each call.
     max_retries: Option<u32>,
     /// Maximum time the model waits for the calls of one step, in milliseconds. Results that take
