@@ -69,7 +69,7 @@ define_parts() {
 list_parts() {
   local part
   for part in "${parts[@]}"; do
-    printf '%-10s  %s%s\n' "$part" "${part_about[$part]}" \
+    printf '%-11s  %s%s\n' "$part" "${part_about[$part]}" \
       "${part_needs[$part]:+ [${part_needs[$part]// /, }]}"
   done
 }
