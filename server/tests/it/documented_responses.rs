@@ -37,7 +37,7 @@ impl Document {
         let Some(response) = operation["responses"].get(&status) else {
             return Some(format!("status {status} is not documented: {}", reply.text));
         };
-        let Some(content) = response["content"].as_object() else { return None };
+        let content = response["content"].as_object()?;
         let media_type = reply.header("content-type").unwrap_or_default();
         let media_type = media_type.split(';').next().unwrap_or_default().to_owned();
         let Some(described) = content.get(&media_type) else {

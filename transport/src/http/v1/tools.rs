@@ -202,7 +202,8 @@ impl<'a> TicketBody<'a> {
 /// Calls a tool and returns a ticket.
 ///
 /// An idempotency key that was used before returns the ticket of its call with the current status,
-/// and the call itself once it has ended. With `wait_ms`, the response is the call itself, once it has ended or the wait has expired.
+/// and the call itself once it has ended. With `wait_ms`, the response is the call itself, once it
+/// has ended or the wait has expired.
 #[utoipa::path(post, path = "/v1/tools/{name}/invoke", tag = "agents",
     params(
         ("name" = String, Path, description = "The tool's name"),
