@@ -86,6 +86,7 @@ pub(super) struct ValidatedDefinition {
     risk: Risk,
     timeout_ms: Option<u64>,
     background: bool,
+    rejoin: Option<bool>,
 }
 
 /// Validates the root, the name, the fields, the arrays and the schema, in this order.
@@ -142,6 +143,7 @@ pub(super) fn validate(
         effect: typed_field(fields, "effect")?.unwrap_or(usual),
         risk: typed_field(fields, "risk")?.unwrap_or_default(),
         background: typed_field(fields, "async")?.unwrap_or(false),
+        rejoin: typed_field(fields, "rejoin")?,
         output_schema: fields.get("output_schema").filter(|s| !s.is_null()).map(Json::from_value),
         parameters: Json::from_value(&parameters),
         options: Json::from_value(&options),
@@ -219,7 +221,7 @@ impl ValidatedDefinition {
             background: self.background,
             effect: self.effect,
             risk: self.risk,
-            policy: ExecutionPolicyPatch::default(),
+            policy: ExecutionPolicyPatch { rejoin: self.rejoin, ..Default::default() },
             fallback: Vec::new(),
             metadata: None,
             binding: utp,
