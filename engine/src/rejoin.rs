@@ -9,13 +9,12 @@
 //! over: it is `waiting` again, for the new requester.
 //!
 //! Candidates are stored with their work ([`crate::ports::store::undelivered`]), so that they
-//! survive a crash: every candidate that a start finds is gone. A delivered one leaves memory at
-//! once and the store a moment later, with others, so that no response waits for it.
+//! survive a crash: every candidate tha start finds is gone. A delivered one leaves memory at
+//! once and the store with its next commit, so that no response waits for it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
@@ -25,9 +24,6 @@ use crate::domain::fault::Error;
 use crate::domain::id::hex;
 use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
-
-/// Time for which delivered requests are collected before they leave the store together.
-const REMOVAL_DELAY: Duration = Duration::from_millis(20);
 
 /// Number of candidates in memory above which expired ones are removed.
 const MIN_SWEEP_SIZE: usize = 1_024;
@@ -53,7 +49,7 @@ struct CandidateIndex {
     digests: HashMap<String, String>,
     /// Ids to remove from the store.
     delivered: Vec<String>,
-    is_removal_scheduled: bool,
+    is_removing: bool,
     sweep_size: usize,
 }
 
@@ -184,26 +180,29 @@ impl Rejoin {
     fn schedule_removal(self: &Arc<Self>, index: &mut CandidateIndex, id: &str) {
         index.delivered.push(id.to_owned());
         // Without a runtime the process is exiting.
-        if index.is_removal_scheduled || tokio::runtime::Handle::try_current().is_err() {
+        if index.is_removing || tokio::runtime::Handle::try_current().is_err() {
             return;
         }
-        index.is_removal_scheduled = true;
+        index.is_removing = true;
         self.core.tasks.spawn(self.clone().remove_delivered());
     }
 
+    /// Removes delivered requests from the store, those of one commit of the store together. The
+    /// store commits in order, so the removal is part of the next commit that a caller waits for.
     async fn remove_delivered(self: Arc<Self>) {
-        tokio::select! {
-            () = tokio::time::sleep(REMOVAL_DELAY) => {}
-            () = self.core.shutdown.cancelled() => {}
-        }
-        let ids = {
-            let mut index = self.index.lock();
-            index.is_removal_scheduled = false;
-            std::mem::take(&mut index.delivered)
-        };
-        let removed = self.core.store.undelivered().remove_undelivered(ids, self.core.now_ms());
-        if let Err(error) = removed.await {
-            tracing::warn!(%error, "delivered requests could not be removed from the store");
+        loop {
+            let ids = {
+                let mut index = self.index.lock();
+                index.is_removing = !index.delivered.is_empty();
+                std::mem::take(&mut index.delivered)
+            };
+            if ids.is_empty() {
+                return;
+            }
+            let store = self.core.store.undelivered();
+            if let Err(error) = store.remove_undelivered(ids, self.core.now_ms()).await {
+                tracing::warn!(%error, "delivered requests could not be removed from the store");
+            }
         }
     }
 

@@ -16,6 +16,7 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_late_results_total", "Reports that came too late or for another attempt"),
     ("toolcrib_idempotent_replays_total", "Requests answered with the call of an earlier one"),
     ("toolcrib_mcp_resumed_streams_total", "Streams of calls that MCP clients resumed"),
+    ("toolcrib_rejoined_total", "Repeated requests that joined undelivered work, by kind"),
     ("toolcrib_policy_decisions_total", "Decisions on whether an agent may call a tool"),
     ("toolcrib_reconciled_calls_total", "Calls found open and taken up after a start"),
     ("toolcrib_runs_total", "Runs that came to an end, by status"),
@@ -109,6 +110,9 @@ fn install_recorder() -> Option<PrometheusHandle> {
     metrics::counter!("toolcrib_upstream_restarts_total").increment(0);
     metrics::counter!("toolcrib_idempotent_replays_total").increment(0);
     metrics::counter!("toolcrib_mcp_resumed_streams_total").increment(0);
+    for kind in ["call", "run"] {
+        metrics::counter!("toolcrib_rejoined_total", "kind" => kind).increment(0);
+    }
     metrics::counter!("toolcrib_reconciled_calls_total").increment(0);
     Some(handle)
 }

@@ -71,7 +71,7 @@ async fn a_request_repeated_after_a_broken_connection_joins_its_call() {
     assert_eq!(call["tool_call_id"], id.as_str());
     assert_eq!(count_calls(&api).await, 1);
     let metrics = api.get("/metrics").await.text;
-    assert!(metrics.contains("toolcrib_rejoined_total{kind=\"call\"}"), "{metrics}");
+    assert!(metrics.contains("toolcrib_rejoined_total{kind=\"call\"} "), "{metrics}");
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use serde_json::json;
 use crate::support::process;
 
 /// Every documented metric: its name, its type, and its required labels.
-const METRICS: [(&str, &str, &[&str]); 25] = [
+const METRICS: [(&str, &str, &[&str]); 26] = [
     ("toolcrib_tool_calls_accepted_total", "counter", &["source"]),
     ("toolcrib_tool_calls_total", "counter", &["source", "status", "error_code"]),
     ("toolcrib_tool_call_duration_seconds", "histogram", &["source", "tool", "le"]),
@@ -16,6 +16,7 @@ const METRICS: [(&str, &str, &[&str]); 25] = [
     ("toolcrib_late_results_total", "counter", &["reason"]),
     ("toolcrib_idempotent_replays_total", "counter", &[]),
     ("toolcrib_mcp_resumed_streams_total", "counter", &[]),
+    ("toolcrib_rejoined_total", "counter", &["kind"]),
     ("toolcrib_policy_decisions_total", "counter", &["decision"]),
     ("toolcrib_clients_connected", "gauge", &[]),
     ("toolcrib_oldest_open_call_age_seconds", "gauge", &[]),

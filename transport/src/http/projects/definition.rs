@@ -87,6 +87,7 @@ pub(super) struct ValidatedDefinition {
     timeout_ms: Option<u64>,
     policy: ExecutionPolicyPatch,
     background: bool,
+    rejoin: Option<bool>,
 }
 
 /// Validates the root, the name, the fields, the arrays and the schema, in this order.
@@ -141,6 +142,7 @@ pub(super) fn validate(
         effect: typed_field(fields, "effect")?.unwrap_or(usual),
         risk: typed_field(fields, "risk")?.unwrap_or_default(),
         background: typed_field(fields, "async")?.unwrap_or(false),
+        rejoin: typed_field(fields, "rejoin")?,
         output_schema: fields.get("output_schema").filter(|s| !s.is_null()).map(Json::from_value),
         parameters: Json::from_value(&parameters),
         options: Json::from_value(&options),
@@ -231,7 +233,7 @@ impl ValidatedDefinition {
             background: self.background,
             effect: self.effect,
             risk: self.risk,
-            policy,
+            policy: ExecutionPolicyPatch { rejoin: self.rejoin, ..policy },
             fallback: Vec::new(),
             metadata: None,
             binding: utp,
