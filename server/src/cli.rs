@@ -68,7 +68,8 @@ struct GlobalArgs {
     /// URL of the server [default: http://127.0.0.1:8080]
     #[arg(long, global = true, value_name = "URL", env = "TOOLCRIB_SERVER")]
     server: Option<String>,
-    /// API key for the server
+    /// API key for the server; administrative commands use the operator token of a server on this
+    /// machine by themselves
     #[arg(long, global = true, value_name = "KEY", env = "TOOLCRIB_KEY", hide_env_values = true)]
     key: Option<String>,
     /// Project; with a key, the key's project is used
@@ -164,7 +165,12 @@ impl CommandContext {
     /// Returns the client for the server that user commands talk to.
     fn client(&self) -> Result<ApiClient, CommandFailure> {
         let server = self.global.server.as_deref().unwrap_or(DEFAULT_SERVER);
-        ApiClient::new(server, self.global.key.as_deref(), self.global.project.as_deref())
+        let client =
+            ApiClient::new(server, self.global.key.as_deref(), self.global.project.as_deref())?;
+        // Settings that cannot be read concern the server, not this command.
+        let config = self.config(None, &StorageArgs::default()).ok();
+        let file = config.map(|config| crate::operator_token::token_file(&config.data_dir));
+        Ok(client.operator_token_file(file))
     }
 
     fn config(

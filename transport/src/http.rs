@@ -51,6 +51,8 @@ pub use v1::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
 
+use crate::auth::OriginPolicy;
+
 /// The axum state of every HTTP handler.
 #[derive(Clone)]
 pub struct HttpState {
@@ -91,6 +93,8 @@ pub struct HttpTransportSettings {
     pub default_allow: Vec<String>,
     /// UTP version: a part of the NATS subjects in tool definitions.
     pub utp_version: String,
+    /// Hosts and origins that may use the server without credentials.
+    pub origins: OriginPolicy,
     /// Jina endpoints, for tools that use Jina.
     pub jina: Option<JinaEndpoints>,
 }

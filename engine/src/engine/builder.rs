@@ -26,7 +26,7 @@ use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
-use crate::registry::{Admin, Registry};
+use crate::registry::{Admin, OperatorCredential, Registry};
 use crate::runs::Runs;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::utp::Utp;
@@ -52,6 +52,7 @@ pub struct EngineBuilder {
     observer: Option<Arc<dyn Observer>>,
     tool_names_in_metrics: Option<bool>,
     authenticator: Option<Arc<dyn Authenticator>>,
+    operator: Option<OperatorCredential>,
     models: Option<Arc<dyn ModelResolver>>,
     summary_model: Option<String>,
     model_request_policy: ModelRequestPolicy,
@@ -106,6 +107,12 @@ impl EngineBuilder {
     /// token.
     pub fn authenticator(mut self, recognise: Arc<dyn Authenticator>) -> Self {
         self.authenticator = Some(recognise);
+        self
+    }
+
+    /// Sets the operator token: its bearer may administer the server, with or without API keys.
+    pub fn operator_credential(mut self, operator: OperatorCredential) -> Self {
+        self.operator = Some(operator);
         self
     }
 
@@ -212,8 +219,13 @@ impl EngineBuilder {
             tasks: TaskTracker::new(),
         });
         let (authenticator, tool_names) = (self.authenticator, self.tool_names_in_metrics);
-        let registry =
-            Arc::new(Registry::new(core.clone(), shared_tools, authenticator, tool_names));
+        let registry = Arc::new(Registry::new(
+            core.clone(),
+            shared_tools,
+            authenticator,
+            self.operator,
+            tool_names,
+        ));
         let admin = Arc::new(Admin { core: core.clone(), registry: registry.clone() });
         let clients = Arc::new(Clients {
             core: core.clone(),

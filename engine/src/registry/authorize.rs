@@ -21,7 +21,7 @@ impl Catalog {
             let role = caller.role.as_str();
             return AccessDecision::Denied(format!("a key with the role {role} cannot call tools"));
         }
-        if caller.auth_method == AuthMethod::Local || caller.may_administer() {
+        if caller.is_exempt_from_rules() || caller.may_administer() {
             return AccessDecision::Allowed;
         }
         let rules = self.directory.rules.iter();
@@ -40,7 +40,7 @@ impl Catalog {
         }
         let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
         tool != RESULT_READ
-            || caller.auth_method == AuthMethod::Local
+            || caller.is_exempt_from_rules()
             || caller.may_administer()
             || access_rules::decide(rules, &caller.project, agent, tool).is_allowed()
     }

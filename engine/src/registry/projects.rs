@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::catalog::{Catalog, CatalogEntry, require_provider};
 use crate::domain::call::Call;
-use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::caller::Caller;
 use crate::domain::directory::{DirectoryChange, Project};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
@@ -56,9 +56,7 @@ impl Registry {
                 projects.push(Project { id: id.clone(), title: String::new(), created_ms });
             }
         }
-        projects.retain(|project| {
-            caller.auth_method == AuthMethod::Local || project.id == caller.project
-        });
+        projects.retain(|project| caller.spans_projects() || project.id == caller.project);
         projects.sort_by(|a, b| a.id.cmp(&b.id));
         projects
     }
@@ -67,7 +65,7 @@ impl Registry {
     /// only; any other project is answered exactly as one that does not exist.
     pub fn switch_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
         let exists = self.projects(caller).iter().any(|existing| existing.id == project);
-        if exists || project == DEFAULT_PROJECT && caller.auth_method == AuthMethod::Local {
+        if exists || project == DEFAULT_PROJECT && caller.spans_projects() {
             return Ok(Caller { project: project.to_owned(), ..caller.clone() });
         }
         Err(project_not_found(project))

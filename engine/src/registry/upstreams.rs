@@ -27,7 +27,7 @@ impl Admin {
 
     /// Requires that this caller may add and remove the upstreams of its project.
     pub fn require_upstream_admin(&self, caller: &Caller) -> Result<(), Error> {
-        self.registry.require_admin(caller, Some(&caller.project))
+        self.registry.require_operator(caller, Some(&caller.project))
     }
 
     /// Adds an upstream, or replaces its record.

@@ -1,5 +1,7 @@
 //! Settings of the MCP transport.
 
+use crate::auth::OriginPolicy;
+
 /// Limits and defaults of the MCP transport.
 #[derive(Debug, Clone)]
 pub struct McpTransportSettings {
@@ -24,12 +26,9 @@ pub struct McpTransportSettings {
     pub max_body_bytes: usize,
     /// Maximum number of concurrent legacy sessions.
     pub max_sessions: usize,
-    /// Origins of web pages that may use this transport, in addition to pages of this machine:
-    /// `https://app.example.com`.
-    pub allowed_origins: Vec<String>,
-    /// Host names of this server, in addition to loopback. An empty list allows every name if the
-    /// server has API keys; without keys only loopback names are accepted.
-    pub allowed_hosts: Vec<String>,
+    /// Origins of web pages that may use this transport, and host names of this server. With a key,
+    /// pages of this machine may use it too, and an empty list of hosts allows every name.
+    pub origins: OriginPolicy,
     /// The issuer whose OAuth tokens are accepted, if any.
     pub protected_resource: Option<ProtectedResourceMetadata>,
 }
@@ -54,8 +53,7 @@ impl Default for McpTransportSettings {
             retention_ms: None,
             max_body_bytes: 2 << 20,
             max_sessions: 10_000,
-            allowed_origins: Vec::new(),
-            allowed_hosts: Vec::new(),
+            origins: OriginPolicy::default(),
             protected_resource: None,
         }
     }

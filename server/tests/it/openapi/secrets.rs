@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::upstream::{Upstream, call, define};
 use crate::support::Api;
-use crate::support::process::Server;
+use crate::support::process::{Server, operator_token};
 
 const KEY: &str = "s3cret-key/with=odd chars";
 const TOKEN: &str = "t0ken-that-nobody-sees";
@@ -52,13 +52,14 @@ fn assert_no_secret(origin: &str, text: &str) {
 
 /// Asserts that no response, stored file or log line about the call has a secret.
 async fn assert_no_secret_stored(server: &Server, api: &Api, ended: &Value) {
+    let operator = api.clone().key(&operator_token(&server.data_dir()));
     assert_no_secret("the call", &ended.to_string());
     let id = ended["tool_call_id"].as_str().unwrap();
     assert_no_secret("the cards", &api.get(&format!("/v1/tool_calls/{id}/cards")).await.text);
     assert_no_secret("the list", &api.get("/v1/tool_calls").await.text);
     assert_no_secret("the tools", &api.get("/v1/tools").await.text);
     assert_no_secret("the definitions", &api.get("/projects/default/tools").await.text);
-    assert_no_secret("the audit", &api.get("/v1/audit").await.text);
+    assert_no_secret("the audit", &operator.get("/v1/audit").await.text);
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
     assert_no_secret("the events", &format!("{:?}", events.rest().await));
     for entry in std::fs::read_dir(server.data_dir()).unwrap() {
