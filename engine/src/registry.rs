@@ -35,8 +35,8 @@ pub struct Registry {
     operator: Option<OperatorCredential>,
     /// Serializes directory changes made by this process.
     directory_lock: tokio::sync::Mutex<()>,
-    /// Set if metrics must, or must not, carry the names of projects' tools. By default they do as
-    /// long as no API key exists.
+    /// Set if metrics must, or must not, carry the names of projects' tools. By default only the
+    /// operator and admin keys see them.
     tool_names_in_metrics: Option<bool>,
     /// Set once, when the parts that use the registry exist.
     listeners: OnceLock<Vec<Arc<dyn DirectoryListener>>>,

@@ -15,7 +15,7 @@ use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::run::options::ModelRequestPolicy;
-use crate::domain::tool::{Executor, check_tool_name};
+use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, check_tool_name, helper_name_conflict};
 use crate::ports::bus::{Bus, LocalBus};
 use crate::ports::clock::{Clock, SystemClock};
 use crate::ports::core::{Core, EngineLimits, ExecutionPolicies};
@@ -174,8 +174,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets whether metrics carry the names of projects' tools. By default they do as long as no
-    /// API key exists.
+    /// Sets whether metrics carry the names of projects' tools. By default they are recorded, and
+    /// shown to the operator and to admin keys.
     pub fn tool_names_in_metrics(mut self, enabled: bool) -> Self {
         self.tool_names_in_metrics = Some(enabled);
         self
@@ -294,6 +294,9 @@ fn collect_shared_tools(sources: &HashMap<Executor, Arc<dyn Source>>) -> Result<
     for definition in sources.values().flat_map(|source| source.list()) {
         check_tool_name(&definition.name)
             .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))?;
+        if MCP_HELPER_TOOLS.contains(&definition.name.as_str()) {
+            return Err(Error::refused(Code::Conflict, helper_name_conflict(&definition.name)));
+        }
         let name = definition.name.clone();
         let entry = Arc::new(CatalogEntry::compile(definition)?);
         if shared.insert(name.clone(), entry).is_some() {
@@ -311,6 +314,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
+    tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
     if engine.core.webhook_sender.is_some() {
         tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));
     }

@@ -71,6 +71,7 @@ listed_enum! {
         UnknownAnswers,
         PredecessorEnded,
         Cancel,
+        PermissionRevoked,
         OwnerLost,
     }
 }
@@ -125,6 +126,7 @@ fn cases_of(event: &Event) -> &'static [Case] {
         Event::PredecessorEnded => &[Case::PredecessorEnded],
         Event::Deadline => &[Case::DeadlineEarly, Case::DeadlineDue],
         Event::Cancel { .. } => &[Case::Cancel],
+        Event::PermissionRevoked { .. } => &[Case::PermissionRevoked],
         Event::OwnerLost { .. } => &[Case::OwnerLost],
     }
 }
@@ -265,6 +267,10 @@ fn event_of(case: Case) -> (Event, u64) {
         Case::UnknownAnswers => answers(&["nobody asked"]),
         Case::PredecessorEnded => Event::PredecessorEnded,
         Case::Cancel => Event::Cancel { by: "a".into(), reason: None },
+        Case::PermissionRevoked => {
+            let fault = Fault::new(Code::PermissionDenied, "no rule allows it");
+            Event::PermissionRevoked { fault: fault.without_side_effect() }
+        }
         Case::OwnerLost => Event::OwnerLost { node: "n2".into() },
     };
     (event, if case == Case::DeadlineDue { DEADLINE } else { NOW })
@@ -374,6 +380,8 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO],
         Case::Cancel =>
             [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
+        Case::PermissionRevoked =>
+            [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO,    NO],
         Case::OwnerLost =>
             [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, RUN,   NO,    NO,    NO,    NO],
     }

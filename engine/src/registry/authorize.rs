@@ -60,9 +60,19 @@ impl Catalog {
 }
 
 impl Registry {
-    /// Returns true if `/metrics`, which needs no key, may name the tools of projects.
-    pub(crate) fn exports_tool_names(&self) -> bool {
-        self.tool_names_in_metrics.unwrap_or_else(|| !self.catalog().has_keys())
+    /// Returns true if metrics record the names of projects' tools.
+    pub(crate) fn records_tool_names(&self) -> bool {
+        self.tool_names_in_metrics.unwrap_or(true)
+    }
+
+    /// Returns true if `/metrics` shows the names of projects' tools to this caller. By default only
+    /// to the operator and to admin keys: one project must not learn the tools of another.
+    pub fn shows_tool_names(&self, caller: Option<&Caller>) -> bool {
+        self.tool_names_in_metrics.unwrap_or_else(|| {
+            caller.is_some_and(|caller| {
+                caller.may_administer() && caller.auth_method != AuthMethod::Anonymous
+            })
+        })
     }
 
     /// Returns true if the access rules allow the caller to use this name, be it a tool or another

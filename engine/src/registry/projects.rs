@@ -9,7 +9,7 @@ use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::directory::{DirectoryChange, Project};
 use crate::domain::fault::{Code, Error, Fault};
-use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
+use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_tool_name};
 use crate::domain::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
 use crate::ports::core::from_store_error;
 use crate::registry::Registry;
@@ -274,7 +274,7 @@ fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), E
 }
 
 fn check_name_not_reserved(name: &str, verb: &str) -> Result<(), Error> {
-    if RESERVED_NAMES.contains(&name) {
+    if RESERVED_NAMES.contains(&name) || verb == "define" && MCP_HELPER_TOOLS.contains(&name) {
         return Err(bad_request(format!(
             "cannot {verb} internal tool \"{name}\": the name is reserved"
         )));

@@ -1,6 +1,9 @@
 //! Authentication and authorization.
 
+mod cross_site;
 mod isolation;
 mod keys;
+mod operator;
+mod revocation;
 mod roles;
 mod rules;

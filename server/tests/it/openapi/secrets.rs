@@ -179,3 +179,30 @@ async fn a_document_imported_on_the_command_line_uses_its_key() {
     assert_eq!((request.path.as_str(), request.header("x-key")), ("/v1/pets/7", Some(KEY)));
     assert_no_secret_stored(&server, &api, &ended).await;
 }
+
+#[tokio::test]
+async fn by_default_a_definition_reads_no_variable_and_the_operator_decides_which() {
+    let upstream = Upstream::start().await;
+    let (token, key) = (format!("PET_TOKEN={TOKEN}"), format!("PET_KEY={KEY}"));
+    let mut server = Server::new().through(&["env", &token, &key]);
+    let settings = format!(
+        "[http]\nhosts = [\"http://{0}\"]\nallow_private = true\nenvs = {{ key = \"PET_KEY\" }}\n",
+        upstream.address
+    );
+    std::fs::write(server.directory.path().join("toolcrib.toml"), settings).unwrap();
+    server.start().await;
+    let api = Api::new(&format!("127.0.0.1:{}", server.port));
+    let options = json!({ "http": { "url": upstream.url("/x") }, "envs": { "a": "PET_TOKEN" } });
+    define(&api, json!({ "tool_name": "pets.ask", "options": options })).await;
+    let ended = call(&api, "pets.ask", json!({ "b": 1 })).await;
+    assert_eq!(ended["status"], "SUCCEEDED", "{ended}");
+    let path = upstream.last().path;
+    assert!(!path.contains(TOKEN) && path.contains("b=1"), "{path}");
+    assert!(path.contains("key=s3cret-key"), "the operator's own variables are sent: {path}");
+    let auth = json!({ "type": "bearer", "env": "PET_TOKEN" });
+    let options = json!({ "http": { "url": upstream.url("/y"), "auth": [auth] } });
+    define(&api, json!({ "tool_name": "pets.auth", "options": options })).await;
+    let ended = call(&api, "pets.auth", json!({})).await;
+    assert_eq!(ended["error"]["code"], "UNAUTHENTICATED", "{ended}");
+    assert_eq!(upstream.last().path, path, "nothing was sent");
+}

@@ -403,3 +403,43 @@ async fn upstream_states_restarts_and_calls_are_counted() {
     assert!(restarts.unwrap().parse::<u64>().unwrap() >= 1, "{counted}");
     server.stop().await;
 }
+
+#[tokio::test]
+async fn a_token_that_an_upstream_returns_with_401_is_neither_logged_nor_shown() {
+    const TOKEN: &str = "sesame-open-0123456789-0123456789";
+    // The response is cut within the token, with and without a challenge.
+    let echo = |headers: axum::http::HeaderMap, uri: axum::http::Uri| async move {
+        let received = headers["authorization"].to_str().unwrap().to_owned();
+        let body = format!("{}{received}", "x".repeat(275));
+        let mut answer = axum::http::Response::builder().status(401);
+        if uri.path() == "/challenge" {
+            answer = answer.header("www-authenticate", format!("Bearer error=\"{received}\""));
+        }
+        answer.body(body).unwrap()
+    };
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        axum::serve(listener, axum::Router::new().fallback(echo)).await.unwrap();
+    });
+    let mut server = process::Server::new().with("LOG__LEVEL", "debug,rmcp=trace");
+    server.start().await;
+    let api = Api::new(&format!("127.0.0.1:{}", server.port))
+        .key(&process::operator_token(&server.data_dir()));
+    let mut seen = String::new();
+    for (name, path) in [("plain", "/plain"), ("challenge", "/challenge")] {
+        let added = json!({ "name": name, "url": format!("{url}{path}"),
+            "headers": { "Authorization": format!("Bearer {TOKEN}") }, "oauth": null });
+        api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
+        let shown = until("a problem", || async {
+            let source = api.get(&format!("/v1/sources/mcp/{name}")).await.is(200);
+            (!source["problem"].is_null()).then_some(source)
+        })
+        .await;
+        seen.push_str(&shown.to_string());
+    }
+    server.stop().await;
+    seen.push_str(&std::fs::read_to_string(server.directory.path().join("server.log")).unwrap());
+    // Twelve characters of it are too many.
+    assert!(!seen.contains(&TOKEN[..12]), "{seen}");
+}
