@@ -117,6 +117,11 @@ pub enum Event {
         /// The reason, which becomes the error of the call.
         fault: Fault,
     },
+    /// The access rules no longer allow the call.
+    PermissionRevoked {
+        /// Fault that names the rule.
+        fault: Fault,
+    },
     /// The process that owned the call is gone.
     OwnerLost {
         /// Id of the process that takes over the call.
@@ -209,6 +214,7 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refus
         }
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
         Event::Abort { fault } => abort(call, fault, now_ms),
+        Event::PermissionRevoked { fault } => deny(call, fault, now_ms),
         Event::OwnerLost { node } => recover_from_owner_loss(call, node, now_ms),
     }
 }
@@ -683,6 +689,25 @@ fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Tr
     if let Some(reason) = reason {
         record = record.with("reason", reason);
     }
+    Ok(into_transition(end, vec![record], actions))
+}
+
+/// Ends a call that has become forbidden before it started to run. A running attempt finishes: the
+/// call was allowed when it started.
+fn deny(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition, Refusal> {
+    if call.status != Status::Pending {
+        return Err(Refusal::NotApplicable);
+    }
+    let mut fault = fault.clone();
+    if call.attempt > 0 {
+        // An earlier attempt, or one that was delivered and not acknowledged, may have had effects.
+        fault.side_effect = SideEffect::Possible;
+    }
+    let mut actions = stop_actions(call);
+    actions.push(Action::NotifyEnded);
+    let code = fault.code.as_str();
+    let end = end_call(call.clone(), Status::Failed, (false, None, Some(fault)), now_ms);
+    let record = end_record(&end, EventKind::Failed, now_ms).with("code", code);
     Ok(into_transition(end, vec![record], actions))
 }
 

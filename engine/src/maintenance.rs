@@ -8,6 +8,7 @@ pub mod deadlines;
 pub mod directory_refresh;
 pub mod dispatch;
 pub mod purge;
+pub mod revocations;
 pub mod turn_watchdog;
 use std::sync::Arc;
 

@@ -19,7 +19,7 @@ use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
 pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ};
-pub use keys::{CreatedKey, NewKey};
+pub use keys::{CreatedKey, NewKey, OperatorCredential};
 pub use model_tool_names::name_for_model;
 pub use projects::{DEFAULT_PROJECT, check_array_items};
 pub use search::ToolMatch;
@@ -31,10 +31,12 @@ pub struct Registry {
     search_indexes: SearchIndexes,
     /// Authenticates callers that have no API key.
     authenticator: Option<Arc<dyn Authenticator>>,
+    /// Authenticates the operator; `None` if this server has no operator token.
+    operator: Option<OperatorCredential>,
     /// Serializes directory changes made by this process.
     directory_lock: tokio::sync::Mutex<()>,
-    /// Set if metrics must, or must not, carry the names of projects' tools. By default they do as
-    /// long as no API key exists.
+    /// Set if metrics must, or must not, carry the names of projects' tools. By default only the
+    /// operator and admin keys see them.
     tool_names_in_metrics: Option<bool>,
     /// Set once, when the parts that use the registry exist.
     listeners: OnceLock<Vec<Arc<dyn DirectoryListener>>>,
@@ -61,6 +63,7 @@ impl Registry {
         core: Arc<Core>,
         shared_tools: Catalog,
         authenticator: Option<Arc<dyn Authenticator>>,
+        operator: Option<OperatorCredential>,
         tool_names_in_metrics: Option<bool>,
     ) -> Self {
         Self {
@@ -68,6 +71,7 @@ impl Registry {
             catalog: RwLock::new(Arc::new(shared_tools)),
             search_indexes: SearchIndexes::default(),
             authenticator,
+            operator,
             directory_lock: tokio::sync::Mutex::new(()),
             tool_names_in_metrics,
             listeners: OnceLock::new(),

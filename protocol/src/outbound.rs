@@ -200,25 +200,30 @@ pub(crate) fn is_public(address: IpAddr) -> bool {
     }
 }
 
+/// The platform service of Azure virtual machines, which hands out their configuration. It has a
+/// public address and answers only to the machine itself.
+const AZURE_PLATFORM: Ipv4Addr = Ipv4Addr::new(168, 63, 129, 16);
+
 fn is_public_v4(address: Ipv4Addr) -> bool {
     let [a, b, c, _] = address.octets();
-    !matches!(
-        (a, b, c),
-        // This network, private, carrier-grade NAT, loopback, link-local (which includes the
-        // metadata services of clouds), private, IETF, documentation, 6to4 relays, private,
-        // benchmarks, documentation, documentation, multicast and reserved.
-        (0 | 10 | 127, _, _)
-            | (100, 64..=127, _)
-            | (169, 254, _)
-            | (172, 16..=31, _)
-            | (192, 0, 0 | 2)
-            | (192, 88, 99)
-            | (192, 168, _)
-            | (198, 18 | 19, _)
-            | (198, 51, 100)
-            | (203, 0, 113)
-            | (224..=255, _, _)
-    )
+    address != AZURE_PLATFORM
+        && !matches!(
+            (a, b, c),
+            // This network, private, carrier-grade NAT, loopback, link-local (which includes the
+            // metadata services of clouds), private, IETF, documentation, 6to4 relays, private,
+            // benchmarks, documentation, documentation, multicast and reserved.
+            (0 | 10 | 127, _, _)
+                | (100, 64..=127, _)
+                | (169, 254, _)
+                | (172, 16..=31, _)
+                | (192, 0, 0 | 2)
+                | (192, 88, 99)
+                | (192, 168, _)
+                | (198, 18 | 19, _)
+                | (198, 51, 100)
+                | (203, 0, 113)
+                | (224..=255, _, _)
+        )
 }
 
 fn is_public_v6(address: Ipv6Addr) -> bool {
@@ -242,13 +247,30 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
 
 /// Returns whether `host` or `host:port` names the loopback interface.
 pub fn is_loopback_host(host: &str) -> bool {
-    let bare = match host.strip_prefix('[') {
-        Some(rest) => rest.split_once(']').map_or("", |(inside, _)| inside),
-        None => host.split_once(':').map_or(host, |(name, _)| name),
+    host_without_port(host).is_some_and(|bare| {
+        bare.eq_ignore_ascii_case("localhost")
+            || bare.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    })
+}
+
+/// Returns the name or address of `host` or `host:port`, an IPv6 address without its brackets.
+/// Returns `None` if anything else is in the text: `[::1].example.com` is no host.
+pub fn host_without_port(text: &str) -> Option<&str> {
+    let is_port = |port: &str| {
+        (1..=5).contains(&port.len()) && port.bytes().all(|byte| byte.is_ascii_digit())
     };
-    let bare = bare.trim_end_matches('/');
-    bare.eq_ignore_ascii_case("localhost")
-        || bare.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+    if let Some(rest) = text.strip_prefix('[') {
+        let (address, after) = rest.split_once(']')?;
+        let is_end = after.is_empty() || after.strip_prefix(':').is_some_and(is_port);
+        return (is_end && address.parse::<Ipv6Addr>().is_ok()).then_some(address);
+    }
+    let (name, port) = match text.split_once(':') {
+        Some((name, port)) => (name, Some(port)),
+        None => (text, None),
+    };
+    let is_name = !name.is_empty()
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte));
+    (is_name && port.is_none_or(is_port)).then_some(name)
 }
 
 #[cfg(test)]

@@ -22,9 +22,9 @@ use toolcrib_transport::mcp;
 
 use crate::config::Config;
 use crate::mcp_servers::McpServerReconciler;
-use crate::open_store;
 use crate::telemetry::{self, OtlpExporter};
 use crate::webhooks::HttpWebhookSender;
+use crate::{open_store, operator_token};
 
 pub use settings::{engine_limits, nats_endpoint};
 
@@ -133,6 +133,9 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     }
     if let Some(settings) = &config.auth.oauth {
         builder = builder.authenticator(JwtAuthenticator::start(settings.clone()).await?);
+    }
+    if let Some(operator) = operator_token::prepare_credential(&config.data_dir) {
+        builder = builder.operator_credential(operator);
     }
     if let Some(retention_ms) = settings::retention_ms(config) {
         builder = builder.retention_ms(retention_ms);

@@ -71,7 +71,8 @@ struct GlobalArgs {
     /// URL of the server [default: the configured `listen`, or http://127.0.0.1:8080]
     #[arg(long, global = true, value_name = "URL", env = "TOOLCRIB_SERVER")]
     server: Option<String>,
-    /// API key for the server
+    /// API key for the server; administrative commands use the operator token of a server on this
+    /// machine by themselves
     #[arg(long, global = true, value_name = "KEY", env = "TOOLCRIB_KEY", hide_env_values = true)]
     key: Option<String>,
     /// Project; with a key, the key's project is used
@@ -238,7 +239,12 @@ impl CommandContext {
                 url_of_listen_address(&listen).unwrap_or_else(|| DEFAULT_SERVER.to_owned())
             }
         };
-        ApiClient::new(&server, self.global.key.as_deref(), self.global.project.as_deref())
+        let client =
+            ApiClient::new(&server, self.global.key.as_deref(), self.global.project.as_deref())?;
+        // Settings that cannot be read concern the server, not this command.
+        let config = self.config(None, &StorageArgs::default()).ok();
+        let file = config.map(|config| crate::operator_token::token_file(&config.data_dir));
+        Ok(client.operator_token_file(file))
     }
 
     fn config(

@@ -8,6 +8,7 @@ pub mod cli;
 pub mod config;
 pub mod mcp_servers;
 pub mod open_store;
+pub mod operator_token;
 mod release_memory;
 pub mod serve;
 pub mod telemetry;

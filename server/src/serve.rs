@@ -24,7 +24,7 @@ use toolcrib_transport::http::ConnectionPermit;
 use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutStream};
 
 use crate::config::{Config, StoreLocation};
-use crate::{bootstrap, release_memory, telemetry};
+use crate::{bootstrap, operator_token, release_memory, telemetry};
 
 /// Maximum time that connections have to finish after the calls have ended.
 const CONNECTION_DRAIN: Duration = Duration::from_secs(2);
@@ -82,8 +82,8 @@ async fn bind(address: &str) -> anyhow::Result<TcpListener> {
     })
 }
 
-/// Refuses to listen beyond loopback while there are no keys: without keys every request is allowed
-/// everything.
+/// Refuses to listen beyond loopback while there are no keys: without keys every request may call
+/// every tool.
 fn require_keys_or_loopback(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> {
     if address.ip().is_loopback() || engine.registry().has_keys() {
         return Ok(());
@@ -118,8 +118,17 @@ fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
     let base = crate::config::local_url(address);
     let program = std::env::args().next().unwrap_or_else(|| "toolcrib".to_owned());
     let (keys, key_flag, key_header) = match engine.registry().has_keys() {
-        true => ("needed: toolcrib keys", " --key KEY", " -H 'Authorization: Bearer KEY'"),
-        false => ("none: loopback only, everything allowed", "", ""),
+        true => {
+            ("needed: toolcrib keys".to_owned(), " --key KEY", " -H 'Authorization: Bearer KEY'")
+        }
+        false => {
+            let token = operator_token::token_file(&config.data_dir);
+            let keys = format!(
+                "none: every local program may call tools; to administer, {}",
+                token.display()
+            );
+            (keys, "", "")
+        }
     };
     let settings =
         config.file.as_ref().map_or("defaults".to_owned(), |path| path.display().to_string());

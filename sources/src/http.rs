@@ -42,8 +42,10 @@ pub struct HttpSettings {
     pub allow_private: bool,
     /// Hosts whose addresses may be in private networks.
     pub allow_hosts: Vec<String>,
-    /// Patterns of the environment variables that a definition may name. The server's own variables
-    /// (`TOOLCRIB_…`) are never allowed.
+    /// Patterns of the environment variables that a definition may name, such as `PET_*`. By
+    /// default none: whoever may define tools could otherwise send any variable to an allowed host.
+    /// Variables in `envs` and `jina.envs`, and Jina's own `JINA_API_KEY`, need no pattern. The
+    /// server's own variables (`TOOLCRIB_…`) are never allowed.
     pub allow_envs: Vec<String>,
     /// Default timeout of a request in milliseconds, where the definition sets none.
     pub timeout_ms: u64,
@@ -68,7 +70,7 @@ impl Default for HttpSettings {
             hosts: vec!["s.jina.ai".into(), "r.jina.ai".into()],
             allow_private: false,
             allow_hosts: Vec::new(),
-            allow_envs: vec!["*".into()],
+            allow_envs: Vec::new(),
             timeout_ms: 30_000,
             max_response_bytes: 1 << 20,
             envs: BTreeMap::new(),
@@ -123,14 +125,21 @@ impl HttpSource {
 
     /// Returns the value of a variable that a definition may name, if it is set and not empty.
     fn read_variable(&self, name: &str) -> Option<String> {
-        let is_reserved = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
-        let is_allowed =
-            self.settings.allow_envs.iter().any(|p| access_rules::pattern_matches(p, name));
-        if is_reserved || !is_allowed {
+        let mut patterns = self.settings.allow_envs.iter();
+        if !patterns.any(|pattern| access_rules::pattern_matches(pattern, name)) {
             tracing::warn!(variable = name, "http.allow_envs does not allow this variable");
             return None;
         }
-        std::env::var(name).ok().filter(|value| !value.is_empty())
+        read_operator_variable(name)
+    }
+
+    /// Returns the value of a variable that a definition of a Jina tool may name: one that any
+    /// definition may name, or the variable of Jina's key if the request goes to Jina.
+    fn read_jina_variable(&self, name: &str) -> Option<String> {
+        match name {
+            jina::DEFAULT_KEY_VARIABLE => read_operator_variable(name),
+            other => self.read_variable(other),
+        }
     }
 
     fn build_request(&self, options: &Value, args: &Json) -> Result<OperationRequest, Fault> {
@@ -140,10 +149,12 @@ impl HttpSource {
         };
         let mut secrets = SecretRedactor::default();
         self.insert_env_args(&plan, options, &mut args, &mut secrets);
-        let look = |name: &str| self.read_variable(name);
         let request = match &plan {
-            HttpToolSpec::Http(operation) => operation.build_request(&args, secrets, &look),
+            HttpToolSpec::Http(operation) => {
+                operation.build_request(&args, secrets, &|name: &str| self.read_variable(name))
+            }
             HttpToolSpec::Jina => {
+                let look = |name: &str| self.read_jina_variable(name);
                 jina::build_request(options, &self.jina_endpoints, &args, secrets, &look)
             }
         }?;
@@ -160,13 +171,22 @@ impl HttpSource {
         args: &mut Map<String, Value>,
         secrets: &mut SecretRedactor,
     ) {
-        let mut envs = args::parse_env_arguments(options);
-        envs.extend(self.settings.envs.clone());
+        let mut operator_envs = self.settings.envs.clone();
         if *plan == HttpToolSpec::Jina {
-            envs.extend(self.settings.jina.envs.clone());
+            operator_envs.extend(self.settings.jina.envs.clone());
         }
-        for (arg, name) in envs {
-            match self.read_variable(&name) {
+        let mut envs = args::parse_env_arguments(options);
+        envs.retain(|arg, _| !operator_envs.contains_key(arg));
+        let of_definition = envs.into_iter().map(|(arg, name)| {
+            let value = self.read_variable(&name);
+            (arg, name, value)
+        });
+        let of_operator = operator_envs.into_iter().map(|(arg, name)| {
+            let value = read_operator_variable(&name);
+            (arg, name, value)
+        });
+        for (arg, name, value) in of_definition.chain(of_operator) {
+            match value {
                 Some(value) => {
                     secrets.add(&value);
                     args.insert(arg, Value::String(value));
@@ -205,6 +225,16 @@ impl HttpSource {
         };
         crate::http::response::interpret_response(&request, response, began.elapsed(), &about)
     }
+}
+
+/// Returns the value of a variable that the operator names, if it is set and not empty. The server's
+/// own variables may contain its keys.
+fn read_operator_variable(name: &str) -> Option<String> {
+    if name.to_ascii_uppercase().starts_with("TOOLCRIB_") {
+        tracing::warn!(variable = name, "a variable of the server is not for tools");
+        return None;
+    }
+    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// Returns a URL's scheme, host and port, which contain no secret.

@@ -67,6 +67,8 @@ columns! {
 #[derive(Serialize, Deserialize)]
 struct StoredCallEnvelope<'a> {
     agent: Cow<'a, str>,
+    #[serde(default, skip_serializing_if = "is_false")]
+    subject_to_rules: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     call_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -228,6 +230,7 @@ impl CallRow {
     pub(crate) fn for_insert(call: Arc<Call>) -> Result<Self, StoreError> {
         let envelope = encode(&StoredCallEnvelope {
             agent: Cow::Borrowed(&call.origin.agent),
+            subject_to_rules: call.origin.subject_to_rules,
             call_id: call.origin.caller_call_id.as_deref().map(Cow::Borrowed),
             client_id: call.origin.client_id.as_deref().map(Cow::Borrowed),
             user_id: call.origin.user_id.as_deref().map(Cow::Borrowed),
@@ -384,6 +387,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         args: args.clone(),
         origin: Origin {
             agent: envelope.agent.into_owned(),
+            subject_to_rules: envelope.subject_to_rules,
             caller_call_id: envelope.call_id.map(Cow::into_owned),
             client_id: envelope.client_id.map(Cow::into_owned),
             user_id: envelope.user_id.map(Cow::into_owned),

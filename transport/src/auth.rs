@@ -1,17 +1,26 @@
 //! Generates secrets and authenticates requests.
 
 pub mod oauth;
+mod origin;
 pub mod settings;
 use axum::http::{HeaderMap, header};
+pub use origin::OriginPolicy;
+use toolcrib::domain::caller::AuthMethod;
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::{Caller, Engine};
-use toolcrib_protocol::outbound::is_loopback_host;
 
 /// The prefix of every key's secret, so that secret scanners and people recognize it.
 const SECRET_PREFIX: &str = "tck_";
 
+/// The prefix of the operator token.
+const OPERATOR_TOKEN_PREFIX: &str = "tc_operator_";
+
 /// Returns a new secret with at least 256 random bits, in letters and digits.
 pub fn generate_secret() -> String {
+    generate_with_prefix(SECRET_PREFIX)
+}
+
+fn generate_with_prefix(prefix: &str) -> String {
     const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
     let mut bits = Vec::with_capacity(52);
     // Each ULID has 80 random bits, of which 65 are used.
@@ -20,15 +29,48 @@ pub fn generate_secret() -> String {
         bits.extend((0..13).map(|n| ((random >> (5 * n)) & 31) as usize));
     }
     let body: String = bits.into_iter().map(|n| ALPHABET[n] as char).collect();
-    format!("{SECRET_PREFIX}{body}")
+    format!("{prefix}{body}")
 }
 
-/// Returns the caller of a request. If the server has any key, the request needs one, and the key
-/// determines the caller. Without keys, every request to the loopback address counts as the
-/// operator's.
-pub(crate) fn authenticate_request(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
+/// Returns a new operator token, with as many random bits as a key's secret.
+pub fn generate_operator_token() -> String {
+    generate_with_prefix(OPERATOR_TOKEN_PREFIX)
+}
+
+/// Returns true if this text has the form of an operator token.
+pub fn is_operator_token(text: &str) -> bool {
+    let body = text.strip_prefix(OPERATOR_TOKEN_PREFIX);
+    body.is_some_and(|body| body.len() == 52 && body.bytes().all(|b| b.is_ascii_alphanumeric()))
+}
+
+/// Returns the caller of a request. The operator token makes it the operator. Otherwise, if the
+/// server has any key, the request needs one, and the key determines the caller. Without keys the
+/// caller is anonymous, and the request must not come from a web page of another origin.
+pub(crate) fn authenticate_request(
+    engine: &Engine,
+    origins: &OriginPolicy,
+    headers: &HeaderMap,
+) -> Result<Caller, Error> {
+    let caller = identify_caller(engine, headers)?;
+    if caller.auth_method == AuthMethod::Anonymous {
+        origins.check(headers)?;
+    }
+    Ok(caller)
+}
+
+/// Returns the caller that the credentials of a request identify.
+fn identify_caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
+    let secret = bearer_token(headers);
+    if let Some(token) = secret.filter(|secret| secret.starts_with(OPERATOR_TOKEN_PREFIX)) {
+        let caller = engine.registry().authenticate(token).ok_or_else(|| {
+            let message = "this operator token is not valid; the server's data directory has the \
+                           current one";
+            Error::refused(Code::Unauthenticated, message)
+        })?;
+        return Ok(Caller { project: requested_project(headers)?, ..caller });
+    }
     if engine.registry().has_keys() {
-        let secret = bearer_token(headers).ok_or_else(|| {
+        let secret = secret.ok_or_else(|| {
             let message = "this server needs a key: send Authorization: Bearer KEY";
             Error::refused(Code::Unauthenticated, message)
         })?;
@@ -36,7 +78,11 @@ pub(crate) fn authenticate_request(engine: &Engine, headers: &HeaderMap) -> Resu
             Error::refused(Code::Unauthenticated, "this key is unknown or was revoked")
         });
     }
-    reject_foreign_origins(headers)?;
+    Ok(Caller::anonymous(requested_project(headers)?))
+}
+
+/// Returns the project that a caller without a key names.
+fn requested_project(headers: &HeaderMap) -> Result<String, Error> {
     let project = headers.get("x-toolcrib-project").map(|value| value.to_str().unwrap_or(""));
     let project = project.unwrap_or("default");
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
@@ -44,7 +90,7 @@ pub(crate) fn authenticate_request(engine: &Engine, headers: &HeaderMap) -> Resu
         let message = "X-Toolcrib-Project must be 1 to 64 letters, digits, '_', '-' or '.'";
         return Err(Error::refused(Code::BadRequest, message));
     }
-    Ok(Caller::local(project))
+    Ok(project.to_owned())
 }
 
 /// The caller of a request and its credentials, for streams and waits that outlive the
@@ -63,7 +109,7 @@ impl RequestCredentials {
 
     /// Refuses if the credentials no longer authenticate the same caller.
     pub(crate) fn revalidate(&self, engine: &Engine) -> Result<(), Error> {
-        if authenticate_request(engine, &self.headers)? == self.caller {
+        if identify_caller(engine, &self.headers)? == self.caller {
             return Ok(());
         }
         Err(Error::refused(Code::Unauthenticated, "this key is another's now"))
@@ -76,24 +122,6 @@ fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     scheme.eq_ignore_ascii_case("bearer").then(|| secret.trim())
 }
 
-/// Refuses requests with a foreign host or origin. Without keys only the loopback address protects
-/// the server, and a web page in the operator's browser can reach it.
-fn reject_foreign_origins(headers: &HeaderMap) -> Result<(), Error> {
-    let foreign = |value: &axum::http::HeaderValue| {
-        let text = value.to_str().unwrap_or("");
-        let host = text.split_once("://").map_or(text, |(_, rest)| rest);
-        !is_loopback_host(host)
-    };
-    let host = headers.get(header::HOST).is_some_and(foreign);
-    let origin = headers.get(header::ORIGIN).is_some_and(foreign);
-    if host || origin {
-        let message = "this server has no keys and answers loopback only: use localhost as the \
-                       host, or make a key with toolcrib keys create";
-        return Err(Error::refused(Code::PermissionDenied, message));
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -104,5 +132,15 @@ mod tests {
             (0..100).map(|_| generate_secret()).collect();
         assert_eq!(secrets.len(), 100);
         assert!(secrets.iter().all(|secret| secret.len() == 56 && secret.starts_with("tck_")));
+    }
+
+    #[test]
+    fn operator_tokens_are_recognized_by_their_form() {
+        let token = generate_operator_token();
+        assert!(is_operator_token(&token), "{token}");
+        assert_ne!(token, generate_operator_token());
+        for other in ["", "tc_operator_", &token[1..], &token[..60], &generate_secret()] {
+            assert!(!is_operator_token(other), "{other}");
+        }
     }
 }

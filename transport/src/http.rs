@@ -53,6 +53,8 @@ pub use v1::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
 
+use crate::auth::OriginPolicy;
+
 /// The axum state of every HTTP handler.
 #[derive(Clone)]
 pub struct HttpState {
@@ -97,6 +99,8 @@ pub struct HttpTransportSettings {
     pub utp_version: String,
     /// Rules on the destinations of HTTP tools, for the warnings of an import.
     pub destinations: Option<DestinationRules>,
+    /// Hosts and origins that may use the server without credentials.
+    pub origins: OriginPolicy,
     /// Jina endpoints, for tools that use Jina.
     pub jina: Option<JinaEndpoints>,
 }

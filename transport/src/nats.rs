@@ -136,7 +136,7 @@ fn sender(request: &Message) -> String {
 fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
     let (role, trust) = match engine.registry().has_keys() {
         true => (role, AuthMethod::Key),
-        false => (Role::Admin, AuthMethod::Local),
+        false => (Role::Admin, AuthMethod::Anonymous),
     };
     Caller { project: project.to_owned(), agent: agent.to_owned(), role, auth_method: trust }
 }

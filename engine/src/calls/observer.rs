@@ -38,11 +38,11 @@ impl Dispatcher {
             .is_some_and(|observer| observer.is_sampled(&SpanIds::for_call(call)))
     }
 
-    /// Returns true if `/metrics`, which needs no key, may name the call's tool. Built-in tools are
-    /// public; the tools of a project are private to it.
+    /// Returns true if metrics record the name of the call's tool. Built-in tools are public; the
+    /// names of projects' tools are shown to operators only.
     pub(crate) fn can_name_tool(&self, call: &Call) -> bool {
         let shared = call.target.traits.in_process;
-        shared || self.registry.exports_tool_names()
+        shared || self.registry.records_tool_names()
     }
 
     /// Detects whether a transition ended the attempt in flight. Called before the records are

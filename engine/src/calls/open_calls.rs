@@ -193,6 +193,11 @@ impl OpenCalls {
         self.state.lock().calls.get(id).cloned()
     }
 
+    /// Returns every open call.
+    pub(crate) fn all(&self) -> Vec<Arc<OpenCall>> {
+        self.state.lock().calls.values().cloned().collect()
+    }
+
     pub(crate) fn insert(&self, entry: Arc<OpenCall>) {
         let call = entry.call();
         let mut state = self.state.lock();

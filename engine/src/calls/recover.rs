@@ -64,8 +64,11 @@ impl Calls {
 
     async fn report_owner_lost(self: &Arc<Self>, entry: Arc<OpenCall>) {
         let found = entry.call();
-        let lost = Event::OwnerLost { node: self.core.node.clone() };
-        self.dispatcher.advance_with_retry(&found.project, &found.id, lost).await;
+        // The rules may have changed while no process was running.
+        if !self.dispatcher.end_if_denied(&found).await {
+            let lost = Event::OwnerLost { node: self.core.node.clone() };
+            self.dispatcher.advance_with_retry(&found.project, &found.id, lost).await;
+        }
         // The call may have ended between the scan and its adoption.
         let now = entry.call();
         if now.status.is_terminal() {

@@ -10,7 +10,7 @@ use crate::calls::request::schema_fault;
 use crate::calls::wait::CallQuery;
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::call::{Call, Hold, Status, elicitation};
-use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::caller::Caller;
 use crate::domain::event::EventKind;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
@@ -191,7 +191,7 @@ impl Dispatcher {
                 }
             }
         }
-        if caller.auth_method == AuthMethod::Local || caller.may_administer() {
+        if caller.is_exempt_from_rules() || caller.may_administer() {
             return Ok(call);
         }
         let offered = catalog.offered_by(&call.project, &call.target.tool);

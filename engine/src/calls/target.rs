@@ -1,5 +1,5 @@
 //! Routes a call: resolves its tool and fallbacks, its client, and the concurrency limits that
-//! apply.
+//! apply; ends it if the access rules no longer allow its tool.
 
 use std::borrow::Cow;
 use std::sync::{Arc, Weak};
@@ -10,11 +10,13 @@ use crate::calls::Dispatcher;
 use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotScope};
 use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
 use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
-use crate::domain::call::{Call, Target};
-use crate::domain::caller::Caller;
+use crate::domain::access_rules::AccessDecision;
+use crate::domain::call::{Call, Status, Target};
+use crate::domain::caller::{AuthMethod, Caller, Role};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, SourceTraits, args};
+use crate::lifecycle::Event;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 
 impl Dispatcher {
@@ -161,4 +163,50 @@ pub(crate) fn check_pinned_client(
 fn can_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
     let offered_by = || catalog.offered_by(project, &tool.definition.name);
     client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
+}
+
+impl Dispatcher {
+    /// Ends a call that has not started to run if the rules no longer allow its caller to call its
+    /// tool. Returns true if they do not.
+    pub(crate) async fn end_if_denied(self: &Arc<Self>, call: &Call) -> bool {
+        let is_checked = call.origin.subject_to_rules
+            && call.status == Status::Pending
+            && call.target.executor != Executor::CALLER;
+        if !is_checked {
+            return false;
+        }
+        let caller = Caller {
+            project: call.project.clone(),
+            agent: call.origin.agent.clone(),
+            role: Role::Agent,
+            auth_method: AuthMethod::Key,
+        };
+        let catalog = self.registry.catalog();
+        // The target is another tool if the call has fallen back to one.
+        let denied = [&call.tool_name, &call.target.tool].into_iter().find_map(|tool| {
+            let decision = catalog.authorize(&caller, tool);
+            (!decision.is_allowed()).then_some((tool, decision))
+        });
+        let Some((tool, decision)) = denied else { return false };
+        let fault = self.denial_fault(&caller, tool, decision).await;
+        let event = Event::PermissionRevoked { fault };
+        self.advance_with_retry(&call.project, &call.id, event).await;
+        true
+    }
+
+    /// Audits the denial and returns it as the outcome of the call.
+    async fn denial_fault(&self, caller: &Caller, tool: &str, decision: AccessDecision) -> Fault {
+        match self.registry.enforce_decision(caller, tool, decision).await {
+            Err(Error::Refused { fault, .. }) if fault.code == Code::PermissionDenied => fault,
+            result => {
+                // The denial stands even if the store cannot write the audit log.
+                if let Err(error) = result {
+                    tracing::warn!(%error, "a denial was not audited");
+                }
+                let message =
+                    format!("agent \"{}\" may not call \"{tool}\" any more", caller.agent);
+                Fault::new(Code::PermissionDenied, message).without_side_effect()
+            }
+        }
+    }
 }

@@ -130,6 +130,9 @@ pub struct Target {
 pub struct Origin {
     /// Agent name of the caller.
     pub agent: String,
+    /// True if the caller has a key without the admin role: the access rules must allow the call
+    /// until it starts to run.
+    pub subject_to_rules: bool,
     /// The caller's id for this call.
     pub caller_call_id: Option<String>,
     /// The client this call is pinned to.

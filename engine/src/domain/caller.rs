@@ -41,8 +41,12 @@ impl FromStr for Role {
 pub enum AuthMethod {
     /// A key: the project's rules decide which tools it may call.
     Key,
-    /// A loopback caller of a server without keys, or the embedding program: may call everything.
+    /// The embedding program, a command on the data directory, or the bearer of the operator token:
+    /// may call and administer everything.
     Local,
+    /// None: the server has no keys. May call everything, but administers nothing, because any
+    /// local user and any page in a browser can send such a request.
+    Anonymous,
 }
 
 /// Authenticates callers by credentials other than Toolcrib's keys, such as an issuer's tokens.
@@ -68,10 +72,30 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Returns the embedding program as a caller, or any loopback caller while no key exists.
+    /// Returns the embedding program as a caller.
     pub fn local(project: impl Into<String>) -> Self {
         let (agent, role, auth_method) = (LOCAL_AGENT.into(), Role::Admin, AuthMethod::Local);
         Self { project: project.into(), agent, role, auth_method }
+    }
+
+    /// Returns the bearer of the operator token as a caller.
+    pub fn operator(project: impl Into<String>) -> Self {
+        Self { agent: "operator".into(), ..Self::local(project) }
+    }
+
+    /// Returns a caller without credentials, which a server accepts while it has no keys.
+    pub fn anonymous(project: impl Into<String>) -> Self {
+        Self { auth_method: AuthMethod::Anonymous, ..Self::local(project) }
+    }
+
+    /// Returns true if the access rules do not concern this caller: it has no key.
+    pub fn is_exempt_from_rules(&self) -> bool {
+        self.auth_method != AuthMethod::Key
+    }
+
+    /// Returns true if this caller may use every project, and not only its own.
+    pub fn spans_projects(&self) -> bool {
+        self.auth_method != AuthMethod::Key
     }
 
     /// Returns true if this caller may call tools.
@@ -84,7 +108,8 @@ impl Caller {
         matches!(self.role, Role::Provider | Role::Admin)
     }
 
-    /// Returns true if this caller may change keys and rules.
+    /// Returns true if this caller has access to everything in its project. Keys, rules, upstreams
+    /// and the audit log additionally require that it is not anonymous.
     pub fn may_administer(&self) -> bool {
         self.role == Role::Admin
     }

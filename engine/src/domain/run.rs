@@ -88,7 +88,7 @@ impl RunOwner {
 impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
         let (agent, role) = (caller.agent.clone(), caller.role.as_str().to_owned());
-        Self { agent, role, local: caller.auth_method == AuthMethod::Local, keyed: false }
+        Self { agent, role, local: caller.is_exempt_from_rules(), keyed: false }
     }
 }
 
@@ -166,13 +166,14 @@ impl Run {
     /// Prefix of every run id.
     pub const PREFIX: &'static str = "run_";
 
-    /// Returns the caller that the run acts for.
+    /// Returns the caller that the run acts for. A run calls tools and administers nothing, so one
+    /// that was started without a key acts as an anonymous caller.
     pub fn caller(&self) -> Caller {
         Caller {
             project: self.project.clone(),
             agent: self.owner.agent.clone(),
             role: self.owner.role.parse().unwrap_or(Role::Agent),
-            auth_method: if self.owner.local { AuthMethod::Local } else { AuthMethod::Key },
+            auth_method: if self.owner.local { AuthMethod::Anonymous } else { AuthMethod::Key },
         }
     }
 }

@@ -369,6 +369,16 @@ pub fn check_tool_name(name: &str) -> Result<(), InvalidToolName> {
     }
 }
 
+/// Names of the tools that the MCP transport adds to its lists. No other tool can have one of them:
+/// an MCP client would call that tool instead.
+pub const MCP_HELPER_TOOLS: [&str; 4] =
+    ["call.result", "tools.search", "tools.describe", "tools.call"];
+
+/// Explains why a tool cannot have the name of a helper tool.
+pub(crate) fn helper_name_conflict(name: &str) -> String {
+    format!("\"{name}\" is a tool of the MCP endpoint; choose another name")
+}
+
 /// Maximum length of an upstream's name.
 const MAX_UPSTREAM_NAME: usize = 40;
 

@@ -16,7 +16,7 @@ use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::run::options::ModelRequestPolicy;
-use crate::domain::tool::{Executor, check_tool_name};
+use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, check_tool_name, helper_name_conflict};
 use crate::ports::bus::{Bus, LocalBus};
 use crate::ports::clock::{Clock, SystemClock};
 use crate::ports::core::{Core, EngineLimits, ExecutionPolicies};
@@ -27,7 +27,7 @@ use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
-use crate::registry::{Admin, Registry};
+use crate::registry::{Admin, OperatorCredential, Registry};
 use crate::rejoin::Rejoin;
 use crate::runs::Runs;
 use crate::runs::read_result::{self, RunsHandle};
@@ -54,6 +54,7 @@ pub struct EngineBuilder {
     observer: Option<Arc<dyn Observer>>,
     tool_names_in_metrics: Option<bool>,
     authenticator: Option<Arc<dyn Authenticator>>,
+    operator: Option<OperatorCredential>,
     models: Option<Arc<dyn ModelResolver>>,
     summary_model: Option<String>,
     model_request_policy: ModelRequestPolicy,
@@ -108,6 +109,12 @@ impl EngineBuilder {
     /// token.
     pub fn authenticator(mut self, recognise: Arc<dyn Authenticator>) -> Self {
         self.authenticator = Some(recognise);
+        self
+    }
+
+    /// Sets the operator token: its bearer may administer the server, with or without API keys.
+    pub fn operator_credential(mut self, operator: OperatorCredential) -> Self {
+        self.operator = Some(operator);
         self
     }
 
@@ -169,8 +176,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets whether metrics carry the names of projects' tools. By default they do as long as no
-    /// API key exists.
+    /// Sets whether metrics carry the names of projects' tools. By default they are recorded, and
+    /// shown to the operator and to admin keys.
     pub fn tool_names_in_metrics(mut self, enabled: bool) -> Self {
         self.tool_names_in_metrics = Some(enabled);
         self
@@ -216,8 +223,13 @@ impl EngineBuilder {
             tasks: TaskTracker::new(),
         });
         let (authenticator, tool_names) = (self.authenticator, self.tool_names_in_metrics);
-        let registry =
-            Arc::new(Registry::new(core.clone(), shared_tools, authenticator, tool_names));
+        let registry = Arc::new(Registry::new(
+            core.clone(),
+            shared_tools,
+            authenticator,
+            self.operator,
+            tool_names,
+        ));
         let admin = Arc::new(Admin { core: core.clone(), registry: registry.clone() });
         let clients = Arc::new(Clients {
             core: core.clone(),
@@ -289,6 +301,9 @@ fn collect_shared_tools(sources: &HashMap<Executor, Arc<dyn Source>>) -> Result<
     for definition in sources.values().flat_map(|source| source.list()) {
         check_tool_name(&definition.name)
             .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))?;
+        if MCP_HELPER_TOOLS.contains(&definition.name.as_str()) {
+            return Err(Error::refused(Code::Conflict, helper_name_conflict(&definition.name)));
+        }
         let name = definition.name.clone();
         let entry = Arc::new(CatalogEntry::compile(definition)?);
         if shared.insert(name.clone(), entry).is_some() {
@@ -306,6 +321,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
+    tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
     if engine.core.webhook_sender.is_some() {
         tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));
     }

@@ -81,6 +81,7 @@ listed_enum! {
         PredecessorExtended,
         Cancel,
         Abort,
+        PermissionRevoked,
         OwnerLost,
     }
 }
@@ -143,6 +144,7 @@ fn cases_of(event: &Event) -> &'static [Case] {
         ],
         Event::Cancel { .. } => &[Case::Cancel],
         Event::Abort { .. } => &[Case::Abort],
+        Event::PermissionRevoked { .. } => &[Case::PermissionRevoked],
         Event::OwnerLost { .. } => &[Case::OwnerLost],
     }
 }
@@ -298,6 +300,10 @@ fn event_of(case: Case) -> (Event, u64) {
         Case::PredecessorExtended => Event::PredecessorExtended { deadline_ms: DEADLINE },
         Case::Cancel => Event::Cancel { by: "a".into(), reason: None },
         Case::Abort => Event::Abort { fault: Fault::new(Code::Conflict, "not stored") },
+        Case::PermissionRevoked => {
+            let fault = Fault::new(Code::PermissionDenied, "no rule allows it");
+            Event::PermissionRevoked { fault: fault.without_side_effect() }
+        }
         Case::OwnerLost => Event::OwnerLost { node: "n2".into() },
     };
     let at_ms = match case {
@@ -433,6 +439,8 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
         Case::Abort =>
             [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  ENDED, ENDED, ENDED, ENDED],
+        Case::PermissionRevoked =>
+            [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO,    NO],
         Case::OwnerLost =>
             [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, RUN,   NO,    NO,    NO,    NO],
     }

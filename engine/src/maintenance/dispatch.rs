@@ -25,6 +25,11 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
         count += 1;
         let (dispatcher, node) = (calls.dispatcher.clone(), calls.core.node.clone());
         let claim = async move {
+            // Between the rule's change and this claim, the reconciler of revocations may not have
+            // reached the call.
+            if dispatcher.end_if_denied(&entry.call()).await {
+                return;
+            }
             entry.set_slot(slot);
             let project = entry.call().project.clone();
             dispatcher.advance_with_retry(&project, &id, Event::Claim { node }).await;

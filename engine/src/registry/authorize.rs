@@ -21,7 +21,7 @@ impl Catalog {
             let role = caller.role.as_str();
             return AccessDecision::Denied(format!("a key with the role {role} cannot call tools"));
         }
-        if caller.auth_method == AuthMethod::Local || caller.may_administer() {
+        if caller.is_exempt_from_rules() || caller.may_administer() {
             return AccessDecision::Allowed;
         }
         let rules = self.directory.rules.iter();
@@ -40,7 +40,7 @@ impl Catalog {
         }
         let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
         tool != RESULT_READ
-            || caller.auth_method == AuthMethod::Local
+            || caller.is_exempt_from_rules()
             || caller.may_administer()
             || access_rules::decide(rules, &caller.project, agent, tool).is_allowed()
     }
@@ -60,9 +60,19 @@ impl Catalog {
 }
 
 impl Registry {
-    /// Returns true if `/metrics`, which needs no key, may name the tools of projects.
-    pub(crate) fn exports_tool_names(&self) -> bool {
-        self.tool_names_in_metrics.unwrap_or_else(|| !self.catalog().has_keys())
+    /// Returns true if metrics record the names of projects' tools.
+    pub(crate) fn records_tool_names(&self) -> bool {
+        self.tool_names_in_metrics.unwrap_or(true)
+    }
+
+    /// Returns true if `/metrics` shows the names of projects' tools to this caller. By default only
+    /// to the operator and to admin keys: one project must not learn the tools of another.
+    pub fn shows_tool_names(&self, caller: Option<&Caller>) -> bool {
+        self.tool_names_in_metrics.unwrap_or_else(|| {
+            caller.is_some_and(|caller| {
+                caller.may_administer() && caller.auth_method != AuthMethod::Anonymous
+            })
+        })
     }
 
     /// Returns true if the access rules allow the caller to use this name, be it a tool or another

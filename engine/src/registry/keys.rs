@@ -1,14 +1,16 @@
 //! API keys and access rules: they identify callers and decide which tools a caller may call. Both
 //! can be changed while the server runs.
 
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::domain::access_rules::{AccessRule, RuleVerdict, check_pattern};
 use crate::domain::caller::{AuthMethod, Caller, Role};
 use crate::domain::directory::{ApiKey, AuditEntry, DirectoryChange};
-use crate::domain::fault::{Code, Error};
+use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
 use crate::ports::core::from_store_error;
+use crate::registry::projects::DEFAULT_PROJECT;
 use crate::registry::{Admin, Registry};
 
 /// A request to create an API key.
@@ -40,12 +42,37 @@ pub fn secret_digest(secret: &str) -> String {
     hex(&Sha256::digest(secret.as_bytes()))
 }
 
+/// The operator token of this server, as the registry knows it.
+#[derive(Debug, Clone)]
+pub struct OperatorCredential {
+    digest: String,
+    token_file: String,
+}
+
+impl OperatorCredential {
+    /// Creates the credential of a token. `token_file` is the file that holds the token; refusals
+    /// name it to callers without credentials.
+    pub fn new(token: &str, token_file: impl Into<String>) -> Self {
+        Self { digest: secret_digest(token), token_file: token_file.into() }
+    }
+
+    /// Compares a digest with the token's in constant time.
+    fn matches(&self, digest: &str) -> bool {
+        let (own, other) = (self.digest.as_bytes(), digest.as_bytes());
+        let differences = own.iter().zip(other).fold(0, |bits, (a, b)| bits | (a ^ b));
+        own.len() == other.len() && std::hint::black_box(differences) == 0
+    }
+}
+
 impl Registry {
     /// Returns the caller that a secret authenticates. The whole secret is hashed and the digest
     /// looked up, so the time this takes reveals nothing about how much of a guess was right.
     pub fn authenticate(&self, secret: &str) -> Option<Caller> {
-        let catalog = self.catalog();
-        let Some(key) = catalog.key(&secret_digest(secret)) else {
+        let (catalog, digest) = (self.catalog(), secret_digest(secret));
+        if self.operator.as_ref().is_some_and(|operator| operator.matches(&digest)) {
+            return Some(Caller::operator(DEFAULT_PROJECT));
+        }
+        let Some(key) = catalog.key(&digest) else {
             return self.authenticator.as_ref()?.authenticate(secret);
         };
         Some(Caller {
@@ -66,15 +93,34 @@ impl Registry {
         self.catalog().has_active_key(caller)
     }
 
-    /// Requires administrative rights. A key with the admin role administers its own project; only
-    /// the local operator administers all of them.
+    /// Requires the operator or a key with the admin role, for what decides who may do what: keys,
+    /// rules, upstreams, and the audit log of all that.
+    pub(crate) fn require_operator(
+        &self,
+        caller: &Caller,
+        project: Option<&str>,
+    ) -> Result<(), Error> {
+        if caller.auth_method != AuthMethod::Anonymous {
+            return self.require_admin(caller, project);
+        }
+        let file = self.operator.as_ref().map(|operator| operator.token_file.as_str());
+        let place = file.map_or_else(String::new, |file| format!(" (in {file})"));
+        let message = format!(
+            "this needs the operator token{place} or an admin key: send Authorization: Bearer TOKEN"
+        );
+        let fault = Fault::new(Code::Unauthenticated, message).without_side_effect();
+        Err(fault.with_detail(json!({ "operator_token_file": file })).into())
+    }
+
+    /// Requires full access to a project. A key with the admin role has it for its own project; a
+    /// caller without a key, for all of them.
     pub(crate) fn require_admin(
         &self,
         caller: &Caller,
         project: Option<&str>,
     ) -> Result<(), Error> {
         let is_own_project = project.is_none_or(|project| project == caller.project);
-        if caller.may_administer() && (is_own_project || caller.auth_method == AuthMethod::Local) {
+        if caller.may_administer() && (is_own_project || caller.spans_projects()) {
             return Ok(());
         }
         let message = if caller.may_administer() {
@@ -114,7 +160,7 @@ impl Admin {
         new: NewKey,
         secret: String,
     ) -> Result<CreatedKey, Error> {
-        self.registry.require_admin(caller, Some(&new.project))?;
+        self.registry.require_operator(caller, Some(&new.project))?;
         check_identifier("project", &new.project)?;
         check_identifier("agent", &new.agent)?;
         if new.agent.contains('*') || new.project.contains('*') {
@@ -155,10 +201,10 @@ impl Admin {
 
     /// Returns the keys of the caller's project, or of all projects for the local operator.
     pub fn keys(&self, caller: &Caller) -> Result<Vec<ApiKey>, Error> {
-        self.registry.require_admin(caller, None)?;
+        self.registry.require_operator(caller, None)?;
         let catalog = self.registry.catalog();
         let keys = catalog.directory().keys.iter();
-        let all = caller.auth_method == AuthMethod::Local;
+        let all = caller.spans_projects();
         Ok(keys.filter(|key| all || key.project == caller.project).cloned().collect())
     }
 
@@ -178,7 +224,7 @@ impl Admin {
 
     /// Allows or denies tools to an agent.
     pub async fn set_rule(&self, caller: &Caller, rule: AccessRule) -> Result<(), Error> {
-        self.registry.require_admin(caller, Some(&rule.project))?;
+        self.registry.require_operator(caller, Some(&rule.project))?;
         check_pattern(&rule.pattern).map_err(invalid)?;
         check_identifier("agent", &rule.agent)?;
         if rule.agent.contains('*') && rule.agent != "*" {
@@ -206,7 +252,7 @@ impl Admin {
         agent: &str,
         pattern: &str,
     ) -> Result<(), Error> {
-        self.registry.require_admin(caller, Some(project))?;
+        self.registry.require_operator(caller, Some(project))?;
         let entry = self.registry.audit_entry(caller, project, "rule.removed", pattern, agent);
         self.registry
             .change_directory(|catalog| {
@@ -229,7 +275,7 @@ impl Admin {
 
     /// Returns the rules of the caller's project.
     pub fn rules(&self, caller: &Caller) -> Result<Vec<AccessRule>, Error> {
-        self.registry.require_admin(caller, None)?;
+        self.registry.require_operator(caller, None)?;
         let catalog = self.registry.catalog();
         let rules = catalog.directory().rules.iter();
         Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())
@@ -237,7 +283,7 @@ impl Admin {
 
     /// Returns denied requests and administrative changes, newest first.
     pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
-        self.registry.require_admin(caller, None)?;
+        self.registry.require_operator(caller, None)?;
         let project = Some(caller.project.clone());
         self.core.store.audit_log(project, limit).await.map_err(from_store_error)
     }

@@ -6,10 +6,10 @@ use serde_json::{Value, json};
 
 use super::catalog::{Catalog, CatalogEntry, require_provider};
 use crate::domain::call::Call;
-use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::caller::Caller;
 use crate::domain::directory::{DirectoryChange, Project};
 use crate::domain::fault::{Code, Error, Fault};
-use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
+use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_tool_name};
 use crate::domain::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
 use crate::ports::core::from_store_error;
 use crate::registry::Registry;
@@ -56,9 +56,7 @@ impl Registry {
                 projects.push(Project { id: id.clone(), title: String::new(), created_ms });
             }
         }
-        projects.retain(|project| {
-            caller.auth_method == AuthMethod::Local || project.id == caller.project
-        });
+        projects.retain(|project| caller.spans_projects() || project.id == caller.project);
         projects.sort_by(|a, b| a.id.cmp(&b.id));
         projects
     }
@@ -67,7 +65,7 @@ impl Registry {
     /// only; any other project is answered exactly as one that does not exist.
     pub fn switch_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
         let exists = self.projects(caller).iter().any(|existing| existing.id == project);
-        if exists || project == DEFAULT_PROJECT && caller.auth_method == AuthMethod::Local {
+        if exists || project == DEFAULT_PROJECT && caller.spans_projects() {
             return Ok(Caller { project: project.to_owned(), ..caller.clone() });
         }
         Err(project_not_found(project))
@@ -277,7 +275,7 @@ fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), E
 }
 
 fn check_name_not_reserved(name: &str, verb: &str) -> Result<(), Error> {
-    if RESERVED_NAMES.contains(&name) {
+    if RESERVED_NAMES.contains(&name) || verb == "define" && MCP_HELPER_TOOLS.contains(&name) {
         return Err(bad_request(format!(
             "cannot {verb} internal tool \"{name}\": the name is reserved"
         )));

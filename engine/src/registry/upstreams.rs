@@ -15,7 +15,7 @@ use crate::domain::caller::Caller;
 use crate::domain::directory::{AuditEntry, DirectoryChange, Upstream};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
-use crate::domain::tool::{Executor, ToolDefinition, check_upstream_name};
+use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_upstream_name};
 use crate::ports::core::from_store_error;
 use crate::registry::Admin;
 
@@ -27,7 +27,7 @@ impl Admin {
 
     /// Requires that this caller may add and remove the upstreams of its project.
     pub fn require_upstream_admin(&self, caller: &Caller) -> Result<(), Error> {
-        self.registry.require_admin(caller, Some(&caller.project))
+        self.registry.require_operator(caller, Some(&caller.project))
     }
 
     /// Adds an upstream, or replaces its record.
@@ -204,6 +204,9 @@ fn select_registrable(
     let (mut fit, mut rest) = (Vec::new(), Vec::new());
     for tool in tools {
         let reason = match () {
+            () if MCP_HELPER_TOOLS.contains(&tool.name.as_str()) => {
+                "it is the name of a tool of the MCP endpoint"
+            }
             () if !used_names.insert(tool.name.as_str()) => "there is another tool of this name",
             () if capacity == 0 => "the project has limits.max_tools_per_project tools already",
             () => {

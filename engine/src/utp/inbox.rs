@@ -4,7 +4,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::domain::call::{Call, Status};
-use crate::domain::caller::{AuthMethod, Caller};
+use crate::domain::caller::Caller;
 use crate::domain::derived;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::hex;
@@ -36,7 +36,7 @@ pub(crate) fn derive_inbox_id(project: &str, turn_id: &str, tool_call_id: &str) 
 /// Requires that the caller is this agent, or administers the project. An agent's key gives
 /// access to its own inbox and turns only.
 pub(crate) fn require_agent(caller: &Caller, agent_id: &str) -> Result<(), Error> {
-    let rules = caller.auth_method == AuthMethod::Local || caller.may_administer();
+    let rules = caller.is_exempt_from_rules() || caller.may_administer();
     if rules || caller.may_invoke() && caller.agent == agent_id {
         return Ok(());
     }

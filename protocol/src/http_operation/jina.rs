@@ -9,8 +9,8 @@ use super::request::{EnvironmentLookup, append_query, reject_dot_segments};
 use super::{OperationRequest, ResponseMapping, bad_request_fault, check_header, percent_encode};
 use crate::http_operation::redaction::SecretRedactor;
 
-/// Default environment variable for the key.
-const DEFAULT_KEY_VARIABLE: &str = "JINA_API_KEY";
+/// The variable of Jina's key, unless a definition names another.
+pub const DEFAULT_KEY_VARIABLE: &str = "JINA_API_KEY";
 
 /// The base URLs of Jina.
 #[derive(Debug, Clone, PartialEq)]

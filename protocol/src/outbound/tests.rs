@@ -27,6 +27,9 @@ fn private_addresses_in_every_notation_are_recognized() {
         "127.0.0.1",
         "127.9.9.9",
         "169.254.169.254",
+        "100.100.100.200",
+        "168.63.129.16",
+        "fd00:ec2::254",
         "172.16.0.1",
         "172.31.255.255",
         "192.0.0.1",
@@ -46,6 +49,8 @@ fn private_addresses_in_every_notation_are_recognized() {
         "::ffff:127.0.0.1",
         "::ffff:10.0.0.1",
         "::ffff:169.254.169.254",
+        "::ffff:168.63.129.16",
+        "64:ff9b::168.63.129.16",
         "64:ff9b::127.0.0.1",
         "64:ff9b::10.1.2.3",
         "64:ff9b:1::1",
@@ -232,9 +237,17 @@ fn loopback_hosts_are_recognized() {
     for host in ["localhost", "localhost:8080", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "[::1]"] {
         assert!(is_loopback_host(host), "{host}");
     }
-    for host in
-        ["example.com", "localhost.example.com", "10.0.0.1:80", "", "[::2]", "127.0.0.1.nip.io"]
-    {
+    for host in [
+        "example.com",
+        "localhost.example.com",
+        "10.0.0.1:80",
+        "",
+        "[::2]",
+        "127.0.0.1.nip.io",
+        "[::1].evil.example",
+        "localhost:evil.example",
+        "localhost:80/",
+    ] {
         assert!(!is_loopback_host(host), "{host}");
     }
 }

@@ -8,6 +8,7 @@ use toolcrib::ports::core::{ExecutionPolicies, ToolOverride};
 use toolcrib::ports::webhook_sender::DeliverySettings;
 use toolcrib_protocol::http_operation::jina::JinaEndpoints;
 use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
+use toolcrib_transport::auth::OriginPolicy;
 use toolcrib_transport::http::HttpTransportSettings;
 use toolcrib_transport::mcp::{McpTransportSettings, ProtectedResourceMetadata};
 
@@ -98,8 +99,21 @@ pub fn http_transport(config: &Config) -> HttpTransportSettings {
         default_allow: config.auth.default_allow.clone(),
         utp_version: config.nats.version.clone(),
         destinations: config.http.destination_rules().ok(),
+        origins: OriginPolicy {
+            allowed_hosts: config.transports.http.allowed_hosts.clone(),
+            public_host: public_host(config),
+            allowed_origins: config.transports.http.allowed_origins.clone(),
+            table: "doors.http",
+        },
         jina: JinaEndpoints::parse(&config.http.jina.search_url, &config.http.jina.reader_url).ok(),
     }
+}
+
+/// Returns the host at which browsers reach this server, with its port unless it is the scheme's.
+fn public_host(config: &Config) -> Option<String> {
+    let url = reqwest::Url::parse(config.mcp_servers.public_url.as_deref()?).ok()?;
+    let host = url.host_str()?;
+    Some(url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}")))
 }
 
 /// Returns the settings of the MCP transport.
@@ -117,8 +131,12 @@ pub fn mcp_transport(config: &Config) -> McpTransportSettings {
         max_sessions: mcp.max_sessions,
         retry_ms: mcp.retry_ms,
         session_key: None,
-        allowed_origins: mcp.allowed_origins.clone(),
-        allowed_hosts: mcp.allowed_hosts.clone(),
+        origins: OriginPolicy {
+            allowed_hosts: mcp.allowed_hosts.clone(),
+            public_host: public_host(config),
+            allowed_origins: mcp.allowed_origins.clone(),
+            table: "doors.mcp",
+        },
         protected_resource: config.auth.oauth.as_ref().map(|oauth| ProtectedResourceMetadata {
             issuer: oauth.issuer.clone(),
             resource: oauth.resource.clone(),

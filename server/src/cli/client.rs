@@ -1,14 +1,17 @@
 //! HTTP client of the commands: sends one request, reads one JSON response and explains every
 //! failure in plain words.
 
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use reqwest::header::{self, HeaderMap};
+use reqwest::header::{self, HeaderMap, HeaderValue};
 use reqwest::{Method, Response, StatusCode, Url};
 use serde_json::Value;
 
 use super::failure::{CommandFailure, exit, failure_for_code};
 use super::output::sanitize_line;
+use crate::operator_token;
 
 /// The server that commands use if neither `--server` nor the settings name one.
 pub const DEFAULT_SERVER: &str = "http://127.0.0.1:8080";
@@ -29,6 +32,11 @@ const MAX_RESPONSE_BYTES: usize = 256 << 20;
 pub struct ApiClient {
     http: reqwest::Client,
     base: Url,
+    has_key: bool,
+    /// The file with the operator token of a server on this machine, if the settings name it.
+    operator_token_file: Option<PathBuf>,
+    /// The operator token, once a server has required it.
+    operator_token: Arc<OnceLock<HeaderValue>>,
 }
 
 /// A request before it is sent.
@@ -74,6 +82,12 @@ impl<'a> ApiRequest<'a> {
     pub fn for_tool_call(self) -> Self {
         Self { is_tool_call: true, ..self }
     }
+
+    /// Returns true if the route administers the server. Only there may a command act as the
+    /// operator by itself: with other routes, a missing key must not grant more than a key would.
+    fn is_administrative(&self) -> bool {
+        matches!(self.path[..], ["v1", "keys" | "rules" | "audit" | "sources", ..])
+    }
 }
 
 impl ApiClient {
@@ -96,7 +110,18 @@ impl ApiClient {
             })?;
             headers.insert("x-toolcrib-project", value);
         }
-        Ok(Self { http: build_http_client(&base, headers)?, base })
+        Ok(Self {
+            http: build_http_client(&base, headers)?,
+            base,
+            has_key: key.is_some(),
+            operator_token_file: None,
+            operator_token: Arc::default(),
+        })
+    }
+
+    /// Sets the file with the operator token, for a server that does not say where it is.
+    pub fn operator_token_file(self, file: Option<PathBuf>) -> Self {
+        Self { operator_token_file: file, ..self }
     }
 
     /// Returns the HTTP client that sends the key and the project with every request.
@@ -113,10 +138,15 @@ impl ApiClient {
     pub async fn request_json(&self, ask: ApiRequest<'_>) -> Result<Value, CommandFailure> {
         let calls_tool = ask.is_tool_call;
         let limit = ask.wait + RESPONSE_TIMEOUT;
-        let response = self.execute(ask, Some(limit)).await?;
-        let status = response.status();
-        let kind = content_type(&response);
-        let bytes = self.body(response).await?;
+        let mut response = self.execute(&ask, Some(limit)).await?;
+        let mut status = response.status();
+        let mut kind = content_type(&response);
+        let mut bytes = self.body(response).await?;
+        if status == StatusCode::UNAUTHORIZED && self.adopt_operator_token(&ask, &bytes) {
+            response = self.execute(&ask, Some(limit)).await?;
+            (status, kind) = (response.status(), content_type(&response));
+            bytes = self.body(response).await?;
+        }
         if status == StatusCode::NO_CONTENT {
             return Ok(Value::Null);
         }
@@ -191,12 +221,33 @@ impl ApiClient {
         Ok(self.http.request(method, self.url(path)?))
     }
 
+    /// Reads the operator token of a server on this machine after the server has refused an
+    /// administrative request. Returns false if the request has a key, or there is no token that
+    /// this server may receive.
+    fn adopt_operator_token(&self, ask: &ApiRequest<'_>, refusal: &[u8]) -> bool {
+        if self.has_key || !ask.is_administrative() || !is_loopback(&self.base) {
+            return false;
+        }
+        let refusal: Value = serde_json::from_slice(refusal).unwrap_or_default();
+        let named = refusal["error"]["detail"]["operator_token_file"].as_str().map(PathBuf::from);
+        let Some(file) = named.or_else(|| self.operator_token_file.clone()) else { return false };
+        let port = self.base.port_or_known_default().unwrap_or(0);
+        let token = operator_token::token_for_local_server(&file, port).ok();
+        let header = token.and_then(|token| HeaderValue::from_str(&format!("Bearer {token}")).ok());
+        let Some(mut header) = header else { return false };
+        header.set_sensitive(true);
+        self.operator_token.set(header).is_ok()
+    }
+
     async fn execute(
         &self,
-        ask: ApiRequest<'_>,
+        ask: &ApiRequest<'_>,
         limit: Option<Duration>,
     ) -> Result<Response, CommandFailure> {
-        let mut request = self.request(ask.method, &ask.path)?.query(&ask.query);
+        let mut request = self.request(ask.method.clone(), &ask.path)?.query(&ask.query);
+        if let Some(token) = self.operator_token.get().filter(|_| ask.is_administrative()) {
+            request = request.header(header::AUTHORIZATION, token.clone());
+        }
         if let Some(body) = &ask.body {
             request = request.json(body);
         }

@@ -29,8 +29,8 @@ pub struct TelemetrySettings {
     pub max_queued_spans: usize,
     /// Adds the arguments and results of calls to spans. They may be confidential.
     pub capture_content: bool,
-    /// Names the tools of projects in `/metrics`, which requires no key. Default: only while the
-    /// server has no keys. Built-in tools are always named.
+    /// Names the tools of projects in `/metrics`, which requires no key. Default: only to requests
+    /// with the operator token or an admin key. Built-in tools are always named.
     pub tool_names_in_metrics: Option<bool>,
 }
 

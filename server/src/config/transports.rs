@@ -9,8 +9,23 @@ use toolcrib_transport::mcp;
 #[serde(default, deny_unknown_fields)]
 #[schemars(rename = "DoorSettings")]
 pub struct TransportSettings {
+    /// The HTTP API.
+    pub http: HttpEndpointSettings,
     /// The MCP endpoint.
     pub mcp: McpEndpointSettings,
+}
+
+/// The HTTP API: requests without a key.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(rename = "HttpEndpointSettings")]
+pub struct HttpEndpointSettings {
+    /// Origins of web pages that may use the HTTP API of a server without keys:
+    /// `http://localhost:5173`.
+    pub allowed_origins: Vec<String>,
+    /// Host names of a server without keys, in addition to loopback and the host of
+    /// `upstreams.public_url`.
+    pub allowed_hosts: Vec<String>,
 }
 
 /// The MCP endpoint.
@@ -38,8 +53,8 @@ pub struct McpEndpointSettings {
     /// Time after which an MCP client that lost the stream of a call connects again. Common MCP
     /// clients try twice, so they get their result if the server is back within twice this time.
     pub retry_ms: u64,
-    /// Origins of web pages that may use `/mcp`, in addition to those of this machine:
-    /// `https://app.example.com`.
+    /// Origins of web pages that may use `/mcp`: `https://app.example.com`. With a key, pages of
+    /// this machine may use it too.
     pub allowed_origins: Vec<String>,
     /// Host names of this server, in addition to loopback. If empty, any name is accepted once
     /// there are keys.

@@ -111,7 +111,7 @@ async fn a_malformed_body_is_rejected_with_line_and_column() {
         ("/v1/keys", "{\"agent\": []}"),
     ];
     for (path, body) in broken {
-        let error = api.post_raw(path, body).await.refused(400, "BAD_REQUEST");
+        let error = server.operator().post_raw(path, body).await.refused(400, "BAD_REQUEST");
         assert!(message(&error).contains("line 1 column"), "{path}: {error}");
     }
     assert_server_works(&api).await;
@@ -318,7 +318,7 @@ async fn an_invalid_query_parameter_is_rejected_by_name() {
     let answer = api.get("/v1/tool_calls?run_id=%ff").await.refused(400, "BAD_REQUEST");
     assert!(message(&answer).contains("UTF-8"), "{answer}");
     for limit in [0, 1_001] {
-        let answer = api.get(&format!("/v1/audit?limit={limit}")).await;
+        let answer = server.operator().get(&format!("/v1/audit?limit={limit}")).await;
         assert_eq!(answer.refused(422, "VALIDATION_ERROR")["detail"]["field"], "limit");
     }
     let batch = json!({ "run_id": "r", "tool_calls": [{ "name": "calculation.eval" }] });

@@ -113,6 +113,11 @@ impl Server {
         Api::new(&self.address)
     }
 
+    /// Returns the operator of this machine, who presents the operator token.
+    pub fn operator(&self) -> Api {
+        self.with_key(&process::operator_token(&self.config.data_dir))
+    }
+
     /// Returns a caller with this key.
     pub fn with_key(&self, key: &str) -> Api {
         self.api().key(key)

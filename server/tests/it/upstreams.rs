@@ -21,7 +21,7 @@ async fn server(upstreams: Vec<McpServerSettings>) -> Server {
     let names: Vec<String> = upstreams.iter().map(|upstream| upstream.name.clone()).collect();
     let server = Server::with(|config| config.mcp = upstreams).await;
     for name in names {
-        wait_for_state(&server.api(), &name, "ready").await;
+        wait_for_state(&server.operator(), &name, "ready").await;
     }
     server
 }

@@ -267,7 +267,15 @@ where
     let serving = serve_client_with_lifecycle(dialing.handler.clone(), transport, mode);
     match tokio::time::timeout(dialing.limit, serving).await {
         Ok(Ok(running)) => Ok(running),
-        Ok(Err(error)) => Err(dialing.resolved.redact(&describe_initialize_error(&error))),
+        // Redacted before it is truncated: a part of a secret would not be recognized.
+        Ok(Err(error)) => {
+            let reason = dialing.resolved.redact(&describe_initialize_error(&error));
+            let reason = match &dialing.authorizer {
+                Some(authorizer) => authorizer.redact(&reason),
+                None => reason,
+            };
+            Err(reason.chars().take(500).collect())
+        }
         Err(_) => Err(format!("it did not answer within {} ms", dialing.limit.as_millis())),
     }
 }
@@ -283,8 +291,7 @@ fn describe_initialize_error(error: &ClientInitializeError) -> String {
         }
         cause = inner.source();
     }
-    let text: String = words.join(": ").chars().take(500).collect();
-    text
+    words.join(": ")
 }
 
 type Headers = HashMap<HeaderName, HeaderValue>;

@@ -34,7 +34,11 @@ impl FromRequestParts<HttpState> for AuthenticatedCaller {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
-        Ok(Self(auth::authenticate_request(&state.engine, &parts.headers)?))
+        Ok(Self(auth::authenticate_request(
+            &state.engine,
+            &state.settings.origins,
+            &parts.headers,
+        )?))
     }
 }
 

@@ -1,7 +1,10 @@
 //! Liveness, readiness and metrics. These routes require no key and reveal nothing about calls.
 
+use std::borrow::Cow;
+use std::collections::HashMap;
+
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use toolcrib::domain::fault::{Code, Fault};
@@ -10,6 +13,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::HttpState;
+use crate::auth;
 use crate::http::extract::QueryParams;
 use crate::http::problem::problem_response;
 
@@ -80,10 +84,10 @@ async fn readyz(
     (status, text).into_response()
 }
 
-/// Prometheus metrics.
+/// Prometheus metrics. The tools of projects are named to the operator and to admin keys.
 #[utoipa::path(get, path = "/metrics", tag = "operators",
     responses((status = 200, body = String)))]
-async fn metrics(State(http_state): State<HttpState>) -> Response {
+async fn metrics(State(http_state): State<HttpState>, headers: HeaderMap) -> Response {
     let Some(handle) = &http_state.metrics else {
         let fault = Fault::new(Code::NotFound, "this process does not collect metrics");
         return problem_response(&fault, None);
@@ -106,5 +110,74 @@ async fn metrics(State(http_state): State<HttpState>) -> Response {
     }
     handle.run_upkeep();
     let content_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    (content_type, handle.render()).into_response()
+    let caller = auth::authenticate_request(engine, &http_state.settings.origins, &headers).ok();
+    let mut text = handle.render();
+    if !engine.registry().shows_tool_names(caller.as_ref()) {
+        text = merge_private_tools(&text);
+    }
+    (content_type, text).into_response()
+}
+
+/// Replaces the names of projects' tools by `other` and adds up the series that become equal. The
+/// names of built-in tools are public.
+fn merge_private_tools(text: &str) -> String {
+    let mut lines: Vec<(Cow<'_, str>, Option<f64>)> = Vec::new();
+    let mut merged: HashMap<String, usize> = HashMap::new();
+    for line in text.lines() {
+        let Some((series, value)) = private_tool_series(line) else {
+            lines.push((Cow::Borrowed(line), None));
+            continue;
+        };
+        match merged.get(&series).and_then(|index| lines.get_mut(*index)) {
+            Some((_, total)) => *total = Some(total.unwrap_or_default() + value),
+            None => {
+                merged.insert(series.clone(), lines.len());
+                lines.push((Cow::Owned(series), Some(value)));
+            }
+        }
+    }
+    let mut output = String::with_capacity(text.len());
+    for (line, value) in lines {
+        output.push_str(&line);
+        output.extend(value.map(|value| format!(" {value}")));
+        output.push('\n');
+    }
+    output
+}
+
+/// Returns the series of a line without the tool's name, and its value, if the line is about a tool
+/// of a project.
+fn private_tool_series(line: &str) -> Option<(String, f64)> {
+    if line.starts_with('#') || line.contains("{source=\"builtin\"") {
+        return None;
+    }
+    let (before, rest) = line.split_once(",tool=\"")?;
+    // Names of tools contain no quotes.
+    let (_, after) = rest.split_once('"')?;
+    let (labels, value) = after.rsplit_once(' ')?;
+    Some((format!("{before},tool=\"other\"{labels}"), value.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn private_tools_are_added_up_as_other() {
+        let text = "# TYPE d histogram\n\
+            d_bucket{source=\"client\",tool=\"a.b\",le=\"1\"} 2\n\
+            d_sum{source=\"client\",tool=\"a.b\"} 0.5\n\
+            d_bucket{source=\"builtin\",tool=\"clock\",le=\"1\"} 7\n\
+            d_bucket{source=\"client\",tool=\"other\",le=\"1\"} 3\n\
+            d_sum{source=\"client\",tool=\"other\"} 1.25\n\
+            d_bucket{source=\"mcp\",tool=\"x.y\",le=\"+Inf\"} 4\n\
+            plain 1\n";
+        let expected = "# TYPE d histogram\n\
+            d_bucket{source=\"client\",tool=\"other\",le=\"1\"} 5\n\
+            d_sum{source=\"client\",tool=\"other\"} 1.75\n\
+            d_bucket{source=\"builtin\",tool=\"clock\",le=\"1\"} 7\n\
+            d_bucket{source=\"mcp\",tool=\"other\",le=\"+Inf\"} 4\n\
+            plain 1\n";
+        assert_eq!(merge_private_tools(text), expected);
+    }
 }

@@ -27,7 +27,7 @@ use super::resume::{self, ResumedStreams};
 use super::server::{McpHandler, McpTransport};
 use super::sessions::{RestorableSessions, SessionKey};
 use super::tool_list::splice::ToolListSplice;
-use crate::auth::{self, RequestCredentials};
+use crate::auth::{self, OriginPolicy, RequestCredentials};
 use crate::delivery::ResponseDeliveries;
 use crate::http::error_response;
 
@@ -134,9 +134,10 @@ impl McpHttpState {
     async fn handle_request(&self, request: Request) -> Result<Response, Error> {
         let shared = &self.transport.shared;
         let (mut parts, body) = request.into_parts();
-        check_host(&parts.headers, &shared.settings.allowed_hosts)?;
-        check_origin(&parts.headers, &shared.settings.allowed_origins)?;
-        let caller = auth::authenticate_request(&shared.engine, &parts.headers)?;
+        let origins = &shared.settings.origins;
+        check_host(&parts.headers, origins)?;
+        check_origin(&parts.headers, &origins.allowed_origins)?;
+        let caller = auth::authenticate_request(&shared.engine, origins, &parts.headers)?;
         let session = session_id(&parts.headers);
         if let Some(session) = &session {
             self.sessions.check_session(session, &caller).await?;
@@ -357,14 +358,10 @@ async fn read_body(body: Body, limit: usize) -> Result<axum::body::Bytes, Error>
 }
 
 /// Prevents DNS rebinding, where a web page points its own host name at this machine: the host must
-/// be one of this server's names.
-fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
+/// be one of this server's names. With keys this applies if the settings list the names.
+fn check_host(headers: &HeaderMap, origins: &OriginPolicy) -> Result<(), Error> {
     let Some(host) = headers.get(header::HOST).map(header_text) else { return Ok(()) };
-    let bare = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    let is_named = |allowed_name: &String| {
-        allowed_name.eq_ignore_ascii_case(host) || allowed_name.eq_ignore_ascii_case(bare)
-    };
-    if allowed.is_empty() || is_loopback_host(host) || allowed.iter().any(is_named) {
+    if origins.allowed_hosts.is_empty() || origins.is_own_host(host) {
         return Ok(());
     }
     let message = "this is not a name of this server; doors.mcp.allowed_hosts lists them";
@@ -372,6 +369,7 @@ fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
 }
 
 /// Allows web pages only from this machine, from this server itself, or from an allowed origin.
+/// [`OriginPolicy`] is stricter with requests that have no credentials.
 fn check_origin(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
     let Some(origin) = headers.get(header::ORIGIN).map(header_text) else { return Ok(()) };
     let authority = origin.split_once("://").map_or("", |(_, authority)| authority);

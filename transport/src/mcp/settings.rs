@@ -1,6 +1,7 @@
 //! Settings of the MCP transport.
 
 use super::sessions::SessionKey;
+use crate::auth::OriginPolicy;
 
 /// Limits and defaults of the MCP transport.
 #[derive(Debug, Clone)]
@@ -32,12 +33,9 @@ pub struct McpTransportSettings {
     /// The key that authenticates the ids of legacy sessions. With the same key, sessions survive a
     /// restart. If `None`, they end with the process.
     pub session_key: Option<SessionKey>,
-    /// Origins of web pages that may use this transport, in addition to pages of this machine:
-    /// `https://app.example.com`.
-    pub allowed_origins: Vec<String>,
-    /// Host names of this server, in addition to loopback. An empty list allows every name if the
-    /// server has API keys; without keys only loopback names are accepted.
-    pub allowed_hosts: Vec<String>,
+    /// Origins of web pages that may use this transport, and host names of this server. With a key,
+    /// pages of this machine may use it too, and an empty list of hosts allows every name.
+    pub origins: OriginPolicy,
     /// The issuer whose OAuth tokens are accepted, if any.
     pub protected_resource: Option<ProtectedResourceMetadata>,
 }
@@ -64,8 +62,7 @@ impl Default for McpTransportSettings {
             max_sessions: 10_000,
             retry_ms: 5_000,
             session_key: None,
-            allowed_origins: Vec::new(),
-            allowed_hosts: Vec::new(),
+            origins: OriginPolicy::default(),
             protected_resource: None,
         }
     }

@@ -2,10 +2,10 @@
 
 use serde_json::json;
 
-use super::{Catalog, ClientRegistration, require_client_owner};
+use super::{Catalog, ClientRegistration, RESULT_READ, require_client_owner};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
-use crate::domain::tool::{Executor, ToolDefinition};
+use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, helper_name_conflict};
 use crate::ports::core::EngineLimits;
 use crate::registry::model_tool_names;
 
@@ -56,7 +56,10 @@ fn registration_conflict(
     tool: &ToolDefinition,
 ) -> Option<String> {
     let name = &tool.name;
-    if catalog.shared_tools.contains_key(name) {
+    if MCP_HELPER_TOOLS.contains(&name.as_str()) {
+        return Some(helper_name_conflict(name));
+    }
+    if catalog.shared_tools.contains_key(name) || name == RESULT_READ {
         return Some(format!("\"{name}\" is a built-in tool; choose another name"));
     }
     // Models call a built-in tool by this name. A tool that has it as its exact name would be

@@ -6,7 +6,7 @@ use toolcrib_bench::model::{
 };
 
 use super::*;
-use crate::support::process::Server as Process;
+use crate::support::process::{Server as Process, operator_token};
 
 #[tokio::test]
 async fn the_model_key_is_in_no_log_error_or_answer() {
@@ -37,7 +37,9 @@ async fn the_model_key_is_in_no_log_error_or_answer() {
     let sent = &scripted.requests()[0].headers["authorization"];
     assert_eq!(sent, &format!("Bearer {secret}"));
     for path in ["/v1/tool_calls", "/v1/models", "/v1/audit", "/metrics"] {
-        let answer = server.http.get(server.url(path)).send().await.unwrap();
+        let request = server.http.get(server.url(path));
+        let answer = request.bearer_auth(operator_token(&server.data_dir())).send().await.unwrap();
+        assert_eq!(answer.status(), 200, "{path}");
         seen.push_str(&answer.text().await.unwrap());
     }
     server.stop().await;

@@ -137,6 +137,13 @@ async fn without_keys_a_foreign_origin_or_host_is_rejected() {
         ("origin", "https://evil.example"),
         ("origin", "null"),
         ("origin", "http://localhost.evil.example:8080"),
+        // Every port of this machine can be a page of another user.
+        ("origin", "http://localhost:8080"),
+        ("origin", "http://127.0.0.1:3000"),
+        ("sec-fetch-site", "cross-site"),
+        ("sec-fetch-site", "same-site"),
+        ("host", "[::1].evil.example"),
+        ("host", "localhost:evil.example"),
         ("host", "evil.example"),
         ("host", "127.0.0.1.nip.io:8080"),
     ] {
@@ -148,16 +155,19 @@ async fn without_keys_a_foreign_origin_or_host_is_rejected() {
             assert!(message(&error).contains("toolcrib keys create"), "{error}");
         }
     }
+    let own = format!("http://{}", server.address);
     for (header, value) in [
-        ("origin", "http://localhost:8080"),
-        ("origin", "http://127.0.0.1:3000"),
+        ("origin", own.as_str()),
+        ("sec-fetch-site", "same-origin"),
+        ("sec-fetch-site", "none"),
         ("host", "localhost:8080"),
         ("host", "[::1]:8080"),
     ] {
         let request = api.request(reqwest::Method::GET, "/v1/tools").header(header, value);
         api.send(request).await.is(200);
     }
-    let created = api.post("/v1/keys", json!({ "agent": "boss", "role": "admin" })).await.is(201);
+    let created = json!({ "agent": "boss", "role": "admin" });
+    let created = server.operator().post("/v1/keys", created).await.is(201);
     let admin = server.with_key(created["key"].as_str().unwrap());
     let request = admin.request(reqwest::Method::GET, "/v1/tools").header("host", "crib.example");
     admin.send(request).await.is(200);

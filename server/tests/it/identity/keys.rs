@@ -27,7 +27,7 @@ async fn create(api: &Api, body: Value) -> Value {
 #[tokio::test]
 async fn the_secret_is_shown_once_and_never_stored() {
     let server = Server::start().await;
-    let created = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
+    let created = create(&server.operator(), json!({ "agent": "boss", "role": "admin" })).await;
     let secret = created["key"].as_str().unwrap();
     assert!(secret.starts_with("tck_") && secret.len() >= 40, "{secret}");
     assert_eq!((&created["project"], &created["role"]), (&json!("default"), &json!("admin")));
@@ -53,7 +53,7 @@ async fn after_the_first_key_every_caller_needs_one() {
     let server = Server::start().await;
     let anonymous = server.api();
     anonymous.get("/v1/tools").await.is(200);
-    let created = create(&anonymous, json!({ "agent": "boss", "role": "admin" })).await;
+    let created = create(&server.operator(), json!({ "agent": "boss", "role": "admin" })).await;
     let refused = anonymous.get("/v1/tools").await;
     assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
     let error = refused.refused(401, "UNAUTHENTICATED");
@@ -87,7 +87,7 @@ async fn a_revoked_key_is_rejected_immediately_and_after_a_restart() {
 #[tokio::test]
 async fn revoking_the_last_key_does_not_allow_anonymous_access() {
     let server = Server::start().await;
-    let created = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
+    let created = create(&server.operator(), json!({ "agent": "boss", "role": "admin" })).await;
     let admin = server.with_key(created["key"].as_str().unwrap());
     let path = format!("/v1/keys/{}", created["id"].as_str().unwrap());
     assert_eq!(admin.delete(&path).await.status, 204);

@@ -268,3 +268,31 @@ async fn an_idle_client_can_be_deleted() {
     assert!(!clients.to_string().contains("\"old\""), "{clients}");
     api.post("/internal/tools/register", third).await.is(200);
 }
+
+#[tokio::test]
+async fn names_of_the_mcp_endpoint_cannot_be_registered() {
+    let server = Server::start().await;
+    let api = server.api();
+    for name in ["tools.call", "tools.search", "tools.describe", "call.result", "result.read"] {
+        let body = json!({ "client_id": "pc_1", "tools": [offer(name)] });
+        let error = api.post("/internal/tools/register", body).await.refused(409, "CONFLICT");
+        assert_eq!(error["detail"]["tool"], name);
+        let options = json!({ "http": { "url": "https://api.example.com/x" } });
+        let body = json!({ "tool_name": name, "options": options,
+            "parameters": { "type": "object", "properties": {} } });
+        let reply = api.post("/projects/default/tools", body).await;
+        assert!(matches!(reply.status.as_u16(), 400 | 409), "{name}: {}", reply.text);
+        let import = json!({
+            "openapi": "3.1.0", "info": { "title": "t", "version": "1" },
+            "servers": [{ "url": "https://api.example.com" }],
+            "paths": { "/x": { "get": { "operationId": name.split_once('.').unwrap().1 } } },
+        });
+        let prefix = name.split_once('.').unwrap().0;
+        let path = format!("/projects/default/tools/import?prefix={prefix}");
+        let reply = api.post(&path, import).await;
+        api.get("/projects/default/tools").await.is(200);
+        assert!(!reply.body["imported"].to_string().contains(name), "{name}: {}", reply.text);
+    }
+    let listed = api.get("/projects/default/tools").await.text;
+    assert!(!listed.contains("tools.call") && !listed.contains("call.result"), "{listed}");
+}

@@ -45,7 +45,10 @@ async fn a_session_is_usable_only_by_its_owner() {
 
 #[tokio::test]
 async fn foreign_origins_and_hosts_are_rejected() {
-    let server = Server::start().await;
+    let server = Server::with(|config| {
+        config.transports.mcp.allowed_origins = vec!["http://localhost:5173".to_owned()];
+    })
+    .await;
     let api = server.api();
     let client = Mcp::modern(&api);
     for (name, value) in [("origin", "https://evil.example"), ("host", "evil.example")] {
@@ -53,8 +56,14 @@ async fn foreign_origins_and_hosts_are_rejected() {
         let status = request.send().await.unwrap().status().as_u16();
         assert_eq!(status, 403, "{name}: {value}");
     }
-    let request = client.request("tools/list", json!({})).header("origin", "http://localhost:3000");
-    assert_eq!(request.send().await.unwrap().status().as_u16(), 200);
+    for (origin, expected) in [
+        ("http://localhost:3000".to_owned(), 403),
+        ("http://localhost:5173".to_owned(), 200),
+        (format!("http://{}", server.address), 200),
+    ] {
+        let request = client.request("tools/list", json!({})).header("origin", &origin);
+        assert_eq!(request.send().await.unwrap().status().as_u16(), expected, "{origin}");
+    }
 }
 
 #[tokio::test]

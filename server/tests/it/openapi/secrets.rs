@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::upstream::{Upstream, call, define};
 use crate::support::Api;
-use crate::support::process::Server;
+use crate::support::process::{Server, operator_token};
 
 const KEY: &str = "s3cret-key/with=odd chars";
 const TOKEN: &str = "t0ken-that-nobody-sees";
@@ -52,13 +52,14 @@ fn assert_no_secret(origin: &str, text: &str) {
 
 /// Asserts that no response, stored file or log line about the call has a secret.
 async fn assert_no_secret_stored(server: &Server, api: &Api, ended: &Value) {
+    let operator = api.clone().key(&operator_token(&server.data_dir()));
     assert_no_secret("the call", &ended.to_string());
     let id = ended["tool_call_id"].as_str().unwrap();
     assert_no_secret("the cards", &api.get(&format!("/v1/tool_calls/{id}/cards")).await.text);
     assert_no_secret("the list", &api.get("/v1/tool_calls").await.text);
     assert_no_secret("the tools", &api.get("/v1/tools").await.text);
     assert_no_secret("the definitions", &api.get("/projects/default/tools").await.text);
-    assert_no_secret("the audit", &api.get("/v1/audit").await.text);
+    assert_no_secret("the audit", &operator.get("/v1/audit").await.text);
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
     assert_no_secret("the events", &format!("{:?}", events.rest().await));
     for entry in std::fs::read_dir(server.data_dir()).unwrap() {
@@ -177,4 +178,31 @@ async fn a_document_imported_on_the_command_line_uses_its_key() {
     let request = upstream.last();
     assert_eq!((request.path.as_str(), request.header("x-key")), ("/v1/pets/7", Some(KEY)));
     assert_no_secret_stored(&server, &api, &ended).await;
+}
+
+#[tokio::test]
+async fn by_default_a_definition_reads_no_variable_and_the_operator_decides_which() {
+    let upstream = Upstream::start().await;
+    let (token, key) = (format!("PET_TOKEN={TOKEN}"), format!("PET_KEY={KEY}"));
+    let mut server = Server::new().through(&["env", &token, &key]);
+    let settings = format!(
+        "[http]\nhosts = [\"http://{0}\"]\nallow_private = true\nenvs = {{ key = \"PET_KEY\" }}\n",
+        upstream.address
+    );
+    std::fs::write(server.directory.path().join("toolcrib.toml"), settings).unwrap();
+    server.start().await;
+    let api = Api::new(&format!("127.0.0.1:{}", server.port));
+    let options = json!({ "http": { "url": upstream.url("/x") }, "envs": { "a": "PET_TOKEN" } });
+    define(&api, json!({ "tool_name": "pets.ask", "options": options })).await;
+    let ended = call(&api, "pets.ask", json!({ "b": 1 })).await;
+    assert_eq!(ended["status"], "SUCCEEDED", "{ended}");
+    let path = upstream.last().path;
+    assert!(!path.contains(TOKEN) && path.contains("b=1"), "{path}");
+    assert!(path.contains("key=s3cret-key"), "the operator's own variables are sent: {path}");
+    let auth = json!({ "type": "bearer", "env": "PET_TOKEN" });
+    let options = json!({ "http": { "url": upstream.url("/y"), "auth": [auth] } });
+    define(&api, json!({ "tool_name": "pets.auth", "options": options })).await;
+    let ended = call(&api, "pets.auth", json!({})).await;
+    assert_eq!(ended["error"]["code"], "UNAUTHENTICATED", "{ended}");
+    assert_eq!(upstream.last().path, path, "nothing was sent");
 }

@@ -308,6 +308,14 @@ fn tail(path: &Path) -> String {
     lines[lines.len().saturating_sub(30)..].join("\n")
 }
 
+/// Returns the operator token of the server with this data directory.
+pub fn operator_token(data_dir: &Path) -> String {
+    let file = data_dir.join("operator.token");
+    let token =
+        std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    token.trim().to_owned()
+}
+
 /// Returns a text field.
 pub fn text(body: &Value, field: &str) -> String {
     body[field].as_str().unwrap_or_else(|| panic!("no {field} in {body}")).to_owned()

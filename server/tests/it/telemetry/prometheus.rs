@@ -42,6 +42,11 @@ impl Scrape {
         Self(answer.text().await.unwrap())
     }
 
+    async fn read_with_key(server: &process::Server, key: &str) -> Self {
+        let request = server.http.get(server.url("/metrics")).bearer_auth(key);
+        Self(request.send().await.unwrap().text().await.unwrap())
+    }
+
     /// Returns the value of a series, given as in the exposition format.
     #[track_caller]
     fn value(&self, series: &str) -> f64 {
@@ -127,7 +132,7 @@ async fn calls_recovered_at_startup_are_counted() {
 }
 
 #[tokio::test]
-async fn tool_names_are_labels_only_while_there_are_no_keys() {
+async fn tools_of_projects_are_named_only_to_operators() {
     let finish_call = async |server: &process::Server, key: Option<&str>| {
         let send = async |path: &str, body: serde_json::Value| {
             let mut request = server.http.post(server.url(path)).json(&body);
@@ -152,7 +157,17 @@ async fn tool_names_are_labels_only_while_there_are_no_keys() {
     let mut server = process::Server::new();
     server.start().await;
     finish_call(&server, None).await;
-    assert_eq!(Scrape::read(&server).await.value(&count("a.secret.name")), 1.0);
+    let scrape = Scrape::read(&server).await;
+    assert_eq!(scrape.value(&count("other")), 1.0);
+    assert!(!scrape.0.contains("a.secret.name"), "{}", scrape.0);
+    let token = process::operator_token(&server.data_dir());
+    let scrape = Scrape::read_with_key(&server, &token).await;
+    assert_eq!(scrape.value(&count("a.secret.name")), 1.0);
+
+    let mut public = process::Server::new().with("TELEMETRY__TOOL_NAMES_IN_METRICS", true);
+    public.start().await;
+    finish_call(&public, None).await;
+    assert_eq!(Scrape::read(&public).await.value(&count("a.secret.name")), 1.0);
 
     let mut keyed = process::Server::new();
     let create = ["keys", "create", "--agent", "operator", "--role", "admin", "--json"];
@@ -165,4 +180,8 @@ async fn tool_names_are_labels_only_while_there_are_no_keys() {
     let scrape = Scrape::read(&keyed).await;
     assert_eq!(scrape.value(&count("other")), 1.0);
     assert!(!scrape.0.contains("a.secret.name"), "{}", scrape.0);
+    let scrape = Scrape::read_with_key(&keyed, &key).await;
+    assert_eq!(scrape.value(&count("a.secret.name")), 1.0);
+    let unknown = Scrape::read_with_key(&keyed, "tck_unknown").await;
+    assert!(!unknown.0.contains("a.secret.name"), "{}", unknown.0);
 }

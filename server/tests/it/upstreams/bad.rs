@@ -16,7 +16,7 @@ async fn start_with_healthy_upstream(bad: McpServerSettings) -> (Server, Http) {
     let good = Http::start().await;
     let good_one = McpServerSettings { name: "good".into(), ..http_upstream(&good.url()) };
     let server = Server::with(|config| config.mcp = vec![bad, good_one]).await;
-    wait_for_state(&server.api(), "good", "ready").await;
+    wait_for_state(&server.operator(), "good", "ready").await;
     (server, good)
 }
 
@@ -33,7 +33,7 @@ fn problem(source: &Value) -> &str {
 async fn an_upstream_that_never_answers_is_reported() {
     let settings = McpServerSettings { connect_timeout_ms: 300, ..program("mute") };
     let (server, _good) = start_with_healthy_upstream(settings).await;
-    let api = server.api();
+    let api = server.operator();
     let source = wait_for_state(&api, "fixture", "waiting").await;
     assert!(problem(&source).contains("did not answer within 300 ms"), "{source}");
     assert!(problem(&source).contains("not a word"), "the problem must quote its stderr: {source}");
@@ -43,7 +43,7 @@ async fn an_upstream_that_never_answers_is_reported() {
 #[tokio::test]
 async fn a_tool_that_never_answers_times_out() {
     let (server, _good) = start_with_healthy_upstream(program("good")).await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     let body = json!({ "run_id": "r", "args": {}, "timeout_ms": 300 });
     let id = api.invoke_with("fixture.silent", body).await;
@@ -58,7 +58,7 @@ async fn an_upstream_that_stops_listing_tools_is_reported() {
     let bad = Http::start().await;
     let settings = McpServerSettings { connect_timeout_ms: 1_500, ..http_upstream(&bad.url()) };
     let (server, _good) = start_with_healthy_upstream(settings).await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     bad.fixture.shared.deaf.store(true, Ordering::SeqCst);
     bad.fixture.change();
@@ -72,7 +72,7 @@ async fn an_upstream_that_stops_listing_tools_is_reported() {
 #[tokio::test]
 async fn an_upstream_that_does_not_start_is_reported() {
     let (server, _good) = start_with_healthy_upstream(program("broken")).await;
-    let api = server.api();
+    let api = server.operator();
     let source = wait_for_state(&api, "fixture", "waiting").await;
     assert!(problem(&source).contains("exit status: 7"), "{source}");
     assert!(problem(&source).contains("cannot find my configuration"), "{source}");
@@ -91,7 +91,7 @@ async fn an_upstream_that_does_not_start_is_reported() {
 #[tokio::test]
 async fn an_upstream_that_writes_no_mcp_messages_is_reported() {
     let (server, _good) = start_with_healthy_upstream(program("noise")).await;
-    let api = server.api();
+    let api = server.operator();
     let source = wait_for_state(&api, "fixture", "waiting").await;
     assert!(problem(&source).contains("no message of MCP"), "{source}");
     assert_healthy_upstream_works(&api).await;
@@ -100,7 +100,7 @@ async fn an_upstream_that_writes_no_mcp_messages_is_reported() {
 #[tokio::test]
 async fn garbage_output_ends_the_call_and_restarts_the_upstream() {
     let (server, _good) = start_with_healthy_upstream(program("good")).await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     let ended = call(&api, "fixture.garbage", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
@@ -118,7 +118,7 @@ async fn garbage_output_ends_the_call_and_restarts_the_upstream() {
 #[tokio::test]
 async fn an_oversized_message_ends_the_call_and_restarts_the_upstream() {
     let (server, _good) = start_with_healthy_upstream(program("good")).await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     let ended = call(&api, "fixture.huge", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
@@ -137,7 +137,7 @@ async fn secrets_are_redacted_from_upstream_errors() {
     let mut settings = program("good");
     settings.env.insert("TOKEN".into(), "sesame-open-123".into());
     let server = super::server(vec![settings]).await;
-    let ended = call(&server.api(), "fixture.leak", json!({})).await;
+    let ended = call(&server.operator(), "fixture.leak", json!({})).await;
     assert_eq!(ended["error"]["message"], "fixture: no entry with [TOKEN]", "{ended}");
 }
 
@@ -156,7 +156,7 @@ async fn an_unreadable_tool_is_skipped() {
     .await;
     let settings = McpServerSettings { older: true, ..http_upstream(&url) };
     let server = super::server(vec![settings]).await;
-    let source = wait_for_state(&server.api(), "fixture", "ready").await;
+    let source = wait_for_state(&server.operator(), "fixture", "ready").await;
     assert_eq!(source["tools"], 1, "{source}");
     assert_eq!(source["skipped"][0]["tool"], "odd", "{source}");
     assert!(source["skipped"][0]["why"].as_str().unwrap().contains("cannot be read"), "{source}");
@@ -166,7 +166,7 @@ async fn an_unreadable_tool_is_skipped() {
 async fn an_unanswered_resource_list_delays_only_one_request() {
     let url = start_server_without_resources().await;
     let (server, _good) = start_with_healthy_upstream(http_upstream(&url)).await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     let client = Mcp::modern(&api);
     // Only the first request waits for the timeout.
@@ -182,7 +182,7 @@ async fn an_unanswered_resource_list_delays_only_one_request() {
 #[tokio::test]
 async fn an_upstream_that_floods_fails_the_call() {
     let (server, _good) = start_with_healthy_upstream(program("good")).await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     let ended = call(&api, "fixture.flood", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
@@ -197,7 +197,7 @@ async fn only_reads_are_retried_when_an_upstream_dies() {
     let file = once.path().join("once").to_str().unwrap().to_owned();
     settings.env.insert("ONCE".into(), file);
     let (server, _good) = start_with_healthy_upstream(settings).await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     // The call may have had an effect, so it is not retried.
     let ended = call(&api, "fixture.die", json!({})).await;
@@ -221,7 +221,7 @@ async fn only_reads_are_retried_when_an_upstream_dies() {
 #[tokio::test]
 async fn tools_beyond_max_tools_are_dropped() {
     let (server, _good) = start_with_healthy_upstream(program("many")).await;
-    let api = server.api();
+    let api = server.operator();
     let source = wait_for_state(&api, "fixture", "ready").await;
     assert_eq!(source["tools"], 1_000, "{}", source["problem"]);
     assert!(problem(&source).contains("max_tools is 1000"), "{}", source["problem"]);
@@ -232,7 +232,7 @@ async fn tools_beyond_max_tools_are_dropped() {
 async fn a_description_with_instructions_is_flagged() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let tool = api.get("/v1/tools/fixture.evil").await.is(200);
     assert!(
         tool["description"].as_str().unwrap().contains("<IMPORTANT>"),
@@ -325,7 +325,7 @@ async fn a_refusal_with_other_json_is_a_known_failure() {
     {
         let server =
             super::server(vec![http_upstream(&start_refusing_server(status, body).await)]).await;
-        let api = server.api();
+        let api = server.operator();
         let id = api.invoke("fixture.pay", json!({})).await;
         let ended = api.finished(&id).await;
         assert_eq!(ended["status"], "FAILED", "{ended}");
@@ -348,7 +348,7 @@ async fn an_oversized_http_response_is_rejected() {
     })
     .await;
     let server = Server::with(|config| config.mcp = vec![http_upstream(&url)]).await;
-    let source = wait_for_state(&server.api(), "fixture", "waiting").await;
+    let source = wait_for_state(&server.operator(), "fixture", "waiting").await;
     let problem = source["problem"].as_str().unwrap();
     assert!(problem.contains("over 16777216 bytes"), "{problem}");
 }
@@ -368,7 +368,7 @@ async fn endless_resource_and_prompt_lists_are_ignored() {
     .await;
     let server = super::server(vec![http_upstream(&url)]).await;
     // Its entries are omitted and the lists are still answered.
-    let client = Mcp::modern(&server.api());
+    let client = Mcp::modern(&server.operator());
     let listed = client.ask("resources/list", json!({})).await.result();
     assert_eq!(listed["resources"], json!([]), "{listed}");
     let listed = client.ask("prompts/list", json!({})).await.result();
@@ -380,7 +380,8 @@ async fn upstream_states_restarts_and_calls_are_counted() {
     let upstream = Http::start().await;
     let mut server = process::Server::new();
     server.start().await;
-    let api = Api::new(&format!("127.0.0.1:{}", server.port));
+    let api = Api::new(&format!("127.0.0.1:{}", server.port))
+        .key(&process::operator_token(&server.data_dir()));
     let added = json!({ "name": "fixture", "url": upstream.url() });
     api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
     let unreachable = json!({ "name": "gone", "url": "http://127.0.0.1:9/mcp" });
@@ -401,4 +402,44 @@ async fn upstream_states_restarts_and_calls_are_counted() {
         counted.lines().find_map(|l| l.strip_prefix("toolcrib_upstream_restarts_total "));
     assert!(restarts.unwrap().parse::<u64>().unwrap() >= 1, "{counted}");
     server.stop().await;
+}
+
+#[tokio::test]
+async fn a_token_that_an_upstream_returns_with_401_is_neither_logged_nor_shown() {
+    const TOKEN: &str = "sesame-open-0123456789-0123456789";
+    // The response is cut within the token, with and without a challenge.
+    let echo = |headers: axum::http::HeaderMap, uri: axum::http::Uri| async move {
+        let received = headers["authorization"].to_str().unwrap().to_owned();
+        let body = format!("{}{received}", "x".repeat(275));
+        let mut answer = axum::http::Response::builder().status(401);
+        if uri.path() == "/challenge" {
+            answer = answer.header("www-authenticate", format!("Bearer error=\"{received}\""));
+        }
+        answer.body(body).unwrap()
+    };
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        axum::serve(listener, axum::Router::new().fallback(echo)).await.unwrap();
+    });
+    let mut server = process::Server::new().with("LOG__LEVEL", "debug,rmcp=trace");
+    server.start().await;
+    let api = Api::new(&format!("127.0.0.1:{}", server.port))
+        .key(&process::operator_token(&server.data_dir()));
+    let mut seen = String::new();
+    for (name, path) in [("plain", "/plain"), ("challenge", "/challenge")] {
+        let added = json!({ "name": name, "url": format!("{url}{path}"),
+            "headers": { "Authorization": format!("Bearer {TOKEN}") }, "oauth": null });
+        api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
+        let shown = until("a problem", || async {
+            let source = api.get(&format!("/v1/sources/mcp/{name}")).await.is(200);
+            (!source["problem"].is_null()).then_some(source)
+        })
+        .await;
+        seen.push_str(&shown.to_string());
+    }
+    server.stop().await;
+    seen.push_str(&std::fs::read_to_string(server.directory.path().join("server.log")).unwrap());
+    // Twelve characters of it are too many.
+    assert!(!seen.contains(&TOKEN[..12]), "{seen}");
 }

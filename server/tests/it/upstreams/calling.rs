@@ -11,7 +11,7 @@ use crate::support::{Server, until};
 #[tokio::test]
 async fn tools_of_a_stdio_upstream_are_listed_and_called() {
     let server = server(vec![program("good")]).await;
-    let api = server.api();
+    let api = server.operator();
     let echo = api.get("/v1/tools/fixture.echo").await.is(200);
     assert_eq!((&echo["effect"], &echo["risk"]), (&json!("read"), &json!("low")), "{echo}");
     let add = api.get("/v1/tools/fixture.add").await.is(200);
@@ -37,10 +37,10 @@ async fn tools_of_a_stdio_upstream_are_listed_and_called() {
 async fn tools_over_http_are_called_by_mcp_clients_of_both_revisions() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let source = wait_for_state(&server.api(), "fixture", "ready").await;
+    let source = wait_for_state(&server.operator(), "fixture", "ready").await;
     assert_eq!(source["protocol_version"], "2026-07-28", "{source}");
     let params = json!({ "name": "fixture.add", "arguments": { "a": 1, "b": 2 } });
-    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+    for client in [Mcp::modern(&server.operator()), Mcp::legacy(&server.operator()).await] {
         let result = client.ask("tools/call", params.clone()).await.result();
         assert_eq!(result["structuredContent"], json!({ "sum": 3.0 }), "{result}");
         assert_eq!(result["isError"], false);
@@ -51,7 +51,7 @@ async fn tools_over_http_are_called_by_mcp_clients_of_both_revisions() {
 async fn upstream_progress_is_forwarded() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.progress", json!({})).await;
     api.finished(&id).await;
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
@@ -64,7 +64,7 @@ async fn upstream_progress_is_forwarded() {
 async fn a_cancel_reaches_the_upstream() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.slow", json!({})).await;
     until("the upstream to have the call", || async {
         (upstream.fixture.calls() == 1).then_some(())
@@ -84,7 +84,7 @@ async fn only_listed_variables_reach_a_program_and_stay_secret() {
     settings.env.insert("TOKEN".into(), "sesame-open-123".into());
     settings.env_from.push("CARGO_PKG_NAME".into());
     let server = server(vec![settings]).await;
-    let api = server.api();
+    let api = server.operator();
     let done = call(&api, "fixture.env", json!({})).await;
     let names: Vec<&str> = result_text(&done).split(' ').collect();
     assert!(names.contains(&"TOKEN") && names.contains(&"CARGO_PKG_NAME"), "{names:?}");
@@ -106,7 +106,7 @@ async fn only_listed_variables_reach_a_program_and_stay_secret() {
 async fn resources_and_prompts_are_passed_to_authorized_callers() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let client = Mcp::modern(&server.api());
+    let client = Mcp::modern(&server.operator());
     let listed = client.ask("resources/list", json!({})).await.result();
     assert_eq!(listed["resources"][0]["uri"], "fixture://notes", "{listed}");
     let read = client.ask("resources/read", json!({ "uri": "fixture://notes" })).await.result();
@@ -135,10 +135,10 @@ async fn an_upstream_is_invisible_to_other_projects() {
         config.mcp = vec![settings];
     })
     .await;
-    let acme = server.api().project("acme");
+    let acme = server.operator().project("acme");
     wait_for_state(&acme, "fixture", "ready").await;
     assert_eq!(result_text(&call(&acme, "fixture.echo", json!({ "text": "x" })).await), "x");
-    let other = server.api();
+    let other = server.operator();
     other.get("/v1/sources/mcp/fixture").await.refused(404, "NOT_FOUND");
     other.get("/v1/tools/fixture.echo").await.refused(404, "TOOL_NOT_FOUND");
 }
@@ -150,7 +150,7 @@ async fn each_source_has_its_own_endpoint_with_unprefixed_names() {
     *upstream.fixture.shared.one_more.lock() = Some("call.result");
     let other = McpServerSettings { name: "other".into(), ..http_upstream(&upstream.url()) };
     let server = server(vec![http_upstream(&upstream.url()), other]).await;
-    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+    for client in [Mcp::modern(&server.operator()), Mcp::legacy(&server.operator()).await] {
         let client = client.with_path("/mcp/fixture");
         let listed = client.ask("tools/list", json!({})).await.result();
         let tools = listed["tools"].as_array().unwrap();
@@ -172,7 +172,7 @@ async fn each_source_has_its_own_endpoint_with_unprefixed_names() {
         let resources = client.ask("resources/list", json!({})).await.result();
         assert_eq!(resources["resources"].as_array().unwrap().len(), 1, "{resources}");
     }
-    let api = server.api();
+    let api = server.operator();
     let body = json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/list" });
     for path in ["/mcp/no.such", "/mcp/fixtur"] {
         api.post(path, body.clone()).await.refused(404, "NOT_FOUND");
@@ -190,7 +190,7 @@ async fn a_long_result_can_be_read_at_the_endpoint_of_its_source() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
     let text: String = (0..20_000).map(|n| format!("line {n} of many\n")).collect();
-    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+    for client in [Mcp::modern(&server.operator()), Mcp::legacy(&server.operator()).await] {
         let client = client.with_path("/mcp/fixture");
         let result = client.call("echo", json!({ "text": text })).await.result();
         let hint = crate::mcp::parse_read_hint(&result);

@@ -12,7 +12,7 @@ use crate::support::upstream::{Http, program};
 async fn a_changed_tool_is_detected_and_reported() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     upstream.fixture.change();
     let tool = until("the new description", || async {
         let tool = api.get("/v1/tools/fixture.echo").await.is(200);
@@ -37,7 +37,7 @@ async fn a_pinned_tool_that_changed_is_refused_until_it_is_accepted() {
     let mut settings = http_upstream(&upstream.url());
     settings.pin = true;
     let server = server(vec![settings]).await;
-    let api = server.api();
+    let api = server.operator();
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
     upstream.fixture.change();
     until("the change to be shown", || async {
@@ -51,7 +51,7 @@ async fn a_pinned_tool_that_changed_is_refused_until_it_is_accepted() {
     assert_eq!(tool["description"], "Says it back", "the accepted definition must be shown");
     // The accepted definition survives a restart.
     let server = server.restart().await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
     assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
@@ -69,7 +69,7 @@ async fn a_pinned_tool_that_changed_is_refused_until_it_is_accepted() {
 async fn a_tool_change_does_not_affect_a_running_call() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.slow", json!({})).await;
     until("the call", || async { (upstream.fixture.calls() == 1).then_some(()) }).await;
     upstream.fixture.shared.many.store(3, Ordering::SeqCst);
@@ -88,7 +88,7 @@ async fn a_tool_change_does_not_affect_a_running_call() {
 async fn an_ended_change_stream_is_reopened() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let subscriptions = &upstream.fixture.shared.listened;
     for times in 1..=2 {
         until("a subscription", || async {
@@ -119,7 +119,7 @@ async fn a_pinned_tool_that_changed_while_disconnected_is_refused() {
     let once = directory.path().join("once").to_str().unwrap().to_owned();
     settings.env.insert("ONCE".into(), once);
     let server = server(vec![settings]).await;
-    let api = server.api();
+    let api = server.operator();
     let body = json!({ "run_id": "r", "args": {}, "retry": 0 });
     let id = api.invoke_with("fixture.die_once", body).await;
     assert_eq!(api.finished(&id).await["status"], "FAILED");
@@ -132,7 +132,7 @@ async fn a_pinned_tool_that_changed_while_disconnected_is_refused() {
 async fn a_refresh_returns_the_current_number_of_tools() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     // The upstream does not announce the change.
     for more in 1..4 {
         upstream.fixture.shared.many.store(more, Ordering::SeqCst);

@@ -48,7 +48,7 @@ async fn servers_are_added_listed_and_removed_on_a_running_server() {
     let output: Value = serde_json::from_str(&output).unwrap();
     assert_eq!(output["pinned"], true);
     upstream.fixture.change();
-    let api = server.api();
+    let api = server.operator();
     until("the change", || async {
         let source = api.get("/v1/sources/mcp/far").await.is(200);
         (source["pending"] != json!([])).then_some(())
@@ -69,11 +69,11 @@ async fn an_upstream_added_to_a_data_directory_is_started_by_its_server() {
     std::fs::write(&file, document.to_string()).unwrap();
     let file = file.to_str().unwrap();
     run_successfully(&["mcp", "add", "--file", file, "--data-dir", &directory]).await;
-    wait_for_state(&server.api(), "fixture", "ready").await;
+    wait_for_state(&server.operator(), "fixture", "ready").await;
     let listed = run_successfully(&["mcp", "ls", "--data-dir", &directory, "--json"]).await;
     assert!(listed.contains("fixture"), "{listed}");
     run_successfully(&["mcp", "rm", "fixture", "--data-dir", &directory]).await;
-    let api = server.api();
+    let api = server.operator();
     until("it to be gone", || async {
         (api.get("/v1/sources/mcp/fixture").await.status == 404).then_some(())
     })
@@ -83,7 +83,7 @@ async fn an_upstream_added_to_a_data_directory_is_started_by_its_server() {
 #[tokio::test]
 async fn options_beside_a_file_apply_to_each_server_in_it() {
     let (server, upstream) = (Server::start().await, Http::start().await);
-    let api = server.api();
+    let api = server.operator();
     let directory = server.config.data_dir.to_str().unwrap().to_owned();
     let server_url = format!("http://{}", server.address);
     let path = server.config.data_dir.join("client.json");
@@ -134,7 +134,7 @@ async fn an_elicitation_is_answered_from_the_command_line() {
     let upstream = Http::start().await;
     let server = super::server(vec![super::http_upstream(&upstream.url())]).await;
     let server_url = format!("http://{}", server.address);
-    let api = server.api();
+    let api = server.operator();
     for (answer, greeting) in [("name=Ada", "Hello, Ada!"), ("--decline", "Hello, nobody!")] {
         let id = api.invoke("fixture.ask", json!({})).await;
         until("the question", || async {

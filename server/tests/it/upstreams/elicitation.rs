@@ -17,7 +17,7 @@ fn answer(key: &str) -> serde_json::Value {
 async fn an_elicitation_between_two_requests_is_answered_over_http() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.ask", json!({})).await;
     let paused = until("the question", || async {
         let call = api.call(&id).await;
@@ -39,7 +39,7 @@ async fn an_elicitation_between_two_requests_is_answered_over_http() {
 async fn an_mcp_client_answers_an_elicitation_with_its_next_request() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let client = Mcp::modern(&server.api()).able(json!({ "elicitation": { "form": {} } }));
+    let client = Mcp::modern(&server.operator()).able(json!({ "elicitation": { "form": {} } }));
     let params = json!({ "name": "fixture.ask", "arguments": {} });
     let asks = client.ask("tools/call", params.clone()).await.result();
     assert_eq!(asks["resultType"], "input_required", "{asks}");
@@ -60,7 +60,7 @@ async fn an_elicitation_within_a_request_is_answered_in_that_request() {
     let upstream = Http::start().await;
     for settings in [legacy(program("good")), legacy(http_upstream(&upstream.url()))] {
         let server = server(vec![settings]).await;
-        let api = server.api();
+        let api = server.operator();
         let id = api.invoke("fixture.ask", json!({})).await;
         until("the question", || async {
             (api.call(&id).await["hold"]["reason"] == "input").then_some(())
@@ -78,7 +78,7 @@ async fn an_elicitation_within_a_request_is_answered_in_that_request() {
 async fn concurrent_http_calls_get_their_own_elicitations() {
     let upstream = Http::start().await;
     let server = server(vec![legacy(http_upstream(&upstream.url()))]).await;
-    let api = server.api();
+    let api = server.operator();
     let ids =
         [api.invoke("fixture.ask", json!({})).await, api.invoke("fixture.ask", json!({})).await];
     for id in &ids {
@@ -98,7 +98,7 @@ async fn concurrent_http_calls_get_their_own_elicitations() {
 #[tokio::test]
 async fn canceling_a_held_call_cancels_it_upstream() {
     let server = server(vec![legacy(program("good"))]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.ask", json!({})).await;
     until("the question", || async {
         (api.call(&id).await["hold"]["reason"] == "input").then_some(())
@@ -120,14 +120,14 @@ async fn canceling_a_held_call_cancels_it_upstream() {
 async fn an_answer_for_a_lost_session_ends_with_outcome_unknown() {
     let upstream = Http::start().await;
     let server = server(vec![legacy(http_upstream(&upstream.url()))]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.ask", json!({})).await;
     until("the question", || async {
         (api.call(&id).await["hold"]["reason"] == "input").then_some(())
     })
     .await;
     let server = server.restart().await;
-    let api = server.api();
+    let api = server.operator();
     super::wait_for_state(&api, "fixture", "ready").await;
     api.post(&format!("/v1/tool_calls/{id}/answer"), answer("question_1")).await.is(200);
     let ended = api.finished(&id).await;
@@ -146,7 +146,7 @@ async fn wait_for_input_hold(api: &crate::support::Api, id: &str) {
 #[tokio::test]
 async fn over_stdio_an_elicitation_reaches_the_only_possible_call() {
     let server = server(vec![legacy(program("good"))]).await;
-    let api = server.api();
+    let api = server.operator();
     let nap = api.invoke("fixture.nap", json!({})).await;
     let first = api.invoke("fixture.ask", json!({})).await;
     // The sleeping call has ended, so it is not a candidate for the elicitation.
@@ -166,7 +166,7 @@ async fn over_stdio_an_elicitation_reaches_the_only_possible_call() {
 #[tokio::test]
 async fn over_stdio_an_ambiguous_elicitation_reaches_no_call() {
     let server = server(vec![legacy(program("good"))]).await;
-    let api = server.api();
+    let api = server.operator();
     let ids = [
         api.invoke("fixture.ask_together", json!({})).await,
         api.invoke("fixture.ask_together", json!({})).await,
@@ -185,7 +185,7 @@ async fn over_stdio_an_ambiguous_elicitation_reaches_no_call() {
 #[tokio::test]
 async fn over_stdio_an_elicitation_of_an_ended_call_reaches_no_other() {
     let server = server(vec![legacy(program("good"))]).await;
-    let api = server.api();
+    let api = server.operator();
     let mut events = api.follow("/v1/events?after=0", None).await;
     let mut invoke_late = async |timeout_ms: u64| {
         let body = json!({ "run_id": "r", "args": {}, "timeout_ms": timeout_ms });

@@ -10,13 +10,13 @@ use crate::support::{Api, Server, process, until};
 async fn an_added_upstream_survives_a_restart_until_it_is_removed() {
     let upstream = Http::start().await;
     let server = Server::start().await;
-    let api = server.api();
+    let api = server.operator();
     let body = json!({ "name": "fixture", "url": upstream.url() });
     let added = api.post("/v1/sources/mcp?wait_ms=30000", body).await.is(201);
     assert_eq!(added["sources"][0]["state"], "ready", "{added}");
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "a" })).await), "a");
     let server = server.restart().await;
-    let api = server.api();
+    let api = server.operator();
     // Its tools are known before it is connected again.
     api.get("/v1/tools/fixture.echo").await.is(200);
     wait_for_state(&api, "fixture", "ready").await;
@@ -54,7 +54,7 @@ async fn the_configuration_of_desktop_clients_is_accepted_unchanged() {
     let (upstream, mut other) = (Http::start().await, program("good"));
     other.env.insert("TOKEN".into(), "sesame-open-123".into());
     let server = Server::start().await;
-    let api = server.api();
+    let api = server.operator();
     let body = json!({ "theme": "dark", "mcpServers": {
         "My Web": { "type": "http", "url": upstream.url(), "alwaysAllow": ["echo"] },
         "local": { "command": other.command, "args": other.args, "env": other.env } } });
@@ -70,7 +70,7 @@ async fn the_configuration_of_desktop_clients_is_accepted_unchanged() {
 #[tokio::test]
 async fn invalid_upstream_settings_are_refused_with_their_field() {
     let server = Server::start().await;
-    let api = server.api();
+    let api = server.operator();
     for (body, field) in [
         (json!({ "name": "a.b", "url": "http://127.0.0.1:1/mcp" }), "name"),
         (json!({ "name": "a" }), "command"),
@@ -117,7 +117,7 @@ async fn a_key_cannot_add_programs_variables_or_private_addresses() {
 #[tokio::test]
 async fn removing_an_upstream_ends_its_process() {
     let server = Server::start().await;
-    let api = server.api();
+    let api = server.operator();
     let settings = serde_json::to_value(program("good")).unwrap();
     let added = api.post("/v1/sources/mcp?wait_ms=30000", settings).await.is(201);
     let pid = added["sources"][0]["pid"].as_u64().unwrap();
@@ -137,7 +137,8 @@ fn is_running(pid: u64) -> bool {
 #[tokio::test]
 async fn an_upstream_process_does_not_outlive_a_killed_server() {
     let mut server = process::Server::ready().await;
-    let api = Api::new(&format!("127.0.0.1:{}", server.port));
+    let api = Api::new(&format!("127.0.0.1:{}", server.port))
+        .key(&process::operator_token(&server.data_dir()));
     let settings = serde_json::to_value(program("stubborn")).unwrap();
     let added = api.post("/v1/sources/mcp?wait_ms=30000", settings).await.is(201);
     let pid = added["sources"][0]["pid"].as_u64().unwrap();
@@ -159,7 +160,7 @@ async fn an_upstream_process_does_not_outlive_a_killed_server() {
 async fn a_configured_upstream_cannot_be_changed_over_the_api() {
     let upstream = Http::start().await;
     let server = super::server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     api.delete("/v1/sources/mcp/fixture").await.refused(409, "CONFLICT");
     let body = json!({ "name": "fixture", "url": upstream.url() });
     api.post("/v1/sources/mcp", body).await.refused(409, "CONFLICT");
@@ -167,7 +168,7 @@ async fn a_configured_upstream_cannot_be_changed_over_the_api() {
     let mut config = server.config.clone();
     config.mcp.clear();
     let server = server.restart_with(config).await;
-    let api = server.api();
+    let api = server.operator();
     until("its tools to be gone", || async {
         (api.get("/v1/tools/fixture.echo").await.status == 404).then_some(())
     })
@@ -180,7 +181,7 @@ async fn a_session_that_the_upstream_lost_is_reestablished() {
     let mut settings = http_upstream(&upstream.url());
     settings.older = true;
     let server = super::server(vec![settings]).await;
-    let api = server.api();
+    let api = server.operator();
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "a" })).await), "a");
     let (address, fixture) = upstream.stop();
     let again = until("the address to be free", || async {
@@ -196,7 +197,7 @@ async fn a_session_that_the_upstream_lost_is_reestablished() {
 #[tokio::test]
 async fn removing_an_upstream_ends_its_session() {
     let (server, upstream) = (Server::start().await, Http::start().await);
-    let api = server.api();
+    let api = server.operator();
     let sessions = || async { upstream.sessions.sessions.read().await.len() };
     for _ in 0..4 {
         let added = json!({ "name": "fixture", "url": upstream.url(), "older": true });

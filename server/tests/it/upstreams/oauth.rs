@@ -15,7 +15,7 @@ use crate::support::{Api, Server, soon, until};
 /// Starts a server with an upstream that needs a sign-in.
 async fn start_signed_out_server(issuer: &Issuer) -> Server {
     let server = Server::with(|config| config.mcp = vec![http_upstream(&issuer.url())]).await;
-    wait_for_state(&server.api(), "fixture", "needs_sign_in").await;
+    wait_for_state(&server.operator(), "fixture", "needs_sign_in").await;
     server
 }
 
@@ -55,7 +55,7 @@ fn assert_no_secrets(issuer: &Issuer, text: &str) {
 async fn one_sign_in_makes_the_tools_available() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
-    let api = server.api();
+    let api = server.operator();
     let source = get_source(&api).await;
     assert!(
         source["problem"].as_str().unwrap().contains("toolcrib mcp sign-in fixture"),
@@ -79,7 +79,7 @@ async fn one_sign_in_makes_the_tools_available() {
 async fn a_call_without_a_sign_in_names_the_sign_in_command() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
-    let api = server.api();
+    let api = server.operator();
     sign_in(&api).await;
     api.delete("/v1/sources/mcp/fixture/sign-in").await.is(204);
     wait_for_state(&api, "fixture", "needs_sign_in").await;
@@ -94,7 +94,7 @@ async fn a_call_without_a_sign_in_names_the_sign_in_command() {
 async fn an_oauth_state_is_valid_once_and_cannot_be_forged() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
-    let api = server.api();
+    let api = server.operator();
     for guess in ["/oauth/callback", "/oauth/callback?code=c", "/oauth/callback?code=c&state=guess"]
     {
         let page = api.get(guess).await;
@@ -118,7 +118,7 @@ async fn an_oauth_state_is_valid_once_and_cannot_be_forged() {
 async fn a_denied_sign_in_can_be_repeated() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
-    let api = server.api();
+    let api = server.operator();
     let source = get_source(&api).await;
     let back = follow_sign_in_url(&source).await;
     let state = back.split(['&', '?']).find(|pair| pair.starts_with("state=")).unwrap();
@@ -141,13 +141,13 @@ async fn a_denied_sign_in_can_be_repeated() {
 async fn a_restart_needs_no_new_sign_in() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
-    sign_in(&server.api()).await;
+    sign_in(&server.operator()).await;
     let server = server.restart().await;
-    wait_for_state(&server.api(), "fixture", "ready").await;
+    wait_for_state(&server.operator(), "fixture", "ready").await;
     assert_eq!(issuer.books.authorized.load(Ordering::SeqCst), 1);
     // The stored token can be refreshed too.
     issuer.books.revoke();
-    let api = server.api();
+    let api = server.operator();
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "still" })).await), "still");
     assert_eq!(issuer.books.refreshed.load(Ordering::SeqCst), 1);
     assert_eq!(issuer.books.registered.load(Ordering::SeqCst), 1);
@@ -158,7 +158,7 @@ async fn a_token_is_refreshed_before_expiry_and_on_rejection() {
     let issuer = Issuer::start().await;
     issuer.books.lives.store(0, Ordering::SeqCst);
     let server = start_signed_out_server(&issuer).await;
-    let api = server.api();
+    let api = server.operator();
     sign_in(&api).await;
     issuer.books.lives.store(3_600, Ordering::SeqCst);
     let before = issuer.books.refreshed.load(Ordering::SeqCst);
@@ -177,7 +177,7 @@ async fn a_token_is_refreshed_before_expiry_and_on_rejection() {
 async fn a_rejected_refresh_token_requires_a_new_sign_in() {
     let issuer = Issuer::start().await;
     let server = start_signed_out_server(&issuer).await;
-    let api = server.api();
+    let api = server.operator();
     sign_in(&api).await;
     issuer.books.refuses.store(true, Ordering::SeqCst);
     issuer.books.revoke();
@@ -209,7 +209,7 @@ fn machine_client(issuer: &Issuer) -> McpServerSettings {
 async fn client_credentials_tokens_are_fetched() {
     let issuer = Issuer::start().await;
     let server = server(vec![machine_client(&issuer)]).await;
-    let api = server.api();
+    let api = server.operator();
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "m2m" })).await), "m2m");
     issuer.books.revoke();
     assert_eq!(result_text(&call(&api, "fixture.echo", json!({ "text": "again" })).await), "again");
@@ -226,11 +226,11 @@ async fn an_additional_scope_is_requested_once() {
     let issuer = Issuer::start().await;
     *issuer.books.guarded.lock() = Some(("add".into(), "sums".into()));
     let machine_server = server(vec![machine_client(&issuer)]).await;
-    let sum = call(&machine_server.api(), "fixture.add", json!({ "a": 1, "b": 2 })).await;
+    let sum = call(&machine_server.operator(), "fixture.add", json!({ "a": 1, "b": 2 })).await;
     assert_eq!(sum["status"], "SUCCEEDED", "client credentials need no person: {sum}");
     drop(machine_server);
     let server = start_signed_out_server(&issuer).await;
-    let api = server.api();
+    let api = server.operator();
     sign_in(&api).await;
     let refused = call(&api, "fixture.add", json!({ "a": 1, "b": 2 })).await;
     assert_eq!(refused["status"], "FAILED", "{refused}");
@@ -251,7 +251,7 @@ async fn an_additional_scope_is_requested_once() {
 async fn tokens_are_bound_to_the_url_and_deleted_with_the_source() {
     let issuer = Issuer::start().await;
     let server = Server::start().await;
-    let api = server.api();
+    let api = server.operator();
     let added = json!({ "name": "fixture", "url": issuer.url() });
     api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
     sign_in(&api).await;
@@ -289,7 +289,7 @@ async fn a_401_without_oauth_metadata_starts_no_sign_in() {
     let router = axum::Router::new().route("/mcp", axum::routing::any(refuse));
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
     let server = Server::with(|config| config.mcp = vec![http_upstream(&url)]).await;
-    let source = wait_for_state(&server.api(), "fixture", "waiting").await;
+    let source = wait_for_state(&server.operator(), "fixture", "waiting").await;
     let problem = source["problem"].as_str().unwrap();
     assert!(problem.contains("401") && problem.contains("header"), "{problem}");
 }
@@ -300,7 +300,8 @@ async fn the_command_line_signs_in_and_nothing_secret_is_logged() {
     let issuer = Issuer::start().await;
     let mut server = process::Server::new().with("LOG", "trace,rmcp=trace");
     server.start().await;
-    let api = Api::new(&format!("127.0.0.1:{}", server.port));
+    let api = Api::new(&format!("127.0.0.1:{}", server.port))
+        .key(&process::operator_token(&server.data_dir()));
     let server_url = format!("http://127.0.0.1:{}", server.port);
     let run = async |arguments: &[&str]| {
         let mut command = tokio::process::Command::new(TOOLCRIB);

@@ -69,7 +69,7 @@ fn tools() -> Value {
 
 async fn assert_skipped(settings: McpServerSettings, names: &[&str]) {
     let server = super::server(vec![settings]).await;
-    let api = server.api();
+    let api = server.operator();
     let source = wait_for_state(&api, "fixture", "ready").await;
     let skipped = source["skipped"].as_array().unwrap();
     let skipped_names: Vec<&Value> = skipped.iter().map(|skipped| &skipped["tool"]).collect();
@@ -126,7 +126,7 @@ pub fn on_pipes() {
 #[tokio::test]
 async fn skipped_tools_are_reported_after_every_refresh() {
     let server = super::server(vec![McpServerSettings { older: true, ..program("odd") }]).await;
-    let api = server.api();
+    let api = server.operator();
     call(&api, "fixture.fine", json!({})).await;
     let source = crate::support::until("another look", || async {
         let source = api.get("/v1/sources/mcp/fixture").await.is(200);
@@ -173,7 +173,7 @@ async fn a_rate_limited_call_is_retried_after_the_given_delay() {
         let (settings, calls) = start_busy_server(older, 1, refusal).await;
         let server = super::server(vec![settings]).await;
         let began = Instant::now();
-        let paid = call(&server.api(), "fixture.pay", json!({})).await;
+        let paid = call(&server.operator(), "fixture.pay", json!({})).await;
         assert_eq!(result_text(&paid), "done", "a refused call had no effect: {paid}");
         assert_eq!((paid["attempt"].as_u64(), calls.load(Ordering::SeqCst)), (Some(2), 2));
         assert!(began.elapsed() >= Duration::from_secs(1), "older: {older}, {:?}", began.elapsed());
@@ -188,7 +188,7 @@ async fn a_retry_delay_beyond_the_deadline_fails_the_call() {
         let (settings, calls) = start_busy_server(older, u32::MAX, much_later).await;
         let server = super::server(vec![settings]).await;
         let began = Instant::now();
-        let refused = call(&server.api(), "fixture.pay", json!({})).await;
+        let refused = call(&server.operator(), "fixture.pay", json!({})).await;
         assert_eq!(refused["error"]["code"], "RATE_LIMITED", "{refused}");
         assert_eq!(refused["error"]["detail"]["retry_after_ms"], 86_400_000, "{refused}");
         assert!(refused.to_string().contains("HTTP 429, to come again after 86400 s"), "{refused}");
@@ -203,7 +203,7 @@ async fn an_irreversible_call_is_not_retried_after_a_503() {
     for older in [false, true] {
         let (settings, calls) = start_busy_server(older, 1, busy_now).await;
         let server = super::server(vec![settings]).await;
-        let ended = call(&server.api(), "fixture.pay", json!({})).await;
+        let ended = call(&server.operator(), "fixture.pay", json!({})).await;
         assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
         assert_eq!(calls.load(Ordering::SeqCst), 1);
     }
@@ -215,7 +215,7 @@ async fn a_call_that_cannot_reach_a_legacy_upstream_is_unavailable() {
     let server =
         super::server(vec![McpServerSettings { older: true, ..http_upstream(&upstream.url()) }])
             .await;
-    let api = server.api();
+    let api = server.operator();
     drop(upstream.stop());
     let body = json!({ "run_id": "r", "args": {}, "retry": 0 });
     let id = api.invoke_with("fixture.fail", body).await;
@@ -241,7 +241,7 @@ async fn an_invalid_tool_is_reported_until_its_definition_is_fixed() {
             .into_response()
     });
     let server = super::server(vec![http_upstream(&url.await)]).await;
-    let api = server.api();
+    let api = server.operator();
     for _ in 0..2 {
         let source = wait_for_state(&api, "fixture", "ready").await;
         assert_eq!(
@@ -282,7 +282,7 @@ async fn a_legacy_url_elicitation_error_holds_the_call() {
         let server =
             super::server(vec![McpServerSettings { older: true, ..http_upstream(&url.await) }])
                 .await;
-        let api = server.api();
+        let api = server.operator();
         let id = api.invoke("fixture.pay", json!({})).await;
         let paused = crate::support::until("the question", || async {
             let call = api.call(&id).await;
@@ -313,7 +313,7 @@ async fn a_legacy_upstream_that_floods_over_http_is_restarted() {
     });
     let server =
         super::server(vec![McpServerSettings { older: true, ..http_upstream(&url.await) }]).await;
-    let api = server.api();
+    let api = server.operator();
     let ended = call(&api, "fixture.flood", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended["error"]["message"].as_str().unwrap().contains("floods"), "{ended}");
@@ -334,7 +334,7 @@ async fn a_response_to_another_request_ends_with_outcome_unknown() {
     });
     let server =
         super::server(vec![McpServerSettings { older: true, ..http_upstream(&url.await) }]).await;
-    let ended = call(&server.api(), "fixture.pay", json!({})).await;
+    let ended = call(&server.operator(), "fixture.pay", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended.to_string().contains("another request"), "{ended}");
 }

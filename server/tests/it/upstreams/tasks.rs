@@ -10,7 +10,7 @@ use crate::support::upstream::Http;
 async fn a_task_is_polled_to_its_end_across_a_restart() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.task", json!({})).await;
     until("the task to be written down", || async {
         let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
@@ -22,7 +22,7 @@ async fn a_task_is_polled_to_its_end_across_a_restart() {
     })
     .await;
     let server = server.restart().await;
-    let api = server.api();
+    let api = server.operator();
     wait_for_state(&api, "fixture", "ready").await;
     assert_eq!(api.call(&id).await["status"], "RUNNING");
     upstream.fixture.finish_task("done at last");
@@ -34,7 +34,7 @@ async fn a_task_is_polled_to_its_end_across_a_restart() {
 async fn a_canceled_call_cancels_its_task() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.task", json!({})).await;
     until("the task", || async { (upstream.fixture.tasks() == 1).then_some(()) }).await;
     api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
@@ -48,7 +48,7 @@ async fn a_canceled_call_cancels_its_task() {
 async fn an_elicitation_of_a_task_is_answered() {
     let upstream = Http::start().await;
     let server = server(vec![http_upstream(&upstream.url())]).await;
-    let api = server.api();
+    let api = server.operator();
     let id = api.invoke("fixture.asking_task", json!({})).await;
     until("the question", || async {
         (api.call(&id).await["hold"]["reason"] == "input").then_some(())

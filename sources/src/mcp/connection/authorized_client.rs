@@ -26,7 +26,10 @@ use rmcp::transport::streamable_http_client::{
 use sse_stream::Sse;
 use tokio_util::sync::CancellationToken;
 
-use super::http_error::{HttpTransportError, challenge_from_error, challenge_from_response};
+use super::http_error::{
+    HttpTransportError, challenge_from_error, challenge_from_response, redact_error,
+    request_secrets,
+};
 use super::http_post::McpPostRequest;
 use super::message_limit::MAX_MESSAGE_BYTES;
 use crate::mcp::oauth::{AuthChallenge, Authorizer};
@@ -170,8 +173,12 @@ impl StreamableHttpClient for AuthorizedClient {
         token: Option<String>,
         headers: Headers,
     ) -> Result<(), HttpTransportError> {
-        self.retry_with_token(token, |token| {
-            self.client.delete_session(uri.clone(), session_id.clone(), token, headers.clone())
+        self.retry_with_token(token, async |token: Option<String>| {
+            let secrets = request_secrets(token.as_deref(), &headers);
+            self.client
+                .delete_session(uri.clone(), session_id.clone(), token, headers.clone())
+                .await
+                .map_err(|error| redact_error(error, &secrets))
         })
         .await
     }
@@ -205,11 +212,14 @@ impl StreamableHttpClient for AuthorizedClient {
         headers: Headers,
         limit: usize,
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, HttpTransportError> {
-        let asking = self.retry_with_token(token, |token| {
+        let asking = self.retry_with_token(token, async |token: Option<String>| {
             let (uri, session, last) = (uri.clone(), session_id.clone(), last_event_id.clone());
+            let secrets = request_secrets(token.as_deref(), &headers);
             let headers = headers.clone();
             self.client
                 .get_stream_with_max_sse_event_size(uri, session, last, token, headers, limit)
+                .await
+                .map_err(|error| redact_error(error, &secrets))
         });
         let stream = asking.await;
         self.stream_settled.cancel();

@@ -1,10 +1,11 @@
 //! Errors of requests to an upstream over HTTP: whether a request was sent, and whether the
 //! upstream requires another access token.
 
-use axum::http::header::WWW_AUTHENTICATE;
+use axum::http::header::{ACCEPT, CONTENT_TYPE, HeaderName, HeaderValue, WWW_AUTHENTICATE};
 use reqwest::{Response, StatusCode};
 use rmcp::ServiceError;
 use rmcp::transport::streamable_http_client::StreamableHttpError;
+use toolcrib_protocol::http_operation::redaction::SecretRedactor;
 
 use crate::mcp::oauth::AuthChallenge;
 
@@ -36,6 +37,49 @@ pub(super) fn root_cause(error: &reqwest::Error) -> String {
         cause = inner;
     }
     cause.to_string()
+}
+
+/// Returns the credentials of a request, for redaction: its token, and its headers with and without
+/// the word before the value (`Bearer …`).
+pub(super) fn request_secrets<'a>(
+    token: Option<&str>,
+    headers: impl IntoIterator<Item = (&'a HeaderName, &'a HeaderValue)>,
+) -> SecretRedactor {
+    let mut secrets = SecretRedactor::default();
+    secrets.add(token.unwrap_or_default());
+    for (name, value) in headers {
+        let is_protocol =
+            [ACCEPT, CONTENT_TYPE].contains(name) || name.as_str().starts_with("mcp-");
+        let Some(value) = value.to_str().ok().filter(|_| !is_protocol) else { continue };
+        secrets.add(value);
+        secrets.add(value.split_once(' ').map_or("", |(_, bare)| bare));
+    }
+    secrets
+}
+
+/// Redacts the credentials of a request from an error: some servers return what they received, and
+/// `rmcp` logs errors. Redacted here, they reach no log, no problem text and no call.
+pub(super) fn redact_error(
+    error: HttpTransportError,
+    secrets: &SecretRedactor,
+) -> HttpTransportError {
+    match error {
+        StreamableHttpError::UnexpectedServerResponse(text) => {
+            StreamableHttpError::UnexpectedServerResponse(secrets.redact(&text).into())
+        }
+        StreamableHttpError::UnexpectedContentType(Some(text)) => {
+            StreamableHttpError::UnexpectedContentType(Some(secrets.redact(&text)))
+        }
+        StreamableHttpError::AuthRequired(mut refusal) => {
+            refusal.www_authenticate_header = secrets.redact(&refusal.www_authenticate_header);
+            StreamableHttpError::AuthRequired(refusal)
+        }
+        StreamableHttpError::InsufficientScope(mut refusal) => {
+            refusal.www_authenticate_header = secrets.redact(&refusal.www_authenticate_header);
+            StreamableHttpError::InsufficientScope(refusal)
+        }
+        other => other,
+    }
 }
 
 /// Returns the authentication challenge in an error, if it is one.

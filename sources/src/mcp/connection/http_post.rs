@@ -27,8 +27,9 @@ use rmcp::transport::streamable_http_client::{
     StreamableHttpPostResponse,
 };
 use sse_stream::Sse;
+use toolcrib_protocol::http_operation::redaction::SecretRedactor;
 
-use super::http_error::HttpTransportError;
+use super::http_error::{HttpTransportError, redact_error, request_secrets};
 use super::message_limit::{BodyError, SseEventStream, limited_event_stream, read_body};
 use crate::mcp::raw_tool_list::ToolListCapture;
 
@@ -38,6 +39,9 @@ const JSON: &str = "application/json";
 
 /// Maximum number of characters shown of a response that cannot be parsed.
 const MAX_EXCERPT_CHARS: usize = 300;
+
+/// Maximum size of a response of which an excerpt is shown; a larger one is no error message.
+const MAX_REDACTED_BYTES: usize = 64 << 10;
 
 /// A message and the parameters of its request.
 pub(super) struct McpPostRequest<'a> {
@@ -69,7 +73,7 @@ impl McpPostRequest<'_> {
         let mut answer = request.json(self.message).send().await?;
         let status = answer.status();
         if let Some(refused) = self.auth_error(&answer) {
-            return Err(refused);
+            return Err(redact_error(refused, &self.secrets()));
         }
         if matches!(status, StatusCode::ACCEPTED | StatusCode::NO_CONTENT) {
             return Ok(StreamableHttpPostResponse::Accepted);
@@ -100,7 +104,8 @@ impl McpPostRequest<'_> {
             });
         }
         if status.is_success() && !kind.starts_with(JSON) {
-            return Err(StreamableHttpError::UnexpectedContentType(Some(kind)));
+            let error = StreamableHttpError::UnexpectedContentType(Some(kind));
+            return Err(redact_error(error, &self.secrets()));
         }
         let body = read_body(&mut answer, self.limit).await.map_err(|error| match error {
             BodyError::Connection(error) => StreamableHttpError::Client(error),
@@ -191,7 +196,7 @@ impl McpPostRequest<'_> {
             Ok(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
             // A notification expects no response.
             Err(_) if !self.is_request() => Ok(StreamableHttpPostResponse::Accepted),
-            Err(error) => Err(unexpected(format!("{error}: {}", body_excerpt(body)))),
+            Err(error) => Err(unexpected(format!("{error}: {}", self.body_excerpt(body)))),
         }
     }
 
@@ -212,7 +217,7 @@ impl McpPostRequest<'_> {
             let error = match rpc_error {
                 Some(JsonRpcMessage::Error(rpc_error)) => rpc_error.error,
                 _ => ErrorData::invalid_request(
-                    format!("HTTP {status}: {}", body_excerpt(body)),
+                    format!("HTTP {status}: {}", self.body_excerpt(body)),
                     None,
                 ),
             };
@@ -224,8 +229,23 @@ impl McpPostRequest<'_> {
             None if status.is_server_error() => {
                 Err(HttpStatusError::new(status.as_u16(), None).into())
             }
-            None => Err(unexpected(format!("HTTP {status}: {}", body_excerpt(body)))),
+            None => Err(unexpected(format!("HTTP {status}: {}", self.body_excerpt(body)))),
         }
+    }
+
+    /// Returns the start of a response, without the credentials of the request. They are redacted
+    /// before the text is cut, because a part of one would not be recognized.
+    fn body_excerpt(&self, body: &[u8]) -> String {
+        if body.len() > MAX_REDACTED_BYTES {
+            return format!("a response of {} bytes", body.len());
+        }
+        let text = self.secrets().redact(&String::from_utf8_lossy(body));
+        text.chars().take(MAX_EXCERPT_CHARS).collect()
+    }
+
+    /// Returns the credentials of the request.
+    fn secrets(&self) -> SecretRedactor {
+        request_secrets(self.token, &self.headers)
     }
 
     /// Returns the request's id if it is the discovery request, sent before the revision is known.
@@ -247,10 +267,6 @@ fn drop_unreadable_tools(mut event: Sse, capture: &ToolListCapture) -> Sse {
 
 fn header_text(headers: &HeaderMap, name: &str) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
-}
-
-fn body_excerpt(body: &[u8]) -> String {
-    String::from_utf8_lossy(body).chars().take(MAX_EXCERPT_CHARS).collect()
 }
 
 fn unexpected(message: String) -> HttpTransportError {

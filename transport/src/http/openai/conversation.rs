@@ -57,7 +57,7 @@ impl ConversationRequest {
         api: &'static str,
     ) -> Result<Self, OpenAiError> {
         let headers = request.headers();
-        let caller = auth::authenticate_request(&state.engine, headers)?;
+        let caller = auth::authenticate_request(&state.engine, &state.settings.origins, headers)?;
         let traceparent = extract::traceparent(headers).map(|trace| trace.to_string());
         let bytes = extract::read_body(request, state.settings.max_body_bytes).await?;
         let fields = RequestFields(extract::parse_json(&bytes)?);

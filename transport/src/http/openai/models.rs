@@ -41,7 +41,7 @@ pub(super) async fn list(
     State(state): State<HttpState>,
     headers: HeaderMap,
 ) -> Result<Json<ModelsBody>, OpenAiError> {
-    auth::authenticate_request(&state.engine, &headers)?;
+    auth::authenticate_request(&state.engine, &state.settings.origins, &headers)?;
     let data = state.engine.runs().models().names().into_iter().map(model_body).collect();
     Ok(Json(ModelsBody { object: "list", data }))
 }
@@ -55,7 +55,7 @@ pub(super) async fn show(
     Path(model): Path<String>,
     headers: HeaderMap,
 ) -> Result<Json<ModelBody>, OpenAiError> {
-    auth::authenticate_request(&state.engine, &headers)?;
+    auth::authenticate_request(&state.engine, &state.settings.origins, &headers)?;
     let names = state.engine.runs().models().names();
     match names.contains(&model) {
         true => Ok(Json(model_body(model))),

@@ -12,15 +12,16 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::tool::MCP_HELPER_TOOLS;
 
 /// Returns the result of a call that had not ended when its MCP client got a response.
-pub(crate) const CALL_RESULT: &str = "call.result";
+pub(crate) const CALL_RESULT: &str = MCP_HELPER_TOOLS[0];
 /// Searches all tools.
-pub(crate) const SEARCH: &str = "tools.search";
+pub(crate) const SEARCH: &str = MCP_HELPER_TOOLS[1];
 /// Describes tools by name.
-pub(crate) const DESCRIBE: &str = "tools.describe";
+pub(crate) const DESCRIBE: &str = MCP_HELPER_TOOLS[2];
 /// Calls a tool by name.
-pub(crate) const CALL: &str = "tools.call";
+pub(crate) const CALL: &str = MCP_HELPER_TOOLS[3];
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

@@ -1,0 +1,102 @@
+//! Rules that are withdrawn while calls are queued or held: those calls end, a running one does not.
+
+use serde_json::{Value, json};
+
+use crate::support::api::{offer, offer_with};
+use crate::support::process;
+use crate::support::{Api, Server, until};
+
+#[track_caller]
+fn assert_denied(call: &Value) {
+    assert_eq!(call["status"], "FAILED", "{call}");
+    assert_eq!(call["error"]["code"], "PERMISSION_DENIED", "{call}");
+}
+
+async fn revoke(admin: &Api) {
+    admin.delete("/v1/rules?agent=ada&pattern=x.*").await.is(204);
+}
+
+#[tokio::test]
+async fn waiting_calls_end_when_their_rule_is_removed_and_running_ones_finish() {
+    let server = Server::start().await;
+    let admin = server.keyed("p", "boss", "admin", &[]).await;
+    let provider = server.keyed("p", "prov", "provider", &[]).await;
+    let ada = server.keyed("p", "ada", "agent", &["x.*"]).await;
+    let bob = server.keyed("p", "bob", "agent", &["x.*"]).await;
+    let limited = offer_with("x.one", json!({ "policy": { "max_parallel": 1 } }));
+    provider.register("pc_1", json!([limited, offer("x.two")])).await;
+    let running = ada.invoke("x.one", json!({})).await;
+    assert_eq!(provider.poll("pc_1").await["tool_call_id"], running.as_str());
+    let queued = ada.invoke("x.one", json!({})).await;
+    let undelivered = ada.invoke("x.two", json!({})).await;
+    let of_another = bob.invoke("x.two", json!({})).await;
+    let by_admin = admin.invoke("x.two", json!({})).await;
+    assert_eq!(ada.call(&running).await["status"], "RUNNING");
+    revoke(&admin).await;
+    for id in [&queued, &undelivered] {
+        assert_denied(&admin.finished(id).await);
+    }
+    assert_eq!(admin.call(&running).await["status"], "RUNNING");
+    provider.succeed(&running, json!(1)).await;
+    assert_eq!(admin.finished(&running).await["status"], "SUCCEEDED");
+    for id in [&of_another, &by_admin] {
+        assert_eq!(admin.call(id).await["status"], "PENDING");
+    }
+    // The client receives the work of the others, and nothing of what was denied.
+    let received = [provider.poll("pc_1").await, provider.poll("pc_1").await];
+    let mut received = received.map(|work| work["tool_call_id"].as_str().unwrap().to_owned());
+    let mut expected = [of_another, by_admin];
+    received.sort();
+    expected.sort();
+    assert_eq!(received, expected);
+    let audit = admin.get("/v1/audit").await.is(200);
+    let denied = audit["audit"].as_array().unwrap().iter();
+    assert_eq!(denied.filter(|entry| entry["action"] == "call.denied").count(), 2, "{audit}");
+}
+
+#[tokio::test]
+async fn a_call_that_waits_for_its_retry_ends_too() {
+    let server = Server::start().await;
+    let admin = server.keyed("p", "boss", "admin", &[]).await;
+    let provider = server.keyed("p", "prov", "provider", &[]).await;
+    let ada = server.keyed("p", "ada", "agent", &["x.*"]).await;
+    let patient = json!({ "effect": "read", "policy": { "max_retries": 3, "backoff": { "initial_ms": 20_000,
+        "max_ms": 20_000 } } });
+    provider.register("pc_1", json!([offer_with("x.one", patient)])).await;
+    let id = ada.invoke("x.one", json!({})).await;
+    provider.poll("pc_1").await;
+    let error = json!({ "code": "RUNTIME_ERROR", "message": "later", "retryable": true });
+    provider.fail(&id, error).await;
+    until("the retry", || async {
+        (ada.call(&id).await["hold"]["reason"] == "retry").then_some(())
+    })
+    .await;
+    revoke(&admin).await;
+    assert_denied(&admin.finished(&id).await);
+}
+
+#[tokio::test]
+async fn a_rule_removed_while_the_server_is_down_ends_the_calls_at_its_start() {
+    let mut server = process::Server::new();
+    let create = |agent: &str, role: &str| {
+        let words = ["keys", "create", "--agent", agent, "--role", role, "--json"];
+        let output = server.command(&words).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        process::text(&serde_json::from_slice(&output.stdout).unwrap(), "key")
+    };
+    let (admin, ada) = (create("boss", "admin"), create("ada", "agent"));
+    let allowed = server.command(&["allow", "--agent", "ada", "x.*"]).output().unwrap();
+    assert!(allowed.status.success(), "{}", String::from_utf8_lossy(&allowed.stderr));
+    server.start().await;
+    let api = Api::new(&format!("127.0.0.1:{}", server.port));
+    let (admin, ada) = (api.clone().key(&admin), api.key(&ada));
+    admin.register("pc_1", json!([offer("x.one")])).await;
+    let id = ada.invoke("x.one", json!({})).await;
+    server.kill();
+    let denied = server.command(&["deny", "--agent", "ada", "x.one"]).output().unwrap();
+    assert!(denied.status.success(), "{}", String::from_utf8_lossy(&denied.stderr));
+    server.start().await;
+    assert_denied(&admin.finished(&id).await);
+    let work = admin.get("/internal/ingress/poll?client_id=pc_1&wait_ms=1").await.is(200);
+    assert_eq!(work["requests"], json!([]));
+}
