@@ -90,6 +90,7 @@ impl Dispatcher {
         if stopped && self.open_calls.get(&call.id).is_none() {
             return;
         }
+        self.prepare_output_schema(call).await;
         let result = self.validate_result(call, result);
         let event = Event::Report { attempt: Some(call.attempt), by: None, result };
         self.advance_with_retry(&call.project, &call.id, event).await;

@@ -4,6 +4,7 @@ use serde_json::json;
 
 use super::*;
 
+mod cost;
 mod wording;
 
 const DRAFT7: &str = "http://json-schema.org/draft-07/schema#";

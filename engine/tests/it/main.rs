@@ -12,6 +12,7 @@ mod examples;
 mod observer;
 mod results;
 mod runs;
+mod schema_cost;
 mod script;
 mod simulation;
 mod speculative_reads;
