@@ -14,6 +14,7 @@ mod contexts;
 mod crash;
 mod events;
 mod examples;
+mod fairness;
 mod idempotency;
 mod identity;
 mod ingress;
