@@ -43,6 +43,7 @@ pub mod lifecycle;
 pub mod maintenance;
 pub mod model_formats;
 pub mod ports;
+pub mod project_limiter;
 pub mod registry;
 pub(crate) mod rejoin;
 pub mod results;

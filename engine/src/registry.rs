@@ -18,7 +18,7 @@ use search::SearchIndexes;
 use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
-pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ};
+pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
 pub use keys::{CreatedKey, NewKey, OperatorCredential};
 pub use model_tool_names::name_for_model;
 pub use projects::{DEFAULT_PROJECT, check_array_items};

@@ -290,6 +290,7 @@ pub(crate) fn request_digest(caller: &Caller, kind: &str, parts: &[&str]) -> Str
     let method = match caller.auth_method {
         AuthMethod::Key => "key",
         AuthMethod::Local => "local",
+        AuthMethod::Anonymous => "anonymous",
     };
     let identity = [&caller.project, &caller.agent, caller.role.as_str(), method, kind];
     let mut hash = Sha256::new();

@@ -19,7 +19,8 @@ use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_name};
 use toolcrib::domain::utp::{AfterExecution, Binding, RESERVED_NAMES};
-use toolcrib::registry::check_array_items;
+use toolcrib::registry::{CatalogEntry, check_array_items};
+use toolcrib::schema::CompileBudget;
 
 use crate::http_operation::{HttpToolSpec, METHODS};
 
@@ -61,6 +62,9 @@ pub struct ImportReport {
 }
 
 /// Imports a document for a project. Fails if it is not a valid OpenAPI document.
+///
+/// Compiles the schemas of all operations, within the budget of one request: call it where other
+/// work does not wait. An operation over the budget is skipped.
 pub fn import(
     document: &Value,
     project: &str,
@@ -72,6 +76,7 @@ pub fn import(
     let paths = paths.ok_or("the document has no paths, so there is nothing to import")?;
     let mut import = ImportReport::default();
     let mut names = std::collections::BTreeSet::new();
+    let mut budget = CompileBudget::for_request();
     for (path, path_item) in paths {
         let item = match document.resolve(path_item) {
             Ok(item) => item,
@@ -87,7 +92,8 @@ pub fn import(
             }
             let endpoint = DocumentOperation { path, method, item, operation };
             let label = format!("{method} {path}");
-            match import_operation(&document, &endpoint, project, import_options, timeout_ms) {
+            let definition = build_tool(&document, &endpoint, project, import_options, timeout_ms);
+            match definition.and_then(|tool| check_schemas(tool, &mut budget)) {
                 Ok(tool) if names.insert(tool.definition.name.clone()) => import.tools.push(tool),
                 // Of two operations with one `operationId`, the second is named by its method and
                 // path.
@@ -114,7 +120,12 @@ pub fn import(
     Ok(import)
 }
 
-fn import_operation(
+fn check_schemas(tool: ImportedTool, budget: &mut CompileBudget) -> Result<ImportedTool, String> {
+    let entry = CatalogEntry::compile_within(tool.definition.clone(), budget);
+    entry.map(|_| tool).map_err(|fault| fault.message)
+}
+
+fn build_tool(
     document: &OpenApiDocument<'_>,
     endpoint: &DocumentOperation<'_>,
     project: &str,
@@ -156,8 +167,6 @@ fn import_operation(
             parameters: None,
         }),
     };
-    let entry = toolcrib::registry::CatalogEntry::compile(definition);
-    let definition = entry.map_err(|fault| fault.message)?.definition;
     Ok(ImportedTool {
         definition,
         operation: format!("{} {}", endpoint.method, endpoint.path),

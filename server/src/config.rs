@@ -311,8 +311,15 @@ pub struct LimitSettings {
     pub max_body_bytes: usize,
     /// Maximum number of concurrent HTTP connections.
     pub max_connections: usize,
+    /// Maximum number of open event streams and WebSockets. At most nine tenths of
+    /// `max_connections` are used.
+    pub max_streams: usize,
+    /// Maximum number of open event streams and WebSockets of one caller.
+    pub max_streams_per_caller: usize,
     /// Maximum time to send the header of an HTTP request.
     pub request_header_timeout_ms: u64,
+    /// Time after which a connection ends whose client takes no data.
+    pub write_timeout_ms: u64,
 }
 
 impl Default for LimitSettings {
@@ -334,7 +341,10 @@ impl Default for LimitSettings {
             max_open_runs: limits.max_open_runs,
             max_body_bytes: 2 << 20,
             max_connections: 10_000,
+            max_streams: 8_000,
+            max_streams_per_caller: 4_000,
             request_header_timeout_ms: 10_000,
+            write_timeout_ms: 30_000,
         }
     }
 }

@@ -1,27 +1,21 @@
 //! Runs the server: listens, prints the banner, accepts connections and shuts down in order.
 //!
-//! The number of connections is limited, and so is the time to send a request's header, so a
-//! thousand idle connections cost a little memory and nothing else. On SIGTERM or Ctrl-C the server
+//! `connections` limits the number of connections and the time that each may stay idle. On SIGTERM or Ctrl-C the server
 //! accepts no more calls and lets running calls finish within a limit. The next start recovers the
 //! rest.
 
-use std::convert::Infallible;
+mod connections;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use axum::Router;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use connections::{ConnectionLimits, accept_connections};
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
-use toolcrib_transport::delivery::ConnectionDeliveries;
-use toolcrib_transport::http::ConnectionPermit;
-use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutStream};
 
 use crate::config::{Config, StoreLocation};
 use crate::{bootstrap, operator_token, release_memory, telemetry};
@@ -169,88 +163,6 @@ pub async fn serve_listener(
     }
     connections.close();
     let _ = tokio::time::timeout(CONNECTION_DRAIN, connections.wait()).await;
-}
-
-struct ConnectionLimits {
-    max_connections: usize,
-    header_timeout: Duration,
-}
-
-impl ConnectionLimits {
-    fn from_config(config: &Config) -> Self {
-        Self {
-            max_connections: config.limits.max_connections,
-            header_timeout: Duration::from_millis(config.limits.request_header_timeout_ms),
-        }
-    }
-}
-
-async fn accept_connections(
-    listener: &TcpListener,
-    router: Router,
-    limits: &ConnectionLimits,
-    connections: &TaskTracker,
-    stopping: &CancellationToken,
-) {
-    let permits = Arc::new(Semaphore::new(limits.max_connections));
-    loop {
-        // Beyond the limit, connections wait in the kernel's accept queue until one ends.
-        let Ok(permit) = permits.clone().acquire_owned().await else { return };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                // Most likely the process is out of file descriptors; that passes when connections
-                // end.
-                tracing::warn!(%error, "a connection could not be accepted");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
-            }
-        };
-        let (router, stopping, header) = (router.clone(), stopping.clone(), limits.header_timeout);
-        let permit = ConnectionPermit(Arc::new(permit));
-        connections.spawn(serve_connection(stream, router, header, stopping, permit));
-    }
-}
-
-async fn serve_connection(
-    stream: TcpStream,
-    router: Router,
-    header: Duration,
-    stopping: CancellationToken,
-    permit: ConnectionPermit,
-) {
-    // Responses are small and written whole: Nagle's algorithm would only delay them.
-    let _ = stream.set_nodelay(true);
-    let deliveries = ConnectionDeliveries::default();
-    let (peer, patience) = AckTimeoutStream::new(stream, deliveries.clone());
-    let service =
-        hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
-            let router = router.clone();
-            let mut request = request.map(axum::body::Body::new);
-            // An upgraded connection outlives this task, so its handler holds the permit.
-            if request.headers().contains_key(hyper::header::UPGRADE) {
-                request.extensions_mut().insert(permit.clone());
-            }
-            let (patience, deliveries) = (patience.clone(), deliveries.clone());
-            async move {
-                let answer = toolcrib_transport::http::serve_request(router, request).await;
-                patience.set(answer.extensions().get::<AckTimeout>());
-                Ok::<_, Infallible>(deliveries.track(answer))
-            }
-        });
-    let connection = hyper::server::conn::http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(header)
-        .serve_connection(TokioIo::new(peer), service)
-        .with_upgrades();
-    let mut connection = std::pin::pin!(connection);
-    tokio::select! {
-        _ = connection.as_mut() => {}
-        () = stopping.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            let _ = connection.await;
-        }
-    }
 }
 
 /// Returns on SIGTERM or Ctrl-C.

@@ -4,14 +4,14 @@
 use serde_json::{Map, Value};
 use toolcrib::domain::call::Call;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::schema::Schema;
+use toolcrib::schema::{self, CompileBudget, FORM_BYTES, Schema};
 
 /// Refuses answers that do not match the schemas of a call's unanswered questions.
-pub(super) fn check_answers(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
+pub(super) async fn check_answers(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
     let open = call.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
     for (key, question) in open.into_iter().flatten() {
         if let Some(answer) = answers.get(key) {
-            check_answer(key, question, answer)?;
+            check_answer(&call.project, key, question, answer).await?;
         }
     }
     Ok(())
@@ -19,13 +19,22 @@ pub(super) fn check_answers(call: &Call, answers: &Map<String, Value>) -> Result
 
 /// Refuses an accepted answer that does not match the `requestedSchema` of its question. Fields
 /// that have a default may be left out.
-fn check_answer(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
+async fn check_answer(
+    project: &str,
+    key: &str,
+    question: &Value,
+    answer: &Value,
+) -> Result<(), Error> {
     let schema_json = question.pointer("/params/requestedSchema");
     let Some(schema_json) = schema_json.filter(|_| answer["action"] == "accept") else {
         return Ok(());
     };
-    // A schema that does not compile is no reason to refuse an answer.
-    let Ok(schema) = Schema::compile(schema_json) else { return Ok(()) };
+    let (owner, form) = (project.to_owned(), schema_json.clone());
+    let compiling = schema::compile_off_thread(project, move || {
+        Schema::compile_within(&owner, &form, &mut CompileBudget::new(FORM_BYTES))
+    });
+    // A schema that does not compile, or is too costly, is no reason to refuse an answer.
+    let Ok(Ok(schema)) = compiling.await else { return Ok(()) };
     let mut content = answer.get("content").cloned().unwrap_or_else(|| Value::Object(Map::new()));
     let fields = schema_json.get("properties").and_then(Value::as_object);
     if let Value::Object(content) = &mut content {

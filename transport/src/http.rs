@@ -40,7 +40,8 @@ use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
 pub use openai::LiveConversations;
 pub(crate) use problem::error_response;
-use problem::{problem_response, problem_with_status};
+pub(crate) use problem::problem_response;
+use problem::problem_with_status;
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
 use toolcrib::domain::fault::{Code, Fault};
@@ -54,6 +55,7 @@ pub use v1::{
 };
 
 use crate::auth::OriginPolicy;
+use crate::stream_limiter::StreamPermit;
 
 /// The axum state of every HTTP handler.
 #[derive(Clone)]
@@ -80,10 +82,26 @@ impl HttpState {
     }
 }
 
-/// A permit from the limit on open connections. A WebSocket outlives the request that started it
-/// and holds the permit until it closes.
+/// Permits from the limits on open connections and streams. A WebSocket outlives the request that
+/// started it and holds them until it closes.
 #[derive(Clone)]
-pub struct ConnectionPermit(pub Arc<OwnedSemaphorePermit>);
+pub struct ConnectionPermit {
+    pub connection: Arc<OwnedSemaphorePermit>,
+    pub stream: Arc<StreamPermit>,
+}
+
+/// Returns whether a path is a health check, which is answered even if no connection is free.
+pub fn is_health_check(path: &str) -> bool {
+    matches!(path, "/livez" | "/readyz" | "/healthz" | "/metrics")
+}
+
+/// Returns the response to a request that exceeds the number of connections.
+pub fn connection_refusal() -> Response {
+    let message = "the server has as many connections open as it may have \
+                   (limits.max_connections); nothing was done, a retry is safe";
+    let fault = Fault::new(Code::Overloaded, message).without_side_effect();
+    problem_response(&fault, Some(1_000))
+}
 
 /// Limits and defaults of the HTTP transport, from the configuration of the server.
 #[derive(Debug, Clone)]
@@ -183,10 +201,21 @@ fn panic_response(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
 
 const REQUEST_ID: &str = "x-request-id";
 
+/// Returns the router's response.
+pub async fn call_router(mut router: Router, request: Request) -> Response {
+    match router.call(request).await {
+        Ok(answer) => answer,
+        Err(never) => match never {},
+    }
+}
+
 /// Serves one request: sets the headers common to all responses and turns a panic into a response.
 /// This wraps the router instead of being layers of it, because each layer costs a few allocations
 /// per call.
-pub async fn serve_request(mut router: Router, request: Request) -> Response {
+pub async fn serve_request<F>(request: Request, answer: impl FnOnce(Request) -> F) -> Response
+where
+    F: Future<Output = Response>,
+{
     let header_value = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
     let id = header_value.unwrap_or_else(|| {
         let fresh = format!("req_{}", ulid::Ulid::generate());
@@ -194,10 +223,9 @@ pub async fn serve_request(mut router: Router, request: Request) -> Response {
     });
     let trace = crate::http::extract::traceparent(request.headers());
     let asked = request.uri().clone();
-    let answered = std::panic::AssertUnwindSafe(router.call(request)).catch_unwind().await;
+    let answered = std::panic::AssertUnwindSafe(answer(request)).catch_unwind().await;
     let mut answer = match answered {
-        Ok(Ok(answer)) => answer,
-        Ok(Err(never)) => match never {},
+        Ok(answer) => answer,
         Err(panic) => panic_response(panic),
     };
     if answer.status().is_server_error() {

@@ -8,4 +8,5 @@ pub mod http;
 pub mod mcp;
 pub mod nats;
 pub mod postgres_reports;
+pub mod stream_limiter;
 pub mod tcp_timeout;

@@ -1,8 +1,12 @@
-//! TCP connections with a timeout for unacknowledged data (`TCP_USER_TIMEOUT`).
+//! TCP connections with timeouts for data that the peer does not take: unacknowledged data
+//! (`TCP_USER_TIMEOUT`), and data that the peer acknowledges but does not read.
 //!
 //! A peer whose machine has vanished sends nothing, not even a FIN: the kernel gives up only after
 //! about 15 minutes of retransmissions. A response can request a shorter timeout for as long as it
 //! is being sent.
+//!
+//! A peer that is alive but reads nothing would hold its connection and the buffers forever. If no
+//! byte can be written for the write timeout, the connection ends.
 
 use std::io;
 use std::pin::Pin;
@@ -13,6 +17,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::Sleep;
 
 use crate::delivery::ConnectionDeliveries;
 
@@ -40,13 +45,43 @@ pub struct AckTimeoutStream {
     /// The value last passed to the system.
     applied_ms: u32,
     deliveries: ConnectionDeliveries,
+    write_timeout: Duration,
+    /// Set while the peer takes no data: ends the connection when it elapses.
+    stalled: Option<Pin<Box<Sleep>>>,
 }
 
 impl AckTimeoutStream {
-    /// Wraps a stream. The deliveries of its responses learn what becomes of the connection.
-    pub fn new(stream: TcpStream, deliveries: ConnectionDeliveries) -> (Self, AckTimeoutHandle) {
-        let asked = AckTimeoutHandle::default();
-        (Self { stream, timeout: asked.clone(), applied_ms: 0, deliveries }, asked)
+    /// Wraps a stream. It fails if the peer takes no data for `write_timeout`. The deliveries of
+    /// its responses learn what becomes of the connection.
+    pub fn new(
+        stream: TcpStream,
+        write_timeout: Duration,
+        deliveries: ConnectionDeliveries,
+    ) -> (Self, AckTimeoutHandle) {
+        let handle = AckTimeoutHandle::default();
+        let timeout = handle.clone();
+        let stalled = None;
+        (Self { stream, timeout, applied_ms: 0, deliveries, write_timeout, stalled }, handle)
+    }
+
+    /// Returns the result of a write, or an error if writes have stalled for too long.
+    fn check_stall(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        if written.is_ready() {
+            self.stalled = None;
+            return written;
+        }
+        let limit = self.write_timeout;
+        let stalled = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+        if stalled.as_mut().poll(context).is_pending() {
+            return Poll::Pending;
+        }
+        metrics::counter!("toolcrib_connections_stalled_total").increment(1);
+        tracing::debug!(?limit, "closed a connection whose peer takes no data");
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the peer takes no data")))
     }
 
     fn apply_timeout(&mut self) {
@@ -100,6 +135,7 @@ impl AsyncWrite for AckTimeoutStream {
         let this = self.get_mut();
         this.apply_timeout();
         let written = Pin::new(&mut this.stream).poll_write(context, bytes);
+        let written = this.check_stall(context, written);
         this.deliveries.observe_write(&written);
         written
     }
@@ -112,6 +148,7 @@ impl AsyncWrite for AckTimeoutStream {
         let this = self.get_mut();
         this.apply_timeout();
         let written = Pin::new(&mut this.stream).poll_write_vectored(context, slices);
+        let written = this.check_stall(context, written);
         this.deliveries.observe_write(&written);
         written
     }

@@ -111,6 +111,9 @@ impl Calls {
             request.tool.clone_from(&tool.definition.name);
         }
         self.registry.authorize_call(&catalog, caller, &request.tool).await?;
+        if let Some(tool) = &found {
+            self.prepare_schemas(&catalog, caller, tool).await;
+        }
         let fitting = self.validate_request(&catalog, caller, found, &mut request);
         let key = build_idempotency_key(caller, &request);
         let may_rejoin = request.rejoin && key.is_none();
@@ -140,6 +143,18 @@ impl Calls {
 }
 
 impl Calls {
+    /// Compiles the schemas that accepting a call of this tool needs, if they are not compiled.
+    async fn prepare_schemas(&self, catalog: &Catalog, caller: &Caller, tool: &Arc<Compiled>) {
+        let names = self.dispatcher.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
+        let others = names.filter_map(|name| catalog.find(&caller.project, name));
+        for entry in std::iter::once(tool.clone()).chain(others) {
+            // The usual case takes no time and no memory.
+            if !entry.input_schema.is_ready() {
+                Box::pin(entry.prepare_input()).await;
+            }
+        }
+    }
+
     /// Builds the call in its initial state, with the arguments to execute.
     pub(crate) fn build_call(
         &self,

@@ -95,6 +95,7 @@ impl Dispatcher {
         if stopped && !is_in_flight() {
             return;
         }
+        self.prepare_output_schema(call).await;
         let result = self.validate_result(call, result);
         let event = Event::Report { attempt: Some(call.attempt), by: None, result };
         self.advance_with_retry(&call.project, &call.id, event).await;

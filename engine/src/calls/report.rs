@@ -22,6 +22,7 @@ use crate::ports::source::AttemptProgress;
 use crate::registry::catalog::{
     Catalog, require_client_owner, require_provider, require_registered,
 };
+use crate::schema::Schema;
 
 /// The result of an attempt, as its remote executor reports it.
 #[derive(Debug, Clone)]
@@ -66,6 +67,7 @@ impl Calls {
         let client_id = report.client_id.as_deref();
         let call = self.dispatcher.find_reportable_call(caller, id, client_id).await?;
         let by = report.client_id.or_else(|| self.dispatcher.client_queue.lease_holder(id));
+        self.dispatcher.prepare_output_schema(&call).await;
         let result = self.dispatcher.validate_result(&call, report.result);
         let event = Event::Report { attempt: report.attempt, by, result };
         require_accepted(self.dispatcher.apply_event(caller, id, event).await?, report.attempt)
@@ -227,7 +229,23 @@ impl Dispatcher {
         if call.project == caller.project { Ok(call) } else { Err(call_not_found(id)) }
     }
 
-    /// Checks a result against the size limit and the tool's output schema.
+    /// Returns the output schema of the tool version that a call executes.
+    fn output_schema(&self, call: &Call) -> Option<Schema> {
+        let tool = self.registry.catalog().find(&call.project, &call.target.tool);
+        tool.filter(|tool| tool.version == call.target.version)?.output_schema.clone()
+    }
+
+    /// Compiles the output schema of a call's tool, if it has one that is not compiled.
+    pub(crate) async fn prepare_output_schema(&self, call: &Call) {
+        if let Some(schema) = self.output_schema(call)
+            && !schema.is_ready()
+        {
+            Box::pin(schema.prepare()).await;
+        }
+    }
+
+    /// Checks a result against the size limit and the tool's output schema, which
+    /// [`Self::prepare_output_schema`] compiles.
     pub(crate) fn validate_result(
         &self,
         call: &Call,
@@ -243,11 +261,7 @@ impl Dispatcher {
             );
             return Err(Fault::new(Code::PayloadTooLarge, message));
         }
-        let tool = self.registry.catalog().find(&call.project, &call.target.tool);
-        let same = tool.filter(|tool| tool.version == call.target.version);
-        let Some(output) = same.as_ref().and_then(|tool| tool.output_schema.as_ref()) else {
-            return Ok(data);
-        };
+        let Some(output) = self.output_schema(call) else { return Ok(data) };
         let mut value = data.to_value();
         if call.target.traits.mcp_results {
             // The schema describes only `structuredContent` of an MCP result, and error results

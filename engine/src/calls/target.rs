@@ -15,7 +15,7 @@ use crate::domain::call::{Call, Status, Target};
 use crate::domain::caller::{AuthMethod, Caller, Role};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
-use crate::domain::tool::{Executor, SourceTraits, args};
+use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
 use crate::lifecycle::Event;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 
@@ -30,8 +30,7 @@ impl Dispatcher {
         args: &Value,
         call: &Call,
     ) -> Vec<Target> {
-        let over = self.core.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
-        let alternates = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
+        let alternates = self.fallbacks_of(tool);
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
         for alternate in alternates {
@@ -60,6 +59,12 @@ impl Dispatcher {
             }
         }
         targets
+    }
+
+    /// Returns the fallback tools of a tool: those that the operator set, or its definition's.
+    pub(crate) fn fallbacks_of<'a>(&'a self, tool: &'a Compiled) -> &'a [Fallback] {
+        let over = self.core.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
+        over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
     }
 
     /// Builds the target of a call to this tool.

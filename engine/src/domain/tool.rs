@@ -322,15 +322,15 @@ impl ToolDefinition {
 
 impl ToolDefinition {
     /// Returns the argument rules, and the schema that the executed arguments must match.
-    pub(crate) fn argument_rules(&self) -> (Option<ArgumentRules>, serde_json::Value) {
-        let Some(utp) = &self.binding else { return (None, self.input_schema.to_value()) };
-        let full = utp.parameters.as_ref().unwrap_or(&self.input_schema).to_value();
+    pub(crate) fn argument_rules(&self) -> (Option<ArgumentRules>, Json) {
+        let Some(utp) = &self.binding else { return (None, self.input_schema.clone()) };
+        let full = utp.parameters.as_ref().unwrap_or(&self.input_schema);
         match ArgumentRules::from_options(&utp.options.to_value()) {
             Some(rules) => {
-                let executed = rules.schema_for_execution(&full);
-                (Some(rules), executed)
+                let executed = rules.schema_for_execution(&full.to_value());
+                (Some(rules), Json::from_value(&executed))
             }
-            None => (None, full),
+            None => (None, full.clone()),
         }
     }
 

@@ -1,7 +1,8 @@
 //! The catalog: every tool, compiled, with the clients that offer it and the rules on its callers.
 //!
-//! A catalog is an immutable snapshot of the directory and is replaced as a whole. Schemas are
-//! compiled when a tool is registered or first loaded, never when it is called.
+//! A catalog is an immutable snapshot of the directory and is replaced as a whole. A tool's schemas
+//! are compiled when it is registered, within the budget of the request, and otherwise at its first
+//! call; in both cases on a thread where no other call waits.
 
 mod project_map;
 mod registration_checks;
@@ -16,6 +17,7 @@ use crate::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
 };
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
 use crate::domain::tool::args::ArgumentRules;
 use crate::domain::tool::{ToolDefinition, check_tool_name};
@@ -23,7 +25,7 @@ use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::SaveResult;
 use crate::registry::{Registry, model_tool_names};
-use crate::schema::Schema;
+use crate::schema::{self, CompileBudget, Schema};
 
 /// Name of the tool that reads results.
 pub const RESULT_READ: &str = "result.read";
@@ -44,9 +46,18 @@ pub struct CatalogEntry {
 }
 
 impl CatalogEntry {
-    /// Compiles a definition.
+    /// Compiles a definition at once and without a budget. For tools of the program itself.
     pub fn compile(definition: ToolDefinition) -> Result<Self, Fault> {
-        let refused = |field: &str, error: crate::schema::SchemaError| {
+        let per_schema = &mut CompileBudget::new(usize::MAX);
+        Self::compile_within(definition, per_schema)
+    }
+
+    /// Compiles a definition within a budget.
+    pub fn compile_within(
+        definition: ToolDefinition,
+        budget: &mut CompileBudget,
+    ) -> Result<Self, Fault> {
+        let refused = |field: &str, error: schema::SchemaError| {
             let (name, pointer) = (&definition.name, &error.pointer);
             let reason = &error.reason;
             let message = format!("{name}: {field} is not usable at {field}{pointer}: {reason}");
@@ -58,14 +69,12 @@ impl CatalogEntry {
             Fault::new(Code::ValidationError, message).with_detail(detail)
         };
         let (rules, executed) = definition.argument_rules();
-        let input = Schema::compile(&executed).map_err(|error| refused("schema", error))?;
-        let output = match &definition.output_schema {
-            Some(schema) => Some(
-                Schema::compile(&schema.to_value())
-                    .map_err(|error| refused("output_schema", error))?,
-            ),
-            None => None,
-        };
+        let project = definition.project.as_deref().unwrap_or_default();
+        let mut compile =
+            |schema: &Json| Schema::compile_within(project, &schema.to_value(), &mut *budget);
+        let input = compile(&executed).map_err(|error| refused("schema", error))?;
+        let output = definition.output_schema.as_ref().map(compile).transpose();
+        let output = output.map_err(|error| refused("output_schema", error))?;
         Ok(Self {
             version: definition.version(),
             definition,
@@ -74,6 +83,46 @@ impl CatalogEntry {
             rules,
         })
     }
+
+    /// Creates the entry of a stored definition. Its schemas are compiled at the first call.
+    pub(crate) fn deferred(definition: ToolDefinition) -> Self {
+        let (rules, executed) = definition.argument_rules();
+        let project = definition.project.as_deref().unwrap_or_default();
+        let output = definition.output_schema.clone();
+        Self {
+            version: definition.version(),
+            input_schema: Schema::deferred(project, executed),
+            output_schema: output.map(|schema| Schema::deferred(project, schema)),
+            rules,
+            definition,
+        }
+    }
+
+    /// Compiles the input schema on another thread if it is not compiled.
+    pub(crate) async fn prepare_input(&self) {
+        self.input_schema.prepare().await;
+    }
+}
+
+/// Compiles the definitions of one request on another thread, within one budget.
+///
+/// # Errors
+///
+/// Returns the position and the fault of the first definition that is refused.
+pub async fn compile_definitions(
+    project: &str,
+    definitions: Vec<ToolDefinition>,
+) -> Result<Vec<Arc<CatalogEntry>>, (usize, Error)> {
+    let compiling = schema::compile_off_thread(project, move || {
+        let mut budget = CompileBudget::for_request();
+        let definitions = definitions.into_iter().enumerate();
+        let entries = definitions.map(|(n, definition)| {
+            let entry = CatalogEntry::compile_within(definition, &mut budget);
+            entry.map(Arc::new).map_err(|fault| (n, Error::from(fault)))
+        });
+        entries.collect()
+    });
+    compiling.await.unwrap_or_else(|error| Err((0, Error::Internal(Box::new(error)))))
 }
 
 /// One version of the catalog.
@@ -98,8 +147,11 @@ impl Catalog {
         Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
     }
 
-    /// Builds the next version and reuses entries that are already compiled.
-    pub(crate) fn rebuild(&self, directory: Directory) -> Self {
+    /// Builds the next version and reuses existing entries, and those that a request has just
+    /// compiled.
+    pub(crate) fn rebuild(&self, directory: Directory, compiled: &[Arc<CatalogEntry>]) -> Self {
+        let compiled: HashMap<&str, &Arc<CatalogEntry>> =
+            compiled.iter().map(|entry| (entry.definition.name.as_str(), entry)).collect();
         let mut next = Self { shared_tools: self.shared_tools.clone(), ..Self::default() };
         for definition in &directory.tools {
             let project = definition.project.as_deref().unwrap_or_default();
@@ -108,15 +160,10 @@ impl Catalog {
                 .project_tools
                 .get(project, name)
                 .filter(|entry| entry.definition == *definition);
-            let entry = match unchanged {
+            let same = |entry: &&Arc<CatalogEntry>| entry.definition == *definition;
+            let entry = match unchanged.or_else(|| compiled.get(name).copied().filter(same)) {
                 Some(entry) => entry.clone(),
-                None => match CatalogEntry::compile(definition.clone()) {
-                    Ok(entry) => Arc::new(entry),
-                    Err(fault) => {
-                        tracing::warn!(tool = definition.name, %fault, "skipped an invalid tool");
-                        continue;
-                    }
-                },
+                None => Arc::new(CatalogEntry::deferred(definition.clone())),
             };
             next.project_tools.insert(project, name, entry);
         }
@@ -331,7 +378,9 @@ impl Registry {
         }
         let count = registration.tools.len();
         self.adopt_client(caller, &registration.client_id).await?;
-        self.change_directory(|catalog| {
+        let compiled = compile_definitions(&caller.project, registration.tools.clone()).await;
+        let compiled = compiled.map_err(|(_, error)| error)?;
+        self.change_directory_with(&compiled, |catalog| {
             registration_checks::check_registration(
                 catalog,
                 caller,
@@ -414,12 +463,16 @@ impl Registry {
 
     /// Reloads the directory if this or another process changed it.
     pub(crate) async fn reload_catalog(&self) -> Result<(), Error> {
+        self.reload_catalog_with(&[]).await
+    }
+
+    async fn reload_catalog_with(&self, compiled: &[Arc<CatalogEntry>]) -> Result<(), Error> {
         let version = self.core.store.directory_version().await.map_err(from_store_error)?;
         if version == self.catalog().version() {
             return Ok(());
         }
         let directory = self.core.store.directory().await.map_err(from_store_error)?;
-        let next = Arc::new(self.catalog().rebuild(directory));
+        let next = Arc::new(self.catalog().rebuild(directory, compiled));
         *self.catalog.write() = next;
         self.listeners().iter().for_each(|listener| listener.directory_changed());
         self.core.bus.wake(&Topic::Directory);
@@ -432,6 +485,18 @@ impl Registry {
     where
         F: Fn(&Catalog) -> Result<(DirectoryChange, Option<AuditEntry>), Error>,
     {
+        self.change_directory_with(&[], decide).await
+    }
+
+    /// Changes the directory and reuses the entries that were compiled for the change.
+    pub(crate) async fn change_directory_with<F>(
+        &self,
+        compiled: &[Arc<CatalogEntry>],
+        decide: F,
+    ) -> Result<(), Error>
+    where
+        F: Fn(&Catalog) -> Result<(DirectoryChange, Option<AuditEntry>), Error>,
+    {
         let _one_at_a_time = self.directory_lock.lock().await;
         for _ in 0..16 {
             self.reload_catalog().await?;
@@ -439,7 +504,7 @@ impl Registry {
             let (change, audit) = decide(&catalog)?;
             let saved = self.core.store.change_directory(change, catalog.version(), audit).await;
             if saved.map_err(from_store_error)? == SaveResult::Saved {
-                return self.reload_catalog().await;
+                return self.reload_catalog_with(compiled).await;
             }
         }
         Err(Error::retry_later(Code::Overloaded, "the directory changes too fast; try again", 100))
@@ -514,6 +579,7 @@ pub(crate) fn check_client_id(client_id: &str) -> Result<(), Error> {
     Err(Error::refused(Code::ValidationError, message))
 }
 
+/// Checks a definition, except its schemas, which [`compile_definitions`] checks.
 pub(crate) fn check_definition(tool: &ToolDefinition) -> Result<(), Error> {
     let invalid = |message: String| Error::refused(Code::ValidationError, message);
     check_tool_name(&tool.name).map_err(|error| invalid(error.to_string()))?;
@@ -530,5 +596,5 @@ pub(crate) fn check_definition(tool: &ToolDefinition) -> Result<(), Error> {
     if tool.fallback.len() > 8 {
         return Err(invalid(format!("{}: at most 8 fallback tools", tool.name)));
     }
-    CatalogEntry::compile(tool.clone()).map(|_| ()).map_err(Error::from)
+    Ok(())
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::catalog::{Catalog, CatalogEntry, require_provider};
+use super::catalog::{Catalog, CatalogEntry, compile_definitions, require_provider};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::directory::{DirectoryChange, Project};
@@ -108,8 +108,9 @@ impl Registry {
         for tool in &tools {
             check_tool_name(&tool.name).map_err(|error| bad_request(error.to_string()))?;
             check_name_not_reserved(&tool.name, "define")?;
-            CatalogEntry::compile(tool.clone()).map_err(|fault| bad_request(fault.message))?;
         }
+        let compiled = compile_definitions(&caller.project, tools.clone()).await;
+        let compiled = compiled.map_err(|(_, error)| into_bad_request(error))?;
         let limit = self.core.limits.max_tools_per_project;
         let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
         let listed: String = names.join(" ").chars().take(500).collect();
@@ -117,7 +118,7 @@ impl Registry {
             let is_new = |name: &&&str| catalog.find(&caller.project, name).is_none();
             names.iter().filter(is_new).count()
         };
-        self.change_directory(|catalog| {
+        self.change_directory_with(&compiled, |catalog| {
             for name in &names {
                 check_name_free(catalog, &caller.project, name)?;
             }
@@ -281,6 +282,13 @@ fn check_name_not_reserved(name: &str, verb: &str) -> Result<(), Error> {
         )));
     }
     Ok(())
+}
+
+fn into_bad_request(error: Error) -> Error {
+    match error {
+        Error::Refused { fault, .. } => bad_request(fault.message),
+        other => other,
+    }
 }
 
 fn bad_request(message: String) -> Error {

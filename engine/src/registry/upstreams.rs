@@ -18,6 +18,7 @@ use crate::domain::json::Json;
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_upstream_name};
 use crate::ports::core::from_store_error;
 use crate::registry::Admin;
+use crate::schema::{self, CompileBudget};
 
 impl Admin {
     /// Returns every upstream of all projects, for the source that connects to them.
@@ -116,14 +117,10 @@ impl Admin {
         tools: Vec<ToolDefinition>,
         reason: &str,
     ) -> Result<Vec<(String, String)>, Error> {
-        let mut unusable = Vec::new();
-        let mut usable = Vec::with_capacity(tools.len());
-        for tool in tools {
-            match check_definition(&tool) {
-                Ok(()) => usable.push(tool),
-                Err(error) => unusable.push((tool.name, error_message(&error))),
-            }
-        }
+        let checking = schema::compile_off_thread(project, move || compile_usable(tools));
+        let (compiled, mut unusable) =
+            checking.await.map_err(|error| Error::Internal(Box::new(error)))?;
+        let usable: Vec<_> = compiled.iter().map(|entry| entry.definition.clone()).collect();
         let limit = self.core.limits.max_tools_per_project;
         let refused = Mutex::new(Vec::new());
         let entry = AuditEntry {
@@ -135,7 +132,7 @@ impl Admin {
             reason: reason.to_owned(),
         };
         self.registry
-            .change_directory(|catalog| {
+            .change_directory_with(&compiled, |catalog| {
                 let (fit, rest) = select_registrable(catalog, project, upstream, &usable, limit);
                 *refused.lock() = rest;
                 let (project, upstream) = (project.to_owned(), upstream.to_owned());
@@ -178,6 +175,23 @@ impl Admin {
     pub async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, Error> {
         self.core.store.credentials().upstreams_with_credentials().await.map_err(from_store_error)
     }
+}
+
+/// Compiles the usable ones of an upstream's tools, within the budget of one request. Also returns
+/// the others, each with the reason.
+fn compile_usable(tools: Vec<ToolDefinition>) -> (Vec<Arc<CatalogEntry>>, Vec<(String, String)>) {
+    let mut budget = CompileBudget::for_request();
+    let (mut usable, mut unusable) = (Vec::with_capacity(tools.len()), Vec::new());
+    for tool in tools {
+        let name = tool.name.clone();
+        let compiled = check_definition(&tool)
+            .and_then(|()| CatalogEntry::compile_within(tool, &mut budget).map_err(Error::from));
+        match compiled {
+            Ok(entry) => usable.push(Arc::new(entry)),
+            Err(error) => unusable.push((name, error_message(&error))),
+        }
+    }
+    (usable, unusable)
 }
 
 /// Returns true if the tool was imported from this upstream. A source's own tools have no project.

@@ -27,6 +27,7 @@ use crate::registry::catalog::CatalogEntry;
 use crate::registry::model_tool_names;
 use crate::runs::Runs;
 use crate::runs::run_context::{caller_tool_definition, with_pointer};
+use crate::schema::Schema;
 
 /// Maximum number of calls or results in one request.
 pub const MAX_RECORDED: usize = 128;
@@ -133,7 +134,8 @@ impl Runs {
         }
         check_request(&asked, self.core.limits.max_args_bytes)?;
         let default_ms = self.registry.default_timeout_ms(caller);
-        let tool = compile_caller_tool(definition, &caller.project, &asked.tool, default_ms)?;
+        let tool = caller_tool_entry(definition, &caller.project, &asked.tool, default_ms);
+        tool.prepare_input().await;
         let key = build_idempotency_key(caller, &asked);
         let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), asked)?;
         // The caller executes the call once; only its deadline limits that.
@@ -141,7 +143,7 @@ impl Runs {
             Call { max_retries: 0, fallbacks: Vec::new(), attempt_timeout_ms: None, ..drafted };
         call.origin.background = background.unwrap_or(call.origin.background);
         let result = match result {
-            Some(result) => Some(self.validate_reported_result(&call, definition, result)?),
+            Some(result) => Some(self.validate_reported_result(&call, definition, result).await),
             None => None,
         };
         Ok(ValidatedCall { call, key, result })
@@ -198,7 +200,7 @@ impl Runs {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let definition = find_definition(tools, &call.tool_name);
-        let result = self.validate_reported_result(&call, definition, reported.result)?;
+        let result = self.validate_reported_result(&call, definition, reported.result).await;
         let event = Event::Report { attempt: None, by: None, result };
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
@@ -264,32 +266,25 @@ impl Runs {
 
     /// Checks a result against the size limit and, if the run's definition has one, the output
     /// schema.
-    fn validate_reported_result(
+    async fn validate_reported_result(
         &self,
         call: &Call,
         definition: Option<&ToolDefinition>,
         result: Result<Json, Fault>,
-    ) -> Result<Result<Json, Fault>, Error> {
-        let data = match self.dispatcher.validate_result(call, result) {
-            Ok(data) => data,
-            Err(fault) => return Ok(Err(fault)),
-        };
+    ) -> Result<Json, Fault> {
+        let data = self.dispatcher.validate_result(call, result)?;
         let Some(schema) = definition.and_then(|tool| tool.output_schema.clone()) else {
-            return Ok(Ok(data));
+            return Ok(data);
         };
-        let result_definition = ToolDefinition {
-            output_schema: Some(schema),
-            ..caller_tool_definition("", &call.tool_name, 1)
-        };
-        let tool = CatalogEntry::compile(result_definition)?;
-        let problems =
-            tool.output_schema.as_ref().map(|output| output.problems_redacted(&data.to_value()));
-        let problems = problems.unwrap_or_default();
+        // Setting the tools of the run has checked the schema.
+        let schema = Schema::deferred(&call.project, schema);
+        schema.prepare().await;
+        let problems = schema.problems_redacted(&data.to_value());
         if problems.is_empty() {
-            return Ok(Ok(data));
+            return Ok(data);
         }
         let summary = format!("the result of {} does not fit its output schema", call.tool_name);
-        Ok(Err(schema_fault(&summary, &problems).with_raw(data)))
+        Err(schema_fault(&summary, &problems).with_raw(data))
     }
 }
 
@@ -303,13 +298,13 @@ fn find_definition<'a>(tools: &'a [ToolDefinition], name: &str) -> Option<&'a To
     model_names.iter().position(|model_name| model_name == name).map(|at| &tools[at])
 }
 
-/// Compiles a tool as one that the caller executes, whatever its executor is otherwise.
-fn compile_caller_tool(
+/// Returns a tool as one that the caller executes, whatever its executor is otherwise.
+fn caller_tool_entry(
     declared: Option<&ToolDefinition>,
     project: &str,
     name: &str,
     default_ms: u64,
-) -> Result<CatalogEntry, Error> {
+) -> CatalogEntry {
     let unknown = caller_tool_definition(project, name, default_ms);
     let definition = declared.map_or(unknown, |tool| ToolDefinition {
         executor: Executor::CALLER,
@@ -317,7 +312,7 @@ fn compile_caller_tool(
         fallback: Vec::new(),
         ..tool.clone()
     });
-    Ok(CatalogEntry::compile(definition)?)
+    CatalogEntry::deferred(definition)
 }
 
 fn check_count(field: &str, count: usize) -> Result<(), Error> {

@@ -19,7 +19,7 @@ use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, RunToolDefinitions};
-use crate::registry::catalog::check_definition;
+use crate::registry::catalog::{check_definition, compile_definitions};
 use crate::runs::Runs;
 use crate::runs::context::{
     ContextMessages, ContextPrompt, ToolCall, ToolCallContext, ToolResult, definitions,
@@ -152,7 +152,7 @@ impl Runs {
         mut tools: RunToolSelection,
     ) -> Result<Vec<ToolDefinition>, Error> {
         check_label("run_id", run_id)?;
-        self.check_run_tools(caller, &mut tools)?;
+        self.check_run_tools(caller, &mut tools).await?;
         let text =
             Json::from_serialize(&tools).map_err(|error| Error::Internal(Box::new(error)))?;
         let run = RunToolDefinitions {
@@ -201,7 +201,11 @@ impl Runs {
 
     /// Validates a tool selection. Toolcrib's tools may be given by the names that models use; the
     /// exact names are stored.
-    fn check_run_tools(&self, caller: &Caller, tools: &mut RunToolSelection) -> Result<(), Error> {
+    async fn check_run_tools(
+        &self,
+        caller: &Caller,
+        tools: &mut RunToolSelection,
+    ) -> Result<(), Error> {
         if !caller.may_invoke() {
             let message = "a provider's key cannot set the tools of a run";
             return Err(Error::refused(Code::PermissionDenied, message));
@@ -227,6 +231,10 @@ impl Runs {
                 return Err(Error::refused(Code::ValidationError, message));
             }
         }
+        let definitions = tools.caller_tools.clone();
+        let compiled = compile_definitions(&caller.project, definitions).await;
+        compiled.map_err(|(n, error)| with_pointer(&format!("tool_definitions/{n}"), error))?;
+        let crib = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
         for (n, name) in crib.iter_mut().enumerate() {
             let pointer = format!("crib_tools/{n}");
             let found = self

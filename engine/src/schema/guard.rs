@@ -15,6 +15,7 @@ use jsonschema::{Draft, Registry, Retrieve, Uri};
 use serde_json::Value;
 
 use super::SchemaError;
+use super::budget::{BudgetExceeded, CompileBudget, CompiledPatterns};
 
 mod cost;
 mod graph;
@@ -43,11 +44,15 @@ pub(super) struct SchemaProfile {
     pub per_name: u64,
     /// Total weight of the patterns that one property name may be matched against.
     pub name_weight: usize,
-    /// Number of regular expressions in the schema.
-    pub patterns: usize,
+    /// Number of subschemas in the schema.
+    pub subschemas: usize,
 }
 
-pub(super) fn check(schema: &Value) -> Result<SchemaProfile, SchemaError> {
+/// Analyzes a schema and compiles its patterns, both within the budget.
+pub(super) fn check(
+    schema: &Value,
+    budget: &mut CompileBudget,
+) -> Result<(SchemaProfile, CompiledPatterns), SchemaError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(schema_error("", "a schema must be a JSON object or a boolean"));
     }
@@ -68,7 +73,37 @@ pub(super) fn check(schema: &Value) -> Result<SchemaProfile, SchemaError> {
             schema_error(doc.locate_reference(&e.to_string()), format!("cannot be resolved: {e}"))
         })?;
     let graph = graph::SchemaGraph::new(doc, draft, &registry, Arc::new(base))?;
-    cost::measure_profile(&graph)
+    let over = |exceeded: BudgetExceeded| schema_error("", exceeded.reason());
+    budget.charge_subschemas(graph.subschemas.len()).map_err(over)?;
+    let (profile, steps) = cost::measure_profile(&graph)?;
+    budget.charge_analysis(steps).map_err(over)?;
+    Ok((profile, compile_patterns(&graph, budget)?))
+}
+
+/// Compiles the patterns of all subschemas, and refuses the first one over the budget.
+fn compile_patterns(
+    graph: &graph::SchemaGraph<'_, '_>,
+    budget: &mut CompileBudget,
+) -> Result<CompiledPatterns, SchemaError> {
+    let schemas = || graph.subschemas.iter().map(|site| (site, graph.value(site)));
+    let mut patterns = CompiledPatterns::new(schemas().map(|(_, v)| cost::count_patterns(v)).sum());
+    for (site, schema) in schemas() {
+        let over = |keyword: &str, exceeded: BudgetExceeded| {
+            let pointer = graph.doc.pointer(site.index);
+            schema_error(format!("{pointer}/{keyword}"), exceeded.reason())
+        };
+        if let Some(text) = schema.get("pattern").and_then(Value::as_str) {
+            patterns.add(text, budget).map_err(|e| over("pattern", e))?;
+        }
+        let names = schema.get("patternProperties").and_then(Value::as_object);
+        for text in names.into_iter().flat_map(|names| names.keys()) {
+            let charged = patterns.add(text, budget);
+            // The library compiles the patterns of property names itself.
+            let charged = charged.and_then(|()| patterns.charge_again(text, budget));
+            charged.map_err(|e| over("patternProperties", e))?;
+        }
+    }
+    Ok(patterns)
 }
 
 /// Answers every fetch with the `true` schema, so that the registry can be built and the offending

@@ -17,7 +17,7 @@ use super::phrases::{
     self, describe_value, format_phrase, join_values, pluralize, pointer_label, pointer_location,
     quote, short_json, truncate_chars, type_phrase,
 };
-use super::{MAX_PROBLEMS, SchemaProblem};
+use super::{MAX_PROBLEMS, SchemaError, SchemaProblem};
 
 /// Maximum nesting of unions whose branches are distinguished; deeper ones are only listed.
 const MAX_UNIONS: usize = 128;
@@ -69,6 +69,12 @@ pub(super) fn too_large(instance: &Value) -> SchemaProblem {
         "a value small enough to be checked",
         "the value is too large to be checked against this schema; send a smaller one".to_string(),
     )
+}
+
+/// Returns the problem of every instance of a stored schema that cannot be compiled.
+pub(super) fn unusable_schema(instance: &Value, error: &SchemaError) -> SchemaProblem {
+    let message = format!("nothing can be checked against this schema: {error}");
+    whole_value_problem(instance, "a value that a usable schema describes", message)
 }
 
 fn whole_value_problem(instance: &Value, expected: &str, message: String) -> SchemaProblem {

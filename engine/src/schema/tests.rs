@@ -4,6 +4,7 @@ use serde_json::json;
 
 use super::*;
 
+mod cost;
 mod formats;
 mod wording;
 

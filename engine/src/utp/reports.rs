@@ -489,7 +489,10 @@ impl Utp {
                 by: Some(by),
                 result: Err(fault.retryable(false)),
             },
-            Ok((status, card)) => self.build_event(call, by, status, card),
+            Ok((status, card)) => {
+                self.dispatcher.prepare_output_schema(call).await;
+                self.build_event(call, by, status, card)
+            }
         };
         let (project, id) = (call.project.clone(), call.id.clone());
         let utp = self.clone();

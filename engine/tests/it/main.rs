@@ -14,6 +14,7 @@ mod observer;
 mod rejoin;
 mod results;
 mod runs;
+mod schema_cost;
 mod script;
 mod simulation;
 mod speculative_reads;

@@ -141,6 +141,7 @@ impl Config {
         let times = [
             ("limits.max_wait_ms", limits.max_wait_ms),
             ("limits.request_header_timeout_ms", limits.request_header_timeout_ms),
+            ("limits.write_timeout_ms", limits.write_timeout_ms),
             ("ingress.heartbeat_ms", self.ingress.heartbeat_ms),
             ("ingress.dead_after_ms", self.ingress.dead_after_ms),
             ("doors.mcp.task_after_ms", self.transports.mcp.task_after_ms),
@@ -175,6 +176,8 @@ impl Config {
             ("limits.max_open_runs", limits.max_open_runs),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
+            ("limits.max_streams", limits.max_streams),
+            ("limits.max_streams_per_caller", limits.max_streams_per_caller),
             ("doors.mcp.catalogue_over", self.transports.mcp.catalogue_over),
             ("doors.mcp.result_tokens", self.transports.mcp.result_tokens),
             ("doors.mcp.page_size", self.transports.mcp.page_size),

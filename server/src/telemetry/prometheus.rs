@@ -26,6 +26,8 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_bus_reconnects_total", "How often the connection to NATS had to be made again"),
     ("toolcrib_upstream_calls_total", "Attempts at MCP servers behind Toolcrib, by outcome"),
     ("toolcrib_upstream_restarts_total", "How often MCP servers had to be connected to again"),
+    ("toolcrib_streams_refused_total", "Event streams and WebSockets over a limit"),
+    ("toolcrib_connections_stalled_total", "Connections ended because the client took no data"),
     ("toolcrib_otlp_spans_total", "Spans sent by OTLP, not taken by the endpoint, or dropped"),
 ];
 
@@ -36,6 +38,8 @@ const GAUGES: MetricDescriptions = &[
     ("toolcrib_runs_open", "Runs that are not over"),
     ("toolcrib_clients_connected", "Open connections of clients that execute tools"),
     ("toolcrib_upstreams", "MCP servers behind Toolcrib, by state"),
+    ("toolcrib_streams_open", "Open event streams and WebSockets"),
+    ("toolcrib_schemas_compiled_bytes", "Memory of the compiled schemas"),
     ("toolcrib_store_size_bytes", "Size of the database and its log"),
     ("toolcrib_build_info", "Always 1; the version is a label"),
 ];
@@ -103,6 +107,11 @@ fn install_recorder() -> Option<PrometheusHandle> {
     for outcome in ["delivered", "failed", "gone"] {
         metrics::counter!("toolcrib_webhook_deliveries_total", "outcome" => outcome).increment(0);
     }
+    for limit in ["caller", "server"] {
+        metrics::counter!("toolcrib_streams_refused_total", "limit" => limit).increment(0);
+    }
+    metrics::counter!("toolcrib_connections_stalled_total").increment(0);
+    metrics::gauge!("toolcrib_streams_open").set(0.0);
     metrics::counter!("toolcrib_bus_reconnects_total").increment(0);
     for outcome in ["ok", "failed", "asked", "task"] {
         metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome).increment(0);

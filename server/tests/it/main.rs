@@ -17,6 +17,7 @@ mod crash;
 mod documented_responses;
 mod events;
 mod examples;
+mod fairness;
 mod idempotency;
 mod identity;
 mod ingress;

@@ -15,6 +15,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use toolcrib::project_limiter::ProjectLimiter;
 use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
 use super::{BuiltinSetupError, DatabaseSettings};
@@ -22,7 +23,10 @@ use super::{BuiltinSetupError, DatabaseSettings};
 /// Maximum length of a statement in bytes.
 const MAX_SQL: usize = 100_000;
 /// Maximum number of concurrent queries; further ones wait. Limits memory, threads and connections.
-const MAX_PARALLEL: usize = 4;
+const MAX_PARALLEL: usize = 8;
+/// Maximum number of concurrent queries of one project, so that its slow queries leave the others
+/// to the remaining projects.
+const MAX_PARALLEL_PER_PROJECT: usize = 3;
 
 /// A statement to run.
 #[derive(Debug, Deserialize, JsonSchema)]
@@ -140,8 +144,10 @@ async fn query(
     tokio::select! {
         answer = async {
             match database {
-                QueryDatabase::Sqlite(sqlite) => sqlite.query(args).await,
-                QueryDatabase::Postgres(postgres) => postgres.query(args).await,
+                QueryDatabase::Sqlite(sqlite) => sqlite.query(&context.project, args).await,
+                QueryDatabase::Postgres(postgres) => {
+                    postgres.query(&context.project, args).await
+                }
             }
         } => answer,
         () = context.canceled.cancelled() => {
@@ -215,6 +221,10 @@ fn hex_text(bytes: &[u8]) -> Value {
 fn float_to_json(number: f64) -> Value {
     serde_json::Number::from_f64(number)
         .map_or_else(|| Value::String(number.to_string()), Value::Number)
+}
+
+fn query_limiter() -> ProjectLimiter {
+    ProjectLimiter::new(MAX_PARALLEL, MAX_PARALLEL_PER_PROJECT)
 }
 
 /// Collects rows within the limits.

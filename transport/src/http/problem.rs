@@ -78,7 +78,7 @@ impl FieldError {
 }
 
 /// Builds the problem response of a fault.
-pub(super) fn problem_response(fault: &Fault, retry_after_ms: Option<u64>) -> Response {
+pub(crate) fn problem_response(fault: &Fault, retry_after_ms: Option<u64>) -> Response {
     let status = StatusCode::from_u16(fault.code.http_status()).unwrap_or_default();
     problem_with_status(status, fault, retry_after_ms)
 }

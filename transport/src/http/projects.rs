@@ -148,6 +148,7 @@ async fn put_tool(
     let document =
         definition::read_document(request, limit, toolcrib_protocol::yaml::parse).await?;
     let checked = definition::validate(&document, state.settings.jina.as_ref())?;
+    definition::check_schemas(&caller.project, &checked).await?;
     let caller = state.engine.registry().switch_project(&caller, &project)?;
     let default_ms = state.engine.registry().default_timeout_ms(&caller);
     let definition =

@@ -5,7 +5,7 @@ use serde_json::json;
 use crate::support::process;
 
 /// Every documented metric: its name, its type, and its required labels.
-const METRICS: [(&str, &str, &[&str]); 26] = [
+const METRICS: [(&str, &str, &[&str]); 30] = [
     ("toolcrib_tool_calls_accepted_total", "counter", &["source"]),
     ("toolcrib_tool_calls_total", "counter", &["source", "status", "error_code"]),
     ("toolcrib_tool_call_duration_seconds", "histogram", &["source", "tool", "le"]),
@@ -22,6 +22,10 @@ const METRICS: [(&str, &str, &[&str]); 26] = [
     ("toolcrib_oldest_open_call_age_seconds", "gauge", &[]),
     ("toolcrib_store_commit_duration_seconds", "histogram", &["le"]),
     ("toolcrib_store_commit_group_size", "histogram", &["le"]),
+    ("toolcrib_schemas_compiled_bytes", "gauge", &[]),
+    ("toolcrib_streams_open", "gauge", &[]),
+    ("toolcrib_streams_refused_total", "counter", &["limit"]),
+    ("toolcrib_connections_stalled_total", "counter", &[]),
     ("toolcrib_store_size_bytes", "gauge", &[]),
     ("toolcrib_reconciled_calls_total", "counter", &[]),
     ("toolcrib_otlp_spans_total", "counter", &["outcome"]),

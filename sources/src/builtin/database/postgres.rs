@@ -16,18 +16,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use socket::{ByteLimitedSocket, PostgresAddress};
-use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_postgres::config::SslMode;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{CancelToken, Client, Config, Error, NoTls, Statement, Transaction};
+use toolcrib::project_limiter::ProjectLimiter;
 use toolcrib::{Code, Fault};
 use values::{Cell, Param};
 
 use super::{
-    BuiltinSetupError, DatabaseQueryArgs, DatabaseQueryResult, MAX_PARALLEL, QueryLimits,
-    RowCollector, invalid_statement_fault, query_timeout_fault,
+    BuiltinSetupError, DatabaseQueryArgs, DatabaseQueryResult, QueryLimits, RowCollector,
+    invalid_statement_fault, query_limiter, query_timeout_fault,
 };
 
 /// Number of rows fetched at a time.
@@ -52,7 +52,7 @@ pub struct PostgresDatabase {
     addresses: Vec<PostgresAddress>,
     limits: QueryLimits,
     allow_superuser: bool,
-    permits: Semaphore,
+    limiter: ProjectLimiter,
 }
 
 /// A connection, with a guard that stops whatever runs on it.
@@ -115,14 +115,17 @@ impl PostgresDatabase {
         if config.get_application_name().is_none() {
             config.application_name("toolcrib");
         }
-        let permits = Semaphore::new(MAX_PARALLEL);
-        Ok(Self { config, addresses, limits, allow_superuser, permits })
+        Ok(Self { config, addresses, limits, allow_superuser, limiter: query_limiter() })
     }
 
     /// Runs one statement. Dropping the future stops it.
-    pub async fn query(&self, args: DatabaseQueryArgs) -> Result<DatabaseQueryResult, Fault> {
+    pub async fn query(
+        &self,
+        project: &str,
+        args: DatabaseQueryArgs,
+    ) -> Result<DatabaseQueryResult, Fault> {
         let all = async {
-            let _permit = self.permits.acquire().await;
+            let _permit = self.limiter.acquire(project).await;
             let mut session = self.connect().await?;
             let result = self.run(&mut session, &args).await;
             // The statement is over and need not be canceled, unless the server is still sending.

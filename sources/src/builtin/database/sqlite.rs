@@ -19,13 +19,13 @@ use rusqlite::limits::Limit;
 use rusqlite::types::{Null, ValueRef};
 use rusqlite::{Batch, Connection, Error, ErrorCode, InterruptHandle, OpenFlags, Row, Statement};
 use serde_json::Value;
-use tokio::sync::Semaphore;
 use tokio::time::timeout_at;
 use toolcrib::Fault;
+use toolcrib::project_limiter::ProjectLimiter;
 
 use super::{
-    DatabaseQueryArgs, DatabaseQueryResult, MAX_PARALLEL, MAX_SQL, QueryLimits, RowCollector,
-    invalid_statement_fault, query_timeout_fault,
+    DatabaseQueryArgs, DatabaseQueryResult, MAX_SQL, QueryLimits, RowCollector,
+    invalid_statement_fault, query_limiter, query_timeout_fault,
 };
 
 /// Functions that could reach outside the file. None of them is enabled in this build of SQLite;
@@ -59,7 +59,7 @@ const STEPS: i32 = 1_000;
 pub struct SqliteDatabase {
     path: PathBuf,
     limits: QueryLimits,
-    permits: Arc<Semaphore>,
+    limiter: ProjectLimiter,
 }
 
 /// Tells a query's thread to stop.
@@ -85,16 +85,19 @@ impl Drop for InterruptOnDrop {
 impl SqliteDatabase {
     /// Creates the database for a path. The first query opens the file.
     pub fn new(path: PathBuf, limits: QueryLimits) -> Self {
-        Self { path, limits, permits: Arc::new(Semaphore::new(MAX_PARALLEL)) }
+        Self { path, limits, limiter: query_limiter() }
     }
 
     /// Runs one statement. Dropping the future stops it.
-    pub async fn query(&self, args: DatabaseQueryArgs) -> Result<DatabaseQueryResult, Fault> {
+    pub async fn query(
+        &self,
+        project: &str,
+        args: DatabaseQueryArgs,
+    ) -> Result<DatabaseQueryResult, Fault> {
         let deadline = Instant::now() + self.limits.timeout;
         let late = |_| query_timeout_fault(&self.limits);
-        let permit = timeout_at(deadline.into(), Arc::clone(&self.permits).acquire_owned());
-        // The semaphore is never closed, so only the timeout can fail.
-        let permit = permit.await.map_err(late)?.ok();
+        let permit = timeout_at(deadline.into(), self.limiter.acquire(project));
+        let permit = permit.await.map_err(late)?;
         let stop = Arc::new(QueryInterrupt::default());
         let _guard = InterruptOnDrop(Arc::clone(&stop));
         let (path, limits) = (self.path.clone(), self.limits);

@@ -11,7 +11,7 @@ use toolcrib::domain::retry::{ExecutionPolicyPatch, TIMEOUT_MS_RANGE};
 use toolcrib::domain::tool::args::ArgumentRules;
 use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition};
 use toolcrib::domain::utp::{AfterExecution, Binding, RESERVED_NAMES, subject};
-use toolcrib::registry::{CatalogEntry, check_array_items};
+use toolcrib::registry::{check_array_items, compile_definitions};
 use toolcrib_protocol::http_operation::HttpToolSpec;
 use toolcrib_protocol::http_operation::jina::{self, JinaEndpoints};
 
@@ -90,7 +90,8 @@ pub(super) struct ValidatedDefinition {
     rejoin: Option<bool>,
 }
 
-/// Validates the root, the name, the fields, the arrays and the schema, in this order.
+/// Validates the root, the name, the fields and the arrays, in this order. [`check_schemas`]
+/// follows.
 pub(super) fn validate(
     document: &Value,
     jina: Option<&JinaEndpoints>,
@@ -161,9 +162,20 @@ pub(super) fn validate(
         return Err(bad_request(problem));
     }
     check_array_items(&parameters, "").map_err(bad_request)?;
-    let draft = checked.build_definition("", 1, None);
-    CatalogEntry::compile(draft).map_err(|fault| bad_request(fault.message))?;
     Ok(checked)
+}
+
+/// Checks the schemas of a definition, within the budget of one request.
+pub(super) async fn check_schemas(
+    project: &str,
+    checked: &ValidatedDefinition,
+) -> Result<(), Error> {
+    let draft = checked.build_definition("", 1, None);
+    match compile_definitions(project, vec![draft]).await {
+        Ok(_) => Ok(()),
+        Err((_, Error::Refused { fault, .. })) => Err(bad_request(fault.message)),
+        Err((_, error)) => Err(error),
+    }
 }
 
 fn object_field(fields: &Map<String, Value>, name: &str) -> Result<Value, Error> {

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::tool::check_tool_name;
+use toolcrib::schema::compile_off_thread;
 use toolcrib_protocol::http_operation::destination::DestinationRules;
 use toolcrib_protocol::openapi::{self, ImportOptions, ImportReport, ImportedTool};
 use utoipa::{IntoParams, ToSchema};
@@ -106,7 +107,13 @@ pub(super) async fn import(
     let dry_run = asked.dry_run.unwrap_or(false);
     let options = parse_options(asked)?;
     let timeout_ms = state.engine.registry().default_timeout_ms(&caller);
-    let import = openapi::import(&document, &caller.project, &options, timeout_ms)
+    let project = caller.project.clone();
+    let importing = compile_off_thread(&caller.project, move || {
+        openapi::import(&document, &project, &options, timeout_ms)
+    });
+    let import = importing
+        .await
+        .map_err(|error| Error::Internal(Box::new(error)))?
         .map_err(|reason| Error::refused(Code::ValidationError, reason))?;
     if import.tools.is_empty() {
         return Err(empty_import_error(&import).into());

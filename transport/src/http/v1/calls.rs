@@ -212,7 +212,7 @@ pub(super) async fn answer(
 ) -> Result<Response, ApiError> {
     if caller.may_invoke() {
         let call = state.engine.calls().call(&caller, &id).await?;
-        elicitation_answers::check_answers(&call, &body.answers)?;
+        elicitation_answers::check_answers(&call, &body.answers).await?;
     }
     let call = state.engine.calls().answer_elicitation(&caller, &id, body.answers).await?;
     Ok(call_response(&state, &call))

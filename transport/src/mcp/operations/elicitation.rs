@@ -119,7 +119,8 @@ pub(crate) async fn submit_answers(
 ) -> Result<(), ErrorData> {
     let engine = &shared.engine;
     let call = engine.calls().call(&view.caller, id).await.map_err(tool_result::protocol_error)?;
-    elicitation_answers::check_answers(&call, &answers).map_err(tool_result::protocol_error)?;
+    let checked = elicitation_answers::check_answers(&call, &answers).await;
+    checked.map_err(tool_result::protocol_error)?;
     match engine.calls().answer_elicitation(&view.caller, id, answers).await {
         Ok(_) => Ok(()),
         Err(error) if error.code() == Code::Conflict => Ok(()),

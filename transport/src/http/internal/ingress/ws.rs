@@ -47,6 +47,9 @@ use crate::http::problem::ApiError;
 /// finishes.
 const MAX_CONCURRENT_MESSAGES: usize = 64;
 
+/// Initial size of the buffers of a connection, most of which are idle.
+const BUFFER_BYTES: usize = 4 * 1024;
+
 /// Maximum number of bytes drained of an oversized message, as a multiple of the message limit.
 const MAX_DRAIN_FACTOR: usize = 4;
 
@@ -101,6 +104,9 @@ pub(in super::super) async fn ws(
         let limit = state.max_report_bytes();
         let limits = WebSocketConfig::default();
         let limits = limits.max_message_size(Some(limit)).max_frame_size(Some(limit));
+        // The library allocates both buffers at once, 128 KiB each by default. Larger messages make
+        // them grow.
+        let limits = limits.read_buffer_size(BUFFER_BYTES).write_buffer_size(BUFFER_BYTES);
         let tap = FrameInspector::new(TokioIo::new(upgraded), limit);
         let socket = Socket::from_raw_socket(tap, Role::Server, Some(limits)).await;
         run_connection(state, caller, standing, socket).await;
