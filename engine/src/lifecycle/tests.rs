@@ -449,7 +449,8 @@ fn check_transition(before: &Call, step: &Transition, state: State, case: Case) 
     assert!(call.status != Status::Running || call.started_ms.is_some(), "{row}");
     // An executor that reported the end needs no stop request.
     let by_executor = matches!(case, Case::RemoteTimedOut | Case::RemoteCanceled);
-    let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !by_executor;
+    let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !by_executor
+        || case == Case::PermissionRevoked;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
     assert_eq!(
         stops,
