@@ -46,6 +46,9 @@ Examples:
   toolcrib keys create --agent ada --allow 'weather.*'
   toolcrib doctor                                   is everything all right?
 
+Keys, rules, audit and mcp need no --key for a server on this machine whose operator.token you can
+read.
+
 Exit codes:
   0 ok   1 failure   2 usage   3 no valid key   4 server not reachable
   5 the tool failed   6 timed out   7 denied by policy   130 interrupted";
@@ -71,8 +74,7 @@ struct GlobalArgs {
     /// URL of the server [default: the configured `listen`, or http://127.0.0.1:8080]
     #[arg(long, global = true, value_name = "URL", env = "TOOLCRIB_SERVER")]
     server: Option<String>,
-    /// API key for the server; administrative commands use the operator token of a server on this
-    /// machine by themselves
+    /// API key for the server
     #[arg(long, global = true, value_name = "KEY", env = "TOOLCRIB_KEY", hide_env_values = true)]
     key: Option<String>,
     /// Project; with a key, the key's project is used

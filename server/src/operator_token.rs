@@ -28,8 +28,8 @@ pub fn token_file(data_dir: &Path) -> PathBuf {
     std::path::absolute(&file).unwrap_or(file)
 }
 
-/// Returns the credential of this server's operator. Keeps the token of an earlier start if its file
-/// is private, and otherwise writes a new one. Returns `None` if the directory cannot be written:
+/// Returns the credential of this server's operator. Keeps the token of an earlier start if its
+/// file is private, and otherwise writes a new one. Returns `None` if the directory cannot be written:
 /// the server then runs without an operator token.
 pub fn prepare_credential(data_dir: &Path) -> Option<OperatorCredential> {
     match load_or_create(data_dir) {
@@ -112,9 +112,9 @@ fn read_token(path: &Path) -> anyhow::Result<StoredToken> {
     Ok(StoredToken { text, owner: metadata.uid() })
 }
 
-/// Returns the token to send to a server on this machine. The process that listens on the port must
-/// belong to the owner of the file: any user can listen on a port that the server has left, and must
-/// not receive its token.
+/// Returns the token to send to a server on this machine. The process that listens on the port
+/// must belong to the owner of the file: any user can listen on a port that the server has left,
+/// and must not receive its token.
 pub fn token_for_local_server(path: &Path, port: u16) -> anyhow::Result<String> {
     let token = read_token(path)?;
     let owners: Vec<u32> = ["/proc/net/tcp", "/proc/net/tcp6"]

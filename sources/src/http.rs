@@ -43,7 +43,7 @@ pub struct HttpSettings {
     /// Hosts whose addresses may be in private networks.
     pub allow_hosts: Vec<String>,
     /// Patterns of the environment variables that a definition may name, such as `PET_*`. By
-    /// default none: whoever may define tools could otherwise send any variable to an allowed host.
+    /// default none: a provider could otherwise send any variable to an allowed host.
     /// Variables in `envs` and `jina.envs`, and Jina's own `JINA_API_KEY`, need no pattern. The
     /// server's own variables (`TOOLCRIB_…`) are never allowed.
     pub allow_envs: Vec<String>,
@@ -227,8 +227,8 @@ impl HttpSource {
     }
 }
 
-/// Returns the value of a variable that the operator names, if it is set and not empty. The server's
-/// own variables may contain its keys.
+/// Returns the value of a variable that the operator names, if it is set and not empty. The
+/// server's own variables may contain its keys.
 fn read_operator_variable(name: &str) -> Option<String> {
     if name.to_ascii_uppercase().starts_with("TOOLCRIB_") {
         tracing::warn!(variable = name, "a variable of the server is not for tools");

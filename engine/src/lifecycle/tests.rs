@@ -510,8 +510,8 @@ fn check_transition(before: &Call, step: &Transition, state: State, case: Case) 
     let by_executor = matches!(case, Case::RemoteTimedOut | Case::RemoteCanceled);
     let by_clock = matches!(case, Case::AttemptDeadlineDue | Case::AttemptDeadlineAbsent)
         && !call.has_attempt_in_flight();
-    let by_server =
-        matches!(call.status, Status::Timeout | Status::Canceled) || case == Case::Abort;
+    let by_server = matches!(call.status, Status::Timeout | Status::Canceled)
+        || matches!(case, Case::Abort | Case::PermissionRevoked);
     let stopped = by_clock || by_server && !by_executor;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
     assert_eq!(

@@ -1,5 +1,5 @@
-//! Protects a server without keys from web pages: a page in the operator's browser can send requests
-//! to this machine, and can point its own host name at it (DNS rebinding).
+//! Protects a server without keys from web pages: a page in the operator's browser can send
+//! requests to this machine, and can point its own host name at it (DNS rebinding).
 //!
 //! Only requests without credentials are checked. A page cannot add a key that it does not know, so
 //! a request with a valid key or operator token was not forged.
@@ -26,9 +26,9 @@ pub struct OriginPolicy {
 }
 
 impl OriginPolicy {
-    /// Checks a request without credentials: it must be for a name of this server, and if a web page
-    /// caused it, that page must be this server's own or of an allowed origin. This applies to every
-    /// method, because a GET request can take work from the client queue.
+    /// Checks a request without credentials: it must be for a name of this server, and if a web
+    /// page caused it, that page must be this server's own or of an allowed origin. This applies to
+    /// every method, because a GET request can take work from the client queue.
     pub(crate) fn check(&self, headers: &HeaderMap) -> Result<(), Error> {
         if let Some(host) = find(headers, &header::HOST, |host| !self.is_own_host(host)) {
             let message = format!(

@@ -111,6 +111,7 @@ impl SessionKey {
         let method = match caller.auth_method {
             AuthMethod::Key => "key",
             AuthMethod::Local => "local",
+            AuthMethod::Anonymous => "anonymous",
         };
         // The length before each field keeps the fields apart.
         for field in [&caller.project, &caller.agent, caller.role.as_str(), method] {

@@ -1,5 +1,5 @@
 //! Web pages of other origins: on a server without keys their requests have no effect. The headers
-//! are those that browsers send for a page on another port of this machine and for a page elsewhere.
+//! are those that browsers send for a page on another port of this machine, and on another host.
 
 use reqwest::Method;
 use serde_json::json;

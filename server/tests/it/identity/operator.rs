@@ -1,4 +1,4 @@
-//! The operator token: administration without keys needs it, and the command line uses it by itself.
+//! The operator token: administration needs it, and the command line uses it by itself.
 
 use std::os::unix::fs::PermissionsExt;
 

@@ -1,4 +1,4 @@
-//! Rules that are withdrawn while calls are queued or held: those calls end, a running one does not.
+//! Rules that are withdrawn while calls are queued or held: those calls end, running ones do not.
 
 use serde_json::{Value, json};
 
@@ -60,8 +60,8 @@ async fn a_call_that_waits_for_its_retry_ends_too() {
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let provider = server.keyed("p", "prov", "provider", &[]).await;
     let ada = server.keyed("p", "ada", "agent", &["x.*"]).await;
-    let patient = json!({ "effect": "read", "policy": { "max_retries": 3, "backoff": { "initial_ms": 20_000,
-        "max_ms": 20_000 } } });
+    let backoff = json!({ "initial_ms": 20_000, "max_ms": 20_000 });
+    let patient = json!({ "effect": "read", "policy": { "max_retries": 3, "backoff": backoff } });
     provider.register("pc_1", json!([offer_with("x.one", patient)])).await;
     let id = ada.invoke("x.one", json!({})).await;
     provider.poll("pc_1").await;

@@ -21,6 +21,7 @@ fn full_call() -> Call {
         run_id: "run-7".into(),
         origin: Origin {
             agent: "ada".into(),
+            subject_to_rules: true,
             caller_call_id: Some("call_1".into()),
             client_id: Some("laptop".into()),
             user_id: Some("u-9".into()),
