@@ -27,7 +27,7 @@ use crate::domain::call::{Call, CallMetrics, FailedAttempt, Hold, Outcome, Statu
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Fault, SideEffect};
 use crate::domain::json::Json;
-use crate::domain::tool::Effect;
+use crate::domain::tool::{Effect, Executor};
 
 /// Ends the message of a fault that leaves open if an irreversible tool had its effect.
 pub(crate) const MAY_HAVE_HAPPENED: &str = "it may have happened, so a retry is not safe";
@@ -446,8 +446,10 @@ fn warn_of_side_effect(call: &Call, fault: Fault) -> Fault {
         return fault;
     }
     let message = match fault.code {
-        // Faults with this code say it in their own words.
+        // Faults with this code say it in their own words, and a caller that executes its own calls
+        // knows what has happened.
         Code::OutcomeUnknown => fault.message,
+        _ if call.target.executor == Executor::CALLER => fault.message,
         _ => format!("{}; {MAY_HAVE_HAPPENED}", fault.message),
     };
     Fault { message, retryable: false, ..fault }
@@ -470,15 +472,22 @@ fn repeats_failed_attempt(call: &Call, attempt: Option<u32>, result: &Result<Jso
     over && meant.is_some_and(|attempt| failed.matches_report(attempt, fault))
 }
 
+/// Returns true if the fault of an ended call has the message of this reported fault. Earlier
+/// versions stored the message as reported.
+pub(crate) fn is_final_message(call: &Call, stored: &Fault, reported: &Fault) -> bool {
+    stored.message == reported.message
+        || stored.message == warn_of_side_effect(call, reported.clone()).message
+}
+
 /// Returns true if a report matches the call's outcome.
 fn matches_outcome(call: &Call, result: &Result<Json, Fault>) -> bool {
     let Some(outcome) = &call.outcome else { return false };
     match (call.status, result) {
         (Status::Succeeded, Ok(data)) => outcome.data.as_ref() == Some(data),
-        (Status::Failed, Err(fault)) => outcome.error.as_ref().is_some_and(|error| {
-            let fault = warn_of_side_effect(call, fault.clone());
-            (error.code, &error.message) == (fault.code, &fault.message)
-        }),
+        (Status::Failed, Err(fault)) => outcome
+            .error
+            .as_ref()
+            .is_some_and(|error| error.code == fault.code && is_final_message(call, error, fault)),
         _ => false,
     }
 }

@@ -10,7 +10,7 @@ use super::*;
 use crate::domain::call::{Origin, Target};
 use crate::domain::id::CallId;
 use crate::domain::retry::Backoff;
-use crate::domain::tool::{Executor, SourceTraits};
+use crate::domain::tool::SourceTraits;
 
 const CREATED: u64 = 1_000_000;
 const NOW: u64 = CREATED + 1_000;

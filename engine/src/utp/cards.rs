@@ -11,6 +11,7 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
 use crate::domain::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT};
 use crate::domain::utp::{Route, ToolStatus};
+use crate::lifecycle::is_final_message;
 use crate::ports::core::from_store_error;
 use crate::ports::store::utp::PutCardResult;
 use crate::utp::Utp;
@@ -177,7 +178,7 @@ impl Utp {
             let error = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
             let card_fault = |card: &Card| card::fault_from_error(card.content.get("error"));
             let same_error =
-                |card: &Card| error.is_none_or(|e| e.message == card_fault(card).message);
+                |card: &Card| error.is_none_or(|e| is_final_message(call, e, &card_fault(card)));
             let same = |card: &Card| by_tool && same_status(card) && same_error(card);
             if let Some(card) = written.map_err(from_store_error)?.filter(same) {
                 return Ok(Some(card));

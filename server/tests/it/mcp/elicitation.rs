@@ -238,7 +238,7 @@ async fn a_client_that_cannot_ask_learns_what_is_asked_and_how_to_answer() {
     // A batch tells a model the same.
     let entry = json!({ "call_id": "a", "name": "hello.one", "args": {} });
     let body = json!({ "run_id": "run_1", "tool_calls": [entry], "wait_ms": 300 });
-    let answer = api.post("/v1/tool_calls", body).await.is(200);
+    let answer = api.post("/v1/tool_calls", body).await.is(202);
     let result = &answer["results"][0];
     assert!(result["message"].as_str().unwrap().contains("/answer"), "{answer}");
     assert_eq!(result["questions"]["name"]["params"]["message"], "Who?");

@@ -104,7 +104,7 @@ async fn if_the_fallback_fails_too_the_call_has_its_error() {
     let request = client.take().await;
     assert_eq!(client.fail(&request, json!("down as well")).await["status"], "FAILED");
     let call = api.call(&id).await;
-    assert_eq!(message(&call["error"]), "down as well");
+    assert!(message(&call["error"]).starts_with("down as well"), "{call}");
     assert_eq!(call["outcome"]["metrics"]["attempts"], 2);
 }
 

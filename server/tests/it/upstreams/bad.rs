@@ -138,7 +138,9 @@ async fn secrets_are_redacted_from_upstream_errors() {
     settings.env.insert("TOKEN".into(), "sesame-open-123".into());
     let server = super::server(vec![settings]).await;
     let ended = call(&server.operator(), "fixture.leak", json!({})).await;
-    assert_eq!(ended["error"]["message"], "fixture: no entry with [TOKEN]", "{ended}");
+    let message = ended["error"]["message"].as_str().unwrap();
+    assert!(message.starts_with("fixture: no entry with [TOKEN];"), "{ended}");
+    assert!(!ended.to_string().contains("sesame"), "{ended}");
 }
 
 #[tokio::test]

@@ -337,3 +337,67 @@ async fn a_stopping_tool_service_finishes_its_commands() {
         assert_eq!(call["result"], json!({ "n": n }), "{call}");
     }
 }
+
+#[tokio::test]
+async fn a_retry_of_a_tool_service_is_refused() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    api.post("/projects/default/tools", tool("echo.work", "echo", json!({}))).await.is(201);
+    let body = |retry: u32| json!({ "run_id": "run_1", "args": {}, "retry": retry });
+    let error = api.post("/v1/tools/echo.work/invoke", body(1)).await;
+    let error = error.refused(422, "VALIDATION_ERROR");
+    assert_eq!(error["detail"]["pointer"], "/retry", "{error}");
+    assert!(error["message"].as_str().unwrap().contains("retry must be 0 for echo.work"));
+    api.post("/v1/tools/echo.work/invoke", body(0)).await.is(202);
+    let entry = json!({ "call_id": "a", "name": "echo.work", "args": {}, "retry": 1 });
+    let batch = json!({ "run_id": "run_1", "tool_calls": [entry] });
+    let answer = api.post("/v1/tool_calls", batch).await.is(200);
+    let error = &answer["results"][0]["error"];
+    assert_eq!(error["code"], "VALIDATION_ERROR", "{answer}");
+}
+
+#[tokio::test]
+async fn max_parallel_of_the_server_counts_the_work_of_tool_services() {
+    let Some(nats) = Nats::start().await else { return };
+    let url = nats.url();
+    let server = Server::with(|config| {
+        config.nats.url = Some(url);
+        config.policy.max_parallel = 1;
+    })
+    .await;
+    let api = server.api();
+    api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
+    let first = api.invoke("hand.work", json!({ "n": 1 })).await;
+    let second = api.invoke("hand.work", json!({ "n": 2 })).await;
+    let peer = nats.peer().await;
+    let command = peer.next("hand").await;
+    command.ack().await;
+    let waiting = api.call(&second).await;
+    assert_eq!((&waiting["hold"]["reason"], &waiting["attempt"]), (&json!("queue"), &json!(0)));
+    assert_eq!(command.payload["tool_call_id"], json!(first));
+    let mut done = report(&command.payload, "r-first", "success");
+    done["card"] = result_card(&command.payload, "r-first", "success", json!(1));
+    assert_eq!(peer.request("sys.l0.report", done).await["ok"], true);
+    let command = peer.next("hand").await;
+    assert_eq!(command.payload["tool_call_id"], json!(second), "the slot is free again");
+}
+
+#[tokio::test]
+async fn a_definition_sets_the_time_of_an_attempt() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    let limits = json!({ "effect": "read", "attempt_timeout_ms": 300, "input_timeout_ms": 5_000 });
+    api.post("/projects/default/tools", tool("echo.work", "echo", limits)).await.is(201);
+    let wrong = tool("bad.work", "echo", json!({ "attempt_timeout_ms": "soon" }));
+    let error = api.post("/projects/default/tools", wrong).await.refused(400, "BAD_REQUEST");
+    assert!(error["message"].as_str().unwrap().contains("attempt_timeout_ms"), "{error}");
+    let id = api.invoke("echo.work", json!({})).await;
+    let call = api.finished(&id).await;
+    assert_eq!((&call["status"], &call["error"]["code"]), (&json!("TIMEOUT"), &json!("TIMEOUT")));
+    assert_eq!(
+        (&call["attempt_timeout_ms"], &call["input_timeout_ms"]),
+        (&json!(300), &json!(5_000))
+    );
+}
