@@ -186,7 +186,7 @@ fn dependencies_point_down() {
 }
 
 /// The layers of the engine. A module uses only those before it.
-const LAYERS: [&str; 16] = [
+const LAYERS: [&str; 17] = [
     "domain",
     "project_limiter",
     "schema",
