@@ -355,8 +355,8 @@ impl Calls {
                 delivery.mark_delivered();
                 continue;
             };
-            if call.status == Status::Canceled && call.attempt == 0 {
-                // It was canceled before it did anything, so the request starts anew.
+            if call.status == Status::Canceled && call.started_ms.is_none() {
+                // It was canceled before an executor began, so the request starts anew.
                 delivery.mark_delivered();
                 continue;
             }

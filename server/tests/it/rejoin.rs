@@ -11,8 +11,8 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use toolcrib_bench::model::{ScriptedModel, text_reply, tool_call_reply};
 
+use crate::support::Server;
 use crate::support::api::{Api, offer, offer_with};
-use crate::support::{Server, until};
 
 /// The tool that must not run twice; the test executes its calls as the client `bank`.
 const TOOL: &str = "bank.pay";
@@ -196,16 +196,15 @@ async fn a_repeated_request_for_a_run_joins_the_run() {
 
 #[tokio::test]
 async fn a_key_can_turn_rejoin_off() {
-    let (server, api) = start_bank().await;
-    let _operator = server.keyed("default", "ops", "admin", &[]).await;
+    let (server, _api) = start_bank().await;
+    let operator = server.keyed("default", "ops", "admin", &[]).await;
     let provider = server.keyed("default", "default", "provider", &[]).await;
     let body = json!({ "agent": "cron", "allow": ["bank.*"], "rejoin": false });
-    let created = _operator.post("/v1/keys", body).await.is(201);
+    let created = operator.post("/v1/keys", body).await.is(201);
     assert_eq!(created["rejoin"], false, "{created}");
     let cron = server.with_key(text(&created, "key"));
-    let ids = [(); 2].map(|()| ());
     let mut seen = Vec::new();
-    for () in ids {
+    for _ in 0..2 {
         let sending = tokio::spawn({
             let cron = cron.clone();
             async move { cron.post(WAITING, payment()).await }
@@ -215,8 +214,4 @@ async fn a_key_can_turn_rejoin_off() {
         let _ = sending.await;
     }
     assert_ne!(seen[0], seen[1]);
-    until("the server to run on", || async {
-        api.get("/healthz").await.status.is_success().then_some(())
-    })
-    .await;
 }

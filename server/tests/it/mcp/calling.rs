@@ -228,7 +228,7 @@ async fn poll_call_id(api: &Api) -> String {
 
 #[tokio::test]
 async fn closing_the_stream_cancels_only_in_the_modern_revision() {
-    let server = Server::start().await;
+    let server = Server::with(|config| config.policy.disconnect_grace_ms = 50).await;
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
     let modern = Mcp::modern(&api);
@@ -241,14 +241,16 @@ async fn closing_the_stream_cancels_only_in_the_modern_revision() {
     assert!(call["error"]["message"].as_str().unwrap().contains("client"), "{call}");
     // A legacy client may reconnect, so only its notification cancels the call.
     let legacy = Mcp::legacy(&api).await;
-    let params = json!({ "name": "slow.one", "arguments": {} });
-    let request = legacy.request("tools/call", params.clone());
+    // Other arguments each time: the same request would join the call of the lost stream.
+    let params = json!({ "name": "slow.one", "arguments": { "n": 1 } });
+    let request = legacy.request("tools/call", params);
     let request_task =
         tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await });
     let id = poll_call_id(&api).await;
     request_task.abort();
     legacy.ask("ping", json!({})).await.result();
     assert_ne!(api.call(&id).await["status"], "CANCELED");
+    let params = json!({ "name": "slow.one", "arguments": { "n": 2 } });
     let built = legacy.request("tools/call", params).build().unwrap();
     let body: Value = serde_json::from_slice(built.body().unwrap().as_bytes().unwrap()).unwrap();
     let request_task =
@@ -261,8 +263,42 @@ async fn closing_the_stream_cancels_only_in_the_modern_revision() {
 }
 
 #[tokio::test]
-async fn a_call_with_an_idempotency_key_outlives_its_stream() {
+async fn a_repeated_request_joins_the_call_of_a_lost_stream_unless_the_tool_only_reads() {
     let server = Server::start().await;
+    let api = server.api();
+    let read = offer_with("slow.read", json!({ "effect": "read" }));
+    api.register("pc_1", json!([offer("slow.pay"), read])).await;
+    let client = Mcp::modern(&api);
+    let ask = |tool: &str| {
+        let request = client.request("tools/call", json!({ "name": tool, "arguments": {} }));
+        tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() })
+    };
+    let lost = ask("slow.read");
+    let id = poll_call_id(&api).await;
+    lost.abort();
+    api.until_status(&id, "CANCELED").await;
+    let lost = ask("slow.pay");
+    let id = poll_call_id(&api).await;
+    lost.abort();
+    let _ = lost.await;
+    let again = ask("slow.pay");
+    api.succeed(&id, json!({ "paid": true })).await;
+    let response: Value = serde_json::from_str(&soon("the answer", again).await.unwrap()).unwrap();
+    assert_eq!(response["result"]["structuredContent"], json!({ "paid": true }), "{response}");
+    assert_eq!(response["result"]["_meta"]["toolcrib/joined"], true, "{response}");
+    assert_eq!(call_id_of(&response["result"]), id);
+    // It was delivered, so the same request is a new call.
+    let third = ask("slow.pay");
+    let other = poll_call_id(&api).await;
+    assert_ne!(other, id);
+    api.succeed(&other, json!({})).await;
+    let response: Value = serde_json::from_str(&soon("the answer", third).await.unwrap()).unwrap();
+    assert_eq!(response["result"]["_meta"].get("toolcrib/joined"), None, "{response}");
+}
+
+#[tokio::test]
+async fn a_call_with_an_idempotency_key_outlives_its_stream() {
+    let server = Server::with(|config| config.policy.disconnect_grace_ms = 50).await;
     let api = server.api();
     api.register("pc_1", json!([offer("slow.one")])).await;
     let client = Mcp::modern(&api);
@@ -275,7 +311,7 @@ async fn a_call_with_an_idempotency_key_outlives_its_stream() {
     let with_key = ask(once.clone());
     let id = poll_call_id(&api).await;
     with_key.abort();
-    // Without a key the disconnect cancels the call.
+    // Without a key the disconnect cancels the call, after the grace period.
     let plain = ask(json!({}));
     let other = poll_call_id(&api).await;
     plain.abort();

@@ -109,8 +109,13 @@ async fn a_conversation_without_its_requester_stops_after_the_grace_period() {
     let connection = send_request(&api.address, "/v1/chat/completions", &chat_body(false)).await;
     let request = api.poll("bank").await;
     drop(connection);
-    // The conversation is continued from its checkpoint, with the call that it made.
-    tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+    // The task of the conversation ends after the grace period. Its call goes on.
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let before = tasks();
+    crate::support::until("the conversation to stop", || async {
+        (tasks() < before).then_some(())
+    })
+    .await;
     api.succeed(text(&request, "tool_call_id"), json!({ "paid": 5 })).await;
     assert_eq!(model.requests().len(), 1, "the loop has stopped");
     let reply = api.post("/v1/chat/completions", chat_body(false)).await;

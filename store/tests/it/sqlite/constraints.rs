@@ -152,7 +152,7 @@ async fn an_api_key_is_not_revoked_before_its_creation() {
 
 #[tokio::test]
 async fn a_key_digest_is_unique() {
-    let sql = "INSERT INTO keys SELECT 'key_2', digest, project, agent, role, 1, NULL FROM keys";
+    let sql = "INSERT INTO keys SELECT 'key_2', digest, project, agent, role, 1, NULL, 1 FROM keys";
     assert_rejected(sql, "UNIQUE constraint failed: keys.digest").await;
 }
 
