@@ -16,7 +16,6 @@ use anyhow::{Context, bail};
 use serde_json::{Map, Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use toolcrib::domain::call::Hold;
 use toolcrib::{Call, CallRequest, Caller, Engine, Json};
 use toolcrib_server::bootstrap::{self, ServerRuntime};
 use toolcrib_server::config::Config;
