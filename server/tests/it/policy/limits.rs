@@ -149,7 +149,7 @@ async fn max_parallel_of_the_server_queues_calls_and_loses_none() {
 #[tokio::test]
 async fn max_parallel_of_the_server_and_the_project_counts_clients() {
     let policy = |max_parallel| ExecutionPolicyPatch { max_parallel, ..Default::default() };
-    let project = ProjectSettings { policy: policy(Some(1)), ..Default::default() };
+    let project = ProjectSettings { policy: policy(Some(1)) };
     for per_project in [false, true] {
         let server = Server::with(|config| match per_project {
             true => drop(config.projects.insert("default".into(), project.clone())),

@@ -154,7 +154,14 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
     let asking =
         Call { hold, deadline_ms: NOW + 3_600_000, elicitation: elicitation_with(true), ..call() };
     let answered = Call { elicitation: elicitation_with(false), ..call() };
-    for held in [asking, answered] {
+    let limited = Call {
+        hold: Some(Hold::Unacknowledged),
+        attempt_timeout_ms: Some(1_500),
+        attempt_deadline_ms: Some(NOW + 1_500),
+        input_timeout_ms: 60_000,
+        ..call()
+    };
+    for held in [asking, answered, limited] {
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }
