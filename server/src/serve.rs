@@ -1,8 +1,8 @@
 //! Runs the server: listens, prints the banner, accepts connections and shuts down in order.
 //!
-//! `connections` limits the number of connections and the time that each may stay idle. On SIGTERM or Ctrl-C the server
-//! accepts no more calls and lets running calls finish within a limit. The next start recovers the
-//! rest.
+//! `connections` limits the number of connections and the time that each may stay idle. On SIGTERM
+//! or Ctrl-C the server accepts no more calls and lets running calls finish within a limit. The
+//! next start recovers the rest.
 
 mod connections;
 use std::io::IsTerminal;
