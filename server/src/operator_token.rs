@@ -29,8 +29,8 @@ pub fn token_file(data_dir: &Path) -> PathBuf {
 }
 
 /// Returns the credential of this server's operator. Keeps the token of an earlier start if its
-/// file is private, and otherwise writes a new one. Returns `None` if the directory cannot be written:
-/// the server then runs without an operator token.
+/// file is private, and otherwise writes a new one. Returns `None` if the directory cannot be
+/// written: the server then runs without an operator token.
 pub fn prepare_credential(data_dir: &Path) -> Option<OperatorCredential> {
     match load_or_create(data_dir) {
         Ok(token) => {

@@ -65,8 +65,8 @@ impl Registry {
         self.tool_names_in_metrics.unwrap_or(true)
     }
 
-    /// Returns true if `/metrics` shows the names of projects' tools to this caller. By default they
-    /// are for the operator and admin keys: one project must not learn the tools of another.
+    /// Returns true if `/metrics` shows the names of projects' tools to this caller. By default
+    /// they are for the operator and admin keys: one project must not learn another's tools.
     pub fn shows_tool_names(&self, caller: Option<&Caller>) -> bool {
         self.tool_names_in_metrics.unwrap_or_else(|| {
             caller.is_some_and(|caller| {
