@@ -16,8 +16,10 @@
 //!   any open state ── a rule of the system ──▶ FAILED
 //! ```
 
+mod stops;
 pub(crate) mod time_limits;
 use serde_json::{Map, Value};
+use stops::{abort, cancel, deny};
 use time_limits::{
     attempt_deadline, extend_predecessor_wait, retries_left, time_out, time_out_attempt,
 };
@@ -655,69 +657,6 @@ fn start_after_predecessor(call: &Call, now_ms: u64) -> Result<Transition, Refus
     next.hold = Some(Hold::Queue);
     next.deadline_ms = call.deadline_ms.min(now_ms.saturating_add(timeout_ms));
     Ok(into_transition(next, vec![], vec![Action::Enqueue]))
-}
-
-/// Ends a call because of a rule of the system. The status is FAILED and not CANCELED, which is
-/// for calls that their callers cancel: the first version of the API knows only SUCCEEDED, FAILED
-/// and TIMEOUT, and its callers would wait for an end that never comes.
-fn abort(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition, Refusal> {
-    if call.status.is_terminal() {
-        return Err(Refusal::AlreadyEnded(ignored_record(call, now_ms, "stopped after the end")));
-    }
-    let mut actions = stop_actions(call);
-    actions.push(Action::NotifyEnded);
-    let end = end_call(call.clone(), Status::Failed, (false, None, Some(fault.clone())), now_ms);
-    let record = end_record(&end, EventKind::Failed, now_ms).with("code", fault.code.as_str());
-    Ok(into_transition(end, vec![record], actions))
-}
-
-/// Ends a call at its caller's request.
-fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Transition, Refusal> {
-    if call.status == Status::Canceled {
-        return Err(Refusal::Duplicate);
-    }
-    if call.status.is_terminal() {
-        return Err(Refusal::AlreadyEnded(
-            ignored_record(call, now_ms, "canceled after the end").with("by", by),
-        ));
-    }
-    let under_way = call.status == Status::Running && call.target.effect != Effect::Read;
-    let because = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
-    let may = match (under_way, call.target.effect) {
-        (true, Effect::Irreversible) => {
-            "; it was under way and may have taken effect: a retry is not safe"
-        }
-        (true, _) => "; it was under way and may have taken effect",
-        (false, _) => "",
-    };
-    let fault = Fault::new(Code::Canceled, format!("canceled by {by}{because}{may}"));
-    let mut actions = stop_actions(call);
-    actions.push(Action::NotifyEnded);
-    let end = end_call(call.clone(), Status::Canceled, (false, None, Some(fault)), now_ms);
-    let mut record = end_record(&end, EventKind::Canceled, now_ms).with("by", by);
-    if let Some(reason) = reason {
-        record = record.with("reason", reason);
-    }
-    Ok(into_transition(end, vec![record], actions))
-}
-
-/// Ends a call that has become forbidden before it started to run. A running attempt finishes: the
-/// call was allowed when it started.
-fn deny(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition, Refusal> {
-    if call.status != Status::Pending {
-        return Err(Refusal::NotApplicable);
-    }
-    let mut fault = fault.clone();
-    if call.attempt > 0 {
-        // An earlier attempt, or one that was delivered and not acknowledged, may have had effects.
-        fault.side_effect = SideEffect::Possible;
-    }
-    let mut actions = stop_actions(call);
-    actions.push(Action::NotifyEnded);
-    let code = fault.code.as_str();
-    let end = end_call(call.clone(), Status::Failed, (false, None, Some(fault)), now_ms);
-    let record = end_record(&end, EventKind::Failed, now_ms).with("code", code);
-    Ok(into_transition(end, vec![record], actions))
 }
 
 /// Recovers a call whose owner process is gone. An attempt that survives the process is delivered

@@ -201,10 +201,9 @@ impl EngineBuilder {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
         let client_queue = Arc::new(ClientQueue::new(clock.clone()));
         let runs_handle = RunsHandle::default();
-        let mut tools = self.tools;
-        if self.has_result_read {
-            tools.push(Arc::new(read_result::result_read_tool(runs_handle.clone())));
-        }
+        let result_read = || read_result::result_read_tool(runs_handle.clone());
+        let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
+        let tools = self.tools.into_iter().chain(result_read).collect();
         let sources = collect_sources(tools, &client_queue, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
         let id_generator = IdGenerator::default();
@@ -236,12 +235,9 @@ impl EngineBuilder {
             registry: registry.clone(),
             client_queue: client_queue.clone(),
         });
-        let dispatcher = Arc::new(Dispatcher::new(
-            core.clone(),
-            registry.clone(),
-            client_queue.clone(),
-            sources,
-        ));
+        let dispatcher =
+            Dispatcher::new(core.clone(), registry.clone(), client_queue.clone(), sources);
+        let dispatcher = Arc::new(dispatcher);
         let calls = Arc::new(Calls {
             core: core.clone(),
             registry: registry.clone(),

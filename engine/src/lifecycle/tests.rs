@@ -387,7 +387,8 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, DUP,   ENDED, ENDED, ENDED, ENDED],
         Case::AcknowledgedByOther =>
             [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
-        Case::AcknowledgedOldAttempt =>
+        Case::AcknowledgedOldAttempt | Case::RemoteOldAttempt | Case::DetachedOldAttempt
+        | Case::InputRequiredOldAttempt =>
             [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
         Case::ReportedSuccess =>
             [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, OK,    DUP,   ENDED, ENDED, ENDED],
@@ -403,28 +404,18 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [WRONG, WRONG, WRONG, TIME,  WRONG, WRONG, TIME,  ENDED, ENDED, ENDED, ENDED],
         Case::RemoteCanceled =>
             [WRONG, WRONG, WRONG, FAIL,  WRONG, WRONG, FAIL,  ENDED, ENDED, ENDED, ENDED],
-        Case::RemoteOldAttempt =>
-            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
         Case::Detached =>
             [WRONG, WRONG, WRONG, UNACK, WRONG, WRONG, RUN,   ENDED, ENDED, ENDED, ENDED],
-        Case::DetachedOldAttempt =>
-            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
-        Case::DeadlineEarly =>
+        Case::DeadlineEarly | Case::AttemptDeadlineEarly | Case::AttemptDeadlineOldAttempt =>
             [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::DeadlineDue =>
             [TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  NO,    NO,    NO,    NO],
-        Case::AttemptDeadlineEarly =>
-            [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::AttemptDeadlineDue =>
             [NO,    NO,    NO,    RETRY, NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
         Case::AttemptDeadlineAbsent =>
             [NO,    NO,    NO,    UNACK, NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
-        Case::AttemptDeadlineOldAttempt =>
-            [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::InputRequired =>
             [WRONG, WRONG, WRONG, INPUT, WRONG, WRONG, INPUT, ENDED, ENDED, ENDED, ENDED],
-        Case::InputRequiredOldAttempt =>
-            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
         Case::AllAnswers =>
             [NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    ENDED, ENDED, ENDED, ENDED],
         Case::SomeAnswers =>

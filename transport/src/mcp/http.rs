@@ -179,7 +179,26 @@ impl McpHttpState {
         let is_json = content_type(&parts.headers).is_some_and(|kind| kind == "application/json");
         let deliveries = ResponseDeliveries::default();
         parts.extensions.insert(deliveries.clone());
-        let mut answer = match (method.as_deref(), &session) {
+        let mut answer = self.dispatch(parts, body, view, session, method.as_deref()).await?;
+        // rmcp reports every body that it cannot read as one of an unsupported type.
+        if is_json && answer.status() == StatusCode::UNSUPPORTED_MEDIA_TYPE {
+            let message = "the body is JSON, but no JSON-RPC 2.0 request, notification or response";
+            return Ok(invalid_message_response(id, -32600, message));
+        }
+        answer.extensions_mut().insert(deliveries);
+        Ok(answer)
+    }
+
+    /// Answers a message by its method.
+    async fn dispatch(
+        &self,
+        mut parts: Parts,
+        body: axum::body::Bytes,
+        view: CallerView,
+        session: Option<String>,
+        method: Option<&str>,
+    ) -> Result<Response, Error> {
+        Ok(match (method, &session) {
             (Some("tools/call"), _) => {
                 let marked = duplicate_keys::mark_message(&body);
                 let body = marked.map_or(body, axum::body::Bytes::from);
@@ -206,14 +225,7 @@ impl McpHttpState {
                 self.handle(parts, body, view).await
             }
             _ => self.handle(parts, body, view).await,
-        };
-        // rmcp reports every body that it cannot read as one of an unsupported type.
-        if is_json && answer.status() == StatusCode::UNSUPPORTED_MEDIA_TYPE {
-            let message = "the body is JSON, but no JSON-RPC 2.0 request, notification or response";
-            return Ok(invalid_message_response(id, -32600, message));
-        }
-        answer.extensions_mut().insert(deliveries);
-        Ok(answer)
+        })
     }
 
     /// Restores a session that this process does not know, before any of its requests.
