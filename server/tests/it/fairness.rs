@@ -224,6 +224,12 @@ async fn an_idle_websocket_takes_little_memory() {
     for n in 0..MANY {
         connect(n).await;
     }
-    let each = resident_kib(server.pid()).saturating_sub(before) / MANY;
+    let after = resident_kib(server.pid());
+    let metrics = server.http.get(server.url("/metrics")).send().await.unwrap();
+    let metrics = metrics.text().await.unwrap();
+    assert!(metrics.contains(&format!("toolcrib_streams_open {}\n", MANY + 50)), "{metrics}");
+    // Fewer bytes than before would mean that something else gave memory back meanwhile.
+    assert!(after > before, "{before} KiB before, {after} KiB after");
+    let each = (after - before) / MANY;
     assert!(each <= 40, "{each} KiB per idle WebSocket");
 }
