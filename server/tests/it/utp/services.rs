@@ -145,7 +145,7 @@ fn utp_serve_command(
     more: &[&str],
 ) -> Command {
     let settings = format!(
-        "[http]\nhosts = [\"http://{0}\"]\nallow_private = true\n\
+        "[http]\nhosts = [\"http://{0}\"]\nallow_private = true\nallow_envs = [\"PETS_*\"]\n\
          [http.jina]\nsearch_url = \"http://{0}\"\n",
         upstream.address
     );
