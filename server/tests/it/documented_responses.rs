@@ -101,7 +101,7 @@ async fn refusals_without_credentials_are_documented() {
 #[tokio::test]
 async fn successes_fit_their_documented_schemas() {
     let server = Server::start().await;
-    let api = server.api();
+    let api = server.operator();
     api.register("c1", json!([offer("a.tool")])).await;
     api.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);
     let document = Document::new();

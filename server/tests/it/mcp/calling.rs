@@ -271,7 +271,7 @@ async fn a_repeated_request_joins_the_call_of_a_lost_stream_unless_the_tool_only
     let client = Mcp::modern(&api);
     let ask = |tool: &str| {
         let request = client.request("tools/call", json!({ "name": tool, "arguments": {} }));
-        tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() })
+        tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await })
     };
     let lost = ask("slow.read");
     let id = poll_call_id(&api).await;
@@ -283,17 +283,17 @@ async fn a_repeated_request_joins_the_call_of_a_lost_stream_unless_the_tool_only
     let _ = lost.await;
     let again = ask("slow.pay");
     api.succeed(&id, json!({ "paid": true })).await;
-    let response: Value = serde_json::from_str(&soon("the answer", again).await.unwrap()).unwrap();
-    assert_eq!(response["result"]["structuredContent"], json!({ "paid": true }), "{response}");
-    assert_eq!(response["result"]["_meta"]["toolcrib/joined"], true, "{response}");
-    assert_eq!(call_id_of(&response["result"]), id);
+    let result = soon("the answer", again).await.unwrap().result();
+    assert_eq!(result["structuredContent"], json!({ "paid": true }), "{result}");
+    assert_eq!(result["_meta"]["toolcrib/joined"], true, "{result}");
+    assert_eq!(call_id_of(&result), id);
     // It was delivered, so the same request is a new call.
     let third = ask("slow.pay");
     let other = poll_call_id(&api).await;
     assert_ne!(other, id);
     api.succeed(&other, json!({})).await;
-    let response: Value = serde_json::from_str(&soon("the answer", third).await.unwrap()).unwrap();
-    assert_eq!(response["result"]["_meta"].get("toolcrib/joined"), None, "{response}");
+    let result = soon("the answer", third).await.unwrap().result();
+    assert_eq!(result["_meta"].get("toolcrib/joined"), None, "{result}");
 }
 
 #[tokio::test]

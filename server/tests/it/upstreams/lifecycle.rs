@@ -33,13 +33,13 @@ async fn an_added_upstream_survives_a_restart_until_it_is_removed() {
 async fn the_tools_of_an_upstream_that_is_away_say_so() {
     let upstream = Http::start().await;
     let server = Server::start().await;
-    let api = server.api();
+    let api = server.operator();
     let body = json!({ "name": "fixture", "url": upstream.url() });
     api.post("/v1/sources/mcp?wait_ms=30000", body).await.is(201);
     assert_eq!(api.get("/v1/tools/fixture.echo").await.is(200)["available"], true);
     upstream.stop();
     let server = server.restart().await;
-    let api = server.api();
+    let api = server.operator();
     let tool = until("the tool to be unavailable", || async {
         let tool = api.get("/v1/tools/fixture.echo").await.is(200);
         (tool["available"] == false).then_some(tool)
