@@ -9,8 +9,8 @@
 //! over: it is `waiting` again, for the new requester.
 //!
 //! Candidates are stored with their work ([`crate::ports::store::undelivered`]), so that they
-//! survive a crash: every candidate tha start finds is gone. A delivered one leaves memory at
-//! once and the store with its next commit, so that no response waits for it.
+//! survive a crash: every candidate that a start finds is gone. A delivered one leaves memory at
+//! once and the store a moment later, so that no response waits for it.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -9,6 +9,7 @@
 //! It answers elicitations with values that match their schemas, and reads resources and prompts.
 //! When a sign-in is required, it opens the URL that Toolcrib shows, as a browser would.
 
+use std::sync::OnceLock;
 use std::time::Duration;
 use toolcrib::calls::Until;
 
@@ -19,10 +20,13 @@ use tokio_util::sync::CancellationToken;
 use toolcrib::{Call, CallRequest, Caller, Engine, Json};
 use toolcrib_server::bootstrap::{self, ServerRuntime};
 use toolcrib_server::config::Config;
-use toolcrib_server::serve;
+use toolcrib_server::{operator_token, serve};
 use toolcrib_sources::mcp::{McpOauthSettings, McpServerSettings};
 
 const NAME: &str = "suite";
+
+/// The token with which this program reads the state of its source.
+static OPERATOR_TOKEN: OnceLock<String> = OnceLock::new();
 
 /// The URL at which the suite expects the metadata of our OAuth client.
 const CLIENT: &str = "https://conformance-test.local/client-metadata.json";
@@ -55,6 +59,8 @@ async fn main() -> anyhow::Result<()> {
         ..Config::default()
     };
     let served = bootstrap::start_server(&config).await?;
+    let token = std::fs::read_to_string(operator_token::token_file(directory.path()))?;
+    OPERATOR_TOKEN.get_or_init(|| token.trim().to_owned());
     let (router, stop) = (served.http_router(&config), CancellationToken::new());
     let serving = serve::serve_listener(listener, router, &config, stop.clone());
     let crib = format!("http://{address}/v1/sources/mcp/{NAME}");
@@ -120,7 +126,8 @@ async fn person(crib: &str) -> anyhow::Error {
 
 /// Reads the state of the suite's server from Toolcrib.
 async fn source(browser: &reqwest::Client, crib: &str) -> anyhow::Result<Value> {
-    Ok(browser.get(crib).send().await?.json().await?)
+    let token = OPERATOR_TOKEN.get().context("the operator token")?;
+    Ok(browser.get(crib).bearer_auth(token).send().await?.json().await?)
 }
 
 /// Waits until the suite's server is ready. Fails when it stays away.

@@ -131,18 +131,12 @@ async fn check_full_disk(mut server: Server, disk: Disk) {
         );
     }
     // A running server may move pages from the WAL to the database while both are copied.
-    send_signal(&server, "STOP");
+    server.signal("STOP");
     let stored = check(&disk.data(&server));
-    send_signal(&server, "CONT");
+    server.signal("CONT");
     assert_eq!(stored.open, acked.len() - 1, "rejected calls are not stored");
     assert!(acked.iter().all(|id| stored.calls.contains_key(id)));
     assert!(server.stop().await.success());
-}
-
-fn send_signal(server: &Server, signal: &str) {
-    let pid = server.pid().to_string();
-    let sent = Command::new("kill").args(["-s", signal, &pid]).status().unwrap();
-    assert!(sent.success(), "{signal}");
 }
 
 fn parked(bytes: usize) -> Value {
