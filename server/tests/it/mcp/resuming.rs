@@ -108,7 +108,8 @@ async fn a_call_that_is_unknown_ends_the_resumed_stream_with_an_error() {
     let (_first, event) = begin(&client).await;
     take(&server).await;
     let (call, rest) = event.split_once('.').unwrap();
-    let unknown = format!("{}0.{rest}", &call[..call.len() - 1]);
+    let (head, last) = call.split_at(call.len() - 1);
+    let unknown = format!("{head}{}.{rest}", if last == "0" { "1" } else { "0" });
     let mut stream = client.resume(&unknown).await;
     let message = stream.next().await.unwrap();
     assert_eq!((&message["id"], &message["error"]["code"]), (&json!(1), &json!(-32602)));
