@@ -20,7 +20,7 @@ use toolcrib::domain::trace::TraceParent;
 use toolcrib::{CallId, Caller};
 
 use super::HttpState;
-use crate::auth;
+use crate::auth::{self, RequestCredentials};
 use crate::http::problem::ApiError;
 
 /// Maximum time to receive a body. A caller that sends one byte at a time must not hold a
@@ -34,11 +34,22 @@ impl FromRequestParts<HttpState> for AuthenticatedCaller {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
-        Ok(Self(auth::authenticate_request(
-            &state.engine,
-            &state.settings.origins,
-            &parts.headers,
-        )?))
+        Ok(Self(RequestCredentials::from_request_parts(parts, state).await?.caller().clone()))
+    }
+}
+
+impl FromRequestParts<HttpState> for RequestCredentials {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
+        if let Some(credentials) = parts.extensions.get::<Self>() {
+            return Ok(credentials.clone());
+        }
+        let (engine, origins) = (&state.engine, &state.settings.origins);
+        let credentials =
+            auth::authenticate_request(engine, origins, &parts.headers, &parts.extensions)?;
+        parts.extensions.insert(credentials.clone());
+        Ok(credentials)
     }
 }
 

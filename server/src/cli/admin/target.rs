@@ -85,7 +85,8 @@ impl AdminTarget {
                 }
                 let first = !engine.registry().has_keys();
                 let project = caller.project.clone();
-                let new = NewKey { project, agent, role, allow: allow.clone(), rejoin };
+                let new =
+                    NewKey { allow: allow.clone(), rejoin, ..NewKey::new(project, agent, role) };
                 let issued = engine
                     .admin()
                     .create_key(caller, new, toolcrib_transport::auth::generate_secret())
@@ -192,7 +193,7 @@ fn key_body(key: &ApiKey) -> Value {
         "id": key.id,
         "project": key.project,
         "agent": key.agent,
-        "role": key.role.as_str(),
+        "role": key.roles.to_string(),
         "created_at": key.created_ms / 1_000,
         "created_at_ms": key.created_ms,
         "revoked_at_ms": key.revoked_ms,

@@ -39,7 +39,7 @@ impl From<&ApiKey> for KeyBody {
             id: key.id.clone(),
             project: key.project.clone(),
             agent: key.agent.clone(),
-            role: key.role.as_str().to_owned(),
+            role: key.roles.to_string(),
             created_at: key.created_ms / 1_000,
             created_at_ms: key.created_ms,
             revoked_at_ms: key.revoked_ms,
@@ -110,7 +110,7 @@ pub(super) async fn create_key(
     }
     let project = body.project.unwrap_or_else(|| caller.project.clone());
     let rejoin = body.rejoin.unwrap_or(true);
-    let new = NewKey { project, agent: body.agent, role, allow, rejoin };
+    let new = NewKey { allow, rejoin, ..NewKey::new(project, body.agent, role) };
     let created = state.engine.admin().create_key(&caller, new, generate_secret()).await?;
     let body = CreatedKeyBody { info: KeyBody::from(&created.key), key: created.secret };
     Ok((StatusCode::CREATED, Json(body)))
