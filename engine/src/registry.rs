@@ -8,6 +8,7 @@ pub(crate) mod keys;
 pub(crate) mod model_tool_names;
 pub(crate) mod model_tools;
 pub(crate) mod projects;
+pub(crate) mod rules;
 pub(crate) mod search;
 pub(crate) mod session_tokens;
 pub(crate) mod sign_ins;
@@ -23,6 +24,7 @@ use sign_ins::SignInLog;
 use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
+pub use authorize::AccessRequest;
 pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
 pub use credentials::{Credentials, OperatorCredential};
 pub use keys::{CreatedKey, NewKey};

@@ -6,7 +6,7 @@
 //! decided again.
 
 pub mod credential;
-use crate::domain::access_rules::AccessRule;
+use crate::domain::access_rules::{AccessRule, RuleSetChange, RuleSetVersion};
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
 use crate::domain::utp::AgentEntry;
@@ -85,8 +85,10 @@ pub struct Directory {
     /// The latest time of day that a process has recorded, in Unix milliseconds. Credentials that
     /// end are checked against no earlier time, so that setting the clock back extends none.
     pub latest_time_ms: u64,
-    /// The access rules of all projects.
+    /// The access rules of all projects that are in force, by project and id.
     pub rules: Vec<AccessRule>,
+    /// The present version of each project's rules.
+    pub rule_versions: Vec<RuleSetVersion>,
     /// The upstreams added at run time.
     pub upstreams: Vec<Upstream>,
 }
@@ -184,17 +186,8 @@ pub enum DirectoryChange {
         /// Tokens revoked before this time are deleted, in Unix milliseconds.
         delete_before_ms: u64,
     },
-    /// Replaces the rule on the same agent and pattern.
-    PutRule(AccessRule),
-    /// Removes the rule on this agent and pattern.
-    DropRule {
-        /// Id of the rule's project.
-        project: String,
-        /// Agent name of the rule, or `*`.
-        agent: String,
-        /// Tool pattern of the rule, as stored.
-        pattern: String,
-    },
+    /// Makes a new version of a project's rules.
+    ChangeRules(Box<RuleSetChange>),
     /// Replaces the upstream's entry; its tools stay.
     PutUpstream(Box<Upstream>),
     /// Removes the upstream and all its tools.

@@ -95,7 +95,7 @@ impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
         let (agent, role) = (caller.agent.clone(), caller.roles.to_string());
         let attributes = (*caller.attributes).clone();
-        Self { agent, role, local: caller.is_exempt_from_rules(), keyed: false, attributes }
+        Self { agent, role, local: caller.spans_projects(), keyed: false, attributes }
     }
 }
 

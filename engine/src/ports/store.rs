@@ -6,6 +6,7 @@
 
 pub mod credentials;
 mod memory;
+pub mod rule_history;
 pub mod runs;
 pub mod undelivered;
 pub mod utp;
@@ -354,6 +355,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the store of undelivered requests.
     fn undelivered(&self) -> &dyn undelivered::UndeliveredRequestStore;
+
+    /// Returns the earlier versions of the access rules.
+    fn rule_history(&self) -> &dyn rule_history::RuleHistoryStore;
 
     /// Returns the store of upstream credentials.
     fn credentials(&self) -> &dyn credentials::UpstreamCredentialStore;

@@ -3,6 +3,7 @@
 //! `resource.tools` and `resource.project_agents`.
 
 mod api_keys;
+mod rules;
 use serde_json::Value;
 use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use toolcrib::domain::json::Json;
@@ -16,7 +17,7 @@ use super::{limit_param, strip_nul_chars};
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
     RowReader, decode, encode, encode_definition, read_audit, read_client, read_offer,
-    read_project, read_rule, read_tool, read_upstream,
+    read_project, read_tool, read_upstream,
 };
 
 pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
@@ -69,9 +70,8 @@ pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionEr
         keys: api_keys::list_keys(session).await?,
         session_tokens: api_keys::list_session_tokens(session).await?,
         latest_time_ms: read_counter(session, "latest_time_ms").await?,
-        rules: session
-            .query_map("SELECT project, agent, pattern, verdict FROM rules", &[], read_rule)
-            .await?,
+        rules: rules::rules_in_force(session).await?,
+        rule_versions: rules::present_versions(session).await?,
         upstreams: session.query_map(UPSTREAMS, &[], read_upstream).await?,
     };
     lent.end_snapshot().await?;
@@ -138,6 +138,7 @@ pub(super) async fn apply_change(
         DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
             set_upstream_tools(session, project, upstream, tools).await?;
         }
+        DirectoryChange::ChangeRules(change) => rules::apply(session, change).await?,
         DirectoryChange::AddKey(_)
         | DirectoryChange::RevokeKey { .. }
         | DirectoryChange::RotateKey { .. }
@@ -148,8 +149,6 @@ pub(super) async fn apply_change(
         }
         DirectoryChange::AddProject(_)
         | DirectoryChange::DropAgent { .. }
-        | DirectoryChange::PutRule(_)
-        | DirectoryChange::DropRule { .. }
         | DirectoryChange::PutUpstream(_)
         | DirectoryChange::DropUpstream { .. } => apply_simple_change(session, change).await?,
     }
@@ -174,18 +173,6 @@ async fn apply_simple_change(
             let sql = "DELETE FROM resource.project_agents \
                        WHERE project_id = $1 AND agent_id = $2";
             session.execute(sql, &[project, agent_id]).await
-        }
-        DirectoryChange::PutRule(rule) => {
-            let sql = "INSERT INTO rules VALUES ($1, $2, $3, $4) \
-                       ON CONFLICT (project, agent, pattern) \
-                       DO UPDATE SET verdict = excluded.verdict";
-            let params: SqlParams<'_> =
-                &[&rule.project, &rule.agent, &rule.pattern, &rule.verdict.as_str()];
-            session.execute(sql, params).await
-        }
-        DirectoryChange::DropRule { project, agent, pattern } => {
-            let sql = "DELETE FROM rules WHERE project = $1 AND agent = $2 AND pattern = $3";
-            session.execute(sql, &[project, agent, pattern]).await
         }
         DirectoryChange::PutUpstream(upstream) => {
             let sql = "INSERT INTO upstreams VALUES ($1, $2, $3, $4, $5) \

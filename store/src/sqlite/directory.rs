@@ -1,6 +1,7 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
 mod api_keys;
+mod rules;
 use rusqlite::{Connection, Row, params};
 use toolcrib::domain::directory::{
     AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
@@ -14,7 +15,7 @@ use super::reader::{query_map, to_store_error};
 use super::upstreams;
 use crate::row::{
     RowReader, decode, encode_definition, read_audit, read_client, read_offer, read_project,
-    read_rule, read_tool,
+    read_tool,
 };
 
 pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
@@ -57,11 +58,8 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
         keys: api_keys::list_keys(connection)?,
         session_tokens: api_keys::list_session_tokens(connection)?,
         latest_time_ms: read_counter(connection, "latest_time_ms")?,
-        rules: query_rows(
-            connection,
-            "SELECT project, agent, pattern, verdict FROM rules",
-            |row| read_rule(row),
-        )?,
+        rules: rules::rules_in_force(connection)?,
+        rule_versions: rules::present_versions(connection)?,
         upstreams: upstreams::list_upstreams(connection)?,
     };
     Ok(directory)
@@ -238,18 +236,7 @@ pub(super) fn apply_change(
         | DirectoryChange::ExpireSessionTokens { .. } => {
             api_keys::apply_credential_change(connection, change)?
         }
-        DirectoryChange::PutRule(rule) => {
-            connection.execute(
-                "INSERT OR REPLACE INTO rules VALUES (?1, ?2, ?3, ?4)",
-                params![rule.project, rule.agent, rule.pattern, rule.verdict.as_str()],
-            )?;
-        }
-        DirectoryChange::DropRule { project, agent, pattern } => {
-            connection.execute(
-                "DELETE FROM rules WHERE project = ?1 AND agent = ?2 AND pattern = ?3",
-                params![project, agent, pattern],
-            )?;
-        }
+        DirectoryChange::ChangeRules(change) => rules::apply(connection, change)?,
     }
     if let Some(entry) = entry {
         insert_audit_entry(connection, entry)?;

@@ -167,7 +167,7 @@ impl ToolListCache {
 
     /// Returns the caller's list for the present state of the directory.
     pub(super) fn for_caller(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
-        let local = caller.is_exempt_from_rules();
+        let local = caller.spans_projects();
         // Two session tokens with the same attributes have the same list.
         let attributes = CallerAttributes { credential: None, ..(*caller.attributes).clone() };
         let (project, agent) = (caller.project.clone(), caller.agent.clone());

@@ -4,6 +4,7 @@
 
 mod credentials;
 mod directory;
+mod rules;
 mod runs;
 mod undelivered;
 mod upstreams;
@@ -42,6 +43,7 @@ struct MemoryState {
     audit: Vec<AuditEntry>,
     runs: runs::MemoryRuns,
     credentials: credentials::Credentials,
+    rules: rules::MemoryRules,
     undelivered: BTreeMap<String, super::undelivered::UndeliveredRequest>,
 }
 
@@ -420,6 +422,10 @@ impl Store for MemoryStore {
         self
     }
 
+    fn rule_history(&self) -> &dyn crate::ports::store::rule_history::RuleHistoryStore {
+        self
+    }
+
     fn credentials(&self) -> &dyn crate::ports::store::credentials::UpstreamCredentialStore {
         self
     }
@@ -449,6 +455,11 @@ impl MemoryState {
             DirectoryChange::PutUpstream(_)
             | DirectoryChange::DropUpstream { .. }
             | DirectoryChange::SetUpstreamTools { .. } => self.change_upstream(change),
+            DirectoryChange::ChangeRules(change) => {
+                self.rules.apply(*change);
+                self.directory.rules = self.rules.in_force();
+                self.directory.rule_versions = self.rules.present_versions();
+            }
             other => directory::apply(&mut self.directory, other),
         }
     }
