@@ -21,7 +21,7 @@ use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit, parse_since, unknown_cur
 use crate::auth::RequestCredentials;
 use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{
-    AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, invalid_parameter,
+    AuthenticatedCaller, CallHeaders, NamePath, QueryParams, StrictJsonBody, invalid_parameter,
 };
 use crate::http::pagination;
 use crate::http::problem::{ApiError, ProblemDetails};
@@ -51,7 +51,7 @@ pub(super) async fn start(
     wait: WaitParam,
     carried: CallHeaders,
     credentials: RequestCredentials,
-    JsonBody(body): JsonBody<RunBody>,
+    StrictJsonBody(body): StrictJsonBody<RunBody>,
 ) -> Result<Response, ApiError> {
     let key = carried.idempotency_key(body.idempotency_key()?)?;
     let (streams, wait_ms) = (body.stream()?, wait.resolve_ms(body.wait_ms()?));
@@ -195,7 +195,7 @@ pub(super) async fn cancel(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
-    JsonBody(body): JsonBody<CancelRunBody>,
+    StrictJsonBody(body): StrictJsonBody<CancelRunBody>,
 ) -> Result<Json<RunSummary>, ApiError> {
     let run = state.engine.runs().cancel_run(&caller, &run_id, body.reason).await?;
     Ok(Json(to_summary(&run)))
@@ -214,7 +214,7 @@ pub(super) async fn add_messages(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     wait: WaitParam,
-    JsonBody(body): JsonBody<MessagesBody>,
+    StrictJsonBody(body): StrictJsonBody<MessagesBody>,
 ) -> Result<Response, ApiError> {
     let wait_ms = wait.resolve_ms(body.wait_ms()?);
     let run = state.engine.runs().add_run_messages(&caller, &run_id, body.messages()?).await?;
