@@ -51,7 +51,8 @@ use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 pub use v1::{
-    OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+    KeyBody, NewKeyBody, OauthCallback, SessionTokenBody, SkippedToolBody, SourceAdmin, SourceBody,
+    SourceOauth, SourceToolChange,
 };
 
 use crate::auth::{CredentialWatch, OriginPolicy};
