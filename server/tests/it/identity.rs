@@ -1,6 +1,7 @@
 //! Authentication and authorization.
 
 mod adoption;
+mod credentials;
 mod cross_site;
 mod isolation;
 mod keys;
@@ -8,3 +9,5 @@ mod operator;
 mod revocation;
 mod roles;
 mod rules;
+mod session_tokens;
+mod streams;

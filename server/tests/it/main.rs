@@ -27,6 +27,7 @@ mod mcp_clients;
 mod models;
 mod openapi;
 mod payloads;
+mod permissions_matrix;
 mod policy;
 mod postgres;
 mod rejoin;

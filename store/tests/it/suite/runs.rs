@@ -1,8 +1,8 @@
 //! Runs of the agent loop, and their journals.
 
 use serde_json::json;
-use toolcrib::domain::model_reply::{ModelReply, TokenUsage, ToolCallRequest};
 use toolcrib::domain::caller::CallerAttributes;
+use toolcrib::domain::model_reply::{ModelReply, TokenUsage, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::{FinalAnswer, PendingCall, RepeatCounter, RunProgress};
 use toolcrib::domain::run::{
