@@ -7,7 +7,6 @@ mod isolation;
 mod keys;
 mod operator;
 mod revocation;
-mod roles;
 mod rules;
 mod session_tokens;
 mod streams;

@@ -1,16 +1,14 @@
 //! Every route, MCP method, NATS subject and WebSocket message against every kind of credentials.
 //! A route, method, subject or message without an expectation fails the test, and so does an
-//! expectation without one.
+//! expectation without one. `routes` expects exact statuses.
 //!
-//! A cell is one letter: `A` is an answer (also a refusal for another reason, such as a conflict),
-//! `U` is 401, `F` is 403 and `N` is 404, which is also the answer for what another caller must not
-//! know of.
+//! In `messages` a cell is one letter: `A` is an answer, `U` is 401, `F` is 403 and `N` is 404.
 
 mod messages;
 mod routes;
 use std::collections::BTreeMap;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::support::api::offer;
 use crate::support::{Api, Server};
@@ -21,12 +19,10 @@ const CALLERS: [&str; 8] =
 
 /// A server with a caller for every column, and something to ask for.
 struct Fixture {
-    server: Server,
+    _server: Server,
     callers: Vec<Api>,
     /// An ended call of the agent.
     call_id: String,
-    /// An ended run of the agent.
-    run_id: String,
 }
 
 impl Fixture {
@@ -41,16 +37,11 @@ impl Fixture {
         let session = server.with_key(token["token"].as_str().unwrap());
         let operator = server.operator();
         provider.register("c1", json!([offer("a.tool")])).await;
-        let entry = json!({ "worker_target": "w" });
-        assert!(admin.put("/v1/agents/ada", entry).await.status.is_success());
         let call_id = agent.invoke("calculation.eval", json!({ "expression": "6*7" })).await;
         agent.finished(&call_id).await;
-        let run = json!({ "model": "demo", "input": "What is 6 * 7?" });
-        let run = agent.post("/v1/runs?wait_ms=30000", run).await.is(200);
-        let run_id = run["run_id"].as_str().unwrap().to_owned();
         let callers =
             vec![server.api(), agent, provider, approver, auditor, admin, operator, session];
-        Self { server, callers, call_id, run_id }
+        Self { _server: server, callers, call_id }
     }
 }
 
@@ -86,11 +77,4 @@ fn assert_matrix(found: &BTreeMap<String, String>, expected: &[(&str, &str)]) {
     let unknown = expected.keys().filter(|row| !found.contains_key(*row));
     differences.extend(unknown.map(|row| format!("an expectation for nothing: {row}")));
     assert!(differences.is_empty(), "columns: {columns}\n{}", differences.join("\n"));
-}
-
-/// Returns the message of a problem with quoted names removed.
-fn shape_of(body: &Value) -> String {
-    let message = body["error"]["message"].as_str().unwrap_or_default();
-    let parts = message.split('"').step_by(2);
-    format!("{} {}", body["code"], parts.collect::<Vec<_>>().join("…"))
 }

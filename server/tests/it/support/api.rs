@@ -182,6 +182,14 @@ impl Api {
         self.get(&format!("/v1/tool_calls/{id}")).await.is(200)
     }
 
+    /// Returns the audit log without sign-ins, which are written in the background. Newest first.
+    pub async fn audit_entries(&self) -> Vec<Value> {
+        let log = self.get("/v1/audit?limit=1000").await.is(200);
+        let is_sign_in = |entry: &Value| entry["action"].as_str().unwrap().starts_with("sign_in");
+        let entries = log["audit"].as_array().unwrap().iter();
+        entries.filter(|entry| !is_sign_in(entry)).cloned().collect()
+    }
+
     /// Returns the headers that assert a user or a session.
     pub fn asserted(&self) -> &[(&'static str, String)] {
         &self.asserted
