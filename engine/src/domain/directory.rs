@@ -5,11 +5,15 @@
 //! change names the version it was decided on; if another writer committed first, the change is
 //! decided again.
 
+pub mod audit;
+
 use crate::domain::access_rules::AccessRule;
 use crate::domain::caller::Role;
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
 use crate::domain::utp::AgentEntry;
+
+pub use audit::AuditEntry;
 
 /// An API key without its secret: only the digest is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -210,23 +214,4 @@ pub enum UnlistedTools {
     Keep,
     /// The client no longer provides them.
     Withdraw,
-}
-
-/// An entry of the audit log.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AuditEntry {
-    /// Time of the action, in Unix milliseconds.
-    pub at_ms: u64,
-    /// Id of the project that the action concerns.
-    pub project: String,
-    /// Agent name of the caller, or the name of the upstream that changed its tools.
-    pub agent: String,
-    /// The kind of change or decision: `call.denied`, `key.created`, `key.revoked`, `rule.set`,
-    /// `rule.removed`, `client.adopted`, `tool.set`, `tool.removed`, `upstream.set`,
-    /// `upstream.removed`, `upstream.tools`.
-    pub action: String,
-    /// The subject of the action: a tool, a key's id, a pattern.
-    pub subject: String,
-    /// Reason or details in words; may be empty.
-    pub reason: String,
 }

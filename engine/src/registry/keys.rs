@@ -6,10 +6,9 @@ use sha2::{Digest, Sha256};
 
 use crate::domain::access_rules::{AccessRule, RuleVerdict, check_pattern};
 use crate::domain::caller::{AuthMethod, Caller, DEFAULT_PROJECT, Role};
-use crate::domain::directory::{ApiKey, AuditEntry, DirectoryChange};
+use crate::domain::directory::{ApiKey, DirectoryChange};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
-use crate::ports::core::from_store_error;
 use crate::registry::{Admin, Registry};
 
 /// A request to create an API key.
@@ -123,26 +122,6 @@ impl Registry {
             format!("a key with the role {} cannot do this", caller.roles)
         };
         Err(Error::refused(Code::PermissionDenied, message))
-    }
-}
-
-impl Registry {
-    pub(crate) fn audit_entry(
-        &self,
-        caller: &Caller,
-        project: &str,
-        action: &str,
-        subject: &str,
-        reason: &str,
-    ) -> AuditEntry {
-        AuditEntry {
-            at_ms: self.core.clock.wall_ms(),
-            project: project.to_owned(),
-            agent: caller.agent.clone(),
-            action: action.to_owned(),
-            subject: subject.to_owned(),
-            reason: reason.to_owned(),
-        }
     }
 }
 
@@ -273,13 +252,6 @@ impl Admin {
         let catalog = self.registry.catalog();
         let rules = catalog.directory().rules.iter();
         Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())
-    }
-
-    /// Returns denied requests and administrative changes, newest first.
-    pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
-        self.registry.require_operator(caller, None)?;
-        let project = Some(caller.project.clone());
-        self.core.store.audit_log(project, limit).await.map_err(from_store_error)
     }
 }
 

@@ -23,6 +23,7 @@ use utoipa_axum::routes;
 
 use super::HttpState;
 
+pub use admin::audit::{AuditBody, AuditVerificationBody};
 pub use sources::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
@@ -54,7 +55,9 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(admin::list_keys, admin::create_key))
         .routes(routes!(admin::revoke_key))
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
-        .routes(routes!(admin::audit))
+        .routes(routes!(admin::audit::audit))
+        .routes(routes!(admin::audit::verify_audit))
+        .routes(routes!(admin::audit::export_audit))
         .routes(routes!(admin::clients))
         .merge(run_routes())
         .routes(routes!(sources::list, sources::add))

@@ -4,7 +4,7 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::domain::directory::{ApiKey, AuditEntry};
+use toolcrib::domain::directory::ApiKey;
 use toolcrib::registry::NewKey;
 use toolcrib::{Caller, Engine, Role};
 
@@ -170,21 +170,6 @@ impl AdminTarget {
             }
         }
     }
-
-    pub async fn audit(&self, limit: u32) -> Result<Value, CommandFailure> {
-        match self {
-            Self::Remote { client, .. } => {
-                client
-                    .request_json(ApiRequest::get(&["v1", "audit"]).query("limit", Some(limit)))
-                    .await
-            }
-            Self::Local { engine, caller, .. } => {
-                let log = engine.admin().audit_log(caller, limit as usize).await?;
-                let log: Vec<Value> = log.iter().map(audit_entry_body).collect();
-                Ok(json!({ "audit": log }))
-            }
-        }
-    }
 }
 
 fn key_body(key: &ApiKey) -> Value {
@@ -202,14 +187,4 @@ fn key_body(key: &ApiKey) -> Value {
 
 fn rule_body(rule: &AccessRule) -> Value {
     json!({"agent": rule.agent, "pattern": rule.pattern, "verdict": rule.verdict.as_str()})
-}
-
-fn audit_entry_body(entry: &AuditEntry) -> Value {
-    json!({
-        "at_ms": entry.at_ms,
-        "agent": entry.agent,
-        "action": entry.action,
-        "subject": entry.subject,
-        "reason": entry.reason,
-    })
 }
