@@ -34,6 +34,7 @@ pub struct Registry {
     authenticator: Option<Arc<dyn Authenticator>>,
     /// Authenticates the operator; `None` if this server has no operator token.
     operator: Option<OperatorCredential>,
+    failed_sign_ins: audit::FailedSignIns,
     /// Serializes directory changes made by this process.
     directory_lock: tokio::sync::Mutex<()>,
     /// Set if metrics must, or must not, carry the names of projects' tools. By default only the
@@ -73,6 +74,7 @@ impl Registry {
             search_indexes: SearchIndexes::default(),
             authenticator,
             operator,
+            failed_sign_ins: audit::FailedSignIns::default(),
             directory_lock: tokio::sync::Mutex::new(()),
             tool_names_in_metrics,
             listeners: OnceLock::new(),

@@ -58,6 +58,13 @@ pub(crate) fn authenticate_request(
     Ok(caller)
 }
 
+/// Audits a refused request that had credentials.
+pub(crate) fn audit_refusal(engine: &Engine, headers: &HeaderMap, error: &Error) {
+    if error.code() == Code::Unauthenticated && bearer_token(headers).is_some() {
+        engine.registry().record_failed_sign_in(&error.to_string());
+    }
+}
+
 /// Returns the caller that the credentials of a request identify.
 fn identify_caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
     let secret = bearer_token(headers);

@@ -3,7 +3,9 @@
 
 use std::future::Future;
 
-use crate::domain::caller::{AuthMethod, Caller, Role};
+use parking_lot::Mutex;
+
+use crate::domain::caller::{AuthMethod, Caller, DEFAULT_PROJECT, Role};
 use crate::domain::directory::AuditEntry;
 use crate::domain::directory::audit::{AuditRow, AuditVerification, AuditVerifier, RequestOrigin};
 use crate::domain::fault::{Code, Error, Fault};
@@ -63,7 +65,67 @@ impl Registry {
     }
 }
 
+/// Refused credentials, of which at most one per second is written to the audit log: an attacker
+/// must not be able to fill it.
+#[derive(Default)]
+pub(crate) struct FailedSignIns(Mutex<FailedSignInCount>);
+
+#[derive(Default)]
+struct FailedSignInCount {
+    last_written_ms: Option<u64>,
+    unwritten: u64,
+}
+
+impl FailedSignIns {
+    /// Counts a refused credential. Returns the number of earlier ones that are not written if this
+    /// one is to be written now.
+    fn count(&self, now_ms: u64) -> Option<u64> {
+        let mut count = self.0.lock();
+        let is_due = count.last_written_ms.is_none_or(|last| now_ms.abs_diff(last) >= 1_000);
+        if !is_due {
+            count.unwritten += 1;
+            return None;
+        }
+        count.last_written_ms = Some(now_ms);
+        Some(std::mem::take(&mut count.unwritten))
+    }
+}
+
+impl Registry {
+    /// Audits that a request had credentials which the server refused. Does not wait for the store.
+    pub fn record_failed_sign_in(&self, reason: &str) {
+        metrics::counter!("toolcrib_failed_sign_ins_total").increment(1);
+        let Some(earlier) = self.failed_sign_ins.count(self.core.clock.wall_ms()) else { return };
+        let reason = match earlier {
+            0 => reason.to_owned(),
+            earlier => format!("{reason} ({earlier} more since the last entry)"),
+        };
+        let caller = Caller::anonymous(DEFAULT_PROJECT);
+        let project = &caller.project;
+        let mut entry = self.audit_entry(&caller, project, "sign_in.failed", "", &reason);
+        entry.agent = String::new();
+        let core = self.core.clone();
+        self.core.tasks.spawn(async move {
+            if let Err(error) = core.store.append_audit_entry(entry).await {
+                tracing::warn!(%error, "a failed sign-in was not audited");
+            }
+        });
+    }
+}
+
 impl Admin {
+    /// Writes an entry about an action that changes nothing in the directory.
+    pub async fn record_action(
+        &self,
+        caller: &Caller,
+        action: &str,
+        subject: &str,
+        reason: &str,
+    ) -> Result<(), Error> {
+        let entry = self.registry.audit_entry(caller, &caller.project, action, subject, reason);
+        self.core.store.append_audit_entry(entry).await.map_err(from_store_error)
+    }
+
     /// Returns entries about the caller's project with a lower number than `before`, newest first.
     pub async fn audit_log(
         &self,

@@ -18,6 +18,7 @@ use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, Stream
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::json;
+use toolcrib::registry::audit;
 use toolcrib_protocol::outbound::is_loopback_host;
 
 use super::call_stream::{self, CallStoredSignal, CallStreamOptions, StreamId, StreamedRequest};
@@ -137,7 +138,9 @@ impl McpHttpState {
         let origins = &shared.settings.origins;
         check_host(&parts.headers, origins)?;
         check_origin(&parts.headers, &origins.allowed_origins)?;
-        let caller = auth::authenticate_request(&shared.engine, origins, &parts.headers)?;
+        let caller = auth::authenticate_request(&shared.engine, origins, &parts.headers);
+        let caller = caller
+            .inspect_err(|error| auth::audit_refusal(&shared.engine, &parts.headers, error))?;
         let session = session_id(&parts.headers);
         if let Some(session) = &session {
             self.sessions.check_session(session, &caller).await?;
@@ -161,6 +164,7 @@ impl McpHttpState {
             self.transport.legacy_sessions.update_credentials(session, &view);
         }
         parts.extensions.insert(view.clone());
+        parts.extensions.insert(audit::current_origin());
         // The secret is removed here, so that no later code sees it.
         parts.headers.remove(header::AUTHORIZATION);
         if let Some(session) = session.as_ref().filter(|_| parts.method != Method::DELETE) {

@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 91] = [
+const TABLE: [(&str, &str, Row); 93] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -62,6 +62,8 @@ const TABLE: [(&str, &str, Row); 91] = [
     ("put", "/v1/rules", Keyed([403, 403, 200, 200])),
     ("delete", "/v1/rules", Keyed([403, 403, 204, 404])),
     ("get", "/v1/audit", Keyed([403, 403, 200, 200])),
+    ("get", "/v1/audit/export", Keyed([403, 403, 200, 200])),
+    ("get", "/v1/audit/verify", Keyed([403, 403, 200, 200])),
     ("get", "/v1/clients", Keyed([403, 403, 200, 200])),
     ("get", "/v1/sources/mcp", Keyed([403, 403, 200, 200])),
     ("post", "/v1/sources/mcp", Keyed([403, 403, 201, 201])),
