@@ -1,6 +1,7 @@
 //! The directory of a project: tools, clients, keys, access rules, agents and upstreams; search
 //! over the tools; and the decision whether a caller may use one.
 
+pub mod audit;
 pub(crate) mod authorize;
 pub(crate) mod catalog;
 pub(crate) mod credentials;

@@ -4,6 +4,7 @@
 //! its first start; write access to it makes the user the operator. With `--server` they need an
 //! admin key.
 
+mod audit;
 mod keys;
 mod target;
 use clap::{Args, Subcommand};
@@ -12,9 +13,11 @@ use serde_json::{Value, json};
 use toolcrib::domain::access_rules::RuleVerdict;
 
 use super::failure::CommandFailure;
-use super::output::{Column, format_local_time, sanitize_line, str_member, u64_member};
+use super::output::{Column, sanitize_line, str_member};
 use super::{CommandContext, StorageArgs};
 use crate::cli::admin::target::AdminTarget;
+
+pub use audit::{AuditArgs, audit};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -59,20 +62,6 @@ enum RulesCommand {
         /// The pattern of the rule
         pattern: String,
     },
-}
-
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  toolcrib audit
-  toolcrib audit --limit 1000 --json | jq -r '.audit[] | select(.action == \"call.denied\")'")]
-pub struct AuditArgs {
-    /// Maximum number of entries, newest first
-    #[arg(long, value_name = "N", default_value_t = 100,
-        value_parser = clap::value_parser!(u32).range(1..=1000))]
-    limit: u32,
-    #[command(flatten)]
-    storage: StorageArgs,
 }
 
 pub async fn set_rules(
@@ -126,27 +115,6 @@ pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), Comm
             )
         }
     }
-}
-
-pub async fn audit(context: &CommandContext, args: AuditArgs) -> Result<(), CommandFailure> {
-    let log = AdminTarget::open_existing(context, &args.storage).await?.audit(args.limit).await?;
-    if context.output.json {
-        return context.output.print_json(&log);
-    }
-    let row = |entry: &Value| {
-        let time = u64_member(entry, "at_ms").map(format_local_time).unwrap_or_default();
-        let words = ["agent", "action", "subject", "reason"];
-        [time].into_iter().chain(words.map(|member| str_member(entry, member).to_owned())).collect()
-    };
-    let rows = array_member(&log, "audit").iter().map(row).collect();
-    let columns = [
-        Column::detail("TIME", 1),
-        Column::text("AGENT"),
-        Column::id("ACTION"),
-        Column::text("SUBJECT"),
-        Column::text("REASON"),
-    ];
-    context.output.print_table(&columns, rows, "nothing was denied and nothing was changed")
 }
 
 fn print_change(context: &CommandContext, value: &Value, text: &str) -> Result<(), CommandFailure> {

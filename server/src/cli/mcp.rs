@@ -25,8 +25,9 @@ use rmcp::transport::{StreamableHttpClientTransport, Transport};
 use rmcp::{RoleClient, RoleServer};
 use tokio::time::Instant;
 use toolcrib::Caller;
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::fault::Code;
-use toolcrib::registry::Credentials;
+use toolcrib::registry::{Credentials, audit};
 use toolcrib_store::file_permissions;
 use toolcrib_transport::mcp::{CatalogueMode, mark_lines};
 
@@ -124,8 +125,10 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
         (true, Some(key)) => {
             // A process that reads the data directory runs on this machine.
             let peer = Some(std::net::Ipv4Addr::LOCALHOST.into());
-            let credentials = Credentials { peer, transport: "stdio", ..Credentials::new(key) };
-            engine.registry().authenticate(&credentials)?.caller
+            let credentials = Credentials { peer, ..Credentials::new(key) };
+            let origin = RequestOrigin { transport: Some("stdio".into()), ..Default::default() };
+            let sign_in = async { engine.registry().authenticate(&credentials) };
+            audit::with_origin(origin, sign_in).await?.caller
         }
         (true, None) => {
             let message = "there are keys in this data directory, so one is needed";

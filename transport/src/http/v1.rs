@@ -24,6 +24,7 @@ use utoipa_axum::routes;
 
 use super::HttpState;
 
+pub use admin::audit::{AuditBody, AuditVerificationBody};
 pub use keys::session_tokens::SessionTokenBody;
 pub use keys::{KeyBody, NewKeyBody};
 pub use sources::{
@@ -60,7 +61,9 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(keys::session_tokens::list, keys::session_tokens::create))
         .routes(routes!(keys::session_tokens::revoke))
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
-        .routes(routes!(admin::audit))
+        .routes(routes!(admin::audit::audit))
+        .routes(routes!(admin::audit::verify_audit))
+        .routes(routes!(admin::audit::export_audit))
         .routes(routes!(admin::clients))
         .merge(run_routes())
         .routes(routes!(sources::list, sources::add))

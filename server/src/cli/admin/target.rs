@@ -4,7 +4,6 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::domain::directory::AuditEntry;
 use toolcrib::registry::CreatedKey;
 use toolcrib::{Caller, Engine};
 use toolcrib_transport::auth::generate_secret;
@@ -162,21 +161,6 @@ impl AdminTarget {
             }
         }
     }
-
-    pub async fn audit(&self, limit: u32) -> Result<Value, CommandFailure> {
-        match self {
-            Self::Remote { client } => {
-                client
-                    .request_json(ApiRequest::get(&["v1", "audit"]).query("limit", Some(limit)))
-                    .await
-            }
-            Self::Local { engine, caller, .. } => {
-                let log = engine.admin().audit_log(caller, limit as usize).await?;
-                let log: Vec<Value> = log.iter().map(audit_entry_body).collect();
-                Ok(json!({ "audit": log }))
-            }
-        }
-    }
 }
 
 fn created_key_body(created: &CreatedKey) -> Result<Value, CommandFailure> {
@@ -189,14 +173,4 @@ fn created_key_body(created: &CreatedKey) -> Result<Value, CommandFailure> {
 fn rule_body(rule: &AccessRule) -> Value {
     let (agent, pattern) = rule.as_short().unwrap_or(("*", "*"));
     json!({"agent": agent, "pattern": pattern, "verdict": rule.verdict.as_str()})
-}
-
-fn audit_entry_body(entry: &AuditEntry) -> Value {
-    json!({
-        "at_ms": entry.at_ms,
-        "agent": entry.agent,
-        "action": entry.action,
-        "subject": entry.subject,
-        "reason": entry.reason,
-    })
 }

@@ -20,7 +20,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 95] = [
+const TABLE: [(&str, &str, Row); 97] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200, 0, 0, 0, 0])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404, 0, 0, 0, 0])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404, 0, 0, 0, 0])),
@@ -72,6 +72,8 @@ const TABLE: [(&str, &str, Row); 95] = [
     ("put", "/v1/rules", Keyed([403, 403, 200, 200, 0, 0, 0, 0])),
     ("delete", "/v1/rules", Keyed([403, 403, 204, 404, 0, 0, 0, 0])),
     ("get", "/v1/audit", Keyed([403, 403, 200, 200, 0, 0, 0, 0])),
+    ("get", "/v1/audit/export", Keyed([403, 403, 200, 200, 0, 0, 0, 0])),
+    ("get", "/v1/audit/verify", Keyed([403, 403, 200, 200, 0, 0, 0, 0])),
     ("get", "/v1/clients", Keyed([403, 403, 200, 200, 0, 0, 0, 0])),
     ("get", "/v1/sources/mcp", Keyed([403, 403, 200, 200, 0, 0, 0, 0])),
     ("post", "/v1/sources/mcp", Keyed([403, 403, 201, 201, 0, 0, 0, 0])),

@@ -1,15 +1,15 @@
 //! Rules, clients and the audit log. Requires an admin key, or the operator on the local
 //! machine.
 
+pub(super) mod audit;
+
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use toolcrib::Caller;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::domain::directory::AuditEntry;
-use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
@@ -90,56 +90,6 @@ pub(super) async fn drop_rule(
     let project = caller.project.clone();
     state.engine.admin().remove_rule(&caller, &project, &which.agent, &which.pattern).await?;
     Ok(StatusCode::NO_CONTENT)
-}
-
-/// An entry of the audit log.
-#[derive(Serialize, ToSchema)]
-pub(super) struct AuditBody {
-    at_ms: u64,
-    agent: String,
-    /// `call.denied`, `key.created`, `key.revoked`, `rule.set` or `rule.removed`.
-    action: String,
-    subject: String,
-    reason: String,
-}
-
-impl From<AuditEntry> for AuditBody {
-    fn from(entry: AuditEntry) -> Self {
-        let AuditEntry { at_ms, agent, action, subject, reason, .. } = entry;
-        Self { at_ms, agent, action, subject, reason }
-    }
-}
-
-/// Denied calls and administrative changes, newest first.
-#[derive(Serialize, ToSchema)]
-pub(super) struct AuditList {
-    audit: Vec<AuditBody>,
-}
-
-/// Page size of the audit log.
-#[derive(Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(super) struct AuditQuery {
-    /// Maximum number of entries, 1 to 1000 (default: 100).
-    limit: Option<usize>,
-}
-
-/// Returns denied calls and administrative changes, newest first.
-#[utoipa::path(get, path = "/v1/audit", tag = "operators", params(AuditQuery),
-    responses((status = 200, body = AuditList), (status = 403, body = ProblemDetails),
-        (status = 422, body = ProblemDetails)))]
-pub(super) async fn audit(
-    State(state): State<HttpState>,
-    AuthenticatedCaller(caller): AuthenticatedCaller,
-    QueryParams(how_many): QueryParams<AuditQuery>,
-) -> Result<Json<AuditList>, ApiError> {
-    let limit = how_many.limit.unwrap_or(100);
-    if !(1..=1_000).contains(&limit) {
-        let fault = Fault::new(Code::ValidationError, "limit must be from 1 to 1000");
-        return Err(Error::from(fault.with_detail(json!({ "field": "limit" }))).into());
-    }
-    let entries = state.engine.admin().audit_log(&caller, limit).await?;
-    Ok(Json(AuditList { audit: entries.into_iter().map(AuditBody::from).collect() }))
 }
 
 /// A client that provides tools.
