@@ -3,7 +3,7 @@
 pub mod oauth;
 mod origin;
 pub mod settings;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -14,9 +14,10 @@ use axum::response::Response;
 use futures::StreamExt;
 pub use origin::OriginPolicy;
 use toolcrib::domain::caller::{AuthMethod, AuthenticatedCaller, DEFAULT_PROJECT};
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::directory::credential::AssertableAttribute;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::registry::Credentials;
+use toolcrib::registry::{Credentials, audit};
 use toolcrib::{Caller, Engine};
 
 /// Interval at which open streams and waits check that their credentials are valid.
@@ -231,6 +232,40 @@ impl RequestCredentials {
             }
             tokio::time::sleep(REVALIDATION_INTERVAL).await;
         }
+    }
+}
+
+/// The credentials of a program on this machine that is connected by pipes.
+pub struct ProcessCredentials(RequestCredentials);
+
+impl ProcessCredentials {
+    /// Authenticates the program by its key or token.
+    pub async fn authenticate(engine: &Engine, secret: &str) -> Result<Self, Error> {
+        let presented = PresentedCredentials {
+            secret: Some(secret.to_owned()),
+            project: None,
+            user: None,
+            session: None,
+            // A program that reads the data directory runs on this machine.
+            peer: Some(Ipv4Addr::LOCALHOST.into()),
+        };
+        let origin = RequestOrigin { transport: Some("stdio".into()), ..RequestOrigin::default() };
+        let sign_in = |credentials: &Credentials<'_>| engine.registry().authenticate(credentials);
+        let signing_in = async { presented.identify_caller(engine, sign_in) };
+        let AuthenticatedCaller { caller, expires_ms } =
+            audit::with_origin(origin, signing_in).await?;
+        let presented = presented.into();
+        Ok(Self(RequestCredentials { caller, expires_ms, presented }))
+    }
+
+    /// Returns the program as a caller.
+    pub fn caller(&self) -> &Caller {
+        self.0.caller()
+    }
+
+    /// Waits until the credentials no longer authenticate the same caller; returns the reason.
+    pub async fn wait_until_invalid(&self, engine: &Engine) -> Error {
+        self.0.wait_until_invalid(engine).await
     }
 }
 

@@ -201,10 +201,11 @@ async fn retention_deletes_old_entries_and_the_rest_verifies() {
     let operator = server.operator();
     let found = eventually("the entries to be deleted", process::PATIENCE, || async {
         let found = operator.get("/v1/audit/verify").await.is(200);
-        (found["pruned"] == 2).then_some(found)
+        (found["pruned"].as_u64() >= Some(2)).then_some(found)
     })
     .await;
-    assert_eq!((&found["ok"], &found["entries"]), (&json!(true), &json!(0)), "{found}");
+    assert_eq!(found["ok"], true, "{found}");
+    assert!(found["entries"].as_u64() <= Some(1), "the sign-in after the restart: {found}");
     operator.post("/v1/keys", json!({ "agent": "root", "role": "admin" })).await.is(201);
     let expect = format!("/v1/audit/verify?expect={}", head.as_str().unwrap());
     assert_eq!(operator.get(&expect).await.is(200)["ok"], true, "the checkpoint has the old head");

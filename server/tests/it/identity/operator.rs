@@ -137,7 +137,7 @@ async fn the_token_is_private_survives_a_kill_and_is_never_logged() {
 async fn commands_on_the_same_machine_use_the_token_by_themselves() {
     let server = Server::start().await;
     // Without keys the server says where its token is.
-    let create = ["keys", "create", "--agent", "ada", "--json"];
+    let create = ["keys", "create", "--agent", "ada", "--role", "admin", "--json"];
     let (created, _) = run_cli(&server, &create).await;
     assert!(created.contains("tck_"), "{created}");
     // With keys the settings say it.
