@@ -245,6 +245,12 @@ impl Caller {
         self.roles.contains(Role::Provider) || self.may_administer()
     }
 
+    /// Returns true if this caller may read the calls of others in its project.
+    pub fn may_audit(&self) -> bool {
+        let reads = [Role::Auditor, Role::Approver].into_iter();
+        self.may_administer() || reads.into_iter().any(|role| self.roles.contains(role))
+    }
+
     /// Returns true if this caller has access to everything in its project. Keys, rules, upstreams
     /// and the audit log additionally require that it is not anonymous.
     pub fn may_administer(&self) -> bool {

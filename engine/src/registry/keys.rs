@@ -3,7 +3,7 @@
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use crate::domain::access_rules::{AccessRule, RuleVerdict, check_pattern};
+use crate::domain::access_rules::{AccessRule, RuleAction, RuleVerdict, check_pattern};
 use crate::domain::caller::{AuthMethod, Caller, DEFAULT_PROJECT, Role};
 use crate::domain::directory::{ApiKey, AuditEntry, DirectoryChange};
 use crate::domain::fault::{Code, Error, Fault};
@@ -114,7 +114,7 @@ impl Registry {
     ) -> Result<(), Error> {
         let is_own_project = project.is_none_or(|project| project == caller.project);
         if caller.may_administer() && (is_own_project || caller.spans_projects()) {
-            return Ok(());
+            return self.check_action(caller, RuleAction::Administer, "");
         }
         let message = if caller.may_administer() {
             format!("this key administers project \"{}\" only", caller.project)

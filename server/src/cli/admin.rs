@@ -4,6 +4,7 @@
 //! its first start; write access to it makes the user the operator. With `--server` they need an
 //! admin key.
 
+mod rules;
 mod target;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};
@@ -14,6 +15,8 @@ use super::failure::CommandFailure;
 use super::output::{Column, format_local_time, sanitize_line, str_member, u64_member};
 use super::{CommandContext, StorageArgs};
 use crate::cli::admin::target::{AdminTarget, KeyRequest};
+
+pub use rules::{RulesArgs, run as rules};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -96,33 +99,6 @@ pub struct AllowDenyArgs {
     patterns: Vec<String>,
     #[command(flatten)]
     storage: StorageArgs,
-}
-
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  toolcrib rules
-  toolcrib rules rm --agent ada 'weather.*'")]
-pub struct RulesArgs {
-    #[command(subcommand)]
-    verb: Option<RulesCommand>,
-    #[command(flatten)]
-    storage: StorageArgs,
-}
-
-#[derive(Debug, Subcommand)]
-enum RulesCommand {
-    /// List the project's rules
-    #[command(alias = "list")]
-    Ls,
-    /// Remove a rule
-    Rm {
-        /// The agent of the rule
-        #[arg(long, value_name = "NAME")]
-        agent: String,
-        /// The pattern of the rule
-        pattern: String,
-    },
 }
 
 #[derive(Debug, Args)]
@@ -222,52 +198,7 @@ pub async fn set_rules(
     args: AllowDenyArgs,
     verdict: RuleVerdict,
 ) -> Result<(), CommandFailure> {
-    for pattern in &args.patterns {
-        // All or nothing: a typing error in the third pattern must not leave the first two applied.
-        toolcrib::domain::access_rules::check_pattern(pattern).map_err(CommandFailure::usage)?;
-    }
-    let target = AdminTarget::open_or_create(context, &args.storage).await?;
-    let mut rules = Vec::new();
-    for pattern in &args.patterns {
-        rules.push(target.set_rule(&args.agent, pattern, verdict).await?);
-    }
-    let (word, agent) = (verdict.as_str(), sanitize_line(&args.agent));
-    let text = format!("{word} {} for agent {agent}", sanitize_line(&args.patterns.join(" ")));
-    print_change(context, &json!({ "rules": rules }), &text)
-}
-
-pub async fn rules(context: &CommandContext, args: RulesArgs) -> Result<(), CommandFailure> {
-    let target = AdminTarget::open_existing(context, &args.storage).await?;
-    match args.verb.unwrap_or(RulesCommand::Ls) {
-        RulesCommand::Ls => {
-            let rules = target.rules().await?;
-            if context.output.json {
-                return context.output.print_json(&rules);
-            }
-            let row = |rule: &Value| {
-                ["agent", "verdict", "pattern"]
-                    .map(|member| str_member(rule, member).to_owned())
-                    .into()
-            };
-            let rows = array_member(&rules, "rules").iter().map(row).collect();
-            let none = "no rules: keys of the role agent may call nothing (toolcrib allow)";
-            let columns = [Column::text("AGENT"), Column::id("VERDICT"), Column::text("PATTERN")];
-            context.output.print_table(&columns, rows, none)
-        }
-        RulesCommand::Rm { agent, pattern } => {
-            target.remove_rule(&agent, &pattern).await?;
-            let summary = format!(
-                "removed the rule on {} for agent {}",
-                sanitize_line(&pattern),
-                sanitize_line(&agent)
-            );
-            print_change(
-                context,
-                &json!({"agent": agent, "pattern": pattern, "removed": true}),
-                &summary,
-            )
-        }
-    }
+    rules::set_short_rules(context, &args.storage, &args.agent, &args.patterns, verdict).await
 }
 
 pub async fn audit(context: &CommandContext, args: AuditArgs) -> Result<(), CommandFailure> {

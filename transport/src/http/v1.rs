@@ -14,6 +14,7 @@ mod contexts;
 mod deliveries;
 mod events;
 mod results;
+mod rules;
 mod runs;
 mod sources;
 mod tasks;
@@ -53,7 +54,7 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(contexts::record_results))
         .routes(routes!(admin::list_keys, admin::create_key))
         .routes(routes!(admin::revoke_key))
-        .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
+        .merge(rule_routes())
         .routes(routes!(admin::audit))
         .routes(routes!(admin::clients))
         .merge(run_routes())
@@ -63,6 +64,18 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(sources::refresh))
         .routes(routes!(sources::sign_in, sources::sign_out))
         .merge(utp_routes())
+}
+
+/// Routes of access rules.
+fn rule_routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::new()
+        .routes(routes!(rules::list, rules::put_all, rules::drop_short))
+        .routes(routes!(rules::explain))
+        .routes(routes!(rules::lint))
+        .routes(routes!(rules::rehearse))
+        .routes(routes!(rules::versions))
+        .routes(routes!(rules::rollback))
+        .routes(routes!(rules::show, rules::put, rules::drop_rule))
 }
 
 /// Routes of runs: stored conversations with models.

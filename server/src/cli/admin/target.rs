@@ -3,7 +3,6 @@
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::directory::{ApiKey, AuditEntry};
 use toolcrib::registry::NewKey;
 use toolcrib::{Caller, Engine, Role};
@@ -121,52 +120,6 @@ impl AdminTarget {
         }
     }
 
-    pub async fn set_rule(
-        &self,
-        agent: &str,
-        pattern: &str,
-        verdict: RuleVerdict,
-    ) -> Result<Value, CommandFailure> {
-        let body = json!({"agent": agent, "pattern": pattern, "verdict": verdict.as_str()});
-        match self {
-            Self::Remote { client, .. } => {
-                client.request_json(ApiRequest::new(Method::PUT, &["v1", "rules"]).body(body)).await
-            }
-            Self::Local { engine, caller, .. } => {
-                let rule = AccessRule::short(&caller.project, agent, pattern, verdict);
-                engine.admin().set_rule(caller, rule).await?;
-                Ok(body)
-            }
-        }
-    }
-
-    pub async fn remove_rule(&self, agent: &str, pattern: &str) -> Result<(), CommandFailure> {
-        match self {
-            Self::Remote { client, .. } => {
-                let ask = ApiRequest::new(Method::DELETE, &["v1", "rules"])
-                    .query("agent", Some(agent))
-                    .query("pattern", Some(pattern));
-                client.request_json(ask).await.map(|_| ())
-            }
-            Self::Local { engine, caller, .. } => {
-                Ok(engine.admin().remove_rule(caller, &caller.project, agent, pattern).await?)
-            }
-        }
-    }
-
-    pub async fn rules(&self) -> Result<Value, CommandFailure> {
-        match self {
-            Self::Remote { client, .. } => {
-                client.request_json(ApiRequest::get(&["v1", "rules"])).await
-            }
-            Self::Local { engine, caller, .. } => {
-                let rules: Vec<Value> =
-                    engine.admin().rules(caller)?.iter().map(rule_body).collect();
-                Ok(json!({ "rules": rules }))
-            }
-        }
-    }
-
     pub async fn audit(&self, limit: u32) -> Result<Value, CommandFailure> {
         match self {
             Self::Remote { client, .. } => {
@@ -194,11 +147,6 @@ fn key_body(key: &ApiKey) -> Value {
         "revoked_at_ms": key.revoked_ms,
         "rejoin": key.rejoin,
     })
-}
-
-fn rule_body(rule: &AccessRule) -> Value {
-    let (agent, pattern) = rule.as_short().unwrap_or(("*", "*"));
-    json!({"agent": agent, "pattern": pattern, "verdict": rule.verdict.as_str()})
 }
 
 fn audit_entry_body(entry: &AuditEntry) -> Value {

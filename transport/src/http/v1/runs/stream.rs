@@ -87,7 +87,7 @@ pub(in super::super) async fn run_events(
     headers: HeaderMap,
 ) -> Result<SseResponse, ApiError> {
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    let subscription = state.engine.runs().subscribe_run(&caller, &run_id);
+    let subscription = state.engine.runs().subscribe_run(&caller, &run_id).await?;
     Ok(stream_run(state.engine, caller, &headers, run_id, after, subscription))
 }
 
