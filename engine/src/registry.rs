@@ -3,13 +3,14 @@
 
 pub mod audit;
 pub(crate) mod authorize;
+pub(crate) mod call_access;
 pub(crate) mod catalog;
 pub(crate) mod credentials;
 pub(crate) mod keys;
 pub(crate) mod model_tool_names;
 pub(crate) mod model_tools;
 pub(crate) mod projects;
-pub(crate) mod rules;
+pub mod rules;
 pub(crate) mod search;
 pub(crate) mod session_tokens;
 pub(crate) mod sign_ins;
@@ -82,9 +83,10 @@ impl Registry {
         operator: Option<OperatorCredential>,
         tool_names_in_metrics: Option<bool>,
     ) -> Self {
+        let catalog = shared_tools.with_settings(core.clock.clone(), &core.policies);
         Self {
             core,
-            catalog: RwLock::new(Arc::new(shared_tools)),
+            catalog: RwLock::new(Arc::new(catalog)),
             search_indexes: SearchIndexes::default(),
             authenticator,
             operator,

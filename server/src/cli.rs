@@ -124,7 +124,7 @@ Examples:
     Allow(admin::AllowDenyArgs),
     /// Deny an agent tools; deny takes precedence over allow
     Deny(admin::AllowDenyArgs),
-    /// List or remove rules
+    /// List, set, apply, explain and rehearse access rules
     Rules(admin::RulesArgs),
     /// Show denied calls and administrative changes
     Audit(admin::AuditArgs),

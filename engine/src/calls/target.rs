@@ -35,9 +35,7 @@ impl Dispatcher {
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
         for alternate in alternates {
-            let request = AccessRequest::named(&alternate.tool);
-            let decision = catalog.authorize(caller, RuleAction::Invoke, &request);
-            let allowed = decision.is_allowed();
+            let allowed = catalog.may_call(caller, &alternate.tool);
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
             let by_client = other.definition.executor == Executor::CLIENT;
@@ -57,7 +55,10 @@ impl Dispatcher {
                     fit_to_schema(&other, given, &[], max_bytes)
                 }
             };
-            if let Ok(args) = fitting {
+            let Ok(args) = fitting else { continue };
+            let (args_known, run_id) = (Some(&args), Some(call.run_id.as_str()));
+            let request = AccessRequest { args: args_known, run_id, ..AccessRequest::of(&other) };
+            if catalog.authorize(caller, RuleAction::Invoke, &request).is_allowed() {
                 targets.push(self.build_target(&other, args));
             }
         }
@@ -186,8 +187,12 @@ impl Dispatcher {
         }
         let catalog = self.registry.catalog();
         // The target is another tool if the call has fallen back to one.
-        let denied = [&call.tool_name, &call.target.tool].into_iter().find_map(|tool| {
-            let request = AccessRequest::named(tool);
+        let is_fallback = call.tool_name != call.target.tool;
+        let requested = is_fallback.then_some((&call.tool_name, &call.args));
+        let checked = requested.into_iter().chain([(&call.target.tool, &call.target.args)]);
+        let denied = checked.into_iter().find_map(|(tool, args)| {
+            let (args, run_id) = (Some(args), Some(call.run_id.as_str()));
+            let request = AccessRequest { args, run_id, ..AccessRequest::named(tool) };
             let decision = catalog.authorize(&caller, RuleAction::Invoke, &request);
             (!decision.is_allowed()).then_some((tool, decision))
         });

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::domain::access_rules::{AccessRule, RuleVerdict, check_pattern};
+use crate::domain::access_rules::{AccessRule, RuleAction, RuleVerdict, check_pattern};
 use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role, RoleSet};
 use crate::domain::directory::credential::{check_attribute_name, parse_network};
 use crate::domain::directory::{ApiKey, DirectoryChange, KeyAttributes};
@@ -104,7 +104,7 @@ impl Registry {
     ) -> Result<(), Error> {
         let is_own_project = project.is_none_or(|project| project == caller.project);
         if caller.may_administer() && (is_own_project || caller.spans_projects()) {
-            return Ok(());
+            return self.check_action(caller, RuleAction::Administer, "");
         }
         let message = if caller.may_administer() {
             format!("this key administers project \"{}\" only", caller.project)

@@ -39,7 +39,7 @@ pub fn execution_policies(config: &Config) -> ExecutionPolicies {
             .iter()
             .map(|(name, tool)| {
                 let (policy, fallback) = (tool.policy.clone(), tool.fallback.clone());
-                (name.clone(), ToolOverride { policy, fallback })
+                (name.clone(), ToolOverride { policy, fallback, risk: tool.risk })
             })
             .collect(),
     }

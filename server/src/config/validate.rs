@@ -27,6 +27,7 @@ impl Config {
                 .map_err(|reason| ConfigError::invalid("auth.default_allow", reason))?;
         }
         self.auth.oauth.as_ref().map_or(Ok(()), |oauth| oauth.check())?;
+        self.configured_rules()?;
         self.check_policies()?;
         self.check_numbers()?;
         self.webhooks.validate()?;

@@ -15,6 +15,7 @@ mod deliveries;
 mod events;
 mod keys;
 mod results;
+mod rules;
 mod runs;
 mod sources;
 mod tasks;
@@ -60,7 +61,7 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(keys::rotate_key))
         .routes(routes!(keys::session_tokens::list, keys::session_tokens::create))
         .routes(routes!(keys::session_tokens::revoke))
-        .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
+        .merge(rule_routes())
         .routes(routes!(admin::audit::audit))
         .routes(routes!(admin::audit::verify_audit))
         .routes(routes!(admin::audit::export_audit))
@@ -72,6 +73,18 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(sources::refresh))
         .routes(routes!(sources::sign_in, sources::sign_out))
         .merge(utp_routes())
+}
+
+/// Routes of access rules.
+fn rule_routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::new()
+        .routes(routes!(rules::list, rules::put_all, rules::drop_short))
+        .routes(routes!(rules::explain))
+        .routes(routes!(rules::lint))
+        .routes(routes!(rules::rehearse))
+        .routes(routes!(rules::versions))
+        .routes(routes!(rules::rollback))
+        .routes(routes!(rules::show, rules::put, rules::drop_rule))
 }
 
 /// Routes of runs: stored conversations with models.

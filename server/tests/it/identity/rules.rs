@@ -87,7 +87,10 @@ async fn patterns_and_rules_for_all_agents_apply() {
     ada.post("/v1/tools/file.read/invoke", body).await.is(202);
     let rules = admin.get("/v1/rules").await.is(200);
     let rules = rules["rules"].as_array().unwrap();
-    assert!(rules.contains(&json!({ "agent": "*", "pattern": "*.write", "verdict": "deny" })));
+    assert!(rules.contains(&json!({
+        "id": "deny:*:*.write", "verdict": "deny", "tools": ["*.write"],
+        "agent": "*", "pattern": "*.write",
+    })));
     assert_eq!(rules.len(), 5);
 }
 
