@@ -59,6 +59,7 @@ impl Catalog {
         let properties = ToolProperties::None;
         run.project == caller.project
             && (run.owner.agent == caller.agent
+                && has_same_attributes(&caller.attributes, &run.owner.attributes)
                 || self.authorize_with(caller, action, &request, properties).is_allowed())
     }
 }

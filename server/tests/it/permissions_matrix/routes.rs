@@ -20,7 +20,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 97] = [
+const TABLE: [(&str, &str, Row); 105] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404, 404, 404, 200, 200])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404, 403, 403, 202, 202])),
@@ -103,6 +103,14 @@ const TABLE: [(&str, &str, Row); 97] = [
     ("get", "/v1/rules", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("put", "/v1/rules", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
     ("delete", "/v1/rules", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("get", "/v1/rules/{id}", Keyed([403, 403, 200, 404, 403, 200, 200, 403])),
+    ("put", "/v1/rules/{id}", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("delete", "/v1/rules/{id}", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("get", "/v1/rules/versions", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("post", "/v1/rules/rollback", Keyed([403, 403, 200, 404, 403, 403, 200, 403])),
+    ("post", "/v1/rules/explain", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("post", "/v1/rules/lint", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("post", "/v1/rules/rehearse", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("get", "/v1/audit", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("get", "/v1/audit/export", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("get", "/v1/audit/verify", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
@@ -298,6 +306,11 @@ impl Fixture {
                 self.admin.post("/v1/keys", json!({ "agent": "temporary" })).await.is(201);
             filled_path = filled_path.replace("{id}", created["id"].as_str().unwrap());
         }
+        if path.contains("/rules/{id}") {
+            let rule = json!({ "verdict": "deny", "agents": ["eve"], "tools": ["z.*"] });
+            self.admin.put("/v1/rules/no-z", rule).await.is(200);
+            filled_path = filled_path.replace("{id}", "no-z");
+        }
         if path.contains("/session_tokens/{id}") {
             let minted = self.admin.post("/v1/session_tokens", json!({ "ttl_s": 60 })).await;
             let minted = minted.is(201);
@@ -358,6 +371,14 @@ impl Fixture {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
             }
             "/v1/keys" => json!({ "agent": "made" }),
+            "/v1/rules/{id}" => json!({ "verdict": "deny", "agents": ["eve"], "tools": ["z.*"] }),
+            "/v1/rules/rollback" => {
+                let set = self.admin.get("/v1/rules").await.is(200);
+                json!({ "version": set["version"] })
+            }
+            "/v1/rules/explain" => json!({ "agent": "ada", "tool": "a.tool", "args": {} }),
+            "/v1/rules/lint" => json!({}),
+            "/v1/rules/rehearse" => json!({ "rules": [], "days": 1 }),
             "/v1/keys/{id}/rotate" => json!({ "overlap_s": 5 }),
             "/v1/session_tokens" => json!({ "ttl_s": 60 }),
             "/v1/sources/mcp" => source("fresh"),
