@@ -58,8 +58,8 @@ pub(super) struct ToolOfferBody {
     #[serde(default)]
     #[schema(value_type = String, example = "read")]
     effect: Effect,
-    /// `low`, `medium` (default), `high` or `critical`.
-    #[serde(default)]
+    /// `low`, `medium` (default), `high` or `critical`. Also accepted as `risk_level`.
+    #[serde(default, alias = "risk_level")]
     #[schema(value_type = String, example = "low")]
     risk: Risk,
     /// Limits of this tool: max_parallel, default_timeout_ms, attempt_timeout_ms, input_timeout_ms,

@@ -1,4 +1,4 @@
-//! Access rules. Requires an admin key, or the operator on the local machine; an auditor reads them.
+//! Access rules. Requires an admin key, or the operator on the local machine; auditors read them.
 //!
 //! The engine reads and writes the documents, because files and the configuration have the same
 //! form; the structs here describe them in the OpenAPI document.
