@@ -9,6 +9,11 @@ use crate::support::mcp::Mcp;
 
 const UNKNOWN: &str = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV";
 
+/// Returns an id without its prefix, as it is part of the ids of cards.
+fn body_of(id: &str) -> &str {
+    id.trim_start_matches("tc_")
+}
+
 #[tokio::test]
 async fn a_call_of_another_agent_is_answered_like_an_unknown_one_on_every_route() {
     let server = Server::start().await;
@@ -27,7 +32,7 @@ async fn a_call_of_another_agent_is_answered_like_an_unknown_one_on_every_route(
             (Method::GET, format!("/v1/tool_calls/{id}/events")),
             (Method::GET, format!("/v1/tool_calls/{id}/cards")),
             (Method::GET, format!("/v1/tool_calls/{id}/deliveries")),
-            (Method::GET, format!("/v1/cards/{id}.call")),
+            (Method::GET, format!("/v1/cards/card_{}_call", body_of(id))),
             (Method::POST, format!("/v1/tool_calls/{id}/deliveries/repeat")),
             (Method::POST, format!("/v1/tool_calls/{id}/cancel")),
             (Method::POST, format!("/v1/tool_calls/{id}/answer")),
@@ -43,10 +48,10 @@ async fn a_call_of_another_agent_is_answered_like_an_unknown_one_on_every_route(
                 bob.send(request)
             };
             let forbidden = send(path.clone()).await;
-            let unknown = send(path.replace(id.as_str(), UNKNOWN)).await;
+            let unknown = send(path.replace(body_of(id), body_of(UNKNOWN))).await;
             assert_eq!(forbidden.status, unknown.status, "{method} {path}");
             assert!(forbidden.status == 404 || forbidden.status == 422, "{method} {path}");
-            let text = forbidden.body.to_string().replace(id.as_str(), UNKNOWN);
+            let text = forbidden.body.to_string().replace(body_of(id), body_of(UNKNOWN));
             assert_eq!(text, unknown.body.to_string(), "{method} {path}");
         }
     }
