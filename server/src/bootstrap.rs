@@ -140,6 +140,9 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     if let Some(retention_ms) = settings::retention_ms(config) {
         builder = builder.retention_ms(retention_ms);
     }
+    if let Some(retention_ms) = settings::audit_retention_ms(config) {
+        builder = builder.audit_retention_ms(retention_ms);
+    }
     if let Some(is_enabled) = config.telemetry.tool_names_in_metrics {
         builder = builder.tool_names_in_metrics(is_enabled);
     }

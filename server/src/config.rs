@@ -368,11 +368,14 @@ pub struct RetentionSettings {
     /// Days after which a finished call is deleted. Fractions of a day are allowed; 0 keeps calls
     /// forever.
     pub finished_calls_days: f64,
+    /// Days after which an entry of the audit log is deleted. Fractions of a day are allowed; 0
+    /// keeps the log forever.
+    pub audit_days: f64,
 }
 
 impl Default for RetentionSettings {
     fn default() -> Self {
-        Self { finished_calls_days: 30.0 }
+        Self { finished_calls_days: 30.0, audit_days: 0.0 }
     }
 }
 

@@ -187,7 +187,7 @@ fn is_within_credentials(caller: &Caller, tool: &str) -> bool {
 fn decide_without_rule(caller: &Caller, action: RuleAction) -> AccessDecision {
     let needs_rule = match action {
         RuleAction::List | RuleAction::Invoke => caller.needs_allowing_rule(),
-        RuleAction::Read => caller.needs_allowing_rule() && !caller.may_audit(),
+        RuleAction::Read => caller.needs_allowing_rule() && !caller.may_read_all_calls(),
         RuleAction::Cancel => caller.needs_allowing_rule(),
         // The roles have decided.
         RuleAction::Approve | RuleAction::Register | RuleAction::Administer => false,

@@ -29,7 +29,7 @@ impl Catalog {
     pub(crate) fn may_read_all_calls(&self, caller: &Caller) -> bool {
         let rules = self.rules.project(&caller.project);
         caller.is_exempt_from_rules()
-            || (!caller.needs_allowing_rule() || caller.may_audit())
+            || (!caller.needs_allowing_rule() || caller.may_read_all_calls())
                 && rules.is_none_or(|rules| !rules.has_rules_on(RuleAction::Read))
     }
 

@@ -13,6 +13,7 @@ mod cards;
 mod contexts;
 mod deliveries;
 mod events;
+mod keys;
 mod results;
 mod rules;
 mod runs;
@@ -24,6 +25,9 @@ use utoipa_axum::routes;
 
 use super::HttpState;
 
+pub use admin::audit::{AuditBody, AuditVerificationBody};
+pub use keys::session_tokens::SessionTokenBody;
+pub use keys::{KeyBody, NewKeyBody};
 pub use sources::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
@@ -52,10 +56,15 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(contexts::set_tools))
         .routes(routes!(contexts::record_calls))
         .routes(routes!(contexts::record_results))
-        .routes(routes!(admin::list_keys, admin::create_key))
-        .routes(routes!(admin::revoke_key))
+        .routes(routes!(keys::list_keys, keys::create_key))
+        .routes(routes!(keys::revoke_key))
+        .routes(routes!(keys::rotate_key))
+        .routes(routes!(keys::session_tokens::list, keys::session_tokens::create))
+        .routes(routes!(keys::session_tokens::revoke))
         .merge(rule_routes())
-        .routes(routes!(admin::audit))
+        .routes(routes!(admin::audit::audit))
+        .routes(routes!(admin::audit::verify_audit))
+        .routes(routes!(admin::audit::export_audit))
         .routes(routes!(admin::clients))
         .merge(run_routes())
         .routes(routes!(sources::list, sources::add))
