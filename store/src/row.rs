@@ -112,6 +112,18 @@ struct StoredCallEnvelope<'a> {
     backoff: Cow<'a, Backoff>,
 }
 
+impl<'a> StoredCallEnvelope<'a> {
+    /// Returns an origin that has the identity of the requester only.
+    fn take_identity(&mut self) -> Result<Origin, StoreError> {
+        caller_identity::restore(StoredIdentity {
+            subject_to_rules: self.subject_to_rules,
+            auth_method: self.auth_method.take(),
+            roles: self.roles.take(),
+            attributes: self.attributes.take(),
+        })
+    }
+}
+
 fn is_false(value: &bool) -> bool {
     !value
 }
@@ -370,7 +382,8 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
     let optional_number = |column: CallColumn| row.optional_unsigned(column as usize);
     let parse =
         |text: &str| Json::from_stored(text).map_err(|e| StoreError::Corrupt(e.to_string()));
-    let envelope: StoredCallEnvelope<'_> = decode(&text(CallColumn::Envelope)?)?;
+    let mut envelope: StoredCallEnvelope<'_> = decode(&text(CallColumn::Envelope)?)?;
+    let identity = envelope.take_identity()?;
     let state: StoredCallState<'_> = decode(&text(CallColumn::State)?)?;
     let args = parse(&text(CallColumn::Args)?)?;
     let status_text = text(CallColumn::Status)?;
@@ -396,12 +409,6 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| decode_target(stored, &tool_name, executor, &args);
     let id = text(CallColumn::Id)?;
-    let identity = StoredIdentity {
-        subject_to_rules: envelope.subject_to_rules,
-        auth_method: envelope.auth_method,
-        roles: envelope.roles,
-        attributes: envelope.attributes,
-    };
     let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(CallColumn::Project)?,
@@ -419,7 +426,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
             route: envelope.turn.map(|turn| Box::new(turn.into_owned())),
             callback_url: envelope.callback_url.map(Cow::into_owned),
             predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
-            ..Origin::default()
+            ..identity
         },
         target: target(state.target),
         fallbacks: state.alternates.into_iter().map(target).collect(),
@@ -444,7 +451,6 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         outcome,
         version: number(CallColumn::Version)?,
     };
-    caller_identity::restore(identity, &mut call.origin)?;
     call.attempt_dispatched_ms = call.attempt_dispatched_ms.or_else(|| call.implied_dispatch_ms());
     Ok((number(CallColumn::Position)?, call))
 }

@@ -244,7 +244,7 @@ impl Dispatcher {
         may_read.then_some(call).ok_or_else(|| call_not_found(id))
     }
 
-    /// Returns a call of the caller's project, from memory or from the store, whoever made it.
+    /// Returns a call of the caller's project, from memory or from the store.
     pub(crate) async fn find_project_call(
         &self,
         caller: &Caller,

@@ -80,7 +80,7 @@ impl Catalog {
         decide(rules, input, self.is_companion(request.tool))
     }
 
-    /// Returns true if the tool comes with all others: whoever may call any tool may call it.
+    /// Returns true if the tool comes with all others: a caller that may call any may call it.
     pub(crate) fn is_companion(&self, tool: &str) -> bool {
         tool == RESULT_READ && self.shared_tools.contains_key(tool)
     }
@@ -217,6 +217,11 @@ impl Registry {
         })
     }
 
+    /// Returns true if decisions about this caller can change with the time alone.
+    pub fn decides_by_time(&self, caller: &Caller) -> bool {
+        !caller.is_exempt_from_rules() && self.catalog().rules.uses_now(&caller.project)
+    }
+
     /// Returns true if the access rules allow the caller to use this name, be it a tool or another
     /// feature of an upstream.
     pub fn is_allowed(&self, caller: &Caller, name: &str) -> bool {
@@ -290,7 +295,6 @@ impl Registry {
                 engine_metrics::count_allowed();
                 return Ok(());
             }
-            // Nobody can approve it yet, so it is refused.
             // No part of the engine has put the call to an approval.
             AccessDecision::Ask(ask) => {
                 engine_metrics::count_asked();

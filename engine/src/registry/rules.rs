@@ -58,7 +58,8 @@ impl Admin {
         let project = rule.project.clone();
         let id = rule.id.clone();
         let summary = format!("{} {}", rule.verdict.as_str(), describe(&rule));
-        let words = ChangeWords { action: "rule.set", subject: &id, summary: &summary };
+        let subject = rule.as_short().map_or(id.as_str(), |(_, pattern)| pattern).to_owned();
+        let words = ChangeWords { action: "rule.set", subject: &subject, summary: &summary };
         self.change_rules(caller, &project, words, |catalog, present| {
             check_against_tools(catalog, std::slice::from_ref(&rule), "")?;
             let is_new = !present.iter().any(|present| present.id == rule.id);

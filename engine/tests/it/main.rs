@@ -14,6 +14,7 @@ mod examples;
 mod observer;
 mod rejoin;
 mod results;
+mod rules;
 mod runs;
 mod schema_cost;
 mod script;
