@@ -20,7 +20,7 @@ const MCP_METHODS: &[(&str, &str, &str)] = &[
     ("ping", "ping", "UAAAAAAA"),
     ("discover", "server/discover", "UAAAAAAA"),
     ("list_tools", "tools/list", "UAAAAAAA"),
-    ("call_tool", "tools/call", "UAEEEAAA"),
+    ("call_tool", "tools/call", "UADDDAAA"),
     ("get_task", "tasks/get", "UAEAAAAA"),
     // An update without answers only reads the task.
     ("update_task", "tasks/update", "UAEAAAAA"),

@@ -20,48 +20,49 @@ enum Row {
 
 use Row::{Keyed, Open};
 
+/// The calls and runs in the paths are the admin's: what belongs to another agent looks unknown.
 const TABLE: [(&str, &str, Row); 105] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404, 404, 404, 200, 200])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404, 403, 403, 202, 202])),
     ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200, 403, 403, 202, 202])),
-    ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("get", "/v1/tool_calls/{tool_call_id}", Keyed([404, 404, 200, 404, 200, 200, 200, 404])),
     (
         "get",
         "/v1/tool_calls/{tool_call_id}/result",
-        Keyed([200, 200, 200, 404, 200, 200, 200, 200]),
+        Keyed([404, 404, 200, 404, 200, 200, 200, 404]),
     ),
     (
         "post",
         "/v1/tool_calls/{tool_call_id}/cancel",
-        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+        Keyed([404, 403, 200, 404, 403, 403, 200, 404]),
     ),
     (
         "post",
         "/v1/tool_calls/{tool_call_id}/answer",
-        Keyed([409, 403, 409, 404, 403, 403, 409, 409]),
+        Keyed([404, 403, 409, 404, 403, 403, 409, 404]),
     ),
     (
         "get",
         "/v1/tool_calls/{tool_call_id}/events",
-        Keyed([200, 200, 200, 404, 200, 200, 200, 200]),
+        Keyed([404, 404, 200, 404, 200, 200, 200, 404]),
     ),
     (
         "get",
         "/v1/tool_calls/{tool_call_id}/deliveries",
-        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+        Keyed([404, 403, 200, 404, 403, 403, 200, 404]),
     ),
     (
         "post",
         "/v1/tool_calls/{tool_call_id}/deliveries/repeat",
-        Keyed([202, 403, 202, 404, 403, 403, 202, 202]),
+        Keyed([404, 403, 202, 404, 403, 403, 202, 404]),
     ),
     ("get", "/v1/deliveries", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
     ("get", "/v1/tasks", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
-    ("get", "/v1/tasks/{task_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
-    ("post", "/v1/tasks/{task_id}/cancel", Keyed([200, 403, 200, 404, 403, 403, 200, 200])),
-    ("get", "/v1/tasks/{task_id}/events", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("get", "/v1/tasks/{task_id}", Keyed([404, 404, 200, 404, 200, 200, 200, 404])),
+    ("post", "/v1/tasks/{task_id}/cancel", Keyed([404, 403, 200, 404, 403, 403, 200, 404])),
+    ("get", "/v1/tasks/{task_id}/events", Keyed([404, 404, 200, 404, 200, 200, 200, 404])),
     ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/runs/{run_id}/context", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     (
@@ -82,12 +83,12 @@ const TABLE: [(&str, &str, Row); 105] = [
     ),
     ("get", "/v1/runs", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("post", "/v1/runs", Keyed([202, 403, 202, 202, 403, 403, 202, 202])),
-    ("get", "/v1/runs/{run_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
-    ("post", "/v1/runs/{run_id}/cancel", Keyed([200, 403, 200, 404, 403, 403, 200, 200])),
+    ("get", "/v1/runs/{run_id}", Keyed([404, 404, 200, 404, 200, 200, 200, 404])),
+    ("post", "/v1/runs/{run_id}/cancel", Keyed([404, 403, 200, 404, 403, 403, 200, 404])),
     // A run acts with the rights of the agent that started it.
-    ("post", "/v1/runs/{run_id}/messages", Keyed([403, 403, 202, 404, 403, 403, 202, 403])),
-    ("post", "/v1/runs/{run_id}/resume", Keyed([403, 403, 202, 404, 403, 403, 202, 403])),
-    ("post", "/v1/runs/{run_id}/replay", Keyed([200, 403, 200, 404, 403, 403, 200, 200])),
+    ("post", "/v1/runs/{run_id}/messages", Keyed([404, 403, 202, 404, 403, 403, 202, 404])),
+    ("post", "/v1/runs/{run_id}/resume", Keyed([404, 403, 202, 404, 403, 403, 202, 404])),
+    ("post", "/v1/runs/{run_id}/replay", Keyed([404, 403, 200, 404, 403, 403, 200, 404])),
     ("get", "/v1/events", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/models", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/models/{model}", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
@@ -165,8 +166,8 @@ const TABLE: [(&str, &str, Row); 105] = [
         "/projects/{project_id}/tools/{tool_name}",
         Keyed([403, 204, 204, 404, 403, 403, 204, 403]),
     ),
-    ("get", "/v1/tool_calls/{tool_call_id}/cards", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
-    ("get", "/v1/cards/{card_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("get", "/v1/tool_calls/{tool_call_id}/cards", Keyed([404, 404, 200, 404, 200, 200, 200, 404])),
+    ("get", "/v1/cards/{card_id}", Keyed([404, 200, 200, 404, 200, 200, 200, 404])),
     ("post", "/v1/cards", Keyed([403, 201, 201, 201, 403, 403, 201, 403])),
     ("post", "/v1/tool_results", Keyed([403, 404, 404, 404, 403, 403, 404, 403])),
     ("get", "/v1/dead_letters", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
@@ -573,8 +574,9 @@ async fn a_call_by_a_provider_is_denied_and_audited() {
     let answer = fixture.provider.post("/v1/tools/calculation.eval/invoke", body).await;
     let error = answer.refused(403, "PERMISSION_DENIED");
     assert!(error["message"].as_str().unwrap().contains("role provider"), "{error}");
-    let entry = &fixture.admin.audit_entries().await[0];
-    assert_eq!((&entry["action"], &entry["agent"]), (&json!("call.denied"), &json!("tools")));
+    let entries = fixture.admin.audit_entries().await;
+    let entry = entries.iter().find(|entry| entry["action"] == "call.denied").unwrap();
+    assert_eq!(entry["agent"], "tools");
 }
 
 /// Returns the code and message of a problem, without the names that it quotes.
