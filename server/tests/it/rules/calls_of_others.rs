@@ -117,3 +117,36 @@ async fn mcp_lists_by_the_rules_and_hides_tasks_of_others() {
     let unknown = get(Mcp::modern(&bob).with_tasks(), UNKNOWN.to_owned()).await.error(-32602);
     assert_eq!(error.to_string().replace(&id, UNKNOWN), unknown.to_string());
 }
+
+#[tokio::test]
+async fn an_auditor_reads_every_call_and_a_service_those_of_the_user_it_acts_for() {
+    let server = Server::start().await;
+    let admin = server.keyed("p", "boss", "admin", &[]).await;
+    let auditor = server.keyed("p", "eye", "auditor", &[]).await;
+    let body = json!({"agent": "service", "roles": ["agent"], "may_assert": ["user", "session"]});
+    let key = admin.post("/v1/keys", body).await.is(201)["key"].as_str().unwrap().to_owned();
+    let rules = json!({"rules": [{"id": "all", "verdict": "allow"},
+        {"id": "not-mallory", "verdict": "deny", "users": ["mallory"], "tools": ["calculation.*"]}]});
+    admin.put("/v1/rules", rules).await.is(200);
+    let service = server.with_key(&key);
+    let send = |method: Method, path: String, user: &str| {
+        let request = service.request(method.clone(), &path).header("X-Toolcrib-User", user);
+        let body = json!({"run_id": "r", "args": {"expression": "1+1"}});
+        let request = if method == Method::POST { request.json(&body) } else { request };
+        service.send(request)
+    };
+    let invoke = "/v1/tools/calculation.eval/invoke?wait_ms=20000".to_owned();
+    let denied = send(Method::POST, invoke.clone(), "mallory").await;
+    assert_eq!(denied.refused(403, "PERMISSION_DENIED")["detail"]["rule_id"], "not-mallory");
+    let call = send(Method::POST, invoke, "mia").await.is(202);
+    let path = format!("/v1/tool_calls/{}", call["tool_call_id"].as_str().unwrap());
+    send(Method::GET, path.clone(), "mia").await.is(200);
+    send(Method::GET, path.clone(), "max").await.refused(404, "NOT_FOUND");
+    auditor.get(&path).await.is(200);
+    assert_eq!(
+        auditor.get("/v1/tool_calls").await.is(200)["tool_calls"].as_array().unwrap().len(),
+        1
+    );
+    auditor.get("/v1/rules").await.is(200);
+    auditor.put("/v1/rules/x", json!({"verdict": "deny"})).await.refused(403, "PERMISSION_DENIED");
+}
