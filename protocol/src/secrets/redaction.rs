@@ -197,14 +197,13 @@ pub struct StreamRedactor {
 impl StreamRedactor {
     /// Returns the next part with secrets redacted.
     pub fn redact_part(&mut self, secrets: &SecretRedactor, part: &str) -> String {
+        if part.is_empty() {
+            return String::new();
+        }
         let continued = self.continued_length(secrets, part);
         let (start, rest) = (&part[..continued], &part[continued..]);
         let mut output = if start.is_empty() { String::new() } else { REDACTED.to_owned() };
-        if rest.is_empty() {
-            return output;
-        }
         let characters: Vec<char> = rest.chars().collect();
-        self.partial.clear();
         let mut longest = 0;
         for (index, variant) in secrets.variants.iter().enumerate() {
             for length in 1..variant.len().min(characters.len() + 1) {

@@ -33,6 +33,7 @@ mod postgres;
 mod rejoin;
 mod results;
 mod runs;
+mod secrets;
 mod seed;
 mod submitting;
 mod support;
