@@ -252,6 +252,10 @@ async fn check_mcp_secrets(setup: &Setup) {
         let text = ended.to_string();
         assert!(text.contains("[secret]") && text.contains("stays"), "{ended}");
         assert!(text.contains(&MCP_SECRET.len().to_string()), "the server has it: {ended}");
+        let path = format!("/v1/tool_calls/{}/events", ended["tool_call_id"].as_str().unwrap());
+        let events = format!("{:?}", setup.api.follow(&path, None).await.rest().await);
+        assert!(events.contains("it is [secret]"), "the first half of it: {events}");
+        assert!(events.contains("[secret] indeed"), "the second half of it: {events}");
         setup.assert_no_secret_anywhere(&ended).await;
     }
 }
