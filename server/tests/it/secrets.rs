@@ -19,7 +19,7 @@ const MCP_SECRET: &str = "mcp-s3cret>with<odd>chars";
 
 /// An MCP server on standard input and output that repeats its environment in many forms.
 const ECHO_SERVER: &str = r#"
-import base64, json, os, sys, urllib.parse
+import base64, json, os, sys, time, urllib.parse
 def send(message):
     sys.stdout.write(json.dumps(message) + "\n"); sys.stdout.flush()
 secret = os.environ["ECHO_TOKEN"]
@@ -34,7 +34,8 @@ for line in sys.stdin:
         schema = {"type": "object"}
         send({"jsonrpc": "2.0", "id": id, "result": {"tools": [
             {"name": "say", "description": "says it", "inputSchema": schema},
-            {"name": "fail", "description": "fails", "inputSchema": schema}]}})
+            {"name": "fail", "description": "fails", "inputSchema": schema},
+            {"name": "wait", "description": "waits", "inputSchema": schema}]}})
     elif method == "tools/call":
         token = message["params"].get("_meta", {}).get("progressToken")
         half = len(secret) // 2
@@ -42,6 +43,9 @@ for line in sys.stdin:
             for n, part in enumerate(["it is " + secret[:half], secret[half:] + " indeed", secret]):
                 send({"jsonrpc": "2.0", "method": "notifications/progress", "params": {
                     "progressToken": token, "progress": n, "message": part}})
+        release = os.path.join(os.path.dirname(sys.argv[0]), "release")
+        while message["params"]["name"] == "wait" and not os.path.exists(release):
+            time.sleep(0.01)
         wrapped = ("user:" + secret + ":more").encode()
         forms = {"raw": secret, "b64": base64.b64encode(secret.encode()).decode(),
             "url64": base64.urlsafe_b64encode(secret.encode()).decode().rstrip("="),
@@ -252,12 +256,21 @@ async fn check_mcp_secrets(setup: &Setup) {
         let text = ended.to_string();
         assert!(text.contains("[secret]") && text.contains("stays"), "{ended}");
         assert!(text.contains(&MCP_SECRET.len().to_string()), "the server has it: {ended}");
-        let path = format!("/v1/tool_calls/{}/events", ended["tool_call_id"].as_str().unwrap());
-        let events = format!("{:?}", setup.api.follow(&path, None).await.rest().await);
-        assert!(events.contains("it is [secret]"), "the first half of it: {events}");
-        assert!(events.contains("[secret] indeed"), "the second half of it: {events}");
         setup.assert_no_secret_anywhere(&ended).await;
     }
+    // A secret that is split between two messages of progress.
+    let id = setup.api.invoke("echo.wait", json!({})).await;
+    let mut events = setup.api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
+    let mut messages = Vec::new();
+    while messages.len() < 3 {
+        let event = events.next().await.unwrap();
+        messages.extend(event.data["message"].as_str().map(str::to_owned));
+    }
+    messages.sort();
+    assert_eq!(messages, ["[secret]", "[secret] indeed", "it is [secret]"]);
+    std::fs::write(setup.server.directory.path().join("release"), "").unwrap();
+    let ended = setup.api.finished(&id).await;
+    setup.assert_no_secret_anywhere(&ended).await;
 }
 
 #[tokio::test]
