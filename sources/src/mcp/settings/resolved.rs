@@ -109,7 +109,8 @@ impl ResolvedSettings {
     }
 
     /// Sets the secrets to redact from results: values by reference, and those whose name says that
-    /// they are secret. Other values that are written out may be ordinary words, which results need.
+    /// they are secret. Other values that are written out may be ordinary words, which results
+    /// need.
     fn set_result_secrets(&mut self, settings: &McpServerSettings, named: Vec<(String, String)>) {
         let inherited = settings.env_from.iter().filter_map(|name| self.env.get_key_value(name));
         let written = self.env.iter().chain(&self.headers);
