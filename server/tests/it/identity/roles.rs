@@ -250,6 +250,7 @@ impl Fixture {
             }
             "/v1/runs" => run_body(),
             "/v1/runs/{run_id}/messages" => run_body(),
+            "/v1/runs/{run_id}/cancel" | "/v1/runs/{run_id}/replay" => json!({}),
             "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
             "/v1/tool_calls" => {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
