@@ -35,6 +35,7 @@ mod rejoin;
 mod results;
 mod rules;
 mod runs;
+mod secrets;
 mod seed;
 mod submitting;
 mod support;
