@@ -4,10 +4,12 @@
 pub(crate) mod authorize;
 pub(crate) mod catalog;
 pub(crate) mod keys;
+pub(crate) mod limits;
 pub(crate) mod model_tool_names;
 pub(crate) mod model_tools;
 pub(crate) mod projects;
 pub(crate) mod search;
+pub(crate) mod switches;
 pub(crate) mod upstreams;
 use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
@@ -66,9 +68,10 @@ impl Registry {
         operator: Option<OperatorCredential>,
         tool_names_in_metrics: Option<bool>,
     ) -> Self {
+        let catalog = shared_tools.with_limits(&core.policies.limits);
         Self {
             core,
-            catalog: RwLock::new(Arc::new(shared_tools)),
+            catalog: RwLock::new(Arc::new(catalog)),
             search_indexes: SearchIndexes::default(),
             authenticator,
             operator,

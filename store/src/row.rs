@@ -18,6 +18,7 @@ use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{
     Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target,
 };
+use toolcrib::domain::caller::CallerAttributes;
 use toolcrib::domain::event::{EventKind, EventRecord};
 use toolcrib::domain::fault::{Code, Fault, SideEffect};
 use toolcrib::domain::json::Json;
@@ -30,8 +31,8 @@ pub(crate) use columns::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, DeliveryColumn, read_delivery, read_try};
 pub(crate) use directory::{
-    read_audit, read_client, read_key, read_offer, read_project, read_rule, read_tool,
-    read_upstream,
+    read_accepted_call, read_audit, read_client, read_key, read_limit, read_offer, read_project, read_rule,
+    read_switch, read_tool, read_upstream,
 };
 pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;
@@ -69,6 +70,8 @@ struct StoredCallEnvelope<'a> {
     agent: Cow<'a, str>,
     #[serde(default, skip_serializing_if = "is_false")]
     subject_to_rules: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attributes: Option<Cow<'a, CallerAttributes>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     call_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -231,6 +234,8 @@ impl CallRow {
         let envelope = encode(&StoredCallEnvelope {
             agent: Cow::Borrowed(&call.origin.agent),
             subject_to_rules: call.origin.subject_to_rules,
+            attributes: (*call.origin.attributes != CallerAttributes::default())
+                .then(|| Cow::Borrowed(&*call.origin.attributes)),
             call_id: call.origin.caller_call_id.as_deref().map(Cow::Borrowed),
             client_id: call.origin.client_id.as_deref().map(Cow::Borrowed),
             user_id: call.origin.user_id.as_deref().map(Cow::Borrowed),
@@ -345,6 +350,15 @@ pub(crate) fn decode_caller_call_id(envelope: &str) -> Result<Option<String>, St
     Ok(envelope.call_id.map(Cow::into_owned))
 }
 
+/// Returns the agent and the user of a call, from the call's envelope.
+pub(crate) fn decode_agent_and_user(
+    envelope: &str,
+) -> Result<(String, Option<String>), StoreError> {
+    let envelope: StoredCallEnvelope<'_> = decode(envelope)?;
+    let user = envelope.attributes.and_then(|attributes| attributes.user.clone());
+    Ok((envelope.agent.into_owned(), user))
+}
+
 /// Reads a call and its position.
 pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError> {
     let text = |column: CallColumn| row.text(column as usize);
@@ -388,6 +402,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         origin: Origin {
             agent: envelope.agent.into_owned(),
             subject_to_rules: envelope.subject_to_rules,
+            attributes: Arc::new(envelope.attributes.map(Cow::into_owned).unwrap_or_default()),
             caller_call_id: envelope.call_id.map(Cow::into_owned),
             client_id: envelope.client_id.map(Cow::into_owned),
             user_id: envelope.user_id.map(Cow::into_owned),

@@ -5,10 +5,12 @@
 
 pub mod elicitation;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use elicitation::Elicitation;
 use serde::{Deserialize, Serialize};
 
+use crate::domain::caller::CallerAttributes;
 use crate::domain::fault::Fault;
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
@@ -133,6 +135,8 @@ pub struct Origin {
     /// True if the caller has a key without the admin role: the access rules must allow the call
     /// until it starts to run.
     pub subject_to_rules: bool,
+    /// Attributes of the caller.
+    pub attributes: Arc<CallerAttributes>,
     /// The caller's id for this call.
     pub caller_call_id: Option<String>,
     /// The client this call is pinned to.

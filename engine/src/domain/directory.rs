@@ -5,6 +5,12 @@
 //! change names the version it was decided on; if another writer committed first, the change is
 //! decided again.
 
+pub mod kill_switches;
+pub mod usage_limits;
+
+use kill_switches::{KillSwitch, SwitchKind};
+use usage_limits::{LimitKind, UsageLimit};
+
 use crate::domain::access_rules::AccessRule;
 use crate::domain::caller::Role;
 use crate::domain::json::Json;
@@ -103,6 +109,10 @@ pub struct Directory {
     pub rules: Vec<AccessRule>,
     /// The upstreams added at run time.
     pub upstreams: Vec<Upstream>,
+    /// The stored usage limits of all projects.
+    pub limits: Vec<UsageLimit>,
+    /// The kill switches that are set.
+    pub switches: Vec<KillSwitch>,
 }
 
 /// One change to the directory.
@@ -201,6 +211,28 @@ pub enum DirectoryChange {
         /// Definitions of all its tools from now on.
         tools: Vec<ToolDefinition>,
     },
+    /// Replaces the limit of the same member.
+    PutLimit(UsageLimit),
+    /// Removes the limit of a member.
+    DropLimit {
+        /// Id of the limit's project.
+        project: String,
+        /// Kind of the member.
+        kind: LimitKind,
+        /// Name of the member, or `*`.
+        name: String,
+    },
+    /// Sets a kill switch, or replaces its reason.
+    PutSwitch(KillSwitch),
+    /// Removes a kill switch.
+    DropSwitch {
+        /// Id of the switch's project.
+        project: String,
+        /// Kind of the subject.
+        kind: SwitchKind,
+        /// Name of the subject, as stored.
+        name: String,
+    },
 }
 
 /// The treatment of tools that a client registered before and does not list now.
@@ -223,7 +255,8 @@ pub struct AuditEntry {
     pub agent: String,
     /// The kind of change or decision: `call.denied`, `key.created`, `key.revoked`, `rule.set`,
     /// `rule.removed`, `client.adopted`, `tool.set`, `tool.removed`, `upstream.set`,
-    /// `upstream.removed`, `upstream.tools`.
+    /// `upstream.removed`, `upstream.tools`, `limit.set`, `limit.removed`, `switch.set`,
+    /// `switch.removed`.
     pub action: String,
     /// The subject of the action: a tool, a key's id, a pattern.
     pub subject: String,

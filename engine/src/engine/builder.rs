@@ -190,6 +190,7 @@ impl EngineBuilder {
         let engine = self.build_idle().await?;
         // Before the first request, which may repeat one that an earlier process received.
         engine.calls.rejoin.load().await?;
+        engine.calls.restore_rates().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
         spawn_reconcilers(&engine, retention_ms);
         Ok(engine)
@@ -318,6 +319,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
     tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
+    tasks.spawn(maintenance::switches::run(engine.calls.clone(), engine.runs.clone()));
     if engine.core.webhook_sender.is_some() {
         tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));
     }

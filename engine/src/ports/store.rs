@@ -8,6 +8,7 @@ pub mod credentials;
 mod memory;
 pub mod runs;
 pub mod undelivered;
+pub mod usage;
 pub mod utp;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -350,6 +351,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the store of undelivered requests.
     fn undelivered(&self) -> &dyn undelivered::UndeliveredRequestStore;
+
+    /// Returns the usage that rate limits count.
+    fn usage(&self) -> &dyn usage::UsageStore;
 
     /// Returns the store of upstream credentials.
     fn credentials(&self) -> &dyn credentials::UpstreamCredentialStore;

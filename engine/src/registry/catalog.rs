@@ -13,6 +13,8 @@ use project_map::{NameMap, ProjectMap};
 use serde_json::json;
 
 use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role, RoleSet};
+use crate::domain::directory::kill_switches::KillSwitchSet;
+use crate::domain::directory::usage_limits::{ConfiguredLimit, UsageLimitSet};
 use crate::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
 };
@@ -138,6 +140,8 @@ pub struct Catalog {
     /// Project and agent of the active keys whose requests never join an earlier call.
     agents_without_rejoin: HashSet<(String, String)>,
     pub(super) directory: Directory,
+    limits: Arc<UsageLimitSet>,
+    switches: Arc<KillSwitchSet>,
     /// Tools by the names that models use. Built at the first lookup by such a name.
     by_model_name: OnceLock<NameMap<Vec<Arc<CatalogEntry>>>>,
 }
@@ -147,9 +151,19 @@ impl Catalog {
         Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
     }
 
+    /// Adds the limits of the configuration to the first version, which has no stored ones.
+    pub(super) fn with_limits(self, configured: &[ConfiguredLimit]) -> Self {
+        Self { limits: Arc::new(UsageLimitSet::new(&[], configured)), ..self }
+    }
+
     /// Builds the next version and reuses existing entries, and those that a request has just
     /// compiled.
-    pub(crate) fn rebuild(&self, directory: Directory, compiled: &[Arc<CatalogEntry>]) -> Self {
+    pub(crate) fn rebuild(
+        &self,
+        directory: Directory,
+        compiled: &[Arc<CatalogEntry>],
+        configured_limits: &[ConfiguredLimit],
+    ) -> Self {
         let compiled: HashMap<&str, &Arc<CatalogEntry>> =
             compiled.iter().map(|entry| (entry.definition.name.as_str(), entry)).collect();
         let mut next = Self { shared_tools: self.shared_tools.clone(), ..Self::default() };
@@ -180,6 +194,8 @@ impl Catalog {
         let without = next.keys.values().filter(|key| !key.rejoin);
         next.agents_without_rejoin =
             without.map(|key| (key.project.clone(), key.agent.clone())).collect();
+        next.limits = Arc::new(UsageLimitSet::new(&directory.limits, configured_limits));
+        next.switches = Arc::new(KillSwitchSet::new(&directory.switches));
         next.version = directory.version;
         next.directory = directory;
         next
@@ -255,6 +271,16 @@ impl Catalog {
 
     pub(crate) fn client(&self, project: &str, client_id: &str) -> Option<&Client> {
         self.directory.clients.get(*self.client_positions.get(project, client_id)?)
+    }
+
+    /// Returns the usage limits in force.
+    pub(crate) fn limits(&self) -> &Arc<UsageLimitSet> {
+        &self.limits
+    }
+
+    /// Returns the kill switches that are set.
+    pub(crate) fn switches(&self) -> &Arc<KillSwitchSet> {
+        &self.switches
     }
 
     pub(crate) fn directory(&self) -> &Directory {
@@ -473,7 +499,8 @@ impl Registry {
             return Ok(());
         }
         let directory = self.core.store.directory().await.map_err(from_store_error)?;
-        let next = Arc::new(self.catalog().rebuild(directory, compiled));
+        let limits = &self.core.policies.limits;
+        let next = Arc::new(self.catalog().rebuild(directory, compiled, limits));
         *self.catalog.write() = next;
         self.listeners().iter().for_each(|listener| listener.directory_changed());
         self.core.bus.wake(&Topic::Directory);

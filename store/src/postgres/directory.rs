@@ -2,6 +2,7 @@
 //! projects' own tools and the roster of agents are in the tables that tool services know:
 //! `resource.tools` and `resource.project_agents`.
 
+mod limits;
 use serde_json::Value;
 use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use toolcrib::domain::json::Json;
@@ -14,8 +15,8 @@ use super::pool::PooledSession;
 use super::{limit_param, strip_nul_chars};
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
-    RowReader, decode, encode, encode_definition, read_audit, read_client, read_key, read_offer,
-    read_project, read_rule, read_tool, read_upstream,
+    RowReader, decode, encode, encode_definition, read_audit, read_client, read_key, read_limit,
+    read_offer, read_project, read_rule, read_switch, read_tool, read_upstream,
 };
 
 pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
@@ -58,6 +59,8 @@ pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionEr
             .query_map("SELECT project, agent, pattern, verdict FROM rules", &[], read_rule)
             .await?,
         upstreams: session.query_map(UPSTREAMS, &[], read_upstream).await?,
+        limits: session.query_map(limits::LIMITS, &[], read_limit).await?,
+        switches: session.query_map(limits::SWITCHES, &[], read_switch).await?,
     };
     lent.end_snapshot().await?;
     Ok(directory)
@@ -123,6 +126,10 @@ pub(super) async fn apply_change(
         DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
             set_upstream_tools(session, project, upstream, tools).await?;
         }
+        DirectoryChange::PutLimit(_)
+        | DirectoryChange::DropLimit { .. }
+        | DirectoryChange::PutSwitch(_)
+        | DirectoryChange::DropSwitch { .. } => limits::apply_change(session, change).await?,
         DirectoryChange::AddProject(_)
         | DirectoryChange::DropAgent { .. }
         | DirectoryChange::AddKey(_)

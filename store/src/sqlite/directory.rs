@@ -1,5 +1,6 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
+mod limits;
 use rusqlite::{Connection, Row, params};
 use toolcrib::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
@@ -46,6 +47,8 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
             |row| read_rule(row),
         )?,
         upstreams: upstreams::list_upstreams(connection)?,
+        limits: limits::list_limits(connection)?,
+        switches: limits::list_switches(connection)?,
     };
     Ok(directory)
 }
@@ -219,6 +222,10 @@ pub(super) fn apply_change(
         | DirectoryChange::SetUpstreamTools { .. } => {
             upstreams::apply_upstream_change(connection, change)?
         }
+        DirectoryChange::PutLimit(_)
+        | DirectoryChange::DropLimit { .. }
+        | DirectoryChange::PutSwitch(_)
+        | DirectoryChange::DropSwitch { .. } => limits::apply_change(connection, change)?,
         DirectoryChange::AddKey(key) => {
             connection.execute(
                 "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",

@@ -7,6 +7,7 @@ mod directory;
 mod runs;
 mod undelivered;
 mod upstreams;
+mod usage;
 mod utp;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -43,6 +44,8 @@ struct MemoryState {
     runs: runs::MemoryRuns,
     credentials: credentials::Credentials,
     undelivered: BTreeMap<String, super::undelivered::UndeliveredRequest>,
+    /// Position of the last call before each change of the time of day, and the change.
+    clock_steps: Vec<(u64, i64)>,
 }
 
 /// Stores everything in memory.
@@ -407,6 +410,10 @@ impl Store for MemoryStore {
     }
 
     fn runs(&self) -> &dyn crate::ports::store::runs::RunStore {
+        self
+    }
+
+    fn usage(&self) -> &dyn super::usage::UsageStore {
         self
     }
 

@@ -1,5 +1,7 @@
 //! Changes of the in-memory directory.
 
+use crate::domain::directory::kill_switches::SwitchKind;
+use crate::domain::directory::usage_limits::LimitKind;
 use crate::domain::directory::{Directory, DirectoryChange, ToolOffer, UnlistedTools};
 
 /// Applies a change that concerns neither project tools nor upstreams.
@@ -81,6 +83,20 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
         DirectoryChange::DropRule { project, agent, pattern } => {
             drop_rule(directory, &project, &agent, &pattern);
         }
+        DirectoryChange::PutLimit(limit) => {
+            drop_limit(directory, &limit.project, limit.kind, &limit.name);
+            directory.limits.push(limit);
+        }
+        DirectoryChange::DropLimit { project, kind, name } => {
+            drop_limit(directory, &project, kind, &name);
+        }
+        DirectoryChange::PutSwitch(switch) => {
+            drop_switch(directory, &switch.project, switch.kind, &switch.name);
+            directory.switches.push(switch);
+        }
+        DirectoryChange::DropSwitch { project, kind, name } => {
+            drop_switch(directory, &project, kind, &name);
+        }
     }
 }
 
@@ -92,6 +108,18 @@ fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &st
     directory.rules.retain(|rule| {
         (rule.project.as_str(), rule.agent.as_str(), rule.pattern.as_str())
             != (project, agent, pattern)
+    });
+}
+
+fn drop_limit(directory: &mut Directory, project: &str, kind: LimitKind, name: &str) {
+    directory.limits.retain(|limit| {
+        (limit.project.as_str(), limit.kind, limit.name.as_str()) != (project, kind, name)
+    });
+}
+
+fn drop_switch(directory: &mut Directory, project: &str, kind: SwitchKind, name: &str) {
+    directory.switches.retain(|switch| {
+        (switch.project.as_str(), switch.kind, switch.name.as_str()) != (project, kind, name)
     });
 }
 
