@@ -42,8 +42,8 @@ use crate::rejoin::Rejoin;
 
 pub use crate::rejoin::PendingDelivery;
 pub use accept::Ticket;
-pub use open_calls::LimitStatus;
 pub use batch::{Batch, BatchAnswer, BatchEntryResult, BatchEntryState, BatchMode};
+pub use open_calls::LimitStatus;
 pub use report::AttemptReport;
 pub use request::{CallRequest, duplicate_key_error};
 pub use wait::{CallPage, CallQuery, CallRef, EventQuery, Until};
@@ -186,7 +186,10 @@ impl Calls {
         let catalog = self.registry.catalog();
         if let Some(switch) = catalog.switches().find_for_tool(project, tool, executor) {
             let problem = Some(switch.describe());
-            return ToolAvailability { problem, ..self.executor_availability(&catalog, project, tool, executor) };
+            return ToolAvailability {
+                problem,
+                ..self.executor_availability(&catalog, project, tool, executor)
+            };
         }
         self.executor_availability(&catalog, project, tool, executor)
     }

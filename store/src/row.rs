@@ -31,8 +31,8 @@ pub(crate) use columns::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, DeliveryColumn, read_delivery, read_try};
 pub(crate) use directory::{
-    read_accepted_call, read_audit, read_client, read_key, read_limit, read_offer, read_project, read_rule,
-    read_switch, read_tool, read_upstream,
+    read_accepted_call, read_audit, read_client, read_key, read_limit, read_offer, read_project,
+    read_rule, read_switch, read_tool, read_upstream,
 };
 pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;

@@ -194,8 +194,7 @@ impl ConcurrencyLimiter {
         caps: &ConcurrencyCaps,
     ) -> Option<Slot> {
         let mut state = self.state.lock();
-        let has_queue =
-            !state.queues.is_empty() && state.queues.contains_key(&scope.queue_id());
+        let has_queue = !state.queues.is_empty() && state.queues.contains_key(&scope.queue_id());
         if has_queue || !state.has_capacity(scope, caps) {
             return None;
         }
@@ -486,6 +485,11 @@ mod tests {
         running.set_members(None);
         assert_eq!(limiter.pop_ready(|_| Some(caps)).map(|(id, _)| id), Some(id));
         drop(running);
-        assert_eq!(limiter.state.lock().members.get(&member_scope("a", "ada").members.as_ref().and_then(|m| m.agent.clone()).unwrap()), 0);
+        assert_eq!(
+            limiter.state.lock().members.get(
+                &member_scope("a", "ada").members.as_ref().and_then(|m| m.agent.clone()).unwrap()
+            ),
+            0
+        );
     }
 }

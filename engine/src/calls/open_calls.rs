@@ -17,8 +17,8 @@ use crate::domain::directory::usage_limits::{CallMembers, UsageLimitSet};
 use crate::domain::id::CallId;
 pub(crate) use rates::limit_error;
 pub use usage::LimitStatus;
-pub(crate) use usage::{LimitExceeded, LimitQuota};
 use usage::{CountedUsage, UsageCounts, counts};
+pub(crate) use usage::{LimitExceeded, LimitQuota};
 
 /// A call without an outcome.
 pub(crate) struct OpenCall {

@@ -14,9 +14,7 @@ use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
 use crate::domain::access_rules::AccessDecision;
 use crate::domain::call::{Call, Status, Target};
 use crate::domain::caller::{AuthMethod, Caller, Role};
-use crate::domain::directory::usage_limits::{
-    LimitKind, LimitMember, UsageLimitSet, stricter,
-};
+use crate::domain::directory::usage_limits::{LimitKind, LimitMember, UsageLimitSet, stricter};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, Fallback, SourceTraits, args};

@@ -2,8 +2,8 @@
 //! rules. Pure.
 
 use super::{
-    Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, ignored_record, into_transition,
-    stop_actions,
+    Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, ignored_record,
+    into_transition, stop_actions,
 };
 use crate::domain::call::{Call, Status};
 use crate::domain::event::EventKind;

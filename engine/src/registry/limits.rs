@@ -89,12 +89,7 @@ impl Admin {
     }
 
     /// Returns the project that a limit belongs to, if the caller administers it.
-    fn limit_project(
-        &self,
-        caller: &Caller,
-        kind: LimitKind,
-        name: &str,
-    ) -> Result<String, Error> {
+    fn limit_project(&self, caller: &Caller, kind: LimitKind, name: &str) -> Result<String, Error> {
         let project = if kind == LimitKind::Project { name } else { &caller.project };
         self.registry.require_operator(caller, Some(project))?;
         Ok(project.to_owned())

@@ -5,8 +5,9 @@ use serde_json::json;
 use crate::domain::access_rules::check_pattern;
 use crate::domain::caller::Caller;
 use crate::domain::directory::DirectoryChange;
-use crate::domain::directory::kill_switches::{KillSwitch, SwitchKind};
+use crate::domain::directory::kill_switches::{KillSwitch, SwitchKind, source_names};
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::tool::Executor;
 use crate::registry::catalog::Catalog;
 use crate::registry::keys::check_identifier;
 use crate::registry::{Admin, Registry};
@@ -23,10 +24,14 @@ impl Catalog {
 }
 
 impl Registry {
-    /// Returns the reason why a source is switched off in a project; `None` if it is not.
-    pub fn source_switch(&self, project: &str, source: &str) -> Option<String> {
+    /// Returns true if neither the caller nor the upstream that a name belongs to is switched off.
+    pub fn is_upstream_on(&self, caller: &Caller, name: &str) -> bool {
         let catalog = self.catalog();
-        catalog.switches().find_for_source(project, source).map(KillSwitch::describe)
+        let (switches, project) = (catalog.switches(), &caller.project);
+        let sources = source_names(Executor::MCP, name);
+        let is_off = |source: &str| switches.find_for_source(project, source).is_some();
+        switches.is_empty()
+            || (catalog.check_caller_is_on(caller).is_ok() && !sources.into_iter().any(is_off))
     }
 }
 

@@ -1,9 +1,11 @@
-//! `keys`, `allow`, `deny`, `rules`, `audit`: manage access and permissions.
+//! `keys`, `allow`, `deny`, `rules`, `limits`, `switch`, `audit`: manage access and permissions.
 //!
 //! Without `--server` the commands work on the data directory, beside a running server or before
 //! its first start; write access to it makes the user the operator. With `--server` they need an
 //! admin key.
 
+pub mod limits;
+pub mod switches;
 mod target;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Value, json};

@@ -29,6 +29,7 @@ impl Config {
         self.auth.oauth.as_ref().map_or(Ok(()), |oauth| oauth.check())?;
         self.check_policies()?;
         self.check_numbers()?;
+        self.limits.check_usage_limits()?;
         self.webhooks.validate()?;
         let days = self.retention.finished_calls_days;
         if !(0.0..=36_500.0).contains(&days) {

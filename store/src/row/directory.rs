@@ -83,11 +83,7 @@ pub(crate) fn read_limit(row: &impl RowReader) -> Result<UsageLimit, StoreError>
         project: row.text(0)?,
         kind: kind.parse().map_err(|()| StoreError::Corrupt(format!("kind {kind}")))?,
         name: row.text(2)?,
-        values: LimitValues {
-            per_minute: value(3)?,
-            max_open: value(4)?,
-            max_parallel: value(5)?,
-        },
+        values: LimitValues { per_minute: value(3)?, max_open: value(4)?, max_parallel: value(5)? },
         updated_ms: row.unsigned(6)?,
     })
 }
@@ -106,9 +102,7 @@ pub(crate) fn read_switch(row: &impl RowReader) -> Result<KillSwitch, StoreError
 }
 
 /// Reads `place, project, tool_name, created_ms, envelope`.
-pub(crate) fn read_accepted_call(
-    row: &impl RowReader,
-) -> Result<(u64, AcceptedCall), StoreError> {
+pub(crate) fn read_accepted_call(row: &impl RowReader) -> Result<(u64, AcceptedCall), StoreError> {
     let (agent, user) = super::decode_agent_and_user(&row.text(4)?)?;
     let call = AcceptedCall {
         project: row.text(1)?,

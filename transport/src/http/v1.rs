@@ -1,7 +1,7 @@
 //! HTTP v1: the API for agents and for operators.
 //!
-//! Every route under `/v1` is listed in `routes`, or in `run_routes` and `utp_routes`, which it
-//! merges. One file per resource holds its handlers and bodies. To add a route, write the handler
+//! Every route under `/v1` is listed in `routes`, or in `limit_routes`, `run_routes` and
+//! `utp_routes`, which it merges. One file per resource holds its handlers and bodies. To add a route, write the handler
 //! in the file of its resource and add it to the list; the header of `http.rs` has the remaining
 //! steps. Handlers of one path with different methods share one `routes!`.
 
@@ -56,6 +56,7 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
         .routes(routes!(admin::audit))
         .routes(routes!(admin::clients))
+        .merge(limit_routes())
         .merge(run_routes())
         .routes(routes!(sources::list, sources::add))
         .routes(routes!(sources::show, sources::remove))
@@ -63,6 +64,16 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(sources::refresh))
         .routes(routes!(sources::sign_in, sources::sign_out))
         .merge(utp_routes())
+}
+
+/// Routes of usage limits and kill switches.
+fn limit_routes() -> OpenApiRouter<HttpState> {
+    use admin::{limits, switches};
+    OpenApiRouter::new()
+        .routes(routes!(limits::list_limits))
+        .routes(routes!(limits::show_limit, limits::put_limit, limits::drop_limit))
+        .routes(routes!(switches::list_switches))
+        .routes(routes!(switches::show_switch, switches::put_switch, switches::drop_switch))
 }
 
 /// Routes of runs: stored conversations with models.

@@ -1,5 +1,6 @@
 //! Rate limits across restarts and changes of the time of day, and their state for callers.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -8,7 +9,7 @@ use serde_json::json;
 use super::{LimitExceeded, LimitQuota, LimitStatus};
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::caller::Caller;
-use crate::domain::directory::usage_limits::{CallMembers, RATE_WINDOW_MS};
+use crate::domain::directory::usage_limits::{CallMembers, LimitKind, RATE_WINDOW_MS};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::ports::core::from_store_error;
 
@@ -16,17 +17,29 @@ use crate::ports::core::from_store_error;
 const MAX_RESTORED: usize = 1_000_000;
 
 impl Calls {
-    /// Returns the state of every usage limit that applies to the caller, and to the tool if one is
-    /// given. Empty, at no cost, if there are no limits.
-    pub fn limit_statuses(&self, caller: &Caller, tool: Option<&str>) -> Vec<LimitStatus> {
+    /// Returns the state of every usage limit that applies to the caller and to these tools. Empty,
+    /// at no cost, if there are no limits.
+    pub fn limit_statuses<'a>(
+        &self,
+        caller: &Caller,
+        tools: impl Iterator<Item = &'a str>,
+    ) -> Vec<LimitStatus> {
         let catalog = self.registry.catalog();
         if catalog.limits().is_empty() {
             return Vec::new();
         }
-        let resolved = tool.and_then(|tool| catalog.resolve(caller, tool));
-        let tool = resolved.as_ref().map(|entry| entry.definition.name.as_str());
-        let members = CallMembers::of_request(caller, tool);
-        self.dispatcher.open_calls.limit_statuses(&members, self.core.now_ms())
+        let (open_calls, now_ms) = (&self.dispatcher.open_calls, self.core.now_ms());
+        let of = |tool| open_calls.limit_statuses(&CallMembers::of_request(caller, tool), now_ms);
+        let mut statuses = of(None);
+        let names: BTreeSet<String> = tools
+            .filter_map(|tool| catalog.resolve(caller, tool))
+            .map(|entry| entry.definition.name.clone())
+            .collect();
+        for tool in &names {
+            let is_of_tool = |status: &LimitStatus| status.member.kind == LimitKind::Tool;
+            statuses.extend(of(Some(tool.as_str())).into_iter().filter(is_of_tool));
+        }
+        statuses
     }
 
     /// Counts the calls of the last minute against the rate limits. Runs before the first request.
@@ -79,8 +92,7 @@ pub(crate) fn limit_error(exceeded: &LimitExceeded) -> Error {
         LimitQuota::PerMinute(limit) => format!("{member_text} may make {limit} calls per minute"),
         LimitQuota::MaxOpen(limit) => format!("{member_text} may have {limit} open calls"),
     };
-    let message =
-        format!("rate limit: {rule}; nothing was done, retry after {seconds} s");
+    let message = format!("rate limit: {rule}; nothing was done, retry after {seconds} s");
     let mut limit = json!({ "kind": kind, "name": member.name });
     limit[field] = quota.value().into();
     let detail = json!({ "limit": limit, "retry_after_ms": retry_after_ms });

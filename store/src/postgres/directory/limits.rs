@@ -4,8 +4,7 @@ use toolcrib::domain::directory::DirectoryChange;
 
 use crate::postgres::session::{Session, SessionError, SqlParams};
 
-pub(super) const LIMITS: &str =
-    "SELECT project, kind, name, per_minute, max_open, max_parallel, updated_ms \
+pub(super) const LIMITS: &str = "SELECT project, kind, name, per_minute, max_open, max_parallel, updated_ms \
      FROM usage_limits ORDER BY project, kind, name";
 pub(super) const SWITCHES: &str = "SELECT project, kind, name, reason, set_by, set_ms \
      FROM kill_switches ORDER BY project, kind, name";

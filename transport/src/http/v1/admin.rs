@@ -1,6 +1,8 @@
 //! Keys, rules, clients and the audit log. Requires an admin key, or the operator on the local
 //! machine.
 
+pub(super) mod limits;
+pub(super) mod switches;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
