@@ -1,9 +1,9 @@
 //! The command line: parses arguments and runs commands.
 //!
 //! Commands for users of a server use HTTP. Commands for its operator (`keys`, `allow`, `deny`,
-//! `rules`, `limits`, `switch`, `audit`) open the data directory, because the first key must come from somewhere; with
-//! `--server` they use HTTP too. Data goes to standard output, everything else to standard error,
-//! and the exit code classifies the result (see [`failure::exit`]).
+//! `rules`, `limits`, `switch`, `audit`) open the data directory, because the first key must come
+//! from somewhere; with `--server` they use HTTP too. Data goes to standard output, everything else
+//! to standard error, and the exit code classifies the result (see [`failure::exit`]).
 
 mod admin;
 mod call;

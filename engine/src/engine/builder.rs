@@ -275,6 +275,7 @@ impl EngineBuilder {
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
         registry.reload_catalog().await?;
+        dispatcher.apply_limit_changes();
         Ok(Engine { core, registry, admin, clients, calls, utp, webhooks, runs })
     }
 }

@@ -222,10 +222,6 @@ pub(super) fn apply_change(
         | DirectoryChange::SetUpstreamTools { .. } => {
             upstreams::apply_upstream_change(connection, change)?
         }
-        DirectoryChange::PutLimit(_)
-        | DirectoryChange::DropLimit { .. }
-        | DirectoryChange::PutSwitch(_)
-        | DirectoryChange::DropSwitch { .. } => limits::apply_change(connection, change)?,
         DirectoryChange::AddKey(key) => {
             connection.execute(
                 "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
@@ -260,6 +256,7 @@ pub(super) fn apply_change(
                 params![project, agent, pattern],
             )?;
         }
+        _ => limits::apply_change(connection, change)?,
     }
     if let Some(entry) = entry {
         insert_audit_entry(connection, entry)?;

@@ -285,7 +285,7 @@ impl BatchExecution {
         continuation
     }
 
-    /// Accepts the call of an entry. If a rate limit refuses it, waits as long as the batch permits.
+    /// Accepts the call of an entry. If a rate limit refuses it, waits as the batch permits.
     async fn accept_entry(
         self: &Arc<Self>,
         index: usize,

@@ -42,9 +42,9 @@ impl Calls {
         statuses
     }
 
-    /// Counts the calls of the last minute against the rate limits. Runs before the first request.
-    pub(crate) async fn restore_rates(&self) -> Result<(), Error> {
-        self.dispatcher.apply_limit_changes();
+    /// Counts the calls of the last minute against the rate limits. A started engine has done so
+    /// before its first request.
+    pub async fn restore_rates(&self) -> Result<(), Error> {
         if self.registry.catalog().limits().is_empty() {
             return Ok(());
         }

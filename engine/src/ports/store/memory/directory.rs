@@ -7,11 +7,6 @@ use crate::domain::directory::{Directory, DirectoryChange, ToolOffer, UnlistedTo
 /// Applies a change that concerns neither project tools nor upstreams.
 pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
     match change {
-        DirectoryChange::PutTools(_)
-        | DirectoryChange::DropTool { .. }
-        | DirectoryChange::PutUpstream(_)
-        | DirectoryChange::DropUpstream { .. }
-        | DirectoryChange::SetUpstreamTools { .. } => {}
         DirectoryChange::AddProject(project) => directory.projects.push(project),
         DirectoryChange::PutAgent(member) => {
             drop_member(directory, &member.project, &member.agent_id);
@@ -83,6 +78,13 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
         DirectoryChange::DropRule { project, agent, pattern } => {
             drop_rule(directory, &project, &agent, &pattern);
         }
+        change => apply_limit_change(directory, change),
+    }
+}
+
+/// Applies a change of a usage limit or a kill switch.
+fn apply_limit_change(directory: &mut Directory, change: DirectoryChange) {
+    match change {
         DirectoryChange::PutLimit(limit) => {
             drop_limit(directory, &limit.project, limit.kind, &limit.name);
             directory.limits.push(limit);
@@ -97,6 +99,7 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
         DirectoryChange::DropSwitch { project, kind, name } => {
             drop_switch(directory, &project, kind, &name);
         }
+        _ => {}
     }
 }
 
