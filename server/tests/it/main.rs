@@ -21,6 +21,7 @@ mod fairness;
 mod idempotency;
 mod identity;
 mod ingress;
+mod limits;
 mod listing;
 mod mcp;
 mod mcp_clients;

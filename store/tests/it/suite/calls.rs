@@ -1,8 +1,11 @@
 //! Calls: a stored call reads back unchanged, and a save replaces exactly the preceding version.
 
+use std::sync::Arc;
+
 use serde_json::json as value;
 use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{Call, FailedAttempt, Hold, Origin, Status, Target};
+use toolcrib::domain::caller::CallerAttributes;
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::retry::Backoff;
@@ -22,6 +25,11 @@ fn full_call() -> Call {
         origin: Origin {
             agent: "ada".into(),
             subject_to_rules: true,
+            attributes: Arc::new(CallerAttributes {
+                groups: vec!["ops".into()],
+                user: Some("uma".into()),
+                ..CallerAttributes::default()
+            }),
             caller_call_id: Some("call_1".into()),
             client_id: Some("laptop".into()),
             user_id: Some("u-9".into()),
